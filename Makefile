@@ -1,0 +1,59 @@
+# Every target prepares its own environment first (scripts/setup_env.py): the first time minutes, then a second.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+PY := .venv/bin/python
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+DEMO_ARGS ?=
+
+# The clone that make runs in is the one that is tested, even if another clone re-points the shared environment meanwhile.
+export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels$(if $(PYTHONPATH),:$(PYTHONPATH))
+# One thread per process: unpinned OpenMP threads on shared cores are up to ten times slower.
+export OMP_NUM_THREADS ?= 1
+# Nothing here needs the network once it is installed.
+export HF_HUB_OFFLINE ?= 1
+export TRANSFORMERS_OFFLINE ?= 1
+export VLLM_NO_USAGE_STATS ?= 1
+export DO_NOT_TRACK ?= 1
+export VLLM_CPU_KVCACHE_SPACE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+export PYTHONUNBUFFERED ?= 1
+
+.PHONY: help setup demo test check format bench doctor clean distclean
+
+help: ## Show this list.
+	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup: ## Prepare the environment only (CPU or CUDA vLLM, as the machine has it).
+	@python=$$(command -v python3.11 || command -v python3 || command -v python) || \
+	  { echo "[setup] error: no Python found; install python3.11" >&2; exit 1; }; \
+	$$python scripts/setup_env.py
+
+demo: setup ## Serve the bundled pair with and without vidspec, caption the bundled video, print one table.
+	@$(PY) -m vllm_vidspec.cli demo $(DEMO_ARGS)
+
+test: setup ## Run every test (PYTEST_ARGS="-m 'not serve'" for less).
+	@$(PY) -m pytest --durations=10 $(PYTEST_ARGS)
+
+check: setup ## Check format, lint and types.
+	@$(PY) -m ruff format --check .
+	@$(PY) -m ruff check .
+	@$(PY) -m mypy
+
+format: setup ## Format, and fix what lint can fix itself.
+	@$(PY) -m ruff format .
+	@$(PY) -m ruff check --fix .
+
+bench: setup ## Measure acceptance on the bundled pairs (BENCH_ARGS="--prune-ratio 0.5,0.9" for other rows).
+	@$(PY) -m vllm_vidspec.cli bench acceptance $(BENCH_ARGS)
+
+doctor: setup ## Check the environment and say what to do about each problem.
+	@$(PY) -m vllm_vidspec.cli doctor
+
+clean: ## Remove caches and build products from the clone.
+	@rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	@find . -name __pycache__ -type d -not -path './.git/*' -not -path './.venv/*' -prune -exec rm -rf {} +
+
+distclean: clean ## Also remove the prepared environment.
+	@python=$$(command -v python3.11 || command -v python3) && $$python scripts/setup_env.py --remove

@@ -1,0 +1,33 @@
+"""Dispatch: whether a wrapper launches its Triton kernel or runs its torch reference, and the checks they share."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Impl = Literal["auto", "triton", "torch"]
+
+
+def use_triton(impl: Impl, device: torch.device) -> bool:
+    """Return whether to launch the kernel.
+
+    Args:
+        impl: "auto" takes the kernel for CUDA tensors and the reference elsewhere; "triton" forces the kernel (on CPU
+            tensors it needs TRITON_INTERPRET=1); "torch" forces the reference.
+        device: Where the tensors live.
+
+    Raises:
+        ValueError: `impl` is none of the three.
+    """
+    if impl not in ("auto", "triton", "torch"):
+        raise ValueError(f"impl must be auto, triton or torch, got {impl!r}")
+    return impl == "triton" or (impl == "auto" and device.type == "cuda")
+
+
+def check_vector(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device, min_len: int = 0) -> None:
+    """Assert that a tensor is a vector of unit stride, dtype and device as given, with at least `min_len` entries."""
+    assert tensor.dtype == dtype, f"{name}: expected {dtype}, got {tensor.dtype}"
+    assert tensor.device == device, f"{name}: expected device {device}, got {tensor.device}"
+    assert tensor.ndim == 1, f"{name}: expected one dimension, got shape {list(tensor.shape)}"
+    assert tensor.shape[0] >= min_len, f"{name}: expected at least {min_len} entries, got {tensor.shape[0]}"
+    assert tensor.shape[0] <= 1 or tensor.stride(0) == 1, f"{name}: expected stride 1, got {tensor.stride(0)}"

@@ -1,0 +1,35 @@
+"""Environment of every test, set before torch, triton or vLLM is imported."""
+
+import os
+
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+for _name, _value in _ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+
+import pytest  # noqa: E402
+
+
+def pytest_collection_modifyitems(items):
+    """Skip what the machine cannot run, and run the cheap tests first: pure, then engine, then serve."""
+    has_gpu = os.path.exists("/dev/nvidiactl")
+    for item in items:
+        if item.get_closest_marker("gpu") and not has_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+    def rank(item):
+        return (
+            item.get_closest_marker("serve") is not None,
+            item.get_closest_marker("engine") is not None or "/engine/" in item.nodeid,
+        )
+
+    items.sort(key=rank)

@@ -1,0 +1,174 @@
+"""VidSpecConfig and parse_config: defaults, ranges, aliases, unknown keys, and one line for every error."""
+
+import pytest
+from pydantic import ValidationError
+
+from vllm_vidspec.config import PASS_THROUGH_KEYS, PRUNERS, VidSpecConfig, parse_config
+from vllm_vidspec.errors import VidSpecError
+
+GOOD = {"method": "vidspec", "model": "draft", "num_speculative_tokens": 5}
+
+
+def refused(**changes) -> str:
+    """The message for a config with these changes; asserts that it is one line that says where it comes from."""
+    with pytest.raises(VidSpecError) as caught:
+        parse_config({**GOOD, **changes})
+    message = str(caught.value)
+    assert message.startswith("speculative config: ") and "\n" not in message
+    return message
+
+
+def test_defaults():
+    """Catches: a changed default (they are documented)."""
+    config, passed = parse_config(GOOD)
+    assert passed == {}
+    assert config.model_dump() == {
+        "model": "draft",
+        "num_speculative_tokens": 5,
+        "prune_ratio": 0.9,
+        "image_prune_ratio": None,
+        "pruner": "uniform",
+        "prune_seed": 0,
+        "draft": "chain",
+        "scorer": "strict",
+        "draft_noise": "shared",
+        "draft_positions": "original",
+        "draft_kv_fraction": None,
+        "draft_kv_bytes": None,
+        "max_draft_len": None,
+        "on_draft_error": "skip",
+    }
+    assert not config.is_self_draft
+
+
+def test_self_draft():
+    """Catches: "self" taken for a path."""
+    assert parse_config({**GOOD, "model": "self"})[0].is_self_draft
+
+
+def test_every_knob_is_documented():
+    """Catches: a knob without a description (the reference page is generated from them)."""
+    assert all(field.description for field in VidSpecConfig.model_fields.values())
+
+
+def test_frozen():
+    """Catches: a configuration that changes after its validation."""
+    with pytest.raises(ValidationError):
+        parse_config(GOOD)[0].prune_ratio = 0.1
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("prune_ration", "prune_ratio"),
+        ("pruning_ratio", "prune_ratio"),
+        ("num_spec_tokens", "num_speculative_tokens"),
+        ("scorrer", "scorer"),
+        ("max_modl_len", "max_model_len"),  # a pass-through key is known too
+    ],
+)
+def test_unknown_key_names_the_nearest(key, nearest):
+    """Catches: an ignored unknown key, an error without a hint."""
+    assert f"unknown key {key!r} (did you mean {nearest!r}?)" in refused(**{key: 1})
+
+
+def test_unknown_keys_without_a_neighbour():
+    """Catches: a made-up hint; a second unknown key left out."""
+    message = refused(zzz=1, qqqq=2)
+    assert "'zzz'" in message and "'qqqq'" in message and "did you mean" not in message
+
+
+@pytest.mark.parametrize(
+    ("key", "bad", "good"),
+    [
+        ("num_speculative_tokens", (0, -1, 65, "many", 1.5), (1, 64)),
+        ("prune_ratio", (-0.01, 1.01, 1.5, float("nan"), "much"), (0.0, 1.0, 0.35)),
+        ("image_prune_ratio", (-0.01, 1.5), (0.0, 1.0, None)),
+        ("prune_seed", (-1,), (0, 2**40)),
+        ("draft_kv_fraction", (0.0, 1.0, -0.5), (0.01, 0.99)),
+        ("draft_kv_bytes", (0, -5), (1,)),
+        ("max_draft_len", (0,), (1,)),
+        ("draft", ("forest",), ("chain",)),
+        ("scorer", ("lax",), ("strict",)),
+        ("draft_noise", ("loud",), ("shared", "independent", "greedy")),
+        ("draft_positions", ("odd",), ("original", "compacted")),
+        ("on_draft_error", ("shrug",), ("skip", "raise")),
+        ("model", (None, 3), ("some/path",)),
+    ],
+)
+def test_ranges(key, bad, good):
+    """Catches: a bound moved by one, or open where it is closed; a message that does not name key and value."""
+    for value in good:
+        assert getattr(parse_config({**GOOD, key: value})[0], key) == value
+    for value in bad:
+        message = refused(**{key: value})
+        assert f"{key}: " in message and repr(value) in message
+
+
+@pytest.mark.parametrize("key", ["model", "num_speculative_tokens"])
+def test_missing_key(key):
+    """Catches: a default for what only the user can know."""
+    with pytest.raises(VidSpecError, match=f"speculative config: {key}: Field required"):
+        parse_config({name: value for name, value in GOOD.items() if name != key})
+
+
+def test_two_wrong_values_make_one_line():
+    """Catches: only the first problem shown, or a multi-line pydantic dump."""
+    message = refused(prune_ratio=1.5, num_speculative_tokens=0)
+    assert "prune_ratio: " in message and "got 1.5" in message and "num_speculative_tokens: " in message
+
+
+def test_pruner_names():
+    """Catches: a known name refused, the alias lost, an unknown name without hint or list."""
+    for name in PRUNERS:
+        assert parse_config({**GOOD, "pruner": name})[0].pruner == name
+    assert parse_config({**GOOD, "pruner": "window"})[0].pruner == "window:middle"
+    message = refused(pruner="unifrom")
+    assert "unknown pruner 'unifrom' (did you mean 'uniform'?)" in message
+    assert "known: " + ", ".join(PRUNERS) in message
+
+
+def test_both_pool_sizes():
+    """Catches: one of two contradicting pool sizes silently dropped."""
+    assert "draft_kv_fraction or draft_kv_bytes, not both" in refused(draft_kv_fraction=0.1, draft_kv_bytes=1024)
+
+
+def test_dashes_count_as_underscores():
+    """Catches: command-line spellings refused, for our keys or for vLLM's."""
+    raw = {"model": "draft", "num-speculative-tokens": 3, "prune-ratio": 0.5, "max-model-len": 99}
+    config, passed = parse_config(raw)
+    assert (config.num_speculative_tokens, config.prune_ratio, passed) == (3, 0.5, {"max_model_len": 99})
+    assert "prune-ratio" in raw  # the caller's dict is left alone
+
+
+def test_pass_through():
+    """Catches: a key of vLLM's swallowed or refused."""
+    extra = {key: f"value of {key}" for key in PASS_THROUGH_KEYS}
+    config, passed = parse_config({**GOOD, **extra})
+    assert passed == extra
+    assert not set(extra) & set(config.model_dump())
+
+
+@pytest.mark.parametrize(
+    ("changes", "video", "image"),
+    [
+        ({}, 0.9, 0.9),
+        ({"prune_ratio": 0.5}, 0.5, 0.5),
+        ({"image_prune_ratio": 0.0}, 0.9, 0.0),
+        ({"image_prune_ratio": 1.0, "prune_ratio": 0.0}, 0.0, 1.0),
+        ({"pruner": "none", "image_prune_ratio": 0.7}, 0.0, 0.0),
+    ],
+)
+def test_ratio_for(changes, video, image):
+    """Catches: an image ratio of 0.0 taken for unset, image and video exchanged, `none` that prunes."""
+    config, _ = parse_config({**GOOD, **changes})
+    assert (config.ratio_for("video"), config.ratio_for("image")) == (video, image)
+
+
+def test_summary():
+    """Catches: a start-up line that breaks, or leaves out a value that is set, or shows one that is not."""
+    summary = parse_config({**GOOD, "draft_kv_bytes": 4096})[0].summary()
+    assert "\n" not in summary
+    for part in ("model=draft", "num_speculative_tokens=5", "prune_ratio=0.9", "pruner=uniform", "draft_kv_bytes=4096"):
+        assert part in summary.split()
+    assert "None" not in summary and "draft_kv_fraction" not in summary

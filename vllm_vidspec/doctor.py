@@ -1,0 +1,297 @@
+"""The checks behind `vidspec doctor`: what is wrong with this environment and what to do; changes nothing."""
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from vllm_vidspec.config import METHOD, SELF
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.plugin import SUPPORTED_VLLM
+from vllm_vidspec.setup import fixups
+
+Status = Literal["ok", "warn", "fail"]
+
+_FIX = "run `vidspec doctor --fix`"
+_INSTALL_CPU = "pip install 'vllm-vidspec[cpu]'"
+_INSTALL_GPU = "pip install 'vllm-vidspec[gpu]'"
+_REINSTALL = "install vllm-vidspec again (`pip install -e .` in a clone)"
+_FAMILIES = ("qwen2.5-vl", "llava-onevision")
+_ROLES = ("target", "draft")
+_LFS_POINTER_BYTES = 1024  # a checkpoint smaller than this is a pointer to one
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding. `remedy` says what to do about it and is empty where nothing needs doing."""
+
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+
+
+def run_checks(target: str | None = None, draft: str | None = None) -> list[Check]:
+    """Look at everything that vidspec needs in order to run.
+
+    Args:
+        target: Target model, a path or a Hugging Face name. Default: the bundled pairs are checked.
+        draft: Draft model of that target, or "self". Default: "self".
+
+    Returns:
+        The findings, in the order in which one would repair them. A check that breaks is itself a finding.
+    """
+    checks: list[Check] = []
+    for name, check in _CHECKS:
+        checks.extend(_guarded(name, check))
+    if target is not None:
+        checks.extend(_guarded("pair", lambda: [check_pair(target, draft or SELF)]))
+    elif draft is not None:
+        checks.append(Check("pair", "fail", f"a draft ({draft}) without a target", "name the target too: --target"))
+    else:
+        checks.extend(_guarded("pair", _bundled_pairs))
+    return checks
+
+
+def check_pair(target: str, draft: str) -> Check:
+    """Return whether `draft` can draft for `target`; reads configurations, no weights."""
+    from vllm_vidspec import families
+
+    name = f"pair {_short(target)} + {_short(draft)}"
+    configs = []
+    for role, model in (("target", target), ("draft", draft)):
+        if model == SELF:
+            continue
+        try:
+            configs.append(_hf_config(model))
+        except Exception as error:
+            return Check(name, "fail", f"cannot read the {role} {model}: {_line(error)}", _unreadable_remedy(model))
+    try:
+        adapter = families.adapter_for(configs[0]) if draft == SELF else families.check_pair(*configs)
+    except VidSpecError as error:
+        return Check(name, "fail", str(error), 'choose a smaller model of the target\'s own family, or "self"')
+    return Check(name, "ok", f"compatible, family {adapter.name}")
+
+
+def _python() -> Iterator[Check]:
+    version = platform.python_version()
+    if sys.version_info < (3, 11):
+        yield Check("python", "fail", version, "use Python 3.11 or later")
+    else:
+        yield Check("python", "ok", f"{version} at {sys.prefix}")
+
+
+def _engine() -> Iterator[Check]:
+    """The engine's version, and whether vLLM finds its own distribution (the CPU wheel has another name)."""
+    cpu, cuda = _version(fixups.CPU_ENGINE), _version("vllm")
+    if cpu is None and cuda is None:
+        yield Check("engine", "fail", "vLLM is not installed", _INSTALL_GPU if _has_gpu() else _INSTALL_CPU)
+        return
+    version = cpu or cuda or ""
+    kind = "CPU" if _is_cpu_engine() else "CUDA"
+    if version.startswith(SUPPORTED_VLLM):
+        yield Check("engine", "ok", f"vLLM {version}, {kind} build")
+    else:
+        remedy = _INSTALL_CPU if kind == "CPU" else _INSTALL_GPU
+        yield Check("engine", "fail", f"vLLM {version}; vidspec needs {SUPPORTED_VLLM}*", remedy)
+    if cpu is not None:
+        good = cuda is not None and cuda.startswith(cpu) and "cpu" in cuda
+        detail = f"vLLM sees itself as {cuda}" if cuda else "vLLM cannot find its own distribution"
+        yield Check("engine alias", "ok" if good else "fail", detail, "" if good else _FIX)
+
+
+def _torch() -> Iterator[Check]:
+    import torch
+
+    yield Check("torch", "ok", str(torch.__version__))
+    if _is_cpu_engine() and torch.version.cuda is not None:
+        yield Check("torch build", "warn", "a CUDA torch beside a CPU engine", "install the CPU build of torch")
+
+
+def _torchvision() -> Iterator[Check]:
+    try:
+        import torchvision
+    except Exception as error:
+        yield Check("torchvision", "fail", _line(error), _FIX if _is_cpu_engine() else "install torchvision again")
+        return
+    yield Check("torchvision", "ok", str(torchvision.__version__))
+
+
+def _optional_builds() -> Iterator[Check]:
+    """On the CPU engine torchaudio and torchcodec are CUDA builds that break vLLM's imports when present."""
+    if not _is_cpu_engine():
+        return
+    for name in ("torchaudio", "torchcodec"):
+        if _version(name) is not None and (problem := fixups.probe_import(name)) is not None:
+            yield Check(name, "fail", f"installed but broken: {problem}", _FIX)
+
+
+def _triton() -> Iterator[Check]:
+    import triton.backends
+
+    if not _is_cpu_engine():
+        yield Check("triton", "ok", str(triton.__version__))
+        return
+    if "cpu" not in triton.backends.backends:
+        hidden = os.environ.get("TRITON_BACKENDS_IN_TREE") == "1"
+        remedy = "unset TRITON_BACKENDS_IN_TREE" if hidden else _REINSTALL
+        yield Check("triton cpu backend", "fail", "not registered: Model Runner V2 needs it on a CPU", remedy)
+    elif not triton.backends.backends["cpu"].driver.is_active():
+        remedy = f"{_INSTALL_GPU}, or hide the GPU from this machine"
+        yield Check("triton cpu backend", "fail", "inactive, since the machine has a GPU", remedy)
+    elif os.environ.get("TRITON_INTERPRET") != "1":
+        value = os.environ.get("TRITON_INTERPRET")
+        yield Check("triton cpu backend", "fail", f"TRITON_INTERPRET is {value!r}", "unset TRITON_INTERPRET")
+    else:
+        yield Check("triton cpu backend", "ok", f"triton {triton.__version__}, interpreter active")
+
+
+def _plugin() -> Iterator[Check]:
+    points = [point for point in metadata.entry_points(group="vllm.general_plugins") if point.name == METHOD]
+    if not points:
+        yield Check("plugin", "fail", "not registered with vLLM", _REINSTALL)
+        return
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and METHOD not in allowed.split(","):
+        yield Check(
+            "plugin", "fail", f"VLLM_PLUGINS={allowed} leaves it out", f"add {METHOD} to VLLM_PLUGINS, or unset it"
+        )
+        return
+    from vllm.engine.arg_utils import EngineArgs
+
+    points[0].load()()
+    # The hook wraps vLLM's function, so the function that now stands there is one of ours.
+    if EngineArgs.create_engine_config.__globals__["__name__"].startswith("vllm_vidspec."):
+        yield Check("plugin", "ok", "registered and active")
+    else:
+        yield Check("plugin", "fail", "registered, but vLLM's configuration is not hooked", _REINSTALL)
+
+
+def _device() -> Iterator[Check]:
+    import torch
+
+    if _is_cpu_engine():
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if _has_gpu():
+            yield Check("device", "warn", "this machine has an NVIDIA GPU, the engine is for CPU", _INSTALL_GPU)
+        else:
+            yield Check("device", "ok", f"CPU, {platform.machine()}, {cores} core{'s' if cores > 1 else ''}")
+        if shutil.which(os.environ.get("CXX", "g++")) is None and shutil.which("clang++") is None:
+            remedy = "install g++, or start vLLM with --enforce-eager"
+            yield Check("compiler", "warn", "no C++ compiler: vLLM cannot compile models for the CPU", remedy)
+    elif torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        yield Check("device", "ok", ", ".join(names))
+    else:
+        remedy = (
+            "check the driver with nvidia-smi" if _has_gpu() else f"no GPU here? {_INSTALL_CPU} in a new environment"
+        )
+        yield Check("device", "fail", "the engine is for CUDA, torch sees no CUDA device", remedy)
+
+
+def _threads() -> Iterator[Check]:
+    if not _is_cpu_engine():
+        return
+    value = os.environ.get("OMP_NUM_THREADS")
+    if value is None and os.environ.get("VLLM_CPU_OMP_THREADS_BIND") is None:
+        remedy = "export OMP_NUM_THREADS=1 (bundled models), or set VLLM_CPU_OMP_THREADS_BIND to cores of your own"
+        yield Check("threads", "warn", "OpenMP threads are not pinned: up to 10x slower on shared cores", remedy)
+    else:
+        yield Check("threads", "ok", f"OMP_NUM_THREADS={value}" if value else "VLLM_CPU_OMP_THREADS_BIND is set")
+
+
+def _checkpoints() -> Iterator[Check]:
+    missing = []
+    for family in _FAMILIES:
+        for role in _ROLES:
+            weights = _bundled(family, role) / "model.safetensors"
+            if not weights.is_file():
+                missing.append(f"{family}/{role}")
+            elif weights.stat().st_size < _LFS_POINTER_BYTES:
+                missing.append(f"{family}/{role} (a pointer, not the weights)")
+    if missing:
+        remedy = "fetch the clone's assets again (git checkout -- vllm_vidspec/assets), or run scripts/train_tiny.py"
+        yield Check("bundled models", "fail", "missing: " + ", ".join(missing), remedy)
+    else:
+        yield Check("bundled models", "ok", f"target and draft for {', '.join(_FAMILIES)}")
+
+
+def _bundled_pairs() -> Iterator[Check]:
+    for family in _FAMILIES:
+        target, draft = (_bundled(family, role) for role in _ROLES)
+        if target.is_dir() and draft.is_dir():
+            yield check_pair(str(target), str(draft))
+
+
+_CHECKS: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
+    ("python", _python),
+    ("engine", _engine),
+    ("torch", _torch),
+    ("torchvision", _torchvision),
+    ("optional builds", _optional_builds),
+    ("triton", _triton),
+    ("device", _device),
+    ("threads", _threads),
+    ("plugin", _plugin),
+    ("bundled models", _checkpoints),
+)
+
+
+def _guarded(name: str, check: Callable[[], Any]) -> list[Check]:
+    """Return a check's findings; what it raises becomes a finding, so that one broken part hides no other."""
+    findings: list[Check] = []
+    try:
+        findings.extend(check())
+    except Exception as error:
+        missing = isinstance(error, ModuleNotFoundError)
+        remedy = (_INSTALL_GPU if _has_gpu() else _INSTALL_CPU) if missing else "see the error; then run doctor again"
+        findings.append(Check(name, "fail", f"{type(error).__name__}: {_line(error)}", remedy))
+    return findings
+
+
+def _hf_config(model: str) -> Any:
+    from transformers import AutoConfig
+
+    if model.startswith((os.sep, ".")) and not os.path.isdir(model):
+        raise VidSpecError("the path does not exist")
+    return AutoConfig.from_pretrained(model)
+
+
+def _unreadable_remedy(model: str) -> str:
+    if os.environ.get("HF_HUB_OFFLINE") == "1" and not model.startswith((os.sep, ".")):
+        return "HF_HUB_OFFLINE=1 is set: unset it, or download the model first"
+    return "check the name or path: it needs a Hugging Face config.json"
+
+
+def _bundled(family: str, role: str) -> Path:
+    return Path(__file__).parent / "assets" / family / role
+
+
+def _short(model: str) -> str:
+    path = Path(model)
+    return f"{path.parent.name}/{path.name}" if path.is_absolute() else model
+
+
+def _line(error: BaseException) -> str:
+    """Return an error's message in one line."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _version(dist: str) -> str | None:
+    try:
+        return metadata.version(dist)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _is_cpu_engine() -> bool:
+    return _version(fixups.CPU_ENGINE) is not None or "cpu" in (_version("vllm") or "")
+
+
+def _has_gpu() -> bool:
+    return os.path.exists("/dev/nvidiactl")

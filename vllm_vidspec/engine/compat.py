@@ -1,0 +1,159 @@
+"""Every patch of vLLM, and nothing else; each is idempotent, checks what it relies on and says why it exists."""
+
+import contextlib
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from vllm_vidspec.errors import VidSpecError
+
+_MARK = "_vidspec_original"
+
+
+def expect_parameters(function: Callable, *names: str) -> None:
+    """Check that a vLLM function still takes the parameters we rely on, in this order.
+
+    Raises:
+        VidSpecError: Upstream renamed or moved one of them.
+    """
+    found = [name for name in inspect.signature(function).parameters if name in names]
+    if found != list(names):
+        where = f"{function.__module__}.{function.__qualname__}"
+        raise VidSpecError(f"this vLLM's {where} no longer takes ({', '.join(names)}); vllm_vidspec needs vLLM 0.32")
+
+
+def _patch(owner: Any, name: str, replacement: Callable) -> None:
+    """Replace an attribute once, keeping the original on the replacement."""
+    original = getattr(owner, name)
+    if hasattr(original, _MARK):
+        return
+    setattr(replacement, _MARK, original)
+    setattr(owner, name, replacement)
+
+
+def hook_engine_config(translate: Callable, finish: Callable) -> None:
+    """Wrap `EngineArgs.create_engine_config`.
+
+    Why: vLLM knows no third-party speculative methods, and `worker_cls` is read before `create_speculative_config` runs,
+    so this is the first place where "vidspec" can become something that vLLM understands.
+
+    Args:
+        translate: `EngineArgs -> VidSpecConfig | None`; rewrites the arguments, before vLLM builds its configuration.
+        finish: `(VllmConfig, VidSpecConfig) -> None`; checks what vLLM built.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    original = EngineArgs.create_engine_config
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def create_engine_config(self, *args, **kwargs):
+        config = translate(self)
+        vllm_config = original(self, *args, **kwargs)
+        if config is not None:
+            finish(vllm_config, config)
+        return vllm_config
+
+    _patch(EngineArgs, "create_engine_config", create_engine_config)
+
+
+def install_error_line() -> None:
+    """Print an uncaught `VidSpecError` of a `vllm` command as one line instead of a stack trace.
+
+    Why: a wrong knob is the user's to mend, and vLLM's own start-up prints some forty lines of frames around it. Python
+    programs that use `LLM(...)` keep their traceback.
+    """
+    if os.path.basename(sys.argv[0]) != "vllm" or getattr(sys.excepthook, "_vidspec", False):
+        return
+    previous = sys.excepthook
+
+    def excepthook(kind, error, traceback):
+        if isinstance(error, VidSpecError):
+            print(f"vidspec: {error}", file=sys.stderr)
+        else:
+            previous(kind, error, traceback)
+
+    excepthook._vidspec = True  # type: ignore[attr-defined]
+    sys.excepthook = excepthook
+
+
+@contextlib.contextmanager
+def cpu_model_runner(runner_cls: Callable[[type], type]) -> Iterator[None]:
+    """Make `CPUWorker.init_device` build our runner.
+
+    Why: it imports `CPUModelRunner` inside the function, with no method to override (the GPU worker has one).
+
+    Args:
+        runner_cls: vLLM's runner class -> ours.
+    """
+    import vllm.v1.worker.cpu.model_runner as module
+
+    original = module.CPUModelRunner
+    module.CPUModelRunner = runner_cls(original)  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        module.CPUModelRunner = original  # type: ignore[misc]
+
+
+def repair_interpreter_kernels() -> None:
+    """Replace the two sampling kernels that Triton's interpreter cannot run by torch versions; CPU engine only.
+
+    Why: under the interpreter vLLM's top-k/top-p kernel and its grammar-bitmask kernel raise `'int' object has no
+    attribute 'to'`. The first has a torch twin in vLLM itself; the second's specification is one masked fill. The GPU
+    path is never touched.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    import vllm.v1.sample.ops.topk_topp_sampler as topk_topp
+    from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
+
+    expect_parameters(topk_topp.apply_top_k_top_p_triton, "logits", "k", "p")
+    expect_parameters(topk_topp.apply_top_k_top_p_pytorch, "logits", "k", "p", "allow_cpu_sync")
+
+    def apply_top_k_top_p(logits, k, p, *_args, **_kwargs):
+        return topk_topp.apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync=True)
+
+    _patch(topk_topp, "apply_top_k_top_p_triton", apply_top_k_top_p)
+
+    expect_parameters(
+        StructuredOutputsWorker.apply_grammar_bitmask, "logits", "input_batch", "grammar_req_ids", "grammar_bitmask"
+    )
+    _patch(StructuredOutputsWorker, "apply_grammar_bitmask", _apply_grammar_bitmask)
+
+
+def _apply_grammar_bitmask(self, logits, input_batch, grammar_req_ids, grammar_bitmask) -> None:
+    """Torch version of vLLM's grammar mask: bit v of row m allows token v at logits row (request, position) of m.
+
+    Args:
+        logits: `[num_logits, vocab_size]` float, masked in place.
+        input_batch: vLLM's batch.
+        grammar_req_ids: Requests with a grammar, in bitmask order.
+        grammar_bitmask: `[num_masks, ceil(vocab_size / 32)]` int32 numpy.
+    """
+    import torch
+    from vllm.v1.worker.gpu.structured_outputs import _build_grammar_mapping
+
+    if not grammar_req_ids:
+        return
+    mapping = torch.tensor(
+        _build_grammar_mapping(
+            input_batch.req_ids,
+            grammar_req_ids,
+            input_batch.cu_num_logits_np,
+            input_batch.num_draft_tokens_per_req,
+            self.num_bonus_tokens,
+            self.mask_stride,
+        )
+    )  # [num_masks], req_idx * mask_stride + position
+    rows = input_batch.cu_num_logits[mapping // self.mask_stride] + mapping % self.mask_stride
+    words = torch.from_numpy(grammar_bitmask.copy())
+    bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32)) & 1  # [num_masks, words, 32]
+    allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
+    logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))

@@ -1,0 +1,255 @@
+"""The draft network: its own forward context, KV layers and attention metadata, beside the target in one process."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn as nn
+from vllm.compilation.backends import set_model_tag
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config.compilation import CUDAGraphMode
+from vllm.distributed import get_tp_group
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.model_loader import get_model
+from vllm.multimodal.utils import group_and_batch_mm_kwargs
+from vllm.utils.torch_utils import PIN_MEMORY
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+from vllm.v1.worker.gpu.attn_utils import (
+    build_attn_metadata,
+    build_slot_mappings_by_layer,
+    get_kv_cache_spec,
+    init_attn_backend,
+    init_kv_cache,
+)
+
+from vllm_vidspec.errors import VidSpecError
+
+
+def kv_bytes_per_token(vllm_config: VllmConfig) -> int:
+    """Return the KV bytes that one token takes on this rank, over all layers of a configuration."""
+    return sum(spec.page_size_bytes // spec.block_size for spec in get_kv_cache_spec(vllm_config).values())
+
+
+class DraftModel:
+    """A model that vLLM's KV manager does not see.
+
+    Its attention layers live in a `static_forward_context` of its own, so their KV cache is bound to the draft's pool,
+    their block tables are the draft's, and the target's memory accounting stays untouched.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_self_draft: bool):
+        self.target_config = vllm_config
+        self.device = device
+        self.is_self_draft = is_self_draft
+        self.max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self.model: nn.Module
+        self.config: VllmConfig
+
+    def load(self, target: nn.Module) -> None:
+        """Load the draft's weights, or share the target's."""
+        self.config = self._draft_config()
+        if self.is_self_draft:
+            # Attention finds its layer, and so its KV cache, by name in the forward context: the same network run under
+            # a context of copied attention layers is a second model without a second copy of any weight.
+            self.model = target
+            layers = self.target_config.compilation_config.static_forward_context
+            self.config.compilation_config.static_forward_context.update(
+                {name: _own_cache(layer) for name, layer in layers.items()}
+            )
+        else:
+            with set_model_tag("draft_model"):
+                self.model = get_model(vllm_config=self.config, prefix="draft_model")
+        model_config = self.config.model_config
+        self.uses_mrope = model_config.uses_mrope
+        self.num_axes = model_config.mrope_num_dims if self.uses_mrope else 1
+        # One column more than any batch keeps the slices non-contiguous: compiled code then never specialises on stride.
+        columns = max(self.max_num_tokens, 2 * self.config.scheduler_config.max_num_seqs) + 1
+        self._positions = torch.zeros(self.num_axes, columns, dtype=torch.int64, device=self.device)
+
+    def _draft_config(self) -> VllmConfig:
+        base = self.target_config
+        speculative = base.speculative_config
+        compilation = copy.copy(base.compilation_config)
+        compilation.static_forward_context = {}
+        compilation.static_all_moe_layers = list(base.compilation_config.static_all_moe_layers) if self.is_self_draft else []
+        config = copy.copy(base)  # shallow, and without running __post_init__ again
+        config.compilation_config = compilation
+        config.speculative_config = None
+        if self.is_self_draft:
+            return config
+        config.model_config = speculative.draft_model_config
+        config.parallel_config = copy.copy(speculative.draft_parallel_config)
+        config.parallel_config.rank = base.parallel_config.rank
+        config.quant_config = VllmConfig.get_quantization_config(
+            config.model_config, config.load_config
+        )
+        return config
+
+    @property
+    def hf_config(self) -> Any:
+        """The draft's Hugging Face configuration."""
+        return self.config.model_config.hf_config
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per KV block."""
+        return self._kv_groups()[0].kv_cache_spec.block_size
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one KV block on this rank, over all layers."""
+        return kv_bytes_per_token(self.config) * self.block_size
+
+    def _kv_groups(self) -> list[Any]:
+        groups = get_kv_cache_groups(self.config, get_kv_cache_spec(self.config))
+        if len(groups) != 1:
+            raise VidSpecError("drafts that mix attention kinds (several KV cache groups) are not supported")
+        return groups
+
+    def init_kv(self, num_bytes: int) -> int:
+        """Allocate and bind the KV cache.
+
+        Args:
+            num_bytes: Size on this rank.
+
+        Returns:
+            The number of blocks: the smallest of the tensor-parallel ranks', so that all allocate alike.
+        """
+        group = get_tp_group()
+        num_blocks = torch.tensor([num_bytes // self.bytes_per_block], dtype=torch.int64)
+        if group.world_size > 1:
+            torch.distributed.all_reduce(num_blocks, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+        with set_current_vllm_config(self.config):
+            self._kv_config = get_kv_cache_config_from_groups(
+                _without_override(self.config), self._kv_groups(), int(num_blocks) * self.bytes_per_block
+            )
+            self._attn_groups, _, kernel_block_sizes = init_attn_backend(self._kv_config, self.config, self.device)
+            init_kv_cache(
+                self.config.compilation_config.static_forward_context,
+                self._kv_config,
+                self.device,
+                kernel_block_sizes,
+                self.config,
+                attn_groups=(attn_group for groups in self._attn_groups for attn_group in groups),
+            )
+        return self._kv_config.num_blocks
+
+    def forward(
+        self,
+        embeds: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        query_start_loc: torch.Tensor,
+        query_start_loc_np: np.ndarray,
+        seq_lens: torch.Tensor,
+        seq_lens_upper_bound: np.ndarray,
+        block_table: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run one paged forward over a batch of segments.
+
+        Args:
+            embeds: `[num_tokens, hidden_size]` input embeddings.
+            positions: `[num_axes, num_tokens]` int64 rope positions.
+            query_start_loc: `[num_reqs + 1]` int32; `query_start_loc_np` the same on the host.
+            seq_lens: `[num_reqs]` int32 KV entries of each request after this forward.
+            seq_lens_upper_bound: `[num_reqs]` host bound of it (the device value may not be known to the host).
+            block_table: `[num_reqs, max_blocks]` int32.
+            slot_mapping: `[num_tokens]` int64 physical slots.
+
+        Returns:
+            `[num_tokens, hidden_size]` final hidden states.
+        """
+        num_tokens = embeds.shape[0]
+        upper_bound = torch.from_numpy(seq_lens_upper_bound.astype(np.int32))
+        metadata = build_attn_metadata(
+            attn_groups=self._attn_groups,
+            num_reqs=len(seq_lens),
+            num_tokens=num_tokens,
+            query_start_loc_gpu=query_start_loc,
+            query_start_loc_cpu=torch.from_numpy(query_start_loc_np.astype(np.int32)),
+            max_query_len=int(np.diff(query_start_loc_np).max()),
+            seq_lens=seq_lens,
+            max_seq_len=int(upper_bound.max()),
+            block_tables=[block_table],
+            slot_mappings=slot_mapping[None],
+            kv_cache_config=self._kv_config,
+            seq_lens_cpu_upper_bound=upper_bound,
+            is_prefilling=torch.zeros(len(seq_lens), dtype=torch.bool),
+        )
+        slots = build_slot_mappings_by_layer(slot_mapping[None], self._kv_config)
+        return self._run(embeds, positions, metadata, slots)
+
+    def profile(self) -> None:
+        """Run the largest forward without attention, so that the memory profile (and compilation) sees the draft."""
+        hidden_size = self.config.model_config.get_inputs_embeds_size()
+        embeds = torch.zeros(self.max_num_tokens, hidden_size, dtype=self.config.model_config.dtype, device=self.device)
+        self._run(embeds, torch.zeros_like(self._positions[:, : self.max_num_tokens]), None, None)
+
+    def _run(self, embeds: torch.Tensor, positions: torch.Tensor, metadata: Any, slots: Any) -> torch.Tensor:
+        num_tokens = embeds.shape[0]
+        buffer = self._positions[:, :num_tokens]
+        buffer.copy_(positions)
+        with set_forward_context(
+            metadata,
+            self.config,
+            num_tokens=num_tokens,
+            slot_mapping=slots,
+            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            batch_descriptor=BatchDescriptor(num_tokens=num_tokens),
+        ):
+            return self.model(
+                input_ids=None, positions=buffer if self.uses_mrope else buffer[0], inputs_embeds=embeds
+            )
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return `[n, vocab_size]` logits of `[n, hidden_size]` hidden states."""
+        return self.model.compute_logits(hidden_states)
+
+    def embed(self, token_ids: torch.Tensor, media: list[torch.Tensor], is_media: torch.Tensor | None) -> torch.Tensor:
+        """Return `[n, hidden_size]` input embeddings; `media` fill the places where `is_media` is True, in order."""
+        if not media:
+            return self.model.embed_input_ids(token_ids)
+        return self.model.embed_input_ids(token_ids, multimodal_embeddings=media, is_multimodal=is_media)
+
+    def encode(self, features: list[Any]) -> list[torch.Tensor]:
+        """Run the draft's vision tower over whole items, modality by modality.
+
+        Args:
+            features: vLLM's multimodal features.
+
+        Returns:
+            `[m_i, hidden_size]` embeddings of each item, in the order given.
+        """
+        order = sorted(range(len(features)), key=lambda i: features[i].modality)
+        outputs: list[torch.Tensor] = []
+        items = [(features[i].modality, features[i].data) for i in order]
+        for _, _, kwargs in group_and_batch_mm_kwargs(items, device=self.device, pin_memory=PIN_MEMORY):
+            outputs.extend(self.model.embed_multimodal(**kwargs))
+        return [outputs[i] for i in np.argsort(order)]
+
+    def full_positions(self, token_ids: list[int], features: list[Any]) -> tuple[torch.Tensor, int]:
+        """Return the full prompt's rope positions `[num_axes, num_tokens]` and the delta of the text after it."""
+        if not self.uses_mrope:
+            return torch.arange(len(token_ids))[None], 0
+        return self.model.get_mrope_input_positions(token_ids, features)
+
+
+def _own_cache(layer: Any) -> Any:
+    """Copy an attention layer without its parameters, so that another KV cache can be bound to it."""
+    if not isinstance(layer, Attention):
+        return layer
+    layer = copy.copy(layer)
+    layer.impl = copy.copy(layer.impl)
+    layer.kv_cache = torch.tensor([])
+    return layer
+
+
+def _without_override(config: VllmConfig) -> VllmConfig:
+    """Drop `--num-gpu-blocks-override`: it sizes the target's cache, not the draft's."""
+    config = copy.copy(config)
+    config.cache_config = copy.copy(config.cache_config)
+    config.cache_config.num_gpu_blocks_override = None
+    return config

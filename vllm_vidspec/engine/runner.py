@@ -1,0 +1,58 @@
+"""Model Runner V2 with our speculator and scorer in the places of vLLM's own."""
+
+import functools
+
+import torch
+from vllm.utils.mem_utils import DeviceMemoryProfiler
+
+from vllm_vidspec.config import METHOD, VidSpecConfig
+from vllm_vidspec.engine.counters import Counters
+from vllm_vidspec.engine.scorer import StrictScorer
+from vllm_vidspec.engine.speculator import VidSpecSpeculator
+
+
+@functools.cache
+def vidspec_runner(base: type) -> type:
+    """Return our subclass of a vLLM model runner class (GPU or CPU)."""
+
+    class VidSpecModelRunner(base):
+        """Adds four things to vLLM's runner: the draft, its KV pool, our scorer and our counters."""
+
+        def __init__(self, vllm_config, device: torch.device):
+            super().__init__(vllm_config, device)  # builds vLLM's own speculator; it owns buffers only
+            config = VidSpecConfig(**vllm_config.additional_config[METHOD])
+            self.counters = Counters(vllm_config, device, self.max_num_reqs, self.num_speculative_steps)
+            self.speculator = VidSpecSpeculator(vllm_config, config, device, self.counters)
+
+        def load_model(self, *args, **kwargs) -> None:
+            super().load_model(*args, **kwargs)
+            with DeviceMemoryProfiler() as profiler:
+                self.speculator.load(self.model, self.req_states, self.sampler, self.encoder_cache)
+            self.model_memory_usage += profiler.consumed_memory
+            self.rejection_sampler = StrictScorer(self.sampler, self.speculative_config, self.device, self.counters)
+
+        def initialize_kv_cache(self, kv_cache_config, is_profiling: bool = False, **kwargs) -> None:
+            super().initialize_kv_cache(kv_cache_config, is_profiling=is_profiling, **kwargs)
+            if not is_profiling:
+                self.speculator.init_kv()
+
+        def _remove_request(self, req_id: str) -> bool:
+            # Finished, aborted and preempted requests all pass here, as does one that is about to be re-added.
+            self.speculator.release(req_id)
+            return super()._remove_request(req_id)
+
+        def execute_model(self, scheduler_output, *args, **kwargs):
+            self.counters.flush()
+            return super().execute_model(scheduler_output, *args, **kwargs)
+
+        def take_draft_token_ids(self):
+            """Offer nothing for requests that run without speculation, so that no verify rows are wasted on them."""
+            drafts = super().take_draft_token_ids()
+            if drafts is not None:
+                drafts.draft_token_ids = [
+                    tokens if req_id in self.speculator.drafted else []
+                    for req_id, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True)
+                ]
+            return drafts
+
+    return VidSpecModelRunner

@@ -1,0 +1,248 @@
+"""vLLM's speculator interface in front of the drafter: turns runner state into messages, draft failures into counters."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.engine.counters import Counters
+from vllm_vidspec.engine.draft_model import DraftModel, kv_bytes_per_token
+from vllm_vidspec.engine.drafter import Drafter, DraftMessage, PrefillMessage, max_slots_per_request
+from vllm_vidspec.engine.noise import CoupledSampler
+from vllm_vidspec.errors import VidSpecError
+
+logger = init_logger("vllm.vidspec")
+
+# A draft that holds less of its requests than the target does runs out first; this margin over the kept share pays for
+# text, and for prompts without video.
+_TEXT_SHARE = 0.1
+
+_UNSEEN, _DRAFTING, _SKIPPED = 0, 1, 2
+
+
+class VidSpecSpeculator(BaseSpeculator):
+    """Drafts for every running request that the draft's pool has room for."""
+
+    supports_mm_inputs = False  # the target's embeddings are of no use to the draft: it has a vision tower of its own
+    draft_logits = None
+    num_extra_query_per_req = 0
+
+    def __init__(self, vllm_config, config: VidSpecConfig, device: torch.device, counters: Counters):
+        self.vllm_config = vllm_config
+        self.config = config
+        self.device = device
+        self.counters = counters
+        self.max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+        self.max_model_len = vllm_config.model_config.max_model_len
+        self.draft_model = DraftModel(vllm_config, device, config.is_self_draft)
+        self.drafter: Drafter | None = None
+        self.drafted: set[str] = set()  # requests whose draft tokens of the last step are real
+        self._state = np.full(self.max_num_reqs, _UNSEEN, dtype=np.int8)  # [max_num_reqs]
+        # [max_num_reqs, K]
+        self._draft_tokens = torch.zeros(
+            self.max_num_reqs, config.num_speculative_tokens, dtype=torch.int64, device=device
+        )
+
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """The draft network, for vLLM's shutdown; None while it is the target itself."""
+        return None if self.config.is_self_draft else self.draft_model.model
+
+    # ---- set-up ----------------------------------------------------------------------------------------------------
+
+    def load(self, target: torch.nn.Module, req_states: Any, sampler: Any, encoder_cache: Any) -> None:
+        """Load the draft and remember the runner's state tables that messages are made from."""
+        self.draft_model.load(target)
+        self._req_states = req_states
+        self._sample = CoupledSampler(sampler, self.config.draft_noise)
+        self._encoder_cache = encoder_cache
+
+    def plan_pool(self, available_bytes: int) -> int:
+        """Return the size of the draft's KV pool in bytes.
+
+        Args:
+            available_bytes: KV memory of this rank, target and draft together.
+
+        Raises:
+            VidSpecError: `draft_kv_bytes` or `draft_kv_fraction` is too small for one request.
+        """
+        config, per_block = self.config, self.draft_model.bytes_per_block
+        max_slots = max_slots_per_request(self.max_model_len, config.num_speculative_tokens)
+        blocks_per_req = -(-max_slots // self.draft_model.block_size)
+        most = (self.max_num_reqs * blocks_per_req + 1) * per_block
+        if config.draft_kv_bytes is not None:
+            wanted = config.draft_kv_bytes
+        elif config.draft_kv_fraction is not None:
+            wanted = int(config.draft_kv_fraction * available_bytes)
+        else:
+            draft, target = kv_bytes_per_token(self.draft_model.config), kv_bytes_per_token(self.vllm_config)
+            kept = 1 - min(config.ratio_for("video"), config.ratio_for("image"))
+            share = min(1.0, kept + _TEXT_SHARE) * draft
+            wanted = max(int(available_bytes * share / (target + share)), (blocks_per_req + 1) * per_block)
+        if wanted < 2 * per_block:
+            raise VidSpecError(f"a draft KV pool of {wanted} bytes holds nothing; one block takes {per_block} bytes")
+        self._pool_bytes = min(wanted, most)
+        return self._pool_bytes
+
+    def init_kv(self) -> None:
+        """Allocate the pool; the drafter is ready afterwards."""
+        num_blocks = self.draft_model.init_kv(self._pool_bytes)
+        self.drafter = Drafter(
+            self.draft_model, self.config, self._sample, self.counters, num_blocks, self.max_num_reqs, self.max_model_len
+        )
+        draft, target = kv_bytes_per_token(self.draft_model.config), kv_bytes_per_token(self.vllm_config)
+        for name, value in (
+            ("draft_pool_blocks_total", num_blocks - 1),
+            ("draft_pool_bytes", num_blocks * self.draft_model.bytes_per_block),
+            ("draft_kv_bytes_per_token", draft),
+            ("target_kv_bytes_per_token", target),
+        ):
+            self.counters.set(name, value)
+
+    def init_cudagraph_manager(self, cudagraph_mode) -> None:
+        """The draft's forwards are not captured."""
+
+    def capture(self) -> None:
+        """The draft's forwards are not captured."""
+
+    # ---- serving ---------------------------------------------------------------------------------------------------
+
+    def release(self, req_id: str) -> None:
+        """Free what a request holds; called before the runner frees its row."""
+        row = self._req_states.req_id_to_index.get(req_id)
+        if row is not None:
+            self._forget(row, _UNSEEN)
+
+    def _forget(self, row: int, state: int) -> None:
+        if self.drafter is not None:
+            self.drafter.release(row)
+        self._state[row] = state
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch,
+        attn_metadata,
+        slot_mappings,
+        last_hidden_states,
+        aux_hidden_states,
+        num_sampled,
+        num_rejected,
+        last_sampled,  # [max_num_reqs, 1]
+        next_prefill_tokens,
+        temperature,
+        seeds,
+        dp_sync_state=None,
+        dummy_run: bool = False,
+        skip_attn_for_dummy_run: bool = False,
+        mm_inputs=None,
+        is_profile: bool = False,
+        num_speculative_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """Return `[num_reqs, K]` int64 draft tokens; rows of requests without speculation hold zeros.
+
+        vLLM has already committed this step: `total_len` and `all_token_ids` include its tokens.
+        """
+        num_reqs = input_batch.num_reqs
+        output = self._draft_tokens[:num_reqs].zero_()
+        if dummy_run:
+            if is_profile:
+                self.draft_model.profile()
+            return output
+        num_levels = self.config.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
+        rows_np = input_batch.idx_mapping_np
+        done = self._prefill_done(input_batch)  # [num_reqs]
+        self._guarded(self._start, input_batch, np.flatnonzero(done & (self._state[rows_np] == _UNSEEN)))
+        # The last draft of this step may commit K more tokens and the target one.
+        bound = input_batch.seq_lens_cpu_upper_bound.numpy()[:num_reqs].astype(np.int64) + 1
+        self._grow(input_batch, rows_np, bound, done)
+        live = done & (self._state[rows_np] == _DRAFTING)
+        if live.any():
+            self._guarded(self._draft, input_batch, np.flatnonzero(live), output, last_sampled, bound, num_levels)
+            live &= self._state[rows_np] == _DRAFTING
+        self.counters.has_draft[input_batch.idx_mapping] = torch.from_numpy(live).to(self.device, non_blocking=True)
+        self.drafted = {input_batch.req_ids[i] for i in np.flatnonzero(live)}
+        return output
+
+    @staticmethod
+    def _prefill_done(input_batch) -> np.ndarray:
+        """Return `[num_reqs]` bool: the target's prefill is complete, so this step sampled a token."""
+        computed = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
+        if input_batch.num_draft_tokens_per_req is not None:
+            computed = computed - input_batch.num_draft_tokens_per_req
+        return computed >= input_batch.prefill_len_np
+
+    def _guarded(self, step: Callable, input_batch, batch_indices: np.ndarray, *args) -> None:
+        """Run a step of the draft; an exception costs these requests their speculation, never their answer."""
+        if not len(batch_indices):
+            return
+        try:
+            step(input_batch, batch_indices, *args)
+        except Exception:
+            if self.config.on_draft_error == "raise":
+                raise
+            logger.exception("vidspec: the draft failed; these requests go on without speculation")
+            for i in batch_indices:
+                self._forget(int(input_batch.idx_mapping_np[i]), _SKIPPED)
+                self.counters.skip("draft_error", input_batch.req_ids[i], "the draft failed")
+
+    def _start(self, input_batch, batch_indices: np.ndarray) -> None:
+        """Prefill the draft for requests whose target prefill has just finished."""
+        states, messages = self._req_states, []
+        for i in batch_indices:
+            row, req_id = int(input_batch.idx_mapping_np[i]), input_batch.req_ids[i]
+            prefill_len = int(states.prefill_len.np[row])
+            if prefill_len + 1 >= states.max_seq_len[row]:
+                self._state[row] = _SKIPPED  # the token just sampled is its last
+                continue
+            features = self._encoder_cache.mm_features.get(req_id, []) if self._encoder_cache is not None else []
+            token_ids = states.all_token_ids.gpu[row, :prefill_len].tolist()
+            messages.append(PrefillMessage(req_id, row, token_ids, features))
+        if messages:
+            accepted = self.drafter.prefill(messages)
+            rows = [message.row for message in messages]
+            self._state[rows] = np.where(accepted, _DRAFTING, _SKIPPED)
+
+    def _grow(self, input_batch, rows_np: np.ndarray, bound: np.ndarray, done: np.ndarray) -> None:
+        """Reserve the blocks of this step; requests that no longer fit go on without speculation."""
+        drafting = np.flatnonzero(done & (self._state[rows_np] == _DRAFTING))
+        if not len(drafting):
+            return
+        fits = self.drafter.grow(rows_np[drafting], bound[drafting])
+        for i in drafting[~fits]:
+            self._forget(int(rows_np[i]), _SKIPPED)
+            self.counters.skip("pool_full", input_batch.req_ids[i], "it outgrew the draft's KV pool")
+
+    def _draft(
+        self,
+        input_batch,
+        batch_indices: np.ndarray,
+        output: torch.Tensor,
+        last_sampled: torch.Tensor,
+        bound: np.ndarray,
+        num_levels: int,
+    ) -> None:
+        states = self._req_states
+        is_whole_batch = len(batch_indices) == input_batch.num_reqs
+        indices = torch.from_numpy(batch_indices).to(self.device, non_blocking=True)
+        rows = input_batch.idx_mapping if is_whole_batch else input_batch.idx_mapping[indices]
+        num_tokens = states.total_len.gpu
+        previous = states.all_token_ids.gpu[rows, num_tokens[rows] - 2]
+        tokens = self.drafter.draft(
+            DraftMessage(
+                rows=rows,
+                rows_np=input_batch.idx_mapping_np[batch_indices],
+                last_tokens=torch.stack((previous.to(torch.int64), last_sampled[rows, 0]), dim=1),
+                num_tokens=num_tokens,
+                num_tokens_upper_bound=bound[batch_indices],
+                num_levels=num_levels,
+            )
+        )
+        if is_whole_batch:
+            output[:, :num_levels] = tokens
+        else:
+            output[indices, :num_levels] = tokens

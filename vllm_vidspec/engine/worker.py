@@ -1,0 +1,51 @@
+"""vLLM workers that build our model runner and reserve the draft's KV pool before the target's cache is sized."""
+
+from vllm.logger import init_logger
+from vllm.utils.mem_utils import format_gib
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import Worker
+
+from vllm_vidspec.engine import compat
+from vllm_vidspec.engine.runner import vidspec_runner
+from vllm_vidspec.errors import VidSpecError
+
+logger = init_logger("vllm.vidspec")
+
+
+class _VidSpecWorker:
+    """What both workers share."""
+
+    def determine_available_memory(self) -> int:
+        """Return the bytes left for the target's KV cache, the draft's pool taken out.
+
+        Raises:
+            VidSpecError: The pool would leave the target nothing.
+        """
+        available = super().determine_available_memory()  # type: ignore[misc]
+        pool = self.model_runner.speculator.plan_pool(available)  # type: ignore[attr-defined]
+        if pool >= available:
+            raise VidSpecError(f"the draft's KV pool ({pool} bytes) leaves nothing of the {available} bytes of KV memory")
+        logger.info("vidspec: draft KV pool %s GiB, target KV cache %s GiB", format_gib(pool), format_gib(available - pool))
+        return available - pool
+
+
+class VidSpecGPUWorker(_VidSpecWorker, Worker):
+    """GPU worker on Model Runner V2."""
+
+    def _make_model_runner(self):
+        if not self.use_v2_model_runner:
+            raise VidSpecError("vidspec needs Model Runner V2; unset VLLM_USE_V2_MODEL_RUNNER=0")
+        from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+        return vidspec_runner(GPUModelRunner)(self.vllm_config, self.device)
+
+
+class VidSpecCPUWorker(_VidSpecWorker, CPUWorker):
+    """CPU worker on Model Runner V2, its kernels run by Triton's interpreter."""
+
+    def init_device(self):
+        """Build our runner where vLLM would build its own."""
+        if not self.use_v2_model_runner:
+            raise VidSpecError("vidspec needs Model Runner V2, which needs Triton's cpu backend: run `vidspec doctor`")
+        with compat.cpu_model_runner(vidspec_runner):
+            super().init_device()

@@ -1,0 +1,156 @@
+"""FamilyAdapter, its registry and the comparison of two configs; reads config attributes only, no vLLM, no weights."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.pruning import TokenGrid
+
+_MAX_SHOWN_CHARS = 60
+
+
+class FamilyAdapter(Protocol):
+    """What the engine must know about one model family."""
+
+    @property
+    def name(self) -> str:
+        """The name that users see, e.g. `qwen2.5-vl`."""
+        ...
+
+    @property
+    def architectures(self) -> frozenset[str]:
+        """The entries of `config.architectures` that this adapter handles."""
+        ...
+
+    @property
+    def model_types(self) -> frozenset[str]:
+        """The `config.model_type`s handled; decides only where a config names no architecture."""
+        ...
+
+    def item_grid(self, modality: str, data: Mapping[str, Any], num_tokens: int, hf_config: Any) -> TokenGrid:
+        """Return how the embedding tokens of one multimodal item are laid out.
+
+        Args:
+            modality: "video" or "image".
+            data: The item's processor outputs, e.g. `video_grid_thw` [3]; may lack any key.
+            num_tokens: Embedding tokens of the item, as counted in the prompt.
+            hf_config: The target's config.
+
+        Returns:
+            A grid of exactly `num_tokens` tokens; one row of them where the geometry is unknown or does not multiply
+            out to `num_tokens`. Never raises for odd data: pruning a flat row is still correct.
+        """
+        ...
+
+    def check_pair(self, target_hf: Any, draft_hf: Any) -> list[str]:
+        """Return one short sentence for each reason why the draft cannot draft for the target; [] if there is none."""
+        ...
+
+
+class Field(NamedTuple):
+    """One property that a target and its draft must share.
+
+    `paths` are dotted attribute paths; the first that is present counts (families and transformers versions differ in
+    naming). A property that neither config has is equal.
+    """
+
+    label: str
+    paths: tuple[str, ...]
+    default: Any = None
+
+
+def read_field(hf_config: Any, field: Field) -> Any:
+    """Return a property of a config, lists for tuples, or the field's default where the config has none."""
+    for path in field.paths:
+        value = hf_config
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
+        if value is not None:
+            return _as_lists(value)
+    return field.default
+
+
+def differences(target_hf: Any, draft_hf: Any, fields: Iterable[Field]) -> list[str]:
+    """Return a sentence naming both values for each field in which two configs differ."""
+    problems = []
+    for field in fields:
+        target, draft = read_field(target_hf, field), read_field(draft_hf, field)
+        if target != draft:
+            problems.append(f"{field.label} is {_show(target)} in the target but {_show(draft)} in the draft")
+    return problems
+
+
+def flat_grid(num_tokens: int) -> TokenGrid:
+    """Return the grid of an item whose geometry is unknown: one row of tokens."""
+    return TokenGrid(1, 1, num_tokens)
+
+
+def _as_lists(value: Any) -> Any:
+    return [_as_lists(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "missing"
+    text = repr(value)
+    if len(text) <= _MAX_SHOWN_CHARS:
+        return text
+    entries = f" ({len(value)} entries)" if isinstance(value, list) else ""
+    return f"{text[:_MAX_SHOWN_CHARS]}...{entries}"
+
+
+_FAMILIES: dict[str, FamilyAdapter] = {}
+
+
+def register_family(adapter: FamilyAdapter) -> None:
+    """Add an adapter under its name.
+
+    Raises:
+        ValueError: The name is taken.
+    """
+    if adapter.name in _FAMILIES:
+        raise ValueError(f"family {adapter.name!r} is registered twice")
+    _FAMILIES[adapter.name] = adapter
+
+
+def families() -> tuple[FamilyAdapter, ...]:
+    """Return the registered adapters."""
+    return tuple(_FAMILIES.values())
+
+
+def adapter_for(hf_config: Any) -> FamilyAdapter:
+    """Return the adapter of a Hugging Face config.
+
+    Args:
+        hf_config: Anything with `architectures` or `model_type`.
+
+    Raises:
+        VidSpecError: No family handles it; the line names the supported ones.
+    """
+    architectures = tuple(getattr(hf_config, "architectures", None) or ())
+    model_type = getattr(hf_config, "model_type", None)
+    for adapter in _FAMILIES.values():
+        if adapter.architectures.intersection(architectures):
+            return adapter
+        if not architectures and model_type in adapter.model_types:
+            return adapter
+    got = ", ".join(architectures) or f"model_type {model_type!r}"
+    raise VidSpecError(f"unsupported model family: {got}; supported: {', '.join(_FAMILIES)}")
+
+
+def check_pair(target_hf: Any, draft_hf: Any) -> FamilyAdapter:
+    """Refuse a draft that cannot draft for the target; else return their common adapter.
+
+    Raises:
+        VidSpecError: One line: an unsupported family, two different ones, or every property in which the two differ.
+    """
+    target, draft = adapter_for(target_hf), adapter_for(draft_hf)
+    if target.name != draft.name:
+        raise VidSpecError(
+            f"draft and target are of different families: the target is {target.name}, the draft {draft.name}; "
+            f"use a smaller {target.name} model as the draft"
+        )
+    problems = target.check_pair(target_hf, draft_hf)
+    if problems:
+        raise VidSpecError(f"the draft does not fit the target ({target.name}): " + "; ".join(problems))
+    return target

