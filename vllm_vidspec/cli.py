@@ -140,7 +140,7 @@ def doctor(
         _write_json(json_path, {"checks": [asdict(check) for check in checks]})
     if json_path != "-":
         console.print(tables.checks_table(checks))
-    if any(str(check.status) in ("fail", "error") for check in checks):
+    if any(check.status == "fail" for check in checks):
         raise typer.Exit(1)
 
 

@@ -21,6 +21,7 @@ _FIX = "run `vidspec doctor --fix`"
 _INSTALL_CPU = "pip install 'vllm-vidspec[cpu]'"
 _INSTALL_GPU = "pip install 'vllm-vidspec[gpu]'"
 _REINSTALL = "install vllm-vidspec again (`pip install -e .` in a clone)"
+_PYTHONS = ((3, 11), (3, 14))  # first and last version that vLLM 0.32 has wheels for
 _FAMILIES = ("qwen2.5-vl", "llava-onevision")
 _ROLES = ("target", "draft")
 _LFS_POINTER_BYTES = 1024  # a checkpoint smaller than this is a pointer to one
@@ -80,10 +81,10 @@ def check_pair(target: str, draft: str) -> Check:
 
 def _python() -> Iterator[Check]:
     version = platform.python_version()
-    if sys.version_info < (3, 11):
-        yield Check("python", "fail", version, "use Python 3.11 or later")
-    else:
+    if _PYTHONS[0] <= sys.version_info[:2] <= _PYTHONS[1]:
         yield Check("python", "ok", f"{version} at {sys.prefix}")
+    else:
+        yield Check("python", "fail", f"{version}, vLLM has wheels for 3.11 to 3.14", "use Python 3.11")
 
 
 def _engine() -> Iterator[Check]:

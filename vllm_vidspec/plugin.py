@@ -18,4 +18,6 @@ def register() -> None:
     compat.install_error_line()
     compat.hook_engine_config(preflight.translate, preflight.finish)
     if preflight.version_problem() is None:
+        compat.allow_sampling_parameters()
         compat.repair_interpreter_kernels()
+        compat.speed_up_interpreter_kernels()

@@ -25,7 +25,7 @@ def expect_parameters(function: Callable, *names: str) -> None:
         raise VidSpecError(f"this vLLM's {where} no longer takes ({', '.join(names)}); vllm_vidspec needs vLLM 0.32")
 
 
-def _patch(owner: Any, name: str, replacement: Callable) -> None:
+def _patch(owner: Any, name: str, replacement: Any) -> None:
     """Replace an attribute once, keeping the original on the replacement."""
     original = getattr(owner, name)
     if hasattr(original, _MARK):
@@ -81,6 +81,34 @@ def install_error_line() -> None:
     sys.excepthook = excepthook
 
 
+def allow_sampling_parameters() -> None:
+    """Let requests use `min_p` and `logit_bias` when the speculative method is ours.
+
+    Why: vLLM refuses them for every speculative method. Model Runner V2 applies both at every logits row, and the strict
+    scorer samples through that same code, so here they are exact.
+    """
+    from vllm.sampling_params import SamplingParams
+
+    original = SamplingParams._validate_spec_decode
+    expect_parameters(original, "self", "speculative_config")
+
+    def validate(self, speculative_config):
+        if not is_ours(speculative_config):
+            original(self, speculative_config)
+
+    _patch(SamplingParams, "_validate_spec_decode", validate)
+
+
+def mark_as_ours(speculative_config: Any) -> None:
+    """Remember that a `SpeculativeConfig` is the translation of our method."""
+    speculative_config._vidspec = True
+
+
+def is_ours(speculative_config: Any) -> bool:
+    """Whether a `SpeculativeConfig` (or None) is the translation of our method."""
+    return getattr(speculative_config, "_vidspec", False)
+
+
 @contextlib.contextmanager
 def cpu_model_runner(runner_cls: Callable[[type], type]) -> Iterator[None]:
     """Make `CPUWorker.init_device` build our runner.
@@ -107,9 +135,7 @@ def repair_interpreter_kernels() -> None:
     attribute 'to'`. The first has a torch twin in vLLM itself; the second's specification is one masked fill. The GPU
     path is never touched.
     """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu() or os.environ.get("TRITON_INTERPRET") != "1":
+    if not _is_interpreted():
         return
     import vllm.v1.sample.ops.topk_topp_sampler as topk_topp
     from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
@@ -126,6 +152,43 @@ def repair_interpreter_kernels() -> None:
         StructuredOutputsWorker.apply_grammar_bitmask, "logits", "input_batch", "grammar_req_ids", "grammar_bitmask"
     )
     _patch(StructuredOutputsWorker, "apply_grammar_bitmask", _apply_grammar_bitmask)
+
+
+def speed_up_interpreter_kernels() -> None:
+    """Replace interpreted kernels on the decode path by bit-equal numpy twins; CPU engine only.
+
+    Why: the interpreter runs one program at a time at some milliseconds each, and sampling launches one per logits row;
+    at temperature > 0 that is most of a step.
+    """
+    if not _is_interpreted():
+        return
+    import vllm.v1.worker.gpu.sample.gumbel as gumbel
+
+    from vllm_vidspec.engine import cpu_kernels
+
+    expect_parameters(
+        gumbel._gumbel_sample_kernel.fn,
+        "local_argmax_ptr",
+        "local_max_ptr",
+        "logits_cache_ptr",
+        "logits_ptr",
+        "expanded_idx_mapping_ptr",
+        "seeds_ptr",
+        "pos_ptr",
+        "temp_ptr",
+        "vocab_size",
+        "BLOCK_SIZE",
+        "IS_DRAFTING",
+        "APPLY_TEMPERATURE",
+        "USE_FP64",
+    )
+    _patch(gumbel, "_gumbel_sample_kernel", cpu_kernels.GumbelSampleKernel(gumbel._gumbel_sample_kernel))
+
+
+def _is_interpreted() -> bool:
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu() and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _apply_grammar_bitmask(self, logits, input_batch, grammar_req_ids, grammar_bitmask) -> None:

@@ -5,8 +5,9 @@ import logging
 import os
 from typing import Any
 
-from vllm_vidspec import families
+from vllm_vidspec import families, metrics
 from vllm_vidspec.config import METHOD, SELF, VidSpecConfig, parse_config
+from vllm_vidspec.engine import compat
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.plugin import SUPPORTED_VLLM
 
@@ -70,8 +71,6 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
     Raises:
         VidSpecError: The target needs something the draft cannot follow.
     """
-    from vllm_vidspec import metrics
-
     multimodal = vllm_config.model_config.multimodal_config
     if vllm_config.model_config.is_encoder_decoder:
         raise VidSpecError("encoder-decoder targets are not supported")
@@ -81,6 +80,7 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
         raise VidSpecError("--video-pruning-rate prunes the target's own video; unset it (the draft is pruned instead)")
     if vllm_config.watermark_config is not None:
         raise VidSpecError("watermarking is not supported together with vidspec")
+    compat.mark_as_ours(vllm_config.speculative_config)
     # `finish` runs in the process that serves /metrics; the worker process opens the same file.
     path = metrics.path_for(vllm_config.instance_id)
     metrics.MetricsFile.create(path)

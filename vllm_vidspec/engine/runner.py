@@ -45,6 +45,11 @@ def vidspec_runner(base: type) -> type:
             self.counters.flush()
             return super().execute_model(scheduler_output, *args, **kwargs)
 
+        def sample_tokens(self, grammar_output):
+            output = super().sample_tokens(grammar_output)
+            self.counters.flush()
+            return output
+
         def take_draft_token_ids(self):
             """Offer nothing for requests that run without speculation, so that no verify rows are wasted on them."""
             drafts = super().take_draft_token_ids()

@@ -1,0 +1,141 @@
+"""Bugs planted in the draft, each seen to fail a check that passes without it.
+
+The check needs no second implementation of ours. With the target drafting greedily for itself at T = 1, the draft must
+propose exactly the most likely tokens along the true text; vanilla vLLM's own top-1 logprobs say which those are, so the
+number of verify steps and of accepted tokens follow from vanilla's output alone. Rejections are frequent there, so every
+step after one depends on the rollback, and every full acceptance on the re-fed token.
+"""
+
+import pytest
+import torch
+
+from tests.engine import harness
+from vllm_vidspec.engine import drafter as drafter_module
+from vllm_vidspec.engine.draft_model import DraftModel
+from vllm_vidspec.engine.drafter import Drafter
+from vllm_vidspec.engine.noise import CoupledSampler
+
+FAMILIES = ("qwen2.5-vl", "llava-onevision")
+K = 5
+MAX_TOKENS = 40
+
+
+def requests(family: str, max_tokens: int) -> list:
+    """Six held-out videos at T = 1 that never stop early; each with vanilla's most likely token beside the sampled."""
+    return harness.videos(family, 6, temperature=1.0, logprobs=1, ignore_eos=True, max_tokens=max_tokens)
+
+
+def expected_chain(outputs: list) -> tuple[int, int]:
+    """Return (verify steps, accepted drafts) of a greedy chain along vanilla's sampled text.
+
+    The first token comes from the prefill. A step after t tokens drafts the most likely tokens at t, t + 1, ... and
+    accepts while they are what was sampled. `outputs` are K + 1 tokens longer than what the engine under test
+    generates, so that the last step's acceptance is known too.
+    """
+    steps = accepted = 0
+    for output in outputs:
+        completion = output.outputs[0]
+        hits = [
+            position[token].rank == 1 for token, position in zip(completion.token_ids, completion.logprobs, strict=True)
+        ]
+        done = 1
+        while done < MAX_TOKENS:
+            run = hits[done : done + K].index(False) if False in hits[done : done + K] else K
+            steps, accepted, done = steps + 1, accepted + run, done + run + 1
+    return steps, accepted
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def drafted(request):
+    """A greedy self-draft on the whole video, and what vanilla says it must achieve."""
+    family = request.param
+    with harness.engine(family) as engine:
+        vanilla = engine.generate(requests(family, MAX_TOKENS + K + 1))
+    with harness.engine(
+        family, "target", pruner="none", draft_noise="greedy", num_speculative_tokens=K
+    ) as engine:
+        yield engine, vanilla
+
+
+def check(drafted) -> None:
+    """The drafts are the target's most likely tokens, no more and no fewer of them accepted; the text is vanilla's."""
+    engine, vanilla = drafted
+    outputs, counted = engine.measured(requests(engine.family, MAX_TOKENS))
+    assert harness.token_ids(outputs) == [[ids[0][:MAX_TOKENS]] for ids in harness.token_ids(vanilla)]
+    assert (counted["drafts"], counted["accepted_tokens"]) == expected_chain(vanilla)
+
+
+def test_the_draft_proposes_what_the_target_finds_most_likely(drafted):
+    """Catches: every mutation below."""
+    check(drafted)
+
+
+def shift_positions(monkeypatch) -> None:
+    """Text after the prompt is one position further than the full prompt would put it."""
+    original = DraftModel.full_positions
+
+    def shifted(self, token_ids, features):
+        positions, delta = original(self, token_ids, features)
+        return positions, delta + 1
+
+    monkeypatch.setattr(DraftModel, "full_positions", shifted)
+
+
+def drop_video(monkeypatch) -> None:
+    """The draft's vision tower shows nothing."""
+    original = DraftModel.encode
+    monkeypatch.setattr(DraftModel, "encode", lambda self, features: [0 * e for e in original(self, features)])
+
+
+def skip_rollback(monkeypatch) -> None:
+    """KV entries of rejected drafts stay: new tokens are appended after them."""
+    original, highest = drafter_module.chain_step, {}
+
+    def appending(rows, num_slots, *args, level, **kwargs):
+        if level == 0 and "end" in highest:
+            num_slots = torch.maximum(num_slots, highest["end"])
+        highest["end"] = torch.maximum(highest.get("end", num_slots), num_slots + level)
+        original(rows, num_slots, *args, level=level, **kwargs)
+
+    monkeypatch.setattr(drafter_module, "chain_step", appending)
+
+
+def skip_refeed(monkeypatch) -> None:
+    """The last draft token of a fully accepted chain never gets its KV entry."""
+    original = Drafter.draft
+
+    def forgetful(self, message):
+        tokens = original(self, message)
+        self._num_fed.gpu[message.rows] += 1
+        return tokens
+
+    monkeypatch.setattr(Drafter, "draft", forgetful)
+
+
+@pytest.mark.parametrize("mutation", [shift_positions, drop_video, skip_rollback, skip_refeed])
+def test_planted_bug_is_caught(drafted, monkeypatch, mutation):
+    """Each of the four changes the drafts, though never the text."""
+    mutation(monkeypatch)
+    with pytest.raises(AssertionError, match="assert"):
+        check(drafted)
+    engine, vanilla = drafted
+    monkeypatch.undo()
+    check((engine, vanilla))
+
+
+def test_noise_position_off_by_one_is_caught(drafted, monkeypatch):
+    """With shared noise an equal draft is never rejected; with the noise of the next position it is."""
+    engine, _ = drafted
+    sampler = engine.speculator.drafter._sample
+    monkeypatch.setattr(sampler, "_noise", "shared")
+    _, counted = engine.measured(requests(engine.family, MAX_TOKENS))
+    assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
+
+    original = CoupledSampler.__call__
+    monkeypatch.setattr(
+        CoupledSampler,
+        "__call__",
+        lambda self, logits, rows, rows_np, pos, input_ids: original(self, logits, rows, rows_np, pos + 1, input_ids),
+    )
+    outputs, counted = engine.measured(requests(engine.family, MAX_TOKENS))
+    assert counted["accepted_tokens"] < counted["draft_tokens"]

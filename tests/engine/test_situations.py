@@ -1,0 +1,196 @@
+"""Scheduling situations and faults: the output stays vanilla's, the draft stays as good, and nothing leaks."""
+
+import pytest
+
+from tests.engine import harness
+from tests.engine.conftest import SCENARIOS
+from vllm_vidspec.bench import pairs, shape_world
+from vllm_vidspec.engine.draft_model import DraftModel
+from vllm_vidspec.engine.drafter import Drafter
+
+FAMILY = "qwen2.5-vl"
+
+
+def skipped(counted: dict[str, int]) -> dict[str, int]:
+    """Return the counted reasons for running without speculation."""
+    return {name.removeprefix("skipped_"): n for name, n in counted.items() if name.startswith("skipped_") and n}
+
+
+def used_blocks(engine: harness.Engine) -> int:
+    """Return the pool's used blocks after the runner has been told that all requests are finished."""
+    engine.generate([(pairs.media_prompt(FAMILY, "describe the video"), {"max_tokens": 1})])
+    return engine.speculator.drafter.pool.num_used_blocks
+
+
+def run_equal_draft(family: str, overrides: dict, scenario: str = "videos", **spec) -> tuple[list, dict, int]:
+    """Draft with the target itself under engine overrides; return outputs, counters, blocks still used at the end."""
+    with harness.engine(family, "target", overrides=overrides, pruner="none", **spec) as engine:
+        outputs, counted = engine.measured(SCENARIOS[scenario](family))
+        return outputs, counted, used_blocks(engine)
+
+
+@pytest.mark.parametrize("family", ("qwen2.5-vl", "llava-onevision"))
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"max_num_batched_tokens": 64, "max_num_seqs": 8},
+        {"async_scheduling": False},
+    ],
+    ids=["chunked-prefill", "sync-scheduling"],
+)
+def test_scheduling_changes_nothing(reference, family, overrides):
+    """Prefill in chunks of 64 (the draft's too), and both schedulers: every draft of an equal draft still stands.
+
+    Catches: positions or slots that restart with a chunk, a chunk that crosses two requests, stale host lengths.
+    """
+    outputs, counted, used = run_equal_draft(family, overrides)
+    assert harness.token_ids(outputs) == harness.token_ids(reference(family, "videos"))
+    assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
+    assert used == 0
+
+
+def test_prefix_cache_hit_still_shows_the_draft_the_video(reference):
+    """The second time the target computes only the prompt's tail, and no encoder runs: the draft must see it all."""
+    requests = SCENARIOS["videos"](FAMILY)
+    with harness.engine(FAMILY, "target", pruner="none") as engine:
+        engine.generate(requests)
+        outputs, counted = engine.measured(requests)
+    assert all(output.num_cached_tokens for output in outputs)
+    assert harness.token_ids(outputs) == harness.token_ids(reference(FAMILY, "videos"))
+    assert counted["visual_tokens_kept"] == 8 * 256
+    assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
+
+
+def test_preemption_frees_and_rebuilds_the_draft(reference):
+    """A target cache too small for eight requests: some are preempted, resumed with their output, and drafted again."""
+    num_blocks = 1 + 3 * 3 + 2  # three requests of 3 blocks of 128 tokens fit, hardly
+    with harness.engine(
+        FAMILY,
+        "target",
+        overrides={"num_gpu_blocks_override": num_blocks, "max_model_len": 384, "enable_prefix_caching": False},
+        pruner="none",
+    ) as engine:
+        scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+        preempted = []
+        original = scheduler._preempt_request
+        scheduler._preempt_request = lambda request, *a, **k: (preempted.append(request), original(request, *a, **k))[1]
+        requests = harness.videos(FAMILY, 8, max_tokens=110, ignore_eos=True)
+        outputs, counted = engine.measured(requests)
+        used = used_blocks(engine)
+    with harness.engine(FAMILY) as vanilla:
+        expected = vanilla.generate(requests)
+    assert preempted, "the situation did not arise"
+    assert harness.token_ids(outputs) == harness.token_ids(expected)
+    assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
+    assert counted["prompts"] > 8
+    assert used == 0
+
+
+def test_full_pool_means_fewer_drafts_not_other_answers(reference):
+    """A pool with room for two of eight requests: the rest run without speculation, counted, identical."""
+    with harness.engine(FAMILY, "target", pruner="none") as engine:
+        per_block = engine.speculator.draft_model.bytes_per_block
+    with harness.engine(FAMILY, "target", pruner="none", draft_kv_bytes=7 * per_block) as engine:
+        outputs, counted = engine.measured(SCENARIOS["videos"](FAMILY))
+        used = used_blocks(engine)
+    assert harness.token_ids(outputs) == harness.token_ids(reference(FAMILY, "videos"))
+    assert set(skipped(counted)) == {"pool_full"}
+    assert counted["prompts"] == 8 - counted["skipped_pool_full"] > 0
+    assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
+    assert used == 0
+
+
+def test_requests_grow_into_a_pool_that_is_almost_full():
+    """Requests that outgrow the pool in the middle of their answer lose their drafts, not their answer."""
+    requests = harness.videos(FAMILY, 2, max_tokens=200, ignore_eos=True)
+    with harness.engine(FAMILY) as vanilla:
+        expected = vanilla.generate(requests)
+        per_block = 0
+    with harness.engine(FAMILY, "target", pruner="none", draft_kv_bytes=2**24) as engine:
+        per_block = engine.speculator.draft_model.bytes_per_block
+    # Each prompt takes 3 blocks of 128; at 384 tokens each needs a fourth, and only one is left.
+    with harness.engine(FAMILY, "target", pruner="none", draft_kv_bytes=8 * per_block) as engine:
+        outputs, counted = engine.measured(requests)
+        used = used_blocks(engine)
+    assert harness.token_ids(outputs) == harness.token_ids(expected)
+    assert skipped(counted) == {"pool_full": 1}
+    assert used == 0
+
+
+def test_context_length_ends_drafting_cleanly():
+    """Answers that run into max_model_len: chains are cut by the scheduler, nothing is drafted past the end."""
+    requests = harness.videos(FAMILY, 4, max_tokens=100, ignore_eos=True)
+    overrides = {"max_model_len": 320}
+    with harness.engine(FAMILY, overrides=overrides) as vanilla:
+        expected = vanilla.generate(requests)
+    with harness.engine(FAMILY, "target", overrides=overrides, pruner="none") as engine:
+        outputs, counted = engine.measured(requests)
+        used = used_blocks(engine)
+    assert {output.outputs[0].finish_reason for output in expected} == {"length"}
+    assert harness.token_ids(outputs) == harness.token_ids(expected)
+    assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
+    assert not skipped(counted)
+    assert used == 0
+
+
+def test_long_prompts_can_be_left_out(reference):
+    """`max_draft_len` below the pruned prompt: no drafts, a counter, vanilla's answer."""
+    with harness.engine(FAMILY, "draft", max_draft_len=20) as engine:
+        outputs, counted = engine.measured(SCENARIOS["videos"](FAMILY))
+    assert harness.token_ids(outputs) == harness.token_ids(reference(FAMILY, "videos"))
+    assert skipped(counted) == {"too_long": 8}
+    assert counted["draft_tokens"] == 0
+
+
+@pytest.mark.parametrize(("owner", "method"), [(Drafter, "prefill"), (Drafter, "draft"), (DraftModel, "encode")])
+def test_draft_errors_cost_drafts_only(reference, monkeypatch, owner, method):
+    """An exception anywhere in the draft: logged, counted, and every request is answered as by vanilla."""
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("planted")
+
+    with harness.engine(FAMILY, "draft", on_draft_error="skip") as engine:
+        monkeypatch.setattr(owner, method, fail)
+        outputs, counted = engine.measured(SCENARIOS["videos"](FAMILY))
+        monkeypatch.undo()
+        used = used_blocks(engine)
+        _, recovered = engine.measured(SCENARIOS["videos"](FAMILY))
+    assert harness.token_ids(outputs) == harness.token_ids(reference(FAMILY, "videos"))
+    assert skipped(counted) == {"draft_error": 8}
+    assert counted["draft_tokens"] == 0
+    assert used == 0
+    assert recovered["draft_tokens"] > 0
+
+
+def test_abort_frees_the_pool():
+    """Requests aborted while they are drafted for give their blocks back."""
+    from vllm import SamplingParams
+
+    with harness.engine(FAMILY, "draft") as engine:
+        core = engine.llm.llm_engine
+        for i in range(4):
+            prompt = pairs.video_prompt(FAMILY, shape_world.held_out(i).frames)
+            engine.llm.enqueue([prompt], SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)
+        for _ in range(12):
+            core.step()
+        held = engine.speculator.drafter.pool.num_used_blocks
+        core.abort_request(list(core.output_processor.request_states))
+        while core.has_unfinished_requests():
+            core.step()
+        assert held >= 4
+        assert used_blocks(engine) == 0
+
+
+def test_structured_output(reference):
+    """A grammar binds the target's samples at every draft position; drafts that break it are rejected."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    choice = {"structured_outputs": StructuredOutputsParams(choice=["red circle moves", "blue square"])}
+    requests = [(prompt, {**args, **choice}) for prompt, args in harness.videos(FAMILY, 3)]
+    requests += harness.videos(FAMILY, 2)
+    with harness.engine(FAMILY) as vanilla:
+        expected = vanilla.generate(requests)
+    with harness.engine(FAMILY, "draft") as engine:
+        outputs, counted = engine.measured(requests)
+    assert harness.token_ids(outputs) == harness.token_ids(expected)
+    assert counted["accepted_tokens"] > 0

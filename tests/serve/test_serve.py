@@ -1,0 +1,229 @@
+"""`vllm serve` with vidspec over HTTP: the same answers as vanilla, counters, bad input, and start-up errors."""
+
+import base64
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vllm_vidspec.bench import pairs, shape_world
+from vllm_vidspec.bench.demo import ask
+from vllm_vidspec.bench.processes import VllmServer, free_port
+from vllm_vidspec.metrics import difference
+from vllm_vidspec.pruning import budget
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("vllm")
+
+pytestmark = [pytest.mark.serve]
+
+FAMILY = "qwen2.5-vl"
+QUESTION = pairs.DEFAULT_QUESTION
+MAX_TOKENS = 80
+SAMPLINGS = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "top_p": 0.9, "seed": 7},
+]
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[dict]:
+    """Vanilla's answers to the bundled mp4, one per entry of SAMPLINGS."""
+    samplings = json.dumps([{**sampling, "max_tokens": MAX_TOKENS} for sampling in SAMPLINGS])
+    run = subprocess.run(
+        [
+            sys.executable,
+            str(Path(__file__).with_name("vanilla_offline.py")),
+            FAMILY,
+            str(pairs.sample_video()),
+            QUESTION,
+            samplings,
+        ],
+        capture_output=True,
+        text=True,
+        env=pairs.engine_env(),
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    port = free_port()
+    # Every frame of a video counts, so that a long one does not fit (the default samples it down).
+    every_frame = {"media_io_kwargs": {"video": {"num_frames": -1}}}
+    args = pairs.serve_args(FAMILY, "draft", port=port, overrides=every_frame, on_draft_error="raise")
+    with VllmServer(args, port, tmp_path_factory.mktemp("serve") / "server.log") as server:
+        server.wait_ready(timeout_s=300)
+        yield server
+
+
+def _video_message(video: bytes) -> list[dict]:
+    url = "data:video/mp4;base64," + base64.b64encode(video).decode()
+    content = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": QUESTION}]
+    return [{"role": "user", "content": content}]
+
+
+def _post(server: VllmServer, messages: list[dict], **fields) -> "httpx.Response":
+    body = {"model": "target", "messages": messages, "max_tokens": 16, "temperature": 0, **fields}
+    return httpx.post(f"{server.base_url}/v1/chat/completions", json=body, timeout=120)
+
+
+@pytest.mark.parametrize("index", range(len(SAMPLINGS)), ids=["greedy", "sampled"])
+def test_mp4_answer_equals_vanilla_offline(server, reference, index):
+    before = server.metrics()
+    answer = ask(server.base_url, QUESTION, video=pairs.sample_video(), max_tokens=MAX_TOKENS, **SAMPLINGS[index])
+    assert answer.token_ids == reference[index]["token_ids"]
+    assert answer.text == reference[index]["text"]
+    gained = difference(before, server.metrics())
+    assert gained["drafts"] > 0
+    assert gained["prompts"] == 1
+
+
+def test_counters_on_metrics(server):
+    before = server.metrics()
+    ask(server.base_url, QUESTION, video=pairs.sample_video(), max_tokens=32)
+    text = server.metrics_text()
+    gained = difference(before, server.metrics())
+    assert gained["draft_tokens"] >= gained["drafts"] > 0
+    assert 0 <= gained["accepted_tokens"] <= gained["draft_tokens"]
+    assert sum(gained[f"accepted_at_pos_{i}"] for i in range(64)) == gained["accepted_tokens"]
+    assert gained["visual_tokens_full"] == 256
+    assert gained["visual_tokens_kept"] == budget(256, pairs.DEFAULT_SPEC["prune_ratio"])
+    assert gained["draft_pool_blocks_total"] > 0
+    ours = set(re.findall(r"^(vidspec:\w+)", text, re.MULTILINE))
+    assert {"vidspec:drafts_total", "vidspec:accepted_tokens_total", "vidspec:skipped_requests_total"} <= ours
+    assert not [name for name in ours if "spec_decode" in name]
+
+
+def test_text_only_request_is_drafted_too(server):
+    before = server.metrics()
+    answer = ask(server.base_url, QUESTION, max_tokens=24)
+    gained = difference(before, server.metrics())
+    assert answer.token_ids
+    assert gained["drafts"] > 0
+    assert gained["visual_tokens_full"] == 0
+
+
+def test_an_aborted_request_gives_its_blocks_back(server):
+    body = {
+        "model": "target",
+        "messages": _video_message(pairs.sample_video().read_bytes()),
+        "max_tokens": 1000,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    with httpx.stream("POST", f"{server.base_url}/v1/chat/completions", json=body, timeout=120) as stream:
+        lines = stream.iter_lines()
+        for _ in range(6):
+            next(lines)
+        assert server.metrics()["draft_pool_blocks_used"] > 0
+    for _ in range(50):
+        ask(server.base_url, QUESTION, max_tokens=2)  # a step of the engine publishes the gauge
+        if server.metrics()["draft_pool_blocks_used"] == 0:
+            return
+        time.sleep(0.1)
+    pytest.fail(f"{server.metrics()['draft_pool_blocks_used']} blocks are still held")
+
+
+def _no_frames(folder: Path) -> bytes:
+    shape_world.write_mp4(np.zeros((0, 112, 112, 3), np.uint8), folder / "empty.mp4")
+    return (folder / "empty.mp4").read_bytes()
+
+
+def _too_long(folder: Path) -> bytes:
+    frames = np.tile(shape_world.held_out(0).frames, (9, 1, 1, 1))  # 288 frames, 2,304 tokens
+    shape_world.write_mp4(frames, folder / "long.mp4")
+    return (folder / "long.mp4").read_bytes()
+
+
+BAD_VIDEOS = {
+    "not a video": lambda folder: b"this is no mp4 file" * 50,
+    "cut in half": lambda folder: pairs.sample_video().read_bytes()[: pairs.sample_video().stat().st_size // 2],
+    "zero bytes": lambda folder: b"",
+    "zero frames": _no_frames,
+    "longer than max_model_len": _too_long,
+}
+
+
+@pytest.mark.parametrize("kind", BAD_VIDEOS)
+def test_bad_video_is_a_4xx_and_the_server_goes_on(server, tmp_path, kind):
+    answer = _post(server, _video_message(BAD_VIDEOS[kind](tmp_path)))
+    assert 400 <= answer.status_code < 500, answer.text
+    message = answer.json()["error"]["message"]
+    assert message.strip()
+    assert "Traceback" not in message
+    good = _post(server, [{"role": "user", "content": QUESTION}])
+    assert good.status_code == 200
+    assert good.json()["usage"]["completion_tokens"] > 0
+
+
+BAD_SPECS = {
+    "unknown pruner": ({"pruner": "unifrom"}, r"unknown pruner 'unifrom' \(did you mean 'uniform'\?\)"),
+    "ratio above one": ({"prune_ratio": 1.5}, "prune_ratio.*1.5"),
+    "no draft tokens": ({"num_speculative_tokens": 0}, "num_speculative_tokens.*0"),
+    "unknown key": ({"prune_ration": 0.5}, r"'prune_ration' \(did you mean 'prune_ratio'\?\)"),
+    "no such draft": ({"model": "/no/such/draft"}, "/no/such/draft"),
+    "draft of another family": ({"model": "{llava}"}, "llava"),
+}
+
+
+@pytest.fixture(scope="module")
+def start_up_errors() -> dict[str, dict]:
+    """What each wrong configuration raises; one process, for importing vLLM takes longer than refusing."""
+    configs = {name: _spec(change) for name, (change, _) in BAD_SPECS.items()}
+    code = (
+        "import json, sys\n"
+        "from vllm.engine.arg_utils import AsyncEngineArgs\n"
+        "found = {}\n"
+        "for name, spec in json.loads(sys.argv[2]).items():\n"
+        "    try:\n"
+        "        args = AsyncEngineArgs(model=sys.argv[1], speculative_config=spec, dtype='float32')\n"
+        "        args.create_engine_config()\n"
+        "        found[name] = {'type': None, 'message': 'accepted'}\n"
+        "    except Exception as error:\n"
+        "        found[name] = {'type': type(error).__name__, 'message': str(error)}\n"
+        "print('\\n' + json.dumps(found))\n"
+    )
+    target = pairs.checkpoint(FAMILY, "target")
+    run = subprocess.run(
+        [sys.executable, "-c", code, target, json.dumps(configs)],
+        capture_output=True,
+        text=True,
+        env=pairs.engine_env(),
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.strip().splitlines()[-1])
+
+
+def _spec(change: dict) -> dict:
+    spec = pairs.speculative_config(FAMILY, "draft") | change
+    spec["model"] = spec["model"].replace("{llava}", pairs.checkpoint("llava-onevision", "draft"))
+    return spec
+
+
+@pytest.mark.parametrize("name", BAD_SPECS)
+def test_a_wrong_configuration_is_refused_in_one_line(start_up_errors, name):
+    found = start_up_errors[name]
+    assert found["type"] == "VidSpecError", found
+    assert "\n" not in found["message"]
+    assert re.search(BAD_SPECS[name][1], found["message"]), found["message"]
+
+
+@pytest.mark.parametrize("name", ["ratio above one", "draft of another family"])
+def test_vllm_serve_prints_one_line_and_exits(name):
+    args = pairs.serve_args(FAMILY, port=free_port())
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", *args]
+    command += ["--speculative-config", json.dumps(_spec(BAD_SPECS[name][0]))]
+    run = subprocess.run(command, capture_output=True, text=True, env=pairs.engine_env(), timeout=120)
+    assert run.returncode != 0
+    ours = [line for line in run.stderr.splitlines() if line.startswith("vidspec: ")]
+    assert len(ours) == 1, run.stderr[-2000:]
+    assert re.search(BAD_SPECS[name][1], ours[0])
+    assert "Traceback" not in run.stderr + run.stdout
+    assert "Loading safetensors" not in run.stderr + run.stdout

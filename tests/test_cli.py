@@ -1,0 +1,201 @@
+"""The `vidspec` command without an engine: help, wrong options, and the shapes of tables and JSON."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_vidspec import doctor
+from vllm_vidspec.bench import acceptance, demo
+from vllm_vidspec.cli import app
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.metrics import NAMES
+
+COUNTERS = dict.fromkeys(NAMES, 0) | {
+    "drafts": 10,
+    "draft_tokens": 50,
+    "accepted_tokens": 40,
+    "text_tokens": 20,
+    "visual_tokens_full": 512,
+    "visual_tokens_kept": 51,
+    "draft_kv_bytes_per_token": 2048,
+}
+
+
+def invoke(*args: str):
+    return CliRunner().invoke(app, list(args))
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Replace the engine subprocess; return the list of jobs it was given."""
+    jobs = []
+
+    def run_job(job, report):
+        jobs.append(job)
+        ours = "speculative_config" in job["llm"]
+        if ours and job["llm"]["speculative_config"]["num_speculative_tokens"] == 7:
+            raise VidSpecError("the engine stopped: RuntimeError: no")
+        answers = [[1, 2, 3], [4, 5]] if not ours else [[1, 2, 3], [4, 6]]
+        fields = {"seconds": 2.0, "metrics": COUNTERS if ours else None, "token_ids": answers}
+        report("ready", {"seconds": 1.0})
+        for index in range(len(job["samplings"])):
+            report("progress", {"index": index, "done": 2})
+            report("result", fields)
+        return [fields for _ in job["samplings"]]
+
+    monkeypatch.setattr(acceptance, "run_job", run_job)
+    return jobs
+
+
+@pytest.mark.parametrize("args", [[], ["demo"], ["doctor"], ["bench"], ["bench", "acceptance"]])
+def test_help(args):
+    result = invoke(*args, "--help")
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys, vllm_vidspec.cli\n"
+        "print([m for m in ('torch', 'vllm', 'numpy', 'pydantic', 'openai', 'cv2') if m in sys.modules])\n"
+    )
+    start = time.perf_counter()
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "[]"
+    assert time.perf_counter() - start < 10
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--pruner", "unifrom"], "did you mean 'uniform'?"),
+        (["--prune-ratio", "0.5,1.5"], "prune_ratio"),
+        (["--prune-ratio", "much"], "--prune-ratio"),
+        (["--num-speculative-tokens", "0"], "num_speculative_tokens"),
+        (["--num-speculative-tokens", "2.5"], "--num-speculative-tokens"),
+        (["--scorer", "lenient"], "scorer"),
+        (["--drafting", "tree"], "draft"),
+        (["--family", "llava"], "unknown family 'llava'"),
+        (["--draft", ","], "--draft"),
+    ],
+)
+def test_wrong_bench_options_are_one_line_and_exit_2(engine, options, words):
+    result = invoke("bench", "acceptance", *options, "--json", "-")
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stderr.startswith("vidspec: ")
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert result.stdout == ""
+    assert not engine, "nothing runs before every value is checked"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--prune-ratio", "1.5"], "prune_ratio"),
+        (["--video", "/no/such.mp4"], "no such video"),
+        (["--family", "qwen"], "unknown family 'qwen'"),
+    ],
+)
+def test_wrong_demo_options_are_one_line_and_exit_2(options, words):
+    result = invoke("demo", *options)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_bench_json_has_one_row_per_combination(engine):
+    result = invoke(
+        *("bench", "acceptance", "--draft", "draft,target", "--prune-ratio", "0.5,0.9", "--temperature", "0,1"),
+        *("--requests", "2", "--top-p", "0.9", "--json", "-"),
+    )
+    assert result.exit_code == 0, result.stderr
+    printed = json.loads(result.stdout)
+    assert set(printed) == {"rows", "failures", "provenance"}
+    assert len(printed["rows"]) == 2 * 2 * 2
+    row = printed["rows"][0]
+    assert set(acceptance.AXES) <= set(row)
+    assert row["acceptance_length"] == 5.0
+    assert row["acceptance_rate"] == 0.8
+    assert row["identical_frac"] == 0.5
+    assert row["draft_kv_bytes"] == (20 + 51) * 2048
+    assert row["full_draft_kv_bytes"] == (20 + 512) * 2048
+    assert row["num_drafts"] == 10
+    assert row["decode_s"] == row["vanilla_decode_s"] == 2.0
+    assert {"git_sha", "versions", "argv", "device", "cpu", "date"} <= set(printed["provenance"])
+
+    assert len(engine) == 1 + 4, "vanilla once for the family, then one engine per configuration"
+    assert "speculative_config" not in engine[0]["llm"]
+    assert engine[0]["samplings"] == engine[1]["samplings"]
+    assert engine[0]["samplings"][0] == {"max_tokens": 256, "ignore_eos": False, "temperature": 0.0, "top_p": 0.9}
+    assert {job["llm"]["speculative_config"]["model"] == "self" for job in engine[1:]} == {True, False}
+
+
+def test_unseeded_sampling_is_not_compared(engine):
+    result = invoke("bench", "acceptance", "--temperature", "0,1", "--unseeded", "--requests", "2", "--json", "-")
+    assert [row["identical_frac"] for row in json.loads(result.stdout)["rows"]] == [0.5, None]
+    assert engine[0]["seed"] is None
+
+
+def test_a_failing_configuration_is_one_line_and_the_others_stay(engine):
+    result = invoke("bench", "acceptance", "--num-speculative-tokens", "7,3", "--requests", "2", "--json", "-")
+    assert result.exit_code == 1
+    printed = json.loads(result.stdout)
+    assert [row["num_speculative_tokens"] for row in printed["rows"]] == [3]
+    assert printed["failures"][0]["reason"] == "the engine stopped: RuntimeError: no"
+    assert result.stderr.count("RuntimeError: no") == 1
+
+
+def test_bench_table(engine):
+    result = invoke("bench", "acceptance", "--prune-ratio", "0.5,0.9", "--requests", "2")
+    assert result.exit_code == 0
+    assert "80.0 %" in result.stdout
+    assert "5.00" in result.stdout
+    assert "K 5" in result.stdout, "what does not vary stands in the caption"
+
+
+def test_bench_writes_a_file(engine, tmp_path):
+    result = invoke("bench", "acceptance", "--requests", "2", "--json", str(tmp_path / "rows.json"))
+    assert result.exit_code == 0
+    assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 1
+    assert invoke("bench", "acceptance", "--requests", "2", "--json", str(tmp_path / "no" / "x")).exit_code == 2
+
+
+@pytest.mark.parametrize("identical", [True, False])
+def test_demo_table_and_status(monkeypatch, tmp_path, identical):
+    def serve(what, name, draft, video, log_path, report):
+        report("starting", {"elapsed_s": 1.0})
+        report("ready", {"seconds": 12.0})
+        report("text", {"delta": "a red [bold]circle[/bold]"})
+        report("answered", {"name": name})
+        ids = [1, 2] if identical or draft is None else [1, 3]
+        times = {"ttft_s": 0.5, "decode_s": 1.5, "server_start_s": 12.0, "output_tokens": 2}
+        return {"text": "a red circle", "token_ids": ids, "command": [], "counters": COUNTERS, **times}
+
+    monkeypatch.setattr(demo, "_serve_and_ask", serve)
+    result = invoke("demo", "--log-dir", str(tmp_path))
+    assert result.exit_code == (0 if identical else 1)
+    for words in ("a red [bold]circle[/bold]", "5.00", "80.0 %", "1.0 MiB", "142 KiB", "yes" if identical else "NO"):
+        assert words in result.stdout, words
+
+    result = invoke("demo", "--log-dir", str(tmp_path), "--json", "-")
+    printed = json.loads(result.stdout)
+    assert printed["identical"] is identical
+    assert printed["acceptance_length"] == 5.0
+    assert printed["speculative_config"]["method"] == "vidspec"
+
+
+def test_doctor_table_json_and_status(monkeypatch):
+    checks = [doctor.Check("engine", "ok", "vllm 0.32"), doctor.Check("pair", "fail", "no [draft]", "name one")]
+    monkeypatch.setattr(doctor, "run_checks", lambda target=None, draft=None: checks)
+    result = invoke("doctor")
+    assert result.exit_code == 1
+    assert "name one" in result.stdout
+    assert "[draft]" in result.stdout, "brackets are text, not markup"
+    assert [check["status"] for check in json.loads(invoke("doctor", "--json", "-").stdout)["checks"]] == ["ok", "fail"]
+    monkeypatch.setattr(doctor, "run_checks", lambda target=None, draft=None: checks[:1])
+    assert invoke("doctor").exit_code == 0

@@ -1,0 +1,122 @@
+"""Vectorised numpy twins of vLLM Triton kernels that the interpreter runs one program at a time; CPU engine only.
+
+Each twin is bit-equal to the interpreted kernel (tests compare them), so it changes the CPU engine's speed and nothing
+else: the interpreter computes with numpy too.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+_F32 = np.float32
+_U32 = np.uint32
+_DRAFT_NOISE_SALT = 1 << 30
+
+
+class GumbelSampleKernel:
+    """Twin of `vllm.v1.worker.gpu.sample.gumbel._gumbel_sample_kernel`, launched the same way: `kernel[grid](...)`.
+
+    Args:
+        interpreted: vLLM's kernel; it still serves fp64 noise and the logits cache, which this project never asks for.
+    """
+
+    def __init__(self, interpreted: Any):
+        self.interpreted = interpreted
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+        """Return the launcher for a grid; the twin covers the whole grid at once."""
+
+        def launch(*args, **constants) -> None:
+            logits_cache = args[4]
+            if logits_cache is not None or constants["USE_FP64"] or constants["APPLY_TEMPERATURE"]:
+                self.interpreted[grid](*args, **constants)
+            else:
+                self._run(*args, **constants)
+
+        return launch
+
+    @staticmethod
+    def _run(
+        local_argmax,  # [num_tokens, num_blocks] int64, out
+        _argmax_stride,
+        local_max,  # [num_tokens, num_blocks] float32, out
+        _max_stride,
+        _cache,
+        _cache_stride_0,
+        _cache_stride_1,
+        _cache_col,
+        _cache_source,
+        _cache_source_stride,
+        logits,  # [num_tokens, vocab_size]
+        _logits_stride,
+        expanded_idx_mapping,  # [num_tokens]
+        seeds,  # [max_num_reqs]
+        pos,  # [num_tokens]
+        temperature,  # [max_num_reqs]
+        vocab_size,
+        *,
+        BLOCK_SIZE,
+        IS_DRAFTING,
+        **_constants,
+    ) -> None:
+        rows = expanded_idx_mapping.numpy()
+        values = logits.float().numpy().copy()  # [num_tokens, vocab_size]
+        noisy = (rows >= 0) & (temperature.numpy()[rows] != 0.0)
+        if noisy.any():
+            keys = np.arange(vocab_size, dtype=_U32)
+            positions = pos.numpy()[noisy] + (_DRAFT_NOISE_SALT if IS_DRAFTING else 0)
+            values[noisy] += gumbel_noise(seeds.numpy()[rows[noisy]], positions, keys)
+        for block in range(local_argmax.shape[1]):
+            part = values[:, block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]
+            best = part.argmax(axis=1)
+            local_argmax.numpy()[:, block] = block * BLOCK_SIZE + best
+            local_max.numpy()[:, block] = np.take_along_axis(part, best[:, None], axis=1)[:, 0]
+
+
+def gumbel_noise(seeds: np.ndarray, positions: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Return vLLM's stateless Gumbel noise.
+
+    Args:
+        seeds: `[n]` int64 request seeds.
+        positions: `[n]` int64 positions of the input tokens.
+        keys: `[vocab_size]` uint32 token ids.
+
+    Returns:
+        `[n, vocab_size]` float32.
+    """
+    random32 = _murmur3(seeds.astype(np.int64), positions.astype(np.int64), keys)
+    high, low = (random32 >> _U32(16)).astype(_F32), (random32 & _U32(0xFFFF)).astype(_F32)
+    uniform = high * _F32(1.52587890625e-05) + (low + _F32(0.5)) * _F32(2.3283064365386963e-10)
+    return -np.log(-_log1p_neg(uniform))
+
+
+def _log1p_neg(value: np.ndarray) -> np.ndarray:
+    """log(1 - value) as vLLM computes it: a series below 0.25, the logarithm above."""
+    polynomial: Any = _F32(1.0 / 8.0)
+    for divisor in (7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0):
+        polynomial = _F32(1.0 / divisor) + value * polynomial
+    direct = np.log(np.maximum(_F32(1.0) - value, _F32(5.960464477539063e-08)))
+    return np.where(value < _F32(0.25), -value * polynomial, direct)
+
+
+def _murmur3(seeds: np.ndarray, positions: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """MurmurHash3 (32 bits) of the four words (seed low, seed high, position low, key): `[n, vocab_size]` uint32."""
+    low = np.int64(0xFFFFFFFF)
+    h = np.zeros(len(seeds), dtype=_U32)
+    for word in (seeds & low, (seeds >> 32) & low, positions & low):
+        h = _mix(h, word.astype(_U32))
+    h = _mix(h[:, None], keys[None, :]) ^ _U32(16)
+    h ^= h >> _U32(16)
+    h *= _U32(0x85EBCA6B)
+    h ^= h >> _U32(13)
+    h *= _U32(0xC2B2AE35)
+    return h ^ (h >> _U32(16))
+
+
+def _mix(h: np.ndarray, key: np.ndarray) -> np.ndarray:
+    key = key * _U32(0xCC9E2D51)
+    key = (key << _U32(15)) | (key >> _U32(17))
+    h = h ^ (key * _U32(0x1B873593))
+    h = (h << _U32(13)) | (h >> _U32(19))
+    return h * _U32(5) + _U32(0xE6546B64)
