@@ -7,7 +7,7 @@ from vllm.utils.mem_utils import DeviceMemoryProfiler
 
 from vllm_vidspec.config import METHOD, VidSpecConfig
 from vllm_vidspec.engine.counters import Counters
-from vllm_vidspec.engine.scorer import StrictScorer
+from vllm_vidspec.engine.scorer import CoupledVerifier
 from vllm_vidspec.engine.speculator import VidSpecSpeculator
 
 
@@ -20,16 +20,18 @@ def vidspec_runner(base: type) -> type:
 
         def __init__(self, vllm_config, device: torch.device):
             super().__init__(vllm_config, device)  # builds vLLM's own speculator; it owns buffers only
-            config = VidSpecConfig(**vllm_config.additional_config[METHOD])
+            self.vidspec_config = VidSpecConfig(**vllm_config.additional_config[METHOD])
             self.counters = Counters(vllm_config, device, self.max_num_reqs, self.num_speculative_steps)
-            self.speculator = VidSpecSpeculator(vllm_config, config, device, self.counters)
+            self.speculator = VidSpecSpeculator(vllm_config, self.vidspec_config, device, self.counters)
 
         def load_model(self, *args, **kwargs) -> None:
             super().load_model(*args, **kwargs)
             with DeviceMemoryProfiler() as profiler:
                 self.speculator.load(self.model, self.req_states, self.sampler, self.encoder_cache)
             self.model_memory_usage += profiler.consumed_memory
-            self.rejection_sampler = StrictScorer(self.sampler, self.speculative_config, self.device, self.counters)
+            self.rejection_sampler = CoupledVerifier(
+                self.sampler, self.speculative_config, self.device, self.vidspec_config.scorer, self.counters
+            )
 
         def initialize_kv_cache(self, kv_cache_config, is_profiling: bool = False, **kwargs) -> None:
             super().initialize_kv_cache(kv_cache_config, is_profiling=is_profiling, **kwargs)

@@ -1,23 +1,29 @@
-"""The strict scorer in vLLM's rejection-sampler slot: verification by shared-noise coupling."""
+"""Our scorers in vLLM's rejection-sampler slot: verification by shared-noise coupling."""
 
 import torch
-from vidspec_kernels import accept_chain
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_vidspec.engine.compat import expect_parameters
 from vllm_vidspec.engine.counters import Counters
+from vllm_vidspec.scoring import ScoreInputs, get_scorer
 
 
-class StrictScorer(RejectionSampler):
-    """Samples the target at every draft position exactly as vanilla would, and keeps the drafts that agree.
+class CoupledVerifier(RejectionSampler):
+    """Samples the target at every draft position exactly as vanilla would, and lets a scorer say which drafts stand.
 
     vLLM's noise is a function of (request seed, position of the input token, token id), so the target's sample at a
     draft position is the token that vanilla vLLM would have drawn there: the output is vanilla's, token for token, at any
-    temperature (Daliri, Musco, Suresh 2025, "Coupling without communication and drafter-invariant speculative decoding").
-    Logprobs, chunking over large vocabularies and grammar-invalid drafts are vLLM's own code, inherited.
+    temperature with the strict scorer. Logprobs, chunking over large vocabularies and grammar-invalid drafts are vLLM's own code, inherited.
+
+    Args:
+        sampler: The runner's sampler.
+        speculative_config: vLLM's.
+        device: Where logits live.
+        scorer: Name of a scorer (`VidSpecConfig.scorer`).
+        counters: Told the outcome of every step.
     """
 
-    def __init__(self, sampler, speculative_config, device: torch.device, counters: Counters):
+    def __init__(self, sampler, speculative_config, device: torch.device, scorer: str, counters: Counters):
         super().__init__(sampler, speculative_config, device)
         expect_parameters(
             RejectionSampler._verify,
@@ -33,6 +39,7 @@ class StrictScorer(RejectionSampler):
             "seq_lens_upper_bound_np",
             "verify_draft_sampled",
         )
+        self._score = get_scorer(scorer)
         self._counters = counters
 
     def _verify(
@@ -61,8 +68,7 @@ class StrictScorer(RejectionSampler):
             seq_lens_upper_bound_np,
             return_logprobs=self.sampler.get_logprobs_dims(idx_mapping_np, include_token_ids=False) is not None,
         )
-        sampled, num_sampled = accept_chain(
-            target_tokens, verify_draft_sampled.to(torch.int64), cu_num_logits, self.num_speculative_steps
-        )
+        drafts = verify_draft_sampled.to(torch.int64)
+        sampled, num_sampled = self._score(ScoreInputs(target_tokens, drafts, cu_num_logits, self.num_speculative_steps))
         self._counters.observe(idx_mapping, num_sampled, cu_num_logits)
         return processed_logits, sampled, num_sampled

@@ -1,0 +1,36 @@
+"""Run one scenario at a tensor-parallel size and print outputs and counters as JSON; a process of its own."""
+
+import json
+import sys
+
+from tests.engine import harness
+from vllm_vidspec import metrics
+
+
+def main() -> None:
+    """Arguments: family, tensor-parallel size, "vanilla" or a draft role."""
+    from vllm import LLM, SamplingParams
+
+    from vllm_vidspec.bench import pairs
+
+    family, size, draft = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    spec = {} if draft == "vanilla" else {"on_draft_error": "raise"}
+    llm = LLM(
+        **pairs.llm_kwargs(
+            family, None if draft == "vanilla" else draft, overrides={"tensor_parallel_size": size}, **spec
+        )
+    )
+    requests = harness.videos(family, 4) + harness.videos(family, 4, temperature=1.0)
+    outputs = llm.generate(
+        [prompt for prompt, _ in requests],
+        [SamplingParams(**{"max_tokens": harness.MAX_TOKENS, **arguments}) for _, arguments in requests],
+        use_tqdm=False,
+    )
+    counters = {}
+    if draft != "vanilla":
+        counters = metrics.read_metrics(metrics.path_for(llm.llm_engine.vllm_config.instance_id))
+    print("RESULT " + json.dumps({"token_ids": harness.token_ids(outputs), "counters": counters}))
+
+
+if __name__ == "__main__":
+    main()
