@@ -1,4 +1,4 @@
-"""VidSpecConfig: every knob of `--speculative-config '{"method": "vidspec", ...}'`; pydantic only, no torch, no vLLM."""
+"""VidSpecConfig: every knob of `--speculative-config '{"method": "vidspec", ...}'`; needs pydantic only."""
 
 import difflib
 from typing import Any, Literal
@@ -37,9 +37,7 @@ class VidSpecConfig(BaseModel):
         description='Draft model: a Hugging Face name or a path, of the target\'s family; or "self" to draft with the '
         "target's own weights (shared, not loaded twice) over the pruned video."
     )
-    num_speculative_tokens: int = Field(
-        ge=1, le=64, description="K: draft tokens proposed, and verified, per step."
-    )
+    num_speculative_tokens: int = Field(ge=1, le=64, description="K: draft tokens proposed, and verified, per step.")
     prune_ratio: float = Field(
         0.9,
         ge=0.0,
@@ -52,20 +50,26 @@ class VidSpecConfig(BaseModel):
     )
     pruner: str = Field(
         "uniform",
-        description="Which tokens stay: " + ", ".join(f"`{name}`" for name in PRUNERS) + ". `none` keeps everything and "
+        description="Which tokens stay: "
+        + ", ".join(f"`{name}`" for name in PRUNERS)
+        + ". `none` keeps everything and "
         "ignores the ratios; `window` is short for `window:middle`.",
     )
-    prune_seed: int = Field(0, ge=0, description="Seed of the `random` pruner. One seed and one video size: one choice.")
-    draft: Literal["chain"] = Field("chain", description="Shape of the draft: `chain` proposes K tokens one after another.")
+    prune_seed: int = Field(
+        0, ge=0, description="Seed of the `random` pruner. One seed and one video size: one choice."
+    )
+    draft: Literal["chain"] = Field(
+        "chain", description="Shape of the draft: `chain` proposes K tokens one after another."
+    )
     scorer: Literal["strict"] = Field(
         "strict",
-        description="Which drafts stand: `strict` accepts exactly what vanilla vLLM would have emitted (lossless at every "
-        "temperature).",
+        description="Which drafts stand: `strict` accepts exactly what vanilla vLLM would have emitted (lossless at "
+        "every temperature).",
     )
     draft_noise: Literal["shared", "independent", "greedy"] = Field(
         "shared",
-        description="How the draft samples when temperature > 0. `shared`: with the target's own noise (highest acceptance); "
-        "`independent`: with noise of its own; `greedy`: argmax. The output is the same with each.",
+        description="How the draft samples when temperature > 0. `shared`: with the target's own noise (highest "
+        "acceptance); `independent`: with noise of its own; `greedy`: argmax. The output is the same with each.",
     )
     draft_positions: Literal["original", "compacted"] = Field(
         "original",
@@ -76,19 +80,21 @@ class VidSpecConfig(BaseModel):
         None,
         gt=0.0,
         lt=1.0,
-        description="Share of the KV memory that the draft's pool takes. Default: as much as lets the draft hold its pruned "
-        "copy of whatever fits in the target's cache.",
+        description="Share of the KV memory that the draft's pool takes. Default: as much as lets the draft hold its "
+        "pruned copy of whatever fits in the target's cache.",
     )
     draft_kv_bytes: int | None = Field(
         None, ge=1, description="Size of the draft's KV pool in bytes per rank; excludes `draft_kv_fraction`."
     )
     max_draft_len: int | None = Field(
-        None, ge=1, description="Longest pruned prompt, in tokens, that is drafted for; longer ones run without speculation."
+        None,
+        ge=1,
+        description="Longest pruned prompt, in tokens, that is drafted for; longer ones run without speculation.",
     )
     on_draft_error: Literal["skip", "raise"] = Field(
         "skip",
-        description="What an exception on the draft's side does: `skip` logs it, counts it and goes on without speculation "
-        "for those requests; `raise` stops the engine (for tests).",
+        description="What an exception on the draft's side does: `skip` logs it, counts it and goes on without "
+        "speculation for those requests; `raise` stops the engine (for tests).",
     )
 
     @field_validator("pruner")

@@ -1,4 +1,4 @@
-"""The two promises that everything rests on: output equals vanilla vLLM's, and a draft equal to the target never errs."""
+"""The two promises that all rests on: output equals vanilla vLLM's, and a draft equal to the target never errs."""
 
 import pytest
 

@@ -1,10 +1,10 @@
 """Bugs planted in the draft, each seen to fail a check that passes without it.
 
 The check needs no second implementation of ours. With the target drafting greedily for itself at T = 1, the draft must
-propose exactly the most likely tokens along the true text; vanilla vLLM's own top-1 logprobs say which those are, so the
-number of verify steps and of accepted tokens follow from vanilla's output alone. And its logits must be the target's, at
-every position whose text both have seen. Rejections are frequent there, so every step after one depends on the rollback,
-and every full acceptance on the re-fed token.
+propose exactly the most likely tokens along the true text; vanilla vLLM's own top-1 logprobs say which those are, so
+the number of verify steps and of accepted tokens follow from vanilla's output alone. And its logits must be the
+target's, at every position whose text both have seen. Rejections are frequent there, so every step after one depends
+on the rollback, and every full acceptance on the re-fed token.
 """
 
 import contextlib
@@ -55,9 +55,7 @@ def drafted(request):
     family = request.param
     with harness.engine(family) as engine:
         vanilla = engine.generate(requests(family, MAX_TOKENS + K + 1))
-    with harness.engine(
-        family, "target", pruner="none", draft_noise="greedy", num_speculative_tokens=K
-    ) as engine:
+    with harness.engine(family, "target", pruner="none", draft_noise="greedy", num_speculative_tokens=K) as engine:
         yield engine, vanilla
 
 
@@ -85,9 +83,7 @@ def logits_compared():
         result = verify(self, logits, draft_logits, draft_sampled, pos, cu_num_logits, idx_mapping, *rest)
         for req_idx, (row, num_sampled) in enumerate(zip(idx_mapping.tolist(), result[2].tolist(), strict=True)):
             seen = raw[cu_num_logits[req_idx] : cu_num_logits[req_idx + 1]][:num_sampled]
-            differences.extend(
-                (a - b).abs().max().item() for a, b in zip(seen, proposed.get(row, []), strict=False)
-            )
+            differences.extend((a - b).abs().max().item() for a, b in zip(seen, proposed.get(row, []), strict=False))
         return result
 
     with pytest.MonkeyPatch.context() as patch:

@@ -63,7 +63,8 @@ def test_prefix_cache_hit_still_shows_the_draft_the_video(reference):
 
 def test_preemption_frees_and_rebuilds_the_draft(reference):
     """A target cache too small for its requests: some are preempted, resumed with their output, and drafted again."""
-    # Blocks of 128 tokens: prompts of 266 take three, answers outgrow them, and ten are not enough for three times four.
+    # Blocks of 128 tokens: prompts of 266 take three, answers outgrow them, and ten are not enough for three times
+    # four.
     num_blocks = 11
     with harness.engine(
         FAMILY,

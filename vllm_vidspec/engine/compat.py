@@ -37,8 +37,8 @@ def _patch(owner: Any, name: str, replacement: Any) -> None:
 def hook_engine_config(translate: Callable, finish: Callable) -> None:
     """Wrap `EngineArgs.create_engine_config`.
 
-    Why: vLLM knows no third-party speculative methods, and `worker_cls` is read before `create_speculative_config` runs,
-    so this is the first place where "vidspec" can become something that vLLM understands.
+    Why: vLLM knows no third-party speculative methods, and `worker_cls` is read before `create_speculative_config`
+    runs, so this is the first place where "vidspec" can become something that vLLM understands.
 
     Args:
         translate: `EngineArgs -> VidSpecConfig | None`; rewrites the arguments, before vLLM builds its configuration.
@@ -84,8 +84,8 @@ def install_error_line() -> None:
 def allow_sampling_parameters() -> None:
     """Let requests use `min_p` and `logit_bias` when the speculative method is ours.
 
-    Why: vLLM refuses them for every speculative method. Model Runner V2 applies both at every logits row, and the strict
-    scorer samples through that same code, so here they are exact.
+    Why: vLLM refuses them for every speculative method. Model Runner V2 applies both at every logits row, and the
+    strict scorer samples through that same code, so here they are exact.
     """
     from vllm.sampling_params import SamplingParams
 

@@ -64,7 +64,8 @@ class DraftModel:
         model_config = self.config.model_config
         self.uses_mrope = model_config.uses_mrope
         self.num_axes = model_config.mrope_num_dims if self.uses_mrope else 1
-        # One column more than any batch keeps the slices non-contiguous: compiled code then never specialises on stride.
+        # One column more than any batch keeps the slices non-contiguous: compiled code then never specialises on
+        # stride.
         columns = max(self.max_num_tokens, 2 * self.config.scheduler_config.max_num_seqs) + 1
         self._positions = torch.zeros(self.num_axes, columns, dtype=torch.int64, device=self.device)
 
@@ -73,7 +74,9 @@ class DraftModel:
         speculative = base.speculative_config
         compilation = copy.copy(base.compilation_config)
         compilation.static_forward_context = {}
-        compilation.static_all_moe_layers = list(base.compilation_config.static_all_moe_layers) if self.is_self_draft else []
+        compilation.static_all_moe_layers = (
+            list(base.compilation_config.static_all_moe_layers) if self.is_self_draft else []
+        )
         config = copy.copy(base)  # shallow, and without running __post_init__ again
         config.compilation_config = compilation
         config.speculative_config = None
@@ -82,9 +85,7 @@ class DraftModel:
         config.model_config = speculative.draft_model_config
         config.parallel_config = copy.copy(speculative.draft_parallel_config)
         config.parallel_config.rank = base.parallel_config.rank
-        config.quant_config = VllmConfig.get_quantization_config(
-            config.model_config, config.load_config
-        )
+        config.quant_config = VllmConfig.get_quantization_config(config.model_config, config.load_config)
         return config
 
     @property
@@ -200,9 +201,7 @@ class DraftModel:
             cudagraph_runtime_mode=CUDAGraphMode.NONE,
             batch_descriptor=BatchDescriptor(num_tokens=num_tokens),
         ):
-            return self.model(
-                input_ids=None, positions=buffer if self.uses_mrope else buffer[0], inputs_embeds=embeds
-            )
+            return self.model(input_ids=None, positions=buffer if self.uses_mrope else buffer[0], inputs_embeds=embeds)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return `[n, vocab_size]` logits of `[n, hidden_size]` hidden states."""

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from vidspec_kernels import chain_step
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
+from vidspec_kernels import chain_step
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.counters import Counters
 from vllm_vidspec.engine.draft_model import DraftModel
@@ -94,7 +94,9 @@ class Drafter:
         # [max_num_reqs]; rows that do not draft keep whatever they had
         self._num_dropped = StagedWriteTensor(max_num_reqs, dtype=torch.int32, device=device)
         self._pos_delta = StagedWriteTensor(max_num_reqs, dtype=torch.int64, device=device)
-        self._num_fed = StagedWriteTensor(max_num_reqs, dtype=torch.int32, device=device)  # logical tokens with draft KV
+        self._num_fed = StagedWriteTensor(
+            max_num_reqs, dtype=torch.int32, device=device
+        )  # logical tokens with draft KV
         self._num_dropped_np = np.zeros(max_num_reqs, dtype=np.int64)
         self._buffers = _StepBuffers(max_num_reqs, model.num_axes, device)
 
@@ -134,14 +136,19 @@ class Drafter:
                 self.model.full_positions,
             )
         except UnsupportedPrompt as reason:
-            return self._refuse("unsupported", message, str(reason))
+            self.counters.skip("unsupported", message.req_id, str(reason))
+            return None
         limit = self.config.max_draft_len
         if limit is not None and prompt.num_kept > limit:
-            return self._refuse("too_long", message, f"its pruned prompt has {prompt.num_kept} tokens, max_draft_len {limit}")
+            detail = f"its pruned prompt has {prompt.num_kept} tokens, max_draft_len is {limit}"
+            self.counters.skip("too_long", message.req_id, detail)
+            return None
         row = message.row
         num_slots = prompt.num_kept + 1 + self.config.num_speculative_tokens
         if not self.pool.reserve(np.array([row]), np.array([num_slots]))[0]:
-            return self._refuse("pool_full", message, f"the draft's KV pool has no room for {num_slots} tokens")
+            detail = f"the draft's KV pool has no room for {num_slots} tokens"
+            self.counters.skip("pool_full", message.req_id, detail)
+            return None
         self._num_dropped_np[row] = prompt.num_dropped
         self._num_dropped.stage_write_elem(row, prompt.num_dropped)
         self._pos_delta.stage_write_elem(row, prompt.pos_delta)
@@ -154,11 +161,8 @@ class Drafter:
         self.counters.set("draft_pool_blocks_used", self.pool.num_used_blocks)
         return prompt
 
-    def _refuse(self, reason: str, message: PrefillMessage, detail: str) -> None:
-        self.counters.skip(reason, message.req_id, detail)
-
     def _embed(self, message: PrefillMessage, prompt: PrunedPrompt) -> torch.Tensor:
-        """Return the kept tokens' embeddings `[num_kept, hidden_size]`; towers run only for items that keep something."""
+        """Return the kept tokens' embeddings `[num_kept, hidden_size]`; an item that keeps nothing is not encoded."""
         device = self.model.device
         shown = [(f, kept) for f, kept in zip(message.features, prompt.kept_indices, strict=True) if len(kept)]
         encoded = self.model.encode([feature for feature, _ in shown]) if shown else []

@@ -10,7 +10,8 @@ NULL_BLOCK = 0  # never handed out; tokens whose KV is already there write here
 
 
 class DraftKVPool:
-    """Allocates blocks to persistent rows; every rank of a tensor-parallel group makes the same calls in the same order.
+    """Allocates blocks to persistent rows; every rank of a tensor-parallel group makes the same calls in the same
+    order.
 
     Args:
         num_blocks: Blocks of the pool, the null block included.

@@ -9,10 +9,10 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 class CoupledSampler:
     """Samples draft tokens under the target sampler's per-request state (shared-noise coupling).
 
-    vLLM salts its own drafts' noise apart, because its test is a ratio of probabilities; ours is equality, so sharing the
-    noise is right: the two models then agree with probability at least (1 - TV) / (1 + TV) per position (Daliri, Musco,
-    Suresh 2025). Penalties count the committed text; tokens of the chain under construction are not in the counts, which
-    costs acceptance and never exactness.
+    vLLM salts its own drafts' noise apart, because its test is a ratio of probabilities; ours is equality, so sharing
+    the noise is right: the two models then agree with probability at least (1 - TV) / (1 + TV) per position (Daliri,
+    Musco, Suresh 2025). Penalties count the committed text; tokens of the chain under construction are not in the
+    counts, which costs acceptance and never exactness.
 
     Args:
         sampler: The target's sampler.

@@ -101,7 +101,9 @@ def _requested(args: Any) -> dict[str, Any] | None:
 
 def _check_args(args: Any) -> None:
     if args.pipeline_parallel_size > 1:
-        raise VidSpecError(f"pipeline parallelism ({args.pipeline_parallel_size}) is not supported; use tensor parallelism")
+        raise VidSpecError(
+            f"pipeline parallelism ({args.pipeline_parallel_size}) is not supported; use tensor parallelism"
+        )
     if args.decode_context_parallel_size > 1:
         raise VidSpecError("decode context parallelism is not supported; use tensor parallelism")
     if args.worker_cls not in ("auto", *_WORKERS.values()):

@@ -12,8 +12,9 @@ class CoupledVerifier(RejectionSampler):
     """Samples the target at every draft position exactly as vanilla would, and lets a scorer say which drafts stand.
 
     vLLM's noise is a function of (request seed, position of the input token, token id), so the target's sample at a
-    draft position is the token that vanilla vLLM would have drawn there: the output is vanilla's, token for token, at any
-    temperature with the strict scorer. Logprobs, chunking over large vocabularies and grammar-invalid drafts are vLLM's own code, inherited.
+    draft position is the token that vanilla vLLM would have drawn there: the output is vanilla's, token for token, at
+    any temperature with the strict scorer. Logprobs, chunking over large vocabularies and grammar-invalid drafts are
+    vLLM's own code, inherited.
 
     Args:
         sampler: The runner's sampler.
@@ -69,6 +70,8 @@ class CoupledVerifier(RejectionSampler):
             return_logprobs=self.sampler.get_logprobs_dims(idx_mapping_np, include_token_ids=False) is not None,
         )
         drafts = verify_draft_sampled.to(torch.int64)
-        sampled, num_sampled = self._score(ScoreInputs(target_tokens, drafts, cu_num_logits, self.num_speculative_steps))
+        sampled, num_sampled = self._score(
+            ScoreInputs(target_tokens, drafts, cu_num_logits, self.num_speculative_steps)
+        )
         self._counters.observe(idx_mapping, num_sampled, cu_num_logits)
         return processed_logits, sampled, num_sampled

@@ -1,4 +1,4 @@
-"""vLLM's speculator interface in front of the drafter: turns runner state into messages, draft failures into counters."""
+"""vLLM's speculator interface in front of the drafter: runner state becomes messages, draft failures counters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +39,7 @@ class VidSpecSpeculator(BaseSpeculator):
         self.max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.max_model_len = vllm_config.model_config.max_model_len
         self.draft_model = DraftModel(vllm_config, device, config.is_self_draft)
-        self.drafter: Drafter | None = None
+        self._drafter: Drafter | None = None  # until the KV pool exists
         self.drafted: set[str] = set()  # requests whose draft tokens of the last step are real
         self._state = np.full(self.max_num_reqs, _UNSEEN, dtype=np.int8)  # [max_num_reqs]
         # [max_num_reqs, K]
@@ -51,6 +51,12 @@ class VidSpecSpeculator(BaseSpeculator):
     def model(self) -> torch.nn.Module | None:
         """The draft network, for vLLM's shutdown; None while it is the target itself."""
         return None if self.config.is_self_draft else self.draft_model.model
+
+    @property
+    def drafter(self) -> Drafter:
+        """The drafter; exists once the KV cache is initialised."""
+        assert self._drafter is not None
+        return self._drafter
 
     # ---- set-up ----------------------------------------------------------------------------------------------------
 
@@ -91,8 +97,14 @@ class VidSpecSpeculator(BaseSpeculator):
     def init_kv(self) -> None:
         """Allocate the pool; the drafter is ready afterwards."""
         num_blocks = self.draft_model.init_kv(self._pool_bytes)
-        self.drafter = Drafter(
-            self.draft_model, self.config, self._sample, self.counters, num_blocks, self.max_num_reqs, self.max_model_len
+        self._drafter = Drafter(
+            self.draft_model,
+            self.config,
+            self._sample,
+            self.counters,
+            num_blocks,
+            self.max_num_reqs,
+            self.max_model_len,
         )
         draft, target = kv_bytes_per_token(self.draft_model.config), kv_bytes_per_token(self.vllm_config)
         for name, value in (
@@ -118,8 +130,8 @@ class VidSpecSpeculator(BaseSpeculator):
             self._forget(row, _UNSEEN)
 
     def _forget(self, row: int, state: int) -> None:
-        if self.drafter is not None:
-            self.drafter.release(row)
+        if self._drafter is not None:
+            self._drafter.release(row)
         self._state[row] = state
 
     @torch.inference_mode()

@@ -24,8 +24,12 @@ class _VidSpecWorker:
         available = super().determine_available_memory()  # type: ignore[misc]
         pool = self.model_runner.speculator.plan_pool(available)  # type: ignore[attr-defined]
         if pool >= available:
-            raise VidSpecError(f"the draft's KV pool ({pool} bytes) leaves nothing of the {available} bytes of KV memory")
-        logger.info("vidspec: draft KV pool %s GiB, target KV cache %s GiB", format_gib(pool), format_gib(available - pool))
+            raise VidSpecError(
+                f"the draft's KV pool ({pool} bytes) leaves nothing of the {available} bytes of KV memory"
+            )
+        logger.info(
+            "vidspec: draft KV pool %s GiB, target KV cache %s GiB", format_gib(pool), format_gib(available - pool)
+        )
         return available - pool
 
 

@@ -7,9 +7,9 @@ from math import floor
 def budget(num_tokens: int, prune_ratio: float) -> int:
     """Return how many of `num_tokens` visual tokens the draft keeps.
 
-    (1 - prune_ratio) * num_tokens rounded down, because the draft's memory is promised as an upper bound; with the ratio
-    taken as the decimal that the user wrote: binary floating point would turn 10 tokens at 0.9 into 0.99... and keep
-    none (as SpecVLM's code does). Where the budget is positive at all, at least one token stays.
+    (1 - prune_ratio) * num_tokens rounded down, because the draft's memory is promised as an upper bound; with the
+    ratio taken as the decimal that the user wrote: binary floating point would turn 10 tokens at 0.9 into 0.99... and
+    keep none (as SpecVLM's code does). Where the budget is positive at all, at least one token stays.
 
     Args:
         num_tokens: Visual tokens of the item, >= 0.

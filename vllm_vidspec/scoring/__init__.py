@@ -1,6 +1,6 @@
 """Scoring: which draft tokens stand; pure torch, tensors in and tensors out, never touches vLLM."""
 
-from vllm_vidspec.scoring.base import Scorer, ScoreInputs, get_scorer, register_scorer, scorer_names
+from vllm_vidspec.scoring.base import ScoreInputs, Scorer, get_scorer, register_scorer, scorer_names
 from vllm_vidspec.scoring.strict import score_strict
 
 register_scorer("strict", score_strict)

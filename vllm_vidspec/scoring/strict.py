@@ -1,8 +1,8 @@
 """The strict scorer: a draft token stands iff it is the token that the target samples there."""
 
 from torch import Tensor
-from vidspec_kernels import accept_chain
 
+from vidspec_kernels import accept_chain
 from vllm_vidspec.scoring.base import ScoreInputs
 
 

@@ -1,4 +1,5 @@
-"""A Triton backend named "cpu": with it vLLM's Model Runner V2 runs on a machine without a GPU, in Triton's interpreter.
+"""A Triton backend named "cpu": with it vLLM's Model Runner V2 runs on a machine without a GPU, in Triton's
+interpreter.
 
 Imported while `import triton` is under way (entry-point group `triton.backends`): it may import neither torch, triton
 nor vLLM, and looks at device nodes only. Where a GPU is present it stays inactive and sets nothing.
