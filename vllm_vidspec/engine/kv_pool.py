@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
 NULL_BLOCK = 0  # never handed out; tokens whose KV is already there write here
@@ -87,8 +88,8 @@ class DraftKVPool:
         """
         lengths_np = np.asarray(lengths)
         ends = np.cumsum(lengths_np)
-        entry = np.arange(ends[-1]) + np.repeat(np.asarray(starts) - (ends - lengths_np), lengths_np)
-        row = torch.from_numpy(np.repeat(np.asarray(rows), lengths_np)).to(self.table.device, non_blocking=True)
-        entry = torch.from_numpy(entry).to(self.table.device, non_blocking=True)
+        entry_np = np.arange(ends[-1]) + np.repeat(np.asarray(starts) - (ends - lengths_np), lengths_np)
+        row = async_tensor_h2d(np.repeat(np.asarray(rows), lengths_np), device=self.table.device)
+        entry = async_tensor_h2d(entry_np, device=self.table.device)
         block = self.table[row, entry // self.block_size].to(torch.int64)
         return block * self.block_size + entry % self.block_size

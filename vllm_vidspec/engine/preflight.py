@@ -72,6 +72,8 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
         VidSpecError: The target needs something the draft cannot follow.
     """
     multimodal = vllm_config.model_config.multimodal_config
+    if config.is_self_draft and vllm_config.lora_config is not None:
+        raise VidSpecError('LoRA adapters cannot be used with "model": "self"; name a draft model instead')
     if vllm_config.model_config.is_encoder_decoder:
         raise VidSpecError("encoder-decoder targets are not supported")
     if vllm_config.model_config.is_hybrid:
@@ -116,7 +118,15 @@ def _check_pair(args: Any, config: VidSpecConfig) -> None:
     if config.model == SELF:
         families.adapter_for(target)
         return
-    families.check_pair(target, _hf_config(config.model, args, "draft"))
+    draft = _hf_config(config.model, args, "draft")
+    families.check_pair(target, draft)
+    vision = draft.vision_config
+    num_heads = getattr(vision, "num_heads", None) or vision.num_attention_heads
+    if num_heads % args.tensor_parallel_size:
+        raise VidSpecError(
+            f"the draft's vision tower has {num_heads} heads, which {args.tensor_parallel_size} tensor-parallel ranks "
+            "cannot share evenly"
+        )
 
 
 def _hf_config(model: str, args: Any, role: str) -> Any:

@@ -27,7 +27,7 @@ def vidspec_runner(base: type) -> type:
         def load_model(self, *args, **kwargs) -> None:
             super().load_model(*args, **kwargs)
             with DeviceMemoryProfiler() as profiler:
-                self.speculator.load(self.model, self.req_states, self.sampler, self.encoder_cache)
+                self.speculator.load(self.model, self.req_states, self.sampler)
             self.model_memory_usage += profiler.consumed_memory
             self.rejection_sampler = CoupledVerifier(
                 self.sampler, self.speculative_config, self.device, self.vidspec_config.scorer, self.counters
@@ -37,6 +37,11 @@ def vidspec_runner(base: type) -> type:
             super().initialize_kv_cache(kv_cache_config, is_profiling=is_profiling, **kwargs)
             if not is_profiling:
                 self.speculator.init_kv()
+
+        def add_requests(self, scheduler_output) -> None:
+            super().add_requests(scheduler_output)
+            for request in scheduler_output.scheduled_new_reqs:
+                self.speculator.arrive(request.req_id, request.prefill_token_ids, request.mm_features)
 
         def _remove_request(self, req_id: str) -> bool:
             # Finished, aborted and preempted requests all pass here, as does one that is about to be re-added.
@@ -56,8 +61,9 @@ def vidspec_runner(base: type) -> type:
             """Offer nothing for requests that run without speculation, so that no verify rows are wasted on them."""
             drafts = super().take_draft_token_ids()
             if drafts is not None:
+                drafted_for = self.speculator.drafted_for()
                 drafts.draft_token_ids = [
-                    tokens if req_id in self.speculator.drafted else []
+                    tokens if req_id in drafted_for else []
                     for req_id, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True)
                 ]
             return drafts

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.logger import init_logger
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_vidspec.config import VidSpecConfig
@@ -40,7 +41,10 @@ class VidSpecSpeculator(BaseSpeculator):
         self.max_model_len = vllm_config.model_config.max_model_len
         self.draft_model = DraftModel(vllm_config, device, config.is_self_draft)
         self._drafter: Drafter | None = None  # until the KV pool exists
-        self.drafted: set[str] = set()  # requests whose draft tokens of the last step are real
+        # Prompts by request id, until the draft has seen them.
+        self._arrivals: dict[str, tuple[list[int], list[Any]]] = {}
+        # Request ids of the last step, and which of them were drafted for.
+        self._last_step: tuple[list[str], np.ndarray] = ([], np.empty(0, dtype=bool))
         self._state = np.full(self.max_num_reqs, _UNSEEN, dtype=np.int8)  # [max_num_reqs]
         # [max_num_reqs, K]
         self._draft_tokens = torch.zeros(
@@ -60,12 +64,11 @@ class VidSpecSpeculator(BaseSpeculator):
 
     # ---- set-up ----------------------------------------------------------------------------------------------------
 
-    def load(self, target: torch.nn.Module, req_states: Any, sampler: Any, encoder_cache: Any) -> None:
+    def load(self, target: torch.nn.Module, req_states: Any, sampler: Any) -> None:
         """Load the draft and remember the runner's state tables that messages are made from."""
         self.draft_model.load(target)
         self._req_states = req_states
         self._sample = CoupledSampler(sampler, self.config.draft_noise)
-        self._encoder_cache = encoder_cache
 
     def plan_pool(self, available_bytes: int) -> int:
         """Return the size of the draft's KV pool in bytes.
@@ -123,8 +126,24 @@ class VidSpecSpeculator(BaseSpeculator):
 
     # ---- serving ---------------------------------------------------------------------------------------------------
 
+    def arrive(self, req_id: str, token_ids: list[int], features: list[Any]) -> None:
+        """Keep a new or resumed request's prompt on the host until its target prefill is done.
+
+        Args:
+            req_id: vLLM's request id.
+            token_ids: Prompt, and after a preemption the output so far.
+            features: vLLM's multimodal features in prompt order.
+        """
+        self._arrivals[req_id] = (token_ids, features)
+
+    def drafted_for(self) -> set[str]:
+        """Return the requests whose draft tokens of the last step are real."""
+        req_ids, live = self._last_step
+        return {req_ids[i] for i in np.flatnonzero(live)}
+
     def release(self, req_id: str) -> None:
         """Free what a request holds; called before the runner frees its row."""
+        self._arrivals.pop(req_id, None)
         row = self._req_states.req_id_to_index.get(req_id)
         if row is not None:
             self._forget(row, _UNSEEN)
@@ -176,8 +195,8 @@ class VidSpecSpeculator(BaseSpeculator):
         if live.any():
             self._guarded(self._draft, input_batch, np.flatnonzero(live), output, last_sampled, bound, num_levels)
             live &= self._state[rows_np] == _DRAFTING
-        self.counters.has_draft[input_batch.idx_mapping] = torch.from_numpy(live).to(self.device, non_blocking=True)
-        self.drafted = {input_batch.req_ids[i] for i in np.flatnonzero(live)}
+        self.counters.has_draft[input_batch.idx_mapping] = async_tensor_h2d(live, device=self.device)
+        self._last_step = (input_batch.req_ids, live)
         return output
 
     @staticmethod
@@ -207,12 +226,10 @@ class VidSpecSpeculator(BaseSpeculator):
         states, messages = self._req_states, []
         for i in batch_indices:
             row, req_id = int(input_batch.idx_mapping_np[i]), input_batch.req_ids[i]
-            prefill_len = int(states.prefill_len.np[row])
-            if prefill_len + 1 >= states.max_seq_len[row]:
+            token_ids, features = self._arrivals.pop(req_id)
+            if len(token_ids) + 1 >= states.max_seq_len[row]:
                 self._state[row] = _SKIPPED  # the token just sampled is its last
                 continue
-            features = self._encoder_cache.mm_features.get(req_id, []) if self._encoder_cache is not None else []
-            token_ids = states.all_token_ids.gpu[row, :prefill_len].tolist()
             messages.append(PrefillMessage(req_id, row, token_ids, features))
         if messages:
             accepted = self.drafter.prefill(messages)
@@ -240,7 +257,7 @@ class VidSpecSpeculator(BaseSpeculator):
     ) -> None:
         states = self._req_states
         is_whole_batch = len(batch_indices) == input_batch.num_reqs
-        indices = torch.from_numpy(batch_indices).to(self.device, non_blocking=True)
+        indices = async_tensor_h2d(batch_indices, device=self.device)
         rows = input_batch.idx_mapping if is_whole_batch else input_batch.idx_mapping[indices]
         num_tokens = states.total_len.gpu
         previous = states.all_token_ids.gpu[rows, num_tokens[rows] - 2]

@@ -1,0 +1,167 @@
+"""Run the commands of docs/results/README.md and write their tables there and into README.md.
+
+    python scripts/make_results.py                 # what has no JSON file in docs/results yet
+    python scripts/make_results.py --only R1,R6 --force
+
+The tables stand between `<!-- NAME -->` and `<!-- /NAME -->`; the JSON files hold every row with its provenance.
+"""
+
+import argparse
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from vllm_vidspec.bench.tables import number, percent
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "docs" / "results"
+PAGE = FOLDER / "README.md"
+FAMILIES = ("qwen2.5-vl", "llava-onevision")
+BOTH = "--family qwen2.5-vl,llava-onevision"
+COMMANDS = {
+    "R1": f"bench acceptance {BOTH} --draft target --pruner none",
+    "R2": f"bench acceptance {BOTH} --prune-ratio 0,0.5,0.8,0.9,0.95,1 --requests 16",
+    "R3": f"bench acceptance {BOTH} --pruner uniform,random,window:front,window:middle,window:end,frame --requests 16",
+    "R4": f"bench acceptance {BOTH} --temperature 0.7,1 --draft-noise shared,independent,greedy",
+    "R5": f"bench acceptance {BOTH} --temperature 0.7,1 --top-p 0.9,1 --presence-penalty 0,0.5",
+    "R6": "demo",
+    "R7": "demo --family llava-onevision",
+}
+AXES = {
+    "R1": (),
+    "R2": ("prune_ratio",),
+    "R3": ("pruner",),
+    "R4": ("temperature", "draft_noise"),
+    "R5": ("temperature", "top_p", "presence_penalty"),
+}
+
+
+def main() -> int:
+    """Run, render, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(COMMANDS), help="comma-separated names")
+    parser.add_argument("--force", action="store_true", help="run again what has a JSON file")
+    options = parser.parse_args()
+    for name in options.only.split(","):
+        path = FOLDER / f"{name}.json"
+        if path.exists() and not options.force:
+            continue
+        print(f"{name}: vidspec {COMMANDS[name]}", flush=True)
+        command = [
+            sys.executable,
+            "-m",
+            "vllm_vidspec.cli",
+            *shlex.split(COMMANDS[name]),
+            "--json",
+            str(path.relative_to(ROOT)),
+        ]
+        if subprocess.run(command, cwd=ROOT).returncode != 0:
+            print(f"{name} failed", file=sys.stderr)
+            return 1
+        result = json.loads(path.read_text().replace(f"{ROOT}/", ""))
+        result.pop("log_dir", None)  # of this machine only
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    results = {name: json.loads(p.read_text()) for name in COMMANDS if (p := FOLDER / f"{name}.json").exists()}
+    page = PAGE.read_text()
+    for name, result in results.items():
+        page = replace(page, name, acceptance_table(result, AXES[name]) if name in AXES else demo_table(result))
+    PAGE.write_text(page)
+    if set(results) >= set(AXES):
+        front = ROOT / "README.md"
+        front.write_text(replace(front.read_text(), "figure", figure(results)))
+    return 0
+
+
+def replace(page: str, name: str, body: str) -> str:
+    """Return the page with what stands between the two markers of a name replaced."""
+    pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+    if not pattern.search(page):
+        raise SystemExit(f"no markers for {name}")
+    return pattern.sub(lambda match: match.group(1) + body + match.group(2), page)
+
+
+def acceptance_table(result: dict[str, Any], axes: tuple[str, ...]) -> str:
+    """Return the Markdown table of one sweep."""
+    names = ("family", *axes)
+    head = [*(name.replace("_", " ") for name in names), "acceptance length", "acceptance rate", "identical"]
+    head += ["draft KV of full", "drafts", "s", "vanilla s"]
+    lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(names) + " ---: |" * (len(head) - len(names))]
+    for row in result["rows"]:
+        cells = [f"`{row[name]}`" if isinstance(row[name], str) else f"{row[name]:g}" for name in names]
+        cells += [number(row["acceptance_length"], 2), percent(row["acceptance_rate"]), percent(row["identical_frac"])]
+        cells += [percent(row["draft_kv_bytes"] / row["full_draft_kv_bytes"]), str(row["num_drafts"])]
+        cells += [number(row["decode_s"], 1), number(row["vanilla_decode_s"], 1)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", origin(result), ""])
+
+
+def demo_table(result: dict[str, Any]) -> str:
+    """Return the Markdown table of one demo."""
+    vanilla, ours = result["vanilla"], result["vidspec"]
+    rows = [
+        ("acceptance length", "1", number(result["acceptance_length"], 2)),
+        ("acceptance rate", "", percent(result["acceptance_rate"])),
+        ("identical answers", "", "yes" if result["identical"] else "NO"),
+        (
+            "draft KV, kept / full video (bytes)",
+            "",
+            f"{result['draft_kv_bytes']:,} / {result['full_draft_kv_bytes']:,}",
+        ),
+        ("output tokens", str(vanilla["output_tokens"]), str(ours["output_tokens"])),
+    ]
+    for key, label in (("ttft_s", "time to first token"), ("decode_s", "decode"), ("server_start_s", "server start")):
+        rows.append((f"{label} (s)", number(vanilla[key], 2), number(ours[key], 2)))
+    lines = [f"| {result['family']} | vanilla vLLM | vLLM + vidspec |", "| --- | ---: | ---: |"]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([*lines, "", f"> {ours['text'].strip()}", "", origin(result), ""])
+
+
+def origin(result: dict[str, Any]) -> str:
+    """Return one line that says where a result comes from."""
+    found = result["provenance"]
+    commit = (found["git_sha"] or "no commit")[:10] + (" with local changes" if found["git_dirty"] else "")
+    where = found["device"] if found["device"] != "cpu" else f"{found['cpu']}, {found['num_cpus']} cores"
+    return f"{found['date'][:10]}, commit {commit}, vLLM {found['versions'].get('vllm')}, {where}."
+
+
+def figure(results: dict[str, dict[str, Any]]) -> str:
+    """Return the table of README.md."""
+
+    def row_of(name: str, family: str, **where: Any) -> dict[str, Any]:
+        rows = [row for row in results[name]["rows"] if row["family"] == family]
+        return next(row for row in rows if all(row[key] == value for key, value in where.items()))
+
+    def lengths(name: str, **where: Any) -> list[str]:
+        return [number(row_of(name, family, **where)["acceptance_length"], 2) for family in FAMILIES]
+
+    def visual_share(family: str) -> str:
+        row = row_of("R2", family, prune_ratio=0.9)
+        return percent(row["visual_tokens_kept"] / row["visual_tokens_full"])
+
+    def identical(family: str) -> str:
+        rows = [row for name in AXES for row in results[name]["rows"] if row["family"] == family]
+        return f"{round(sum(r['identical_frac'] * r['requests'] for r in rows))} of {sum(r['requests'] for r in rows)}"
+
+    def rate(family: str, noise: str) -> str:
+        return percent(row_of("R4", family, temperature=1.0, draft_noise=noise)["acceptance_rate"])
+
+    lines = [
+        ("tokens per verify step, draft sees 10 % of the video", *lengths("R2", prune_ratio=0.9), "R2"),
+        ("the same, draft sees no video at all", *lengths("R2", prune_ratio=1.0), "R2"),
+        ("the same, target drafts for itself, whole video (the maximum is 6)", *lengths("R1"), "R1"),
+        ("requests whose tokens all equal vanilla vLLM's, R1 to R5", *map(identical, FAMILIES), "R1"),
+        ("draft KV of the video, of what it would take unpruned", *map(visual_share, FAMILIES), "R2"),
+        ("acceptance rate at temperature 1, noise shared", *(rate(f, "shared") for f in FAMILIES), "R4"),
+        ("the same, noise of the draft's own", *(rate(f, "independent") for f in FAMILIES), "R4"),
+    ]
+    head = "| bundled models, 5 draft tokens per step | Qwen2.5-VL pair | LLaVA-OneVision pair | row |\n"
+    rows = "".join(f"| {a} | {b} | {c} | [{d}](docs/results/README.md#{d.lower()}) |\n" for a, b, c, d in lines)
+    return head + "| --- | ---: | ---: | --- |\n" + rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Benchmarks, baselines and the synthetic world that the bundled models are trained on."""

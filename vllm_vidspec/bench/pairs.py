@@ -1,0 +1,270 @@
+"""How to run the bundled target/draft pairs: engine and server arguments, prompts; imports no vLLM."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_vidspec.config import METHOD, SELF
+from vllm_vidspec.errors import VidSpecError
+
+DEFAULT_QUESTION = "describe the video"
+FRAME_RATE = 2.0  # of the shape-world videos; Qwen2.5-VL's temporal positions depend on it
+MAX_MODEL_LEN = 2048
+MAX_NUM_SEQS = 8
+KV_CACHE_BYTES = 512 * 2**20
+DEFAULT_SPEC: dict[str, Any] = {"num_speculative_tokens": 5, "prune_ratio": 0.9, "pruner": "uniform"}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What differs between the families when one runs a bundled checkpoint."""
+
+    family: str
+    num_frames: int  # what a video is sampled to, as vLLM's loader samples
+    visual: dict[str, str]  # modality -> what a prompt holds in the item's place
+    chat: str  # one user turn, as the checkpoint's chat template renders it
+    with_metadata: bool  # whether the family's processor wants the video's frame rate
+
+
+PAIRS: dict[str, Pair] = {
+    "qwen2.5-vl": Pair(
+        family="qwen2.5-vl",
+        num_frames=32,
+        visual={
+            "video": "<|vision_start|><|video_pad|><|vision_end|>",
+            "image": "<|vision_start|><|image_pad|><|vision_end|>",
+        },
+        chat="<|im_start|>user\n{visual}{question}<|im_end|>\n<|im_start|>assistant\n",
+        with_metadata=True,
+    ),
+    "llava-onevision": Pair(
+        family="llava-onevision",
+        num_frames=16,
+        visual={"video": "<video>\n", "image": "<image>\n"},
+        chat="<|im_start|>user {visual}{question}<|im_end|><|im_start|>assistant\n",
+        with_metadata=False,
+    ),
+}
+FAMILIES = tuple(PAIRS)
+
+
+def pair_for(family: str) -> Pair:
+    """Return the pair of a family.
+
+    Raises:
+        VidSpecError: No bundled pair has this name.
+    """
+    if family not in PAIRS:
+        raise VidSpecError(f"unknown family {family!r}; bundled: {', '.join(FAMILIES)}")
+    return PAIRS[family]
+
+
+def checkpoint(family: str, role: str) -> str:
+    """Return the directory of a bundled checkpoint (`role`: "target" or "draft")."""
+    from vllm_vidspec import assets
+
+    pair_for(family)
+    return str(assets.checkpoint(family, role))
+
+
+def sample_video() -> Path:
+    """Return the bundled mp4 file, a held-out video at FRAME_RATE; one file for both families."""
+    from vllm_vidspec import assets
+
+    return assets.SAMPLE_VIDEO
+
+
+def speculative_config(family: str, draft: str, *, drafting: str = "chain", **spec: Any) -> dict[str, Any]:
+    """Return the `speculative_config` of one configuration.
+
+    Args:
+        family: Whose bundled draft is meant.
+        draft: "draft" (the bundled draft), "target" (the target drafts for itself) or a path.
+        drafting: The draft's shape, VidSpecConfig's knob `draft`.
+        spec: Any other knob of VidSpecConfig; the rest comes from DEFAULT_SPEC.
+    """
+    model = {"draft": lambda: checkpoint(family, "draft"), "target": lambda: SELF}.get(draft, lambda: draft)()
+    return {"method": METHOD, "model": model, **DEFAULT_SPEC, "draft": drafting, **spec}
+
+
+def llm_kwargs(
+    family: str,
+    draft: str | None = None,
+    *,
+    target: str | None = None,
+    overrides: dict[str, Any] | None = None,
+    **spec: Any,
+) -> dict[str, Any]:
+    """Return the arguments of an in-process `vllm.LLM` on a bundled pair.
+
+    Args:
+        family: "qwen2.5-vl" or "llava-onevision".
+        draft: None for vanilla; otherwise as in `speculative_config`.
+        target: A checkpoint in place of the bundled target.
+        overrides: `LLM` arguments that replace ours.
+        spec: Knobs of VidSpecConfig; `draft`, the draft's shape, is spelled `drafting` here.
+
+    Returns:
+        Keyword arguments of `LLM`: fp32, eager, a fixed KV cache, so that two engines on one machine behave alike.
+    """
+    pair_for(family)
+    kwargs: dict[str, Any] = {
+        "model": target or checkpoint(family, "target"),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "kv_cache_memory_bytes": KV_CACHE_BYTES,
+        "limit_mm_per_prompt": {"video": 2, "image": 2},
+        "disable_log_stats": False,
+        "seed": 0,
+    }
+    if draft is not None:
+        kwargs["speculative_config"] = speculative_config(family, draft, **spec)
+    return kwargs | (overrides or {})
+
+
+def serve_args(
+    family: str,
+    draft: str | None = None,
+    *,
+    target: str | None = None,
+    port: int = 8000,
+    overrides: dict[str, Any] | None = None,
+    **spec: Any,
+) -> list[str]:
+    """Return what follows `vllm serve` on a bundled pair; the same engine as `llm_kwargs`, four sequences at most.
+
+    Args:
+        family: As in `llm_kwargs`.
+        draft: As in `llm_kwargs`.
+        target: As in `llm_kwargs`.
+        port: Port of the server, on the loopback interface.
+        overrides: `LLM` arguments that replace ours, in their Python spelling; False or None leaves a flag out.
+        spec: Knobs of VidSpecConfig; `draft`, the draft's shape, is spelled `drafting` here.
+    """
+    kwargs = llm_kwargs(family, draft, target=target, **spec)
+    kwargs |= {"max_num_seqs": 4, "media_io_kwargs": {"video": {"num_frames": pair_for(family).num_frames}}}
+    kwargs |= overrides or {}
+    del kwargs["disable_log_stats"]
+    args = [kwargs.pop("model"), "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "target"]
+    for name, value in kwargs.items():
+        if value is None or value is False:
+            continue
+        args.append("--" + name.replace("_", "-"))
+        if value is not True:
+            args.append(json.dumps(value) if isinstance(value, dict | list) else str(value))
+    return args
+
+
+def engine_env() -> dict[str, str]:
+    """Return the environment of an engine process: this one's, offline, quiet and pinned to one OpenMP thread."""
+    defaults = {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    inherited = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    return defaults | inherited
+
+
+def chat_prompt(family: str, question: str, media: Sequence[str] = ()) -> str:
+    """Return the text that the checkpoint's chat template makes of one user turn.
+
+    Args:
+        family: Whose placeholders to use.
+        question: The user's words.
+        media: Modalities before the question in order, e.g. `("video", "image")`.
+    """
+    pair = pair_for(family)
+    return pair.chat.format(visual="".join(pair.visual[modality] for modality in media), question=question)
+
+
+def sample_frames(family: str, frames: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
+    """Sample a video as vLLM's loader does, and describe it as that loader does.
+
+    Args:
+        family: "qwen2.5-vl" or "llava-onevision".
+        frames: `[total_frames, height, width, 3]` uint8, RGB, at FRAME_RATE.
+
+    Returns:
+        `[min(total_frames, Pair.num_frames), height, width, 3]` uint8 and the metadata.
+    """
+    total = len(frames)
+    indices = np.linspace(0, total - 1, min(total, pair_for(family).num_frames), dtype=int)
+    metadata = {
+        "fps": FRAME_RATE,
+        "total_num_frames": total,
+        "duration": total / FRAME_RATE,
+        "frames_indices": indices.tolist(),
+        "video_backend": "opencv",
+        "do_sample_frames": len(indices) == total,
+    }
+    return np.ascontiguousarray(frames[indices]), metadata
+
+
+def video_prompt(family: str, frames: np.ndarray, question: str = DEFAULT_QUESTION) -> dict[str, Any]:
+    """Return one prompt of `LLM.generate`: a video, then a question.
+
+    Args:
+        family: "qwen2.5-vl" or "llava-onevision".
+        frames: `[num_frames, height, width, 3]` uint8, RGB.
+        question: The user's words.
+    """
+    return media_prompt(family, question, videos=[frames])
+
+
+def media_prompt(
+    family: str, question: str, *, videos: Sequence[np.ndarray] = (), images: Sequence[np.ndarray] = ()
+) -> dict[str, Any]:
+    """Return one prompt of `LLM.generate` with any number of videos, then images, then the question.
+
+    Args:
+        family: "qwen2.5-vl" or "llava-onevision".
+        question: The user's words.
+        videos: Each `[num_frames, height, width, 3]` uint8, RGB.
+        images: Each `[height, width, 3]` uint8, RGB.
+    """
+    prompt: dict[str, Any] = {
+        "prompt": chat_prompt(family, question, ["video"] * len(videos) + ["image"] * len(images))
+    }
+    data: dict[str, Any] = {}
+    if videos:
+        sampled = [sample_frames(family, frames) for frames in videos]
+        data["video"] = sampled if pair_for(family).with_metadata else [frames for frames, _ in sampled]
+    if images:
+        from PIL import Image
+
+        data["image"] = [Image.fromarray(image) for image in images]
+    return prompt | ({"multi_modal_data": data} if data else {})
+
+
+def load_video(path: str | os.PathLike[str]) -> np.ndarray:
+    """Decode every frame of a video file as vLLM's default loader does; `[num_frames, height, width, 3]` uint8, RGB.
+
+    Raises:
+        VidSpecError: The file is missing or holds no frame.
+    """
+    import cv2
+
+    if not Path(path).is_file():
+        raise VidSpecError(f"no such video: {path}")
+    capture = cv2.VideoCapture(str(path))
+    frames = []
+    while True:
+        good, frame = capture.read()
+        if not good:
+            break
+        frames.append(cv2.cvtColor(frame, cv2.COLOR_BGR2RGB))
+    capture.release()
+    if not frames:
+        raise VidSpecError(f"{path}: no frame can be decoded")
+    return np.stack(frames)

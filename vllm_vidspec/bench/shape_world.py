@@ -1,0 +1,377 @@
+"""Generator of short synthetic videos with captions ("shape world"); numpy only, touches nothing outside itself.
+
+A video has 2-4 scenes. A scene has a patterned background and one or two shapes that move, and that may change colour
+or vanish. Its caption says all of it in a small closed vocabulary, with filler phrases that have synonyms of skewed
+probability: visual anchors and linguistic filler, as in real captions. One frame of words serves every motion and one
+clause every event, so that no early filler word commits a later fact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+FRAME_SIZE = 112
+NUM_FRAMES = 32
+FRAME_RATE = 2.0  # nominal: the video lasts 16 s
+GRID_SIZE = 4  # one video token covers a 28 x 28 cell
+CELL_SIZE = FRAME_SIZE // GRID_SIZE
+HELD_OUT_SEED = 5_000_000  # training seeds stay below
+QUESTION = "describe the video"
+
+COLORS = {
+    "red": (220, 40, 40), "green": (40, 190, 60), "blue": (50, 70, 220), "yellow": (230, 220, 40),
+    "purple": (150, 50, 190), "orange": (240, 130, 20), "white": (245, 245, 245), "black": (15, 15, 15),
+}  # fmt: skip
+BACKGROUNDS = {
+    "grey": (128, 128, 128), "navy": (20, 30, 90), "brown": (110, 70, 35),
+    "pink": (240, 160, 190), "teal": (20, 120, 120), "lime": (165, 225, 120),
+}  # fmt: skip
+PATTERNS = ("plain", "striped", "dotted")
+SHAPES = ("circle", "square", "triangle", "cross", "diamond", "ring")
+SIZES = {"small": 12, "large": 17}  # radius in pixels
+MOTIONS = ("leftwards", "rightwards", "upwards", "downwards", "sideways", "vertically", "nowhere")
+POSITIONS = {
+    "left": "on the left", "right": "on the right", "top": "at the top", "bottom": "at the bottom",
+    "middle": "in the middle",
+}  # fmt: skip
+LAYOUTS = (("left", "right"), ("top", "bottom"), ("middle",))
+EVENTS = ("remains", "turns", "vanishes")
+NUMBERS = ("one", "two", "three", "four")
+
+SYNONYM_PROBS = (0.6, 0.25, 0.15)
+FILLERS = {
+    "opening": ("the video shows", "this clip opens with", "at first we see"),
+    "next": ("next", "after that", "then"),
+    "arrives": ("comes", "we see", "there follows"),
+    "background": ("background", "backdrop", "setting"),
+    "exists": ("there is", "we find", "appears"),
+    "that": ("that", "which"),
+    "goes": ("goes", "travels", "heads"),
+    "and": ("and then", "and later", "and finally"),
+    "closing": ("in total the clip has", "all in all we saw", "in the end we saw"),
+}
+
+LABELS = {"color": 9, "shape": 7, "size": 3, "direction": 6, "background": 6, "pattern": 3, "x": 15, "y": 15}
+"""Token-level training labels and their numbers of classes; class 0 of the object labels means "no object here"."""
+
+
+@dataclass(frozen=True)
+class ObjectFact:
+    """What a caption says of one object; `new_color` is set only for the event "turns"."""
+
+    position: str
+    size: str
+    color: str
+    shape: str
+    motion: str
+    event: str
+    new_color: str | None = None
+
+
+@dataclass(frozen=True)
+class SceneFact:
+    """What a caption says of one scene."""
+
+    background: str
+    pattern: str
+    objects: tuple[ObjectFact, ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One video.
+
+    Attributes:
+        frames: uint8 [NUM_FRAMES, FRAME_SIZE, FRAME_SIZE, 3], RGB.
+        caption: words separated by single spaces, all of them in `vocabulary()`.
+        facts: the scenes that the caption tells.
+        labels: int64 [NUM_FRAMES, GRID_SIZE**2] per key of `LABELS`.
+        scene_of_frame: int64 [NUM_FRAMES].
+    """
+
+    frames: np.ndarray
+    caption: str
+    facts: tuple[SceneFact, ...]
+    labels: dict[str, np.ndarray]
+    scene_of_frame: np.ndarray
+
+
+@cache
+def vocabulary() -> tuple[str, ...]:
+    """All words a caption or the usual question can contain, in a fixed order."""
+    texts = [w for options in FILLERS.values() for w in options]
+    texts += [*POSITIONS.values(), *COLORS, *BACKGROUNDS, *PATTERNS, *SHAPES, *SIZES, *MOTIONS, *EVENTS, *NUMBERS]
+    texts += [QUESTION, "a", "scenes", ".", ","]
+    return tuple(dict.fromkeys(" ".join(texts).split()))
+
+
+def make_sample(seed: int) -> Sample:
+    """Make the video of one seed; equal seeds give equal samples."""
+    rng = np.random.default_rng(seed)
+    facts = _draw_facts(rng)
+    cuts = _draw_cuts(rng, len(facts))
+    frames = np.empty((NUM_FRAMES, FRAME_SIZE, FRAME_SIZE, 3), np.uint8)
+    labels = {name: np.zeros((NUM_FRAMES, GRID_SIZE**2), np.int64) for name in LABELS}
+    scene_of_frame = np.zeros(NUM_FRAMES, np.int64)
+    for scene_idx, (scene, start, end) in enumerate(zip(facts, cuts[:-1], cuts[1:], strict=True)):
+        scene_labels = {name: array[start:end] for name, array in labels.items()}
+        frames[start:end] = _render_scene(rng, scene, end - start, scene_labels)
+        scene_of_frame[start:end] = scene_idx
+    return Sample(frames, _write_caption(rng, facts), facts, labels, scene_of_frame)
+
+
+def held_out(i: int) -> Sample:
+    """The i-th sample that no bundled model was trained on."""
+    return make_sample(HELD_OUT_SEED + i)
+
+
+def _draw_facts(rng: np.random.Generator) -> tuple[SceneFact, ...]:
+    num_scenes = int(rng.choice([2, 3, 4], p=[0.3, 0.4, 0.3]))
+    layouts: list[tuple[str, ...]] = []
+    while sum(map(len, layouts)) < 4:  # four objects at least, so that no caption is short
+        layouts = [LAYOUTS[rng.choice(3, p=[0.3, 0.3, 0.4])] for _ in range(num_scenes)]
+    scenes: list[SceneFact] = []
+    for layout in layouts:
+        previous = scenes[-1].background if scenes else None
+        background = _pick(rng, [b for b in BACKGROUNDS if b != previous])
+        objects = tuple(_draw_object(rng, position) for position in layout)
+        scenes.append(SceneFact(background, _pick(rng, PATTERNS), objects))
+    return tuple(scenes)
+
+
+def _draw_object(rng: np.random.Generator, position: str) -> ObjectFact:
+    size, color, shape, motion = (_pick(rng, options) for options in (SIZES, COLORS, SHAPES, MOTIONS))
+    event = _pick(rng, EVENTS, (0.45, 0.3, 0.25))
+    new_color = _pick(rng, [c for c in COLORS if c != color]) if event == "turns" else None
+    return ObjectFact(position, size, color, shape, motion, event, new_color)
+
+
+def _draw_cuts(rng: np.random.Generator, num_scenes: int) -> list[int]:
+    """Scene boundaries in frames, on even frames; a scene has 6 to 20 frames."""
+    while True:
+        inner = np.sort(rng.choice(np.arange(3, NUM_FRAMES // 2 - 2), num_scenes - 1, replace=False))
+        cuts = [0, *(2 * inner).tolist(), NUM_FRAMES]
+        lengths = np.diff(cuts)
+        if lengths.min() >= 6 and lengths.max() <= 20:
+            return cuts
+
+
+def _render_scene(rng: np.random.Generator, scene: SceneFact, length: int, labels: dict[str, np.ndarray]) -> np.ndarray:
+    """Draw one scene and fill its labels.
+
+    Args:
+        labels: per name int64 [length, GRID_SIZE**2], written in place.
+
+    Returns:
+        uint8 [length, FRAME_SIZE, FRAME_SIZE, 3].
+    """
+    noise = _noise()[rng.integers(0, len(_noise()), length)]  # [length, FRAME_SIZE, FRAME_SIZE, 3]
+    frames = _background_image(scene.background, scene.pattern) + noise
+    labels["background"][:] = list(BACKGROUNDS).index(scene.background)
+    labels["pattern"][:] = PATTERNS.index(scene.pattern)
+    covered = np.zeros((length, GRID_SIZE**2))
+    for fact in scene.objects:
+        path = _draw_path(rng, fact, length)
+        colors = [fact.color] * length
+        if fact.event == "turns":
+            colors[length // 2 :] = [fact.new_color or fact.color] * (length - length // 2)
+        visible = int(length * 0.7) if fact.event == "vanishes" else length
+        sprite, radius = _sprite(fact.shape, SIZES[fact.size]), SIZES[fact.size]
+        for frame_idx in range(visible):
+            x, y = path[frame_idx]
+            box = (slice(y - radius, y + radius + 1), slice(x - radius, x + radius + 1))
+            paint = np.array(COLORS[colors[frame_idx]], np.int16) + _light()[box][sprite]
+            frames[frame_idx][box][sprite] = paint + noise[frame_idx][box][sprite]
+        _fill_labels(labels, covered, fact, path[:visible], colors)
+    return np.clip(frames, 0, 255).astype(np.uint8)
+
+
+def _draw_path(rng: np.random.Generator, fact: ObjectFact, length: int) -> np.ndarray:
+    """Centres of a moving object, int [length, 2] as (x, y)."""
+    half = FRAME_SIZE // 2
+    low, high = np.zeros(2), np.full(2, float(FRAME_SIZE))
+    if fact.position in ("left", "right"):
+        low[0], high[0] = (0, half) if fact.position == "left" else (half, FRAME_SIZE)
+    if fact.position in ("top", "bottom"):
+        low[1], high[1] = (0, half) if fact.position == "top" else (half, FRAME_SIZE)
+    low, high = low + SIZES[fact.size] + 1, high - SIZES[fact.size] - 2
+    point = rng.uniform(low, high)
+    if fact.position == "middle":
+        point = point / 2 + FRAME_SIZE / 4
+    time = np.linspace(0, 1, length)
+    bounce = 1 - np.abs(2 * time - 1) if rng.random() < 0.5 else np.abs(2 * time - 1)
+    progress = {"leftwards": 1 - time, "rightwards": time, "upwards": 1 - time, "downwards": time}
+    path = np.repeat(point[None], length, 0)
+    if fact.motion != "nowhere":
+        axis = 0 if fact.motion in ("leftwards", "rightwards", "sideways") else 1
+        path[:, axis] = low[axis] + (high - low)[axis] * progress.get(fact.motion, bounce)
+    return np.round(path).astype(int)
+
+
+def _fill_labels(
+    labels: dict[str, np.ndarray], covered: np.ndarray, fact: ObjectFact, path: np.ndarray, colors: list[str]
+) -> None:
+    """Label the cells that an object covers more than any earlier object does.
+
+    Args:
+        covered: float [length, GRID_SIZE**2], the largest covered area so far, updated in place.
+        path: int [visible, 2].
+    """
+    visible, radius = len(path), SIZES[fact.size]
+    edges = np.arange(GRID_SIZE) * CELL_SIZE
+    spans = [  # per axis [visible, GRID_SIZE]
+        np.clip(np.minimum(p + radius, edges + CELL_SIZE) - np.maximum(p - radius, edges), 0, None)
+        for p in (path[:, :1], path[:, 1:])
+    ]
+    area = (spans[1][:, :, None] * spans[0][:, None, :]).reshape(visible, -1)
+    mine = (area > 60) & (area > covered[:visible])
+    covered[:visible][mine] = area[mine]
+    step = np.diff(path, axis=0, append=2 * path[-1:] - path[-2:-1])  # [visible, 2]
+    if fact.motion == "nowhere":
+        direction = np.full(visible, 5)
+    elif fact.motion in ("leftwards", "rightwards", "sideways"):
+        direction = np.where(step[:, 0] < 0, 1, 2)
+    else:
+        direction = np.where(step[:, 1] < 0, 3, 4)
+    values = {
+        "color": np.array([list(COLORS).index(c) + 1 for c in colors[:visible]]),
+        "shape": np.full(visible, SHAPES.index(fact.shape) + 1),
+        "size": np.full(visible, list(SIZES).index(fact.size) + 1),
+        "direction": direction,
+        "x": path[:, 0] // 8 + 1,
+        "y": path[:, 1] // 8 + 1,
+    }
+    for name, value in values.items():
+        labels[name][:visible][mine] = np.broadcast_to(value[:, None], mine.shape)[mine]
+
+
+def _write_caption(rng: np.random.Generator, facts: tuple[SceneFact, ...]) -> str:
+    def say(name: str) -> str:
+        options = FILLERS[name]
+        probs = SYNONYM_PROBS if len(options) == 3 else (0.7, 0.3)
+        return _pick(rng, options, probs)
+
+    words: list[str] = []
+    for scene_idx, scene in enumerate(facts):
+        words += [say("next"), say("arrives")] if scene_idx else [say("opening")]
+        words += ["a", scene.pattern, scene.background, say("background")]
+        for fact in scene.objects:
+            words += [",", POSITIONS[fact.position], say("exists"), "a", fact.size, fact.color, fact.shape]
+            words += [say("that"), say("goes"), fact.motion, say("and"), fact.event]
+            words += [fact.new_color] if fact.new_color else []
+        words += ["."]
+    words += [say("closing"), NUMBERS[len(facts) - 1], "scenes", "."]
+    return " ".join(words)
+
+
+def parse_caption(text: str) -> list[SceneFact]:
+    """Read the facts back from a caption; what is missing or malformed becomes an empty word."""
+    scenes = []
+    for sentence in text.lower().split(".")[:-1]:
+        head, *clauses = (part.split() for part in sentence.split(","))
+        if "scenes" in head or not (clauses or head):
+            continue
+        objects = []
+        for words in clauses:
+            middle = next((i for i, w in enumerate(words) if w in FILLERS["that"]), len(words))
+            front, back = words[:middle], words[middle:]
+            event = _first(back, EVENTS)
+            fields = [_first(front, options) for options in (POSITIONS, SIZES, COLORS, SHAPES)]
+            objects.append(ObjectFact(*fields, _first(back, MOTIONS), event, _first(back, COLORS) or None))
+        scenes.append(SceneFact(_first(head, BACKGROUNDS), _first(head, PATTERNS), tuple(objects)))
+    return scenes
+
+
+def score_caption(text: str, facts: tuple[SceneFact, ...]) -> dict[str, tuple[int, int]]:
+    """Compare a caption with the facts, scene by scene and object by object in order.
+
+    Returns:
+        attribute -> (right, total). A scene or object that the caption lacks counts as wrong in all its attributes.
+    """
+    counts: dict[str, list[int]] = {}
+
+    def add(name: str, right: bool) -> None:
+        entry = counts.setdefault(name, [0, 0])
+        entry[0] += int(right)
+        entry[1] += 1
+
+    said = parse_caption(text)
+    add("num_scenes", len(said) == len(facts))
+    for scene_idx, scene in enumerate(facts):
+        heard = said[scene_idx] if scene_idx < len(said) else SceneFact("", "", ())
+        add("background", heard.background == scene.background)
+        add("pattern", heard.pattern == scene.pattern)
+        add("num_objects", len(heard.objects) == len(scene.objects))
+        for object_idx, fact in enumerate(scene.objects):
+            other = heard.objects[object_idx] if object_idx < len(heard.objects) else None
+            for name in ("position", "size", "color", "shape", "motion", "event"):
+                add(name, getattr(other, name, None) == getattr(fact, name))
+            if fact.new_color:
+                add("new_color", getattr(other, "new_color", None) == fact.new_color)
+    return {name: (right, total) for name, (right, total) in counts.items()}
+
+
+def write_mp4(frames: np.ndarray, path: str | Path, fps: float = FRAME_RATE) -> None:
+    """Write uint8 RGB frames [num_frames, height, width, 3] as an mp4 file (needs opencv)."""
+    import cv2
+
+    height, width = frames.shape[1:3]
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"mp4v"), fps, (width, height))
+    if not writer.isOpened():
+        raise OSError(f"opencv cannot write {path}")
+    for frame in frames:
+        writer.write(np.ascontiguousarray(frame[..., ::-1]))
+    writer.release()
+
+
+def _pick(rng: np.random.Generator, options, probs=None) -> str:
+    return list(options)[rng.choice(len(options), p=probs)]
+
+
+def _first(words: list[str], options) -> str:
+    return next((w for w in words if w in options), "")
+
+
+@cache
+def _noise() -> np.ndarray:
+    """Camera noise, int16 [48, FRAME_SIZE, FRAME_SIZE, 3], shared by all videos."""
+    return np.random.default_rng(7).normal(0, 5, (48, FRAME_SIZE, FRAME_SIZE, 3)).astype(np.int16)
+
+
+@cache
+def _light() -> np.ndarray:
+    """A soft colour gradient, int16 [FRAME_SIZE, FRAME_SIZE, 3]: it tells a patch where it is in the frame."""
+    y, x = np.mgrid[0:FRAME_SIZE, 0:FRAME_SIZE] / FRAME_SIZE - 0.5
+    return np.stack([x * 40, 0 * x, y * 40], -1).astype(np.int16)
+
+
+@cache
+def _background_image(background: str, pattern: str) -> np.ndarray:
+    """Background without noise, int16 [FRAME_SIZE, FRAME_SIZE, 3]."""
+    y, x = np.mgrid[0:FRAME_SIZE, 0:FRAME_SIZE]
+    marks = {
+        "plain": np.zeros_like(x, bool),
+        "striped": y % 14 < 5,
+        "dotted": (y % 14 - 7) ** 2 + (x % 14 - 7) ** 2 < 10,
+    }[pattern]
+    color = np.array(BACKGROUNDS[background], float)
+    return (np.where(marks[..., None], color * 0.7, color)).astype(np.int16) + _light()
+
+
+@cache
+def _sprite(shape: str, radius: int) -> np.ndarray:
+    """Mask of a shape, bool [2 * radius + 1, 2 * radius + 1]."""
+    y, x = np.mgrid[-radius : radius + 1, -radius : radius + 1].astype(float)
+    distance = np.hypot(x, y)
+    return {
+        "circle": distance <= radius,
+        "square": np.maximum(abs(x), abs(y)) <= radius * 0.85,
+        "triangle": (y <= radius * 0.8) & (abs(x) <= (y + radius) * 0.56),
+        "cross": np.minimum(abs(x), abs(y)) <= radius * 0.32,
+        "diamond": abs(x) + abs(y) <= radius,
+        "ring": (distance <= radius) & (distance >= radius * 0.55),
+    }[shape]
