@@ -55,7 +55,17 @@ FILLERS = {
     "closing": ("in total the clip has", "all in all we saw", "in the end we saw"),
 }
 
-LABELS = {"color": 9, "shape": 7, "size": 3, "direction": 6, "background": 6, "pattern": 3, "x": 15, "y": 15}
+LABELS = {
+    "color": 9,
+    "shape": 7,
+    "size": 3,
+    "direction": 6,
+    "background": 6,
+    "pattern": 3,
+    "x": 15,
+    "y": 15,
+    "turned": 3,
+}
 """Token-level training labels and their numbers of classes; class 0 of the object labels means "no object here"."""
 
 
@@ -244,6 +254,7 @@ def _fill_labels(
         "direction": direction,
         "x": path[:, 0] // 8 + 1,
         "y": path[:, 1] // 8 + 1,
+        "turned": np.array([1 if c == fact.color else 2 for c in colors[:visible]]),
     }
     for name, value in values.items():
         labels[name][:visible][mine] = np.broadcast_to(value[:, None], mine.shape)[mine]
@@ -280,8 +291,9 @@ def parse_caption(text: str) -> list[SceneFact]:
             middle = next((i for i, w in enumerate(words) if w in FILLERS["that"]), len(words))
             front, back = words[:middle], words[middle:]
             event = _first(back, EVENTS)
-            fields = [_first(front, options) for options in (POSITIONS, SIZES, COLORS, SHAPES)]
-            objects.append(ObjectFact(*fields, _first(back, MOTIONS), event, _first(back, COLORS) or None))
+            position, size, color, shape = (_first(front, options) for options in (POSITIONS, SIZES, COLORS, SHAPES))
+            motion, new_color = _first(back, MOTIONS), _first(back, COLORS) or None
+            objects.append(ObjectFact(position, size, color, shape, motion, event, new_color))
         scenes.append(SceneFact(_first(head, BACKGROUNDS), _first(head, PATTERNS), tuple(objects)))
     return scenes
 

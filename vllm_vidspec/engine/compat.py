@@ -166,8 +166,11 @@ def speed_up_interpreter_kernels() -> None:
 
     from vllm_vidspec.engine import cpu_kernels
 
+    kernel = gumbel._gumbel_sample_kernel
+    if hasattr(kernel, _MARK):
+        return
     expect_parameters(
-        gumbel._gumbel_sample_kernel.fn,
+        kernel.fn,
         "local_argmax_ptr",
         "local_max_ptr",
         "logits_cache_ptr",
@@ -182,7 +185,7 @@ def speed_up_interpreter_kernels() -> None:
         "APPLY_TEMPERATURE",
         "USE_FP64",
     )
-    _patch(gumbel, "_gumbel_sample_kernel", cpu_kernels.GumbelSampleKernel(gumbel._gumbel_sample_kernel))
+    _patch(gumbel, "_gumbel_sample_kernel", cpu_kernels.GumbelSampleKernel(kernel))
 
 
 def _is_interpreted() -> bool:

@@ -1,0 +1,159 @@
+"""The names and signatures of vLLM 0.32 that the engine room relies on; the first thing to read after an upgrade."""
+
+import importlib
+
+import pytest
+
+from vllm_vidspec.engine.compat import expect_parameters
+from vllm_vidspec.errors import VidSpecError
+
+GPU = "vllm.v1.worker.gpu"
+CONTRACT = [
+    ("vllm.engine.arg_utils:EngineArgs.create_engine_config", ["self", "usage_context"]),
+    ("vllm.sampling_params:SamplingParams._validate_spec_decode", ["self", "speculative_config"]),
+    ("vllm.v1.worker.gpu_worker:Worker._make_model_runner", ["self"]),
+    ("vllm.v1.worker.cpu_worker:CPUWorker.init_device", ["self"]),
+    (f"{GPU}.model_runner:GPUModelRunner._remove_request", ["self", "req_id"]),
+    (f"{GPU}.model_runner:GPUModelRunner.add_requests", ["self", "scheduler_output"]),
+    (f"{GPU}.model_runner:GPUModelRunner.initialize_kv_cache", ["self", "kv_cache_config", "is_profiling"]),
+    (f"{GPU}.model_runner:GPUModelRunner.sample_tokens", ["self", "grammar_output"]),
+    (f"{GPU}.model_runner:GPUModelRunner.take_draft_token_ids", ["self"]),
+    (
+        f"{GPU}.spec_decode.speculator:BaseSpeculator.propose",
+        [
+            "self",
+            "input_batch",
+            "attn_metadata",
+            "slot_mappings",
+            "last_hidden_states",
+            "aux_hidden_states",
+            "num_sampled",
+            "num_rejected",
+            "last_sampled",
+            "next_prefill_tokens",
+            "temperature",
+            "seeds",
+            "dp_sync_state",
+            "dummy_run",
+            "skip_attn_for_dummy_run",
+            "mm_inputs",
+            "is_profile",
+            "num_speculative_tokens",
+        ],
+    ),
+    (
+        f"{GPU}.sample.sampler:Sampler.sample",
+        [
+            "self",
+            "logits",
+            "expanded_idx_mapping",
+            "idx_mapping",
+            "idx_mapping_np",
+            "pos",
+            "input_ids",
+            "expanded_local_pos",
+            "seq_lens_upper_bound_np",
+            "return_logprobs",
+        ],
+    ),
+    (
+        f"{GPU}.sample.sampler:Sampler.apply_sampling_params",
+        [
+            "self",
+            "logits",
+            "expanded_idx_mapping",
+            "idx_mapping",
+            "idx_mapping_np",
+            "pos",
+            "input_ids",
+            "expanded_local_pos",
+            "seq_lens_upper_bound_np",
+        ],
+    ),
+    (
+        f"{GPU}.sample.gumbel:gumbel_sample",
+        [
+            "logits",
+            "expanded_idx_mapping",
+            "temperature",
+            "seed",
+            "pos",
+            "apply_temperature",
+            "is_drafting",
+            "use_fp64",
+        ],
+    ),
+    (
+        f"{GPU}.attn_utils:build_attn_metadata",
+        [
+            "attn_groups",
+            "num_reqs",
+            "num_tokens",
+            "query_start_loc_gpu",
+            "query_start_loc_cpu",
+            "max_query_len",
+            "seq_lens",
+            "max_seq_len",
+            "block_tables",
+            "slot_mappings",
+            "kv_cache_config",
+            "seq_lens_cpu_upper_bound",
+            "is_prefilling",
+        ],
+    ),
+    (f"{GPU}.attn_utils:init_attn_backend", ["kv_cache_config", "vllm_config", "device"]),
+    (f"{GPU}.attn_utils:get_kv_cache_spec", ["vllm_config"]),
+    (
+        "vllm.v1.core.kv_cache_utils:get_kv_cache_config_from_groups",
+        ["vllm_config", "kv_cache_groups", "available_memory"],
+    ),
+    ("vllm.forward_context:set_forward_context", ["attn_metadata", "vllm_config", "num_tokens", "slot_mapping"]),
+    ("vllm.multimodal.utils:group_and_batch_mm_kwargs", ["mm_kwargs", "device", "pin_memory"]),
+]
+
+
+def resolve(path: str):
+    """Return the object that `module:Name.attribute` names."""
+    module, _, names = path.partition(":")
+    found = importlib.import_module(module)
+    for name in names.split("."):
+        found = getattr(found, name)
+    return getattr(found, "_vidspec_original", found)
+
+
+@pytest.mark.parametrize(("path", "parameters"), CONTRACT, ids=[path.split(":")[1] for path, _ in CONTRACT])
+def test_vllm_still_has(path, parameters):
+    """Catches: an upstream rename, before it becomes a wrong answer."""
+    expect_parameters(resolve(path), *parameters)
+
+
+def test_propose_matches_the_interface():
+    """Catches: a `propose` of ours that vLLM's keyword arguments no longer reach."""
+    import inspect
+
+    from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+    from vllm_vidspec.engine.speculator import VidSpecSpeculator
+
+    assert list(inspect.signature(VidSpecSpeculator.propose).parameters) == list(
+        inspect.signature(BaseSpeculator.propose).parameters
+    )
+
+
+def test_a_renamed_parameter_is_one_clear_line():
+    """Catches: a check that passes whatever it is given."""
+    with pytest.raises(VidSpecError, match=r"no longer takes \(path, nothing\); vllm_vidspec needs vLLM 0.32"):
+        expect_parameters(resolve, "path", "nothing")
+
+
+def test_patches_are_applied_once():
+    """Registering twice leaves one wrapper, with vLLM's own function under it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_vidspec.plugin import register
+
+    register()
+    first = EngineArgs.create_engine_config
+    register()
+    assert EngineArgs.create_engine_config is first
+    assert not hasattr(first._vidspec_original, "_vidspec_original")
