@@ -173,5 +173,5 @@ def test_noise_position_off_by_one_is_caught(drafted, monkeypatch):
         "__call__",
         lambda self, logits, rows, rows_np, pos, input_ids: original(self, logits, rows, rows_np, pos + 1, input_ids),
     )
-    outputs, counted = engine.measured(requests(engine.family, MAX_TOKENS))
+    _, counted = engine.measured(requests(engine.family, MAX_TOKENS))
     assert counted["accepted_tokens"] < counted["draft_tokens"]
