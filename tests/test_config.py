@@ -64,7 +64,7 @@ def test_frozen():
         ("pruning_ratio", "prune_ratio"),
         ("num_spec_tokens", "num_speculative_tokens"),
         ("scorrer", "scorer"),
-        ("max_modl_len", "max_model_len"),  # a pass-through key is known too
+        ("quantisation", "quantization"),  # a pass-through key is known too
     ],
 )
 def test_unknown_key_names_the_nearest(key, nearest):
@@ -135,9 +135,9 @@ def test_both_pool_sizes():
 
 def test_dashes_count_as_underscores():
     """Catches: command-line spellings refused, for our keys or for vLLM's."""
-    raw = {"model": "draft", "num-speculative-tokens": 3, "prune-ratio": 0.5, "max-model-len": 99}
+    raw = {"model": "draft", "num-speculative-tokens": 3, "prune-ratio": 0.5, "code-revision": "v2"}
     config, passed = parse_config(raw)
-    assert (config.num_speculative_tokens, config.prune_ratio, passed) == (3, 0.5, {"max_model_len": 99})
+    assert (config.num_speculative_tokens, config.prune_ratio, passed) == (3, 0.5, {"code_revision": "v2"})
     assert "prune-ratio" in raw  # the caller's dict is left alone
 
 

@@ -16,13 +16,10 @@ _PRUNER_ALIASES = {"window": "window:middle"}
 # Keys of vLLM's own speculative config that pass through unchanged.
 PASS_THROUGH_KEYS = frozenset(
     {
-        "draft_tensor_parallel_size",
         "quantization",
-        "max_model_len",
         "revision",
         "code_revision",
         "draft_load_config",
-        "enforce_eager",
         "num_speculative_tokens_per_batch_size",
     }
 )

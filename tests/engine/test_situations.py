@@ -49,6 +49,22 @@ def test_scheduling_changes_nothing(reference, family, overrides):
     assert used == 0
 
 
+def test_vllms_own_schedule_of_draft_lengths(reference):
+    """`num_speculative_tokens_per_batch_size`: two drafts a step while eight run, five when three or fewer are left.
+
+    Catches: KV state that assumes K levels a step.
+    """
+    schedule = [(1, 3, 5), (4, 8, 2)]
+    requests = [(p, {**a, "max_tokens": 12 + 4 * i}) for i, (p, a) in enumerate(SCENARIOS["videos"](FAMILY))]
+    with harness.engine(FAMILY, "target", pruner="none", num_speculative_tokens_per_batch_size=schedule) as engine:
+        outputs, counted = engine.measured(requests)
+    expected = harness.token_ids(reference(FAMILY, "videos"))
+    assert harness.token_ids(outputs) == [[ids[0][: 12 + 4 * i]] for i, ids in enumerate(expected)]
+    assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
+    assert counted["accepted_at_pos_4"] > 0
+    assert counted["accepted_at_pos_0"] > counted["accepted_at_pos_4"]
+
+
 def test_prefix_cache_hit_still_shows_the_draft_the_video(reference):
     """The second time the target computes only the prompt's tail, and no encoder runs: the draft must see it all."""
     requests = SCENARIOS["videos"](FAMILY)

@@ -13,6 +13,7 @@ from vllm.distributed import get_tp_group
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader.utils import get_draft_load_config
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
 from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
@@ -85,6 +86,7 @@ class DraftModel:
         config.model_config = speculative.draft_model_config
         config.parallel_config = copy.copy(speculative.draft_parallel_config)
         config.parallel_config.rank = base.parallel_config.rank
+        config.load_config = get_draft_load_config(base)
         config.quant_config = VllmConfig.get_quantization_config(config.model_config, config.load_config)
         return config
 

@@ -49,7 +49,7 @@ def translate(args: Any) -> VidSpecConfig | None:
         raise VidSpecError(problem)
     config, passed = parse_config(raw)
     _check_args(args)
-    _check_pair(args, config)
+    _check_pair(args, config, passed.get("revision"))
 
     from vllm.platforms import current_platform
 
@@ -112,13 +112,13 @@ def _check_args(args: Any) -> None:
         raise VidSpecError(f"vidspec brings its own worker; drop --worker-cls {args.worker_cls}")
 
 
-def _check_pair(args: Any, config: VidSpecConfig) -> None:
+def _check_pair(args: Any, config: VidSpecConfig, draft_revision: str | None) -> None:
     """Compare the two checkpoints' configurations; no weight is read."""
-    target = _hf_config(args.model, args, "target")
+    target = _hf_config(args.model, args.revision, args, "target")
     if config.model == SELF:
         families.adapter_for(target)
         return
-    draft = _hf_config(config.model, args, "draft")
+    draft = _hf_config(config.model, draft_revision, args, "draft")
     families.check_pair(target, draft)
     vision = draft.vision_config
     num_heads = getattr(vision, "num_heads", None) or vision.num_attention_heads
@@ -129,13 +129,13 @@ def _check_pair(args: Any, config: VidSpecConfig) -> None:
         )
 
 
-def _hf_config(model: str, args: Any, role: str) -> Any:
+def _hf_config(model: str, revision: str | None, args: Any, role: str) -> Any:
     if os.sep in model and model.startswith((os.sep, ".")) and not os.path.isdir(model):
         raise VidSpecError(f"the {role} model's path does not exist: {model}")
     from vllm.transformers_utils.config import get_config
 
     try:
-        return get_config(model, trust_remote_code=args.trust_remote_code)
+        return get_config(model, trust_remote_code=args.trust_remote_code, revision=revision)
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise VidSpecError(f"cannot read the {role} model {model!r}: {reason}") from None
