@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
 from vidspec_kernels import chain_step
@@ -94,9 +95,9 @@ class Drafter:
         # [max_num_reqs]; rows that do not draft keep whatever they had
         self._num_dropped = StagedWriteTensor(max_num_reqs, dtype=torch.int32, device=device)
         self._pos_delta = StagedWriteTensor(max_num_reqs, dtype=torch.int64, device=device)
-        self._num_fed = StagedWriteTensor(
-            max_num_reqs, dtype=torch.int32, device=device
-        )  # logical tokens with draft KV
+        # Logical tokens whose KV the draft has, if the target accepted all that was drafted.
+        self._num_fed = StagedWriteTensor(max_num_reqs, dtype=torch.int32, device=device)
+        self._tables = (self._num_dropped, self._pos_delta, self._num_fed)
         self._num_dropped_np = np.zeros(max_num_reqs, dtype=np.int64)
         self._buffers = _StepBuffers(max_num_reqs, model.num_axes, device)
 
@@ -109,6 +110,8 @@ class Drafter:
             Per message, whether the request will be drafted for; a refused one is counted by reason.
         """
         start = time.perf_counter()
+        for table in self._tables:
+            table.clear_staged_writes()  # of a prefill that failed half-way
         admitted: list[tuple[PrefillMessage, PrunedPrompt]] = []
         accepted = []
         for message in messages:
@@ -119,7 +122,7 @@ class Drafter:
         if admitted:
             embeds = [self._embed(message, prompt) for message, prompt in admitted]
             self._run_chunks([message.row for message, _ in admitted], [prompt for _, prompt in admitted], embeds)
-            for table in (self._num_dropped, self._pos_delta, self._num_fed):
+            for table in self._tables:
                 table.apply_write()
         self.counters.add("draft_prefill_us", int(1e6 * (time.perf_counter() - start)))
         return accepted
@@ -192,11 +195,11 @@ class Drafter:
         self.model.forward(
             embeds,
             positions,
-            query_start_loc=torch.from_numpy(query_start_loc_np).to(device, non_blocking=True),
+            query_start_loc=async_tensor_h2d(query_start_loc_np, device=device),
             query_start_loc_np=query_start_loc_np,
-            seq_lens=torch.tensor(ends, dtype=torch.int32).to(device, non_blocking=True),
+            seq_lens=async_tensor_h2d(ends, device=device, dtype=torch.int32),
             seq_lens_upper_bound=np.array(ends),
-            block_table=self.pool.table[torch.tensor(rows, device=device)],
+            block_table=self.pool.table[async_tensor_h2d(rows, device=device)],
             slot_mapping=self.pool.slots(rows, starts, counts),
         )
 
@@ -210,59 +213,19 @@ class Drafter:
     def draft(self, message: DraftMessage) -> torch.Tensor:
         """Propose a chain for every row: one forward per level over all of them.
 
-        The first forward takes two tokens of each request. The second is the root, the target's own last token. The
-        first is the token before it, whose KV is missing exactly when the target accepted the whole previous chain
-        (the last draft token is proposed but never fed); otherwise its KV stands and this copy goes to the null block.
-        So the batch has one shape whatever was accepted, and the host need not know.
-
         Returns:
             `[num_reqs, num_levels]` int64 draft tokens.
         """
         start = time.perf_counter()
-        rows, num_reqs = message.rows, len(message.rows_np)
-        num_dropped = self._num_dropped.gpu
-        num_slots = message.num_tokens - 1 - num_dropped  # [max_num_reqs] KV entries before the root
+        rows, num_reqs, step = message.rows, len(message.rows_np), self._buffers
+        num_slots = message.num_tokens - 1 - self._num_dropped.gpu  # [max_num_reqs] KV entries before the root
         slots_bound = message.num_tokens_upper_bound - self._num_dropped_np[message.rows_np]  # [num_reqs]
         block_table = self.pool.table[rows]  # [num_reqs, max_blocks]
-        step = self._buffers
-
-        def place(level: int, num_slots: torch.Tensor, num_tokens: torch.Tensor) -> None:
-            chain_step(
-                rows,
-                num_slots,
-                num_tokens,
-                self._pos_delta.gpu,
-                self.pool.table,
-                block_size=self.pool.block_size,
-                level=level,
-                positions=step.positions,
-                logical_pos=step.logical_pos,
-                seq_lens=step.seq_lens,
-                slot_mapping=step.slot_mapping,
-            )
-            # Beyond the context length nothing is ever committed; the clamp keeps the rope table in bounds.
-            step.positions[:, :num_reqs].clamp_(max=self.max_model_len - 1)
-
-        place(0, num_slots - 1, message.num_tokens - 1)
-        is_missing = self._num_fed.gpu[rows] < message.num_tokens[rows] - 1
-        previous_slots = torch.where(is_missing, step.slot_mapping[:num_reqs], NULL_BLOCK)
-        previous_positions = step.positions[:, :num_reqs].clone()
-        place(0, num_slots, message.num_tokens)
-        hidden = self.model.forward(
-            self.model.embed(message.last_tokens.flatten().to(torch.int32), [], None),
-            torch.stack((previous_positions, step.positions[:, :num_reqs]), dim=-1).flatten(1),
-            query_start_loc=step.arange[: num_reqs + 1] * 2,
-            query_start_loc_np=step.arange_np[: num_reqs + 1] * 2,
-            seq_lens=step.seq_lens[:num_reqs],
-            seq_lens_upper_bound=slots_bound,
-            block_table=block_table,
-            slot_mapping=torch.stack((previous_slots, step.slot_mapping[:num_reqs]), dim=-1).flatten(),
-        )[1::2]
-        tokens = message.last_tokens[:, 1]
-        drafts = []
+        hidden = self._feed_roots(message, num_slots, slots_bound, block_table)
+        tokens, drafts = message.last_tokens[:, 1], []
         for level in range(message.num_levels):
             if level > 0:
-                place(level, num_slots, message.num_tokens)
+                self._place(rows, level, num_slots, message.num_tokens)
                 hidden = self.model.forward(
                     self.model.embed(tokens.to(torch.int32), [], None),
                     step.positions[:, :num_reqs],
@@ -282,6 +245,56 @@ class Drafter:
         if not drafts:
             return message.last_tokens.new_empty(num_reqs, 0)
         return torch.stack(drafts, dim=1)
+
+    def _feed_roots(
+        self, message: DraftMessage, num_slots: torch.Tensor, slots_bound: np.ndarray, block_table: torch.Tensor
+    ) -> torch.Tensor:
+        """Run the first level: two tokens of each request, the second of which is the root, the target's own last
+        token.
+
+        The first is the token before it, whose KV is missing exactly when the target accepted the whole previous chain
+        (the last draft token is proposed but never fed); otherwise its KV stands and this copy goes to the null block.
+        So the batch has one shape whatever was accepted, and the host need not know.
+
+        Returns:
+            `[num_reqs, hidden_size]` hidden states of the roots; the step buffers are left at level 0.
+        """
+        rows, num_reqs, step = message.rows, len(message.rows_np), self._buffers
+        self._place(rows, 0, num_slots - 1, message.num_tokens - 1)
+        is_missing = self._num_fed.gpu[rows] < message.num_tokens[rows] - 1
+        previous_slots = torch.where(is_missing, step.slot_mapping[:num_reqs], NULL_BLOCK)
+        previous_positions = step.positions[:, :num_reqs].clone()
+        self._place(rows, 0, num_slots, message.num_tokens)
+        hidden = self.model.forward(
+            self.model.embed(message.last_tokens.flatten().to(torch.int32), [], None),
+            torch.stack((previous_positions, step.positions[:, :num_reqs]), dim=-1).flatten(1),
+            query_start_loc=step.arange[: num_reqs + 1] * 2,
+            query_start_loc_np=step.arange_np[: num_reqs + 1] * 2,
+            seq_lens=step.seq_lens[:num_reqs],
+            seq_lens_upper_bound=slots_bound,
+            block_table=block_table,
+            slot_mapping=torch.stack((previous_slots, step.slot_mapping[:num_reqs]), dim=-1).flatten(),
+        )
+        return hidden[1::2]
+
+    def _place(self, rows: torch.Tensor, level: int, num_slots: torch.Tensor, num_tokens: torch.Tensor) -> None:
+        """Write one level's positions, lengths and slots into the step buffers."""
+        step = self._buffers
+        chain_step(
+            rows,
+            num_slots,
+            num_tokens,
+            self._pos_delta.gpu,
+            self.pool.table,
+            block_size=self.pool.block_size,
+            level=level,
+            positions=step.positions,
+            logical_pos=step.logical_pos,
+            seq_lens=step.seq_lens,
+            slot_mapping=step.slot_mapping,
+        )
+        # Beyond the context length nothing is ever committed; the clamp keeps the rope table in bounds.
+        step.positions.clamp_(max=self.max_model_len - 1)
 
     # ---- release ---------------------------------------------------------------------------------------------------
 
