@@ -25,7 +25,7 @@ BOTH = "--family qwen2.5-vl,llava-onevision"
 COMMANDS = {
     "R1": f"bench acceptance {BOTH} --draft target --pruner none",
     "R2": f"bench acceptance {BOTH} --prune-ratio 0,0.5,0.8,0.9,0.95,1 --requests 16",
-    "R3": f"bench acceptance {BOTH} --pruner uniform,random,window:front,window:middle,window:end,frame --requests 16",
+    "R3": f"bench acceptance {BOTH} --pruner uniform,random,window:front,window:middle,window:end,frame",
     "R4": f"bench acceptance {BOTH} --temperature 0.7,1 --draft-noise shared,independent,greedy",
     "R5": f"bench acceptance {BOTH} --temperature 0.7,1 --top-p 0.9,1 --presence-penalty 0,0.5",
     "R6": "demo",

@@ -1,0 +1,597 @@
+"""Build, train and export the bundled models: a target and a draft of each family, from scratch on shape world.
+
+    python scripts/train_tiny.py build   qwen2.5-vl target --out runs/qwen-target
+    python scripts/train_tiny.py train   runs/qwen-target --minutes 30
+    python scripts/train_tiny.py distill runs/qwen-draft --target runs/qwen-target --minutes 4
+    python scripts/train_tiny.py eval    runs/qwen-target runs/qwen-draft
+    python scripts/train_tiny.py export  runs/qwen-target vllm_vidspec/assets/qwen2.5-vl/target
+
+One thread per process: run two at once on two cores. Every random choice follows from the seed; the schedule counts
+steps, unless the time limit comes first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from vllm_vidspec.bench import shape_world, tiny_captioner
+from vllm_vidspec.bench.tiny_captioner import Captioner, acceptance_length, token_ids, uniform_kept
+
+TEXT_SIZES = {
+    "target": dict(
+        hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=768
+    ),
+    "draft": dict(
+        hidden_size=128, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, intermediate_size=320
+    ),
+}
+QWEN_VISION_SIZES = {
+    "target": dict(depth=3, hidden_size=96, num_heads=3, intermediate_size=192),
+    "draft": dict(depth=2, hidden_size=64, num_heads=2, intermediate_size=128),
+}
+LLAVA_VISION_SIZES = {
+    "target": dict(num_hidden_layers=3, hidden_size=128, num_attention_heads=4, intermediate_size=256),
+    "draft": dict(num_hidden_layers=2, hidden_size=64, num_attention_heads=2, intermediate_size=160),
+}
+ROPE_THETA = 500.0
+MAX_POSITIONS = 16384
+STEPS = {"target": 1400, "draft": 900}
+VISION_PHASE, SUBSET_PHASE = 0.25, 0.88  # ends of the vision-only and the 40 % phase, as fractions of the run
+BATCH = 16
+VISION_ONLY_BATCH, VISION_ONLY_FRAMES = 48, 5
+MUON_LR, ADAMW_LR = 3e-3, 1.5e-3
+FILLER_WEIGHT, EVENT_WEIGHT = 0.3, 2.0  # loss weights; other words have 1
+STRUCTURE_WORDS = ("on", "at", "in", ",", ".", "next", "after", "then", "all")  # they tell layouts and numbers
+NUM_CELLS = 16 * tiny_captioner.CELLS  # video tokens that show something
+HEADS_FILE = "auxiliary_heads.pt"  # only to resume
+VALIDATION_SEED = shape_world.HELD_OUT_SEED - 10_000
+
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message['role'] + 'ROLE_END' }}
+{%- if message['content'] is string -%}
+{{ message['content'] }}
+{%- else -%}
+{%- for content in message['content'] -%}
+{%- if content['type'] in ('image', 'image_url', 'input_image', 'image_pil') -%}
+{{ 'IMAGE' }}
+{%- elif content['type'] in ('video', 'video_url', 'input_video') -%}
+{{ 'VIDEO' }}
+{%- elif 'text' in content -%}
+{{ content['text'] }}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{ '<|im_end|>TURN_END' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|im_start|>assistant\\n' }}
+{%- endif -%}
+"""
+TEMPLATE_WORDS = {
+    "qwen2.5-vl": {
+        "ROLE_END": "\\n",
+        "IMAGE": "<|vision_start|><|image_pad|><|vision_end|>",
+        "VIDEO": "<|vision_start|><|video_pad|><|vision_end|>",
+        "TURN_END": "\\n",
+    },
+    "llava-onevision": {"ROLE_END": " ", "IMAGE": "<image>\\n", "VIDEO": "<video>\\n", "TURN_END": ""},
+}
+
+
+# Build
+
+
+def build_tokenizer(family: str):
+    """A word-level tokenizer whose ids are `tiny_captioner.token_ids()`."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    ids = token_ids()
+    words = {word: i for word, i in ids.items() if word not in tiny_captioner.SPECIAL_TOKENS}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    inner.normalizer = normalizers.Lowercase()
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.add_special_tokens(list(tiny_captioner.SPECIAL_TOKENS))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        unk_token="<unk>",
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=list(tiny_captioner.SPECIAL_TOKENS),
+        clean_up_tokenization_spaces=False,
+        model_max_length=MAX_POSITIONS,
+    )
+    qwen = family == "qwen2.5-vl"
+    tokenizer.image_token, tokenizer.video_token = (
+        ("<|image_pad|>", "<|video_pad|>") if qwen else ("<image>", "<video>")
+    )
+    if any(tokenizer.convert_tokens_to_ids(token) != i for token, i in ids.items()):
+        raise RuntimeError("the tokenizer numbered its tokens differently")
+    return tokenizer
+
+
+def build_processor(family: str):
+    """The family's own processor for frames of 112 x 112."""
+    import transformers
+
+    tokenizer, side = build_tokenizer(family), shape_world.FRAME_SIZE
+    template = CHAT_TEMPLATE
+    for name, text in TEMPLATE_WORDS[family].items():
+        template = template.replace(name, text)
+    if family == "qwen2.5-vl":
+        pixels = dict(min_pixels=28 * 28, max_pixels=side * side)
+        return transformers.Qwen2_5_VLProcessor(
+            image_processor=transformers.Qwen2VLImageProcessor(**pixels),
+            video_processor=transformers.Qwen2VLVideoProcessor(**pixels, cap_pixels_per_frame=False),
+            tokenizer=tokenizer,
+            chat_template=template,
+        )
+    size = dict(height=side, width=side)
+    clip = dict(image_mean=tiny_captioner.IMAGE_MEAN.tolist(), image_std=tiny_captioner.IMAGE_STD.tolist())
+    return transformers.LlavaOnevisionProcessor(
+        image_processor=transformers.LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=_pinpoints(), **clip),
+        video_processor=transformers.LlavaOnevisionVideoProcessor(size=size, **clip),
+        tokenizer=tokenizer,
+        num_image_tokens=64,
+        vision_feature_select_strategy="full",
+        chat_template=template,
+    )
+
+
+def build_model(family: str, role: str, seed: int) -> torch.nn.Module:
+    """A randomly initialised model in fp32."""
+    import transformers
+
+    ids = token_ids()
+    special = dict(bos_token_id=ids["<|endoftext|>"], eos_token_id=ids["<|im_end|>"], pad_token_id=ids["<|endoftext|>"])
+    rope: dict = {"rope_type": "default", "rope_theta": ROPE_THETA}
+    if family == "qwen2.5-vl":
+        rope["mrope_section"] = [8, 12, 12]
+    text = dict(
+        TEXT_SIZES[role], **special, vocab_size=len(ids), max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=False, rope_parameters=rope, rms_norm_eps=1e-6,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    if family == "qwen2.5-vl":
+        vision = QWEN_VISION_SIZES[role]
+        config = transformers.Qwen2_5_VLConfig(
+            text_config=text,
+            vision_config=dict(
+                vision, out_hidden_size=text["hidden_size"], patch_size=14, spatial_merge_size=2, temporal_patch_size=2,
+                window_size=112, fullatt_block_indexes=list(range(vision["depth"])), tokens_per_second=2,
+            ),
+            image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"],
+            vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
+            tie_word_embeddings=False,
+        )  # fmt: skip
+        return transformers.Qwen2_5_VLForConditionalGeneration(config).float()
+    config = transformers.LlavaOnevisionConfig(
+        text_config=dict(text, model_type="qwen2"),
+        vision_config=dict(
+            LLAVA_VISION_SIZES[role], model_type="siglip_vision_model", vision_use_head=False,
+            image_size=shape_world.FRAME_SIZE, patch_size=14,
+        ),
+        image_token_index=ids["<image>"], video_token_index=ids["<video>"], vision_feature_layer=-1,
+        vision_feature_select_strategy="full", vision_aspect_ratio="anyres_max_9", image_grid_pinpoints=_pinpoints(),
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return transformers.LlavaOnevisionForConditionalGeneration(config).float()
+
+
+def _pinpoints() -> list[list[int]]:
+    side = shape_world.FRAME_SIZE
+    return [[side, side], [side, 2 * side], [2 * side, side]]
+
+
+def build(args: argparse.Namespace) -> None:
+    model = build_model(args.family, args.role, seed=args.seed)
+    model.save_pretrained(args.out)
+    build_processor(args.family).save_pretrained(args.out)
+    print(args.out, f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
+
+
+# Data
+
+
+class Stream:
+    """Endless training batches; neighbours in caption length share a batch, to pad less."""
+
+    def __init__(self, captioner: Captioner, seed: int) -> None:
+        self.captioner, self.seed, self.queue = captioner, seed, []
+
+    def next(self, batch: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], list[shape_world.Sample]]:
+        """Returns pixels, captions, labels ([batch, 256] per name and for "scene"), samples."""
+        if not self.queue or len(self.queue[0]) != batch:
+            samples = [shape_world.make_sample(self.seed + i) for i in range(2 * batch)]
+            self.seed += 2 * batch
+            samples.sort(key=lambda s: len(s.caption))
+            self.queue = [samples[:batch], samples[batch:]]
+        return collate(self.captioner, self.queue.pop())
+
+
+def collate(captioner: Captioner, samples: list[shape_world.Sample]):
+    """Stack samples into what `Stream.next` returns."""
+    pixels = captioner.pixels(np.stack([s.frames for s in samples]))
+    ids = [[*captioner.encode(s.caption), captioner.eos] for s in samples]
+    captions = torch.full((len(ids), max(map(len, ids))), -100)
+    for row, tokens in enumerate(ids):
+        captions[row, : len(tokens)] = torch.tensor(tokens)
+    frames = (
+        np.arange(0, shape_world.NUM_FRAMES, 2) if captioner.family == "qwen2.5-vl" else tiny_captioner.LLAVA_FRAMES
+    )
+    labels = {name: np.stack([s.labels[name][frames] for s in samples]) for name in shape_world.LABELS}
+    scenes = np.stack([s.scene_of_frame[frames] for s in samples])  # [batch, 16]
+    labels["scene"] = np.repeat(scenes, tiny_captioner.CELLS, 1)
+    return pixels, captions, {k: torch.from_numpy(v.reshape(len(ids), -1)) for k, v in labels.items()}, samples
+
+
+def draw_prompt(captioner: Captioner, rng: np.random.Generator) -> tuple[list[int], list[int]]:
+    """Mostly the usual prompt; sometimes with a system message, another question, or the question first."""
+    before, after = tiny_captioner.PROMPTS[captioner.family]
+    if rng.random() < 0.1:
+        before = "<|im_start|> system you are a helpful assistant . <|im_end|> " + before
+    if rng.random() < 0.15:
+        question = ("what happens in this video ?", "please describe the clip .", "tell me what you see .")[
+            rng.integers(3)
+        ]
+        after = after.replace(shape_world.QUESTION, question)
+        if rng.random() < 0.4:
+            before = before.replace("user", f"user {question}")
+            after = after.replace(question, "")
+    return captioner.encode(before), captioner.encode(after)
+
+
+def draw_subset(
+    captioner: Captioner, pixels: torch.Tensor, rng: np.random.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Drop tokens at random so that about 40 % stay; for Qwen2.5-VL drop whole frame pairs first, to save vision work.
+
+    LLaVA-OneVision keeps every frame: it must compare neighbours to see motion.
+
+    Returns:
+        pixels of the frames that stay, [batch, num_frames * 64, values]; their token indices; those of the tokens that
+        stay.
+    """
+    num_frames, keep_frac = (9, 0.7) if captioner.family == "qwen2.5-vl" else (16, 0.45)
+    frames = torch.from_numpy(np.sort(rng.choice(16, num_frames, replace=False)))
+    pixels = pixels.view(pixels.shape[0], 16, 64, -1)[:, frames].flatten(1, 2)
+    cells = (frames[:, None] * tiny_captioner.CELLS + torch.arange(tiny_captioner.CELLS)).flatten()
+    shown = torch.cat([cells, torch.arange(NUM_CELLS, captioner.num_video_tokens)])
+    stay = np.sort(rng.choice(len(shown), int(len(shown) * keep_frac), replace=False))
+    return pixels, shown, shown[torch.from_numpy(stay)]
+
+
+# Train
+
+
+class AuxiliaryHeads(torch.nn.Module):
+    """Dense losses at the video tokens: what one frame shows at the vision output, the rest at the text model's."""
+
+    TEXT_SIZES = (4, shape_world.LABELS["direction"], shape_world.LABELS["turned"])  # scene, direction, turned
+
+    def __init__(self, hidden_size: int, family: str) -> None:
+        super().__init__()
+        # One LLaVA frame shows no motion: only its text model, which sees several frames, can learn the direction.
+        of_time = ("turned",) if family == "qwen2.5-vl" else ("turned", "direction")
+        self.names = [n for n in shape_world.LABELS if n not in of_time]
+        self.vision = torch.nn.Linear(hidden_size, sum(shape_world.LABELS[n] for n in self.names))
+        self.text = torch.nn.Linear(hidden_size, sum(self.TEXT_SIZES))
+        for head in (self.vision, self.text):  # from zero, a fresh head cannot disturb a resumed model
+            torch.nn.init.zeros_(head.weight)
+
+    def vision_loss(
+        self, video: torch.Tensor, labels: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Loss and accuracy at object tokens; video [batch, 256, hidden]."""
+        parts = self.vision(video).float().flatten(0, 1).split([shape_world.LABELS[n] for n in self.names], -1)
+        loss, accuracy, objects = torch.zeros(()), {}, labels["color"].flatten() > 0
+        for name, logits in zip(self.names, parts, strict=True):
+            label = labels[name].flatten()
+            if name in ("shape", "size", "direction", "x", "y"):  # colour alone tells where objects are
+                label = label.masked_fill(~objects, -100)
+            loss = loss + F.cross_entropy(logits, label) * (2.0 if name in ("shape", "color", "direction") else 1.0)
+            accuracy[name] = (logits.argmax(-1) == label)[objects].float().mean().item()
+        return loss, accuracy
+
+    def text_loss(self, hidden: torch.Tensor, labels: dict[str, torch.Tensor], kept: torch.Tensor) -> torch.Tensor:
+        """hidden [batch, num_kept, hidden]; kept [num_kept], video tokens only."""
+        scene, direction, turned = self.text(hidden).float().flatten(0, 1).split(self.TEXT_SIZES, -1)
+        scene_loss = F.cross_entropy(scene, labels["scene"][:, kept].flatten())
+        direction_loss = F.cross_entropy(direction, labels["direction"][:, kept].flatten())
+        turned_label = labels["turned"][:, kept].flatten()
+        turned_loss = F.cross_entropy(turned, turned_label.masked_fill(turned_label == 0, -100))
+        return 0.1 * scene_loss + direction_loss + turned_loss
+
+
+def caption_loss(
+    captioner: Captioner, hidden: torch.Tensor, captions: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Cross entropy, facts at full weight; a position's candidates are all facts or all fillers: no bias."""
+    loss = F.cross_entropy(
+        captioner.lm_head(hidden).float().flatten(0, 1), captions.flatten(), ignore_index=-100, reduction="none"
+    )
+    weight = weights[captions.clamp(min=0)].flatten() * (captions >= 0).flatten()
+    return (loss * weight).sum() / weight.sum()
+
+
+def fact_words() -> dict[str, tuple[str, ...]]:
+    """Fact words per attribute."""
+    return {
+        "color": tuple(shape_world.COLORS), "background": tuple(shape_world.BACKGROUNDS),
+        "pattern": shape_world.PATTERNS,
+        "shape": shape_world.SHAPES, "size": tuple(shape_world.SIZES), "motion": shape_world.MOTIONS,
+        "event": shape_world.EVENTS, "position": tuple(shape_world.POSITIONS),
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def validate(captioner: Captioner, num_videos: int = 16) -> dict[str, float]:
+    """Teacher-forced accuracy on fact words of videos outside training."""
+    samples = [shape_world.make_sample(VALIDATION_SEED + i) for i in range(num_videos)]
+    pixels, captions, _, _ = collate(captioner, samples)
+    kept = torch.arange(captioner.num_video_tokens)
+    right, result = [], {}
+    for lo in range(0, num_videos, 8):
+        part = slice(lo, lo + 8)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            hidden, _ = captioner.teacher_forced(captioner.vision(pixels[part]), captions[part], kept)
+            right.append(captioner.lm_head(hidden).argmax(-1) == captions[part])
+    for name, words in fact_words().items():
+        at = torch.isin(captions, torch.tensor([captioner.ids[w] for w in words]))
+        result[name] = round(torch.cat(right)[at].float().mean().item(), 3)
+    return result
+
+
+def make_optimizers(captioner: Captioner, heads: AuxiliaryHeads) -> list[tuple[torch.optim.Optimizer, float]]:
+    """Muon for the matrices, AdamW for the rest, each with its peak learning rate."""
+    named = list(captioner.model.named_parameters())
+    matrices = [p for n, p in named if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
+    chosen = {id(p) for p in matrices}
+    rest = [p for _, p in named if id(p) not in chosen] + list(heads.parameters())
+    muon = torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=0.02, adjust_lr_fn="match_rms_adamw")
+    return [(muon, MUON_LR), (torch.optim.AdamW(rest, lr=ADAMW_LR, betas=(0.9, 0.98), weight_decay=0.0), ADAMW_LR)]
+
+
+def learning_rate_scale(step: int, progress: float) -> float:
+    """Warm-up, constant, linear decay over the last 40 %; the vision phase ends low, the caption phase starts anew."""
+    warm = min(1.0, (step + 1) / 40)
+    if progress < VISION_PHASE:
+        return warm * max(0.3, min(1.0, (1 - progress / VISION_PHASE) / 0.4))
+    return warm * max(0.02, min(1.0, (1 - progress) / 0.4))
+
+
+def train_step(
+    captioner: Captioner,
+    heads: AuxiliaryHeads,
+    stream: Stream,
+    rng: np.random.Generator,
+    progress: float,
+    weights: torch.Tensor,
+) -> dict:
+    """One forward and backward pass; returns what to log."""
+    if progress < VISION_PHASE:
+        pixels, _, labels, _ = stream.next(VISION_ONLY_BATCH)
+        frames = torch.from_numpy(rng.choice(16, VISION_ONLY_FRAMES, replace=False))  # neighbours look alike
+        pixels = pixels.view(pixels.shape[0], 16, 64, -1)[:, frames].flatten(1, 2)
+        labels = {k: v.view(-1, 16, tiny_captioner.CELLS)[:, frames].flatten(1) for k, v in labels.items()}
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            video = captioner.vision(pixels)
+            loss, accuracy = heads.vision_loss(video[:, : VISION_ONLY_FRAMES * tiny_captioner.CELLS], labels)
+        loss.backward()
+        return {"vision": round(loss.item(), 3), "vision_accuracy": {k: round(v, 2) for k, v in accuracy.items()}}
+    pixels, captions, labels, _ = stream.next(BATCH)
+    if progress < SUBSET_PHASE:
+        pixels, shown, kept = draw_subset(captioner, pixels, rng)
+    else:
+        shown = kept = torch.arange(captioner.num_video_tokens)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.set_grad_enabled(progress < SUBSET_PHASE):  # the vision tower is done by then
+            video = captioner.vision(pixels)  # [batch, len(shown), hidden]
+        cells = shown[shown < NUM_CELLS]
+        vision_loss, accuracy = heads.vision_loss(video[:, : len(cells)], {k: v[:, cells] for k, v in labels.items()})
+        video = video[:, torch.isin(shown, kept)]
+        hidden, hidden_video = captioner.teacher_forced(video, captions, kept, draw_prompt(captioner, rng))
+        is_cell = kept < NUM_CELLS  # all but LLaVA's newline
+        text_loss = heads.text_loss(hidden_video[:, is_cell], labels, kept[is_cell])
+        caption = caption_loss(captioner, hidden, captions, weights)
+    (caption + text_loss + 0.3 * vision_loss).backward()
+    log = {"caption": caption.item(), "text_aux": text_loss.item(), "vision": vision_loss.item()}
+    return {k: round(v, 3) for k, v in log.items()} | {"vision_accuracy": {k: round(v, 2) for k, v in accuracy.items()}}
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train a built checkpoint in place."""
+    torch.set_num_threads(1)
+    torch.manual_seed(args.seed)
+    captioner, path = tiny_captioner.load(args.path), Path(args.path)
+    role = "target" if captioner.text.config.hidden_size == TEXT_SIZES["target"]["hidden_size"] else "draft"
+    heads = AuxiliaryHeads(captioner.text.config.hidden_size, captioner.family)
+    if args.resume_at and (path / HEADS_FILE).exists():
+        heads.load_state_dict(torch.load(path / HEADS_FILE))
+    optimizers = make_optimizers(captioner, heads)
+    parameters = [p for o, _ in optimizers for group in o.param_groups for p in group["params"]]
+    weights = torch.full((len(captioner.ids),), FILLER_WEIGHT)  # [vocab]
+    weights[[captioner.ids[w] for words in fact_words().values() for w in words]] = 1.0
+    weights[[captioner.ids[w] for w in STRUCTURE_WORDS]] = 1.0
+    weights[[captioner.ids[w] for w in shape_world.EVENTS]] = EVENT_WEIGHT
+    compiled = torch.compile(tiny_captioner.decoder_layer, dynamic=True)
+    stream, rng = Stream(captioner, 1_000_000 * args.seed), np.random.default_rng(args.seed)
+    total, start, reported, step, progress = args.steps or STEPS[role], time.time(), time.time(), 0, 0.0
+    while progress < 1:
+        progress = max(step / total, (time.time() - start) / (60 * args.minutes))
+        progress = args.resume_at + (1 - args.resume_at) * progress
+        for optimizer, peak in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = peak * learning_rate_scale(step, progress)
+        captioner.decoder_layer = compiled
+        log = train_step(captioner, heads, stream, rng, progress, weights)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        for optimizer, _ in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        step += 1
+        if time.time() - reported > 90 or progress >= 1:
+            captioner.decoder_layer = tiny_captioner.decoder_layer
+            log = {"step": step, "seconds": round(time.time() - start), "progress": round(progress, 3)} | log
+            log |= {"validation": validate(captioner)} if progress > VISION_PHASE else {}
+            print(json.dumps(log), flush=True)
+            captioner.model.save_pretrained(path)
+            torch.save(heads.state_dict(), path / HEADS_FILE)
+            reported = time.time()
+
+
+# Distil, evaluate, export
+
+
+def distillation_view(rng: np.random.Generator, num_tokens: int) -> torch.Tensor:
+    """Video tokens of one distillation step: all of them, or a random tenth to half, as a pruned draft sees them."""
+    if rng.random() < 0.5:
+        return torch.arange(num_tokens)
+    count = int(num_tokens * rng.uniform(0.1, 0.5))
+    return torch.from_numpy(np.sort(rng.choice(num_tokens, count, replace=False)))
+
+
+def distill(args: argparse.Namespace) -> None:
+    """Fine-tune a draft in place on the target's own greedy captions; half the time it sees a tenth to a half."""
+    torch.set_num_threads(1)
+    torch.manual_seed(args.seed)
+    target, draft = tiny_captioner.load(args.target), tiny_captioner.load(args.path)
+    start, pixels, outputs = time.time(), [], []
+    for lo in range(0, args.videos, 32):
+        frames = [shape_world.make_sample(1_000_000 * args.seed + lo + i).frames for i in range(32)]
+        pixels.append(target.pixels(np.stack(frames)))
+        outputs += target.greedy(target.vision(pixels[-1]))
+    everything = torch.cat(pixels)
+    print(f"{len(outputs)} captions in {time.time() - start:.0f} s", flush=True)
+    optimizer = torch.optim.AdamW(draft.model.parameters(), lr=5e-4, betas=(0.9, 0.98), weight_decay=0.0)
+    rng, start, step, progress = np.random.default_rng(args.seed), time.time(), 0, 0.0
+    while progress < 1:
+        progress = max(step / args.steps, (time.time() - start) / (60 * args.minutes))
+        optimizer.param_groups[0]["lr"] = 5e-4 * min(1, (step + 1) / 20) * max(0.02, 1 - progress)
+        rows = rng.choice(len(outputs), BATCH, replace=False)
+        kept = distillation_view(rng, draft.num_video_tokens)
+        captions = torch.full((BATCH, max(len(outputs[i]) for i in rows)), -100)
+        for row, i in enumerate(rows):
+            captions[row, : len(outputs[i])] = torch.tensor(outputs[i])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            video = draft.vision(everything[torch.from_numpy(rows)])[:, kept]
+            hidden, _ = draft.teacher_forced(video, captions, kept)
+            loss = F.cross_entropy(draft.lm_head(hidden).float().flatten(0, 1), captions.flatten(), ignore_index=-100)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(draft.model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        if step % 50 == 0:
+            print(json.dumps({"step": step, "progress": round(progress, 3), "loss": round(loss.item(), 3)}), flush=True)
+    draft.model.save_pretrained(args.path)
+
+
+def attribute_accuracy(
+    captioner: Captioner, outputs: list[list[int]], samples: list[shape_world.Sample]
+) -> dict[str, float]:
+    """Share of right attributes, by name and pooled ("all")."""
+    counts: dict[str, list[int]] = {"all": [0, 0]}
+    for ids, sample in zip(outputs, samples, strict=True):
+        for name, (right, total) in shape_world.score_caption(captioner.decode(ids), sample.facts).items():
+            for key in (name, "all"):
+                entry = counts.setdefault(key, [0, 0])
+                entry[0], entry[1] = entry[0] + right, entry[1] + total
+    return {name: round(right / total, 3) for name, (right, total) in counts.items()}
+
+
+@torch.no_grad()
+def evaluate(args: argparse.Namespace) -> None:
+    """Print attribute accuracy on held-out videos and the draft's offline acceptance length."""
+    torch.set_num_threads(args.threads)
+    target, samples = tiny_captioner.load(args.target), [shape_world.held_out(i) for i in range(args.videos)]
+    pixels = target.pixels(np.stack([s.frames for s in samples]))
+    outputs = target.greedy(target.vision(pixels))
+    result: dict = {"target": attribute_accuracy(target, outputs, samples)}
+    print(json.dumps(result), flush=True)
+    if args.draft:
+        draft, rng = tiny_captioner.load(args.draft), np.random.default_rng(0)
+        total = draft.num_video_tokens
+        result["draft"] = attribute_accuracy(draft, draft.greedy(draft.vision(pixels)), samples)
+        kept = {"full": torch.arange(total)} | {f"uniform {p} %": uniform_kept(total, p / 100) for p in (50, 20, 10, 5)}
+        kept["random 10 %"] = torch.from_numpy(np.sort(rng.choice(total, round(total * 0.1), replace=False)))
+        kept["text only"] = torch.arange(0)
+        result["acceptance_length"] = {
+            name: round(acceptance_length(draft, pixels, outputs, k), 3) for name, k in kept.items()
+        }
+        print(json.dumps({"draft": result["draft"], "acceptance_length": result["acceptance_length"]}))
+    print(target.decode(outputs[0]), samples[0].caption, sep="\n")
+    if args.out:
+        Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def export(args: argparse.Namespace) -> None:
+    """Write a checkpoint with bf16 weights."""
+    captioner = tiny_captioner.load(args.path)
+    config = captioner.model.config
+    for part in (config, config.text_config, config.vision_config):
+        part.dtype = torch.bfloat16
+    captioner.model.to(torch.bfloat16).save_pretrained(args.out)
+    build_processor(captioner.family).save_pretrained(args.out)
+    use_hub_names(Path(args.out) / "model.safetensors")
+
+
+def use_hub_names(path: Path) -> None:
+    """Rename SigLIP's weights as published checkpoints do: vLLM's loader knows `vision_tower.vision_model.*` only."""
+    from safetensors.torch import load_file, save_file
+
+    old, new = "vision_tower.", "vision_tower.vision_model."
+    weights = {
+        name.replace(old, new, 1) if name.startswith(old) and not name.startswith(new) else name: weight
+        for name, weight in load_file(path).items()
+    }
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(required=True)
+
+    def command(function, *positional: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser("eval" if function is evaluate else function.__name__, help=function.__doc__)
+        sub.set_defaults(function=function)
+        for name in positional:
+            sub.add_argument(name)
+        return sub
+
+    sub = command(build, "family", "role")
+    sub.add_argument("--out", required=True)
+    sub.add_argument("--seed", type=int, default=0)
+    sub = command(train, "path")
+    sub.add_argument("--minutes", type=float, default=60, help="time limit; the schedule shrinks to fit")
+    sub.add_argument("--steps", type=int)
+    sub.add_argument("--resume-at", type=float, default=0.0, help="skip this fraction of the schedule")
+    sub.add_argument("--seed", type=int, default=1)
+    sub = command(distill, "path")
+    sub.add_argument("--target", required=True)
+    sub.add_argument("--minutes", type=float, default=5)
+    sub.add_argument("--steps", type=int, default=300)
+    sub.add_argument("--videos", type=int, default=512)
+    sub.add_argument("--seed", type=int, default=3, help="videos and order; differs from training's")
+    sub = command(evaluate, "target")
+    sub.add_argument("draft", nargs="?")
+    sub.add_argument("--videos", type=int, default=32)
+    sub.add_argument("--threads", type=int, default=1)
+    sub.add_argument("--out")
+    command(export, "path", "out")
+    args = parser.parse_args()
+    args.function(args)
+
+
+if __name__ == "__main__":
+    main()
