@@ -1,31 +1,51 @@
-"""Unseeded sampling: the tokens that are emitted follow the target's own distribution."""
+"""Unseeded sampling: the tokens that a verify step emits follow the target's own distribution."""
+
+import contextlib
 
 import numpy as np
+import pytest
+import torch
 from scipy import stats
 
 from tests.engine import harness
 from vllm_vidspec.bench import pairs, shape_world
+from vllm_vidspec.engine.scorer import CoupledVerifier
 
 FAMILY = "qwen2.5-vl"
 NUM_TOKENS = 20_000
 NUM_BINS = 50
 
 
-def quantiles(outputs: list, generator: np.random.Generator) -> np.ndarray:
-    """Return one number in [0, 1) per emitted token, independent and uniform iff sampling is exact.
+@contextlib.contextmanager
+def quantiles():
+    """Yield a list that gains, per emitted token, a number in [0, 1): independent and uniform iff sampling is exact.
 
-    Randomised probability integral transform: with F the target's distribution function at that position, over token
-    ids, U = F(token - 1) + V p(token), V uniform. By Rosenblatt's theorem the numbers are independent across positions
-    although the tokens are not, so a chi-squared test applies.
+    Randomised probability integral transform: with F the target's distribution function at the token's position, over
+    token ids, U = F(token - 1) + V p(token), V uniform. By Rosenblatt's theorem the numbers are independent across
+    positions although the tokens are not, so a chi-squared test applies. F is the softmax (T = 1) of the target's
+    logits, in float64; the emitted tokens are what the verifier hands to vLLM.
     """
-    values = []
-    for output in outputs:
-        for completion in output.outputs:
-            for token, position in zip(completion.token_ids, completion.logprobs, strict=True):
-                probabilities = np.zeros(max(position) + 1)
-                probabilities[list(position)] = np.exp([entry.logprob for entry in position.values()])
-                values.append(probabilities[:token].sum() + generator.random() * probabilities[token])
-    return np.array(values)
+    values: list[torch.Tensor] = []
+    generator = torch.Generator().manual_seed(0)
+    verify = CoupledVerifier._verify
+
+    def recording(self, logits, *args):
+        raw = logits.double()
+        processed, sampled, num_sampled = verify(self, logits, *args)
+        cu_num_logits = args[3]
+        emitted = torch.arange(sampled.shape[1]) < num_sampled[:, None]  # [num_reqs, K + 1]
+        rows = (cu_num_logits[:-1, None] + torch.arange(sampled.shape[1]))[emitted]
+        tokens = sampled[emitted][:, None]
+        probabilities = raw[rows].softmax(-1)
+        upper = probabilities.cumsum(-1).gather(1, tokens)
+        mass = probabilities.gather(1, tokens)
+        uniform = torch.rand(mass.shape, generator=generator, dtype=torch.float64)
+        values.append((upper - mass * uniform).flatten())
+        return processed, sampled, num_sampled
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CoupledVerifier, "_verify", recording)
+        yield values
 
 
 def test_unseeded_output_follows_the_target(monkeypatch):
@@ -33,36 +53,32 @@ def test_unseeded_output_follows_the_target(monkeypatch):
 
     Catches, and is seen to: a scorer that lets a rejected draft stand one time in four.
     """
-    vocab_size = 256  # every token's probability is asked for
-    overrides = {"max_num_seqs": 32, "max_logprobs": vocab_size}
-    with harness.engine(FAMILY, "draft", overrides=overrides, num_speculative_tokens=4) as engine:
-        vocab_size = engine.runner.vocab_size
-        sampling = {"temperature": 1.0, "logprobs": vocab_size, "n": 16, "max_tokens": 80, "ignore_eos": True}
+    sampling = {"temperature": 1.0, "n": 16, "max_tokens": 80, "ignore_eos": True, "seed": None}
+    with harness.engine(FAMILY, "draft", overrides={"max_num_seqs": 32}, num_speculative_tokens=4) as engine:
 
-        def p_value(num_tokens: int) -> tuple[float, dict]:
-            count = -(-num_tokens // (16 * 80))
-            requests = [(pairs.video_prompt(FAMILY, shape_world.held_out(i).frames), sampling) for i in range(count)]
-            outputs, counted = engine.measured(requests)
-            values = quantiles(outputs, np.random.default_rng(0))
-            assert len(values) >= num_tokens
-            observed = np.histogram(values, bins=NUM_BINS, range=(0, 1))[0]
-            return stats.chisquare(observed).pvalue, counted
+        def p_value(num_videos: int) -> tuple[float, int, dict]:
+            frames = [shape_world.held_out(i).frames for i in range(num_videos)]
+            with quantiles() as values:
+                _, counted = engine.measured([(pairs.video_prompt(FAMILY, f), sampling) for f in frames])
+            numbers = torch.cat(values).numpy()
+            observed = np.histogram(numbers, bins=NUM_BINS, range=(0, 1))[0]
+            return stats.chisquare(observed).pvalue, len(numbers), counted
 
-        exact, counted = p_value(NUM_TOKENS)
+        exact, num_tokens, counted = p_value(num_videos=17)
+        assert num_tokens >= NUM_TOKENS
         assert counted["accepted_tokens"] > 0.2 * counted["draft_tokens"]
         assert exact > 1e-3
 
-        verifier = engine.runner.rejection_sampler
-        score = verifier._score
+        score = engine.runner.rejection_sampler._score
+        coin = torch.Generator().manual_seed(1)
 
         def lenient(inputs):
-            lucky = np.random.default_rng(1).random(len(inputs.draft_tokens)) < 0.25
-            target = inputs.target_tokens.clone()
-            for row in np.flatnonzero(lucky[:-1]):
-                if row + 1 not in inputs.cu_num_logits and inputs.draft_tokens[row + 1] >= 0:
-                    target[row] = inputs.draft_tokens[row + 1]
-            return score(type(inputs)(target, inputs.draft_tokens, inputs.cu_num_logits, inputs.max_drafts))
+            """Let a quarter of the drafts pass for the target's own sample."""
+            target, drafts = inputs.target_tokens.clone(), inputs.draft_tokens
+            lucky = (torch.rand(len(drafts) - 1, generator=coin) < 0.25) & (drafts[1:] >= 0)
+            lucky[inputs.cu_num_logits[1:-1].long() - 1] = False  # the next row is another request's root
+            target[:-1][lucky] = drafts[1:][lucky]
+            return score(type(inputs)(target, drafts, inputs.cu_num_logits, inputs.max_drafts))
 
-        monkeypatch.setattr(verifier, "_score", lenient)
-        biased, _ = p_value(NUM_TOKENS // 4)
-        assert biased < 1e-6
+        monkeypatch.setattr(engine.runner.rejection_sampler, "_score", lenient)
+        assert p_value(num_videos=4)[0] < 1e-6
