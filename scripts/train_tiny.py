@@ -461,39 +461,56 @@ def distillation_view(rng: np.random.Generator, num_tokens: int) -> torch.Tensor
     return torch.from_numpy(np.sort(rng.choice(num_tokens, count, replace=False)))
 
 
+def soft_labels(target: Captioner, seed: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The target's whole next-token distributions along reference captions, whose synonyms are drawn at random.
+
+    Returns pixels of `count` videos, captions int64 [count, length] padded with -100 and log-probabilities bf16
+    [count, length, vocab_size]. A draft that is taught the distribution, not its most likely token, agrees with the
+    target at every temperature.
+    """
+    pixels, texts = [], []
+    for lo in range(0, count, 16):
+        samples = [shape_world.make_sample(1_000_000 * seed + lo + i) for i in range(16)]
+        pixels.append(target.pixels(np.stack([sample.frames for sample in samples])))
+        texts += [[*target.encode(sample.caption), target.ids["<|im_end|>"]] for sample in samples]
+    captions = torch.full((count, max(map(len, texts))), -100)
+    for row, ids in enumerate(texts):
+        captions[row, : len(ids)] = torch.tensor(ids)
+    everything, kept, labels = torch.cat(pixels), torch.arange(target.num_video_tokens), []
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        for lo in range(0, count, 16):
+            hidden, _ = target.teacher_forced(target.vision(everything[lo : lo + 16]), captions[lo : lo + 16], kept)
+            labels.append(target.lm_head(hidden).float().log_softmax(-1).to(torch.bfloat16))
+    return everything, captions, torch.cat(labels)
+
+
 def distill(args: argparse.Namespace) -> None:
-    """Fine-tune a draft in place on the target's own greedy captions; half the time it sees a tenth to a half."""
+    """Fine-tune a draft in place on the target's distributions; half the time it sees a tenth to a half."""
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     target, draft = tiny_captioner.load(args.target), tiny_captioner.load(args.path)
-    start, pixels, outputs = time.time(), [], []
-    for lo in range(0, args.videos, 32):
-        frames = [shape_world.make_sample(1_000_000 * args.seed + lo + i).frames for i in range(32)]
-        pixels.append(target.pixels(np.stack(frames)))
-        outputs += target.greedy(target.vision(pixels[-1]))
-    everything = torch.cat(pixels)
-    print(f"{len(outputs)} captions in {time.time() - start:.0f} s", flush=True)
+    start = time.time()
+    pixels, captions, labels = soft_labels(target, args.seed, args.videos)
+    print(f"{len(captions)} captions in {time.time() - start:.0f} s", flush=True)
     optimizer = torch.optim.AdamW(draft.model.parameters(), lr=5e-4, betas=(0.9, 0.98), weight_decay=0.0)
     rng, start, step, progress = np.random.default_rng(args.seed), time.time(), 0, 0.0
     while progress < 1:
         progress = max(step / args.steps, (time.time() - start) / (60 * args.minutes))
         optimizer.param_groups[0]["lr"] = 5e-4 * min(1, (step + 1) / 20) * max(0.02, 1 - progress)
-        rows = rng.choice(len(outputs), BATCH, replace=False)
-        kept = distillation_view(rng, draft.num_video_tokens)
-        captions = torch.full((BATCH, max(len(outputs[i]) for i in rows)), -100)
-        for row, i in enumerate(rows):
-            captions[row, : len(outputs[i])] = torch.tensor(outputs[i])
+        rows = torch.from_numpy(rng.choice(len(captions), BATCH, replace=False))
+        kept, valid = distillation_view(rng, draft.num_video_tokens), captions[rows] >= 0
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            video = draft.vision(everything[torch.from_numpy(rows)])[:, kept]
-            hidden, _ = draft.teacher_forced(video, captions, kept)
-            loss = F.cross_entropy(draft.lm_head(hidden).float().flatten(0, 1), captions.flatten(), ignore_index=-100)
+            hidden, _ = draft.teacher_forced(draft.vision(pixels[rows])[:, kept], captions[rows], kept)
+            log_q = draft.lm_head(hidden).float().log_softmax(-1)
+        log_p = labels[rows].float()
+        loss = ((log_p.exp() * (log_p - log_q)).sum(-1) * valid).sum() / valid.sum()  # KL(target || draft) per token
         loss.backward()
         torch.nn.utils.clip_grad_norm_(draft.model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         step += 1
         if step % 50 == 0:
-            print(json.dumps({"step": step, "progress": round(progress, 3), "loss": round(loss.item(), 3)}), flush=True)
+            print(json.dumps({"step": step, "progress": round(progress, 3), "kl": round(loss.item(), 3)}), flush=True)
     draft.model.save_pretrained(args.path)
 
 
