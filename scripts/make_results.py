@@ -149,10 +149,15 @@ def figure(results: dict[str, dict[str, Any]]) -> str:
     def rate(family: str, noise: str) -> str:
         return percent(row_of("R4", family, temperature=1.0, draft_noise=noise)["acceptance_rate"])
 
+    sighted, blind = (
+        [row_of("R2", family, prune_ratio=ratio)["acceptance_length"] for family in FAMILIES] for ratio in (0.9, 1.0)
+    )
+    margins = [f"+{number(a - b, 2)}" for a, b in zip(sighted, blind, strict=True)]
     lines = [
         ("tokens per verify step, draft sees 10 % of the video", *lengths("R2", prune_ratio=0.9), "R2"),
         ("the same, draft sees no video at all", *lengths("R2", prune_ratio=1.0), "R2"),
-        ("the same, target drafts for itself, whole video (the maximum is 6)", *lengths("R1"), "R1"),
+        ("what sight is worth: the first line minus the second", *margins, "R2"),
+        ("tokens per verify step, target drafts for itself, whole video (the maximum is 6)", *lengths("R1"), "R1"),
         ("requests whose tokens all equal vanilla vLLM's, R1 to R5", *map(identical, FAMILIES), "R1"),
         ("draft KV of the video, of what it would take unpruned", *map(visual_share, FAMILIES), "R2"),
         ("acceptance rate at temperature 1, noise shared", *(rate(f, "shared") for f in FAMILIES), "R4"),
