@@ -8,6 +8,18 @@ from vllm_vidspec.engine.compat import expect_parameters
 from vllm_vidspec.errors import VidSpecError
 
 GPU = "vllm.v1.worker.gpu"
+# What a sampler is told of each logits row.
+LOGITS_ROWS = [
+    "self",
+    "logits",
+    "expanded_idx_mapping",
+    "idx_mapping",
+    "idx_mapping_np",
+    "pos",
+    "input_ids",
+    "expanded_local_pos",
+    "seq_lens_upper_bound_np",
+]
 CONTRACT = [
     ("vllm.engine.arg_utils:EngineArgs.create_engine_config", ["self", "usage_context"]),
     ("vllm.sampling_params:SamplingParams._validate_spec_decode", ["self", "speculative_config"]),
@@ -43,32 +55,11 @@ CONTRACT = [
     ),
     (
         f"{GPU}.sample.sampler:Sampler.sample",
-        [
-            "self",
-            "logits",
-            "expanded_idx_mapping",
-            "idx_mapping",
-            "idx_mapping_np",
-            "pos",
-            "input_ids",
-            "expanded_local_pos",
-            "seq_lens_upper_bound_np",
-            "return_logprobs",
-        ],
+        [*LOGITS_ROWS, "return_logprobs"],
     ),
     (
         f"{GPU}.sample.sampler:Sampler.apply_sampling_params",
-        [
-            "self",
-            "logits",
-            "expanded_idx_mapping",
-            "idx_mapping",
-            "idx_mapping_np",
-            "pos",
-            "input_ids",
-            "expanded_local_pos",
-            "seq_lens_upper_bound_np",
-        ],
+        LOGITS_ROWS,
     ),
     (
         f"{GPU}.sample.gumbel:gumbel_sample",
