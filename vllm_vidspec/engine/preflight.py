@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from vllm_vidspec import families, metrics
-from vllm_vidspec.config import METHOD, SELF, VidSpecConfig, parse_config
+from vllm_vidspec.config import METHOD, VidSpecConfig, parse_config
 from vllm_vidspec.engine import compat
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.plugin import SUPPORTED_VLLM
@@ -115,7 +115,7 @@ def _check_args(args: Any) -> None:
 def _check_pair(args: Any, config: VidSpecConfig, draft_revision: str | None) -> None:
     """Compare the two checkpoints' configurations; no weight is read."""
     target = _hf_config(args.model, args.revision, args, "target")
-    if config.model == SELF:
+    if config.is_self_draft:
         families.adapter_for(target)
         return
     draft = _hf_config(config.model, draft_revision, args, "draft")
