@@ -3,10 +3,12 @@
 import argparse
 import csv
 import json
+import os
 import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -42,6 +44,64 @@ def measure_us(call: Callable[[], Any], repeats: int) -> tuple[float, float, flo
         times_us.append((time.perf_counter_ns() - start) / 1e3)
     times_us.sort()
     return statistics.median(times_us), times_us[len(times_us) // 5], times_us[len(times_us) * 4 // 5]
+
+
+def measure_interleaved_us(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, tuple[float, float, float]]:
+    """Return what `measure_us` does for several calls, taken in turn: all meet the same moments of the machine."""
+    on_gpu = torch.cuda.is_available()
+    flush = torch.empty(_COPY_BYTES if on_gpu else 0, dtype=torch.uint8, device=device())
+    times_us: dict[str, list[float]] = {name: [] for name in calls}
+    for timed in [False] + [True] * rounds:
+        for name, call in calls.items():
+            flush.zero_()
+            if on_gpu:
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                call()
+                end.record()
+                end.synchronize()
+                elapsed_us = begin.elapsed_time(end) * 1e3
+            else:
+                start = time.perf_counter_ns()
+                call()
+                elapsed_us = (time.perf_counter_ns() - start) / 1e3
+            if timed:
+                times_us[name].append(elapsed_us)
+    quantiles = {}
+    for name, times in times_us.items():
+        times.sort()
+        quantiles[name] = (statistics.median(times), times[len(times) // 5], times[len(times) * 4 // 5])
+    return quantiles
+
+
+def peak_bytes(call: Callable[[], Any]) -> int:
+    """Return the most memory that a call holds at once beyond what was there, as torch's allocator sees it."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    # Read at the profiler's first use, which otherwise logs two lines to standard error each time.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    with tempfile.TemporaryDirectory() as folder:
+        profiler.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    changes = [(event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]"]
+    held = peak = 0
+    for _, num_bytes in sorted(changes, key=lambda change: change[0]):
+        held += num_bytes
+        peak = max(peak, held)
+    return peak
+
+
+def product_flops_per_us(dtype: torch.dtype, size: int = 1024) -> float:
+    """Return the measured rate of a square matrix product."""
+    left, right = torch.randn(2, size, size, device=device()).to(dtype)
+    median, _, _ = measure_us(lambda: left @ right, repeats=20)
+    return 2 * size**3 / median
 
 
 def bandwidth_bytes_per_us() -> float:
@@ -110,6 +170,16 @@ def run(
                     **where,
                 }
             )
+    write(arguments, rows)
+    if not arguments.json:
+        print(f"{kernel} on {where['device']}: microseconds")
+        for row in rows:
+            print("{impl:>7} {num_reqs:>6} median {median:>9} p20 {p20:>9} p80 {p80:>9} floor {floor}".format(**row))
+    return rows
+
+
+def write(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Write the rows to the CSV file and, as JSON, to standard output, where asked."""
     if arguments.csv:
         with arguments.csv.open("w", newline="") as file:
             writer = csv.DictWriter(file, fieldnames=list(rows[0]))
@@ -117,8 +187,3 @@ def run(
             writer.writerows(rows)
     if arguments.json:
         print(json.dumps({"rows": rows}))
-        return rows
-    print(f"{kernel} on {where['device']}: microseconds")
-    for row in rows:
-        print("{impl:>7} {num_reqs:>6} median {median:>9} p20 {p20:>9} p80 {p80:>9} floor {floor}".format(**row))
-    return rows

@@ -1,0 +1,72 @@
+"""uv_scores: ParallelVLM's unbiased visual scores from two layers' hidden states, in plain torch, a chunk at a time.
+
+The double sum of eq. 2-4, score_i = sum_j sum_{l=1..L} (cos(V_i^l, X_j^l) - cos(V_i^{l-1}, X_j^{l-1})), telescopes
+over layers and factors over text tokens: score_i = V̂_i^L . T^L - V̂_i^0 . T^0, V̂ unit rows, T^l the sum of layer l's
+unit text rows. So a caller needs T of two layers (add up `uv_text_sum` over the chunks of a prompt) and, once the text
+has passed, `uv_video_scores` of both. Where layer 0 is the input embeddings, T^0 is known from the prompt's token ids
+before any forward, and layer 0's term needs no storage. The highest layer's video rows come before most of the text:
+keep them in the model's dtype (they need not be unit rows); no float32 copy of more than _CHUNK_ROWS is made here.
+"""
+
+import torch
+from torch import Tensor
+
+_CHUNK_ROWS = 1024
+
+
+def uv_text_sum(hidden: Tensor, is_text: Tensor) -> Tensor:
+    """Return the sum of the unit vectors of a chunk's text rows; sums of several chunks add up.
+
+    Args:
+        hidden: float [n, d], hidden states of one layer.
+        is_text: bool [n], which rows are text.
+
+    Returns:
+        float32 [d]; zeros where there is no text. A row of zeros counts as zeros.
+    """
+    total = torch.zeros(hidden.shape[1], dtype=torch.float32, device=hidden.device)
+    for rows, chosen in zip(hidden.split(_CHUNK_ROWS), is_text.split(_CHUNK_ROWS), strict=True):
+        wide = rows.to(torch.float32)
+        # The selection is a factor, not an index: no host synchronisation on a GPU. where: 0 * NaN is not 0.
+        factor = torch.where(chosen, _inverse_norm(wide), 0.0)  # [rows]
+        total += factor @ torch.where(chosen[:, None], wide, 0.0)
+    return total
+
+
+def uv_video_scores(hidden: Tensor, text_sum: Tensor) -> Tensor:
+    """Return one layer's term of the score, the sum over text tokens of their cosine with each video token.
+
+    Args:
+        hidden: float [m, d], hidden states of the video tokens at one layer.
+        text_sum: float32 [d], `uv_text_sum` of the same layer.
+
+    Returns:
+        float32 [m]; 0 for a row of zeros. The score is this of the highest layer minus this of layer 0.
+    """
+    scores = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+    for rows, part in zip(hidden.split(_CHUNK_ROWS), scores.split(_CHUNK_ROWS), strict=True):
+        wide = rows.to(torch.float32)
+        part.copy_(_inverse_norm(wide) * (wide @ text_sum))
+    return scores
+
+
+def _inverse_norm(rows: Tensor) -> Tensor:
+    """Return 1 / norm of each row, 0 for a row of zeros."""
+    norm = torch.linalg.vector_norm(rows, dim=1)
+    return torch.where(norm > 0, 1 / norm, 0.0)
+
+
+def uv_scores_reference(hidden_layers: Tensor, is_video: Tensor, is_text: Tensor) -> Tensor:
+    """Return the scores by the literal double sum over text tokens and layers: the specification.
+
+    Args:
+        hidden_layers: float [L + 1, n, d], hidden states of layers 0..L; computed in its dtype.
+        is_video: bool [n].
+        is_text: bool [n].
+
+    Returns:
+        [m] in the dtype of `hidden_layers`.
+    """
+    unit = hidden_layers / torch.linalg.vector_norm(hidden_layers, dim=2, keepdim=True)
+    cosines = unit[:, is_video] @ unit[:, is_text].transpose(1, 2)  # [L + 1, m, texts]
+    return (cosines[1:] - cosines[:-1]).sum(dim=(0, 2))

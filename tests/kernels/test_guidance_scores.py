@@ -1,0 +1,538 @@
+"""guidance_scores: literal facts, both paths against the float64 reference, what may not be read, determinism."""
+
+import csv
+import importlib
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from vidspec_kernels import guidance_scores, guidance_scores_reference
+
+# The package exports a function of the module's name.
+module = importlib.import_module("vidspec_kernels.guidance_scores")
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+IMPLS = ["triton", "torch"]
+SENTINEL = 3.0
+NAN = float("nan")
+
+
+def empty_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype, layout):
+    """A cache of NaN: "flash" contiguous, "cpu" as the CPU engine stores it (K [head_dim, block_size], then V)."""
+    if layout == "flash":
+        return torch.full((num_blocks, block_size, num_kv_heads, head_dim), NAN, dtype=dtype)
+    cache = torch.full((num_blocks, num_kv_heads, 2, head_dim, block_size), NAN, dtype=dtype)
+    return cache[:, :, 0].permute(0, 3, 1, 2)
+
+
+def make_inputs(
+    device, requests=((5, 70), (0, 10), (9, 130)), num_heads=4, num_kv_heads=2, head_dim=16, block_size=16,
+    dtype=torch.float32, layout="flash", seed=0, spare_blocks=2,
+):  # fmt: skip
+    """Random inputs of (num_queries, length) requests whose queries are the last of their sequence.
+
+    Physical blocks are shuffled; every slot behind a request's last query is NaN, and so are the spare columns' blocks.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    num_reqs = len(requests)
+    max_blocks = max(-(-length // block_size) for _, length in requests) + spare_blocks
+    num_blocks = num_reqs * max_blocks + 3
+    cache = empty_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype, layout)
+    table = torch.randperm(num_blocks, generator=generator)[: num_reqs * max_blocks].view(num_reqs, max_blocks).int()
+    for (_, length), row in zip(requests, table, strict=True):
+        index = torch.arange(length)
+        cache[row[index // block_size].long(), index % block_size] = 2 * normal(length, num_kv_heads, head_dim)
+    counts = [num_queries for num_queries, _ in requests]
+    positions = [torch.arange(length - num_queries, length) for num_queries, length in requests]
+    # Empty requests' accumulator rows are out of range: they may not be read.
+    rows = torch.randperm(num_reqs, generator=generator)
+    return {
+        "query": normal(sum(counts), num_heads, head_dim).to(device),
+        "key_cache": cache.to(device),  # a copy of a permuted dense tensor keeps its order
+        "block_table": table.to(device),
+        "query_start_loc": torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device),
+        "query_pos": torch.cat(positions).int().to(device),
+        "out_row": torch.where(torch.tensor(counts) > 0, rows, 10**9).to(device),
+        "num_keys": torch.tensor([length for _, length in requests], dtype=torch.int32, device=device),
+        "scale": head_dim**-0.5,
+    }  # fmt: skip
+
+
+def make_out(inputs, max_keys=None, fill=0.0):
+    size = max_keys or max(1, int(inputs["num_keys"].max()))
+    return torch.full((len(inputs["out_row"]), size), fill, device=inputs["query"].device)
+
+
+def expect(inputs, **more):
+    """The specification in float64."""
+    wide = {name: inputs[name].double() for name in ("query", "key_cache")}
+    out = make_out(inputs).double()
+    guidance_scores_reference(**(inputs | wide), out=out, **more)
+    return out
+
+
+def run(inputs, impl, fill=0.0, max_keys=None, **more):
+    out = make_out(inputs, max_keys, fill)
+    guidance_scores(**inputs, out=out, impl=impl, **more)
+    return out
+
+
+def assert_close(got, expected, rtol=5e-6):
+    """Relative to each score; exact zeros where nothing may be added."""
+    torch.testing.assert_close(got.double(), expected, rtol=rtol, atol=0)
+
+
+def chosen(inputs, rows):
+    """The same inputs with a slice of a single request's queries."""
+    assert len(inputs["block_table"]) == 1
+    query, pos = inputs["query"][rows], inputs["query_pos"][rows]
+    return inputs | {
+        "query": query,
+        "query_pos": pos,
+        "query_start_loc": torch.tensor([0, len(query)], dtype=torch.int32, device=query.device),
+    }
+
+
+# ---- literal facts -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_uniform_weights_by_hand(device, impl):
+    """Equal keys: a query at position p gives each of its p + 1 keys 1 / (p + 1) per head.
+
+    Seen to fail: causal limit `<` for `<=` and `pos + 1`, in either pass; softmax renormalised over the written keys;
+    `out` overwritten instead of added to; columns past num_keys written.
+    """
+    inputs = make_inputs(device, requests=[(3, 4)], num_heads=6, num_kv_heads=2)
+    inputs["key_cache"] = torch.where(inputs["key_cache"].isnan(), NAN, 1.0)
+    inputs = chosen(inputs, slice(0, 3)) | {
+        "query_pos": torch.tensor([0, 3, 1], dtype=torch.int32, device=device),
+        "num_keys": torch.tensor([3], dtype=torch.int32, device=device),
+    }
+    out = run(inputs, impl, SENTINEL, max_keys=6)
+    added = [1 + 1 / 4 + 1 / 2, 1 / 4 + 1 / 2, 1 / 4, 0, 0, 0]
+    assert out[0].tolist() == pytest.approx([SENTINEL + 6 * value for value in added], rel=1e-6)
+    assert out[0, 3:].tolist() == [SENTINEL] * 3
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_each_head_reads_its_own_kv_head(device, impl):
+    """Head h looks at key 10 * (h // group) + 7 of KV head h // group alone, and gives it all its weight.
+
+    Seen to fail: head h mapped to KV head h % num_kv_heads, and every head to KV head 0.
+    """
+    num_heads, num_kv_heads, head_dim = 6, 3, 16
+    inputs = make_inputs(device, requests=[(2, 40)], num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    index = torch.arange(40, device=device)
+    keys = torch.zeros(40, num_kv_heads, head_dim, device=device)
+    for kv_head in range(num_kv_heads):
+        keys[10 * kv_head + 7, kv_head, kv_head] = 100.0
+    inputs["key_cache"][inputs["block_table"][0].long()[index // 16], index % 16] = keys
+    inputs["query"].zero_()
+    for head in range(num_heads):
+        inputs["query"][:, head, head // 2] = 1.0
+    out = run(inputs, impl)[0]
+    assert out[[7, 17, 27]].tolist() == pytest.approx([4.0, 4.0, 4.0], rel=1e-5)
+    assert out.sum().item() == pytest.approx(12.0, rel=1e-5)
+
+
+def test_reference_equals_plain_loops(device):
+    """The specification against one query, head and key at a time: it is what everything else is compared with."""
+    inputs = make_inputs(device, requests=[(2, 5), (0, 3), (3, 9)], block_size=4)
+    weight = torch.rand(5, device=device)
+    expected = make_out(inputs).double()
+    bounds = inputs["query_start_loc"].tolist()
+    for req, (start, end) in enumerate(itertools.pairwise(bounds)):
+        for i, head in itertools.product(range(start, end), range(4)):
+            exps = []
+            for j in range(int(inputs["query_pos"][i]) + 1):
+                key = inputs["key_cache"][inputs["block_table"][req, j // 4], j % 4, head // 2]
+                exps.append(math.exp(inputs["scale"] * float(inputs["query"][i, head].double() @ key.double())))
+            for j, value in enumerate(exps):
+                expected[inputs["out_row"][req], j] += float(weight[i]) * value / sum(exps)
+    got = expect(inputs, query_weight=weight)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
+
+
+# ---- both paths against the specification --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("num_queries", [0, 1, 31, 32, 33])
+def test_numbers_of_rows(device, impl, num_queries):
+    """Catches: a missing row mask, a wrong number of row tiles (float32: 32 rows; one head, so rows = queries).
+
+    Seen to fail: a grid one row tile short; a row mask dropped from pass 2."""
+    inputs = make_inputs(device, requests=[(num_queries, 70), (2, 67)], num_heads=1, num_kv_heads=1)
+    assert module._BLOCK_ROWS_WIDE == 32
+    got = run(inputs, impl)
+    assert_close(got, expect(inputs))
+    assert got.sum().item() == pytest.approx(num_queries + 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("num_queries", [63, 64, 65])
+def test_numbers_of_rows_in_half_precision(device, impl, num_queries):
+    """The same at the 64-row tiles of float16, whose products are not widened."""
+    inputs = make_inputs(device, requests=[(num_queries, 80)], num_heads=1, num_kv_heads=1, dtype=torch.float16)
+    assert module._BLOCK_ROWS == 64
+    assert_close(run(inputs, impl), expect(inputs))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 128, 200])
+def test_numbers_of_keys(device, impl, length):
+    """Catches: a missing key mask or a wrong number of key tiles (64 keys)."""
+    inputs = make_inputs(device, requests=[(1, length)])
+    assert module._BLOCK_KEYS == 64
+    got = run(inputs, impl)
+    assert_close(got, expect(inputs))
+    assert got.sum().item() == pytest.approx(4, rel=1e-5)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 2), (14, 2), (7, 1)])
+@pytest.mark.parametrize("layout", ["flash", "cpu"])
+def test_groups_and_layouts(device, impl, num_heads, num_kv_heads, layout):
+    """GQA ratios 1, 2 and 7, the last not a power of two, on both engines' strides.
+
+    Seen to fail: heads taken as kv_head + i * num_kv_heads; every head on KV head 0.
+    """
+    inputs = make_inputs(device, num_heads=num_heads, num_kv_heads=num_kv_heads, layout=layout, block_size=32)
+    got = run(inputs, impl)
+    assert_close(got, expect(inputs))
+    rows = inputs["out_row"][[0, 2]]
+    assert got.sum(dim=1)[rows].tolist() == pytest.approx([5 * num_heads, 9 * num_heads], rel=1e-5)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("head_dim", "block_size"), [(8, 128), (64, 32), (80, 16), (96, 24), (128, 64), (64, 1)])
+def test_head_dims_and_block_sizes(device, impl, head_dim, block_size):
+    """Catches: a padded head dimension read past its end; a block size taken for a power of two or a tile's divisor."""
+    inputs = make_inputs(device, requests=[(3, 100)], head_dim=head_dim, block_size=block_size)
+    assert_close(run(inputs, impl), expect(inputs))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtypes", ["float16", "bfloat16", "float32 bfloat16", "float16 float32"])
+def test_dtypes(device, impl, dtypes):
+    """Catches: logits, sums or scores rounded to the inputs' dtype (2e-3), mixed dtypes refused or misread.
+
+    Seen to fail: weights cast to the query's dtype before the sum."""
+    first, *rest = [getattr(torch, name) for name in dtypes.split()]
+    inputs = make_inputs(device, dtype=first, head_dim=64)
+    inputs["key_cache"] = inputs["key_cache"].to(rest[0] if rest else first)
+    assert_close(run(inputs, impl), expect(inputs))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_splits_of_the_keys(device, impl, monkeypatch):
+    """Splits of one and two tiles, and empty ones: the table is longer than what the queries see.
+
+    Seen to fail: partial sums added without rescaling to the common maximum; a split starting a tile late.
+    """
+    monkeypatch.setattr(module, "_KEYS_PER_SPLIT", 64)
+    inputs = make_inputs(device, requests=[(3, 450), (2, 65), (1, 3)], spare_blocks=9)
+    assert_close(run(inputs, impl), expect(inputs))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_real_size(device, impl):
+    """One request of 2,500 keys in two splits, 24 queries of 4 heads: about the bundled model's video."""
+    inputs = make_inputs(device, requests=[(24, 2500)], head_dim=64, block_size=32)
+    assert inputs["block_table"].shape[1] * 32 > module._KEYS_PER_SPLIT
+    got = run(inputs, impl)
+    assert_close(got, expect(inputs))
+    assert got.double().sum().item() == pytest.approx(24 * 4, rel=1e-6)
+
+
+@pytest.mark.parametrize("entries", [1, 300])
+def test_strips_of_the_torch_path(device, monkeypatch, entries):
+    """Strips of one row, and a last strip that is shorter.
+
+    Seen to fail: each strip with the first one's mask, or with the first one's weights.
+    """
+    monkeypatch.setattr(module, "_STRIP_ENTRIES", entries)
+    inputs = make_inputs(device, requests=[(5, 70), (7, 90)])
+    weight = torch.rand(12, device=device)
+    assert_close(run(inputs, "torch", query_weight=weight), expect(inputs, query_weight=weight))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_non_contiguous_query(device, impl):
+    """Queries as a slice of a fused projection, every second row of it, heads in reverse memory order."""
+    inputs = make_inputs(device)
+    num_queries, num_heads, head_dim = inputs["query"].shape
+    fused = torch.full((2 * num_queries, num_heads + 4, head_dim + 3), NAN, device=device)
+    fused[::2, 2 : 2 + num_heads, 1 : 1 + head_dim] = inputs["query"]
+    view = fused[::2, 2 : 2 + num_heads, 1 : 1 + head_dim]
+    transposed = inputs["query"].permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    expected = run(inputs, impl)
+    for query in (view, transposed):
+        assert not query.is_contiguous()
+        assert torch.equal(run(inputs | {"query": query}, impl), expected)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_shared_prefix_blocks(device, impl):
+    """Two requests over the same physical blocks (prefix cache) score as if each had its own."""
+    inputs = make_inputs(device, requests=[(4, 64), (4, 64)])
+    inputs["block_table"][1, :3] = inputs["block_table"][0, :3]
+    assert_close(run(inputs, impl), expect(inputs))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_query_weight(device, impl):
+    """Catches: weights per row number instead of per query; a weight of 0 that still counts."""
+    inputs = make_inputs(device, requests=[(3, 70), (4, 20)])
+    weight = torch.tensor([1.0, 0.0, 0.25, 2.0, 1.0, 0.0, 3.0], device=device)
+    got = run(inputs, impl, query_weight=weight)
+    assert_close(got, expect(inputs, query_weight=weight))
+    assert got.sum(dim=1)[inputs["out_row"]].tolist() == pytest.approx([4 * 1.25, 4 * 6.0], rel=1e-5)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("bound", [9, 50])
+def test_bound_of_queries(device, impl, bound):
+    """An exact bound and a loose one give the same bits."""
+    inputs = make_inputs(device)
+    assert torch.equal(run(inputs, impl, max_queries_per_req=bound), run(inputs, impl))
+
+
+# ---- accumulation, limits ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("cut", [0, 1, 7, 20])
+def test_two_chunks_equal_one(device, impl, cut):
+    """Queries of one prompt in two calls (chunked prefill): the same sums; the first chunk may not read what follows.
+
+    Seen to fail: `out` overwritten.
+    """
+    inputs = make_inputs(device, requests=[(20, 100)])
+    whole, parts = run(inputs, impl), make_out(inputs)
+    later = inputs["key_cache"].clone()
+    index = torch.arange(int(inputs["query_pos"][0]) + cut, 100, device=device)
+    later[inputs["block_table"][0].long()[index // 16], index % 16] = NAN
+    guidance_scores(**(chosen(inputs, slice(0, cut)) | {"key_cache": later}), out=parts, impl=impl)
+    guidance_scores(**chosen(inputs, slice(cut, 20)), out=parts, impl=impl)
+    torch.testing.assert_close(parts, whole, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("num_keys", [0, 1, 64, 65, 99, 100])
+def test_num_keys_cuts_what_is_written_only(device, impl, num_keys):
+    """Fewer keys written, the same weights: softmax stays over all keys.
+
+    Seen to fail: softmax over keys < num_keys (renormalised over the video); columns past num_keys touched.
+    """
+    inputs = make_inputs(device, requests=[(6, 100)])
+    whole = run(inputs, impl, SENTINEL)
+    cut = inputs | {"num_keys": torch.tensor([num_keys], dtype=torch.int32, device=device)}
+    got = run(cut, impl, SENTINEL, max_keys=100)
+    torch.testing.assert_close(got[:, :num_keys], whole[:, :num_keys], rtol=1e-6, atol=0)
+    assert (got[:, num_keys:] == SENTINEL).all()
+    # num_keys past the accumulator's end, or past what the queries see, is no licence to write there.
+    many = inputs | {"num_keys": torch.tensor([10**6], dtype=torch.int32, device=device)}
+    short, long = run(many, impl, SENTINEL, max_keys=40), run(many, impl, SENTINEL, max_keys=300)
+    torch.testing.assert_close(short, whole[:, :40], rtol=1e-6, atol=0)
+    assert (long[:, 100:] == SENTINEL).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("poison", [NAN, float("inf"), 1e30])
+@pytest.mark.parametrize("pos", [9, 62, 63, 64, 79])
+def test_keys_behind_the_query_are_not_used(device, impl, poison, pos):
+    """Anything behind a query changes no bit of its scores, within its last block and tile or in blocks after it.
+
+    Seen to fail: causal limit off by one (`<= pos + 1`) where the number of keys read follows it."""
+    inputs = chosen(make_inputs(device, requests=[(1, 200)]), slice(0, 1))
+    inputs["query_pos"][:] = pos
+    expected = run(inputs, impl)
+    index = torch.arange(pos + 1, 200, device=device)
+    inputs["key_cache"][inputs["block_table"][0].long()[index // 16], index % 16] = poison
+    got = run(inputs, impl)
+    assert torch.equal(got, expected)
+    assert (got[0, : pos + 1] > 0).all() and (got[0, pos + 1 :] == 0).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_limit_holds_between_queries_of_a_tile(device, impl):
+    """A later query sees keys that an earlier one in the same tile may not: they take all of its weight and none of the
+    earlier one's."""
+    inputs = chosen(make_inputs(device, requests=[(2, 30)]), slice(0, 2))
+    inputs["query_pos"][:] = torch.tensor([3, 20])
+    inputs["query"].fill_(1.0)
+    index = torch.arange(4, 21, device=device)
+    inputs["key_cache"][inputs["block_table"][0].long()[index // 16], index % 16] = 1e4
+    got = run(inputs, impl)[0]
+    alone = run(chosen(inputs, slice(0, 1)), impl)[0]
+    torch.testing.assert_close(got[:4], alone[:4], rtol=1e-6, atol=0)
+    assert got[4:21].tolist() == pytest.approx([4 / 17] * 17, rel=1e-5)
+    assert (got[21:] == 0).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_large_logits(device, impl):
+    """Catches: exp without the row's maximum (overflow at logits of 1e4), or a split without keys turning into NaN."""
+    inputs = make_inputs(device)
+    inputs["query"] = inputs["query"] * 1e3
+    got = run(inputs, impl)
+    assert got.isfinite().all()
+    assert got.sum().item() == pytest.approx(14 * 4, rel=1e-5)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_equal_bits_twice(device, impl):
+    """Catches: atomic adds, or an order of summation that depends on anything but the inputs."""
+    inputs = make_inputs(device, requests=[(20, 300), (7, 150)], head_dim=64)
+    assert torch.equal(run(inputs, impl), run(inputs, impl))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_nothing_to_do(device, impl):
+    """No queries at all, no requests, no columns: nothing changes, nothing fails."""
+    inputs = make_inputs(device, requests=[(0, 10), (0, 20)])
+    assert (run(inputs, impl, SENTINEL) == SENTINEL).all()
+    inputs = make_inputs(device)
+    guidance_scores(**inputs, out=torch.zeros(3, 0, device=device), impl=impl)
+    none = {name: inputs[name][:0] for name in ("query", "block_table", "query_pos", "out_row", "num_keys")}
+    starts = torch.zeros(1, dtype=torch.int32, device=device)
+    guidance_scores(**(inputs | none | {"query_start_loc": starts}), out=torch.zeros(1, 5, device=device), impl=impl)
+
+
+# ---- dispatch, checks, compilation, benchmark ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("impl", ["auto", "triton", "torch"])
+def test_dispatch(device, monkeypatch, impl):
+    """Catches: a forced branch that silently runs the other, and a wrong automatic choice."""
+    ran = []
+
+    def watch(name, branch):
+        original = getattr(module, name)
+
+        class Watched:
+            def __getitem__(self, grid):
+                ran.append(branch)
+                return original[grid]
+
+            def __call__(self, *args):
+                ran.append(branch)
+                return original(*args)
+
+        monkeypatch.setattr(module, name, Watched())
+
+    watch("_row_stats_kernel", "pass 1")
+    watch("_guidance_scores_kernel", "pass 2")
+    watch("_guidance_scores_torch", "torch")
+    run(make_inputs(device), impl)
+    automatic = "triton" if device.type == "cuda" else "torch"
+    assert ran == (["torch"] if (automatic if impl == "auto" else impl) == "torch" else ["pass 1", "pass 2"])
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("query", lambda t: t.double()),
+        ("key_cache", lambda t: t.double()),
+        ("key_cache", lambda t: t[..., :8]),
+        ("key_cache", lambda t: t[:, :, [0, 1, 1]]),
+        ("block_table", lambda t: t.long()),
+        ("block_table", lambda t: t.T.contiguous().T),
+        ("query_start_loc", lambda t: t.long()),
+        ("query_start_loc", lambda t: t[:-1]),
+        ("query_pos", lambda t: t[:-1]),
+        ("out_row", lambda t: t.double()),
+        ("num_keys", lambda t: t.long()),
+        ("num_keys", lambda t: t[:-1]),
+        ("out", lambda t: t.double()),
+        ("out", lambda t: t.T.contiguous().T),
+        ("query_weight", lambda t: t[:-1]),
+    ],
+)
+def test_wrapper_refuses(device, name, change):
+    """Catches: a dropped dtype, stride or length check (the kernel would read through a wrong pointer)."""
+    inputs = make_inputs(device)
+    arguments = inputs | {"out": make_out(inputs), "query_weight": torch.ones(14, device=device)}
+    arguments[name] = change(arguments[name])
+    with pytest.raises(AssertionError, match=name):
+        guidance_scores(**arguments)
+
+
+COMPILE = """
+import importlib, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+module = importlib.import_module("vidspec_kernels.guidance_scores")
+POINTERS = dict.fromkeys(("row_max_ptr", "row_sum_ptr", "row_factor_ptr", "out_ptr"), "*fp32") | {"out_row_ptr": "*i64"}
+for kernel in (module._row_stats_kernel, module._guidance_scores_kernel):
+    for dtype, widen, head_dim in (("bf16", False, 128), ("fp16", False, 80), ("fp32", True, 64)):
+        constants = {
+            "GROUP": 7, "HEAD_DIM": head_dim, "BLOCK_DIM": 64 if head_dim == 64 else 128, "WIDEN": widen,
+            "BLOCK_KEYS": module._BLOCK_KEYS, "BLOCK_ROWS": module._BLOCK_ROWS_WIDE if widen else module._BLOCK_ROWS,
+        }
+        types = {}
+        for name in kernel.arg_names:
+            if name in constants:
+                types[name] = "constexpr"
+            elif name in ("query_ptr", "key_cache_ptr"):
+                types[name] = "*" + dtype
+            elif name.endswith("_ptr"):
+                types[name] = POINTERS.get(name, "*i32")
+            else:
+                types[name] = "fp32" if name == "scale_log2" else "i32"
+        source = ASTSource(kernel, types, constants)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_stages": 2 if widen else 3})
+        assert compiled.asm["cubin"]
+        print(kernel.__name__, dtype, "wgmma" in compiled.asm["ptx"], compiled.metadata.shared)
+"""
+
+
+@pytest.mark.skipif(
+    not (Path(triton.__file__).parent / "backends/nvidia/bin/ptxas").exists(), reason="this Triton has no ptxas"
+)
+def test_kernels_compile_for_hopper(tmp_path):
+    """Catches: what the interpreter forgives and the compiler does not; a half-precision product without tensor cores;
+    more shared memory than a Hopper SM has."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert len(rows) == 6
+    for _, dtype, wgmma, shared_bytes in rows:
+        assert int(shared_bytes) <= 227 * 1024
+        assert dtype == "fp32" or wgmma == "True"
+
+
+def test_benchmark_runs(monkeypatch, tmp_path, capsys):
+    """Catches: a benchmark that no longer fits its kernel, a row without unit or floor, NaN times or memory."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    bench = importlib.import_module("bench_guidance_scores")
+    monkeypatch.setattr(importlib.import_module("kernel_bench"), "_COPY_BYTES", 2**20)
+    options = ["--keys", "64,100", "--queries", "3", "--shapes", "8x2x64", "--rounds", "3", "--json"]
+    rows = bench.main([*options, "--csv", str(tmp_path / "rows.csv")])
+    assert [(row["num_keys"], row["impl"]) for row in rows] == [
+        (size, impl) for size in (64, 100) for impl in ("guidance_scores", "materialised")
+    ]
+    for row in rows:
+        assert row["kernel"] == "guidance_scores" and row["unit"] == "us"
+        assert all(math.isfinite(row[key]) and row[key] > 0 for key in ("median", "p20", "p80", "floor", "peak_bytes"))
+        assert row["p20"] <= row["median"] <= row["p80"]
+    assert json.loads(capsys.readouterr().out)["rows"] == rows
+    with (tmp_path / "rows.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == len(rows)
