@@ -1,4 +1,6 @@
-"""Budgets and pruners: exact sizes, order, determinism, and what each pruner keeps in hand-computed cases."""
+"""Budgets, grids, the score-free pruners by hand, what every pruner refuses, and the registry."""
+
+from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
@@ -7,18 +9,25 @@ from hypothesis import strategies as st
 
 from vllm_vidspec.config import PRUNERS
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.pruning import TokenGrid, budget, get_pruner, linspace_indices, pruner_names, register_pruner
-from vllm_vidspec.pruning.pruners import _REGISTRY, FunctionPruner
-
-CHOOSING = [name for name in PRUNERS if name != "none"]
-
-grids = st.builds(
+from vllm_vidspec.pruning import (
+    PruneInputs,
     TokenGrid,
-    num_frames=st.integers(1, 9),
-    height=st.integers(1, 6),
-    width=st.integers(1, 6),
-    num_trailing=st.integers(0, 2),
+    budget,
+    get_pruner,
+    linspace_indices,
+    pruner_names,
+    register_pruner,
 )
+from vllm_vidspec.pruning.base import _REGISTRY, FunctionPruner
+
+NEEDS = {
+    "specvlm": {"attention"},
+    "attention": {"attention"},
+    "uv": {"uv"},
+    "fastvid": {"features"},
+    "dycoke": {"features"},
+}
+
 quick = settings(max_examples=60, deadline=None)
 
 
@@ -94,63 +103,6 @@ def test_grid_refuses_negative_extents():
         TokenGrid(2, 2, 2, -1)
 
 
-# --- what holds for every pruner ---
-
-
-def test_every_configured_pruner_exists():
-    """Catches: a name that the configuration accepts and the engine cannot find."""
-    assert pruner_names() == PRUNERS
-    for name in PRUNERS:
-        assert get_pruner(name).name == name
-        assert get_pruner(name).needs_scores is False
-
-
-@pytest.mark.parametrize("name", CHOOSING)
-@quick
-@given(grid=grids, data=st.data(), seed=st.integers(0, 2**32))
-def test_kept_indices_invariants(name, grid, data, seed):
-    """Catches: a wrong size, duplicates, disorder, indices outside the grid, an unseeded choice."""
-    num_keep = data.draw(st.integers(0, grid.num_tokens))
-    kept = get_pruner(name)(grid, num_keep, seed=seed)
-    assert kept.dtype == torch.int64 and kept.shape == (num_keep,)
-    assert (kept.diff() > 0).all()
-    assert num_keep == 0 or (kept[0] >= 0 and kept[-1] < grid.num_tokens)
-    torch.manual_seed(seed + 1)  # the global generator must not matter
-    assert torch.equal(kept, get_pruner(name)(grid, num_keep, seed=seed))
-
-
-@pytest.mark.parametrize("name", PRUNERS)
-@quick
-@given(grid=grids)
-def test_full_budget_keeps_everything_and_zero_nothing(name, grid):
-    """Catches: a lost first, last or trailing token at prune_ratio 0; a token left at prune_ratio 1."""
-    assert get_pruner(name)(grid, grid.num_tokens).tolist() == list(range(grid.num_tokens))
-    empty = get_pruner(name)(grid, 0)
-    assert empty.dtype == torch.int64 and empty.shape == (0,)
-
-
-@pytest.mark.parametrize("name", PRUNERS)
-@pytest.mark.parametrize("grid", [TokenGrid(1, 1, 0), TokenGrid(1, 1, 1), TokenGrid(0, 0, 0, 1), TokenGrid(3, 0, 4, 2)])
-def test_tiny_grids(name, grid):
-    """Catches: a division by zero tokens, frames or intervals."""
-    for num_keep in range(grid.num_tokens + 1):
-        expected = grid.num_tokens if name == "none" and num_keep else num_keep
-        assert get_pruner(name)(grid, num_keep).shape == (expected,)
-
-
-@pytest.mark.parametrize("name", PRUNERS)
-def test_budget_outside_the_grid(name):
-    """Catches: a budget larger than the item silently cut."""
-    for num_keep in (-1, 13):
-        with pytest.raises(ValueError, match=rf"num_keep must be in \[0, 12\], got {num_keep}"):
-            get_pruner(name)(TokenGrid(3, 2, 2), num_keep)
-
-
-def test_none_keeps_everything():
-    """Catches: `none` that prunes."""
-    assert get_pruner("none")(TokenGrid(2, 1, 2, 1), 2).tolist() == [0, 1, 2, 3, 4]
-
-
 # --- what each pruner keeps ---
 
 
@@ -167,7 +119,7 @@ def test_none_keeps_everything():
 )
 def test_uniform_by_hand(num_tokens, num_keep, kept):
     """Catches: a stride that misses the last token, rounding where the paper's code truncates."""
-    assert get_pruner("uniform")(TokenGrid(1, 1, num_tokens), num_keep).tolist() == kept
+    assert get_pruner("uniform")(PruneInputs(TokenGrid(1, 1, num_tokens), num_keep)).tolist() == kept
 
 
 def test_uniform_is_exact_for_long_videos():
@@ -178,7 +130,7 @@ def test_uniform_is_exact_for_long_videos():
 
 def test_uniform_spreads():
     """Catches: gaps that differ by more than rounding."""
-    gaps = get_pruner("uniform")(TokenGrid(64, 14, 14, 1), 1255).diff()
+    gaps = get_pruner("uniform")(PruneInputs(TokenGrid(64, 14, 14, 1), 1255)).diff()
     assert gaps.min() >= 10 and gaps.max() <= 11  # 12544 / 1254 = 10.003...
 
 
@@ -194,7 +146,7 @@ def test_uniform_spreads():
 )
 def test_window_by_hand(name, num_keep, kept):
     """Catches: front and end exchanged, a middle off its centre, a trailing token that does not count."""
-    assert get_pruner(name)(TokenGrid(2, 2, 2, 1), num_keep).tolist() == kept
+    assert get_pruner(name)(PruneInputs(TokenGrid(2, 2, 2, 1), num_keep)).tolist() == kept
 
 
 @pytest.mark.parametrize(
@@ -217,12 +169,12 @@ def test_window_by_hand(name, num_keep, kept):
 )
 def test_frame_by_hand(grid, num_keep, kept):
     """Catches: neighbouring instead of spread frames, a partial frame cut at the wrong end, a misplaced newline."""
-    assert get_pruner("frame")(grid, num_keep).tolist() == kept
+    assert get_pruner("frame")(PruneInputs(grid, num_keep)).tolist() == kept
 
 
 def test_frame_keeps_whole_frames_of_a_long_video():
     """Catches: tokens of one frame mixed with another's at the real geometry (64 frames of 196, 6 of them kept)."""
-    kept = get_pruner("frame")(TokenGrid(64, 14, 14, 1), 6 * 196)
+    kept = get_pruner("frame")(PruneInputs(TokenGrid(64, 14, 14, 1), 6 * 196))
     frames, counts = torch.unique(kept // 196, return_counts=True)
     assert frames.tolist() == [0, 12, 25, 37, 50, 63] and counts.tolist() == [196] * 6
 
@@ -230,67 +182,186 @@ def test_frame_keeps_whole_frames_of_a_long_video():
 def test_random_seeds():
     """Catches: an ignored seed, and a choice that favours a part of the video."""
     grid, pruner = TokenGrid(10, 10, 10), get_pruner("random")
-    assert not torch.equal(pruner(grid, 100, seed=0), pruner(grid, 100, seed=1))
-    drawn = torch.cat([pruner(grid, 100, seed=seed) for seed in range(200)])
+    assert not torch.equal(pruner(PruneInputs(grid, 100, seed=0)), pruner(PruneInputs(grid, 100, seed=1)))
+    drawn = torch.cat([pruner(PruneInputs(grid, 100, seed=seed)) for seed in range(200)])
     # 20,000 draws: each tenth expects 2,000, standard deviation about 42.
     assert torch.histc(drawn.float(), bins=10, min=0, max=1000).sub(2000).abs().max() < 250
 
 
-# --- scores ---
+def test_none_keeps_everything():
+    """Catches: `none` that prunes."""
+    assert get_pruner("none")(PruneInputs(TokenGrid(2, 1, 2, 1), 2)).tolist() == [0, 1, 2, 3, 4]
+
+
+# --- what every pruner refuses ---
+
+
+def measured(num_tokens):
+    """Return scores and features that any pruner accepts."""
+    return {"scores": torch.arange(num_tokens, dtype=torch.float32), "features": torch.ones(num_tokens, 3)}
+
+
+def inputs_of(num_keep=2, **changes):
+    """Return valid inputs of 4 tokens for any pruner, with `changes`."""
+    return PruneInputs(**{"grid": TokenGrid(2, 1, 2), "num_keep": num_keep, **measured(4), **changes})
+
+
+@pytest.mark.parametrize("name", pruner_names())
+@pytest.mark.parametrize("num_keep", [-1, 5])
+def test_budget_outside_the_grid(name, num_keep):
+    """Catches: a budget larger than the item silently cut."""
+    with pytest.raises(ValueError, match=rf"^pruner {name}: num_keep must be in \[0, 4\], got {num_keep}"):
+        get_pruner(name)(inputs_of(num_keep))
 
 
 @pytest.mark.parametrize(
     ("scores", "message"),
     [
-        (torch.tensor([0.0, 1.0, float("nan"), 3.0]), "NaN"),
+        (torch.tensor([0.0, 1.0, float("nan"), 3.0]), "scores must be finite, got NaN or inf"),
+        (torch.tensor([0.0, 1.0, float("inf"), 3.0]), "scores must be finite"),
+        (torch.tensor([0.0, 1.0, float("-inf"), 3.0]), "scores must be finite"),
         (torch.zeros(3), r"float32 \[4\]"),
         (torch.zeros(2, 2), r"float32 \[4\]"),
         (torch.zeros(4, dtype=torch.float64), r"float32 \[4\]"),
         (torch.zeros(4, dtype=torch.float16), r"float32 \[4\]"),
+        (torch.zeros(4, dtype=torch.int64), r"float32 \[4\]"),
     ],
 )
 @pytest.mark.parametrize("num_keep", [0, 2])
-def test_bad_scores_are_refused(scores, message, num_keep):
+@pytest.mark.parametrize("name", ["uniform", "specvlm", "attention", "uv", "dycoke"])
+def test_bad_scores_are_refused(name, scores, message, num_keep):
     """Catches: NaN or misshapen guidance that would sort arbitrarily; a check skipped for an empty budget."""
-    with pytest.raises(ValueError, match=message):
-        get_pruner("uniform")(TokenGrid(1, 2, 2), num_keep, scores=scores)
+    with pytest.raises(ValueError, match=rf"^pruner {name}: .*{message}"):
+        get_pruner(name)(inputs_of(num_keep, scores=scores))
 
 
-@pytest.mark.parametrize("name", PRUNERS)
-def test_scores_are_optional_and_carry_the_device(name):
-    """Catches: an unguided pruner led by scores; indices that land on another device than the scores."""
-    grid, pruner = TokenGrid(3, 2, 2, 1), get_pruner(name)
-    scores = torch.arange(13, dtype=torch.float32)
-    assert torch.equal(pruner(grid, 6, scores=scores), pruner(grid, 6))
-    assert pruner(grid, 6, scores=scores).device == scores.device
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        (torch.tensor([[0.0], [1.0], [float("nan")], [3.0]]), "features must be finite, got NaN or inf"),
+        (torch.tensor([[0.0], [1.0], [float("nan")], [3.0]], dtype=torch.bfloat16), "features must be finite"),
+        (torch.tensor([[0.0], [1.0], [float("inf")], [3.0]], dtype=torch.float16), "features must be finite"),
+        (torch.tensor([[0.0], [1.0], [float("-inf")], [3.0]]), "features must be finite"),
+        (torch.zeros(3, 4), r"\[4, dim\]"),
+        (torch.zeros(4), r"\[4, dim\]"),
+        (torch.zeros(4, 0), r"\[4, dim\]"),
+        (torch.zeros(1, 4, 3), r"\[4, dim\]"),
+        (torch.zeros(4, 3, dtype=torch.float64), "float16, bfloat16 or float32"),
+        (torch.zeros(4, 3, dtype=torch.int64), "float16, bfloat16 or float32"),
+    ],
+)
+@pytest.mark.parametrize("num_keep", [0, 2])
+@pytest.mark.parametrize("name", ["uniform", "attention", "fastvid", "dycoke"])
+def test_bad_features_are_refused(name, features, message, num_keep):
+    """Catches: NaN that would make every comparison of frames arbitrary, embeddings of another item."""
+    with pytest.raises(ValueError, match=rf"^pruner {name}: .*{message}"):
+        get_pruner(name)(inputs_of(num_keep, features=features))
+
+
+@pytest.mark.parametrize("name", pruner_names())
+@pytest.mark.parametrize("lambda_r", [-0.1, 1.5, float("nan")])
+def test_bad_lambda_is_refused(name, lambda_r):
+    """Catches: a share in percent, a share of NaN that retains nothing."""
+    with pytest.raises(ValueError, match=rf"^pruner {name}: lambda_r must be in \[0, 1\]"):
+        get_pruner(name)(inputs_of(lambda_r=lambda_r))
+
+
+def test_only_specvlm_refuses_negative_scores():
+    """Catches: a share of a sum with cancellations; `uv`, whose scores are differences, refused with it."""
+    scores = torch.tensor([0.5, -1e-9, 0.0, 0.1])
+    with pytest.raises(ValueError, match=r"^pruner specvlm: scores must be >= 0"):
+        get_pruner("specvlm")(inputs_of(scores=scores))
+    assert get_pruner("specvlm")(inputs_of(scores=torch.tensor([0.5, -0.0, 0.0, 0.1]))).shape == (2,)
+    for name in ("attention", "uv"):
+        assert get_pruner(name)(inputs_of(3, scores=scores)).tolist() == [0, 2, 3]
+
+
+@pytest.mark.parametrize(("name", "needs"), NEEDS.items())
+@pytest.mark.parametrize("num_keep", [0, 2])
+def test_missing_measurements_are_refused(name, needs, num_keep):
+    """Catches: a guided pruner that runs blind."""
+    missing = "features" if needs == {"features"} else "scores"
+    with pytest.raises(ValueError, match=f"^pruner {name}: needs {missing}"):
+        get_pruner(name)(inputs_of(num_keep, **{missing: None}))
+
+
+@pytest.mark.parametrize("name", pruner_names())
+def test_unneeded_measurements_change_nothing(name):
+    """Catches: an unguided pruner led by scores; one that takes the measurement of another."""
+    grid, pruner, given = TokenGrid(3, 2, 2, 1), get_pruner(name), measured(13)
+    needed = {} if name not in NEEDS else {"features" if "features" in NEEDS[name] else "scores"}
+    alone = PruneInputs(grid, 6, **{key: given[key] for key in needed})
+    assert torch.equal(pruner(PruneInputs(grid, 6, **given)), pruner(alone))
+
+
+@pytest.mark.parametrize("name", pruner_names())
+def test_measurements_carry_the_device(name):
+    """Catches: indices that land on another device than what was measured."""
+    grid, pruner = TokenGrid(5, 2, 2, 1), get_pruner(name)
+    given = {"scores": torch.rand(21), "features": torch.randn(21, 5)}
+    on_cpu = pruner(PruneInputs(grid, 11, **given))
+    assert on_cpu.device == torch.device("cpu")
     if torch.cuda.is_available():
-        assert torch.equal(pruner(grid, 6, scores=scores.cuda()).cpu(), pruner(grid, 6))
+        moved = {key: value.cuda() for key, value in given.items()}
+        on_gpu = pruner(PruneInputs(grid, 11, **moved))
+        assert on_gpu.is_cuda and torch.equal(on_gpu.cpu(), on_cpu)
+        assert pruner(PruneInputs(grid, 0, **moved)).is_cuda
+
+
+def test_measurements_on_two_devices_are_refused():
+    """Catches: an error from deep inside a pruner, or indices on a device of chance."""
+    with pytest.raises(ValueError, match=r"^pruner dycoke: scores are on meta, features on cpu"):
+        get_pruner("dycoke")(inputs_of(scores=torch.zeros(4, device="meta")))
+
+
+def test_inputs_are_frozen():
+    """Catches: a pruner that could change what the next one sees; a comparison of tensors that raises."""
+    inputs = inputs_of()
+    with pytest.raises(FrozenInstanceError):
+        inputs.num_keep = 3
+    assert inputs == inputs and inputs != inputs_of()
+
+
+# --- registry ---
+
+
+def test_every_configured_pruner_exists():
+    """Catches: a name that the configuration accepts and the engine cannot find; a need that nobody hears of."""
+    assert pruner_names() == PRUNERS
+    for name in PRUNERS:
+        assert get_pruner(name).name == name
+        assert get_pruner(name).needs == NEEDS.get(name, set())
 
 
 def test_a_guided_pruner_plugs_in(monkeypatch):
     """Catches: an interface that a Top-K pruner cannot join, and one that runs without the scores it needs."""
 
-    def top_k(grid, num_keep, scores, seed, device):
-        return scores.topk(num_keep).indices.sort().values
+    def top_k(inputs):
+        return inputs.scores.topk(inputs.num_keep).indices.sort().values
 
-    monkeypatch.setattr("vllm_vidspec.pruning.pruners._REGISTRY", dict(_REGISTRY))
-    register_pruner(FunctionPruner("attention", top_k, needs_scores=True))
-    pruner, grid = get_pruner("attention"), TokenGrid(1, 1, 5)
-    assert pruner.needs_scores
-    assert pruner(grid, 2, scores=torch.tensor([0.1, 5.0, -1.0, 0.2, 4.0])).tolist() == [1, 4]
-    assert pruner(grid, 0, scores=torch.zeros(5)).tolist() == []
-    with pytest.raises(ValueError, match="pruner attention needs scores"):
-        pruner(grid, 2)
+    monkeypatch.setattr("vllm_vidspec.pruning.base._REGISTRY", dict(_REGISTRY))
+    register_pruner(FunctionPruner("mine", top_k, needs=frozenset({"attention"})))
+    pruner, grid = get_pruner("mine"), TokenGrid(1, 1, 5)
+    assert pruner.needs == {"attention"}
+    assert pruner(PruneInputs(grid, 2, scores=torch.tensor([0.1, 5.0, -1.0, 0.2, 4.0]))).tolist() == [1, 4]
+    assert pruner(PruneInputs(grid, 0, scores=torch.zeros(5))).tolist() == []
+    with pytest.raises(ValueError, match="pruner mine: needs scores"):
+        pruner(PruneInputs(grid, 2))
 
 
-# --- registry ---
+@pytest.mark.parametrize("needs", [{"scores"}, {"attention", "uv"}, {"features", "colour"}])
+def test_impossible_needs_are_refused(needs):
+    """Catches: a misspelt need that nobody would measure; two kinds of scores for one field."""
+    with pytest.raises(ValueError, match="pruner 'mine' needs"):
+        register_pruner(FunctionPruner("mine", lambda inputs: None, needs=frozenset(needs)))
+    assert "mine" not in pruner_names()
 
 
 def test_unknown_name():
     """Catches: a bare KeyError for a typo."""
     with pytest.raises(VidSpecError) as caught:
         get_pruner("unifrom")
-    assert str(caught.value).startswith("unknown pruner 'unifrom' (did you mean 'uniform'?); known: none, uniform, ")
+    assert str(caught.value) == f"unknown pruner 'unifrom' (did you mean 'uniform'?); known: {', '.join(PRUNERS)}"
 
 
 def test_double_registration():

@@ -1,0 +1,173 @@
+"""What holds for every registered pruner, on random grids, budgets and measurements; and that the checks can fail."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_vidspec.pruning import PruneInputs, TokenGrid, get_pruner, pruner_names
+from vllm_vidspec.pruning.base import FunctionPruner
+
+CHOOSING = [name for name in pruner_names() if name != "none"]
+LED_BY_SCORES = ["attention", "uv", "specvlm"]
+
+grids = st.builds(
+    TokenGrid,
+    num_frames=st.integers(0, 9),
+    height=st.integers(0, 6),
+    width=st.integers(1, 6),
+    num_trailing=st.integers(0, 2),
+)
+quick = settings(max_examples=60, deadline=None)
+
+
+def measure(num_tokens, seed, kind="real", dtype=torch.float32):
+    """Return scores and features: "real" ones, "ties" (three values, zero vectors among them), or "zeros"."""
+    generator = torch.Generator().manual_seed(seed)
+    scores, features = torch.rand(num_tokens, generator=generator), torch.randn(num_tokens, 3, generator=generator)
+    if kind == "ties":
+        scores = torch.randint(0, 3, (num_tokens,), generator=generator).float()
+        features = torch.randint(0, 2, (num_tokens, 2), generator=generator).float()
+    elif kind == "zeros":
+        scores, features = torch.zeros_like(scores), torch.zeros_like(features)
+    return {"scores": scores, "features": features.to(dtype)}
+
+
+@st.composite
+def inputs(draw):
+    grid = draw(grids)
+    kind = draw(st.sampled_from(["real", "ties", "zeros"]))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    return PruneInputs(
+        grid,
+        draw(st.integers(0, grid.num_tokens)),
+        **measure(grid.num_tokens, draw(st.integers(0, 2**32)), kind, dtype),
+        lambda_r=draw(st.sampled_from([0.0, 0.4, 0.5, 1.0]) | st.floats(0, 1)),
+        seed=draw(st.integers(0, 2**32)),
+    )
+
+
+def check_choice(pruner, inputs):
+    """Assert what every choice of exactly `num_keep` tokens must be."""
+    before = [tensor.clone() for tensor in (inputs.scores, inputs.features)]
+    torch.manual_seed(inputs.seed)
+    kept = pruner(inputs)
+    assert kept.dtype == torch.int64 and kept.ndim == 1
+    assert len(kept) == inputs.num_keep, "not the budget"
+    assert (kept.diff() > 0).all(), "not ascending"
+    assert inputs.num_keep == 0 or (kept[0] >= 0 and kept[-1] < inputs.grid.num_tokens)
+    torch.manual_seed(inputs.seed + 1)  # the global generator must not matter
+    assert torch.equal(kept, pruner(inputs))
+    assert torch.equal(before[0], inputs.scores) and torch.equal(before[1], inputs.features)
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+@quick
+@given(inputs=inputs())
+def test_kept_indices_invariants(name, inputs):
+    """Catches: a wrong size, duplicates, disorder, indices outside the grid, an unseeded choice, changed inputs."""
+    check_choice(get_pruner(name), inputs)
+
+
+@pytest.mark.parametrize("name", pruner_names())
+@quick
+@given(inputs=inputs())
+def test_full_budget_keeps_everything_and_zero_nothing(name, inputs):
+    """Catches: a lost first, last or trailing token at prune_ratio 0; a token left at prune_ratio 1."""
+    everything = get_pruner(name)(replace(inputs, num_keep=inputs.grid.num_tokens))
+    assert everything.tolist() == list(range(inputs.grid.num_tokens))
+    empty = get_pruner(name)(replace(inputs, num_keep=0))
+    assert empty.dtype == torch.int64 and empty.shape == (0,)
+
+
+@pytest.mark.parametrize("name", pruner_names())
+@pytest.mark.parametrize("kind", ["real", "ties", "zeros"])
+@pytest.mark.parametrize(
+    "grid",
+    [
+        TokenGrid(0, 0, 0),
+        TokenGrid(1, 1, 0),
+        TokenGrid(1, 1, 1),
+        TokenGrid(1, 1, 1, 1),
+        TokenGrid(2, 1, 1),
+        TokenGrid(0, 0, 0, 1),
+        TokenGrid(0, 2, 2, 2),
+        TokenGrid(3, 0, 4, 2),
+        TokenGrid(1, 1, 7),
+        TokenGrid(1, 2, 3, 1),
+        TokenGrid(9, 1, 1, 3),
+        TokenGrid(5, 1, 2, 1),
+    ],
+    ids=str,
+)
+def test_odd_grids(name, kind, grid):
+    """Catches: a division by zero tokens, frames or intervals; a first, last or only frame treated as another."""
+    for num_keep in range(grid.num_tokens + 1):
+        inputs = PruneInputs(grid, num_keep, **measure(grid.num_tokens, 0, kind))
+        if name == "none":
+            assert get_pruner(name)(inputs).shape == (grid.num_tokens if num_keep else 0,)
+        else:
+            check_choice(get_pruner(name), inputs)
+
+
+@pytest.mark.parametrize("name", ["fastvid", "dycoke"])
+@pytest.mark.parametrize("grid", [TokenGrid(0, 2, 2, 7), TokenGrid(3, 0, 4, 7), TokenGrid(1, 1, 7), TokenGrid(1, 2, 3)])
+def test_without_a_second_frame_the_temporal_pruners_are_uniform(name, grid):
+    """Catches: an item without anything to compare cut to its first tokens."""
+    for num_keep in range(grid.num_tokens + 1):
+        inputs = PruneInputs(grid, num_keep, **measure(grid.num_tokens, 0))
+        assert torch.equal(get_pruner(name)(inputs), get_pruner("uniform")(inputs))
+
+
+# --- the check above can fail ---
+
+
+def example(num_keep=4):
+    return PruneInputs(TokenGrid(4, 2, 2, 1), num_keep, **measure(17, seed=5))
+
+
+@pytest.mark.parametrize("name", LED_BY_SCORES)
+def test_mutation_unsorted_indices(name):
+    """Mutation: the kept indices are left in score order. Seen to fail `check_choice` at its ascending line."""
+    pruner = get_pruner(name)
+
+    def unsorted(inputs):
+        kept = pruner(inputs)
+        return kept[inputs.scores[kept].argsort(descending=True)]
+
+    check_choice(pruner, example())
+    with pytest.raises(AssertionError, match="not ascending"):
+        check_choice(FunctionPruner(name, unsorted), example())
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+@pytest.mark.parametrize("wrong", [-1, 1])
+def test_mutation_off_by_one_budget(name, wrong):
+    """Mutation: one token more, or one less, than the budget. Seen to fail `check_choice` at its budget line."""
+    pruner = get_pruner(name)
+
+    def off_by_one(inputs):
+        return pruner(replace(inputs, num_keep=inputs.num_keep + wrong))
+
+    check_choice(pruner, example())
+    with pytest.raises(AssertionError, match="not the budget"):
+        check_choice(FunctionPruner(name, off_by_one), example())
+
+
+@pytest.mark.parametrize("wrong", ["repeated", "negative", "beyond", "unseeded"])
+def test_mutation_other_broken_choices(wrong):
+    """Mutations: a repeated, a negative, a too large index; the global generator. Each seen to fail `check_choice`."""
+
+    def broken(inputs):
+        kept = torch.arange(inputs.num_keep)
+        return {
+            "repeated": torch.cat((kept[:1], kept[:-1])),
+            "negative": kept - 1,
+            "beyond": kept + inputs.grid.num_tokens - inputs.num_keep + 1,
+            "unseeded": torch.randperm(inputs.grid.num_tokens)[: inputs.num_keep].sort().values,
+        }[wrong]
+
+    with pytest.raises(AssertionError):
+        check_choice(FunctionPruner("broken", broken), example())

@@ -1,0 +1,187 @@
+"""What a pruner is: its inputs, their checks and the registry; pure torch, touches no model and no vLLM."""
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.pruning.grid import TokenGrid
+
+# What can be measured for a pruner. The first two arrive as `scores`, hence exclude each other.
+SCORE_NEEDS = frozenset({"attention", "uv"})
+NEEDS = SCORE_NEEDS | {"features"}
+
+_FEATURE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class PruneInputs:
+    """One item to prune: its layout, its budget and what was measured of it. Checked when a pruner is called.
+
+    Args:
+        grid: Layout of the item.
+        num_keep: Exact number of tokens to keep, in [0, grid.num_tokens].
+        scores: float32 [grid.num_tokens], finite, higher = more important; None where there is no guidance.
+        features: float16, bfloat16 or float32 [grid.num_tokens, dim >= 1], finite: the vision tower's embeddings of
+            the item's tokens, on the device of `scores` where both are given. Strides are free.
+        lambda_r: Share of the total score that SpecVLM's stage I retains, in [0, 1].
+        seed: Seed of a random choice; the same seed, grid and budget give the same tokens on every device.
+    """
+
+    grid: TokenGrid
+    num_keep: int
+    scores: Tensor | None = None
+    features: Tensor | None = None
+    lambda_r: float = 0.4
+    seed: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the kept indices go: the device of the scores, else of the features, else the CPU."""
+        for measured in (self.scores, self.features):
+            if measured is not None:
+                return measured.device
+        return torch.device("cpu")
+
+
+class Pruner(Protocol):
+    """Chooses the visual tokens of one image or video that the draft sees."""
+
+    @property
+    def name(self) -> str:
+        """The name in the configuration."""
+        ...
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What must be measured for it, of `NEEDS`: "attention" or "uv" scores, "features"; empty for none."""
+        ...
+
+    def __call__(self, inputs: PruneInputs) -> Tensor:
+        """Return the kept tokens.
+
+        Args:
+            inputs: The item. `scores` and `features` that the pruner does not need may be given and change nothing.
+
+        Returns:
+            kept_indices: int64 [num_keep], ascending, unique, in [0, grid.num_tokens); on `inputs.device`.
+
+        Raises:
+            ValueError: The inputs do not fit the grid or each other, are not finite, or are needed and missing.
+        """
+        ...
+
+
+# inputs -> kept_indices on inputs.device; the inputs are already checked and num_keep >= 1.
+SelectFn = Callable[[PruneInputs], Tensor]
+
+
+@dataclass(frozen=True)
+class FunctionPruner:
+    """A `Pruner` made of a selection function: the checks and the empty budget are handled here.
+
+    Args:
+        name: The name in the configuration.
+        select: Returns the kept indices of checked inputs with a positive budget.
+        needs: See `Pruner.needs`.
+        refuses_negative: Whether negative scores are an error, because sums of them mean nothing to `select`.
+    """
+
+    name: str
+    select: SelectFn
+    needs: frozenset[str] = frozenset()
+    refuses_negative: bool = False
+
+    def __call__(self, inputs: PruneInputs) -> Tensor:
+        """Return the kept tokens; see `Pruner`."""
+        try:
+            check_inputs(inputs, self.needs, self.refuses_negative)
+        except ValueError as error:
+            raise ValueError(f"pruner {self.name}: {error}") from None
+        if inputs.num_keep == 0:
+            return torch.empty(0, dtype=torch.int64, device=inputs.device)
+        return self.select(inputs)
+
+
+def check_inputs(inputs: PruneInputs, needs: frozenset[str], refuses_negative: bool = False) -> None:
+    """Refuse inputs that a pruner with these needs cannot use; everything given is checked, needed or not.
+
+    Raises:
+        ValueError: See `Pruner`.
+    """
+    num_tokens, scores, features = inputs.grid.num_tokens, inputs.scores, inputs.features
+    if not 0 <= inputs.num_keep <= num_tokens:
+        raise ValueError(f"num_keep must be in [0, {num_tokens}], got {inputs.num_keep}")
+    if not 0.0 <= inputs.lambda_r <= 1.0:
+        raise ValueError(f"lambda_r must be in [0, 1], got {inputs.lambda_r}")
+    if scores is None and needs & SCORE_NEEDS:
+        raise ValueError(f"needs scores ({', '.join(sorted(needs & SCORE_NEEDS))}), got none")
+    if features is None and "features" in needs:
+        raise ValueError("needs features, got none")
+    if scores is not None and features is not None and scores.device != features.device:
+        raise ValueError(f"scores are on {scores.device}, features on {features.device}")
+    if scores is not None:
+        if scores.shape != (num_tokens,) or scores.dtype != torch.float32:
+            raise ValueError(f"scores must be float32 [{num_tokens}], got {scores.dtype} {list(scores.shape)}")
+        _check_range("scores", scores, refuses_negative)
+    if features is not None:
+        fits = features.ndim == 2 and features.shape[0] == num_tokens and features.shape[1] > 0
+        if not fits or features.dtype not in _FEATURE_DTYPES:
+            raise ValueError(
+                f"features must be float16, bfloat16 or float32 [{num_tokens}, dim], "
+                f"got {features.dtype} {list(features.shape)}"
+            )
+        _check_range("features", features)
+
+
+def _check_range(what: str, values: Tensor, refuses_negative: bool = False) -> None:
+    if values.numel() == 0:
+        return
+    # Two scalars that carry NaN, instead of a mask of the size of the values.
+    low, high = torch.stack(values.aminmax()).tolist()
+    if not (abs(low) < float("inf") and abs(high) < float("inf")):
+        raise ValueError(f"{what} must be finite, got NaN or inf")
+    if refuses_negative and low < 0:
+        raise ValueError(f"{what} must be >= 0, got {low}")
+
+
+_REGISTRY: dict[str, Pruner] = {}
+
+
+def register_pruner(pruner: Pruner) -> Pruner:
+    """Add a pruner under its name and return it.
+
+    Raises:
+        ValueError: The name is taken, or it needs what nobody measures, or two kinds of scores at once.
+    """
+    if pruner.name in _REGISTRY:
+        raise ValueError(f"pruner {pruner.name!r} is registered twice")
+    if not pruner.needs <= NEEDS or pruner.needs >= SCORE_NEEDS:
+        raise ValueError(
+            f"pruner {pruner.name!r} needs {sorted(pruner.needs)}; it may need features and one of "
+            f"{', '.join(sorted(SCORE_NEEDS))}"
+        )
+    _REGISTRY[pruner.name] = pruner
+    return pruner
+
+
+def pruner_names() -> tuple[str, ...]:
+    """Return the names that `get_pruner` knows, in order of registration."""
+    return tuple(_REGISTRY)
+
+
+def get_pruner(name: str) -> Pruner:
+    """Return the pruner of that name.
+
+    Raises:
+        VidSpecError: No such pruner; the line names the nearest one and all known ones.
+    """
+    if name not in _REGISTRY:
+        match = difflib.get_close_matches(name, _REGISTRY, n=1)
+        hint = f" (did you mean {match[0]!r}?)" if match else ""
+        raise VidSpecError(f"unknown pruner {name!r}{hint}; known: {', '.join(_REGISTRY)}")
+    return _REGISTRY[name]
