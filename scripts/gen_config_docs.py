@@ -65,7 +65,12 @@ def _default(value: Any) -> str:
 def _values(schema: dict[str, Any]) -> str:
     """Return the allowed values of one property of the JSON schema, in words."""
     options = [part for part in schema.get("anyOf", [schema]) if part.get("type") != "null"]
-    (part,) = options
+    return " or ".join(_option(part) for part in options)
+
+
+def _option(part: dict[str, Any]) -> str:
+    if part.get("type") == "array":
+        return f"list of {_option(part['items'])}"
     if "enum" in part:
         return ", ".join(f"`{value}`" for value in part["enum"])
     if "const" in part:

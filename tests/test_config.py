@@ -1,5 +1,7 @@
 """VidSpecConfig and parse_config: defaults, ranges, aliases, unknown keys, and one line for every error."""
 
+import json
+
 import pytest
 from pydantic import ValidationError
 
@@ -27,7 +29,12 @@ def test_defaults():
         "num_speculative_tokens": 5,
         "prune_ratio": 0.9,
         "image_prune_ratio": None,
-        "pruner": "uniform",
+        "pruner": "specvlm",
+        "lambda_r": 0.4,
+        "guidance_layers": "all",
+        "uv_layer": None,
+        "guidance_bytes": None,
+        "calibration": None,
         "prune_seed": 0,
         "draft": "chain",
         "scorer": "strict",
@@ -152,8 +159,11 @@ def test_pass_through():
 @pytest.mark.parametrize(
     ("changes", "video", "image"),
     [
-        ({}, 0.9, 0.9),
+        ({}, 0.9, 0.8),
         ({"prune_ratio": 0.5}, 0.5, 0.5),
+        ({"prune_ratio": 0.99}, 0.99, 0.8),
+        ({"prune_ratio": 1.0}, 1.0, 1.0),
+        ({"prune_ratio": 1.0, "image_prune_ratio": 0.5}, 1.0, 0.5),
         ({"image_prune_ratio": 0.0}, 0.9, 0.0),
         ({"image_prune_ratio": 1.0, "prune_ratio": 0.0}, 0.0, 1.0),
         ({"pruner": "none", "image_prune_ratio": 0.7}, 0.0, 0.0),
@@ -169,6 +179,46 @@ def test_summary():
     """Catches: a start-up line that breaks, or leaves out a value that is set, or shows one that is not."""
     summary = parse_config({**GOOD, "draft_kv_bytes": 4096})[0].summary()
     assert "\n" not in summary
-    for part in ("model=draft", "num_speculative_tokens=5", "prune_ratio=0.9", "pruner=uniform", "draft_kv_bytes=4096"):
+    for part in ("model=draft", "num_speculative_tokens=5", "prune_ratio=0.9", "pruner=specvlm", "draft_kv_bytes=4096"):
         assert part in summary.split()
     assert "None" not in summary and "draft_kv_fraction" not in summary
+
+
+def write_calibration(path, config) -> str:
+    path.write_text(json.dumps({"config": config, "measurements": []}))
+    return str(path)
+
+
+def test_calibration_replaces_defaults_only(tmp_path):
+    """Catches: a calibration that overrules what the user wrote, or that is read again in a worker without the file."""
+    path = write_calibration(tmp_path / "c.json", {"lambda_r": 0.7, "guidance_layers": [3, 1]})
+    config, _ = parse_config({**GOOD, "calibration": path})
+    assert (config.lambda_r, config.guidance_layers, config.calibration) == (0.7, (1, 3), path)
+    config, _ = parse_config({**GOOD, "calibration": path, "lambda_r": 0.2})
+    assert (config.lambda_r, config.guidance_layers) == (0.2, (1, 3))
+    (tmp_path / "c.json").unlink()
+    assert VidSpecConfig(**config.model_dump()) == config
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "No such file"),
+        ("not json", "not a file of `vidspec calibrate`"),
+        ('{"lambda_r": 0.5}', "not a file of `vidspec calibrate`"),
+        ('{"config": {"prune_ratio": 0.5}}', "'prune_ratio', which is not calibrated"),
+        ('{"config": {"lambda_r": 2}}', "lambda_r"),
+    ],
+)
+def test_a_wrong_calibration_is_refused(tmp_path, content, words):
+    """Catches: a file that is ignored, or that sets what no calibration measures."""
+    path = tmp_path / "c.json"
+    if content is not None:
+        path.write_text(content)
+    assert words in refused(calibration=str(path))
+
+
+@pytest.mark.parametrize("layers", [[], [-1], "some", [0.5]])
+def test_wrong_guidance_layers_are_refused(layers):
+    """Catches: an empty choice that would divide by zero layers, or a negative index that wraps around."""
+    assert "guidance_layers" in refused(guidance_layers=layers)

@@ -1,7 +1,9 @@
 """VidSpecConfig: every knob of `--speculative-config '{"method": "vidspec", ...}'`; needs pydantic only."""
 
 import difflib
-from typing import Any, Literal
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -10,8 +12,26 @@ from vllm_vidspec.errors import VidSpecError
 METHOD = "vidspec"
 SELF = "self"
 
-PRUNERS = ("none", "uniform", "random", "window:front", "window:middle", "window:end", "frame")
+PRUNERS = (
+    "none",
+    "specvlm",
+    "attention",
+    "uv",
+    "uniform",
+    "random",
+    "window:front",
+    "window:middle",
+    "window:end",
+    "frame",
+    "fastvid",
+    "dycoke",
+)
 _PRUNER_ALIASES = {"window": "window:middle"}
+
+IMAGE_PRUNE_RATIO = 0.8  # an image's tokens are fewer and less alike than a video's (SAGE's default)
+
+# What `vidspec calibrate` finds out for a pair.
+CALIBRATED_KEYS = frozenset({"lambda_r", "guidance_layers", "uv_layer"})
 
 # Keys of vLLM's own speculative config that pass through unchanged.
 PASS_THROUGH_KEYS = frozenset(
@@ -43,14 +63,48 @@ class VidSpecConfig(BaseModel):
         "1.0 is a text-only draft.",
     )
     image_prune_ratio: float | None = Field(
-        None, ge=0.0, le=1.0, description="The same for image tokens. Default: `prune_ratio`."
+        None,
+        ge=0.0,
+        le=1.0,
+        description=f"The same for image tokens. Default: {IMAGE_PRUNE_RATIO}, or `prune_ratio` where that is lower or "
+        "1. Every image and every video of a prompt has a budget of its own: its tokens times 1 - ratio, rounded down, "
+        "at least one token unless the ratio is 1.",
     )
     pruner: str = Field(
-        "uniform",
+        "specvlm",
         description="Which tokens stay: "
         + ", ".join(f"`{name}`" for name in PRUNERS)
-        + ". `none` keeps everything and "
-        "ignores the ratios; `window` is short for `window:middle`.",
+        + ". `specvlm` and `attention` follow the target's attention, `uv` its hidden states; the others look at "
+        "neither. `none` keeps everything and ignores the ratios; `window` is short for `window:middle`.",
+    )
+    lambda_r: float = Field(
+        0.4,
+        ge=0.0,
+        le=1.0,
+        description="`specvlm`: share of the attention whose tokens are kept outright; the rest of the budget is "
+        "spread evenly over the others.",
+    )
+    guidance_layers: Literal["all"] | tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        "all",
+        description="`specvlm`, `attention`: the target's layers whose attention is summed, counted from 0.",
+    )
+    uv_layer: int | None = Field(
+        None,
+        ge=1,
+        description="`uv`: the target's layer whose hidden states are compared with the embeddings (the paper's Lmax). "
+        "Default: 20, or seven tenths of the layers where that is less.",
+    )
+    guidance_bytes: int | None = Field(
+        None,
+        ge=1,
+        description="`uv`: most memory per rank for the hidden states of prompts that are being prefilled; it is taken "
+        "out of the KV memory. Default: a twentieth of that. A prompt that would exceed it is pruned uniformly.",
+    )
+    calibration: str | None = Field(
+        None,
+        description="A file that `vidspec calibrate` wrote: its values replace the defaults of "
+        + ", ".join(f"`{name}`" for name in sorted(CALIBRATED_KEYS))
+        + "; what is given beside it wins.",
     )
     prune_seed: int = Field(
         0, ge=0, description="Seed of the `random` pruner. One seed and one video size: one choice."
@@ -102,6 +156,15 @@ class VidSpecConfig(BaseModel):
             raise ValueError(f"unknown pruner {name!r}{_nearest(name, PRUNERS)}; known: {', '.join(PRUNERS)}")
         return name
 
+    @field_validator("guidance_layers", mode="after")
+    @classmethod
+    def _distinct_layers(cls, layers: str | tuple[int, ...]) -> str | tuple[int, ...]:
+        if isinstance(layers, str):
+            return layers
+        if not layers:
+            raise ValueError('guidance_layers names no layer; give at least one, or "all"')
+        return tuple(sorted(set(layers)))
+
     @model_validator(mode="after")
     def _one_pool_size(self) -> "VidSpecConfig":
         if self.draft_kv_bytes is not None and self.draft_kv_fraction is not None:
@@ -117,9 +180,11 @@ class VidSpecConfig(BaseModel):
         """Return the prune ratio of a modality ("video" or "image"); `pruner: none` keeps everything."""
         if self.pruner == "none":
             return 0.0
-        if modality == "image" and self.image_prune_ratio is not None:
+        if modality != "image":
+            return self.prune_ratio
+        if self.image_prune_ratio is not None:
             return self.image_prune_ratio
-        return self.prune_ratio
+        return 1.0 if self.prune_ratio == 1.0 else min(self.prune_ratio, IMAGE_PRUNE_RATIO)
 
     def summary(self) -> str:
         """Return the active configuration as one line for the start-up log."""
@@ -146,10 +211,30 @@ def parse_config(raw: dict[str, Any]) -> tuple[VidSpecConfig, dict[str, Any]]:
     if unknown:
         hints = "; ".join(f"{key!r}{_nearest(key, known)}" for key in unknown)
         raise VidSpecError(f"speculative config: unknown key {hints}")
+    if given.get("calibration") is not None:
+        given = _read_calibration(given["calibration"]) | given
     try:
         return VidSpecConfig(**given), passed
     except ValidationError as error:
         raise VidSpecError(f"speculative config: {_one_line(error)}") from None
+
+
+def _read_calibration(path: Any) -> dict[str, Any]:
+    """Return the knobs of a calibration file.
+
+    Raises:
+        VidSpecError: The file is missing, is no JSON object or holds other keys than `vidspec calibrate` writes.
+    """
+    try:
+        values = json.loads(Path(path).read_text())["config"]
+        unknown = sorted(set(values) - CALIBRATED_KEYS)
+    except OSError as error:
+        raise VidSpecError(f"speculative config: calibration: {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise VidSpecError(f"speculative config: calibration: {path} is not a file of `vidspec calibrate`") from None
+    if unknown:
+        raise VidSpecError(f"speculative config: calibration: {path} sets {unknown[0]!r}, which is not calibrated")
+    return values
 
 
 def _nearest(name: str, known: tuple[str, ...]) -> str:

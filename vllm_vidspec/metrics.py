@@ -14,6 +14,7 @@ import numpy as np
 from vllm_vidspec.errors import VidSpecError
 
 MAX_POSITIONS = 64  # the upper bound of `num_speculative_tokens`
+GUIDANCE_FALLBACKS = ("cached", "memory", "unobserved")
 SKIP_REASONS = ("pool_full", "too_long", "draft_error", "unsupported")
 
 # The order is the file's layout: append only, and raise _VERSION when it changes.
@@ -34,6 +35,10 @@ NAMES: tuple[str, ...] = (
     "target_kv_bytes_per_token",
     "draft_prefill_us",
     "draft_decode_us",
+    "guided_prompts",
+    "reused_guidance",
+    *(f"unguided_{reason}" for reason in GUIDANCE_FALLBACKS),
+    "guidance_us",
 )
 _SLOT = {name: slot for slot, name in enumerate(NAMES)}
 # Sizes and occupancy: they can fall, so a difference of two readings says nothing about them.
@@ -48,7 +53,7 @@ GAUGES = frozenset(
 )
 
 _MAGIC = int.from_bytes(b"vidspec\0", "little")
-_VERSION = 1
+_VERSION = 2
 _HEADER = 8  # int64 words: magic, version, number of slots, five spare
 _NUM_BYTES = 8 * (_HEADER + len(NAMES))
 
@@ -194,10 +199,17 @@ _COUNTERS = (
     ("vidspec:accepted_tokens", "accepted_tokens", "Draft tokens that stand."),
     ("vidspec:prompts", "prompts", "Prompts that the draft has prefilled."),
     ("vidspec:text_tokens", "text_tokens", "Text tokens of the prompts that the draft has prefilled."),
+    ("vidspec:guided_prompts", "guided_prompts", "Prompts pruned by the target's guidance."),
+    (
+        "vidspec:reused_guidance",
+        "reused_guidance",
+        "Guided prompts with scores of an earlier prompt's (cached prefix).",
+    ),
 )
 _SECONDS = (
     ("vidspec:draft_prefill_seconds", "draft_prefill_us", "Time spent on draft prefills."),
     ("vidspec:draft_decode_seconds", "draft_decode_us", "Time spent on proposing draft tokens."),
+    ("vidspec:guidance_seconds", "guidance_us", "Time spent on measuring guidance in the target's prefill."),
 )
 _GAUGES = (
     ("vidspec:draft_pool_bytes", "draft_pool_bytes", "Size of the draft's KV pool in bytes per rank."),
@@ -239,6 +251,12 @@ class _Collector:
         yield _labelled(
             CounterMetricFamily("vidspec:skipped_requests", "Requests run without speculation.", labels=["reason"]),
             {reason: values[f"skipped_{reason}"] for reason in SKIP_REASONS},
+        )
+        yield _labelled(
+            CounterMetricFamily(
+                "vidspec:unguided_prompts", "Prompts pruned uniformly for want of guidance.", labels=["reason"]
+            ),
+            {reason: values[f"unguided_{reason}"] for reason in GUIDANCE_FALLBACKS},
         )
         yield _labelled(
             CounterMetricFamily("vidspec:visual_tokens", "Image and video tokens of drafted prompts.", labels=["kind"]),

@@ -19,5 +19,6 @@ def register() -> None:
     compat.hook_engine_config(preflight.translate, preflight.finish)
     if preflight.version_problem() is None:
         compat.allow_sampling_parameters()
+        compat.keep_media_of_cached_prefixes()
         compat.repair_interpreter_kernels()
         compat.speed_up_interpreter_kernels()

@@ -65,14 +65,28 @@ def test_vllms_own_schedule_of_draft_lengths(reference):
     assert counted["accepted_at_pos_0"] > counted["accepted_at_pos_4"]
 
 
-def test_prefix_cache_hit_still_shows_the_draft_the_video(reference):
-    """The second time the target computes only the prompt's tail, and no encoder runs: the draft must see it all."""
-    requests = SCENARIOS["videos"](FAMILY)
-    with harness.engine(FAMILY, "target", pruner="none") as engine:
+@pytest.mark.parametrize("is_covered", [False, True], ids=["part-of-the-video", "the-whole-video"])
+def test_prefix_cache_hit_still_shows_the_draft_the_video(is_covered):
+    """The second time the target computes only the prompt's tail, and no encoder runs: the draft must see it all.
+
+    Where the hit covers the whole video vLLM would drop its pixels. Catches: a draft that goes blind, or an error, in
+    the second turn of a conversation.
+    """
+    question = "describe the video . what happens in this clip ? tell me about color and shape and move " * 2
+    requests = [
+        (pairs.video_prompt(FAMILY, shape_world.held_out(i).frames, question), {"temperature": 0.0}) for i in range(8)
+    ]
+    # Blocks of 128 tokens end before the video does, blocks of 32 after it.
+    overrides = {"block_size": 32 if is_covered else 128}
+    with harness.engine(FAMILY, overrides=overrides) as vanilla:
+        expected = vanilla.generate(requests)
+    with harness.engine(FAMILY, "target", overrides=overrides, pruner="none") as engine:
         engine.generate(requests)
         outputs, counted = engine.measured(requests)
+    video_end = 3 + 256
+    assert all((output.num_cached_tokens >= video_end) == is_covered for output in outputs)
     assert all(output.num_cached_tokens for output in outputs)
-    assert harness.token_ids(outputs) == harness.token_ids(reference(FAMILY, "videos"))
+    assert harness.token_ids(outputs) == harness.token_ids(expected)
     assert counted["visual_tokens_kept"] == 8 * 256
     assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
 
@@ -192,7 +206,7 @@ def test_abort_frees_the_pool():
         for _ in range(12):
             core.step()
         held = engine.speculator.drafter.pool.num_used_blocks
-        core.abort_request(list(core.output_processor.request_states))
+        core.abort_request(list(core.output_processor.request_states), internal=True)
         while core.has_unfinished_requests():
             core.step()
         assert held >= 4

@@ -16,7 +16,7 @@ from types import TracebackType
 
 from vllm_vidspec.bench.pairs import engine_env
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.metrics import MAX_POSITIONS, NAMES, SKIP_REASONS
+from vllm_vidspec.metrics import GUIDANCE_FALLBACKS, MAX_POSITIONS, NAMES, SKIP_REASONS
 
 _OURS = re.compile(r"vidspec: (.+)")
 _PYTHON_ERROR = re.compile(r"(?:^|\s)((?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt)\b: .+)")
@@ -147,14 +147,25 @@ def from_prometheus(text: str) -> dict[str, int]:
     sample = re.compile(r'^vidspec:(\w+?)(?:\{(\w+)="(\w+)"\})? (\S+)$', re.MULTILINE)
     found = {(name, value): float(number) for name, _, value, number in sample.findall(text)}
     values = dict.fromkeys(NAMES, 0)
-    for name in ("drafts", "draft_tokens", "accepted_tokens", "prompts", "text_tokens"):
+    totals = (
+        "drafts",
+        "draft_tokens",
+        "accepted_tokens",
+        "prompts",
+        "text_tokens",
+        "guided_prompts",
+        "reused_guidance",
+    )
+    for name in totals:
         values[name] = int(found.get((f"{name}_total", ""), 0))
     for name in ("draft_pool_bytes", "draft_kv_bytes_per_token", "target_kv_bytes_per_token"):
         values[name] = int(found.get((name, ""), 0))
-    for name in ("draft_prefill", "draft_decode"):
+    for name in ("draft_prefill", "draft_decode", "guidance"):
         values[f"{name}_us"] = round(1e6 * found.get((f"{name}_seconds_total", ""), 0))
     for reason in SKIP_REASONS:
         values[f"skipped_{reason}"] = int(found.get(("skipped_requests_total", reason), 0))
+    for reason in GUIDANCE_FALLBACKS:
+        values[f"unguided_{reason}"] = int(found.get(("unguided_prompts_total", reason), 0))
     for kind in ("full", "kept"):
         values[f"visual_tokens_{kind}"] = int(found.get(("visual_tokens_total", kind), 0))
     for state in ("used", "total"):

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from vllm_vidspec.config import METHOD
 from vllm_vidspec.errors import VidSpecError
 
 _MARK = "_vidspec_original"
@@ -126,6 +127,78 @@ def cpu_model_runner(runner_cls: Callable[[type], type]) -> Iterator[None]:
         yield
     finally:
         module.CPUModelRunner = original  # type: ignore[misc]
+
+
+def keep_media_of_cached_prefixes() -> None:
+    """Hand workers the pixels of images and videos that the prefix cache covers, in engines that use our method.
+
+    Why: the target needs no encoder run for them, so the scheduler strips their data; the draft has a cache of its own,
+    which knows nothing of the target's, and needs to see them: the second turn of every conversation about a video.
+    """
+    from vllm.v1.core.sched import output
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    strip, init = output.strip_covered_mm_data, Scheduler.__init__
+    if hasattr(strip, _MARK):
+        return
+    expect_parameters(strip, "mm_features", "num_computed_tokens", "uses_mrope")
+    expect_parameters(init, "self", "vllm_config")
+    ours = False  # whether this process's engine, of which there is one at a time, uses our method
+
+    @functools.wraps(init)
+    def init_scheduler(self, vllm_config, *args, **kwargs):
+        nonlocal ours
+        ours = METHOD in (vllm_config.additional_config or {})
+        init(self, vllm_config, *args, **kwargs)
+
+    def strip_unless_ours(mm_features, num_computed_tokens, uses_mrope=False):
+        return mm_features if ours else strip(mm_features, num_computed_tokens, uses_mrope=uses_mrope)
+
+    _patch(Scheduler, "__init__", init_scheduler)
+    _patch(output, "strip_covered_mm_data", strip_unless_ours)
+
+
+def observe_attention(layer: Any, observer: Callable) -> None:
+    """Call `observer(layer, query, kv_cache, attn_metadata)` after each forward of a target's attention layer.
+
+    Why: fused attention keeps its weights to itself; q and the paged keys meet here and nowhere else. The wrapper sits
+    on one layer's implementation object, so the draft's layers and every other engine of the process stay untouched; it
+    runs inside vLLM's opaque attention operator, hence under torch.compile and piecewise graphs too.
+
+    Args:
+        layer: vLLM's `Attention`.
+        observer: Reads only.
+    """
+    original = layer.impl.forward
+    expect_parameters(original, "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
+
+    @functools.wraps(original)
+    def forward(attn_layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs):
+        result = original(attn_layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
+        observer(attn_layer, query, kv_cache, attn_metadata)
+        return result
+
+    layer.impl.forward = forward
+
+
+def expose_hidden_states(target: Any, layers: tuple[int, ...]) -> None:
+    """Make a target return the hidden states that enter these layers beside its output, as it does for EAGLE-3.
+
+    Why: vLLM offers this to its own methods only, by their names. LLaVA-OneVision passes its language model's result
+    through, but does not declare so; the decoder inside does.
+
+    Args:
+        target: The loaded model.
+        layers: 0 is the embeddings, i what layer i - 1 puts out.
+
+    Raises:
+        VidSpecError: Its decoder cannot.
+    """
+    language_model = target.get_language_model() if hasattr(target, "get_language_model") else target
+    decoder = getattr(language_model, "model", language_model)
+    if not hasattr(decoder, "_set_aux_hidden_state_layers"):
+        raise VidSpecError(f"{type(target).__name__} returns no hidden states in vLLM: use another pruner than uv")
+    decoder._set_aux_hidden_state_layers(layers)
 
 
 def repair_interpreter_kernels() -> None:

@@ -203,7 +203,11 @@ class DraftModel:
             cudagraph_runtime_mode=CUDAGraphMode.NONE,
             batch_descriptor=BatchDescriptor(num_tokens=num_tokens),
         ):
-            return self.model(input_ids=None, positions=buffer if self.uses_mrope else buffer[0], inputs_embeds=embeds)
+            output = self.model(
+                input_ids=None, positions=buffer if self.uses_mrope else buffer[0], inputs_embeds=embeds
+            )
+        # A target that drafts for itself and whose hidden states guide the pruning returns those too.
+        return output[0] if isinstance(output, tuple) else output
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return `[n, vocab_size]` logits of `[n, hidden_size]` hidden states."""

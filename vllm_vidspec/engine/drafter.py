@@ -22,6 +22,7 @@ from vllm_vidspec.engine.draft_model import DraftModel
 from vllm_vidspec.engine.kv_pool import NULL_BLOCK, DraftKVPool
 from vllm_vidspec.engine.prompt import PrunedPrompt, UnsupportedPrompt, prune_prompt
 from vllm_vidspec.families import adapter_for
+from vllm_vidspec.pruning import get_pruner
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,14 @@ class PrefillMessage:
         row: Persistent row (`req_state_idx`).
         token_ids: Prompt, and after a preemption the output so far.
         features: vLLM's multimodal features in prompt order.
+        scores: The target's guidance, one float32 `[m]` CPU tensor per feature; None where there is none.
     """
 
     req_id: str
     row: int
     token_ids: list[int]
     features: list[Any]
+    scores: list[torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ class Drafter:
         self.max_model_len = max_model_len
         self._sample = sample
         self._adapter = adapter_for(model.hf_config)
+        self._prunes_by_looks = "features" in get_pruner(config.pruner).needs
         device = model.device
         max_slots = max_slots_per_request(max_model_len, config.num_speculative_tokens)
         self.pool = DraftKVPool(num_blocks, model.block_size, max_num_reqs, max_slots, device)
@@ -99,6 +103,8 @@ class Drafter:
         self._num_fed = StagedWriteTensor(max_num_reqs, dtype=torch.int32, device=device)
         self._tables = (self._num_dropped, self._pos_delta, self._num_fed)
         self._num_dropped_np = np.zeros(max_num_reqs, dtype=np.int64)
+        # What was chosen and why, for tools that look at pruning; None while nobody looks.
+        self.watched: list[dict[str, Any]] | None = None
         self._buffers = _StepBuffers(max_num_reqs, model.num_axes, device)
 
     # ---- prefill ---------------------------------------------------------------------------------------------------
@@ -112,22 +118,29 @@ class Drafter:
         start = time.perf_counter()
         for table in self._tables:
             table.clear_staged_writes()  # of a prefill that failed half-way
-        admitted: list[tuple[PrefillMessage, PrunedPrompt]] = []
-        accepted = []
+        rows, prompts, embeds, accepted = [], [], [], []
         for message in messages:
-            prompt = self._admit(message)
+            encoded = self._encode_all(message) if self._prunes_by_looks else None
+            prompt = self._admit(message, encoded)
             accepted.append(prompt is not None)
             if prompt is not None:
-                admitted.append((message, prompt))
-        if admitted:
-            embeds = [self._embed(message, prompt) for message, prompt in admitted]
-            self._run_chunks([message.row for message, _ in admitted], [prompt for _, prompt in admitted], embeds)
+                rows.append(message.row)
+                prompts.append(prompt)
+                embeds.append(self._embed(message, prompt, encoded))
+        if prompts:
+            self._run_chunks(rows, prompts, embeds)
             for table in self._tables:
                 table.apply_write()
         self.counters.add("draft_prefill_us", int(1e6 * (time.perf_counter() - start)))
         return accepted
 
-    def _admit(self, message: PrefillMessage) -> PrunedPrompt | None:
+    def _encode_all(self, message: PrefillMessage) -> list[torch.Tensor] | None:
+        """Return every item's vision embeddings `[m_i, hidden_size]`, for a pruner that compares them."""
+        if not message.features or any(feature.data is None for feature in message.features):
+            return None
+        return self.model.encode(message.features)
+
+    def _admit(self, message: PrefillMessage, encoded: list[torch.Tensor] | None) -> PrunedPrompt | None:
         """Prune a prompt and reserve its blocks, or count why not."""
         try:
             prompt = prune_prompt(
@@ -137,10 +150,22 @@ class Drafter:
                 self._adapter,
                 self.model.hf_config,
                 self.model.full_positions,
+                message.scores,
+                encoded,
             )
         except UnsupportedPrompt as reason:
             self.counters.skip("unsupported", message.req_id, str(reason))
             return None
+        if self.watched is not None:
+            self.watched.append(
+                {
+                    "req_id": message.req_id,
+                    "grids": prompt.grids,
+                    "kept_indices": prompt.kept_indices,
+                    "scores": message.scores,
+                    "embeddings": None if encoded is None else [item.float().cpu() for item in encoded],
+                }
+            )
         limit = self.config.max_draft_len
         if limit is not None and prompt.num_kept > limit:
             detail = f"its pruned prompt has {prompt.num_kept} tokens, max_draft_len is {limit}"
@@ -164,12 +189,15 @@ class Drafter:
         self.counters.set("draft_pool_blocks_used", self.pool.num_used_blocks)
         return prompt
 
-    def _embed(self, message: PrefillMessage, prompt: PrunedPrompt) -> torch.Tensor:
+    def _embed(self, message: PrefillMessage, prompt: PrunedPrompt, encoded: list[torch.Tensor] | None) -> torch.Tensor:
         """Return the kept tokens' embeddings `[num_kept, hidden_size]`; an item that keeps nothing is not encoded."""
         device = self.model.device
-        shown = [(f, kept) for f, kept in zip(message.features, prompt.kept_indices, strict=True) if len(kept)]
-        encoded = self.model.encode([feature for feature, _ in shown]) if shown else []
-        media = [full[kept.to(full.device)] for full, (_, kept) in zip(encoded, shown, strict=True)]
+        kept_indices = prompt.kept_indices
+        if encoded is None:
+            shown = [i for i, kept in enumerate(kept_indices) if len(kept)]
+            encoded = self.model.encode([message.features[i] for i in shown]) if shown else []
+            kept_indices = tuple(kept_indices[i] for i in shown)
+        media = [full[kept.to(full.device)] for full, kept in zip(encoded, kept_indices, strict=True) if len(kept)]
         return self.model.embed(prompt.token_ids.to(device), media, prompt.is_media.to(device))
 
     def _run_chunks(self, rows: list[int], prompts: list[PrunedPrompt], embeds: list[torch.Tensor]) -> None:

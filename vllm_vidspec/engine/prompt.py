@@ -9,7 +9,7 @@ import torch
 
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.families import FamilyAdapter
-from vllm_vidspec.pruning import budget, get_pruner
+from vllm_vidspec.pruning import SCORE_NEEDS, PruneInputs, TokenGrid, budget, get_pruner
 
 
 class UnsupportedPrompt(Exception):
@@ -25,6 +25,7 @@ class PrunedPrompt:
         positions: `[num_axes, num_kept]` int64 rope positions.
         is_media: `[num_kept]` bool, True where an embedding of a vision tower goes.
         kept_indices: One `[k]` int64 tensor per media item: which of its embeddings stay.
+        grids: The items' layouts.
         pos_delta: Rope position minus logical position of the tokens after the prompt.
         num_dropped: Tokens of the prompt that the draft does not hold.
         num_visual: Visual tokens of the full prompt.
@@ -34,6 +35,7 @@ class PrunedPrompt:
     positions: torch.Tensor
     is_media: torch.Tensor
     kept_indices: tuple[torch.Tensor, ...]
+    grids: tuple[TokenGrid, ...]
     pos_delta: int
     num_dropped: int
     num_visual: int
@@ -51,6 +53,8 @@ def prune_prompt(
     adapter: FamilyAdapter,
     hf_config: Any,
     full_positions: Callable[[list[int], list[Any]], tuple[torch.Tensor, int]],
+    scores: list[torch.Tensor] | None = None,
+    embeddings: list[torch.Tensor] | None = None,
 ) -> PrunedPrompt:
     """Choose what the draft sees of a prompt. Every image or video has a budget of its own.
 
@@ -61,6 +65,8 @@ def prune_prompt(
         adapter: The family's geometry.
         hf_config: The draft's Hugging Face configuration.
         full_positions: `(token_ids, features) -> ([num_axes, num_tokens] int64, delta)` of the full prompt.
+        scores: The target's guidance, one float32 `[m]` CPU tensor per item. None for a pruner that wants it: uniform.
+        embeddings: The draft's vision embeddings `[m, hidden_size]` per item, for the pruners that compare them.
 
     Raises:
         UnsupportedPrompt: A feature's data is gone or is no image or video; nothing would be left.
@@ -68,13 +74,21 @@ def prune_prompt(
     num_tokens = len(token_ids)
     keep = torch.ones(num_tokens, dtype=torch.bool)
     is_media = torch.zeros(num_tokens, dtype=torch.bool)
-    pruner = get_pruner(config.pruner)
-    kept_indices = []
-    for feature in features:
-        where = _embedding_indices(feature)  # [m]
+    kept_indices, grids = [], []
+    for i, feature in enumerate(features):
+        where = embedding_indices(feature)  # [m]
         grid = adapter.item_grid(feature.modality, _plain(feature.data), len(where), hf_config)
         num_keep = budget(len(where), config.ratio_for(feature.modality))
-        kept = pruner(grid, num_keep, seed=config.prune_seed)
+        inputs = PruneInputs(
+            grid,
+            num_keep,
+            scores=None if scores is None else scores[i],
+            features=None if embeddings is None else embeddings[i],
+            lambda_r=config.lambda_r,
+            seed=config.prune_seed,
+        )
+        kept = _choose(config.pruner, inputs).cpu()
+        grids.append(grid)
         is_media[where] = True
         keep[where] = False
         keep[where[kept]] = True
@@ -93,17 +107,27 @@ def prune_prompt(
         positions=positions.to(torch.int64),
         is_media=is_media[keep],
         kept_indices=tuple(kept_indices),
+        grids=tuple(grids),
         pos_delta=int(delta),
         num_dropped=num_tokens - num_kept,
         num_visual=int(is_media.sum()),
     )
 
 
-def _embedding_indices(feature: Any) -> torch.Tensor:
+def _choose(name: str, inputs: PruneInputs) -> torch.Tensor:
+    """Return the kept indices `[num_keep]`; a pruner that chooses nothing, or lacks its guidance, keeps uniformly."""
+    pruner = get_pruner(name)
+    is_choice = 0 < inputs.num_keep < inputs.grid.num_tokens
+    if not is_choice or (pruner.needs & SCORE_NEEDS and inputs.scores is None):
+        pruner = get_pruner("uniform")
+    return pruner(inputs)
+
+
+def embedding_indices(feature: Any) -> torch.Tensor:
     """Return the prompt indices `[m]` that the item's embeddings fill; separators inside its range are text."""
     if feature.modality not in ("image", "video"):
         raise UnsupportedPrompt(f"it has an input of modality {feature.modality!r}")
-    if feature.data is None:
+    if feature.data is None or not any("pixel_values" in key or "embeds" in key for key in feature.data):
         raise UnsupportedPrompt("the engine no longer holds its visual input")
     place = feature.mm_position
     if place.is_embed is None:

@@ -1,14 +1,19 @@
 """Model Runner V2 with our speculator and scorer in the places of vLLM's own."""
 
 import functools
+from typing import Any
 
 import torch
 from vllm.utils.mem_utils import DeviceMemoryProfiler
 
-from vllm_vidspec.config import METHOD, VidSpecConfig
+from vllm_vidspec.config import METHOD, VidSpecConfig, parse_config
 from vllm_vidspec.engine.counters import Counters
+from vllm_vidspec.engine.guidance import AttentionGuidance, Guidance, HiddenStateGuidance, make_guidance
 from vllm_vidspec.engine.scorer import CoupledVerifier
 from vllm_vidspec.engine.speculator import VidSpecSpeculator
+from vllm_vidspec.errors import VidSpecError
+
+_TUNABLE = {"lambda_r", "guidance_layers", "prune_ratio", "image_prune_ratio"}
 
 
 @functools.cache
@@ -16,11 +21,12 @@ def vidspec_runner(base: type) -> type:
     """Return our subclass of a vLLM model runner class (GPU or CPU)."""
 
     class VidSpecModelRunner(base):
-        """Adds four things to vLLM's runner: the draft, its KV pool, our scorer and our counters."""
+        """Adds to vLLM's runner: the draft and its KV pool, what guides its pruning, our scorer and our counters."""
 
         def __init__(self, vllm_config, device: torch.device):
             super().__init__(vllm_config, device)  # builds vLLM's own speculator; it owns buffers only
             self.vidspec_config = VidSpecConfig(**vllm_config.additional_config[METHOD])
+            self.guidance: Guidance | None = None
             self.counters = Counters(vllm_config, device, self.max_num_reqs, self.num_speculative_steps)
             self.speculator = VidSpecSpeculator(vllm_config, self.vidspec_config, device, self.counters)
 
@@ -29,6 +35,10 @@ def vidspec_runner(base: type) -> type:
             with DeviceMemoryProfiler() as profiler:
                 self.speculator.load(self.model, self.req_states, self.sampler)
             self.model_memory_usage += profiler.consumed_memory
+            # After the draft: one that shares the target's weights must not share its listeners.
+            self.guidance = make_guidance(self.vidspec_config, self.model, self.vllm_config, self.counters)
+            self.use_aux_hidden_state_outputs = isinstance(self.guidance, HiddenStateGuidance)
+            self.speculator.guidance = self.guidance
             self.rejection_sampler = CoupledVerifier(
                 self.sampler, self.speculative_config, self.device, self.vidspec_config.scorer, self.counters
             )
@@ -36,12 +46,20 @@ def vidspec_runner(base: type) -> type:
         def initialize_kv_cache(self, kv_cache_config, is_profiling: bool = False, **kwargs) -> None:
             super().initialize_kv_cache(kv_cache_config, is_profiling=is_profiling, **kwargs)
             if not is_profiling:
+                if self.guidance is not None:
+                    self.guidance.check_cache()
                 self.speculator.init_kv()
 
         def add_requests(self, scheduler_output) -> None:
             super().add_requests(scheduler_output)
             for request in scheduler_output.scheduled_new_reqs:
                 self.speculator.arrive(request.req_id, request.prefill_token_ids, request.mm_features)
+
+        def prepare_inputs(self, *args, **kwargs):
+            batch = super().prepare_inputs(*args, **kwargs)
+            if self.guidance is not None:
+                self.guidance.before_forward(batch)
+            return batch
 
         def _remove_request(self, req_id: str) -> bool:
             # Finished, aborted and preempted requests all pass here, as does one that is about to be re-added.
@@ -50,12 +68,25 @@ def vidspec_runner(base: type) -> type:
 
         def execute_model(self, scheduler_output, *args, **kwargs):
             self.counters.flush()
-            return super().execute_model(scheduler_output, *args, **kwargs)
+            output = super().execute_model(scheduler_output, *args, **kwargs)
+            if self.guidance is not None:
+                state = self.execute_model_state
+                self.guidance.after_forward(state.aux_hidden_states if state is not None else None)
+            return output
 
         def sample_tokens(self, grammar_output):
             output = super().sample_tokens(grammar_output)
             self.counters.flush()
             return output
+
+        def retune(self, knobs: dict[str, Any]) -> None:
+            """Change knobs of the pruning between requests; see `worker.vidspec_retune`."""
+            if fixed := sorted(set(knobs) - _TUNABLE):
+                raise VidSpecError(f"{fixed[0]} cannot change while the engine runs")
+            config, _ = parse_config(self.vidspec_config.model_dump(exclude={"calibration"}) | knobs)
+            if isinstance(self.guidance, AttentionGuidance):
+                self.guidance.select(config.guidance_layers, self.guidance.num_layers)
+            self.vidspec_config = self.speculator.config = self.speculator.drafter.config = config
 
         def take_draft_token_ids(self):
             """Offer nothing for requests that run without speculation, so that no verify rows are wasted on them."""

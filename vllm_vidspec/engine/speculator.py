@@ -13,6 +13,7 @@ from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.counters import Counters
 from vllm_vidspec.engine.draft_model import DraftModel, kv_bytes_per_token
 from vllm_vidspec.engine.drafter import Drafter, DraftMessage, PrefillMessage, max_slots_per_request
+from vllm_vidspec.engine.guidance import Guidance
 from vllm_vidspec.engine.noise import CoupledSampler
 from vllm_vidspec.errors import VidSpecError
 
@@ -40,6 +41,7 @@ class VidSpecSpeculator(BaseSpeculator):
         self.max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.max_model_len = vllm_config.model_config.max_model_len
         self.draft_model = DraftModel(vllm_config, device, config.is_self_draft)
+        self.guidance: Guidance | None = None  # the runner's, once the target is loaded
         self._drafter: Drafter | None = None  # until the KV pool exists
         # Prompts by request id, until the draft has seen them.
         self._arrivals: dict[str, tuple[list[int], list[Any]]] = {}
@@ -135,6 +137,8 @@ class VidSpecSpeculator(BaseSpeculator):
             features: vLLM's multimodal features in prompt order.
         """
         self._arrivals[req_id] = (token_ids, features)
+        if self.guidance is not None:
+            self.guidance.arrive(req_id, token_ids, features)
 
     def drafted_for(self) -> set[str]:
         """Return the requests whose draft tokens of the last step are real."""
@@ -144,6 +148,8 @@ class VidSpecSpeculator(BaseSpeculator):
     def release(self, req_id: str) -> None:
         """Free what a request holds; called before the runner frees its row."""
         self._arrivals.pop(req_id, None)
+        if self.guidance is not None:
+            self.guidance.release(req_id)
         row = self._req_states.req_id_to_index.get(req_id)
         if row is not None:
             self._forget(row, _UNSEEN)
@@ -227,10 +233,11 @@ class VidSpecSpeculator(BaseSpeculator):
         for i in batch_indices:
             row, req_id = int(input_batch.idx_mapping_np[i]), input_batch.req_ids[i]
             token_ids, features = self._arrivals.pop(req_id)
+            scores = None if self.guidance is None else self.guidance.take(req_id)
             if len(token_ids) + 1 >= states.max_seq_len[row]:
                 self._state[row] = _SKIPPED  # the token just sampled is its last
                 continue
-            messages.append(PrefillMessage(req_id, row, token_ids, features))
+            messages.append(PrefillMessage(req_id, row, token_ids, features, scores))
         if messages:
             accepted = self.drafter.prefill(messages)
             rows = [message.row for message in messages]

@@ -1,5 +1,7 @@
 """vLLM workers that build our model runner and reserve the draft's KV pool before the target's cache is sized."""
 
+from typing import Any
+
 from vllm.logger import init_logger
 from vllm.utils.mem_utils import format_gib
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -22,7 +24,10 @@ class _VidSpecWorker:
             VidSpecError: The pool would leave the target nothing.
         """
         available = super().determine_available_memory()  # type: ignore[misc]
-        pool = self.model_runner.speculator.plan_pool(available)  # type: ignore[attr-defined]
+        runner = self.model_runner  # type: ignore[attr-defined]
+        if runner.guidance is not None:
+            available -= runner.guidance.reserve(available)
+        pool = runner.speculator.plan_pool(available)
         if pool >= available:
             raise VidSpecError(
                 f"the draft's KV pool ({pool} bytes) leaves nothing of the {available} bytes of KV memory"
@@ -31,6 +36,24 @@ class _VidSpecWorker:
             "vidspec: draft KV pool %s GiB, target KV cache %s GiB", format_gib(pool), format_gib(available - pool)
         )
         return available - pool
+
+    def vidspec_watch(self, on: bool) -> list[dict[str, Any]]:
+        """Return what was pruned since watching began, and go on watching or not; for tools, over `collective_rpc`.
+
+        Returns:
+            Per prompt `req_id`, and per item `grids`, `kept_indices`, `scores`, `embeddings` (None if not measured).
+        """
+        drafter = self.model_runner.speculator.drafter  # type: ignore[attr-defined]
+        watched, drafter.watched = drafter.watched or [], [] if on else None
+        return watched
+
+    def vidspec_retune(self, knobs: dict[str, Any]) -> None:
+        """Change knobs of the pruning between requests; for `vidspec calibrate`, over `collective_rpc`.
+
+        Raises:
+            VidSpecError: A knob that cannot change at run time, or a wrong value.
+        """
+        self.model_runner.retune(knobs)  # type: ignore[attr-defined]
 
 
 class VidSpecGPUWorker(_VidSpecWorker, Worker):

@@ -1,0 +1,281 @@
+"""Guidance against a float64 reference in every scheduling situation, and what happens where it cannot be had."""
+
+import contextlib
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine import guidance_reference, harness
+from tests.engine.conftest import SCENARIOS
+from tests.engine.test_identity import assert_same_answers
+from vllm_vidspec.bench import pairs, shape_world
+from vllm_vidspec.engine.guidance import AttentionGuidance
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.pruning import PruneInputs, get_pruner
+
+FAMILIES = ("qwen2.5-vl", "llava-onevision")
+TOLERANCE = 1e-4  # relative, of every single token
+LONG_QUESTION = "describe the video please , what happens in this clip ? tell me about color and shape and move"
+# vLLM's encoder budget must hold one Qwen video, so its three prompts of 266 to 550 tokens make a border each.
+CHUNK_SIZES = {"qwen2.5-vl": 260, "llava-onevision": 64}
+
+
+@contextlib.contextmanager
+def watched(engine: harness.Engine):
+    """Yield a list that holds, afterwards, what was pruned in the meantime."""
+    records: list[dict] = []
+    engine.llm.collective_rpc("vidspec_watch", args=(True,))
+    yield records
+    records += engine.llm.collective_rpc("vidspec_watch", args=(False,))[0]
+
+
+def frames(count: int) -> list[np.ndarray]:
+    """Return held-out videos."""
+    return [shape_world.held_out(i).frames for i in range(count)]
+
+
+def check_scores(family: str, outputs: list, videos: list[list[np.ndarray]], records: list[dict], layer: int | None):
+    """Every prompt's scores equal the reference; `layer` None: attention, else UV at that layer."""
+    by_req = {record["req_id"].split("-")[0]: record for record in records}
+    assert len(by_req) == len(outputs)
+    for output, shown in zip(outputs, videos, strict=True):
+        record = by_req[output.request_id.split("-")[0]]
+        reference, is_visual, states = guidance_reference.run(family, list(output.prompt_token_ids), shown)
+        if layer is None:
+            expected = guidance_reference.attention_scores(reference, is_visual)
+            error = guidance_reference.relative_error(torch.cat(record["scores"]), expected)
+        else:
+            expected = guidance_reference.uv_scores(states, is_visual, layer)
+            # A difference of two sums: relative to the sums' own size, not to what is left of them.
+            error = float((torch.cat(record["scores"]) - expected).abs().max() / expected.abs().mean())
+        assert error <= TOLERANCE, error
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("situation", ["one-chunk", "many-chunks"])
+@pytest.mark.parametrize("pruner,layer", [("specvlm", None), ("uv", 3)], ids=["attention", "uv"])
+def test_scores_equal_the_reference(family, situation, pruner, layer):
+    """Several prompts at once: one video, two videos, a question longer than a chunk leaves room for.
+
+    Catches: queries of another request or of the system prompt, keys of another block, a softmax over the video only, a
+    chunk forgotten or counted twice, heads averaged before the softmax.
+    """
+    one, two, three = frames(3)
+    shown = [[one], [two, three], [two]]
+    requests = [
+        (pairs.video_prompt(family, one), {}),
+        (pairs.media_prompt(family, "describe the video", videos=[two, three]), {}),
+        (pairs.video_prompt(family, two, LONG_QUESTION), {}),
+    ]
+    requests = [(prompt, {"max_tokens": 3}) for prompt, _ in requests]
+    overrides = {"enable_prefix_caching": False}
+    if situation == "many-chunks":
+        overrides["max_num_batched_tokens"] = CHUNK_SIZES[family]
+    with harness.engine(family, "draft", pruner=pruner, overrides=overrides) as engine, watched(engine) as records:
+        outputs, counted = engine.measured(requests)
+    assert counted["guided_prompts"] == 3 and counted["guidance_us"] > 0
+    check_scores(family, outputs, shown, records, layer)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_needs_no_recomputed_keys(family):
+    """Prefix hit: the second prompt's video comes from the cache, its question does not; its scores are its own.
+
+    Catches: keys taken from the step instead of the paged cache.
+    """
+    (video,) = frames(1)
+    first = (pairs.video_prompt(family, video), {"max_tokens": 2})
+    second = (pairs.video_prompt(family, video, LONG_QUESTION), {"max_tokens": 2})
+    with harness.engine(family, "draft", pruner="specvlm") as engine:
+        engine.generate([first])
+        with watched(engine) as records:
+            outputs, counted = engine.measured([second])
+    assert outputs[0].num_cached_tokens > 200
+    assert counted["guided_prompts"] == 1 and counted["reused_guidance"] == 0
+    check_scores(family, outputs, [[video]], records, None)
+
+
+def test_queries_of_a_cached_suffix_are_left_out():
+    """An identical prompt computes its last block only: the mean is over the queries that were computed."""
+    family, (video,) = "qwen2.5-vl", frames(1)
+    request = (pairs.video_prompt(family, video, f"{LONG_QUESTION} {LONG_QUESTION}"), {"max_tokens": 2})
+    with (
+        harness.engine(family, "draft", pruner="specvlm", overrides={"block_size": 32}) as engine,
+        watched(engine) as records,
+    ):
+        engine.generate([request])
+        outputs, counted = engine.measured([request])
+    cached = outputs[0].num_cached_tokens
+    reference, is_visual, _ = guidance_reference.run(family, list(outputs[0].prompt_token_ids), [video])
+    first = max(int(is_visual.nonzero()[-1]) + 1, cached)
+    expected = torch.stack([weights[0, :, first:].mean((0, 1)) for weights in reference.attentions]).mean(0)[is_visual]
+    assert cached > int(is_visual.nonzero()[-1]) + 1 and counted["guided_prompts"] == 1
+    assert guidance_reference.relative_error(records[1]["scores"][0], expected) <= TOLERANCE
+
+
+def test_uv_of_a_cached_video_is_remembered():
+    """Hidden states of cached tokens are not computed: the scores of the last prompt with that video stand in."""
+    family, (video,) = "llava-onevision", frames(1)
+    first = (pairs.video_prompt(family, video), {"max_tokens": 2})
+    second = (pairs.video_prompt(family, video, LONG_QUESTION), {"max_tokens": 2})
+    with harness.engine(family, "draft", pruner="uv") as engine, watched(engine) as records:
+        _, before = engine.measured([first])
+        _, after = engine.measured([second])
+        engine.runner.guidance._remembered.clear()
+        _, forgotten = engine.measured([second])
+    assert before["guided_prompts"] == 1 and before["reused_guidance"] == 0
+    assert after["guided_prompts"] == 1 and after["reused_guidance"] == 1
+    assert torch.equal(records[0]["scores"][0], records[1]["scores"][0])
+    assert forgotten["unguided_cached"] == 1 and records[2]["scores"] is None
+    grid, kept = records[2]["grids"][0], records[2]["kept_indices"][0]
+    assert torch.equal(kept, get_pruner("uniform")(PruneInputs(grid, len(kept))))
+
+
+def test_guidance_layers_are_the_ones_asked_for():
+    """Catches: layers summed by order of execution instead of index, a subset ignored."""
+    family, (video,) = "qwen2.5-vl", frames(1)
+    request = (pairs.video_prompt(family, video), {"max_tokens": 2})
+    overrides = {"enable_prefix_caching": False}
+    with harness.engine(family, "draft", pruner="specvlm", guidance_layers=[3, 1], overrides=overrides) as engine:
+        with watched(engine) as records:
+            outputs = engine.generate([request])
+            engine.llm.collective_rpc("vidspec_retune", args=({"guidance_layers": [0]},))
+            engine.generate([request])
+        with pytest.raises(VidSpecError, match="layers 0 to 3"):
+            engine.runner.retune({"guidance_layers": [4]})
+        with pytest.raises(VidSpecError, match="num_speculative_tokens cannot change"):
+            engine.runner.retune({"num_speculative_tokens": 2})
+    reference, is_visual, _ = guidance_reference.run(family, list(outputs[0].prompt_token_ids), [video])
+    for record, layers in zip(records, ((1, 3), (0,)), strict=True):
+        expected = guidance_reference.attention_scores(reference, is_visual, layers)
+        assert guidance_reference.relative_error(record["scores"][0], expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("family,pruner", [("qwen2.5-vl", "specvlm"), ("llava-onevision", "uv")])
+def test_listening_changes_no_bit_of_the_target(family, pruner):
+    """Log-probabilities of every emitted token are bitwise those of an engine that listens to nothing.
+
+    One token each, so that the same batches of the same target forwards produced both.
+    """
+    requests = harness.videos(family, 4, max_tokens=1, logprobs=5)
+    logprobs = []
+    for spec in ({"pruner": "uniform"}, {"pruner": pruner}):
+        with harness.engine(family, "draft", **spec) as engine:
+            outputs, counted = engine.measured(requests)
+        assert counted["guided_prompts"] == (0 if spec["pruner"] == "uniform" else 4)
+        logprobs.append([{t: v.logprob for t, v in o.outputs[0].logprobs[0].items()} for o in outputs])
+    assert logprobs[0] == logprobs[1]
+
+
+@pytest.mark.parametrize(
+    "family,pruner", [("qwen2.5-vl", "uv"), ("llava-onevision", "specvlm"), ("qwen2.5-vl", "dycoke")]
+)
+def test_guided_drafts_change_nothing(reference, family, pruner):
+    """Twenty mixed requests in one continuous batch; prefix hits among them. Catches: guidance of another request."""
+    with harness.engine(family, "draft", pruner=pruner) as engine:
+        outputs, counted = engine.measured(SCENARIOS["mixed"](family))
+    assert_same_answers(reference(family, "mixed"), outputs)
+    assert counted["accepted_tokens"] > 0
+    assert not any(value for name, value in counted.items() if name.startswith(("skipped_", "unguided_")))
+
+
+def test_memory_bound_falls_back_to_uniform():
+    """Two 256-token videos at once where one fits: the other is pruned uniformly, counted, and nothing leaks."""
+    family = "qwen2.5-vl"
+    requests = harness.videos(family, 2, max_tokens=3)
+    num_bytes = 256 * 256 * 4 + 1
+    with harness.engine(family, "draft", pruner="uv", guidance_bytes=num_bytes) as engine:
+        with watched(engine) as records:
+            _, counted = engine.measured(requests)
+            _, later = engine.measured(harness.videos(family, 3, max_tokens=3)[2:])
+        assert engine.runner.guidance._num_bytes == 0
+    assert (counted["guided_prompts"], counted["unguided_memory"]) == (1, 1)
+    assert later["guided_prompts"] == 1
+    assert [record["scores"] is None for record in records].count(True) == 1
+
+
+def test_unobserved_forward_is_counted_not_trusted(monkeypatch):
+    """A forward whose layers were not all heard (a captured graph) leaves no scores behind."""
+    observe = AttentionGuidance.observe
+
+    def deaf(self, index, *args):
+        if index != 2:
+            observe(self, index, *args)
+
+    monkeypatch.setattr(AttentionGuidance, "observe", deaf)
+    family = "qwen2.5-vl"
+    with harness.engine(family, "draft", pruner="specvlm") as engine, watched(engine) as records:
+        _, counted = engine.measured(harness.videos(family, 2, max_tokens=3))
+    assert (counted["guided_prompts"], counted["unguided_unobserved"]) == (0, 2)
+    assert all(record["scores"] is None for record in records)
+
+
+def test_an_aborted_prefill_leaves_no_listener():
+    """Requests aborted in the middle of a chunked prefill are forgotten."""
+    from vllm import SamplingParams
+
+    family = "llava-onevision"
+    overrides = {"enable_prefix_caching": False, "max_num_batched_tokens": CHUNK_SIZES[family]}
+    with harness.engine(family, "draft", pruner="uv", overrides=overrides) as engine:
+        core, guidance = engine.llm.llm_engine, engine.runner.guidance
+        engine.llm.enqueue([pairs.video_prompt(family, frames(1)[0])], SamplingParams(max_tokens=4), use_tqdm=False)
+        for _ in range(2):
+            core.step()
+        held = len(guidance._listeners), guidance._num_bytes
+        core.abort_request(list(core.output_processor.request_states), internal=True)
+        _, counted = engine.measured(harness.videos(family, 2, max_tokens=3))
+        assert not guidance._listeners and guidance._num_bytes == 0
+    assert held == (1, 257 * 256 * 4)
+    assert counted["guided_prompts"] == 2
+
+
+# ---- mutations: each is seen to fail the check that guards it -------------------------------------------------------
+
+
+def _scores_with(monkeypatch, before_forward) -> None:
+    """Run the reference check with `AttentionGuidance.before_forward` replaced."""
+    family, (video,) = "llava-onevision", frames(1)
+    monkeypatch.setattr(AttentionGuidance, "before_forward", before_forward)
+    with (
+        harness.engine(family, "draft", pruner="specvlm", overrides={"enable_prefix_caching": False}) as engine,
+        watched(engine) as records,
+    ):
+        outputs = engine.generate([(pairs.video_prompt(family, video), {"max_tokens": 2})])
+    check_scores(family, outputs, [[video]], records, None)
+
+
+@pytest.mark.parametrize("mutation", ["end of the video too", "without the first", "blind to itself"])
+def test_wrong_queries_are_caught(monkeypatch, mutation):
+    """Mutation: guidance over the wrong queries: two visual tokens too, without the first of the text, one key short.
+
+    (Text before the video sees none of it, so counting it in would change nothing but the mean's divisor.)
+    """
+    original = AttentionGuidance.before_forward
+
+    def mutated(self, batch):
+        original(self, batch)
+        step = self._step
+        if step is None:
+            return
+        if mutation == "blind to itself":
+            self._step = dataclasses.replace(step, query_pos=(step.query_pos - 1))
+        elif mutation == "without the first":
+            self._step = dataclasses.replace(
+                step,
+                query_rows=step.query_rows[1:],
+                query_pos=step.query_pos[1:],
+                query_start_loc=step.query_start_loc - torch.tensor([0, 1], dtype=torch.int32),
+            )
+        else:
+            self._step = dataclasses.replace(
+                step,
+                query_rows=torch.cat((step.query_rows[:2] - 2, step.query_rows)),
+                query_pos=torch.cat((step.query_pos[:2] - 2, step.query_pos)),
+                query_start_loc=step.query_start_loc + torch.tensor([0, 2], dtype=torch.int32),
+                max_queries=step.max_queries + 2,
+            )
+
+    with pytest.raises(AssertionError):
+        _scores_with(monkeypatch, mutated)
