@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from vllm_vidspec.bench.acceptance import AXES as SWEEP_AXES
+from vllm_vidspec.bench.acceptance import UNPRUNED, canonical, measured_itself
 from vllm_vidspec.bench.tables import number, percent
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,7 +27,10 @@ BOTH = "--family qwen2.5-vl,llava-onevision"
 COMMANDS = {
     "R1": f"bench acceptance {BOTH} --draft target --pruner none",
     "R2": f"bench acceptance {BOTH} --prune-ratio 0,0.5,0.8,0.9,0.95,1 --requests 16",
-    "R3": f"bench acceptance {BOTH} --pruner uniform,random,window:front,window:middle,window:end,frame",
+    "R3": f"bench acceptance {BOTH} "
+    "--pruner none,random,uniform,specvlm,attention,uv,window:front,frame,fastvid,dycoke "
+    "--prune-ratio 0,0.5,0.8,0.9,0.95,0.99,1.0 --requests 64 --jobs 2 "
+    "--csv docs/results/R3.csv --plot docs/results/R3.png",
     "R4": f"bench acceptance {BOTH} --temperature 0.7,1 --draft-noise shared,independent,greedy",
     "R5": f"bench acceptance {BOTH} --temperature 0.7,1 --top-p 0.9,1 --presence-penalty 0,0.5",
     "R6": "demo",
@@ -34,7 +39,7 @@ COMMANDS = {
 AXES = {
     "R1": (),
     "R2": ("prune_ratio",),
-    "R3": ("pruner",),
+    "R3": ("pruner", "prune_ratio"),
     "R4": ("temperature", "draft_noise"),
     "R5": ("temperature", "top_p", "presence_penalty"),
 }
@@ -65,15 +70,23 @@ def main() -> int:
         result = json.loads(path.read_text().replace(f"{ROOT}/", ""))
         result.pop("log_dir", None)  # of this machine only
         path.write_text(json.dumps(result, indent=1) + "\n")
-    results = {name: json.loads(p.read_text()) for name in COMMANDS if (p := FOLDER / f"{name}.json").exists()}
+    results = {name: read(p) for name in COMMANDS if (p := FOLDER / f"{name}.json").exists()}
     page = PAGE.read_text()
     for name, result in results.items():
-        page = replace(page, name, acceptance_table(result, AXES[name]) if name in AXES else demo_table(result))
+        page = replace(page, name, body_of(name, result))
     PAGE.write_text(page)
     if set(results) >= set(AXES):
         front = ROOT / "README.md"
         front.write_text(replace(front.read_text(), "figure", figure(results)))
     return 0
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return a result; rows of a file from before `measured_as` had an engine each."""
+    result = json.loads(path.read_text())
+    for row in result.get("rows", []):
+        row.setdefault("measured_as", {name: row[name] for name in UNPRUNED})
+    return result
 
 
 def replace(page: str, name: str, body: str) -> str:
@@ -84,17 +97,85 @@ def replace(page: str, name: str, body: str) -> str:
     return pattern.sub(lambda match: match.group(1) + body + match.group(2), page)
 
 
+def body_of(name: str, result: dict[str, Any]) -> str:
+    """Return what stands between the markers of a name."""
+    if name not in AXES:
+        return demo_table(result)
+    if AXES[name] != ("pruner", "prune_ratio"):
+        return acceptance_table(result, AXES[name])
+    plot = f"![acceptance length over prune ratio, by pruner]({name}.png)\n\n"
+    return pruner_tables(result) + (plot if (FOLDER / f"{name}.png").exists() else "") + origin(result) + "\n"
+
+
+def pruner_tables(result: dict[str, Any]) -> str:
+    """Return a Markdown table per family: acceptance length, pruners down, ratios across; each with a note."""
+    rows = result["rows"]
+    pruners, ratios = (list(dict.fromkeys(row[name] for row in rows)) for name in ("pruner", "prune_ratio"))
+    text = ""
+    for family in dict.fromkeys(row["family"] for row in rows):
+        ours = [row for row in rows if row["family"] == family]
+        by_cell = {(row["pruner"], row["prune_ratio"]): row for row in ours}
+        unpruned = next((row for row in ours if canonical(row["pruner"], row["prune_ratio"]) == UNPRUNED), None)
+        head = [f"`{family}`", *(f"{ratio:g}" for ratio in ratios), "share of unpruned at 0.9"]
+        text += f"| {' | '.join(head)} |\n|{' --- |' + ' ---: |' * (len(head) - 1)}\n"
+        for pruner in pruners:
+            cells = [f"`{pruner}`", *(length_cell(by_cell.get((pruner, ratio))) for ratio in ratios)]
+            text += f"| {' | '.join([*cells, share_cell(by_cell.get((pruner, 0.9)), unpruned)])} |\n"
+        text += f"\n{note(ours)}\n\n"
+    return text
+
+
+def length_cell(row: dict[str, Any] | None) -> str:
+    """Return an acceptance length, in italics where the row shares another row's engine."""
+    length = number(row["acceptance_length"] if row else None, 2)
+    return length if row is None or measured_itself(row) else f"*{length}*"
+
+
+def share_cell(row: dict[str, Any] | None, unpruned: dict[str, Any] | None) -> str:
+    """Return the acceptance length as a percentage of the unpruned one; it may exceed 100 %."""
+    lengths = [row["acceptance_length"] if row else None for row in (row, unpruned)]
+    return f"{100 * lengths[0] / lengths[1]:.1f} %" if all(lengths) else "-"
+
+
+def measurements(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one row per measurement: of the rows that share an engine and a sampling, the first."""
+    axes = [name for name in SWEEP_AXES if name not in UNPRUNED]
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        found.setdefault((*(row[name] for name in axes), *row["measured_as"].values()), row)
+    return list(found.values())
+
+
+def note(rows: list[dict[str, Any]]) -> str:
+    """Return one line about one family's rows: requests compared, requests identical, what went wrong."""
+    found = measurements(rows)
+    compared = [row for row in found if row["identical_frac"] is not None]
+    same = round(sum(row["identical_frac"] * row["requests"] for row in compared))
+    line = f"Compared with vanilla: {sum(row['requests'] for row in compared):,} requests of {len(compared)} engines, "
+    line += f"{same:,} identical."
+    engines = [row["measured_as"] for row in rows if not measured_itself(row)]
+    if engines:
+        names = dict.fromkeys(f"`{engine['pruner']}` at {engine['prune_ratio']:g}" for engine in engines)
+        line += f" In italics: not run itself, the draft sees the same tokens as with {' or '.join(names)}."
+    for what in ("skipped", "unguided"):
+        for reason in found[0].get(what, {}):
+            if count := sum(row[what][reason] for row in found):
+                line += f" {what.capitalize()} ({reason}): {count:,}."
+    return line
+
+
 def acceptance_table(result: dict[str, Any], axes: tuple[str, ...]) -> str:
-    """Return the Markdown table of one sweep."""
+    """Return the Markdown table of one sweep; times only where one engine ran at a time."""
+    timed = all(row.get("jobs", 1) == 1 for row in result["rows"])
     names = ("family", *axes)
     head = [*(name.replace("_", " ") for name in names), "acceptance length", "acceptance rate", "identical"]
-    head += ["draft KV of full", "drafts", "s", "vanilla s"]
+    head += ["draft KV of full", "drafts", *["s", "vanilla s"] * timed]
     lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(names) + " ---: |" * (len(head) - len(names))]
     for row in result["rows"]:
         cells = [f"`{row[name]}`" if isinstance(row[name], str) else f"{row[name]:g}" for name in names]
         cells += [number(row["acceptance_length"], 2), percent(row["acceptance_rate"]), percent(row["identical_frac"])]
         cells += [percent(row["draft_kv_bytes"] / row["full_draft_kv_bytes"]), str(row["num_drafts"])]
-        cells += [number(row["decode_s"], 1), number(row["vanilla_decode_s"], 1)]
+        cells += [number(row[name], 1) for name in ("decode_s", "vanilla_decode_s") if timed]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", origin(result), ""])
 
@@ -143,7 +224,7 @@ def figure(results: dict[str, dict[str, Any]]) -> str:
         return percent(row["visual_tokens_kept"] / row["visual_tokens_full"])
 
     def identical(family: str) -> str:
-        rows = [row for name in AXES for row in results[name]["rows"] if row["family"] == family]
+        rows = [row for name in AXES for row in measurements(results[name]["rows"]) if row["family"] == family]
         return f"{round(sum(r['identical_frac'] * r['requests'] for r in rows))} of {sum(r['requests'] for r in rows)}"
 
     def rate(family: str, noise: str) -> str:

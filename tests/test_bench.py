@@ -1,15 +1,21 @@
 """The benchmarks' pure parts: prompts against the chat templates, arguments, logs, /metrics text, engine subprocess."""
 
+import csv
+import importlib.util
+import itertools
 import json
+import os
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from vllm_vidspec import metrics
-from vllm_vidspec.bench import acceptance, pairs, processes, shape_world, tables
+from vllm_vidspec.bench import acceptance, pairs, plots, processes, shape_world, tables
 from vllm_vidspec.bench.provenance import provenance
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
@@ -136,7 +142,7 @@ def test_an_engine_that_fails_is_one_line(tmp_path):
     pytest.importorskip("vllm")
     job = {"llm": {"model": str(tmp_path / "absent")}, "samplings": [{}], "family": "qwen2.5-vl", "requests": 1}
     with pytest.raises(VidSpecError, match="the engine stopped: ") as caught:
-        acceptance.run_job(job, lambda _event, _fields: None)
+        acceptance.run_job(job, lambda _event, _fields: None, acceptance.Running())
     assert "\n" not in str(caught.value)
 
 
@@ -153,3 +159,283 @@ def test_provenance_is_json():
     found = json.loads(json.dumps(provenance()))
     assert found["versions"]["python"]
     assert found["num_cpus"] >= 1
+
+
+PRUNERS = ("none", "random", "uniform", "specvlm", "attention", "uv", "window:front", "frame", "fastvid", "dycoke")
+RATIOS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0)
+
+
+def _sweep(**given) -> acceptance.Sweep:
+    """A sweep of the named axes; what is no axis is a field of `Sweep`."""
+    axes = {"family": ["qwen2.5-vl"], "draft": ["draft"], "pruner": ["uniform"], "prune_ratio": [0.9]}
+    axes |= {"drafting": ["chain"], "num_speculative_tokens": [5], "scorer": ["strict"], "draft_noise": ["shared"]}
+    axes |= {"draft_positions": ["original"], **{name: [off] for name, off in acceptance.SAMPLING_AXES.items()}}
+    axes |= {"temperature": [0.0]} | {name: list(given.pop(name)) for name in list(given) if name in acceptance.AXES}
+    return acceptance.Sweep(axes, **{"requests": 2} | given)
+
+
+def _fake_engine(job, report, running):
+    """Answer as an engine would: the less the draft sees, the less stands; no request differs from vanilla's."""
+    ours = job["llm"].get("speculative_config")
+    counters = None
+    if ours:
+        kept = 1.0 if ours["pruner"] == "none" else 1 - ours["prune_ratio"]
+        counters = dict.fromkeys(metrics.NAMES, 0) | {
+            "drafts": 100,
+            "draft_tokens": 500,
+            "accepted_tokens": round(200 + 200 * kept),
+            "text_tokens": 20,
+            "visual_tokens_full": 1000,
+            "visual_tokens_kept": round(1000 * kept),
+            "draft_kv_bytes_per_token": 8,
+        }
+    report("ready", {})
+    fields = {"seconds": 1.0, "metrics": counters, "token_ids": [[1, 2]] * job["requests"]}
+    return [fields for _ in job["samplings"]]
+
+
+@pytest.mark.parametrize(
+    ("given", "seen"),
+    [
+        (("none", 0.9), ("none", 0.0)),
+        (("none", 1.0), ("none", 0.0)),
+        (("uv", 0.0), ("none", 0.0)),
+        (("uv", 1.0), ("uniform", 1.0)),
+        (("uv", 0.999), ("uv", 0.999)),
+        (("window", 0.5), ("window:middle", 0.5)),
+    ],
+)
+def test_canonical_names_what_the_draft_sees(given, seen):
+    assert tuple(acceptance.canonical(*given).values()) == seen
+
+
+def test_each_distinct_configuration_is_run_once():
+    families = ("qwen2.5-vl", "llava-onevision")
+    sweep = _sweep(family=families, pruner=PRUNERS, prune_ratio=RATIOS)
+    engines = list(sweep.engines().values())
+    assert len(engines) == 2 * (1 + 1 + 9 * 5 + 1), "vanilla, unpruned, nine pruners at five ratios, text only"
+    assert [engine.family for engine in engines if engine.draft is None] == list(families)
+    assert engines[0].draft is None
+    assert len(list(_sweep(pruner=("none",), num_speculative_tokens=(3, 5)).engines())) == 1 + 2
+    assert len(list(_sweep(prune_ratio=(1.0,), draft_positions=("original", "compacted")).engines())) == 1 + 2
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_rows_are_all_combinations_in_order(monkeypatch, jobs):
+    monkeypatch.setattr(acceptance, "run_job", _fake_engine)
+    families = ("llava-onevision", "qwen2.5-vl")
+    result = acceptance.run(_sweep(family=families, pruner=PRUNERS, prune_ratio=RATIOS, jobs=jobs))
+    rows = result["rows"]
+    found = [(row["family"], row["pruner"], row["prune_ratio"]) for row in rows]
+    assert found == list(itertools.product(families, PRUNERS, RATIOS))
+    assert {row["jobs"] for row in rows} == {result["provenance"]["jobs"]} == {jobs}
+    themselves = {key for row, key in zip(rows, found, strict=True) if acceptance.measured_itself(row)}
+    assert len(themselves) == 2 * 47
+    for row in rows:
+        assert (row["family"], *row["measured_as"].values()) in themselves, "it names a row of this result"
+        assert acceptance.canonical(**row["measured_as"]) == acceptance.canonical(row["pruner"], row["prune_ratio"])
+    assert rows[0]["measured_as"] == {"pruner": "none", "prune_ratio": 0.0}
+    assert rows[13]["measured_as"] == {"pruner": "random", "prune_ratio": 1.0}, "the first that was asked for"
+
+
+def test_engines_run_at_once_but_no_more_than_jobs(monkeypatch):
+    barrier, lock, counts = threading.Barrier(2, timeout=20), threading.Lock(), [0, 0]
+
+    def run_job(job, report, running):
+        with lock:
+            counts[0] += 1
+            counts[1] = max(counts)
+        barrier.wait()  # nobody passes alone
+        with lock:
+            counts[0] -= 1
+        return _fake_engine(job, report, running)
+
+    monkeypatch.setattr(acceptance, "run_job", run_job)
+    busy = []
+    report = lambda event, fields: (busy.append(event), fields["engine"])  # noqa: E731
+    rows = acceptance.run(_sweep(prune_ratio=(0.2, 0.3, 0.4), jobs=2), report)["rows"]
+    assert len(rows) == 3
+    assert counts[1] == 2
+    assert busy.count("start") == busy.count("done") == 4
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_family_without_vanilla_has_no_rows(monkeypatch, jobs):
+    started = []
+
+    def run_job(job, report, running):
+        started.append(job)
+        if job["family"] == "qwen2.5-vl" and "speculative_config" not in job["llm"]:
+            raise VidSpecError("no")
+        return _fake_engine(job, report, running)
+
+    monkeypatch.setattr(acceptance, "run_job", run_job)
+    sweep = _sweep(family=("qwen2.5-vl", "llava-onevision"), prune_ratio=(0.2, 0.3, 0.4, 0.5), jobs=jobs)
+    result = acceptance.run(sweep)
+    assert result["failures"] == [{"family": "qwen2.5-vl", "draft": None, "reason": "no"}]
+    assert {row["family"] for row in result["rows"]} == {"llava-onevision"}
+    if jobs == 1:
+        assert len(started) == 1 + 5, "nothing of that family after vanilla"
+
+
+def test_a_failed_engine_is_missing_from_all_its_rows(monkeypatch):
+    def run_job(job, report, running):
+        if job["llm"].get("speculative_config", {}).get("prune_ratio") == 1.0:
+            raise VidSpecError("no")
+        return _fake_engine(job, report, running)
+
+    monkeypatch.setattr(acceptance, "run_job", run_job)
+    result = acceptance.run(_sweep(pruner=("random", "uniform"), prune_ratio=(0.9, 1.0)))
+    assert [(row["pruner"], row["prune_ratio"]) for row in result["rows"]] == [("random", 0.9), ("uniform", 0.9)]
+    assert [(failure["pruner"], failure["prune_ratio"]) for failure in result["failures"]] == [
+        ("random", 1.0),
+        ("uniform", 1.0),
+    ]
+
+
+def test_an_interrupt_ends_the_engines(monkeypatch):
+    """What is no VidSpecError, here out of one engine's thread, ends what the other threads wait for."""
+    processes_run = []
+
+    def run_job(job, report, running):
+        process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        processes_run.append(process)
+        with running.holding(process):
+            if len(processes_run) == 2:
+                raise KeyboardInterrupt
+            process.wait()
+        raise VidSpecError("the engine stopped")
+
+    monkeypatch.setattr(acceptance, "run_job", run_job)
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        acceptance.run(_sweep(prune_ratio=(0.2, 0.3, 0.4, 0.5), jobs=2))
+    assert time.monotonic() - start < 20
+    assert len(processes_run) <= 3, "the queue is dropped"
+    assert all(process.poll() is not None for process in processes_run)
+
+
+@pytest.fixture
+def result(monkeypatch):
+    """What a small sweep over both families returns."""
+    monkeypatch.setattr(acceptance, "run_job", _fake_engine)
+    axes = {"family": ("qwen2.5-vl", "llava-onevision"), "pruner": ("none", "random", "uv"), "prune_ratio": (0, 0.9, 1)}
+    return acceptance.run(_sweep(**axes, jobs=2))
+
+
+def test_csv_round_trip(result, tmp_path):
+    path = tmp_path / "rows.csv"
+    plots.write_csv(str(path), result)
+    comment, header, *lines = path.read_text().splitlines()
+    assert json.loads(comment.removeprefix("# ")) == result["provenance"]
+    assert tuple(header.split(",")) == plots.COLUMNS
+    assert len(lines) == len(result["rows"]) == 18
+    (row, *_) = csv.DictReader([header, *lines])
+    assert (row["measured_as_pruner"], row["skipped_pool_full"], row["unguided_cached"]) == ("none", "0", "0")
+    assert (row["acceptance_length"], row["jobs"], row["seed"]) == ("5.0", "2", "0")
+    assert plots.read_csv(str(path)) == [plots.flatten(row) for row in result["rows"]]
+    plots.write_csv(str(path), result | {"rows": []})
+    assert path.read_text().splitlines()[1] == header, "the header is there without rows, too"
+    assert plots.read_csv(str(path)) == []
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_figure_is_the_same_from_csv(result, tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    source, direct, redrawn = (str(tmp_path / name) for name in ("rows.csv", f"a{suffix}", f"b{suffix}"))
+    plots.write_csv(source, result)
+    plots.draw([plots.flatten(row) for row in result["rows"]], direct)
+    command = [sys.executable, "-m", "vllm_vidspec.bench.plots", source, redrawn]
+    subprocess.run(command, check=True, env=os.environ | {"PYTHONWARNINGS": "ignore"})
+    assert Path(direct).stat().st_size > 5_000
+    assert Path(direct).read_bytes() == Path(redrawn).read_bytes()
+
+
+def test_figure_has_a_line_per_pruner_and_two_dashed_ones(result):
+    matplotlib_figure = pytest.importorskip("matplotlib.figure")
+    panel = matplotlib_figure.Figure().subplots()
+    rows = [plots.flatten(row) for row in result["rows"][:9]]
+    lines = plots._draw_panel(panel, rows, [0.0, 0.9, 1.0])
+    assert list(lines) == ["random", "uv"], "none is a dashed line"
+    for line in lines.values():
+        assert line.get_xydata().tolist() == [[0, 5.0], [1, pytest.approx(3.2)], [2, 3.0]]
+    assert [text.get_text() for text in panel.texts] == [
+        "draft sees the whole video: 5.00",
+        "draft sees no video: 3.00",
+    ]
+    assert [label.get_text() for label in panel.get_xticklabels()] == ["0", "0.9", "1"]
+    assert len({(line.get_color(), line.get_marker()) for line in lines.values()}) == 2
+
+
+def test_every_pruner_has_a_colour_and_a_marker_of_its_own():
+    from vllm_vidspec.config import PRUNERS as known
+
+    assert set(plots._STYLES) == set(known) - {"none"}
+    for styles in zip(*plots._STYLES.values(), strict=True):
+        assert len(set(styles)) == len(styles)
+
+
+def test_plots_errors_are_one_line(result, tmp_path, capsys, monkeypatch):
+    good, other, empty = (str(tmp_path / name) for name in ("good.csv", "other.csv", "empty.csv"))
+    plots.write_csv(good, result)
+    plots.write_csv(empty, result | {"rows": []})
+    Path(other).write_text("a,b\n1,2\n")
+    for args, words in (
+        ([str(tmp_path / "absent.csv"), "f.png"], "cannot read"),
+        ([other, "f.png"], "is not a file of `vidspec bench acceptance --csv`"),
+        ([good, "f.gif"], ".png or .svg"),
+        ([empty, "f.png"], "no row has an acceptance length"),
+        ([good, str(tmp_path / "no" / "f.png")], "cannot write"),
+        ([], "usage: "),
+    ):
+        monkeypatch.setattr(sys, "argv", ["plots", *args])
+        assert plots.main() == 2
+        said = capsys.readouterr().err
+        assert words in said
+        assert len(said.splitlines()) == 1
+
+
+def test_figure_has_no_room_for_another_axis(monkeypatch, tmp_path):
+    monkeypatch.setattr(acceptance, "run_job", _fake_engine)
+    rows = acceptance.run(_sweep(num_speculative_tokens=(3, 5)))["rows"]
+    with pytest.raises(VidSpecError, match="a figure shows one num_speculative_tokens, there are 2"):
+        plots.draw([plots.flatten(row) for row in rows], str(tmp_path / "f.png"))
+
+
+def _make_results():
+    path = Path(__file__).resolve().parents[1] / "scripts" / "make_results.py"
+    spec = importlib.util.spec_from_file_location("make_results", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_results_page_has_a_table_per_family(result, tmp_path, monkeypatch):
+    script = _make_results()
+    monkeypatch.setattr(script, "FOLDER", tmp_path)
+    text = script.body_of("R3", result)
+    assert "| `qwen2.5-vl` | 0 | 0.9 | 1 | share of unpruned at 0.9 |" in text
+    assert "| `none` | 5.00 | *5.00* | *5.00* | 100.0 % |" in text
+    assert "| `random` | *5.00* | 3.20 | 3.00 | 64.0 % |" in text
+    assert "| `uv` | *5.00* | 3.20 | *3.00* | 64.0 % |" in text
+    line = (
+        "Compared with vanilla: 8 requests of 4 engines, 8 identical. In italics: not run itself, the draft sees the "
+    )
+    assert text.count(line + "same tokens as with `none` at 0 or `random` at 1.\n") == 2
+    assert "![" not in text
+    (tmp_path / "R3.png").touch()
+    assert "](R3.png)" in script.body_of("R3", result)
+
+    result["rows"][1 + 3]["unguided"]["memory"] = 3
+    result["rows"][1 + 3]["identical_frac"] = 0.5
+    assert "8 requests of 4 engines, 7 identical." in script.body_of("R3", result)
+    assert "Unguided (memory): 3." in script.body_of("R3", result)
+    assert len(script.measurements(result["rows"])) == 2 * 4
+
+
+def test_results_page_shows_no_times_of_engines_that_ran_at_once(result):
+    script = _make_results()
+    assert "vanilla s" not in script.acceptance_table(result, ("pruner",))
+    for row in result["rows"]:
+        row["jobs"] = 1
+    assert "| 1.0 | 1.0 |" in script.acceptance_table(result, ("pruner",))

@@ -1,15 +1,18 @@
 """The `vidspec` command without an engine: help, wrong options, and the shapes of tables and JSON."""
 
+import io
+import itertools
 import json
 import subprocess
 import sys
 import time
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from vllm_vidspec import doctor
-from vllm_vidspec.bench import acceptance, demo
+from vllm_vidspec.bench import acceptance, demo, plots, tables
 from vllm_vidspec.cli import app
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import NAMES
@@ -34,7 +37,7 @@ def engine(monkeypatch):
     """Replace the engine subprocess; return the list of jobs it was given."""
     jobs = []
 
-    def run_job(job, report):
+    def run_job(job, report, running):
         jobs.append(job)
         ours = "speculative_config" in job["llm"]
         if ours and job["llm"]["speculative_config"]["num_speculative_tokens"] == 7:
@@ -81,6 +84,11 @@ def test_help_imports_nothing_heavy():
         (["--drafting", "tree"], "draft"),
         (["--family", "llava"], "unknown family 'llava'"),
         (["--draft", ","], "--draft"),
+        (["--csv", "/no/such/folder/rows.csv"], "cannot write /no/such/folder/rows.csv"),
+        (["--csv", "/tmp"], "cannot write /tmp"),
+        (["--plot", "/no/such/folder/f.png"], "cannot write /no/such/folder/f.png"),
+        (["--plot", "figure.jpeg"], ".png or .svg"),
+        (["--plot", "figure.png", "--temperature", "0,1"], "shows one temperature"),
     ],
 )
 def test_wrong_bench_options_are_one_line_and_exit_2(engine, options, words):
@@ -162,7 +170,56 @@ def test_bench_writes_a_file(engine, tmp_path):
     result = invoke("bench", "acceptance", "--requests", "2", "--json", str(tmp_path / "rows.json"))
     assert result.exit_code == 0
     assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 1
+    ran = len(engine)
     assert invoke("bench", "acceptance", "--requests", "2", "--json", str(tmp_path / "no" / "x")).exit_code == 2
+    assert len(engine) == ran
+
+
+def test_bench_plot_without_matplotlib_is_one_line(engine, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = invoke("bench", "acceptance", "--plot", str(tmp_path / "f.png"))
+    assert (result.exit_code, engine) == (2, [])
+    assert result.stderr == "vidspec: drawing needs matplotlib: pip install matplotlib\n"
+
+
+def test_bench_shares_engines_and_writes_csv_and_plot(engine, tmp_path):
+    pytest.importorskip("matplotlib")
+    files = {kind: tmp_path / f"rows.{kind}" for kind in ("csv", "svg", "json")}
+    result = invoke(
+        *("bench", "acceptance", "--pruner", "none,random,uniform", "--prune-ratio", "0,0.9,1", "--requests", "2"),
+        *("--jobs", "2", "--csv", str(files["csv"]), "--plot", str(files["svg"]), "--json", str(files["json"])),
+    )
+    assert result.exit_code == 0, result.stderr
+    assert len(engine) == 1 + 1 + 2 + 1, "vanilla, unpruned, two pruners at 0.9, text only"
+    assert "vanilla" not in result.stdout, "no times"
+    assert "2 engines ran at once" in " ".join(result.stdout.split())
+    assert "5.00*" in result.stdout
+    assert files["svg"].read_text().startswith("<?xml")
+    written = json.loads(files["json"].read_text())
+    assert written["provenance"]["jobs"] == 2
+    rows = plots.read_csv(str(files["csv"]))
+    assert len(rows) == len(written["rows"]) == 9
+    assert [(row["pruner"], row["prune_ratio"]) for row in rows] == list(
+        itertools.product(("none", "random", "uniform"), (0, 0.9, 1))
+    )
+
+
+def test_bench_view_shows_engines_that_run_at_once():
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    with tables.progress(console) as bars:
+        view = tables.BenchView(bars, console)
+        for engine in (0, 1):
+            view("start", {"engine": engine, "label": f"engine {engine}", "total": 4, "engines": 3})
+        view("ready", {"engine": 1})
+        view("progress", {"engine": 1, "done": 1})
+        view("result", {"engine": 1, "token_ids": [[1], [2]]})
+        view("progress", {"engine": 1, "done": 1})
+        shown = {task.description: task.fields["note"] for task in bars.tasks}
+        assert shown == {"engines": "0/3", "engine 0": "loading", "engine 1": "3/4 requests"}
+        view("done", {"engine": 1, "label": "engine 1"})
+        view("failed", {"engine": 0, "label": "engine 0", "reason": "it [stopped]"})
+        assert [(task.description, task.fields["note"]) for task in bars.tasks] == [("engines", "2/3")]
+    assert "vidspec: engine 0: it [stopped]" in console.file.getvalue()
 
 
 @pytest.mark.parametrize("identical", [True, False])

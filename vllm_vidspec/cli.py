@@ -1,4 +1,4 @@
-"""The `vidspec` command: demo, doctor, bench; every heavy import happens inside a command."""
+"""The `vidspec` command: demo, doctor, calibrate, show-pruning, bench; heavy imports happen inside a command."""
 
 import functools
 import json
@@ -69,7 +69,7 @@ def demo(
     family: Annotated[str, typer.Option(help="Bundled pair: qwen2.5-vl or llava-onevision.")] = "qwen2.5-vl",
     prune_ratio: Annotated[float, typer.Option(help="Share of the video tokens that the draft does not see.")] = 0.9,
     num_speculative_tokens: Annotated[int, typer.Option(help="Draft tokens per verify step.")] = 5,
-    pruner: Annotated[str, typer.Option(help="Which video tokens the draft keeps.")] = "uniform",
+    pruner: Annotated[str, typer.Option(help="Which video tokens the draft keeps.")] = "specvlm",
     target: Annotated[str | None, typer.Option(help="A checkpoint in place of the bundled target.")] = None,
     draft: Annotated[str, typer.Option(help="'draft', 'target' (self-speculation) or a checkpoint.")] = "draft",
     video: Annotated[str | None, typer.Option(help="An mp4 file in place of the bundled one.")] = None,
@@ -144,12 +144,107 @@ def doctor(
         raise typer.Exit(1)
 
 
+@app.command()
+@_user_errors
+def calibrate(
+    family: Annotated[str, typer.Option(help="Bundled pair: qwen2.5-vl or llava-onevision.")] = "qwen2.5-vl",
+    target: Annotated[str | None, typer.Option(help="A target of your own in place of the bundled pair.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Its draft: a checkpoint, or 'self'.")] = None,
+    pruner: Annotated[str, typer.Option(help="specvlm (lambda_r, guidance_layers) or uv (uv_layer).")] = "specvlm",
+    video: Annotated[
+        list[str] | None, typer.Option(help="A video of yours; repeat for more. Default: synthetic.")
+    ] = None,
+    question: Annotated[str, typer.Option(help="What to ask about each video.")] = "describe the video",
+    prompts: Annotated[int, typer.Option(min=1, help="How many synthetic videos, without --video.")] = 4,
+    prune_ratio: Annotated[float, typer.Option(help="Share of the video tokens that the draft does not see.")] = 0.9,
+    num_speculative_tokens: Annotated[int, typer.Option(help="Draft tokens per verify step.")] = 5,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Longest answer in tokens.")] = 256,
+    grid: Annotated[bool, typer.Option("--grid", help="Measure every layer set at every lambda_r.")] = False,
+    engine_args: Annotated[str, typer.Option(metavar="JSON", help="More arguments of vllm.LLM, as an object.")] = "{}",
+    out: Annotated[str, typer.Option(metavar="PATH", help="The calibration file to write.")] = "calibration.json",
+    plot: Annotated[str | None, typer.Option(metavar="PATH", help="Plot the measurements to a file.")] = None,
+) -> None:
+    """Choose a pair's pruning knobs by measured acceptance length; write them for the key `calibration`."""
+    from rich.console import Console
+
+    from vllm_vidspec.bench import calibrate as calibration
+    from vllm_vidspec.bench import calibration_views as views
+    from vllm_vidspec.bench import tables
+
+    _end_on_sigterm()
+    what = calibration.Calibration(
+        pruner=pruner,
+        family=family,
+        target=target,
+        draft=draft,
+        videos=tuple(video or ()),
+        question=question,
+        prompts=prompts,
+        prune_ratio=prune_ratio,
+        num_speculative_tokens=num_speculative_tokens,
+        max_tokens=max_tokens,
+        engine_args=_json_object("--engine-args", engine_args),
+        whole_grid=grid,
+    )
+    calibration.check(what, out, plot)
+    console = Console()
+    with tables.progress(Console(stderr=True)) as bars:
+        result = calibration.run(what, views.View(bars))
+    _write_json(out, result)
+    if plot is not None:
+        views.plot(result, plot)
+    console.print(views.table(result))
+    console.print(views.summary(result), highlight=False)
+    console.print(f'Use it with "calibration": "{out}" in the speculative config.', highlight=False, soft_wrap=True)
+
+
+@app.command("show-pruning")
+@_user_errors
+def show_pruning(
+    video: Annotated[str | None, typer.Argument(help="A video file. Default: the bundled one.")] = None,
+    pruner: Annotated[
+        str, typer.Option(help="Comma-separated; one row each.")
+    ] = "uniform,random,specvlm,attention,uv,dycoke",
+    prune_ratio: Annotated[float, typer.Option(help="Share of the video tokens that is dropped.")] = 0.9,
+    family: Annotated[str, typer.Option(help="Bundled pair: qwen2.5-vl or llava-onevision.")] = "qwen2.5-vl",
+    question: Annotated[str, typer.Option(help="What to ask about the video.")] = "describe the video",
+    columns: Annotated[int, typer.Option(min=1, help="Most frames in a row.")] = 16,
+    calibration: Annotated[str | None, typer.Option(help="A file of `vidspec calibrate`.")] = None,
+    out: Annotated[str, typer.Option(metavar="PATH", help="The picture to write.")] = "pruning.png",
+) -> None:
+    """Draw which tokens of a video each pruner keeps for the draft."""
+    from rich.console import Console
+
+    from vllm_vidspec.bench import contact_sheet, tables
+    from vllm_vidspec.bench import show_pruning as pruning
+
+    _end_on_sigterm()
+    pruners = tuple(_values("--pruner", pruner, str))
+    show = pruning.Show(video, out, pruners, family, prune_ratio, question, columns, calibration)
+    console = Console()
+    with tables.progress(Console(stderr=True)) as bars:
+        result = pruning.run(show, contact_sheet.View(bars))
+    console.print(contact_sheet.table(result))
+    console.print(f"Wrote {out}", highlight=False, soft_wrap=True)
+
+
+def _json_object(option: str, text: str) -> dict[str, Any]:
+    """Parse an option that holds a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise VidSpecError(f"{option}: {text!r} is not a JSON object")
+    return value
+
+
 @bench_app.command()
 @_user_errors
 def acceptance(
     family: Annotated[str, typer.Option(help=f"qwen2.5-vl, llava-onevision. {_LIST}")] = "qwen2.5-vl",
     draft: Annotated[str, typer.Option(help=f"draft, target (self-speculation) or a path. {_LIST}")] = "draft",
-    pruner: Annotated[str, typer.Option(help=_LIST)] = "uniform",
+    pruner: Annotated[str, typer.Option(help=_LIST)] = "specvlm",
     prune_ratio: Annotated[str, typer.Option(help=_LIST)] = "0.9",
     drafting: Annotated[str, typer.Option(help=f"Shape of the draft: chain. {_LIST}")] = "chain",
     num_speculative_tokens: Annotated[str, typer.Option(help=_LIST)] = "5",
@@ -170,9 +265,20 @@ def acceptance(
     batch_size: Annotated[int, typer.Option(min=1, help="Requests that run at once (max_num_seqs).")] = 8,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Generate max-tokens tokens regardless.")] = False,
     target: Annotated[str | None, typer.Option(help="A checkpoint in place of the bundled target.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Engines that run at once; times are comparable at 1 only.")] = 1,
+    csv_path: Annotated[
+        str | None, typer.Option("--csv", metavar="PATH", help="Write the rows as CSV; '#' starts a comment.")
+    ] = None,
+    plot_path: Annotated[
+        str | None,
+        typer.Option("--plot", metavar="PATH", help="Draw acceptance length over prune ratio: a .png or .svg file."),
+    ] = None,
     json_path: Annotated[str | None, _JSON] = None,
 ) -> None:
     """Measure acceptance, identity with vanilla vLLM, and the draft's KV size on held-out videos.
+
+    Every combination of the options is a row. Configurations that show the draft the same tokens (every pruner at 0,
+    every pruner at 1, `none` at any ratio) share one engine, which `measured_as` names.
 
     A row's decode_s is the wall time of one LLM.generate call over all its requests, vision and prefill included,
     after a warm-up request. Exit status 1 if a configuration fails.
@@ -180,7 +286,7 @@ def acceptance(
     from rich.console import Console
 
     from vllm_vidspec.bench import acceptance as bench
-    from vllm_vidspec.bench import tables
+    from vllm_vidspec.bench import plots, tables
 
     _end_on_sigterm()
     given = locals()
@@ -190,12 +296,18 @@ def acceptance(
         name: _values("--" + name.replace("_", "-"), given[name], str if name in texts else kinds.get(name, float))
         for name in bench.AXES
     }
-    sweep = bench.Sweep(axes, requests, max_tokens, batch_size, seed if seeded else None, ignore_eos, target)
+    sweep = bench.Sweep(axes, requests, max_tokens, batch_size, seed if seeded else None, ignore_eos, target, jobs=jobs)
+    bench.check(sweep)
+    plots.check_outputs(axes, csv_path=csv_path, plot_path=plot_path, json_path=json_path)
     stderr, stdout = Console(stderr=True), Console()
     with tables.progress(stderr) as bars:
         result = bench.run(sweep, tables.BenchView(bars, stderr))
     if json_path is not None:
         _write_json(json_path, result)
+    if csv_path is not None:
+        plots.write_csv(csv_path, result)
+    if plot_path is not None and result["rows"]:
+        plots.draw([plots.flatten(row) for row in result["rows"]], plot_path)
     if json_path != "-" and result["rows"]:
         stdout.print(tables.acceptance_table(result["rows"]))
     if result["failures"]:

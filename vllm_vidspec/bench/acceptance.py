@@ -1,12 +1,15 @@
 """`vidspec bench acceptance`: acceptance, identity with vanilla and draft KV over a sweep; engines are subprocesses."""
 
+import contextlib
 import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +17,9 @@ from typing import Any
 from vllm_vidspec.bench import pairs
 from vllm_vidspec.bench.processes import end_group, last_error_line
 from vllm_vidspec.bench.provenance import provenance
-from vllm_vidspec.config import parse_config
+from vllm_vidspec.config import SELF, parse_config
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.metrics import SKIP_REASONS, summarize
+from vllm_vidspec.metrics import GUIDANCE_FALLBACKS, SKIP_REASONS, summarize
 
 # Axes that are knobs of VidSpecConfig (`drafting` is its `draft`).
 SPEC_AXES = (
@@ -40,7 +43,30 @@ SAMPLING_AXES = {
 }
 AXES = ("family", "draft", *SPEC_AXES, *SAMPLING_AXES)
 
+# What every pruner is at ratio 0 and at ratio 1; see `canonical`.
+UNPRUNED: dict[str, Any] = {"pruner": "none", "prune_ratio": 0.0}
+TEXT_ONLY: dict[str, Any] = {"pruner": "uniform", "prune_ratio": 1.0}
+
 Report = Callable[[str, dict[str, Any]], None]
+
+
+def canonical(pruner: str, prune_ratio: float) -> dict[str, Any]:
+    """Return the `pruner` and `prune_ratio` that name what the draft sees; equal ones are one measurement.
+
+    Where a pruner has nothing to choose, all of them keep the same tokens: UNPRUNED is every pruner at ratio 0, and
+    `none`, which ignores the ratio; TEXT_ONLY is every other pruner at ratio 1 (1 itself: 0.999 still keeps a token of
+    a video). Everything else is itself, an alias under its full name. Of equal configurations a sweep runs the one that
+    was asked for first.
+
+    Raises:
+        VidSpecError: No such pruner, or a ratio outside [0, 1].
+    """
+    spec = {"model": SELF, "num_speculative_tokens": 1, "pruner": pruner, "prune_ratio": prune_ratio}
+    config, _ = parse_config(spec)
+    ratio = config.ratio_for("video")
+    if ratio == 0:
+        return dict(UNPRUNED)
+    return dict(TEXT_ONLY) if ratio == 1 else {"pruner": config.pruner, "prune_ratio": ratio}
 
 
 @dataclass(frozen=True)
@@ -56,6 +82,7 @@ class Sweep:
         ignore_eos: Go on to `max_tokens` whatever is generated.
         target: A checkpoint in place of the bundled target.
         question: What is asked about each video.
+        jobs: Engines that run at once; the times of more than one are not comparable.
     """
 
     axes: dict[str, list[Any]]
@@ -66,6 +93,7 @@ class Sweep:
     ignore_eos: bool = False
     target: str | None = None
     question: str = pairs.DEFAULT_QUESTION
+    jobs: int = 1
 
     def samplings(self) -> list[dict[str, Any]]:
         """Return every combination of the sampling axes."""
@@ -73,10 +101,17 @@ class Sweep:
         return [dict(zip(names, values, strict=True)) for values in itertools.product(*(self.axes[n] for n in names))]
 
     def configurations(self, family: str) -> Iterator["Configuration"]:
-        """Yield vanilla, then every combination of the draft's axes."""
-        yield Configuration(family, None, {})
+        """Yield every combination of the draft's axes, as asked for."""
         for draft, *values in itertools.product(self.axes["draft"], *(self.axes[name] for name in SPEC_AXES)):
             yield Configuration(family, draft, dict(zip(SPEC_AXES, values, strict=True)))
+
+    def engines(self) -> dict[tuple[Any, ...], "Configuration"]:
+        """Return what is run, by `Configuration.key`: family by family vanilla, then in the order asked for."""
+        engines: dict[tuple[Any, ...], Configuration] = {}
+        for family in self.axes["family"]:
+            for configuration in (Configuration(family), *self.configurations(family)):
+                engines.setdefault(configuration.key(), configuration)
+        return engines
 
 
 @dataclass(frozen=True)
@@ -84,8 +119,15 @@ class Configuration:
     """One engine of the sweep; `draft` None is vanilla."""
 
     family: str
-    draft: str | None
+    draft: str | None = None
     spec: dict[str, Any] = field(default_factory=dict)
+
+    def key(self) -> tuple[Any, ...]:
+        """Return a dictionary's key that is equal for configurations which are one measurement."""
+        if self.draft is None:
+            return (self.family, None)
+        spec = self.spec | canonical(self.spec["pruner"], self.spec["prune_ratio"])
+        return (self.family, self.draft, *spec.values())
 
     def label(self) -> str:
         """Return a few words for a progress bar."""
@@ -124,57 +166,126 @@ def check(sweep: Sweep) -> None:
     Raises:
         VidSpecError: One line naming it.
     """
-    if sweep.requests < 1 or sweep.max_tokens < 1 or sweep.batch_size < 1:
-        raise VidSpecError("--requests, --max-tokens and --batch-size must be at least 1")
+    if min(sweep.requests, sweep.max_tokens, sweep.batch_size, sweep.jobs) < 1:
+        raise VidSpecError("--requests, --max-tokens, --batch-size and --jobs must be at least 1")
     for family in sweep.axes["family"]:
         pairs.pair_for(family)
         for configuration in sweep.configurations(family):
-            if configuration.draft is not None:
-                # The bundled checkpoints are not looked at: a wrong knob is refused without them.
-                parse_config(pairs.speculative_config(family, "target", **configuration.spec))
+            # The bundled checkpoints are not looked at: a wrong knob is refused without them.
+            parse_config(pairs.speculative_config(family, "target", **configuration.spec))
 
 
 def run(sweep: Sweep, report: Report = lambda _event, _fields: None) -> dict[str, Any]:
-    """Measure the whole sweep, one engine at a time.
+    """Measure the whole sweep, `sweep.jobs` engines at a time, each distinct configuration once.
 
     Args:
         sweep: What to measure.
-        report: Called with "start" (`label`, `total`), then "ready", "progress" and "result" of each engine, and
-            "failed" (`label`, `reason`).
+        report: Called, never twice at once, with "start" (`label`, `total` requests, `engines` of the sweep), then
+            "ready", "progress" and "result" of each engine, then "done" or "failed" (`label`, `reason`); `engine` is
+            always its number in the order of the sweep.
 
     Returns:
-        `rows` (one per configuration and sampling), `failures` (configuration and reason) and `provenance`.
+        `rows` (one per requested configuration and sampling, in the order asked for), `failures` (one per requested
+        configuration, with the reason; one per family where vanilla failed) and `provenance` (with `jobs`).
 
     Raises:
         VidSpecError: A wrong value.
     """
     check(sweep)
+    engines, outcomes = sweep.engines(), _run_engines(sweep, report)
     rows: list[dict[str, Any]] = []
     failures: list[dict[str, Any]] = []
     for family in sweep.axes["family"]:
-        vanilla: list[dict[str, Any]] | None = None
-        for configuration in sweep.configurations(family):
-            report("start", {"label": configuration.label(), "total": sweep.requests * len(sweep.samplings())})
-            try:
-                results = run_job(configuration.job(sweep), report)
-            except VidSpecError as error:
-                failures.append(
-                    {"family": family, "draft": configuration.draft, **configuration.spec, "reason": str(error)}
-                )
-                report("failed", {"label": configuration.label(), "reason": str(error)})
-                if configuration.draft is None:
-                    break  # nothing to compare with
-                continue
-            if configuration.draft is None:
-                vanilla = results
+        vanilla = outcomes[Configuration(family).key()]
+        if isinstance(vanilla, VidSpecError):  # nothing to compare with
+            failures.append({"family": family, "draft": None, "reason": str(vanilla)})
+            continue
+        for asked in sweep.configurations(family):
+            outcome = outcomes[asked.key()]
+            if isinstance(outcome, VidSpecError):
+                failures.append({"family": family, "draft": asked.draft, **asked.spec, "reason": str(outcome)})
             else:
-                assert vanilla is not None
-                rows += make_rows(sweep, configuration, results, vanilla)
-    return {"rows": rows, "failures": failures, "provenance": provenance()}
+                rows += make_rows(sweep, asked, engines[asked.key()], outcome, vanilla)
+    return {"rows": rows, "failures": failures, "provenance": provenance() | {"jobs": sweep.jobs}}
 
 
-def run_job(job: dict[str, Any], report: Report) -> list[dict[str, Any]]:
+def _run_engines(sweep: Sweep, report: Report) -> dict[tuple[Any, ...], list[dict[str, Any]] | VidSpecError]:
+    """Run every engine of the sweep; return, by `Configuration.key`, its results or why it failed.
+
+    Once a family's vanilla has failed, none of its other engines is started; those have no entry.
+    """
+    outcomes: dict[tuple[Any, ...], list[dict[str, Any]] | VidSpecError] = {}
+    engines, running, lock = list(sweep.engines().values()), Running(), threading.Lock()
+    num_requests = sweep.requests * len(sweep.samplings())
+
+    def measure(number: int, engine: Configuration) -> None:
+        def tell(event: str, fields: dict[str, Any]) -> None:
+            with lock:
+                if not running.stopped:
+                    report(event, fields | {"engine": number})
+
+        if running.stopped or isinstance(outcomes.get(Configuration(engine.family).key()), VidSpecError):
+            return
+        label = engine.label()
+        tell("start", {"label": label, "total": num_requests, "engines": len(engines)})
+        try:
+            outcomes[engine.key()] = run_job(engine.job(sweep), tell, running)
+        except VidSpecError as error:
+            outcomes[engine.key()] = error
+            tell("failed", {"label": label, "reason": str(error)})
+        else:
+            tell("done", {"label": label})
+
+    with ThreadPoolExecutor(sweep.jobs) as pool:
+        try:
+            for future in as_completed([pool.submit(measure, *numbered) for numbered in enumerate(engines)]):
+                future.result()
+        except BaseException:
+            running.stop()
+            raise
+    return outcomes
+
+
+class Running:
+    """The engine processes that run now; the threads that wait for them are woken by `stop`."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self.stopped = False
+        self._lock = threading.Lock()
+        self._processes: set[subprocess.Popen] = set()
+
+    @contextlib.contextmanager
+    def holding(self, process: subprocess.Popen) -> Iterator[None]:
+        """Own a process until it has ended, and everything it has started with it."""
+        with self._lock:
+            self._processes.add(process)
+            stopped = self.stopped
+        try:
+            if stopped:
+                raise VidSpecError("stopped")
+            yield
+        finally:
+            with self._lock:
+                self._processes.discard(process)
+            end_group(process)
+
+    def stop(self) -> None:
+        """End every process and let no other go on."""
+        with self._lock:
+            self.stopped = True
+            processes = list(self._processes)
+        for process in processes:
+            end_group(process, grace_s=2.0)
+
+
+def run_job(job: dict[str, Any], report: Report, running: Running) -> list[dict[str, Any]]:
     """Run one engine in a subprocess.
+
+    Args:
+        job: As `Configuration.job` returns it.
+        report: Called with the events of `engine_job`.
+        running: Where the process is found by who wants to stop it.
 
     Returns:
         For each sampling: `seconds`, `token_ids` per request and `metrics` (our counters' gain; None for vanilla).
@@ -198,7 +309,7 @@ def run_job(job: dict[str, Any], report: Report) -> list[dict[str, Any]]:
                 start_new_session=True,
             )
         os.close(write_end)
-        try:
+        with running.holding(process):
             assert process.stdin is not None
             with process.stdin as stdin:
                 stdin.write(json.dumps(job).encode())
@@ -210,8 +321,6 @@ def run_job(job: dict[str, Any], report: Report) -> list[dict[str, Any]]:
                 if event["event"] == "error":
                     reason = event["message"]
             process.wait(60)
-        finally:
-            end_group(process)
         if reason is None and len(results) < len(job["samplings"]):
             reason = last_error_line(log_path.read_text(errors="replace"))
     if reason is not None:
@@ -220,14 +329,19 @@ def run_job(job: dict[str, Any], report: Report) -> list[dict[str, Any]]:
 
 
 def make_rows(
-    sweep: Sweep, configuration: Configuration, results: Sequence[dict[str, Any]], vanilla: Sequence[dict[str, Any]]
+    sweep: Sweep,
+    asked: Configuration,
+    engine: Configuration,
+    results: Sequence[dict[str, Any]],
+    vanilla: Sequence[dict[str, Any]],
 ) -> list[dict[str, Any]]:
     """Turn one engine's results into rows, one per sampling.
 
     Args:
         sweep: What was measured.
-        configuration: The engine's.
-        results: As `run_job` returns them.
+        asked: What the rows are about.
+        engine: What was run for it: itself, or an earlier configuration that shows the draft the same tokens.
+        results: The engine's, as `run_job` returns them.
         vanilla: The same for the engine without speculation.
     """
     rows = []
@@ -236,14 +350,16 @@ def make_rows(
         comparable = sweep.seed is not None or sampling["temperature"] == 0
         rows.append(
             {
-                "family": configuration.family,
-                "draft": configuration.draft,
-                **configuration.spec,
+                "family": asked.family,
+                "draft": asked.draft,
+                **asked.spec,
                 **sampling,
+                "measured_as": {name: engine.spec[name] for name in UNPRUNED},
                 "requests": sweep.requests,
                 "max_tokens": sweep.max_tokens,
                 "batch_size": sweep.batch_size,
                 "seed": sweep.seed,
+                "jobs": sweep.jobs,
                 **summarize(counters),
                 "identical_frac": identical_frac(result["token_ids"], reference["token_ids"]) if comparable else None,
                 "output_tokens": sum(map(len, result["token_ids"])),
@@ -252,11 +368,17 @@ def make_rows(
                 "visual_tokens_kept": counters["visual_tokens_kept"],
                 "draft_kv_bytes_per_token": counters["draft_kv_bytes_per_token"],
                 "skipped": {reason: counters[f"skipped_{reason}"] for reason in SKIP_REASONS},
+                "unguided": {reason: counters[f"unguided_{reason}"] for reason in GUIDANCE_FALLBACKS},
                 "decode_s": result["seconds"],
                 "vanilla_decode_s": reference["seconds"],
             }
         )
     return rows
+
+
+def measured_itself(row: dict[str, Any]) -> bool:
+    """Return whether a row's own configuration was run, not one that shows the draft the same tokens."""
+    return all(row[name] == value for name, value in row["measured_as"].items())
 
 
 def identical_frac(token_ids: Sequence[Sequence[int]], reference: Sequence[Sequence[int]]) -> float:

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, TextIO
 
 from vllm_vidspec.bench import pairs
@@ -11,23 +12,25 @@ from vllm_vidspec.bench import pairs
 WARM_UP_TOKENS = 8
 
 
-class _Events:
+class Events:
     """Writes events to the parent."""
 
     def __init__(self, stream: TextIO) -> None:
+        """Write to `stream`."""
         self._stream = stream
 
     def send(self, event: str, **fields: Any) -> None:
+        """Write one event."""
         print(json.dumps({"event": event, **fields}), file=self._stream, flush=True)
 
 
-def main() -> int:
-    """Run the job; the exit status is 1 if it failed, with the reason as the last event."""
-    events = _Events(os.fdopen(int(sys.argv[1]), "w"))
-    job = json.load(sys.stdin)
+def main(run: Callable[[dict[str, Any], Events], None]) -> int:
+    """Read a job, the first line of stdin, and run it; the exit status is 1 if it failed, the last event says why."""
+    events = Events(os.fdopen(int(sys.argv[1]), "w"))
+    job = json.loads(sys.stdin.readline())
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
-        _run(job, events)
+        run(job, events)
     except Exception as error:
         import traceback
 
@@ -40,7 +43,7 @@ def main() -> int:
     return 0
 
 
-def _run(job: dict[str, Any], events: _Events) -> None:
+def _run(job: dict[str, Any], events: Events) -> None:
     """Load the engine, then generate once per sampling.
 
     Args:
@@ -55,7 +58,7 @@ def _run(job: dict[str, Any], events: _Events) -> None:
 
     start = time.perf_counter()
     llm = LLM(**job["llm"])
-    _require_runner_v2(llm.llm_engine.vllm_config)
+    require_runner_v2(llm.llm_engine.vllm_config)
     family, question = job["family"], job["question"]
     # One video outside the measured ones: what happens once (lazy imports, thread pools) is not part of any figure.
     warm_up = pairs.video_prompt(family, shape_world.held_out(job["requests"]).frames, question)
@@ -83,7 +86,7 @@ def _run(job: dict[str, Any], events: _Events) -> None:
         )
 
 
-def _require_runner_v2(vllm_config: Any) -> None:
+def require_runner_v2(vllm_config: Any) -> None:
     """Refuse Model Runner V1: its sampler draws other noise, so a comparison with it would say nothing."""
     from vllm_vidspec.errors import VidSpecError
 
@@ -91,7 +94,7 @@ def _require_runner_v2(vllm_config: Any) -> None:
         raise VidSpecError("this vLLM runs Model Runner V1 (no Triton backend for this device); see `vidspec doctor`")
 
 
-def _progress(events: _Events, index: int) -> Any:
+def _progress(events: Events, index: int) -> Any:
     """Return a tqdm class whose updates become events."""
     from tqdm import tqdm
 
@@ -111,4 +114,4 @@ def _progress(events: _Events, index: int) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(_run))

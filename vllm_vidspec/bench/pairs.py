@@ -17,7 +17,7 @@ FRAME_RATE = 2.0  # of the shape-world videos; Qwen2.5-VL's temporal positions d
 MAX_MODEL_LEN = 2048
 MAX_NUM_SEQS = 8
 KV_CACHE_BYTES = 512 * 2**20
-DEFAULT_SPEC: dict[str, Any] = {"num_speculative_tokens": 5, "prune_ratio": 0.9, "pruner": "uniform"}
+DEFAULT_SPEC: dict[str, Any] = {"num_speculative_tokens": 5, "prune_ratio": 0.9, "pruner": "specvlm"}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from vllm_vidspec.bench.acceptance import AXES
+from vllm_vidspec.bench.acceptance import AXES, measured_itself
 
 if TYPE_CHECKING:
     from vllm_vidspec.doctor import Check
@@ -21,9 +22,17 @@ _SHOWN_ALONE = ("family", "draft", "pruner", "prune_ratio", "num_speculative_tok
 
 
 def acceptance_table(rows: list[dict[str, Any]]) -> Table:
-    """Return the table of `vidspec bench acceptance`: columns for what changes, one caption for what does not."""
+    """Return the table of `vidspec bench acceptance`: columns for what changes, one caption for what does not.
+
+    Times are shown where one engine ran at a time. A length with a star comes from another row's engine.
+    """
     varying = [name for name in AXES if len({str(row[name]) for row in rows}) > 1]
     fixed = [f"{_SHORT.get(name, name)} {_cell(rows[0][name])}" for name in _SHOWN_ALONE if name not in varying]
+    timed = rows[0]["jobs"] == 1
+    if not timed:
+        fixed.append(f"no times: {rows[0]['jobs']} engines ran at once")
+    if not all(map(measured_itself, rows)):
+        fixed.append("* not run itself, see measured_as")
     table = Table(
         title=f"Acceptance on {rows[0]['requests']} held-out videos",
         caption=", ".join(fixed),
@@ -32,18 +41,19 @@ def acceptance_table(rows: list[dict[str, Any]]) -> Table:
     )
     for name in varying:
         table.add_column(_SHORT.get(name, name.replace("_", " ")), no_wrap=True)
-    for name in ("accept\nlength", "accept\nrate", "same\noutput", "draft KV\nof full", "drafts", "s", "vanilla\ns"):
+    names = ["accept\nlength", "accept\nrate", "same\noutput", "draft KV\nof full", "drafts"]
+    for name in names + ["s", "vanilla\ns"] * timed:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
+        times = [number(row[name], 1) for name in ("decode_s", "vanilla_decode_s")] * timed
         table.add_row(
             *(_cell(row[name]) for name in varying),
-            number(row["acceptance_length"], 2),
+            number(row["acceptance_length"], 2) + ("" if measured_itself(row) else "*"),
             percent(row["acceptance_rate"]),
             percent(row["identical_frac"]),
             percent(row["draft_kv_bytes"] / row["full_draft_kv_bytes"] if row["full_draft_kv_bytes"] else None),
             str(row["num_drafts"]),
-            number(row["decode_s"], 1),
-            number(row["vanilla_decode_s"], 1),
+            *times,
         )
     return table
 
@@ -99,45 +109,62 @@ def progress(console: Console) -> Iterator[Progress]:
         yield bars
 
 
+@dataclass
+class _Engine:
+    """What `BenchView` knows of an engine that runs."""
+
+    task: TaskID
+    total: int  # requests of all samplings
+    finished: int = 0  # requests of the samplings that are done
+
+
 class BenchView:
-    """Shows the events of `acceptance.run`: one bar per engine, one line for each that failed."""
+    """Shows the events of `acceptance.run`: a bar for the sweep, one per running engine, a line per failure."""
 
     def __init__(self, bars: Progress, console: Console) -> None:
         """Draw on `bars`; failures go to `console`."""
         self._bars, self._console = bars, console
-        self._task: TaskID | None = None
-        self._total = 0  # requests of all samplings
-        self._finished = 0  # requests of the samplings that are done
+        self._sweep: TaskID | None = None
+        self._num_engines = self._num_ended = 0
+        self._running: dict[int, _Engine] = {}
 
     def __call__(self, event: str, fields: dict[str, Any]) -> None:
         """Take one event."""
+        number = fields["engine"]
         if event == "start":
-            self._remove()
-            self._task = self._bars.add_task(fields["label"], total=None, note="loading")
-            self._total, self._finished = fields["total"], 0
+            if self._sweep is None:
+                self._num_engines = fields["engines"]
+                self._sweep = self._bars.add_task("engines", total=self._num_engines, note=f"0/{self._num_engines}")
+            task = self._bars.add_task(fields["label"], total=None, note="loading")
+            self._running[number] = _Engine(task, fields["total"])
             if self._bars.disable:
-                self._console.print(fields["label"], markup=False, highlight=False)
-        elif self._task is None:
-            return
+                self._print(f"{number + 1}/{self._num_engines} {fields['label']}")
         elif event == "ready":
-            self._bars.update(self._task, total=self._total, completed=0, note=f"0/{self._total}")
+            self._show(self._running[number], 0)
         elif event == "progress":
-            self._show(self._finished + fields["done"])
+            self._show(self._running[number], fields["done"])
         elif event == "result":
-            self._finished += len(fields["token_ids"])
-            self._show(self._finished)
-        elif event == "failed":
-            self._remove()
-            self._console.print(f"vidspec: {fields['label']}: {fields['reason']}", markup=False, highlight=False)
+            self._running[number].finished += len(fields["token_ids"])
+            self._show(self._running[number], 0)
+        elif event in ("done", "failed"):
+            self._end(number)
+            if event == "failed":
+                self._print(f"vidspec: {fields['label']}: {fields['reason']}")
 
-    def _show(self, done: int) -> None:
-        assert self._task is not None
-        self._bars.update(self._task, completed=done, note=f"{done}/{self._total} requests")
+    def _show(self, engine: _Engine, done: int) -> None:
+        """Show an engine with `done` requests of the current sampling."""
+        done += engine.finished
+        self._bars.update(engine.task, total=engine.total, completed=done, note=f"{done}/{engine.total} requests")
 
-    def _remove(self) -> None:
-        if self._task is not None:
-            self._bars.remove_task(self._task)
-            self._task = None
+    def _end(self, number: int) -> None:
+        assert self._sweep is not None
+        self._bars.remove_task(self._running.pop(number).task)
+        self._num_ended += 1
+        note = f"{self._num_ended}/{self._num_engines}"
+        self._bars.update(self._sweep, completed=self._num_ended, note=note)
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False)
 
 
 class DemoView:

@@ -1,0 +1,76 @@
+"""`vidspec calibrate` and `vidspec show-pruning` with real engines, each in a process of its own as in the commands."""
+
+import json
+
+import pytest
+import torch
+
+from vllm_vidspec.bench import calibrate, pairs, show_pruning
+from vllm_vidspec.bench.calibrate import Calibration
+from vllm_vidspec.bench.engine_session import EngineSession
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.pruning import linspace_indices
+from vllm_vidspec.pruning.indices import top_k_indices
+
+Image = pytest.importorskip("PIL.Image")
+pytest.importorskip("cv2")
+
+pytestmark = pytest.mark.engine
+
+
+def test_calibrate_measures_a_bundled_pair():
+    """Catches: prompts without guidance after the first measurement, drafts that change the answer."""
+    result = calibrate.run(
+        Calibration(prompts=1, max_tokens=24, lambdas=(0.0, 1.0), layer_sets=("all", (3,)), whole_grid=True)
+    )
+    rows = result["measurements"]
+    assert [(row["guidance_layers"], row["lambda_r"]) for row in rows][:2] == [("all", 1.0), ((3,), 1.0)]
+    assert len(rows) == 3
+    assert len({row["output_tokens"] for row in rows}) == 1, "the answer does not depend on the draft"
+    assert set(result["config"]) == {"lambda_r", "guidance_layers"}
+    json.dumps(result)
+
+
+def test_knobs_reach_the_pruner_of_a_pair_of_ones_own(tmp_path):
+    """The bundled checkpoints, named as a user names their own: chat template, video loader, engine arguments.
+
+    Catches: a knob that does not reach the pruner, guidance left over from an earlier measurement's layers.
+    """
+    own = Calibration(
+        target=pairs.checkpoint("qwen2.5-vl", "target"),
+        draft="self",
+        videos=(str(pairs.sample_video()),),
+        max_tokens=8,
+        engine_args={"dtype": "float32", "enforce_eager": True, "max_model_len": 2048, "max_num_seqs": 2}
+        | {"kv_cache_memory_bytes": 64 * 2**20},
+    )
+    calibrate.check(own)
+    kept, scores = [], []
+    with EngineSession(own.job()) as session:
+        assert session.ready == {"num_layers": 4, "default_uv_layer": 4}
+        for lambda_r, layers in ((1.0, "all"), (1.0, (2,)), (0.0, "all"), (1.0, "all")):
+            knobs = {"lambda_r": lambda_r, "guidance_layers": layers}
+            assert calibrate._ask(session, own, knobs, lambda_r=lambda_r, guidance_layers=layers).num_drafts >= 1
+            session.ask({"command": "look", "path": str(tmp_path / "records.pt")})
+            (record,) = torch.load(tmp_path / "records.pt")
+            assert record["grid"] == (16, 4, 4, 0)
+            kept.append(record["kept_indices"].tolist())
+            scores.append(record["scores"])
+        with pytest.raises(VidSpecError, match="uv_layer cannot change while the engine runs"):
+            session.ask({"command": "measure", "knobs": {"uv_layer": 3}, "max_tokens": 8})
+    assert kept[0] == kept[3] == top_k_indices(scores[0], 25).tolist()
+    assert kept[1] == top_k_indices(scores[1], 25).tolist()
+    assert kept[2] == linspace_indices(256, 25).tolist()
+    assert torch.equal(scores[0], scores[3])
+    assert not torch.equal(scores[0], scores[1])
+
+
+def test_show_pruning_draws_what_the_engine_kept(tmp_path):
+    """LLaVA, whose newline counts but is not drawn; a row that differs from the engine's own choice is refused."""
+    out = tmp_path / "pruning.png"
+    result = show_pruning.run(
+        show_pruning.Show(out=str(out), pruners=("dycoke", "uniform", "fastvid"), family="llava-onevision")
+    )
+    assert [row["pruner"] for row in result["rows"]] == ["dycoke", "uniform", "fastvid"]
+    assert {(row["kept"], row["total"]) for row in result["rows"]} == {(25, 16 * 16 + 1)}
+    assert Image.open(out).format == "PNG"

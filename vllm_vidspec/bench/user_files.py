@@ -1,0 +1,71 @@
+"""Files that a user names: videos that must exist, results that must be writable; checked before an engine starts."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import numpy as np
+
+from vllm_vidspec.errors import VidSpecError
+
+
+def check_video(path: str | os.PathLike[str]) -> None:
+    """Refuse a video that is not there, or that nothing can decode.
+
+    Raises:
+        VidSpecError: One line naming it.
+    """
+    if importlib.util.find_spec("cv2") is None:
+        raise VidSpecError("reading videos needs opencv: pip install opencv-python-headless")
+    if not Path(path).is_file():
+        raise VidSpecError(f"no such video: {path}")
+
+
+def check_output(path: str | os.PathLike[str]) -> None:
+    """Refuse a path that cannot be written in the end.
+
+    Raises:
+        VidSpecError: One line naming it.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise VidSpecError(f"cannot write {path}: it is a folder")
+    if not path.parent.is_dir():
+        raise VidSpecError(f"cannot write {path}: no such folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise VidSpecError(f"cannot write {path}: permission denied")
+
+
+def read_video(path: str | os.PathLike[str], num_frames: int) -> np.ndarray:
+    """Decode the frames that vLLM's default loader samples: evenly spaced, both ends included; needs opencv.
+
+    Args:
+        path: The file.
+        num_frames: How many; a shorter video gives all it has.
+
+    Returns:
+        `[<= num_frames, height, width, 3]` uint8, RGB.
+
+    Raises:
+        VidSpecError: The file is missing or holds no frame.
+    """
+    import cv2
+
+    check_video(path)
+    capture = cv2.VideoCapture(str(path))
+    try:
+        total = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
+        wanted = set(np.linspace(0, total - 1, min(total, num_frames), dtype=int).tolist()) if total > 0 else set()
+        frames = []
+        for index in range(max(wanted, default=-1) + 1):
+            if not capture.grab():
+                break  # the header promised more
+            if index in wanted:
+                good, frame = capture.retrieve()
+                if good:
+                    frames.append(cv2.cvtColor(frame, cv2.COLOR_BGR2RGB))
+    finally:
+        capture.release()
+    if not frames:
+        raise VidSpecError(f"{path}: no frame can be decoded")
+    return np.stack(frames)
