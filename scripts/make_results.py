@@ -24,21 +24,23 @@ FOLDER = ROOT / "docs" / "results"
 PAGE = FOLDER / "README.md"
 FAMILIES = ("qwen2.5-vl", "llava-onevision")
 BOTH = "--family qwen2.5-vl,llava-onevision"
+PRUNERS = "none,random,uniform,specvlm,attention,uv,window:front,frame,fastvid,dycoke"
+OVERHEAD = "benchmarks/bench_guidance_overhead.py"
+# What follows `vidspec`, or a script of this repository.
 COMMANDS = {
     "R1": f"bench acceptance {BOTH} --draft target --pruner none",
-    "R2": f"bench acceptance {BOTH} --prune-ratio 0,0.5,0.8,0.9,0.95,1 --requests 16",
-    "R3": f"bench acceptance {BOTH} "
-    "--pruner none,random,uniform,specvlm,attention,uv,window:front,frame,fastvid,dycoke "
-    "--prune-ratio 0,0.5,0.8,0.9,0.95,0.99,1.0 --requests 64 --jobs 2 "
-    "--csv docs/results/R3.csv --plot docs/results/R3.png",
+    "R2": f"bench acceptance {BOTH} --draft target --pruner {PRUNERS} --prune-ratio 0,0.9 --jobs 2",
+    "R3": f"bench acceptance {BOTH} --pruner {PRUNERS} --prune-ratio 0,0.5,0.8,0.9,0.95,0.99,1.0 --requests 64 "
+    "--jobs 2 --csv docs/results/R3.csv --plot docs/results/R3.png",
     "R4": f"bench acceptance {BOTH} --temperature 0.7,1 --draft-noise shared,independent,greedy",
     "R5": f"bench acceptance {BOTH} --temperature 0.7,1 --top-p 0.9,1 --presence-penalty 0,0.5",
     "R6": "demo",
     "R7": "demo --family llava-onevision",
+    "R8": OVERHEAD,
 }
 AXES = {
     "R1": (),
-    "R2": ("prune_ratio",),
+    "R2": ("pruner", "prune_ratio"),
     "R3": ("pruner", "prune_ratio"),
     "R4": ("temperature", "draft_noise"),
     "R5": ("temperature", "top_p", "presence_penalty"),
@@ -55,15 +57,10 @@ def main() -> int:
         path = FOLDER / f"{name}.json"
         if path.exists() and not options.force:
             continue
-        print(f"{name}: vidspec {COMMANDS[name]}", flush=True)
-        command = [
-            sys.executable,
-            "-m",
-            "vllm_vidspec.cli",
-            *shlex.split(COMMANDS[name]),
-            "--json",
-            str(path.relative_to(ROOT)),
-        ]
+        print(f"{name}: {COMMANDS[name]}", flush=True)
+        program = [] if COMMANDS[name].startswith("benchmarks/") else ["-m", "vllm_vidspec.cli"]
+        words = [*shlex.split(COMMANDS[name]), "--json", str(path.relative_to(ROOT))]
+        command = [sys.executable, *program, *words]
         if subprocess.run(command, cwd=ROOT).returncode != 0:
             print(f"{name} failed", file=sys.stderr)
             return 1
@@ -99,6 +96,8 @@ def replace(page: str, name: str, body: str) -> str:
 
 def body_of(name: str, result: dict[str, Any]) -> str:
     """Return what stands between the markers of a name."""
+    if COMMANDS[name] == OVERHEAD:
+        return overhead_table(result)
     if name not in AXES:
         return demo_table(result)
     if AXES[name] != ("pruner", "prune_ratio"):
@@ -157,6 +156,9 @@ def note(rows: list[dict[str, Any]]) -> str:
     if engines:
         names = dict.fromkeys(f"`{engine['pruner']}` at {engine['prune_ratio']:g}" for engine in engines)
         line += f" In italics: not run itself, the draft sees the same tokens as with {' or '.join(names)}."
+    target, draft = (found[0].get(f"{role}_weight_bytes") for role in ("target", "draft"))
+    if target:
+        line += f" Weights: target {target:,} bytes, the draft's own {draft:,}."
     for what in ("skipped", "unguided"):
         for reason in found[0].get(what, {}):
             if count := sum(row[what][reason] for row in found):
@@ -176,6 +178,20 @@ def acceptance_table(result: dict[str, Any], axes: tuple[str, ...]) -> str:
         cells += [number(row["acceptance_length"], 2), percent(row["acceptance_rate"]), percent(row["identical_frac"])]
         cells += [percent(row["draft_kv_bytes"] / row["full_draft_kv_bytes"]), str(row["num_drafts"])]
         cells += [number(row[name], 1) for name in ("decode_s", "vanilla_decode_s") if timed]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", origin(result), ""])
+
+
+def overhead_table(result: dict[str, Any]) -> str:
+    """Return the Markdown table of the guidance's share of prefills."""
+    head = ["pruner", "video tokens", "prefill (ms)", "with guidance (ms)", "share", "min to max", "own clock (ms)"]
+    head += ["share by own clock"]
+    lines = [f"| {' | '.join(head)} |", "| --- |" + " ---: |" * (len(head) - 1)]
+    for row in result["rows"]:
+        cells = [f"`{row['pruner']}`", f"{row['video_tokens']:,}"]
+        cells += [f"{row[name]:.1f}" for name in ("prefill_ms", "guided_prefill_ms")]
+        cells += [f"{100 * row['share']:.1f} %", f"{100 * row['share_min']:.1f} to {100 * row['share_max']:.1f} %"]
+        cells += [f"{row['inside_ms']:.2f}", f"{100 * row['inside_share']:.1f} %"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", origin(result), ""])
 
@@ -220,7 +236,7 @@ def figure(results: dict[str, dict[str, Any]]) -> str:
         return [number(row_of(name, family, **where)["acceptance_length"], 2) for family in FAMILIES]
 
     def visual_share(family: str) -> str:
-        row = row_of("R2", family, prune_ratio=0.9)
+        row = row_of("R3", family, pruner="specvlm", prune_ratio=0.9)
         return percent(row["visual_tokens_kept"] / row["visual_tokens_full"])
 
     def identical(family: str) -> str:
@@ -230,17 +246,25 @@ def figure(results: dict[str, dict[str, Any]]) -> str:
     def rate(family: str, noise: str) -> str:
         return percent(row_of("R4", family, temperature=1.0, draft_noise=noise)["acceptance_rate"])
 
-    sighted, blind = (
-        [row_of("R2", family, prune_ratio=ratio)["acceptance_length"] for family in FAMILIES] for ratio in (0.9, 1.0)
-    )
-    margins = [f"+{number(a - b, 2)}" for a, b in zip(sighted, blind, strict=True)]
+    def share_kept(family: str) -> str:
+        whole, tenth = (
+            row_of("R3", family, pruner="specvlm", prune_ratio=ratio)["acceptance_length"] for ratio in (0.0, 0.9)
+        )
+        return percent(tenth / whole)
+
+    def at_a_tenth(pruner: str) -> list[str]:
+        return lengths("R3", pruner=pruner, prune_ratio=0.9)
+
     lines = [
-        ("tokens per verify step, draft sees 10 % of the video", *lengths("R2", prune_ratio=0.9), "R2"),
-        ("the same, draft sees no video at all", *lengths("R2", prune_ratio=1.0), "R2"),
-        ("what sight is worth: the first line minus the second", *margins, "R2"),
+        ("tokens per verify step, draft sees the whole video", *lengths("R3", pruner="none", prune_ratio=0.0), "R3"),
+        ("the same, draft sees 10 % of it, chosen by the target's attention (`specvlm`)", *at_a_tenth("specvlm"), "R3"),
+        ("the same, chosen by the target's hidden states (`uv`)", *at_a_tenth("uv"), "R3"),
+        ("the same, chosen at random", *at_a_tenth("random"), "R3"),
+        ("the same, draft sees no video at all", *lengths("R3", pruner="specvlm", prune_ratio=1.0), "R3"),
+        ("what is left of the whole video's figure at 10 % (`specvlm`)", *map(share_kept, FAMILIES), "R3"),
         ("tokens per verify step, target drafts for itself, whole video (the maximum is 6)", *lengths("R1"), "R1"),
         ("requests whose tokens all equal vanilla vLLM's, R1 to R5", *map(identical, FAMILIES), "R1"),
-        ("draft KV of the video, of what it would take unpruned", *map(visual_share, FAMILIES), "R2"),
+        ("draft KV of the video, of what it would take unpruned", *map(visual_share, FAMILIES), "R3"),
         ("acceptance rate at temperature 1, noise shared", *(rate(f, "shared") for f in FAMILIES), "R4"),
         ("the same, noise of the draft's own", *(rate(f, "independent") for f in FAMILIES), "R4"),
     ]

@@ -45,13 +45,15 @@ LLAVA_VISION_SIZES = {
 ROPE_THETA = 500.0
 MAX_POSITIONS = 16384
 STEPS = {"target": 1400, "draft": 900}
-VISION_PHASE, SUBSET_PHASE = 0.25, 0.88  # ends of the vision-only and the 40 % phase, as fractions of the run
+VISION_PHASE, SUBSET_PHASE = 0.25, 0.88  # ends of the vision-only and the subset phase, as fractions of the run
 BATCH = 16
 VISION_ONLY_BATCH, VISION_ONLY_FRAMES = 48, 5
 MUON_LR, ADAMW_LR = 3e-3, 1.5e-3
 FILLER_WEIGHT, EVENT_WEIGHT = 0.3, 2.0  # loss weights; other words have 1
 STRUCTURE_WORDS = ("on", "at", "in", ",", ".", "next", "after", "then", "all")  # they tell layouts and numbers
 NUM_CELLS = 16 * tiny_captioner.CELLS  # video tokens that show something
+SUBSET_TOKENS = 96
+UV_LAYER = 3  # of four, as the paper's 20 of 28
 HEADS_FILE = "auxiliary_heads.pt"  # only to resume
 VALIDATION_SEED = shape_world.HELD_OUT_SEED - 10_000
 
@@ -208,11 +210,12 @@ class Stream:
 
     def __init__(self, captioner: Captioner, seed: int) -> None:
         self.captioner, self.seed, self.queue = captioner, seed, []
+        self.brief = False
 
     def next(self, batch: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], list[shape_world.Sample]]:
         """Returns pixels, captions, labels ([batch, 256] per name and for "scene"), samples."""
         if not self.queue or len(self.queue[0]) != batch:
-            samples = [shape_world.make_sample(self.seed + i) for i in range(2 * batch)]
+            samples = [shape_world.make_sample(self.seed + i, self.brief) for i in range(2 * batch)]
             self.seed += 2 * batch
             samples.sort(key=lambda s: len(s.caption))
             self.queue = [samples[:batch], samples[batch:]]
@@ -251,31 +254,72 @@ def draw_prompt(captioner: Captioner, rng: np.random.Generator) -> tuple[list[in
     return captioner.encode(before), captioner.encode(after)
 
 
-def draw_subset(
-    captioner: Captioner, pixels: torch.Tensor, rng: np.random.Generator
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Drop tokens at random so that about 40 % stay; for Qwen2.5-VL drop whole frame pairs first, to save vision work.
+def draw_kept(captioner: Captioner, labels: dict[str, torch.Tensor], count: int) -> torch.Tensor:
+    """Choose `count` video tokens per video: those that show a shape, and others at random; int64 [batch, count]."""
+    shows = F.pad(labels["color"] > 0, (0, captioner.num_video_tokens - NUM_CELLS))
+    return (shows + torch.rand(shows.shape)).topk(count, -1).indices.sort(-1).values
 
-    LLaVA-OneVision keeps every frame: it must compare neighbours to see motion.
 
-    Returns:
-        pixels of the frames that stay, [batch, num_frames * 64, values]; their token indices; those of the tokens that
-        stay.
+def gather(x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Rows `kept` [batch, num_kept] of x [batch, num_tokens, ...]."""
+    return x[torch.arange(len(x))[:, None], kept]
+
+
+def summary_labels(samples: list[shape_world.Sample]) -> torch.Tensor:
+    """What the last prompt tokens are taught to sum up: token j says object j.
+
+    Returns int64 [batch, MAX_OBJECTS, len(SUMMARY_SIZES)], -100 where there is no such object.
     """
-    num_frames, keep_frac = (9, 0.7) if captioner.family == "qwen2.5-vl" else (16, 0.45)
-    frames = torch.from_numpy(np.sort(rng.choice(16, num_frames, replace=False)))
-    pixels = pixels.view(pixels.shape[0], 16, 64, -1)[:, frames].flatten(1, 2)
-    cells = (frames[:, None] * tiny_captioner.CELLS + torch.arange(tiny_captioner.CELLS)).flatten()
-    shown = torch.cat([cells, torch.arange(NUM_CELLS, captioner.num_video_tokens)])
-    stay = np.sort(rng.choice(len(shown), int(len(shown) * keep_frac), replace=False))
-    return pixels, shown, shown[torch.from_numpy(stay)]
+    result = torch.full((len(samples), shape_world.MAX_OBJECTS, len(SUMMARY_SIZES)), -100)
+    colors, sizes, positions = list(shape_world.COLORS), list(shape_world.SIZES), list(shape_world.POSITIONS)
+    for row, sample in enumerate(samples):
+        facts = [(i, scene, fact) for i, scene in enumerate(sample.facts) for fact in scene.objects]
+        for j, (scene_idx, scene, fact) in enumerate(facts):
+            result[row, j] = torch.tensor([
+                colors.index(fact.color) + 1, shape_world.SHAPES.index(fact.shape) + 1, sizes.index(fact.size) + 1,
+                positions.index(fact.position), shape_world.MOTIONS.index(fact.motion),
+                shape_world.EVENTS.index(fact.event), colors.index(fact.new_color) if fact.new_color else -100,
+                scene_idx, list(shape_world.BACKGROUNDS).index(scene.background),
+            ])  # fmt: skip
+    return result
 
 
 # Train
 
 
+# colour, shape, size; position, motion, event, new colour, scene, background
+OBJECT_SIZES = (shape_world.LABELS["color"], shape_world.LABELS["shape"], shape_world.LABELS["size"])
+SUMMARY_SIZES = (*OBJECT_SIZES, 5, 7, 3, 8, 4, 6)
+
+
+def alignment_loss(states: list[torch.Tensor], kept_shows: torch.Tensor, before: int, after: int) -> torch.Tensor:
+    """Rank tokens that show a shape above others by UV-Prune's score (METHODS: ParallelVLM eq. 2-4) at UV_LAYER.
+
+    In large models visual tokens that matter grow towards the text by themselves; four layers need to be told.
+
+    Args:
+        states: embeddings and layer outputs [batch, num_tokens, hidden].
+        kept_shows: bool [batch, num_kept].
+        before, after: lengths of the prompt around the video.
+    """
+    end = before + kept_shows.shape[1]
+    scores = torch.zeros(())
+    for state, sign in ((states[UV_LAYER], 1), (states[0], -1)):
+        unit = F.normalize(state[:, : end + after].float(), dim=-1)
+        text = unit[:, :before].sum(1) + unit[:, end:].sum(1)  # [batch, hidden]
+        scores = scores + sign * (unit[:, before:end] @ text[:, :, None])[..., 0]
+    margin = scores[:, :, None] - scores[:, None, :]  # [batch, num_kept, num_kept]
+    pairs = kept_shows[:, :, None] & ~kept_shows[:, None, :]
+    return F.softplus(-margin)[pairs].mean()
+
+
 class AuxiliaryHeads(torch.nn.Module):
-    """Dense losses at the video tokens: what one frame shows at the vision output, the rest at the text model's."""
+    """Dense losses: what one frame shows at the vision output, the rest at the text model's video and prompt tokens.
+
+    The prompt's last tokens learn to sum up the video, one object each, before the caption begins: large models do so
+    by themselves, and it is what makes a target's attention from the prompt worth following. One head reads an
+    object's look off video and prompt tokens alike.
+    """
 
     TEXT_SIZES = (4, shape_world.LABELS["direction"], shape_world.LABELS["turned"])  # scene, direction, turned
 
@@ -286,8 +330,15 @@ class AuxiliaryHeads(torch.nn.Module):
         self.names = [n for n in shape_world.LABELS if n not in of_time]
         self.vision = torch.nn.Linear(hidden_size, sum(shape_world.LABELS[n] for n in self.names))
         self.text = torch.nn.Linear(hidden_size, sum(self.TEXT_SIZES))
-        for head in (self.vision, self.text):  # from zero, a fresh head cannot disturb a resumed model
+        self.object = torch.nn.Linear(hidden_size, sum(OBJECT_SIZES))
+        self.summary = torch.nn.Linear(hidden_size, sum(SUMMARY_SIZES[len(OBJECT_SIZES) :]))
+        for head in (self.vision, self.text, self.object, self.summary):  # a fresh head cannot disturb a resumed model
             torch.nn.init.zeros_(head.weight)
+
+    def resume(self, state: dict[str, torch.Tensor]) -> None:
+        """Take over what fits."""
+        own = self.state_dict()
+        self.load_state_dict({k: v for k, v in state.items() if k in own and own[k].shape == v.shape}, strict=False)
 
     def vision_loss(
         self, video: torch.Tensor, labels: dict[str, torch.Tensor]
@@ -297,20 +348,29 @@ class AuxiliaryHeads(torch.nn.Module):
         loss, accuracy, objects = torch.zeros(()), {}, labels["color"].flatten() > 0
         for name, logits in zip(self.names, parts, strict=True):
             label = labels[name].flatten()
-            if name in ("shape", "size", "direction", "x", "y"):  # colour alone tells where objects are
+            if name in ("shape", "size", "direction", "x", "y", "faded"):  # colour alone tells where objects are
                 label = label.masked_fill(~objects, -100)
             loss = loss + F.cross_entropy(logits, label) * (2.0 if name in ("shape", "color", "direction") else 1.0)
             accuracy[name] = (logits.argmax(-1) == label)[objects].float().mean().item()
         return loss, accuracy
 
-    def text_loss(self, hidden: torch.Tensor, labels: dict[str, torch.Tensor], kept: torch.Tensor) -> torch.Tensor:
-        """hidden [batch, num_kept, hidden]; kept [num_kept], video tokens only."""
+    def text_loss(self, hidden: torch.Tensor, labels: dict[str, torch.Tensor]) -> torch.Tensor:
+        """hidden [batch, num_kept, hidden] at video tokens; labels [batch, num_kept], -100 where there is no cell."""
         scene, direction, turned = self.text(hidden).float().flatten(0, 1).split(self.TEXT_SIZES, -1)
-        scene_loss = F.cross_entropy(scene, labels["scene"][:, kept].flatten())
-        direction_loss = F.cross_entropy(direction, labels["direction"][:, kept].flatten())
-        turned_label = labels["turned"][:, kept].flatten()
-        turned_loss = F.cross_entropy(turned, turned_label.masked_fill(turned_label == 0, -100))
-        return 0.1 * scene_loss + direction_loss + turned_loss
+        looks = self.object(hidden).float().flatten(0, 1).split(OBJECT_SIZES, -1)
+        flat = {name: label.flatten() for name, label in labels.items()}
+        flat["turned"] = flat["turned"].masked_fill(flat["turned"] == 0, -100)
+        loss = 0.1 * F.cross_entropy(scene, flat["scene"]) + F.cross_entropy(direction, flat["direction"])
+        loss = loss + F.cross_entropy(turned, flat["turned"])
+        for name, logits in zip(("color", "shape", "size"), looks, strict=True):
+            loss = loss + 0.5 * F.cross_entropy(logits, flat[name])
+        return loss
+
+    def summary_loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """hidden [batch, MAX_OBJECTS, hidden] at the prompt's last tokens; labels as of `summary_labels`."""
+        logits = torch.cat([self.object(hidden), self.summary(hidden)], -1).float().flatten(0, 1)
+        parts, labels = logits.split(SUMMARY_SIZES, -1), labels.flatten(0, 1)
+        return sum(F.cross_entropy(part, labels[:, i]) for i, part in enumerate(parts)) / len(parts)
 
 
 def caption_loss(
@@ -344,7 +404,7 @@ def validate(captioner: Captioner, num_videos: int = 16) -> dict[str, float]:
     for lo in range(0, num_videos, 8):
         part = slice(lo, lo + 8)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            hidden, _ = captioner.teacher_forced(captioner.vision(pixels[part]), captions[part], kept)
+            hidden, _, _ = captioner.teacher_forced(captioner.vision(pixels[part]), captions[part], kept)
             right.append(captioner.lm_head(hidden).argmax(-1) == captions[part])
     for name, words in fact_words().items():
         at = torch.isin(captions, torch.tensor([captioner.ids[w] for w in words]))
@@ -379,6 +439,7 @@ def train_step(
     weights: torch.Tensor,
 ) -> dict:
     """One forward and backward pass; returns what to log."""
+    stream.brief = progress >= VISION_PHASE
     if progress < VISION_PHASE:
         pixels, _, labels, _ = stream.next(VISION_ONLY_BATCH)
         frames = torch.from_numpy(rng.choice(16, VISION_ONLY_FRAMES, replace=False))  # neighbours look alike
@@ -389,24 +450,26 @@ def train_step(
             loss, accuracy = heads.vision_loss(video[:, : VISION_ONLY_FRAMES * tiny_captioner.CELLS], labels)
         loss.backward()
         return {"vision": round(loss.item(), 3), "vision_accuracy": {k: round(v, 2) for k, v in accuracy.items()}}
-    pixels, captions, labels, _ = stream.next(BATCH)
-    if progress < SUBSET_PHASE:
-        pixels, shown, kept = draw_subset(captioner, pixels, rng)
-    else:
-        shown = kept = torch.arange(captioner.num_video_tokens)
+    pixels, captions, labels, samples = stream.next(BATCH)
+    count = SUBSET_TOKENS if progress < SUBSET_PHASE else captioner.num_video_tokens
+    kept, prompt = draw_kept(captioner, labels, count), draw_prompt(captioner, rng)
+    labels = {
+        name: gather(F.pad(v, (0, captioner.num_video_tokens - NUM_CELLS), value=-100), kept)
+        for name, v in labels.items()
+    }
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        with torch.set_grad_enabled(progress < SUBSET_PHASE):  # the vision tower is done by then
-            video = captioner.vision(pixels)  # [batch, len(shown), hidden]
-        cells = shown[shown < NUM_CELLS]
-        vision_loss, accuracy = heads.vision_loss(video[:, : len(cells)], {k: v[:, cells] for k, v in labels.items()})
-        video = video[:, torch.isin(shown, kept)]
-        hidden, hidden_video = captioner.teacher_forced(video, captions, kept, draw_prompt(captioner, rng))
-        is_cell = kept < NUM_CELLS  # all but LLaVA's newline
-        text_loss = heads.text_loss(hidden_video[:, is_cell], labels, kept[is_cell])
-        caption = caption_loss(captioner, hidden, captions, weights)
-    (caption + text_loss + 0.3 * vision_loss).backward()
-    log = {"caption": caption.item(), "text_aux": text_loss.item(), "vision": vision_loss.item()}
-    return {k: round(v, 3) for k, v in log.items()} | {"vision_accuracy": {k: round(v, 2) for k, v in accuracy.items()}}
+        with torch.no_grad():  # the vision tower is done by then
+            video = gather(captioner.vision(pixels), kept)
+        states: list[torch.Tensor] = []
+        hidden, hidden_video, hidden_prompt = captioner.teacher_forced(video, captions, kept, prompt, states)
+        alignment = alignment_loss(states, labels["color"] > 0, len(prompt[0]), len(prompt[1]))
+        text_loss, loss = heads.text_loss(hidden_video, labels), caption_loss(captioner, hidden, captions, weights)
+        summary = torch.zeros(())
+        if hidden_prompt.shape[1] >= shape_world.MAX_OBJECTS:
+            summary = heads.summary_loss(hidden_prompt[:, -shape_world.MAX_OBJECTS :], summary_labels(samples))
+    (loss + text_loss + summary + 0.5 * alignment).backward()
+    log = {"caption": loss, "text_aux": text_loss, "summary": summary, "alignment": alignment}
+    return {name: round(value.item(), 3) for name, value in log.items()}
 
 
 def train(args: argparse.Namespace) -> None:
@@ -417,7 +480,7 @@ def train(args: argparse.Namespace) -> None:
     role = "target" if captioner.text.config.hidden_size == TEXT_SIZES["target"]["hidden_size"] else "draft"
     heads = AuxiliaryHeads(captioner.text.config.hidden_size, captioner.family)
     if args.resume_at and (path / HEADS_FILE).exists():
-        heads.load_state_dict(torch.load(path / HEADS_FILE))
+        heads.resume(torch.load(path / HEADS_FILE))
     optimizers = make_optimizers(captioner, heads)
     parameters = [p for o, _ in optimizers for group in o.param_groups for p in group["params"]]
     weights = torch.full((len(captioner.ids),), FILLER_WEIGHT)  # [vocab]
@@ -453,44 +516,57 @@ def train(args: argparse.Namespace) -> None:
 # Distil, evaluate, export
 
 
-def distillation_view(rng: np.random.Generator, num_tokens: int) -> torch.Tensor:
-    """Video tokens of one distillation step: all of them, or a random tenth to half, as a pruned draft sees them."""
-    if rng.random() < 0.5:
-        return torch.arange(num_tokens)
-    count = int(num_tokens * rng.uniform(0.1, 0.5))
-    return torch.from_numpy(np.sort(rng.choice(num_tokens, count, replace=False)))
+def distillation_view(rng: np.random.Generator, shows: torch.Tensor) -> torch.Tensor:
+    """Video tokens of one distillation step, as a draft will see them: all; or a tenth to half, drawn at random or,
+    as a guided pruner would, with those first that show a shape.
+
+    Args:
+        shows: bool [batch, num_video_tokens].
+
+    Returns:
+        int64 [batch, num_kept].
+    """
+    batch, num_tokens = shows.shape
+    kind = rng.random()
+    if kind < 0.3:
+        return torch.arange(num_tokens).expand(batch, -1)
+    count = int(num_tokens * rng.uniform(0.08, 0.5))
+    # A guided choice is not perfect: one token in ten that shows a shape is not known to.
+    known = shows & (torch.rand(shows.shape) < 0.9) if kind < 0.7 else torch.zeros_like(shows)
+    return (known + torch.rand(shows.shape)).topk(count, -1).indices.sort(-1).values
 
 
-def soft_labels(target: Captioner, seed: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def soft_labels(target: Captioner, seed: int, count: int) -> tuple[torch.Tensor, ...]:
     """The target's whole next-token distributions along reference captions, whose synonyms are drawn at random.
 
-    Returns pixels of `count` videos, captions int64 [count, length] padded with -100 and log-probabilities bf16
-    [count, length, vocab_size]. A draft that is taught the distribution, not its most likely token, agrees with the
-    target at every temperature.
+    Returns pixels of `count` videos, captions int64 [count, length] padded with -100, log-probabilities bf16
+    [count, length, vocab_size] and, bool [count, num_video_tokens], which tokens show a shape. A draft that is taught
+    the distribution, not its most likely token, agrees with the target at every temperature.
     """
-    pixels, texts = [], []
+    pixels, texts, shows = [], [], []
     for lo in range(0, count, 16):
         samples = [shape_world.make_sample(1_000_000 * seed + lo + i) for i in range(16)]
         pixels.append(target.pixels(np.stack([sample.frames for sample in samples])))
         texts += [[*target.encode(sample.caption), target.ids["<|im_end|>"]] for sample in samples]
+        shows.append(collate(target, samples)[2]["color"] > 0)
     captions = torch.full((count, max(map(len, texts))), -100)
     for row, ids in enumerate(texts):
         captions[row, : len(ids)] = torch.tensor(ids)
     everything, kept, labels = torch.cat(pixels), torch.arange(target.num_video_tokens), []
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         for lo in range(0, count, 16):
-            hidden, _ = target.teacher_forced(target.vision(everything[lo : lo + 16]), captions[lo : lo + 16], kept)
+            hidden, _, _ = target.teacher_forced(target.vision(everything[lo : lo + 16]), captions[lo : lo + 16], kept)
             labels.append(target.lm_head(hidden).float().log_softmax(-1).to(torch.bfloat16))
-    return everything, captions, torch.cat(labels)
+    return everything, captions, torch.cat(labels), F.pad(torch.cat(shows), (0, target.num_video_tokens - NUM_CELLS))
 
 
 def distill(args: argparse.Namespace) -> None:
-    """Fine-tune a draft in place on the target's distributions; half the time it sees a tenth to a half."""
+    """Fine-tune a draft in place on the target's distributions; mostly it sees a tenth to a half of the video."""
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     target, draft = tiny_captioner.load(args.target), tiny_captioner.load(args.path)
     start = time.time()
-    pixels, captions, labels = soft_labels(target, args.seed, args.videos)
+    pixels, captions, labels, shows = soft_labels(target, args.seed, args.videos)
     print(f"{len(captions)} captions in {time.time() - start:.0f} s", flush=True)
     optimizer = torch.optim.AdamW(draft.model.parameters(), lr=5e-4, betas=(0.9, 0.98), weight_decay=0.0)
     rng, start, step, progress = np.random.default_rng(args.seed), time.time(), 0, 0.0
@@ -498,9 +574,9 @@ def distill(args: argparse.Namespace) -> None:
         progress = max(step / args.steps, (time.time() - start) / (60 * args.minutes))
         optimizer.param_groups[0]["lr"] = 5e-4 * min(1, (step + 1) / 20) * max(0.02, 1 - progress)
         rows = torch.from_numpy(rng.choice(len(captions), BATCH, replace=False))
-        kept, valid = distillation_view(rng, draft.num_video_tokens), captions[rows] >= 0
+        kept, valid = distillation_view(rng, shows[rows]), captions[rows] >= 0
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            hidden, _ = draft.teacher_forced(draft.vision(pixels[rows])[:, kept], captions[rows], kept)
+            hidden, _, _ = draft.teacher_forced(gather(draft.vision(pixels[rows]), kept), captions[rows], kept)
             log_q = draft.lm_head(hidden).float().log_softmax(-1)
         log_p = labels[rows].float()
         loss = ((log_p.exp() * (log_p - log_q)).sum(-1) * valid).sum() / valid.sum()  # KL(target || draft) per token

@@ -27,6 +27,7 @@ def _script(name: str) -> ModuleType:
 def test_results_page_shows_the_commands_that_are_run():
     script = _script("make_results")
     shown = [" ".join(args) for args in _commands(script.PAGE)]
+    shown += re.findall(r"^\s*python (benchmarks/.*)$", script.PAGE.read_text(), re.MULTILINE)
     assert [command for command in script.COMMANDS.values() if command not in shown] == []
 
 
@@ -50,8 +51,8 @@ def test_no_figure_is_left_open(page):
 def _commands(page: Path) -> list[list[str]]:
     """Every `vidspec …` command line of a page, in code blocks or between backticks; continued lines joined."""
     text = re.sub(r"\\\n\s*", " ", page.read_text())
-    lines = re.findall(r"^\s*(?:\$ )?(vidspec (?:demo|doctor|bench)\b.*)$", text, re.MULTILINE)
-    lines += re.findall(r"`(vidspec (?:demo|doctor|bench)\b[^`]*)`", text)
+    lines = re.findall(r"^\s*(?:\$ )?(vidspec (?:demo|doctor|bench|calibrate|show-pruning)\b.*)$", text, re.MULTILINE)
+    lines += re.findall(r"`(vidspec (?:demo|doctor|bench|calibrate|show-pruning)\b[^`]*)`", text)
     return [shlex.split(line, comments=True)[1:] for line in lines]
 
 

@@ -76,6 +76,28 @@ def test_every_motion_and_event_moves_pixels() -> None:
         assert (np.abs(np.diff(path, axis=0)).sum() >= 15) == (motion != "nowhere")
 
 
+def test_what_a_caption_tells_is_in_few_tokens(samples: list[shape_world.Sample]) -> None:
+    """A tenth of the cells holds (nearly) all shapes: a good choice of a tenth loses little, a random one much."""
+    for sample in samples:
+        shows = (sample.labels["color"] > 0).sum()
+        assert 0.03 <= shows / sample.labels["color"].size <= 0.12
+
+
+def test_a_shape_is_seen_from_its_first_frame_to_its_last(samples: list[shape_world.Sample]) -> None:
+    """Every described shape is on screen for VISIBLE_FRAMES frames of its scene, and no longer."""
+    for sample in samples:
+        for scene_idx, scene in enumerate(sample.facts):
+            shown = (sample.labels["color"][sample.scene_of_frame == scene_idx] > 0).any(1).sum()
+            assert shape_world.VISIBLE_FRAMES <= shown <= shape_world.VISIBLE_FRAMES * len(scene.objects)
+
+
+def test_lasting_shapes_are_a_choice() -> None:
+    """The denser videos that vision towers are trained on show each shape for its whole scene."""
+    brief, lasting = (shape_world.make_sample(5, brief) for brief in (True, False))
+    assert (lasting.labels["color"] > 0).sum() > 1.5 * (brief.labels["color"] > 0).sum()
+    assert lasting.facts == brief.facts
+
+
 def test_mp4_round_trip(tmp_path, samples: list[shape_world.Sample]) -> None:
     import cv2
 

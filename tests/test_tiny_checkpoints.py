@@ -66,7 +66,7 @@ def test_the_fast_forward_equals_hugging_face(family_run, samples) -> None:
     before, after = target.prompt()
     with torch.no_grad():
         video = target.vision(pixels[:1])
-        ours, _ = target.teacher_forced(video, captions, kept)
+        ours, _, _ = target.teacher_forced(video, captions, kept)
         pieces = [target.embed(torch.tensor([before])), video, target.embed(torch.tensor([after + outputs[0][:-1]]))]
         positions = target.positions(len(before), len(after) + len(outputs[0]) - 1, kept)[:, None]
         theirs = target.text(

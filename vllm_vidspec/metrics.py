@@ -14,7 +14,7 @@ import numpy as np
 from vllm_vidspec.errors import VidSpecError
 
 MAX_POSITIONS = 64  # the upper bound of `num_speculative_tokens`
-GUIDANCE_FALLBACKS = ("cached", "memory", "unobserved")
+GUIDANCE_FALLBACKS = ("cached", "memory", "unobserved", "error")
 SKIP_REASONS = ("pool_full", "too_long", "draft_error", "unsupported")
 
 # The order is the file's layout: append only, and raise _VERSION when it changes.
@@ -39,6 +39,8 @@ NAMES: tuple[str, ...] = (
     "reused_guidance",
     *(f"unguided_{reason}" for reason in GUIDANCE_FALLBACKS),
     "guidance_us",
+    "target_weight_bytes",
+    "draft_weight_bytes",
 )
 _SLOT = {name: slot for slot, name in enumerate(NAMES)}
 # Sizes and occupancy: they can fall, so a difference of two readings says nothing about them.
@@ -49,6 +51,8 @@ GAUGES = frozenset(
         "draft_pool_bytes",
         "draft_kv_bytes_per_token",
         "target_kv_bytes_per_token",
+        "target_weight_bytes",
+        "draft_weight_bytes",
     }
 )
 
@@ -215,6 +219,8 @@ _GAUGES = (
     ("vidspec:draft_pool_bytes", "draft_pool_bytes", "Size of the draft's KV pool in bytes per rank."),
     ("vidspec:draft_kv_bytes_per_token", "draft_kv_bytes_per_token", "Draft KV bytes of one token per rank."),
     ("vidspec:target_kv_bytes_per_token", "target_kv_bytes_per_token", "Target KV bytes of one token per rank."),
+    ("vidspec:target_weight_bytes", "target_weight_bytes", "Weights of the target in bytes per rank."),
+    ("vidspec:draft_weight_bytes", "draft_weight_bytes", "Weights of the draft that are not the target's own."),
 )
 
 

@@ -3,33 +3,40 @@
 import json
 import sys
 
+import torch
+
 from tests.engine import harness
 from vllm_vidspec import metrics
 
 
 def main() -> None:
-    """Arguments: family, tensor-parallel size, "vanilla" or a draft role."""
+    """Arguments: family, tensor-parallel size, "vanilla" or a draft role, and the pruner."""
     from vllm import LLM, SamplingParams
 
     from vllm_vidspec.bench import pairs
 
-    family, size, draft = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    spec = {} if draft == "vanilla" else {"on_draft_error": "raise"}
+    family, size, draft, pruner = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    spec = {} if draft == "vanilla" else {"on_draft_error": "raise", "pruner": pruner}
     llm = LLM(
         **pairs.llm_kwargs(
             family, None if draft == "vanilla" else draft, overrides={"tensor_parallel_size": size}, **spec
         )
     )
+    if spec:
+        llm.collective_rpc("vidspec_watch", args=(True,))
     requests = harness.videos(family, 4) + harness.videos(family, 4, temperature=1.0)
     outputs = llm.generate(
         [prompt for prompt, _ in requests],
         [SamplingParams(**{"max_tokens": harness.MAX_TOKENS, **arguments}) for _, arguments in requests],
         use_tqdm=False,
     )
-    counters = {}
-    if draft != "vanilla":
-        counters = metrics.read_metrics(metrics.path_for(llm.llm_engine.vllm_config.instance_id))
-    print("RESULT " + json.dumps({"token_ids": harness.token_ids(outputs), "counters": counters}))
+    result = {"token_ids": harness.token_ids(outputs), "prompt_ids": [list(o.prompt_token_ids) for o in outputs]}
+    if spec:
+        result["counters"] = metrics.read_metrics(metrics.path_for(llm.llm_engine.vllm_config.instance_id))
+        watched = llm.collective_rpc("vidspec_watch", args=(False,))  # per rank
+        for name in ("scores", "kept_indices"):
+            result[name] = [[torch.as_tensor(record[name][0]).tolist() for record in rank] for rank in watched]
+    print("RESULT " + json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ from tests.engine import guidance_reference, harness
 from tests.engine.conftest import SCENARIOS
 from tests.engine.test_identity import assert_same_answers
 from vllm_vidspec.bench import pairs, shape_world
-from vllm_vidspec.engine.guidance import AttentionGuidance
+from vllm_vidspec.engine.attention_guidance import AttentionGuidance
+from vllm_vidspec.engine.state_guidance import HiddenStateGuidance
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.pruning import PruneInputs, get_pruner
+from vllm_vidspec.pruning import PruneInputs, budget, get_pruner
 
 FAMILIES = ("qwen2.5-vl", "llava-onevision")
 TOLERANCE = 1e-4  # relative, of every single token
@@ -42,6 +43,8 @@ def check_scores(family: str, outputs: list, videos: list[list[np.ndarray]], rec
     assert len(by_req) == len(outputs)
     for output, shown in zip(outputs, videos, strict=True):
         record = by_req[output.request_id.split("-")[0]]
+        for grid, kept in zip(record["grids"], record["kept_indices"], strict=True):
+            assert len(kept) == budget(grid.num_tokens, 0.9) and torch.equal(kept, kept.unique())
         reference, is_visual, states = guidance_reference.run(family, list(output.prompt_token_ids), shown)
         if layer is None:
             expected = guidance_reference.attention_scores(reference, is_visual)
@@ -210,6 +213,30 @@ def test_unobserved_forward_is_counted_not_trusted(monkeypatch):
         _, counted = engine.measured(harness.videos(family, 2, max_tokens=3))
     assert (counted["guided_prompts"], counted["unguided_unobserved"]) == (0, 2)
     assert all(record["scores"] is None for record in records)
+
+
+@pytest.mark.parametrize(
+    ("pruner", "step"),
+    [("specvlm", "observe"), ("specvlm", "before_forward"), ("uv", "after_forward")],
+)
+def test_an_error_in_the_listeners_costs_the_guidance_only(monkeypatch, reference, pruner, step):
+    """An exception inside the target's forward: the answers are vanilla's, the drafts go on, pruned uniformly."""
+    family = "qwen2.5-vl"
+    kind = AttentionGuidance if pruner == "specvlm" else HiddenStateGuidance
+    original, calls = getattr(kind, step), []
+
+    def failing(self, *args):
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("planted")
+        return original(self, *args)
+
+    monkeypatch.setattr(kind, step, failing)
+    with harness.engine(family, "draft", pruner=pruner, on_draft_error="skip") as engine:
+        outputs, counted = engine.measured(SCENARIOS["videos"](family))
+    assert harness.token_ids(outputs) == harness.token_ids(reference(family, "videos"))
+    assert counted["unguided_error"] > 0 and counted["guided_prompts"] + counted["unguided_error"] == 8
+    assert counted["accepted_tokens"] > 0 and counted["skipped_draft_error"] == 0
 
 
 def test_an_aborted_prefill_leaves_no_listener():

@@ -69,6 +69,26 @@ def test_every_knob_leaves_the_output_alone(reference, spec):
     assert counted["draft_tokens"] > 0
 
 
+@pytest.mark.parametrize(
+    ("family", "pruner"), [("qwen2.5-vl", "uv"), ("llava-onevision", "specvlm"), ("llava-onevision", "dycoke")]
+)
+def test_self_speculation_shares_the_weights_and_is_exact(reference, family, pruner):
+    """The target drafts for itself over the video it pruned itself: one copy of the weights; all of it kept, no misses.
+
+    Catches: listeners that the draft's forwards trigger, hidden states that the draft's forward returns unasked.
+    """
+    with harness.engine(family, "target", pruner=pruner, prune_ratio=0.0) as engine:
+        outputs, counted = engine.measured(SCENARIOS["videos"](family))
+    assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
+    assert harness.token_ids(outputs) == harness.token_ids(reference(family, "videos"))
+    assert counted["draft_weight_bytes"] == 0 < counted["target_weight_bytes"]
+    with harness.engine(family, "target", pruner=pruner, prune_ratio=0.9) as engine:
+        outputs, counted = engine.measured(SCENARIOS["videos"](family))
+    assert counted["visual_tokens_kept"] <= 0.1 * counted["visual_tokens_full"]
+    assert counted["draft_tokens"] > counted["accepted_tokens"] > 0
+    assert harness.token_ids(outputs) == harness.token_ids(reference(family, "videos"))
+
+
 def test_shared_noise_accepts_everything_of_an_equal_draft(reference):
     """T = 1, draft = target: the coupling makes both draw the same token. Catches: salted or shifted draft noise."""
     with harness.engine("qwen2.5-vl", "target", pruner="none") as engine:

@@ -1,21 +1,39 @@
-"""Two ranks, each with half the heads of target and draft: the same output and the same acceptance."""
+"""Two ranks, each with half the heads of target and draft: the same output, the same acceptance, the same guidance."""
 
 import json
 import os
 import subprocess
 import sys
 
+import pytest
+import torch
+
+from tests.engine import guidance_reference
+from vllm_vidspec.bench import shape_world
+
 FAMILY = "llava-onevision"  # its bundled vision towers have an even number of heads
 
 
-def run(size: int, draft: str) -> dict:
-    """Run `tests.engine.tensor_parallel` in a fresh process."""
+@pytest.fixture(scope="module")
+def run():
+    """`run(size, draft, pruner)` -> the result of `tests.engine.tensor_parallel` in a fresh process, once each."""
+    results: dict[tuple, dict] = {}
+
+    def get(size: int, draft: str, pruner: str = "specvlm") -> dict:
+        if (size, draft, pruner) not in results:
+            results[size, draft, pruner] = _run(size, draft, pruner)
+        return results[size, draft, pruner]
+
+    return get
+
+
+def _run(size: int, draft: str, pruner: str) -> dict:
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     if size > 1:
         cores = sorted(os.sched_getaffinity(0))[:size]
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in cores)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.tensor_parallel", FAMILY, str(size), draft],
+        [sys.executable, "-m", "tests.engine.tensor_parallel", FAMILY, str(size), draft, pruner],
         capture_output=True,
         text=True,
         env=environment,
@@ -26,9 +44,27 @@ def run(size: int, draft: str) -> dict:
     return json.loads(lines[-1].split("RESULT ", 1)[1])
 
 
-def test_two_ranks_equal_one():
+def test_two_ranks_equal_one(run):
     """Catches: ranks that draft different tokens or size their pools differently; a draft sharded by the wrong rank."""
     vanilla, one, two = run(1, "vanilla"), run(1, "draft"), run(2, "draft")
     assert two["token_ids"] == one["token_ids"] == vanilla["token_ids"]
-    for name in ("drafts", "draft_tokens", "accepted_tokens", "visual_tokens_kept"):
+    for name in ("drafts", "draft_tokens", "accepted_tokens", "visual_tokens_kept", "guided_prompts"):
         assert two["counters"][name] == one["counters"][name] > 0
+
+
+@pytest.mark.parametrize("pruner", ["specvlm", "uv"])
+def test_guidance_of_two_ranks_equals_the_reference(run, pruner):
+    """Catches: one rank's heads only, heads counted twice, ranks that keep different tokens."""
+    two = run(2, "draft", pruner)
+    assert len(two["scores"]) == 2 and two["scores"][0] == two["scores"][1]
+    assert two["kept_indices"][0] == two["kept_indices"][1]
+    for i in range(2):
+        video = shape_world.held_out(i).frames
+        reference, is_visual, states = guidance_reference.run(FAMILY, two["prompt_ids"][i], [video])
+        ours = torch.tensor(two["scores"][0][i])
+        if pruner == "specvlm":
+            expected = guidance_reference.attention_scores(reference, is_visual)
+            assert guidance_reference.relative_error(ours, expected) <= 1e-4
+        else:
+            expected = guidance_reference.uv_scores(states, is_visual, layer=3)
+            assert float((ours - expected).abs().max() / expected.abs().mean()) <= 1e-4

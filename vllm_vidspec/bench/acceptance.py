@@ -367,6 +367,8 @@ def make_rows(
                 "visual_tokens_full": counters["visual_tokens_full"],
                 "visual_tokens_kept": counters["visual_tokens_kept"],
                 "draft_kv_bytes_per_token": counters["draft_kv_bytes_per_token"],
+                "target_weight_bytes": counters["target_weight_bytes"],
+                "draft_weight_bytes": counters["draft_weight_bytes"],
                 "skipped": {reason: counters[f"skipped_{reason}"] for reason in SKIP_REASONS},
                 "unguided": {reason: counters[f"unguided_{reason}"] for reason in GUIDANCE_FALLBACKS},
                 "decode_s": result["seconds"],

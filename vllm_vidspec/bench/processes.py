@@ -16,7 +16,7 @@ from types import TracebackType
 
 from vllm_vidspec.bench.pairs import engine_env
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.metrics import GUIDANCE_FALLBACKS, MAX_POSITIONS, NAMES, SKIP_REASONS
+from vllm_vidspec.metrics import GAUGES, GUIDANCE_FALLBACKS, MAX_POSITIONS, NAMES, SKIP_REASONS
 
 _OURS = re.compile(r"vidspec: (.+)")
 _PYTHON_ERROR = re.compile(r"(?:^|\s)((?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt)\b: .+)")
@@ -158,7 +158,7 @@ def from_prometheus(text: str) -> dict[str, int]:
     )
     for name in totals:
         values[name] = int(found.get((f"{name}_total", ""), 0))
-    for name in ("draft_pool_bytes", "draft_kv_bytes_per_token", "target_kv_bytes_per_token"):
+    for name in GAUGES - {"draft_pool_blocks_total", "draft_pool_blocks_used"}:
         values[name] = int(found.get((name, ""), 0))
     for name in ("draft_prefill", "draft_decode", "guidance"):
         values[f"{name}_us"] = round(1e6 * found.get((f"{name}_seconds_total", ""), 0))

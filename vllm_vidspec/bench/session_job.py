@@ -24,7 +24,7 @@ def _run(job: dict[str, Any], events: engine_job.Events) -> None:
     """
     from vllm import LLM
 
-    from vllm_vidspec.engine.guidance import default_uv_layer
+    from vllm_vidspec.engine.state_guidance import default_uv_layer
 
     llm = LLM(**job["llm"])
     vllm_config = llm.llm_engine.vllm_config

@@ -1,9 +1,12 @@
 """Generator of short synthetic videos with captions ("shape world"); numpy only, touches nothing outside itself.
 
 A video has 2-4 scenes. A scene has a patterned background and one or two shapes that move, and that may change colour
-or vanish. Its caption says all of it in a small closed vocabulary, with filler phrases that have synonyms of skewed
-probability: visual anchors and linguistic filler, as in real captions. One frame of words serves every motion and one
-clause every event, so that no early filler word commits a later fact.
+or vanish. What a caption tells is in few video tokens, as in real videos: a shape is small, stays for six frames only,
+and shows how it ends (its last two frames) even more briefly; specks that no caption mentions flicker around it.
+
+Its caption says all of it in a small closed vocabulary, with filler phrases that have synonyms of skewed probability:
+visual anchors and linguistic filler, as in real captions. One frame of words serves every motion and one clause every
+event, so that no early filler word commits a later fact.
 """
 
 from __future__ import annotations
@@ -32,7 +35,11 @@ BACKGROUNDS = {
 }  # fmt: skip
 PATTERNS = ("plain", "striped", "dotted")
 SHAPES = ("circle", "square", "triangle", "cross", "diamond", "ring")
-SIZES = {"small": 12, "large": 17}  # radius in pixels
+SIZES = {"small": 10, "large": 14}  # radius in pixels
+VISIBLE_FRAMES = 6  # how long a shape stays
+SPECK_RADIUS, SPECKS_PER_FRAME = 4, 3  # distractors
+MAX_OBJECTS = 6  # of a video
+MIN_VISIBLE_AREA = 100  # pixels of a shape's bounding box in a cell, below which the cell does not count as showing it
 MOTIONS = ("leftwards", "rightwards", "upwards", "downwards", "sideways", "vertically", "nowhere")
 POSITIONS = {
     "left": "on the left", "right": "on the right", "top": "at the top", "bottom": "at the bottom",
@@ -65,6 +72,7 @@ LABELS = {
     "x": 15,
     "y": 15,
     "turned": 3,
+    "faded": 2,
 }
 """Token-level training labels and their numbers of classes; class 0 of the object labels means "no object here"."""
 
@@ -119,8 +127,13 @@ def vocabulary() -> tuple[str, ...]:
     return tuple(dict.fromkeys(" ".join(texts).split()))
 
 
-def make_sample(seed: int) -> Sample:
-    """Make the video of one seed; equal seeds give equal samples."""
+def make_sample(seed: int, brief: bool = True) -> Sample:
+    """Make the video of one seed; equal seeds give equal samples.
+
+    Args:
+        seed: Which video.
+        brief: False lets every shape stay for its whole scene: denser labels, to train a vision tower on.
+    """
     rng = np.random.default_rng(seed)
     facts = _draw_facts(rng)
     cuts = _draw_cuts(rng, len(facts))
@@ -129,7 +142,7 @@ def make_sample(seed: int) -> Sample:
     scene_of_frame = np.zeros(NUM_FRAMES, np.int64)
     for scene_idx, (scene, start, end) in enumerate(zip(facts, cuts[:-1], cuts[1:], strict=True)):
         scene_labels = {name: array[start:end] for name, array in labels.items()}
-        frames[start:end] = _render_scene(rng, scene, end - start, scene_labels)
+        frames[start:end] = _render_scene(rng, scene, end - start, scene_labels, brief)
         scene_of_frame[start:end] = scene_idx
     return Sample(frames, _write_caption(rng, facts), facts, labels, scene_of_frame)
 
@@ -142,7 +155,8 @@ def held_out(i: int) -> Sample:
 def _draw_facts(rng: np.random.Generator) -> tuple[SceneFact, ...]:
     num_scenes = int(rng.choice([2, 3, 4], p=[0.3, 0.4, 0.3]))
     layouts: list[tuple[str, ...]] = []
-    while sum(map(len, layouts)) < 4:  # four objects at least, so that no caption is short
+    # Four objects at least, so that no caption is short.
+    while not 4 <= sum(map(len, layouts)) <= MAX_OBJECTS:
         layouts = [LAYOUTS[rng.choice(3, p=[0.3, 0.3, 0.4])] for _ in range(num_scenes)]
     scenes: list[SceneFact] = []
     for layout in layouts:
@@ -170,11 +184,14 @@ def _draw_cuts(rng: np.random.Generator, num_scenes: int) -> list[int]:
             return cuts
 
 
-def _render_scene(rng: np.random.Generator, scene: SceneFact, length: int, labels: dict[str, np.ndarray]) -> np.ndarray:
+def _render_scene(
+    rng: np.random.Generator, scene: SceneFact, length: int, labels: dict[str, np.ndarray], brief: bool
+) -> np.ndarray:
     """Draw one scene and fill its labels.
 
     Args:
         labels: per name int64 [length, GRID_SIZE**2], written in place.
+        brief: as in `make_sample`.
 
     Returns:
         uint8 [length, FRAME_SIZE, FRAME_SIZE, 3].
@@ -184,20 +201,35 @@ def _render_scene(rng: np.random.Generator, scene: SceneFact, length: int, label
     labels["background"][:] = list(BACKGROUNDS).index(scene.background)
     labels["pattern"][:] = PATTERNS.index(scene.pattern)
     covered = np.zeros((length, GRID_SIZE**2))
+    _draw_specks(rng, frames, noise)
     for fact in scene.objects:
-        path = _draw_path(rng, fact, length)
-        colors = [fact.color] * length
-        if fact.event == "turns":
-            colors[length // 2 :] = [fact.new_color or fact.color] * (length - length // 2)
-        visible = int(length * 0.7) if fact.event == "vanishes" else length
+        stay = min(length, VISIBLE_FRAMES) if brief else length
+        start = 2 * int(rng.integers(0, (length - stay) // 2 + 1))  # even: a video token spans two frames
+        ending = stay - max(2, stay // 6 * 2)  # the first frame of what `event` says
+        path = _draw_path(rng, fact, stay)
+        colors = [fact.color] * ending + [fact.new_color or fact.color] * (stay - ending)
         sprite, radius = _sprite(fact.shape, SIZES[fact.size]), SIZES[fact.size]
-        for frame_idx in range(visible):
-            x, y = path[frame_idx]
+        for i in range(stay):
+            x, y = path[i]
             box = (slice(y - radius, y + radius + 1), slice(x - radius, x + radius + 1))
-            paint = np.array(COLORS[colors[frame_idx]], np.int16) + _light()[box][sprite]
-            frames[frame_idx][box][sprite] = paint + noise[frame_idx][box][sprite]
-        _fill_labels(labels, covered, fact, path[:visible], colors)
+            paint = np.array(COLORS[colors[i]], np.int16) + _light()[box][sprite] + noise[start + i][box][sprite]
+            if fact.event == "vanishes" and i >= ending:
+                paint = paint // 2 + frames[start + i][box][sprite] // 2
+            frames[start + i][box][sprite] = paint
+        shown = slice(start, start + stay)
+        _fill_labels({name: array[shown] for name, array in labels.items()}, covered[shown], fact, path, colors, ending)
     return np.clip(frames, 0, 255).astype(np.uint8)
+
+
+def _draw_specks(rng: np.random.Generator, frames: np.ndarray, noise: np.ndarray) -> None:
+    """Paint small discs, here and there for two frames each, into int16 [length, FRAME_SIZE, FRAME_SIZE, 3]."""
+    mask = _sprite("circle", SPECK_RADIUS)
+    for first in range(0, len(frames), 2):
+        for x, y in rng.integers(SPECK_RADIUS, FRAME_SIZE - SPECK_RADIUS, (SPECKS_PER_FRAME, 2)):
+            box = (slice(y - SPECK_RADIUS, y + SPECK_RADIUS + 1), slice(x - SPECK_RADIUS, x + SPECK_RADIUS + 1))
+            color = np.array(COLORS[_pick(rng, COLORS)], np.int16)
+            for i in range(first, min(first + 2, len(frames))):
+                frames[i][box][mask] = color + noise[i][box][mask]
 
 
 def _draw_path(rng: np.random.Generator, fact: ObjectFact, length: int) -> np.ndarray:
@@ -208,10 +240,11 @@ def _draw_path(rng: np.random.Generator, fact: ObjectFact, length: int) -> np.nd
         low[0], high[0] = (0, half) if fact.position == "left" else (half, FRAME_SIZE)
     if fact.position in ("top", "bottom"):
         low[1], high[1] = (0, half) if fact.position == "top" else (half, FRAME_SIZE)
-    low, high = low + SIZES[fact.size] + 1, high - SIZES[fact.size] - 2
-    point = rng.uniform(low, high)
     if fact.position == "middle":
-        point = point / 2 + FRAME_SIZE / 4
+        low, high = low + half / 2, high - half / 2
+    low, high = low + SIZES[fact.size] + 1, high - SIZES[fact.size] - 2
+    # Across its motion a shape sits in the middle of a cell, so that it fills few cells.
+    point = np.clip((rng.integers(0, GRID_SIZE, 2) + 0.5) * CELL_SIZE, low, high)
     time = np.linspace(0, 1, length)
     bounce = 1 - np.abs(2 * time - 1) if rng.random() < 0.5 else np.abs(2 * time - 1)
     progress = {"leftwards": 1 - time, "rightwards": time, "upwards": 1 - time, "downwards": time}
@@ -223,13 +256,19 @@ def _draw_path(rng: np.random.Generator, fact: ObjectFact, length: int) -> np.nd
 
 
 def _fill_labels(
-    labels: dict[str, np.ndarray], covered: np.ndarray, fact: ObjectFact, path: np.ndarray, colors: list[str]
+    labels: dict[str, np.ndarray],
+    covered: np.ndarray,
+    fact: ObjectFact,
+    path: np.ndarray,
+    colors: list[str],
+    ending: int,
 ) -> None:
     """Label the cells that an object covers more than any earlier object does.
 
     Args:
         covered: float [length, GRID_SIZE**2], the largest covered area so far, updated in place.
         path: int [visible, 2].
+        ending: the first frame in which a vanishing object fades.
     """
     visible, radius = len(path), SIZES[fact.size]
     edges = np.arange(GRID_SIZE) * CELL_SIZE
@@ -238,15 +277,15 @@ def _fill_labels(
         for p in (path[:, :1], path[:, 1:])
     ]
     area = (spans[1][:, :, None] * spans[0][:, None, :]).reshape(visible, -1)
-    mine = (area > 60) & (area > covered[:visible])
+    mine = (area > MIN_VISIBLE_AREA) & (area > covered[:visible])
     covered[:visible][mine] = area[mine]
     step = np.diff(path, axis=0, append=2 * path[-1:] - path[-2:-1])  # [visible, 2]
     if fact.motion == "nowhere":
         direction = np.full(visible, 5)
     elif fact.motion in ("leftwards", "rightwards", "sideways"):
-        direction = np.where(step[:, 0] < 0, 1, 2)
+        direction = np.select([step[:, 0] < 0, step[:, 0] > 0], [1, 2], 5)
     else:
-        direction = np.where(step[:, 1] < 0, 3, 4)
+        direction = np.select([step[:, 1] < 0, step[:, 1] > 0], [3, 4], 5)
     values = {
         "color": np.array([list(COLORS).index(c) + 1 for c in colors[:visible]]),
         "shape": np.full(visible, SHAPES.index(fact.shape) + 1),
@@ -255,6 +294,7 @@ def _fill_labels(
         "x": path[:, 0] // 8 + 1,
         "y": path[:, 1] // 8 + 1,
         "turned": np.array([1 if c == fact.color else 2 for c in colors[:visible]]),
+        "faded": (np.arange(visible) >= ending) & (fact.event == "vanishes"),
     }
     for name, value in values.items():
         labels[name][:visible][mine] = np.broadcast_to(value[:, None], mine.shape)[mine]

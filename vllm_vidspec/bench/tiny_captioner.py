@@ -115,7 +115,7 @@ class Captioner:
     # Text
 
     def positions(self, before: int, after: int, kept: torch.Tensor) -> torch.Tensor:
-        """Rotary positions [3, before + len(kept) + after]; pruned tokens leave gaps."""
+        """Rotary positions [3, before + num_kept + after] ([3, batch, ...] if `kept` has rows); pruning leaves gaps."""
         if self.family == "qwen2.5-vl":
             grid = torch.meshgrid(
                 torch.arange(QWEN_GROUPS) * TEMPORAL_STEP, torch.arange(4), torch.arange(4), indexing="ij"
@@ -124,31 +124,40 @@ class Captioner:
         else:
             video = torch.arange(self.num_video_tokens).expand(3, -1) + before
         resume = video.max() + 1
-        parts = [torch.arange(before).expand(3, -1), video[:, kept], torch.arange(after).expand(3, -1) + resume]
-        return torch.cat(parts, 1)
+        shape = (3, *kept.shape[:-1], -1)
+        head, tail = torch.arange(before), torch.arange(after) + resume
+        return torch.cat([head.expand(shape), video[:, kept], tail.expand(shape)], -1)
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine [num_tokens, head_dim] of positions [3, num_tokens]."""
+        """Cosine and sine [num_tokens, head_dim] of positions [3, num_tokens]; [batch, 1, ...] of [3, batch, ...]."""
         rope, head_dim = self.text.config.rope_parameters, self.text.layers[0].self_attn.head_dim
         frequency = rope["rope_theta"] ** (-torch.arange(0, head_dim, 2).float() / head_dim)  # [head_dim / 2]
         sections = torch.tensor(rope.get("mrope_section") or [head_dim // 2, 0, 0])
         axis = torch.repeat_interleave(torch.arange(3), sections)  # [head_dim / 2]
-        angle = (positions[axis].T.float() * frequency).repeat(1, 2)
+        angle = positions[axis].movedim(0, -1).float() * frequency
+        angle = torch.cat([angle, angle], -1)
+        angle = angle[:, None] if positions.ndim == 3 else angle
         return angle.cos(), angle.sin()
 
-    def hidden(self, embeds: torch.Tensor, positions: torch.Tensor, cache: list | None = None) -> torch.Tensor:
+    def hidden(
+        self, embeds: torch.Tensor, positions: torch.Tensor, cache: list | None = None, states: list | None = None
+    ) -> torch.Tensor:
         """Final hidden states [batch, num_tokens, hidden].
 
         Args:
             embeds: [batch, num_tokens, hidden].
             positions: [3, num_tokens].
             cache: one (k, v) pair or None per layer, extended in place; a later call must bring one token.
+            states: receives `embeds` and every layer's output.
         """
         cos, sin = self.rotary(positions)
         x = embeds
+        states = [] if states is None else states
+        states.append(x)
         for i, layer in enumerate(self.text.layers):
             past = cache[i] if cache else None
             x, k, v = self.decoder_layer(x, layer_weights(layer), cos, sin, past, layer.self_attn.head_dim)
+            states.append(x)
             if cache is not None:
                 cache[i] = (k, v)
         return rms_norm(x, self.text.norm.weight)
@@ -159,24 +168,28 @@ class Captioner:
         captions: torch.Tensor,
         kept: torch.Tensor,
         prompt: tuple[list[int], list[int]] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states that predict each caption token, and those at the kept video tokens.
+        states: list | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Hidden states that predict each caption token, those at the kept video tokens and at the prompt's end.
 
         Args:
             video: [batch, len(kept), hidden], already pruned.
             captions: int64 [batch, length], padded with -100.
-            kept: int64 [num_kept], sorted, indices below num_video_tokens.
+            kept: int64 [num_kept], sorted, indices below num_video_tokens; or [batch, num_kept], a choice per video.
+            prompt: ids before and after the video; the usual ones if None.
+            states: as of `hidden`.
 
         Returns:
-            [batch, length, hidden] and [batch, len(kept), hidden].
+            [batch, length, hidden], [batch, num_kept, hidden] and [batch, len(prompt after the video), hidden].
         """
         batch, length = captions.shape
         before, after = prompt or self.prompt()
         tail = torch.cat([torch.tensor(after).expand(batch, -1), captions.clamp(min=0)[:, :-1]], 1)
         head = self.embed(torch.tensor(before).expand(batch, -1))
         embeds = torch.cat([head, video.to(head.dtype), self.embed(tail)], 1)
-        x = self.hidden(embeds, self.positions(len(before), tail.shape[1], kept))
-        return x[:, -length:], x[:, len(before) : len(before) + len(kept)]
+        x = self.hidden(embeds, self.positions(len(before), tail.shape[1], kept), states=states)
+        end = len(before) + kept.shape[-1]
+        return x[:, -length:], x[:, len(before) : end], x[:, end : end + len(after)]
 
     @torch.no_grad()
     def greedy(self, video: torch.Tensor, kept: torch.Tensor | None = None, max_tokens: int = 200) -> list[list[int]]:
@@ -354,7 +367,7 @@ def acceptance_length(
     captions = torch.full((len(outputs), length), -100)
     for row, ids in enumerate(outputs):
         captions[row, : len(ids)] = torch.tensor(ids)
-    hidden, _ = draft.teacher_forced(draft.vision(pixels)[:, kept], captions, kept)
+    hidden, _, _ = draft.teacher_forced(draft.vision(pixels)[:, kept], captions, kept)
     match = draft.lm_head(hidden).argmax(-1) == captions
     steps = [num_chain_steps(match[i, : len(ids)].tolist(), num_speculative_tokens) for i, ids in enumerate(outputs)]
     return sum(map(len, outputs)) / sum(steps)

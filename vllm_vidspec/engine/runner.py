@@ -7,10 +7,13 @@ import torch
 from vllm.utils.mem_utils import DeviceMemoryProfiler
 
 from vllm_vidspec.config import METHOD, VidSpecConfig, parse_config
+from vllm_vidspec.engine.attention_guidance import AttentionGuidance
 from vllm_vidspec.engine.counters import Counters
-from vllm_vidspec.engine.guidance import AttentionGuidance, Guidance, HiddenStateGuidance, make_guidance
+from vllm_vidspec.engine.guidance import make_guidance
+from vllm_vidspec.engine.listeners import Guidance
 from vllm_vidspec.engine.scorer import CoupledVerifier
 from vllm_vidspec.engine.speculator import VidSpecSpeculator
+from vllm_vidspec.engine.state_guidance import HiddenStateGuidance
 from vllm_vidspec.errors import VidSpecError
 
 _TUNABLE = {"lambda_r", "guidance_layers", "prune_ratio", "image_prune_ratio"}
@@ -58,7 +61,7 @@ def vidspec_runner(base: type) -> type:
         def prepare_inputs(self, *args, **kwargs):
             batch = super().prepare_inputs(*args, **kwargs)
             if self.guidance is not None:
-                self.guidance.before_forward(batch)
+                self.guidance.guarded(self.guidance.before_forward, batch)
             return batch
 
         def _remove_request(self, req_id: str) -> bool:
@@ -71,7 +74,8 @@ def vidspec_runner(base: type) -> type:
             output = super().execute_model(scheduler_output, *args, **kwargs)
             if self.guidance is not None:
                 state = self.execute_model_state
-                self.guidance.after_forward(state.aux_hidden_states if state is not None else None)
+                aux_hidden_states = state.aux_hidden_states if state is not None else None
+                self.guidance.guarded(self.guidance.after_forward, aux_hidden_states)
             return output
 
         def sample_tokens(self, grammar_output):
@@ -86,6 +90,8 @@ def vidspec_runner(base: type) -> type:
             config, _ = parse_config(self.vidspec_config.model_dump(exclude={"calibration"}) | knobs)
             if isinstance(self.guidance, AttentionGuidance):
                 self.guidance.select(config.guidance_layers, self.guidance.num_layers)
+            if self.guidance is not None:
+                self.guidance.config = config
             self.vidspec_config = self.speculator.config = self.speculator.drafter.config = config
 
         def take_draft_token_ids(self):

@@ -13,7 +13,7 @@ from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.counters import Counters
 from vllm_vidspec.engine.draft_model import DraftModel, kv_bytes_per_token
 from vllm_vidspec.engine.drafter import Drafter, DraftMessage, PrefillMessage, max_slots_per_request
-from vllm_vidspec.engine.guidance import Guidance
+from vllm_vidspec.engine.listeners import Guidance
 from vllm_vidspec.engine.noise import CoupledSampler
 from vllm_vidspec.errors import VidSpecError
 
@@ -69,6 +69,10 @@ class VidSpecSpeculator(BaseSpeculator):
     def load(self, target: torch.nn.Module, req_states: Any, sampler: Any) -> None:
         """Load the draft and remember the runner's state tables that messages are made from."""
         self.draft_model.load(target)
+        own = {p.data_ptr(): p.nbytes for p in target.parameters()}
+        drafts = {p.data_ptr(): p.nbytes for p in self.draft_model.model.parameters() if p.data_ptr() not in own}
+        self.counters.set("target_weight_bytes", sum(own.values()))
+        self.counters.set("draft_weight_bytes", sum(drafts.values()))
         self._req_states = req_states
         self._sample = CoupledSampler(sampler, self.config.draft_noise)
 

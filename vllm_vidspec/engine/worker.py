@@ -41,7 +41,8 @@ class _VidSpecWorker:
         """Return what was pruned since watching began, and go on watching or not; for tools, over `collective_rpc`.
 
         Returns:
-            Per prompt `req_id`, and per item `grids`, `kept_indices`, `scores`, `embeddings` (None if not measured).
+            Per prompt `req_id`, and per item `grids`, `kept_indices`, `scores`, `embeddings` (None if not measured);
+            across a process boundary vLLM turns tensors into lists.
         """
         drafter = self.model_runner.speculator.drafter  # type: ignore[attr-defined]
         watched, drafter.watched = drafter.watched or [], [] if on else None
