@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_vidspec.config import METHOD, SELF
+from vllm_vidspec.config import CALIBRATED_KEYS, METHOD, SELF
 from vllm_vidspec.errors import VidSpecError
 
 DEFAULT_QUESTION = "describe the video"
@@ -72,6 +72,11 @@ def checkpoint(family: str, role: str) -> str:
     return str(assets.checkpoint(family, role))
 
 
+def calibration(family: str) -> Path:
+    """Return what `vidspec calibrate` found for a bundled pair; its target is used with it, unless a knob is given."""
+    return Path(checkpoint(family, "target")).with_name("calibration.json")
+
+
 def sample_video() -> Path:
     """Return the bundled mp4 file, a held-out video at FRAME_RATE; one file for both families."""
     from vllm_vidspec import assets
@@ -125,6 +130,8 @@ def llm_kwargs(
         "seed": 0,
     }
     if draft is not None:
+        if target is None and not spec.keys() & CALIBRATED_KEYS:
+            spec.setdefault("calibration", str(calibration(family)))
         kwargs["speculative_config"] = speculative_config(family, draft, **spec)
     return kwargs | (overrides or {})
 
