@@ -16,7 +16,7 @@ def main() -> None:
     from vllm_vidspec.bench import pairs
 
     family, size, draft, pruner = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    spec = {} if draft == "vanilla" else {"on_draft_error": "raise", "pruner": pruner}
+    spec = {} if draft == "vanilla" else {"on_draft_error": "raise", "pruner": pruner, "guidance_layers": "all"}
     llm = LLM(
         **pairs.llm_kwargs(
             family, None if draft == "vanilla" else draft, overrides={"tensor_parallel_size": size}, **spec

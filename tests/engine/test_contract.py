@@ -20,6 +20,7 @@ LOGITS_ROWS = [
     "expanded_local_pos",
     "seq_lens_upper_bound_np",
 ]
+ATTENTION_FORWARD = ["self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"]
 CONTRACT = [
     ("vllm.engine.arg_utils:EngineArgs.create_engine_config", ["self", "usage_context"]),
     ("vllm.sampling_params:SamplingParams._validate_spec_decode", ["self", "speculative_config"]),
@@ -30,6 +31,14 @@ CONTRACT = [
     (f"{GPU}.model_runner:GPUModelRunner.initialize_kv_cache", ["self", "kv_cache_config", "is_profiling"]),
     (f"{GPU}.model_runner:GPUModelRunner.sample_tokens", ["self", "grammar_output"]),
     (f"{GPU}.model_runner:GPUModelRunner.take_draft_token_ids", ["self"]),
+    (f"{GPU}.model_runner:GPUModelRunner.execute_model", ["self", "scheduler_output"]),
+    (f"{GPU}.model_runner:GPUModelRunner.prepare_inputs", ["self", "scheduler_output"]),
+    ("vllm.v1.core.sched.scheduler:Scheduler.__init__", ["self", "vllm_config"]),
+    ("vllm.v1.core.sched.output:strip_covered_mm_data", ["mm_features", "num_computed_tokens", "uses_mrope"]),
+    ("vllm.model_executor.models.interfaces:EagleModelMixin._set_aux_hidden_state_layers", ["self", "layers"]),
+    ("vllm.model_executor.models.utils:extract_layer_index", ["layer_name"]),
+    ("vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward", ATTENTION_FORWARD),
+    ("vllm.v1.attention.backends.triton_attn:TritonAttentionImpl.forward", ATTENTION_FORWARD),
     (
         f"{GPU}.spec_decode.speculator:BaseSpeculator.propose",
         [
@@ -116,6 +125,17 @@ def resolve(path: str):
 def test_vllm_still_has(path, parameters):
     """Catches: an upstream rename, before it becomes a wrong answer."""
     expect_parameters(resolve(path), *parameters)
+
+
+def test_the_step_still_says_where_its_tokens_are():
+    """Catches: a renamed field of the batch that guidance reads to find a request's rows."""
+    import dataclasses
+
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+    fields = {field.name for field in dataclasses.fields(InputBatch)}
+    names = ("req_ids", "is_prefilling_np", "num_computed_tokens_np", "num_scheduled_tokens", "query_start_loc_np")
+    assert fields.issuperset(names)
 
 
 def test_propose_matches_the_interface():

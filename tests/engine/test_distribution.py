@@ -49,12 +49,13 @@ def quantiles():
 
 
 def test_unseeded_output_follows_the_target(monkeypatch):
-    """Chi-squared over 20,000 tokens at T = 1, drafted at 10 % of the video.
+    """Chi-squared over 20,000 tokens at T = 1, drafted without sight of the video: many drafts to reject.
 
     Catches, and is seen to: a scorer that lets a rejected draft stand one time in four.
     """
     sampling = {"temperature": 1.0, "n": 16, "max_tokens": 80, "ignore_eos": True, "seed": None}
-    with harness.engine(FAMILY, "draft", overrides={"max_num_seqs": 32}, num_speculative_tokens=4) as engine:
+    spec = {"prune_ratio": 1.0, "num_speculative_tokens": 4}
+    with harness.engine(FAMILY, "draft", overrides={"max_num_seqs": 32}, **spec) as engine:
 
         def p_value(num_videos: int) -> tuple[float, int, dict]:
             frames = [shape_world.held_out(i).frames for i in range(num_videos)]

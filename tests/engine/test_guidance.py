@@ -76,7 +76,10 @@ def test_scores_equal_the_reference(family, situation, pruner, layer):
     overrides = {"enable_prefix_caching": False}
     if situation == "many-chunks":
         overrides["max_num_batched_tokens"] = CHUNK_SIZES[family]
-    with harness.engine(family, "draft", pruner=pruner, overrides=overrides) as engine, watched(engine) as records:
+    with (
+        harness.engine(family, "draft", pruner=pruner, guidance_layers="all", overrides=overrides) as engine,
+        watched(engine) as records,
+    ):
         outputs, counted = engine.measured(requests)
     assert counted["guided_prompts"] == 3 and counted["guidance_us"] > 0
     check_scores(family, outputs, shown, records, layer)
@@ -91,7 +94,7 @@ def test_attention_needs_no_recomputed_keys(family):
     (video,) = frames(1)
     first = (pairs.video_prompt(family, video), {"max_tokens": 2})
     second = (pairs.video_prompt(family, video, LONG_QUESTION), {"max_tokens": 2})
-    with harness.engine(family, "draft", pruner="specvlm") as engine:
+    with harness.engine(family, "draft", pruner="specvlm", guidance_layers="all") as engine:
         engine.generate([first])
         with watched(engine) as records:
             outputs, counted = engine.measured([second])
@@ -105,7 +108,9 @@ def test_queries_of_a_cached_suffix_are_left_out():
     family, (video,) = "qwen2.5-vl", frames(1)
     request = (pairs.video_prompt(family, video, f"{LONG_QUESTION} {LONG_QUESTION}"), {"max_tokens": 2})
     with (
-        harness.engine(family, "draft", pruner="specvlm", overrides={"block_size": 32}) as engine,
+        harness.engine(
+            family, "draft", pruner="specvlm", guidance_layers="all", overrides={"block_size": 32}
+        ) as engine,
         watched(engine) as records,
     ):
         engine.generate([request])
@@ -209,7 +214,7 @@ def test_unobserved_forward_is_counted_not_trusted(monkeypatch):
 
     monkeypatch.setattr(AttentionGuidance, "observe", deaf)
     family = "qwen2.5-vl"
-    with harness.engine(family, "draft", pruner="specvlm") as engine, watched(engine) as records:
+    with harness.engine(family, "draft", pruner="specvlm", guidance_layers="all") as engine, watched(engine) as records:
         _, counted = engine.measured(harness.videos(family, 2, max_tokens=3))
     assert (counted["guided_prompts"], counted["unguided_unobserved"]) == (0, 2)
     assert all(record["scores"] is None for record in records)
@@ -266,7 +271,9 @@ def _scores_with(monkeypatch, before_forward) -> None:
     family, (video,) = "llava-onevision", frames(1)
     monkeypatch.setattr(AttentionGuidance, "before_forward", before_forward)
     with (
-        harness.engine(family, "draft", pruner="specvlm", overrides={"enable_prefix_caching": False}) as engine,
+        harness.engine(
+            family, "draft", pruner="specvlm", guidance_layers="all", overrides={"enable_prefix_caching": False}
+        ) as engine,
         watched(engine) as records,
     ):
         outputs = engine.generate([(pairs.video_prompt(family, video), {"max_tokens": 2})])
