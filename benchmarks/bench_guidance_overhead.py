@@ -1,6 +1,6 @@
 """Measure what guidance adds to the target's prefill, in the engine, at 128 to 25,000 video tokens.
 
-python benchmarks/bench_guidance_overhead.py [--pruner specvlm,uv] [--tokens 128,1024,8192,25088] [--rounds 5]
+python benchmarks/bench_guidance_overhead.py [--pruner specvlm,uv] [--tokens 128,1024,8192,25088] [--rounds 3]
 
 The bundled LLaVA-OneVision target (16 tokens a frame) prefills one video of that many tokens and the usual question, in
 one chunk: vision tower and language model. Prefills with and without the listeners take turns in one engine; `share` is
@@ -127,7 +127,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pruner", default="specvlm,uv")
     parser.add_argument("--tokens", default="128,1024,8192,25088")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     sizes = [int(size) for size in options.tokens.split(",")]
