@@ -156,9 +156,9 @@ def note(rows: list[dict[str, Any]]) -> str:
     if engines:
         names = dict.fromkeys(f"`{engine['pruner']}` at {engine['prune_ratio']:g}" for engine in engines)
         line += f" In italics: not run itself, the draft sees the same tokens as with {' or '.join(names)}."
-    target, draft = (found[0].get(f"{role}_weight_bytes") for role in ("target", "draft"))
-    if target:
-        line += f" Weights: target {target:,} bytes, the draft's own {draft:,}."
+    loads = [row["draft_load_bytes"] / 2**20 for row in found if "draft_load_bytes" in row]
+    if any(loads):
+        line += f" Loading the draft took {min(loads):.1f} to {max(loads):.1f} MiB."
     for what in ("skipped", "unguided"):
         for reason in found[0].get(what, {}):
             if count := sum(row[what][reason] for row in found):

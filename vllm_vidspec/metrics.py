@@ -39,8 +39,7 @@ NAMES: tuple[str, ...] = (
     "reused_guidance",
     *(f"unguided_{reason}" for reason in GUIDANCE_FALLBACKS),
     "guidance_us",
-    "target_weight_bytes",
-    "draft_weight_bytes",
+    "draft_load_bytes",
 )
 _SLOT = {name: slot for slot, name in enumerate(NAMES)}
 # Sizes and occupancy: they can fall, so a difference of two readings says nothing about them.
@@ -51,8 +50,7 @@ GAUGES = frozenset(
         "draft_pool_bytes",
         "draft_kv_bytes_per_token",
         "target_kv_bytes_per_token",
-        "target_weight_bytes",
-        "draft_weight_bytes",
+        "draft_load_bytes",
     }
 )
 
@@ -219,8 +217,7 @@ _GAUGES = (
     ("vidspec:draft_pool_bytes", "draft_pool_bytes", "Size of the draft's KV pool in bytes per rank."),
     ("vidspec:draft_kv_bytes_per_token", "draft_kv_bytes_per_token", "Draft KV bytes of one token per rank."),
     ("vidspec:target_kv_bytes_per_token", "target_kv_bytes_per_token", "Target KV bytes of one token per rank."),
-    ("vidspec:target_weight_bytes", "target_weight_bytes", "Weights of the target in bytes per rank."),
-    ("vidspec:draft_weight_bytes", "draft_weight_bytes", "Weights of the draft that are not the target's own."),
+    ("vidspec:draft_load_bytes", "draft_load_bytes", "Memory per rank that loading the draft took."),
 )
 
 

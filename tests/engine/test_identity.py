@@ -33,6 +33,8 @@ def test_draft_equal_to_target_is_always_accepted(reference, family, is_shared):
         outputs, counted = engine.measured(SCENARIOS["videos"](family))
     assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
     assert counted["visual_tokens_kept"] == counted["visual_tokens_full"] > 0
+    # Its 15 MB of fp32 weights are there a second time, or not.
+    assert (counted["draft_load_bytes"] < 2 * 2**20) if is_shared else (counted["draft_load_bytes"] > 8 * 2**20)
     assert_same_answers(reference(family, "videos"), outputs)
 
 
@@ -81,7 +83,7 @@ def test_self_speculation_shares_the_weights_and_is_exact(reference, family, pru
         outputs, counted = engine.measured(SCENARIOS["videos"](family))
     assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
     assert harness.token_ids(outputs) == harness.token_ids(reference(family, "videos"))
-    assert counted["draft_weight_bytes"] == 0 < counted["target_weight_bytes"]
+    assert counted["draft_load_bytes"] < 2 * 2**20
     with harness.engine(family, "target", pruner=pruner, prune_ratio=0.9) as engine:
         outputs, counted = engine.measured(SCENARIOS["videos"](family))
     assert counted["visual_tokens_kept"] <= 0.1 * counted["visual_tokens_full"]

@@ -22,7 +22,7 @@ COLUMNS = (
     *("requests", "max_tokens", "batch_size", "seed", "jobs"),
     *("acceptance_length", "acceptance_rate", "num_drafts", "draft_kv_bytes", "full_draft_kv_bytes"),
     *("identical_frac", "output_tokens", "text_tokens", "visual_tokens_full", "visual_tokens_kept"),
-    *("draft_kv_bytes_per_token", "target_weight_bytes", "draft_weight_bytes"),
+    *("draft_kv_bytes_per_token", "draft_load_bytes"),
     *(f"skipped_{reason}" for reason in SKIP_REASONS),
     *(f"unguided_{reason}" for reason in GUIDANCE_FALLBACKS),
     *("decode_s", "vanilla_decode_s"),

@@ -1,9 +1,11 @@
 """The draft network: its own forward context, KV layers and attention metadata, beside the target in one process."""
 
 import copy
+import gc
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.nn as nn
 from vllm.compilation.backends import set_model_tag
@@ -31,6 +33,14 @@ from vllm_vidspec.errors import VidSpecError
 def kv_bytes_per_token(vllm_config: VllmConfig) -> int:
     """Return the KV bytes that one token takes on this rank, over all layers of a configuration."""
     return sum(spec.page_size_bytes // spec.block_size for spec in get_kv_cache_spec(vllm_config).values())
+
+
+def held_bytes(device: torch.device) -> int:
+    """Return the memory that this process holds: what torch has allocated on a GPU, the resident set on a CPU."""
+    gc.collect()
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return psutil.Process().memory_info().rss
 
 
 class DraftModel:

@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.counters import Counters
-from vllm_vidspec.engine.draft_model import DraftModel, kv_bytes_per_token
+from vllm_vidspec.engine.draft_model import DraftModel, held_bytes, kv_bytes_per_token
 from vllm_vidspec.engine.drafter import Drafter, DraftMessage, PrefillMessage, max_slots_per_request
 from vllm_vidspec.engine.listeners import Guidance
 from vllm_vidspec.engine.noise import CoupledSampler
@@ -68,11 +68,9 @@ class VidSpecSpeculator(BaseSpeculator):
 
     def load(self, target: torch.nn.Module, req_states: Any, sampler: Any) -> None:
         """Load the draft and remember the runner's state tables that messages are made from."""
+        before = held_bytes(self.device)
         self.draft_model.load(target)
-        own = {p.data_ptr(): p.nbytes for p in target.parameters()}
-        drafts = {p.data_ptr(): p.nbytes for p in self.draft_model.model.parameters() if p.data_ptr() not in own}
-        self.counters.set("target_weight_bytes", sum(own.values()))
-        self.counters.set("draft_weight_bytes", sum(drafts.values()))
+        self.counters.set("draft_load_bytes", max(0, held_bytes(self.device) - before))
         self._req_states = req_states
         self._sample = CoupledSampler(sampler, self.config.draft_noise)
 
