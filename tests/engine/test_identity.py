@@ -30,11 +30,10 @@ def test_draft_equal_to_target_is_always_accepted(reference, family, is_shared):
     """
     draft = "target" if is_shared else pairs.checkpoint(family, "target")
     with harness.engine(family, draft, pruner="none") as engine:
+        assert (engine.speculator.draft_model.model is engine.runner.model) == is_shared
         outputs, counted = engine.measured(SCENARIOS["videos"](family))
     assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
     assert counted["visual_tokens_kept"] == counted["visual_tokens_full"] > 0
-    # Its 15 MB of fp32 weights are there a second time, or not.
-    assert (counted["draft_load_bytes"] < 2 * 2**20) if is_shared else (counted["draft_load_bytes"] > 8 * 2**20)
     assert_same_answers(reference(family, "videos"), outputs)
 
 
@@ -45,7 +44,7 @@ def test_small_pruned_draft_changes_nothing(reference, family):
     Catches: noise keyed by slot instead of logical position, drafts scored against unprocessed logits, logprobs in
     draft order, state shared between requests.
     """
-    with harness.engine(family, "draft", prune_ratio=0.9, pruner="uniform") as engine:
+    with harness.engine(family, "draft", prune_ratio=0.9, image_prune_ratio=0.9, pruner="uniform") as engine:
         outputs, counted = engine.measured(SCENARIOS["mixed"](family))
     assert_same_answers(reference(family, "mixed"), outputs)
     assert counted["accepted_tokens"] > 0
@@ -83,7 +82,7 @@ def test_self_speculation_shares_the_weights_and_is_exact(reference, family, pru
         outputs, counted = engine.measured(SCENARIOS["videos"](family))
     assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
     assert harness.token_ids(outputs) == harness.token_ids(reference(family, "videos"))
-    assert counted["draft_load_bytes"] < 2 * 2**20
+    assert counted["draft_load_bytes"] < 2 * 2**20  # of some 15 MB: what its copied attention layers take
     with harness.engine(family, "target", pruner=pruner, prune_ratio=0.9) as engine:
         outputs, counted = engine.measured(SCENARIOS["videos"](family))
     assert counted["visual_tokens_kept"] <= 0.1 * counted["visual_tokens_full"]
