@@ -3,8 +3,6 @@
 import json
 import sys
 
-import torch
-
 from tests.engine import harness
 from vllm_vidspec import metrics
 
@@ -33,9 +31,9 @@ def main() -> None:
     result = {"token_ids": harness.token_ids(outputs), "prompt_ids": [list(o.prompt_token_ids) for o in outputs]}
     if spec:
         result["counters"] = metrics.read_metrics(metrics.path_for(llm.llm_engine.vllm_config.instance_id))
-        watched = llm.collective_rpc("vidspec_watch", args=(False,))  # per rank
+        watched = llm.collective_rpc("vidspec_watch", args=(False, True))  # per rank
         for name in ("scores", "kept_indices"):
-            result[name] = [[torch.as_tensor(record[name][0]).tolist() for record in rank] for rank in watched]
+            result[name] = [[record[name][0] for record in rank] for rank in watched]
     print("RESULT " + json.dumps(result))
 
 

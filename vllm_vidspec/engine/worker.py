@@ -37,16 +37,22 @@ class _VidSpecWorker:
         )
         return available - pool
 
-    def vidspec_watch(self, on: bool) -> list[dict[str, Any]]:
+    def vidspec_watch(self, on: bool, as_lists: bool = False) -> list[dict[str, Any]]:
         """Return what was pruned since watching began, and go on watching or not; for tools, over `collective_rpc`.
 
         Returns:
-            Per prompt `req_id`, and per item `grids`, `kept_indices`, `scores`, `embeddings` (None if not measured);
-            across a process boundary vLLM turns tensors into lists.
+            Per prompt `req_id`, and per item `grids`, `kept_indices`, `scores`, `embeddings` (None if not measured).
+            With `as_lists` only the indices and scores, as numbers: an engine in another process cannot send tensors.
         """
         drafter = self.model_runner.speculator.drafter  # type: ignore[attr-defined]
         watched, drafter.watched = drafter.watched or [], [] if on else None
-        return watched
+        if not as_lists:
+            return watched
+        return [
+            {"req_id": record["req_id"]}
+            | {name: [item.tolist() for item in record[name] or ()] for name in ("kept_indices", "scores")}
+            for record in watched
+        ]
 
     def vidspec_retune(self, knobs: dict[str, Any]) -> None:
         """Change knobs of the pruning between requests; for `vidspec calibrate`, over `collective_rpc`.
