@@ -82,7 +82,8 @@ def read(path: Path) -> dict[str, Any]:
     """Return a result; rows of a file from before `measured_as` had an engine each."""
     result = json.loads(path.read_text())
     for row in result.get("rows", []):
-        row.setdefault("measured_as", {name: row[name] for name in UNPRUNED})
+        if row.keys() >= set(UNPRUNED):
+            row.setdefault("measured_as", {name: row[name] for name in UNPRUNED})
     return result
 
 

@@ -32,8 +32,10 @@ def main() -> None:
     if spec:
         result["counters"] = metrics.read_metrics(metrics.path_for(llm.llm_engine.vllm_config.instance_id))
         watched = llm.collective_rpc("vidspec_watch", args=(False, True))  # per rank
+        for rank in watched:  # in the order of the prompts, not of the batch
+            rank.sort(key=lambda record: int(record["req_id"].split("-")[0]))
         for name in ("scores", "kept_indices"):
-            result[name] = [[record[name][0] for record in rank] for rank in watched]
+            result[name] = [[(record[name] or [None])[0] for record in rank] for rank in watched]
     print("RESULT " + json.dumps(result))
 
 
