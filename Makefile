@@ -4,6 +4,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PY := .venv/bin/python
 PYTEST_ARGS ?=
+# Two files at a time, as engine tests keep one core busy each; one where engines would share a GPU.
+TEST_WORKERS ?= $(if $(wildcard /dev/nvidiactl /dev/kfd),0,2)
 BENCH_ARGS ?=
 DEMO_ARGS ?=
 
@@ -34,7 +36,7 @@ demo: setup ## Serve the bundled pair with and without vidspec, caption the bund
 	@$(PY) -m vllm_vidspec.cli demo $(DEMO_ARGS)
 
 test: setup ## Run every test (PYTEST_ARGS="-m 'not serve'" for less).
-	@$(PY) -m pytest --durations=10 $(PYTEST_ARGS)
+	@$(PY) -m pytest --durations=10 -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 check: setup ## Check format, lint and types.
 	@$(PY) -m ruff format --check .

@@ -69,6 +69,8 @@ def _values(schema: dict[str, Any]) -> str:
 
 
 def _option(part: dict[str, Any]) -> str:
+    if "prefixItems" in part:
+        return f"[{'; '.join(_option(item) for item in part['prefixItems'])}]"
     if part.get("type") == "array":
         return f"list of {_option(part['items'])}"
     if "enum" in part:

@@ -37,6 +37,19 @@ def test_defaults():
         "calibration": None,
         "prune_seed": 0,
         "draft": "chain",
+        "draft_table": None,
+        "tree_paths": None,
+        "tree_depth_min": 3,
+        "tree_depth_max": 8,
+        "tree_width_min": 2,
+        "tree_width_max": 10,
+        "tree_entropy_top_k": 10,
+        "tree_threshold": 0.1,
+        "tree_history": 10,
+        "tree_history_low": 2.0,
+        "tree_history_high": 3.0,
+        "tree_lookahead": True,
+        "tree_fill": None,
         "scorer": "strict",
         "draft_noise": "shared",
         "draft_positions": "original",
@@ -96,6 +109,17 @@ def test_unknown_keys_without_a_neighbour():
         ("draft_kv_bytes", (0, -5), (1,)),
         ("max_draft_len", (0,), (1,)),
         ("draft", ("forest",), ("chain",)),
+        ("tree_depth_min", (0, 65), (1, 8)),
+        ("tree_depth_max", (0, 65), (3, 64)),
+        ("tree_width_min", (0, 33), (1, 10)),
+        ("tree_width_max", (0, 33), (2, 32)),
+        ("tree_entropy_top_k", (1, 33), (2, 32)),
+        ("tree_threshold", (-0.1, 1.0), (0.0, 0.5)),
+        ("tree_history", (-1,), (0, 100)),
+        ("tree_history_low", (-0.5,), (0.0, 3.0)),
+        ("tree_history_high", (-1.0,), (2.0, 8.0)),
+        ("tree_lookahead", ("perhaps",), (False,)),
+        ("tree_fill", ("perhaps",), (False, True)),
         ("scorer", ("lax",), ("strict",)),
         ("draft_noise", ("loud",), ("shared", "independent", "greedy")),
         ("draft_positions", ("odd",), ("original", "compacted")),
@@ -222,3 +246,31 @@ def test_a_wrong_calibration_is_refused(tmp_path, content, words):
 def test_wrong_guidance_layers_are_refused(layers):
     """Catches: an empty choice that would divide by zero layers, or a negative index that wraps around."""
     assert "guidance_layers" in refused(guidance_layers=layers)
+
+
+def test_a_static_tree_says_how_many_tokens_it_takes():
+    """Catches: a tree that is cut, or slots that are wasted, without a word."""
+    assert "num_speculative_tokens must be 25, not 5" in refused(draft="tree-static")
+    tree = {"draft": "tree-static", "tree_paths": [[0], [1], [0, 0]]}
+    assert "num_speculative_tokens must be 3, not 5" in refused(**tree)
+    config, _ = parse_config({**GOOD, **tree, "num_speculative_tokens": 3})
+    assert config.static_paths == ((0,), (1,), (0, 0)) and config.max_path == 2
+    assert "without its better sibling" in refused(draft="tree-static", tree_paths=[[0], [2]])
+    assert "at least tree_depth_min, 6" in refused(draft="tree-adaptive", tree_depth_min=6)
+    assert "tree_width_min 11 is more than tree_width_max 10" in refused(tree_width_min=11)
+    assert "tree_history_low 4.0 is more than tree_history_high 3.0" in refused(tree_history_low=4.0)
+
+
+def test_auto_needs_a_whole_table():
+    """Catches: a batch size without a row, two trees at once, a shape that never gets its tokens."""
+    table = [[1, 4, "tree-static", 25], [5, 16, "chain", 5]]
+    given = {**GOOD, "num_speculative_tokens": 25}
+    config, _ = parse_config({**given, "draft": "auto", "draft_table": table})
+    assert [config.shape_for(n) for n in (1, 4, 5, 16, 99)] == ["tree-static"] * 2 + ["chain"] * 3
+    assert config.shapes == {"tree-static", "chain"} and config.max_path == 5
+    assert parse_config({**given, "drafting": "auto", "draft_table": table})[0] == config  # the knob's other name
+    assert "needs draft_table" in refused(draft="auto")
+    assert "must follow each other" in refused(draft="auto", draft_table=[[2, 4, "chain", 5]])
+    assert "num_speculative_tokens is 5" in refused(draft="auto", draft_table=table)
+    two = [[1, 4, "tree-static", 5], [5, 16, "tree-adaptive", 5]]
+    assert "one tree shape" in refused(draft="auto", draft_table=two)

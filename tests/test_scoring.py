@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vllm_vidspec.config import VidSpecConfig
-from vllm_vidspec.scoring import ScoreInputs, get_scorer, register_scorer, scorer_names
+from vllm_vidspec.scoring import ScoreInputs, TreeShapes, get_scorer, register_scorer, scorer_names
 
 
 def score(requests: list[tuple[list[int], list[int]]], max_drafts: int) -> list[list[int]]:
@@ -12,10 +12,9 @@ def score(requests: list[tuple[list[int], list[int]]], max_drafts: int) -> list[
     target = [token for rows, _ in requests for token in rows]
     draft = [token for rows, drafts in requests for token in [7777, *drafts][: len(rows)]]
     ends = torch.tensor([0, *(len(rows) for rows, _ in requests)]).cumsum(0).to(torch.int32)
-    sampled, num_sampled = get_scorer("strict")(
-        ScoreInputs(torch.tensor(target), torch.tensor(draft), ends, max_drafts)
-    )
-    return [row[:count].tolist() for row, count in zip(sampled, num_sampled, strict=True)]
+    scored = get_scorer("strict")(ScoreInputs(torch.tensor(target), torch.tensor(draft), ends, max_drafts))
+    assert scored.path is None
+    return [row[:count].tolist() for row, count in zip(scored.sampled, scored.num_sampled, strict=True)]
 
 
 def test_longest_agreeing_prefix_and_the_targets_token():
@@ -35,6 +34,23 @@ def test_longest_agreeing_prefix_and_the_targets_token():
 def test_invalid_drafts_never_stand():
     """Catches: a -1 that equals a sampled token by wrap-around or padding."""
     assert score([([5, 6, 7], [5, -1]), ([-1, 6], [-1])], max_drafts=2) == [[5, 6], [-1]]
+
+
+def test_the_longest_path_of_a_tree_and_the_nodes_behind_it():
+    """Two requests with one tree (nodes 1 and 2 under the root, 3 under 2), on rows 4 and 0; the second is cut to 2.
+
+    Catches: tables read by batch row, a first match that is a dead end, a cut node that stands.
+    """
+    parents = torch.tensor([-1, 0, 0, 2], dtype=torch.int32).repeat(5, 1)
+    depths = torch.tensor([0, 1, 1, 2], dtype=torch.int32).repeat(5, 1)
+    ancestors = torch.tensor([0, 0b001, 0b010, 0b110]).repeat(5, 1)
+    trees = TreeShapes(torch.tensor([4, 0]), parents, depths, ancestors)
+    target = torch.tensor([7, 1, 8, 9, 7, 1, 8])
+    drafts = torch.tensor([5, 7, 7, 8, 5, 6, 7])  # both children of the first root are right, the second goes on
+    scored = get_scorer("strict")(ScoreInputs(target, drafts, torch.tensor([0, 4, 7], dtype=torch.int32), 3, trees))
+    assert scored.sampled.tolist() == [[7, 8, 9, 0], [7, 8, 0, 0]]
+    assert scored.num_sampled.tolist() == [3, 2]
+    assert scored.path.tolist() == [[0, 2, 3, 3], [0, 2, 2, 3]]
 
 
 def test_every_configured_scorer_exists():

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
 
 from vllm_vidspec.errors import VidSpecError
 
@@ -30,8 +30,12 @@ _PRUNER_ALIASES = {"window": "window:middle"}
 
 IMAGE_PRUNE_RATIO = 0.8  # an image's tokens are fewer and less alike than a video's (SAGE's default)
 
-# What `vidspec calibrate` finds out for a pair.
-CALIBRATED_KEYS = frozenset({"lambda_r", "guidance_layers", "uv_layer"})
+# What `vidspec calibrate` finds out for a pair, and on a machine.
+CALIBRATED_KEYS = frozenset({"lambda_r", "guidance_layers", "uv_layer", "draft_table"})
+# Other spellings of a knob's name.
+_KEY_ALIASES = {"drafting": "draft"}
+
+Shape = Literal["chain", "tree-static", "tree-adaptive"]
 
 # Keys of vLLM's own speculative config that pass through unchanged.
 PASS_THROUGH_KEYS = frozenset(
@@ -109,8 +113,62 @@ class VidSpecConfig(BaseModel):
     prune_seed: int = Field(
         0, ge=0, description="Seed of the `random` pruner. One seed and one video size: one choice."
     )
-    draft: Literal["chain"] = Field(
-        "chain", description="Shape of the draft: `chain` proposes K tokens one after another."
+    draft: Literal["chain", "tree-static", "tree-adaptive", "auto"] = Field(
+        "chain",
+        description="Shape of the draft: `chain` proposes K tokens one after another; `tree-static` always the same "
+        "tree of K tokens (`tree_paths`); `tree-adaptive` (SAGE) at most K, deep and narrow where the draft is "
+        "confident, shallow and wide where it is not; `auto` one of these by batch size (`draft_table`). Requests with "
+        "structured outputs draft chains only: with trees they run without speculation.",
+    )
+    draft_table: tuple[tuple[PositiveInt, PositiveInt, Shape, PositiveInt], ...] | None = Field(
+        None,
+        description="`auto`: rows `[first batch size, last, shape, tokens per step]`, as `vidspec calibrate --costs` "
+        "measures them on a machine. One tree shape at most beside `chain`.",
+    )
+    tree_paths: tuple[tuple[int, ...], ...] | None = Field(
+        None,
+        description="`tree-static`: the tree as rank paths, `[[0], [1], [0, 0], ...]`: `[0, 1]` is the second-best "
+        "child of the best child of the root. Default: SpecVLM's 25 nodes of depth 5.",
+    )
+    tree_depth_min: int = Field(3, ge=1, le=64, description="`tree-adaptive`: depth where the draft is least sure.")
+    tree_depth_max: int = Field(8, ge=1, le=64, description="`tree-adaptive`: depth where it is surest.")
+    tree_width_min: int = Field(
+        2, ge=1, le=32, description="`tree-adaptive`: children of the root where the draft is surest."
+    )
+    tree_width_max: int = Field(
+        10, ge=1, le=32, description="`tree-adaptive`: children of the root where it is least sure."
+    )
+    tree_entropy_top_k: int = Field(
+        10, ge=2, le=32, description="`tree-adaptive`: tokens whose probabilities, renormalised, make the entropy."
+    )
+    tree_threshold: float = Field(
+        0.1,
+        ge=0.0,
+        lt=1.0,
+        description="`tree-adaptive`: a node at level l of a tree of depth D needs a path of more probability than "
+        "this times l / D.",
+    )
+    tree_history: int = Field(
+        10,
+        ge=0,
+        le=1024,
+        description="`tree-adaptive`: steps whose mean acceptance moves the greatest depth; 0 keeps it fixed.",
+    )
+    tree_history_low: float = Field(
+        2.0, ge=0.0, description="`tree-adaptive`: fewer accepted drafts per step than this make trees shallower."
+    )
+    tree_history_high: float = Field(
+        3.0, ge=0.0, description="`tree-adaptive`: more than this make trees deeper, up to `tree_depth_max`."
+    )
+    tree_lookahead: bool = Field(
+        True,
+        description="`tree-adaptive`: the entropy of one step shapes the next step's tree, so that the host knows its "
+        "depth in time. False uses the step's own entropy and always runs `tree_depth_max` draft forwards.",
+    )
+    tree_fill: bool | None = Field(
+        None,
+        description="`tree-adaptive`: fill every tree up to `num_speculative_tokens` with the next-best nodes, as "
+        "leaves. Default: where vLLM schedules asynchronously and so verifies that many tokens anyway.",
     )
     scorer: Literal["strict"] = Field(
         "strict",
@@ -171,6 +229,98 @@ class VidSpecConfig(BaseModel):
             raise ValueError("give draft_kv_fraction or draft_kv_bytes, not both")
         return self
 
+    @model_validator(mode="after")
+    def _ordered_ranges(self) -> "VidSpecConfig":
+        for name in ("tree_depth", "tree_width"):
+            low, high = getattr(self, f"{name}_min"), getattr(self, f"{name}_max")
+            if low > high:
+                raise ValueError(f"{name}_min {low} is more than {name}_max {high}")
+        if self.tree_history_low > self.tree_history_high:
+            raise ValueError(
+                f"tree_history_low {self.tree_history_low} is more than tree_history_high {self.tree_history_high}"
+            )
+        if "tree-adaptive" in self.shapes and self.num_speculative_tokens < self.tree_depth_min:
+            raise ValueError(
+                f"tree-adaptive needs num_speculative_tokens of at least tree_depth_min, {self.tree_depth_min}, got "
+                f"{self.num_speculative_tokens}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _whole_table(self) -> "VidSpecConfig":
+        if self.draft != "auto":
+            return self
+        if not self.draft_table:
+            raise ValueError(
+                "draft auto needs draft_table: measure one with `vidspec calibrate --costs` and give its file as "
+                "calibration"
+            )
+        end = 0
+        for first, last, _, num_tokens in self.draft_table:
+            if first != end + 1 or last < first:
+                raise ValueError(f"draft_table: batch sizes must follow each other from 1 on, got {first} to {last}")
+            end = last
+            if num_tokens > self.num_speculative_tokens:
+                raise ValueError(
+                    f"draft_table: {num_tokens} tokens a step, num_speculative_tokens is {self.num_speculative_tokens}"
+                )
+        if len(self.shapes - {"chain"}) > 1:
+            raise ValueError("draft_table: chain and one tree shape, not two")
+        return self
+
+    @model_validator(mode="after")
+    def _whole_tree(self) -> "VidSpecConfig":
+        if "tree-static" not in self.shapes:
+            return self
+        num_nodes = len(self.static_paths)
+        if self.draft == "tree-static":
+            wrong = {self.num_speculative_tokens} - {num_nodes}
+        else:
+            wrong = {num for _, _, shape, num in self.draft_table or () if shape == "tree-static"} - {num_nodes}
+        if wrong:
+            raise ValueError(
+                f"this static tree has {num_nodes} nodes: num_speculative_tokens must be {num_nodes}, not {min(wrong)}"
+            )
+        return self
+
+    @property
+    def shapes(self) -> frozenset[str]:
+        """Every shape that this configuration can draft."""
+        if self.draft != "auto":
+            return frozenset({self.draft})
+        return frozenset(shape for _, _, shape, _ in self.draft_table or ())
+
+    @property
+    def static_paths(self) -> tuple[tuple[int, ...], ...]:
+        """The static tree's rank paths.
+
+        Raises:
+            ValueError: `tree_paths` is no tree.
+        """
+        from vllm_vidspec.drafting.paths import SPECVLM_PATHS, parse_paths
+
+        return SPECVLM_PATHS if self.tree_paths is None else parse_paths([list(path) for path in self.tree_paths])
+
+    @property
+    def max_path(self) -> int:
+        """The most drafts that can follow each other in one step."""
+        rows = self.draft_table or () if self.draft == "auto" else ((1, 1, self.draft, self.num_speculative_tokens),)
+        return max(
+            {
+                "chain": lambda num_tokens: num_tokens,
+                "tree-static": lambda num_tokens: max(map(len, self.static_paths)),
+                "tree-adaptive": lambda num_tokens: min(num_tokens, self.tree_depth_max),
+            }[shape](num_tokens)
+            for _, _, shape, num_tokens in rows
+        )
+
+    def shape_for(self, num_reqs: int) -> str:
+        """Return the shape that a batch of so many requests drafts; past the table's end its last row holds."""
+        if self.draft != "auto":
+            return self.draft
+        assert self.draft_table
+        return next((shape for _, last, shape, _ in self.draft_table if num_reqs <= last), self.draft_table[-1][2])
+
     @property
     def is_self_draft(self) -> bool:
         """Whether the target drafts for itself."""
@@ -205,6 +355,7 @@ def parse_config(raw: dict[str, Any]) -> tuple[VidSpecConfig, dict[str, Any]]:
     """
     given = {key.replace("-", "_"): value for key, value in raw.items()}
     given.pop("method", None)
+    given = {_KEY_ALIASES.get(key, key): value for key, value in given.items()}
     passed = {key: given.pop(key) for key in list(given) if key in PASS_THROUGH_KEYS}
     known = (*VidSpecConfig.model_fields, *sorted(PASS_THROUGH_KEYS))
     unknown = [key for key in given if key not in VidSpecConfig.model_fields]

@@ -15,7 +15,7 @@ from vllm_vidspec.errors import VidSpecError
 
 MAX_POSITIONS = 64  # the upper bound of `num_speculative_tokens`
 GUIDANCE_FALLBACKS = ("cached", "memory", "unobserved", "error")
-SKIP_REASONS = ("pool_full", "too_long", "draft_error", "unsupported")
+SKIP_REASONS = ("pool_full", "too_long", "draft_error", "unsupported", "structured")
 
 # The order is the file's layout: append only, and raise _VERSION when it changes.
 NAMES: tuple[str, ...] = (
@@ -40,6 +40,9 @@ NAMES: tuple[str, ...] = (
     *(f"unguided_{reason}" for reason in GUIDANCE_FALLBACKS),
     "guidance_us",
     "draft_load_bytes",
+    "draft_depth",
+    "draft_forwards",
+    "draft_steps",
 )
 _SLOT = {name: slot for slot, name in enumerate(NAMES)}
 # Sizes and occupancy: they can fall, so a difference of two readings says nothing about them.
@@ -55,7 +58,7 @@ GAUGES = frozenset(
 )
 
 _MAGIC = int.from_bytes(b"vidspec\0", "little")
-_VERSION = 2
+_VERSION = 3
 _HEADER = 8  # int64 words: magic, version, number of slots, five spare
 _NUM_BYTES = 8 * (_HEADER + len(NAMES))
 
@@ -199,6 +202,9 @@ _COUNTERS = (
     ("vidspec:drafts", "drafts", "Verify steps that had draft tokens."),
     ("vidspec:draft_tokens", "draft_tokens", "Draft tokens verified by the target."),
     ("vidspec:accepted_tokens", "accepted_tokens", "Draft tokens that stand."),
+    ("vidspec:draft_depth", "draft_depth", "Depth of the drafts verified: what could stand at most."),
+    ("vidspec:draft_steps", "draft_steps", "Batches drafted for."),
+    ("vidspec:draft_forwards", "draft_forwards", "Forwards of the draft model in them."),
     ("vidspec:prompts", "prompts", "Prompts that the draft has prefilled."),
     ("vidspec:text_tokens", "text_tokens", "Text tokens of the prompts that the draft has prefilled."),
     ("vidspec:guided_prompts", "guided_prompts", "Prompts pruned by the target's guidance."),

@@ -42,3 +42,95 @@ def test_gumbel_noise_is_gumbel():
     noise = gumbel_noise(np.arange(300), np.arange(300) * 7, np.arange(1000, dtype=np.uint32)).astype(np.float64)
     assert abs(noise.mean() - np.euler_gamma) < 0.01
     assert abs(noise.var() - np.pi**2 / 6) < 0.02
+
+
+@pytest.fixture
+def rows():
+    """Logits rows of four requests: chains of 3, 1, 4 and 2 rows."""
+    req_idx = torch.tensor([0] * 3 + [1] + [2] * 4 + [3] * 2)
+    local_pos = torch.tensor([0, 1, 2, 0, 0, 1, 2, 3, 0, 1], dtype=torch.int32)
+    return req_idx, local_pos
+
+
+@pytest.mark.parametrize("vocab_size", [31, 32, 97, 126])
+def test_penalties_twin_equals_the_interpreted_kernel(monkeypatch, rows, vocab_size):
+    """Catches: drafts counted from the root on, float64 products, a prompt bit read from the wrong word."""
+    import vllm.v1.worker.gpu.sample.penalties as penalties
+
+    from vllm_vidspec.engine.compat import _MARK
+    from vllm_vidspec.engine.cpu_kernels import PenaltiesKernel
+
+    kernel = getattr(penalties._penalties_kernel, _MARK, penalties._penalties_kernel)
+    generator = torch.Generator().manual_seed(vocab_size)
+
+    def ints(high, *shape):
+        return torch.randint(0, high, shape, generator=generator, dtype=torch.int32)
+
+    req_idx, local_pos = rows
+    logits = 3 * torch.randn(len(req_idx), vocab_size, generator=generator)
+    arguments = (
+        req_idx,
+        ints(vocab_size, len(req_idx)),
+        local_pos,
+        torch.tensor([1.0, 1.3, 0.8, 1.1]),
+        torch.tensor([0.0, 0.4, -0.3, 0.0]),
+        torch.tensor([0.0, 0.0, 0.6, 0.1]),
+        ints(2**31 - 1, 4, -(-vocab_size // 32)) - ints(2**31 - 1, 4, -(-vocab_size // 32)),
+        ints(3, 4, vocab_size),
+    )
+
+    def run(impl):
+        monkeypatch.setattr(penalties, "_penalties_kernel", impl)
+        changed = logits.clone()
+        penalties.apply_penalties(changed, *arguments)
+        return changed
+
+    twin = run(PenaltiesKernel())
+    assert torch.equal(twin, run(kernel))
+    assert torch.equal(twin[:3], logits[:3]) and not torch.equal(twin[3:], logits[3:])
+
+
+def test_bad_words_twin_equals_the_interpreted_kernel(monkeypatch, rows):
+    """Words of one to three tokens, whose beginnings stand in the committed text, in the drafts, or across both.
+
+    Catches: a prefix looked up one token early, a word of another request, a committed token read past the output.
+    """
+    import vllm.v1.worker.gpu.sample.bad_words as bad_words
+
+    from vllm_vidspec.engine.compat import _MARK
+    from vllm_vidspec.engine.cpu_kernels import BadWordsKernel
+
+    kernel = getattr(bad_words._bad_words_kernel, _MARK, bad_words._bad_words_kernel)
+    generator = torch.Generator().manual_seed(0)
+
+    def ints(high, *shape):
+        return torch.randint(0, high, shape, generator=generator, dtype=torch.int32)
+
+    req_idx, local_pos = rows
+    offsets = torch.tensor([[0, 1, 3, 6, 8], [0, 2, 2, 2, 2], [0, 2, 5, 6, 8], [0, 0, 0, 0, 0]], dtype=torch.int32)
+    logits = torch.randn(len(req_idx), 9, generator=generator)
+    banned = 0
+    for _ in range(20):
+        arguments = (
+            req_idx,
+            ints(2, 4, 8),  # few token ids, so that beginnings match
+            offsets,
+            torch.tensor([4, 1, 4, 0], dtype=torch.int32),
+            ints(2, 4, 12),
+            torch.tensor([3, 5, 4, 2], dtype=torch.int32),
+            torch.tensor([7, 5, 6, 9], dtype=torch.int32),
+            ints(2, len(req_idx)),
+            local_pos,
+            4,
+        )
+
+        def run(impl, arguments=arguments):
+            monkeypatch.setattr(bad_words, "_bad_words_kernel", impl)
+            changed = logits.clone()
+            bad_words.apply_bad_words(changed, *arguments)
+            return changed
+
+        twin = run(BadWordsKernel())
+        assert torch.equal(twin, run(kernel))
+        banned += int(torch.isinf(twin).sum())
+    assert banned > 50

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from tests.engine import harness
-from vllm_vidspec.engine import drafter as drafter_module
+from vllm_vidspec.engine import chain_drafter
+from vllm_vidspec.engine.chain_drafter import ChainDrafter
 from vllm_vidspec.engine.draft_model import DraftModel
 from vllm_vidspec.engine.drafter import Drafter
 from vllm_vidspec.engine.noise import CoupledSampler
@@ -128,7 +129,7 @@ def drop_video(monkeypatch) -> None:
 
 def skip_rollback(monkeypatch) -> None:
     """KV entries of rejected drafts stay: new tokens are appended after them."""
-    original, highest = drafter_module.chain_step, {}
+    original, highest = chain_drafter.chain_step, {}
 
     def appending(rows, num_slots, *args, level, **kwargs):
         if level == 0 and "end" in highest:
@@ -136,19 +137,19 @@ def skip_rollback(monkeypatch) -> None:
         highest["end"] = torch.maximum(highest.get("end", num_slots), num_slots + level)
         original(rows, num_slots, *args, level=level, **kwargs)
 
-    monkeypatch.setattr(drafter_module, "chain_step", appending)
+    monkeypatch.setattr(chain_drafter, "chain_step", appending)
 
 
 def skip_refeed(monkeypatch) -> None:
     """The last draft token of a fully accepted chain never gets its KV entry."""
-    original = Drafter.draft
+    original = ChainDrafter.draft
 
     def forgetful(self, message):
-        tokens = original(self, message)
-        self._num_fed.gpu[message.rows] += 1
-        return tokens
+        drafts = original(self, message)
+        self._roots.rows.fed[message.rows] = (1 << K) - 1
+        return drafts
 
-    monkeypatch.setattr(Drafter, "draft", forgetful)
+    monkeypatch.setattr(ChainDrafter, "draft", forgetful)
 
 
 @pytest.mark.parametrize("mutation", [shift_positions, drop_video, skip_rollback, skip_refeed])
@@ -162,7 +163,7 @@ def test_planted_bug_is_caught(drafted, monkeypatch, mutation):
 def test_noise_position_off_by_one_is_caught(drafted, monkeypatch):
     """With shared noise an equal draft is never rejected; with the noise of the next position it is."""
     engine, _ = drafted
-    sampler = engine.speculator.drafter._sample
+    sampler = engine.speculator._sample
     monkeypatch.setattr(sampler, "_noise", "shared")
     _, counted = engine.measured(requests(engine.family, MAX_TOKENS))
     assert counted["accepted_tokens"] == counted["draft_tokens"] > 0

@@ -18,6 +18,11 @@ MAX_MODEL_LEN = 2048
 MAX_NUM_SEQS = 8
 KV_CACHE_BYTES = 512 * 2**20
 DEFAULT_SPEC: dict[str, Any] = {"num_speculative_tokens": 5, "prune_ratio": 0.9, "pruner": "specvlm"}
+# What a shape has instead: as many nodes as SpecVLM's tree, as many as SAGE may take.
+TREE_SPEC: dict[str, dict[str, Any]] = {
+    "tree-static": {"num_speculative_tokens": 25},
+    "tree-adaptive": {"num_speculative_tokens": 64},
+}
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,8 @@ def speculative_config(family: str, draft: str, *, drafting: str = "chain", **sp
         spec: Any other knob of VidSpecConfig; the rest comes from DEFAULT_SPEC.
     """
     model = {"draft": lambda: checkpoint(family, "draft"), "target": lambda: SELF}.get(draft, lambda: draft)()
-    return {"method": METHOD, "model": model, **DEFAULT_SPEC, "draft": drafting, **spec}
+    shape = {"draft": drafting, **TREE_SPEC.get(drafting, {})}
+    return {"method": METHOD, "model": model, **DEFAULT_SPEC, **shape, **spec}
 
 
 def llm_kwargs(
@@ -130,7 +136,7 @@ def llm_kwargs(
         "seed": 0,
     }
     if draft is not None:
-        if target is None and not spec.keys() & CALIBRATED_KEYS:
+        if target is None and not spec.keys() & (CALIBRATED_KEYS - {"draft_table"}):
             spec.setdefault("calibration", str(calibration(family)))
         kwargs["speculative_config"] = speculative_config(family, draft, **spec)
     return kwargs | (overrides or {})

@@ -15,8 +15,12 @@ from vidspec_kernels import guidance_scores
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine import compat
 from vllm_vidspec.engine.counters import Counters
+from vllm_vidspec.engine.kv_views import check_layout, check_readable, key_view
 from vllm_vidspec.engine.listeners import Listener, Listeners
 from vllm_vidspec.errors import VidSpecError
+
+# What is refused, and the way out.
+_REFUSAL = ("attention guidance", "use a pruner that needs no attention, e.g. uv")
 
 
 @dataclass
@@ -77,17 +81,12 @@ class AttentionGuidance(Listeners):
         self._num_heads = next(iter(layers.values())).impl.num_heads * get_tensor_model_parallel_world_size()
         self._attention = layers
         for index, layer in layers.items():
-            check_readable(layer)
+            check_readable(layer, *_REFUSAL)
             compat.observe_attention(layer, _LayerObserver(self, index))
 
     def check_cache(self) -> None:
         """Refuse keys packed in a way that no view describes (bf16 on AMX); see `Guidance`."""
-        packed = {getattr(layer, "isa", None) for layer in self._attention.values()} - {None, *_CPU_LAYOUTS}
-        if packed:
-            raise VidSpecError(
-                f"attention guidance cannot read the CPU cache layout {packed.pop()!r}: use --dtype float32, or the "
-                "pruner uv"
-            )
+        check_layout(self._attention.values(), *_REFUSAL)
 
     def select(self, layers: str | tuple[int, ...], num_layers: int) -> None:
         """Choose the layers to sum.
@@ -203,39 +202,3 @@ class _LayerObserver:
 
     def __call__(self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any) -> None:
         self.guidance.guarded(self.guidance.observe, self.index, layer, query, kv_cache, metadata)
-
-
-_CPU_LAYOUTS = ("vec", "vec16")
-
-
-def check_readable(layer: Any) -> None:
-    """Refuse an attention layer whose paged keys we cannot read or whose softmax is not the plain one.
-
-    Raises:
-        VidSpecError: One line naming the backend or the feature, and the way out.
-    """
-    impl, name = layer.impl, layer.get_attn_backend().get_name()
-    way_out = "use a pruner that needs no attention, e.g. uv"
-    if name not in ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN"):
-        raise VidSpecError(f"attention guidance reads FLASH_ATTN, TRITON_ATTN and CPU_ATTN, not {name}: {way_out}")
-    if layer.kv_cache_dtype.startswith("fp8"):
-        raise VidSpecError(f"attention guidance does not read fp8 KV caches: {way_out}")
-    windowed = getattr(impl, "sliding_window", None) not in (None, -1, (-1, -1))
-    if windowed or getattr(impl, "alibi_slopes", None) is not None or getattr(impl, "sinks", None) is not None:
-        raise VidSpecError(f"attention guidance knows no sliding windows, ALiBi or sinks: {way_out}")
-
-
-def key_view(kv_cache: torch.Tensor, layer: Any) -> torch.Tensor:
-    """Return the keys of a paged cache as a view `[num_blocks, block_size, num_kv_heads, head_size]`.
-
-    Args:
-        kv_cache: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, vLLM's logical shape.
-        layer: Its attention layer.
-    """
-    head_size = layer.impl.head_size
-    if getattr(layer, "isa", None) is None:  # not the CPU backend
-        return kv_cache.transpose(1, 2)[..., :head_size]
-    # A block's first half is K, stored [head_size, block_size] per head.
-    num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
-    block, head, _, _ = kv_cache.stride()
-    return kv_cache.as_strided((num_blocks, block_size, num_kv_heads, head_size), (block, 1, head, block_size))

@@ -181,6 +181,53 @@ def observe_attention(layer: Any, observer: Callable) -> None:
     layer.impl.forward = forward
 
 
+def intercept_attention(layer: Any, interceptor: Callable) -> None:
+    """Run `interceptor(original, layer, query, key, value, kv_cache, attn_metadata, output, ...)` as a layer's forward.
+
+    Why: vLLM's backends know no tree masks (upstream removed tree attention, #42121). As with `observe_attention` only
+    this layer object changes, and the call comes from inside vLLM's opaque attention operator.
+
+    Args:
+        layer: vLLM's `Attention`.
+        interceptor: Calls `original` with the same arguments for whatever it does not compute itself.
+
+    Raises:
+        VidSpecError: The backend writes its cache inside `forward`, so that it cannot be left out.
+    """
+    original = layer.impl.forward
+    expect_parameters(original, "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
+    backend = layer.get_attn_backend()
+    if backend.forward_includes_kv_cache_update:
+        raise VidSpecError(f"tree drafts need an attention backend with a separate cache update, not {backend}")
+    layer.impl.forward = functools.wraps(original)(functools.partial(interceptor, original))
+
+
+def adjust_positions(model_state: Any, adjust: Callable, dummy: Callable) -> None:
+    """Choose the positions that the target's forward sees.
+
+    Why: tree nodes need the position of their depth, and the positions in the batch must stay: slots, the sampler and
+    vLLM's own bookkeeping read them. Dummy runs are covered too, so that captured graphs see the same buffer.
+
+    Args:
+        model_state: The runner's; two methods are wrapped on the object.
+        adjust: `[num_tokens]` or `[num_axes, num_tokens]` positions -> those to use.
+        dummy: Number of tokens -> positions of a dummy run, where the model has 1-D positions.
+    """
+    prepare_inputs, prepare_dummy_inputs = model_state.prepare_inputs, model_state.prepare_dummy_inputs
+    expect_parameters(prepare_inputs, "input_batch", "req_states")
+    expect_parameters(prepare_dummy_inputs, "num_reqs", "num_tokens")
+
+    def prepare(input_batch, req_states):
+        inputs = prepare_inputs(input_batch, req_states)
+        return {**inputs, "positions": adjust(inputs.get("positions", input_batch.positions))}
+
+    def prepare_dummy(num_reqs, num_tokens):
+        inputs = prepare_dummy_inputs(num_reqs, num_tokens)
+        return inputs if "positions" in inputs else {**inputs, "positions": dummy(num_tokens)}
+
+    model_state.prepare_inputs, model_state.prepare_dummy_inputs = prepare, prepare_dummy
+
+
 def expose_hidden_states(target: Any, layers: tuple[int, ...]) -> None:
     """Make a target return the hidden states that enter these layers beside its output, as it does for EAGLE-3.
 
@@ -259,6 +306,38 @@ def speed_up_interpreter_kernels() -> None:
         "USE_FP64",
     )
     _patch(gumbel, "_gumbel_sample_kernel", cpu_kernels.GumbelSampleKernel(kernel))
+
+    import vllm.v1.worker.gpu.sample.bad_words as bad_words
+    import vllm.v1.worker.gpu.sample.penalties as penalties
+
+    expect_parameters(
+        penalties._penalties_kernel.fn,
+        "logits_ptr",
+        "expanded_idx_mapping_ptr",
+        "token_ids_ptr",
+        "expanded_local_pos_ptr",
+        "repetition_penalty_ptr",
+        "frequency_penalty_ptr",
+        "presence_penalty_ptr",
+        "prompt_bin_mask_ptr",
+        "output_bin_counts_ptr",
+        "vocab_size",
+    )
+    expect_parameters(
+        bad_words._bad_words_kernel.fn,
+        "logits_ptr",
+        "expanded_idx_mapping_ptr",
+        "bad_word_token_ids_ptr",
+        "bad_word_offsets_ptr",
+        "num_bad_words_ptr",
+        "all_token_ids_ptr",
+        "prompt_len_ptr",
+        "total_len_ptr",
+        "input_ids_ptr",
+        "expanded_local_pos_ptr",
+    )
+    _patch(penalties, "_penalties_kernel", cpu_kernels.PenaltiesKernel())
+    _patch(bad_words, "_bad_words_kernel", cpu_kernels.BadWordsKernel())
 
 
 def _is_interpreted() -> bool:

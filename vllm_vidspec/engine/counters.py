@@ -7,17 +7,20 @@ from vllm.logger import init_logger
 
 from vllm_vidspec import metrics
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.scoring import TreeShapes
 
 logger = init_logger("vllm.vidspec")
+
+_TOTALS = ("drafts", "draft_tokens", "accepted_tokens", "draft_depth")
 
 
 class Counters:
     """Counts of one worker; only tensor-parallel rank 0 publishes."""
 
     def __init__(self, vllm_config, device: torch.device, max_num_reqs: int, num_speculative_tokens: int):
-        # [3 + K]: verify steps with drafts, drafted, accepted, accepted at each position
-        self._totals = torch.zeros(3 + num_speculative_tokens, dtype=torch.int64, device=device)
-        self._positions = torch.arange(num_speculative_tokens, device=device)  # [K]
+        # [4 + K]: verify steps with drafts, drafted, accepted, depth of the drafts, accepted at each position
+        self._totals = torch.zeros(len(_TOTALS) + num_speculative_tokens, dtype=torch.int64, device=device)
+        self._positions = torch.arange(num_speculative_tokens + 1, device=device)  # [K + 1]
         # [max_num_reqs] whether the persistent row's scheduled draft tokens are real
         self.has_draft = torch.zeros(max_num_reqs, dtype=torch.bool, device=device)
         self._on_gpu = device.type == "cuda"
@@ -37,21 +40,30 @@ class Counters:
             logger.warning("vidspec: counters are not published: %s", error)
             return None
 
-    def observe(self, idx_mapping: torch.Tensor, num_sampled: torch.Tensor, cu_num_logits: torch.Tensor) -> None:
+    def observe(
+        self,
+        idx_mapping: torch.Tensor,
+        num_sampled: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        shapes: TreeShapes | None = None,
+    ) -> None:
         """Add one verify step.
 
         Args:
             idx_mapping: `[num_reqs]` int64 persistent rows.
             num_sampled: `[num_reqs]` int32, accepted drafts plus the target's own token.
             cu_num_logits: `[num_reqs + 1]` int32; a request has one logits row more than drafts.
+            shapes: Of the drafts; None where all are chains.
         """
         num_drafts = (cu_num_logits[1:] - cu_num_logits[:-1] - 1) * self.has_draft[idx_mapping]  # [num_reqs]
+        depth = num_drafts
+        if shapes is not None:
+            depth = shapes.depths[idx_mapping].where(self._positions <= num_drafts[:, None], 0).amax(1)
         counted = num_drafts > 0
         accepted = (num_sampled - 1) * counted
-        self._totals[0] += counted.sum()
-        self._totals[1] += num_drafts.sum()
-        self._totals[2] += accepted.sum()
-        self._totals[3:] += (self._positions < accepted[:, None]).sum(0)
+        reached = self._positions[:-1] < accepted[:, None]  # [num_reqs, K]
+        by_request = torch.stack((counted, num_drafts, accepted, depth), dim=1)
+        self._totals += torch.cat((by_request, reached), dim=1).sum(0)
 
     def flush(self) -> None:
         """Publish what the device has counted; on a GPU what it had counted when the last copy finished."""
@@ -63,9 +75,9 @@ class Counters:
             return
         gained = self._host.numpy() - self._published
         if gained.any():
-            for name, value in zip(("drafts", "draft_tokens", "accepted_tokens"), gained.tolist(), strict=False):
+            for name, value in zip(_TOTALS, gained.tolist(), strict=False):
                 self._file.add(name, value)
-            self._file.add_accepted_per_position(gained[3:])
+            self._file.add_accepted_per_position(gained[len(_TOTALS) :])
             self._published += gained
         if self._copied is not None:
             self._host.copy_(self._totals, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The drafter: prefills pruned prompts and proposes chains; it takes messages and never sees the model runner.
+"""The drafter: prefills pruned prompts and proposes drafts; it takes messages and never sees the model runner.
 
 Its state per request is a block table and three integers, because a KV entry's place follows from the committed length:
 logical token t of a request (t past the pruned prompt) is entry t - num_dropped. A message's committed length is
@@ -6,106 +6,77 @@ therefore also the rollback: entries past it are stale, and the next forward ove
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
-from vidspec_kernels import chain_step
+from vidspec_kernels import CacheList, kv_compact
 from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.drafting.factory import make_policy
+from vllm_vidspec.engine.chain_drafter import ChainDrafter, RootFeeder
 from vllm_vidspec.engine.counters import Counters
 from vllm_vidspec.engine.draft_model import DraftModel
-from vllm_vidspec.engine.kv_pool import NULL_BLOCK, DraftKVPool
+from vllm_vidspec.engine.draft_rows import DraftRows
+from vllm_vidspec.engine.kv_pool import DraftKVPool
+from vllm_vidspec.engine.messages import DraftMessage, Drafts, PrefillMessage
+from vllm_vidspec.engine.noise import CoupledSampler
 from vllm_vidspec.engine.prompt import PrunedPrompt, UnsupportedPrompt, prune_prompt
+from vllm_vidspec.engine.tree_attention import TreeAttention
+from vllm_vidspec.engine.tree_drafter import TreeDrafter
 from vllm_vidspec.families import adapter_for
 from vllm_vidspec.pruning import get_pruner
 
 
-@dataclass(frozen=True)
-class PrefillMessage:
-    """A request whose target prefill is done.
-
-    Attributes:
-        req_id: vLLM's request id, for the log.
-        row: Persistent row (`req_state_idx`).
-        token_ids: Prompt, and after a preemption the output so far.
-        features: vLLM's multimodal features in prompt order.
-        scores: The target's guidance, one float32 `[m]` CPU tensor per feature; None where there is none.
-    """
-
-    req_id: str
-    row: int
-    token_ids: list[int]
-    features: list[Any]
-    scores: list[torch.Tensor] | None = None
-
-
-@dataclass(frozen=True)
-class DraftMessage:
-    """A step of the running requests; its `num_tokens` commit what the target accepted.
-
-    Attributes:
-        rows: `[num_reqs]` int64 persistent rows; `rows_np` the same on the host.
-        last_tokens: `[num_reqs, 2]` int64, the committed text's last two tokens.
-        num_tokens: `[max_num_reqs]` int32 committed length by persistent row, the target's last token included.
-        num_tokens_upper_bound: `[num_reqs]` host bound of `num_tokens`.
-        num_levels: Draft tokens to propose.
-    """
-
-    rows: torch.Tensor
-    rows_np: np.ndarray
-    last_tokens: torch.Tensor
-    num_tokens: torch.Tensor
-    num_tokens_upper_bound: np.ndarray
-    num_levels: int
-
-
 def max_slots_per_request(max_model_len: int, num_speculative_tokens: int) -> int:
-    """Return the most KV entries that one request can hold: its longest text, and a chain past it."""
+    """Return the most KV entries that one request can hold: its longest text, and K drafts past it."""
     return max_model_len + 1 + num_speculative_tokens
 
 
-# (logits [n, vocab_size], rows [n], rows_np [n], pos [n], input_ids [n]) -> token ids [n] int64
-DraftSampler = Callable[[torch.Tensor, torch.Tensor, np.ndarray, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
 class Drafter:
-    """Owns the draft model's KV pool and the drafting state of every persistent row."""
+    """Owns the draft model's KV pool and the drafting state of every persistent row.
+
+    Args:
+        model: The draft, loaded, its KV cache allocated.
+        config: The knobs.
+        sample: The draft's sampler.
+        counters: Told what is drafted.
+        num_blocks: Of the pool.
+        max_num_reqs: Persistent rows.
+        max_model_len: Context length.
+        fills_trees: See `TreeDrafter`.
+    """
 
     def __init__(
         self,
         model: DraftModel,
         config: VidSpecConfig,
-        sample: DraftSampler,
+        sample: CoupledSampler,
         counters: Counters,
         num_blocks: int,
         max_num_reqs: int,
         max_model_len: int,
+        fills_trees: bool = False,
     ):
         self.model = model
         self.config = config
         self.counters = counters
-        self.max_model_len = max_model_len
-        self._sample = sample
         self._adapter = adapter_for(model.hf_config)
         self._prunes_by_looks = "features" in get_pruner(config.pruner).needs
-        device = model.device
         max_slots = max_slots_per_request(max_model_len, config.num_speculative_tokens)
-        self.pool = DraftKVPool(num_blocks, model.block_size, max_num_reqs, max_slots, device)
-        # [max_num_reqs]; rows that do not draft keep whatever they had
-        self._num_dropped = StagedWriteTensor(max_num_reqs, dtype=torch.int32, device=device)
-        self._pos_delta = StagedWriteTensor(max_num_reqs, dtype=torch.int64, device=device)
-        # Logical tokens whose KV the draft has, if the target accepted all that was drafted.
-        self._num_fed = StagedWriteTensor(max_num_reqs, dtype=torch.int32, device=device)
-        self._tables = (self._num_dropped, self._pos_delta, self._num_fed)
-        self._num_dropped_np = np.zeros(max_num_reqs, dtype=np.int64)
+        self.pool = DraftKVPool(num_blocks, model.block_size, max_num_reqs, max_slots, model.device)
+        self.rows = DraftRows(max_num_reqs, model.device)
         # What was chosen and why, for tools that look at pruning; None while nobody looks.
         self.watched: list[dict[str, Any]] | None = None
-        self._buffers = _StepBuffers(max_num_reqs, model.num_axes, device)
+        roots = RootFeeder(model, self.pool, self.rows, max_num_reqs, max_model_len)
+        self._chains = ChainDrafter(roots, sample)
+        self._trees: TreeDrafter | None = None
+        if tree_shapes := config.shapes - {"chain"}:
+            attention = TreeAttention(model.attention_layers)
+            self._caches: CacheList = attention.caches()
+            policy = make_policy(next(iter(tree_shapes)), config, max_num_reqs, model.device)
+            self._trees = TreeDrafter(roots, sample, policy, attention, fills_trees)
 
     # ---- prefill ---------------------------------------------------------------------------------------------------
 
@@ -116,8 +87,7 @@ class Drafter:
             Per message, whether the request will be drafted for; a refused one is counted by reason.
         """
         start = time.perf_counter()
-        for table in self._tables:
-            table.clear_staged_writes()  # of a prefill that failed half-way
+        self.rows.clear()
         rows, prompts, embeds, accepted = [], [], [], []
         for message in messages:
             encoded = self._encode_all(message) if self._prunes_by_looks else None
@@ -129,8 +99,9 @@ class Drafter:
                 embeds.append(self._embed(message, prompt, encoded))
         if prompts:
             self._run_chunks(rows, prompts, embeds)
-            for table in self._tables:
-                table.apply_write()
+            self.rows.apply()
+            if self._trees is not None:
+                self._trees.policy.admit(np.array(rows))
         self.counters.add("draft_prefill_us", int(1e6 * (time.perf_counter() - start)))
         return accepted
 
@@ -177,10 +148,7 @@ class Drafter:
             detail = f"the draft's KV pool has no room for {num_slots} tokens"
             self.counters.skip("pool_full", message.req_id, detail)
             return None
-        self._num_dropped_np[row] = prompt.num_dropped
-        self._num_dropped.stage_write_elem(row, prompt.num_dropped)
-        self._pos_delta.stage_write_elem(row, prompt.pos_delta)
-        self._num_fed.stage_write_elem(row, len(message.token_ids))
+        self.rows.stage(row, prompt.num_dropped, prompt.pos_delta)
         num_visual_kept = prompt.num_visual - prompt.num_dropped
         self.counters.add("prompts")
         self.counters.add("text_tokens", prompt.num_kept - num_visual_kept)
@@ -235,94 +203,31 @@ class Drafter:
 
     def grow(self, rows_np: np.ndarray, num_tokens_upper_bound: np.ndarray) -> np.ndarray:
         """Make room for the next step; return `[n]` bool, False where the pool is full."""
-        num_slots = num_tokens_upper_bound - self._num_dropped_np[rows_np] + self.config.num_speculative_tokens
+        num_slots = num_tokens_upper_bound - self.rows.num_dropped_np[rows_np] + self.config.num_speculative_tokens
         return self.pool.reserve(rows_np, num_slots)
 
-    def draft(self, message: DraftMessage) -> torch.Tensor:
-        """Propose a chain for every row: one forward per level over all of them.
-
-        Returns:
-            `[num_reqs, num_levels]` int64 draft tokens.
-        """
+    def draft(self, message: DraftMessage) -> Drafts:
+        """Propose drafts in the shape that the message names, for all its requests at once."""
         start = time.perf_counter()
-        rows, num_reqs, step = message.rows, len(message.rows_np), self._buffers
-        num_slots = message.num_tokens - 1 - self._num_dropped.gpu  # [max_num_reqs] KV entries before the root
-        slots_bound = message.num_tokens_upper_bound - self._num_dropped_np[message.rows_np]  # [num_reqs]
-        block_table = self.pool.table[rows]  # [num_reqs, max_blocks]
-        hidden = self._feed_roots(message, num_slots, slots_bound, block_table)
-        tokens, drafts = message.last_tokens[:, 1], []
-        for level in range(message.num_levels):
-            if level > 0:
-                self._place(rows, level, num_slots, message.num_tokens)
-                hidden = self.model.forward(
-                    self.model.embed(tokens.to(torch.int32), [], None),
-                    step.positions[:, :num_reqs],
-                    query_start_loc=step.arange[: num_reqs + 1],
-                    query_start_loc_np=step.arange_np[: num_reqs + 1],
-                    seq_lens=step.seq_lens[:num_reqs],
-                    seq_lens_upper_bound=slots_bound + level,
-                    block_table=block_table,
-                    slot_mapping=step.slot_mapping[:num_reqs],
-                )
-            logits = self.model.compute_logits(hidden)
-            tokens = self._sample(logits, rows, message.rows_np, step.logical_pos[:num_reqs], tokens)
-            drafts.append(tokens)
-        # Fed: the committed text up to the root, and every draft token but the last.
-        self._num_fed.gpu[rows] = message.num_tokens[rows] + max(message.num_levels - 1, 0)
+        if message.path is not None:
+            self._gather_accepted(message)
+        if message.shape == "chain":
+            drafts, num_forwards = self._chains.draft(message)
+        else:
+            assert self._trees is not None
+            drafts, num_forwards = self._trees.draft(message)
+        self.counters.add("draft_steps")
+        self.counters.add("draft_forwards", num_forwards)
         self.counters.add("draft_decode_us", int(1e6 * (time.perf_counter() - start)))
-        if not drafts:
-            return message.last_tokens.new_empty(num_reqs, 0)
-        return torch.stack(drafts, dim=1)
+        return drafts
 
-    def _feed_roots(
-        self, message: DraftMessage, num_slots: torch.Tensor, slots_bound: np.ndarray, block_table: torch.Tensor
-    ) -> torch.Tensor:
-        """Run the first level: two tokens of each request, the second of which is the root, the target's own last
-        token.
-
-        The first is the token before it, whose KV is missing exactly when the target accepted the whole previous chain
-        (the last draft token is proposed but never fed); otherwise its KV stands and this copy goes to the null block.
-        So the batch has one shape whatever was accepted, and the host need not know.
-
-        Returns:
-            `[num_reqs, hidden_size]` hidden states of the roots; the step buffers are left at level 0.
+    def _gather_accepted(self, message: DraftMessage) -> None:
+        """Move the accepted nodes' KV together behind the last step's root; nodes that were not fed move garbage, which
+        the first forward of this step replaces.
         """
-        rows, num_reqs, step = message.rows, len(message.rows_np), self._buffers
-        self._place(rows, 0, num_slots - 1, message.num_tokens - 1)
-        is_missing = self._num_fed.gpu[rows] < message.num_tokens[rows] - 1
-        previous_slots = torch.where(is_missing, step.slot_mapping[:num_reqs], NULL_BLOCK)
-        previous_positions = step.positions[:, :num_reqs].clone()
-        self._place(rows, 0, num_slots, message.num_tokens)
-        hidden = self.model.forward(
-            self.model.embed(message.last_tokens.flatten().to(torch.int32), [], None),
-            torch.stack((previous_positions, step.positions[:, :num_reqs]), dim=-1).flatten(1),
-            query_start_loc=step.arange[: num_reqs + 1] * 2,
-            query_start_loc_np=step.arange_np[: num_reqs + 1] * 2,
-            seq_lens=step.seq_lens[:num_reqs],
-            seq_lens_upper_bound=slots_bound,
-            block_table=block_table,
-            slot_mapping=torch.stack((previous_slots, step.slot_mapping[:num_reqs]), dim=-1).flatten(),
-        )
-        return hidden[1::2]
-
-    def _place(self, rows: torch.Tensor, level: int, num_slots: torch.Tensor, num_tokens: torch.Tensor) -> None:
-        """Write one level's positions, lengths and slots into the step buffers."""
-        step = self._buffers
-        chain_step(
-            rows,
-            num_slots,
-            num_tokens,
-            self._pos_delta.gpu,
-            self.pool.table,
-            block_size=self.pool.block_size,
-            level=level,
-            positions=step.positions,
-            logical_pos=step.logical_pos,
-            seq_lens=step.seq_lens,
-            slot_mapping=step.slot_mapping,
-        )
-        # Beyond the context length nothing is ever committed; the clamp keeps the rope table in bounds.
-        step.positions.clamp_(max=self.max_model_len - 1)
+        assert message.path is not None
+        last_roots = message.num_tokens[message.rows] - message.num_accepted - 2 - self.rows.num_dropped[message.rows]
+        kv_compact(self._caches, self.pool.table, message.rows, last_roots, message.path, message.num_accepted)
 
     # ---- release ---------------------------------------------------------------------------------------------------
 
@@ -330,15 +235,3 @@ class Drafter:
         """Forget a row: finished, aborted, preempted or given up."""
         self.pool.release(row)
         self.counters.set("draft_pool_blocks_used", self.pool.num_used_blocks)
-
-
-class _StepBuffers:
-    """Persistent inputs of one draft level."""
-
-    def __init__(self, max_num_reqs: int, num_axes: int, device: torch.device):
-        self.positions = torch.zeros(num_axes, max_num_reqs, dtype=torch.int64, device=device)
-        self.logical_pos = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
-        self.seq_lens = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
-        self.slot_mapping = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
-        self.arange = torch.arange(max_num_reqs + 1, dtype=torch.int32, device=device)
-        self.arange_np = np.arange(max_num_reqs + 1, dtype=np.int32)

@@ -60,6 +60,8 @@ def translate(args: Any) -> VidSpecConfig | None:
         "model": draft,
         "num_speculative_tokens": config.num_speculative_tokens,
     }
+    if config.draft == "auto":
+        args.speculative_config["num_speculative_tokens_per_batch_size"] = _schedule(args, config, passed)
     args.additional_config = {**(args.additional_config or {}), METHOD: config.model_dump()}
     args.worker_cls = _WORKERS[current_platform.is_cpu()]
     return config
@@ -83,11 +85,34 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
     if vllm_config.watermark_config is not None:
         raise VidSpecError("watermarking is not supported together with vidspec")
     compat.mark_as_ours(vllm_config.speculative_config)
+    if config.shapes - {"chain"}:
+        _keep_attention_out_of_graphs(vllm_config)
     # `finish` runs in the process that serves /metrics; the worker process opens the same file.
     path = metrics.path_for(vllm_config.instance_id)
     metrics.MetricsFile.create(path)
     metrics.register_collector(path)
     logger.info("vidspec is active: %s", config.summary())
+
+
+def _keep_attention_out_of_graphs(vllm_config: Any) -> None:
+    """Let attention run between captured pieces: a whole captured forward would replay the masks of its capture."""
+    from vllm.config import CUDAGraphMode
+
+    compilation = vllm_config.compilation_config
+    if compilation.cudagraph_mode.has_full_cudagraphs():
+        logger.info(
+            "vidspec: drafts are trees, so cudagraph_mode is PIECEWISE, not %s", compilation.cudagraph_mode.name
+        )
+        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
+
+
+def _schedule(args: Any, config: VidSpecConfig, passed: dict[str, Any]) -> list[tuple[int, int, int]]:
+    """Return vLLM's own schedule of tokens per batch size, so that it verifies as many as the table's shapes have."""
+    if passed.get("num_speculative_tokens_per_batch_size"):
+        raise VidSpecError("num_speculative_tokens_per_batch_size and draft auto: the draft_table sets both, drop one")
+    if args.data_parallel_size > 1:
+        raise VidSpecError("draft auto changes the number of tokens by batch size, which data parallelism cannot")
+    return [(first, last, num_tokens) for first, last, _, num_tokens in config.draft_table or ()]
 
 
 def _requested(args: Any) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.attention import Attention
 from vllm.utils.mem_utils import DeviceMemoryProfiler
 
 from vllm_vidspec.config import METHOD, VidSpecConfig, parse_config
@@ -14,6 +15,7 @@ from vllm_vidspec.engine.listeners import Guidance
 from vllm_vidspec.engine.scorer import CoupledVerifier
 from vllm_vidspec.engine.speculator import VidSpecSpeculator
 from vllm_vidspec.engine.state_guidance import HiddenStateGuidance
+from vllm_vidspec.engine.target_trees import TargetTrees
 from vllm_vidspec.errors import VidSpecError
 
 _TUNABLE = {"lambda_r", "guidance_layers", "prune_ratio", "image_prune_ratio"}
@@ -30,6 +32,7 @@ def vidspec_runner(base: type) -> type:
             super().__init__(vllm_config, device)  # builds vLLM's own speculator; it owns buffers only
             self.vidspec_config = VidSpecConfig(**vllm_config.additional_config[METHOD])
             self.guidance: Guidance | None = None
+            self.trees: TargetTrees | None = None
             self.counters = Counters(vllm_config, device, self.max_num_reqs, self.num_speculative_steps)
             self.speculator = VidSpecSpeculator(vllm_config, self.vidspec_config, device, self.counters)
 
@@ -42,8 +45,25 @@ def vidspec_runner(base: type) -> type:
             self.guidance = make_guidance(self.vidspec_config, self.model, self.vllm_config, self.counters)
             self.use_aux_hidden_state_outputs = isinstance(self.guidance, HiddenStateGuidance)
             self.speculator.guidance = self.guidance
+            if self.vidspec_config.shapes - {"chain"}:
+                layers = self.compilation_config.static_forward_context.values()
+                self.trees = TargetTrees(
+                    [layer for layer in layers if isinstance(layer, Attention)],
+                    self.model_state,
+                    self.max_num_reqs,
+                    self.num_speculative_steps,
+                    self.max_num_tokens,
+                    self.device,
+                )
+            self.speculator.trees = self.trees
             self.rejection_sampler = CoupledVerifier(
-                self.sampler, self.speculative_config, self.device, self.vidspec_config.scorer, self.counters
+                self.sampler,
+                self.speculative_config,
+                self.device,
+                self.vidspec_config.scorer,
+                self.counters,
+                self.trees,
+                self.vidspec_config.max_path,
             )
 
         def initialize_kv_cache(self, kv_cache_config, is_profiling: bool = False, **kwargs) -> None:
@@ -51,17 +71,23 @@ def vidspec_runner(base: type) -> type:
             if not is_profiling:
                 if self.guidance is not None:
                     self.guidance.check_cache()
+                if self.trees is not None:
+                    self.trees.init_kv(len(self.kv_cache_config.kv_cache_groups))
                 self.speculator.init_kv()
 
         def add_requests(self, scheduler_output) -> None:
             super().add_requests(scheduler_output)
             for request in scheduler_output.scheduled_new_reqs:
-                self.speculator.arrive(request.req_id, request.prefill_token_ids, request.mm_features)
+                sampling = request.sampling_params
+                is_structured = sampling is not None and sampling.structured_outputs is not None
+                self.speculator.arrive(request.req_id, request.prefill_token_ids, request.mm_features, is_structured)
 
         def prepare_inputs(self, *args, **kwargs):
             batch = super().prepare_inputs(*args, **kwargs)
             if self.guidance is not None:
                 self.guidance.guarded(self.guidance.before_forward, batch)
+            if self.trees is not None:
+                self.trees.before_forward(batch)
             return batch
 
         def _remove_request(self, req_id: str) -> bool:
@@ -72,11 +98,19 @@ def vidspec_runner(base: type) -> type:
         def execute_model(self, scheduler_output, *args, **kwargs):
             self.counters.flush()
             output = super().execute_model(scheduler_output, *args, **kwargs)
+            if self.trees is not None:
+                self.trees.after_forward()
             if self.guidance is not None:
                 state = self.execute_model_state
                 aux_hidden_states = state.aux_hidden_states if state is not None else None
                 self.guidance.guarded(self.guidance.after_forward, aux_hidden_states)
             return output
+
+        def sample(self, hidden_states, input_batch, grammar_output):
+            output, num_sampled, num_rejected = super().sample(hidden_states, input_batch, grammar_output)
+            if self.trees is not None:
+                self.trees.compact(num_sampled - 1)  # before anything counts the accepted tokens as computed
+            return output, num_sampled, num_rejected
 
         def sample_tokens(self, grammar_output):
             output = super().sample_tokens(grammar_output)
@@ -95,12 +129,12 @@ def vidspec_runner(base: type) -> type:
             self.vidspec_config = self.speculator.config = self.speculator.drafter.config = config
 
         def take_draft_token_ids(self):
-            """Offer nothing for requests that run without speculation, so that no verify rows are wasted on them."""
+            """Offer what was drafted: nothing for requests without speculation, a tree's nodes and no more."""
             drafts = super().take_draft_token_ids()
             if drafts is not None:
-                drafted_for = self.speculator.drafted_for()
+                num_drafted = self.speculator.num_drafted()
                 drafts.draft_token_ids = [
-                    tokens if req_id in drafted_for else []
+                    tokens[: num_drafted.get(req_id, 0)]
                     for req_id, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True)
                 ]
             return drafts

@@ -1,11 +1,17 @@
 """Our scorers in vLLM's rejection-sampler slot: verification by shared-noise coupling."""
 
+from typing import Any
+
+import numpy as np
 import torch
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_vidspec.engine.compat import expect_parameters
 from vllm_vidspec.engine.counters import Counters
-from vllm_vidspec.scoring import ScoreInputs, get_scorer
+from vllm_vidspec.engine.node_paths import PathSampler
+from vllm_vidspec.engine.target_trees import TargetTrees
+from vllm_vidspec.scoring import Scored, ScoreInputs, get_scorer
 
 
 class CoupledVerifier(RejectionSampler):
@@ -13,8 +19,8 @@ class CoupledVerifier(RejectionSampler):
 
     vLLM's noise is a function of (request seed, position of the input token, token id), so the target's sample at a
     draft position is the token that vanilla vLLM would have drawn there: the output is vanilla's, token for token, at
-    any temperature with the strict scorer. Logprobs, chunking over large vocabularies and grammar-invalid drafts are
-    vLLM's own code, inherited.
+    any temperature with the strict scorer. In a tree a node's position is its depth past the root, whatever its slot.
+    Logprobs, chunking over large vocabularies and grammar-invalid drafts are vLLM's own code, inherited.
 
     Args:
         sampler: The runner's sampler.
@@ -22,9 +28,20 @@ class CoupledVerifier(RejectionSampler):
         device: Where logits live.
         scorer: Name of a scorer (`VidSpecConfig.scorer`).
         counters: Told the outcome of every step.
+        trees: Where drafts can be trees; None where all are chains.
+        max_path: The most drafts that can follow each other.
     """
 
-    def __init__(self, sampler, speculative_config, device: torch.device, scorer: str, counters: Counters):
+    def __init__(
+        self,
+        sampler,
+        speculative_config,
+        device: torch.device,
+        scorer: str,
+        counters: Counters,
+        trees: TargetTrees | None = None,
+        max_path: int = 1,
+    ):
         super().__init__(sampler, speculative_config, device)
         expect_parameters(
             RejectionSampler._verify,
@@ -40,15 +57,37 @@ class CoupledVerifier(RejectionSampler):
             "seq_lens_upper_bound_np",
             "verify_draft_sampled",
         )
+        expect_parameters(
+            RejectionSampler._get_logprobs_tensors,
+            "sampled",
+            "num_sampled",
+            "logits",
+            "cu_num_logits",
+            "cu_num_logits_np",
+        )
         self._score = get_scorer(scorer)
         self._counters = counters
+        self._trees = trees
+        self._sample_paths = PathSampler(sampler, max_path)
+        self._order: torch.Tensor | None = None  # [num_logits] logits row behind each output, of the last `_verify`
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        input_batch: Any,
+        draft_logits: torch.Tensor | None = None,
+        invalid_drafts: torch.Tensor | None = None,
+    ):
+        """Verify a batch; see vLLM's. Its logits rows are the roots' and the drafts', in node order."""
+        self._unverified = input_batch.cu_num_logits_np  # what `_verify`, which sees slices, takes its bounds from
+        return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
 
     def _verify(
         self,
         logits: torch.Tensor,  # [num_logits, vocab_size]
         draft_logits: torch.Tensor | None,  # unused: equality needs no draft distribution
         draft_sampled: torch.Tensor,  # [num_logits] input token of each logits row
-        pos: torch.Tensor,  # [num_logits] logical position of that token: the key of the noise
+        pos: torch.Tensor,  # [num_logits] logical position of that token's slot
         cu_num_logits: torch.Tensor,  # [num_reqs + 1]
         idx_mapping: torch.Tensor,  # [num_reqs]
         idx_mapping_np,  # [num_reqs]
@@ -58,7 +97,19 @@ class CoupledVerifier(RejectionSampler):
         verify_draft_sampled: torch.Tensor,  # [num_logits] draft_sampled with invalid drafts as -1
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return `(processed_logits [num_logits, vocab_size], sampled [num_reqs, K + 1], num_sampled [num_reqs])`."""
-        target_tokens, processed_logits = self.sampler.sample(
+        shapes = None
+        counts_np = np.diff(self._unverified[: len(idx_mapping_np) + 1])
+        self._unverified = self._unverified[len(idx_mapping_np) :]
+        return_logprobs = self.sampler.get_logprobs_dims(idx_mapping_np, include_token_ids=False) is not None
+        sample = self.sampler.sample
+        if self._trees is not None and self._trees.is_active:
+            shapes = self._trees.shapes(idx_mapping)
+            # The noise is keyed by depth: vanilla would have reached the node after that many tokens.
+            depths = shapes.depths[expanded_idx_mapping, expanded_local_pos]
+            pos = pos + (depths - expanded_local_pos)
+            if self._sample_paths.are_needed(idx_mapping_np):
+                sample = self._sample_paths.over(shapes, cu_num_logits, counts_np, depths)
+        target_tokens, processed_logits = sample(
             logits,
             expanded_idx_mapping,
             idx_mapping,
@@ -67,11 +118,36 @@ class CoupledVerifier(RejectionSampler):
             draft_sampled,
             expanded_local_pos,
             seq_lens_upper_bound_np,
-            return_logprobs=self.sampler.get_logprobs_dims(idx_mapping_np, include_token_ids=False) is not None,
+            return_logprobs=return_logprobs,
         )
         drafts = verify_draft_sampled.to(torch.int64)
-        sampled, num_sampled = self._score(
-            ScoreInputs(target_tokens, drafts, cu_num_logits, self.num_speculative_steps)
-        )
-        self._counters.observe(idx_mapping, num_sampled, cu_num_logits)
-        return processed_logits, sampled, num_sampled
+        scored = self._score(ScoreInputs(target_tokens, drafts, cu_num_logits, self.num_speculative_steps, shapes))
+        self._counters.observe(idx_mapping, scored.num_sampled, cu_num_logits, shapes)
+        self._order = None
+        if scored.path is not None:
+            assert self._trees is not None
+            self._trees.path[idx_mapping] = scored.path
+            if return_logprobs or self.sampler.return_sampling_mask:
+                self._order = _output_order(scored, cu_num_logits, expanded_local_pos, counts_np)
+                if self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES or self.sampler.return_sampling_mask:
+                    processed_logits = processed_logits[self._order]
+        return processed_logits, scored.sampled, scored.num_sampled
+
+    def _get_logprobs_tensors(self, sampled, num_sampled, logits, *args):
+        """Let row j of a request hold the logits that its output token j came from, as in a chain."""
+        if self._order is not None and self.sampler.logprobs_mode not in PROCESSED_LOGPROBS_MODES:
+            logits = logits[self._order]
+        return super()._get_logprobs_tensors(sampled, num_sampled, logits, *args)
+
+
+def _output_order(
+    scored: Scored, cu_num_logits: torch.Tensor, expanded_local_pos: torch.Tensor, counts_np: np.ndarray
+) -> torch.Tensor:
+    """Return `[num_logits]` int64: for output j of each request, the logits row of the node that it came from."""
+    assert scored.path is not None
+    num_reqs, num_logits = len(counts_np), len(expanded_local_pos)
+    req_idx = torch.arange(num_reqs, device=cu_num_logits.device)
+    counts = cu_num_logits[1:] - cu_num_logits[:-1]
+    req_idx = req_idx.repeat_interleave(counts, output_size=num_logits)  # [num_logits]
+    node = scored.path[req_idx, expanded_local_pos]
+    return cu_num_logits[req_idx].long() + node

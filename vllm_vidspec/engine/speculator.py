@@ -12,9 +12,11 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.counters import Counters
 from vllm_vidspec.engine.draft_model import DraftModel, held_bytes, kv_bytes_per_token
-from vllm_vidspec.engine.drafter import Drafter, DraftMessage, PrefillMessage, max_slots_per_request
+from vllm_vidspec.engine.drafter import Drafter, max_slots_per_request
 from vllm_vidspec.engine.listeners import Guidance
+from vllm_vidspec.engine.messages import DraftMessage, PrefillMessage
 from vllm_vidspec.engine.noise import CoupledSampler
+from vllm_vidspec.engine.target_trees import TargetTrees
 from vllm_vidspec.errors import VidSpecError
 
 logger = init_logger("vllm.vidspec")
@@ -42,11 +44,12 @@ class VidSpecSpeculator(BaseSpeculator):
         self.max_model_len = vllm_config.model_config.max_model_len
         self.draft_model = DraftModel(vllm_config, device, config.is_self_draft)
         self.guidance: Guidance | None = None  # the runner's, once the target is loaded
+        self.trees: TargetTrees | None = None  # the runner's too, where drafts can be trees
         self._drafter: Drafter | None = None  # until the KV pool exists
-        # Prompts by request id, until the draft has seen them.
-        self._arrivals: dict[str, tuple[list[int], list[Any]]] = {}
-        # Request ids of the last step, and which of them were drafted for.
-        self._last_step: tuple[list[str], np.ndarray] = ([], np.empty(0, dtype=bool))
+        # Prompts by request id, until the draft has seen them, and whether their output is structured.
+        self._arrivals: dict[str, tuple[list[int], list[Any], bool]] = {}
+        # Request ids of the last step, which of them were drafted for, and how many nodes their trees have.
+        self._last_step: tuple[list[str], np.ndarray, torch.Tensor | None] = ([], np.empty(0, dtype=bool), None)
         self._state = np.full(self.max_num_reqs, _UNSEEN, dtype=np.int8)  # [max_num_reqs]
         # [max_num_reqs, K]
         self._draft_tokens = torch.zeros(
@@ -112,6 +115,11 @@ class VidSpecSpeculator(BaseSpeculator):
             num_blocks,
             self.max_num_reqs,
             self.max_model_len,
+            fills_trees=(
+                self.vllm_config.scheduler_config.async_scheduling
+                if self.config.tree_fill is None
+                else self.config.tree_fill
+            ),
         )
         draft, target = kv_bytes_per_token(self.draft_model.config), kv_bytes_per_token(self.vllm_config)
         for name, value in (
@@ -130,22 +138,26 @@ class VidSpecSpeculator(BaseSpeculator):
 
     # ---- serving ---------------------------------------------------------------------------------------------------
 
-    def arrive(self, req_id: str, token_ids: list[int], features: list[Any]) -> None:
+    def arrive(self, req_id: str, token_ids: list[int], features: list[Any], is_structured: bool = False) -> None:
         """Keep a new or resumed request's prompt on the host until its target prefill is done.
 
         Args:
             req_id: vLLM's request id.
             token_ids: Prompt, and after a preemption the output so far.
             features: vLLM's multimodal features in prompt order.
+            is_structured: Whether a grammar constrains the output.
         """
-        self._arrivals[req_id] = (token_ids, features)
+        self._arrivals[req_id] = (token_ids, features, is_structured)
         if self.guidance is not None:
             self.guidance.arrive(req_id, token_ids, features)
 
-    def drafted_for(self) -> set[str]:
-        """Return the requests whose draft tokens of the last step are real."""
-        req_ids, live = self._last_step
-        return {req_ids[i] for i in np.flatnonzero(live)}
+    def num_drafted(self) -> dict[str, int]:
+        """Return how many draft tokens each request of the last step has, 0 where it runs without speculation."""
+        req_ids, live, num_nodes = self._last_step
+        counts = np.where(live, self.config.num_speculative_tokens, 0)
+        if num_nodes is not None:
+            counts[live] = num_nodes.cpu().numpy()  # without async scheduling vLLM has waited for this step anyway
+        return dict(zip(req_ids, counts.tolist(), strict=True))
 
     def release(self, req_id: str) -> None:
         """Free what a request holds; called before the runner frees its row."""
@@ -159,6 +171,8 @@ class VidSpecSpeculator(BaseSpeculator):
     def _forget(self, row: int, state: int) -> None:
         if self._drafter is not None:
             self._drafter.release(row)
+        if self.trees is not None:
+            self.trees.forget(row)
         self._state[row] = state
 
     @torch.inference_mode()
@@ -182,7 +196,7 @@ class VidSpecSpeculator(BaseSpeculator):
         is_profile: bool = False,
         num_speculative_tokens: int | None = None,
     ) -> torch.Tensor:
-        """Return `[num_reqs, K]` int64 draft tokens; rows of requests without speculation hold zeros.
+        """Return `[num_reqs, K]` int64 draft tokens, of trees in node order; requests without speculation have zeros.
 
         vLLM has already committed this step: `total_len` and `all_token_ids` include its tokens.
         """
@@ -192,7 +206,7 @@ class VidSpecSpeculator(BaseSpeculator):
             if is_profile:
                 self.draft_model.profile()
             return output
-        num_levels = self.config.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
+        max_drafts = self.config.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
         rows_np = input_batch.idx_mapping_np
         done = self._prefill_done(input_batch)  # [num_reqs]
         self._guarded(self._start, input_batch, np.flatnonzero(done & (self._state[rows_np] == _UNSEEN)))
@@ -200,11 +214,14 @@ class VidSpecSpeculator(BaseSpeculator):
         bound = input_batch.seq_lens_cpu_upper_bound.numpy()[:num_reqs].astype(np.int64) + 1
         self._grow(input_batch, rows_np, bound, done)
         live = done & (self._state[rows_np] == _DRAFTING)
+        self._num_nodes: torch.Tensor | None = None
         if live.any():
-            self._guarded(self._draft, input_batch, np.flatnonzero(live), output, last_sampled, bound, num_levels)
+            self._guarded(
+                self._draft, input_batch, np.flatnonzero(live), output, last_sampled, num_sampled, bound, max_drafts
+            )
             live &= self._state[rows_np] == _DRAFTING
         self.counters.has_draft[input_batch.idx_mapping] = async_tensor_h2d(live, device=self.device)
-        self._last_step = (input_batch.req_ids, live)
+        self._last_step = (input_batch.req_ids, live, self._num_nodes)
         return output
 
     @staticmethod
@@ -234,8 +251,13 @@ class VidSpecSpeculator(BaseSpeculator):
         states, messages = self._req_states, []
         for i in batch_indices:
             row, req_id = int(input_batch.idx_mapping_np[i]), input_batch.req_ids[i]
-            token_ids, features = self._arrivals.pop(req_id)
+            token_ids, features, is_structured = self._arrivals.pop(req_id)
             scores = None if self.guidance is None else self.guidance.take(req_id)
+            if is_structured and self.trees is not None:
+                # A grammar is checked along one line of tokens.
+                self._state[row] = _SKIPPED
+                self.counters.skip("structured", req_id, "trees do not draft for structured outputs")
+                continue
             if len(token_ids) + 1 >= states.max_seq_len[row]:
                 self._state[row] = _SKIPPED  # the token just sampled is its last
                 continue
@@ -261,26 +283,38 @@ class VidSpecSpeculator(BaseSpeculator):
         batch_indices: np.ndarray,
         output: torch.Tensor,
         last_sampled: torch.Tensor,
+        num_sampled: torch.Tensor,
         bound: np.ndarray,
-        num_levels: int,
+        max_drafts: int,
     ) -> None:
         states = self._req_states
         is_whole_batch = len(batch_indices) == input_batch.num_reqs
         indices = async_tensor_h2d(batch_indices, device=self.device)
         rows = input_batch.idx_mapping if is_whole_batch else input_batch.idx_mapping[indices]
+        rows_np = input_batch.idx_mapping_np[batch_indices]
         num_tokens = states.total_len.gpu
         previous = states.all_token_ids.gpu[rows, num_tokens[rows] - 2]
-        tokens = self.drafter.draft(
+        num_verified = input_batch.num_draft_tokens_per_req
+        was_verified = np.zeros(len(rows_np), dtype=bool) if num_verified is None else num_verified[batch_indices] > 0
+        drafts = self.drafter.draft(
             DraftMessage(
                 rows=rows,
-                rows_np=input_batch.idx_mapping_np[batch_indices],
+                rows_np=rows_np,
                 last_tokens=torch.stack((previous.to(torch.int64), last_sampled[rows, 0]), dim=1),
                 num_tokens=num_tokens,
                 num_tokens_upper_bound=bound[batch_indices],
-                num_levels=num_levels,
+                num_accepted=(num_sampled if is_whole_batch else num_sampled[indices]) - 1,
+                was_verified=async_tensor_h2d(was_verified, device=self.device),
+                path=None if self.trees is None else self.trees.path[rows],
+                max_drafts=max_drafts,
+                shape=self.config.shape_for(input_batch.num_reqs),
             )
         )
         if is_whole_batch:
-            output[:, :num_levels] = tokens
+            output[:, : drafts.tokens.shape[1]] = drafts.tokens
         else:
-            output[indices, :num_levels] = tokens
+            output[indices, : drafts.tokens.shape[1]] = drafts.tokens
+        if self.trees is not None:
+            self.trees.store(rows, rows_np, drafts.tree)
+        if drafts.tree is not None:
+            self._num_nodes = drafts.tree.num_nodes[: len(rows_np)]

@@ -7,26 +7,59 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class TreeShapes:
+    """The shapes of the drafts by persistent row; a chain is a tree too.
+
+    Attributes:
+        rows: `[num_reqs]` int64 persistent row of each request.
+        parents: `[max_num_reqs, K + 1]` int32 parent of each node, -1 for the root (node 0).
+        depths: `[max_num_reqs, K + 1]` int32.
+        ancestors: `[max_num_reqs, K + 1]` int64; bit j - 1 of node i is set iff node j is i or one of its ancestors.
+    """
+
+    rows: Tensor
+    parents: Tensor
+    depths: Tensor
+    ancestors: Tensor
+
+
+@dataclass(frozen=True)
 class ScoreInputs:
     """One verify step of a batch.
 
-    A request has one logits row for its root (the last committed token) and one for each draft token, in chain order.
+    A request has one logits row for its root (the last committed token) and one for each draft token, in node order.
 
     Attributes:
         target_tokens: `[num_logits]` int64, what the target samples after the row's input token, under vanilla's noise.
         draft_tokens: `[num_logits]` int64 input token of each row; a draft row of -1 is invalid and never stands.
         cu_num_logits: `[num_reqs + 1]` int32, where each request's rows begin.
         max_drafts: K, the most drafts that a request can have.
+        trees: The drafts' shapes; None where all are chains.
     """
 
     target_tokens: Tensor
     draft_tokens: Tensor
     cu_num_logits: Tensor
     max_drafts: int
+    trees: TreeShapes | None = None
 
 
-# (inputs) -> (sampled int64 [num_reqs, K + 1], num_sampled int32 [num_reqs]); entries past num_sampled are 0
-Scorer = Callable[[ScoreInputs], tuple[Tensor, Tensor]]
+@dataclass(frozen=True)
+class Scored:
+    """What stands.
+
+    Attributes:
+        sampled: `[num_reqs, K + 1]` int64 emitted tokens, zeros past `num_sampled`.
+        num_sampled: `[num_reqs]` int32, accepted drafts + 1.
+        path: `[num_reqs, K + 1]` int32: the node behind output j, and j itself past the accepted ones; None for chains.
+    """
+
+    sampled: Tensor
+    num_sampled: Tensor
+    path: Tensor | None = None
+
+
+Scorer = Callable[[ScoreInputs], Scored]
 
 _SCORERS: dict[str, Scorer] = {}
 

@@ -1,13 +1,11 @@
 """The strict scorer: a draft token stands iff it is the token that the target samples there."""
 
-from torch import Tensor
-
-from vidspec_kernels import accept_chain
-from vllm_vidspec.scoring.base import ScoreInputs
+from vidspec_kernels import accept_chain, tree_accept
+from vllm_vidspec.scoring.base import Scored, ScoreInputs
 
 
-def score_strict(inputs: ScoreInputs) -> tuple[Tensor, Tensor]:
-    """Accept the longest prefix of each chain that the target itself samples; lossless at every temperature.
+def score_strict(inputs: ScoreInputs) -> Scored:
+    """Accept the longest path from the root that the target itself samples; lossless at every temperature.
 
     Every emitted token is the target's own sample under vanilla's own noise: the accepted drafts because they equal it,
     and the one after them because it is emitted in the rejected draft's place (Gumbel-max coupling; Daliri, Musco,
@@ -17,6 +15,10 @@ def score_strict(inputs: ScoreInputs) -> tuple[Tensor, Tensor]:
         inputs: The verify step.
 
     Returns:
-        `sampled` int64 `[num_reqs, K + 1]` and `num_sampled` int32 `[num_reqs]`, accepted drafts + 1.
+        What stands; of a tree's matching paths the longest, the first of equals.
     """
-    return accept_chain(inputs.target_tokens, inputs.draft_tokens, inputs.cu_num_logits, inputs.max_drafts)
+    tokens = (inputs.target_tokens, inputs.draft_tokens, inputs.cu_num_logits)
+    trees = inputs.trees
+    if trees is None:
+        return Scored(*accept_chain(*tokens, inputs.max_drafts))
+    return Scored(*tree_accept(*tokens, trees.rows, trees.parents, trees.depths, trees.ancestors, inputs.max_drafts))

@@ -1,0 +1,308 @@
+"""Measure our own host time per decode step, in the engine: what our code does outside model forwards and vLLM itself.
+
+python benchmarks/bench_host_time.py [--drafting chain,tree-static,tree-adaptive] [--batch 1,4,8,16] [--steps 100]
+
+The bundled LLaVA-OneVision pair answers short videos, greedily. Our entry points are wrapped on the live objects; what
+they call that is not ours (the draft's forwards, logits and embeddings, vLLM's attention metadata and sampler) is wrapped
+too and taken off. `own_ms` is the median over the steps that only decode, with nothing but those wrappers in place; the
+parts come from steps of their own, whose many wrappers cost some themselves (`parts_ms` is their sum). Kernels are
+launches on a GPU, and the whole work on a CPU, where their reference runs (`kernels_ms`, of the parts). Budget: 1 ms and
+20 us per request.
+"""
+
+import argparse
+import csv
+import json
+import os
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from vllm_vidspec.bench import pairs, shape_world
+from vllm_vidspec.bench.provenance import provenance
+
+FAMILY = "llava-onevision"
+MAX_BATCH = 16
+ANSWER_TOKENS = 96
+FOREIGN = "(not ours)"
+KERNEL = "kernel: "
+COLUMNS = (
+    *("drafting", "scheduling", "batch_size", "steps", "own_ms", "p20_ms", "p80_ms", "budget_ms"),
+    *("parts_ms", "kernels_ms"),
+)
+
+
+def budget_ms(batch_size: int) -> float:
+    """Return what our host time may be."""
+    return 1.0 + 0.02 * batch_size
+
+
+class Stopwatch:
+    """Adds up, by label, the time inside wrapped calls that is not inside other wrapped calls."""
+
+    def __init__(self) -> None:
+        self.is_fine = False  # whether wrappers that only break down what is ours take part
+        self.parts: dict[str, float] = defaultdict(float)
+        self._inside: list[float] = []  # of each open call the time spent in wrapped calls
+        self._wrapped: list[tuple[Any, str, Any]] = []
+
+    def timed(self, original: Callable, label: str, fine: bool = False) -> Callable:
+        """Return `original` with its time under `label`."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if fine and not self.is_fine:
+                return original(*args, **kwargs)
+            begin = time.perf_counter()
+            self._inside.append(0.0)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                elapsed = time.perf_counter() - begin
+                self.parts[label] += elapsed - self._inside.pop()
+                if self._inside:
+                    self._inside[-1] += elapsed
+
+        return call
+
+    def wrap(self, owner: Any, name: str, label: str, fine: bool = False) -> None:
+        """Put a timed call in an attribute's place."""
+        original = getattr(owner, name)
+        self._wrapped.append((owner, name, original))
+        setattr(owner, name, self.timed(original, label, fine))
+
+    def unwrap(self) -> None:
+        """Put everything back: modules and classes outlive the engine."""
+        while self._wrapped:
+            setattr(*self._wrapped.pop())
+
+    def take(self) -> dict[str, float]:
+        """Return what was added up since the last call, without what is not ours."""
+        parts, self.parts = self.parts, defaultdict(float)
+        parts.pop(FOREIGN, None)
+        return dict(parts)
+
+
+class HostTime:
+    """Our host time in each step of one engine.
+
+    Attributes:
+        steps: Per step that only decodes its batch size and its parts in seconds.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self.watch = Stopwatch()
+        self.steps: list[tuple[int, dict[str, float]]] = []
+        self._batch_size = 0  # of the step in flight, where that only decodes
+        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        self._wrap_entries(runner)
+        self._wrap_foreign(runner)
+        self._wrap_parts(runner)
+        self._wrap_steps(runner)
+
+    def _wrap_entries(self, runner: Any) -> None:
+        """Time where vLLM enters our code."""
+        watch = self.watch
+        watch.wrap(runner.speculator, "propose", "propose: rest")
+        watch.wrap(runner.rejection_sampler, "_verify", "verify: rest")
+        watch.wrap(runner.counters, "flush", "counters.flush")
+        watch.wrap(runner, "take_draft_token_ids", "take_draft_token_ids")
+        if runner.guidance is not None:
+            watch.wrap(runner.guidance, "guarded", "guidance")
+        if runner.trees is not None:
+            for name in ("before_forward", "after_forward", "compact"):
+                watch.wrap(runner.trees, name, f"target: {name}")
+            # The hook keeps the adjusting method in its closure.
+            hook = runner.model_state.prepare_inputs
+            cell = dict(zip(hook.__code__.co_freevars, hook.__closure__, strict=True))["adjust"]
+            cell.cell_contents = watch.timed(cell.cell_contents, "target: positions")
+
+    def _wrap_foreign(self, runner: Any) -> None:
+        """Time what our code calls that is not ours."""
+        from vllm.v1.worker.gpu.sample import gumbel
+
+        from vllm_vidspec.engine import draft_model
+
+        for owner, names in (
+            (runner.speculator.draft_model, ("_run", "compute_logits", "embed")),
+            (draft_model, ("build_attn_metadata", "build_slot_mappings_by_layer")),
+            (runner.sampler, ("sample", "apply_sampling_params")),
+            (gumbel, ("gumbel_sample",)),
+            (type(runner).__mro__[1], ("take_draft_token_ids",)),
+        ):
+            for name in names:
+                self.watch.wrap(owner, name, FOREIGN)
+
+    def _wrap_parts(self, runner: Any) -> None:
+        """Time the parts of what is ours."""
+        from vllm_vidspec.drafting import adaptive
+        from vllm_vidspec.engine import chain_drafter, drafter, noise, target_trees, tree_drafter
+        from vllm_vidspec.scoring import strict
+
+        speculator, drafts = runner.speculator, runner.speculator.drafter
+        chains, trees = drafts._chains, drafts._trees
+        parts = [
+            (speculator, "_grow", "propose: reserve blocks"),
+            (speculator, "_draft", "propose: message"),
+            (drafts, "draft", "draft: rest"),
+            (drafts, "_gather_accepted", "draft: gather accepted"),
+            (drafts.model, "forward", "draft: forward inputs"),
+            (chains, "draft", "draft: chain loop"),
+            (chains._roots, "feed", "draft: feed roots"),
+            (chains._roots, "place", "draft: place"),
+            (noise.CoupledSampler, "__call__", "draft: sample"),
+            (noise.CoupledSampler, "scores", "draft: scores"),
+            (runner.rejection_sampler, "_score", "verify: score"),
+            (runner.counters, "observe", "counters.observe"),
+            (runner.counters, "add", "counters.add"),
+            (chain_drafter, "chain_step", KERNEL + "chain_step"),
+            (strict, "accept_chain", KERNEL + "accept_chain"),
+        ]
+        if trees is not None:
+            parts += [
+                (speculator.trees, "store", "propose: store"),
+                (trees, "draft", "draft: tree loop"),
+                (trees, "_feed", "draft: feed nodes"),
+                (trees, "_place", "draft: place"),
+                (trees, "_remember_fed", "draft: remember fed"),
+                *((trees.policy, name, f"policy.{name}") for name in ("observe", "begin", "extend", "finish")),
+                (trees.policy.tree, "append_leaves", "policy: append_leaves"),
+                (tree_drafter, "candidates", "draft: candidates"),
+                (tree_drafter, "tree_step", KERNEL + "tree_step"),
+                (adaptive, "tree_grow", KERNEL + "tree_grow"),
+                (drafter, "kv_compact", KERNEL + "kv_compact (draft)"),
+                (target_trees, "kv_compact", KERNEL + "kv_compact (target)"),
+                (strict, "tree_accept", KERNEL + "tree_accept"),
+            ]
+        for owner, name, label in parts:
+            self.watch.wrap(owner, name, label, fine=True)
+
+    def _wrap_steps(self, runner: Any) -> None:
+        """Part the time by steps, of which one begins with each `execute_model`."""
+        execute, propose = runner.execute_model, runner.speculator.propose
+
+        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._batch_size:
+                self.steps.append((self._batch_size, self.watch.take()))
+            self._batch_size = 0
+            self.watch.take()
+            return execute(scheduler_output, *args, **kwargs)
+
+        def propose_once(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            drafts = input_batch.num_draft_tokens_per_req
+            if drafts is not None and drafts.all() and not input_batch.is_prefilling_np.any():
+                self._batch_size = input_batch.num_reqs
+            return propose(input_batch, *args, **kwargs)
+
+        runner.execute_model, runner.speculator.propose = execute_model, propose_once
+
+    def run(self, llm: Any, prompts: list[dict[str, Any]], is_fine: bool) -> list[dict[str, float]]:
+        """Answer every prompt; return the parts of each step that decoded for all of them."""
+        from vllm import SamplingParams
+
+        self.watch.is_fine = is_fine
+        self.steps.clear()
+        sampling = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0, ignore_eos=True)
+        llm.generate(prompts, sampling, use_tqdm=False)
+        return [parts for size, parts in self.steps if size == len(prompts)]
+
+
+def measure(drafting: str, batch_sizes: list[int], num_steps: int, sync: bool) -> list[dict[str, Any]]:
+    """Load one engine and return a row per batch size."""
+    from vllm import LLM
+
+    overrides: dict[str, Any] = {"max_num_seqs": max(MAX_BATCH, *batch_sizes), "limit_mm_per_prompt": {"video": 1}}
+    if sync:
+        overrides["async_scheduling"] = False
+    llm = LLM(**pairs.llm_kwargs(FAMILY, "draft", drafting=drafting, overrides=overrides))
+    is_async = llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+    host_time, rows = HostTime(llm), []
+    for batch_size in batch_sizes:
+        prompts = [pairs.video_prompt(FAMILY, shape_world.held_out(i).frames) for i in range(batch_size)]
+        host_time.run(llm, prompts, is_fine=True)  # what happens once
+        coarse: list[dict[str, float]] = []
+        fine: list[dict[str, float]] = []
+        while len(fine) < num_steps:
+            coarse += host_time.run(llm, prompts, is_fine=False)
+            if not (found := host_time.run(llm, prompts, is_fine=True)):
+                raise SystemExit(f"{drafting}: no step decoded for {batch_size} requests at once")
+            fine += found
+        rows.append(row_of(drafting, "async" if is_async else "sync", batch_size, coarse, fine))
+        show(rows[-1])
+    host_time.watch.unwrap()
+    llm.llm_engine.engine_core.shutdown()
+    return rows
+
+
+def row_of(
+    drafting: str, scheduling: str, batch_size: int, coarse: list[dict[str, float]], fine: list[dict[str, float]]
+) -> dict[str, Any]:
+    """Return what was measured at one batch size; times in ms."""
+    own = [1e3 * sum(parts.values()) for parts in coarse]
+    p20, p80 = np.quantile(own, [0.2, 0.8])
+    labels = dict.fromkeys(label for parts in fine for label in parts)
+    parts = {label: 1e3 * statistics.median(step.get(label, 0.0) for step in fine) for label in labels}
+    return {
+        "drafting": drafting,
+        "scheduling": scheduling,
+        "batch_size": batch_size,
+        "steps": len(coarse),
+        "own_ms": round(statistics.median(own), 4),
+        "p20_ms": round(float(p20), 4),
+        "p80_ms": round(float(p80), 4),
+        "budget_ms": budget_ms(batch_size),
+        "parts_ms": round(statistics.median(1e3 * sum(step.values()) for step in fine), 4),
+        "kernels_ms": round(sum(ms for label, ms in parts.items() if label.startswith(KERNEL)), 4),
+        "parts": {label: round(ms, 4) for label, ms in sorted(parts.items(), key=lambda item: -item[1])},
+    }
+
+
+def show(row: dict[str, Any]) -> None:
+    """Print one row and its parts, the largest first."""
+    own, part_sum = row["own_ms"], row["parts_ms"]
+    print(
+        f"{row['drafting']} ({row['scheduling']}), batch {row['batch_size']}: {own:.3f} ms own host time per step "
+        f"({row['p20_ms']:.3f} to {row['p80_ms']:.3f}), budget {row['budget_ms']:.2f} ms, {row['steps']} steps"
+    )
+    for label, ms in row["parts"].items():
+        print(f"  {label:<32} {ms:8.4f} ms {100 * ms / part_sum:5.1f} %")
+    print(f"  {'with all wrappers':<32} {part_sum:8.4f} ms", flush=True)
+
+
+def main() -> int:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--drafting", default="chain,tree-static,tree-adaptive")
+    parser.add_argument("--batch", default="1,4,8,16")
+    parser.add_argument("--steps", type=int, default=100, help="at least so many of each kind")
+    parser.add_argument("--sync-scheduling", action="store_true", help="adaptive trees keep their own size")
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    batch_sizes = [int(size) for size in options.batch.split(",")]
+    rows: list[dict[str, Any]] = []
+    for drafting in options.drafting.split(","):
+        rows += measure(drafting, batch_sizes, options.steps, options.sync_scheduling)
+    found = provenance()
+    if options.json:
+        options.json.write_text(json.dumps({"rows": rows, "provenance": found}, indent=1) + "\n")
+    if options.csv:
+        labels = dict.fromkeys(label for row in rows for label in row["parts"])
+        with options.csv.open("w", newline="") as file:
+            file.write(f"# {json.dumps(found)}\n")
+            writer = csv.DictWriter(file, [*COLUMNS, *labels], restval=0.0, lineterminator="\n")
+            writer.writeheader()
+            for row in rows:
+                writer.writerow({name: row[name] for name in COLUMNS} | row["parts"])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""kv_compact: moves the KV entries of an accepted tree path behind its root, all layers in one launch."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vidspec_kernels.dispatch import Impl, check_vector, use_triton
+
+# Entries that a program holds at once; more are moved in turns.
+_BLOCK_MOVES = 16
+# Entries are moved as integers of their size: every bit pattern survives, and no dtype needs a kernel of its own.
+_WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """Views of one shape, stride and dtype, and their addresses on the device, int64 [num_views]."""
+
+    views: tuple[Tensor, ...]
+    addresses: Tensor
+    is_aligned: bool  # every address divides by 16
+
+
+class CacheList:
+    """Every layer's keys and values, built once; keeps them alive, for the kernel knows them by address.
+
+    Views of equal shape, strides and dtype form a group, which one launch moves: one where keys and values are halves
+    of the same cache, two where keys are transposed inside a block. A cache that several layers share counts once.
+
+    Args:
+        layers: (keys, values) of each layer, at least one, each `[num_blocks, block_size, num_kv_heads, head_size]` of
+            any strides, all of one device and block size.
+
+    Raises:
+        AssertionError: A view is not as above.
+    """
+
+    def __init__(self, layers: Iterable[tuple[Tensor, Tensor]]):
+        views = [view for layer in layers for view in layer]
+        assert views, "layers: none"
+        self.device = views[0].device
+        self.block_size = views[0].shape[1]
+        groups: dict[tuple, dict[int, Tensor]] = {}
+        for view in views:
+            assert view.ndim == 4, f"view: expected four dimensions, got shape {list(view.shape)}"
+            assert view.device == self.device, f"view: expected device {self.device}, got {view.device}"
+            assert view.shape[1] == self.block_size, f"view: block size {view.shape[1]}, another's {self.block_size}"
+            groups.setdefault((view.shape, view.stride(), view.dtype), {}).setdefault(view.data_ptr(), view)
+        self.groups = [
+            CacheGroup(
+                tuple(group.values()),
+                torch.tensor(list(group), dtype=torch.int64, device=self.device),
+                all(address % 16 == 0 for address in group),
+            )
+            for group in groups.values()
+        ]
+
+
+@triton.jit
+def _kv_compact_kernel(
+    # [num_views], addresses of [num_blocks, block_size, num_kv_heads, HEAD_SIZE]
+    addresses_ptr,
+    block_stride,
+    slot_stride,
+    head_stride,
+    dim_stride,
+    # [max_table_rows, max_blocks]
+    block_table_ptr,
+    block_table_stride,
+    max_blocks,
+    # [R]
+    rows_ptr,
+    # [R]
+    starts_ptr,
+    # [R, num_cols]
+    path_ptr,
+    path_stride,
+    num_cols,
+    # [R]
+    num_accepted_ptr,
+    block_size,
+    WORD: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    BLOCK_MOVES: tl.constexpr,
+):
+    req_idx = tl.program_id(0).to(tl.int64)
+    path_ptr += req_idx * path_stride
+    num_accepted = tl.minimum(tl.load(num_accepted_ptr + req_idx), num_cols - 1)
+    col = tl.arange(0, BLOCK_COLS)
+    node = tl.load(path_ptr + col, mask=col <= num_accepted, other=0)
+    is_moved = (col >= 1) & (col <= num_accepted) & (node != col)
+    first = tl.min(tl.where(is_moved, col, BLOCK_COLS), axis=0)
+    if first > num_accepted:
+        return
+
+    cache_ptr = tl.load(addresses_ptr + tl.program_id(1)).to(tl.pointer_type(WORD))
+    if IS_ALIGNED:
+        cache_ptr = tl.multiple_of(cache_ptr, 16)
+    cache_ptr += tl.program_id(2).to(tl.int64) * head_stride
+    block_table_ptr += tl.load(rows_ptr + req_idx) * block_table_stride
+    start = tl.load(starts_ptr + req_idx)
+    dim = tl.arange(0, BLOCK_DIM)
+    for first_move in range(first, num_accepted + 1, BLOCK_MOVES):
+        j = first_move + tl.arange(0, BLOCK_MOVES)
+        is_move = j <= num_accepted
+        source = start + tl.load(path_ptr + j, mask=is_move, other=0)
+        target = start + j
+        is_move &= source // block_size < max_blocks
+        # int64 before the product: a block's offset passes 2**31 in a large pool.
+        source_block = tl.load(block_table_ptr + source // block_size, mask=is_move, other=0).to(tl.int64)
+        target_block = tl.load(block_table_ptr + target // block_size, mask=is_move, other=0).to(tl.int64)
+        source_offset = source_block * block_stride + (source % block_size).to(tl.int64) * slot_stride
+        target_offset = target_block * block_stride + (target % block_size).to(tl.int64) * slot_stride
+        mask = is_move[:, None] & (dim < HEAD_SIZE)[None, :]
+        words = tl.load(cache_ptr + source_offset[:, None] + dim[None, :] * dim_stride, mask=mask)
+        # A turn writes entries j, and path[j] >= j ascends. So an entry that it writes is read by no later turn; an
+        # earlier turn has read it before its own barrier, and this turn before this one.
+        tl.debug_barrier()
+        tl.store(cache_ptr + target_offset[:, None] + dim[None, :] * dim_stride, words, mask=mask)
+
+
+def kv_compact(
+    caches: CacheList,
+    block_table: Tensor,
+    rows: Tensor,
+    starts: Tensor,
+    path: Tensor,
+    num_accepted: Tensor,
+    impl: Impl = "auto",
+) -> None:
+    """Move the KV entries of each request's accepted path to where the entries of a chain would be.
+
+    Entry starts[r] + path[r, j] becomes entry starts[r] + j, for j = 1..num_accepted[r], in every view of `caches`;
+    each source is read as it was before the call. Entry e of a request lies in block block_table[rows[r], e //
+    block_size] at offset e % block_size. A source beyond the block table is not moved. Requests share no block
+    that a move touches.
+
+    Args:
+        caches: Keys and values of all layers.
+        block_table: int32 [max_table_rows, max_blocks], unit stride in its rows.
+        rows: int64 [R], row of each request in the block table.
+        starts: int32 [R], entry of the root.
+        path: int32 [R, K + 1], accepted node at each depth, unit stride in its rows: path[r, j] >= j, ascending.
+            Column 0 and those past num_accepted[r] are not read.
+        num_accepted: int32 [R], accepted drafts; below 1 = nothing to move.
+        impl: See `dispatch.use_triton`.
+
+    Raises:
+        AssertionError: A dtype, device, shape or stride is not as above.
+    """
+    device = caches.device
+    num_reqs = rows.shape[0]
+    check_vector("rows", rows, torch.int64, device)
+    check_vector("starts", starts, torch.int32, device, num_reqs)
+    check_vector("num_accepted", num_accepted, torch.int32, device, num_reqs)
+    assert block_table.dtype == torch.int32 and block_table.device == device and block_table.ndim == 2, "block_table"
+    assert block_table.shape[1] <= 1 or block_table.stride(1) == 1, "block_table: expected unit stride in a row"
+    assert path.dtype == torch.int32 and path.device == device and path.ndim == 2, "path"
+    assert path.shape[1] <= 1 or path.stride(1) == 1, "path: expected unit stride in a row"
+    for name, tensor in (("starts", starts), ("path", path), ("num_accepted", num_accepted)):
+        assert tensor.shape[0] == num_reqs, f"{name}: expected {num_reqs} rows, got {tensor.shape[0]}"
+    if num_reqs == 0 or path.shape[1] <= 1:
+        return
+    if not use_triton(impl, device):
+        kv_compact_reference(caches, block_table, rows, starts, path, num_accepted)
+        return
+    block_cols = triton.next_power_of_2(path.shape[1])
+    for group in caches.groups:
+        view = group.views[0]
+        num_kv_heads, head_size = view.shape[2:]
+        _kv_compact_kernel[(num_reqs, len(group.views), num_kv_heads)](
+            group.addresses,
+            *view.stride(),
+            block_table,
+            block_table.stride(0),
+            block_table.shape[1],
+            rows,
+            starts,
+            path,
+            path.stride(0),
+            path.shape[1],
+            num_accepted,
+            caches.block_size,
+            WORD=_WORDS[view.element_size()],
+            IS_ALIGNED=group.is_aligned,
+            HEAD_SIZE=head_size,
+            BLOCK_DIM=triton.next_power_of_2(head_size),
+            BLOCK_COLS=block_cols,
+            BLOCK_MOVES=min(block_cols, _BLOCK_MOVES),
+        )
+
+
+def kv_compact_reference(
+    caches: CacheList, block_table: Tensor, rows: Tensor, starts: Tensor, path: Tensor, num_accepted: Tensor
+) -> None:
+    """Do what `kv_compact` does, in plain torch, a view at a time: the specification. Same arguments.
+
+    Without moves it is a handful of small operations; on a GPU the count of moves is read back.
+    """
+    j = torch.arange(1, path.shape[1], dtype=torch.int32, device=path.device)  # [K]
+    req_idx, col = ((path[:, 1:] != j) & (j <= num_accepted[:, None])).nonzero(as_tuple=True)  # [moves]
+    if req_idx.shape[0] == 0:
+        return
+    first = starts[req_idx]
+    entries = torch.stack((first + path[req_idx, col + 1], first + col + 1))  # [2, moves], sources and targets
+    in_table = entries[0] < block_table.shape[1] * caches.block_size
+    entries, req_idx = entries[:, in_table], req_idx[in_table]
+    (source, target), (source_slot, target_slot) = (
+        block_table[rows[req_idx], entries // caches.block_size].to(torch.int64),
+        entries % caches.block_size,
+    )
+    for group in caches.groups:
+        for view in group.views:
+            view[target, target_slot] = view[source, source_slot]  # the right side is gathered first

@@ -1,0 +1,139 @@
+"""The static tree (SpecVLM): one topology for every request and step, so only tokens move; pure torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_vidspec.drafting.paths import SPECVLM_PATHS, Topology, parse_paths, topology_of
+from vllm_vidspec.drafting.tree import DraftTree, topology_tables
+
+
+@dataclass(frozen=True)
+class _Level:
+    """What one level of a topology does, as index tensors on the device.
+
+    Attributes:
+        frontier: int64 [max_num_reqs, F], the nodes with children on this level: the greedy one first.
+        sources: int64 [m], of the frontier's candidates (flat, F * C) those that become nodes.
+        nodes: int64 [m], the nodes that they become.
+    """
+
+    frontier: Tensor
+    sources: Tensor
+    nodes: Tensor
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A topology cut to a budget: its tables (see `DraftTree`) and its levels."""
+
+    num_nodes: int
+    parents: Tensor
+    depths: Tensor
+    ancestors: Tensor
+    levels: tuple[_Level, ...]
+
+
+class StaticTree:
+    """A `TreePolicy` whose topology is fixed (SpecVLM, section 3; EAGLE-style), by default SpecVLM's 25 nodes.
+
+    Parents, depths and masks are constants of the buffers; a step writes tokens only. `tree.log_probs` is never filled
+    in, because nothing in a fixed topology asks for it. A step with a budget below the topology gets its first nodes,
+    and no forward that these do not need. Nothing is remembered of a request, and `finish` appends nothing: a fixed
+    topology is full, or its budget is.
+
+    Args:
+        max_num_reqs: Most requests of a batch.
+        device: Where the tensors live.
+        paths: Rank paths, see `parse_paths`.
+        max_nodes: K, the width of the buffers; by default the number of paths. A topology that is larger is cut.
+
+    Raises:
+        VidSpecError: The paths are no tree.
+    """
+
+    def __init__(
+        self,
+        max_num_reqs: int,
+        device: torch.device | str,
+        paths: Sequence[Sequence[int]] | Sequence[str] = SPECVLM_PATHS,
+        max_nodes: int | None = None,
+    ):
+        topology = topology_of(parse_paths(paths))
+        self.max_nodes = len(topology.paths) if max_nodes is None else max_nodes
+        self.tree = DraftTree(max_num_reqs, self.max_nodes, device)
+        self.topology = topology.cut(self.max_nodes)
+        self.num_candidates = self.topology.num_candidates
+        frontiers = self.topology.frontiers()
+        self.max_depth = len(frontiers)
+        self.max_frontier = max(map(len, frontiers))
+        self._plans: dict[int, _Plan] = {}
+        self._written: _Plan | None = None  # whose tables are in the buffers
+        self._plan = self._plan_of(self.max_nodes)
+        self._write(self._plan)
+        self._num_reqs = 0
+
+    def admit(self, rows_np: np.ndarray) -> None:
+        """Do nothing: a fixed topology remembers nothing."""
+
+    def observe(self, rows: Tensor, num_accepted: Tensor) -> None:
+        """Do nothing: a fixed topology learns nothing."""
+
+    def begin(self, rows: Tensor, rows_np: np.ndarray, max_nodes: int) -> int:
+        """Start a step; see `TreePolicy`. Tokens of the last step stay until the levels overwrite them."""
+        self._num_reqs = len(rows_np)
+        self._plan = self._plan_of(max_nodes)
+        self._write(self._plan)
+        self.tree.num_nodes[: self._num_reqs] = 0
+        return len(self._plan.levels)
+
+    def extend(self, level: int, log_probs: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Scatter the tokens of one level; see `TreePolicy`. `log_probs` is not looked at."""
+        here, tokens = self._plan.levels[level], self.tree.tokens[: self._num_reqs]
+        tokens.index_copy_(1, here.nodes, token_ids.view(self._num_reqs, -1).index_select(1, here.sources))
+        if level + 1 == len(self._plan.levels):
+            return None
+        frontier = self._plan.levels[level + 1].frontier
+        return frontier[: self._num_reqs], tokens.index_select(1, frontier[0])
+
+    def finish(self, fill: bool) -> None:
+        """Set the number of nodes; see `TreePolicy`."""
+        self.tree.num_nodes[: self._num_reqs] = self._plan.num_nodes
+
+    def _plan_of(self, budget: int) -> _Plan:
+        budget = max(0, min(budget, len(self.topology.paths)))
+        if budget not in self._plans:
+            self._plans[budget] = self._make_plan(self.topology.cut(budget))
+        return self._plans[budget]
+
+    def _make_plan(self, topology: Topology) -> _Plan:
+        device, levels = self.tree.device, []
+        for frontier in topology.frontiers():
+            sources, nodes = [], []
+            for node, (path, parent) in enumerate(zip(topology.paths, topology.parents, strict=True), start=1):
+                if parent in frontier:
+                    sources.append(frontier.index(parent) * self.num_candidates + path[-1])
+                    nodes.append(node)
+            levels.append(
+                _Level(
+                    torch.tensor(frontier, device=device).repeat(self.tree.max_num_reqs, 1),
+                    torch.tensor(sources, dtype=torch.int64, device=device),
+                    torch.tensor(nodes, dtype=torch.int64, device=device),
+                )
+            )
+        num_nodes = len(topology.paths)
+        parents = [*topology.parents, *[0] * (self.max_nodes - num_nodes)]  # leaves under the root past the nodes
+        return _Plan(num_nodes, *topology_tables(parents, device), tuple(levels))
+
+    def _write(self, plan: _Plan) -> None:
+        """Bring the constants of a plan into every batch row; a budget rarely changes, mostly near a text's end."""
+        if self._written is plan:
+            return
+        self.tree.parents.copy_(plan.parents)
+        self.tree.depths.copy_(plan.depths)
+        self.tree.ancestors.copy_(plan.ancestors)
+        self.tree.tokens[:, 1 + plan.num_nodes :] = -1
+        self._written = plan

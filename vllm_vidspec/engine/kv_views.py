@@ -1,0 +1,75 @@
+"""Paged KV caches of vLLM's attention backends as plain strided views, and which backends those are."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from vllm_vidspec.errors import VidSpecError
+
+_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
+_CPU_LAYOUTS = ("vec", "vec16")
+
+
+def check_readable(layer: Any, what: str, way_out: str) -> None:
+    """Refuse an attention layer whose cache we cannot read or whose softmax is not the plain one.
+
+    Args:
+        layer: vLLM's `Attention`.
+        what: Who reads it, for the message; `way_out` what to do instead.
+
+    Raises:
+        VidSpecError: One line naming the backend or the feature, and the way out.
+    """
+    impl, name = layer.impl, layer.get_attn_backend().get_name()
+    if name not in _BACKENDS:
+        raise VidSpecError(f"{what} reads FLASH_ATTN, TRITON_ATTN and CPU_ATTN, not {name}: {way_out}")
+    if layer.kv_cache_dtype.startswith("fp8"):
+        raise VidSpecError(f"{what} does not read fp8 KV caches: {way_out}")
+    windowed = getattr(impl, "sliding_window", None) not in (None, -1, (-1, -1))
+    if windowed or getattr(impl, "alibi_slopes", None) is not None or getattr(impl, "sinks", None) is not None:
+        raise VidSpecError(f"{what} knows no sliding windows, ALiBi or sinks: {way_out}")
+
+
+def check_layout(layers: Iterable[Any], what: str, way_out: str) -> None:
+    """Refuse keys packed in a way that no view describes (bf16 on AMX); call it once the caches exist.
+
+    Raises:
+        VidSpecError: One line naming the layout and the way out.
+    """
+    packed = {getattr(layer, "isa", None) for layer in layers} - {None, *_CPU_LAYOUTS}
+    if packed:
+        raise VidSpecError(
+            f"{what} cannot read the CPU cache layout {packed.pop()!r}: use --dtype float32, or {way_out}"
+        )
+
+
+def key_view(kv_cache: torch.Tensor, layer: Any) -> torch.Tensor:
+    """Return the keys of a paged cache as a view `[num_blocks, block_size, num_kv_heads, head_size]`.
+
+    Args:
+        kv_cache: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, vLLM's logical shape.
+        layer: Its attention layer.
+    """
+    head_size = layer.impl.head_size
+    if getattr(layer, "isa", None) is None:  # not the CPU backend
+        return kv_cache.transpose(1, 2)[..., :head_size]
+    # A block's first half is K, stored [head_size, block_size] per head.
+    num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
+    block, head, _, _ = kv_cache.stride()
+    return kv_cache.as_strided((num_blocks, block_size, num_kv_heads, head_size), (block, 1, head, block_size))
+
+
+def value_view(kv_cache: torch.Tensor, layer: Any) -> torch.Tensor:
+    """Return the values of a paged cache as a view of the same shape; see `key_view`."""
+    head_size = layer.impl.head_size
+    if getattr(layer, "isa", None) is None:
+        return kv_cache.transpose(1, 2)[..., head_size:]
+    # A block's second half is V, stored [block_size, head_size] per head.
+    num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
+    block, head, _, _ = kv_cache.stride()
+    return kv_cache.as_strided(
+        (num_blocks, block_size, num_kv_heads, head_size),
+        (block, head_size, head, 1),
+        kv_cache.storage_offset() + block_size * head_size,
+    )

@@ -1,0 +1,68 @@
+"""What the drafter is told and answers; no runner object crosses, so that it can live in another process."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_vidspec.drafting import DraftTree
+
+
+@dataclass(frozen=True)
+class PrefillMessage:
+    """A request whose target prefill is done.
+
+    Attributes:
+        req_id: vLLM's request id, for the log.
+        row: Persistent row (`req_state_idx`).
+        token_ids: Prompt, and after a preemption the output so far.
+        features: vLLM's multimodal features in prompt order.
+        scores: The target's guidance, one float32 `[m]` CPU tensor per feature; None where there is none.
+    """
+
+    req_id: str
+    row: int
+    token_ids: list[int]
+    features: list[Any]
+    scores: list[torch.Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class DraftMessage:
+    """A step of the running requests; its `num_tokens` commit what the target accepted.
+
+    Attributes:
+        rows: `[num_reqs]` int64 persistent rows; `rows_np` the same on the host.
+        last_tokens: `[num_reqs, 2]` int64, the committed text's last two tokens.
+        num_tokens: `[max_num_reqs]` int32 committed length by persistent row, the target's last token included.
+        num_tokens_upper_bound: `[num_reqs]` host bound of `num_tokens`.
+        num_accepted: `[num_reqs]` int32 drafts of the last step that stand.
+        was_verified: `[num_reqs]` bool: the last step had drafts to verify, so that `num_accepted` tells something.
+        path: `[num_reqs, K + 1]` int32 their nodes, from output 1 on; None where only chains are drafted.
+        max_drafts: Draft tokens to propose at most; `shape` in which shape ("chain", "tree-static", "tree-adaptive").
+    """
+
+    rows: torch.Tensor
+    rows_np: np.ndarray
+    last_tokens: torch.Tensor
+    num_tokens: torch.Tensor
+    num_tokens_upper_bound: np.ndarray
+    num_accepted: torch.Tensor
+    was_verified: torch.Tensor
+    path: torch.Tensor | None
+    max_drafts: int
+    shape: str = "chain"
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What was proposed.
+
+    Attributes:
+        tokens: `[num_reqs, <= K]` int64.
+        tree: Their shapes, by batch row; None for chains.
+    """
+
+    tokens: torch.Tensor
+    tree: DraftTree | None = None

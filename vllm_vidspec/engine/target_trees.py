@@ -1,0 +1,191 @@
+"""The target's side of tree drafts: their shapes by persistent row, what its forward needs, and its KV afterwards."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vidspec_kernels import kv_compact
+from vllm_vidspec.drafting import DraftTree, chain_tables
+from vllm_vidspec.engine import compat
+from vllm_vidspec.engine.tree_attention import TreeAttention, TreeStep
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.scoring import TreeShapes
+
+
+class TargetTrees:
+    """Lets the target verify trees in its ordinary forward.
+
+    A tree's nodes take consecutive slots after the root, as a chain's drafts do; what differs is the rope position
+    (root + depth), the attention mask (ancestors only) and, after scoring, that the accepted path's KV must move
+    together.
+
+    Args:
+        layers: The target's attention layers.
+        model_state: The runner's, whose positions are adjusted.
+        max_num_reqs: Persistent rows.
+        max_nodes: K.
+        max_num_tokens: Most tokens of one forward.
+        device: Where all of it lives.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Any],
+        model_state: Any,
+        max_num_reqs: int,
+        max_nodes: int,
+        max_num_tokens: int,
+        device: torch.device,
+    ):
+        self.device = device
+        # [max_num_reqs, K + 1] each; a chain wherever no tree was drafted
+        self._chain = chain_tables(max_nodes, device)
+        self.parents, self.depths, self.ancestors = (
+            table.expand(max_num_reqs, -1).contiguous() for table in self._chain
+        )
+        # [max_num_reqs, K + 1] int32 node behind each output of the last verify step; the drafter reads it
+        self.path = torch.arange(max_nodes + 1, dtype=torch.int32, device=device).repeat(max_num_reqs, 1)
+        self._is_tree = np.zeros(max_num_reqs, dtype=bool)
+        self._attention = TreeAttention(layers)
+        # Models with 1-D positions read the batch's own buffer, which must not change: they get a copy.
+        self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+        self._step: _Step | None = None
+        compat.adjust_positions(model_state, self._adjust, lambda num_tokens: self._positions[:num_tokens])
+
+    def init_kv(self, num_groups: int) -> None:
+        """Find the caches, once they exist.
+
+        Raises:
+            VidSpecError: The target has several KV cache groups, or a layout that we cannot read.
+        """
+        if num_groups != 1:
+            raise VidSpecError(
+                "targets that mix attention kinds (several KV cache groups) cannot verify trees: use chain"
+            )
+        self._caches = self._attention.caches()
+
+    # ---- what was drafted ------------------------------------------------------------------------------------------
+
+    def store(self, rows: torch.Tensor, rows_np: np.ndarray, tree: DraftTree | None) -> None:
+        """Remember the shapes of a batch's drafts, `[num_reqs]` persistent rows; None: they are chains."""
+        if tree is None and not self._is_tree[rows_np].any():
+            return
+        num_reqs = len(rows_np)
+        shapes = self._chain if tree is None else (tree.parents, tree.depths, tree.ancestors)
+        for table, shape in zip((self.parents, self.depths, self.ancestors), shapes, strict=True):
+            table[rows] = shape if tree is None else shape[:num_reqs]
+        self._is_tree[rows_np] = tree is not None
+
+    def forget(self, row: int) -> None:
+        """Let a row be a chain again: its request ended, or drafts no more."""
+        if self._is_tree[row]:
+            for table, shape in zip((self.parents, self.depths, self.ancestors), self._chain, strict=True):
+                table[row] = shape
+            self._is_tree[row] = False
+
+    # ---- the forward -----------------------------------------------------------------------------------------------
+
+    def before_forward(self, batch: Any) -> None:
+        """Find the trees among a batch's scheduled drafts, of which the scheduler may have dropped the last ones."""
+        self._step = self._attention.step = None
+        num_drafts = batch.num_draft_tokens_per_req
+        if num_drafts is None:
+            return
+        chosen = np.flatnonzero((num_drafts > 0) & self._is_tree[batch.idx_mapping_np] & ~batch.is_prefilling_np)
+        if len(chosen):
+            self._step = self._find(batch, chosen)
+            self._attention.step = self._step.attention
+
+    def _find(self, batch: Any, chosen: np.ndarray) -> "_Step":
+        counts = batch.num_draft_tokens_per_req[chosen] + 1  # [n] with the root
+        starts = batch.query_start_loc_np[chosen + 1] - counts  # [n]
+        total, max_queries = int(counts.sum()), int(counts.max())
+        local = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)  # [total] node of each token
+        by_tree = np.concatenate((chosen, starts, counts)).astype(np.int32)
+        by_token = np.concatenate((np.repeat(starts, counts), local, np.repeat(batch.idx_mapping_np[chosen], counts)))
+        packed = async_tensor_h2d(np.concatenate((by_tree, by_token.astype(np.int32))), device=self.device)
+        rows, query_start, num_queries = packed[: 3 * len(chosen)].view(3, -1)
+        root_tokens, nodes, token_rows = packed[3 * len(chosen) :].view(3, -1).long()
+        rows = rows.long()
+        state_rows = batch.idx_mapping[rows]
+        bound = batch.seq_lens_cpu_upper_bound.numpy()[chosen]
+        return _Step(
+            attention=TreeStep(
+                rows=rows,
+                query_start=query_start,
+                num_queries=num_queries,
+                prefix_lens=batch.seq_lens[rows] - num_queries + 1,
+                masks=self.ancestors[state_rows, :max_queries],
+                max_queries=max_queries,
+                max_prefix_len=int(bound.max()),
+                is_whole_batch=total == batch.num_tokens,
+            ),
+            state_rows=state_rows,
+            tokens=root_tokens + nodes,
+            root_tokens=root_tokens,
+            depths=self.depths[token_rows, nodes].long(),
+        )
+
+    def _adjust(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return `[num_tokens]` or `[num_axes, num_tokens]` positions with every tree node at root + depth."""
+        if positions.ndim == 1:
+            positions = self._positions[: positions.shape[0]].copy_(positions)
+        if (step := self._step) is not None:
+            positions[..., step.tokens] = positions[..., step.root_tokens] + step.depths
+        return positions
+
+    def after_forward(self) -> None:
+        """Leave other forwards (dummy runs, other graphs) alone."""
+        self._attention.step = None
+
+    # ---- scoring ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the batch that is being verified holds a tree."""
+        return self._step is not None
+
+    def shapes(self, rows: torch.Tensor) -> TreeShapes:
+        """Return the shapes of `[num_reqs]` persistent rows, for a scorer."""
+        return TreeShapes(rows, self.parents, self.depths, self.ancestors)
+
+    def compact(self, num_accepted: torch.Tensor) -> None:
+        """Move the accepted paths' KV together, so that the committed text is contiguous.
+
+        Args:
+            num_accepted: `[num_reqs]` int32 accepted drafts by batch row.
+        """
+        step, self._step = self._step, None
+        if step is None:
+            return
+        attention = step.attention
+        kv_compact(
+            self._caches,
+            self._attention.block_table,
+            attention.rows,
+            attention.prefix_lens - 1,
+            self.path[step.state_rows],
+            num_accepted[attention.rows],
+        )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The trees of the batch in flight.
+
+    Attributes:
+        attention: What the layers need.
+        state_rows: `[n]` int64 persistent row of each tree.
+        tokens: `[total]` int64 place of each tree token in the batch, `root_tokens` that of its root.
+        depths: `[total]` int64.
+    """
+
+    attention: TreeStep
+    state_rows: torch.Tensor
+    tokens: torch.Tensor
+    root_tokens: torch.Tensor
+    depths: torch.Tensor

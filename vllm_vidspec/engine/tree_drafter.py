@@ -1,0 +1,145 @@
+"""Drafts trees: one forward per level over the frontiers of all requests, under a tree mask on the draft's paged KV."""
+
+import numpy as np
+import torch
+
+from vidspec_kernels import tree_step
+from vllm_vidspec.drafting import TreePolicy, candidates
+from vllm_vidspec.engine.chain_drafter import RootFeeder
+from vllm_vidspec.engine.messages import DraftMessage, Drafts
+from vllm_vidspec.engine.noise import CoupledSampler
+from vllm_vidspec.engine.tree_attention import TreeAttention, TreeStep
+
+
+class TreeDrafter:
+    """Grows trees as a policy says.
+
+    Node i of a tree has KV entry root + i, whatever its depth: the same layout as on the target's side.
+
+    Args:
+        roots: The first forward.
+        sample: The draft's sampler.
+        policy: What shapes the trees.
+        attention: Of the draft's layers.
+        fills: Whether every tree is filled up to the budget, because vLLM will verify that many tokens anyway (async
+            scheduling).
+    """
+
+    def __init__(
+        self, roots: RootFeeder, sample: CoupledSampler, policy: TreePolicy, attention: TreeAttention, fills: bool
+    ):
+        self._roots = roots
+        self._sample = sample
+        self.policy = policy
+        self._attention = attention
+        self._fills = fills
+        device = roots.model.device
+        max_num_reqs = len(roots.seq_lens)
+        num_rows = max_num_reqs * policy.max_frontier
+        # Persistent inputs of one level.
+        self._positions = torch.zeros(roots.model.num_axes, num_rows, dtype=torch.int64, device=device)
+        self._logical_pos = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._slot_mapping = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._prefix_lens = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+
+    def draft(self, message: DraftMessage) -> tuple[Drafts, int]:
+        """Return the trees `[num_reqs, K]` and the number of forwards."""
+        roots, policy = self._roots, self.policy
+        rows, num_reqs = message.rows, len(message.rows_np)
+        policy.observe(rows, message.num_accepted.where(message.was_verified, -1))
+        num_levels = policy.begin(rows, message.rows_np, message.max_drafts)
+        num_slots, slots_bound = roots.num_slots(message), roots.slots_bound(message)
+        block_table = roots.pool.table[rows]  # [num_reqs, max_blocks]
+        hidden = roots.feed(message, num_slots, slots_bound, block_table)
+        logical_pos, tokens = roots.logical_pos[:num_reqs], message.last_tokens[:, 1]
+        by_node, by_node_np, fed = rows, message.rows_np, []
+        for level in range(num_levels):
+            logits = roots.model.compute_logits(hidden)
+            scores = self._sample.scores(logits, by_node, by_node_np, logical_pos, tokens)
+            frontier = policy.extend(level, *candidates(scores, policy.num_candidates))
+            if frontier is None:
+                break
+            nodes, node_tokens = frontier  # [num_reqs, F]
+            width = nodes.shape[1]
+            fed.append(nodes)
+            by_node = rows.repeat_interleave(width)
+            by_node_np = np.repeat(message.rows_np, width)
+            tokens = node_tokens.flatten()
+            self._place(rows, nodes, level + 1, num_slots, message.num_tokens)
+            logical_pos = self._logical_pos[: num_reqs * width]
+            hidden = self._feed(nodes, tokens, slots_bound, block_table)
+        policy.finish(self._fills)
+        self._remember_fed(rows, fed)
+        tree = policy.tree
+        # Unused columns hold -1; they are never scheduled, or verified as a leaf that is as good as any.
+        return Drafts(tree.tokens[:num_reqs, 1:].clamp(min=0), tree), 1 + len(fed)
+
+    def _place(
+        self, rows: torch.Tensor, nodes: torch.Tensor, level: int, num_slots: torch.Tensor, num_tokens: torch.Tensor
+    ) -> None:
+        """Write a level's positions and slots into the buffers; places without a node go to the null block."""
+        roots = self._roots
+        tree_step(
+            rows,
+            num_slots,
+            num_tokens,
+            roots.rows.pos_delta,
+            roots.pool.table,
+            nodes,
+            block_size=roots.pool.block_size,
+            level=level,
+            max_position=roots.max_model_len - 1,
+            positions=self._positions,
+            logical_pos=self._logical_pos,
+            slot_mapping=self._slot_mapping,
+            prefix_lens=self._prefix_lens,
+        )
+
+    def _feed(
+        self, nodes: torch.Tensor, tokens: torch.Tensor, slots_bound: np.ndarray, block_table: torch.Tensor
+    ) -> torch.Tensor:
+        """Run one level: `[num_reqs, F]` nodes -> `[num_reqs * F, hidden_size]` hidden states."""
+        model = self._roots.model
+        num_reqs, width = nodes.shape
+        masks = self.policy.tree.ancestors[:num_reqs].gather(1, nodes)
+        per_forward = max(1, model.max_num_tokens // width)  # requests; usually all of them
+        parts = []
+        for low in range(0, num_reqs, per_forward):
+            high = min(low + per_forward, num_reqs)
+            count, tokens_at = high - low, slice(low * width, high * width)
+            query_start_loc = self._roots.arange[: count + 1] * width
+            prefix_lens = self._prefix_lens[low:high]
+            self._attention.step = TreeStep(
+                rows=self._roots.arange[:count].long(),
+                query_start=query_start_loc[:-1],
+                num_queries=torch.full_like(prefix_lens, width),
+                prefix_lens=prefix_lens,
+                masks=masks[low:high],
+                max_queries=width,
+                max_prefix_len=int(slots_bound[low:high].max()),
+                is_whole_batch=True,
+            )
+            try:
+                hidden = model.forward(
+                    model.embed(tokens[tokens_at].to(torch.int32), [], None),
+                    self._positions[:, tokens_at],
+                    query_start_loc=query_start_loc,
+                    query_start_loc_np=self._roots.arange_np[: count + 1] * width,
+                    seq_lens=prefix_lens + width,
+                    seq_lens_upper_bound=slots_bound[low:high] + width,
+                    block_table=block_table[low:high],
+                    slot_mapping=self._slot_mapping[tokens_at],
+                )
+            finally:
+                self._attention.step = None
+            parts.append(hidden)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _remember_fed(self, rows: torch.Tensor, fed: list[torch.Tensor]) -> None:
+        """Note which nodes have KV, one bit each."""
+        if not fed:
+            self._roots.rows.fed[rows] = 0
+            return
+        nodes = torch.cat(fed, dim=1)  # [num_reqs, total], 0 = none; every node at most once
+        bits = torch.ones_like(nodes) << (nodes - 1).clamp(min=0)
+        self._roots.rows.fed[rows] = bits.where(nodes > 0, 0).sum(1)
