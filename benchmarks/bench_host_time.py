@@ -3,11 +3,11 @@
 python benchmarks/bench_host_time.py [--drafting chain,tree-static,tree-adaptive] [--batch 1,4,8,16] [--steps 100]
 
 The bundled LLaVA-OneVision pair answers short videos, greedily. Our entry points are wrapped on the live objects; what
-they call that is not ours (the draft's forwards, logits and embeddings, vLLM's attention metadata and sampler) is wrapped
-too and taken off. `own_ms` is the median over the steps that only decode, with nothing but those wrappers in place; the
-parts come from steps of their own, whose many wrappers cost some themselves (`parts_ms` is their sum). Kernels are
-launches on a GPU, and the whole work on a CPU, where their reference runs (`kernels_ms`, of the parts). Budget: 1 ms and
-20 us per request.
+they call that is not ours (the draft's forwards, logits and embeddings, vLLM's attention metadata and sampler) is
+wrapped too and taken off. `own_ms` is the median over the steps that only decode, with nothing but those wrappers in
+place; the parts come from steps of their own, whose many wrappers cost some themselves (`parts_ms` is their sum).
+Kernels are launches on a GPU, and the whole work on a CPU, where their reference runs (`kernels_ms`, of the parts).
+Budget: 1 ms and 20 us per request.
 """
 
 import argparse

@@ -3,7 +3,8 @@
     python scripts/make_results.py                 # what has no JSON file in docs/results yet
     python scripts/make_results.py --only R1,R6 --force
 
-The tables stand between `<!-- NAME -->` and `<!-- /NAME -->`; the JSON files hold every row with its provenance.
+The tables stand between `<!-- NAME -->` and `<!-- /NAME -->`; the JSON files hold every row with its provenance. What
+takes several commands is one file; R9 also stands for R9-sage.
 """
 
 import argparse
@@ -12,9 +13,11 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+from vllm_vidspec.bench import plots
 from vllm_vidspec.bench.acceptance import AXES as SWEEP_AXES
 from vllm_vidspec.bench.acceptance import UNPRUNED, canonical, measured_itself
 from vllm_vidspec.bench.tables import number, percent
@@ -26,8 +29,10 @@ FAMILIES = ("qwen2.5-vl", "llava-onevision")
 BOTH = "--family qwen2.5-vl,llava-onevision"
 PRUNERS = "none,random,uniform,specvlm,attention,uv,window:front,frame,fastvid,dycoke"
 OVERHEAD = "benchmarks/bench_guidance_overhead.py"
-# What follows `vidspec`, or a script of this repository.
-COMMANDS = {
+HOST_TIME = "benchmarks/bench_host_time.py"
+ADAPTIVE = f"bench acceptance {BOTH} --drafting tree-adaptive"
+# What follows `vidspec`, or a script of this repository; of several commands the rows are one result.
+COMMANDS: dict[str, str | tuple[str, ...]] = {
     "R1": f"bench acceptance {BOTH} --draft target --pruner none",
     "R2": f"bench acceptance {BOTH} --draft target --pruner {PRUNERS} --prune-ratio 0,0.9 --jobs 2",
     "R3": f"bench acceptance {BOTH} --pruner {PRUNERS} --prune-ratio 0,0.5,0.8,0.9,0.95,0.99,1.0 --requests 64 "
@@ -37,7 +42,22 @@ COMMANDS = {
     "R6": "demo",
     "R7": "demo --family llava-onevision",
     "R8": OVERHEAD,
+    "R9": (
+        f"bench acceptance {BOTH} --drafting chain,tree-static,tree-adaptive --temperature 0,1 --requests 64 --jobs 2",
+        f"{ADAPTIVE} --num-speculative-tokens 25 --knob tree_depth_min=5 --knob tree_depth_max=5 "
+        "--knob tree_fill=true --temperature 0,1 --requests 64 --jobs 2",
+    ),
+    "R9-sage": (
+        f"{ADAPTIVE} --prune-ratio 0,0.3,0.6,0.8,0.9,0.95 --requests 16 --jobs 2",
+        f"{ADAPTIVE} --knob tree_history=0 --requests 16 --jobs 2",
+        f"{ADAPTIVE} --knob tree_lookahead=false --requests 16 --jobs 2",
+    ),
+    "R10": HOST_TIME,
+    "R11": tuple(f"calibrate --costs --family {family}" for family in FAMILIES),
 }
+# Results by shape of the draft: they also have a CSV file, and those named here a figure.
+BY_SHAPE = {"R9": ("temperature",), "R9-sage": ("prune_ratio",)}
+FIGURES = {"R9"}
 AXES = {
     "R1": (),
     "R2": ("pruner", "prune_ratio"),
@@ -53,20 +73,24 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(COMMANDS), help="comma-separated names")
     parser.add_argument("--force", action="store_true", help="run again what has a JSON file")
     options = parser.parse_args()
-    for name in options.only.split(","):
+    for name in chosen(options.only):
         path = FOLDER / f"{name}.json"
         if path.exists() and not options.force:
             continue
-        print(f"{name}: {COMMANDS[name]}", flush=True)
-        program = [] if COMMANDS[name].startswith("benchmarks/") else ["-m", "vllm_vidspec.cli"]
-        words = [*shlex.split(COMMANDS[name]), "--json", str(path.relative_to(ROOT))]
-        command = [sys.executable, *program, *words]
-        if subprocess.run(command, cwd=ROOT).returncode != 0:
-            print(f"{name} failed", file=sys.stderr)
-            return 1
-        result = json.loads(path.read_text().replace(f"{ROOT}/", ""))
-        result.pop("log_dir", None)  # of this machine only
+        parts = []
+        for command in commands_of(name):
+            print(f"{name}: {command}", flush=True)
+            part = run(command)
+            if part is None:
+                print(f"{name} failed", file=sys.stderr)
+                return 1
+            parts.append(part)
+        result = merge(parts)
         path.write_text(json.dumps(result, indent=1) + "\n")
+        if name in BY_SHAPE:
+            plots.write_csv(str(path.with_suffix(".csv")), result)
+        if name in FIGURES:
+            plots.draw([plots.flatten(row) for row in result["rows"]], str(path.with_suffix(".png")))
     results = {name: read(p) for name in COMMANDS if (p := FOLDER / f"{name}.json").exists()}
     page = PAGE.read_text()
     for name, result in results.items():
@@ -76,6 +100,48 @@ def main() -> int:
         front = ROOT / "README.md"
         front.write_text(replace(front.read_text(), "figure", figure(results)))
     return 0
+
+
+def chosen(names: str) -> list[str]:
+    """Return the results that comma-separated names stand for: R9 is R9-sage, too."""
+    wanted = names.split(",")
+    if unknown := [name for name in wanted if name not in COMMANDS]:
+        raise SystemExit(f"no result is called {unknown[0]!r}; there are {', '.join(COMMANDS)}")
+    return [name for name in COMMANDS if name in wanted or name.split("-")[0] in wanted]
+
+
+def commands_of(name: str) -> tuple[str, ...]:
+    """Return the command lines of a result."""
+    found = COMMANDS[name]
+    return (found,) if isinstance(found, str) else found
+
+
+def run(command: str) -> dict[str, Any] | None:
+    """Run one command and return its result, None if it failed."""
+    program = [] if command.startswith("benchmarks/") else ["-m", "vllm_vidspec.cli"]
+    with tempfile.TemporaryDirectory(prefix="vidspec-results-") as folder:
+        path = Path(folder, "result.json")
+        # A calibration's result is the file that it writes.
+        words = [*shlex.split(command), "--out" if command.startswith("calibrate") else "--json", str(path)]
+        if subprocess.run([sys.executable, *program, *words], cwd=ROOT).returncode != 0:
+            return None
+        result = json.loads(path.read_text().replace(f"{ROOT}/", "").replace(f"{folder}/", ""))
+    result.pop("log_dir", None)  # of this machine only
+    return result
+
+
+def merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one result of several: their rows or, of calibrations, these by target; the command lines of all."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    origin = first["provenance"] | {"argv": [part["provenance"]["argv"] for part in parts]}
+    if "costs" in first:
+        return {"calibrations": {part["target"].split("/")[0]: part for part in parts}, "provenance": origin}
+    lists = {name: [row for part in parts for row in part[name]] for name in ("rows", "failures")}
+    families = list(dict.fromkeys(row["family"] for row in lists["rows"]))
+    lists["rows"].sort(key=lambda row: families.index(row["family"]))
+    return {**lists, "provenance": origin}
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -99,6 +165,14 @@ def body_of(name: str, result: dict[str, Any]) -> str:
     """Return what stands between the markers of a name."""
     if COMMANDS[name] == OVERHEAD:
         return overhead_table(result)
+    if COMMANDS[name] == HOST_TIME:
+        return host_time_table(result)
+    if "calibrations" in result:
+        return costs_tables(result)
+    if name in BY_SHAPE:
+        plot = f"![acceptance length by shape of the draft]({name}.png)\n\n"
+        plot *= (FOLDER / f"{name}.png").exists()
+        return shape_table(result, BY_SHAPE[name]) + plot + origin(result) + "\n"
     if name not in AXES:
         return demo_table(result)
     if AXES[name] != ("pruner", "prune_ratio"):
@@ -181,6 +255,68 @@ def acceptance_table(result: dict[str, Any], axes: tuple[str, ...]) -> str:
         cells += [number(row[name], 1) for name in ("decode_s", "vanilla_decode_s") if timed]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", origin(result), ""])
+
+
+def shape_table(result: dict[str, Any], axes: tuple[str, ...]) -> str:
+    """Return the Markdown table of draft shapes, with what they cost per verify step, and a note per family."""
+    names = ("family", "draft's shape", *axes)
+    head = [*(name.replace("_", " ") for name in names), "acceptance length", "at most", "nodes", "depth"]
+    head += ["draft forwards", "identical"]
+    lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(names) + " ---: |" * (len(head) - len(names))]
+    for row in result["rows"]:
+        cells = [f"`{row['family']}`", plots.shape_of(plots.flatten(row)), *(f"{row[name]:g}" for name in axes)]
+        cells += [number(row[name], 2) for name in ("acceptance_length", "max_acceptance_length")]
+        cells += [number(row[f"{name}_per_step"], 1) for name in ("nodes", "depth", "draft_forwards")]
+        lines.append(f"| {' | '.join([*cells, percent(row['identical_frac'])])} |")
+    notes = [
+        f"`{family}`, {', '.join(sorted({row['scheduling'] for row in ours}))} scheduling. {shape_note(ours)}"
+        for family in dict.fromkeys(row["family"] for row in result["rows"])
+        if (ours := [row for row in result["rows"] if row["family"] == family])
+    ]
+    return "\n\n".join(["\n".join(lines), *notes]) + "\n\n"
+
+
+def shape_note(rows: list[dict[str, Any]]) -> str:
+    """Return what `note` does for rows of several knobs, each of which is a measurement."""
+    return note([row | {"drafting": plots.shape_of(plots.flatten(row))} for row in rows])
+
+
+def host_time_table(result: dict[str, Any]) -> str:
+    """Return the Markdown table of our own host time per step, and of its parts in the largest batch."""
+    rows = result["rows"]
+    head = ["draft's shape", "scheduling", "requests", "own time (ms)", "20 % to 80 %", "budget (ms)"]
+    head += ["kernels of it (ms)", "steps"]
+    lines = [f"| {' | '.join(head)} |", "| --- | --- |" + " ---: |" * (len(head) - 2)]
+    for row in rows:
+        cells = [row["drafting"], row["scheduling"], f"{row['batch_size']}", f"{row['own_ms']:.2f}"]
+        cells += [f"{row['p20_ms']:.2f} to {row['p80_ms']:.2f}", f"{row['budget_ms']:.2f}", f"{row['kernels_ms']:.2f}"]
+        lines.append(f"| {' | '.join([*cells, str(row['steps'])])} |")
+    largest = max(row["batch_size"] for row in rows)
+    shown = [row for row in rows if row["batch_size"] == largest]
+    lines += ["", f"| part, {largest} requests (ms) | {' | '.join(row['drafting'] for row in shown)} |"]
+    lines.append("| --- |" + " ---: |" * len(shown))
+    parts = dict.fromkeys(part for row in shown for part in row["parts"])
+    for part in sorted(parts, key=lambda part: -max(row["parts"].get(part, 0.0) for row in shown)):
+        lines.append(f"| {part} | {' | '.join(number(row['parts'].get(part), 3) for row in shown)} |")
+    return "\n".join([*lines, "", origin(result), ""])
+
+
+def costs_tables(result: dict[str, Any]) -> str:
+    """Return a Markdown table per family: tokens per second by batch size and shape, and what follows for `auto`."""
+    text = ""
+    for family, found in result["calibrations"].items():
+        rows = found["costs"]
+        shapes = list(dict.fromkeys(row["shape"] for row in rows))
+        text += f"| `{family}`, requests | {' | '.join(shapes)} |\n| ---: |{' ---: |' * len(shapes)}\n"
+        for size in dict.fromkeys(row["batch_size"] for row in rows):
+            cells = [
+                f"{row['tokens_per_s']:.0f} ({row['acceptance_length']:.2f}; {row['step_ms']:.1f} ms)"
+                for row in rows
+                if row["batch_size"] == size
+            ]
+            text += f"| {size} | {' | '.join(cells)} |\n"
+        text += f"\n`draft_table`: `{json.dumps(found['config']['draft_table'])}`\n\n"
+    return text + origin(result) + "\n"
 
 
 def overhead_table(result: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """The benchmarks' pure parts: prompts against the chat templates, arguments, logs, /metrics text, engine subprocess."""
 
 import csv
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -188,9 +190,12 @@ def _fake_engine(job, report, running):
             "visual_tokens_full": 1000,
             "visual_tokens_kept": round(1000 * kept),
             "draft_kv_bytes_per_token": 8,
+            "draft_depth": 500,
+            "draft_forwards": 100,
+            "draft_steps": 20,
         }
     report("ready", {})
-    fields = {"seconds": 1.0, "metrics": counters, "token_ids": [[1, 2]] * job["requests"]}
+    fields = {"seconds": 1.0, "metrics": counters, "token_ids": [[1, 2]] * job["requests"], "scheduling": "sync"}
     return [fields for _ in job["samplings"]]
 
 
@@ -339,6 +344,68 @@ def test_csv_round_trip(result, tmp_path):
     assert plots.read_csv(str(path)) == []
 
 
+def test_csv_of_before_there_were_trees_is_read():
+    path = Path(__file__).resolve().parents[1] / "docs" / "results" / "R3.csv"
+    rows = plots.read_csv(str(path))
+    assert len(rows) == 2 * len(PRUNERS) * len(RATIOS)
+    assert (rows[0]["knobs"], rows[0]["nodes_per_step"]) == ("", None)
+
+
+SHAPES = ("chain", "tree-static", "tree-adaptive")
+
+
+def _rows_by_shape(**given) -> list[dict]:
+    """Flat rows of all shapes, and of the adaptive tree with another depth."""
+    sweep = _sweep(family=("qwen2.5-vl", "llava-onevision"), num_speculative_tokens=(None,), drafting=SHAPES, **given)
+    shallow = dataclasses.replace(sweep, axes=sweep.axes | {"drafting": ["tree-adaptive"]}, knobs={"tree_depth_max": 5})
+    return [plots.flatten(row) for what in (sweep, shallow) for row in acceptance.run(what)["rows"]]
+
+
+@pytest.mark.parametrize("given", [{"temperature": (0.0, 1.0)}, {"prune_ratio": (0.0, 0.9)}, {}])
+def test_figure_by_shape_is_the_same_from_csv(monkeypatch, tmp_path, given):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(acceptance, "run_job", _fake_engine)
+    rows = _rows_by_shape(**given)
+    source, direct, redrawn = (str(tmp_path / name) for name in ("rows.csv", "a.svg", "b.svg"))
+    plots.write_csv(source, {"rows": rows, "provenance": {}})
+    plots.draw(rows, direct)
+    plots.draw(plots.read_csv(source), redrawn)
+    assert Path(direct).read_bytes() == Path(redrawn).read_bytes()
+
+
+def test_figure_by_shape_has_a_bar_or_a_line_for_each(monkeypatch):
+    matplotlib_figure = pytest.importorskip("matplotlib.figure")
+    monkeypatch.setattr(acceptance, "run_job", _fake_engine)
+    names = [*SHAPES, "tree-adaptive, tree_depth_max 5"]
+    rows = [row | {"drafting": plots.shape_of(row)} for row in _rows_by_shape(temperature=(0.0, 1.0))]
+    panel = matplotlib_figure.Figure().subplots()
+    bars = plots._draw_bars(panel, rows[:6] + rows[12:14], names)
+    assert list(bars) == names
+    assert all([bar.get_height() for bar in bars[name]] == [pytest.approx(3.2)] * 2 for name in names)
+    places = [bar.get_x() for name in names for bar in bars[name]]
+    assert len(set(places)) == len(places), "none hides another"
+    assert [label.get_text() for label in panel.get_xticklabels()] == ["temperature 0", "temperature 1"]
+
+    rows = [row | {"drafting": plots.shape_of(row)} for row in _rows_by_shape(prune_ratio=(0.0, 0.9))]
+    panel = matplotlib_figure.Figure().subplots()
+    lines = plots._draw_panel(panel, rows[:6] + rows[12:14], [0.0, 0.9])
+    assert list(lines) == names
+    assert all(line.get_xydata().tolist() == [[0, 5.0], [1, pytest.approx(3.2)]] for line in lines.values())
+    assert len({line.get_color() for line in lines.values()}) == len(names)
+
+
+def test_figures_per_step():
+    counters = dict.fromkeys(metrics.NAMES, 0)
+    assert set(acceptance.shape_figures(counters).values()) == {None}
+    counters |= {"drafts": 4, "draft_tokens": 100, "draft_depth": 20, "draft_steps": 2, "draft_forwards": 10}
+    assert acceptance.shape_figures(counters) == {
+        "nodes_per_step": 25.0,
+        "depth_per_step": 5.0,
+        "draft_forwards_per_step": 5.0,
+        "max_acceptance_length": 6.0,
+    }
+
+
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_figure_is_the_same_from_csv(result, tmp_path, suffix):
     pytest.importorskip("matplotlib")
@@ -402,12 +469,17 @@ def test_figure_has_no_room_for_another_axis(monkeypatch, tmp_path):
         plots.draw([plots.flatten(row) for row in rows], str(tmp_path / "f.png"))
 
 
-def _make_results():
-    path = Path(__file__).resolve().parents[1] / "scripts" / "make_results.py"
-    spec = importlib.util.spec_from_file_location("make_results", path)
+def _load(path: str):
+    """Import a script of this repository."""
+    path = Path(__file__).resolve().parents[1] / path
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def _make_results():
+    return _load("scripts/make_results.py")
 
 
 def test_results_page_has_a_table_per_family(result, tmp_path, monkeypatch):
@@ -431,6 +503,111 @@ def test_results_page_has_a_table_per_family(result, tmp_path, monkeypatch):
     assert "8 requests of 4 engines, 7 identical." in script.body_of("R3", result)
     assert "Unguided (memory): 3." in script.body_of("R3", result)
     assert len(script.measurements(result["rows"])) == 2 * 4
+
+
+def test_results_of_several_commands_are_one(monkeypatch, tmp_path):
+    """R9 from its own command lines, with engines that are not there: rows, table, CSV, figure."""
+    pytest.importorskip("matplotlib")
+    from typer.testing import CliRunner
+
+    from vllm_vidspec.cli import app
+
+    monkeypatch.setattr(acceptance, "run_job", _fake_engine)
+    script = _make_results()
+    monkeypatch.setattr(script, "FOLDER", tmp_path)
+    parts = []
+    for command in script.COMMANDS["R9"]:
+        out = CliRunner().invoke(app, [*command.replace("--jobs 2", "").split(), "--json", "-"])
+        assert out.exit_code == 0, out.stderr
+        parts.append(json.loads(out.stdout))
+    merged = script.merge(parts)
+    shapes = [
+        "chain",
+        "tree-static",
+        "tree-adaptive",
+        "tree-adaptive, tree_depth_max 5, tree_depth_min 5, tree_fill true",
+    ]
+    assert [(row["family"], plots.shape_of(plots.flatten(row)), row["temperature"]) for row in merged["rows"]] == list(
+        itertools.product(("qwen2.5-vl", "llava-onevision"), shapes, (0.0, 1.0))
+    )
+    assert {row["requests"] for row in merged["rows"]} == {64}
+    text = script.body_of("R9", merged)
+    assert "| `qwen2.5-vl` | tree-adaptive, tree_depth_max 5, tree_depth_min 5, tree_fill true | 1 |" in text
+    assert "`qwen2.5-vl`, sync scheduling. Compared with vanilla: 512 requests of 8 engines, 512 identical." in text
+    plots.write_csv(str(tmp_path / "R9.csv"), merged)
+    plots.draw(plots.read_csv(str(tmp_path / "R9.csv")), str(tmp_path / "R9.png"))
+    assert "](R9.png)" in script.body_of("R9", merged)
+
+
+def test_results_by_name():
+    script = _make_results()
+    assert script.chosen("R9") == ["R9", "R9-sage"]
+    assert script.chosen("R9-sage,R1") == ["R1", "R9-sage"]
+    assert script.chosen(",".join(script.COMMANDS)) == list(script.COMMANDS)
+    with pytest.raises(SystemExit, match="no result is called 'R12'"):
+        script.chosen("R12")
+
+
+def test_every_result_has_its_place_on_the_page():
+    script = _make_results()
+    page = script.PAGE.read_text()
+    for name in script.COMMANDS:
+        assert f"<!-- {name} -->\n" in page
+        assert f"<!-- /{name} -->\n" in page
+
+
+def test_results_page_shows_host_time_and_costs():
+    script = _make_results()
+    origin = {"git_sha": None, "git_dirty": None, "versions": {}, "device": "x", "date": "2026-01-01", "argv": []}
+    row = {"drafting": "chain", "scheduling": "sync", "own_ms": 0.5, "p20_ms": 0.4, "p80_ms": 0.6, "kernels_ms": 0.1}
+    row |= {"steps": 9, "parts": {"verify": 0.25}}
+    rows = [row | {"batch_size": size, "budget_ms": 1 + 0.02 * size} for size in (1, 16)]
+    text = script.body_of("R10", {"rows": rows, "provenance": origin})
+    assert "| chain | sync | 16 | 0.50 | 0.40 to 0.60 | 1.32 | 0.10 | 9 |" in text
+    assert "| part, 16 requests (ms) | chain |" in text
+    assert "| verify | 0.250 |" in text
+    cost = {"shape": "vanilla", "batch_size": 1, "tokens_per_s": 40.0, "acceptance_length": 1.0, "step_ms": 25.0}
+    parts = [
+        {"target": f"{family}/target", "config": {"draft_table": [[1, 1, "chain", 5]]}, "costs": [cost]}
+        | {"provenance": origin}
+        for family in script.FAMILIES
+    ]
+    text = script.body_of("R11", script.merge(parts))
+    assert "| `llava-onevision`, requests | vanilla |" in text
+    assert text.count("| 1 | 40 (1.00; 25.0 ms) |") == text.count('`draft_table`: `[[1, 1, "chain", 5]]`') == 2
+
+
+@pytest.mark.parametrize("is_fine", [False, True])
+def test_host_time_is_what_is_not_inside_other_calls(monkeypatch, is_fine):
+    """Ours calls a part of ours, which calls what is not ours; each spends a millisecond before and after."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # else the script sets it for good
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    script = _load("benchmarks/bench_host_time.py")
+    clock = [0.0]
+    monkeypatch.setattr(script, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    calls = SimpleNamespace()
+
+    def spend(inner=None):
+        clock[0] += 1e-3
+        if inner is not None:
+            inner()
+        clock[0] += 1e-3
+
+    calls.foreign = spend
+    calls.part = lambda: spend(lambda: calls.foreign())
+    calls.entry = lambda: spend(lambda: calls.part())
+    watch = script.Stopwatch()
+    watch.is_fine = is_fine
+    watch.wrap(calls, "entry", "entry")
+    watch.wrap(calls, "part", "part", fine=True)
+    watch.wrap(calls, "foreign", script.FOREIGN)
+    calls.entry()
+    parts = watch.take()
+    assert sum(parts.values()) == pytest.approx(4e-3)
+    assert set(parts) == ({"entry", "part"} if is_fine else {"entry"})
+    assert watch.take() == {}
+    watch.unwrap()
+    assert calls.foreign is spend
 
 
 def test_results_page_shows_no_times_of_engines_that_ran_at_once(result):

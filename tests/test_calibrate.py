@@ -2,13 +2,17 @@
 
 import json
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 from typer.testing import CliRunner
 
-from vllm_vidspec.bench import calibrate, calibration_views, engine_session
+from vllm_vidspec import metrics
+from vllm_vidspec.bench import calibrate, calibration_views, costs, engine_session, session_job
 from vllm_vidspec.bench.calibrate import Calibration, Measurement, choose, layer_sets, uv_layers
+from vllm_vidspec.bench.costs import Cost, Costs, draft_table
 from vllm_vidspec.cli import app
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
@@ -205,6 +209,190 @@ def test_wrong_options_are_one_line_and_exit_2(sessions, options, words):
     assert words in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     assert not sessions, "no engine starts before every value is checked"
+
+
+def cost(shape, size, tokens_per_s):
+    num_tokens = {"vanilla": 0, "chain": 5, "tree-static": 25, "tree-adaptive": 64}[shape]
+    return Cost(shape, size, num_tokens, 2.0, 1.0, tokens_per_s, 9)
+
+
+def costs_of(**speeds):
+    """Costs at batch sizes 1, 2, 4, ... from tokens per second by shape."""
+    return [cost(shape.replace("_", "-"), 2**i, speed) for shape, row in speeds.items() for i, speed in enumerate(row)]
+
+
+@pytest.mark.parametrize(
+    ("speeds", "table"),
+    [
+        (([9, 9, 9], [8, 8, 8], [7, 7, 7]), [(1, 4, "chain", 5)]),
+        (([9, 9, 9], [9, 9, 9], [9, 9, 9]), [(1, 4, "chain", 5)]),
+        (([5, 6, 9], [8, 8, 8], [7, 7, 7]), [(1, 2, "tree-static", 25), (3, 4, "chain", 5)]),
+        (([5, 9], [6, 8], [7, 7]), [(1, 1, "tree-adaptive", 64), (2, 2, "chain", 5)]),
+        # One win each: the static tree gains more over the chain in all, and takes the place of the other.
+        (([5, 5, 9], [6, 8, 1], [9, 4, 1]), [(1, 2, "tree-static", 25), (3, 4, "chain", 5)]),
+        (([5, 5, 9], [6, 8, 1], [12, 4, 1]), [(1, 1, "tree-adaptive", 64), (2, 4, "chain", 5)]),
+    ],
+)
+def test_draft_table_has_what_is_fastest(speeds, table):
+    names = ("chain", "tree_static", "tree_adaptive")
+    found = draft_table(costs_of(vanilla=[99] * len(speeds[0]), **dict(zip(names, speeds, strict=True))))
+    assert found == table
+    raw = {"model": "self", "num_speculative_tokens": 64, "draft": "auto", "draft_table": found}
+    config, _ = parse_config(raw)
+    assert config.shape_for(100) == table[-1][2]
+
+
+def test_batches_of_a_round():
+    what = Costs(Calibration(prompts=2, engine_args={"max_num_seqs": 5}))
+    assert what.batch_sizes == (1, 2, 4)
+    assert what.num_prompts == 4, "no batch asks twice about one video"
+    assert what.batches(1) == [[0], [1], [2], [3], [0, 1], [2, 3], [0, 1, 2, 3]]
+    whole = Costs(Calibration())
+    assert [len(batch) for batch in whole.batches(0)] == [1, 1, 1, 1, 2, 2, 4, 8, 16]
+    assert whole.batches(1)[0] == [4], "other videos in another round"
+    job = whole.job("tree-static")
+    assert job["prompts"]["held_out"] == list(range(1000, 1016))
+    assert job["llm"]["max_num_seqs"] == 16
+    spec = job["llm"]["speculative_config"]
+    assert (spec["draft"], spec["num_speculative_tokens"]) == ("tree-static", 25)
+    assert "speculative_config" not in whole.job("vanilla")["llm"]
+
+
+class FakeCosts(FakeSession):
+    """The deeper the draft, the more stands; a tree's step takes longer in larger batches."""
+
+    skipped = 0
+    step_s: ClassVar[dict] = {"chain": 0.020, "tree-static": 0.016, "tree-adaptive": 0.018}
+
+    def ask(self, command):
+        self.asked.append(command)
+        spec = self.job["llm"].get("speculative_config")
+        runs = []
+        for batch in command["batches"]:
+            size, counters, step_s = len(batch), None, 0.010
+            if spec:
+                counters = dict.fromkeys(NAMES, 0) | {"drafts": 10, "draft_tokens": 50, "accepted_tokens": 20}
+                counters["skipped_pool_full"] = self.skipped
+                step_s = self.step_s[spec["draft"]] * (1 if spec["draft"] == "chain" or size < 8 else 2)
+            runs.append({"batch_size": size, "step_s": [step_s, step_s, 1.0], "metrics": counters})
+        return {"runs": runs}
+
+
+@pytest.fixture
+def cost_sessions(monkeypatch):
+    monkeypatch.setattr(costs, "EngineSession", FakeCosts)
+    monkeypatch.setattr(FakeCosts, "sessions", [])
+    return FakeCosts.sessions
+
+
+TABLE = [[1, 4, "tree-static", 25], [5, 16, "chain", 5]]
+
+
+def test_costs_are_written_alone(cost_sessions, tmp_path):
+    out = tmp_path / "c.json"
+    result = CliRunner().invoke(app, ["calibrate", "--costs", "--rounds", "2", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    assert written["config"] == {"draft_table": TABLE}
+    assert {"target", "draft", "costs", "provenance"} <= set(written)
+    shapes = [session.job["llm"].get("speculative_config", {}).get("draft") for session in cost_sessions]
+    assert shapes == [None, "chain", "tree-static", "tree-adaptive"] * 2, "in turn"
+    (row,) = (row for row in written["costs"] if row["shape"] == "chain" and row["batch_size"] == 2)
+    assert (row["acceptance_length"], row["step_ms"], row["num_steps"]) == (3.0, 20.0, 2 * 2 * 3)
+    assert row["tokens_per_s"] == pytest.approx(2 * 3.0 / 0.020)
+    for words in ("188*", "3.00 in 16.0 ms", "1200*", "1.00 in 10.0 ms"):
+        assert words in result.stdout, words
+    assert "1 to 4 requests: tree-static (25 tokens per step)" in result.stdout
+    raw = {"model": "self", "num_speculative_tokens": 64, "draft": "auto", "calibration": str(out)}
+    config, _ = parse_config(raw)
+    assert [config.shape_for(n) for n in (1, 4, 5, 99)] == ["tree-static", "tree-static", "chain", "chain"]
+
+
+def test_costs_are_added_to_a_calibration(sessions, cost_sessions, tmp_path):
+    out = tmp_path / "c.json"
+    arguments = ["calibrate", "--out", str(out)]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    before = json.loads(out.read_text())
+    result = CliRunner().invoke(app, [*arguments, "--costs", "--rounds", "1"])
+    assert result.exit_code == 0, result.output
+    after = json.loads(out.read_text())
+    assert after["config"] == before["config"] | {"draft_table": TABLE}
+    assert {name: after[name] for name in before if name != "config"} == {
+        name: before[name] for name in before if name != "config"
+    }
+    assert after["costs_provenance"]["versions"]
+    specs = [session.job["llm"].get("speculative_config", {}) for session in cost_sessions]
+    assert [spec.get("calibration") for spec in specs] == [None, *[str(out)] * 3], "its knobs are in force"
+
+    assert CliRunner().invoke(app, [*arguments, "--costs", "--rounds", "1"]).exit_code == 0, "and again"
+    result = CliRunner().invoke(app, [*arguments, "--costs", "--family", "llava-onevision"])
+    assert (result.exit_code, "is of another pair: qwen2.5-vl/target" in result.stderr) == (2, True)
+
+
+def test_what_was_not_drafted_for_is_no_cost(cost_sessions, monkeypatch, tmp_path):
+    monkeypatch.setattr(FakeCosts, "skipped", 1)
+    with pytest.raises(VidSpecError, match=r"chain, batch size 1: requests ran without speculation \(pool_full\)"):
+        costs.run(Costs(Calibration()))
+    monkeypatch.setattr(FakeCosts, "skipped", 0)
+    monkeypatch.setattr(
+        FakeCosts, "ask", lambda self, command: {"runs": [{"batch_size": 1, "step_s": [], "metrics": {}}]}
+    )
+    with pytest.raises(VidSpecError, match="vanilla: no step decoded for 1 requests at once"):
+        costs.run(Costs(Calibration()))
+
+
+class FakeEngine:
+    """Two requests: a prefill, a step with one of them, two with both, one that ends the first, one of the other."""
+
+    drafted = (0, 1, 2, 2, 2, 1)
+
+    def __init__(self, speculates):
+        self.vllm_config = SimpleNamespace(speculative_config=speculates or None, instance_id="x")
+        self.counters = dict.fromkeys(NAMES, 0)
+        self.left = []
+
+    def has_unfinished_requests(self):
+        return bool(self.left)
+
+    def step(self):
+        self.counters["drafts"] += self.left.pop(0)
+        return ["output"] if len(self.left) < 2 else []
+
+
+@pytest.mark.parametrize(("speculates", "num_steps"), [(True, 2), (False, 4)])
+def test_only_steps_of_the_whole_batch_are_timed(monkeypatch, speculates, num_steps):
+    engine, asked = FakeEngine(speculates), []
+
+    def enqueue(indices, **sampling):
+        asked.append((indices, sampling))
+        engine.left = list(engine.drafted)
+
+    monkeypatch.setattr(metrics, "read_metrics", lambda path: dict(engine.counters))
+    command = {"batches": [[0, 1], [2, 3]], "max_tokens": 9}
+    answer = session_job._cost(SimpleNamespace(llm_engine=engine), SimpleNamespace(enqueue=enqueue), command)
+    assert asked == [(indices, {"max_tokens": 9}) for indices in ([0, 1], [0, 1], [2, 3])], "the first to warm up"
+    assert [(run["batch_size"], len(run["step_s"])) for run in answer["runs"]] == [(2, num_steps)] * 2
+    assert [run["metrics"] and run["metrics"]["drafts"] for run in answer["runs"]] == [8 if speculates else None] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--plot", "plot.png"], "nothing to plot"),
+        (["--engine-args", '{"max_num_seqs": 0}'], "max_num_seqs"),
+        (["--video", "/no/such.mp4"], "no such video: /no/such.mp4"),
+        (["--out", "/tmp"], "it is a folder"),
+        (["--out", "pyproject.toml"], "is not a file of `vidspec calibrate`"),
+    ],
+)
+def test_wrong_options_of_costs_are_one_line_and_exit_2(cost_sessions, options, words, monkeypatch):
+    monkeypatch.chdir(Path(__file__).resolve().parents[1])
+    result = CliRunner().invoke(app, ["calibrate", "--costs", *options])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("vidspec: ")
+    assert words in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert not cost_sessions
 
 
 def test_a_session_answers_and_says_why_it_stopped(tmp_path, monkeypatch):

@@ -25,6 +25,9 @@ COUNTERS = dict.fromkeys(NAMES, 0) | {
     "visual_tokens_full": 512,
     "visual_tokens_kept": 51,
     "draft_kv_bytes_per_token": 2048,
+    "draft_depth": 40,
+    "draft_forwards": 20,
+    "draft_steps": 4,
 }
 
 
@@ -43,7 +46,7 @@ def engine(monkeypatch):
         if ours and job["llm"]["speculative_config"]["num_speculative_tokens"] == 7:
             raise VidSpecError("the engine stopped: RuntimeError: no")
         answers = [[1, 2, 3], [4, 5]] if not ours else [[1, 2, 3], [4, 6]]
-        fields = {"seconds": 2.0, "metrics": COUNTERS if ours else None, "token_ids": answers}
+        fields = {"seconds": 2.0, "metrics": COUNTERS if ours else None, "token_ids": answers, "scheduling": "sync"}
         report("ready", {"seconds": 1.0})
         for index in range(len(job["samplings"])):
             report("progress", {"index": index, "done": 2})
@@ -89,6 +92,30 @@ def test_help_imports_nothing_heavy():
         (["--plot", "/no/such/folder/f.png"], "cannot write /no/such/folder/f.png"),
         (["--plot", "figure.jpeg"], ".png or .svg"),
         (["--plot", "figure.png", "--temperature", "0,1"], "shows one temperature"),
+        (
+            *(
+                [
+                    "--plot",
+                    "f.png",
+                    "--drafting",
+                    "chain,tree-static",
+                    "--temperature",
+                    "0,1",
+                    "--prune-ratio",
+                    "0,0.9",
+                ],
+            ),
+            "shows one temperature",
+        ),
+        (["--drafting", "chain,tree-static", "--num-speculative-tokens", "5"], "must be 25"),
+        (["--drafting", "auto"], "draft_table"),
+        (["--knob", "tree_depth=5"], "did you mean 'tree_depth_min'?"),
+        (["--knob", "tree_depth_max=9", "--knob", "tree_depth_max=5"], "given twice"),
+        (["--knob", "tree_depth_max=100"], "tree_depth_max"),
+        (["--knob", "tree_depth_max"], "'tree_depth_max' is not of the form NAME=JSON"),
+        (["--knob", "tree_lookahead=False"], "'False' is no JSON value"),
+        (["--knob", "prune_ratio=0.5"], "an option of its own, --prune-ratio"),
+        (["--knob", 'draft="tree-static"'], "an option of its own, --drafting"),
     ],
 )
 def test_wrong_bench_options_are_one_line_and_exit_2(engine, options, words):
@@ -141,6 +168,46 @@ def test_bench_json_has_one_row_per_combination(engine):
     assert engine[0]["samplings"] == engine[1]["samplings"]
     assert engine[0]["samplings"][0] == {"max_tokens": 256, "ignore_eos": False, "temperature": 0.0, "top_p": 0.9}
     assert {job["llm"]["speculative_config"]["model"] == "self" for job in engine[1:]} == {True, False}
+
+
+def test_each_shape_has_its_own_number_of_tokens(engine):
+    shapes = ["chain", "tree-static", "tree-adaptive"]
+    result = invoke("bench", "acceptance", "--drafting", ",".join(shapes), "--requests", "2", "--json", "-")
+    assert result.exit_code == 0, result.stderr
+    rows = json.loads(result.stdout)["rows"]
+    assert [(row["drafting"], row["num_speculative_tokens"]) for row in rows] == list(
+        zip(shapes, [5, 25, 64], strict=True)
+    )
+    given = [job["llm"]["speculative_config"] for job in engine[1:]]
+    assert [(spec["draft"], spec["num_speculative_tokens"]) for spec in given] == list(
+        zip(shapes, [5, 25, 64], strict=True)
+    )
+    for name, value in (("nodes", 5.0), ("depth", 4.0), ("draft_forwards", 5.0)):
+        assert {row[f"{name}_per_step"] for row in rows} == {value}
+    assert {row["max_acceptance_length"] for row in rows} == {5.0}
+    assert {row["scheduling"] for row in rows} == {"sync"}, "what the engine says"
+    assert not any("async_scheduling" in job["llm"] for job in engine)
+
+    result = invoke("bench", "acceptance", "--drafting", "chain,tree-adaptive", "--requests", "2")
+    for words in ("tree-adaptive", "64", "sync scheduling", "nodes"):
+        assert words in result.stdout, words
+    assert "nodes" not in invoke("bench", "acceptance", "--requests", "2").stdout
+
+
+def test_knobs_and_scheduling_are_those_of_all_rows(engine):
+    result = invoke(
+        *("bench", "acceptance", "--drafting", "tree-adaptive", "--prune-ratio", "0.5,0.9", "--requests", "2"),
+        *("--knob", "tree_history=0", "--knob", "tree-lookahead=false", "--knob", 'quantization="fp8"'),
+        *("--sync-scheduling", "--json", "-"),
+    )
+    assert result.exit_code == 0, result.stderr
+    knobs = {"tree_history": 0, "tree_lookahead": False, "quantization": "fp8"}
+    assert [row["knobs"] for row in json.loads(result.stdout)["rows"]] == [knobs] * 2
+    assert all(job["llm"]["async_scheduling"] is False for job in engine), "vanilla too: its time stands beside ours"
+    for job in engine[1:]:
+        assert job["llm"]["speculative_config"].items() >= knobs.items()
+    shown = " ".join(invoke("bench", "acceptance", "--knob", "tree_history=0", "--requests", "2").stdout.split())
+    assert "tree_history 0" in shown
 
 
 def test_unseeded_sampling_is_not_compared(engine):

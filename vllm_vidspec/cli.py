@@ -5,11 +5,14 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vllm_vidspec.errors import VidSpecError
+
+if TYPE_CHECKING:
+    from vllm_vidspec.bench.calibrate import Calibration
 
 app = typer.Typer(
     help="Speculative decoding for video language models in vLLM.",
@@ -163,8 +166,15 @@ def calibrate(
     engine_args: Annotated[str, typer.Option(metavar="JSON", help="More arguments of vllm.LLM, as an object.")] = "{}",
     out: Annotated[str, typer.Option(metavar="PATH", help="The calibration file to write.")] = "calibration.json",
     plot: Annotated[str | None, typer.Option(metavar="PATH", help="Plot the measurements to a file.")] = None,
+    costs: Annotated[
+        bool, typer.Option("--costs", help="Measure which shape of draft pays on this machine, by batch size, instead.")
+    ] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="With --costs: engines of each shape, in turn.")] = 3,
 ) -> None:
-    """Choose a pair's pruning knobs by measured acceptance length; write them for the key `calibration`."""
+    """Choose a pair's pruning knobs by measured acceptance length; write them for the key `calibration`.
+
+    With --costs: measure the knob draft_table instead, and add it to the file where there is one.
+    """
     from rich.console import Console
 
     from vllm_vidspec.bench import calibrate as calibration
@@ -186,6 +196,9 @@ def calibrate(
         engine_args=_json_object("--engine-args", engine_args),
         whole_grid=grid,
     )
+    if costs:
+        _calibrate_costs(what, rounds, out, plot)
+        return
     calibration.check(what, out, plot)
     console = Console()
     with tables.progress(Console(stderr=True)) as bars:
@@ -196,6 +209,32 @@ def calibrate(
     console.print(views.table(result))
     console.print(views.summary(result), highlight=False)
     console.print(f'Use it with "calibration": "{out}" in the speculative config.', highlight=False, soft_wrap=True)
+
+
+def _calibrate_costs(what: "Calibration", rounds: int, out: str, plot: str | None) -> None:
+    """Measure `draft_table`, show it and write it; what the file holds already stays and is in force."""
+    from rich.console import Console
+
+    from vllm_vidspec.bench import calibration_views as views
+    from vllm_vidspec.bench import costs, tables
+
+    if plot is not None:
+        raise VidSpecError("--plot: --costs has nothing to plot")
+    held = costs.read_file(out, what)
+    measure = costs.Costs(what, rounds, out if held.get("config", {}).keys() - {"draft_table"} else None)
+    costs.check(measure, out)
+    console = Console()
+    with tables.progress(Console(stderr=True)) as bars:
+        result = costs.run(measure, views.CostsView(bars))
+    if held:
+        table = {"config": held["config"] | result["config"], "costs": result["costs"]}
+        _write_json(out, held | table | {"costs_provenance": result["provenance"]})
+    else:
+        _write_json(out, result)
+    console.print(views.costs_table(result))
+    console.print(views.costs_summary(result), highlight=False)
+    words = f'Use it with "draft": "auto" and "calibration": "{out}" in the speculative config.'
+    console.print(words, highlight=False, soft_wrap=True)
 
 
 @app.command("show-pruning")
@@ -239,6 +278,23 @@ def _json_object(option: str, text: str) -> dict[str, Any]:
     return value
 
 
+def _knobs(option: str, texts: list[str]) -> dict[str, Any]:
+    """Parse options of the form NAME=JSON."""
+    knobs: dict[str, Any] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        name = name.strip().replace("-", "_")
+        if not name or not value:
+            raise VidSpecError(f"{option}: {text!r} is not of the form NAME=JSON")
+        if name in knobs:
+            raise VidSpecError(f"{option} {name}: given twice")
+        try:
+            knobs[name] = json.loads(value)
+        except ValueError:
+            raise VidSpecError(f"{option} {name}: {value!r} is no JSON value (a text needs quotes)") from None
+    return knobs
+
+
 @bench_app.command()
 @_user_errors
 def acceptance(
@@ -246,8 +302,12 @@ def acceptance(
     draft: Annotated[str, typer.Option(help=f"draft, target (self-speculation) or a path. {_LIST}")] = "draft",
     pruner: Annotated[str, typer.Option(help=_LIST)] = "specvlm",
     prune_ratio: Annotated[str, typer.Option(help=_LIST)] = "0.9",
-    drafting: Annotated[str, typer.Option(help=f"Shape of the draft: chain. {_LIST}")] = "chain",
-    num_speculative_tokens: Annotated[str, typer.Option(help=_LIST)] = "5",
+    drafting: Annotated[
+        str, typer.Option(help=f"Shape of the draft: chain, tree-static, tree-adaptive. {_LIST}")
+    ] = "chain",
+    num_speculative_tokens: Annotated[
+        str | None, typer.Option(help=f"Default: 5 for chains, 25 and 64 for the two trees. {_LIST}")
+    ] = None,
     scorer: Annotated[str, typer.Option(help=f"strict. {_LIST}")] = "strict",
     draft_noise: Annotated[str, typer.Option(help=f"shared, independent, greedy. {_LIST}")] = "shared",
     draft_positions: Annotated[str, typer.Option(help=f"original, compacted. {_LIST}")] = "original",
@@ -265,13 +325,22 @@ def acceptance(
     batch_size: Annotated[int, typer.Option(min=1, help="Requests that run at once (max_num_seqs).")] = 8,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Generate max-tokens tokens regardless.")] = False,
     target: Annotated[str | None, typer.Option(help="A checkpoint in place of the bundled target.")] = None,
+    knob: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=JSON", help="Any other knob of the speculative config, for all rows; repeat."),
+    ] = None,
+    sync_scheduling: Annotated[
+        bool, typer.Option("--sync-scheduling", help="Adaptive trees keep their own size; async fills them up to K.")
+    ] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Engines that run at once; times are comparable at 1 only.")] = 1,
     csv_path: Annotated[
         str | None, typer.Option("--csv", metavar="PATH", help="Write the rows as CSV; '#' starts a comment.")
     ] = None,
     plot_path: Annotated[
         str | None,
-        typer.Option("--plot", metavar="PATH", help="Draw acceptance length over prune ratio: a .png or .svg file."),
+        typer.Option(
+            "--plot", metavar="PATH", help="Draw acceptance length by prune ratio, or by shape: a .png or .svg file."
+        ),
     ] = None,
     json_path: Annotated[str | None, _JSON] = None,
 ) -> None:
@@ -292,11 +361,18 @@ def acceptance(
     given = locals()
     kinds = {"num_speculative_tokens": int, "top_k": int}
     texts = ("family", "draft", "pruner", "drafting", "scorer", "draft_noise", "draft_positions")
-    axes = {
-        name: _values("--" + name.replace("_", "-"), given[name], str if name in texts else kinds.get(name, float))
+    axes: dict[str, list[Any]] = {
+        name: [None]
+        if given[name] is None
+        else _values("--" + name.replace("_", "-"), given[name], str if name in texts else kinds.get(name, float))
         for name in bench.AXES
     }
-    sweep = bench.Sweep(axes, requests, max_tokens, batch_size, seed if seeded else None, ignore_eos, target, jobs=jobs)
+    sweep = bench.Sweep(
+        *(axes, requests, max_tokens, batch_size, seed if seeded else None, ignore_eos, target),
+        jobs=jobs,
+        knobs=_knobs("--knob", knob or []),
+        sync_scheduling=sync_scheduling,
+    )
     bench.check(sweep)
     plots.check_outputs(axes, csv_path=csv_path, plot_path=plot_path, json_path=json_path)
     stderr, stdout = Console(stderr=True), Console()

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, check_vector, use_triton
+from vidspec_kernels.dispatch import Impl, array_module, as_array, check_vector, use_triton
 
 _BLOCK = 128
 
@@ -161,18 +161,20 @@ def chain_step_reference(
     seq_lens: Tensor,
     slot_mapping: Tensor,
 ) -> None:
-    """Do what `chain_step` does, in plain torch: the specification. Same arguments; `positions` has two dimensions."""
-    num_rows = rows.shape[0]
-    logical = num_tokens[rows].to(torch.int64) - 1 + level  # [R]
-    logical_pos[:num_rows] = logical
-    positions[:, :num_rows] = logical + pos_delta[rows]
+    """Do what `chain_step` does, in numpy or torch: the specification. `positions` has two dimensions."""
+    xp = array_module(rows.device)
+    num_rows, state_row = rows.shape[0], as_array(rows)
+    logical = xp.asarray(as_array(num_tokens)[state_row], dtype=xp.int64) + (level - 1)  # [R]
+    as_array(logical_pos)[:num_rows] = logical
+    as_array(positions)[:, :num_rows] = logical + as_array(pos_delta)[state_row]
 
-    slot = num_slots[rows].to(torch.int64) + level  # [R]
-    seq_lens[:num_rows] = (slot + 1).to(torch.int32)
+    slot = xp.asarray(as_array(num_slots)[state_row], dtype=xp.int64) + level  # [R]
+    as_array(seq_lens)[:num_rows] = slot + 1
     max_blocks = block_table.shape[1]
     if max_blocks == 0:
         slot_mapping[:num_rows] = -1
         return
     block_idx = slot // block_size  # [R]
-    block = block_table[rows, block_idx.clamp(max=max_blocks - 1)].to(torch.int64)
-    slot_mapping[:num_rows] = torch.where(block_idx < max_blocks, block * block_size + slot % block_size, -1)
+    block = as_array(block_table)[state_row, block_idx.clip(None, max_blocks - 1)]
+    physical = xp.asarray(block, dtype=xp.int64) * block_size + slot % block_size
+    as_array(slot_mapping)[:num_rows] = xp.where(block_idx < max_blocks, physical, -1)

@@ -1,7 +1,9 @@
-"""Dispatch: whether a wrapper launches its Triton kernel or runs its torch reference, and the checks they share."""
+"""Dispatch: whether a wrapper launches its Triton kernel or runs its reference, and what both of them share."""
 
-from typing import Literal
+from types import ModuleType
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +24,20 @@ def use_triton(impl: Impl, device: torch.device) -> bool:
     if impl not in ("auto", "triton", "torch"):
         raise ValueError(f"impl must be auto, triton or torch, got {impl!r}")
     return impl == "triton" or (impl == "auto" and device.type == "cuda")
+
+
+def array_module(device: torch.device) -> ModuleType:
+    """Return numpy for the CPU, else torch: what references work on small arrays of that device with.
+
+    A numpy call costs a third of a torch call on arrays this small, and the CPU engine runs the references in every
+    step. Both modules have the names and the rules that are used, so there is one text for both.
+    """
+    return np if device.type == "cpu" else torch
+
+
+def as_array(tensor: Tensor) -> Any:
+    """Return a tensor as an array of its `array_module`, on the same memory."""
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor
 
 
 def check_vector(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device, min_len: int = 0) -> None:

@@ -1,19 +1,22 @@
 """kv_compact: moves the KV entries of an accepted tree path behind its root, all layers in one launch."""
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, check_vector, use_triton
+from vidspec_kernels.dispatch import Impl, array_module, as_array, check_vector, use_triton
 
 # Entries that a program holds at once; more are moved in turns.
 _BLOCK_MOVES = 16
 # Entries are moved as integers of their size: every bit pattern survives, and no dtype needs a kernel of its own.
 _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+_INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,11 @@ class CacheGroup:
     views: tuple[Tensor, ...]
     addresses: Tensor
     is_aligned: bool  # every address divides by 16
+
+    @functools.cached_property
+    def arrays(self) -> tuple[Any, ...]:
+        """The views as integers, for the reference: numpy knows no bfloat16."""
+        return tuple(as_array(view.view(_INTS[view.element_size()])) for view in self.views)
 
 
 class CacheList:
@@ -200,22 +208,23 @@ def kv_compact(
 def kv_compact_reference(
     caches: CacheList, block_table: Tensor, rows: Tensor, starts: Tensor, path: Tensor, num_accepted: Tensor
 ) -> None:
-    """Do what `kv_compact` does, in plain torch, a view at a time: the specification. Same arguments.
+    """Do what `kv_compact` does, in numpy or torch, a view at a time: the specification. Same arguments.
 
     Without moves it is a handful of small operations; on a GPU the count of moves is read back.
     """
-    j = torch.arange(1, path.shape[1], dtype=torch.int32, device=path.device)  # [K]
-    req_idx, col = ((path[:, 1:] != j) & (j <= num_accepted[:, None])).nonzero(as_tuple=True)  # [moves]
-    if req_idx.shape[0] == 0:
+    xp = array_module(path.device)
+    node, count = as_array(path)[:, 1:], as_array(num_accepted)
+    j = as_array(torch.arange(1, path.shape[1], dtype=torch.int32, device=path.device))  # [K]
+    moves = (node != j) & (j <= count[:, None])
+    if not moves.any():
         return
-    first = starts[req_idx]
-    entries = torch.stack((first + path[req_idx, col + 1], first + col + 1))  # [2, moves], sources and targets
-    in_table = entries[0] < block_table.shape[1] * caches.block_size
-    entries, req_idx = entries[:, in_table], req_idx[in_table]
-    (source, target), (source_slot, target_slot) = (
-        block_table[rows[req_idx], entries // caches.block_size].to(torch.int64),
-        entries % caches.block_size,
-    )
+    req_idx, col = xp.where(moves)  # [moves]
+    first = as_array(starts)[req_idx]
+    source, target = first + node[req_idx, col], first + j[col]
+    in_table = source < block_table.shape[1] * caches.block_size
+    source, target, row = source[in_table], target[in_table], as_array(rows)[req_idx[in_table]]
+    table, size = as_array(block_table), caches.block_size
+    here, there = (table[row, source // size], source % size), (table[row, target // size], target % size)
     for group in caches.groups:
-        for view in group.views:
-            view[target, target_slot] = view[source, source_slot]  # the right side is gathered first
+        for view in group.arrays:
+            view[there] = view[here]  # the right side is gathered first

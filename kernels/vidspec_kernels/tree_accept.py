@@ -1,11 +1,13 @@
 """tree_accept: the longest path of a draft tree that equals the target's own samples; one program a request."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, check_vector, use_triton
+from vidspec_kernels.dispatch import Impl, array_module, as_array, check_vector, use_triton
 
 MAX_TREE_DRAFTS = 64  # a node's ancestors are the bits of one word
 
@@ -176,35 +178,42 @@ def tree_accept_reference(
     ancestors: Tensor,
     max_drafts: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what `tree_accept` does, in plain torch without a loop: the specification. Same arguments and results."""
+    """Do what `tree_accept` does, in numpy or torch without a loop: the specification. Same arguments and results."""
+    xp = array_module(rows.device)
     num_cols, num_reqs, num_rows = max_drafts + 1, rows.shape[0], target_tokens.shape[0]
-    bounds = cu_num_logits.to(torch.int64)[:, None]  # [R + 1, 1]
+    bounds = xp.asarray(as_array(cu_num_logits), dtype=xp.int64)[:, None]  # [R + 1, 1]
     num_logits = bounds[1:] - bounds[:-1]  # [R, 1]
-    col = torch.arange(num_cols, device=rows.device)  # [K + 1]
-    path = col.expand(num_reqs, num_cols).clone()  # [R, K + 1]
+    col = as_array(torch.arange(num_cols, device=rows.device))  # [K + 1]
+    path = col[None] + xp.zeros_like(num_logits)  # [R, K + 1]
     if num_rows == 0:
-        return target_tokens.new_zeros(path.shape), num_logits[:, 0].to(torch.int32), path.to(torch.int32)
-    row = (bounds[:-1] + col).clamp_(max=num_rows - 1)  # [R, K + 1]
-    target = target_tokens[row]
+        return target_tokens.new_zeros(path.shape), _int32(num_logits[:, 0]), _int32(path)
+    state_row = as_array(rows)
+    row = (bounds[:-1] + col).clip(None, num_rows - 1)  # [R, K + 1]
+    target = as_array(target_tokens)[row]
+    req_idx = as_array(torch.arange(num_reqs, device=rows.device))[:, None]
 
     # Of the drafts, [R, K]. Nodes without a row may say anything; none is the ancestor of one that has a row.
     node = col[1:]  # [K]
-    parent = parents[rows][:, 1:num_cols].to(torch.int64).clamp_(0, max_drafts)
-    depth = depths[rows][:, 1:num_cols].to(torch.int64)
-    above = ancestors[rows]  # [R, >= K + 1]
-    draft = draft_tokens[row][:, 1:]
+    parent = as_array(parents)[state_row][:, 1:num_cols].clip(0, max_drafts)
+    depth = xp.asarray(as_array(depths)[state_row][:, 1:num_cols], dtype=xp.int64)
+    above = as_array(ancestors)[state_row]  # [R, >= K + 1]
+    draft = as_array(draft_tokens)[row][:, 1:]
     bit = 1 << col[:-1]  # [K]
     is_draft = node < num_logits
-    stands = (draft == target.gather(1, parent)) & (draft >= 0)
-    matches = (stands * bit).sum(dim=1, keepdim=True)  # distinct bits: their sum is their union
+    stands = (draft == target[req_idx, parent]) & (draft >= 0)
+    matches = (stands * bit).sum(1)[:, None]  # distinct bits: their sum is their union
     accepted = is_draft & ((above[:, 1:num_cols] & ~matches) == 0)
 
     # One maximum for the greatest depth and, within it, the lowest node: depth * (K + 1) - node; 0 for the root.
-    key = (accepted * (depth * num_cols - node)).amax(dim=1, keepdim=True)  # [R, 1]
+    key = xp.amax(accepted * (depth * num_cols - node), 1)[:, None]  # [R, 1]
     last_depth = (key + max_drafts) // num_cols
-    on_path = (above.gather(1, last_depth * num_cols - key) & bit) != 0
+    on_path = (above[req_idx, last_depth * num_cols - key] & bit) != 0
     # A node that is not on the path writes what is there already, the root at depth 0.
-    path.scatter_(1, depth * on_path, node * on_path)
-    num_sampled = torch.minimum(last_depth + 1, num_logits)
-    sampled = target.gather(1, path) * (col < num_sampled)
-    return sampled, num_sampled[:, 0].to(torch.int32), path.to(torch.int32)
+    path[req_idx, depth * on_path] = node * on_path
+    num_sampled = xp.minimum(last_depth + 1, num_logits)
+    sampled = target[req_idx, path] * (col < num_sampled)
+    return torch.as_tensor(sampled), _int32(num_sampled[:, 0]), _int32(path)
+
+
+def _int32(array: Any) -> Tensor:
+    return torch.as_tensor(array).to(torch.int32)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, check_vector, use_triton
+from vidspec_kernels.dispatch import Impl, array_module, as_array, check_vector, use_triton
 
 _BLOCK = 128
 
@@ -190,23 +190,26 @@ def tree_step_reference(
     slot_mapping: Tensor,
     prefix_lens: Tensor,
 ) -> None:
-    """Do what `tree_step` does, in plain torch: the specification. Same arguments; `positions` has two dimensions."""
+    """Do what `tree_step` does, in numpy or torch: the specification. `positions` has two dimensions."""
+    xp = array_module(rows.device)
     num_rows, frontier = nodes.shape
     num_places = num_rows * frontier
-    logical = num_tokens[rows].to(torch.int64) - 1 + level  # [R]
-    logical_pos[:num_places].view(num_rows, frontier)[:] = logical[:, None]
-    pos = (logical + pos_delta[rows]).clamp(max=max_position)
-    positions[:, :num_places] = pos[:, None].expand(-1, frontier).flatten()
+    state_row, node = as_array(rows), as_array(nodes)
+    logical = xp.asarray(as_array(num_tokens)[state_row], dtype=xp.int64) + (level - 1)  # [R]
+    as_array(logical_pos)[:num_places].reshape(num_rows, frontier)[:] = logical[:, None]
+    pos = (logical + as_array(pos_delta)[state_row]).clip(None, max_position)
+    as_array(positions)[:, :num_places] = (pos[:, None] + xp.zeros_like(node)).reshape(-1)
 
-    root = num_slots[rows]  # [R]
-    prefix_lens[:num_rows] = root + 1
-    slots = slot_mapping[:num_places].view(num_rows, frontier)
+    root = as_array(num_slots)[state_row]  # [R]
+    as_array(prefix_lens)[:num_rows] = root + 1
+    slots = as_array(slot_mapping)[:num_places].reshape(num_rows, frontier)
     max_blocks = block_table.shape[1]
     if max_blocks == 0:
         slots[:] = -1
     else:
-        entry = root[:, None] + nodes  # [R, F]
+        entry = root[:, None] + node  # [R, F]
         block_idx = entry // block_size
-        block = block_table[rows[:, None], block_idx.clamp(max=max_blocks - 1)].to(torch.int64)
-        slots[:] = torch.where(block_idx < max_blocks, block * block_size + entry % block_size, -1)
-    slots.masked_fill_(nodes == 0, 0)
+        block = as_array(block_table)[state_row[:, None], block_idx.clip(None, max_blocks - 1)]
+        physical = xp.asarray(block, dtype=xp.int64) * block_size + entry % block_size
+        slots[:] = xp.where(block_idx < max_blocks, physical, -1)
+    slots[node == 0] = 0

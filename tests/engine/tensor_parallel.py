@@ -8,13 +8,17 @@ from vllm_vidspec import metrics
 
 
 def main() -> None:
-    """Arguments: family, tensor-parallel size, "vanilla" or a draft role, and the pruner."""
+    """Arguments: family, tensor-parallel size, "vanilla" or a draft role, the pruner and the draft's shape."""
     from vllm import LLM, SamplingParams
 
     from vllm_vidspec.bench import pairs
 
-    family, size, draft, pruner = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    spec = {} if draft == "vanilla" else {"on_draft_error": "raise", "pruner": pruner, "guidance_layers": "all"}
+    family, size, draft, pruner, shape = sys.argv[1], int(sys.argv[2]), *sys.argv[3:6]
+    spec = (
+        {}
+        if draft == "vanilla"
+        else {"on_draft_error": "raise", "pruner": pruner, "guidance_layers": "all", "drafting": shape}
+    )
     llm = LLM(
         **pairs.llm_kwargs(
             family, None if draft == "vanilla" else draft, overrides={"tensor_parallel_size": size}, **spec

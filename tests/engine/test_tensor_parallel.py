@@ -16,24 +16,25 @@ FAMILY = "llava-onevision"  # its bundled vision towers have an even number of h
 
 @pytest.fixture(scope="module")
 def run():
-    """`run(size, draft, pruner)` -> the result of `tests.engine.tensor_parallel` in a fresh process, once each."""
+    """`run(size, draft, pruner, shape)` -> what `tests.engine.tensor_parallel` prints in a fresh process, once each."""
     results: dict[tuple, dict] = {}
 
-    def get(size: int, draft: str, pruner: str = "specvlm") -> dict:
-        if (size, draft, pruner) not in results:
-            results[size, draft, pruner] = _run(size, draft, pruner)
-        return results[size, draft, pruner]
+    def get(*arguments: int | str) -> dict:
+        key = (*arguments, *("specvlm", "chain")[len(arguments) - 2 :])
+        if key not in results:
+            results[key] = _run(*key)
+        return results[key]
 
     return get
 
 
-def _run(size: int, draft: str, pruner: str) -> dict:
+def _run(size: int, draft: str, pruner: str, shape: str) -> dict:
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     if size > 1:
         cores = sorted(os.sched_getaffinity(0))[:size]
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in cores)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.tensor_parallel", FAMILY, str(size), draft, pruner],
+        [sys.executable, "-m", "tests.engine.tensor_parallel", FAMILY, str(size), draft, pruner, shape],
         capture_output=True,
         text=True,
         env=environment,
@@ -44,11 +45,14 @@ def _run(size: int, draft: str, pruner: str) -> dict:
     return json.loads(lines[-1].split("RESULT ", 1)[1])
 
 
-def test_two_ranks_equal_one(run):
-    """Catches: ranks that draft different tokens or size their pools differently; a draft sharded by the wrong rank."""
-    vanilla, one, two = run(1, "vanilla"), run(1, "draft"), run(2, "draft")
+@pytest.mark.parametrize("shape", ["chain", "tree-adaptive"])
+def test_two_ranks_equal_one(run, shape):
+    """Catches: ranks that draft different tokens or size their pools differently; a draft sharded by the wrong rank;
+    trees that differ between ranks."""
+    vanilla = run(1, "vanilla")
+    one, two = (run(size, "draft", "specvlm", shape) for size in (1, 2))
     assert two["token_ids"] == one["token_ids"] == vanilla["token_ids"]
-    for name in ("drafts", "draft_tokens", "accepted_tokens", "visual_tokens_kept", "guided_prompts"):
+    for name in ("drafts", "draft_tokens", "draft_depth", "accepted_tokens", "visual_tokens_kept", "guided_prompts"):
         assert two["counters"][name] == one["counters"][name] > 0
 
 

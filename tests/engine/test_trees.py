@@ -76,8 +76,8 @@ def check_decoys(engine, reference) -> None:
     """Every step accepts the three tokens behind the decoys; the output is vanilla's, greedy and sampled."""
     original = tree_drafter.candidates
 
-    def decoy_first(logits, num_candidates):
-        return tuple(ranked.flip(1) for ranked in original(logits, num_candidates))
+    def decoy_first(*arguments):
+        return tuple(ranked.flip(1) for ranked in original(*arguments))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree_drafter, "candidates", decoy_first)
@@ -98,7 +98,7 @@ def no_depth_positions(patch) -> None:
 
     def by_slot(self, batch, chosen):
         step = original(self, batch, chosen)
-        return dataclasses.replace(step, depths=step.tokens - step.root_tokens)
+        return dataclasses.replace(step, depths=torch.arange(step.depths.shape[1]).expand_as(step.depths))
 
     patch.setattr(TargetTrees, "_find", by_slot)
 

@@ -42,6 +42,8 @@ SAMPLING_AXES = {
     "repetition_penalty": 1.0,
 }
 AXES = ("family", "draft", *SPEC_AXES, *SAMPLING_AXES)
+# Knobs that `Sweep.knobs` cannot hold, because they have a name of their own here.
+_NOT_KNOBS = {"model": "draft", "draft": "drafting", **{name: name for name in SPEC_AXES}}
 
 # What every pruner is at ratio 0 and at ratio 1; see `canonical`.
 UNPRUNED: dict[str, Any] = {"pruner": "none", "prune_ratio": 0.0}
@@ -74,7 +76,8 @@ class Sweep:
     """What to measure.
 
     Attributes:
-        axes: For each of AXES its values; rows are their Cartesian product.
+        axes: For each of AXES its values; rows are their Cartesian product. None for `num_speculative_tokens` is what
+            the row's shape has by default.
         requests: Held-out videos, one request each, in one batch queue.
         max_tokens: Longest answer in tokens.
         batch_size: vLLM's max_num_seqs.
@@ -83,6 +86,8 @@ class Sweep:
         target: A checkpoint in place of the bundled target.
         question: What is asked about each video.
         jobs: Engines that run at once; the times of more than one are not comparable.
+        knobs: Further knobs of VidSpecConfig, of all rows.
+        sync_scheduling: Without vLLM's async scheduling, under which trees that may be smaller than K are filled up.
     """
 
     axes: dict[str, list[Any]]
@@ -94,6 +99,8 @@ class Sweep:
     target: str | None = None
     question: str = pairs.DEFAULT_QUESTION
     jobs: int = 1
+    knobs: dict[str, Any] = field(default_factory=dict)
+    sync_scheduling: bool = False
 
     def samplings(self) -> list[dict[str, Any]]:
         """Return every combination of the sampling axes."""
@@ -103,7 +110,10 @@ class Sweep:
     def configurations(self, family: str) -> Iterator["Configuration"]:
         """Yield every combination of the draft's axes, as asked for."""
         for draft, *values in itertools.product(self.axes["draft"], *(self.axes[name] for name in SPEC_AXES)):
-            yield Configuration(family, draft, dict(zip(SPEC_AXES, values, strict=True)))
+            spec = dict(zip(SPEC_AXES, values, strict=True))
+            if spec["num_speculative_tokens"] is None:
+                spec["num_speculative_tokens"] = pairs.num_speculative_tokens(spec["drafting"])
+            yield Configuration(family, draft, spec)
 
     def engines(self) -> dict[tuple[Any, ...], "Configuration"]:
         """Return what is run, by `Configuration.key`: family by family vanilla, then in the order asked for."""
@@ -134,7 +144,8 @@ class Configuration:
         if self.draft is None:
             return f"{self.family} vanilla"
         spec = self.spec
-        return f"{self.family} {self.draft} {spec['pruner']} {spec['prune_ratio']} K={spec['num_speculative_tokens']}"
+        what = (self.family, self.draft, spec["pruner"], spec["prune_ratio"], spec["drafting"])
+        return f"{' '.join(map(str, what))} K={spec['num_speculative_tokens']}"
 
     def job(self, sweep: Sweep) -> dict[str, Any]:
         """Return what `engine_job` reads."""
@@ -142,8 +153,11 @@ class Configuration:
             self.family,
             self.draft,
             target=sweep.target,
-            overrides={"max_num_seqs": sweep.batch_size},
-            **self.spec,
+            overrides={
+                "max_num_seqs": sweep.batch_size,
+                **({"async_scheduling": False} if sweep.sync_scheduling else {}),
+            },
+            **({} if self.draft is None else self.spec | sweep.knobs),
         )
         shared = {"max_tokens": sweep.max_tokens, "ignore_eos": sweep.ignore_eos}
         samplings = [
@@ -168,11 +182,14 @@ def check(sweep: Sweep) -> None:
     """
     if min(sweep.requests, sweep.max_tokens, sweep.batch_size, sweep.jobs) < 1:
         raise VidSpecError("--requests, --max-tokens, --batch-size and --jobs must be at least 1")
+    for name in sweep.knobs:
+        if name in _NOT_KNOBS:
+            raise VidSpecError(f"--knob {name}: it has an option of its own, --{_NOT_KNOBS[name].replace('_', '-')}")
     for family in sweep.axes["family"]:
         pairs.pair_for(family)
         for configuration in sweep.configurations(family):
             # The bundled checkpoints are not looked at: a wrong knob is refused without them.
-            parse_config(pairs.speculative_config(family, "target", **configuration.spec))
+            parse_config(pairs.speculative_config(family, "target", **configuration.spec, **sweep.knobs))
 
 
 def run(sweep: Sweep, report: Report = lambda _event, _fields: None) -> dict[str, Any]:
@@ -288,7 +305,8 @@ def run_job(job: dict[str, Any], report: Report, running: Running) -> list[dict[
         running: Where the process is found by who wants to stop it.
 
     Returns:
-        For each sampling: `seconds`, `token_ids` per request and `metrics` (our counters' gain; None for vanilla).
+        For each sampling: `seconds`, `token_ids` per request, `metrics` (our counters' gain; None for vanilla) and
+        `scheduling` ("async" or "sync").
 
     Raises:
         VidSpecError: The engine failed; one line with the reason.
@@ -354,6 +372,8 @@ def make_rows(
                 "draft": asked.draft,
                 **asked.spec,
                 **sampling,
+                "knobs": sweep.knobs,
+                "scheduling": result["scheduling"],
                 "measured_as": {name: engine.spec[name] for name in UNPRUNED},
                 "requests": sweep.requests,
                 "max_tokens": sweep.max_tokens,
@@ -361,6 +381,7 @@ def make_rows(
                 "seed": sweep.seed,
                 "jobs": sweep.jobs,
                 **summarize(counters),
+                **shape_figures(counters),
                 "identical_frac": identical_frac(result["token_ids"], reference["token_ids"]) if comparable else None,
                 "output_tokens": sum(map(len, result["token_ids"])),
                 "text_tokens": counters["text_tokens"],
@@ -375,6 +396,23 @@ def make_rows(
             }
         )
     return rows
+
+
+def shape_figures(counters: dict[str, int]) -> dict[str, float | None]:
+    """Return what the drafts looked like, per verify step of a request; None where nothing was drafted.
+
+    Returns:
+        `nodes_per_step`; `depth_per_step`; `max_acceptance_length`, which that depth allows; and
+        `draft_forwards_per_step` of a batch, since the draft runs for all its requests at once.
+    """
+    drafts, steps = counters["drafts"], counters["draft_steps"]
+    depth = counters["draft_depth"] / drafts if drafts else None
+    return {
+        "nodes_per_step": counters["draft_tokens"] / drafts if drafts else None,
+        "depth_per_step": depth,
+        "draft_forwards_per_step": counters["draft_forwards"] / steps if steps else None,
+        "max_acceptance_length": None if depth is None else 1 + depth,
+    }
 
 
 def measured_itself(row: dict[str, Any]) -> bool:

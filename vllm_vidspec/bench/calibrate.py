@@ -80,6 +80,15 @@ class Calibration:
             **self.engine_args,
         }
 
+    @property
+    def pair(self) -> dict[str, str | None]:
+        """The target and the draft as a calibration file names them."""
+        bundled = self.target is None
+        return {
+            "target": f"{self.family}/target" if bundled else self.target,
+            "draft": f"{self.family}/draft" if self.draft is None else self.draft,
+        }
+
     def job(self, **spec: Any) -> dict[str, Any]:
         """Return what `session_job` reads."""
         prompts: dict[str, Any] = {"family": None if self.target else self.family, "question": self.question}
@@ -160,14 +169,12 @@ def run(calibration: Calibration, report: Report = lambda _event, _fields: None)
     check(calibration)
     measure = _measure_specvlm if calibration.pruner == "specvlm" else _measure_uv
     measurements, chosen = measure(calibration, report)
-    bundled = calibration.target is None
     return {
         "config": chosen.knobs,
         "pruner": calibration.pruner,
         "prune_ratio": calibration.prune_ratio,
         "num_speculative_tokens": calibration.num_speculative_tokens,
-        "target": f"{calibration.family}/target" if bundled else calibration.target,
-        "draft": f"{calibration.family}/draft" if calibration.draft is None else calibration.draft,
+        **calibration.pair,
         "prompts": len(calibration.videos) or calibration.prompts,
         "videos": [Path(video).name for video in calibration.videos] or "shape world",
         "question": calibration.question,

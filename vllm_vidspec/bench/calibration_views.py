@@ -61,6 +61,42 @@ def summary(result: dict[str, Any]) -> str:
     return text + (f" Without guidance (lambda_r 0): {uniform[0]:.3f}." if uniform else "")
 
 
+def costs_table(result: dict[str, Any]) -> Table:
+    """Return tokens per second by batch size and shape, and what makes them; what `draft_table` says is marked."""
+    rows = result["costs"]
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    shown = Table(
+        title="Tokens per second, and tokens per verify step in its time",
+        caption=f"{result['rounds']} rounds, {result['provenance']['device']}; * is in draft_table",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for name in ("batch", *shapes):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for size in dict.fromkeys(row["batch_size"] for row in rows):
+        chosen = next(shape for _, last, shape, _ in result["config"]["draft_table"] if size <= last)
+        cells = [
+            f"{row['tokens_per_s']:.0f}{'*' if row['shape'] == chosen else ''}\n"
+            f"[dim]{row['acceptance_length']:.2f} in {row['step_ms']:.1f} ms[/dim]"
+            for row in rows
+            if row["batch_size"] == size
+        ]
+        shown.add_row(str(size), *cells)
+    return shown
+
+
+def costs_summary(result: dict[str, Any]) -> str:
+    """Return the table of shapes in words, and where no draft pays."""
+    rows = {(row["shape"], row["batch_size"]): row["tokens_per_s"] for row in result["costs"]}
+    parts, slower = [], []
+    for first, last, shape, num_tokens in result["config"]["draft_table"]:
+        sizes = [size for name, size in rows if name == "vanilla" and first <= size <= last]
+        parts.append(f"{first} to {last} requests: {shape} ({num_tokens} tokens per step)")
+        slower += [str(size) for size in sizes if rows[shape, size] <= rows["vanilla", size]]
+    text = ", ".join(parts) + "."
+    return text + (f" Vanilla is no slower at {', '.join(slower)} requests." if slower else "")
+
+
 def plot(result: dict[str, Any], path: str | Path) -> None:
     """Draw acceptance length over `lambda_r`, a line for each layer set (or over `uv_layer`); mark the choice.
 
@@ -141,3 +177,21 @@ class View:
             knobs = " ".join(f"{name} {value}" for name, value in row.knobs.items())
             self._bars.advance(self._task)
             self._bars.update(self._task, description="measuring", note=f"{knobs}: {row.acceptance_length:.3f}")
+
+
+class CostsView:
+    """Shows the events of `costs.run`: one bar over the engines that are loaded."""
+
+    def __init__(self, bars: Progress) -> None:
+        """Draw on `bars`."""
+        self._bars = bars
+        self._task: TaskID | None = None
+
+    def __call__(self, event: str, fields: dict[str, Any]) -> None:
+        """Take one event."""
+        if event == "plan":
+            self._task = self._bars.add_task("", total=fields["total"], note="")
+        elif self._task is not None and event == "loading":
+            self._bars.update(self._task, description=fields["label"])
+        elif self._task is not None:
+            self._bars.advance(self._task)

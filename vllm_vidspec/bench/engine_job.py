@@ -66,6 +66,7 @@ def _run(job: dict[str, Any], events: Events) -> None:
     prompts = [pairs.video_prompt(family, shape_world.held_out(i).frames, question) for i in range(job["requests"])]
     events.send("ready", seconds=time.perf_counter() - start)
 
+    scheduling = "async" if llm.llm_engine.vllm_config.scheduler_config.async_scheduling else "sync"
     path = metrics.path_for(llm.llm_engine.vllm_config.instance_id) if "speculative_config" in job["llm"] else None
     for index, sampling in enumerate(job["samplings"]):
         llm.reset_prefix_cache()  # every sampling pays for its own prefill
@@ -81,6 +82,7 @@ def _run(job: dict[str, Any], events: Events) -> None:
             "result",
             index=index,
             seconds=seconds,
+            scheduling=scheduling,
             token_ids=[list(output.outputs[0].token_ids) for output in outputs],
             metrics=metrics.difference(before, metrics.read_metrics(path)) if path and before else None,
         )

@@ -25,6 +25,11 @@ TREE_SPEC: dict[str, dict[str, Any]] = {
 }
 
 
+def num_speculative_tokens(drafting: str) -> int:
+    """Return K of a shape where none is given."""
+    return (DEFAULT_SPEC | TREE_SPEC.get(drafting, {}))["num_speculative_tokens"]
+
+
 @dataclass(frozen=True)
 class Pair:
     """What differs between the families when one runs a bundled checkpoint."""

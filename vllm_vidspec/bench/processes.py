@@ -155,6 +155,9 @@ def from_prometheus(text: str) -> dict[str, int]:
         "text_tokens",
         "guided_prompts",
         "reused_guidance",
+        "draft_depth",
+        "draft_steps",
+        "draft_forwards",
     )
     for name in totals:
         values[name] = int(found.get((f"{name}_total", ""), 0))

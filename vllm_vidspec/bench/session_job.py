@@ -4,14 +4,12 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_vidspec.bench import engine_job, pairs
 from vllm_vidspec.errors import VidSpecError
-
-Ask = Callable[..., Any]  # SamplingParams arguments -> None
 
 
 def _run(job: dict[str, Any], events: engine_job.Events) -> None:
@@ -31,7 +29,7 @@ def _run(job: dict[str, Any], events: engine_job.Events) -> None:
     engine_job.require_runner_v2(vllm_config)
     num_layers = vllm_config.model_config.get_total_num_hidden_layers()
     ask = _own_pair(llm, job["prompts"]) if job["prompts"]["family"] is None else _bundled_pair(llm, job["prompts"])
-    commands = {"measure": _measure, "look": _look}
+    commands = {"measure": _measure, "look": _look, "cost": _cost}
     events.send("ready", num_layers=num_layers, default_uv_layer=default_uv_layer(num_layers))
     for line in sys.stdin:
         command = json.loads(line)
@@ -41,24 +39,50 @@ def _run(job: dict[str, Any], events: engine_job.Events) -> None:
         events.send("answer", **commands[command["command"]](llm, ask, command))
 
 
-def _bundled_pair(llm: Any, prompts: dict[str, Any]) -> Ask:
-    """Return a function that asks the question about every video, in one batch."""
-    from vllm import SamplingParams
+@dataclass(frozen=True)
+class Asker:
+    """Asks the question about the videos: `generate` for a bundled pair, `chat` for one of the user's own.
 
+    Attributes:
+        llm: The engine.
+        requests: A prompt, or a conversation, per video.
+        is_chat: Which of the two they are.
+    """
+
+    llm: Any
+    requests: list[Any]
+    is_chat: bool
+
+    def __call__(self, **sampling: Any) -> list[Any]:
+        """Answer all of them in one batch, greedily; `sampling` adds arguments of SamplingParams."""
+        ask = self.llm.chat if self.is_chat else self.llm.generate
+        return ask(self.requests, self._params(sampling), use_tqdm=False)
+
+    def enqueue(self, indices: list[int], **sampling: Any) -> None:
+        """Hand some of them to the engine, which waits for its steps."""
+        ask = self.llm.enqueue_chat if self.is_chat else self.llm.enqueue
+        ask([self.requests[i] for i in indices], self._params(sampling), use_tqdm=False)
+
+    @staticmethod
+    def _params(sampling: dict[str, Any]) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(temperature=0, **sampling)
+
+
+def _bundled_pair(llm: Any, prompts: dict[str, Any]) -> Asker:
+    """Return what asks a bundled pair about every video."""
     from vllm_vidspec.bench import shape_world
     from vllm_vidspec.bench.user_files import read_video
 
     family, num_frames = prompts["family"], pairs.pair_for(prompts["family"]).num_frames
     frames = [shape_world.held_out(i).frames for i in prompts.get("held_out", [])]
     frames += [read_video(path, num_frames) for path in prompts.get("videos", [])]
-    requests = [pairs.video_prompt(family, video, prompts["question"]) for video in frames]
-    return lambda **sampling: llm.generate(requests, SamplingParams(temperature=0, **sampling), use_tqdm=False)
+    return Asker(llm, [pairs.video_prompt(family, video, prompts["question"]) for video in frames], is_chat=False)
 
 
-def _own_pair(llm: Any, prompts: dict[str, Any]) -> Ask:
+def _own_pair(llm: Any, prompts: dict[str, Any]) -> Asker:
     """Return the same for a checkpoint of the user's, whose chat template and video loader are vLLM's business."""
-    from vllm import SamplingParams
-
     from vllm_vidspec.bench import shape_world
     from vllm_vidspec.bench.demo import data_url
 
@@ -72,10 +96,10 @@ def _own_pair(llm: Any, prompts: dict[str, Any]) -> Ask:
     requests = [
         [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": url}}, question]}] for url in urls
     ]
-    return lambda **sampling: llm.chat(requests, SamplingParams(temperature=0, **sampling), use_tqdm=False)
+    return Asker(llm, requests, is_chat=True)
 
 
-def _measure(llm: Any, ask: Ask, command: dict[str, Any]) -> dict[str, Any]:
+def _measure(llm: Any, ask: Asker, command: dict[str, Any]) -> dict[str, Any]:
     """Answer every prompt with `knobs` in force; return our counters' gain and the time."""
     from vllm_vidspec import metrics
 
@@ -92,7 +116,7 @@ def _measure(llm: Any, ask: Ask, command: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _look(llm: Any, ask: Ask, command: dict[str, Any]) -> dict[str, Any]:
+def _look(llm: Any, ask: Asker, command: dict[str, Any]) -> dict[str, Any]:
     """Save to `path` how the first item of every prompt was pruned, and what was measured of it for that."""
     import torch
 
@@ -111,6 +135,38 @@ def _look(llm: Any, ask: Ask, command: dict[str, Any]) -> dict[str, Any]:
     ]
     torch.save(records, command["path"])
     return {"num_records": len(records)}
+
+
+def _cost(llm: Any, ask: Asker, command: dict[str, Any]) -> dict[str, Any]:
+    """Answer `batches` of prompts one after another; return the times of the steps in which a whole batch decoded.
+
+    Steps before the whole batch has been prefilled are known by our counters; vanilla has none, and its few steps with
+    prefills do not move a median. What follows the first answer's end is not timed.
+    """
+    from vllm_vidspec import metrics
+
+    engine = llm.llm_engine
+    config = engine.vllm_config.speculative_config
+    path = None if config is None else metrics.path_for(engine.vllm_config.instance_id)
+    read = lambda: None if path is None else metrics.read_metrics(path)  # noqa: E731
+    runs = []
+    for number, indices in enumerate([command["batches"][0], *command["batches"]]):
+        ask.enqueue(indices, max_tokens=command["max_tokens"])
+        before = now = read()
+        step_s, is_whole = [], True
+        while engine.has_unfinished_requests():
+            start = time.perf_counter()
+            finished = engine.step()
+            seconds = time.perf_counter() - start
+            earlier, now = now, read()
+            is_whole &= not finished
+            drafted = None if earlier is None or now is None else now["drafts"] - earlier["drafts"]
+            if is_whole and drafted in (None, len(indices)):
+                step_s.append(seconds)
+        gained = None if before is None or now is None else metrics.difference(before, now)
+        if number > 0:  # the first is there for what happens once
+            runs.append({"batch_size": len(indices), "step_s": step_s, "metrics": gained})
+    return {"runs": runs}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Terminal views of the benchmarks' results: rich tables and progress bars; no engine."""
 
 import contextlib
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,17 +21,34 @@ if TYPE_CHECKING:
 _SHORT = {"num_speculative_tokens": "K", "temperature": "T", "prune_ratio": "prune"}
 _SHOWN_ALONE = ("family", "draft", "pruner", "prune_ratio", "num_speculative_tokens", "temperature")
 
+# Columns of figures that stand for chains alone, and in a table with trees.
+_CHAIN_FIGURES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "accept\nrate": lambda row: percent(row["acceptance_rate"]),
+    "drafts": lambda row: str(row["num_drafts"]),
+}
+_TREE_FIGURES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "at\nmost": lambda row: number(row["max_acceptance_length"], 2),
+    "nodes": lambda row: number(row["nodes_per_step"], 1),
+    "draft\nruns": lambda row: number(row["draft_forwards_per_step"], 1),
+}
+
 
 def acceptance_table(rows: list[dict[str, Any]]) -> Table:
     """Return the table of `vidspec bench acceptance`: columns for what changes, one caption for what does not.
 
-    Times are shown where one engine ran at a time. A length with a star comes from another row's engine.
+    Times are shown where one engine ran at a time. A length with a star comes from another row's engine. Beside trees
+    stand the length that their depth allows, their nodes and the draft's forwards, per verify step.
     """
     varying = [name for name in AXES if len({str(row[name]) for row in rows}) > 1]
     fixed = [f"{_SHORT.get(name, name)} {_cell(rows[0][name])}" for name in _SHOWN_ALONE if name not in varying]
     timed = rows[0]["jobs"] == 1
     if not timed:
         fixed.append(f"no times: {rows[0]['jobs']} engines ran at once")
+    shows_trees = any(row["drafting"] != "chain" for row in rows)
+    if shows_trees:
+        fixed.append(f"{rows[0]['scheduling']} scheduling")
+    if knobs := rows[0]["knobs"]:
+        fixed.append(", ".join(f"{name} {json.dumps(value)}" for name, value in knobs.items()))
     if not all(map(measured_itself, rows)):
         fixed.append("* not run itself, see measured_as")
     table = Table(
@@ -41,7 +59,8 @@ def acceptance_table(rows: list[dict[str, Any]]) -> Table:
     )
     for name in varying:
         table.add_column(_SHORT.get(name, name.replace("_", " ")), no_wrap=True)
-    names = ["accept\nlength", "accept\nrate", "same\noutput", "draft KV\nof full", "drafts"]
+    figures = _TREE_FIGURES if shows_trees else _CHAIN_FIGURES
+    names = ["accept\nlength", *figures, "same\noutput", "draft KV\nof full"]
     for name in names + ["s", "vanilla\ns"] * timed:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
@@ -49,10 +68,9 @@ def acceptance_table(rows: list[dict[str, Any]]) -> Table:
         table.add_row(
             *(_cell(row[name]) for name in varying),
             number(row["acceptance_length"], 2) + ("" if measured_itself(row) else "*"),
-            percent(row["acceptance_rate"]),
+            *(show(row) for show in figures.values()),
             percent(row["identical_frac"]),
             percent(row["draft_kv_bytes"] / row["full_draft_kv_bytes"] if row["full_draft_kv_bytes"] else None),
-            str(row["num_drafts"]),
             *times,
         )
     return table

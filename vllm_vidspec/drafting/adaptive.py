@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vidspec_kernels.dispatch import array_module, as_array
 from vidspec_kernels.tree_grow import TreeGrowBuffers, tree_grow
-from vllm_vidspec.drafting.tree import MAX_NODES, DraftTree, array_module, as_array
+from vllm_vidspec.drafting.tree import MAX_NODES, DraftTree
 from vllm_vidspec.errors import VidSpecError
 
 # Stands for less (-inf, NaN): its exp vanishes beside 1, and so does the product of both.
@@ -152,6 +153,7 @@ class AdaptiveTree:
         self.max_depth = min(knobs.depth_max, max_nodes)
         self.num_candidates = max(knobs.width_max, knobs.entropy_top_k)
         self.max_frontier = knobs.width_max
+        self.needs_log_probs = True
         device = tree.device
 
         # State by persistent row; the depth and the width are the plan of the row's next tree.

@@ -70,6 +70,7 @@ class StaticTree:
         frontiers = self.topology.frontiers()
         self.max_depth = len(frontiers)
         self.max_frontier = max(map(len, frontiers))
+        self.needs_log_probs = False
         self._plans: dict[int, _Plan] = {}
         self._written: _Plan | None = None  # whose tables are in the buffers
         self._plan = self._plan_of(self.max_nodes)

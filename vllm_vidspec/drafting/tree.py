@@ -9,31 +9,19 @@ Node 0 of a tree is the root, the last committed token; nodes 1 to K are drafts.
   the chain.
 """
 
-from types import ModuleType, SimpleNamespace
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vidspec_kernels.dispatch import array_module, as_array
+
 # One bit of an int64 word a node.
 MAX_NODES = 64
 
 _INF_BITS = 0x7F800000
-
-
-def array_module(device: torch.device) -> ModuleType:
-    """Return numpy for the CPU, else torch: what small arrays of that device are worked on with.
-
-    A numpy call costs a third of a torch call on arrays this small, and a step has a hundred. Both modules have the
-    names and the rules that are used here, so there is one text for both.
-    """
-    return np if device.type == "cpu" else torch
-
-
-def as_array(tensor: Tensor) -> Any:
-    """Return a tensor as an array of its `array_module`, on the same memory."""
-    return tensor.numpy() if tensor.device.type == "cpu" else tensor
 
 
 class DraftTree:
@@ -167,6 +155,7 @@ class TreePolicy(Protocol):
         max_depth: The most levels of a tree, hence of draft forwards in a step.
         num_candidates: C, candidates that `extend` wants for each frontier node.
         max_frontier: The most nodes of a request that one draft forward feeds.
+        needs_log_probs: Whether `extend` looks at the candidates' log-probabilities.
     """
 
     tree: DraftTree
@@ -174,6 +163,7 @@ class TreePolicy(Protocol):
     max_depth: int
     num_candidates: int
     max_frontier: int
+    needs_log_probs: bool
 
     def admit(self, rows_np: np.ndarray) -> None:
         """Forget what is known of these rows, `[n]` int64 on the host: requests that begin, or begin anew, on them."""
@@ -273,7 +263,7 @@ def _as_int64(word: int) -> int:
     return word - (1 << 64) if word >= 1 << 63 else word
 
 
-def candidates(logits: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
+def candidates(logits: Tensor, num_candidates: int, with_log_probs: bool = True) -> tuple[Tensor, Tensor]:
     """Return the most probable tokens of each row, best first.
 
     Rank 0 is `logits.argmax(-1)` also where values tie: the target takes the lowest id of a tie, top-k takes any, and a
@@ -282,9 +272,10 @@ def candidates(logits: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
     Args:
         logits: float [n, V]; noised for shared-noise sampling, any dtype.
         num_candidates: C, in [1, V].
+        with_log_probs: Without, the softmax is spared.
 
     Returns:
-        log_probs: float32 [n, C], log-softmax over all V tokens, descending.
+        log_probs: float32 [n, C], log-softmax over all V tokens, descending; without: the logits.
         token_ids: int64 [n, C], distinct in a row.
     """
     logits = logits.float()
@@ -293,4 +284,4 @@ def candidates(logits: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
     # The two change places; where top-k missed the best, the token it had put first goes. Tied values: none to swap.
     ids = torch.where(ids == best, ids[:, :1], ids)
     ids[:, :1] = best
-    return values - logits.logsumexp(dim=-1, keepdim=True), ids
+    return (values - logits.logsumexp(dim=-1, keepdim=True) if with_log_probs else values), ids

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from vidspec_kernels import chain_step
+from vidspec_kernels.dispatch import as_array
 from vllm_vidspec.engine.draft_model import DraftModel
 from vllm_vidspec.engine.draft_rows import DraftRows
 from vllm_vidspec.engine.kv_pool import NULL_BLOCK, DraftKVPool
@@ -35,6 +36,7 @@ class RootFeeder:
         self.slot_mapping = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
         self.arange = torch.arange(max_num_reqs + 1, dtype=torch.int32, device=device)
         self.arange_np = np.arange(max_num_reqs + 1, dtype=np.int32)
+        self.pairs, self.pairs_np = self.arange * 2, self.arange_np * np.int32(2)
 
     def num_slots(self, message: DraftMessage) -> torch.Tensor:
         """Return `[max_num_reqs]` int32 KV entries before the root."""
@@ -64,8 +66,8 @@ class RootFeeder:
         hidden = self.model.forward(
             self.model.embed(message.last_tokens.flatten().to(torch.int32), [], None),
             torch.stack((previous_positions, self.positions[:, :num_reqs]), dim=-1).flatten(1),
-            query_start_loc=self.arange[: num_reqs + 1] * 2,
-            query_start_loc_np=self.arange_np[: num_reqs + 1] * 2,
+            query_start_loc=self.pairs[: num_reqs + 1],
+            query_start_loc_np=self.pairs_np[: num_reqs + 1],
             seq_lens=self.seq_lens[:num_reqs],
             seq_lens_upper_bound=slots_bound,
             block_table=block_table,
@@ -75,10 +77,11 @@ class RootFeeder:
 
     def _is_missing(self, message: DraftMessage) -> torch.Tensor:
         """Return `[num_reqs]` bool: the last accepted draft was not fed."""
-        num_accepted = message.num_accepted
-        last = num_accepted if message.path is None else message.path.gather(1, num_accepted[:, None].long())[:, 0]
-        is_fed = (self.rows.fed[message.rows] >> (last - 1).clamp(min=0)) & 1
-        return (num_accepted > 0) & (is_fed == 0)
+        num_accepted, fed = as_array(message.num_accepted), as_array(self.rows.fed)[as_array(message.rows)]
+        last = num_accepted
+        if message.path is not None:
+            last = as_array(message.path)[as_array(self.arange)[: len(fed)], num_accepted]
+        return torch.as_tensor((num_accepted > 0) & ((fed >> (last - 1).clip(0)) & 1 == 0))
 
     def place(self, rows: torch.Tensor, level: int, num_slots: torch.Tensor, num_tokens: torch.Tensor) -> None:
         """Write one level's positions, lengths and slots into the buffers."""

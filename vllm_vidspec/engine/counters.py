@@ -5,6 +5,7 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
+from vidspec_kernels.dispatch import array_module, as_array
 from vllm_vidspec import metrics
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.scoring import TreeShapes
@@ -55,15 +56,16 @@ class Counters:
             cu_num_logits: `[num_reqs + 1]` int32; a request has one logits row more than drafts.
             shapes: Of the drafts; None where all are chains.
         """
-        num_drafts = (cu_num_logits[1:] - cu_num_logits[:-1] - 1) * self.has_draft[idx_mapping]  # [num_reqs]
-        depth = num_drafts
+        xp, rows, bounds = array_module(idx_mapping.device), as_array(idx_mapping), as_array(cu_num_logits)
+        num_drafts = (bounds[1:] - bounds[:-1] - 1) * as_array(self.has_draft)[rows]  # [num_reqs]
+        depth, positions = num_drafts, as_array(self._positions)
         if shapes is not None:
-            depth = shapes.depths[idx_mapping].where(self._positions <= num_drafts[:, None], 0).amax(1)
+            depth = xp.amax(as_array(shapes.depths)[rows] * (positions <= num_drafts[:, None]), 1)
         counted = num_drafts > 0
-        accepted = (num_sampled - 1) * counted
-        reached = self._positions[:-1] < accepted[:, None]  # [num_reqs, K]
-        by_request = torch.stack((counted, num_drafts, accepted, depth), dim=1)
-        self._totals += torch.cat((by_request, reached), dim=1).sum(0)
+        accepted = (as_array(num_sampled) - 1) * counted
+        reached = positions[:-1] < accepted[:, None]  # [num_reqs, K]
+        by_request = xp.stack((counted, num_drafts, accepted, depth), 1)
+        as_array(self._totals)[:] += xp.concatenate((by_request, reached), 1).sum(0)
 
     def flush(self) -> None:
         """Publish what the device has counted; on a GPU what it had counted when the last copy finished."""

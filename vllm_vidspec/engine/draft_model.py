@@ -79,6 +79,8 @@ class DraftModel:
         # stride.
         columns = max(self.max_num_tokens, 2 * self.config.scheduler_config.max_num_seqs) + 1
         self._positions = torch.zeros(self.num_axes, columns, dtype=torch.int64, device=self.device)
+        # [max_num_seqs] on the host; the draft's own prefills need no flag, their chunks are ordinary segments
+        self._never_prefilling = torch.zeros(self.config.scheduler_config.max_num_seqs, dtype=torch.bool)
 
     def _draft_config(self) -> VllmConfig:
         base = self.target_config
@@ -172,7 +174,7 @@ class DraftModel:
         Args:
             embeds: `[num_tokens, hidden_size]` input embeddings.
             positions: `[num_axes, num_tokens]` int64 rope positions.
-            query_start_loc: `[num_reqs + 1]` int32; `query_start_loc_np` the same on the host.
+            query_start_loc: `[num_reqs + 1]` int32; `query_start_loc_np` the same on the host, int32 too.
             seq_lens: `[num_reqs]` int32 KV entries of each request after this forward.
             seq_lens_upper_bound: `[num_reqs]` host bound of it (the device value may not be known to the host).
             block_table: `[num_reqs, max_blocks]` int32.
@@ -181,24 +183,25 @@ class DraftModel:
         Returns:
             `[num_tokens, hidden_size]` final hidden states.
         """
-        num_tokens = embeds.shape[0]
-        upper_bound = torch.from_numpy(seq_lens_upper_bound.astype(np.int32))
+        num_reqs = len(seq_lens_upper_bound)
+        upper_bound = seq_lens_upper_bound.astype(np.int32)
+        slot_mappings = slot_mapping[None]
         metadata = build_attn_metadata(
             attn_groups=self._attn_groups,
-            num_reqs=len(seq_lens),
-            num_tokens=num_tokens,
+            num_reqs=num_reqs,
+            num_tokens=embeds.shape[0],
             query_start_loc_gpu=query_start_loc,
-            query_start_loc_cpu=torch.from_numpy(query_start_loc_np.astype(np.int32)),
-            max_query_len=int(np.diff(query_start_loc_np).max()),
+            query_start_loc_cpu=torch.from_numpy(query_start_loc_np),
+            max_query_len=int((query_start_loc_np[1:] - query_start_loc_np[:-1]).max()),
             seq_lens=seq_lens,
             max_seq_len=int(upper_bound.max()),
             block_tables=[block_table],
-            slot_mappings=slot_mapping[None],
+            slot_mappings=slot_mappings,
             kv_cache_config=self._kv_config,
-            seq_lens_cpu_upper_bound=upper_bound,
-            is_prefilling=torch.zeros(len(seq_lens), dtype=torch.bool),
+            seq_lens_cpu_upper_bound=torch.from_numpy(upper_bound),
+            is_prefilling=self._never_prefilling[:num_reqs],
         )
-        slots = build_slot_mappings_by_layer(slot_mapping[None], self._kv_config)
+        slots = build_slot_mappings_by_layer(slot_mappings, self._kv_config)
         return self._run(embeds, positions, metadata, slots)
 
     def profile(self) -> None:

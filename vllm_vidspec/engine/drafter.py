@@ -13,6 +13,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vidspec_kernels import CacheList, kv_compact
+from vidspec_kernels.dispatch import as_array
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.drafting.factory import make_policy
 from vllm_vidspec.engine.chain_drafter import ChainDrafter, RootFeeder
@@ -226,7 +227,9 @@ class Drafter:
         the first forward of this step replaces.
         """
         assert message.path is not None
-        last_roots = message.num_tokens[message.rows] - message.num_accepted - 2 - self.rows.num_dropped[message.rows]
+        rows, num_accepted = as_array(message.rows), as_array(message.num_accepted)
+        last_roots = as_array(message.num_tokens)[rows] - num_accepted - 2 - as_array(self.rows.num_dropped)[rows]
+        last_roots = torch.as_tensor(last_roots)
         kv_compact(self._caches, self.pool.table, message.rows, last_roots, message.path, message.num_accepted)
 
     # ---- release ---------------------------------------------------------------------------------------------------

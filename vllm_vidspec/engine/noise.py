@@ -74,7 +74,7 @@ class CoupledSampler:
         Returns:
             `[n]` int64 token ids.
         """
-        if self._is_plain(rows_np):
+        if self.is_plain(rows_np):
             return logits.argmax(dim=-1)
         sampler, states = self._sampler, self._sampler.sampling_states
         return gumbel.gumbel_sample(
@@ -97,8 +97,6 @@ class CoupledSampler:
         token that the target most likely draws instead, and a softmax over them says how likely. Same arguments as
         `__call__`; `logits` may be overwritten.
         """
-        if self._is_plain(rows_np):
-            return logits
         states = self._sampler.sampling_states
         processed = self._process(logits, rows, rows_np, pos, input_ids).float()
         salt = cpu_kernels.DRAFT_NOISE_SALT if self._noise == "independent" else 0
@@ -123,8 +121,8 @@ class CoupledSampler:
         )
         return processed
 
-    def _is_plain(self, rows_np: np.ndarray) -> bool:
-        """Whether the most likely token is the draw."""
+    def is_plain(self, rows_np: np.ndarray) -> bool:
+        """Whether the most likely token is the draw, for every one of `[n]` persistent rows: logits are scores then."""
         sampler = self._sampler
         is_greedy = not np.any(sampler.sampling_states.temperature.np[rows_np])
         return self._noise == "greedy" or (is_greedy and not np.any(sampler.needs_logits_processing[rows_np]))

@@ -9,6 +9,7 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
+from vidspec_kernels.dispatch import as_array
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.counters import Counters
 from vllm_vidspec.engine.draft_model import DraftModel, held_bytes, kv_bytes_per_token
@@ -51,6 +52,7 @@ class VidSpecSpeculator(BaseSpeculator):
         # Request ids of the last step, which of them were drafted for, and how many nodes their trees have.
         self._last_step: tuple[list[str], np.ndarray, torch.Tensor | None] = ([], np.empty(0, dtype=bool), None)
         self._state = np.full(self.max_num_reqs, _UNSEEN, dtype=np.int8)  # [max_num_reqs]
+        self._has_draft = np.zeros(self.max_num_reqs, dtype=bool)  # [max_num_reqs] what `counters.has_draft` says
         # [max_num_reqs, K]
         self._draft_tokens = torch.zeros(
             self.max_num_reqs, config.num_speculative_tokens, dtype=torch.int64, device=device
@@ -220,7 +222,9 @@ class VidSpecSpeculator(BaseSpeculator):
                 self._draft, input_batch, np.flatnonzero(live), output, last_sampled, num_sampled, bound, max_drafts
             )
             live &= self._state[rows_np] == _DRAFTING
-        self.counters.has_draft[input_batch.idx_mapping] = async_tensor_h2d(live, device=self.device)
+        if (self._has_draft[rows_np] != live).any():
+            self._has_draft[rows_np] = live
+            self.counters.has_draft[input_batch.idx_mapping] = async_tensor_h2d(live, device=self.device)
         self._last_step = (input_batch.req_ids, live, self._num_nodes)
         return output
 
@@ -293,7 +297,8 @@ class VidSpecSpeculator(BaseSpeculator):
         rows = input_batch.idx_mapping if is_whole_batch else input_batch.idx_mapping[indices]
         rows_np = input_batch.idx_mapping_np[batch_indices]
         num_tokens = states.total_len.gpu
-        previous = states.all_token_ids.gpu[rows, num_tokens[rows] - 2]
+        row, text = as_array(rows), as_array(states.all_token_ids.gpu)
+        previous = torch.as_tensor(text[row, as_array(num_tokens)[row] - 2])
         num_verified = input_batch.num_draft_tokens_per_req
         was_verified = np.zeros(len(rows_np), dtype=bool) if num_verified is None else num_verified[batch_indices] > 0
         drafts = self.drafter.draft(

@@ -54,6 +54,7 @@ class TargetTrees:
         # Models with 1-D positions read the batch's own buffer, which must not change: they get a copy.
         self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self._step: _Step | None = None
+        self._grids: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}  # see `_grid`
         compat.adjust_positions(model_state, self._adjust, lambda num_tokens: self._positions[:num_tokens])
 
     def init_kv(self, num_groups: int) -> None:
@@ -102,39 +103,55 @@ class TargetTrees:
 
     def _find(self, batch: Any, chosen: np.ndarray) -> "_Step":
         counts = batch.num_draft_tokens_per_req[chosen] + 1  # [n] with the root
-        starts = batch.query_start_loc_np[chosen + 1] - counts  # [n]
-        total, max_queries = int(counts.sum()), int(counts.max())
-        local = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)  # [total] node of each token
-        by_tree = np.concatenate((chosen, starts, counts)).astype(np.int32)
-        by_token = np.concatenate((np.repeat(starts, counts), local, np.repeat(batch.idx_mapping_np[chosen], counts)))
-        packed = async_tensor_h2d(np.concatenate((by_tree, by_token.astype(np.int32))), device=self.device)
-        rows, query_start, num_queries = packed[: 3 * len(chosen)].view(3, -1)
-        root_tokens, nodes, token_rows = packed[3 * len(chosen) :].view(3, -1).long()
-        rows = rows.long()
-        state_rows = batch.idx_mapping[rows]
-        bound = batch.seq_lens_cpu_upper_bound.numpy()[chosen]
-        return _Step(
-            attention=TreeStep(
-                rows=rows,
-                query_start=query_start,
-                num_queries=num_queries,
-                prefix_lens=batch.seq_lens[rows] - num_queries + 1,
-                masks=self.ancestors[state_rows, :max_queries],
-                max_queries=max_queries,
-                max_prefix_len=int(bound.max()),
-                is_whole_batch=total == batch.num_tokens,
-            ),
-            state_rows=state_rows,
-            tokens=root_tokens + nodes,
-            root_tokens=root_tokens,
-            depths=self.depths[token_rows, nodes].long(),
+        total, max_queries, min_queries = int(counts.sum()), int(counts.max()), int(counts.min())
+        is_whole_batch = total == batch.num_tokens
+        if is_whole_batch and max_queries == min_queries:  # the usual decode step: a grid, nothing to look up
+            rows, query_start, num_queries = self._grid(len(chosen), max_queries)
+            state_rows, tokens, root_tokens = batch.idx_mapping, None, None
+            depths = self.depths[state_rows, :max_queries]
+        else:
+            starts = batch.query_start_loc_np[chosen + 1] - counts  # [n]
+            node = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)  # [total] node of each token
+            by_token = (np.repeat(starts, counts), node, np.repeat(batch.idx_mapping_np[chosen], counts))
+            packed = np.concatenate((chosen, starts, counts, *by_token)).astype(np.int32)
+            by_tree, by_token = async_tensor_h2d(packed, device=self.device).tensor_split((3 * len(chosen),))
+            rows, query_start, num_queries = by_tree.view(3, -1)
+            root_tokens, nodes, token_rows = by_token.view(3, -1).long()
+            rows = rows.long()
+            state_rows, tokens = batch.idx_mapping[rows], root_tokens + nodes
+            depths = self.depths[token_rows, nodes]
+        attention = TreeStep(
+            rows=rows,
+            query_start=query_start,
+            num_queries=num_queries,
+            prefix_lens=batch.seq_lens[rows] - num_queries + 1,
+            masks=self.ancestors[state_rows, :max_queries],
+            max_queries=max_queries,
+            max_prefix_len=int(batch.seq_lens_cpu_upper_bound.numpy()[chosen].max()),
+            is_whole_batch=is_whole_batch,
         )
+        return _Step(attention, state_rows, depths, tokens, root_tokens)
+
+    def _grid(self, num_trees: int, num_queries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return rows, first queries and numbers of queries of a batch of equal trees, `[num_trees]` each."""
+        if (num_trees, num_queries) not in self._grids:
+            rows = torch.arange(num_trees, device=self.device)
+            starts = (rows * num_queries).to(torch.int32)
+            self._grids[num_trees, num_queries] = (rows, starts, torch.full_like(starts, num_queries))
+        return self._grids[num_trees, num_queries]
 
     def _adjust(self, positions: torch.Tensor) -> torch.Tensor:
         """Return `[num_tokens]` or `[num_axes, num_tokens]` positions with every tree node at root + depth."""
         if positions.ndim == 1:
             positions = self._positions[: positions.shape[0]].copy_(positions)
-        if (step := self._step) is not None:
+        step = self._step
+        if step is None:
+            return positions
+        if step.tokens is None:
+            num_trees, num_queries = step.depths.shape
+            grid = positions[..., : num_trees * num_queries].unflatten(-1, (num_trees, num_queries))
+            grid.copy_(grid[..., :1] + step.depths)
+        else:
             positions[..., step.tokens] = positions[..., step.root_tokens] + step.depths
         return positions
 
@@ -180,12 +197,12 @@ class _Step:
     Attributes:
         attention: What the layers need.
         state_rows: `[n]` int64 persistent row of each tree.
-        tokens: `[total]` int64 place of each tree token in the batch, `root_tokens` that of its root.
-        depths: `[total]` int64.
+        depths: `[total]` int32 of each tree token; `[n, num_queries]` where the batch is a grid of equal trees.
+        tokens: `[total]` int64 place of each tree token in the batch, `root_tokens` that of its root; None in a grid.
     """
 
     attention: TreeStep
     state_rows: torch.Tensor
-    tokens: torch.Tensor
-    root_tokens: torch.Tensor
     depths: torch.Tensor
+    tokens: torch.Tensor | None
+    root_tokens: torch.Tensor | None

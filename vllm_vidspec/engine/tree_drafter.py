@@ -1,9 +1,12 @@
 """Drafts trees: one forward per level over the frontiers of all requests, under a tree mask on the draft's paged KV."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
 from vidspec_kernels import tree_step
+from vidspec_kernels.dispatch import as_array
 from vllm_vidspec.drafting import TreePolicy, candidates
 from vllm_vidspec.engine.chain_drafter import RootFeeder
 from vllm_vidspec.engine.messages import DraftMessage, Drafts
@@ -41,6 +44,7 @@ class TreeDrafter:
         self._logical_pos = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._slot_mapping = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._prefix_lens = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self._layouts: dict[tuple[int, int], _Layout] = {}  # by (requests, nodes of each), both bounded
 
     def draft(self, message: DraftMessage) -> tuple[Drafts, int]:
         """Return the trees `[num_reqs, K]` and the number of forwards."""
@@ -52,18 +56,18 @@ class TreeDrafter:
         block_table = roots.pool.table[rows]  # [num_reqs, max_blocks]
         hidden = roots.feed(message, num_slots, slots_bound, block_table)
         logical_pos, tokens = roots.logical_pos[:num_reqs], message.last_tokens[:, 1]
-        by_node, by_node_np, fed = rows, message.rows_np, []
+        width, fed, is_plain = 1, [], self._sample.is_plain(message.rows_np)
         for level in range(num_levels):
-            logits = roots.model.compute_logits(hidden)
-            scores = self._sample.scores(logits, by_node, by_node_np, logical_pos, tokens)
-            frontier = policy.extend(level, *candidates(scores, policy.num_candidates))
+            scores = roots.model.compute_logits(hidden)
+            if not is_plain:
+                by_node, by_node_np = rows.repeat_interleave(width), np.repeat(message.rows_np, width)
+                scores = self._sample.scores(scores, by_node, by_node_np, logical_pos, tokens)
+            frontier = policy.extend(level, *candidates(scores, policy.num_candidates, policy.needs_log_probs))
             if frontier is None:
                 break
             nodes, node_tokens = frontier  # [num_reqs, F]
             width = nodes.shape[1]
             fed.append(nodes)
-            by_node = rows.repeat_interleave(width)
-            by_node_np = np.repeat(message.rows_np, width)
             tokens = node_tokens.flatten()
             self._place(rows, nodes, level + 1, num_slots, message.num_tokens)
             logical_pos = self._logical_pos[: num_reqs * width]
@@ -102,17 +106,17 @@ class TreeDrafter:
         model = self._roots.model
         num_reqs, width = nodes.shape
         masks = self.policy.tree.ancestors[:num_reqs].gather(1, nodes)
+        embeds = model.embed(tokens.to(torch.int32), [], None)
         per_forward = max(1, model.max_num_tokens // width)  # requests; usually all of them
         parts = []
         for low in range(0, num_reqs, per_forward):
             high = min(low + per_forward, num_reqs)
-            count, tokens_at = high - low, slice(low * width, high * width)
-            query_start_loc = self._roots.arange[: count + 1] * width
+            places, layout = slice(low * width, high * width), self._layout(high - low, width)
             prefix_lens = self._prefix_lens[low:high]
             self._attention.step = TreeStep(
-                rows=self._roots.arange[:count].long(),
-                query_start=query_start_loc[:-1],
-                num_queries=torch.full_like(prefix_lens, width),
+                rows=layout.rows,
+                query_start=layout.query_start_loc[:-1],
+                num_queries=layout.num_queries,
                 prefix_lens=prefix_lens,
                 masks=masks[low:high],
                 max_queries=width,
@@ -121,25 +125,53 @@ class TreeDrafter:
             )
             try:
                 hidden = model.forward(
-                    model.embed(tokens[tokens_at].to(torch.int32), [], None),
-                    self._positions[:, tokens_at],
-                    query_start_loc=query_start_loc,
-                    query_start_loc_np=self._roots.arange_np[: count + 1] * width,
+                    embeds[places],
+                    self._positions[:, places],
+                    query_start_loc=layout.query_start_loc,
+                    query_start_loc_np=layout.query_start_loc_np,
                     seq_lens=prefix_lens + width,
                     seq_lens_upper_bound=slots_bound[low:high] + width,
                     block_table=block_table[low:high],
-                    slot_mapping=self._slot_mapping[tokens_at],
+                    slot_mapping=self._slot_mapping[places],
                 )
             finally:
                 self._attention.step = None
             parts.append(hidden)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def _layout(self, num_reqs: int, width: int) -> "_Layout":
+        """Return the constants of a forward with so many nodes of so many requests."""
+        if (num_reqs, width) not in self._layouts:
+            starts = self._roots.arange[: num_reqs + 1] * width
+            self._layouts[num_reqs, width] = _Layout(
+                rows=self._roots.arange[:num_reqs].long(),
+                query_start_loc=starts,
+                query_start_loc_np=self._roots.arange_np[: num_reqs + 1] * np.int32(width),
+                num_queries=torch.full_like(starts[1:], width),
+            )
+        return self._layouts[num_reqs, width]
+
     def _remember_fed(self, rows: torch.Tensor, fed: list[torch.Tensor]) -> None:
         """Note which nodes have KV, one bit each."""
         if not fed:
             self._roots.rows.fed[rows] = 0
             return
-        nodes = torch.cat(fed, dim=1)  # [num_reqs, total], 0 = none; every node at most once
-        bits = torch.ones_like(nodes) << (nodes - 1).clamp(min=0)
-        self._roots.rows.fed[rows] = bits.where(nodes > 0, 0).sum(1)
+        nodes = as_array(torch.cat(fed, dim=1))  # [num_reqs, total], 0 = none; every node at most once
+        bits = (nodes > 0) * (1 << (nodes - 1).clip(0))
+        as_array(self._roots.rows.fed)[as_array(rows)] = bits.sum(1)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Constants of one level's forward.
+
+    Attributes:
+        rows: `[num_reqs]` int64, 0 to num_reqs - 1.
+        query_start_loc: `[num_reqs + 1]` int32; `query_start_loc_np` the same on the host.
+        num_queries: `[num_reqs]` int32, the width everywhere.
+    """
+
+    rows: torch.Tensor
+    query_start_loc: torch.Tensor
+    query_start_loc_np: np.ndarray
+    num_queries: torch.Tensor
