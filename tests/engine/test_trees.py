@@ -9,6 +9,7 @@ from tests.engine import harness
 from tests.engine.conftest import SCENARIOS
 from tests.engine.test_identity import FAMILIES, assert_same_answers
 from tests.engine.test_situations import used_blocks
+from vllm_vidspec import metrics
 from vllm_vidspec.bench import pairs, shape_world
 from vllm_vidspec.engine import tree_drafter
 from vllm_vidspec.engine.target_trees import TargetTrees
@@ -295,18 +296,70 @@ def test_aborts_mid_step_and_structured_outputs():
 
 
 def test_auto_follows_its_table(reference):
-    """`auto`: trees while few requests run, chains while many do, in one engine, without a seam.
+    """`auto`: trees while few requests run, chains while many do, there and back, in one engine, without a seam.
 
-    Catches: a chain verified under a tree's mask, KV that a change of shape leaves behind.
+    Two requests begin, six join them, and all end at different times. Catches: a chain verified under a tree's mask, KV
+    that a change of shape leaves behind, a path of an earlier tree that a chain's acceptance is looked up in.
     """
+    from vllm import SamplingParams
+
     family = "qwen2.5-vl"
-    requests = [(p, {**a, "max_tokens": 12 + 4 * i}) for i, (p, a) in enumerate(SCENARIOS["videos"](family))]
+    expected = [ids[0] for ids in harness.token_ids(reference(family, "videos"))]
+    lengths = [40, 40, 4, 4, 8, 8, 8, 8]
+    prompts = [prompt for prompt, _ in SCENARIOS["videos"](family)]
     table = [[1, 4, "tree-static", 25], [5, 64, "chain", 5]]
     with harness.engine(
         family, "target", drafting="auto", draft_table=table, num_speculative_tokens=25, pruner="none"
     ) as engine:
-        outputs, counted = engine.measured(requests)
-    expected = harness.token_ids(reference(family, "videos"))
-    assert harness.token_ids(outputs) == [[ids[0][: 12 + 4 * i]] for i, ids in enumerate(expected)]
+        core, answers, shapes = engine.llm.llm_engine, {}, []
+
+        def begin(indices) -> None:
+            for i in indices:
+                engine.llm.enqueue([prompts[i]], SamplingParams(temperature=0.0, max_tokens=lengths[i]), use_tqdm=False)
+
+        def step() -> None:
+            before = engine.counters()
+            answers.update({int(out.request_id): list(out.outputs[0].token_ids) for out in core.step() if out.finished})
+            gained = metrics.difference(before, engine.counters())
+            if gained["drafts"]:
+                shapes.append("chain" if gained["draft_tokens"] == gained["draft_depth"] else "tree")
+
+        start = engine.counters()
+        begin(range(2))
+        for _ in range(3):
+            step()
+        begin(range(2, 8))
+        while core.has_unfinished_requests():
+            step()
+        counted = metrics.difference(start, engine.counters())
+    assert [ids for _, ids in sorted(answers.items())] == [
+        ids[:length] for ids, length in zip(expected, lengths, strict=True)
+    ]
     assert counted["accepted_tokens"] == counted["draft_depth"] == 5 * counted["drafts"]
-    assert 5 * counted["drafts"] < counted["draft_tokens"] < 25 * counted["drafts"]
+    changes = [shape for i, shape in enumerate(shapes) if i == 0 or shapes[i - 1] != shape]
+    assert changes == ["tree", "chain", "tree"]
+
+
+def test_the_text_that_gpus_run(reference):
+    """Code that is one text for numpy (CPU) and torch (GPU) gives the same with torch.
+
+    Catches: a numpy rule that torch does not share, where no GPU is there to find it.
+    """
+    import importlib
+
+    modules = [
+        *(f"vidspec_kernels.{name}" for name in ("chain_step", "tree_step", "tree_accept", "kv_compact")),
+        *(
+            f"vllm_vidspec.engine.{name}"
+            for name in ("counters", "chain_drafter", "tree_drafter", "drafter", "speculator")
+        ),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in modules:
+            module = importlib.import_module(name)
+            patch.setattr(module, "as_array", lambda tensor: tensor)
+            patch.setattr(module, "array_module", lambda device: torch, raising=False)
+        with harness.engine("llava-onevision", "target", drafting="tree-static", pruner="none") as engine:
+            outputs, counted = engine.measured(SCENARIOS["videos"]("llava-onevision"))
+    assert harness.token_ids(outputs) == harness.token_ids(reference("llava-onevision", "videos"))
+    assert_full_depth(counted)

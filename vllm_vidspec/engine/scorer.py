@@ -124,13 +124,12 @@ class CoupledVerifier(RejectionSampler):
         scored = self._score(ScoreInputs(target_tokens, drafts, cu_num_logits, self.num_speculative_steps, shapes))
         self._counters.observe(idx_mapping, scored.num_sampled, cu_num_logits, shapes)
         self._order = None
-        if scored.path is not None:
-            assert self._trees is not None
-            self._trees.path[idx_mapping] = scored.path
-            if return_logprobs or self.sampler.return_sampling_mask:
-                self._order = _output_order(scored, cu_num_logits, expanded_local_pos, counts_np)
-                if self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES or self.sampler.return_sampling_mask:
-                    processed_logits = processed_logits[self._order]
+        if self._trees is not None:
+            self._trees.remember(idx_mapping, scored.path)
+        if scored.path is not None and (return_logprobs or self.sampler.return_sampling_mask):
+            self._order = _output_order(scored, cu_num_logits, expanded_local_pos, counts_np)
+            if self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES or self.sampler.return_sampling_mask:
+                processed_logits = processed_logits[self._order]
         return processed_logits, scored.sampled, scored.num_sampled
 
     def _get_logprobs_tensors(self, sampled, num_sampled, logits, *args):

@@ -48,7 +48,8 @@ class TargetTrees:
             table.expand(max_num_reqs, -1).contiguous() for table in self._chain
         )
         # [max_num_reqs, K + 1] int32 node behind each output of the last verify step; the drafter reads it
-        self.path = torch.arange(max_nodes + 1, dtype=torch.int32, device=device).repeat(max_num_reqs, 1)
+        self._in_order = torch.arange(max_nodes + 1, dtype=torch.int32, device=device)
+        self.path = self._in_order.repeat(max_num_reqs, 1)
         self._is_tree = np.zeros(max_num_reqs, dtype=bool)
         self._attention = TreeAttention(layers)
         # Models with 1-D positions read the batch's own buffer, which must not change: they get a copy.
@@ -169,6 +170,10 @@ class TargetTrees:
     def shapes(self, rows: torch.Tensor) -> TreeShapes:
         """Return the shapes of `[num_reqs]` persistent rows, for a scorer."""
         return TreeShapes(rows, self.parents, self.depths, self.ancestors)
+
+    def remember(self, rows: torch.Tensor, path: torch.Tensor | None) -> None:
+        """Keep the accepted paths for the drafter: `[num_reqs]` persistent rows, `Scored.path`; None for chains."""
+        self.path[rows] = self._in_order if path is None else path
 
     def compact(self, num_accepted: torch.Tensor) -> None:
         """Move the accepted paths' KV together, so that the committed text is contiguous.
