@@ -405,6 +405,19 @@ def figure(results: dict[str, dict[str, Any]]) -> str:
         ("acceptance rate at temperature 1, noise shared", *(rate(f, "shared") for f in FAMILIES), "R4"),
         ("the same, noise of the draft's own", *(rate(f, "independent") for f in FAMILIES), "R4"),
     ]
+    if "R9" in results:
+        equal = {"tree_depth_min": 5, "tree_depth_max": 5, "tree_fill": True}
+        trees: tuple[tuple[str, str, dict[str, Any]], ...] = (
+            ("draft at 10 %, a chain of 5 (the maximum is 6)", "chain", {}),
+            ("the same, SpecVLM's static tree of 25 nodes", "tree-static", {}),
+            ("the same, SAGE's adaptive tree, depth 5 and 25 nodes too", "tree-adaptive", equal),
+            ("the same, SAGE's adaptive tree by default (depth 3 to 8, 9 nodes)", "tree-adaptive", {}),
+        )
+        for text, shape, knobs in trees:
+            where = {"drafting": shape, "knobs": knobs, "temperature": 0.0}
+            lines.append(
+                (f"tokens per verify step, {text}" if shape == "chain" else text, *lengths("R9", **where), "R9")
+            )
     head = "| bundled models, 5 draft tokens per step | Qwen2.5-VL pair | LLaVA-OneVision pair | row |\n"
     rows = "".join(f"| {a} | {b} | {c} | [{d}](docs/results/README.md#{d.lower()}) |\n" for a, b, c, d in lines)
     return head + "| --- | ---: | ---: | --- |\n" + rows

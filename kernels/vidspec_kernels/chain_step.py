@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, check_vector, use_triton
+from vidspec_kernels.dispatch import Impl, array_module, as_array, at_most, check_vector, use_triton
 
 _BLOCK = 128
 
@@ -175,6 +175,6 @@ def chain_step_reference(
         slot_mapping[:num_rows] = -1
         return
     block_idx = slot // block_size  # [R]
-    block = as_array(block_table)[state_row, block_idx.clip(None, max_blocks - 1)]
+    block = as_array(block_table)[state_row, at_most(block_idx, max_blocks - 1)]
     physical = xp.asarray(block, dtype=xp.int64) * block_size + slot % block_size
     as_array(slot_mapping)[:num_rows] = xp.where(block_idx < max_blocks, physical, -1)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, check_vector, use_triton
+from vidspec_kernels.dispatch import Impl, array_module, as_array, at_least, at_most, check_vector, use_triton
 
 MAX_TREE_DRAFTS = 64  # a node's ancestors are the bits of one word
 
@@ -188,13 +188,13 @@ def tree_accept_reference(
     if num_rows == 0:
         return target_tokens.new_zeros(path.shape), _int32(num_logits[:, 0]), _int32(path)
     state_row = as_array(rows)
-    row = (bounds[:-1] + col).clip(None, num_rows - 1)  # [R, K + 1]
+    row = at_most(bounds[:-1] + col, num_rows - 1)  # [R, K + 1]
     target = as_array(target_tokens)[row]
     req_idx = as_array(torch.arange(num_reqs, device=rows.device))[:, None]
 
     # Of the drafts, [R, K]. Nodes without a row may say anything; none is the ancestor of one that has a row.
     node = col[1:]  # [K]
-    parent = as_array(parents)[state_row][:, 1:num_cols].clip(0, max_drafts)
+    parent = at_most(at_least(as_array(parents)[state_row][:, 1:num_cols], 0), max_drafts)
     depth = xp.asarray(as_array(depths)[state_row][:, 1:num_cols], dtype=xp.int64)
     above = as_array(ancestors)[state_row]  # [R, >= K + 1]
     draft = as_array(draft_tokens)[row][:, 1:]

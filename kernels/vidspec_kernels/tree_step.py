@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, check_vector, use_triton
+from vidspec_kernels.dispatch import Impl, array_module, as_array, at_most, check_vector, use_triton
 
 _BLOCK = 128
 
@@ -197,7 +197,7 @@ def tree_step_reference(
     state_row, node = as_array(rows), as_array(nodes)
     logical = xp.asarray(as_array(num_tokens)[state_row], dtype=xp.int64) + (level - 1)  # [R]
     as_array(logical_pos)[:num_places].reshape(num_rows, frontier)[:] = logical[:, None]
-    pos = (logical + as_array(pos_delta)[state_row]).clip(None, max_position)
+    pos = at_most(logical + as_array(pos_delta)[state_row], max_position)
     as_array(positions)[:, :num_places] = (pos[:, None] + xp.zeros_like(node)).reshape(-1)
 
     root = as_array(num_slots)[state_row]  # [R]
@@ -209,7 +209,7 @@ def tree_step_reference(
     else:
         entry = root[:, None] + node  # [R, F]
         block_idx = entry // block_size
-        block = as_array(block_table)[state_row[:, None], block_idx.clip(None, max_blocks - 1)]
+        block = as_array(block_table)[state_row[:, None], at_most(block_idx, max_blocks - 1)]
         physical = xp.asarray(block, dtype=xp.int64) * block_size + entry % block_size
         slots[:] = xp.where(block_idx < max_blocks, physical, -1)
     slots[node == 0] = 0

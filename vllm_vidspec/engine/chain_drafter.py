@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from vidspec_kernels import chain_step
-from vidspec_kernels.dispatch import as_array
+from vidspec_kernels.dispatch import as_array, at_least
 from vllm_vidspec.engine.draft_model import DraftModel
 from vllm_vidspec.engine.draft_rows import DraftRows
 from vllm_vidspec.engine.kv_pool import NULL_BLOCK, DraftKVPool
@@ -81,7 +81,7 @@ class RootFeeder:
         last = num_accepted
         if message.path is not None:
             last = as_array(message.path)[as_array(self.arange)[: len(fed)], num_accepted]
-        return torch.as_tensor((num_accepted > 0) & ((fed >> (last - 1).clip(0)) & 1 == 0))
+        return torch.as_tensor((num_accepted > 0) & ((fed >> at_least(last - 1, 0)) & 1 == 0))
 
     def place(self, rows: torch.Tensor, level: int, num_slots: torch.Tensor, num_tokens: torch.Tensor) -> None:
         """Write one level's positions, lengths and slots into the buffers."""

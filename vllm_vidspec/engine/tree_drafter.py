@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from vidspec_kernels import tree_step
-from vidspec_kernels.dispatch import as_array
+from vidspec_kernels.dispatch import as_array, at_least
 from vllm_vidspec.drafting import TreePolicy, candidates
 from vllm_vidspec.engine.chain_drafter import RootFeeder
 from vllm_vidspec.engine.messages import DraftMessage, Drafts
@@ -157,7 +157,7 @@ class TreeDrafter:
             self._roots.rows.fed[rows] = 0
             return
         nodes = as_array(torch.cat(fed, dim=1))  # [num_reqs, total], 0 = none; every node at most once
-        bits = (nodes > 0) * (1 << (nodes - 1).clip(0))
+        bits = (nodes > 0) * (1 << at_least(nodes - 1, 0))
         as_array(self._roots.rows.fed)[as_array(rows)] = bits.sum(1)
 
 
