@@ -4,6 +4,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PY := .venv/bin/python
 PYTEST_ARGS ?=
+# Tensor-parallel tests keep both cores busy themselves, and crawl beside others: they run last, alone.
+BOTH_CORES := tests/engine/test_tensor_parallel.py
 # Two files at a time, as engine tests keep one core busy each; one where engines would share a GPU.
 TEST_WORKERS ?= $(if $(wildcard /dev/nvidiactl /dev/kfd),0,2)
 BENCH_ARGS ?=
@@ -36,7 +38,12 @@ demo: setup ## Serve the bundled pair with and without vidspec, caption the bund
 	@$(PY) -m vllm_vidspec.cli demo $(DEMO_ARGS)
 
 test: setup ## Run every test (PYTEST_ARGS="-m 'not serve'" for less).
+ifdef PYTEST_ARGS
 	@$(PY) -m pytest --durations=10 -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+else
+	@$(PY) -m pytest --durations=10 -n $(TEST_WORKERS) --dist loadfile --ignore $(BOTH_CORES)
+	@$(PY) -m pytest --durations=3 $(BOTH_CORES)
+endif
 
 check: setup ## Check format, lint and types.
 	@$(PY) -m ruff format --check .

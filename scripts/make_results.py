@@ -53,7 +53,7 @@ COMMANDS: dict[str, str | tuple[str, ...]] = {
         f"{ADAPTIVE} --knob tree_lookahead=false --requests 16 --jobs 2",
     ),
     "R10": HOST_TIME,
-    "R11": tuple(f"calibrate --costs --family {family}" for family in FAMILIES),
+    "R11": tuple(f"calibrate --costs --rounds 1 --max-tokens 64 --family {family}" for family in FAMILIES),
 }
 # Results by shape of the draft: they also have a CSV file, and those named here a figure.
 BY_SHAPE = {"R9": ("temperature",), "R9-sage": ("prune_ratio",)}
