@@ -114,3 +114,35 @@ def test_lora_and_self_draft_do_not_go_together():
 def test_target_video_pruning_is_refused():
     with pytest.raises(VidSpecError, match="--video-pruning-rate prunes the target's own video"):
         engine_args(video_pruning_rate=0.5, dtype="float32").create_engine_config()
+
+
+def test_auto_becomes_vllms_own_schedule():
+    """Catches: a scheduler that plans another number of drafts than the shape has; two owners of one schedule."""
+    table = [[1, 2, "tree-static", 25], [3, 16, "chain", 4]]
+    spec = {"draft": "auto", "draft_table": table, "num_speculative_tokens": 25}
+    args = engine_args(spec=spec)
+    preflight.translate(args)
+    assert args.speculative_config["num_speculative_tokens_per_batch_size"] == [(1, 2, 25), (3, 16, 4)]
+    assert "drop one" in refusal(spec=spec | {"num_speculative_tokens_per_batch_size": [(1, 4, 3)]})
+    assert "data parallelism cannot" in refusal(spec=spec, data_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "given", "expected"),
+    [
+        ("chain", "FULL_AND_PIECEWISE", "FULL_AND_PIECEWISE"),
+        ("tree-static", "FULL_AND_PIECEWISE", "PIECEWISE"),
+        ("tree-static", "FULL", "NONE"),
+        ("tree-static", "NONE", "NONE"),
+    ],
+)
+def test_trees_keep_attention_out_of_captured_graphs(shape, given, expected):
+    """Catches: a captured forward that replays the masks of its capture."""
+    from types import SimpleNamespace
+
+    from vllm.config import CUDAGraphMode
+
+    config = preflight.translate(engine_args(spec={"draft": shape, "num_speculative_tokens": 25}))
+    compilation = SimpleNamespace(cudagraph_mode=CUDAGraphMode[given])
+    preflight.keep_attention_out_of_graphs(SimpleNamespace(compilation_config=compilation), config)
+    assert compilation.cudagraph_mode.name == expected

@@ -85,8 +85,7 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
     if vllm_config.watermark_config is not None:
         raise VidSpecError("watermarking is not supported together with vidspec")
     compat.mark_as_ours(vllm_config.speculative_config)
-    if config.shapes - {"chain"}:
-        _keep_attention_out_of_graphs(vllm_config)
+    keep_attention_out_of_graphs(vllm_config, config)
     # `finish` runs in the process that serves /metrics; the worker process opens the same file.
     path = metrics.path_for(vllm_config.instance_id)
     metrics.MetricsFile.create(path)
@@ -94,16 +93,19 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
     logger.info("vidspec is active: %s", config.summary())
 
 
-def _keep_attention_out_of_graphs(vllm_config: Any) -> None:
-    """Let attention run between captured pieces: a whole captured forward would replay the masks of its capture."""
+def keep_attention_out_of_graphs(vllm_config: Any, config: VidSpecConfig) -> None:
+    """Let attention run between captured pieces where drafts can be trees.
+
+    Why: a whole captured forward would replay the masks of its capture.
+    """
     from vllm.config import CUDAGraphMode
 
-    compilation = vllm_config.compilation_config
-    if compilation.cudagraph_mode.has_full_cudagraphs():
-        logger.info(
-            "vidspec: drafts are trees, so cudagraph_mode is PIECEWISE, not %s", compilation.cudagraph_mode.name
-        )
-        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if config.shapes - {"chain"} and mode.has_full_cudagraphs():
+        # A model that was not to be captured in pieces has not been split for it either.
+        pieces = CUDAGraphMode.PIECEWISE if mode.has_piecewise_cudagraphs() else CUDAGraphMode.NONE
+        logger.info("vidspec: drafts are trees, so cudagraph_mode is %s, not %s", pieces.name, mode.name)
+        vllm_config.compilation_config.cudagraph_mode = pieces
 
 
 def _schedule(args: Any, config: VidSpecConfig, passed: dict[str, Any]) -> list[tuple[int, int, int]]:
