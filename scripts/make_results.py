@@ -29,7 +29,7 @@ FAMILIES = ("qwen2.5-vl", "llava-onevision")
 BOTH = "--family qwen2.5-vl,llava-onevision"
 PRUNERS = "none,random,uniform,specvlm,attention,uv,window:front,frame,fastvid,dycoke"
 OVERHEAD = "benchmarks/bench_guidance_overhead.py"
-HOST_TIME = "benchmarks/bench_host_time.py --batch 1,16 --steps 40"
+HOST_TIME = "benchmarks/bench_host_time.py --batch 16 --steps 25"
 ADAPTIVE = f"bench acceptance {BOTH} --drafting tree-adaptive"
 # What follows `vidspec`, or a script of this repository; of several commands the rows are one result.
 COMMANDS: dict[str, str | tuple[str, ...]] = {
