@@ -225,7 +225,7 @@ def _calibrate_costs(what: "Calibration", rounds: int, out: str, plot: str | Non
     costs.check(measure, out)
     console = Console()
     with tables.progress(Console(stderr=True)) as bars:
-        result = costs.run(measure, views.CostsView(bars))
+        result = costs.run(measure, tables.EnginesView(bars))
     if held:
         table = {"config": held["config"] | result["config"], "costs": result["costs"]}
         _write_json(out, held | table | {"costs_provenance": result["provenance"]})
@@ -262,7 +262,7 @@ def show_pruning(
     show = pruning.Show(video, out, pruners, family, prune_ratio, question, columns, calibration)
     console = Console()
     with tables.progress(Console(stderr=True)) as bars:
-        result = pruning.run(show, contact_sheet.View(bars))
+        result = pruning.run(show, tables.EnginesView(bars))
     console.print(contact_sheet.table(result))
     console.print(f"Wrote {out}", highlight=False, soft_wrap=True)
 

@@ -177,21 +177,3 @@ class View:
             knobs = " ".join(f"{name} {value}" for name, value in row.knobs.items())
             self._bars.advance(self._task)
             self._bars.update(self._task, description="measuring", note=f"{knobs}: {row.acceptance_length:.3f}")
-
-
-class CostsView:
-    """Shows the events of `costs.run`: one bar over the engines that are loaded."""
-
-    def __init__(self, bars: Progress) -> None:
-        """Draw on `bars`."""
-        self._bars = bars
-        self._task: TaskID | None = None
-
-    def __call__(self, event: str, fields: dict[str, Any]) -> None:
-        """Take one event."""
-        if event == "plan":
-            self._task = self._bars.add_task("", total=fields["total"], note="")
-        elif self._task is not None and event == "loading":
-            self._bars.update(self._task, description=fields["label"])
-        elif self._task is not None:
-            self._bars.advance(self._task)

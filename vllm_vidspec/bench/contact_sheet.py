@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich import box
-from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from vllm_vidspec.bench.tables import percent
@@ -241,21 +240,3 @@ def table(result: dict[str, Any]) -> Table:
         even = None if row["ends_frac"] is None else row["even_frac"]
         shown.add_row(row["pruner"], str(row["kept"]), str(row["total"]), percent(row["ends_frac"]), percent(even))
     return shown
-
-
-class View:
-    """Shows the events of `show_pruning.run`: one bar over the engines."""
-
-    def __init__(self, bars: Progress) -> None:
-        """Draw on `bars`."""
-        self._bars = bars
-        self._task: TaskID | None = None
-
-    def __call__(self, event: str, fields: dict[str, Any]) -> None:
-        """Take one event."""
-        if event == "plan":
-            self._task = self._bars.add_task("", total=fields["total"], note="")
-        elif self._task is not None and event == "loading":
-            self._bars.update(self._task, description=fields["label"])
-        elif self._task is not None:
-            self._bars.advance(self._task)

@@ -232,3 +232,21 @@ def percent(value: float | None) -> str:
 def kilobytes(num_bytes: int) -> str:
     """Return a size in KiB or MiB."""
     return f"{num_bytes / 1024:.0f} KiB" if num_bytes < 2**20 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+class EnginesView:
+    """Shows the events of `show_pruning.run` and `costs.run`: one bar over the engines."""
+
+    def __init__(self, bars: Progress) -> None:
+        """Draw on `bars`."""
+        self._bars = bars
+        self._task: TaskID | None = None
+
+    def __call__(self, event: str, fields: dict[str, Any]) -> None:
+        """Take one event."""
+        if event == "plan":
+            self._task = self._bars.add_task("", total=fields["total"], note="")
+        elif self._task is not None and event == "loading":
+            self._bars.update(self._task, description=fields["label"])
+        elif self._task is not None:
+            self._bars.advance(self._task)

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
-from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.torch_utils import async_tensor_h2d
 
@@ -15,7 +14,7 @@ from vidspec_kernels import guidance_scores
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine import compat
 from vllm_vidspec.engine.counters import Counters
-from vllm_vidspec.engine.kv_views import check_layout, check_readable, key_view
+from vllm_vidspec.engine.kv_views import attention_layers, check_layout, check_readable, key_view
 from vllm_vidspec.engine.listeners import Listener, Listeners
 from vllm_vidspec.errors import VidSpecError
 
@@ -70,11 +69,7 @@ class AttentionGuidance(Listeners):
 
     def __init__(self, config: VidSpecConfig, vllm_config: Any, counters: Counters):
         super().__init__(config, counters, vllm_config.device_config.device)
-        layers = {
-            extract_layer_index(name): layer
-            for name, layer in vllm_config.compilation_config.static_forward_context.items()
-            if isinstance(layer, Attention)
-        }
+        layers = {extract_layer_index(name): layer for name, layer in attention_layers(vllm_config).items()}
         self.select(config.guidance_layers, len(layers))
         self._step: _AttentionStep | None = None
         # Rank-local heads, and how many of them all ranks have together.

@@ -198,7 +198,9 @@ def intercept_attention(layer: Any, interceptor: Callable) -> None:
     expect_parameters(original, "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
     backend = layer.get_attn_backend()
     if backend.forward_includes_kv_cache_update:
-        raise VidSpecError(f"tree drafts need an attention backend with a separate cache update, not {backend}")
+        raise VidSpecError(
+            f"tree drafts need an attention backend with a separate cache update, not {backend.get_name()}"
+        )
     layer.impl.forward = functools.wraps(original)(functools.partial(interceptor, original))
 
 

@@ -108,12 +108,6 @@ class DraftModel:
         return self.config.model_config.hf_config
 
     @property
-    def attention_layers(self) -> list[Attention]:
-        """The attention layers of this model alone, in order."""
-        layers = self.config.compilation_config.static_forward_context.values()
-        return [layer for layer in layers if isinstance(layer, Attention)]
-
-    @property
     def block_size(self) -> int:
         """Tokens per KV block."""
         return self._kv_groups()[0].kv_cache_spec.block_size

@@ -21,6 +21,7 @@ from vllm_vidspec.engine.counters import Counters
 from vllm_vidspec.engine.draft_model import DraftModel
 from vllm_vidspec.engine.draft_rows import DraftRows
 from vllm_vidspec.engine.kv_pool import DraftKVPool
+from vllm_vidspec.engine.kv_views import attention_layers
 from vllm_vidspec.engine.messages import DraftMessage, Drafts, PrefillMessage
 from vllm_vidspec.engine.noise import CoupledSampler
 from vllm_vidspec.engine.prompt import PrunedPrompt, UnsupportedPrompt, prune_prompt
@@ -74,7 +75,7 @@ class Drafter:
         self._chains = ChainDrafter(roots, sample)
         self._trees: TreeDrafter | None = None
         if tree_shapes := config.shapes - {"chain"}:
-            attention = TreeAttention(model.attention_layers)
+            attention = TreeAttention(attention_layers(model.config).values())
             self._caches: CacheList = attention.caches()
             policy = make_policy(next(iter(tree_shapes)), config, max_num_reqs, model.device)
             self._trees = TreeDrafter(roots, sample, policy, attention, fills_trees)

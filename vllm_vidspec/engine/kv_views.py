@@ -4,11 +4,19 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
 
 from vllm_vidspec.errors import VidSpecError
 
 _BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 _CPU_LAYOUTS = ("vec", "vec16")
+
+
+def attention_layers(vllm_config: VllmConfig) -> dict[str, Attention]:
+    """Return the attention layers of a configuration's model by name, in order."""
+    layers = vllm_config.compilation_config.static_forward_context
+    return {name: layer for name, layer in layers.items() if isinstance(layer, Attention)}
 
 
 def check_readable(layer: Any, what: str, way_out: str) -> None:

@@ -4,13 +4,13 @@ import functools
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.attention import Attention
 from vllm.utils.mem_utils import DeviceMemoryProfiler
 
 from vllm_vidspec.config import METHOD, VidSpecConfig, parse_config
 from vllm_vidspec.engine.attention_guidance import AttentionGuidance
 from vllm_vidspec.engine.counters import Counters
 from vllm_vidspec.engine.guidance import make_guidance
+from vllm_vidspec.engine.kv_views import attention_layers
 from vllm_vidspec.engine.listeners import Guidance
 from vllm_vidspec.engine.scorer import CoupledVerifier
 from vllm_vidspec.engine.speculator import VidSpecSpeculator
@@ -46,9 +46,8 @@ def vidspec_runner(base: type) -> type:
             self.use_aux_hidden_state_outputs = isinstance(self.guidance, HiddenStateGuidance)
             self.speculator.guidance = self.guidance
             if self.vidspec_config.shapes - {"chain"}:
-                layers = self.compilation_config.static_forward_context.values()
                 self.trees = TargetTrees(
-                    [layer for layer in layers if isinstance(layer, Attention)],
+                    attention_layers(self.vllm_config).values(),
                     self.model_state,
                     self.max_num_reqs,
                     self.num_speculative_steps,

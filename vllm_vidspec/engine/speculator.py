@@ -51,6 +51,7 @@ class VidSpecSpeculator(BaseSpeculator):
         self._arrivals: dict[str, tuple[list[int], list[Any], bool]] = {}
         # Request ids of the last step, which of them were drafted for, and how many nodes their trees have.
         self._last_step: tuple[list[str], np.ndarray, torch.Tensor | None] = ([], np.empty(0, dtype=bool), None)
+        self._num_nodes: torch.Tensor | None = None  # [num_drafting] of the step's trees, until `_last_step` has it
         self._state = np.full(self.max_num_reqs, _UNSEEN, dtype=np.int8)  # [max_num_reqs]
         self._has_draft = np.zeros(self.max_num_reqs, dtype=bool)  # [max_num_reqs] what `counters.has_draft` says
         # [max_num_reqs, K]
@@ -216,7 +217,7 @@ class VidSpecSpeculator(BaseSpeculator):
         bound = input_batch.seq_lens_cpu_upper_bound.numpy()[:num_reqs].astype(np.int64) + 1
         self._grow(input_batch, rows_np, bound, done)
         live = done & (self._state[rows_np] == _DRAFTING)
-        self._num_nodes: torch.Tensor | None = None
+        self._num_nodes = None
         if live.any():
             self._guarded(
                 self._draft, input_batch, np.flatnonzero(live), output, last_sampled, num_sampled, bound, max_drafts
