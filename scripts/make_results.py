@@ -4,7 +4,7 @@
     python scripts/make_results.py --only R1,R6 --force
 
 The tables stand between `<!-- NAME -->` and `<!-- /NAME -->`; the JSON files hold every row with its provenance. What
-takes several commands is one file; R9 also stands for R9-sage.
+takes several commands is one file; R9 also stands for R9-sage, R12 for R12-relevance.
 """
 
 import argparse
@@ -17,9 +17,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from vllm_vidspec.bench import plots
+from vllm_vidspec.bench import plots, quality_views
 from vllm_vidspec.bench.acceptance import AXES as SWEEP_AXES
 from vllm_vidspec.bench.acceptance import UNPRUNED, canonical, measured_itself
+from vllm_vidspec.bench.caption_quality import GROUPS
 from vllm_vidspec.bench.tables import number, percent
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,6 +55,22 @@ COMMANDS: dict[str, str | tuple[str, ...]] = {
     ),
     "R10": HOST_TIME,
     "R11": tuple(f"calibrate --costs --rounds 1 --max-tokens 64 --family {family}" for family in FAMILIES),
+    "R12": f"bench quality {BOTH} --temperature 0,1 --draft-noise independent --requests 32 --top-n 1,10,100 "
+    "--relevance-rows token,prediction --fly-entropy 0.05,0.1,0.2 --csv docs/results/R12.csv "
+    "--plot docs/results/R12.png",
+    "R12-relevance": tuple(
+        f"show-relevance --family {family} --temperature 1 --out docs/relevance-{family}.png" for family in FAMILIES
+    ),
+}
+# LVSpec's table 3 (VideoDetailCaption, Qwen2.5-VL 32B/7B): tokens per step without the target's own, and what is kept.
+LVSPEC_TABLE_3: dict[str, tuple[float | None, float]] = {
+    "strict": (3.41, 1.0),
+    "loose 0.2": (4.12, 0.993),
+    "loose 0.5": (5.83, 0.978),
+    "loose 0.7": (7.27, 0.985),
+    "loose 0.9": (8.97, 0.928),
+    "loose 0.7 N1": (None, 0.946),
+    "loose 0.7 N100": (None, 0.934),
 }
 # Results by shape of the draft: they also have a CSV file, and those named here a figure.
 BY_SHAPE = {"R9": ("temperature",), "R9-sage": ("prune_ratio",)}
@@ -138,7 +155,7 @@ def merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
     origin = first["provenance"] | {"argv": [part["provenance"]["argv"] for part in parts]}
     if "costs" in first:
         return {"calibrations": {part["target"].split("/")[0]: part for part in parts}, "provenance": origin}
-    lists = {name: [row for part in parts for row in part[name]] for name in ("rows", "failures")}
+    lists = {name: [row for part in parts for row in part.get(name, [])] for name in ("rows", "failures")}
     families = list(dict.fromkeys(row["family"] for row in lists["rows"]))
     lists["rows"].sort(key=lambda row: families.index(row["family"]))
     return {**lists, "provenance": origin}
@@ -169,6 +186,18 @@ def body_of(name: str, result: dict[str, Any]) -> str:
         return host_time_table(result)
     if "calibrations" in result:
         return costs_tables(result)
+    if name == "R12":
+        return (
+            quality_tables(result)
+            + figure_link(f"{name}.png", "what is kept over acceptance length")
+            + origin_of(result)
+        )
+    if name == "R12-relevance":
+        links = [
+            figure_link(f"../relevance-{row['family']}.png", f"visual relevance of each token, {row['family']}")
+            for row in result["rows"]
+        ]
+        return "".join(links) + relevance_table(result) + origin_of(result)
     if name in BY_SHAPE:
         plot = f"![acceptance length by shape of the draft]({name}.png)\n\n"
         plot *= (FOLDER / f"{name}.png").exists()
@@ -179,6 +208,95 @@ def body_of(name: str, result: dict[str, Any]) -> str:
         return acceptance_table(result, AXES[name])
     plot = f"![acceptance length over prune ratio, by pruner]({name}.png)\n\n"
     return pruner_tables(result) + (plot if (FOLDER / f"{name}.png").exists() else "") + origin(result) + "\n"
+
+
+def figure_link(path: str, words: str) -> str:
+    """Return a picture of the results page, nothing where its file is not there."""
+    return f"![{words}]({path})\n\n" if (FOLDER / path).exists() else ""
+
+
+def origin_of(result: dict[str, Any]) -> str:
+    """Return `origin` as the last line between the markers."""
+    return origin(result) + "\n"
+
+
+def quality_tables(result: dict[str, Any]) -> str:
+    """Return the Markdown of `bench quality`: per family every setting and its details, then LVSpec's table 3."""
+    panels = quality_views.panels(result["rows"])
+    text = ""
+    for family in dict.fromkeys(panel[0] for panel in panels):
+        ours = {panel: rows for panel, rows in panels.items() if panel[0] == family}
+        text += "\n".join([*quality_overview(ours), "", *quality_details(ours), "", ""])
+        for panel, rows in ours.items():
+            text += f"{quality_views.panel_name(panel)}. {quality_views.longest_words(rows)}\n\n"
+    return text + "\n".join([*quality_table_3(panels), "", ""])
+
+
+def quality_overview(panels: dict[quality_views.Panel, list[dict[str, Any]]]) -> list[str]:
+    """Return the lines of one family's table: settings down; length, its ratio to strict's and what is kept across."""
+    head = [f"`{next(iter(panels))[0]}`"]
+    for panel in panels:
+        head += [f"{quality_views.panel_name(panel, family=False)}: length", "of strict's", "kept"]
+    lines = [f"| {' | '.join(head)} |", "| --- |" + " ---: |" * (len(head) - 1)]
+    by_name = [{quality_views.setting_name(row): row for row in rows} for rows in panels.values()]
+    for name in by_name[0]:
+        cells = [f"`{name}`"]
+        for found in by_name:
+            row = found[name]
+            cells += [number(row[key], 2) for key in ("acceptance_length", "ratio_to_strict")]
+            cells.append(share(row["retention"]))
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def quality_details(panels: dict[quality_views.Panel, list[dict[str, Any]]]) -> list[str]:
+    """Return the lines of one family's table of everything else, in the first panel."""
+    panel, rows = next(iter(panels.items()))
+    head = [f"`{panel[0]}`, {quality_views.panel_name(panel, family=False)}", *(f"{name} right" for name in GROUPS)]
+    head += ["loosened", "shifted", "same caption", "AUC", "tokens per caption", "delivered per step", "s"]
+    lines = [f"| {' | '.join(head)} |", "| --- |" + " ---: |" * (len(head) - 1)]
+    for row in rows:
+        cells = [f"`{quality_views.setting_name(row)}`", *(share(row["group"][name]) for name in GROUPS)]
+        cells += [share(row[name]) for name in ("loosened_frac", "shifted_frac", "identical_frac")]
+        cells += [number(row["relevance_auc"], 2), number(row["tokens_per_caption"], 1)]
+        cells += [number(row["delivered_length"], 2), number(row["decode_s"], 1)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def quality_table_3(panels: dict[quality_views.Panel, list[dict[str, Any]]]) -> list[str]:
+    """Return the lines of LVSpec's table 3 beside ours: greedy, without position shift, relevance of the own token."""
+    greedy = {panel[0]: rows for panel, rows in panels.items() if panel[1] == 0}
+    ours = {family: {quality_views.setting_name(row): row for row in rows} for family, rows in greedy.items()}
+    head = ["LVSpec's table 3", "length of strict's: paper", *(f"`{name}`" for name in ours)]
+    head += ["kept: paper", *(f"`{name}`" for name in ours)]
+    lines = [f"| {' | '.join(head)} |", "| --- |" + " ---: |" * (len(head) - 1)]
+    for name, (length, kept) in LVSPEC_TABLE_3.items():
+        rows = [found.get(name) for found in ours.values()]
+        if not any(rows):
+            continue
+        # The paper's lengths are without the target's own token.
+        ratio = None if length is None else (1 + length) / (1 + LVSPEC_TABLE_3["strict"][0])
+        cells = [f"`{name}`", number(ratio, 2), *(number(row and row["ratio_to_strict"], 2) for row in rows)]
+        cells += [share(kept), *(share(row and row["retention"]) for row in rows)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def share(value: float | None) -> str:
+    """Return a share as a percentage, which may be more than 100."""
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def relevance_table(result: dict[str, Any]) -> str:
+    """Return a Markdown table of what `show-relevance` showed."""
+    head = ["family", "tokens", "acceptance length", "loosened", "shifted", "AUC"]
+    lines = [f"| {' | '.join(head)} |", "| --- |" + " ---: |" * (len(head) - 1)]
+    for row in result["rows"]:
+        cells = [f"`{row['family']}`", str(len(row["words"])), number(row["acceptance_length"], 2)]
+        cells += [share(row[name]) for name in ("loosened_frac", "shifted_frac")]
+        lines.append(f"| {' | '.join([*cells, number(row['relevance_auc'], 2)])} |")
+    return "\n".join([*lines, "", ""])
 
 
 def pruner_tables(result: dict[str, Any]) -> str:

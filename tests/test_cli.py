@@ -57,7 +57,9 @@ def engine(monkeypatch):
     return jobs
 
 
-@pytest.mark.parametrize("args", [[], ["demo"], ["doctor"], ["bench"], ["bench", "acceptance"]])
+@pytest.mark.parametrize(
+    "args", [[], ["demo"], ["doctor"], ["bench"], ["bench", "acceptance"], ["bench", "quality"], ["show-relevance"]]
+)
 def test_help(args):
     result = invoke(*args, "--help")
     assert result.exit_code == 0

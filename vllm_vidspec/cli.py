@@ -1,4 +1,4 @@
-"""The `vidspec` command: demo, doctor, calibrate, show-pruning, bench; heavy imports happen inside a command."""
+"""The `vidspec` command: demo, doctor, calibrate, show-*, bench; heavy imports happen inside a command."""
 
 import functools
 import json
@@ -267,6 +267,66 @@ def show_pruning(
     console.print(f"Wrote {out}", highlight=False, soft_wrap=True)
 
 
+@app.command("show-relevance")
+@_user_errors
+def show_relevance(
+    video: Annotated[str | None, typer.Argument(help="A video file. Default: the bundled one.")] = None,
+    family: Annotated[str, typer.Option(help="Bundled pair: qwen2.5-vl or llava-onevision.")] = "qwen2.5-vl",
+    target: Annotated[str | None, typer.Option(help="A target of your own in place of the bundled pair.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Its draft: a checkpoint, or 'self'.")] = None,
+    question: Annotated[str, typer.Option(help="What to ask about the video.")] = "describe the video",
+    lambda_loose: Annotated[
+        float, typer.Option("--lambda", help="Share of a step's drafts whose mismatches stand; 0 loosens nothing.")
+    ] = 0.7,
+    top_n: Annotated[int, typer.Option(help="Video tokens that make a relevance (N).")] = 10,
+    position_shift: Annotated[
+        bool, typer.Option("--position-shift/--no-position-shift", help="Let shifted tokens stand, too.")
+    ] = True,
+    relevance_rows: Annotated[str, typer.Option(help="Whose state is compared: token or prediction.")] = "token",
+    num_speculative_tokens: Annotated[int, typer.Option(help="Draft tokens per verify step.")] = 10,
+    prune_ratio: Annotated[float, typer.Option(help="Share of the video tokens that the draft does not see.")] = 0.9,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the request, where the temperature is not 0.")] = 0,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Longest answer in tokens.")] = 256,
+    engine_args: Annotated[str, typer.Option(metavar="JSON", help="More arguments of vllm.LLM, as an object.")] = "{}",
+    out: Annotated[str, typer.Option(metavar="PATH", help="The .html or .png file to write.")] = "relevance.html",
+    json_path: Annotated[str | None, _JSON] = None,
+) -> None:
+    """Show a caption with every token in the colour of its visual relevance, and mark what was loosened."""
+    from rich.console import Console
+
+    from vllm_vidspec.bench import relevance_views, tables
+    from vllm_vidspec.bench import show_relevance as relevance
+
+    _end_on_sigterm()
+    show = relevance.Show(
+        video=video,
+        out=out,
+        family=family,
+        target=target,
+        draft=draft,
+        question=question,
+        lambda_loose=lambda_loose,
+        top_n=top_n,
+        position_shift=position_shift,
+        relevance_rows=relevance_rows,
+        num_speculative_tokens=num_speculative_tokens,
+        prune_ratio=prune_ratio,
+        temperature=temperature,
+        seed=seed,
+        max_tokens=max_tokens,
+        engine_args=_json_object("--engine-args", engine_args),
+    )
+    relevance.check(show)
+    console = Console(stderr=json_path == "-")
+    with tables.progress(Console(stderr=True)) as bars:
+        result = relevance.run(show, tables.EnginesView(bars))
+    if json_path is not None:
+        _write_json(json_path, result)
+    console.print(relevance_views.table(result["rows"][0]))
+    console.print(f"Wrote {out}", highlight=False, soft_wrap=True)
+
+
 def _json_object(option: str, text: str) -> dict[str, Any]:
     """Parse an option that holds a JSON object."""
     try:
@@ -388,6 +448,104 @@ def acceptance(
         stdout.print(tables.acceptance_table(result["rows"]))
     if result["failures"]:
         raise typer.Exit(1)
+
+
+@bench_app.command()
+@_user_errors
+def quality(
+    family: Annotated[str, typer.Option(help=f"qwen2.5-vl, llava-onevision. {_LIST}")] = "qwen2.5-vl",
+    scorer: Annotated[
+        str, typer.Option(help=f"Beside strict: loose, fly, fly-entropy, random, oracle. {_LIST}")
+    ] = "loose,fly,fly-entropy,random,oracle",
+    lambda_loose: Annotated[
+        str, typer.Option("--lambda", help=f"Share that loose and random let stand. {_LIST}")
+    ] = "0.2,0.5,0.7,0.9",
+    top_n: Annotated[str, typer.Option(help=f"loose: video tokens that make a relevance (N). {_LIST}")] = "10",
+    position_shift: Annotated[str, typer.Option(help=f"loose: off, on. {_LIST}")] = "off,on",
+    relevance_rows: Annotated[str, typer.Option(help=f"loose: token, prediction. {_LIST}")] = "token",
+    fly_entropy: Annotated[str, typer.Option(help=f"Threshold of fly and fly-entropy. {_LIST}")] = "0.2",
+    temperature: Annotated[str, typer.Option(help=_LIST)] = "0",
+    draft_noise: Annotated[
+        str, typer.Option(help=f"shared, independent, greedy; at temperature 0 only the first. {_LIST}")
+    ] = "shared",
+    num_speculative_tokens: Annotated[int, typer.Option(help="Draft tokens per verify step.")] = 10,
+    prune_ratio: Annotated[float, typer.Option(help="Share of the video tokens that the draft does not see.")] = 0.9,
+    requests: Annotated[int, typer.Option(min=1, help="Held-out videos, one caption each.")] = 64,
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests that run at once (max_num_seqs).")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Longest caption in tokens.")] = 256,
+    seed: Annotated[int, typer.Option(help="Request i samples with seed + i.")] = 0,
+    knob: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=JSON", help="Any other knob of the speculative config, for all rows; repeat."),
+    ] = None,
+    csv_path: Annotated[
+        str | None, typer.Option("--csv", metavar="PATH", help="Write the rows as CSV; '#' starts a comment.")
+    ] = None,
+    plot_path: Annotated[
+        str | None,
+        typer.Option("--plot", metavar="PATH", help="Draw what is kept by acceptance length: a .png or .svg file."),
+    ] = None,
+    json_path: Annotated[str | None, _JSON] = None,
+) -> None:
+    """Measure what lossy verification keeps of the captions' facts, and the acceptance length that it gains.
+
+    What the held-out videos show is known: a caption's attributes (colours, shapes, motion, order) are right or wrong.
+    "kept" is the share that is right, divided by that of the target alone at the same temperature with the same seeds.
+    Beside the scorers stand the target and the draft alone, each in an engine of its own; one engine per noise serves
+    all scorers.
+
+    loose has every lambda at the N closest to 10, with the first of --position-shift and --relevance-rows and with each
+    other one of these; and the other N at the lambda closest to 0.7. A name says what differs from N 10, no shift and
+    the token's own state: "loose 0.7 N1 shift pred". "not exact" is the share of the drafts that stood without being
+    the target's choice, "same" the share of captions that are the target's to the last token. "AUC" is how well the
+    measured relevance tells words about the video from fillers: 0.5 is not at all, 1 always.
+    """
+    from rich.console import Console
+
+    from vllm_vidspec.bench import quality as bench
+    from vllm_vidspec.bench import quality_views as views
+    from vllm_vidspec.bench import tables
+
+    _end_on_sigterm()
+    what = bench.Quality(
+        families=tuple(_values("--family", family, str)),
+        temperatures=tuple(_values("--temperature", temperature, float)),
+        draft_noises=tuple(_values("--draft-noise", draft_noise, str)),
+        scorers=tuple(_values("--scorer", scorer, str)),
+        lambdas=tuple(_values("--lambda", lambda_loose, float)),
+        top_ns=tuple(_values("--top-n", top_n, int)),
+        position_shifts=tuple(_switch("--position-shift", value) for value in position_shift.split(",")),
+        relevance_rows=tuple(_values("--relevance-rows", relevance_rows, str)),
+        fly_entropies=tuple(_values("--fly-entropy", fly_entropy, float)),
+        requests=requests,
+        batch_size=batch_size,
+        num_speculative_tokens=num_speculative_tokens,
+        prune_ratio=prune_ratio,
+        max_tokens=max_tokens,
+        seed=seed,
+        knobs=_knobs("--knob", knob or []),
+    )
+    bench.check(what)
+    views.check_outputs(csv_path=csv_path, plot_path=plot_path, json_path=json_path)
+    with tables.progress(Console(stderr=True)) as bars:
+        result = bench.run(what, views.View(bars))
+    if json_path is not None:
+        _write_json(json_path, result)
+    if csv_path is not None:
+        views.write_csv(csv_path, result)
+    if plot_path is not None:
+        views.draw(result["rows"], plot_path)
+    if json_path != "-":
+        for table in views.tables(result["rows"]):
+            Console().print(table)
+
+
+def _switch(option: str, text: str) -> bool:
+    """Parse on or off."""
+    words = {"on": True, "off": False}
+    if text.strip() not in words:
+        raise VidSpecError(f"{option}: {text.strip()!r} is neither on nor off")
+    return words[text.strip()]
 
 
 def _end_on_sigterm() -> None:

@@ -35,7 +35,19 @@ CALIBRATED_KEYS = frozenset({"lambda_r", "guidance_layers", "uv_layer", "draft_t
 # Other spellings of a knob's name.
 _KEY_ALIASES = {"drafting": "draft"}
 
+DIGITS = "0-9"
+# Small words that turn a sentence into its opposite, and yet have nothing to do with the video (LVSpec, limitations).
+PROTECTED_TOKENS = (
+    *("no", "not", "n't", "'t", "never", "none", "nothing", "nobody", "neither", "nor", "cannot", "without"),
+    *(f"{verb}n't" for verb in ("is", "are", "was", "were", "do", "does", "did", "ca", "wo", "has", "have", "had")),
+    *("isn", "aren", "wasn", "weren", "don", "doesn", "didn", "hasn", "haven", "hadn"),
+    DIGITS,
+)
+
 Shape = Literal["chain", "tree-static", "tree-adaptive"]
+ScorerName = Literal["strict", "loose", "fly", "fly-entropy", "random"]
+# Keys of a request's `vllm_xargs`.
+REQUEST_SCORER, REQUEST_LAMBDA = "vidspec_scorer", "vidspec_lambda"
 
 # Keys of vLLM's own speculative config that pass through unchanged.
 PASS_THROUGH_KEYS = frozenset(
@@ -170,10 +182,69 @@ class VidSpecConfig(BaseModel):
         description="`tree-adaptive`: fill every tree up to `num_speculative_tokens` with the next-best nodes, as "
         "leaves. Default: where vLLM schedules asynchronously and so verifies that many tokens anyway.",
     )
-    scorer: Literal["strict"] = Field(
+    scorer: ScorerName = Field(
         "strict",
-        description="Which drafts stand: `strict` accepts exactly what vanilla vLLM would have emitted (lossless at "
-        "every temperature).",
+        description="Which drafts stand. `strict`: exactly what vanilla vLLM would have emitted (lossless at every "
+        "temperature). The others give up that guarantee for longer acceptance: `loose` (LVSpec) lets mismatches stand "
+        "where the text has least to do with the video; `fly` where the target is unsure and the next `fly_window` "
+        "drafts match, `fly-entropy` where it is unsure; `random` anywhere, as a baseline for measurements.",
+    )
+    request_scorers: tuple[ScorerName, ...] | None = Field(
+        None,
+        description="Scorers that a request may ask for with `vllm_xargs: {"
+        f'"{REQUEST_SCORER}": ...}}`. Default: `strict` and the server\'s own.',
+    )
+    lambda_loose: float = Field(
+        0.7,
+        ge=0.0,
+        le=1.0,
+        description="`loose`, `random`: share of a step's drafts whose mismatches stand (LVSpec's lambda).",
+    )
+    lambda_max: float | None = Field(
+        None,
+        ge=0.0,
+        le=1.0,
+        description=f'The most that a request may ask for with `vllm_xargs: {{"{REQUEST_LAMBDA}": ...}}`. Default: '
+        "`lambda_loose`, so that clients can only be stricter.",
+    )
+    top_n: int = Field(
+        10, ge=1, le=128, description="`loose`: a draft's relevance is its mean cosine with so many video tokens."
+    )
+    position_shift: bool = Field(
+        True,
+        description="`loose`: a mismatch also stands where the target's token is among the step's drafts (LVSpec's "
+        "position-shift tolerance).",
+    )
+    relevance_rows: Literal["token", "prediction"] = Field(
+        "token",
+        description="`loose`: whose hidden state a draft's relevance is measured on: its own (`token`, LVSpec eq. 7) "
+        "or the one that predicts it, a position earlier (`prediction`).",
+    )
+    relevance_dtype: Literal["auto", "fp8"] = Field(
+        "auto", description="`loose`: how video tokens' hidden states are kept: in the model's dtype, or in one byte."
+    )
+    relevance_bytes: int | None = Field(
+        None,
+        ge=1,
+        description="`loose`: memory per rank for these hidden states; it is taken out of the KV memory. Default: a "
+        "twentieth of that. A request that does not fit is verified strictly.",
+    )
+    fly_entropy: float = Field(
+        0.2,
+        ge=0.0,
+        le=1.0,
+        description="`fly`, `fly-entropy`: entropy of the target's distribution, divided by the greatest possible, "
+        "above which it counts as unsure.",
+    )
+    fly_window: int = Field(4, ge=1, le=64, description="`fly`: drafts after a mismatch that must match exactly.")
+    fly_top_k: int = Field(
+        0, ge=0, description="`fly`, `fly-entropy`: tokens that the entropy is taken over; 0: the whole vocabulary."
+    )
+    protected_tokens: tuple[str, ...] | None = Field(
+        None,
+        description="Words that no mismatch may put in or leave out: every token that is one of them, with or without "
+        f'a space before it, in any case; `"{DIGITS}"` is every token with a digit. Default: English negations and '
+        "digits. Special tokens, the end of the text and a request's stop tokens are always protected.",
     )
     draft_noise: Literal["shared", "independent", "greedy"] = Field(
         "shared",
@@ -227,6 +298,12 @@ class VidSpecConfig(BaseModel):
     def _one_pool_size(self) -> "VidSpecConfig":
         if self.draft_kv_bytes is not None and self.draft_kv_fraction is not None:
             raise ValueError("give draft_kv_fraction or draft_kv_bytes, not both")
+        return self
+
+    @model_validator(mode="after")
+    def _reachable_scorers(self) -> "VidSpecConfig":
+        if self.request_scorers is not None and self.scorer not in (*self.request_scorers, "strict"):
+            raise ValueError(f"request_scorers leaves out the server's own scorer, {self.scorer!r}")
         return self
 
     @model_validator(mode="after")
@@ -289,6 +366,16 @@ class VidSpecConfig(BaseModel):
         if self.draft != "auto":
             return frozenset({self.draft})
         return frozenset(shape for _, _, shape, _ in self.draft_table or ())
+
+    @property
+    def scorers(self) -> frozenset[str]:
+        """Every scorer that a request of this server can have."""
+        return frozenset({"strict", self.scorer, *(self.request_scorers or ())})
+
+    @property
+    def max_lambda(self) -> float:
+        """The greatest lambda that a request may ask for."""
+        return self.lambda_loose if self.lambda_max is None else self.lambda_max
 
     @property
     def static_paths(self) -> tuple[tuple[int, ...], ...]:

@@ -1,11 +1,12 @@
 """Counters shared by the worker (one writer) and the API server (readers): an int64 map; stdlib and numpy only."""
 
 import atexit
+import hashlib
 import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from vllm_vidspec.errors import VidSpecError
 
 MAX_POSITIONS = 64  # the upper bound of `num_speculative_tokens`
 GUIDANCE_FALLBACKS = ("cached", "memory", "unobserved", "error")
+# Why a request whose scorer lets mismatches stand is verified strictly all the same.
+STRICT_REASONS = ("cached", "memory", "error", "structured", "tools", "logprobs", "stop_strings")
 SKIP_REASONS = ("pool_full", "too_long", "draft_error", "unsupported", "structured")
 
 # The order is the file's layout: append only, and raise _VERSION when it changes.
@@ -43,6 +46,16 @@ NAMES: tuple[str, ...] = (
     "draft_depth",
     "draft_forwards",
     "draft_steps",
+    "exact_tokens",
+    "loosened_tokens",
+    "shifted_tokens",
+    *(f"strict_{reason}" for reason in STRICT_REASONS),
+    "relevance_prompts",
+    "relevance_tokens",
+    "relevance_reused",
+    "relevance_us",
+    "relevance_pool_bytes",
+    "relevance_bytes_per_token",
 )
 _SLOT = {name: slot for slot, name in enumerate(NAMES)}
 # Sizes and occupancy: they can fall, so a difference of two readings says nothing about them.
@@ -54,13 +67,21 @@ GAUGES = frozenset(
         "draft_kv_bytes_per_token",
         "target_kv_bytes_per_token",
         "draft_load_bytes",
+        "relevance_pool_bytes",
+        "relevance_bytes_per_token",
     }
 )
 
+# What stood in each of the last requests: a digest of its id, and counts of its draft tokens by kind.
+KINDS = ("exact", "loosened", "shifted")
+_NUM_REQUESTS = 4096
+
 _MAGIC = int.from_bytes(b"vidspec\0", "little")
-_VERSION = 3
+_VERSION = 4
 _HEADER = 8  # int64 words: magic, version, number of slots, five spare
-_NUM_BYTES = 8 * (_HEADER + len(NAMES))
+_REQUEST_WORDS = 1 + len(KINDS)
+_NUM_WORDS = _HEADER + len(NAMES) + _NUM_REQUESTS * _REQUEST_WORDS
+_NUM_BYTES = 8 * _NUM_WORDS
 
 
 class MetricsFile:
@@ -78,11 +99,13 @@ class MetricsFile:
                 self._map = mmap.mmap(file.fileno(), _NUM_BYTES)
         except (OSError, ValueError) as error:
             raise VidSpecError(f"metrics file {self.path}: cannot be mapped ({error})") from None
-        self._words = np.frombuffer(self._map, dtype="<i8")  # [_HEADER + len(NAMES)]
+        self._words = np.frombuffer(self._map, dtype="<i8")  # [_NUM_WORDS]
         found = tuple(int(word) for word in self._words[:3])
         if found != (_MAGIC, _VERSION, len(NAMES)):
             raise VidSpecError(f"metrics file {self.path}: written by another version of vllm_vidspec")
-        self._values = self._words[_HEADER:]  # [len(NAMES)]
+        self._values, requests = np.split(self._words[_HEADER:], [len(NAMES)])
+        self._requests = requests.reshape(_NUM_REQUESTS, _REQUEST_WORDS)
+        self._next_request = 0
 
     @classmethod
     def create(cls, path: str | os.PathLike[str] | None = None) -> "MetricsFile":
@@ -97,7 +120,7 @@ class MetricsFile:
         if path is None:
             handle, path = tempfile.mkstemp(prefix="vidspec-metrics-", suffix=".i64")
             os.close(handle)
-        words = np.zeros(_HEADER + len(NAMES), dtype="<i8")
+        words = np.zeros(_NUM_WORDS, dtype="<i8")
         words[:3] = (_MAGIC, _VERSION, len(NAMES))
         Path(path).unlink(missing_ok=True)
         with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
@@ -131,9 +154,33 @@ class MetricsFile:
         first = _SLOT["accepted_at_pos_0"]
         self._values[first : first + len(counts)] += counts
 
+    def begin_request(self, req_id: str, busy: Container[int]) -> int:
+        """Return the slot of a new request, the oldest that is not `busy`; its counts begin at zero."""
+        while self._next_request in busy:
+            self._next_request = (self._next_request + 1) % _NUM_REQUESTS
+        slot, self._next_request = self._next_request, (self._next_request + 1) % _NUM_REQUESTS
+        self._requests[slot] = 0
+        self._requests[slot, 0] = _digest(req_id)
+        return slot
+
+    def add_to_requests(self, slots: np.ndarray, counts: np.ndarray) -> None:
+        """Add `[n, len(KINDS)]` counts to the requests in `[n]` distinct slots."""
+        self._requests[slots, 1:] += counts
+
+    def request(self, req_id: str) -> dict[str, int] | None:
+        """Return a request's draft tokens that stood, by kind; None if it is too long ago."""
+        slots = np.flatnonzero(self._requests[:, 0] == _digest(req_id))
+        return dict(zip(KINDS, self._requests[slots[-1], 1:].tolist(), strict=True)) if len(slots) else None
+
     def values(self) -> dict[str, int]:
         """Return every counter and gauge by name."""
         return dict(zip(NAMES, self._values.tolist(), strict=True))
+
+
+def _digest(req_id: str) -> int:
+    """Return a request id as a number; never 0, which marks a free slot."""
+    digest = hashlib.blake2b(req_id.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True) or 1
 
 
 def path_for(instance_id: str) -> Path:
@@ -213,17 +260,31 @@ _COUNTERS = (
         "reused_guidance",
         "Guided prompts with scores of an earlier prompt's (cached prefix).",
     ),
+    ("vidspec:relevance_prompts", "relevance_prompts", "Prompts whose video's hidden states are kept."),
+    ("vidspec:relevance_tokens", "relevance_tokens", "Image and video tokens of these prompts."),
+    (
+        "vidspec:relevance_reused",
+        "relevance_reused",
+        "Images and videos among them whose states an earlier prompt left (cached prefix).",
+    ),
 )
 _SECONDS = (
     ("vidspec:draft_prefill_seconds", "draft_prefill_us", "Time spent on draft prefills."),
     ("vidspec:draft_decode_seconds", "draft_decode_us", "Time spent on proposing draft tokens."),
     ("vidspec:guidance_seconds", "guidance_us", "Time spent on measuring guidance in the target's prefill."),
+    ("vidspec:relevance_seconds", "relevance_us", "Host time spent on keeping hidden states and measuring relevance."),
 )
 _GAUGES = (
     ("vidspec:draft_pool_bytes", "draft_pool_bytes", "Size of the draft's KV pool in bytes per rank."),
     ("vidspec:draft_kv_bytes_per_token", "draft_kv_bytes_per_token", "Draft KV bytes of one token per rank."),
     ("vidspec:target_kv_bytes_per_token", "target_kv_bytes_per_token", "Target KV bytes of one token per rank."),
     ("vidspec:draft_load_bytes", "draft_load_bytes", "Memory per rank that loading the draft took."),
+    ("vidspec:relevance_pool_bytes", "relevance_pool_bytes", "Memory per rank for the video's hidden states."),
+    (
+        "vidspec:relevance_bytes_per_token",
+        "relevance_bytes_per_token",
+        "Bytes per rank of one video token's hidden state.",
+    ),
 )
 
 
@@ -256,6 +317,16 @@ class _Collector:
                 "vidspec:accepted_tokens_per_position", "Draft tokens that stand, by position.", labels=["position"]
             ),
             {str(i): values[f"accepted_at_pos_{i}"] for i in range(_num_positions(values))},
+        )
+        yield _labelled(
+            CounterMetricFamily("vidspec:standing_tokens", "Draft tokens that stand, by why.", labels=["kind"]),
+            {kind: values[f"{kind}_tokens"] for kind in KINDS},
+        )
+        yield _labelled(
+            CounterMetricFamily(
+                "vidspec:strict_requests", "Requests verified strictly though their scorer is loose.", labels=["reason"]
+            ),
+            {reason: values[f"strict_{reason}"] for reason in STRICT_REASONS},
         )
         yield _labelled(
             CounterMetricFamily("vidspec:skipped_requests", "Requests run without speculation.", labels=["reason"]),

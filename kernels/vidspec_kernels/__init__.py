@@ -1,6 +1,7 @@
 """vidspec_kernels: Triton kernels beside their torch references; needs torch, triton and numpy only."""
 
 from vidspec_kernels.accept_chain import accept_chain, accept_chain_reference
+from vidspec_kernels.accept_loose import LOWEST, SHIFT, WINDOW, accept_loose, accept_loose_reference
 from vidspec_kernels.chain_step import chain_step, chain_step_reference
 from vidspec_kernels.guidance_scores import guidance_scores, guidance_scores_reference
 from vidspec_kernels.kv_compact import CacheList, kv_compact, kv_compact_reference
@@ -8,17 +9,32 @@ from vidspec_kernels.tree_accept import tree_accept, tree_accept_reference
 from vidspec_kernels.tree_attention import tree_attention, tree_attention_reference
 from vidspec_kernels.tree_step import tree_step, tree_step_reference
 from vidspec_kernels.uv_scores import uv_scores_reference, uv_text_sum, uv_video_scores
+from vidspec_kernels.visual_relevance import (
+    merge_relevance,
+    storage_scale,
+    store_states,
+    visual_relevance,
+    visual_relevance_reference,
+)
 
 __all__ = [
+    "LOWEST",
+    "SHIFT",
+    "WINDOW",
     "CacheList",
     "accept_chain",
     "accept_chain_reference",
+    "accept_loose",
+    "accept_loose_reference",
     "chain_step",
     "chain_step_reference",
     "guidance_scores",
     "guidance_scores_reference",
     "kv_compact",
     "kv_compact_reference",
+    "merge_relevance",
+    "storage_scale",
+    "store_states",
     "tree_accept",
     "tree_accept_reference",
     "tree_attention",
@@ -28,4 +44,6 @@ __all__ = [
     "uv_scores_reference",
     "uv_text_sum",
     "uv_video_scores",
+    "visual_relevance",
+    "visual_relevance_reference",
 ]

@@ -24,7 +24,9 @@ def test_imports_neither_vllm_nor_the_plugins_engine():
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("name", ["chain_step", "accept_chain", "tree_accept", "kv_compact", "tree_step"])
+@pytest.mark.parametrize(
+    "name", ["chain_step", "accept_chain", "tree_accept", "accept_loose", "kv_compact", "tree_step"]
+)
 def test_benchmark_runs(name, monkeypatch, tmp_path, capsys):
     """Catches: a benchmark that no longer fits its kernel, a row without unit or floor, NaN times."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))

@@ -56,8 +56,10 @@ def reference() -> list[dict]:
 def server(tmp_path_factory):
     port = free_port()
     # Every frame of a video counts, so that a long one does not fit (the default samples it down).
-    every_frame = {"media_io_kwargs": {"video": {"num_frames": -1}}}
-    args = pairs.serve_args(FAMILY, "draft", port=port, overrides=every_frame, on_draft_error="raise")
+    overrides = {"media_io_kwargs": {"video": {"num_frames": -1}}, "per_request_spec_decode_metrics": "summary"}
+    # Strict, unless a request asks for less.
+    loose = {"request_scorers": ["strict", "loose"], "lambda_max": 0.9}
+    args = pairs.serve_args(FAMILY, "draft", port=port, overrides=overrides, on_draft_error="raise", **loose)
     with VllmServer(args, port, tmp_path_factory.mktemp("serve") / "server.log") as server:
         server.wait_ready(timeout_s=300)
         yield server
@@ -99,6 +101,46 @@ def test_counters_on_metrics(server):
     ours = set(re.findall(r"^(vidspec:\w+)", text, re.MULTILINE))
     assert {"vidspec:drafts_total", "vidspec:accepted_tokens_total", "vidspec:skipped_requests_total"} <= ours
     assert not [name for name in ours if "spec_decode" in name]
+
+
+@pytest.mark.parametrize("place", ["vllm_xargs", "extra_body"])
+def test_a_request_may_ask_for_loose_verification(server, reference, place):
+    """In `vllm_xargs` or beside the other fields; the response says what was loosened, /metrics adds it up."""
+    chosen = {"vidspec_scorer": "loose", "vidspec_lambda": 0.9}
+    fields = {"vllm_xargs": chosen} if place == "vllm_xargs" else chosen
+    before = server.metrics()
+    message = _video_message(pairs.sample_video().read_bytes())
+    answers = [
+        _post(server, message, max_tokens=MAX_TOKENS, temperature=1.0, seed=seed, **fields).json() for seed in range(4)
+    ]
+    gained = difference(before, server.metrics())
+    assert gained["relevance_prompts"] == 4 and gained["loosened_tokens"] > 0
+    told = [answer["metrics"]["speculative_decoding"] for answer in answers]
+    for kind in ("exact", "loosened", "shifted"):
+        assert sum(one[f"num_{kind}_draft_tokens"] for one in told) == gained[f"{kind}_tokens"]
+    assert re.search(r'^vidspec:standing_tokens_total\{kind="loosened"\} [1-9]', server.metrics_text(), re.MULTILINE)
+    strict = ask(server.base_url, QUESTION, video=pairs.sample_video(), max_tokens=MAX_TOKENS, **SAMPLINGS[1])
+    assert strict.token_ids == reference[1]["token_ids"]
+
+
+def _mirrored_video(folder: Path) -> bytes:
+    shape_world.write_mp4(shape_world.held_out(0).frames[:, :, ::-1], folder / "mirrored.mp4")
+    return (folder / "mirrored.mp4").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"vidspec_scorer": "lose"}, {"vidspec_scorer": "fly"}, {"vidspec_lambda": 0.95}, {"vidspec_lamda": 0.5}],
+    ids=lambda wrong: "-".join(map(str, *wrong.items())),
+)
+def test_a_request_that_asks_for_too_much_is_a_400(server, wrong, tmp_path):
+    video = _video_message(_mirrored_video(tmp_path))  # one that the server has not seen
+    answer = _post(server, video, vllm_xargs=wrong)
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    assert next(iter(wrong)) in message and "\n" not in message
+    # Catches: a refused video that the front end believes the engine to hold.
+    assert _post(server, video).status_code == 200
 
 
 def test_text_only_request_is_drafted_too(server):

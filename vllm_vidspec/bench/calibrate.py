@@ -127,17 +127,9 @@ def check(calibration: Calibration, out: str | None = None, plot: str | None = N
     """
     if calibration.pruner not in PRUNERS:
         raise VidSpecError(f"--pruner: {calibration.pruner!r} has nothing to calibrate; known: {', '.join(PRUNERS)}")
-    if calibration.target is not None and calibration.draft is None:
-        raise VidSpecError("--target needs --draft, a checkpoint or 'self'")
-    if calibration.target is None:
-        pairs.pair_for(calibration.family)
-    for role, path in (("target", calibration.target), ("draft", calibration.draft)):
-        if path is not None and path.startswith(("/", ".")) and not Path(path).exists():
-            raise VidSpecError(f"--{role}: no such checkpoint: {path}")
+    check_models(calibration)
     if calibration.prompts < 1 or calibration.max_tokens < 2:
         raise VidSpecError("--prompts must be at least 1, --max-tokens at least 2")
-    if fixed := sorted({"model", "speculative_config"} & set(calibration.engine_args)):
-        raise VidSpecError(f"--engine-args: {fixed[0]} has options of its own")
     if calibration.prune_ratio in (0.0, 1.0):
         raise VidSpecError(f"--prune-ratio {calibration.prune_ratio:g} leaves nothing to choose")
     parse_config(calibration.llm_kwargs()["speculative_config"])
@@ -150,6 +142,23 @@ def check(calibration: Calibration, out: str | None = None, plot: str | None = N
         raise VidSpecError("--plot needs matplotlib: pip install matplotlib")
     if plot is not None and Path(plot).suffix.lower() not in PLOT_SUFFIXES:
         raise VidSpecError(f"--plot: {plot} must end in {', '.join(PLOT_SUFFIXES)}")
+
+
+def check_models(calibration: Calibration) -> None:
+    """Refuse a pair that is not there, or arguments of its engine that have options of their own.
+
+    Raises:
+        VidSpecError: One line naming what is wrong.
+    """
+    if calibration.target is not None and calibration.draft is None:
+        raise VidSpecError("--target needs --draft, a checkpoint or 'self'")
+    if calibration.target is None:
+        pairs.pair_for(calibration.family)
+    for role, path in (("target", calibration.target), ("draft", calibration.draft)):
+        if path is not None and path.startswith(("/", ".")) and not Path(path).exists():
+            raise VidSpecError(f"--{role}: no such checkpoint: {path}")
+    if fixed := sorted({"model", "speculative_config"} & set(calibration.engine_args)):
+        raise VidSpecError(f"--engine-args: {fixed[0]} has options of its own")
 
 
 def run(calibration: Calibration, report: Report = lambda _event, _fields: None) -> dict[str, Any]:

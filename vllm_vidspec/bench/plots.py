@@ -8,7 +8,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +101,20 @@ def _check_writable(path: Path) -> None:
         raise VidSpecError(f"cannot write {path}: Permission denied")
 
 
-def _check_plot(path: str, axes: Mapping[str, Sequence[Any]]) -> None:
+def check_figure(path: str) -> None:
+    """Refuse a figure that cannot be drawn: a name with another suffix, or no matplotlib.
+
+    Raises:
+        VidSpecError: One line saying why.
+    """
     if Path(path).suffix not in SUFFIXES:
         raise VidSpecError(f"cannot draw {path}: its name must end in {' or '.join(SUFFIXES)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise VidSpecError("drawing needs matplotlib: pip install matplotlib")
+
+
+def _check_plot(path: str, axes: Mapping[str, Sequence[Any]]) -> None:
+    check_figure(path)
     drawn = _DRAWN_BY_SHAPE if len(set(axes["drafting"])) > 1 else _DRAWN
     several = [name for name in AXES if name not in drawn and len(set(axes[name])) > 1]
     if drawn is _DRAWN_BY_SHAPE and all(len(set(axes[name])) > 1 for name in ("prune_ratio", "temperature")):
@@ -136,12 +145,23 @@ def write_csv(path: str, result: dict[str, Any]) -> None:
     Raises:
         VidSpecError: The file cannot be written.
     """
+    write_rows(path, COLUMNS, map(flatten, result["rows"]), result["provenance"])
+
+
+def write_rows(
+    path: str, columns: Sequence[str], rows: Iterable[Mapping[str, Any]], provenance: Mapping[str, Any]
+) -> None:
+    """Write flat rows under their columns; the first line is a comment with the provenance as JSON.
+
+    Raises:
+        VidSpecError: The file cannot be written.
+    """
     try:
         with open(path, "w", newline="") as file:
-            file.write(f"# {json.dumps(result['provenance'])}\n")
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            file.write(f"# {json.dumps(provenance)}\n")
+            writer = csv.DictWriter(file, columns, lineterminator="\n")
             writer.writeheader()
-            writer.writerows(map(flatten, result["rows"]))
+            writer.writerows(rows)
     except OSError as error:
         raise VidSpecError(f"cannot write {path}: {error.strerror}") from None
 

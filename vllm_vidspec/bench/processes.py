@@ -16,7 +16,7 @@ from types import TracebackType
 
 from vllm_vidspec.bench.pairs import engine_env
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.metrics import GAUGES, GUIDANCE_FALLBACKS, MAX_POSITIONS, NAMES, SKIP_REASONS
+from vllm_vidspec.metrics import GAUGES, GUIDANCE_FALLBACKS, MAX_POSITIONS, NAMES, SKIP_REASONS, STRICT_REASONS
 
 _OURS = re.compile(r"vidspec: (.+)")
 _PYTHON_ERROR = re.compile(r"(?:^|\s)((?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt)\b: .+)")
@@ -158,15 +158,22 @@ def from_prometheus(text: str) -> dict[str, int]:
         "draft_depth",
         "draft_steps",
         "draft_forwards",
+        "relevance_prompts",
+        "relevance_tokens",
+        "relevance_reused",
     )
     for name in totals:
         values[name] = int(found.get((f"{name}_total", ""), 0))
     for name in GAUGES - {"draft_pool_blocks_total", "draft_pool_blocks_used"}:
         values[name] = int(found.get((name, ""), 0))
-    for name in ("draft_prefill", "draft_decode", "guidance"):
+    for name in ("draft_prefill", "draft_decode", "guidance", "relevance"):
         values[f"{name}_us"] = round(1e6 * found.get((f"{name}_seconds_total", ""), 0))
     for reason in SKIP_REASONS:
         values[f"skipped_{reason}"] = int(found.get(("skipped_requests_total", reason), 0))
+    for reason in STRICT_REASONS:
+        values[f"strict_{reason}"] = int(found.get(("strict_requests_total", reason), 0))
+    for kind in ("exact", "loosened", "shifted"):
+        values[f"{kind}_tokens"] = int(found.get(("standing_tokens_total", kind), 0))
     for reason in GUIDANCE_FALLBACKS:
         values[f"unguided_{reason}"] = int(found.get(("unguided_prompts_total", reason), 0))
     for kind in ("full", "kept"):

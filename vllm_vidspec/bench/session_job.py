@@ -1,5 +1,6 @@
 """The engine's side of `engine_session`: one job, then commands, each a line of JSON on stdin."""
 
+import itertools
 import json
 import sys
 import tempfile
@@ -29,7 +30,7 @@ def _run(job: dict[str, Any], events: engine_job.Events) -> None:
     engine_job.require_runner_v2(vllm_config)
     num_layers = vllm_config.model_config.get_total_num_hidden_layers()
     ask = _own_pair(llm, job["prompts"]) if job["prompts"]["family"] is None else _bundled_pair(llm, job["prompts"])
-    commands = {"measure": _measure, "look": _look, "cost": _cost}
+    commands = {"measure": _measure, "look": _look, "cost": _cost, "caption": _caption}
     events.send("ready", num_layers=num_layers, default_uv_layer=default_uv_layer(num_layers))
     for line in sys.stdin:
         command = json.loads(line)
@@ -63,11 +64,17 @@ class Asker:
         ask = self.llm.enqueue_chat if self.is_chat else self.llm.enqueue
         ask([self.requests[i] for i in indices], self._params(sampling), use_tqdm=False)
 
+    def caption(self, seed: int, **sampling: Any) -> list[Any]:
+        """Answer all of them in one batch, request i with `seed` + i."""
+        ask = self.llm.chat if self.is_chat else self.llm.generate
+        params = [self._params(sampling | {"seed": seed + i}) for i in range(len(self.requests))]
+        return ask(self.requests, params, use_tqdm=False)
+
     @staticmethod
     def _params(sampling: dict[str, Any]) -> Any:
         from vllm import SamplingParams
 
-        return SamplingParams(temperature=0, **sampling)
+        return SamplingParams(**{"temperature": 0, **sampling})
 
 
 def _bundled_pair(llm: Any, prompts: dict[str, Any]) -> Asker:
@@ -167,6 +174,73 @@ def _cost(llm: Any, ask: Asker, command: dict[str, Any]) -> dict[str, Any]:
         if number > 0:  # the first is there for what happens once
             runs.append({"batch_size": len(indices), "step_s": step_s, "metrics": gained})
     return {"runs": runs}
+
+
+def _caption(llm: Any, ask: Asker, command: dict[str, Any]) -> dict[str, Any]:
+    """Answer every prompt with `knobs` in force, as `sampling` and `seed` say; what is said, and in what time.
+
+    With `watch`, `captions` says of each token its text, its relevance and its kind as well.
+    """
+    from vllm_vidspec import metrics
+
+    config = llm.llm_engine.vllm_config
+    path = None if config.speculative_config is None else metrics.path_for(config.instance_id)
+    if command["knobs"]:
+        llm.collective_rpc("vidspec_retune", args=(command["knobs"],))
+    if command["watch"]:
+        llm.collective_rpc("vidspec_watch_scores", args=(True,))
+    before = None if path is None else metrics.read_metrics(path)
+    start = time.perf_counter()
+    outputs = ask.caption(command["seed"], **command["sampling"])
+    seconds = time.perf_counter() - start
+    gained = None if path is None or before is None else metrics.difference(before, metrics.read_metrics(path))
+    captions = None
+    if command["watch"]:
+        watched = llm.collective_rpc("vidspec_watch_scores", args=(False,))[0]
+        captions = _watched_captions(llm.get_tokenizer(), outputs, watched)
+    return {
+        "seconds": seconds,
+        "texts": [output.outputs[0].text for output in outputs],
+        "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
+        "metrics": gained,
+        "captions": captions,
+    }
+
+
+def _watched_captions(tokenizer: Any, outputs: list[Any], watched: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return of each answer `words`, `relevance` and `kinds`, one of each per token.
+
+    Raises:
+        VidSpecError: What was watched is not what was said.
+    """
+    records = {record["req_id"].split("-")[0]: record for record in watched}  # vLLM adds a suffix of its own
+    captions = []
+    for output in outputs:
+        token_ids = list(output.outputs[0].token_ids)
+        # A request that was never drafted for is not watched: all its tokens are the target's own.
+        unwatched = {"tokens": token_ids, "relevance": [None] * len(token_ids), "kinds": [0] * len(token_ids)}
+        record = records.get(output.request_id, unwatched)
+        # What was verified past a stop is watched, and not said.
+        if list(record["tokens"])[: len(token_ids)] != token_ids:
+            raise VidSpecError("what was watched are not the tokens of the answer; please report this")
+        relevance, kinds = (list(record[name])[: len(token_ids)] for name in ("relevance", "kinds"))
+        captions.append({"words": token_texts(tokenizer, token_ids), "relevance": relevance, "kinds": kinds})
+    return captions
+
+
+def token_texts(tokenizer: Any, token_ids: list[int]) -> list[str]:
+    """Return what each token adds to the text; of a character in several tokens the last one has it."""
+    texts, shown = [], ""
+    for end in range(1, len(token_ids) + 1):
+        text = tokenizer.decode(token_ids[:end])
+        # An unfinished character is shown as U+FFFD until its last byte comes.
+        if text.endswith("\ufffd") and end < len(token_ids):
+            texts.append("")
+            continue
+        pairs_alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, shown, strict=False))
+        texts.append(text[sum(1 for _ in pairs_alike) :])
+        shown = text
+    return texts
 
 
 if __name__ == "__main__":

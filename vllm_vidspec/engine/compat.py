@@ -83,31 +83,125 @@ def install_error_line() -> None:
 
 
 def allow_sampling_parameters() -> None:
-    """Let requests use `min_p` and `logit_bias` when the speculative method is ours.
+    """Let requests use `min_p` and `logit_bias` when the speculative method is ours, and check what they ask of it.
 
-    Why: vLLM refuses them for every speculative method. Model Runner V2 applies both at every logits row, and the
-    strict scorer samples through that same code, so here they are exact.
+    Why: vLLM refuses both for every speculative method. Model Runner V2 applies both at every logits row, and the
+    strict scorer samples through that same code, so here they are exact. What a request asks of our scorers must be
+    refused here, in the API server, as the client's error.
     """
+    from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
 
     original = SamplingParams._validate_spec_decode
     expect_parameters(original, "self", "speculative_config")
 
     def validate(self, speculative_config):
-        if not is_ours(speculative_config):
+        check = getattr(speculative_config, "_vidspec", None)
+        if check is None:
             original(self, speculative_config)
+            return
+        try:
+            check(self)
+        except VidSpecError as error:
+            raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 
     _patch(SamplingParams, "_validate_spec_decode", validate)
 
 
-def mark_as_ours(speculative_config: Any) -> None:
-    """Remember that a `SpeculativeConfig` is the translation of our method."""
-    speculative_config._vidspec = True
+def mark_as_ours(speculative_config: Any, check: Callable) -> None:
+    """Remember that a `SpeculativeConfig` is the translation of our method.
+
+    Args:
+        speculative_config: vLLM's.
+        check: Called with each request's `SamplingParams`; raises VidSpecError for what the server does not allow.
+    """
+    speculative_config._vidspec = check
 
 
-def is_ours(speculative_config: Any) -> bool:
-    """Whether a `SpeculativeConfig` (or None) is the translation of our method."""
-    return getattr(speculative_config, "_vidspec", False)
+def extend_request_metrics(extend: Callable) -> None:
+    """Let what `--per-request-spec-decode-metrics` reports of a finished request be extended.
+
+    Why: vLLM's scheduler counts accepted tokens; which of them were loosened, only our scorer knows.
+
+    Args:
+        extend: `(RequestSpecDecodeMetrics, request id) -> RequestSpecDecodeMetrics`; the last given is used.
+    """
+    from vllm.v1.engine.output_processor import RequestState
+
+    RequestState._vidspec_extend = staticmethod(extend)
+    original = RequestState._new_completion_output
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def new_completion_output(self, *args, **kwargs):
+        output = original(self, *args, **kwargs)
+        if output.spec_decode_metrics is not None:
+            output.spec_decode_metrics = self._vidspec_extend(output.spec_decode_metrics, self.request_id)
+        return output
+
+    _patch(RequestState, "_new_completion_output", new_completion_output)
+
+
+def hear_request_choices(keys: tuple[str, ...], calls_tools: str, check: Callable) -> None:
+    """Let our request parameters reach the worker from the OpenAI API, and the fact that a request may call tools.
+
+    Why: vLLM forwards `vllm_xargs` and drops other unknown fields, where clients that use `extra_body` put ours; and
+    whether a parser for tool calls reads the output is known to the API server alone. What is wrong is refused before
+    the prompt is rendered: once a video is, the front end believes that the engine holds it, and the same video in the
+    client's corrected request would be missed there.
+
+    Args:
+        keys: Names of our parameters; beside or in `vllm_xargs`.
+        calls_tools: The name under which requests with tools are marked.
+        check: Parameters of a request -> None; raises VidSpecError. The last given is used.
+    """
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+    from vllm.exceptions import VLLMValidationError
+
+    def found(request):
+        beside = {key: value for key, value in (request.model_extra or {}).items() if key in keys}
+        return {**beside, **(getattr(request, "vllm_xargs", None) or {})}
+
+    def hear(original):
+        @functools.wraps(original)
+        def to_sampling_params(self, *args, **kwargs):
+            params = original(self, *args, **kwargs)
+            extra = {**found(self), **(params.extra_args or {})}
+            if getattr(self, "tools", None) and getattr(self, "tool_choice", None) != "none":
+                extra[calls_tools] = True
+            params.extra_args = extra or None
+            return params
+
+        return to_sampling_params
+
+    def guard(serving, original):
+        @functools.wraps(original)
+        async def create(self, request, *args, **kwargs):
+            try:
+                serving._vidspec_check(found(request))
+            except VidSpecError as error:
+                raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
+            return await original(self, request, *args, **kwargs)
+
+        return create
+
+    for request, serving, name in (
+        (ChatCompletionRequest, OpenAIServingChat, "create_chat_completion"),
+        (CompletionRequest, OpenAIServingCompletion, "create_completion"),
+        (ResponsesRequest, OpenAIServingResponses, "create_responses"),
+    ):
+        serving._vidspec_check = staticmethod(check)
+        original = getattr(serving, name)
+        if not hasattr(original, _MARK):
+            expect_parameters(original, "self", "request", "raw_request")
+            _patch(request, "to_sampling_params", hear(request.to_sampling_params))
+            _patch(serving, name, guard(serving, original))
 
 
 @contextlib.contextmanager

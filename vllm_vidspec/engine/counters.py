@@ -1,5 +1,7 @@
 """What the worker counts: device accumulators read back without a host sync, and the file that /metrics shows."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank
@@ -12,14 +14,22 @@ from vllm_vidspec.scoring import TreeShapes
 
 logger = init_logger("vllm.vidspec")
 
-_TOTALS = ("drafts", "draft_tokens", "accepted_tokens", "draft_depth")
+_TOTALS = (
+    "drafts",
+    "draft_tokens",
+    "accepted_tokens",
+    "draft_depth",
+    "exact_tokens",
+    "loosened_tokens",
+    "shifted_tokens",
+)
 
 
 class Counters:
     """Counts of one worker; only tensor-parallel rank 0 publishes."""
 
     def __init__(self, vllm_config, device: torch.device, max_num_reqs: int, num_speculative_tokens: int):
-        # [4 + K]: verify steps with drafts, drafted, accepted, depth of the drafts, accepted at each position
+        # [7 + K]: verify steps with drafts, drafted, accepted, the drafts' depth, accepted by kind and at each position
         self._totals = torch.zeros(len(_TOTALS) + num_speculative_tokens, dtype=torch.int64, device=device)
         self._positions = torch.arange(num_speculative_tokens + 1, device=device)  # [K + 1]
         # [max_num_reqs] whether the persistent row's scheduled draft tokens are real
@@ -30,6 +40,12 @@ class Counters:
         self._published = np.zeros(len(self._host), dtype=np.int64)
         self._file = self._open(vllm_config)
         self._logged: set[str] = set()
+        # What a response says of its own request, where the server was asked for that.
+        level = vllm_config.observability_config.per_request_spec_decode_metrics
+        self._counts_requests = self._file is not None and level != "none"
+        self._slots = np.zeros(max_num_reqs, dtype=np.int64)  # [max_num_reqs] in the file, by persistent row
+        self._busy: set[int] = set()
+        self._pending: list[tuple[np.ndarray, torch.Tensor]] = []  # slots and counts of the step in flight
 
     @staticmethod
     def _open(vllm_config) -> metrics.MetricsFile | None:
@@ -44,17 +60,20 @@ class Counters:
     def observe(
         self,
         idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
         num_sampled: torch.Tensor,
         cu_num_logits: torch.Tensor,
         shapes: TreeShapes | None = None,
+        kinds: torch.Tensor | None = None,
     ) -> None:
         """Add one verify step.
 
         Args:
-            idx_mapping: `[num_reqs]` int64 persistent rows.
+            idx_mapping: `[num_reqs]` int64 persistent rows; `idx_mapping_np` the same on the host.
             num_sampled: `[num_reqs]` int32, accepted drafts plus the target's own token.
             cu_num_logits: `[num_reqs + 1]` int32; a request has one logits row more than drafts.
             shapes: Of the drafts; None where all are chains.
+            kinds: `[num_reqs, K + 1]` int8 why each output stands (`Scored.kinds`); None: all drafts are exact.
         """
         xp, rows, bounds = array_module(idx_mapping.device), as_array(idx_mapping), as_array(cu_num_logits)
         num_drafts = (bounds[1:] - bounds[:-1] - 1) * as_array(self.has_draft)[rows]  # [num_reqs]
@@ -64,8 +83,49 @@ class Counters:
         counted = num_drafts > 0
         accepted = (as_array(num_sampled) - 1) * counted
         reached = positions[:-1] < accepted[:, None]  # [num_reqs, K]
-        by_request = xp.stack((counted, num_drafts, accepted, depth), 1)
+        loosened = shifted = accepted * 0
+        if kinds is not None:
+            why = as_array(kinds)
+            loosened, shifted = ((why == kind).sum(1) * counted for kind in (2, 3))
+        by_kind = (accepted - loosened - shifted, loosened, shifted)
+        by_request = xp.stack((counted, num_drafts, accepted, depth, *by_kind), 1)
+        if self._counts_requests:
+            self._count_requests(idx_mapping_np, torch.as_tensor(xp.stack(by_kind, 1)))
         as_array(self._totals)[:] += xp.concatenate((by_request, reached), 1).sum(0)
+
+    # ---- by request ------------------------------------------------------------------------------------------------
+
+    def begin_request(self, row: int, req_id: str) -> None:
+        """Count a request's draft tokens from here on."""
+        if self._counts_requests:
+            assert self._file is not None
+            self._slots[row] = self._file.begin_request(req_id, self._busy)
+            self._busy.add(int(self._slots[row]))
+
+    def end_request(self, row: int) -> None:
+        """Let a row's slot be the next request's, in its turn."""
+        self._busy.discard(int(self._slots[row]))
+
+    def _count_requests(self, rows_np: np.ndarray, counts: torch.Tensor) -> None:
+        """Begin to copy `[num_reqs, 3]` counts of a step, or of a slice of its batch, to the host."""
+        host = torch.empty_like(counts, device="cpu", pin_memory=self._on_gpu)
+        host.copy_(counts, non_blocking=True)
+        self._pending.append((self._slots[rows_np], host))
+
+    def publisher(self) -> Callable[[], None] | None:
+        """Return what publishes the step's counts once the device is done with it; None if nothing was counted."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return None
+
+        def publish() -> None:
+            assert self._file is not None
+            for slots, counts in pending:
+                self._file.add_to_requests(slots, counts.numpy())
+
+        return publish
+
+    # ---- totals ----------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Publish what the device has counted; on a GPU what it had counted when the last copy finished."""

@@ -6,8 +6,10 @@ import os
 from typing import Any
 
 from vllm_vidspec import families, metrics
-from vllm_vidspec.config import METHOD, VidSpecConfig, parse_config
+from vllm_vidspec.config import METHOD, REQUEST_LAMBDA, REQUEST_SCORER, VidSpecConfig, parse_config
 from vllm_vidspec.engine import compat
+from vllm_vidspec.engine.request_metrics import extend
+from vllm_vidspec.engine.request_rules import CALLS_TOOLS, choose
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.plugin import SUPPORTED_VLLM
 
@@ -84,13 +86,36 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
         raise VidSpecError("--video-pruning-rate prunes the target's own video; unset it (the draft is pruned instead)")
     if vllm_config.watermark_config is not None:
         raise VidSpecError("watermarking is not supported together with vidspec")
-    compat.mark_as_ours(vllm_config.speculative_config)
+    _check_scorers(vllm_config, config)
+    compat.mark_as_ours(vllm_config.speculative_config, lambda sampling: choose(sampling.extra_args, config))
+    compat.hear_request_choices((REQUEST_SCORER, REQUEST_LAMBDA), CALLS_TOOLS, lambda asked: choose(asked, config))
     keep_attention_out_of_graphs(vllm_config, config)
     # `finish` runs in the process that serves /metrics; the worker process opens the same file.
     path = metrics.path_for(vllm_config.instance_id)
     metrics.MetricsFile.create(path)
     metrics.register_collector(path)
+    if vllm_config.observability_config.per_request_spec_decode_metrics != "none":
+        compat.extend_request_metrics(lambda found, req_id: extend(found, req_id, path))
     logger.info("vidspec is active: %s", config.summary())
+
+
+def _check_scorers(vllm_config: Any, config: VidSpecConfig) -> None:
+    """Refuse what scorers that let mismatches stand cannot work with.
+
+    Raises:
+        VidSpecError: One line naming it.
+    """
+    if config.scorers == {"strict"}:
+        return
+    logger.warning("vidspec: requests may be verified by %s: their output can differ from the target's", _loose(config))
+    if vllm_config.parallel_config.enable_batch_sharded_sampling:
+        raise VidSpecError("--enable-batch-sharded-sampling shows a rank its own requests only: use the strict scorer")
+    if config.protected_tokens and vllm_config.model_config.skip_tokenizer_init:
+        raise VidSpecError("protected_tokens needs a tokenizer: drop --skip-tokenizer-init")
+
+
+def _loose(config: VidSpecConfig) -> str:
+    return ", ".join(sorted(config.scorers - {"strict"}))
 
 
 def keep_attention_out_of_graphs(vllm_config: Any, config: VidSpecConfig) -> None:

@@ -129,10 +129,15 @@ def embedding_indices(feature: Any) -> torch.Tensor:
         raise UnsupportedPrompt(f"it has an input of modality {feature.modality!r}")
     if feature.data is None or not any("pixel_values" in key or "embeds" in key for key in feature.data):
         raise UnsupportedPrompt("the engine no longer holds its visual input")
+    return torch.from_numpy(visual_indices(feature))
+
+
+def visual_indices(feature: Any) -> np.ndarray:
+    """Return the prompt indices `[m]` int64 of an item's embeddings, whether or not its pixels are still held."""
     place = feature.mm_position
     if place.is_embed is None:
-        return torch.arange(place.offset, place.offset + place.length)
-    return torch.as_tensor(np.asarray(place.is_embed)).nonzero()[:, 0] + place.offset
+        return np.arange(place.offset, place.offset + place.length)
+    return np.flatnonzero(np.asarray(place.is_embed)) + place.offset
 
 
 def _plain(item: Any) -> dict[str, Any]:

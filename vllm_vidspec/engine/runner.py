@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from vllm.utils.mem_utils import DeviceMemoryProfiler
+from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from vllm_vidspec.config import METHOD, VidSpecConfig, parse_config
 from vllm_vidspec.engine.attention_guidance import AttentionGuidance
@@ -12,13 +13,21 @@ from vllm_vidspec.engine.counters import Counters
 from vllm_vidspec.engine.guidance import make_guidance
 from vllm_vidspec.engine.kv_views import attention_layers
 from vllm_vidspec.engine.listeners import Guidance
+from vllm_vidspec.engine.looseness import LooseRules
+from vllm_vidspec.engine.request_metrics import PublishingOutput
+from vllm_vidspec.engine.score_watch import ScoreWatch
 from vllm_vidspec.engine.scorer import CoupledVerifier
 from vllm_vidspec.engine.speculator import VidSpecSpeculator
 from vllm_vidspec.engine.state_guidance import HiddenStateGuidance
 from vllm_vidspec.engine.target_trees import TargetTrees
+from vllm_vidspec.engine.visual_states import VisualStates
 from vllm_vidspec.errors import VidSpecError
 
 _TUNABLE = {"lambda_r", "guidance_layers", "prune_ratio", "image_prune_ratio"}
+_TUNABLE_RULES = {
+    *("scorer", "lambda_loose", "top_n", "position_shift", "relevance_rows"),
+    *("fly_entropy", "fly_window", "fly_top_k", "protected_tokens"),
+}
 
 
 @functools.cache
@@ -33,6 +42,8 @@ def vidspec_runner(base: type) -> type:
             self.vidspec_config = VidSpecConfig(**vllm_config.additional_config[METHOD])
             self.guidance: Guidance | None = None
             self.trees: TargetTrees | None = None
+            self.rules: LooseRules | None = None
+            self.visual: VisualStates | None = None
             self.counters = Counters(vllm_config, device, self.max_num_reqs, self.num_speculative_steps)
             self.speculator = VidSpecSpeculator(vllm_config, self.vidspec_config, device, self.counters)
 
@@ -55,15 +66,28 @@ def vidspec_runner(base: type) -> type:
                     self.device,
                 )
             self.speculator.trees = self.trees
+            self._init_rules()
             self.rejection_sampler = CoupledVerifier(
                 self.sampler,
                 self.speculative_config,
                 self.device,
-                self.vidspec_config.scorer,
                 self.counters,
                 self.trees,
                 self.vidspec_config.max_path,
+                self.rules,
+                self.visual,
             )
+
+        def _init_rules(self) -> None:
+            """Prepare what the scorers need that let mismatches stand, if any request can have one."""
+            config = self.vidspec_config
+            if config.scorers == {"strict"}:
+                return
+            self.rules = LooseRules(
+                config, self.vllm_config, self.max_num_reqs, self.vocab_size, self.sampler, self.counters
+            )
+            if "loose" in config.scorers:
+                self.visual = VisualStates(config, self.vllm_config, self.max_num_reqs, self.counters, self.rules.ready)
 
         def initialize_kv_cache(self, kv_cache_config, is_profiling: bool = False, **kwargs) -> None:
             super().initialize_kv_cache(kv_cache_config, is_profiling=is_profiling, **kwargs)
@@ -72,6 +96,8 @@ def vidspec_runner(base: type) -> type:
                     self.guidance.check_cache()
                 if self.trees is not None:
                     self.trees.init_kv(len(self.kv_cache_config.kv_cache_groups))
+                if self.visual is not None:
+                    self.visual.init_pool()
                 self.speculator.init_kv()
 
         def add_requests(self, scheduler_output) -> None:
@@ -80,6 +106,19 @@ def vidspec_runner(base: type) -> type:
                 sampling = request.sampling_params
                 is_structured = sampling is not None and sampling.structured_outputs is not None
                 self.speculator.arrive(request.req_id, request.prefill_token_ids, request.mm_features, is_structured)
+                self.counters.begin_request(self.req_states.req_id_to_index[request.req_id], request.req_id)
+                if self.rules is not None and sampling is not None:
+                    self._admit(request)
+
+        def _admit(self, request) -> None:
+            """Give a request its rule of verification, and listen to its video."""
+            assert self.rules is not None
+            row = self.req_states.req_id_to_index[request.req_id]
+            is_needed = self.rules.admit(row, request.sampling_params)
+            if self.visual is not None:
+                adapter = request.lora_request.lora_name if request.lora_request is not None else ""
+                text, features = request.prefill_token_ids, request.mm_features
+                self.visual.arrive(request.req_id, row, text, features, adapter, is_needed)
 
         def prepare_inputs(self, *args, **kwargs):
             batch = super().prepare_inputs(*args, **kwargs)
@@ -87,11 +126,20 @@ def vidspec_runner(base: type) -> type:
                 self.guidance.guarded(self.guidance.before_forward, batch)
             if self.trees is not None:
                 self.trees.before_forward(batch)
+            if self.visual is not None:
+                self.visual.before_forward(batch)
             return batch
 
         def _remove_request(self, req_id: str) -> bool:
             # Finished, aborted and preempted requests all pass here, as does one that is about to be re-added.
             self.speculator.release(req_id)
+            if self.visual is not None:
+                self.visual.release(req_id)
+            row = self.req_states.req_id_to_index.get(req_id)
+            if row is not None:
+                self.counters.end_request(row)
+                if self.rules is not None:
+                    self.rules.forget(row)
             return super()._remove_request(req_id)
 
         def execute_model(self, scheduler_output, *args, **kwargs):
@@ -99,13 +147,16 @@ def vidspec_runner(base: type) -> type:
             output = super().execute_model(scheduler_output, *args, **kwargs)
             if self.trees is not None:
                 self.trees.after_forward()
+            state = self.execute_model_state
             if self.guidance is not None:
-                state = self.execute_model_state
                 aux_hidden_states = state.aux_hidden_states if state is not None else None
                 self.guidance.guarded(self.guidance.after_forward, aux_hidden_states)
+            if self.visual is not None:
+                self.visual.after_forward(state.hidden_states if state is not None else None)
             return output
 
         def sample(self, hidden_states, input_batch, grammar_output):
+            self.rejection_sampler.hidden_states = hidden_states
             output, num_sampled, num_rejected = super().sample(hidden_states, input_batch, grammar_output)
             if self.trees is not None:
                 self.trees.compact(num_sampled - 1)  # before anything counts the accepted tokens as computed
@@ -114,18 +165,38 @@ def vidspec_runner(base: type) -> type:
         def sample_tokens(self, grammar_output):
             output = super().sample_tokens(grammar_output)
             self.counters.flush()
+            publish = self.counters.publisher()
+            if publish is None:
+                return output
+            if isinstance(output, AsyncModelRunnerOutput):
+                return PublishingOutput(output, publish)
+            publish()
             return output
 
         def retune(self, knobs: dict[str, Any]) -> None:
             """Change knobs of the pruning between requests; see `worker.vidspec_retune`."""
-            if fixed := sorted(set(knobs) - _TUNABLE):
+            tunable = _TUNABLE | (_TUNABLE_RULES if self.rules is not None else set())
+            if fixed := sorted(set(knobs) - tunable):
                 raise VidSpecError(f"{fixed[0]} cannot change while the engine runs")
             config, _ = parse_config(self.vidspec_config.model_dump(exclude={"calibration"}) | knobs)
+            if "loose" in config.scorers and self.visual is None:
+                raise VidSpecError("scorer cannot change to loose: the engine keeps no hidden states")
             if isinstance(self.guidance, AttentionGuidance):
                 self.guidance.select(config.guidance_layers, self.guidance.num_layers)
-            if self.guidance is not None:
-                self.guidance.config = config
+            for part in (self.guidance, self.visual):
+                if part is not None:
+                    part.config = config
+            if self.rules is not None:
+                self.rules.retune(config)
             self.vidspec_config = self.speculator.config = self.speculator.drafter.config = config
+
+        def watch_scores(self, on: bool) -> list[dict[str, Any]]:
+            """Return what became of every token since watching began, and go on or not; see the worker."""
+            watch = self.rejection_sampler.watch
+            records = [] if watch is None else watch.take()
+            is_predicting = self.vidspec_config.relevance_rows == "prediction"
+            self.rejection_sampler.watch = ScoreWatch(is_predicting) if on else None
+            return records
 
         def take_draft_token_ids(self):
             """Offer what was drafted: nothing for requests without speculation, a tree's nodes and no more."""

@@ -1,5 +1,6 @@
 """Our scorers in vLLM's rejection-sampler slot: verification by shared-noise coupling."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,11 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_vidspec.engine.compat import expect_parameters
 from vllm_vidspec.engine.counters import Counters
+from vllm_vidspec.engine.looseness import LooseRules
 from vllm_vidspec.engine.node_paths import PathSampler
+from vllm_vidspec.engine.score_watch import ScoreWatch
 from vllm_vidspec.engine.target_trees import TargetTrees
+from vllm_vidspec.engine.visual_states import VisualStates
 from vllm_vidspec.scoring import Scored, ScoreInputs, get_scorer
 
 
@@ -26,10 +30,11 @@ class CoupledVerifier(RejectionSampler):
         sampler: The runner's sampler.
         speculative_config: vLLM's.
         device: Where logits live.
-        scorer: Name of a scorer (`VidSpecConfig.scorer`).
         counters: Told the outcome of every step.
         trees: Where drafts can be trees; None where all are chains.
         max_path: The most drafts that can follow each other.
+        rules: Which mismatches may stand; None where every request is verified strictly.
+        visual: The video's hidden states; None where no rule needs them.
     """
 
     def __init__(
@@ -37,10 +42,11 @@ class CoupledVerifier(RejectionSampler):
         sampler,
         speculative_config,
         device: torch.device,
-        scorer: str,
         counters: Counters,
         trees: TargetTrees | None = None,
         max_path: int = 1,
+        rules: LooseRules | None = None,
+        visual: VisualStates | None = None,
     ):
         super().__init__(sampler, speculative_config, device)
         expect_parameters(
@@ -65,9 +71,14 @@ class CoupledVerifier(RejectionSampler):
             "cu_num_logits",
             "cu_num_logits_np",
         )
-        self._score = get_scorer(scorer)
+        self._score, self._score_loose = get_scorer("strict"), get_scorer("loose")
         self._counters = counters
         self._trees = trees
+        self._rules = rules
+        self._visual = visual
+        self.hidden_states: torch.Tensor | None = None  # [num_tokens, hidden_size] of the forward, set by the runner
+        self._relevance: torch.Tensor | None = None  # [num_logits] of the batch, what `_verify` has yet to see
+        self.watch: ScoreWatch | None = None
         self._sample_paths = PathSampler(sampler, max_path)
         self._order: torch.Tensor | None = None  # [num_logits] logits row behind each output, of the last `_verify`
 
@@ -80,7 +91,24 @@ class CoupledVerifier(RejectionSampler):
     ):
         """Verify a batch; see vLLM's. Its logits rows are the roots' and the drafts', in node order."""
         self._unverified = input_batch.cu_num_logits_np  # what `_verify`, which sees slices, takes its bounds from
+        self._relevance = self._measure(input_batch)
+        if self.watch is not None:
+            self.watch.begin(input_batch.req_ids, input_batch.is_prefilling_np)
         return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
+
+    def _measure(self, input_batch: Any) -> torch.Tensor | None:
+        """Return `[num_logits]` relevance of a batch's rows; None where nobody asks for it."""
+        rows_np = input_batch.idx_mapping_np
+        if self._visual is None or self._rules is None or not self._rules.need_relevance(rows_np):
+            return None
+        assert self.hidden_states is not None
+        return self._visual.relevance(
+            self.hidden_states[input_batch.logits_indices],
+            input_batch.cu_num_logits,
+            input_batch.idx_mapping,
+            rows_np,
+            self.num_speculative_steps + 1,
+        )
 
     def _verify(
         self,
@@ -120,9 +148,30 @@ class CoupledVerifier(RejectionSampler):
             seq_lens_upper_bound_np,
             return_logprobs=return_logprobs,
         )
-        drafts = verify_draft_sampled.to(torch.int64)
-        scored = self._score(ScoreInputs(target_tokens, drafts, cu_num_logits, self.num_speculative_steps, shapes))
-        self._counters.observe(idx_mapping, scored.num_sampled, cu_num_logits, shapes)
+        drafts, max_drafts = verify_draft_sampled.to(torch.int64), self.num_speculative_steps
+        inputs = ScoreInputs(target_tokens, drafts, cu_num_logits, max_drafts, shapes)
+        relevance = self._relevance
+        if relevance is not None:
+            relevance, self._relevance = relevance.tensor_split((len(logits),))
+        if self._rules is not None and self._rules.any_loose(idx_mapping_np):
+            looseness = self._rules.of_step(
+                idx_mapping,
+                idx_mapping_np,
+                expanded_idx_mapping,
+                expanded_local_pos,
+                target_tokens,
+                drafts,
+                processed_logits,
+                pos,
+                relevance,
+                shapes,
+            )
+            scored = self._score_loose(dataclasses.replace(inputs, looseness=looseness))
+        else:
+            scored = self._score(inputs)
+        self._counters.observe(idx_mapping, idx_mapping_np, scored.num_sampled, cu_num_logits, shapes, scored.kinds)
+        if self.watch is not None:
+            self.watch.see(draft_sampled, cu_num_logits, scored, relevance)
         self._order = None
         if self._trees is not None:
             self._trees.remember(idx_mapping, scored.path)

@@ -27,6 +27,8 @@ class _VidSpecWorker:
         runner = self.model_runner  # type: ignore[attr-defined]
         if runner.guidance is not None:
             available -= runner.guidance.reserve(available)
+        if runner.visual is not None:
+            available -= runner.visual.reserve(available)
         pool = runner.speculator.plan_pool(available)
         if pool >= available:
             raise VidSpecError(
@@ -54,8 +56,17 @@ class _VidSpecWorker:
             for record in watched
         ]
 
+    def vidspec_watch_scores(self, on: bool) -> list[dict[str, Any]]:
+        """Return what became of every token since watching began, and go on watching or not; over `collective_rpc`.
+
+        Returns:
+            Per request `req_id`, and per output token `tokens`, `relevance` (None if not measured) and `kinds`: 0 the
+            target's own, 1 an exact draft, 2 a loosened one, 3 a shifted one.
+        """
+        return self.model_runner.watch_scores(on)  # type: ignore[attr-defined]
+
     def vidspec_retune(self, knobs: dict[str, Any]) -> None:
-        """Change knobs of the pruning between requests; for `vidspec calibrate`, over `collective_rpc`.
+        """Change knobs of pruning and scoring between requests; for tools, over `collective_rpc`.
 
         Raises:
             VidSpecError: A knob that cannot change at run time, or a wrong value.

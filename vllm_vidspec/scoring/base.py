@@ -24,6 +24,31 @@ class TreeShapes:
 
 
 @dataclass(frozen=True)
+class Looseness:
+    """Which mismatches of a verify step may stand.
+
+    Attributes:
+        rows: `[num_reqs]` int64 persistent row of each request.
+        rules: `[max_num_reqs]` int32 by persistent row, flags of `accept_loose`; 0: none.
+        shares: `[max_num_reqs]` float32, lambda: the share of a request's drafts with the lowest scores that may.
+        windows: `[max_num_reqs]` int32, drafts after a mismatch that must be exact.
+        scores: `[num_logits]` float32 of the draft of each row.
+        entropies: `[num_logits]` float32, normalised, of what the target samples after each row.
+        may_loosen: `[num_logits]` bool: nothing forbids that a mismatch of this row's draft stands.
+        min_entropy: Above it the target is unsure.
+    """
+
+    rows: Tensor
+    rules: Tensor
+    shares: Tensor
+    windows: Tensor
+    scores: Tensor
+    entropies: Tensor
+    may_loosen: Tensor
+    min_entropy: float
+
+
+@dataclass(frozen=True)
 class ScoreInputs:
     """One verify step of a batch.
 
@@ -35,6 +60,7 @@ class ScoreInputs:
         cu_num_logits: `[num_reqs + 1]` int32, where each request's rows begin.
         max_drafts: K, the most drafts that a request can have.
         trees: The drafts' shapes; None where all are chains.
+        looseness: What may stand though it is not what the target samples; None: nothing.
     """
 
     target_tokens: Tensor
@@ -42,6 +68,7 @@ class ScoreInputs:
     cu_num_logits: Tensor
     max_drafts: int
     trees: TreeShapes | None = None
+    looseness: Looseness | None = None
 
 
 @dataclass(frozen=True)
@@ -52,11 +79,14 @@ class Scored:
         sampled: `[num_reqs, K + 1]` int64 emitted tokens, zeros past `num_sampled`.
         num_sampled: `[num_reqs]` int32, accepted drafts + 1.
         path: `[num_reqs, K + 1]` int32: the node behind output j, and j itself past the accepted ones; None for chains.
+        kinds: `[num_reqs, K + 1]` int8: why output j stands: 1 it is exact, 2 loosened, 3 shifted; 0: it is the
+            target's own token, or there is none. None where all drafts that stand are exact.
     """
 
     sampled: Tensor
     num_sampled: Tensor
     path: Tensor | None = None
+    kinds: Tensor | None = None
 
 
 Scorer = Callable[[ScoreInputs], Scored]

@@ -1,0 +1,535 @@
+"""visual_relevance: the largest cosines between text rows and the stored video rows of their request, and their mean.
+
+One pass over a paged store of unit rows (flash-decoding style: a request's tiles are dealt to many programs), the
+largest values kept in registers; the cosines themselves are never held. Each element of the result has one owner and
+depends on values alone, not on an order of summation over tiles: equal inputs give equal bits.
+"""
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vidspec_kernels.dispatch import Impl, array_module, as_array, check_vector, use_triton
+
+MAX_TOP_N = 128
+MAX_QUERIES = 128
+# Stored rows of a tile. Tiles of 128 load the queries half as often; both are products of the same instruction, so a
+# row's cosines do not depend on the choice.
+_BLOCK_KEYS = 128
+_BLOCK_KEYS_SHORT = 64
+_BLOCK_DIM = 128
+# Products of float32 without tensor cores need many more registers a row.
+_BLOCK_DIM_WIDE = 32
+_MIN_BLOCK_QUERIES = 16
+# Half of an SM's shared memory, less what each program takes for itself.
+_STAGE_BYTES = 112 * 1024
+_PROGRAMS_PER_SM = 2
+# Batches are ragged: splits for all requests as if one of them had all the video, up to so many waves of programs.
+_MAX_WAVES = 8
+# Partial results of a row that are ordered at once.
+_MERGE_ENTRIES = 4096
+_MERGE_ENTRIES_SHORT = 512
+_MERGE_DIM = 1024
+_BLOCK_REQS = 256
+# float32 copies of store_states.
+_CHUNK_ROWS = 1024
+# float32 elements of stored rows that the reference holds at once: they stay near the core.
+_STRIP_ENTRIES = 2**20
+_QUERY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_STORE_DTYPES = (*_QUERY_DTYPES, torch.float8_e4m3fn)
+_FP8_MAX = 448.0
+
+
+@triton.jit
+def _bitonic_merge(x, DIMS: tl.constexpr, STAGE: tl.constexpr, DESCENDING: tl.constexpr):
+    """Order groups of 2 ** STAGE bitonic entries of x, [2] * DIMS: the last axis is bit 0 of an entry's index.
+
+    DESCENDING is 0, 1, or None where the order alternates from group to group. The network is tl.sort's own, whose xor
+    reductions take the interpreter half a second a tile.
+    """
+    flip = DESCENDING
+    if DESCENDING is None:
+        flip = tl.reshape(tl.arange(0, 2), [1] * (DIMS - 1 - STAGE) + [2] + [1] * STAGE)
+    for i in tl.static_range(STAGE):
+        bits = x.to(tl.int32, bitcast=True)
+        # A pair's sum less one of it is the other, modulo 2**32: this moves bits, it does not round.
+        other = (tl.sum(bits, axis=DIMS - STAGE + i, keep_dims=True) - bits).to(tl.float32, bitcast=True)
+        is_right = tl.reshape(tl.arange(0, 2), [1] * (DIMS - STAGE + i) + [2] + [1] * (STAGE - 1 - i))
+        x = tl.where((x > other) != (is_right ^ flip).to(tl.int1), other, x)
+    return x
+
+
+@triton.jit
+def _top(
+    x,
+    DIMS: tl.constexpr,
+    LOG_WIDTH: tl.constexpr,
+    LOG_TOP: tl.constexpr,
+    DESCENDING: tl.constexpr,
+    ALTERNATE: tl.constexpr,
+):
+    """Return the 2 ** LOG_TOP largest of each 2 ** LOG_WIDTH entries in order, [2] * (DIMS - LOG_WIDTH + LOG_TOP).
+
+    Bitonic top-k: of two groups, one ordered the other way round, the larger of each pair are the largest of both.
+    ALTERNATE says that groups of 2 ** LOG_TOP entries are ordered so already.
+    """
+    if not ALTERNATE:
+        for i in tl.static_range(1, LOG_TOP + 1):
+            x = _bitonic_merge(x, DIMS, i, None if i < LOG_WIDTH else DESCENDING)
+    for i in tl.static_range(LOG_TOP + 1, LOG_WIDTH + 1):
+        x = tl.max(x, axis=DIMS - i)
+        x = _bitonic_merge(x, DIMS - i + LOG_TOP, LOG_TOP, None if i < LOG_WIDTH else DESCENDING)
+    return x
+
+
+@triton.jit(do_not_specialize=["max_queries", "top_n"])
+def _visual_relevance_kernel(
+    # [num_rows, HIDDEN]
+    queries_ptr,
+    queries_stride,
+    # [R + 1]
+    cu_num_logits_ptr,
+    # [R]
+    rows_ptr,
+    # [num_store_blocks, BLOCK_ROWS, HIDDEN], contiguous
+    store_ptr,
+    # [num_store_blocks]
+    block_fill_ptr,
+    # [max_reqs, >= max_blocks]
+    block_table_ptr,
+    block_table_stride,
+    # [max_reqs]
+    num_blocks_ptr,
+    # [num_rows, num_splits, 2 ** LOG_TOP]
+    part_ptr,
+    max_queries,
+    top_n,
+    HIDDEN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    LOG_QUERIES: tl.constexpr,
+    LOG_KEYS: tl.constexpr,
+    LOG_TOP: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Largest products of one request's queries with every num_splits-th tile of its stored rows, not yet cosines."""
+    BLOCK_QUERIES: tl.constexpr = 2**LOG_QUERIES
+    BLOCK_KEYS: tl.constexpr = 2**LOG_KEYS
+    TOP: tl.constexpr = 2**LOG_TOP
+    req_idx = tl.program_id(0)
+    split = tl.program_id(1)
+    num_splits = tl.num_programs(1)
+    start = tl.load(cu_num_logits_ptr + req_idx)
+    num_queries = tl.minimum(tl.load(cu_num_logits_ptr + req_idx + 1) - start, max_queries)
+    req_state_idx = tl.load(rows_ptr + req_idx)
+    num_blocks = tl.load(num_blocks_ptr + req_state_idx)
+    num_tiles = tl.cdiv(num_blocks * BLOCK_ROWS, BLOCK_KEYS)
+    if (num_queries <= 0) | (split >= num_tiles):
+        return
+    block_table_ptr += req_state_idx * block_table_stride
+
+    dims = tl.arange(0, BLOCK_DIM)
+    query = tl.arange(0, BLOCK_QUERIES)
+    query_mask = query < num_queries
+    query_ptrs = queries_ptr + (start + query).to(tl.int64)[:, None] * queries_stride + dims[None, :]
+    column = tl.arange(0, TOP)
+    best = tl.full([BLOCK_QUERIES, TOP], float("-inf"), tl.float32)
+    for tile in range(split, num_tiles, num_splits):
+        entry = tile * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+        listed = entry < num_blocks * BLOCK_ROWS
+        block = tl.load(block_table_ptr + entry // BLOCK_ROWS, mask=listed, other=0)
+        # Of a block that is not full the rest is from an earlier request: neither read nor counted.
+        valid = entry % BLOCK_ROWS < tl.load(block_fill_ptr + block, mask=listed, other=0)
+        # int64 before the product: a row's offset passes 2**31 in a large store.
+        key_ptrs = store_ptr + (block.to(tl.int64) * BLOCK_ROWS + entry % BLOCK_ROWS)[:, None] * HIDDEN + dims[None, :]
+        # Stored rows are the side of 64 that tensor cores need; there are far fewer queries.
+        acc = tl.zeros([BLOCK_KEYS, BLOCK_QUERIES], tl.float32)
+        for dim in range(0, HIDDEN, BLOCK_DIM):
+            key_mask = valid[:, None]
+            q_mask = query_mask[:, None]
+            if HIDDEN % BLOCK_DIM != 0:
+                key_mask = key_mask & (dim + dims < HIDDEN)[None, :]
+                q_mask = q_mask & (dim + dims < HIDDEN)[None, :]
+            k = tl.load(key_ptrs + dim, mask=key_mask, other=0.0)
+            q = tl.load(query_ptrs + dim, mask=q_mask, other=0.0)
+            if WIDEN:
+                acc = tl.dot(k.to(tl.float32), tl.trans(q).to(tl.float32), acc, input_precision="ieee")
+            else:
+                acc = tl.dot(k.to(q.dtype), tl.trans(q), acc)
+        products = tl.trans(tl.where(valid[:, None], acc, float("-inf")))  # [BLOCK_QUERIES, BLOCK_KEYS]
+        # Later tiles seldom hold a value that counts.
+        least = tl.min(tl.where((column < top_n)[None, :], best, float("inf")), axis=1)
+        if tl.max((products > least[:, None]).to(tl.int32)) > 0:
+            cube = tl.reshape(products, [2] * (LOG_QUERIES + LOG_KEYS))
+            found = _top(cube, LOG_QUERIES + LOG_KEYS, LOG_KEYS, LOG_TOP, 0, False)
+            both = tl.maximum(tl.reshape(best, [2] * (LOG_QUERIES + LOG_TOP)), found)
+            best = tl.reshape(_bitonic_merge(both, LOG_QUERIES + LOG_TOP, LOG_TOP, 1), [BLOCK_QUERIES, TOP])
+    part_row = (start + query).to(tl.int64) * num_splits + split
+    # Every second one the other way round: the merge takes them in pairs.
+    goal = tl.where(split % 2 == 0, column, TOP - 1 - column)
+    tl.store(part_ptr + part_row[:, None] * TOP + goal[None, :], best, mask=query_mask[:, None])
+
+
+@triton.jit(do_not_specialize=["num_reqs", "num_splits", "max_queries", "top_n"])
+def _merge_splits_kernel(
+    # [num_rows, num_splits, 2 ** LOG_TOP]
+    part_ptr,
+    # [num_rows, HIDDEN]
+    queries_ptr,
+    queries_stride,
+    # [R + 1]
+    cu_num_logits_ptr,
+    # [R]
+    rows_ptr,
+    # [max_reqs]
+    num_blocks_ptr,
+    # [num_rows, top_n]
+    out_ptr,
+    unscale,
+    num_reqs,
+    num_splits,
+    max_queries,
+    top_n,
+    HIDDEN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    LOG_TOP: tl.constexpr,
+    LOG_ENTRIES: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_REQS: tl.constexpr,
+):
+    """Merge one query's partial results and turn products into cosines; a row of no request gets -inf."""
+    TOP: tl.constexpr = 2**LOG_TOP
+    ENTRIES: tl.constexpr = 2**LOG_ENTRIES
+    row = tl.program_id(0)
+    req_idx = 0
+    for first_req in range(0, num_reqs, BLOCK_REQS):
+        req = first_req + tl.arange(0, BLOCK_REQS)
+        end = tl.load(cu_num_logits_ptr + 1 + req, mask=req < num_reqs, other=2147483647)
+        req_idx += tl.sum((end <= row).to(tl.int32))
+    in_batch = req_idx < num_reqs
+    start = tl.load(cu_num_logits_ptr + req_idx)
+    req_state_idx = tl.load(rows_ptr + req_idx, mask=in_batch, other=0)
+    num_tiles = tl.cdiv(tl.load(num_blocks_ptr + req_state_idx) * BLOCK_ROWS, BLOCK_KEYS)
+    in_batch = in_batch & (row >= start) & (row - start < max_queries)
+    # Programs without a tile wrote nothing.
+    num_entries = tl.where(in_batch, tl.minimum(num_tiles, num_splits), 0) * TOP
+    part_ptr += row.to(tl.int64) * num_splits * TOP
+    best = tl.full([2] * LOG_TOP, float("-inf"), tl.float32)
+    for first in range(0, num_entries, ENTRIES):
+        entry = first + tl.arange(0, ENTRIES)
+        products = tl.load(part_ptr + entry, mask=entry < num_entries, other=float("-inf"))
+        found = _top(tl.reshape(products, [2] * LOG_ENTRIES), LOG_ENTRIES, LOG_ENTRIES, LOG_TOP, 0, True)
+        best = _bitonic_merge(tl.maximum(best, found), LOG_TOP, LOG_TOP, 1)
+
+    queries_ptr += row.to(tl.int64) * queries_stride
+    square = tl.zeros([BLOCK_DIM], tl.float32)
+    for dim in range(0, HIDDEN, BLOCK_DIM):
+        dims = dim + tl.arange(0, BLOCK_DIM)
+        q = tl.load(queries_ptr + dims, mask=dims < HIDDEN, other=0.0).to(tl.float32)
+        square += q * q
+    norm = tl.sqrt(tl.sum(square))
+    # A row of zeros has products 0, and keeps them.
+    factor = unscale / tl.where(norm > 0.0, norm, 1.0)
+    column = tl.arange(0, TOP)
+    tl.store(out_ptr + row.to(tl.int64) * top_n + column, tl.reshape(best, [TOP]) * factor, mask=column < top_n)
+
+
+def storage_scale(dtype: torch.dtype, hidden_size: int) -> float:
+    """Return the factor by which a store of this dtype holds unit rows.
+
+    Args:
+        dtype: float32, bfloat16, float16 or float8_e4m3fn.
+        hidden_size: Elements of a row.
+
+    Returns:
+        1, but sqrt(hidden_size) for float8_e4m3fn: the elements of a unit row are about 1 / sqrt(hidden_size), below
+        that format's normal range, and times it about 1; none can exceed it.
+
+    Raises:
+        AssertionError: The dtype is another one, or a row's largest possible element exceeds float8_e4m3fn's range.
+    """
+    assert dtype in _STORE_DTYPES, f"store dtype {dtype}"
+    if dtype != torch.float8_e4m3fn:
+        return 1.0
+    scale = math.sqrt(hidden_size)
+    assert scale <= _FP8_MAX, f"hidden_size {hidden_size}: sqrt exceeds {_FP8_MAX}"
+    return scale
+
+
+def store_states(states: Tensor, source: Tensor, slots: Tensor, store: Tensor) -> None:
+    """Write chosen rows, normalised in float32 and times `storage_scale`, to slots of the store.
+
+    Args:
+        states: float [T, d], hidden states of one forward; not changed.
+        source: int64 [n], the rows to store.
+        slots: int64 [n], row of `store.view(-1, d)` that each goes to; no two may be equal.
+        store: Out, float32, bfloat16, float16 or float8_e4m3fn [num_store_blocks, block_rows, d], contiguous. A row of
+            zeros stays zeros. Other rows are left alone.
+
+    Raises:
+        AssertionError: A dtype, device, shape or stride is not as above.
+    """
+    hidden_size, device = states.shape[1], states.device
+    scale = storage_scale(store.dtype, hidden_size)
+    assert store.ndim == 3 and store.shape[2] == hidden_size, f"store: {list(store.shape)} for rows of {hidden_size}"
+    assert store.is_contiguous() and store.device == device, f"store: expected contiguous on {device}"
+    check_vector("source", source, torch.int64, device)
+    check_vector("slots", slots, torch.int64, device)
+    assert source.shape == slots.shape, f"source: {source.shape[0]} entries, slots: {slots.shape[0]}"
+    lines = _bytes_of_fp8(store).view(-1, hidden_size)
+    for chosen, goal in zip(source.split(_CHUNK_ROWS), slots.split(_CHUNK_ROWS), strict=True):
+        lines.index_copy_(0, goal, _bytes_of_fp8((_unit(states[chosen]) * scale).to(store.dtype)))
+
+
+def _bytes_of_fp8(tensor: Tensor) -> Tensor:
+    """Return float8 as bytes, which every index operation of every device takes; any other tensor as it is."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+
+def _unit(rows: Tensor) -> Tensor:
+    """Return rows over their norms in float32, zeros for zeros."""
+    wide = rows.to(torch.float32)
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    return wide * torch.where(norm > 0, 1 / norm, 0.0)
+
+
+def visual_relevance(
+    queries: Tensor,
+    cu_num_logits: Tensor,
+    rows: Tensor,
+    store: Tensor,
+    block_fill: Tensor,
+    block_table: Tensor,
+    num_blocks: Tensor,
+    top_n: int,
+    max_queries: int,
+    max_blocks: int,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Return each text row's largest cosines with the video tokens of its request.
+
+    LVSpec's visual relevance (eq. 7-8) is the mean of the top_n largest: `merge_relevance` of this, or of the results
+    of several shards where each holds a part of every request's video tokens.
+
+    Args:
+        queries: float32, bfloat16 or float16 [num_rows, d], unit stride in d: final-layer states of the target, not
+            normalised; a row of zeros has cosines 0.
+        cu_num_logits: int32 [R + 1], first row of each request; at most max_queries rows a request, some may have none.
+        rows: int64 [R], persistent row (`req_state_idx`) of each batch row.
+        store: float32, bfloat16, float16 or float8_e4m3fn [num_store_blocks, block_rows, d], contiguous, block_rows a
+            power of two: unit rows times `storage_scale`, as `store_states` writes them.
+        block_fill: int32 [num_store_blocks], valid rows of each block, its first ones. Nothing of the others is used,
+            whatever they hold.
+        block_table: int32 [max_reqs, >= max_blocks], blocks of each persistent row; unit stride in its rows.
+        num_blocks: int32 [max_reqs], how many; 0 for a request without video. Of the table nothing else is used.
+        top_n: N, 1 to 128.
+        max_queries: Host-known bound of the rows of a request, up to 128.
+        max_blocks: Host-known bound of `num_blocks` over this batch; sets the grid.
+        impl: See `dispatch.use_triton`. Neither path synchronises with the host.
+
+    Returns:
+        float32 [num_rows, top_n], descending, -inf where there are fewer video tokens and in rows of no request.
+
+    Raises:
+        AssertionError: A dtype, device, shape or stride is not as above.
+    """
+    _check(queries, cu_num_logits, rows, store, block_fill, block_table, num_blocks, top_n, max_queries, max_blocks)
+    if queries.shape[0] == 0 or rows.shape[0] == 0 or max_queries == 0 or max_blocks == 0:
+        return queries.new_full((queries.shape[0], top_n), float("-inf"), dtype=torch.float32)
+    run = _launch if use_triton(impl, queries.device) else visual_relevance_reference
+    return run(queries, cu_num_logits, rows, store, block_fill, block_table, num_blocks, top_n, max_queries, max_blocks)
+
+
+def _check(
+    queries: Tensor,
+    cu_num_logits: Tensor,
+    rows: Tensor,
+    store: Tensor,
+    block_fill: Tensor,
+    block_table: Tensor,
+    num_blocks: Tensor,
+    top_n: int,
+    max_queries: int,
+    max_blocks: int,
+) -> None:
+    """Assert what `visual_relevance` says of its arguments."""
+    device, num_reqs = queries.device, rows.shape[0]
+    assert queries.dtype in _QUERY_DTYPES and queries.ndim == 2, f"queries: {queries.dtype} {list(queries.shape)}"
+    assert queries.numel() == 0 or queries.shape[1] == 1 or queries.stride(1) == 1, (
+        "queries: expected unit stride in a row"
+    )
+    check_vector("rows", rows, torch.int64, device)
+    check_vector("cu_num_logits", cu_num_logits, torch.int32, device)
+    assert cu_num_logits.shape[0] == num_reqs + 1, f"cu_num_logits: {cu_num_logits.shape[0]} entries, rows: {num_reqs}"
+    assert store.dtype in _STORE_DTYPES and store.ndim == 3, f"store: {store.dtype} {list(store.shape)}"
+    assert store.shape[2] == queries.shape[1], f"store: rows of {store.shape[2]}, queries of {queries.shape[1]}"
+    block_rows = store.shape[1]
+    assert block_rows > 0 and block_rows & (block_rows - 1) == 0, f"store: blocks of {block_rows} rows"
+    assert store.is_contiguous() and store.device == device, f"store: expected contiguous on {device}"
+    check_vector("block_fill", block_fill, torch.int32, device, store.shape[0])
+    check_vector("num_blocks", num_blocks, torch.int32, device)
+    assert block_table.dtype == torch.int32 and block_table.device == device and block_table.ndim == 2, "block_table"
+    assert block_table.shape[0] == num_blocks.shape[0], f"block_table: {block_table.shape[0]} rows"
+    assert block_table.shape[1] <= 1 or block_table.stride(1) == 1, "block_table: expected unit stride in a row"
+    assert 0 <= max_blocks <= block_table.shape[1], f"max_blocks {max_blocks}, block_table: {list(block_table.shape)}"
+    assert 1 <= top_n <= MAX_TOP_N, f"top_n {top_n}"
+    assert 0 <= max_queries <= MAX_QUERIES, f"max_queries {max_queries}"
+
+
+@functools.cache
+def _num_slots(device: torch.device) -> int:
+    """Return how many programs run at once; an H200's on a CPU."""
+    if device.type != "cuda":
+        return _PROGRAMS_PER_SM * 132
+    return _PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _num_splits(num_reqs: int, num_tiles: int, num_slots: int) -> int:
+    """Return the programs of each request, for tiles of the longest: it may be the only one with a video."""
+    return max(1, min(num_tiles, num_slots, _MAX_WAVES * num_slots // num_reqs))
+
+
+def _tile(
+    query_dtype: torch.dtype, store_dtype: torch.dtype, max_queries: int, log_top: int, max_entries: int,
+    num_slots: int, interpreted: bool,
+) -> tuple[dict[str, int | bool], dict[str, int]]:  # fmt: skip
+    """Return the kernel's tile constants and its compiler options."""
+    # Products of float32, or of two dtypes, keep float32's precision, but float8 becomes any of them exactly. bfloat16
+    # is widened in the interpreter, whose dot multiplies bfloat16's bit patterns as integers.
+    mixed = store_dtype not in (query_dtype, torch.float8_e4m3fn)
+    widen = query_dtype == torch.float32 or mixed or (interpreted and query_dtype == torch.bfloat16)
+    block_queries = max(_MIN_BLOCK_QUERIES, triton.next_power_of_2(max_queries))
+    fills = triton.cdiv(max_entries, _BLOCK_KEYS) >= num_slots
+    block_keys = max(_BLOCK_KEYS if fills else _BLOCK_KEYS_SHORT, 2**log_top)
+    block_dim = _BLOCK_DIM_WIDE if widen else _BLOCK_DIM
+    stage_bytes = block_dim * (block_keys * store_dtype.itemsize + block_queries * query_dtype.itemsize)
+    constants: dict[str, int | bool] = {
+        "LOG_QUERIES": block_queries.bit_length() - 1,
+        "LOG_KEYS": block_keys.bit_length() - 1,
+        "LOG_TOP": log_top,
+        "BLOCK_DIM": block_dim,
+        "WIDEN": widen,
+    }
+    wide_tile = block_queries * max(block_keys, 2**log_top) > 4096
+    options = {"num_stages": max(2, min(_STAGE_BYTES // stage_bytes, 5)), "num_warps": 8 if wide_tile else 4}
+    return constants, options
+
+
+def _launch(
+    queries: Tensor,
+    cu_num_logits: Tensor,
+    rows: Tensor,
+    store: Tensor,
+    block_fill: Tensor,
+    block_table: Tensor,
+    num_blocks: Tensor,
+    top_n: int,
+    max_queries: int,
+    max_blocks: int,
+) -> Tensor:
+    """Launch both kernels; the grids come from shapes and bounds alone."""
+    (num_rows, hidden_size), num_reqs, block_rows = queries.shape, rows.shape[0], store.shape[1]
+    num_slots, max_entries = _num_slots(queries.device), max_blocks * block_rows
+    # Two at least: a single entry would be a tensor without axes.
+    log_top = max(1, (top_n - 1).bit_length())
+    interpreted = queries.device.type == "cpu"
+    tile, options = _tile(queries.dtype, store.dtype, max_queries, log_top, max_entries, num_slots, interpreted)
+    block_keys = 2 ** tile["LOG_KEYS"]
+    num_splits = _num_splits(num_reqs, triton.cdiv(max_entries, block_keys), num_slots)
+    part = queries.new_empty(num_rows, num_splits, 2**log_top, dtype=torch.float32)
+    out = queries.new_empty(num_rows, top_n, dtype=torch.float32)
+    _visual_relevance_kernel[(num_reqs, num_splits)](
+        queries, queries.stride(0), cu_num_logits, rows, store, block_fill, block_table, block_table.stride(0),
+        num_blocks, part, max_queries, top_n, HIDDEN=hidden_size, BLOCK_ROWS=block_rows, **tile, **options,
+    )  # fmt: skip
+    few = num_splits * 2**log_top <= _MERGE_ENTRIES_SHORT
+    entries = _MERGE_ENTRIES_SHORT if few else _MERGE_ENTRIES
+    _merge_splits_kernel[(num_rows,)](
+        part, queries, queries.stride(0), cu_num_logits, rows, num_blocks, out,
+        1 / storage_scale(store.dtype, hidden_size), num_reqs, num_splits, max_queries, top_n, HIDDEN=hidden_size,
+        BLOCK_ROWS=block_rows, BLOCK_KEYS=block_keys, LOG_TOP=log_top, LOG_ENTRIES=entries.bit_length() - 1,
+        BLOCK_DIM=_MERGE_DIM, BLOCK_REQS=_BLOCK_REQS, num_warps=4 if few else 8,
+    )  # fmt: skip
+    return out
+
+
+def visual_relevance_reference(
+    queries: Tensor,
+    cu_num_logits: Tensor,
+    rows: Tensor,
+    store: Tensor,
+    block_fill: Tensor,
+    block_table: Tensor,
+    num_blocks: Tensor,
+    top_n: int,
+    max_queries: int,
+    max_blocks: int,
+) -> Tensor:
+    """Do what `visual_relevance` does, by batched products of whole requests, padded: the specification.
+
+    Same arguments and result; indices in numpy or torch. Holds cosines and a float32 copy of the stored rows of as many
+    requests as have _STRIP_ENTRIES elements, or of one.
+    """
+    xp = array_module(queries.device)
+    (num_rows, hidden_size), num_reqs, block_rows = queries.shape, rows.shape[0], store.shape[1]
+    row, column, slot = (as_array(torch.arange(n, device=queries.device)) for n in (num_rows, max_blocks, block_rows))
+    bounds, state_row = as_array(cu_num_logits), as_array(rows)
+    req_idx = xp.searchsorted(bounds[1:], row, side="right")  # R for rows of no request
+    local = row - bounds[req_idx]
+    inside = (req_idx < num_reqs) & (local >= 0) & (local < max_queries)  # [num_rows]
+    # The last entry takes the rows of no request.
+    at = torch.as_tensor(xp.where(inside, req_idx * max_queries + local, num_reqs * max_queries))
+    units = queries.new_zeros(num_reqs * max_queries + 1, hidden_size, dtype=torch.float32)
+    units.index_copy_(0, at, _unit(queries))
+    units = units[:-1].view(num_reqs, max_queries, hidden_size)
+
+    listed = column < as_array(num_blocks)[state_row][:, None]  # [R, max_blocks]
+    blocks = xp.where(listed, as_array(block_table)[state_row][:, :max_blocks], 0)
+    fill = xp.where(listed, as_array(block_fill)[blocks], 0)
+    invalid = torch.as_tensor(slot >= fill[:, :, None]).view(num_reqs, 1, -1)  # [R, 1, max_blocks * block_rows]
+    blocks = torch.as_tensor(blocks)
+    top = queries.new_full((num_reqs * max_queries + 1, top_n), float("-inf"), dtype=torch.float32)
+    num_keys = max_blocks * block_rows
+    size = min(top_n, num_keys)
+    strips = top[:-1].view(num_reqs, max_queries, top_n)
+    per_strip = max(1, _STRIP_ENTRIES // (num_keys * hidden_size))
+    for first in range(0, num_reqs, per_strip):
+        chosen = slice(first, first + per_strip)
+        keys = _bytes_of_fp8(store).index_select(0, blocks[chosen].reshape(-1)).view(store.dtype)
+        keys = keys.to(torch.float32).view(-1, num_keys, hidden_size)
+        cosines = torch.bmm(units[chosen], keys.transpose(1, 2))
+        # By selection: whatever is stored behind a block's valid rows, NaN included, is not used.
+        cosines.masked_fill_(invalid[chosen], float("-inf"))
+        strips[chosen, :, :size] = cosines.topk(size, dim=2).values
+    scale = storage_scale(store.dtype, hidden_size)
+    return top.index_select(0, at) if scale == 1 else top.index_select(0, at) / scale
+
+
+def merge_relevance(partials: Tensor) -> Tensor:
+    """Return the visual relevance of each row: the mean of the top_n largest cosines over all shards (eq. 7-8).
+
+    Args:
+        partials: float32 [num_shards, num_rows, top_n], results of `visual_relevance` on disjoint parts of the video
+            tokens: descending, -inf where there are none.
+
+    Returns:
+        float32 [num_rows]; the mean of all there are where they are fewer than top_n, 0 where there is none. The sum
+        runs over descending values, so equal cosines give equal bits however they are dealt to shards.
+
+    Raises:
+        AssertionError: The dtype or the shape is not as above.
+    """
+    assert partials.dtype == torch.float32 and partials.ndim == 3, f"partials: {partials.dtype} {list(partials.shape)}"
+    num_shards, _, top_n = partials.shape
+    assert num_shards >= 1 and top_n >= 1, f"partials: {list(partials.shape)}"
+    if num_shards == 1:
+        top = partials[0].contiguous()
+    else:
+        top = partials.transpose(0, 1).flatten(1).topk(top_n, dim=1).values
+    finite = top.isfinite()
+    return top.where(finite, 0.0).sum(dim=1) / finite.sum(dim=1).clamp_(min=1)

@@ -1,0 +1,440 @@
+"""Loose verification: what it may change, what it must not, and how both are known.
+
+The check needs none of our own arithmetic: the Hugging Face model, in float64, reads the emitted text back. Given the
+tokens before it, every token must be the target's most likely one, but for those that the engine itself says it
+loosened or shifted; and the relevance that decided it must be that model's. A token emitted in place of the one whose
+KV stands would make the target's later choices those of another text, and be seen.
+"""
+
+import contextlib
+
+import pytest
+import torch
+
+from tests.engine import harness, loose_reference
+from tests.engine.conftest import SCENARIOS
+from tests.engine.test_identity import assert_same_answers
+from vllm_vidspec.bench import pairs, shape_world
+from vllm_vidspec.engine import looseness, visual_states
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.scoring import loose
+
+FAMILIES = ("qwen2.5-vl", "llava-onevision")
+ALL = ["strict", "loose", "fly", "fly-entropy", "random"]
+OPEN = {"scorer": "loose", "request_scorers": ALL, "lambda_max": 1.0, "num_speculative_tokens": 10, "prune_ratio": 0.95}
+NO_CACHE = {"enable_prefix_caching": False}
+# As in test_guidance: vLLM's encoder budget must hold one Qwen video.
+CHUNK_SIZES = {"qwen2.5-vl": 260, "llava-onevision": 64}
+
+
+def asking(scorer: str | None = None, share: float | None = None) -> dict:
+    """Return the SamplingParams arguments of a request that chooses."""
+    chosen = {"vidspec_scorer": scorer, "vidspec_lambda": share}
+    return {"extra_args": {key: value for key, value in chosen.items() if value is not None}}
+
+
+@contextlib.contextmanager
+def watched(engine: harness.Engine):
+    """Yield a list that holds, afterwards, what became of every token."""
+    records: list[dict] = []
+    engine.llm.collective_rpc("vidspec_watch_scores", args=(True,))
+    try:
+        yield records
+    finally:
+        records += engine.llm.collective_rpc("vidspec_watch_scores", args=(False,))[0]
+
+
+@contextlib.contextmanager
+def retuned(engine: harness.Engine, **knobs):
+    """Change knobs for a while."""
+    before = {name: getattr(engine.runner.vidspec_config, name) for name in knobs}
+    engine.llm.collective_rpc("vidspec_retune", args=(knobs,))
+    try:
+        yield
+    finally:
+        engine.llm.collective_rpc("vidspec_retune", args=(before,))
+
+
+def shown(count: int) -> list[list]:
+    """Return the videos of `harness.videos`."""
+    return [[shape_world.held_out(i).frames] for i in range(count)]
+
+
+def forget_states(engine: harness.Engine) -> None:
+    """Let what earlier prompts left be computed again."""
+    visual = engine.runner.visual
+    for item in visual._items.values():
+        assert item.users == 0
+        visual._free.extend(item.blocks)
+    visual._items.clear()
+
+
+def check(engine: harness.Engine, num_videos: int = 4, **sampling) -> dict:
+    """Caption videos and let the reference read them back; return the counters."""
+    engine.generate([(pairs.media_prompt(engine.family, "describe the video"), {"max_tokens": 1})])
+    forget_states(engine)
+    with watched(engine) as records:
+        outputs, counted = engine.measured(harness.videos(engine.family, num_videos, max_tokens=80, **sampling))
+    assert counted["loosened_tokens"] + counted["shifted_tokens"] > 0
+    kinds = [kind for record in records for kind in record["kinds"]]
+    for kind, name in ((1, "exact_tokens"), (2, "loosened_tokens"), (3, "shifted_tokens")):
+        assert counted[name] == kinds.count(kind)
+    assert loose_reference.check(engine.family, outputs, shown(num_videos), records) > 0
+    return counted
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def engine(request, reference):
+    reference(request.param, "mixed")  # before our engine: one at a time
+    with harness.engine(request.param, "draft", **OPEN, overrides=NO_CACHE) as running:
+        yield running
+
+
+# ---- what it must not change ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("knobs", [{"lambda_loose": 0.0, "position_shift": False}, {"scorer": "strict"}])
+def test_nothing_loose_is_lossless(engine, reference, knobs):
+    """lambda = 0 without shift, and the strict scorer: twenty mixed requests are vanilla's, byte for byte."""
+    with retuned(engine, **knobs):
+        outputs, counted = engine.measured(SCENARIOS["mixed"](engine.family))
+    assert_same_answers(reference(engine.family, "mixed"), outputs)
+    assert counted["accepted_tokens"] == counted["exact_tokens"] > 0
+    assert counted["loosened_tokens"] == counted["shifted_tokens"] == 0
+
+
+def test_strict_requests_among_loose_ones_are_lossless(engine, reference):
+    """Every second request asks for strict, in one continuous batch with requests that accept almost everything.
+
+    Catches: a rule taken from another row, a rule that outlives its request.
+    """
+    mixed = SCENARIOS["mixed"](engine.family)
+    requests = [
+        (prompt, {**sampling, **asking(*(("strict",) if i % 2 else ("loose", 1.0)))})
+        for i, (prompt, sampling) in enumerate(mixed)
+    ]
+    outputs, counted = engine.measured(requests)
+    assert counted["loosened_tokens"] > 0
+    assert_same_answers(reference(engine.family, "mixed")[1::2], outputs[1::2])
+
+
+def test_some_requests_are_never_loosened(engine, reference):
+    """Log-probabilities, a grammar, stop strings, and no video at all: vanilla's answer, counted by reason."""
+    text = pairs.media_prompt(engine.family, "describe the video")
+    (video, _), *_ = harness.videos(engine.family, 1)
+    plain = {"temperature": 0.0, **asking("loose", 1.0)}
+    from vllm.sampling_params import StructuredOutputsParams
+
+    requests = [
+        (video, {**plain, "logprobs": 1}),
+        (video, {**plain, "stop": ["."]}),
+        (text, plain),
+        (video, {**plain, "structured_outputs": StructuredOutputsParams(choice=["red", "green"])}),
+    ]
+    outputs, counted = engine.measured(requests)
+    assert counted["loosened_tokens"] == counted["shifted_tokens"] == 0
+    for reason in ("logprobs", "stop_strings", "structured"):
+        assert counted[f"strict_{reason}"] == 1
+    assert outputs[3].outputs[0].text.strip() in ("red", "green")
+    by_stop = reference(engine.family, "mixed")[14]
+    assert outputs[1].outputs[0].text == by_stop.outputs[0].text and outputs[1].outputs[0].stop_reason == "."
+
+
+# ---- what it changes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", ["token", "prediction"])
+def test_every_other_token_is_the_targets(engine, rows):
+    """Greedy captions read back; see the module. With "prediction", relevance is another row's: only kinds count."""
+    with retuned(engine, relevance_rows=rows):
+        if rows == "token":
+            counted = check(engine)
+            assert counted["relevance_prompts"] == 4 and counted["relevance_tokens"] == counted["visual_tokens_full"]
+            return
+        with watched(engine) as records:
+            outputs = engine.generate(harness.videos(engine.family, 4, max_tokens=80))
+    for output, record in zip(outputs, sorted(records, key=lambda r: int(r["req_id"].split("-")[0])), strict=True):
+        tokens = list(output.outputs[0].token_ids)
+        video = shown(4)[outputs.index(output)]
+        likely, relevance = loose_reference.read_back(engine.family, list(output.prompt_token_ids), tokens, video)
+        is_own = [kind < 2 for kind in record["kinds"][: len(tokens)]]
+        assert (likely == torch.tensor(tokens)).tolist() == is_own
+        earlier = torch.tensor(record["relevance"][1 : len(tokens)], dtype=torch.float64)
+        assert float((earlier - relevance[:-1]).abs().max()) <= 1e-4
+
+
+def test_a_batch_decides_as_one_request_does(engine):
+    """Batches of 1 and of 8: the same tokens, for the same reasons. Catches: relevance against another's video."""
+    requests = harness.videos(engine.family, 8, max_tokens=60)
+    together, counted = engine.measured(requests)
+    alone = [engine.measured([request]) for request in requests]
+    assert harness.token_ids(together) == [harness.token_ids(outputs)[0] for outputs, _ in alone]
+    for name in ("exact_tokens", "loosened_tokens", "shifted_tokens", "drafts"):
+        assert counted[name] == sum(gained[name] for _, gained in alone)
+    assert counted["loosened_tokens"] > 0
+
+
+def test_lambda_one_accepts_everything(engine):
+    """Until the end of the text, which is protected: every draft stands, every step accepts K."""
+    requests = harness.videos(engine.family, 4, max_tokens=45, **asking("loose", 1.0))
+    _, counted = engine.measured(requests)
+    assert counted["accepted_tokens"] == counted["draft_tokens"] > 0 and counted["loosened_tokens"] > 0
+    assert counted["draft_tokens"] == 10 * counted["drafts"]
+
+
+def protected_words_kept(engine: harness.Engine) -> None:
+    """With lambda = 1, no mismatch puts a protected word in or leaves one out; nor ends the text, nor runs past it."""
+    words = ["red", "small", "left", "."]
+    with retuned(engine, protected_tokens=words), watched(engine) as records:
+        outputs, counted = engine.measured(
+            harness.videos(engine.family, 8, max_tokens=200, temperature=1.0, **asking("loose", 1.0))
+        )
+    assert counted["loosened_tokens"] > 0 and counted["accepted_tokens"] < counted["draft_tokens"]
+    tokenizer = engine.llm.get_tokenizer()
+    protected = {*tokenizer.convert_tokens_to_ids(words), *tokenizer.all_special_ids}
+    ends = [output.outputs[0].finish_reason for output in outputs]
+    for record in records:
+        for token, kind in zip(record["tokens"], record["kinds"], strict=True):
+            assert kind < 2 or token not in protected, tokenizer.decode([token])
+    assert ends == ["stop"] * 8
+
+
+def test_protected_tokens_are_neither_gained_nor_lost(engine):
+    """Sampled captions at lambda = 1; see `protected_words_kept`."""
+    protected_words_kept(engine)
+
+
+def test_what_a_request_forbids_stays_forbidden(engine):
+    """Allowed ids, bad words and a logit bias of -100: no draft that they rule out stands, whatever lambda."""
+    ids = list(range(3, 60))
+    forbidden = {"allowed_token_ids": ids}, {"bad_words": ["a"]}
+    requests = [
+        (prompt, {**sampling, **asking("loose", 1.0), **rule, "temperature": 1.0, "ignore_eos": True})
+        for (prompt, sampling), rule in zip(harness.videos(engine.family, 2), forbidden, strict=True)
+    ]
+    outputs = engine.generate(requests)
+    assert set(outputs[0].outputs[0].token_ids) <= set(ids)
+    assert "a" not in outputs[1].outputs[0].text.split()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("scorer", ["fly", "fly-entropy", "random"])
+def test_other_scorers(engine, scorer, temperature):
+    """FLy and the random baseline loosen, repeat themselves for the same seed, and need no states of the video.
+
+    Catches: a window that is not looked at (`fly` would loosen as much as `fly-entropy`).
+    """
+    share = {"share": 0.7} if scorer == "random" else {}
+    requests = harness.videos(engine.family, 6, temperature=temperature, max_tokens=100, **asking(scorer, **share))
+    with retuned(engine, fly_entropy=0.02, fly_window=2):
+        outputs, counted = engine.measured(requests)
+        again, _ = engine.measured(requests)
+    assert harness.token_ids(outputs) == harness.token_ids(again)
+    assert counted["loosened_tokens"] > 0 and counted["shifted_tokens"] == 0
+    assert counted["relevance_prompts"] == 0
+
+
+def test_sampled_text_is_the_seeds(engine):
+    """At temperature 1: the same seeds give the same text twice, and mismatches are loosened."""
+    requests = harness.videos(engine.family, 6, temperature=1.0, max_tokens=60)
+    outputs, counted = engine.measured(requests)
+    assert harness.token_ids(engine.generate(requests)) == harness.token_ids(outputs)
+    assert counted["loosened_tokens"] > 0
+
+
+# ---- planted bugs ---------------------------------------------------------------------------------------------------
+
+
+def rows_of_the_position_before(patch):
+    measure = visual_states.VisualStates.relevance
+
+    def shifted(self, *args):
+        return measure(self, *args).roll(1)
+
+    patch.setattr(visual_states.VisualStates, "relevance", shifted)
+
+
+def rows_not_normalised(patch):
+    def store(states, source, slots, pool):
+        pool.view(-1, pool.shape[2])[slots] = states[source].to(pool.dtype)
+
+    patch.setattr(visual_states, "store_states", store)
+
+
+def the_targets_token_over_the_drafts_kv(patch):
+    original = loose.accept_loose
+
+    def accept(target_tokens, *args):
+        sampled, num_sampled, path, kinds = original(target_tokens, *args)
+        bounds = args[1].long()
+        for i in range(len(num_sampled)):
+            own = target_tokens[bounds[i] : bounds[i] + int(num_sampled[i])]
+            sampled[i, : len(own)] = torch.where(kinds[i, : len(own)] > 1, own, sampled[i, : len(own)])
+        return sampled, num_sampled, path, kinds
+
+    patch.setattr(loose, "accept_loose", accept)
+
+
+@pytest.mark.parametrize(
+    "plant", [rows_of_the_position_before, rows_not_normalised, the_targets_token_over_the_drafts_kv]
+)
+def test_planted_bug_is_caught(engine, plant):
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        with pytest.raises(AssertionError):
+            check(engine)
+
+
+def test_loosening_the_end_of_the_text_is_caught(engine):
+    """The planted bug: nothing is protected."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(looseness, "_has_bit", lambda table, rows, tokens: torch.zeros(len(tokens), dtype=torch.bool))
+        with pytest.raises(AssertionError):
+            protected_words_kept(engine)
+
+
+# ---- situations -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunked_prefill(family):
+    """States heard over many chunks are the same states: the same tokens for the same reasons as in one."""
+    found = []
+    for overrides in (NO_CACHE, {**NO_CACHE, "max_num_batched_tokens": CHUNK_SIZES[family]}):
+        with harness.engine(family, "draft", **OPEN, overrides=overrides) as running:
+            with watched(running) as records:
+                outputs, counted = running.measured(harness.videos(family, 3, max_tokens=40))
+            loose_reference.check(family, outputs, shown(3), records)
+        found.append((harness.token_ids(outputs), counted["loosened_tokens"], counted["exact_tokens"]))
+    assert found[0] == found[1] and found[0][1] > 0
+
+
+@pytest.mark.parametrize("shape", ["two-branches", "tree-adaptive"])
+def test_trees(shape):
+    """LVSpec's two branches of ten, and SAGE's trees: what stands is a path, and its KV is what the text says.
+
+    Catches: a mismatch's KV left behind by the compaction, branches ranked together.
+    """
+    family = "qwen2.5-vl"
+    spec = {**OPEN, "drafting": "tree-adaptive", "num_speculative_tokens": 24}
+    if shape == "two-branches":
+        paths = [[rank] + [0] * depth for depth in range(10) for rank in (0, 1)]
+        spec = {**OPEN, "drafting": "tree-static", "tree_paths": paths, "num_speculative_tokens": 20}
+    with harness.engine(family, "draft", **spec, overrides=NO_CACHE) as running:
+        counted = check(running)
+        assert counted["relevance_prompts"] == 4
+
+
+def test_two_videos_and_fp8():
+    """Relevance is against all of a prompt's videos; in one byte an element it is a few per cent off, no more."""
+    family = "llava-onevision"
+    first, second = (shape_world.held_out(i).frames for i in range(2))
+    prompt = pairs.media_prompt(family, "describe the video", videos=[first, second])
+    found = {}
+    for dtype in ("auto", "fp8"):
+        with harness.engine(family, "draft", **OPEN, relevance_dtype=dtype, overrides=NO_CACHE) as running:
+            with watched(running) as records:
+                outputs, counted = running.measured([(prompt, {"temperature": 0.0})])
+            assert counted["relevance_tokens"] == counted["visual_tokens_full"]
+            found[dtype] = counted["relevance_bytes_per_token"]
+            tokens = list(outputs[0].outputs[0].token_ids)
+            _, expected = loose_reference.read_back(family, list(outputs[0].prompt_token_ids), tokens, [first, second])
+            ours = torch.tensor(records[0]["relevance"][: len(tokens) - 1], dtype=torch.float64)
+            error = float((ours - expected[:-1]).abs().max())
+            assert error <= (1e-4 if dtype == "auto" else 0.03), error
+    assert found["auto"] == 4 * found["fp8"]
+
+
+def test_cached_prefix():
+    """A second question about a video finds its states; when they are gone, it is answered strictly, and counted.
+
+    A strict request's states are kept too, for the loose one that asks next.
+    """
+    family = "qwen2.5-vl"
+    question = "describe the video please , what happens in this clip ?"
+    frames = shape_world.held_out(0).frames
+    first = (pairs.video_prompt(family, frames), {"temperature": 0.0, **asking("strict")})
+    second = (pairs.video_prompt(family, frames, question), {"temperature": 0.0})
+    with harness.engine(family, "draft", **OPEN) as running:
+        _, counted = running.measured([first])
+        assert counted["relevance_prompts"] == 0
+        with watched(running) as records:
+            outputs, counted = running.measured([second])
+        assert outputs[0].num_cached_tokens > 200
+        assert counted["relevance_prompts"] == counted["relevance_reused"] == 1
+        assert loose_reference.check(family, outputs, [[frames]], records) >= 0
+        visual = running.runner.visual
+        assert len(visual._items) == 1
+        running.generate([(pairs.media_prompt(family, "describe the video"), {"max_tokens": 1})])
+        assert not visual._holders  # vLLM tells of the end of a request with its next step
+        forget_states(running)
+        _, counted = running.measured([second])
+        assert counted["strict_cached"] == 1 and counted["loosened_tokens"] == counted["relevance_prompts"] == 0
+
+
+def test_memory_bound():
+    """Where one video fits of two, the other request is strict and counted; afterwards all of the pool is free or idle.
+
+    Catches: a block leaked by a request that was refused half-way, a pool larger than its bound.
+    """
+    family, row_bytes = "qwen2.5-vl", 256 * 4
+    with harness.engine(family, "draft", **OPEN, relevance_bytes=5 * 64 * row_bytes, overrides=NO_CACHE) as running:
+        _, counted = running.measured(harness.videos(family, 2, max_tokens=40))
+        visual = running.runner.visual
+        assert counted["relevance_pool_bytes"] == visual.store.nbytes == 5 * 64 * row_bytes
+        assert counted["strict_memory"] == 1 and counted["relevance_prompts"] == 1
+        running.generate([(pairs.media_prompt(family, "describe the video"), {"max_tokens": 1})])
+        idle = sum(len(item.blocks) for item in visual._items.values() if item.users == 0)
+        assert len(visual._free) + idle == 5 and not visual._holders
+        _, counted = running.measured(harness.videos(family, 3, max_tokens=40)[2:])
+        assert counted["strict_memory"] == 0 and counted["relevance_prompts"] == 1
+        running.llm.llm_engine.add_request("gone", harness.videos(family, 4)[3][0], _params())
+        running.llm.llm_engine.step()
+        running.llm.llm_engine.abort_request(["gone"])
+        for _ in range(3):
+            running.llm.llm_engine.step()
+        running.generate(harness.videos(family, 1, max_tokens=5))
+        running.generate([(pairs.media_prompt(family, "describe the video"), {"max_tokens": 1})])
+        idle = sum(len(item.blocks) for item in visual._items.values() if item.users == 0)
+        assert len(visual._free) + idle == 5
+
+
+def _params():
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=50)
+
+
+def test_a_fault_is_strictness(monkeypatch):
+    """States that cannot be kept cost looseness, never an answer."""
+    family = "llava-onevision"
+
+    def fail(*args):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(visual_states, "store_states", fail)
+    with harness.engine(family, "draft", **OPEN, on_draft_error="skip") as running:
+        outputs, counted = running.measured(harness.videos(family, 2, max_tokens=20))
+    assert counted["strict_error"] == 2 and counted["loosened_tokens"] == 0
+    assert all(len(output.outputs[0].token_ids) == 20 for output in outputs)
+
+
+def test_requests_out_of_bounds_are_refused_and_metrics_tell(reference):
+    """Wrong wishes are the client's error, at the door; a response says what was loosened in it."""
+    from vllm.exceptions import VLLMValidationError
+
+    family = "llava-onevision"
+    spec = {"scorer": "loose", "num_speculative_tokens": 10, "prune_ratio": 0.95}
+    overrides = {"per_request_spec_decode_metrics": "summary"}
+    with harness.engine(family, "draft", **spec, overrides=overrides) as running:
+        for wrong in (asking("loos"), asking("fly"), asking(share=0.9), {"extra_args": {"vidspec_lamda": 0.5}}):
+            with pytest.raises(VLLMValidationError, match="vidspec_"):
+                running.generate([(pairs.media_prompt(family, "describe the video"), wrong)])
+        with pytest.raises(VidSpecError, match="num_speculative_tokens cannot change"):
+            running.runner.retune({"num_speculative_tokens": 2})
+        outputs, counted = running.measured(harness.videos(family, 4, max_tokens=100))
+        told = [output.outputs[0].spec_decode_metrics.to_dict() for output in outputs]
+    for kind in ("exact", "loosened", "shifted"):
+        assert sum(one[f"num_{kind}_draft_tokens"] for one in told) == counted[f"{kind}_tokens"]
+    assert counted["loosened_tokens"] > 0
+    assert all(sum(one[f"num_{k}_draft_tokens"] for k in ("exact", "loosened", "shifted")) >= 1 for one in told)

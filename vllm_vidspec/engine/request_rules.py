@@ -1,0 +1,64 @@
+"""What a request may choose about its verification, and what keeps it strict whatever it chose."""
+
+import difflib
+from typing import Any, NamedTuple
+
+from vllm_vidspec.config import REQUEST_LAMBDA, REQUEST_SCORER, VidSpecConfig
+from vllm_vidspec.errors import VidSpecError
+
+# Set by the API server on requests that may call tools: a parser reads their output, not a person.
+CALLS_TOOLS = "vidspec_calls_tools"
+_KEYS = (REQUEST_SCORER, REQUEST_LAMBDA, CALLS_TOOLS)
+_PREFIX = "vidspec_"
+
+
+class Choice(NamedTuple):
+    """How a request is verified: a scorer's name and, for those that take a share of the drafts, lambda."""
+
+    scorer: str
+    share: float
+
+
+def choose(extra_args: dict[str, Any] | None, config: VidSpecConfig) -> Choice:
+    """Return what a request asks for, the server's defaults where it asks for nothing.
+
+    Args:
+        extra_args: `SamplingParams.extra_args`, the API's `vllm_xargs`.
+        config: The server's, with its bounds.
+
+    Raises:
+        VidSpecError: A wrong name or value, or more than the server allows: one line for the client.
+    """
+    asked = {key: value for key, value in (extra_args or {}).items() if key.startswith(_PREFIX)}
+    if unknown := sorted(asked.keys() - set(_KEYS)):
+        near = difflib.get_close_matches(unknown[0], (REQUEST_SCORER, REQUEST_LAMBDA), n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise VidSpecError(f"unknown request parameter {unknown[0]!r}{hint}")
+    scorer, share = asked.get(REQUEST_SCORER, config.scorer), asked.get(REQUEST_LAMBDA, config.lambda_loose)
+    allowed = sorted({"strict", *(config.request_scorers or (config.scorer,))})
+    if REQUEST_SCORER in asked and scorer not in allowed:
+        raise VidSpecError(f"{REQUEST_SCORER}: this server allows {', '.join(allowed)}, got {scorer!r}")
+    if REQUEST_LAMBDA in asked:
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= config.max_lambda:
+            raise VidSpecError(f"{REQUEST_LAMBDA}: this server allows 0 to {config.max_lambda:g}, got {share!r}")
+        if scorer not in ("strict", "loose", "random"):
+            raise VidSpecError(f"{REQUEST_LAMBDA}: the scorer {scorer} takes none")
+    return Choice(scorer, float(share))
+
+
+def strict_reason(sampling: Any) -> str | None:
+    """Return why a request is verified strictly whatever it asks for (one of `metrics.STRICT_REASONS`), or None.
+
+    A grammar, a tool-call parser, a stop string and a reader of log-probabilities all take the output for the target's
+    own, token by token.
+
+    Args:
+        sampling: vLLM's `SamplingParams`.
+    """
+    if sampling.structured_outputs is not None:
+        return "structured"
+    if (sampling.extra_args or {}).get(CALLS_TOOLS):
+        return "tools"
+    if sampling.logprobs is not None or sampling.logprob_token_ids:
+        return "logprobs"
+    return "stop_strings" if sampling.stop else None

@@ -1,0 +1,78 @@
+"""The scorers that let mismatches stand: LVSpec's, FLy's and a random baseline; one walk, rules by request."""
+
+import torch
+from torch import Tensor
+
+from vidspec_kernels import LOWEST, WINDOW, accept_loose
+from vllm_vidspec.scoring.base import Scored, ScoreInputs
+from vllm_vidspec.scoring.strict import score_strict
+
+# What lets a mismatch stand, by scorer; `position_shift` adds SHIFT to LVSpec's.
+RULES = {"strict": 0, "loose": LOWEST, "random": LOWEST, "fly": WINDOW, "fly-entropy": WINDOW}
+
+
+def score_loose(inputs: ScoreInputs) -> Scored:
+    """Accept the longest path whose every draft is exact or may stand though it is not (LVSpec eq. 9-11; FLy).
+
+    An accepted mismatch emits the draft's token, whose KV is the one that both models hold; what follows it is the
+    target's sample given that token. Requests whose rule is 0 get exactly what `score_strict` gives them.
+
+    Args:
+        inputs: The verify step, with its looseness; without it nothing is loosened.
+
+    Returns:
+        What stands, and why.
+    """
+    loose, trees = inputs.looseness, inputs.trees
+    if loose is None:
+        return score_strict(inputs)
+    sampled, num_sampled, path, kinds = accept_loose(
+        inputs.target_tokens,
+        inputs.draft_tokens,
+        inputs.cu_num_logits,
+        loose.rows,
+        loose.rules,
+        loose.shares,
+        loose.windows,
+        loose.scores,
+        loose.entropies,
+        loose.may_loosen,
+        loose.min_entropy,
+        inputs.max_drafts,
+        None if trees is None else (trees.parents, trees.depths, trees.ancestors),
+    )
+    return Scored(sampled, num_sampled, None if trees is None else path, kinds)
+
+
+def normalized_entropy(logits: Tensor, top_k: int = 0) -> Tensor:
+    """Return the entropy of each row's distribution, divided by the greatest that as many tokens can have.
+
+    Args:
+        logits: `[n, vocab_size]` float; -inf is a token that cannot be sampled.
+        top_k: Only the most likely tokens, renormalised; 0: all.
+
+    Returns:
+        `[n]` float32 in [0, 1].
+    """
+    kept = logits.float()
+    if 0 < top_k < logits.shape[1]:
+        kept = kept.topk(top_k, dim=1).values
+    num_tokens = kept.shape[1]
+    if num_tokens == 1:
+        return kept.new_zeros(len(kept))
+    probs = kept.softmax(dim=1)
+    return torch.special.entr(probs).sum(dim=1) / torch.log(torch.tensor(float(num_tokens)))
+
+
+def random_scores(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Return `[n]` float32 uniform in [0, 1): a hash of each row's seed and position, so that runs repeat.
+
+    Args:
+        seeds: `[n]` int64 of the rows' requests.
+        positions: `[n]` int64.
+    """
+    word = seeds.to(torch.int64) + positions.to(torch.int64) * 0x1E3779B97F4A7C15  # splitmix64's steps, modulo 2 ** 64
+    word = (word ^ ((word >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    word = (word ^ ((word >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    word = word ^ ((word >> 31) & 0x1FFFFFFFF)
+    return ((word >> 40) & 0xFFFFFF).float() / 2**24
