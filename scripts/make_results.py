@@ -30,6 +30,7 @@ FAMILIES = ("qwen2.5-vl", "llava-onevision")
 BOTH = "--family qwen2.5-vl,llava-onevision"
 PRUNERS = "none,random,uniform,specvlm,attention,uv,window:front,frame,fastvid,dycoke"
 OVERHEAD = "benchmarks/bench_guidance_overhead.py"
+RELEVANCE_OVERHEAD = "benchmarks/bench_relevance_overhead.py"
 HOST_TIME = "benchmarks/bench_host_time.py --batch 16 --steps 25"
 ADAPTIVE = f"bench acceptance {BOTH} --drafting tree-adaptive"
 # What follows `vidspec`, or a script of this repository; of several commands the rows are one result.
@@ -61,6 +62,7 @@ COMMANDS: dict[str, str | tuple[str, ...]] = {
     "R12-relevance": tuple(
         f"show-relevance --family {family} --temperature 1 --out docs/relevance-{family}.png" for family in FAMILIES
     ),
+    "R13": RELEVANCE_OVERHEAD,
 }
 # LVSpec's table 3 (VideoDetailCaption, Qwen2.5-VL 32B/7B): tokens per step without the target's own, and what is kept.
 LVSPEC_TABLE_3: dict[str, tuple[float | None, float]] = {
@@ -182,6 +184,8 @@ def body_of(name: str, result: dict[str, Any]) -> str:
     """Return what stands between the markers of a name."""
     if COMMANDS[name] == OVERHEAD:
         return overhead_table(result)
+    if COMMANDS[name] == RELEVANCE_OVERHEAD:
+        return relevance_overhead_table(result)
     if COMMANDS[name] == HOST_TIME:
         return host_time_table(result)
     if "calibrations" in result:
@@ -447,6 +451,19 @@ def overhead_table(result: dict[str, Any]) -> str:
         cells += [f"{row[name]:.1f}" for name in ("prefill_ms", "guided_prefill_ms")]
         cells += [f"{100 * row['share']:.1f} %", f"{100 * row['share_min']:.1f} to {100 * row['share_max']:.1f} %"]
         cells += [f"{row['inside_ms']:.2f}", f"{100 * row['inside_share']:.1f} %"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", origin(result), ""])
+
+
+def relevance_overhead_table(result: dict[str, Any]) -> str:
+    """Return the Markdown table of relevance's share of decode steps."""
+    head = ["video tokens", "step (ms)", "with relevance (ms)", "share", "min to max", "inside (ms)", "share of it"]
+    head += ["kept states (bytes)"]
+    lines = [f"| {' | '.join(head)} |", "|" + " ---: |" * len(head)]
+    for row in result["rows"]:
+        cells = [f"{row['video_tokens']:,}", *(f"{row[name]:.1f}" for name in ("step_ms", "loose_step_ms"))]
+        cells += [f"{100 * row['share']:.1f} %", f"{100 * row['share_min']:.1f} to {100 * row['share_max']:.1f} %"]
+        cells += [f"{row['inside_ms']:.2f}", f"{100 * row['inside_share']:.1f} %", f"{row['store_bytes']:,}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", origin(result), ""])
 

@@ -8,17 +8,19 @@ from vllm_vidspec import metrics
 
 
 def main() -> None:
-    """Arguments: family, tensor-parallel size, "vanilla" or a draft role, the pruner and the draft's shape."""
+    """Arguments: family, tensor-parallel size, "vanilla" or a draft role, the pruner, the draft's shape, the scorer."""
     from vllm import LLM, SamplingParams
 
     from vllm_vidspec.bench import pairs
 
-    family, size, draft, pruner, shape = sys.argv[1], int(sys.argv[2]), *sys.argv[3:6]
+    family, size, draft, pruner, shape, scorer = sys.argv[1], int(sys.argv[2]), *sys.argv[3:7]
     spec = (
         {}
         if draft == "vanilla"
         else {"on_draft_error": "raise", "pruner": pruner, "guidance_layers": "all", "drafting": shape}
     )
+    if scorer != "strict":
+        spec |= {"scorer": scorer, "num_speculative_tokens": 10, "prune_ratio": 0.95}
     llm = LLM(
         **pairs.llm_kwargs(
             family, None if draft == "vanilla" else draft, overrides={"tensor_parallel_size": size}, **spec
@@ -26,6 +28,7 @@ def main() -> None:
     )
     if spec:
         llm.collective_rpc("vidspec_watch", args=(True,))
+        llm.collective_rpc("vidspec_watch_scores", args=(True,))
     requests = harness.videos(family, 4) + harness.videos(family, 4, temperature=1.0)
     outputs = llm.generate(
         [prompt for prompt, _ in requests],
@@ -37,6 +40,9 @@ def main() -> None:
         result["counters"] = metrics.read_metrics(metrics.path_for(llm.llm_engine.vllm_config.instance_id))
         watched = llm.collective_rpc("vidspec_watch", args=(False, True))  # per rank
         for rank in watched:  # in the order of the prompts, not of the batch
+            rank.sort(key=lambda record: int(record["req_id"].split("-")[0]))
+        result["scored"] = llm.collective_rpc("vidspec_watch_scores", args=(False,))
+        for rank in result["scored"]:
             rank.sort(key=lambda record: int(record["req_id"].split("-")[0]))
         for name in ("scores", "kept_indices"):
             result[name] = [[(record[name] or [None])[0] for record in rank] for rank in watched]

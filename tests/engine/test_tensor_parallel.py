@@ -16,11 +16,11 @@ FAMILY = "llava-onevision"  # its bundled vision towers have an even number of h
 
 @pytest.fixture(scope="module")
 def run():
-    """`run(size, draft, pruner, shape)` -> what `tests.engine.tensor_parallel` prints in a fresh process, once each."""
+    """`run(size, draft, pruner, shape, scorer)` -> what `tests.engine.tensor_parallel` prints, in a process each."""
     results: dict[tuple, dict] = {}
 
     def get(*arguments: int | str) -> dict:
-        key = (*arguments, *("specvlm", "chain")[len(arguments) - 2 :])
+        key = (*arguments, *("specvlm", "chain", "strict")[len(arguments) - 2 :])
         if key not in results:
             results[key] = _run(*key)
         return results[key]
@@ -28,13 +28,13 @@ def run():
     return get
 
 
-def _run(size: int, draft: str, pruner: str, shape: str) -> dict:
+def _run(size: int, draft: str, pruner: str, shape: str, scorer: str) -> dict:
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     if size > 1:
         cores = sorted(os.sched_getaffinity(0))[:size]
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in cores)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.tensor_parallel", FAMILY, str(size), draft, pruner, shape],
+        [sys.executable, "-m", "tests.engine.tensor_parallel", FAMILY, str(size), draft, pruner, shape, scorer],
         capture_output=True,
         text=True,
         env=environment,
@@ -54,6 +54,26 @@ def test_two_ranks_equal_one(run, shape):
     assert two["token_ids"] == one["token_ids"] == vanilla["token_ids"]
     for name in ("drafts", "draft_tokens", "draft_depth", "accepted_tokens", "visual_tokens_kept", "guided_prompts"):
         assert two["counters"][name] == one["counters"][name] > 0
+
+
+def test_loose_ranks_decide_alike(run):
+    """Each rank holds half of the video's states; the merged relevance, and so the text, is that of one rank.
+
+    Catches: a shard whose Top-N are never merged, or merged as a mean of means; a token that both ranks keep.
+    """
+    one, two = (run(size, "draft", "specvlm", "chain", "loose") for size in (1, 2))
+    assert two["token_ids"] == one["token_ids"]
+    for name in ("drafts", "exact_tokens", "loosened_tokens", "relevance_prompts", "relevance_tokens"):
+        assert two["counters"][name] == one["counters"][name] > 0
+    assert two["counters"]["shifted_tokens"] == one["counters"]["shifted_tokens"]
+    assert 2 * two["counters"]["relevance_bytes_per_token"] == one["counters"]["relevance_bytes_per_token"]
+    assert len(two["scored"]) == 2 and two["scored"][0] == two["scored"][1]
+    for ours, alone in zip(two["scored"][0], one["scored"][0], strict=True):
+        assert ours["kinds"] == alone["kinds"]
+        values = [
+            torch.tensor([value for value in record["relevance"] if value is not None]) for record in (ours, alone)
+        ]
+        torch.testing.assert_close(*values, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("pruner", ["specvlm", "uv"])

@@ -340,6 +340,7 @@ class VisualStates:
             rows: `[num_reqs]` int64 persistent rows; `rows_np` the same on the host.
             max_queries: Most rows of a request.
         """
+        begin = time.perf_counter()
         partial = visual_relevance(
             states,
             cu_num_logits,
@@ -354,4 +355,6 @@ class VisualStates:
         )[None]
         if self._group.world_size > 1:
             partial = self._group.all_gather(partial, dim=0)
-        return merge_relevance(partial)
+        merged = merge_relevance(partial)
+        self.counters.add("relevance_us", int(1e6 * (time.perf_counter() - begin)))
+        return merged
