@@ -393,10 +393,19 @@ def test_memory_bound():
         running.llm.llm_engine.abort_request(["gone"])
         for _ in range(3):
             running.llm.llm_engine.step()
-        running.generate(harness.videos(family, 1, max_tokens=5))
+        running.generate(harness.videos(family, 1, max_tokens=20))
+        # What an ended request held is nobody's to measure against.
+        assert torch.equal(visual.num_blocks > 0, torch.from_numpy(visual._num_blocks_np > 0))
         running.generate([(pairs.media_prompt(family, "describe the video"), {"max_tokens": 1})])
         idle = sum(len(item.blocks) for item in visual._items.values() if item.users == 0)
         assert len(visual._free) + idle == 5
+
+
+@pytest.mark.parametrize("num_bytes,message", [(1000, "hold nothing"), (2**40, "leaves nothing")])
+def test_a_bound_that_cannot_be_is_one_line(num_bytes, message):
+    bound = {"relevance_bytes": num_bytes, "overrides": {"kv_cache_memory_bytes": 2**26}}
+    with pytest.raises(VidSpecError, match=message), harness.engine("llava-onevision", "draft", **OPEN, **bound):
+        pass
 
 
 def _params():

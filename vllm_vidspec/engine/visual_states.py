@@ -25,6 +25,7 @@ from vidspec_kernels import merge_relevance, store_states, visual_relevance
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.counters import Counters
 from vllm_vidspec.engine.prompt import visual_indices
+from vllm_vidspec.errors import VidSpecError
 
 logger = init_logger("vllm.vidspec")
 
@@ -115,11 +116,20 @@ class VisualStates:
         return -(-num_tokens // self._group.world_size)
 
     def reserve(self, available_bytes: int) -> int:
-        """Return how many of a rank's KV memory bytes the pool takes."""
+        """Return how many of a rank's KV memory bytes the pool takes.
+
+        Raises:
+            VidSpecError: It would hold nothing, or leave nothing.
+        """
         wanted = self.config.relevance_bytes or available_bytes // 20
         most = self._max_num_reqs * self._blocks_per_request
         self._num_blocks = min(wanted // self._bytes_per_block, most)
-        return self._num_blocks * self._bytes_per_block
+        taken = self._num_blocks * self._bytes_per_block
+        if not taken:
+            raise VidSpecError(f"relevance_bytes: {wanted} bytes hold nothing; {self._bytes_per_block} are one block")
+        if taken >= available_bytes:
+            raise VidSpecError(f"relevance_bytes: {taken} leaves nothing of the {available_bytes} bytes of KV memory")
+        return taken
 
     def init_pool(self) -> None:
         """Allocate the pool; what was reserved is taken."""
@@ -129,7 +139,8 @@ class VisualStates:
         self.block_fill = torch.zeros(num_blocks, dtype=torch.int32, device=device)
         self.block_table = torch.zeros(self._max_num_reqs, width, dtype=torch.int32, device=device)
         self.num_blocks = torch.zeros(self._max_num_reqs, dtype=torch.int32, device=device)
-        self._num_blocks_np = np.zeros(self._max_num_reqs, dtype=np.int64)
+        self._num_blocks_np = np.zeros(self._max_num_reqs, dtype=np.int64)  # the same on the host
+        self._stale: set[int] = set()  # rows whose `num_blocks` on the device is an ended request's
         self._free = list(range(num_blocks - 1, -1, -1))
         row_bytes = self._hidden_size * self._dtype.itemsize
         self.counters.set("relevance_pool_bytes", num_blocks * self._bytes_per_block)
@@ -218,7 +229,9 @@ class VisualStates:
         if holder is not None:
             for item in holder.items:
                 self._drop(item)
-            self._num_blocks_np[holder.row] = 0
+            if self._num_blocks_np[holder.row]:
+                self._num_blocks_np[holder.row] = 0
+                self._stale.add(holder.row)
 
     # ---- prefill ---------------------------------------------------------------------------------------------------
 
@@ -307,6 +320,7 @@ class VisualStates:
         self.block_fill[table[0].long()] = table[1]
         self.num_blocks[row] = len(blocks)
         self._num_blocks_np[row] = len(blocks)
+        self._stale.discard(row)
 
     def _guarded(self, step: Callable[..., None], *args: Any) -> None:
         """Run a step; an exception costs the requests in prefill their looseness, never their answers."""
@@ -341,6 +355,9 @@ class VisualStates:
             max_queries: Most rows of a request.
         """
         begin = time.perf_counter()
+        if self._stale:
+            self.num_blocks[async_tensor_h2d(np.array(sorted(self._stale)), device=self.device)] = 0
+            self._stale.clear()
         partial = visual_relevance(
             states,
             cu_num_logits,
