@@ -382,6 +382,8 @@ def test_memory_bound():
         _, counted = running.measured(harness.videos(family, 2, max_tokens=40))
         visual = running.runner.visual
         assert counted["relevance_pool_bytes"] == visual.store.nbytes == 5 * 64 * row_bytes
+        with pytest.raises(VidSpecError, match="leaves nothing"):
+            visual.reserve(visual.store.nbytes)
         assert counted["strict_memory"] == 1 and counted["relevance_prompts"] == 1
         running.generate([(pairs.media_prompt(family, "describe the video"), {"max_tokens": 1})])
         idle = sum(len(item.blocks) for item in visual._items.values() if item.users == 0)
@@ -401,10 +403,13 @@ def test_memory_bound():
         assert len(visual._free) + idle == 5
 
 
-@pytest.mark.parametrize("num_bytes,message", [(1000, "hold nothing"), (2**40, "leaves nothing")])
-def test_a_bound_that_cannot_be_is_one_line(num_bytes, message):
-    bound = {"relevance_bytes": num_bytes, "overrides": {"kv_cache_memory_bytes": 2**26}}
-    with pytest.raises(VidSpecError, match=message), harness.engine("llava-onevision", "draft", **OPEN, **bound):
+def test_a_bound_that_cannot_be_is_one_line():
+    """Catches: a server that starts with a pool of nothing, or one that leaves the target no cache."""
+    family = "llava-onevision"
+    with (
+        pytest.raises(VidSpecError, match="1000 bytes hold nothing"),
+        harness.engine(family, "draft", **OPEN, relevance_bytes=1000),
+    ):
         pass
 
 
