@@ -133,6 +133,7 @@ def test_one_thing_departs_at_a_time():
     assert names(what) == [
         *("strict", "loose 0.6 N9", "loose 0.1 N9", "loose 0.6 N9 shift", "loose 0.1 N9 shift"),
         *("loose 0.6 N9 pred", "loose 0.1 N9 pred", "loose 0.6 N1", "loose 0.6 N100"),
+        *("loose 0.6 N1 pred", "loose 0.6 N100 pred"),
     ]
     assert names(Quality(scorers=("loose", "strict"), lambdas=(0.5, 0.5), position_shifts=(True,))) == [
         *("strict", "loose 0.5 shift")

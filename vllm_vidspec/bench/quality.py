@@ -104,7 +104,7 @@ class Quality:
 
         `loose` has every lambda at the N closest to the default: in the first way to take shifts and states, then with
         the other way to take shifts, then with the other states. The other N are tried with the lambda closest to the
-        default, in the first way.
+        default, in the first way to take shifts.
         """
         found = [Setting(STRICT)]
         for scorer in self.scorers:
@@ -125,7 +125,9 @@ class Quality:
         ways = [(shift, first_rows) for shift in self.position_shifts]
         ways += [(first_shift, rows) for rows in self.relevance_rows[1:]]
         lambdas = [Setting("loose", value, usual_n, *way) for way in ways for value in self.lambdas]
-        return lambdas + [Setting("loose", usual_lambda, value, *ways[0]) for value in self.top_ns if value != usual_n]
+        others = [value for value in self.top_ns if value != usual_n]
+        by_rows = [(first_shift, rows) for rows in self.relevance_rows]
+        return lambdas + [Setting("loose", usual_lambda, value, *way) for way in by_rows for value in others]
 
     def temperatures_of(self, draft_noise: str) -> list[float]:
         """Return the temperatures that an engine with this noise is asked at."""
