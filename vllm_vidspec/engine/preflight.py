@@ -1,5 +1,6 @@
 """Checks before any weight loads, and the translation of our speculative method into vLLM's own terms."""
 
+import functools
 import importlib.metadata
 import logging
 import os
@@ -9,7 +10,7 @@ from vllm_vidspec import families, metrics
 from vllm_vidspec.config import METHOD, REQUEST_LAMBDA, REQUEST_SCORER, VidSpecConfig, parse_config
 from vllm_vidspec.engine import compat
 from vllm_vidspec.engine.request_metrics import extend
-from vllm_vidspec.engine.request_rules import CALLS_TOOLS, choose
+from vllm_vidspec.engine.request_rules import CALLS_TOOLS, check, choose
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.plugin import SUPPORTED_VLLM
 
@@ -87,7 +88,7 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
     if vllm_config.watermark_config is not None:
         raise VidSpecError("watermarking is not supported together with vidspec")
     _check_scorers(vllm_config, config)
-    compat.mark_as_ours(vllm_config.speculative_config, lambda sampling: choose(sampling.extra_args, config))
+    compat.mark_as_ours(vllm_config.speculative_config, functools.partial(check, config))  # pickled for the workers
     compat.hear_request_choices((REQUEST_SCORER, REQUEST_LAMBDA), CALLS_TOOLS, lambda asked: choose(asked, config))
     keep_attention_out_of_graphs(vllm_config, config)
     # `finish` runs in the process that serves /metrics; the worker process opens the same file.

@@ -46,6 +46,11 @@ def choose(extra_args: dict[str, Any] | None, config: VidSpecConfig) -> Choice:
     return Choice(scorer, float(share))
 
 
+def check(config: VidSpecConfig, sampling: Any) -> None:
+    """Refuse vLLM's `SamplingParams` that ask for what the server does not allow; see `choose`."""
+    choose(sampling.extra_args, config)
+
+
 def strict_reason(sampling: Any) -> str | None:
     """Return why a request is verified strictly whatever it asks for (one of `metrics.STRICT_REASONS`), or None.
 

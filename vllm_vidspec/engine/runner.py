@@ -158,6 +158,7 @@ def vidspec_runner(base: type) -> type:
         def sample(self, hidden_states, input_batch, grammar_output):
             self.rejection_sampler.hidden_states = hidden_states
             output, num_sampled, num_rejected = super().sample(hidden_states, input_batch, grammar_output)
+            self.rejection_sampler.hidden_states = None
             if self.trees is not None:
                 self.trees.compact(num_sampled - 1)  # before anything counts the accepted tokens as computed
             return output, num_sampled, num_rejected
