@@ -347,6 +347,38 @@ def test_trees(shape):
         assert counted["relevance_prompts"] == 4
 
 
+def test_async_scheduling_and_preemption():
+    """A step is planned before the last one's acceptance is known, and requests are thrown out and come back.
+
+    Their states are found again by what they depend on; loosened text is read back as any other. vLLM's CPU platform
+    turns async scheduling off, so it is turned on again behind it.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config
+
+    def check_and_update_config(vllm_config):
+        original(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    family, overrides = "qwen2.5-vl", {**NO_CACHE, "num_gpu_blocks_override": 12, "max_model_len": 512}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(check_and_update_config))
+        with harness.engine(family, "draft", **OPEN, overrides=overrides) as running:
+            scheduler, preempted = running.llm.llm_engine.engine_core.engine_core.scheduler, []
+            preempt = scheduler._preempt_request
+            scheduler._preempt_request = lambda request, *args, **kwargs: (
+                preempted.append(request),
+                preempt(request, *args, **kwargs),
+            )[1]
+            with watched(running) as records:
+                outputs, counted = running.measured(harness.videos(family, 5, max_tokens=130, ignore_eos=True))
+    assert preempted and counted["loosened_tokens"] > 0 and counted["relevance_prompts"] == 5 + len(preempted)
+    assert not any(value for name, value in counted.items() if name.startswith("strict_"))
+    # A request that comes back has a step or two without drafts.
+    loose_reference.check(family, outputs, shown(5), records, max_unmeasured=8)
+
+
 def relevance_error(engine: harness.Engine) -> float:
     """Return the largest error of any token's relevance in a caption of two videos."""
     videos = [shape_world.held_out(i).frames for i in range(2)]

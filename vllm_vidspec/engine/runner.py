@@ -196,7 +196,7 @@ def vidspec_runner(base: type) -> type:
             watch = self.rejection_sampler.watch
             records = [] if watch is None else watch.take()
             is_predicting = self.vidspec_config.relevance_rows == "prediction"
-            self.rejection_sampler.watch = ScoreWatch(is_predicting) if on else None
+            self.rejection_sampler.watch = ScoreWatch(self.req_states, is_predicting) if on else None
             return records
 
         def take_draft_token_ids(self):

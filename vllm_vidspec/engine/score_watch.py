@@ -1,6 +1,7 @@
 """What became of every token, for tools: its visual relevance, and why it stands."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,10 +13,13 @@ class ScoreWatch:
     """Records verify steps token by token; on the host, so an engine that is watched waits for every step.
 
     Args:
+        req_states: The runner's: what was emitted without being verified (by a prefill, a step without drafts), and
+            what a preempted request keeps of its last step, is seen in the text.
         is_predicting: Whether relevance is measured on the row that predicts a token, not on the token's own.
     """
 
-    def __init__(self, is_predicting: bool):
+    def __init__(self, req_states: Any, is_predicting: bool):
+        self._req_states = req_states
         self._is_predicting = is_predicting
         self._records: dict[str, dict] = {}
         self._req_ids: list[str | None] = []
@@ -28,44 +32,53 @@ class ScoreWatch:
         self._req_ids = [None if skip else req_id for req_id, skip in zip(req_ids, is_prefilling, strict=True)]
 
     def see(
-        self, input_tokens: torch.Tensor, cu_num_logits: torch.Tensor, scored: Scored, relevance: torch.Tensor | None
+        self,
+        rows_np: np.ndarray,
+        positions: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        scored: Scored,
+        relevance: torch.Tensor | None,
     ) -> None:
         """Take in one slice of the batch, the next of its requests.
 
         Args:
-            input_tokens: `[num_logits]` input token of each row.
+            rows_np: `[num_reqs]` persistent rows.
+            positions: `[num_logits]` of each row's input token.
             cu_num_logits: `[num_reqs + 1]` int32.
             scored: What stands.
             relevance: `[num_logits]` float32 of each row's own state, or None.
         """
-        bounds, tokens = cu_num_logits.tolist(), input_tokens.tolist()
-        of_row = [None] * len(tokens) if relevance is None else relevance.tolist()
+        bounds, where = cu_num_logits.tolist(), positions.tolist()
+        of_row = [None] * len(where) if relevance is None else relevance.tolist()
         for i, (start, end) in enumerate(itertools.pairwise(bounds)):
             req_id = self._req_ids[i]
             if req_id is None or end == start:
                 continue
             record = self._records.setdefault(req_id, {"tokens": [], "relevance": [], "kinds": []})
+            self._catch_up(record, int(rows_np[i]), where[start] + 1)
             count = int(scored.num_sampled[i])
-            emitted = scored.sampled[i, :count].tolist()
-            kinds = [0] * count if scored.kinds is None else scored.kinds[i, :count].tolist()
-            if scored.kinds is None:
-                kinds[: count - 1] = [1] * (count - 1)
+            kinds = [1] * (count - 1) + [0] if scored.kinds is None else scored.kinds[i, :count].tolist()
             nodes = list(range(count)) if scored.path is None else scored.path[i, :count].tolist()
-            if not record["tokens"]:  # what the prefill sampled was never verified
-                self._append(record, tokens[start], None, 0)
             if self._is_predicting:
                 measured = [of_row[start + node] for node in nodes]
             else:
                 record["relevance"][-1] = of_row[start]  # the root: the last token of the step before
                 measured = [*(of_row[start + node] for node in nodes[1:]), None]
-            for token, value, kind in zip(emitted, measured, kinds, strict=True):
-                self._append(record, token, value, kind)
+            self._append(record, scored.sampled[i, :count].tolist(), measured, kinds)
         self._req_ids = self._req_ids[len(bounds) - 1 :]
 
+    def _catch_up(self, record: dict, row: int, length: int) -> None:
+        """Let a record be that of a text of `length` tokens, prompt included, the root being its last."""
+        prompt_len = int(self._req_states.prompt_len.np[row])
+        for values in record.values():
+            del values[length - prompt_len :]
+        unseen = self._req_states.all_token_ids.gpu[row, prompt_len + len(record["tokens"]) : length].tolist()
+        self._append(record, unseen, [None] * len(unseen), [0] * len(unseen))
+
     @staticmethod
-    def _append(record: dict, token: int, relevance: float | None, kind: int) -> None:
-        for name, value in (("tokens", token), ("relevance", relevance), ("kinds", kind)):
-            record[name].append(value)
+    def _append(record: dict, tokens: list[int], relevance: list[float | None], kinds: list[int]) -> None:
+        for name, values in (("tokens", tokens), ("relevance", relevance), ("kinds", kinds)):
+            record[name] += values
 
     def take(self) -> list[dict]:
         """Return what was seen, a record per request: `req_id`, `tokens`, `relevance`, `kinds`; and forget it."""

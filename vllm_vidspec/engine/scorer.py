@@ -171,7 +171,7 @@ class CoupledVerifier(RejectionSampler):
             scored = self._score(inputs)
         self._counters.observe(idx_mapping, idx_mapping_np, scored.num_sampled, cu_num_logits, shapes, scored.kinds)
         if self.watch is not None:
-            self.watch.see(draft_sampled, cu_num_logits, scored, relevance)
+            self.watch.see(idx_mapping_np, pos, cu_num_logits, scored, relevance)
         self._order = None
         if self._trees is not None:
             self._trees.remember(idx_mapping, scored.path)
