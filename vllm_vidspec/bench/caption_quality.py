@@ -31,6 +31,14 @@ _PHRASES = (
 )
 FILLER_WORDS = frozenset({*" ".join(_PHRASES).split(), "a", "scenes", ".", ","}) - ATTRIBUTE_WORDS
 
+# What only the video can tell, by whatever word: also whether another object, another scene or the end comes, and where
+# an object is, which is settled by the first word of its place.
+TELLING_WORDS = ATTRIBUTE_WORDS | {
+    *(",", "."),
+    *(option.split()[0] for name in ("next", "closing") for option in shape_world.FILLERS[name]),
+    *(option.split()[0] for option in shape_world.POSITIONS.values()),
+}
+
 # What a token is, by the number that the engine gives it: the target's own, or a draft that stood, and why.
 KINDS = ("own", "exact", "loosened", "shifted")
 

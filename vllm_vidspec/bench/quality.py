@@ -8,7 +8,7 @@ from typing import Any
 from vllm_vidspec.bench import pairs, shape_world
 from vllm_vidspec.bench.acceptance import identical_frac
 from vllm_vidspec.bench.caption_quality import (
-    ATTRIBUTE_WORDS,
+    TELLING_WORDS,
     accuracies,
     count_right,
     kind_shares,
@@ -23,7 +23,7 @@ from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import SKIP_REASONS, STRICT_REASONS, summarize
 
 TARGET, DRAFT, STRICT = "target", "draft", "strict"
-ORACLE = "oracle"  # loosens whatever is no word about the video: what perfect relevance could reach
+ORACLE = "oracle"  # loosens what tells nothing about the video: what perfect relevance could reach
 LOSSY = ("loose", "fly", "fly-entropy", "random", ORACLE)
 # What a setting has where it does not say otherwise; the paper's lambda and N, and nothing but them.
 DEFAULTS: dict[str, Any] = {
@@ -53,7 +53,7 @@ class Setting:
         """Every knob of a setting, so that nothing is left over from the one before; ORACLE knows what to protect."""
         ours = {name: value for name, value in asdict(self).items() if value is not None}
         if self.scorer == ORACLE:
-            ours = {"scorer": "random", "lambda_loose": 1.0, "protected_tokens": sorted(ATTRIBUTE_WORDS)}
+            ours = {"scorer": "random", "lambda_loose": 1.0, "protected_tokens": sorted(TELLING_WORDS)}
         return DEFAULTS | {"protected_tokens": None} | ours
 
 
