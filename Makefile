@@ -39,9 +39,9 @@ demo: setup ## Serve the bundled pair with and without vidspec, caption the bund
 
 test: setup ## Run every test (PYTEST_ARGS="-m 'not serve'" for less).
 ifdef PYTEST_ARGS
-	@$(PY) -m pytest --durations=10 -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+	@$(PY) -m pytest --durations=10 -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 else
-	@$(PY) -m pytest --durations=10 -n $(TEST_WORKERS) --dist loadfile --ignore $(BOTH_CORES)
+	@$(PY) -m pytest --durations=10 -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --ignore $(BOTH_CORES)
 	@$(PY) -m pytest --durations=3 $(BOTH_CORES)
 endif
 

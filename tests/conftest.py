@@ -20,7 +20,11 @@ import pytest  # noqa: E402
 
 
 def pytest_collection_modifyitems(items):
-    """Skip what the machine cannot run, and run the cheap tests first: pure, then engine, then serve."""
+    """Skip what the machine cannot run, and run the cheap tests first: pure, then engine, then serve.
+
+    Where workers share the tests it is the other way round: a worker takes a file at a time, and if the long ones came
+    last, one worker would wait for the other.
+    """
     has_gpu = os.path.exists("/dev/nvidiactl")
     for item in items:
         if item.get_closest_marker("gpu") and not has_gpu:
@@ -32,4 +36,4 @@ def pytest_collection_modifyitems(items):
             item.get_closest_marker("engine") is not None or "/engine/" in item.nodeid,
         )
 
-    items.sort(key=rank)
+    items.sort(key=rank, reverse="PYTEST_XDIST_WORKER" in os.environ)
