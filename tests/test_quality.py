@@ -538,11 +538,15 @@ def test_results_page_has_tables_and_what_keeps_enough(sessions, tmp_path, monke
     pytest.importorskip("matplotlib")
     script = make_results()
     monkeypatch.setattr(script, "FOLDER", tmp_path)
-    (command,) = script.commands_of("R12")
-    command = command.replace("docs/results", str(tmp_path)) + " --requests 2 --json -"
-    result = CliRunner().invoke(app, command.split())
-    assert result.exit_code == 0, result.stderr
-    found = json.loads(result.stdout)
+    parts = []
+    for command in script.commands_of("R12"):
+        result = CliRunner().invoke(app, [*command.split(), "--requests", "2", "--json", "-"])
+        assert result.exit_code == 0, result.stderr
+        parts.append(json.loads(result.stdout))
+    found = script.merge(parts)
+    assert [row["method"] for row in found["rows"]].count("strict") == 4, "once a panel"
+    assert sum(row["method"] == "oracle" for row in found["rows"]) == 4
+    quality_views.draw(found["rows"], str(tmp_path / "R12.png"))
     text = script.body_of("R12", found)
     panels = ("temperature 0: length", "temperature 1, independent noise: length")
     assert f"| `qwen2.5-vl` | {' | '.join(f'{panel} | of strict' + chr(39) + 's | kept' for panel in panels)} |" in text

@@ -78,6 +78,11 @@ def panels(rows: Sequence[Row]) -> dict[Panel, list[Row]]:
     }
 
 
+def setting_key(row: Row) -> tuple[Any, ...]:
+    """Return a dictionary's key that is equal for rows which measure the same."""
+    return (*(row[name] for name in _PANEL), setting_name(row))
+
+
 def panel_name(panel: Panel, family: bool = True) -> str:
     """Return a panel in words; at temperature 0 the noise makes no difference."""
     name, temperature, noise = panel
