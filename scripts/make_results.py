@@ -525,7 +525,7 @@ def loose_lines(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
             *longest("loose"),
             "R12",
         ),
-        ("the same, FLy, its gate alone (`fly-entropy`)", *longest("fly-entropy"), "R12"),
+        ("the same, by FLy (`fly`)", *longest("fly"), "R12"),
         ("the same, an oracle that knows which words matter", *longest("oracle"), "R12"),
     ]
 
