@@ -214,15 +214,14 @@ def body_of(name: str, result: dict[str, Any]) -> str:
         ]
         return "".join(links) + relevance_table(result) + origin_of(result)
     if name in BY_SHAPE:
-        plot = f"![acceptance length by shape of the draft]({name}.png)\n\n"
-        plot *= (FOLDER / f"{name}.png").exists()
-        return shape_table(result, BY_SHAPE[name]) + plot + origin(result) + "\n"
+        plot = figure_link(f"{name}.png", "acceptance length by shape of the draft")
+        return shape_table(result, BY_SHAPE[name]) + plot + origin_of(result)
     if name not in AXES:
         return demo_table(result)
     if AXES[name] != ("pruner", "prune_ratio"):
         return acceptance_table(result, AXES[name])
-    plot = f"![acceptance length over prune ratio, by pruner]({name}.png)\n\n"
-    return pruner_tables(result) + (plot if (FOLDER / f"{name}.png").exists() else "") + origin(result) + "\n"
+    plot = figure_link(f"{name}.png", "acceptance length over prune ratio, by pruner")
+    return pruner_tables(result) + plot + origin_of(result)
 
 
 def figure_link(path: str, words: str) -> str:

@@ -282,7 +282,7 @@ class VidSpecConfig(BaseModel):
     def _known_pruner(cls, name: str) -> str:
         name = _PRUNER_ALIASES.get(name, name)
         if name not in PRUNERS:
-            raise ValueError(f"unknown pruner {name!r}{_nearest(name, PRUNERS)}; known: {', '.join(PRUNERS)}")
+            raise ValueError(f"unknown pruner {name!r}{nearest(name, PRUNERS)}; known: {', '.join(PRUNERS)}")
         return name
 
     @field_validator("guidance_layers", mode="after")
@@ -447,7 +447,7 @@ def parse_config(raw: dict[str, Any]) -> tuple[VidSpecConfig, dict[str, Any]]:
     known = (*VidSpecConfig.model_fields, *sorted(PASS_THROUGH_KEYS))
     unknown = [key for key in given if key not in VidSpecConfig.model_fields]
     if unknown:
-        hints = "; ".join(f"{key!r}{_nearest(key, known)}" for key in unknown)
+        hints = "; ".join(f"{key!r}{nearest(key, known)}" for key in unknown)
         raise VidSpecError(f"speculative config: unknown key {hints}")
     if given.get("calibration") is not None:
         given = _read_calibration(given["calibration"]) | given
@@ -475,7 +475,8 @@ def _read_calibration(path: Any) -> dict[str, Any]:
     return values
 
 
-def _nearest(name: str, known: tuple[str, ...]) -> str:
+def nearest(name: str, known: tuple[str, ...]) -> str:
+    """Return a hint at the known name that a wrong one is closest to, "" where none is close."""
     match = difflib.get_close_matches(name, known, n=1)
     return f" (did you mean {match[0]!r}?)" if match else ""
 

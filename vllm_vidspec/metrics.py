@@ -18,6 +18,7 @@ MAX_POSITIONS = 64  # the upper bound of `num_speculative_tokens`
 GUIDANCE_FALLBACKS = ("cached", "memory", "unobserved", "error")
 # Why a request whose scorer lets mismatches stand is verified strictly all the same.
 STRICT_REASONS = ("cached", "memory", "error", "structured", "tools", "logprobs", "stop_strings")
+KINDS = ("exact", "loosened", "shifted")  # why a draft token stands
 SKIP_REASONS = ("pool_full", "too_long", "draft_error", "unsupported", "structured")
 
 # The order is the file's layout: append only, and raise _VERSION when it changes.
@@ -46,9 +47,7 @@ NAMES: tuple[str, ...] = (
     "draft_depth",
     "draft_forwards",
     "draft_steps",
-    "exact_tokens",
-    "loosened_tokens",
-    "shifted_tokens",
+    *(f"{kind}_tokens" for kind in KINDS),
     *(f"strict_{reason}" for reason in STRICT_REASONS),
     "relevance_prompts",
     "relevance_tokens",
@@ -72,8 +71,7 @@ GAUGES = frozenset(
     }
 )
 
-# What stood in each of the last requests: a digest of its id, and counts of its draft tokens by kind.
-KINDS = ("exact", "loosened", "shifted")
+# Of each of the last requests a digest of its id, and counts of its draft tokens by kind.
 _NUM_REQUESTS = 4096
 
 _MAGIC = int.from_bytes(b"vidspec\0", "little")

@@ -8,7 +8,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -322,17 +322,28 @@ def _tidy(panel: Any) -> None:
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def main() -> int:
-    """Redraw a figure from its CSV file; an error is one line and exit status 2."""
+def redraw(module: str, read: Callable[[str], list], draw: Callable[[list, str], None]) -> int:
+    """Redraw a figure from its CSV file, as the command line says; an error is one line and exit status 2.
+
+    Args:
+        module: Of this package, for the usage.
+        read: File name -> rows.
+        draw: Rows, file name of the figure.
+    """
     if len(sys.argv) != 3 or sys.argv[1] in ("-h", "--help"):
-        print("usage: python -m vllm_vidspec.bench.plots ROWS.csv FIGURE.png", file=sys.stderr)
+        print(f"usage: python -m vllm_vidspec.bench.{module} ROWS.csv FIGURE.png", file=sys.stderr)
         return 2
     try:
-        draw(read_csv(sys.argv[1]), sys.argv[2])
+        draw(read(sys.argv[1]), sys.argv[2])
     except VidSpecError as error:
         print(f"vidspec: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def main() -> int:
+    """Redraw a figure from its CSV file; see `redraw`."""
+    return redraw("plots", read_csv, draw)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from types import TracebackType
 
 from vllm_vidspec.bench.pairs import engine_env
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.metrics import GAUGES, GUIDANCE_FALLBACKS, MAX_POSITIONS, NAMES, SKIP_REASONS, STRICT_REASONS
+from vllm_vidspec.metrics import GAUGES, GUIDANCE_FALLBACKS, KINDS, MAX_POSITIONS, NAMES, SKIP_REASONS, STRICT_REASONS
 
 _OURS = re.compile(r"vidspec: (.+)")
 _PYTHON_ERROR = re.compile(r"(?:^|\s)((?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt)\b: .+)")
@@ -172,7 +172,7 @@ def from_prometheus(text: str) -> dict[str, int]:
         values[f"skipped_{reason}"] = int(found.get(("skipped_requests_total", reason), 0))
     for reason in STRICT_REASONS:
         values[f"strict_{reason}"] = int(found.get(("strict_requests_total", reason), 0))
-    for kind in ("exact", "loosened", "shifted"):
+    for kind in KINDS:
         values[f"{kind}_tokens"] = int(found.get(("standing_tokens_total", kind), 0))
     for reason in GUIDANCE_FALLBACKS:
         values[f"unguided_{reason}"] = int(found.get(("unguided_prompts_total", reason), 0))

@@ -308,16 +308,8 @@ class View:
 
 
 def main() -> int:
-    """Redraw a figure from its CSV file; an error is one line and exit status 2."""
-    if len(sys.argv) != 3 or sys.argv[1] in ("-h", "--help"):
-        print("usage: python -m vllm_vidspec.bench.quality_views ROWS.csv FIGURE.png", file=sys.stderr)
-        return 2
-    try:
-        draw(read_csv(sys.argv[1]), sys.argv[2])
-    except VidSpecError as error:
-        print(f"vidspec: {error}", file=sys.stderr)
-        return 2
-    return 0
+    """Redraw a figure from its CSV file; see `redraw`."""
+    return plots.redraw("quality_views", read_csv, draw)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine import compat
 from vllm_vidspec.engine.counters import Counters
 from vllm_vidspec.engine.kv_views import attention_layers, check_layout, check_readable, key_view
-from vllm_vidspec.engine.listeners import Listener, Listeners
+from vllm_vidspec.engine.listeners import Listener, Listeners, prefills
 from vllm_vidspec.errors import VidSpecError
 
 # What is refused, and the way out.
@@ -104,7 +104,7 @@ class AttentionGuidance(Listeners):
         """Gather the step's guiding queries; see `Guidance`."""
         self._step = None
         rows, positions, found, batch_rows = [], [], [], []
-        for i, listener, start, end in self._prefills(batch):
+        for i, listener, start, end in prefills(batch, self._listeners):
             first = max(start, listener.text_start)
             if first < end:
                 offset = int(batch.query_start_loc_np[i]) - start

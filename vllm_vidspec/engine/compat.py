@@ -89,7 +89,6 @@ def allow_sampling_parameters() -> None:
     strict scorer samples through that same code, so here they are exact. What a request asks of our scorers must be
     refused here, in the API server, as the client's error.
     """
-    from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
 
     original = SamplingParams._validate_spec_decode
@@ -100,10 +99,8 @@ def allow_sampling_parameters() -> None:
         if check is None:
             original(self, speculative_config)
             return
-        try:
-            check(self)
-        except VidSpecError as error:
-            raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
+        with _clients_error():
+            check(self.extra_args)
 
     _patch(SamplingParams, "_validate_spec_decode", validate)
 
@@ -113,9 +110,20 @@ def mark_as_ours(speculative_config: Any, check: Callable) -> None:
 
     Args:
         speculative_config: vLLM's.
-        check: Called with each request's `SamplingParams`; raises VidSpecError for what the server does not allow.
+        check: Called with each request's `extra_args`; raises VidSpecError for what the server does not allow.
     """
     speculative_config._vidspec = check
+
+
+@contextlib.contextmanager
+def _clients_error() -> Iterator[None]:
+    """Turn a VidSpecError about a request into vLLM's, which the API server answers with a 400."""
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        yield
+    except VidSpecError as error:
+        raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 
 
 def extend_request_metrics(extend: Callable) -> None:
@@ -162,7 +170,6 @@ def hear_request_choices(keys: tuple[str, ...], calls_tools: str, check: Callabl
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
-    from vllm.exceptions import VLLMValidationError
 
     def found(request):
         beside = {key: value for key, value in (request.model_extra or {}).items() if key in keys}
@@ -183,10 +190,8 @@ def hear_request_choices(keys: tuple[str, ...], calls_tools: str, check: Callabl
     def guard(serving, original):
         @functools.wraps(original)
         async def create(self, request, *args, **kwargs):
-            try:
+            with _clients_error():
                 serving._vidspec_check(found(request))
-            except VidSpecError as error:
-                raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
             return await original(self, request, *args, **kwargs)
 
         return create

@@ -19,9 +19,7 @@ _TOTALS = (
     "draft_tokens",
     "accepted_tokens",
     "draft_depth",
-    "exact_tokens",
-    "loosened_tokens",
-    "shifted_tokens",
+    *(f"{kind}_tokens" for kind in metrics.KINDS),
 )
 
 

@@ -7,20 +7,18 @@ showed the same image or video; failing that there is no guidance, which is coun
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from vllm.logger import init_logger
 
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.counters import Counters
+from vllm_vidspec.engine.guard import Guard
 from vllm_vidspec.engine.prompt import UnsupportedPrompt, embedding_indices
 from vllm_vidspec.pruning import budget
-
-logger = init_logger("vllm.vidspec")
 
 
 @dataclass
@@ -102,7 +100,7 @@ class Listeners:
         self.counters = counters
         self.device = device
         self._listeners: dict[str, Any] = {}
-        self._has_failed = False
+        self._guard = Guard(config, "guidance failed; these prompts are pruned uniformly (further ones: counted)")
         self._remembered: OrderedDict[str, torch.Tensor] = OrderedDict()  # identifier -> [m] float32 on the CPU
 
     def _listen(self, features: list[Any]) -> list[torch.Tensor]:
@@ -125,14 +123,7 @@ class Listeners:
 
     def guarded(self, step: Callable[..., None], *args: Any) -> None:
         """Run a step that is called within the target's forward; an exception costs the guidance, never the forward."""
-        try:
-            step(*args)
-        except Exception:
-            if self.config.on_draft_error == "raise":
-                raise
-            if not self._has_failed:
-                logger.exception("vidspec: guidance failed; these prompts are pruned uniformly (further ones: counted)")
-            self._has_failed = True
+        if not self._guard(step, *args):
             for listener in self._listeners.values():
                 listener.missed = "error"
 
@@ -165,10 +156,16 @@ class Listeners:
             self.counters.add("reused_guidance")
         return scores  # type: ignore[return-value]
 
-    def _prefills(self, batch: Any) -> Iterator[tuple[int, Any, int, int]]:
-        """Yield (batch index, listener, first position, end position) of the listened requests in a step."""
-        for i in np.flatnonzero(batch.is_prefilling_np):
-            listener = self._listeners.get(batch.req_ids[i])
-            if listener is not None:
-                start = int(batch.num_computed_tokens_np[i])
-                yield int(i), listener, start, min(start + int(batch.num_scheduled_tokens[i]), listener.num_tokens)
+
+def prefills(batch: Any, listeners: Mapping[str, Any]) -> Iterator[tuple[int, Any, int, int]]:
+    """Yield (batch index, listener, first position, end position) of the requests in prefill that are listened to.
+
+    Args:
+        batch: vLLM's `InputBatch`.
+        listeners: By request id; each with the `num_tokens` of its prompt.
+    """
+    for i in np.flatnonzero(batch.is_prefilling_np):
+        listener = listeners.get(batch.req_ids[i])
+        if listener is not None:
+            start = int(batch.num_computed_tokens_np[i])
+            yield int(i), listener, start, min(start + int(batch.num_scheduled_tokens[i]), listener.num_tokens)

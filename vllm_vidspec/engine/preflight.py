@@ -10,7 +10,7 @@ from vllm_vidspec import families, metrics
 from vllm_vidspec.config import METHOD, REQUEST_LAMBDA, REQUEST_SCORER, VidSpecConfig, parse_config
 from vllm_vidspec.engine import compat
 from vllm_vidspec.engine.request_metrics import extend
-from vllm_vidspec.engine.request_rules import CALLS_TOOLS, check, choose
+from vllm_vidspec.engine.request_rules import CALLS_TOOLS, choose
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.plugin import SUPPORTED_VLLM
 
@@ -88,8 +88,9 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
     if vllm_config.watermark_config is not None:
         raise VidSpecError("watermarking is not supported together with vidspec")
     _check_scorers(vllm_config, config)
-    compat.mark_as_ours(vllm_config.speculative_config, functools.partial(check, config))  # pickled for the workers
-    compat.hear_request_choices((REQUEST_SCORER, REQUEST_LAMBDA), CALLS_TOOLS, lambda asked: choose(asked, config))
+    check = functools.partial(choose, config=config)  # pickled for the workers
+    compat.mark_as_ours(vllm_config.speculative_config, check)
+    compat.hear_request_choices((REQUEST_SCORER, REQUEST_LAMBDA), CALLS_TOOLS, check)
     keep_attention_out_of_graphs(vllm_config, config)
     # `finish` runs in the process that serves /metrics; the worker process opens the same file.
     path = metrics.path_for(vllm_config.instance_id)
@@ -108,15 +109,12 @@ def _check_scorers(vllm_config: Any, config: VidSpecConfig) -> None:
     """
     if config.scorers == {"strict"}:
         return
-    logger.warning("vidspec: requests may be verified by %s: their output can differ from the target's", _loose(config))
+    lossy = ", ".join(sorted(config.scorers - {"strict"}))
+    logger.warning("vidspec: requests may be verified by %s: their output can differ from the target's", lossy)
     if vllm_config.parallel_config.enable_batch_sharded_sampling:
         raise VidSpecError("--enable-batch-sharded-sampling shows a rank its own requests only: use the strict scorer")
     if config.protected_tokens and vllm_config.model_config.skip_tokenizer_init:
         raise VidSpecError("protected_tokens needs a tokenizer: drop --skip-tokenizer-init")
-
-
-def _loose(config: VidSpecConfig) -> str:
-    return ", ".join(sorted(config.scorers - {"strict"}))
 
 
 def keep_attention_out_of_graphs(vllm_config: Any, config: VidSpecConfig) -> None:

@@ -1,9 +1,8 @@
 """What a request may choose about its verification, and what keeps it strict whatever it chose."""
 
-import difflib
 from typing import Any, NamedTuple
 
-from vllm_vidspec.config import REQUEST_LAMBDA, REQUEST_SCORER, VidSpecConfig
+from vllm_vidspec.config import REQUEST_LAMBDA, REQUEST_SCORER, VidSpecConfig, nearest
 from vllm_vidspec.errors import VidSpecError
 
 # Set by the API server on requests that may call tools: a parser reads their output, not a person.
@@ -31,24 +30,18 @@ def choose(extra_args: dict[str, Any] | None, config: VidSpecConfig) -> Choice:
     """
     asked = {key: value for key, value in (extra_args or {}).items() if key.startswith(_PREFIX)}
     if unknown := sorted(asked.keys() - set(_KEYS)):
-        near = difflib.get_close_matches(unknown[0], (REQUEST_SCORER, REQUEST_LAMBDA), n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        hint = nearest(unknown[0], (REQUEST_SCORER, REQUEST_LAMBDA))
         raise VidSpecError(f"unknown request parameter {unknown[0]!r}{hint}")
     scorer, share = asked.get(REQUEST_SCORER, config.scorer), asked.get(REQUEST_LAMBDA, config.lambda_loose)
-    allowed = sorted({"strict", *(config.request_scorers or (config.scorer,))})
-    if REQUEST_SCORER in asked and scorer not in allowed:
-        raise VidSpecError(f"{REQUEST_SCORER}: this server allows {', '.join(allowed)}, got {scorer!r}")
+    if REQUEST_SCORER in asked and scorer not in config.scorers:
+        allowed = ", ".join(sorted(config.scorers))
+        raise VidSpecError(f"{REQUEST_SCORER}: this server allows {allowed}, got {scorer!r}")
     if REQUEST_LAMBDA in asked:
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= config.max_lambda:
             raise VidSpecError(f"{REQUEST_LAMBDA}: this server allows 0 to {config.max_lambda:g}, got {share!r}")
         if scorer not in ("strict", "loose", "random"):
             raise VidSpecError(f"{REQUEST_LAMBDA}: the scorer {scorer} takes none")
     return Choice(scorer, float(share))
-
-
-def check(config: VidSpecConfig, sampling: Any) -> None:
-    """Refuse vLLM's `SamplingParams` that ask for what the server does not allow; see `choose`."""
-    choose(sampling.extra_args, config)
 
 
 def strict_reason(sampling: Any) -> str | None:

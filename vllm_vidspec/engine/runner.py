@@ -106,14 +106,14 @@ def vidspec_runner(base: type) -> type:
                 sampling = request.sampling_params
                 is_structured = sampling is not None and sampling.structured_outputs is not None
                 self.speculator.arrive(request.req_id, request.prefill_token_ids, request.mm_features, is_structured)
-                self.counters.begin_request(self.req_states.req_id_to_index[request.req_id], request.req_id)
+                row = self.req_states.req_id_to_index[request.req_id]
+                self.counters.begin_request(row, request.req_id)
                 if self.rules is not None and sampling is not None:
-                    self._admit(request)
+                    self._admit(request, row)
 
-        def _admit(self, request) -> None:
+        def _admit(self, request, row: int) -> None:
             """Give a request its rule of verification, and listen to its video."""
             assert self.rules is not None
-            row = self.req_states.req_id_to_index[request.req_id]
             is_needed = self.rules.admit(row, request.sampling_params)
             if self.visual is not None:
                 adapter = request.lora_request.lora_name if request.lora_request is not None else ""

@@ -1,6 +1,5 @@
 """Our scorers in vLLM's rejection-sampler slot: verification by shared-noise coupling."""
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -71,7 +70,7 @@ class CoupledVerifier(RejectionSampler):
             "cu_num_logits",
             "cu_num_logits_np",
         )
-        self._score, self._score_loose = get_scorer("strict"), get_scorer("loose")
+        self._score = get_scorer("loose")  # every request by its own rule; strictly where none may be loose
         self._counters = counters
         self._trees = trees
         self._rules = rules
@@ -149,8 +148,7 @@ class CoupledVerifier(RejectionSampler):
             return_logprobs=return_logprobs,
         )
         drafts, max_drafts = verify_draft_sampled.to(torch.int64), self.num_speculative_steps
-        inputs = ScoreInputs(target_tokens, drafts, cu_num_logits, max_drafts, shapes)
-        relevance = self._relevance
+        relevance, looseness = self._relevance, None
         if relevance is not None:
             relevance, self._relevance = relevance.tensor_split((len(logits),))
         if self._rules is not None and self._rules.any_loose(idx_mapping_np):
@@ -166,9 +164,7 @@ class CoupledVerifier(RejectionSampler):
                 relevance,
                 shapes,
             )
-            scored = self._score_loose(dataclasses.replace(inputs, looseness=looseness))
-        else:
-            scored = self._score(inputs)
+        scored = self._score(ScoreInputs(target_tokens, drafts, cu_num_logits, max_drafts, shapes, looseness))
         self._counters.observe(idx_mapping, idx_mapping_np, scored.num_sampled, cu_num_logits, shapes, scored.kinds)
         if self.watch is not None:
             self.watch.see(idx_mapping_np, pos, cu_num_logits, scored, relevance)

@@ -10,7 +10,7 @@ from vidspec_kernels import uv_text_sum, uv_video_scores
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine import compat
 from vllm_vidspec.engine.counters import Counters
-from vllm_vidspec.engine.listeners import Listener, Listeners
+from vllm_vidspec.engine.listeners import Listener, Listeners, prefills
 from vllm_vidspec.errors import VidSpecError
 
 
@@ -77,7 +77,7 @@ class HiddenStateGuidance(Listeners):
         if batch is None:
             return
         begin = time.perf_counter()
-        for i, listener, start, end in self._prefills(batch):
+        for i, listener, start, end in prefills(batch, self._listeners):
             if listener.missed is None:
                 assert aux_hidden_states is not None
                 rows = slice(int(batch.query_start_loc_np[i]), int(batch.query_start_loc_np[i]) + end - start)

@@ -18,16 +18,15 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.distributed import get_tp_group
-from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vidspec_kernels import merge_relevance, store_states, visual_relevance
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.counters import Counters
+from vllm_vidspec.engine.guard import Guard
+from vllm_vidspec.engine.listeners import prefills
 from vllm_vidspec.engine.prompt import visual_indices
 from vllm_vidspec.errors import VidSpecError
-
-logger = init_logger("vllm.vidspec")
 
 BLOCK_ROWS = 64
 _MAX_ITEMS = 256  # of one prompt, beyond which its table may be too short
@@ -109,7 +108,7 @@ class VisualStates:
         self._holders: dict[str, _Holder] = {}
         self._items: OrderedDict[bytes, _Item] = OrderedDict()  # complete ones, the least recently used first
         self._step: Any = None
-        self._has_failed = False
+        self._guard = Guard(config, "hidden states were not kept; these requests are verified strictly")
 
     def _share(self, num_tokens: int) -> int:
         """Return how many of an item's tokens a rank has room for: the same on all, so that all decide alike."""
@@ -251,12 +250,9 @@ class VisualStates:
     def _hear(self, batch: Any, hidden_states: torch.Tensor | None) -> None:
         rank, size = self._group.rank_in_group, self._group.world_size
         sources, slots, finished = [], [], []
-        for i in np.flatnonzero(batch.is_prefilling_np):
-            holder = self._holders.get(batch.req_ids[i])
-            if holder is None or holder.is_done:
+        for i, holder, start, end in prefills(batch, self._holders):
+            if holder.is_done:
                 continue
-            start = int(batch.num_computed_tokens_np[i])
-            end = min(start + int(batch.num_scheduled_tokens[i]), holder.num_tokens)
             for item, places in zip(holder.items, holder.places, strict=False):
                 if item.key in self._items:
                     continue  # somebody's already
@@ -324,14 +320,7 @@ class VisualStates:
 
     def _guarded(self, step: Callable[..., None], *args: Any) -> None:
         """Run a step; an exception costs the requests in prefill their looseness, never their answers."""
-        try:
-            step(*args)
-        except Exception:
-            if self.config.on_draft_error == "raise":
-                raise
-            if not self._has_failed:
-                logger.exception("vidspec: hidden states were not kept; these requests are verified strictly")
-            self._has_failed = True
+        if not self._guard(step, *args):
             for holder in self._holders.values():
                 if not holder.is_done and holder.missed is None:
                     self._miss(holder, "error")
