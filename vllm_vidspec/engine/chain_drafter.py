@@ -139,7 +139,8 @@ class ChainDrafter:
             tokens = self._sample(logits, rows, message.rows_np, roots.logical_pos[:num_reqs], tokens)
             drafts.append(tokens)
         # Every draft but the last was fed. (K is at most 64, so the word is never full.)
-        roots.rows.fed[rows] = (1 << max(num_levels - 1, 0)) - 1
+        # (`fed[rows] = number` would copy the number from the host and wait for it.)
+        roots.rows.fed.index_fill_(0, rows, (1 << max(num_levels - 1, 0)) - 1)
         if not drafts:
             return Drafts(message.last_tokens.new_empty(num_reqs, 0)), 1
         return Drafts(torch.stack(drafts, dim=1)), num_levels

@@ -16,7 +16,10 @@ from vllm_vidspec.plugin import SUPPORTED_VLLM
 
 logger = logging.getLogger("vllm.vidspec")
 
-_WORKERS = {True: "vllm_vidspec.engine.worker.VidSpecCPUWorker", False: "vllm_vidspec.engine.worker.VidSpecGPUWorker"}
+_WORKERS = {
+    True: "vllm_vidspec.engine.cpu.worker.VidSpecCPUWorker",
+    False: "vllm_vidspec.engine.worker.VidSpecGPUWorker",
+}
 
 
 def version_problem() -> str | None:

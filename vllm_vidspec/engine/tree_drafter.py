@@ -154,7 +154,7 @@ class TreeDrafter:
     def _remember_fed(self, rows: torch.Tensor, fed: list[torch.Tensor]) -> None:
         """Note which nodes have KV, one bit each."""
         if not fed:
-            self._roots.rows.fed[rows] = 0
+            self._roots.rows.fed.index_fill_(0, rows, 0)
             return
         nodes = as_array(torch.cat(fed, dim=1))  # [num_reqs, total], 0 = none; every node at most once
         bits = (nodes > 0) * (1 << at_least(nodes - 1, 0))

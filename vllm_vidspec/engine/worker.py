@@ -1,20 +1,22 @@
-"""vLLM workers that build our model runner and reserve the draft's KV pool before the target's cache is sized."""
+"""vLLM's GPU worker with our model runner, and what it shares with the CPU worker: the draft's KV pool is reserved
+before the target's cache is sized.
+
+Nothing of vLLM's CPU engine may be imported here: its import replaces torch.cuda's streams, events and copies.
+"""
 
 from typing import Any
 
 from vllm.logger import init_logger
 from vllm.utils.mem_utils import format_gib
-from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_vidspec.engine import compat
 from vllm_vidspec.engine.runner import vidspec_runner
 from vllm_vidspec.errors import VidSpecError
 
 logger = init_logger("vllm.vidspec")
 
 
-class _VidSpecWorker:
+class VidSpecWorker:
     """What both workers share."""
 
     def determine_available_memory(self) -> int:
@@ -74,7 +76,7 @@ class _VidSpecWorker:
         self.model_runner.retune(knobs)  # type: ignore[attr-defined]
 
 
-class VidSpecGPUWorker(_VidSpecWorker, Worker):
+class VidSpecGPUWorker(VidSpecWorker, Worker):
     """GPU worker on Model Runner V2."""
 
     def _make_model_runner(self):
@@ -83,14 +85,3 @@ class VidSpecGPUWorker(_VidSpecWorker, Worker):
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
         return vidspec_runner(GPUModelRunner)(self.vllm_config, self.device)
-
-
-class VidSpecCPUWorker(_VidSpecWorker, CPUWorker):
-    """CPU worker on Model Runner V2, its kernels run by Triton's interpreter."""
-
-    def init_device(self):
-        """Build our runner where vLLM would build its own."""
-        if not self.use_v2_model_runner:
-            raise VidSpecError("vidspec needs Model Runner V2, which needs Triton's cpu backend: run `vidspec doctor`")
-        with compat.cpu_model_runner(vidspec_runner):
-            super().init_device()

@@ -1,0 +1,37 @@
+"""What may be imported where: vLLM's CPU worker replaces torch.cuda's streams, events and copies when it is imported."""
+
+import subprocess
+import sys
+
+_LOOK = """
+import sys, torch
+import vllm.utils.torch_utils as torch_utils
+import vllm.v1.worker.gpu_worker
+names = ("Event", "Stream", "current_stream", "stream")
+before = [getattr(torch.cuda, name) for name in names]
+before += [torch.accelerator.synchronize, torch.accelerator.get_memory_info, torch.Tensor.pin_memory]
+before += [torch_utils.async_tensor_h2d]
+import {module}
+after = [getattr(torch.cuda, name) for name in names]
+after += [torch.accelerator.synchronize, torch.accelerator.get_memory_info, torch.Tensor.pin_memory]
+after += [torch_utils.async_tensor_h2d]
+print([a is b for a, b in zip(before, after)].count(False))
+print(sorted(name for name in sys.modules if name.startswith(("vllm.v1.worker.cpu", "vllm_vidspec.engine.cpu."))))
+"""
+
+
+def _import(module: str) -> tuple[int, str]:
+    result = subprocess.run([sys.executable, "-c", _LOOK.format(module=module)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    replaced, loaded = result.stdout.splitlines()[-2:]
+    return int(replaced), loaded
+
+
+def test_gpu_worker_leaves_torch_untouched():
+    assert _import("vllm_vidspec.engine.worker") == (0, "[]")
+
+
+def test_cpu_worker_is_what_replaces_it():
+    """The look above sees it: the CPU worker's import replaces all eight."""
+    replaced, loaded = _import("vllm_vidspec.engine.cpu.worker")
+    assert replaced == 8 and "vllm_vidspec.engine.cpu.worker" in loaded
