@@ -52,6 +52,16 @@ def test_small_pruned_draft_changes_nothing(reference, family):
     assert not any(value for name, value in counted.items() if name.startswith("skipped_"))
 
 
+def test_phrases_are_banned_without_drafts(reference):
+    """A lone request on an engine without our method: the kernels' twins serve it too.
+
+    Catches: a twin that reads past the batch's last row, which nothing is drafted behind.
+    """
+    free, bound = (reference("qwen2.5-vl", scenario)[0].outputs[0].text for scenario in ("videos", "phrases"))
+    assert "white diamond" in free and "in the middle" in free
+    assert "white diamond" not in bound and "in the middle" not in bound
+
+
 @pytest.mark.parametrize(
     "spec",
     [
