@@ -1,5 +1,8 @@
 """Scheduling situations and faults: the output stays vanilla's, the draft stays as good, and nothing leaks."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from tests.engine import harness
@@ -150,18 +153,51 @@ def test_requests_grow_into_a_pool_that_is_almost_full():
 
 
 def test_context_length_ends_drafting_cleanly():
-    """Answers that run into max_model_len: chains are cut by the scheduler, nothing is drafted past the end."""
-    requests = harness.videos(FAMILY, 4, max_tokens=100, ignore_eos=True)
+    """Answers that run into max_model_len: chains are cut by the scheduler, nothing is drafted past the end.
+
+    Two of the videos are long and sparse: their rope positions follow the clock, far past max_model_len. Catches: rope
+    positions bounded by the number of tokens instead of by the rope table.
+    """
+    requests = harness.videos(FAMILY, 6, max_tokens=100, ignore_eos=True)
+    for prompt, _ in requests[4:]:
+        ((_, metadata),) = prompt["multi_modal_data"]["video"]
+        metadata.update(fps=metadata["fps"] / 60, duration=metadata["duration"] * 60)
     overrides = {"max_model_len": 320}
     with harness.engine(FAMILY, overrides=overrides) as vanilla:
         expected = vanilla.generate(requests)
     with harness.engine(FAMILY, "target", overrides=overrides, pruner="none") as engine:
         outputs, counted = engine.measured(requests)
+        assert engine.speculator.drafter.rows.pos_delta_np.max() > overrides["max_model_len"]
         used = used_blocks(engine)
     assert {output.outputs[0].finish_reason for output in expected} == {"length"}
     assert harness.token_ids(outputs) == harness.token_ids(expected)
     assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
     assert not skipped(counted)
+    assert used == 0
+
+
+def test_a_draft_with_a_shorter_context_stops_at_its_end(reference, tmp_path):
+    """The target's own weights, but rope tables that end in the middle of the answers: drafted up to there, counted.
+
+    Catches: a rope table read past its end, drafts that go on blindly, a request that stops a step too early.
+    """
+    family, num_more = "llava-onevision", 20
+    answers = reference(family, "videos")
+    (num_prompt_tokens,) = {len(output.prompt_token_ids) for output in answers}
+    original = Path(pairs.checkpoint(family, "target"))
+    for file in original.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((original / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = num_positions = num_prompt_tokens + num_more
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with harness.engine(family, str(tmp_path), pruner="none") as engine:
+        assert engine.speculator.draft_model.num_positions == num_positions
+        outputs, counted = engine.measured(SCENARIOS["videos"](family))
+        used = used_blocks(engine)
+    assert harness.token_ids(outputs) == harness.token_ids(answers)
+    assert counted["accepted_tokens"] == counted["draft_tokens"] > 8 * num_more // 2
+    assert skipped(counted) == {"too_long": sum(len(output.outputs[0].token_ids) > num_more for output in answers)}
     assert used == 0
 
 

@@ -20,14 +20,12 @@ class RootFeeder:
         pool: Its KV pool.
         rows: The per-row integers.
         max_num_reqs: Persistent rows.
-        max_model_len: Context length.
     """
 
-    def __init__(self, model: DraftModel, pool: DraftKVPool, rows: DraftRows, max_num_reqs: int, max_model_len: int):
+    def __init__(self, model: DraftModel, pool: DraftKVPool, rows: DraftRows, max_num_reqs: int):
         self.model = model
         self.pool = pool
         self.rows = rows
-        self.max_model_len = max_model_len
         device = model.device
         # Persistent inputs of one token a request.
         self.positions = torch.zeros(model.num_axes, max_num_reqs, dtype=torch.int64, device=device)
@@ -93,13 +91,13 @@ class RootFeeder:
             self.pool.table,
             block_size=self.pool.block_size,
             level=level,
+            # Only drafts behind the end of the target's context reach it, and those are never committed.
+            max_position=self.model.num_positions - 1,
             positions=self.positions,
             logical_pos=self.logical_pos,
             seq_lens=self.seq_lens,
             slot_mapping=self.slot_mapping,
         )
-        # Beyond the context length nothing is ever committed; the clamp keeps the rope table in bounds.
-        self.positions.clamp_(max=self.max_model_len - 1)
 
 
 class ChainDrafter:

@@ -46,7 +46,7 @@ class Drafter:
         counters: Told what is drafted.
         num_blocks: Of the pool.
         max_num_reqs: Persistent rows.
-        max_model_len: Context length.
+        max_model_len: The target's context length.
         fills_trees: See `TreeDrafter`.
     """
 
@@ -64,6 +64,7 @@ class Drafter:
         self.model = model
         self.config = config
         self.counters = counters
+        self._max_model_len = max_model_len
         self._adapter = adapter_for(model.hf_config)
         self._prunes_by_looks = "features" in get_pruner(config.pruner).needs
         max_slots = max_slots_per_request(max_model_len, config.num_speculative_tokens)
@@ -71,7 +72,7 @@ class Drafter:
         self.rows = DraftRows(max_num_reqs, model.device)
         # What was chosen and why, for tools that look at pruning; None while nobody looks.
         self.watched: list[dict[str, Any]] | None = None
-        roots = RootFeeder(model, self.pool, self.rows, max_num_reqs, max_model_len)
+        roots = RootFeeder(model, self.pool, self.rows, max_num_reqs)
         self._chains = ChainDrafter(roots, sample)
         self._trees: TreeDrafter | None = None
         if tree_shapes := config.shapes - {"chain"}:
@@ -144,6 +145,9 @@ class Drafter:
             detail = f"its pruned prompt has {prompt.num_kept} tokens, max_draft_len is {limit}"
             self.counters.skip("too_long", message.req_id, detail)
             return None
+        if not self._holds(len(message.token_ids) + 1, prompt.num_dropped, prompt.pos_delta):
+            self.counters.skip("too_long", message.req_id, self.context_detail)
+            return None
         row = message.row
         num_slots = prompt.num_kept + 1 + self.config.num_speculative_tokens
         if not self.pool.reserve(np.array([row]), np.array([num_slots]))[0]:
@@ -202,6 +206,25 @@ class Drafter:
         )
 
     # ---- draft -----------------------------------------------------------------------------------------------------
+
+    @property
+    def context_detail(self) -> str:
+        """What to say of a request that the draft's context does not hold."""
+        tokens, positions = self.model.max_model_len, self.model.num_positions
+        return f"it is longer than the draft's context of {tokens} tokens and {positions} positions"
+
+    def _holds(self, num_tokens: Any, num_dropped: Any, pos_delta: Any) -> Any:
+        """Whether the draft's context, which may be shorter than the target's, has room for texts and their drafts.
+
+        What the target's context has no room for is never committed, so it is no reason.
+        """
+        longest = np.minimum(num_tokens + self.config.num_speculative_tokens, self._max_model_len)
+        has_entries = longest - num_dropped <= self.model.max_model_len
+        return has_entries & (longest + pos_delta <= self.model.num_positions)
+
+    def holds(self, rows_np: np.ndarray, num_tokens_upper_bound: np.ndarray) -> np.ndarray:
+        """Return `[n]` bool: the draft's context has room for the next step of these rows."""
+        return self._holds(num_tokens_upper_bound, self.rows.num_dropped_np[rows_np], self.rows.pos_delta_np[rows_np])
 
     def grow(self, rows_np: np.ndarray, num_tokens_upper_bound: np.ndarray) -> np.ndarray:
         """Make room for the next step; return `[n]` bool, False where the pool is full."""

@@ -277,6 +277,11 @@ class VidSpecSpeculator(BaseSpeculator):
         drafting = np.flatnonzero(done & (self._state[rows_np] == _DRAFTING))
         if not len(drafting):
             return
+        held = self.drafter.holds(rows_np[drafting], bound[drafting])
+        for i in drafting[~held]:
+            self._forget(int(rows_np[i]), _SKIPPED)
+            self.counters.skip("too_long", input_batch.req_ids[i], self.drafter.context_detail)
+        drafting = drafting[held]
         fits = self.drafter.grow(rows_np[drafting], bound[drafting])
         for i in drafting[~fits]:
             self._forget(int(rows_np[i]), _SKIPPED)

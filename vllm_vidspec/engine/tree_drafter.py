@@ -92,7 +92,7 @@ class TreeDrafter:
             nodes,
             block_size=roots.pool.block_size,
             level=level,
-            max_position=roots.max_model_len - 1,
+            max_position=roots.model.num_positions - 1,
             positions=self._positions,
             logical_pos=self._logical_pos,
             slot_mapping=self._slot_mapping,
