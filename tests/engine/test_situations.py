@@ -72,10 +72,12 @@ def test_vllms_own_schedule_of_draft_lengths(reference):
 def test_prefix_cache_hit_still_shows_the_draft_the_video(is_covered):
     """The second time the target computes only the prompt's tail, and no encoder runs: the draft must see it all.
 
-    Where the hit covers the whole video vLLM would drop its pixels. Catches: a draft that goes blind, or an error, in
-    the second turn of a conversation.
+    Where the hit covers the whole video vLLM would drop its pixels; there it also leaves one token to compute, and vLLM
+    schedules placeholders where drafts would be. Catches: a draft that goes blind, or an error, in the second turn of a
+    conversation; placeholders counted as drafts on a row whose last request had some.
     """
     question = "describe the video . what happens in this clip ? tell me about color and shape and move " * 2
+    question += "color " * 22  # prompts of 10 * 32 + 1 tokens
     requests = [
         (pairs.video_prompt(FAMILY, shape_world.held_out(i).frames, question), {"temperature": 0.0}) for i in range(8)
     ]
@@ -88,7 +90,7 @@ def test_prefix_cache_hit_still_shows_the_draft_the_video(is_covered):
         outputs, counted = engine.measured(requests)
     video_end = 3 + 256
     assert all((output.num_cached_tokens >= video_end) == is_covered for output in outputs)
-    assert all(output.num_cached_tokens for output in outputs)
+    assert {len(o.prompt_token_ids) - o.num_cached_tokens for o in outputs} == {1 if is_covered else 321 - 256}
     assert harness.token_ids(outputs) == harness.token_ids(expected)
     assert counted["visual_tokens_kept"] == 8 * 256
     assert counted["accepted_tokens"] == counted["draft_tokens"] > 0

@@ -39,6 +39,10 @@ class DraftRows:
         self._num_dropped.stage_write_elem(row, num_dropped)
         self._pos_delta.stage_write_elem(row, pos_delta)
 
+    def forget(self, row: int) -> None:
+        """Forget which drafts were fed: the row's next request has had none."""
+        self.fed[row : row + 1].zero_()
+
     def apply(self) -> None:
         """Send the staged rows."""
         self._num_dropped.apply_write()

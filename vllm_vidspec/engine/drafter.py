@@ -261,4 +261,5 @@ class Drafter:
     def release(self, row: int) -> None:
         """Forget a row: finished, aborted, preempted or given up."""
         self.pool.release(row)
+        self.rows.forget(row)
         self.counters.set("draft_pool_blocks_used", self.pool.num_used_blocks)

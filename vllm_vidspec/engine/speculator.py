@@ -177,6 +177,10 @@ class VidSpecSpeculator(BaseSpeculator):
         if self.trees is not None:
             self.trees.forget(row)
         self._state[row] = state
+        if self._has_draft[row]:
+            # vLLM may pad the row's next request with placeholders for drafts: nobody has proposed those.
+            self._has_draft[row] = False
+            self.counters.has_draft[row : row + 1].zero_()
 
     @torch.inference_mode()
     def propose(
@@ -306,7 +310,8 @@ class VidSpecSpeculator(BaseSpeculator):
         row, text = as_array(rows), as_array(states.all_token_ids.gpu)
         previous = torch.as_tensor(text[row, as_array(num_tokens)[row] - 2])
         num_verified = input_batch.num_draft_tokens_per_req
-        was_verified = np.zeros(len(rows_np), dtype=bool) if num_verified is None else num_verified[batch_indices] > 0
+        # `_has_draft` still speaks of the drafts that this step has verified; without one they are vLLM's placeholders.
+        was_verified = self._has_draft[rows_np] & (False if num_verified is None else num_verified[batch_indices] > 0)
         drafts = self.drafter.draft(
             DraftMessage(
                 rows=rows,
