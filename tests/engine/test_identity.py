@@ -5,6 +5,7 @@ import pytest
 from tests.engine import harness
 from tests.engine.conftest import SCENARIOS
 from vllm_vidspec.bench import pairs
+from vllm_vidspec.engine.acceptance_alarm import WINDOW
 
 FAMILIES = ("qwen2.5-vl", "llava-onevision")
 
@@ -48,6 +49,7 @@ def test_small_pruned_draft_changes_nothing(reference, family):
         outputs, counted = engine.measured(SCENARIOS["mixed"](family))
     assert_same_answers(reference(family, "mixed"), outputs)
     assert counted["accepted_tokens"] > 0
+    assert counted["drafts"] > WINDOW and counted["low_acceptance_windows"] == 0
     assert counted["visual_tokens_kept"] <= 0.1 * counted["visual_tokens_full"]
     assert not any(value for name, value in counted.items() if name.startswith("skipped_"))
 

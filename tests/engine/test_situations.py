@@ -97,14 +97,22 @@ def test_prefix_cache_hit_still_shows_the_draft_the_video(is_covered):
 
 
 def test_preemption_frees_and_rebuilds_the_draft(reference):
-    """A target cache too small for its requests: some are preempted, resumed with their output, and drafted again."""
+    """A target cache too small for its requests: some are preempted, resumed with their output, and drafted again.
+
+    Catches: blocks that leak, and a request's own figures that begin anew when it resumes.
+    """
     # Blocks of 128 tokens: prompts of 266 take three, answers outgrow them, and ten are not enough for three times
     # four.
     num_blocks = 11
     with harness.engine(
         FAMILY,
         "target",
-        overrides={"num_gpu_blocks_override": num_blocks, "max_model_len": 512, "enable_prefix_caching": False},
+        overrides={
+            "num_gpu_blocks_override": num_blocks,
+            "max_model_len": 512,
+            "enable_prefix_caching": False,
+            "per_request_spec_decode_metrics": "summary",
+        },
         pruner="none",
     ) as engine:
         scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
@@ -116,7 +124,10 @@ def test_preemption_frees_and_rebuilds_the_draft(reference):
         used = used_blocks(engine)
     with harness.engine(FAMILY) as vanilla:
         expected = vanilla.generate(requests)
+        told = [output.outputs[0].spec_decode_metrics.to_dict() for output in outputs]
     assert preempted, "the situation did not arise"
+    assert sum(one["num_exact_draft_tokens"] for one in told) == counted["accepted_tokens"]
+    assert len({one["num_exact_draft_tokens"] for one in told}) == 1, "all are as long, so all say the same"
     assert harness.token_ids(outputs) == harness.token_ids(expected)
     assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
     assert counted["prompts"] > 5
