@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.engine import harness
-from vllm_vidspec.engine import chain_drafter
+from vllm_vidspec.engine import chain_drafter, score_blocks
 from vllm_vidspec.engine.acceptance_alarm import WINDOW
 from vllm_vidspec.engine.chain_drafter import ChainDrafter
 from vllm_vidspec.engine.draft_model import DraftModel
@@ -195,4 +195,17 @@ def test_drafts_that_never_stand_raise_the_alarm(drafted, monkeypatch, caplog):
     _, useless = engine.measured(requests(engine.family, MAX_TOKENS))
     assert useless["accepted_tokens"] < 0.5 * useless["drafts"]
     assert 1 <= useless["low_acceptance_windows"] <= useless["drafts"] // WINDOW
+    print(
+        "REC",
+        [(r.getMessage(), id(r), r.name, r.created) for r in caplog.records if "next to" in r.getMessage()],
+        useless["drafts"],
+        useless["low_acceptance_windows"],
+    )
     assert [r.getMessage()[:40] for r in caplog.records].count("vidspec: next to no draft token stands (") == 1
+
+
+def test_logits_in_blocks_of_rows(drafted, monkeypatch):
+    """Blocks of four of the six requests. Catches: a block's rows that are taken for those of the first."""
+    engine, _ = drafted
+    monkeypatch.setattr(score_blocks, "SCORE_BYTES", 4 * 4 * engine.speculator.draft_model.vocab_size)
+    check(drafted)

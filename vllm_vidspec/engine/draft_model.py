@@ -129,6 +129,11 @@ class DraftModel:
         return self.config.model_config.max_model_len
 
     @property
+    def vocab_size(self) -> int:
+        """Logits of one row."""
+        return self.config.model_config.get_vocab_size()
+
+    @property
     def block_size(self) -> int:
         """Tokens per KV block."""
         return self._kv_groups()[0].kv_cache_spec.block_size
