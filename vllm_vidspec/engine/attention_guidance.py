@@ -14,8 +14,9 @@ from vidspec_kernels import guidance_scores
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine import compat
 from vllm_vidspec.engine.counters import Counters
+from vllm_vidspec.engine.host_copy import HostCopy
 from vllm_vidspec.engine.kv_views import attention_layers, check_layout, check_readable, key_view
-from vllm_vidspec.engine.listeners import Listener, Listeners, prefills
+from vllm_vidspec.engine.listeners import Listener, Listeners, PendingScores, prefills
 from vllm_vidspec.errors import VidSpecError
 
 # What is refused, and the way out.
@@ -176,16 +177,18 @@ class AttentionGuidance(Listeners):
             listener.total = sums if listener.total is None else listener.total + sums
             listener.num_queries += num_queries
 
-    def take(self, req_id: str) -> list[torch.Tensor] | None:
-        """Return the scores; see `Guidance`. One all-reduce of `[text_start]` floats."""
+    def take(self, req_id: str) -> PendingScores | None:
+        """Send the scores; see `Guidance`. One all-reduce of `[text_start]` floats."""
         listener = self._listeners.pop(req_id, None)
         if listener is None:
             return None
         if listener.missed is not None or listener.total is None:
-            return self._finish(listener, [None] * len(listener.items))
+            return PendingScores(None, lambda _: self._finish(listener, [None] * len(listener.items)))
         total = tensor_model_parallel_all_reduce(listener.total)
-        mean = (total / (listener.num_queries * self._num_heads * len(self._layers))).cpu()
-        return self._finish(listener, [mean[item] for item in listener.items])
+        mean = total / (listener.num_queries * self._num_heads * len(self._layers))
+        return PendingScores(
+            HostCopy(mean), lambda mean: self._finish(listener, [mean[item] for item in listener.items])
+        )
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vidspec_kernels import uv_text_sum, uv_video_scores
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine import compat
 from vllm_vidspec.engine.counters import Counters
-from vllm_vidspec.engine.listeners import Listener, Listeners, prefills
+from vllm_vidspec.engine.host_copy import HostCopy
+from vllm_vidspec.engine.listeners import Listener, Listeners, PendingScores, prefills
 from vllm_vidspec.errors import VidSpecError
 
 
@@ -96,11 +98,11 @@ class HiddenStateGuidance(Listeners):
             into, rows = inside.nonzero()[:, 0], listener.order[inside] - start
             is_text[rows] = False
             listener.heard |= inside
-            into, rows = into.to(self.device), rows.to(self.device)
+            into, rows = (async_tensor_h2d(indices, device=self.device) for indices in (into, rows))
             listener.low[into] = uv_video_scores(low[rows], listener.text_low)
             listener.states[into] = high[rows]
         if is_text.any():
-            listener.text_high = listener.text_high + uv_text_sum(high, is_text.to(self.device))
+            listener.text_high = listener.text_high + uv_text_sum(high, async_tensor_h2d(is_text, device=self.device))
 
     def _begin(self, listener: _StateListener) -> bool:
         num_tokens = len(listener.order)
@@ -112,7 +114,7 @@ class HiddenStateGuidance(Listeners):
         listener.states = torch.empty(num_tokens, self._hidden_size, dtype=self._dtype, device=self.device)
         listener.low = torch.zeros(num_tokens, device=self.device)
         listener.heard = torch.zeros(num_tokens, dtype=torch.bool)
-        text = self._embed(listener.text_ids.to(self.device))
+        text = self._embed(async_tensor_h2d(listener.text_ids, device=self.device))
         listener.text_low = uv_text_sum(text, torch.ones(len(text), dtype=torch.bool, device=self.device))
         listener.text_high = torch.zeros(self._hidden_size, device=self.device)
         return True
@@ -123,20 +125,27 @@ class HiddenStateGuidance(Listeners):
         if listener is not None and listener.states is not None:
             self._num_bytes -= listener.states.numel() * listener.states.element_size()
 
-    def take(self, req_id: str) -> list[torch.Tensor] | None:
-        """Return the scores; see `Guidance`."""
+    def take(self, req_id: str) -> PendingScores | None:
+        """Send the scores; see `Guidance`."""
         listener = self._listeners.get(req_id)
         if listener is None:
             return None
         self.release(req_id)
-        heard: list[torch.Tensor | None] = [None] * len(listener.items)
-        if listener.missed is None and listener.states is not None:
-            sizes = [len(item) for item in listener.items]
-            scores = (uv_video_scores(listener.states, listener.text_high) - listener.low).cpu()
-            # Part of a video that came from the prefix cache has no states: its scores would be of different text.
-            complete = [bool(part.all()) for part in listener.heard.split(sizes)]
-            heard = [part if whole else None for part, whole in zip(scores.split(sizes), complete, strict=True)]
-        return self._finish(listener, heard)
+        if listener.missed is not None or listener.states is None:
+            return PendingScores(None, lambda _: self._finish(listener, [None] * len(listener.items)))
+        scores = uv_video_scores(listener.states, listener.text_high) - listener.low
+        sizes = [len(item) for item in listener.items]
+        # Part of a video that came from the prefix cache has no states: its scores would be of different text.
+        complete = [bool(part.all()) for part in listener.heard.split(sizes)]
+
+        def finish(scores: torch.Tensor) -> list[torch.Tensor] | None:
+            parts = scores.split(sizes)
+            return self._finish(
+                listener, [part if whole else None for part, whole in zip(parts, complete, strict=True)]
+            )
+
+        listener.states = None  # its memory is given back
+        return PendingScores(HostCopy(scores), finish)
 
 
 def default_uv_layer(num_layers: int) -> int:
