@@ -259,7 +259,7 @@ class DraftModel:
         return self.model.compute_logits(hidden_states)
 
     def embed(self, token_ids: torch.Tensor, media: list[torch.Tensor], where: torch.Tensor | None) -> torch.Tensor:
-        """Return `[n, hidden_size]` input embeddings; `media` fill the places `where` (`[num_media]` int64) in order."""
+        """Return `[n, hidden_size]` input embeddings; `media` fill the places `where`, `[num_media]` int64."""
         embeds = self.model.embed_input_ids(token_ids)
         if media:
             # By index, not by vLLM's mask, which has to become one on the host first.

@@ -9,7 +9,6 @@ looked at. Every decision follows from what the host knows, so tensor-parallel r
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,54 +22,13 @@ from vllm_vidspec.engine.draft_model import DraftModel
 from vllm_vidspec.engine.draft_rows import DraftRows
 from vllm_vidspec.engine.kv_pool import DraftKVPool
 from vllm_vidspec.engine.messages import Prefilled, PrefillMessage, PrefillStep
-from vllm_vidspec.engine.prompt import (
-    PromptItem,
-    PromptPlan,
-    PrunedPrompt,
-    UnsupportedPrompt,
-    choose_kept,
-    plan_prompt,
-    prune,
-)
+from vllm_vidspec.engine.prefill_job import PrefillJob, PrefillPiece
+from vllm_vidspec.engine.prompt import PromptItem, UnsupportedPrompt, choose_kept, plan_prompt, prune
 from vllm_vidspec.engine.vision_cache import VisionCache
 from vllm_vidspec.families import adapter_for
 from vllm_vidspec.pruning import get_pruner
 
 logger = init_logger("vllm.vidspec")
-
-
-@dataclass(eq=False)
-class _Job:
-    """A request whose prompt the draft has not seen whole.
-
-    Attributes:
-        req_id: vLLM's request id.
-        row: Persistent row.
-        plan: Its prompt.
-        scores: The target's guidance by item, or None.
-        kept: By item which embeddings stay, None until that is known.
-        media: By item those embeddings `[num_keep, hidden_size]`, None until the tower has made them.
-        looks: By item all its embeddings on the host, for tools that look at pruning.
-        prompt: What the draft sees, once every item is there; `embeds` the media of it, `[num_media, hidden_size]`.
-        num_done: KV entries that the draft has.
-    """
-
-    req_id: str
-    row: int
-    plan: PromptPlan
-    scores: list[torch.Tensor] | None
-    kept: list[torch.Tensor | None]
-    media: list[torch.Tensor | None]
-    looks: list[torch.Tensor | None]
-    prompt: PrunedPrompt | None = None
-    embeds: torch.Tensor | None = None
-    num_done: int = 0
-
-    def unseen(self) -> list[int]:
-        """Return the items that the tower has yet to look at; none that keeps nothing."""
-        if self.prompt is not None:
-            return []
-        return [i for i, item in enumerate(self.plan.items) if item.num_keep and self.media[i] is None]
 
 
 class DraftPrefill:
@@ -105,7 +63,7 @@ class DraftPrefill:
         self._shared = shared
         self._adapter = adapter_for(model.hf_config)
         self._compares = "features" in get_pruner(config.pruner).needs
-        self._jobs: dict[int, _Job] = {}  # by row, in order of admission
+        self._jobs: dict[int, PrefillJob] = {}  # by row, in order of admission
         self._failed: list[int] = []  # rows, of the step that runs
         # What was chosen and why, for tools that look at pruning; None while nobody looks.
         self.watched: list[dict[str, Any]] | None = None
@@ -148,7 +106,7 @@ class DraftPrefill:
         self.counters.set("draft_pool_blocks_used", self._pool.num_used_blocks)
         return True
 
-    def _plan(self, message: PrefillMessage) -> _Job:
+    def _plan(self, message: PrefillMessage) -> PrefillJob:
         plan = plan_prompt(
             message.token_ids,
             message.features,
@@ -164,7 +122,7 @@ class DraftPrefill:
             else choose_kept(item, self.config, None if scores is None else scores[i], None)
             for i, item in enumerate(plan.items)
         ]
-        return _Job(message.req_id, message.row, plan, scores, kept, [None] * len(kept), [None] * len(kept))
+        return PrefillJob(message.req_id, message.row, plan, scores, kept, [None] * len(kept), [None] * len(kept))
 
     def release(self, row: int) -> None:
         """Forget a request: finished, aborted, preempted or given up."""
@@ -189,10 +147,10 @@ class DraftPrefill:
             del self._jobs[job.row]
         return Prefilled(ready=[job.row for job in ready], failed=self._failed)
 
-    def _is_alive(self, job: _Job) -> bool:
+    def _is_alive(self, job: PrefillJob) -> bool:
         return self._jobs.get(job.row) is job
 
-    def _fail(self, job: _Job, error: Exception) -> None:
+    def _fail(self, job: PrefillJob, error: Exception) -> None:
         """Take a request out of the line that an error has cost its drafts."""
         if self._is_alive(job):
             del self._jobs[job.row]
@@ -209,12 +167,12 @@ class DraftPrefill:
 
     # ---- vision ----------------------------------------------------------------------------------------------------
 
-    def _look(self, due: list[_Job]) -> None:
+    def _look(self, due: list[PrefillJob]) -> None:
         """Get the vision embeddings that the first requests in line lack.
 
         No further down the line than the language model can come in this step, so that few embeddings wait for it.
         """
-        wanted: dict[str, list[tuple[_Job, int]]] = {}  # by content: who wants it, as which item
+        wanted: dict[str, list[tuple[PrefillJob, int]]] = {}  # by content: who wants it, as which item
         left, ahead = self.model.max_encoder_tokens, 0
         for job in due:
             if ahead >= self.model.max_num_tokens:
@@ -234,7 +192,7 @@ class DraftPrefill:
                     break
         self._encode(wanted)
 
-    def _find(self, job: _Job, i: int) -> bool:
+    def _find(self, job: PrefillJob, i: int) -> bool:
         """Give a request an item's embeddings from a cache, if one has them."""
         item, kept = job.plan.items[i], job.kept[i]
         shared = self._shared.get(item.feature.identifier)
@@ -250,7 +208,7 @@ class DraftPrefill:
             job.media[i] = rows
         return True
 
-    def _encode(self, wanted: dict[str, list[tuple[_Job, int]]]) -> None:
+    def _encode(self, wanted: dict[str, list[tuple[PrefillJob, int]]]) -> None:
         """Run the vision tower over what no cache has, hand it out and keep it."""
         items = [takers[0][0].plan.items[takers[0][1]] for takers in wanted.values()]
         for item, takers, found in zip(items, wanted.values(), self._run_tower(items), strict=True):
@@ -279,7 +237,7 @@ class DraftPrefill:
                 return [error]
             return [found for item in items for found in self._run_tower([item])]
 
-    def _take(self, job: _Job, i: int, embeddings: torch.Tensor) -> None:
+    def _take(self, job: PrefillJob, i: int, embeddings: torch.Tensor) -> None:
         """Give an item's embeddings `[m, hidden_size]` to a request, which keeps what it has chosen of them."""
         try:
             kept = job.kept[i]
@@ -294,15 +252,15 @@ class DraftPrefill:
 
     # ---- language model --------------------------------------------------------------------------------------------
 
-    def _pieces(self, due: list[_Job], bounds: dict[int, int]) -> tuple[list["_Piece"], list[_Job]]:
+    def _pieces(self, due: list[PrefillJob], bounds: dict[int, int]) -> tuple[list[PrefillPiece], list[PrefillJob]]:
         """Return what the language model reads in this step, and the requests that are ready to be drafted for then.
 
         Args:
             due: The line.
             bounds: By row how many tokens are committed at most.
         """
-        pieces: list[_Piece] = []
-        ready: list[_Job] = []
+        pieces: list[PrefillPiece] = []
+        ready: list[PrefillJob] = []
         left = self.model.max_num_tokens
         for job in due:
             if job.unseen():
@@ -316,19 +274,19 @@ class DraftPrefill:
                 end = last
                 ready.append(job)
             if end > start:
-                pieces.append(_Piece(job, start, end))
+                pieces.append(PrefillPiece(job, start, end))
             left -= end - start
             if end < last or left <= 0:
                 break
         return pieces, ready
 
-    def _forward(self, pieces: list["_Piece"], text: torch.Tensor) -> None:
+    def _forward(self, pieces: list[PrefillPiece], text: torch.Tensor) -> None:
         """Read pieces; in one forward, but for a piece of text that is longer than one may be."""
         if sum(piece.end - piece.start for piece in pieces) > self.model.max_num_tokens:
             (piece,) = pieces
             size = self.model.max_num_tokens
             for start in range(piece.start, piece.end, size):
-                self._forward([_Piece(piece.job, start, min(start + size, piece.end))], text)
+                self._forward([PrefillPiece(piece.job, start, min(start + size, piece.end))], text)
             return
         if not pieces:
             return
@@ -353,7 +311,7 @@ class DraftPrefill:
         for piece in pieces:
             piece.job.num_done = piece.end
 
-    def _prune(self, job: _Job) -> None:
+    def _prune(self, job: PrefillJob) -> None:
         """Put a prompt together once all its items are there."""
         kept = [indices for indices in job.kept if indices is not None]
         job.prompt = prune(job.plan, kept)
@@ -371,7 +329,7 @@ class DraftPrefill:
                 }
             )
 
-    def _embed(self, pieces: list["_Piece"], starts: np.ndarray, text: torch.Tensor) -> torch.Tensor:
+    def _embed(self, pieces: list[PrefillPiece], starts: np.ndarray, text: torch.Tensor) -> torch.Tensor:
         """Return the pieces' input embeddings `[num_tokens, hidden_size]`; `starts` says where each begins."""
         device = self.model.device
         token_ids = async_tensor_h2d(torch.cat([piece.token_ids() for piece in pieces]), device=device)
@@ -394,34 +352,3 @@ class DraftPrefill:
             token_ids.clamp_(0, self.model.vocab_size - 1)
         where = async_tensor_h2d(torch.cat(places), device=device) if places else None
         return self.model.embed(token_ids, media, where)
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """KV entries `start` to `end` of a request: of its pruned prompt, and from `num_kept` on of the text after it."""
-
-    job: _Job
-    start: int
-    end: int
-
-    def token_ids(self) -> torch.Tensor:
-        """Return `[end - start]` int32 ids; 0 for the text after the prompt, which the device knows."""
-        assert self.job.prompt is not None
-        inside = self.job.prompt.token_ids[self.start : self.end]
-        return torch.cat((inside, inside.new_zeros(self.end - self.start - len(inside))))
-
-    def positions(self) -> torch.Tensor:
-        """Return `[num_axes, end - start]` int64 rope positions."""
-        plan, prompt = self.job.plan, self.job.prompt
-        assert prompt is not None
-        inside = prompt.positions[:, self.start : self.end]
-        first = max(self.start, plan.num_kept)
-        after = torch.arange(first, max(self.end, first)) + plan.num_dropped + plan.pos_delta
-        return torch.cat((inside, after.expand(plan.num_axes, -1)), dim=1)
-
-    def media(self) -> tuple[int, int, torch.Tensor]:
-        """Return which of the prompt's media embeddings are in here, first and end, and where, `[n]` int64."""
-        assert self.job.prompt is not None
-        media_at = self.job.prompt.media_at
-        low, high = np.searchsorted(media_at.numpy(), (self.start, self.end)).tolist()
-        return low, high, media_at[low:high] - self.start
