@@ -56,6 +56,11 @@ class Agreement:
         self._phase = ""  # of the step that is being run with care, else ""
         self._is_torn = False  # whether an exception now would leave the others in a collective
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other rank."""
+        return self._size == 1
+
     def run(self, phase: str, step: Callable[..., None], *args: Any, is_careful: bool = True) -> Exception | None:
         """Run a step that all ranks take together; return why it failed, on all of them alike, or None.
 
@@ -66,7 +71,7 @@ class Agreement:
             is_careful: Whether ranks wait for each other before collectives, so that one rank's failure is survived.
                 A step without, taken at every decode step, costs nothing while all is well.
         """
-        if self._size == 1:
+        if self.is_alone:
             try:
                 step(*args)
             except Exception as error:
@@ -112,7 +117,7 @@ class Agreement:
         Raises:
             OthersFailed: A rank has failed in the careful step that this one is in.
         """
-        if self._size == 1:
+        if self.is_alone:
             return list(flags)
         settled: list[bool] = []
         for low in range(0, len(flags), _MAX_FLAGS):

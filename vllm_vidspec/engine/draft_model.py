@@ -27,6 +27,7 @@ from vllm.v1.worker.gpu.attn_utils import (
     init_kv_cache,
 )
 
+from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.errors import VidSpecError
 
 
@@ -50,8 +51,9 @@ class DraftModel:
     their block tables are the draft's, and the target's memory accounting stays untouched.
     """
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_self_draft: bool):
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_self_draft: bool, agreement: Agreement):
         self.target_config = vllm_config
+        self._agreement = agreement  # every collective of a prefill is entered under it
         self.device = device
         self.is_self_draft = is_self_draft
         self.max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
@@ -208,13 +210,16 @@ class DraftModel:
         num_tokens = embeds.shape[0]
         buffer = self._positions[:, :num_tokens]
         buffer.copy_(positions)
-        with set_forward_context(
-            metadata,
-            self.config,
-            num_tokens=num_tokens,
-            slot_mapping=slots,
-            cudagraph_runtime_mode=CUDAGraphMode.NONE,
-            batch_descriptor=BatchDescriptor(num_tokens=num_tokens),
+        with (
+            self._agreement.collective(),
+            set_forward_context(
+                metadata,
+                self.config,
+                num_tokens=num_tokens,
+                slot_mapping=slots,
+                cudagraph_runtime_mode=CUDAGraphMode.NONE,
+                batch_descriptor=BatchDescriptor(num_tokens=num_tokens),
+            ),
         ):
             output = self.model(
                 input_ids=None, positions=buffer if self.uses_mrope else buffer[0], inputs_embeds=embeds
@@ -228,9 +233,10 @@ class DraftModel:
 
     def embed(self, token_ids: torch.Tensor, media: list[torch.Tensor], is_media: torch.Tensor | None) -> torch.Tensor:
         """Return `[n, hidden_size]` input embeddings; `media` fill the places where `is_media` is True, in order."""
-        if not media:
-            return self.model.embed_input_ids(token_ids)
-        return self.model.embed_input_ids(token_ids, multimodal_embeddings=media, is_multimodal=is_media)
+        with self._agreement.collective():
+            if not media:
+                return self.model.embed_input_ids(token_ids)
+            return self.model.embed_input_ids(token_ids, multimodal_embeddings=media, is_multimodal=is_media)
 
     def encode(self, features: list[Any]) -> list[torch.Tensor]:
         """Run the draft's vision tower over whole items, modality by modality.
@@ -245,7 +251,8 @@ class DraftModel:
         outputs: list[torch.Tensor] = []
         items = [(features[i].modality, features[i].data) for i in order]
         for _, _, kwargs in group_and_batch_mm_kwargs(items, device=self.device, pin_memory=PIN_MEMORY):
-            outputs.extend(self.model.embed_multimodal(**kwargs))
+            with self._agreement.collective():
+                outputs.extend(self.model.embed_multimodal(**kwargs))
         return [outputs[i] for i in np.argsort(order)]
 
     def full_positions(self, token_ids: list[int], features: list[Any]) -> tuple[torch.Tensor, int]:
