@@ -29,6 +29,7 @@ from vllm.v1.worker.gpu.attn_utils import (
     init_kv_cache,
 )
 
+from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.vision_cache import VisionCache
 from vllm_vidspec.errors import VidSpecError
 
@@ -53,8 +54,9 @@ class DraftModel:
     their block tables are the draft's, and the target's memory accounting stays untouched.
     """
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_self_draft: bool):
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_self_draft: bool, agreement: Agreement):
         self.target_config = vllm_config
+        self._agreement = agreement  # every collective of a prefill is entered under it
         self.device = device
         self.is_self_draft = is_self_draft
         self.max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
@@ -240,13 +242,16 @@ class DraftModel:
         num_tokens = embeds.shape[0]
         buffer = self._positions[:, :num_tokens]
         buffer.copy_(positions)
-        with set_forward_context(
-            metadata,
-            self.config,
-            num_tokens=num_tokens,
-            slot_mapping=slots,
-            cudagraph_runtime_mode=CUDAGraphMode.NONE,
-            batch_descriptor=BatchDescriptor(num_tokens=num_tokens),
+        with (
+            self._agreement.collective(),
+            set_forward_context(
+                metadata,
+                self.config,
+                num_tokens=num_tokens,
+                slot_mapping=slots,
+                cudagraph_runtime_mode=CUDAGraphMode.NONE,
+                batch_descriptor=BatchDescriptor(num_tokens=num_tokens),
+            ),
         ):
             output = self.model(
                 input_ids=None, positions=buffer if self.uses_mrope else buffer[0], inputs_embeds=embeds
@@ -260,7 +265,8 @@ class DraftModel:
 
     def embed(self, token_ids: torch.Tensor, media: list[torch.Tensor], where: torch.Tensor | None) -> torch.Tensor:
         """Return `[n, hidden_size]` input embeddings; `media` fill the places `where`, `[num_media]` int64."""
-        embeds = self.model.embed_input_ids(token_ids)
+        with self._agreement.collective():
+            embeds = self.model.embed_input_ids(token_ids)
         if media:
             # By index, not by vLLM's mask, which has to become one on the host first.
             embeds.index_copy_(0, where, torch.cat(media).to(embeds.dtype))
@@ -282,8 +288,10 @@ class DraftModel:
         outputs: list[torch.Tensor] = []
         groups = group_and_batch_mm_kwargs([items[i] for i in order], device=self.device, pin_memory=PIN_MEMORY)
         for _, _, kwargs in groups:
+            with self._agreement.collective():
+                embeddings = self.model.embed_multimodal(**kwargs)
             # LLaVA-OneVision's videos of unequal length come as [1, m, hidden_size].
-            outputs.extend(output.flatten(0, -2) for output in self.model.embed_multimodal(**kwargs))
+            outputs.extend(output.flatten(0, -2) for output in embeddings)
         return [outputs[i] for i in np.argsort(order)]
 
     def full_positions(self, token_ids: list[int], features: list[Any]) -> tuple[torch.Tensor, int]:

@@ -15,6 +15,7 @@ from vidspec_kernels import CacheList, kv_compact
 from vidspec_kernels.dispatch import as_array
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.drafting.factory import make_policy
+from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.chain_drafter import ChainDrafter, RootFeeder
 from vllm_vidspec.engine.counters import Counters
 from vllm_vidspec.engine.draft_model import DraftModel
@@ -46,6 +47,7 @@ class Drafter:
         max_num_reqs: Persistent rows.
         max_model_len: Context length.
         cache: The draft's vision embeddings of what was shown lately.
+        agreement: Of the tensor-parallel ranks, for prefills.
         shared: The target's own, by identifier, where it drafts for itself; else empty.
         fills_trees: See `TreeDrafter`.
     """
@@ -60,6 +62,7 @@ class Drafter:
         max_num_reqs: int,
         max_model_len: int,
         cache: VisionCache,
+        agreement: Agreement,
         shared: Mapping[str, torch.Tensor],
         fills_trees: bool = False,
     ):
@@ -69,7 +72,7 @@ class Drafter:
         max_slots = max_slots_per_request(max_model_len, config.num_speculative_tokens)
         self.pool = DraftKVPool(num_blocks, model.block_size, max_num_reqs, max_slots, model.device)
         self.rows = DraftRows(max_num_reqs, model.device)
-        self.prefills = DraftPrefill(model, config, counters, self.pool, self.rows, cache, shared)
+        self.prefills = DraftPrefill(model, config, counters, self.pool, self.rows, cache, shared, agreement)
         roots = RootFeeder(model, self.pool, self.rows, max_num_reqs, max_model_len)
         self._chains = ChainDrafter(roots, sample)
         self._trees: TreeDrafter | None = None

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.counters import Counters
 from vllm_vidspec.engine.guard import Guard
 from vllm_vidspec.engine.host_copy import HostCopy
@@ -103,12 +104,16 @@ class Guidance(Protocol):
         """Send a prefilled request's scores to the host and forget it; None where there was nothing to choose.
 
         Every rank of a tensor-parallel group must call it for the same requests in the same order; all get the same
-        scores.
+        scores, none where one rank has not heard the request.
         """
         ...
 
     def release(self, req_id: str) -> None:
         """Forget a request that ended before its prefill did."""
+        ...
+
+    def forget_scores(self) -> None:
+        """Forget what earlier prompts have shown, because some ranks may have kept what others have not."""
         ...
 
 
@@ -118,12 +123,14 @@ _MAX_REMEMBERED = 64  # images and videos; 100 kB each at 25,000 tokens
 class Listeners:
     """What both kinds share: who is listened to, and the scores of what was shown lately."""
 
-    def __init__(self, config: VidSpecConfig, counters: Counters, device: torch.device):
+    def __init__(self, config: VidSpecConfig, counters: Counters, device: torch.device, agreement: Agreement):
         self.config = config
+        self._agreement = agreement
         self.counters = counters
         self.device = device
         self._listeners: dict[str, Any] = {}
-        self._guard = Guard(config, "guidance failed; these prompts are pruned uniformly (further ones: counted)")
+        message = "guidance failed; these prompts are pruned uniformly (further ones: counted)"
+        self._guard = Guard(config, message, agreement)
         self._remembered: OrderedDict[str, torch.Tensor] = OrderedDict()  # identifier -> [m] float32 on the CPU
 
     def _listen(self, features: list[Any]) -> list[torch.Tensor]:
@@ -153,6 +160,10 @@ class Listeners:
     def release(self, req_id: str) -> None:
         """Forget a request; see `Guidance`."""
         self._listeners.pop(req_id, None)
+
+    def forget_scores(self) -> None:
+        """Forget what is remembered of earlier prompts; see `Guidance`."""
+        self._remembered.clear()
 
     def _finish(self, listener: Listener, heard: list[torch.Tensor | None]) -> list[torch.Tensor] | None:
         """Return a request's scores, remembered ones where this prefill did not compute them; count what came of it.
