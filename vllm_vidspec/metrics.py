@@ -55,6 +55,10 @@ NAMES: tuple[str, ...] = (
     "relevance_us",
     "relevance_pool_bytes",
     "relevance_bytes_per_token",
+    "draft_encoder_hits",
+    "draft_encoder_misses",
+    "draft_encoder_bytes",
+    "draft_encoder_bytes_used",
     "low_acceptance_windows",
 )
 _SLOT = {name: slot for slot, name in enumerate(NAMES)}
@@ -67,6 +71,8 @@ GAUGES = frozenset(
         "draft_kv_bytes_per_token",
         "target_kv_bytes_per_token",
         "draft_load_bytes",
+        "draft_encoder_bytes",
+        "draft_encoder_bytes_used",
         "relevance_pool_bytes",
         "relevance_bytes_per_token",
     }
@@ -263,6 +269,8 @@ _COUNTERS = (
     ("vidspec:draft_forwards", "draft_forwards", "Forwards of the draft model in them."),
     ("vidspec:prompts", "prompts", "Prompts that the draft has prefilled."),
     ("vidspec:text_tokens", "text_tokens", "Text tokens of the prompts that the draft has prefilled."),
+    ("vidspec:draft_encoder_hits", "draft_encoder_hits", "Images and videos that the draft's tower had looked at."),
+    ("vidspec:draft_encoder_misses", "draft_encoder_misses", "Images and videos that it looked at."),
     ("vidspec:guided_prompts", "guided_prompts", "Prompts pruned by the target's guidance."),
     (
         "vidspec:reused_guidance",
@@ -288,6 +296,8 @@ _GAUGES = (
     ("vidspec:draft_kv_bytes_per_token", "draft_kv_bytes_per_token", "Draft KV bytes of one token per rank."),
     ("vidspec:target_kv_bytes_per_token", "target_kv_bytes_per_token", "Target KV bytes of one token per rank."),
     ("vidspec:draft_load_bytes", "draft_load_bytes", "Memory per rank that loading the draft took."),
+    ("vidspec:draft_encoder_bytes", "draft_encoder_bytes", "Memory per rank for the draft's vision embeddings."),
+    ("vidspec:draft_encoder_bytes_used", "draft_encoder_bytes_used", "How much of it holds some."),
     ("vidspec:relevance_pool_bytes", "relevance_pool_bytes", "Memory per rank for the video's hidden states."),
     (
         "vidspec:relevance_bytes_per_token",

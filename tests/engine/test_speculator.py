@@ -33,7 +33,7 @@ def make_speculator() -> VidSpecSpeculator:
     speculator.counters = SimpleNamespace(has_draft=torch.ones(NUM_ROWS, dtype=torch.bool))
     speculator.guidance = speculator.trees = None
     speculator._drafter = RecordingDrafter()
-    speculator._arrivals = {}
+    speculator._arrivals, speculator._held = {}, {}
     speculator._state = np.ones(NUM_ROWS, dtype=np.int8)
     speculator._has_draft = np.ones(NUM_ROWS, dtype=bool)
     speculator._req_states = SimpleNamespace(
