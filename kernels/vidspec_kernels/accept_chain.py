@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, check_vector, use_triton
+from vidspec_kernels.dispatch import Impl, check_vector, launcher, use_triton
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def accept_chain(
     sampled = target_tokens.new_empty(num_reqs, num_cols)
     num_sampled = cu_num_logits.new_empty(num_reqs)
     if num_reqs > 0:
-        _accept_chain_kernel[(num_reqs,)](
+        launcher(_accept_chain_kernel, (num_reqs,), device)(
             target_tokens,
             draft_tokens,
             cu_num_logits,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, at_least, at_most, check_vector, use_triton
+from vidspec_kernels.dispatch import Impl, array_module, as_array, at_least, at_most, check_vector, launcher, use_triton
 
 # Flags of `rules`.
 LOWEST = 1  # LVSpec eq. 9-10: the share of the drafts with the lowest scores
@@ -220,7 +220,7 @@ def accept_loose(
     kinds = cu_num_logits.new_empty(num_reqs, num_cols, dtype=torch.int8)
     parents, depths, ancestors = trees or (rules[:, None], rules[:, None], rows[:, None])
     if num_reqs > 0:
-        _accept_loose_kernel[(num_reqs,)](
+        launcher(_accept_loose_kernel, (num_reqs,), device)(
             *tokens,
             *settings,
             *signals,

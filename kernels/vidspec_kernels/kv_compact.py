@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, check_vector, use_triton
+from vidspec_kernels.dispatch import Impl, array_module, as_array, check_vector, launcher, use_triton
 
 # Entries that a program holds at once; more are moved in turns.
 _BLOCK_MOVES = 16
@@ -183,7 +183,7 @@ def kv_compact(
     for group in caches.groups:
         view = group.views[0]
         num_kv_heads, head_size = view.shape[2:]
-        _kv_compact_kernel[(num_reqs, len(group.views), num_kv_heads)](
+        launcher(_kv_compact_kernel, (num_reqs, len(group.views), num_kv_heads), device)(
             group.addresses,
             *view.stride(),
             block_table,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, check_vector, use_triton
+from vidspec_kernels.dispatch import Impl, check_vector, device_limits, launcher, shared_bytes_per_program, use_triton
 
 # Bits of a mask word: KV entries after the prefix.
 _NODES = 64
@@ -23,6 +23,8 @@ _MAX_BLOCK_ROWS_WIDE = 16
 # Loads through a table take two stages a tile: of K and V three tiles are held, two of them under way.
 _NUM_STAGES = 5
 _TILES_HELD = 3
+# Of a program, beside its tiles: reductions over warps.
+_SCRATCH_BYTES = 1024
 # A split shorter than this writes about as much of its partial results as it reads of K and V.
 _KEYS_PER_SPLIT = 256
 _MAX_SPLITS = 128
@@ -397,17 +399,15 @@ def _check(
 
 @functools.cache
 def _device_limits(device: torch.device) -> tuple[int, int]:
-    """Return how many programs run at once, and the shared memory bytes that one may have; an H200's on a CPU."""
-    if device.type != "cuda":
-        return _PROGRAMS_PER_SM * 132, 227 * 1024
-    properties = torch.cuda.get_device_properties(device)
-    return _PROGRAMS_PER_SM * properties.multi_processor_count, properties.shared_memory_per_block_optin
+    """Return how many programs run at once, and the shared memory bytes that each of them has then."""
+    limits = device_limits(device)
+    return _PROGRAMS_PER_SM * limits.num_sms, shared_bytes_per_program(limits, _PROGRAMS_PER_SM)
 
 
 def _tile(block_rows: int, line_bytes: int, shared_bytes: int) -> int:
-    """Return the keys of a tile: the most with which two programs, of lines of one padded head, share an SM."""
-    fitting = (keys for keys in (64, 32) if (block_rows + 2 * _TILES_HELD * keys) * line_bytes <= shared_bytes // 2)
-    return next(fitting, 16)
+    """Return the keys of a tile: the most that a program holds, of lines of one padded head, and its scratch."""
+    held = lambda keys: (block_rows + 2 * _TILES_HELD * keys) * line_bytes + _SCRATCH_BYTES
+    return next((keys for keys in (64, 32) if held(keys) <= shared_bytes), 16)
 
 
 @functools.cache
@@ -465,7 +465,7 @@ def _launch(
         part_out = torch.empty(*part_lse.shape, head_size, dtype=torch.float32, device=query.device)
     prefix_out, prefix_lse = prefix or (None, None)
     outputs = (out, *_strides(out, 2), lse, *_strides(lse, 2))
-    _tree_attention_kernel[(num_reqs * num_row_tiles, num_kv_heads, num_splits)](
+    launcher(_tree_attention_kernel, (num_reqs * num_row_tiles, num_kv_heads, num_splits), query.device)(
         query, *_strides(query, 2), key_cache, *key_cache.stride(), value_cache, *value_cache.stride(),
         block_table, block_table.stride(0), rows, query_start, num_queries, prefix_lens, masks, masks.stride(0),
         prefix_out, *_strides(prefix_out, 2), prefix_lse, *_strides(prefix_lse, 2), *outputs, part_out, part_lse,
@@ -475,7 +475,7 @@ def _launch(
         num_warps=8 if widen or line_bytes > 256 else 4,
     )  # fmt: skip
     if num_splits > 1:
-        _merge_splits_kernel[(num_reqs * max_queries, num_heads)](
+        launcher(_merge_splits_kernel, (num_reqs * max_queries, num_heads), query.device)(
             part_out, part_lse, query_start, num_queries, *outputs, max_queries, num_heads, num_splits,
             HEAD_SIZE=head_size, BLOCK_DIM=block_dim, BLOCK_SPLITS=_MERGE_SPLITS, num_warps=2,
         )  # fmt: skip

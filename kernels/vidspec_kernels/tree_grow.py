@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, check_vector, use_triton
+from vidspec_kernels.dispatch import Impl, check_vector, launcher, use_triton
 
 # Comparisons that one program makes at a time.
 _NUM_COMPARED = 4096
@@ -290,7 +290,7 @@ def tree_grow(
     next_log_probs = log_probs.new_empty(num_reqs, num_next)
     if num_reqs > 0:
         block = triton.next_power_of_2(num_frontier * num_candidates)
-        _tree_grow_kernel[(num_reqs,)](
+        launcher(_tree_grow_kernel, (num_reqs,), device)(
             log_probs, token_ids, frontier_nodes, frontier_log_probs, rows, *buffers.tensors,
             next_nodes, next_tokens, next_log_probs,
             num_candidates, buffers.num_levels, buffers.num_cols, buffers.max_parents, num_next,

@@ -5,7 +5,6 @@ largest values kept in registers; the cosines themselves are never held. Each el
 depends on values alone, not on an order of summation over tiles: equal inputs give equal bits.
 """
 
-import functools
 import math
 
 import torch
@@ -13,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, check_vector, use_triton
+from vidspec_kernels.dispatch import Impl, array_module, as_array, check_vector, device_limits, launcher, use_triton
 
 MAX_TOP_N = 128
 MAX_QUERIES = 128
@@ -381,12 +380,9 @@ def _check(
     assert 0 <= max_queries <= MAX_QUERIES, f"max_queries {max_queries}"
 
 
-@functools.cache
 def _num_slots(device: torch.device) -> int:
-    """Return how many programs run at once; an H200's on a CPU."""
-    if device.type != "cuda":
-        return _PROGRAMS_PER_SM * 132
-    return _PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+    """Return how many programs run at once."""
+    return _PROGRAMS_PER_SM * device_limits(device).num_sms
 
 
 def _num_splits(num_reqs: int, num_tiles: int, num_slots: int) -> int:
@@ -443,13 +439,13 @@ def _launch(
     num_splits = _num_splits(num_reqs, triton.cdiv(max_entries, block_keys), num_slots)
     part = queries.new_empty(num_rows, num_splits, 2**log_top, dtype=torch.float32)
     out = queries.new_empty(num_rows, top_n, dtype=torch.float32)
-    _visual_relevance_kernel[(num_reqs, num_splits)](
+    launcher(_visual_relevance_kernel, (num_reqs, num_splits), queries.device)(
         queries, queries.stride(0), cu_num_logits, rows, store, block_fill, block_table, block_table.stride(0),
         num_blocks, part, max_queries, top_n, HIDDEN=hidden_size, BLOCK_ROWS=block_rows, **tile, **options,
     )  # fmt: skip
     few = num_splits * 2**log_top <= _MERGE_ENTRIES_SHORT
     entries = _MERGE_ENTRIES_SHORT if few else _MERGE_ENTRIES
-    _merge_splits_kernel[(num_rows,)](
+    launcher(_merge_splits_kernel, (num_rows,), queries.device)(
         part, queries, queries.stride(0), cu_num_logits, rows, num_blocks, out,
         1 / storage_scale(store.dtype, hidden_size), num_reqs, num_splits, max_queries, top_n, HIDDEN=hidden_size,
         BLOCK_ROWS=block_rows, BLOCK_KEYS=block_keys, LOG_TOP=log_top, LOG_ENTRIES=entries.bit_length() - 1,
