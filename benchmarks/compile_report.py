@@ -84,15 +84,13 @@ class _Driver:
 def pretending(arch: int) -> Iterator[None]:
     """Let Triton and the wrappers see the current device as one of an architecture."""
     card = ARCHS[arch]
-    limits = dispatch.DeviceLimits(card.num_sms, card.shared_kb * 1024, card.program_kb * 1024)
+    limits = dispatch.DeviceLimits(card.num_sms, card.shared_kb * 1024, card.program_kb * 1024, arch)
     modules = [sys.modules[f"vidspec_kernels.{name}"] for name in ("tree_attention", "visual_relevance")]
     driver.set_active(_Driver(arch))
     with contextlib.ExitStack() as stack:
         for module in modules:
             stack.enter_context(mock.patch.object(module, "device_limits", lambda device: limits))
-        modules[0]._device_limits.cache_clear()
         yield
-    modules[0]._device_limits.cache_clear()
 
 
 def cpu_seconds() -> float:
@@ -116,11 +114,10 @@ class Compiler:
     Args:
         arch: A key of ARCHS.
         folder: Where rows of earlier runs lie.
-        cold: Whether to compile even what is known.
     """
 
-    def __init__(self, arch: int, folder: Path, cold: bool):
-        self.arch, self.folder, self.cold = arch, folder, cold
+    def __init__(self, arch: int, folder: Path):
+        self.arch, self.folder = arch, folder
         self.rows: list[dict[str, Any]] = []
 
     def prepare(self, kernel: JITFunction, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
@@ -130,37 +127,36 @@ class Compiler:
             compiled = kernel.warmup(*args, grid=grid, **kwargs)
         seconds = cpu_seconds() - begin
         known = self.folder / f"{compiled.hash}.json"
-        if log.getvalue():
+        if log.getvalue():  # of the assembler: it has run
             known.write_text(json.dumps(self._measure(kernel, compiled, log.getvalue(), seconds)))
-        row = json.loads(known.read_text()) if known.exists() else self._measure(kernel, compiled, "", None)
-        self.rows.append(row | {"grid": [int(n) for n in grid]})
+        self.rows.append(json.loads(known.read_text()) | {"key": compiled.hash, "grid": [int(n) for n in grid]})
 
-    def _measure(self, kernel: JITFunction, compiled: Any, log: str, seconds: float | None) -> dict[str, Any]:
+    def _measure(self, kernel: JITFunction, compiled: Any, log: str, seconds: float) -> dict[str, Any]:
         metadata, ptx = compiled.metadata, compiled.asm["ptx"]
-        registers = int(re.search(r"Used (\d+) registers", log)[1]) if log else -1
-        spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+        registers = int(re.findall(r"Used (\d+) registers", log)[0])
+        stores, loads = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)[0]
         return {
             "kernel": kernel.__name__.strip("_").removesuffix("_kernel"),
             "arch": self.arch,
             "registers": registers,
-            "spill_bytes": int(spilled[1]) + int(spilled[2]) if spilled else -1,
+            "spill_bytes": int(stores) + int(loads),
             "shared_bytes": metadata.shared,
             "programs_per_sm": programs_per_sm(registers, metadata.num_warps, metadata.shared, self.arch),
             "num_warps": metadata.num_warps,
             "fp_fusion": metadata.enable_fp_fusion,
             "tensor_cores": next((name for name in ("wgmma", "tcgen05", "mma.sync") if name in ptx), "none"),
-            "compile_cpu_s": None if seconds is None else round(seconds, 2),
+            "compile_cpu_s": round(seconds, 2),
         }
 
 
-def report(arch: int, kernels: list[str], cases: str, folder: Path, cold: bool) -> list[dict[str, Any]]:
+def report(arch: int, kernels: list[str], cases: str, folder: Path) -> list[dict[str, Any]]:
     """Return the rows of an architecture: of every case of the kernels whose label contains `cases`."""
     rows = []
     with pretending(arch):
         for case in compile_cases.cases():
             if case.kernel not in kernels or cases not in case.label or arch in case.not_on:
                 continue
-            compiler = Compiler(arch, folder, cold)
+            compiler = Compiler(arch, folder)
             with mock.patch.object(dispatch, "_prepare", compiler.prepare):
                 case.call()
             rows += [{"case": case.label} | row for row in compiler.rows]
@@ -170,14 +166,15 @@ def report(arch: int, kernels: list[str], cases: str, folder: Path, cold: bool) 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     """Run the report and return its rows."""
     arguments = parser().parse_args(argv)
-    root = Path(tempfile.mkdtemp()) if arguments.cold else Path(knobs.cache.dir)
+    # A cache of its own: every binary in it has its row.
+    root = Path(tempfile.mkdtemp()) if arguments.cold else Path(knobs.cache.dir) / "vidspec-compile-report"
     knobs.cache.dir, knobs.nvidia.dump_ptxas_log = str(root), True
-    folder = root / "vidspec-compile-report"
+    folder = root / "rows"
     folder.mkdir(parents=True, exist_ok=True)
     kernels = arguments.kernels.split(",") if arguments.kernels else [case.kernel for case in compile_cases.cases()]
     rows = []
     for arch in (int(arch) for arch in arguments.archs.split(",")):
-        rows += report(arch, kernels, arguments.cases, folder, arguments.cold)
+        rows += report(arch, kernels, arguments.cases, folder)
     if arguments.json:
         print(json.dumps({"triton": triton.__version__, "rows": rows}))
     else:
@@ -188,14 +185,17 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
 def markdown(rows: list[dict[str, Any]]) -> str:
     """Return the rows as a table."""
     lines = [
-        "| kernel | case | sm | registers | spilled B | shared B | programs / SM | warps | compile CPU s |",
+        "| kernel | cases | sm | registers | spilled B | shared B | programs / SM | warps | compile CPU s |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
+    by_key: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        seconds = "-" if row["compile_cpu_s"] is None else f"{row['compile_cpu_s']:.1f}"
+        by_key.setdefault(row["key"], []).append(row)
+    for same in by_key.values():
+        row, cases = same[0], "; ".join(dict.fromkeys(row["case"] for row in same))
         lines.append(
-            f"| {row['kernel']} | {row['case']} | {row['arch']} | {row['registers']} | {row['spill_bytes']} |"
-            f" {row['shared_bytes']:,} | {row['programs_per_sm']} | {row['num_warps']} | {seconds} |"
+            f"| {row['kernel']} | {cases} | {row['arch']} | {row['registers']} | {row['spill_bytes']} |"
+            f" {row['shared_bytes']:,} | {row['programs_per_sm']} | {row['num_warps']} | {row['compile_cpu_s']:.1f} |"
         )
     return "\n".join(lines)
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from vidspec_kernels.dispatch import Impl, check_vector, launcher, use_triton
 
 
-@triton.jit
+# Vectors that may be slices of others: no variant for each alignment.
+@triton.jit(do_not_specialize_on_alignment=["target_tokens_ptr", "draft_tokens_ptr", "cu_num_logits_ptr"])
 def _accept_chain_kernel(
     # [N]
     target_tokens_ptr,

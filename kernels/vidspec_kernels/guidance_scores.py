@@ -46,7 +46,7 @@ def _row_tile(query_ptr, query_stride, head_stride, dim_stride, query, head, row
     return tl.load(query_ptr + offset[:, None] + dims[None, :] * dim_stride, mask=mask, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stats_split_stride", "num_row_tiles", "num_splits"])
 def _row_stats_kernel(
     # [num_queries, num_heads, HEAD_DIM]
     query_ptr,
@@ -134,7 +134,7 @@ def _row_stats_kernel(
     tl.store(row_sum_ptr + offset, row_sum, mask=row_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["out_stride", "max_keys"])
 def _guidance_scores_kernel(
     # [num_queries, num_heads, HEAD_DIM]
     query_ptr,

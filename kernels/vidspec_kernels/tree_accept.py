@@ -12,7 +12,8 @@ from vidspec_kernels.dispatch import Impl, array_module, as_array, at_least, at_
 MAX_TREE_DRAFTS = 64  # a node's ancestors are the bits of one word
 
 
-@triton.jit
+# Vectors that may be slices of others: no variant for each alignment.
+@triton.jit(do_not_specialize_on_alignment=["target_tokens_ptr", "draft_tokens_ptr", "cu_num_logits_ptr", "rows_ptr"])
 def _tree_accept_kernel(
     # [N]
     target_tokens_ptr,

@@ -107,7 +107,7 @@ def _score(
     return score, (score > log_threshold) & (parent >= bound) & (index > 0)
 
 
-@triton.jit(do_not_specialize=["first_parent", "num_frontier", "level", "budget"])
+@triton.jit(do_not_specialize=["num_next", "first_parent", "num_frontier", "level", "budget"])
 def _tree_grow_kernel(
     # [R * F, C]
     log_probs_ptr,

@@ -41,6 +41,7 @@ _STRIP_ENTRIES = 2**20
 _QUERY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STORE_DTYPES = (*_QUERY_DTYPES, torch.float8_e4m3fn)
 _FP8_MAX = 448.0
+_FP8_CAPABILITY = 89
 
 
 @triton.jit
@@ -85,7 +86,9 @@ def _top(
     return x
 
 
-@triton.jit(do_not_specialize=["max_queries", "top_n"])
+@triton.jit(
+    do_not_specialize=["max_queries", "top_n"], do_not_specialize_on_alignment=["cu_num_logits_ptr", "rows_ptr"]
+)
 def _visual_relevance_kernel(
     # [num_rows, HIDDEN]
     queries_ptr,
@@ -173,7 +176,10 @@ def _visual_relevance_kernel(
     tl.store(part_ptr + part_row[:, None] * TOP + goal[None, :], best, mask=query_mask[:, None])
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_splits", "max_queries", "top_n"])
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_splits", "max_queries", "top_n"],
+    do_not_specialize_on_alignment=["cu_num_logits_ptr", "rows_ptr"],
+)
 def _merge_splits_kernel(
     # [num_rows, num_splits, 2 ** LOG_TOP]
     part_ptr,
@@ -336,6 +342,7 @@ def visual_relevance(
 
     Raises:
         AssertionError: A dtype, device, shape or stride is not as above.
+        ValueError: The store is float8_e4m3fn on a GPU of a compute capability below 8.9.
     """
     _check(queries, cu_num_logits, rows, store, block_fill, block_table, num_blocks, top_n, max_queries, max_blocks)
     if queries.shape[0] == 0 or rows.shape[0] == 0 or max_queries == 0 or max_blocks == 0:
@@ -400,7 +407,8 @@ def _tile(
     mixed = store_dtype not in (query_dtype, torch.float8_e4m3fn)
     widen = query_dtype == torch.float32 or mixed or (interpreted and query_dtype == torch.bfloat16)
     block_queries = max(_MIN_BLOCK_QUERIES, triton.next_power_of_2(max_queries))
-    fills = triton.cdiv(max_entries, _BLOCK_KEYS) >= num_slots
+    # Beside 128 queries a tile of 128 keys leaves no registers.
+    fills = triton.cdiv(max_entries, _BLOCK_KEYS) >= num_slots and block_queries <= _BLOCK_KEYS_SHORT
     block_keys = max(_BLOCK_KEYS if fills else _BLOCK_KEYS_SHORT, 2**log_top)
     block_dim = _BLOCK_DIM_WIDE if widen else _BLOCK_DIM
     stage_bytes = block_dim * (block_keys * store_dtype.itemsize + block_queries * query_dtype.itemsize)
@@ -429,6 +437,8 @@ def _launch(
     max_blocks: int,
 ) -> Tensor:
     """Launch both kernels; the grids come from shapes and bounds alone."""
+    if store.dtype == torch.float8_e4m3fn and device_limits(queries.device).capability < _FP8_CAPABILITY:
+        raise ValueError("a float8 store needs compute capability 8.9 (Ada) or later: store bfloat16")
     (num_rows, hidden_size), num_reqs, block_rows = queries.shape, rows.shape[0], store.shape[1]
     num_slots, max_entries = _num_slots(queries.device), max_blocks * block_rows
     # Two at least: a single entry would be a tensor without axes.
