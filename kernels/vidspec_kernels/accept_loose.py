@@ -242,7 +242,7 @@ def accept_loose(
     num_sampled = cu_num_logits.new_empty(num_reqs)
     path = cu_num_logits.new_empty(num_reqs, num_cols)
     kinds = cu_num_logits.new_empty(num_reqs, num_cols, dtype=torch.int8)
-    parents, depths, ancestors = trees or (rules[:, None], rules[:, None], rows[:, None])
+    parents, depths, ancestors = trees or (rules[:, None],) * 3
     if num_reqs > 0:
         launcher(_accept_loose_kernel, (num_reqs,), device)(
             *tokens,

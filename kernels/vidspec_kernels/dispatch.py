@@ -47,6 +47,14 @@ def _prepare(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> N
     compiled._init_handles()
 
 
+def as_meta(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape, strides and dtype on the meta device, aligned to 16 bytes iff this one is."""
+    offset = tensor.data_ptr() % 16 // tensor.element_size()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = torch.empty(offset + max(last, 0) + 1, dtype=tensor.dtype, device="meta")
+    return memory.as_strided(tensor.shape, tensor.stride(), offset)
+
+
 @dataclass(frozen=True)
 class DeviceLimits:
     """What a grid and a tile are made for.

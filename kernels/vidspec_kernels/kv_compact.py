@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, check_vector, launcher, use_triton
+from vidspec_kernels.dispatch import Impl, array_module, as_array, as_meta, check_vector, launcher, use_triton
 
 # Entries that a program holds at once; more are moved in turns.
 _BLOCK_MOVES = 16
@@ -66,6 +66,10 @@ class CacheList:
             )
             for group in groups.values()
         ]
+
+    def as_meta(self) -> "CacheList":
+        """Return the same groups without memory, of one layer each, for `warm_up`."""
+        return CacheList((as_meta(group.views[0]), as_meta(group.views[-1])) for group in self.groups)
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr", "starts_ptr", "num_accepted_ptr"])

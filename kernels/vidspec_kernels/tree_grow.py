@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, check_vector, launcher, use_triton
+from vidspec_kernels.dispatch import Impl, as_meta, check_vector, launcher, use_triton
 
 # Comparisons that one program makes at a time.
 _NUM_COMPARED = 4096
@@ -84,6 +84,11 @@ class TreeGrowBuffers:
         # The reference works on the memory itself; the plan of a step is looked up once, on level 0.
         self._arrays = tuple(tensor.numpy() for tensor in self.tensors) if device.type == "cpu" else ()
         self._plan: tuple[np.ndarray, ...] = ()
+
+    def as_meta(self) -> "TreeGrowBuffers":
+        """Return the same buffers without memory, for `warm_up`."""
+        plan, out = self.tensors[:4], self.tensors[5:10]
+        return TreeGrowBuffers(*map(as_meta, out), *map(as_meta, plan), self.max_parents)  # type: ignore[call-arg]
 
 
 @triton.jit
