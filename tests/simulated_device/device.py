@@ -39,8 +39,10 @@ import vllm_vidspec
 DEVICE = torch.device("cuda", 0)
 MIXED = "Expected all tensors to be on the same device"
 
-# What a crossing costs the host: everything waits but the first two.
-UPLOAD, DOWNLOAD = "upload", "download"  # asynchronous, through pinned memory
+# The kinds of crossing. Asynchronous, through pinned memory:
+UPLOAD, DOWNLOAD = "upload", "download"
+STAGED_UPLOAD = "staged upload"  # asks not to wait, but is not pinned: the host copies it first
+# The host waits:
 BLOCKING_UPLOAD, BLOCKING_DOWNLOAD = "blocking upload", "blocking download"
 SCALAR_UPLOAD, HOST_INDEX, ITEM, MASK = "scalar upload", "host index", "item", "mask"
 EVENT_WAIT, DEVICE_WAIT = "event wait", "device wait"
@@ -216,7 +218,8 @@ class SimulatedDevice(contextlib.AbstractContextManager):
                 is_async = non_blocking and target is not None and self.is_pinned(target)
                 self.cross(DOWNLOAD if is_async else BLOCKING_DOWNLOAD)
         elif target is None or is_device(target):
-            self.cross(UPLOAD if non_blocking and self.is_pinned(source) else BLOCKING_UPLOAD)
+            is_async = UPLOAD if self.is_pinned(source) else STAGED_UPLOAD
+            self.cross(is_async if non_blocking else BLOCKING_UPLOAD)
 
 
 class _Event:
@@ -322,6 +325,7 @@ class _Functions(TorchFunctionMode):
             # Python's own entry of these looks for a driver; the operator behind it does not.
             tensor.copy_: torch.ops.aten.copy_.default,
             tensor.__invert__: torch.ops.aten.bitwise_not.default,
+            tensor.nonzero: torch.ops.aten.nonzero.default,
             tensor.contiguous: lambda x: x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format),
             tensor.data_ptr: lambda x: to_host(x).data_ptr(),
             tensor.pin_memory: lambda x, *_: device.pin(x.clone()),
@@ -410,8 +414,6 @@ class _Functions(TorchFunctionMode):
             self._device.cross(SCALAR_UPLOAD)
         elif isinstance(value, torch.Tensor) and not is_number and is_device(x) != is_device(value):
             self._device.copied(value, x, non_blocking=False)
-        elif is_device(value) and not is_device(x):  # of no dimensions
-            self._device.cross(ITEM)
         to_host(x)[host_index] = to_host(value)
 
     def _indices(self, x: torch.Tensor, index: Any) -> Any:

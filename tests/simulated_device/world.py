@@ -252,11 +252,20 @@ class World:
         launch: Makes a launch of a function of host tensors.
         config: The knobs.
         temperature: Of every other request.
+        fills_trees: Whether trees are filled, as where vLLM schedules asynchronously.
     """
 
-    def __init__(self, device: torch.device, launch: Callable, config: VidSpecConfig, temperature: float = 0.0):
+    def __init__(
+        self,
+        device: torch.device,
+        launch: Callable,
+        config: VidSpecConfig,
+        temperature: float = 0.0,
+        fills_trees: bool = True,
+    ):
         self.device, self.launch, self.config = device, launch, config
         self.K = config.num_speculative_tokens
+        self._fills_trees = fills_trees
         self.text = self.zeros(MAX_REQS, MAX_LEN, dtype=torch.int32)
         self.total_len = self.zeros(MAX_REQS, dtype=torch.int32)
         self.last_sampled = self.zeros(MAX_REQS, 1, dtype=torch.int64)
@@ -306,7 +315,7 @@ class World:
         sample = noise.CoupledSampler(self.sampler, self.config.draft_noise)
         with mock.patch.object(drafter, "attention_layers", lambda _config: {"layer": draft.cache}):
             self.speculator._drafter = drafter.Drafter(
-                draft, self.config, sample, self.counters, NUM_BLOCKS, MAX_REQS, MAX_LEN, fills_trees=True
+                draft, self.config, sample, self.counters, NUM_BLOCKS, MAX_REQS, MAX_LEN, fills_trees=self._fills_trees
             )
         trees = self.speculator._drafter._trees
         draft.attention = None if trees is None else trees._attention
@@ -411,6 +420,9 @@ class World:
             publish()
         self._schedule(batch, drafts, max_drafts)
         self.log.append([sim.to_host(tensor).tolist() for tensor in (sampled, num_sampled, drafts)])
+        if self.trees is not None:
+            tables = (self.trees.parents, self.trees.depths, self.trees.ancestors, self.trees.path)
+            self.log.append([sim.to_host(table).tolist() for table in tables])
 
     def _forward(self, batch: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the target's logits and its input tokens."""
