@@ -186,7 +186,9 @@ def identity(args: argparse.Namespace, family: str) -> dict[str, Any]:
         for shape, _ in shapes:
             pairs_of = zip(texts["vanilla"], texts[shape], strict=True)
             wrong = [i for i, (ours, theirs) in enumerate(pairs_of) if ours != theirs]
-            _expect(not wrong, f"{shape}: {len(wrong)} of {len(texts[shape])} texts are not vanilla's, first {wrong[:1]}")
+            _expect(
+                not wrong, f"{shape}: {len(wrong)} of {len(texts[shape])} texts are not vanilla's, first {wrong[:1]}"
+            )
             _expect(facts[f"{shape}_accepted"] > 0, f"{shape}: no draft was accepted")
     return facts
 

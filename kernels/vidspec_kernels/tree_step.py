@@ -10,7 +10,7 @@ from vidspec_kernels.dispatch import Impl, array_module, as_array, at_most, chec
 _BLOCK = 128
 
 
-@triton.jit(do_not_specialize=["nodes_stride", "num_places", "frontier", "level"])
+@triton.jit(do_not_specialize=["nodes_stride", "num_places", "frontier", "level", "max_position"])
 def _tree_step_kernel(
     # [R]
     rows_ptr,

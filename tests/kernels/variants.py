@@ -86,7 +86,9 @@ def step(rng: random.Random) -> None:
         settings = (vectors[0], i32(MAX_REQS), floats(MAX_REQS), i32(MAX_REQS))
         kernels.accept_loose(*tokens, *settings, *signals, rng.random(), NUM_DRAFTS, trees)
     kernels.chain_step(**STEP | {"rows": i64(num_reqs), "level": rng.randint(0, 9)}, **CHAIN_OUT)
-    kernels.tree_step(**STEP | {"rows": i64(num_reqs), "level": rng.randint(1, 9)}, **TREE_OUT, nodes=i64(num_reqs, width))
+    kernels.tree_step(
+        **STEP | {"rows": i64(num_reqs), "level": rng.randint(1, 9)}, **TREE_OUT, nodes=i64(num_reqs, width)
+    )
     tree_grow(
         BUFFERS, i64(num_reqs), i64(num_reqs, width), floats(num_reqs, width), floats(num_reqs * width, CANDIDATES),
         i64(num_reqs * width, CANDIDATES), level=rng.randint(0, 7), budget=rng.randint(0, NUM_DRAFTS),
