@@ -152,7 +152,8 @@ class Drafter:
             return None
         self.rows.stage(row, prompt.num_dropped, prompt.pos_delta)
         num_visual_kept = prompt.num_visual - prompt.num_dropped
-        self.counters.add("prompts")
+        for name in ("prompts", *message.outcome):
+            self.counters.add(name)
         self.counters.add("text_tokens", prompt.num_kept - num_visual_kept)
         self.counters.add("visual_tokens_full", prompt.num_visual)
         self.counters.add("visual_tokens_kept", num_visual_kept)

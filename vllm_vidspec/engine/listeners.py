@@ -44,9 +44,15 @@ class Listener:
 
 
 class Guidance(Protocol):
-    """Scores visual tokens during the target's prefill."""
+    """Scores visual tokens during the target's prefill.
+
+    Attributes:
+        config: The knobs.
+        outcome: Of the last `take`: the counters to add to if the draft is shown the prompt.
+    """
 
     config: VidSpecConfig
+    outcome: tuple[str, ...]
 
     def reserve(self, available_bytes: int) -> int:
         """Return how many of a rank's KV memory bytes the guidance keeps for itself."""
@@ -79,7 +85,7 @@ class Guidance(Protocol):
     def take(self, req_id: str) -> list[torch.Tensor] | None:
         """Return a prefilled request's scores, one float32 `[m_i]` CPU tensor per item, and forget the request.
 
-        None where there was nothing to choose, or no guidance (counted by reason). Every rank of a tensor-parallel
+        None where there was nothing to choose, or no guidance; `outcome` says why. Every rank of a tensor-parallel
         group must call it for the same requests in the same order; all get the same scores.
         """
         ...
@@ -99,6 +105,7 @@ class Listeners:
         self.config = config
         self.counters = counters
         self.device = device
+        self.outcome: tuple[str, ...] = ()
         self._listeners: dict[str, Any] = {}
         self._guard = Guard(config, "guidance failed; these prompts are pruned uniformly (further ones: counted)")
         self._remembered: OrderedDict[str, torch.Tensor] = OrderedDict()  # identifier -> [m] float32 on the CPU
@@ -132,7 +139,7 @@ class Listeners:
         self._listeners.pop(req_id, None)
 
     def _finish(self, listener: Listener, heard: list[torch.Tensor | None]) -> list[torch.Tensor] | None:
-        """Return a request's scores, remembered ones where this prefill did not compute them; count what came of it.
+        """Return a request's scores, remembered ones where this prefill did not compute them; say what came of it.
 
         Args:
             listener: Whose prefill is done.
@@ -149,11 +156,11 @@ class Listeners:
         while len(self._remembered) > _MAX_REMEMBERED:
             self._remembered.popitem(last=False)
         if any(score is None for score in scores):
-            self.counters.add(f"unguided_{listener.missed or 'cached'}")
+            self.outcome = (f"unguided_{listener.missed or 'cached'}",)
             return None
-        self.counters.add("guided_prompts")
+        self.outcome = ("guided_prompts",)
         if any(fresh is None for fresh in heard):
-            self.counters.add("reused_guidance")
+            self.outcome += ("reused_guidance",)
         return scores  # type: ignore[return-value]
 
 

@@ -258,6 +258,7 @@ class VidSpecSpeculator(BaseSpeculator):
             row, req_id = int(input_batch.idx_mapping_np[i]), input_batch.req_ids[i]
             token_ids, features, is_structured = self._arrivals.pop(req_id)
             scores = None if self.guidance is None else self.guidance.take(req_id)
+            outcome = () if self.guidance is None else self.guidance.outcome
             if is_structured and self.trees is not None:
                 # A grammar is checked along one line of tokens.
                 self._state[row] = _SKIPPED
@@ -266,7 +267,7 @@ class VidSpecSpeculator(BaseSpeculator):
             if len(token_ids) + 1 >= states.max_seq_len[row]:
                 self._state[row] = _SKIPPED  # the token just sampled is its last
                 continue
-            messages.append(PrefillMessage(req_id, row, token_ids, features, scores))
+            messages.append(PrefillMessage(req_id, row, token_ids, features, scores, outcome))
         if messages:
             accepted = self.drafter.prefill(messages)
             rows = [message.row for message in messages]

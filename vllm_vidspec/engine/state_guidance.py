@@ -125,6 +125,7 @@ class HiddenStateGuidance(Listeners):
 
     def take(self, req_id: str) -> list[torch.Tensor] | None:
         """Return the scores; see `Guidance`."""
+        self.outcome = ()
         listener = self._listeners.get(req_id)
         if listener is None:
             return None
