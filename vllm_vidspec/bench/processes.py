@@ -144,7 +144,7 @@ class VllmServer:
 
 
 def from_prometheus(text: str) -> dict[str, int]:
-    """Turn the text of /metrics back into the counters of `vllm_vidspec.metrics`, all engines of the server together."""
+    """Turn the text of /metrics back into the counters of `vllm_vidspec.metrics`, all of its engines together."""
     found: dict[tuple[str, str], float] = {}
     for name, labels, number in re.findall(r"^vidspec:(\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
         own = [value for label, value in re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', labels) if label in _OWN_LABELS]
