@@ -114,6 +114,11 @@ def test_engines_of_other_hosts_are_said_to_be_missing(server):
     assert server.said == ["vidspec: the counters of 2 engines on other hosts are not on this /metrics"]
 
 
+def test_a_front_end_that_knows_nothing_of_us_is_named(server):
+    server(_api_process_rank=-1)
+    assert len(server.said) == 1 and "the Rust front end" in server.said[0]
+
+
 def test_every_api_server_shows_the_same_counters(server, tmp_path, monkeypatch):
     """Each API server makes a configuration of its own, and with several of them /metrics has another registry.
 

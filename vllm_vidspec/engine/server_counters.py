@@ -34,6 +34,8 @@ def publish(vllm_config: Any) -> None:
     except VidSpecError as error:
         logger.warning("vidspec: nothing is counted, neither for /metrics nor for responses: %s", error)
         return
+    if parallel._api_process_count == 1 and parallel._api_process_rank < 0:
+        logger.warning("vidspec: the Rust front end shows no counters of ours and checks no request's parameters")
     if num_remote := 0 if parallel.local_engines_only else parallel.data_parallel_size - len(engines):
         logger.warning("vidspec: the counters of %d engines on other hosts are not on this /metrics", num_remote)
     served_name = vllm_config.model_config.served_model_name
