@@ -120,24 +120,29 @@ def test_a_front_end_that_knows_nothing_of_us_is_named(server):
 
 
 def test_every_api_server_shows_the_same_counters(server, tmp_path, monkeypatch):
-    """Each API server makes a configuration of its own, and with several of them /metrics has another registry.
+    """Each API server makes a configuration of its own, and with several of them every scrape makes a registry.
 
     Catches: counters that vanish without a word, files of API servers that no engine writes to.
     """
-    from vllm.entrypoints.serve.instrumentator import metrics as module
+    fastapi, testclient = pytest.importorskip("fastapi"), pytest.importorskip("fastapi.testclient")
+    from vllm.entrypoints.serve.instrumentator.metrics import attach_router
 
     config = server(_api_process_count=2, _api_process_rank=-1)
     verify(worker_counters(config), [2])
     server_counters.publish(vllm_config("fghij", _api_process_count=2, _api_process_rank=1))  # inherits the environment
     assert len(list(tmp_path.iterdir())) == 1
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "prometheus"))
     (tmp_path / "prometheus").mkdir()
-    for _ in range(2):  # vLLM asks anew for every use
-        text = prometheus_client.generate_latest(module.get_prometheus_registry()).decode()
-        found = [line for line in text.splitlines() if line.startswith("vidspec:accepted_tokens_total{")]
-        assert len(found) == 1 and found[0].endswith("} 2.0")
-    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR")
-    assert module.get_prometheus_registry() is prometheus_client.REGISTRY
+    for setting in (str(tmp_path / "prometheus"), None):
+        if setting is not None:
+            monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", setting)
+        else:
+            monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR")
+        app = fastapi.FastAPI()
+        attach_router(app)
+        for _ in range(2):
+            text = testclient.TestClient(app).get("/metrics").text
+            found = [line for line in text.splitlines() if line.startswith("vidspec:accepted_tokens_total{")]
+            assert len(found) == 1 and found[0].endswith("} 2.0"), setting
     assert not server.said
 
 

@@ -160,29 +160,26 @@ def extend_request_metrics(extend: Callable) -> None:
 def show_to_every_api_server(collector: Any) -> None:
     """Show a collector on /metrics where vLLM does not serve prometheus_client's default registry.
 
-    Why: with several API servers (or PROMETHEUS_MULTIPROC_DIR set) /metrics has a registry of its own, which adds up
-    what the servers' processes wrote to files and knows nothing of the default one's collectors.
+    Why: with several API servers (or PROMETHEUS_MULTIPROC_DIR set) every scrape makes a registry of its own, of nothing
+    but a collector that adds up what the servers' processes wrote to files; it knows none of the default registry's.
 
     Args:
         collector: prometheus_client's; the last given is shown.
     """
-    import vllm.entrypoints.serve.instrumentator.metrics as module
-    from prometheus_client import REGISTRY
+    from prometheus_client.multiprocess import MultiProcessCollector
 
-    module._vidspec_collector = collector
-    original = module.get_prometheus_registry
+    MultiProcessCollector._vidspec_collector = collector
+    original = MultiProcessCollector.collect
     if hasattr(original, _MARK):
         return
-    expect_parameters(original)
+    expect_parameters(original, "self")
 
     @functools.wraps(original)
-    def get_prometheus_registry():
-        registry = original()
-        if registry is not REGISTRY:
-            registry.register(module._vidspec_collector)
-        return registry
+    def collect(self):
+        yield from original(self)
+        yield from self._vidspec_collector.collect()
 
-    _patch(module, "get_prometheus_registry", get_prometheus_registry)
+    _patch(MultiProcessCollector, "collect", collect)
 
 
 def hear_request_choices(prefix: str, calls_tools: str, check: Callable) -> None:
