@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, at_most, check_vector, use_triton
+from vidspec_kernels.dispatch import Impl, array_module, as_array, at_most, check_vector, launcher, use_triton
 
 _BLOCK = 128
 
@@ -130,7 +130,7 @@ def chain_step(
             slot_mapping=slot_mapping,
         )  # fmt: skip
         return
-    _chain_step_kernel[(triton.cdiv(num_rows, _BLOCK),)](
+    launcher(_chain_step_kernel, (triton.cdiv(num_rows, _BLOCK),), device)(
         rows,
         num_slots,
         num_tokens,
