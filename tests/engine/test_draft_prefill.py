@@ -13,6 +13,7 @@ from tests.engine import harness
 from vllm_vidspec.bench import pairs, shape_world
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine import attention_guidance
+from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft_prefill import DraftPrefill
 from vllm_vidspec.engine.draft_rows import DraftRows
 from vllm_vidspec.engine.host_copy import HostCopy
@@ -97,7 +98,8 @@ class Line:
         rows = DraftRows(8, CPU)
         cache = VisionCache(cache_bytes, HIDDEN, torch.float32, CPU)
         self.shared: dict[str, torch.Tensor] = {}
-        self.prefills = DraftPrefill(self.model, config, self.counted, self.pool, rows, cache, self.shared)  # type: ignore[arg-type]
+        alone = Agreement(SimpleNamespace(rank_in_group=0, world_size=1))
+        self.prefills = DraftPrefill(self.model, config, self.counted, self.pool, rows, cache, self.shared, alone)  # type: ignore[arg-type]
         self.text = torch.full((8, MAX_LEN), 7_777_777, dtype=torch.int32)  # an id outside the vocabulary
 
     def admit(self, row: int, token_ids: list[int], features: tuple = ()) -> bool:

@@ -29,6 +29,7 @@ from vllm.v1.worker.gpu.attn_utils import (
     init_kv_cache,
 )
 
+from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.vision_cache import VisionCache
 from vllm_vidspec.errors import VidSpecError
 
@@ -36,6 +37,20 @@ from vllm_vidspec.errors import VidSpecError
 def kv_bytes_per_token(vllm_config: VllmConfig) -> int:
     """Return the KV bytes that one token takes on this rank, over all layers of a configuration."""
     return sum(spec.page_size_bytes // spec.block_size for spec in get_kv_cache_spec(vllm_config).values())
+
+
+def rope_positions(language_model: nn.Module, max_model_len: int) -> int:
+    """Return how many rope positions a language model has: the rows of its smallest table.
+
+    They are no token counts: under M-RoPE a video's positions follow its duration, so vLLM's tables hold more rows than
+    the context has tokens (four times as many), and texts use them.
+
+    Args:
+        language_model: Its modules, without the vision tower, whose tables have other positions.
+        max_model_len: Stands for a model without tables.
+    """
+    tables = (getattr(module, "cos_sin_cache", None) for module in language_model.modules())
+    return min((len(table) for table in tables if isinstance(table, torch.Tensor)), default=max_model_len)
 
 
 def held_bytes(device: torch.device) -> int:
@@ -53,12 +68,14 @@ class DraftModel:
     their block tables are the draft's, and the target's memory accounting stays untouched.
     """
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_self_draft: bool):
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_self_draft: bool, agreement: Agreement):
         self.target_config = vllm_config
+        self._agreement = agreement  # every collective of a prefill is entered under it
         self.device = device
         self.is_self_draft = is_self_draft
         self.max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self.max_encoder_tokens = vllm_config.scheduler_config.max_num_encoder_input_tokens
+        self.num_positions: int  # rope positions that the draft has, from 0 on
         self.model: nn.Module
         self.config: VllmConfig
 
@@ -77,6 +94,7 @@ class DraftModel:
             with set_model_tag("draft_model"):
                 self.model = get_model(vllm_config=self.config, prefix="draft_model")
         model_config = self.config.model_config
+        self.num_positions = rope_positions(self.model.get_language_model(), model_config.max_model_len)
         self.uses_mrope = model_config.uses_mrope
         self.num_axes = model_config.mrope_num_dims if self.uses_mrope else 1
         # One column more than any batch keeps the slices non-contiguous: compiled code then never specialises on
@@ -113,8 +131,13 @@ class DraftModel:
         return self.config.model_config.hf_config
 
     @property
+    def max_model_len(self) -> int:
+        """The draft's own context length, at most the target's."""
+        return self.config.model_config.max_model_len
+
+    @property
     def vocab_size(self) -> int:
-        """Token ids that the draft has embeddings of."""
+        """Token ids that the draft has embeddings of, and logits of one row."""
         return self.config.model_config.get_vocab_size()
 
     @property
@@ -240,13 +263,16 @@ class DraftModel:
         num_tokens = embeds.shape[0]
         buffer = self._positions[:, :num_tokens]
         buffer.copy_(positions)
-        with set_forward_context(
-            metadata,
-            self.config,
-            num_tokens=num_tokens,
-            slot_mapping=slots,
-            cudagraph_runtime_mode=CUDAGraphMode.NONE,
-            batch_descriptor=BatchDescriptor(num_tokens=num_tokens),
+        with (
+            self._agreement.collective(),
+            set_forward_context(
+                metadata,
+                self.config,
+                num_tokens=num_tokens,
+                slot_mapping=slots,
+                cudagraph_runtime_mode=CUDAGraphMode.NONE,
+                batch_descriptor=BatchDescriptor(num_tokens=num_tokens),
+            ),
         ):
             output = self.model(
                 input_ids=None, positions=buffer if self.uses_mrope else buffer[0], inputs_embeds=embeds
@@ -260,7 +286,8 @@ class DraftModel:
 
     def embed(self, token_ids: torch.Tensor, media: list[torch.Tensor], where: torch.Tensor | None) -> torch.Tensor:
         """Return `[n, hidden_size]` input embeddings; `media` fill the places `where`, `[num_media]` int64."""
-        embeds = self.model.embed_input_ids(token_ids)
+        with self._agreement.collective():
+            embeds = self.model.embed_input_ids(token_ids)
         if media:
             # By index, not by vLLM's mask, which has to become one on the host first.
             embeds.index_copy_(0, where, torch.cat(media).to(embeds.dtype))
@@ -282,8 +309,10 @@ class DraftModel:
         outputs: list[torch.Tensor] = []
         groups = group_and_batch_mm_kwargs([items[i] for i in order], device=self.device, pin_memory=PIN_MEMORY)
         for _, _, kwargs in groups:
+            with self._agreement.collective():
+                embeddings = self.model.embed_multimodal(**kwargs)
             # LLaVA-OneVision's videos of unequal length come as [1, m, hidden_size].
-            outputs.extend(output.flatten(0, -2) for output in self.model.embed_multimodal(**kwargs))
+            outputs.extend(output.flatten(0, -2) for output in embeddings)
         return [outputs[i] for i in np.argsort(order)]
 
     def full_positions(self, token_ids: list[int], features: list[Any]) -> tuple[torch.Tensor, int]:

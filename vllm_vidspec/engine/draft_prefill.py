@@ -17,6 +17,7 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.engine.agreement import Agreement, OthersFailed
 from vllm_vidspec.engine.counters import Counters
 from vllm_vidspec.engine.draft_model import DraftModel
 from vllm_vidspec.engine.draft_rows import DraftRows
@@ -42,6 +43,7 @@ class DraftPrefill:
         rows: The per-row integers.
         cache: The draft's vision embeddings of what was shown lately.
         shared: The target's own, by identifier, where its tower is the draft's; else empty.
+        agreement: Of the tensor-parallel ranks: what fails on one of them is left by all.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class DraftPrefill:
         rows: DraftRows,
         cache: VisionCache,
         shared: Mapping[str, torch.Tensor],
+        agreement: Agreement,
     ):
         self.model = model
         self.config = config
@@ -61,6 +64,7 @@ class DraftPrefill:
         self._pool = pool
         self._rows = rows
         self._shared = shared
+        self._agreement = agreement
         self._adapter = adapter_for(model.hf_config)
         self._compares = "features" in get_pruner(config.pruner).needs
         self._jobs: dict[int, PrefillJob] = {}  # by row, in order of admission
@@ -99,7 +103,8 @@ class DraftPrefill:
         self._rows.stage(job.row, plan.num_dropped, plan.pos_delta)
         self._jobs[job.row] = job
         num_visual_kept = plan.num_visual - plan.num_dropped
-        self.counters.add("prompts")
+        for name in ("prompts", *message.outcome):
+            self.counters.add(name)
         self.counters.add("text_tokens", plan.num_kept - num_visual_kept)
         self.counters.add("visual_tokens_full", plan.num_visual)
         self.counters.add("visual_tokens_kept", num_visual_kept)
@@ -136,10 +141,13 @@ class DraftPrefill:
         due = [job for row, job in self._jobs.items() if row in bounds]
         self._failed = []
         self._look(due)
+        alive = self._agreement.settle("draft prefill", [self._is_alive(job) for job in due])
+        for job, is_alive in zip(due, alive, strict=True):
+            if not is_alive:
+                self._fail(job, OthersFailed("another rank could not take its vision embeddings"))
         pieces, ready = self._pieces([job for job in due if self._is_alive(job)], bounds)
-        try:
-            self._forward(pieces, step.text)
-        except Exception as error:
+        error = self._agreement.run("draft prefill", self._forward, pieces, step.text) if pieces else None
+        if error is not None:
             for piece in pieces:
                 self._fail(piece.job, error)
         ready = [job for job in ready if self._is_alive(job)]
@@ -226,16 +234,20 @@ class DraftPrefill:
 
     def _run_tower(self, items: list[PromptItem]) -> list[torch.Tensor | Exception]:
         """Return each item's embeddings `[m, hidden_size]`, or the error that it alone is to blame for."""
-        try:
-            embeddings = self.model.encode([item.feature for item in items]) if items else []
-            for item, found in zip(items, embeddings, strict=True):
+        made: list[torch.Tensor] = []
+
+        def run() -> None:
+            made.extend(self.model.encode([item.feature for item in items]))
+            for item, found in zip(items, made, strict=True):
                 if len(found) != item.num_tokens:
                     raise ValueError(f"the tower made {len(found)} embeddings for {item.num_tokens} tokens")
-            return list(embeddings)
-        except Exception as error:
-            if len(items) == 1:
-                return [error]
-            return [found for item in items for found in self._run_tower([item])]
+
+        error = self._agreement.run("vision tower", run) if items else None
+        if error is None:
+            return list(made)
+        if len(items) == 1:
+            return [error]
+        return [found for item in items for found in self._run_tower([item])]
 
     def _take(self, job: PrefillJob, i: int, embeddings: torch.Tensor) -> None:
         """Give an item's embeddings `[m, hidden_size]` to a request, which keeps what it has chosen of them."""

@@ -9,12 +9,13 @@ showed the same image or video; failing that there is no guidance, which is coun
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.counters import Counters
 from vllm_vidspec.engine.guard import Guard
 from vllm_vidspec.engine.host_copy import HostCopy
@@ -44,25 +45,37 @@ class Listener:
         return max(int(item[-1]) for item in self.items) + 1
 
 
+class Guided(NamedTuple):
+    """What a prompt's pruning goes by.
+
+    Attributes:
+        scores: One float32 `[m_i]` CPU tensor per item; None where there is no guidance.
+        outcome: Counters to add to if the draft is shown the prompt: what came of listening to it.
+    """
+
+    scores: list[torch.Tensor] | None
+    outcome: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class PendingScores:
     """A prefilled request's scores, on their way to the host.
 
     Attributes:
         copy: Of what was measured; None where nothing was.
-        finish: Makes scores of it, and counts what came of the request.
+        finish: Makes scores of it, and says what came of the request.
     """
 
     copy: HostCopy | None
-    finish: Callable[[Any], list[torch.Tensor] | None]
+    finish: Callable[[Any], Guided]
 
     @property
     def is_here(self) -> bool:
         """Whether `wait` returns at once; the same on all tensor-parallel ranks."""
         return self.copy is None or self.copy.is_here
 
-    def wait(self) -> list[torch.Tensor] | None:
-        """Return one float32 `[m_i]` CPU tensor per item; None where there is no guidance (counted by reason)."""
+    def wait(self) -> Guided:
+        """Return the scores, once they are on the host."""
         return self.finish(None if self.copy is None else self.copy.wait())
 
 
@@ -103,12 +116,16 @@ class Guidance(Protocol):
         """Send a prefilled request's scores to the host and forget it; None where there was nothing to choose.
 
         Every rank of a tensor-parallel group must call it for the same requests in the same order; all get the same
-        scores.
+        scores, none where one rank has not heard the request.
         """
         ...
 
     def release(self, req_id: str) -> None:
         """Forget a request that ended before its prefill did."""
+        ...
+
+    def forget_scores(self) -> None:
+        """Forget what earlier prompts have shown, because some ranks may have kept what others have not."""
         ...
 
 
@@ -118,12 +135,14 @@ _MAX_REMEMBERED = 64  # images and videos; 100 kB each at 25,000 tokens
 class Listeners:
     """What both kinds share: who is listened to, and the scores of what was shown lately."""
 
-    def __init__(self, config: VidSpecConfig, counters: Counters, device: torch.device):
+    def __init__(self, config: VidSpecConfig, counters: Counters, device: torch.device, agreement: Agreement):
         self.config = config
+        self._agreement = agreement
         self.counters = counters
         self.device = device
         self._listeners: dict[str, Any] = {}
-        self._guard = Guard(config, "guidance failed; these prompts are pruned uniformly (further ones: counted)")
+        message = "guidance failed; these prompts are pruned uniformly (further ones: counted)"
+        self._guard = Guard(config, message, agreement)
         self._remembered: OrderedDict[str, torch.Tensor] = OrderedDict()  # identifier -> [m] float32 on the CPU
 
     def _listen(self, features: list[Any]) -> list[torch.Tensor]:
@@ -154,8 +173,12 @@ class Listeners:
         """Forget a request; see `Guidance`."""
         self._listeners.pop(req_id, None)
 
-    def _finish(self, listener: Listener, heard: list[torch.Tensor | None]) -> list[torch.Tensor] | None:
-        """Return a request's scores, remembered ones where this prefill did not compute them; count what came of it.
+    def forget_scores(self) -> None:
+        """Forget what is remembered of earlier prompts; see `Guidance`."""
+        self._remembered.clear()
+
+    def _finish(self, listener: Listener, heard: list[torch.Tensor | None]) -> Guided:
+        """Return a request's scores, remembered ones where this prefill did not compute them; say what came of it.
 
         Args:
             listener: Whose prefill is done.
@@ -172,12 +195,9 @@ class Listeners:
         while len(self._remembered) > _MAX_REMEMBERED:
             self._remembered.popitem(last=False)
         if any(score is None for score in scores):
-            self.counters.add(f"unguided_{listener.missed or 'cached'}")
-            return None
-        self.counters.add("guided_prompts")
-        if any(fresh is None for fresh in heard):
-            self.counters.add("reused_guidance")
-        return scores  # type: ignore[return-value]
+            return Guided(None, (f"unguided_{listener.missed or 'cached'}",))
+        is_reused = any(fresh is None for fresh in heard)
+        return Guided(scores, ("guided_prompts", "reused_guidance") if is_reused else ("guided_prompts",))  # type: ignore[arg-type]
 
 
 def prefills(batch: Any, listeners: Mapping[str, Any]) -> Iterator[tuple[int, Any, int, int]]:

@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vidspec_kernels.dispatch import as_array
 from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.counters import Counters
 from vllm_vidspec.engine.draft_model import DraftModel, held_bytes, kv_bytes_per_token
 from vllm_vidspec.engine.drafter import Drafter, max_slots_per_request
@@ -41,14 +42,17 @@ class VidSpecSpeculator(BaseSpeculator):
     draft_logits = None
     num_extra_query_per_req = 0
 
-    def __init__(self, vllm_config, config: VidSpecConfig, device: torch.device, counters: Counters):
+    def __init__(
+        self, vllm_config, config: VidSpecConfig, device: torch.device, counters: Counters, agreement: Agreement
+    ):
         self.vllm_config = vllm_config
         self.config = config
         self.device = device
         self.counters = counters
         self.max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.max_model_len = vllm_config.model_config.max_model_len
-        self.draft_model = DraftModel(vllm_config, device, config.is_self_draft)
+        self._agreement = agreement
+        self.draft_model = DraftModel(vllm_config, device, config.is_self_draft, agreement)
         self.guidance: Guidance | None = None  # the runner's, once the target is loaded
         self.trees: TargetTrees | None = None  # the runner's too, where drafts can be trees
         self._drafter: Drafter | None = None  # until the KV pool exists
@@ -151,6 +155,7 @@ class VidSpecSpeculator(BaseSpeculator):
             self.max_num_reqs,
             self.max_model_len,
             cache,
+            self._agreement,
             shared=encoder_cache.encoder_outputs if shares else {},
             fills_trees=(
                 self.vllm_config.scheduler_config.async_scheduling
@@ -228,6 +233,10 @@ class VidSpecSpeculator(BaseSpeculator):
         if self.trees is not None:
             self.trees.forget(row)
         self._state[row] = state
+        if self._has_draft[row]:
+            # vLLM may pad the row's next request with placeholders for drafts: nobody has proposed those.
+            self._has_draft[row] = False
+            self.counters.has_draft[row : row + 1].zero_()
 
     @torch.inference_mode()
     def propose(
@@ -263,17 +272,19 @@ class VidSpecSpeculator(BaseSpeculator):
         max_drafts = self.config.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
         rows_np = input_batch.idx_mapping_np
         done = self._prefill_done(input_batch)  # [num_reqs]
-        self._guarded(self._start, input_batch, np.flatnonzero(done & (self._state[rows_np] == _UNSEEN)))
+        unseen = np.flatnonzero(done & (self._state[rows_np] == _UNSEEN))
+        self._guarded("start of drafts", self._start, input_batch, unseen, is_careful=True)
         # The last draft of this step may commit K more tokens and the target one.
         bound = input_batch.seq_lens_cpu_upper_bound.numpy()[:num_reqs].astype(np.int64) + 1
         self._grow(input_batch, rows_np, bound, done)
         in_line = np.flatnonzero(done & (self._state[rows_np] == _PREFILLING))
-        self._guarded(self._prefill, input_batch, in_line, bound)
+        self._guarded("draft prefill", self._prefill, input_batch, in_line, bound)
         live = done & (self._state[rows_np] == _DRAFTING)
         self._num_nodes = None
         if live.any():
+            live_indices = np.flatnonzero(live)
             self._guarded(
-                self._draft, input_batch, np.flatnonzero(live), output, last_sampled, num_sampled, bound, max_drafts
+                "drafting", self._draft, input_batch, live_indices, output, last_sampled, num_sampled, bound, max_drafts
             )
             live &= self._state[rows_np] == _DRAFTING
         if (self._has_draft[rows_np] != live).any():
@@ -290,19 +301,28 @@ class VidSpecSpeculator(BaseSpeculator):
             computed = computed - input_batch.num_draft_tokens_per_req
         return computed >= input_batch.prefill_len_np
 
-    def _guarded(self, step: Callable, input_batch, batch_indices: np.ndarray, *args) -> None:
-        """Run a step of the draft; an exception costs these requests their speculation, never their answer."""
+    def _guarded(
+        self, phase: str, step: Callable, input_batch, batch_indices: np.ndarray, *args, is_careful: bool = False
+    ) -> None:
+        """Run a step of the draft; an exception on any rank costs these requests their speculation on all of them,
+        never their answer.
+
+        `is_careful`: see `Agreement.run`. A step of every decode step is not, nor is one that runs such steps itself.
+        """
         if not len(batch_indices):
             return
-        try:
-            step(input_batch, batch_indices, *args)
-        except Exception:
-            if self.config.on_draft_error == "raise":
-                raise
-            logger.exception("vidspec: the draft failed; these requests go on without speculation")
-            for i in batch_indices:
-                self._forget(int(input_batch.idx_mapping_np[i]), _SKIPPED)
-                self.counters.skip("draft_error", input_batch.req_ids[i], "the draft failed")
+        error = self._agreement.run(phase, step, input_batch, batch_indices, *args, is_careful=is_careful)
+        if error is None:
+            return
+        if self.config.on_draft_error == "raise":
+            raise error
+        logger.error("vidspec: the draft failed; these requests go on without speculation", exc_info=error)
+        if self.guidance is not None:
+            self.guidance.forget_scores()
+        for i in batch_indices:
+            self.release(input_batch.req_ids[i])
+            self._state[input_batch.idx_mapping_np[i]] = _SKIPPED
+            self.counters.skip("draft_error", input_batch.req_ids[i], "the draft failed")
 
     def _start(self, input_batch, batch_indices: np.ndarray) -> None:
         """Hand the drafter the requests whose target prefill has finished, once their scores are on the host."""
@@ -316,7 +336,7 @@ class VidSpecSpeculator(BaseSpeculator):
         """Return what the drafter is told of a request; None while its scores are on their way, or if it is skipped."""
         if row in self._held:
             message, pending = self._held.pop(row)
-            return dataclasses.replace(message, scores=pending.wait())
+            return dataclasses.replace(message, **pending.wait()._asdict())
         token_ids, features, is_structured, has_embeds = self._arrivals.pop(req_id)
         scores = None if self.guidance is None else self.guidance.take(req_id)
         if has_embeds:
@@ -335,13 +355,18 @@ class VidSpecSpeculator(BaseSpeculator):
         if scores is None:
             return message
         if scores.is_here:
-            return dataclasses.replace(message, scores=scores.wait())
+            return dataclasses.replace(message, **scores.wait()._asdict())
         self._held[row] = (message, scores)
         return None
 
     def _grow(self, input_batch, rows_np: np.ndarray, bound: np.ndarray, done: np.ndarray) -> None:
         """Reserve the blocks of this step; requests that no longer fit go on without speculation."""
         growing = np.flatnonzero(done & np.isin(self._state[rows_np], (_PREFILLING, _DRAFTING)))
+        held = self.drafter.holds(rows_np[growing], bound[growing])
+        for i in growing[~held]:
+            self._forget(int(rows_np[i]), _SKIPPED)
+            self.counters.skip("too_long", input_batch.req_ids[i], self.drafter.context_detail)
+        growing = growing[held]
         fits = self.drafter.grow(rows_np[growing], bound[growing])
         for i in growing[~fits]:
             self._forget(int(rows_np[i]), _SKIPPED)
@@ -374,7 +399,8 @@ class VidSpecSpeculator(BaseSpeculator):
         row, text = as_array(rows), as_array(states.all_token_ids.gpu)
         previous = torch.as_tensor(text[row, as_array(num_tokens)[row] - 2])
         num_verified = input_batch.num_draft_tokens_per_req
-        was_verified = np.zeros(len(rows_np), dtype=bool) if num_verified is None else num_verified[batch_indices] > 0
+        # `_has_draft` still speaks of the drafts that this step has verified; without one they are vLLM's placeholders.
+        was_verified = self._has_draft[rows_np] & (False if num_verified is None else num_verified[batch_indices] > 0)
         drafts = self.drafter.draft(
             DraftMessage(
                 rows=rows,

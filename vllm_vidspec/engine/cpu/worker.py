@@ -1,18 +1,20 @@
-"""vLLM's CPU worker with our model runner; imported on the CPU engine only, because importing vLLM's CPU worker replaces
-torch.cuda's streams, events and copies for the whole process.
+"""vLLM's CPU worker with our model runner.
+
+Imported on the CPU engine only: importing vLLM's CPU worker replaces torch.cuda's streams, events and copies.
 """
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_vidspec.engine import compat
 from vllm_vidspec.engine.runner import vidspec_runner
-from vllm_vidspec.engine.worker import VidSpecWorker
+from vllm_vidspec.engine.worker import VidSpecWorker, tells_why
 from vllm_vidspec.errors import VidSpecError
 
 
 class VidSpecCPUWorker(VidSpecWorker, CPUWorker):
     """CPU worker on Model Runner V2, its kernels run by Triton's interpreter."""
 
+    @tells_why
     def init_device(self):
         """Build our runner where vLLM would build its own."""
         if not self.use_v2_model_runner:
