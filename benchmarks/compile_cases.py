@@ -169,7 +169,14 @@ def cases() -> tuple[Case, ...]:
     add("tree_attention", "4/2 d32 Q9 fp32", attend, (4, 2, 32), 9, 1_000, dtype=FP32)
     for num_queries in (6, 26, 65):
         for num_tokens in (25_000, 100_000):
-            add("visual_relevance", f"3584 Q{num_queries} {num_tokens // 1000}k", relevance, 3584, num_queries, num_tokens)
+            add(
+                "visual_relevance",
+                f"3584 Q{num_queries} {num_tokens // 1000}k",
+                relevance,
+                3584,
+                num_queries,
+                num_tokens,
+            )
     add("visual_relevance", "5120 Q26 25k", relevance, 5120, 26, 25_000)
     add("visual_relevance", "3584 Q11 25k top 10", relevance, 3584, 11, 25_000, top_n=10)
     add("visual_relevance", "3584 Q65 25k top 128", relevance, 3584, 65, 25_000, top_n=128)

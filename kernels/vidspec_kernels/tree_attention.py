@@ -13,7 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, DeviceLimits, check_vector, device_limits, launcher, shared_bytes_per_program, use_triton
+from vidspec_kernels.dispatch import (
+    DeviceLimits,
+    Impl,
+    check_vector,
+    device_limits,
+    launcher,
+    shared_bytes_per_program,
+    use_triton,
+)
 
 # Bits of a mask word: KV entries after the prefix.
 _NODES = 64

@@ -36,7 +36,13 @@ def test_every_part_is_prepared(monkeypatch):
     assert set(prepared) == {
         *("_accept_chain_kernel", "_tree_accept_kernel", "_accept_loose_kernel", "_kv_compact_kernel"),
         *("_tree_attention_kernel", "_merge_splits_kernel", "_visual_relevance_kernel"),
-        *("_row_stats_kernel", "_guidance_scores_kernel", "_chain_step_kernel", "_tree_step_kernel", "_tree_grow_kernel"),
+        *(
+            "_row_stats_kernel",
+            "_guidance_scores_kernel",
+            "_chain_step_kernel",
+            "_tree_step_kernel",
+            "_tree_grow_kernel",
+        ),
     }
     assert prepared["_kv_compact_kernel"] >= 2 and prepared["_accept_loose_kernel"] == 2
     # 9 rows of the target, and levels of up to 10 nodes of the draft, in one split or several.

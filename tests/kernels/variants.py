@@ -19,7 +19,7 @@ from compile_cases import BF16, cache_views, floats, i32, i64
 from triton.runtime.jit import JITFunction
 
 import vidspec_kernels as kernels
-from vidspec_kernels import dispatch, warm_up
+from vidspec_kernels import warm_up
 from vidspec_kernels.tree_grow import TreeGrowBuffers, tree_grow
 
 HEADS, KV_HEADS, HEAD_SIZE, HIDDEN = 28, 4, 128, 3584
@@ -86,7 +86,9 @@ def step(rng: random.Random) -> None:
         settings = (vectors[0], i32(MAX_REQS), floats(MAX_REQS), i32(MAX_REQS))
         kernels.accept_loose(*tokens, *settings, *signals, rng.random(), NUM_DRAFTS, trees)
     kernels.chain_step(**STEP | {"rows": i64(num_reqs), "level": rng.randint(0, 9)}, **CHAIN_OUT)
-    kernels.tree_step(**STEP | {"rows": i64(num_reqs), "level": rng.randint(1, 9)}, **TREE_OUT, nodes=i64(num_reqs, width))
+    kernels.tree_step(
+        **STEP | {"rows": i64(num_reqs), "level": rng.randint(1, 9)}, **TREE_OUT, nodes=i64(num_reqs, width)
+    )
     tree_grow(
         BUFFERS, i64(num_reqs), i64(num_reqs, width), floats(num_reqs, width), floats(num_reqs * width, CANDIDATES),
         i64(num_reqs * width, CANDIDATES), level=rng.randint(0, 7), budget=rng.randint(0, NUM_DRAFTS),

@@ -7,6 +7,8 @@ its first launch may be loaded under capture. Interpreted kernels (the CPU engin
 import time
 from typing import Any
 
+import torch
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from vidspec_kernels import warm_up
@@ -38,7 +40,7 @@ def prepare(runner: Any) -> None:
     in_trees, block_table = runner.trees is not None, runner.block_tables.input_block_tables[0]
     warm_up.warm_accept(num_drafts, runner.max_num_reqs, in_trees, is_loose=runner.rules is not None)
     if in_trees:
-        _prepare_attention(runner.trees._attention, block_table, num_drafts + 1, runner)
+        _prepare_attention(runner.trees._attention, block_table, runner.vllm_config, num_drafts + 1)
         warm_up.warm_kv_compact(runner.trees._caches, block_table, num_drafts)
     if isinstance(runner.guidance, AttentionGuidance):
         layers = {}
@@ -88,17 +90,18 @@ def _prepare_drafter(drafter: Drafter, runner: Any) -> None:
     )
     if isinstance(trees.policy, AdaptiveTree):
         warm_up.warm_tree_grow(trees.policy._growth, width)
-    _prepare_attention(trees._attention, pool.table, width, runner)
+    _prepare_attention(trees._attention, pool.table, drafter.model.config, width)
     warm_up.warm_kv_compact(drafter._caches, pool.table, runner.num_speculative_steps)
 
 
-def _prepare_attention(attention: TreeAttention, block_table: Any, max_queries: int, runner: Any) -> None:
+def _prepare_attention(
+    attention: TreeAttention, block_table: torch.Tensor, config: VllmConfig, max_queries: int
+) -> None:
     """Prepare the tree attention of a model's layers, of each kind of layer once."""
+    model = config.model_config
     kinds = {}
     for layer in attention.layers:
         keys, values = key_view(layer.kv_cache, layer), value_view(layer.kv_cache, layer)
         kinds[keys.shape, keys.stride(), keys.dtype, layer.impl.num_heads] = (keys, values)
     for (*_, num_heads), (keys, values) in kinds.items():
-        warm_up.warm_tree_attention(
-            keys, values, block_table, num_heads, runner.dtype, max_queries, runner.max_model_len
-        )
+        warm_up.warm_tree_attention(keys, values, block_table, num_heads, model.dtype, max_queries, model.max_model_len)
