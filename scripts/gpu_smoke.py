@@ -8,6 +8,7 @@ a Python that can import vLLM; the repository need not be installed.
 """
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -102,14 +103,10 @@ def run_step(command: Sequence[str], result: Path, log: Path, timeout_s: float) 
 
 def _kill_group(process: subprocess.Popen) -> None:
     """End whatever is left of a step; engines start processes of their own."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the driver: the next step will say so
         process.wait(GRACE_S)
-    except subprocess.TimeoutExpired:  # stuck in the driver; the next step may fail for it, and will say so
-        pass
 
 
 def _verdict(result: Path, status: int | None, timeout_s: float, log: Path) -> dict[str, Any]:

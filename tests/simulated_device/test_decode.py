@@ -18,7 +18,10 @@ NUM_STEPS = 14
 
 # What a decode step of requests that run may cross: (function, kind) -> at most so often, and why.
 STEP = {
-    ("VidSpecSpeculator._draft", sim.UPLOAD): (2, "which requests are drafted for, and which were verified: host facts"),
+    ("VidSpecSpeculator._draft", sim.UPLOAD): (
+        2,
+        "which requests are drafted for, and which were verified: host facts",
+    ),
     ("Counters._count_requests", sim.DOWNLOAD): (1, "what a response says of itself; read with the step's tokens"),
     ("Counters.flush", sim.DOWNLOAD): (1, "the totals; read a step later, once an event says that they are there"),
 }

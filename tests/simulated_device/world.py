@@ -7,6 +7,7 @@ attention) are one launch each.
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -66,7 +67,7 @@ def attend(
     flat[slots[is_written]] = np.stack((tokens.numpy(), positions.numpy()), axis=1)[is_written]
     in_trees = {} if step is None else {int(row): i for i, row in enumerate(step["rows"].numpy())}
     hidden = np.zeros((len(slots), 3), dtype=np.int64)
-    for request, (low, high) in enumerate(zip(query_start_loc[:-1], query_start_loc[1:], strict=True)):
+    for request, (low, high) in enumerate(itertools.pairwise(query_start_loc)):
         for query in range(low, high):
             if request in in_trees:
                 tree = in_trees[request]
