@@ -56,7 +56,13 @@ def play(tmp_path):
 
     def run(*steps, **more):
         args = argparse.Namespace(
-            **{"device": "cuda", "seconds": 60.0, "work_dir": str(tmp_path / "work"), "skip_numbers": False, **more}
+            **{
+                "device": "cuda",
+                "seconds": smoke.SECONDS,
+                "work_dir": str(tmp_path / "work"),
+                "skip_numbers": False,
+                **more,
+            }
         )
         chosen = [step if isinstance(step, smoke.Step) else smoke.Step(step, 20) for step in steps]
         return {r["name"]: r for r in smoke.run_all(chosen, args, file, say=lambda line: None)}
