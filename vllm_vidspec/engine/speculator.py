@@ -1,6 +1,7 @@
 """vLLM's speculator interface in front of the drafter: runner state becomes messages, draft failures counters."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -111,9 +112,9 @@ class VidSpecSpeculator(BaseSpeculator):
         self._pool_bytes = min(wanted, most)
         return self._pool_bytes
 
-    def init_kv(self) -> None:
-        """Allocate the pool; the drafter is ready afterwards."""
-        num_blocks = self.draft_model.init_kv(self._pool_bytes)
+    def init_kv(self, allocation: AbstractContextManager) -> None:
+        """Allocate the pool inside `allocation`; the drafter is ready afterwards."""
+        num_blocks = self.draft_model.init_kv(self._pool_bytes, allocation)
         self._drafter = Drafter(
             self.draft_model,
             self.config,
@@ -174,6 +175,11 @@ class VidSpecSpeculator(BaseSpeculator):
         row = self._req_states.req_id_to_index.get(req_id)
         if row is not None:
             self._forget(row, _UNSEEN)
+
+    def forget_all(self) -> None:
+        """Give every running request up, because the pool's contents are about to be lost."""
+        for row in np.flatnonzero(self._state == _DRAFTING):
+            self._forget(int(row), _SKIPPED)
 
     def _forget(self, row: int, state: int) -> None:
         if self._drafter is not None:
