@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
     ids=["none", "nvidia", "amd", "wsl", "wsl-container", "wsl-without-nvidia", "library-alone"],
 )
 def test_what_is_a_gpu(tmp_path, files, is_nvidia, is_gpu):
-    """Catches: WSL2 taken for a machine without a GPU, so that kernels are interpreted; an Intel GPU taken for NVIDIA's."""
+    """Catches: WSL2 taken for a machine without a GPU, so that kernels are interpreted; an Intel GPU for NVIDIA's."""
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()

@@ -106,8 +106,8 @@ def test_what_fails_on_one_rank_is_left_by_both(pair):
     """Catches: a rank that goes on alone, into a collective or past one; flags that are one rank's own."""
     codes, texts = pair(survivable)
     assert codes == [0, 0], texts
-    # Two runs without a failure, one failure after the collective by rank and by both, one decode step; then one step in
-    # a step that both survive and three of which the outer one does.
+    # Two runs without a failure, one failure after the collective by rank and by both, one decode step; then one step
+    # in a step that both survive and three of which the outer one does.
     assert [text.splitlines()[-1] for text in texts] == [f"RESULT {[3] * 11}"] * 2
     assert "rank 1 of 2 failed in prefill: before" in texts[1]
 

@@ -14,7 +14,7 @@ def built(monkeypatch):
     """Return the draft model that `load` built, and the arguments that it gave to vLLM's loader."""
     given = {}
     monkeypatch.setattr(draft_model, "get_model", lambda **arguments: given.update(arguments))
-    scheduler = SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=48)
+    scheduler = SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=48, max_num_encoder_input_tokens=64)
     config = SimpleNamespace(
         scheduler_config=scheduler, model_config=SimpleNamespace(uses_mrope=True, mrope_num_dims=3)
     )

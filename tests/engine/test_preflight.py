@@ -87,7 +87,7 @@ def test_parallelism_that_the_draft_cannot_follow():
     [
         (
             8,
-            "vision tower has 4 heads, which 8 tensor-parallel ranks cannot share evenly; --tensor-parallel-size 1, 2, 4",
+            "tower has 4 heads, which 8 tensor-parallel ranks cannot share evenly; --tensor-parallel-size 1, 2, 4",
         ),
         (4, None),
         (6, "vision tower has 4 heads, which 6 tensor-parallel ranks cannot"),
@@ -95,7 +95,7 @@ def test_parallelism_that_the_draft_cannot_follow():
     ],
 )
 def test_the_sizes_that_a_draft_works_at_are_named(size, message):
-    """Catches: sizes that vLLM refuses after minutes, in its own terms; a KV head that ranks could not have copies of."""
+    """Catches: sizes that vLLM refuses after minutes, in its terms; KV heads that ranks could not have copies of."""
     from types import SimpleNamespace
 
     text = SimpleNamespace(num_attention_heads=28, num_key_value_heads=4)
@@ -114,7 +114,9 @@ def test_a_language_model_that_ranks_cannot_share_is_named():
 
     text = SimpleNamespace(num_attention_heads=14, num_key_value_heads=2)
     draft = SimpleNamespace(vision_config=SimpleNamespace(num_heads=16), get_text_config=lambda: text)
-    with pytest.raises(VidSpecError, match="language model has 14 heads, which 4 .* --tensor-parallel-size 1, 2 would"):
+    with pytest.raises(
+        VidSpecError, match=r"language model has 14 heads, which 4 .* --tensor-parallel-size 1, 2 would"
+    ):
         preflight._check_heads(draft, 4)
 
 

@@ -1,6 +1,7 @@
 """Sleep: what is lost is forgotten, what would not come back is refused, and the pools are lost, not kept."""
 
 import contextlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine import draft_model, visual_states
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft_model import DraftModel
-from vllm_vidspec.engine.speculator import _DRAFTING, _SKIPPED, _UNSEEN, VidSpecSpeculator
+from vllm_vidspec.engine.speculator import _DRAFTING, _PREFILLING, _SKIPPED, _UNSEEN, VidSpecSpeculator
 from vllm_vidspec.engine.visual_states import VisualStates
 from vllm_vidspec.engine.worker import VidSpecWorker
 from vllm_vidspec.errors import VidSpecError
@@ -83,9 +84,14 @@ def test_the_pools_are_allocated_where_the_worker_says(monkeypatch):
 def test_running_requests_are_given_up():
     """Catches: rows that keep blocks, or draft on; rows that have not begun and are given up too."""
     speculator = object.__new__(VidSpecSpeculator)
-    speculator._state = np.array([_DRAFTING, _UNSEEN, _SKIPPED, _DRAFTING], dtype=np.int8)
-    speculator._drafter, speculator.trees = Calls(), Calls()
+    speculator._state = np.array([_DRAFTING, _UNSEEN, _SKIPPED, _PREFILLING], dtype=np.int8)
+    speculator._drafter, speculator.trees, speculator._held = Calls(), Calls(), {}
+    cleared: list[str] = []
+    vars(speculator._drafter)["prefills"] = SimpleNamespace(
+        cache=SimpleNamespace(clear=lambda: cleared.append("media"))
+    )
     speculator.forget_all()
+    assert cleared == ["media"]
     assert speculator._state.tolist() == [_SKIPPED, _UNSEEN, _SKIPPED, _SKIPPED]
     assert speculator._drafter == [("release", 0), ("release", 3)]
     assert speculator.trees == [("forget", 0), ("forget", 3)]

@@ -15,8 +15,9 @@ from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine import compat
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.counters import Counters
+from vllm_vidspec.engine.host_copy import HostCopy
 from vllm_vidspec.engine.kv_views import attention_layers, check_layout, check_readable, key_view
-from vllm_vidspec.engine.listeners import Listener, Listeners, prefills
+from vllm_vidspec.engine.listeners import Listener, Listeners, PendingScores, prefills
 from vllm_vidspec.errors import VidSpecError
 
 # What is refused, and the way out.
@@ -177,8 +178,8 @@ class AttentionGuidance(Listeners):
             listener.total = sums if listener.total is None else listener.total + sums
             listener.num_queries += num_queries
 
-    def take(self, req_id: str) -> list[torch.Tensor] | None:
-        """Return the scores; see `Guidance`. One all-reduce of `[text_start + 1]` floats, whatever was heard."""
+    def take(self, req_id: str) -> PendingScores | None:
+        """Send the scores; see `Guidance`. One all-reduce of `[text_start + 1]` floats, whatever was heard."""
         listener = self._listeners.pop(req_id, None)
         if listener is None:
             return None
@@ -190,13 +191,16 @@ class AttentionGuidance(Listeners):
             total[-1:].fill_(1.0)  # how many ranks have not heard it, summed with the rest
         with self._agreement.collective():
             total = tensor_model_parallel_all_reduce(total)
-        total = total.cpu()
-        if total[-1] != 0:
-            if was_heard:
-                listener.missed = "error"  # of another rank
-            return self._finish(listener, [None] * len(listener.items))
-        mean = total[:-1] / (listener.num_queries * self._num_heads * len(self._layers))
-        return self._finish(listener, [mean[item] for item in listener.items])
+
+        def finish(total: torch.Tensor) -> list[torch.Tensor] | None:
+            if total[-1] != 0:
+                if was_heard:
+                    listener.missed = "error"  # of another rank
+                return self._finish(listener, [None] * len(listener.items))
+            mean = total[:-1] / (listener.num_queries * self._num_heads * len(self._layers))
+            return self._finish(listener, [mean[item] for item in listener.items])
+
+        return PendingScores(HostCopy(total), finish)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.counters import Counters
 from vllm_vidspec.engine.guard import Guard
+from vllm_vidspec.engine.host_copy import HostCopy
 from vllm_vidspec.engine.prompt import UnsupportedPrompt, embedding_indices
 from vllm_vidspec.pruning import budget
 
@@ -42,6 +43,28 @@ class Listener:
     def text_start(self) -> int:
         """The first index after the last visual token: from here on, text asks."""
         return max(int(item[-1]) for item in self.items) + 1
+
+
+@dataclass(frozen=True)
+class PendingScores:
+    """A prefilled request's scores, on their way to the host.
+
+    Attributes:
+        copy: Of what was measured; None where nothing was.
+        finish: Makes scores of it, and counts what came of the request.
+    """
+
+    copy: HostCopy | None
+    finish: Callable[[Any], list[torch.Tensor] | None]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether `wait` returns at once; the same on all tensor-parallel ranks."""
+        return self.copy is None or self.copy.is_here
+
+    def wait(self) -> list[torch.Tensor] | None:
+        """Return one float32 `[m_i]` CPU tensor per item; None where there is no guidance (counted by reason)."""
+        return self.finish(None if self.copy is None else self.copy.wait())
 
 
 class Guidance(Protocol):
@@ -77,12 +100,11 @@ class Guidance(Protocol):
         """Collect what the step showed."""
         ...
 
-    def take(self, req_id: str) -> list[torch.Tensor] | None:
-        """Return a prefilled request's scores, one float32 `[m_i]` CPU tensor per item, and forget the request.
+    def take(self, req_id: str) -> PendingScores | None:
+        """Send a prefilled request's scores to the host and forget it; None where there was nothing to choose.
 
-        None where there was nothing to choose, or no guidance (counted by reason). Every rank of a tensor-parallel
-        group must call it for the same requests in the same order; all get the same scores, none where one rank has
-        not heard the request.
+        Every rank of a tensor-parallel group must call it for the same requests in the same order; all get the same
+        scores, none where one rank has not heard the request.
         """
         ...
 

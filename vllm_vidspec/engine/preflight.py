@@ -114,8 +114,9 @@ def _check_scheduling(vllm_config: Any, config: VidSpecConfig) -> None:
     scheduler = vllm_config.scheduler_config
     if 2 * scheduler.max_num_seqs > scheduler.max_num_batched_tokens:
         raise VidSpecError(
-            f"drafting takes two tokens of every request: --max-num-batched-tokens {scheduler.max_num_batched_tokens} is "
-            f"less than twice --max-num-seqs {scheduler.max_num_seqs}; raise the one or lower the other"
+            "drafting takes two tokens of every request: "
+            f"--max-num-batched-tokens {scheduler.max_num_batched_tokens} is less than twice --max-num-seqs "
+            f"{scheduler.max_num_seqs}; raise the one or lower the other"
         )
     offload = vllm_config.offload_config
     prefetches = offload.offload_backend == "prefetch" or (

@@ -111,7 +111,7 @@ def vidspec_runner(base: type) -> type:
                     self.trees.init_kv(len(self.kv_cache_config.kv_cache_groups))
                 if self.visual is not None:
                     self.visual.init_pool(self.kv_allocation())
-                self.speculator.init_kv(self.kv_allocation())
+                self.speculator.init_kv(self.encoder_cache, self.kv_allocation)
 
         def get_draft_model(self):
             """Return the draft network, whose weights vLLM can exchange; None while it is the target itself."""
@@ -123,12 +123,20 @@ def vidspec_runner(base: type) -> type:
             if self.visual is not None:
                 self.visual.forget_all()
 
+        def reset_encoder_cache(self) -> None:
+            super().reset_encoder_cache()
+            if self.speculator is not None:
+                self.speculator.forget_media()
+
         def add_requests(self, scheduler_output) -> None:
             super().add_requests(scheduler_output)
             for request in scheduler_output.scheduled_new_reqs:
                 sampling = request.sampling_params
                 is_structured = sampling is not None and sampling.structured_outputs is not None
-                self.speculator.arrive(request.req_id, request.prefill_token_ids, request.mm_features, is_structured)
+                has_embeds = request.prompt_embeds is not None
+                self.speculator.arrive(
+                    request.req_id, request.prefill_token_ids, request.mm_features, is_structured, has_embeds
+                )
                 row = self.req_states.req_id_to_index[request.req_id]
                 self.counters.begin_request(row, request.req_id)
                 if self.rules is not None and sampling is not None:
@@ -212,7 +220,7 @@ def vidspec_runner(base: type) -> type:
                     part.config = config
             if self.rules is not None:
                 self.rules.retune(config)
-            self.vidspec_config = self.speculator.config = self.speculator.drafter.config = config
+            self.vidspec_config = self.speculator.config = self.speculator.drafter.prefills.config = config
 
         def watch_scores(self, on: bool) -> list[dict[str, Any]]:
             """Return what became of every token since watching began, and go on or not; see the worker."""

@@ -5,13 +5,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vidspec_kernels import uv_text_sum, uv_video_scores
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine import compat
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.counters import Counters
-from vllm_vidspec.engine.listeners import Listener, Listeners, prefills
+from vllm_vidspec.engine.host_copy import HostCopy
+from vllm_vidspec.engine.listeners import Listener, Listeners, PendingScores, prefills
 from vllm_vidspec.errors import VidSpecError
 
 
@@ -100,11 +102,11 @@ class HiddenStateGuidance(Listeners):
             into, rows = inside.nonzero()[:, 0], listener.order[inside] - start
             is_text[rows] = False
             listener.heard |= inside
-            into, rows = into.to(self.device), rows.to(self.device)
+            into, rows = (async_tensor_h2d(indices, device=self.device) for indices in (into, rows))
             listener.low[into] = uv_video_scores(low[rows], listener.text_low)
             listener.states[into] = high[rows]
         if is_text.any():
-            listener.text_high = listener.text_high + uv_text_sum(high, is_text.to(self.device))
+            listener.text_high = listener.text_high + uv_text_sum(high, async_tensor_h2d(is_text, device=self.device))
 
     def _begin(self, listeners: list[_StateListener]) -> None:
         """Make room for the requests whose first chunk this is, and embed their text; all ranks for the same ones."""
@@ -135,7 +137,7 @@ class HiddenStateGuidance(Listeners):
 
     def _embed_text(self, listeners: list[_StateListener]) -> None:
         for listener in listeners:
-            ids = listener.text_ids.to(self.device)
+            ids = async_tensor_h2d(listener.text_ids, device=self.device)
             is_text = torch.ones(len(ids), dtype=torch.bool, device=self.device)
             with self._agreement.collective():
                 text = self._embed(ids)
@@ -147,8 +149,8 @@ class HiddenStateGuidance(Listeners):
         if listener is not None and listener.states is not None:
             self._num_bytes -= listener.states.numel() * listener.states.element_size()
 
-    def take(self, req_id: str) -> list[torch.Tensor] | None:
-        """Return the scores; see `Guidance`."""
+    def take(self, req_id: str) -> PendingScores | None:
+        """Send the scores; see `Guidance`."""
         listener = self._listeners.get(req_id)
         if listener is None:
             return None
@@ -160,11 +162,16 @@ class HiddenStateGuidance(Listeners):
         agreed = self._agreement.settle("guidance", complete)
         if agreed != complete:
             listener.missed = "error"  # of another rank
-        heard: list[torch.Tensor | None] = [None] * len(sizes)
-        if any(agreed):
-            scores = (uv_video_scores(listener.states, listener.text_high) - listener.low).cpu()
-            heard = [part if whole else None for part, whole in zip(scores.split(sizes), agreed, strict=True)]
-        return self._finish(listener, heard)
+        if not any(agreed):
+            return PendingScores(None, lambda _: self._finish(listener, [None] * len(sizes)))
+        scores = uv_video_scores(listener.states, listener.text_high) - listener.low
+
+        def finish(scores: torch.Tensor) -> list[torch.Tensor] | None:
+            parts = scores.split(sizes)
+            return self._finish(listener, [part if whole else None for part, whole in zip(parts, agreed, strict=True)])
+
+        listener.states = None  # its memory is given back
+        return PendingScores(HostCopy(scores), finish)
 
 
 def default_uv_layer(num_layers: int) -> int:

@@ -32,6 +32,7 @@ class VidSpecWorker:
             available -= runner.guidance.reserve(available)
         if runner.visual is not None:
             available -= runner.visual.reserve(available)
+        available -= runner.speculator.plan_vision_cache(available)
         pool = runner.speculator.plan_pool(available)
         if pool >= available:
             raise VidSpecError(
@@ -43,7 +44,7 @@ class VidSpecWorker:
         return available - pool
 
     def initialize_from_config(self, kv_cache_config) -> None:
-        """Allocate the target's cache, and the draft's pool with it: neither is worth keeping while the engine sleeps."""
+        """Allocate the target's cache and the draft's pool: neither is worth keeping while the engine sleeps."""
         self.model_runner.kv_allocation = functools.partial(  # type: ignore[attr-defined]
             self._maybe_get_memory_pool_context,  # type: ignore[attr-defined]
             tag="kv_cache",
@@ -73,8 +74,8 @@ class VidSpecWorker:
             Per prompt `req_id`, and per item `grids`, `kept_indices`, `scores`, `embeddings` (None if not measured).
             With `as_lists` only the indices and scores, as numbers: an engine in another process cannot send tensors.
         """
-        drafter = self.model_runner.speculator.drafter  # type: ignore[attr-defined]
-        watched, drafter.watched = drafter.watched or [], [] if on else None
+        prefills = self.model_runner.speculator.drafter.prefills  # type: ignore[attr-defined]
+        watched, prefills.watched = prefills.watched or [], [] if on else None
         if not as_lists:
             return watched
         return [
