@@ -10,6 +10,7 @@ BOTH_CORES := tests/engine/test_tensor_parallel.py
 TEST_WORKERS ?= $(shell $(PY) vllm_vidspec/devices.py && echo 0 || echo 2)
 BENCH_ARGS ?=
 DEMO_ARGS ?=
+SMOKE_ARGS ?=
 
 # The clone that make runs in is the one that is tested, even if another clone re-points the shared environment meanwhile.
 export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -24,10 +25,10 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PYTHONUNBUFFERED ?= 1
 
-.PHONY: help setup demo test check format bench doctor clean distclean
+.PHONY: help setup demo test check format bench doctor gpu-smoke clean distclean
 
 help: ## Show this list.
-	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: ## Prepare the environment only (CPU or CUDA vLLM, as the machine has it).
 	@python=$$(command -v python3.11 || command -v python3 || command -v python) || \
@@ -59,6 +60,9 @@ bench: setup ## Measure acceptance on the bundled pairs (BENCH_ARGS="--prune-rat
 
 doctor: setup ## Check the environment and say what to do about each problem.
 	@$(PY) -m vllm_vidspec.cli doctor
+
+gpu-smoke: setup ## The first five minutes on a GPU: what runs, what agrees, what it takes (SMOKE_ARGS="--only kernels").
+	@$(PY) scripts/gpu_smoke.py --out gpu-smoke.json $(SMOKE_ARGS)
 
 clean: ## Remove caches and build products from the clone.
 	@rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

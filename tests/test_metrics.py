@@ -40,6 +40,26 @@ def test_every_position_has_a_slot(tmp_path):
     assert file.values()["skipped_pool_full"] == 0
 
 
+def test_requests_by_id(tmp_path):
+    """The newest request of an id counts, wherever in the ring its slot is; slots of busy requests are left alone.
+
+    Catches: a look-up that takes the highest slot, an earlier request's counts, a slot taken from a running request.
+    """
+    file = MetricsFile.create(tmp_path / "m")
+    counts = np.array([[3, 2, 1]])
+    last = metrics._NUM_REQUESTS - 1
+    for i in range(last):
+        assert file.begin_request(f"request-{i}", ()) == i
+    assert file.begin_request("twice", ()) == last
+    file.add_to_requests(np.array([last]), counts)
+    assert file.request("twice") == {"exact": 3, "loosened": 2, "shifted": 1}
+    assert file.begin_request("twice", {0, 1}) == 2  # around the ring
+    assert file.request("twice") == {"exact": 0, "loosened": 0, "shifted": 0}
+    file.add_to_requests(np.array([2]), 2 * counts)
+    assert MetricsFile.open(file.path).request("twice") == {"exact": 6, "loosened": 4, "shifted": 2}
+    assert file.request("request-0") is not None and file.request("request-2") is None
+
+
 def test_create_replaces_what_was_there(tmp_path):
     MetricsFile.create(tmp_path / "m").add("drafts")
     assert MetricsFile.create(tmp_path / "m").values()["drafts"] == 0

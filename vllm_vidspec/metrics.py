@@ -59,6 +59,7 @@ NAMES: tuple[str, ...] = (
     "draft_encoder_misses",
     "draft_encoder_bytes",
     "draft_encoder_bytes_used",
+    "low_acceptance_windows",
 )
 _SLOT = {name: slot for slot, name in enumerate(NAMES)}
 # Sizes and occupancy: they can fall, so a difference of two readings says nothing about them.
@@ -159,12 +160,17 @@ class MetricsFile:
         self._values[first : first + len(counts)] += counts
 
     def begin_request(self, req_id: str, busy: Container[int]) -> int:
-        """Return the slot of a new request, the oldest that is not `busy`; its counts begin at zero."""
+        """Return the slot of a new request, the oldest that is not `busy`; its counts begin at zero.
+
+        An earlier request of the same id is forgotten: a client may use one twice.
+        """
         while self._next_request in busy:
             self._next_request = (self._next_request + 1) % _NUM_REQUESTS
         slot, self._next_request = self._next_request, (self._next_request + 1) % _NUM_REQUESTS
+        digest, ids = _digest(req_id), self._requests[:, 0]
         self._requests[slot] = 0
-        self._requests[slot, 0] = _digest(req_id)
+        ids[ids == digest] = 0
+        ids[slot] = digest
         return slot
 
     def add_to_requests(self, slots: np.ndarray, counts: np.ndarray) -> None:
@@ -253,6 +259,11 @@ _COUNTERS = (
     ("vidspec:drafts", "drafts", "Verify steps that had draft tokens."),
     ("vidspec:draft_tokens", "draft_tokens", "Draft tokens verified by the target."),
     ("vidspec:accepted_tokens", "accepted_tokens", "Draft tokens that stand."),
+    (
+        "vidspec:low_acceptance_windows",
+        "low_acceptance_windows",
+        "Runs of 128 verify steps with drafts in which fewer than half a draft token stood per step.",
+    ),
     ("vidspec:draft_depth", "draft_depth", "Depth of the drafts verified: what could stand at most."),
     ("vidspec:draft_steps", "draft_steps", "Batches drafted for."),
     ("vidspec:draft_forwards", "draft_forwards", "Forwards of the draft model in them."),

@@ -27,6 +27,7 @@ CONTRACT = [
     ("vllm.v1.worker.gpu_worker:Worker._make_model_runner", ["self"]),
     ("vllm.v1.worker.cpu_worker:CPUWorker.init_device", ["self"]),
     (f"{GPU}.model_runner:GPUModelRunner._remove_request", ["self", "req_id"]),
+    (f"{GPU}.model_runner:GPUModelRunner.finish_requests", ["self", "scheduler_output"]),
     (f"{GPU}.model_runner:GPUModelRunner.add_requests", ["self", "scheduler_output"]),
     (f"{GPU}.model_runner:GPUModelRunner.initialize_kv_cache", ["self", "kv_cache_config", "is_profiling"]),
     (f"{GPU}.model_runner:GPUModelRunner.sample_tokens", ["self", "grammar_output"]),

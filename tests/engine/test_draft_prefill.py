@@ -37,7 +37,6 @@ class NotingModel:
     device = CPU
     max_num_tokens, max_encoder_tokens = BUDGET, ENCODER_BUDGET
     block_size, vocab_size = BLOCK, 1000
-    agreement = Agreement(SimpleNamespace(rank_in_group=0, world_size=1))
     hf_config = SimpleNamespace(model_type="llava_onevision", architectures=["LlavaOnevisionForConditionalGeneration"])
 
     def __init__(self) -> None:
@@ -99,7 +98,8 @@ class Line:
         rows = DraftRows(8, CPU)
         cache = VisionCache(cache_bytes, HIDDEN, torch.float32, CPU)
         self.shared: dict[str, torch.Tensor] = {}
-        self.prefills = DraftPrefill(self.model, config, self.counted, self.pool, rows, cache, self.shared)  # type: ignore[arg-type]
+        alone = Agreement(SimpleNamespace(rank_in_group=0, world_size=1))
+        self.prefills = DraftPrefill(self.model, config, self.counted, self.pool, rows, cache, self.shared, alone)  # type: ignore[arg-type]
         self.text = torch.full((8, MAX_LEN), 7_777_777, dtype=torch.int32)  # an id outside the vocabulary
 
     def admit(self, row: int, token_ids: list[int], features: tuple = ()) -> bool:

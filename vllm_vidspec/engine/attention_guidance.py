@@ -191,16 +191,16 @@ class AttentionGuidance(Listeners):
             total[-1:].fill_(1.0)  # how many ranks have not heard it, summed with the rest
         with self._agreement.collective():
             total = tensor_model_parallel_all_reduce(total)
+        return PendingScores(HostCopy(total), lambda total: self._score(listener, was_heard, total))
 
-        def finish(total: torch.Tensor) -> list[torch.Tensor] | None:
-            if total[-1] != 0:
-                if was_heard:
-                    listener.missed = "error"  # of another rank
-                return self._finish(listener, [None] * len(listener.items))
-            mean = total[:-1] / (listener.num_queries * self._num_heads * len(self._layers))
-            return self._finish(listener, [mean[item] for item in listener.items])
-
-        return PendingScores(HostCopy(total), finish)
+    def _score(self, listener: _AttentionListener, was_heard: bool, total: torch.Tensor) -> list[torch.Tensor] | None:
+        """Make scores of all ranks' sums `[text_start + 1]`, the last of which says how many ranks heard nothing."""
+        if total[-1] != 0:
+            if was_heard:
+                listener.missed = "error"  # of another rank
+            return self._finish(listener, [None] * len(listener.items))
+        mean = total[:-1] / (listener.num_queries * self._num_heads * len(self._layers))
+        return self._finish(listener, [mean[item] for item in listener.items])
 
 
 @dataclass(frozen=True)

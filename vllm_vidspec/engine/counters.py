@@ -9,6 +9,7 @@ from vllm.logger import init_logger
 
 from vidspec_kernels.dispatch import array_module, as_array
 from vllm_vidspec import metrics
+from vllm_vidspec.engine.acceptance_alarm import AcceptanceAlarm
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.scoring import TreeShapes
 
@@ -38,11 +39,12 @@ class Counters:
         self._published = np.zeros(len(self._host), dtype=np.int64)
         self._file = self._open(vllm_config)
         self._logged: set[str] = set()
+        self._alarm = AcceptanceAlarm()
         # What a response says of its own request, where the server was asked for that.
         level = vllm_config.observability_config.per_request_spec_decode_metrics
         self._counts_requests = self._file is not None and level != "none"
         self._slots = np.zeros(max_num_reqs, dtype=np.int64)  # [max_num_reqs] in the file, by persistent row
-        self._busy: set[int] = set()
+        self._held: dict[str, int] = {}  # slots of requests that have not finished, running or preempted
         self._pending: list[tuple[np.ndarray, torch.Tensor]] = []  # slots and counts of the step in flight
 
     @staticmethod
@@ -94,15 +96,16 @@ class Counters:
     # ---- by request ------------------------------------------------------------------------------------------------
 
     def begin_request(self, row: int, req_id: str) -> None:
-        """Count a request's draft tokens from here on."""
+        """Count a request's draft tokens from here on; one that was preempted goes on where it was."""
         if self._counts_requests:
             assert self._file is not None
-            self._slots[row] = self._file.begin_request(req_id, self._busy)
-            self._busy.add(int(self._slots[row]))
+            if req_id not in self._held:
+                self._held[req_id] = self._file.begin_request(req_id, self._held.values())
+            self._slots[row] = self._held[req_id]
 
-    def end_request(self, row: int) -> None:
-        """Let a row's slot be the next request's, in its turn."""
-        self._busy.discard(int(self._slots[row]))
+    def end_request(self, req_id: str) -> None:
+        """Let the slot of a request that has finished, or was aborted, be the next one's, in its turn."""
+        self._held.pop(req_id, None)
 
     def _count_requests(self, rows_np: np.ndarray, counts: torch.Tensor) -> None:
         """Begin to copy `[num_reqs, 3]` counts of a step, or of a slice of its batch, to the host."""
@@ -139,6 +142,8 @@ class Counters:
                 self._file.add(name, value)
             self._file.add_accepted_per_position(gained[len(_TOTALS) :])
             self._published += gained
+            if self._alarm.hear(*(int(gained[_TOTALS.index(name)]) for name in ("drafts", "accepted_tokens"))):
+                self._file.add("low_acceptance_windows")
         if self._copied is not None:
             self._host.copy_(self._totals, non_blocking=True)
             self._copied.record()

@@ -41,6 +41,20 @@ def kv_bytes_per_token(vllm_config: VllmConfig) -> int:
     return sum(spec.page_size_bytes // spec.block_size for spec in get_kv_cache_spec(vllm_config).values())
 
 
+def rope_positions(language_model: nn.Module, max_model_len: int) -> int:
+    """Return how many rope positions a language model has: the rows of its smallest table.
+
+    They are no token counts: under M-RoPE a video's positions follow its duration, so vLLM's tables hold more rows than
+    the context has tokens (four times as many), and texts use them.
+
+    Args:
+        language_model: Its modules, without the vision tower, whose tables have other positions.
+        max_model_len: Stands for a model without tables.
+    """
+    tables = (getattr(module, "cos_sin_cache", None) for module in language_model.modules())
+    return min((len(table) for table in tables if isinstance(table, torch.Tensor)), default=max_model_len)
+
+
 def held_bytes(device: torch.device) -> int:
     """Return the memory that this process holds: what torch has allocated on a GPU, the resident set on a CPU."""
     gc.collect()
@@ -58,11 +72,12 @@ class DraftModel:
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_self_draft: bool, agreement: Agreement):
         self.target_config = vllm_config
-        self.agreement = agreement  # every collective of a prefill is entered under it
+        self._agreement = agreement  # every collective of a prefill is entered under it
         self.device = device
         self.is_self_draft = is_self_draft
         self.max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self.max_encoder_tokens = vllm_config.scheduler_config.max_num_encoder_input_tokens
+        self.num_positions: int  # rope positions that the draft has, from 0 on
         self.model: nn.Module
         self.config: VllmConfig
 
@@ -83,6 +98,7 @@ class DraftModel:
             with set_model_tag("draft_model"):
                 self.model = get_model(vllm_config=self.config)
         model_config = self.config.model_config
+        self.num_positions = rope_positions(self.model.get_language_model(), model_config.max_model_len)
         self.uses_mrope = model_config.uses_mrope
         self.num_axes = model_config.mrope_num_dims if self.uses_mrope else 1
         # The stride of vLLM's own buffer, which compiled code may have been specialised on: a draft that shares the
@@ -118,8 +134,13 @@ class DraftModel:
         return self.config.model_config.hf_config
 
     @property
+    def max_model_len(self) -> int:
+        """The draft's own context length, at most the target's."""
+        return self.config.model_config.max_model_len
+
+    @property
     def vocab_size(self) -> int:
-        """Token ids that the draft has embeddings of."""
+        """Token ids that the draft has embeddings of, and logits of one row."""
         return self.config.model_config.get_vocab_size()
 
     @property
@@ -248,7 +269,7 @@ class DraftModel:
         buffer = self._positions[:, :num_tokens]
         buffer.copy_(positions)
         with (
-            self.agreement.collective(),
+            self._agreement.collective(),
             compat.without_kv_connector(),
             set_forward_context(
                 metadata,
@@ -271,7 +292,7 @@ class DraftModel:
 
     def embed(self, token_ids: torch.Tensor, media: list[torch.Tensor], where: torch.Tensor | None) -> torch.Tensor:
         """Return `[n, hidden_size]` input embeddings; `media` fill the places `where`, `[num_media]` int64."""
-        with self.agreement.collective():
+        with self._agreement.collective():
             embeds = self.model.embed_input_ids(token_ids)
         if media:
             # By index, not by vLLM's mask, which has to become one on the host first.
@@ -294,10 +315,10 @@ class DraftModel:
         outputs: list[torch.Tensor] = []
         groups = group_and_batch_mm_kwargs([items[i] for i in order], device=self.device, pin_memory=PIN_MEMORY)
         for _, _, kwargs in groups:
-            with self.agreement.collective():
-                found = self.model.embed_multimodal(**kwargs)
+            with self._agreement.collective():
+                embeddings = self.model.embed_multimodal(**kwargs)
             # LLaVA-OneVision's videos of unequal length come as [1, m, hidden_size].
-            outputs.extend(output.flatten(0, -2) for output in found)
+            outputs.extend(output.flatten(0, -2) for output in embeddings)
         return [outputs[i] for i in np.argsort(order)]
 
     def full_positions(self, token_ids: list[int], features: list[Any]) -> tuple[torch.Tensor, int]:

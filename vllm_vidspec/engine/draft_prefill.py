@@ -17,6 +17,7 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.engine.agreement import Agreement, OthersFailed
 from vllm_vidspec.engine.counters import Counters
 from vllm_vidspec.engine.draft_model import DraftModel
 from vllm_vidspec.engine.draft_rows import DraftRows
@@ -42,6 +43,7 @@ class DraftPrefill:
         rows: The per-row integers.
         cache: The draft's vision embeddings of what was shown lately.
         shared: The target's own, by identifier, where its tower is the draft's; else empty.
+        agreement: Of the tensor-parallel ranks: what fails on one of them is left by all.
     """
 
     def __init__(
@@ -53,15 +55,16 @@ class DraftPrefill:
         rows: DraftRows,
         cache: VisionCache,
         shared: Mapping[str, torch.Tensor],
+        agreement: Agreement,
     ):
         self.model = model
-        self._agreement = model.agreement
         self.config = config
         self.counters = counters
         self.cache = cache
         self._pool = pool
         self._rows = rows
         self._shared = shared
+        self._agreement = agreement
         self._adapter = adapter_for(model.hf_config)
         self._compares = "features" in get_pruner(config.pruner).needs
         self._jobs: dict[int, PrefillJob] = {}  # by row, in order of admission
@@ -137,10 +140,10 @@ class DraftPrefill:
         due = [job for row, job in self._jobs.items() if row in bounds]
         self._failed = []
         self._look(due)
-        are_alive = self._agreement.settle("draft prefill", [self._is_alive(job) for job in due])
-        for job, is_alive in zip(due, are_alive, strict=True):
+        alive = self._agreement.settle("draft prefill", [self._is_alive(job) for job in due])
+        for job, is_alive in zip(due, alive, strict=True):
             if not is_alive:
-                self._fail(job, RuntimeError("another rank failed"))
+                self._fail(job, OthersFailed("another rank could not take its vision embeddings"))
         pieces, ready = self._pieces([job for job in due if self._is_alive(job)], bounds)
         error = self._agreement.run("draft prefill", self._forward, pieces, step.text) if pieces else None
         if error is not None:
@@ -230,21 +233,20 @@ class DraftPrefill:
 
     def _run_tower(self, items: list[PromptItem]) -> list[torch.Tensor | Exception]:
         """Return each item's embeddings `[m, hidden_size]`, or the error that it alone is to blame for."""
-        embeddings: list[torch.Tensor | Exception] = []
-        error = self._agreement.run("the draft's vision tower", self._see, items, embeddings) if items else None
+        made: list[torch.Tensor] = []
+
+        def run() -> None:
+            made.extend(self.model.encode([item.feature for item in items]))
+            for item, found in zip(items, made, strict=True):
+                if len(found) != item.num_tokens:
+                    raise ValueError(f"the tower made {len(found)} embeddings for {item.num_tokens} tokens")
+
+        error = self._agreement.run("vision tower", run) if items else None
         if error is None:
-            return embeddings
+            return list(made)
         if len(items) == 1:
             return [error]
         return [found for item in items for found in self._run_tower([item])]
-
-    def _see(self, items: list[PromptItem], embeddings: list[torch.Tensor | Exception]) -> None:
-        """Append each item's embeddings, all or none."""
-        seen = self.model.encode([item.feature for item in items])
-        for item, found in zip(items, seen, strict=True):
-            if len(found) != item.num_tokens:
-                raise ValueError(f"the tower made {len(found)} embeddings for {item.num_tokens} tokens")
-        embeddings.extend(seen)
 
     def _take(self, job: PrefillJob, i: int, embeddings: torch.Tensor) -> None:
         """Give an item's embeddings `[m, hidden_size]` to a request, which keeps what it has chosen of them."""

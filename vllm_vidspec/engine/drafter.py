@@ -15,6 +15,7 @@ from vidspec_kernels import CacheList, kv_compact
 from vidspec_kernels.dispatch import as_array
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.drafting.factory import make_policy
+from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.chain_drafter import ChainDrafter, RootFeeder
 from vllm_vidspec.engine.counters import Counters
 from vllm_vidspec.engine.draft_model import DraftModel
@@ -44,8 +45,9 @@ class Drafter:
         counters: Told what is drafted.
         num_blocks: Of the pool.
         max_num_reqs: Persistent rows.
-        max_model_len: Context length.
+        max_model_len: The target's context length.
         cache: The draft's vision embeddings of what was shown lately.
+        agreement: Of the tensor-parallel ranks, for prefills.
         shared: The target's own, by identifier, where it drafts for itself; else empty.
         fills_trees: See `TreeDrafter`.
     """
@@ -60,17 +62,19 @@ class Drafter:
         max_num_reqs: int,
         max_model_len: int,
         cache: VisionCache,
+        agreement: Agreement,
         shared: Mapping[str, torch.Tensor],
         fills_trees: bool = False,
     ):
         self.model = model
         self.counters = counters
+        self._max_model_len = max_model_len
         self._num_speculative_tokens = config.num_speculative_tokens
         max_slots = max_slots_per_request(max_model_len, config.num_speculative_tokens)
         self.pool = DraftKVPool(num_blocks, model.block_size, max_num_reqs, max_slots, model.device)
         self.rows = DraftRows(max_num_reqs, model.device)
-        self.prefills = DraftPrefill(model, config, counters, self.pool, self.rows, cache, shared)
-        roots = RootFeeder(model, self.pool, self.rows, max_num_reqs, max_model_len)
+        self.prefills = DraftPrefill(model, config, counters, self.pool, self.rows, cache, shared, agreement)
+        roots = RootFeeder(model, self.pool, self.rows, max_num_reqs)
         self._chains = ChainDrafter(roots, sample)
         self._trees: TreeDrafter | None = None
         if tree_shapes := config.shapes - {"chain"}:
@@ -95,6 +99,21 @@ class Drafter:
         return done
 
     # ---- draft -----------------------------------------------------------------------------------------------------
+
+    @property
+    def context_detail(self) -> str:
+        """What to say of a request that the draft's context does not hold."""
+        tokens, positions = self.model.max_model_len, self.model.num_positions
+        return f"it is longer than the draft's context of {tokens} tokens and {positions} positions"
+
+    def holds(self, rows_np: np.ndarray, num_tokens_upper_bound: np.ndarray) -> np.ndarray:
+        """Return `[n]` bool: the draft's context, which may be shorter than the target's, has room for the next step.
+
+        What the target's context has no room for is never committed, so it is no reason.
+        """
+        longest = np.minimum(num_tokens_upper_bound + self._num_speculative_tokens, self._max_model_len)
+        has_entries = longest - self.rows.num_dropped_np[rows_np] <= self.model.max_model_len
+        return has_entries & (longest + self.rows.pos_delta_np[rows_np] <= self.model.num_positions)
 
     def grow(self, rows_np: np.ndarray, num_tokens_upper_bound: np.ndarray) -> np.ndarray:
         """Make room for the next step, and send the step's tables; return `[n]` bool, False where the pool is full.
@@ -138,4 +157,5 @@ class Drafter:
         """Forget a row: finished, aborted, preempted or given up."""
         self.prefills.release(row)
         self.pool.release(row)
+        self.rows.forget(row)
         self.counters.set("draft_pool_blocks_used", self.pool.num_used_blocks)

@@ -91,6 +91,17 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
     if vllm_config.watermark_config is not None:
         raise VidSpecError("watermarking is not supported together with vidspec")
     _check_scheduling(vllm_config, config)
+    draft_len, target_len = (
+        vllm_config.speculative_config.draft_model_config.max_model_len,
+        vllm_config.model_config.max_model_len,
+    )
+    if draft_len < target_len:
+        logger.warning(
+            "vidspec: the draft's context ends at %d tokens, the target's at %d: from there on requests run without "
+            "speculation",
+            draft_len,
+            target_len,
+        )
     _check_scorers(vllm_config, config)
     check = functools.partial(choose, config=config)  # pickled for the workers
     compat.mark_as_ours(vllm_config.speculative_config, check)

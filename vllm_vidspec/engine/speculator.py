@@ -158,6 +158,7 @@ class VidSpecSpeculator(BaseSpeculator):
             self.max_num_reqs,
             self.max_model_len,
             cache,
+            self._agreement,
             shared=encoder_cache.encoder_outputs if shares else {},
             fills_trees=(
                 self.vllm_config.scheduler_config.async_scheduling
@@ -241,6 +242,10 @@ class VidSpecSpeculator(BaseSpeculator):
         if self.trees is not None:
             self.trees.forget(row)
         self._state[row] = state
+        if self._has_draft[row]:
+            # vLLM may pad the row's next request with placeholders for drafts: nobody has proposed those.
+            self._has_draft[row] = False
+            self.counters.has_draft[row : row + 1].zero_()
 
     @torch.inference_mode()
     def propose(
@@ -276,14 +281,13 @@ class VidSpecSpeculator(BaseSpeculator):
         max_drafts = self.config.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
         rows_np = input_batch.idx_mapping_np
         done = self._prefill_done(input_batch)  # [num_reqs]
-        self._guarded(
-            "draft prefill", self._start, input_batch, np.flatnonzero(done & (self._state[rows_np] == _UNSEEN))
-        )
+        unseen = np.flatnonzero(done & (self._state[rows_np] == _UNSEEN))
+        self._guarded("start of drafts", self._start, input_batch, unseen, is_careful=True)
         # The last draft of this step may commit K more tokens and the target one.
         bound = input_batch.seq_lens_cpu_upper_bound.numpy()[:num_reqs].astype(np.int64) + 1
         self._grow(input_batch, rows_np, bound, done)
         in_line = np.flatnonzero(done & (self._state[rows_np] == _PREFILLING))
-        self._guarded("draft prefill", self._prefill, input_batch, in_line, bound)
+        self._guarded("draft prefill", self._prefill, input_batch, in_line, bound, is_careful=True)
         live = done & (self._state[rows_np] == _DRAFTING)
         self._num_nodes = None
         if live.any():
@@ -306,14 +310,16 @@ class VidSpecSpeculator(BaseSpeculator):
             computed = computed - input_batch.num_draft_tokens_per_req
         return computed >= input_batch.prefill_len_np
 
-    def _guarded(self, phase: str, step: Callable, input_batch, batch_indices: np.ndarray, *args) -> None:
+    def _guarded(
+        self, phase: str, step: Callable, input_batch, batch_indices: np.ndarray, *args, is_careful: bool = False
+    ) -> None:
         """Run a step of the draft; an exception on any rank costs these requests their speculation on all of them,
         never their answer.
+
+        `is_careful`: see `Agreement.run`. A step of every decode step is not.
         """
         if not len(batch_indices):
             return
-        # Every step of decoding drafts: ranks do not wait for each other there.
-        is_careful = phase != "drafting"
         error = self._agreement.run(phase, step, input_batch, batch_indices, *args, is_careful=is_careful)
         if error is None:
             return
@@ -375,6 +381,11 @@ class VidSpecSpeculator(BaseSpeculator):
     def _grow(self, input_batch, rows_np: np.ndarray, bound: np.ndarray, done: np.ndarray) -> None:
         """Reserve the blocks of this step; requests that no longer fit go on without speculation."""
         growing = np.flatnonzero(done & np.isin(self._state[rows_np], (_PREFILLING, _DRAFTING)))
+        held = self.drafter.holds(rows_np[growing], bound[growing])
+        for i in growing[~held]:
+            self._forget(int(rows_np[i]), _SKIPPED)
+            self.counters.skip("too_long", input_batch.req_ids[i], self.drafter.context_detail)
+        growing = growing[held]
         fits = self.drafter.grow(rows_np[growing], bound[growing])
         for i in growing[~fits]:
             self._forget(int(rows_np[i]), _SKIPPED)
@@ -407,7 +418,8 @@ class VidSpecSpeculator(BaseSpeculator):
         row, text = as_array(rows), as_array(states.all_token_ids.gpu)
         previous = torch.as_tensor(text[row, as_array(num_tokens)[row] - 2])
         num_verified = input_batch.num_draft_tokens_per_req
-        was_verified = np.zeros(len(rows_np), dtype=bool) if num_verified is None else num_verified[batch_indices] > 0
+        # `_has_draft` still speaks of the drafts that this step has verified; without one they are vLLM's placeholders.
+        was_verified = self._has_draft[rows_np] & (False if num_verified is None else num_verified[batch_indices] > 0)
         drafts = self.drafter.draft(
             DraftMessage(
                 rows=rows,

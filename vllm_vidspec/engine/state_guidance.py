@@ -165,12 +165,12 @@ class HiddenStateGuidance(Listeners):
         if not any(agreed):
             return PendingScores(None, lambda _: self._finish(listener, [None] * len(sizes)))
         scores = uv_video_scores(listener.states, listener.text_high) - listener.low
+        listener.states = None  # its memory is given back
 
         def finish(scores: torch.Tensor) -> list[torch.Tensor] | None:
             parts = scores.split(sizes)
             return self._finish(listener, [part if whole else None for part, whole in zip(parts, agreed, strict=True)])
 
-        listener.states = None  # its memory is given back
         return PendingScores(HostCopy(scores), finish)
 
 
