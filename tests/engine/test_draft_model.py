@@ -8,15 +8,18 @@ import torch
 from vllm_vidspec.engine import draft_model
 from vllm_vidspec.engine.draft_model import DraftModel
 
+LM = {"get_language_model": lambda: None}
+
 
 @pytest.fixture
 def built(monkeypatch):
     """Return the draft model that `load` built, and the arguments that it gave to vLLM's loader."""
     given = {}
-    monkeypatch.setattr(draft_model, "get_model", lambda **arguments: given.update(arguments))
+    monkeypatch.setattr(draft_model, "get_model", lambda **arguments: given.update(arguments) or SimpleNamespace(**LM))
+    monkeypatch.setattr(draft_model, "rope_positions", lambda language_model, max_model_len: max_model_len)
     scheduler = SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=48, max_num_encoder_input_tokens=64)
     config = SimpleNamespace(
-        scheduler_config=scheduler, model_config=SimpleNamespace(uses_mrope=True, mrope_num_dims=3)
+        scheduler_config=scheduler, model_config=SimpleNamespace(uses_mrope=True, mrope_num_dims=3, max_model_len=128)
     )
     monkeypatch.setattr(DraftModel, "_draft_config", lambda self: config)
     model = DraftModel(config, torch.device("cpu"), is_self_draft=False, agreement=None)

@@ -85,6 +85,7 @@ def test_running_requests_are_given_up():
     """Catches: rows that keep blocks, or draft on; rows that have not begun and are given up too."""
     speculator = object.__new__(VidSpecSpeculator)
     speculator._state = np.array([_DRAFTING, _UNSEEN, _SKIPPED, _PREFILLING], dtype=np.int8)
+    speculator._has_draft = np.zeros(4, dtype=bool)
     speculator._drafter, speculator.trees, speculator._held = Calls(), Calls(), {}
     cleared: list[str] = []
     vars(speculator._drafter)["prefills"] = SimpleNamespace(
