@@ -135,9 +135,15 @@ def test_preemption_frees_and_rebuilds_the_draft(reference):
 
 
 def test_full_pool_means_fewer_drafts_not_other_answers(reference):
-    """A pool with room for two of eight requests: the rest run without speculation, counted, identical."""
-    with harness.engine(FAMILY, "target", pruner="none") as engine:
+    """A pool with room for two of eight requests: the rest run without speculation, counted, identical.
+
+    Catches: prompts counted as guided that no draft was shown.
+    """
+    with harness.engine(FAMILY, "target") as engine:
         per_block = engine.speculator.draft_model.bytes_per_block
+        del engine.speculator.drafter.pool._free[2:]
+        _, counted = engine.measured(harness.videos(FAMILY, 4, max_tokens=2))
+    assert counted["guided_prompts"] == counted["prompts"] == 4 - counted["skipped_pool_full"] == 2
     with harness.engine(FAMILY, "target", pruner="none", draft_kv_bytes=7 * per_block) as engine:
         outputs, counted = engine.measured(SCENARIOS["videos"](FAMILY))
         used = used_blocks(engine)

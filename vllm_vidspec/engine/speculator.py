@@ -355,7 +355,7 @@ class VidSpecSpeculator(BaseSpeculator):
         """Return what the drafter is told of a request; None while its scores are on their way, or if it is skipped."""
         if row in self._held:
             message, pending = self._held.pop(row)
-            return dataclasses.replace(message, scores=pending.wait())
+            return dataclasses.replace(message, **pending.wait()._asdict())
         token_ids, features, is_structured, has_embeds = self._arrivals.pop(req_id)
         scores = None if self.guidance is None else self.guidance.take(req_id)
         if has_embeds:
@@ -374,7 +374,7 @@ class VidSpecSpeculator(BaseSpeculator):
         if scores is None:
             return message
         if scores.is_here:
-            return dataclasses.replace(message, scores=scores.wait())
+            return dataclasses.replace(message, **scores.wait()._asdict())
         self._held[row] = (message, scores)
         return None
 
