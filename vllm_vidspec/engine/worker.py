@@ -47,11 +47,6 @@ class VidSpecWorker:
         """Load target and draft; see vLLM's."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
 
-    @tells_why
-    def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
-        """Make the KV caches; see vLLM's."""
-        super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]
-
     def compile_or_warm_up_model(self) -> Any:
         """Warm up as vLLM does, on a GPU with requests of its own, which nobody sent and nothing counts."""
         with self.model_runner.counters.paused():  # type: ignore[attr-defined]
@@ -81,6 +76,7 @@ class VidSpecWorker:
         )
         return available - pool
 
+    @tells_why
     def initialize_from_config(self, kv_cache_config) -> None:
         """Allocate the target's cache and the draft's pool: neither is worth keeping while the engine sleeps."""
         self.model_runner.kv_allocation = functools.partial(  # type: ignore[attr-defined]
