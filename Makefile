@@ -7,7 +7,7 @@ PYTEST_ARGS ?=
 # Tensor-parallel tests keep both cores busy themselves, and crawl beside others: they run last, alone.
 BOTH_CORES := tests/engine/test_tensor_parallel.py
 # Two files at a time, as engine tests keep one core busy each; one where engines would share a GPU.
-TEST_WORKERS ?= $(if $(wildcard /dev/nvidiactl /dev/kfd),0,2)
+TEST_WORKERS ?= $(shell $(PY) vllm_vidspec/devices.py && echo 0 || echo 2)
 BENCH_ARGS ?=
 DEMO_ARGS ?=
 SMOKE_ARGS ?=

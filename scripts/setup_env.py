@@ -24,6 +24,10 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from vllm_vidspec.devices import has_nvidia_gpu  # noqa: E402
+
 LOCK_CPU = ROOT / "requirements" / "lock-cpu.txt"
 PYTHONS = ("python3.11", "python3.12", "python3.13", "python3")
 CPU_TORCH = "torch==2.13.0+cpu"
@@ -57,7 +61,7 @@ def choose_engine(wanted: str) -> str:
     """Return "gpu" where the machine has an NVIDIA device, else "cpu", unless one is asked for."""
     if wanted != "auto":
         return wanted
-    return "gpu" if Path("/dev/nvidiactl").exists() else "cpu"
+    return "gpu" if has_nvidia_gpu() else "cpu"
 
 
 def environment_key(engine: str) -> str:

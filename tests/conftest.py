@@ -18,6 +18,8 @@ for _name, _value in _ENVIRONMENT.items():
 
 import pytest  # noqa: E402
 
+from vllm_vidspec.devices import has_nvidia_gpu  # noqa: E402
+
 
 def pytest_collection_modifyitems(items):
     """Skip what the machine cannot run, and run the cheap tests first: pure, then engine, then serve.
@@ -25,7 +27,7 @@ def pytest_collection_modifyitems(items):
     Where workers share the tests it is the other way round: a worker takes a file at a time, and if the long ones came
     last, one worker would wait for the other.
     """
-    has_gpu = os.path.exists("/dev/nvidiactl")
+    has_gpu = has_nvidia_gpu()
     for item in items:
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -80,6 +80,22 @@ def survivable(agreement: Agreement, rank: int) -> list:
             assert error is None or isinstance(error, ValueError if rank in fails_on else OthersFailed)
     for fails_on in ((), (0, 1)):  # a decode step is left by both at the same place, or by none
         assert (agreement.run("drafting", decode, fails_on, is_careful=False) is None) == (not fails_on)
+    # A step in a step: what fails inside costs what is inside, what fails outside costs both.
+    for inner, outer in (((), ()), ((0,), ()), ((1,), ()), ((), (0,)), ((0,), (1,)), ((0, 1), ()), ((1,), (1,))):
+        found: list = []
+
+        def both(inner=inner, outer=outer, found=found):
+            if rank in outer and rank not in inner:
+                raise ValueError("outside")
+            found.append(agreement.run("inside", step, inner))
+            if rank in outer:
+                raise ValueError("outside")
+            with agreement.collective():
+                seen.append(all_reduce(rank))
+
+        error = agreement.run("outside", both)
+        assert (error is None) == (not outer)
+        assert outer or (found[0] is None) == (not inner)
     assert agreement.settle("flags", [True, rank == 0, False]) == [True, False, False]
     assert agreement.settle("flags", [True] * 200 + [rank == 1]) == [True] * 200 + [False]
     assert agreement.settle("flags", []) == []
@@ -90,8 +106,9 @@ def test_what_fails_on_one_rank_is_left_by_both(pair):
     """Catches: a rank that goes on alone, into a collective or past one; flags that are one rank's own."""
     codes, texts = pair(survivable)
     assert codes == [0, 0], texts
-    # Two runs without a failure, one failure after the collective by rank and by both, one decode step.
-    assert [text.splitlines()[-1] for text in texts] == [f"RESULT {[3] * 6}"] * 2
+    # Two runs without a failure, one failure after the collective by rank and by both, one decode step; then one step
+    # in a step that both survive and three of which the outer one does.
+    assert [text.splitlines()[-1] for text in texts] == [f"RESULT {[3] * 11}"] * 2
     assert "rank 1 of 2 failed in prefill: before" in texts[1]
 
 

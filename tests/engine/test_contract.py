@@ -73,6 +73,16 @@ CONTRACT = [
         LOGITS_ROWS,
     ),
     (
+        f"{GPU}.sample.sampler:Sampler._sample_random",
+        ["self", "processed_logits", "expanded_idx_mapping", "pos", "top_k", "top_p", "use_fused_sampler"],
+    ),
+    (f"{GPU}.model_runner:GPUModelRunner.get_draft_model", ["self"]),
+    ("vllm.v1.worker.gpu_worker:Worker.sleep", ["self", "level"]),
+    ("vllm.v1.worker.gpu_worker:Worker.discard", ["self", "tags"]),
+    ("vllm.v1.worker.gpu_worker:Worker.initialize_from_config", ["self", "kv_cache_config"]),
+    ("vllm.v1.worker.gpu_worker:Worker._maybe_get_memory_pool_context", ["self", "tag"]),
+    (f"{GPU}.attn_utils:init_kv_cache", ["forward_context", "kv_cache_config", "kv_cache_allocation_context"]),
+    (
         f"{GPU}.sample.gumbel:gumbel_sample",
         [
             "logits",
@@ -199,3 +209,47 @@ def test_patches_are_applied_once():
     register()
     assert EngineArgs.create_engine_config is first
     assert not hasattr(first._vidspec_original, "_vidspec_original")
+
+
+def test_the_sampler_keeps_to_its_own_noise():
+    """Catches: FlashInfer's sampler, with noise of its own, for batches with top-p and no seed; a renamed switch."""
+    from types import SimpleNamespace
+
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+    from vllm_vidspec.engine import compat
+
+    used = []
+    states = SimpleNamespace(
+        get_top_k_top_p=lambda *_: (None, 0.9), any_greedy=lambda _: False, any_explicit_seed=lambda _: False
+    )
+    sampler = SimpleNamespace(
+        use_flashinfer=True,
+        use_xpu_sampler=False,
+        logprobs_mode="raw_logprobs",
+        sampling_states=states,
+        apply_sampling_params=lambda *_, **__: None,
+        _sample_random=lambda *arguments: used.append(arguments[-1]),
+        trace_replay_state=None,
+        return_sampling_mask=False,
+    )
+    for _ in range(2):
+        Sampler.sample(sampler, *[None] * 8)
+        compat.keep_shared_noise(sampler)
+    assert used == [True, False]
+    with pytest.raises(VidSpecError, match="no longer says use_flashinfer"):
+        compat.keep_shared_noise(SimpleNamespace())
+
+
+def test_kv_connectors_do_not_see_drafts(monkeypatch):
+    """Catches: a draft's layers offered to the connector, under the target's names where it drafts for itself."""
+    from vllm.distributed.kv_transfer import has_kv_transfer_group, kv_transfer_state
+
+    from vllm_vidspec.engine import compat
+
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", "a connector")
+    with compat.without_kv_connector():
+        assert not has_kv_transfer_group()
+    with pytest.raises(ValueError, match="of the draft"), compat.without_kv_connector():
+        raise ValueError("of the draft")
+    assert kv_transfer_state.get_kv_transfer_group() == "a connector"

@@ -478,18 +478,26 @@ def _params():
     return SamplingParams(temperature=0.0, max_tokens=50)
 
 
-def test_a_fault_is_strictness(monkeypatch):
-    """States that cannot be kept cost looseness, never an answer."""
+def test_a_fault_is_strictness():
+    """States that cannot be kept, and relevance that cannot be measured, cost looseness, never an answer."""
     family = "llava-onevision"
 
     def fail(*args):
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(visual_states, "store_states", fail)
     with harness.engine(family, "draft", **OPEN, on_draft_error="skip") as running:
-        outputs, counted = running.measured(harness.videos(family, 2, max_tokens=20))
-    assert counted["strict_error"] == 2 and counted["loosened_tokens"] == 0
-    assert all(len(output.outputs[0].token_ids) == 20 for output in outputs)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(visual_states, "store_states", fail)
+            unkept = running.measured(harness.videos(family, 2, max_tokens=20))
+        strict = running.generate(harness.videos(family, 2, max_tokens=20, **asking("strict")))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(visual_states, "visual_relevance", fail)
+            unmeasured = running.measured(harness.videos(family, 2, max_tokens=20))
+        _, healed = running.measured(harness.videos(family, 2, max_tokens=20))
+    for outputs, counted in (unkept, unmeasured):
+        assert counted["strict_error"] == 2 and counted["loosened_tokens"] == 0 < counted["exact_tokens"]
+        assert harness.token_ids(outputs) == harness.token_ids(strict)
+    assert healed["strict_error"] == 0 < healed["loosened_tokens"]
 
 
 def test_requests_out_of_bounds_are_refused_and_metrics_tell(reference):

@@ -46,7 +46,7 @@ def test_translation_and_its_idempotence():
     }
     assert preflight.translate(args) == config
     assert args.speculative_config == first
-    assert args.worker_cls.startswith("vllm_vidspec.engine.worker.VidSpec")
+    assert args.worker_cls.startswith("vllm_vidspec.engine.") and ".worker.VidSpec" in args.worker_cls
 
 
 def test_flags_work_like_the_dict():
@@ -80,6 +80,44 @@ def test_parallelism_that_the_draft_cannot_follow():
     )
     assert "--worker-cls my.Worker" in refusal(worker_cls="my.Worker")
     assert "vision tower has 2 heads, which 4 tensor-parallel ranks cannot share" in refusal(tensor_parallel_size=4)
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (
+            8,
+            "tower has 4 heads, which 8 tensor-parallel ranks cannot share evenly; --tensor-parallel-size 1, 2, 4",
+        ),
+        (4, None),
+        (6, "vision tower has 4 heads, which 6 tensor-parallel ranks cannot"),
+        (2, None),
+    ],
+)
+def test_the_sizes_that_a_draft_works_at_are_named(size, message):
+    """Catches: sizes that vLLM refuses after minutes, in its terms; KV heads that ranks could not have copies of."""
+    from types import SimpleNamespace
+
+    text = SimpleNamespace(num_attention_heads=28, num_key_value_heads=4)
+    draft = SimpleNamespace(vision_config=SimpleNamespace(num_heads=4), get_text_config=lambda: text)
+    if message is None:
+        preflight._check_heads(draft, size)
+    else:
+        with pytest.raises(VidSpecError) as caught:
+            preflight._check_heads(draft, size)
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_language_model_that_ranks_cannot_share_is_named():
+    """Catches: a message about the vision tower, or none, where the language model is at fault."""
+    from types import SimpleNamespace
+
+    text = SimpleNamespace(num_attention_heads=14, num_key_value_heads=2)
+    draft = SimpleNamespace(vision_config=SimpleNamespace(num_heads=16), get_text_config=lambda: text)
+    with pytest.raises(
+        VidSpecError, match=r"language model has 14 heads, which 4 .* --tensor-parallel-size 1, 2 would"
+    ):
+        preflight._check_heads(draft, 4)
 
 
 def test_draft_of_another_family():
@@ -146,6 +184,70 @@ def test_trees_keep_attention_out_of_captured_graphs(shape, given, expected):
     compilation = SimpleNamespace(cudagraph_mode=CUDAGraphMode[given])
     preflight.keep_attention_out_of_graphs(SimpleNamespace(compilation_config=compilation), config)
     assert compilation.cudagraph_mode.name == expected
+
+
+TREE = {"draft": "tree-static", "num_speculative_tokens": 25}
+
+
+@pytest.mark.parametrize(
+    ("spec", "overrides", "message"),
+    [
+        (
+            TREE,
+            {"enable_batch_sharded_sampling": True},
+            "--enable-batch-sharded-sampling shows a rank its own requests",
+        ),
+        (TREE, {"kv_transfer_config": True}, "KV connectors may take a tree's entries"),
+        (None, {"offload_backend": "prefetch", "offload_group_size": 2}, "--offload-backend prefetch holds one model"),
+        (None, {"offload_group_size": 2}, "--offload-backend prefetch holds one model"),
+        (None, {"max_num_batched_tokens": 300, "max_num_seqs": 151}, "two tokens of every request: .* 300 .* 151;"),
+    ],
+)
+def test_engines_that_drafts_cannot_live_in(spec, overrides, message):
+    """Catches: trees whose paths another rank has; entries stored before compaction; an assertion after loading; a
+    draft batch larger than any that was profiled."""
+    from types import SimpleNamespace
+
+    config = preflight.translate(engine_args(spec=spec))
+    offload = SimpleNamespace(
+        offload_backend=overrides.get("offload_backend", "auto"),
+        prefetch=SimpleNamespace(offload_group_size=overrides.get("offload_group_size", 0)),
+    )
+    vllm_config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(
+            max_num_seqs=overrides.get("max_num_seqs", 8),
+            max_num_batched_tokens=overrides.get("max_num_batched_tokens", 2048),
+        ),
+        offload_config=offload,
+        parallel_config=SimpleNamespace(
+            enable_batch_sharded_sampling=overrides.get("enable_batch_sharded_sampling", False)
+        ),
+        kv_transfer_config=overrides.get("kv_transfer_config"),
+    )
+    with pytest.raises(VidSpecError, match=message) as caught:
+        preflight._check_scheduling(vllm_config, config)
+    assert "\n" not in str(caught.value)
+    if spec is TREE:  # chains can
+        preflight._check_scheduling(vllm_config, preflight.translate(engine_args()))
+
+
+def test_fp8_states_need_a_gpu_that_converts_them(monkeypatch):
+    """Catches: an engine that dies at its first loose step on an A100."""
+    from types import SimpleNamespace
+
+    import vllm.platforms
+    from vllm.platforms.interface import DeviceCapability
+
+    gpu = SimpleNamespace(
+        is_cuda=lambda: True,
+        get_device_capability=lambda: DeviceCapability(8, 0),
+        has_device_capability=lambda wanted: wanted <= 80,
+    )
+    monkeypatch.setattr(vllm.platforms, "current_platform", gpu)
+    with pytest.raises(VidSpecError, match=r"relevance_dtype fp8 needs compute capability 8.9, this GPU has 8.0"):
+        preflight._check_fp8_kernels()
+    gpu.has_device_capability = lambda wanted: wanted <= 89
+    preflight._check_fp8_kernels()
 
 
 def refused_configuration(spec: dict | None = None, **overrides) -> str:

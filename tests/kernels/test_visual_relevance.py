@@ -397,6 +397,8 @@ def test_merge_by_hand():
     assert merge_relevance(partials).tolist() == pytest.approx([0.8, 0.25, 0.0])
     assert merge_relevance(partials[:1]).tolist() == pytest.approx([0.7, 0.25, 0.0])
     assert merge_relevance(partials[:, :0]).shape == (0,)
+    unmeasured = torch.stack((partials[0], torch.full_like(partials[1], NAN)))  # one shard could not
+    assert merge_relevance(unmeasured).isnan().all() and merge_relevance(unmeasured[1:]).isnan().all()
 
 
 @pytest.mark.parametrize("num_shards", [2, 4, 7])

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from vllm_vidspec.devices import has_nvidia_gpu
+
 _PACKAGES = ("vllm-vidspec", "vllm", "torch", "transformers", "triton", "numpy")
 
 
@@ -56,7 +58,7 @@ def _versions() -> dict[str, str]:
 
 def _device() -> str:
     """Return the GPU's name where there is one, else "cpu"."""
-    if not Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is None:
+    if not has_nvidia_gpu() or shutil.which("nvidia-smi") is None:
         return "cpu"
     names = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     return names.splitlines()[0] if names else "cpu"

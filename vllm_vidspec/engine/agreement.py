@@ -35,7 +35,16 @@ _TAG = 0x51D  # of our messages among others of the group
 
 
 class OthersFailed(Exception):
-    """Another rank could not go on, so that this one must not either."""
+    """Another rank could not go on, so that this one must not either.
+
+    Args:
+        message: For the log.
+        step: Number of the step that is left.
+    """
+
+    def __init__(self, message: str, step: int):
+        super().__init__(message)
+        self.step = step
 
 
 class Agreement:
@@ -52,8 +61,9 @@ class Agreement:
         self._rank, self._size = group.rank_in_group, group.world_size
         self._peers = [rank for rank in range(self._size) if rank != self._rank]
         self.patience_s, self.failed_patience_s = patience_s, failed_patience_s
-        self._num_steps = 0
-        self._phase = ""  # of the step that is being run with care, else ""
+        self._num_steps = 0  # so far, the same on all ranks
+        self._running: list[int] = []  # numbers of the steps that are being run, the outermost first
+        self._phase = ""  # of the innermost if it is run with care, else ""
         self._is_torn = False  # whether an exception now would leave the others in a collective
 
     @property
@@ -64,14 +74,14 @@ class Agreement:
     def run(self, phase: str, step: Callable[..., None], *args: Any, is_careful: bool = True) -> Exception | None:
         """Run a step that all ranks take together; return why it failed, on all of them alike, or None.
 
-        A step may run others: what one of them survives is no failure of its own.
-
         Args:
             phase: What the step is, for messages.
             step: It enters collectives under `collective` only.
             args: Of the step.
             is_careful: Whether ranks wait for each other before collectives, so that one rank's failure is survived.
                 A step without, taken at every decode step, costs nothing while all is well.
+
+        A careful step may run others, outside its collectives: what fails in those is theirs.
         """
         if self.is_alone:
             try:
@@ -80,20 +90,26 @@ class Agreement:
                 return error
             return None
         self._num_steps += 1
-        outer = self._phase, self._is_torn
+        number, outer = self._num_steps, (self._phase, self._is_torn)
+        self._running.append(number)
         self._phase, self._is_torn = phase if is_careful else "", not is_careful
         try:
             step(*args)
             if is_careful:
                 self._exchange(phase, _DONE)
+            return None
         except OthersFailed as failure:
+            self._num_steps = number  # what this rank has run inside, others may not have
+            if failure.step != number:
+                raise
             return failure
         except Exception as error:
+            self._num_steps = number
             self._fail(phase, error)
             return error
         finally:
+            self._running.pop()
             self._phase, self._is_torn = outer
-        return None
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
@@ -140,37 +156,36 @@ class Agreement:
     # ---- messages --------------------------------------------------------------------------------------------------
 
     def _fail(self, phase: str, error: Exception) -> None:
-        """Tell the others that this rank has failed; return if all of them leave the step too."""
+        """Tell the others that this rank has failed; return if all of them leave this step, and no more, too."""
         logger.error("vidspec: rank %d of %d failed in %s: %s", self._rank, self._size, phase, error)
         if self._is_torn:
             self._exchange(phase, _TORN, _place(error, self._rank))
         else:
-            with contextlib.suppress(OthersFailed):
-                self._exchange(phase, _FAILED)
+            self._exchange(phase, _FAILED)
 
     def _exchange(self, phase: str, verdict: int, place: int = 0, flags: Sequence[bool] = ()) -> list[bool]:
         """Tell every rank where this one is and hear where they are; return the flags that all have set.
 
         Raises:
-            OthersFailed: A rank has failed, and this one has not.
+            OthersFailed: A rank has failed in a step that this one is still in.
         """
         mine = torch.zeros(_NUM_HEADERS + _MAX_FLAGS, dtype=torch.int64)
         header = [self._num_steps, zlib.crc32(phase.encode()), verdict, place, len(flags)]
         mine[: len(header) + len(flags)] = torch.tensor([*header, *flags], dtype=torch.int64)
         theirs = self._swap(mine, phase, self.failed_patience_s if verdict == _TORN else self.patience_s)
-        others_failed = False
+        left = self._num_steps + 1  # the outermost step that another rank has left
         for peer, message in theirs.items():
             num_steps, _, its_verdict, *_ = found = message[:_NUM_HEADERS].tolist()
             if _TORN in (verdict, its_verdict):
                 if found != header:
                     rank, other = (self._rank, peer) if verdict == _TORN else (peer, self._rank)
                     self.abort(f"rank {rank} failed in the middle of a step ({phase}) and rank {other} did not")
-            elif num_steps == self._num_steps and _FAILED in (verdict, its_verdict):
-                others_failed |= its_verdict == _FAILED
-            elif found != header:
+            elif its_verdict == _FAILED and num_steps in self._running:
+                left = min(left, num_steps)
+            elif found != header and verdict != _FAILED:
                 self.abort(f"it is in {phase}, and rank {peer} is elsewhere")
-        if others_failed and verdict != _FAILED:
-            raise OthersFailed(f"another rank failed in {phase}")
+        if left < (self._running[-1] if verdict == _FAILED else self._num_steps + 1):
+            raise OthersFailed(f"another rank failed in {phase}", left)
         if not flags:
             return []
         chosen = slice(_NUM_HEADERS, _NUM_HEADERS + len(flags))

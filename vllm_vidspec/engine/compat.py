@@ -402,6 +402,37 @@ def expose_hidden_states(target: Any, layers: tuple[int, ...]) -> None:
     decoder._set_aux_hidden_state_layers(layers)
 
 
+def keep_shared_noise(sampler: Any) -> None:
+    """Let a runner's sampler draw by vLLM's own kernel, whatever a batch asks for.
+
+    Why: on a GPU a batch with top-k or top-p, no greedy request and no seed goes to FlashInfer's sampler, whose noise
+    is not a function of seed, position and token. Then draft and target share none, and no output is what vanilla's
+    own kernel would have drawn. Prompts' first tokens come from the same sampler.
+
+    Args:
+        sampler: Model Runner V2's.
+    """
+    if not isinstance(getattr(sampler, "use_flashinfer", None), bool):
+        raise VidSpecError("this vLLM's sampler no longer says use_flashinfer; vllm_vidspec needs vLLM 0.32")
+    sampler.use_flashinfer = False
+
+
+@contextlib.contextmanager
+def without_kv_connector() -> Iterator[None]:
+    """Run a forward that no KV connector sees.
+
+    Why: vLLM's attention operator offers every layer of every forward to the connector, and a draft's layers are not
+    the target's, though they may have its layers' names. vLLM's own way to pass one by is the same, for dummy runs.
+    """
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    connector, kv_transfer_state._KV_CONNECTOR_AGENT = kv_transfer_state._KV_CONNECTOR_AGENT, None
+    try:
+        yield
+    finally:
+        kv_transfer_state._KV_CONNECTOR_AGENT = connector
+
+
 def repair_interpreter_kernels() -> None:
     """Replace the two sampling kernels that Triton's interpreter cannot run by torch versions; CPU engine only.
 

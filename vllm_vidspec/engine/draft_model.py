@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from vllm.v1.worker.gpu.attn_utils import (
 )
 
 from vllm_vidspec.drafting import candidates
+from vllm_vidspec.engine import compat
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.score_blocks import rows_per_block
 from vllm_vidspec.engine.vision_cache import VisionCache
@@ -93,16 +95,17 @@ class DraftModel:
                 {name: _own_cache(layer) for name, layer in layers.items()}
             )
         else:
+            # No prefix: what a quantised checkpoint leaves out, it names as its own modules are called. The names may
+            # be the target's, because everything that looks layers up by name belongs to one configuration.
             with set_model_tag("draft_model"):
-                self.model = get_model(vllm_config=self.config, prefix="draft_model")
+                self.model = get_model(vllm_config=self.config)
         model_config = self.config.model_config
         self.num_positions = rope_positions(self.model.get_language_model(), model_config.max_model_len)
         self.uses_mrope = model_config.uses_mrope
         self.num_axes = model_config.mrope_num_dims if self.uses_mrope else 1
-        # One column more than any batch keeps the slices non-contiguous: compiled code then never specialises on
-        # stride.
-        columns = max(self.max_num_tokens, 2 * self.config.scheduler_config.max_num_seqs) + 1
-        self._positions = torch.zeros(self.num_axes, columns, dtype=torch.int64, device=self.device)
+        # The stride of vLLM's own buffer, which compiled code may have been specialised on: a draft that shares the
+        # target's network shares that code. One column more than any batch keeps the slices non-contiguous.
+        self._positions = torch.zeros(self.num_axes, self.max_num_tokens + 1, dtype=torch.int64, device=self.device)
         # [max_num_seqs] on the host; the draft's own prefills need no flag, their chunks are ordinary segments
         self._never_prefilling = torch.zeros(self.config.scheduler_config.max_num_seqs, dtype=torch.bool)
 
@@ -170,11 +173,12 @@ class DraftModel:
             raise VidSpecError("drafts that mix attention kinds (several KV cache groups) are not supported")
         return groups
 
-    def init_kv(self, num_bytes: int) -> int:
+    def init_kv(self, num_bytes: int, allocation: AbstractContextManager) -> int:
         """Allocate and bind the KV cache.
 
         Args:
             num_bytes: Size on this rank.
+            allocation: Entered while the memory is taken.
 
         Returns:
             The number of blocks: the smallest of the tensor-parallel ranks', so that all allocate alike.
@@ -191,6 +195,7 @@ class DraftModel:
                 self.device,
                 kernel_block_sizes,
                 self.config,
+                kv_cache_allocation_context=allocation,
                 attn_groups=(attn_group for groups in self._attn_groups for attn_group in groups),
             )
         return self._kv_config.num_blocks
@@ -270,6 +275,7 @@ class DraftModel:
         buffer.copy_(positions)
         with (
             self._agreement.collective(),
+            compat.without_kv_connector(),
             set_forward_context(
                 metadata,
                 self.config,

@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_vidspec.config import VidSpecConfig
-from vllm_vidspec.engine.agreement import Agreement, OthersFailed
+from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.counters import Counters
 from vllm_vidspec.engine.draft_model import DraftModel
 from vllm_vidspec.engine.draft_rows import DraftRows
@@ -144,7 +144,7 @@ class DraftPrefill:
         alive = self._agreement.settle("draft prefill", [self._is_alive(job) for job in due])
         for job, is_alive in zip(due, alive, strict=True):
             if not is_alive:
-                self._fail(job, OthersFailed("another rank could not take its vision embeddings"))
+                self._fail(job, RuntimeError("another rank could not take its vision embeddings"))
         pieces, ready = self._pieces([job for job in due if self._is_alive(job)], bounds)
         error = self._agreement.run("draft prefill", self._forward, pieces, step.text) if pieces else None
         if error is not None:

@@ -1,6 +1,8 @@
 """Model Runner V2 with our speculator and scorer in the places of vLLM's own."""
 
+import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from vllm.utils.mem_utils import DeviceMemoryProfiler
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from vllm_vidspec.config import METHOD, VidSpecConfig, parse_config
+from vllm_vidspec.engine import compat
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.attention_guidance import AttentionGuidance
 from vllm_vidspec.engine.counters import Counters
@@ -42,6 +45,8 @@ def vidspec_runner(base: type) -> type:
         def __init__(self, vllm_config, device: torch.device):
             super().__init__(vllm_config, device)  # builds vLLM's own speculator; it owns buffers only
             self.vidspec_config = VidSpecConfig(**vllm_config.additional_config[METHOD])
+            # What memory is taken in whose contents may be lost while the engine sleeps; the worker says.
+            self.kv_allocation: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
             self.guidance: Guidance | None = None
             self.trees: TargetTrees | None = None
             self.rules: LooseRules | None = None
@@ -52,6 +57,7 @@ def vidspec_runner(base: type) -> type:
 
         def load_model(self, *args, **kwargs) -> None:
             super().load_model(*args, **kwargs)
+            compat.keep_shared_noise(self.sampler)
             with DeviceMemoryProfiler() as profiler:
                 self.speculator.load(self.model, self.req_states, self.sampler)
             self.model_memory_usage += profiler.consumed_memory
@@ -104,8 +110,18 @@ def vidspec_runner(base: type) -> type:
                 if self.trees is not None:
                     self.trees.init_kv(len(self.kv_cache_config.kv_cache_groups))
                 if self.visual is not None:
-                    self.visual.init_pool()
-                self.speculator.init_kv(self.encoder_cache)
+                    self.visual.init_pool(self.kv_allocation())
+                self.speculator.init_kv(self.encoder_cache, self.kv_allocation)
+
+        def get_draft_model(self):
+            """Return the draft network, whose weights vLLM can exchange; None while it is the target itself."""
+            return self.speculator.model
+
+        def forget_kv(self) -> None:
+            """Give up what the draft and relevance know of running requests; see the worker."""
+            self.speculator.forget_all()
+            if self.visual is not None:
+                self.visual.forget_all()
 
         def reset_encoder_cache(self) -> None:
             super().reset_encoder_cache()

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -137,15 +138,17 @@ class VidSpecSpeculator(BaseSpeculator):
         self._vision_bytes = wanted
         return wanted
 
-    def init_kv(self, encoder_cache: Any) -> None:
+    def init_kv(self, encoder_cache: Any, allocation: Callable[[], AbstractContextManager]) -> None:
         """Allocate the pool; the drafter is ready afterwards.
 
         Args:
             encoder_cache: vLLM's, of the target; None for a target without media.
+            allocation: Makes what is entered while memory is taken.
         """
         shares = self.config.is_self_draft and encoder_cache is not None
-        cache = self.draft_model.make_vision_cache(self._vision_bytes)
-        num_blocks = self.draft_model.init_kv(self._pool_bytes)
+        with allocation():
+            cache = self.draft_model.make_vision_cache(self._vision_bytes)
+        num_blocks = self.draft_model.init_kv(self._pool_bytes, allocation())
         self._drafter = Drafter(
             self.draft_model,
             self.config,
@@ -226,6 +229,12 @@ class VidSpecSpeculator(BaseSpeculator):
         if row is not None:
             self._forget(row, _UNSEEN)
 
+    def forget_all(self) -> None:
+        """Give every running request up, because the contents of the pool and the cache are about to be lost."""
+        for row in np.flatnonzero(np.isin(self._state, (_PREFILLING, _DRAFTING))):
+            self._forget(int(row), _SKIPPED)
+        self.forget_media()
+
     def _forget(self, row: int, state: int) -> None:
         self._held.pop(row, None)
         if self._drafter is not None:
@@ -278,7 +287,7 @@ class VidSpecSpeculator(BaseSpeculator):
         bound = input_batch.seq_lens_cpu_upper_bound.numpy()[:num_reqs].astype(np.int64) + 1
         self._grow(input_batch, rows_np, bound, done)
         in_line = np.flatnonzero(done & (self._state[rows_np] == _PREFILLING))
-        self._guarded("draft prefill", self._prefill, input_batch, in_line, bound)
+        self._guarded("draft prefill", self._prefill, input_batch, in_line, bound, is_careful=True)
         live = done & (self._state[rows_np] == _DRAFTING)
         self._num_nodes = None
         if live.any():
@@ -307,7 +316,7 @@ class VidSpecSpeculator(BaseSpeculator):
         """Run a step of the draft; an exception on any rank costs these requests their speculation on all of them,
         never their answer.
 
-        `is_careful`: see `Agreement.run`. A step of every decode step is not, nor is one that runs such steps itself.
+        `is_careful`: see `Agreement.run`. A step of every decode step is not.
         """
         if not len(batch_indices):
             return
@@ -317,6 +326,8 @@ class VidSpecSpeculator(BaseSpeculator):
         if self.config.on_draft_error == "raise":
             raise error
         logger.error("vidspec: the draft failed; these requests go on without speculation", exc_info=error)
+        # What other requests have left, a rank may have and another not.
+        self.forget_media()
         if self.guidance is not None:
             self.guidance.forget_scores()
         for i in batch_indices:
@@ -326,11 +337,19 @@ class VidSpecSpeculator(BaseSpeculator):
 
     def _start(self, input_batch, batch_indices: np.ndarray) -> None:
         """Hand the drafter the requests whose target prefill has finished, once their scores are on the host."""
+        messages = []
         for i in batch_indices:
-            row, req_id = int(input_batch.idx_mapping_np[i]), input_batch.req_ids[i]
-            message = self._message(row, req_id)
+            message = self._message(int(input_batch.idx_mapping_np[i]), input_batch.req_ids[i])
             if message is not None:
-                self._state[row] = _PREFILLING if self.drafter.admit(message) else _SKIPPED
+                messages.append(message)
+        admitted = [self.drafter.admit(message) for message in messages]
+        for message, is_in, is_in_everywhere in zip(
+            messages, admitted, self._agreement.settle("draft prefill", admitted), strict=True
+        ):
+            self._state[message.row] = _PREFILLING if is_in_everywhere else _SKIPPED
+            if is_in and not is_in_everywhere:
+                self._forget(message.row, _SKIPPED)
+                self.counters.skip("draft_error", message.req_id, "the draft failed on another rank")
 
     def _message(self, row: int, req_id: str) -> PrefillMessage | None:
         """Return what the drafter is told of a request; None while its scores are on their way, or if it is skipped."""

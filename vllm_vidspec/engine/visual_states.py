@@ -12,6 +12,7 @@ import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,11 +135,12 @@ class VisualStates:
             raise VidSpecError(f"relevance_bytes: {taken} leaves nothing of the {available_bytes} bytes of KV memory")
         return taken
 
-    def init_pool(self) -> None:
-        """Allocate the pool; what was reserved is taken."""
+    def init_pool(self, allocation: AbstractContextManager) -> None:
+        """Allocate the pool inside `allocation`; what was reserved is taken."""
         num_blocks, device = self._num_blocks, self.device
         width = max(1, min(self._blocks_per_request, num_blocks))
-        self.store = torch.zeros(num_blocks, BLOCK_ROWS, self._hidden_size, dtype=self._dtype, device=device)
+        with allocation:
+            self.store = torch.zeros(num_blocks, BLOCK_ROWS, self._hidden_size, dtype=self._dtype, device=device)
         self.block_fill = torch.zeros(num_blocks, dtype=torch.int32, device=device)
         self.block_table = torch.zeros(self._max_num_reqs, width, dtype=torch.int32, device=device)
         self.num_blocks = torch.zeros(self._max_num_reqs, dtype=torch.int32, device=device)
@@ -240,6 +242,15 @@ class VisualStates:
             for item in holder.items:
                 self._drop(item)
             self._unlist(holder.row)
+
+    def forget_all(self) -> None:
+        """Forget every item, because the pool's contents are about to be lost; requests in prefill are not heard."""
+        for holder in self._holders.values():
+            if holder.missed is None:
+                self._miss(holder, "memory")
+        for item in self._items.values():
+            self._free.extend(item.blocks)
+        self._items.clear()
 
     # ---- prefill ---------------------------------------------------------------------------------------------------
 

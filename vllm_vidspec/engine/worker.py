@@ -48,11 +48,6 @@ class VidSpecWorker:
         """Load target and draft; see vLLM's."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
 
-    @tells_why
-    def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
-        """Make the KV caches; see vLLM's."""
-        super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]
-
     def compile_or_warm_up_model(self) -> Any:
         """Warm up as vLLM does, on a GPU with requests of its own, which nobody sent and nothing counts."""
         with self.model_runner.counters.paused():  # type: ignore[attr-defined]
@@ -81,6 +76,31 @@ class VidSpecWorker:
             "vidspec: draft KV pool %s GiB, target KV cache %s GiB", format_gib(pool), format_gib(available - pool)
         )
         return available - pool
+
+    @tells_why
+    def initialize_from_config(self, kv_cache_config) -> None:
+        """Allocate the target's cache and the draft's pool: neither is worth keeping while the engine sleeps."""
+        self.model_runner.kv_allocation = functools.partial(  # type: ignore[attr-defined]
+            self._maybe_get_memory_pool_context,  # type: ignore[attr-defined]
+            tag="kv_cache",
+        )
+        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+
+    def sleep(self, level: int = 1) -> None:
+        """Let go of the device's memory; running requests go on without speculation afterwards.
+
+        Raises:
+            VidSpecError: The level discards weights: vLLM reloads the target's alone.
+        """
+        if level > 1:
+            raise VidSpecError(f"sleep level {level} discards weights, and nothing reloads the draft's: use level 1")
+        self.model_runner.forget_kv()  # type: ignore[attr-defined]
+        super().sleep(level)  # type: ignore[misc]
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """Let go of some of the device's memory; see `sleep`."""
+        self.model_runner.forget_kv()  # type: ignore[attr-defined]
+        super().discard(tags)  # type: ignore[misc]
 
     def vidspec_watch(self, on: bool, as_lists: bool = False) -> list[dict[str, Any]]:
         """Return what was pruned since watching began, and go on watching or not; for tools, over `collective_rpc`.

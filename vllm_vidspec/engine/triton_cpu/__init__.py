@@ -2,14 +2,14 @@
 interpreter.
 
 Imported while `import triton` is under way (entry-point group `triton.backends`): it may import neither torch, triton
-nor vLLM, and looks at device nodes only. Where a GPU is present it stays inactive and sets nothing.
+nor vLLM, and looks at files only. Where a GPU is present it stays inactive and sets nothing.
 """
 
 import os
 
-_GPU_DEVICE_NODES = ("/dev/nvidiactl", "/dev/kfd")
+from vllm_vidspec.devices import has_gpu
 
-ACTIVE = not any(os.path.exists(node) for node in _GPU_DEVICE_NODES)
+ACTIVE = not has_gpu()
 if ACTIVE:
     # Must be set before triton.language.standard is jitted, hence here.
     os.environ.setdefault("TRITON_INTERPRET", "1")
