@@ -19,10 +19,12 @@ NUM_ROWS, K = 8, 5
 def counters(monkeypatch, tmp_path):
     """Return the counters of a worker with eight rows, all of them with real drafts."""
     monkeypatch.setattr(counters_module, "get_tensor_model_parallel_rank", lambda: 0)
-    monkeypatch.setattr(metrics, "path_for", lambda instance_id: tmp_path / "m")
+    monkeypatch.setattr(metrics, "path_for", lambda *engine: tmp_path / "m")
     metrics.MetricsFile.create(tmp_path / "m")
     config = SimpleNamespace(
-        instance_id="x", observability_config=SimpleNamespace(per_request_spec_decode_metrics="summary")
+        instance_id="x",
+        parallel_config=SimpleNamespace(data_parallel_index=0),
+        observability_config=SimpleNamespace(per_request_spec_decode_metrics="summary"),
     )
     made = Counters(config, torch.device("cpu"), NUM_ROWS, K)
     made.has_draft.fill_(True)
