@@ -25,10 +25,10 @@ def test_positions_are_the_rows_of_the_smallest_table():
 
 
 def test_a_request_is_held_while_all_that_may_be_committed_has_a_place():
-    """Compared with every token fed one by one: entries and positions past the target's context do not count.
+    """Compared with the place of the last token that may count; what passes the target's context does not.
 
-    Catches: a row of the rope table that does not exist, a stop before it is due, a request near the end of the target's
-    context that is given up although its draft has the same.
+    Catches: a row of the rope table that does not exist, a stop before it is due, a request near the end of the
+    target's context that is given up although its draft has the same.
     """
     drafter, num_drafts = object.__new__(Drafter), 3
     drafter._num_speculative_tokens = num_drafts
