@@ -137,13 +137,13 @@ def run(show: Show, report: Report = lambda _event, _fields: None) -> dict[str, 
         raise VidSpecError("the engines saw different token grids; please report this")
     if grid.tokens_per_frame * grid.num_frames == 0 or (grid.num_frames == grid.height == 1 < grid.width):
         raise VidSpecError(f"the layout of the video's {grid.num_tokens} tokens is unknown: nothing can be drawn")
+    what = f"{show.target or show.family}, prune ratio {show.prune_ratio:g}"
     rows = [contact_sheet.Row(config.pruner, choose(config, records), grid) for config in configs]
     image = contact_sheet.draw(
         frames,
         grid,
         rows,
-        title=f"What the draft sees of {show.path.name}: {show.target or show.family}, "
-        f"prune ratio {show.prune_ratio:g}",
+        title=f"What the draft sees of {show.path.name}: {what}",
         columns=show.columns,
     )
     contact_sheet.save(image, show.out, rows)
