@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import compile_cases
 import torch
 import triton
 from triton import knobs
@@ -36,7 +37,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-import compile_cases
 from vidspec_kernels import dispatch
 
 # Warps' registers come in units of 256 a warp, of 65,536; a program's shared memory has 1 KB more than it asks for.
@@ -150,11 +150,11 @@ class Compiler:
 
 
 def report(arch: int, kernels: list[str], cases: str, folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of an architecture: of every case of the kernels whose label contains `cases`."""
+    """Return the rows of an architecture: of every case of the kernels whose label matches `cases`."""
     rows = []
     with pretending(arch):
         for case in compile_cases.cases():
-            if case.kernel not in kernels or cases not in case.label or arch in case.not_on:
+            if case.kernel not in kernels or not re.search(cases, case.label) or arch in case.not_on:
                 continue
             compiler = Compiler(arch, folder)
             with mock.patch.object(dispatch, "_prepare", compiler.prepare):
@@ -205,7 +205,7 @@ def parser() -> argparse.ArgumentParser:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--archs", default=",".join(map(str, ARCHS)), help="sm numbers, comma-separated")
     arguments.add_argument("--kernels", default="", help="only these wrappers, comma-separated")
-    arguments.add_argument("--cases", default="", help="only cases whose label contains this")
+    arguments.add_argument("--cases", default="", help="only cases whose label matches this expression")
     arguments.add_argument("--cold", action="store_true", help="compile everything again, in a fresh cache")
     arguments.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return arguments

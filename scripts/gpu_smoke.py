@@ -8,6 +8,7 @@ a Python that can import vLLM; the repository need not be installed.
 """
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -24,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 STEPS_FILE = Path(__file__).with_name("gpu_smoke_steps.py")
 OUTCOMES = ("passed", "failed", "unchecked", "skipped")
+SECONDS = 300.0  # for all steps together, unless the user gives more (or less): time-outs grow with it
 # No step may hold up the others for longer than this beyond its own time-out.
 GRACE_S = 5.0
 
@@ -102,14 +104,10 @@ def run_step(command: Sequence[str], result: Path, log: Path, timeout_s: float) 
 
 def _kill_group(process: subprocess.Popen) -> None:
     """End whatever is left of a step; engines start processes of their own."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the driver: the next step will say so
         process.wait(GRACE_S)
-    except subprocess.TimeoutExpired:  # stuck in the driver; the next step may fail for it, and will say so
-        pass
 
 
 def _verdict(result: Path, status: int | None, timeout_s: float, log: Path) -> dict[str, Any]:
@@ -155,7 +153,7 @@ def run_all(
                 sys.executable, str(steps_file), step.name, "--result", str(result), "--device", args.device,
                 "--work-dir", str(work_dir), *(["--skip-numbers"] if args.skip_numbers else []),
             ]  # fmt: skip
-            record = run_step(command, result, log, min(step.timeout_s, left))
+            record = run_step(command, result, log, min(step.timeout_s * args.seconds / SECONDS, left))
         record = {"name": step.name, **record, "log": str(log) if log.exists() else None}
         records.append(record)
         say(f"{record['outcome']:9} {step.name:26} {record['seconds']:7.1f} s  {record['reason']}")
@@ -194,7 +192,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", default="gpu-smoke.json", help="the JSON that says what passed")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal without a GPU")
     parser.add_argument("--only", default="", help="names of steps, with commas; default: all")
-    parser.add_argument("--seconds", type=float, default=300.0, help="for all steps together")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all steps together")
     parser.add_argument("--work-dir", help="where logs and made-up checkpoints go; default: a new temporary directory")
     parser.add_argument(
         "--skip-numbers", action="store_true",

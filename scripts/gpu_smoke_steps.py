@@ -327,29 +327,32 @@ def _time_steps(llm: Any, prompts: list[Any]) -> dict[str, float]:
     """Return ms per decode step and tokens per second; the prompts' prefill is timed apart and taken off."""
     import torch
 
-    seconds, num_steps = {}, {}
-    runner = _runner(llm)
+    runner, steps = _runner(llm), 0
     execute = runner.execute_model
-    for max_tokens in (1, 65):
-        steps = 0
 
-        def counted(*positional: Any, **named: Any) -> Any:
-            nonlocal steps
-            steps += 1
-            return execute(*positional, **named)
+    def counted(*positional: Any, **named: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        return execute(*positional, **named)
 
-        runner.execute_model = counted
+    def timed(max_tokens: int) -> tuple[float, int, int]:
+        before = steps
         torch.cuda.synchronize()
         start = time.perf_counter()
         num_tokens = sum(map(len, _generate(llm, prompts, max_tokens, 0.0)))
         torch.cuda.synchronize()
-        seconds[max_tokens], num_steps[max_tokens] = time.perf_counter() - start, steps
-    runner.execute_model = execute
-    decode_s = seconds[65] - seconds[1]
+        return time.perf_counter() - start, num_tokens, steps - before
+
+    runner.execute_model = counted
+    try:
+        prefill, whole = timed(1), timed(65)
+    finally:
+        runner.execute_model = execute
+    seconds, num_tokens, num_steps = (after - before for before, after in zip(prefill, whole, strict=True))
     return {
-        "ms_per_step": round(1000 * decode_s / max(1, num_steps[65] - num_steps[1]), 3),
-        "tokens_per_s": round((num_tokens - len(prompts)) / max(decode_s, 1e-9), 1),
-        "steps": num_steps[65] - num_steps[1],
+        "ms_per_step": round(1000 * seconds / max(1, num_steps), 3),
+        "tokens_per_s": round(num_tokens / max(seconds, 1e-9), 1),
+        "steps": num_steps,
     }
 
 

@@ -1,4 +1,4 @@
-"""`make gpu-smoke` without a GPU: steps are isolated, verdicts are never kinder than what happened, one JSON says it all."""
+"""`make gpu-smoke` without a GPU: isolated steps, verdicts never kinder than what happened, one JSON."""
 
 import argparse
 import importlib.util
@@ -56,7 +56,13 @@ def play(tmp_path):
 
     def run(*steps, **more):
         args = argparse.Namespace(
-            **{"device": "cuda", "seconds": 60.0, "work_dir": str(tmp_path / "work"), "skip_numbers": False, **more}
+            **{
+                "device": "cuda",
+                "seconds": smoke.SECONDS,
+                "work_dir": str(tmp_path / "work"),
+                "skip_numbers": False,
+                **more,
+            }
         )
         chosen = [step if isinstance(step, smoke.Step) else smoke.Step(step, 20) for step in steps]
         return {r["name"]: r for r in smoke.run_all(chosen, args, file, say=lambda line: None)}
@@ -144,9 +150,8 @@ def test_the_json_and_the_exit_status(tmp_path, monkeypatch, names, status):
     assert smoke.main(arguments) == status
     written = json.loads(out.read_text())
     ran = [step["name"] for step in written["steps"]]
-    assert sorted(ran) == sorted(names.split(",")) and sorted(sum((written[o] for o in smoke.OUTCOMES), [])) == sorted(
-        ran
-    )
+    told = [name for outcome in smoke.OUTCOMES for name in written[outcome]]
+    assert sorted(told) == sorted(ran) == sorted(names.split(","))
     assert written.keys() >= {"command", "git_sha", "date", "seconds", "environment", "device", "numbers_checked"}
 
 

@@ -87,7 +87,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
 
 
 def shared_bytes_per_program(limits: DeviceLimits, programs_per_sm: int) -> int:
-    """Return the shared memory that each of so many programs on a multiprocessor can have, the driver's KB taken off."""
+    """Return the shared memory that each of so many programs on a multiprocessor can have, less the driver's KB."""
     return min(limits.shared_bytes // programs_per_sm - 1024, limits.shared_bytes_per_program)
 
 

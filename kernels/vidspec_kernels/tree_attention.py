@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from vidspec_kernels.dispatch import (
-    Impl,
     DeviceLimits,
+    Impl,
     check_vector,
     device_limits,
     launcher,

@@ -124,12 +124,13 @@ def warm_visual_relevance(
     max_queries: int,
 ) -> None:  # fmt: skip
     """Prepare `visual_relevance` for videos of any length; see its arguments."""
-    tables = tuple(map(as_meta, (store, block_fill, block_table, num_blocks)))
     max_reqs, max_blocks = block_table.shape
+    store, block_fill, block_table, num_blocks = map(as_meta, (store, block_fill, block_table, num_blocks))
     lengths = {min(2**i, max_blocks) for i in range(max_blocks.bit_length() + 1)}
     for num_reqs in {1, max_reqs}:
         for length in sorted(lengths):
             queries = torch.empty(num_reqs, store.shape[2], dtype=dtype, device=META)
             visual_relevance(
-                queries, _i32(num_reqs + 1), _i64(num_reqs), *tables, top_n, max_queries, length
+                queries, _i32(num_reqs + 1), _i64(num_reqs), store, block_fill, block_table, num_blocks, top_n,
+                max_queries, length,
             )  # fmt: skip

@@ -259,11 +259,12 @@ def test_a_workers_refusal_reaches_the_server(server):
         vllm_config = vllm_config(config.instance_id + "_dp1", data_parallel_index=1)
 
     names = ("init_device", "load_model", "determine_available_memory", "initialize_from_config")
+    assert server_counters.refusal() is None
     for count, name in enumerate(names):
-        assert server_counters.refusal() == (f"line {count - 1}" if count else None)
         Worker.count = count
         with pytest.raises(VidSpecError):
             getattr(Worker(), name)()
+        assert server_counters.refusal() == f"line {count}", name
     os.unlink(metrics.path_for(config.instance_id, 1))
     with pytest.raises(VidSpecError, match="line 3"):  # the reason, not that it cannot be left
         Worker().init_device()

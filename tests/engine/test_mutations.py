@@ -198,18 +198,25 @@ def test_drafts_that_never_stand_raise_the_alarm(drafted, monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     _, useless = engine.measured(requests(engine.family, MAX_TOKENS))
     assert useless["accepted_tokens"] < 0.5 * useless["drafts"]
-    assert 1 <= useless["low_acceptance_windows"] <= useless["drafts"] // WINDOW
-    print(
-        "REC",
-        [(r.getMessage(), id(r), r.name, r.created) for r in caplog.records if "next to" in r.getMessage()],
-        useless["drafts"],
-        useless["low_acceptance_windows"],
-    )
-    assert [r.getMessage()[:40] for r in caplog.records].count("vidspec: next to no draft token stands (") == 1
+    assert 1 <= useless["low_acceptance_windows"] <= 1 + useless["drafts"] // WINDOW
+    # A record may reach the handler by two ways.
+    spoken = {id(record) for record in caplog.records if "next to no draft token stands" in record.getMessage()}
+    assert len(spoken) == 1
 
 
 def test_logits_in_blocks_of_rows(drafted, monkeypatch):
-    """Blocks of four of the six requests. Catches: a block's rows that are taken for those of the first."""
+    """Blocks of four of the six requests.
+
+    Catches: a block's rows that are taken for those of the first, a memory profile without a block of logits.
+    """
     engine, _ = drafted
-    monkeypatch.setattr(score_blocks, "SCORE_BYTES", 4 * 4 * engine.speculator.draft_model.vocab_size)
+    model, num_rows = engine.speculator.draft_model, []
+    monkeypatch.setattr(score_blocks, "SCORE_BYTES", 4 * 4 * model.vocab_size)
     check(drafted)
+    original = DraftModel.compute_logits
+    monkeypatch.setattr(
+        DraftModel, "compute_logits", lambda self, hidden: (num_rows.append(len(hidden)), original(self, hidden))[1]
+    )
+    with torch.inference_mode():
+        model.profile()
+    assert num_rows == [4]

@@ -1,7 +1,10 @@
 """Kernel tests run the Triton kernels on the GPU, and under the Triton interpreter where there is none."""
 
 import importlib
+import itertools
+import math
 import os
+import random
 
 import pytest
 import torch
@@ -40,3 +43,54 @@ def branches(monkeypatch):
         return ran
 
     return watch
+
+
+@pytest.fixture
+def any_program_order(monkeypatch):
+    """Run every kernel of the test in several orders of its programs; what it leaves must be the same, bit for bit.
+
+    Programs of a grid run at the same time on a GPU: one that reads what another writes, or two that write the same
+    place, is a race there, and shows here as a result that depends on the order. A kernel that gets its tensors by
+    address runs once, shuffled, and the test's own check judges it. Returns the list of (kernel, programs) that ran.
+    """
+    if torch.cuda.is_available():
+        pytest.skip("orders are the interpreter's")
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    builder, in_order = interpreter.interpreter_builder, interpreter.GridExecutor.__call__
+    ran: list[tuple[str, int]] = []
+
+    def run(self, args, kwargs, seed):
+        set_dim, set_idx = type(builder).set_grid_dim, type(builder).set_grid_idx
+        places = iter(())
+
+        def shuffle(*sizes):
+            nonlocal places
+            set_dim(builder, *sizes)
+            programs = list(itertools.product(*map(range, sizes)))
+            random.Random(seed).shuffle(programs)
+            places = iter(programs)
+
+        with monkeypatch.context() as patch:
+            if seed is not None:
+                patch.setattr(builder, "set_grid_dim", shuffle, raising=False)
+                patch.setattr(builder, "set_grid_idx", lambda *_: set_idx(builder, *next(places)), raising=False)
+            in_order(self, *args, **kwargs)
+
+    def call(self, *args, **kwargs):
+        ran.append((self.fn.__name__, math.prod(self.grid)))
+        if "addresses_ptr" in self.arg_names:
+            run(self, args, kwargs, 0)
+            return
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        memory = list({t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}.values())
+        before, expected = [storage.clone() for storage in memory], None
+        for seed in (None, 0, 1):
+            for storage, old in zip(memory, before, strict=True):
+                storage.copy_(old)
+            run(self, args, kwargs, seed)
+            left = [bytes(storage) for storage in memory]
+            expected = expected or left
+            assert left == expected, f"{self.fn.__name__}: what it leaves depends on the order of its programs"
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", call)
+    return ran

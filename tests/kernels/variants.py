@@ -19,7 +19,7 @@ from compile_cases import BF16, cache_views, floats, i32, i64
 from triton.runtime.jit import JITFunction
 
 import vidspec_kernels as kernels
-from vidspec_kernels import dispatch, warm_up
+from vidspec_kernels import warm_up
 from vidspec_kernels.tree_grow import TreeGrowBuffers, tree_grow
 
 HEADS, KV_HEADS, HEAD_SIZE, HIDDEN = 28, 4, 128, 3584

@@ -88,8 +88,7 @@ def free_of_charge(x, rows):
     x.index_fill_(0, rows, 5)
     x.view(2, 3)[0].add_(1)
     torch.where(x > 1, x, 0).clamp(max=7).to(torch.int32)
-    (1 - x) * torch.tensor(2) + np.int64(1) // 2
-    ~(x > 1)
+    assert len((1 - x) * torch.tensor(2) + np.int64(1) // 2) == len(~(x > 1))
     torch.full((3,), 2, device=x.device)
     x.new_zeros(3, 4).copy_(x[:3, None])
     x.expand(3, -1).contiguous()
@@ -98,7 +97,7 @@ def free_of_charge(x, rows):
     first, second = x.tensor_split((2,))
     torch.cat((first, second)).topk(2).values.float().softmax(0).cumsum(0)
     torch.cuda.Event().query()
-    return len(x), x.shape, [part for part in x.view(2, 3)]
+    return len(x), x.shape, list(x.view(2, 3))
 
 
 def test_what_crosses_nothing_is_not_counted(device):
@@ -149,7 +148,7 @@ def test_mixing_raises(device, name):
 
 @pytest.mark.parametrize("convert", [np.asarray, lambda x: x.numpy(), lambda x: np.ones(6)[x]])
 def test_numpy_does_not_see_its_memory(device, convert):
-    with pytest.raises(TypeError, match="convert|only integer"):
+    with pytest.raises(TypeError, match=r"convert|only integer"):
         convert(on_device(6))
 
 
@@ -174,10 +173,8 @@ def test_references_stand_for_launches(device):
     cache = torch.arange(64.0, device=sim.DEVICE).view(4, 4, 2, 2)
     caches = CacheList([(cache, cache)])
     with device.counting() as counts:
-        kv_compact(
-            caches, on_device(1, 4).int(), on_device(1), on_device(1).int(),
-            torch.ones(1, 4, dtype=torch.int32, device=sim.DEVICE) * 2, torch.ones(1, dtype=torch.int32, device=sim.DEVICE),
-        )  # fmt: skip
+        ones = torch.ones(1, 4, dtype=torch.int32, device=sim.DEVICE)
+        kv_compact(caches, on_device(1, 4).int(), on_device(1), on_device(1).int(), 2 * ones, ones[0, :1].clone())
     assert not counts
     assert torch.equal(sim.to_host(cache)[0, 1], torch.arange(8.0, 12.0).view(2, 2)), "nothing was moved"
 

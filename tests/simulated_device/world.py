@@ -7,6 +7,7 @@ attention) are one launch each.
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from vllm_vidspec.drafting import adaptive
 from vllm_vidspec.engine import (
     counters,
     cpu_kernels,
+    draft_prefill,
     draft_rows,
     drafter,
     kv_pool,
@@ -32,6 +34,8 @@ from vllm_vidspec.engine import (
     speculator,
     target_trees,
 )
+from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.vision_cache import VisionCache
 from vllm_vidspec.metrics import MetricsFile
 
 VOCAB, BLOCK_SIZE, MAX_REQS, MAX_LEN = 32, 4, 4, 160
@@ -66,7 +70,7 @@ def attend(
     flat[slots[is_written]] = np.stack((tokens.numpy(), positions.numpy()), axis=1)[is_written]
     in_trees = {} if step is None else {int(row): i for i, row in enumerate(step["rows"].numpy())}
     hidden = np.zeros((len(slots), 3), dtype=np.int64)
-    for request, (low, high) in enumerate(zip(query_start_loc[:-1], query_start_loc[1:], strict=True)):
+    for request, (low, high) in enumerate(itertools.pairwise(query_start_loc)):
         for query in range(low, high):
             if request in in_trees:
                 tree = in_trees[request]
@@ -109,6 +113,7 @@ class FakeDraft:
 
     num_axes, block_size = 3, BLOCK_SIZE
     max_num_tokens = 24  # so that wide levels are fed in parts
+    vocab_size, max_model_len, num_positions = VOCAB, MAX_LEN, MAX_LEN
     hf_config = config = full_positions = None
 
     def __init__(self, world: "World"):
@@ -305,7 +310,8 @@ class World:
         return tensor if self.device == CPU else sim.to_device(tensor)
 
     def _make_speculator(self) -> None:
-        self.speculator = speculator.VidSpecSpeculator(self.vllm_config, self.config, self.device, self.counters)
+        alone = Agreement(SimpleNamespace(rank_in_group=0, world_size=1))
+        self.speculator = speculator.VidSpecSpeculator(self.vllm_config, self.config, self.device, self.counters, alone)
         draft = self.speculator.draft_model = FakeDraft(self)
         self.speculator._req_states = SimpleNamespace(
             total_len=SimpleNamespace(gpu=self.total_len),
@@ -315,8 +321,10 @@ class World:
         sample = noise.CoupledSampler(self.sampler, self.config.draft_noise)
         with mock.patch.object(drafter, "attention_layers", lambda _config: {"layer": draft.cache}):
             self.speculator._drafter = drafter.Drafter(
-                draft, self.config, sample, self.counters, NUM_BLOCKS, MAX_REQS, MAX_LEN, fills_trees=self._fills_trees
-            )
+                draft, self.config, sample, self.counters, NUM_BLOCKS, MAX_REQS, MAX_LEN, VisionCache(0, 1, torch.float32, self.device),
+                alone, {},
+                fills_trees=self._fills_trees,
+            )  # fmt: skip
         trees = self.speculator._drafter._trees
         draft.attention = None if trees is None else trees._attention
 
@@ -342,8 +350,9 @@ class World:
         sim.to_host(self.last_sampled)[row] = 3
         here = self.speculator.drafter
         here.rows.stage(row, num_dropped, 0)
-        here.rows.apply()
         assert here.pool.reserve(np.array([row]), np.array([len(tokens) - num_dropped + self.K]))[0]
+        here.pool.apply()
+        here.rows.apply()
         if here._trees is not None:
             here._trees.policy.admit(np.array([row]))
         kept, positions = prompt[num_dropped:], np.arange(num_dropped, len(prompt))
@@ -369,7 +378,7 @@ class World:
     def end(self, row: int) -> None:
         """End a request."""
         self.speculator.release(str(row))
-        self.counters.end_request(row)
+        self.counters.end_request(str(row))
         if self.rules is not None:
             self.rules.forget(row)
 
@@ -497,7 +506,7 @@ def world(device: sim.SimulatedDevice | None, tmp_path: Any, config: VidSpecConf
         for module, name, stand_in in (
             (counters.Counters, "_open", staticmethod(lambda _: MetricsFile.create(tmp_path / f"{id(device)}.i64"))),
             (speculator, "DraftModel", lambda *_: None),
-            (drafter, "adapter_for", lambda *_: None),
+            (draft_prefill, "adapter_for", lambda *_: None),
             (drafter, "TreeAttention", FakeAttention),
             (drafter, "attention_layers", lambda *_: {}),
             (target_trees, "TreeAttention", FakeAttention),

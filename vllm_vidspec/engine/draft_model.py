@@ -30,8 +30,10 @@ from vllm.v1.worker.gpu.attn_utils import (
     init_kv_cache,
 )
 
+from vllm_vidspec.drafting import candidates
 from vllm_vidspec.engine import compat
 from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.score_blocks import rows_per_block
 from vllm_vidspec.engine.vision_cache import VisionCache
 from vllm_vidspec.errors import VidSpecError
 
@@ -248,12 +250,15 @@ class DraftModel:
     def profile(self) -> None:
         """Run the largest forwards, so that the memory profile (and compilation) sees the draft.
 
-        The vision tower over the encoder's budget first, then the language model without attention.
+        The vision tower over the encoder's budget first, then the language model without attention, then the choice of
+        candidates from a block of logits.
         """
         held = self._profile_tower()
         hidden_size = self.config.model_config.get_inputs_embeds_size()
         embeds = torch.zeros(self.max_num_tokens, hidden_size, dtype=self.config.model_config.dtype, device=self.device)
-        self._run(embeds, torch.zeros_like(self._positions[:, : self.max_num_tokens]), None, None)
+        hidden = self._run(embeds, torch.zeros_like(self._positions[:, : self.max_num_tokens]), None, None)
+        # More scores than one block's never live at a time.
+        candidates(self.compute_logits(hidden[: rows_per_block(self.vocab_size)]), 1)
         del held
 
     def _profile_tower(self) -> list[torch.Tensor]:

@@ -276,7 +276,7 @@ class DraftPrefill:
         left = self.model.max_num_tokens
         for job in due:
             if job.unseen():
-                break
+                continue  # whoever waits for the tower leaves the language model to those behind
             plan, start = job.plan, job.num_done
             # The first draft feeds the last committed token, so all before it must be there.
             last = bounds[job.row] - 1 - plan.num_dropped

@@ -13,6 +13,11 @@ SCORE_BYTES = 256 * 2**20
 Scores = TypeVar("Scores", torch.Tensor, tuple[torch.Tensor, torch.Tensor])
 
 
+def rows_per_block(vocab_size: int) -> int:
+    """Return how many rows of so many scores a block has, at least one."""
+    return max(1, SCORE_BYTES // (4 * vocab_size))
+
+
 def in_blocks(score: Callable[[slice], Scores], num_rows: int, vocab_size: int) -> Scores:
     """Return what a function of a block of rows says of all of them; blocks follow from sizes that the host knows.
 
@@ -21,7 +26,7 @@ def in_blocks(score: Callable[[slice], Scores], num_rows: int, vocab_size: int) 
         num_rows: Rows in all, >= 1.
         vocab_size: Scores of one row.
     """
-    most = max(1, SCORE_BYTES // (4 * vocab_size))
+    most = rows_per_block(vocab_size)
     parts = [score(slice(low, min(low + most, num_rows))) for low in range(0, num_rows, most)]
     if len(parts) == 1:
         return parts[0]

@@ -13,6 +13,7 @@ from vllm.utils.mem_utils import format_gib
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_vidspec.counter_files import leave_refusal
+from vllm_vidspec.engine.kernel_warmup import warm_up_kernels
 from vllm_vidspec.engine.runner import vidspec_runner
 from vllm_vidspec.errors import VidSpecError
 
@@ -145,3 +146,7 @@ class VidSpecGPUWorker(VidSpecWorker, Worker):
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
         return vidspec_runner(GPUModelRunner)(self.vllm_config, self.device)
+
+    def compile_or_warm_up_model(self):
+        warm_up_kernels(self.model_runner)  # before vLLM's own warm-up, which captures
+        return super().compile_or_warm_up_model()

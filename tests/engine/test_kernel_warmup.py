@@ -1,0 +1,49 @@
+"""What an engine prepares before it serves: every kernel of its parts, from its own tensors."""
+
+import importlib
+import pkgutil
+from collections import Counter
+
+import pytest
+
+import vidspec_kernels
+from tests.engine import harness
+from vidspec_kernels import dispatch
+from vllm_vidspec.engine import kernel_warmup
+
+pytestmark = pytest.mark.engine
+
+
+def test_every_part_is_prepared(monkeypatch):
+    """Attention guidance, adaptive trees and the loose scorer: no kernel of ours is left for the first request.
+
+    Catches: a part that is not asked, a name or a shape that no longer fits, a launch that begins before its turn.
+    """
+    prepared: Counter[str] = Counter()
+    limits = dispatch.DeviceLimits(132, 228 * 1024, 227 * 1024, 90)
+    monkeypatch.setattr(dispatch, "_prepare", lambda kernel, grid, *_, **__: prepared.update([kernel.__name__]))
+    for module in pkgutil.iter_modules(vidspec_kernels.__path__):
+        loaded = importlib.import_module(f"vidspec_kernels.{module.name}")
+        if hasattr(loaded, "device_limits"):
+            monkeypatch.setattr(loaded, "device_limits", lambda device: limits)
+    spec = {"draft": "tree-adaptive", "pruner": "specvlm", "scorer": "loose", "num_speculative_tokens": 8}
+    with harness.engine("qwen2.5-vl", "draft", **spec) as engine:
+        kernel_warmup.warm_up_kernels(engine.runner)
+        assert not prepared  # interpreted kernels need none
+        kernel_warmup.prepare(engine.runner)
+        width = engine.runner.vidspec_config.tree_width_max
+    # Target and draft have the same attention kernel, and the same one that moves accepted nodes.
+    assert set(prepared) == {
+        *("_accept_chain_kernel", "_tree_accept_kernel", "_accept_loose_kernel", "_kv_compact_kernel"),
+        *("_tree_attention_kernel", "_merge_splits_kernel", "_visual_relevance_kernel"),
+        *(
+            "_row_stats_kernel",
+            "_guidance_scores_kernel",
+            "_chain_step_kernel",
+            "_tree_step_kernel",
+            "_tree_grow_kernel",
+        ),
+    }
+    assert prepared["_kv_compact_kernel"] >= 2 and prepared["_accept_loose_kernel"] == 2
+    # 9 rows of the target, and levels of up to 10 nodes of the draft, in one split or several.
+    assert prepared["_tree_attention_kernel"] == 2 * 9 + 2 * width

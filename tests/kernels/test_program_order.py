@@ -1,0 +1,60 @@
+"""Kernels leave the same bits in whatever order the programs of a grid run: else programs of a GPU would race."""
+
+import importlib
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+# Test modules, their tests that are run again, and those tests' parameters.
+CASES = {
+    "accept_chain": ("test_equals_the_walk", {"impl": "triton", "num_reqs": 40, "max_drafts": 8}),
+    "accept_loose": ("test_equals_the_oracle", {"impl": "triton", "in_trees": True, "num_reqs": 24, "max_drafts": 8}),
+    "chain_step": ("test_kernel_equals_reference", {"num_rows": 300, "level": 1, "num_pos_axes": 3}),
+    "guidance_scores": ("test_numbers_of_rows", {"impl": "triton", "num_queries": 33}),
+    "kv_compact": ("test_equals_the_loop", {"impl": "triton", "max_drafts": 25, "layout": "NHD"}),
+    "tree_accept": ("test_equals_the_walk", {"impl": "triton", "num_reqs": 40, "max_drafts": 8}),
+    "tree_attention": ("test_splits", {"impl": "triton", "num_splits": 3}),
+    "tree_grow": ("test_kernel_equals_reference_at_a_real_size", {"num_reqs": 3}),
+    "tree_step": ("test_kernel_equals_reference", {"num_rows": 40, "frontier": 5, "level": 2, "num_pos_axes": 3}),
+    "visual_relevance": ("test_splits_with_ties", {"num_slots": 3, "top_n": 3}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_do_not_depend_on_the_order_of_programs(name, any_program_order, device, monkeypatch):
+    """Catches: a program that reads what another of its grid writes; a place that two programs write."""
+    test, arguments = CASES[name]
+    function = getattr(importlib.import_module(f"test_{name}"), test)
+    offered = {"device": device, "monkeypatch": monkeypatch} | arguments
+    code = function.__code__
+    function(**{argument: offered[argument] for argument in code.co_varnames[: code.co_argcount]})
+    kernels = [kernel for kernel, num_programs in any_program_order if num_programs > 1]
+    assert f"_{name}_kernel" in kernels, "the case has one program only"
+
+
+@triton.jit
+def _last_one_wins(out_ptr):
+    tl.store(out_ptr, tl.program_id(0))
+
+
+@triton.jit
+def _reads_its_neighbour(out_ptr):
+    program = tl.program_id(0)
+    tl.store(out_ptr + program + 1, tl.load(out_ptr + program) + 1)
+
+
+@triton.jit
+def _owns_its_place(out_ptr):
+    tl.store(out_ptr + tl.program_id(0), tl.program_id(0))
+
+
+@pytest.mark.parametrize("kernel", [_last_one_wins, _reads_its_neighbour])
+def test_a_race_is_seen(kernel, any_program_order):
+    """The instrument: a place written by all programs, and one program that needs another's result."""
+    out = torch.zeros(9, dtype=torch.int32)
+    with pytest.raises(AssertionError, match="depends on the order"):
+        kernel[(8,)](out)
+    _owns_its_place[(8,)](out)
+    assert any_program_order == [(kernel.fn.__name__, 8), ("_owns_its_place", 8)]

@@ -1,0 +1,197 @@
+"""The pure rooms on a device that is not the host: what the torch text computes there is what the CPU gets."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels import (
+    test_accept_loose,
+    test_chain_step,
+    test_guidance_scores,
+    test_kv_compact,
+    test_tree_accept,
+    test_tree_step,
+    test_uv_scores,
+    test_visual_relevance,
+)
+from tests.simulated_device import device as sim
+from tests.test_drafting_tree import FakeDraft
+from vidspec_kernels import (
+    CacheList,
+    accept_chain,
+    accept_loose,
+    chain_step,
+    guidance_scores,
+    kv_compact,
+    tree_accept,
+    tree_step,
+    uv_text_sum,
+    uv_video_scores,
+    visual_relevance,
+)
+from vllm_vidspec.drafting import StaticTree, candidates, chain_tables
+from vllm_vidspec.drafting.adaptive import confidence
+from vllm_vidspec.drafting.tree import DraftTree
+from vllm_vidspec.pruning import PruneInputs, TokenGrid, get_pruner, pruner_names
+from vllm_vidspec.scoring import normalized_entropy, random_scores
+
+CPU = torch.device("cpu")
+quick = settings(max_examples=15, deadline=None)
+
+
+def same_on_both(function, *args, **kwargs):
+    """Run a function on the CPU and on the device, on copies; what it returns or writes must be equal, bit for bit."""
+    on_cpu, on_device = copy.deepcopy((args, kwargs)), sim.to_device(copy.deepcopy((args, kwargs)))
+    expected = function(*on_cpu[0], **on_cpu[1])
+    with sim.SimulatedDevice() as device:
+        got = function(*on_device[0], **on_device[1])
+    for ours, theirs in zip(sim.tree_iter((got, on_device)), sim.tree_iter((expected, on_cpu)), strict=True):
+        if isinstance(theirs, torch.Tensor):
+            assert sim.is_device(ours), "a result on the host"
+            assert torch.equal(sim.to_host(ours).nan_to_num(), theirs.nan_to_num())
+            assert ours.dtype == theirs.dtype
+    return device
+
+
+# ---- kernels' references ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_steps(seed):
+    inputs = test_chain_step.make_inputs(7, CPU, seed=seed, level=seed)
+    outputs = test_chain_step.make_outputs(7, CPU)
+    same_on_both(chain_step, **{**inputs, **outputs})
+    inputs, outputs = test_tree_step.make_inputs(5, 4, CPU, seed=seed), test_tree_step.make_outputs(5, 4, CPU)
+    same_on_both(tree_step, **{**inputs, **outputs})
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_acceptance(seed):
+    trees = test_tree_accept.pack(test_tree_accept.random_requests(9, 8, seed), 8, CPU)
+    same_on_both(tree_accept, *trees)
+    same_on_both(accept_chain, *trees[:3], 8)
+    for in_trees in (False, True):
+        requests = test_accept_loose.random_requests(9, 8, in_trees, seed)
+        arguments = test_accept_loose.pack(requests, 8, CPU, in_trees)
+        if isinstance(arguments, dict):
+            same_on_both(accept_loose, **arguments)
+        else:
+            same_on_both(accept_loose, *arguments)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_compaction(seed):
+    inputs = test_kv_compact.make_inputs(6, 8, CPU, seed=seed)
+    bases = test_kv_compact.make_bases(CPU, 2, (test_kv_compact.num_blocks_of(inputs), 4, 2, 8), dtype=torch.int32)
+
+    def compact(bases, **inputs):
+        kv_compact(CacheList([(base[..., :8], base[..., 8:]) for base in bases]), **inputs)
+
+    same_on_both(compact, bases, **inputs)
+
+
+def test_guidance():
+    inputs = test_guidance_scores.make_inputs(CPU)
+    same_on_both(guidance_scores, **inputs, out=test_guidance_scores.make_out(inputs), impl="torch")
+    states, is_video, is_text = test_uv_scores.make_states(1, 40, 12, 16, dtype=torch.float32)
+    same_on_both(lambda high, is_text: uv_text_sum(high, is_text), states[1], is_text)
+    same_on_both(uv_video_scores, states[1][is_video], uv_text_sum(states[1], is_text))
+
+
+def test_relevance():
+    same_on_both(visual_relevance, **test_visual_relevance.make_inputs(), top_n=4, impl="torch")
+
+
+# ---- drafting, scoring -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_log_probs", [True, False])
+def test_candidates_and_confidence(with_log_probs):
+    logits = torch.randint(0, 9, (40, 33), generator=torch.Generator().manual_seed(0)) / 4
+    device = same_on_both(candidates, logits, 6, with_log_probs)
+    assert not device.crossings
+    log_probs, _ = candidates(logits, 6)
+    log_probs[3] = float("nan")
+    # numpy's exponential is not torch's, nor CUDA's: the last bits differ, far below what moves a depth.
+    with sim.SimulatedDevice() as device:
+        got = confidence(sim.to_device(log_probs), 5)
+    assert not device.crossings
+    assert torch.allclose(sim.to_host(got), confidence(log_probs, 5), rtol=0, atol=1e-6)
+
+
+@quick
+@given(st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 6), st.integers(2, 7))
+def test_leaves(seed, num_reqs, num_parents, num_candidates):
+    """Catches: a key, a shift or a scatter that torch computes otherwise than numpy."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_reqs, num_parents, num_candidates)
+    log_probs = -torch.randint(0, 5, shape, generator=generator) / 4
+    log_probs[torch.rand(shape, generator=generator) < 0.3] = -torch.inf
+    tokens = torch.randint(0, 99, shape, generator=generator)
+    num_nodes = torch.randint(0, 5, (num_reqs,), generator=generator, dtype=torch.int32)
+
+    def fill(log_probs, tokens, parents, num_nodes):
+        tree = DraftTree(num_reqs, 12, log_probs.device)
+        tree.num_nodes[:] = num_nodes
+        tree.append_leaves(num_reqs, 12, log_probs, tokens, parents)
+        return tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.log_probs, tree.num_nodes
+
+    same_on_both(fill, log_probs, tokens, torch.zeros(shape[:2], dtype=torch.int64), num_nodes)
+
+
+def test_static_trees_and_chains():
+    draft = FakeDraft(1, StaticTree(1, CPU).num_candidates)
+    rows = np.array([2, 0])
+
+    def grow(log_probs, tokens):
+        policy = StaticTree(3, log_probs.device)
+        num_levels = policy.begin(torch.arange(2, device=log_probs.device), rows, 25)
+        width = 1
+        for level in range(num_levels):
+            frontier = policy.extend(level, log_probs[: 2 * width], tokens[: 2 * width])
+            width = 1 if frontier is None else frontier[0].shape[1]
+        policy.finish(True)
+        return policy.tree.tokens, policy.tree.parents, policy.tree.num_nodes, *chain_tables(5, log_probs.device)
+
+    pairs = [draft((i,)) for i in range(40)]
+    same_on_both(grow, *(torch.from_numpy(np.stack(part)) for part in zip(*pairs, strict=True)))
+
+
+def test_scores():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(20, 50, generator=generator)
+    logits[0, 5:] = -torch.inf
+    for top_k in (0, 1, 8):
+        assert not same_on_both(normalized_entropy, logits, top_k).crossings
+    seeds, positions = torch.randint(0, 2**62, (20,), generator=generator), torch.arange(20)
+    assert not same_on_both(random_scores, seeds, positions).crossings
+
+
+# ---- pruning ---------------------------------------------------------------------------------------------------------
+
+
+@quick
+@given(
+    st.builds(TokenGrid, st.integers(0, 9), st.integers(0, 4), st.integers(1, 4), st.integers(0, 2)),
+    st.floats(0, 1),
+    st.integers(0, 2**32),
+)
+def test_pruners(grid, share, seed):
+    """Catches: a pruner that mixes what it measured on the device with indices of the host, or chooses otherwise."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randint(0, 5, (grid.num_tokens,), generator=generator).float()
+    features = torch.randint(0, 3, (grid.num_tokens, 3), generator=generator).float()
+    num_keep = int(share * grid.num_tokens)
+    for name in pruner_names():
+        if name != "none":
+            same_on_both(
+                lambda scores, features, name=name: get_pruner(name)(
+                    PruneInputs(grid, num_keep, scores=scores, features=features)
+                ),
+                scores,
+                features,
+            )
