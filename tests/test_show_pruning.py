@@ -125,7 +125,7 @@ def test_choice_is_the_engines_and_a_difference_is_refused():
 
 @pytest.mark.parametrize("family", pairs.FAMILIES)
 def test_what_is_shown_has_the_engines_knobs(family):
-    """The bundled pairs have a calibration. Catches: a picture with other knobs than the engine that it is checked by."""
+    """The bundled pairs have a calibration. Catches: a picture with other knobs than its engine's."""
     found = json.loads(pairs.calibration(family).read_text())["config"]
     for pruner in show_pruning.PRUNERS:
         show = Show(family=family)

@@ -321,9 +321,8 @@ class World:
         sample = noise.CoupledSampler(self.sampler, self.config.draft_noise)
         with mock.patch.object(drafter, "attention_layers", lambda _config: {"layer": draft.cache}):
             self.speculator._drafter = drafter.Drafter(
-                draft, self.config, sample, self.counters, NUM_BLOCKS, MAX_REQS, MAX_LEN, VisionCache(0, 1, torch.float32, self.device),
-                alone, {},
-                fills_trees=self._fills_trees,
+                draft, self.config, sample, self.counters, NUM_BLOCKS, MAX_REQS, MAX_LEN,
+                VisionCache(0, 1, torch.float32, self.device), alone, {}, fills_trees=self._fills_trees,
             )  # fmt: skip
         trees = self.speculator._drafter._trees
         draft.attention = None if trees is None else trees._attention

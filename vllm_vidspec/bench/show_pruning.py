@@ -142,7 +142,8 @@ def run(show: Show, report: Report = lambda _event, _fields: None) -> dict[str, 
         frames,
         grid,
         rows,
-        title=f"What the draft sees of {show.path.name}: {show.target or show.family}, prune ratio {show.prune_ratio:g}",
+        title=f"What the draft sees of {show.path.name}: {show.target or show.family}, "
+        f"prune ratio {show.prune_ratio:g}",
         columns=show.columns,
     )
     contact_sheet.save(image, show.out, rows)

@@ -168,7 +168,7 @@ def show_to_every_api_server(collector: Any) -> None:
     """
     from prometheus_client.multiprocess import MultiProcessCollector
 
-    MultiProcessCollector._vidspec_collector = collector
+    MultiProcessCollector._vidspec_collector = collector  # type: ignore[attr-defined]
     original = MultiProcessCollector.collect
     if hasattr(original, _MARK):
         return

@@ -67,6 +67,7 @@ def _prepare_drafter(drafter: Drafter, runner: Any) -> None:
         "block_table": pool.table,
         "block_size": pool.block_size,
         "level": 1,
+        "max_position": roots.model.num_positions - 1,
     }
     warm_up.warm_chain_step(
         **batch,
@@ -82,7 +83,6 @@ def _prepare_drafter(drafter: Drafter, runner: Any) -> None:
     warm_up.warm_tree_step(
         width,
         **batch,
-        max_position=roots.max_model_len - 1,
         positions=trees._positions,
         logical_pos=trees._logical_pos,
         slot_mapping=trees._slot_mapping,
