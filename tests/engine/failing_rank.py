@@ -26,6 +26,8 @@ def inject(worker, point: str, ranks: tuple[int, ...]) -> None:
         "finish": (runner.visual, "_finish"),
         "relevance": (visual_states, "visual_relevance"),
         "encode": (draft_model, "group_and_batch_mm_kwargs"),
+        "plan": (runner.speculator.drafter.prefills, "_plan"),
+        "look": (runner.speculator.drafter.prefills, "_take"),
         "prefill": (runner.speculator.draft_model, "forward"),
         "draft": (runner.speculator.drafter, "draft"),
     }[point]
@@ -53,7 +55,7 @@ def guide_by_states(worker) -> None:
     runner.guidance = HiddenStateGuidance(config, runner.model, runner.vllm_config, runner.counters, runner.agreement)
     runner.guidance.reserve(1 << 30)
     runner.use_aux_hidden_state_outputs = True
-    runner.speculator.guidance, runner.speculator.drafter.config = runner.guidance, config
+    runner.speculator.guidance, runner.speculator.drafter.prefills.config = runner.guidance, config
 
 
 def be_impatient(worker) -> None:
@@ -91,7 +93,8 @@ def main() -> None:
     llm.collective_rpc("vidspec_watch", args=(True, True))
     hit("observe")  # the first, so that nothing is remembered of the video
     ask("strict")
-    for point, rank in (("take", 1), ("encode", 1), ("prefill", 1), ("prefill", 0)):
+    # After each of these the draft has to look again.
+    for point, rank in (("take", 1), ("encode", 1), ("look", 1), ("plan", 1), ("prefill", 1), ("prefill", 0)):
         hit(point, (rank,))
     hit("draft", (0, 1))
     ask("strict again")

@@ -119,6 +119,8 @@ COSTS = {
     "observe 1": PRUNED_UNIFORMLY,
     "take 1": DRAFTS_NOT,
     "encode 1": DRAFTS_NOT,
+    "look 1": DRAFTS_NOT,
+    "plan 1": DRAFTS_NOT,
     "prefill 1": DRAFTS_NOT,
     "prefill 0": DRAFTS_NOT,
     "draft both": DRAFTS_NOT,

@@ -42,6 +42,16 @@ class VidSpecWorker:
     def init_device(self) -> None:
         """Build the runner; see vLLM's."""
         super().init_device()  # type: ignore[misc]
+        # The draft's pool goes where the target's cache does: neither is worth keeping while the engine sleeps.
+        self.model_runner.kv_allocation = functools.partial(  # type: ignore[attr-defined]
+            self._maybe_get_memory_pool_context,  # type: ignore[attr-defined]
+            tag="kv_cache",
+        )
+
+    @tells_why
+    def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
+        """Make the KV caches; see vLLM's."""
+        super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]
 
     @tells_why
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -76,15 +86,6 @@ class VidSpecWorker:
             "vidspec: draft KV pool %s GiB, target KV cache %s GiB", format_gib(pool), format_gib(available - pool)
         )
         return available - pool
-
-    @tells_why
-    def initialize_from_config(self, kv_cache_config) -> None:
-        """Allocate the target's cache and the draft's pool: neither is worth keeping while the engine sleeps."""
-        self.model_runner.kv_allocation = functools.partial(  # type: ignore[attr-defined]
-            self._maybe_get_memory_pool_context,  # type: ignore[attr-defined]
-            tag="kv_cache",
-        )
-        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
 
     def sleep(self, level: int = 1) -> None:
         """Let go of the device's memory; running requests go on without speculation afterwards.
