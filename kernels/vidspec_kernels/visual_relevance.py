@@ -419,8 +419,9 @@ def _tile(
         "BLOCK_DIM": block_dim,
         "WIDEN": widen,
     }
-    wide_tile = block_queries * max(block_keys, 2**log_top) > 4096
-    options = {"num_stages": max(2, min(_STAGE_BYTES // stage_bytes, 5)), "num_warps": 8 if wide_tile else 4}
+    entries = block_queries * block_keys
+    num_warps = 4 if entries <= 4096 else 8 if entries <= 8192 else 16
+    options = {"num_stages": max(2, min(_STAGE_BYTES // stage_bytes, 5)), "num_warps": num_warps}
     return constants, options
 
 
