@@ -183,20 +183,25 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as a table."""
-    lines = [
-        "| kernel | cases | sm | registers | spilled B | shared B | programs / SM | warps | compile CPU s |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    by_key: dict[str, list[dict[str, Any]]] = {}
+    """Return a table: a line for each kernel and the cases that compile alike, a figure for each architecture."""
+    archs = sorted({row["arch"] for row in rows})
+    by_case: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
     for row in rows:
-        by_key.setdefault(row["key"], []).append(row)
-    for same in by_key.values():
-        row, cases = same[0], "; ".join(dict.fromkeys(row["case"] for row in same))
-        lines.append(
-            f"| {row['kernel']} | {cases} | {row['arch']} | {row['registers']} | {row['spill_bytes']} |"
-            f" {row['shared_bytes']:,} | {row['programs_per_sm']} | {row['num_warps']} | {row['compile_cpu_s']:.1f} |"
-        )
+        by_case.setdefault((row["kernel"], row["case"]), {})[row["arch"]] = row
+    alike: dict[tuple[str, ...], list[tuple[str, str]]] = {}
+    for case, of_arch in by_case.items():
+        alike.setdefault(tuple(row["key"] for row in of_arch.values()), []).append(case)
+
+    def figures(of_arch: dict[int, dict[str, Any]], name: str) -> str:
+        return " / ".join(f"{of_arch[arch][name]:,}" if arch in of_arch else "-" for arch in archs)
+
+    names = ("registers", "spill_bytes", "shared_bytes", "programs_per_sm", "num_warps", "compile_cpu_s")
+    heads = ("registers", "spilled bytes", "shared bytes", "programs an SM", "warps", "cold compile, CPU s")
+    lines = [f"Figures are for sm_{' / '.join(map(str, archs))}.", "", f"| kernel | cases | {' | '.join(heads)} |"]
+    lines.append("|---" * (2 + len(names)) + "|")
+    for same in alike.values():
+        cells = [figures(by_case[same[0]], name) for name in names]
+        lines.append(f"| `{same[0][0]}` | {'; '.join(case for _, case in same)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -244,6 +244,7 @@ def accept_loose(
     kinds = cu_num_logits.new_empty(num_reqs, num_cols, dtype=torch.int8)
     parents, depths, ancestors = trees or (rules[:, None],) * 3
     if num_reqs > 0:
+        block = max(2, triton.next_power_of_2(max_drafts))
         launcher(_accept_loose_kernel, (num_reqs,), device)(
             *tokens,
             *settings,
@@ -260,12 +261,13 @@ def accept_loose(
             path,
             kinds,
             num_cols,
-            BLOCK=max(2, triton.next_power_of_2(max_drafts)),
+            BLOCK=block,
             IS_TREE=trees is not None,
             LOWEST=LOWEST,
             WINDOW=WINDOW,
             SHIFT=SHIFT,
             EPSILON=_EPSILON,
+            num_warps=8 if block > 32 else 4,
         )
     return sampled, num_sampled, path, kinds
 

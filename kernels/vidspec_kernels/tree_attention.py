@@ -501,7 +501,9 @@ def _launch(
     block_rows = min(max(16, triton.next_power_of_2(max_queries * group)), most_rows)
     line_bytes = block_dim * (4 if widen else 2)
     block_keys = _tile(block_rows, line_bytes, shared_bytes_per_program(limits, _PROGRAMS_PER_SM))
-    num_stages, block_nodes = _pipeline(block_rows, line_bytes, block_keys, limits)
+    num_stages, block_nodes = _NUM_STAGES, min(block_keys, _BLOCK_NODES)
+    if prefix is None:
+        num_stages, block_nodes = _pipeline(block_rows, line_bytes, block_keys, limits)
     num_row_tiles = triton.cdiv(max_queries * group, block_rows)
     num_splits = 1
     if prefix is None:

@@ -20,6 +20,8 @@ MAX_QUERIES = 128
 # row's cosines do not depend on the choice.
 _BLOCK_KEYS = 128
 _BLOCK_KEYS_SHORT = 64
+_FEW_QUERIES = 64
+_FEW_QUERIES_BLACKWELL = 16
 _BLOCK_DIM = 128
 # Products of float32 without tensor cores need many more registers a row.
 _BLOCK_DIM_WIDE = 32
@@ -399,7 +401,7 @@ def _num_splits(num_reqs: int, num_tiles: int, num_slots: int) -> int:
 
 def _tile(
     query_dtype: torch.dtype, store_dtype: torch.dtype, max_queries: int, log_top: int, max_entries: int,
-    num_slots: int, interpreted: bool,
+    num_slots: int, interpreted: bool, capability: int = 90,
 ) -> tuple[dict[str, int | bool], dict[str, int]]:  # fmt: skip
     """Return the kernel's tile constants and its compiler options."""
     # Products of float32, or of two dtypes, keep float32's precision, but float8 becomes any of them exactly. bfloat16
@@ -407,9 +409,10 @@ def _tile(
     mixed = store_dtype not in (query_dtype, torch.float8_e4m3fn)
     widen = query_dtype == torch.float32 or mixed or (interpreted and query_dtype == torch.bfloat16)
     block_queries = max(_MIN_BLOCK_QUERIES, triton.next_power_of_2(max_queries))
-    # Beside 128 queries a tile of 128 keys leaves no registers.
-    fills = triton.cdiv(max_entries, _BLOCK_KEYS) >= num_slots and block_queries <= _BLOCK_KEYS_SHORT
-    block_keys = max(_BLOCK_KEYS if fills else _BLOCK_KEYS_SHORT, 2**log_top)
+    # Beside more queries a tile of 128 keys leaves no registers.
+    is_few = block_queries <= (_FEW_QUERIES_BLACKWELL if capability >= 100 else _FEW_QUERIES)
+    fills = triton.cdiv(max_entries, _BLOCK_KEYS) >= num_slots
+    block_keys = max(_BLOCK_KEYS if fills and is_few else _BLOCK_KEYS_SHORT, 2**log_top)
     block_dim = _BLOCK_DIM_WIDE if widen else _BLOCK_DIM
     stage_bytes = block_dim * (block_keys * store_dtype.itemsize + block_queries * query_dtype.itemsize)
     constants: dict[str, int | bool] = {
@@ -419,7 +422,7 @@ def _tile(
         "BLOCK_DIM": block_dim,
         "WIDEN": widen,
     }
-    wide_tile = block_queries * max(block_keys, 2**log_top) > 4096
+    wide_tile = block_queries * block_keys > 4096
     options = {"num_stages": max(2, min(_STAGE_BYTES // stage_bytes, 5)), "num_warps": 8 if wide_tile else 4}
     return constants, options
 
@@ -437,14 +440,17 @@ def _launch(
     max_blocks: int,
 ) -> Tensor:
     """Launch both kernels; the grids come from shapes and bounds alone."""
-    if store.dtype == torch.float8_e4m3fn and device_limits(queries.device).capability < _FP8_CAPABILITY:
+    capability = device_limits(queries.device).capability
+    if store.dtype == torch.float8_e4m3fn and capability < _FP8_CAPABILITY:
         raise ValueError("a float8 store needs compute capability 8.9 (Ada) or later: store bfloat16")
     (num_rows, hidden_size), num_reqs, block_rows = queries.shape, rows.shape[0], store.shape[1]
     num_slots, max_entries = _num_slots(queries.device), max_blocks * block_rows
     # Two at least: a single entry would be a tensor without axes.
     log_top = max(1, (top_n - 1).bit_length())
     interpreted = queries.device.type == "cpu"
-    tile, options = _tile(queries.dtype, store.dtype, max_queries, log_top, max_entries, num_slots, interpreted)
+    tile, options = _tile(
+        queries.dtype, store.dtype, max_queries, log_top, max_entries, num_slots, interpreted, capability
+    )
     block_keys = 2 ** tile["LOG_KEYS"]
     num_splits = _num_splits(num_reqs, triton.cdiv(max_entries, block_keys), num_slots)
     part = queries.new_empty(num_rows, num_splits, 2**log_top, dtype=torch.float32)

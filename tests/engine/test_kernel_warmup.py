@@ -26,7 +26,7 @@ def test_every_part_is_prepared(monkeypatch):
         loaded = importlib.import_module(f"vidspec_kernels.{module.name}")
         if hasattr(loaded, "device_limits"):
             monkeypatch.setattr(loaded, "device_limits", lambda device: limits)
-    spec = {"draft": "tree-adaptive", "pruner": "specvlm", "scorer": "loose", "num_speculative_tokens": 8}
+    spec = {"drafting": "tree-adaptive", "pruner": "specvlm", "scorer": "loose", "num_speculative_tokens": 8}
     with harness.engine("qwen2.5-vl", "draft", **spec) as engine:
         kernel_warmup.warm_up_kernels(engine.runner)
         assert not prepared  # interpreted kernels need none

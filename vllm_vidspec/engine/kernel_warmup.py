@@ -60,7 +60,7 @@ def _prepare_drafter(drafter: Drafter, runner: Any) -> None:
     """Prepare the draft's own launches."""
     roots, pool = drafter._chains._roots, drafter.pool
     batch = {
-        "rows": roots.logical_pos,  # any vector of its kind
+        "rows": roots.logical_pos[:1],  # any vector of its kind
         "num_slots": roots.seq_lens,
         "num_tokens": roots.seq_lens,
         "pos_delta": roots.rows.pos_delta,
