@@ -320,9 +320,9 @@ class World:
         )
         sample = noise.CoupledSampler(self.sampler, self.config.draft_noise)
         with mock.patch.object(drafter, "attention_layers", lambda _config: {"layer": draft.cache}):
+            cache = VisionCache(0, 1, torch.float32, self.device)
             self.speculator._drafter = drafter.Drafter(
-                draft, self.config, sample, self.counters, NUM_BLOCKS, MAX_REQS, MAX_LEN, VisionCache(0, 1, torch.float32, self.device),
-                alone, {},
+                draft, self.config, sample, self.counters, NUM_BLOCKS, MAX_REQS, MAX_LEN, cache, alone, {},
                 fills_trees=self._fills_trees,
             )  # fmt: skip
         trees = self.speculator._drafter._trees
