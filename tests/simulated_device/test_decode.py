@@ -8,7 +8,8 @@ import torch
 
 pytest.importorskip("vllm")
 from tests.simulated_device import device as sim
-from tests.simulated_device.world import MAX_REQS, VOCAB, World, world
+from tests.simulated_device.fakes import MAX_REQS, VOCAB
+from tests.simulated_device.world import World, world
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.drafting.static import StaticTree
 from vllm_vidspec.engine import chain_drafter, scorer, speculator
