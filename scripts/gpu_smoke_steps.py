@@ -2,10 +2,12 @@
 
 import argparse
 import contextlib
+import faulthandler
 import importlib.util
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -151,7 +153,7 @@ def _generate(llm: Any, prompts: list[Any], max_tokens: int, temperature: float)
     from vllm import SamplingParams
 
     params = [
-        SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=i, ignore_eos=True)
+        SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=i, ignore_eos=True, detokenize=False)
         for i in range(len(prompts))
     ]
     return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
@@ -398,6 +400,9 @@ def main() -> int:
     parser.add_argument("--work-dir", required=True)
     parser.add_argument("--skip-numbers", action="store_true")
     args = parser.parse_args()
+    # Who hangs is asked where, before it is killed; the log has the answer.
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     verdict = run(args.name, args)
     Path(args.result).write_text(json.dumps(verdict))
     sys.stdout.flush()

@@ -42,6 +42,8 @@ if name == "dies after it passed":
 if name == "claims something else": verdict("fine")
 if name == "writes half a verdict": open(result, "w").write('{"outcome": "pas')
 if name == "hangs":
+    import faulthandler
+    faulthandler.register(signal.SIGUSR1)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     print(child.pid, flush=True)
     time.sleep(60)
@@ -97,7 +99,10 @@ def test_a_step_that_hangs_is_killed_with_its_children(play):
     assert time.monotonic() - start < 15
     assert records["hangs"]["outcome"] == "failed" and records["hangs"]["reason"].startswith("timed out after 1 s")
     assert records["passes"]["outcome"] == "passed"
-    child = int(Path(records["hangs"]["log"]).read_text().split()[-1])
+    _, child, *where = Path(records["hangs"]["log"]).read_text().splitlines()
+    assert records["hangs"]["reason"].endswith(f"its last line: {child}")
+    assert any("steps.py" in line for line in where), "it does not say where it hung"
+    child = int(child)
     for _ in range(100):  # a killed orphan waits for init to collect it
         if not is_alive(child):
             break
