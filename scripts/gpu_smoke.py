@@ -158,6 +158,7 @@ def run_all(
             command = [
                 sys.executable, str(steps_file), step.name, "--result", str(result), "--device", args.device,
                 "--work-dir", str(work_dir), *(["--skip-numbers"] if args.skip_numbers else []),
+                *(["--around", args.around] if args.around else []),
             ]  # fmt: skip
             record = run_step(command, result, log, min(step.timeout_s * args.seconds / SECONDS, left))
         record = {"name": step.name, **record, "log": str(log) if log.exists() else None}
@@ -203,6 +204,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--skip-numbers", action="store_true",
         help="for a device that computes nothing: steps run, what they compute is reported as unchecked",
+    )  # fmt: skip
+    parser.add_argument(
+        "--around", default="", metavar="MODULE:NAME",
+        help="a context manager to run every step in, for a device that has to be emulated",
     )  # fmt: skip
     args = parser.parse_args(argv)
     if unknown := set(filter(None, args.only.split(","))) - {step.name for step in STEPS}:

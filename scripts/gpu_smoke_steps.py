@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import faulthandler
+import importlib
 import importlib.util
 import json
 import os
@@ -391,6 +392,14 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     return {"outcome": "passed" if is_checked else "unchecked", "reason": reason, "facts": facts}
 
 
+def _around(name: str) -> contextlib.AbstractContextManager:
+    """Return a context manager that is called "module:name"; one that does nothing for no name."""
+    if not name:
+        return contextlib.nullcontext()
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)()
+
+
 def main() -> int:
     """Run one step and write its verdict; the exit status says no more than that there is one."""
     parser = argparse.ArgumentParser()
@@ -399,11 +408,13 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--work-dir", required=True)
     parser.add_argument("--skip-numbers", action="store_true")
+    parser.add_argument("--around", default="")
     args = parser.parse_args()
     # Who hangs is asked where, before it is killed; the log has the answer.
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    verdict = run(args.name, args)
+    with _around(args.around):
+        verdict = run(args.name, args)
     Path(args.result).write_text(json.dumps(verdict))
     sys.stdout.flush()
     os._exit(0)  # an engine's threads must not keep the process: the verdict is written
