@@ -34,6 +34,7 @@ if name == "passes": verdict("passed", number=3)
 if name == "fails": verdict("failed", "2 of 8 texts differ")
 if name == "skips": verdict("skipped", "pytest is not installed")
 if name == "unchecked": verdict("unchecked" if "--skip-numbers" in sys.argv else "passed")
+if name == "tells its arguments": verdict("passed", around=sys.argv[sys.argv.index("--around") + 1])
 if name == "segfaults": os.kill(os.getpid(), signal.SIGSEGV)
 if name == "dies silently": sys.exit(0)
 if name == "dies after it passed":
@@ -63,6 +64,7 @@ def play(tmp_path):
                 "seconds": smoke.SECONDS,
                 "work_dir": str(tmp_path / "work"),
                 "skip_numbers": False,
+                "around": "",
                 **more,
             }
         )
@@ -128,6 +130,14 @@ def test_without_cuda_a_step_that_needs_it_is_skipped_and_never_passed(play):
 
 def test_unchecked_numbers_are_no_success(play):
     assert play("unchecked", skip_numbers=True)["unchecked"]["outcome"] == "unchecked"
+
+
+def test_steps_run_inside_what_is_named(play):
+    """Catches: an emulated device that steps never see."""
+    assert play("tells its arguments", around="a.b:c")["tells its arguments"]["facts"] == {"around": "a.b:c"}
+    assert smoke_steps._around("contextlib:ExitStack").__class__.__name__ == "ExitStack"
+    with smoke_steps._around(""):
+        pass
 
 
 def test_when_the_time_is_up_the_rest_has_failed(play):
