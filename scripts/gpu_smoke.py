@@ -28,6 +28,7 @@ OUTCOMES = ("passed", "failed", "unchecked", "skipped")
 SECONDS = 300.0  # for all steps together, unless the user gives more (or less): time-outs grow with it
 # No step may hold up the others for longer than this beyond its own time-out.
 GRACE_S = 5.0
+LAST_WORDS_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def run_step(command: Sequence[str], result: Path, log: Path, timeout_s: float) 
         `outcome` (one of OUTCOMES), `reason` (one line, empty where it passed), `facts` and `seconds`. A process that
         ends without a verdict, or with another than its exit status, has failed.
     """
-    start = time.monotonic()
+    start, said = time.monotonic(), ""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment(),
@@ -95,10 +96,12 @@ def run_step(command: Sequence[str], result: Path, log: Path, timeout_s: float) 
         try:
             status: int | None = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            status = None
+            status, said = None, _last_line(log)
+            process.send_signal(signal.SIGUSR1)  # it writes where it is
+            time.sleep(LAST_WORDS_S)
         finally:
             _kill_group(process)
-    verdict = _verdict(result, status, timeout_s, log)
+    verdict = _verdict(result, status, timeout_s, said or _last_line(log))
     return verdict | {"seconds": round(time.monotonic() - start, 2)}
 
 
@@ -110,26 +113,29 @@ def _kill_group(process: subprocess.Popen) -> None:
         process.wait(GRACE_S)
 
 
-def _verdict(result: Path, status: int | None, timeout_s: float, log: Path) -> dict[str, Any]:
+def _verdict(result: Path, status: int | None, timeout_s: float, said: str) -> dict[str, Any]:
     if status is None:
-        return _failed(f"timed out after {timeout_s:.0f} s", log)
+        return _failed(f"timed out after {timeout_s:.0f} s", said)
     try:
         verdict = json.loads(result.read_text())
         outcome, facts = verdict["outcome"], verdict["facts"]
         assert outcome in OUTCOMES
     except (OSError, ValueError, KeyError, AssertionError):
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        return _failed(f"crashed ({how})", log)
+        return _failed(f"crashed ({how})", said)
     if status != 0 and outcome != "failed":
-        return _failed(f"ended with status {status} after it had {outcome}", log) | {"facts": facts}
+        return _failed(f"ended with status {status} after it had {outcome}", said) | {"facts": facts}
     return {"outcome": outcome, "reason": verdict.get("reason", ""), "facts": facts}
 
 
-def _failed(reason: str, log: Path) -> dict[str, Any]:
+def _failed(reason: str, said: str) -> dict[str, Any]:
     """Return a verdict on a step that gave none itself, with the last line that it wrote."""
+    return {"outcome": "failed", "reason": reason + (f"; its last line: {said}" if said else ""), "facts": {}}
+
+
+def _last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    said = f"; its last line: {lines[-1][:200]}" if lines else ""
-    return {"outcome": "failed", "reason": reason + said, "facts": {}}
+    return lines[-1][:200] if lines else ""
 
 
 def run_all(
@@ -152,6 +158,7 @@ def run_all(
             command = [
                 sys.executable, str(steps_file), step.name, "--result", str(result), "--device", args.device,
                 "--work-dir", str(work_dir), *(["--skip-numbers"] if args.skip_numbers else []),
+                *(["--around", args.around] if args.around else []),
             ]  # fmt: skip
             record = run_step(command, result, log, min(step.timeout_s * args.seconds / SECONDS, left))
         record = {"name": step.name, **record, "log": str(log) if log.exists() else None}
@@ -197,6 +204,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--skip-numbers", action="store_true",
         help="for a device that computes nothing: steps run, what they compute is reported as unchecked",
+    )  # fmt: skip
+    parser.add_argument(
+        "--around", default="", metavar="MODULE:NAME",
+        help="a context manager to run every step in, for a device that has to be emulated",
     )  # fmt: skip
     args = parser.parse_args(argv)
     if unknown := set(filter(None, args.only.split(","))) - {step.name for step in STEPS}:

@@ -2,10 +2,13 @@
 
 import argparse
 import contextlib
+import faulthandler
+import importlib
 import importlib.util
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +22,8 @@ FAMILIES = ("qwen2.5-vl", "llava-onevision")
 # In bf16 the draft and the verify forward have other batch shapes, so nearly equal logits may order otherwise; what the
 # draft sees is the same, so nearly all drafts must stand.
 SELF_DRAFT_BOUND = 0.9
+# Where nothing is computed, further tokens show nothing further, and a device may be emulated at a snail's pace.
+_MOST_UNCHECKED_TOKENS = 4
 _IDENTITY = (("chain", 5), ("tree-static", 25), ("tree-adaptive", 16))
 # Of a Qwen2.5-VL-7B target and a 3B draft.
 _SHAPES = {
@@ -147,11 +152,15 @@ def _counters(llm: Any) -> dict[str, int]:
     return metrics.read_metrics(metrics.path_for(llm.llm_engine.vllm_config.instance_id))
 
 
-def _generate(llm: Any, prompts: list[Any], max_tokens: int, temperature: float) -> list[list[int]]:
+def _generate(
+    args: argparse.Namespace, llm: Any, prompts: list[Any], max_tokens: int, temperature: float
+) -> list[list[int]]:
     from vllm import SamplingParams
 
+    if args.skip_numbers:
+        max_tokens = min(max_tokens, _MOST_UNCHECKED_TOKENS)
     params = [
-        SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=i, ignore_eos=True)
+        SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=i, ignore_eos=True, detokenize=False)
         for i in range(len(prompts))
     ]
     return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
@@ -175,7 +184,7 @@ def identity(args: argparse.Namespace, family: str) -> dict[str, Any]:
         start = time.perf_counter()
         with _engine(args, pairs.llm_kwargs(family, None if spec is None else "draft", **more)) as llm:
             prompts = _videos(family, 4)
-            texts[name] = _generate(llm, prompts, 32, 0.0) + _generate(llm, prompts, 32, 1.0)
+            texts[name] = _generate(args, llm, prompts, 32, 0.0) + _generate(args, llm, prompts, 32, 1.0)
             if spec is not None:
                 counts = _counters(llm)
                 facts[f"{name}_accepted"] = counts["accepted_tokens"]
@@ -202,7 +211,7 @@ def self_draft_bf16(args: argparse.Namespace) -> dict[str, Any]:
         overrides={"dtype": "bfloat16"},
     )  # fmt: skip
     with _engine(args, kwargs) as llm:
-        _generate(llm, _videos("qwen2.5-vl", 8), 64, 0.0)
+        _generate(args, llm, _videos("qwen2.5-vl", 8), 64, 0.0)
         counts = _counters(llm)
     rate = counts["accepted_tokens"] / max(1, counts["draft_tokens"])
     _expect(counts["draft_tokens"] > 0, "nothing was drafted")
@@ -238,13 +247,13 @@ def sync_debug(args: argparse.Namespace) -> dict[str, Any]:
         with _engine(args, kwargs) as llm:
             prompts = _videos("qwen2.5-vl", 2)
             for temperature in (0.0, 1.0):
-                _generate(llm, prompts, 16, temperature)
+                _generate(args, llm, prompts, 16, temperature)
             runner = _runner(llm)
             speculator, verifier = runner.speculator, runner.rejection_sampler
             speculator._draft = watched("draft", speculator._draft)
             verifier._verify = watched("verify", verifier._verify)
             for temperature in (0.0, 1.0):
-                _generate(llm, prompts, 16, temperature)
+                _generate(args, llm, prompts, 16, temperature)
         facts[shape] = dict(calls)
     _expect(min(calls.values()) > 0, "nothing was watched")
     return facts
@@ -305,11 +314,11 @@ def real_shapes(args: argparse.Namespace, drafting: str | None) -> dict[str, Any
     with _engine(args, kwargs) as llm:
         facts["held_after_start_bytes"] = torch.cuda.memory_allocated()
         prompts = _videos("qwen2.5-vl", 8)
-        _generate(llm, prompts, 16, 0.0)
+        _generate(args, llm, prompts, 16, 0.0)
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
         for batch in (1, 8):
-            facts[f"batch_{batch}"] = _time_steps(llm, prompts[:batch])
+            facts[f"batch_{batch}"] = _time_steps(args, llm, prompts[:batch])
         facts["held_after_steps_bytes"] = torch.cuda.memory_allocated()
         facts["peak_of_steps_bytes"] = torch.cuda.max_memory_allocated()
         facts["free_after_bytes"] = torch.cuda.mem_get_info()[0]
@@ -323,7 +332,7 @@ def real_shapes(args: argparse.Namespace, drafting: str | None) -> dict[str, Any
     return facts
 
 
-def _time_steps(llm: Any, prompts: list[Any]) -> dict[str, float]:
+def _time_steps(args: argparse.Namespace, llm: Any, prompts: list[Any]) -> dict[str, float]:
     """Return ms per decode step and tokens per second; the prompts' prefill is timed apart and taken off."""
     import torch
 
@@ -339,7 +348,7 @@ def _time_steps(llm: Any, prompts: list[Any]) -> dict[str, float]:
         before = steps
         torch.cuda.synchronize()
         start = time.perf_counter()
-        num_tokens = sum(map(len, _generate(llm, prompts, max_tokens, 0.0)))
+        num_tokens = sum(map(len, _generate(args, llm, prompts, max_tokens, 0.0)))
         torch.cuda.synchronize()
         return time.perf_counter() - start, num_tokens, steps - before
 
@@ -389,6 +398,14 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     return {"outcome": "passed" if is_checked else "unchecked", "reason": reason, "facts": facts}
 
 
+def _around(name: str) -> contextlib.AbstractContextManager:
+    """Return a context manager that is called "module:name"; one that does nothing for no name."""
+    if not name:
+        return contextlib.nullcontext()
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)()
+
+
 def main() -> int:
     """Run one step and write its verdict; the exit status says no more than that there is one."""
     parser = argparse.ArgumentParser()
@@ -397,8 +414,13 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--work-dir", required=True)
     parser.add_argument("--skip-numbers", action="store_true")
+    parser.add_argument("--around", default="")
     args = parser.parse_args()
-    verdict = run(args.name, args)
+    # Who hangs is asked where, before it is killed; the log has the answer.
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    with _around(args.around):
+        verdict = run(args.name, args)
     Path(args.result).write_text(json.dumps(verdict))
     sys.stdout.flush()
     os._exit(0)  # an engine's threads must not keep the process: the verdict is written

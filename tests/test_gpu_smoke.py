@@ -34,6 +34,7 @@ if name == "passes": verdict("passed", number=3)
 if name == "fails": verdict("failed", "2 of 8 texts differ")
 if name == "skips": verdict("skipped", "pytest is not installed")
 if name == "unchecked": verdict("unchecked" if "--skip-numbers" in sys.argv else "passed")
+if name == "tells its arguments": verdict("passed", around=sys.argv[sys.argv.index("--around") + 1])
 if name == "segfaults": os.kill(os.getpid(), signal.SIGSEGV)
 if name == "dies silently": sys.exit(0)
 if name == "dies after it passed":
@@ -42,6 +43,8 @@ if name == "dies after it passed":
 if name == "claims something else": verdict("fine")
 if name == "writes half a verdict": open(result, "w").write('{"outcome": "pas')
 if name == "hangs":
+    import faulthandler
+    faulthandler.register(signal.SIGUSR1)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     print(child.pid, flush=True)
     time.sleep(60)
@@ -61,6 +64,7 @@ def play(tmp_path):
                 "seconds": smoke.SECONDS,
                 "work_dir": str(tmp_path / "work"),
                 "skip_numbers": False,
+                "around": "",
                 **more,
             }
         )
@@ -97,7 +101,10 @@ def test_a_step_that_hangs_is_killed_with_its_children(play):
     assert time.monotonic() - start < 15
     assert records["hangs"]["outcome"] == "failed" and records["hangs"]["reason"].startswith("timed out after 1 s")
     assert records["passes"]["outcome"] == "passed"
-    child = int(Path(records["hangs"]["log"]).read_text().split()[-1])
+    _, child, *where = Path(records["hangs"]["log"]).read_text().splitlines()
+    assert records["hangs"]["reason"].endswith(f"its last line: {child}")
+    assert any("steps.py" in line for line in where), "it does not say where it hung"
+    child = int(child)
     for _ in range(100):  # a killed orphan waits for init to collect it
         if not is_alive(child):
             break
@@ -123,6 +130,14 @@ def test_without_cuda_a_step_that_needs_it_is_skipped_and_never_passed(play):
 
 def test_unchecked_numbers_are_no_success(play):
     assert play("unchecked", skip_numbers=True)["unchecked"]["outcome"] == "unchecked"
+
+
+def test_steps_run_inside_what_is_named(play):
+    """Catches: an emulated device that steps never see."""
+    assert play("tells its arguments", around="a.b:c")["tells its arguments"]["facts"] == {"around": "a.b:c"}
+    assert smoke_steps._around("contextlib:ExitStack").__class__.__name__ == "ExitStack"
+    with smoke_steps._around(""):
+        pass
 
 
 def test_when_the_time_is_up_the_rest_has_failed(play):

@@ -136,7 +136,10 @@ class SimulatedDevice(contextlib.AbstractContextManager):
 
     def _stand_ins(self) -> Iterator[tuple[Any, str, Any]]:
         yield torch.cuda, "Event", lambda *_args, **_kwargs: _Event(self)
-        yield torch.cuda, "synchronize", lambda *_args: self.cross(DEVICE_WAIT)
+        for module in (torch.cuda, torch.accelerator):
+            yield module, "synchronize", lambda *_args: self.cross(DEVICE_WAIT)
+        # Not by its function: an engine on the CPU, which ran in this process before, leaves one of its own.
+        yield torch.Tensor, "pin_memory", lambda x, *_args: self.pin(x.clone())
         for info in pkgutil.iter_modules(vidspec_kernels.__path__):
             module = importlib.import_module(f"vidspec_kernels.{info.name}")
             if hasattr(module, "use_triton"):
@@ -328,7 +331,6 @@ class _Functions(TorchFunctionMode):
             tensor.nonzero: torch.ops.aten.nonzero.default,
             tensor.contiguous: lambda x: x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format),
             tensor.data_ptr: lambda x: to_host(x).data_ptr(),
-            tensor.pin_memory: lambda x, *_: device.pin(x.clone()),
             tensor.is_pinned: lambda x, *_: is_host(x) and device.is_pinned(x),
         }
         for make in (torch.tensor, torch.as_tensor, torch.asarray):

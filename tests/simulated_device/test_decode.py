@@ -8,7 +8,8 @@ import torch
 
 pytest.importorskip("vllm")
 from tests.simulated_device import device as sim
-from tests.simulated_device.world import MAX_REQS, VOCAB, World, world
+from tests.simulated_device.fakes import MAX_REQS, VOCAB
+from tests.simulated_device.world import World, world
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.drafting.static import StaticTree
 from vllm_vidspec.engine import chain_drafter, scorer, speculator
@@ -62,16 +63,17 @@ SCENARIOS = {
 
 
 def drive(here: World, device: sim.SimulatedDevice | None, seed: int, expected: dict) -> list[str]:
-    """Run requests that come and go; return what crossed and is not expected."""
+    """Run requests that come and go; return what crossed and is not expected, and what is expected and never does."""
     rng = np.random.default_rng(seed)
     for row in range(MAX_REQS):
         here.admit(row, rng.integers(0, VOCAB, rng.integers(8, 20)), int(rng.integers(0, 6)))
-    wrong, changed = [], True
+    wrong, seen, changed = [], set(), True
     for step in range(NUM_STEPS):
         is_whole = step % 4 < 2
         rows = range(MAX_REQS) if is_whole else rng.permutation(MAX_REQS)[: rng.integers(1, MAX_REQS)]
         with contextlib.nullcontext({}) if device is None else device.counting() as counts:
             here.step([int(row) for row in rows])
+        seen |= counts.keys()
         wrong += unexpected(counts, expected | CHANGES if changed else expected)
         changed = changed and not is_whole  # once everyone has run, all is known
         if step == NUM_STEPS // 2:
@@ -81,6 +83,8 @@ def drive(here: World, device: sim.SimulatedDevice | None, seed: int, expected: 
         if step == NUM_STEPS - 5:  # it goes on without speculation
             here.speculator._forget(2, speculator._SKIPPED)
             changed = True
+    if device is not None:
+        wrong += [f"{kind} in {function} no more: take it off the list" for function, kind in expected.keys() - seen]
     return wrong
 
 

@@ -6,8 +6,6 @@ attention) are one launch each.
 """
 
 import contextlib
-import copy
-import itertools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +15,30 @@ import numpy as np
 import torch
 
 from tests.simulated_device import device as sim
-from vidspec_kernels import CacheList
-from vidspec_kernels.tree_grow import tree_grow
+from tests.simulated_device.fakes import (
+    BLOCK_SIZE,
+    CPU,
+    MAX_LEN,
+    MAX_REQS,
+    NUM_BLOCKS,
+    VOCAB,
+    ByGrid,
+    FakeAttention,
+    FakeDraft,
+    FakeSampler,
+    GrowLaunch,
+    StagedWrites,
+    add_noise,
+    as_dict,
+    attend,
+    gumbel_sample,
+    hashed,
+    target_logits,
+)
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.drafting import adaptive
 from vllm_vidspec.engine import (
     counters,
-    cpu_kernels,
     draft_prefill,
     draft_rows,
     drafter,
@@ -37,216 +52,6 @@ from vllm_vidspec.engine import (
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.vision_cache import VisionCache
 from vllm_vidspec.metrics import MetricsFile
-
-VOCAB, BLOCK_SIZE, MAX_REQS, MAX_LEN = 32, 4, 4, 160
-NUM_BLOCKS = 1 + MAX_REQS * (MAX_LEN // BLOCK_SIZE + 8)
-CPU = torch.device("cpu")
-
-
-def hashed(*words: Any) -> np.ndarray:
-    """Return `[...]` int64 >= 0: a hash of integers or arrays of them."""
-    value = np.uint64(0x9E3779B97F4A7C15)
-    with np.errstate(over="ignore"):
-        for word in words:
-            value = (value ^ np.asarray(word).astype(np.uint64)) * np.uint64(0xBF58476D1CE4E5B9)
-            value = value ^ (value >> np.uint64(29))
-    return (value >> np.uint64(2)).astype(np.int64)
-
-
-def attend(
-    cache: torch.Tensor,  # [num_blocks, BLOCK_SIZE, 1, 2] int64, tokens and positions
-    tokens: torch.Tensor,  # [n]
-    positions: torch.Tensor,  # [n]
-    query_start_loc: np.ndarray,  # [num_reqs + 1]
-    seq_lens: torch.Tensor,  # [num_reqs]
-    block_table: torch.Tensor,  # [num_reqs, max_blocks]
-    slot_mapping: torch.Tensor,  # [n]
-    step: dict[str, Any] | None,  # of `TreeStep`
-) -> torch.Tensor:
-    """Write a forward's entries and return `[n, 3]` int64: a hash of what each attends to, and its last two tokens."""
-    flat = cache.numpy().reshape(-1, 2)
-    slots, table = slot_mapping.numpy(), block_table.numpy()
-    is_written = slots >= 0
-    flat[slots[is_written]] = np.stack((tokens.numpy(), positions.numpy()), axis=1)[is_written]
-    in_trees = {} if step is None else {int(row): i for i, row in enumerate(step["rows"].numpy())}
-    hidden = np.zeros((len(slots), 3), dtype=np.int64)
-    for request, (low, high) in enumerate(itertools.pairwise(query_start_loc)):
-        for query in range(low, high):
-            if request in in_trees:
-                tree = in_trees[request]
-                mask = int(step["masks"][tree, query - low])
-                prefix = int(step["prefix_lens"][tree])
-                seen = [*range(prefix), *(prefix + bit for bit in range(64) if mask >> bit & 1)]
-            else:
-                seen = range(int(seq_lens[request]) - (high - query) + 1)
-            seen = np.fromiter(seen, dtype=np.int64)
-            entries = flat[table[request, seen // BLOCK_SIZE] * BLOCK_SIZE + seen % BLOCK_SIZE]
-            last = entries[-2:, 0]
-            hidden[query] = hashed(entries[:, 0], entries[:, 1], 7).sum() >> 8, last[0], last[-1]
-    return torch.from_numpy(hidden)
-
-
-def agreed_logits(hidden: torch.Tensor) -> np.ndarray:
-    """Return `[n, VOCAB]` float32 that follow from the last two tokens, ties among them."""
-    _, previous, last = hidden.numpy().T[:, :, None]
-    return (hashed(previous, last, np.arange(VOCAB)) % 40 / 8).astype(np.float32)
-
-
-def target_logits(hidden: torch.Tensor) -> torch.Tensor:
-    """Return what the target says, which depends a little on everything before."""
-    own = hashed(hidden.numpy()[:, :1], np.arange(VOCAB), 1) % 8 / 8
-    return torch.from_numpy(agreed_logits(hidden) + own.astype(np.float32))
-
-
-def draft_logits(hidden: torch.Tensor) -> torch.Tensor:
-    """Return what the draft says."""
-    own = hashed(hidden.numpy()[:, :1], np.arange(VOCAB), 2) % 12 / 8
-    return torch.from_numpy(agreed_logits(hidden) + own.astype(np.float32))
-
-
-def _as_dict(step: Any) -> dict[str, Any] | None:
-    return None if step is None else vars(step)
-
-
-class FakeDraft:
-    """Stands in for `DraftModel`."""
-
-    num_axes, block_size = 3, BLOCK_SIZE
-    max_num_tokens = 24  # so that wide levels are fed in parts
-    vocab_size, max_model_len, num_positions = VOCAB, MAX_LEN, MAX_LEN
-    hf_config = config = full_positions = None
-
-    def __init__(self, world: "World"):
-        self.device = world.device
-        self._world = world
-        self.cache = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 1, 2, dtype=torch.int64, device=world.device)
-        self.attention: FakeAttention | None = None
-
-    def embed(self, token_ids: torch.Tensor, media: list, is_media: Any) -> torch.Tensor:
-        assert token_ids.device == self.device
-        return token_ids.long()[:, None]
-
-    def forward(self, embeds, positions, **arguments: Any) -> torch.Tensor:
-        assert bool(sim.to_host(positions[0] == positions[2]).all())
-        bound, lens = arguments.pop("seq_lens_upper_bound"), sim.to_host(arguments["seq_lens"]).numpy()
-        assert (lens <= bound).all(), f"{lens} KV entries, the host expects at most {bound}"
-        starts = arguments.pop("query_start_loc_np")
-        assert np.array_equal(starts, sim.to_host(arguments.pop("query_start_loc")).numpy())
-        step = None if self.attention is None else _as_dict(self.attention.step)
-        run = self._world.launch(attend)
-        return run(self.cache, embeds[:, 0], positions[1], query_start_loc=starts, step=step, **arguments)
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._world.launch(draft_logits)(hidden)
-
-
-class FakeAttention:
-    """Stands in for `TreeAttention`: one layer whose keys are the cache, and whose values follow them."""
-
-    def __init__(self, layers: Any):
-        [self._cache] = layers
-        self.step: Any = None
-        self.block_table: torch.Tensor
-
-    def caches(self) -> CacheList:
-        return CacheList([(self._cache[..., :1], self._cache[..., 1:])])
-
-
-class FakeSampler:
-    """Stands in for vLLM's sampler: temperature and its noise."""
-
-    use_fp64_gumbel = return_sampling_mask = False
-    logprobs_mode = "raw_logprobs"
-    thinking_budget_state = SimpleNamespace(enabled=False)
-    req_states = SimpleNamespace(max_model_len=MAX_LEN)
-
-    def __init__(self, world: "World", temperature: float):
-        heat = np.full(MAX_REQS, temperature, dtype=np.float32)
-        heat[1::2] = 0.0  # greedy requests beside the others
-        self.needs_logits_processing = heat > 0
-        self.sampling_states = SimpleNamespace(
-            temperature=SimpleNamespace(np=heat, gpu=world.put(heat)),
-            seeds=SimpleNamespace(gpu=world.put(np.arange(MAX_REQS) * 2**40 + 11)),
-        )
-        penalties = SimpleNamespace(use_penalty=np.zeros(MAX_REQS, dtype=bool))
-        bad_words = SimpleNamespace(num_bad_words=SimpleNamespace(np=np.zeros(MAX_REQS, dtype=np.int32)))
-        self.logits_processors = [None, penalties, bad_words]
-        self._world = world
-
-    def get_logprobs_dims(self, rows_np: np.ndarray, include_token_ids: bool) -> None:
-        return None
-
-    def apply_sampling_params(self, logits, rows, idx_mapping, rows_np, pos, input_ids, local_pos, bound_np):
-        heat = self.sampling_states.temperature.gpu[rows][:, None]
-        return logits.float() / torch.where(heat == 0, 1.0, heat)
-
-    def sample(
-        self, logits, rows, idx_mapping, rows_np, pos, input_ids, local_pos, bound_np, return_logprobs
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        processed = self.apply_sampling_params(logits, rows, None, rows_np, pos, input_ids, local_pos, bound_np)
-        states = self.sampling_states
-        tokens = self._world.launch(gumbel_sample)(processed, rows, states.temperature.gpu, states.seeds.gpu, pos)
-        return tokens, processed
-
-
-def gumbel_sample(logits, rows, temperature, seeds, pos, **_options: Any) -> torch.Tensor:
-    """Do what vLLM's kernel does, under shared noise."""
-    noisy = logits.clone()
-    add_noise(noisy, None, rows, seeds, pos, temperature, logits.shape[1])
-    return noisy.argmax(dim=-1)
-
-
-def add_noise(logits, _stride, rows, seeds, pos, temperature, vocab_size, **_constants: Any) -> None:
-    """Do what the draft's noise kernel does."""
-    is_noisy = temperature[rows].numpy() != 0
-    keys = np.arange(vocab_size, dtype=np.uint32)
-    values = cpu_kernels.gumbel_noise(seeds[rows].numpy()[is_noisy], pos.numpy()[is_noisy], keys)
-    logits.numpy()[is_noisy] += values
-
-
-class StagedWrites:
-    """Stands in for vLLM's `StagedWriteTensor`, whose kernel reads what is staged from host memory that it maps."""
-
-    def __init__(self, size: Any, dtype: torch.dtype, device: torch.device, **_options: Any):
-        self.gpu = torch.zeros(size, dtype=dtype, device=device)
-        self._staged: list[tuple[int, int, list]] = []
-
-    def stage_write(self, row: int, start: int, values: Any) -> None:
-        self._staged.append((row, start, list(values)))
-
-    def stage_write_elem(self, row: int, value: int) -> None:
-        self._staged.append((row, 0, [value]))
-
-    def apply_write(self) -> None:
-        memory = sim.to_host(self.gpu).numpy().reshape(len(self.gpu), -1)
-        for row, start, values in self._staged:
-            memory[row, start : start + len(values)] = values
-        self.clear_staged_writes()
-
-    def clear_staged_writes(self) -> None:
-        self._staged.clear()
-
-
-class GrowLaunch:
-    """`tree_grow` as the kernel that CUDA takes: the reference on the device's memory, at the kernel's width."""
-
-    def __init__(self, world: "World"):
-        self._world = world
-
-    def __call__(self, buffers: Any, *tensors: torch.Tensor, num_next: int, **numbers: int) -> tuple:
-        on_host = copy.copy(buffers)
-        on_host.device, on_host.tensors = CPU, sim.to_host(buffers.tensors)
-        on_host._arrays = tuple(tensor.numpy() for tensor in on_host.tensors)
-
-        def grow(*tensors: torch.Tensor) -> tuple:
-            nodes, tokens, log_probs = tree_grow(on_host, *tensors, num_next=num_next, impl="torch", **numbers)
-            more = (0, num_next - nodes.shape[1])
-            pad = torch.nn.functional.pad
-            return pad(nodes, more), pad(tokens, more), pad(log_probs, more, value=-torch.inf)
-
-        grown = self._world.launch(grow)(*tensors)
-        buffers._plan = on_host._plan
-        return grown
 
 
 class World:
@@ -320,9 +125,10 @@ class World:
         )
         sample = noise.CoupledSampler(self.sampler, self.config.draft_noise)
         with mock.patch.object(drafter, "attention_layers", lambda _config: {"layer": draft.cache}):
+            cache = VisionCache(0, 1, torch.float32, self.device)
             self.speculator._drafter = drafter.Drafter(
-                draft, self.config, sample, self.counters, NUM_BLOCKS, MAX_REQS, MAX_LEN,
-                VisionCache(0, 1, torch.float32, self.device), alone, {}, fills_trees=self._fills_trees,
+                draft, self.config, sample, self.counters, NUM_BLOCKS, MAX_REQS, MAX_LEN, cache, alone, {},
+                fills_trees=self._fills_trees,
             )  # fmt: skip
         trees = self.speculator._drafter._trees
         draft.attention = None if trees is None else trees._attention
@@ -438,7 +244,7 @@ class World:
         if self.trees is not None:
             self.trees.before_forward(batch)
             positions = self.trees._adjust(positions.repeat(3, 1))[0]
-            step = _as_dict(self.trees._attention.step)
+            step = as_dict(self.trees._attention.step)
         block_table = self.launch(lambda table, rows: table[rows])(self.target_table, batch.idx_mapping)
         if self.trees is not None:
             self.trees._attention.block_table = block_table
@@ -513,20 +319,10 @@ def world(device: sim.SimulatedDevice | None, tmp_path: Any, config: VidSpecConf
             (kv_pool, "StagedWriteTensor", StagedWrites),
             (looseness, "protected_ids", lambda *_: {0, 9}),
             (noise.gumbel, "gumbel_sample", launch(gumbel_sample)),
-            (noise, "_add_noise_kernel", _ByGrid(launch(add_noise))),
+            (noise, "_add_noise_kernel", ByGrid(launch(add_noise))),
         ):
             stack.enter_context(mock.patch.object(module, name, stand_in))
         here = World(CPU if device is None else sim.DEVICE, launch, config, **more)
         if device is not None:
             stack.enter_context(mock.patch.object(adaptive, "tree_grow", GrowLaunch(here)))
         yield here
-
-
-class _ByGrid:
-    """A launcher that ignores its grid."""
-
-    def __init__(self, launch: Callable):
-        self._launch = launch
-
-    def __getitem__(self, grid: Any) -> Callable:
-        return self._launch
