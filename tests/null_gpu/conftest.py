@@ -1,0 +1,18 @@
+"""Everything here runs in the null GPU's own environment (make test-cuda-host), and nowhere else."""
+
+import os
+
+import pytest
+
+IN_ENVIRONMENT = "VIDSPEC_NULL_GPU" in os.environ
+collect_ignore_glob = [] if IN_ENVIRONMENT else ["test_*.py"]
+
+
+def pytest_sessionstart(session):
+    """Refuse to pass a machine's real GPU for the null one."""
+    if not IN_ENVIRONMENT:
+        return
+    import torch
+
+    if torch.cuda.get_device_name(0) != "Null H100":
+        pytest.exit("the null GPU's libraries are not the ones that torch has loaded", returncode=3)
