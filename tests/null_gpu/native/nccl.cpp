@@ -269,6 +269,9 @@ int ncclReduceScatter(const void* send, void* receive, size_t count, int type, i
 int ncclBroadcast(const void* send, void* receive, size_t count, int type, int root, Communicator* comm, void* stream) {
   return submit({broadcast, send, receive, count, type, 0, root, comm}, stream, "ncclBroadcast");
 }
+int ncclBcast(void* data, size_t count, int type, int root, Communicator* comm, void* stream) {
+  return ncclBroadcast(data, data, count, type, root, comm, stream);
+}
 // What vLLM uses between pipeline stages only, or not at all.
 int ncclReduce(const void*, void*, size_t, int, int, int, Communicator*, void*) { return INVALID_USAGE; }
 int ncclSend(const void*, size_t, int, int, Communicator*, void*) { return INVALID_USAGE; }

@@ -80,6 +80,9 @@ int nvmlDeviceGetPciInfo_v3(void* handle, PciInfo* out) {
   snprintf(out->id, sizeof out->id, "00000000:%02X:00.0", out->bus);
   return 0;
 }
+int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* count, void*) { return (*count = 0, 0); }
+int nvmlDeviceGetComputeRunningProcesses_v2(void*, unsigned* count, void*) { return (*count = 0, 0); }
+int nvmlDeviceGetComputeRunningProcesses_v3(void*, unsigned* count, void*) { return (*count = 0, 0); }
 int nvmlDeviceGetNumaNodeId(void*, unsigned* node) { return (*node = 0, 0); }
 int nvmlDeviceGetP2PStatus(void*, void*, int, int* status) { return (*status = 0, 0); }
 int nvmlDeviceGetCpuAffinity(void*, unsigned size, unsigned long* mask) {
