@@ -19,6 +19,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 import setup_env as base
 from setup_env import ROOT, SetupError, say
 
@@ -69,7 +71,9 @@ def check_machine() -> None:
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         raise SetupError("the null GPU needs Linux on x86_64: the CUDA wheels are built for it")
     if shutil.which("g++") is None or shutil.which("gcc") is None:
-        raise SetupError("no g++ found; install it (package g++ or gcc-c++): the null GPU's libraries are built with it")
+        raise SetupError(
+            "no g++ found; install it (package g++ or gcc-c++): the null GPU's libraries are built with it"
+        )
 
 
 def build(home: Path, log: Path) -> None:
@@ -107,7 +111,7 @@ def prepare() -> Path:
             fcntl.flock(guard, fcntl.LOCK_EX)
         stamp = base.read_stamp(venv)
         if stamp is None:
-            say("engine: vLLM for CUDA without a GPU (first time: a few minutes, 1.1 GB to download, about 5 GB on disk)")
+            say("engine: vLLM for CUDA without a GPU (first time: minutes, 1.1 GB to download, 5 GB on disk)")
             build(home, log)
         state = base.clone_state()
         if stamp is None or stamp.get("clone_state") != state:
@@ -133,16 +137,24 @@ def build_libraries(home: Path) -> Path:
 def environment(home: Path) -> dict[str, str]:
     """Return the variables under which CUDA programs find the null GPU instead of a real one."""
     libraries = str(build_libraries(home))
-    inherited = os.environ.get("LD_LIBRARY_PATH")
+    # The clone that this runs in is the one that is tested, even if another one re-points the shared environment.
+    clone = (str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests"))
     return os.environ | {
-        "LD_LIBRARY_PATH": f"{libraries}:{inherited}" if inherited else libraries,
-        "PATH": f"{home / 'venv' / 'bin'}:{os.environ['PATH']}",
+        "LD_LIBRARY_PATH": _joined("LD_LIBRARY_PATH", libraries),
+        "PATH": _joined("PATH", str(home / "venv" / "bin")),
+        "PYTHONPATH": _joined("PYTHONPATH", *clone),
         "VIDSPEC_NULL_GPU": libraries,
         # No device node says that there is a GPU, so our backend of Triton's must not step in.
         "TRITON_BACKENDS_IN_TREE": "1",
         # FlashInfer's sampler is compiled at run time, by a CUDA compiler that is not there.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
+
+
+def _joined(variable: str, *first: str) -> str:
+    """Return a path variable with folders put first."""
+    inherited = os.environ.get(variable)
+    return ":".join([*first, *([inherited] if inherited else [])])
 
 
 def main() -> int:

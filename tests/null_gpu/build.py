@@ -1,7 +1,7 @@
 """Compiles the null GPU's libraries: the driver, the runtime, NVML, and the libraries of mathematics and communication.
 
-Standard library only: scripts/setup_cuda_host.py calls this before any test runs. The result is kept in a folder that is
-named after a hash of the sources, so that a changed source is compiled anew and an unchanged one never.
+Standard library only: scripts/setup_cuda_host.py calls this before any test runs. The result is kept in a folder that
+is named after a hash of the sources, so that a changed source is compiled anew and an unchanged one never.
 """
 
 import hashlib
@@ -22,10 +22,11 @@ _WHEELS = ("torch/lib/*.so", "torchvision/_C.so", "vllm/*.so", "vllm/vllm_flash_
 _DRIVER = ("counters.cpp", "memory.cpp", "streams.cpp", "graphs.cpp", "copies.cpp", "driver.cpp")
 _RUNTIME = ("runtime.cpp", "runtime_streams.cpp")
 # Hand-written sources of the other libraries; what is not named here is all stubs.
-_SOURCES = {key: (f"{key}.cpp",) for key in ("cublas", "cublasLt", "nccl", "nvml")} | {
+_SOURCES = {
     "cuda": _DRIVER,
     "cudart": _RUNTIME,
-    **{key: ("others.cpp",) for key in ("cudnn", "cufft", "cupti", "nvrtc")},
+    **{key: (f"{key}.cpp",) for key in ("cublas", "cublasLt", "nccl", "nvml")},
+    **dict.fromkeys(("cudnn", "cufft", "cupti", "nvrtc"), ("others.cpp",)),
 }
 
 

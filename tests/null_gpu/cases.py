@@ -6,10 +6,18 @@ from typing import Any
 
 import numpy as np
 
+from null_gpu.plants import allocate_while_capturing, plant_each
 from vllm_vidspec.bench import pairs
 
 FAMILY = "qwen2.5-vl"
 NUM_FRAMES, FRAME_SIZE = 8, 112
+# The host learns how deep the next trees are from the step before; by then this step's target forward is launched.
+PLANNED_DEPTHS = "adaptive.py read"
+TWO_RANKS = {
+    "tensor_parallel_size": 2,
+    "disable_custom_all_reduce": True,  # it reads another process's device memory
+    "worker_extension_cls": "null_gpu.probe.WorkerProbe",
+}
 GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}}
 COMPILED = {"enforce_eager": False, "compilation_config": {"mode": 3, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}}
 
@@ -28,7 +36,11 @@ class Case:
         skip: Steps after the first token that are not counted.
         steps: Steps that are counted.
         timed_steps: Steps that are timed afterwards.
+        allowed: Parts of lines that may wait once per step, for a good reason.
+        most_launches: Budget of launches per step, counted ones plus a little.
+        before: Called before the engine starts.
         after: Called with the session once its requests are aborted; returns what it measured.
+        is_planted: Whether it carries defects on purpose.
     """
 
     name: str
@@ -40,7 +52,16 @@ class Case:
     skip: int = 6
     steps: int = 10
     timed_steps: int = 20
+    allowed: tuple[str, ...] = ()
+    most_launches: int = 0
+    before: Callable[[], None] | None = None
     after: Callable[[Any], dict[str, Any]] | None = None
+    is_planted: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        """Tensor-parallel ranks, each a process of its own if there are several."""
+        return self.overrides.get("tensor_parallel_size", 1)
 
     def llm_kwargs(self) -> dict[str, Any]:
         """Return the arguments of `LLM`."""
@@ -57,20 +78,36 @@ class Case:
         return [pairs.video_prompt(FAMILY, noise.integers(0, 255, shape, dtype=np.uint8)) for _ in range(self.batch)]
 
 
+_SAMPLED = {"temperature": 1.0, "top_p": 0.9}
+# Launches grow with the layers of target and draft: these budgets are those of the bundled pair, counted plus a little.
 _ALL = (
     Case("vanilla"),
+    Case("chain", {}, most_launches=400),
+    Case("static", {"drafting": "tree-static"}, most_launches=480),
+    Case("adaptive", {"drafting": "tree-adaptive"}, allowed=(PLANNED_DEPTHS,), most_launches=660),
+    Case("loose", {"scorer": "loose"}, most_launches=460),
+    Case("uv", {"pruner": "uv"}, most_launches=400),
+    Case("self", {"draft": "target"}, most_launches=470),
     Case("vanilla graphs", overrides=GRAPHS),
-    Case("chain", {}),
-    Case("chain graphs", {}, "vanilla graphs", overrides=GRAPHS),
-    Case("static", {"drafting": "tree-static"}),
-    Case("static graphs", {"drafting": "tree-static"}, "vanilla graphs", overrides=GRAPHS),
-    Case("adaptive", {"drafting": "tree-adaptive"}),
-    Case("loose", {"scorer": "loose"}),
-    Case("uv", {"pruner": "uv"}),
-    Case("self", {"draft": "target"}),
-    Case("batch", {}, "vanilla batch", batch=4),
+    Case("chain graphs", {}, "vanilla graphs", overrides=GRAPHS, most_launches=345),
+    Case("vanilla pieces", overrides=COMPILED),
+    Case("static pieces", {"drafting": "tree-static"}, "vanilla pieces", overrides=COMPILED, most_launches=480),
     Case("vanilla batch", batch=4),
-    Case("sampled", {}, "vanilla sampled", sampling={"temperature": 1.0, "top_p": 0.9}),
-    Case("vanilla sampled", sampling={"temperature": 1.0, "top_p": 0.9}),
+    Case("chain batch", {}, "vanilla batch", batch=4, most_launches=410),
+    Case(
+        "adaptive batch",
+        {"drafting": "tree-adaptive"},
+        "vanilla batch",
+        batch=4,
+        allowed=(PLANNED_DEPTHS,),
+        most_launches=670,
+    ),
+    Case("vanilla sampled", sampling=_SAMPLED),
+    Case("chain sampled", {}, "vanilla sampled", sampling=_SAMPLED, most_launches=430),
+    Case("vanilla two ranks", overrides=TWO_RANKS),
+    Case("chain two ranks", {}, "vanilla two ranks", overrides=TWO_RANKS, most_launches=450),
+    Case("planted", {}, steps=4, timed_steps=0, after=plant_each, is_planted=True),
+    # The last of its process: the plant stays.
+    Case("planted capture", {}, overrides=GRAPHS, before=allocate_while_capturing, is_planted=True),
 )
 CASES = {case.name: case for case in _ALL}

@@ -8,6 +8,11 @@ IN_ENVIRONMENT = "VIDSPEC_NULL_GPU" in os.environ
 collect_ignore_glob = [] if IN_ENVIRONMENT else ["test_*.py"]
 
 
+def pytest_configure(config):
+    """Name the marks of these tests."""
+    config.addinivalue_line("markers", "cases(*names): the engine configurations that a test reads")
+
+
 def pytest_sessionstart(session):
     """Refuse to pass a machine's real GPU for the null one."""
     if not IN_ENVIRONMENT:

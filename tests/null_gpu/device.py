@@ -10,7 +10,16 @@ from collections.abc import Iterator
 CATEGORIES = ("sync", "copy", "alloc", "launch", "illegal", "query", "stub", "graph")
 _PAGEABLE, PINNED, DEVICE = range(3)
 # Frames of these say nothing about who asked for an event.
-_NOBODY = ("/torch/", "/triton/", "/null_gpu/device.py", "/null_gpu/emulate.py", "<frozen", "contextlib.py", "<string>", "/numba/")
+_NOBODY = (
+    "/torch/",
+    "/triton/",
+    "/null_gpu/device.py",
+    "/null_gpu/emulate.py",
+    "<frozen",
+    "contextlib.py",
+    "<string>",
+    "/numba/",
+)
 
 _library = ctypes.CDLL("libcuda.so.1")
 _library.ng_snapshot.restype = ctypes.c_size_t

@@ -1,9 +1,9 @@
 """Makes some kernels real on the host, so that what the host reads from the device is plausible.
 
 Three parts: blocks of PyTorch's caching allocator read as zeros; Triton kernels also run in Triton's interpreter;
-PyTorch's operators also run on the CPU. All work on the "device" memory itself, which is host memory, and none calls the
-null runtime: the counters stay those of the engine. Compiled kernels (attention, norms, matrix products of cuBLAS through
-vLLM's own operators) and what a graph replays write nothing, so logits mean nothing and neither does acceptance.
+PyTorch's operators also run on the CPU. All work on the "device" memory itself, which is host memory, and none calls
+the null runtime: the counters stay those of the engine. Compiled kernels (attention, norms, vLLM's own operators) and
+what a graph replays write nothing, so logits mean nothing and neither does acceptance.
 
 What cannot be emulated is noted in `failed` once per kernel, and left undone.
 """
@@ -24,8 +24,8 @@ from triton.runtime.jit import JITFunction
 
 from null_gpu import device
 
-# Kernels whose numbers no host code looks at, and that take long in the interpreter.
-_LEAVE_KERNELS = re.compile(r"mrope|rotary|^triton_|_attn_|attention|relevance|guidance|visual|rms|silu")
+# Kernels whose numbers no host code looks at, and that take long in the interpreter; top-p never ends without numbers.
+_LEAVE_KERNELS = re.compile(r"mrope|rotary|^triton_|_attn_|attention|relevance|guidance|visual|rms|silu|topp")
 _LEAVE_OPERATORS = re.compile(
     r"aten::(empty|new_empty|resize|set_|record_stream|_pin|is_pinned|_local_scalar|detach|alias|lift|_unsafe_view"
     r"|_reshape_alias|view)"
@@ -39,7 +39,8 @@ _is_on = False
 
 
 def zero_blocks() -> None:
-    """Let every block of PyTorch's caching allocator read as zeros from here on."""
+    """Let every block of PyTorch's caching allocator read as zeros from here on, on every device."""
+    torch.cuda.init()  # the allocators of the devices have to exist
     ctypes.CDLL("libnullgpu_torch.so").ng_zero_blocks()
 
 

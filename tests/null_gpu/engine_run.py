@@ -6,25 +6,22 @@ A process of its own: an engine leaves threads and caches behind that a test's p
 of `CASES`; a case that fails is reported with its traceback, and the next one starts.
 """
 
-import contextlib
 import gc
 import json
 import os
 import sys
 import time
 import traceback
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
-import numpy as np
-
 from null_gpu import device
 from null_gpu.cases import CASES, Case
-from vllm_vidspec.bench import pairs
+from null_gpu.probe import Probe
 
-TRACED = ("sync", "copy", "alloc", "illegal")
 _MOST_STEPS = 400
 
 
@@ -42,6 +39,7 @@ class Measured:
         lines: `event|line` to `[times, bytes]`, of the counted steps.
         tokens: Output tokens of the counted steps.
         host_ms: Of each timed step, nothing emulated.
+        timed: What the timed steps counted together.
         not_emulated: What the emulation could not do.
         extra: What the case itself measured.
     """
@@ -55,6 +53,7 @@ class Measured:
     lines: dict[str, list[int]] = field(default_factory=dict)
     tokens: int = 0
     host_ms: list[float] = field(default_factory=list)
+    timed: dict[str, int] = field(default_factory=dict)
     not_emulated: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -68,6 +67,7 @@ class Session:
         self.case = case
         self.llm = LLM(**case.llm_kwargs())
         self.engine = self.llm.llm_engine
+        self._probe = None if case.num_ranks > 1 else Probe()
         self.added = 0
         self.tokens: dict[str, int] = {}
 
@@ -76,13 +76,21 @@ class Session:
         """The (single) worker."""
         return self.engine.model_executor.driver_worker.worker
 
+    def probe(self, name: str, *args: Any) -> list[Any]:
+        """Call a method of every rank's probe; return the answers by rank."""
+        if self._probe is not None:
+            return [getattr(self._probe, name)(*args)]
+        return self.llm.collective_rpc("null_gpu", args=(name, *args))
+
     def add(self, prompts: list[dict], **sampling: Any) -> list[str]:
         """Add one request per prompt that goes on until it is aborted; return their ids."""
         from vllm import SamplingParams
 
         names = []
         for prompt in prompts:
-            params = SamplingParams(**{"temperature": 0.0, "max_tokens": 1000, "ignore_eos": True, "seed": 1} | sampling)
+            params = SamplingParams(
+                **{"temperature": 0.0, "max_tokens": 1000, "ignore_eos": True, "seed": 1} | sampling
+            )
             names.append(str(self.added))
             self.engine.add_request(names[-1], prompt, params)
             self.added += 1
@@ -124,37 +132,54 @@ class Session:
 
 def measure(case: Case) -> Measured:
     """Start a case's engine, count its decode steps under emulation, time some without, take it down."""
-    from null_gpu import emulate
-
+    if case.before is not None:
+        case.before()
     out, before, begun = Measured(case.name), device.counters(), time.perf_counter()
     session = Session(case)
     out.start_s, out.start = round(time.perf_counter() - begun, 2), dict(device.gained(before))
     try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(emulate.emulating())
-            before = device.counters()
-            names = session.add(case.prompts(), **case.sampling)
-            session.prefill(names)
-            out.prefill = dict(device.gained(before))
-            first = sum(session.tokens.values())
-            with device.trace(*TRACED) as seen:
-                for _ in range(case.steps):
-                    before = device.counters()
-                    session.step()
-                    out.steps.append(dict(device.gained(before)))
-            out.lines = {f"{event}|{line}": row for (event, line), row in seen.lines.items()}
-            out.tokens = sum(session.tokens.values()) - first
+        session.probe("emulate", True)
+        before = session.probe("counters")
+        names = session.add(case.prompts(), **case.sampling)
+        session.prefill(names)
+        out.prefill = dict(gained(before, session.probe("counters"))[0])
+        count_steps(session, out)
+        session.probe("emulate", False)
+        before = session.probe("counters")
         for _ in range(case.timed_steps):
             begun = time.perf_counter()
             session.step()
             out.host_ms.append(round((time.perf_counter() - begun) * 1e3, 3))
+        out.timed = dict(gained(before, session.probe("counters"))[0])
         session.abort(names)
+        out.not_emulated = session.probe("not_emulated")[0]
         if case.after is not None:
-            out.extra = case.after(session)
+            out.extra |= case.after(session)
     finally:
         session.close()
-    out.not_emulated = dict(emulate.failed)
     return out
+
+
+def count_steps(session: "Session", out: Measured) -> None:
+    """Count and trace a case's decode steps into `out`: the first rank's, and every rank's launches."""
+    first, launches = sum(session.tokens.values()), []
+    session.probe("trace", True)
+    before = session.probe("counters")
+    for _ in range(session.case.steps):
+        session.step()
+        after = session.probe("counters")
+        step = gained(before, after)
+        out.steps.append(dict(step[0]))
+        launches.append([rank["launch"] for rank in step])
+        before = after
+    out.lines = session.probe("trace", False)[0]
+    out.tokens = sum(session.tokens.values()) - first
+    out.extra["launches_by_rank"] = [sum(rank) for rank in zip(*launches, strict=True)]
+
+
+def gained(before: list[dict[str, int]], after: list[dict[str, int]]) -> list[Counter]:
+    """Return by rank what each counter has gained; those that have not are missing."""
+    return [Counter(late) - Counter(early) for early, late in zip(before, after, strict=True)]
 
 
 def main() -> int:

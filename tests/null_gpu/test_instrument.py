@@ -1,4 +1,4 @@
-"""The instrument itself: it counts what is known to happen, and refuses what a device refuses, with CUDA's own codes."""
+"""The instrument itself: it counts what is known to happen, and refuses what a device refuses, with CUDA's codes."""
 
 import ctypes
 import os
