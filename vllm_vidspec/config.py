@@ -266,6 +266,13 @@ class VidSpecConfig(BaseModel):
     draft_kv_bytes: int | None = Field(
         None, ge=1, description="Size of the draft's KV pool in bytes per rank; excludes `draft_kv_fraction`."
     )
+    draft_encoder_bytes: int | None = Field(
+        None,
+        ge=0,
+        description="Memory per rank for the draft's vision embeddings of images and videos shown lately, so that `n` "
+        "answers, later turns of a chat and repeated videos need no second look; it is taken out of the KV memory. "
+        "Default: a fiftieth of that. 0 keeps none.",
+    )
     max_draft_len: int | None = Field(
         None,
         ge=1,

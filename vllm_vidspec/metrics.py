@@ -55,6 +55,10 @@ NAMES: tuple[str, ...] = (
     "relevance_us",
     "relevance_pool_bytes",
     "relevance_bytes_per_token",
+    "draft_encoder_hits",
+    "draft_encoder_misses",
+    "draft_encoder_bytes",
+    "draft_encoder_bytes_used",
 )
 _SLOT = {name: slot for slot, name in enumerate(NAMES)}
 # Sizes and occupancy: they can fall, so a difference of two readings says nothing about them.
@@ -66,6 +70,8 @@ GAUGES = frozenset(
         "draft_kv_bytes_per_token",
         "target_kv_bytes_per_token",
         "draft_load_bytes",
+        "draft_encoder_bytes",
+        "draft_encoder_bytes_used",
         "relevance_pool_bytes",
         "relevance_bytes_per_token",
     }
@@ -75,7 +81,7 @@ GAUGES = frozenset(
 _NUM_REQUESTS = 4096
 
 _MAGIC = int.from_bytes(b"vidspec\0", "little")
-_VERSION = 4
+_VERSION = 5
 _HEADER = 8  # int64 words: magic, version, number of slots, five spare
 _REQUEST_WORDS = 1 + len(KINDS)
 _NUM_WORDS = _HEADER + len(NAMES) + _NUM_REQUESTS * _REQUEST_WORDS
@@ -252,6 +258,8 @@ _COUNTERS = (
     ("vidspec:draft_forwards", "draft_forwards", "Forwards of the draft model in them."),
     ("vidspec:prompts", "prompts", "Prompts that the draft has prefilled."),
     ("vidspec:text_tokens", "text_tokens", "Text tokens of the prompts that the draft has prefilled."),
+    ("vidspec:draft_encoder_hits", "draft_encoder_hits", "Images and videos that the draft's tower had looked at."),
+    ("vidspec:draft_encoder_misses", "draft_encoder_misses", "Images and videos that it looked at."),
     ("vidspec:guided_prompts", "guided_prompts", "Prompts pruned by the target's guidance."),
     (
         "vidspec:reused_guidance",
@@ -277,6 +285,8 @@ _GAUGES = (
     ("vidspec:draft_kv_bytes_per_token", "draft_kv_bytes_per_token", "Draft KV bytes of one token per rank."),
     ("vidspec:target_kv_bytes_per_token", "target_kv_bytes_per_token", "Target KV bytes of one token per rank."),
     ("vidspec:draft_load_bytes", "draft_load_bytes", "Memory per rank that loading the draft took."),
+    ("vidspec:draft_encoder_bytes", "draft_encoder_bytes", "Memory per rank for the draft's vision embeddings."),
+    ("vidspec:draft_encoder_bytes_used", "draft_encoder_bytes_used", "How much of it holds some."),
     ("vidspec:relevance_pool_bytes", "relevance_pool_bytes", "Memory per rank for the video's hidden states."),
     (
         "vidspec:relevance_bytes_per_token",

@@ -518,8 +518,9 @@ def merge_relevance(partials: Tensor) -> Tensor:
             tokens: descending, -inf where there are none.
 
     Returns:
-        float32 [num_rows]; the mean of all there are where they are fewer than top_n, 0 where there is none. The sum
-        runs over descending values, so equal cosines give equal bits however they are dealt to shards.
+        float32 [num_rows]; the mean of all there are where they are fewer than top_n, 0 where there is none, NaN where
+        a shard has NaN. The sum runs over descending values, so equal cosines give equal bits however they are dealt to
+        shards.
 
     Raises:
         AssertionError: The dtype or the shape is not as above.
@@ -531,5 +532,5 @@ def merge_relevance(partials: Tensor) -> Tensor:
         top = partials[0].contiguous()
     else:
         top = partials.transpose(0, 1).flatten(1).topk(top_n, dim=1).values
-    finite = top.isfinite()
-    return top.where(finite, 0.0).sum(dim=1) / finite.sum(dim=1).clamp_(min=1)
+    exists = top != float("-inf")
+    return top.where(exists, 0.0).sum(dim=1) / exists.sum(dim=1).clamp_(min=1)

@@ -1,4 +1,4 @@
-"""What may be imported where: vLLM's CPU worker replaces torch.cuda's streams, events and copies when it is imported."""
+"""What may be imported where: vLLM's CPU worker replaces torch.cuda's streams, events and copies."""
 
 import subprocess
 import sys

@@ -123,8 +123,12 @@ def shift_positions(monkeypatch) -> None:
 
 def drop_video(monkeypatch) -> None:
     """The draft's vision tower shows nothing."""
-    original = DraftModel.encode
-    monkeypatch.setattr(DraftModel, "encode", lambda self, features: [0 * e for e in original(self, features)])
+    original = DraftModel.embed
+
+    def blind(self, token_ids, media, where):
+        return original(self, token_ids, [0 * embeds for embeds in media], where)
+
+    monkeypatch.setattr(DraftModel, "embed", blind)
 
 
 def skip_rollback(monkeypatch) -> None:

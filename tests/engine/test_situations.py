@@ -174,7 +174,9 @@ def test_long_prompts_can_be_left_out(reference):
     assert counted["draft_tokens"] == 0
 
 
-@pytest.mark.parametrize(("owner", "method"), [(Drafter, "prefill"), (Drafter, "draft"), (DraftModel, "encode")])
+@pytest.mark.parametrize(
+    ("owner", "method"), [(Drafter, "admit"), (Drafter, "prefill"), (Drafter, "draft"), (DraftModel, "encode")]
+)
 def test_draft_errors_cost_drafts_only(reference, monkeypatch, owner, method):
     """An exception anywhere in the draft: logged, counted, and every request is answered as by vanilla."""
 

@@ -39,21 +39,26 @@ def run():
 
 
 def _run(size: int, draft: str, pruner: str, shape: str) -> dict:
+    done = _process(size, "tensor_parallel", FAMILY, size, draft, pruner, shape)
+    lines = [line for line in done.stdout.splitlines() if "RESULT " in line]
+    assert done.returncode == 0 and lines, done.stderr[-3000:]
+    return json.loads(lines[-1].split("RESULT ", 1)[1])
+
+
+def _process(size: int, module: str, *arguments: int | str) -> subprocess.CompletedProcess:
+    """Run a module of this folder to its end, with one core per rank."""
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     if size > 1:
         cores = sorted(os.sched_getaffinity(0))[:size]
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in cores)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.tensor_parallel", FAMILY, str(size), draft, pruner, shape],
+    return subprocess.run(
+        [sys.executable, "-m", f"tests.engine.{module}", *map(str, arguments)],
         capture_output=True,
         text=True,
         env=environment,
         timeout=600,
     )
-    lines = [line for line in done.stdout.splitlines() if "RESULT " in line]
-    assert done.returncode == 0 and lines, done.stderr[-3000:]
-    return json.loads(lines[-1].split("RESULT ", 1)[1])
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree-adaptive"])
@@ -104,3 +109,54 @@ def test_guidance_of_two_ranks_equals_the_reference(run, pruner):
         else:
             expected = guidance_reference.uv_scores(states, is_visual, layer=3)
             assert float((ours - expected).abs().max() / expected.abs().mean()) <= 1e-4
+
+
+# What an injected failure costs the request that it hits; everything else is as without one.
+DRAFTS_NOT = {"skipped_draft_error": 1, "drafts": 0, "draft_tokens": 0}
+PRUNED_UNIFORMLY = {"unguided_error": 1, "guided_prompts": 0, "skipped_draft_error": 0}
+STRICT = {"loosened_tokens": 0, "skipped_draft_error": 0}
+COSTS = {
+    "observe 1": PRUNED_UNIFORMLY,
+    "take 1": DRAFTS_NOT,
+    "encode 1": DRAFTS_NOT,
+    "prefill 1": DRAFTS_NOT,
+    "prefill 0": DRAFTS_NOT,
+    "draft both": DRAFTS_NOT,
+    "claim 1": STRICT | {"strict_error": 1},
+    "hear 1": STRICT | {"strict_error": 1},
+    "finish 1": STRICT | {"strict_error": 1},
+    "relevance 1": STRICT,
+    "relevance 0": STRICT | {"strict_error": 1},
+    "allocate 1": PRUNED_UNIFORMLY,
+    "listen 1": PRUNED_UNIFORMLY,
+}
+
+
+def test_ranks_act_alike_on_what_fails_on_one_of_them(run):
+    """A failure of one rank in prefill, guidance or relevance: the engine goes on, as vanilla would, on all ranks.
+
+    Catches: a rank that skips a collective the other waits in; ranks that prune, draft or verify differently from then
+    on; a request that stays loose on one rank; requests after it that pay too. And a failure of one rank while decoding,
+    where nobody waits for the others, ends the engine with a line that names the rank, not with a hang.
+    """
+    done = _process(2, "failing_rank")
+    lines = [line for line in done.stdout.splitlines() if "RESULT " in line]
+    assert lines, done.stderr[-3000:] + done.stdout[-3000:]
+    result = json.loads(lines[-1].split("RESULT ", 1)[1])
+    vanilla = run(1, "vanilla")["token_ids"][0][0]
+    assert set(COSTS) < set(result)
+    for name, found in result.items():
+        assert name.startswith("loose") or found["token_ids"] == vanilla[: len(found["token_ids"])], name
+        assert found["kept"][0] == found["kept"][1], name
+        assert {counter: found["counters"][counter] for counter in COSTS.get(name, {})} == COSTS.get(name, {}), name
+    for name in ("strict", "loose"):
+        first, again = result[name], result[f"{name} again"]
+        assert first["token_ids"] == again["token_ids"]
+        for counter in ("drafts", "accepted_tokens", "loosened_tokens", "guided_prompts", "relevance_prompts"):
+            assert first["counters"][counter] == again["counters"][counter]
+    assert result["loose"]["counters"]["loosened_tokens"] > 0
+    assert all(result[name]["counters"]["guided_prompts"] == 1 for name in ("strict", "loose", "uv"))
+
+    assert "rank 1 of 2 ends the engine: in drafting rank 0 did not answer within 1 s" in done.stdout + done.stderr
+    (ended,) = [line for line in done.stdout.splitlines() if "ENDED " in line]
+    assert json.loads(ended.split("ENDED ", 1)[1])[1] < 60

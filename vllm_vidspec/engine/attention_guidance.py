@@ -13,9 +13,11 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vidspec_kernels import guidance_scores
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine import compat
+from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.counters import Counters
+from vllm_vidspec.engine.host_copy import HostCopy
 from vllm_vidspec.engine.kv_views import attention_layers, check_layout, check_readable, key_view
-from vllm_vidspec.engine.listeners import Listener, Listeners, prefills
+from vllm_vidspec.engine.listeners import Listener, Listeners, PendingScores, prefills
 from vllm_vidspec.errors import VidSpecError
 
 # What is refused, and the way out.
@@ -67,8 +69,8 @@ class AttentionGuidance(Listeners):
     a query is scored in the chunk that computes it, against keys that are in the cache by then, whoever computed them.
     """
 
-    def __init__(self, config: VidSpecConfig, vllm_config: Any, counters: Counters):
-        super().__init__(config, counters, vllm_config.device_config.device)
+    def __init__(self, config: VidSpecConfig, vllm_config: Any, counters: Counters, agreement: Agreement):
+        super().__init__(config, counters, vllm_config.device_config.device, agreement)
         layers = {extract_layer_index(name): layer for name, layer in attention_layers(vllm_config).items()}
         self.select(config.guidance_layers, len(layers))
         self._step: _AttentionStep | None = None
@@ -176,15 +178,28 @@ class AttentionGuidance(Listeners):
             listener.total = sums if listener.total is None else listener.total + sums
             listener.num_queries += num_queries
 
-    def take(self, req_id: str) -> list[torch.Tensor] | None:
-        """Return the scores; see `Guidance`. One all-reduce of `[text_start]` floats."""
+    def take(self, req_id: str) -> PendingScores | None:
+        """Send the scores; see `Guidance`. One all-reduce of `[text_start + 1]` floats, whatever was heard."""
         listener = self._listeners.pop(req_id, None)
         if listener is None:
             return None
-        if listener.missed is not None or listener.total is None:
+        was_heard = listener.missed is None and listener.total is not None
+        total = torch.zeros(listener.text_start + 1, dtype=torch.float32, device=self.device)
+        if was_heard:
+            total[:-1] = listener.total
+        else:
+            total[-1:].fill_(1.0)  # how many ranks have not heard it, summed with the rest
+        with self._agreement.collective():
+            total = tensor_model_parallel_all_reduce(total)
+        return PendingScores(HostCopy(total), lambda total: self._score(listener, was_heard, total))
+
+    def _score(self, listener: _AttentionListener, was_heard: bool, total: torch.Tensor) -> list[torch.Tensor] | None:
+        """Make scores of all ranks' sums `[text_start + 1]`, the last of which says how many ranks heard nothing."""
+        if total[-1] != 0:
+            if was_heard:
+                listener.missed = "error"  # of another rank
             return self._finish(listener, [None] * len(listener.items))
-        total = tensor_model_parallel_all_reduce(listener.total)
-        mean = (total / (listener.num_queries * self._num_heads * len(self._layers))).cpu()
+        mean = total[:-1] / (listener.num_queries * self._num_heads * len(self._layers))
         return self._finish(listener, [mean[item] for item in listener.items])
 
 

@@ -16,6 +16,8 @@ from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.utils import get_draft_load_config
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
 from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
@@ -27,6 +29,8 @@ from vllm.v1.worker.gpu.attn_utils import (
     init_kv_cache,
 )
 
+from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.vision_cache import VisionCache
 from vllm_vidspec.errors import VidSpecError
 
 
@@ -50,11 +54,13 @@ class DraftModel:
     their block tables are the draft's, and the target's memory accounting stays untouched.
     """
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_self_draft: bool):
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_self_draft: bool, agreement: Agreement):
         self.target_config = vllm_config
+        self._agreement = agreement  # every collective of a prefill is entered under it
         self.device = device
         self.is_self_draft = is_self_draft
         self.max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self.max_encoder_tokens = vllm_config.scheduler_config.max_num_encoder_input_tokens
         self.model: nn.Module
         self.config: VllmConfig
 
@@ -95,7 +101,8 @@ class DraftModel:
         config.speculative_config = None
         if self.is_self_draft:
             return config
-        config.model_config = speculative.draft_model_config
+        config.model_config = copy.copy(speculative.draft_model_config)
+        config.model_config.multimodal_config = _media_config(base.model_config.multimodal_config)
         config.parallel_config = copy.copy(speculative.draft_parallel_config)
         config.parallel_config.rank = base.parallel_config.rank
         config.load_config = get_draft_load_config(base)
@@ -106,6 +113,23 @@ class DraftModel:
     def hf_config(self) -> Any:
         """The draft's Hugging Face configuration."""
         return self.config.model_config.hf_config
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that the draft has embeddings of."""
+        return self.config.model_config.get_vocab_size()
+
+    @property
+    def bytes_per_embedding(self) -> int:
+        """Bytes of one vision embedding."""
+        model_config = self.config.model_config
+        return model_config.get_inputs_embeds_size() * model_config.dtype.itemsize
+
+    def make_vision_cache(self, num_bytes: int) -> VisionCache:
+        """Allocate a cache of vision embeddings, as large as the smallest that any tensor-parallel rank asks for."""
+        model_config = self.config.model_config
+        num_bytes = _smallest_of_ranks(num_bytes)
+        return VisionCache(num_bytes, model_config.get_inputs_embeds_size(), model_config.dtype, self.device)
 
     @property
     def block_size(self) -> int:
@@ -132,13 +156,10 @@ class DraftModel:
         Returns:
             The number of blocks: the smallest of the tensor-parallel ranks', so that all allocate alike.
         """
-        group = get_tp_group()
-        num_blocks = torch.tensor([num_bytes // self.bytes_per_block], dtype=torch.int64)
-        if group.world_size > 1:
-            torch.distributed.all_reduce(num_blocks, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+        num_blocks = _smallest_of_ranks(num_bytes // self.bytes_per_block)
         with set_current_vllm_config(self.config):
             self._kv_config = get_kv_cache_config_from_groups(
-                _without_override(self.config), self._kv_groups(), int(num_blocks) * self.bytes_per_block
+                _without_override(self.config), self._kv_groups(), num_blocks * self.bytes_per_block
             )
             self._attn_groups, _, kernel_block_sizes = init_attn_backend(self._kv_config, self.config, self.device)
             init_kv_cache(
@@ -199,22 +220,38 @@ class DraftModel:
         return self._run(embeds, positions, metadata, slots)
 
     def profile(self) -> None:
-        """Run the largest forward without attention, so that the memory profile (and compilation) sees the draft."""
+        """Run the largest forwards, so that the memory profile (and compilation) sees the draft.
+
+        The vision tower over the encoder's budget first, then the language model without attention.
+        """
+        held = self._profile_tower()
         hidden_size = self.config.model_config.get_inputs_embeds_size()
         embeds = torch.zeros(self.max_num_tokens, hidden_size, dtype=self.config.model_config.dtype, device=self.device)
         self._run(embeds, torch.zeros_like(self._positions[:, : self.max_num_tokens]), None, None)
+        del held
+
+    def _profile_tower(self) -> list[torch.Tensor]:
+        """Encode as many of the largest items as a step may hold, and return them."""
+        multimodal = self.target_config.model_config.multimodal_config
+        if multimodal is None or multimodal.skip_mm_profiling:
+            return []
+        budget = MultiModalBudget(self.target_config, MULTIMODAL_REGISTRY, enable_cache=False)
+        return self._encode(budget.get_dummy_encoder_profile_inputs())
 
     def _run(self, embeds: torch.Tensor, positions: torch.Tensor, metadata: Any, slots: Any) -> torch.Tensor:
         num_tokens = embeds.shape[0]
         buffer = self._positions[:, :num_tokens]
         buffer.copy_(positions)
-        with set_forward_context(
-            metadata,
-            self.config,
-            num_tokens=num_tokens,
-            slot_mapping=slots,
-            cudagraph_runtime_mode=CUDAGraphMode.NONE,
-            batch_descriptor=BatchDescriptor(num_tokens=num_tokens),
+        with (
+            self._agreement.collective(),
+            set_forward_context(
+                metadata,
+                self.config,
+                num_tokens=num_tokens,
+                slot_mapping=slots,
+                cudagraph_runtime_mode=CUDAGraphMode.NONE,
+                batch_descriptor=BatchDescriptor(num_tokens=num_tokens),
+            ),
         ):
             output = self.model(
                 input_ids=None, positions=buffer if self.uses_mrope else buffer[0], inputs_embeds=embeds
@@ -226,26 +263,35 @@ class DraftModel:
         """Return `[n, vocab_size]` logits of `[n, hidden_size]` hidden states."""
         return self.model.compute_logits(hidden_states)
 
-    def embed(self, token_ids: torch.Tensor, media: list[torch.Tensor], is_media: torch.Tensor | None) -> torch.Tensor:
-        """Return `[n, hidden_size]` input embeddings; `media` fill the places where `is_media` is True, in order."""
-        if not media:
-            return self.model.embed_input_ids(token_ids)
-        return self.model.embed_input_ids(token_ids, multimodal_embeddings=media, is_multimodal=is_media)
+    def embed(self, token_ids: torch.Tensor, media: list[torch.Tensor], where: torch.Tensor | None) -> torch.Tensor:
+        """Return `[n, hidden_size]` input embeddings; `media` fill the places `where`, `[num_media]` int64."""
+        with self._agreement.collective():
+            embeds = self.model.embed_input_ids(token_ids)
+        if media:
+            # By index, not by vLLM's mask, which has to become one on the host first.
+            embeds.index_copy_(0, where, torch.cat(media).to(embeds.dtype))
+        return embeds
 
     def encode(self, features: list[Any]) -> list[torch.Tensor]:
         """Run the draft's vision tower over whole items, modality by modality.
 
         Args:
-            features: vLLM's multimodal features.
+            features: vLLM's multimodal features, of no more tokens together than the encoder's budget (or one).
 
         Returns:
             `[m_i, hidden_size]` embeddings of each item, in the order given.
         """
-        order = sorted(range(len(features)), key=lambda i: features[i].modality)
+        return self._encode([(feature.modality, feature.data) for feature in features])
+
+    def _encode(self, items: list[tuple[str, Any]]) -> list[torch.Tensor]:
+        order = sorted(range(len(items)), key=lambda i: items[i][0])
         outputs: list[torch.Tensor] = []
-        items = [(features[i].modality, features[i].data) for i in order]
-        for _, _, kwargs in group_and_batch_mm_kwargs(items, device=self.device, pin_memory=PIN_MEMORY):
-            outputs.extend(self.model.embed_multimodal(**kwargs))
+        groups = group_and_batch_mm_kwargs([items[i] for i in order], device=self.device, pin_memory=PIN_MEMORY)
+        for _, _, kwargs in groups:
+            with self._agreement.collective():
+                embeddings = self.model.embed_multimodal(**kwargs)
+            # LLaVA-OneVision's videos of unequal length come as [1, m, hidden_size].
+            outputs.extend(output.flatten(0, -2) for output in embeddings)
         return [outputs[i] for i in np.argsort(order)]
 
     def full_positions(self, token_ids: list[int], features: list[Any]) -> tuple[torch.Tensor, int]:
@@ -253,6 +299,26 @@ class DraftModel:
         if not self.uses_mrope:
             return torch.arange(len(token_ids))[None], 0
         return self.model.get_mrope_input_positions(token_ids, features)
+
+
+def _smallest_of_ranks(value: int) -> int:
+    """Return the smallest of the tensor-parallel ranks' values, so that all allocate alike."""
+    group = get_tp_group()
+    values = torch.tensor([value], dtype=torch.int64)
+    if group.world_size > 1:
+        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return int(values)
+
+
+def _media_config(target: Any) -> Any:
+    """Return the draft's multimodal configuration: the target's, for which its pixels are made, with its
+    `--mm-encoder-*` flags; but without the scales that were measured on the target's own tower.
+    """
+    if target is None:
+        return None
+    config = copy.copy(target)
+    config.mm_encoder_fp8_scale_path = config.mm_encoder_fp8_scale_save_path = None
+    return config
 
 
 def _own_cache(layer: Any) -> Any:

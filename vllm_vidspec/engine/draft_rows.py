@@ -41,8 +41,3 @@ class DraftRows:
         """Send the staged rows."""
         self._num_dropped.apply_write()
         self._pos_delta.apply_write()
-
-    def clear(self) -> None:
-        """Drop what a prefill that failed half-way has staged."""
-        self._num_dropped.clear_staged_writes()
-        self._pos_delta.clear_staged_writes()

@@ -6,29 +6,28 @@ therefore also the rollback: entries past it are stale, and the next forward ove
 """
 
 import time
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 
 from vidspec_kernels import CacheList, kv_compact
 from vidspec_kernels.dispatch import as_array
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.drafting.factory import make_policy
+from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.chain_drafter import ChainDrafter, RootFeeder
 from vllm_vidspec.engine.counters import Counters
 from vllm_vidspec.engine.draft_model import DraftModel
+from vllm_vidspec.engine.draft_prefill import DraftPrefill
 from vllm_vidspec.engine.draft_rows import DraftRows
 from vllm_vidspec.engine.kv_pool import DraftKVPool
 from vllm_vidspec.engine.kv_views import attention_layers
-from vllm_vidspec.engine.messages import DraftMessage, Drafts, PrefillMessage
+from vllm_vidspec.engine.messages import DraftMessage, Drafts, Prefilled, PrefillMessage, PrefillStep
 from vllm_vidspec.engine.noise import CoupledSampler
-from vllm_vidspec.engine.prompt import PrunedPrompt, UnsupportedPrompt, prune_prompt
 from vllm_vidspec.engine.tree_attention import TreeAttention
 from vllm_vidspec.engine.tree_drafter import TreeDrafter
-from vllm_vidspec.families import adapter_for
-from vllm_vidspec.pruning import get_pruner
+from vllm_vidspec.engine.vision_cache import VisionCache
 
 
 def max_slots_per_request(max_model_len: int, num_speculative_tokens: int) -> int:
@@ -47,6 +46,9 @@ class Drafter:
         num_blocks: Of the pool.
         max_num_reqs: Persistent rows.
         max_model_len: Context length.
+        cache: The draft's vision embeddings of what was shown lately.
+        agreement: Of the tensor-parallel ranks, for prefills.
+        shared: The target's own, by identifier, where it drafts for itself; else empty.
         fills_trees: See `TreeDrafter`.
     """
 
@@ -59,18 +61,18 @@ class Drafter:
         num_blocks: int,
         max_num_reqs: int,
         max_model_len: int,
+        cache: VisionCache,
+        agreement: Agreement,
+        shared: Mapping[str, torch.Tensor],
         fills_trees: bool = False,
     ):
         self.model = model
-        self.config = config
         self.counters = counters
-        self._adapter = adapter_for(model.hf_config)
-        self._prunes_by_looks = "features" in get_pruner(config.pruner).needs
+        self._num_speculative_tokens = config.num_speculative_tokens
         max_slots = max_slots_per_request(max_model_len, config.num_speculative_tokens)
         self.pool = DraftKVPool(num_blocks, model.block_size, max_num_reqs, max_slots, model.device)
         self.rows = DraftRows(max_num_reqs, model.device)
-        # What was chosen and why, for tools that look at pruning; None while nobody looks.
-        self.watched: list[dict[str, Any]] | None = None
+        self.prefills = DraftPrefill(model, config, counters, self.pool, self.rows, cache, shared, agreement)
         roots = RootFeeder(model, self.pool, self.rows, max_num_reqs, max_model_len)
         self._chains = ChainDrafter(roots, sample)
         self._trees: TreeDrafter | None = None
@@ -82,131 +84,31 @@ class Drafter:
 
     # ---- prefill ---------------------------------------------------------------------------------------------------
 
-    def prefill(self, messages: list[PrefillMessage]) -> list[bool]:
-        """Show the draft its pruned prompts, in chunks of at most the token budget, several requests to a chunk.
+    def admit(self, message: PrefillMessage) -> bool:
+        """Take a request in; return whether it will be drafted for (else it is counted by reason)."""
+        return self.prefills.admit(message)
 
-        Returns:
-            Per message, whether the request will be drafted for; a refused one is counted by reason.
-        """
+    def prefill(self, step: PrefillStep) -> Prefilled:
+        """Show the draft what fits into this step of the prompts that it has not seen whole."""
         start = time.perf_counter()
-        self.rows.clear()
-        rows, prompts, embeds, accepted = [], [], [], []
-        for message in messages:
-            encoded = self._encode_all(message) if self._prunes_by_looks else None
-            prompt = self._admit(message, encoded)
-            accepted.append(prompt is not None)
-            if prompt is not None:
-                rows.append(message.row)
-                prompts.append(prompt)
-                embeds.append(self._embed(message, prompt, encoded))
-        if prompts:
-            self._run_chunks(rows, prompts, embeds)
-            self.rows.apply()
-            if self._trees is not None:
-                self._trees.policy.admit(np.array(rows))
+        done = self.prefills.step(step)
+        if self._trees is not None and done.ready:
+            self._trees.policy.admit(np.array(done.ready))
         self.counters.add("draft_prefill_us", int(1e6 * (time.perf_counter() - start)))
-        return accepted
-
-    def _encode_all(self, message: PrefillMessage) -> list[torch.Tensor] | None:
-        """Return every item's vision embeddings `[m_i, hidden_size]`, for a pruner that compares them."""
-        if not message.features or any(feature.data is None for feature in message.features):
-            return None
-        return self.model.encode(message.features)
-
-    def _admit(self, message: PrefillMessage, encoded: list[torch.Tensor] | None) -> PrunedPrompt | None:
-        """Prune a prompt and reserve its blocks, or count why not."""
-        try:
-            prompt = prune_prompt(
-                message.token_ids,
-                message.features,
-                self.config,
-                self._adapter,
-                self.model.hf_config,
-                self.model.full_positions,
-                message.scores,
-                encoded,
-            )
-        except UnsupportedPrompt as reason:
-            self.counters.skip("unsupported", message.req_id, str(reason))
-            return None
-        if self.watched is not None:
-            self.watched.append(
-                {
-                    "req_id": message.req_id,
-                    "grids": prompt.grids,
-                    "kept_indices": prompt.kept_indices,
-                    "scores": message.scores,
-                    "embeddings": None if encoded is None else [item.float().cpu() for item in encoded],
-                }
-            )
-        limit = self.config.max_draft_len
-        if limit is not None and prompt.num_kept > limit:
-            detail = f"its pruned prompt has {prompt.num_kept} tokens, max_draft_len is {limit}"
-            self.counters.skip("too_long", message.req_id, detail)
-            return None
-        row = message.row
-        num_slots = prompt.num_kept + 1 + self.config.num_speculative_tokens
-        if not self.pool.reserve(np.array([row]), np.array([num_slots]))[0]:
-            detail = f"the draft's KV pool has no room for {num_slots} tokens"
-            self.counters.skip("pool_full", message.req_id, detail)
-            return None
-        self.rows.stage(row, prompt.num_dropped, prompt.pos_delta)
-        num_visual_kept = prompt.num_visual - prompt.num_dropped
-        self.counters.add("prompts")
-        self.counters.add("text_tokens", prompt.num_kept - num_visual_kept)
-        self.counters.add("visual_tokens_full", prompt.num_visual)
-        self.counters.add("visual_tokens_kept", num_visual_kept)
-        self.counters.set("draft_pool_blocks_used", self.pool.num_used_blocks)
-        return prompt
-
-    def _embed(self, message: PrefillMessage, prompt: PrunedPrompt, encoded: list[torch.Tensor] | None) -> torch.Tensor:
-        """Return the kept tokens' embeddings `[num_kept, hidden_size]`; an item that keeps nothing is not encoded."""
-        device = self.model.device
-        kept_indices = prompt.kept_indices
-        if encoded is None:
-            shown = [i for i, kept in enumerate(kept_indices) if len(kept)]
-            encoded = self.model.encode([message.features[i] for i in shown]) if shown else []
-            kept_indices = tuple(kept_indices[i] for i in shown)
-        media = [full[kept.to(full.device)] for full, kept in zip(encoded, kept_indices, strict=True) if len(kept)]
-        return self.model.embed(prompt.token_ids.to(device), media, prompt.is_media.to(device))
-
-    def _run_chunks(self, rows: list[int], prompts: list[PrunedPrompt], embeds: list[torch.Tensor]) -> None:
-        """Prefill all prompts; a chunk takes what fits of the first unfinished one, then of the next."""
-        lengths = [prompt.num_kept for prompt in prompts]
-        flat_embeds = torch.cat(embeds)  # [sum(lengths), hidden_size]
-        flat_positions = torch.cat([prompt.positions for prompt in prompts], dim=1).to(self.model.device)
-        bounds = np.cumsum([0, *lengths])
-        for low in range(0, int(bounds[-1]), self.model.max_num_tokens):
-            high = min(low + self.model.max_num_tokens, int(bounds[-1]))
-            first, last = np.searchsorted(bounds, low, side="right") - 1, np.searchsorted(bounds, high, side="left")
-            part = range(int(first), int(last))
-            starts = [max(low - int(bounds[i]), 0) for i in part]
-            ends = [min(high - int(bounds[i]), lengths[i]) for i in part]
-            self._run_chunk([rows[i] for i in part], starts, ends, flat_embeds[low:high], flat_positions[:, low:high])
-
-    def _run_chunk(
-        self, rows: list[int], starts: list[int], ends: list[int], embeds: torch.Tensor, positions: torch.Tensor
-    ) -> None:
-        device = self.model.device
-        counts = [end - start for start, end in zip(starts, ends, strict=True)]
-        query_start_loc_np = np.cumsum([0, *counts], dtype=np.int32)
-        self.model.forward(
-            embeds,
-            positions,
-            query_start_loc=async_tensor_h2d(query_start_loc_np, device=device),
-            query_start_loc_np=query_start_loc_np,
-            seq_lens=async_tensor_h2d(ends, device=device, dtype=torch.int32),
-            seq_lens_upper_bound=np.array(ends),
-            block_table=self.pool.table[async_tensor_h2d(rows, device=device)],
-            slot_mapping=self.pool.slots(rows, starts, counts),
-        )
+        return done
 
     # ---- draft -----------------------------------------------------------------------------------------------------
 
     def grow(self, rows_np: np.ndarray, num_tokens_upper_bound: np.ndarray) -> np.ndarray:
-        """Make room for the next step; return `[n]` bool, False where the pool is full."""
-        num_slots = num_tokens_upper_bound - self.rows.num_dropped_np[rows_np] + self.config.num_speculative_tokens
-        return self.pool.reserve(rows_np, num_slots)
+        """Make room for the next step, and send the step's tables; return `[n]` bool, False where the pool is full.
+
+        Called once a step: what is staged travels through buffers that are as many as there are steps in flight.
+        """
+        num_slots = num_tokens_upper_bound - self.rows.num_dropped_np[rows_np] + self._num_speculative_tokens
+        fits = self.pool.reserve(rows_np, num_slots)
+        self.pool.apply()
+        self.rows.apply()
+        return fits
 
     def draft(self, message: DraftMessage) -> Drafts:
         """Propose drafts in the shape that the message names, for all its requests at once."""
@@ -237,5 +139,6 @@ class Drafter:
 
     def release(self, row: int) -> None:
         """Forget a row: finished, aborted, preempted or given up."""
+        self.prefills.release(row)
         self.pool.release(row)
         self.counters.set("draft_pool_blocks_used", self.pool.num_used_blocks)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.attention_guidance import AttentionGuidance
 from vllm_vidspec.engine.counters import Counters
 from vllm_vidspec.engine.listeners import Guidance
@@ -13,7 +14,7 @@ from vllm_vidspec.pruning import get_pruner
 
 
 def make_guidance(
-    config: VidSpecConfig, target: torch.nn.Module, vllm_config: Any, counters: Counters
+    config: VidSpecConfig, target: torch.nn.Module, vllm_config: Any, counters: Counters, agreement: Agreement
 ) -> Guidance | None:
     """Install what the configured pruner needs on the loaded target; None if it needs nothing of it.
 
@@ -22,7 +23,7 @@ def make_guidance(
     """
     needs = get_pruner(config.pruner).needs
     if "attention" in needs:
-        return AttentionGuidance(config, vllm_config, counters)
+        return AttentionGuidance(config, vllm_config, counters, agreement)
     if "uv" in needs:
-        return HiddenStateGuidance(config, target, vllm_config, counters)
+        return HiddenStateGuidance(config, target, vllm_config, counters, agreement)
     return None

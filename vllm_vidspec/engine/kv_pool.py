@@ -45,6 +45,8 @@ class DraftKVPool:
     def reserve(self, rows: np.ndarray, num_slots: np.ndarray) -> np.ndarray:
         """Make every row hold at least so many slots; rows are visited only when they need another block.
 
+        The device knows after `apply`.
+
         Args:
             rows: `[n]` int persistent rows.
             num_slots: `[n]` int slots wanted in all.
@@ -55,8 +57,11 @@ class DraftKVPool:
         fits = np.ones(len(rows), dtype=bool)
         for i in np.flatnonzero(num_slots > self._capacity[rows]):
             fits[i] = self._extend(int(rows[i]), int(num_slots[i]))
-        self._table.apply_write()
         return fits
+
+    def apply(self) -> None:
+        """Send what was reserved to the device; once a step, as the buffers it travels through are that many."""
+        self._table.apply_write()
 
     def _extend(self, row: int, num_slots: int) -> bool:
         blocks = self._blocks[row]

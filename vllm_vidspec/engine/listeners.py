@@ -15,8 +15,10 @@ import numpy as np
 import torch
 
 from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.counters import Counters
 from vllm_vidspec.engine.guard import Guard
+from vllm_vidspec.engine.host_copy import HostCopy
 from vllm_vidspec.engine.prompt import UnsupportedPrompt, embedding_indices
 from vllm_vidspec.pruning import budget
 
@@ -41,6 +43,28 @@ class Listener:
     def text_start(self) -> int:
         """The first index after the last visual token: from here on, text asks."""
         return max(int(item[-1]) for item in self.items) + 1
+
+
+@dataclass(frozen=True)
+class PendingScores:
+    """A prefilled request's scores, on their way to the host.
+
+    Attributes:
+        copy: Of what was measured; None where nothing was.
+        finish: Makes scores of it, and counts what came of the request.
+    """
+
+    copy: HostCopy | None
+    finish: Callable[[Any], list[torch.Tensor] | None]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether `wait` returns at once; the same on all tensor-parallel ranks."""
+        return self.copy is None or self.copy.is_here
+
+    def wait(self) -> list[torch.Tensor] | None:
+        """Return one float32 `[m_i]` CPU tensor per item; None where there is no guidance (counted by reason)."""
+        return self.finish(None if self.copy is None else self.copy.wait())
 
 
 class Guidance(Protocol):
@@ -76,16 +100,20 @@ class Guidance(Protocol):
         """Collect what the step showed."""
         ...
 
-    def take(self, req_id: str) -> list[torch.Tensor] | None:
-        """Return a prefilled request's scores, one float32 `[m_i]` CPU tensor per item, and forget the request.
+    def take(self, req_id: str) -> PendingScores | None:
+        """Send a prefilled request's scores to the host and forget it; None where there was nothing to choose.
 
-        None where there was nothing to choose, or no guidance (counted by reason). Every rank of a tensor-parallel
-        group must call it for the same requests in the same order; all get the same scores.
+        Every rank of a tensor-parallel group must call it for the same requests in the same order; all get the same
+        scores, none where one rank has not heard the request.
         """
         ...
 
     def release(self, req_id: str) -> None:
         """Forget a request that ended before its prefill did."""
+        ...
+
+    def forget_scores(self) -> None:
+        """Forget what earlier prompts have shown, because some ranks may have kept what others have not."""
         ...
 
 
@@ -95,12 +123,14 @@ _MAX_REMEMBERED = 64  # images and videos; 100 kB each at 25,000 tokens
 class Listeners:
     """What both kinds share: who is listened to, and the scores of what was shown lately."""
 
-    def __init__(self, config: VidSpecConfig, counters: Counters, device: torch.device):
+    def __init__(self, config: VidSpecConfig, counters: Counters, device: torch.device, agreement: Agreement):
         self.config = config
+        self._agreement = agreement
         self.counters = counters
         self.device = device
         self._listeners: dict[str, Any] = {}
-        self._guard = Guard(config, "guidance failed; these prompts are pruned uniformly (further ones: counted)")
+        message = "guidance failed; these prompts are pruned uniformly (further ones: counted)"
+        self._guard = Guard(config, message, agreement)
         self._remembered: OrderedDict[str, torch.Tensor] = OrderedDict()  # identifier -> [m] float32 on the CPU
 
     def _listen(self, features: list[Any]) -> list[torch.Tensor]:
@@ -130,6 +160,10 @@ class Listeners:
     def release(self, req_id: str) -> None:
         """Forget a request; see `Guidance`."""
         self._listeners.pop(req_id, None)
+
+    def forget_scores(self) -> None:
+        """Forget what is remembered of earlier prompts; see `Guidance`."""
+        self._remembered.clear()
 
     def _finish(self, listener: Listener, heard: list[torch.Tensor | None]) -> list[torch.Tensor] | None:
         """Return a request's scores, remembered ones where this prefill did not compute them; count what came of it.

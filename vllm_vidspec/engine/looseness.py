@@ -146,7 +146,8 @@ class LooseRules:
             draft_tokens: `[num_logits]` int64 input token of each row, -1 where invalid.
             logits: `[num_logits, vocab_size]` as sampled from: -inf where the request forbids a token.
             positions: `[num_logits]` of the input tokens, for random scores.
-            relevance: `[num_logits]` float32 of each row's own state; None if no request needs it.
+            relevance: `[num_logits]` float32 of each row's own state, NaN where it could not be measured; None if no
+                request needs it.
             shapes: Of the drafts; None where all are chains.
         """
         num_logits = len(draft_tokens)
@@ -170,6 +171,8 @@ class LooseRules:
             entropies = normalized_entropy(logits, self.config.fly_top_k)
         if relevance is not None:
             scores = relevance[parent] if self.config.relevance_rows == "prediction" else relevance
+            # NaN: it could not be measured, and who asks for it is verified strictly.
+            may &= ~(scores.isnan() & (sources[row_of_logits] == _RELEVANCE))
         if (self._table_np[3, rows_np] == _CHANCE).any():
             by_chance = random_scores(self._sampler.sampling_states.seeds.gpu[row_of_logits], positions)
             scores = torch.where(sources[row_of_logits] == _CHANCE, by_chance, scores)

@@ -29,6 +29,34 @@ class PrefillMessage:
 
 
 @dataclass(frozen=True)
+class PrefillStep:
+    """A step of the running requests, as those of them see it whose prompts the draft has not seen whole.
+
+    Attributes:
+        rows_np: `[num_reqs]` int persistent rows.
+        num_tokens_upper_bound: `[num_reqs]` host bound of their committed lengths, the target's last token included.
+        text: `[max_num_reqs, max_model_len]` int32 committed text by persistent row, on the device.
+    """
+
+    rows_np: np.ndarray
+    num_tokens_upper_bound: np.ndarray
+    text: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """What came of a step of prefilling.
+
+    Attributes:
+        ready: Persistent rows that can be drafted for from this step on.
+        failed: Those that will not be; they are counted.
+    """
+
+    ready: list[int]
+    failed: list[int]
+
+
+@dataclass(frozen=True)
 class DraftMessage:
     """A step of the running requests; its `num_tokens` commit what the target accepted.
 

@@ -1,6 +1,6 @@
 """The draft's view of a prompt: text in full, visual tokens pruned, positions as in the full prompt."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,46 +17,102 @@ class UnsupportedPrompt(Exception):
 
 
 @dataclass(frozen=True)
-class PrunedPrompt:
-    """What is left of one prompt.
+class PromptItem:
+    """An image or video of a prompt.
 
     Attributes:
-        token_ids: `[num_kept]` int32.
-        positions: `[num_axes, num_kept]` int64 rope positions.
-        is_media: `[num_kept]` bool, True where an embedding of a vision tower goes.
-        kept_indices: One `[k]` int64 tensor per media item: which of its embeddings stay.
-        grids: The items' layouts.
+        feature: vLLM's, with its pixels.
+        where: `[m]` int64 prompt indices that its embeddings fill.
+        grid: Its layout.
+        num_keep: How many of them stay.
+    """
+
+    feature: Any
+    where: torch.Tensor
+    grid: TokenGrid
+    num_keep: int
+
+    @property
+    def name(self) -> str:
+        """What it shows, by content alone: no adapter of the target's reaches the draft's tower."""
+        return self.feature.mm_hash or self.feature.identifier
+
+    @property
+    def num_tokens(self) -> int:
+        """Its embeddings."""
+        return len(self.where)
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether pruning has anything to choose in it."""
+        return 0 < self.num_keep < self.num_tokens
+
+
+@dataclass(frozen=True)
+class PromptPlan:
+    """What is known of a prompt before any of its items is pruned.
+
+    Attributes:
+        token_ids: `[num_tokens]` int32, the full prompt, and after a preemption the output so far.
+        positions: `[num_axes, num_tokens]` int64 rope positions of the full prompt; None where what is kept is numbered
+            anew.
+        num_axes: Of the rope positions.
+        items: Its images and videos in prompt order.
         pos_delta: Rope position minus logical position of the tokens after the prompt.
-        num_dropped: Tokens of the prompt that the draft does not hold.
-        num_visual: Visual tokens of the full prompt.
     """
 
     token_ids: torch.Tensor
-    positions: torch.Tensor
-    is_media: torch.Tensor
-    kept_indices: tuple[torch.Tensor, ...]
-    grids: tuple[TokenGrid, ...]
+    positions: torch.Tensor | None
+    num_axes: int
+    items: tuple[PromptItem, ...]
     pos_delta: int
-    num_dropped: int
-    num_visual: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the full prompt."""
+        return len(self.token_ids)
+
+    @property
+    def num_visual(self) -> int:
+        """Visual tokens of the full prompt."""
+        return sum(item.num_tokens for item in self.items)
+
+    @property
+    def num_dropped(self) -> int:
+        """Tokens of the prompt that the draft does not hold."""
+        return sum(item.num_tokens - item.num_keep for item in self.items)
 
     @property
     def num_kept(self) -> int:
         """Tokens that the draft prefills."""
-        return len(self.token_ids)
+        return self.num_tokens - self.num_dropped
 
 
-def prune_prompt(
+@dataclass(frozen=True)
+class PrunedPrompt:
+    """What is left of one prompt.
+
+    Attributes:
+        token_ids: `[num_kept]` int32; 0 where an embedding of a vision tower goes, as its own id may be none of the
+            vocabulary's.
+        positions: `[num_axes, num_kept]` int64 rope positions.
+        media_at: `[num_media]` int64 where embeddings of a vision tower go, ascending.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    media_at: torch.Tensor
+
+
+def plan_prompt(
     token_ids: list[int],
     features: list[Any],
     config: VidSpecConfig,
     adapter: FamilyAdapter,
     hf_config: Any,
     full_positions: Callable[[list[int], list[Any]], tuple[torch.Tensor, int]],
-    scores: list[torch.Tensor] | None = None,
-    embeddings: list[torch.Tensor] | None = None,
-) -> PrunedPrompt:
-    """Choose what the draft sees of a prompt. Every image or video has a budget of its own.
+) -> PromptPlan:
+    """Look at a prompt, on the host. Every image or video has a budget of its own.
 
     Args:
         token_ids: The full prompt, and after a preemption the output so far.
@@ -65,69 +121,81 @@ def prune_prompt(
         adapter: The family's geometry.
         hf_config: The draft's Hugging Face configuration.
         full_positions: `(token_ids, features) -> ([num_axes, num_tokens] int64, delta)` of the full prompt.
-        scores: The target's guidance, one float32 `[m]` CPU tensor per item. None for a pruner that wants it: uniform.
-        embeddings: The draft's vision embeddings `[m, hidden_size]` per item, for the pruners that compare them.
 
     Raises:
-        UnsupportedPrompt: A feature's data is gone or is no image or video; nothing would be left.
+        UnsupportedPrompt: A feature's pixels are gone, or it is no image or video; nothing would be left.
     """
-    num_tokens = len(token_ids)
-    keep = torch.ones(num_tokens, dtype=torch.bool)
-    is_media = torch.zeros(num_tokens, dtype=torch.bool)
-    kept_indices, grids = [], []
-    for i, feature in enumerate(features):
-        where = embedding_indices(feature)  # [m]
+    items = []
+    for feature in features:
+        where = embedding_indices(feature)
         grid = adapter.item_grid(feature.modality, _plain(feature.data), len(where), hf_config)
-        num_keep = budget(len(where), config.ratio_for(feature.modality))
-        inputs = PruneInputs(
-            grid,
-            num_keep,
-            scores=None if scores is None else scores[i],
-            features=None if embeddings is None else embeddings[i],
-            lambda_r=config.lambda_r,
-            seed=config.prune_seed,
-        )
-        kept = _choose(config.pruner, inputs).cpu()
-        grids.append(grid)
-        is_media[where] = True
-        keep[where] = False
-        keep[where[kept]] = True
-        kept_indices.append(kept)
-    num_kept = int(keep.sum())
-    if num_kept == 0:
-        raise UnsupportedPrompt("pruning leaves nothing of its prompt")
+        items.append(PromptItem(feature, where, grid, budget(len(where), config.ratio_for(feature.modality))))
     if config.draft_positions == "original":
         positions, delta = full_positions(token_ids, features)
-        positions = positions[:, keep]
+        num_axes = positions.shape[0]
     else:
-        axes = full_positions(token_ids[:1], [])[0].shape[0]
-        positions, delta = torch.arange(num_kept).expand(axes, -1), num_kept - num_tokens
+        positions, num_axes = None, full_positions(token_ids[:1], [])[0].shape[0]
+        delta = sum(item.num_keep - item.num_tokens for item in items)
+    ids = torch.tensor(token_ids, dtype=torch.int32)
+    plan = PromptPlan(ids, positions, num_axes, tuple(items), int(delta))
+    if plan.num_kept <= 0:
+        raise UnsupportedPrompt("pruning leaves nothing of its prompt")
+    return plan
+
+
+def prune(plan: PromptPlan, kept_indices: Sequence[torch.Tensor]) -> PrunedPrompt:
+    """Return what is left of a prompt, given one `[num_keep]` int64 tensor of kept embeddings per item."""
+    keep = torch.ones(plan.num_tokens, dtype=torch.bool)
+    is_media = torch.zeros(plan.num_tokens, dtype=torch.bool)
+    for item, kept in zip(plan.items, kept_indices, strict=True):
+        is_media[item.where] = True
+        keep[item.where] = False
+        keep[item.where[kept]] = True
+    if plan.positions is None:
+        positions = torch.arange(plan.num_kept).expand(plan.num_axes, -1)
+    else:
+        positions = plan.positions[:, keep].to(torch.int64)
     return PrunedPrompt(
-        token_ids=torch.tensor(token_ids, dtype=torch.int32)[keep],
-        positions=positions.to(torch.int64),
-        is_media=is_media[keep],
-        kept_indices=tuple(kept_indices),
-        grids=tuple(grids),
-        pos_delta=int(delta),
-        num_dropped=num_tokens - num_kept,
-        num_visual=int(is_media.sum()),
+        token_ids=plan.token_ids.masked_fill(is_media, 0)[keep],
+        positions=positions,
+        media_at=is_media[keep].nonzero()[:, 0],
     )
 
 
-def _choose(name: str, inputs: PruneInputs) -> torch.Tensor:
-    """Return the kept indices `[num_keep]`; a pruner that chooses nothing, or lacks its guidance, keeps uniformly."""
-    pruner = get_pruner(name)
-    is_choice = 0 < inputs.num_keep < inputs.grid.num_tokens
-    if not is_choice or (pruner.needs & SCORE_NEEDS and inputs.scores is None):
+def choose_kept(
+    item: PromptItem, config: VidSpecConfig, scores: torch.Tensor | None, embeddings: torch.Tensor | None
+) -> torch.Tensor:
+    """Return which of an item's embeddings stay, `[num_keep]` int64 on the CPU.
+
+    A pruner that chooses nothing, or lacks its guidance, keeps uniformly.
+
+    Args:
+        item: The image or video.
+        config: Its pruner.
+        scores: The target's guidance, float32 `[m]` on the CPU, or None.
+        embeddings: The draft's own `[m, hidden_size]`, for the pruners that compare them, or None.
+    """
+    pruner = get_pruner(config.pruner)
+    if not item.is_choice or (pruner.needs & SCORE_NEEDS and scores is None):
         pruner = get_pruner("uniform")
-    return pruner(inputs)
+    inputs = PruneInputs(
+        item.grid,
+        item.num_keep,
+        scores=scores,
+        features=embeddings,
+        lambda_r=config.lambda_r,
+        seed=config.prune_seed,
+    )
+    return pruner(inputs).cpu()
 
 
 def embedding_indices(feature: Any) -> torch.Tensor:
     """Return the prompt indices `[m]` that the item's embeddings fill; separators inside its range are text."""
     if feature.modality not in ("image", "video"):
         raise UnsupportedPrompt(f"it has an input of modality {feature.modality!r}")
-    if feature.data is None or not any("pixel_values" in key or "embeds" in key for key in feature.data):
+    if feature.data is not None and any("embeds" in key for key in feature.data):
+        raise UnsupportedPrompt("it brings embeddings of its own, made for the target")
+    if feature.data is None or not any("pixel_values" in key for key in feature.data):
         raise UnsupportedPrompt("the engine no longer holds its visual input")
     return torch.from_numpy(visual_indices(feature))
 

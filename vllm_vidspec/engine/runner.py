@@ -4,10 +4,12 @@ import functools
 from typing import Any
 
 import torch
+from vllm.distributed import get_tp_group
 from vllm.utils.mem_utils import DeviceMemoryProfiler
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from vllm_vidspec.config import METHOD, VidSpecConfig, parse_config
+from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.attention_guidance import AttentionGuidance
 from vllm_vidspec.engine.counters import Counters
 from vllm_vidspec.engine.guidance import make_guidance
@@ -45,7 +47,8 @@ def vidspec_runner(base: type) -> type:
             self.rules: LooseRules | None = None
             self.visual: VisualStates | None = None
             self.counters = Counters(vllm_config, device, self.max_num_reqs, self.num_speculative_steps)
-            self.speculator = VidSpecSpeculator(vllm_config, self.vidspec_config, device, self.counters)
+            self.agreement = Agreement(get_tp_group())
+            self.speculator = VidSpecSpeculator(vllm_config, self.vidspec_config, device, self.counters, self.agreement)
 
         def load_model(self, *args, **kwargs) -> None:
             super().load_model(*args, **kwargs)
@@ -53,7 +56,9 @@ def vidspec_runner(base: type) -> type:
                 self.speculator.load(self.model, self.req_states, self.sampler)
             self.model_memory_usage += profiler.consumed_memory
             # After the draft: one that shares the target's weights must not share its listeners.
-            self.guidance = make_guidance(self.vidspec_config, self.model, self.vllm_config, self.counters)
+            self.guidance = make_guidance(
+                self.vidspec_config, self.model, self.vllm_config, self.counters, self.agreement
+            )
             self.use_aux_hidden_state_outputs = isinstance(self.guidance, HiddenStateGuidance)
             self.speculator.guidance = self.guidance
             if self.vidspec_config.shapes - {"chain"}:
@@ -87,7 +92,9 @@ def vidspec_runner(base: type) -> type:
                 config, self.vllm_config, self.max_num_reqs, self.vocab_size, self.sampler, self.counters
             )
             if "loose" in config.scorers:
-                self.visual = VisualStates(config, self.vllm_config, self.max_num_reqs, self.counters, self.rules.ready)
+                self.visual = VisualStates(
+                    config, self.vllm_config, self.max_num_reqs, self.counters, self.rules.ready, self.agreement
+                )
 
         def initialize_kv_cache(self, kv_cache_config, is_profiling: bool = False, **kwargs) -> None:
             super().initialize_kv_cache(kv_cache_config, is_profiling=is_profiling, **kwargs)
@@ -98,14 +105,22 @@ def vidspec_runner(base: type) -> type:
                     self.trees.init_kv(len(self.kv_cache_config.kv_cache_groups))
                 if self.visual is not None:
                     self.visual.init_pool()
-                self.speculator.init_kv()
+                self.speculator.init_kv(self.encoder_cache)
+
+        def reset_encoder_cache(self) -> None:
+            super().reset_encoder_cache()
+            if self.speculator is not None:
+                self.speculator.forget_media()
 
         def add_requests(self, scheduler_output) -> None:
             super().add_requests(scheduler_output)
             for request in scheduler_output.scheduled_new_reqs:
                 sampling = request.sampling_params
                 is_structured = sampling is not None and sampling.structured_outputs is not None
-                self.speculator.arrive(request.req_id, request.prefill_token_ids, request.mm_features, is_structured)
+                has_embeds = request.prompt_embeds is not None
+                self.speculator.arrive(
+                    request.req_id, request.prefill_token_ids, request.mm_features, is_structured, has_embeds
+                )
                 row = self.req_states.req_id_to_index[request.req_id]
                 self.counters.begin_request(row, request.req_id)
                 if self.rules is not None and sampling is not None:
@@ -189,7 +204,7 @@ def vidspec_runner(base: type) -> type:
                     part.config = config
             if self.rules is not None:
                 self.rules.retune(config)
-            self.vidspec_config = self.speculator.config = self.speculator.drafter.config = config
+            self.vidspec_config = self.speculator.config = self.speculator.drafter.prefills.config = config
 
         def watch_scores(self, on: bool) -> list[dict[str, Any]]:
             """Return what became of every token since watching began, and go on or not; see the worker."""

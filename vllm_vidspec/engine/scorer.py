@@ -102,7 +102,8 @@ class CoupledVerifier(RejectionSampler):
             return None
         assert self.hidden_states is not None
         return self._visual.relevance(
-            self.hidden_states[input_batch.logits_indices],
+            self.hidden_states,
+            input_batch.logits_indices,
             input_batch.cu_num_logits,
             input_batch.idx_mapping,
             rows_np,

@@ -1,5 +1,7 @@
 """vLLM's speculator interface in front of the drafter: runner state becomes messages, draft failures counters."""
 
+import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +13,12 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vidspec_kernels.dispatch import as_array
 from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.counters import Counters
 from vllm_vidspec.engine.draft_model import DraftModel, held_bytes, kv_bytes_per_token
 from vllm_vidspec.engine.drafter import Drafter, max_slots_per_request
-from vllm_vidspec.engine.listeners import Guidance
-from vllm_vidspec.engine.messages import DraftMessage, PrefillMessage
+from vllm_vidspec.engine.listeners import Guidance, PendingScores
+from vllm_vidspec.engine.messages import DraftMessage, PrefillMessage, PrefillStep
 from vllm_vidspec.engine.noise import CoupledSampler
 from vllm_vidspec.engine.target_trees import TargetTrees
 from vllm_vidspec.errors import VidSpecError
@@ -26,7 +29,10 @@ logger = init_logger("vllm.vidspec")
 # text, and for prompts without video.
 _TEXT_SHARE = 0.1
 
-_UNSEEN, _DRAFTING, _SKIPPED = 0, 1, 2
+# Of the KV memory, for the draft's vision embeddings.
+_VISION_SHARE = 0.02
+
+_UNSEEN, _DRAFTING, _SKIPPED, _PREFILLING = 0, 1, 2, 3
 
 
 class VidSpecSpeculator(BaseSpeculator):
@@ -36,19 +42,25 @@ class VidSpecSpeculator(BaseSpeculator):
     draft_logits = None
     num_extra_query_per_req = 0
 
-    def __init__(self, vllm_config, config: VidSpecConfig, device: torch.device, counters: Counters):
+    def __init__(
+        self, vllm_config, config: VidSpecConfig, device: torch.device, counters: Counters, agreement: Agreement
+    ):
         self.vllm_config = vllm_config
         self.config = config
         self.device = device
         self.counters = counters
         self.max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.max_model_len = vllm_config.model_config.max_model_len
-        self.draft_model = DraftModel(vllm_config, device, config.is_self_draft)
+        self._agreement = agreement
+        self.draft_model = DraftModel(vllm_config, device, config.is_self_draft, agreement)
         self.guidance: Guidance | None = None  # the runner's, once the target is loaded
         self.trees: TargetTrees | None = None  # the runner's too, where drafts can be trees
         self._drafter: Drafter | None = None  # until the KV pool exists
-        # Prompts by request id, until the draft has seen them, and whether their output is structured.
-        self._arrivals: dict[str, tuple[list[int], list[Any], bool]] = {}
+        # Prompts by request id, until the target has seen them; whether their output is structured, and whether the
+        # prompt is one of embeddings.
+        self._arrivals: dict[str, tuple[list[int], list[Any], bool, bool]] = {}
+        # By row, the prompts whose scores are on their way to the host.
+        self._held: dict[int, tuple[PrefillMessage, PendingScores]] = {}
         # Request ids of the last step, which of them were drafted for, and how many nodes their trees have.
         self._last_step: tuple[list[str], np.ndarray, torch.Tensor | None] = ([], np.empty(0, dtype=bool), None)
         self._num_nodes: torch.Tensor | None = None  # [num_drafting] of the step's trees, until `_last_step` has it
@@ -107,8 +119,32 @@ class VidSpecSpeculator(BaseSpeculator):
         self._pool_bytes = min(wanted, most)
         return self._pool_bytes
 
-    def init_kv(self) -> None:
-        """Allocate the pool; the drafter is ready afterwards."""
+    def plan_vision_cache(self, available_bytes: int) -> int:
+        """Return the bytes that the draft's vision embeddings take of a rank's KV memory.
+
+        Raises:
+            VidSpecError: `draft_encoder_bytes` leaves nothing.
+        """
+        wanted = self.config.draft_encoder_bytes
+        if wanted is None:
+            multimodal = self.vllm_config.model_config.multimodal_config
+            shows = multimodal is not None and any(map(multimodal.get_limit_per_prompt, ("image", "video")))
+            wanted = int(_VISION_SHARE * available_bytes) if shows else 0
+        if wanted >= available_bytes:
+            raise VidSpecError(
+                f"draft_encoder_bytes: {wanted} leaves nothing of the {available_bytes} bytes of KV memory"
+            )
+        self._vision_bytes = wanted
+        return wanted
+
+    def init_kv(self, encoder_cache: Any) -> None:
+        """Allocate the pool; the drafter is ready afterwards.
+
+        Args:
+            encoder_cache: vLLM's, of the target; None for a target without media.
+        """
+        shares = self.config.is_self_draft and encoder_cache is not None
+        cache = self.draft_model.make_vision_cache(self._vision_bytes)
         num_blocks = self.draft_model.init_kv(self._pool_bytes)
         self._drafter = Drafter(
             self.draft_model,
@@ -118,6 +154,9 @@ class VidSpecSpeculator(BaseSpeculator):
             num_blocks,
             self.max_num_reqs,
             self.max_model_len,
+            cache,
+            self._agreement,
+            shared=encoder_cache.encoder_outputs if shares else {},
             fills_trees=(
                 self.vllm_config.scheduler_config.async_scheduling
                 if self.config.tree_fill is None
@@ -128,6 +167,7 @@ class VidSpecSpeculator(BaseSpeculator):
         for name, value in (
             ("draft_pool_blocks_total", num_blocks - 1),
             ("draft_pool_bytes", num_blocks * self.draft_model.bytes_per_block),
+            ("draft_encoder_bytes", cache.num_bytes),
             ("draft_kv_bytes_per_token", draft),
             ("target_kv_bytes_per_token", target),
         ):
@@ -141,7 +181,19 @@ class VidSpecSpeculator(BaseSpeculator):
 
     # ---- serving ---------------------------------------------------------------------------------------------------
 
-    def arrive(self, req_id: str, token_ids: list[int], features: list[Any], is_structured: bool = False) -> None:
+    def forget_media(self) -> None:
+        """Drop the draft's vision embeddings: weights have changed, or the memory that holds them has."""
+        if self._drafter is not None:
+            self._drafter.prefills.cache.clear()
+
+    def arrive(
+        self,
+        req_id: str,
+        token_ids: list[int],
+        features: list[Any],
+        is_structured: bool = False,
+        has_embeds: bool = False,
+    ) -> None:
         """Keep a new or resumed request's prompt on the host until its target prefill is done.
 
         Args:
@@ -149,9 +201,12 @@ class VidSpecSpeculator(BaseSpeculator):
             token_ids: Prompt, and after a preemption the output so far.
             features: vLLM's multimodal features in prompt order.
             is_structured: Whether a grammar constrains the output.
+            has_embeds: Whether the prompt is one of embeddings, whose `token_ids` mean nothing.
         """
-        self._arrivals[req_id] = (token_ids, features, is_structured)
-        if self.guidance is not None:
+        # Copies, which keep the pixels: vLLM may drop its own once the target has looked at them.
+        features = [copy.copy(feature) for feature in features]
+        self._arrivals[req_id] = (token_ids, features, is_structured, has_embeds)
+        if self.guidance is not None and not has_embeds:
             self.guidance.arrive(req_id, token_ids, features)
 
     def num_drafted(self) -> dict[str, int]:
@@ -172,6 +227,7 @@ class VidSpecSpeculator(BaseSpeculator):
             self._forget(row, _UNSEEN)
 
     def _forget(self, row: int, state: int) -> None:
+        self._held.pop(row, None)
         if self._drafter is not None:
             self._drafter.release(row)
         if self.trees is not None:
@@ -212,15 +268,19 @@ class VidSpecSpeculator(BaseSpeculator):
         max_drafts = self.config.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
         rows_np = input_batch.idx_mapping_np
         done = self._prefill_done(input_batch)  # [num_reqs]
-        self._guarded(self._start, input_batch, np.flatnonzero(done & (self._state[rows_np] == _UNSEEN)))
+        unseen = np.flatnonzero(done & (self._state[rows_np] == _UNSEEN))
+        self._guarded("start of drafts", self._start, input_batch, unseen, is_careful=True)
         # The last draft of this step may commit K more tokens and the target one.
         bound = input_batch.seq_lens_cpu_upper_bound.numpy()[:num_reqs].astype(np.int64) + 1
         self._grow(input_batch, rows_np, bound, done)
+        in_line = np.flatnonzero(done & (self._state[rows_np] == _PREFILLING))
+        self._guarded("draft prefill", self._prefill, input_batch, in_line, bound)
         live = done & (self._state[rows_np] == _DRAFTING)
         self._num_nodes = None
         if live.any():
+            live_indices = np.flatnonzero(live)
             self._guarded(
-                self._draft, input_batch, np.flatnonzero(live), output, last_sampled, num_sampled, bound, max_drafts
+                "drafting", self._draft, input_batch, live_indices, output, last_sampled, num_sampled, bound, max_drafts
             )
             live &= self._state[rows_np] == _DRAFTING
         if (self._has_draft[rows_np] != live).any():
@@ -237,50 +297,79 @@ class VidSpecSpeculator(BaseSpeculator):
             computed = computed - input_batch.num_draft_tokens_per_req
         return computed >= input_batch.prefill_len_np
 
-    def _guarded(self, step: Callable, input_batch, batch_indices: np.ndarray, *args) -> None:
-        """Run a step of the draft; an exception costs these requests their speculation, never their answer."""
+    def _guarded(
+        self, phase: str, step: Callable, input_batch, batch_indices: np.ndarray, *args, is_careful: bool = False
+    ) -> None:
+        """Run a step of the draft; an exception on any rank costs these requests their speculation on all of them,
+        never their answer.
+
+        `is_careful`: see `Agreement.run`. A step of every decode step is not, nor is one that runs such steps itself.
+        """
         if not len(batch_indices):
             return
-        try:
-            step(input_batch, batch_indices, *args)
-        except Exception:
-            if self.config.on_draft_error == "raise":
-                raise
-            logger.exception("vidspec: the draft failed; these requests go on without speculation")
-            for i in batch_indices:
-                self._forget(int(input_batch.idx_mapping_np[i]), _SKIPPED)
-                self.counters.skip("draft_error", input_batch.req_ids[i], "the draft failed")
+        error = self._agreement.run(phase, step, input_batch, batch_indices, *args, is_careful=is_careful)
+        if error is None:
+            return
+        if self.config.on_draft_error == "raise":
+            raise error
+        logger.error("vidspec: the draft failed; these requests go on without speculation", exc_info=error)
+        if self.guidance is not None:
+            self.guidance.forget_scores()
+        for i in batch_indices:
+            self.release(input_batch.req_ids[i])
+            self._state[input_batch.idx_mapping_np[i]] = _SKIPPED
+            self.counters.skip("draft_error", input_batch.req_ids[i], "the draft failed")
 
     def _start(self, input_batch, batch_indices: np.ndarray) -> None:
-        """Prefill the draft for requests whose target prefill has just finished."""
-        states, messages = self._req_states, []
+        """Hand the drafter the requests whose target prefill has finished, once their scores are on the host."""
         for i in batch_indices:
             row, req_id = int(input_batch.idx_mapping_np[i]), input_batch.req_ids[i]
-            token_ids, features, is_structured = self._arrivals.pop(req_id)
-            scores = None if self.guidance is None else self.guidance.take(req_id)
-            if is_structured and self.trees is not None:
-                # A grammar is checked along one line of tokens.
-                self._state[row] = _SKIPPED
-                self.counters.skip("structured", req_id, "trees do not draft for structured outputs")
-                continue
-            if len(token_ids) + 1 >= states.max_seq_len[row]:
-                self._state[row] = _SKIPPED  # the token just sampled is its last
-                continue
-            messages.append(PrefillMessage(req_id, row, token_ids, features, scores))
-        if messages:
-            accepted = self.drafter.prefill(messages)
-            rows = [message.row for message in messages]
-            self._state[rows] = np.where(accepted, _DRAFTING, _SKIPPED)
+            message = self._message(row, req_id)
+            if message is not None:
+                self._state[row] = _PREFILLING if self.drafter.admit(message) else _SKIPPED
+
+    def _message(self, row: int, req_id: str) -> PrefillMessage | None:
+        """Return what the drafter is told of a request; None while its scores are on their way, or if it is skipped."""
+        if row in self._held:
+            message, pending = self._held.pop(row)
+            return dataclasses.replace(message, scores=pending.wait())
+        token_ids, features, is_structured, has_embeds = self._arrivals.pop(req_id)
+        scores = None if self.guidance is None else self.guidance.take(req_id)
+        if has_embeds:
+            self._state[row] = _SKIPPED
+            self.counters.skip("unsupported", req_id, "its prompt is one of embeddings, made for the target")
+            return None
+        if is_structured and self.trees is not None:
+            # A grammar is checked along one line of tokens.
+            self._state[row] = _SKIPPED
+            self.counters.skip("structured", req_id, "trees do not draft for structured outputs")
+            return None
+        if len(token_ids) + 1 >= self._req_states.max_seq_len[row]:
+            self._state[row] = _SKIPPED  # the token just sampled is its last
+            return None
+        message = PrefillMessage(req_id, row, token_ids, features)
+        if scores is None:
+            return message
+        if scores.is_here:
+            return dataclasses.replace(message, scores=scores.wait())
+        self._held[row] = (message, scores)
+        return None
 
     def _grow(self, input_batch, rows_np: np.ndarray, bound: np.ndarray, done: np.ndarray) -> None:
         """Reserve the blocks of this step; requests that no longer fit go on without speculation."""
-        drafting = np.flatnonzero(done & (self._state[rows_np] == _DRAFTING))
-        if not len(drafting):
-            return
-        fits = self.drafter.grow(rows_np[drafting], bound[drafting])
-        for i in drafting[~fits]:
+        growing = np.flatnonzero(done & np.isin(self._state[rows_np], (_PREFILLING, _DRAFTING)))
+        fits = self.drafter.grow(rows_np[growing], bound[growing])
+        for i in growing[~fits]:
             self._forget(int(rows_np[i]), _SKIPPED)
             self.counters.skip("pool_full", input_batch.req_ids[i], "it outgrew the draft's KV pool")
+
+    def _prefill(self, input_batch, batch_indices: np.ndarray, bound: np.ndarray) -> None:
+        """Let the drafter read on in the prompts that it has not seen whole."""
+        rows = input_batch.idx_mapping_np[batch_indices]
+        done = self.drafter.prefill(PrefillStep(rows, bound[batch_indices], self._req_states.all_token_ids.gpu))
+        self._state[done.ready] = _DRAFTING
+        for row in done.failed:
+            self._forget(row, _SKIPPED)
 
     def _draft(
         self,

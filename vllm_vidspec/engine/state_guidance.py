@@ -5,17 +5,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vidspec_kernels import uv_text_sum, uv_video_scores
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine import compat
+from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.counters import Counters
-from vllm_vidspec.engine.listeners import Listener, Listeners, prefills
+from vllm_vidspec.engine.host_copy import HostCopy
+from vllm_vidspec.engine.listeners import Listener, Listeners, PendingScores, prefills
 from vllm_vidspec.errors import VidSpecError
 
 
 @dataclass
 class _StateListener(Listener):
+    has_begun: bool = False
     states: torch.Tensor | None = None  # [m, hidden_size] at `uv_layer`, model dtype
     low: torch.Tensor | None = None  # [m] float32, the embeddings' similarity with the text's
     text_low: torch.Tensor | None = None  # [hidden_size] float32, sum of the text's unit embeddings
@@ -37,8 +41,10 @@ class HiddenStateGuidance(Listeners):
     tensor-parallel ranks: nothing is reduced.
     """
 
-    def __init__(self, config: VidSpecConfig, target: torch.nn.Module, vllm_config: Any, counters: Counters):
-        super().__init__(config, counters, vllm_config.device_config.device)
+    def __init__(
+        self, config: VidSpecConfig, target: torch.nn.Module, vllm_config: Any, counters: Counters, agreement: Agreement
+    ):
+        super().__init__(config, counters, vllm_config.device_config.device, agreement)
         num_layers = vllm_config.model_config.get_total_num_hidden_layers()
         layer = config.uv_layer if config.uv_layer is not None else default_uv_layer(num_layers)
         if layer > num_layers:
@@ -77,7 +83,9 @@ class HiddenStateGuidance(Listeners):
         if batch is None:
             return
         begin = time.perf_counter()
-        for i, listener, start, end in prefills(batch, self._listeners):
+        found = list(prefills(batch, self._listeners))
+        self._begin([listener for _, listener, _, _ in found if not listener.has_begun])
+        for i, listener, start, end in found:
             if listener.missed is None:
                 assert aux_hidden_states is not None
                 rows = slice(int(batch.query_start_loc_np[i]), int(batch.query_start_loc_np[i]) + end - start)
@@ -87,8 +95,6 @@ class HiddenStateGuidance(Listeners):
 
     def _hear(self, listener: _StateListener, start: int, end: int, low: torch.Tensor, high: torch.Tensor) -> None:
         """Take one chunk `[end - start, hidden_size]` of a request in."""
-        if listener.states is None and not self._begin(listener):
-            return
         assert listener.low is not None and listener.states is not None
         inside = (listener.order >= start) & (listener.order < end)  # [m]
         is_text = torch.ones(end - start, dtype=torch.bool)
@@ -96,26 +102,46 @@ class HiddenStateGuidance(Listeners):
             into, rows = inside.nonzero()[:, 0], listener.order[inside] - start
             is_text[rows] = False
             listener.heard |= inside
-            into, rows = into.to(self.device), rows.to(self.device)
+            into, rows = (async_tensor_h2d(indices, device=self.device) for indices in (into, rows))
             listener.low[into] = uv_video_scores(low[rows], listener.text_low)
             listener.states[into] = high[rows]
         if is_text.any():
-            listener.text_high = listener.text_high + uv_text_sum(high, is_text.to(self.device))
+            listener.text_high = listener.text_high + uv_text_sum(high, async_tensor_h2d(is_text, device=self.device))
 
-    def _begin(self, listener: _StateListener) -> bool:
+    def _begin(self, listeners: list[_StateListener]) -> None:
+        """Make room for the requests whose first chunk this is, and embed their text; all ranks for the same ones."""
+        for listener in listeners:
+            listener.has_begun = True
+            if listener.missed is None and not self._guard(self._allocate, listener):
+                listener.missed = "error"
+        heard_by_all = self._agreement.settle("guidance", [listener.missed is None for listener in listeners])
+        chosen = [listener for listener, is_heard in zip(listeners, heard_by_all, strict=True) if is_heard]
+        error = self._agreement.run("guidance", self._embed_text, chosen) if chosen else None
+        if error is not None:
+            self._guard.survive(error)
+        for listener in listeners:
+            if listener.missed is None and (error is not None or listener not in chosen):
+                listener.missed = "error"
+
+    def _allocate(self, listener: _StateListener) -> None:
         num_tokens = len(listener.order)
         num_bytes = num_tokens * self._hidden_size * self._dtype.itemsize
         if self._num_bytes + num_bytes > self._max_bytes:
             listener.missed = "memory"
-            return False
-        self._num_bytes += num_bytes
+            return
         listener.states = torch.empty(num_tokens, self._hidden_size, dtype=self._dtype, device=self.device)
         listener.low = torch.zeros(num_tokens, device=self.device)
         listener.heard = torch.zeros(num_tokens, dtype=torch.bool)
-        text = self._embed(listener.text_ids.to(self.device))
-        listener.text_low = uv_text_sum(text, torch.ones(len(text), dtype=torch.bool, device=self.device))
         listener.text_high = torch.zeros(self._hidden_size, device=self.device)
-        return True
+        self._num_bytes += num_bytes
+
+    def _embed_text(self, listeners: list[_StateListener]) -> None:
+        for listener in listeners:
+            ids = async_tensor_h2d(listener.text_ids, device=self.device)
+            is_text = torch.ones(len(ids), dtype=torch.bool, device=self.device)
+            with self._agreement.collective():
+                text = self._embed(ids)
+            listener.text_low = uv_text_sum(text, is_text)
 
     def release(self, req_id: str) -> None:
         """Forget a request and its states; see `Guidance`."""
@@ -123,20 +149,29 @@ class HiddenStateGuidance(Listeners):
         if listener is not None and listener.states is not None:
             self._num_bytes -= listener.states.numel() * listener.states.element_size()
 
-    def take(self, req_id: str) -> list[torch.Tensor] | None:
-        """Return the scores; see `Guidance`."""
+    def take(self, req_id: str) -> PendingScores | None:
+        """Send the scores; see `Guidance`."""
         listener = self._listeners.get(req_id)
         if listener is None:
             return None
         self.release(req_id)
-        heard: list[torch.Tensor | None] = [None] * len(listener.items)
+        sizes, complete = [len(item) for item in listener.items], [False] * len(listener.items)
         if listener.missed is None and listener.states is not None:
-            sizes = [len(item) for item in listener.items]
-            scores = (uv_video_scores(listener.states, listener.text_high) - listener.low).cpu()
             # Part of a video that came from the prefix cache has no states: its scores would be of different text.
             complete = [bool(part.all()) for part in listener.heard.split(sizes)]
-            heard = [part if whole else None for part, whole in zip(scores.split(sizes), complete, strict=True)]
-        return self._finish(listener, heard)
+        agreed = self._agreement.settle("guidance", complete)
+        if agreed != complete:
+            listener.missed = "error"  # of another rank
+        if not any(agreed):
+            return PendingScores(None, lambda _: self._finish(listener, [None] * len(sizes)))
+        scores = uv_video_scores(listener.states, listener.text_high) - listener.low
+        listener.states = None  # its memory is given back
+
+        def finish(scores: torch.Tensor) -> list[torch.Tensor] | None:
+            parts = scores.split(sizes)
+            return self._finish(listener, [part if whole else None for part, whole in zip(parts, agreed, strict=True)])
+
+        return PendingScores(HostCopy(scores), finish)
 
 
 def default_uv_layer(num_layers: int) -> int:

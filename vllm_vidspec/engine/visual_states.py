@@ -22,6 +22,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vidspec_kernels import merge_relevance, store_states, visual_relevance
 from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.counters import Counters
 from vllm_vidspec.engine.guard import Guard
 from vllm_vidspec.engine.listeners import prefills
@@ -82,7 +83,8 @@ class VisualStates:
         vllm_config: vLLM's.
         max_num_reqs: Persistent rows.
         counters: Told what was kept and what was not.
-        on_ready: Called with a row whose prefill is done, if its relevance can be measured.
+        on_ready: Called with a row whose prefill is done, if its relevance can be measured on every rank.
+        agreement: Of the ranks.
     """
 
     def __init__(
@@ -92,11 +94,13 @@ class VisualStates:
         max_num_reqs: int,
         counters: Counters,
         on_ready: Callable[[int], None],
+        agreement: Agreement,
     ):
         self.config = config
         self.counters = counters
         self.device = vllm_config.device_config.device
         self._on_ready = on_ready
+        self._agreement = agreement
         self._group = get_tp_group()
         model = vllm_config.model_config
         self._hidden_size = model.get_hidden_size()
@@ -108,7 +112,7 @@ class VisualStates:
         self._holders: dict[str, _Holder] = {}
         self._items: OrderedDict[bytes, _Item] = OrderedDict()  # complete ones, the least recently used first
         self._step: Any = None
-        self._guard = Guard(config, "hidden states were not kept; these requests are verified strictly")
+        self._guard = Guard(config, "hidden states were not kept; these requests are verified strictly", agreement)
 
     def _share(self, num_tokens: int) -> int:
         """Return how many of an item's tokens a rank has room for: the same on all, so that all decide alike."""
@@ -215,6 +219,13 @@ class VisualStates:
         for item in holder.items:
             self._drop(item)
         holder.items = []
+        self._unlist(holder.row)
+
+    def _unlist(self, row: int) -> None:
+        """Let a row have no states; the device is told before it measures again."""
+        if self._num_blocks_np[row]:
+            self._num_blocks_np[row] = 0
+            self._stale.add(row)
 
     def _drop(self, item: _Item) -> None:
         """Take one user off an item; its states stay while they are complete and nobody needs the room."""
@@ -228,9 +239,7 @@ class VisualStates:
         if holder is not None:
             for item in holder.items:
                 self._drop(item)
-            if self._num_blocks_np[holder.row]:
-                self._num_blocks_np[holder.row] = 0
-                self._stale.add(holder.row)
+            self._unlist(holder.row)
 
     # ---- prefill ---------------------------------------------------------------------------------------------------
 
@@ -244,12 +253,20 @@ class VisualStates:
         if batch is None or not self._holders or not batch.is_prefilling_np.any():
             return
         begin = time.perf_counter()
+        finished = [
+            holder
+            for _, holder, _, end in prefills(batch, self._holders)
+            if end == holder.num_tokens and not holder.is_done
+        ]
         self._guarded(self._hear, batch, hidden_states)
+        for holder in finished:
+            self._guarded(self._finish, holder)
+        self._admit(finished)
         self.counters.add("relevance_us", int(1e6 * (time.perf_counter() - begin)))
 
     def _hear(self, batch: Any, hidden_states: torch.Tensor | None) -> None:
         rank, size = self._group.rank_in_group, self._group.world_size
-        sources, slots, finished = [], [], []
+        sources, slots = [], []
         for i, holder, start, end in prefills(batch, self._holders):
             if holder.is_done:
                 continue
@@ -262,35 +279,41 @@ class VisualStates:
                 entry = mine // size
                 sources.append(places[mine] - start + int(batch.query_start_loc_np[i]))
                 slots.append(np.asarray(item.blocks)[entry // BLOCK_ROWS] * BLOCK_ROWS + entry % BLOCK_ROWS)
-            if end == holder.num_tokens:
-                finished.append(holder)
         if sum(map(len, sources)):
             packed = np.stack((np.concatenate(sources), np.concatenate(slots)))
             source, slot = async_tensor_h2d(packed, device=self.device)
             assert hidden_states is not None
             store_states(hidden_states, source, slot, self.store)
-        for holder in finished:
-            self._finish(holder)
 
     def _finish(self, holder: _Holder) -> None:
         """Decide whether a prefilled request has all of its states, and let the kernel find them."""
-        holder.is_done = True
-        if holder.missed is None:
-            for i in range(len(holder.items)):
-                self._complete(holder, i)
-            if not holder.is_needed:
-                for item in holder.items:
-                    self._drop(item)
-                holder.items = []
-            elif all(item.key in self._items for item in holder.items):
-                self._write_table(holder)
+        if holder.missed is not None:
+            return
+        for i in range(len(holder.items)):
+            self._complete(holder, i)
+        if not holder.is_needed:
+            for item in holder.items:
+                self._drop(item)
+            holder.items = []
+        elif all(item.key in self._items for item in holder.items):
+            self._write_table(holder)
+        else:
+            self._miss(holder, "cached")  # a cached prefix hid some, and nobody remembers them
+
+    def _admit(self, finished: list[_Holder]) -> None:
+        """Let the prefilled requests be loose whose states every rank has."""
+        waiting = [holder for holder in finished if holder.is_needed]
+        has_states = self._agreement.settle("visual states", [holder.missed is None for holder in waiting])
+        for holder, is_ready in zip(waiting, has_states, strict=True):
+            if is_ready:
                 self.counters.add("relevance_prompts")
                 self.counters.add("relevance_reused", holder.num_reused)
                 self.counters.add("relevance_tokens", sum(map(len, holder.places)))
-            else:
-                self._miss(holder, "cached")  # a cached prefix hid some, and nobody remembers them
-        if holder.is_needed and holder.missed is None:
-            self._on_ready(holder.row)
+                self._on_ready(holder.row)
+            elif holder.missed is None:
+                self._miss(holder, "error")  # of another rank
+        for holder in finished:
+            holder.is_done = True
 
     def _complete(self, holder: _Holder, i: int) -> None:
         """Let an item that has all its states be found by others, or take the one that another request has finished."""
@@ -314,7 +337,7 @@ class VisualStates:
         table = async_tensor_h2d(np.asarray([blocks, fills], dtype=np.int32), device=self.device)
         self.block_table[row, : len(blocks)] = table[0]
         self.block_fill[table[0].long()] = table[1]
-        self.num_blocks[row] = len(blocks)
+        self.num_blocks[row : row + 1].fill_(len(blocks))  # an item's assignment would copy the number from the host
         self._num_blocks_np[row] = len(blocks)
         self._stale.discard(row)
 
@@ -329,7 +352,8 @@ class VisualStates:
 
     def relevance(
         self,
-        states: torch.Tensor,
+        hidden_states: torch.Tensor,
+        logits_indices: torch.Tensor,
         cu_num_logits: torch.Tensor,
         rows: torch.Tensor,
         rows_np: np.ndarray,
@@ -337,30 +361,63 @@ class VisualStates:
     ) -> torch.Tensor:
         """Return `[num_logits]` float32 visual relevance (LVSpec eq. 8); 0 where a request has no video.
 
+        NaN everywhere if it could not be measured: a rank that fails still takes part in the gather, so that all ranks
+        are without it and nobody is waited for.
+
         Args:
-            states: `[num_logits, hidden_size]` final hidden states.
+            hidden_states: `[num_tokens, hidden_size]` final ones of the forward.
+            logits_indices: `[num_logits]` int64, which of them have logits.
             cu_num_logits: `[num_reqs + 1]` int32.
             rows: `[num_reqs]` int64 persistent rows; `rows_np` the same on the host.
             max_queries: Most rows of a request.
         """
         begin = time.perf_counter()
-        if self._stale:
-            self.num_blocks[async_tensor_h2d(np.array(sorted(self._stale)), device=self.device)] = 0
-            self._stale.clear()
-        partial = visual_relevance(
-            states,
-            cu_num_logits,
-            rows,
-            self.store,
-            self.block_fill,
-            self.block_table,
-            self.num_blocks,
-            self.config.top_n,
-            max_queries,
-            int(self._num_blocks_np[rows_np].max(initial=0)),
-        )[None]
+        found: list[torch.Tensor] = []
+        if not self._guard(
+            self._measure, found, hidden_states, logits_indices, cu_num_logits, rows, rows_np, max_queries
+        ):
+            found = [torch.full((len(logits_indices), self.config.top_n), torch.nan, device=self.device)]
+            self._count_unmeasured(rows_np)
+        partial = found[0][None]
         if self._group.world_size > 1:
             partial = self._group.all_gather(partial, dim=0)
         merged = merge_relevance(partial)
         self.counters.add("relevance_us", int(1e6 * (time.perf_counter() - begin)))
         return merged
+
+    def _measure(
+        self,
+        found: list[torch.Tensor],
+        hidden_states: torch.Tensor,
+        logits_indices: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        rows: torch.Tensor,
+        rows_np: np.ndarray,
+        max_queries: int,
+    ) -> None:
+        """Append `[num_logits, top_n]` float32, the largest cosines with this rank's part of the video."""
+        if self._stale:
+            stale = async_tensor_h2d(np.array(sorted(self._stale)), device=self.device)
+            self.num_blocks.index_fill_(0, stale, 0)
+            self._stale.clear()
+        found.append(
+            visual_relevance(
+                hidden_states[logits_indices],
+                cu_num_logits,
+                rows,
+                self.store,
+                self.block_fill,
+                self.block_table,
+                self.num_blocks,
+                self.config.top_n,
+                max_queries,
+                int(self._num_blocks_np[rows_np].max(initial=0)),
+            )
+        )
+
+    def _count_unmeasured(self, rows_np: np.ndarray) -> None:
+        """Count the requests of `[num_reqs]` rows whose relevance could not be measured, each once."""
+        for holder in self._holders.values():
+            if holder.is_needed and holder.missed is None and holder.row in rows_np:
+                holder.missed = "error"
+                self.counters.add("strict_error")

@@ -31,6 +31,7 @@ class VidSpecWorker:
             available -= runner.guidance.reserve(available)
         if runner.visual is not None:
             available -= runner.visual.reserve(available)
+        available -= runner.speculator.plan_vision_cache(available)
         pool = runner.speculator.plan_pool(available)
         if pool >= available:
             raise VidSpecError(
@@ -48,8 +49,8 @@ class VidSpecWorker:
             Per prompt `req_id`, and per item `grids`, `kept_indices`, `scores`, `embeddings` (None if not measured).
             With `as_lists` only the indices and scores, as numbers: an engine in another process cannot send tensors.
         """
-        drafter = self.model_runner.speculator.drafter  # type: ignore[attr-defined]
-        watched, drafter.watched = drafter.watched or [], [] if on else None
+        prefills = self.model_runner.speculator.drafter.prefills  # type: ignore[attr-defined]
+        watched, prefills.watched = prefills.watched or [], [] if on else None
         if not as_lists:
             return watched
         return [

@@ -1,5 +1,6 @@
-"""vLLM's CPU worker with our model runner; imported on the CPU engine only, because importing vLLM's CPU worker replaces
-torch.cuda's streams, events and copies for the whole process.
+"""vLLM's CPU worker with our model runner.
+
+Imported on the CPU engine only: importing vLLM's CPU worker replaces torch.cuda's streams, events and copies.
 """
 
 from vllm.v1.worker.cpu_worker import CPUWorker

@@ -1,0 +1,159 @@
+"""Two ranks over gloo: what fails on one of them is left by both, or ends the process with a line that names it."""
+
+import logging
+import multiprocessing
+import os
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_vidspec.engine.agreement import Agreement, OthersFailed
+
+PATIENCE_S = 0.5
+
+
+def rank_process(rank: int, scenario, store: str, log: str) -> None:
+    """Be one rank: run the scenario, write what it returns to the log after what was logged."""
+    sys.stderr = open(log, "w", buffering=1)  # noqa: SIM115
+    handler = logging.StreamHandler(sys.stderr)
+    logger = logging.getLogger("vllm.vidspec")
+    logger.handlers, logger.propagate = [handler], False
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    group = SimpleNamespace(rank_in_group=rank, world_size=2, ranks=[0, 1], cpu_group=torch.distributed.group.WORLD)
+    result = scenario(Agreement(group, PATIENCE_S, PATIENCE_S), rank)
+    print("RESULT", result, file=sys.stderr)
+    os._exit(0)
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """`pair(scenario)` -> per rank its exit code and what it wrote; a scenario takes an agreement and its rank."""
+
+    def run(scenario):
+        context = multiprocessing.get_context("fork")  # the imports are there already
+        logs = [str(tmp_path / f"rank{rank}") for rank in range(2)]
+        store = str(tmp_path / "store")
+        ranks = [context.Process(target=rank_process, args=(i, scenario, store, logs[i])) for i in range(2)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(20)
+            assert process.exitcode is not None, "a rank hangs"
+        with open(logs[0]) as first, open(logs[1]) as second:
+            return [process.exitcode for process in ranks], [first.read(), second.read()]
+
+    return run
+
+
+def all_reduce(rank: int) -> int:
+    """What a collective of the step stands for: it needs both ranks."""
+    value = torch.tensor([rank + 1])
+    torch.distributed.all_reduce(value)
+    return int(value)
+
+
+def survivable(agreement: Agreement, rank: int) -> list:
+    """Steps that fail on one rank, on both, before a collective, after it, and not at all."""
+    seen: list = []
+
+    def step(fails_on: tuple[int, ...], after: bool = False):
+        if rank in fails_on and not after:
+            raise ValueError("before")
+        with agreement.collective():
+            seen.append(all_reduce(rank))
+        if rank in fails_on and after:
+            raise ValueError("after")
+
+    def decode(fails_on: tuple[int, ...]):
+        if rank in fails_on:
+            raise ValueError("decode")
+        with agreement.collective():
+            seen.append(all_reduce(rank))
+
+    for fails_on in ((), (0,), (1,), (0, 1)):
+        for after in (False, True):
+            error = agreement.run("prefill", step, fails_on, after)
+            assert (error is None) == (not fails_on)
+            assert error is None or isinstance(error, ValueError if rank in fails_on else OthersFailed)
+    for fails_on in ((), (0, 1)):  # a decode step is left by both at the same place, or by none
+        assert (agreement.run("drafting", decode, fails_on, is_careful=False) is None) == (not fails_on)
+    assert agreement.settle("flags", [True, rank == 0, False]) == [True, False, False]
+    assert agreement.settle("flags", [True] * 200 + [rank == 1]) == [True] * 200 + [False]
+    assert agreement.settle("flags", []) == []
+    return seen
+
+
+def test_what_fails_on_one_rank_is_left_by_both(pair):
+    """Catches: a rank that goes on alone, into a collective or past one; flags that are one rank's own."""
+    codes, texts = pair(survivable)
+    assert codes == [0, 0], texts
+    # Two runs without a failure, one failure after the collective by rank and by both, one decode step.
+    assert [text.splitlines()[-1] for text in texts] == [f"RESULT {[3] * 6}"] * 2
+    assert "rank 1 of 2 failed in prefill: before" in texts[1]
+
+
+def lost(agreement: Agreement, rank: int) -> None:
+    """Rank 1 leaves out a collective and never comes to the next agreement."""
+    if rank == 1:
+        time.sleep(4 * PATIENCE_S)
+        return
+
+    def step():
+        with agreement.collective():
+            all_reduce(rank)
+
+    agreement.run("guidance", step)
+
+
+def torn(agreement: Agreement, rank: int) -> None:
+    """Rank 1 fails in the middle of the collectives of a careful step; rank 0 waits in one."""
+
+    def step():
+        with agreement.collective():
+            all_reduce(rank)
+            if rank == 1:
+                raise ValueError("in the middle")
+            all_reduce(rank)
+
+    agreement.run("prefill", step)
+
+
+def alone(agreement: Agreement, rank: int) -> None:
+    """Rank 1 fails in a decode step; rank 0 goes on to the next agreement."""
+
+    def step():
+        if rank == 1:
+            raise torch.OutOfMemoryError("no room")
+
+    agreement.run("drafting", step, is_careful=False)
+    agreement.settle("guidance", [True])
+
+
+def memory(agreement: Agreement, rank: int) -> None:
+    """Both run out of memory in a decode step, who knows at which layer."""
+
+    def step():
+        raise torch.OutOfMemoryError("no room")
+
+    agreement.run("drafting", step, is_careful=False)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "lines"),
+    [
+        (lost, {0: "in guidance rank 1 did not answer within 0.5 s"}),
+        (torn, {1: "in prefill rank 0 did not answer within 0.5 s"}),
+        (alone, dict.fromkeys((0, 1), "rank 1 failed in the middle of a step")),
+        (memory, dict.fromkeys((0, 1), "ends the engine")),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_cannot_be_left_ends_with_a_line_that_names_the_rank(pair, scenario, lines):
+    """Catches: a skipped collective that hangs; a rank that skips what the others wait in."""
+    codes, texts = pair(scenario)
+    for rank, line in lines.items():
+        assert codes[rank] == 1
+        assert line in texts[rank], texts

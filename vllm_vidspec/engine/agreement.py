@@ -1,0 +1,213 @@
+"""Agreement: the ranks of a tensor-parallel group decide alike about what failed on one of them, or end at once.
+
+An exception is one rank's, the collectives that it would skip are everyone's: the others would wait in them for good,
+and a rank that drafts for a request while another does not breaks every later step. So before a step that is not taken
+at every decode step enters a collective, the ranks tell each other over the CPU group that they are ready; if one is
+not, all leave the step alike. What fails past that point, or while decoding, cannot be left by one rank alone: either
+all ranks have failed at the same place, or the process ends with one line that names the rank, and vLLM's executor
+ends the engine. It touches torch.distributed and nothing else.
+"""
+
+import contextlib
+import os
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed
+from vllm.logger import init_logger
+
+logger = init_logger("vllm.vidspec")
+
+# How long to wait for a rank, far more than ranks ever drift apart and less than vLLM waits for a step (300 s).
+_PATIENCE_S = 120.0
+# How long to wait for the others to have failed at the same place.
+_FAILED_PATIENCE_S = 10.0
+
+_READY, _DONE, _FAILED, _TORN = range(4)
+_NUM_HEADERS = 5  # int64: steps so far, phase, one of the above, where it failed, number of flags
+_MAX_FLAGS = 64  # of one message
+_TAG = 0x51D  # of our messages among others of the group
+
+
+class OthersFailed(Exception):
+    """Another rank could not go on, so that this one must not either."""
+
+
+class Agreement:
+    """One per process; a single rank agrees with itself and pays nothing.
+
+    Args:
+        group: vLLM's `GroupCoordinator` of the tensor-parallel ranks.
+        patience_s: How long to wait for a rank, in seconds.
+        failed_patience_s: How long to wait for others to have failed alike, in seconds.
+    """
+
+    def __init__(self, group: Any, patience_s: float = _PATIENCE_S, failed_patience_s: float = _FAILED_PATIENCE_S):
+        self._group = group
+        self._rank, self._size = group.rank_in_group, group.world_size
+        self._peers = [rank for rank in range(self._size) if rank != self._rank]
+        self.patience_s, self.failed_patience_s = patience_s, failed_patience_s
+        self._num_steps = 0
+        self._phase = ""  # of the step that is being run with care, else ""
+        self._is_torn = False  # whether an exception now would leave the others in a collective
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other rank."""
+        return self._size == 1
+
+    def run(self, phase: str, step: Callable[..., None], *args: Any, is_careful: bool = True) -> Exception | None:
+        """Run a step that all ranks take together; return why it failed, on all of them alike, or None.
+
+        A step may run others: what one of them survives is no failure of its own.
+
+        Args:
+            phase: What the step is, for messages.
+            step: It enters collectives under `collective` only.
+            args: Of the step.
+            is_careful: Whether ranks wait for each other before collectives, so that one rank's failure is survived.
+                A step without, taken at every decode step, costs nothing while all is well.
+        """
+        if self.is_alone:
+            try:
+                step(*args)
+            except Exception as error:
+                return error
+            return None
+        self._num_steps += 1
+        outer = self._phase, self._is_torn
+        self._phase, self._is_torn = phase if is_careful else "", not is_careful
+        try:
+            step(*args)
+            if is_careful:
+                self._exchange(phase, _DONE)
+        except OthersFailed as failure:
+            return failure
+        except Exception as error:
+            self._fail(phase, error)
+            return error
+        finally:
+            self._phase, self._is_torn = outer
+        return None
+
+    @contextlib.contextmanager
+    def collective(self) -> Iterator[None]:
+        """Enter collectives; in a careful step once all ranks are ready for them.
+
+        Raises:
+            OthersFailed: A rank is not.
+        """
+        if not self._phase:
+            yield
+            return
+        self._exchange(self._phase, _READY)
+        self._is_torn = True
+        yield
+        self._is_torn = False
+
+    def settle(self, phase: str, flags: Sequence[bool]) -> list[bool]:
+        """Return, for each of the ranks' flags, whether it is set on all of them; a few 100 us, none for no flags.
+
+        Args:
+            phase: What is settled, for messages.
+            flags: As many on every rank.
+
+        Raises:
+            OthersFailed: A rank has failed in the careful step that this one is in.
+        """
+        if self.is_alone:
+            return list(flags)
+        settled: list[bool] = []
+        for low in range(0, len(flags), _MAX_FLAGS):
+            settled += self._exchange(phase, _READY, flags=flags[low : low + _MAX_FLAGS])
+        return settled
+
+    def abort(self, reason: str) -> NoReturn:
+        """End this process, so that no rank waits for it.
+
+        An exception would not do: vLLM logs it, and the other ranks stay in their collective.
+        """
+        logger.critical("vidspec: rank %d of %d ends the engine: %s", self._rank, self._size, reason)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+    # ---- messages --------------------------------------------------------------------------------------------------
+
+    def _fail(self, phase: str, error: Exception) -> None:
+        """Tell the others that this rank has failed; return if all of them leave the step too."""
+        logger.error("vidspec: rank %d of %d failed in %s: %s", self._rank, self._size, phase, error)
+        if self._is_torn:
+            self._exchange(phase, _TORN, _place(error, self._rank))
+        else:
+            with contextlib.suppress(OthersFailed):
+                self._exchange(phase, _FAILED)
+
+    def _exchange(self, phase: str, verdict: int, place: int = 0, flags: Sequence[bool] = ()) -> list[bool]:
+        """Tell every rank where this one is and hear where they are; return the flags that all have set.
+
+        Raises:
+            OthersFailed: A rank has failed, and this one has not.
+        """
+        mine = torch.zeros(_NUM_HEADERS + _MAX_FLAGS, dtype=torch.int64)
+        header = [self._num_steps, zlib.crc32(phase.encode()), verdict, place, len(flags)]
+        mine[: len(header) + len(flags)] = torch.tensor([*header, *flags], dtype=torch.int64)
+        theirs = self._swap(mine, phase, self.failed_patience_s if verdict == _TORN else self.patience_s)
+        others_failed = False
+        for peer, message in theirs.items():
+            num_steps, _, its_verdict, *_ = found = message[:_NUM_HEADERS].tolist()
+            if _TORN in (verdict, its_verdict):
+                if found != header:
+                    rank, other = (self._rank, peer) if verdict == _TORN else (peer, self._rank)
+                    self.abort(f"rank {rank} failed in the middle of a step ({phase}) and rank {other} did not")
+            elif num_steps == self._num_steps and _FAILED in (verdict, its_verdict):
+                others_failed |= its_verdict == _FAILED
+            elif found != header:
+                self.abort(f"it is in {phase}, and rank {peer} is elsewhere")
+        if others_failed and verdict != _FAILED:
+            raise OthersFailed(f"another rank failed in {phase}")
+        if not flags:
+            return []
+        chosen = slice(_NUM_HEADERS, _NUM_HEADERS + len(flags))
+        return torch.stack([mine, *theirs.values()])[:, chosen].bool().all(dim=0).tolist()
+
+    def _swap(self, mine: torch.Tensor, phase: str, patience_s: float) -> dict[int, torch.Tensor]:
+        """Send a message to every rank and return theirs, or end with the names of those that never came."""
+        ranks, group = self._group.ranks, self._group.cpu_group
+        theirs = {peer: torch.empty_like(mine) for peer in self._peers}
+        # Rank by rank, not as one collective: only so it is known who is missing.
+        works = [
+            (peer, work)
+            for peer, message in theirs.items()
+            for work in (
+                torch.distributed.irecv(message, ranks[peer], group=group, tag=_TAG),
+                torch.distributed.isend(mine, ranks[peer], group=group, tag=_TAG),
+            )
+        ]
+        deadline = time.monotonic() + patience_s
+        missing: dict[int, str] = {}
+        for peer, work in works:
+            try:
+                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            except RuntimeError as error:
+                missing.setdefault(peer, str(error).splitlines()[0])
+        if missing:
+            names = " and ".join(f"rank {peer}" for peer in missing)
+            self.abort(f"in {phase} {names} did not answer within {patience_s:g} s ({next(iter(missing.values()))})")
+        return theirs
+
+
+def _place(error: Exception, rank: int) -> int:
+    """Return a number for where and how a step failed: equal on two ranks that stopped after the same collectives."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return -1 - rank  # what runs out of memory need not do so at the same layer
+    lines, frame = [type(error).__name__], error.__traceback__
+    while frame is not None:
+        lines.append(f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}")
+        frame = frame.tb_next
+    return zlib.crc32("\n".join(lines).encode())
