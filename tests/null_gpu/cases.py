@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from null_gpu.plants import allocate_while_capturing, plant_each
+from null_gpu.situations import peak_of_a_prompt, sleep_and_wake
 from vllm_vidspec.bench import pairs
 
 FAMILY = "qwen2.5-vl"
@@ -32,6 +33,7 @@ class Case:
         spec: Knobs of VidSpecConfig, None for vanilla vLLM.
         overrides: Arguments of `LLM`.
         batch: Requests at a time.
+        num_videos: Of each prompt.
         sampling: Arguments of `SamplingParams`.
         skip: Steps after the first token that are not counted.
         steps: Steps that are counted.
@@ -48,6 +50,7 @@ class Case:
     vanilla: str = "vanilla"
     overrides: dict[str, Any] = field(default_factory=dict)
     batch: int = 1
+    num_videos: int = 1
     sampling: dict[str, Any] = field(default_factory=dict)
     skip: int = 6
     steps: int = 10
@@ -71,13 +74,21 @@ class Case:
         spec = {"calibration": None, "on_draft_error": "raise", "draft": "draft"} | self.spec
         return pairs.llm_kwargs(FAMILY, spec.pop("draft"), overrides=overrides, **spec)
 
-    def prompts(self) -> list[dict]:
-        """Return a prompt with a video of its own for each request."""
-        noise = np.random.default_rng(0)
-        shape = (NUM_FRAMES, FRAME_SIZE, FRAME_SIZE, 3)
-        return [pairs.video_prompt(FAMILY, noise.integers(0, 255, shape, dtype=np.uint8)) for _ in range(self.batch)]
+    def prompts(self, seed: int = 0) -> list[dict]:
+        """Return a prompt with videos of its own for each request; other seeds, other videos."""
+        noise = np.random.default_rng(seed)
+        shape = (self.num_videos, NUM_FRAMES, FRAME_SIZE, FRAME_SIZE, 3)
+        videos = [noise.integers(0, 255, shape, dtype=np.uint8) for _ in range(self.batch)]
+        return [pairs.media_prompt(FAMILY, pairs.DEFAULT_QUESTION, videos=list(clips)) for clips in videos]
 
 
+# Small steps, so that eight clips are far more than the target encodes at a time.
+_EIGHT_CLIPS = {
+    "limit_mm_per_prompt": {"video": 8, "image": 0},
+    "max_num_batched_tokens": 256,
+    "kv_cache_memory_bytes": None,
+    "gpu_memory_utilization": 0.02,
+}
 _SAMPLED = {"temperature": 1.0, "top_p": 0.9}
 # Launches grow with the layers of target and draft: these budgets are those of the bundled pair, counted plus a little.
 _ALL = (
@@ -106,6 +117,9 @@ _ALL = (
     Case("chain sampled", {}, "vanilla sampled", sampling=_SAMPLED, most_launches=430),
     Case("vanilla two ranks", overrides=TWO_RANKS),
     Case("chain two ranks", {}, "vanilla two ranks", overrides=TWO_RANKS, most_launches=450),
+    Case("vanilla eight clips", overrides=_EIGHT_CLIPS, num_videos=8, steps=1, timed_steps=0, after=peak_of_a_prompt),
+    Case("eight clips", {}, overrides=_EIGHT_CLIPS, num_videos=8, steps=1, timed_steps=0, after=peak_of_a_prompt),
+    Case("sleep", {}, overrides={"enable_sleep_mode": True}, steps=1, timed_steps=0, after=sleep_and_wake),
     Case("planted", {}, steps=4, timed_steps=0, after=plant_each, is_planted=True),
     # The last of its process: the plant stays.
     Case("planted capture", {}, overrides=GRAPHS, before=allocate_while_capturing, is_planted=True),

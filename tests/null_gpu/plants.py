@@ -33,6 +33,11 @@ def plant_allocation(speculator: Any, batch: Any, num_sampled: torch.Tensor) -> 
     torch.empty(1 << 28, dtype=torch.uint8, device=num_sampled.device)
 
 
+def plant_launches(speculator: Any, batch: Any, num_sampled: torch.Tensor) -> None:
+    for _ in range(40):
+        num_sampled + 1
+
+
 # By name: the plant, and the counters that must show it.
 PLANTS: dict[str, tuple[Callable, tuple[str, ...]]] = {
     "item": (plant_item, ("sync",)),
@@ -41,6 +46,7 @@ PLANTS: dict[str, tuple[Callable, tuple[str, ...]]] = {
     "boolean mask": (plant_boolean_mask, ("sync",)),
     "upload": (plant_upload, ("sync", "copy.blocking")),
     "allocation": (plant_allocation, ("alloc.device",)),
+    "launches": (plant_launches, ()),
 }
 
 
