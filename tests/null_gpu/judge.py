@@ -1,4 +1,4 @@
-"""What a decode step on the null GPU may do beside what vanilla vLLM does in the same mode; pure, reads measurements."""
+"""What a decode step on the null GPU may do beside what vanilla does in the same mode; pure, reads measurements."""
 
 import statistics
 from collections.abc import Sequence

@@ -83,8 +83,8 @@ def main() -> None:
     """Print the table; with a page, write it there."""
     results = json.loads(Path(sys.argv[1]).read_text())
     print(section(results))
-    for page in map(Path, sys.argv[2:]):
-        text = f"{BEGIN}\n{section(results)}\n{END}"
+    if sys.argv[2:]:
+        page, text = Path(sys.argv[2]), f"{BEGIN}\n{section(results)}\n{END}"
         page.write_text(re.sub(f"{BEGIN}.*?{END}", lambda _: text, page.read_text(), flags=re.DOTALL))
 
 
