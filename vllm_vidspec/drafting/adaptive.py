@@ -213,8 +213,7 @@ class AdaptiveTree:
         self.tree.clear(self._num_reqs)
         low, high = self.knobs.depth_min, self.knobs.depth_max
         if self.knobs.use_lookahead and self._num_reqs > 0:
-            # What a draft whose logits are not numbers has planned is no depth.
-            planned = self._host_depths.read()[rows_np].clip(low, high)
+            planned = self._host_depths.read()[rows_np]
             low, high = int(planned.min()), int(planned.max())
         self._num_levels = max(1, min(high, budget))
         self._max_others = budget - min(low, budget)
