@@ -10,6 +10,7 @@ BOTH_CORES := tests/engine/test_tensor_parallel.py
 TEST_WORKERS ?= $(if $(wildcard /dev/nvidiactl /dev/kfd),0,2)
 BENCH_ARGS ?=
 DEMO_ARGS ?=
+SMOKE_ARGS ?=
 
 # The clone that make runs in is the one that is tested, even if another clone re-points the shared environment meanwhile.
 export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -24,7 +25,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PYTHONUNBUFFERED ?= 1
 
-.PHONY: help setup demo test test-cuda-host check format bench doctor clean distclean
+.PHONY: help setup demo test test-cuda-host check format bench doctor gpu-smoke clean distclean
 
 help: ## Show this list.
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -64,6 +65,9 @@ bench: setup ## Measure acceptance on the bundled pairs (BENCH_ARGS="--prune-rat
 
 doctor: setup ## Check the environment and say what to do about each problem.
 	@$(PY) -m vllm_vidspec.cli doctor
+
+gpu-smoke: setup ## The first five minutes on a GPU: what runs, what agrees, what it takes (SMOKE_ARGS="--only kernels").
+	@$(PY) scripts/gpu_smoke.py --out gpu-smoke.json $(SMOKE_ARGS)
 
 clean: ## Remove caches and build products from the clone.
 	@rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -38,7 +38,8 @@ def case(num_reqs: int) -> Callable[[str], Callable[[], Any]]:
         "seq_lens": torch.zeros(num_reqs, dtype=torch.int32, device=device),
         "slot_mapping": torch.zeros(num_reqs, dtype=torch.int64, device=device),
     }
-    return lambda impl: lambda: chain_step(*inputs, block_size=BLOCK_SIZE, level=LEVEL, impl=impl, **out)  # type: ignore[arg-type]
+    sizes = {"block_size": BLOCK_SIZE, "level": LEVEL, "max_position": 30_000}
+    return lambda impl: lambda: chain_step(*inputs, **sizes, impl=impl, **out)  # type: ignore[arg-type]
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:

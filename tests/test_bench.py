@@ -99,12 +99,14 @@ def test_last_error_line(log, line):
 
 def test_prometheus_text_round_trip(tmp_path):
     prometheus_client = pytest.importorskip("prometheus_client")
+    """Catches: a counter that is not shown, an engine that is not counted."""
     values = {name: index + 1 for index, name in enumerate(metrics.NAMES)}
-    file = metrics.MetricsFile.create(tmp_path / "m")
+    files = {engine: metrics.MetricsFile.create(tmp_path / f"m{engine}") for engine in (0, 1)}
     for name, value in values.items():
-        file.set(name, value)
+        files[0].set(name, value // 2)
+        files[1].set(name, value - value // 2)
     registry = prometheus_client.CollectorRegistry()
-    registry.register(metrics._Collector(file.path))
+    registry.register(metrics._Collector(files, 'a "model" {of} ours'))
     assert processes.from_prometheus(prometheus_client.generate_latest(registry).decode()) == values
     assert processes.from_prometheus("vllm:num_requests_running 3.0\n") == dict.fromkeys(metrics.NAMES, 0)
 

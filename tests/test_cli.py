@@ -1,17 +1,19 @@
 """The `vidspec` command without an engine: help, wrong options, and the shapes of tables and JSON."""
 
+import dataclasses
 import io
 import itertools
 import json
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from vllm_vidspec import doctor
+from vllm_vidspec import cli, doctor
 from vllm_vidspec.bench import acceptance, demo, plots, tables
 from vllm_vidspec.cli import app
 from vllm_vidspec.errors import VidSpecError
@@ -325,3 +327,26 @@ def test_doctor_table_json_and_status(monkeypatch):
     assert [check["status"] for check in json.loads(invoke("doctor", "--json", "-").stdout)["checks"]] == ["ok", "fail"]
     monkeypatch.setattr(doctor, "run_checks", lambda target=None, draft=None: checks[:1])
     assert invoke("doctor").exit_code == 0
+
+
+def test_doctor_looks_anew_after_a_repair(monkeypatch):
+    """A module that was broken stays so in this process. Catches: "fail" and status 1 after a repair that worked."""
+    from vllm_vidspec.setup import fixups
+
+    started = []
+
+    def run(command):
+        started.append(command)
+        return SimpleNamespace(returncode=3)
+
+    changed = fixups.FixupResult("torchvision", True, "repaired")
+    monkeypatch.setattr(fixups, "apply_fixups", lambda: [changed])
+    monkeypatch.setattr(doctor, "run_checks", lambda target=None, draft=None: pytest.fail("checked in this process"))
+    monkeypatch.setattr(cli.subprocess, "run", run)
+    assert invoke("doctor", "--fix", "--target", "t", "--draft", "self").exit_code == 3
+    assert started == [[sys.executable, "-m", "vllm_vidspec.cli", "doctor", "--target", "t", "--draft", "self"]]
+    # Where nothing had to change this process sees what there is.
+    monkeypatch.setattr(fixups, "apply_fixups", lambda: [dataclasses.replace(changed, changed=False)])
+    monkeypatch.setattr(doctor, "run_checks", lambda target=None, draft=None: [doctor.Check("engine", "ok", "fine")])
+    assert invoke("doctor", "--fix").exit_code == 0
+    assert len(started) == 1

@@ -67,6 +67,7 @@ def test_defaults():
         "draft_positions": "original",
         "draft_kv_fraction": None,
         "draft_kv_bytes": None,
+        "draft_encoder_bytes": None,
         "max_draft_len": None,
         "on_draft_error": "skip",
     }

@@ -114,6 +114,17 @@ def test_unpinned_threads_are_a_warning(monkeypatch):
     assert "OMP_NUM_THREADS=1" in check.remedy
 
 
+@pytest.mark.parametrize("has_amx", [True, False])
+def test_a_cpu_with_amx_is_a_warning(monkeypatch, has_amx):
+    """Catches: all is well, where the first start is refused."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(doctor, "_is_cpu_engine", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    found = by_name(doctor._device()).get("bf16 on AMX")
+    assert (found is not None) == has_amx
+    assert found is None or (found.status == "warn" and "--dtype float32" in found.remedy)
+
+
 def test_plugin_left_out_by_the_user_is_found(monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "another")
     (check,) = doctor._plugin()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_drafting_tree import FakeDraft, check_greedy_first, check_tree, grow, paths_of, work_in_torch
 
 from vidspec_kernels import tree_grow as tree_grow_module
-from vllm_vidspec.drafting import AdaptiveTree, SageKnobs
+from vllm_vidspec.drafting import AdaptiveTree, SageKnobs, StaticTree, candidates
 from vllm_vidspec.drafting import adaptive as adaptive_module
 from vllm_vidspec.errors import VidSpecError
 
@@ -550,6 +550,79 @@ def test_mutation_the_targets_own_token_counts(monkeypatch):
     monkeypatch.setattr(policy, "observe", lambda rows, num_accepted: right(rows, num_accepted + 1))
     with pytest.raises(AssertionError):
         check_history(policy, 0, [1, 1, 3, 4, 2])
+
+
+# --- what is no number ---
+
+
+def step_on_logits(policy, logits_of, rows, fill):
+    """Run a step on logits, as the engine's drafter does; return the number of draft forwards."""
+    num_levels = policy.begin(torch.tensor(rows), np.array(rows), policy.max_nodes)
+    width = 1
+    for level in range(num_levels):
+        found = candidates(logits_of(len(rows) * width), policy.num_candidates, policy.needs_log_probs)
+        frontier = policy.extend(level, *found)
+        width = frontier[0].shape[1] if frontier else 0
+    policy.finish(fill)
+    return num_levels
+
+
+@pytest.mark.parametrize("works_in_torch", [False, True], ids=["numpy", "torch"])
+@pytest.mark.parametrize(
+    "make", [lambda: AdaptiveTree(3, 25, "cpu"), lambda: StaticTree(3, "cpu")], ids=["sage", "static"]
+)
+@quick
+@given(
+    seed=st.integers(0, 10**6),
+    poison=st.sampled_from([math.nan, math.inf, -math.inf]),
+    share=st.sampled_from([0.02, 0.5, 1.0]),
+    fill=st.booleans(),
+)
+def test_logits_that_are_no_numbers(make, works_in_torch, seed, poison, share, fill):
+    """A draft whose arithmetic overflows: its trees are worthless and nothing else.
+
+    Catches: a plan, a parent or a token out of its range, which a device would read past its tables.
+    """
+    generator, num_tokens = torch.Generator().manual_seed(seed), 40
+    rows = [2, 0]
+
+    def logits_of(num_rows):
+        logits = torch.randn(num_rows, num_tokens, generator=generator)
+        return logits.masked_fill(torch.rand(num_rows, num_tokens, generator=generator) < share, poison)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if works_in_torch:
+            work_in_torch(patch)
+        policy = make()
+        for num_accepted in ([-1, 3], [0, 5], [2, -1]):
+            policy.observe(torch.tensor(rows), torch.tensor(num_accepted, dtype=torch.int32))
+            assert 1 <= step_on_logits(policy, logits_of, rows, fill) <= policy.max_depth
+            for row in range(len(rows)):
+                check_tree(policy.tree, row)
+                used = policy.tree.tokens[row, 1 : 1 + int(policy.tree.num_nodes[row])]
+                assert ((used >= 0) & (used < num_tokens)).all()
+
+
+@pytest.mark.parametrize("garbage", [-(2**63), -1, 0, 9, 2**62])
+def test_depths_from_the_device_are_not_trusted(garbage):
+    """Catches: a loop over levels that the buffers do not have, sized by a word that the device never wrote."""
+    policy = AdaptiveTree(3, 64, "cpu")
+    policy._host_depths.send(np.array([1, 2]), torch.tensor([5, garbage]))
+    knobs = policy.knobs
+    assert knobs.depth_min <= step_with(policy, 0.5, [1, 2]) <= knobs.depth_max
+
+
+def test_the_plan_is_sent_after_the_first_forward():
+    """While it shapes nothing before the step ends. Catches: a host that waits for the last level of a draft, a plan
+    that changes the tree whose root made it."""
+    policy = AdaptiveTree(1, 64, "cpu")
+    before = plans_of(policy, [0])
+    policy.begin(torch.tensor([0]), np.array([0]), 64)
+    policy.extend(0, *sure_table(1, policy.num_candidates, 1.0))
+    assert policy._host_depths.read()[0] == policy.knobs.depth_max != before[0][0]
+    assert plans_of(policy, [0]) == before
+    policy.finish(False)
+    assert plans_of(policy, [0]) == [(policy.knobs.depth_max, policy.knobs.width_min)]
 
 
 @pytest.mark.gpu

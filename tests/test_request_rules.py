@@ -8,7 +8,7 @@ from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.errors import VidSpecError
 
 pytest.importorskip("vllm")
-from vllm_vidspec.engine.request_rules import CALLS_TOOLS, choose, strict_reason
+from vllm_vidspec.engine.request_rules import CALLS_TOOLS, PREFIX, choose, strict_reason
 
 
 def config(**knobs) -> VidSpecConfig:
@@ -48,12 +48,24 @@ def test_choices(knobs, asked, expected):
         ({"scorer": "loose"}, {"vidspec_lambda": float("nan")}, r"got nan"),
         ({"scorer": "loose"}, {"vidspec_lamda": 0.5}, r"'vidspec_lamda' \(did you mean 'vidspec_lambda'\?\)"),
         ({"scorer": "fly"}, {"vidspec_lambda": 0.1}, r"the scorer fly takes none"),
+        ({"scorer": "loose"}, {"vidspec_scorer": ["loose"]}, r"allows loose, strict, got \['loose'\]"),
+        ({"scorer": "loose"}, {"vidspec_scorer": {"a": None}}, r"got \{'a': None\}"),
+        ({"scorer": "loose"}, {"vidspec_scorer": None}, r"got None"),
+        ({"scorer": "loose"}, {"vidspec_lambda": False}, r"got False"),
+        ({"scorer": "loose"}, {"vidspec_lambda": 10**100}, r"got 10{17}\.\.\.0+$"),
+        ({"scorer": "loose"}, {"vidspec_lambda": 10**5000}, r"got int of too many digits"),
+        ({"scorer": "loose"}, {"vidspec_lambda": [10**5000]}, r"got list of too many digits"),
+        ({"scorer": "loose"}, {"vidspec_scorer": "x\n" * 10**6}, r"got 'x\\nx"),
+        ({"scorer": "loose"}, {"vidspec_scorer": [["x" * 1000] * 1000] * 1000}, r"got \[\['x"),
+        ({"scorer": "loose"}, {"vidspec_" + "x" * 10**6: 1}, r"unknown request parameter 'vidspec_xxx"),
     ],
+    ids=lambda value: str(value)[:40] if not isinstance(value, dict) else None,
 )
 def test_out_of_bounds(knobs, asked, message):
+    """Catches: a type that cannot be looked up, a value that is quoted whole."""
     with pytest.raises(VidSpecError, match=message) as error:
         choose(asked, config(**knobs))
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 200
 
 
 @pytest.mark.parametrize(
@@ -85,7 +97,7 @@ def test_the_api_server_passes_choices_and_tools_on():
     with pytest.MonkeyPatch.context() as patch:
         for request in (ChatCompletionRequest, CompletionRequest):
             patch.setattr(request, "to_sampling_params", request.to_sampling_params)  # put back afterwards
-        compat.hear_request_choices(("vidspec_scorer", "vidspec_lambda"), CALLS_TOOLS, lambda asked: None)
+        compat.hear_request_choices(PREFIX, CALLS_TOOLS, lambda asked: None)
         tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
         def heard(**fields) -> dict | None:
@@ -99,3 +111,14 @@ def test_the_api_server_passes_choices_and_tools_on():
         assert heard(tools=[tool], tool_choice="none") is None
         completion = CompletionRequest(prompt="hello", model="m", vidspec_scorer="strict")
         assert completion.to_sampling_params(8, {}).extra_args == {"vidspec_scorer": "strict"}
+        # A mistake stays one, so that the check can refuse it: vLLM would drop the first and make the others 0 and 1.
+        assert heard(vidspec_lamda=0.2) == {"vidspec_lamda": 0.2}
+        assert heard(vllm_xargs={"vidspec_lambda": False}) == {"vidspec_lambda": False}
+        assert heard(vllm_xargs={"vidspec_lambda": True, "other": 1}) == {"vidspec_lambda": True, "other": 1}
+        # Catches: five lines of vLLM's about types where our one says what the parameter takes.
+        for value in (None, {"a": 1}, [None], [[1]]):
+            assert heard(vllm_xargs={"vidspec_scorer": value}) == {"vidspec_scorer": value}
+        with pytest.raises(ValueError, match="vllm_xargs"):
+            heard(vllm_xargs={"other": None})
+        with pytest.raises(ValueError, match="vllm_xargs"):
+            heard(vllm_xargs=3)

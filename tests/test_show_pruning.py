@@ -1,5 +1,7 @@
 """`vidspec show-pruning` without an engine: the choice from measured scores, the picture's geometry, wrong options."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from vllm_vidspec.bench import contact_sheet, pairs, shape_world, show_pruning, 
 from vllm_vidspec.bench.contact_sheet import Layout, Row
 from vllm_vidspec.bench.show_pruning import Record, Show, choose
 from vllm_vidspec.cli import app
+from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import TokenGrid
 
@@ -104,7 +107,7 @@ def record(pruner, kept, scores=None, features=None):
 
 def test_choice_is_the_engines_and_a_difference_is_refused():
     scores = torch.zeros(96)
-    scores[[3, 50, 90]] = torch.tensor([3.0, 2.0, 1.0])
+    scores[[3, 50, 90]] = torch.tensor([5.0, 2.0, 1.0])  # the first draws lambda_r by itself
     show = Show(prune_ratio=0.97, pruners=("attention", "specvlm", "uniform"))  # 2 of 96 tokens
     config = show.config("attention")
     records = [record("attention", [3, 50], scores)]
@@ -118,6 +121,24 @@ def test_choice_is_the_engines_and_a_difference_is_refused():
     with pytest.raises(VidSpecError, match="measured nothing"):
         choose(show.config("uv"), records)
     assert choose(Show(prune_ratio=1.0).config("uv"), records).tolist() == []
+
+
+@pytest.mark.parametrize("family", pairs.FAMILIES)
+def test_what_is_shown_has_the_engines_knobs(family):
+    """The bundled pairs have a calibration. Catches: a picture with other knobs than the engine that it is checked by."""
+    found = json.loads(pairs.calibration(family).read_text())["config"]
+    for pruner in show_pruning.PRUNERS:
+        show = Show(family=family)
+        engine = parse_config(show.job(pruner)["llm"]["speculative_config"])[0]
+        assert show.config(pruner) == engine
+        assert engine.lambda_r == found["lambda_r"] != parse_config(_uncalibrated(family))[0].lambda_r
+    own = Show(family=family, target="/t", draft="self", calibration=str(pairs.calibration(family)))
+    assert own.job("specvlm")["llm"]["model"] == "/t"
+    assert own.config("specvlm").model == "self" and own.config("specvlm").lambda_r == found["lambda_r"]
+
+
+def _uncalibrated(family: str) -> dict:
+    return pairs.speculative_config(family, "draft", pruner="specvlm")
 
 
 def test_one_engine_per_kind_of_guidance():
@@ -163,6 +184,10 @@ def test_command_writes_a_picture(looked, tmp_path):
         (["--pruner", ","], "--pruner"),
         (["--prune-ratio", "2"], "prune_ratio"),
         (["--family", "qwen"], "unknown family 'qwen'"),
+        (["--target", "/no/such"], "--target needs --draft"),
+        (["--target", "/no/such", "--draft", "self"], "--target: no such checkpoint: /no/such"),
+        (["--engine-args", "[]"], "not a JSON object"),
+        (["--dtype", "auto", "--engine-args", '{"dtype": "auto"}'], "dtype is given by --dtype, too"),
         (["--calibration", "/no/such.json"], "calibration"),
         (["--out", "/no/such/folder/p.png"], "no such folder"),
         (["--out", "p.jpg"], "must end in .png"),

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,8 @@ bench_app = typer.Typer(help="Measure on the bundled models.", no_args_is_help=T
 app.add_typer(bench_app, name="bench")
 
 _JSON = typer.Option("--json", metavar="PATH", help="Write the result as JSON to a file, or '-' for standard output.")
+_DTYPE = typer.Option(help="As of `vllm serve`: auto, float32, bfloat16. Default: the bundled pairs' is float32.")
+_ENGINE_ARGS = typer.Option(metavar="JSON", help="More arguments of vllm.LLM, as an object.")
 _LIST = "Comma-separated values sweep."
 
 
@@ -137,6 +140,8 @@ def doctor(
             raise VidSpecError(str(error)) from None
         for item in done:
             console.print(f"{item.name}: {item.detail}" + (" (changed)" if item.changed else ""))
+        if any(item.changed for item in done):
+            raise typer.Exit(_doctor_anew(target, draft, json_path))
     with console.status("checking"):
         checks = run_checks(target=target, draft=draft)
     if json_path is not None:
@@ -145,6 +150,14 @@ def doctor(
         console.print(tables.checks_table(checks))
     if any(check.status == "fail" for check in checks):
         raise typer.Exit(1)
+
+
+def _doctor_anew(target: str | None, draft: str | None, json_path: str | None) -> int:
+    """Check in a new process, which imports what has been repaired; return its exit status."""
+    options = {"--target": target, "--draft": draft, "--json": json_path}
+    given = [text for name, value in options.items() if value is not None for text in (name, value)]
+    sys.stdout.flush()
+    return subprocess.run([sys.executable, "-m", "vllm_vidspec.cli", "doctor", *given]).returncode
 
 
 @app.command()
@@ -163,7 +176,8 @@ def calibrate(
     num_speculative_tokens: Annotated[int, typer.Option(help="Draft tokens per verify step.")] = 5,
     max_tokens: Annotated[int, typer.Option(min=2, help="Longest answer in tokens.")] = 256,
     grid: Annotated[bool, typer.Option("--grid", help="Measure every layer set at every lambda_r.")] = False,
-    engine_args: Annotated[str, typer.Option(metavar="JSON", help="More arguments of vllm.LLM, as an object.")] = "{}",
+    dtype: Annotated[str | None, _DTYPE] = None,
+    engine_args: Annotated[str, _ENGINE_ARGS] = "{}",
     out: Annotated[str, typer.Option(metavar="PATH", help="The calibration file to write.")] = "calibration.json",
     plot: Annotated[str | None, typer.Option(metavar="PATH", help="Plot the measurements to a file.")] = None,
     costs: Annotated[
@@ -193,7 +207,7 @@ def calibrate(
         prune_ratio=prune_ratio,
         num_speculative_tokens=num_speculative_tokens,
         max_tokens=max_tokens,
-        engine_args=_json_object("--engine-args", engine_args),
+        engine_args=_engine_args(engine_args, dtype),
         whole_grid=grid,
     )
     if costs:
@@ -246,9 +260,15 @@ def show_pruning(
     ] = "uniform,random,specvlm,attention,uv,dycoke",
     prune_ratio: Annotated[float, typer.Option(help="Share of the video tokens that is dropped.")] = 0.9,
     family: Annotated[str, typer.Option(help="Bundled pair: qwen2.5-vl or llava-onevision.")] = "qwen2.5-vl",
+    target: Annotated[str | None, typer.Option(help="A target of your own in place of the bundled pair.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Its draft: a checkpoint, or 'self'.")] = None,
     question: Annotated[str, typer.Option(help="What to ask about the video.")] = "describe the video",
     columns: Annotated[int, typer.Option(min=1, help="Most frames in a row.")] = 16,
-    calibration: Annotated[str | None, typer.Option(help="A file of `vidspec calibrate`.")] = None,
+    calibration: Annotated[
+        str | None, typer.Option(help="A file of `vidspec calibrate`. Default: the bundled pair's.")
+    ] = None,
+    dtype: Annotated[str | None, _DTYPE] = None,
+    engine_args: Annotated[str, _ENGINE_ARGS] = "{}",
     out: Annotated[str, typer.Option(metavar="PATH", help="The picture to write.")] = "pruning.png",
 ) -> None:
     """Draw which tokens of a video each pruner keeps for the draft."""
@@ -259,7 +279,19 @@ def show_pruning(
 
     _end_on_sigterm()
     pruners = tuple(_values("--pruner", pruner, str))
-    show = pruning.Show(video, out, pruners, family, prune_ratio, question, columns, calibration)
+    show = pruning.Show(
+        video=video,
+        out=out,
+        pruners=pruners,
+        family=family,
+        target=target,
+        draft=draft,
+        prune_ratio=prune_ratio,
+        question=question,
+        columns=columns,
+        calibration=calibration,
+        engine_args=_engine_args(engine_args, dtype),
+    )
     console = Console()
     with tables.progress(Console(stderr=True)) as bars:
         result = pruning.run(show, tables.EnginesView(bars))
@@ -288,7 +320,8 @@ def show_relevance(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the request, where the temperature is not 0.")] = 0,
     max_tokens: Annotated[int, typer.Option(min=2, help="Longest answer in tokens.")] = 256,
-    engine_args: Annotated[str, typer.Option(metavar="JSON", help="More arguments of vllm.LLM, as an object.")] = "{}",
+    dtype: Annotated[str | None, _DTYPE] = None,
+    engine_args: Annotated[str, _ENGINE_ARGS] = "{}",
     out: Annotated[str, typer.Option(metavar="PATH", help="The .html or .png file to write.")] = "relevance.html",
     json_path: Annotated[str | None, _JSON] = None,
 ) -> None:
@@ -315,7 +348,7 @@ def show_relevance(
         temperature=temperature,
         seed=seed,
         max_tokens=max_tokens,
-        engine_args=_json_object("--engine-args", engine_args),
+        engine_args=_engine_args(engine_args, dtype),
     )
     relevance.check(show)
     console = Console(stderr=json_path == "-")
@@ -325,6 +358,16 @@ def show_relevance(
         _write_json(json_path, result)
     console.print(relevance_views.table(result["rows"][0]))
     console.print(f"Wrote {out}", highlight=False, soft_wrap=True)
+
+
+def _engine_args(text: str, dtype: str | None) -> dict[str, Any]:
+    """Parse --engine-args and add what has an option of its own."""
+    found = _json_object("--engine-args", text)
+    if dtype is None:
+        return found
+    if "dtype" in found:
+        raise VidSpecError("--engine-args: dtype is given by --dtype, too")
+    return found | {"dtype": dtype}
 
 
 def _json_object(option: str, text: str) -> dict[str, Any]:

@@ -1,12 +1,15 @@
 """Counters shared by the worker (one writer) and the API server (readers): an int64 map; stdlib and numpy only."""
 
 import atexit
+import contextlib
+import fcntl
 import hashlib
 import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Container, Iterator
+import time
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import numpy as np
 from vllm_vidspec.errors import VidSpecError
 
 MAX_POSITIONS = 64  # the upper bound of `num_speculative_tokens`
-GUIDANCE_FALLBACKS = ("cached", "memory", "unobserved", "error")
+GUIDANCE_FALLBACKS = ("cached", "memory", "unobserved", "error", "no_text")
 # Why a request whose scorer lets mismatches stand is verified strictly all the same.
 STRICT_REASONS = ("cached", "memory", "error", "structured", "tools", "logprobs", "stop_strings")
 KINDS = ("exact", "loosened", "shifted")  # why a draft token stands
@@ -59,6 +62,7 @@ NAMES: tuple[str, ...] = (
     "draft_encoder_misses",
     "draft_encoder_bytes",
     "draft_encoder_bytes_used",
+    "low_acceptance_windows",
 )
 _SLOT = {name: slot for slot, name in enumerate(NAMES)}
 # Sizes and occupancy: they can fall, so a difference of two readings says nothing about them.
@@ -82,9 +86,12 @@ _NUM_REQUESTS = 4096
 
 _MAGIC = int.from_bytes(b"vidspec\0", "little")
 _VERSION = 5
-_HEADER = 8  # int64 words: magic, version, number of slots, five spare
+_HEADER = 8  # int64 words: magic, version, number of slots, sequence, four spare
+_SEQUENCE = 3  # odd while a writer is between values that belong together
+_NUM_TRIES = 50  # of a reader that meets such a writer; one that died there must not keep it
+_REFUSAL_BYTES = 1024
 _REQUEST_WORDS = 1 + len(KINDS)
-_NUM_WORDS = _HEADER + len(NAMES) + _NUM_REQUESTS * _REQUEST_WORDS
+_NUM_WORDS = _HEADER + _REFUSAL_BYTES // 8 + len(NAMES) + _NUM_REQUESTS * _REQUEST_WORDS
 _NUM_BYTES = 8 * _NUM_WORDS
 
 
@@ -92,22 +99,29 @@ class MetricsFile:
     """One file of int64 counters: a single writer adds, any process reads.
 
     Each value is one aligned 8-byte word, so a reader sees the old or the new value and never a mixture. Two writers
-    would lose counts: only rank 0's worker writes.
+    would lose counts: an engine has a file of its own, and only its tensor-parallel rank 0 counts.
+
+    Whoever has the file mapped holds a shared lock on it, which the system takes back when the process ends, however
+    it ends: a file that nobody holds is a leftover. Once mapped, the file may be deleted: the mapping stays.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Map an existing file; use `create` or `open`."""
         self.path = str(path)
         try:
-            with open(self.path, "r+b") as file:
-                self._map = mmap.mmap(file.fileno(), _NUM_BYTES)
+            self._held = open(self.path, "r+b")  # noqa: SIM115
+            self._map = mmap.mmap(self._held.fileno(), _NUM_BYTES)
         except (OSError, ValueError) as error:
             raise VidSpecError(f"metrics file {self.path}: cannot be mapped ({error})") from None
+        with contextlib.suppress(OSError):  # a file system without locks: its leftovers stay
+            fcntl.flock(self._held, fcntl.LOCK_SH | fcntl.LOCK_NB)
         self._words = np.frombuffer(self._map, dtype="<i8")  # [_NUM_WORDS]
         found = tuple(int(word) for word in self._words[:3])
         if found != (_MAGIC, _VERSION, len(NAMES)):
             raise VidSpecError(f"metrics file {self.path}: written by another version of vllm_vidspec")
-        self._values, requests = np.split(self._words[_HEADER:], [len(NAMES)])
+        text_end = _HEADER + _REFUSAL_BYTES // 8
+        self._refusal = self._words[_HEADER:text_end].view(np.uint8)  # [_REFUSAL_BYTES] UTF-8, zeros behind it
+        self._values, requests = np.split(self._words[text_end:], [len(NAMES)])
         self._requests = requests.reshape(_NUM_REQUESTS, _REQUEST_WORDS)
         self._next_request = 0
 
@@ -120,17 +134,30 @@ class MetricsFile:
 
         Returns:
             The mapped file.
+
+        Raises:
+            VidSpecError: The folder is full, read-only or absent.
         """
-        if path is None:
-            handle, path = tempfile.mkstemp(prefix="vidspec-metrics-", suffix=".i64")
-            os.close(handle)
         words = np.zeros(_NUM_WORDS, dtype="<i8")
         words[:3] = (_MAGIC, _VERSION, len(NAMES))
-        Path(path).unlink(missing_ok=True)
-        with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
-            file.write(words.tobytes())
-        atexit.register(_unlink, str(path), os.getpid())
-        return cls(path)
+        folder = tempfile.gettempdir() if path is None else os.path.dirname(path)
+        try:
+            handle, made = tempfile.mkstemp(prefix="vidspec-metrics-", suffix=".i64", dir=folder)
+        except OSError as error:
+            raise VidSpecError(f"metrics file: {folder} takes no file ({error.strerror})") from None
+        # From here on the file goes with this process, whatever fails; it gets its name once it is whole and held.
+        atexit.register(_unlink, made if path is None else str(path), os.getpid())
+        try:
+            with open(handle, "wb") as file:
+                file.write(words.tobytes())
+            created = cls(made)
+            if path is not None:
+                os.replace(made, path)
+                created.path = str(path)
+        except (OSError, VidSpecError) as error:
+            _unlink(made, os.getpid())
+            raise VidSpecError(f"metrics file: {folder} takes no file ({error})") from None
+        return created
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "MetricsFile":
@@ -159,12 +186,17 @@ class MetricsFile:
         self._values[first : first + len(counts)] += counts
 
     def begin_request(self, req_id: str, busy: Container[int]) -> int:
-        """Return the slot of a new request, the oldest that is not `busy`; its counts begin at zero."""
+        """Return the slot of a new request, the oldest that is not `busy`; its counts begin at zero.
+
+        An earlier request of the same id is forgotten: a client may use one twice.
+        """
         while self._next_request in busy:
             self._next_request = (self._next_request + 1) % _NUM_REQUESTS
         slot, self._next_request = self._next_request, (self._next_request + 1) % _NUM_REQUESTS
+        digest, ids = _digest(req_id), self._requests[:, 0]
         self._requests[slot] = 0
-        self._requests[slot, 0] = _digest(req_id)
+        ids[ids == digest] = 0
+        ids[slot] = digest
         return slot
 
     def add_to_requests(self, slots: np.ndarray, counts: np.ndarray) -> None:
@@ -176,9 +208,34 @@ class MetricsFile:
         slots = np.flatnonzero(self._requests[:, 0] == _digest(req_id))
         return dict(zip(KINDS, self._requests[slots[-1], 1:].tolist(), strict=True)) if len(slots) else None
 
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Let readers see all of what the block writes, or nothing of it."""
+        self._words[_SEQUENCE] += 1
+        try:
+            yield
+        finally:
+            self._words[_SEQUENCE] += 1
+
     def values(self) -> dict[str, int]:
-        """Return every counter and gauge by name."""
-        return dict(zip(NAMES, self._values.tolist(), strict=True))
+        """Return every counter and gauge by name, none of them from the middle of an `at_once`."""
+        for _ in range(_NUM_TRIES):
+            sequence = int(self._words[_SEQUENCE])
+            values = self._values.tolist()
+            if sequence % 2 == 0 and sequence == int(self._words[_SEQUENCE]):
+                break
+            time.sleep(1e-4)
+        return dict(zip(NAMES, values, strict=True))
+
+    def refuse(self, reason: str) -> None:
+        """Leave the one line that says why the engine does not start; any of its processes may."""
+        text = reason.encode()[: _REFUSAL_BYTES - 1]
+        self._refusal[:] = 0
+        self._refusal[: len(text)] = np.frombuffer(text, dtype=np.uint8)
+
+    def refusal(self) -> str | None:
+        """Return what `refuse` left, or None."""
+        return self._refusal.tobytes().rstrip(b"\0").decode(errors="ignore") or None
 
 
 def _digest(req_id: str) -> int:
@@ -187,13 +244,17 @@ def _digest(req_id: str) -> int:
     return int.from_bytes(digest, "little", signed=True) or 1
 
 
-def path_for(instance_id: str) -> Path:
-    """Return where the engine with this `VllmConfig.instance_id` keeps its counters.
+def path_for(instance_id: str, engine: int = 0) -> Path:
+    """Return where one engine of the server with this `VllmConfig.instance_id` keeps its counters.
 
     Derived, not stored: vLLM hashes `additional_config` into its compile cache, where a random path would miss each
     time.
+
+    Args:
+        instance_id: Of the server.
+        engine: The data-parallel engine's index, 0 where there is one engine.
     """
-    return Path(tempfile.gettempdir()) / f"vidspec-{os.getuid()}-{instance_id}.i64"
+    return Path(tempfile.gettempdir()) / f"vidspec-{os.getuid()}-{instance_id}-{engine}.i64"
 
 
 def read_metrics(path: str | os.PathLike[str]) -> dict[str, int]:
@@ -232,18 +293,25 @@ def summarize(values: dict[str, int]) -> dict[str, float | int | None]:
     }
 
 
-def register_collector(path: str | os.PathLike[str]) -> None:
-    """Expose the file on prometheus_client's default registry, which vLLM serves on /metrics; idempotent per file."""
+def register_collector(files: Mapping[int, MetricsFile], model_name: str) -> Any:
+    """Expose the files on prometheus_client's default registry, which vLLM serves on /metrics.
+
+    Args:
+        files: By index of the engine.
+        model_name: As vLLM labels its own metrics.
+
+    Returns:
+        The collector, for another registry.
+    """
     from prometheus_client import REGISTRY
 
     with _register_lock:
-        previous = _registered.get("collector")
-        if previous is not None and previous.path == str(path):
-            return
+        previous = _registered.pop("collector", None)
         if previous is not None:  # a later engine of the same process takes the earlier one's place
             REGISTRY.unregister(previous)
-        _registered["collector"] = _Collector(str(path))
-        REGISTRY.register(_registered["collector"])
+        collector = _registered["collector"] = _Collector(files, model_name)
+        REGISTRY.register(collector)
+    return collector
 
 
 _registered: dict[str, Any] = {}
@@ -253,6 +321,11 @@ _COUNTERS = (
     ("vidspec:drafts", "drafts", "Verify steps that had draft tokens."),
     ("vidspec:draft_tokens", "draft_tokens", "Draft tokens verified by the target."),
     ("vidspec:accepted_tokens", "accepted_tokens", "Draft tokens that stand."),
+    (
+        "vidspec:low_acceptance_windows",
+        "low_acceptance_windows",
+        "Runs of 128 verify steps with drafts in which fewer than half a draft token stood per step.",
+    ),
     ("vidspec:draft_depth", "draft_depth", "Depth of the drafts verified: what could stand at most."),
     ("vidspec:draft_steps", "draft_steps", "Batches drafted for."),
     ("vidspec:draft_forwards", "draft_forwards", "Forwards of the draft model in them."),
@@ -260,6 +333,12 @@ _COUNTERS = (
     ("vidspec:text_tokens", "text_tokens", "Text tokens of the prompts that the draft has prefilled."),
     ("vidspec:draft_encoder_hits", "draft_encoder_hits", "Images and videos that the draft's tower had looked at."),
     ("vidspec:draft_encoder_misses", "draft_encoder_misses", "Images and videos that it looked at."),
+    (
+        "vidspec:visual_tokens",
+        "visual_tokens_full",
+        "Image and video tokens of the prompts that the draft has prefilled.",
+    ),
+    ("vidspec:visual_tokens_kept", "visual_tokens_kept", "Those of them that the draft was shown."),
     ("vidspec:guided_prompts", "guided_prompts", "Prompts pruned by the target's guidance."),
     (
         "vidspec:reused_guidance",
@@ -281,6 +360,8 @@ _SECONDS = (
     ("vidspec:relevance_seconds", "relevance_us", "Host time spent on keeping hidden states and measuring relevance."),
 )
 _GAUGES = (
+    ("vidspec:draft_pool_blocks", "draft_pool_blocks_total", "Blocks of the draft's KV pool."),
+    ("vidspec:draft_pool_blocks_used", "draft_pool_blocks_used", "Blocks of the draft's KV pool in use."),
     ("vidspec:draft_pool_bytes", "draft_pool_bytes", "Size of the draft's KV pool in bytes per rank."),
     ("vidspec:draft_kv_bytes_per_token", "draft_kv_bytes_per_token", "Draft KV bytes of one token per rank."),
     ("vidspec:target_kv_bytes_per_token", "target_kv_bytes_per_token", "Target KV bytes of one token per rank."),
@@ -296,70 +377,81 @@ _GAUGES = (
 )
 
 
-class _Collector:
-    """A prometheus_client custom collector that reads the file at every scrape."""
+# name -> what it says, its label and the values of that, each of which is a counter's name without this prefix
+_BY_LABEL = (
+    ("vidspec:standing_tokens", "Draft tokens that stand, by why.", "kind", {kind: f"{kind}_tokens" for kind in KINDS}),
+    (
+        "vidspec:strict_requests",
+        "Requests verified strictly though their scorer is loose.",
+        "reason",
+        {reason: f"strict_{reason}" for reason in STRICT_REASONS},
+    ),
+    (
+        "vidspec:skipped_requests",
+        "Requests run without speculation.",
+        "reason",
+        {reason: f"skipped_{reason}" for reason in SKIP_REASONS},
+    ),
+    (
+        "vidspec:unguided_prompts",
+        "Prompts pruned uniformly for want of guidance.",
+        "reason",
+        {reason: f"unguided_{reason}" for reason in GUIDANCE_FALLBACKS},
+    ),
+)
+# Upper bounds of the histogram: every length of the usual chains and trees, then ever fewer.
+_LENGTHS = (*range(1, 13), 16, 24, 32, 48, 64)
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+
+class _Collector:
+    """A prometheus_client custom collector that reads the files at every scrape."""
+
+    def __init__(self, files: Mapping[int, MetricsFile], model_name: str) -> None:
+        self._files = files
+        self._model_name = model_name
 
     def describe(self) -> Iterator[Any]:
-        """Return nothing: registering must not read the file."""
+        """Return nothing: registering must not read the files."""
         return iter(())
 
     def collect(self) -> Iterator[Any]:
-        """Yield the metric families; nothing where the file is gone (the engine has stopped)."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        """Yield the metric families."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-        try:
-            values = read_metrics(self.path)
-        except VidSpecError:
-            return
-        for metric, name, text in _COUNTERS:
-            yield CounterMetricFamily(metric, text, value=values[name])
-        for metric, name, text in _SECONDS:
-            yield CounterMetricFamily(metric, text, value=values[name] / 1e6)
+        engines = {(self._model_name, str(engine)): file.values() for engine, file in self._files.items()}
+        labels = ["model_name", "engine"]
+        for metric, name, text in (*_COUNTERS, *_SECONDS):
+            family = CounterMetricFamily(metric, text, labels=labels)
+            for engine, values in engines.items():
+                family.add_metric(engine, values[name] / (1e6 if name.endswith("_us") else 1))
+            yield family
         for metric, name, text in _GAUGES:
-            yield GaugeMetricFamily(metric, text, value=values[name])
-        yield _labelled(
-            CounterMetricFamily(
-                "vidspec:accepted_tokens_per_position", "Draft tokens that stand, by position.", labels=["position"]
-            ),
-            {str(i): values[f"accepted_at_pos_{i}"] for i in range(_num_positions(values))},
+            gauge = GaugeMetricFamily(metric, text, labels=labels)
+            for engine, values in engines.items():
+                gauge.add_metric(engine, values[name])
+            yield gauge
+        most = max((_num_positions(values) for values in engines.values()), default=1)
+        positions = {str(i): f"accepted_at_pos_{i}" for i in range(most)}
+        by_position = ("vidspec:accepted_tokens_per_position", "Draft tokens that stand, by position.", "position")
+        for metric, text, label, names in ((*by_position, positions), *_BY_LABEL):
+            family = CounterMetricFamily(metric, text, labels=[*labels, label])
+            for engine, values in engines.items():
+                for value, name in names.items():
+                    family.add_metric((*engine, value), values[name])
+            yield family
+        lengths = HistogramMetricFamily(
+            "vidspec:acceptance_length", "Tokens that a verify step emits, the target's own included.", labels=labels
         )
-        yield _labelled(
-            CounterMetricFamily("vidspec:standing_tokens", "Draft tokens that stand, by why.", labels=["kind"]),
-            {kind: values[f"{kind}_tokens"] for kind in KINDS},
-        )
-        yield _labelled(
-            CounterMetricFamily(
-                "vidspec:strict_requests", "Requests verified strictly though their scorer is loose.", labels=["reason"]
-            ),
-            {reason: values[f"strict_{reason}"] for reason in STRICT_REASONS},
-        )
-        yield _labelled(
-            CounterMetricFamily("vidspec:skipped_requests", "Requests run without speculation.", labels=["reason"]),
-            {reason: values[f"skipped_{reason}"] for reason in SKIP_REASONS},
-        )
-        yield _labelled(
-            CounterMetricFamily(
-                "vidspec:unguided_prompts", "Prompts pruned uniformly for want of guidance.", labels=["reason"]
-            ),
-            {reason: values[f"unguided_{reason}"] for reason in GUIDANCE_FALLBACKS},
-        )
-        yield _labelled(
-            CounterMetricFamily("vidspec:visual_tokens", "Image and video tokens of drafted prompts.", labels=["kind"]),
-            {kind: values[f"visual_tokens_{kind}"] for kind in ("full", "kept")},
-        )
-        yield _labelled(
-            GaugeMetricFamily("vidspec:draft_pool_blocks", "Blocks of the draft's KV pool.", labels=["state"]),
-            {state: values[f"draft_pool_blocks_{state}"] for state in ("used", "total")},
-        )
+        for engine, values in engines.items():
+            lengths.add_metric(engine, _lengths(values), values["drafts"] + values["accepted_tokens"])
+        yield lengths
 
 
-def _labelled(family: Any, values: dict[str, int]) -> Any:
-    for label, value in values.items():
-        family.add_metric([label], value)
-    return family
+def _lengths(values: dict[str, int]) -> list[tuple[str, int]]:
+    """Return the histogram of tokens per verify step: each bound, and how many steps emitted no more than that."""
+    # A step emits more than n tokens where its draft token n - 1, counted from 0, stands.
+    bounds = [(str(n), values["drafts"] - values[f"accepted_at_pos_{n - 1}"]) for n in _LENGTHS]
+    return [*bounds, ("+Inf", values["drafts"])]
 
 
 def _num_positions(values: dict[str, int]) -> int:

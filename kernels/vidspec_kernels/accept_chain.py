@@ -5,10 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, check_vector, use_triton
+from vidspec_kernels.dispatch import Impl, check_vector, launcher, use_triton
 
 
-@triton.jit
+# Vectors that may be slices of others: no variant for each alignment.
+@triton.jit(do_not_specialize_on_alignment=["target_tokens_ptr", "draft_tokens_ptr", "cu_num_logits_ptr"])
 def _accept_chain_kernel(
     # [N]
     target_tokens_ptr,
@@ -82,7 +83,7 @@ def accept_chain(
     sampled = target_tokens.new_empty(num_reqs, num_cols)
     num_sampled = cu_num_logits.new_empty(num_reqs)
     if num_reqs > 0:
-        _accept_chain_kernel[(num_reqs,)](
+        launcher(_accept_chain_kernel, (num_reqs,), device)(
             target_tokens,
             draft_tokens,
             cu_num_logits,

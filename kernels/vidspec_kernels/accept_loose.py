@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, at_least, at_most, check_vector, use_triton
+from vidspec_kernels.dispatch import Impl, array_module, as_array, at_least, at_most, check_vector, launcher, use_triton
 
 # Flags of `rules`.
 LOWEST = 1  # LVSpec eq. 9-10: the share of the drafts with the lowest scores
@@ -19,6 +19,21 @@ _EPSILON = 1e-4  # 0.7 of 10 is 7, though 0.7 in float32 is less
 
 
 @triton.jit
+def _popcount(word):
+    """Return how many bits of each 64-bit word are set."""
+    word = word - ((word >> 1) & 0x5555555555555555)
+    word = (word & 0x3333333333333333) + ((word >> 2) & 0x3333333333333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return ((word * 0x0101010101010101) >> 56).to(tl.int32)
+
+
+# Vectors that may be slices of others: no variant for each alignment.
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        *("target_tokens_ptr", "draft_tokens_ptr", "cu_num_logits_ptr", "rows_ptr"),
+        *("scores_ptr", "entropies_ptr", "may_loosen_ptr"),
+    ]
+)
 def _accept_loose_kernel(
     # [N]
     target_tokens_ptr,
@@ -66,6 +81,8 @@ def _accept_loose_kernel(
     SHIFT: tl.constexpr,
     EPSILON: tl.constexpr,
 ):
+    """One request. Entries are its drafts, nodes 1 to BLOCK; what concerns pairs of them has 32 bits a pair at most."""
+    RADIX: tl.constexpr = 2 * BLOCK  # more than a node's index or a count of nodes
     req_idx = tl.program_id(0).to(tl.int64)
     start = tl.load(cu_num_logits_ptr + req_idx)
     num_logits = tl.minimum(tl.load(cu_num_logits_ptr + req_idx + 1) - start, num_cols)
@@ -73,12 +90,12 @@ def _accept_loose_kernel(
     rule = tl.load(rules_ptr + req_state_idx)
     window = tl.load(windows_ptr + req_state_idx)
 
-    node = tl.arange(0, BLOCK)
-    in_tree = node < num_logits
-    is_draft = (node >= 1) & in_tree
-    # The shift stays in range where no draft is. Node 64 has the sign bit.
+    place_of_bit = tl.arange(0, BLOCK)
+    node = place_of_bit + 1
+    is_draft = node < num_logits
+    # Node 64 has the sign bit.
     one = tl.full([BLOCK], 1, tl.int64)
-    bit = tl.where(is_draft, one << tl.minimum(tl.maximum(node - 1, 0), 63).to(tl.int64), 0)
+    bit = tl.where(is_draft, one << place_of_bit.to(tl.int64), 0)
     if IS_TREE:
         parent = tl.load(parents_ptr + req_state_idx * parents_stride + node, mask=is_draft, other=0)
         depth = tl.load(depths_ptr + req_state_idx * depths_stride + node, mask=is_draft, other=0)
@@ -87,7 +104,6 @@ def _accept_loose_kernel(
         parent = tl.where(is_draft, node - 1, 0)
         depth = tl.where(is_draft, node, 0)
         above = tl.where(is_draft, (bit << 1) - 1, 0)
-    target = tl.load(target_tokens_ptr + start + node, mask=in_tree, other=-1)
     draft = tl.load(draft_tokens_ptr + start + node, mask=is_draft, other=-1)
     expected = tl.load(target_tokens_ptr + start + parent, mask=is_draft, other=-1)
     entropy = tl.load(entropies_ptr + start + parent, mask=is_draft, other=0.0)
@@ -97,11 +113,12 @@ def _accept_loose_kernel(
 
     valid = is_draft & (draft >= 0)
     exact = valid & (draft == expected)
-    on_way = (above[:, None] & bit[None, :]) != 0  # [node, node]: the second is the first or above it
-    mismatches = tl.sum((on_way & (exact[None, :] == 0)).to(tl.int32), axis=1)  # on the way to the node
+    # Distinct bits: their sum is their union.
+    mismatched = ~tl.sum(tl.where(exact, bit, 0), axis=0)
+    mismatches = _popcount(above & mismatched)  # on the way to the node
     # A branch is known by its lowest node: ancestors precede their descendants, so that is the one at depth 1.
-    first = above & -above
-    peers = valid[None, :] & (first[:, None] == first[None, :])  # [node, node]: the second is a draft of its branch
+    branch = _popcount((above & -above) - 1)
+    peers = valid[None, :] & (branch[:, None] == branch[None, :])  # [node, node]: the second is a draft of its branch
 
     # LOWEST. Float64, where the product is exact: fused with the sum or not, the result is the same.
     not_after = (score[None, :] < score[:, None]) | (
@@ -112,6 +129,9 @@ def _accept_loose_kernel(
     num_peers = tl.sum(peers.to(tl.int32), axis=1)
     loosened = (place.to(tl.float64) <= share * num_peers.to(tl.float64) + EPSILON) & ((rule & LOWEST) != 0)
     # WINDOW. No more mismatches on the way to a node W further down: all between match.
+    low, high = above.to(tl.int32), (above >> 32).to(tl.int32)
+    half = tl.where((place_of_bit < 32)[None, :], low[:, None], high[:, None])
+    on_way = ((half >> (place_of_bit % 32)[None, :]) & 1) != 0  # [node, node]: the second is the first or above it
     ends = on_way & (mismatches[:, None] == mismatches[None, :]) & (depth[:, None] - depth[None, :] == window)
     in_window = tl.max(ends.to(tl.int32), axis=0) != 0
     loosened |= in_window & (entropy > min_entropy) & ((rule & WINDOW) != 0)
@@ -120,13 +140,12 @@ def _accept_loose_kernel(
     shifted = drafted & ((rule & SHIFT) != 0)
     kind = tl.where(exact, 1, tl.where(valid & may_loosen, tl.where(loosened, 2, tl.where(shifted, 3, 0)), 0))
 
-    # Distinct bits: their sum is their union.
     stands = tl.sum(tl.where(kind != 0, bit, 0), axis=0)
     alive = is_draft & ((above & ~stands) == 0)
     # One maximum for the greatest depth, within it the fewest mismatches, then the lowest node; 0 for the root.
-    key = tl.max(tl.where(alive, (depth * BLOCK - mismatches) * BLOCK - node, 0), axis=0)
-    last_depth = (key + BLOCK * BLOCK - 1) // (BLOCK * BLOCK)
-    last = (last_depth * BLOCK * BLOCK - key) % BLOCK
+    key = tl.max(tl.where(alive, (depth * RADIX - mismatches) * RADIX - node, 0), axis=0)
+    last_depth = (key + RADIX * RADIX - 1) // (RADIX * RADIX)
+    last = (last_depth * RADIX * RADIX - key) % RADIX
     num_sampled = tl.minimum(last_depth + 1, num_logits)
     tl.store(num_sampled_ptr + req_idx, num_sampled)
 
@@ -135,13 +154,18 @@ def _accept_loose_kernel(
     sampled_ptr += req_idx * num_cols
     path_ptr += req_idx * num_cols
     kinds_ptr += req_idx * num_cols
-    tl.store(path_ptr + depth, node, mask=on_path | ((node == 0) & in_tree))
+    tl.store(path_ptr + depth, node, mask=on_path)
     tl.store(sampled_ptr + depth - 1, draft, mask=on_path)
     tl.store(kinds_ptr + depth - 1, kind, mask=on_path)
-    tl.store(sampled_ptr + last_depth + tl.zeros_like(node), target, mask=(node == last) & in_tree)
-    # From here `node` counts columns.
-    tl.store(kinds_ptr + node, tl.zeros([BLOCK], tl.int8), mask=(node >= last_depth) & (node < num_cols))
-    beyond = (node >= num_sampled) & (node < num_cols)
+    emitted = tl.load(target_tokens_ptr + start + last, mask=num_logits > 0, other=0)
+    # Column 0, then the others, for which `node` counts columns.
+    tl.store(path_ptr, 0)
+    tl.store(sampled_ptr, emitted, mask=last_depth == 0)
+    tl.store(kinds_ptr, 0, mask=last_depth == 0)
+    is_column = node < num_cols
+    tl.store(sampled_ptr + node, emitted + tl.zeros([BLOCK], tl.int64), mask=is_column & (node == last_depth))
+    tl.store(kinds_ptr + node, tl.zeros([BLOCK], tl.int8), mask=is_column & (node >= last_depth))
+    beyond = is_column & (node >= num_sampled)
     tl.store(path_ptr + node, node, mask=beyond)
     tl.store(sampled_ptr + node, tl.zeros([BLOCK], tl.int64), mask=beyond)
 
@@ -218,9 +242,9 @@ def accept_loose(
     num_sampled = cu_num_logits.new_empty(num_reqs)
     path = cu_num_logits.new_empty(num_reqs, num_cols)
     kinds = cu_num_logits.new_empty(num_reqs, num_cols, dtype=torch.int8)
-    parents, depths, ancestors = trees or (rules[:, None], rules[:, None], rows[:, None])
+    parents, depths, ancestors = trees or (rules[:, None],) * 3
     if num_reqs > 0:
-        _accept_loose_kernel[(num_reqs,)](
+        launcher(_accept_loose_kernel, (num_reqs,), device)(
             *tokens,
             *settings,
             *signals,
@@ -236,7 +260,7 @@ def accept_loose(
             path,
             kinds,
             num_cols,
-            BLOCK=triton.next_power_of_2(num_cols),
+            BLOCK=max(2, triton.next_power_of_2(max_drafts)),
             IS_TREE=trees is not None,
             LOWEST=LOWEST,
             WINDOW=WINDOW,

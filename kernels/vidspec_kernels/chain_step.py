@@ -5,12 +5,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, at_most, check_vector, use_triton
+from vidspec_kernels.dispatch import Impl, array_module, as_array, at_most, check_vector, launcher, use_triton
 
 _BLOCK = 128
 
 
-@triton.jit(do_not_specialize=["num_rows", "level"])
+@triton.jit(do_not_specialize=["num_rows", "level", "max_position"])
 def _chain_step_kernel(
     # [R]
     rows_ptr,
@@ -37,6 +37,7 @@ def _chain_step_kernel(
     num_rows,
     level,
     block_size,
+    max_position,
     NUM_POS_AXES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -48,6 +49,7 @@ def _chain_step_kernel(
     logical_pos = num_tokens - 1 + level
     tl.store(logical_pos_ptr + req_idx, logical_pos, mask=mask)
     pos = logical_pos + tl.load(pos_delta_ptr + req_state_idx, mask=mask, other=0)
+    pos = tl.minimum(pos, max_position)
     for axis in tl.static_range(NUM_POS_AXES):
         tl.store(positions_ptr + axis * positions_axis_stride + req_idx * positions_stride, pos, mask=mask)
 
@@ -71,6 +73,7 @@ def chain_step(
     *,
     block_size: int,
     level: int,
+    max_position: int,
     positions: Tensor,
     logical_pos: Tensor,
     seq_lens: Tensor,
@@ -90,6 +93,7 @@ def chain_step(
         block_table: int32 [max_reqs, max_blocks], unit stride in its rows.
         block_size: Tokens per KV block.
         level: >= 0.
+        max_position: Highest rope position; higher ones are written as this.
         positions: Out, int64 [num_pos_axes, >= R] of any strides, or [>= R]: rope positions, equal on every axis.
         logical_pos: Out, int64 [>= R]: logical position of the input token, which keys the sampling noise.
         seq_lens: Out, int32 [>= R]: KV entries that the token attends to, its own included.
@@ -122,10 +126,11 @@ def chain_step(
     if not use_triton(impl, device):
         chain_step_reference(
             rows, num_slots, num_tokens, pos_delta, block_table, block_size=block_size, level=level,
-            positions=positions, logical_pos=logical_pos, seq_lens=seq_lens, slot_mapping=slot_mapping,
+            max_position=max_position, positions=positions, logical_pos=logical_pos, seq_lens=seq_lens,
+            slot_mapping=slot_mapping,
         )  # fmt: skip
         return
-    _chain_step_kernel[(triton.cdiv(num_rows, _BLOCK),)](
+    launcher(_chain_step_kernel, (triton.cdiv(num_rows, _BLOCK),), device)(
         rows,
         num_slots,
         num_tokens,
@@ -142,6 +147,7 @@ def chain_step(
         num_rows,
         level,
         block_size,
+        max_position,
         NUM_POS_AXES=positions.shape[0],
         BLOCK=_BLOCK,
     )
@@ -156,6 +162,7 @@ def chain_step_reference(
     *,
     block_size: int,
     level: int,
+    max_position: int,
     positions: Tensor,
     logical_pos: Tensor,
     seq_lens: Tensor,
@@ -166,7 +173,7 @@ def chain_step_reference(
     num_rows, state_row = rows.shape[0], as_array(rows)
     logical = xp.asarray(as_array(num_tokens)[state_row], dtype=xp.int64) + (level - 1)  # [R]
     as_array(logical_pos)[:num_rows] = logical
-    as_array(positions)[:, :num_rows] = logical + as_array(pos_delta)[state_row]
+    as_array(positions)[:, :num_rows] = at_most(logical + as_array(pos_delta)[state_row], max_position)
 
     slot = xp.asarray(as_array(num_slots)[state_row], dtype=xp.int64) + level  # [R]
     as_array(seq_lens)[:num_rows] = slot + 1

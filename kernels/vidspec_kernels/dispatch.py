@@ -1,5 +1,8 @@
 """Dispatch: whether a wrapper launches its Triton kernel or runs its reference, and what both of them share."""
 
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
@@ -14,8 +17,8 @@ def use_triton(impl: Impl, device: torch.device) -> bool:
     """Return whether to launch the kernel.
 
     Args:
-        impl: "auto" takes the kernel for CUDA tensors and the reference elsewhere; "triton" forces the kernel (on CPU
-            tensors it needs TRITON_INTERPRET=1); "torch" forces the reference.
+        impl: "auto" takes the kernel for CUDA and meta tensors (see `launcher`) and the reference elsewhere; "triton"
+            forces the kernel (on CPU tensors it needs TRITON_INTERPRET=1); "torch" forces the reference.
         device: Where the tensors live.
 
     Raises:
@@ -23,7 +26,69 @@ def use_triton(impl: Impl, device: torch.device) -> bool:
     """
     if impl not in ("auto", "triton", "torch"):
         raise ValueError(f"impl must be auto, triton or torch, got {impl!r}")
-    return impl == "triton" or (impl == "auto" and device.type == "cuda")
+    return impl == "triton" or (impl == "auto" and device.type in ("cuda", "meta"))
+
+
+def launcher(kernel: Any, grid: tuple[int, ...], device: torch.device) -> Callable[..., Any]:
+    """Return what launches a kernel on a device; on "meta", what compiles the variant of a launch and launches nothing.
+
+    A product and a sum are fused where both are of floats, which Triton's next releases do on demand only.
+
+    So a wrapper that is called with meta tensors of a launch's shapes, strides, dtypes and alignment prepares that
+    launch: it is compiled for the current CUDA device and loaded onto it, and the first real one waits for neither.
+    """
+    run = functools.partial(_prepare, kernel, grid) if device.type == "meta" else kernel[grid]
+    return functools.partial(run, enable_fp_fusion=True)
+
+
+def _prepare(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+    compiled = kernel.warmup(*args, grid=grid, **kwargs)
+    # Triton loads a kernel at its first launch, which may be under capture.
+    compiled._init_handles()
+
+
+def as_meta(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape, strides and dtype on the meta device, aligned to 16 bytes iff this one is."""
+    offset = tensor.data_ptr() % 16 // tensor.element_size()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = torch.empty(offset + max(last, 0) + 1, dtype=tensor.dtype, device="meta")
+    return memory.as_strided(tensor.shape, tensor.stride(), offset)
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """What a grid and a tile are made for.
+
+    Attributes:
+        num_sms: Streaming multiprocessors.
+        shared_bytes: Shared memory of a multiprocessor.
+        shared_bytes_per_program: The most of it that one program may have.
+        capability: Compute capability, 89 for 8.9.
+    """
+
+    num_sms: int
+    shared_bytes: int
+    shared_bytes_per_program: int
+    capability: int
+
+
+@functools.cache
+def device_limits(device: torch.device) -> DeviceLimits:
+    """Return the limits of a CUDA device, for "meta" of the current one; an H200's on a CPU."""
+    if device.type == "cpu":
+        return DeviceLimits(132, 228 * 1024, 227 * 1024, 90)
+    properties = torch.cuda.get_device_properties(device if device.type == "cuda" else torch.cuda.current_device())
+    return DeviceLimits(
+        properties.multi_processor_count,
+        properties.shared_memory_per_multiprocessor,
+        properties.shared_memory_per_block_optin,
+        10 * properties.major + properties.minor,
+    )
+
+
+def shared_bytes_per_program(limits: DeviceLimits, programs_per_sm: int) -> int:
+    """Return the shared memory that each of so many programs on a multiprocessor can have, the driver's KB taken off."""
+    return min(limits.shared_bytes // programs_per_sm - 1024, limits.shared_bytes_per_program)
 
 
 def array_module(device: torch.device) -> ModuleType:

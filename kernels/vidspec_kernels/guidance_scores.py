@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, check_vector, use_triton
+from vidspec_kernels.dispatch import Impl, check_vector, launcher, use_triton
 
 _BLOCK_ROWS = 64
 # Three-pass tf32 products need more registers and shared memory a row.
@@ -46,7 +46,7 @@ def _row_tile(query_ptr, query_stride, head_stride, dim_stride, query, head, row
     return tl.load(query_ptr + offset[:, None] + dims[None, :] * dim_stride, mask=mask, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stats_split_stride", "num_row_tiles", "num_splits"])
 def _row_stats_kernel(
     # [num_queries, num_heads, HEAD_DIM]
     query_ptr,
@@ -134,7 +134,7 @@ def _row_stats_kernel(
     tl.store(row_sum_ptr + offset, row_sum, mask=row_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["out_stride", "max_keys"])
 def _guidance_scores_kernel(
     # [num_queries, num_heads, HEAD_DIM]
     query_ptr,
@@ -338,7 +338,7 @@ def _launch(
     row_max = torch.empty(num_splits, num_queries, num_heads, dtype=torch.float32, device=query.device)
     row_sum = torch.empty_like(row_max)
     scale_log2 = scale * _LOG2E
-    _row_stats_kernel[(num_reqs * num_row_tiles, num_kv_heads, num_splits)](
+    launcher(_row_stats_kernel, (num_reqs * num_row_tiles, num_kv_heads, num_splits), query.device)(
         *inputs, row_max, row_sum, row_max.stride(0), num_heads, num_row_tiles, num_splits, block_size, scale_log2,
         **tiles,
     )  # fmt: skip
@@ -347,7 +347,7 @@ def _launch(
     factor = (row_sum * torch.exp2(row_max - top)).sum(dim=0).reciprocal_()
     if query_weight is not None:
         factor *= query_weight[:num_queries, None]
-    _guidance_scores_kernel[(triton.cdiv(out.shape[1], _BLOCK_KEYS), num_reqs)](
+    launcher(_guidance_scores_kernel, (triton.cdiv(out.shape[1], _BLOCK_KEYS), num_reqs), query.device)(
         *inputs, top, factor, out, out.stride(0), out_row, num_keys, num_heads, num_kv_heads, block_size, scale_log2,
         out.shape[1], **tiles,
     )  # fmt: skip

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, check_vector, use_triton
+from vidspec_kernels.dispatch import Impl, array_module, as_array, as_meta, check_vector, launcher, use_triton
 
 # Entries that a program holds at once; more are moved in turns.
 _BLOCK_MOVES = 16
@@ -67,8 +67,12 @@ class CacheList:
             for group in groups.values()
         ]
 
+    def as_meta(self) -> "CacheList":
+        """Return the same groups without memory, of one layer each, for `warm_up`."""
+        return CacheList((as_meta(group.views[0]), as_meta(group.views[-1])) for group in self.groups)
 
-@triton.jit
+
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "starts_ptr", "num_accepted_ptr"])
 def _kv_compact_kernel(
     # [num_views], addresses of [num_blocks, block_size, num_kv_heads, HEAD_SIZE]
     addresses_ptr,
@@ -183,7 +187,7 @@ def kv_compact(
     for group in caches.groups:
         view = group.views[0]
         num_kv_heads, head_size = view.shape[2:]
-        _kv_compact_kernel[(num_reqs, len(group.views), num_kv_heads)](
+        launcher(_kv_compact_kernel, (num_reqs, len(group.views), num_kv_heads), device)(
             group.addresses,
             *view.stride(),
             block_table,

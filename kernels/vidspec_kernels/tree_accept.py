@@ -7,12 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, at_least, at_most, check_vector, use_triton
+from vidspec_kernels.dispatch import Impl, array_module, as_array, at_least, at_most, check_vector, launcher, use_triton
 
 MAX_TREE_DRAFTS = 64  # a node's ancestors are the bits of one word
 
 
-@triton.jit
+# Vectors that may be slices of others: no variant for each alignment.
+@triton.jit(do_not_specialize_on_alignment=["target_tokens_ptr", "draft_tokens_ptr", "cu_num_logits_ptr", "rows_ptr"])
 def _tree_accept_kernel(
     # [N]
     target_tokens_ptr,
@@ -146,7 +147,7 @@ def tree_accept(
     num_sampled = cu_num_logits.new_empty(num_reqs)
     path = cu_num_logits.new_empty(num_reqs, num_cols)
     if num_reqs > 0:
-        _tree_accept_kernel[(num_reqs,)](
+        launcher(_tree_accept_kernel, (num_reqs,), device)(
             target_tokens,
             draft_tokens,
             cu_num_logits,

@@ -13,7 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, check_vector, use_triton
+from vidspec_kernels.dispatch import (
+    Impl,
+    DeviceLimits,
+    check_vector,
+    device_limits,
+    launcher,
+    shared_bytes_per_program,
+    use_triton,
+)
 
 # Bits of a mask word: KV entries after the prefix.
 _NODES = 64
@@ -23,6 +31,11 @@ _MAX_BLOCK_ROWS_WIDE = 16
 # Loads through a table take two stages a tile: of K and V three tiles are held, two of them under way.
 _NUM_STAGES = 5
 _TILES_HELD = 3
+# Of a program, beside its tiles: reductions over warps.
+_SCRATCH_BYTES = 1024
+_WAIT_BYTES = 64
+# Of a tile of nodes: at most the bits of an int32.
+_BLOCK_NODES = 32
 # A split shorter than this writes about as much of its partial results as it reads of K and V.
 _KEYS_PER_SPLIT = 256
 _MAX_SPLITS = 128
@@ -75,7 +88,11 @@ def _attend_tile(
     return new_max, row_sum, acc
 
 
-@triton.jit(do_not_specialize=["masks_stride", "max_entries", "max_queries", "num_row_tiles", "num_splits"])
+# Not a variant each: sizes that change from step to step, and vectors that are slices of others.
+@triton.jit(
+    do_not_specialize=["masks_stride", "max_entries", "max_queries", "num_row_tiles", "num_splits"],
+    do_not_specialize_on_alignment=["rows_ptr", "query_start_ptr", "num_queries_ptr", "prefix_lens_ptr", "masks_ptr"],
+)
 def _tree_attention_kernel(
     # [num_tokens, num_heads, HEAD_SIZE]
     query_ptr,
@@ -137,6 +154,7 @@ def _tree_attention_kernel(
     BLOCK_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
+    BLOCK_NODES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """BLOCK_ROWS (query, head) rows of one KV head over one split of the prefix; the last split takes the nodes too."""
@@ -154,11 +172,15 @@ def _tree_attention_kernel(
     # A KV head's rows are its GROUP heads of one query, then those of the next.
     row = first_row + tl.arange(0, BLOCK_ROWS)
     row_mask = row < num_rows
+    # Offsets of 64 bits are scalars: those of rows, counted from the request's first, fit into half the registers.
     query = row // GROUP
-    token = (tl.load(query_start_ptr + req_idx) + query).to(tl.int64)
-    head = kv_head * GROUP + row % GROUP
+    head = row % GROUP
+    query_start = tl.load(query_start_ptr + req_idx)
+    first_token = query_start.to(tl.int64)
+    first_head = kv_head * GROUP
     mask = row_mask[:, None] & dim_mask[None, :]
-    query_offset = token * query_stride + head * query_head_stride
+    query_ptr += first_token * query_stride + first_head * query_head_stride
+    query_offset = query * query_stride + head * query_head_stride
     q = tl.load(query_ptr + query_offset[:, None] + dims[None, :], mask=mask, other=0.0)
 
     block_table_ptr += tl.load(rows_ptr + req_idx) * block_table_stride
@@ -184,22 +206,27 @@ def _tree_attention_kernel(
             )  # fmt: skip
     else:
         # A part of one entry: its score is the prefix's LSE (times log2 e), its value the prefix's output.
-        lse_offset = head * prefix_lse_head_stride + token * prefix_lse_stride
+        prefix_lse_ptr += first_head * prefix_lse_head_stride + first_token * prefix_lse_stride
+        lse_offset = head * prefix_lse_head_stride + query * prefix_lse_stride
         row_max = tl.load(prefix_lse_ptr + lse_offset, mask=row_mask, other=float("-inf")) * 1.4426950408889634
         # Either infinity: no prefix.
         row_max = tl.where(row_max == float("inf"), float("-inf"), row_max)
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
-        prefix_offset = token * prefix_out_stride + head * prefix_out_head_stride
+        prefix_out_ptr += first_token * prefix_out_stride + first_head * prefix_out_head_stride
+        prefix_offset = query * prefix_out_stride + head * prefix_out_head_stride
         acc = tl.load(prefix_out_ptr + prefix_offset[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
         acc = tl.where(row_sum[:, None] == 0.0, 0.0, acc)
 
     if split == num_splits - 1:
         word = tl.load(masks_ptr + req_idx.to(tl.int64) * masks_stride + query, mask=row_mask, other=0)
-        for first_node in tl.static_range(0, NODES, BLOCK_KEYS):
-            node = first_node + tl.arange(0, BLOCK_KEYS)
-            entries = prefix_len + node
-            # The shift of a negative word (bit 63) brings ones in from the left: only the lowest bit is looked at.
-            seen = ((word[:, None] >> node[None, :]) & 1) != 0
+        # A loop with stages, and words of 32 bits for a tile: unrolled, loaded through registers, or with 64 bits a
+        # pair it takes more registers than there are.
+        for first_node in tl.range(0, NODES, BLOCK_NODES):
+            node = tl.arange(0, BLOCK_NODES)
+            entries = prefix_len + first_node + node
+            # The shift of a negative word (bit 63) brings ones in from the left: only the lower bits are looked at.
+            bits = (word >> first_node).to(tl.int32)
+            seen = ((bits[:, None] >> node[None, :]) & 1) != 0
             seen = seen & (entries < max_entries)[None, :]
             entry_mask = tl.max(seen.to(tl.int32), axis=0) != 0
             row_max, row_sum, acc = _attend_tile(
@@ -213,21 +240,33 @@ def _tree_attention_kernel(
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
     acc = acc / row_sum[:, None]
     row_lse = row_max + tl.log2(row_sum)
+    # The rows once more, from 0 that the compiler cannot know: else it keeps those above in registers all the way.
+    row = first_row + tl.load(query_start_ptr + req_idx, volatile=True) - query_start + tl.arange(0, BLOCK_ROWS)
+    row_mask = row < num_rows
+    query = row // GROUP
+    head = row % GROUP
+    mask = row_mask[:, None] & dim_mask[None, :]
     if part_out_ptr is None:
-        out_offset = token * out_stride + head * out_head_stride
+        out_ptr += first_token * out_stride + first_head * out_head_stride
+        out_offset = query * out_stride + head * out_head_stride
         tl.store(out_ptr + out_offset[:, None] + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
         if lse_ptr is not None:
             # From base 2: times log 2.
-            lse_offset = head * lse_head_stride + token * lse_stride
+            lse_ptr += first_head * lse_head_stride + first_token * lse_stride
+            lse_offset = head * lse_head_stride + query * lse_stride
             tl.store(lse_ptr + lse_offset, row_lse * 0.6931471805599453, mask=row_mask)
     else:
         num_reqs = tl.num_programs(0) // num_row_tiles
-        part = ((split * num_reqs + req_idx).to(tl.int64) * max_queries + query) * num_heads + head
-        tl.store(part_out_ptr + part[:, None] * HEAD_SIZE + dims[None, :], acc, mask=mask)
-        tl.store(part_lse_ptr + part, row_lse, mask=row_mask)
+        first_part = (split * num_reqs + req_idx).to(tl.int64) * max_queries * num_heads + first_head
+        part = query * num_heads + head
+        tl.store(part_out_ptr + first_part * HEAD_SIZE + part[:, None] * HEAD_SIZE + dims[None, :], acc, mask=mask)
+        tl.store(part_lse_ptr + first_part + part, row_lse, mask=row_mask)
 
 
-@triton.jit(do_not_specialize=["max_queries", "num_splits"])
+@triton.jit(
+    do_not_specialize=["max_queries", "num_splits"],
+    do_not_specialize_on_alignment=["query_start_ptr", "num_queries_ptr"],
+)
 def _merge_splits_kernel(
     # [num_splits, R, max_queries, num_heads, HEAD_SIZE]
     part_out_ptr,
@@ -395,19 +434,25 @@ def _check(
         assert tensor.shape == (num_heads, num_tokens), f"{name}: {list(tensor.shape)}"
 
 
-@functools.cache
-def _device_limits(device: torch.device) -> tuple[int, int]:
-    """Return how many programs run at once, and the shared memory bytes that one may have; an H200's on a CPU."""
-    if device.type != "cuda":
-        return _PROGRAMS_PER_SM * 132, 227 * 1024
-    properties = torch.cuda.get_device_properties(device)
-    return _PROGRAMS_PER_SM * properties.multi_processor_count, properties.shared_memory_per_block_optin
-
-
 def _tile(block_rows: int, line_bytes: int, shared_bytes: int) -> int:
-    """Return the keys of a tile: the most with which two programs, of lines of one padded head, share an SM."""
-    fitting = (keys for keys in (64, 32) if (block_rows + 2 * _TILES_HELD * keys) * line_bytes <= shared_bytes // 2)
+    """Return the keys of a tile: the most that a program holds, of lines of one padded head, and its scratch."""
+    fitting = (keys for keys in (64, 32) if _held_bytes(block_rows, line_bytes, keys) <= shared_bytes)
     return next(fitting, 16)
+
+
+def _held_bytes(block_rows: int, line_bytes: int, block_keys: int) -> int:
+    """Return the shared memory of a program."""
+    return (block_rows + 2 * _TILES_HELD * block_keys) * line_bytes + _SCRATCH_BYTES
+
+
+def _pipeline(block_rows: int, line_bytes: int, block_keys: int, limits: DeviceLimits) -> tuple[int, int]:
+    """Return the stages of the loops and the nodes of a tile."""
+    shared_bytes = shared_bytes_per_program(limits, _PROGRAMS_PER_SM)
+    # Blackwell's products take a few bytes more, to wait on, and more registers.
+    waits = _WAIT_BYTES if limits.capability >= 100 else 0
+    if _held_bytes(block_rows, line_bytes, block_keys) + waits > shared_bytes:
+        return _NUM_STAGES - 1, min(block_keys, _BLOCK_NODES // 2)
+    return _NUM_STAGES, min(block_keys, _BLOCK_NODES)
 
 
 @functools.cache
@@ -441,10 +486,12 @@ def _launch(
     lse: Tensor | None,
 ) -> None:
     """Launch the kernel, and the merge where there are several splits; the grids come from shapes and bounds alone."""
+    # The kernel counts a request's rows in 32 bits.
+    assert max_queries * max(query.stride(0), out.stride(0)) < 2**31, f"strides {query.stride(0)}, {out.stride(0)}"
     num_reqs, (_, num_heads, head_size) = rows.shape[0], query.shape
     _, block_size, num_kv_heads, _ = key_cache.shape
     group = num_heads // num_kv_heads
-    num_slots, shared_bytes = _device_limits(query.device)
+    limits = device_limits(query.device)
     # Products of float32, or of two dtypes, keep float32's precision. bfloat16 is widened where a CPU tensor shows that
     # this is the interpreter, whose dot multiplies bfloat16's bit patterns as integers.
     interpreted_bf16 = query.dtype == torch.bfloat16 and query.device.type == "cpu"
@@ -453,29 +500,30 @@ def _launch(
     most_rows = _MAX_BLOCK_ROWS_WIDE if widen else _MAX_BLOCK_ROWS
     block_rows = min(max(16, triton.next_power_of_2(max_queries * group)), most_rows)
     line_bytes = block_dim * (4 if widen else 2)
-    block_keys = _tile(block_rows, line_bytes, shared_bytes)
+    block_keys = _tile(block_rows, line_bytes, shared_bytes_per_program(limits, _PROGRAMS_PER_SM))
+    num_stages, block_nodes = _pipeline(block_rows, line_bytes, block_keys, limits)
     num_row_tiles = triton.cdiv(max_queries * group, block_rows)
     num_splits = 1
     if prefix is None:
         max_splits = min(max(1, triton.cdiv(max_prefix_len, _KEYS_PER_SPLIT)), _MAX_SPLITS)
-        num_splits = _num_splits(num_reqs * num_row_tiles * num_kv_heads, max_splits, num_slots)
+        num_splits = _num_splits(num_reqs * num_row_tiles * num_kv_heads, max_splits, _PROGRAMS_PER_SM * limits.num_sms)
     part_out = part_lse = None
     if num_splits > 1:
         part_lse = torch.empty(num_splits, num_reqs, max_queries, num_heads, dtype=torch.float32, device=query.device)
         part_out = torch.empty(*part_lse.shape, head_size, dtype=torch.float32, device=query.device)
     prefix_out, prefix_lse = prefix or (None, None)
     outputs = (out, *_strides(out, 2), lse, *_strides(lse, 2))
-    _tree_attention_kernel[(num_reqs * num_row_tiles, num_kv_heads, num_splits)](
+    launcher(_tree_attention_kernel, (num_reqs * num_row_tiles, num_kv_heads, num_splits), query.device)(
         query, *_strides(query, 2), key_cache, *key_cache.stride(), value_cache, *value_cache.stride(),
         block_table, block_table.stride(0), rows, query_start, num_queries, prefix_lens, masks, masks.stride(0),
         prefix_out, *_strides(prefix_out, 2), prefix_lse, *_strides(prefix_lse, 2), *outputs, part_out, part_lse,
         scale * _LOG2E, block_table.shape[1] * block_size, max_queries, num_heads, num_row_tiles, num_splits,
         GROUP=group, HEAD_SIZE=head_size, BLOCK_SIZE=block_size, NODES=_NODES, BLOCK_DIM=block_dim,
-        BLOCK_ROWS=block_rows, BLOCK_KEYS=block_keys, WIDEN=widen, num_stages=_NUM_STAGES,
+        BLOCK_ROWS=block_rows, BLOCK_KEYS=block_keys, BLOCK_NODES=block_nodes, WIDEN=widen, num_stages=num_stages,
         num_warps=8 if widen or line_bytes > 256 else 4,
     )  # fmt: skip
     if num_splits > 1:
-        _merge_splits_kernel[(num_reqs * max_queries, num_heads)](
+        launcher(_merge_splits_kernel, (num_reqs * max_queries, num_heads), query.device)(
             part_out, part_lse, query_start, num_queries, *outputs, max_queries, num_heads, num_splits,
             HEAD_SIZE=head_size, BLOCK_DIM=block_dim, BLOCK_SPLITS=_MERGE_SPLITS, num_warps=2,
         )  # fmt: skip

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, check_vector, use_triton
+from vidspec_kernels.dispatch import Impl, as_meta, check_vector, launcher, use_triton
 
 # Comparisons that one program makes at a time.
 _NUM_COMPARED = 4096
@@ -85,6 +85,11 @@ class TreeGrowBuffers:
         self._arrays = tuple(tensor.numpy() for tensor in self.tensors) if device.type == "cpu" else ()
         self._plan: tuple[np.ndarray, ...] = ()
 
+    def as_meta(self) -> "TreeGrowBuffers":
+        """Return the same buffers without memory, for `warm_up`."""
+        plan, out = self.tensors[:4], self.tensors[5:10]
+        return TreeGrowBuffers(*map(as_meta, out), *map(as_meta, plan), self.max_parents)  # type: ignore[call-arg]
+
 
 @triton.jit
 def _score(
@@ -107,7 +112,7 @@ def _score(
     return score, (score > log_threshold) & (parent >= bound) & (index > 0)
 
 
-@triton.jit(do_not_specialize=["first_parent", "num_frontier", "level", "budget"])
+@triton.jit(do_not_specialize=["num_next", "first_parent", "num_frontier", "level", "budget"])
 def _tree_grow_kernel(
     # [R * F, C]
     log_probs_ptr,
@@ -290,7 +295,7 @@ def tree_grow(
     next_log_probs = log_probs.new_empty(num_reqs, num_next)
     if num_reqs > 0:
         block = triton.next_power_of_2(num_frontier * num_candidates)
-        _tree_grow_kernel[(num_reqs,)](
+        launcher(_tree_grow_kernel, (num_reqs,), device)(
             log_probs, token_ids, frontier_nodes, frontier_log_probs, rows, *buffers.tensors,
             next_nodes, next_tokens, next_log_probs,
             num_candidates, buffers.num_levels, buffers.num_cols, buffers.max_parents, num_next,

@@ -5,12 +5,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, at_most, check_vector, use_triton
+from vidspec_kernels.dispatch import Impl, array_module, as_array, at_most, check_vector, launcher, use_triton
 
 _BLOCK = 128
 
 
-@triton.jit(do_not_specialize=["num_places", "frontier", "level"])
+@triton.jit(do_not_specialize=["nodes_stride", "num_places", "frontier", "level", "max_position"])
 def _tree_step_kernel(
     # [R]
     rows_ptr,
@@ -148,7 +148,7 @@ def tree_step(
             prefix_lens=prefix_lens,
         )  # fmt: skip
         return
-    _tree_step_kernel[(triton.cdiv(num_places, _BLOCK),)](
+    launcher(_tree_step_kernel, (triton.cdiv(num_places, _BLOCK),), device)(
         rows,
         num_slots,
         num_tokens,

@@ -5,7 +5,6 @@ largest values kept in registers; the cosines themselves are never held. Each el
 depends on values alone, not on an order of summation over tiles: equal inputs give equal bits.
 """
 
-import functools
 import math
 
 import torch
@@ -13,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, check_vector, use_triton
+from vidspec_kernels.dispatch import Impl, array_module, as_array, check_vector, device_limits, launcher, use_triton
 
 MAX_TOP_N = 128
 MAX_QUERIES = 128
@@ -42,6 +41,7 @@ _STRIP_ENTRIES = 2**20
 _QUERY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STORE_DTYPES = (*_QUERY_DTYPES, torch.float8_e4m3fn)
 _FP8_MAX = 448.0
+_FP8_CAPABILITY = 89
 
 
 @triton.jit
@@ -86,7 +86,9 @@ def _top(
     return x
 
 
-@triton.jit(do_not_specialize=["max_queries", "top_n"])
+@triton.jit(
+    do_not_specialize=["max_queries", "top_n"], do_not_specialize_on_alignment=["cu_num_logits_ptr", "rows_ptr"]
+)
 def _visual_relevance_kernel(
     # [num_rows, HIDDEN]
     queries_ptr,
@@ -174,7 +176,10 @@ def _visual_relevance_kernel(
     tl.store(part_ptr + part_row[:, None] * TOP + goal[None, :], best, mask=query_mask[:, None])
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_splits", "max_queries", "top_n"])
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_splits", "max_queries", "top_n"],
+    do_not_specialize_on_alignment=["cu_num_logits_ptr", "rows_ptr"],
+)
 def _merge_splits_kernel(
     # [num_rows, num_splits, 2 ** LOG_TOP]
     part_ptr,
@@ -337,6 +342,7 @@ def visual_relevance(
 
     Raises:
         AssertionError: A dtype, device, shape or stride is not as above.
+        ValueError: The store is float8_e4m3fn on a GPU of a compute capability below 8.9.
     """
     _check(queries, cu_num_logits, rows, store, block_fill, block_table, num_blocks, top_n, max_queries, max_blocks)
     if queries.shape[0] == 0 or rows.shape[0] == 0 or max_queries == 0 or max_blocks == 0:
@@ -381,12 +387,9 @@ def _check(
     assert 0 <= max_queries <= MAX_QUERIES, f"max_queries {max_queries}"
 
 
-@functools.cache
 def _num_slots(device: torch.device) -> int:
-    """Return how many programs run at once; an H200's on a CPU."""
-    if device.type != "cuda":
-        return _PROGRAMS_PER_SM * 132
-    return _PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+    """Return how many programs run at once."""
+    return _PROGRAMS_PER_SM * device_limits(device).num_sms
 
 
 def _num_splits(num_reqs: int, num_tiles: int, num_slots: int) -> int:
@@ -404,7 +407,8 @@ def _tile(
     mixed = store_dtype not in (query_dtype, torch.float8_e4m3fn)
     widen = query_dtype == torch.float32 or mixed or (interpreted and query_dtype == torch.bfloat16)
     block_queries = max(_MIN_BLOCK_QUERIES, triton.next_power_of_2(max_queries))
-    fills = triton.cdiv(max_entries, _BLOCK_KEYS) >= num_slots
+    # Beside 128 queries a tile of 128 keys leaves no registers.
+    fills = triton.cdiv(max_entries, _BLOCK_KEYS) >= num_slots and block_queries <= _BLOCK_KEYS_SHORT
     block_keys = max(_BLOCK_KEYS if fills else _BLOCK_KEYS_SHORT, 2**log_top)
     block_dim = _BLOCK_DIM_WIDE if widen else _BLOCK_DIM
     stage_bytes = block_dim * (block_keys * store_dtype.itemsize + block_queries * query_dtype.itemsize)
@@ -433,6 +437,8 @@ def _launch(
     max_blocks: int,
 ) -> Tensor:
     """Launch both kernels; the grids come from shapes and bounds alone."""
+    if store.dtype == torch.float8_e4m3fn and device_limits(queries.device).capability < _FP8_CAPABILITY:
+        raise ValueError("a float8 store needs compute capability 8.9 (Ada) or later: store bfloat16")
     (num_rows, hidden_size), num_reqs, block_rows = queries.shape, rows.shape[0], store.shape[1]
     num_slots, max_entries = _num_slots(queries.device), max_blocks * block_rows
     # Two at least: a single entry would be a tensor without axes.
@@ -443,13 +449,13 @@ def _launch(
     num_splits = _num_splits(num_reqs, triton.cdiv(max_entries, block_keys), num_slots)
     part = queries.new_empty(num_rows, num_splits, 2**log_top, dtype=torch.float32)
     out = queries.new_empty(num_rows, top_n, dtype=torch.float32)
-    _visual_relevance_kernel[(num_reqs, num_splits)](
+    launcher(_visual_relevance_kernel, (num_reqs, num_splits), queries.device)(
         queries, queries.stride(0), cu_num_logits, rows, store, block_fill, block_table, block_table.stride(0),
         num_blocks, part, max_queries, top_n, HIDDEN=hidden_size, BLOCK_ROWS=block_rows, **tile, **options,
     )  # fmt: skip
     few = num_splits * 2**log_top <= _MERGE_ENTRIES_SHORT
     entries = _MERGE_ENTRIES_SHORT if few else _MERGE_ENTRIES
-    _merge_splits_kernel[(num_rows,)](
+    launcher(_merge_splits_kernel, (num_rows,), queries.device)(
         part, queries, queries.stride(0), cu_num_logits, rows, num_blocks, out,
         1 / storage_scale(store.dtype, hidden_size), num_reqs, num_splits, max_queries, top_n, HIDDEN=hidden_size,
         BLOCK_ROWS=block_rows, BLOCK_KEYS=block_keys, LOG_TOP=log_top, LOG_ENTRIES=entries.bit_length() - 1,

@@ -7,6 +7,8 @@ from tests.engine import harness
 SCENARIOS = {
     "videos": lambda family: harness.videos(family, 8),
     "mixed": harness.mixed_batch,
+    # Phrases of several tokens, which a lone request may not say.
+    "phrases": lambda family: harness.videos(family, 1, bad_words=["white diamond", "in the middle"]),
     # T = 1 with the most likely token of every position: what a greedy draft should have proposed there.
     "sampled": lambda family: harness.videos(family, 6, temperature=1.0, logprobs=1),
 }

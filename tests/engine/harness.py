@@ -102,7 +102,7 @@ def mixed_batch(family: str) -> list[tuple[dict, dict]]:
         (image(1, 2), {"temperature": 0.0}),
         (two_videos, {"temperature": 1.0, "presence_penalty": 0.6, "frequency_penalty": 0.4, "seed": 16}),
         (both, {"temperature": 0.0, "repetition_penalty": 1.2}),
-        (video(0), {"temperature": 1.0, "bad_words": ["left", "moves"], "seed": 17}),
+        (video(0), {"temperature": 1.0, "bad_words": ["left", "moves", "in the middle"], "seed": 17}),
         (video(1), {"temperature": 1.0, "logit_bias": dict.fromkeys(common, 2.0), "seed": 18}),
         (video(2), {"temperature": 0.7, "logprobs": 3, "seed": 19}),
         (video(3), {"temperature": 1.0, "n": 3, "seed": 20}),

@@ -27,12 +27,14 @@ CONTRACT = [
     ("vllm.v1.worker.gpu_worker:Worker._make_model_runner", ["self"]),
     ("vllm.v1.worker.cpu_worker:CPUWorker.init_device", ["self"]),
     (f"{GPU}.model_runner:GPUModelRunner._remove_request", ["self", "req_id"]),
+    (f"{GPU}.model_runner:GPUModelRunner.finish_requests", ["self", "scheduler_output"]),
     (f"{GPU}.model_runner:GPUModelRunner.add_requests", ["self", "scheduler_output"]),
     (f"{GPU}.model_runner:GPUModelRunner.initialize_kv_cache", ["self", "kv_cache_config", "is_profiling"]),
     (f"{GPU}.model_runner:GPUModelRunner.sample_tokens", ["self", "grammar_output"]),
     (f"{GPU}.model_runner:GPUModelRunner.take_draft_token_ids", ["self"]),
     (f"{GPU}.model_runner:GPUModelRunner.execute_model", ["self", "scheduler_output"]),
     (f"{GPU}.model_runner:GPUModelRunner.prepare_inputs", ["self", "scheduler_output"]),
+    (f"{GPU}.model_runner:GPUModelRunner.reset_encoder_cache", ["self"]),
     ("vllm.v1.core.sched.scheduler:Scheduler.__init__", ["self", "vllm_config"]),
     ("vllm.v1.core.sched.output:strip_covered_mm_data", ["mm_features", "num_computed_tokens", "uses_mrope"]),
     ("vllm.model_executor.models.interfaces:EagleModelMixin._set_aux_hidden_state_layers", ["self", "layers"]),
@@ -109,6 +111,12 @@ CONTRACT = [
     ),
     ("vllm.forward_context:set_forward_context", ["attn_metadata", "vllm_config", "num_tokens", "slot_mapping"]),
     ("vllm.multimodal.utils:group_and_batch_mm_kwargs", ["mm_kwargs", "device", "pin_memory"]),
+    (
+        "vllm.multimodal.encoder_budget:MultiModalBudget.__init__",
+        ["self", "vllm_config", "mm_registry", "enable_cache"],
+    ),
+    ("vllm.multimodal.encoder_budget:MultiModalBudget.get_dummy_encoder_profile_inputs", ["self"]),
+    ("vllm.config.multimodal:MultiModalConfig.get_limit_per_prompt", ["self", "modality"]),
 ]
 
 
@@ -136,6 +144,29 @@ def test_the_step_still_says_where_its_tokens_are():
     fields = {field.name for field in dataclasses.fields(InputBatch)}
     names = ("req_ids", "is_prefilling_np", "num_computed_tokens_np", "num_scheduled_tokens", "query_start_loc_np")
     assert fields.issuperset(names)
+
+
+def test_a_new_request_still_says_what_it_brings():
+    """Catches: renamed fields that the draft's prefill reads, and a shared cache that is no longer one."""
+    import dataclasses
+
+    from vllm.config import MultiModalConfig
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.v1.core.sched.output import NewRequestData
+    from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
+
+    def fields(kind: type) -> set[str]:
+        return {field.name for field in dataclasses.fields(kind)}
+
+    assert fields(NewRequestData).issuperset(("prompt_embeds", "prefill_token_ids", "mm_features"))
+    assert fields(MultiModalFeatureSpec).issuperset(("data", "modality", "identifier", "mm_position", "mm_hash"))
+    assert fields(MultiModalConfig).issuperset(
+        ("skip_mm_profiling", "mm_encoder_fp8_scale_path", "mm_encoder_fp8_scale_save_path")
+    )
+    cache = EncoderCache()
+    outputs = cache.encoder_outputs
+    cache.reset_encoder_cache()
+    assert cache.encoder_outputs is outputs
 
 
 def test_propose_matches_the_interface():

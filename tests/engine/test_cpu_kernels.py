@@ -134,3 +134,104 @@ def test_bad_words_twin_equals_the_interpreted_kernel(monkeypatch, rows):
         assert torch.equal(twin, run(kernel))
         banned += int(torch.isinf(twin).sum())
     assert banned > 50
+
+
+def random_batch(generator: torch.Generator, is_last_plain: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits rows of one to five requests on shuffled persistent rows, each with none to four drafts.
+
+    With `is_last_plain` nothing was drafted for the last request: its only row is the last of the batch.
+    """
+    num_reqs = int(torch.randint(1, 6, (), generator=generator))
+    counts = torch.randint(1, 6, (num_reqs,), generator=generator)
+    if is_last_plain:
+        counts[-1] = 1
+    req_idx = torch.randperm(6, generator=generator)[:num_reqs].repeat_interleave(counts)
+    local_pos = torch.cat([torch.arange(int(count), dtype=torch.int32) for count in counts])
+    return req_idx, local_pos
+
+
+@pytest.mark.parametrize("is_last_plain", [True, False], ids=["last-row-undrafted", "any-batch"])
+def test_bad_words_twin_at_the_edges_of_a_batch(monkeypatch, is_last_plain):
+    """Any batch and any words: none to five of one to four tokens, outputs of none to six tokens, shorter than some.
+
+    Catches: a look-up past the last row, or past the committed text, of a place that the other text holds.
+    """
+    import vllm.v1.worker.gpu.sample.bad_words as bad_words
+
+    from vllm_vidspec.engine.compat import _MARK
+    from vllm_vidspec.engine.cpu_kernels import BadWordsKernel
+
+    kernel = getattr(bad_words._bad_words_kernel, _MARK, bad_words._bad_words_kernel)
+    generator = torch.Generator().manual_seed(int(is_last_plain))
+
+    def ints(low, high, *shape):
+        return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
+
+    banned = 0
+    for _ in range(60):
+        req_idx, local_pos = random_batch(generator, is_last_plain)
+        lengths, num_words = ints(1, 5, 6, 5), ints(0, 6, 6)
+        offsets = torch.cat((torch.zeros(6, 1, dtype=torch.int32), lengths.cumsum(1).int()), 1)
+        prompt_len, num_output = ints(1, 4, 6), ints(0, 7, 6)
+        total_len = prompt_len + num_output
+        # As wide as the longest text: one token further is outside.
+        texts = ints(0, 2, 6, int(total_len.max()))
+        arguments = (
+            req_idx, ints(0, 2, 6, 20), offsets, num_words, texts, prompt_len, total_len,
+            ints(0, 2, len(req_idx)), local_pos, int(num_words[req_idx].max()),
+        )  # fmt: skip
+        logits = torch.randn(len(req_idx), 3, generator=generator)
+
+        def run(impl, logits=logits, arguments=arguments):
+            monkeypatch.setattr(bad_words, "_bad_words_kernel", impl)
+            changed = logits.clone()
+            bad_words.apply_bad_words(changed, *arguments)
+            return changed
+
+        twin = run(BadWordsKernel())
+        assert torch.equal(twin, run(kernel))
+        banned += int(torch.isinf(twin).sum())
+    assert banned > 60
+
+
+@pytest.mark.parametrize("is_last_plain", [True, False], ids=["last-row-undrafted", "any-batch"])
+def test_penalties_twin_at_the_edges_of_a_batch(monkeypatch, is_last_plain):
+    """Any batch, a vocabulary of one and of two blocks, drafts outside the vocabulary, logits of -inf.
+
+    Catches: a draft counted for its neighbour, a token past the vocabulary that wraps around, NaN from a masked logit.
+    """
+    import vllm.v1.worker.gpu.sample.penalties as penalties
+
+    from vllm_vidspec.engine.compat import _MARK
+    from vllm_vidspec.engine.cpu_kernels import PenaltiesKernel
+
+    kernel = getattr(penalties._penalties_kernel, _MARK, penalties._penalties_kernel)
+    generator = torch.Generator().manual_seed(int(is_last_plain))
+
+    def ints(low, high, *shape):
+        return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
+
+    def choose(*values):
+        return torch.tensor(values)[torch.randint(len(values), (6,), generator=generator)]
+
+    changed_rows = 0
+    for vocab_size in [5, 31, 64, 97] * 6 + [8191, 8193]:
+        req_idx, local_pos = random_batch(generator, is_last_plain)
+        logits = 3 * torch.randn(len(req_idx), vocab_size, generator=generator)
+        logits[:, 0] = -torch.inf
+        arguments = (
+            req_idx, ints(-1, vocab_size + 2, len(req_idx)), local_pos, choose(1.0, 1.0, 1.3, 0.8),
+            choose(0.0, 0.0, 0.4, -0.3), choose(0.0, 0.0, 0.6), ints(-(2**31), 2**31 - 1, 6, -(-vocab_size // 32)),
+            ints(0, 3, 6, vocab_size),
+        )  # fmt: skip
+
+        def run(impl, logits=logits, arguments=arguments):
+            monkeypatch.setattr(penalties, "_penalties_kernel", impl)
+            changed = logits.clone()
+            penalties.apply_penalties(changed, *arguments)
+            return changed
+
+        twin = run(PenaltiesKernel())
+        assert torch.equal(twin, run(kernel))
+        changed_rows += int((twin != logits).any(1).sum())
+    assert changed_rows > 20

@@ -316,10 +316,11 @@ def slow_down(monkeypatch, engine: harness.Engine, budget: int) -> list[dict[str
 
 
 @pytest.fixture(scope="module")
-def llava():
+def llava(reference):
     """A draft with the target's weights, a tower of its own and the whole video."""
     family = "llava-onevision"
-    overrides = {"enable_prompt_embeds": True, "enable_mm_embeds": True}
+    reference(family, "videos")  # an engine of its own, and only one lives at a time
+    overrides = {"enable_prompt_embeds": True, "enable_mm_embeds": True, "mm_encoder_attn_backend": "TORCH_SDPA"}
     with harness.engine(
         family, pairs.checkpoint(family, "target"), overrides=overrides, pruner="none", on_draft_error="skip"
     ) as engine:
@@ -384,6 +385,27 @@ def test_bad_prompts_take_nobodys_drafts(llava):
     assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
 
 
+def test_the_tower_is_profiled_and_configured_like_the_targets(monkeypatch, llava):
+    """A profile run shows the draft's tower the largest items of a step; `--mm-encoder-*` flags reach it."""
+    draft = llava.speculator.draft_model
+    shown = []
+    embed = draft.model.embed_multimodal
+
+    def noting(**kwargs):
+        outputs = embed(**kwargs)
+        shown.extend(len(output.flatten(0, -2)) for output in outputs)
+        return outputs
+
+    monkeypatch.setattr(draft.model, "embed_multimodal", noting)
+    with torch.inference_mode():
+        draft.profile()
+    budget = max(draft.max_encoder_tokens, max(shown))
+    assert shown and budget - max(shown) < sum(shown) <= budget
+    ours, targets = (model.multimodal_config for model in (draft.model, llava.runner.model))
+    assert ours.mm_encoder_attn_backend == targets.mm_encoder_attn_backend is not None
+    assert ours.mm_device_do_normalize == targets.mm_device_do_normalize
+
+
 class Late(HostCopy):
     """A copy as on a GPU: it is not there yet in the step that sends it."""
 
@@ -399,7 +421,7 @@ def test_trees_over_late_scores_and_slow_prefills(reference, monkeypatch):
     With nothing pruned a tree of an equal draft loses no depth, however late it begins.
     """
     family = "qwen2.5-vl"
-    requests = harness.videos(family, 8)
+    requests = harness.videos(family, 4)
     monkeypatch.setattr(attention_guidance, "HostCopy", Late)
     with harness.engine(
         family, "target", pruner="specvlm", drafting="tree-adaptive", num_speculative_tokens=16
@@ -411,7 +433,7 @@ def test_trees_over_late_scores_and_slow_prefills(reference, monkeypatch):
         engine.runner.retune({"prune_ratio": 0.8})
         guided, pruned = engine.measured(requests)
     expected = harness.token_ids(reference(family, "videos"))
-    assert harness.token_ids(outputs) == expected[:3] and harness.token_ids(guided) == expected
+    assert harness.token_ids(outputs) == expected[:3] and harness.token_ids(guided) == expected[:4]
     assert max(step["read"] for step in steps) <= 100
     assert whole["accepted_tokens"] == whole["draft_depth"] > 0
-    assert pruned["guided_prompts"] == pruned["prompts"] == 8 and pruned["accepted_tokens"] > 0
+    assert pruned["guided_prompts"] == pruned["prompts"] == 4 and pruned["accepted_tokens"] > 0

@@ -5,6 +5,7 @@ import pytest
 from tests.engine import harness
 from tests.engine.conftest import SCENARIOS
 from vllm_vidspec.bench import pairs
+from vllm_vidspec.engine.acceptance_alarm import WINDOW
 
 FAMILIES = ("qwen2.5-vl", "llava-onevision")
 
@@ -48,8 +49,19 @@ def test_small_pruned_draft_changes_nothing(reference, family):
         outputs, counted = engine.measured(SCENARIOS["mixed"](family))
     assert_same_answers(reference(family, "mixed"), outputs)
     assert counted["accepted_tokens"] > 0
+    assert counted["drafts"] > WINDOW and counted["low_acceptance_windows"] == 0
     assert counted["visual_tokens_kept"] <= 0.1 * counted["visual_tokens_full"]
     assert not any(value for name, value in counted.items() if name.startswith("skipped_"))
+
+
+def test_phrases_are_banned_without_drafts(reference):
+    """A lone request on an engine without our method: the kernels' twins serve it too.
+
+    Catches: a twin that reads past the batch's last row, which nothing is drafted behind.
+    """
+    free, bound = (reference("qwen2.5-vl", scenario)[0].outputs[0].text for scenario in ("videos", "phrases"))
+    assert "white diamond" in free and "in the middle" in free
+    assert "white diamond" not in bound and "in the middle" not in bound
 
 
 @pytest.mark.parametrize(

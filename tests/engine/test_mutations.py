@@ -8,12 +8,14 @@ on the rollback, and every full acceptance on the re-fed token.
 """
 
 import contextlib
+import logging
 
 import pytest
 import torch
 
 from tests.engine import harness
-from vllm_vidspec.engine import chain_drafter
+from vllm_vidspec.engine import chain_drafter, score_blocks
+from vllm_vidspec.engine.acceptance_alarm import WINDOW
 from vllm_vidspec.engine.chain_drafter import ChainDrafter
 from vllm_vidspec.engine.draft_model import DraftModel
 from vllm_vidspec.engine.drafter import Drafter
@@ -180,3 +182,34 @@ def test_noise_position_off_by_one_is_caught(drafted, monkeypatch):
     )
     _, counted = engine.measured(requests(engine.family, MAX_TOKENS))
     assert counted["accepted_tokens"] < counted["draft_tokens"]
+
+
+def test_drafts_that_never_stand_raise_the_alarm(drafted, monkeypatch, caplog):
+    """A draft that reads garbage, as past the end of a rope table: the text is right, and the alarm says what it costs.
+
+    Catches: an alarm that is not wired to what the device counts; one that a sound run raises.
+    """
+    engine, _ = drafted
+    _, sound = engine.measured(requests(engine.family, MAX_TOKENS))
+    assert sound["drafts"] > 0 and sound["low_acceptance_windows"] == 0
+
+    original = CoupledSampler.__call__
+    monkeypatch.setattr(CoupledSampler, "__call__", lambda self, logits, *rest: original(self, -logits, *rest))
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    _, useless = engine.measured(requests(engine.family, MAX_TOKENS))
+    assert useless["accepted_tokens"] < 0.5 * useless["drafts"]
+    assert 1 <= useless["low_acceptance_windows"] <= useless["drafts"] // WINDOW
+    print(
+        "REC",
+        [(r.getMessage(), id(r), r.name, r.created) for r in caplog.records if "next to" in r.getMessage()],
+        useless["drafts"],
+        useless["low_acceptance_windows"],
+    )
+    assert [r.getMessage()[:40] for r in caplog.records].count("vidspec: next to no draft token stands (") == 1
+
+
+def test_logits_in_blocks_of_rows(drafted, monkeypatch):
+    """Blocks of four of the six requests. Catches: a block's rows that are taken for those of the first."""
+    engine, _ = drafted
+    monkeypatch.setattr(score_blocks, "SCORE_BYTES", 4 * 4 * engine.speculator.draft_model.vocab_size)
+    check(drafted)

@@ -146,3 +146,121 @@ def test_trees_keep_attention_out_of_captured_graphs(shape, given, expected):
     compilation = SimpleNamespace(cudagraph_mode=CUDAGraphMode[given])
     preflight.keep_attention_out_of_graphs(SimpleNamespace(compilation_config=compilation), config)
     assert compilation.cudagraph_mode.name == expected
+
+
+def refused_configuration(spec: dict | None = None, **overrides) -> str:
+    """Return the message that vLLM's finished configuration is refused with; nothing has loaded by then."""
+    with pytest.raises(VidSpecError) as caught:
+        engine_args(spec=spec, **overrides).create_engine_config()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def hooked():
+    """The plugin, as vLLM loads it; the files of what is accepted stay out of sight."""
+    from vllm_vidspec.plugin import register
+
+    register()
+
+
+def test_what_the_target_cannot_be_read_as_is_refused_before_it_loads(hooked, monkeypatch):
+    """Catches: a refusal that only the worker makes, minutes later and in the middle of its trace."""
+    fp32 = {"dtype": "float32"}
+    assert refused_configuration({"guidance_layers": [99]}, **fp32).startswith(
+        "guidance_layers: the target has layers 0 to"
+    )
+    assert refused_configuration({"pruner": "uv", "uv_layer": 99}, **fp32).startswith(
+        "uv_layer: the target has layers 1 to"
+    )
+    fp8 = {"kv_cache_dtype": "fp8", **fp32}
+    assert "does not read fp8 KV caches: use --kv-cache-dtype auto, or" in refused_configuration(**fp8)
+    assert "attention guidance" in refused_configuration(**fp8)
+    trees = {"draft": "tree-static", "num_speculative_tokens": 25, "pruner": "uv"}
+    assert refused_configuration(trees, **fp8).startswith("tree attention does not read fp8")
+    assert "Model Runner V2" in _without_runner_v2(monkeypatch, **fp32)
+    # What is not read is no reason to refuse.
+    engine_args(spec={"pruner": "uv"}, **fp8).create_engine_config()
+    engine_args(spec={"pruner": "uniform", "guidance_layers": [99]}, **fp32).create_engine_config()
+
+
+def _without_runner_v2(monkeypatch, **overrides) -> str:
+    with monkeypatch.context() as patch:
+        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+        return refused_configuration(**overrides)
+
+
+def test_bf16_on_a_cpu_with_amx_is_refused_where_the_cache_is_read(hooked, monkeypatch):
+    """`--dtype auto` is bf16 for every real checkpoint, and there the CPU packs the keys."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    wanted = "attention guidance cannot read the CPU cache layout 'amx': use --dtype float32, or"
+    assert refused_configuration(dtype="bfloat16").startswith(wanted)
+    engine_args(spec={"pruner": "uv"}, dtype="bfloat16").create_engine_config()
+    engine_args(dtype="float32").create_engine_config()
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    engine_args(dtype="bfloat16").create_engine_config()
+
+
+class _CudaPlatform:
+    """A GPU on which vLLM would use these attention backends, the best first."""
+
+    def __init__(self, *names: str):
+        from types import SimpleNamespace
+
+        backends = [SimpleNamespace(name=name) for name in names]
+        self.candidates = [SimpleNamespace(backend=backend, priority=i) for i, backend in enumerate(backends)]
+
+    def is_cuda(self):
+        return True
+
+    def get_device_capability(self):
+        return (10, 0)
+
+    def get_valid_backends(self, device_capability, attn_selector_config, num_heads):
+        assert attn_selector_config.head_size > 0 and num_heads > 0
+        return self.candidates[::-1], {}
+
+
+@pytest.mark.parametrize(
+    ("named", "offered", "chosen", "message"),
+    [
+        (None, ["FLASH_ATTN", "FLASHINFER"], None, None),
+        (None, ["FLASHINFER", "FLASH_ATTN", "TRITON_ATTN"], "FLASH_ATTN", None),
+        (None, ["FLASHINFER", "TRITON_ATTN"], "TRITON_ATTN", None),
+        (None, ["FLASHINFER", "FLEX_ATTENTION"], None, "tree attention reads .* not FLASHINFER: use draft chain"),
+        (None, [], None, None),
+        ("FLASHINFER", ["FLASH_ATTN"], None, "tree attention reads .* not FLASHINFER: use draft chain"),
+        ("TRITON_ATTN", ["FLASHINFER"], "TRITON_ATTN", None),
+    ],
+)
+def test_a_backend_that_can_be_read_is_chosen(monkeypatch, named, offered, chosen, message):
+    """Catches: a GPU whose default backend is refused once both models have loaded."""
+    from types import SimpleNamespace
+
+    import vllm.platforms
+
+    from vllm_vidspec.engine import cache_preflight
+
+    monkeypatch.setattr(vllm.platforms, "current_platform", _CudaPlatform(*offered))
+    attention = SimpleNamespace(backend=named and SimpleNamespace(name=named), backend_per_kind={})
+    config = SimpleNamespace(
+        attention_config=attention,
+        model_config=SimpleNamespace(get_head_size=lambda: 64, dtype=None, get_num_attention_heads=lambda parallel: 2),
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=16, user_specified_block_size=False),
+        parallel_config=None,
+        kv_transfer_config=None,
+    )
+    if message is not None:
+        with pytest.raises(VidSpecError, match=message):
+            cache_preflight.choose_backend(config, "tree attention", "use draft chain")
+        return
+    cache_preflight.choose_backend(config, "tree attention", "use draft chain")
+    assert (attention.backend and attention.backend.name) == chosen
+
+
+def test_an_uncached_name_without_a_network_says_so(monkeypatch):
+    """Catches: "Invalid repository ID" of a name that is right."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    message = refusal(spec={"model": "some/draft"})
+    assert message.startswith("cannot read the draft model 'some/draft': HF_HUB_OFFLINE=1 is set")

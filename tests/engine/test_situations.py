@@ -1,5 +1,8 @@
 """Scheduling situations and faults: the output stays vanilla's, the draft stays as good, and nothing leaks."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from tests.engine import harness
@@ -69,10 +72,12 @@ def test_vllms_own_schedule_of_draft_lengths(reference):
 def test_prefix_cache_hit_still_shows_the_draft_the_video(is_covered):
     """The second time the target computes only the prompt's tail, and no encoder runs: the draft must see it all.
 
-    Where the hit covers the whole video vLLM would drop its pixels. Catches: a draft that goes blind, or an error, in
-    the second turn of a conversation.
+    Where the hit covers the whole video vLLM would drop its pixels; there it also leaves one token to compute, and vLLM
+    schedules placeholders where drafts would be. Catches: a draft that goes blind, or an error, in the second turn of a
+    conversation; placeholders counted as drafts on a row whose last request had some.
     """
     question = "describe the video . what happens in this clip ? tell me about color and shape and move " * 2
+    question += "color " * 22  # prompts of 10 * 32 + 1 tokens
     requests = [
         (pairs.video_prompt(FAMILY, shape_world.held_out(i).frames, question), {"temperature": 0.0}) for i in range(8)
     ]
@@ -85,21 +90,29 @@ def test_prefix_cache_hit_still_shows_the_draft_the_video(is_covered):
         outputs, counted = engine.measured(requests)
     video_end = 3 + 256
     assert all((output.num_cached_tokens >= video_end) == is_covered for output in outputs)
-    assert all(output.num_cached_tokens for output in outputs)
+    assert {len(o.prompt_token_ids) - o.num_cached_tokens for o in outputs} == {1 if is_covered else 321 - 256}
     assert harness.token_ids(outputs) == harness.token_ids(expected)
     assert counted["visual_tokens_kept"] == 8 * 256
     assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
 
 
 def test_preemption_frees_and_rebuilds_the_draft(reference):
-    """A target cache too small for its requests: some are preempted, resumed with their output, and drafted again."""
+    """A target cache too small for its requests: some are preempted, resumed with their output, and drafted again.
+
+    Catches: blocks that leak, and a request's own figures that begin anew when it resumes.
+    """
     # Blocks of 128 tokens: prompts of 266 take three, answers outgrow them, and ten are not enough for three times
     # four.
     num_blocks = 11
     with harness.engine(
         FAMILY,
         "target",
-        overrides={"num_gpu_blocks_override": num_blocks, "max_model_len": 512, "enable_prefix_caching": False},
+        overrides={
+            "num_gpu_blocks_override": num_blocks,
+            "max_model_len": 512,
+            "enable_prefix_caching": False,
+            "per_request_spec_decode_metrics": "summary",
+        },
         pruner="none",
     ) as engine:
         scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
@@ -111,7 +124,10 @@ def test_preemption_frees_and_rebuilds_the_draft(reference):
         used = used_blocks(engine)
     with harness.engine(FAMILY) as vanilla:
         expected = vanilla.generate(requests)
+        told = [output.outputs[0].spec_decode_metrics.to_dict() for output in outputs]
     assert preempted, "the situation did not arise"
+    assert sum(one["num_exact_draft_tokens"] for one in told) == counted["accepted_tokens"]
+    assert len({one["num_exact_draft_tokens"] for one in told}) == 1, "all are as long, so all say the same"
     assert harness.token_ids(outputs) == harness.token_ids(expected)
     assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
     assert counted["prompts"] > 5
@@ -119,9 +135,15 @@ def test_preemption_frees_and_rebuilds_the_draft(reference):
 
 
 def test_full_pool_means_fewer_drafts_not_other_answers(reference):
-    """A pool with room for two of eight requests: the rest run without speculation, counted, identical."""
-    with harness.engine(FAMILY, "target", pruner="none") as engine:
+    """A pool with room for two of eight requests: the rest run without speculation, counted, identical.
+
+    Catches: prompts counted as guided that no draft was shown.
+    """
+    with harness.engine(FAMILY, "target") as engine:
         per_block = engine.speculator.draft_model.bytes_per_block
+        del engine.speculator.drafter.pool._free[2:]
+        _, counted = engine.measured(harness.videos(FAMILY, 4, max_tokens=2))
+    assert counted["guided_prompts"] == counted["prompts"] == 4 - counted["skipped_pool_full"] == 2
     with harness.engine(FAMILY, "target", pruner="none", draft_kv_bytes=7 * per_block) as engine:
         outputs, counted = engine.measured(SCENARIOS["videos"](FAMILY))
         used = used_blocks(engine)
@@ -150,18 +172,51 @@ def test_requests_grow_into_a_pool_that_is_almost_full():
 
 
 def test_context_length_ends_drafting_cleanly():
-    """Answers that run into max_model_len: chains are cut by the scheduler, nothing is drafted past the end."""
-    requests = harness.videos(FAMILY, 4, max_tokens=100, ignore_eos=True)
+    """Answers that run into max_model_len: chains are cut by the scheduler, nothing is drafted past the end.
+
+    Two of the videos are long and sparse: their rope positions follow the clock, far past max_model_len. Catches: rope
+    positions bounded by the number of tokens instead of by the rope table.
+    """
+    requests = harness.videos(FAMILY, 6, max_tokens=100, ignore_eos=True)
+    for prompt, _ in requests[4:]:
+        ((_, metadata),) = prompt["multi_modal_data"]["video"]
+        metadata.update(fps=metadata["fps"] / 60, duration=metadata["duration"] * 60)
     overrides = {"max_model_len": 320}
     with harness.engine(FAMILY, overrides=overrides) as vanilla:
         expected = vanilla.generate(requests)
     with harness.engine(FAMILY, "target", overrides=overrides, pruner="none") as engine:
         outputs, counted = engine.measured(requests)
+        assert engine.speculator.drafter.rows.pos_delta_np.max() > overrides["max_model_len"]
         used = used_blocks(engine)
     assert {output.outputs[0].finish_reason for output in expected} == {"length"}
     assert harness.token_ids(outputs) == harness.token_ids(expected)
     assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
     assert not skipped(counted)
+    assert used == 0
+
+
+def test_a_draft_with_a_shorter_context_stops_at_its_end(reference, tmp_path):
+    """The target's own weights, but rope tables that end in the middle of the answers: drafted up to there, counted.
+
+    Catches: a rope table read past its end, drafts that go on blindly, a request that stops a step too early.
+    """
+    family, num_more = "llava-onevision", 20
+    answers = reference(family, "videos")
+    (num_prompt_tokens,) = {len(output.prompt_token_ids) for output in answers}
+    original = Path(pairs.checkpoint(family, "target"))
+    for file in original.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((original / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = num_positions = num_prompt_tokens + num_more
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with harness.engine(family, str(tmp_path), pruner="none") as engine:
+        assert engine.speculator.draft_model.num_positions == num_positions
+        outputs, counted = engine.measured(SCENARIOS["videos"](family))
+        used = used_blocks(engine)
+    assert harness.token_ids(outputs) == harness.token_ids(answers)
+    assert counted["accepted_tokens"] == counted["draft_tokens"] > 8 * num_more // 2
+    assert skipped(counted) == {"too_long": sum(len(output.outputs[0].token_ids) > num_more for output in answers)}
     assert used == 0
 
 

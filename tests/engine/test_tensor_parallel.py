@@ -135,8 +135,8 @@ COSTS = {
 def test_ranks_act_alike_on_what_fails_on_one_of_them(run):
     """A failure of one rank in prefill, guidance or relevance: the engine goes on, as vanilla would, on all ranks.
 
-    Catches: a rank that skips a collective the other waits in; ranks that prune, draft or verify differently from then
-    on; a request that stays loose on one rank; requests after it that pay too. And a failure of one rank while decoding,
+    Catches: a rank that skips a collective the other waits in; ranks that prune, draft or verify differently from
+    then on; a request that stays loose on one rank; requests after it that pay too. And a failure while decoding,
     where nobody waits for the others, ends the engine with a line that names the rank, not with a hang.
     """
     done = _process(2, "failing_rank")

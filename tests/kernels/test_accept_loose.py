@@ -690,7 +690,7 @@ for name in ("target_tokens", "draft_tokens", "rows", "ancestors", "sampled"):
 types |= {"shares_ptr": "*fp32", "scores_ptr": "*fp32", "entropies_ptr": "*fp32", "min_entropy": "fp32"}
 types |= {"may_loosen_ptr": "*i1", "kinds_ptr": "*i8"}
 flags = dict(LOWEST=module.LOWEST, WINDOW=module.WINDOW, SHIFT=module.SHIFT, EPSILON=module._EPSILON)
-for block, is_tree in ((2, True), (16, False), (128, True)):
+for block, is_tree in ((2, True), (16, False), (64, True)):
     constants = dict(BLOCK=block, IS_TREE=is_tree, **flags)
     source = ASTSource(kernel, types | dict.fromkeys(constants, "constexpr"), constants)
     assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]

@@ -27,6 +27,7 @@ def make_inputs(num_rows, device, block_size=16, max_blocks=4, seed=0, level=0):
         "block_table": wide[:, :max_blocks],
         "block_size": block_size,
         "level": level,
+        "max_position": 5000,  # some pass it
     }
 
 
@@ -53,13 +54,14 @@ def assert_same(got, expected):
         (0, 13, 9, 7, 5 * 4 + 2),  # entry 6: second block (5), offset 2
         (1, 14, 10, 8, 5 * 4 + 3),  # entry 7: the last of its block
         (2, 15, 11, 9, 9 * 4 + 0),  # entry 8: the first of the third block (9)
-        (5, 18, 14, 12, 9 * 4 + 3),  # entry 11: the table's last
-        (6, 19, 15, 13, -1),  # entry 12: past the table
+        (5, 17, 14, 12, 9 * 4 + 3),  # entry 11: the table's last; position 18 does not exist
+        (6, 17, 15, 13, -1),  # entry 12: past the table
     ],
 )
 def test_hand_computed_levels(device, impl, level, position, logical, seq_len, slot):
     """Catches: an off-by-one in the noise position (num_tokens + level), in seq_lens or in the slot; a missing
-    pos_delta; the batch row used for the persistent row; a clamped block index instead of -1."""
+    pos_delta; the batch row used for the persistent row; a clamped block index instead of -1; a rope position past the
+    highest, or a logical one cut to it."""
     out = make_outputs(1, device, spare=0)
     chain_step(
         torch.tensor([1], device=device),
@@ -69,6 +71,7 @@ def test_hand_computed_levels(device, impl, level, position, logical, seq_len, s
         torch.tensor([[1, 2, 3], [8, 5, 9]], dtype=torch.int32, device=device),
         block_size=4,
         level=level,
+        max_position=17,
         impl=impl,
         **out,
     )
@@ -138,7 +141,7 @@ def test_slots_beyond_int32(device, impl):
     one = torch.tensor([1], dtype=torch.int32, device=device)
     table = torch.full((1, 1), 2**27, dtype=torch.int32, device=device)
     rows = torch.tensor([0], device=device)
-    chain_step(rows, one, one, rows, table, block_size=64, level=0, impl=impl, **out)
+    chain_step(rows, one, one, rows, table, block_size=64, level=0, max_position=2**40, impl=impl, **out)
     assert out["slot_mapping"].tolist() == [2**33 + 1]
 
 

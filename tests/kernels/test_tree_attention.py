@@ -503,7 +503,7 @@ def mutant(tmp_path, impl, edits):
 MUTATIONS = {
     "nothing changed": {"triton": [], "torch": []},
     "a sibling's bit leaks into the mask": {
-        "triton": [("(word[:, None] >> node[None, :]) & 1", "(word[:, None] >> node[None, :]) & 3")],
+        "triton": [("(bits[:, None] >> node[None, :]) & 1", "(bits[:, None] >> node[None, :]) & 3")],
         "torch": [("& _BITS[:num_nodes].to(rows.device)", "& (_BITS | _BITS << 1)[:num_nodes].to(rows.device)")],
     },
     "a prefix one entry short": {
@@ -523,7 +523,10 @@ MUTATIONS = {
         "torch": [("return out * weight + prefix_out * prefix_weight", "return out * 0.5 + prefix_out * 0.5")],
     },
     "heads of a group spread over the KV heads": {
-        "triton": [("kv_head * GROUP + row % GROUP", "kv_head + row % GROUP * (num_heads // GROUP)")],
+        "triton": [
+            ("first_head = kv_head * GROUP", "first_head = kv_head"),
+            ("head = row % GROUP", "head = row % GROUP * (num_heads // GROUP)"),
+        ],
         "torch": [(
             "view(num_reqs, max_queries, num_kv_heads, -1, head_size).permute(0, 2, 3, 1, 4)",
             "view(num_reqs, max_queries, -1, num_kv_heads, head_size).permute(0, 3, 2, 1, 4)",
@@ -686,7 +689,8 @@ for dtype, head_size, rows, unused in (
     block_dim = triton.next_power_of_2(head_size)
     constants = dict.fromkeys(unused) | {
         "GROUP": 7, "HEAD_SIZE": head_size, "BLOCK_SIZE": 16, "NODES": 64, "BLOCK_DIM": block_dim, "WIDEN": wide,
-        "BLOCK_ROWS": rows, "BLOCK_KEYS": module._tile(rows, block_dim * (4 if wide else 2), 227 * 1024),
+        "BLOCK_ROWS": rows, "BLOCK_KEYS": module._tile(rows, block_dim * (4 if wide else 2), 113 * 1024),
+        "BLOCK_NODES": module._BLOCK_NODES,
     }
     options = {"num_stages": module._NUM_STAGES, "num_warps": 8 if wide else 4}
     compiled = compile(module._tree_attention_kernel, dtype, constants, options)

@@ -32,7 +32,7 @@ COLUMNS = (
 # Columns that files of earlier versions lack.
 _LATER = frozenset(
     {
-        *("knobs", "scheduling", "draft_load_bytes", "skipped_structured"),
+        *("knobs", "scheduling", "draft_load_bytes", "skipped_structured", "unguided_no_text"),
         *("nodes_per_step", "depth_per_step", "draft_forwards_per_step", "max_acceptance_length"),
     }
 )

@@ -19,6 +19,7 @@ from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import GAUGES, GUIDANCE_FALLBACKS, KINDS, MAX_POSITIONS, NAMES, SKIP_REASONS, STRICT_REASONS
 
 _OURS = re.compile(r"vidspec: (.+)")
+_OWN_LABELS = ("kind", "position", "reason")  # beside those that every metric has
 _PYTHON_ERROR = re.compile(r"(?:^|\s)((?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt)\b: .+)")
 
 
@@ -143,9 +144,12 @@ class VllmServer:
 
 
 def from_prometheus(text: str) -> dict[str, int]:
-    """Turn the text of /metrics back into the counters of `vllm_vidspec.metrics`."""
-    sample = re.compile(r'^vidspec:(\w+?)(?:\{(\w+)="(\w+)"\})? (\S+)$', re.MULTILINE)
-    found = {(name, value): float(number) for name, _, value, number in sample.findall(text)}
+    """Turn the text of /metrics back into the counters of `vllm_vidspec.metrics`, all of its engines together."""
+    found: dict[tuple[str, str], float] = {}
+    for name, labels, number in re.findall(r"^vidspec:(\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
+        own = [value for label, value in re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', labels) if label in _OWN_LABELS]
+        key = (name, own[0] if own else "")
+        found[key] = found.get(key, 0.0) + float(number)
     values = dict.fromkeys(NAMES, 0)
     totals = (
         "drafts",
@@ -161,11 +165,14 @@ def from_prometheus(text: str) -> dict[str, int]:
         "relevance_prompts",
         "relevance_tokens",
         "relevance_reused",
+        "visual_tokens_kept",
     )
     for name in totals:
         values[name] = int(found.get((f"{name}_total", ""), 0))
-    for name in GAUGES - {"draft_pool_blocks_total", "draft_pool_blocks_used"}:
+    values["visual_tokens_full"] = int(found.get(("visual_tokens_total", ""), 0))
+    for name in GAUGES:
         values[name] = int(found.get((name, ""), 0))
+    values["draft_pool_blocks_total"] = int(found.get(("draft_pool_blocks", ""), 0))
     for name in ("draft_prefill", "draft_decode", "guidance", "relevance"):
         values[f"{name}_us"] = round(1e6 * found.get((f"{name}_seconds_total", ""), 0))
     for reason in SKIP_REASONS:
@@ -176,10 +183,6 @@ def from_prometheus(text: str) -> dict[str, int]:
         values[f"{kind}_tokens"] = int(found.get(("standing_tokens_total", kind), 0))
     for reason in GUIDANCE_FALLBACKS:
         values[f"unguided_{reason}"] = int(found.get(("unguided_prompts_total", reason), 0))
-    for kind in ("full", "kept"):
-        values[f"visual_tokens_{kind}"] = int(found.get(("visual_tokens_total", kind), 0))
-    for state in ("used", "total"):
-        values[f"draft_pool_blocks_{state}"] = int(found.get(("draft_pool_blocks", state), 0))
     for position in range(MAX_POSITIONS):
         values[f"accepted_at_pos_{position}"] = int(found.get(("accepted_tokens_per_position_total", str(position)), 0))
     return values

@@ -1,11 +1,12 @@
 """`vidspec show-pruning`: what each pruner leaves of one video, as a picture; scores come from engine subprocesses."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_vidspec.bench import contact_sheet, pairs
+from vllm_vidspec.bench.calibrate import Calibration, check_models
 from vllm_vidspec.bench.engine_session import EngineSession
 from vllm_vidspec.bench.user_files import check_output, check_video, read_video
 from vllm_vidspec.config import VidSpecConfig, parse_config
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from vllm_vidspec.pruning import TokenGrid
 
+NUM_FRAMES = 32  # what vLLM samples a video to unless it is told otherwise
 PRUNERS = ("uniform", "random", "specvlm", "attention", "uv", "dycoke")
 
 Report = Callable[[str, dict[str, Any]], None]
@@ -29,43 +31,58 @@ class Show:
         video: A file; None: the bundled one.
         out: The picture to write.
         pruners: One row each.
-        family: Whose bundled target guides the pruning.
+        family: The bundled pair, unless `target` is given; its target guides the pruning.
+        target: A target of the user's own.
+        draft: Its draft, or "self"; None: the bundled draft of `family`.
         prune_ratio: Share of the video tokens that is dropped.
         question: What is asked about the video; `specvlm`, `attention` and `uv` depend on it.
         columns: Most frames in a row.
-        calibration: A file of `vidspec calibrate`.
+        calibration: A file of `vidspec calibrate`; None: the bundled pair's own.
+        engine_args: `LLM` arguments that replace ours.
     """
 
     video: str | None = None
     out: str = "pruning.png"
     pruners: tuple[str, ...] = PRUNERS
     family: str = "qwen2.5-vl"
+    target: str | None = None
+    draft: str | None = None
     prune_ratio: float = 0.9
     question: str = pairs.DEFAULT_QUESTION
     columns: int = 16
     calibration: str | None = None
+    engine_args: dict[str, Any] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
         """The video's file."""
         return pairs.sample_video() if self.video is None else Path(self.video)
 
-    def spec(self, pruner: str) -> dict[str, Any]:
-        """Return the knobs of one pruner."""
-        spec = {"pruner": pruner, "prune_ratio": self.prune_ratio, "on_draft_error": "raise"}
-        return spec | ({"calibration": self.calibration} if self.calibration else {})
+    @property
+    def models(self) -> Calibration:
+        """The pair, the video and the question, as `vidspec calibrate` names them."""
+        return Calibration(
+            family=self.family,
+            target=self.target,
+            draft=self.draft,
+            videos=(str(self.path),),
+            question=self.question,
+            prune_ratio=self.prune_ratio,
+            engine_args=self.engine_args,
+        )
 
-    def config(self, pruner: str) -> VidSpecConfig:
-        """Return the validated knobs of one pruner."""
-        # The bundled checkpoints are not looked at: a wrong knob is refused without them.
-        return parse_config(pairs.speculative_config(self.family, "target", **self.spec(pruner)))[0]
+    @property
+    def num_frames(self) -> int:
+        """How many frames of the video the models see at most."""
+        return pairs.pair_for(self.family).num_frames if self.target is None else NUM_FRAMES
 
     def job(self, pruner: str) -> dict[str, Any]:
         """Return what `session_job` reads to prune the video with one pruner."""
-        return {
-            "llm": pairs.llm_kwargs(self.family, "draft", **self.spec(pruner)),
-            "prompts": {"family": self.family, "videos": [str(self.path)], "question": self.question},
-        }
+        return self.models.job(pruner=pruner, **({"calibration": self.calibration} if self.calibration else {}))
+
+    def config(self, pruner: str) -> VidSpecConfig:
+        """Return the validated knobs of one pruner, which are the engine's."""
+        return parse_config(self.job(pruner)["llm"]["speculative_config"])[0]
 
 
 @dataclass(frozen=True)
@@ -85,7 +102,7 @@ def check(show: Show) -> None:
     Raises:
         VidSpecError: One line naming it.
     """
-    pairs.pair_for(show.family)
+    check_models(show.models)
     if not show.pruners:
         raise VidSpecError("--pruner: no value given")
     for pruner in show.pruners:
@@ -112,7 +129,7 @@ def run(show: Show, report: Report = lambda _event, _fields: None) -> dict[str, 
         VidSpecError: A wrong value, an engine that stopped, or a video whose tokens cannot be laid out.
     """
     check(show)
-    frames = read_video(show.path, pairs.pair_for(show.family).num_frames)
+    frames = read_video(show.path, show.num_frames)
     configs = list({config.pruner: config for config in map(show.config, show.pruners)}.values())
     records = _look(show, _engines(configs), report)
     grid = records[0].grid
@@ -125,7 +142,7 @@ def run(show: Show, report: Report = lambda _event, _fields: None) -> dict[str, 
         frames,
         grid,
         rows,
-        title=f"What the draft sees of {show.path.name}: {show.family}, prune ratio {show.prune_ratio:g}",
+        title=f"What the draft sees of {show.path.name}: {show.target or show.family}, prune ratio {show.prune_ratio:g}",
         columns=show.columns,
     )
     contact_sheet.save(image, show.out, rows)

@@ -213,7 +213,8 @@ class AdaptiveTree:
         self.tree.clear(self._num_reqs)
         low, high = self.knobs.depth_min, self.knobs.depth_max
         if self.knobs.use_lookahead and self._num_reqs > 0:
-            planned = self._host_depths.read()[rows_np]
+            # Clipped, because the device's word sizes the host's loops: no draft may lead them astray.
+            planned = self._host_depths.read()[rows_np].clip(low, high)
             low, high = int(planned.min()), int(planned.max())
         self._num_levels = max(1, min(high, budget))
         self._max_others = budget - min(low, budget)
@@ -224,9 +225,12 @@ class AdaptiveTree:
     def extend(self, level: int, log_probs: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor] | None:
         """Grow one level; see `TreePolicy`."""
         if level == 0:
-            self._alpha = confidence(log_probs, self.knobs.entropy_top_k)
-            if not self.knobs.use_lookahead:
-                self._plan()
+            self._plan(confidence(log_probs, self.knobs.entropy_top_k))
+            if self.knobs.use_lookahead:
+                # Sent while the deeper levels are still to come, so that the next step finds it there.
+                self._host_depths.send(self._rows_np, self._planned[0])
+            else:
+                self._adopt()
         num_frontier = self._frontier[0].shape[1]
         nodes, tokens, path_log_probs = tree_grow(
             self._growth, self._rows, *self._frontier, log_probs, token_ids,
@@ -238,7 +242,7 @@ class AdaptiveTree:
         return (nodes, tokens) if level + 1 < self._num_levels else None
 
     def finish(self, fill: bool) -> None:
-        """End the step and, with lookahead, plan the next; see `TreePolicy`."""
+        """End the step; with lookahead, its roots' plan is the next one's from here on; see `TreePolicy`."""
         num_reqs, growth = self._num_reqs, self._growth
         as_array(self.tree.num_nodes)[:num_reqs] = as_array(growth.next_free)[:num_reqs] - 1
         if fill:
@@ -246,26 +250,34 @@ class AdaptiveTree:
             used = (part[:num_reqs, : self._num_parents] for part in leftover)
             self.tree.append_leaves(num_reqs, self._budget, *used)
         if self.knobs.use_lookahead:
-            self._host_depths.send(self._rows_np, self._plan())
+            self._adopt()
 
-    def _plan(self) -> Tensor:
-        """Turn the confidence of this step's roots into depths and widths (SAGE eq. 10, 11); return int64 [R] depths.
+    def _plan(self, confidences: Tensor) -> None:
+        """Turn the confidence of this step's roots into depths and widths (SAGE eq. 10, 11).
 
         Both are at least their minimum, so truncation rounds down.
         """
         knobs, xp = self.knobs, array_module(self.tree.device)
-        alpha, rows = as_array(self._alpha), as_array(self._rows)
+        alpha, rows = as_array(confidences), as_array(self._rows)
         reach = as_array(self.max_depths)[rows] - knobs.depth_min
         depths = xp.asarray(knobs.depth_min + alpha * reach, dtype=xp.int64)
         widths = xp.asarray(knobs.width_min + (1.0 - alpha) * (knobs.width_max - knobs.width_min), dtype=xp.int64)
-        as_array(self.confidence)[rows] = alpha
-        as_array(self._depths)[rows] = depths
-        as_array(self._widths)[rows] = widths
-        return torch.as_tensor(depths)
+        self._alpha, self._planned = alpha, (torch.as_tensor(depths), torch.as_tensor(widths))
+
+    def _adopt(self) -> None:
+        """Let the plan shape trees: the rows' depths and widths are read on every level."""
+        rows, (depths, widths) = as_array(self._rows), self._planned
+        as_array(self.confidence)[rows] = self._alpha
+        as_array(self._depths)[rows] = as_array(depths)
+        as_array(self._widths)[rows] = as_array(widths)
 
 
 class _HostCopy:
-    """Planned depths on the host: sent at the end of a step, read at the start of the next, when they long are there.
+    """Planned depths on the host: sent after a step's first forward, read at the start of the next step's draft.
+
+    Reading waits for the copy. It cannot be left out: how many forwards a step has is a decision of the host, which all
+    tensor-parallel ranks must take alike, so none may act on what happens to have arrived. It leaves no device idle:
+    behind the copy wait the deeper levels of that draft and the target's whole forward.
 
     Args:
         max_num_reqs: Rows.

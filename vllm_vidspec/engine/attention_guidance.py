@@ -17,11 +17,11 @@ from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.counters import Counters
 from vllm_vidspec.engine.host_copy import HostCopy
 from vllm_vidspec.engine.kv_views import attention_layers, check_layout, check_readable, key_view
-from vllm_vidspec.engine.listeners import Listener, Listeners, PendingScores, prefills
+from vllm_vidspec.engine.listeners import Guided, Listener, Listeners, PendingScores, prefills
 from vllm_vidspec.errors import VidSpecError
 
 # What is refused, and the way out.
-_REFUSAL = ("attention guidance", "use a pruner that needs no attention, e.g. uv")
+REFUSAL = ("attention guidance", "use a pruner that needs no attention, e.g. uv")
 
 
 @dataclass
@@ -78,12 +78,12 @@ class AttentionGuidance(Listeners):
         self._num_heads = next(iter(layers.values())).impl.num_heads * get_tensor_model_parallel_world_size()
         self._attention = layers
         for index, layer in layers.items():
-            check_readable(layer, *_REFUSAL)
+            check_readable(layer, *REFUSAL)
             compat.observe_attention(layer, _LayerObserver(self, index))
 
     def check_cache(self) -> None:
         """Refuse keys packed in a way that no view describes (bf16 on AMX); see `Guidance`."""
-        check_layout(self._attention.values(), *_REFUSAL)
+        check_layout(self._attention.values(), *REFUSAL)
 
     def select(self, layers: str | tuple[int, ...], num_layers: int) -> None:
         """Choose the layers to sum.
@@ -91,16 +91,16 @@ class AttentionGuidance(Listeners):
         Raises:
             VidSpecError: The target has no such layer.
         """
-        chosen = range(num_layers) if layers == "all" else layers
-        if wrong := [index for index in chosen if not 0 <= int(index) < num_layers]:
-            raise VidSpecError(f"guidance_layers: the target has layers 0 to {num_layers - 1}, not {wrong[0]}")
-        self._layers = frozenset(int(index) for index in chosen)
+        self._layers = chosen_layers(layers, num_layers)
         self.num_layers = num_layers
 
     def arrive(self, req_id: str, token_ids: list[int], features: list[Any]) -> None:
         """Begin to listen; see `Guidance`."""
         if items := self._listen(features):
-            self._listeners[req_id] = _AttentionListener(items, [f.identifier for f in features], len(token_ids))
+            listener = _AttentionListener(items, [f.identifier for f in features], len(token_ids))
+            if listener.text_start >= len(token_ids):
+                listener.missed = "no_text"
+            self._listeners[req_id] = listener
 
     def before_forward(self, batch: Any) -> None:
         """Gather the step's guiding queries; see `Guidance`."""
@@ -193,7 +193,7 @@ class AttentionGuidance(Listeners):
             total = tensor_model_parallel_all_reduce(total)
         return PendingScores(HostCopy(total), lambda total: self._score(listener, was_heard, total))
 
-    def _score(self, listener: _AttentionListener, was_heard: bool, total: torch.Tensor) -> list[torch.Tensor] | None:
+    def _score(self, listener: _AttentionListener, was_heard: bool, total: torch.Tensor) -> Guided:
         """Make scores of all ranks' sums `[text_start + 1]`, the last of which says how many ranks heard nothing."""
         if total[-1] != 0:
             if was_heard:
@@ -201,6 +201,18 @@ class AttentionGuidance(Listeners):
             return self._finish(listener, [None] * len(listener.items))
         mean = total[:-1] / (listener.num_queries * self._num_heads * len(self._layers))
         return self._finish(listener, [mean[item] for item in listener.items])
+
+
+def chosen_layers(layers: str | tuple[int, ...], num_layers: int) -> frozenset[int]:
+    """Return the layers that `guidance_layers` means in a target of so many.
+
+    Raises:
+        VidSpecError: The target has no such layer.
+    """
+    chosen = range(num_layers) if layers == "all" else layers
+    if wrong := [index for index in chosen if not 0 <= int(index) < num_layers]:
+        raise VidSpecError(f"guidance_layers: the target has layers 0 to {num_layers - 1}, not {wrong[0]}")
+    return frozenset(int(index) for index in chosen)
 
 
 @dataclass(frozen=True)

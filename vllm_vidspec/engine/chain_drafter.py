@@ -10,6 +10,7 @@ from vllm_vidspec.engine.draft_rows import DraftRows
 from vllm_vidspec.engine.kv_pool import NULL_BLOCK, DraftKVPool
 from vllm_vidspec.engine.messages import DraftMessage, Drafts
 from vllm_vidspec.engine.noise import CoupledSampler
+from vllm_vidspec.engine.score_blocks import in_blocks
 
 
 class RootFeeder:
@@ -20,14 +21,12 @@ class RootFeeder:
         pool: Its KV pool.
         rows: The per-row integers.
         max_num_reqs: Persistent rows.
-        max_model_len: Context length.
     """
 
-    def __init__(self, model: DraftModel, pool: DraftKVPool, rows: DraftRows, max_num_reqs: int, max_model_len: int):
+    def __init__(self, model: DraftModel, pool: DraftKVPool, rows: DraftRows, max_num_reqs: int):
         self.model = model
         self.pool = pool
         self.rows = rows
-        self.max_model_len = max_model_len
         device = model.device
         # Persistent inputs of one token a request.
         self.positions = torch.zeros(model.num_axes, max_num_reqs, dtype=torch.int64, device=device)
@@ -93,13 +92,13 @@ class RootFeeder:
             self.pool.table,
             block_size=self.pool.block_size,
             level=level,
+            # Only drafts behind the end of the target's context reach it, and those are never committed.
+            max_position=self.model.num_positions - 1,
             positions=self.positions,
             logical_pos=self.logical_pos,
             seq_lens=self.seq_lens,
             slot_mapping=self.slot_mapping,
         )
-        # Beyond the context length nothing is ever committed; the clamp keeps the rope table in bounds.
-        self.positions.clamp_(max=self.max_model_len - 1)
 
 
 class ChainDrafter:
@@ -135,8 +134,7 @@ class ChainDrafter:
                     block_table=block_table,
                     slot_mapping=roots.slot_mapping[:num_reqs],
                 )
-            logits = model.compute_logits(hidden)
-            tokens = self._sample(logits, rows, message.rows_np, roots.logical_pos[:num_reqs], tokens)
+            tokens = self._choose(hidden, message, tokens)
             drafts.append(tokens)
         # Every draft but the last was fed. (K is at most 64, so the word is never full.)
         # (`fed[rows] = number` would copy the number from the host and wait for it.)
@@ -144,3 +142,15 @@ class ChainDrafter:
         if not drafts:
             return Drafts(message.last_tokens.new_empty(num_reqs, 0)), 1
         return Drafts(torch.stack(drafts, dim=1)), num_levels
+
+    def _choose(self, hidden: torch.Tensor, message: DraftMessage, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the `[num_reqs]` int64 tokens after `tokens`, whose hidden states are `[num_reqs, hidden_size]`."""
+        model, logical_pos = self._roots.model, self._roots.logical_pos
+
+        def draw(block: slice) -> torch.Tensor:
+            rows, rows_np = message.rows[block], message.rows_np[block]
+            return self._sample(
+                model.compute_logits(hidden[block]), rows, rows_np, logical_pos[: len(hidden)][block], tokens[block]
+            )
+
+        return in_blocks(draw, len(hidden), model.vocab_size)

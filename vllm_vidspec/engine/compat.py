@@ -62,19 +62,25 @@ def hook_engine_config(translate: Callable, finish: Callable) -> None:
     _patch(EngineArgs, "create_engine_config", create_engine_config)
 
 
-def install_error_line() -> None:
+def install_error_line(refusal: Callable[[], str | None]) -> None:
     """Print an uncaught `VidSpecError` of a `vllm` command as one line instead of a stack trace.
 
-    Why: a wrong knob is the user's to mend, and vLLM's own start-up prints some forty lines of frames around it. Python
+    Why: a wrong knob is the user's to mend, and vLLM's own start-up prints some forty lines of frames around it. What a
+    worker refuses reaches the server as "Engine core initialization failed", a hundred lines below the reason. Python
     programs that use `LLM(...)` keep their traceback.
+
+    Args:
+        refusal: Returns the line of a worker that refused to start, or None.
     """
-    if os.path.basename(sys.argv[0]) != "vllm" or getattr(sys.excepthook, "_vidspec", False):
+    is_server = os.path.basename(sys.argv[0]) in ("vllm", "api_server.py")
+    if not is_server or getattr(sys.excepthook, "_vidspec", False):
         return
     previous = sys.excepthook
 
     def excepthook(kind, error, traceback):
-        if isinstance(error, VidSpecError):
-            print(f"vidspec: {error}", file=sys.stderr)
+        reason = str(error) if isinstance(error, VidSpecError) else refusal()
+        if reason is not None:
+            print(f"vidspec: {reason}", file=sys.stderr)
         else:
             previous(kind, error, traceback)
 
@@ -151,16 +157,42 @@ def extend_request_metrics(extend: Callable) -> None:
     _patch(RequestState, "_new_completion_output", new_completion_output)
 
 
-def hear_request_choices(keys: tuple[str, ...], calls_tools: str, check: Callable) -> None:
+def show_to_every_api_server(collector: Any) -> None:
+    """Show a collector on /metrics where vLLM does not serve prometheus_client's default registry.
+
+    Why: with several API servers (or PROMETHEUS_MULTIPROC_DIR set) every scrape makes a registry of its own, of nothing
+    but a collector that adds up what the servers' processes wrote to files; it knows none of the default registry's.
+
+    Args:
+        collector: prometheus_client's; the last given is shown.
+    """
+    from prometheus_client.multiprocess import MultiProcessCollector
+
+    MultiProcessCollector._vidspec_collector = collector
+    original = MultiProcessCollector.collect
+    if hasattr(original, _MARK):
+        return
+    expect_parameters(original, "self")
+
+    @functools.wraps(original)
+    def collect(self):
+        yield from original(self)
+        yield from self._vidspec_collector.collect()
+
+    _patch(MultiProcessCollector, "collect", collect)
+
+
+def hear_request_choices(prefix: str, calls_tools: str, check: Callable) -> None:
     """Let our request parameters reach the worker from the OpenAI API, and the fact that a request may call tools.
 
     Why: vLLM forwards `vllm_xargs` and drops other unknown fields, where clients that use `extra_body` put ours; and
     whether a parser for tool calls reads the output is known to the API server alone. What is wrong is refused before
     the prompt is rendered: once a video is, the front end believes that the engine holds it, and the same video in the
-    client's corrected request would be missed there.
+    client's corrected request would be missed there. In `vllm_xargs` vLLM turns false into 0 and answers other types
+    with a list of all that it would have taken, so ours are lifted out before it looks.
 
     Args:
-        keys: Names of our parameters; beside or in `vllm_xargs`.
+        prefix: Of our parameters' names; beside or in `vllm_xargs`.
         calls_tools: The name under which requests with tools are marked.
         check: Parameters of a request -> None; raises VidSpecError. The last given is used.
     """
@@ -171,9 +203,18 @@ def hear_request_choices(keys: tuple[str, ...], calls_tools: str, check: Callabl
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 
+    def ours(fields):
+        return {key: value for key, value in (fields or {}).items() if str(key).startswith(prefix)}
+
+    def lift(body):
+        within = body.get("vllm_xargs") if isinstance(body, dict) else None
+        if not isinstance(within, dict) or not ours(within):
+            return body
+        others = {key: value for key, value in within.items() if key not in ours(within)}
+        return {**body, "vllm_xargs": others or None, **ours(within)}
+
     def found(request):
-        beside = {key: value for key, value in (request.model_extra or {}).items() if key in keys}
-        return {**beside, **(getattr(request, "vllm_xargs", None) or {})}
+        return {**ours(request.model_extra), **(getattr(request, "vllm_xargs", None) or {})}
 
     def hear(original):
         @functools.wraps(original)
@@ -207,6 +248,18 @@ def hear_request_choices(keys: tuple[str, ...], calls_tools: str, check: Callabl
             expect_parameters(original, "self", "request", "raw_request")
             _patch(request, "to_sampling_params", hear(request.to_sampling_params))
             _patch(serving, name, guard(serving, original))
+            _validate_before(request, lift)
+
+
+def _validate_before(model: Any, function: Callable) -> None:
+    """Let a pydantic model's input pass a function first."""
+    from pydantic_core import core_schema
+
+    def schema(cls, source, handler):
+        return core_schema.no_info_before_validator_function(function, handler(source))
+
+    model.__get_pydantic_core_schema__ = classmethod(schema)
+    model.model_rebuild(force=True)
 
 
 @contextlib.contextmanager

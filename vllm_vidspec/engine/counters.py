@@ -1,6 +1,7 @@
 """What the worker counts: device accumulators read back without a host sync, and the file that /metrics shows."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ from vllm.logger import init_logger
 
 from vidspec_kernels.dispatch import array_module, as_array
 from vllm_vidspec import metrics
+from vllm_vidspec.engine.acceptance_alarm import AcceptanceAlarm
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.scoring import TreeShapes
 
@@ -38,22 +40,38 @@ class Counters:
         self._published = np.zeros(len(self._host), dtype=np.int64)
         self._file = self._open(vllm_config)
         self._logged: set[str] = set()
+        self._alarm = AcceptanceAlarm()
+        self._is_paused = False
         # What a response says of its own request, where the server was asked for that.
         level = vllm_config.observability_config.per_request_spec_decode_metrics
         self._counts_requests = self._file is not None and level != "none"
         self._slots = np.zeros(max_num_reqs, dtype=np.int64)  # [max_num_reqs] in the file, by persistent row
-        self._busy: set[int] = set()
+        self._held: dict[str, int] = {}  # slots of requests that have not finished, running or preempted
         self._pending: list[tuple[np.ndarray, torch.Tensor]] = []  # slots and counts of the step in flight
 
     @staticmethod
     def _open(vllm_config) -> metrics.MetricsFile | None:
         if get_tensor_model_parallel_rank() != 0:
             return None
+        engine = vllm_config.parallel_config.data_parallel_index
+        instance_id = vllm_config.instance_id.removesuffix(f"_dp{engine}")  # Ray's, by which it tells engines apart
         try:
-            return metrics.MetricsFile.open(metrics.path_for(vllm_config.instance_id))
+            return metrics.MetricsFile.open(metrics.path_for(instance_id, engine))
         except VidSpecError as error:  # a worker on another host than the API server
             logger.warning("vidspec: counters are not published: %s", error)
             return None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing, log nothing and give no request a slot within: vLLM's warm-up steps real requests."""
+        self.flush()
+        totals, self._is_paused = self._totals.clone(), True
+        try:
+            yield
+        finally:
+            self._totals.copy_(totals)
+            self._pending.clear()
+            self._is_paused = False
 
     def observe(
         self,
@@ -87,22 +105,23 @@ class Counters:
             loosened, shifted = ((why == kind).sum(1) * counted for kind in (2, 3))
         by_kind = (accepted - loosened - shifted, loosened, shifted)
         by_request = xp.stack((counted, num_drafts, accepted, depth, *by_kind), 1)
-        if self._counts_requests:
+        if self._counts_requests and not self._is_paused:
             self._count_requests(idx_mapping_np, torch.as_tensor(xp.stack(by_kind, 1)))
         as_array(self._totals)[:] += xp.concatenate((by_request, reached), 1).sum(0)
 
     # ---- by request ------------------------------------------------------------------------------------------------
 
     def begin_request(self, row: int, req_id: str) -> None:
-        """Count a request's draft tokens from here on."""
-        if self._counts_requests:
+        """Count a request's draft tokens from here on; one that was preempted goes on where it was."""
+        if self._counts_requests and not self._is_paused:
             assert self._file is not None
-            self._slots[row] = self._file.begin_request(req_id, self._busy)
-            self._busy.add(int(self._slots[row]))
+            if req_id not in self._held:
+                self._held[req_id] = self._file.begin_request(req_id, self._held.values())
+            self._slots[row] = self._held[req_id]
 
-    def end_request(self, row: int) -> None:
-        """Let a row's slot be the next request's, in its turn."""
-        self._busy.discard(int(self._slots[row]))
+    def end_request(self, req_id: str) -> None:
+        """Let the slot of a request that has finished, or was aborted, be the next one's, in its turn."""
+        self._held.pop(req_id, None)
 
     def _count_requests(self, rows_np: np.ndarray, counts: torch.Tensor) -> None:
         """Begin to copy `[num_reqs, 3]` counts of a step, or of a slice of its batch, to the host."""
@@ -127,7 +146,7 @@ class Counters:
 
     def flush(self) -> None:
         """Publish what the device has counted; on a GPU what it had counted when the last copy finished."""
-        if self._file is None:
+        if self._file is None or self._is_paused:
             return
         if self._copied is None:
             self._host.copy_(self._totals)
@@ -135,28 +154,31 @@ class Counters:
             return
         gained = self._host.numpy() - self._published
         if gained.any():
-            for name, value in zip(_TOTALS, gained.tolist(), strict=False):
-                self._file.add(name, value)
-            self._file.add_accepted_per_position(gained[len(_TOTALS) :])
+            with self._file.at_once():
+                for name, value in zip(_TOTALS, gained.tolist(), strict=False):
+                    self._file.add(name, value)
+                self._file.add_accepted_per_position(gained[len(_TOTALS) :])
             self._published += gained
+            if self._alarm.hear(*(int(gained[_TOTALS.index(name)]) for name in ("drafts", "accepted_tokens"))):
+                self._file.add("low_acceptance_windows")
         if self._copied is not None:
             self._host.copy_(self._totals, non_blocking=True)
             self._copied.record()
 
     def add(self, name: str, value: int = 1) -> None:
         """Add to a host-side counter."""
-        if self._file is not None:
+        if self._file is not None and not self._is_paused:
             self._file.add(name, value)
 
     def set(self, name: str, value: int) -> None:
         """Set a gauge."""
-        if self._file is not None:
+        if self._file is not None and not self._is_paused:
             self._file.set(name, value)
 
     def skip(self, reason: str, req_id: str, detail: str) -> None:
         """Count a request that runs without speculation; the first of each reason is logged."""
         self.add(f"skipped_{reason}")
-        if reason not in self._logged:
+        if reason not in self._logged and not self._is_paused:
             self._logged.add(reason)
             logger.warning(
                 "vidspec: request %s runs without speculation: %s (further ones are only counted)", req_id, detail

@@ -167,11 +167,12 @@ class BadWordsKernel:
                 rows = np.flatnonzero(match & (i < prefix))
                 place = (length - prefix + i)[rows]  # in the output
                 drafted = place - num_output[rows]
-                actual = np.where(
-                    drafted >= 0,
-                    fed[first_row[rows] + np.maximum(drafted, 0) + 1],
-                    committed[reqs[rows], prompt[rows] + np.minimum(place, num_output[rows] - 1)],
-                )
+                is_drafted = drafted >= 0
+                # Each place is looked up in one of the two texts only: in the other it may lie past the end.
+                actual = np.empty(len(rows), dtype=np.int64)
+                there, here = rows[~is_drafted], rows[is_drafted]
+                actual[~is_drafted] = committed[reqs[there], prompt[there] + place[~is_drafted]]
+                actual[is_drafted] = fed[first_row[here] + drafted[is_drafted] + 1]
                 match[rows] &= ids[reqs[rows], start[rows] + i] == actual
             rows = np.flatnonzero(match)
             logits.numpy()[rows, ids[reqs[rows], end[rows] - 1]] = -np.inf

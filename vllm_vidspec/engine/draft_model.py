@@ -39,6 +39,20 @@ def kv_bytes_per_token(vllm_config: VllmConfig) -> int:
     return sum(spec.page_size_bytes // spec.block_size for spec in get_kv_cache_spec(vllm_config).values())
 
 
+def rope_positions(language_model: nn.Module, max_model_len: int) -> int:
+    """Return how many rope positions a language model has: the rows of its smallest table.
+
+    They are no token counts: under M-RoPE a video's positions follow its duration, so vLLM's tables hold more rows than
+    the context has tokens (four times as many), and texts use them.
+
+    Args:
+        language_model: Its modules, without the vision tower, whose tables have other positions.
+        max_model_len: Stands for a model without tables.
+    """
+    tables = (getattr(module, "cos_sin_cache", None) for module in language_model.modules())
+    return min((len(table) for table in tables if isinstance(table, torch.Tensor)), default=max_model_len)
+
+
 def held_bytes(device: torch.device) -> int:
     """Return the memory that this process holds: what torch has allocated on a GPU, the resident set on a CPU."""
     gc.collect()
@@ -61,6 +75,7 @@ class DraftModel:
         self.is_self_draft = is_self_draft
         self.max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self.max_encoder_tokens = vllm_config.scheduler_config.max_num_encoder_input_tokens
+        self.num_positions: int  # rope positions that the draft has, from 0 on
         self.model: nn.Module
         self.config: VllmConfig
 
@@ -79,6 +94,7 @@ class DraftModel:
             with set_model_tag("draft_model"):
                 self.model = get_model(vllm_config=self.config, prefix="draft_model")
         model_config = self.config.model_config
+        self.num_positions = rope_positions(self.model.get_language_model(), model_config.max_model_len)
         self.uses_mrope = model_config.uses_mrope
         self.num_axes = model_config.mrope_num_dims if self.uses_mrope else 1
         # One column more than any batch keeps the slices non-contiguous: compiled code then never specialises on
@@ -115,8 +131,13 @@ class DraftModel:
         return self.config.model_config.hf_config
 
     @property
+    def max_model_len(self) -> int:
+        """The draft's own context length, at most the target's."""
+        return self.config.model_config.max_model_len
+
+    @property
     def vocab_size(self) -> int:
-        """Token ids that the draft has embeddings of."""
+        """Token ids that the draft has embeddings of, and logits of one row."""
         return self.config.model_config.get_vocab_size()
 
     @property

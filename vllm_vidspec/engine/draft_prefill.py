@@ -103,7 +103,8 @@ class DraftPrefill:
         self._rows.stage(job.row, plan.num_dropped, plan.pos_delta)
         self._jobs[job.row] = job
         num_visual_kept = plan.num_visual - plan.num_dropped
-        self.counters.add("prompts")
+        for name in ("prompts", *message.outcome):
+            self.counters.add(name)
         self.counters.add("text_tokens", plan.num_kept - num_visual_kept)
         self.counters.add("visual_tokens_full", plan.num_visual)
         self.counters.add("visual_tokens_kept", num_visual_kept)

@@ -18,6 +18,7 @@ class DraftRows:
         self._num_dropped = StagedWriteTensor(max_num_reqs, dtype=torch.int32, device=device)
         self._pos_delta = StagedWriteTensor(max_num_reqs, dtype=torch.int64, device=device)
         self.num_dropped_np = np.zeros(max_num_reqs, dtype=np.int64)
+        self.pos_delta_np = np.zeros(max_num_reqs, dtype=np.int64)
         # [max_num_reqs] nodes of the last drafts that were fed, so that their KV stands: bit j - 1 is node j
         self.fed = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
 
@@ -34,8 +35,13 @@ class DraftRows:
     def stage(self, row: int, num_dropped: int, pos_delta: int) -> None:
         """Write a row of a request that begins; visible on the device after `apply`."""
         self.num_dropped_np[row] = num_dropped
+        self.pos_delta_np[row] = pos_delta
         self._num_dropped.stage_write_elem(row, num_dropped)
         self._pos_delta.stage_write_elem(row, pos_delta)
+
+    def forget(self, row: int) -> None:
+        """Forget which drafts were fed: the row's next request has had none."""
+        self.fed[row : row + 1].zero_()
 
     def apply(self) -> None:
         """Send the staged rows."""

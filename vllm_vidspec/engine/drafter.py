@@ -45,7 +45,7 @@ class Drafter:
         counters: Told what is drafted.
         num_blocks: Of the pool.
         max_num_reqs: Persistent rows.
-        max_model_len: Context length.
+        max_model_len: The target's context length.
         cache: The draft's vision embeddings of what was shown lately.
         agreement: Of the tensor-parallel ranks, for prefills.
         shared: The target's own, by identifier, where it drafts for itself; else empty.
@@ -68,12 +68,13 @@ class Drafter:
     ):
         self.model = model
         self.counters = counters
+        self._max_model_len = max_model_len
         self._num_speculative_tokens = config.num_speculative_tokens
         max_slots = max_slots_per_request(max_model_len, config.num_speculative_tokens)
         self.pool = DraftKVPool(num_blocks, model.block_size, max_num_reqs, max_slots, model.device)
         self.rows = DraftRows(max_num_reqs, model.device)
         self.prefills = DraftPrefill(model, config, counters, self.pool, self.rows, cache, shared, agreement)
-        roots = RootFeeder(model, self.pool, self.rows, max_num_reqs, max_model_len)
+        roots = RootFeeder(model, self.pool, self.rows, max_num_reqs)
         self._chains = ChainDrafter(roots, sample)
         self._trees: TreeDrafter | None = None
         if tree_shapes := config.shapes - {"chain"}:
@@ -98,6 +99,21 @@ class Drafter:
         return done
 
     # ---- draft -----------------------------------------------------------------------------------------------------
+
+    @property
+    def context_detail(self) -> str:
+        """What to say of a request that the draft's context does not hold."""
+        tokens, positions = self.model.max_model_len, self.model.num_positions
+        return f"it is longer than the draft's context of {tokens} tokens and {positions} positions"
+
+    def holds(self, rows_np: np.ndarray, num_tokens_upper_bound: np.ndarray) -> np.ndarray:
+        """Return `[n]` bool: the draft's context, which may be shorter than the target's, has room for the next step.
+
+        What the target's context has no room for is never committed, so it is no reason.
+        """
+        longest = np.minimum(num_tokens_upper_bound + self._num_speculative_tokens, self._max_model_len)
+        has_entries = longest - self.rows.num_dropped_np[rows_np] <= self.model.max_model_len
+        return has_entries & (longest + self.rows.pos_delta_np[rows_np] <= self.model.num_positions)
 
     def grow(self, rows_np: np.ndarray, num_tokens_upper_bound: np.ndarray) -> np.ndarray:
         """Make room for the next step, and send the step's tables; return `[n]` bool, False where the pool is full.
@@ -141,4 +157,5 @@ class Drafter:
         """Forget a row: finished, aborted, preempted or given up."""
         self.prefills.release(row)
         self.pool.release(row)
+        self.rows.forget(row)
         self.counters.set("draft_pool_blocks_used", self.pool.num_used_blocks)

@@ -9,8 +9,9 @@ from vllm.model_executor.layers.attention import Attention
 
 from vllm_vidspec.errors import VidSpecError
 
-_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
+BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 _CPU_LAYOUTS = ("vec", "vec16")
+_DTYPES = ("auto", "float16", "bfloat16")  # whose elements are the numbers themselves
 
 
 def attention_layers(vllm_config: VllmConfig) -> dict[str, Attention]:
@@ -29,14 +30,24 @@ def check_readable(layer: Any, what: str, way_out: str) -> None:
     Raises:
         VidSpecError: One line naming the backend or the feature, and the way out.
     """
-    impl, name = layer.impl, layer.get_attn_backend().get_name()
-    if name not in _BACKENDS:
-        raise VidSpecError(f"{what} reads FLASH_ATTN, TRITON_ATTN and CPU_ATTN, not {name}: {way_out}")
-    if layer.kv_cache_dtype.startswith("fp8"):
-        raise VidSpecError(f"{what} does not read fp8 KV caches: {way_out}")
+    impl = layer.impl
+    check_backend(layer.get_attn_backend().get_name(), what, way_out)
+    check_dtype(layer.kv_cache_dtype, what, way_out)
     windowed = getattr(impl, "sliding_window", None) not in (None, -1, (-1, -1))
     if windowed or getattr(impl, "alibi_slopes", None) is not None or getattr(impl, "sinks", None) is not None:
         raise VidSpecError(f"{what} knows no sliding windows, ALiBi or sinks: {way_out}")
+
+
+def check_backend(name: str, what: str, way_out: str) -> None:
+    """Refuse an attention backend by its name; see `check_readable`."""
+    if name not in BACKENDS:
+        raise VidSpecError(f"{what} reads FLASH_ATTN, TRITON_ATTN and CPU_ATTN, not {name}: {way_out}")
+
+
+def check_dtype(name: str, what: str, way_out: str) -> None:
+    """Refuse a quantised KV cache by vLLM's name of its type; see `check_readable`."""
+    if name not in _DTYPES:
+        raise VidSpecError(f"{what} does not read {name} KV caches: use --kv-cache-dtype auto, or {way_out}")
 
 
 def check_layout(layers: Iterable[Any], what: str, way_out: str) -> None:
@@ -45,11 +56,15 @@ def check_layout(layers: Iterable[Any], what: str, way_out: str) -> None:
     Raises:
         VidSpecError: One line naming the layout and the way out.
     """
-    packed = {getattr(layer, "isa", None) for layer in layers} - {None, *_CPU_LAYOUTS}
-    if packed:
-        raise VidSpecError(
-            f"{what} cannot read the CPU cache layout {packed.pop()!r}: use --dtype float32, or {way_out}"
-        )
+    for layer in layers:
+        if (layout := getattr(layer, "isa", None)) is not None:
+            check_layout_name(layout, what, way_out)
+
+
+def check_layout_name(layout: str, what: str, way_out: str) -> None:
+    """Refuse a layout of vLLM's CPU caches by its name; see `check_layout`."""
+    if layout not in _CPU_LAYOUTS:
+        raise VidSpecError(f"{what} cannot read the CPU cache layout {layout!r}: use --dtype float32, or {way_out}")
 
 
 def key_view(kv_cache: torch.Tensor, layer: Any) -> torch.Tensor:

@@ -9,7 +9,7 @@ showed the same image or video; failing that there is no guidance, which is coun
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -45,25 +45,37 @@ class Listener:
         return max(int(item[-1]) for item in self.items) + 1
 
 
+class Guided(NamedTuple):
+    """What a prompt's pruning goes by.
+
+    Attributes:
+        scores: One float32 `[m_i]` CPU tensor per item; None where there is no guidance.
+        outcome: Counters to add to if the draft is shown the prompt: what came of listening to it.
+    """
+
+    scores: list[torch.Tensor] | None
+    outcome: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class PendingScores:
     """A prefilled request's scores, on their way to the host.
 
     Attributes:
         copy: Of what was measured; None where nothing was.
-        finish: Makes scores of it, and counts what came of the request.
+        finish: Makes scores of it, and says what came of the request.
     """
 
     copy: HostCopy | None
-    finish: Callable[[Any], list[torch.Tensor] | None]
+    finish: Callable[[Any], Guided]
 
     @property
     def is_here(self) -> bool:
         """Whether `wait` returns at once; the same on all tensor-parallel ranks."""
         return self.copy is None or self.copy.is_here
 
-    def wait(self) -> list[torch.Tensor] | None:
-        """Return one float32 `[m_i]` CPU tensor per item; None where there is no guidance (counted by reason)."""
+    def wait(self) -> Guided:
+        """Return the scores, once they are on the host."""
         return self.finish(None if self.copy is None else self.copy.wait())
 
 
@@ -165,8 +177,8 @@ class Listeners:
         """Forget what is remembered of earlier prompts; see `Guidance`."""
         self._remembered.clear()
 
-    def _finish(self, listener: Listener, heard: list[torch.Tensor | None]) -> list[torch.Tensor] | None:
-        """Return a request's scores, remembered ones where this prefill did not compute them; count what came of it.
+    def _finish(self, listener: Listener, heard: list[torch.Tensor | None]) -> Guided:
+        """Return a request's scores, remembered ones where this prefill did not compute them; say what came of it.
 
         Args:
             listener: Whose prefill is done.
@@ -183,12 +195,9 @@ class Listeners:
         while len(self._remembered) > _MAX_REMEMBERED:
             self._remembered.popitem(last=False)
         if any(score is None for score in scores):
-            self.counters.add(f"unguided_{listener.missed or 'cached'}")
-            return None
-        self.counters.add("guided_prompts")
-        if any(fresh is None for fresh in heard):
-            self.counters.add("reused_guidance")
-        return scores  # type: ignore[return-value]
+            return Guided(None, (f"unguided_{listener.missed or 'cached'}",))
+        is_reused = any(fresh is None for fresh in heard)
+        return Guided(scores, ("guided_prompts", "reused_guidance") if is_reused else ("guided_prompts",))  # type: ignore[arg-type]
 
 
 def prefills(batch: Any, listeners: Mapping[str, Any]) -> Iterator[tuple[int, Any, int, int]]:

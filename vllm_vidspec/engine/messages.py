@@ -19,6 +19,7 @@ class PrefillMessage:
         token_ids: Prompt, and after a preemption the output so far.
         features: vLLM's multimodal features in prompt order.
         scores: The target's guidance, one float32 `[m]` CPU tensor per feature; None where there is none.
+        outcome: Counters to add to once the draft is shown the prompt: what came of the guidance.
     """
 
     req_id: str
@@ -26,6 +27,7 @@ class PrefillMessage:
     token_ids: list[int]
     features: list[Any]
     scores: list[torch.Tensor] | None = None
+    outcome: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class CoupledSampler:
         if self.is_plain(rows_np):
             return logits.argmax(dim=-1)
         sampler, states = self._sampler, self._sampler.sampling_states
-        return gumbel.gumbel_sample(
+        tokens = gumbel.gumbel_sample(
             self._process(logits, rows, rows_np, pos, input_ids),
             rows,
             states.temperature.gpu,
@@ -87,6 +87,8 @@ class CoupledSampler:
             is_drafting=self._noise == "independent",
             use_fp64=sampler.use_fp64_gumbel,
         )
+        # Among NaN logits the kernel may find the best one in the padding behind the vocabulary.
+        return tokens.clamp_(max=logits.shape[1] - 1)
 
     def scores(
         self, logits: torch.Tensor, rows: torch.Tensor, rows_np: np.ndarray, pos: torch.Tensor, input_ids: torch.Tensor

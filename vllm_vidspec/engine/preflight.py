@@ -6,11 +6,10 @@ import logging
 import os
 from typing import Any
 
-from vllm_vidspec import families, metrics
-from vllm_vidspec.config import METHOD, REQUEST_LAMBDA, REQUEST_SCORER, VidSpecConfig, parse_config
-from vllm_vidspec.engine import compat
-from vllm_vidspec.engine.request_metrics import extend
-from vllm_vidspec.engine.request_rules import CALLS_TOOLS, choose
+from vllm_vidspec import families
+from vllm_vidspec.config import METHOD, VidSpecConfig, parse_config
+from vllm_vidspec.engine import cache_preflight, compat, server_counters
+from vllm_vidspec.engine.request_rules import CALLS_TOOLS, PREFIX, choose
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.plugin import SUPPORTED_VLLM
 
@@ -90,18 +89,33 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
         raise VidSpecError("--video-pruning-rate prunes the target's own video; unset it (the draft is pruned instead)")
     if vllm_config.watermark_config is not None:
         raise VidSpecError("watermarking is not supported together with vidspec")
+    draft_len, target_len = (
+        vllm_config.speculative_config.draft_model_config.max_model_len,
+        vllm_config.model_config.max_model_len,
+    )
+    if draft_len < target_len:
+        logger.warning(
+            "vidspec: the draft's context ends at %d tokens, the target's at %d: from there on requests run without "
+            "speculation",
+            draft_len,
+            target_len,
+        )
     _check_scorers(vllm_config, config)
+    _check_runner(vllm_config)
+    cache_preflight.check_target(vllm_config, config)
     check = functools.partial(choose, config=config)  # pickled for the workers
     compat.mark_as_ours(vllm_config.speculative_config, check)
-    compat.hear_request_choices((REQUEST_SCORER, REQUEST_LAMBDA), CALLS_TOOLS, check)
+    compat.hear_request_choices(PREFIX, CALLS_TOOLS, check)
     keep_attention_out_of_graphs(vllm_config, config)
-    # `finish` runs in the process that serves /metrics; the worker process opens the same file.
-    path = metrics.path_for(vllm_config.instance_id)
-    metrics.MetricsFile.create(path)
-    metrics.register_collector(path)
-    if vllm_config.observability_config.per_request_spec_decode_metrics != "none":
-        compat.extend_request_metrics(lambda found, req_id: extend(found, req_id, path))
+    server_counters.publish(vllm_config)
     logger.info("vidspec is active: %s", config.summary())
+
+
+def _check_runner(vllm_config: Any) -> None:
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
+        raise VidSpecError("vidspec needs Model Runner V2; unset VLLM_USE_V2_MODEL_RUNNER=0")
+    if not vllm_config.use_v2_model_runner:
+        raise VidSpecError("vidspec needs Model Runner V2, which vLLM does not use here: run `vidspec doctor`")
 
 
 def _check_scorers(vllm_config: Any, config: VidSpecConfig) -> None:
@@ -192,4 +206,6 @@ def _hf_config(model: str, revision: str | None, args: Any, role: str) -> Any:
         return get_config(model, trust_remote_code=args.trust_remote_code, revision=revision)
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if os.environ.get("HF_HUB_OFFLINE") == "1" and not os.path.isdir(model):
+            reason = f"HF_HUB_OFFLINE=1 is set and it is not in the cache: unset it, or download it first ({reason})"
         raise VidSpecError(f"cannot read the {role} model {model!r}: {reason}") from None

@@ -4,10 +4,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_vidspec import metrics
+from vllm_vidspec.counter_files import CounterFiles
+
+logger = init_logger("vllm.vidspec")
 
 
 @dataclass
@@ -24,12 +28,28 @@ class RequestMetrics(RequestSpecDecodeMetrics):
         return super().to_dict() | kinds
 
 
-def extend(found: RequestSpecDecodeMetrics, req_id: str, path: Any) -> RequestSpecDecodeMetrics:
-    """Return a finished request's statistics with what the worker counted for it, if it still knows."""
-    counts = metrics.MetricsFile.open(path).request(req_id)
-    if counts is None:
-        return found
-    return RequestMetrics(**asdict(found), **{f"num_{kind}": count for kind, count in counts.items()})
+class RequestMetricsReader:
+    """Adds to a finished request's statistics what the worker counted for it.
+
+    It runs where vLLM hands outputs to all requests, so it never raises: figures are not worth an answer.
+    """
+
+    def __init__(self, files: CounterFiles):
+        self._files = files
+        self._has_failed = False
+
+    def __call__(self, found: RequestSpecDecodeMetrics, req_id: str) -> RequestSpecDecodeMetrics:
+        """Return the statistics with our counts, or as they are if the worker no longer knows the request."""
+        try:
+            counts = self._files.request(req_id)
+            if counts is None:
+                return found
+            return RequestMetrics(**asdict(found), **{f"num_{kind}": count for kind, count in counts.items()})
+        except Exception:
+            if not self._has_failed:
+                logger.exception("vidspec: responses go without our counts (further failures are not logged)")
+            self._has_failed = True
+            return found
 
 
 class PublishingOutput(AsyncModelRunnerOutput):

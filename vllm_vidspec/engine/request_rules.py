@@ -1,5 +1,6 @@
 """What a request may choose about its verification, and what keeps it strict whatever it chose."""
 
+import reprlib
 from typing import Any, NamedTuple
 
 from vllm_vidspec.config import REQUEST_LAMBDA, REQUEST_SCORER, VidSpecConfig, nearest
@@ -8,7 +9,9 @@ from vllm_vidspec.errors import VidSpecError
 # Set by the API server on requests that may call tools: a parser reads their output, not a person.
 CALLS_TOOLS = "vidspec_calls_tools"
 _KEYS = (REQUEST_SCORER, REQUEST_LAMBDA, CALLS_TOOLS)
-_PREFIX = "vidspec_"
+PREFIX = "vidspec_"  # of every parameter of ours: what begins so and is unknown is a mistake
+
+_LONGEST = 60  # characters of a client's value that are worth quoting
 
 
 class Choice(NamedTuple):
@@ -28,20 +31,30 @@ def choose(extra_args: dict[str, Any] | None, config: VidSpecConfig) -> Choice:
     Raises:
         VidSpecError: A wrong name or value, or more than the server allows: one line for the client.
     """
-    asked = {key: value for key, value in (extra_args or {}).items() if key.startswith(_PREFIX)}
+    asked = {key: value for key, value in (extra_args or {}).items() if key.startswith(PREFIX)}
     if unknown := sorted(asked.keys() - set(_KEYS)):
-        hint = nearest(unknown[0], (REQUEST_SCORER, REQUEST_LAMBDA))
-        raise VidSpecError(f"unknown request parameter {unknown[0]!r}{hint}")
+        hint = nearest(unknown[0][:_LONGEST], (REQUEST_SCORER, REQUEST_LAMBDA))
+        raise VidSpecError(f"unknown request parameter {_quoted(unknown[0])}{hint}")
     scorer, share = asked.get(REQUEST_SCORER, config.scorer), asked.get(REQUEST_LAMBDA, config.lambda_loose)
-    if REQUEST_SCORER in asked and scorer not in config.scorers:
+    if not isinstance(scorer, str) or (REQUEST_SCORER in asked and scorer not in config.scorers):
         allowed = ", ".join(sorted(config.scorers))
-        raise VidSpecError(f"{REQUEST_SCORER}: this server allows {allowed}, got {scorer!r}")
+        raise VidSpecError(f"{REQUEST_SCORER}: this server allows {allowed}, got {_quoted(scorer)}")
     if REQUEST_LAMBDA in asked:
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= config.max_lambda:
-            raise VidSpecError(f"{REQUEST_LAMBDA}: this server allows 0 to {config.max_lambda:g}, got {share!r}")
+            allowed = f"0 to {config.max_lambda:g}"
+            raise VidSpecError(f"{REQUEST_LAMBDA}: this server allows {allowed}, got {_quoted(share)}")
         if scorer not in ("strict", "loose", "random"):
             raise VidSpecError(f"{REQUEST_LAMBDA}: the scorer {scorer} takes none")
     return Choice(scorer, float(share))
+
+
+def _quoted(value: Any) -> str:
+    """Return a client's value in one line of bounded length, however long or deep it is."""
+    try:
+        text = repr(value[:_LONGEST]) if isinstance(value, str) else reprlib.repr(value)
+    except ValueError:  # Python does not write the largest numbers out
+        text = f"{type(value).__name__} of too many digits"
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
 def strict_reason(sampling: Any) -> str | None:

@@ -151,11 +151,14 @@ def vidspec_runner(base: type) -> type:
             if self.visual is not None:
                 self.visual.release(req_id)
             row = self.req_states.req_id_to_index.get(req_id)
-            if row is not None:
-                self.counters.end_request(row)
-                if self.rules is not None:
-                    self.rules.forget(row)
+            if row is not None and self.rules is not None:
+                self.rules.forget(row)
             return super()._remove_request(req_id)
+
+        def finish_requests(self, scheduler_output) -> None:
+            super().finish_requests(scheduler_output)
+            for req_id in scheduler_output.finished_req_ids:  # without those that are preempted
+                self.counters.end_request(req_id)
 
         def execute_model(self, scheduler_output, *args, **kwargs):
             self.counters.flush()

@@ -233,6 +233,10 @@ class VidSpecSpeculator(BaseSpeculator):
         if self.trees is not None:
             self.trees.forget(row)
         self._state[row] = state
+        if self._has_draft[row]:
+            # vLLM may pad the row's next request with placeholders for drafts: nobody has proposed those.
+            self._has_draft[row] = False
+            self.counters.has_draft[row : row + 1].zero_()
 
     @torch.inference_mode()
     def propose(
@@ -332,7 +336,7 @@ class VidSpecSpeculator(BaseSpeculator):
         """Return what the drafter is told of a request; None while its scores are on their way, or if it is skipped."""
         if row in self._held:
             message, pending = self._held.pop(row)
-            return dataclasses.replace(message, scores=pending.wait())
+            return dataclasses.replace(message, **pending.wait()._asdict())
         token_ids, features, is_structured, has_embeds = self._arrivals.pop(req_id)
         scores = None if self.guidance is None else self.guidance.take(req_id)
         if has_embeds:
@@ -351,13 +355,18 @@ class VidSpecSpeculator(BaseSpeculator):
         if scores is None:
             return message
         if scores.is_here:
-            return dataclasses.replace(message, scores=scores.wait())
+            return dataclasses.replace(message, **scores.wait()._asdict())
         self._held[row] = (message, scores)
         return None
 
     def _grow(self, input_batch, rows_np: np.ndarray, bound: np.ndarray, done: np.ndarray) -> None:
         """Reserve the blocks of this step; requests that no longer fit go on without speculation."""
         growing = np.flatnonzero(done & np.isin(self._state[rows_np], (_PREFILLING, _DRAFTING)))
+        held = self.drafter.holds(rows_np[growing], bound[growing])
+        for i in growing[~held]:
+            self._forget(int(rows_np[i]), _SKIPPED)
+            self.counters.skip("too_long", input_batch.req_ids[i], self.drafter.context_detail)
+        growing = growing[held]
         fits = self.drafter.grow(rows_np[growing], bound[growing])
         for i in growing[~fits]:
             self._forget(int(rows_np[i]), _SKIPPED)
@@ -391,7 +400,8 @@ class VidSpecSpeculator(BaseSpeculator):
         row, text = as_array(rows), as_array(states.all_token_ids.gpu)
         previous = torch.as_tensor(text[row, as_array(num_tokens)[row] - 2])
         num_verified = input_batch.num_draft_tokens_per_req
-        was_verified = np.zeros(len(rows_np), dtype=bool) if num_verified is None else num_verified[batch_indices] > 0
+        # `_has_draft` still speaks of the drafts that this step has verified; without one they are vLLM's placeholders.
+        was_verified = self._has_draft[rows_np] & (False if num_verified is None else num_verified[batch_indices] > 0)
         drafts = self.drafter.draft(
             DraftMessage(
                 rows=rows,

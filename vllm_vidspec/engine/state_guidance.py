@@ -13,7 +13,7 @@ from vllm_vidspec.engine import compat
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.counters import Counters
 from vllm_vidspec.engine.host_copy import HostCopy
-from vllm_vidspec.engine.listeners import Listener, Listeners, PendingScores, prefills
+from vllm_vidspec.engine.listeners import Guided, Listener, Listeners, PendingScores, prefills
 from vllm_vidspec.errors import VidSpecError
 
 
@@ -167,7 +167,7 @@ class HiddenStateGuidance(Listeners):
         scores = uv_video_scores(listener.states, listener.text_high) - listener.low
         listener.states = None  # its memory is given back
 
-        def finish(scores: torch.Tensor) -> list[torch.Tensor] | None:
+        def finish(scores: torch.Tensor) -> Guided:
             parts = scores.split(sizes)
             return self._finish(listener, [part if whole else None for part, whole in zip(parts, agreed, strict=True)])
 

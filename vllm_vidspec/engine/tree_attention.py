@@ -10,7 +10,7 @@ from vidspec_kernels import CacheList, tree_attention
 from vllm_vidspec.engine import compat
 from vllm_vidspec.engine.kv_views import check_layout, check_readable, key_view, value_view
 
-_REFUSAL = ("tree attention", "use draft chain")
+REFUSAL = ("tree attention", "use draft chain")
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class TreeAttention:
         self.step: TreeStep | None = None  # of the forward that runs next
         self.block_table: torch.Tensor  # [num_reqs, max_blocks] int32 of the last forward with trees
         for layer in self.layers:
-            check_readable(layer, *_REFUSAL)
+            check_readable(layer, *REFUSAL)
             compat.intercept_attention(layer, self._forward)
 
     def caches(self) -> CacheList:
@@ -58,7 +58,7 @@ class TreeAttention:
         Raises:
             VidSpecError: A cache layout that no view describes.
         """
-        check_layout(self.layers, *_REFUSAL)
+        check_layout(self.layers, *REFUSAL)
         return CacheList(
             [(key_view(layer.kv_cache, layer), value_view(layer.kv_cache, layer)) for layer in self.layers]
         )

@@ -11,6 +11,7 @@ from vllm_vidspec.drafting import TreePolicy, candidates
 from vllm_vidspec.engine.chain_drafter import RootFeeder
 from vllm_vidspec.engine.messages import DraftMessage, Drafts
 from vllm_vidspec.engine.noise import CoupledSampler
+from vllm_vidspec.engine.score_blocks import in_blocks
 from vllm_vidspec.engine.tree_attention import TreeAttention, TreeStep
 
 
@@ -57,13 +58,10 @@ class TreeDrafter:
         block_table = roots.pool.table[rows]  # [num_reqs, max_blocks]
         hidden = roots.feed(message, num_slots, slots_bound, block_table)
         logical_pos, tokens = roots.logical_pos[:num_reqs], message.last_tokens[:, 1]
-        width, fed, is_plain = 1, [], self._sample.is_plain(message.rows_np)
+        fed, is_plain = [], self._sample.is_plain(message.rows_np)
         for level in range(num_levels):
-            scores = roots.model.compute_logits(hidden)
-            if not is_plain:
-                by_node, by_node_np = rows.repeat_interleave(width), np.repeat(message.rows_np, width)
-                scores = self._sample.scores(scores, by_node, by_node_np, logical_pos, tokens)
-            frontier = policy.extend(level, *candidates(scores, policy.num_candidates, policy.needs_log_probs))
+            found = self._candidates(hidden, message, logical_pos, tokens, is_plain)
+            frontier = policy.extend(level, *found)
             if frontier is None:
                 break
             nodes, node_tokens = frontier  # [num_reqs, F]
@@ -79,6 +77,38 @@ class TreeDrafter:
         # Unused columns hold -1; they are never scheduled, or verified as a leaf that is as good as any.
         return Drafts(tree.tokens[:num_reqs, 1:].clamp(min=0), tree), 1 + len(fed)
 
+    def _candidates(
+        self,
+        hidden: torch.Tensor,
+        message: DraftMessage,
+        logical_pos: torch.Tensor,
+        tokens: torch.Tensor,
+        is_plain: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `candidates` after each of a frontier's `[num_reqs * width]` tokens.
+
+        Args:
+            hidden: `[num_reqs * width, hidden_size]` their hidden states.
+            message: The step.
+            logical_pos: `[num_reqs * width]` int64 their logical positions.
+            tokens: `[num_reqs * width]` int64.
+            is_plain: Whether logits are scores.
+        """
+        model, policy = self._roots.model, self.policy
+        width = len(hidden) // len(message.rows_np)
+        if not is_plain:
+            by_node, by_node_np = message.rows.repeat_interleave(width), np.repeat(message.rows_np, width)
+
+        def find(block: slice) -> tuple[torch.Tensor, torch.Tensor]:
+            scores = model.compute_logits(hidden[block])
+            if not is_plain:
+                scores = self._sample.scores(
+                    scores, by_node[block], by_node_np[block], logical_pos[block], tokens[block]
+                )
+            return candidates(scores, policy.num_candidates, policy.needs_log_probs)
+
+        return in_blocks(find, len(hidden), model.vocab_size)
+
     def _place(
         self, rows: torch.Tensor, nodes: torch.Tensor, level: int, num_slots: torch.Tensor, num_tokens: torch.Tensor
     ) -> None:
@@ -93,7 +123,7 @@ class TreeDrafter:
             nodes,
             block_size=roots.pool.block_size,
             level=level,
-            max_position=roots.max_model_len - 1,
+            max_position=roots.model.num_positions - 1,
             positions=self._positions,
             logical_pos=self._logical_pos,
             slot_mapping=self._slot_mapping,

@@ -4,21 +4,60 @@ before the target's cache is sized.
 Nothing of vLLM's CPU engine may be imported here: its import replaces torch.cuda's streams, events and copies.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from vllm.logger import init_logger
 from vllm.utils.mem_utils import format_gib
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_vidspec.counter_files import leave_refusal
 from vllm_vidspec.engine.runner import vidspec_runner
 from vllm_vidspec.errors import VidSpecError
 
 logger = init_logger("vllm.vidspec")
 
 
+def tells_why(method: Callable) -> Callable:
+    """Let a worker's step of start-up leave the line of a VidSpecError for the server, which prints it last."""
+
+    @functools.wraps(method)
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except VidSpecError as error:
+            engine = self.vllm_config.parallel_config.data_parallel_index
+            leave_refusal(self.vllm_config.instance_id.removesuffix(f"_dp{engine}"), engine, str(error))
+            raise
+
+    return step
+
+
 class VidSpecWorker:
     """What both workers share."""
 
+    @tells_why
+    def init_device(self) -> None:
+        """Build the runner; see vLLM's."""
+        super().init_device()  # type: ignore[misc]
+
+    @tells_why
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load target and draft; see vLLM's."""
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+
+    @tells_why
+    def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
+        """Make the KV caches; see vLLM's."""
+        super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Warm up as vLLM does, on a GPU with requests of its own, which nobody sent and nothing counts."""
+        with self.model_runner.counters.paused():  # type: ignore[attr-defined]
+            return super().compile_or_warm_up_model()  # type: ignore[misc]
+
+    @tells_why
     def determine_available_memory(self) -> int:
         """Return the bytes left for the target's KV cache, the draft's pool taken out.
 

@@ -7,13 +7,14 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_vidspec.engine import compat
 from vllm_vidspec.engine.runner import vidspec_runner
-from vllm_vidspec.engine.worker import VidSpecWorker
+from vllm_vidspec.engine.worker import VidSpecWorker, tells_why
 from vllm_vidspec.errors import VidSpecError
 
 
 class VidSpecCPUWorker(VidSpecWorker, CPUWorker):
     """CPU worker on Model Runner V2, its kernels run by Triton's interpreter."""
 
+    @tells_why
     def init_device(self):
         """Build our runner where vLLM would build its own."""
         if not self.use_v2_model_runner:

@@ -1,0 +1,215 @@
+"""Compile the Triton kernels at real shapes for several architectures, without a GPU, and report what they take.
+
+python benchmarks/compile_report.py [--archs 80,90] [--kernels tree_attention] [--cases 28/4] [--markdown | --json]
+
+The project's own wrappers are called with meta tensors, which compile and launch nothing, under a driver that only
+names an architecture: so what is compiled is what a launch of these shapes compiles, tile sizes and specialisation
+included. One row is one compiled kernel: registers, bytes spilled (`ptxas -v`), shared memory, how many programs share
+a multiprocessor, and the CPU seconds of a cold compile. Rows are kept beside Triton's own cache, by its keys, which
+cover source, options, target and compiler: `--cold` compiles again.
+"""
+
+import os
+
+# Before the first `import triton`: only its own backends, and the compiler rather than the interpreter.
+os.environ["TRITON_BACKENDS_IN_TREE"] = "1"
+os.environ["TRITON_INTERPRET"] = "0"
+
+import argparse
+import contextlib
+import io
+import json
+import re
+import resource
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+import compile_cases
+from vidspec_kernels import dispatch
+
+# Warps' registers come in units of 256 a warp, of 65,536; a program's shared memory has 1 KB more than it asks for.
+_REGISTERS, _REGISTER_UNIT, _RESERVED_BYTES, _MAX_PROGRAMS = 65536, 256, 1024, 32
+
+
+@dataclass(frozen=True)
+class Arch:
+    """An architecture: multiprocessors of its usual card, shared memory in KB of one and of a program, threads."""
+
+    num_sms: int
+    shared_kb: int
+    program_kb: int
+    threads: int
+
+
+ARCHS = {
+    80: Arch(108, 164, 163, 2048),  # A100
+    89: Arch(142, 100, 99, 1536),  # L40S
+    90: Arch(132, 228, 227, 2048),  # H100, H200
+    100: Arch(148, 228, 227, 2048),  # B200
+}
+
+
+class _Driver:
+    """What Triton asks of a driver until a launch."""
+
+    def __init__(self, arch: int):
+        self.arch = arch
+
+    def get_current_device(self) -> int:
+        return self.arch  # Triton keeps compiled kernels by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+
+@contextlib.contextmanager
+def pretending(arch: int) -> Iterator[None]:
+    """Let Triton and the wrappers see the current device as one of an architecture."""
+    card = ARCHS[arch]
+    limits = dispatch.DeviceLimits(card.num_sms, card.shared_kb * 1024, card.program_kb * 1024, arch)
+    modules = [sys.modules[f"vidspec_kernels.{name}"] for name in ("tree_attention", "visual_relevance")]
+    driver.set_active(_Driver(arch))
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(mock.patch.object(module, "device_limits", lambda device: limits))
+        yield
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and of the compilers that it has waited for."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+def programs_per_sm(registers: int, num_warps: int, shared_bytes: int, arch: int) -> int:
+    """Return how many programs a multiprocessor holds."""
+    card = ARCHS[arch]
+    of_a_warp = -(-registers * 32 // _REGISTER_UNIT) * _REGISTER_UNIT
+    by_registers = _REGISTERS // (of_a_warp * num_warps)
+    by_shared = card.shared_kb * 1024 // (shared_bytes + _RESERVED_BYTES)
+    return min(by_registers, by_shared, card.threads // (32 * num_warps), _MAX_PROGRAMS)
+
+
+class Compiler:
+    """Compiles what wrappers prepare, and keeps a row of each.
+
+    Args:
+        arch: A key of ARCHS.
+        folder: Where rows of earlier runs lie.
+    """
+
+    def __init__(self, arch: int, folder: Path):
+        self.arch, self.folder = arch, folder
+        self.rows: list[dict[str, Any]] = []
+
+    def prepare(self, kernel: JITFunction, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+        """Stand in for `dispatch._prepare`: there is no device to load a kernel onto."""
+        log, begin = io.StringIO(), cpu_seconds()
+        with contextlib.redirect_stdout(log):
+            compiled = kernel.warmup(*args, grid=grid, **kwargs)
+        seconds = cpu_seconds() - begin
+        known = self.folder / f"{compiled.hash}.json"
+        if log.getvalue():  # of the assembler: it has run
+            known.write_text(json.dumps(self._measure(kernel, compiled, log.getvalue(), seconds)))
+        self.rows.append(json.loads(known.read_text()) | {"key": compiled.hash, "grid": [int(n) for n in grid]})
+
+    def _measure(self, kernel: JITFunction, compiled: Any, log: str, seconds: float) -> dict[str, Any]:
+        metadata, ptx = compiled.metadata, compiled.asm["ptx"]
+        registers = int(re.findall(r"Used (\d+) registers", log)[0])
+        stores, loads = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)[0]
+        return {
+            "kernel": kernel.__name__.strip("_").removesuffix("_kernel"),
+            "arch": self.arch,
+            "registers": registers,
+            "spill_bytes": int(stores) + int(loads),
+            "shared_bytes": metadata.shared,
+            "programs_per_sm": programs_per_sm(registers, metadata.num_warps, metadata.shared, self.arch),
+            "num_warps": metadata.num_warps,
+            "fp_fusion": metadata.enable_fp_fusion,
+            "tensor_cores": next((name for name in ("wgmma", "tcgen05", "mma.sync") if name in ptx), "none"),
+            "compile_cpu_s": round(seconds, 2),
+        }
+
+
+def report(arch: int, kernels: list[str], cases: str, folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of an architecture: of every case of the kernels whose label contains `cases`."""
+    rows = []
+    with pretending(arch):
+        for case in compile_cases.cases():
+            if case.kernel not in kernels or cases not in case.label or arch in case.not_on:
+                continue
+            compiler = Compiler(arch, folder)
+            with mock.patch.object(dispatch, "_prepare", compiler.prepare):
+                case.call()
+            rows += [{"case": case.label} | row for row in compiler.rows]
+    return rows
+
+
+def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
+    """Run the report and return its rows."""
+    arguments = parser().parse_args(argv)
+    # A cache of its own: every binary in it has its row.
+    root = Path(tempfile.mkdtemp()) if arguments.cold else Path(knobs.cache.dir) / "vidspec-compile-report"
+    knobs.cache.dir, knobs.nvidia.dump_ptxas_log = str(root), True
+    folder = root / "rows"
+    folder.mkdir(parents=True, exist_ok=True)
+    kernels = arguments.kernels.split(",") if arguments.kernels else [case.kernel for case in compile_cases.cases()]
+    rows = []
+    for arch in (int(arch) for arch in arguments.archs.split(",")):
+        rows += report(arch, kernels, arguments.cases, folder)
+    if arguments.json:
+        print(json.dumps({"triton": triton.__version__, "rows": rows}))
+    else:
+        print(markdown(rows))
+    return rows
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as a table."""
+    lines = [
+        "| kernel | cases | sm | registers | spilled B | shared B | programs / SM | warps | compile CPU s |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    by_key: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_key.setdefault(row["key"], []).append(row)
+    for same in by_key.values():
+        row, cases = same[0], "; ".join(dict.fromkeys(row["case"] for row in same))
+        lines.append(
+            f"| {row['kernel']} | {cases} | {row['arch']} | {row['registers']} | {row['spill_bytes']} |"
+            f" {row['shared_bytes']:,} | {row['programs_per_sm']} | {row['num_warps']} | {row['compile_cpu_s']:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--archs", default=",".join(map(str, ARCHS)), help="sm numbers, comma-separated")
+    arguments.add_argument("--kernels", default="", help="only these wrappers, comma-separated")
+    arguments.add_argument("--cases", default="", help="only cases whose label contains this")
+    arguments.add_argument("--cold", action="store_true", help="compile everything again, in a fresh cache")
+    arguments.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return arguments
+
+
+if __name__ == "__main__":
+    main()

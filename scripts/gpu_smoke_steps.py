@@ -1,0 +1,405 @@
+"""The steps of `gpu_smoke.py`, one a process: each returns facts, or says in one line why it failed or cannot run."""
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+FAMILIES = ("qwen2.5-vl", "llava-onevision")
+# In bf16 the draft and the verify forward have other batch shapes, so nearly equal logits may order otherwise; what the
+# draft sees is the same, so nearly all drafts must stand.
+SELF_DRAFT_BOUND = 0.9
+_IDENTITY = (("chain", 5), ("tree-static", 25), ("tree-adaptive", 16))
+# Of a Qwen2.5-VL-7B target and a 3B draft.
+_SHAPES = {
+    "target": dict(hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4),
+    "draft": dict(hidden_size=2048, intermediate_size=11008, num_attention_heads=16, num_key_value_heads=2),
+}
+_LAYERS = {"target": 28, "draft": 36}
+_VISION = dict(
+    depth=4, hidden_size=1280, num_heads=16, intermediate_size=3420, fullatt_block_indexes=[1, 3]
+)  # 32 layers in the real one: the tower runs once a prompt, and is not what is looked at
+_VOCAB = 151936
+_KERNEL_TESTS = (
+    "real_size or equals_reference or equals_the_walk or equals_the_loop or half_precision or different_shapes "
+    "or test_dtypes or groups_and_layouts"
+)
+
+
+class StepFailedError(Exception):
+    """A step's one line of why it failed."""
+
+
+class SkippedError(Exception):
+    """A step's one line of why it cannot run here."""
+
+
+def _expect(holds: bool, reason: str) -> None:
+    if not holds:
+        raise StepFailedError(reason)
+
+
+# ---- without an engine -----------------------------------------------------------------------------------------------
+
+
+def environment(args: argparse.Namespace) -> dict[str, Any]:
+    """Say what machine and which versions these are."""
+    import torch
+
+    from vllm_vidspec.bench.provenance import provenance
+
+    facts: dict[str, Any] = provenance()
+    facts["versions"] |= {"python": platform.python_version(), "torch": torch.__version__}
+    facts["torch_cuda"] = torch.version.cuda
+    if args.device == "cuda":
+        _expect(torch.cuda.is_available(), "torch sees no CUDA device")
+        properties = torch.cuda.get_device_properties(0)
+        facts |= {
+            "gpu": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "gpu_memory_bytes": properties.total_memory,
+            "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        }
+    import vllm
+
+    facts["versions"]["vllm"] = vllm.__version__
+    return facts
+
+
+def _output(*command: str) -> str | None:
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return run.stdout.strip()
+
+
+def doctor(args: argparse.Namespace) -> dict[str, Any]:
+    """Run the checks of `vidspec doctor`."""
+    from vllm_vidspec.doctor import run_checks
+
+    checks = run_checks()
+    for check in checks:
+        print(check)
+    failed = [check for check in checks if check.status == "fail"]
+    if failed:
+        raise StepFailedError(f"{failed[0].name}: {failed[0].detail}")
+    return {check.name: check.status for check in checks}
+
+
+def kernels(args: argparse.Namespace) -> dict[str, Any]:
+    """Run the kernels' own tests against their references, at real sizes, on the device."""
+    if importlib.util.find_spec("pytest") is None or importlib.util.find_spec("hypothesis") is None:
+        raise SkippedError("pytest and hypothesis are not installed")
+    selection = f"({_KERNEL_TESTS}) and not mutation and not benchmark and not compile"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels", "-k", selection]
+    run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(run.stdout)
+    lines = [line for line in run.stdout.splitlines() if line.strip()]
+    failures = [line for line in lines if line.startswith("FAILED")]
+    if args.skip_numbers and run.returncode == 1:  # every kernel was launched; what came of it is garbage
+        return {"pytest": lines[-1]}
+    _expect(run.returncode == 0, failures[0] if failures else lines[-1] if lines else "pytest said nothing")
+    return {"pytest": lines[-1]}
+
+
+# ---- engines on the bundled pairs ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _engine(args: argparse.Namespace, kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Start an engine in this process. The plugin is loaded by hand: the repository may not be installed."""
+    import gc
+
+    from vllm_vidspec.plugin import register
+
+    register()
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm = LLM(**kwargs)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def _runner(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
+def _counters(llm: Any) -> dict[str, int]:
+    from vllm_vidspec import metrics
+
+    return metrics.read_metrics(metrics.path_for(llm.llm_engine.vllm_config.instance_id))
+
+
+def _generate(llm: Any, prompts: list[Any], max_tokens: int, temperature: float) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    params = [
+        SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=i, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def _videos(family: str, count: int) -> list[dict[str, Any]]:
+    from vllm_vidspec.bench import pairs, shape_world
+
+    return [pairs.video_prompt(family, shape_world.held_out(i).frames) for i in range(count)]
+
+
+def identity(args: argparse.Namespace, family: str) -> dict[str, Any]:
+    """Compare every shape of draft with vanilla vLLM in fp32, token by token, at T = 0 and T = 1."""
+    from vllm_vidspec.bench import pairs
+
+    texts: dict[str, list[list[int]]] = {}
+    facts: dict[str, Any] = {}
+    shapes = _IDENTITY if args.device == "cuda" else _IDENTITY[:1]
+    for name, spec in (("vanilla", None), *((shape, {"num_speculative_tokens": k}) for shape, k in shapes)):
+        more = {} if spec is None else dict(spec, drafting=name, on_draft_error="raise")
+        start = time.perf_counter()
+        with _engine(args, pairs.llm_kwargs(family, None if spec is None else "draft", **more)) as llm:
+            prompts = _videos(family, 4)
+            texts[name] = _generate(llm, prompts, 32, 0.0) + _generate(llm, prompts, 32, 1.0)
+            if spec is not None:
+                counts = _counters(llm)
+                facts[f"{name}_accepted"] = counts["accepted_tokens"]
+                facts[f"{name}_drafted"] = counts["draft_tokens"]
+                _expect(counts["draft_tokens"] > 0, f"{name}: nothing was drafted")
+        facts[f"{name}_s"] = round(time.perf_counter() - start, 1)
+    if not args.skip_numbers:
+        for shape, _ in shapes:
+            pairs_of = zip(texts["vanilla"], texts[shape], strict=True)
+            wrong = [i for i, (ours, theirs) in enumerate(pairs_of) if ours != theirs]
+            _expect(
+                not wrong, f"{shape}: {len(wrong)} of {len(texts[shape])} texts are not vanilla's, first {wrong[:1]}"
+            )
+            _expect(facts[f"{shape}_accepted"] > 0, f"{shape}: no draft was accepted")
+    return facts
+
+
+def self_draft_bf16(args: argparse.Namespace) -> dict[str, Any]:
+    """Let the target draft for itself over the whole video in bf16: nearly every draft must stand."""
+    from vllm_vidspec.bench import pairs
+
+    kwargs = pairs.llm_kwargs(
+        "qwen2.5-vl", "target", pruner="none", num_speculative_tokens=5, on_draft_error="raise",
+        overrides={"dtype": "bfloat16"},
+    )  # fmt: skip
+    with _engine(args, kwargs) as llm:
+        _generate(llm, _videos("qwen2.5-vl", 8), 64, 0.0)
+        counts = _counters(llm)
+    rate = counts["accepted_tokens"] / max(1, counts["draft_tokens"])
+    _expect(counts["draft_tokens"] > 0, "nothing was drafted")
+    if not args.skip_numbers:
+        _expect(rate >= SELF_DRAFT_BOUND, f"acceptance {rate:.3f}, at least {SELF_DRAFT_BOUND} expected")
+    return {"acceptance_rate": round(rate, 4), "bound": SELF_DRAFT_BOUND}
+
+
+def sync_debug(args: argparse.Namespace) -> dict[str, Any]:
+    """Let torch raise at every synchronising call inside drafting and verifying, once they are warm."""
+    import torch
+
+    from vllm_vidspec.bench import pairs
+
+    calls = {"draft": 0, "verify": 0}
+
+    def watched(name: str, function: Callable) -> Callable:
+        def run(*positional: Any, **named: Any) -> Any:
+            calls[name] += 1
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return function(*positional, **named)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return run
+
+    facts: dict[str, Any] = {}
+    for shape, k in _IDENTITY:
+        kwargs = pairs.llm_kwargs(
+            "qwen2.5-vl", "draft", drafting=shape, num_speculative_tokens=k, on_draft_error="raise"
+        )
+        with _engine(args, kwargs) as llm:
+            prompts = _videos("qwen2.5-vl", 2)
+            for temperature in (0.0, 1.0):
+                _generate(llm, prompts, 16, temperature)
+            runner = _runner(llm)
+            speculator, verifier = runner.speculator, runner.rejection_sampler
+            speculator._draft = watched("draft", speculator._draft)
+            verifier._verify = watched("verify", verifier._verify)
+            for temperature in (0.0, 1.0):
+                _generate(llm, prompts, 16, temperature)
+        facts[shape] = dict(calls)
+    _expect(min(calls.values()) > 0, "nothing was watched")
+    return facts
+
+
+# ---- real shapes, made-up weights ------------------------------------------------------------------------------------
+
+
+def made_up_checkpoint(source: Path, target: Path, role: str, num_layers: int) -> Path:
+    """Write a checkpoint's directory without weights: the bundled one's processor, a real one's shapes.
+
+    Args:
+        source: The bundled checkpoint.
+        target: The directory to write.
+        role: "target" or "draft".
+        num_layers: Of the language model.
+
+    Returns:
+        `target`.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        if file.suffix in (".json", ".jinja", ".txt") and "index" not in file.name and file.name != "config.json":
+            (target / file.name).write_bytes(file.read_bytes())
+    config = json.loads((source / "config.json").read_text())
+    shape = _SHAPES[role]
+    config["text_config"] |= shape | {
+        "num_hidden_layers": num_layers,
+        "layer_types": ["full_attention"] * num_layers,
+        "vocab_size": _VOCAB,
+        "rope_parameters": {"mrope_section": [16, 24, 24], "rope_theta": 1000000.0, "rope_type": "default"},
+    }
+    config["vision_config"] |= _VISION | {"out_hidden_size": shape["hidden_size"]}
+    (target / "config.json").write_text(json.dumps(config, indent=1))
+    return target
+
+
+def real_shapes(args: argparse.Namespace, drafting: str | None) -> dict[str, Any]:
+    """Run a 7B target, with or without a 3B draft, on made-up weights: memory at each point, time of a step."""
+    import torch
+
+    from vllm_vidspec.bench import pairs
+
+    free, total = torch.cuda.mem_get_info()
+    layers = _LAYERS if total > 36 * 2**30 else {role: count // 4 for role, count in _LAYERS.items()}
+    where = {
+        role: made_up_checkpoint(
+            Path(pairs.checkpoint("qwen2.5-vl", role)), Path(args.work_dir) / role, role, layers[role]
+        )
+        for role in layers
+    }
+    kwargs = pairs.llm_kwargs(
+        "qwen2.5-vl", None if drafting is None else str(where["draft"]), target=str(where["target"]),
+        overrides={"dtype": "bfloat16", "load_format": "dummy", "kv_cache_memory_bytes": 2 * 2**30},
+        **({} if drafting is None else {"drafting": drafting, "on_draft_error": "raise"}),
+    )  # fmt: skip
+    facts: dict[str, Any] = {"layers": layers, "free_before_bytes": free, "gpu_memory_bytes": total}
+    with _engine(args, kwargs) as llm:
+        facts["held_after_start_bytes"] = torch.cuda.memory_allocated()
+        prompts = _videos("qwen2.5-vl", 8)
+        _generate(llm, prompts, 16, 0.0)
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        for batch in (1, 8):
+            facts[f"batch_{batch}"] = _time_steps(llm, prompts[:batch])
+        facts["held_after_steps_bytes"] = torch.cuda.memory_allocated()
+        facts["peak_of_steps_bytes"] = torch.cuda.max_memory_allocated()
+        facts["free_after_bytes"] = torch.cuda.mem_get_info()[0]
+        if drafting is not None:
+            counts = _counters(llm)
+            facts |= {name: counts[name] for name in ("draft_load_bytes", "draft_pool_bytes")}
+            _expect(counts["draft_steps"] > 0, "nothing was drafted")
+    if not args.skip_numbers:
+        grown = facts["held_after_steps_bytes"] - held
+        _expect(grown < 2**24, f"steps hold {grown} bytes more than before")
+    return facts
+
+
+def _time_steps(llm: Any, prompts: list[Any]) -> dict[str, float]:
+    """Return ms per decode step and tokens per second; the prompts' prefill is timed apart and taken off."""
+    import torch
+
+    seconds, num_steps = {}, {}
+    runner = _runner(llm)
+    execute = runner.execute_model
+    for max_tokens in (1, 65):
+        steps = 0
+
+        def counted(*positional: Any, **named: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            return execute(*positional, **named)
+
+        runner.execute_model = counted
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        num_tokens = sum(map(len, _generate(llm, prompts, max_tokens, 0.0)))
+        torch.cuda.synchronize()
+        seconds[max_tokens], num_steps[max_tokens] = time.perf_counter() - start, steps
+    runner.execute_model = execute
+    decode_s = seconds[65] - seconds[1]
+    return {
+        "ms_per_step": round(1000 * decode_s / max(1, num_steps[65] - num_steps[1]), 3),
+        "tokens_per_s": round((num_tokens - len(prompts)) / max(decode_s, 1e-9), 1),
+        "steps": num_steps[65] - num_steps[1],
+    }
+
+
+STEPS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "environment": environment,
+    "doctor": doctor,
+    "kernels": kernels,
+    **{f"identity-{family}": lambda args, family=family: identity(args, family) for family in FAMILIES},
+    "sync-debug": sync_debug,
+    "self-draft-bf16": self_draft_bf16,
+    "real-vanilla": lambda args: real_shapes(args, None),
+    "real-chain": lambda args: real_shapes(args, "chain"),
+    "real-tree-static": lambda args: real_shapes(args, "tree-static"),
+}
+# What a device that computes nothing proves as well as one that computes.
+_WITHOUT_NUMBERS = ("environment", "doctor", "sync-debug")
+
+
+def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Run a step; return its outcome, its one line, and its facts."""
+    try:
+        facts = STEPS[name](args)
+    except SkippedError as why:
+        return {"outcome": "skipped", "reason": str(why), "facts": {}}
+    except StepFailedError as why:
+        return {"outcome": "failed", "reason": str(why), "facts": {}}
+    except Exception as error:
+        traceback.print_exc()
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        reason = " ".join(f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})".split())
+        return {"outcome": "failed", "reason": reason[:400], "facts": {}}
+    is_checked = name in _WITHOUT_NUMBERS or not args.skip_numbers
+    reason = "" if is_checked else "ran; its numbers were not checked"
+    return {"outcome": "passed" if is_checked else "unchecked", "reason": reason, "facts": facts}
+
+
+def main() -> int:
+    """Run one step and write its verdict; the exit status says no more than that there is one."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name", choices=list(STEPS))
+    parser.add_argument("--result", required=True)
+    parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
+    parser.add_argument("--work-dir", required=True)
+    parser.add_argument("--skip-numbers", action="store_true")
+    args = parser.parse_args()
+    verdict = run(args.name, args)
+    Path(args.result).write_text(json.dumps(verdict))
+    sys.stdout.flush()
+    os._exit(0)  # an engine's threads must not keep the process: the verdict is written
+
+
+if __name__ == "__main__":
+    sys.exit(main())

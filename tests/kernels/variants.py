@@ -1,0 +1,142 @@
+"""Run as a program, without the interpreter: which variants of the kernels are warmed, which ones steps use.
+
+Prints JSON: `warmed`, how many variants of each kernel, and `missing`, variants that steps used and nobody warmed.
+Nothing is compiled.
+"""
+
+import json
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import compile_report
+import torch
+from compile_cases import BF16, cache_views, floats, i32, i64
+from triton.runtime.jit import JITFunction
+
+import vidspec_kernels as kernels
+from vidspec_kernels import dispatch, warm_up
+from vidspec_kernels.tree_grow import TreeGrowBuffers, tree_grow
+
+HEADS, KV_HEADS, HEAD_SIZE, HIDDEN = 28, 4, 128, 3584
+MAX_REQS, MAX_CONTEXT, NUM_DRAFTS, WIDTH, CANDIDATES, TOP_N = 96, 32_768, 25, 10, 10, 10
+KEYS, VALUES = cache_views(KV_HEADS, HEAD_SIZE, BF16)
+CACHES = kernels.CacheList([(KEYS, VALUES)])
+TABLE = i32(MAX_REQS, MAX_CONTEXT // 16 + 2)
+TREES = (i32(MAX_REQS, NUM_DRAFTS + 1), i32(MAX_REQS, NUM_DRAFTS + 1), i64(MAX_REQS, NUM_DRAFTS + 1))
+BUFFERS = TreeGrowBuffers(
+    TREES[2], *TREES, floats(MAX_REQS, NUM_DRAFTS + 1), i64(MAX_REQS), i64(MAX_REQS), floats(9, 8),
+    floats(WIDTH + 1, 8, CANDIDATES), 1 + 7 * WIDTH,
+)  # fmt: skip
+STORE = (floats(64, 64, HIDDEN, dtype=BF16), i32(64), i32(MAX_REQS, 800), i32(MAX_REQS))
+PLACES = MAX_REQS * WIDTH
+STEP = {
+    "rows": i64(1), "num_slots": i32(MAX_REQS), "num_tokens": i32(MAX_REQS), "pos_delta": i64(MAX_REQS),
+    "block_table": TABLE, "block_size": 16, "level": 1,
+}  # fmt: skip
+CHAIN_OUT = {
+    "positions": i64(3, MAX_REQS), "logical_pos": i64(MAX_REQS), "seq_lens": i32(MAX_REQS),
+    "slot_mapping": i64(MAX_REQS),
+}  # fmt: skip
+TREE_OUT = {
+    "positions": i64(3, PLACES), "logical_pos": i64(PLACES), "slot_mapping": i64(PLACES), "prefix_lens": i32(MAX_REQS),
+    "max_position": MAX_CONTEXT - 1,
+}  # fmt: skip
+
+
+def warm() -> None:
+    warm_up.warm_tree_attention(KEYS, VALUES, TABLE, HEADS, BF16, NUM_DRAFTS + 1, MAX_CONTEXT)
+    warm_up.warm_kv_compact(CACHES, TABLE, NUM_DRAFTS)
+    warm_up.warm_accept(NUM_DRAFTS, MAX_REQS, in_trees=True, is_loose=True)
+    warm_up.warm_chain_step(**STEP, **CHAIN_OUT)
+    warm_up.warm_tree_step(WIDTH, **STEP, **TREE_OUT)
+    warm_up.warm_tree_grow(BUFFERS, WIDTH)
+    warm_up.warm_guidance_scores([(KEYS, HEADS)], TABLE, BF16)
+    warm_up.warm_visual_relevance(*STORE, BF16, TOP_N, NUM_DRAFTS + 1)
+
+
+def cut(tensor: torch.Tensor, rng: random.Random) -> torch.Tensor:
+    """Return a vector of the same length that begins anywhere in a longer one, as slices of a batch do."""
+    offset = rng.choice((0, 1, 2, 3, 5, 16))
+    return torch.empty(len(tensor) + offset, dtype=tensor.dtype, device="meta")[offset:]
+
+
+def step(rng: random.Random) -> None:
+    """Make the launches of one step of a random batch, in the forms that the engine makes them."""
+    num_reqs, width = rng.randint(1, MAX_REQS), rng.randint(1, WIDTH)
+    num_queries, context = rng.randint(1, NUM_DRAFTS + 1), int(MAX_CONTEXT ** rng.random())
+    rows = num_reqs * num_queries
+    vectors = [cut(vector, rng) for vector in (i64(num_reqs), i32(num_reqs), i32(num_reqs), i32(num_reqs))]
+    words = i64(num_reqs + 3, NUM_DRAFTS + 1)[rng.randint(0, 3) :, :num_queries]
+    packed = floats(rows, HEADS + 2 * KV_HEADS, HEAD_SIZE, dtype=BF16)
+    kernels.tree_attention(
+        packed[:, :HEADS], KEYS, VALUES, TABLE[:num_reqs], *vectors, words,
+        floats(rows, HEADS, HEAD_SIZE, dtype=BF16), scale=0.1, max_queries=num_queries, max_prefix_len=context,
+    )  # fmt: skip
+    kernels.kv_compact(CACHES, TABLE, *vectors[:2], i32(num_reqs, NUM_DRAFTS + 1), vectors[2])
+    tokens = (cut(i64(rows), rng), cut(i64(rows), rng), cut(i32(num_reqs + 1), rng))
+    kernels.accept_chain(*tokens, NUM_DRAFTS)
+    kernels.tree_accept(*tokens, vectors[0], *TREES, NUM_DRAFTS)
+    signals = (cut(floats(rows), rng), cut(floats(rows), rng), cut(floats(rows, dtype=torch.bool), rng))
+    for trees in (None, TREES):
+        settings = (vectors[0], i32(MAX_REQS), floats(MAX_REQS), i32(MAX_REQS))
+        kernels.accept_loose(*tokens, *settings, *signals, rng.random(), NUM_DRAFTS, trees)
+    kernels.chain_step(**STEP | {"rows": i64(num_reqs), "level": rng.randint(0, 9)}, **CHAIN_OUT)
+    kernels.tree_step(
+        **STEP | {"rows": i64(num_reqs), "level": rng.randint(1, 9)}, **TREE_OUT, nodes=i64(num_reqs, width)
+    )
+    tree_grow(
+        BUFFERS, i64(num_reqs), i64(num_reqs, width), floats(num_reqs, width), floats(num_reqs * width, CANDIDATES),
+        i64(num_reqs * width, CANDIDATES), level=rng.randint(0, 7), budget=rng.randint(0, NUM_DRAFTS),
+        first_parent=rng.randint(0, 60), num_next=rng.randint(1, width),
+    )  # fmt: skip
+    listening = rng.randint(1, 8)
+    kernels.guidance_scores(
+        floats(rows, HEADS, HEAD_SIZE, dtype=BF16), KEYS, i32(listening, TABLE.shape[1]), i32(listening + 1),
+        i32(rows), floats(listening, context), i64(listening), i32(listening), 0.1,
+        max_queries_per_req=rng.randint(1, rows),
+    )  # fmt: skip
+    kernels.visual_relevance(
+        floats(rows, HIDDEN, dtype=BF16), tokens[2], vectors[0], *STORE, TOP_N, NUM_DRAFTS + 1, rng.randint(1, 800)
+    )
+
+
+def variants(run) -> set[tuple[str, str]]:
+    """Return the variants that a function prepares."""
+    found = set()
+
+    class Prepared:
+        def _init_handles(self) -> None:
+            pass
+
+    def compile_nothing(kernel, key, *_):
+        found.add((kernel.__name__, kernel.__module__.rpartition(".")[2], str(key)))
+        return Prepared()
+
+    with mock.patch.object(JITFunction, "_do_compile", compile_nothing):
+        run()
+    return found
+
+
+def main() -> None:
+    rng = random.Random(0)
+    with compile_report.pretending(90):
+        warmed = variants(warm)
+        used = variants(lambda: [step(rng) for _ in range(150)])
+    print(
+        json.dumps(
+            {
+                "warmed": Counter(f"{module}.{name}" for name, module, _ in warmed),
+                "used": Counter(f"{module}.{name}" for name, module, _ in used),
+                "missing": sorted(used - warmed),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

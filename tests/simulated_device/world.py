@@ -1,0 +1,524 @@
+"""A decode loop of the engine's own tensor code around two networks of integers, on the CPU or on the simulated device.
+
+The networks keep their keys and values in paged caches as the engine does, and what they answer depends on every entry
+that a token attends to: a wrong slot, position or mask changes the text. vLLM's own kernels (sampling, commits, its
+attention) are one launch each.
+"""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from tests.simulated_device import device as sim
+from vidspec_kernels import CacheList
+from vidspec_kernels.tree_grow import tree_grow
+from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.drafting import adaptive
+from vllm_vidspec.engine import (
+    counters,
+    cpu_kernels,
+    draft_rows,
+    drafter,
+    kv_pool,
+    looseness,
+    noise,
+    scorer,
+    speculator,
+    target_trees,
+)
+from vllm_vidspec.metrics import MetricsFile
+
+VOCAB, BLOCK_SIZE, MAX_REQS, MAX_LEN = 32, 4, 4, 160
+NUM_BLOCKS = 1 + MAX_REQS * (MAX_LEN // BLOCK_SIZE + 8)
+CPU = torch.device("cpu")
+
+
+def hashed(*words: Any) -> np.ndarray:
+    """Return `[...]` int64 >= 0: a hash of integers or arrays of them."""
+    value = np.uint64(0x9E3779B97F4A7C15)
+    with np.errstate(over="ignore"):
+        for word in words:
+            value = (value ^ np.asarray(word).astype(np.uint64)) * np.uint64(0xBF58476D1CE4E5B9)
+            value = value ^ (value >> np.uint64(29))
+    return (value >> np.uint64(2)).astype(np.int64)
+
+
+def attend(
+    cache: torch.Tensor,  # [num_blocks, BLOCK_SIZE, 1, 2] int64, tokens and positions
+    tokens: torch.Tensor,  # [n]
+    positions: torch.Tensor,  # [n]
+    query_start_loc: np.ndarray,  # [num_reqs + 1]
+    seq_lens: torch.Tensor,  # [num_reqs]
+    block_table: torch.Tensor,  # [num_reqs, max_blocks]
+    slot_mapping: torch.Tensor,  # [n]
+    step: dict[str, Any] | None,  # of `TreeStep`
+) -> torch.Tensor:
+    """Write a forward's entries and return `[n, 3]` int64: a hash of what each attends to, and its last two tokens."""
+    flat = cache.numpy().reshape(-1, 2)
+    slots, table = slot_mapping.numpy(), block_table.numpy()
+    is_written = slots >= 0
+    flat[slots[is_written]] = np.stack((tokens.numpy(), positions.numpy()), axis=1)[is_written]
+    in_trees = {} if step is None else {int(row): i for i, row in enumerate(step["rows"].numpy())}
+    hidden = np.zeros((len(slots), 3), dtype=np.int64)
+    for request, (low, high) in enumerate(zip(query_start_loc[:-1], query_start_loc[1:], strict=True)):
+        for query in range(low, high):
+            if request in in_trees:
+                tree = in_trees[request]
+                mask = int(step["masks"][tree, query - low])
+                prefix = int(step["prefix_lens"][tree])
+                seen = [*range(prefix), *(prefix + bit for bit in range(64) if mask >> bit & 1)]
+            else:
+                seen = range(int(seq_lens[request]) - (high - query) + 1)
+            seen = np.fromiter(seen, dtype=np.int64)
+            entries = flat[table[request, seen // BLOCK_SIZE] * BLOCK_SIZE + seen % BLOCK_SIZE]
+            last = entries[-2:, 0]
+            hidden[query] = hashed(entries[:, 0], entries[:, 1], 7).sum() >> 8, last[0], last[-1]
+    return torch.from_numpy(hidden)
+
+
+def agreed_logits(hidden: torch.Tensor) -> np.ndarray:
+    """Return `[n, VOCAB]` float32 that follow from the last two tokens, ties among them."""
+    _, previous, last = hidden.numpy().T[:, :, None]
+    return (hashed(previous, last, np.arange(VOCAB)) % 40 / 8).astype(np.float32)
+
+
+def target_logits(hidden: torch.Tensor) -> torch.Tensor:
+    """Return what the target says, which depends a little on everything before."""
+    own = hashed(hidden.numpy()[:, :1], np.arange(VOCAB), 1) % 8 / 8
+    return torch.from_numpy(agreed_logits(hidden) + own.astype(np.float32))
+
+
+def draft_logits(hidden: torch.Tensor) -> torch.Tensor:
+    """Return what the draft says."""
+    own = hashed(hidden.numpy()[:, :1], np.arange(VOCAB), 2) % 12 / 8
+    return torch.from_numpy(agreed_logits(hidden) + own.astype(np.float32))
+
+
+def _as_dict(step: Any) -> dict[str, Any] | None:
+    return None if step is None else vars(step)
+
+
+class FakeDraft:
+    """Stands in for `DraftModel`."""
+
+    num_axes, block_size = 3, BLOCK_SIZE
+    max_num_tokens = 24  # so that wide levels are fed in parts
+    hf_config = config = full_positions = None
+
+    def __init__(self, world: "World"):
+        self.device = world.device
+        self._world = world
+        self.cache = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 1, 2, dtype=torch.int64, device=world.device)
+        self.attention: FakeAttention | None = None
+
+    def embed(self, token_ids: torch.Tensor, media: list, is_media: Any) -> torch.Tensor:
+        assert token_ids.device == self.device
+        return token_ids.long()[:, None]
+
+    def forward(self, embeds, positions, **arguments: Any) -> torch.Tensor:
+        assert bool(sim.to_host(positions[0] == positions[2]).all())
+        bound, lens = arguments.pop("seq_lens_upper_bound"), sim.to_host(arguments["seq_lens"]).numpy()
+        assert (lens <= bound).all(), f"{lens} KV entries, the host expects at most {bound}"
+        starts = arguments.pop("query_start_loc_np")
+        assert np.array_equal(starts, sim.to_host(arguments.pop("query_start_loc")).numpy())
+        step = None if self.attention is None else _as_dict(self.attention.step)
+        run = self._world.launch(attend)
+        return run(self.cache, embeds[:, 0], positions[1], query_start_loc=starts, step=step, **arguments)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._world.launch(draft_logits)(hidden)
+
+
+class FakeAttention:
+    """Stands in for `TreeAttention`: one layer whose keys are the cache, and whose values follow them."""
+
+    def __init__(self, layers: Any):
+        [self._cache] = layers
+        self.step: Any = None
+        self.block_table: torch.Tensor
+
+    def caches(self) -> CacheList:
+        return CacheList([(self._cache[..., :1], self._cache[..., 1:])])
+
+
+class FakeSampler:
+    """Stands in for vLLM's sampler: temperature and its noise."""
+
+    use_fp64_gumbel = return_sampling_mask = False
+    logprobs_mode = "raw_logprobs"
+    thinking_budget_state = SimpleNamespace(enabled=False)
+    req_states = SimpleNamespace(max_model_len=MAX_LEN)
+
+    def __init__(self, world: "World", temperature: float):
+        heat = np.full(MAX_REQS, temperature, dtype=np.float32)
+        heat[1::2] = 0.0  # greedy requests beside the others
+        self.needs_logits_processing = heat > 0
+        self.sampling_states = SimpleNamespace(
+            temperature=SimpleNamespace(np=heat, gpu=world.put(heat)),
+            seeds=SimpleNamespace(gpu=world.put(np.arange(MAX_REQS) * 2**40 + 11)),
+        )
+        penalties = SimpleNamespace(use_penalty=np.zeros(MAX_REQS, dtype=bool))
+        bad_words = SimpleNamespace(num_bad_words=SimpleNamespace(np=np.zeros(MAX_REQS, dtype=np.int32)))
+        self.logits_processors = [None, penalties, bad_words]
+        self._world = world
+
+    def get_logprobs_dims(self, rows_np: np.ndarray, include_token_ids: bool) -> None:
+        return None
+
+    def apply_sampling_params(self, logits, rows, idx_mapping, rows_np, pos, input_ids, local_pos, bound_np):
+        heat = self.sampling_states.temperature.gpu[rows][:, None]
+        return logits.float() / torch.where(heat == 0, 1.0, heat)
+
+    def sample(
+        self, logits, rows, idx_mapping, rows_np, pos, input_ids, local_pos, bound_np, return_logprobs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        processed = self.apply_sampling_params(logits, rows, None, rows_np, pos, input_ids, local_pos, bound_np)
+        states = self.sampling_states
+        tokens = self._world.launch(gumbel_sample)(processed, rows, states.temperature.gpu, states.seeds.gpu, pos)
+        return tokens, processed
+
+
+def gumbel_sample(logits, rows, temperature, seeds, pos, **_options: Any) -> torch.Tensor:
+    """Do what vLLM's kernel does, under shared noise."""
+    noisy = logits.clone()
+    add_noise(noisy, None, rows, seeds, pos, temperature, logits.shape[1])
+    return noisy.argmax(dim=-1)
+
+
+def add_noise(logits, _stride, rows, seeds, pos, temperature, vocab_size, **_constants: Any) -> None:
+    """Do what the draft's noise kernel does."""
+    is_noisy = temperature[rows].numpy() != 0
+    keys = np.arange(vocab_size, dtype=np.uint32)
+    values = cpu_kernels.gumbel_noise(seeds[rows].numpy()[is_noisy], pos.numpy()[is_noisy], keys)
+    logits.numpy()[is_noisy] += values
+
+
+class StagedWrites:
+    """Stands in for vLLM's `StagedWriteTensor`, whose kernel reads what is staged from host memory that it maps."""
+
+    def __init__(self, size: Any, dtype: torch.dtype, device: torch.device, **_options: Any):
+        self.gpu = torch.zeros(size, dtype=dtype, device=device)
+        self._staged: list[tuple[int, int, list]] = []
+
+    def stage_write(self, row: int, start: int, values: Any) -> None:
+        self._staged.append((row, start, list(values)))
+
+    def stage_write_elem(self, row: int, value: int) -> None:
+        self._staged.append((row, 0, [value]))
+
+    def apply_write(self) -> None:
+        memory = sim.to_host(self.gpu).numpy().reshape(len(self.gpu), -1)
+        for row, start, values in self._staged:
+            memory[row, start : start + len(values)] = values
+        self.clear_staged_writes()
+
+    def clear_staged_writes(self) -> None:
+        self._staged.clear()
+
+
+class GrowLaunch:
+    """`tree_grow` as the kernel that CUDA takes: the reference on the device's memory, at the kernel's width."""
+
+    def __init__(self, world: "World"):
+        self._world = world
+
+    def __call__(self, buffers: Any, *tensors: torch.Tensor, num_next: int, **numbers: int) -> tuple:
+        on_host = copy.copy(buffers)
+        on_host.device, on_host.tensors = CPU, sim.to_host(buffers.tensors)
+        on_host._arrays = tuple(tensor.numpy() for tensor in on_host.tensors)
+
+        def grow(*tensors: torch.Tensor) -> tuple:
+            nodes, tokens, log_probs = tree_grow(on_host, *tensors, num_next=num_next, impl="torch", **numbers)
+            more = (0, num_next - nodes.shape[1])
+            pad = torch.nn.functional.pad
+            return pad(nodes, more), pad(tokens, more), pad(log_probs, more, value=-torch.inf)
+
+        grown = self._world.launch(grow)(*tensors)
+        buffers._plan = on_host._plan
+        return grown
+
+
+class World:
+    """The runner's part: rows, batches, the target, commits.
+
+    Args:
+        device: Where the tensors live.
+        launch: Makes a launch of a function of host tensors.
+        config: The knobs.
+        temperature: Of every other request.
+        fills_trees: Whether trees are filled, as where vLLM schedules asynchronously.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        launch: Callable,
+        config: VidSpecConfig,
+        temperature: float = 0.0,
+        fills_trees: bool = True,
+    ):
+        self.device, self.launch, self.config = device, launch, config
+        self.K = config.num_speculative_tokens
+        self._fills_trees = fills_trees
+        self.text = self.zeros(MAX_REQS, MAX_LEN, dtype=torch.int32)
+        self.total_len = self.zeros(MAX_REQS, dtype=torch.int32)
+        self.last_sampled = self.zeros(MAX_REQS, 1, dtype=torch.int64)
+        self.lengths = np.zeros(MAX_REQS, dtype=np.int64)  # what `total_len` holds
+        self.num_drafts = np.zeros(MAX_REQS, dtype=np.int32)  # scheduled for the next step
+        self.drafts = self.zeros(MAX_REQS, self.K, dtype=torch.int64)
+        blocks = NUM_BLOCKS // MAX_REQS
+        self.target_table = self.put(np.arange(MAX_REQS * blocks, dtype=np.int32).reshape(MAX_REQS, blocks))
+        self.target_cache = self.zeros(NUM_BLOCKS, BLOCK_SIZE, 1, 2, dtype=torch.int64)
+        self.sampler = FakeSampler(self, temperature)
+        self.vllm_config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_seqs=MAX_REQS),
+            model_config=SimpleNamespace(max_model_len=MAX_LEN),
+            observability_config=SimpleNamespace(per_request_spec_decode_metrics="basic"),
+            device_config=SimpleNamespace(device=device),
+        )
+        self.counters = counters.Counters(self.vllm_config, device, MAX_REQS, self.K)
+        self._make_speculator()
+        self.trees = self.speculator.trees = self._make_trees() if config.shapes - {"chain"} else None
+        self.rules = None
+        if config.scorers - {"strict"}:
+            self.rules = looseness.LooseRules(config, self.vllm_config, MAX_REQS, VOCAB, self.sampler, self.counters)
+        spec_config = SimpleNamespace(
+            num_speculative_tokens=self.K, enable_adaptive_verification=False, rejection_sample_method="standard"
+        )
+        self.verifier = scorer.CoupledVerifier(
+            self.sampler, spec_config, device, self.counters, self.trees, config.max_path, self.rules
+        )
+        self.log: list[Any] = []
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=dtype, device=self.device)
+
+    def put(self, values: np.ndarray) -> torch.Tensor:
+        """Return a host array on the device; vLLM's part, so it is not counted."""
+        tensor = torch.from_numpy(np.array(values))
+        return tensor if self.device == CPU else sim.to_device(tensor)
+
+    def _make_speculator(self) -> None:
+        self.speculator = speculator.VidSpecSpeculator(self.vllm_config, self.config, self.device, self.counters)
+        draft = self.speculator.draft_model = FakeDraft(self)
+        self.speculator._req_states = SimpleNamespace(
+            total_len=SimpleNamespace(gpu=self.total_len),
+            all_token_ids=SimpleNamespace(gpu=self.text),
+            req_id_to_index={str(row): row for row in range(MAX_REQS)},
+        )
+        sample = noise.CoupledSampler(self.sampler, self.config.draft_noise)
+        with mock.patch.object(drafter, "attention_layers", lambda _config: {"layer": draft.cache}):
+            self.speculator._drafter = drafter.Drafter(
+                draft, self.config, sample, self.counters, NUM_BLOCKS, MAX_REQS, MAX_LEN, fills_trees=self._fills_trees
+            )
+        trees = self.speculator._drafter._trees
+        draft.attention = None if trees is None else trees._attention
+
+    def _make_trees(self) -> target_trees.TargetTrees:
+        state = SimpleNamespace(
+            prepare_inputs=lambda input_batch, req_states: {},
+            prepare_dummy_inputs=lambda num_reqs, num_tokens: {},
+        )
+        max_num_tokens = MAX_REQS * (self.K + 1)
+        trees = target_trees.TargetTrees([self.target_cache], state, MAX_REQS, self.K, max_num_tokens, self.device)
+        trees.init_kv(1)
+        return trees
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    def admit(self, row: int, prompt: np.ndarray, num_dropped: int) -> None:
+        """Begin a request: both networks have seen its prompt, the draft without its first `num_dropped` tokens."""
+        tokens = np.append(prompt, 3)
+        self.lengths[row], self.num_drafts[row] = len(tokens), 0
+        at = sim.to_host(self.text)[row]
+        at[: len(tokens)] = torch.from_numpy(tokens.astype(np.int32))
+        sim.to_host(self.total_len)[row] = len(tokens)
+        sim.to_host(self.last_sampled)[row] = 3
+        here = self.speculator.drafter
+        here.rows.stage(row, num_dropped, 0)
+        here.rows.apply()
+        assert here.pool.reserve(np.array([row]), np.array([len(tokens) - num_dropped + self.K]))[0]
+        if here._trees is not None:
+            here._trees.policy.admit(np.array([row]))
+        kept, positions = prompt[num_dropped:], np.arange(num_dropped, len(prompt))
+        self._fill(self.speculator.draft_model.cache, here.pool.table, row, kept, positions)
+        self._fill(self.target_cache, self.target_table, row, prompt, np.arange(len(prompt)))
+        self.counters.begin_request(row, str(row))
+        if self.rules is not None:
+            asked = {} if row % 2 else {"vidspec_scorer": "strict"}
+            wishes = SimpleNamespace(
+                extra_args=asked, all_stop_token_ids={row}, structured_outputs=None, logprobs=None,
+                logprob_token_ids=None, stop=None,
+            )  # fmt: skip
+            if self.rules.admit(row, wishes):
+                self.rules.ready(row)
+        self.speculator._state[row] = speculator._DRAFTING
+
+    @staticmethod
+    def _fill(cache: torch.Tensor, table: torch.Tensor, row: int, tokens: np.ndarray, positions: np.ndarray) -> None:
+        entry = np.arange(len(tokens))
+        slots = sim.to_host(table)[row].numpy()[entry // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + entry % BLOCK_SIZE
+        sim.to_host(cache).numpy().reshape(-1, 2)[slots] = np.stack((tokens, positions), axis=1)
+
+    def end(self, row: int) -> None:
+        """End a request."""
+        self.speculator.release(str(row))
+        self.counters.end_request(row)
+        if self.rules is not None:
+            self.rules.forget(row)
+
+    # ---- a step ----------------------------------------------------------------------------------------------------
+
+    def batch(self, rows: list[int]) -> SimpleNamespace:
+        """Return what vLLM makes of a step's requests."""
+        rows_np = np.array(rows, dtype=np.int32)
+        drafts, before = self.num_drafts[rows_np], self.lengths[rows_np]
+        counts = drafts + 1
+        starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+        local = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
+        return SimpleNamespace(
+            req_ids=[str(row) for row in rows],
+            num_reqs=len(rows),
+            num_tokens=int(starts[-1]),
+            idx_mapping=self.put(rows_np.astype(np.int64)),
+            idx_mapping_np=rows_np,
+            num_computed_tokens_np=before - 1,
+            num_scheduled_tokens=counts,
+            num_draft_tokens_per_req=drafts,
+            prefill_len_np=np.ones(len(rows), dtype=np.int64),
+            is_prefilling_np=np.zeros(len(rows), dtype=bool),
+            seq_lens_cpu_upper_bound=torch.from_numpy(before + drafts),
+            seq_lens=self.put((before + drafts).astype(np.int32)),
+            query_start_loc_np=starts,
+            positions=self.put(np.repeat(before - 1, counts) + local),
+            cu_num_logits=self.put(starts),
+            cu_num_logits_np=starts,
+            local=self.put(local),
+            by_token=self.put(np.repeat(rows_np.astype(np.int64), counts)),
+        )
+
+    def step(self, rows: list[int], max_drafts: int | None = None) -> None:
+        """Verify what is scheduled for these rows, commit it, and draft again; vLLM's parts are launches."""
+        batch = self.batch(rows)
+        logits, tokens = self._forward(batch)
+        sampled, num_sampled = self._verify(batch, logits, tokens)
+        self.counters.flush()
+        self._commit(batch, sampled, num_sampled)
+        propose = speculator.VidSpecSpeculator.propose.__wrapped__  # inference mode would hide operators
+        drafts = propose(
+            self.speculator, batch, None, None, None, None, num_sampled, None, self.last_sampled, None, None, None,
+            num_speculative_tokens=max_drafts,
+        )  # fmt: skip
+        publish = self.counters.publisher()
+        if publish is not None:
+            publish()
+        self._schedule(batch, drafts, max_drafts)
+        self.log.append([sim.to_host(tensor).tolist() for tensor in (sampled, num_sampled, drafts)])
+        if self.trees is not None:
+            tables = (self.trees.parents, self.trees.depths, self.trees.ancestors, self.trees.path)
+            self.log.append([sim.to_host(table).tolist() for table in tables])
+
+    def _forward(self, batch: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the target's logits and its input tokens."""
+        positions, step = batch.positions, None
+        if self.trees is not None:
+            self.trees.before_forward(batch)
+            positions = self.trees._adjust(positions.repeat(3, 1))[0]
+            step = _as_dict(self.trees._attention.step)
+        block_table = self.launch(lambda table, rows: table[rows])(self.target_table, batch.idx_mapping)
+        if self.trees is not None:
+            self.trees._attention.block_table = block_table
+
+        def run(drafts, last, cache, table, rows, positions, entries, local, seq_lens, step):
+            tokens = torch.where(local == 0, last[rows, 0], drafts[rows, (local - 1).clamp(min=0)])
+            table_of_token = table.repeat_interleave(torch.from_numpy(np.diff(batch.query_start_loc_np)), dim=0)
+            block = table_of_token.gather(1, (entries // BLOCK_SIZE)[:, None]).long()[:, 0]
+            slots = block * BLOCK_SIZE + entries % BLOCK_SIZE
+            starts = batch.query_start_loc_np
+            return target_logits(attend(cache, tokens, positions, starts, seq_lens, table, slots, step)), tokens
+
+        forward = self.launch(run)
+        out = forward(
+            self.drafts, self.last_sampled, self.target_cache, block_table, batch.by_token, positions, batch.positions,
+            batch.local, batch.seq_lens, step,
+        )  # fmt: skip
+        if self.trees is not None:
+            self.trees.after_forward()
+        return out
+
+    def _verify(
+        self, batch: SimpleNamespace, logits: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        verifier, rows_np = self.verifier, batch.idx_mapping_np
+        verifier._unverified = batch.cu_num_logits_np
+        verifier._relevance = None
+        if self.rules is not None and self.rules.need_relevance(rows_np):
+            measure = self.launch(lambda rows, at: torch.from_numpy((hashed(rows, at) % 97).astype(np.float32)))
+            verifier._relevance = measure(batch.by_token, batch.positions)
+        invalid = self.launch(lambda local, tokens: torch.where(local == 0, -1, tokens))
+        _, sampled, num_sampled = verifier._verify(
+            logits, None, tokens, batch.positions, batch.cu_num_logits, batch.idx_mapping, rows_np, batch.by_token,
+            batch.local, batch.seq_lens_cpu_upper_bound.numpy(), invalid(batch.local, tokens),
+        )  # fmt: skip
+        if self.trees is not None:
+            self.trees.compact(num_sampled - 1)
+        return sampled, num_sampled
+
+    def _commit(self, batch: SimpleNamespace, sampled: torch.Tensor, num_sampled: torch.Tensor) -> None:
+        """Do what vLLM's post-update kernel does."""
+        rows = batch.idx_mapping_np
+        emitted, counts = sim.to_host(sampled).numpy(), sim.to_host(num_sampled).numpy()
+        text = sim.to_host(self.text).numpy()
+        for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            text[row, self.lengths[row] : self.lengths[row] + count] = emitted[i, :count]
+            self.lengths[row] += count
+            sim.to_host(self.last_sampled)[row] = int(emitted[i, count - 1])
+        sim.to_host(self.total_len).numpy()[rows] = self.lengths[rows]
+
+    def _schedule(self, batch: SimpleNamespace, drafts: torch.Tensor, max_drafts: int | None) -> None:
+        """Do what vLLM's scheduler does where it does not wait: K drafts, or none where nothing is drafted."""
+        rows = batch.idx_mapping_np
+        sim.to_host(self.drafts).numpy()[rows] = sim.to_host(drafts).numpy()
+        live = self.speculator._state[rows] == speculator._DRAFTING
+        self.num_drafts[rows] = np.where(live, self.K if max_drafts is None else max_drafts, 0)
+
+
+@contextlib.contextmanager
+def world(device: sim.SimulatedDevice | None, tmp_path: Any, config: VidSpecConfig, **more: Any) -> Iterator[World]:
+    """Build a world on the simulated device, or on the CPU."""
+    launch = (lambda kernel: kernel) if device is None else device.launch
+    with contextlib.ExitStack() as stack:
+        for module, name, stand_in in (
+            (counters.Counters, "_open", staticmethod(lambda _: MetricsFile.create(tmp_path / f"{id(device)}.i64"))),
+            (speculator, "DraftModel", lambda *_: None),
+            (drafter, "adapter_for", lambda *_: None),
+            (drafter, "TreeAttention", FakeAttention),
+            (drafter, "attention_layers", lambda *_: {}),
+            (target_trees, "TreeAttention", FakeAttention),
+            (draft_rows, "StagedWriteTensor", StagedWrites),
+            (kv_pool, "StagedWriteTensor", StagedWrites),
+            (looseness, "protected_ids", lambda *_: {0, 9}),
+            (noise.gumbel, "gumbel_sample", launch(gumbel_sample)),
+            (noise, "_add_noise_kernel", _ByGrid(launch(add_noise))),
+        ):
+            stack.enter_context(mock.patch.object(module, name, stand_in))
+        here = World(CPU if device is None else sim.DEVICE, launch, config, **more)
+        if device is not None:
+            stack.enter_context(mock.patch.object(adaptive, "tree_grow", GrowLaunch(here)))
+        yield here
+
+
+class _ByGrid:
+    """A launcher that ignores its grid."""
+
+    def __init__(self, launch: Callable):
+        self._launch = launch
+
+    def __getitem__(self, grid: Any) -> Callable:
+        return self._launch

@@ -1,0 +1,81 @@
+"""The counter files of one server, a file an engine: made, opened by its other processes, and leftovers swept."""
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.metrics import MetricsFile, path_for
+
+
+class CounterFiles(Mapping[int, MetricsFile]):
+    """The files of a server's data-parallel engines by their index; each stays mapped, so deleting it harms nobody."""
+
+    def __init__(self, files: dict[int, MetricsFile]) -> None:
+        """Use `create` or `open`."""
+        self._files = files
+
+    @classmethod
+    def create(cls, instance_id: str, engines: Iterable[int]) -> "CounterFiles":
+        """Make the files, zeroed, and remove what earlier servers left behind.
+
+        Raises:
+            VidSpecError: The temporary directory takes no file; one line.
+        """
+        sweep()
+        return cls({engine: MetricsFile.create(path_for(instance_id, engine)) for engine in engines})
+
+    @classmethod
+    def open(cls, instance_id: str, engines: Iterable[int]) -> "CounterFiles":
+        """Map the files that the server's first process has made.
+
+        Raises:
+            VidSpecError: One of them is missing.
+        """
+        return cls({engine: MetricsFile.open(path_for(instance_id, engine)) for engine in engines})
+
+    def __getitem__(self, engine: int) -> MetricsFile:
+        """Return one engine's file."""
+        return self._files[engine]
+
+    def __iter__(self) -> Iterator[int]:
+        """Return the engines' indices."""
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        """Return how many engines there are."""
+        return len(self._files)
+
+    def request(self, req_id: str) -> dict[str, int] | None:
+        """Return what the engine that ran a request counted for it; see `MetricsFile.request`."""
+        found = (file.request(req_id) for file in self._files.values())
+        return next((counts for counts in found if counts is not None), None)
+
+    def refusal(self) -> str | None:
+        """Return why an engine did not start, if it is one line of ours; the first there is."""
+        found = (file.refusal() for file in self._files.values())
+        return next((reason for reason in found if reason), None)
+
+
+def sweep() -> list[Path]:
+    """Remove this user's counter files that no process holds any more; return them."""
+    swept = []
+    for path in Path(tempfile.gettempdir()).glob(f"vidspec-{os.getuid()}-*-*.i64"):
+        try:
+            with open(os.open(path, os.O_RDWR | os.O_NOFOLLOW), "r+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+                swept.append(path)
+        except OSError:  # held, gone, or not ours to touch
+            continue
+    return swept
+
+
+def leave_refusal(instance_id: str, engine: int, reason: str) -> None:
+    """Leave the line that says why an engine does not start, for the process that started it."""
+    try:
+        MetricsFile.open(path_for(instance_id, engine)).refuse(reason)
+    except VidSpecError:  # the engine's own log has it
+        return
