@@ -14,6 +14,8 @@ QWEN, LLAVA = pairs.FAMILIES
 NUM_FRAMES, FRAME_SIZE = 8, 112
 # The host learns how deep the next trees are from the step before; by then this step's target forward is launched.
 PLANNED_DEPTHS = "adaptive.py read"
+# Counters on their way to /metrics; a block more for the draft, every sixteenth token.
+CROSSINGS = ("counters.py flush", "kv_pool.py reserve", "kv_pool.py apply")
 TWO_RANKS = {
     "tensor_parallel_size": 2,
     "disable_custom_all_reduce": True,  # it reads another process's device memory
@@ -39,7 +41,8 @@ class Case:
         skip: Steps after the first token that are not counted.
         steps: Steps that are counted.
         timed_steps: Steps that are timed afterwards.
-        allowed: Parts of lines that may wait once per step, for a good reason.
+        allowed: `file.py function` of lines that may wait once per step, for a good reason.
+        crossings: `file.py function` of lines of ours that may copy between host and device once per step.
         most_launches: Budget of launches per step, counted ones plus a little.
         before: Called before the engine starts.
         after: Called with the session once its requests are aborted; returns what it measured.
@@ -58,6 +61,7 @@ class Case:
     steps: int = 10
     timed_steps: int = 20
     allowed: tuple[str, ...] = ()
+    crossings: tuple[str, ...] = CROSSINGS
     most_launches: int = 0
     before: Callable[[], None] | None = None
     after: Callable[[Any], dict[str, Any]] | None = None
@@ -91,13 +95,14 @@ _EIGHT_CLIPS = {
     "kv_cache_memory_bytes": None,
     "gpu_memory_utilization": 0.02,
 }
+_ADAPTIVE = {"allowed": (PLANNED_DEPTHS,), "crossings": (*CROSSINGS, "adaptive.py send")}
 _SAMPLED = {"temperature": 1.0, "top_p": 0.9}
 # Launches grow with the layers of target and draft: these budgets are those of the bundled pair, counted plus a little.
 _ALL = (
     Case("vanilla"),
     Case("chain", {}, most_launches=400),
     Case("static", {"drafting": "tree-static"}, most_launches=480),
-    Case("adaptive", {"drafting": "tree-adaptive"}, allowed=(PLANNED_DEPTHS,), most_launches=660),
+    Case("adaptive", {"drafting": "tree-adaptive"}, **_ADAPTIVE, most_launches=660),
     Case("loose", {"scorer": "loose"}, most_launches=460),
     Case("uv", {"pruner": "uv"}, most_launches=400),
     Case("self", {"draft": "target"}, most_launches=470),
@@ -112,7 +117,7 @@ _ALL = (
         {"drafting": "tree-adaptive"},
         "vanilla batch",
         batch=4,
-        allowed=(PLANNED_DEPTHS,),
+        **_ADAPTIVE,
         most_launches=670,
     ),
     Case("vanilla sampled", sampling=_SAMPLED),

@@ -12,6 +12,9 @@ WAITS = {
     "alloc.pinned": ("cudaHostAlloc", "cudaMallocHost"),
     "alloc.physical": ("cuMemCreate",),
 }
+_OURS = ("vllm_vidspec/", "null_gpu/plants.py")
+# vLLM's helpers that copy for whoever calls them.
+_ERRAND_BOYS = ("vllm/utils/torch_utils.py", "worker/gpu/buffer_utils.py")
 # What must not happen at all, at no time.
 FAULTS = ("illegal", "bad_grid", "nccl.error")
 
@@ -61,6 +64,22 @@ def _first(line: str) -> str:
     """Return `file.py function` of the innermost line of `event: dir/file.py:line function < ...`."""
     path, _, function = line.split(": ", 1)[1].split(" < ")[0].rpartition(" ")
     return f"{path.split('/')[-1].split(':')[0]} {function}"
+
+
+def crossings_of_ours(measured: dict[str, Any], known: Sequence[str]) -> list[str]:
+    """Return the lines of ours that copy between host and device, beside known ones that do once per step at most.
+
+    Args:
+        measured: A configuration of ours.
+        known: `file.py function` of lines that may.
+    """
+    steps, found = len(measured["steps"]), []
+    for times, line in culprits(measured, "copy.h2d") + culprits(measured, "copy.d2h"):
+        frames = [frame for frame in line.split(": ", 1)[1].split(" < ") if not frame.startswith(_ERRAND_BOYS)]
+        is_ours = bool(frames) and any(part in frames[0] for part in _OURS)
+        if is_ours and not (_first(f": {frames[0]}") in known and times <= steps):
+            found.append(f"{times} x {line}")
+    return found
 
 
 def faults(measured: dict[str, Any]) -> list[str]:

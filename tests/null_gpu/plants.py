@@ -33,6 +33,10 @@ def plant_allocation(speculator: Any, batch: Any, num_sampled: torch.Tensor) -> 
     torch.empty(1 << 28, dtype=torch.uint8, device=num_sampled.device)
 
 
+def plant_pinned_upload(speculator: Any, batch: Any, num_sampled: torch.Tensor) -> None:
+    torch.ones(4).pin_memory().to(num_sampled.device, non_blocking=True)
+
+
 def plant_launches(speculator: Any, batch: Any, num_sampled: torch.Tensor) -> None:
     for _ in range(40):
         num_sampled + 1
@@ -46,6 +50,7 @@ PLANTS: dict[str, tuple[Callable, tuple[str, ...]]] = {
     "boolean mask": (plant_boolean_mask, ("sync",)),
     "upload": (plant_upload, ("sync", "copy.blocking")),
     "allocation": (plant_allocation, ("alloc.device",)),
+    "pinned upload": (plant_pinned_upload, ()),
     "launches": (plant_launches, ()),
 }
 

@@ -86,6 +86,13 @@ def test_no_wait_is_ours(measured, name):
 
 
 @pytest.mark.parametrize("name", OURS)
+def test_nothing_else_of_ours_crosses(measured, name):
+    row = measured[name]
+    assert not row["error"], row["error"]
+    assert judge.crossings_of_ours(row, CASES[name].crossings) == []
+
+
+@pytest.mark.parametrize("name", OURS)
 def test_launches_stay_in_the_budget(measured, name):
     row = measured[name]
     assert judge.per_step(row, "launch") <= CASES[name].most_launches
@@ -128,6 +135,13 @@ def test_a_planted_defect_is_seen_and_named(measured, plant):
     function, counters = PLANTS[plant]
     assert {complaint.split(":")[0] for complaint in complaints} >= set(counters)
     assert all(f"{function.__name__} <" in complaint for complaint in complaints), complaints
+
+
+@pytest.mark.cases("planted")
+def test_a_planted_crossing_is_seen(measured):
+    """Pinned copies keep nobody waiting, but each costs a launch: a new one has to be asked for."""
+    (found,) = judge.crossings_of_ours(measured["planted"]["extra"]["pinned upload"], CASES["planted"].crossings)
+    assert "plant_pinned_upload" in found
 
 
 @pytest.mark.cases("planted")
