@@ -134,9 +134,11 @@ def measure(case: Case) -> Measured:
     """Start a case's engine, count its decode steps under emulation, time some without, take it down."""
     if case.before is not None:
         case.before()
-    out, before, begun = Measured(case.name), device.counters(), time.perf_counter()
+    out, begun = Measured(case.name), time.perf_counter()
+    before = [device.counters() if case.num_ranks == 1 else {}]
     session = Session(case)
-    out.start_s, out.start = round(time.perf_counter() - begun, 2), dict(device.gained(before))
+    out.start_s = round(time.perf_counter() - begun, 2)
+    out.start = dict(gained(before, session.probe("counters")[:1])[0])
     try:
         session.probe("emulate", True)
         before = session.probe("counters")
