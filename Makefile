@@ -25,10 +25,10 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PYTHONUNBUFFERED ?= 1
 
-.PHONY: help setup demo test check format bench doctor gpu-smoke clean distclean
+.PHONY: help setup demo test test-cuda-host check format bench doctor gpu-smoke clean distclean
 
 help: ## Show this list.
-	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: ## Prepare the environment only (CPU or CUDA vLLM, as the machine has it).
 	@python=$$(command -v python3.11 || command -v python3 || command -v python) || \
@@ -45,6 +45,11 @@ else
 	@$(PY) -m pytest --durations=10 -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --ignore $(BOTH_CORES)
 	@$(PY) -m pytest --durations=3 $(BOTH_CORES)
 endif
+
+test-cuda-host: ## Run the host side of the CUDA path on a null GPU (its own environment; no GPU needed).
+	@python=$$(command -v python3.11 || command -v python3 || command -v python) || \
+	  { echo "[setup] error: no Python found; install python3.11" >&2; exit 1; }; \
+	$$python scripts/setup_cuda_host.py -m pytest --durations=5 tests/null_gpu $(PYTEST_ARGS)
 
 check: setup ## Check format, lint and types.
 	@$(PY) -m ruff format --check .
@@ -68,5 +73,6 @@ clean: ## Remove caches and build products from the clone.
 	@rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	@find . -name __pycache__ -type d -not -path './.git/*' -not -path './.venv/*' -prune -exec rm -rf {} +
 
-distclean: clean ## Also remove the prepared environment.
-	@python=$$(command -v python3.11 || command -v python3) && $$python scripts/setup_env.py --remove
+distclean: clean ## Also remove the prepared environments.
+	@python=$$(command -v python3.11 || command -v python3) && $$python scripts/setup_env.py --remove && \
+	  $$python scripts/setup_cuda_host.py --remove

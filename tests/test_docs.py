@@ -1,6 +1,7 @@
 """The documentation: generated pages are current, links lead somewhere, commands parse, no figure is missing."""
 
 import importlib.util
+import json
 import re
 import shlex
 from pathlib import Path
@@ -8,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import typer.main
+from null_gpu import report
 
 from vllm_vidspec.cli import app
 
@@ -35,6 +37,11 @@ def test_results_page_shows_the_commands_that_are_run():
 def test_configuration_page_is_current():
     module = _script("gen_config_docs")
     assert module.PATH.read_text() == module.render(), "run scripts/gen_config_docs.py"
+
+
+def test_null_gpu_table_is_what_was_measured():
+    results = json.loads((ROOT / "docs" / "results" / "null-gpu.json").read_text())
+    assert report.section(results) in (ROOT / "docs" / "gpu.md").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)

@@ -37,6 +37,7 @@ class Counters:
         self._on_gpu = device.type == "cuda"
         self._host = torch.zeros_like(self._totals, device="cpu", pin_memory=self._on_gpu)
         self._copied = torch.cuda.Event() if self._on_gpu else None
+        self._has_news = False  # since the copy to `_host` was begun: one a step, however often it is flushed
         self._published = np.zeros(len(self._host), dtype=np.int64)
         self._file = self._open(vllm_config)
         self._logged: set[str] = set()
@@ -107,6 +108,7 @@ class Counters:
         by_request = xp.stack((counted, num_drafts, accepted, depth, *by_kind), 1)
         if self._counts_requests and not self._is_paused:
             self._count_requests(idx_mapping_np, torch.as_tensor(xp.stack(by_kind, 1)))
+        self._has_news = True
         as_array(self._totals)[:] += xp.concatenate((by_request, reached), 1).sum(0)
 
     # ---- by request ------------------------------------------------------------------------------------------------
@@ -161,9 +163,10 @@ class Counters:
             self._published += gained
             if self._alarm.hear(*(int(gained[_TOTALS.index(name)]) for name in ("drafts", "accepted_tokens"))):
                 self._file.add("low_acceptance_windows")
-        if self._copied is not None:
+        if self._copied is not None and self._has_news:
             self._host.copy_(self._totals, non_blocking=True)
             self._copied.record()
+            self._has_news = False
 
     def add(self, name: str, value: int = 1) -> None:
         """Add to a host-side counter."""

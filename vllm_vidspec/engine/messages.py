@@ -68,7 +68,8 @@ class DraftMessage:
         num_tokens: `[max_num_reqs]` int32 committed length by persistent row, the target's last token included.
         num_tokens_upper_bound: `[num_reqs]` host bound of `num_tokens`.
         num_accepted: `[num_reqs]` int32 drafts of the last step that stand.
-        was_verified: `[num_reqs]` bool: the last step had drafts to verify, so that `num_accepted` tells something.
+        was_verified: `[num_reqs]` bool: the last step had drafts to verify, so that `num_accepted` tells something;
+            None where it does of all.
         path: `[num_reqs, K + 1]` int32 their nodes, from output 1 on; None where only chains are drafted.
         max_drafts: Draft tokens to propose at most; `shape` in which shape ("chain", "tree-static", "tree-adaptive").
     """
@@ -79,7 +80,7 @@ class DraftMessage:
     num_tokens: torch.Tensor
     num_tokens_upper_bound: np.ndarray
     num_accepted: torch.Tensor
-    was_verified: torch.Tensor
+    was_verified: torch.Tensor | None
     path: torch.Tensor | None
     max_drafts: int
     shape: str = "chain"

@@ -411,8 +411,9 @@ class VidSpecSpeculator(BaseSpeculator):
     ) -> None:
         states = self._req_states
         is_whole_batch = len(batch_indices) == input_batch.num_reqs
-        indices = async_tensor_h2d(batch_indices, device=self.device)
-        rows = input_batch.idx_mapping if is_whole_batch else input_batch.idx_mapping[indices]
+        # The usual step is of the whole batch, and uploads nothing.
+        indices = None if is_whole_batch else async_tensor_h2d(batch_indices, device=self.device)
+        rows = input_batch.idx_mapping if indices is None else input_batch.idx_mapping[indices]
         rows_np = input_batch.idx_mapping_np[batch_indices]
         num_tokens = states.total_len.gpu
         row, text = as_array(rows), as_array(states.all_token_ids.gpu)
@@ -427,14 +428,14 @@ class VidSpecSpeculator(BaseSpeculator):
                 last_tokens=torch.stack((previous.to(torch.int64), last_sampled[rows, 0]), dim=1),
                 num_tokens=num_tokens,
                 num_tokens_upper_bound=bound[batch_indices],
-                num_accepted=(num_sampled if is_whole_batch else num_sampled[indices]) - 1,
-                was_verified=async_tensor_h2d(was_verified, device=self.device),
+                num_accepted=(num_sampled if indices is None else num_sampled[indices]) - 1,
+                was_verified=None if was_verified.all() else async_tensor_h2d(was_verified, device=self.device),
                 path=None if self.trees is None else self.trees.path[rows],
                 max_drafts=max_drafts,
                 shape=self.config.shape_for(input_batch.num_reqs),
             )
         )
-        if is_whole_batch:
+        if indices is None:
             output[:, : drafts.tokens.shape[1]] = drafts.tokens
         else:
             output[indices, : drafts.tokens.shape[1]] = drafts.tokens

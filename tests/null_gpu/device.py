@@ -1,0 +1,98 @@
+"""What the null GPU has counted, and which Python line caused what; loads libcuda.so.1 and touches nothing else."""
+
+import collections
+import contextlib
+import ctypes
+import sys
+from collections.abc import Iterator
+
+# In the order of core.h.
+CATEGORIES = ("sync", "copy", "alloc", "launch", "illegal", "query", "stub", "graph")
+_PAGEABLE, PINNED, DEVICE = range(3)
+# Frames of these say nothing about who asked for an event.
+_NOBODY = (
+    "/torch/",
+    "/triton/",
+    "/null_gpu/device.py",
+    "/null_gpu/emulate.py",
+    "<frozen",
+    "contextlib.py",
+    "<string>",
+    "/numba/",
+)
+
+_library = ctypes.CDLL("libcuda.so.1")
+_library.ng_snapshot.restype = ctypes.c_size_t
+_library.ng_snapshot.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
+_library.ng_where.argtypes = [ctypes.c_void_p] * 4
+_Callback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t)
+_library.ng_set_callback.argtypes = [_Callback, ctypes.c_uint]
+_buffer = ctypes.create_string_buffer(1 << 20)
+
+
+def counters() -> collections.Counter:
+    """Return all counters by name; those that are zero are missing."""
+    size = _library.ng_snapshot(_buffer, len(_buffer))
+    if size >= len(_buffer):
+        raise RuntimeError(f"the null GPU's counters take {size} bytes")
+    rows = (line.split(" ", 1) for line in _buffer.value.decode().splitlines())
+    return collections.Counter({name: int(value) for value, name in rows})
+
+
+def gained(before: dict[str, int]) -> collections.Counter:
+    """Return what each counter has gained since `before`; those that have not are missing."""
+    return collections.Counter(counters() - collections.Counter(before))
+
+
+def where(address: int) -> int:
+    """Return what kind of memory an address is in: pageable (0), `PINNED` or `DEVICE`."""
+    return _library.ng_where(address, None, None, None)
+
+
+def caller(depth: int = 3) -> str:
+    """Return the innermost `depth` Python lines that are not the frameworks' own, innermost first."""
+    frame, lines = sys._getframe(1), []
+    while frame is not None and len(lines) < depth:
+        path = frame.f_code.co_filename
+        if not any(part in path for part in _NOBODY):
+            lines.append(f"{'/'.join(path.split('/')[-3:])}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return " < ".join(lines) or "(no Python line)"
+
+
+class Trace:
+    """Events by name and Python line: `lines[event, line] = [times, bytes]`."""
+
+    def __init__(self) -> None:
+        self.lines: dict[tuple[str, str], list[int]] = {}
+
+    def add(self, event: str, line: str, size: int) -> None:
+        """Add one event of `size` bytes."""
+        row = self.lines.setdefault((event, line), [0, 0])
+        row[0] += 1
+        row[1] += size
+
+    def table(self, events: tuple[str, ...] = ("",)) -> str:
+        """Return the lines of events whose name begins so, the most frequent first."""
+        rows = [(times, size, *key) for key, (times, size) in self.lines.items() if key[0].startswith(events)]
+        rows.sort(reverse=True)
+        return "\n".join(f"{times:6d} x {event} ({size} bytes)  {line}" for times, size, event, line in rows)
+
+
+@contextlib.contextmanager
+def trace(*categories: str) -> Iterator[Trace]:
+    """Record events of `CATEGORIES` with the Python lines that caused them; one trace at a time."""
+    seen = Trace()
+
+    def note(_category: int, name: bytes, size: int) -> None:
+        try:
+            seen.add(name.decode(errors="replace")[:60], caller(), size)
+        except Exception as error:  # nothing may be raised into C
+            sys.stderr.write(f"[null GPU] trace: {error!r}\n")
+
+    callback = _Callback(note)
+    _library.ng_set_callback(callback, sum(1 << CATEGORIES.index(category) for category in categories))
+    try:
+        yield seen
+    finally:
+        _library.ng_set_callback(_Callback(), 0)

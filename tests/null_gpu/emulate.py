@@ -1,0 +1,225 @@
+"""Makes some kernels real on the host, so that what the host reads from the device is plausible.
+
+Three parts: blocks of PyTorch's caching allocator read as zeros; Triton kernels also run in Triton's interpreter;
+PyTorch's operators also run on the CPU. All work on the "device" memory itself, which is host memory, and none calls
+the null runtime: the counters stay those of the engine. Compiled kernels (attention, norms, vLLM's own operators) and
+what a graph replays write nothing, so logits mean nothing and neither does acceptance.
+
+What cannot be emulated is noted in `failed` once per kernel, and left undone.
+"""
+
+import contextlib
+import ctypes
+import re
+import sys
+import time
+from collections.abc import Iterator
+
+import torch
+import triton.runtime.interpreter as triton_interpreter
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map
+from triton.runtime.interpreter import InterpretedFunction, _patch_lang
+from triton.runtime.jit import JITFunction
+
+from null_gpu import device
+
+# Kernels whose numbers no host code looks at, and that take long in the interpreter; top-p never ends without numbers.
+_LEAVE_KERNELS = re.compile(r"mrope|rotary|^triton_|_attn_|attention|relevance|guidance|visual|rms|silu|topp")
+_LEAVE_OPERATORS = re.compile(
+    r"aten::(empty|new_empty|resize|set_|record_stream|_pin|is_pinned|_local_scalar|detach|alias|lift|_unsafe_view"
+    r"|_reshape_alias|view)"
+)
+_INDEXING = {"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"}
+_MOST_ELEMENTS = 1 << 22
+
+failed: dict[str, str] = {}  # why by kernel or operator
+spent = 0.0  # s that the emulation itself took, to be taken off what is timed
+_is_on = False
+
+
+def zero_blocks() -> None:
+    """Let every block of PyTorch's caching allocator read as zeros from here on, on every device."""
+    torch.cuda.init()  # the allocators of the devices have to exist
+    ctypes.CDLL("libnullgpu_torch.so").ng_zero_blocks()
+
+
+@contextlib.contextmanager
+def emulating() -> Iterator[None]:
+    """Emulate Triton kernels and PyTorch operators."""
+    global _is_on
+    _install()
+    _is_on = True
+    try:
+        with _Operators():
+            yield
+    finally:
+        _is_on = False
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a CPU tensor on the memory of a tensor of the null GPU."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == 0:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    flat = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=tensor.dtype).set_(flat, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _note(name: str, error: BaseException) -> None:
+    if name not in failed:
+        failed[name] = repr(error)[:300]
+        sys.stderr.write(f"[null GPU] not emulated: {name}: {failed[name]}\n")
+
+
+# ---- Triton
+
+
+class _Guarded:
+    """The interpreter's memory, refused where a pointer is nowhere: what garbage points to must not end the process."""
+
+    def __init__(self, real):
+        self._real = real
+
+    def __getattr__(self, name):
+        return getattr(self._real, name)
+
+    def load(self, pointers, mask, *rest):
+        _check_pointers(pointers, mask)
+        return self._real.load(pointers, mask, *rest)
+
+    def store(self, pointers, value, mask):
+        _check_pointers(pointers, mask)
+        return self._real.store(pointers, value, mask)
+
+
+def _check_pointers(pointers, mask) -> None:
+    used = pointers[mask.astype(bool)] if mask is not None else pointers
+    if used.size and not all(device.where(int(pointer)) for pointer in (used.min(), used.max())):
+        raise RuntimeError("a pointer outside all device and pinned memory")
+
+
+_run, _call = JITFunction.run, JITFunction.__call__
+_interpreted: dict[int, tuple] = {}
+_depth = 0  # of interpreted kernels that call each other
+
+
+def _install() -> None:
+    if JITFunction.run is _run:
+        triton_interpreter._interpreter = _Guarded(triton_interpreter._interpreter)
+        JITFunction.run, JITFunction.__call__ = _run_both, _call_inside
+
+
+def _interpret(function: JITFunction) -> InterpretedFunction:
+    if id(function) not in _interpreted:
+        _interpreted[id(function)] = (InterpretedFunction(function.fn), function)  # the second keeps the id its own
+    return _interpreted[id(function)][0]
+
+
+def _run_both(self, *args, grid, warmup, **kwargs):
+    """Launch a kernel on the null GPU, then interpret it."""
+    global _depth, spent
+    if _depth:
+        return _interpret(self).run(*args, grid=grid, warmup=False, **kwargs)
+    kernel = _run(self, *args, grid=grid, warmup=warmup, **kwargs)
+    name = self.fn.__name__
+    if warmup or not _is_on or torch.cuda.is_current_stream_capturing() or _LEAVE_KERNELS.search(name):
+        return kernel
+
+    def on_host(value):
+        return alias(value) if isinstance(value, torch.Tensor) and value.is_cuda else value
+
+    _depth += 1
+    begun = time.perf_counter()
+    try:
+        with _disable_current_modes():
+            values = {key: on_host(value) for key, value in kwargs.items()}
+            _interpret(self).run(*map(on_host, args), grid=grid, warmup=False, **values)
+    except Exception as error:
+        _note(name, error.__cause__ or error)
+    finally:
+        _depth -= 1
+        spent += time.perf_counter() - begun
+    return kernel
+
+
+def _call_inside(self, *args, **kwargs):
+    """Call a jitted function from an interpreted kernel."""
+    if not _depth:
+        return _call(self, *args, **kwargs)
+    scope = _patch_lang(self.fn)  # InterpretedFunction.__call__ never takes its patches back
+    try:
+        return _interpret(self).rewrite()(*args, **kwargs)
+    finally:
+        scope.restore()
+
+
+# ---- PyTorch
+
+
+class _Operators(TorchDispatchMode):
+    """Runs every operator on the null GPU, then once more on the CPU where its tensors are on the device."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        global spent
+        kwargs = kwargs or {}
+        name = function._schema.name
+        if not torch.compiler.is_compiling() and args and isinstance(args[0], torch.Tensor) and args[0].is_cuda:
+            if name in _INDEXING:
+                args = (args[0], [part for index in args[1] for part in _mask_to_indices(index)], *args[2:])
+            elif name == "aten::nonzero":
+                return _nonzero(args[0])
+        out = function(*args, **kwargs)
+        begun = time.perf_counter()
+        if _can_run(function, name, args, kwargs, out):
+            try:
+                _run_on_host(function, args, kwargs, out)
+            except Exception as error:
+                _note(name, error)
+        spent += time.perf_counter() - begun
+        return out
+
+
+def _can_run(function, name: str, args, kwargs, out) -> bool:
+    if function.namespace != "aten" or function.is_view or _LEAVE_OPERATORS.match(name):
+        return False
+    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        return False
+    leaves = (*tree_flatten((args, kwargs))[0], *tree_flatten(out)[0])
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) and not t.is_meta for t in tensors)
+    return plain and any(t.is_cuda for t in tensors) and all(t.numel() <= _MOST_ELEMENTS for t in tensors)
+
+
+def _run_on_host(function, args, kwargs, out) -> None:
+    def on_host(value):
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            return alias(value)
+        if isinstance(value, torch.device) and value.type == "cuda":
+            return torch.device("cpu")
+        return value
+
+    values = {key: value for key, value in kwargs.items() if key != "pin_memory"}
+    result = function(*tree_map(on_host, args), **tree_map(on_host, values))
+    if function._schema.is_mutable:
+        return
+    for real, value in zip(tree_flatten(out)[0], tree_flatten(result)[0], strict=True):
+        if isinstance(real, torch.Tensor) and real.is_cuda:
+            alias(real).copy_(value)
+
+
+def _nonzero(mask: torch.Tensor) -> torch.Tensor:
+    """Return `mask.nonzero()` by the real values, with the wait that CUDA has inside for its size."""
+    torch.cuda.current_stream().synchronize()
+    found = alias(mask).nonzero()
+    out = torch.empty(found.shape, dtype=torch.int64, device=mask.device)
+    alias(out).copy_(found)
+    return out
+
+
+def _mask_to_indices(index) -> list:
+    """Return what an index stands for: the indices of a boolean mask's true elements, else itself."""
+    if not (isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)):
+        return [index]
+    return list(index.nonzero(as_tuple=True)) if not index.is_cuda else list(_nonzero(index).unbind(1))

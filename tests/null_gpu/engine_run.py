@@ -1,0 +1,206 @@
+"""Runs vLLM's CUDA engine on the null GPU, one configuration after another, and measures every decode step.
+
+    python -m null_gpu.engine_run OUT.json NAME...
+
+A process of its own: an engine leaves threads and caches behind that a test's process should not have. Each name is one
+of `CASES`; a case that fails is reported with its traceback, and the next one starts.
+"""
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+from null_gpu import device
+from null_gpu.cases import CASES, Case
+from null_gpu.probe import Probe
+
+_MOST_STEPS = 400
+
+
+@dataclass
+class Measured:
+    """What one configuration did.
+
+    Attributes:
+        name: The case.
+        error: Traceback, None if it ran.
+        start_s: What the engine took to start.
+        start: What starting counted.
+        prefill: What the steps before the counted ones counted.
+        steps: What each counted decode step counted.
+        lines: `event|line` to `[times, bytes]`, of the counted steps.
+        tokens: Output tokens of the counted steps.
+        host_ms: Of each timed step, nothing emulated.
+        timed: What the timed steps counted together.
+        not_emulated: What the emulation could not do.
+        extra: What the case itself measured.
+    """
+
+    name: str
+    error: str | None = None
+    start_s: float = 0.0
+    start: dict[str, int] = field(default_factory=dict)
+    prefill: dict[str, int] = field(default_factory=dict)
+    steps: list[dict[str, int]] = field(default_factory=list)
+    lines: dict[str, list[int]] = field(default_factory=dict)
+    tokens: int = 0
+    host_ms: list[float] = field(default_factory=list)
+    timed: dict[str, int] = field(default_factory=dict)
+    not_emulated: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Session:
+    """A running engine on the null GPU."""
+
+    def __init__(self, case: Case):
+        from vllm import LLM
+
+        self.case = case
+        self.llm = LLM(**case.llm_kwargs())
+        self.engine = self.llm.llm_engine
+        self._probe = None if case.num_ranks > 1 else Probe()
+        self.added = 0
+        self.tokens: dict[str, int] = {}
+
+    @property
+    def worker(self) -> Any:
+        """The (single) worker."""
+        return self.engine.model_executor.driver_worker.worker
+
+    def probe(self, name: str, *args: Any) -> list[Any]:
+        """Call a method of every rank's probe; return the answers by rank."""
+        if self._probe is not None:
+            return [getattr(self._probe, name)(*args)]
+        return self.llm.collective_rpc("null_gpu", args=(name, *args))
+
+    def add(self, prompts: list[dict], **sampling: Any) -> list[str]:
+        """Add one request per prompt that goes on until it is aborted; return their ids."""
+        from vllm import SamplingParams
+
+        names = []
+        for prompt in prompts:
+            params = SamplingParams(
+                **{"temperature": 0.0, "max_tokens": 1000, "ignore_eos": True, "seed": 1} | sampling
+            )
+            names.append(str(self.added))
+            self.engine.add_request(names[-1], prompt, params)
+            self.added += 1
+        return names
+
+    def step(self) -> None:
+        """Make one engine step."""
+        for output in self.engine.step():
+            self.tokens[output.request_id] = len(output.outputs[0].token_ids)
+
+    def prefill(self, names: list[str]) -> int:
+        """Step until all of these have tokens and decode steadily; return the number of steps."""
+        for steps in range(_MOST_STEPS):
+            if all(self.tokens.get(name, 0) > 0 for name in names):
+                for _ in range(self.case.skip):
+                    self.step()
+                return steps + self.case.skip
+            self.step()
+        raise RuntimeError(f"no tokens after {_MOST_STEPS} steps: {self.tokens}")
+
+    def abort(self, names: list[str]) -> None:
+        """Abort requests and let the engine forget them."""
+        self.engine.abort_request(names)
+        for _ in range(_MOST_STEPS):
+            if not self.engine.has_unfinished_requests():
+                return
+            self.step()
+        raise RuntimeError("aborted requests do not end")
+
+    def close(self) -> None:
+        """Take the engine down."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.engine.engine_core.shutdown()
+        del self.llm, self.engine
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def measure(case: Case) -> Measured:
+    """Start a case's engine, count its decode steps under emulation, time some without, take it down."""
+    if case.before is not None:
+        case.before()
+    out, begun = Measured(case.name), time.perf_counter()
+    before = [device.counters() if case.num_ranks == 1 else {}]
+    session = Session(case)
+    out.start_s = round(time.perf_counter() - begun, 2)
+    out.start = dict(gained(before, session.probe("counters")[:1])[0])
+    try:
+        session.probe("emulate", True)
+        before = session.probe("counters")
+        names = session.add(case.prompts(), **case.sampling)
+        session.prefill(names)
+        out.prefill = dict(gained(before, session.probe("counters"))[0])
+        count_steps(session, out)
+        session.probe("emulate", False)
+        before = session.probe("counters")
+        for _ in range(case.timed_steps):
+            begun = time.perf_counter()
+            session.step()
+            out.host_ms.append(round((time.perf_counter() - begun) * 1e3, 3))
+        out.timed = dict(gained(before, session.probe("counters"))[0])
+        session.abort(names)
+        out.not_emulated = session.probe("not_emulated")[0]
+        if case.after is not None:
+            out.extra |= case.after(session)
+    finally:
+        session.close()
+    return out
+
+
+def count_steps(session: "Session", out: Measured) -> None:
+    """Count and trace a case's decode steps into `out`: the first rank's, and every rank's launches."""
+    first, launches = sum(session.tokens.values()), []
+    session.probe("trace", True)
+    before = session.probe("counters")
+    for _ in range(session.case.steps):
+        session.step()
+        after = session.probe("counters")
+        step = gained(before, after)
+        out.steps.append(dict(step[0]))
+        launches.append([rank["launch"] for rank in step])
+        before = after
+    out.lines = session.probe("trace", False)[0]
+    out.tokens = sum(session.tokens.values()) - first
+    out.extra["launches_by_rank"] = [sum(rank) for rank in zip(*launches, strict=True)]
+
+
+def gained(before: list[dict[str, int]], after: list[dict[str, int]]) -> list[Counter]:
+    """Return by rank what each counter has gained; those that have not are missing."""
+    return [Counter(late) - Counter(early) for early, late in zip(before, after, strict=True)]
+
+
+def main() -> int:
+    """Measure the cases named on the command line and write them to the file named there."""
+    from null_gpu import emulate
+
+    target, *names = sys.argv[1:]
+    emulate.zero_blocks()
+    results = []
+    for name in names:
+        try:
+            results.append(measure(CASES[name]))
+        except Exception:
+            results.append(Measured(name, error=traceback.format_exc()))
+        print(f"[null GPU] {name}: {'failed' if results[-1].error else 'ran'}", file=sys.stderr, flush=True)
+        with open(target, "w") as file:
+            json.dump([asdict(result) for result in results], file, indent=1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

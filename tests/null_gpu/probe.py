@@ -1,0 +1,50 @@
+"""Measures one process of an engine: emulation, trace, counters; over vLLM's `collective_rpc` if there are several."""
+
+import contextlib
+from typing import Any
+
+from null_gpu import device, emulate
+
+TRACED = ("sync", "copy", "alloc", "illegal")
+
+
+class Probe:
+    """What is measured in this process."""
+
+    def __init__(self) -> None:
+        self._emulating = contextlib.ExitStack()
+        self._tracing = contextlib.ExitStack()
+        self._seen = device.Trace()
+
+    def emulate(self, on: bool) -> None:
+        """Begin or end emulating kernels."""
+        self._emulating.close()
+        if on:
+            self._emulating.enter_context(emulate.emulating())
+
+    def trace(self, on: bool) -> dict[str, list[int]]:
+        """Begin or end recording lines; return what was recorded: `event|line` to `[times, bytes]`."""
+        self._tracing.close()
+        lines = {f"{event}|{line}": row for (event, line), row in self._seen.lines.items()}
+        if on:
+            self._seen = self._tracing.enter_context(device.trace(*TRACED))
+        return lines
+
+    def counters(self) -> dict[str, int]:
+        """Return all counters so far."""
+        return dict(device.counters())
+
+    def not_emulated(self) -> dict[str, str]:
+        """Return what the emulation could not do."""
+        return dict(emulate.failed)
+
+
+class WorkerProbe:
+    """vLLM's `worker_extension_cls`: gives every worker a probe of its own process."""
+
+    def null_gpu(self, name: str, *args: Any) -> Any:
+        """Call a method of this worker's probe."""
+        if not hasattr(self, "_null_gpu_probe"):
+            self._null_gpu_probe = Probe()
+            emulate.zero_blocks()
+        return getattr(self._null_gpu_probe, name)(*args)

@@ -1,0 +1,92 @@
+"""The table of what a decode step does on the null GPU, as docs/gpu.md has it; pure, reads measurements.
+
+python -m null_gpu.report RESULTS.json            # print the table
+python -m null_gpu.report RESULTS.json PAGE.md    # and write it between the page's marks
+"""
+
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from null_gpu import judge
+
+BEGIN, END = "<!-- null-gpu -->", "<!-- /null-gpu -->"
+_LAUNCHES = {
+    "runtime": ("launch.cudaLaunchKernel", "launch.cudaLaunchKernelExC", "launch.cudaLaunchCooperativeKernel"),
+    "driver": ("launch.cuLaunchKernelEx", "launch.cuLaunchKernel"),
+    "cublas": ("launch.cublas",),
+    "nccl": ("launch.nccl",),
+}
+
+
+def summary(measured: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration's row: medians per decode step, allocations of all counted steps, host ms."""
+
+    def per_step(*counters: str) -> float:
+        return sum(judge.per_step(measured, counter) for counter in counters)
+
+    times = sorted(measured["host_ms"])
+    return {
+        "name": measured["name"],
+        "steps": len(measured["steps"]),
+        "launches": per_step("launch"),
+        **{f"launches_{kind}": per_step(*counters) for kind, counters in _LAUNCHES.items()},
+        "graphs": per_step("graph.launch"),
+        "graph_kernels": per_step("graph.kernels"),
+        "syncs": per_step("sync"),
+        "blocking_copies": per_step("copy.blocking"),
+        "pinned_h2d": per_step("copy.h2d_pinned"),
+        "pinned_d2h": per_step("copy.d2h_pinned"),
+        "d2d": per_step("copy.d2d"),
+        "allocations": sum(judge.total(measured, name) for name in judge.WAITS if name.startswith("alloc")),
+        "host_ms": round(statistics.median(times), 2),
+        "host_ms_p20": times[len(times) // 5],
+        "host_ms_p80": times[len(times) * 4 // 5],
+        "start_s": measured["start_s"],
+    }
+
+
+COLUMNS = {
+    "launches (runtime / Triton / cuBLAS / NCCL)": "{launches:g} ({launches_runtime:g} / {launches_driver:g} / "
+    "{launches_cublas:g} / {launches_nccl:g})",
+    "graphs (kernels)": "{graphs:g} ({graph_kernels:g})",
+    "syncs": "{syncs:g}",
+    "blocking copies": "{blocking_copies:g}",
+    "pinned copies up / down": "{pinned_h2d:g} / {pinned_d2h:g}",
+    "device copies": "{d2d:g}",
+    "allocations": "{allocations:g}",
+    "host ms": "{host_ms:.1f}",
+}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows of `summary` as a Markdown table."""
+    lines = [f"| per decode step | {' | '.join(COLUMNS)} |", "| --- |" + " ---: |" * len(COLUMNS)]
+    lines += [f"| {row['name']} | {' | '.join(cell.format(**row) for cell in COLUMNS.values())} |" for row in rows]
+    return "\n".join(lines)
+
+
+def section(results: dict[str, Any]) -> str:
+    """Return the table and where it comes from, as a page has them."""
+    origin = results["provenance"]
+    versions = ", ".join(f"{name} {origin['versions'][name]}" for name in ("vllm", "torch", "triton"))
+    commit = f"commit {origin['git_sha'][:10]}" if origin["git_sha"] else "no commit"
+    changes = " with local changes" if origin["git_dirty"] else ""
+    cpu = f"{origin['cpu']}, {origin['num_cpus']} cores"
+    return f"{table(results['rows'])}\n\n{origin['date'][:10]}, {commit}{changes}, {versions}, {cpu}."
+
+
+def main() -> None:
+    """Print the table; with a page, write it there."""
+    results = json.loads(Path(sys.argv[1]).read_text())
+    print(section(results))
+    if sys.argv[2:]:
+        page, text = Path(sys.argv[2]), f"{BEGIN}\n{section(results)}\n{END}"
+        page.write_text(re.sub(f"{BEGIN}.*?{END}", lambda _: text, page.read_text(), flags=re.DOTALL))
+
+
+if __name__ == "__main__":
+    main()

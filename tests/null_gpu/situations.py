@@ -1,0 +1,50 @@
+"""What a running engine goes through beside decoding: long prompts, sleep; each returns what the tests look at."""
+
+from typing import Any
+
+import torch
+
+
+def peak_of_a_prompt(session: Any) -> dict[str, int]:
+    """Prefill and decode prompts that the engine has not seen; return the peak in bytes and what bounds it.
+
+    Returns:
+        `peak`: most that was allocated above what there was before; `profiled`: what vLLM's profile run took, and so
+        left free beside weights and caches; `most` and `requested`: the same of the whole device.
+    """
+    worker = session.worker
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    session.probe("emulate", True)
+    names = session.add(session.case.prompts(seed=1))
+    session.prefill(names)
+    session.probe("emulate", False)
+    most = torch.cuda.max_memory_allocated()
+    session.abort(names)
+    return {
+        "peak": most - before,
+        "profiled": int(worker.peak_activation_memory),
+        "most": most,
+        "requested": int(worker.requested_memory),
+    }
+
+
+def sleep_and_wake(session: Any) -> dict[str, Any]:
+    """Sleep at both levels, and decode after each; return the free bytes awake, asleep and awake again, by level."""
+    free = {}
+    for level in (1, 2):
+        awake = torch.cuda.mem_get_info()[0]
+        session.llm.sleep(level=level)
+        asleep = torch.cuda.mem_get_info()[0]
+        session.llm.wake_up(tags=["weights"])
+        if level == 2:
+            session.llm.collective_rpc("reload_weights")
+        session.llm.wake_up(tags=["kv_cache"])
+        free[str(level)] = [awake, asleep, torch.cuda.mem_get_info()[0]]
+        session.probe("emulate", True)
+        names = session.add(session.case.prompts())
+        session.prefill(names)
+        session.probe("emulate", False)
+        session.abort(names)
+    return {"free": free}

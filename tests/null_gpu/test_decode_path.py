@@ -1,0 +1,160 @@
+"""What a decode step makes the CUDA builds do on the null GPU: no wait, blocking copy or allocation of ours."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from null_gpu import judge, report
+from null_gpu.cases import CASES
+from null_gpu.conftest import RESULTS
+from null_gpu.plants import PLANTS
+
+RUN = [name for name, case in CASES.items() if not case.is_planted]
+# Those with a vanilla counterpart in the same mode.
+OURS = [name for name in RUN if CASES[name].most_launches]
+# One process runs many engines; those with several ranks have processes of their own.
+TIMEOUT_S = 1200
+
+
+@pytest.fixture(scope="session")
+def measured(request, tmp_path_factory):
+    """Return what was measured, by case: all that the selected tests ask for, and what they are compared with."""
+    wanted = set().union(*(_cases_of(item) for item in request.session.items))
+    wanted |= {CASES[name].vanilla for name in wanted}
+    rows = []
+    for num_ranks in sorted({CASES[name].num_ranks for name in wanted}):
+        names = [name for name in CASES if name in wanted and CASES[name].num_ranks == num_ranks]
+        rows += run(tmp_path_factory.mktemp("null_gpu") / "results.json", names, num_ranks)
+    request.config.stash[RESULTS] = [report.summary(row) for row in rows if not row["error"] and row["host_ms"]]
+    if target := os.environ.get("NULL_GPU_RESULTS"):
+        write_results(Path(target), request.config.stash[RESULTS])
+    return {row["name"]: row for row in rows}
+
+
+def _cases_of(item):
+    """Return the cases that a test asks for: its parameter `name`, or what its mark `cases` says."""
+    marks = [name for mark in item.iter_markers("cases") for name in mark.args]
+    name = item.callspec.params.get("name") if hasattr(item, "callspec") else None
+    return {*marks, *([name] if name in CASES else [])}
+
+
+def run(path, names, num_ranks=1):
+    """Run cases in a process of their own and return what it measured."""
+    environment = os.environ | {"NULLGPU_DEVICES": str(num_ranks), "VLLM_LOGGING_LEVEL": "WARNING"}
+    done = subprocess.run(
+        [sys.executable, "-m", "null_gpu.engine_run", str(path), *names],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    rows = json.loads(path.read_text()) if path.exists() else []
+    for row in rows:
+        row["error"] = row["error"] and row["error"] + done.stderr[-6000:]
+    ran = {row["name"] for row in rows}
+    lost = {"error": f"the process ended with {done.returncode}:\n{done.stderr[-4000:]}"}
+    return rows + [{"name": name, "steps": [], **lost} for name in names if name not in ran]
+
+
+def write_results(path, rows):
+    """Write the table's rows with their provenance."""
+    from vllm_vidspec.bench.provenance import provenance
+
+    origin = provenance() | {"argv": ["make", "test-cuda-host"], "device": "null GPU"}
+    path.write_text(json.dumps({"provenance": origin, "rows": rows}, indent=1) + "\n")
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_it_runs_without_fault(measured, name):
+    """Starts, profiles, captures, prefills a video, decodes, aborts; nothing that a device would have refused."""
+    row = measured[name]
+    assert not row["error"], row["error"]
+    assert judge.faults(row) == []
+    assert row["tokens"] >= len(row["steps"])
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_no_wait_is_ours(measured, name):
+    row, vanilla = measured[name], measured[CASES[name].vanilla]
+    assert not row["error"], row["error"]
+    complaints = judge.waits_of_ours(row, vanilla, CASES[name].allowed)
+    assert not complaints, f"{name}, beside {vanilla['name']}:\n" + "\n".join(complaints)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_nothing_else_of_ours_crosses(measured, name):
+    row = measured[name]
+    assert not row["error"], row["error"]
+    assert judge.crossings_of_ours(row, CASES[name].crossings) == []
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_launches_stay_in_the_budget(measured, name):
+    row = measured[name]
+    assert judge.per_step(row, "launch") <= CASES[name].most_launches
+    # Nothing is emulated while steps are timed: they must do the same nevertheless.
+    assert row["timed"]["launch"] / len(row["host_ms"]) == pytest.approx(judge.per_step(row, "launch"), rel=0.05)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].num_ranks > 1])
+def test_ranks_do_the_same(measured, name):
+    launches = measured[name]["extra"]["launches_by_rank"]
+    assert len(launches) == CASES[name].num_ranks and len(set(launches)) == 1
+
+
+# ---- memory
+
+
+@pytest.mark.cases("eight clips")
+def test_eight_clips_stay_within_the_profiled_peak(measured):
+    memory = measured["eight clips"]["extra"]
+    assert memory["peak"] <= memory["profiled"], memory
+    assert memory["most"] <= memory["requested"], memory
+
+
+@pytest.mark.cases("sleep")
+@pytest.mark.parametrize("level", ["1", "2"])
+def test_sleep_gives_memory_back(measured, level):
+    awake, asleep, again = measured["sleep"]["extra"]["free"][level]
+    assert asleep > awake and again == pytest.approx(awake, abs=4 << 20)
+
+
+# ---- the tests above are seen to fail
+
+
+@pytest.mark.cases("planted")
+@pytest.mark.parametrize("plant", [name for name, (_, counters) in PLANTS.items() if counters])
+def test_a_planted_defect_is_seen_and_named(measured, plant):
+    row, vanilla = measured["planted"], measured["vanilla"]
+    assert not row["error"], row["error"]
+    complaints = judge.waits_of_ours(row["extra"][plant], vanilla)
+    function, counters = PLANTS[plant]
+    assert {complaint.split(":")[0] for complaint in complaints} >= set(counters)
+    assert all(f"{function.__name__} <" in complaint for complaint in complaints), complaints
+
+
+@pytest.mark.cases("planted")
+def test_a_planted_crossing_is_seen(measured):
+    """Pinned copies keep nobody waiting, but each costs a launch: a new one has to be asked for."""
+    (found,) = judge.crossings_of_ours(measured["planted"]["extra"]["pinned upload"], CASES["planted"].crossings)
+    assert "plant_pinned_upload" in found
+
+
+@pytest.mark.cases("planted")
+def test_launches_past_the_budget_are_seen(measured):
+    budget, planted = CASES["chain"].most_launches, measured["planted"]
+    assert judge.per_step(planted, "launch") <= budget < judge.per_step(planted["extra"]["launches"], "launch")
+
+
+@pytest.mark.cases("planted")
+def test_without_the_plants_it_is_clean(measured):
+    assert judge.waits_of_ours(measured["planted"], measured["vanilla"]) == []
+
+
+@pytest.mark.cases("planted capture")
+def test_an_allocation_under_capture_is_seen(measured):
+    assert "operation failed due to a previous error during capture" in measured["planted capture"]["error"]

@@ -1,0 +1,364 @@
+"""The instrument itself: it counts what is known to happen, and refuses what a device refuses, with CUDA's codes."""
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from null_gpu import device
+
+MIB = 1 << 20
+
+
+@triton.jit
+def _add_one(x_ptr, out_ptr, size, block: tl.constexpr):
+    index = tl.program_id(0) * block + tl.arange(0, block)
+    mask = index < size
+    tl.store(out_ptr + index, tl.load(x_ptr + index, mask=mask) + 1, mask=mask)
+
+
+@pytest.fixture
+def before():
+    """Return the counters after torch has initialised itself and its allocator holds free blocks."""
+    block = torch.empty(MIB, dtype=torch.uint8, device="cuda")
+    del block
+    torch.cuda.synchronize()
+    return device.counters()
+
+
+def only(gained, *prefixes):
+    """Return the counters with one of the prefixes."""
+    return {name: value for name, value in gained.items() if name.startswith(prefixes)}
+
+
+# ---- what is counted
+
+
+def test_launches_are_counted_by_interface_and_kernel(before):
+    x = torch.ones(512, device="cuda")
+    _add_one[(2,)](x, x, 512, block=256)
+    x @ x
+    torch.mm(x.view(16, 32), x.view(32, 16))
+    gained = device.gained(before)
+    assert gained["launch.cudaLaunchKernel"] == 1  # ones
+    assert gained["launch.cuLaunchKernelEx"] == gained["kernel:_add_one"] == 1
+    assert gained["launch.cublas"] == 2
+    assert gained["launch"] == 4
+
+
+@pytest.mark.parametrize(
+    ("copy", "expected"),
+    [
+        (lambda host, gpu: gpu.copy_(host), {"copy.h2d_pageable": 1, "copy.blocking": 1, "sync": 1}),
+        (lambda host, gpu: host.copy_(gpu), {"copy.d2h_pageable": 1, "copy.blocking": 1, "sync": 1}),
+        (lambda host, gpu: gpu.copy_(host.pin_memory(), non_blocking=True), {"copy.h2d_pinned": 1}),
+        (lambda host, gpu: gpu.clone(), {"copy.d2d": 1}),
+        (lambda host, gpu: gpu.sum().item(), {"copy.d2h_pinned": 1, "sync": 1}),
+        (lambda host, gpu: gpu[gpu > 0], {"copy.d2h_pinned": 1, "sync": 1}),
+        (lambda host, gpu: gpu.__setitem__(torch.zeros(2, dtype=torch.int64, device="cuda"), 3), None),
+    ],
+    ids=["upload", "download", "pinned upload", "device copy", "item", "boolean mask", "scalar index assignment"],
+)
+def test_copies_and_waits_are_counted(before, copy, expected):
+    host, gpu = torch.zeros(64), torch.zeros(64, device="cuda")
+    copy(host, gpu)  # lazily created buffers come first
+    before = device.counters()
+    copy(host, gpu)
+    gained = only(device.gained(before), "copy.", "sync")
+    gained = {name: value for name, value in gained.items() if name not in ("sync.stream",) and "bytes" not in name}
+    print(gained)
+    if expected is None:
+        assert gained["copy.blocking"] >= 1 and gained["sync"] >= 1
+    else:
+        assert gained == expected
+
+
+def test_bytes_are_moved_and_counted(before):
+    gpu = torch.arange(100, dtype=torch.int32).cuda()
+    assert device.gained(before)["copy.h2d_pageable_bytes"] == 400
+    assert gpu.cpu().tolist() == list(range(100))
+    assert device.where(gpu.data_ptr()) == device.DEVICE
+    assert device.where(torch.zeros(4).pin_memory().data_ptr()) == device.PINNED
+
+
+def test_allocations_are_counted_and_bounded(before):
+    total = torch.cuda.mem_get_info()[1]
+    free = torch.cuda.mem_get_info()[0]
+    block = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+    gained = device.gained(before)
+    assert (gained["alloc.device"], gained["alloc.device_bytes"]) == (1, 64 * MIB)
+    assert torch.cuda.mem_get_info()[0] == free - 64 * MIB
+    del block
+    torch.cuda.empty_cache()
+    assert torch.cuda.mem_get_info()[0] >= free
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(total, dtype=torch.uint8, device="cuda")
+
+
+def test_freed_memory_reads_as_zeros_again():
+    first = torch.full((32 * MIB,), 7, dtype=torch.uint8).cuda()
+    assert int(first[-1].cpu()) == 7
+    del first
+    torch.cuda.empty_cache()
+    assert int(torch.empty(32 * MIB, dtype=torch.uint8, device="cuda").cpu().sum()) == 0
+
+
+def test_a_trace_names_the_line(before):
+    x = torch.zeros(4, device="cuda")
+    with device.trace("sync", "copy") as seen:
+        x[0].item()
+    events = {event for event, _ in seen.lines}
+    assert events == {"copy.d2h_pinned", "cudaStreamSynchronize"}
+    assert all("test_instrument.py" in line and "test_a_trace_names_the_line" in line for _, line in seen.lines)
+    assert "cudaStreamSynchronize" in seen.table(("cuda",))
+
+
+# ---- capture
+
+
+def capture(work, before=None):
+    """Capture `work` of a tensor as a graph."""
+    x = torch.zeros(8, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = work(x)
+    return graph, x, out
+
+
+def test_a_graph_keeps_launches_and_replays_copies(before):
+    source = torch.arange(8.0).cuda()
+    target = torch.zeros(8, device="cuda")
+    before = device.counters()
+    graph, *_ = capture(lambda x: (target.copy_(source), x * 2 + 1))
+    gained = device.gained(before)
+    assert gained["captured.kernel"] == 2 and gained["captured.memcpy"] == 1
+    assert target.cpu().tolist() == [0.0] * 8
+    before = device.counters()
+    graph.replay()
+    gained = device.gained(before)
+    assert (gained["graph.launch"], gained["graph.kernels"], gained["launch"]) == (1, 2, 0)
+    assert target.cpu().tolist() == list(range(8))
+
+
+CODES = {
+    "cudaErrorStreamCaptureUnsupported": 900,
+    "cudaErrorStreamCaptureInvalidated": 901,
+    "cudaErrorStreamCaptureMerge": 902,
+    "cudaErrorStreamCaptureUnmatched": 903,
+    "cudaErrorStreamCaptureUnjoined": 904,
+    "cudaErrorStreamCaptureIsolation": 905,
+    "cudaErrorStreamCaptureImplicit": 906,
+    "cudaErrorCapturedEvent": 907,
+}
+
+
+class Runtime:
+    """The runtime's C interface, for what torch does not let one do wrong."""
+
+    def __init__(self):
+        self.library = ctypes.CDLL("libcudart.so.13")
+        self.library.cudaGetErrorName.restype = ctypes.c_char_p
+
+    def __call__(self, name, *arguments):
+        arguments = [ctypes.c_void_p(a) if isinstance(a, int) and a > 2**31 else a for a in arguments]
+        error = getattr(self.library, name)(*arguments)
+        label = self.library.cudaGetErrorName(error).decode()
+        assert CODES.get(label, 0) == error, (label, error)
+        self.library.cudaGetLastError()  # torch must not take it for one of its own
+        return label
+
+    def create(self, name, *arguments):
+        """Return a new handle."""
+        handle = ctypes.c_void_p()
+        assert self(name, ctypes.byref(handle), *arguments) == "cudaSuccess"
+        return handle.value
+
+
+@pytest.fixture
+def runtime():
+    torch.cuda.current_stream()
+    return Runtime()
+
+
+@pytest.fixture
+def gpu():
+    return torch.zeros(8, device="cuda")
+
+
+@pytest.fixture
+def capturing(runtime, gpu):
+    """Return a stream that captures in CUDA's strictest mode; the capture is ended whatever became of it."""
+    stream = runtime.create("cudaStreamCreateWithFlags", 1)
+    assert runtime("cudaStreamBeginCapture", stream, 0) == "cudaSuccess"
+    yield stream
+    graph = ctypes.c_void_p()
+    runtime.library.cudaStreamEndCapture(ctypes.c_void_p(stream), ctypes.byref(graph))
+    runtime.library.cudaGetLastError()
+
+
+NULL_BUFFER = ctypes.create_string_buffer(64)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ("cudaMalloc", ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(64)),
+        ("cudaHostAlloc", ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(64), 0),
+        ("cudaDeviceSynchronize",),
+        ("cudaMemcpy", NULL_BUFFER, NULL_BUFFER, ctypes.c_size_t(8), 0),
+        ("cudaStreamSynchronize", "stream"),
+        ("cudaStreamQuery", "stream"),
+    ],
+    ids=lambda call: call[0],
+)
+def test_what_capture_forbids_fails_and_spoils_the_graph(runtime, capturing, call):
+    name, *arguments = call
+    arguments = [capturing if a == "stream" else a for a in arguments]
+    assert runtime(name, *arguments) == "cudaErrorStreamCaptureUnsupported"
+    graph = ctypes.c_void_p()
+    assert runtime("cudaStreamEndCapture", capturing, ctypes.byref(graph)) == "cudaErrorStreamCaptureInvalidated"
+    assert graph.value is None
+
+
+def test_events_and_streams_of_a_capture(runtime, capturing):
+    inside, outside = (runtime.create("cudaEventCreateWithFlags", 2) for _ in range(2))
+    other = runtime.create("cudaStreamCreateWithFlags", 1)
+    assert runtime("cudaEventRecord", outside, other) == "cudaSuccess"
+    assert runtime("cudaEventRecord", inside, capturing) == "cudaSuccess"
+    assert runtime("cudaEventQuery", inside) == "cudaErrorCapturedEvent"
+    graph = ctypes.c_void_p()
+    runtime.library.cudaStreamEndCapture(ctypes.c_void_p(capturing), ctypes.byref(graph))
+    assert runtime("cudaStreamBeginCapture", capturing, 0) == "cudaSuccess"
+    assert runtime("cudaStreamWaitEvent", capturing, outside, 0) == "cudaErrorStreamCaptureIsolation"
+
+
+def test_a_forked_stream_must_join(runtime, capturing, gpu):
+    event = runtime.create("cudaEventCreateWithFlags", 2)
+    fork = runtime.create("cudaStreamCreateWithFlags", 1)
+    assert runtime("cudaEventRecord", event, capturing) == "cudaSuccess"
+    assert runtime("cudaStreamWaitEvent", fork, event, 0) == "cudaSuccess"
+    assert runtime("cudaMemsetAsync", gpu.data_ptr(), 1, ctypes.c_size_t(8), ctypes.c_void_p(fork)) == "cudaSuccess"
+    graph = ctypes.c_void_p()
+    assert runtime("cudaStreamEndCapture", capturing, ctypes.byref(graph)) == "cudaErrorStreamCaptureUnjoined"
+
+
+def test_two_captures_do_not_merge(runtime, capturing):
+    event = runtime.create("cudaEventCreateWithFlags", 2)
+    other = runtime.create("cudaStreamCreateWithFlags", 1)
+    assert runtime("cudaStreamBeginCapture", other, 0) == "cudaSuccess"
+    assert runtime("cudaEventRecord", event, capturing) == "cudaSuccess"
+    assert runtime("cudaStreamWaitEvent", other, event, 0) == "cudaErrorStreamCaptureMerge"
+    graph = ctypes.c_void_p()
+    assert runtime("cudaStreamEndCapture", other, ctypes.byref(graph)) == "cudaErrorStreamCaptureInvalidated"
+
+
+def test_the_legacy_stream_is_implicit_in_blocking_streams(runtime, gpu):
+    blocking = runtime.create("cudaStreamCreateWithFlags", 0)
+    assert runtime("cudaStreamBeginCapture", blocking, 0) == "cudaSuccess"
+    label = runtime("cudaMemsetAsync", gpu.data_ptr(), 1, ctypes.c_size_t(8), ctypes.c_void_p(0))
+    graph = ctypes.c_void_p()
+    ended = runtime("cudaStreamEndCapture", blocking, ctypes.byref(graph))
+    assert (label, ended) == ("cudaErrorStreamCaptureImplicit", "cudaErrorStreamCaptureInvalidated")
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.cpu(),
+        lambda x: x + torch.ones(8).cuda(),
+        lambda x: torch.cuda.synchronize(),
+        lambda x: x[x > 0],
+        lambda x: x.__setitem__(torch.zeros(2, dtype=torch.int64, device="cuda"), 3),
+    ],
+    ids=["item", "download", "upload", "synchronize", "boolean mask", "scalar index assignment"],
+)
+def test_torch_fails_under_capture_as_on_a_device(work):
+    with pytest.raises(Exception, match="captur"):
+        capture(work)
+    torch.cuda.synchronize()
+    capture(lambda x: x + 1)  # the device is usable afterwards
+
+
+def test_an_allocation_past_the_graphs_pool_fails_under_capture(runtime):
+    """PyTorch serves a capture's blocks from a pool of its own; a plain cudaMalloc inside is what a device refuses."""
+    pointer = ctypes.c_void_p()
+    labels = []
+    with pytest.raises(Exception, match="captur"):
+        capture(lambda x: labels.append(runtime("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(64))))
+    assert labels in (["cudaErrorStreamCaptureUnsupported"], ["cudaSuccess"])
+
+
+# ---- devices
+
+
+def test_a_host_tensor_is_refused_by_triton_and_by_operators():
+    gpu, host = torch.zeros(4, device="cuda"), torch.zeros(4)
+    with pytest.raises(ValueError, match="cannot be accessed from Triton"):
+        _add_one[(1,)](host, gpu, 4, block=16)
+    with pytest.raises(RuntimeError, match="same device"):
+        gpu + host
+
+
+def test_a_grid_that_a_device_refuses_is_refused():
+    gpu = torch.zeros(4, device="cuda")
+    before = device.counters()
+    with pytest.raises(RuntimeError):
+        _add_one[(1, 70000)](gpu, gpu, 4, block=16)
+    assert device.gained(before)["bad_grid"] == 1
+
+
+_TWO_RANKS = """
+import sys, torch, torch.distributed as dist
+rank = int(sys.argv[1])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl", rank=rank, world_size=2, init_method="file://" + sys.argv[2])
+groups = [dist.new_group([0, 1]) for _ in range(2)]
+x, y = torch.tensor([1.0 + rank, 2.0]).cuda(), torch.tensor([float(rank)]).cuda()
+parts = [torch.empty_like(x) for _ in range(2)]
+dist.all_gather(parts, x)
+dist.all_reduce(x)
+dist.broadcast(y, 1)
+print("result", x.tolist(), y.tolist(), [part.tolist() for part in parts])
+for group in groups:
+    dist.all_reduce(x, group=group)
+try:
+    dist.all_reduce(x, group=groups[0]) if rank == 0 else dist.broadcast(x, 0, group=groups[0])
+except dist.DistBackendError:
+    print("refused")
+if rank == 0:
+    try:
+        dist.all_reduce(x, group=groups[1])
+    except dist.DistBackendError:
+        print("refused")
+sys.stdout.flush()
+import os
+os._exit(0)
+"""
+
+
+def test_collectives_between_two_processes(tmp_path):
+    """Sums, gathers and broadcasts are real; what would hang on a device is an error that names the other rank."""
+    environment = os.environ | {"NULLGPU_DEVICES": "2", "NULLGPU_NCCL_TIMEOUT_S": "3"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _TWO_RANKS, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    for out, _ in outputs:
+        assert out.splitlines()[0] == "result [3.0, 4.0] [1.0] [[1.0, 2.0], [2.0, 2.0]]"
+    assert outputs[0][0].count("refused") == 2 and outputs[1][0].count("refused") == 1
+    errors = outputs[0][1]
+    assert "rank 0 of 2: ncclAllReduce of 8 bytes, but rank 1 calls ncclBroadcast of 8" in errors
+    assert "rank 0 of 2: ncclAllReduce: rank 1 did not come within 3 s" in errors
