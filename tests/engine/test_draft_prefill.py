@@ -346,7 +346,7 @@ def test_an_equal_draft_still_never_errs(reference, monkeypatch, llava):
     assert counted["prompts"] == 3 and counted["skipped_draft_error"] == 0
     reading = [step for step in steps if step["read"]]
     assert len(reading) >= 13 and max(step["read"] for step in reading) <= 60
-    assert min(step["decoding"] for step in reading[1:]) >= 3
+    assert min(step["decoding"] for step in reading[1:]) >= 2  # who is read for, and another; the first ends early
 
 
 def test_the_draft_looks_once(monkeypatch, llava):
