@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vllm_vidspec.config import METHOD, SELF
+from vllm_vidspec.devices import has_nvidia_gpu
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.plugin import SUPPORTED_VLLM
 from vllm_vidspec.setup import fixups
@@ -91,7 +92,7 @@ def _engine() -> Iterator[Check]:
     """The engine's version, and whether vLLM finds its own distribution (the CPU wheel has another name)."""
     cpu, cuda = _version(fixups.CPU_ENGINE), _version("vllm")
     if cpu is None and cuda is None:
-        yield Check("engine", "fail", "vLLM is not installed", _INSTALL_GPU if _has_gpu() else _INSTALL_CPU)
+        yield Check("engine", "fail", "vLLM is not installed", _INSTALL_GPU if has_nvidia_gpu() else _INSTALL_CPU)
         return
     version = cpu or cuda or ""
     kind = "CPU" if _is_cpu_engine() else "CUDA"
@@ -178,7 +179,7 @@ def _device() -> Iterator[Check]:
 
     if _is_cpu_engine():
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        if _has_gpu():
+        if has_nvidia_gpu():
             yield Check("device", "warn", "this machine has an NVIDIA GPU, the engine is for CPU", _INSTALL_GPU)
         else:
             yield Check("device", "ok", f"CPU, {platform.machine()}, {cores} core{'s' if cores > 1 else ''}")
@@ -194,7 +195,9 @@ def _device() -> Iterator[Check]:
         yield Check("device", "ok", ", ".join(names))
     else:
         remedy = (
-            "check the driver with nvidia-smi" if _has_gpu() else f"no GPU here? {_INSTALL_CPU} in a new environment"
+            "check the driver with nvidia-smi"
+            if has_nvidia_gpu()
+            else f"no GPU here? {_INSTALL_CPU} in a new environment"
         )
         yield Check("device", "fail", "the engine is for CUDA, torch sees no CUDA device", remedy)
 
@@ -254,7 +257,9 @@ def _guarded(name: str, check: Callable[[], Any]) -> list[Check]:
         findings.extend(check())
     except Exception as error:
         missing = isinstance(error, ModuleNotFoundError)
-        remedy = (_INSTALL_GPU if _has_gpu() else _INSTALL_CPU) if missing else "see the error; then run doctor again"
+        remedy = (
+            (_INSTALL_GPU if has_nvidia_gpu() else _INSTALL_CPU) if missing else "see the error; then run doctor again"
+        )
         findings.append(Check(name, "fail", f"{type(error).__name__}: {_line(error)}", remedy))
     return findings
 
@@ -296,7 +301,3 @@ def _version(dist: str) -> str | None:
 
 def _is_cpu_engine() -> bool:
     return _version(fixups.CPU_ENGINE) is not None or "cpu" in (_version("vllm") or "")
-
-
-def _has_gpu() -> bool:
-    return os.path.exists("/dev/nvidiactl")

@@ -166,6 +166,9 @@ def from_prometheus(text: str) -> dict[str, int]:
         "relevance_tokens",
         "relevance_reused",
         "visual_tokens_kept",
+        "draft_encoder_hits",
+        "draft_encoder_misses",
+        "low_acceptance_windows",
     )
     for name in totals:
         values[name] = int(found.get((f"{name}_total", ""), 0))
