@@ -115,7 +115,7 @@ def test_ranks_do_the_same(measured, name):
 def test_eight_clips_stay_within_the_profiled_peak(measured):
     """What vLLM's own requests hold beside the profiled peak (outputs of the encoder, inputs) vanilla holds, too."""
     memory, vanilla = measured["eight clips"]["extra"], measured["vanilla eight clips"]["extra"]
-    assert memory["peak"] - memory["profiled"] <= vanilla["peak"] - vanilla["profiled"] + (1 << 20), (memory, vanilla)
+    assert memory["peak"] - memory["profiled"] <= vanilla["peak"] - vanilla["profiled"], (memory, vanilla)
     assert memory["most"] <= memory["requested"], memory
 
 
@@ -123,7 +123,7 @@ def test_eight_clips_stay_within_the_profiled_peak(measured):
 @pytest.mark.parametrize("level", ["1", "2"])
 def test_sleep_gives_memory_back(measured, level):
     awake, asleep, again = measured["sleep"]["extra"]["free"][level]
-    assert asleep > awake and again == pytest.approx(awake, abs=4 << 20)
+    assert asleep > again >= awake
 
 
 # ---- the tests above are seen to fail
