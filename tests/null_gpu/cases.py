@@ -112,14 +112,6 @@ _ALL = (
     Case("static pieces", {"drafting": "tree-static"}, "vanilla pieces", overrides=COMPILED, most_launches=480),
     Case("vanilla batch", batch=4),
     Case("chain batch", {}, "vanilla batch", batch=4, most_launches=410),
-    Case(
-        "adaptive batch",
-        {"drafting": "tree-adaptive"},
-        "vanilla batch",
-        batch=4,
-        **_ADAPTIVE,
-        most_launches=670,
-    ),
     Case("vanilla sampled", sampling=_SAMPLED),
     Case("chain sampled", {}, "vanilla sampled", sampling=_SAMPLED, most_launches=430),
     # The Qwen pair's three vision heads are not for two ranks.
