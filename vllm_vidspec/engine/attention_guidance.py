@@ -24,7 +24,7 @@ from vllm_vidspec.errors import VidSpecError
 REFUSAL = ("attention guidance", "use a pruner that needs no attention, e.g. uv")
 
 
-@dataclass
+@dataclass(eq=False)
 class _AttentionListener(Listener):
     total: torch.Tensor | None = None  # [text_start] float32 sums of softmax weights, of this rank's heads
     num_queries: int = 0

@@ -23,7 +23,7 @@ from vllm_vidspec.engine.prompt import UnsupportedPrompt, embedding_indices
 from vllm_vidspec.pruning import budget
 
 
-@dataclass
+@dataclass(eq=False)
 class Listener:
     """A request whose prefill is being heard.
 

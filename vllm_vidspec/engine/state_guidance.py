@@ -17,7 +17,7 @@ from vllm_vidspec.engine.listeners import Guided, Listener, Listeners, PendingSc
 from vllm_vidspec.errors import VidSpecError
 
 
-@dataclass
+@dataclass(eq=False)
 class _StateListener(Listener):
     has_begun: bool = False
     states: torch.Tensor | None = None  # [m, hidden_size] at `uv_layer`, model dtype
