@@ -127,8 +127,8 @@ def grow(width: int, num_candidates: int, num_drafts: int = 64, num_reqs: int = 
 def step_chains(num_axes: int, num_reqs: int = 32) -> None:
     kernels.chain_step(
         i64(num_reqs), i32(MAX_REQS), i32(MAX_REQS), i64(MAX_REQS), i32(MAX_REQS, MAX_BLOCKS), block_size=BLOCK_SIZE,
-        level=1, positions=i64(num_axes, MAX_REQS), logical_pos=i64(MAX_REQS), seq_lens=i32(MAX_REQS),
-        slot_mapping=i64(MAX_REQS),
+        level=1, max_position=100_000, positions=i64(num_axes, MAX_REQS), logical_pos=i64(MAX_REQS),
+        seq_lens=i32(MAX_REQS), slot_mapping=i64(MAX_REQS),
     )  # fmt: skip
 
 

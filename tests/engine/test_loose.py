@@ -488,12 +488,13 @@ def test_a_fault_is_strictness():
     with harness.engine(family, "draft", **OPEN, on_draft_error="skip") as running:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(visual_states, "store_states", fail)
-            unkept = running.measured(harness.videos(family, 2, max_tokens=20))
-        strict = running.generate(harness.videos(family, 2, max_tokens=20, **asking("strict")))
+            unkept = running.measured(harness.videos(family, 2, max_tokens=20, temperature=1.0))
+        running.llm.reset_prefix_cache()  # what the target has cached has no states any more
+        strict = running.generate(harness.videos(family, 2, max_tokens=20, temperature=1.0, **asking("strict")))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(visual_states, "visual_relevance", fail)
-            unmeasured = running.measured(harness.videos(family, 2, max_tokens=20))
-        _, healed = running.measured(harness.videos(family, 2, max_tokens=20))
+            unmeasured = running.measured(harness.videos(family, 2, max_tokens=20, temperature=1.0))
+        _, healed = running.measured(harness.videos(family, 2, max_tokens=20, temperature=1.0))
     for outputs, counted in (unkept, unmeasured):
         assert counted["strict_error"] == 2 and counted["loosened_tokens"] == 0 < counted["exact_tokens"]
         assert harness.token_ids(outputs) == harness.token_ids(strict)

@@ -36,7 +36,7 @@ STORE = (floats(64, 64, HIDDEN, dtype=BF16), i32(64), i32(MAX_REQS, 800), i32(MA
 PLACES = MAX_REQS * WIDTH
 STEP = {
     "rows": i64(1), "num_slots": i32(MAX_REQS), "num_tokens": i32(MAX_REQS), "pos_delta": i64(MAX_REQS),
-    "block_table": TABLE, "block_size": 16, "level": 1,
+    "block_table": TABLE, "block_size": 16, "level": 1, "max_position": MAX_CONTEXT - 1,
 }  # fmt: skip
 CHAIN_OUT = {
     "positions": i64(3, MAX_REQS), "logical_pos": i64(MAX_REQS), "seq_lens": i32(MAX_REQS),
@@ -44,7 +44,6 @@ CHAIN_OUT = {
 }  # fmt: skip
 TREE_OUT = {
     "positions": i64(3, PLACES), "logical_pos": i64(PLACES), "slot_mapping": i64(PLACES), "prefix_lens": i32(MAX_REQS),
-    "max_position": MAX_CONTEXT - 1,
 }  # fmt: skip
 
 

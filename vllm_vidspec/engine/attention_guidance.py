@@ -189,8 +189,9 @@ class AttentionGuidance(Listeners):
             total[:-1] = listener.total
         else:
             total[-1:].fill_(1.0)  # how many ranks have not heard it, summed with the rest
-        with self._agreement.collective():
-            total = tensor_model_parallel_all_reduce(total)
+        if not self._agreement.is_alone:
+            with self._agreement.collective():
+                total = tensor_model_parallel_all_reduce(total)
         return PendingScores(HostCopy(total), lambda total: self._score(listener, was_heard, total))
 
     def _score(self, listener: _AttentionListener, was_heard: bool, total: torch.Tensor) -> Guided:
