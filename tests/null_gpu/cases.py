@@ -72,6 +72,11 @@ class Case:
         """Tensor-parallel ranks, each a process of its own if there are several."""
         return self.overrides.get("tensor_parallel_size", 1)
 
+    def shares_engine(self, other: "Case") -> bool:
+        """Return whether an engine of this case is one of the other's, too."""
+        same = (self.spec, self.family, self.overrides) == (other.spec, other.family, other.overrides)
+        return same and other.before is None
+
     def llm_kwargs(self) -> dict[str, Any]:
         """Return the arguments of `LLM`."""
         overrides = {"dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20, "disable_log_stats": True} | self.overrides
@@ -95,32 +100,37 @@ _EIGHT_CLIPS = {
     "kv_cache_memory_bytes": None,
     "gpu_memory_utilization": 0.02,
 }
-_ADAPTIVE = {"allowed": (PLANNED_DEPTHS,), "crossings": (*CROSSINGS, "adaptive.py send")}
+_PLANNED = {"allowed": (PLANNED_DEPTHS,), "crossings": (*CROSSINGS, "adaptive.py send")}
+_STATIC, _ADAPTIVE = {"drafting": "tree-static"}, {"drafting": "tree-adaptive"}
 _SAMPLED = {"temperature": 1.0, "top_p": 0.9}
+_WARM = {"temperature": 1.0}
 # Launches grow with the layers of target and draft: these budgets are those of the bundled pair, counted plus a little.
+# Those with the same engine follow each other and share it.
 _ALL = (
     Case("vanilla"),
+    Case("vanilla batch", batch=4),
+    Case("vanilla sampled", sampling=_SAMPLED),
     Case("chain", {}, most_launches=400),
-    Case("static", {"drafting": "tree-static"}, most_launches=480),
-    Case("adaptive", {"drafting": "tree-adaptive"}, **_ADAPTIVE, most_launches=660),
+    Case("chain batch", {}, "vanilla batch", batch=4, most_launches=410),
+    Case("chain sampled", {}, "vanilla sampled", sampling=_SAMPLED, most_launches=430),
+    Case("planted", {}, steps=4, timed_steps=0, after=plant_each, is_planted=True),
+    Case("static", _STATIC, most_launches=480),
+    Case("adaptive", _ADAPTIVE, **_PLANNED, most_launches=660),
+    Case("adaptive batch", _ADAPTIVE, "vanilla batch", batch=4, **_PLANNED, most_launches=660),
+    Case("adaptive sampled", _ADAPTIVE, sampling=_WARM, **_PLANNED, most_launches=660),
     Case("loose", {"scorer": "loose"}, most_launches=460),
     Case("uv", {"pruner": "uv"}, most_launches=400),
     Case("self", {"draft": "target"}, most_launches=470),
     Case("vanilla graphs", overrides=GRAPHS),
     Case("chain graphs", {}, "vanilla graphs", overrides=GRAPHS, most_launches=345),
     Case("vanilla pieces", overrides=COMPILED),
-    Case("static pieces", {"drafting": "tree-static"}, "vanilla pieces", overrides=COMPILED, most_launches=480),
-    Case("vanilla batch", batch=4),
-    Case("chain batch", {}, "vanilla batch", batch=4, most_launches=410),
-    Case("vanilla sampled", sampling=_SAMPLED),
-    Case("chain sampled", {}, "vanilla sampled", sampling=_SAMPLED, most_launches=430),
+    Case("static pieces", _STATIC, "vanilla pieces", overrides=COMPILED, most_launches=480),
     # The Qwen pair's three vision heads are not for two ranks.
     Case("vanilla two ranks", family=LLAVA, overrides=TWO_RANKS),
-    Case("chain two ranks", {}, "vanilla two ranks", LLAVA, overrides=TWO_RANKS, most_launches=480),
+    Case("chain two ranks", {}, "vanilla two ranks", LLAVA, overrides=TWO_RANKS, most_launches=380),
     Case("vanilla eight clips", overrides=_EIGHT_CLIPS, num_videos=8, steps=1, timed_steps=0, after=peak_of_a_prompt),
     Case("eight clips", {}, overrides=_EIGHT_CLIPS, num_videos=8, steps=1, timed_steps=0, after=peak_of_a_prompt),
     Case("sleep", {}, overrides={"enable_sleep_mode": True}, steps=1, timed_steps=0, after=sleep_and_wake),
-    Case("planted", {}, steps=4, timed_steps=0, after=plant_each, is_planted=True),
     # The last of its process: the plant stays.
     Case("planted capture", {}, overrides=GRAPHS, before=allocate_while_capturing, is_planted=True),
 )

@@ -25,7 +25,9 @@ from triton.runtime.jit import JITFunction
 from null_gpu import device
 
 # Kernels whose numbers no host code looks at, and that take long in the interpreter; top-p never ends without numbers.
-_LEAVE_KERNELS = re.compile(r"mrope|rotary|^triton_|_attn_|attention|relevance|guidance|visual|rms|silu|topp")
+_LEAVE_KERNELS = re.compile(
+    r"mrope|rotary|^triton_|_attn_|attention|merge|relevance|guidance|row_stats|visual|rms|silu|topp"
+)
 _LEAVE_OPERATORS = re.compile(
     r"aten::(empty|new_empty|resize|set_|record_stream|_pin|is_pinned|_local_scalar|detach|alias|lift|_unsafe_view"
     r"|_reshape_alias|view)"

@@ -3,7 +3,8 @@
     python -m null_gpu.engine_run OUT.json NAME...
 
 A process of its own: an engine leaves threads and caches behind that a test's process should not have. Each name is one
-of `CASES`; a case that fails is reported with its traceback, and the next one starts.
+of `CASES`; cases with the same engine share it, one after another. A case that fails is reported with its traceback and
+takes its engine with it; the next one starts.
 """
 
 import gc
@@ -13,6 +14,7 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -32,7 +34,8 @@ class Measured:
     Attributes:
         name: The case.
         error: Traceback, None if it ran.
-        start_s: What the engine took to start.
+        start_s: What the engine took to start, 0 if an earlier case has started it.
+        took_s: What all of the case took.
         start: What starting counted.
         prefill: What the steps before the counted ones counted.
         steps: What each counted decode step counted.
@@ -47,6 +50,7 @@ class Measured:
     name: str
     error: str | None = None
     start_s: float = 0.0
+    took_s: float = 0.0
     start: dict[str, int] = field(default_factory=dict)
     prefill: dict[str, int] = field(default_factory=dict)
     steps: list[dict[str, int]] = field(default_factory=list)
@@ -69,6 +73,7 @@ class Session:
         self.engine = self.llm.llm_engine
         self._probe = None if case.num_ranks > 1 else Probe()
         self.added = 0
+        self._prompted = 0
         self.tokens: dict[str, int] = {}
 
     @property
@@ -81,6 +86,11 @@ class Session:
         if self._probe is not None:
             return [getattr(self._probe, name)(*args)]
         return self.llm.collective_rpc("null_gpu", args=(name, *args))
+
+    def prompts(self) -> list[dict]:
+        """Return prompts of the case with videos that this engine has not seen."""
+        self._prompted += 1
+        return self.case.prompts(seed=self._prompted)
 
     def add(self, prompts: list[dict], **sampling: Any) -> list[str]:
         """Add one request per prompt that goes on until it is aborted; return their ids."""
@@ -130,36 +140,37 @@ class Session:
         cleanup_dist_env_and_memory()
 
 
-def measure(case: Case) -> Measured:
-    """Start a case's engine, count its decode steps under emulation, time some without, take it down."""
+def start(case: Case, out: Measured) -> Session:
+    """Start a case's engine, with what that took and counted in `out`."""
     if case.before is not None:
         case.before()
-    out, begun = Measured(case.name), time.perf_counter()
-    before = [device.counters() if case.num_ranks == 1 else {}]
+    before, begun = [device.counters() if case.num_ranks == 1 else {}], time.perf_counter()
     session = Session(case)
     out.start_s = round(time.perf_counter() - begun, 2)
     out.start = dict(gained(before, session.probe("counters")[:1])[0])
-    try:
-        session.probe("emulate", True)
-        before = session.probe("counters")
-        names = session.add(case.prompts(), **case.sampling)
-        session.prefill(names)
-        out.prefill = dict(gained(before, session.probe("counters"))[0])
-        count_steps(session, out)
-        session.probe("emulate", False)
-        before = session.probe("counters")
-        for _ in range(case.timed_steps):
-            begun = time.perf_counter()
-            session.step()
-            out.host_ms.append(round((time.perf_counter() - begun) * 1e3, 3))
-        out.timed = dict(gained(before, session.probe("counters"))[0])
-        session.abort(names)
-        out.not_emulated = session.probe("not_emulated")[0]
-        if case.after is not None:
-            out.extra |= case.after(session)
-    finally:
-        session.close()
-    return out
+    return session
+
+
+def measure(session: Session, out: Measured) -> None:
+    """Count the decode steps of the session's case under emulation, time some without."""
+    case = session.case
+    session.probe("emulate", True)
+    before = session.probe("counters")
+    names = session.add(session.prompts(), **case.sampling)
+    session.prefill(names)
+    out.prefill = dict(gained(before, session.probe("counters"))[0])
+    count_steps(session, out)
+    session.probe("emulate", False)
+    before = session.probe("counters")
+    for _ in range(case.timed_steps):
+        begun = time.perf_counter()
+        session.step()
+        out.host_ms.append(round((time.perf_counter() - begun) * 1e3, 3))
+    out.timed = dict(gained(before, session.probe("counters"))[0])
+    session.abort(names)
+    out.not_emulated = session.probe("not_emulated")[0]
+    if case.after is not None:
+        out.extra |= case.after(session)
 
 
 def count_steps(session: "Session", out: Measured) -> None:
@@ -184,6 +195,25 @@ def gained(before: list[dict[str, int]], after: list[dict[str, int]]) -> list[Co
     return [Counter(late) - Counter(early) for early, late in zip(before, after, strict=True)]
 
 
+def run(names: list[str]) -> Iterator[Measured]:
+    """Measure cases in the order given, as far as those with the same engine follow each other on one engine."""
+    session = None
+    for name, following in zip(names, [*names[1:], None], strict=True):
+        case, out, begun = CASES[name], Measured(name), time.perf_counter()
+        try:
+            if session is None:
+                session = start(case, out)
+            session.case = case
+            measure(session, out)
+        except Exception:
+            out.error = traceback.format_exc()
+        if session is not None and (out.error or following is None or not case.shares_engine(CASES[following])):
+            session.close()
+            session = None
+        out.took_s = round(time.perf_counter() - begun, 2)
+        yield out
+
+
 def main() -> int:
     """Measure the cases named on the command line and write them to the file named there."""
     from null_gpu import emulate
@@ -191,12 +221,9 @@ def main() -> int:
     target, *names = sys.argv[1:]
     emulate.zero_blocks()
     results = []
-    for name in names:
-        try:
-            results.append(measure(CASES[name]))
-        except Exception:
-            results.append(Measured(name, error=traceback.format_exc()))
-        print(f"[null GPU] {name}: {'failed' if results[-1].error else 'ran'}", file=sys.stderr, flush=True)
+    for out in run(names):
+        results.append(out)
+        print(f"[null GPU] {out.name}: {'failed' if out.error else 'ran'}, {out.took_s} s", file=sys.stderr, flush=True)
         with open(target, "w") as file:
             json.dump([asdict(result) for result in results], file, indent=1)
     return 0

@@ -60,7 +60,7 @@ def plant_each(session: Any) -> dict[str, Any]:
     from null_gpu.engine_run import Measured, count_steps
 
     speculator, found = session.worker.model_runner.speculator, {}
-    names = session.add(session.case.prompts())
+    names = session.add(session.prompts())
     session.probe("emulate", True)
     session.prefill(names)
     for name, (plant, _) in PLANTS.items():

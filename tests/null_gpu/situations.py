@@ -17,7 +17,7 @@ def peak_of_a_prompt(session: Any) -> dict[str, int]:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     session.probe("emulate", True)
-    names = session.add(session.case.prompts(seed=1))
+    names = session.add(session.prompts())
     session.prefill(names)
     session.probe("emulate", False)
     most = torch.cuda.max_memory_allocated()
@@ -43,7 +43,7 @@ def sleep_and_wake(session: Any) -> dict[str, Any]:
         session.llm.wake_up(tags=["kv_cache"])
         free[str(level)] = [awake, asleep, torch.cuda.mem_get_info()[0]]
         session.probe("emulate", True)
-        names = session.add(session.case.prompts())
+        names = session.add(session.prompts())
         session.prefill(names)
         session.probe("emulate", False)
         session.abort(names)

@@ -13,9 +13,8 @@ from null_gpu.cases import CASES
 from null_gpu.conftest import RESULTS
 from null_gpu.plants import PLANTS
 
-# An engine of two ranks does not start yet, see README.md: asked for by name.
-TWO_RANKS = [name for name, case in CASES.items() if case.num_ranks > 1 and os.environ.get("NULL_GPU_TWO_RANKS")]
-RUN = [name for name, case in CASES.items() if not case.is_planted and (case.num_ranks == 1 or name in TWO_RANKS)]
+TWO_RANKS = [name for name, case in CASES.items() if case.num_ranks > 1]
+RUN = [name for name, case in CASES.items() if not case.is_planted]
 # Those with a vanilla counterpart in the same mode.
 OURS = [name for name in RUN if CASES[name].most_launches]
 # One process runs many engines; those with several ranks have processes of their own.
