@@ -10,7 +10,7 @@ def peak_of_a_prompt(session: Any) -> dict[str, int]:
 
     Returns:
         `peak`: most that was allocated above what there was before; `profiled`: what vLLM's profile run took, and so
-        left free beside weights and caches; `most` and `requested`: the same of the whole device.
+        left free beside weights and caches.
     """
     worker = session.worker
     torch.cuda.synchronize()
@@ -22,12 +22,7 @@ def peak_of_a_prompt(session: Any) -> dict[str, int]:
     session.probe("emulate", False)
     most = torch.cuda.max_memory_allocated()
     session.abort(names)
-    return {
-        "peak": most - before,
-        "profiled": int(worker.peak_activation_memory),
-        "most": most,
-        "requested": int(worker.requested_memory),
-    }
+    return {"peak": most - before, "profiled": int(worker.peak_activation_memory)}
 
 
 def sleep_and_wake(session: Any) -> dict[str, Any]:
@@ -42,9 +37,14 @@ def sleep_and_wake(session: Any) -> dict[str, Any]:
             session.llm.collective_rpc("reload_weights")
         session.llm.wake_up(tags=["kv_cache"])
         free[str(level)] = [awake, asleep, torch.cuda.mem_get_info()[0]]
-        session.probe("emulate", True)
-        names = session.add(session.prompts())
-        session.prefill(names)
-        session.probe("emulate", False)
-        session.abort(names)
+        decode(session)
     return {"free": free}
+
+
+def decode(session: Any) -> None:
+    """Let new requests begin to decode."""
+    session.probe("emulate", True)
+    names = session.add(session.prompts())
+    session.prefill(names)
+    session.probe("emulate", False)
+    session.abort(names)

@@ -112,15 +112,14 @@ def test_ranks_do_the_same(measured, name):
 
 @pytest.mark.cases("eight clips", "vanilla eight clips")
 def test_eight_clips_stay_within_the_profiled_peak(measured):
-    """What vLLM's own requests hold beside the profiled peak (outputs of the encoder, inputs) vanilla holds, too."""
-    memory, vanilla = measured["eight clips"]["extra"], measured["vanilla eight clips"]["extra"]
-    assert memory["peak"] - memory["profiled"] <= vanilla["peak"] - vanilla["profiled"], (memory, vanilla)
-    assert memory["most"] <= memory["requested"], memory
+    memory = measured["eight clips"]["extra"]
+    assert 0 < memory["peak"] <= memory["profiled"], memory
 
 
 @pytest.mark.cases("sleep")
 @pytest.mark.parametrize("level", ["1", "2"])
 def test_sleep_gives_memory_back(measured, level):
+    """Level 2 is level 1 here, because nothing reloads the draft's weights."""
     awake, asleep, again = measured["sleep"]["extra"]["free"][level]
     assert asleep > again >= awake
 

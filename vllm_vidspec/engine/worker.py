@@ -90,13 +90,13 @@ class VidSpecWorker:
     def sleep(self, level: int = 1) -> None:
         """Let go of the device's memory; running requests go on without speculation afterwards.
 
-        Raises:
-            VidSpecError: The level discards weights: vLLM reloads the target's alone.
+        Level 2 discards weights, and vLLM reloads the target's alone: we sleep at level 1 then, which keeps a copy of
+        them on the host. Refusing it would leave vLLM's scheduler paused.
         """
         if level > 1:
-            raise VidSpecError(f"sleep level {level} discards weights, and nothing reloads the draft's: use level 1")
+            logger.warning("vidspec: nothing reloads the draft's weights: sleeping at level 1, not %d", level)
         self.model_runner.forget_kv()  # type: ignore[attr-defined]
-        super().sleep(level)  # type: ignore[misc]
+        super().sleep(min(level, 1))  # type: ignore[misc]
 
     def discard(self, tags: tuple[str, ...]) -> None:
         """Let go of some of the device's memory; see `sleep`."""
