@@ -22,8 +22,9 @@ import numpy as np
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from vllm_vidspec.bench import pairs, shape_world
-from vllm_vidspec.bench.provenance import provenance
+from vllm_vidspec.shapeworld import world
+from vllm_vidspec.tools import pairs
+from vllm_vidspec.tools.provenance import provenance
 
 FAMILY = "llava-onevision"
 TOKENS_PER_FRAME = 16
@@ -32,7 +33,7 @@ TOKENS_PER_FRAME = 16
 def prompt_of(num_video_tokens: int) -> dict[str, Any]:
     """Return a prompt with held-out videos in a row, `num_video_tokens` tokens of them and the newline."""
     num_frames = num_video_tokens // TOKENS_PER_FRAME
-    videos = [shape_world.held_out(i).frames for i in range(-(-num_frames // shape_world.NUM_FRAMES))]
+    videos = [world.held_out(i).frames for i in range(-(-num_frames // world.NUM_FRAMES))]
     frames = np.concatenate(videos)[:num_frames]
     text = pairs.chat_prompt(FAMILY, pairs.DEFAULT_QUESTION, ["video"])
     return {"prompt": text, "multi_modal_data": {"video": [frames]}}

@@ -26,8 +26,9 @@ import numpy as np
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from vllm_vidspec.bench import pairs, shape_world
-from vllm_vidspec.bench.provenance import provenance
+from vllm_vidspec.shapeworld import world
+from vllm_vidspec.tools import pairs
+from vllm_vidspec.tools.provenance import provenance
 
 FAMILY = "llava-onevision"
 MAX_BATCH = 16
@@ -128,7 +129,7 @@ class HostTime:
         """Time what our code calls that is not ours."""
         from vllm.v1.worker.gpu.sample import gumbel
 
-        from vllm_vidspec.engine import draft_model
+        from vllm_vidspec.engine.draft import model as draft_model
 
         for owner, names in (
             (runner.speculator.draft_model, ("_run", "compute_logits", "embed")),
@@ -143,7 +144,10 @@ class HostTime:
     def _wrap_parts(self, runner: Any) -> None:
         """Time the parts of what is ours."""
         from vllm_vidspec.drafting import adaptive
-        from vllm_vidspec.engine import chain_drafter, drafter, noise, target_trees, tree_drafter
+        from vllm_vidspec.engine.draft import chains as chain_drafter
+        from vllm_vidspec.engine.draft import drafter, noise
+        from vllm_vidspec.engine.draft import trees as tree_drafter
+        from vllm_vidspec.engine.listen import trees as target_trees
         from vllm_vidspec.scoring import strict
 
         speculator, drafts = runner.speculator, runner.speculator.drafter
@@ -225,7 +229,7 @@ def measure(drafting: str, batch_sizes: list[int], num_steps: int, sync: bool) -
     is_async = llm.llm_engine.vllm_config.scheduler_config.async_scheduling
     host_time, rows = HostTime(llm), []
     for batch_size in batch_sizes:
-        prompts = [pairs.video_prompt(FAMILY, shape_world.held_out(i).frames) for i in range(batch_size)]
+        prompts = [pairs.video_prompt(FAMILY, world.held_out(i).frames) for i in range(batch_size)]
         host_time.run(llm, prompts, is_fine=True)  # what happens once
         coarse: list[dict[str, float]] = []
         fine: list[dict[str, float]] = []

@@ -23,8 +23,8 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench_guidance_overhead import FAMILY, prompt_of
 
-from vllm_vidspec.bench import pairs
-from vllm_vidspec.bench.provenance import provenance
+from vllm_vidspec.tools import pairs
+from vllm_vidspec.tools.provenance import provenance
 
 NUM_DRAFTS = 10
 MAX_TOKENS = 64

@@ -61,7 +61,7 @@ def environment(args: argparse.Namespace) -> dict[str, Any]:
     """Say what machine and which versions these are."""
     import torch
 
-    from vllm_vidspec.bench.provenance import provenance
+    from vllm_vidspec.tools.provenance import provenance
 
     facts: dict[str, Any] = provenance()
     facts["versions"] |= {"python": platform.python_version(), "torch": torch.__version__}
@@ -167,14 +167,15 @@ def _generate(
 
 
 def _videos(family: str, count: int) -> list[dict[str, Any]]:
-    from vllm_vidspec.bench import pairs, shape_world
+    from vllm_vidspec.shapeworld import world
+    from vllm_vidspec.tools import pairs
 
-    return [pairs.video_prompt(family, shape_world.held_out(i).frames) for i in range(count)]
+    return [pairs.video_prompt(family, world.held_out(i).frames) for i in range(count)]
 
 
 def identity(args: argparse.Namespace, family: str) -> dict[str, Any]:
     """Compare every shape of draft with vanilla vLLM in fp32, token by token, at T = 0 and T = 1."""
-    from vllm_vidspec.bench import pairs
+    from vllm_vidspec.tools import pairs
 
     texts: dict[str, list[list[int]]] = {}
     facts: dict[str, Any] = {}
@@ -204,7 +205,7 @@ def identity(args: argparse.Namespace, family: str) -> dict[str, Any]:
 
 def self_draft_bf16(args: argparse.Namespace) -> dict[str, Any]:
     """Let the target draft for itself over the whole video in bf16: nearly every draft must stand."""
-    from vllm_vidspec.bench import pairs
+    from vllm_vidspec.tools import pairs
 
     kwargs = pairs.llm_kwargs(
         "qwen2.5-vl", "target", pruner="none", num_speculative_tokens=5, on_draft_error="raise",
@@ -224,7 +225,7 @@ def sync_debug(args: argparse.Namespace) -> dict[str, Any]:
     """Let torch raise at every synchronising call inside drafting and verifying, once they are warm."""
     import torch
 
-    from vllm_vidspec.bench import pairs
+    from vllm_vidspec.tools import pairs
 
     calls = {"draft": 0, "verify": 0}
 
@@ -295,7 +296,7 @@ def real_shapes(args: argparse.Namespace, drafting: str | None) -> dict[str, Any
     """Run a 7B target, with or without a 3B draft, on made-up weights: memory at each point, time of a step."""
     import torch
 
-    from vllm_vidspec.bench import pairs
+    from vllm_vidspec.tools import pairs
 
     free, total = torch.cuda.mem_get_info()
     layers = _LAYERS if total > 36 * 2**30 else {role: count // 4 for role, count in _LAYERS.items()}

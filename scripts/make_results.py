@@ -17,11 +17,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from vllm_vidspec.bench import plots, quality_views
-from vllm_vidspec.bench.acceptance import AXES as SWEEP_AXES
-from vllm_vidspec.bench.acceptance import UNPRUNED, canonical, measured_itself
-from vllm_vidspec.bench.caption_quality import GROUPS
-from vllm_vidspec.bench.tables import number, percent
+from vllm_vidspec.shapeworld.captions import GROUPS
+from vllm_vidspec.tools import plots, quality_views
+from vllm_vidspec.tools.bench.acceptance import AXES as SWEEP_AXES
+from vllm_vidspec.tools.bench.acceptance import UNPRUNED, canonical, measured_itself
+from vllm_vidspec.tools.tables import number, percent
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "results"

@@ -13,7 +13,7 @@ import typer
 from vllm_vidspec.errors import VidSpecError
 
 if TYPE_CHECKING:
-    from vllm_vidspec.bench.calibrate import Calibration
+    from vllm_vidspec.tools.calibrate import Calibration
 
 app = typer.Typer(
     help="Speculative decoding for video language models in vLLM.",
@@ -91,8 +91,8 @@ def demo(
     """
     from rich.console import Console
 
-    from vllm_vidspec.bench import demo as demo_module
-    from vllm_vidspec.bench import tables
+    from vllm_vidspec.tools import demo as demo_module
+    from vllm_vidspec.tools import tables
 
     _end_on_sigterm()
     spec = {"prune_ratio": prune_ratio, "num_speculative_tokens": num_speculative_tokens, "pruner": pruner}
@@ -126,8 +126,8 @@ def doctor(
 
     from rich.console import Console
 
-    from vllm_vidspec.bench import tables
     from vllm_vidspec.doctor import run_checks
+    from vllm_vidspec.tools import tables
 
     console = Console(stderr=json_path == "-")
     if fix:
@@ -191,9 +191,9 @@ def calibrate(
     """
     from rich.console import Console
 
-    from vllm_vidspec.bench import calibrate as calibration
-    from vllm_vidspec.bench import calibration_views as views
-    from vllm_vidspec.bench import tables
+    from vllm_vidspec.tools import calibrate as calibration
+    from vllm_vidspec.tools import calibration_views as views
+    from vllm_vidspec.tools import tables
 
     _end_on_sigterm()
     what = calibration.Calibration(
@@ -229,8 +229,8 @@ def _calibrate_costs(what: "Calibration", rounds: int, out: str, plot: str | Non
     """Measure `draft_table`, show it and write it; what the file holds already stays and is in force."""
     from rich.console import Console
 
-    from vllm_vidspec.bench import calibration_views as views
-    from vllm_vidspec.bench import costs, tables
+    from vllm_vidspec.tools import calibration_views as views
+    from vllm_vidspec.tools import costs, tables
 
     if plot is not None:
         raise VidSpecError("--plot: --costs has nothing to plot")
@@ -274,8 +274,8 @@ def show_pruning(
     """Draw which tokens of a video each pruner keeps for the draft."""
     from rich.console import Console
 
-    from vllm_vidspec.bench import contact_sheet, tables
-    from vllm_vidspec.bench import show_pruning as pruning
+    from vllm_vidspec.tools import contact_sheet, tables
+    from vllm_vidspec.tools import show_pruning as pruning
 
     _end_on_sigterm()
     pruners = tuple(_values("--pruner", pruner, str))
@@ -328,8 +328,8 @@ def show_relevance(
     """Show a caption with every token in the colour of its visual relevance, and mark what was loosened."""
     from rich.console import Console
 
-    from vllm_vidspec.bench import relevance_views, tables
-    from vllm_vidspec.bench import show_relevance as relevance
+    from vllm_vidspec.tools import relevance_views, tables
+    from vllm_vidspec.tools import show_relevance as relevance
 
     _end_on_sigterm()
     show = relevance.Show(
@@ -457,8 +457,8 @@ def acceptance(
     """
     from rich.console import Console
 
-    from vllm_vidspec.bench import acceptance as bench
-    from vllm_vidspec.bench import plots, tables
+    from vllm_vidspec.tools import plots, tables
+    from vllm_vidspec.tools.bench import acceptance as bench
 
     _end_on_sigterm()
     given = locals()
@@ -545,9 +545,9 @@ def quality(
     """
     from rich.console import Console
 
-    from vllm_vidspec.bench import quality as bench
-    from vllm_vidspec.bench import quality_views as views
-    from vllm_vidspec.bench import tables
+    from vllm_vidspec.tools import quality_views as views
+    from vllm_vidspec.tools import tables
+    from vllm_vidspec.tools.bench import quality as bench
 
     _end_on_sigterm()
     what = bench.Quality(

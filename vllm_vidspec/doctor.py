@@ -223,7 +223,7 @@ def _checkpoints() -> Iterator[Check]:
             elif weights.stat().st_size < _LFS_POINTER_BYTES:
                 missing.append(f"{family}/{role} (a pointer, not the weights)")
     if missing:
-        remedy = "fetch the clone's assets again (git checkout -- vllm_vidspec/assets), or run scripts/train_tiny.py"
+        remedy = "fetch the clone's assets again (git checkout -- vllm_vidspec/assets), or run training/train_tiny.py"
         yield Check("bundled models", "fail", "missing: " + ", ".join(missing), remedy)
     else:
         yield Check("bundled models", "ok", f"target and draft for {', '.join(_FAMILIES)}")

@@ -13,7 +13,8 @@ def register() -> None:
     vLLM logs and skips a plugin that raises, which would hide a wrong version behind "unknown method"; so the hook is
     installed regardless and complains, in one line, when the method is used.
     """
-    from vllm_vidspec.engine import compat, preflight, server_counters
+    from vllm_vidspec.engine import compat, preflight
+    from vllm_vidspec.engine.report import server_counters
 
     compat.install_error_line(server_counters.refusal)
     compat.hook_engine_config(preflight.translate, preflight.finish)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_vidspec.bench import pairs
+from vllm_vidspec.tools import pairs
 
 TEMPORAL_STEP = 2  # tokens_per_second * seconds of a temporal step, at the bundled videos' 2 frames per second
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_vidspec import metrics
-from vllm_vidspec.bench import pairs, shape_world
+from vllm_vidspec.shapeworld import world
+from vllm_vidspec.tools import pairs
 
 MAX_TOKENS = 40
 
@@ -74,14 +75,14 @@ def token_ids(outputs: list[Any]) -> list[list[list[int]]]:
 def videos(family: str, count: int, **sampling: Any) -> list[tuple[dict, dict]]:
     """Return requests that describe held-out videos; request i samples with seed i."""
     return [
-        (pairs.video_prompt(family, shape_world.held_out(i).frames), {"temperature": 0.0, "seed": i, **sampling})
+        (pairs.video_prompt(family, world.held_out(i).frames), {"temperature": 0.0, "seed": i, **sampling})
         for i in range(count)
     ]
 
 
 def mixed_batch(family: str) -> list[tuple[dict, dict]]:
     """Return one batch of every kind of prompt under every sampling parameter, each request seeded."""
-    frames = [shape_world.held_out(i).frames for i in range(4)]
+    frames = [world.held_out(i).frames for i in range(4)]
     stills = [video[0] for video in frames]
     video, image, text = (
         lambda i: pairs.video_prompt(family, frames[i]),

@@ -14,7 +14,7 @@ def main() -> None:
     """
     from vllm import LLM, SamplingParams
 
-    from vllm_vidspec.bench import pairs
+    from vllm_vidspec.tools import pairs
 
     family, size, draft, pruner, shape = sys.argv[1], int(sys.argv[2]), *sys.argv[3:6]
     spec = (

@@ -8,8 +8,9 @@ import torch
 from scipy import stats
 
 from tests.engine import harness
-from vllm_vidspec.bench import pairs, shape_world
-from vllm_vidspec.engine.scorer import CoupledVerifier
+from vllm_vidspec.engine.verify.verifier import CoupledVerifier
+from vllm_vidspec.shapeworld import world
+from vllm_vidspec.tools import pairs
 
 FAMILY = "qwen2.5-vl"
 NUM_TOKENS = 20_000
@@ -58,7 +59,7 @@ def test_unseeded_output_follows_the_target(monkeypatch):
     with harness.engine(FAMILY, "draft", overrides={"max_num_seqs": 32}, **spec) as engine:
 
         def p_value(num_videos: int) -> tuple[float, int, dict]:
-            frames = [shape_world.held_out(i).frames for i in range(num_videos)]
+            frames = [world.held_out(i).frames for i in range(num_videos)]
             with quantiles() as values:
                 _, counted = engine.measured([(pairs.video_prompt(FAMILY, f), sampling) for f in frames])
             numbers = torch.cat(values).numpy()

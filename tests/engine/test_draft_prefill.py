@@ -10,16 +10,17 @@ import torch
 from vllm.platforms import current_platform
 
 from tests.engine import harness
-from vllm_vidspec.bench import pairs, shape_world
 from vllm_vidspec.config import VidSpecConfig
-from vllm_vidspec.engine import attention_guidance
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.draft_prefill import DraftPrefill
-from vllm_vidspec.engine.draft_rows import DraftRows
+from vllm_vidspec.engine.draft.draft_rows import DraftRows
+from vllm_vidspec.engine.draft.kv import DraftKVPool
+from vllm_vidspec.engine.draft.messages import PrefillMessage, PrefillStep
+from vllm_vidspec.engine.draft.prefill import DraftPrefill
+from vllm_vidspec.engine.draft.vision_cache import PAGE_ROWS, VisionCache
 from vllm_vidspec.engine.host_copy import HostCopy
-from vllm_vidspec.engine.kv_pool import DraftKVPool
-from vllm_vidspec.engine.messages import PrefillMessage, PrefillStep
-from vllm_vidspec.engine.vision_cache import PAGE_ROWS, VisionCache
+from vllm_vidspec.engine.listen import attention as attention_guidance
+from vllm_vidspec.shapeworld import world
+from vllm_vidspec.tools import pairs
 
 CPU = torch.device("cpu")
 HIDDEN = 4
@@ -351,7 +352,7 @@ def test_an_equal_draft_still_never_errs(reference, monkeypatch, llava):
 
 def test_the_draft_looks_once(monkeypatch, llava):
     """Answers to one prompt, and a later turn about it: one look of the draft's tower at the video."""
-    video = shape_world.held_out(20).frames
+    video = world.held_out(20).frames
     looks = []
     encode = type(llava.speculator.draft_model).encode
     monkeypatch.setattr(
@@ -375,7 +376,7 @@ def test_bad_prompts_take_nobodys_drafts(llava):
 
     All start in the same step. The first two run without speculation, counted; the third is drafted for like any.
     """
-    one, other = (shape_world.held_out(i).frames for i in (21, 22))
+    one, other = (world.held_out(i).frames for i in (21, 22))
     # vLLM cannot encode clips of unequal length together: the target knows these already, the draft no longer does.
     for frames in (one, other[:9]):
         llava.generate([(pairs.video_prompt(llava.family, frames), {"max_tokens": 2})])

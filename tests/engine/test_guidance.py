@@ -10,11 +10,12 @@ import torch
 from tests.engine import guidance_reference, harness
 from tests.engine.conftest import SCENARIOS
 from tests.engine.test_identity import assert_same_answers
-from vllm_vidspec.bench import pairs, shape_world
-from vllm_vidspec.engine.attention_guidance import AttentionGuidance
-from vllm_vidspec.engine.state_guidance import HiddenStateGuidance
+from vllm_vidspec.engine.listen.attention import AttentionGuidance
+from vllm_vidspec.engine.listen.hidden_states import HiddenStateGuidance
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import PruneInputs, budget, get_pruner
+from vllm_vidspec.shapeworld import world
+from vllm_vidspec.tools import pairs
 
 FAMILIES = ("qwen2.5-vl", "llava-onevision")
 TOLERANCE = 1e-4  # relative, of every single token
@@ -34,7 +35,7 @@ def watched(engine: harness.Engine):
 
 def frames(count: int) -> list[np.ndarray]:
     """Return held-out videos."""
-    return [shape_world.held_out(i).frames for i in range(count)]
+    return [world.held_out(i).frames for i in range(count)]
 
 
 def check_scores(family: str, outputs: list, videos: list[list[np.ndarray]], records: list[dict], layer: int | None):

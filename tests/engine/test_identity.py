@@ -4,8 +4,8 @@ import pytest
 
 from tests.engine import harness
 from tests.engine.conftest import SCENARIOS
-from vllm_vidspec.bench import pairs
-from vllm_vidspec.engine.acceptance_alarm import WINDOW
+from vllm_vidspec.engine.report.acceptance_alarm import WINDOW
+from vllm_vidspec.tools import pairs
 
 FAMILIES = ("qwen2.5-vl", "llava-onevision")
 

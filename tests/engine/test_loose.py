@@ -14,10 +14,12 @@ import torch
 from tests.engine import harness, loose_reference
 from tests.engine.conftest import SCENARIOS
 from tests.engine.test_identity import assert_same_answers
-from vllm_vidspec.bench import pairs, shape_world
-from vllm_vidspec.engine import looseness, visual_states
+from vllm_vidspec.engine.listen import visual_states
+from vllm_vidspec.engine.verify import rules as looseness
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.scoring import loose
+from vllm_vidspec.shapeworld import world
+from vllm_vidspec.tools import pairs
 
 FAMILIES = ("qwen2.5-vl", "llava-onevision")
 ALL = ["strict", "loose", "fly", "fly-entropy", "random"]
@@ -57,7 +59,7 @@ def retuned(engine: harness.Engine, **knobs):
 
 def shown(count: int) -> list[list]:
     """Return the videos of `harness.videos`."""
-    return [[shape_world.held_out(i).frames] for i in range(count)]
+    return [[world.held_out(i).frames] for i in range(count)]
 
 
 def forget_states(engine: harness.Engine) -> None:
@@ -381,7 +383,7 @@ def test_async_scheduling_and_preemption():
 
 def relevance_error(engine: harness.Engine) -> float:
     """Return the largest error of any token's relevance in a caption of two videos."""
-    videos = [shape_world.held_out(i).frames for i in range(2)]
+    videos = [world.held_out(i).frames for i in range(2)]
     prompt = pairs.media_prompt(engine.family, "describe the video", videos=videos)
     with watched(engine) as records:
         outputs, counted = engine.measured([(prompt, {"temperature": 0.0})])
@@ -411,7 +413,7 @@ def test_cached_prefix():
     """
     family = "qwen2.5-vl"
     question = "describe the video please , what happens in this clip ?"
-    frames = shape_world.held_out(0).frames
+    frames = world.held_out(0).frames
     first = (pairs.video_prompt(family, frames), {"temperature": 0.0, **asking("strict")})
     second = (pairs.video_prompt(family, frames, question), {"temperature": 0.0})
     with harness.engine(family, "draft", **OPEN) as running:

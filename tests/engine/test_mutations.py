@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from tests.engine import harness
-from vllm_vidspec.engine import chain_drafter, score_blocks
-from vllm_vidspec.engine.acceptance_alarm import WINDOW
-from vllm_vidspec.engine.chain_drafter import ChainDrafter
-from vllm_vidspec.engine.draft_model import DraftModel
-from vllm_vidspec.engine.drafter import Drafter
-from vllm_vidspec.engine.noise import CoupledSampler
-from vllm_vidspec.engine.scorer import CoupledVerifier
+from vllm_vidspec.engine.draft import chains as chain_drafter
+from vllm_vidspec.engine.draft import score_blocks
+from vllm_vidspec.engine.draft.chains import ChainDrafter
+from vllm_vidspec.engine.draft.drafter import Drafter
+from vllm_vidspec.engine.draft.model import DraftModel
+from vllm_vidspec.engine.draft.noise import CoupledSampler
+from vllm_vidspec.engine.report.acceptance_alarm import WINDOW
+from vllm_vidspec.engine.verify.verifier import CoupledVerifier
 
 FAMILIES = ("qwen2.5-vl", "llava-onevision")
 K = 5

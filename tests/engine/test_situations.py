@@ -7,9 +7,10 @@ import pytest
 
 from tests.engine import harness
 from tests.engine.conftest import SCENARIOS
-from vllm_vidspec.bench import pairs, shape_world
-from vllm_vidspec.engine.draft_model import DraftModel
-from vllm_vidspec.engine.drafter import Drafter
+from vllm_vidspec.engine.draft.drafter import Drafter
+from vllm_vidspec.engine.draft.model import DraftModel
+from vllm_vidspec.shapeworld import world
+from vllm_vidspec.tools import pairs
 
 FAMILY = "qwen2.5-vl"
 
@@ -79,7 +80,7 @@ def test_prefix_cache_hit_still_shows_the_draft_the_video(is_covered):
     question = "describe the video . what happens in this clip ? tell me about color and shape and move " * 2
     question += "color " * 22  # prompts of 10 * 32 + 1 tokens
     requests = [
-        (pairs.video_prompt(FAMILY, shape_world.held_out(i).frames, question), {"temperature": 0.0}) for i in range(8)
+        (pairs.video_prompt(FAMILY, world.held_out(i).frames, question), {"temperature": 0.0}) for i in range(8)
     ]
     # Blocks of 128 tokens end before the video does, blocks of 32 after it.
     overrides = {"block_size": 32 if is_covered else 128}
@@ -258,7 +259,7 @@ def test_abort_frees_the_pool():
     with harness.engine(FAMILY, "draft") as engine:
         core = engine.llm.llm_engine
         for i in range(4):
-            prompt = pairs.video_prompt(FAMILY, shape_world.held_out(i).frames)
+            prompt = pairs.video_prompt(FAMILY, world.held_out(i).frames)
             engine.llm.enqueue([prompt], SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)
         for _ in range(12):
             core.step()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.engine import guidance_reference
-from vllm_vidspec.bench import shape_world
+from vllm_vidspec.shapeworld import world
 
 # What runs on one rank, to compare with.
 SINGLE = (
@@ -100,7 +100,7 @@ def test_guidance_of_two_ranks_equals_the_reference(run, pruner):
     assert len(two["scores"]) == 2 and two["scores"][0] == two["scores"][1]
     assert two["kept_indices"][0] == two["kept_indices"][1]
     for i in range(2):
-        video = shape_world.held_out(i).frames
+        video = world.held_out(i).frames
         reference, is_visual, states = guidance_reference.run(FAMILY, two["prompt_ids"][i], [video])
         ours = torch.tensor(two["scores"][0][i])
         if pruner == "specvlm":

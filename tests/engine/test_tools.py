@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from vllm_vidspec.bench import calibrate, pairs, show_pruning
-from vllm_vidspec.bench.calibrate import Calibration
-from vllm_vidspec.bench.engine_session import EngineSession
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import linspace_indices
 from vllm_vidspec.pruning.indices import top_k_indices
+from vllm_vidspec.tools import calibrate, pairs, show_pruning
+from vllm_vidspec.tools.calibrate import Calibration
+from vllm_vidspec.tools.engine_session import EngineSession
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("cv2")

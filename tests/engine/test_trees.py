@@ -10,10 +10,11 @@ from tests.engine.conftest import SCENARIOS
 from tests.engine.test_identity import FAMILIES, assert_same_answers
 from tests.engine.test_situations import used_blocks
 from vllm_vidspec import metrics
-from vllm_vidspec.bench import pairs, shape_world
-from vllm_vidspec.engine import tree_drafter
-from vllm_vidspec.engine.target_trees import TargetTrees
+from vllm_vidspec.engine.draft import trees as tree_drafter
+from vllm_vidspec.engine.listen.trees import TargetTrees
 from vllm_vidspec.scoring import Scored, strict
+from vllm_vidspec.shapeworld import world
+from vllm_vidspec.tools import pairs
 
 SHAPES = ("tree-static", "tree-adaptive")
 # A caterpillar: each level has a decoy, and the right token after it.
@@ -280,7 +281,7 @@ def test_aborts_mid_step_and_structured_outputs():
     with harness.engine(family, "draft", drafting="tree-adaptive") as engine:
         core = engine.llm.llm_engine
         for i in range(4):
-            prompt = pairs.video_prompt(family, shape_world.held_out(i).frames)
+            prompt = pairs.video_prompt(family, world.held_out(i).frames)
             engine.llm.enqueue([prompt], SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)
         for _ in range(8):
             core.step()

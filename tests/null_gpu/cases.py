@@ -8,7 +8,7 @@ import numpy as np
 
 from null_gpu.plants import allocate_while_capturing, plant_each
 from null_gpu.situations import peak_of_a_prompt, sleep_and_wake
-from vllm_vidspec.bench import pairs
+from vllm_vidspec.tools import pairs
 
 QWEN, LLAVA = pairs.FAMILIES
 NUM_FRAMES, FRAME_SIZE = 8, 112

@@ -63,7 +63,7 @@ def run(path, names, num_ranks=1):
 
 def write_results(path, rows):
     """Write the table's rows with their provenance."""
-    from vllm_vidspec.bench.provenance import provenance
+    from vllm_vidspec.tools.provenance import provenance
 
     origin = provenance() | {"argv": ["make", "test-cuda-host"], "device": "null GPU"}
     path.write_text(json.dumps({"provenance": origin, "rows": rows}, indent=1) + "\n")

@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vllm_vidspec.bench import pairs, shape_world
-from vllm_vidspec.bench.demo import ask
-from vllm_vidspec.bench.processes import VllmServer, free_port
 from vllm_vidspec.metrics import difference
 from vllm_vidspec.pruning import budget
+from vllm_vidspec.shapeworld import world
+from vllm_vidspec.tools import pairs
+from vllm_vidspec.tools.demo import ask
+from vllm_vidspec.tools.processes import VllmServer, free_port
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("vllm")
@@ -131,7 +132,7 @@ def test_a_request_may_ask_for_loose_verification(server, reference, place):
 
 
 def _mirrored_video(folder: Path) -> bytes:
-    shape_world.write_mp4(shape_world.held_out(0).frames[:, :, ::-1], folder / "mirrored.mp4")
+    world.write_mp4(world.held_out(0).frames[:, :, ::-1], folder / "mirrored.mp4")
     return (folder / "mirrored.mp4").read_bytes()
 
 
@@ -186,13 +187,13 @@ def test_an_aborted_request_gives_its_blocks_back(server):
 
 
 def _no_frames(folder: Path) -> bytes:
-    shape_world.write_mp4(np.zeros((0, 112, 112, 3), np.uint8), folder / "empty.mp4")
+    world.write_mp4(np.zeros((0, 112, 112, 3), np.uint8), folder / "empty.mp4")
     return (folder / "empty.mp4").read_bytes()
 
 
 def _too_long(folder: Path) -> bytes:
-    frames = np.tile(shape_world.held_out(0).frames, (9, 1, 1, 1))  # 288 frames, 2,304 tokens
-    shape_world.write_mp4(frames, folder / "long.mp4")
+    frames = np.tile(world.held_out(0).frames, (9, 1, 1, 1))  # 288 frames, 2,304 tokens
+    world.write_mp4(frames, folder / "long.mp4")
     return (folder / "long.mp4").read_bytes()
 
 

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 
-from vllm_vidspec.bench import pairs
+from vllm_vidspec.tools import pairs
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import torch
 from tests.simulated_device import device as sim
 from vidspec_kernels import CacheList
 from vidspec_kernels.tree_grow import tree_grow
-from vllm_vidspec.engine import cpu_kernels
+from vllm_vidspec.engine.cpu import kernels as cpu_kernels
 
 VOCAB, BLOCK_SIZE, MAX_REQS, MAX_LEN = 32, 4, 4, 160
 NUM_BLOCKS = 1 + MAX_REQS * (MAX_LEN // BLOCK_SIZE + 8)

@@ -12,8 +12,10 @@ from tests.simulated_device.fakes import MAX_REQS, VOCAB
 from tests.simulated_device.world import World, world
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.drafting.static import StaticTree
-from vllm_vidspec.engine import chain_drafter, scorer, speculator
-from vllm_vidspec.engine.counters import Counters
+from vllm_vidspec.engine import speculator
+from vllm_vidspec.engine.draft import chains as chain_drafter
+from vllm_vidspec.engine.report.counters import Counters
+from vllm_vidspec.engine.verify import verifier as scorer
 
 NUM_STEPS = 14
 

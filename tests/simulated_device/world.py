@@ -37,20 +37,16 @@ from tests.simulated_device.fakes import (
 )
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.drafting import adaptive
-from vllm_vidspec.engine import (
-    counters,
-    draft_prefill,
-    draft_rows,
-    drafter,
-    kv_pool,
-    looseness,
-    noise,
-    scorer,
-    speculator,
-    target_trees,
-)
+from vllm_vidspec.engine import speculator
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.vision_cache import VisionCache
+from vllm_vidspec.engine.draft import draft_rows, drafter, noise
+from vllm_vidspec.engine.draft import kv as kv_pool
+from vllm_vidspec.engine.draft import prefill as draft_prefill
+from vllm_vidspec.engine.draft.vision_cache import VisionCache
+from vllm_vidspec.engine.listen import trees as target_trees
+from vllm_vidspec.engine.report import counters
+from vllm_vidspec.engine.verify import rules as looseness
+from vllm_vidspec.engine.verify import verifier as scorer
 from vllm_vidspec.metrics import MetricsFile
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_vidspec.config import VidSpecConfig
-from vllm_vidspec.engine import attention_guidance, kv_views, tree_attention
+from vllm_vidspec.engine import kv_views, tree_attention
+from vllm_vidspec.engine.listen import attention as attention_guidance
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import get_pruner
 

@@ -469,7 +469,7 @@ def speed_up_interpreter_kernels() -> None:
         return
     import vllm.v1.worker.gpu.sample.gumbel as gumbel
 
-    from vllm_vidspec.engine import cpu_kernels
+    from vllm_vidspec.engine.cpu import kernels as cpu_kernels
 
     kernel = gumbel._gumbel_sample_kernel
     if hasattr(kernel, _MARK):

@@ -13,9 +13,9 @@ from vllm.logger import init_logger
 
 from vidspec_kernels import warm_up
 from vllm_vidspec.drafting.adaptive import AdaptiveTree
-from vllm_vidspec.engine.attention_guidance import AttentionGuidance
-from vllm_vidspec.engine.drafter import Drafter
+from vllm_vidspec.engine.draft.drafter import Drafter
 from vllm_vidspec.engine.kv_views import key_view, value_view
+from vllm_vidspec.engine.listen.attention import AttentionGuidance
 from vllm_vidspec.engine.tree_attention import TreeAttention
 
 logger = init_logger("vllm.vidspec")

@@ -8,10 +8,11 @@ from typing import Any
 
 from vllm_vidspec import families
 from vllm_vidspec.config import METHOD, VidSpecConfig, parse_config
-from vllm_vidspec.engine import cache_preflight, compat, server_counters
-from vllm_vidspec.engine.request_rules import CALLS_TOOLS, PREFIX, choose
+from vllm_vidspec.engine import cache_preflight, compat
+from vllm_vidspec.engine.report import server_counters
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.plugin import SUPPORTED_VLLM
+from vllm_vidspec.scoring.choices import CALLS_TOOLS, PREFIX, choose
 
 logger = logging.getLogger("vllm.vidspec")
 

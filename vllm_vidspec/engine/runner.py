@@ -13,19 +13,19 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm_vidspec.config import METHOD, VidSpecConfig, parse_config
 from vllm_vidspec.engine import compat
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.attention_guidance import AttentionGuidance
-from vllm_vidspec.engine.counters import Counters
-from vllm_vidspec.engine.guidance import make_guidance
 from vllm_vidspec.engine.kv_views import attention_layers
-from vllm_vidspec.engine.listeners import Guidance
-from vllm_vidspec.engine.looseness import LooseRules
-from vllm_vidspec.engine.request_metrics import PublishingOutput
-from vllm_vidspec.engine.score_watch import ScoreWatch
-from vllm_vidspec.engine.scorer import CoupledVerifier
+from vllm_vidspec.engine.listen.attention import AttentionGuidance
+from vllm_vidspec.engine.listen.guidance import make_guidance
+from vllm_vidspec.engine.listen.hidden_states import HiddenStateGuidance
+from vllm_vidspec.engine.listen.prompts import Guidance
+from vllm_vidspec.engine.listen.trees import TargetTrees
+from vllm_vidspec.engine.listen.visual_states import VisualStates
+from vllm_vidspec.engine.report.counters import Counters
+from vllm_vidspec.engine.report.request_metrics import PublishingOutput
 from vllm_vidspec.engine.speculator import VidSpecSpeculator
-from vllm_vidspec.engine.state_guidance import HiddenStateGuidance
-from vllm_vidspec.engine.target_trees import TargetTrees
-from vllm_vidspec.engine.visual_states import VisualStates
+from vllm_vidspec.engine.verify.rules import LooseRules
+from vllm_vidspec.engine.verify.verifier import CoupledVerifier
+from vllm_vidspec.engine.verify.watch import ScoreWatch
 from vllm_vidspec.errors import VidSpecError
 
 _TUNABLE = {"lambda_r", "guidance_layers", "prune_ratio", "image_prune_ratio"}

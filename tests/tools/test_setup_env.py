@@ -1,0 +1,109 @@
+"""scripts/setup_env.py: what names an environment, what makes it complete, what it refuses."""
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def setup_env(tmp_path, monkeypatch):
+    """Return the script as a module whose clone is a copy of the files that it reads."""
+    spec = importlib.util.spec_from_file_location("setup_env", ROOT / "scripts" / "setup_env.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    clone = tmp_path / "clone"
+    (clone / "requirements").mkdir(parents=True)
+    for name in ("pyproject.toml", "requirements/lock-cpu.txt"):
+        (clone / name).write_text((ROOT / name).read_text())
+    monkeypatch.setattr(module, "ROOT", clone)
+    monkeypatch.setattr(module, "LOCK_CPU", clone / "requirements" / "lock-cpu.txt")
+    monkeypatch.setenv("VIDSPEC_VENV_HOME", str(tmp_path / "home"))
+    return module
+
+
+class Recorder:
+    """Stands in for pip and the venv module; optionally fails at one step."""
+
+    def __init__(self, module, monkeypatch, fail_at=None):
+        self.module, self.fail_at, self.steps = module, fail_at, []
+        monkeypatch.setattr(module, "pip", self.pip)
+        monkeypatch.setattr(module.subprocess, "run", self.run)
+
+    def pip(self, python, label, log, *args):
+        if self.fail_at and self.fail_at in label:
+            raise self.module.SetupError(f"pip failed while {label}")
+        self.steps.append(label)
+
+    def run(self, command, **_):
+        if command[1:3] == ["-m", "venv"]:
+            (Path(command[3]) / "bin").mkdir(parents=True)
+            (Path(command[3]) / "bin" / "python").touch()
+            self.steps.append("venv")
+        return type("Done", (), {"returncode": 0})()
+
+
+def test_key_follows_engine_lock_and_requirements_only(setup_env):
+    key = setup_env.environment_key("cpu")
+    assert setup_env.environment_key("gpu") != key
+    pyproject = setup_env.ROOT / "pyproject.toml"
+    pyproject.write_text(pyproject.read_text() + "\n[tool.other]\nx = 1\n")
+    assert setup_env.environment_key("cpu") == key
+    setup_env.LOCK_CPU.write_text(setup_env.LOCK_CPU.read_text() + "another==1.0\n")
+    assert setup_env.environment_key("cpu") != key
+
+
+def test_second_run_does_nothing(setup_env, monkeypatch):
+    record = Recorder(setup_env, monkeypatch)
+    venv = setup_env.prepare("cpu")
+    assert record.steps[0] == "venv"
+    assert json.loads((venv / setup_env.STAMP).read_text())["clone"] == str(setup_env.ROOT)
+    record.steps.clear()
+    assert setup_env.prepare("cpu") == venv
+    assert record.steps == []
+
+
+def test_interrupted_set_up_starts_again(setup_env, monkeypatch):
+    Recorder(setup_env, monkeypatch, fail_at="vLLM")
+    with pytest.raises(setup_env.SetupError):
+        setup_env.prepare("gpu")
+    (half,) = (path for path in setup_env.environments_home().iterdir() if path.is_dir())
+    (half / "leftover").touch()
+    record = Recorder(setup_env, monkeypatch)
+    assert setup_env.prepare("gpu") == half
+    assert record.steps[0] == "venv"
+    assert not (half / "leftover").exists()
+
+
+def test_another_clone_repoints_the_environment(setup_env, monkeypatch, tmp_path):
+    record = Recorder(setup_env, monkeypatch)
+    venv = setup_env.prepare("cpu")
+    other = tmp_path / "other"
+    setup_env.ROOT.rename(other)
+    monkeypatch.setattr(setup_env, "ROOT", other)
+    monkeypatch.setattr(setup_env, "LOCK_CPU", other / "requirements" / "lock-cpu.txt")
+    record.steps.clear()
+    assert setup_env.prepare("cpu") == venv
+    assert record.steps == ["pointing the environment to this clone"]
+
+
+def test_missing_cpu_torch_says_what_to_do(setup_env, monkeypatch):
+    monkeypatch.setattr(setup_env.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(setup_env.platform, "machine", lambda: "x86_64")
+    Recorder(setup_env, monkeypatch, fail_at="torch")
+    with pytest.raises(setup_env.SetupError, match="index for CPU builds"):
+        setup_env.prepare("cpu")
+
+
+def test_link_follows_the_environment_and_spares_a_users_folder(setup_env, tmp_path):
+    for name in ("one", "two"):
+        setup_env.link(tmp_path / name)
+        assert os.readlink(setup_env.ROOT / ".venv") == str(tmp_path / name)
+    (setup_env.ROOT / ".venv").unlink()
+    (setup_env.ROOT / ".venv").mkdir()
+    with pytest.raises(setup_env.SetupError, match="folder of your own"):
+        setup_env.link(tmp_path / "one")

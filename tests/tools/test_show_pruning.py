@@ -1,0 +1,217 @@
+"""`vidspec show-pruning` without an engine: the choice from measured scores, the picture's geometry, wrong options."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from vllm_vidspec.cli import app
+from vllm_vidspec.config import parse_config
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.pruning import TokenGrid
+from vllm_vidspec.shapeworld import world
+from vllm_vidspec.tools import contact_sheet, pairs, show_pruning, user_files
+from vllm_vidspec.tools.contact_sheet import Layout, Row
+from vllm_vidspec.tools.show_pruning import Record, Show, choose
+
+Image = pytest.importorskip("PIL.Image")
+
+GRID = TokenGrid(8, 3, 4)
+WHITE = np.full((16, 60, 80, 3), 255, np.uint8)
+
+
+def row(pruner="uniform", kept=(0, 5, 95), grid=GRID):
+    return Row(pruner, torch.tensor(kept, dtype=torch.int64), grid)
+
+
+def centre(box):
+    return (box[0] + box[2]) // 2, (box[1] + box[3]) // 2
+
+
+@pytest.mark.parametrize("columns", [16, 8, 5, 1])
+def test_kept_tokens_are_lit_and_dropped_ones_dark(columns):
+    rows = [row(), row("random", (7, 40, 41, 88))]
+    image = contact_sheet.draw(WHITE, GRID, rows, "title", columns)
+    layout = Layout.fit(GRID, columns)
+    assert image.size == layout.size(len(rows))
+    assert len(layout.frames) == min(columns, 8)
+    for index, shown in enumerate(rows):
+        kept = set(shown.kept_indices.tolist())
+        for column, frame in enumerate(layout.frames):
+            for y in range(3):
+                for x in range(4):
+                    pixel = image.getpixel(centre(layout.token_box(index, column, y, x)))
+                    is_kept = frame * 12 + y * 4 + x in kept
+                    assert pixel == ((255,) * 3 if is_kept else (63,) * 3), (index, frame, y, x)
+
+
+def test_of_several_video_frames_to_a_model_frame_the_first_is_drawn():
+    frames = np.arange(16, dtype=np.uint8)[:, None, None, None] * 16 * np.ones((1, 30, 40, 3), np.uint8)
+    image = contact_sheet.draw(frames, GRID, [row(kept=range(96))], "title")
+    layout = Layout.fit(GRID, 16)
+    shown = [image.getpixel(centre(layout.token_box(0, frame, 1, 1)))[0] for frame in range(8)]
+    assert shown == [32 * frame for frame in range(8)]
+
+
+def test_more_frames_than_columns_are_evenly_spaced_and_said():
+    grid = TokenGrid(64, 2, 2)
+    layout = Layout.fit(grid, 16)
+    assert layout.frames[0] == 0
+    assert layout.frames[-1] == 63
+    assert len(set(layout.frames)) == 16
+    assert "16 evenly spaced ones shown" in contact_sheet._caption(grid, layout, 1)[0]
+    assert "evenly" not in contact_sheet._caption(GRID, Layout.fit(GRID, 16), 2)[0]
+
+
+def test_everything_is_inside_the_picture():
+    for grid in (TokenGrid(1, 1, 1), TokenGrid(16, 14, 14, 1), TokenGrid(2, 40, 3), TokenGrid(64, 3, 30)):
+        layout = Layout.fit(grid, 16)
+        width, height = layout.size(3)
+        right, bottom = layout.token_box(2, len(layout.frames) - 1, grid.height - 1, grid.width - 1)[2:]
+        assert right < width
+        assert bottom < height - 2 * 22
+        assert width < 2500
+
+
+def test_labels_are_drawn_and_written_in_words(tmp_path):
+    rows = [row("uniform"), row("a-long-pruner-name")]
+    image = contact_sheet.draw(WHITE, GRID, rows, "title")
+    layout = Layout.fit(GRID, 16)
+    for index in range(2):
+        left, top = layout.origin(index, 0)
+        label = np.asarray(image)[top : top + layout.row_height - 20, : left - 2]
+        assert (label.max(-1) > 200).sum() > 50, "text beside every row"
+    contact_sheet.save(image, tmp_path / "p.png", rows)
+    text = Image.open(tmp_path / "p.png").text["Description"]
+    assert "uniform, 3 of 96 tokens kept" in text
+
+
+def test_positional_bias_and_trailing_tokens():
+    grid = TokenGrid(8, 2, 2, num_trailing=1)
+    biased = row("attention", (0, 1, 2, 31, 32), grid)
+    assert biased.ends_frac == 1.0
+    assert biased.even_frac == 0.5
+    assert biased.is_kept.sum() == 4
+    assert biased.labels() == [
+        *("attention", "5 of 33 tokens kept", "first + last 2 frames: 100%", "(evenly spread: 50%)"),
+        "trailing tokens: 1 of 1",
+    ]
+    assert row(grid=TokenGrid(4, 4, 6)).ends_frac is None, "a short video has nothing but ends"
+    assert row(kept=()).ends_frac is None
+
+
+def record(pruner, kept, scores=None, features=None):
+    return Record(pruner, GRID, torch.tensor(kept), scores, features)
+
+
+def test_choice_is_the_engines_and_a_difference_is_refused():
+    scores = torch.zeros(96)
+    scores[[3, 50, 90]] = torch.tensor([5.0, 2.0, 1.0])  # the first draws lambda_r by itself
+    show = Show(prune_ratio=0.97, pruners=("attention", "specvlm", "uniform"))  # 2 of 96 tokens
+    config = show.config("attention")
+    records = [record("attention", [3, 50], scores)]
+    assert choose(config, records).tolist() == [3, 50]
+    assert choose(show.config("specvlm"), records).tolist() == [0, 3]
+    assert choose(show.config("uniform"), records).tolist() == [0, 95]
+    with pytest.raises(VidSpecError, match="kept other tokens"):
+        choose(config, [record("attention", [3, 51], scores)])
+    with pytest.raises(VidSpecError, match="measured nothing"):
+        choose(config, [record("attention", [0, 95])])
+    with pytest.raises(VidSpecError, match="measured nothing"):
+        choose(show.config("uv"), records)
+    assert choose(Show(prune_ratio=1.0).config("uv"), records).tolist() == []
+
+
+@pytest.mark.parametrize("family", pairs.FAMILIES)
+def test_what_is_shown_has_the_engines_knobs(family):
+    """The bundled pairs have a calibration. Catches: a picture with other knobs than its engine has."""
+    found = json.loads(pairs.calibration(family).read_text())["config"]
+    for pruner in show_pruning.PRUNERS:
+        show = Show(family=family)
+        engine = parse_config(show.job(pruner)["llm"]["speculative_config"])[0]
+        assert show.config(pruner) == engine
+        assert engine.lambda_r == found["lambda_r"] != parse_config(_uncalibrated(family))[0].lambda_r
+    own = Show(family=family, target="/t", draft="self", calibration=str(pairs.calibration(family)))
+    assert own.job("specvlm")["llm"]["model"] == "/t"
+    assert own.config("specvlm").model == "self" and own.config("specvlm").lambda_r == found["lambda_r"]
+
+
+def _uncalibrated(family: str) -> dict:
+    return pairs.speculative_config(family, "draft", pruner="specvlm")
+
+
+def test_one_engine_per_kind_of_guidance():
+    def engines(*pruners):
+        return show_pruning._engines([Show().config(pruner) for pruner in pruners])
+
+    assert engines(*show_pruning.PRUNERS) == ["specvlm", "uv", "dycoke"]
+    assert engines("random", "frame") == ["random"], "a grid is needed even where no score is"
+    assert engines("fastvid", "dycoke", "uniform") == ["fastvid"]
+
+
+@pytest.fixture
+def looked(monkeypatch):
+    """Replace the engines by one that measured rising scores; return the pruners that engines were started with."""
+    ran = []
+    grid, scores = TokenGrid(16, 4, 4), torch.arange(256).float()
+
+    def look(show, pruners, report):
+        ran.extend(pruners)
+        report("plan", {"total": 1})
+        report("loading", {"label": "engine"})
+        report("done", {})
+        return [Record("attention", grid, torch.arange(231, 256), scores, None)]
+
+    monkeypatch.setattr(show_pruning, "_look", look)
+    return ran
+
+
+def test_command_writes_a_picture(looked, tmp_path):
+    pytest.importorskip("cv2")
+    out = tmp_path / "p.png"
+    result = CliRunner().invoke(app, ["show-pruning", "--pruner", "uniform,window,specvlm", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "window:middle" in result.stdout
+    assert looked == ["specvlm"]
+    assert Image.open(out).size == Layout.fit(TokenGrid(16, 4, 4), 16).size(3)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--pruner", "uniform,specvml"], "did you mean 'specvlm'?"),
+        (["--pruner", ","], "--pruner"),
+        (["--prune-ratio", "2"], "prune_ratio"),
+        (["--family", "qwen"], "unknown family 'qwen'"),
+        (["--target", "/no/such"], "--target needs --draft"),
+        (["--target", "/no/such", "--draft", "self"], "--target: no such checkpoint: /no/such"),
+        (["--engine-args", "[]"], "not a JSON object"),
+        (["--dtype", "auto", "--engine-args", '{"dtype": "auto"}'], "dtype is given by --dtype, too"),
+        (["--calibration", "/no/such.json"], "calibration"),
+        (["--out", "/no/such/folder/p.png"], "no such folder"),
+        (["--out", "p.jpg"], "must end in .png"),
+        (["/no/such.mp4"], "no such video: /no/such.mp4"),
+    ],
+)
+def test_wrong_options_are_one_line_and_exit_2(looked, options, words):
+    result = CliRunner().invoke(app, ["show-pruning", *options])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("vidspec: ")
+    assert words in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert not looked
+
+
+def test_read_video_samples_as_vllm_does(tmp_path):
+    pytest.importorskip("cv2")
+    frames = world.held_out(0).frames
+    world.write_mp4(frames, tmp_path / "v.mp4")
+    every = pairs.load_video(tmp_path / "v.mp4")
+    assert np.array_equal(user_files.read_video(tmp_path / "v.mp4", 100), every)
+    assert np.array_equal(user_files.read_video(tmp_path / "v.mp4", 7), every[np.linspace(0, 31, 7, dtype=int)])
+    (tmp_path / "bad.mp4").write_bytes(b"nothing")
+    for name in ("bad.mp4", "absent.mp4"):
+        with pytest.raises(VidSpecError):
+            user_files.read_video(tmp_path / name, 8)

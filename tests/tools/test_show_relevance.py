@@ -1,0 +1,247 @@
+"""`vidspec show-relevance` without an engine: colours, HTML and its escapes, layout of the picture, wrong options."""
+
+import html.parser
+import json
+import re
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from vllm_vidspec.cli import app
+from vllm_vidspec.config import parse_config
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.metrics import NAMES
+from vllm_vidspec.tools import pairs, relevance_views, show_relevance
+from vllm_vidspec.tools.relevance_views import color, lay_out, scale, to_html
+from vllm_vidspec.tools.show_relevance import Show
+
+Image = pytest.importorskip("PIL.Image")
+
+CAPTION = {
+    "words": ["the", " red", " <b>ring</b>", ' "&', "\n", "", " $x_1$"],
+    "relevance": [0.1, 0.5, 0.3, None, 0.2, 0.4, None],
+    "kinds": [0, 1, 2, 3, 1, 1, 0],
+}
+COUNTERS = dict.fromkeys(NAMES, 0) | {"drafts": 2, "draft_tokens": 20, "accepted_tokens": 5}
+
+
+def row(**fields):
+    answer = {"metrics": COUNTERS, "captions": [CAPTION]}
+    return show_relevance.make_row(Show(), answer) | fields
+
+
+class Reader(html.parser.HTMLParser):
+    """Collects the tokens of the caption: text, classes, colour and tooltip; and every tag that is opened."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tokens, self.tags, self._in_caption, self._token = [], [], False, None
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.tags.append(tag)
+        self._in_caption |= attrs.get("class") == "caption"
+        if tag == "span" and self._in_caption:
+            self._token = {"text": "", "attrs": attrs}
+            self.tokens.append(self._token)
+
+    def handle_endtag(self, tag):
+        self._token = None if tag == "span" else self._token
+        self._in_caption &= tag != "p"
+
+    def handle_data(self, data):
+        if self._token is not None:
+            self._token["text"] += data
+
+
+def test_every_token_has_its_text_kind_colour_and_tooltip():
+    page = to_html(row())
+    tokens = Reader(page).tokens
+    assert [token["text"] for token in tokens] == ["the", "red", "<b>ring</b>", '"&', "↵", "·", "$x_1$"]
+    kinds = ["own", "exact", "loosened", "shifted", "exact", "exact", "own"]
+    assert [token["attrs"]["class"] for token in tokens] == [f"t {kind}" for kind in kinds]
+    ends = scale(CAPTION["relevance"])
+    assert [token["attrs"]["style"] for token in tokens] == [
+        f"background: {color(value, ends)}" for value in CAPTION["relevance"]
+    ]
+    hints = [token["attrs"]["title"] for token in tokens]
+    assert hints[1] == "'red': relevance 0.5000, a draft that the target would have written, too"
+    assert "loosened" in hints[2]
+    assert "shifted" in hints[3]
+    assert "not measured" in hints[3]
+    assert re.search(r"the</span> <span", page), "the space between two words is outside of both"
+
+
+def test_page_is_whole_and_nothing_of_the_caption_is_markup():
+    evil = '<script>alert("&")</script>'
+    page = to_html(row(words=[evil, *CAPTION["words"][1:]], video=evil, question=evil, target=evil, family=None))
+    reader = Reader(page)
+    assert not {"script", "b"} & set(reader.tags)
+    assert reader.tokens[0]["text"] == evil
+    assert evil not in page
+    assert not re.search(r"(src|href|url\(|@import)", page), "no other file is needed"
+    assert "color-scheme: light" in page
+    for words in (
+        "lambda 0.7, N 10, with position shift",
+        "K 10",
+        "20.0 % loosened",
+        "loosened:",
+        "shifted:",
+        "not measured",
+    ):
+        assert words in page, words
+
+
+def test_colours_grow_with_relevance():
+    ends = (0.2, 0.6)
+    shades = [int(color(value, ends)[5:], 16) for value in (0.0, 0.2, 0.3, 0.5, 0.6, 9.0)]
+    assert shades == sorted(shades, reverse=True)
+    assert color(0.2, ends) == color(0.0, ends) == "#ffffff"
+    assert color(0.6, ends) == color(9.0, ends)
+    assert color(None, ends) not in (color(0.2, ends), color(0.6, ends))
+    assert color(0.5, (0.5, 0.5)).startswith("#"), "all alike"
+    assert scale([None, None]) == (0.0, 0.0)
+    strongest = [int(color(1.0, ends)[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    assert np.dot(strongest, (0.2126, 0.7152, 0.0722)) > 0.5, "black text stays readable"
+
+
+def test_layout_keeps_words_apart_and_lines_short():
+    places = lay_out(["the", " red", "dish", " ring", "\n", "it", "", " 一"], width=12)
+    assert places == [
+        *((0, 0, "the", 3), (0, 4, "red", 3), (0, 7, "dish", 4), (1, 0, "ring", 4), (1, 4, "↵", 1)),
+        *((2, 0, "it", 2), (2, 2, "·", 1), (2, 4, "一", 2)),
+    ]
+    long = lay_out(["x" * 30, " y"], width=12)
+    assert [place[:2] for place in long] == [(0, 0), (1, 0)]
+    assert lay_out([]) == []
+
+
+def test_picture_has_the_colours_and_marks(tmp_path):
+    pytest.importorskip("matplotlib")
+    relevance_views.write(row(), str(tmp_path / "r.png"))
+    pixels = np.asarray(Image.open(tmp_path / "r.png").convert("RGB")).reshape(-1, 3)
+    found = {"#" + bytes(pixel).hex() for pixel in np.unique(pixels, axis=0)}
+    ends = scale(CAPTION["relevance"])
+    shown = {color(value, ends) for value in CAPTION["relevance"]}
+    assert shown | {tint for tint, _ in relevance_views._MARKS.values()} <= found
+
+
+def test_words_of_a_pair_of_ones_own_are_not_judged():
+    answer = {"metrics": COUNTERS, "captions": [CAPTION]}
+    bundled = row()
+    assert bundled["relevance_auc"] == 1.0, "red against the"
+    assert bundled["acceptance_length"] == 3.5
+    assert bundled["loosened_frac"] == bundled["shifted_frac"] == 1 / 5
+    own = show_relevance.make_row(Show(target="some/target", draft="self"), answer)
+    assert own["relevance_auc"] is own["family"] is None
+    assert relevance_views.title(own).endswith("sample.mp4, target"), "of a path its last part"
+    assert "fillers" not in to_html(own)
+
+
+@pytest.mark.parametrize(
+    ("counters", "words"),
+    [
+        ({"skipped_too_long": 1}, r"ran without speculation \(too_long\)"),
+        ({"strict_cached": 1}, r"verified strictly \(cached\)"),
+    ],
+)
+def test_a_caption_that_was_not_measured_is_refused(counters, words):
+    with pytest.raises(VidSpecError, match=words):
+        show_relevance.make_row(Show(), {"metrics": COUNTERS | counters, "captions": [CAPTION]})
+    unmeasured = CAPTION | {"relevance": [None] * 7}
+    with pytest.raises(VidSpecError, match="no relevance was measured"):
+        show_relevance.make_row(Show(), {"metrics": COUNTERS, "captions": [unmeasured]})
+
+
+@pytest.fixture
+def jobs(monkeypatch):
+    """Replace the engine by one that says CAPTION; return what it was asked."""
+    asked = []
+
+    class Session:
+        def __init__(self, job):
+            asked.append(job)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def ask(self, command):
+            asked.append(command)
+            return {"metrics": COUNTERS, "captions": [CAPTION]}
+
+    monkeypatch.setattr(show_relevance, "EngineSession", Session)
+    return asked
+
+
+@pytest.mark.parametrize("suffix", [".html", ".png"])
+def test_command_writes_a_file(jobs, tmp_path, suffix):
+    pytest.importorskip("cv2")
+    pytest.importorskip("matplotlib")
+    out = tmp_path / f"r{suffix}"
+    result = CliRunner().invoke(
+        app,
+        [
+            *("show-relevance", "--out", str(out), "--lambda", "0.3", "--top-n", "5", "--no-position-shift"),
+            *("--relevance-rows", "prediction", "--json", str(tmp_path / "r.json"), "--max-tokens", "40"),
+        ],
+    )
+    assert result.exit_code == 0, result.output
+    assert "<b>ring</b>" in result.stdout
+    assert f"Wrote {out}" in result.stdout.replace("\n", "")
+    assert out.read_bytes()[:4] in (b"<!DO", b"\x89PNG")
+    job, command = jobs
+    config, _ = parse_config(job["llm"]["speculative_config"])
+    assert (config.scorer, config.lambda_loose, config.top_n, config.position_shift) == ("loose", 0.3, 5, False)
+    assert config.relevance_rows == "prediction"
+    assert job["prompts"]["videos"] == [str(pairs.sample_video())]
+    assert (command["command"], command["watch"], command["sampling"]["max_tokens"]) == ("caption", True, 40)
+    written = json.loads((tmp_path / "r.json").read_text())
+    assert set(written) == {"rows", "provenance"}
+    assert written["rows"][0]["words"] == CAPTION["words"]
+
+
+def test_a_pair_of_ones_own_has_its_own_engine_arguments(jobs, tmp_path):
+    pytest.importorskip("cv2")
+    result = CliRunner().invoke(
+        app,
+        [
+            *("show-relevance", str(pairs.sample_video()), "--target", str(tmp_path), "--draft", "self"),
+            *("--out", str(tmp_path / "r.html"), "--engine-args", '{"max_model_len": 4096}', "--prune-ratio", "0"),
+        ],
+    )
+    assert result.exit_code == 0, result.output
+    job = jobs[0]
+    assert job["prompts"]["family"] is None
+    assert (job["llm"]["model"], job["llm"]["max_model_len"]) == (str(tmp_path), 4096)
+    assert job["llm"]["speculative_config"]["scorer"] == "loose"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--family", "qwen"], "unknown family 'qwen'"),
+        (["--target", "some/model"], "--target needs --draft"),
+        (["--target", "/no/such/model", "--draft", "self"], "no such checkpoint"),
+        (["--lambda", "1.5"], "lambda_loose"),
+        (["--top-n", "0"], "top_n"),
+        (["--relevance-rows", "both"], "relevance_rows"),
+        (["--num-speculative-tokens", "0"], "num_speculative_tokens"),
+        (["--temperature", "-1"], "--temperature"),
+        (["--engine-args", '{"model": "x"}'], "--engine-args: model"),
+        (["--out", "/no/such/folder/r.html"], "no such folder"),
+        (["--out", "r.pdf"], "must end in .html or .png"),
+        (["/no/such.mp4"], "no such video: /no/such.mp4"),
+    ],
+)
+def test_wrong_options_are_one_line_and_exit_2(jobs, options, words):
+    result = CliRunner().invoke(app, ["show-relevance", *options])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("vidspec: ")
+    assert words in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert not jobs

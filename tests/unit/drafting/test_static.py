@@ -1,0 +1,263 @@
+"""Static trees: SpecVLM's published topology, users' paths and their errors, truncated budgets, mutations."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.drafting.test_tree import FakeDraft, check_greedy_first, check_tree, grow, paths_of
+from vllm_vidspec.drafting import SPECVLM_PATHS, StaticTree, parse_paths
+from vllm_vidspec.drafting import paths as paths_module
+from vllm_vidspec.drafting import static as static_module
+from vllm_vidspec.errors import VidSpecError
+
+quick = settings(max_examples=60, deadline=None)
+
+# SpecVLM's published tree, by depth.
+PUBLISHED = [
+    ["0", "1", "2", "3"],
+    ["00", "01", "02", "10", "11", "20", "21", "30"],
+    ["000", "001", "002", "010", "011", "020", "021", "100"],
+    ["0000", "0001", "0002"],
+    ["00000", "00001"],
+]
+
+
+@st.composite
+def trees(draw, max_nodes=64):
+    """Draw a tree as rank paths, in any order."""
+    paths = [(0,)]
+    num_children = {(): 1, (0,): 0}
+    for _ in range(draw(st.integers(0, max_nodes - 1))):
+        parent = draw(st.sampled_from(list(num_children)))
+        path = (*parent, num_children[parent])
+        num_children[parent] += 1
+        num_children[path] = 0
+        paths.append(path)
+    return draw(st.permutations(paths))
+
+
+def greedy_depth(paths):
+    return max(len(path) for path in paths if not any(path))
+
+
+def tokens_of(draft, path):
+    """Return the token path of a rank path."""
+    tokens = ()
+    for rank in path:
+        tokens = (*tokens, int(draft(tokens)[1][rank]))
+    return tokens
+
+
+def check_static(policy, paths, row, draft, fed):
+    """Assert that a row holds exactly the nodes of these rank paths, fed as far as they have children."""
+    tree = policy.tree
+    check_tree(tree, row)
+    check_greedy_first(tree, row, draft, greedy_depth(paths))
+    assert int(tree.num_nodes[row]) == len(paths)
+    expected = {tokens_of(draft, path) for path in paths}
+    assert set(paths_of(tree, row, len(paths))[1:]) == expected
+    # Nothing without children is fed, and all that has any.
+    with_children = {path[:-1] for path in expected}
+    assert [path for level in fed for path in level[row]] == sorted(
+        with_children, key=lambda path: (len(path), paths_of(tree, row, len(paths)).index(path))
+    )
+    for level in fed:
+        assert level[row][0] == tokens_of(draft, (0,) * len(level[row][0])) or greedy_depth(paths) <= len(level[row][0])
+
+
+# --- SpecVLM's tree ---
+
+
+def test_specvlm_is_the_published_tree():
+    """Catches: a path lost or mistyped, a forward more or less, a frontier of another size."""
+    policy, draft = StaticTree(2, "cpu"), FakeDraft(0, 4)
+    assert (policy.max_nodes, policy.max_depth, policy.num_candidates, policy.max_frontier) == (25, 5, 4, 4)
+    assert [["".join(map(str, path)) for path in SPECVLM_PATHS if len(path) == depth] for depth in range(1, 6)] == (
+        PUBLISHED
+    )
+    fed = grow(policy, [draft], [1])
+    assert [len(level[0]) for level in fed] == [1, 4, 4, 1, 1]
+    assert policy.tree.depths[0, 1:].bincount().tolist() == [0, 4, 8, 8, 3, 2]
+    check_static(policy, SPECVLM_PATHS, 0, draft, fed)
+
+
+def test_specvlm_node_order():
+    """Catches: another order of nodes: the greedy path, then by depth, then by path."""
+    order = ["".join(map(str, path)) for path in StaticTree(1, "cpu").topology.paths]
+    greedy = ["0", "00", "000", "0000", "00000"]
+    assert order == greedy + [path for level in PUBLISHED for path in level if path not in greedy]
+
+
+# --- any tree, any budget, any batch ---
+
+
+@quick
+@given(paths=trees(), seed=st.integers(0, 1000), num_reqs=st.integers(1, 3), as_lists=st.booleans())
+def test_a_users_tree_is_drafted(paths, seed, num_reqs, as_lists):
+    """Catches: a node under the wrong parent, a rank mistaken for another, a node that is fed without children."""
+    given_paths = [list(path) for path in paths] if as_lists else paths
+    policy = StaticTree(4, "cpu", given_paths)
+    drafts = [FakeDraft(seed + row, policy.num_candidates) for row in range(num_reqs)]
+    fed = grow(policy, drafts, list(range(num_reqs)))
+    assert len(fed) == policy.max_depth == max(map(len, paths))
+    assert max(len(rows[0]) for rows in fed) == policy.max_frontier
+    for row, draft in enumerate(drafts):
+        check_static(policy, paths, row, draft, fed)
+
+
+@quick
+@given(paths=trees(max_nodes=30), budgets=st.lists(st.integers(0, 40), min_size=1, max_size=4), seed=st.integers(0, 99))
+def test_a_smaller_budget_gives_the_first_nodes(paths, budgets, seed):
+    """Catches: a budget exceeded, a forward that no node of the prefix needs, remains of a larger or smaller budget
+    of the step before."""
+    policy = StaticTree(3, "cpu", paths)
+    drafts = [FakeDraft(seed + row, policy.num_candidates) for row in range(2)]
+    for budget in budgets:
+        fed = grow(policy, drafts, [2, 0], budget)
+        prefix = policy.topology.paths[:budget]
+        assert len(fed) == max((len(path) for path in prefix), default=1)
+        for row, draft in enumerate(drafts):
+            if prefix:
+                check_static(policy, prefix, row, draft, fed)
+            else:
+                check_tree(policy.tree, row)
+                assert policy.tree.num_nodes[row] == 0
+
+
+def test_specvlm_truncated_to_its_greedy_path_is_the_chain():
+    """Catches: a tree whose prefix is no chain."""
+    for budget in range(1, 6):
+        policy, draft = StaticTree(1, "cpu"), FakeDraft(7, 4)
+        assert len(grow(policy, [draft], [0], budget)) == budget
+        assert policy.tree.parents[0, : budget + 1].tolist() == list(range(-1, budget))
+        assert policy.tree.ancestors[0, : budget + 1].tolist() == [2**node - 1 for node in range(budget + 1)]
+
+
+@pytest.mark.parametrize("max_nodes", [1, 4, 25, 40])
+def test_buffers_wider_or_narrower_than_the_topology(max_nodes):
+    """Catches: a topology that does not fit its buffers; `fill` that invents nodes."""
+    policy, draft = StaticTree(2, "cpu", max_nodes=max_nodes), FakeDraft(3, 4)
+    draft.num_candidates = policy.num_candidates
+    fed = grow(policy, [draft], [0], fill=True)
+    assert policy.tree.tokens.shape == (2, max_nodes + 1)
+    check_static(policy, policy.topology.paths, 0, draft, fed)
+    assert len(policy.topology.paths) == min(max_nodes, 25)
+
+
+@quick
+@given(paths=trees(max_nodes=20), seed=st.integers(0, 1000))
+def test_a_batch_is_its_requests(paths, seed):
+    """Catches: a request that gets another's tokens."""
+    together = StaticTree(8, "cpu", paths)
+    drafts = [FakeDraft(seed + row, together.num_candidates) for row in range(8)]
+    grow(together, drafts, list(range(8)))
+    for row, draft in enumerate(drafts):
+        alone = StaticTree(8, "cpu", paths)
+        grow(alone, [draft], [row])
+        assert torch.equal(together.tree.tokens[row], alone.tree.tokens[0])
+        assert torch.equal(together.tree.ancestors[row], alone.tree.ancestors[0])
+
+
+def test_buffers_stay_where_they_are():
+    """Catches: a buffer replaced instead of filled, which a CUDA graph would not see."""
+    policy = StaticTree(2, "cpu")
+    buffers = ("tokens", "parents", "depths", "ancestors", "log_probs", "num_nodes")
+    places = [getattr(policy.tree, name).data_ptr() for name in buffers]
+    for budget in (25, 3, 25):
+        policy.admit(np.array([0, 1]))
+        policy.observe(torch.tensor([0, 1]), torch.tensor([1, -1], dtype=torch.int32))
+        grow(policy, [FakeDraft(0, 4), FakeDraft(1, 4)], [1, 0], budget)
+    assert places == [getattr(policy.tree, name).data_ptr() for name in buffers]
+
+
+# --- users' paths ---
+
+
+@quick
+@given(paths=trees())
+def test_parse_keeps_a_valid_tree(paths):
+    """Catches: a valid tree refused, or changed."""
+    assert parse_paths([list(path) for path in paths]) == tuple(paths)
+    if all(rank < 10 for path in paths for rank in path):
+        assert parse_paths(["".join(map(str, path)) for path in paths]) == tuple(paths)
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        ([], "empty"),
+        (["0", "1", "0"], "0 is given twice"),
+        ([[0], [0, 1], [0, 0], [0, 1]], "01 is given twice"),
+        (["0", "010"], "010 is given without its parent 01"),
+        (["00"], "00 is given without its parent 0"),
+        (["1"], "1 is given without its better sibling 0"),
+        (["0", "00", "02"], "02 is given without its better sibling 01"),
+        ([[0], [12]], r"\[12\] is given without its better sibling \[11\]"),
+        (["0", "x"], "'x' is no rank path"),
+        (["0", ""], "'' is no rank path"),
+        (["0", "0²"], "is no rank path"),
+        ([[0], []], r"\[\] is no rank path"),
+        ([[0], [0.0]], "is no rank path"),
+        ([[0], [True]], "is no rank path"),
+        ([0, 1], "0 is no rank path"),
+        ([[0], [-1]], r"rank -1 of \[-1\] is not in \[0, 63\]"),
+        ([[0], [64]], r"rank 64 of \[64\] is not in \[0, 63\]"),
+        (["0" * depth for depth in range(1, 66)], "65 nodes, at most 64"),
+        ("012", "expected a list"),
+    ],
+)
+def test_wrong_paths_are_one_clear_line(paths, message):
+    """Catches: a tree with holes accepted, an error that does not name the path, a traceback of ours."""
+    with pytest.raises(VidSpecError, match=f"^tree paths: .*{message}") as error:
+        parse_paths(paths)
+    assert "\n" not in str(error.value) and isinstance(error.value, ValueError)
+    with pytest.raises(ValueError, match=message):
+        StaticTree(1, "cpu", paths)
+
+
+# --- mutations ---
+
+
+def test_mutation_greedy_path_not_first(monkeypatch):
+    """Mutation: nodes ordered by depth, then path. Seen to fail `check_static`."""
+
+    def by_depth(paths):
+        ordered = tuple(sorted(paths, key=lambda path: (len(path), path)))
+        node_of = {path: node for node, path in enumerate(ordered, start=1)}
+        return paths_module.Topology(ordered, tuple(node_of.get(path[:-1], 0) for path in ordered))
+
+    monkeypatch.setattr(static_module, "topology_of", by_depth)
+    policy, draft = StaticTree(1, "cpu"), FakeDraft(0, 4)
+    fed = grow(policy, [draft], [0])
+    with pytest.raises(AssertionError, match="does not come first"):
+        check_static(policy, SPECVLM_PATHS, 0, draft, fed)
+
+
+def test_mutation_a_siblings_bit(monkeypatch):
+    """Mutation: a node's mask also has the node before it. Seen to fail `check_static`."""
+    right = static_module.topology_tables
+
+    def with_sibling(parents, device):
+        parents, depths, ancestors = right(parents, device)
+        ancestors[8] |= 1 << 6
+        return parents, depths, ancestors
+
+    monkeypatch.setattr(static_module, "topology_tables", with_sibling)
+    policy, draft = StaticTree(1, "cpu"), FakeDraft(0, 4)
+    fed = grow(policy, [draft], [0])
+    with pytest.raises(AssertionError):
+        check_static(policy, SPECVLM_PATHS, 0, draft, fed)
+
+
+def test_mutation_truncated_tree_keeps_its_tokens(monkeypatch):
+    """Mutation: tokens past a smaller budget stay. Seen to fail `check_static`."""
+    policy, draft = StaticTree(1, "cpu"), FakeDraft(0, 4)
+    grow(policy, [draft], [0])
+    stale = policy.tree.tokens.clone()
+    fed = grow(policy, [draft], [0], 10)
+    check_static(policy, policy.topology.paths[:10], 0, draft, fed)
+    policy.tree.tokens[:, 11:] = stale[:, 11:]
+    with pytest.raises(AssertionError):
+        check_static(policy, policy.topology.paths[:10], 0, draft, fed)

@@ -1,0 +1,337 @@
+"""Counters without an engine: who writes where, what a server shows, warm-up, and why an engine did not start."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_vidspec import metrics
+from vllm_vidspec.errors import VidSpecError
+
+pytest.importorskip("vllm")
+from vllm_vidspec.engine import worker
+from vllm_vidspec.engine.report import counters as counters_module
+from vllm_vidspec.engine.report import server_counters
+from vllm_vidspec.engine.report.counters import Counters
+
+prometheus_client = pytest.importorskip("prometheus_client")
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """Publish the counters of a server in a temporary directory of the test's own."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(counters_module, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(server_counters, "_current", None)
+    monkeypatch.delenv(server_counters._INSTANCE, raising=False)
+    said = []
+    for module in (server_counters, counters_module):
+        monkeypatch.setattr(module.logger, "warning", lambda message, *args: said.append(message % args))
+
+    def publish(**parallel):
+        config = vllm_config(**parallel)
+        server_counters.publish(config)
+        return config
+
+    publish.said = said
+    yield publish
+    if collector := metrics._registered.pop("collector", None):
+        prometheus_client.REGISTRY.unregister(collector)
+    os.environ.pop(server_counters._INSTANCE, None)
+
+
+def vllm_config(instance_id="abcde", level="summary", **parallel):
+    """Return what our code reads of a `VllmConfig`."""
+    parallel = {
+        "data_parallel_size": 1,
+        "data_parallel_size_local": 1,
+        "data_parallel_index": 0,
+        "data_parallel_rank_local": None,
+        "local_engines_only": False,
+        "_api_process_count": 1,
+        "_api_process_rank": 0,
+    } | parallel
+    return SimpleNamespace(
+        instance_id=instance_id,
+        parallel_config=SimpleNamespace(**parallel),
+        model_config=SimpleNamespace(served_model_name="m"),
+        observability_config=SimpleNamespace(per_request_spec_decode_metrics=level),
+    )
+
+
+def worker_counters(config, engine: int = 0, suffix: str = "") -> Counters:
+    """Return the counters of a data-parallel engine's worker, whose configuration vLLM changes so where it is dense."""
+    mine = vllm_config(config.instance_id + suffix, data_parallel_index=engine)
+    return Counters(mine, torch.device("cpu"), 4, 3)
+
+
+def verify(counters: Counters, accepted: list[int], drafted: int = 3) -> None:
+    """Count one step in which request i accepted `accepted[i]` of `drafted` draft tokens."""
+    rows = torch.arange(len(accepted))
+    counters.has_draft[rows] = True
+    bounds = torch.arange(len(accepted) + 1, dtype=torch.int32) * (drafted + 1)
+    counters.observe(rows, rows.numpy(), torch.tensor(accepted, dtype=torch.int32) + 1, bounds)
+    if publish := counters.publisher():
+        publish()
+    counters.flush()
+
+
+def test_every_data_parallel_engine_has_a_file_of_its_own(server):
+    """Catches: two workers that add to the same words, so that counts are lost and slots of requests shared."""
+    config = server(data_parallel_size=2, data_parallel_size_local=2)
+    first, second = worker_counters(config, 0), worker_counters(config, 1)
+    assert first._file.path != second._file.path
+    # Both take the oldest slot of the file, each for a request of its own, and interleave.
+    first.begin_request(0, "a")
+    second.begin_request(0, "b")
+    for _ in range(3):
+        verify(first, [3])
+        verify(second, [1])
+    files = server_counters._current
+    assert [file.values()["accepted_tokens"] for file in files.values()] == [9, 3]
+    assert files.request("a")["exact"] == 9 and files.request("b")["exact"] == 3
+    assert files.request("c") is None
+    text = prometheus_client.generate_latest(prometheus_client.REGISTRY).decode()
+    assert sum(line.startswith("vidspec:accepted_tokens_total{") for line in text.splitlines()) == 2
+    assert not server.said
+
+
+@pytest.mark.parametrize("suffix", ["", "_dp1"], ids=["processes", "ray"])
+def test_a_later_rank_finds_its_file(server, suffix):
+    """An external load balancer: this server has rank 1 alone; Ray's actors add the rank to the server's name."""
+    config = server(data_parallel_size=2, data_parallel_index=1, local_engines_only=True)
+    verify(worker_counters(config, 1, suffix), [2])
+    assert server_counters._current[1].values()["accepted_tokens"] == 2
+    assert not server.said
+
+
+def test_engines_of_other_hosts_are_said_to_be_missing(server):
+    server(data_parallel_size=4, data_parallel_size_local=2)
+    assert list(server_counters._current) == [0, 1]
+    assert server.said == ["vidspec: the counters of 2 engines on other hosts are not on this /metrics"]
+
+
+def test_a_front_end_that_knows_nothing_of_us_is_named(server):
+    server(_api_process_rank=-1)
+    assert len(server.said) == 1 and "the Rust front end" in server.said[0]
+
+
+def test_every_api_server_shows_the_same_counters(server, tmp_path, monkeypatch):
+    """Each API server makes a configuration of its own, and with several of them every scrape makes a registry.
+
+    Catches: counters that vanish without a word, files of API servers that no engine writes to.
+    """
+    fastapi, testclient = pytest.importorskip("fastapi"), pytest.importorskip("fastapi.testclient")
+    from vllm.entrypoints.serve.instrumentator.metrics import attach_router
+
+    config = server(_api_process_count=2, _api_process_rank=-1)
+    verify(worker_counters(config), [2])
+    server_counters.publish(vllm_config("fghij", _api_process_count=2, _api_process_rank=1))  # inherits the environment
+    assert len(list(tmp_path.iterdir())) == 1
+    (tmp_path / "prometheus").mkdir()
+    for setting in (str(tmp_path / "prometheus"), None):
+        if setting is not None:
+            monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", setting)
+        else:
+            monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR")
+        app = fastapi.FastAPI()
+        attach_router(app)
+        for _ in range(2):
+            text = testclient.TestClient(app).get("/metrics").text
+            found = [line for line in text.splitlines() if line.startswith("vidspec:accepted_tokens_total{")]
+            assert len(found) == 1 and found[0].endswith("} 2.0"), setting
+    assert not server.said
+
+
+def test_a_directory_that_takes_no_file_costs_the_counters_and_no_more(server, monkeypatch, tmp_path):
+    """Catches: a server that does not start because the temporary directory is full."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    counters = worker_counters(server())
+    verify(counters, [1])
+    counters.skip("pool_full", "r", "no room")
+    assert len(server.said) == 3 and all("\n" not in line for line in server.said)
+    assert "nothing is counted" in server.said[0] and "not published" in server.said[1]
+    assert server_counters.refusal() is None
+
+
+def test_a_response_never_fails_for_its_figures(server, monkeypatch):
+    """Catches: an exception in vLLM's output handler, which ends the server."""
+    from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+
+    from vllm_vidspec.engine.report.request_metrics import RequestMetrics, RequestMetricsReader
+
+    config = server()
+    counters, read = worker_counters(config), RequestMetricsReader(server_counters._current)
+    os.unlink(metrics.path_for(config.instance_id))
+    counters.begin_request(0, "a")
+    verify(counters, [2])
+    found = RequestSpecDecodeMetrics(num_spec_tokens=3)
+    extended = read(found, "a")
+    assert isinstance(extended, RequestMetrics) and extended.num_exact == 2
+    assert read(found, "b") is found
+    monkeypatch.setattr(read, "_files", None)
+    said = []
+    monkeypatch.setattr("vllm_vidspec.engine.report.request_metrics.logger.exception", said.append)
+    assert read(found, "a") is found and read(found, "a") is found
+    assert len(said) == 1
+
+
+# ---- warm-up ---------------------------------------------------------------------------------------------------------
+
+
+class _Base:
+    def compile_or_warm_up_model(self):
+        return self.step(self.model_runner.counters)
+
+
+class WarmedWorker(worker.VidSpecWorker, _Base):
+    """A worker whose vLLM half warms up by calling `step`."""
+
+    def __init__(self, counters, step):
+        self.model_runner, self.step = SimpleNamespace(counters=counters), step
+
+
+def test_vllms_warm_up_leaves_no_trace(server):
+    """On a GPU it sends real requests. Catches: /metrics that starts beyond zero, `pool_full` logged before the first
+    user came and never again, slots that are taken.
+    """
+    config = server()
+    counters = worker_counters(config)
+    counters.set("draft_pool_blocks_total", 7)
+    counters.begin_request(1, "before")
+    verify(counters, [2, 0])
+    before = server_counters._current[0].values()
+
+    def step(counters):
+        for row in range(3):
+            counters.begin_request(row, f"_warmup_{row}_")
+        verify(counters, [3, 3, 3])
+        counters.skip("pool_full", "_warmup_0_", "no room")
+        counters.add("prompts", 3)
+        for row in range(3):
+            counters.end_request(row)
+        return "times"
+
+    assert WarmedWorker(counters, step).compile_or_warm_up_model() == "times"
+    counters.flush()
+    assert server_counters._current[0].values() == before
+    assert server_counters._current.request("_warmup_0_") is None
+    assert not server.said and counters.publisher() is None
+    # And it counts on from where it was.
+    counters.skip("pool_full", "user", "no room")
+    counters.begin_request(0, "user")
+    verify(counters, [1])
+    gained = metrics.difference(before, server_counters._current[0].values())
+    assert (gained["drafts"], gained["accepted_tokens"], gained["skipped_pool_full"]) == (1, 1, 1)
+    assert server_counters._current.request("user")["exact"] == 1
+    assert len(server.said) == 1
+
+
+def test_a_warm_up_that_fails_does_not_stop_the_counting(server):
+    counters = worker_counters(server())
+
+    def fail(_counters):
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        WarmedWorker(counters, fail).compile_or_warm_up_model()
+    verify(counters, [1])
+    assert server_counters._current[0].values()["drafts"] == 1
+
+
+# ---- why an engine did not start -------------------------------------------------------------------------------------
+
+
+def test_a_workers_refusal_reaches_the_server(server):
+    """Catches: a step of start-up whose refusal stays in the worker's log, a hundred lines above the end."""
+    config = server(data_parallel_size=2, data_parallel_size_local=2)
+
+    class Base:
+        def refuse(self, *_args):
+            raise VidSpecError(f"line {self.count}")
+
+        init_device = load_model = determine_available_memory = initialize_from_config = refuse
+
+    class Worker(worker.VidSpecWorker, Base):
+        vllm_config = vllm_config(config.instance_id + "_dp1", data_parallel_index=1)
+
+    names = ("init_device", "load_model", "determine_available_memory", "initialize_from_config")
+    assert server_counters.refusal() is None
+    for count, name in enumerate(names):
+        Worker.count = count
+        with pytest.raises(VidSpecError):
+            getattr(Worker(), name)()
+        assert server_counters.refusal() == f"line {count}", name
+    os.unlink(metrics.path_for(config.instance_id, 1))
+    with pytest.raises(VidSpecError, match="line 3"):  # the reason, not that it cannot be left
+        Worker().init_device()
+
+
+@pytest.mark.parametrize(
+    ("error", "refusal", "lines"),
+    [
+        ("VidSpecError('wrong knob')", None, ["vidspec: wrong knob"]),
+        ("RuntimeError('Engine core initialization failed')", "reads no fp8", ["vidspec: reads no fp8"]),
+        ("RuntimeError('something else')", None, ["RuntimeError: something else"]),
+    ],
+)
+def test_the_last_line_of_a_vllm_command(error, refusal, lines):
+    code = (
+        "import sys\n"
+        "sys.argv[0] = '/bin/vllm'\n"
+        "from vllm_vidspec.engine.compat import install_error_line\n"
+        "from vllm_vidspec.errors import VidSpecError\n"
+        f"install_error_line(lambda: {refusal!r})\n"
+        f"raise {error}\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 1
+    assert run.stderr.splitlines()[-1:] == lines
+    assert ("Traceback" in run.stderr) == (lines[0].startswith("RuntimeError"))
+
+
+# ---- what came of a prompt's guidance --------------------------------------------------------------------------------
+
+
+def _features(first: int, count: int):
+    from vllm.multimodal.inputs import PlaceholderRange
+
+    place = PlaceholderRange(offset=first, length=count)
+    return [SimpleNamespace(mm_position=place, modality="video", identifier=f"v{first}", data={"pixel_values": None})]
+
+
+@pytest.fixture
+def listeners():
+    """Attention guidance without layers, with counters that only add."""
+    from vllm_vidspec.config import VidSpecConfig
+    from vllm_vidspec.engine.agreement import Agreement
+    from vllm_vidspec.engine.listen.attention import AttentionGuidance
+    from vllm_vidspec.engine.listen.prompts import Listeners
+
+    class Guidance(AttentionGuidance):
+        def __init__(self):
+            config = VidSpecConfig(model="self", num_speculative_tokens=3, prune_ratio=0.5)
+            agreement = Agreement(SimpleNamespace(rank_in_group=0, world_size=1))
+            Listeners.__init__(self, config, SimpleNamespace(add=self.fail), torch.device("cpu"), agreement)
+            self._layers, self._num_heads = {0}, 1
+
+        def fail(self, name):
+            pytest.fail(f"{name} counted before the draft has seen the prompt")
+
+    return Guidance()
+
+
+def test_a_prompt_that_ends_with_its_video_has_no_text_to_ask_with(listeners):
+    """Catches: "cached" where nothing was."""
+    listeners.arrive("r", list(range(12)), _features(2, 10))
+    assert listeners.take("r").wait() == (None, ("unguided_no_text",))
+    listeners.arrive("s", list(range(13)), _features(2, 10))
+    assert listeners.take("s").wait() == (None, ("unguided_cached",))
+    listeners._remembered["v2"] = torch.ones(10)
+    listeners.arrive("t", list(range(12)), _features(2, 10))
+    assert listeners.take("t").wait().outcome == ("guided_prompts", "reused_guidance")
+    assert listeners.take("unknown") is None

@@ -1,0 +1,368 @@
+"""What is refused before any weight loads, and how our method becomes vLLM's own terms."""
+
+import importlib.metadata
+import json
+import shutil
+
+import pytest
+
+from vllm_vidspec.engine import preflight
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.tools import pairs
+
+FAMILY = "qwen2.5-vl"
+
+
+def engine_args(target_family: str = FAMILY, spec: dict | None = None, **overrides):
+    """Return vLLM's EngineArgs of a bundled pair; nothing is loaded."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    spec = {
+        "method": "vidspec",
+        "model": pairs.checkpoint(FAMILY, "draft"),
+        "num_speculative_tokens": 4,
+        **(spec or {}),
+    }
+    return EngineArgs(model=pairs.checkpoint(target_family, "target"), speculative_config=spec, **overrides)
+
+
+def refusal(*args, **kwargs) -> str:
+    """Return the message that the arguments are refused with; always one line."""
+    with pytest.raises(VidSpecError) as caught:
+        preflight.translate(engine_args(*args, **kwargs))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_translation_and_its_idempotence():
+    """Catches: a second `create_engine_config` on the same arguments that loses or repeats the translation."""
+    args = engine_args(spec={"prune_ratio": 0.5})
+    config = preflight.translate(args)
+    first = dict(args.speculative_config)
+    assert first == {
+        "method": "draft_model",
+        "model": pairs.checkpoint(FAMILY, "draft"),
+        "num_speculative_tokens": 4,
+    }
+    assert preflight.translate(args) == config
+    assert args.speculative_config == first
+    assert args.worker_cls.startswith("vllm_vidspec.engine.") and ".worker.VidSpec" in args.worker_cls
+
+
+def test_flags_work_like_the_dict():
+    """`--spec-method vidspec --spec-model self --spec-tokens 3`."""
+    args = engine_args()
+    args.speculative_config = None
+    args.spec_method, args.spec_model, args.spec_tokens = "vidspec", "self", 3
+    config = preflight.translate(args)
+    assert (config.model, config.num_speculative_tokens) == ("self", 3)
+    assert args.speculative_config["model"] == args.model
+    assert args.spec_method is None
+
+
+def test_other_methods_are_left_alone():
+    args = engine_args()
+    args.speculative_config = {"method": "ngram", "num_speculative_tokens": 2}
+    assert preflight.translate(args) is None
+    assert args.speculative_config == {"method": "ngram", "num_speculative_tokens": 2}
+    assert args.worker_cls == "auto"
+
+
+def test_wrong_vllm_version(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.31.2")
+    assert refusal() == "vllm_vidspec supports vLLM 0.32.*, this is 0.31.2: install 'vllm==0.32.*'"
+
+
+def test_parallelism_that_the_draft_cannot_follow():
+    assert "pipeline parallelism (2) is not supported" in refusal(pipeline_parallel_size=2)
+    assert "decode context parallelism is not supported" in refusal(
+        tensor_parallel_size=2, decode_context_parallel_size=2
+    )
+    assert "--worker-cls my.Worker" in refusal(worker_cls="my.Worker")
+    assert "vision tower has 2 heads, which 4 tensor-parallel ranks cannot share" in refusal(tensor_parallel_size=4)
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (
+            8,
+            "tower has 4 heads, which 8 tensor-parallel ranks cannot share evenly; --tensor-parallel-size 1, 2, 4",
+        ),
+        (4, None),
+        (6, "vision tower has 4 heads, which 6 tensor-parallel ranks cannot"),
+        (2, None),
+    ],
+)
+def test_the_sizes_that_a_draft_works_at_are_named(size, message):
+    """Catches: sizes that vLLM refuses after minutes, in its terms; KV heads that ranks could not have copies of."""
+    from types import SimpleNamespace
+
+    text = SimpleNamespace(num_attention_heads=28, num_key_value_heads=4)
+    draft = SimpleNamespace(vision_config=SimpleNamespace(num_heads=4), get_text_config=lambda: text)
+    if message is None:
+        preflight._check_heads(draft, size)
+    else:
+        with pytest.raises(VidSpecError) as caught:
+            preflight._check_heads(draft, size)
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_language_model_that_ranks_cannot_share_is_named():
+    """Catches: a message about the vision tower, or none, where the language model is at fault."""
+    from types import SimpleNamespace
+
+    text = SimpleNamespace(num_attention_heads=14, num_key_value_heads=2)
+    draft = SimpleNamespace(vision_config=SimpleNamespace(num_heads=16), get_text_config=lambda: text)
+    with pytest.raises(
+        VidSpecError, match=r"language model has 14 heads, which 4 .* --tensor-parallel-size 1, 2 would"
+    ):
+        preflight._check_heads(draft, 4)
+
+
+def test_draft_of_another_family():
+    message = refusal(spec={"model": pairs.checkpoint("llava-onevision", "draft")})
+    assert "qwen2.5-vl" in message and "llava-onevision" in message
+
+
+def test_draft_of_another_geometry(tmp_path):
+    """A Qwen2.5-VL whose patches or vocabulary differ is named with both values."""
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    config = json.loads((pairs.Path(pairs.checkpoint(FAMILY, "draft")) / "config.json").read_text())
+    config["vision_config"]["patch_size"] = 16
+    config["text_config"]["vocab_size"] += 1
+    (draft / "config.json").write_text(json.dumps(config))
+    message = refusal(spec={"model": str(draft)})
+    assert "14" in message and "16" in message and "vocab" in message
+
+
+def test_draft_that_is_not_there(tmp_path):
+    assert refusal(spec={"model": str(tmp_path / "none")}).startswith("the draft model's path does not exist")
+    shutil.copy(pairs.Path(pairs.checkpoint(FAMILY, "draft")) / "tokenizer.json", tmp_path)
+    assert refusal(spec={"model": str(tmp_path)}).startswith("cannot read the draft model")
+
+
+def test_lora_and_self_draft_do_not_go_together():
+    args = engine_args(spec={"model": "self"}, enable_lora=True, dtype="float32")
+    with pytest.raises(VidSpecError, match="LoRA adapters cannot be used"):
+        args.create_engine_config()
+
+
+def test_target_video_pruning_is_refused():
+    with pytest.raises(VidSpecError, match="--video-pruning-rate prunes the target's own video"):
+        engine_args(video_pruning_rate=0.5, dtype="float32").create_engine_config()
+
+
+def test_auto_becomes_vllms_own_schedule():
+    """Catches: a scheduler that plans another number of drafts than the shape has; two owners of one schedule."""
+    table = [[1, 2, "tree-static", 25], [3, 16, "chain", 4]]
+    spec = {"draft": "auto", "draft_table": table, "num_speculative_tokens": 25}
+    args = engine_args(spec=spec)
+    preflight.translate(args)
+    assert args.speculative_config["num_speculative_tokens_per_batch_size"] == [(1, 2, 25), (3, 16, 4)]
+    assert "drop one" in refusal(spec=spec | {"num_speculative_tokens_per_batch_size": [(1, 4, 3)]})
+    assert "data parallelism cannot" in refusal(spec=spec, data_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "given", "expected"),
+    [
+        ("chain", "FULL_AND_PIECEWISE", "FULL_AND_PIECEWISE"),
+        ("tree-static", "FULL_AND_PIECEWISE", "PIECEWISE"),
+        ("tree-static", "FULL", "NONE"),
+        ("tree-static", "NONE", "NONE"),
+    ],
+)
+def test_trees_keep_attention_out_of_captured_graphs(shape, given, expected):
+    """Catches: a captured forward that replays the masks of its capture."""
+    from types import SimpleNamespace
+
+    from vllm.config import CUDAGraphMode
+
+    config = preflight.translate(engine_args(spec={"draft": shape, "num_speculative_tokens": 25}))
+    compilation = SimpleNamespace(cudagraph_mode=CUDAGraphMode[given])
+    preflight.keep_attention_out_of_graphs(SimpleNamespace(compilation_config=compilation), config)
+    assert compilation.cudagraph_mode.name == expected
+
+
+TREE = {"draft": "tree-static", "num_speculative_tokens": 25}
+
+
+@pytest.mark.parametrize(
+    ("spec", "overrides", "message"),
+    [
+        (
+            TREE,
+            {"enable_batch_sharded_sampling": True},
+            "--enable-batch-sharded-sampling shows a rank its own requests",
+        ),
+        (TREE, {"kv_transfer_config": True}, "KV connectors may take a tree's entries"),
+        (None, {"offload_backend": "prefetch", "offload_group_size": 2}, "--offload-backend prefetch holds one model"),
+        (None, {"offload_group_size": 2}, "--offload-backend prefetch holds one model"),
+        (None, {"max_num_batched_tokens": 300, "max_num_seqs": 151}, "two tokens of every request: .* 300 .* 151;"),
+    ],
+)
+def test_engines_that_drafts_cannot_live_in(spec, overrides, message):
+    """Catches: trees whose paths another rank has; entries stored before compaction; an assertion after loading; a
+    draft batch larger than any that was profiled."""
+    from types import SimpleNamespace
+
+    config = preflight.translate(engine_args(spec=spec))
+    offload = SimpleNamespace(
+        offload_backend=overrides.get("offload_backend", "auto"),
+        prefetch=SimpleNamespace(offload_group_size=overrides.get("offload_group_size", 0)),
+    )
+    vllm_config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(
+            max_num_seqs=overrides.get("max_num_seqs", 8),
+            max_num_batched_tokens=overrides.get("max_num_batched_tokens", 2048),
+        ),
+        offload_config=offload,
+        parallel_config=SimpleNamespace(
+            enable_batch_sharded_sampling=overrides.get("enable_batch_sharded_sampling", False)
+        ),
+        kv_transfer_config=overrides.get("kv_transfer_config"),
+    )
+    with pytest.raises(VidSpecError, match=message) as caught:
+        preflight._check_scheduling(vllm_config, config)
+    assert "\n" not in str(caught.value)
+    if spec is TREE:  # chains can
+        preflight._check_scheduling(vllm_config, preflight.translate(engine_args()))
+
+
+def test_fp8_states_need_a_gpu_that_converts_them(monkeypatch):
+    """Catches: an engine that dies at its first loose step on an A100."""
+    from types import SimpleNamespace
+
+    import vllm.platforms
+    from vllm.platforms.interface import DeviceCapability
+
+    gpu = SimpleNamespace(
+        is_cuda=lambda: True,
+        get_device_capability=lambda: DeviceCapability(8, 0),
+        has_device_capability=lambda wanted: wanted <= 80,
+    )
+    monkeypatch.setattr(vllm.platforms, "current_platform", gpu)
+    with pytest.raises(VidSpecError, match=r"relevance_dtype fp8 needs compute capability 8.9, this GPU has 8.0"):
+        preflight._check_fp8_kernels()
+    gpu.has_device_capability = lambda wanted: wanted <= 89
+    preflight._check_fp8_kernels()
+
+
+def refused_configuration(spec: dict | None = None, **overrides) -> str:
+    """Return the message that vLLM's finished configuration is refused with; nothing has loaded by then."""
+    with pytest.raises(VidSpecError) as caught:
+        engine_args(spec=spec, **overrides).create_engine_config()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def hooked():
+    """The plugin, as vLLM loads it; the files of what is accepted stay out of sight."""
+    from vllm_vidspec.plugin import register
+
+    register()
+
+
+def test_what_the_target_cannot_be_read_as_is_refused_before_it_loads(hooked, monkeypatch):
+    """Catches: a refusal that only the worker makes, minutes later and in the middle of its trace."""
+    fp32 = {"dtype": "float32"}
+    assert refused_configuration({"guidance_layers": [99]}, **fp32).startswith(
+        "guidance_layers: the target has layers 0 to"
+    )
+    assert refused_configuration({"pruner": "uv", "uv_layer": 99}, **fp32).startswith(
+        "uv_layer: the target has layers 1 to"
+    )
+    fp8 = {"kv_cache_dtype": "fp8", **fp32}
+    assert "does not read fp8 KV caches: use --kv-cache-dtype auto, or" in refused_configuration(**fp8)
+    assert "attention guidance" in refused_configuration(**fp8)
+    trees = {"draft": "tree-static", "num_speculative_tokens": 25, "pruner": "uv"}
+    assert refused_configuration(trees, **fp8).startswith("tree attention does not read fp8")
+    assert "Model Runner V2" in _without_runner_v2(monkeypatch, **fp32)
+    # What is not read is no reason to refuse.
+    engine_args(spec={"pruner": "uv"}, **fp8).create_engine_config()
+    engine_args(spec={"pruner": "uniform", "guidance_layers": [99]}, **fp32).create_engine_config()
+
+
+def _without_runner_v2(monkeypatch, **overrides) -> str:
+    with monkeypatch.context() as patch:
+        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+        return refused_configuration(**overrides)
+
+
+def test_bf16_on_a_cpu_with_amx_is_refused_where_the_cache_is_read(hooked, monkeypatch):
+    """`--dtype auto` is bf16 for every real checkpoint, and there the CPU packs the keys."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    wanted = "attention guidance cannot read the CPU cache layout 'amx': use --dtype float32, or"
+    assert refused_configuration(dtype="bfloat16").startswith(wanted)
+    engine_args(spec={"pruner": "uv"}, dtype="bfloat16").create_engine_config()
+    engine_args(dtype="float32").create_engine_config()
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    engine_args(dtype="bfloat16").create_engine_config()
+
+
+class _CudaPlatform:
+    """A GPU on which vLLM would use these attention backends, the best first."""
+
+    def __init__(self, *names: str):
+        from types import SimpleNamespace
+
+        backends = [SimpleNamespace(name=name) for name in names]
+        self.candidates = [SimpleNamespace(backend=backend, priority=i) for i, backend in enumerate(backends)]
+
+    def is_cuda(self):
+        return True
+
+    def get_device_capability(self):
+        return (10, 0)
+
+    def get_valid_backends(self, device_capability, attn_selector_config, num_heads):
+        assert attn_selector_config.head_size > 0 and num_heads > 0
+        return self.candidates[::-1], {}
+
+
+@pytest.mark.parametrize(
+    ("named", "offered", "chosen", "message"),
+    [
+        (None, ["FLASH_ATTN", "FLASHINFER"], None, None),
+        (None, ["FLASHINFER", "FLASH_ATTN", "TRITON_ATTN"], "FLASH_ATTN", None),
+        (None, ["FLASHINFER", "TRITON_ATTN"], "TRITON_ATTN", None),
+        (None, ["FLASHINFER", "FLEX_ATTENTION"], None, "tree attention reads .* not FLASHINFER: use draft chain"),
+        (None, [], None, None),
+        ("FLASHINFER", ["FLASH_ATTN"], None, "tree attention reads .* not FLASHINFER: use draft chain"),
+        ("TRITON_ATTN", ["FLASHINFER"], "TRITON_ATTN", None),
+    ],
+)
+def test_a_backend_that_can_be_read_is_chosen(monkeypatch, named, offered, chosen, message):
+    """Catches: a GPU whose default backend is refused once both models have loaded."""
+    from types import SimpleNamespace
+
+    import vllm.platforms
+
+    from vllm_vidspec.engine import cache_preflight
+
+    monkeypatch.setattr(vllm.platforms, "current_platform", _CudaPlatform(*offered))
+    attention = SimpleNamespace(backend=named and SimpleNamespace(name=named), backend_per_kind={})
+    config = SimpleNamespace(
+        attention_config=attention,
+        model_config=SimpleNamespace(get_head_size=lambda: 64, dtype=None, get_num_attention_heads=lambda parallel: 2),
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=16, user_specified_block_size=False),
+        parallel_config=None,
+        kv_transfer_config=None,
+    )
+    if message is not None:
+        with pytest.raises(VidSpecError, match=message):
+            cache_preflight.choose_backend(config, "tree attention", "use draft chain")
+        return
+    cache_preflight.choose_backend(config, "tree attention", "use draft chain")
+    assert (attention.backend and attention.backend.name) == chosen
+
+
+def test_an_uncached_name_without_a_network_says_so(monkeypatch):
+    """Catches: "Invalid repository ID" of a name that is right."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    message = refusal(spec={"model": "some/draft"})
+    assert message.startswith("cannot read the draft model 'some/draft': HF_HUB_OFFLINE=1 is set")

@@ -1,0 +1,124 @@
+"""What a request may choose, within the server's bounds."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.errors import VidSpecError
+
+pytest.importorskip("vllm")
+from vllm_vidspec.scoring.choices import CALLS_TOOLS, PREFIX, choose, strict_reason
+
+
+def config(**knobs) -> VidSpecConfig:
+    return VidSpecConfig(model="self", num_speculative_tokens=4, **knobs)
+
+
+@pytest.mark.parametrize(
+    "knobs,asked,expected",
+    [
+        ({}, None, ("strict", 0.7)),
+        ({"scorer": "loose"}, {}, ("loose", 0.7)),
+        ({"scorer": "loose"}, {"vidspec_scorer": "strict"}, ("strict", 0.7)),
+        ({"scorer": "loose"}, {"vidspec_lambda": 0.3}, ("loose", 0.3)),
+        ({"scorer": "loose"}, {"vidspec_scorer": "strict", "vidspec_lambda": 0.1}, ("strict", 0.1)),
+        ({"scorer": "loose"}, {"vidspec_lambda": 0}, ("loose", 0.0)),
+        ({"scorer": "loose", "lambda_max": 1.0}, {"vidspec_lambda": 1}, ("loose", 1.0)),
+        ({"request_scorers": ["loose", "fly"]}, {"vidspec_scorer": "fly"}, ("fly", 0.7)),
+        ({"request_scorers": ["loose"]}, {"vidspec_scorer": "strict"}, ("strict", 0.7)),
+        ({"request_scorers": ["loose"]}, {"other": 1}, ("strict", 0.7)),
+        ({"scorer": "loose"}, {CALLS_TOOLS: True}, ("loose", 0.7)),
+    ],
+)
+def test_choices(knobs, asked, expected):
+    assert choose(asked, config(**knobs)) == expected
+
+
+@pytest.mark.parametrize(
+    "knobs,asked,message",
+    [
+        ({}, {"vidspec_scorer": "loose"}, r"vidspec_scorer: this server allows strict, got 'loose'"),
+        ({"scorer": "loose"}, {"vidspec_scorer": "fly"}, r"allows loose, strict, got 'fly'"),
+        ({"scorer": "loose"}, {"vidspec_scorer": 3}, r"got 3"),
+        ({"scorer": "loose"}, {"vidspec_lambda": 0.71}, r"vidspec_lambda: this server allows 0 to 0.7, got 0.71"),
+        ({"scorer": "loose"}, {"vidspec_lambda": -0.1}, r"got -0.1"),
+        ({"scorer": "loose"}, {"vidspec_lambda": "0.5"}, r"got '0.5'"),
+        ({"scorer": "loose"}, {"vidspec_lambda": True}, r"got True"),
+        ({"scorer": "loose"}, {"vidspec_lambda": float("nan")}, r"got nan"),
+        ({"scorer": "loose"}, {"vidspec_lamda": 0.5}, r"'vidspec_lamda' \(did you mean 'vidspec_lambda'\?\)"),
+        ({"scorer": "fly"}, {"vidspec_lambda": 0.1}, r"the scorer fly takes none"),
+        ({"scorer": "loose"}, {"vidspec_scorer": ["loose"]}, r"allows loose, strict, got \['loose'\]"),
+        ({"scorer": "loose"}, {"vidspec_scorer": {"a": None}}, r"got \{'a': None\}"),
+        ({"scorer": "loose"}, {"vidspec_scorer": None}, r"got None"),
+        ({"scorer": "loose"}, {"vidspec_lambda": False}, r"got False"),
+        ({"scorer": "loose"}, {"vidspec_lambda": 10**100}, r"got 10{17}\.\.\.0+$"),
+        ({"scorer": "loose"}, {"vidspec_lambda": 10**5000}, r"got int of too many digits"),
+        ({"scorer": "loose"}, {"vidspec_lambda": [10**5000]}, r"got list of too many digits"),
+        ({"scorer": "loose"}, {"vidspec_scorer": "x\n" * 10**6}, r"got 'x\\nx"),
+        ({"scorer": "loose"}, {"vidspec_scorer": [["x" * 1000] * 1000] * 1000}, r"got \[\['x"),
+        ({"scorer": "loose"}, {"vidspec_" + "x" * 10**6: 1}, r"unknown request parameter 'vidspec_xxx"),
+    ],
+    ids=lambda value: str(value)[:40] if not isinstance(value, dict) else None,
+)
+def test_out_of_bounds(knobs, asked, message):
+    """Catches: a type that cannot be looked up, a value that is quoted whole."""
+    with pytest.raises(VidSpecError, match=message) as error:
+        choose(asked, config(**knobs))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "change,reason",
+    [
+        ({}, None),
+        ({"structured_outputs": object()}, "structured"),
+        ({"extra_args": {CALLS_TOOLS: True}}, "tools"),
+        ({"logprobs": 0}, "logprobs"),
+        ({"logprob_token_ids": [3]}, "logprobs"),
+        ({"stop": ["."]}, "stop_strings"),
+    ],
+)
+def test_what_keeps_a_request_strict(change, reason):
+    plain = {"structured_outputs": None, "extra_args": None, "logprobs": None, "logprob_token_ids": None, "stop": []}
+    assert strict_reason(SimpleNamespace(**plain | change)) == reason
+
+
+def test_the_api_server_passes_choices_and_tools_on():
+    """Fields beside `vllm_xargs`, and tools whose calls a parser will read; nothing for other requests.
+
+    Catches: a choice in `extra_body` that is dropped in silence, a tool call that is loosened.
+    """
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    from vllm_vidspec.engine import compat
+
+    with pytest.MonkeyPatch.context() as patch:
+        for request in (ChatCompletionRequest, CompletionRequest):
+            patch.setattr(request, "to_sampling_params", request.to_sampling_params)  # put back afterwards
+        compat.hear_request_choices(PREFIX, CALLS_TOOLS, lambda asked: None)
+        tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+        def heard(**fields) -> dict | None:
+            request = ChatCompletionRequest(messages=[{"role": "user", "content": "hello"}], model="m", **fields)
+            return request.to_sampling_params(8, {}).extra_args
+
+        assert heard() is None
+        assert heard(vidspec_lambda=0.2) == {"vidspec_lambda": 0.2}
+        assert heard(vidspec_lambda=0.2, vllm_xargs={"vidspec_lambda": 0.1}) == {"vidspec_lambda": 0.1}
+        assert heard(tools=[tool], tool_choice="auto") == {CALLS_TOOLS: True}
+        assert heard(tools=[tool], tool_choice="none") is None
+        completion = CompletionRequest(prompt="hello", model="m", vidspec_scorer="strict")
+        assert completion.to_sampling_params(8, {}).extra_args == {"vidspec_scorer": "strict"}
+        # A mistake stays one, so that the check can refuse it: vLLM would drop the first and make the others 0 and 1.
+        assert heard(vidspec_lamda=0.2) == {"vidspec_lamda": 0.2}
+        assert heard(vllm_xargs={"vidspec_lambda": False}) == {"vidspec_lambda": False}
+        assert heard(vllm_xargs={"vidspec_lambda": True, "other": 1}) == {"vidspec_lambda": True, "other": 1}
+        # Catches: five lines of vLLM's about types where our one says what the parameter takes.
+        for value in (None, {"a": 1}, [None], [[1]]):
+            assert heard(vllm_xargs={"vidspec_scorer": value}) == {"vidspec_scorer": value}
+        with pytest.raises(ValueError, match="vllm_xargs"):
+            heard(vllm_xargs={"other": None})
+        with pytest.raises(ValueError, match="vllm_xargs"):
+            heard(vllm_xargs=3)

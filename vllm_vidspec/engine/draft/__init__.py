@@ -1,0 +1,1 @@
+"""The draft's side: its network, its KV memory, prefill, chains and trees."""

@@ -1,0 +1,371 @@
+"""The draft network: its own forward context, KV layers and attention metadata, beside the target in one process."""
+
+import copy
+import gc
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torch.nn as nn
+from vllm.compilation.backends import set_model_tag
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config.compilation import CUDAGraphMode
+from vllm.distributed import get_tp_group
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader.utils import get_draft_load_config
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.encoder_budget import MultiModalBudget
+from vllm.multimodal.utils import group_and_batch_mm_kwargs
+from vllm.utils.torch_utils import PIN_MEMORY
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+from vllm.v1.worker.gpu.attn_utils import (
+    build_attn_metadata,
+    build_slot_mappings_by_layer,
+    get_kv_cache_spec,
+    init_attn_backend,
+    init_kv_cache,
+)
+
+from vllm_vidspec.drafting import candidates
+from vllm_vidspec.engine import compat
+from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.draft.score_blocks import rows_per_block
+from vllm_vidspec.engine.draft.vision_cache import VisionCache
+from vllm_vidspec.errors import VidSpecError
+
+
+def kv_bytes_per_token(vllm_config: VllmConfig) -> int:
+    """Return the KV bytes that one token takes on this rank, over all layers of a configuration."""
+    return sum(spec.page_size_bytes // spec.block_size for spec in get_kv_cache_spec(vllm_config).values())
+
+
+def rope_positions(language_model: nn.Module, max_model_len: int) -> int:
+    """Return how many rope positions a language model has: the rows of its smallest table.
+
+    They are no token counts: under M-RoPE a video's positions follow its duration, so vLLM's tables hold more rows than
+    the context has tokens (four times as many), and texts use them.
+
+    Args:
+        language_model: Its modules, without the vision tower, whose tables have other positions.
+        max_model_len: Stands for a model without tables.
+    """
+    tables = (getattr(module, "cos_sin_cache", None) for module in language_model.modules())
+    return min((len(table) for table in tables if isinstance(table, torch.Tensor)), default=max_model_len)
+
+
+def held_bytes(device: torch.device) -> int:
+    """Return the memory that this process holds: what torch has allocated on a GPU, the resident set on a CPU."""
+    gc.collect()
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return psutil.Process().memory_info().rss
+
+
+class DraftModel:
+    """A model that vLLM's KV manager does not see.
+
+    Its attention layers live in a `static_forward_context` of its own, so their KV cache is bound to the draft's pool,
+    their block tables are the draft's, and the target's memory accounting stays untouched.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_self_draft: bool, agreement: Agreement):
+        self.target_config = vllm_config
+        self._agreement = agreement  # every collective of a prefill is entered under it
+        self.device = device
+        self.is_self_draft = is_self_draft
+        self.max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self.max_encoder_tokens = vllm_config.scheduler_config.max_num_encoder_input_tokens
+        self.num_positions: int  # rope positions that the draft has, from 0 on
+        self.model: nn.Module
+        self.config: VllmConfig
+
+    def load(self, target: nn.Module) -> None:
+        """Load the draft's weights, or share the target's."""
+        self.config = self._draft_config()
+        if self.is_self_draft:
+            # Attention finds its layer, and so its KV cache, by name in the forward context: the same network run under
+            # a context of copied attention layers is a second model without a second copy of any weight.
+            self.model = target
+            layers = self.target_config.compilation_config.static_forward_context
+            self.config.compilation_config.static_forward_context.update(
+                {name: _own_cache(layer) for name, layer in layers.items()}
+            )
+        else:
+            # No prefix: what a quantised checkpoint leaves out, it names as its own modules are called. The names may
+            # be the target's, because everything that looks layers up by name belongs to one configuration.
+            with set_model_tag("draft_model"):
+                self.model = get_model(vllm_config=self.config)
+        model_config = self.config.model_config
+        self.num_positions = rope_positions(self.model.get_language_model(), model_config.max_model_len)
+        self.uses_mrope = model_config.uses_mrope
+        self.num_axes = model_config.mrope_num_dims if self.uses_mrope else 1
+        # The stride of vLLM's own buffer, which compiled code may have been specialised on: a draft that shares the
+        # target's network shares that code. One column more than any batch keeps the slices non-contiguous.
+        self._positions = torch.zeros(self.num_axes, self.max_num_tokens + 1, dtype=torch.int64, device=self.device)
+        # [max_num_seqs] on the host; the draft's own prefills need no flag, their chunks are ordinary segments
+        self._never_prefilling = torch.zeros(self.config.scheduler_config.max_num_seqs, dtype=torch.bool)
+
+    def _draft_config(self) -> VllmConfig:
+        base = self.target_config
+        speculative = base.speculative_config
+        compilation = copy.copy(base.compilation_config)
+        compilation.static_forward_context = {}
+        compilation.static_all_moe_layers = (
+            list(base.compilation_config.static_all_moe_layers) if self.is_self_draft else []
+        )
+        config = copy.copy(base)  # shallow, and without running __post_init__ again
+        config.compilation_config = compilation
+        config.speculative_config = None
+        if self.is_self_draft:
+            return config
+        config.model_config = copy.copy(speculative.draft_model_config)
+        config.model_config.multimodal_config = _media_config(base.model_config.multimodal_config)
+        config.parallel_config = copy.copy(speculative.draft_parallel_config)
+        config.parallel_config.rank = base.parallel_config.rank
+        config.load_config = get_draft_load_config(base)
+        config.quant_config = VllmConfig.get_quantization_config(config.model_config, config.load_config)
+        return config
+
+    @property
+    def hf_config(self) -> Any:
+        """The draft's Hugging Face configuration."""
+        return self.config.model_config.hf_config
+
+    @property
+    def max_model_len(self) -> int:
+        """The draft's own context length, at most the target's."""
+        return self.config.model_config.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that the draft has embeddings of, and logits of one row."""
+        return self.config.model_config.get_vocab_size()
+
+    @property
+    def bytes_per_embedding(self) -> int:
+        """Bytes of one vision embedding."""
+        model_config = self.config.model_config
+        return model_config.get_inputs_embeds_size() * model_config.dtype.itemsize
+
+    def make_vision_cache(self, num_bytes: int) -> VisionCache:
+        """Allocate a cache of vision embeddings, as large as the smallest that any tensor-parallel rank asks for."""
+        model_config = self.config.model_config
+        num_bytes = _smallest_of_ranks(num_bytes)
+        return VisionCache(num_bytes, model_config.get_inputs_embeds_size(), model_config.dtype, self.device)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per KV block."""
+        return self._kv_groups()[0].kv_cache_spec.block_size
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one KV block on this rank, over all layers."""
+        return kv_bytes_per_token(self.config) * self.block_size
+
+    def _kv_groups(self) -> list[Any]:
+        groups = get_kv_cache_groups(self.config, get_kv_cache_spec(self.config))
+        if len(groups) != 1:
+            raise VidSpecError("drafts that mix attention kinds (several KV cache groups) are not supported")
+        return groups
+
+    def init_kv(self, num_bytes: int, allocation: AbstractContextManager) -> int:
+        """Allocate and bind the KV cache.
+
+        Args:
+            num_bytes: Size on this rank.
+            allocation: Entered while the memory is taken.
+
+        Returns:
+            The number of blocks: the smallest of the tensor-parallel ranks', so that all allocate alike.
+        """
+        num_blocks = _smallest_of_ranks(num_bytes // self.bytes_per_block)
+        with set_current_vllm_config(self.config):
+            self._kv_config = get_kv_cache_config_from_groups(
+                _without_override(self.config), self._kv_groups(), num_blocks * self.bytes_per_block
+            )
+            self._attn_groups, _, kernel_block_sizes = init_attn_backend(self._kv_config, self.config, self.device)
+            init_kv_cache(
+                self.config.compilation_config.static_forward_context,
+                self._kv_config,
+                self.device,
+                kernel_block_sizes,
+                self.config,
+                kv_cache_allocation_context=allocation,
+                attn_groups=(attn_group for groups in self._attn_groups for attn_group in groups),
+            )
+        return self._kv_config.num_blocks
+
+    def forward(
+        self,
+        embeds: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        query_start_loc: torch.Tensor,
+        query_start_loc_np: np.ndarray,
+        seq_lens: torch.Tensor,
+        seq_lens_upper_bound: np.ndarray,
+        block_table: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run one paged forward over a batch of segments.
+
+        Args:
+            embeds: `[num_tokens, hidden_size]` input embeddings.
+            positions: `[num_axes, num_tokens]` int64 rope positions.
+            query_start_loc: `[num_reqs + 1]` int32; `query_start_loc_np` the same on the host, int32 too.
+            seq_lens: `[num_reqs]` int32 KV entries of each request after this forward.
+            seq_lens_upper_bound: `[num_reqs]` host bound of it (the device value may not be known to the host).
+            block_table: `[num_reqs, max_blocks]` int32.
+            slot_mapping: `[num_tokens]` int64 physical slots.
+
+        Returns:
+            `[num_tokens, hidden_size]` final hidden states.
+        """
+        num_reqs = len(seq_lens_upper_bound)
+        upper_bound = seq_lens_upper_bound.astype(np.int32)
+        slot_mappings = slot_mapping[None]
+        metadata = build_attn_metadata(
+            attn_groups=self._attn_groups,
+            num_reqs=num_reqs,
+            num_tokens=embeds.shape[0],
+            query_start_loc_gpu=query_start_loc,
+            query_start_loc_cpu=torch.from_numpy(query_start_loc_np),
+            max_query_len=int((query_start_loc_np[1:] - query_start_loc_np[:-1]).max()),
+            seq_lens=seq_lens,
+            max_seq_len=int(upper_bound.max()),
+            block_tables=[block_table],
+            slot_mappings=slot_mappings,
+            kv_cache_config=self._kv_config,
+            seq_lens_cpu_upper_bound=torch.from_numpy(upper_bound),
+            is_prefilling=self._never_prefilling[:num_reqs],
+        )
+        slots = build_slot_mappings_by_layer(slot_mappings, self._kv_config)
+        return self._run(embeds, positions, metadata, slots)
+
+    def profile(self) -> None:
+        """Run the largest forwards, so that the memory profile (and compilation) sees the draft.
+
+        The vision tower over the encoder's budget first, then the language model without attention, then the choice of
+        candidates from a block of logits.
+        """
+        held = self._profile_tower()
+        hidden_size = self.config.model_config.get_inputs_embeds_size()
+        embeds = torch.zeros(self.max_num_tokens, hidden_size, dtype=self.config.model_config.dtype, device=self.device)
+        hidden = self._run(embeds, torch.zeros_like(self._positions[:, : self.max_num_tokens]), None, None)
+        # More scores than one block's never live at a time.
+        candidates(self.compute_logits(hidden[: rows_per_block(self.vocab_size)]), 1)
+        del held
+
+    def _profile_tower(self) -> list[torch.Tensor]:
+        """Encode as many of the largest items as a step may hold, and return them."""
+        multimodal = self.target_config.model_config.multimodal_config
+        if multimodal is None or multimodal.skip_mm_profiling:
+            return []
+        budget = MultiModalBudget(self.target_config, MULTIMODAL_REGISTRY, enable_cache=False)
+        return self._encode(budget.get_dummy_encoder_profile_inputs())
+
+    def _run(self, embeds: torch.Tensor, positions: torch.Tensor, metadata: Any, slots: Any) -> torch.Tensor:
+        num_tokens = embeds.shape[0]
+        buffer = self._positions[:, :num_tokens]
+        buffer.copy_(positions)
+        with (
+            self._agreement.collective(),
+            compat.without_kv_connector(),
+            set_forward_context(
+                metadata,
+                self.config,
+                num_tokens=num_tokens,
+                slot_mapping=slots,
+                cudagraph_runtime_mode=CUDAGraphMode.NONE,
+                batch_descriptor=BatchDescriptor(num_tokens=num_tokens),
+            ),
+        ):
+            output = self.model(
+                input_ids=None, positions=buffer if self.uses_mrope else buffer[0], inputs_embeds=embeds
+            )
+        # A target that drafts for itself and whose hidden states guide the pruning returns those too.
+        return output[0] if isinstance(output, tuple) else output
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return `[n, vocab_size]` logits of `[n, hidden_size]` hidden states."""
+        return self.model.compute_logits(hidden_states)
+
+    def embed(self, token_ids: torch.Tensor, media: list[torch.Tensor], where: torch.Tensor | None) -> torch.Tensor:
+        """Return `[n, hidden_size]` input embeddings; `media` fill the places `where`, `[num_media]` int64."""
+        with self._agreement.collective():
+            embeds = self.model.embed_input_ids(token_ids)
+        if media:
+            # By index, not by vLLM's mask, which has to become one on the host first.
+            embeds.index_copy_(0, where, torch.cat(media).to(embeds.dtype))
+        return embeds
+
+    def encode(self, features: list[Any]) -> list[torch.Tensor]:
+        """Run the draft's vision tower over whole items, modality by modality.
+
+        Args:
+            features: vLLM's multimodal features, of no more tokens together than the encoder's budget (or one).
+
+        Returns:
+            `[m_i, hidden_size]` embeddings of each item, in the order given.
+        """
+        return self._encode([(feature.modality, feature.data) for feature in features])
+
+    def _encode(self, items: list[tuple[str, Any]]) -> list[torch.Tensor]:
+        order = sorted(range(len(items)), key=lambda i: items[i][0])
+        outputs: list[torch.Tensor] = []
+        groups = group_and_batch_mm_kwargs([items[i] for i in order], device=self.device, pin_memory=PIN_MEMORY)
+        for _, _, kwargs in groups:
+            with self._agreement.collective():
+                embeddings = self.model.embed_multimodal(**kwargs)
+            # LLaVA-OneVision's videos of unequal length come as [1, m, hidden_size].
+            outputs.extend(output.flatten(0, -2) for output in embeddings)
+        return [outputs[i] for i in np.argsort(order)]
+
+    def full_positions(self, token_ids: list[int], features: list[Any]) -> tuple[torch.Tensor, int]:
+        """Return the full prompt's rope positions `[num_axes, num_tokens]` and the delta of the text after it."""
+        if not self.uses_mrope:
+            return torch.arange(len(token_ids))[None], 0
+        return self.model.get_mrope_input_positions(token_ids, features)
+
+
+def _smallest_of_ranks(value: int) -> int:
+    """Return the smallest of the tensor-parallel ranks' values, so that all allocate alike."""
+    group = get_tp_group()
+    values = torch.tensor([value], dtype=torch.int64)
+    if group.world_size > 1:
+        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return int(values)
+
+
+def _media_config(target: Any) -> Any:
+    """Return the draft's multimodal configuration: the target's, for which its pixels are made, with its
+    `--mm-encoder-*` flags; but without the scales that were measured on the target's own tower.
+    """
+    if target is None:
+        return None
+    config = copy.copy(target)
+    config.mm_encoder_fp8_scale_path = config.mm_encoder_fp8_scale_save_path = None
+    return config
+
+
+def _own_cache(layer: Any) -> Any:
+    """Copy an attention layer without its parameters, so that another KV cache can be bound to it."""
+    if not isinstance(layer, Attention):
+        return layer
+    layer = copy.copy(layer)
+    layer.impl = copy.copy(layer.impl)
+    layer.kv_cache = torch.tensor([])
+    return layer
+
+
+def _without_override(config: VllmConfig) -> VllmConfig:
+    """Drop `--num-gpu-blocks-override`: it sizes the target's cache, not the draft's."""
+    config = copy.copy(config)
+    config.cache_config = copy.copy(config.cache_config)
+    config.cache_config.num_gpu_blocks_override = None
+    return config

@@ -1,0 +1,366 @@
+"""DraftPrefill: shows the draft its pruned prompts, a bounded piece per step; meanwhile these requests go undrafted.
+
+Requests stand in line in the order of their admission. A step runs at most what vLLM lets the target's own prefill run
+in one: the vision tower over the encoder budget's tokens (or one larger item), the language model over the token
+budget. So a draft keeps its target's pace, and a long video holds nobody's decode up. The target commits text
+meanwhile: the last piece of a prefill catches up on it. How much there is the host knows as a bound only (async
+scheduling); what is fed past the committed text is stale like any rejected draft, and is overwritten before it is
+looked at. Every decision follows from what the host knows, so tensor-parallel ranks take the same ones.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.draft.draft_rows import DraftRows
+from vllm_vidspec.engine.draft.kv import DraftKVPool
+from vllm_vidspec.engine.draft.messages import Prefilled, PrefillMessage, PrefillStep
+from vllm_vidspec.engine.draft.model import DraftModel
+from vllm_vidspec.engine.draft.prefill_job import PrefillJob, PrefillPiece
+from vllm_vidspec.engine.draft.vision_cache import VisionCache
+from vllm_vidspec.engine.report.counters import Counters
+from vllm_vidspec.families import adapter_for
+from vllm_vidspec.pruning import get_pruner
+from vllm_vidspec.pruning.prompt import PromptItem, UnsupportedPrompt, choose_kept, plan_prompt, prune
+
+logger = init_logger("vllm.vidspec")
+
+
+class DraftPrefill:
+    """Owns the line of requests in prefill.
+
+    Args:
+        model: The draft, its KV cache allocated.
+        config: The knobs.
+        counters: Told what is prefilled and what is not.
+        pool: The draft's KV pool.
+        rows: The per-row integers.
+        cache: The draft's vision embeddings of what was shown lately.
+        shared: The target's own, by identifier, where its tower is the draft's; else empty.
+        agreement: Of the tensor-parallel ranks: what fails on one of them is left by all.
+    """
+
+    def __init__(
+        self,
+        model: DraftModel,
+        config: VidSpecConfig,
+        counters: Counters,
+        pool: DraftKVPool,
+        rows: DraftRows,
+        cache: VisionCache,
+        shared: Mapping[str, torch.Tensor],
+        agreement: Agreement,
+    ):
+        self.model = model
+        self.config = config
+        self.counters = counters
+        self.cache = cache
+        self._pool = pool
+        self._rows = rows
+        self._shared = shared
+        self._agreement = agreement
+        self._adapter = adapter_for(model.hf_config)
+        self._compares = "features" in get_pruner(config.pruner).needs
+        self._jobs: dict[int, PrefillJob] = {}  # by row, in order of admission
+        self._failed: list[int] = []  # rows, of the step that runs
+        # What was chosen and why, for tools that look at pruning; None while nobody looks.
+        self.watched: list[dict[str, Any]] | None = None
+
+    # ---- admission: host only --------------------------------------------------------------------------------------
+
+    def admit(self, message: PrefillMessage) -> bool:
+        """Put a request in line and stage its blocks; one that cannot be drafted for is counted by reason.
+
+        Whatever is wrong with a prompt costs that request alone.
+
+        Returns:
+            Whether it will be drafted for.
+        """
+        try:
+            job = self._plan(message)
+        except UnsupportedPrompt as reason:
+            self.counters.skip("unsupported", message.req_id, str(reason))
+            return False
+        except Exception as error:
+            self._count_error(message.req_id, error)
+            return False
+        plan, limit = job.plan, self.config.max_draft_len
+        if limit is not None and plan.num_kept > limit:
+            detail = f"its pruned prompt has {plan.num_kept} tokens, max_draft_len is {limit}"
+            self.counters.skip("too_long", message.req_id, detail)
+            return False
+        num_slots = plan.num_kept + 1 + self.config.num_speculative_tokens
+        if not self._pool.reserve(np.array([job.row]), np.array([num_slots]))[0]:
+            detail = f"the draft's KV pool has no room for {num_slots} tokens"
+            self.counters.skip("pool_full", message.req_id, detail)
+            return False
+        self._rows.stage(job.row, plan.num_dropped, plan.pos_delta)
+        self._jobs[job.row] = job
+        num_visual_kept = plan.num_visual - plan.num_dropped
+        for name in ("prompts", *message.outcome):
+            self.counters.add(name)
+        self.counters.add("text_tokens", plan.num_kept - num_visual_kept)
+        self.counters.add("visual_tokens_full", plan.num_visual)
+        self.counters.add("visual_tokens_kept", num_visual_kept)
+        self.counters.set("draft_pool_blocks_used", self._pool.num_used_blocks)
+        return True
+
+    def _plan(self, message: PrefillMessage) -> PrefillJob:
+        plan = plan_prompt(
+            message.token_ids,
+            message.features,
+            self.config,
+            self._adapter,
+            self.model.hf_config,
+            self.model.full_positions,
+        )
+        scores = message.scores
+        kept = [
+            None
+            if self._compares and item.is_choice
+            else choose_kept(item, self.config, None if scores is None else scores[i], None)
+            for i, item in enumerate(plan.items)
+        ]
+        return PrefillJob(message.req_id, message.row, plan, scores, kept, [None] * len(kept), [None] * len(kept))
+
+    def release(self, row: int) -> None:
+        """Forget a request: finished, aborted, preempted or given up."""
+        self._jobs.pop(row, None)
+
+    # ---- a step ----------------------------------------------------------------------------------------------------
+
+    def step(self, step: PrefillStep) -> Prefilled:
+        """Run this step's share of the prefills of the requests in its batch."""
+        bounds = dict(zip(step.rows_np.tolist(), step.num_tokens_upper_bound.tolist(), strict=True))
+        due = [job for row, job in self._jobs.items() if row in bounds]
+        self._failed = []
+        self._look(due)
+        alive = self._agreement.settle("draft prefill", [self._is_alive(job) for job in due])
+        for job, is_alive in zip(due, alive, strict=True):
+            if not is_alive:
+                self._fail(job, RuntimeError("another rank could not take its vision embeddings"))
+        pieces, ready = self._pieces([job for job in due if self._is_alive(job)], bounds)
+        error = self._agreement.run("draft prefill", self._forward, pieces, step.text) if pieces else None
+        if error is not None:
+            for piece in pieces:
+                self._fail(piece.job, error)
+        ready = [job for job in ready if self._is_alive(job)]
+        for job in ready:
+            del self._jobs[job.row]
+        return Prefilled(ready=[job.row for job in ready], failed=self._failed)
+
+    def _is_alive(self, job: PrefillJob) -> bool:
+        return self._jobs.get(job.row) is job
+
+    def _fail(self, job: PrefillJob, error: Exception) -> None:
+        """Take a request out of the line that an error has cost its drafts."""
+        if self._is_alive(job):
+            del self._jobs[job.row]
+            self._failed.append(job.row)
+            self._count_error(job.req_id, error)
+
+    def _count_error(self, req_id: str, error: Exception) -> None:
+        """Count an error in the draft, and log the first, unless errors are to stop the engine."""
+        if self.config.on_draft_error == "raise":
+            raise error
+        first_line = next(iter(str(error).splitlines()), "")[:200]
+        self.counters.skip("draft_error", req_id, f"the draft failed ({type(error).__name__}: {first_line})")
+        logger.debug("vidspec: the draft failed for request %s", req_id, exc_info=error)
+
+    # ---- vision ----------------------------------------------------------------------------------------------------
+
+    def _look(self, due: list[PrefillJob]) -> None:
+        """Get the vision embeddings that the first requests in line lack.
+
+        No further down the line than the language model can come in this step, so that few embeddings wait for it.
+        """
+        wanted: dict[str, list[tuple[PrefillJob, int]]] = {}  # by content: who wants it, as which item
+        left, ahead = self.model.max_encoder_tokens, 0
+        for job in due:
+            if ahead >= self.model.max_num_tokens:
+                break
+            ahead += job.plan.num_kept - job.num_done
+            for i in job.unseen():
+                item = job.plan.items[i]
+                if item.name in wanted:
+                    wanted[item.name].append((job, i))
+                elif self._find(job, i):
+                    self.counters.add("draft_encoder_hits")
+                elif item.num_tokens <= left or not wanted:
+                    left -= item.num_tokens
+                    wanted[item.name] = [(job, i)]
+                else:
+                    ahead = self.model.max_num_tokens
+                    break
+        self._encode(wanted)
+
+    def _find(self, job: PrefillJob, i: int) -> bool:
+        """Give a request an item's embeddings from a cache, if one has them."""
+        item, kept = job.plan.items[i], job.kept[i]
+        shared = self._shared.get(item.feature.identifier)
+        if shared is not None and shared.shape[:-1].numel() == item.num_tokens:
+            self._take(job, i, shared.flatten(0, -2))
+            return True
+        rows = self.cache.read(item.name, item.num_tokens, None if kept is None else kept.numpy())
+        if rows is None:
+            return False
+        if kept is None:
+            self._take(job, i, rows)
+        else:
+            job.media[i] = rows
+        return True
+
+    def _encode(self, wanted: dict[str, list[tuple[PrefillJob, int]]]) -> None:
+        """Run the vision tower over what no cache has, hand it out and keep it."""
+        items = [takers[0][0].plan.items[takers[0][1]] for takers in wanted.values()]
+        for item, takers, found in zip(items, wanted.values(), self._run_tower(items), strict=True):
+            if isinstance(found, Exception):
+                for job, _ in takers:
+                    self._fail(job, found)
+                continue
+            for job, i in takers:
+                self._take(job, i, found)
+            self.cache.keep(item.name, found)
+            self.counters.add("draft_encoder_misses")
+            self.counters.add("draft_encoder_hits", len(takers) - 1)
+        if items:
+            self.counters.set("draft_encoder_bytes_used", self.cache.num_used_bytes)
+
+    def _run_tower(self, items: list[PromptItem]) -> list[torch.Tensor | Exception]:
+        """Return each item's embeddings `[m, hidden_size]`, or the error that it alone is to blame for."""
+        made: list[torch.Tensor] = []
+
+        def run() -> None:
+            made.extend(self.model.encode([item.feature for item in items]))
+            for item, found in zip(items, made, strict=True):
+                if len(found) != item.num_tokens:
+                    raise ValueError(f"the tower made {len(found)} embeddings for {item.num_tokens} tokens")
+
+        error = self._agreement.run("vision tower", run) if items else None
+        if error is None:
+            return list(made)
+        if len(items) == 1:
+            return [error]
+        return [found for item in items for found in self._run_tower([item])]
+
+    def _take(self, job: PrefillJob, i: int, embeddings: torch.Tensor) -> None:
+        """Give an item's embeddings `[m, hidden_size]` to a request, which keeps what it has chosen of them."""
+        try:
+            kept = job.kept[i]
+            if kept is None:
+                kept = job.kept[i] = choose_kept(job.plan.items[i], self.config, None, embeddings)
+            if self._compares and self.watched is not None:
+                job.looks[i] = embeddings.float().cpu()
+            is_whole = len(kept) == len(embeddings)
+            job.media[i] = embeddings if is_whole else embeddings[async_tensor_h2d(kept, device=embeddings.device)]
+        except Exception as error:
+            self._fail(job, error)
+
+    # ---- language model --------------------------------------------------------------------------------------------
+
+    def _pieces(self, due: list[PrefillJob], bounds: dict[int, int]) -> tuple[list[PrefillPiece], list[PrefillJob]]:
+        """Return what the language model reads in this step, and the requests that are ready to be drafted for then.
+
+        Args:
+            due: The line.
+            bounds: By row how many tokens are committed at most.
+        """
+        pieces: list[PrefillPiece] = []
+        ready: list[PrefillJob] = []
+        left = self.model.max_num_tokens
+        for job in due:
+            if job.unseen():
+                continue  # whoever waits for the tower leaves the language model to those behind
+            plan, start = job.plan, job.num_done
+            # The first draft feeds the last committed token, so all before it must be there.
+            last = bounds[job.row] - 1 - plan.num_dropped
+            end = min(start + left, plan.num_kept)
+            # Text after the prompt is caught up on in one step: next time the bound on it is another.
+            if end == plan.num_kept and (last - start <= left or (not pieces and start == plan.num_kept)):
+                end = last
+                ready.append(job)
+            if end > start:
+                pieces.append(PrefillPiece(job, start, end))
+            left -= end - start
+            if end < last or left <= 0:
+                break
+        return pieces, ready
+
+    def _forward(self, pieces: list[PrefillPiece], text: torch.Tensor) -> None:
+        """Read pieces; in one forward, but for a piece of text that is longer than one may be."""
+        if sum(piece.end - piece.start for piece in pieces) > self.model.max_num_tokens:
+            (piece,) = pieces
+            size = self.model.max_num_tokens
+            for start in range(piece.start, piece.end, size):
+                self._forward([PrefillPiece(piece.job, start, min(start + size, piece.end))], text)
+            return
+        if not pieces:
+            return
+        for piece in pieces:
+            if piece.job.prompt is None:
+                self._prune(piece.job)
+        device = self.model.device
+        counts = [piece.end - piece.start for piece in pieces]
+        ends = [piece.end for piece in pieces]
+        query_start_loc_np = np.cumsum([0, *counts], dtype=np.int32)
+        rows = [piece.job.row for piece in pieces]
+        self.model.forward(
+            self._embed(pieces, query_start_loc_np, text),
+            async_tensor_h2d(torch.cat([piece.positions() for piece in pieces], dim=1), device=device),
+            query_start_loc=async_tensor_h2d(query_start_loc_np, device=device),
+            query_start_loc_np=query_start_loc_np,
+            seq_lens=async_tensor_h2d(ends, device=device, dtype=torch.int32),
+            seq_lens_upper_bound=np.array(ends),
+            block_table=self._pool.table[async_tensor_h2d(rows, device=device)],
+            slot_mapping=self._pool.slots(rows, [piece.start for piece in pieces], counts),
+        )
+        for piece in pieces:
+            piece.job.num_done = piece.end
+
+    def _prune(self, job: PrefillJob) -> None:
+        """Put a prompt together once all its items are there."""
+        kept = [indices for indices in job.kept if indices is not None]
+        job.prompt = prune(job.plan, kept)
+        media = [embeds for embeds in job.media if embeds is not None]
+        job.embeds = torch.cat(media) if media else None
+        job.media = []
+        if self.watched is not None:
+            self.watched.append(
+                {
+                    "req_id": job.req_id,
+                    "grids": tuple(item.grid for item in job.plan.items),
+                    "kept_indices": tuple(kept),
+                    "scores": job.scores,
+                    "embeddings": None if any(look is None for look in job.looks) else job.looks,
+                }
+            )
+
+    def _embed(self, pieces: list[PrefillPiece], starts: np.ndarray, text: torch.Tensor) -> torch.Tensor:
+        """Return the pieces' input embeddings `[num_tokens, hidden_size]`; `starts` says where each begins."""
+        device = self.model.device
+        token_ids = async_tensor_h2d(torch.cat([piece.token_ids() for piece in pieces]), device=device)
+        places: list[torch.Tensor] = []
+        media: list[torch.Tensor] = []
+        for piece, start in zip(pieces, starts.tolist(), strict=False):
+            job, prompt_len = piece.job, piece.job.plan.num_kept
+            first, end = max(piece.start, prompt_len), piece.end
+            if first < end:
+                begin = first + job.plan.num_dropped
+                committed = text[job.row, begin : begin + end - first]
+                token_ids[start + first - piece.start : start + end - piece.start] = committed
+            low, high, where = piece.media()
+            if low < high:
+                assert job.embeds is not None
+                media.append(job.embeds[low:high])
+                places.append(where + start)
+        if any(piece.end > piece.job.plan.num_kept for piece in pieces):
+            # Past the committed text the row holds an earlier request's.
+            token_ids.clamp_(0, self.model.vocab_size - 1)
+        where = async_tensor_h2d(torch.cat(places), device=device) if places else None
+        return self.model.embed(token_ids, media, where)

@@ -1,0 +1,73 @@
+"""PrefillJob, PrefillPiece: how far the draft's prefill of a request has come, and a part of it; pure data."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_vidspec.pruning.prompt import PromptPlan, PrunedPrompt
+
+
+@dataclass(eq=False)
+class PrefillJob:
+    """A request whose prompt the draft has not seen whole.
+
+    Attributes:
+        req_id: vLLM's request id.
+        row: Persistent row.
+        plan: Its prompt.
+        scores: The target's guidance by item, or None.
+        kept: By item which embeddings stay, None until that is known.
+        media: By item those embeddings `[num_keep, hidden_size]`, None until the tower has made them.
+        looks: By item all its embeddings on the host, for tools that look at pruning.
+        prompt: What the draft sees, once every item is there; `embeds` the media of it, `[num_media, hidden_size]`.
+        num_done: KV entries that the draft has.
+    """
+
+    req_id: str
+    row: int
+    plan: PromptPlan
+    scores: list[torch.Tensor] | None
+    kept: list[torch.Tensor | None]
+    media: list[torch.Tensor | None]
+    looks: list[torch.Tensor | None]
+    prompt: PrunedPrompt | None = None
+    embeds: torch.Tensor | None = None
+    num_done: int = 0
+
+    def unseen(self) -> list[int]:
+        """Return the items that the tower has yet to look at; none that keeps nothing."""
+        if self.prompt is not None:
+            return []
+        return [i for i, item in enumerate(self.plan.items) if item.num_keep and self.media[i] is None]
+
+
+@dataclass(frozen=True)
+class PrefillPiece:
+    """KV entries `start` to `end` of a request: of its pruned prompt, and from `num_kept` on of the text after it."""
+
+    job: PrefillJob
+    start: int
+    end: int
+
+    def token_ids(self) -> torch.Tensor:
+        """Return `[end - start]` int32 ids; 0 for the text after the prompt, which the device knows."""
+        assert self.job.prompt is not None
+        inside = self.job.prompt.token_ids[self.start : self.end]
+        return torch.cat((inside, inside.new_zeros(self.end - self.start - len(inside))))
+
+    def positions(self) -> torch.Tensor:
+        """Return `[num_axes, end - start]` int64 rope positions."""
+        plan, prompt = self.job.plan, self.job.prompt
+        assert prompt is not None
+        inside = prompt.positions[:, self.start : self.end]
+        first = max(self.start, plan.num_kept)
+        after = torch.arange(first, max(self.end, first)) + plan.num_dropped + plan.pos_delta
+        return torch.cat((inside, after.expand(plan.num_axes, -1)), dim=1)
+
+    def media(self) -> tuple[int, int, torch.Tensor]:
+        """Return which of the prompt's media embeddings are in here, first and end, and where, `[n]` int64."""
+        assert self.job.prompt is not None
+        media_at = self.job.prompt.media_at
+        low, high = np.searchsorted(media_at.numpy(), (self.start, self.end)).tolist()
+        return low, high, media_at[low:high] - self.start

@@ -1,0 +1,208 @@
+"""Drafts trees: one forward per level over the frontiers of all requests, under a tree mask on the draft's paged KV."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vidspec_kernels import tree_step
+from vidspec_kernels.dispatch import as_array, at_least
+from vllm_vidspec.drafting import TreePolicy, candidates
+from vllm_vidspec.engine.draft.chains import RootFeeder
+from vllm_vidspec.engine.draft.messages import DraftMessage, Drafts
+from vllm_vidspec.engine.draft.noise import CoupledSampler
+from vllm_vidspec.engine.draft.score_blocks import in_blocks
+from vllm_vidspec.engine.tree_attention import TreeAttention, TreeStep
+
+
+class TreeDrafter:
+    """Grows trees as a policy says.
+
+    Node i of a tree has KV entry root + i, whatever its depth: the same layout as on the target's side.
+
+    Args:
+        roots: The first forward.
+        sample: The draft's sampler.
+        policy: What shapes the trees.
+        attention: Of the draft's layers.
+        fills: Whether every tree is filled up to the budget, because vLLM will verify that many tokens anyway (async
+            scheduling).
+    """
+
+    def __init__(
+        self, roots: RootFeeder, sample: CoupledSampler, policy: TreePolicy, attention: TreeAttention, fills: bool
+    ):
+        self._roots = roots
+        self._sample = sample
+        self.policy = policy
+        self._attention = attention
+        self._fills = fills
+        device = roots.model.device
+        max_num_reqs = len(roots.seq_lens)
+        num_rows = max_num_reqs * policy.max_frontier
+        # Persistent inputs of one level.
+        self._positions = torch.zeros(roots.model.num_axes, num_rows, dtype=torch.int64, device=device)
+        self._logical_pos = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._slot_mapping = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._prefix_lens = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self._layouts: dict[tuple[int, int], _Layout] = {}  # by (requests, nodes of each), both bounded
+
+    def draft(self, message: DraftMessage) -> tuple[Drafts, int]:
+        """Return the trees `[num_reqs, K]` and the number of forwards."""
+        roots, policy = self._roots, self.policy
+        rows, num_reqs = message.rows, len(message.rows_np)
+        told = message.was_verified
+        policy.observe(rows, message.num_accepted if told is None else message.num_accepted.where(told, -1))
+        num_levels = policy.begin(rows, message.rows_np, message.max_drafts)
+        num_slots, slots_bound = roots.num_slots(message), roots.slots_bound(message)
+        block_table = roots.pool.table[rows]  # [num_reqs, max_blocks]
+        hidden = roots.feed(message, num_slots, slots_bound, block_table)
+        logical_pos, tokens = roots.logical_pos[:num_reqs], message.last_tokens[:, 1]
+        fed, is_plain = [], self._sample.is_plain(message.rows_np)
+        for level in range(num_levels):
+            found = self._candidates(hidden, message, logical_pos, tokens, is_plain)
+            frontier = policy.extend(level, *found)
+            if frontier is None:
+                break
+            nodes, node_tokens = frontier  # [num_reqs, F]
+            width = nodes.shape[1]
+            fed.append(nodes)
+            tokens = node_tokens.flatten()
+            self._place(rows, nodes, level + 1, num_slots, message.num_tokens)
+            logical_pos = self._logical_pos[: num_reqs * width]
+            hidden = self._feed(nodes, tokens, slots_bound, block_table)
+        policy.finish(self._fills)
+        self._remember_fed(rows, fed)
+        tree = policy.tree
+        # Unused columns hold -1; they are never scheduled, or verified as a leaf that is as good as any.
+        return Drafts(tree.tokens[:num_reqs, 1:].clamp(min=0), tree), 1 + len(fed)
+
+    def _candidates(
+        self,
+        hidden: torch.Tensor,
+        message: DraftMessage,
+        logical_pos: torch.Tensor,
+        tokens: torch.Tensor,
+        is_plain: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `candidates` after each of a frontier's `[num_reqs * width]` tokens.
+
+        Args:
+            hidden: `[num_reqs * width, hidden_size]` their hidden states.
+            message: The step.
+            logical_pos: `[num_reqs * width]` int64 their logical positions.
+            tokens: `[num_reqs * width]` int64.
+            is_plain: Whether logits are scores.
+        """
+        model, policy = self._roots.model, self.policy
+        width = len(hidden) // len(message.rows_np)
+        if not is_plain:
+            by_node, by_node_np = message.rows.repeat_interleave(width), np.repeat(message.rows_np, width)
+
+        def find(block: slice) -> tuple[torch.Tensor, torch.Tensor]:
+            scores = model.compute_logits(hidden[block])
+            if not is_plain:
+                scores = self._sample.scores(
+                    scores, by_node[block], by_node_np[block], logical_pos[block], tokens[block]
+                )
+            return candidates(scores, policy.num_candidates, policy.needs_log_probs)
+
+        return in_blocks(find, len(hidden), model.vocab_size)
+
+    def _place(
+        self, rows: torch.Tensor, nodes: torch.Tensor, level: int, num_slots: torch.Tensor, num_tokens: torch.Tensor
+    ) -> None:
+        """Write a level's positions and slots into the buffers; places without a node go to the null block."""
+        roots = self._roots
+        tree_step(
+            rows,
+            num_slots,
+            num_tokens,
+            roots.rows.pos_delta,
+            roots.pool.table,
+            nodes,
+            block_size=roots.pool.block_size,
+            level=level,
+            max_position=roots.model.num_positions - 1,
+            positions=self._positions,
+            logical_pos=self._logical_pos,
+            slot_mapping=self._slot_mapping,
+            prefix_lens=self._prefix_lens,
+        )
+
+    def _feed(
+        self, nodes: torch.Tensor, tokens: torch.Tensor, slots_bound: np.ndarray, block_table: torch.Tensor
+    ) -> torch.Tensor:
+        """Run one level: `[num_reqs, F]` nodes -> `[num_reqs * F, hidden_size]` hidden states."""
+        model = self._roots.model
+        num_reqs, width = nodes.shape
+        masks = self.policy.tree.ancestors[:num_reqs].gather(1, nodes)
+        embeds = model.embed(tokens.to(torch.int32), [], None)
+        per_forward = max(1, model.max_num_tokens // width)  # requests; usually all of them
+        parts = []
+        for low in range(0, num_reqs, per_forward):
+            high = min(low + per_forward, num_reqs)
+            places, layout = slice(low * width, high * width), self._layout(high - low, width)
+            prefix_lens = self._prefix_lens[low:high]
+            self._attention.step = TreeStep(
+                rows=layout.rows,
+                query_start=layout.query_start_loc[:-1],
+                num_queries=layout.num_queries,
+                prefix_lens=prefix_lens,
+                masks=masks[low:high],
+                max_queries=width,
+                max_prefix_len=int(slots_bound[low:high].max()),
+                is_whole_batch=True,
+            )
+            try:
+                hidden = model.forward(
+                    embeds[places],
+                    self._positions[:, places],
+                    query_start_loc=layout.query_start_loc,
+                    query_start_loc_np=layout.query_start_loc_np,
+                    seq_lens=prefix_lens + width,
+                    seq_lens_upper_bound=slots_bound[low:high] + width,
+                    block_table=block_table[low:high],
+                    slot_mapping=self._slot_mapping[places],
+                )
+            finally:
+                self._attention.step = None
+            parts.append(hidden)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _layout(self, num_reqs: int, width: int) -> "_Layout":
+        """Return the constants of a forward with so many nodes of so many requests."""
+        if (num_reqs, width) not in self._layouts:
+            starts = self._roots.arange[: num_reqs + 1] * width
+            self._layouts[num_reqs, width] = _Layout(
+                rows=self._roots.arange[:num_reqs].long(),
+                query_start_loc=starts,
+                query_start_loc_np=self._roots.arange_np[: num_reqs + 1] * np.int32(width),
+                num_queries=torch.full_like(starts[1:], width),
+            )
+        return self._layouts[num_reqs, width]
+
+    def _remember_fed(self, rows: torch.Tensor, fed: list[torch.Tensor]) -> None:
+        """Note which nodes have KV, one bit each."""
+        if not fed:
+            self._roots.rows.fed.index_fill_(0, rows, 0)
+            return
+        nodes = as_array(torch.cat(fed, dim=1))  # [num_reqs, total], 0 = none; every node at most once
+        bits = (nodes > 0) * (1 << at_least(nodes - 1, 0))
+        as_array(self._roots.rows.fed)[as_array(rows)] = bits.sum(1)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Constants of one level's forward.
+
+    Attributes:
+        rows: `[num_reqs]` int64, 0 to num_reqs - 1.
+        query_start_loc: `[num_reqs + 1]` int32; `query_start_loc_np` the same on the host.
+        num_queries: `[num_reqs]` int32, the width everywhere.
+    """
+
+    rows: torch.Tensor
+    query_start_loc: torch.Tensor
+    query_start_loc_np: np.ndarray
+    num_queries: torch.Tensor

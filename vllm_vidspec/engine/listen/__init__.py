@@ -1,0 +1,1 @@
+"""Listens to the target: its prefill, its layers and its final states, without changing a number of them."""

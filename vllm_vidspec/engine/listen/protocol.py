@@ -1,0 +1,65 @@
+"""TargetListener: what hears the target at work; and the list of them, in which each is guarded."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from vllm_vidspec.engine.requests import Arrival
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What a forward of the target left.
+
+    Attributes:
+        hidden_states: `[num_tokens, hidden_size]` final ones; None where the step ran no forward.
+        aux_hidden_states: `[num_tokens, hidden_size]` of each layer that was asked for; None where none was.
+    """
+
+    hidden_states: torch.Tensor | None
+    aux_hidden_states: list[torch.Tensor] | None
+
+
+class TargetListener(Protocol):
+    """Hears the target's requests and forwards. It reads; of what it may write its own docstring says which and why."""
+
+    def reserve(self, available_bytes: int) -> int:
+        """Return how many bytes of a rank's KV memory it takes for itself.
+
+        Raises:
+            VidSpecError: A knob asks for more than there is.
+        """
+        ...
+
+    def init_kv(self, runner: Any) -> None:
+        """Take its memory, and refuse a KV cache that it cannot read; called once the target's cache exists.
+
+        Args:
+            runner: vLLM's model runner; `kv_allocation()` is entered where memory is taken whose contents may be lost
+                while the engine sleeps.
+
+        Raises:
+            VidSpecError: One line naming the way out.
+        """
+        ...
+
+    def arrive(self, arrival: Arrival) -> None:
+        """Take a request in."""
+        ...
+
+    def before_forward(self, batch: Any) -> None:
+        """Plan a step, given vLLM's `InputBatch`."""
+        ...
+
+    def after_forward(self, forward: Forward) -> None:
+        """Collect what the step showed."""
+        ...
+
+    def release(self, req_state_idx: int) -> None:
+        """Forget a row's request; harmless where nothing is known of it."""
+        ...
+
+    def fail(self, error: Exception) -> None:
+        """Say what an exception in one of the above costs; raise it where the answer would be wrong without."""
+        ...

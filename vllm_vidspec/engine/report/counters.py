@@ -1,0 +1,188 @@
+"""What the worker counts: device accumulators read back without a host sync, and the file that /metrics shows."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
+
+from vidspec_kernels.dispatch import array_module, as_array
+from vllm_vidspec import metrics
+from vllm_vidspec.engine.report.acceptance_alarm import AcceptanceAlarm
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.scoring import TreeShapes
+
+logger = init_logger("vllm.vidspec")
+
+_TOTALS = (
+    "drafts",
+    "draft_tokens",
+    "accepted_tokens",
+    "draft_depth",
+    *(f"{kind}_tokens" for kind in metrics.KINDS),
+)
+
+
+class Counters:
+    """Counts of one worker; only tensor-parallel rank 0 publishes."""
+
+    def __init__(self, vllm_config, device: torch.device, max_num_reqs: int, num_speculative_tokens: int):
+        # [7 + K]: verify steps with drafts, drafted, accepted, the drafts' depth, accepted by kind and at each position
+        self._totals = torch.zeros(len(_TOTALS) + num_speculative_tokens, dtype=torch.int64, device=device)
+        self._positions = torch.arange(num_speculative_tokens + 1, device=device)  # [K + 1]
+        # [max_num_reqs] whether the persistent row's scheduled draft tokens are real
+        self.has_draft = torch.zeros(max_num_reqs, dtype=torch.bool, device=device)
+        self._on_gpu = device.type == "cuda"
+        self._host = torch.zeros_like(self._totals, device="cpu", pin_memory=self._on_gpu)
+        self._copied = torch.cuda.Event() if self._on_gpu else None
+        self._has_news = False  # since the copy to `_host` was begun: one a step, however often it is flushed
+        self._published = np.zeros(len(self._host), dtype=np.int64)
+        self._file = self._open(vllm_config)
+        self._logged: set[str] = set()
+        self._alarm = AcceptanceAlarm()
+        self._is_paused = False
+        # What a response says of its own request, where the server was asked for that.
+        level = vllm_config.observability_config.per_request_spec_decode_metrics
+        self._counts_requests = self._file is not None and level != "none"
+        self._slots = np.zeros(max_num_reqs, dtype=np.int64)  # [max_num_reqs] in the file, by persistent row
+        self._held: dict[str, int] = {}  # slots of requests that have not finished, running or preempted
+        self._pending: list[tuple[np.ndarray, torch.Tensor]] = []  # slots and counts of the step in flight
+
+    @staticmethod
+    def _open(vllm_config) -> metrics.MetricsFile | None:
+        if get_tensor_model_parallel_rank() != 0:
+            return None
+        engine = vllm_config.parallel_config.data_parallel_index
+        instance_id = vllm_config.instance_id.removesuffix(f"_dp{engine}")  # Ray's, by which it tells engines apart
+        try:
+            return metrics.MetricsFile.open(metrics.path_for(instance_id, engine))
+        except VidSpecError as error:  # a worker on another host than the API server
+            logger.warning("vidspec: counters are not published: %s", error)
+            return None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing, log nothing and give no request a slot within: vLLM's warm-up steps real requests."""
+        self.flush()
+        totals, self._is_paused = self._totals.clone(), True
+        try:
+            yield
+        finally:
+            self._totals.copy_(totals)
+            self._pending.clear()
+            self._is_paused = False
+
+    def observe(
+        self,
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        num_sampled: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        shapes: TreeShapes | None = None,
+        kinds: torch.Tensor | None = None,
+    ) -> None:
+        """Add one verify step.
+
+        Args:
+            idx_mapping: `[num_reqs]` int64 persistent rows; `idx_mapping_np` the same on the host.
+            num_sampled: `[num_reqs]` int32, accepted drafts plus the target's own token.
+            cu_num_logits: `[num_reqs + 1]` int32; a request has one logits row more than drafts.
+            shapes: Of the drafts; None where all are chains.
+            kinds: `[num_reqs, K + 1]` int8 why each output stands (`Scored.kinds`); None: all drafts are exact.
+        """
+        xp, rows, bounds = array_module(idx_mapping.device), as_array(idx_mapping), as_array(cu_num_logits)
+        num_drafts = (bounds[1:] - bounds[:-1] - 1) * as_array(self.has_draft)[rows]  # [num_reqs]
+        depth, positions = num_drafts, as_array(self._positions)
+        if shapes is not None:
+            depth = xp.amax(as_array(shapes.depths)[rows] * (positions <= num_drafts[:, None]), 1)
+        counted = num_drafts > 0
+        accepted = (as_array(num_sampled) - 1) * counted
+        reached = positions[:-1] < accepted[:, None]  # [num_reqs, K]
+        loosened = shifted = accepted * 0
+        if kinds is not None:
+            why = as_array(kinds)
+            loosened, shifted = ((why == kind).sum(1) * counted for kind in (2, 3))
+        by_kind = (accepted - loosened - shifted, loosened, shifted)
+        by_request = xp.stack((counted, num_drafts, accepted, depth, *by_kind), 1)
+        if self._counts_requests and not self._is_paused:
+            self._count_requests(idx_mapping_np, torch.as_tensor(xp.stack(by_kind, 1)))
+        self._has_news = True
+        as_array(self._totals)[:] += xp.concatenate((by_request, reached), 1).sum(0)
+
+    # ---- by request ------------------------------------------------------------------------------------------------
+
+    def begin_request(self, row: int, req_id: str) -> None:
+        """Count a request's draft tokens from here on; one that was preempted goes on where it was."""
+        if self._counts_requests and not self._is_paused:
+            assert self._file is not None
+            if req_id not in self._held:
+                self._held[req_id] = self._file.begin_request(req_id, self._held.values())
+            self._slots[row] = self._held[req_id]
+
+    def end_request(self, req_id: str) -> None:
+        """Let the slot of a request that has finished, or was aborted, be the next one's, in its turn."""
+        self._held.pop(req_id, None)
+
+    def _count_requests(self, rows_np: np.ndarray, counts: torch.Tensor) -> None:
+        """Begin to copy `[num_reqs, 3]` counts of a step, or of a slice of its batch, to the host."""
+        host = torch.empty_like(counts, device="cpu", pin_memory=self._on_gpu)
+        host.copy_(counts, non_blocking=True)
+        self._pending.append((self._slots[rows_np], host))
+
+    def publisher(self) -> Callable[[], None] | None:
+        """Return what publishes the step's counts once the device is done with it; None if nothing was counted."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return None
+
+        def publish() -> None:
+            assert self._file is not None
+            for slots, counts in pending:
+                self._file.add_to_requests(slots, counts.numpy())
+
+        return publish
+
+    # ---- totals ----------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Publish what the device has counted; on a GPU what it had counted when the last copy finished."""
+        if self._file is None or self._is_paused:
+            return
+        if self._copied is None:
+            self._host.copy_(self._totals)
+        elif not self._copied.query():
+            return
+        gained = self._host.numpy() - self._published
+        if gained.any():
+            with self._file.at_once():
+                for name, value in zip(_TOTALS, gained.tolist(), strict=False):
+                    self._file.add(name, value)
+                self._file.add_accepted_per_position(gained[len(_TOTALS) :])
+            self._published += gained
+            if self._alarm.hear(*(int(gained[_TOTALS.index(name)]) for name in ("drafts", "accepted_tokens"))):
+                self._file.add("low_acceptance_windows")
+        if self._copied is not None and self._has_news:
+            self._host.copy_(self._totals, non_blocking=True)
+            self._copied.record()
+            self._has_news = False
+
+    def add(self, name: str, value: int = 1) -> None:
+        """Add to a host-side counter."""
+        if self._file is not None and not self._is_paused:
+            self._file.add(name, value)
+
+    def set(self, name: str, value: int) -> None:
+        """Set a gauge."""
+        if self._file is not None and not self._is_paused:
+            self._file.set(name, value)
+
+    def skip(self, reason: str, req_id: str, detail: str) -> None:
+        """Count a request that runs without speculation; the first of each reason is logged."""
+        self.add(f"skipped_{reason}")
+        if reason not in self._logged and not self._is_paused:
+            self._logged.add(reason)
+            logger.warning(
+                "vidspec: request %s runs without speculation: %s (further ones are only counted)", req_id, detail
+            )

@@ -1,0 +1,1 @@
+"""Which drafts stand, in vLLM's rejection-sampler slot."""

@@ -1,0 +1,1 @@
+"""The synthetic world of the bundled models, and what is right in a caption of it."""

@@ -1,0 +1,119 @@
+"""What captions of shape-world videos get right, and whether relevance tells their words apart; pure, no engine."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from vllm_vidspec.shapeworld import world
+from vllm_vidspec.shapeworld.world import SceneFact, score_caption
+
+# Every attribute of `score_caption`, by what it is about: each counts in one group.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "color": ("color", "new_color", "background"),
+    "shape": ("shape", "size", "pattern"),
+    "motion": ("motion", "event"),
+    "order": ("num_scenes", "num_objects", "position"),
+}
+ATTRIBUTES = tuple(name for names in GROUPS.values() for name in names)
+
+# Words that only the video can tell, and words that the language tells; what is neither (the end of the text) is no
+# part of a comparison.
+ATTRIBUTE_WORDS = frozenset(
+    {
+        *(*world.COLORS, *world.BACKGROUNDS, *world.PATTERNS, *world.SHAPES),
+        *(*world.SIZES, *world.MOTIONS, *world.POSITIONS, *world.EVENTS, *world.NUMBERS),
+    }
+)
+_PHRASES = (
+    *(option for options in world.FILLERS.values() for option in options),
+    *world.POSITIONS.values(),
+)
+FILLER_WORDS = frozenset({*" ".join(_PHRASES).split(), "a", "scenes", ".", ","}) - ATTRIBUTE_WORDS
+
+# What only the video can tell, by whatever word: also whether another object, another scene or the end comes, and where
+# an object is, which is settled by the first word of its place.
+TELLING_WORDS = ATTRIBUTE_WORDS | {
+    *(",", "."),
+    *(option.split()[0] for name in ("next", "closing") for option in world.FILLERS[name]),
+    *(option.split()[0] for option in world.POSITIONS.values()),
+}
+
+# What a token is, by the number that the engine gives it: the target's own, or a draft that stood, and why.
+KINDS = ("own", "exact", "loosened", "shifted")
+
+Counts = Mapping[str, tuple[int, int]]
+
+
+def count_right(texts: Sequence[str], facts: Sequence[tuple[SceneFact, ...]]) -> dict[str, tuple[int, int]]:
+    """Return, over all captions, (right, total) of each of ATTRIBUTES that their videos have.
+
+    Args:
+        texts: One caption per video.
+        facts: What the videos show.
+    """
+    counts = dict.fromkeys(ATTRIBUTES, (0, 0))
+    for text, shown in zip(texts, facts, strict=True):
+        for name, (right, total) in score_caption(text, shown).items():
+            counts[name] = (counts[name][0] + right, counts[name][1] + total)
+    return counts
+
+
+def accuracy(counts: Counts, names: Iterable[str] = ATTRIBUTES) -> float | None:
+    """Return the share that is right of all attributes with these names, pooled; None where there are none."""
+    right, total = (sum(counts[name][i] for name in names) for i in range(2))
+    return right / total if total else None
+
+
+def accuracies(counts: Counts) -> dict[str, Any]:
+    """Return `accuracy` of everything pooled, and by `group` and by `attribute`."""
+    return {
+        "accuracy": accuracy(counts),
+        "group": {name: accuracy(counts, names) for name, names in GROUPS.items()},
+        "attribute": {name: accuracy(counts, [name]) for name in ATTRIBUTES},
+    }
+
+
+def retention(ours: float | None, reference: float | None) -> float | None:
+    """Return what is left of the reference's accuracy; more than 1 where ours is better."""
+    return None if ours is None or not reference else ours / reference
+
+
+def auc(positives: Sequence[float], negatives: Sequence[float]) -> float | None:
+    """Return the chance that a positive ranks above a negative, where ties count half; None where there are none."""
+    if not len(positives) or not len(negatives):
+        return None
+    below = np.sort(np.asarray(negatives, float))
+    ranks = np.searchsorted(below, positives, "left") + np.searchsorted(below, positives, "right")  # [num_positives]
+    return float(ranks.mean() / 2 / len(below))
+
+
+def relevance_auc(words: Sequence[Sequence[str]], relevance: Sequence[Sequence[float | None]]) -> float | None:
+    """Return how well relevance tells words about the video from fillers, over the tokens of all captions.
+
+    Args:
+        words: The text of every token of each caption.
+        relevance: Of the same tokens; None where it was not measured.
+
+    Returns:
+        The area under the ROC curve; None where either class has no measured token.
+    """
+    pairs = [
+        (word.strip(), value)
+        for caption, values in zip(words, relevance, strict=True)
+        for word, value in zip(caption, values, strict=True)
+        if value is not None
+    ]
+    classes = ([value for word, value in pairs if word in known] for known in (ATTRIBUTE_WORDS, FILLER_WORDS))
+    return auc(*classes)
+
+
+def kind_shares(kinds: Sequence[Sequence[int]]) -> dict[str, float | None]:
+    """Return which share of the drafts that stood is `exact_frac`, `loosened_frac`, `shifted_frac`; None without any.
+
+    Args:
+        kinds: Of every token of each caption, an index of KINDS.
+    """
+    flat = [kind for caption in kinds for kind in caption]
+    stood = len(flat) - flat.count(0)
+    return {f"{name}_frac": flat.count(i) / stood if stood else None for i, name in enumerate(KINDS) if i}

@@ -1,0 +1,1 @@
+"""Benchmarks of acceptance and of what loose verification keeps."""

@@ -1,0 +1,365 @@
+"""`vidspec bench quality`: what verification by each scorer leaves of the captions' facts; engines are subprocesses."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from vllm_vidspec.config import parse_config
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.metrics import SKIP_REASONS, STRICT_REASONS, summarize
+from vllm_vidspec.shapeworld import world
+from vllm_vidspec.shapeworld.captions import (
+    TELLING_WORDS,
+    accuracies,
+    count_right,
+    kind_shares,
+    relevance_auc,
+    retention,
+)
+from vllm_vidspec.tools import pairs
+from vllm_vidspec.tools.bench.acceptance import identical_frac
+from vllm_vidspec.tools.engine_job import WARM_UP_TOKENS
+from vllm_vidspec.tools.engine_session import EngineSession
+from vllm_vidspec.tools.provenance import provenance
+
+TARGET, DRAFT, STRICT = "target", "draft", "strict"
+ORACLE = "oracle"  # loosens what tells nothing about the video: what perfect relevance could reach
+LOSSY = ("loose", "fly", "fly-entropy", "random", ORACLE)
+# What a setting has where it does not say otherwise; the paper's lambda and N, and nothing but them.
+DEFAULTS: dict[str, Any] = {
+    "lambda_loose": 0.7,
+    "top_n": 10,
+    "position_shift": False,
+    "relevance_rows": "token",
+    "fly_entropy": 0.2,
+}
+
+Report = Callable[[str, dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How drafts are verified: a scorer and what has a bearing on it, None for the rest (knobs of VidSpecConfig)."""
+
+    scorer: str
+    lambda_loose: float | None = None
+    top_n: int | None = None
+    position_shift: bool | None = None
+    relevance_rows: str | None = None
+    fly_entropy: float | None = None
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """Every knob of a setting, so that nothing is left over from the one before; ORACLE knows what to protect."""
+        ours = {name: value for name, value in asdict(self).items() if value is not None}
+        if self.scorer == ORACLE:
+            ours = {"scorer": "random", "lambda_loose": 1.0, "protected_tokens": sorted(TELLING_WORDS)}
+        return DEFAULTS | {"protected_tokens": None} | ours
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What to measure.
+
+    Attributes:
+        families: Bundled pairs.
+        temperatures: Of the target and the draft.
+        draft_noises: Values of the knob; at temperature 0 they are all the same, and only the first is measured.
+        scorers: Of LOSSY; strict is always measured.
+        lambdas: Shares that `loose` and `random` let stand.
+        top_ns: N of `loose`.
+        position_shifts: Whether `loose` tolerates shifts.
+        relevance_rows: Whose states `loose` looks at.
+        fly_entropies: Thresholds of `fly` and `fly-entropy`.
+        requests: Held-out videos, one caption each.
+        batch_size: vLLM's max_num_seqs.
+        num_speculative_tokens: Draft tokens per verify step.
+        prune_ratio: Share of the video tokens that the draft does not see.
+        max_tokens: Longest caption in tokens.
+        seed: Request i samples with seed + i.
+        knobs: Further knobs of VidSpecConfig, of all engines.
+        question: What is asked about each video.
+    """
+
+    families: tuple[str, ...] = ("qwen2.5-vl",)
+    temperatures: tuple[float, ...] = (0.0,)
+    draft_noises: tuple[str, ...] = ("shared",)
+    scorers: tuple[str, ...] = LOSSY
+    lambdas: tuple[float, ...] = (0.2, 0.5, 0.7, 0.9)
+    top_ns: tuple[int, ...] = (10,)
+    position_shifts: tuple[bool, ...] = (False, True)
+    relevance_rows: tuple[str, ...] = ("token",)
+    fly_entropies: tuple[float, ...] = (0.2,)
+    requests: int = 64
+    batch_size: int = 16
+    num_speculative_tokens: int = 10
+    prune_ratio: float = 0.9
+    max_tokens: int = 256
+    seed: int = 0
+    knobs: dict[str, Any] = field(default_factory=dict)
+    question: str = pairs.DEFAULT_QUESTION
+
+    def settings(self) -> list[Setting]:
+        """Return what every engine is tried with: strict first, then the scorers in the order asked for.
+
+        `loose` has every lambda at the N closest to the default: in the first way to take shifts and states, then with
+        the other way to take shifts, then with the other states. The other N are tried with the lambda closest to the
+        default, in the first way to take shifts.
+        """
+        found = [Setting(STRICT)]
+        for scorer in self.scorers:
+            if scorer == "loose":
+                found += self._loose_settings()
+            elif scorer == "random":
+                found += [Setting(scorer, value, position_shift=False) for value in self.lambdas]
+            elif scorer in ("fly", "fly-entropy"):
+                found += [Setting(scorer, fly_entropy=value) for value in self.fly_entropies]
+            else:
+                found.append(Setting(scorer))
+        return list(dict.fromkeys(found))
+
+    def _loose_settings(self) -> list[Setting]:
+        usual_n = closest(self.top_ns, DEFAULTS["top_n"])
+        usual_lambda = closest(self.lambdas, DEFAULTS["lambda_loose"])
+        first_shift, first_rows = self.position_shifts[0], self.relevance_rows[0]
+        ways = [(shift, first_rows) for shift in self.position_shifts]
+        ways += [(first_shift, rows) for rows in self.relevance_rows[1:]]
+        lambdas = [Setting("loose", value, usual_n, *way) for way in ways for value in self.lambdas]
+        others = [value for value in self.top_ns if value != usual_n]
+        by_rows = [(first_shift, rows) for rows in self.relevance_rows]
+        return lambdas + [Setting("loose", usual_lambda, value, *way) for way in by_rows for value in others]
+
+    def temperatures_of(self, draft_noise: str) -> list[float]:
+        """Return the temperatures that an engine with this noise is asked at."""
+        return [value for value in self.temperatures if value > 0 or draft_noise == self.draft_noises[0]]
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches of captions are written, and rows returned."""
+        with_drafts = len(self.settings()) * sum(len(self.temperatures_of(noise)) for noise in self.draft_noises)
+        return len(self.families) * (2 * len(self.temperatures) + with_drafts)
+
+    def spec(self, draft_noise: str, setting: Setting) -> dict[str, Any]:
+        """Return the knobs of an engine."""
+        return {
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "prune_ratio": self.prune_ratio,
+            "draft_noise": draft_noise,
+            "on_draft_error": "raise",  # a measurement without drafts would say nothing
+            **setting.knobs,
+            **self.knobs,
+        }
+
+    def job(self, family: str, role: str, draft_noise: str | None = None) -> dict[str, Any]:
+        """Return what `session_job` reads: vanilla vLLM on the checkpoint of a role, or with a noise the pair."""
+        overrides = {"max_num_seqs": self.batch_size}
+        if draft_noise is None:
+            llm = pairs.llm_kwargs(family, target=pairs.checkpoint(family, role), overrides=overrides)
+        else:
+            # An engine that starts with `loose` has what every other scorer needs.
+            llm = pairs.llm_kwargs(family, "draft", overrides=overrides, **self.spec(draft_noise, Setting("loose")))
+        prompts = {"family": family, "held_out": list(range(self.requests)), "question": self.question}
+        return {"llm": llm, "prompts": prompts}
+
+
+def closest(values: Sequence[Any], default: Any) -> Any:
+    """Return the value that is closest to a default; of equally close ones the first."""
+    return min(values, key=lambda value: abs(value - default))
+
+
+def check(quality: Quality) -> None:
+    """Refuse a wrong value before an engine starts.
+
+    Raises:
+        VidSpecError: One line naming it.
+    """
+    if min(quality.requests, quality.batch_size) < 1 or quality.max_tokens < 2:
+        raise VidSpecError("--requests and --batch-size must be at least 1, --max-tokens at least 2")
+    for temperature in quality.temperatures:
+        if not 0 <= temperature < float("inf"):
+            raise VidSpecError(f"--temperature: {temperature:g} is no temperature")
+    for name in quality.knobs.keys() & {"model", *replace(quality, knobs={}).spec("", Setting(STRICT))}:
+        raise VidSpecError(f"--knob {name}: it has an option of its own, or is fixed")
+    for family in quality.families:
+        pairs.pair_for(family)
+        for draft_noise in quality.draft_noises:
+            for setting in quality.settings():
+                # The bundled checkpoints are not looked at: a wrong knob is refused without them.
+                parse_config(pairs.speculative_config(family, "target", **quality.spec(draft_noise, setting)))
+
+
+def run(quality: Quality, report: Report = lambda _event, _fields: None) -> dict[str, Any]:
+    """Write captions with the target alone, the draft alone and every setting, one engine after another.
+
+    Args:
+        quality: What to measure.
+        report: Called with "plan" (`total` batches), then "loading" (`label`) for every engine and "measured" (`row`)
+            for every batch.
+
+    Returns:
+        `rows` (by family, temperature and noise; first the target's and the draft's own, which have no noise) and
+        `provenance`.
+
+    Raises:
+        VidSpecError: A wrong value, an engine that stopped, or requests that were not drafted for.
+    """
+    check(quality)
+    report("plan", {"total": quality.num_batches})
+    facts = [world.held_out(i).facts for i in range(quality.requests)]
+    rows: list[dict[str, Any]] = []
+
+    def add(row: dict[str, Any]) -> None:
+        rows.append(row)
+        report("measured", {"row": row})
+
+    for family in quality.families:
+        references: dict[float, dict[str, Any]] = {}
+        for role in (TARGET, DRAFT):
+            with _session(quality, quality.job(family, role), f"{family}: the {role} alone", report) as session:
+                for temperature in quality.temperatures:
+                    answer = session.ask(_command(quality, temperature))
+                    references.setdefault(temperature, answer)  # the target's, which comes first
+                    add(make_row(quality, family, temperature, None, role, answer, references[temperature], facts))
+        for noise in quality.draft_noises:
+            if not quality.temperatures_of(noise):
+                continue
+            label = f"{family}: the pair, {noise} noise"
+            with _session(quality, quality.job(family, TARGET, noise), label, report) as session:
+                for temperature in quality.temperatures_of(noise):
+                    for row in _measure(quality, session, family, temperature, noise, references[temperature], facts):
+                        add(row)
+    orders = (quality.families, quality.temperatures, (None, *quality.draft_noises))
+    names = ("family", "temperature", "draft_noise")
+    rows.sort(key=lambda row: [order.index(row[name]) for order, name in zip(orders, names, strict=True)])
+    return {"rows": rows, "provenance": provenance()}
+
+
+@contextlib.contextmanager
+def _session(quality: Quality, job: dict[str, Any], label: str, report: Report) -> Iterator[EngineSession]:
+    """Start an engine and show it every video once: reading them is in no measured time, for whichever setting."""
+    report("loading", {"label": label})
+    with EngineSession(job) as session:
+        session.ask(_command(quality, 0.0) | {"sampling": {"temperature": 0.0, "max_tokens": WARM_UP_TOKENS}})
+        yield session
+
+
+def _command(quality: Quality, temperature: float, setting: Setting | None = None) -> dict[str, Any]:
+    return {
+        "command": "caption",
+        "knobs": None if setting is None else setting.knobs,
+        "sampling": {"temperature": temperature, "max_tokens": quality.max_tokens},
+        "seed": quality.seed,
+        "watch": setting is not None,
+    }
+
+
+def _measure(
+    quality: Quality,
+    session: EngineSession,
+    family: str,
+    temperature: float,
+    draft_noise: str,
+    reference: dict[str, Any],
+    facts: Sequence[Any],
+) -> Iterator[dict[str, Any]]:
+    """Yield the row of every setting of one engine at one temperature; strict's comes first.
+
+    Raises:
+        VidSpecError: As `_require_whole`.
+    """
+    strict_length = None
+    for setting in quality.settings():
+        answer = session.ask(_command(quality, temperature, setting))
+        counters = answer["metrics"]
+        _require_whole(f"{family}, {setting.scorer}", setting, counters)
+        row = make_row(quality, family, temperature, draft_noise, setting, answer, reference, facts, strict_length)
+        strict_length = strict_length or row["acceptance_length"]
+        yield row
+
+
+def _require_whole(label: str, setting: Setting, counters: dict[str, int]) -> None:
+    """Refuse a batch that is only in part what a row would say.
+
+    Raises:
+        VidSpecError: Requests ran without speculation, or were verified strictly by a scorer that is not strict.
+    """
+    if skipped := [reason for reason in SKIP_REASONS if counters[f"skipped_{reason}"]]:
+        raise VidSpecError(f"{label}: requests ran without speculation ({', '.join(skipped)})")
+    held = [reason for reason in STRICT_REASONS if counters[f"strict_{reason}"]]
+    if held and setting.scorer != STRICT:
+        raise VidSpecError(f"{label}: requests were verified strictly ({', '.join(held)})")
+    if not counters["drafts"]:
+        raise VidSpecError(f"{label}: nothing was drafted, the captions are too short")
+
+
+def make_row(
+    quality: Quality,
+    family: str,
+    temperature: float,
+    draft_noise: str | None,
+    setting: Setting | str,
+    answer: dict[str, Any],
+    reference: dict[str, Any],
+    facts: Sequence[Any],
+    strict_length: float | None = None,
+) -> dict[str, Any]:
+    """Turn one batch of captions into a row.
+
+    Args:
+        quality: What was measured.
+        family: The pair.
+        temperature: Of this batch.
+        draft_noise: The engine's; None for a model alone.
+        setting: How drafts were verified, or the role of the model that wrote alone.
+        answer: The engine's, as `session_job._caption` returns it.
+        reference: The same of the target alone, at this temperature and with these seeds.
+        facts: What each video shows.
+        strict_length: Acceptance length of strict in the same engine; None: this is strict, or no drafts were there.
+    """
+    counts, target_counts = (count_right(texts["texts"], facts) for texts in (answer, reference))
+    found, at_best = accuracies(counts), accuracies(target_counts)
+    if isinstance(setting, str):
+        setting = Setting(setting)
+    captions = answer["captions"] or []
+    output_tokens = sum(map(len, answer["token_ids"]))
+    return {
+        "family": family,
+        "temperature": temperature,
+        "draft_noise": draft_noise,
+        **({"method": setting.scorer} | {name: value for name, value in asdict(setting).items() if name != "scorer"}),
+        **{name: getattr(quality, name) for name in ("num_speculative_tokens", "prune_ratio", "requests")},
+        **{name: getattr(quality, name) for name in ("batch_size", "max_tokens", "seed", "knobs")},
+        "retention": retention(found["accuracy"], at_best["accuracy"]),
+        **found,
+        **draft_figures(answer["metrics"], output_tokens - quality.requests, strict_length),
+        **kind_shares([caption["kinds"] for caption in captions]),
+        "identical_frac": identical_frac(answer["token_ids"], reference["token_ids"]),
+        "tokens_per_caption": output_tokens / quality.requests,
+        "relevance_auc": relevance_auc(*([caption[name] for caption in captions] for name in ("words", "relevance"))),
+        "decode_s": answer["seconds"],
+    }
+
+
+def draft_figures(counters: dict[str, int] | None, num_verified: int, strict_length: float | None) -> dict[str, Any]:
+    """Return what the drafts gained; None where there were none.
+
+    Args:
+        counters: The gain of one batch.
+        num_verified: Output tokens that came from verify steps: all but a request's first.
+        strict_length: As in `make_row`.
+
+    Returns:
+        `acceptance_length` and `ratio_to_strict`, `num_drafts`, and `delivered_length`: output tokens per verify step.
+        The two lengths differ by what stood past the end of a caption, of which a lossy scorer lets more stand.
+    """
+    if counters is None:
+        return dict.fromkeys(("acceptance_length", "ratio_to_strict", "delivered_length", "num_drafts"))
+    figures = summarize(counters)
+    length, num_drafts = float(figures["acceptance_length"] or 0), int(figures["num_drafts"] or 0)
+    return {
+        "acceptance_length": length,
+        "ratio_to_strict": length / (strict_length or length),
+        "delivered_length": num_verified / num_drafts,
+        "num_drafts": num_drafts,
+    }

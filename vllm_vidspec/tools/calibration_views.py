@@ -1,0 +1,179 @@
+"""How `vidspec calibrate` shows itself: the table, the plot and the progress bar; no engine."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.progress import Progress, TaskID
+from rich.table import Table
+
+from vllm_vidspec.tools.tables import number, percent
+
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#8c564b", "#bcbd22", "#000000")
+_MARKERS = "osD^vphP<>"
+
+
+def layers_name(layers: str | Sequence[int] | None) -> str:
+    """Return a layer set in a few characters: "all", "2", "0-3", "0, 2"."""
+    if layers is None or isinstance(layers, str):
+        return layers or "-"
+    if len(layers) > 1 and list(layers) == list(range(layers[0], layers[-1] + 1)):
+        return f"{layers[0]}-{layers[-1]}"
+    return ", ".join(map(str, layers))
+
+
+def table(result: dict[str, Any]) -> Table:
+    """Return the measurements, the chosen one marked."""
+    rows = result["measurements"]
+    on = f"{result['prompts']} videos"
+    caption = f"prune {result['prune_ratio']:g}, K {result['num_speculative_tokens']}, {on}; * is chosen"
+    shown = Table(title=f"Calibration of {result['pruner']}", caption=caption, box=box.SIMPLE_HEAD)
+    is_uv = result["pruner"] == "uv"
+    for name in ("uv layer",) if is_uv else ("layers", "lambda"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for name in ("accept\nlength", "accept\nrate", "verify\nsteps", "s", ""):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        setting = [str(row["uv_layer"])] if is_uv else [layers_name(row["guidance_layers"]), number(row["lambda_r"], 1)]
+        shown.add_row(
+            *setting,
+            number(row["acceptance_length"], 3),
+            percent(row["acceptance_rate"]),
+            str(row["num_drafts"]),
+            number(row["seconds"], 1),
+            "*" if row["chosen"] else "",
+            style="bold green" if row["chosen"] else None,
+        )
+    return shown
+
+
+def summary(result: dict[str, Any]) -> str:
+    """Return the choice in one or two sentences."""
+    knobs = ", ".join(
+        f"{name} {layers_name(value) if name == 'guidance_layers' else format(value, 'g')}"
+        for name, value in result["config"].items()
+    )
+    text = f"{knobs}: {result['acceptance_length']:.3f} tokens per verify step."
+    uniform = [row["acceptance_length"] for row in result["measurements"] if row["lambda_r"] == 0.0]
+    if result["config"].get("lambda_r") == 0.0:
+        return text + " At lambda_r 0 the tokens are chosen evenly: on these videos guidance gains nothing."
+    return text + (f" Without guidance (lambda_r 0): {uniform[0]:.3f}." if uniform else "")
+
+
+def costs_table(result: dict[str, Any]) -> Table:
+    """Return tokens per second by batch size and shape, and what makes them; what `draft_table` says is marked."""
+    rows = result["costs"]
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    shown = Table(
+        title="Tokens per second, and tokens per verify step in its time",
+        caption=f"{result['rounds']} rounds, {result['provenance']['device']}; * is in draft_table",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for name in ("batch", *shapes):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for size in dict.fromkeys(row["batch_size"] for row in rows):
+        chosen = next(shape for _, last, shape, _ in result["config"]["draft_table"] if size <= last)
+        cells = [
+            f"{row['tokens_per_s']:.0f}{'*' if row['shape'] == chosen else ''}\n"
+            f"[dim]{row['acceptance_length']:.2f} in {row['step_ms']:.1f} ms[/dim]"
+            for row in rows
+            if row["batch_size"] == size
+        ]
+        shown.add_row(str(size), *cells)
+    return shown
+
+
+def costs_summary(result: dict[str, Any]) -> str:
+    """Return the table of shapes in words, and where no draft pays."""
+    rows = {(row["shape"], row["batch_size"]): row["tokens_per_s"] for row in result["costs"]}
+    parts, slower = [], []
+    for first, last, shape, num_tokens in result["config"]["draft_table"]:
+        sizes = [size for name, size in rows if name == "vanilla" and first <= size <= last]
+        parts.append(f"{first} to {last} requests: {shape} ({num_tokens} tokens per step)")
+        slower += [str(size) for size in sizes if rows[shape, size] <= rows["vanilla", size]]
+    text = ", ".join(parts) + "."
+    return text + (f" Vanilla is no slower at {', '.join(slower)} requests." if slower else "")
+
+
+def plot(result: dict[str, Any], path: str | Path) -> None:
+    """Draw acceptance length over `lambda_r`, a line for each layer set (or over `uv_layer`); mark the choice.
+
+    A set of which only the ends are known is a dashed line. Needs matplotlib; the path's suffix names the format.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    rows = result["measurements"]
+    is_uv = result["pruner"] == "uv"
+    x_name = "uv_layer" if is_uv else "lambda_r"
+    for index, (label, points) in enumerate(_lines(rows, x_name).items()):
+        xs, ys = zip(*sorted(points), strict=True)
+        is_whole = is_uv or len(xs) > 2
+        axes.plot(
+            xs,
+            ys,
+            # Lines often meet: shapes of different sizes stay visible on top of each other.
+            marker="o" if is_whole else _MARKERS[index % len(_MARKERS)],
+            markersize=4 if is_whole else 5 + index,
+            markerfacecolor=None if is_whole else "none",
+            color=_COLORS[index % len(_COLORS)],
+            label=label,
+            linewidth=1.8 if is_whole else 1.0,
+            linestyle="-" if is_whole else (0, (4, 3)),
+            alpha=1.0 if is_whole else 0.7,
+        )
+    chosen = next(row for row in rows if row["chosen"])
+    star = {"marker": "*", "markersize": 16, "markerfacecolor": "none", "markeredgecolor": "black"}
+    axes.plot([chosen[x_name]], [chosen["acceptance_length"]], linestyle="none", label="chosen", zorder=5, **star)
+    axes.set_xlabel("target layer read (uv_layer)" if is_uv else "lambda_r (0: evenly spaced; 1: highest scores)")
+    axes.set_ylabel("acceptance length (tokens per verify step)")
+    axes.set_title(
+        f"{result['pruner']}, {result['prune_ratio']:g} of the video tokens pruned, {result['prompts']} videos",
+        fontsize=11,
+    )
+    if is_uv:
+        axes.set_xticks(sorted({row["uv_layer"] for row in rows}))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(
+        title=None if is_uv else "layers", frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5)
+    )
+    figure.savefig(path, dpi=150)
+
+
+def _lines(rows: list[dict[str, Any]], x_name: str) -> dict[str, list[tuple[float, float]]]:
+    """Return the points of each line; the one measurement at `lambda_r` 0 belongs to all of them."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        name = "uv" if x_name == "uv_layer" else layers_name(row["guidance_layers"])
+        lines.setdefault(name, []).append((row[x_name], row["acceptance_length"]))
+    shared = [(row["lambda_r"], row["acceptance_length"]) for row in rows if row["lambda_r"] == 0.0]
+    return {name: sorted({*points, *shared}) for name, points in lines.items()}
+
+
+class View:
+    """Shows the events of `calibrate.run`: one bar over the measurements."""
+
+    def __init__(self, bars: Progress) -> None:
+        """Draw on `bars`."""
+        self._bars = bars
+        self._task: TaskID | None = None
+
+    def __call__(self, event: str, fields: dict[str, Any]) -> None:
+        """Take one event."""
+        if self._task is None:
+            self._task = self._bars.add_task("", total=None, note="")
+        if event == "loading":
+            self._bars.update(self._task, description=fields["label"])
+        elif event == "plan":
+            self._bars.update(self._task, description="measuring", total=fields["total"], completed=0)
+        elif event == "measured":
+            row = fields["measurement"]
+            knobs = " ".join(f"{name} {value}" for name, value in row.knobs.items())
+            self._bars.advance(self._task)
+            self._bars.update(self._task, description="measuring", note=f"{knobs}: {row.acceptance_length:.3f}")

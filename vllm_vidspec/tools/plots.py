@@ -1,0 +1,350 @@
+"""Rows of `vidspec bench acceptance` as CSV, and the figure drawn from them; matplotlib is imported to draw only.
+
+python -m vllm_vidspec.tools.plots F.csv F.png
+"""
+
+import csv
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.metrics import GUIDANCE_FALLBACKS, SKIP_REASONS
+from vllm_vidspec.tools.bench.acceptance import AXES, TEXT_ONLY, UNPRUNED, canonical
+
+COLUMNS = (
+    *AXES,
+    *("knobs", "scheduling"),
+    *(f"measured_as_{name}" for name in UNPRUNED),
+    *("requests", "max_tokens", "batch_size", "seed", "jobs"),
+    *("acceptance_length", "acceptance_rate", "num_drafts", "draft_kv_bytes", "full_draft_kv_bytes"),
+    *("nodes_per_step", "depth_per_step", "draft_forwards_per_step", "max_acceptance_length"),
+    *("identical_frac", "output_tokens", "text_tokens", "visual_tokens_full", "visual_tokens_kept"),
+    *("draft_kv_bytes_per_token", "draft_load_bytes"),
+    *(f"skipped_{reason}" for reason in SKIP_REASONS),
+    *(f"unguided_{reason}" for reason in GUIDANCE_FALLBACKS),
+    *("decode_s", "vanilla_decode_s"),
+)
+# Columns that files of earlier versions lack.
+_LATER = frozenset(
+    {
+        *("knobs", "scheduling", "draft_load_bytes", "skipped_structured", "unguided_no_text"),
+        *("nodes_per_step", "depth_per_step", "draft_forwards_per_step", "max_acceptance_length"),
+    }
+)
+_TEXTS = frozenset(
+    {
+        *("family", "draft", "pruner", "drafting", "scorer", "draft_noise", "draft_positions", "measured_as_pruner"),
+        *("knobs", "scheduling"),
+    }
+)
+# What the figure shows, by pruner or by shape; every other axis must have one value.
+_DRAWN = ("family", "pruner", "prune_ratio")
+_DRAWN_BY_SHAPE = ("family", "drafting", "prune_ratio", "temperature")
+
+SUFFIXES = (".png", ".svg")
+# Paul Tol's "muted" palette, safe for the colour-blind, with grey and black: warm colours for what follows the target.
+_STYLES = {
+    "specvlm": ("#882255", "o"),
+    "attention": ("#CC6677", "s"),
+    "uv": ("#AA4499", "^"),
+    "uniform": ("#332288", "D"),
+    "random": ("#88CCEE", "v"),
+    "window:front": ("#999933", "<"),
+    "window:middle": ("#777777", "P"),
+    "window:end": ("#000000", ">"),
+    "frame": ("#117733", "X"),
+    "fastvid": ("#44AA99", "*"),
+    "dycoke": ("#DDCC77", "h"),
+}
+_OTHER_STYLE = ("#555555", ".")
+# By shape, and for each further one of the same shape with other knobs the next.
+_SHAPE_STYLES = {
+    "chain": [("#777777", "s")],
+    "tree-static": [("#332288", "D"), ("#88CCEE", "v")],
+    "tree-adaptive": [("#882255", "o"), ("#CC6677", "^"), ("#DDCC77", "P"), ("#117733", "X"), ("#44AA99", "h")],
+}
+
+
+def check_outputs(
+    axes: Mapping[str, Sequence[Any]], *, csv_path: str | None, plot_path: str | None, json_path: str | None
+) -> None:
+    """Refuse, before anything runs, a file that could not be written afterwards.
+
+    Args:
+        axes: Of the sweep; a figure has room for family and ratio, and for pruners or shapes (these at several
+            temperatures, too).
+        csv_path: Where the rows go as CSV.
+        plot_path: Where the figure goes.
+        json_path: Where the result goes; "-" is standard output.
+
+    Raises:
+        VidSpecError: One line naming what is wrong.
+    """
+    for path in (csv_path, plot_path, None if json_path == "-" else json_path):
+        if path is not None:
+            _check_writable(Path(path))
+    if plot_path is not None:
+        _check_plot(plot_path, axes)
+
+
+def _check_writable(path: Path) -> None:
+    if path.is_dir():
+        raise VidSpecError(f"cannot write {path}: Is a directory")
+    if not path.parent.is_dir():
+        raise VidSpecError(f"cannot write {path}: No such directory")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise VidSpecError(f"cannot write {path}: Permission denied")
+
+
+def check_figure(path: str) -> None:
+    """Refuse a figure that cannot be drawn: a name with another suffix, or no matplotlib.
+
+    Raises:
+        VidSpecError: One line saying why.
+    """
+    if Path(path).suffix not in SUFFIXES:
+        raise VidSpecError(f"cannot draw {path}: its name must end in {' or '.join(SUFFIXES)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise VidSpecError("drawing needs matplotlib: pip install matplotlib")
+
+
+def _check_plot(path: str, axes: Mapping[str, Sequence[Any]]) -> None:
+    check_figure(path)
+    drawn = _DRAWN_BY_SHAPE if len(set(axes["drafting"])) > 1 else _DRAWN
+    several = [name for name in AXES if name not in drawn and len(set(axes[name])) > 1]
+    if drawn is _DRAWN_BY_SHAPE and all(len(set(axes[name])) > 1 for name in ("prune_ratio", "temperature")):
+        several.append("temperature")  # one of the two stands below the shapes
+    if several:
+        raise VidSpecError(
+            f"cannot draw {path}: a figure shows one {several[0]}, there are {len(set(axes[several[0]]))}"
+        )
+
+
+def flatten(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of `acceptance.run` with one value per column: `skipped_pool_full` for `skipped["pool_full"]`.
+
+    `knobs` is JSON text, empty where there are none.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        if name == "knobs":
+            flat[name] = value if isinstance(value, str) else json.dumps(value, sort_keys=True) if value else ""
+        else:
+            flat |= {f"{name}_{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def write_csv(path: str, result: dict[str, Any]) -> None:
+    """Write the rows of `acceptance.run` under COLUMNS; the first line is a comment with the provenance as JSON.
+
+    Raises:
+        VidSpecError: The file cannot be written.
+    """
+    write_rows(path, COLUMNS, map(flatten, result["rows"]), result["provenance"])
+
+
+def write_rows(
+    path: str, columns: Sequence[str], rows: Iterable[Mapping[str, Any]], provenance: Mapping[str, Any]
+) -> None:
+    """Write flat rows under their columns; the first line is a comment with the provenance as JSON.
+
+    Raises:
+        VidSpecError: The file cannot be written.
+    """
+    try:
+        with open(path, "w", newline="") as file:
+            file.write(f"# {json.dumps(provenance)}\n")
+            writer = csv.DictWriter(file, columns, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+    except OSError as error:
+        raise VidSpecError(f"cannot write {path}: {error.strerror}") from None
+
+
+def read_csv(path: str) -> list[dict[str, Any]]:
+    """Return the flat rows that `write_csv` wrote; numbers are floats, an empty cell is None.
+
+    Raises:
+        VidSpecError: The file cannot be read or is something else.
+    """
+    try:
+        with open(path, newline="") as file:
+            reader = csv.DictReader(line for line in file if not line.startswith("#"))
+            found = reader.fieldnames or ()
+            if tuple(found) != tuple(name for name in COLUMNS if name in found or name not in _LATER):
+                raise ValueError
+            return [{name: _value(name, row.get(name, "")) for name in COLUMNS} for row in reader]
+    except OSError as error:
+        raise VidSpecError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, TypeError, csv.Error):
+        raise VidSpecError(f"{path} is not a file of `vidspec bench acceptance --csv`") from None
+
+
+def _value(name: str, text: str) -> str | float | None:
+    if name in _TEXTS:
+        return text
+    return float(text) if text else None
+
+
+def shape_of(row: dict[str, Any]) -> str:
+    """Return what a row's drafts are called: the shape, and the knobs that are not the defaults."""
+    knobs = json.loads(row["knobs"] or "{}")
+    return ", ".join([row["drafting"], *(f"{name} {json.dumps(value)}" for name, value in knobs.items())])
+
+
+def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
+    """Draw acceptance length, one panel per family: over prune ratio by pruner, or by shape where there are several.
+
+    Shapes are lines over several prune ratios, otherwise bars, at each temperature. Ratios stand at equal distances,
+    because what happens between 0.9 and 1 is the point. The same rows give the same file.
+
+    Args:
+        rows: Flat, as `flatten` or `read_csv` returns them.
+        path: A .png or .svg file.
+
+    Raises:
+        VidSpecError: There is nothing to draw, no room for it, no matplotlib, or the file cannot be written.
+    """
+    rows = [row for row in rows if row["acceptance_length"] is not None]
+    if not rows:
+        raise VidSpecError(f"cannot draw {path}: no row has an acceptance length")
+    rows = [row | {"drafting": shape_of(row)} for row in rows]
+    axes = {name: [row[name] for row in rows] for name in AXES}
+    if len({(row["drafting"], row["num_speculative_tokens"]) for row in rows}) == len(set(axes["drafting"])):
+        axes["num_speculative_tokens"] = []  # each shape has its own
+    _check_plot(path, axes)
+
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    families = list(dict.fromkeys(row["family"] for row in rows))
+    ratios = sorted({row["prune_ratio"] for row in rows})
+    shapes = list(dict.fromkeys(row["drafting"] for row in rows))
+    with matplotlib.rc_context({"font.size": 9, "svg.hashsalt": "vidspec"}):
+        figure = Figure(figsize=(1.6 + 4.2 * len(families), 4.0), dpi=160, layout="constrained")
+        panels = figure.subplots(1, len(families), sharey=True, squeeze=False)[0]
+        lines: dict[str, Any] = {}
+        for panel, family in zip(panels, families, strict=True):
+            ours = [row for row in rows if row["family"] == family]
+            if len(shapes) > 1 and len(ratios) == 1:
+                lines |= _draw_bars(panel, ours, shapes)
+            else:
+                lines |= _draw_panel(panel, ours, ratios)
+            panel.set_title(family, fontsize=10)
+        panels[0].set_ylabel("acceptance length (tokens per verify step)")
+        if len(shapes) == 1 or len(ratios) > 1:
+            figure.supxlabel("prune ratio (share of the video's tokens that the draft does not see)", fontsize=9)
+        if lines:
+            figure.legend(list(lines.values()), list(lines), loc="outside right center", frameon=False)
+        try:
+            figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
+        except OSError as error:
+            raise VidSpecError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _draw_panel(panel: Any, rows: Sequence[dict[str, Any]], ratios: Sequence[float]) -> dict[str, Any]:
+    """Draw one family over prune ratio; return the line of each pruner, or of each shape where there are several."""
+    shapes = list(dict.fromkeys(row["drafting"] for row in rows))
+    if len(shapes) > 1:
+        return _draw_lines(panel, rows, "drafting", _styles(shapes), ratios)
+    for seen, words, (x, align) in (
+        (UNPRUNED, "draft sees the whole video", (0.99, "right")),
+        (TEXT_ONLY, "draft sees no video", (0.01, "left")),
+    ):
+        lengths = [r["acceptance_length"] for r in rows if canonical(r["pruner"], r["prune_ratio"]) == seen]
+        if lengths:
+            panel.axhline(lengths[0], color="#444444", linestyle=(0, (5, 3)), linewidth=1, zorder=1)
+            place = {"xy": (x, lengths[0]), "xycoords": panel.get_yaxis_transform(), "textcoords": "offset points"}
+            panel.annotate(f"{words}: {lengths[0]:.2f}", xytext=(0, 3), ha=align, color="#444444", fontsize=8, **place)
+    return _draw_lines(panel, [row for row in rows if row["pruner"] != UNPRUNED["pruner"]], "pruner", _STYLES, ratios)
+
+
+def _draw_lines(
+    panel: Any,
+    rows: Sequence[dict[str, Any]],
+    axis: str,
+    styles: Mapping[str, tuple[str, str]],
+    ratios: Sequence[float],
+) -> dict[str, Any]:
+    """Draw a line for each value of an axis; return them."""
+    lines = {}
+    for name in dict.fromkeys(row[axis] for row in rows):
+        lengths_at = {row["prune_ratio"]: row["acceptance_length"] for row in rows if row[axis] == name}
+        color, marker = styles.get(name, _OTHER_STYLE)
+        places = [index for index, ratio in enumerate(ratios) if ratio in lengths_at]
+        (lines[name],) = panel.plot(
+            places, [lengths_at[ratios[i]] for i in places], color=color, marker=marker, linewidth=1.4, markersize=5
+        )
+    panel.set_xticks(range(len(ratios)), [f"{ratio:g}" for ratio in ratios])
+    _tidy(panel)
+    return lines
+
+
+def _draw_bars(panel: Any, rows: Sequence[dict[str, Any]], shapes: Sequence[str]) -> dict[str, Any]:
+    """Draw one family as a bar for each shape at each temperature, its length written on it; return the bars."""
+    temperatures = sorted({row["temperature"] for row in rows})
+    styles, width, bars = _styles(shapes), 0.8 / len(shapes), {}
+    for index, shape in enumerate(shapes):
+        at = {row["temperature"]: row["acceptance_length"] for row in rows if row["drafting"] == shape}
+        places = [place for place, temperature in enumerate(temperatures) if temperature in at]
+        offset = (index - (len(shapes) - 1) / 2) * width
+        bars[shape] = panel.bar(
+            [place + offset for place in places],
+            [at[temperatures[place]] for place in places],
+            0.92 * width,
+            color=styles[shape][0],
+        )
+        panel.bar_label(bars[shape], fmt="%.2f", padding=2, fontsize=7)
+    panel.set_xticks(range(len(temperatures)), [f"temperature {value:g}" for value in temperatures])
+    panel.tick_params(axis="x", length=0)
+    _tidy(panel)
+    return bars
+
+
+def _styles(shapes: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return a colour and a marker for each shape, of those of its kind the next."""
+    left = {kind: list(styles) for kind, styles in _SHAPE_STYLES.items()}
+    found = {}
+    for shape in shapes:
+        styles = left.get(shape.split(",")[0]) or [_OTHER_STYLE]
+        found[shape] = styles.pop(0)
+    return found
+
+
+def _tidy(panel: Any) -> None:
+    panel.grid(axis="y", color="#DDDDDD", linewidth=0.6)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def redraw(module: str, read: Callable[[str], list], draw: Callable[[list, str], None]) -> int:
+    """Redraw a figure from its CSV file, as the command line says; an error is one line and exit status 2.
+
+    Args:
+        module: Of this package, for the usage.
+        read: File name -> rows.
+        draw: Rows, file name of the figure.
+    """
+    if len(sys.argv) != 3 or sys.argv[1] in ("-h", "--help"):
+        print(f"usage: python -m vllm_vidspec.tools.{module} ROWS.csv FIGURE.png", file=sys.stderr)
+        return 2
+    try:
+        draw(read(sys.argv[1]), sys.argv[2])
+    except VidSpecError as error:
+        print(f"vidspec: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def main() -> int:
+    """Redraw a figure from its CSV file; see `redraw`."""
+    return redraw("plots", read_csv, draw)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""Engine processes of the benchmarks: start one in its own group, read why it stopped, end it whole; no vLLM."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.metrics import GAUGES, GUIDANCE_FALLBACKS, KINDS, MAX_POSITIONS, NAMES, SKIP_REASONS, STRICT_REASONS
+from vllm_vidspec.tools.pairs import engine_env
+
+_OURS = re.compile(r"vidspec: (.+)")
+_OWN_LABELS = ("kind", "position", "reason")  # beside those that every metric has
+_PYTHON_ERROR = re.compile(r"(?:^|\s)((?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt)\b: .+)")
+
+
+def last_error_line(log: str) -> str:
+    """Return the one line of an engine's log that says why it stopped.
+
+    Our own `vidspec:` line comes first, then the last line that names a Python exception, then the last line of all.
+    """
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    for pattern in (_OURS, _PYTHON_ERROR):
+        hits = [
+            hit.group(1) for line in lines if (hit := pattern.search(line)) and "see root cause" not in line.lower()
+        ]
+        if hits:
+            return hits[-1]
+    return lines[-1] if lines else "it wrote nothing"
+
+
+def end_group(process: subprocess.Popen, grace_s: float = 15.0) -> None:
+    """End a process started with `start_new_session=True` and everything it has started.
+
+    Args:
+        process: The group's leader; may have ended already.
+        grace_s: How long it may take to stop by itself before it is killed.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(grace_s)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def free_port() -> int:
+    """Return a TCP port of the loopback interface that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class VllmServer:
+    """One `vllm serve` process: `with VllmServer(args, port, log) as server: server.wait_ready()`."""
+
+    def __init__(self, args: Sequence[str], port: int, log_path: Path) -> None:
+        """Prepare; `args` is what follows `vllm serve` and must name the same port."""
+        self.args, self.port, self.log_path = list(args), port, log_path
+        self.base_url = f"http://127.0.0.1:{port}"
+        self.process: subprocess.Popen | None = None
+        self.started_s: float | None = None  # from launch to the first healthy answer
+
+    def __enter__(self) -> "VllmServer":
+        """Start the process; it is not ready yet."""
+        program = Path(sys.executable).with_name("vllm")
+        if not program.exists():
+            raise VidSpecError("this environment has no `vllm` command; see `vidspec doctor`")
+        command = [str(program), "serve", *self.args]
+        self._launched = time.monotonic()
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=engine_env(),
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End the server and its engine processes, whatever happened."""
+        if self.process is not None:
+            # A server that is still loading does not heed SIGTERM, and after an error nobody waits for its last words.
+            end_group(self.process, grace_s=15.0 if kind is None else 2.0)
+
+    def wait_ready(self, timeout_s: float = 600.0, tick: Callable[[float], None] = lambda _: None) -> float:
+        """Wait until the server answers.
+
+        Args:
+            timeout_s: Seconds before giving up.
+            tick: Called some times a second with the seconds since launch.
+
+        Returns:
+            Seconds from launch to the first healthy answer.
+
+        Raises:
+            VidSpecError: The server stopped or took too long; one line with the reason and the log's path.
+        """
+        assert self.process is not None, "enter the context first"
+        while (elapsed := time.monotonic() - self._launched) < timeout_s:
+            if self.process.poll() is not None:
+                raise VidSpecError(f"vllm serve stopped: {self.reason()} (log: {self.log_path})")
+            if self.healthy():
+                self.started_s = elapsed
+                return elapsed
+            tick(elapsed)
+            time.sleep(0.3)
+        raise VidSpecError(f"vllm serve did not answer within {timeout_s:.0f} s (log: {self.log_path})")
+
+    def healthy(self) -> bool:
+        """Return whether GET /health answers 200 now."""
+        try:
+            with urllib.request.urlopen(f"{self.base_url}/health", timeout=5) as answer:
+                return answer.status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def reason(self) -> str:
+        """Return the last error line of the server's log."""
+        return last_error_line(self.log_path.read_text(errors="replace"))
+
+    def metrics_text(self) -> str:
+        """Return the Prometheus text of GET /metrics."""
+        with urllib.request.urlopen(f"{self.base_url}/metrics", timeout=30) as answer:
+            return answer.read().decode()
+
+    def metrics(self) -> dict[str, int]:
+        """Return our counters, by the names of `metrics.NAMES`; zeros where the server runs without us."""
+        return from_prometheus(self.metrics_text())
+
+
+def from_prometheus(text: str) -> dict[str, int]:
+    """Turn the text of /metrics back into the counters of `vllm_vidspec.metrics`, all of its engines together."""
+    found: dict[tuple[str, str], float] = {}
+    for name, labels, number in re.findall(r"^vidspec:(\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
+        own = [value for label, value in re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', labels) if label in _OWN_LABELS]
+        key = (name, own[0] if own else "")
+        found[key] = found.get(key, 0.0) + float(number)
+    values = dict.fromkeys(NAMES, 0)
+    totals = (
+        "drafts",
+        "draft_tokens",
+        "accepted_tokens",
+        "prompts",
+        "text_tokens",
+        "guided_prompts",
+        "reused_guidance",
+        "draft_depth",
+        "draft_steps",
+        "draft_forwards",
+        "relevance_prompts",
+        "relevance_tokens",
+        "relevance_reused",
+        "visual_tokens_kept",
+        "draft_encoder_hits",
+        "draft_encoder_misses",
+        "low_acceptance_windows",
+    )
+    for name in totals:
+        values[name] = int(found.get((f"{name}_total", ""), 0))
+    values["visual_tokens_full"] = int(found.get(("visual_tokens_total", ""), 0))
+    for name in GAUGES:
+        values[name] = int(found.get((name, ""), 0))
+    values["draft_pool_blocks_total"] = int(found.get(("draft_pool_blocks", ""), 0))
+    for name in ("draft_prefill", "draft_decode", "guidance", "relevance"):
+        values[f"{name}_us"] = round(1e6 * found.get((f"{name}_seconds_total", ""), 0))
+    for reason in SKIP_REASONS:
+        values[f"skipped_{reason}"] = int(found.get(("skipped_requests_total", reason), 0))
+    for reason in STRICT_REASONS:
+        values[f"strict_{reason}"] = int(found.get(("strict_requests_total", reason), 0))
+    for kind in KINDS:
+        values[f"{kind}_tokens"] = int(found.get(("standing_tokens_total", kind), 0))
+    for reason in GUIDANCE_FALLBACKS:
+        values[f"unguided_{reason}"] = int(found.get(("unguided_prompts_total", reason), 0))
+    for position in range(MAX_POSITIONS):
+        values[f"accepted_at_pos_{position}"] = int(found.get(("accepted_tokens_per_position_total", str(position)), 0))
+    return values
