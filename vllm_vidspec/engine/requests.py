@@ -1,4 +1,4 @@
-"""RequestRows: the one owner of what each of the runner's persistent rows is doing; tables keyed by row hear of both ends.
+"""RequestRows: the one owner of what each persistent row is doing. Tables keyed by row hear of both ends of a request.
 
 A request enters with `admit` and leaves with `forget`: one call each, whatever it was (finished, aborted, preempted, or
 about to be added again). Every table that knows something of a row registers here, so that none is cleaned at another
