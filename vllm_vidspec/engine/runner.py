@@ -13,15 +13,18 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm_vidspec.config import METHOD, VidSpecConfig, parse_config
 from vllm_vidspec.engine import compat
 from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.kv_views import attention_layers
-from vllm_vidspec.engine.listen.attention import AttentionGuidance
 from vllm_vidspec.engine.listen.guidance import make_guidance
 from vllm_vidspec.engine.listen.hidden_states import HiddenStateGuidance
+from vllm_vidspec.engine.listen.listeners import TargetListeners
 from vllm_vidspec.engine.listen.prompts import Guidance
+from vllm_vidspec.engine.listen.protocol import Forward, TargetListener
 from vllm_vidspec.engine.listen.trees import TargetTrees
 from vllm_vidspec.engine.listen.visual_states import VisualStates
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.report.request_metrics import PublishingOutput
+from vllm_vidspec.engine.requests import Arrival, RequestRows
 from vllm_vidspec.engine.speculator import VidSpecSpeculator
 from vllm_vidspec.engine.verify.rules import LooseRules
 from vllm_vidspec.engine.verify.verifier import CoupledVerifier
@@ -45,6 +48,8 @@ def vidspec_runner(base: type) -> type:
         def __init__(self, vllm_config, device: torch.device):
             super().__init__(vllm_config, device)  # builds vLLM's own speculator; it owns buffers only
             self.vidspec_config = VidSpecConfig(**vllm_config.additional_config[METHOD])
+            self.knobs = Knobs(self.vidspec_config)
+            self.requests = RequestRows(self.max_num_reqs, device)
             # What memory is taken in whose contents may be lost while the engine sleeps; the worker says.
             self.kv_allocation: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
             self.guidance: Guidance | None = None
@@ -62,22 +67,22 @@ def vidspec_runner(base: type) -> type:
                 self.speculator.load(self.model, self.req_states, self.sampler)
             self.model_memory_usage += profiler.consumed_memory
             # After the draft: one that shares the target's weights must not share its listeners.
-            self.guidance = make_guidance(
-                self.vidspec_config, self.model, self.vllm_config, self.counters, self.agreement
-            )
+            self.guidance = make_guidance(self.knobs, self.model, self.vllm_config, self.counters, self.agreement)
             self.use_aux_hidden_state_outputs = isinstance(self.guidance, HiddenStateGuidance)
             self.speculator.guidance = self.guidance
             if self.vidspec_config.shapes - {"chain"}:
                 self.trees = TargetTrees(
                     attention_layers(self.vllm_config).values(),
                     self.model_state,
-                    self.max_num_reqs,
+                    self.requests,
                     self.num_speculative_steps,
                     self.max_num_tokens,
                     self.device,
                 )
             self.speculator.trees = self.trees
             self._init_rules()
+            listeners: list[TargetListener | None] = [self.guidance, self.visual, self.trees]
+            self.listeners = TargetListeners([part for part in listeners if part], self.knobs, self.agreement)
             self.rejection_sampler = CoupledVerifier(
                 self.sampler,
                 self.speculative_config,
@@ -99,18 +104,13 @@ def vidspec_runner(base: type) -> type:
             )
             if "loose" in config.scorers:
                 self.visual = VisualStates(
-                    config, self.vllm_config, self.max_num_reqs, self.counters, self.rules.ready, self.agreement
+                    self.knobs, self.vllm_config, self.max_num_reqs, self.counters, self.rules, self.agreement
                 )
 
         def initialize_kv_cache(self, kv_cache_config, is_profiling: bool = False, **kwargs) -> None:
             super().initialize_kv_cache(kv_cache_config, is_profiling=is_profiling, **kwargs)
             if not is_profiling:
-                if self.guidance is not None:
-                    self.guidance.check_cache()
-                if self.trees is not None:
-                    self.trees.init_kv(len(self.kv_cache_config.kv_cache_groups))
-                if self.visual is not None:
-                    self.visual.init_pool(self.kv_allocation())
+                self.listeners.init_kv(self)
                 self.speculator.init_kv(self.encoder_cache, self.kv_allocation)
 
         def get_draft_model(self):
@@ -120,8 +120,7 @@ def vidspec_runner(base: type) -> type:
         def forget_kv(self) -> None:
             """Give up what the draft and relevance know of running requests; see the worker."""
             self.speculator.forget_all()
-            if self.visual is not None:
-                self.visual.forget_all()
+            self.listeners.forget_kv()
 
         def reset_encoder_cache(self) -> None:
             super().reset_encoder_cache()
@@ -140,35 +139,24 @@ def vidspec_runner(base: type) -> type:
                 row = self.req_states.req_id_to_index[request.req_id]
                 self.counters.begin_request(row, request.req_id)
                 if self.rules is not None and sampling is not None:
-                    self._admit(request, row)
-
-        def _admit(self, request, row: int) -> None:
-            """Give a request its rule of verification, and listen to its video."""
-            assert self.rules is not None
-            is_needed = self.rules.admit(row, request.sampling_params)
-            if self.visual is not None:
+                    self.rules.admit(row, sampling)
                 adapter = request.lora_request.lora_name if request.lora_request is not None else ""
                 text, features = request.prefill_token_ids, request.mm_features
-                self.visual.arrive(request.req_id, row, text, features, adapter, is_needed)
+                self.listeners.admit(Arrival(request.req_id, row, text, features, sampling, adapter, has_embeds))
 
         def prepare_inputs(self, *args, **kwargs):
             batch = super().prepare_inputs(*args, **kwargs)
-            if self.guidance is not None:
-                self.guidance.guarded(self.guidance.before_forward, batch)
-            if self.trees is not None:
-                self.trees.before_forward(batch)
-            if self.visual is not None:
-                self.visual.before_forward(batch)
+            self.listeners.before_forward(batch)
             return batch
 
         def _remove_request(self, req_id: str) -> bool:
             # Finished, aborted and preempted requests all pass here, as does one that is about to be re-added.
             self.speculator.release(req_id)
-            if self.visual is not None:
-                self.visual.release(req_id)
             row = self.req_states.req_id_to_index.get(req_id)
             if row is not None and self.rules is not None:
                 self.rules.forget(row)
+            if row is not None:
+                self.listeners.forget(row)
             return super()._remove_request(req_id)
 
         def finish_requests(self, scheduler_output) -> None:
@@ -179,14 +167,9 @@ def vidspec_runner(base: type) -> type:
         def execute_model(self, scheduler_output, *args, **kwargs):
             self.counters.flush()
             output = super().execute_model(scheduler_output, *args, **kwargs)
-            if self.trees is not None:
-                self.trees.after_forward()
             state = self.execute_model_state
-            if self.guidance is not None:
-                aux_hidden_states = state.aux_hidden_states if state is not None else None
-                self.guidance.guarded(self.guidance.after_forward, aux_hidden_states)
-            if self.visual is not None:
-                self.visual.after_forward(state.hidden_states if state is not None else None)
+            heard = (None, None) if state is None else (state.hidden_states, state.aux_hidden_states)
+            self.listeners.after_forward(Forward(*heard))
             return output
 
         def sample(self, hidden_states, input_batch, grammar_output):
@@ -216,11 +199,7 @@ def vidspec_runner(base: type) -> type:
             config, _ = parse_config(self.vidspec_config.model_dump(exclude={"calibration"}) | knobs)
             if "loose" in config.scorers and self.visual is None:
                 raise VidSpecError("scorer cannot change to loose: the engine keeps no hidden states")
-            if isinstance(self.guidance, AttentionGuidance):
-                self.guidance.select(config.guidance_layers, self.guidance.num_layers)
-            for part in (self.guidance, self.visual):
-                if part is not None:
-                    part.config = config
+            self.knobs.change(config)
             if self.rules is not None:
                 self.rules.retune(config)
             self.vidspec_config = self.speculator.config = self.speculator.drafter.prefills.config = config

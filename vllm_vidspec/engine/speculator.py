@@ -209,8 +209,6 @@ class VidSpecSpeculator(BaseSpeculator):
         # Copies, which keep the pixels: vLLM may drop its own once the target has looked at them.
         features = [copy.copy(feature) for feature in features]
         self._arrivals[req_id] = (token_ids, features, is_structured, has_embeds)
-        if self.guidance is not None and not has_embeds:
-            self.guidance.arrive(req_id, token_ids, features)
 
     def num_drafted(self) -> dict[str, int]:
         """Return how many draft tokens each request of the last step has, 0 where it runs without speculation."""
@@ -223,8 +221,6 @@ class VidSpecSpeculator(BaseSpeculator):
     def release(self, req_id: str) -> None:
         """Free what a request holds; called before the runner frees its row."""
         self._arrivals.pop(req_id, None)
-        if self.guidance is not None:
-            self.guidance.release(req_id)
         row = self._req_states.req_id_to_index.get(req_id)
         if row is not None:
             self._forget(row, _UNSEEN)
@@ -240,7 +236,7 @@ class VidSpecSpeculator(BaseSpeculator):
         if self._drafter is not None:
             self._drafter.release(row)
         if self.trees is not None:
-            self.trees.forget(row)
+            self.trees.release(row)
         self._state[row] = state
         if self._has_draft[row]:
             # vLLM may pad the row's next request with placeholders for drafts: nobody has proposed those.
@@ -357,7 +353,7 @@ class VidSpecSpeculator(BaseSpeculator):
             message, pending = self._held.pop(row)
             return dataclasses.replace(message, **pending.wait()._asdict())
         token_ids, features, is_structured, has_embeds = self._arrivals.pop(req_id)
-        scores = None if self.guidance is None else self.guidance.take(req_id)
+        scores = None if self.guidance is None else self.guidance.take(row)
         if has_embeds:
             self._state[row] = _SKIPPED
             self.counters.skip("unsupported", req_id, "its prompt is one of embeddings, made for the target")

@@ -72,10 +72,7 @@ class VidSpecWorker:
         """
         available = super().determine_available_memory()  # type: ignore[misc]
         runner = self.model_runner  # type: ignore[attr-defined]
-        if runner.guidance is not None:
-            available -= runner.guidance.reserve(available)
-        if runner.visual is not None:
-            available -= runner.visual.reserve(available)
+        available -= runner.listeners.reserve(available)
         available -= runner.speculator.plan_vision_cache(available)
         pool = runner.speculator.plan_pool(available)
         if pool >= available:
