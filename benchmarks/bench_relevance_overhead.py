@@ -112,7 +112,7 @@ def measure(size: int, rounds: int) -> dict[str, Any]:
         "share_min": round(min(shares), 4),
         "share_max": round(max(shares), 4),
         "inside_share": round(statistics.median(i / a for i, a in zip(inside, without, strict=True)), 4),
-        "store_bytes": size * visual.store.shape[2] * visual.store.element_size(),
+        "store_bytes": size * visual.store.pool.shape[2] * visual.store.pool.element_size(),
         "rounds": rounds,
     }
     print(json.dumps(row), flush=True)

@@ -45,6 +45,7 @@ from vllm_vidspec.engine.draft import prefill as draft_prefill
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
 from vllm_vidspec.engine.listen import trees as target_trees
 from vllm_vidspec.engine.report import counters
+from vllm_vidspec.engine.requests import RequestRows
 from vllm_vidspec.engine.verify import rules as looseness
 from vllm_vidspec.engine.verify import verifier as scorer
 from vllm_vidspec.metrics import MetricsFile
@@ -134,9 +135,9 @@ class World:
             prepare_inputs=lambda input_batch, req_states: {},
             prepare_dummy_inputs=lambda num_reqs, num_tokens: {},
         )
-        max_num_tokens = MAX_REQS * (self.K + 1)
-        trees = target_trees.TargetTrees([self.target_cache], state, MAX_REQS, self.K, max_num_tokens, self.device)
-        trees.init_kv(1)
+        rows, max_num_tokens = RequestRows(MAX_REQS, self.device), MAX_REQS * (self.K + 1)
+        trees = target_trees.TargetTrees([self.target_cache], state, rows, self.K, max_num_tokens, self.device)
+        trees.init_kv(SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=[None])))
         return trees
 
     # ---- requests --------------------------------------------------------------------------------------------------
@@ -259,7 +260,7 @@ class World:
             batch.local, batch.seq_lens, step,
         )  # fmt: skip
         if self.trees is not None:
-            self.trees.after_forward()
+            self.trees.after_forward(None)
         return out
 
     def _verify(

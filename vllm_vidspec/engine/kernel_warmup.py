@@ -50,8 +50,8 @@ def prepare(runner: Any) -> None:
         heads = [(keys, key[3]) for key, keys in layers.items()]
         warm_up.warm_guidance_scores(heads, block_table, runner.dtype)
     if runner.visual is not None:
-        visual = runner.visual
-        tables = (visual.store, visual.block_fill, visual.block_table, visual.num_blocks)
+        store = runner.visual.store
+        tables = (store.pool, store.block_fill, store.block_table, store.num_blocks)
         warm_up.warm_visual_relevance(*tables, runner.dtype, config.top_n, num_drafts + 1)
     _prepare_drafter(runner.speculator.drafter, runner)
 

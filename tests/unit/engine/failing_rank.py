@@ -14,7 +14,7 @@ LOOSE = {"extra_args": {"vidspec_scorer": "loose", "vidspec_lambda": 1.0}}
 def inject(worker, point: str, ranks: tuple[int, ...]) -> None:
     """Let a step of the given ranks fail until `heal`."""
     from vllm_vidspec.engine.draft import model as draft_model
-    from vllm_vidspec.engine.listen import visual_states
+    from vllm_vidspec.engine.listen import state_store
 
     runner = worker.model_runner
     owner, name = {
@@ -25,7 +25,7 @@ def inject(worker, point: str, ranks: tuple[int, ...]) -> None:
         "claim": (runner.visual, "_claim"),
         "hear": (runner.visual, "_hear"),
         "finish": (runner.visual, "_finish"),
-        "relevance": (visual_states, "visual_relevance"),
+        "relevance": (state_store, "visual_relevance"),
         "encode": (draft_model, "group_and_batch_mm_kwargs"),
         "plan": (runner.speculator.drafter.prefills, "_plan"),
         "look": (runner.speculator.drafter.prefills, "_take"),
@@ -48,13 +48,16 @@ def heal(worker) -> None:
 
 def guide_by_states(worker) -> None:
     """Let uv prune from here on."""
+    from vllm_vidspec.engine.knobs import Knobs
     from vllm_vidspec.engine.listen.hidden_states import HiddenStateGuidance
 
     runner = worker.model_runner
     runner.retune({})
     config = runner.vidspec_config.model_copy(update={"pruner": "uv"})
-    runner.guidance = HiddenStateGuidance(config, runner.model, runner.vllm_config, runner.counters, runner.agreement)
+    knobs = Knobs(config)
+    runner.guidance = HiddenStateGuidance(knobs, runner.model, runner.vllm_config, runner.counters, runner.agreement)
     runner.guidance.reserve(1 << 30)
+    runner.listeners.__init__([runner.guidance, runner.visual], knobs, runner.agreement)
     runner.use_aux_hidden_state_outputs = True
     runner.speculator.guidance, runner.speculator.drafter.prefills.config = runner.guidance, config
 

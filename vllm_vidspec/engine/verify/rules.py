@@ -83,6 +83,11 @@ class LooseRules:
         self._set(row)
         return False
 
+    def needs_relevance(self, req_state_idx: int) -> bool:
+        """Whether a request waits for `ready`, because it needs the video's states."""
+        choice = self._choices.get(req_state_idx)
+        return choice is not None and choice.scorer == "loose"
+
     def ready(self, row: int) -> None:
         """Let a request be loose whose prefill is done and whose relevance can be measured."""
         if row in self._choices:
