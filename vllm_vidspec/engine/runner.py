@@ -13,6 +13,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm_vidspec.config import METHOD, VidSpecConfig, parse_config
 from vllm_vidspec.engine import compat
 from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.kv_views import attention_layers
 from vllm_vidspec.engine.listen.attention import AttentionGuidance
 from vllm_vidspec.engine.listen.guidance import make_guidance
@@ -22,10 +23,11 @@ from vllm_vidspec.engine.listen.trees import TargetTrees
 from vllm_vidspec.engine.listen.visual_states import VisualStates
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.report.request_metrics import PublishingOutput
+from vllm_vidspec.engine.requests import Arrival, RequestRows
 from vllm_vidspec.engine.speculator import VidSpecSpeculator
 from vllm_vidspec.engine.verify.rules import LooseRules
+from vllm_vidspec.engine.verify.step import VerifyStep
 from vllm_vidspec.engine.verify.verifier import CoupledVerifier
-from vllm_vidspec.engine.verify.watch import ScoreWatch
 from vllm_vidspec.errors import VidSpecError
 
 _TUNABLE = {"lambda_r", "guidance_layers", "prune_ratio", "image_prune_ratio"}
@@ -51,9 +53,13 @@ def vidspec_runner(base: type) -> type:
             self.trees: TargetTrees | None = None
             self.rules: LooseRules | None = None
             self.visual: VisualStates | None = None
-            self.counters = Counters(vllm_config, device, self.max_num_reqs, self.num_speculative_steps)
+            self.knobs = Knobs(self.vidspec_config)
+            self.requests = RequestRows(self.max_num_reqs, device)
+            self.counters = Counters(vllm_config, device, self.max_num_reqs, self.num_speculative_steps, self.requests)
             self.agreement = Agreement(get_tp_group())
-            self.speculator = VidSpecSpeculator(vllm_config, self.vidspec_config, device, self.counters, self.agreement)
+            self.speculator = VidSpecSpeculator(
+                vllm_config, self.vidspec_config, device, self.counters, self.agreement, self.requests
+            )
 
         def load_model(self, *args, **kwargs) -> None:
             super().load_model(*args, **kwargs)
@@ -95,7 +101,7 @@ def vidspec_runner(base: type) -> type:
             if config.scorers == {"strict"}:
                 return
             self.rules = LooseRules(
-                config, self.vllm_config, self.max_num_reqs, self.vocab_size, self.sampler, self.counters
+                self.knobs, self.vllm_config, self.max_num_reqs, self.vocab_size, self.sampler, self.counters
             )
             if "loose" in config.scorers:
                 self.visual = VisualStates(
@@ -138,14 +144,19 @@ def vidspec_runner(base: type) -> type:
                     request.req_id, request.prefill_token_ids, request.mm_features, is_structured, has_embeds
                 )
                 row = self.req_states.req_id_to_index[request.req_id]
-                self.counters.begin_request(row, request.req_id)
+                arrival = Arrival(
+                    request.req_id, row, request.prefill_token_ids, request.mm_features, request.sampling_params
+                )
+                self.counters.admit(arrival)
                 if self.rules is not None and sampling is not None:
-                    self._admit(request, row)
+                    self._admit(request, arrival)
 
-        def _admit(self, request, row: int) -> None:
+        def _admit(self, request, arrival: Arrival) -> None:
             """Give a request its rule of verification, and listen to its video."""
             assert self.rules is not None
-            is_needed = self.rules.admit(row, request.sampling_params)
+            self.rules.admit(arrival)
+            row = arrival.req_state_idx
+            is_needed = self.rules.needs_relevance(row)
             if self.visual is not None:
                 adapter = request.lora_request.lora_name if request.lora_request is not None else ""
                 text, features = request.prefill_token_ids, request.mm_features
@@ -173,8 +184,7 @@ def vidspec_runner(base: type) -> type:
 
         def finish_requests(self, scheduler_output) -> None:
             super().finish_requests(scheduler_output)
-            for req_id in scheduler_output.finished_req_ids:  # without those that are preempted
-                self.counters.end_request(req_id)
+            self.counters.end_requests(scheduler_output.finished_req_ids)  # without those that are preempted
 
         def execute_model(self, scheduler_output, *args, **kwargs):
             self.counters.flush()
@@ -190,9 +200,9 @@ def vidspec_runner(base: type) -> type:
             return output
 
         def sample(self, hidden_states, input_batch, grammar_output):
-            self.rejection_sampler.hidden_states = hidden_states
+            self.rejection_sampler.begin(VerifyStep(hidden_states))
             output, num_sampled, num_rejected = super().sample(hidden_states, input_batch, grammar_output)
-            self.rejection_sampler.hidden_states = None
+            self.rejection_sampler.end()
             if self.trees is not None:
                 self.trees.compact(num_sampled - 1)  # before anything counts the accepted tokens as computed
             return output, num_sampled, num_rejected
@@ -221,17 +231,12 @@ def vidspec_runner(base: type) -> type:
             for part in (self.guidance, self.visual):
                 if part is not None:
                     part.config = config
-            if self.rules is not None:
-                self.rules.retune(config)
+            self.knobs.change(config)
             self.vidspec_config = self.speculator.config = self.speculator.drafter.prefills.config = config
 
         def watch_scores(self, on: bool) -> list[dict[str, Any]]:
             """Return what became of every token since watching began, and go on or not; see the worker."""
-            watch = self.rejection_sampler.watch
-            records = [] if watch is None else watch.take()
-            is_predicting = self.vidspec_config.relevance_rows == "prediction"
-            self.rejection_sampler.watch = ScoreWatch(self.req_states, is_predicting) if on else None
-            return records
+            return self.rejection_sampler.watch(on)
 
         def take_draft_token_ids(self):
             """Offer what was drafted: nothing for requests without speculation, a tree's nodes and no more."""

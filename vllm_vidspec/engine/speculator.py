@@ -22,6 +22,7 @@ from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.engine.listen.prompts import Guidance, PendingScores
 from vllm_vidspec.engine.listen.trees import TargetTrees
 from vllm_vidspec.engine.report.counters import Counters
+from vllm_vidspec.engine.requests import RequestRows
 from vllm_vidspec.errors import VidSpecError
 
 logger = init_logger("vllm.vidspec")
@@ -44,7 +45,13 @@ class VidSpecSpeculator(BaseSpeculator):
     num_extra_query_per_req = 0
 
     def __init__(
-        self, vllm_config, config: VidSpecConfig, device: torch.device, counters: Counters, agreement: Agreement
+        self,
+        vllm_config,
+        config: VidSpecConfig,
+        device: torch.device,
+        counters: Counters,
+        agreement: Agreement,
+        requests: RequestRows,
     ):
         self.vllm_config = vllm_config
         self.config = config
@@ -53,6 +60,7 @@ class VidSpecSpeculator(BaseSpeculator):
         self.max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.max_model_len = vllm_config.model_config.max_model_len
         self._agreement = agreement
+        self.requests = requests
         self.draft_model = DraftModel(vllm_config, device, config.is_self_draft, agreement)
         self.guidance: Guidance | None = None  # the runner's, once the target is loaded
         self.trees: TargetTrees | None = None  # the runner's too, where drafts can be trees
@@ -66,7 +74,7 @@ class VidSpecSpeculator(BaseSpeculator):
         self._last_step: tuple[list[str], np.ndarray, torch.Tensor | None] = ([], np.empty(0, dtype=bool), None)
         self._num_nodes: torch.Tensor | None = None  # [num_drafting] of the step's trees, until `_last_step` has it
         self._state = np.full(self.max_num_reqs, _UNSEEN, dtype=np.int8)  # [max_num_reqs]
-        self._has_draft = np.zeros(self.max_num_reqs, dtype=bool)  # [max_num_reqs] what `counters.has_draft` says
+        self._has_draft = np.zeros(self.max_num_reqs, dtype=bool)  # [max_num_reqs] what `requests.has_draft` says
         # [max_num_reqs, K]
         self._draft_tokens = torch.zeros(
             self.max_num_reqs, config.num_speculative_tokens, dtype=torch.int64, device=device
@@ -245,7 +253,7 @@ class VidSpecSpeculator(BaseSpeculator):
         if self._has_draft[row]:
             # vLLM may pad the row's next request with placeholders for drafts: nobody has proposed those.
             self._has_draft[row] = False
-            self.counters.has_draft[row : row + 1].zero_()
+            self.requests.has_draft[row : row + 1].zero_()
 
     @torch.inference_mode()
     def propose(
@@ -298,7 +306,7 @@ class VidSpecSpeculator(BaseSpeculator):
             live &= self._state[rows_np] == _DRAFTING
         if (self._has_draft[rows_np] != live).any():
             self._has_draft[rows_np] = live
-            self.counters.has_draft[input_batch.idx_mapping] = async_tensor_h2d(live, device=self.device)
+            self.requests.has_draft[input_batch.idx_mapping] = async_tensor_h2d(live, device=self.device)
         self._last_step = (input_batch.req_ids, live, self._num_nodes)
         return output
 

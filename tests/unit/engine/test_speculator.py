@@ -30,7 +30,7 @@ def make_speculator() -> VidSpecSpeculator:
     speculator = object.__new__(VidSpecSpeculator)
     speculator.device = torch.device("cpu")
     speculator.config = SimpleNamespace(shape_for=lambda num_reqs: "chain")
-    speculator.counters = SimpleNamespace(has_draft=torch.ones(NUM_ROWS, dtype=torch.bool))
+    speculator.requests = SimpleNamespace(has_draft=torch.ones(NUM_ROWS, dtype=torch.bool))
     speculator.guidance = speculator.trees = None
     speculator._drafter = RecordingDrafter()
     speculator._arrivals, speculator._held = {}, {}
@@ -69,5 +69,5 @@ def test_placeholders_are_no_drafts():
     assert verified(speculator, [2, 0, 1], [K, 0, K]) == [True, False, True]
     assert verified(speculator, [2, 0, 1], None) == [False, False, False]
     speculator.release("request-2")
-    assert speculator.counters.has_draft.tolist() == [True, True, False, True]
+    assert speculator.requests.has_draft.tolist() == [True, True, False, True]
     assert verified(speculator, [2, 0, 1], [K, K, K]) == [False, True, True]
