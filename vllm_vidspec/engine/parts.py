@@ -43,7 +43,7 @@ class RunnerParts:
             self.rules = LooseRules(
                 knobs, vllm_config, runner.max_num_reqs, runner.vocab_size, runner.sampler, counters
             )
-        if "loose" in config.scorers:
+        if self.rules is not None and "loose" in config.scorers:
             self.visual = VisualStates(knobs, vllm_config, runner.max_num_reqs, counters, self.rules, agreement)
         listeners = (self.guidance, self.visual, self.trees)
         self.listeners = TargetListeners([part for part in listeners if part is not None], knobs, agreement)

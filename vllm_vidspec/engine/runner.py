@@ -40,7 +40,7 @@ class VidSpecModelRunner(GPUModelRunner):
         # What memory is taken in whose contents may be lost while the engine sleeps; the worker says.
         self.kv_allocation: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
         self.requests = RequestRows(self.max_num_reqs, device)
-        self.counters = Counters(vllm_config, device, self.requests, self.num_speculative_steps)
+        self.counters = Counters(vllm_config, device, self.max_num_reqs, self.num_speculative_steps, self.requests)
         self.agreement = Agreement(get_tp_group())
 
     # ---- set-up ----------------------------------------------------------------------------------------------------
@@ -107,8 +107,7 @@ class VidSpecModelRunner(GPUModelRunner):
     def forget_kv(self) -> None:
         """Give up what the draft and relevance know of running requests; see the worker."""
         self.speculator.give_up_all()
-        if self.parts.visual is not None:
-            self.parts.visual.forget_all()
+        self.listeners.forget_kv()
 
     def reset_encoder_cache(self) -> None:
         super().reset_encoder_cache()
@@ -134,6 +133,7 @@ class VidSpecModelRunner(GPUModelRunner):
     def sample(self, hidden_states, input_batch, grammar_output):
         self.rejection_sampler.begin(VerifyStep(hidden_states))
         output, num_sampled, num_rejected = super().sample(hidden_states, input_batch, grammar_output)
+        self.rejection_sampler.end()
         if self.trees is not None:
             self.trees.compact(num_sampled - 1)  # before anything counts the accepted tokens as computed
         return output, num_sampled, num_rejected
@@ -168,4 +168,4 @@ class VidSpecModelRunner(GPUModelRunner):
 
     def watch_scores(self, on: bool) -> list[dict[str, Any]]:
         """Return what became of every token since watching began, and go on or not; see the worker."""
-        return self.rejection_sampler.watch(self.req_states, on)
+        return self.rejection_sampler.watch(on)
