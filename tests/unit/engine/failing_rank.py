@@ -18,13 +18,13 @@ def inject(worker, point: str, ranks: tuple[int, ...]) -> None:
 
     runner = worker.model_runner
     owner, name = {
-        "observe": (runner.guidance, "observe"),
-        "take": (runner.guidance, "take"),
-        "allocate": (runner.guidance, "_allocate"),
-        "listen": (runner.guidance, "_hear"),
-        "claim": (runner.visual, "_claim"),
-        "hear": (runner.visual, "_hear"),
-        "finish": (runner.visual, "_finish"),
+        "observe": (runner.parts.guidance, "observe"),
+        "take": (runner.parts.guidance, "take"),
+        "allocate": (runner.parts.guidance, "_allocate"),
+        "listen": (runner.parts.guidance, "_hear"),
+        "claim": (runner.parts.visual, "_claim"),
+        "hear": (runner.parts.visual, "_hear"),
+        "finish": (runner.parts.visual, "_finish"),
         "relevance": (state_store, "visual_relevance"),
         "encode": (draft_model, "group_and_batch_mm_kwargs"),
         "plan": (runner.speculator.drafter.prefills, "_plan"),
@@ -53,13 +53,15 @@ def guide_by_states(worker) -> None:
 
     runner = worker.model_runner
     runner.retune({})
-    config = runner.vidspec_config.model_copy(update={"pruner": "uv"})
+    config = runner.knobs.now.model_copy(update={"pruner": "uv"})
     knobs = Knobs(config)
-    runner.guidance = HiddenStateGuidance(knobs, runner.model, runner.vllm_config, runner.counters, runner.agreement)
-    runner.guidance.reserve(1 << 30)
-    runner.listeners.__init__([runner.guidance, runner.visual], knobs, runner.agreement)
+    runner.parts.guidance = HiddenStateGuidance(
+        knobs, runner.model, runner.vllm_config, runner.counters, runner.agreement
+    )
+    runner.parts.guidance.reserve(1 << 30)
+    runner.listeners.__init__([runner.parts.guidance, runner.parts.visual], knobs, runner.agreement)
     runner.use_aux_hidden_state_outputs = True
-    runner.speculator.guidance, runner.speculator.drafter.prefills.config = runner.guidance, config
+    runner.speculator._guidance, runner.speculator.drafter.prefills._knobs = runner.parts.guidance, knobs
 
 
 def be_impatient(worker) -> None:
