@@ -254,6 +254,12 @@ def test_a_failure_costs_the_prompts_in_prefill_their_guidance(kind, step, monke
         hear(listeners, guidance, batch_of(1))
     assert other.heard == ["arrive", "before_forward", "after_forward"] and other.cost == 0
     assert guidance.take(1).wait() == (None, ("unguided_error",))
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(guidance, step, lambda *_: 1 / 0)
+        raising = in_list(guidance, on_draft_error="raise")
+        raising.admit(arrival_of(1))
+        hear(raising, guidance, batch_of(1))
+    listeners.forget(1)
     assert getattr(guidance, "_num_bytes", 0) == 0
     listeners.admit(arrival_of(1))
     hear(listeners, guidance, batch_of(1))
@@ -333,13 +339,15 @@ def test_states_are_of_the_request_in_the_row(monkeypatch):
     states = make_states(monkeypatch)
     listeners = in_list(states, on_draft_error="raise")
     listeners.admit(arrival_of(2))
-    listeners.before_forward(batch_of(2))
-    listeners.after_forward(Forward(torch.ones(NUM_TOKENS, HIDDEN), None))
-    assert states._rules.of == [2] and states.counters["relevance_prompts"] == 1
-    assert measured(states, 2, 0) == pytest.approx([1.0, 0.0])
+    listeners.admit(arrival_of(0, "other"))
+    listeners.before_forward(batch_of(2, 0))
+    listeners.after_forward(Forward(torch.ones(2 * NUM_TOKENS, HIDDEN), None))
+    assert states._rules.of == [2, 0] and states.counters["relevance_prompts"] == 2
+    assert measured(states, 2, 0, 1) == pytest.approx([1.0, 1.0, 0.0])
     listeners.forget(2)
     listeners.admit(arrival_of(2, ""))
-    assert measured(states, 2) == [0.0] and not states._holders
+    assert measured(states, 2, 0) == pytest.approx([0.0, 1.0]) and list(states._holders) == [0]
+    assert not states.store._stale
     listeners.forget(2)
     listeners.admit(arrival_of(2, adapter="another"))  # other weights, other states
     assert states._holders[2].num_reused == 0
@@ -347,15 +355,19 @@ def test_states_are_of_the_request_in_the_row(monkeypatch):
     listeners.admit(arrival_of(2))
     assert states._holders[2].num_reused == 1
     listeners.forget(2)
+    listeners.forget(0)
     listeners.forget_kv()
     assert len(states.store._free) == 4
 
 
 @pytest.mark.parametrize("step", ["_claim", "_hear", "_finish"])
 def test_a_failure_costs_the_requests_in_prefill_their_looseness(step, monkeypatch):
-    """Catches: a request that is loose without its states, one that was before and pays, blocks that are lost."""
-    states = make_states(monkeypatch)
+    """Catches: a request that is loose without its states, one that was before and pays, blocks that are lost, a rank
+    that the others wait for because it has failed.
+    """
+    states, settled = make_states(monkeypatch), []
     listeners = in_list(states)
+    monkeypatch.setattr(states._agreement, "settle", lambda phase, flags: settled.append(flags) or flags)
     for row, fails in ((0, False), (1, True), (3, False)):
         with monkeypatch.context() as patch:
             if fails:
@@ -363,7 +375,7 @@ def test_a_failure_costs_the_requests_in_prefill_their_looseness(step, monkeypat
             listeners.admit(arrival_of(row, f"video-{row}"))
             listeners.before_forward(batch_of(row))
             listeners.after_forward(Forward(torch.ones(NUM_TOKENS, HIDDEN), None))
-    assert states._rules.of == [0, 3]
+    assert states._rules.of == [0, 3] and settled == [[True], [False], [True]]
     assert states.counters["strict_error"] == 1 and states.counters["relevance_prompts"] == 2
     assert measured(states, 0, 1, 3) == pytest.approx([1.0, 0.0, 1.0])
     assert len(states.store._free) == 4 - 2
