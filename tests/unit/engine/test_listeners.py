@@ -1,5 +1,6 @@
 """What hears the target: each guarded in the one list, each forgetting a row's request with the request."""
 
+import contextlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -233,10 +234,8 @@ def test_guidance_is_of_the_request_in_the_row(kind, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "step"),
     [
-        (AttentionGuidance, "_open"),
         (AttentionGuidance, "before_forward"),
         (AttentionGuidance, "after_forward"),
-        (HiddenStateGuidance, "_open"),
         (HiddenStateGuidance, "_allocate"),
         (HiddenStateGuidance, "_embed"),
         (HiddenStateGuidance, "_hear"),
@@ -328,10 +327,13 @@ def make_states(monkeypatch, num_blocks: int = 4) -> VisualStates:
 
 def measured(states: VisualStates, *rows: int) -> list[float]:
     """Return the relevance of one state of each row."""
-    idx_mapping = torch.tensor(rows)
-    bounds = torch.arange(len(rows) + 1, dtype=torch.int32)
-    hidden = torch.ones(len(rows), HIDDEN)
-    return states.relevance(hidden, bounds[:-1].long(), bounds, idx_mapping, idx_mapping.numpy(), 1).tolist()
+    batch = SimpleNamespace(
+        logits_indices=torch.arange(len(rows)),
+        cu_num_logits=torch.arange(len(rows) + 1, dtype=torch.int32),
+        idx_mapping=torch.tensor(rows),
+        idx_mapping_np=np.array(rows),
+    )
+    return states.relevance(torch.ones(len(rows), HIDDEN), batch, 1).tolist()
 
 
 def test_states_are_of_the_request_in_the_row(monkeypatch):
@@ -347,7 +349,7 @@ def test_states_are_of_the_request_in_the_row(monkeypatch):
     listeners.forget(2)
     listeners.admit(arrival_of(2, ""))
     assert measured(states, 2, 0) == pytest.approx([0.0, 1.0]) and list(states._holders) == [0]
-    assert not states.store._stale
+    assert not states.store._is_stale
     listeners.forget(2)
     listeners.admit(arrival_of(2, adapter="another"))  # other weights, other states
     assert states._holders[2].num_reused == 0
@@ -391,6 +393,35 @@ def test_what_cannot_be_measured_is_nan_and_counted_once(monkeypatch):
     states.knobs.change(states.knobs.now.model_copy(update={"on_draft_error": "raise"}))
     with pytest.raises(ZeroDivisionError):
         measured(states, 1)
+
+
+def test_states_are_given_up_before_the_pool_is_lost(monkeypatch):
+    """Catches: a pool kept while the engine sleeps; items found by later requests whose states are gone; blocks that
+    never come back, or come back twice, as those of a request whose relevance could not be measured.
+    """
+    states, entered = make_states(monkeypatch), []
+    store, listeners = states.store, in_list(states)
+
+    @contextlib.contextmanager
+    def allocation():
+        entered.append("pool")
+        yield
+        entered.append(store.pool.shape[0])
+
+    listeners.init_kv(SimpleNamespace(kv_allocation=allocation))
+    assert entered == ["pool", len(store._free)] == ["pool", 4]
+    for row, count in ((0, NUM_TOKENS), (1, 1), (2, NUM_TOKENS)):  # the second waits for its prefill to go on
+        listeners.admit(arrival_of(row, f"video-{row}"))
+        listeners.before_forward(batch_of(row, count=count))
+        listeners.after_forward(Forward(torch.ones(count, HIDDEN), None))
+    with monkeypatch.context() as patch:
+        patch.setattr(state_store, "visual_relevance", lambda *_: 1 / 0)
+        measured(states, 2)
+    assert len(store._items) == 2 and len(store._free) == 1
+    listeners.forget_kv()
+    for row in range(3):
+        listeners.forget(row)
+    assert not store._items and sorted(store._free) == list(range(4))
 
 
 def test_the_store_drops_what_nobody_uses_the_oldest_first():

@@ -101,14 +101,7 @@ class CoupledVerifier(RejectionSampler):
         if self._visual is None or self._rules is None or not self._rules.need_relevance(rows_np):
             return None
         assert self.hidden_states is not None
-        return self._visual.relevance(
-            self.hidden_states,
-            input_batch.logits_indices,
-            input_batch.cu_num_logits,
-            input_batch.idx_mapping,
-            rows_np,
-            self.num_speculative_steps + 1,
-        )
+        return self._visual.relevance(self.hidden_states, input_batch, self.num_speculative_steps + 1)
 
     def _verify(
         self,
