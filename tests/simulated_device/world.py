@@ -43,11 +43,13 @@ from vllm_vidspec.engine.draft import draft_rows, drafter, noise
 from vllm_vidspec.engine.draft import kv as kv_pool
 from vllm_vidspec.engine.draft import prefill as draft_prefill
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
+from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.listen import trees as target_trees
 from vllm_vidspec.engine.report import counters
-from vllm_vidspec.engine.requests import RequestRows
+from vllm_vidspec.engine.requests import Arrival, RequestRows
 from vllm_vidspec.engine.verify import rules as looseness
 from vllm_vidspec.engine.verify import verifier as scorer
+from vllm_vidspec.engine.verify.step import VerifyStep
 from vllm_vidspec.metrics import MetricsFile
 
 
@@ -89,12 +91,15 @@ class World:
             observability_config=SimpleNamespace(per_request_spec_decode_metrics="basic"),
             device_config=SimpleNamespace(device=device),
         )
-        self.counters = counters.Counters(self.vllm_config, device, MAX_REQS, self.K)
+        self.knobs, self.requests = Knobs(config), RequestRows(MAX_REQS, device)
+        self.counters = counters.Counters(self.vllm_config, device, MAX_REQS, self.K, self.requests)
         self._make_speculator()
         self.trees = self.speculator.trees = self._make_trees() if config.shapes - {"chain"} else None
         self.rules = None
         if config.scorers - {"strict"}:
-            self.rules = looseness.LooseRules(config, self.vllm_config, MAX_REQS, VOCAB, self.sampler, self.counters)
+            self.rules = looseness.LooseRules(
+                self.knobs, self.vllm_config, MAX_REQS, VOCAB, self.sampler, self.counters
+            )
         spec_config = SimpleNamespace(
             num_speculative_tokens=self.K, enable_adaptive_verification=False, rejection_sample_method="standard"
         )
@@ -113,7 +118,9 @@ class World:
 
     def _make_speculator(self) -> None:
         alone = Agreement(SimpleNamespace(rank_in_group=0, world_size=1))
-        self.speculator = speculator.VidSpecSpeculator(self.vllm_config, self.config, self.device, self.counters, alone)
+        self.speculator = speculator.VidSpecSpeculator(
+            self.vllm_config, self.config, self.device, self.counters, alone, self.requests
+        )
         draft = self.speculator.draft_model = FakeDraft(self)
         self.speculator._req_states = SimpleNamespace(
             total_len=SimpleNamespace(gpu=self.total_len),
@@ -160,14 +167,16 @@ class World:
         kept, positions = prompt[num_dropped:], np.arange(num_dropped, len(prompt))
         self._fill(self.speculator.draft_model.cache, here.pool.table, row, kept, positions)
         self._fill(self.target_cache, self.target_table, row, prompt, np.arange(len(prompt)))
-        self.counters.begin_request(row, str(row))
+        asked = {} if row % 2 else {"vidspec_scorer": "strict"}
+        wishes = SimpleNamespace(
+            extra_args=asked, all_stop_token_ids={row}, structured_outputs=None, logprobs=None,
+            logprob_token_ids=None, stop=None,
+        )  # fmt: skip
+        arrival = Arrival(str(row), row, [], [], wishes)
+        self.counters.admit(arrival)
         if self.rules is not None:
-            asked = {} if row % 2 else {"vidspec_scorer": "strict"}
-            wishes = SimpleNamespace(
-                extra_args=asked, all_stop_token_ids={row}, structured_outputs=None, logprobs=None,
-                logprob_token_ids=None, stop=None,
-            )  # fmt: skip
-            if self.rules.admit(row, wishes):
+            self.rules.admit(arrival)
+            if self.rules.needs_relevance(row):
                 self.rules.ready(row)
         self.speculator._state[row] = speculator._DRAFTING
 
@@ -180,7 +189,7 @@ class World:
     def end(self, row: int) -> None:
         """End a request."""
         self.speculator.release(str(row))
-        self.counters.end_request(str(row))
+        self.counters.end_requests([str(row)])
         if self.rules is not None:
             self.rules.forget(row)
 
@@ -267,11 +276,12 @@ class World:
         self, batch: SimpleNamespace, logits: torch.Tensor, tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         verifier, rows_np = self.verifier, batch.idx_mapping_np
-        verifier._unverified = batch.cu_num_logits_np
-        verifier._relevance = None
-        if self.rules is not None and self.rules.need_relevance(rows_np):
+        step, relevance = VerifyStep(), None
+        if self.rules is not None and self.rules.any_by_relevance(rows_np):
             measure = self.launch(lambda rows, at: torch.from_numpy((hashed(rows, at) % 97).astype(np.float32)))
-            verifier._relevance = measure(batch.by_token, batch.positions)
+            relevance = measure(batch.by_token, batch.positions)
+        step.open(batch.cu_num_logits_np, relevance)
+        verifier.begin(step)
         invalid = self.launch(lambda local, tokens: torch.where(local == 0, -1, tokens))
         _, sampled, num_sampled = verifier._verify(
             logits, None, tokens, batch.positions, batch.cu_num_logits, batch.idx_mapping, rows_np, batch.by_token,

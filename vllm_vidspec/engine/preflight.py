@@ -6,12 +6,12 @@ import logging
 import os
 from typing import Any
 
-from vllm_vidspec import families
+from vllm_vidspec import SUPPORTED_VLLM, families
 from vllm_vidspec.config import METHOD, VidSpecConfig, parse_config
-from vllm_vidspec.engine import cache_preflight, compat
+from vllm_vidspec.engine import cache_preflight
+from vllm_vidspec.engine.compat import api
 from vllm_vidspec.engine.report import server_counters
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.plugin import SUPPORTED_VLLM
 from vllm_vidspec.scoring.choices import CALLS_TOOLS, PREFIX, choose
 
 logger = logging.getLogger("vllm.vidspec")
@@ -106,8 +106,8 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
     _check_runner(vllm_config)
     cache_preflight.check_target(vllm_config, config)
     check = functools.partial(choose, config=config)  # pickled for the workers
-    compat.mark_as_ours(vllm_config.speculative_config, check)
-    compat.hear_request_choices(PREFIX, CALLS_TOOLS, check)
+    api.mark_as_ours(vllm_config.speculative_config, check)
+    api.hear_request_choices(PREFIX, CALLS_TOOLS, check)
     keep_attention_out_of_graphs(vllm_config, config)
     server_counters.publish(vllm_config)
     logger.info("vidspec is active: %s", config.summary())

@@ -11,6 +11,7 @@ from vllm_vidspec import metrics
 from vllm_vidspec.engine.report import counters as counters_module
 from vllm_vidspec.engine.report.acceptance_alarm import WINDOW, AcceptanceAlarm
 from vllm_vidspec.engine.report.counters import Counters
+from vllm_vidspec.engine.requests import Arrival, RequestRows
 
 NUM_ROWS, K = 8, 5
 
@@ -26,9 +27,9 @@ def counters(monkeypatch, tmp_path):
         parallel_config=SimpleNamespace(data_parallel_index=0),
         observability_config=SimpleNamespace(per_request_spec_decode_metrics="summary"),
     )
-    made = Counters(config, torch.device("cpu"), NUM_ROWS, K)
-    made.has_draft.fill_(True)
-    return made
+    requests = RequestRows(NUM_ROWS, torch.device("cpu"))
+    requests.has_draft.fill_(True)
+    return Counters(config, torch.device("cpu"), NUM_ROWS, K, requests)
 
 
 @pytest.fixture
@@ -52,16 +53,16 @@ def verify(counters: Counters, rows: list[int], accepted: list[int], num_drafts:
 def test_a_preempted_request_keeps_its_figures(counters):
     """It resumes on another row. Catches: figures that begin anew, a slot given away meanwhile or never given back."""
     file = counters._file
-    counters.begin_request(3, "a")
+    counters.admit(Arrival("a", 3, [], [], None))
     verify(counters, [3], [4])
-    counters.begin_request(3, "b")  # on the row of the preempted one
+    counters.admit(Arrival("b", 3, [], [], None))  # on the row of the preempted one
     verify(counters, [3], [1])
-    counters.begin_request(5, "a")
+    counters.admit(Arrival("a", 5, [], [], None))
     verify(counters, [3, 5], [1, 2])
     assert file.request("a")["exact"] == 6
     assert file.request("b")["exact"] == 2
-    counters.end_request("a")
-    counters.begin_request(5, "a")
+    counters.end_requests(["a"])
+    counters.admit(Arrival("a", 5, [], [], None))
     assert file.request("a")["exact"] == 0
     assert len(counters._held) == 2
 
@@ -80,7 +81,7 @@ def test_the_alarm_hears_what_the_device_has_counted(counters, lines):
         for _ in range(2 * WINDOW // NUM_ROWS):
             verify(counters, rows, [1] * NUM_ROWS, num_drafts)
     assert counters._file.values()["low_acceptance_windows"] == 2
-    counters.has_draft.fill_(False)  # verified without a draft: nothing is said of acceptance
+    counters._requests.has_draft.fill_(False)  # verified without a draft: nothing is said of acceptance
     for _ in range(2 * WINDOW // NUM_ROWS):
         verify(counters, rows, [0] * NUM_ROWS)
     assert counters._file.values()["low_acceptance_windows"] == 2

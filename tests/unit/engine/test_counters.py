@@ -17,6 +17,7 @@ from vllm_vidspec.engine import worker
 from vllm_vidspec.engine.report import counters as counters_module
 from vllm_vidspec.engine.report import server_counters
 from vllm_vidspec.engine.report.counters import Counters
+from vllm_vidspec.engine.requests import Arrival, RequestRows
 
 prometheus_client = pytest.importorskip("prometheus_client")
 
@@ -66,13 +67,19 @@ def vllm_config(instance_id="abcde", level="summary", **parallel):
 def worker_counters(config, engine: int = 0, suffix: str = "") -> Counters:
     """Return the counters of a data-parallel engine's worker, whose configuration vLLM changes so where it is dense."""
     mine = vllm_config(config.instance_id + suffix, data_parallel_index=engine)
-    return Counters(mine, torch.device("cpu"), 4, 3)
+    requests = RequestRows(4, torch.device("cpu"))
+    requests.has_draft.fill_(True)
+    return Counters(mine, torch.device("cpu"), 4, 3, requests)
+
+
+def begin(counters: Counters, req_state_idx: int, req_id: str) -> None:
+    """Let a request take a row."""
+    counters.admit(Arrival(req_id, req_state_idx, [], [], None))
 
 
 def verify(counters: Counters, accepted: list[int], drafted: int = 3) -> None:
     """Count one step in which request i accepted `accepted[i]` of `drafted` draft tokens."""
     rows = torch.arange(len(accepted))
-    counters.has_draft[rows] = True
     bounds = torch.arange(len(accepted) + 1, dtype=torch.int32) * (drafted + 1)
     counters.observe(rows, rows.numpy(), torch.tensor(accepted, dtype=torch.int32) + 1, bounds)
     if publish := counters.publisher():
@@ -86,8 +93,8 @@ def test_every_data_parallel_engine_has_a_file_of_its_own(server):
     first, second = worker_counters(config, 0), worker_counters(config, 1)
     assert first._file.path != second._file.path
     # Both take the oldest slot of the file, each for a request of its own, and interleave.
-    first.begin_request(0, "a")
-    second.begin_request(0, "b")
+    begin(first, 0, "a")
+    begin(second, 0, "b")
     for _ in range(3):
         verify(first, [3])
         verify(second, [1])
@@ -167,7 +174,7 @@ def test_a_response_never_fails_for_its_figures(server, monkeypatch):
     config = server()
     counters, read = worker_counters(config), RequestMetricsReader(server_counters._current)
     os.unlink(metrics.path_for(config.instance_id))
-    counters.begin_request(0, "a")
+    begin(counters, 0, "a")
     verify(counters, [2])
     found = RequestSpecDecodeMetrics(num_spec_tokens=3)
     extended = read(found, "a")
@@ -202,18 +209,17 @@ def test_vllms_warm_up_leaves_no_trace(server):
     config = server()
     counters = worker_counters(config)
     counters.set("draft_pool_blocks_total", 7)
-    counters.begin_request(1, "before")
+    begin(counters, 1, "before")
     verify(counters, [2, 0])
     before = server_counters._current[0].values()
 
     def step(counters):
         for row in range(3):
-            counters.begin_request(row, f"_warmup_{row}_")
+            begin(counters, row, f"_warmup_{row}_")
         verify(counters, [3, 3, 3])
         counters.skip("pool_full", "_warmup_0_", "no room")
         counters.add("prompts", 3)
-        for row in range(3):
-            counters.end_request(row)
+        counters.end_requests(f"_warmup_{row}_" for row in range(3))
         return "times"
 
     assert WarmedWorker(counters, step).compile_or_warm_up_model() == "times"
@@ -223,7 +229,7 @@ def test_vllms_warm_up_leaves_no_trace(server):
     assert not server.said and counters.publisher() is None
     # And it counts on from where it was.
     counters.skip("pool_full", "user", "no room")
-    counters.begin_request(0, "user")
+    begin(counters, 0, "user")
     verify(counters, [1])
     gained = metrics.difference(before, server_counters._current[0].values())
     assert (gained["drafts"], gained["accepted_tokens"], gained["skipped_pool_full"]) == (1, 1, 1)
@@ -283,7 +289,7 @@ def test_the_last_line_of_a_vllm_command(error, refusal, lines):
     code = (
         "import sys\n"
         "sys.argv[0] = '/bin/vllm'\n"
-        "from vllm_vidspec.engine.compat import install_error_line\n"
+        "from vllm_vidspec.engine.compat.config import install_error_line\n"
         "from vllm_vidspec.errors import VidSpecError\n"
         f"install_error_line(lambda: {refusal!r})\n"
         f"raise {error}\n"

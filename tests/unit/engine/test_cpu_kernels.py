@@ -14,10 +14,10 @@ def test_gumbel_twin_equals_the_interpreted_kernel(monkeypatch, vocab_size, is_d
     """Catches: a wrong rotation, a lost seed half, a missing draft salt, float64 creeping into the logarithm."""
     import vllm.v1.worker.gpu.sample.gumbel as gumbel
 
-    from vllm_vidspec.engine.compat import _MARK
+    from vllm_vidspec.engine.compat.contract import MARK
     from vllm_vidspec.engine.cpu.kernels import GumbelSampleKernel
 
-    kernel = getattr(gumbel._gumbel_sample_kernel, _MARK, gumbel._gumbel_sample_kernel)
+    kernel = getattr(gumbel._gumbel_sample_kernel, MARK, gumbel._gumbel_sample_kernel)
     generator = torch.Generator().manual_seed(vocab_size)
     logits = 3 * torch.randn(7, vocab_size, generator=generator)
     rows = torch.tensor([0, 1, 2, 3, 3, 1, 0])
@@ -57,10 +57,10 @@ def test_penalties_twin_equals_the_interpreted_kernel(monkeypatch, rows, vocab_s
     """Catches: drafts counted from the root on, float64 products, a prompt bit read from the wrong word."""
     import vllm.v1.worker.gpu.sample.penalties as penalties
 
-    from vllm_vidspec.engine.compat import _MARK
+    from vllm_vidspec.engine.compat.contract import MARK
     from vllm_vidspec.engine.cpu.kernels import PenaltiesKernel
 
-    kernel = getattr(penalties._penalties_kernel, _MARK, penalties._penalties_kernel)
+    kernel = getattr(penalties._penalties_kernel, MARK, penalties._penalties_kernel)
     generator = torch.Generator().manual_seed(vocab_size)
 
     def ints(high, *shape):
@@ -97,10 +97,10 @@ def test_bad_words_twin_equals_the_interpreted_kernel(monkeypatch, rows):
     """
     import vllm.v1.worker.gpu.sample.bad_words as bad_words
 
-    from vllm_vidspec.engine.compat import _MARK
+    from vllm_vidspec.engine.compat.contract import MARK
     from vllm_vidspec.engine.cpu.kernels import BadWordsKernel
 
-    kernel = getattr(bad_words._bad_words_kernel, _MARK, bad_words._bad_words_kernel)
+    kernel = getattr(bad_words._bad_words_kernel, MARK, bad_words._bad_words_kernel)
     generator = torch.Generator().manual_seed(0)
 
     def ints(high, *shape):
@@ -158,10 +158,10 @@ def test_bad_words_twin_at_the_edges_of_a_batch(monkeypatch, is_last_plain):
     """
     import vllm.v1.worker.gpu.sample.bad_words as bad_words
 
-    from vllm_vidspec.engine.compat import _MARK
+    from vllm_vidspec.engine.compat.contract import MARK
     from vllm_vidspec.engine.cpu.kernels import BadWordsKernel
 
-    kernel = getattr(bad_words._bad_words_kernel, _MARK, bad_words._bad_words_kernel)
+    kernel = getattr(bad_words._bad_words_kernel, MARK, bad_words._bad_words_kernel)
     generator = torch.Generator().manual_seed(int(is_last_plain))
 
     def ints(low, high, *shape):
@@ -202,10 +202,10 @@ def test_penalties_twin_at_the_edges_of_a_batch(monkeypatch, is_last_plain):
     """
     import vllm.v1.worker.gpu.sample.penalties as penalties
 
-    from vllm_vidspec.engine.compat import _MARK
+    from vllm_vidspec.engine.compat.contract import MARK
     from vllm_vidspec.engine.cpu.kernels import PenaltiesKernel
 
-    kernel = getattr(penalties._penalties_kernel, _MARK, penalties._penalties_kernel)
+    kernel = getattr(penalties._penalties_kernel, MARK, penalties._penalties_kernel)
     generator = torch.Generator().manual_seed(int(is_last_plain))
 
     def ints(low, high, *shape):

@@ -35,28 +35,21 @@ class PathSampler:
         self._has_custom = len(sampler.logits_processors) > _NUM_NATIVE_PROCESSORS
         expect_parameters(
             Sampler.sample,
-            "logits",
-            "expanded_idx_mapping",
-            "idx_mapping",
-            "idx_mapping_np",
-            "pos",
-            "input_ids",
-            "expanded_local_pos",
-            "seq_lens_upper_bound_np",
-            "return_logprobs",
+            *("logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos", "input_ids"),
+            *("expanded_local_pos", "seq_lens_upper_bound_np", "return_logprobs"),
         )
 
-    def _looks_back(self, rows_np: np.ndarray) -> np.ndarray:
+    def _looks_back(self, idx_mapping_np: np.ndarray) -> np.ndarray:
         """Return `[n]` bool: the request's parameters depend on its drafts."""
-        looks = self._penalties.use_penalty[rows_np] | (self._bad_words.num_bad_words.np[rows_np] > 0)
+        looks = self._penalties.use_penalty[idx_mapping_np] | (self._bad_words.num_bad_words.np[idx_mapping_np] > 0)
         thinking = self._sampler.thinking_budget_state
         if thinking.enabled:
-            looks |= thinking.use_thinking_budget[rows_np]
+            looks |= thinking.use_thinking_budget[idx_mapping_np]
         return np.ones_like(looks) if self._has_custom else looks
 
-    def are_needed(self, rows_np: np.ndarray) -> bool:
+    def are_needed(self, idx_mapping_np: np.ndarray) -> bool:
         """Whether any of `[n]` persistent rows needs its nodes' paths."""
-        return bool(self._looks_back(rows_np).any())
+        return bool(self._looks_back(idx_mapping_np).any())
 
     def over(
         self, shapes: TreeShapes, cu_num_logits: torch.Tensor, counts_np: np.ndarray, depths: torch.Tensor
