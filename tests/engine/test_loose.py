@@ -49,7 +49,7 @@ def watched(engine: harness.Engine):
 @contextlib.contextmanager
 def retuned(engine: harness.Engine, **knobs):
     """Change knobs for a while."""
-    before = {name: getattr(engine.runner.vidspec_config, name) for name in knobs}
+    before = {name: getattr(engine.runner.knobs.now, name) for name in knobs}
     engine.llm.collective_rpc("vidspec_retune", args=(knobs,))
     try:
         yield
@@ -64,7 +64,7 @@ def shown(count: int) -> list[list]:
 
 def forget_states(engine: harness.Engine) -> None:
     """Let what earlier prompts left be computed again."""
-    store = engine.runner.visual.store
+    store = engine.runner.parts.visual.store
     assert not any(item.users for item in store._items.values())
     store.clear()
 
@@ -400,7 +400,7 @@ def test_states_in_one_byte():
     """A quarter of fp32's memory; cosines are a few per cent off, no more."""
     with harness.engine("llava-onevision", "draft", **OPEN, relevance_dtype="fp8", overrides=NO_CACHE) as running:
         assert 0 < relevance_error(running) <= 0.03
-        store = running.runner.visual.store.pool
+        store = running.runner.parts.visual.store.pool
         assert running.counters()["relevance_bytes_per_token"] == store.shape[2] and store.element_size() == 1
 
 
@@ -422,7 +422,7 @@ def test_cached_prefix():
         assert outputs[0].num_cached_tokens > 200
         assert counted["relevance_prompts"] == counted["relevance_reused"] == 1
         assert loose_reference.check(family, outputs, [[frames]], records) >= 0
-        visual = running.runner.visual
+        visual = running.runner.parts.visual
         assert len(visual.store._items) == 1
         running.generate([(pairs.media_prompt(family, "describe the video"), {"max_tokens": 1})])
         assert not visual._holders  # vLLM tells of the end of a request with its next step
@@ -439,7 +439,7 @@ def test_memory_bound():
     family, row_bytes = "qwen2.5-vl", 256 * 4
     with harness.engine(family, "draft", **OPEN, relevance_bytes=5 * 64 * row_bytes, overrides=NO_CACHE) as running:
         _, counted = running.measured(harness.videos(family, 2, max_tokens=40))
-        visual, store = running.runner.visual, running.runner.visual.store
+        visual, store = running.runner.parts.visual, running.runner.parts.visual.store
         assert counted["relevance_pool_bytes"] == store.pool.nbytes == 5 * 64 * row_bytes
         with pytest.raises(VidSpecError, match="leaves nothing"):
             visual.reserve(store.pool.nbytes)
