@@ -102,7 +102,7 @@ def measure(size: int, rounds: int) -> dict[str, Any]:
         with_.append(seconds)
         inside.append(heard)
     shares = [(b - a) / a for a, b in zip(without, with_, strict=True)]
-    visual = steps.llm.llm_engine.model_executor.driver_worker.worker.model_runner.visual
+    visual = steps.llm.llm_engine.model_executor.driver_worker.worker.model_runner.parts.visual
     row = {
         "video_tokens": size,
         "step_ms": round(1e3 * statistics.median(without), 2),
