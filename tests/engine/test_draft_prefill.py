@@ -16,9 +16,9 @@ from vllm_vidspec.engine.draft.kv import DraftKV
 from vllm_vidspec.engine.draft.messages import PrefillMessage, PrefillStep
 from vllm_vidspec.engine.draft.prefill import DraftPrefill
 from vllm_vidspec.engine.draft.vision_cache import PAGE_ROWS, VisionCache
-from vllm_vidspec.engine.host_copy import HostCopy
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.listen import attention as attention_guidance
+from vllm_vidspec.engine.listen.prompts import PendingScores
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs
 
@@ -414,13 +414,12 @@ def test_the_tower_is_profiled_and_configured_like_the_targets(monkeypatch, llav
     assert ours.mm_device_do_normalize == targets.mm_device_do_normalize
 
 
-class Late(HostCopy):
-    """A copy as on a GPU: it is not there yet in the step that sends it."""
+class Late(PendingScores):
+    """Scores as on a GPU: they are not there yet in the step that sends them."""
 
-    def __init__(self, tensor: torch.Tensor):
-        super().__init__(tensor)
-        self.is_here = False
-        self.wait = lambda: self._host  # type: ignore[method-assign]
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.is_here, self._copied = False, SimpleNamespace(synchronize=lambda: None)
 
 
 def test_trees_over_late_scores_and_slow_prefills(reference, monkeypatch):
@@ -430,7 +429,7 @@ def test_trees_over_late_scores_and_slow_prefills(reference, monkeypatch):
     """
     family = "qwen2.5-vl"
     requests = harness.videos(family, 4)
-    monkeypatch.setattr(attention_guidance, "HostCopy", Late)
+    monkeypatch.setattr(attention_guidance, "PendingScores", Late)
     with harness.engine(
         family, "target", pruner="specvlm", drafting="tree-adaptive", num_speculative_tokens=16
     ) as engine:

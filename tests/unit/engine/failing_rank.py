@@ -16,15 +16,15 @@ def inject(worker, point: str, ranks: tuple[int, ...]) -> None:
     from vllm_vidspec.engine.draft import model as draft_model
     from vllm_vidspec.engine.listen import state_store
 
-    runner = worker.model_runner
+    runner, parts = worker.model_runner, worker.model_runner.parts
     owner, name = {
-        "observe": (runner.parts.guidance, "observe"),
-        "take": (runner.parts.guidance, "take"),
-        "allocate": (runner.parts.guidance, "_allocate"),
-        "listen": (runner.parts.guidance, "_hear"),
-        "claim": (runner.parts.visual, "_claim"),
-        "hear": (runner.parts.visual, "_hear"),
-        "finish": (runner.parts.visual, "_finish"),
+        "observe": (parts.guidance, "observe"),
+        "take": (parts.guidance, "take"),
+        "allocate": (parts.guidance, "_allocate"),
+        "listen": (parts.guidance, "_hear"),
+        "claim": (parts.visual, "_claim"),
+        "hear": (parts.visual, "_hear"),
+        "finish": (parts.visual, "_finish"),
         "relevance": (state_store, "visual_relevance"),
         "encode": (draft_model, "group_and_batch_mm_kwargs"),
         "plan": (runner.speculator.drafter.prefills, "_plan"),
@@ -48,20 +48,16 @@ def heal(worker) -> None:
 
 def guide_by_states(worker) -> None:
     """Let uv prune from here on."""
-    from vllm_vidspec.engine.knobs import Knobs
     from vllm_vidspec.engine.listen.hidden_states import HiddenStateGuidance
 
     runner = worker.model_runner
-    runner.retune({})
-    config = runner.knobs.now.model_copy(update={"pruner": "uv"})
-    knobs = Knobs(config)
-    runner.parts.guidance = HiddenStateGuidance(
-        knobs, runner.model, runner.vllm_config, runner.counters, runner.agreement
-    )
-    runner.parts.guidance.reserve(1 << 30)
-    runner.listeners.__init__([runner.parts.guidance, runner.parts.visual], knobs, runner.agreement)
+    knobs, parts = runner.knobs, runner.parts
+    knobs.change(knobs.now.model_copy(update={"pruner": "uv"}))
+    guidance = HiddenStateGuidance(knobs, runner.model, runner.vllm_config, runner.counters, runner.agreement)
+    guidance.reserve(1 << 30)
+    runner.listeners.__init__([guidance, parts.visual], knobs, runner.agreement)
     runner.use_aux_hidden_state_outputs = True
-    runner.speculator._guidance, runner.speculator.drafter.prefills._knobs = runner.parts.guidance, knobs
+    parts.guidance = runner.speculator._guidance = guidance
 
 
 def be_impatient(worker) -> None:

@@ -1,19 +1,12 @@
 """Sleep: what is lost is forgotten, what would not come back is refused, and the pools are lost, not kept."""
 
 import contextlib
-from types import SimpleNamespace
 
-import numpy as np
 import torch
 
-from vllm_vidspec.config import VidSpecConfig
-from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft import model as draft_model
 from vllm_vidspec.engine.draft.model import DraftModel
-from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.listen import visual_states
-from vllm_vidspec.engine.listen.visual_states import VisualStates
-from vllm_vidspec.engine.requests import Arrival, Phase, RequestRows
+from vllm_vidspec.engine.requests import Phase, RequestRows
 from vllm_vidspec.engine.speculator import VidSpecSpeculator
 from vllm_vidspec.engine.worker import VidSpecWorker
 
@@ -62,7 +55,7 @@ def test_what_is_lost_is_forgotten_first():
 
 
 def test_the_pools_are_allocated_where_the_worker_says(monkeypatch):
-    """Catches: a draft's pool, or the video's states, among what sleep mode keeps."""
+    """Catches: a draft's pool among what sleep mode keeps."""
     taken = []
     model = object.__new__(DraftModel)
     model._agreement, model.device = None, torch.device("cpu")
@@ -91,52 +84,3 @@ def test_running_requests_are_given_up():
     assert requests.phase.tolist() == [Phase.SKIPPED, Phase.UNSEEN, Phase.SKIPPED, Phase.SKIPPED]
     assert speculator._drafter == [("forget", 0), ("forget", 3), ("forget_media",)]
     assert speculator._guidance == speculator._trees == [("release", 0), ("release", 3)]
-
-
-class Group:
-    """A tensor-parallel group of one."""
-
-    rank_in_group, world_size = 0, 1
-
-
-def make_states(monkeypatch) -> VisualStates:
-    """Return the states of a store of its least size but for a few blocks, allocated."""
-    monkeypatch.setattr(visual_states, "get_tp_group", Group)
-    monkeypatch.setattr(visual_states, "visual_indices", lambda feature: np.arange(3))
-    config = VidSpecConfig(model="draft", num_speculative_tokens=2, request_scorers=("strict", "loose"), lambda_max=1.0)
-    model = SimpleNamespace(dtype=torch.float32, max_model_len=256, get_hidden_size=lambda: 4)
-    vllm_config = SimpleNamespace(model_config=model, device_config=SimpleNamespace(device="cpu"))
-    rules = SimpleNamespace(needs_relevance=lambda req_state_idx: True)
-    return VisualStates(Knobs(config), vllm_config, 4, Calls(), rules, Agreement(Group(), 1.0))
-
-
-def test_states_of_videos_are_given_up(monkeypatch):
-    """Catches: a pool kept while the engine sleeps; items found by later requests whose states are gone; blocks that
-    never come back, or come back twice, as those of a request whose relevance could not be measured.
-    """
-    states = make_states(monkeypatch)
-    store, entered = states.store, []
-    states.reserve(1 << 20)
-
-    @contextlib.contextmanager
-    def allocation():
-        entered.append("pool")
-        yield
-        entered.append(store.pool.shape[0])
-
-    states.init_kv(SimpleNamespace(kv_allocation=allocation))
-    assert entered == ["pool", len(store._free)]
-    everything = sorted(store._free)
-    for req_state_idx, name in enumerate(("done", "waiting", "unmeasured")):
-        feature = SimpleNamespace(modality="video", identifier=name)
-        states.arrive(Arrival(name, req_state_idx, [1, 2, 3], [feature], SimpleNamespace()))
-    for req_state_idx in (0, 2):
-        holder = states._holders[req_state_idx]
-        holder.items[0].heard[:] = True
-        states._finish(holder)
-    states._count_unmeasured(np.array([2]))
-    assert len(store._items) == 2 and len(store._free) == len(everything) - 3
-    states.forget_kv()
-    for req_state_idx in range(3):
-        states.release(req_state_idx)
-    assert not store._items and sorted(store._free) == everything

@@ -15,9 +15,8 @@ from vidspec_kernels import guidance_scores
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine import compat
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.host_copy import HostCopy
 from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.kv_views import attention_layers, check_layout, check_readable, key_view
+from vllm_vidspec.engine.kv_views import attention_layers, check_layout, check_readable, kv_views
 from vllm_vidspec.engine.listen.prompts import Guidance, Guided, HeardPrompt, PendingScores, prefills
 from vllm_vidspec.engine.listen.protocol import Forward
 from vllm_vidspec.engine.report.counters import Counters
@@ -31,6 +30,10 @@ REFUSAL = ("attention guidance", "use a pruner that needs no attention, e.g. uv"
 class _AttentionPrompt(HeardPrompt):
     total: torch.Tensor | None = None  # [text_start] float32 sums of softmax weights, of this rank's heads
     num_queries: int = 0
+
+    def __post_init__(self) -> None:
+        if self.text_start >= self.num_tokens:
+            self.missed = "no_text"
 
 
 @dataclass
@@ -96,11 +99,6 @@ class AttentionGuidance(Guidance):
         """Refuse keys packed in a way that no view describes (bf16 on AMX); see `TargetListener`."""
         check_layout(self._attention.values(), *REFUSAL)
 
-    def _open(self, prompt: _AttentionPrompt, token_ids: list[int]) -> None:
-        """Find out whether any text asks."""
-        if prompt.text_start >= prompt.num_tokens:
-            prompt.missed = "no_text"
-
     def before_forward(self, batch: Any) -> None:
         """Gather the step's guiding queries."""
         self._step = None
@@ -158,7 +156,7 @@ class AttentionGuidance(Guidance):
         impl = layer.impl
         guidance_scores(
             query.view(query.shape[0], impl.num_heads, impl.head_size)[step.query_rows],
-            key_view(kv_cache, layer),
+            kv_views(kv_cache, layer)[0],
             metadata.block_table[step.batch_rows],
             step.query_start_loc,
             step.query_pos,
@@ -201,7 +199,7 @@ class AttentionGuidance(Guidance):
         if not self._agreement.is_alone:
             with self._agreement.collective():
                 total = tensor_model_parallel_all_reduce(total)
-        return PendingScores(HostCopy(total), lambda total: self._score(prompt, was_heard, total))
+        return PendingScores(total, lambda total: self._score(prompt, was_heard, total))
 
     def _score(self, prompt: _AttentionPrompt, was_heard: bool, total: torch.Tensor) -> Guided:
         """Make scores of all ranks' sums `[text_start + 1]`, the last of which says how many ranks heard nothing."""

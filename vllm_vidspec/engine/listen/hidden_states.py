@@ -1,7 +1,7 @@
 """UV-Prune's guidance: how much closer visual tokens come to the text between two layers, from hidden states alone."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vidspec_kernels import uv_text_sum, uv_video_scores
 from vllm_vidspec.engine import compat
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.host_copy import HostCopy
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.listen.prompts import Guidance, Guided, HeardPrompt, PendingScores, prefills
 from vllm_vidspec.engine.listen.protocol import Forward
@@ -25,10 +24,16 @@ class _StatePrompt(HeardPrompt):
     low: torch.Tensor | None = None  # [m] float32, the embeddings' similarity with the text's
     text_low: torch.Tensor | None = None  # [hidden_size] float32, sum of the text's unit embeddings
     text_high: torch.Tensor | None = None  # [hidden_size] float32, the same at `uv_layer`, so far
-    # On the host:
-    order: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [m] prompt indices
-    heard: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))  # [m] states kept
-    text_ids: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
+
+    def __post_init__(self) -> None:
+        self.order = torch.cat(self.items)  # [m] prompt indices, on the host
+        self.heard = torch.zeros(len(self.order), dtype=torch.bool)  # [m] states kept, on the host
+
+    def text_ids(self) -> torch.Tensor:
+        """Return `[num_tokens - m]` int32 ids of its text, on the host."""
+        is_text = torch.ones(self.num_tokens, dtype=torch.bool)
+        is_text[self.order] = False
+        return torch.tensor(self.token_ids, dtype=torch.int32)[is_text]
 
 
 class HiddenStateGuidance(Guidance):
@@ -63,13 +68,6 @@ class HiddenStateGuidance(Guidance):
         wanted = self.knobs.now.guidance_bytes
         self._max_bytes = available_bytes // 20 if wanted is None else wanted
         return self._max_bytes
-
-    def _open(self, prompt: _StatePrompt, token_ids: list[int]) -> None:
-        """Find out where its text is."""
-        prompt.order = torch.cat(prompt.items)
-        is_text = torch.ones(len(token_ids), dtype=torch.bool)
-        is_text[prompt.order] = False
-        prompt.text_ids = torch.tensor(token_ids, dtype=torch.int32)[is_text]
 
     def before_forward(self, batch: Any) -> None:
         """Remember the step's layout."""
@@ -120,7 +118,7 @@ class HiddenStateGuidance(Guidance):
             if not is_heard:
                 prompt.missed = prompt.missed or "error"  # of another rank
                 continue
-            ids = async_tensor_h2d(prompt.text_ids, device=self.device)
+            ids = async_tensor_h2d(prompt.text_ids(), device=self.device)
             is_text = torch.ones(len(ids), dtype=torch.bool, device=self.device)
             with self._agreement.collective():
                 text = self._embed(ids)
@@ -135,7 +133,6 @@ class HiddenStateGuidance(Guidance):
         prompt.states = torch.empty(num_tokens, self._hidden_size, dtype=self._dtype, device=self.device)
         self._num_bytes += num_bytes
         prompt.low = torch.zeros(num_tokens, device=self.device)
-        prompt.heard = torch.zeros(num_tokens, dtype=torch.bool)
         prompt.text_high = torch.zeros(self._hidden_size, device=self.device)
 
     def release(self, req_state_idx: int) -> None:
@@ -166,7 +163,7 @@ class HiddenStateGuidance(Guidance):
             parts = scores.split(sizes)
             return self._finish(prompt, [part if whole else None for part, whole in zip(parts, agreed, strict=True)])
 
-        return PendingScores(HostCopy(scores), finish)
+        return PendingScores(scores, finish)
 
 
 def default_uv_layer(num_layers: int) -> int:

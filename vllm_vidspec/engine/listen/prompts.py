@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.host_copy import HostCopy
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.listen.protocol import TargetListener
 from vllm_vidspec.engine.report.counters import Counters
@@ -33,14 +32,19 @@ class HeardPrompt:
     Attributes:
         items: Per image or video the prompt indices `[m_i]` int64 of its tokens.
         names: Per item vLLM's identifier of its content.
-        num_tokens: Length of the prompt, and after a preemption of the output so far.
+        token_ids: Prompt, and after a preemption the output so far.
         missed: Why there will be no scores, or None.
     """
 
     items: list[torch.Tensor]
     names: list[str]
-    num_tokens: int
+    token_ids: list[int]
     missed: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """To be prefilled."""
+        return len(self.token_ids)
 
     @property
     def text_start(self) -> int:
@@ -60,26 +64,34 @@ class Guided(NamedTuple):
     outcome: tuple[str, ...]
 
 
-@dataclass(frozen=True)
 class PendingScores:
-    """A prefilled request's scores, on their way to the host.
+    """A prefilled request's scores on their way to the host, without a wait on the critical path.
+
+    On a GPU they are copied into pinned memory, behind what is queued already. Who asks a step later waits for the step
+    before at most, which the host has to wait for anyway.
+
+    Args:
+        measured: A tensor on any device; None where nothing was measured.
+        finish: Makes scores of it, and says what came of the request.
 
     Attributes:
-        copy: Of what was measured; None where nothing was.
-        finish: Makes scores of it, and says what came of the request.
+        is_here: Whether `wait` returns at once. It follows from the device alone, so that tensor-parallel ranks agree.
     """
 
-    copy: HostCopy | None
-    finish: Callable[[Any], Guided]
-
-    @property
-    def is_here(self) -> bool:
-        """Whether `wait` returns at once; the same on all tensor-parallel ranks."""
-        return self.copy is None or self.copy.is_here
+    def __init__(self, measured: torch.Tensor | None, finish: Callable[[Any], Guided]):
+        self.is_here = measured is None or measured.device.type == "cpu"
+        self._measured, self._finish = measured, finish
+        if measured is not None and not self.is_here:
+            self._measured = torch.empty_like(measured, device="cpu", pin_memory=True)
+            self._measured.copy_(measured, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
 
     def wait(self) -> Guided:
         """Return the scores, once they are on the host."""
-        return self.finish(None if self.copy is None else self.copy.wait())
+        if not self.is_here:
+            self._copied.synchronize()
+        return self._finish(self._measured)
 
 
 class Guidance(TargetListener):
@@ -109,8 +121,7 @@ class Guidance(TargetListener):
             return  # its tokens mean nothing, and the draft will refuse it
         if items := self._listen(arrival.features):
             names = [feature.identifier for feature in arrival.features]
-            prompt = self._prompts[arrival.req_state_idx] = self._kind(items, names, len(arrival.token_ids))
-            self._open(prompt, arrival.token_ids)
+            self._prompts[arrival.req_state_idx] = self._kind(items, names, arrival.token_ids)
 
     def _listen(self, features: list[Any]) -> list[torch.Tensor]:
         """Return the items' prompt indices; [] where pruning chooses nothing or the draft will refuse the prompt."""
@@ -122,9 +133,6 @@ class Guidance(TargetListener):
         kept = [budget(len(item), ratio) for item, ratio in zip(items, ratios, strict=True)]
         chooses = any(0 < keep < len(item) for keep, item in zip(kept, items, strict=True))
         return items if chooses else []
-
-    def _open(self, prompt: Any, token_ids: list[int]) -> None:
-        """Prepare to hear a prompt."""
 
     def take(self, req_state_idx: int) -> PendingScores | None:
         """Send a prefilled request's scores to the host and forget it; None where there was nothing to choose.

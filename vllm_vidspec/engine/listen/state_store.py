@@ -97,8 +97,8 @@ class StateStore:
         self.block_fill = torch.zeros(size, dtype=torch.int32, device=device)
         self.block_table = torch.zeros(self._max_num_reqs, width, dtype=torch.int32, device=device)
         self.num_blocks = torch.zeros(self._max_num_reqs, dtype=torch.int32, device=device)
-        self.num_blocks_np = np.zeros(self._max_num_reqs, dtype=np.int64)  # the same on the host
-        self._stale: set[int] = set()  # rows whose `num_blocks` on the device is an ended request's
+        self.num_blocks_np = np.zeros(self._max_num_reqs, dtype=np.int32)  # the same on the host
+        self._is_stale = False  # whether the device has yet to be told
         self._free = list(range(size - 1, -1, -1))
 
     # ---- items -----------------------------------------------------------------------------------------------------
@@ -186,39 +186,25 @@ class StateStore:
         table = async_tensor_h2d(np.asarray([blocks, fills], dtype=np.int32), device=self.device)
         self.block_table[req_state_idx, : len(blocks)] = table[0]
         self.block_fill[table[0].long()] = table[1]
-        # An item's assignment would copy the number from the host.
-        self.num_blocks[req_state_idx : req_state_idx + 1].fill_(len(blocks))
-        self.num_blocks_np[req_state_idx] = len(blocks)
-        self._stale.discard(req_state_idx)
+        self.num_blocks_np[req_state_idx], self._is_stale = len(blocks), True
 
     def hide(self, req_state_idx: int) -> None:
-        """Let a row be measured against nothing; the device is told before it measures again."""
+        """Let a row be measured against nothing."""
         if self.num_blocks_np[req_state_idx]:
-            self.num_blocks_np[req_state_idx] = 0
-            self._stale.add(req_state_idx)
+            self.num_blocks_np[req_state_idx], self._is_stale = 0, True
 
-    def cosines(
-        self,
-        states: torch.Tensor,
-        cu_num_logits: torch.Tensor,
-        idx_mapping: torch.Tensor,
-        idx_mapping_np: np.ndarray,
-        top_n: int,
-        max_queries: int,
-    ) -> torch.Tensor:
+    def cosines(self, states: torch.Tensor, batch: Any, top_n: int, max_queries: int) -> torch.Tensor:
         """Return `[num_logits, top_n]` float32, the largest cosines of states with this rank's part of their videos.
 
         Args:
             states: `[num_logits, hidden_size]`.
-            cu_num_logits: `[num_reqs + 1]` int32.
-            idx_mapping: `[num_reqs]` int64 persistent rows; `idx_mapping_np` the same on the host.
+            batch: vLLM's `InputBatch`, whose rows these are.
             top_n: How many.
-            max_queries: Most rows of a request.
+            max_queries: Most of `states` that are of one request.
         """
-        if self._stale:
-            stale = async_tensor_h2d(np.array(sorted(self._stale)), device=self.device)
-            self.num_blocks.index_fill_(0, stale, 0)
-            self._stale.clear()
-        most = int(self.num_blocks_np[idx_mapping_np].max(initial=0))
+        if self._is_stale:
+            async_tensor_h2d(self.num_blocks_np, out=self.num_blocks)
+            self._is_stale = False
+        most = int(self.num_blocks_np[batch.idx_mapping_np].max(initial=0))
         tables = (self.pool, self.block_fill, self.block_table, self.num_blocks)
-        return visual_relevance(states, cu_num_logits, idx_mapping, *tables, top_n, max_queries, most)
+        return visual_relevance(states, batch.cu_num_logits, batch.idx_mapping, *tables, top_n, max_queries, most)

@@ -240,15 +240,7 @@ class VisualStates(TargetListener):
 
     # ---- verification ----------------------------------------------------------------------------------------------
 
-    def relevance(
-        self,
-        hidden_states: torch.Tensor,
-        logits_indices: torch.Tensor,
-        cu_num_logits: torch.Tensor,
-        idx_mapping: torch.Tensor,
-        idx_mapping_np: np.ndarray,
-        max_queries: int,
-    ) -> torch.Tensor:
+    def relevance(self, hidden_states: torch.Tensor, batch: Any, max_queries: int) -> torch.Tensor:
         """Return `[num_logits]` float32 visual relevance (LVSpec eq. 8); 0 where a request has no video.
 
         NaN everywhere if it could not be measured: a rank that fails still takes part in the gather, so that all ranks
@@ -256,19 +248,16 @@ class VisualStates(TargetListener):
 
         Args:
             hidden_states: `[num_tokens, hidden_size]` final ones of the forward.
-            logits_indices: `[num_logits]` int64, which of them have logits.
-            cu_num_logits: `[num_reqs + 1]` int32.
-            idx_mapping: `[num_reqs]` int64 persistent rows; `idx_mapping_np` the same on the host.
-            max_queries: Most rows of a request.
+            batch: vLLM's `InputBatch`, which says which of them have logits.
+            max_queries: Most logits rows of a request.
         """
         begin, top_n = time.perf_counter(), self.knobs.now.top_n
         try:
-            states = hidden_states[logits_indices]
-            partial = self.store.cosines(states, cu_num_logits, idx_mapping, idx_mapping_np, top_n, max_queries)
+            partial = self.store.cosines(hidden_states[batch.logits_indices], batch, top_n, max_queries)
         except Exception as error:
             self._guard.survive(error)
-            partial = torch.full((len(logits_indices), top_n), torch.nan, device=self.store.device)
-            self._count_unmeasured(idx_mapping_np)
+            partial = torch.full((len(batch.logits_indices), top_n), torch.nan, device=self.store.device)
+            self._count_unmeasured(batch.idx_mapping_np)
         partial = partial[None]
         if self._group.world_size > 1:
             partial = self._group.all_gather(partial, dim=0)
