@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vidspec_kernels import LOWEST, SHIFT
 from vllm_vidspec import metrics
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.scoring import Looseness, ScoreInputs, score_loose
 
 pytest.importorskip("vllm")
 from vllm_vidspec.engine import worker
@@ -111,6 +113,30 @@ def test_a_preempted_request_keeps_its_figures(server):
     begin(counters, 3, "a")
     assert exact("a") == 0
     assert len(counters._held) == 2
+
+
+def test_the_kinds_that_the_scorer_writes_are_the_ones_that_are_counted(server):
+    """A chain whose drafts stand for three reasons. Catches: a kind that has another number in the kernels."""
+    looseness = Looseness(
+        rows=torch.tensor([0]),
+        rules=torch.tensor([LOWEST | SHIFT], dtype=torch.int32),
+        shares=torch.tensor([0.34]),
+        windows=torch.zeros(1, dtype=torch.int32),
+        scores=torch.tensor([0.0, 0.9, 0.1, 0.8]),
+        entropies=torch.zeros(4),
+        may_loosen=torch.ones(4, dtype=torch.bool),
+        min_entropy=0.0,
+    )
+    # Expected are 5, 8 and 5; 6 has the lowest score, and the 5 behind it is drafted elsewhere.
+    target, drafts, bounds = torch.tensor([5, 8, 5, 1]), torch.tensor([0, 5, 6, 7]), torch.tensor([0, 4]).int()
+    scored = score_loose(ScoreInputs(target, drafts, bounds, K, looseness=looseness))
+    kinds = [metrics.Kind(kind) for kind in scored.kinds[0].tolist()]
+    assert kinds == [metrics.Kind.EXACT, metrics.Kind.LOOSENED, metrics.Kind.SHIFTED, metrics.Kind.OWN]
+    counters = worker_counters(server())
+    begin(counters, 0, "a")
+    counters.observe(looseness.rows, looseness.rows.numpy(), scored.num_sampled, bounds, kinds=scored.kinds)
+    counters.publisher()()
+    assert server_counters._current.request("a") == {"exact": 1, "loosened": 1, "shifted": 1}
 
 
 def test_the_alarm_hears_what_the_device_has_counted(server):
