@@ -22,7 +22,7 @@ SCENARIOS: dict[str, Callable[[str], list]] = {
     # As long as any test needs; shorter answers are their beginnings.
     "endless": lambda family: harness.videos(family, 5, max_tokens=200, ignore_eos=True),
     "endless sampled": lambda family: harness.videos(
-        family, 6, temperature=1.0, logprobs=1, ignore_eos=True, max_tokens=48
+        family, 6, temperature=1.0, logprobs=1, ignore_eos=True, max_tokens=40
     ),
     "sparse": harness.sparse_videos,
     "grammar": harness.bound_by_a_grammar,
