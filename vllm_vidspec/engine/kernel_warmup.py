@@ -91,6 +91,7 @@ def _prepare_drafter(drafter: Drafter, runner: Any) -> None:
     if isinstance(trees.policy, AdaptiveTree):
         warm_up.warm_tree_grow(trees.policy._growth, width)
     _prepare_attention(trees._attention, kv.block_tables, drafter.model.config, width)
+    assert kv.caches is not None
     warm_up.warm_kv_compact(kv.caches, kv.block_tables, runner.num_speculative_steps)
 
 

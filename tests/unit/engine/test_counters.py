@@ -9,13 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vidspec_kernels import LOWEST, SHIFT
 from vllm_vidspec import metrics
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.scoring import Looseness, ScoreInputs, score_loose
 
 pytest.importorskip("vllm")
 from vllm_vidspec.engine import worker
 from vllm_vidspec.engine.report import counters as counters_module
 from vllm_vidspec.engine.report import server_counters
+from vllm_vidspec.engine.report.acceptance_alarm import WINDOW
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import Arrival, RequestRows
 
@@ -64,12 +67,18 @@ def vllm_config(instance_id="abcde", level="summary", **parallel):
     )
 
 
+NUM_ROWS, K = 4, 3
+
+
 def worker_counters(config, engine: int = 0, suffix: str = "") -> Counters:
-    """Return the counters of a data-parallel engine's worker, whose configuration vLLM changes so where it is dense."""
+    """Return the counters of a data-parallel engine's worker, whose configuration vLLM changes so where it is dense.
+
+    All of its rows have real drafts.
+    """
     mine = vllm_config(config.instance_id + suffix, data_parallel_index=engine)
-    requests = RequestRows(4, torch.device("cpu"))
+    requests = RequestRows(NUM_ROWS, torch.device("cpu"))
     requests.has_draft.fill_(True)
-    return Counters(mine, torch.device("cpu"), 4, 3, requests)
+    return Counters(mine, torch.device("cpu"), NUM_ROWS, K, requests)
 
 
 def begin(counters: Counters, req_state_idx: int, req_id: str) -> None:
@@ -77,14 +86,77 @@ def begin(counters: Counters, req_state_idx: int, req_id: str) -> None:
     counters.admit(Arrival(req_id, req_state_idx, [], [], None))
 
 
-def verify(counters: Counters, accepted: list[int], drafted: int = 3) -> None:
-    """Count one step in which request i accepted `accepted[i]` of `drafted` draft tokens."""
-    rows = torch.arange(len(accepted))
-    bounds = torch.arange(len(accepted) + 1, dtype=torch.int32) * (drafted + 1)
-    counters.observe(rows, rows.numpy(), torch.tensor(accepted, dtype=torch.int32) + 1, bounds)
+def verify(counters: Counters, accepted: list[int], num_drafts: int = K, rows: tuple[int, ...] = ()) -> None:
+    """Count one step in which request i, on row i or on `rows[i]`, accepted `accepted[i]` of `num_drafts` tokens."""
+    idx_mapping = torch.tensor(rows) if rows else torch.arange(len(accepted))
+    bounds = torch.arange(len(accepted) + 1, dtype=torch.int32) * (num_drafts + 1)
+    num_sampled = torch.tensor(accepted, dtype=torch.int32) + 1
+    counters.observe(idx_mapping, idx_mapping.numpy(), num_sampled, bounds)
     if publish := counters.publisher():
         publish()
     counters.flush()
+
+
+def test_a_preempted_request_keeps_its_figures(server):
+    """It resumes on another row. Catches: figures that begin anew, a slot given away meanwhile or never given back."""
+    counters = worker_counters(server())
+    exact = lambda req_id: server_counters._current.request(req_id)["exact"]  # noqa: E731
+    begin(counters, 2, "a")
+    verify(counters, [3], rows=(2,))
+    counters.forget(2)
+    begin(counters, 2, "b")  # on the row of the preempted one
+    verify(counters, [1], rows=(2,))
+    begin(counters, 3, "a")
+    verify(counters, [1, 2], rows=(2, 3))
+    assert (exact("a"), exact("b")) == (5, 2)
+    counters.end_requests({"a", "unknown"})
+    begin(counters, 3, "a")
+    assert exact("a") == 0
+    assert len(counters._held) == 2
+
+
+def test_the_kinds_that_the_scorer_writes_are_the_ones_that_are_counted(server):
+    """A chain whose drafts stand for three reasons. Catches: a kind that has another number in the kernels."""
+    looseness = Looseness(
+        rows=torch.tensor([0]),
+        rules=torch.tensor([LOWEST | SHIFT], dtype=torch.int32),
+        shares=torch.tensor([0.34]),
+        windows=torch.zeros(1, dtype=torch.int32),
+        scores=torch.tensor([0.0, 0.9, 0.1, 0.8]),
+        entropies=torch.zeros(4),
+        may_loosen=torch.ones(4, dtype=torch.bool),
+        min_entropy=0.0,
+    )
+    # Expected are 5, 8 and 5; 6 has the lowest score, and the 5 behind it is drafted elsewhere.
+    target, drafts, bounds = torch.tensor([5, 8, 5, 1]), torch.tensor([0, 5, 6, 7]), torch.tensor([0, 4]).int()
+    scored = score_loose(ScoreInputs(target, drafts, bounds, K, looseness=looseness))
+    kinds = [metrics.Kind(kind) for kind in scored.kinds[0].tolist()]
+    assert kinds == [metrics.Kind.EXACT, metrics.Kind.LOOSENED, metrics.Kind.SHIFTED, metrics.Kind.OWN]
+    counters = worker_counters(server())
+    begin(counters, 0, "a")
+    counters.observe(looseness.rows, looseness.rows.numpy(), scored.num_sampled, bounds, kinds=scored.kinds)
+    counters.publisher()()
+    assert server_counters._current.request("a") == {"exact": 1, "loosened": 1, "shifted": 1}
+
+
+def test_the_alarm_hears_what_the_device_has_counted(server):
+    """Four requests whose drafts never stand, then a chain and wide trees of which one token stands per step.
+
+    Catches: an acceptance measured per drafted token, which trees and long chains would fail.
+    """
+    counters = worker_counters(server())
+
+    def windows(accepted: int, num_drafts: int = K) -> int:
+        """Return how many windows were low in all, after two more."""
+        for _ in range(2 * WINDOW // NUM_ROWS):
+            verify(counters, [accepted] * NUM_ROWS, num_drafts)
+        return server_counters._current[0].values()["low_acceptance_windows"]
+
+    assert windows(0) == 2
+    assert len(server.said) == 1 and "next to no draft token stands" in server.said[0]
+    assert windows(1) == windows(1, 64) == 2
+    counters._requests.has_draft.fill_(False)  # verified without a draft: nothing is said of acceptance
+    assert windows(0) == 2
 
 
 def test_every_data_parallel_engine_has_a_file_of_its_own(server):

@@ -77,7 +77,7 @@ def test_which_rows_are_in_a_phase():
 
 
 def knobs(**more) -> Knobs:
-    return Knobs(VidSpecConfig(model="draft", **more))
+    return Knobs(VidSpecConfig(**{"model": "draft", "num_speculative_tokens": 3} | more))
 
 
 def test_knobs_change_for_everybody_or_for_nobody():

@@ -1,14 +1,13 @@
 """Sleep: what is lost is forgotten, what would not come back is refused, and the pools are lost, not kept."""
 
 import contextlib
-from types import SimpleNamespace
 
-import numpy as np
 import torch
 
 from vllm_vidspec.engine.draft import model as draft_model
 from vllm_vidspec.engine.draft.model import DraftModel
-from vllm_vidspec.engine.speculator import _DRAFTING, _PREFILLING, _SKIPPED, _UNSEEN, VidSpecSpeculator
+from vllm_vidspec.engine.requests import Phase, RequestRows
+from vllm_vidspec.engine.speculator import VidSpecSpeculator
 from vllm_vidspec.engine.worker import VidSpecWorker
 
 
@@ -76,16 +75,12 @@ def test_the_pools_are_allocated_where_the_worker_says(monkeypatch):
 
 def test_running_requests_are_given_up():
     """Catches: rows that keep blocks, or draft on; rows that have not begun and are given up too."""
+    requests = RequestRows(4, torch.device("cpu"))
+    requests.phase[:] = [Phase.DRAFTING, Phase.UNSEEN, Phase.SKIPPED, Phase.PREFILLING]
     speculator = object.__new__(VidSpecSpeculator)
-    speculator._state = np.array([_DRAFTING, _UNSEEN, _SKIPPED, _PREFILLING], dtype=np.int8)
-    speculator._has_draft = np.zeros(4, dtype=bool)
-    speculator._drafter, speculator.trees, speculator._held = Calls(), Calls(), {}
-    cleared: list[str] = []
-    vars(speculator._drafter)["prefills"] = SimpleNamespace(
-        cache=SimpleNamespace(clear=lambda: cleared.append("media"))
-    )
-    speculator.forget_all()
-    assert cleared == ["media"]
-    assert speculator._state.tolist() == [_SKIPPED, _UNSEEN, _SKIPPED, _SKIPPED]
-    assert speculator._drafter == [("release", 0), ("release", 3)]
-    assert speculator.trees == [("release", 0), ("release", 3)]
+    speculator._requests, speculator._arrivals, speculator._waiting = requests, {}, {}
+    speculator._drafter, speculator._guidance, speculator._trees = Calls(), Calls(), Calls()
+    speculator.give_up_all()
+    assert requests.phase.tolist() == [Phase.SKIPPED, Phase.UNSEEN, Phase.SKIPPED, Phase.SKIPPED]
+    assert speculator._drafter == [("forget", 0), ("forget", 3), ("forget_media",)]
+    assert speculator._guidance == speculator._trees == [("release", 0), ("release", 3)]

@@ -63,7 +63,7 @@ def speed_up_interpreter_kernels() -> None:
     wrap(
         gumbel,
         "_gumbel_sample_kernel",
-        kernels.GumbelSampleKernel,
+        kernels.gumbel_sample_twin,
         *("local_argmax_ptr", "local_max_ptr", "logits_cache_ptr", "logits_ptr", "expanded_idx_mapping_ptr"),
         *("seeds_ptr", "pos_ptr", "temp_ptr", "vocab_size", "BLOCK_SIZE"),
         *("IS_DRAFTING", "APPLY_TEMPERATURE", "USE_FP64"),
@@ -71,7 +71,7 @@ def speed_up_interpreter_kernels() -> None:
     wrap(
         penalties,
         "_penalties_kernel",
-        lambda _: kernels.PenaltiesKernel(),
+        lambda _: kernels.Twin(kernels.penalties),
         *("logits_ptr", "expanded_idx_mapping_ptr", "token_ids_ptr", "expanded_local_pos_ptr"),
         *("repetition_penalty_ptr", "frequency_penalty_ptr", "presence_penalty_ptr"),
         *("prompt_bin_mask_ptr", "output_bin_counts_ptr", "vocab_size"),
@@ -79,7 +79,7 @@ def speed_up_interpreter_kernels() -> None:
     wrap(
         bad_words,
         "_bad_words_kernel",
-        lambda _: kernels.BadWordsKernel(),
+        lambda _: kernels.Twin(kernels.bad_words),
         *("logits_ptr", "expanded_idx_mapping_ptr", "bad_word_token_ids_ptr", "bad_word_offsets_ptr"),
         *("num_bad_words_ptr", "all_token_ids_ptr", "prompt_len_ptr", "total_len_ptr"),
         *("input_ids_ptr", "expanded_local_pos_ptr"),

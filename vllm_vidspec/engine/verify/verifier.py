@@ -62,7 +62,7 @@ class CoupledVerifier(RejectionSampler):
         self._visual = visual
         self._step = VerifyStep()
         self._watch: ScoreWatch | None = None
-        self._sample_paths = PathSampler(sampler, max_path)
+        self._paths = PathSampler(sampler, max_path)
 
     def begin(self, step: VerifyStep) -> None:
         """Take the step that vLLM verifies next; one without drafts passes by."""
@@ -117,25 +117,11 @@ class CoupledVerifier(RejectionSampler):
         """Return `(processed_logits [num_logits, vocab_size], sampled [num_reqs, K + 1], num_sampled [num_reqs])`."""
         num_logits_np, relevance = self._step.advance(len(idx_mapping_np), len(logits))
         return_logprobs = self.sampler.get_logprobs_dims(idx_mapping_np, include_token_ids=False) is not None
-        sample, shapes = self.sampler.sample, None
+        shapes = None
         if self._trees is not None and self._trees.is_active:
             shapes = self._trees.shapes(idx_mapping)
             # The noise is keyed by depth: vanilla would have reached the node after that many tokens.
-            depths = shapes.depths[expanded_idx_mapping, expanded_local_pos]
-            pos = pos + (depths - expanded_local_pos)
-            if self._sample_paths.are_needed(idx_mapping_np):
-                sample = self._sample_paths.over(shapes, cu_num_logits, num_logits_np, depths)
-        target_tokens, processed_logits = sample(
-            logits,
-            expanded_idx_mapping,
-            idx_mapping,
-            idx_mapping_np,
-            pos,
-            draft_sampled,
-            expanded_local_pos,
-            seq_lens_upper_bound_np,
-            return_logprobs=return_logprobs,
-        )
+            pos = pos + (shapes.depths[expanded_idx_mapping, expanded_local_pos] - expanded_local_pos)
         part = VerifySlice(
             idx_mapping,
             idx_mapping_np,
@@ -147,6 +133,9 @@ class CoupledVerifier(RejectionSampler):
             verify_draft_sampled.to(torch.int64),
             relevance,
             shapes,
+        )
+        target_tokens, processed_logits = self._paths.sample(
+            part, logits, draft_sampled, seq_lens_upper_bound_np, return_logprobs=return_logprobs
         )
         scored = self._judge(part, target_tokens, processed_logits)
         if scored.path is not None and (return_logprobs or self.sampler.return_sampling_mask):
