@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from vidspec_kernels import warm_up
 from vllm_vidspec.drafting.adaptive import AdaptiveTree
 from vllm_vidspec.engine.draft.drafter import Drafter
-from vllm_vidspec.engine.kv_views import kv_views
+from vllm_vidspec.engine.kv_views import cache_views
 from vllm_vidspec.engine.listen.attention import AttentionGuidance
 from vllm_vidspec.engine.tree_attention import TreeAttention
 
@@ -45,7 +45,7 @@ def prepare(runner: Any) -> None:
     if isinstance(parts.guidance, AttentionGuidance):
         layers = {}
         for layer in parts.guidance._attention.values():
-            keys, _ = kv_views(layer.kv_cache, layer)
+            keys, _ = cache_views(layer.kv_cache, layer)
             layers[keys.shape, keys.stride(), keys.dtype, layer.impl.num_heads] = keys
         heads = [(keys, key[3]) for key, keys in layers.items()]
         warm_up.warm_guidance_scores(heads, block_table, runner.dtype)
@@ -102,7 +102,7 @@ def _prepare_attention(
     model = config.model_config
     kinds = {}
     for layer in attention.layers:
-        keys, values = kv_views(layer.kv_cache, layer)
+        keys, values = cache_views(layer.kv_cache, layer)
         kinds[keys.shape, keys.stride(), keys.dtype, layer.impl.num_heads] = (keys, values)
     for (*_, num_heads), (keys, values) in kinds.items():
         warm_up.warm_tree_attention(keys, values, block_table, num_heads, model.dtype, max_queries, model.max_model_len)

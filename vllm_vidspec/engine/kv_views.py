@@ -67,7 +67,7 @@ def check_layout_name(layout: str, what: str, way_out: str) -> None:
         raise VidSpecError(f"{what} cannot read the CPU cache layout {layout!r}: use --dtype float32, or {way_out}")
 
 
-def kv_views(kv_cache: torch.Tensor, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def cache_views(kv_cache: torch.Tensor, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values of a paged cache as views `[num_blocks, block_size, num_kv_heads, head_size]`.
 
     Args:
