@@ -132,7 +132,7 @@ def test_uv_of_a_cached_video_is_remembered():
     with harness.engine(family, "draft", pruner="uv") as engine, watched(engine) as records:
         _, before = engine.measured([first])
         _, after = engine.measured([second])
-        engine.runner.guidance._remembered.clear()
+        engine.runner.parts.guidance._remembered.clear()
         _, forgotten = engine.measured([second])
     assert before["guided_prompts"] == 1 and before["reused_guidance"] == 0
     assert after["guided_prompts"] == 1 and after["reused_guidance"] == 1
@@ -172,10 +172,10 @@ def test_listening_changes_no_bit_of_the_target(family, pruner):
     logprobs = []
     for spec in ({"pruner": "uniform"}, {"pruner": pruner}):
         with harness.engine(family, "draft", **spec) as engine:
-            guidance, heard = engine.runner.guidance, []
+            guidance, heard = engine.runner.parts.guidance, []
             if guidance is not None:  # after one token nobody drafts: the scores are looked at where they are taken
                 take = guidance.take
-                guidance.take = lambda req_id, take=take, heard=heard: heard.append(take(req_id).wait().scores)
+                guidance.take = lambda row, take=take, heard=heard: heard.append(take(row).wait().scores)
             outputs = engine.generate(requests)
         assert [scores is not None for scores in heard] == ([] if spec["pruner"] == "uniform" else [True] * 4)
         logprobs.append([{t: v.logprob for t, v in o.outputs[0].logprobs[0].items()} for o in outputs])
@@ -203,7 +203,7 @@ def test_memory_bound_falls_back_to_uniform():
         with watched(engine) as records:
             _, counted = engine.measured(requests)
             _, later = engine.measured(harness.videos(family, 3, max_tokens=3)[2:])
-        assert engine.runner.guidance._num_bytes == 0
+        assert engine.runner.parts.guidance._num_bytes == 0
     assert (counted["guided_prompts"], counted["unguided_memory"]) == (1, 1)
     assert later["guided_prompts"] == 1
     assert [record["scores"] is None for record in records].count(True) == 1
@@ -256,14 +256,14 @@ def test_an_aborted_prefill_leaves_no_listener():
     family = "llava-onevision"
     overrides = {"enable_prefix_caching": False, "max_num_batched_tokens": CHUNK_SIZES[family]}
     with harness.engine(family, "draft", pruner="uv", overrides=overrides) as engine:
-        core, guidance = engine.llm.llm_engine, engine.runner.guidance
+        core, guidance = engine.llm.llm_engine, engine.runner.parts.guidance
         engine.llm.enqueue([pairs.video_prompt(family, frames(1)[0])], SamplingParams(max_tokens=4), use_tqdm=False)
         for _ in range(2):
             core.step()
-        held = len(guidance._listeners), guidance._num_bytes
+        held = len(guidance._prompts), guidance._num_bytes
         core.abort_request(list(core.output_processor.request_states), internal=True)
         _, counted = engine.measured(harness.videos(family, 2, max_tokens=3))
-        assert not guidance._listeners and guidance._num_bytes == 0
+        assert not guidance._prompts and guidance._num_bytes == 0
     assert held == (1, 257 * 256 * 4)
     assert counted["guided_prompts"] == 2
 

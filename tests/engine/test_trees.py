@@ -350,10 +350,7 @@ def test_the_text_that_gpus_run(reference):
 
     modules = [
         *(f"vidspec_kernels.{name}" for name in ("chain_step", "tree_step", "tree_accept", "kv_compact")),
-        *(
-            f"vllm_vidspec.engine.{name}"
-            for name in ("counters", "chain_drafter", "tree_drafter", "drafter", "speculator")
-        ),
+        *(f"vllm_vidspec.engine.{name}" for name in ("report.counters", "draft.kv", "speculator")),
     ]
     with pytest.MonkeyPatch.context() as patch:
         for name in modules:

@@ -34,7 +34,7 @@ class FamilyAdapter(Protocol):
             modality: "video" or "image".
             data: The item's processor outputs, e.g. `video_grid_thw` [3]; may lack any key.
             num_tokens: Embedding tokens of the item, as counted in the prompt.
-            hf_config: The target's config.
+            hf_config: The draft's config, whose vision geometry `check_pair` holds equal to the target's.
 
         Returns:
             A grid of exactly `num_tokens` tokens; one row of them where the geometry is unknown or does not multiply

@@ -387,29 +387,36 @@ def listeners():
     """Attention guidance without layers, with counters that only add."""
     from vllm_vidspec.config import VidSpecConfig
     from vllm_vidspec.engine.agreement import Agreement
+    from vllm_vidspec.engine.knobs import Knobs
     from vllm_vidspec.engine.listen.attention import AttentionGuidance
-    from vllm_vidspec.engine.listen.prompts import Listeners
+    from vllm_vidspec.engine.listen.prompts import Guidance
 
-    class Guidance(AttentionGuidance):
+    class Unheard(AttentionGuidance):
         def __init__(self):
             config = VidSpecConfig(model="self", num_speculative_tokens=3, prune_ratio=0.5)
             agreement = Agreement(SimpleNamespace(rank_in_group=0, world_size=1))
-            Listeners.__init__(self, config, SimpleNamespace(add=self.fail), torch.device("cpu"), agreement)
+            Guidance.__init__(self, Knobs(config), SimpleNamespace(add=self.fail), torch.device("cpu"), agreement)
             self._layers, self._num_heads = {0}, 1
 
         def fail(self, name):
             pytest.fail(f"{name} counted before the draft has seen the prompt")
 
-    return Guidance()
+    return Unheard()
+
+
+def _arrival(req_state_idx: int, num_tokens: int):
+    from vllm_vidspec.engine.requests import Arrival
+
+    return Arrival("r", req_state_idx, list(range(num_tokens)), _features(2, 10), None)
 
 
 def test_a_prompt_that_ends_with_its_video_has_no_text_to_ask_with(listeners):
     """Catches: "cached" where nothing was."""
-    listeners.arrive("r", list(range(12)), _features(2, 10))
-    assert listeners.take("r").wait() == (None, ("unguided_no_text",))
-    listeners.arrive("s", list(range(13)), _features(2, 10))
-    assert listeners.take("s").wait() == (None, ("unguided_cached",))
+    listeners.arrive(_arrival(0, 12))
+    assert listeners.take(0).wait() == (None, ("unguided_no_text",))
+    listeners.arrive(_arrival(1, 13))
+    assert listeners.take(1).wait() == (None, ("unguided_cached",))
     listeners._remembered["v2"] = torch.ones(10)
-    listeners.arrive("t", list(range(12)), _features(2, 10))
-    assert listeners.take("t").wait().outcome == ("guided_prompts", "reused_guidance")
-    assert listeners.take("unknown") is None
+    listeners.arrive(_arrival(2, 12))
+    assert listeners.take(2).wait().outcome == ("guided_prompts", "reused_guidance")
+    assert listeners.take(3) is None

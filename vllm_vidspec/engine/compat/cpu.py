@@ -4,7 +4,7 @@ Imported on the CPU only.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -13,18 +13,18 @@ from vllm_vidspec.engine.cpu import kernels
 
 
 @contextlib.contextmanager
-def cpu_model_runner(runner_cls: Callable[[type], type]) -> Iterator[None]:
+def cpu_model_runner(runner_cls: type) -> Iterator[None]:
     """Make `CPUWorker.init_device` build our runner.
 
     Why: it imports `CPUModelRunner` inside the function, with no method to override (the GPU worker has one).
 
     Args:
-        runner_cls: vLLM's runner class -> ours.
+        runner_cls: Ours, a subclass of vLLM's.
     """
     import vllm.v1.worker.cpu.model_runner as module
 
     original = module.CPUModelRunner
-    module.CPUModelRunner = runner_cls(original)  # type: ignore[misc, assignment]
+    module.CPUModelRunner = runner_cls  # type: ignore[misc, assignment]
     try:
         yield
     finally:

@@ -98,14 +98,7 @@ class CoupledVerifier(RejectionSampler):
         if self._visual is None or self._rules is None or not self._rules.any_by_relevance(idx_mapping_np):
             return None
         assert self._step.hidden_states is not None
-        return self._visual.relevance(
-            self._step.hidden_states,
-            input_batch.logits_indices,
-            input_batch.cu_num_logits,
-            input_batch.idx_mapping,
-            idx_mapping_np,
-            self.num_speculative_steps + 1,
-        )
+        return self._visual.relevance(self._step.hidden_states, input_batch, self.num_speculative_steps + 1)
 
     def _verify(
         self,
