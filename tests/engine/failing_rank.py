@@ -84,8 +84,13 @@ def main() -> None:
         outputs = llm.generate([prompt], SamplingParams(**{"max_tokens": 24, **arguments, **more}), use_tqdm=False)
         gained = metrics.difference(before, metrics.read_metrics(path))
         watched = llm.collective_rpc("vidspec_watch", args=(True, True))
-        kept = [[record["kept_indices"] for record in rank] for rank in watched]
-        result[name] = {"token_ids": harness.token_ids(outputs)[0][0], "counters": gained, "kept": kept}
+        result[name] = {
+            "token_ids": harness.token_ids(outputs)[0][0],
+            "prompt_ids": [list(output.prompt_token_ids) for output in outputs],
+            "counters": gained,
+            "kept_indices": [[record["kept_indices"] for record in rank] for rank in watched],
+            "scores": [[(record["scores"] or [None])[0] for record in rank] for rank in watched],
+        }
 
     def hit(point: str, ranks: tuple[int, ...] = (1,), **more) -> None:
         llm.collective_rpc(inject, args=(point, ranks))
