@@ -1,4 +1,4 @@
-"""Prefilling the draft in a running engine: over many steps, late scores, beside bad prompts. What is looked at once."""
+"""Prefilling the draft in a running engine: over many steps, late scores, beside bad prompts, and one look at all."""
 
 from types import SimpleNamespace
 

@@ -135,7 +135,7 @@ class World:
                 fills_trees=self._fills_trees,
             )  # fmt: skip
         trees = self.speculator.drafter.trees
-        draft.attention = None if trees is None else trees._attention
+        draft.attention = None if trees is None else trees.attention
 
     def _make_trees(self) -> target_trees.TargetTrees:
         state = SimpleNamespace(
@@ -247,10 +247,10 @@ class World:
         if self.trees is not None:
             self.trees.before_forward(batch)
             positions = self.trees._adjust(positions.repeat(3, 1))[0]
-            step = as_dict(self.trees._attention.step)
+            step = as_dict(self.trees.attention.step)
         block_table = self.launch(lambda table, rows: table[rows])(self.target_table, batch.idx_mapping)
         if self.trees is not None:
-            self.trees._attention.block_table = block_table
+            self.trees.attention.block_table = block_table
 
         def run(drafts, last, cache, table, rows, positions, entries, local, seq_lens, step):
             tokens = torch.where(local == 0, last[rows, 0], drafts[rows, (local - 1).clamp(min=0)])

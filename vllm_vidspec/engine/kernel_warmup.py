@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from vidspec_kernels import warm_up
 from vllm_vidspec.drafting.adaptive import AdaptiveTree
 from vllm_vidspec.engine.draft.drafter import Drafter
-from vllm_vidspec.engine.kv_views import cache_views
+from vllm_vidspec.engine.kv_views import distinct_views
 from vllm_vidspec.engine.listen.attention import AttentionGuidance
 from vllm_vidspec.engine.tree_attention import TreeAttention
 
@@ -40,14 +40,10 @@ def prepare(runner: Any) -> None:
     in_trees, block_table = parts.trees is not None, runner.block_tables.input_block_tables[0]
     warm_up.warm_accept(num_drafts, runner.max_num_reqs, in_trees, is_loose=parts.rules is not None)
     if in_trees:
-        _prepare_attention(parts.trees._attention, block_table, runner.vllm_config, num_drafts + 1)
-        warm_up.warm_kv_compact(parts.trees._caches, block_table, num_drafts)
+        _prepare_attention(parts.trees.attention, block_table, runner.vllm_config, num_drafts + 1)
+        warm_up.warm_kv_compact(parts.trees.caches, block_table, num_drafts)
     if isinstance(parts.guidance, AttentionGuidance):
-        layers = {}
-        for layer in parts.guidance._attention.values():
-            keys, _ = cache_views(layer.kv_cache, layer)
-            layers[keys.shape, keys.stride(), keys.dtype, layer.impl.num_heads] = keys
-        heads = [(keys, key[3]) for key, keys in layers.items()]
+        heads = [(keys, num_heads) for keys, _, num_heads in distinct_views(parts.guidance.attention.values())]
         warm_up.warm_guidance_scores(heads, block_table, runner.dtype)
     if parts.visual is not None:
         store = parts.visual.store
@@ -90,7 +86,7 @@ def _prepare_drafter(drafter: Drafter, runner: Any) -> None:
     )
     if isinstance(trees.policy, AdaptiveTree):
         warm_up.warm_tree_grow(trees.policy._growth, width)
-    _prepare_attention(trees._attention, kv.block_tables, drafter.model.config, width)
+    _prepare_attention(trees.attention, kv.block_tables, drafter.model.config, width)
     assert kv.caches is not None
     warm_up.warm_kv_compact(kv.caches, kv.block_tables, runner.num_speculative_steps)
 
@@ -98,11 +94,7 @@ def _prepare_drafter(drafter: Drafter, runner: Any) -> None:
 def _prepare_attention(
     attention: TreeAttention, block_table: torch.Tensor, config: VllmConfig, max_queries: int
 ) -> None:
-    """Prepare the tree attention of a model's layers, of each kind of layer once."""
+    """Prepare the tree attention of a model's layers."""
     model = config.model_config
-    kinds = {}
-    for layer in attention.layers:
-        keys, values = cache_views(layer.kv_cache, layer)
-        kinds[keys.shape, keys.stride(), keys.dtype, layer.impl.num_heads] = (keys, values)
-    for (*_, num_heads), (keys, values) in kinds.items():
+    for keys, values, num_heads in distinct_views(attention.layers):
         warm_up.warm_tree_attention(keys, values, block_table, num_heads, model.dtype, max_queries, model.max_model_len)

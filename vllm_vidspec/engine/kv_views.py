@@ -84,3 +84,13 @@ def cache_views(kv_cache: torch.Tensor, layer: Any) -> tuple[torch.Tensor, torch
     # A block's first half is K, stored [head_size, block_size] per head; its second is V, [block_size, head_size].
     keys = kv_cache.as_strided(shape, (block, 1, head, block_size), first)
     return keys, kv_cache.as_strided(shape, (block, head_size, head, 1), first + block_size * head_size)
+
+
+def distinct_views(layers: Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Return keys, values and the number of query heads of attention layers, of those that are alike only one's."""
+    found = {}
+    for layer in layers:
+        keys, values = cache_views(layer.kv_cache, layer)
+        num_heads = layer.impl.num_heads
+        found[keys.shape, keys.stride(), keys.dtype, num_heads] = (keys, values, num_heads)
+    return list(found.values())

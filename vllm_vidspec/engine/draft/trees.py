@@ -34,7 +34,7 @@ class TreeDrafter:
         self._roots = roots
         self._sample = sample
         self.policy = policy
-        self._attention = attention
+        self.attention = attention
         self._fills = fills
         device = roots.model.device
         max_num_reqs = len(roots.seq_lens)
@@ -143,7 +143,7 @@ class TreeDrafter:
             high = min(low + per_forward, num_reqs)
             places, layout = slice(low * width, high * width), self._layout(high - low, width)
             prefix_lens = self._prefix_lens[low:high]
-            self._attention.step = TreeStep(
+            self.attention.step = TreeStep(
                 rows=layout.rows,
                 query_start=layout.query_start_loc[:-1],
                 num_queries=layout.num_queries,
@@ -165,7 +165,7 @@ class TreeDrafter:
                     slot_mapping=self._slot_mapping[places],
                 )
             finally:
-                self._attention.step = None
+                self.attention.step = None
             parts.append(hidden)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -82,7 +82,7 @@ class AttentionGuidance(Guidance):
         layers = {extract_layer_index(name): layer for name, layer in attention_layers(vllm_config).items()}
         # Rank-local heads, and how many of them all ranks have together.
         self._num_heads = next(iter(layers.values())).impl.num_heads * get_tensor_model_parallel_world_size()
-        self._attention = layers
+        self.attention = layers
         self._step: _AttentionStep | None = None
         self._error: Exception | None = None  # of an observer, until `after_forward`
         self._select(knobs.now)
@@ -93,11 +93,11 @@ class AttentionGuidance(Guidance):
 
     def _select(self, config: VidSpecConfig) -> None:
         """Choose the layers to sum; a VidSpecError if the target has no such layer."""
-        self._layers = chosen_layers(config.guidance_layers, len(self._attention))
+        self._layers = chosen_layers(config.guidance_layers, len(self.attention))
 
     def init_kv(self, runner: Any) -> None:
         """Refuse keys packed in a way that no view describes (bf16 on AMX); see `TargetListener`."""
-        check_layout(self._attention.values(), *REFUSAL)
+        check_layout(self.attention.values(), *REFUSAL)
 
     def before_forward(self, batch: Any) -> None:
         """Gather the step's guiding queries."""

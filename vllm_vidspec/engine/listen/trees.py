@@ -60,7 +60,7 @@ class TargetTrees(TargetListener):
         # [max_num_reqs, K + 1] int32 node behind each output of the last verify step; the drafter reads it
         self._in_order = torch.arange(max_nodes + 1, dtype=torch.int32, device=device)
         self.path = self._in_order.repeat(max_num_reqs, 1)
-        self._attention = TreeAttention(layers)
+        self.attention = TreeAttention(layers)
         # Models with 1-D positions read the batch's own buffer, which must not change: they get a copy.
         self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self._step: _Step | None = None
@@ -73,7 +73,7 @@ class TargetTrees(TargetListener):
             raise VidSpecError(
                 "targets that mix attention kinds (several KV cache groups) cannot verify trees: use chain"
             )
-        self._caches = self._attention.caches()
+        self.caches = self.attention.caches()
 
     # ---- what was drafted ------------------------------------------------------------------------------------------
 
@@ -98,14 +98,14 @@ class TargetTrees(TargetListener):
 
     def before_forward(self, batch: Any) -> None:
         """Find the trees among a batch's scheduled drafts, of which the scheduler may have dropped the last ones."""
-        self._step = self._attention.step = None
+        self._step = self.attention.step = None
         num_drafts = batch.num_draft_tokens_per_req
         if num_drafts is None:
             return
         chosen = np.flatnonzero((num_drafts > 0) & self._is_tree[batch.idx_mapping_np] & ~batch.is_prefilling_np)
         if len(chosen):
             self._step = self._find(batch, chosen)
-            self._attention.step = self._step.attention
+            self.attention.step = self._step.attention
 
     def _find(self, batch: Any, chosen: np.ndarray) -> "_Step":
         counts = batch.num_draft_tokens_per_req[chosen] + 1  # [n] with the root
@@ -163,7 +163,7 @@ class TargetTrees(TargetListener):
 
     def after_forward(self, forward: Forward) -> None:
         """Leave other forwards (dummy runs, other graphs) alone."""
-        self._attention.step = None
+        self.attention.step = None
 
     # ---- scoring ---------------------------------------------------------------------------------------------------
 
@@ -191,8 +191,8 @@ class TargetTrees(TargetListener):
             return
         attention = step.attention
         kv_compact(
-            self._caches,
-            self._attention.block_table,
+            self.caches,
+            self.attention.block_table,
             attention.rows,
             attention.prefix_lens - 1,
             self.path[step.state_rows],
