@@ -92,14 +92,14 @@ def demo(
     from rich.console import Console
 
     from vllm_vidspec.tools import demo as demo_module
-    from vllm_vidspec.tools import tables
+    from vllm_vidspec.tools import progress, tables
 
     _end_on_sigterm()
     spec = {"prune_ratio": prune_ratio, "num_speculative_tokens": num_speculative_tokens, "pruner": pruner}
     what = demo_module.Demo(family, target, draft, video, question, max_tokens, port, log_dir, spec)
     to_stdout = json_path == "-"
     stderr, out = Console(stderr=True), Console(stderr=to_stdout)
-    with tables.progress(stderr) as bars:
+    with progress.bars(stderr) as bars:
         result = demo_module.run(what, tables.DemoView(bars, out))
     if json_path is not None:
         _write_json(json_path, result)
@@ -193,7 +193,7 @@ def calibrate(
 
     from vllm_vidspec.tools import calibrate as calibration
     from vllm_vidspec.tools import calibration_views as views
-    from vllm_vidspec.tools import tables
+    from vllm_vidspec.tools import progress
 
     _end_on_sigterm()
     what = calibration.Calibration(
@@ -215,8 +215,8 @@ def calibrate(
         return
     calibration.check(what, out, plot)
     console = Console()
-    with tables.progress(Console(stderr=True)) as bars:
-        result = calibration.run(what, views.View(bars))
+    with progress.bars(Console(stderr=True)) as bars:
+        result = calibration.run(what, progress.View(bars))
     _write_json(out, result)
     if plot is not None:
         views.plot(result, plot)
@@ -230,7 +230,7 @@ def _calibrate_costs(what: "Calibration", rounds: int, out: str, plot: str | Non
     from rich.console import Console
 
     from vllm_vidspec.tools import calibration_views as views
-    from vllm_vidspec.tools import costs, tables
+    from vllm_vidspec.tools import costs, progress
 
     if plot is not None:
         raise VidSpecError("--plot: --costs has nothing to plot")
@@ -238,8 +238,8 @@ def _calibrate_costs(what: "Calibration", rounds: int, out: str, plot: str | Non
     measure = costs.Costs(what, rounds, out if held.get("config", {}).keys() - {"draft_table"} else None)
     costs.check(measure, out)
     console = Console()
-    with tables.progress(Console(stderr=True)) as bars:
-        result = costs.run(measure, tables.EnginesView(bars))
+    with progress.bars(Console(stderr=True)) as bars:
+        result = costs.run(measure, progress.View(bars))
     if held:
         table = {"config": held["config"] | result["config"], "costs": result["costs"]}
         _write_json(out, held | table | {"costs_provenance": result["provenance"]})
@@ -274,7 +274,7 @@ def show_pruning(
     """Draw which tokens of a video each pruner keeps for the draft."""
     from rich.console import Console
 
-    from vllm_vidspec.tools import contact_sheet, tables
+    from vllm_vidspec.tools import contact_sheet, progress
     from vllm_vidspec.tools import show_pruning as pruning
 
     _end_on_sigterm()
@@ -293,8 +293,8 @@ def show_pruning(
         engine_args=_engine_args(engine_args, dtype),
     )
     console = Console()
-    with tables.progress(Console(stderr=True)) as bars:
-        result = pruning.run(show, tables.EnginesView(bars))
+    with progress.bars(Console(stderr=True)) as bars:
+        result = pruning.run(show, progress.View(bars))
     console.print(contact_sheet.table(result))
     console.print(f"Wrote {out}", highlight=False, soft_wrap=True)
 
@@ -328,7 +328,7 @@ def show_relevance(
     """Show a caption with every token in the colour of its visual relevance, and mark what was loosened."""
     from rich.console import Console
 
-    from vllm_vidspec.tools import relevance_views, tables
+    from vllm_vidspec.tools import progress, relevance_views
     from vllm_vidspec.tools import show_relevance as relevance
 
     _end_on_sigterm()
@@ -352,8 +352,8 @@ def show_relevance(
     )
     relevance.check(show)
     console = Console(stderr=json_path == "-")
-    with tables.progress(Console(stderr=True)) as bars:
-        result = relevance.run(show, tables.EnginesView(bars))
+    with progress.bars(Console(stderr=True)) as bars:
+        result = relevance.run(show, progress.View(bars))
     if json_path is not None:
         _write_json(json_path, result)
     console.print(relevance_views.table(result["rows"][0]))
@@ -457,7 +457,7 @@ def acceptance(
     """
     from rich.console import Console
 
-    from vllm_vidspec.tools import plots, tables
+    from vllm_vidspec.tools import plots, progress, tables
     from vllm_vidspec.tools.bench import acceptance as bench
 
     _end_on_sigterm()
@@ -479,8 +479,8 @@ def acceptance(
     bench.check(sweep)
     plots.check_outputs(axes, csv_path=csv_path, plot_path=plot_path, json_path=json_path)
     stderr, stdout = Console(stderr=True), Console()
-    with tables.progress(stderr) as bars:
-        result = bench.run(sweep, tables.BenchView(bars, stderr))
+    with progress.bars(stderr) as bars:
+        result = bench.run(sweep, progress.View(bars))
     if json_path is not None:
         _write_json(json_path, result)
     if csv_path is not None:
@@ -545,8 +545,8 @@ def quality(
     """
     from rich.console import Console
 
+    from vllm_vidspec.tools import progress
     from vllm_vidspec.tools import quality_views as views
-    from vllm_vidspec.tools import tables
     from vllm_vidspec.tools.bench import quality as bench
 
     _end_on_sigterm()
@@ -570,8 +570,8 @@ def quality(
     )
     bench.check(what)
     views.check_outputs(csv_path=csv_path, plot_path=plot_path, json_path=json_path)
-    with tables.progress(Console(stderr=True)) as bars:
-        result = bench.run(what, views.View(bars))
+    with progress.bars(Console(stderr=True)) as bars:
+        result = bench.run(what, progress.View(bars))
     if json_path is not None:
         _write_json(json_path, result)
     if csv_path is not None:

@@ -1,4 +1,4 @@
-"""How `vidspec bench quality` shows itself: tables, CSV, the figure drawn from it, the progress bar; no engine.
+"""How `vidspec bench quality` shows itself: tables, CSV, the figure drawn from it; no engine.
 
 python -m vllm_vidspec.tools.quality_views F.csv F.png
 """
@@ -9,13 +9,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich import box
-from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.shapeworld.captions import ATTRIBUTES, GROUPS
 from vllm_vidspec.tools import plots
-from vllm_vidspec.tools.bench.quality import DEFAULTS, DRAFT, LOSSY, STRICT, TARGET
+from vllm_vidspec.tools.bench.quality import DEFAULTS, DRAFT, LOSSY, STRICT, TARGET, setting_name, ways
 from vllm_vidspec.tools.tables import number
 from vllm_vidspec.tools.user_files import check_output
 
@@ -45,23 +44,6 @@ _STYLES = {
 
 Panel = tuple[str, float, str]
 Row = dict[str, Any]
-
-
-def setting_name(row: Row) -> str:
-    """Return a setting in a few characters: "loose 0.7 N1 shift pred".
-
-    The number is lambda, or of the two FLy the threshold; N is not said where it is the default; "pred" reads the
-    states that predict the drafts.
-    """
-    value = row["fly_entropy"] if row["lambda_loose"] is None else row["lambda_loose"]
-    words = [row["method"]] + ([] if value is None else [f"{value:g}"])
-    if row["top_n"] not in (None, DEFAULTS["top_n"]):
-        words.append(f"N{row['top_n']:g}")
-    return " ".join(words + _ways(row))
-
-
-def _ways(row: Row) -> list[str]:
-    return ["shift"] * bool(row["position_shift"]) + ["pred"] * (row["relevance_rows"] == "prediction")
 
 
 def panels(rows: Sequence[Row]) -> dict[Panel, list[Row]]:
@@ -250,8 +232,8 @@ def draw_panel(place: Any, rows: Sequence[Row]) -> dict[str, Any]:
             star = {"marker": "*", "markersize": 13, "color": "#000000", "linestyle": "none", "zorder": 5}
             (lines[STRICT],) = place.plot([row["acceptance_length"]], [100 * row["retention"]], **star)
     ours = [row for row in rows if row["method"] not in (TARGET, DRAFT, STRICT)]
-    for name in dict.fromkeys(" ".join([row["method"], *_ways(row)]) for row in ours):
-        lines[name] = _draw_line(place, name, [row for row in ours if " ".join([row["method"], *_ways(row)]) == name])
+    for name in dict.fromkeys(" ".join([row["method"], *ways(row)]) for row in ours):
+        lines[name] = _draw_line(place, name, [row for row in ours if " ".join([row["method"], *ways(row)]) == name])
     place.grid(color="#DDDDDD", linewidth=0.6)
     place.set_axisbelow(True)
     place.spines[["top", "right"]].set_visible(False)
@@ -282,29 +264,6 @@ def _draw_line(place: Any, name: str, rows: Sequence[Row]) -> Any:
 
 def _point(row: Row) -> tuple[float, float]:
     return row["acceptance_length"], 100 * row["retention"]
-
-
-class View:
-    """Shows the events of `quality.run`: one bar over the batches of captions."""
-
-    def __init__(self, bars: Progress) -> None:
-        """Draw on `bars`; where these are off, print a line per engine."""
-        self._bars = bars
-        self._task: TaskID | None = None
-
-    def __call__(self, event: str, fields: dict[str, Any]) -> None:
-        """Take one event."""
-        if event == "plan":
-            self._task = self._bars.add_task("", total=fields["total"], note="")
-        elif self._task is not None and event == "loading":
-            self._bars.update(self._task, description=f"loading {fields['label']}", note="")
-            if self._bars.disable:
-                self._bars.console.print(fields["label"], markup=False, highlight=False)
-        elif self._task is not None:
-            row = fields["row"]
-            note = f"{setting_name(row)}: {100 * (row['retention'] or 0):.1f} % kept"
-            self._bars.advance(self._task)
-            self._bars.update(self._task, description=row["family"], note=note)
 
 
 def main() -> int:

@@ -1,16 +1,14 @@
 """Terminal views of the benchmarks' results: rich tables and progress bars; no engine."""
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from vllm_vidspec.tools.bench.acceptance import AXES, measured_itself
@@ -113,78 +111,6 @@ def checks_table(checks: "list[Check]") -> Table:
     return table
 
 
-@contextlib.contextmanager
-def progress(console: Console) -> Iterator[Progress]:
-    """Show progress bars on `console` (standard error) that leave when they are done; none where it is no terminal."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=30),
-        TextColumn("{task.fields[note]}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        yield bars
-
-
-@dataclass
-class _Engine:
-    """What `BenchView` knows of an engine that runs."""
-
-    task: TaskID
-    total: int  # requests of all samplings
-    finished: int = 0  # requests of the samplings that are done
-
-
-class BenchView:
-    """Shows the events of `acceptance.run`: a bar for the sweep, one per running engine, a line per failure."""
-
-    def __init__(self, bars: Progress, console: Console) -> None:
-        """Draw on `bars`; failures go to `console`."""
-        self._bars, self._console = bars, console
-        self._sweep: TaskID | None = None
-        self._num_engines = self._num_ended = 0
-        self._running: dict[int, _Engine] = {}
-
-    def __call__(self, event: str, fields: dict[str, Any]) -> None:
-        """Take one event."""
-        number = fields["engine"]
-        if event == "start":
-            if self._sweep is None:
-                self._num_engines = fields["engines"]
-                self._sweep = self._bars.add_task("engines", total=self._num_engines, note=f"0/{self._num_engines}")
-            task = self._bars.add_task(fields["label"], total=None, note="loading")
-            self._running[number] = _Engine(task, fields["total"])
-            if self._bars.disable:
-                self._print(f"{number + 1}/{self._num_engines} {fields['label']}")
-        elif event == "ready":
-            self._show(self._running[number], 0)
-        elif event == "progress":
-            self._show(self._running[number], fields["done"])
-        elif event == "result":
-            self._running[number].finished += len(fields["token_ids"])
-            self._show(self._running[number], 0)
-        elif event in ("done", "failed"):
-            self._end(number)
-            if event == "failed":
-                self._print(f"vidspec: {fields['label']}: {fields['reason']}")
-
-    def _show(self, engine: _Engine, done: int) -> None:
-        """Show an engine with `done` requests of the current sampling."""
-        done += engine.finished
-        self._bars.update(engine.task, total=engine.total, completed=done, note=f"{done}/{engine.total} requests")
-
-    def _end(self, number: int) -> None:
-        assert self._sweep is not None
-        self._bars.remove_task(self._running.pop(number).task)
-        self._num_ended += 1
-        note = f"{self._num_ended}/{self._num_engines}"
-        self._bars.update(self._sweep, completed=self._num_ended, note=note)
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False)
-
-
 class DemoView:
     """Shows the events of `demo.run`: a bar while a server starts, then the answer as it streams."""
 
@@ -232,21 +158,3 @@ def percent(value: float | None) -> str:
 def kilobytes(num_bytes: int) -> str:
     """Return a size in KiB or MiB."""
     return f"{num_bytes / 1024:.0f} KiB" if num_bytes < 2**20 else f"{num_bytes / 2**20:.1f} MiB"
-
-
-class EnginesView:
-    """Shows the events of `show_pruning.run` and `costs.run`: one bar over the engines."""
-
-    def __init__(self, bars: Progress) -> None:
-        """Draw on `bars`."""
-        self._bars = bars
-        self._task: TaskID | None = None
-
-    def __call__(self, event: str, fields: dict[str, Any]) -> None:
-        """Take one event."""
-        if event == "plan":
-            self._task = self._bars.add_task("", total=fields["total"], note="")
-        elif self._task is not None and event == "loading":
-            self._bars.update(self._task, description=fields["label"])
-        elif self._task is not None:
-            self._bars.advance(self._task)
