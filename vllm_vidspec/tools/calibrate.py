@@ -10,7 +10,7 @@ from vllm_vidspec.config import METHOD, SELF, parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import GUIDANCE_FALLBACKS, summarize
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.engine_session import EngineSession
+from vllm_vidspec.tools.engine_session import EngineSession, answer_command
 from vllm_vidspec.tools.provenance import provenance
 from vllm_vidspec.tools.user_files import check_output, check_video
 
@@ -249,12 +249,12 @@ def _ask(session: EngineSession, calibration: Calibration, knobs: dict[str, Any]
     Raises:
         VidSpecError: Not every prompt was guided, or nothing was drafted.
     """
-    answer = session.ask({"command": "measure", "knobs": knobs, "max_tokens": calibration.max_tokens})
-    counters = answer["metrics"]
-    if counters["guided_prompts"] < answer["num_prompts"]:
+    answer = session.ask(answer_command(knobs, max_tokens=calibration.max_tokens))
+    counters, num_prompts = answer["metrics"], len(answer["token_ids"])
+    if counters["guided_prompts"] < num_prompts:
         reasons = ", ".join(reason for reason in GUIDANCE_FALLBACKS if counters[f"unguided_{reason}"])
         raise VidSpecError(
-            f"{answer['num_prompts'] - counters['guided_prompts']} of {answer['num_prompts']} prompts were pruned "
+            f"{num_prompts - counters['guided_prompts']} of {num_prompts} prompts were pruned "
             f"without guidance ({reasons or 'too few video tokens to choose from'})"
         )
     figures = summarize(counters)
@@ -265,7 +265,7 @@ def _ask(session: EngineSession, calibration: Calibration, knobs: dict[str, Any]
         acceptance_length=float(figures["acceptance_length"] or 0),
         acceptance_rate=float(figures["acceptance_rate"] or 0),
         num_drafts=int(figures["num_drafts"]),
-        output_tokens=answer["output_tokens"],
+        output_tokens=sum(map(len, answer["token_ids"])),
         seconds=answer["seconds"],
     )
 

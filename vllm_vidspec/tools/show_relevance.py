@@ -12,7 +12,7 @@ from vllm_vidspec.metrics import SKIP_REASONS, STRICT_REASONS, summarize
 from vllm_vidspec.shapeworld.captions import kind_shares, relevance_auc
 from vllm_vidspec.tools import pairs, relevance_views
 from vllm_vidspec.tools.calibrate import Calibration, check_models
-from vllm_vidspec.tools.engine_session import EngineSession
+from vllm_vidspec.tools.engine_session import EngineSession, answer_command
 from vllm_vidspec.tools.provenance import provenance
 from vllm_vidspec.tools.user_files import check_output, check_video
 
@@ -125,15 +125,8 @@ def run(show: Show, report: Report = lambda _event, _fields: None) -> dict[str, 
     report("loading", {"label": "loading the engine"})
     with EngineSession(show.models.job(**show.knobs)) as session:
         report("loading", {"label": "asking"})
-        answer = session.ask(
-            {
-                "command": "caption",
-                "knobs": None,
-                "sampling": {"temperature": show.temperature, "max_tokens": show.max_tokens},
-                "seed": show.seed,
-                "watch": True,
-            }
-        )
+        command = answer_command(seed=show.seed, watch=True, temperature=show.temperature, max_tokens=show.max_tokens)
+        answer = session.ask(command)
     report("done", {})
     row = make_row(show, answer)
     relevance_views.write(row, show.out)
@@ -145,7 +138,7 @@ def make_row(show: Show, answer: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         show: What was asked for.
-        answer: The engine's, as `session_job._caption` returns it.
+        answer: The engine's, as `session_job.Engine.answer` returns it.
 
     Raises:
         VidSpecError: The caption was verified strictly, or without drafts, so that there is nothing to show.

@@ -2,23 +2,19 @@
 
 import contextlib
 import itertools
-import json
-import os
 import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from vllm_vidspec.config import SELF, parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import GUIDANCE_FALLBACKS, SKIP_REASONS, summarize
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.processes import end_group, last_error_line
+from vllm_vidspec.tools.engine_session import EngineSession, answer_command
+from vllm_vidspec.tools.processes import end_group
 from vllm_vidspec.tools.provenance import provenance
 
 # Axes that are knobs of VidSpecConfig (`drafting` is its `draft`).
@@ -148,7 +144,7 @@ class Configuration:
         return f"{' '.join(map(str, what))} K={spec['num_speculative_tokens']}"
 
     def job(self, sweep: Sweep) -> dict[str, Any]:
-        """Return what `engine_job` reads."""
+        """Return what `run_job` reads."""
         llm = pairs.llm_kwargs(
             self.family,
             self.draft,
@@ -164,11 +160,11 @@ class Configuration:
             shared | {name: value for name, value in sampling.items() if value != SAMPLING_AXES[name]}
             for sampling in sweep.samplings()
         ]
+        prompts = {"family": self.family, "question": sweep.question, "held_out": list(range(sweep.requests))}
+        # One video outside the measured ones: what happens once is not part of any figure.
         return {
             "llm": llm,
-            "family": self.family,
-            "question": sweep.question,
-            "requests": sweep.requests,
+            "prompts": prompts | {"warm_up": sweep.requests},
             "samplings": samplings,
             "seed": sweep.seed,
         }
@@ -301,7 +297,7 @@ def run_job(job: dict[str, Any], report: Report, running: Running) -> list[dict[
 
     Args:
         job: As `Configuration.job` returns it.
-        report: Called with the events of `engine_job`.
+        report: Called with "ready", "progress" and "result", as `progress.View` takes them.
         running: Where the process is found by who wants to stop it.
 
     Returns:
@@ -311,38 +307,13 @@ def run_job(job: dict[str, Any], report: Report, running: Running) -> list[dict[
     Raises:
         VidSpecError: The engine failed; one line with the reason.
     """
-    read_end, write_end = os.pipe()
     results: list[dict[str, Any]] = []
-    reason = None
-    with tempfile.TemporaryDirectory(prefix="vidspec-bench-") as folder, open(read_end) as events:
-        log_path = Path(folder, "engine.log")
-        with log_path.open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "vllm_vidspec.tools.engine_job", str(write_end)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=(write_end,),
-                env=pairs.engine_env(),
-                start_new_session=True,
-            )
-        os.close(write_end)
-        with running.holding(process):
-            assert process.stdin is not None
-            with process.stdin as stdin:
-                stdin.write(json.dumps(job).encode())
-            for line in events:
-                event = json.loads(line)
-                report(event["event"], event)
-                if event["event"] == "result":
-                    results.append(event)
-                if event["event"] == "error":
-                    reason = event["message"]
-            process.wait(60)
-        if reason is None and len(results) < len(job["samplings"]):
-            reason = last_error_line(log_path.read_text(errors="replace"))
-    if reason is not None:
-        raise VidSpecError(f"the engine stopped: {reason}")
+    with EngineSession(job, running.holding) as session:
+        report("ready", {})
+        for sampling in job["samplings"]:
+            answer = session.ask(answer_command(seed=job["seed"], **sampling), report)
+            report("result", answer)
+            results.append(answer | {"scheduling": session.ready["scheduling"]})
     return results
 
 

@@ -19,9 +19,9 @@ from vllm_vidspec.shapeworld.captions import (
 )
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.bench.acceptance import identical_frac
-from vllm_vidspec.tools.engine_job import WARM_UP_TOKENS
-from vllm_vidspec.tools.engine_session import EngineSession
+from vllm_vidspec.tools.engine_session import EngineSession, answer_command
 from vllm_vidspec.tools.provenance import provenance
+from vllm_vidspec.tools.session_job import WARM_UP_TOKENS
 
 TARGET, DRAFT, STRICT = "target", "draft", "strict"
 ORACLE = "oracle"  # loosens what tells nothing about the video: what perfect relevance could reach
@@ -240,18 +240,14 @@ def _session(quality: Quality, job: dict[str, Any], label: str, report: Report) 
     """Start an engine and show it every video once: reading them is in no measured time, for whichever setting."""
     report("loading", {"label": label})
     with EngineSession(job) as session:
-        session.ask(_command(quality, 0.0) | {"sampling": {"temperature": 0.0, "max_tokens": WARM_UP_TOKENS}})
+        session.ask(answer_command(seed=quality.seed, max_tokens=WARM_UP_TOKENS))
         yield session
 
 
 def _command(quality: Quality, temperature: float, setting: Setting | None = None) -> dict[str, Any]:
-    return {
-        "command": "caption",
-        "knobs": None if setting is None else setting.knobs,
-        "sampling": {"temperature": temperature, "max_tokens": quality.max_tokens},
-        "seed": quality.seed,
-        "watch": setting is not None,
-    }
+    knobs = None if setting is None else setting.knobs
+    sampling = {"temperature": temperature, "max_tokens": quality.max_tokens}
+    return answer_command(knobs, seed=quality.seed, watch=setting is not None, **sampling)
 
 
 def _measure(
@@ -312,7 +308,7 @@ def make_row(
         temperature: Of this batch.
         draft_noise: The engine's; None for a model alone.
         setting: How drafts were verified, or the role of the model that wrote alone.
-        answer: The engine's, as `session_job._caption` returns it.
+        answer: The engine's, as `session_job.Engine.answer` returns it.
         reference: The same of the target alone, at this temperature and with these seeds.
         facts: What each video shows.
         strict_length: Acceptance length of strict in the same engine; None: this is strict, or no drafts were there.
