@@ -20,7 +20,7 @@ from vllm_vidspec import metrics
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.shapeworld import world
-from vllm_vidspec.tools import pairs, plots, processes, tables
+from vllm_vidspec.tools import pairs, plots, processes, tables, user_files
 from vllm_vidspec.tools.bench import acceptance
 from vllm_vidspec.tools.provenance import provenance
 
@@ -73,13 +73,13 @@ def test_mp4_round_trip(tmp_path):
     pytest.importorskip("cv2")
     frames = world.held_out(0).frames
     world.write_mp4(frames, tmp_path / "v.mp4")
-    loaded = pairs.load_video(tmp_path / "v.mp4")
+    loaded = user_files.read_video(tmp_path / "v.mp4")
     assert loaded.shape == frames.shape
     assert np.abs(loaded.astype(int) - frames).mean() < 10
     (tmp_path / "bad.mp4").write_bytes(b"nothing")
     for path in (tmp_path / "bad.mp4", tmp_path / "absent.mp4"):
         with pytest.raises(VidSpecError):
-            pairs.load_video(path)
+            user_files.read_video(path)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_server_that_stops_gives_its_reason(tmp_path, monkeypatch):
 
 def test_an_engine_that_fails_is_one_line(tmp_path):
     pytest.importorskip("vllm")
-    job = {"llm": {"model": str(tmp_path / "absent")}, "samplings": [{}], "family": "qwen2.5-vl", "requests": 1}
+    job = {"llm": {"model": str(tmp_path / "absent")}, "samplings": [{}], "prompts": {"family": "qwen2.5-vl"}}
     with pytest.raises(VidSpecError, match="the engine stopped: ") as caught:
         acceptance.run_job(job, lambda _event, _fields: None, acceptance.Running())
     assert "\n" not in str(caught.value)
@@ -199,7 +199,12 @@ def _fake_engine(job, report, running):
             "draft_steps": 20,
         }
     report("ready", {})
-    fields = {"seconds": 1.0, "metrics": counters, "token_ids": [[1, 2]] * job["requests"], "scheduling": "sync"}
+    fields = {
+        "seconds": 1.0,
+        "metrics": counters,
+        "token_ids": [[1, 2]] * len(job["prompts"]["held_out"]),
+        "scheduling": "sync",
+    }
     return [fields for _ in job["samplings"]]
 
 
@@ -274,7 +279,7 @@ def test_a_family_without_vanilla_has_no_rows(monkeypatch, jobs):
 
     def run_job(job, report, running):
         started.append(job)
-        if job["family"] == "qwen2.5-vl" and "speculative_config" not in job["llm"]:
+        if job["prompts"]["family"] == "qwen2.5-vl" and "speculative_config" not in job["llm"]:
             raise VidSpecError("no")
         return _fake_engine(job, report, running)
 

@@ -97,7 +97,7 @@ class FakeSession:
             "draft_tokens": 5 * drafts,
             "accepted_tokens": TOKENS - drafts,
         }
-        return {"seconds": 1.0, "num_prompts": 4, "output_tokens": TOKENS, "metrics": counters}
+        return {"seconds": 1.0, "token_ids": [[0] * (TOKENS // 4)] * 4, "metrics": counters}
 
 
 @pytest.fixture
@@ -363,14 +363,16 @@ class FakeEngine:
 def test_only_steps_of_the_whole_batch_are_timed(monkeypatch, speculates, num_steps):
     engine, asked = FakeEngine(speculates), []
 
-    def enqueue(indices, **sampling):
-        asked.append((indices, sampling))
+    def enqueue(requests, params, use_tqdm):
+        asked.append((requests, params))
         engine.left = list(engine.drafted)
 
     monkeypatch.setattr(metrics, "read_metrics", lambda path: dict(engine.counters))
-    command = {"batches": [[0, 1], [2, 3]], "max_tokens": 9}
-    answer = session_job._cost(SimpleNamespace(llm_engine=engine), SimpleNamespace(enqueue=enqueue), command)
-    assert asked == [(indices, {"max_tokens": 9}) for indices in ([0, 1], [0, 1], [2, 3])], "the first to warm up"
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    llm = SimpleNamespace(llm_engine=engine, enqueue=enqueue)
+    answer = session_job.Engine(llm, ["a", "b", "c", "d"]).cost([[0, 1], [2, 3]], max_tokens=9)
+    sampling = {"temperature": 0, "max_tokens": 9}
+    assert asked == [(names, sampling) for names in (["a", "b"], ["a", "b"], ["c", "d"])], "the first to warm up"
     assert [(run["batch_size"], len(run["step_s"])) for run in answer["runs"]] == [(2, num_steps)] * 2
     assert [run["metrics"] and run["metrics"]["drafts"] for run in answer["runs"]] == [8 if speculates else None] * 2
 

@@ -17,7 +17,7 @@ from vllm_vidspec import cli, doctor
 from vllm_vidspec.cli import app
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import NAMES
-from vllm_vidspec.tools import demo, plots, tables
+from vllm_vidspec.tools import demo, plots, progress
 from vllm_vidspec.tools.bench import acceptance
 
 COUNTERS = dict.fromkeys(NAMES, 0) | {
@@ -278,8 +278,8 @@ def test_bench_shares_engines_and_writes_csv_and_plot(engine, tmp_path):
 
 def test_bench_view_shows_engines_that_run_at_once():
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
-    with tables.progress(console) as bars:
-        view = tables.BenchView(bars, console)
+    with progress.bars(console) as bars:
+        view = progress.View(bars)
         for engine in (0, 1):
             view("start", {"engine": engine, "label": f"engine {engine}", "total": 4, "engines": 3})
         view("ready", {"engine": 1})

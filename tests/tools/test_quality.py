@@ -21,9 +21,10 @@ from vllm_vidspec.metrics import NAMES
 from vllm_vidspec.shapeworld import captions as caption_quality
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.shapeworld.captions import accuracies, auc, count_right, kind_shares, relevance_auc, retention
-from vllm_vidspec.tools import quality_views, session_job, tables
+from vllm_vidspec.tools import progress, quality_views, session_job
 from vllm_vidspec.tools.bench import quality
 from vllm_vidspec.tools.bench.quality import DEFAULTS, Quality, Setting
+from vllm_vidspec.tools.engine_session import answer_command
 from vllm_vidspec.tools.quality_views import longest_kept, panels, setting_name
 
 FAMILIES = ("qwen2.5-vl", "llava-onevision")
@@ -211,7 +212,7 @@ def test_one_engine_per_family_and_noise(sessions):
     totals, measured = [], []
     result = quality.run(
         what,
-        lambda event, fields: (totals.append(fields.get("total")), measured.append(fields.get("row"))),
+        lambda event, fields: (totals.append(fields.get("total")), measured.append(fields.get("note"))),
     )
     rows = result["rows"]
     assert len(rows) == what.num_batches == totals[0] == len([row for row in measured if row])
@@ -419,13 +420,13 @@ def test_wrong_options_are_one_line_and_exit_2(sessions, options, words):
 
 def test_view_shows_the_batches(sessions):
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
-    with tables.progress(console) as bars:
-        view = quality_views.View(bars)
+    with progress.bars(console) as bars:
+        view = progress.View(bars)
         view("plan", {"total": 3})
         view("loading", {"label": "the pair"})
         assert bars.tasks[0].description == "loading the pair"
-        view("measured", {"row": quality_row(Setting("fly", fly_entropy=0.2), family="f", retention=0.5)})
-        assert (bars.tasks[0].completed, bars.tasks[0].fields["note"]) == (1, "fly 0.2: 50.0 % kept")
+        view("measured", {"note": "fly: 50.0 % kept"})
+        assert (bars.tasks[0].completed, bars.tasks[0].fields["note"]) == (1, "fly: 50.0 % kept")
 
 
 class FakeLLM:
@@ -472,14 +473,15 @@ def sampling_params(monkeypatch):
 
 def command(top_n, watch=True):
     knobs = None if top_n is None else {"top_n": top_n}
-    return {"knobs": knobs, "seed": 3, "sampling": {"temperature": 0.5, "max_tokens": 9}, "watch": watch}
+    fields = answer_command(knobs, seed=3, watch=watch, temperature=0.5, max_tokens=9)
+    return {name: value for name, value in fields.items() if name != "command"}
 
 
 def test_a_batch_is_retuned_watched_and_counted_by_itself(monkeypatch, sampling_params):
     llm = FakeLLM()
     monkeypatch.setattr(metrics, "read_metrics", lambda path: dict(llm.counters))
-    ask = session_job.Asker(llm, ["a", "b", "c"], is_chat=False)
-    answers = [session_job._caption(llm, ask, command(top_n)) for top_n in (1, 2)]
+    engine = session_job.Engine(llm, ["a", "b", "c"])
+    answers = [engine.answer(**command(top_n)) for top_n in (1, 2)]
     generate = ("generate", ["a", "b", "c"], [(3, 0.5, 9), (4, 0.5, 9), (5, 0.5, 9)])
     watch = [("vidspec_watch_scores", on) for on in (True, False)]
     assert llm.calls == [
@@ -500,9 +502,7 @@ def test_a_batch_is_retuned_watched_and_counted_by_itself(monkeypatch, sampling_
 
 def test_vanilla_is_neither_retuned_nor_watched(sampling_params):
     llm = FakeLLM(speculates=False)
-    answer = session_job._caption(
-        llm, session_job.Asker(llm, ["a", "b", "c"], is_chat=False), command(None, watch=False)
-    )
+    answer = session_job.Engine(llm, ["a", "b", "c"]).answer(**command(None, watch=False))
     assert [call[0] for call in llm.calls] == ["generate"]
     assert answer["metrics"] is answer["captions"] is None
 

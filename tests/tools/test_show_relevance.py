@@ -199,7 +199,7 @@ def test_command_writes_a_file(jobs, tmp_path, suffix):
     assert (config.scorer, config.lambda_loose, config.top_n, config.position_shift) == ("loose", 0.3, 5, False)
     assert config.relevance_rows == "prediction"
     assert job["prompts"]["videos"] == [str(pairs.sample_video())]
-    assert (command["command"], command["watch"], command["sampling"]["max_tokens"]) == ("caption", True, 40)
+    assert (command["command"], command["watch"], command["sampling"]["max_tokens"]) == ("answer", True, 40)
     written = json.loads((tmp_path / "r.json").read_text())
     assert set(written) == {"rows", "provenance"}
     assert written["rows"][0]["words"] == CAPTION["words"]

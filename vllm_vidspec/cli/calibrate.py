@@ -43,6 +43,7 @@ def calibrate(
 
     from vllm_vidspec.tools import calibrate as calibration
     from vllm_vidspec.tools import calibration_views as views
+    from vllm_vidspec.tools import progress
 
     own = {"videos": tuple(video or ()), "engine_args": options.engine_args(engine_args, dtype), "whole_grid": grid}
     what = options.pick(calibration.Calibration, given, **own)
@@ -50,7 +51,7 @@ def calibrate(
         _calibrate_costs(what, rounds, out, plot)
         return
     calibration.check(what, out, plot)
-    result = running.with_bars(calibration.run, what, views.View)
+    result = running.with_bars(calibration.run, what, progress.View)
     running.write_json(out, result)
     if plot is not None:
         views.plot(result, plot)

@@ -68,7 +68,7 @@ def _run(given: Mapping[str, Any]) -> None:
     """Do what the options say."""
     from rich.console import Console
 
-    from vllm_vidspec.tools import figures
+    from vllm_vidspec.tools import figures, progress
     from vllm_vidspec.tools import quality_views as views
     from vllm_vidspec.tools.bench import quality as bench
 
@@ -82,7 +82,7 @@ def _run(given: Mapping[str, Any]) -> None:
     bench.check(what)
     csv_path, plot_path, json_path = (given[f"{name}_path"] for name in ("csv", "plot", "json"))
     figures.check_outputs(csv_path, plot_path, json_path)
-    result = running.with_bars(bench.run, what, views.view)
+    result = running.with_bars(bench.run, what, progress.View)
     running.write_json(json_path, result)
     if csv_path is not None:
         views.write_csv(csv_path, result)

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from vllm_vidspec.tools.tables import number, percent
@@ -154,26 +153,3 @@ def _lines(rows: list[dict[str, Any]], x_name: str) -> dict[str, list[tuple[floa
         lines.setdefault(name, []).append((row[x_name], row["acceptance_length"]))
     shared = [(row["lambda_r"], row["acceptance_length"]) for row in rows if row["lambda_r"] == 0.0]
     return {name: sorted({*points, *shared}) for name, points in lines.items()}
-
-
-class View:
-    """Shows the events of `calibrate.run`: one bar over the measurements."""
-
-    def __init__(self, bars: Progress) -> None:
-        """Draw on `bars`."""
-        self._bars = bars
-        self._task: TaskID | None = None
-
-    def __call__(self, event: str, fields: dict[str, Any]) -> None:
-        """Take one event."""
-        if self._task is None:
-            self._task = self._bars.add_task("", total=None, note="")
-        if event == "loading":
-            self._bars.update(self._task, description=fields["label"])
-        elif event == "plan":
-            self._bars.update(self._task, description="measuring", total=fields["total"], completed=0)
-        elif event == "measured":
-            row = fields["measurement"]
-            knobs = " ".join(f"{name} {value}" for name, value in row.knobs.items())
-            self._bars.advance(self._task)
-            self._bars.update(self._task, description="measuring", note=f"{knobs}: {row.acceptance_length:.3f}")

@@ -2,19 +2,20 @@
 
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.metrics import SKIP_REASONS
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.calibrate import FIRST_VIDEO, Calibration
 from vllm_vidspec.tools.calibrate import check as check_pair
 from vllm_vidspec.tools.engine_session import EngineSession
+from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
+from vllm_vidspec.tools.subject import reasons
 
 VANILLA = "vanilla"
 CHAIN = "chain"
@@ -23,7 +24,6 @@ BATCH_SIZES = (1, 2, 4, 8, 16)
 # Requests of a round at a batch size below this: several small batches, so that no single video decides.
 _REQUESTS_PER_ROUND = 4
 
-Report = Callable[[str, dict[str, Any]], None]
 # First batch size, last, shape, tokens per step.
 TableRow = tuple[int, int, str, int]
 
@@ -138,12 +138,12 @@ def read_file(path: str, calibration: Calibration) -> dict[str, Any]:
     return found
 
 
-def run(costs: Costs, report: Report = lambda _event, _fields: None) -> dict[str, Any]:
+def run(costs: Costs, report: Report = silent) -> dict[str, Any]:
     """Measure every shape in turn, round by round, and make the table.
 
     Args:
         costs: What to measure.
-        report: Called with "plan" (`total` measurements), "loading" (`label`) and "measured" (`label`).
+        report: Called with "plan", "loading" and "measured", as `progress.View` takes them.
 
     Returns:
         `config` (the table), the pair, `costs` (one row per shape and batch size), and `provenance`.
@@ -163,7 +163,7 @@ def run(costs: Costs, report: Report = lambda _event, _fields: None) -> dict[str
                     {"command": "cost", "batches": costs.batches(number), "max_tokens": costs.calibration.max_tokens}
                 )
             runs[shape] += _checked(shape, answer["runs"])
-            report("measured", {"label": f"round {number + 1}: {shape}"})
+            report("measured", {})
     measured = [
         cost_of(shape, size, 0 if shape == VANILLA else costs.num_speculative_tokens(shape), runs[shape])
         for size in costs.batch_sizes
@@ -175,7 +175,7 @@ def run(costs: Costs, report: Report = lambda _event, _fields: None) -> dict[str
         "prune_ratio": costs.calibration.prune_ratio,
         "pruner": costs.calibration.pruner,
         "rounds": costs.rounds,
-        "videos": [Path(video).name for video in costs.calibration.videos] or "shape world",
+        "videos": costs.calibration.shown_source,
         "costs": [asdict(cost) for cost in measured],
         "provenance": provenance(),
     }
@@ -189,11 +189,11 @@ def _checked(shape: str, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     for found in runs:
         if counters := found["metrics"]:
-            reasons = [reason for reason in SKIP_REASONS if counters[f"skipped_{reason}"]]
-            if reasons or not counters["drafts"]:
+            skipped = reasons(counters, "skipped_")
+            if skipped or not counters["drafts"]:
                 raise VidSpecError(
                     f"{shape}, batch size {found['batch_size']}: requests ran without speculation "
-                    f"({', '.join(reasons) or 'their answers are too short'})"
+                    f"({skipped or 'their answers are too short'})"
                 )
         if not found["step_s"]:
             raise VidSpecError(

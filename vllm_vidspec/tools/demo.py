@@ -13,9 +13,8 @@ from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import difference, summarize
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.processes import VllmServer, free_port
+from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
-
-Report = Callable[[str, dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Answer:
     decode_s: float
 
 
-def run(demo: Demo, report: Report = lambda _event, _fields: None) -> dict[str, Any]:
+def run(demo: Demo, report: Report = silent) -> dict[str, Any]:
     """Serve twice, ask the same question, compare.
 
     Args:

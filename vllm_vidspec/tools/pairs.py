@@ -263,26 +263,3 @@ def media_prompt(
 
         data["image"] = [Image.fromarray(image) for image in images]
     return prompt | ({"multi_modal_data": data} if data else {})
-
-
-def load_video(path: str | os.PathLike[str]) -> np.ndarray:
-    """Decode every frame of a video file as vLLM's default loader does; `[num_frames, height, width, 3]` uint8, RGB.
-
-    Raises:
-        VidSpecError: The file is missing or holds no frame.
-    """
-    import cv2
-
-    if not Path(path).is_file():
-        raise VidSpecError(f"no such video: {path}")
-    capture = cv2.VideoCapture(str(path))
-    frames = []
-    while True:
-        good, frame = capture.read()
-        if not good:
-            break
-        frames.append(cv2.cvtColor(frame, cv2.COLOR_BGR2RGB))
-    capture.release()
-    if not frames:
-        raise VidSpecError(f"{path}: no frame can be decoded")
-    return np.stack(frames)

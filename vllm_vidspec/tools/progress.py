@@ -44,7 +44,7 @@ class View:
 
     plan: `total`, the measurements to come.
     loading: `label`, what starts now.
-    measuring: `label`, what begins now.
+    measuring: what was loading is there.
     measured: one of the total is done; `note` says what came out.
     start: engine number `engine` starts; `label`, its `total` requests, and `plan`'s total as `engines`.
     ready, progress: of an engine; `done` requests of what it was asked last.
@@ -68,19 +68,19 @@ class View:
             self._whole = self._bars.add_task("", total=None, note="")
         return self._whole
 
-    def _plan(self, total: int, label: str = "") -> None:
-        self._bars.update(self._task(), total=total, completed=0, **({"description": label} if label else {}))
+    def _plan(self, total: int) -> None:
+        self._bars.update(self._task(), total=total, completed=0)
 
     def _loading(self, label: str) -> None:
         self._bars.update(self._task(), description=f"loading {label}", note="")
         if self._bars.disable:
             self._print(label)
 
-    def _measuring(self, label: str) -> None:
-        self._bars.update(self._task(), description=label)
+    def _measuring(self) -> None:
+        self._bars.update(self._task(), description="measuring")
 
-    def _measured(self, note: str = "", label: str | None = None) -> None:
-        self._bars.update(self._task(), advance=1, note=note, **({"description": label} if label else {}))
+    def _measured(self, note: str = "") -> None:
+        self._bars.update(self._task(), advance=1, note=note)
 
     def _start(self, engine: int, label: str, total: int, engines: int) -> None:
         if self._whole is None:

@@ -1,4 +1,4 @@
-"""How `vidspec bench quality` shows itself: tables, CSV, the figure drawn from it, the progress bar; no engine.
+"""How `vidspec bench quality` shows itself: tables, CSV, the figure drawn from it; no engine.
 
 python -m vllm_vidspec.tools.quality_views F.csv F.png
 """
@@ -7,13 +7,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.progress import Progress
 from rich.table import Table
 
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.shapeworld.captions import ATTRIBUTES, GROUPS
-from vllm_vidspec.tools import csv_files, figures, progress, tables
-from vllm_vidspec.tools.bench.quality import DEFAULTS, DRAFT, LOSSY, STRICT, TARGET
+from vllm_vidspec.tools import csv_files, figures, tables
+from vllm_vidspec.tools.bench.quality import DEFAULTS, DRAFT, LOSSY, STRICT, TARGET, knob, setting_name, ways
 from vllm_vidspec.tools.tables import number
 
 FLOOR = 0.98  # of the target's accuracy: what counts as kept
@@ -41,28 +40,6 @@ _STYLES = {
 
 Panel = tuple[str, float, str]
 Row = dict[str, Any]
-
-
-def setting_name(row: Row) -> str:
-    """Return a setting in a few characters: "loose 0.7 N1 shift pred".
-
-    The number is lambda, or of the two FLy the threshold; N is not said where it is the default; "pred" reads the
-    states that predict the drafts.
-    """
-    value = _knob(row)
-    words = [row["method"]] + ([] if value is None else [f"{value:g}"])
-    if row["top_n"] not in (None, DEFAULTS["top_n"]):
-        words.append(f"N{row['top_n']:g}")
-    return " ".join(words + _ways(row))
-
-
-def _knob(row: Row) -> float | None:
-    """Return lambda, or the threshold of the two FLy."""
-    return row["fly_entropy"] if row["lambda_loose"] is None else row["lambda_loose"]
-
-
-def _ways(row: Row) -> list[str]:
-    return ["shift"] * bool(row["position_shift"]) + ["pred"] * (row["relevance_rows"] == "prediction")
 
 
 def panels(rows: Sequence[Row]) -> dict[Panel, list[Row]]:
@@ -202,8 +179,8 @@ def draw_panel(place: Any, rows: Sequence[Row]) -> dict[str, Any]:
             star = {"marker": "*", "markersize": 13, "color": "#000000", "linestyle": "none", "zorder": 5}
             (lines[STRICT],) = place.plot([row["acceptance_length"]], [100 * row["retention"]], **star)
     ours = [row for row in rows if row["method"] not in (TARGET, DRAFT, STRICT)]
-    for name in dict.fromkeys(" ".join([row["method"], *_ways(row)]) for row in ours):
-        lines[name] = _draw_line(place, name, [row for row in ours if " ".join([row["method"], *_ways(row)]) == name])
+    for name in dict.fromkeys(" ".join([row["method"], *ways(row)]) for row in ours):
+        lines[name] = _draw_line(place, name, [row for row in ours if " ".join([row["method"], *ways(row)]) == name])
     figures.tidy(place)
     return lines
 
@@ -215,7 +192,7 @@ def _draw_line(place: Any, name: str, rows: Sequence[Row]) -> Any:
     counts = [row["top_n"] for row in rows]
     usual = max(dict.fromkeys(counts), key=counts.count)
     line = figures.draw_line(
-        place, [point for _, point in sorted((_knob(row), _point(row)) for row in rows if row["top_n"] == usual)], style
+        place, [point for _, point in sorted((knob(row), _point(row)) for row in rows if row["top_n"] == usual)], style
     )
     for row in rows:
         if row["top_n"] != usual:
@@ -227,20 +204,6 @@ def _draw_line(place: Any, name: str, rows: Sequence[Row]) -> Any:
 
 def _point(row: Row) -> tuple[float, float]:
     return row["acceptance_length"], 100 * row["retention"]
-
-
-def view(bars: Progress) -> progress.Report:
-    """Return what shows the events of `quality.run`: one bar over the batches of captions."""
-    shown = progress.View(bars)
-
-    def take(event: str, fields: dict[str, Any]) -> None:
-        if event == "measured":
-            row = fields["row"]
-            note = f"{setting_name(row)}: {100 * (row['retention'] or 0):.1f} % kept"
-            fields = {"label": row["family"], "note": note}
-        shown(event, fields)
-
-    return take
 
 
 def main() -> int:

@@ -10,9 +10,9 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.shapeworld.captions import KINDS
 from vllm_vidspec.tools.tables import number, percent
+from vllm_vidspec.tools.user_files import writing
 
 SUFFIXES = (".html", ".png")
 WIDTH = 100  # characters in a line of the picture
@@ -48,13 +48,11 @@ def write(row: dict[str, Any], path: str) -> None:
     Raises:
         VidSpecError: The file cannot be written.
     """
-    try:
+    with writing(path):
         if Path(path).suffix.lower() == ".png":
             _save_png(row, path)
         else:
             Path(path).write_text(to_html(row), encoding="utf-8")
-    except OSError as error:
-        raise VidSpecError(f"cannot write {path}: {error.strerror}") from None
 
 
 def scale(relevance: Sequence[float | None]) -> tuple[float, float]:

@@ -50,10 +50,11 @@ def _answers(commands: Iterator[dict[str, Any]], report: Report) -> Iterator[dic
     """
     from vllm import LLM
 
-    from vllm_vidspec.engine.listen.hidden_states import default_uv_layer
-
     job = next(commands)
     llm, prompts = LLM(**job["llm"]), job["prompts"]
+
+    from vllm_vidspec.engine.listen.hidden_states import default_uv_layer
+
     vllm_config = llm.llm_engine.vllm_config
     if not vllm_config.use_v2_model_runner:  # V1's sampler draws other noise: a comparison with it says nothing
         raise VidSpecError("this vLLM runs Model Runner V1 (no Triton backend for this device); see `vidspec doctor`")

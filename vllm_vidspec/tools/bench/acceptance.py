@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ from vllm_vidspec.metrics import GUIDANCE_FALLBACKS, SKIP_REASONS, summarize
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.engine_session import EngineSession, answer_command
 from vllm_vidspec.tools.processes import end_group
+from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
 
 # Axes that are knobs of VidSpecConfig (`drafting` is its `draft`).
@@ -44,8 +45,6 @@ _NOT_KNOBS = {"model": "draft", "draft": "drafting", **{name: name for name in S
 # What every pruner is at ratio 0 and at ratio 1; see `canonical`.
 UNPRUNED: dict[str, Any] = {"pruner": "none", "prune_ratio": 0.0}
 TEXT_ONLY: dict[str, Any] = {"pruner": "uniform", "prune_ratio": 1.0}
-
-Report = Callable[[str, dict[str, Any]], None]
 
 
 def canonical(pruner: str, prune_ratio: float) -> dict[str, Any]:
@@ -188,7 +187,7 @@ def check(sweep: Sweep) -> None:
             parse_config(pairs.speculative_config(family, "target", **configuration.spec, **sweep.knobs))
 
 
-def run(sweep: Sweep, report: Report = lambda _event, _fields: None) -> dict[str, Any]:
+def run(sweep: Sweep, report: Report = silent) -> dict[str, Any]:
     """Measure the whole sweep, `sweep.jobs` engines at a time, each distinct configuration once.
 
     Args:

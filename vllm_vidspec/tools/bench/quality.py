@@ -1,7 +1,7 @@
 """`vidspec bench quality`: what verification by each scorer leaves of the captions' facts; engines are subprocesses."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from vllm_vidspec.shapeworld.captions import (
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.bench.acceptance import identical_frac
 from vllm_vidspec.tools.engine_session import EngineSession, answer_command
+from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
 from vllm_vidspec.tools.session_job import WARM_UP_TOKENS
 
@@ -34,8 +35,6 @@ DEFAULTS: dict[str, Any] = {
     "relevance_rows": "token",
     "fly_entropy": 0.2,
 }
-
-Report = Callable[[str, dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -189,13 +188,12 @@ def check(quality: Quality) -> None:
                 parse_config(pairs.speculative_config(family, "target", **quality.spec(draft_noise, setting)))
 
 
-def run(quality: Quality, report: Report = lambda _event, _fields: None) -> dict[str, Any]:
+def run(quality: Quality, report: Report = silent) -> dict[str, Any]:
     """Write captions with the target alone, the draft alone and every setting, one engine after another.
 
     Args:
         quality: What to measure.
-        report: Called with "plan" (`total` batches), then "loading" (`label`) for every engine and "measured" (`row`)
-            for every batch.
+        report: Called with "plan", "loading" and "measured", as `progress.View` takes them.
 
     Returns:
         `rows` (by family, temperature and noise; first the target's and the draft's own, which have no noise) and
@@ -211,7 +209,7 @@ def run(quality: Quality, report: Report = lambda _event, _fields: None) -> dict
 
     def add(row: dict[str, Any]) -> None:
         rows.append(row)
-        report("measured", {"row": row})
+        report("measured", {"note": f"{setting_name(row)}: {100 * (row['retention'] or 0):.1f} % kept"})
 
     for family in quality.families:
         references: dict[float, dict[str, Any]] = {}
@@ -335,6 +333,29 @@ def make_row(
         "relevance_auc": relevance_auc(*([caption[name] for caption in captions] for name in ("words", "relevance"))),
         "decode_s": answer["seconds"],
     }
+
+
+def setting_name(row: dict[str, Any]) -> str:
+    """Return a setting in a few characters: "loose 0.7 N1 shift pred".
+
+    The number is lambda, or of the two FLy the threshold; N is not said where it is the default; "pred" reads the
+    states that predict the drafts.
+    """
+    value = knob(row)
+    words = [row["method"]] + ([] if value is None else [f"{value:g}"])
+    if row["top_n"] not in (None, DEFAULTS["top_n"]):
+        words.append(f"N{row['top_n']:g}")
+    return " ".join(words + ways(row))
+
+
+def knob(row: dict[str, Any]) -> float | None:
+    """Return lambda, or the threshold of the two FLy."""
+    return row["fly_entropy"] if row["lambda_loose"] is None else row["lambda_loose"]
+
+
+def ways(row: dict[str, Any]) -> list[str]:
+    """Return what `loose` does beside the paper, in a word each."""
+    return ["shift"] * bool(row["position_shift"]) + ["pred"] * (row["relevance_rows"] == "prediction")
 
 
 def draft_figures(counters: dict[str, int] | None, num_verified: int, strict_length: float | None) -> dict[str, Any]:
