@@ -1,7 +1,8 @@
-"""Terminal views of the benchmarks' results: rich tables and progress bars; no engine."""
+"""Terminal views of results: tables by columns, numbers in them, and the answers of the demo; no engine."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,16 +20,46 @@ if TYPE_CHECKING:
 _SHORT = {"num_speculative_tokens": "K", "temperature": "T", "prune_ratio": "prune"}
 _SHOWN_ALONE = ("family", "draft", "pruner", "prune_ratio", "num_speculative_tokens", "temperature")
 
-# Columns of figures that stand for chains alone, and in a table with trees.
-_CHAIN_FIGURES: dict[str, Callable[[dict[str, Any]], str]] = {
+Columns = Mapping[str, Callable[[Any], str]]
+
+# Figures that stand for chains alone, and in a table with trees.
+_CHAIN_FIGURES: Columns = {
     "accept\nrate": lambda row: percent(row["acceptance_rate"]),
     "drafts": lambda row: str(row["num_drafts"]),
 }
-_TREE_FIGURES: dict[str, Callable[[dict[str, Any]], str]] = {
+_TREE_FIGURES: Columns = {
     "at\nmost": lambda row: number(row["max_acceptance_length"], 2),
     "nodes": lambda row: number(row["nodes_per_step"], 1),
     "draft\nruns": lambda row: number(row["draft_forwards_per_step"], 1),
 }
+_TIMES: Columns = {
+    "s": lambda row: number(row["decode_s"], 1),
+    "vanilla\ns": lambda row: number(row["vanilla_decode_s"], 1),
+}
+
+
+def by_columns(
+    columns: Columns,
+    rows: Iterable[Any],
+    num_words: int = 1,
+    style: Callable[[Any], str | None] = lambda row: None,
+    **options: Any,
+) -> Table:
+    """Return a table.
+
+    Args:
+        columns: What stands above a column -> a row's text in it.
+        rows: What they are about.
+        num_words: The first columns, which hold words and stand to the left; the others hold numbers.
+        style: A row's, None for the usual one.
+        options: Further ones of rich's Table.
+    """
+    table = Table(**{"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), **options})
+    for index, head in enumerate(columns):
+        table.add_column(head, justify="left" if index < num_words else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(show(row) for show in columns.values()), style=style(row))
+    return table
 
 
 def acceptance_table(rows: list[dict[str, Any]]) -> Table:
@@ -49,29 +80,20 @@ def acceptance_table(rows: list[dict[str, Any]]) -> Table:
         fixed.append(", ".join(f"{name} {json.dumps(value)}" for name, value in knobs.items()))
     if not all(map(measured_itself, rows)):
         fixed.append("* not run itself, see measured_as")
-    table = Table(
-        title=f"Acceptance on {rows[0]['requests']} held-out videos",
-        caption=", ".join(fixed),
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    for name in varying:
-        table.add_column(_SHORT.get(name, name.replace("_", " ")), no_wrap=True)
-    figures = _TREE_FIGURES if shows_trees else _CHAIN_FIGURES
-    names = ["accept\nlength", *figures, "same\noutput", "draft KV\nof full"]
-    for name in names + ["s", "vanilla\ns"] * timed:
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        times = [number(row[name], 1) for name in ("decode_s", "vanilla_decode_s")] * timed
-        table.add_row(
-            *(_cell(row[name]) for name in varying),
-            number(row["acceptance_length"], 2) + ("" if measured_itself(row) else "*"),
-            *(show(row) for show in figures.values()),
-            percent(row["identical_frac"]),
-            percent(row["draft_kv_bytes"] / row["full_draft_kv_bytes"] if row["full_draft_kv_bytes"] else None),
-            *times,
-        )
-    return table
+    columns: Columns = {
+        **{_SHORT.get(n, n.replace("_", " ")): lambda row, name=n: _cell(row[name]) for n in varying},  # type: ignore[misc]
+        "accept\nlength": lambda row: number(row["acceptance_length"], 2) + "*" * (not measured_itself(row)),
+        **(_TREE_FIGURES if shows_trees else _CHAIN_FIGURES),
+        "same\noutput": lambda row: percent(row["identical_frac"]),
+        "draft KV\nof full": _kv_share,
+        **(_TIMES if timed else {}),
+    }
+    title = f"Acceptance on {rows[0]['requests']} held-out videos"
+    return by_columns(columns, rows, len(varying), title=title, caption=", ".join(fixed))
+
+
+def _kv_share(row: dict[str, Any]) -> str:
+    return percent(row["draft_kv_bytes"] / row["full_draft_kv_bytes"] if row["full_draft_kv_bytes"] else None)
 
 
 def _cell(value: Any) -> str:
@@ -82,32 +104,33 @@ def _cell(value: Any) -> str:
 def demo_table(result: dict[str, Any]) -> Table:
     """Return the table of `vidspec demo`."""
     vanilla, ours = result["vanilla"], result["vidspec"]
-    table = Table(title=f"{result['family']}: one video, one question, two servers")
-    table.add_column("")
-    table.add_column("vanilla vLLM", justify="right")
-    table.add_column("vLLM + vidspec", justify="right")
-    table.add_row("acceptance length (tokens per verify step)", "1.00", number(result["acceptance_length"], 2))
-    table.add_row("acceptance rate", "-", percent(result["acceptance_rate"]))
-    table.add_row("identical answers", "", "yes" if result["identical"] else "[red]NO[/red]")
-    table.add_row("draft KV, full video", "-", kilobytes(result["full_draft_kv_bytes"]))
-    table.add_row("draft KV, kept", "-", kilobytes(result["draft_kv_bytes"]))
-    table.add_row("output tokens", str(vanilla["output_tokens"]), str(ours["output_tokens"]))
-    for name, label in (("ttft_s", "time to first token"), ("decode_s", "decode"), ("server_start_s", "server start")):
-        table.add_row(f"{label} (s)", number(vanilla[name], 2), number(ours[name], 2))
-    return table
+    times = (("ttft_s", "time to first token"), ("decode_s", "decode"), ("server_start_s", "server start"))
+    rows = [
+        ("acceptance length (tokens per verify step)", "1.00", number(result["acceptance_length"], 2)),
+        ("acceptance rate", "-", percent(result["acceptance_rate"])),
+        ("identical answers", "", "yes" if result["identical"] else "[red]NO[/red]"),
+        ("draft KV, full video", "-", kilobytes(result["full_draft_kv_bytes"])),
+        ("draft KV, kept", "-", kilobytes(result["draft_kv_bytes"])),
+        ("output tokens", str(vanilla["output_tokens"]), str(ours["output_tokens"])),
+        *((f"{label} (s)", number(vanilla[name], 2), number(ours[name], 2)) for name, label in times),
+    ]
+    columns: Columns = {"": itemgetter(0), "vanilla vLLM": itemgetter(1), "vLLM + vidspec": itemgetter(2)}
+    title = f"{result['family']}: one video, one question, two servers"
+    return by_columns(columns, rows, title=title, box=box.HEAVY_HEAD, padding=(0, 1))
 
 
 def checks_table(checks: "list[Check]") -> Table:
     """Return the table of `vidspec doctor`."""
     colors = {"ok": "green", "warn": "yellow", "fail": "red"}
-    table = Table(title="vidspec doctor", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("check", "status", "found", "what to do"):
-        table.add_column(column, overflow="fold")
-    for check in checks:
-        color = colors[check.status]
-        table.add_row(
-            escape(check.name), f"[{color}]{check.status}[/{color}]", escape(check.detail), escape(check.remedy)
-        )
+    columns: Columns = {
+        "check": lambda check: escape(check.name),
+        "status": lambda check: f"[{colors[check.status]}]{check.status}[/]",
+        "found": lambda check: escape(check.detail),
+        "what to do": lambda check: escape(check.remedy),
+    }
+    table = by_columns(columns, checks, len(columns), title="vidspec doctor")
+    for column in table.columns:
+        column.no_wrap, column.overflow = False, "fold"
     return table
 
 

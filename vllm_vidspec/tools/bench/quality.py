@@ -341,11 +341,16 @@ def setting_name(row: dict[str, Any]) -> str:
     The number is lambda, or of the two FLy the threshold; N is not said where it is the default; "pred" reads the
     states that predict the drafts.
     """
-    value = row["fly_entropy"] if row["lambda_loose"] is None else row["lambda_loose"]
+    value = knob(row)
     words = [row["method"]] + ([] if value is None else [f"{value:g}"])
     if row["top_n"] not in (None, DEFAULTS["top_n"]):
         words.append(f"N{row['top_n']:g}")
     return " ".join(words + ways(row))
+
+
+def knob(row: dict[str, Any]) -> float | None:
+    """Return lambda, or the threshold of the two FLy."""
+    return row["fly_entropy"] if row["lambda_loose"] is None else row["lambda_loose"]
 
 
 def ways(row: dict[str, Any]) -> list[str]:
