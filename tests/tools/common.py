@@ -3,11 +3,14 @@
 import importlib.util
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 from typer.testing import CliRunner
 
 from vllm_vidspec.cli import app
 from vllm_vidspec.metrics import NAMES
+from vllm_vidspec.shapeworld import world
+from vllm_vidspec.shapeworld.captions import ATTRIBUTE_WORDS
 
 ROOT = Path(__file__).resolve().parents[2]
 ORIGIN = {"git_sha": None, "git_dirty": None, "versions": {}, "device": "x", "date": "2026-01-01", "argv": []}
@@ -101,3 +104,47 @@ class FakeEngines:
             report("progress", {"done": 1})
             report("result", result)
         return [result for _ in job["samplings"]]
+
+
+class FakeSession:
+    """An engine of shape-world captions: the target's are true, the draft's know no colour, loose ones no motion."""
+
+    sessions: ClassVar[list["FakeSession"]] = []
+    counters: ClassVar[dict] = {}
+
+    def __init__(self, job):
+        self.job, self.asked = job, []
+        self.sessions.append(self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def ask(self, command):
+        self.asked.append(command)
+        spec, knobs = self.job["llm"].get("speculative_config"), command["knobs"] or {}
+        scorer = knobs.get("scorer", "strict")
+        captions = [world.held_out(i).caption for i in self.job["prompts"]["held_out"]]
+        if spec is None and "/draft" in self.job["llm"]["model"]:
+            captions = [" ".join("red" if word in world.COLORS else word for word in c.split()) for c in captions]
+        if scorer in ("loose", "random"):
+            captions = [" ".join("nowhere" if word in world.MOTIONS else word for word in c.split()) for c in captions]
+        token_ids = [[hash(word) for word in caption.split()] for caption in captions]
+        answer = {"seconds": 1.0, "texts": captions, "token_ids": token_ids, "metrics": None, "captions": None}
+        if spec is None:
+            return answer
+        gained = {"strict": 4, "loose": 6, "fly": 5}.get(scorer, 4.5)
+        drafted = {"drafts": 100, "draft_tokens": 1000, "accepted_tokens": round(100 * (gained - 1))}
+        answer["metrics"] = dict.fromkeys(NAMES, 0) | drafted | self.counters
+        if command["watch"]:
+            answer["captions"] = [
+                {
+                    "words": caption.split(),
+                    "relevance": [0.5 if word in ATTRIBUTE_WORDS else 0.25 for word in caption.split()],
+                    "kinds": [0, *([1, 2] * len(caption.split()))[: len(caption.split()) - 1]],
+                }
+                for caption in captions
+            ]
+        return answer

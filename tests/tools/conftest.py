@@ -2,8 +2,8 @@
 
 import pytest
 
-from tools.common import FakeEngines
-from vllm_vidspec.tools.bench import acceptance
+from tools.common import FakeEngines, FakeSession
+from vllm_vidspec.tools.bench import acceptance, quality
 
 
 @pytest.fixture
@@ -12,3 +12,12 @@ def engines(monkeypatch):
     fake = FakeEngines()
     monkeypatch.setattr(acceptance, "run_job", fake)
     return fake
+
+
+@pytest.fixture
+def sessions(monkeypatch):
+    """The engines of `bench quality`: those that were started."""
+    monkeypatch.setattr(quality, "EngineSession", FakeSession)
+    monkeypatch.setattr(FakeSession, "sessions", [])
+    monkeypatch.setattr(FakeSession, "counters", {})
+    return FakeSession.sessions
