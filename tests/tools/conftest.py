@@ -1,13 +1,10 @@
-"""What the tests of the tools share: engines that are not there, and scripts as modules."""
-
-import importlib.util
-from pathlib import Path
+"""Engines that are not there, for every test of the tools."""
 
 import pytest
 
+from tools.common import FakeEngines, FakeSession
+from vllm_vidspec.tools.bench import acceptance, quality
 from vllm_vidspec.tools.engine_session import EngineSession
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -34,13 +31,17 @@ def fake_engines(monkeypatch):
 
 
 @pytest.fixture
-def load_script():
-    """Return what loads a script of this repository as a module."""
+def engines(monkeypatch):
+    """The engines of `bench acceptance`."""
+    fake = FakeEngines()
+    monkeypatch.setattr(acceptance, "run_job", fake)
+    return fake
 
-    def load(path):
-        spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
 
-    return load
+@pytest.fixture
+def sessions(monkeypatch):
+    """The engines of `bench quality`: those that were started."""
+    monkeypatch.setattr(quality, "EngineSession", FakeSession)
+    monkeypatch.setattr(FakeSession, "sessions", [])
+    monkeypatch.setattr(FakeSession, "counters", {})
+    return FakeSession.sessions
