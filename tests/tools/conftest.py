@@ -1,9 +1,39 @@
-"""Engines that are not there, for every test of the tools."""
+"""What the tests of the tools share: engines that are not there, and scripts as modules."""
 
 import pytest
 
-from tools.common import FakeEngines, FakeSession
-from vllm_vidspec.tools.bench import acceptance, quality
+from tools.common import FakeEngines, answer_captions, load
+from vllm_vidspec.tools.bench import acceptance
+from vllm_vidspec.tools.engine_session import EngineSession
+
+
+@pytest.fixture
+def fake_engines(monkeypatch):
+    """Return what replaces engines by `answer(session, command)` and returns the sessions, with what each `asked`."""
+
+    def replace(answer, **ready):
+        sessions = []
+
+        def enter(session):
+            session.asked, session.ready = [], ready
+            sessions.append(session)
+            return session
+
+        def ask(session, command, report=None):
+            session.asked.append(command)
+            return answer(session, command)
+
+        for name, fake in (("__enter__", enter), ("__exit__", lambda *_: None), ("ask", ask)):
+            monkeypatch.setattr(EngineSession, name, fake)
+        return sessions
+
+    return replace
+
+
+@pytest.fixture
+def sessions(fake_engines):
+    """The engines of `bench quality`."""
+    return fake_engines(answer_captions)
 
 
 @pytest.fixture
@@ -15,9 +45,6 @@ def engines(monkeypatch):
 
 
 @pytest.fixture
-def sessions(monkeypatch):
-    """The engines of `bench quality`: those that were started."""
-    monkeypatch.setattr(quality, "EngineSession", FakeSession)
-    monkeypatch.setattr(FakeSession, "sessions", [])
-    monkeypatch.setattr(FakeSession, "counters", {})
-    return FakeSession.sessions
+def load_script():
+    """Return what loads a script of this repository as a module."""
+    return load

@@ -178,32 +178,6 @@ def test_command_writes_a_picture(looked, tmp_path):
     assert Image.open(out).size == Layout.fit(TokenGrid(16, 4, 4), 16).size(3)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--pruner", "uniform,specvml"], "did you mean 'specvlm'?"),
-        (["--pruner", ","], "--pruner"),
-        (["--prune-ratio", "2"], "prune_ratio"),
-        (["--family", "qwen"], "unknown family 'qwen'"),
-        (["--target", "/no/such"], "--target needs --draft"),
-        (["--target", "/no/such", "--draft", "self"], "--target: no such checkpoint: /no/such"),
-        (["--engine-args", "[]"], "not a JSON object"),
-        (["--dtype", "auto", "--engine-args", '{"dtype": "auto"}'], "dtype is given by --dtype, too"),
-        (["--calibration", "/no/such.json"], "calibration"),
-        (["--out", "/no/such/folder/p.png"], "no such folder"),
-        (["--out", "p.jpg"], "must end in .png"),
-        (["/no/such.mp4"], "no such video: /no/such.mp4"),
-    ],
-)
-def test_wrong_options_are_one_line_and_exit_2(looked, options, words):
-    result = CliRunner().invoke(app, ["show-pruning", *options])
-    assert result.exit_code == 2
-    assert result.stderr.startswith("vidspec: ")
-    assert words in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
-    assert not looked
-
-
 def test_read_video_samples_as_vllm_does(tmp_path):
     pytest.importorskip("cv2")
     frames = world.held_out(0).frames

@@ -74,7 +74,7 @@ class View:
     def _loading(self, label: str) -> None:
         self._bars.update(self._task(), description=f"loading {label}", note="")
         if self._bars.disable:
-            self._print(label)
+            self._print(f"loading {label}")
 
     def _measuring(self) -> None:
         self._bars.update(self._task(), description="measuring")
