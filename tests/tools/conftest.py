@@ -1,8 +1,8 @@
-"""What the tests of the tools share: engines that are not there, and scripts as modules."""
+"""Engines that are not there, for every test of the tools."""
 
 import pytest
 
-from tools.common import FakeEngines, answer_captions, load
+from tools.common import FakeEngines, answer_captions
 from vllm_vidspec.tools.bench import acceptance
 from vllm_vidspec.tools.engine_session import EngineSession
 
@@ -42,9 +42,3 @@ def engines(monkeypatch):
     fake = FakeEngines()
     monkeypatch.setattr(acceptance, "run_job", fake)
     return fake
-
-
-@pytest.fixture
-def load_script():
-    """Return what loads a script of this repository as a module."""
-    return load

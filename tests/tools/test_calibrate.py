@@ -5,10 +5,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from typer.testing import CliRunner
 
+from tools.common import invoke
 from vllm_vidspec import metrics
-from vllm_vidspec.cli import app
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import NAMES
@@ -155,7 +154,7 @@ def test_a_pair_of_ones_own_is_asked_through_its_chat_template(tmp_path):
 @pytest.mark.parametrize("pruner", calibrate.PRUNERS)
 def test_command_writes_what_the_configuration_reads(sessions, tmp_path, pruner):
     out, plot = tmp_path / "c.json", tmp_path / "c.png"
-    result = CliRunner().invoke(app, ["calibrate", "--pruner", pruner, "--out", str(out), "--plot", str(plot)])
+    result = invoke("calibrate", "--pruner", pruner, "--out", str(out), "--plot", str(plot))
     assert result.exit_code == 0, result.output
     assert "*" in result.stdout
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -236,7 +235,7 @@ TABLE = [[1, 4, "tree-static", 25], [5, 16, "chain", 5]]
 
 def test_costs_are_written_alone(sessions, tmp_path):
     out = tmp_path / "c.json"
-    result = CliRunner().invoke(app, ["calibrate", "--costs", "--rounds", "2", "--out", str(out)])
+    result = invoke("calibrate", "--costs", "--rounds", "2", "--out", str(out))
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())
     assert written["config"] == {"draft_table": TABLE}
@@ -257,9 +256,9 @@ def test_costs_are_written_alone(sessions, tmp_path):
 def test_costs_are_added_to_a_calibration(sessions, tmp_path):
     out = tmp_path / "c.json"
     arguments = ["calibrate", "--out", str(out)]
-    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert invoke(*arguments).exit_code == 0
     before = json.loads(out.read_text())
-    result = CliRunner().invoke(app, [*arguments, "--costs", "--rounds", "1"])
+    result = invoke(*arguments, "--costs", "--rounds", "1")
     assert result.exit_code == 0, result.output
     after = json.loads(out.read_text())
     assert after["config"] == before["config"] | {"draft_table": TABLE}
@@ -270,8 +269,8 @@ def test_costs_are_added_to_a_calibration(sessions, tmp_path):
     specs = [session.job["llm"].get("speculative_config", {}) for session in sessions[1:]]
     assert [spec.get("calibration") for spec in specs] == [None, *[str(out)] * 3], "its knobs are in force"
 
-    assert CliRunner().invoke(app, [*arguments, "--costs", "--rounds", "1"]).exit_code == 0, "and again"
-    result = CliRunner().invoke(app, [*arguments, "--costs", "--family", "llava-onevision"])
+    assert invoke(*arguments, "--costs", "--rounds", "1").exit_code == 0, "and again"
+    result = invoke(*arguments, "--costs", "--family", "llava-onevision")
     assert (result.exit_code, "is of another pair: qwen2.5-vl/target" in result.stderr) == (2, True)
 
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tools.common import ROOT, load
 
 
 @pytest.fixture
-def setup(load_script, tmp_path, monkeypatch):
+def setup(tmp_path, monkeypatch):
     """Return the script as a module whose environments live in a folder of the test's own."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
     monkeypatch.setenv("VIDSPEC_VENV_HOME", str(tmp_path))
-    module = load_script("scripts/setup_cuda_host.py")
+    module = load("scripts/setup_cuda_host.py")
     monkeypatch.setattr(module.shutil, "which", lambda name: f"/usr/bin/{name}")
     return module
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tools.common import ROOT, load
 
 
 @pytest.fixture
-def setup_env(load_script, tmp_path, monkeypatch):
+def setup_env(tmp_path, monkeypatch):
     """Return the script as a module whose clone is a copy of the files that it reads."""
-    module = load_script("scripts/setup_env.py")
+    module = load("scripts/setup_env.py")
     clone = tmp_path / "clone"
     (clone / "requirements").mkdir(parents=True)
     for name in ("pyproject.toml", "requirements/lock-cpu.txt"):

@@ -5,9 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from vllm_vidspec.cli import app
+from tools.common import invoke
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import TokenGrid
@@ -171,7 +170,7 @@ def looked(monkeypatch):
 def test_command_writes_a_picture(looked, tmp_path):
     pytest.importorskip("cv2")
     out = tmp_path / "p.png"
-    result = CliRunner().invoke(app, ["show-pruning", "--pruner", "uniform,window,specvlm", "--out", str(out)])
+    result = invoke("show-pruning", "--pruner", "uniform,window,specvlm", "--out", str(out))
     assert result.exit_code == 0, result.output
     assert "window:middle" in result.stdout
     assert looked == ["specvlm"]

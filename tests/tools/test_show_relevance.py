@@ -6,9 +6,8 @@ import re
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from vllm_vidspec.cli import app
+from tools.common import invoke
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import NAMES
@@ -166,12 +165,9 @@ def test_command_writes_a_file(sessions, tmp_path, suffix):
     pytest.importorskip("cv2")
     pytest.importorskip("matplotlib")
     out = tmp_path / f"r{suffix}"
-    result = CliRunner().invoke(
-        app,
-        [
-            *("show-relevance", "--out", str(out), "--lambda", "0.3", "--top-n", "5", "--no-position-shift"),
-            *("--relevance-rows", "prediction", "--json", str(tmp_path / "r.json"), "--max-tokens", "40"),
-        ],
+    result = invoke(
+        *("show-relevance", "--out", str(out), "--lambda", "0.3", "--top-n", "5", "--no-position-shift"),
+        *("--relevance-rows", "prediction", "--json", str(tmp_path / "r.json"), "--max-tokens", "40"),
     )
     assert result.exit_code == 0, result.output
     assert "<b>ring</b>" in result.stdout
@@ -191,12 +187,9 @@ def test_command_writes_a_file(sessions, tmp_path, suffix):
 
 def test_a_pair_of_ones_own_has_its_own_engine_arguments(sessions, tmp_path):
     pytest.importorskip("cv2")
-    result = CliRunner().invoke(
-        app,
-        [
-            *("show-relevance", str(pairs.sample_video()), "--target", str(tmp_path), "--draft", "self"),
-            *("--out", str(tmp_path / "r.html"), "--engine-args", '{"max_model_len": 4096}', "--prune-ratio", "0"),
-        ],
+    result = invoke(
+        *("show-relevance", str(pairs.sample_video()), "--target", str(tmp_path), "--draft", "self"),
+        *("--out", str(tmp_path / "r.html"), "--engine-args", '{"max_model_len": 4096}', "--prune-ratio", "0"),
     )
     assert result.exit_code == 0, result.output
     job = sessions[0].job

@@ -93,15 +93,9 @@ def run(show: Show, report: Report = silent) -> dict[str, Any]:
         raise VidSpecError("the engines saw different token grids; please report this")
     if grid.tokens_per_frame * grid.num_frames == 0 or (grid.num_frames == grid.height == 1 < grid.width):
         raise VidSpecError(f"the layout of the video's {grid.num_tokens} tokens is unknown: nothing can be drawn")
-    what = f"{show.target or show.family}, prune ratio {show.prune_ratio:g}"
     rows = [contact_sheet.Row(config.pruner, choose(config, records), grid) for config in configs.values()]
-    image = contact_sheet.draw(
-        frames,
-        grid,
-        rows,
-        title=f"What the draft sees of {show.path.name}: {what}",
-        columns=show.columns,
-    )
+    what = f"{show.path.name}: {show.target or show.family}, prune ratio {show.prune_ratio:g}"
+    image = contact_sheet.draw(frames, grid, rows, f"What the draft sees of {what}", show.columns)
     contact_sheet.save(image, show.out, rows)
     return {"rows": [row.figures() for row in rows], "out": show.out}
 
@@ -132,8 +126,7 @@ def _look(show: Show, pruners: list[str], report: Report) -> list[Record]:
             found = torch.load(path, weights_only=True)
         if not found:
             raise VidSpecError(f"the engine with pruner {pruner} did not prune the video: nothing was drafted")
-        grid = TokenGrid(*found[0].pop("grid"))
-        records.append(Record(pruner, grid, **found[0]))
+        records.append(Record(pruner, TokenGrid(*found[0].pop("grid")), **found[0]))
         report("measured", {})
     return records
 
@@ -158,18 +151,13 @@ def choose(config: VidSpecConfig, records: list[Record]) -> "Tensor":
     pruner, grid = get_pruner(config.pruner), records[0].grid
     num_keep = budget(grid.num_tokens, config.ratio_for("video"))
     measured = next((r for r in records if pruner.needs and get_pruner(r.pruner).needs == pruner.needs), None)
-    scores = measured.scores if measured else None
-    features = measured.features if measured else None
-    is_choice = 0 < num_keep < grid.num_tokens
-    if is_choice and (
-        (pruner.needs & SCORE_NEEDS and scores is None) or ("features" in pruner.needs and features is None)
-    ):
-        raise VidSpecError(f"pruner {pruner.name}: the engine measured nothing for it (see vidspec's log lines)")
-    if is_choice:
+    scores, features = (measured.scores, measured.features) if measured else (None, None)
+    kept = torch.arange(num_keep)
+    if 0 < num_keep < grid.num_tokens:
+        if (pruner.needs & SCORE_NEEDS and scores is None) or ("features" in pruner.needs and features is None):
+            raise VidSpecError(f"pruner {pruner.name}: the engine measured nothing for it (see vidspec's log lines)")
         inputs = PruneInputs(grid, num_keep, scores, features, lambda_r=config.lambda_r, seed=config.prune_seed)
         kept = pruner(inputs)
-    else:
-        kept = torch.arange(num_keep)
     for record in records:
         if record.pruner == config.pruner and not torch.equal(record.kept_indices, kept):
             raise VidSpecError(f"pruner {pruner.name}: the engine kept other tokens than shown; please report this")
