@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import time
 from pathlib import Path
 
 from typer.testing import CliRunner
@@ -47,6 +48,16 @@ def redraw_errors(views, result, command, nothing, tmp_path, capsys, monkeypatch
         said = capsys.readouterr().err
         assert words in said
         assert len(said.splitlines()) == 1
+
+
+def is_gone(pid):
+    """Return whether a process ends, or waits for init to collect it, within seconds."""
+    stat = Path(f"/proc/{pid}/stat")
+    for _ in range(100):
+        if not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def load(path):
