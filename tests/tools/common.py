@@ -2,8 +2,8 @@
 
 import importlib.util
 import sys
+import time
 from pathlib import Path
-from typing import ClassVar
 
 from typer.testing import CliRunner
 
@@ -50,8 +50,18 @@ def redraw_errors(views, result, command, nothing, tmp_path, capsys, monkeypatch
         assert len(said.splitlines()) == 1
 
 
+def is_gone(pid):
+    """Return whether a process ends, or waits for init to collect it, within seconds."""
+    stat = Path(f"/proc/{pid}/stat")
+    for _ in range(100):
+        if not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
 def load(path):
-    """Import a script of this repository."""
+    """Return a script of this repository as a module."""
     path = ROOT / path
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
@@ -106,45 +116,32 @@ class FakeEngines:
         return [result for _ in job["samplings"]]
 
 
-class FakeSession:
-    """An engine of shape-world captions: the target's are true, the draft's know no colour, loose ones no motion."""
+def answer_captions(session, command, **counters):
+    """Answer as an engine of shape-world captions; `counters` stand beside or for its own.
 
-    sessions: ClassVar[list["FakeSession"]] = []
-    counters: ClassVar[dict] = {}
-
-    def __init__(self, job):
-        self.job, self.asked = job, []
-        self.sessions.append(self)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def ask(self, command):
-        self.asked.append(command)
-        spec, knobs = self.job["llm"].get("speculative_config"), command["knobs"] or {}
-        scorer = knobs.get("scorer", "strict")
-        captions = [world.held_out(i).caption for i in self.job["prompts"]["held_out"]]
-        if spec is None and "/draft" in self.job["llm"]["model"]:
-            captions = [" ".join("red" if word in world.COLORS else word for word in c.split()) for c in captions]
-        if scorer in ("loose", "random"):
-            captions = [" ".join("nowhere" if word in world.MOTIONS else word for word in c.split()) for c in captions]
-        token_ids = [[hash(word) for word in caption.split()] for caption in captions]
-        answer = {"seconds": 1.0, "texts": captions, "token_ids": token_ids, "metrics": None, "captions": None}
-        if spec is None:
-            return answer
-        gained = {"strict": 4, "loose": 6, "fly": 5}.get(scorer, 4.5)
-        drafted = {"drafts": 100, "draft_tokens": 1000, "accepted_tokens": round(100 * (gained - 1))}
-        answer["metrics"] = dict.fromkeys(NAMES, 0) | drafted | self.counters
-        if command["watch"]:
-            answer["captions"] = [
-                {
-                    "words": caption.split(),
-                    "relevance": [0.5 if word in ATTRIBUTE_WORDS else 0.25 for word in caption.split()],
-                    "kinds": [0, *([1, 2] * len(caption.split()))[: len(caption.split()) - 1]],
-                }
-                for caption in captions
-            ]
+    The target's captions are true, the draft's know no colour, loose ones no motion.
+    """
+    spec, knobs = session.job["llm"].get("speculative_config"), command["knobs"] or {}
+    scorer = knobs.get("scorer", "strict")
+    captions = [world.held_out(i).caption for i in session.job["prompts"]["held_out"]]
+    if spec is None and "/draft" in session.job["llm"]["model"]:
+        captions = [" ".join("red" if word in world.COLORS else word for word in c.split()) for c in captions]
+    if scorer in ("loose", "random"):
+        captions = [" ".join("nowhere" if word in world.MOTIONS else word for word in c.split()) for c in captions]
+    token_ids = [[hash(word) for word in caption.split()] for caption in captions]
+    answer = {"seconds": 1.0, "texts": captions, "token_ids": token_ids, "metrics": None, "captions": None}
+    if spec is None:
         return answer
+    gained = {"strict": 4, "loose": 6, "fly": 5}.get(scorer, 4.5)
+    drafted = {"drafts": 100, "draft_tokens": 1000, "accepted_tokens": round(100 * (gained - 1))}
+    answer["metrics"] = dict.fromkeys(NAMES, 0) | drafted | counters
+    if command["watch"]:
+        answer["captions"] = [
+            {
+                "words": caption.split(),
+                "relevance": [0.5 if word in ATTRIBUTE_WORDS else 0.25 for word in caption.split()],
+                "kinds": [0, *([1, 2] * len(caption.split()))[: len(caption.split()) - 1]],
+            }
+            for caption in captions
+        ]
+    return answer

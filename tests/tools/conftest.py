@@ -2,8 +2,8 @@
 
 import pytest
 
-from tools.common import FakeEngines, FakeSession
-from vllm_vidspec.tools.bench import acceptance, quality
+from tools.common import FakeEngines, answer_captions
+from vllm_vidspec.tools.bench import acceptance
 from vllm_vidspec.tools.engine_session import EngineSession
 
 
@@ -31,17 +31,14 @@ def fake_engines(monkeypatch):
 
 
 @pytest.fixture
+def sessions(fake_engines):
+    """The engines of `bench quality`."""
+    return fake_engines(answer_captions)
+
+
+@pytest.fixture
 def engines(monkeypatch):
     """The engines of `bench acceptance`."""
     fake = FakeEngines()
     monkeypatch.setattr(acceptance, "run_job", fake)
     return fake
-
-
-@pytest.fixture
-def sessions(monkeypatch):
-    """The engines of `bench quality`: those that were started."""
-    monkeypatch.setattr(quality, "EngineSession", FakeSession)
-    monkeypatch.setattr(FakeSession, "sessions", [])
-    monkeypatch.setattr(FakeSession, "counters", {})
-    return FakeSession.sessions

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.common import load
+from tools.common import is_gone, load
 
 smoke, smoke_steps = load("scripts/gpu_smoke.py"), load("scripts/gpu_smoke_steps.py")
 
@@ -85,12 +85,7 @@ def test_a_step_that_hangs_is_killed_with_its_children(play):
     _, child, *where = Path(records["hangs"]["log"]).read_text().splitlines()
     assert records["hangs"]["reason"].endswith(f"its last line: {child}")
     assert any("steps.py" in line for line in where), "it does not say where it hung"
-    gone = lambda: not (stat := Path(f"/proc/{child}/stat")).exists() or " Z " in stat.read_text()  # noqa: E731
-    for _ in range(100):  # a killed orphan waits for init to collect it
-        if gone():
-            break
-        time.sleep(0.05)
-    assert gone()
+    assert is_gone(child)
 
 
 def test_without_cuda_a_step_that_needs_it_is_skipped_and_never_passed(play):

@@ -1,6 +1,7 @@
 """`vidspec bench quality` without an engine: the sweep, engine commands, tables, files, errors."""
 
 import csv
+import functools
 import io
 import json
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tools.common import FakeSession, invoke, redraw_errors, refuses
+from tools.common import answer_captions, invoke, redraw_errors, refuses
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs, progress, quality_views
@@ -135,8 +136,8 @@ def test_rows_say_what_was_measured(sessions):
         ({"drafts": 0}, "nothing was drafted"),
     ],
 )
-def test_a_batch_that_is_no_measurement_is_refused(sessions, monkeypatch, counters, words):
-    monkeypatch.setattr(FakeSession, "counters", counters)
+def test_a_batch_that_is_no_measurement_is_refused(fake_engines, counters, words):
+    fake_engines(functools.partial(answer_captions, **counters))
     with pytest.raises(VidSpecError, match=words):
         quality.run(Quality(**SMALL))
 

@@ -4,7 +4,7 @@ import base64
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -109,28 +109,15 @@ def _serve_and_ask(
         ask(server.base_url, demo.question, max_tokens=8)
         before = server.metrics()
         try:
-            answer = ask(
-                server.base_url,
-                demo.question,
-                video=video,
-                max_tokens=demo.max_tokens,
-                on_text=lambda delta: report("text", {"delta": delta}),
-            )
+            tell = lambda delta: report("text", {"delta": delta})  # noqa: E731
+            answer = ask(server.base_url, demo.question, video=video, max_tokens=demo.max_tokens, on_text=tell)
         except VidSpecError as error:
             reason = str(error) if server.healthy() else server.reason()
             raise VidSpecError(f"the {name} server did not answer: {reason} (log: {log_path})") from None
         counters = difference(before, server.metrics())
     report("answered", {"name": name})
-    return {
-        "text": answer.text,
-        "token_ids": answer.token_ids,
-        "output_tokens": len(answer.token_ids),
-        "ttft_s": answer.ttft_s,
-        "decode_s": answer.decode_s,
-        "server_start_s": seconds,
-        "command": ["vllm", "serve", *args],
-        "counters": counters,
-    }
+    told = {"output_tokens": len(answer.token_ids), "server_start_s": seconds, "command": ["vllm", "serve", *args]}
+    return asdict(answer) | told | {"counters": counters}
 
 
 def ask(

@@ -1,7 +1,7 @@
 """Terminal views of results: tables by columns, numbers in them, and the answers of the demo; no engine."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _SHORT = {"num_speculative_tokens": "K", "temperature": "T", "prune_ratio": "prune"}
 _SHOWN_ALONE = ("family", "draft", "pruner", "prune_ratio", "num_speculative_tokens", "temperature")
 
-Columns = Mapping[str, Callable[[Any], str]]
+Columns = dict[str, Callable[[Any], str]]
 
 # Figures that stand for chains alone, and in a table with trees.
 _CHAIN_FIGURES: Columns = {

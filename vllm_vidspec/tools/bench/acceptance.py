@@ -20,13 +20,8 @@ from vllm_vidspec.tools.provenance import provenance
 
 # Axes that are knobs of VidSpecConfig (`drafting` is its `draft`).
 SPEC_AXES = (
-    "pruner",
-    "prune_ratio",
-    "drafting",
-    "num_speculative_tokens",
-    "scorer",
-    "draft_noise",
-    "draft_positions",
+    *("pruner", "prune_ratio", "drafting", "num_speculative_tokens"),
+    *("scorer", "draft_noise", "draft_positions"),
 )
 # Axis -> vLLM's value for "off": one left at it is not sent.
 SAMPLING_AXES = {
@@ -42,6 +37,10 @@ AXES = ("family", "draft", *SPEC_AXES, *SAMPLING_AXES)
 # Knobs that `Sweep.knobs` cannot hold, because they have a name of their own here.
 _NOT_KNOBS = {"model": "draft", "draft": "drafting", **{name: name for name in SPEC_AXES}}
 
+_SHOWN_COUNTERS = (
+    *("text_tokens", "visual_tokens_full", "visual_tokens_kept"),
+    *("draft_kv_bytes_per_token", "draft_load_bytes"),
+)
 # What every pruner is at ratio 0 and at ratio 1; see `canonical`.
 UNPRUNED: dict[str, Any] = {"pruner": "none", "prune_ratio": 0.0}
 TEXT_ONLY: dict[str, Any] = {"pruner": "uniform", "prune_ratio": 1.0}
@@ -144,29 +143,18 @@ class Configuration:
 
     def job(self, sweep: Sweep) -> dict[str, Any]:
         """Return what `run_job` reads."""
-        llm = pairs.llm_kwargs(
-            self.family,
-            self.draft,
-            target=sweep.target,
-            overrides={
-                "max_num_seqs": sweep.batch_size,
-                **({"async_scheduling": False} if sweep.sync_scheduling else {}),
-            },
-            **({} if self.draft is None else self.spec | sweep.knobs),
-        )
+        overrides = {"max_num_seqs": sweep.batch_size} | ({"async_scheduling": False} if sweep.sync_scheduling else {})
+        spec = {} if self.draft is None else self.spec | sweep.knobs
+        llm = pairs.llm_kwargs(self.family, self.draft, target=sweep.target, overrides=overrides, **spec)
         shared = {"max_tokens": sweep.max_tokens, "ignore_eos": sweep.ignore_eos}
         samplings = [
             shared | {name: value for name, value in sampling.items() if value != SAMPLING_AXES[name]}
             for sampling in sweep.samplings()
         ]
-        prompts = {"family": self.family, "question": sweep.question, "held_out": list(range(sweep.requests))}
-        # One video outside the measured ones: what happens once is not part of any figure.
-        return {
-            "llm": llm,
-            "prompts": prompts | {"warm_up": sweep.requests},
-            "samplings": samplings,
-            "seed": sweep.seed,
-        }
+        # The warm-up is one video outside the measured ones: what happens once is not part of any figure.
+        videos = {"held_out": list(range(sweep.requests)), "warm_up": sweep.requests}
+        prompts = {"family": self.family, "question": sweep.question, **videos}
+        return {"llm": llm, "prompts": prompts, "samplings": samplings, "seed": sweep.seed}
 
 
 def check(sweep: Sweep) -> None:
@@ -345,20 +333,12 @@ def make_rows(
                 "knobs": sweep.knobs,
                 "scheduling": result["scheduling"],
                 "measured_as": {name: engine.spec[name] for name in UNPRUNED},
-                "requests": sweep.requests,
-                "max_tokens": sweep.max_tokens,
-                "batch_size": sweep.batch_size,
-                "seed": sweep.seed,
-                "jobs": sweep.jobs,
+                **{name: getattr(sweep, name) for name in ("requests", "max_tokens", "batch_size", "seed", "jobs")},
                 **summarize(counters),
                 **shape_figures(counters),
                 "identical_frac": identical_frac(result["token_ids"], reference["token_ids"]) if comparable else None,
                 "output_tokens": sum(map(len, result["token_ids"])),
-                "text_tokens": counters["text_tokens"],
-                "visual_tokens_full": counters["visual_tokens_full"],
-                "visual_tokens_kept": counters["visual_tokens_kept"],
-                "draft_kv_bytes_per_token": counters["draft_kv_bytes_per_token"],
-                "draft_load_bytes": counters["draft_load_bytes"],
+                **{name: counters[name] for name in _SHOWN_COUNTERS},
                 "skipped": {reason: counters[f"skipped_{reason}"] for reason in SKIP_REASONS},
                 "unguided": {reason: counters[f"unguided_{reason}"] for reason in GUIDANCE_FALLBACKS},
                 "decode_s": result["seconds"],

@@ -37,6 +37,10 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+# Fields of `Quality` that a row repeats.
+_SHARED = ("num_speculative_tokens", "prune_ratio", "requests", "batch_size", "max_tokens", "seed", "knobs")
+
+
 @dataclass(frozen=True)
 class Setting:
     """How drafts are verified: a scorer and what has a bearing on it, None for the rest (knobs of VidSpecConfig)."""
@@ -161,6 +165,12 @@ class Quality:
         prompts = {"family": family, "held_out": list(range(self.requests)), "question": self.question}
         return {"llm": llm, "prompts": prompts}
 
+    def command(self, temperature: float, setting: Setting | None = None) -> dict[str, Any]:
+        """Return what an engine is asked; with a setting the pair's, of which what it watches is wanted, too."""
+        knobs = None if setting is None else setting.knobs
+        sampling = {"temperature": temperature, "max_tokens": self.max_tokens}
+        return answer_command(knobs, seed=self.seed, watch=setting is not None, **sampling)
+
 
 def closest(values: Sequence[Any], default: Any) -> Any:
     """Return the value that is closest to a default; of equally close ones the first."""
@@ -212,21 +222,21 @@ def run(quality: Quality, report: Report = silent) -> dict[str, Any]:
         report("measured", {"note": f"{setting_name(row)}: {100 * (row['retention'] or 0):.1f} % kept"})
 
     for family in quality.families:
-        references: dict[float, dict[str, Any]] = {}
+        panels: dict[float, Panel] = {}
         for role in (TARGET, DRAFT):
             with _session(quality, quality.job(family, role), f"{family}: the {role} alone", report) as session:
                 for temperature in quality.temperatures:
-                    answer = session.ask(_command(quality, temperature))
-                    references.setdefault(temperature, answer)  # the target's, which comes first
-                    add(make_row(quality, family, temperature, None, role, answer, references[temperature], facts))
+                    answer = session.ask(quality.command(temperature))
+                    # The target's answer, which comes first, is what the others are compared with.
+                    alone = panels.setdefault(temperature, Panel(quality, family, temperature, None, answer, facts))
+                    add(alone.row(Setting(role), answer))
         for noise in quality.draft_noises:
-            if not quality.temperatures_of(noise):
-                continue
-            label = f"{family}: the pair, {noise} noise"
-            with _session(quality, quality.job(family, TARGET, noise), label, report) as session:
-                for temperature in quality.temperatures_of(noise):
-                    for row in _measure(quality, session, family, temperature, noise, references[temperature], facts):
-                        add(row)
+            if temperatures := quality.temperatures_of(noise):
+                label = f"{family}: the pair, {noise} noise"
+                with _session(quality, quality.job(family, TARGET, noise), label, report) as session:
+                    for temperature in temperatures:
+                        for row in replace(panels[temperature], draft_noise=noise).measure(session):
+                            add(row)
     orders = (quality.families, quality.temperatures, (None, *quality.draft_noises))
     names = ("family", "temperature", "draft_noise")
     rows.sort(key=lambda row: [order.index(row[name]) for order, name in zip(orders, names, strict=True)])
@@ -242,34 +252,66 @@ def _session(quality: Quality, job: dict[str, Any], label: str, report: Report) 
         yield session
 
 
-def _command(quality: Quality, temperature: float, setting: Setting | None = None) -> dict[str, Any]:
-    knobs = None if setting is None else setting.knobs
-    sampling = {"temperature": temperature, "max_tokens": quality.max_tokens}
-    return answer_command(knobs, seed=quality.seed, watch=setting is not None, **sampling)
+@dataclass(frozen=True)
+class Panel:
+    """What is compared with one another.
 
-
-def _measure(
-    quality: Quality,
-    session: EngineSession,
-    family: str,
-    temperature: float,
-    draft_noise: str,
-    reference: dict[str, Any],
-    facts: Sequence[Any],
-) -> Iterator[dict[str, Any]]:
-    """Yield the row of every setting of one engine at one temperature; strict's comes first.
-
-    Raises:
-        VidSpecError: As `_require_whole`.
+    Attributes:
+        quality: What is measured.
+        family: The pair.
+        temperature: Of the target and the draft.
+        draft_noise: The engine's; None for a model alone.
+        reference: Of the target alone, at this temperature and with these seeds, what `session_job` answered.
+        facts: What each video shows.
     """
-    strict_length = None
-    for setting in quality.settings():
-        answer = session.ask(_command(quality, temperature, setting))
-        counters = answer["metrics"]
-        _require_whole(f"{family}, {setting.scorer}", setting, counters)
-        row = make_row(quality, family, temperature, draft_noise, setting, answer, reference, facts, strict_length)
-        strict_length = strict_length or row["acceptance_length"]
-        yield row
+
+    quality: Quality
+    family: str
+    temperature: float
+    draft_noise: str | None
+    reference: dict[str, Any]
+    facts: Sequence[Any]
+
+    def measure(self, session: EngineSession) -> Iterator[dict[str, Any]]:
+        """Yield the row of every setting of one engine; strict's comes first.
+
+        Raises:
+            VidSpecError: As `_require_whole`.
+        """
+        strict_length = None
+        for setting in self.quality.settings():
+            answer = session.ask(self.quality.command(self.temperature, setting))
+            _require_whole(f"{self.family}, {setting.scorer}", setting, answer["metrics"])
+            row = self.row(setting, answer, strict_length)
+            strict_length = strict_length or row["acceptance_length"]
+            yield row
+
+    def row(self, setting: Setting, answer: dict[str, Any], strict_length: float | None = None) -> dict[str, Any]:
+        """Turn one batch of captions into a row.
+
+        Args:
+            setting: How drafts were verified, or the role of the model that wrote alone.
+            answer: The engine's, as `reference`.
+            strict_length: Acceptance length of strict in the same engine; None: this is strict, or there are no drafts.
+        """
+        counts, target_counts = (count_right(texts["texts"], self.facts) for texts in (answer, self.reference))
+        found, at_best = accuracies(counts), accuracies(target_counts)
+        captions = answer["captions"] or []
+        output_tokens = sum(map(len, answer["token_ids"]))
+        return {
+            **{name: getattr(self, name) for name in ("family", "temperature", "draft_noise")},
+            "method": setting.scorer,
+            **{name: getattr(setting, name) for name in DEFAULTS},
+            **{name: getattr(self.quality, name) for name in _SHARED},
+            "retention": retention(found["accuracy"], at_best["accuracy"]),
+            **found,
+            **draft_figures(answer["metrics"], output_tokens - self.quality.requests, strict_length),
+            **kind_shares([caption["kinds"] for caption in captions]),
+            "identical_frac": identical_frac(answer["token_ids"], self.reference["token_ids"]),
+            "tokens_per_caption": output_tokens / self.quality.requests,
+            "relevance_auc": relevance_auc(*([one[name] for one in captions] for name in ("words", "relevance"))),
+            "decode_s": answer["seconds"],
+        }
 
 
 def _require_whole(label: str, setting: Setting, counters: dict[str, int]) -> None:
@@ -285,54 +327,6 @@ def _require_whole(label: str, setting: Setting, counters: dict[str, int]) -> No
         raise VidSpecError(f"{label}: requests were verified strictly ({', '.join(held)})")
     if not counters["drafts"]:
         raise VidSpecError(f"{label}: nothing was drafted, the captions are too short")
-
-
-def make_row(
-    quality: Quality,
-    family: str,
-    temperature: float,
-    draft_noise: str | None,
-    setting: Setting | str,
-    answer: dict[str, Any],
-    reference: dict[str, Any],
-    facts: Sequence[Any],
-    strict_length: float | None = None,
-) -> dict[str, Any]:
-    """Turn one batch of captions into a row.
-
-    Args:
-        quality: What was measured.
-        family: The pair.
-        temperature: Of this batch.
-        draft_noise: The engine's; None for a model alone.
-        setting: How drafts were verified, or the role of the model that wrote alone.
-        answer: The engine's, as `session_job.Engine.answer` returns it.
-        reference: The same of the target alone, at this temperature and with these seeds.
-        facts: What each video shows.
-        strict_length: Acceptance length of strict in the same engine; None: this is strict, or no drafts were there.
-    """
-    counts, target_counts = (count_right(texts["texts"], facts) for texts in (answer, reference))
-    found, at_best = accuracies(counts), accuracies(target_counts)
-    if isinstance(setting, str):
-        setting = Setting(setting)
-    captions = answer["captions"] or []
-    output_tokens = sum(map(len, answer["token_ids"]))
-    return {
-        "family": family,
-        "temperature": temperature,
-        "draft_noise": draft_noise,
-        **({"method": setting.scorer} | {name: value for name, value in asdict(setting).items() if name != "scorer"}),
-        **{name: getattr(quality, name) for name in ("num_speculative_tokens", "prune_ratio", "requests")},
-        **{name: getattr(quality, name) for name in ("batch_size", "max_tokens", "seed", "knobs")},
-        "retention": retention(found["accuracy"], at_best["accuracy"]),
-        **found,
-        **draft_figures(answer["metrics"], output_tokens - quality.requests, strict_length),
-        **kind_shares([caption["kinds"] for caption in captions]),
-        "identical_frac": identical_frac(answer["token_ids"], reference["token_ids"]),
-        "tokens_per_caption": output_tokens / quality.requests,
-        "relevance_auc": relevance_auc(*([caption[name] for caption in captions] for name in ("words", "relevance"))),
-        "decode_s": answer["seconds"],
-    }
 
 
 def setting_name(row: dict[str, Any]) -> str:
@@ -364,7 +358,7 @@ def draft_figures(counters: dict[str, int] | None, num_verified: int, strict_len
     Args:
         counters: The gain of one batch.
         num_verified: Output tokens that came from verify steps: all but a request's first.
-        strict_length: As in `make_row`.
+        strict_length: As in `Panel.row`.
 
     Returns:
         `acceptance_length` and `ratio_to_strict`, `num_drafts`, and `delivered_length`: output tokens per verify step.
