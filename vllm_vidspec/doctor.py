@@ -38,6 +38,10 @@ class Check:
     remedy: str = ""
 
 
+def _fail_unless(good: bool, name: str, detail: str, remedy: str) -> Check:
+    return Check(name, "ok", detail) if good else Check(name, "fail", detail, remedy)
+
+
 def run_checks(target: str | None = None, draft: str | None = None) -> list[Check]:
     """Look at everything that vidspec needs in order to run.
 
@@ -81,11 +85,9 @@ def check_pair(target: str, draft: str) -> Check:
 
 
 def _python() -> Iterator[Check]:
-    version = platform.python_version()
-    if _PYTHONS[0] <= sys.version_info[:2] <= _PYTHONS[1]:
-        yield Check("python", "ok", f"{version} at {sys.prefix}")
-    else:
-        yield Check("python", "fail", f"{version}, vLLM has wheels for 3.11 to 3.14", "use Python 3.11")
+    good = _PYTHONS[0] <= sys.version_info[:2] <= _PYTHONS[1]
+    where = f" at {sys.prefix}" if good else ", vLLM has wheels for 3.11 to 3.14"
+    yield _fail_unless(good, "python", platform.python_version() + where, "use Python 3.11")
 
 
 def _engine() -> Iterator[Check]:
@@ -96,15 +98,13 @@ def _engine() -> Iterator[Check]:
         return
     version = cpu or cuda or ""
     kind = "CPU" if _is_cpu_engine() else "CUDA"
-    if version.startswith(SUPPORTED_VLLM):
-        yield Check("engine", "ok", f"vLLM {version}, {kind} build")
-    else:
-        remedy = _INSTALL_CPU if kind == "CPU" else _INSTALL_GPU
-        yield Check("engine", "fail", f"vLLM {version}; vidspec needs {SUPPORTED_VLLM}*", remedy)
+    good = version.startswith(SUPPORTED_VLLM)
+    detail = f"vLLM {version}" + (f", {kind} build" if good else f"; vidspec needs {SUPPORTED_VLLM}*")
+    yield _fail_unless(good, "engine", detail, _INSTALL_CPU if kind == "CPU" else _INSTALL_GPU)
     if cpu is not None:
         good = cuda is not None and cuda.startswith(cpu) and "cpu" in cuda
         detail = f"vLLM sees itself as {cuda}" if cuda else "vLLM cannot find its own distribution"
-        yield Check("engine alias", "ok" if good else "fail", detail, "" if good else _FIX)
+        yield _fail_unless(good, "engine alias", detail, _FIX)
 
 
 def _torch() -> Iterator[Check]:
@@ -160,18 +160,16 @@ def _plugin() -> Iterator[Check]:
         return
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and METHOD not in allowed.split(","):
-        yield Check(
-            "plugin", "fail", f"VLLM_PLUGINS={allowed} leaves it out", f"add {METHOD} to VLLM_PLUGINS, or unset it"
-        )
+        remedy = f"add {METHOD} to VLLM_PLUGINS, or unset it"
+        yield Check("plugin", "fail", f"VLLM_PLUGINS={allowed} leaves it out", remedy)
         return
     from vllm.engine.arg_utils import EngineArgs
 
     points[0].load()()
     # The hook wraps vLLM's function, so the function that now stands there is one of ours.
-    if EngineArgs.create_engine_config.__globals__["__name__"].startswith("vllm_vidspec."):
-        yield Check("plugin", "ok", "registered and active")
-    else:
-        yield Check("plugin", "fail", "registered, but vLLM's configuration is not hooked", _REINSTALL)
+    good = EngineArgs.create_engine_config.__globals__["__name__"].startswith("vllm_vidspec.")
+    detail = "registered and active" if good else "registered, but vLLM's configuration is not hooked"
+    yield _fail_unless(good, "plugin", detail, _REINSTALL)
 
 
 def _device() -> Iterator[Check]:
@@ -194,11 +192,8 @@ def _device() -> Iterator[Check]:
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         yield Check("device", "ok", ", ".join(names))
     else:
-        remedy = (
-            "check the driver with nvidia-smi"
-            if has_nvidia_gpu()
-            else f"no GPU here? {_INSTALL_CPU} in a new environment"
-        )
+        no_gpu = f"no GPU here? {_INSTALL_CPU} in a new environment"
+        remedy = "check the driver with nvidia-smi" if has_nvidia_gpu() else no_gpu
         yield Check("device", "fail", "the engine is for CUDA, torch sees no CUDA device", remedy)
 
 
@@ -222,11 +217,9 @@ def _checkpoints() -> Iterator[Check]:
                 missing.append(f"{family}/{role}")
             elif weights.stat().st_size < _LFS_POINTER_BYTES:
                 missing.append(f"{family}/{role} (a pointer, not the weights)")
-    if missing:
-        remedy = "fetch the clone's assets again (git checkout -- vllm_vidspec/assets), or run training/train_tiny.py"
-        yield Check("bundled models", "fail", "missing: " + ", ".join(missing), remedy)
-    else:
-        yield Check("bundled models", "ok", f"target and draft for {', '.join(_FAMILIES)}")
+    detail = f"missing: {', '.join(missing)}" if missing else f"target and draft for {', '.join(_FAMILIES)}"
+    remedy = "fetch the clone's assets again (git checkout -- vllm_vidspec/assets), or run training/train_tiny.py"
+    yield _fail_unless(not missing, "bundled models", detail, remedy)
 
 
 def _bundled_pairs() -> Iterator[Check]:
@@ -256,10 +249,9 @@ def _guarded(name: str, check: Callable[[], Any]) -> list[Check]:
     try:
         findings.extend(check())
     except Exception as error:
-        missing = isinstance(error, ModuleNotFoundError)
-        remedy = (
-            (_INSTALL_GPU if has_nvidia_gpu() else _INSTALL_CPU) if missing else "see the error; then run doctor again"
-        )
+        remedy = "see the error; then run doctor again"
+        if isinstance(error, ModuleNotFoundError):
+            remedy = _INSTALL_GPU if has_nvidia_gpu() else _INSTALL_CPU
         findings.append(Check(name, "fail", f"{type(error).__name__}: {_line(error)}", remedy))
     return findings
 

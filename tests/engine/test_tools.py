@@ -10,7 +10,7 @@ from vllm_vidspec.pruning import linspace_indices
 from vllm_vidspec.pruning.indices import top_k_indices
 from vllm_vidspec.tools import calibrate, pairs, show_pruning
 from vllm_vidspec.tools.calibrate import Calibration
-from vllm_vidspec.tools.engine_session import EngineSession
+from vllm_vidspec.tools.engine_session import EngineSession, answer_command
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("cv2")
@@ -47,7 +47,7 @@ def test_knobs_reach_the_pruner_of_a_pair_of_ones_own(tmp_path):
     calibrate.check(own)
     kept, scores = [], []
     with EngineSession(own.job()) as session:
-        assert session.ready == {"num_layers": 4, "default_uv_layer": 3}
+        assert session.ready == {"num_layers": 4, "default_uv_layer": 3, "scheduling": "sync"}
         for lambda_r, layers in ((1.0, "all"), (1.0, (2,)), (0.0, "all"), (1.0, "all")):
             knobs = {"lambda_r": lambda_r, "guidance_layers": layers}
             assert calibrate._ask(session, own, knobs, lambda_r=lambda_r, guidance_layers=layers).num_drafts >= 1
@@ -57,7 +57,7 @@ def test_knobs_reach_the_pruner_of_a_pair_of_ones_own(tmp_path):
             kept.append(record["kept_indices"].tolist())
             scores.append(record["scores"])
         with pytest.raises(VidSpecError, match="uv_layer cannot change while the engine runs"):
-            session.ask({"command": "measure", "knobs": {"uv_layer": 3}, "max_tokens": 8})
+            session.ask(answer_command({"uv_layer": 3}, max_tokens=8))
     assert kept[0] == kept[3] == top_k_indices(scores[0], 25).tolist()
     assert kept[1] == top_k_indices(scores[1], 25).tolist()
     assert kept[2] == linspace_indices(256, 25).tolist()

@@ -5,6 +5,7 @@ import os
 import sys
 
 from vllm_vidspec.tools import pairs
+from vllm_vidspec.tools.user_files import read_video
 
 
 def main() -> None:
@@ -13,7 +14,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     llm = LLM(**pairs.llm_kwargs(family, overrides={"max_num_seqs": 4}))
-    prompt = pairs.video_prompt(family, pairs.load_video(video), question)
+    prompt = pairs.video_prompt(family, read_video(video), question)
     answers = []
     for sampling in samplings:
         output = llm.generate([prompt], SamplingParams(**sampling), use_tqdm=False)[0].outputs[0]

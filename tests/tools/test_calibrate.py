@@ -1,16 +1,15 @@
 """`vidspec calibrate` without an engine: candidates, the rule of choice, the search, the file, the plot, errors."""
 
+import contextlib
 import json
 import sys
-from pathlib import Path
+import threading
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
-from typer.testing import CliRunner
 
+from tools.common import invoke
 from vllm_vidspec import metrics
-from vllm_vidspec.cli import app
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import NAMES
@@ -62,49 +61,47 @@ def test_candidates_are_few_distinct_and_exist(num_layers):
     assert layers[-1] == num_layers
 
 
-class FakeSession:
-    """An engine of four layers whose drafts get worse with the distance from (lambda_r 0.3, layers 2-3, uv_layer 2)."""
+STEP_S = {"chain": 0.020, "tree-static": 0.016, "tree-adaptive": 0.018}
 
-    sessions: ClassVar[list["FakeSession"]] = []
-    unguided = 0
 
-    def __init__(self, job):
-        self.job, self.asked = job, []
-        self.ready = {"num_layers": 4, "default_uv_layer": 4}
-        self.sessions.append(self)
+def measure(session, command):
+    """Answer of a target whose drafts get worse with the distance from (lambda_r 0.3, layers 2-3, uv_layer 2)."""
+    knobs = command["knobs"]
+    if knobs:
+        distance = 10 * abs(knobs["lambda_r"] - 0.3)
+        if knobs["lambda_r"]:
+            distance += 0 if knobs["guidance_layers"] == (2, 3) else 8
+    else:
+        layer = session.job["llm"]["speculative_config"].get("uv_layer") or session.ready["default_uv_layer"]
+        distance = 5 * abs(layer - 2)
+    drafts = 100 + round(3 * distance)
+    counters = {"guided_prompts": 4, "drafts": drafts, "draft_tokens": 5 * drafts, "accepted_tokens": TOKENS - drafts}
+    return {"seconds": 1.0, "token_ids": [[0] * (TOKENS // 4)] * 4, "metrics": dict.fromkeys(NAMES, 0) | counters}
 
-    def __enter__(self):
-        return self
 
-    def __exit__(self, *_):
-        pass
+def time_steps(session, command):
+    """The deeper the draft, the more stands; a tree's step takes longer in larger batches."""
+    spec = session.job["llm"].get("speculative_config")
+    runs = []
+    for batch in command["batches"]:
+        size, counters, step_s = len(batch), None, 0.010
+        if spec:
+            counters = dict.fromkeys(NAMES, 0) | {"drafts": 10, "draft_tokens": 50, "accepted_tokens": 20}
+            step_s = STEP_S[spec["draft"]] * (1 if spec["draft"] == "chain" or size < 8 else 2)
+        runs.append({"batch_size": size, "step_s": [step_s, step_s, 1.0], "metrics": counters})
+    return {"runs": runs}
 
-    def ask(self, command):
-        self.asked.append(command)
-        knobs = command["knobs"]
-        if knobs:
-            distance = 10 * abs(knobs["lambda_r"] - 0.3)
-            if knobs["lambda_r"]:
-                distance += 0 if knobs["guidance_layers"] == (2, 3) else 8
-        else:
-            layer = self.job["llm"]["speculative_config"].get("uv_layer") or self.ready["default_uv_layer"]
-            distance = 5 * abs(layer - 2)
-        drafts = 100 + round(3 * distance)
-        counters = dict.fromkeys(NAMES, 0) | {
-            "guided_prompts": 4 - self.unguided,
-            "unguided_memory": self.unguided,
-            "drafts": drafts,
-            "draft_tokens": 5 * drafts,
-            "accepted_tokens": TOKENS - drafts,
-        }
-        return {"seconds": 1.0, "num_prompts": 4, "output_tokens": TOKENS, "metrics": counters}
+
+def answer_of(session, command):
+    return measure(session, command) if command["command"] == "answer" else time_steps(session, command)
+
+
+FOUR_LAYERS = {"num_layers": 4, "default_uv_layer": 4}
 
 
 @pytest.fixture
-def sessions(monkeypatch):
-    monkeypatch.setattr(calibrate, "EngineSession", FakeSession)
-    monkeypatch.setattr(FakeSession, "sessions", [])
-    return FakeSession.sessions
+def sessions(fake_engines):
+    return fake_engines(answer_of, **FOUR_LAYERS)
 
 
 def test_specvlm_takes_layers_first_then_lambda(sessions):
@@ -136,8 +133,12 @@ def test_uv_loads_an_engine_per_layer(sessions):
     assert [row["uv_layer"] for row in result["measurements"]] == [4, 1, 2, 3]
 
 
-def test_unguided_prompts_are_no_measurement(sessions, monkeypatch):
-    monkeypatch.setattr(FakeSession, "unguided", 1)
+def test_unguided_prompts_are_no_measurement(fake_engines):
+    def answer(session, command):
+        found = measure(session, command)
+        return found | {"metrics": found["metrics"] | {"guided_prompts": 3, "unguided_memory": 1}}
+
+    fake_engines(answer, **FOUR_LAYERS)
     with pytest.raises(VidSpecError, match=r"1 of 4 prompts were pruned without guidance \(memory\)"):
         calibrate.run(Calibration())
 
@@ -155,7 +156,7 @@ def test_a_pair_of_ones_own_is_asked_through_its_chat_template(tmp_path):
 @pytest.mark.parametrize("pruner", calibrate.PRUNERS)
 def test_command_writes_what_the_configuration_reads(sessions, tmp_path, pruner):
     out, plot = tmp_path / "c.json", tmp_path / "c.png"
-    result = CliRunner().invoke(app, ["calibrate", "--pruner", pruner, "--out", str(out), "--plot", str(plot)])
+    result = invoke("calibrate", "--pruner", pruner, "--out", str(out), "--plot", str(plot))
     assert result.exit_code == 0, result.output
     assert "*" in result.stdout
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -182,33 +183,6 @@ def test_layer_names():
     assert [calibration_views.layers_name(x) for x in ("all", (2,), (0, 1, 2), (0, 2), None)] == [
         *("all", "2", "0-2", "0, 2", "-")
     ]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--pruner", "uniform"], "'uniform' has nothing to calibrate"),
-        (["--prune-ratio", "1.5"], "prune_ratio"),
-        (["--prune-ratio", "1"], "nothing to choose"),
-        (["--num-speculative-tokens", "0"], "num_speculative_tokens"),
-        (["--family", "llava"], "unknown family 'llava'"),
-        (["--target", "some/model"], "--target needs --draft"),
-        (["--target", "/no/such/model", "--draft", "self"], "no such checkpoint"),
-        (["--video", "/no/such.mp4"], "no such video: /no/such.mp4"),
-        (["--out", "/no/such/folder/c.json"], "no such folder"),
-        (["--out", "/tmp"], "it is a folder"),
-        (["--plot", "plot.jpeg"], "--plot"),
-        (["--engine-args", "[1]"], "--engine-args"),
-        (["--engine-args", '{"model": "x"}'], "--engine-args: model"),
-    ],
-)
-def test_wrong_options_are_one_line_and_exit_2(sessions, options, words):
-    result = CliRunner().invoke(app, ["calibrate", *options])
-    assert result.exit_code == 2
-    assert result.stderr.startswith("vidspec: ")
-    assert words in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
-    assert not sessions, "no engine starts before every value is checked"
 
 
 def cost(shape, size, tokens_per_s):
@@ -258,44 +232,17 @@ def test_batches_of_a_round():
     assert "speculative_config" not in whole.job("vanilla")["llm"]
 
 
-class FakeCosts(FakeSession):
-    """The deeper the draft, the more stands; a tree's step takes longer in larger batches."""
-
-    skipped = 0
-    step_s: ClassVar[dict] = {"chain": 0.020, "tree-static": 0.016, "tree-adaptive": 0.018}
-
-    def ask(self, command):
-        self.asked.append(command)
-        spec = self.job["llm"].get("speculative_config")
-        runs = []
-        for batch in command["batches"]:
-            size, counters, step_s = len(batch), None, 0.010
-            if spec:
-                counters = dict.fromkeys(NAMES, 0) | {"drafts": 10, "draft_tokens": 50, "accepted_tokens": 20}
-                counters["skipped_pool_full"] = self.skipped
-                step_s = self.step_s[spec["draft"]] * (1 if spec["draft"] == "chain" or size < 8 else 2)
-            runs.append({"batch_size": size, "step_s": [step_s, step_s, 1.0], "metrics": counters})
-        return {"runs": runs}
-
-
-@pytest.fixture
-def cost_sessions(monkeypatch):
-    monkeypatch.setattr(costs, "EngineSession", FakeCosts)
-    monkeypatch.setattr(FakeCosts, "sessions", [])
-    return FakeCosts.sessions
-
-
 TABLE = [[1, 4, "tree-static", 25], [5, 16, "chain", 5]]
 
 
-def test_costs_are_written_alone(cost_sessions, tmp_path):
+def test_costs_are_written_alone(sessions, tmp_path):
     out = tmp_path / "c.json"
-    result = CliRunner().invoke(app, ["calibrate", "--costs", "--rounds", "2", "--out", str(out)])
+    result = invoke("calibrate", "--costs", "--rounds", "2", "--out", str(out))
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())
     assert written["config"] == {"draft_table": TABLE}
     assert {"target", "draft", "costs", "provenance"} <= set(written)
-    shapes = [session.job["llm"].get("speculative_config", {}).get("draft") for session in cost_sessions]
+    shapes = [session.job["llm"].get("speculative_config", {}).get("draft") for session in sessions]
     assert shapes == [None, "chain", "tree-static", "tree-adaptive"] * 2, "in turn"
     (row,) = (row for row in written["costs"] if row["shape"] == "chain" and row["batch_size"] == 2)
     assert (row["acceptance_length"], row["step_ms"], row["num_steps"]) == (3.0, 20.0, 2 * 2 * 3)
@@ -308,12 +255,12 @@ def test_costs_are_written_alone(cost_sessions, tmp_path):
     assert [config.shape_for(n) for n in (1, 4, 5, 99)] == ["tree-static", "tree-static", "chain", "chain"]
 
 
-def test_costs_are_added_to_a_calibration(sessions, cost_sessions, tmp_path):
+def test_costs_are_added_to_a_calibration(sessions, tmp_path):
     out = tmp_path / "c.json"
     arguments = ["calibrate", "--out", str(out)]
-    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert invoke(*arguments).exit_code == 0
     before = json.loads(out.read_text())
-    result = CliRunner().invoke(app, [*arguments, "--costs", "--rounds", "1"])
+    result = invoke(*arguments, "--costs", "--rounds", "1")
     assert result.exit_code == 0, result.output
     after = json.loads(out.read_text())
     assert after["config"] == before["config"] | {"draft_table": TABLE}
@@ -321,22 +268,23 @@ def test_costs_are_added_to_a_calibration(sessions, cost_sessions, tmp_path):
         name: before[name] for name in before if name != "config"
     }
     assert after["costs_provenance"]["versions"]
-    specs = [session.job["llm"].get("speculative_config", {}) for session in cost_sessions]
+    specs = [session.job["llm"].get("speculative_config", {}) for session in sessions[1:]]
     assert [spec.get("calibration") for spec in specs] == [None, *[str(out)] * 3], "its knobs are in force"
 
-    assert CliRunner().invoke(app, [*arguments, "--costs", "--rounds", "1"]).exit_code == 0, "and again"
-    result = CliRunner().invoke(app, [*arguments, "--costs", "--family", "llava-onevision"])
+    assert invoke(*arguments, "--costs", "--rounds", "1").exit_code == 0, "and again"
+    result = invoke(*arguments, "--costs", "--family", "llava-onevision")
     assert (result.exit_code, "is of another pair: qwen2.5-vl/target" in result.stderr) == (2, True)
 
 
-def test_what_was_not_drafted_for_is_no_cost(cost_sessions, monkeypatch, tmp_path):
-    monkeypatch.setattr(FakeCosts, "skipped", 1)
+def test_what_was_not_drafted_for_is_no_cost(fake_engines):
+    skipped = dict.fromkeys(NAMES, 0) | {"drafts": 9, "skipped_pool_full": 1}
+    run = {"batch_size": 1, "step_s": [1.0], "metrics": skipped}
+    fake_engines(
+        lambda session, _: {"runs": [run | ({} if "speculative_config" in session.job["llm"] else {"metrics": None})]}
+    )
     with pytest.raises(VidSpecError, match=r"chain, batch size 1: requests ran without speculation \(pool_full\)"):
         costs.run(Costs(Calibration()))
-    monkeypatch.setattr(FakeCosts, "skipped", 0)
-    monkeypatch.setattr(
-        FakeCosts, "ask", lambda self, command: {"runs": [{"batch_size": 1, "step_s": [], "metrics": {}}]}
-    )
+    fake_engines(lambda *_: {"runs": [run | {"step_s": [], "metrics": None}]})
     with pytest.raises(VidSpecError, match="vanilla: no step decoded for 1 requests at once"):
         costs.run(Costs(Calibration()))
 
@@ -363,56 +311,56 @@ class FakeEngine:
 def test_only_steps_of_the_whole_batch_are_timed(monkeypatch, speculates, num_steps):
     engine, asked = FakeEngine(speculates), []
 
-    def enqueue(indices, **sampling):
-        asked.append((indices, sampling))
+    def enqueue(requests, params, use_tqdm):
+        asked.append((requests, params))
         engine.left = list(engine.drafted)
 
     monkeypatch.setattr(metrics, "read_metrics", lambda path: dict(engine.counters))
-    command = {"batches": [[0, 1], [2, 3]], "max_tokens": 9}
-    answer = session_job._cost(SimpleNamespace(llm_engine=engine), SimpleNamespace(enqueue=enqueue), command)
-    assert asked == [(indices, {"max_tokens": 9}) for indices in ([0, 1], [0, 1], [2, 3])], "the first to warm up"
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    llm = SimpleNamespace(llm_engine=engine, enqueue=enqueue)
+    answer = session_job.Engine(llm, ["a", "b", "c", "d"]).cost([[0, 1], [2, 3]], max_tokens=9)
+    sampling = {"temperature": 0, "max_tokens": 9}
+    assert asked == [(names, sampling) for names in (["a", "b"], ["a", "b"], ["c", "d"])], "the first to warm up"
     assert [(run["batch_size"], len(run["step_s"])) for run in answer["runs"]] == [(2, num_steps)] * 2
     assert [run["metrics"] and run["metrics"]["drafts"] for run in answer["runs"]] == [8 if speculates else None] * 2
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--plot", "plot.png"], "nothing to plot"),
-        (["--engine-args", '{"max_num_seqs": 0}'], "max_num_seqs"),
-        (["--video", "/no/such.mp4"], "no such video: /no/such.mp4"),
-        (["--out", "/tmp"], "it is a folder"),
-        (["--out", "pyproject.toml"], "is not a file of `vidspec calibrate`"),
-    ],
-)
-def test_wrong_options_of_costs_are_one_line_and_exit_2(cost_sessions, options, words, monkeypatch):
-    monkeypatch.chdir(Path(__file__).resolve().parents[2])
-    result = CliRunner().invoke(app, ["calibrate", "--costs", *options])
-    assert result.exit_code == 2
-    assert result.stderr.startswith("vidspec: ")
-    assert words in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
-    assert not cost_sessions
-
-
 def test_a_session_answers_and_says_why_it_stopped(tmp_path, monkeypatch):
-    """Catches: a hanging parent when the engine's process dies, a traceback instead of its reason."""
+    """Catches: a hanging parent when the engine's process dies or is ended, a traceback instead of its reason."""
     job = tmp_path / "job.py"
     job.write_text(
-        "import json, os, sys\n"
+        "import json, os, sys, time\n"
         "out = os.fdopen(int(sys.argv[-1]), 'w')\n"
+        "send = lambda **fields: print(json.dumps(fields), file=out, flush=True)\n"
         "for line in sys.stdin:\n"
         "    if 'die' in line: sys.exit('ValueError: it died')\n"
-        "    print(json.dumps({'event': 'answer', 'echo': json.loads(line)}), file=out, flush=True)\n"
+        "    if 'hang' in line: time.sleep(60)\n"
+        "    send(event='progress', done=1)\n"
+        "    send(event='answer', echo=json.loads(line))\n"
     )
     program = tmp_path / "python"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} {job} "$@"\n')
     program.chmod(0o755)
     monkeypatch.setattr(engine_session.sys, "executable", str(program))
-    with engine_session.EngineSession({"llm": 1}) as session:
+    told, held = [], []
+
+    @contextlib.contextmanager
+    def hold(process):
+        held.append(process)
+        yield
+        held.append("let go")
+
+    with engine_session.EngineSession({"llm": 1}, hold) as session:
         assert session.ready == {"echo": {"llm": 1}}
-        assert session.ask({"command": "x"}) == {"echo": {"command": "x"}}
+        assert session.ask({"command": "x"}, lambda *event: told.append(event)) == {"echo": {"command": "x"}}
+        assert told == [("progress", {"done": 1})]
         for _ in range(2):
             with pytest.raises(VidSpecError, match=r"^the engine stopped: ValueError: it died$"):
                 session.ask({"command": "die"})
     assert not session.folder.exists()
+    assert held[0].poll() is not None and held[1:] == ["let go"]
+
+    with engine_session.EngineSession({"llm": 1}, hold) as session:
+        threading.Timer(0.1, held[-1].kill).start()
+        with pytest.raises(VidSpecError, match=r"^the engine stopped: it wrote nothing$"):
+            session.ask({"command": "hang"})

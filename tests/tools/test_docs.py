@@ -1,41 +1,23 @@
 """The documentation: generated pages are current, links lead somewhere, commands parse, no figure is missing."""
 
-import importlib.util
 import json
 import re
 import shlex
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import typer.main
 from null_gpu import report
 
+from tools.common import ROOT, load
 from vllm_vidspec.cli import app
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
-def _script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_results_page_shows_the_commands_that_are_run():
-    script = _script("make_results")
-    shown = [" ".join(args) for args in _commands(script.PAGE)]
-    shown += re.findall(r"^\s*python (benchmarks/.*)$", script.PAGE.read_text(), re.MULTILINE)
-    ran = [command for name in script.COMMANDS for command in script.commands_of(name)]
-    assert [command for command in ran if command not in shown] == []
-
-
 def test_configuration_page_is_current():
-    module = _script("gen_config_docs")
+    module = load("scripts/gen_config_docs.py")
     assert module.PATH.read_text() == module.render(), "run scripts/gen_config_docs.py"
 
 

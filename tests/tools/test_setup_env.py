@@ -1,21 +1,18 @@
 """scripts/setup_env.py: what names an environment, what makes it complete, what it refuses."""
 
-import importlib.util
 import json
 import os
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tools.common import ROOT, load
 
 
 @pytest.fixture
 def setup_env(tmp_path, monkeypatch):
     """Return the script as a module whose clone is a copy of the files that it reads."""
-    spec = importlib.util.spec_from_file_location("setup_env", ROOT / "scripts" / "setup_env.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load("scripts/setup_env.py")
     clone = tmp_path / "clone"
     (clone / "requirements").mkdir(parents=True)
     for name in ("pyproject.toml", "requirements/lock-cpu.txt"):

@@ -6,9 +6,8 @@ import re
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from vllm_vidspec.cli import app
+from tools.common import invoke
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import NAMES
@@ -156,92 +155,44 @@ def test_a_caption_that_was_not_measured_is_refused(counters, words):
 
 
 @pytest.fixture
-def jobs(monkeypatch):
-    """Replace the engine by one that says CAPTION; return what it was asked."""
-    asked = []
-
-    class Session:
-        def __init__(self, job):
-            asked.append(job)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def ask(self, command):
-            asked.append(command)
-            return {"metrics": COUNTERS, "captions": [CAPTION]}
-
-    monkeypatch.setattr(show_relevance, "EngineSession", Session)
-    return asked
+def sessions(fake_engines):
+    """Replace the engine by one that says CAPTION."""
+    return fake_engines(lambda *_: {"metrics": COUNTERS, "captions": [CAPTION]})
 
 
 @pytest.mark.parametrize("suffix", [".html", ".png"])
-def test_command_writes_a_file(jobs, tmp_path, suffix):
+def test_command_writes_a_file(sessions, tmp_path, suffix):
     pytest.importorskip("cv2")
     pytest.importorskip("matplotlib")
     out = tmp_path / f"r{suffix}"
-    result = CliRunner().invoke(
-        app,
-        [
-            *("show-relevance", "--out", str(out), "--lambda", "0.3", "--top-n", "5", "--no-position-shift"),
-            *("--relevance-rows", "prediction", "--json", str(tmp_path / "r.json"), "--max-tokens", "40"),
-        ],
+    result = invoke(
+        *("show-relevance", "--out", str(out), "--lambda", "0.3", "--top-n", "5", "--no-position-shift"),
+        *("--relevance-rows", "prediction", "--json", str(tmp_path / "r.json"), "--max-tokens", "40"),
     )
     assert result.exit_code == 0, result.output
     assert "<b>ring</b>" in result.stdout
     assert f"Wrote {out}" in result.stdout.replace("\n", "")
     assert out.read_bytes()[:4] in (b"<!DO", b"\x89PNG")
-    job, command = jobs
+    (session,) = sessions
+    job, (command,) = session.job, session.asked
     config, _ = parse_config(job["llm"]["speculative_config"])
     assert (config.scorer, config.lambda_loose, config.top_n, config.position_shift) == ("loose", 0.3, 5, False)
     assert config.relevance_rows == "prediction"
     assert job["prompts"]["videos"] == [str(pairs.sample_video())]
-    assert (command["command"], command["watch"], command["sampling"]["max_tokens"]) == ("caption", True, 40)
+    assert (command["command"], command["watch"], command["sampling"]["max_tokens"]) == ("answer", True, 40)
     written = json.loads((tmp_path / "r.json").read_text())
     assert set(written) == {"rows", "provenance"}
     assert written["rows"][0]["words"] == CAPTION["words"]
 
 
-def test_a_pair_of_ones_own_has_its_own_engine_arguments(jobs, tmp_path):
+def test_a_pair_of_ones_own_has_its_own_engine_arguments(sessions, tmp_path):
     pytest.importorskip("cv2")
-    result = CliRunner().invoke(
-        app,
-        [
-            *("show-relevance", str(pairs.sample_video()), "--target", str(tmp_path), "--draft", "self"),
-            *("--out", str(tmp_path / "r.html"), "--engine-args", '{"max_model_len": 4096}', "--prune-ratio", "0"),
-        ],
+    result = invoke(
+        *("show-relevance", str(pairs.sample_video()), "--target", str(tmp_path), "--draft", "self"),
+        *("--out", str(tmp_path / "r.html"), "--engine-args", '{"max_model_len": 4096}', "--prune-ratio", "0"),
     )
     assert result.exit_code == 0, result.output
-    job = jobs[0]
+    job = sessions[0].job
     assert job["prompts"]["family"] is None
     assert (job["llm"]["model"], job["llm"]["max_model_len"]) == (str(tmp_path), 4096)
     assert job["llm"]["speculative_config"]["scorer"] == "loose"
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--family", "qwen"], "unknown family 'qwen'"),
-        (["--target", "some/model"], "--target needs --draft"),
-        (["--target", "/no/such/model", "--draft", "self"], "no such checkpoint"),
-        (["--lambda", "1.5"], "lambda_loose"),
-        (["--top-n", "0"], "top_n"),
-        (["--relevance-rows", "both"], "relevance_rows"),
-        (["--num-speculative-tokens", "0"], "num_speculative_tokens"),
-        (["--temperature", "-1"], "--temperature"),
-        (["--engine-args", '{"model": "x"}'], "--engine-args: model"),
-        (["--out", "/no/such/folder/r.html"], "no such folder"),
-        (["--out", "r.pdf"], "must end in .html or .png"),
-        (["/no/such.mp4"], "no such video: /no/such.mp4"),
-    ],
-)
-def test_wrong_options_are_one_line_and_exit_2(jobs, options, words):
-    result = CliRunner().invoke(app, ["show-relevance", *options])
-    assert result.exit_code == 2
-    assert result.stderr.startswith("vidspec: ")
-    assert words in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
-    assert not jobs

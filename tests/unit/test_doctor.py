@@ -36,32 +36,27 @@ def test_findings_are_one_line_and_problems_have_a_remedy(checks):
         assert bool(check.remedy) == (check.status != "ok"), check
 
 
-def test_pair_of_two_families_fails():
-    target, draft = doctor._bundled("qwen2.5-vl", "target"), doctor._bundled("llava-onevision", "draft")
-    check = doctor.check_pair(str(target), str(draft))
-    assert check.status == "fail"
-    assert "different families" in check.detail
-
-
-def test_pair_with_another_vocabulary_fails(tmp_path):
+@pytest.fixture
+def other_vocabulary(tmp_path):
+    """The bundled Qwen draft with one more token."""
     shutil.copytree(doctor._bundled("qwen2.5-vl", "draft"), tmp_path / "draft")
     path = tmp_path / "draft" / "config.json"
     config = json.loads(path.read_text())
     config.get("text_config", config)["vocab_size"] += 1
     path.write_text(json.dumps(config))
-    check = doctor.check_pair(str(doctor._bundled("qwen2.5-vl", "target")), str(tmp_path / "draft"))
-    assert check.status == "fail"
-    assert "vocab" in check.detail
+    return str(tmp_path / "draft")
 
 
-def test_self_drafting_pair_is_compatible():
-    assert doctor.check_pair(str(doctor._bundled("llava-onevision", "target")), "self").status == "ok"
-
-
-def test_missing_path_says_so(tmp_path):
-    check = doctor.check_pair(str(tmp_path / "nowhere"), "self")
-    assert check.status == "fail"
-    assert "does not exist" in check.detail
+def test_pairs(other_vocabulary):
+    qwen, llava = (str(doctor._bundled(family, "target")) for family in ("qwen2.5-vl", "llava-onevision"))
+    assert doctor.check_pair(llava, "self").status == "ok"
+    for target, draft, words in (
+        (qwen, str(doctor._bundled("llava-onevision", "draft")), "different families"),
+        (qwen, other_vocabulary, "vocab"),
+        (f"{other_vocabulary}/nowhere", "self", "does not exist"),
+    ):
+        check = doctor.check_pair(target, draft)
+        assert (check.status, words in check.detail) == ("fail", True), check
 
 
 def test_draft_without_target_fails(monkeypatch):
@@ -73,16 +68,12 @@ def test_draft_without_target_fails(monkeypatch):
 def test_a_check_that_breaks_is_a_finding_and_hides_no_other(monkeypatch):
     def breaks():
         raise RuntimeError("two\nlines")
-        yield
 
-    def fine():
-        yield Check("fine", "ok", "fine")
-
-    monkeypatch.setattr(doctor, "_CHECKS", (("breaks", breaks), ("fine", fine)))
+    fine = Check("fine", "ok", "fine")
+    monkeypatch.setattr(doctor, "_CHECKS", (("breaks", breaks), ("fine", lambda: [fine])))
     names = by_name(run_checks(str(doctor._bundled("qwen2.5-vl", "target"))))
-    assert names["breaks"].status == "fail"
-    assert names["breaks"].detail == "RuntimeError: two lines"
-    assert names["fine"].status == "ok"
+    assert (names["breaks"].status, names["breaks"].detail) == ("fail", "RuntimeError: two lines")
+    assert names["fine"] == fine
 
 
 VERSIONS = [

@@ -11,6 +11,8 @@ event, so that no early filler word commits a later fact.
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -41,9 +43,15 @@ SPECK_RADIUS, SPECKS_PER_FRAME = 4, 3  # distractors
 MAX_OBJECTS = 6  # of a video
 MIN_VISIBLE_AREA = 100  # pixels of a shape's bounding box in a cell, below which the cell does not count as showing it
 MOTIONS = ("leftwards", "rightwards", "upwards", "downwards", "sideways", "vertically", "nowhere")
+SIDEWAYS = ("leftwards", "rightwards", "sideways")  # those along x
 POSITIONS = {
     "left": "on the left", "right": "on the right", "top": "at the top", "bottom": "at the bottom",
     "middle": "in the middle",
+}  # fmt: skip
+# Where that is in the frame: left, top, right and bottom, as shares of its side.
+REGIONS = {
+    "left": (0, 0, 0.5, 1), "right": (0.5, 0, 1, 1), "top": (0, 0, 1, 0.5), "bottom": (0, 0.5, 1, 1),
+    "middle": (0.25, 0.25, 0.75, 0.75),
 }  # fmt: skip
 LAYOUTS = (("left", "right"), ("top", "bottom"), ("middle",))
 EVENTS = ("remains", "turns", "vanishes")
@@ -62,18 +70,7 @@ FILLERS = {
     "closing": ("in total the clip has", "all in all we saw", "in the end we saw"),
 }
 
-LABELS = {
-    "color": 9,
-    "shape": 7,
-    "size": 3,
-    "direction": 6,
-    "background": 6,
-    "pattern": 3,
-    "x": 15,
-    "y": 15,
-    "turned": 3,
-    "faded": 2,
-}
+LABELS = dict(color=9, shape=7, size=3, direction=6, background=6, pattern=3, x=15, y=15, turned=3, faded=2)
 """Token-level training labels and their numbers of classes; class 0 of the object labels means "no object here"."""
 
 
@@ -234,14 +231,7 @@ def _draw_specks(rng: np.random.Generator, frames: np.ndarray, noise: np.ndarray
 
 def _draw_path(rng: np.random.Generator, fact: ObjectFact, length: int) -> np.ndarray:
     """Centres of a moving object, int [length, 2] as (x, y)."""
-    half = FRAME_SIZE // 2
-    low, high = np.zeros(2), np.full(2, float(FRAME_SIZE))
-    if fact.position in ("left", "right"):
-        low[0], high[0] = (0, half) if fact.position == "left" else (half, FRAME_SIZE)
-    if fact.position in ("top", "bottom"):
-        low[1], high[1] = (0, half) if fact.position == "top" else (half, FRAME_SIZE)
-    if fact.position == "middle":
-        low, high = low + half / 2, high - half / 2
+    low, high = FRAME_SIZE * np.array(REGIONS[fact.position], float).reshape(2, 2)
     low, high = low + SIZES[fact.size] + 1, high - SIZES[fact.size] - 2
     # Across its motion a shape sits in the middle of a cell, so that it fills few cells.
     point = np.clip((rng.integers(0, GRID_SIZE, 2) + 0.5) * CELL_SIZE, low, high)
@@ -250,7 +240,7 @@ def _draw_path(rng: np.random.Generator, fact: ObjectFact, length: int) -> np.nd
     progress = {"leftwards": 1 - time, "rightwards": time, "upwards": 1 - time, "downwards": time}
     path = np.repeat(point[None], length, 0)
     if fact.motion != "nowhere":
-        axis = 0 if fact.motion in ("leftwards", "rightwards", "sideways") else 1
+        axis = 0 if fact.motion in SIDEWAYS else 1
         path[:, axis] = low[axis] + (high - low)[axis] * progress.get(fact.motion, bounce)
     return np.round(path).astype(int)
 
@@ -266,38 +256,34 @@ def _fill_labels(
     """Label the cells that an object covers more than any earlier object does.
 
     Args:
-        covered: float [length, GRID_SIZE**2], the largest covered area so far, updated in place.
+        labels: per name int64 [visible, GRID_SIZE**2], written in place.
+        covered: float [visible, GRID_SIZE**2], the largest covered area so far, updated in place.
         path: int [visible, 2].
+        colors: [visible], the object's.
         ending: the first frame in which a vanishing object fades.
     """
-    visible, radius = len(path), SIZES[fact.size]
-    edges = np.arange(GRID_SIZE) * CELL_SIZE
-    spans = [  # per axis [visible, GRID_SIZE]
+    radius, edges = SIZES[fact.size], np.arange(GRID_SIZE) * CELL_SIZE
+    wide, tall = (  # [visible, GRID_SIZE]
         np.clip(np.minimum(p + radius, edges + CELL_SIZE) - np.maximum(p - radius, edges), 0, None)
         for p in (path[:, :1], path[:, 1:])
-    ]
-    area = (spans[1][:, :, None] * spans[0][:, None, :]).reshape(visible, -1)
-    mine = (area > MIN_VISIBLE_AREA) & (area > covered[:visible])
-    covered[:visible][mine] = area[mine]
+    )
+    area = (tall[:, :, None] * wide[:, None, :]).reshape(len(path), -1)
+    mine = (area > MIN_VISIBLE_AREA) & (area > covered)
+    covered[mine] = area[mine]
     step = np.diff(path, axis=0, append=2 * path[-1:] - path[-2:-1])  # [visible, 2]
-    if fact.motion == "nowhere":
-        direction = np.full(visible, 5)
-    elif fact.motion in ("leftwards", "rightwards", "sideways"):
-        direction = np.select([step[:, 0] < 0, step[:, 0] > 0], [1, 2], 5)
-    else:
-        direction = np.select([step[:, 1] < 0, step[:, 1] > 0], [3, 4], 5)
+    along, ways = (step[:, 0], [1, 2]) if fact.motion in SIDEWAYS else (step[:, 1], [3, 4])
     values = {
-        "color": np.array([list(COLORS).index(c) + 1 for c in colors[:visible]]),
-        "shape": np.full(visible, SHAPES.index(fact.shape) + 1),
-        "size": np.full(visible, list(SIZES).index(fact.size) + 1),
-        "direction": direction,
+        "color": np.array([list(COLORS).index(color) + 1 for color in colors]),
+        "shape": np.full(len(path), SHAPES.index(fact.shape) + 1),
+        "size": np.full(len(path), list(SIZES).index(fact.size) + 1),
+        "direction": np.select([along < 0, along > 0], ways, 5),
         "x": path[:, 0] // 8 + 1,
         "y": path[:, 1] // 8 + 1,
-        "turned": np.array([1 if c == fact.color else 2 for c in colors[:visible]]),
-        "faded": (np.arange(visible) >= ending) & (fact.event == "vanishes"),
+        "turned": np.array([1 if color == fact.color else 2 for color in colors]),
+        "faded": (np.arange(len(path)) >= ending) & (fact.event == "vanishes"),
     }
     for name, value in values.items():
-        labels[name][:visible][mine] = np.broadcast_to(value[:, None], mine.shape)[mine]
+        labels[name][mine] = np.broadcast_to(value[:, None], mine.shape)[mine]
 
 
 def _write_caption(rng: np.random.Generator, facts: tuple[SceneFact, ...]) -> str:
@@ -344,27 +330,16 @@ def score_caption(text: str, facts: tuple[SceneFact, ...]) -> dict[str, tuple[in
     Returns:
         attribute -> (right, total). A scene or object that the caption lacks counts as wrong in all its attributes.
     """
-    counts: dict[str, list[int]] = {}
-
-    def add(name: str, right: bool) -> None:
-        entry = counts.setdefault(name, [0, 0])
-        entry[0] += int(right)
-        entry[1] += 1
-
-    said = parse_caption(text)
-    add("num_scenes", len(said) == len(facts))
-    for scene_idx, scene in enumerate(facts):
-        heard = said[scene_idx] if scene_idx < len(said) else SceneFact("", "", ())
-        add("background", heard.background == scene.background)
-        add("pattern", heard.pattern == scene.pattern)
-        add("num_objects", len(heard.objects) == len(scene.objects))
-        for object_idx, fact in enumerate(scene.objects):
-            other = heard.objects[object_idx] if object_idx < len(heard.objects) else None
-            for name in ("position", "size", "color", "shape", "motion", "event"):
-                add(name, getattr(other, name, None) == getattr(fact, name))
-            if fact.new_color:
-                add("new_color", getattr(other, "new_color", None) == fact.new_color)
-    return {name: (right, total) for name, (right, total) in counts.items()}
+    said, nothing = parse_caption(text), SceneFact("", "", ())
+    marks = [("num_scenes", len(said) == len(facts))]
+    for scene, heard in itertools.zip_longest(facts, said[: len(facts)], fillvalue=nothing):
+        marks += [(name, getattr(heard, name) == getattr(scene, name)) for name in ("background", "pattern")]
+        marks += [("num_objects", len(heard.objects) == len(scene.objects))]
+        for fact, other in itertools.zip_longest(scene.objects, heard.objects[: len(scene.objects)]):
+            names = ["position", "size", "color", "shape", "motion", "event"] + ["new_color"] * bool(fact.new_color)
+            marks += [(name, getattr(other, name, None) == getattr(fact, name)) for name in names]
+    right = Counter(name for name, is_right in marks if is_right)
+    return {name: (right[name], total) for name, total in Counter(name for name, _ in marks).items()}
 
 
 def write_mp4(frames: np.ndarray, path: str | Path, fps: float = FRAME_RATE) -> None:

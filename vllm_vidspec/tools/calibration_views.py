@@ -1,14 +1,13 @@
-"""How `vidspec calibrate` shows itself: the table, the plot and the progress bar; no engine."""
+"""How `vidspec calibrate` shows itself: the table and the plot; no engine."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from vllm_vidspec.tools.tables import number, percent
+from vllm_vidspec.tools.tables import by_columns, number, percent
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#8c564b", "#bcbd22", "#000000")
 _MARKERS = "osD^vphP<>"
@@ -25,27 +24,29 @@ def layers_name(layers: str | Sequence[int] | None) -> str:
 
 def table(result: dict[str, Any]) -> Table:
     """Return the measurements, the chosen one marked."""
-    rows = result["measurements"]
-    on = f"{result['prompts']} videos"
-    caption = f"prune {result['prune_ratio']:g}, K {result['num_speculative_tokens']}, {on}; * is chosen"
-    shown = Table(title=f"Calibration of {result['pruner']}", caption=caption, box=box.SIMPLE_HEAD)
-    is_uv = result["pruner"] == "uv"
-    for name in ("uv layer",) if is_uv else ("layers", "lambda"):
-        shown.add_column(name, justify="right", no_wrap=True)
-    for name in ("accept\nlength", "accept\nrate", "verify\nsteps", "s", ""):
-        shown.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        setting = [str(row["uv_layer"])] if is_uv else [layers_name(row["guidance_layers"]), number(row["lambda_r"], 1)]
-        shown.add_row(
-            *setting,
-            number(row["acceptance_length"], 3),
-            percent(row["acceptance_rate"]),
-            str(row["num_drafts"]),
-            number(row["seconds"], 1),
-            "*" if row["chosen"] else "",
-            style="bold green" if row["chosen"] else None,
-        )
-    return shown
+    settings: dict[str, Callable[[Any], str]] = {
+        "layers": lambda row: layers_name(row["guidance_layers"]),
+        "lambda": lambda row: number(row["lambda_r"], 1),
+    }
+    if result["pruner"] == "uv":
+        settings = {"uv layer": lambda row: str(row["uv_layer"])}
+    figures = {
+        "accept\nlength": lambda row: number(row["acceptance_length"], 3),
+        "accept\nrate": lambda row: percent(row["acceptance_rate"]),
+        "verify\nsteps": lambda row: str(row["num_drafts"]),
+        "s": lambda row: number(row["seconds"], 1),
+        "": lambda row: "*" if row["chosen"] else "",
+    }
+    on = f"prune {result['prune_ratio']:g}, K {result['num_speculative_tokens']}, {result['prompts']} videos"
+    return by_columns(
+        settings | figures,
+        result["measurements"],
+        num_words=0,
+        style=lambda row: "bold green" if row["chosen"] else None,
+        title=f"Calibration of {result['pruner']}",
+        caption=f"{on}; * is chosen",
+        padding=(0, 1),
+    )
 
 
 def summary(result: dict[str, Any]) -> str:
@@ -63,26 +64,24 @@ def summary(result: dict[str, Any]) -> str:
 
 def costs_table(result: dict[str, Any]) -> Table:
     """Return tokens per second by batch size and shape, and what makes them; what `draft_table` says is marked."""
-    rows = result["costs"]
-    shapes = list(dict.fromkeys(row["shape"] for row in rows))
-    shown = Table(
+    rows = {(row["shape"], row["batch_size"]): row for row in result["costs"]}
+
+    def cell(shape: str, size: int) -> str:
+        row, chosen = (
+            rows[shape, size],
+            next(name for _, last, name, _ in result["config"]["draft_table"] if size <= last),
+        )
+        steps = f"[dim]{row['acceptance_length']:.2f} in {row['step_ms']:.1f} ms[/dim]"
+        return f"{row['tokens_per_s']:.0f}{'*' if shape == chosen else ''}\n{steps}"
+
+    shapes = dict.fromkeys(shape for shape, _ in rows)
+    return by_columns(
+        {"batch": str} | {shape: functools.partial(cell, shape) for shape in shapes},
+        dict.fromkeys(size for _, size in rows),
+        num_words=0,
         title="Tokens per second, and tokens per verify step in its time",
         caption=f"{result['rounds']} rounds, {result['provenance']['device']}; * is in draft_table",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
     )
-    for name in ("batch", *shapes):
-        shown.add_column(name, justify="right", no_wrap=True)
-    for size in dict.fromkeys(row["batch_size"] for row in rows):
-        chosen = next(shape for _, last, shape, _ in result["config"]["draft_table"] if size <= last)
-        cells = [
-            f"{row['tokens_per_s']:.0f}{'*' if row['shape'] == chosen else ''}\n"
-            f"[dim]{row['acceptance_length']:.2f} in {row['step_ms']:.1f} ms[/dim]"
-            for row in rows
-            if row["batch_size"] == size
-        ]
-        shown.add_row(str(size), *cells)
-    return shown
 
 
 def costs_summary(result: dict[str, Any]) -> str:
@@ -112,37 +111,26 @@ def plot(result: dict[str, Any], path: str | Path) -> None:
     is_uv = result["pruner"] == "uv"
     x_name = "uv_layer" if is_uv else "lambda_r"
     for index, (label, points) in enumerate(_lines(rows, x_name).items()):
-        xs, ys = zip(*sorted(points), strict=True)
-        is_whole = is_uv or len(xs) > 2
-        axes.plot(
-            xs,
-            ys,
-            # Lines often meet: shapes of different sizes stay visible on top of each other.
-            marker="o" if is_whole else _MARKERS[index % len(_MARKERS)],
-            markersize=4 if is_whole else 5 + index,
-            markerfacecolor=None if is_whole else "none",
-            color=_COLORS[index % len(_COLORS)],
-            label=label,
-            linewidth=1.8 if is_whole else 1.0,
-            linestyle="-" if is_whole else (0, (4, 3)),
-            alpha=1.0 if is_whole else 0.7,
-        )
+        look: dict[str, Any] = {"color": _COLORS[index % len(_COLORS)], "label": label}
+        if is_uv or len(points) > 2:
+            look |= {"marker": "o", "markersize": 4, "linewidth": 1.8}
+        else:  # lines often meet: shapes of different sizes stay visible on top of each other
+            look |= {"marker": _MARKERS[index % len(_MARKERS)], "markersize": 5 + index, "markerfacecolor": "none"}
+            look |= {"linewidth": 1.0, "linestyle": (0, (4, 3)), "alpha": 0.7}
+        axes.plot(*zip(*sorted(points), strict=True), **look)
     chosen = next(row for row in rows if row["chosen"])
     star = {"marker": "*", "markersize": 16, "markerfacecolor": "none", "markeredgecolor": "black"}
     axes.plot([chosen[x_name]], [chosen["acceptance_length"]], linestyle="none", label="chosen", zorder=5, **star)
     axes.set_xlabel("target layer read (uv_layer)" if is_uv else "lambda_r (0: evenly spaced; 1: highest scores)")
     axes.set_ylabel("acceptance length (tokens per verify step)")
-    axes.set_title(
-        f"{result['pruner']}, {result['prune_ratio']:g} of the video tokens pruned, {result['prompts']} videos",
-        fontsize=11,
-    )
+    on = f"{result['prune_ratio']:g} of the video tokens pruned, {result['prompts']} videos"
+    axes.set_title(f"{result['pruner']}, {on}", fontsize=11)
     if is_uv:
         axes.set_xticks(sorted({row["uv_layer"] for row in rows}))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(
-        title=None if is_uv else "layers", frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5)
-    )
+    legend = {"loc": "center left", "bbox_to_anchor": (1, 0.5), "frameon": False, "fontsize": 8}
+    axes.legend(title=None if is_uv else "layers", **legend)
     figure.savefig(path, dpi=150)
 
 
@@ -154,26 +142,3 @@ def _lines(rows: list[dict[str, Any]], x_name: str) -> dict[str, list[tuple[floa
         lines.setdefault(name, []).append((row[x_name], row["acceptance_length"]))
     shared = [(row["lambda_r"], row["acceptance_length"]) for row in rows if row["lambda_r"] == 0.0]
     return {name: sorted({*points, *shared}) for name, points in lines.items()}
-
-
-class View:
-    """Shows the events of `calibrate.run`: one bar over the measurements."""
-
-    def __init__(self, bars: Progress) -> None:
-        """Draw on `bars`."""
-        self._bars = bars
-        self._task: TaskID | None = None
-
-    def __call__(self, event: str, fields: dict[str, Any]) -> None:
-        """Take one event."""
-        if self._task is None:
-            self._task = self._bars.add_task("", total=None, note="")
-        if event == "loading":
-            self._bars.update(self._task, description=fields["label"])
-        elif event == "plan":
-            self._bars.update(self._task, description="measuring", total=fields["total"], completed=0)
-        elif event == "measured":
-            row = fields["measurement"]
-            knobs = " ".join(f"{name} {value}" for name, value in row.knobs.items())
-            self._bars.advance(self._task)
-            self._bars.update(self._task, description="measuring", note=f"{knobs}: {row.acceptance_length:.3f}")

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich import box
 from rich.table import Table
 
-from vllm_vidspec.tools.tables import percent
+from vllm_vidspec.tools.tables import Columns, by_columns, percent
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -25,6 +24,7 @@ _SHEET_WIDTH = 1600  # of all columns together, about
 _MIN_CELL, _MAX_CELL = 56, 168
 _MARGIN, _GAP, _ROW_GAP, _LABEL_WIDTH, _HEADER, _BARS, _CAPTION = 20, 6, 18, 236, 76, 22, 22
 _BACKGROUND, _TEXT, _FAINT, _ACCENT, _GRID = (20, 22, 27), (236, 238, 242), (150, 156, 168), (255, 196, 60), (0, 0, 0)
+_BASE = (60, 64, 72)  # of the bars
 
 
 @dataclass(frozen=True)
@@ -145,32 +145,32 @@ def draw(frames: np.ndarray, grid: "TokenGrid", rows: Sequence[Row], title: str,
         title: The headline.
         columns: Most frames in a row.
     """
-    from PIL import Image, ImageDraw
+    from PIL import Image
 
     layout = Layout.fit(grid, columns)
     image = Image.new("RGB", layout.size(len(rows)), _BACKGROUND)
-    pen = ImageDraw.Draw(image)
     per_step = -(-len(frames) // grid.num_frames)
-    cells = [
-        np.asarray(
-            Image.fromarray(frames[min(step * per_step, len(frames) - 1)]).resize(layout.cell, Image.Resampling.LANCZOS)
-        )
-        for step in layout.frames
-    ]
-    pen.text((_MARGIN, 14), title, font=_font(20), fill=_TEXT)
+    shown = [Image.fromarray(frames[min(step * per_step, len(frames) - 1)]) for step in layout.frames]
+    cells = [np.asarray(frame.resize(layout.cell, Image.Resampling.LANCZOS)) for frame in shown]
+    _write(image, (_MARGIN, 14), title, 20, _TEXT)
+    _write(image, (_MARGIN + _LABEL_WIDTH - 12, _HEADER - 18), "frame", 12, anchor="ra")
     for column, step in enumerate(layout.frames):
         left, top = layout.origin(0, column)
-        pen.text((left + layout.cell[0] / 2, top - 18), str(step), font=_font(12), fill=_FAINT, anchor="ma")
-    pen.text(
-        (_MARGIN + _LABEL_WIDTH - 12, layout.origin(0, 0)[1] - 18), "frame", font=_font(12), fill=_FAINT, anchor="ra"
-    )
+        _write(image, (left + layout.cell[0] / 2, top - 18), str(step), 12, anchor="ma")
     most = max(1, *(int(row.is_kept.sum((1, 2)).max()) for row in rows))
     for index, row in enumerate(rows):
         _draw_row(image, layout, cells, index, row, most)
     for line, text in enumerate(_caption(grid, layout, per_step)):
-        y = _HEADER + len(rows) * layout.row_height + line * _CAPTION
-        pen.text((_MARGIN, y), text, font=_font(14), fill=_FAINT)
+        _write(image, (_MARGIN, layout.origin(len(rows), 0)[1] + line * _CAPTION), text, 14)
     return image
+
+
+def _write(
+    image: "Image", at: tuple[float, float], text: str, size: int, fill: Any = _FAINT, anchor: str | None = None
+) -> None:
+    from PIL import ImageDraw, ImageFont
+
+    ImageDraw.Draw(image).text(at, text, font=ImageFont.load_default(size), fill=fill, anchor=anchor)
 
 
 def _draw_row(image: "Image", layout: Layout, cells: Sequence[np.ndarray], index: int, row: Row, most: int) -> None:
@@ -178,27 +178,27 @@ def _draw_row(image: "Image", layout: Layout, cells: Sequence[np.ndarray], index
     from PIL import Image, ImageDraw
 
     pen = ImageDraw.Draw(image)
-    left, top = _MARGIN, layout.origin(index, 0)[1]
-    for line, text in enumerate(row.labels()):
-        pen.text((left, top), text, font=_font(18 if line == 0 else 13), fill=_TEXT if line == 0 else _FAINT)
-        top += 26 if line == 0 else 18
-    width, height = layout.cell
+    name, *others = row.labels()
+    top = layout.origin(index, 0)[1]
+    _write(image, (_MARGIN, top), name, 18, _TEXT)
+    for line, text in enumerate(others):
+        _write(image, (_MARGIN, top + 26 + 18 * line), text, 13)
+    (width, height), side = layout.cell, layout.token
     for column, (step, cell) in enumerate(zip(layout.frames, cells, strict=True)):
         is_kept = row.is_kept[step]
-        lit = np.kron(is_kept, np.ones((layout.token, layout.token), bool))[..., None]
-        shown = np.where(lit, cell, (cell * DIM).astype(np.uint8))
+        lit = np.kron(is_kept, np.ones((side, side), bool))[..., None]
         left, top = layout.origin(index, column)
-        image.paste(Image.fromarray(shown), (left, top))
-        if layout.token >= 6:
-            for x in range(1, layout.grid.width):
-                pen.line((left + x * layout.token, top, left + x * layout.token, top + height - 1), fill=_GRID)
-            for y in range(1, layout.grid.height):
-                pen.line((left, top + y * layout.token, left + width - 1, top + y * layout.token), fill=_GRID)
+        image.paste(Image.fromarray(np.where(lit, cell, (cell * DIM).astype(np.uint8))), (left, top))
+        if side >= 6:
+            for x in range(left + side, left + width, side):
+                pen.line((x, top, x, top + height - 1), fill=_GRID)
+            for y in range(top + side, top + height, side):
+                pen.line((left, y, left + width - 1, y), fill=_GRID)
             for y, x in zip(*is_kept.nonzero(), strict=True):
                 box = layout.token_box(index, column, int(y), int(x))
                 pen.rectangle((box[0], box[1], box[2] - 1, box[3] - 1), outline=_ACCENT)
         base = top + height + _BARS - 2
-        pen.line((left, base, left + width - 1, base), fill=(60, 64, 72))
+        pen.line((left, base, left + width - 1, base), fill=_BASE)
         if tall := round(int(is_kept.sum()) / most * (_BARS - 6)):
             pen.rectangle((left, base - tall, left + width - 1, base - 1), fill=_ACCENT)
 
@@ -225,18 +225,13 @@ def save(image: "Image", path: str | Path, rows: Sequence[Row]) -> None:
     image.save(path, format="PNG", pnginfo=info)
 
 
-def _font(size: int) -> Any:
-    from PIL import ImageFont
-
-    return ImageFont.load_default(size)
-
-
 def table(result: dict[str, Any]) -> Table:
     """Return the rows of the picture as a table."""
-    shown = Table(title="What the draft sees", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("pruner", "kept", "of", f"in the first and\nlast {_ENDS} frames", "evenly\nspread"):
-        shown.add_column(name, justify="left" if name == "pruner" else "right", no_wrap=True)
-    for row in result["rows"]:
-        even = None if row["ends_frac"] is None else row["even_frac"]
-        shown.add_row(row["pruner"], str(row["kept"]), str(row["total"]), percent(row["ends_frac"]), percent(even))
-    return shown
+    columns: Columns = {
+        "pruner": lambda row: row["pruner"],
+        "kept": lambda row: str(row["kept"]),
+        "of": lambda row: str(row["total"]),
+        f"in the first and\nlast {_ENDS} frames": lambda row: percent(row["ends_frac"]),
+        "evenly\nspread": lambda row: "-" if row["ends_frac"] is None else percent(row["even_frac"]),
+    }
+    return by_columns(columns, result["rows"], title="What the draft sees")

@@ -2,19 +2,20 @@
 
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.metrics import SKIP_REASONS
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.calibrate import FIRST_VIDEO, Calibration
 from vllm_vidspec.tools.calibrate import check as check_pair
 from vllm_vidspec.tools.engine_session import EngineSession
+from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
+from vllm_vidspec.tools.subject import reasons
 
 VANILLA = "vanilla"
 CHAIN = "chain"
@@ -23,7 +24,6 @@ BATCH_SIZES = (1, 2, 4, 8, 16)
 # Requests of a round at a batch size below this: several small batches, so that no single video decides.
 _REQUESTS_PER_ROUND = 4
 
-Report = Callable[[str, dict[str, Any]], None]
 # First batch size, last, shape, tokens per step.
 TableRow = tuple[int, int, str, int]
 
@@ -74,11 +74,11 @@ class Costs:
 
     def batches(self, number: int) -> list[list[int]]:
         """Return the batches of a round, as indices of prompts: the same for every shape."""
-        first, batches = number * _REQUESTS_PER_ROUND, []
-        for size in self.batch_sizes:
-            for start in range(first, first + max(size, _REQUESTS_PER_ROUND), size):
-                batches.append([i % self.num_prompts for i in range(start, start + size)])
-        return batches
+        first = number * _REQUESTS_PER_ROUND
+        starts = [
+            (start, size) for size in self.batch_sizes for start in range(0, max(size, _REQUESTS_PER_ROUND), size)
+        ]
+        return [[(first + start + i) % self.num_prompts for i in range(size)] for start, size in starts]
 
 
 @dataclass(frozen=True)
@@ -138,12 +138,12 @@ def read_file(path: str, calibration: Calibration) -> dict[str, Any]:
     return found
 
 
-def run(costs: Costs, report: Report = lambda _event, _fields: None) -> dict[str, Any]:
+def run(costs: Costs, report: Report = silent) -> dict[str, Any]:
     """Measure every shape in turn, round by round, and make the table.
 
     Args:
         costs: What to measure.
-        report: Called with "plan" (`total` measurements), "loading" (`label`) and "measured" (`label`).
+        report: Called with "plan", "loading" and "measured", as `progress.View` takes them.
 
     Returns:
         `config` (the table), the pair, `costs` (one row per shape and batch size), and `provenance`.
@@ -159,23 +159,20 @@ def run(costs: Costs, report: Report = lambda _event, _fields: None) -> dict[str
         for shape in shapes:
             report("loading", {"label": f"round {number + 1}: {shape}"})
             with EngineSession(costs.job(shape)) as session:
-                answer = session.ask(
-                    {"command": "cost", "batches": costs.batches(number), "max_tokens": costs.calibration.max_tokens}
-                )
+                command = {"batches": costs.batches(number), "max_tokens": costs.calibration.max_tokens}
+                answer = session.ask({"command": "cost"} | command)
             runs[shape] += _checked(shape, answer["runs"])
-            report("measured", {"label": f"round {number + 1}: {shape}"})
-    measured = [
-        cost_of(shape, size, 0 if shape == VANILLA else costs.num_speculative_tokens(shape), runs[shape])
-        for size in costs.batch_sizes
-        for shape in shapes
-    ]
+            report("measured", {})
+    k = {shape: 0 if shape == VANILLA else costs.num_speculative_tokens(shape) for shape in shapes}
+    measured = [cost_of(shape, size, k[shape], runs[shape]) for size in costs.batch_sizes for shape in shapes]
+    what = costs.calibration
     return {
         "config": {"draft_table": draft_table(measured)},
-        **costs.calibration.pair,
-        "prune_ratio": costs.calibration.prune_ratio,
-        "pruner": costs.calibration.pruner,
+        **what.pair,
+        "prune_ratio": what.prune_ratio,
+        "pruner": what.pruner,
         "rounds": costs.rounds,
-        "videos": [Path(video).name for video in costs.calibration.videos] or "shape world",
+        "videos": what.shown_source,
         "costs": [asdict(cost) for cost in measured],
         "provenance": provenance(),
     }
@@ -188,17 +185,14 @@ def _checked(shape: str, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         VidSpecError: Something was not drafted for, or no step had the whole batch.
     """
     for found in runs:
-        if counters := found["metrics"]:
-            reasons = [reason for reason in SKIP_REASONS if counters[f"skipped_{reason}"]]
-            if reasons or not counters["drafts"]:
-                raise VidSpecError(
-                    f"{shape}, batch size {found['batch_size']}: requests ran without speculation "
-                    f"({', '.join(reasons) or 'their answers are too short'})"
-                )
+        counters, size = found["metrics"], found["batch_size"]
+        if counters and ((skipped := reasons(counters, "skipped_")) or not counters["drafts"]):
+            why = skipped or "their answers are too short"
+            raise VidSpecError(f"{shape}, batch size {size}: requests ran without speculation ({why})")
         if not found["step_s"]:
             raise VidSpecError(
-                f"{shape}: no step decoded for {found['batch_size']} requests at once: longer answers (--max-tokens) "
-                "or a smaller max_num_seqs (--engine-args) are needed"
+                f"{shape}: no step decoded for {size} requests at once: longer answers (--max-tokens) or a smaller "
+                "max_num_seqs (--engine-args) are needed"
             )
     return runs
 
@@ -243,11 +237,8 @@ def draft_table(costs: Sequence[Cost]) -> list[TableRow]:
     gains = {tree: sum(speed[tree, size] / speed[CHAIN, size] for size in sizes) for tree in TREES}
     tree = max(TREES, key=lambda shape: (wins.count(shape), gains[shape]))
     table: list[TableRow] = []
-    for size in sizes:
-        shape, first = fastest(size, (CHAIN, tree)), 1
-        if table:
-            first = table[-1][1] + 1
-            if table[-1][2] == shape:
-                first = table.pop()[0]
+    for last, size in zip([0, *sizes], sizes, strict=False):
+        shape = fastest(size, (CHAIN, tree))
+        first = table.pop()[0] if table and table[-1][2] == shape else last + 1
         table.append((first, size, shape, num_tokens[shape]))
     return table

@@ -4,7 +4,7 @@ import base64
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,8 @@ from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import difference, summarize
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.processes import VllmServer, free_port
+from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
-
-Report = Callable[[str, dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Answer:
     decode_s: float
 
 
-def run(demo: Demo, report: Report = lambda _event, _fields: None) -> dict[str, Any]:
+def run(demo: Demo, report: Report = silent) -> dict[str, Any]:
     """Serve twice, ask the same question, compare.
 
     Args:
@@ -110,28 +109,15 @@ def _serve_and_ask(
         ask(server.base_url, demo.question, max_tokens=8)
         before = server.metrics()
         try:
-            answer = ask(
-                server.base_url,
-                demo.question,
-                video=video,
-                max_tokens=demo.max_tokens,
-                on_text=lambda delta: report("text", {"delta": delta}),
-            )
+            tell = lambda delta: report("text", {"delta": delta})  # noqa: E731
+            answer = ask(server.base_url, demo.question, video=video, max_tokens=demo.max_tokens, on_text=tell)
         except VidSpecError as error:
             reason = str(error) if server.healthy() else server.reason()
             raise VidSpecError(f"the {name} server did not answer: {reason} (log: {log_path})") from None
         counters = difference(before, server.metrics())
     report("answered", {"name": name})
-    return {
-        "text": answer.text,
-        "token_ids": answer.token_ids,
-        "output_tokens": len(answer.token_ids),
-        "ttft_s": answer.ttft_s,
-        "decode_s": answer.decode_s,
-        "server_start_s": seconds,
-        "command": ["vllm", "serve", *args],
-        "counters": counters,
-    }
+    told = {"output_tokens": len(answer.token_ids), "server_start_s": seconds, "command": ["vllm", "serve", *args]}
+    return asdict(answer) | told | {"counters": counters}
 
 
 def ask(

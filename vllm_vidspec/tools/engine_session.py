@@ -6,27 +6,33 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.processes import end_group, last_error_line
+from vllm_vidspec.tools.processes import LoggedProcess
+from vllm_vidspec.tools.progress import Report, silent
 
 
 class EngineSession:
-    """One engine: `with EngineSession(job) as session: session.ask({"command": "measure", ...})`.
+    """One engine: `with EngineSession(job) as session: session.ask(answer_command(max_tokens=8))`.
 
     Attributes:
         job: What `session_job` reads first.
-        ready: What the engine said when it had loaded: `num_layers` and `default_uv_layer` of the target.
+        ready: What the engine said when it had loaded: `num_layers` and `default_uv_layer` of the target, `scheduling`.
         folder: A folder that both sides can use while the session lasts.
     """
 
-    def __init__(self, job: dict[str, Any]) -> None:
-        """Prepare; nothing starts yet."""
-        self.job = job
+    def __init__(
+        self,
+        job: dict[str, Any],
+        hold: Callable[[subprocess.Popen], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        """Prepare; nothing starts yet. `hold` owns the process as long as it runs, to end it from another thread."""
+        self.job, self._hold = job, hold
         self.ready: dict[str, Any] = {}
 
     def __enter__(self) -> "EngineSession":
@@ -35,57 +41,72 @@ class EngineSession:
         Raises:
             VidSpecError: It did not load; one line with the reason.
         """
-        self._folder = tempfile.TemporaryDirectory(prefix="vidspec-engine-")
-        self.folder = Path(self._folder.name)
-        read_end, write_end = os.pipe()
-        with (self.folder / "engine.log").open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "vllm_vidspec.tools.session_job", str(write_end)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=(write_end,),
-                env=pairs.engine_env(),
-                start_new_session=True,
-                text=True,
-            )
-        os.close(write_end)
-        self._events: TextIO = open(read_end)
-        try:
+        with contextlib.ExitStack() as stack:
+            self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vidspec-engine-")))
+            read_end, write_end = os.pipe()
+            self._events = stack.enter_context(open(read_end))
+            self._engine = LoggedProcess(self.folder / "engine.log")
+            command = [sys.executable, "-m", "vllm_vidspec.tools.session_job", str(write_end)]
+            try:
+                process = self._engine.start(command, stdin=subprocess.PIPE, pass_fds=(write_end,), text=True)
+            finally:
+                os.close(write_end)
+            assert process.stdin is not None
+            self._commands = process.stdin
+            stack.callback(self._end)
+            stack.enter_context(self._hold(process))
             self.ready = self.ask(self.job)
-        except BaseException:
-            self._end()
-            raise
+            self._resources = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """End the engine, whatever happened."""
-        self._end()
+        self._resources.close()
 
-    def ask(self, command: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, command: dict[str, Any], report: Report = silent) -> dict[str, Any]:
         """Send one command and wait for its answer.
+
+        Args:
+            command: As `session_job` reads it.
+            report: Called with "progress" (`done` requests) before the answer.
 
         Raises:
             VidSpecError: The engine stopped; one line with the reason.
         """
-        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # if it has stopped, what it said last follows
-            print(json.dumps(command), file=self._process.stdin, flush=True)
-        line = self._events.readline()
-        answer = json.loads(line) if line else {"event": "error", "message": self._reason()}
-        if answer.pop("event") == "error":
-            raise VidSpecError(f"the engine stopped: {answer['message']}")
-        return answer
-
-    def _reason(self) -> str:
-        return last_error_line((self.folder / "engine.log").read_text(errors="replace"))
+            print(json.dumps(command), file=self._commands, flush=True)
+        for line in self._events:
+            message = json.loads(line)
+            event = message.pop("event")
+            if event == "answer":
+                return message
+            if event == "error":
+                raise VidSpecError(f"the engine stopped: {message['message']}")
+            report(event, message)
+        raise VidSpecError(f"the engine stopped: {self._engine.reason()}")
 
     def _end(self) -> None:
-        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        end_group(self._process)
-        self._events.close()
-        self._folder.cleanup()
+            self._commands.close()
+        self._engine.end()
+
+
+def answer_command(
+    knobs: dict[str, Any] | None = None, *, seed: int | None = None, watch: bool = False, **sampling: Any
+) -> dict[str, Any]:
+    """Return the command to answer every prompt once, in one batch.
+
+    Args:
+        knobs: Of VidSpecConfig, to be in force from here on; None: those that are.
+        seed: Request i samples with `seed` + i; None: unseeded.
+        watch: Whether to return `captions` as well: `words`, `relevance` and `kinds` of each answer, one of each per
+            token.
+        sampling: Arguments of SamplingParams; the temperature is 0 by default.
+
+    Returns:
+        A command that is answered with `seconds`, `texts` and `token_ids` (one of each per prompt), `metrics` (our
+        counters' gain; None for vanilla) and `captions`.
+    """
+    return {"command": "answer", "knobs": knobs, "seed": seed, "watch": watch, "sampling": sampling}

@@ -172,11 +172,9 @@ def serve_args(
     del kwargs["disable_log_stats"]
     args = [kwargs.pop("model"), "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "target"]
     for name, value in kwargs.items():
-        if value is None or value is False:
-            continue
-        args.append("--" + name.replace("_", "-"))
-        if value is not True:
-            args.append(json.dumps(value) if isinstance(value, dict | list) else str(value))
+        if value is not None and value is not False:
+            text = json.dumps(value) if isinstance(value, dict | list) else str(value)
+            args += ["--" + name.replace("_", "-"), *([] if value is True else [text])]
     return args
 
 
@@ -190,8 +188,7 @@ def engine_env() -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    inherited = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    return defaults | inherited
+    return defaults | {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
 
 
 def chat_prompt(family: str, question: str, media: Sequence[str] = ()) -> str:
@@ -230,13 +227,7 @@ def sample_frames(family: str, frames: np.ndarray) -> tuple[np.ndarray, dict[str
 
 
 def video_prompt(family: str, frames: np.ndarray, question: str = DEFAULT_QUESTION) -> dict[str, Any]:
-    """Return one prompt of `LLM.generate`: a video, then a question.
-
-    Args:
-        family: "qwen2.5-vl" or "llava-onevision".
-        frames: `[num_frames, height, width, 3]` uint8, RGB.
-        question: The user's words.
-    """
+    """Return `media_prompt` of one video, `[num_frames, height, width, 3]` uint8, RGB."""
     return media_prompt(family, question, videos=[frames])
 
 
@@ -251,9 +242,7 @@ def media_prompt(
         videos: Each `[num_frames, height, width, 3]` uint8, RGB.
         images: Each `[height, width, 3]` uint8, RGB.
     """
-    prompt: dict[str, Any] = {
-        "prompt": chat_prompt(family, question, ["video"] * len(videos) + ["image"] * len(images))
-    }
+    text = chat_prompt(family, question, ["video"] * len(videos) + ["image"] * len(images))
     data: dict[str, Any] = {}
     if videos:
         sampled = [sample_frames(family, frames) for frames in videos]
@@ -262,27 +251,4 @@ def media_prompt(
         from PIL import Image
 
         data["image"] = [Image.fromarray(image) for image in images]
-    return prompt | ({"multi_modal_data": data} if data else {})
-
-
-def load_video(path: str | os.PathLike[str]) -> np.ndarray:
-    """Decode every frame of a video file as vLLM's default loader does; `[num_frames, height, width, 3]` uint8, RGB.
-
-    Raises:
-        VidSpecError: The file is missing or holds no frame.
-    """
-    import cv2
-
-    if not Path(path).is_file():
-        raise VidSpecError(f"no such video: {path}")
-    capture = cv2.VideoCapture(str(path))
-    frames = []
-    while True:
-        good, frame = capture.read()
-        if not good:
-            break
-        frames.append(cv2.cvtColor(frame, cv2.COLOR_BGR2RGB))
-    capture.release()
-    if not frames:
-        raise VidSpecError(f"{path}: no frame can be decoded")
-    return np.stack(frames)
+    return {"prompt": text, "multi_modal_data": data} if data else {"prompt": text}

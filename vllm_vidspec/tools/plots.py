@@ -3,17 +3,14 @@
 python -m vllm_vidspec.tools.plots F.csv F.png
 """
 
-import csv
-import importlib.util
 import json
-import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import GUIDANCE_FALLBACKS, SKIP_REASONS
+from vllm_vidspec.tools import csv_files, figures
 from vllm_vidspec.tools.bench.acceptance import AXES, TEXT_ONLY, UNPRUNED, canonical
 
 COLUMNS = (
@@ -36,17 +33,10 @@ _LATER = frozenset(
         *("nodes_per_step", "depth_per_step", "draft_forwards_per_step", "max_acceptance_length"),
     }
 )
-_TEXTS = frozenset(
-    {
-        *("family", "draft", "pruner", "drafting", "scorer", "draft_noise", "draft_positions", "measured_as_pruner"),
-        *("knobs", "scheduling"),
-    }
-)
 # What the figure shows, by pruner or by shape; every other axis must have one value.
 _DRAWN = ("family", "pruner", "prune_ratio")
 _DRAWN_BY_SHAPE = ("family", "drafting", "prune_ratio", "temperature")
 
-SUFFIXES = (".png", ".svg")
 # Paul Tol's "muted" palette, safe for the colour-blind, with grey and black: warm colours for what follows the target.
 _STYLES = {
     "specvlm": ("#882255", "o"),
@@ -61,7 +51,6 @@ _STYLES = {
     "fastvid": ("#44AA99", "*"),
     "dycoke": ("#DDCC77", "h"),
 }
-_OTHER_STYLE = ("#555555", ".")
 # By shape, and for each further one of the same shape with other knobs the next.
 _SHAPE_STYLES = {
     "chain": [("#777777", "s")],
@@ -70,51 +59,16 @@ _SHAPE_STYLES = {
 }
 
 
-def check_outputs(
-    axes: Mapping[str, Sequence[Any]], *, csv_path: str | None, plot_path: str | None, json_path: str | None
-) -> None:
-    """Refuse, before anything runs, a file that could not be written afterwards.
+def check_room(path: str, axes: Mapping[str, Sequence[Any]]) -> None:
+    """Refuse a figure of more than it has room for: family and ratio, and pruners or shapes.
 
     Args:
-        axes: Of the sweep; a figure has room for family and ratio, and for pruners or shapes (these at several
-            temperatures, too).
-        csv_path: Where the rows go as CSV.
-        plot_path: Where the figure goes.
-        json_path: Where the result goes; "-" is standard output.
+        path: Of the figure.
+        axes: The values of each; shapes may be at several temperatures, too.
 
     Raises:
-        VidSpecError: One line naming what is wrong.
+        VidSpecError: One line naming what there are several of.
     """
-    for path in (csv_path, plot_path, None if json_path == "-" else json_path):
-        if path is not None:
-            _check_writable(Path(path))
-    if plot_path is not None:
-        _check_plot(plot_path, axes)
-
-
-def _check_writable(path: Path) -> None:
-    if path.is_dir():
-        raise VidSpecError(f"cannot write {path}: Is a directory")
-    if not path.parent.is_dir():
-        raise VidSpecError(f"cannot write {path}: No such directory")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise VidSpecError(f"cannot write {path}: Permission denied")
-
-
-def check_figure(path: str) -> None:
-    """Refuse a figure that cannot be drawn: a name with another suffix, or no matplotlib.
-
-    Raises:
-        VidSpecError: One line saying why.
-    """
-    if Path(path).suffix not in SUFFIXES:
-        raise VidSpecError(f"cannot draw {path}: its name must end in {' or '.join(SUFFIXES)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise VidSpecError("drawing needs matplotlib: pip install matplotlib")
-
-
-def _check_plot(path: str, axes: Mapping[str, Sequence[Any]]) -> None:
-    check_figure(path)
     drawn = _DRAWN_BY_SHAPE if len(set(axes["drafting"])) > 1 else _DRAWN
     several = [name for name in AXES if name not in drawn and len(set(axes[name])) > 1]
     if drawn is _DRAWN_BY_SHAPE and all(len(set(axes[name])) > 1 for name in ("prune_ratio", "temperature")):
@@ -125,70 +79,14 @@ def _check_plot(path: str, axes: Mapping[str, Sequence[Any]]) -> None:
         )
 
 
-def flatten(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of `acceptance.run` with one value per column: `skipped_pool_full` for `skipped["pool_full"]`.
-
-    `knobs` is JSON text, empty where there are none.
-    """
-    flat: dict[str, Any] = {}
-    for name, value in row.items():
-        if name == "knobs":
-            flat[name] = value if isinstance(value, str) else json.dumps(value, sort_keys=True) if value else ""
-        else:
-            flat |= {f"{name}_{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
-    return flat
-
-
 def write_csv(path: str, result: dict[str, Any]) -> None:
-    """Write the rows of `acceptance.run` under COLUMNS; the first line is a comment with the provenance as JSON.
-
-    Raises:
-        VidSpecError: The file cannot be written.
-    """
-    write_rows(path, COLUMNS, map(flatten, result["rows"]), result["provenance"])
-
-
-def write_rows(
-    path: str, columns: Sequence[str], rows: Iterable[Mapping[str, Any]], provenance: Mapping[str, Any]
-) -> None:
-    """Write flat rows under their columns; the first line is a comment with the provenance as JSON.
-
-    Raises:
-        VidSpecError: The file cannot be written.
-    """
-    try:
-        with open(path, "w", newline="") as file:
-            file.write(f"# {json.dumps(provenance)}\n")
-            writer = csv.DictWriter(file, columns, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-    except OSError as error:
-        raise VidSpecError(f"cannot write {path}: {error.strerror}") from None
+    """Write the rows of `acceptance.run` under COLUMNS; see `csv_files.write_rows`."""
+    csv_files.write_rows(path, COLUMNS, result["rows"], result["provenance"])
 
 
 def read_csv(path: str) -> list[dict[str, Any]]:
-    """Return the flat rows that `write_csv` wrote; numbers are floats, an empty cell is None.
-
-    Raises:
-        VidSpecError: The file cannot be read or is something else.
-    """
-    try:
-        with open(path, newline="") as file:
-            reader = csv.DictReader(line for line in file if not line.startswith("#"))
-            found = reader.fieldnames or ()
-            if tuple(found) != tuple(name for name in COLUMNS if name in found or name not in _LATER):
-                raise ValueError
-            return [{name: _value(name, row.get(name, "")) for name in COLUMNS} for row in reader]
-    except OSError as error:
-        raise VidSpecError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, TypeError, csv.Error):
-        raise VidSpecError(f"{path} is not a file of `vidspec bench acceptance --csv`") from None
-
-
-def _value(name: str, text: str) -> str | float | None:
-    if name in _TEXTS:
-        return text
-    return float(text) if text else None
+    """Return the flat rows that `write_csv` wrote; see `csv_files.read_rows`."""
+    return csv_files.read_rows(path, COLUMNS, "bench acceptance", figures.value, _LATER)
 
 
 def shape_of(row: dict[str, Any]) -> str:
@@ -204,7 +102,7 @@ def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
     because what happens between 0.9 and 1 is the point. The same rows give the same file.
 
     Args:
-        rows: Flat, as `flatten` or `read_csv` returns them.
+        rows: Flat, as `csv_files.flatten` or `read_csv` returns them.
         path: A .png or .svg file.
 
     Raises:
@@ -217,18 +115,13 @@ def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
     axes = {name: [row[name] for row in rows] for name in AXES}
     if len({(row["drafting"], row["num_speculative_tokens"]) for row in rows}) == len(set(axes["drafting"])):
         axes["num_speculative_tokens"] = []  # each shape has its own
-    _check_plot(path, axes)
-
-    import matplotlib
-    from matplotlib.figure import Figure
+    check_room(path, axes)
 
     families = list(dict.fromkeys(row["family"] for row in rows))
     ratios = sorted({row["prune_ratio"] for row in rows})
     shapes = list(dict.fromkeys(row["drafting"] for row in rows))
-    with matplotlib.rc_context({"font.size": 9, "svg.hashsalt": "vidspec"}):
-        figure = Figure(figsize=(1.6 + 4.2 * len(families), 4.0), dpi=160, layout="constrained")
-        panels = figure.subplots(1, len(families), sharey=True, squeeze=False)[0]
-        lines: dict[str, Any] = {}
+    size = (1.6 + 4.2 * len(families), 4.0)
+    with figures.panels(path, size, 1, len(families)) as (figure, (panels,), lines):
         for panel, family in zip(panels, families, strict=True):
             ours = [row for row in rows if row["family"] == family]
             if len(shapes) > 1 and len(ratios) == 1:
@@ -239,12 +132,6 @@ def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
         panels[0].set_ylabel("acceptance length (tokens per verify step)")
         if len(shapes) == 1 or len(ratios) > 1:
             figure.supxlabel("prune ratio (share of the video's tokens that the draft does not see)", fontsize=9)
-        if lines:
-            figure.legend(list(lines.values()), list(lines), loc="outside right center", frameon=False)
-        try:
-            figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
-        except OSError as error:
-            raise VidSpecError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _draw_panel(panel: Any, rows: Sequence[dict[str, Any]], ratios: Sequence[float]) -> dict[str, Any]:
@@ -272,16 +159,12 @@ def _draw_lines(
     ratios: Sequence[float],
 ) -> dict[str, Any]:
     """Draw a line for each value of an axis; return them."""
-    lines = {}
+    lines, place_of = {}, {ratio: place for place, ratio in enumerate(ratios)}
     for name in dict.fromkeys(row[axis] for row in rows):
-        lengths_at = {row["prune_ratio"]: row["acceptance_length"] for row in rows if row[axis] == name}
-        color, marker = styles.get(name, _OTHER_STYLE)
-        places = [index for index, ratio in enumerate(ratios) if ratio in lengths_at]
-        (lines[name],) = panel.plot(
-            places, [lengths_at[ratios[i]] for i in places], color=color, marker=marker, linewidth=1.4, markersize=5
-        )
+        points = {place_of[row["prune_ratio"]]: row["acceptance_length"] for row in rows if row[axis] == name}
+        lines[name] = figures.draw_line(panel, sorted(points.items()), styles.get(name, figures.OTHER_STYLE))
     panel.set_xticks(range(len(ratios)), [f"{ratio:g}" for ratio in ratios])
-    _tidy(panel)
+    figures.tidy(panel, "y")
     return lines
 
 
@@ -302,7 +185,7 @@ def _draw_bars(panel: Any, rows: Sequence[dict[str, Any]], shapes: Sequence[str]
         panel.bar_label(bars[shape], fmt="%.2f", padding=2, fontsize=7)
     panel.set_xticks(range(len(temperatures)), [f"temperature {value:g}" for value in temperatures])
     panel.tick_params(axis="x", length=0)
-    _tidy(panel)
+    figures.tidy(panel, "y")
     return bars
 
 
@@ -311,39 +194,14 @@ def _styles(shapes: Sequence[str]) -> dict[str, tuple[str, str]]:
     left = {kind: list(styles) for kind, styles in _SHAPE_STYLES.items()}
     found = {}
     for shape in shapes:
-        styles = left.get(shape.split(",")[0]) or [_OTHER_STYLE]
+        styles = left.get(shape.split(",")[0]) or [figures.OTHER_STYLE]
         found[shape] = styles.pop(0)
     return found
 
 
-def _tidy(panel: Any) -> None:
-    panel.grid(axis="y", color="#DDDDDD", linewidth=0.6)
-    panel.set_axisbelow(True)
-    panel.spines[["top", "right"]].set_visible(False)
-
-
-def redraw(module: str, read: Callable[[str], list], draw: Callable[[list, str], None]) -> int:
-    """Redraw a figure from its CSV file, as the command line says; an error is one line and exit status 2.
-
-    Args:
-        module: Of this package, for the usage.
-        read: File name -> rows.
-        draw: Rows, file name of the figure.
-    """
-    if len(sys.argv) != 3 or sys.argv[1] in ("-h", "--help"):
-        print(f"usage: python -m vllm_vidspec.tools.{module} ROWS.csv FIGURE.png", file=sys.stderr)
-        return 2
-    try:
-        draw(read(sys.argv[1]), sys.argv[2])
-    except VidSpecError as error:
-        print(f"vidspec: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 def main() -> int:
-    """Redraw a figure from its CSV file; see `redraw`."""
-    return redraw("plots", read_csv, draw)
+    """Redraw a figure from its CSV file; see `csv_files.redraw`."""
+    return csv_files.redraw("plots", read_csv, draw)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import GAUGES, GUIDANCE_FALLBACKS, KINDS, MAX_POSITIONS, NAMES, SKIP_REASONS, STRICT_REASONS
@@ -20,6 +21,16 @@ from vllm_vidspec.tools.pairs import engine_env
 
 _OURS = re.compile(r"vidspec: (.+)")
 _OWN_LABELS = ("kind", "position", "reason")  # beside those that every metric has
+# Counters that do not have their own name: a metric for several of them, told apart by a label; two without a suffix.
+_SHOWN_OTHERWISE: dict[str, tuple[str, str]] = {
+    "visual_tokens_full": ("visual_tokens_total", ""),
+    "draft_pool_blocks_total": ("draft_pool_blocks", ""),
+    **{f"skipped_{reason}": ("skipped_requests_total", reason) for reason in SKIP_REASONS},
+    **{f"strict_{reason}": ("strict_requests_total", reason) for reason in STRICT_REASONS},
+    **{f"unguided_{reason}": ("unguided_prompts_total", reason) for reason in GUIDANCE_FALLBACKS},
+    **{f"{kind}_tokens": ("standing_tokens_total", kind) for kind in KINDS},
+    **{f"accepted_at_pos_{i}": ("accepted_tokens_per_position_total", str(i)) for i in range(MAX_POSITIONS)},
+}
 _PYTHON_ERROR = re.compile(r"(?:^|\s)((?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt)\b: .+)")
 
 
@@ -61,14 +72,40 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-class VllmServer:
+class LoggedProcess:
+    """A process with an engine in a group of its own: what it writes goes to a file, and it is ended whole."""
+
+    def __init__(self, log_path: Path) -> None:
+        """Prepare; nothing starts yet."""
+        self.log_path = log_path
+        self.process: subprocess.Popen | None = None
+
+    def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen:
+        """Start `command`; `options` are further ones of Popen."""
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=engine_env(), start_new_session=True, **options
+            )
+        return self.process
+
+    def reason(self) -> str:
+        """Return the log's line that says why the process stopped."""
+        return last_error_line(self.log_path.read_text(errors="replace"))
+
+    def end(self, grace_s: float = 15.0) -> None:
+        """End the process, if it was started, and everything it has started."""
+        if self.process is not None:
+            end_group(self.process, grace_s)
+
+
+class VllmServer(LoggedProcess):
     """One `vllm serve` process: `with VllmServer(args, port, log) as server: server.wait_ready()`."""
 
     def __init__(self, args: Sequence[str], port: int, log_path: Path) -> None:
         """Prepare; `args` is what follows `vllm serve` and must name the same port."""
-        self.args, self.port, self.log_path = list(args), port, log_path
+        super().__init__(log_path)
+        self.args, self.port = list(args), port
         self.base_url = f"http://127.0.0.1:{port}"
-        self.process: subprocess.Popen | None = None
         self.started_s: float | None = None  # from launch to the first healthy answer
 
     def __enter__(self) -> "VllmServer":
@@ -76,26 +113,16 @@ class VllmServer:
         program = Path(sys.executable).with_name("vllm")
         if not program.exists():
             raise VidSpecError("this environment has no `vllm` command; see `vidspec doctor`")
-        command = [str(program), "serve", *self.args]
         self._launched = time.monotonic()
-        with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env=engine_env(),
-                start_new_session=True,
-            )
+        self.start([str(program), "serve", *self.args], stdin=subprocess.DEVNULL)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """End the server and its engine processes, whatever happened."""
-        if self.process is not None:
-            # A server that is still loading does not heed SIGTERM, and after an error nobody waits for its last words.
-            end_group(self.process, grace_s=15.0 if kind is None else 2.0)
+        # A server that is still loading does not heed SIGTERM, and after an error nobody waits for its last words.
+        self.end(grace_s=15.0 if kind is None else 2.0)
 
     def wait_ready(self, timeout_s: float = 600.0, tick: Callable[[float], None] = lambda _: None) -> float:
         """Wait until the server answers.
@@ -129,10 +156,6 @@ class VllmServer:
         except (urllib.error.URLError, OSError):
             return False
 
-    def reason(self) -> str:
-        """Return the last error line of the server's log."""
-        return last_error_line(self.log_path.read_text(errors="replace"))
-
     def metrics_text(self) -> str:
         """Return the Prometheus text of GET /metrics."""
         with urllib.request.urlopen(f"{self.base_url}/metrics", timeout=30) as answer:
@@ -150,42 +173,13 @@ def from_prometheus(text: str) -> dict[str, int]:
         own = [value for label, value in re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', labels) if label in _OWN_LABELS]
         key = (name, own[0] if own else "")
         found[key] = found.get(key, 0.0) + float(number)
-    values = dict.fromkeys(NAMES, 0)
-    totals = (
-        "drafts",
-        "draft_tokens",
-        "accepted_tokens",
-        "prompts",
-        "text_tokens",
-        "guided_prompts",
-        "reused_guidance",
-        "draft_depth",
-        "draft_steps",
-        "draft_forwards",
-        "relevance_prompts",
-        "relevance_tokens",
-        "relevance_reused",
-        "visual_tokens_kept",
-        "draft_encoder_hits",
-        "draft_encoder_misses",
-        "low_acceptance_windows",
-    )
-    for name in totals:
-        values[name] = int(found.get((f"{name}_total", ""), 0))
-    values["visual_tokens_full"] = int(found.get(("visual_tokens_total", ""), 0))
-    for name in GAUGES:
-        values[name] = int(found.get((name, ""), 0))
-    values["draft_pool_blocks_total"] = int(found.get(("draft_pool_blocks", ""), 0))
-    for name in ("draft_prefill", "draft_decode", "guidance", "relevance"):
-        values[f"{name}_us"] = round(1e6 * found.get((f"{name}_seconds_total", ""), 0))
-    for reason in SKIP_REASONS:
-        values[f"skipped_{reason}"] = int(found.get(("skipped_requests_total", reason), 0))
-    for reason in STRICT_REASONS:
-        values[f"strict_{reason}"] = int(found.get(("strict_requests_total", reason), 0))
-    for kind in KINDS:
-        values[f"{kind}_tokens"] = int(found.get(("standing_tokens_total", kind), 0))
-    for reason in GUIDANCE_FALLBACKS:
-        values[f"unguided_{reason}"] = int(found.get(("unguided_prompts_total", reason), 0))
-    for position in range(MAX_POSITIONS):
-        values[f"accepted_at_pos_{position}"] = int(found.get(("accepted_tokens_per_position_total", str(position)), 0))
-    return values
+    return {name: round((1e6 if name.endswith("_us") else 1) * found.get(_shown_as(name), 0)) for name in NAMES}
+
+
+def _shown_as(name: str) -> tuple[str, str]:
+    """Return the Prometheus name of a counter, without its prefix, and the value of its own label."""
+    if name in _SHOWN_OTHERWISE:
+        return _SHOWN_OTHERWISE[name]
+    if name in GAUGES:
+        return name, ""
+    return f"{name.removesuffix('_us')}_seconds_total" if name.endswith("_us") else f"{name}_total", ""

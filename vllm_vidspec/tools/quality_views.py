@@ -1,23 +1,19 @@
-"""How `vidspec bench quality` shows itself: tables, CSV, the figure drawn from it, the progress bar; no engine.
+"""How `vidspec bench quality` shows itself: tables, CSV, the figure drawn from it; no engine.
 
 python -m vllm_vidspec.tools.quality_views F.csv F.png
 """
 
-import csv
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich import box
-from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.shapeworld.captions import ATTRIBUTES, GROUPS
-from vllm_vidspec.tools import plots
-from vllm_vidspec.tools.bench.quality import DEFAULTS, DRAFT, LOSSY, STRICT, TARGET
+from vllm_vidspec.tools import csv_files, figures, tables
+from vllm_vidspec.tools.bench.quality import DEFAULTS, DRAFT, LOSSY, STRICT, TARGET, knob, setting_name, ways
 from vllm_vidspec.tools.tables import number
-from vllm_vidspec.tools.user_files import check_output
 
 FLOOR = 0.98  # of the target's accuracy: what counts as kept
 COLUMNS = (
@@ -28,7 +24,6 @@ COLUMNS = (
     *("exact_frac", "loosened_frac", "shifted_frac"),
     *("identical_frac", "tokens_per_caption", "relevance_auc", "decode_s"),
 )
-_TEXTS = frozenset({"family", "draft_noise", "method", "relevance_rows", "knobs"})
 _PANEL = ("family", "temperature", "draft_noise")
 
 # Paul Tol's "muted" palette; by what a line is called.
@@ -45,23 +40,6 @@ _STYLES = {
 
 Panel = tuple[str, float, str]
 Row = dict[str, Any]
-
-
-def setting_name(row: Row) -> str:
-    """Return a setting in a few characters: "loose 0.7 N1 shift pred".
-
-    The number is lambda, or of the two FLy the threshold; N is not said where it is the default; "pred" reads the
-    states that predict the drafts.
-    """
-    value = row["fly_entropy"] if row["lambda_loose"] is None else row["lambda_loose"]
-    words = [row["method"]] + ([] if value is None else [f"{value:g}"])
-    if row["top_n"] not in (None, DEFAULTS["top_n"]):
-        words.append(f"N{row['top_n']:g}")
-    return " ".join(words + _ways(row))
-
-
-def _ways(row: Row) -> list[str]:
-    return ["shift"] * bool(row["position_shift"]) + ["pred"] * (row["relevance_rows"] == "prediction")
 
 
 def panels(rows: Sequence[Row]) -> dict[Panel, list[Row]]:
@@ -95,7 +73,7 @@ def longest_kept(rows: Sequence[Row], floor: float = FLOOR) -> dict[str, Row | N
     found: dict[str, Row | None] = {}
     for scorer in LOSSY:
         ours = [row for row in rows if row["method"] == scorer]
-        kept = [row for row in ours if row["retention"] is not None and row["retention"] >= floor]
+        kept = [row for row in ours if _is_kept(row, floor)]
         if ours:
             found[scorer] = max(kept, key=lambda row: row["acceptance_length"], default=None)
     return found
@@ -113,80 +91,44 @@ def longest_words(rows: Sequence[Row], floor: float = FLOOR) -> str:
     return f"At least {100 * floor:g} % kept: {'; '.join(parts) or 'nothing was loosened'}."
 
 
-def tables(rows: Sequence[Row]) -> Iterator[Table]:
-    """Yield a table per family, temperature and noise; everything but lengths and ratios in percent."""
+# Everything but lengths, ratios and the AUC in percent.
+_COLUMNS: tables.Columns = {
+    "": setting_name,
+    "accept\nlength": lambda row: number(row["acceptance_length"], 2),
+    "of\nstrict": lambda row: number(row["ratio_to_strict"], 2),
+    "kept": lambda row: _in_percent(row["retention"]),
+    **{group: lambda row, group=group: _in_percent(row["group"][group]) for group in GROUPS},  # type: ignore[misc]
+    "not\nexact": lambda row: _in_percent(None if row["exact_frac"] is None else 1 - row["exact_frac"]),
+    "same": lambda row: _in_percent(row["identical_frac"]),
+    "AUC": lambda row: number(row["relevance_auc"], 2),
+}
+
+
+def _in_percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}".removesuffix(".0")
+
+
+def _is_kept(row: Row, floor: float = FLOOR) -> bool:
+    """Return whether a lossy scorer keeps enough."""
+    return row["method"] in LOSSY and row["retention"] is not None and row["retention"] >= floor
+
+
+def shown_tables(rows: Sequence[Row]) -> Iterator[Table]:
+    """Yield a table per family, temperature and noise."""
     for panel, ours in panels(rows).items():
         caption = f"{ours[0]['requests']} captions, K {ours[0]['num_speculative_tokens']}, in %. {longest_words(ours)}"
-        table = Table(title=panel_name(panel), caption=caption, box=box.SIMPLE_HEAD, padding=0)
-        table.add_column("", no_wrap=True)
-        for name in ("accept\nlength", "of\nstrict", "kept", *GROUPS, "not\nexact", "same", "AUC"):
-            table.add_column(name, justify="right", no_wrap=True)
-        for row in ours:
-            is_kept = row["method"] in LOSSY and row["retention"] is not None and row["retention"] >= FLOOR
-            table.add_row(*cells(row), style="green" if is_kept else None)
-        yield table
-
-
-def cells(row: Row) -> list[str]:
-    """Return a row of a table: its name, length and ratio, shares in percent without the sign, the AUC."""
-    exact = row["exact_frac"]
-    shares = (row["retention"], *row["group"].values(), None if exact is None else 1 - exact, row["identical_frac"])
-    return [
-        setting_name(row),
-        *(number(row[name], 2) for name in ("acceptance_length", "ratio_to_strict")),
-        *("-" if share is None else f"{100 * share:.1f}".removesuffix(".0") for share in shares),
-        number(row["relevance_auc"], 2),
-    ]
-
-
-def check_outputs(*, csv_path: str | None, plot_path: str | None, json_path: str | None) -> None:
-    """Refuse, before anything runs, a file that could not be written afterwards; "-" is standard output.
-
-    Raises:
-        VidSpecError: One line naming what is wrong.
-    """
-    for path in (csv_path, plot_path, None if json_path == "-" else json_path):
-        if path is not None:
-            check_output(path)
-    if plot_path is not None:
-        plots.check_figure(plot_path)
+        style = lambda row: "green" if _is_kept(row) else None  # noqa: E731
+        yield tables.by_columns(_COLUMNS, ours, style=style, title=panel_name(panel), caption=caption, padding=0)
 
 
 def write_csv(path: str, result: dict[str, Any]) -> None:
-    """Write the rows of `quality.run` under COLUMNS; the first line is a comment with the provenance as JSON.
-
-    Raises:
-        VidSpecError: The file cannot be written.
-    """
-    plots.write_rows(path, COLUMNS, map(plots.flatten, result["rows"]), result["provenance"])
+    """Write the rows of `quality.run` under COLUMNS; see `csv_files.write_rows`."""
+    csv_files.write_rows(path, COLUMNS, result["rows"], result["provenance"])
 
 
 def read_csv(path: str) -> list[Row]:
-    """Return the flat rows that `write_csv` wrote; numbers are floats, an empty cell is None.
-
-    Raises:
-        VidSpecError: The file cannot be read or is something else.
-    """
-    try:
-        with open(path, newline="") as file:
-            reader = csv.DictReader(line for line in file if not line.startswith("#"))
-            if tuple(reader.fieldnames or ()) != COLUMNS:
-                raise ValueError
-            return [{name: _value(name, row[name]) for name in COLUMNS} for row in reader]
-    except OSError as error:
-        raise VidSpecError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, csv.Error):
-        raise VidSpecError(f"{path} is not a file of `vidspec bench quality --csv`") from None
-
-
-def _value(name: str, text: str) -> str | float | bool | None:
-    if name == "knobs":
-        return text
-    if not text:
-        return None
-    if name == "position_shift":
-        return {"True": True, "False": False}[text]
-    return text if name in _TEXTS else float(text)
+    """Return the flat rows that `write_csv` wrote; see `csv_files.read_rows`."""
+    return csv_files.read_rows(path, COLUMNS, "bench quality", figures.value)
 
 
 def draw(rows: Sequence[Row], path: str) -> None:
@@ -205,18 +147,10 @@ def draw(rows: Sequence[Row], path: str) -> None:
     found = panels(rows)
     if not found:
         raise VidSpecError(f"cannot draw {path}: no row has drafts")
-    plots.check_figure(path)
-
-    import matplotlib
-    from matplotlib.figure import Figure
-
     families = list(dict.fromkeys(family for family, _, _ in found))
     across = list(dict.fromkeys(panel[1:] for panel in found))
     size = (1.8 + 3.4 * len(across), 0.6 + 3.1 * len(families))
-    with matplotlib.rc_context({"font.size": 9, "svg.hashsalt": "vidspec"}):
-        figure = Figure(figsize=size, dpi=160, layout="constrained")
-        grid = figure.subplots(len(families), len(across), sharey="row", squeeze=False)
-        lines: dict[str, Any] = {}
+    with figures.panels(path, size, len(families), len(across)) as (_, grid, lines):
         for places, family in zip(grid, families, strict=True):
             for place, condition in zip(places, across, strict=True):
                 panel = (family, *condition)
@@ -228,11 +162,6 @@ def draw(rows: Sequence[Row], path: str) -> None:
             places[0].set_ylabel("attributes right (% of the target's)")
         for place in grid[-1]:
             place.set_xlabel("acceptance length (tokens per verify step)")
-        figure.legend(list(lines.values()), list(lines), loc="outside right center", frameon=False)
-        try:
-            figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
-        except OSError as error:
-            raise VidSpecError(f"cannot write {path}: {error.strerror}") from None
 
 
 def draw_panel(place: Any, rows: Sequence[Row]) -> dict[str, Any]:
@@ -250,32 +179,25 @@ def draw_panel(place: Any, rows: Sequence[Row]) -> dict[str, Any]:
             star = {"marker": "*", "markersize": 13, "color": "#000000", "linestyle": "none", "zorder": 5}
             (lines[STRICT],) = place.plot([row["acceptance_length"]], [100 * row["retention"]], **star)
     ours = [row for row in rows if row["method"] not in (TARGET, DRAFT, STRICT)]
-    for name in dict.fromkeys(" ".join([row["method"], *_ways(row)]) for row in ours):
-        lines[name] = _draw_line(place, name, [row for row in ours if " ".join([row["method"], *_ways(row)]) == name])
-    place.grid(color="#DDDDDD", linewidth=0.6)
-    place.set_axisbelow(True)
-    place.spines[["top", "right"]].set_visible(False)
+    for name in dict.fromkeys(" ".join([row["method"], *ways(row)]) for row in ours):
+        lines[name] = _draw_line(place, name, [row for row in ours if " ".join([row["method"], *ways(row)]) == name])
+    figures.tidy(place)
     return lines
 
 
 def _draw_line(place: Any, name: str, rows: Sequence[Row]) -> Any:
     """Draw the line of one way to loosen over lambda or the threshold, and hollow points beside it; return the line."""
-    color, marker = _STYLES.get(name, ("#555555", "."))
+    style = _STYLES.get(name, figures.OTHER_STYLE)
     # The line's N is the one with the most points; of equals the first.
     counts = [row["top_n"] for row in rows]
     usual = max(dict.fromkeys(counts), key=counts.count)
-    shared = {"color": color, "marker": marker, "markersize": 5, "linewidth": 1.4}
-    points = sorted(
-        (row["fly_entropy"] if row["lambda_loose"] is None else row["lambda_loose"], _point(row))
-        for row in rows
-        if row["top_n"] == usual
+    line = figures.draw_line(
+        place, [point for _, point in sorted((knob(row), _point(row)) for row in rows if row["top_n"] == usual)], style
     )
-    (line,) = place.plot([point[0] for _, point in points], [point[1] for _, point in points], **shared)
     for row in rows:
         if row["top_n"] != usual:
-            hollow = {"linestyle": "none", "markerfacecolor": "white"}
-            place.plot(*([value] for value in _point(row)), **shared | hollow)
-            beside = {"textcoords": "offset points", "xytext": (5, 3), "fontsize": 7, "color": color}
+            figures.draw_line(place, [_point(row)], style, linestyle="none", markerfacecolor="white")
+            beside = {"textcoords": "offset points", "xytext": (5, 3), "fontsize": 7, "color": style[0]}
             place.annotate(f"N {row['top_n']:g}", _point(row), **beside)
     return line
 
@@ -284,32 +206,9 @@ def _point(row: Row) -> tuple[float, float]:
     return row["acceptance_length"], 100 * row["retention"]
 
 
-class View:
-    """Shows the events of `quality.run`: one bar over the batches of captions."""
-
-    def __init__(self, bars: Progress) -> None:
-        """Draw on `bars`; where these are off, print a line per engine."""
-        self._bars = bars
-        self._task: TaskID | None = None
-
-    def __call__(self, event: str, fields: dict[str, Any]) -> None:
-        """Take one event."""
-        if event == "plan":
-            self._task = self._bars.add_task("", total=fields["total"], note="")
-        elif self._task is not None and event == "loading":
-            self._bars.update(self._task, description=f"loading {fields['label']}", note="")
-            if self._bars.disable:
-                self._bars.console.print(fields["label"], markup=False, highlight=False)
-        elif self._task is not None:
-            row = fields["row"]
-            note = f"{setting_name(row)}: {100 * (row['retention'] or 0):.1f} % kept"
-            self._bars.advance(self._task)
-            self._bars.update(self._task, description=row["family"], note=note)
-
-
 def main() -> int:
-    """Redraw a figure from its CSV file; see `redraw`."""
-    return plots.redraw("quality_views", read_csv, draw)
+    """Redraw a figure from its CSV file; see `csv_files.redraw`."""
+    return csv_files.redraw("quality_views", read_csv, draw)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.shapeworld.captions import KINDS
 from vllm_vidspec.tools.tables import number, percent
+from vllm_vidspec.tools.user_files import writing
 
 SUFFIXES = (".html", ".png")
 WIDTH = 100  # characters in a line of the picture
@@ -48,13 +48,11 @@ def write(row: dict[str, Any], path: str) -> None:
     Raises:
         VidSpecError: The file cannot be written.
     """
-    try:
+    with writing(path):
         if Path(path).suffix.lower() == ".png":
             _save_png(row, path)
         else:
             Path(path).write_text(to_html(row), encoding="utf-8")
-    except OSError as error:
-        raise VidSpecError(f"cannot write {path}: {error.strerror}") from None
 
 
 def scale(relevance: Sequence[float | None]) -> tuple[float, float]:
@@ -199,18 +197,9 @@ def _save_png(row: dict[str, Any], path: str) -> None:
 
     def box_at(line: float, column: float, width: float, kind: str, background: str) -> None:
         tint, dash = _MARKS.get(kind, ("none", "solid"))
-        page.add_patch(
-            Rectangle(
-                (column - 0.25, line + 0.1),
-                width + 0.5,
-                0.8,
-                facecolor=background,
-                edgecolor=tint,
-                linewidth=1.3,
-                linestyle=dash,
-                zorder=2 if kind in _MARKS else 1,
-            )
-        )
+        look = {"facecolor": background, "edgecolor": tint, "linewidth": 1.3, "linestyle": dash}
+        place = Rectangle((column - 0.25, line + 0.1), width + 0.5, 0.8, zorder=2 if kind in _MARKS else 1, **look)
+        page.add_patch(place)
 
     def write_at(line: float, column: float, text: str, **style: Any) -> None:
         style = {"fontsize": 10, "family": "monospace", "va": "center", "color": "#111111"} | style

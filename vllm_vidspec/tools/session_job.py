@@ -1,95 +1,96 @@
-"""The engine's side of `engine_session`: one job, then commands, each a line of JSON on stdin."""
+"""The engine's side of `engine_session`: one job, then commands, each a line of JSON on stdin; answers go to a pipe."""
 
 import itertools
 import json
+import os
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_vidspec import metrics
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.tools import engine_job, pairs
+from vllm_vidspec.tools import pairs
+from vllm_vidspec.tools.progress import Report, silent
+
+WARM_UP_TOKENS = 8
 
 
-def _run(job: dict[str, Any], events: engine_job.Events) -> None:
-    """Load the engine, then answer commands until stdin ends.
+def main() -> int:
+    """Hold the conversation; the exit status is 1 if the engine failed, and the last message says why."""
+    messages = os.fdopen(int(sys.argv[1]), "w")
 
-    Args:
-        job: `llm` (arguments of LLM) and `prompts`: `family` (None: a pair of the user's own, asked through its chat
-            template), `videos` (paths) or `held_out` (indices of shape-world videos), `question`.
-        events: Where to answer.
+    def send(event: str, fields: dict[str, Any]) -> None:
+        print(json.dumps({"event": event, **fields}), file=messages, flush=True)
+
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    try:
+        for answer in _answers(map(json.loads, sys.stdin), send):
+            send("answer", answer)
+    except Exception as error:
+        traceback.print_exc()
+        lines = str(error).strip().splitlines()
+        name = type(error).__name__
+        reason = lines[0] if name == "VidSpecError" else f"{name}: {lines[-1] if lines else 'no message'}"
+        send("error", {"message": reason})
+        return 1
+    return 0
+
+
+def _answers(commands: Iterator[dict[str, Any]], report: Report) -> Iterator[dict[str, Any]]:
+    """Load the engine that the first command describes, then answer the others until there are no more.
+
+    The first, the job, holds `llm` (arguments of LLM) and `prompts`: `family` (None: a pair of the user's own, asked
+    through its chat template), `videos` (paths) or `held_out` (indices of shape-world videos), `question`, and
+    `warm_up` (the index of one more video: what happens once, as lazy imports do, is then part of no figure).
     """
     from vllm import LLM
 
+    job = next(commands)
+    llm, prompts = LLM(**job["llm"]), job["prompts"]
+
     from vllm_vidspec.engine.listen.hidden_states import default_uv_layer
 
-    llm = LLM(**job["llm"])
     vllm_config = llm.llm_engine.vllm_config
-    engine_job.require_runner_v2(vllm_config)
+    if not vllm_config.use_v2_model_runner:  # V1's sampler draws other noise: a comparison with it says nothing
+        raise VidSpecError("this vLLM runs Model Runner V1 (no Triton backend for this device); see `vidspec doctor`")
+    is_chat = prompts["family"] is None
+    make_requests = _own_requests if is_chat else _bundled_requests
+    if "warm_up" in prompts:
+        warm_up = make_requests(prompts | {"held_out": [prompts["warm_up"]]})
+        Engine(llm, warm_up, is_chat).ask({"max_tokens": WARM_UP_TOKENS})
+    engine = Engine(llm, make_requests(prompts), is_chat, report)
     num_layers = vllm_config.model_config.get_total_num_hidden_layers()
-    ask = _own_pair(llm, job["prompts"]) if job["prompts"]["family"] is None else _bundled_pair(llm, job["prompts"])
-    commands = {"measure": _measure, "look": _look, "cost": _cost, "caption": _caption}
-    events.send("ready", num_layers=num_layers, default_uv_layer=default_uv_layer(num_layers))
-    for line in sys.stdin:
-        command = json.loads(line)
+    yield {
+        "num_layers": num_layers,
+        "default_uv_layer": default_uv_layer(num_layers),
+        "scheduling": "async" if vllm_config.scheduler_config.async_scheduling else "sync",
+    }
+    answers: dict[str, Callable] = {"answer": engine.answer, "look": engine.look, "cost": engine.cost}
+    for command in commands:
         # Guidance must come from each command's own prefill, not from what an earlier one left.
         if not llm.reset_prefix_cache():
             raise VidSpecError("the prefix cache cannot be emptied between measurements")
-        events.send("answer", **commands[command["command"]](llm, ask, command))
+        yield answers[command.pop("command")](**command)
 
 
-@dataclass(frozen=True)
-class Asker:
-    """Asks the question about the videos: `generate` for a bundled pair, `chat` for one of the user's own.
-
-    Attributes:
-        llm: The engine.
-        requests: A prompt, or a conversation, per video.
-        is_chat: Which of the two they are.
-    """
-
-    llm: Any
-    requests: list[Any]
-    is_chat: bool
-
-    def __call__(self, **sampling: Any) -> list[Any]:
-        """Answer all of them in one batch, greedily; `sampling` adds arguments of SamplingParams."""
-        ask = self.llm.chat if self.is_chat else self.llm.generate
-        return ask(self.requests, self._params(sampling), use_tqdm=False)
-
-    def enqueue(self, indices: list[int], **sampling: Any) -> None:
-        """Hand some of them to the engine, which waits for its steps."""
-        ask = self.llm.enqueue_chat if self.is_chat else self.llm.enqueue
-        ask([self.requests[i] for i in indices], self._params(sampling), use_tqdm=False)
-
-    def caption(self, seed: int, **sampling: Any) -> list[Any]:
-        """Answer all of them in one batch, request i with `seed` + i."""
-        ask = self.llm.chat if self.is_chat else self.llm.generate
-        params = [self._params(sampling | {"seed": seed + i}) for i in range(len(self.requests))]
-        return ask(self.requests, params, use_tqdm=False)
-
-    @staticmethod
-    def _params(sampling: dict[str, Any]) -> Any:
-        from vllm import SamplingParams
-
-        return SamplingParams(**{"temperature": 0, **sampling})
-
-
-def _bundled_pair(llm: Any, prompts: dict[str, Any]) -> Asker:
-    """Return what asks a bundled pair about every video."""
+def _bundled_requests(prompts: dict[str, Any]) -> list[Any]:
+    """Return a prompt for every video, in the words of a bundled pair."""
     from vllm_vidspec.shapeworld import world
     from vllm_vidspec.tools.user_files import read_video
 
     family, num_frames = prompts["family"], pairs.pair_for(prompts["family"]).num_frames
     frames = [world.held_out(i).frames for i in prompts.get("held_out", [])]
     frames += [read_video(path, num_frames) for path in prompts.get("videos", [])]
-    return Asker(llm, [pairs.video_prompt(family, video, prompts["question"]) for video in frames], is_chat=False)
+    return [pairs.video_prompt(family, video, prompts["question"]) for video in frames]
 
 
-def _own_pair(llm: Any, prompts: dict[str, Any]) -> Asker:
-    """Return the same for a checkpoint of the user's, whose chat template and video loader are vLLM's business."""
+def _own_requests(prompts: dict[str, Any]) -> list[Any]:
+    """Return a conversation for every video; a user's checkpoint has a chat template, and vLLM its video loader."""
     from vllm_vidspec.shapeworld import world
     from vllm_vidspec.tools.demo import data_url
 
@@ -100,111 +101,134 @@ def _own_pair(llm: Any, prompts: dict[str, Any]) -> Asker:
             world.write_mp4(world.held_out(i).frames, paths[-1])
         urls = [data_url(path) for path in paths]
     question = {"type": "text", "text": prompts["question"]}
-    requests = [
-        [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": url}}, question]}] for url in urls
-    ]
-    return Asker(llm, requests, is_chat=True)
+    return [[{"role": "user", "content": [{"type": "video_url", "video_url": {"url": url}}, question]}] for url in urls]
 
 
-def _measure(llm: Any, ask: Asker, command: dict[str, Any]) -> dict[str, Any]:
-    """Answer every prompt with `knobs` in force; return our counters' gain and the time."""
-    from vllm_vidspec import metrics
+@dataclass(frozen=True)
+class Engine:
+    """An engine and the questions it is asked; each of its commands takes the fields of a line and returns an answer's.
 
-    path = metrics.path_for(llm.llm_engine.vllm_config.instance_id)
-    if command["knobs"]:
-        llm.collective_rpc("vidspec_retune", args=(command["knobs"],))
-    before, start = metrics.read_metrics(path), time.perf_counter()
-    outputs = ask(max_tokens=command["max_tokens"])
-    return {
-        "seconds": time.perf_counter() - start,
-        "num_prompts": len(outputs),
-        "output_tokens": sum(len(output.outputs[0].token_ids) for output in outputs),
-        "metrics": metrics.difference(before, metrics.read_metrics(path)),
-    }
+    Attributes:
+        llm: vLLM's.
+        requests: A prompt, or a conversation, per video.
+        is_chat: Which of the two they are.
+        report: Called with "progress" (`done` requests).
+    """
 
+    llm: Any
+    requests: list[Any]
+    is_chat: bool = False
+    report: Report = silent
 
-def _look(llm: Any, ask: Asker, command: dict[str, Any]) -> dict[str, Any]:
-    """Save to `path` how the first item of every prompt was pruned, and what was measured of it for that."""
-    import torch
+    def ask(self, sampling: dict[str, Any], seed: int | None = None) -> list[Any]:
+        """Answer all requests in one batch, greedily unless `sampling` says otherwise, request i with `seed` + i."""
+        ask = self.llm.chat if self.is_chat else self.llm.generate
+        seeds = [None if seed is None else seed + i for i in range(len(self.requests))]
+        return ask(self.requests, [_params(sampling, seed=one) for one in seeds], use_tqdm=_progress(self.report))
 
-    llm.collective_rpc("vidspec_watch", args=(True,))
-    ask(max_tokens=2)  # after a first token that is also the last one, nothing is drafted
-    watched = llm.collective_rpc("vidspec_watch", args=(False,))[0]
-    records = [
-        {
-            "grid": (grid.num_frames, grid.height, grid.width, grid.num_trailing),
-            "kept_indices": record["kept_indices"][0],
-            "scores": None if record["scores"] is None else record["scores"][0],
-            "features": None if record["embeddings"] is None else record["embeddings"][0],
+    def counters(self) -> dict[str, int] | None:
+        """Return what our counters say now; None for vanilla."""
+        config = self.llm.llm_engine.vllm_config
+        return None if config.speculative_config is None else metrics.read_metrics(metrics.path_for(config.instance_id))
+
+    def answer(
+        self, knobs: dict[str, Any] | None, sampling: dict[str, Any], seed: int | None, watch: bool
+    ) -> dict[str, Any]:
+        """Answer every prompt; arguments and answer are those of `engine_session.answer_command`."""
+        if knobs:
+            self.llm.collective_rpc("vidspec_retune", args=(knobs,))
+        if watch:
+            self.llm.collective_rpc("vidspec_watch_scores", args=(True,))
+        before, start = self.counters(), time.perf_counter()
+        outputs = self.ask(sampling, seed)
+        seconds, captions = time.perf_counter() - start, None
+        gained = _gain(before, self.counters())
+        if watch:
+            watched = self.llm.collective_rpc("vidspec_watch_scores", args=(False,))[0]
+            captions = _watched_captions(self.llm.get_tokenizer(), outputs, watched)
+        return {
+            "seconds": seconds,
+            "texts": [output.outputs[0].text for output in outputs],
+            "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
+            "metrics": gained,
+            "captions": captions,
         }
-        for record in watched
-        for grid in record["grids"][:1]
-    ]
-    torch.save(records, command["path"])
-    return {"num_records": len(records)}
+
+    def look(self, path: str) -> dict[str, Any]:
+        """Save to `path` how the first item of every prompt was pruned, and what was measured of it for that."""
+        import torch
+
+        self.llm.collective_rpc("vidspec_watch", args=(True,))
+        self.ask({"max_tokens": 2})  # after a first token that is also the last one, nothing is drafted
+        watched = self.llm.collective_rpc("vidspec_watch", args=(False,))[0]
+        records = [
+            {
+                "grid": (grid.num_frames, grid.height, grid.width, grid.num_trailing),
+                "kept_indices": record["kept_indices"][0],
+                "scores": None if record["scores"] is None else record["scores"][0],
+                "features": None if record["embeddings"] is None else record["embeddings"][0],
+            }
+            for record in watched
+            for grid in record["grids"][:1]
+        ]
+        torch.save(records, path)
+        return {"num_records": len(records)}
+
+    def cost(self, batches: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        """Answer batches of requests one after another; return the times of the steps in which a whole batch decoded.
+
+        Steps before the whole batch has been prefilled are known by our counters; vanilla has none, and its few steps
+        with prefills do not move a median. What follows the first answer's end is not timed.
+        """
+        enqueue = self.llm.enqueue_chat if self.is_chat else self.llm.enqueue
+        engine, runs = self.llm.llm_engine, []
+        for number, indices in enumerate([batches[0], *batches]):
+            enqueue([self.requests[i] for i in indices], _params({"max_tokens": max_tokens}), use_tqdm=False)
+            before = now = self.counters()
+            step_s, is_whole = [], True
+            while engine.has_unfinished_requests():
+                start = time.perf_counter()
+                finished = engine.step()
+                seconds = time.perf_counter() - start
+                earlier, now = now, self.counters()
+                is_whole &= not finished
+                drafted = None if earlier is None or now is None else now["drafts"] - earlier["drafts"]
+                if is_whole and drafted in (None, len(indices)):
+                    step_s.append(seconds)
+            if number > 0:  # the first is there for what happens once
+                runs.append({"batch_size": len(indices), "step_s": step_s, "metrics": _gain(before, now)})
+        return {"runs": runs}
 
 
-def _cost(llm: Any, ask: Asker, command: dict[str, Any]) -> dict[str, Any]:
-    """Answer `batches` of prompts one after another; return the times of the steps in which a whole batch decoded.
+def _params(sampling: dict[str, Any], **more: Any) -> Any:
+    from vllm import SamplingParams
 
-    Steps before the whole batch has been prefilled are known by our counters; vanilla has none, and its few steps with
-    prefills do not move a median. What follows the first answer's end is not timed.
-    """
-    from vllm_vidspec import metrics
-
-    engine = llm.llm_engine
-    config = engine.vllm_config.speculative_config
-    path = None if config is None else metrics.path_for(engine.vllm_config.instance_id)
-    read = lambda: None if path is None else metrics.read_metrics(path)  # noqa: E731
-    runs = []
-    for number, indices in enumerate([command["batches"][0], *command["batches"]]):
-        ask.enqueue(indices, max_tokens=command["max_tokens"])
-        before = now = read()
-        step_s, is_whole = [], True
-        while engine.has_unfinished_requests():
-            start = time.perf_counter()
-            finished = engine.step()
-            seconds = time.perf_counter() - start
-            earlier, now = now, read()
-            is_whole &= not finished
-            drafted = None if earlier is None or now is None else now["drafts"] - earlier["drafts"]
-            if is_whole and drafted in (None, len(indices)):
-                step_s.append(seconds)
-        gained = None if before is None or now is None else metrics.difference(before, now)
-        if number > 0:  # the first is there for what happens once
-            runs.append({"batch_size": len(indices), "step_s": step_s, "metrics": gained})
-    return {"runs": runs}
+    return SamplingParams(**{"temperature": 0, **sampling, **more})
 
 
-def _caption(llm: Any, ask: Asker, command: dict[str, Any]) -> dict[str, Any]:
-    """Answer every prompt with `knobs` in force, as `sampling` and `seed` say; what is said, and in what time.
+def _gain(before: dict[str, int] | None, after: dict[str, int] | None) -> dict[str, int] | None:
+    return None if before is None or after is None else metrics.difference(before, after)
 
-    With `watch`, `captions` says of each token its text, its relevance and its kind as well.
-    """
-    from vllm_vidspec import metrics
 
-    config = llm.llm_engine.vllm_config
-    path = None if config.speculative_config is None else metrics.path_for(config.instance_id)
-    if command["knobs"]:
-        llm.collective_rpc("vidspec_retune", args=(command["knobs"],))
-    if command["watch"]:
-        llm.collective_rpc("vidspec_watch_scores", args=(True,))
-    before = None if path is None else metrics.read_metrics(path)
-    start = time.perf_counter()
-    outputs = ask.caption(command["seed"], **command["sampling"])
-    seconds = time.perf_counter() - start
-    gained = None if path is None or before is None else metrics.difference(before, metrics.read_metrics(path))
-    captions = None
-    if command["watch"]:
-        watched = llm.collective_rpc("vidspec_watch_scores", args=(False,))[0]
-        captions = _watched_captions(llm.get_tokenizer(), outputs, watched)
-    return {
-        "seconds": seconds,
-        "texts": [output.outputs[0].text for output in outputs],
-        "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
-        "metrics": gained,
-        "captions": captions,
-    }
+def _progress(report: Report) -> Any:
+    """Return a tqdm class whose updates become events, or False where nobody listens."""
+    if report is silent:
+        return False
+    from tqdm import tqdm
+
+    class Reporter(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            # LLM.generate shows one bar for rendering prompts and one for processing them; only the second counts.
+            self._counts = str(kwargs.get("desc", "")).startswith("Processed")
+            super().__init__(*args, **kwargs | {"file": open(os.devnull, "w")})  # noqa: SIM115
+
+        def update(self, n: float | None = 1) -> bool | None:
+            shown = super().update(n)
+            if self._counts:
+                report("progress", {"done": int(self.n)})
+            return shown
+
+    return Reporter
 
 
 def _watched_captions(tokenizer: Any, outputs: list[Any], watched: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -244,4 +268,4 @@ def token_texts(tokenizer: Any, token_ids: list[int]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(engine_job.main(_run))
+    sys.exit(main())

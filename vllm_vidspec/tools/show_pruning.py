@@ -1,16 +1,15 @@
 """`vidspec show-pruning`: what each pruner leaves of one video, as a picture; scores come from engine subprocesses."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_vidspec.config import VidSpecConfig, parse_config
+from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import contact_sheet, pairs
-from vllm_vidspec.tools.calibrate import Calibration, check_models
 from vllm_vidspec.tools.engine_session import EngineSession
-from vllm_vidspec.tools.user_files import check_output, check_video, read_video
+from vllm_vidspec.tools.progress import Report, silent
+from vllm_vidspec.tools.subject import Picture
+from vllm_vidspec.tools.user_files import read_video
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,69 +19,30 @@ if TYPE_CHECKING:
 NUM_FRAMES = 32  # what vLLM samples a video to unless it is told otherwise
 PRUNERS = ("uniform", "random", "specvlm", "attention", "uv", "dycoke")
 
-Report = Callable[[str, dict[str, Any]], None]
-
 
 @dataclass(frozen=True)
-class Show:
+class Show(Picture):
     """What to show.
 
     Attributes:
-        video: A file; None: the bundled one.
-        out: The picture to write.
         pruners: One row each.
-        family: The bundled pair, unless `target` is given; its target guides the pruning.
-        target: A target of the user's own.
-        draft: Its draft, or "self"; None: the bundled draft of `family`.
-        prune_ratio: Share of the video tokens that is dropped.
-        question: What is asked about the video; `specvlm`, `attention` and `uv` depend on it.
         columns: Most frames in a row.
         calibration: A file of `vidspec calibrate`; None: the bundled pair's own.
-        engine_args: `LLM` arguments that replace ours.
     """
 
-    video: str | None = None
     out: str = "pruning.png"
     pruners: tuple[str, ...] = PRUNERS
-    family: str = "qwen2.5-vl"
-    target: str | None = None
-    draft: str | None = None
-    prune_ratio: float = 0.9
-    question: str = pairs.DEFAULT_QUESTION
     columns: int = 16
     calibration: str | None = None
-    engine_args: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def path(self) -> Path:
-        """The video's file."""
-        return pairs.sample_video() if self.video is None else Path(self.video)
-
-    @property
-    def models(self) -> Calibration:
-        """The pair, the video and the question, as `vidspec calibrate` names them."""
-        return Calibration(
-            family=self.family,
-            target=self.target,
-            draft=self.draft,
-            videos=(str(self.path),),
-            question=self.question,
-            prune_ratio=self.prune_ratio,
-            engine_args=self.engine_args,
-        )
 
     @property
     def num_frames(self) -> int:
         """How many frames of the video the models see at most."""
         return pairs.pair_for(self.family).num_frames if self.target is None else NUM_FRAMES
 
-    def job(self, pruner: str) -> dict[str, Any]:
-        """Return what `session_job` reads to prune the video with one pruner."""
-        return self.models.job(pruner=pruner, **({"calibration": self.calibration} if self.calibration else {}))
-
-    def config(self, pruner: str) -> VidSpecConfig:
-        """Return the validated knobs of one pruner, which are the engine's."""
-        return parse_config(self.job(pruner)["llm"]["speculative_config"])[0]
+    def llm_kwargs(self, **spec: Any) -> dict[str, Any]:
+        """Return the arguments of the engine; `spec` adds knobs of VidSpecConfig."""
+        return super().llm_kwargs(**({"calibration": self.calibration} if self.calibration else {}), **spec)
 
 
 @dataclass(frozen=True)
@@ -102,25 +62,21 @@ def check(show: Show) -> None:
     Raises:
         VidSpecError: One line naming it.
     """
-    check_models(show.models)
+    show.check_files((".png",))
     if not show.pruners:
         raise VidSpecError("--pruner: no value given")
     for pruner in show.pruners:
-        show.config(pruner)
+        show.config(pruner=pruner)
     if show.columns < 1:
         raise VidSpecError("--columns must be at least 1")
-    check_video(show.path)
-    check_output(show.out)
-    if Path(show.out).suffix.lower() != ".png":
-        raise VidSpecError(f"--out: {show.out} must end in .png")
 
 
-def run(show: Show, report: Report = lambda _event, _fields: None) -> dict[str, Any]:
+def run(show: Show, report: Report = silent) -> dict[str, Any]:
     """Prune one video in every way asked for and draw the picture.
 
     Args:
         show: What to show.
-        report: Called with "plan" (`total` engines), then "loading" (`label`) before and "done" after each.
+        report: Called with "plan", "loading" and "measured", as `progress.View` takes them.
 
     Returns:
         `rows`, one per pruner (`pruner`, `kept`, `total`, `ends_frac`, `even_frac`), and `out`.
@@ -130,22 +86,16 @@ def run(show: Show, report: Report = lambda _event, _fields: None) -> dict[str, 
     """
     check(show)
     frames = read_video(show.path, show.num_frames)
-    configs = list({config.pruner: config for config in map(show.config, show.pruners)}.values())
-    records = _look(show, _engines(configs), report)
+    configs = {config.pruner: config for config in (show.config(pruner=name) for name in show.pruners)}
+    records = _look(show, _engines(list(configs.values())), report)
     grid = records[0].grid
     if any(record.grid != grid for record in records):
         raise VidSpecError("the engines saw different token grids; please report this")
     if grid.tokens_per_frame * grid.num_frames == 0 or (grid.num_frames == grid.height == 1 < grid.width):
         raise VidSpecError(f"the layout of the video's {grid.num_tokens} tokens is unknown: nothing can be drawn")
-    what = f"{show.target or show.family}, prune ratio {show.prune_ratio:g}"
-    rows = [contact_sheet.Row(config.pruner, choose(config, records), grid) for config in configs]
-    image = contact_sheet.draw(
-        frames,
-        grid,
-        rows,
-        title=f"What the draft sees of {show.path.name}: {what}",
-        columns=show.columns,
-    )
+    rows = [contact_sheet.Row(config.pruner, choose(config, records), grid) for config in configs.values()]
+    what = f"{show.path.name}: {show.target or show.family}, prune ratio {show.prune_ratio:g}"
+    image = contact_sheet.draw(frames, grid, rows, f"What the draft sees of {what}", show.columns)
     contact_sheet.save(image, show.out, rows)
     return {"rows": [row.figures() for row in rows], "out": show.out}
 
@@ -170,15 +120,14 @@ def _look(show: Show, pruners: list[str], report: Report) -> list[Record]:
     report("plan", {"total": len(pruners)})
     for pruner in pruners:
         report("loading", {"label": f"engine with pruner {pruner}"})
-        with EngineSession(show.job(pruner)) as session:
+        with EngineSession(show.job(pruner=pruner)) as session:
             path = session.folder / "records.pt"
             session.ask({"command": "look", "path": str(path)})
             found = torch.load(path, weights_only=True)
         if not found:
             raise VidSpecError(f"the engine with pruner {pruner} did not prune the video: nothing was drafted")
-        grid = TokenGrid(*found[0].pop("grid"))
-        records.append(Record(pruner, grid, **found[0]))
-        report("done", {})
+        records.append(Record(pruner, TokenGrid(*found[0].pop("grid")), **found[0]))
+        report("measured", {})
     return records
 
 
@@ -202,18 +151,13 @@ def choose(config: VidSpecConfig, records: list[Record]) -> "Tensor":
     pruner, grid = get_pruner(config.pruner), records[0].grid
     num_keep = budget(grid.num_tokens, config.ratio_for("video"))
     measured = next((r for r in records if pruner.needs and get_pruner(r.pruner).needs == pruner.needs), None)
-    scores = measured.scores if measured else None
-    features = measured.features if measured else None
-    is_choice = 0 < num_keep < grid.num_tokens
-    if is_choice and (
-        (pruner.needs & SCORE_NEEDS and scores is None) or ("features" in pruner.needs and features is None)
-    ):
-        raise VidSpecError(f"pruner {pruner.name}: the engine measured nothing for it (see vidspec's log lines)")
-    if is_choice:
+    scores, features = (measured.scores, measured.features) if measured else (None, None)
+    kept = torch.arange(num_keep)
+    if 0 < num_keep < grid.num_tokens:
+        if (pruner.needs & SCORE_NEEDS and scores is None) or ("features" in pruner.needs and features is None):
+            raise VidSpecError(f"pruner {pruner.name}: the engine measured nothing for it (see vidspec's log lines)")
         inputs = PruneInputs(grid, num_keep, scores, features, lambda_r=config.lambda_r, seed=config.prune_seed)
         kept = pruner(inputs)
-    else:
-        kept = torch.arange(num_keep)
     for record in records:
         if record.pruner == config.pruner and not torch.equal(record.kept_indices, kept):
             raise VidSpecError(f"pruner {pruner.name}: the engine kept other tokens than shown; please report this")

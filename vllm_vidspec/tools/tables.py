@@ -1,16 +1,15 @@
-"""Terminal views of the benchmarks' results: rich tables and progress bars; no engine."""
+"""Terminal views of results: tables by columns, numbers in them, and the answers of the demo; no engine."""
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from vllm_vidspec.tools.bench.acceptance import AXES, measured_itself
@@ -21,16 +20,46 @@ if TYPE_CHECKING:
 _SHORT = {"num_speculative_tokens": "K", "temperature": "T", "prune_ratio": "prune"}
 _SHOWN_ALONE = ("family", "draft", "pruner", "prune_ratio", "num_speculative_tokens", "temperature")
 
-# Columns of figures that stand for chains alone, and in a table with trees.
-_CHAIN_FIGURES: dict[str, Callable[[dict[str, Any]], str]] = {
+Columns = dict[str, Callable[[Any], str]]
+
+# Figures that stand for chains alone, and in a table with trees.
+_CHAIN_FIGURES: Columns = {
     "accept\nrate": lambda row: percent(row["acceptance_rate"]),
     "drafts": lambda row: str(row["num_drafts"]),
 }
-_TREE_FIGURES: dict[str, Callable[[dict[str, Any]], str]] = {
+_TREE_FIGURES: Columns = {
     "at\nmost": lambda row: number(row["max_acceptance_length"], 2),
     "nodes": lambda row: number(row["nodes_per_step"], 1),
     "draft\nruns": lambda row: number(row["draft_forwards_per_step"], 1),
 }
+_TIMES: Columns = {
+    "s": lambda row: number(row["decode_s"], 1),
+    "vanilla\ns": lambda row: number(row["vanilla_decode_s"], 1),
+}
+
+
+def by_columns(
+    columns: Columns,
+    rows: Iterable[Any],
+    num_words: int = 1,
+    style: Callable[[Any], str | None] = lambda row: None,
+    **options: Any,
+) -> Table:
+    """Return a table.
+
+    Args:
+        columns: What stands above a column -> a row's text in it.
+        rows: What they are about.
+        num_words: The first columns, which hold words and stand to the left; the others hold numbers.
+        style: A row's, None for the usual one.
+        options: Further ones of rich's Table.
+    """
+    table = Table(**{"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), **options})
+    for index, head in enumerate(columns):
+        table.add_column(head, justify="left" if index < num_words else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(show(row) for show in columns.values()), style=style(row))
+    return table
 
 
 def acceptance_table(rows: list[dict[str, Any]]) -> Table:
@@ -51,29 +80,20 @@ def acceptance_table(rows: list[dict[str, Any]]) -> Table:
         fixed.append(", ".join(f"{name} {json.dumps(value)}" for name, value in knobs.items()))
     if not all(map(measured_itself, rows)):
         fixed.append("* not run itself, see measured_as")
-    table = Table(
-        title=f"Acceptance on {rows[0]['requests']} held-out videos",
-        caption=", ".join(fixed),
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    for name in varying:
-        table.add_column(_SHORT.get(name, name.replace("_", " ")), no_wrap=True)
-    figures = _TREE_FIGURES if shows_trees else _CHAIN_FIGURES
-    names = ["accept\nlength", *figures, "same\noutput", "draft KV\nof full"]
-    for name in names + ["s", "vanilla\ns"] * timed:
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        times = [number(row[name], 1) for name in ("decode_s", "vanilla_decode_s")] * timed
-        table.add_row(
-            *(_cell(row[name]) for name in varying),
-            number(row["acceptance_length"], 2) + ("" if measured_itself(row) else "*"),
-            *(show(row) for show in figures.values()),
-            percent(row["identical_frac"]),
-            percent(row["draft_kv_bytes"] / row["full_draft_kv_bytes"] if row["full_draft_kv_bytes"] else None),
-            *times,
-        )
-    return table
+    columns: Columns = {
+        **{_SHORT.get(n, n.replace("_", " ")): lambda row, name=n: _cell(row[name]) for n in varying},  # type: ignore[misc]
+        "accept\nlength": lambda row: number(row["acceptance_length"], 2) + "*" * (not measured_itself(row)),
+        **(_TREE_FIGURES if shows_trees else _CHAIN_FIGURES),
+        "same\noutput": lambda row: percent(row["identical_frac"]),
+        "draft KV\nof full": _kv_share,
+        **(_TIMES if timed else {}),
+    }
+    title = f"Acceptance on {rows[0]['requests']} held-out videos"
+    return by_columns(columns, rows, len(varying), title=title, caption=", ".join(fixed))
+
+
+def _kv_share(row: dict[str, Any]) -> str:
+    return percent(row["draft_kv_bytes"] / row["full_draft_kv_bytes"] if row["full_draft_kv_bytes"] else None)
 
 
 def _cell(value: Any) -> str:
@@ -84,105 +104,34 @@ def _cell(value: Any) -> str:
 def demo_table(result: dict[str, Any]) -> Table:
     """Return the table of `vidspec demo`."""
     vanilla, ours = result["vanilla"], result["vidspec"]
-    table = Table(title=f"{result['family']}: one video, one question, two servers")
-    table.add_column("")
-    table.add_column("vanilla vLLM", justify="right")
-    table.add_column("vLLM + vidspec", justify="right")
-    table.add_row("acceptance length (tokens per verify step)", "1.00", number(result["acceptance_length"], 2))
-    table.add_row("acceptance rate", "-", percent(result["acceptance_rate"]))
-    table.add_row("identical answers", "", "yes" if result["identical"] else "[red]NO[/red]")
-    table.add_row("draft KV, full video", "-", kilobytes(result["full_draft_kv_bytes"]))
-    table.add_row("draft KV, kept", "-", kilobytes(result["draft_kv_bytes"]))
-    table.add_row("output tokens", str(vanilla["output_tokens"]), str(ours["output_tokens"]))
-    for name, label in (("ttft_s", "time to first token"), ("decode_s", "decode"), ("server_start_s", "server start")):
-        table.add_row(f"{label} (s)", number(vanilla[name], 2), number(ours[name], 2))
-    return table
+    times = (("ttft_s", "time to first token"), ("decode_s", "decode"), ("server_start_s", "server start"))
+    rows = [
+        ("acceptance length (tokens per verify step)", "1.00", number(result["acceptance_length"], 2)),
+        ("acceptance rate", "-", percent(result["acceptance_rate"])),
+        ("identical answers", "", "yes" if result["identical"] else "[red]NO[/red]"),
+        ("draft KV, full video", "-", kilobytes(result["full_draft_kv_bytes"])),
+        ("draft KV, kept", "-", kilobytes(result["draft_kv_bytes"])),
+        ("output tokens", str(vanilla["output_tokens"]), str(ours["output_tokens"])),
+        *((f"{label} (s)", number(vanilla[name], 2), number(ours[name], 2)) for name, label in times),
+    ]
+    columns: Columns = {"": itemgetter(0), "vanilla vLLM": itemgetter(1), "vLLM + vidspec": itemgetter(2)}
+    title = f"{result['family']}: one video, one question, two servers"
+    return by_columns(columns, rows, title=title, box=box.HEAVY_HEAD, padding=(0, 1))
 
 
 def checks_table(checks: "list[Check]") -> Table:
     """Return the table of `vidspec doctor`."""
     colors = {"ok": "green", "warn": "yellow", "fail": "red"}
-    table = Table(title="vidspec doctor", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("check", "status", "found", "what to do"):
-        table.add_column(column, overflow="fold")
-    for check in checks:
-        color = colors[check.status]
-        table.add_row(
-            escape(check.name), f"[{color}]{check.status}[/{color}]", escape(check.detail), escape(check.remedy)
-        )
+    columns: Columns = {
+        "check": lambda check: escape(check.name),
+        "status": lambda check: f"[{colors[check.status]}]{check.status}[/]",
+        "found": lambda check: escape(check.detail),
+        "what to do": lambda check: escape(check.remedy),
+    }
+    table = by_columns(columns, checks, len(columns), title="vidspec doctor")
+    for column in table.columns:
+        column.no_wrap, column.overflow = False, "fold"
     return table
-
-
-@contextlib.contextmanager
-def progress(console: Console) -> Iterator[Progress]:
-    """Show progress bars on `console` (standard error) that leave when they are done; none where it is no terminal."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=30),
-        TextColumn("{task.fields[note]}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        yield bars
-
-
-@dataclass
-class _Engine:
-    """What `BenchView` knows of an engine that runs."""
-
-    task: TaskID
-    total: int  # requests of all samplings
-    finished: int = 0  # requests of the samplings that are done
-
-
-class BenchView:
-    """Shows the events of `acceptance.run`: a bar for the sweep, one per running engine, a line per failure."""
-
-    def __init__(self, bars: Progress, console: Console) -> None:
-        """Draw on `bars`; failures go to `console`."""
-        self._bars, self._console = bars, console
-        self._sweep: TaskID | None = None
-        self._num_engines = self._num_ended = 0
-        self._running: dict[int, _Engine] = {}
-
-    def __call__(self, event: str, fields: dict[str, Any]) -> None:
-        """Take one event."""
-        number = fields["engine"]
-        if event == "start":
-            if self._sweep is None:
-                self._num_engines = fields["engines"]
-                self._sweep = self._bars.add_task("engines", total=self._num_engines, note=f"0/{self._num_engines}")
-            task = self._bars.add_task(fields["label"], total=None, note="loading")
-            self._running[number] = _Engine(task, fields["total"])
-            if self._bars.disable:
-                self._print(f"{number + 1}/{self._num_engines} {fields['label']}")
-        elif event == "ready":
-            self._show(self._running[number], 0)
-        elif event == "progress":
-            self._show(self._running[number], fields["done"])
-        elif event == "result":
-            self._running[number].finished += len(fields["token_ids"])
-            self._show(self._running[number], 0)
-        elif event in ("done", "failed"):
-            self._end(number)
-            if event == "failed":
-                self._print(f"vidspec: {fields['label']}: {fields['reason']}")
-
-    def _show(self, engine: _Engine, done: int) -> None:
-        """Show an engine with `done` requests of the current sampling."""
-        done += engine.finished
-        self._bars.update(engine.task, total=engine.total, completed=done, note=f"{done}/{engine.total} requests")
-
-    def _end(self, number: int) -> None:
-        assert self._sweep is not None
-        self._bars.remove_task(self._running.pop(number).task)
-        self._num_ended += 1
-        note = f"{self._num_ended}/{self._num_engines}"
-        self._bars.update(self._sweep, completed=self._num_ended, note=note)
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False)
 
 
 class DemoView:
@@ -232,21 +181,3 @@ def percent(value: float | None) -> str:
 def kilobytes(num_bytes: int) -> str:
     """Return a size in KiB or MiB."""
     return f"{num_bytes / 1024:.0f} KiB" if num_bytes < 2**20 else f"{num_bytes / 2**20:.1f} MiB"
-
-
-class EnginesView:
-    """Shows the events of `show_pruning.run` and `costs.run`: one bar over the engines."""
-
-    def __init__(self, bars: Progress) -> None:
-        """Draw on `bars`."""
-        self._bars = bars
-        self._task: TaskID | None = None
-
-    def __call__(self, event: str, fields: dict[str, Any]) -> None:
-        """Take one event."""
-        if event == "plan":
-            self._task = self._bars.add_task("", total=fields["total"], note="")
-        elif self._task is not None and event == "loading":
-            self._bars.update(self._task, description=fields["label"])
-        elif self._task is not None:
-            self._bars.advance(self._task)

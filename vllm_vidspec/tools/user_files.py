@@ -1,7 +1,9 @@
 """Files that a user names: videos that must exist, results that must be writable; checked before an engine starts."""
 
+import contextlib
 import importlib.util
 import os
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +23,16 @@ def check_video(path: str | os.PathLike[str]) -> None:
         raise VidSpecError(f"no such video: {path}")
 
 
-def check_output(path: str | os.PathLike[str]) -> None:
+def check_output(
+    path: str | os.PathLike[str], option: str = "--out", suffixes: Collection[str] = (), drawn: Collection[str] = ()
+) -> None:
     """Refuse a path that cannot be written in the end.
+
+    Args:
+        path: Of the file.
+        option: That names it.
+        suffixes: That it may have; none: any.
+        drawn: Those of them that need matplotlib.
 
     Raises:
         VidSpecError: One line naming it.
@@ -34,14 +44,32 @@ def check_output(path: str | os.PathLike[str]) -> None:
         raise VidSpecError(f"cannot write {path}: no such folder {path.parent}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise VidSpecError(f"cannot write {path}: permission denied")
+    suffix = path.suffix.lower()
+    if suffixes and suffix not in suffixes:
+        raise VidSpecError(f"{option}: {path} must end in {' or '.join(suffixes)}")
+    if suffix in drawn and importlib.util.find_spec("matplotlib") is None:
+        raise VidSpecError(f"{option}: a {suffix} file needs matplotlib: pip install matplotlib")
 
 
-def read_video(path: str | os.PathLike[str], num_frames: int) -> np.ndarray:
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Say in one line why a file could not be written after all.
+
+    Raises:
+        VidSpecError: The block raised an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise VidSpecError(f"cannot write {path}: {error.strerror}") from None
+
+
+def read_video(path: str | os.PathLike[str], num_frames: int | None = None) -> np.ndarray:
     """Decode the frames that vLLM's default loader samples: evenly spaced, both ends included; needs opencv.
 
     Args:
         path: The file.
-        num_frames: How many; a shorter video gives all it has.
+        num_frames: How many; a shorter video gives all it has, and so does None.
 
     Returns:
         `[<= num_frames, height, width, 3]` uint8, RGB.
@@ -55,7 +83,8 @@ def read_video(path: str | os.PathLike[str], num_frames: int) -> np.ndarray:
     capture = cv2.VideoCapture(str(path))
     try:
         total = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
-        wanted = set(np.linspace(0, total - 1, min(total, num_frames), dtype=int).tolist()) if total > 0 else set()
+        num_frames = min(total, num_frames or total)
+        wanted = set(np.linspace(0, total - 1, num_frames, dtype=int).tolist()) if total > 0 else set()
         frames = []
         for index in range(max(wanted, default=-1) + 1):
             if not capture.grab():

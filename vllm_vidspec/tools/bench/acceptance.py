@@ -2,34 +2,26 @@
 
 import contextlib
 import itertools
-import json
-import os
 import subprocess
-import sys
-import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from vllm_vidspec.config import SELF, parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import GUIDANCE_FALLBACKS, SKIP_REASONS, summarize
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.processes import end_group, last_error_line
+from vllm_vidspec.tools.engine_session import EngineSession, answer_command
+from vllm_vidspec.tools.processes import end_group
+from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
 
 # Axes that are knobs of VidSpecConfig (`drafting` is its `draft`).
 SPEC_AXES = (
-    "pruner",
-    "prune_ratio",
-    "drafting",
-    "num_speculative_tokens",
-    "scorer",
-    "draft_noise",
-    "draft_positions",
+    *("pruner", "prune_ratio", "drafting", "num_speculative_tokens"),
+    *("scorer", "draft_noise", "draft_positions"),
 )
 # Axis -> vLLM's value for "off": one left at it is not sent.
 SAMPLING_AXES = {
@@ -45,11 +37,13 @@ AXES = ("family", "draft", *SPEC_AXES, *SAMPLING_AXES)
 # Knobs that `Sweep.knobs` cannot hold, because they have a name of their own here.
 _NOT_KNOBS = {"model": "draft", "draft": "drafting", **{name: name for name in SPEC_AXES}}
 
+_SHOWN_COUNTERS = (
+    *("text_tokens", "visual_tokens_full", "visual_tokens_kept"),
+    *("draft_kv_bytes_per_token", "draft_load_bytes"),
+)
 # What every pruner is at ratio 0 and at ratio 1; see `canonical`.
 UNPRUNED: dict[str, Any] = {"pruner": "none", "prune_ratio": 0.0}
 TEXT_ONLY: dict[str, Any] = {"pruner": "uniform", "prune_ratio": 1.0}
-
-Report = Callable[[str, dict[str, Any]], None]
 
 
 def canonical(pruner: str, prune_ratio: float) -> dict[str, Any]:
@@ -148,30 +142,19 @@ class Configuration:
         return f"{' '.join(map(str, what))} K={spec['num_speculative_tokens']}"
 
     def job(self, sweep: Sweep) -> dict[str, Any]:
-        """Return what `engine_job` reads."""
-        llm = pairs.llm_kwargs(
-            self.family,
-            self.draft,
-            target=sweep.target,
-            overrides={
-                "max_num_seqs": sweep.batch_size,
-                **({"async_scheduling": False} if sweep.sync_scheduling else {}),
-            },
-            **({} if self.draft is None else self.spec | sweep.knobs),
-        )
+        """Return what `run_job` reads."""
+        overrides = {"max_num_seqs": sweep.batch_size} | ({"async_scheduling": False} if sweep.sync_scheduling else {})
+        spec = {} if self.draft is None else self.spec | sweep.knobs
+        llm = pairs.llm_kwargs(self.family, self.draft, target=sweep.target, overrides=overrides, **spec)
         shared = {"max_tokens": sweep.max_tokens, "ignore_eos": sweep.ignore_eos}
         samplings = [
             shared | {name: value for name, value in sampling.items() if value != SAMPLING_AXES[name]}
             for sampling in sweep.samplings()
         ]
-        return {
-            "llm": llm,
-            "family": self.family,
-            "question": sweep.question,
-            "requests": sweep.requests,
-            "samplings": samplings,
-            "seed": sweep.seed,
-        }
+        # The warm-up is one video outside the measured ones: what happens once is not part of any figure.
+        videos = {"held_out": list(range(sweep.requests)), "warm_up": sweep.requests}
+        prompts = {"family": self.family, "question": sweep.question, **videos}
+        return {"llm": llm, "prompts": prompts, "samplings": samplings, "seed": sweep.seed}
 
 
 def check(sweep: Sweep) -> None:
@@ -192,7 +175,7 @@ def check(sweep: Sweep) -> None:
             parse_config(pairs.speculative_config(family, "target", **configuration.spec, **sweep.knobs))
 
 
-def run(sweep: Sweep, report: Report = lambda _event, _fields: None) -> dict[str, Any]:
+def run(sweep: Sweep, report: Report = silent) -> dict[str, Any]:
     """Measure the whole sweep, `sweep.jobs` engines at a time, each distinct configuration once.
 
     Args:
@@ -301,7 +284,7 @@ def run_job(job: dict[str, Any], report: Report, running: Running) -> list[dict[
 
     Args:
         job: As `Configuration.job` returns it.
-        report: Called with the events of `engine_job`.
+        report: Called with "ready", "progress" and "result", as `progress.View` takes them.
         running: Where the process is found by who wants to stop it.
 
     Returns:
@@ -311,38 +294,13 @@ def run_job(job: dict[str, Any], report: Report, running: Running) -> list[dict[
     Raises:
         VidSpecError: The engine failed; one line with the reason.
     """
-    read_end, write_end = os.pipe()
     results: list[dict[str, Any]] = []
-    reason = None
-    with tempfile.TemporaryDirectory(prefix="vidspec-bench-") as folder, open(read_end) as events:
-        log_path = Path(folder, "engine.log")
-        with log_path.open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "vllm_vidspec.tools.engine_job", str(write_end)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=(write_end,),
-                env=pairs.engine_env(),
-                start_new_session=True,
-            )
-        os.close(write_end)
-        with running.holding(process):
-            assert process.stdin is not None
-            with process.stdin as stdin:
-                stdin.write(json.dumps(job).encode())
-            for line in events:
-                event = json.loads(line)
-                report(event["event"], event)
-                if event["event"] == "result":
-                    results.append(event)
-                if event["event"] == "error":
-                    reason = event["message"]
-            process.wait(60)
-        if reason is None and len(results) < len(job["samplings"]):
-            reason = last_error_line(log_path.read_text(errors="replace"))
-    if reason is not None:
-        raise VidSpecError(f"the engine stopped: {reason}")
+    with EngineSession(job, running.holding) as session:
+        report("ready", {})
+        for sampling in job["samplings"]:
+            answer = session.ask(answer_command(seed=job["seed"], **sampling), report)
+            report("result", answer)
+            results.append(answer | {"scheduling": session.ready["scheduling"]})
     return results
 
 
@@ -375,20 +333,12 @@ def make_rows(
                 "knobs": sweep.knobs,
                 "scheduling": result["scheduling"],
                 "measured_as": {name: engine.spec[name] for name in UNPRUNED},
-                "requests": sweep.requests,
-                "max_tokens": sweep.max_tokens,
-                "batch_size": sweep.batch_size,
-                "seed": sweep.seed,
-                "jobs": sweep.jobs,
+                **{name: getattr(sweep, name) for name in ("requests", "max_tokens", "batch_size", "seed", "jobs")},
                 **summarize(counters),
                 **shape_figures(counters),
                 "identical_frac": identical_frac(result["token_ids"], reference["token_ids"]) if comparable else None,
                 "output_tokens": sum(map(len, result["token_ids"])),
-                "text_tokens": counters["text_tokens"],
-                "visual_tokens_full": counters["visual_tokens_full"],
-                "visual_tokens_kept": counters["visual_tokens_kept"],
-                "draft_kv_bytes_per_token": counters["draft_kv_bytes_per_token"],
-                "draft_load_bytes": counters["draft_load_bytes"],
+                **{name: counters[name] for name in _SHOWN_COUNTERS},
                 "skipped": {reason: counters[f"skipped_{reason}"] for reason in SKIP_REASONS},
                 "unguided": {reason: counters[f"unguided_{reason}"] for reason in GUIDANCE_FALLBACKS},
                 "decode_s": result["seconds"],

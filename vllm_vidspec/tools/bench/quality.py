@@ -1,7 +1,7 @@
 """`vidspec bench quality`: what verification by each scorer leaves of the captions' facts; engines are subprocesses."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -19,9 +19,10 @@ from vllm_vidspec.shapeworld.captions import (
 )
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.bench.acceptance import identical_frac
-from vllm_vidspec.tools.engine_job import WARM_UP_TOKENS
-from vllm_vidspec.tools.engine_session import EngineSession
+from vllm_vidspec.tools.engine_session import EngineSession, answer_command
+from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
+from vllm_vidspec.tools.session_job import WARM_UP_TOKENS
 
 TARGET, DRAFT, STRICT = "target", "draft", "strict"
 ORACLE = "oracle"  # loosens what tells nothing about the video: what perfect relevance could reach
@@ -35,7 +36,9 @@ DEFAULTS: dict[str, Any] = {
     "fly_entropy": 0.2,
 }
 
-Report = Callable[[str, dict[str, Any]], None]
+
+# Fields of `Quality` that a row repeats.
+_SHARED = ("num_speculative_tokens", "prune_ratio", "requests", "batch_size", "max_tokens", "seed", "knobs")
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,12 @@ class Quality:
         prompts = {"family": family, "held_out": list(range(self.requests)), "question": self.question}
         return {"llm": llm, "prompts": prompts}
 
+    def command(self, temperature: float, setting: Setting | None = None) -> dict[str, Any]:
+        """Return what an engine is asked; with a setting the pair's, of which what it watches is wanted, too."""
+        knobs = None if setting is None else setting.knobs
+        sampling = {"temperature": temperature, "max_tokens": self.max_tokens}
+        return answer_command(knobs, seed=self.seed, watch=setting is not None, **sampling)
+
 
 def closest(values: Sequence[Any], default: Any) -> Any:
     """Return the value that is closest to a default; of equally close ones the first."""
@@ -189,13 +198,12 @@ def check(quality: Quality) -> None:
                 parse_config(pairs.speculative_config(family, "target", **quality.spec(draft_noise, setting)))
 
 
-def run(quality: Quality, report: Report = lambda _event, _fields: None) -> dict[str, Any]:
+def run(quality: Quality, report: Report = silent) -> dict[str, Any]:
     """Write captions with the target alone, the draft alone and every setting, one engine after another.
 
     Args:
         quality: What to measure.
-        report: Called with "plan" (`total` batches), then "loading" (`label`) for every engine and "measured" (`row`)
-            for every batch.
+        report: Called with "plan", "loading" and "measured", as `progress.View` takes them.
 
     Returns:
         `rows` (by family, temperature and noise; first the target's and the draft's own, which have no noise) and
@@ -211,24 +219,24 @@ def run(quality: Quality, report: Report = lambda _event, _fields: None) -> dict
 
     def add(row: dict[str, Any]) -> None:
         rows.append(row)
-        report("measured", {"row": row})
+        report("measured", {"note": f"{setting_name(row)}: {100 * (row['retention'] or 0):.1f} % kept"})
 
     for family in quality.families:
-        references: dict[float, dict[str, Any]] = {}
+        panels: dict[float, Panel] = {}
         for role in (TARGET, DRAFT):
             with _session(quality, quality.job(family, role), f"{family}: the {role} alone", report) as session:
                 for temperature in quality.temperatures:
-                    answer = session.ask(_command(quality, temperature))
-                    references.setdefault(temperature, answer)  # the target's, which comes first
-                    add(make_row(quality, family, temperature, None, role, answer, references[temperature], facts))
+                    answer = session.ask(quality.command(temperature))
+                    # The target's answer, which comes first, is what the others are compared with.
+                    alone = panels.setdefault(temperature, Panel(quality, family, temperature, None, answer, facts))
+                    add(alone.row(Setting(role), answer))
         for noise in quality.draft_noises:
-            if not quality.temperatures_of(noise):
-                continue
-            label = f"{family}: the pair, {noise} noise"
-            with _session(quality, quality.job(family, TARGET, noise), label, report) as session:
-                for temperature in quality.temperatures_of(noise):
-                    for row in _measure(quality, session, family, temperature, noise, references[temperature], facts):
-                        add(row)
+            if temperatures := quality.temperatures_of(noise):
+                label = f"{family}: the pair, {noise} noise"
+                with _session(quality, quality.job(family, TARGET, noise), label, report) as session:
+                    for temperature in temperatures:
+                        for row in replace(panels[temperature], draft_noise=noise).measure(session):
+                            add(row)
     orders = (quality.families, quality.temperatures, (None, *quality.draft_noises))
     names = ("family", "temperature", "draft_noise")
     rows.sort(key=lambda row: [order.index(row[name]) for order, name in zip(orders, names, strict=True)])
@@ -240,42 +248,70 @@ def _session(quality: Quality, job: dict[str, Any], label: str, report: Report) 
     """Start an engine and show it every video once: reading them is in no measured time, for whichever setting."""
     report("loading", {"label": label})
     with EngineSession(job) as session:
-        session.ask(_command(quality, 0.0) | {"sampling": {"temperature": 0.0, "max_tokens": WARM_UP_TOKENS}})
+        session.ask(answer_command(seed=quality.seed, max_tokens=WARM_UP_TOKENS))
         yield session
 
 
-def _command(quality: Quality, temperature: float, setting: Setting | None = None) -> dict[str, Any]:
-    return {
-        "command": "caption",
-        "knobs": None if setting is None else setting.knobs,
-        "sampling": {"temperature": temperature, "max_tokens": quality.max_tokens},
-        "seed": quality.seed,
-        "watch": setting is not None,
-    }
+@dataclass(frozen=True)
+class Panel:
+    """What is compared with one another.
 
-
-def _measure(
-    quality: Quality,
-    session: EngineSession,
-    family: str,
-    temperature: float,
-    draft_noise: str,
-    reference: dict[str, Any],
-    facts: Sequence[Any],
-) -> Iterator[dict[str, Any]]:
-    """Yield the row of every setting of one engine at one temperature; strict's comes first.
-
-    Raises:
-        VidSpecError: As `_require_whole`.
+    Attributes:
+        quality: What is measured.
+        family: The pair.
+        temperature: Of the target and the draft.
+        draft_noise: The engine's; None for a model alone.
+        reference: Of the target alone, at this temperature and with these seeds, what `session_job` answered.
+        facts: What each video shows.
     """
-    strict_length = None
-    for setting in quality.settings():
-        answer = session.ask(_command(quality, temperature, setting))
-        counters = answer["metrics"]
-        _require_whole(f"{family}, {setting.scorer}", setting, counters)
-        row = make_row(quality, family, temperature, draft_noise, setting, answer, reference, facts, strict_length)
-        strict_length = strict_length or row["acceptance_length"]
-        yield row
+
+    quality: Quality
+    family: str
+    temperature: float
+    draft_noise: str | None
+    reference: dict[str, Any]
+    facts: Sequence[Any]
+
+    def measure(self, session: EngineSession) -> Iterator[dict[str, Any]]:
+        """Yield the row of every setting of one engine; strict's comes first.
+
+        Raises:
+            VidSpecError: As `_require_whole`.
+        """
+        strict_length = None
+        for setting in self.quality.settings():
+            answer = session.ask(self.quality.command(self.temperature, setting))
+            _require_whole(f"{self.family}, {setting.scorer}", setting, answer["metrics"])
+            row = self.row(setting, answer, strict_length)
+            strict_length = strict_length or row["acceptance_length"]
+            yield row
+
+    def row(self, setting: Setting, answer: dict[str, Any], strict_length: float | None = None) -> dict[str, Any]:
+        """Turn one batch of captions into a row.
+
+        Args:
+            setting: How drafts were verified, or the role of the model that wrote alone.
+            answer: The engine's, as `reference`.
+            strict_length: Acceptance length of strict in the same engine; None: this is strict, or there are no drafts.
+        """
+        counts, target_counts = (count_right(texts["texts"], self.facts) for texts in (answer, self.reference))
+        found, at_best = accuracies(counts), accuracies(target_counts)
+        captions = answer["captions"] or []
+        output_tokens = sum(map(len, answer["token_ids"]))
+        return {
+            **{name: getattr(self, name) for name in ("family", "temperature", "draft_noise")},
+            "method": setting.scorer,
+            **{name: getattr(setting, name) for name in DEFAULTS},
+            **{name: getattr(self.quality, name) for name in _SHARED},
+            "retention": retention(found["accuracy"], at_best["accuracy"]),
+            **found,
+            **draft_figures(answer["metrics"], output_tokens - self.quality.requests, strict_length),
+            **kind_shares([caption["kinds"] for caption in captions]),
+            "identical_frac": identical_frac(answer["token_ids"], self.reference["token_ids"]),
+            "tokens_per_caption": output_tokens / self.quality.requests,
+            "relevance_auc": relevance_auc(*([one[name] for one in captions] for name in ("words", "relevance"))),
+            "decode_s": answer["seconds"],
+        }
 
 
 def _require_whole(label: str, setting: Setting, counters: dict[str, int]) -> None:
@@ -293,52 +329,27 @@ def _require_whole(label: str, setting: Setting, counters: dict[str, int]) -> No
         raise VidSpecError(f"{label}: nothing was drafted, the captions are too short")
 
 
-def make_row(
-    quality: Quality,
-    family: str,
-    temperature: float,
-    draft_noise: str | None,
-    setting: Setting | str,
-    answer: dict[str, Any],
-    reference: dict[str, Any],
-    facts: Sequence[Any],
-    strict_length: float | None = None,
-) -> dict[str, Any]:
-    """Turn one batch of captions into a row.
+def setting_name(row: dict[str, Any]) -> str:
+    """Return a setting in a few characters: "loose 0.7 N1 shift pred".
 
-    Args:
-        quality: What was measured.
-        family: The pair.
-        temperature: Of this batch.
-        draft_noise: The engine's; None for a model alone.
-        setting: How drafts were verified, or the role of the model that wrote alone.
-        answer: The engine's, as `session_job._caption` returns it.
-        reference: The same of the target alone, at this temperature and with these seeds.
-        facts: What each video shows.
-        strict_length: Acceptance length of strict in the same engine; None: this is strict, or no drafts were there.
+    The number is lambda, or of the two FLy the threshold; N is not said where it is the default; "pred" reads the
+    states that predict the drafts.
     """
-    counts, target_counts = (count_right(texts["texts"], facts) for texts in (answer, reference))
-    found, at_best = accuracies(counts), accuracies(target_counts)
-    if isinstance(setting, str):
-        setting = Setting(setting)
-    captions = answer["captions"] or []
-    output_tokens = sum(map(len, answer["token_ids"]))
-    return {
-        "family": family,
-        "temperature": temperature,
-        "draft_noise": draft_noise,
-        **({"method": setting.scorer} | {name: value for name, value in asdict(setting).items() if name != "scorer"}),
-        **{name: getattr(quality, name) for name in ("num_speculative_tokens", "prune_ratio", "requests")},
-        **{name: getattr(quality, name) for name in ("batch_size", "max_tokens", "seed", "knobs")},
-        "retention": retention(found["accuracy"], at_best["accuracy"]),
-        **found,
-        **draft_figures(answer["metrics"], output_tokens - quality.requests, strict_length),
-        **kind_shares([caption["kinds"] for caption in captions]),
-        "identical_frac": identical_frac(answer["token_ids"], reference["token_ids"]),
-        "tokens_per_caption": output_tokens / quality.requests,
-        "relevance_auc": relevance_auc(*([caption[name] for caption in captions] for name in ("words", "relevance"))),
-        "decode_s": answer["seconds"],
-    }
+    value = knob(row)
+    words = [row["method"]] + ([] if value is None else [f"{value:g}"])
+    if row["top_n"] not in (None, DEFAULTS["top_n"]):
+        words.append(f"N{row['top_n']:g}")
+    return " ".join(words + ways(row))
+
+
+def knob(row: dict[str, Any]) -> float | None:
+    """Return lambda, or the threshold of the two FLy."""
+    return row["fly_entropy"] if row["lambda_loose"] is None else row["lambda_loose"]
+
+
+def ways(row: dict[str, Any]) -> list[str]:
+    """Return what `loose` does beside the paper, in a word each."""
+    return ["shift"] * bool(row["position_shift"]) + ["pred"] * (row["relevance_rows"] == "prediction")
 
 
 def draft_figures(counters: dict[str, int] | None, num_verified: int, strict_length: float | None) -> dict[str, Any]:
@@ -347,7 +358,7 @@ def draft_figures(counters: dict[str, int] | None, num_verified: int, strict_len
     Args:
         counters: The gain of one batch.
         num_verified: Output tokens that came from verify steps: all but a request's first.
-        strict_length: As in `make_row`.
+        strict_length: As in `Panel.row`.
 
     Returns:
         `acceptance_length` and `ratio_to_strict`, `num_drafts`, and `delivered_length`: output tokens per verify step.

@@ -1,0 +1,147 @@
+"""What the tools' tests share: the command, scripts of the repository, and engines that are not there."""
+
+import importlib.util
+import sys
+import time
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from vllm_vidspec.cli import app
+from vllm_vidspec.metrics import NAMES
+from vllm_vidspec.shapeworld import world
+from vllm_vidspec.shapeworld.captions import ATTRIBUTE_WORDS
+
+ROOT = Path(__file__).resolve().parents[2]
+ORIGIN = {"git_sha": None, "git_dirty": None, "versions": {}, "device": "x", "date": "2026-01-01", "argv": []}
+
+
+def invoke(*args):
+    return CliRunner().invoke(app, list(args))
+
+
+def refuses(words, *args):
+    """Run a command that must be refused: one line with the words, status 2, nothing on standard output."""
+    result = invoke(*args)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("vidspec: ") and words in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert result.stdout == ""
+
+
+def redraw_errors(views, result, command, nothing, tmp_path, capsys, monkeypatch):
+    """Redraw figures from files that are none: every error is one line and status 2."""
+    good, other, empty = (str(tmp_path / name) for name in ("good.csv", "other.csv", "empty.csv"))
+    views.write_csv(good, result)
+    views.write_csv(empty, result | {"rows": []})
+    Path(other).write_text("a,b\n1,2\n")
+    for args, words in (
+        ([str(tmp_path / "absent.csv"), "f.png"], "cannot read"),
+        ([other, "f.png"], f"is not a file of `vidspec {command} --csv`"),
+        ([good, "f.gif"], ".png or .svg"),
+        ([empty, "f.png"], nothing),
+        ([good, str(tmp_path / "no" / "f.png")], "cannot write"),
+        ([], "usage: "),
+    ):
+        monkeypatch.setattr(sys, "argv", ["views", *args])
+        assert views.main() == 2
+        said = capsys.readouterr().err
+        assert words in said
+        assert len(said.splitlines()) == 1
+
+
+def is_gone(pid):
+    """Return whether a process ends, or waits for init to collect it, within seconds."""
+    stat = Path(f"/proc/{pid}/stat")
+    for _ in range(100):
+        if not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def load(path):
+    """Return a script of this repository as a module."""
+    path = ROOT / path
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def counters(kept=0.1, **more):
+    """Counters of a draft that saw a share of the video: the less it sees, the less stands."""
+    return dict.fromkeys(NAMES, 0) | {
+        "drafts": 100,
+        "draft_tokens": 500,
+        "accepted_tokens": round(200 + 200 * kept),
+        "text_tokens": 20,
+        "visual_tokens_full": 1000,
+        "visual_tokens_kept": round(1000 * kept),
+        "draft_kv_bytes_per_token": 8,
+        "draft_depth": 400,
+        "draft_forwards": 100,
+        "draft_steps": 20,
+        **more,
+    }
+
+
+class FakeEngines:
+    """Stands for `acceptance.run_job`: answers as an engine would, and keeps the jobs that it was given.
+
+    Attributes:
+        jobs: Those that were run.
+        answer: What an engine says to every request; ours and vanilla's are the same unless `ours` is set.
+        fails: A job -> why its engine fails, None where it does not.
+    """
+
+    def __init__(self):
+        self.jobs, self.ours, self.fails = [], None, lambda job: None
+
+    def __call__(self, job, report, running):
+        self.jobs.append(job)
+        if reason := self.fails(job):
+            raise reason
+        spec, gained = job["llm"].get("speculative_config"), None
+        if spec:
+            gained = counters(1.0 if spec["pruner"] == "none" else 1 - spec["prune_ratio"])
+        token_ids = [[1, 2]] * len(job["prompts"]["held_out"])
+        if spec and self.ours:
+            token_ids[-1] = self.ours
+        result = {"seconds": 1.0, "metrics": gained, "token_ids": token_ids, "scheduling": "sync"}
+        report("ready", {})
+        for _ in job["samplings"]:
+            report("progress", {"done": 1})
+            report("result", result)
+        return [result for _ in job["samplings"]]
+
+
+def answer_captions(session, command, **counters):
+    """Answer as an engine of shape-world captions; `counters` stand beside or for its own.
+
+    The target's captions are true, the draft's know no colour, loose ones no motion.
+    """
+    spec, knobs = session.job["llm"].get("speculative_config"), command["knobs"] or {}
+    scorer = knobs.get("scorer", "strict")
+    captions = [world.held_out(i).caption for i in session.job["prompts"]["held_out"]]
+    if spec is None and "/draft" in session.job["llm"]["model"]:
+        captions = [" ".join("red" if word in world.COLORS else word for word in c.split()) for c in captions]
+    if scorer in ("loose", "random"):
+        captions = [" ".join("nowhere" if word in world.MOTIONS else word for word in c.split()) for c in captions]
+    token_ids = [[hash(word) for word in caption.split()] for caption in captions]
+    answer = {"seconds": 1.0, "texts": captions, "token_ids": token_ids, "metrics": None, "captions": None}
+    if spec is None:
+        return answer
+    gained = {"strict": 4, "loose": 6, "fly": 5}.get(scorer, 4.5)
+    drafted = {"drafts": 100, "draft_tokens": 1000, "accepted_tokens": round(100 * (gained - 1))}
+    answer["metrics"] = dict.fromkeys(NAMES, 0) | drafted | counters
+    if command["watch"]:
+        answer["captions"] = [
+            {
+                "words": caption.split(),
+                "relevance": [0.5 if word in ATTRIBUTE_WORDS else 0.25 for word in caption.split()],
+                "kinds": [0, *([1, 2] * len(caption.split()))[: len(caption.split()) - 1]],
+            }
+            for caption in captions
+        ]
+    return answer

@@ -1,0 +1,136 @@
+"""What every tool stands on: prompts as the chat templates render them, arguments, logs, metrics, processes."""
+
+import json
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from tools.common import is_gone
+from vllm_vidspec import metrics
+from vllm_vidspec.config import parse_config
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.shapeworld import world
+from vllm_vidspec.tools import pairs, processes, user_files
+from vllm_vidspec.tools.provenance import provenance
+
+
+@pytest.mark.parametrize("family", pairs.FAMILIES)
+@pytest.mark.parametrize("media", [[], ["video"], ["image", "video"]])
+def test_prompt_is_what_the_chat_template_renders(family, media):
+    jinja2 = pytest.importorskip("jinja2")
+    with open(f"{pairs.checkpoint(family, 'target')}/chat_template.jinja") as file:
+        template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(file.read())
+    content = [{"type": kind} for kind in media] + [{"type": "text", "text": "describe the video"}]
+    rendered = template.render(messages=[{"role": "user", "content": content}], add_generation_prompt=True)
+    assert pairs.chat_prompt(family, "describe the video", media) == rendered
+
+
+@pytest.mark.parametrize(("family", "num_frames"), [("qwen2.5-vl", 32), ("llava-onevision", 16)])
+def test_video_prompt(family, num_frames):
+    frames = np.arange(32, dtype=np.uint8)[:, None, None, None] * np.ones((1, 4, 4, 3), np.uint8)
+    prompt = pairs.video_prompt(family, frames, "what is it")
+    (video,) = prompt["multi_modal_data"]["video"]
+    if family == "qwen2.5-vl":
+        video, metadata = video
+        assert metadata["fps"] == 2.0
+        assert metadata["frames_indices"] == list(range(32))
+    assert video.shape == (num_frames, 4, 4, 3)
+    assert (video[0, 0, 0, 0], video[-1, 0, 0, 0]) == (0, 31)
+    assert "what is it" in prompt["prompt"]
+
+
+def test_llm_kwargs_and_serve_args_say_the_same():
+    kwargs = pairs.llm_kwargs("qwen2.5-vl", "target", prune_ratio=0.5)
+    assert kwargs["speculative_config"]["model"] == "self"
+    assert "speculative_config" not in pairs.llm_kwargs("qwen2.5-vl")
+    args = pairs.serve_args("qwen2.5-vl", "target", port=1234, prune_ratio=0.5)
+    assert args[0] == kwargs["model"]
+    assert json.loads(args[args.index("--speculative-config") + 1]) == kwargs["speculative_config"]
+    assert args[args.index("--max-num-seqs") + 1] == "4"
+    assert "--enforce-eager" in args
+    assert args[args.index("--port") + 1] == "1234"
+    assert "--enforce-eager" not in pairs.serve_args("qwen2.5-vl", overrides={"enforce_eager": False})
+
+
+def test_default_spec_is_valid():
+    config, passed = parse_config(pairs.speculative_config("qwen2.5-vl", "target"))
+    assert config.is_self_draft
+    assert not passed
+
+
+def test_mp4_round_trip(tmp_path):
+    pytest.importorskip("cv2")
+    frames = world.held_out(0).frames
+    world.write_mp4(frames, tmp_path / "v.mp4")
+    loaded = user_files.read_video(tmp_path / "v.mp4")
+    assert loaded.shape == frames.shape
+    assert np.abs(loaded.astype(int) - frames).mean() < 10
+    (tmp_path / "bad.mp4").write_bytes(b"nothing")
+    for path in (tmp_path / "bad.mp4", tmp_path / "absent.mp4"):
+        with pytest.raises(VidSpecError):
+            user_files.read_video(path)
+
+
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [
+        ("", "it wrote nothing"),
+        ("INFO x\nlast words\n", "last words"),
+        ("(EngineCore pid=3) ERROR x.py ValueError: too long\nINFO bye", "ValueError: too long"),
+        ("ValueError: a\nvidspec: unknown pruner 'x'\nRuntimeError: b", "unknown pruner 'x'"),
+        (
+            "OSError: full disk\nRuntimeError: Engine core initialization failed. See root cause above.",
+            "OSError: full disk",
+        ),
+    ],
+)
+def test_last_error_line(log, line):
+    assert processes.last_error_line(log) == line
+
+
+def test_prometheus_text_round_trip(tmp_path):
+    prometheus_client = pytest.importorskip("prometheus_client")
+    """Catches: a counter that is not shown, an engine that is not counted."""
+    values = {name: index + 1 for index, name in enumerate(metrics.NAMES)}
+    files = {engine: metrics.MetricsFile.create(tmp_path / f"m{engine}") for engine in (0, 1)}
+    for name, value in values.items():
+        files[0].set(name, value // 2)
+        files[1].set(name, value - value // 2)
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(metrics._Collector(files, 'a "model" {of} ours'))
+    assert processes.from_prometheus(prometheus_client.generate_latest(registry).decode()) == values
+    assert processes.from_prometheus("vllm:num_requests_running 3.0\n") == dict.fromkeys(metrics.NAMES, 0)
+
+
+def test_end_group_ends_children_too():
+    child = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    with process.stdout as stdout:
+        grandchild = int(stdout.readline())
+    start = time.monotonic()
+    processes.end_group(process, grace_s=5)
+    processes.end_group(process)  # a second time does no harm
+    assert time.monotonic() - start < 5
+    assert is_gone(grandchild)
+
+
+def test_a_server_that_stops_gives_its_reason(tmp_path, monkeypatch):
+    program = tmp_path / "vllm"
+    program.write_text("#!/bin/sh\necho 'vidspec: no such draft' >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(processes.sys, "executable", str(tmp_path / "python"))
+    with (
+        processes.VllmServer([], processes.free_port(), tmp_path / "log") as server,
+        pytest.raises(VidSpecError, match="vllm serve stopped: no such draft"),
+    ):
+        server.wait_ready(timeout_s=20)
+
+
+def test_provenance_is_json():
+    found = json.loads(json.dumps(provenance()))
+    assert found["versions"]["python"]
+    assert found["num_cpus"] >= 1

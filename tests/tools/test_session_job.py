@@ -1,0 +1,110 @@
+"""The engine's side of a session, vLLM replaced: what a batch is, what is watched of it, what a token adds."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_vidspec import metrics
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.metrics import NAMES
+from vllm_vidspec.tools import session_job
+from vllm_vidspec.tools.engine_session import answer_command
+
+
+class FakeLLM:
+    """Answers three requests; every batch drafts more steps, and a knob says which token the first answer ends in."""
+
+    def __init__(self, speculates=True):
+        config = SimpleNamespace(speculative_config=speculates or None, instance_id="x")
+        self.llm_engine = SimpleNamespace(vllm_config=config)
+        self.counters, self.calls, self.last = dict.fromkeys(NAMES, 0), [], 1
+
+    def collective_rpc(self, name, args):
+        self.calls.append((name, *args))
+        if name == "vidspec_retune":
+            self.last = args[0]["top_n"]
+        if name == "vidspec_watch_scores" and not args[0]:
+            return [
+                [
+                    # Watched past the end of the answer; vLLM's suffix on the id; not in the requests' order.
+                    {"req_id": "8-b1b2", "tokens": [7, 8], "relevance": [None, 0.5], "kinds": [0, 2]},
+                    {"req_id": "7-a1b2", "tokens": [5, self.last, 9], "relevance": [0.1, None, 1], "kinds": [0, 1, 3]},
+                ]
+            ]
+        return [None]
+
+    def generate(self, requests, params, use_tqdm):
+        self.calls.append(("generate", requests, [(one.seed, one.temperature, one.max_tokens) for one in params]))
+        self.counters["drafts"] += len(self.calls)
+        answers = ([5, self.last], [7, 8], [6])
+        return [
+            SimpleNamespace(request_id=str(7 + i), outputs=[SimpleNamespace(text=f"text {i}", token_ids=ids)])
+            for i, ids in enumerate(answers)
+        ]
+
+    def get_tokenizer(self):
+        return SimpleNamespace(decode=lambda ids: " ".join(f"w{token}" for token in ids))
+
+
+@pytest.fixture
+def sampling_params(monkeypatch):
+    """SamplingParams without vLLM."""
+    params = lambda **given: SimpleNamespace(**{"max_tokens": None} | given)  # noqa: E731
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=params))
+
+
+def command(top_n, watch=True):
+    knobs = None if top_n is None else {"top_n": top_n}
+    fields = answer_command(knobs, seed=3, watch=watch, temperature=0.5, max_tokens=9)
+    return {name: value for name, value in fields.items() if name != "command"}
+
+
+def test_a_batch_is_retuned_watched_and_counted_by_itself(monkeypatch, sampling_params):
+    llm = FakeLLM()
+    monkeypatch.setattr(metrics, "read_metrics", lambda path: dict(llm.counters))
+    engine = session_job.Engine(llm, ["a", "b", "c"])
+    answers = [engine.answer(**command(top_n)) for top_n in (1, 2)]
+    generate = ("generate", ["a", "b", "c"], [(3, 0.5, 9), (4, 0.5, 9), (5, 0.5, 9)])
+    watch = [("vidspec_watch_scores", on) for on in (True, False)]
+    assert llm.calls == [
+        *(("vidspec_retune", {"top_n": 1}), watch[0], generate, watch[1]),
+        *(("vidspec_retune", {"top_n": 2}), watch[0], generate, watch[1]),
+    ]
+    assert [answer["metrics"]["drafts"] for answer in answers] == [3, 7], "each batch's own gain"
+    first, second = answers
+    assert first["texts"] == ["text 0", "text 1", "text 2"]
+    assert first["captions"] == [
+        {"words": ["w5", " w1"], "relevance": [0.1, None], "kinds": [0, 1]},
+        {"words": ["w7", " w8"], "relevance": [None, 0.5], "kinds": [0, 2]},
+        {"words": ["w6"], "relevance": [None], "kinds": [0]},
+    ]
+    assert second["token_ids"][0] == [5, 2]
+    json.dumps(answers)
+
+
+def test_vanilla_is_neither_retuned_nor_watched(sampling_params):
+    llm = FakeLLM(speculates=False)
+    answer = session_job.Engine(llm, ["a", "b", "c"]).answer(**command(None, watch=False))
+    assert [call[0] for call in llm.calls] == ["generate"]
+    assert answer["metrics"] is answer["captions"] is None
+
+
+def test_what_was_watched_must_be_what_was_said():
+    llm = FakeLLM()
+    (watched,) = llm.collective_rpc("vidspec_watch_scores", (False,))
+    outputs = llm.generate([], [], False)
+    watched[0]["tokens"][1] = 9
+    with pytest.raises(VidSpecError, match="not the tokens of the answer"):
+        session_job._watched_captions(llm.get_tokenizer(), outputs, watched)
+
+
+def test_token_texts_add_up():
+    """A tokenizer of bytes: a character of several tokens belongs to the last of them."""
+    text = "a é☂ b�"
+    tokens = list(text.encode()[:-3])
+    tokenizer = SimpleNamespace(decode=lambda ids: bytes(ids).decode(errors="replace"))
+    assert session_job.token_texts(tokenizer, tokens) == ["a", " ", "", "é", "", "", "☂", " ", "b"]
+    assert session_job.token_texts(tokenizer, tokens[:3]) == ["a", " ", "�"], "cut in the middle"
+    assert session_job.token_texts(tokenizer, []) == []

@@ -1,0 +1,57 @@
+"""training/: it builds what is bundled, takes a step, and stays out of the wheel."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from training import tiny_captioner, tiny_data, tiny_losses, tiny_models, train_tiny
+from vllm_vidspec import assets
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_wheel_holds_the_two_packages_alone(monkeypatch):
+    from setuptools import Distribution
+    from setuptools.config.pyprojecttoml import apply_configuration
+
+    monkeypatch.chdir(ROOT)
+    found = apply_configuration(Distribution(), "pyproject.toml")
+    assert {name.split(".")[0] for name in found.packages} == {"vllm_vidspec", "vidspec_kernels"}
+    assert {"vllm_vidspec.tools", "vllm_vidspec.shapeworld", "vllm_vidspec.engine"} <= set(found.packages)
+    folders = {part for name in found.packages for part in name.split(".")}
+    assert not {"training", "tests", "benchmarks", "scripts"} & folders
+    assert not found.py_modules
+
+
+@pytest.mark.parametrize("family", assets.FAMILIES)
+def test_what_is_built_is_what_is_bundled(family, tmp_path):
+    tiny_models.build_processor(family).save_pretrained(tmp_path)
+    bundled = assets.checkpoint(family, "target")
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / name).read_text() == (bundled / name).read_text()
+    for role in assets.ROLES:
+        built = tiny_models.build_model(family, role, seed=0)
+        shapes = {name: list(weight.shape) for name, weight in built.state_dict().items()}
+        config = json.loads((assets.checkpoint(family, role) / "config.json").read_text())
+        assert config["text_config"]["hidden_size"] == built.config.text_config.hidden_size
+        loaded = tiny_captioner.load(assets.checkpoint(family, role)).model.state_dict()
+        assert shapes == {name: list(weight.shape) for name, weight in loaded.items()}
+
+
+@pytest.mark.parametrize("progress", [0.0, 0.5])
+def test_a_step_of_either_phase_reaches_every_weight_it_trains(monkeypatch, progress):
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    monkeypatch.setattr(train_tiny, "BATCH", 2)
+    monkeypatch.setattr(train_tiny, "VISION_ONLY_BATCH", 2)
+    captioner = tiny_captioner.load(assets.checkpoint("qwen2.5-vl", "draft"))
+    heads = tiny_losses.AuxiliaryHeads(captioner.text.config.hidden_size, captioner.family)
+    stream, rng = tiny_data.Stream(captioner, 7), np.random.default_rng(0)
+    log = train_tiny.train_step(captioner, heads, stream, rng, progress, tiny_losses.token_weights(captioner))
+    vision = sum(weight.grad is not None for weight in captioner.model.model.visual.parameters())
+    text = sum(weight.grad is not None for weight in captioner.text.parameters())
+    assert (vision > 0, text > 0) == ((True, False) if progress == 0.0 else (False, True))
+    assert all(np.isfinite(value) for value in log.values() if isinstance(value, float))

@@ -1,0 +1,176 @@
+"""What the bundled models are made of: their sizes, tokenizer, processor and chat template; not trained yet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from training import tiny_captioner
+from training.tiny_captioner import token_ids
+from vllm_vidspec.shapeworld import world
+
+TEXT_SIZES = {
+    "target": dict(
+        hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=768
+    ),
+    "draft": dict(
+        hidden_size=128, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, intermediate_size=320
+    ),
+}
+QWEN_VISION_SIZES = {
+    "target": dict(depth=3, hidden_size=96, num_heads=3, intermediate_size=192),
+    "draft": dict(depth=2, hidden_size=64, num_heads=2, intermediate_size=128),
+}
+LLAVA_VISION_SIZES = {
+    "target": dict(num_hidden_layers=3, hidden_size=128, num_attention_heads=4, intermediate_size=256),
+    "draft": dict(num_hidden_layers=2, hidden_size=64, num_attention_heads=2, intermediate_size=160),
+}
+ROPE_THETA = 500.0
+MAX_POSITIONS = 16384
+
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message['role'] + 'ROLE_END' }}
+{%- if message['content'] is string -%}
+{{ message['content'] }}
+{%- else -%}
+{%- for content in message['content'] -%}
+{%- if content['type'] in ('image', 'image_url', 'input_image', 'image_pil') -%}
+{{ 'IMAGE' }}
+{%- elif content['type'] in ('video', 'video_url', 'input_video') -%}
+{{ 'VIDEO' }}
+{%- elif 'text' in content -%}
+{{ content['text'] }}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{ '<|im_end|>TURN_END' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|im_start|>assistant\\n' }}
+{%- endif -%}
+"""
+TEMPLATE_WORDS = {
+    "qwen2.5-vl": {
+        "ROLE_END": "\\n",
+        "IMAGE": "<|vision_start|><|image_pad|><|vision_end|>",
+        "VIDEO": "<|vision_start|><|video_pad|><|vision_end|>",
+        "TURN_END": "\\n",
+    },
+    "llava-onevision": {"ROLE_END": " ", "IMAGE": "<image>\\n", "VIDEO": "<video>\\n", "TURN_END": ""},
+}
+
+
+def build_tokenizer(family: str):
+    """A word-level tokenizer whose ids are `tiny_captioner.token_ids()`."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    ids = token_ids()
+    words = {word: i for word, i in ids.items() if word not in tiny_captioner.SPECIAL_TOKENS}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    inner.normalizer = normalizers.Lowercase()
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.add_special_tokens(list(tiny_captioner.SPECIAL_TOKENS))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        unk_token="<unk>",
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=list(tiny_captioner.SPECIAL_TOKENS),
+        clean_up_tokenization_spaces=False,
+        model_max_length=MAX_POSITIONS,
+    )
+    qwen = family == "qwen2.5-vl"
+    tokenizer.image_token, tokenizer.video_token = (
+        ("<|image_pad|>", "<|video_pad|>") if qwen else ("<image>", "<video>")
+    )
+    if any(tokenizer.convert_tokens_to_ids(token) != i for token, i in ids.items()):
+        raise RuntimeError("the tokenizer numbered its tokens differently")
+    return tokenizer
+
+
+def build_processor(family: str):
+    """The family's own processor for frames of 112 x 112."""
+    import transformers
+
+    tokenizer, side = build_tokenizer(family), world.FRAME_SIZE
+    template = CHAT_TEMPLATE
+    for name, text in TEMPLATE_WORDS[family].items():
+        template = template.replace(name, text)
+    if family == "qwen2.5-vl":
+        pixels = dict(min_pixels=28 * 28, max_pixels=side * side)
+        return transformers.Qwen2_5_VLProcessor(
+            image_processor=transformers.Qwen2VLImageProcessor(**pixels),
+            video_processor=transformers.Qwen2VLVideoProcessor(**pixels, cap_pixels_per_frame=False),
+            tokenizer=tokenizer,
+            chat_template=template,
+        )
+    size = dict(height=side, width=side)
+    clip = dict(image_mean=tiny_captioner.IMAGE_MEAN.tolist(), image_std=tiny_captioner.IMAGE_STD.tolist())
+    return transformers.LlavaOnevisionProcessor(
+        image_processor=transformers.LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=_pinpoints(), **clip),
+        video_processor=transformers.LlavaOnevisionVideoProcessor(size=size, **clip),
+        tokenizer=tokenizer,
+        num_image_tokens=64,
+        vision_feature_select_strategy="full",
+        chat_template=template,
+    )
+
+
+def build_model(family: str, role: str, seed: int) -> torch.nn.Module:
+    """A randomly initialised model in fp32."""
+    import transformers
+
+    ids = token_ids()
+    special = dict(bos_token_id=ids["<|endoftext|>"], eos_token_id=ids["<|im_end|>"], pad_token_id=ids["<|endoftext|>"])
+    rope: dict = {"rope_type": "default", "rope_theta": ROPE_THETA}
+    if family == "qwen2.5-vl":
+        rope["mrope_section"] = [8, 12, 12]
+    text = dict(
+        TEXT_SIZES[role], **special, vocab_size=len(ids), max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=False, rope_parameters=rope, rms_norm_eps=1e-6,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    if family == "qwen2.5-vl":
+        vision = QWEN_VISION_SIZES[role]
+        config = transformers.Qwen2_5_VLConfig(
+            text_config=text,
+            vision_config=dict(
+                vision, out_hidden_size=text["hidden_size"], patch_size=14, spatial_merge_size=2, temporal_patch_size=2,
+                window_size=112, fullatt_block_indexes=list(range(vision["depth"])), tokens_per_second=2,
+            ),
+            image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"],
+            vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
+            tie_word_embeddings=False,
+        )  # fmt: skip
+        return transformers.Qwen2_5_VLForConditionalGeneration(config).float()
+    config = transformers.LlavaOnevisionConfig(
+        text_config=dict(text, model_type="qwen2"),
+        vision_config=dict(
+            LLAVA_VISION_SIZES[role], model_type="siglip_vision_model", vision_use_head=False,
+            image_size=world.FRAME_SIZE, patch_size=14,
+        ),
+        image_token_index=ids["<image>"], video_token_index=ids["<video>"], vision_feature_layer=-1,
+        vision_feature_select_strategy="full", vision_aspect_ratio="anyres_max_9", image_grid_pinpoints=_pinpoints(),
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return transformers.LlavaOnevisionForConditionalGeneration(config).float()
+
+
+def _pinpoints() -> list[list[int]]:
+    side = world.FRAME_SIZE
+    return [[side, side], [side, 2 * side], [2 * side, side]]
+
+
+def use_hub_names(path: Path) -> None:
+    """Rename SigLIP's weights as published checkpoints do: vLLM's loader knows `vision_tower.vision_model.*` only."""
+    from safetensors.torch import load_file, save_file
+
+    old, new = "vision_tower.", "vision_tower.vision_model."
+    weights = {
+        name.replace(old, new, 1) if name.startswith(old) and not name.startswith(new) else name: weight
+        for name, weight in load_file(path).items()
+    }
+    save_file(weights, path, metadata={"format": "pt"})

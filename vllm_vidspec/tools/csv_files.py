@@ -1,0 +1,90 @@
+"""Results as CSV: flat rows under named columns, behind a first line that says where they come from; no engine."""
+
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.tools.user_files import writing
+
+
+def flatten(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with one value per column: `skipped_pool_full` for `skipped["pool_full"]`.
+
+    `knobs` is JSON text, empty where there are none.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        if name == "knobs":
+            flat[name] = value if isinstance(value, str) else json.dumps(value, sort_keys=True) if value else ""
+        else:
+            flat |= {f"{name}_{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def write_rows(
+    path: str, columns: Sequence[str], rows: Iterable[dict[str, Any]], provenance: Mapping[str, Any]
+) -> None:
+    """Write rows, flattened, under their columns; the first line is a comment with the provenance as JSON.
+
+    Raises:
+        VidSpecError: The file cannot be written.
+    """
+    with writing(path), open(path, "w", newline="") as file:
+        file.write(f"# {json.dumps(provenance)}\n")
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(map(flatten, rows))
+
+
+def read_rows(
+    path: str,
+    columns: Sequence[str],
+    command: str,
+    value: Callable[[str, str], Any],
+    later: frozenset[str] = frozenset(),
+) -> list[dict[str, Any]]:
+    """Return the flat rows that `write_rows` wrote.
+
+    Args:
+        path: The file.
+        columns: Of the result, in order.
+        command: Of `vidspec`, which writes such files.
+        value: A column's name and the text of a cell -> the value.
+        later: Columns that files of earlier versions lack; there each cell is empty.
+
+    Raises:
+        VidSpecError: The file cannot be read or is something else.
+    """
+    try:
+        with open(path, newline="") as file:
+            reader = csv.DictReader(line for line in file if not line.startswith("#"))
+            found = reader.fieldnames or ()
+            if tuple(found) != tuple(name for name in columns if name in found or name not in later):
+                raise ValueError
+            return [{name: value(name, row.get(name, "")) for name in columns} for row in reader]
+    except OSError as error:
+        raise VidSpecError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, csv.Error):
+        raise VidSpecError(f"{path} is not a file of `vidspec {command} --csv`") from None
+
+
+def redraw(module: str, read: Callable[[str], list], draw: Callable[[list, str], None]) -> int:
+    """Redraw a figure from its CSV file, as the command line says; an error is one line and exit status 2.
+
+    Args:
+        module: Of this package, for the usage.
+        read: File name -> rows.
+        draw: Rows, file name of the figure.
+    """
+    if len(sys.argv) != 3 or sys.argv[1] in ("-h", "--help"):
+        print(f"usage: python -m vllm_vidspec.tools.{module} ROWS.csv FIGURE.png", file=sys.stderr)
+        return 2
+    try:
+        draw(read(sys.argv[1]), sys.argv[2])
+    except VidSpecError as error:
+        print(f"vidspec: {error}", file=sys.stderr)
+        return 2
+    return 0

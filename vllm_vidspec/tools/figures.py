@@ -1,0 +1,92 @@
+"""What the benchmarks' figures and files have in common; matplotlib is imported to draw only."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from vllm_vidspec.tools.user_files import check_output, writing
+
+SUFFIXES = (".png", ".svg")
+OTHER_STYLE = ("#555555", ".")  # of what has no colour and marker of its own
+# Columns of the CSV files that hold text; the others hold numbers, or True and False.
+_TEXTS = frozenset(
+    {
+        *("family", "draft", "pruner", "drafting", "scorer", "draft_noise", "draft_positions", "measured_as_pruner"),
+        *("scheduling", "method", "relevance_rows"),
+    }
+)
+
+
+def value(name: str, text: str) -> Any:
+    """Return what a cell of a CSV file holds; None where it is empty. `knobs` is JSON text."""
+    if name == "knobs":
+        return text
+    if text in ("", "True", "False"):
+        return {"": None, "True": True, "False": False}[text]
+    return text if name in _TEXTS else float(text)
+
+
+def check_outputs(csv_path: str | None, plot_path: str | None, json_path: str | None) -> None:
+    """Refuse, before anything runs, a file that could not be written afterwards; "-" is standard output.
+
+    Raises:
+        VidSpecError: One line naming what is wrong.
+    """
+    for path in (csv_path, None if json_path == "-" else json_path):
+        if path is not None:
+            check_output(path)
+    if plot_path is not None:
+        check_figure(plot_path, "--plot")
+
+
+def check_figure(path: str, option: str = "cannot draw") -> None:
+    """Refuse a figure that cannot be drawn: a place or name that is none, or no matplotlib.
+
+    Raises:
+        VidSpecError: One line saying why, after the option that names it.
+    """
+    check_output(path, option, SUFFIXES, SUFFIXES)
+
+
+@contextlib.contextmanager
+def panels(path: str, size: tuple[float, float], down: int, across: int) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
+    """Make a figure of panels, and write it once they are drawn; the same drawing gives the same file.
+
+    Args:
+        path: A .png or .svg file.
+        size: Width and height in inches.
+        down: Panels below each other; those in a row share their y axis.
+        across: Panels beside each other.
+
+    Yields:
+        The figure, its panels `[down, across]`, and what the legend is to name: words -> what was drawn.
+
+    Raises:
+        VidSpecError: The file cannot be written, or there is no matplotlib.
+    """
+    check_figure(path)
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"font.size": 9, "svg.hashsalt": "vidspec"}):
+        figure = Figure(figsize=size, dpi=160, layout="constrained")
+        lines: dict[str, Any] = {}
+        yield figure, figure.subplots(down, across, sharey="row", squeeze=False), lines
+        if lines:
+            figure.legend(list(lines.values()), list(lines), loc="outside right center", frameon=False)
+        with writing(path):
+            figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
+
+
+def draw_line(panel: Any, points: Sequence[tuple[float, float]], style: tuple[str, str], **more: Any) -> Any:
+    """Draw a line through points, in a colour and with a marker; return it."""
+    xs, ys = zip(*points, strict=True) if points else ((), ())
+    look = {"color": style[0], "marker": style[1], "markersize": 5, "linewidth": 1.4, **more}
+    return panel.plot(xs, ys, **look)[0]
+
+
+def tidy(panel: Any, grid: str = "both") -> None:
+    """Take off a panel what says nothing; its grid lies behind what is drawn."""
+    panel.grid(axis=grid, color="#DDDDDD", linewidth=0.6)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
