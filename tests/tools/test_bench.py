@@ -245,7 +245,7 @@ def test_figure_is_redrawn_by_a_command(result, tmp_path):
     pytest.importorskip("matplotlib")
     source, direct, redrawn = (str(tmp_path / name) for name in ("rows.csv", "a.png", "b.png"))
     plots.write_csv(source, result)
-    plots.draw(list(map(flatten, result["rows"])), direct)
+    plots.draw(result["rows"], direct)
     command = [sys.executable, "-m", "vllm_vidspec.tools.plots", source, redrawn]
     subprocess.run(command, check=True, env=os.environ | {"PYTHONWARNINGS": "ignore"})
     assert Path(direct).read_bytes() == Path(redrawn).read_bytes()
@@ -280,4 +280,4 @@ def test_plots_errors_are_one_line(result, tmp_path, capsys, monkeypatch):
 def test_figure_has_no_room_for_another_axis(engines, tmp_path):
     rows = acceptance.run(_sweep(num_speculative_tokens=(3, 5)))["rows"]
     with pytest.raises(VidSpecError, match="a figure shows one num_speculative_tokens, there are 2"):
-        plots.draw(list(map(flatten, rows)), str(tmp_path / "f.png"))
+        plots.draw(rows, str(tmp_path / "f.png"))

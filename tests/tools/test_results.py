@@ -10,7 +10,6 @@ import pytest
 from tools.common import ORIGIN, ROOT, invoke, load
 from vllm_vidspec.tools import pairs, plots, quality_views
 from vllm_vidspec.tools.bench import acceptance
-from vllm_vidspec.tools.csv_files import flatten
 
 COMMANDS = (
     "R1",
@@ -114,7 +113,7 @@ def test_results_of_several_commands_are_one(script, engines, monkeypatch, tmp_p
         "tree-adaptive",
         "tree-adaptive, tree_depth_max 5, tree_depth_min 5, tree_fill true",
     ]
-    assert [(row["family"], plots.shape_of(flatten(row)), row["temperature"]) for row in merged["rows"]] == list(
+    assert [(row["family"], plots.shape_of(row), row["temperature"]) for row in merged["rows"]] == list(
         itertools.product(pairs.FAMILIES, shapes, (0.0, 1.0))
     )
     assert {row["requests"] for row in merged["rows"]} == {64}
