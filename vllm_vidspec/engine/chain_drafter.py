@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from vidspec_kernels import chain_step
+from vidspec_kernels import step
 from vidspec_kernels.dispatch import as_array, at_least
 from vllm_vidspec.engine.draft_model import DraftModel
 from vllm_vidspec.engine.draft_rows import DraftRows
@@ -84,7 +84,7 @@ class RootFeeder:
 
     def place(self, rows: torch.Tensor, level: int, num_slots: torch.Tensor, num_tokens: torch.Tensor) -> None:
         """Write one level's positions, lengths and slots into the buffers."""
-        chain_step(
+        step(
             rows,
             num_slots,
             num_tokens,
