@@ -233,7 +233,7 @@ def rows_not_normalised(patch):
 
 
 def the_targets_token_over_the_drafts_kv(patch):
-    original = loose.accept_loose
+    original = loose.accept
 
     def accept(target_tokens, *args):
         sampled, num_sampled, path, kinds = original(target_tokens, *args)
@@ -243,7 +243,7 @@ def the_targets_token_over_the_drafts_kv(patch):
             sampled[i, : len(own)] = torch.where(kinds[i, : len(own)] > 1, own, sampled[i, : len(own)])
         return sampled, num_sampled, path, kinds
 
-    patch.setattr(loose, "accept_loose", accept)
+    patch.setattr(loose, "accept", accept)
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def drop_video(monkeypatch) -> None:
 
 def skip_rollback(monkeypatch) -> None:
     """KV entries of rejected drafts stay: new tokens are appended after them."""
-    original, highest = chain_drafter.chain_step, {}
+    original, highest = chain_drafter.step, {}
 
     def appending(rows, num_slots, *args, level, **kwargs):
         if level == 0 and "end" in highest:
@@ -149,7 +149,7 @@ def skip_rollback(monkeypatch) -> None:
         highest["end"] = torch.maximum(highest.get("end", num_slots), num_slots + level)
         original(rows, num_slots, *args, level=level, **kwargs)
 
-    monkeypatch.setattr(chain_drafter, "chain_step", appending)
+    monkeypatch.setattr(chain_drafter, "step", appending)
 
 
 def skip_refeed(monkeypatch) -> None:

@@ -79,14 +79,14 @@ def leaking_sibling(patch) -> None:
 
 def wrong_branch(patch) -> None:
     """The right tokens stand, but the KV of the first branch is kept."""
-    original = strict.tree_accept
+    original = strict.accept
 
     def first_branch(*args):
         scored = Scored(*original(*args))
         in_order = torch.arange(scored.path.shape[1], dtype=torch.int32)
-        return scored.sampled, scored.num_sampled, in_order.expand_as(scored.path)
+        return scored.sampled, scored.num_sampled, in_order.expand_as(scored.path), None
 
-    patch.setattr(strict, "tree_accept", first_branch)
+    patch.setattr(strict, "accept", first_branch)
 
 
 def noise_by_slot(patch) -> None:
@@ -112,18 +112,17 @@ def test_planted_bug_is_caught(decoys, reference, mutation):
 
 def untruncated(patch) -> None:
     """The verifier takes every tree for whole: its last nodes' rows belong to the next request."""
-    original = strict.tree_accept
+    original = strict.accept
 
-    def whole(target_tokens, draft_tokens, cu_num_logits, *rest):
-        max_drafts = rest[-1]
+    def whole(target_tokens, draft_tokens, cu_num_logits, max_drafts, trees):
         pad = torch.zeros(max_drafts + 1, dtype=torch.int64)
         starts = cu_num_logits[:-1]
         targets, drafts = torch.cat((target_tokens, pad)), torch.cat((draft_tokens, pad))
         rows = (starts[:, None] + torch.arange(max_drafts + 1)).flatten()
         bounds = torch.arange(len(starts) + 1, dtype=torch.int32) * (max_drafts + 1)
-        return original(targets[rows], drafts[rows], bounds, *rest)
+        return original(targets[rows], drafts[rows], bounds, max_drafts, trees)
 
-    patch.setattr(strict, "tree_accept", whole)
+    patch.setattr(strict, "accept", whole)
 
 
 def test_a_cut_tree_taken_for_a_whole_one_is_caught(reference):

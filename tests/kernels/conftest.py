@@ -9,6 +9,8 @@ import random
 import pytest
 import torch
 
+pytest.register_assert_rewrite("tests.kernels.accept_requests")
+
 if not torch.cuda.is_available():
     # Triton reads it when a kernel is decorated: before any test module imports vidspec_kernels.
     os.environ.setdefault("TRITON_INTERPRET", "1")

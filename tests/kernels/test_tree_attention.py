@@ -1,19 +1,13 @@
 """tree_attention: kernel and reference against a loop over entries, what may not be read or written, mutations."""
 
-import csv
 import importlib
 import importlib.util
-import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-import triton
 
 from vidspec_kernels.tree_attention import tree_attention
 
@@ -649,94 +643,3 @@ def test_wrapper_refuses(device, name, change):
     arguments[name] = change(arguments[name])
     with pytest.raises(AssertionError, match=name):
         tree_attention(**arguments)
-
-
-COMPILE = """
-import importlib, sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-module = importlib.import_module("vidspec_kernels.tree_attention")
-POINTERS = {
-    "rows_ptr": "*i64", "masks_ptr": "*i64", "prefix_lse_ptr": "*fp32", "lse_ptr": "*fp32", "part_out_ptr": "*fp32",
-    "part_lse_ptr": "*fp32",
-}
-PREFIX, PARTS = ("prefix_out_ptr", "prefix_lse_ptr"), ("part_out_ptr", "part_lse_ptr")
-
-def compile(kernel, dtype, constants, options):
-    types = {}
-    for name in kernel.arg_names:
-        if name in constants:
-            types[name] = "constexpr"
-        elif name.endswith("_ptr"):
-            tensor = name.removesuffix("_ptr") in ("query", "key_cache", "value_cache", "prefix_out", "out")
-            types[name] = POINTERS.get(name) or ("*" + dtype if tensor else "*i32")
-        else:
-            types[name] = "fp32" if name == "scale_log2" else "i32"
-    # Strides of 1 are constants at run time too.
-    constants = constants | {name: 1 for name in types if name.endswith("_dim_stride")}
-    types |= {name: "constexpr" for name in constants}
-    source = ASTSource(kernel, types, constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert compiled.asm["cubin"]
-    return compiled
-
-for dtype, head_size, rows, unused in (
-    ("bf16", 128, 64, PREFIX), ("fp16", 80, 16, PARTS + ("lse_ptr",)), ("fp32", 32, 16, PREFIX + PARTS),
-):
-    wide = dtype == "fp32"
-    block_dim = triton.next_power_of_2(head_size)
-    constants = dict.fromkeys(unused) | {
-        "GROUP": 7, "HEAD_SIZE": head_size, "BLOCK_SIZE": 16, "NODES": 64, "BLOCK_DIM": block_dim, "WIDEN": wide,
-        "BLOCK_ROWS": rows, "BLOCK_KEYS": module._tile(rows, block_dim * (4 if wide else 2), 113 * 1024),
-        "BLOCK_NODES": module._BLOCK_NODES,
-    }
-    options = {"num_stages": module._NUM_STAGES, "num_warps": 8 if wide else 4}
-    compiled = compile(module._tree_attention_kernel, dtype, constants, options)
-    print(dtype, rows, "wgmma" in compiled.asm["ptx"], compiled.metadata.shared)
-compile(
-    module._merge_splits_kernel, "bf16", {"HEAD_SIZE": 128, "BLOCK_DIM": 128, "BLOCK_SPLITS": 16}, {"num_warps": 2}
-)
-print("merge")
-"""
-
-
-@pytest.mark.skipif(
-    not (Path(triton.__file__).parent / "backends/nvidia/bin/ptxas").exists(), reason="this Triton has no ptxas"
-)
-def test_kernels_compile_for_hopper(tmp_path):
-    """Catches: what the interpreter forgives and the compiler does not; a half-precision product without tensor cores;
-    more shared memory than a Hopper SM has."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    *lines, last = done.stdout.splitlines()
-    assert last == "merge" and len(lines) == 3
-    for dtype, rows, wgmma, shared_bytes in map(str.split, lines):
-        # Two programs an SM; each also takes 1 KB for itself.
-        assert int(shared_bytes) <= (228 // 2 - 1) * 1024
-        # Tiles of fewer than 64 rows use the older tensor core instructions.
-        assert wgmma == str(dtype != "fp32" and rows == "64")
-
-
-def test_benchmark_runs(monkeypatch, tmp_path, capsys):
-    """Catches: a benchmark that no longer fits its kernel, a row without unit or floor, peers that disagree."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    bench = importlib.import_module("bench_tree_attention")
-    monkeypatch.setattr(importlib.import_module("kernel_bench"), "_COPY_BYTES", 2**20)
-    sizes = ["--contexts", "40,100", "--batches", "2", "--nodes", "5", "--shapes", "4x2x32"]
-    rows = bench.main([*sizes, "--rounds", "3", "--json", "--csv", str(tmp_path / "rows.csv")])
-    impls = ["triton" if torch.cuda.is_available() else "torch", "sdpa", "flex_attention", "xformers"]
-    assert [(row["context"], row["impl"]) for row in rows] == [(size, impl) for size in (40, 100) for impl in impls]
-    for row in rows:
-        assert row["kernel"] == "tree_attention" and row["unit"] == "us"
-        assert all(math.isfinite(row[key]) and row[key] > 0 for key in ("floor", "bytes", "flops"))
-        if row["note"]:
-            assert row["impl"] in impls[2:] and row["median"] is None
-            continue
-        assert 0 < row["p20"] <= row["median"] <= row["p80"]
-        assert row["max_difference"] < (1e-5 if row["dtype"] == "float32" else 2e-2)
-    assert json.loads(capsys.readouterr().out)["rows"] == rows
-    with (tmp_path / "rows.csv").open() as file:
-        assert len(list(csv.DictReader(file))) == len(rows)

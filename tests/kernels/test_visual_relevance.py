@@ -1,18 +1,12 @@
 """visual_relevance: both paths against plain float64 loops, what may not be read, shards, storage, compilation."""
 
-import csv
 import importlib
 import itertools
-import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -618,89 +612,3 @@ def test_storage_refuses():
         storage_scale(FP8, 2**18)
     with pytest.raises(AssertionError, match="partials"):
         merge_relevance(torch.zeros(2, 3, device=DEVICE))
-
-
-COMPILE = """
-import importlib
-import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-module = importlib.import_module("vidspec_kernels.visual_relevance")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8e4nv": torch.float8_e4m3fn}
-
-def compile(kernel, query, store, constants, options):
-    pointers = {"queries_ptr": query, "store_ptr": store, "rows_ptr": "i64", "part_ptr": "fp32", "out_ptr": "fp32"}
-    types, attributes = {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constants:
-            types[name] = "constexpr"
-        elif name.endswith("_ptr"):
-            types[name] = "*" + pointers.get(name, "i32")
-        else:
-            types[name] = "fp32" if name == "unscale" else "i32"
-        # What a launch finds out from the tensors.
-        if name.endswith(("_ptr", "queries_stride")):
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, types, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert compiled.asm["cubin"]
-    return compiled
-
-for query, store, log_top, hidden, entries in (
-    ("bf16", "bf16", 4, 3584, 100_000), ("bf16", "fp8e4nv", 4, 5120, 25_000), ("fp16", "fp16", 1, 200, 1000),
-    ("fp32", "fp32", 4, 96, 1000),
-):
-    tile, options = module._tile(DTYPES[query], DTYPES[store], 11, log_top, entries, 264, False)
-    constants = tile | {"HIDDEN": hidden, "BLOCK_ROWS": 64}
-    compiled = compile(module._visual_relevance_kernel, query, store, constants, options)
-    ptx = compiled.asm["ptx"]
-    print(query, "wgmma" in ptx, "cp.async.cg" in ptx, compiled.metadata.shared)
-for entries in (module._MERGE_ENTRIES, module._MERGE_ENTRIES_SHORT):
-    constants = {
-        "HIDDEN": 3584, "BLOCK_ROWS": 64, "BLOCK_KEYS": 128, "LOG_TOP": 4, "LOG_ENTRIES": entries.bit_length() - 1,
-        "BLOCK_DIM": module._MERGE_DIM, "BLOCK_REQS": module._BLOCK_REQS,
-    }
-    compile(module._merge_splits_kernel, "bf16", "bf16", constants, {"num_warps": 8})
-print("merge")
-"""
-
-
-@pytest.mark.skipif(
-    not (Path(triton.__file__).parent / "backends/nvidia/bin/ptxas").exists(), reason="this Triton has no ptxas"
-)
-def test_kernels_compile_for_hopper(tmp_path):
-    """Catches: what the interpreter forgives and the compiler does not; half precision without tensor cores; stored
-    rows that are not copied in full lines ahead of their product; more shared memory than half a Hopper SM has."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    *lines, last = done.stdout.splitlines()
-    assert last == "merge" and len(lines) == 4
-    for query, wgmma, pipelined, shared_bytes in map(str.split, lines):
-        # Two programs an SM; each also takes 1 KB for itself.
-        assert int(shared_bytes) <= (228 // 2 - 1) * 1024
-        assert wgmma == str(query != "fp32") and pipelined == "True"
-
-
-def test_benchmark_runs(monkeypatch, tmp_path, capsys):
-    """Catches: a benchmark that no longer fits its kernel, a row without unit or floor, a peer that disagrees."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    bench = importlib.import_module("bench_visual_relevance")
-    monkeypatch.setattr(importlib.import_module("kernel_bench"), "_COPY_BYTES", 2**20)
-    options = ["--tokens", "64,200", "--batches", "2x3", "--hidden", "64", "--stores", "float32,float8_e4m3fn"]
-    rows = bench.main([*options, "--rounds", "3", "--json", "--csv", str(tmp_path / "rows.csv")])
-    ours = "triton" if torch.cuda.is_available() else "torch"
-    assert [(row["num_tokens"], row["store"], row["impl"]) for row in rows] == [
-        (size, store, impl)
-        for store in ("float32", "float8_e4m3fn") for size in (64, 200) for impl in (ours, "matmul_topk")
-    ]  # fmt: skip
-    for row in rows:
-        assert row["kernel"] == "visual_relevance" and row["unit"] == "us"
-        assert all(math.isfinite(row[key]) and row[key] > 0 for key in ("median", "p20", "p80", "floor", "bytes"))
-        assert row["p20"] <= row["median"] <= row["p80"]
-        assert row["max_difference"] < 2e-2
-    assert json.loads(capsys.readouterr().out)["rows"] == rows
-    with (tmp_path / "rows.csv").open() as file:
-        assert len(list(csv.DictReader(file))) == len(rows)

@@ -65,7 +65,7 @@ def _prepare_drafter(drafter: Drafter, runner: Any) -> None:
         "level": 1,
         "max_position": roots.model.num_positions - 1,
     }
-    warm_up.warm_chain_step(
+    warm_up.warm_step(
         **batch,
         positions=roots.positions,
         logical_pos=roots.logical_pos,
@@ -76,13 +76,13 @@ def _prepare_drafter(drafter: Drafter, runner: Any) -> None:
     if trees is None:
         return
     width = trees.policy.max_frontier
-    warm_up.warm_tree_step(
+    warm_up.warm_step(
         width,
         **batch,
         positions=trees._positions,
         logical_pos=trees._logical_pos,
+        seq_lens=trees._prefix_lens,
         slot_mapping=trees._slot_mapping,
-        prefix_lens=trees._prefix_lens,
     )
     if isinstance(trees.policy, AdaptiveTree):
         warm_up.warm_tree_grow(trees.policy._growth, width)

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from vidspec_kernels import chain_step
+from vidspec_kernels import step
 from vllm_vidspec.engine.draft.kv import NULL_BLOCK, DraftKV
 from vllm_vidspec.engine.draft.messages import DraftMessage, Drafts
 from vllm_vidspec.engine.draft.model import DraftModel
@@ -64,7 +64,7 @@ class RootFeeder:
 
     def place(self, rows: torch.Tensor, level: int, num_slots: torch.Tensor, num_tokens: torch.Tensor) -> None:
         """Write one level's positions, lengths and slots into the buffers."""
-        chain_step(
+        step(
             rows,
             num_slots,
             num_tokens,

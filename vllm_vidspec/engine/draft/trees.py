@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vidspec_kernels import tree_step
+from vidspec_kernels import step
 from vllm_vidspec.drafting import TreePolicy, candidates
 from vllm_vidspec.engine.draft.chains import RootFeeder
 from vllm_vidspec.engine.draft.messages import DraftMessage, Drafts
@@ -113,7 +113,7 @@ class TreeDrafter:
     ) -> None:
         """Write a level's positions and slots into the buffers; places without a node go to the null block."""
         roots = self._roots
-        tree_step(
+        step(
             rows,
             num_slots,
             num_tokens,
@@ -125,8 +125,8 @@ class TreeDrafter:
             max_position=roots.model.num_positions - 1,
             positions=self._positions,
             logical_pos=self._logical_pos,
+            seq_lens=self._prefix_lens,
             slot_mapping=self._slot_mapping,
-            prefix_lens=self._prefix_lens,
         )
 
     def _feed(

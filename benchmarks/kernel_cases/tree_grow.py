@@ -1,18 +1,15 @@
-"""Measure tree_grow, one level of ten nodes a request, against its bandwidth floor and its numpy reference (the peer).
-
-The reference works on CPU tensors; on a GPU machine its rows are the CPU's times.
-
-python benchmarks/bench_tree_grow.py [--sizes 1,8,64] [--csv FILE] [--json]
-"""
+"""tree_grow: the second level of a step of adaptive trees; the reference works on CPU tensors, also beside a GPU."""
 
 from collections.abc import Callable
 from typing import Any
 
-import kernel_bench
 import torch
+from bench_kernels import DEVICE, Case, against_reference
 
 from vidspec_kernels.tree_grow import TreeGrowBuffers, tree_grow
 
+AXES: dict[str, list[Any]] = {"num_reqs": [1, 8, 64, 256, 1024]}
+ROUNDS = 100
 MAX_NODES, FRONTIER, CANDIDATES, LEVELS = 64, 10, 10, 2
 NUM_NEW = 30
 # Per request in: 12 a candidate, 16 a frontier node, 8 row, 16 plan, 8 next free; out: 12 a leftover, 8 a parent, 28 a
@@ -20,15 +17,15 @@ NUM_NEW = 30
 BYTES_PER_REQ = 24 * FRONTIER * CANDIDATES + (16 + 8 + 20) * FRONTIER + 36 * NUM_NEW + 40
 
 
-def case(num_reqs: int) -> Callable[[str], Callable[[], Any]]:
-    """Return a function that binds an implementation to a call at this batch size: the second level of a step."""
+def case(num_reqs: int) -> Case:
+    """Return the case of this batch size."""
     generator = torch.Generator().manual_seed(0)
     log_probs = torch.randn(2, num_reqs * FRONTIER, 100, generator=generator).log_softmax(-1)
     log_probs, ids = log_probs.sort(dim=-1, descending=True)
     log_probs, ids = log_probs[..., :CANDIDATES], ids[..., :CANDIDATES]
 
-    def bind(impl: str) -> Callable[[], Any]:
-        device = kernel_bench.device() if impl == "triton" else torch.device("cpu")
+    def bind(impl: Any) -> Callable[[], Any]:
+        device = DEVICE if impl == "triton" else torch.device("cpu")
         shape = (num_reqs, MAX_NODES + 1)
         tensors = (
             torch.full(shape, -1),
@@ -57,15 +54,4 @@ def case(num_reqs: int) -> Callable[[str], Callable[[], Any]]:
             level=1, budget=MAX_NODES, first_parent=1, num_next=FRONTIER, impl=impl,
         )  # fmt: skip
 
-    return bind
-
-
-def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
-    """Run the benchmark and return its rows."""
-    arguments = kernel_bench.parser(__doc__).parse_args(argv)
-    sizes = [int(size) for size in arguments.sizes.split(",")]
-    return kernel_bench.run(arguments, "tree_grow", ((size, size * BYTES_PER_REQ, case(size)) for size in sizes))
-
-
-if __name__ == "__main__":
-    main()
+    return Case(against_reference(bind), num_reqs * BYTES_PER_REQ)
