@@ -49,7 +49,7 @@ def watched(engine: harness.Engine):
 @contextlib.contextmanager
 def retuned(engine: harness.Engine, **knobs):
     """Change knobs for a while."""
-    before = {name: getattr(engine.runner.vidspec_config, name) for name in knobs}
+    before = {name: engine.runner.vidspec_config.flat()[name] for name in knobs}
     engine.llm.collective_rpc("vidspec_retune", args=(knobs,))
     try:
         yield

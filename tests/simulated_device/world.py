@@ -92,7 +92,7 @@ class World:
         self._make_speculator()
         self.trees = self.speculator.trees = self._make_trees() if config.shapes - {"chain"} else None
         self.rules = None
-        if config.scorers - {"strict"}:
+        if config.score.scorers - {"strict"}:
             self.rules = looseness.LooseRules(config, self.vllm_config, MAX_REQS, VOCAB, self.sampler, self.counters)
         spec_config = SimpleNamespace(
             num_speculative_tokens=self.K, enable_adaptive_verification=False, rejection_sample_method="standard"

@@ -52,7 +52,7 @@ def prepare(runner: Any) -> None:
     if runner.visual is not None:
         visual = runner.visual
         tables = (visual.store, visual.block_fill, visual.block_table, visual.num_blocks)
-        warm_up.warm_visual_relevance(*tables, runner.dtype, config.top_n, num_drafts + 1)
+        warm_up.warm_visual_relevance(*tables, runner.dtype, config.score.top_n, num_drafts + 1)
     _prepare_drafter(runner.speculator.drafter, runner)
 
 

@@ -66,7 +66,7 @@ def translate(args: Any) -> VidSpecConfig | None:
         "model": draft,
         "num_speculative_tokens": config.num_speculative_tokens,
     }
-    if config.draft == "auto":
+    if config.draft_shape == "auto":
         args.speculative_config["num_speculative_tokens_per_batch_size"] = _schedule(args, config, passed)
     args.additional_config = {**(args.additional_config or {}), METHOD: config.model_dump()}
     args.worker_cls = _WORKERS[current_platform.is_cpu()]
@@ -105,7 +105,7 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
     _check_scorers(vllm_config, config)
     _check_runner(vllm_config)
     cache_preflight.check_target(vllm_config, config)
-    check = functools.partial(choose, config=config)  # pickled for the workers
+    check = functools.partial(choose, knobs=config.score)  # pickled for the workers
     compat.mark_as_ours(vllm_config.speculative_config, check)
     compat.hear_request_choices(PREFIX, CALLS_TOOLS, check)
     keep_attention_out_of_graphs(vllm_config, config)
@@ -155,15 +155,15 @@ def _check_scorers(vllm_config: Any, config: VidSpecConfig) -> None:
     Raises:
         VidSpecError: One line naming it.
     """
-    if config.scorers == {"strict"}:
+    if config.score.scorers == {"strict"}:
         return
-    lossy = ", ".join(sorted(config.scorers - {"strict"}))
+    lossy = ", ".join(sorted(config.score.scorers - {"strict"}))
     logger.warning("vidspec: requests may be verified by %s: their output can differ from the target's", lossy)
     if vllm_config.parallel_config.enable_batch_sharded_sampling:
         raise VidSpecError("--enable-batch-sharded-sampling shows a rank its own requests only: use the strict scorer")
-    if "loose" in config.scorers and config.relevance_dtype == "fp8":
+    if "loose" in config.score.scorers and config.score.relevance_dtype == "fp8":
         _check_fp8_kernels()
-    if config.protected_tokens and vllm_config.model_config.skip_tokenizer_init:
+    if config.score.protected_tokens and vllm_config.model_config.skip_tokenizer_init:
         raise VidSpecError("protected_tokens needs a tokenizer: drop --skip-tokenizer-init")
 
 

@@ -10,7 +10,7 @@ from vllm.distributed import get_tp_group
 from vllm.utils.mem_utils import DeviceMemoryProfiler
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from vllm_vidspec.config import METHOD, VidSpecConfig, parse_config
+from vllm_vidspec.config import METHOD, VidSpecConfig
 from vllm_vidspec.engine import compat
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.kv_views import attention_layers
@@ -92,12 +92,12 @@ def vidspec_runner(base: type) -> type:
         def _init_rules(self) -> None:
             """Prepare what the scorers need that let mismatches stand, if any request can have one."""
             config = self.vidspec_config
-            if config.scorers == {"strict"}:
+            if config.score.scorers == {"strict"}:
                 return
             self.rules = LooseRules(
                 config, self.vllm_config, self.max_num_reqs, self.vocab_size, self.sampler, self.counters
             )
-            if "loose" in config.scorers:
+            if "loose" in config.score.scorers:
                 self.visual = VisualStates(
                     config, self.vllm_config, self.max_num_reqs, self.counters, self.rules.ready, self.agreement
                 )
@@ -213,11 +213,11 @@ def vidspec_runner(base: type) -> type:
             tunable = _TUNABLE | (_TUNABLE_RULES if self.rules is not None else set())
             if fixed := sorted(set(knobs) - tunable):
                 raise VidSpecError(f"{fixed[0]} cannot change while the engine runs")
-            config, _ = parse_config(self.vidspec_config.model_dump(exclude={"calibration"}) | knobs)
-            if "loose" in config.scorers and self.visual is None:
+            config = self.vidspec_config.changed(knobs)
+            if "loose" in config.score.scorers and self.visual is None:
                 raise VidSpecError("scorer cannot change to loose: the engine keeps no hidden states")
             if isinstance(self.guidance, AttentionGuidance):
-                self.guidance.select(config.guidance_layers, self.guidance.num_layers)
+                self.guidance.select(config.prune.guidance_layers, self.guidance.num_layers)
             for part in (self.guidance, self.visual):
                 if part is not None:
                     part.config = config
@@ -229,7 +229,7 @@ def vidspec_runner(base: type) -> type:
             """Return what became of every token since watching began, and go on or not; see the worker."""
             watch = self.rejection_sampler.watch
             records = [] if watch is None else watch.take()
-            is_predicting = self.vidspec_config.relevance_rows == "prediction"
+            is_predicting = self.vidspec_config.score.relevance_rows == "prediction"
             self.rejection_sampler.watch = ScoreWatch(self.req_states, is_predicting) if on else None
             return records
 

@@ -106,13 +106,13 @@ class VidSpecSpeculator(BaseSpeculator):
         max_slots = max_slots_per_request(self.max_model_len, config.num_speculative_tokens)
         blocks_per_req = -(-max_slots // self.draft_model.block_size)
         most = (self.max_num_reqs * blocks_per_req + 1) * per_block
-        if config.draft_kv_bytes is not None:
-            wanted = config.draft_kv_bytes
-        elif config.draft_kv_fraction is not None:
-            wanted = int(config.draft_kv_fraction * available_bytes)
+        if config.pool.kv_bytes is not None:
+            wanted = config.pool.kv_bytes
+        elif config.pool.kv_fraction is not None:
+            wanted = int(config.pool.kv_fraction * available_bytes)
         else:
             draft, target = kv_bytes_per_token(self.draft_model.config), kv_bytes_per_token(self.vllm_config)
-            kept = 1 - min(config.ratio_for("video"), config.ratio_for("image"))
+            kept = 1 - min(config.prune.ratio_for("video"), config.prune.ratio_for("image"))
             share = min(1.0, kept + _TEXT_SHARE) * draft
             wanted = max(int(available_bytes * share / (target + share)), (blocks_per_req + 1) * per_block)
         if wanted < 2 * per_block:
@@ -126,7 +126,7 @@ class VidSpecSpeculator(BaseSpeculator):
         Raises:
             VidSpecError: `draft_encoder_bytes` leaves nothing.
         """
-        wanted = self.config.draft_encoder_bytes
+        wanted = self.config.pool.encoder_bytes
         if wanted is None:
             multimodal = self.vllm_config.model_config.multimodal_config
             shows = multimodal is not None and any(map(multimodal.get_limit_per_prompt, ("image", "video")))
@@ -162,8 +162,8 @@ class VidSpecSpeculator(BaseSpeculator):
             shared=encoder_cache.encoder_outputs if shares else {},
             fills_trees=(
                 self.vllm_config.scheduler_config.async_scheduling
-                if self.config.tree_fill is None
-                else self.config.tree_fill
+                if self.config.tree.fill is None
+                else self.config.tree.fill
             ),
         )
         draft, target = kv_bytes_per_token(self.draft_model.config), kv_bytes_per_token(self.vllm_config)

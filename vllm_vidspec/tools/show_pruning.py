@@ -130,7 +130,7 @@ def run(show: Show, report: Report = lambda _event, _fields: None) -> dict[str, 
     """
     check(show)
     frames = read_video(show.path, show.num_frames)
-    configs = list({config.pruner: config for config in map(show.config, show.pruners)}.values())
+    configs = list({config.prune.pruner: config for config in map(show.config, show.pruners)}.values())
     records = _look(show, _engines(configs), report)
     grid = records[0].grid
     if any(record.grid != grid for record in records):
@@ -138,7 +138,7 @@ def run(show: Show, report: Report = lambda _event, _fields: None) -> dict[str, 
     if grid.tokens_per_frame * grid.num_frames == 0 or (grid.num_frames == grid.height == 1 < grid.width):
         raise VidSpecError(f"the layout of the video's {grid.num_tokens} tokens is unknown: nothing can be drawn")
     what = f"{show.target or show.family}, prune ratio {show.prune_ratio:g}"
-    rows = [contact_sheet.Row(config.pruner, choose(config, records), grid) for config in configs]
+    rows = [contact_sheet.Row(config.prune.pruner, choose(config, records), grid) for config in configs]
     image = contact_sheet.draw(
         frames,
         grid,
@@ -156,8 +156,8 @@ def _engines(configs: list[VidSpecConfig]) -> list[str]:
 
     first: dict[frozenset[str], str] = {}
     for config in configs:
-        first.setdefault(get_pruner(config.pruner).needs, config.pruner)
-    return [pruner for needs, pruner in first.items() if needs] or [configs[0].pruner]
+        first.setdefault(get_pruner(config.prune.pruner).needs, config.prune.pruner)
+    return [pruner for needs, pruner in first.items() if needs] or [configs[0].prune.pruner]
 
 
 def _look(show: Show, pruners: list[str], report: Report) -> list[Record]:
@@ -199,8 +199,8 @@ def choose(config: VidSpecConfig, records: list[Record]) -> "Tensor":
 
     from vllm_vidspec.pruning import SCORE_NEEDS, PruneInputs, budget, get_pruner
 
-    pruner, grid = get_pruner(config.pruner), records[0].grid
-    num_keep = budget(grid.num_tokens, config.ratio_for("video"))
+    pruner, grid = get_pruner(config.prune.pruner), records[0].grid
+    num_keep = budget(grid.num_tokens, config.prune.ratio_for("video"))
     measured = next((r for r in records if pruner.needs and get_pruner(r.pruner).needs == pruner.needs), None)
     scores = measured.scores if measured else None
     features = measured.features if measured else None
@@ -210,11 +210,11 @@ def choose(config: VidSpecConfig, records: list[Record]) -> "Tensor":
     ):
         raise VidSpecError(f"pruner {pruner.name}: the engine measured nothing for it (see vidspec's log lines)")
     if is_choice:
-        inputs = PruneInputs(grid, num_keep, scores, features, lambda_r=config.lambda_r, seed=config.prune_seed)
+        inputs = PruneInputs(grid, num_keep, scores, features, lambda_r=config.prune.lambda_r, seed=config.prune.seed)
         kept = pruner(inputs)
     else:
         kept = torch.arange(num_keep)
     for record in records:
-        if record.pruner == config.pruner and not torch.equal(record.kept_indices, kept):
+        if record.pruner == config.prune.pruner and not torch.equal(record.kept_indices, kept):
             raise VidSpecError(f"pruner {pruner.name}: the engine kept other tokens than shown; please report this")
     return kept

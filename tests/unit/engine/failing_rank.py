@@ -52,7 +52,7 @@ def guide_by_states(worker) -> None:
 
     runner = worker.model_runner
     runner.retune({})
-    config = runner.vidspec_config.model_copy(update={"pruner": "uv"})
+    config = runner.vidspec_config.changed({"pruner": "uv"})
     runner.guidance = HiddenStateGuidance(config, runner.model, runner.vllm_config, runner.counters, runner.agreement)
     runner.guidance.reserve(1 << 30)
     runner.use_aux_hidden_state_outputs = True

@@ -66,7 +66,7 @@ class DraftPrefill:
         self._shared = shared
         self._agreement = agreement
         self._adapter = adapter_for(model.hf_config)
-        self._compares = "features" in get_pruner(config.pruner).needs
+        self._compares = "features" in get_pruner(config.prune.pruner).needs
         self._jobs: dict[int, PrefillJob] = {}  # by row, in order of admission
         self._failed: list[int] = []  # rows, of the step that runs
         # What was chosen and why, for tools that look at pruning; None while nobody looks.
@@ -115,7 +115,7 @@ class DraftPrefill:
         plan = plan_prompt(
             message.token_ids,
             message.features,
-            self.config,
+            self.config.prune,
             self._adapter,
             self.model.hf_config,
             self.model.full_positions,
@@ -124,7 +124,7 @@ class DraftPrefill:
         kept = [
             None
             if self._compares and item.is_choice
-            else choose_kept(item, self.config, None if scores is None else scores[i], None)
+            else choose_kept(item, self.config.prune, None if scores is None else scores[i], None)
             for i, item in enumerate(plan.items)
         ]
         return PrefillJob(message.req_id, message.row, plan, scores, kept, [None] * len(kept), [None] * len(kept))
@@ -254,7 +254,7 @@ class DraftPrefill:
         try:
             kept = job.kept[i]
             if kept is None:
-                kept = job.kept[i] = choose_kept(job.plan.items[i], self.config, None, embeddings)
+                kept = job.kept[i] = choose_kept(job.plan.items[i], self.config.prune, None, embeddings)
             if self._compares and self.watched is not None:
                 job.looks[i] = embeddings.float().cpu()
             is_whole = len(kept) == len(embeddings)

@@ -72,7 +72,7 @@ class AttentionGuidance(Listeners):
     def __init__(self, config: VidSpecConfig, vllm_config: Any, counters: Counters, agreement: Agreement):
         super().__init__(config, counters, vllm_config.device_config.device, agreement)
         layers = {extract_layer_index(name): layer for name, layer in attention_layers(vllm_config).items()}
-        self.select(config.guidance_layers, len(layers))
+        self.select(config.prune.guidance_layers, len(layers))
         self._step: _AttentionStep | None = None
         # Rank-local heads, and how many of them all ranks have together.
         self._num_heads = next(iter(layers.values())).impl.num_heads * get_tensor_model_parallel_world_size()

@@ -21,7 +21,7 @@ def make_guidance(
     Raises:
         VidSpecError: The target's attention backend or model class cannot be listened to, or a layer does not exist.
     """
-    needs = get_pruner(config.pruner).needs
+    needs = get_pruner(config.prune.pruner).needs
     if "attention" in needs:
         return AttentionGuidance(config, vllm_config, counters, agreement)
     if "uv" in needs:

@@ -46,7 +46,7 @@ class HiddenStateGuidance(Listeners):
     ):
         super().__init__(config, counters, vllm_config.device_config.device, agreement)
         num_layers = vllm_config.model_config.get_total_num_hidden_layers()
-        layer = config.uv_layer if config.uv_layer is not None else default_uv_layer(num_layers)
+        layer = config.prune.uv_layer if config.prune.uv_layer is not None else default_uv_layer(num_layers)
         if layer > num_layers:
             raise VidSpecError(f"uv_layer: the target has layers 1 to {num_layers}, not {layer}")
         compat.expose_hidden_states(target, (0, layer))
@@ -54,12 +54,12 @@ class HiddenStateGuidance(Listeners):
         self._dtype = vllm_config.model_config.dtype
         self._hidden_size = vllm_config.model_config.get_hidden_size()
         self._num_bytes = 0
-        self._max_bytes = config.guidance_bytes or 0
+        self._max_bytes = config.prune.guidance_bytes or 0
         self._batch: Any = None
 
     def reserve(self, available_bytes: int) -> int:
         """Keep `guidance_bytes` for hidden states; see `Guidance`."""
-        if self.config.guidance_bytes is None:
+        if self.config.prune.guidance_bytes is None:
             self._max_bytes = available_bytes // 20
         return self._max_bytes
 

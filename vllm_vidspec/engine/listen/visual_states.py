@@ -105,7 +105,7 @@ class VisualStates:
         self._group = get_tp_group()
         model = vllm_config.model_config
         self._hidden_size = model.get_hidden_size()
-        self._dtype = torch.float8_e4m3fn if config.relevance_dtype == "fp8" else model.dtype
+        self._dtype = torch.float8_e4m3fn if config.score.relevance_dtype == "fp8" else model.dtype
         self._max_num_reqs = max_num_reqs
         self._blocks_per_request = -(-self._share(model.max_model_len) // BLOCK_ROWS) + _MAX_ITEMS
         self._bytes_per_block = BLOCK_ROWS * self._hidden_size * self._dtype.itemsize
@@ -125,7 +125,7 @@ class VisualStates:
         Raises:
             VidSpecError: It would hold nothing, or leave nothing.
         """
-        wanted = self.config.relevance_bytes or available_bytes // 20
+        wanted = self.config.score.relevance_bytes or available_bytes // 20
         most = self._max_num_reqs * self._blocks_per_request
         self._num_blocks = min(wanted // self._bytes_per_block, most)
         taken = self._num_blocks * self._bytes_per_block
@@ -387,7 +387,7 @@ class VisualStates:
         if not self._guard(
             self._measure, found, hidden_states, logits_indices, cu_num_logits, rows, rows_np, max_queries
         ):
-            found = [torch.full((len(logits_indices), self.config.top_n), torch.nan, device=self.device)]
+            found = [torch.full((len(logits_indices), self.config.score.top_n), torch.nan, device=self.device)]
             self._count_unmeasured(rows_np)
         partial = found[0][None]
         if self._group.world_size > 1:
@@ -420,7 +420,7 @@ class VisualStates:
                 self.block_fill,
                 self.block_table,
                 self.num_blocks,
-                self.config.top_n,
+                self.config.score.top_n,
                 max_queries,
                 int(self._num_blocks_np[rows_np].max(initial=0)),
             )

@@ -67,7 +67,7 @@ class LooseRules:
         """Give a request its rule; return whether it waits for `ready`, because it needs the video's states."""
         self.forget(row)
         try:
-            choice = choose(sampling.extra_args, self.config)
+            choice = choose(sampling.extra_args, self.config.score)
         except VidSpecError:  # the API server has refused it already; whoever comes another way is served strictly
             self.counters.add("strict_error")
             return False
@@ -96,8 +96,8 @@ class LooseRules:
 
     def _set(self, row: int) -> None:
         scorer, share = self._choices[row]
-        shift = SHIFT if scorer == "loose" and self.config.position_shift else 0
-        window = self.config.fly_window if scorer == "fly" else 0
+        shift = SHIFT if scorer == "loose" and self.config.score.position_shift else 0
+        window = self.config.score.fly_window if scorer == "fly" else 0
         source = {"loose": _RELEVANCE, "random": _CHANCE}.get(scorer, 0)
         self._table_np[:, row] = (RULES[scorer] | shift, window, np.float32(share).view(np.int32), source)
         self._table = None
@@ -168,9 +168,9 @@ class LooseRules:
         rules, windows, shares, sources = self._on_device()
         entropies = scores = torch.zeros(num_logits, device=self.device)
         if (self._table_np[0, rows_np] & WINDOW).any():
-            entropies = normalized_entropy(logits, self.config.fly_top_k)
+            entropies = normalized_entropy(logits, self.config.score.fly_top_k)
         if relevance is not None:
-            scores = relevance[parent] if self.config.relevance_rows == "prediction" else relevance
+            scores = relevance[parent] if self.config.score.relevance_rows == "prediction" else relevance
             # NaN: it could not be measured, and who asks for it is verified strictly.
             may &= ~(scores.isnan() & (sources[row_of_logits] == _RELEVANCE))
         if (self._table_np[3, rows_np] == _CHANCE).any():
@@ -184,7 +184,7 @@ class LooseRules:
             scores=scores,
             entropies=entropies,
             may_loosen=may,
-            min_entropy=self.config.fly_entropy,
+            min_entropy=self.config.score.fly_entropy,
         )
 
     def _on_device(self) -> torch.Tensor:
@@ -208,7 +208,7 @@ def protected_ids(config: VidSpecConfig, model_config: Any) -> set[int]:
         return ids
     tokenizer = cached_tokenizer_from_config(model_config)
     ids.update(tokenizer.all_special_ids)
-    words = PROTECTED_TOKENS if config.protected_tokens is None else config.protected_tokens
+    words = PROTECTED_TOKENS if config.score.protected_tokens is None else config.score.protected_tokens
     wanted, with_digits = {word.strip().lower() for word in words}, DIGITS in words
     for token, i in tokenizer.get_vocab().items():
         text = tokenizer.convert_tokens_to_string([token]).strip().lower()
