@@ -132,7 +132,7 @@ def test_what_is_shown_has_the_engines_knobs(family):
         show = Show(family=family)
         engine = parse_config(show.job(pruner)["llm"]["speculative_config"])[0]
         assert show.config(pruner) == engine
-        assert engine.lambda_r == found["lambda_r"] != parse_config(_uncalibrated(family))[0].prune.lambda_r
+        assert engine.prune.lambda_r == found["lambda_r"] != parse_config(_uncalibrated(family))[0].prune.lambda_r
     own = Show(family=family, target="/t", draft="self", calibration=str(pairs.calibration(family)))
     assert own.job("specvlm")["llm"]["model"] == "/t"
     assert own.config("specvlm").model == "self" and own.config("specvlm").prune.lambda_r == found["lambda_r"]
