@@ -9,7 +9,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,35 +64,25 @@ GAUGES = {
     "relevance_pool_bytes": "Memory per rank for the video's hidden states.",
     "relevance_bytes_per_token": "Bytes per rank of one video token's hidden state.",
 }
-# name -> what it says, its label and the values of that with their counters
-_BY_LABEL: dict[str, tuple[str, str, dict[str, str]]] = {
+# name -> what it says, its label, the values of that and what their counters are called
+_BY_LABEL: dict[str, tuple[str, str, Sequence[Any], str]] = {
     "accepted_tokens_per_position": (
-        "Draft tokens that stand, by position.",
-        "position",
-        {str(position): f"accepted_at_pos_{position}" for position in range(MAX_POSITIONS)},
+        *("Draft tokens that stand, by position.", "position"),
+        *(range(MAX_POSITIONS), "accepted_at_pos_{}"),
     ),
-    "standing_tokens": ("Draft tokens that stand, by why.", "kind", {kind: f"{kind}_tokens" for kind in KINDS}),
+    "standing_tokens": ("Draft tokens that stand, by why.", "kind", KINDS, "{}_tokens"),
     "strict_requests": (
-        "Requests verified strictly though their scorer is loose.",
-        "reason",
-        {reason: f"strict_{reason}" for reason in STRICT_REASONS},
+        *("Requests verified strictly though their scorer is loose.", "reason"),
+        *(STRICT_REASONS, "strict_{}"),
     ),
-    "skipped_requests": (
-        "Requests run without speculation.",
-        "reason",
-        {reason: f"skipped_{reason}" for reason in SKIP_REASONS},
-    ),
-    "unguided_prompts": (
-        "Prompts pruned uniformly for want of guidance.",
-        "reason",
-        {reason: f"unguided_{reason}" for reason in GUIDANCE_FALLBACKS},
-    ),
+    "skipped_requests": ("Requests run without speculation.", "reason", SKIP_REASONS, "skipped_{}"),
+    "unguided_prompts": ("Prompts pruned uniformly for want of guidance.", "reason", GUIDANCE_FALLBACKS, "unguided_{}"),
 }
 # The order is the file's layout: raise _VERSION when it changes.
 NAMES: tuple[str, ...] = (
     *_COUNTERS,
     *GAUGES,
-    *(name for _, _, values in _BY_LABEL.values() for name in values.values()),
+    *(name.format(value) for _, _, values, name in _BY_LABEL.values() for value in values),
 )
 _SLOT = {name: slot for slot, name in enumerate(NAMES)}
 
@@ -360,12 +350,12 @@ class _Collector:
                     family.add_metric(engine, values[name] / (1e6 if name.endswith("_us") else 1))
                 yield family
         num_positions = max((_num_positions(values) for values in engines.values()), default=1)
-        for metric, (text, label, names) in _BY_LABEL.items():
+        for metric, (text, label, all_values, name) in _BY_LABEL.items():
             family = CounterMetricFamily(f"vidspec:{metric}", text, labels=[*labels, label])
-            shown = list(names.items())[: num_positions if label == "position" else None]
+            shown = all_values[: num_positions if label == "position" else None]
             for engine, values in engines.items():
-                for value, name in shown:
-                    family.add_metric((*engine, value), values[name])
+                for value in shown:
+                    family.add_metric((*engine, str(value)), values[name.format(value)])
             yield family
         lengths = HistogramMetricFamily(
             "vidspec:acceptance_length", "Tokens that a verify step emits, the target's own included.", labels=labels

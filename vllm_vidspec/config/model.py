@@ -99,16 +99,12 @@ class VidSpecConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _enough_tokens(self) -> "VidSpecConfig":
+    def _tokens_for_a_tree(self) -> "VidSpecConfig":
         if "tree-adaptive" in self.shapes and self.num_speculative_tokens < self.tree.depth_min:
             raise ValueError(
                 f"tree-adaptive needs num_speculative_tokens of at least tree_depth_min, {self.tree.depth_min}, got "
                 f"{self.num_speculative_tokens}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _whole_tree(self) -> "VidSpecConfig":
         if "tree-static" not in self.shapes:
             return self
         num_nodes = len(self.tree.static_paths)
@@ -160,14 +156,7 @@ class VidSpecConfig(BaseModel):
 
     def flat(self) -> dict[str, Any]:
         """Return every knob by its flat name."""
-        values: dict[str, Any] = {}
-        for name in type(self).model_fields:
-            value = getattr(self, name)
-            if isinstance(value, Group):
-                values |= {flat: getattr(value, own) for own, flat in value.flat_names().items()}
-            else:
-                values[name] = value
-        return values
+        return flatten(self.model_dump())
 
     def changed(self, knobs: Mapping[str, Any]) -> "VidSpecConfig":
         """Return this configuration with some knobs changed, however spelled; no calibration is read again.
@@ -245,11 +234,7 @@ _KNOWN = (*_FLAT_NAMES, *map(".".join, _PLACES.values()), *GROUPS, *sorted(PASS_
 
 
 def _validated(flat: dict[str, Any], given: Mapping[str, Any]) -> VidSpecConfig:
-    """Return the configuration of knobs by their flat names.
-
-    Args:
-        flat: The knobs.
-        given: What the user wrote, for the names in an error's line.
+    """Return the configuration of knobs by their flat names; an error has the names that the user gave.
 
     Raises:
         VidSpecError: One line for all that is wrong.
@@ -280,12 +265,11 @@ def _read_calibration(path: Any) -> dict[str, Any]:
 
 
 def _one_line(error: ValidationError, spelled: Mapping[str, str]) -> str:
-    flat_names = {place: flat for flat, place in _PLACES.items()}
     parts = []
     for item in error.errors():
         where = [str(part) for part in item["loc"]]
         if where and where[0] in GROUPS:  # a rule between knobs of a group names them itself
-            where = [flat_names[where[0], where[1]], *where[2:]] if len(where) > 1 else []
+            where = [GROUPS[where[0]].flat_names()[where[1]], *where[2:]] if len(where) > 1 else []
         path = ".".join([spelled.get(where[0], where[0]), *where[1:]]) if where else ""
         message = item["msg"].removeprefix("Value error, ")
         got = "" if item["type"] in ("missing", "value_error") else f", got {item['input']!r}"

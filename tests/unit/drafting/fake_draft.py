@@ -50,12 +50,7 @@ def paths_of(tree, row, num_nodes):
 def drive(policy, rows, candidates_of, max_nodes=64, fill=False):
     """Drive one step; return its number of draft forwards.
 
-    Args:
-        policy: The policy.
-        rows: Persistent rows of the batch.
-        candidates_of: `(level, nodes [R, F]) -> log_probs, token_ids`, each `[R * F, C]`.
-        max_nodes: The step's budget.
-        fill: See `TreePolicy.finish`.
+    `candidates_of(level, nodes [R, F])` returns log-probabilities and token ids of the nodes' candidates, `[R * F, C]`.
     """
     device = policy.tree.device
     rows_np = np.array(rows)

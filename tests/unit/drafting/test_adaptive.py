@@ -89,19 +89,27 @@ def check_grown(policy, row, draft, plan, budget, fill, fed):
     sureness=st.sampled_from([0.3, 1.0, 3.0]),
     plans=st.lists(st.tuples(st.integers(1, 8), st.integers(1, 10)), min_size=1, max_size=4),
     budget=st.integers(0, 64),
+    max_nodes=st.sampled_from([64, 64, 64, 1, 2, 3, 6]),
     threshold=st.sampled_from([0.0, 0.02, 0.1, 0.5, 0.99]),
     fill=st.booleans(),
 )
 # A deep request beside a shallow one with much more room for others.
-@example(seed=1, sureness=1.0, plans=[(2, 10), (8, 2)], budget=10, threshold=0.0, fill=False)
-def test_growth_is_the_specification(seed, sureness, plans, budget, threshold, fill):
+@example(seed=1, sureness=1.0, plans=[(2, 10), (8, 2)], budget=10, max_nodes=64, threshold=0.0, fill=False)
+# A budget below the depth, and buffers below both: the chain.
+@example(seed=1, sureness=1.0, plans=[(8, 2)], budget=5, max_nodes=64, threshold=0.0, fill=False)
+@example(seed=1, sureness=0.1, plans=[(5, 6)], budget=64, max_nodes=3, threshold=0.1, fill=True)
+def test_growth_is_the_specification(seed, sureness, plans, budget, max_nodes, threshold, fill):
     """Catches: a wrong width or threshold at any level, another order, a frontier with the wrong nodes, a budget that
-    the greedy path does not have, leaves that are not the best of what is left; ties decided by chance."""
+    the greedy path does not have, leaves that are not the best of what is left; ties decided by chance; a tree that
+    does not fit a small K; forwards for nothing."""
     knobs = TreeKnobs(depth_min=1, width_min=1, threshold=threshold)
-    policy = AdaptiveTree(len(plans) + 1, 64, "cpu", knobs)
+    policy = AdaptiveTree(len(plans) + 1, max_nodes, "cpu", knobs)
+    sizes = (policy.max_nodes, policy.max_depth, policy.num_candidates, policy.max_frontier)
+    assert sizes == (max_nodes, min(8, max_nodes), 10, 10)
     drafts = [FakeDraft(seed + row, policy.num_candidates, sureness) for row in range(len(plans))]
     set_plans(policy, plans)
     fed = grow(policy, drafts, list(range(len(plans))), budget, fill)
+    budget = min(budget, max_nodes)
     assert len(fed) == max(1, min(budget, max(depth for depth, _ in plans)))
     for row, (draft, plan) in enumerate(zip(drafts, plans, strict=True)):
         check_grown(policy, row, draft, plan, budget, fill, fed)
@@ -203,16 +211,6 @@ def test_growth_without_lookahead_is_the_specification(seed, sureness, budget):
     for row, draft in enumerate(drafts):
         alpha = adaptive_module.confidence(torch.from_numpy(draft(())[0])[None], 10)[0]
         check_grown(policy, row, draft, (int(3 + alpha * 5), int(2 + (1 - alpha) * 8)), budget, False, fed)
-
-
-def test_buffers_smaller_than_the_paper():
-    """Catches: a depth or a frontier that does not fit a small K."""
-    for max_nodes in (1, 2, 3, 6):
-        policy, draft = AdaptiveTree(1, max_nodes, "cpu"), FakeDraft(1, 10, 0.1)
-        for _ in range(2):
-            plan = plans_of(policy, [0])[0]
-            fed = grow(policy, [draft], [0], 64, fill=True)
-            check_grown(policy, 0, draft, plan, max_nodes, True, fed)
 
 
 # --- mutations ---

@@ -128,16 +128,6 @@ def test_lookahead_uses_the_confidence_of_the_step_before():
     assert own.tree.depths[0, nodes].eq(1).sum() == 10 and own.tree.num_nodes[0] > 10
 
 
-@pytest.mark.parametrize("budget", [1, 2, 5, 7, 8])
-def test_a_budget_below_the_depth_is_the_chain(budget):
-    """Catches: a truncated step that spends its budget on other nodes, or runs forwards for nothing."""
-    policy = AdaptiveTree(1, 64, "cpu")
-    step_with(policy, 1.0)
-    assert step_with(policy, 0.9, max_nodes=budget) == budget
-    assert policy.tree.parents[0, : budget + 1].tolist() == list(range(-1, budget))
-    assert int(policy.tree.num_nodes[0]) == budget
-
-
 # --- history ---
 
 
@@ -250,10 +240,3 @@ def test_mutation_the_targets_own_token_counts(monkeypatch):
     monkeypatch.setattr(policy, "observe", lambda rows, num_accepted: right(rows, num_accepted + 1))
     with pytest.raises(AssertionError):
         check_history(policy, 0, [1, 1, 3, 4, 2])
-
-
-def test_sizes_that_the_engine_reads():
-    """Catches: buffers for fewer candidates or nodes than a step feeds."""
-    policy = AdaptiveTree(1, 64, "cpu")
-    assert (policy.max_nodes, policy.max_depth, policy.num_candidates, policy.max_frontier) == (64, 8, 10, 10)
-    assert AdaptiveTree(1, 64, "cpu", TreeKnobs(entropy_top_k=20)).num_candidates == 20

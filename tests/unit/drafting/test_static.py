@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.unit.drafting.fake_draft import BUFFERS, FakeDraft, check_greedy_first, check_tree, grow, paths_of, quick
@@ -69,7 +69,8 @@ def check_static(policy, paths, row, draft, fed):
 
 
 def test_specvlm_is_the_published_tree():
-    """Catches: a path lost or mistyped, a forward more or less, a frontier of another size."""
+    """Catches: a path lost or mistyped, a forward more or less, a frontier of another size; another order of nodes than
+    the greedy path, then by depth, then by path."""
     policy, draft = StaticTree(2, "cpu"), FakeDraft(0, 4)
     assert (policy.max_nodes, policy.max_depth, policy.num_candidates, policy.max_frontier) == (25, 5, 4, 4)
     assert [["".join(map(str, path)) for path in SPECVLM_PATHS if len(path) == depth] for depth in range(1, 6)] == (
@@ -79,11 +80,7 @@ def test_specvlm_is_the_published_tree():
     assert [len(level[0]) for level in fed] == [1, 4, 4, 1, 1]
     assert policy.tree.depths[0, 1:].bincount().tolist() == [0, 4, 8, 8, 3, 2]
     check_static(policy, SPECVLM_PATHS, 0, draft, fed)
-
-
-def test_specvlm_node_order():
-    """Catches: another order of nodes: the greedy path, then by depth, then by path."""
-    order = ["".join(map(str, path)) for path in StaticTree(1, "cpu").topology.paths]
+    order = ["".join(map(str, path)) for path in policy.topology.paths]
     greedy = ["0", "00", "000", "0000", "00000"]
     assert order == greedy + [path for level in PUBLISHED for path in level if path not in greedy]
 
@@ -94,7 +91,9 @@ def test_specvlm_node_order():
 @quick
 @given(paths=trees(), seed=st.integers(0, 1000), num_reqs=st.integers(1, 3))
 def test_a_users_tree_is_drafted(paths, seed, num_reqs):
-    """Catches: a node under the wrong parent, a rank mistaken for another, a node that is fed without children."""
+    """Catches: a valid tree refused or changed, a node under the wrong parent, a rank mistaken for another, a node that
+    is fed without children."""
+    assert parse_paths([list(path) for path in paths]) == tuple(paths)
     policy = StaticTree(4, "cpu", [list(path) for path in paths])
     drafts = [FakeDraft(seed + row, policy.num_candidates) for row in range(num_reqs)]
     fed = grow(policy, drafts, list(range(num_reqs)))
@@ -106,6 +105,7 @@ def test_a_users_tree_is_drafted(paths, seed, num_reqs):
 
 @quick
 @given(paths=trees(max_nodes=30), budgets=st.lists(st.integers(0, 40), min_size=1, max_size=4), seed=st.integers(0, 99))
+@example(paths=SPECVLM_PATHS, budgets=[5, 4, 3, 2, 1], seed=7)  # to the greedy path: the chain
 def test_a_smaller_budget_gives_the_first_nodes(paths, budgets, seed):
     """Catches: a budget exceeded, a forward that no node of the prefix needs, remains of a larger or smaller budget
     of the step before."""
@@ -121,15 +121,6 @@ def test_a_smaller_budget_gives_the_first_nodes(paths, budgets, seed):
             else:
                 check_tree(policy.tree, row)
                 assert policy.tree.num_nodes[row] == 0
-
-
-def test_specvlm_truncated_to_its_greedy_path_is_the_chain():
-    """Catches: a tree whose prefix is no chain."""
-    for budget in range(1, 6):
-        policy, draft = StaticTree(1, "cpu"), FakeDraft(7, 4)
-        assert len(grow(policy, [draft], [0], budget)) == budget
-        assert policy.tree.parents[0, : budget + 1].tolist() == list(range(-1, budget))
-        assert policy.tree.ancestors[0, : budget + 1].tolist() == [2**node - 1 for node in range(budget + 1)]
 
 
 @pytest.mark.parametrize("max_nodes", [1, 4, 25, 40])
@@ -169,13 +160,6 @@ def test_buffers_stay_where_they_are():
 
 
 # --- users' paths ---
-
-
-@quick
-@given(paths=trees())
-def test_parse_keeps_a_valid_tree(paths):
-    """Catches: a valid tree refused, or changed."""
-    assert parse_paths([list(path) for path in paths]) == tuple(paths)
 
 
 @pytest.mark.parametrize(
