@@ -65,7 +65,7 @@ GAUGES = {
     "relevance_bytes_per_token": "Bytes per rank of one video token's hidden state.",
 }
 # name -> what it says, its label, the values of that and what their counters are called
-_BY_LABEL: dict[str, tuple[str, str, Sequence[Any], str]] = {
+BY_LABEL: dict[str, tuple[str, str, Sequence[Any], str]] = {
     "accepted_tokens_per_position": (
         *("Draft tokens that stand, by position.", "position"),
         *(range(MAX_POSITIONS), "accepted_at_pos_{}"),
@@ -82,7 +82,7 @@ _BY_LABEL: dict[str, tuple[str, str, Sequence[Any], str]] = {
 NAMES: tuple[str, ...] = (
     *_COUNTERS,
     *GAUGES,
-    *(name.format(value) for _, _, values, name in _BY_LABEL.values() for value in values),
+    *(name.format(value) for _, _, values, name in BY_LABEL.values() for value in values),
 )
 _SLOT = {name: slot for slot, name in enumerate(NAMES)}
 
@@ -350,7 +350,7 @@ class _Collector:
                     family.add_metric(engine, values[name] / (1e6 if name.endswith("_us") else 1))
                 yield family
         num_positions = max((_num_positions(values) for values in engines.values()), default=1)
-        for metric, (text, label, all_values, name) in _BY_LABEL.items():
+        for metric, (text, label, all_values, name) in BY_LABEL.items():
             family = CounterMetricFamily(f"vidspec:{metric}", text, labels=[*labels, label])
             shown = all_values[: num_positions if label == "position" else None]
             for engine, values in engines.items():
