@@ -9,7 +9,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ GAUGES = {
     "relevance_bytes_per_token": "Bytes per rank of one video token's hidden state.",
 }
 # name -> what it says, its label, the values of that and what their counters are called
-BY_LABEL: dict[str, tuple[str, str, Sequence[Any], str]] = {
+BY_LABEL: dict[str, tuple[str, str, tuple[str, ...] | range, str]] = {
     "accepted_tokens_per_position": (
         *("Draft tokens that stand, by position.", "position"),
         *(range(MAX_POSITIONS), "accepted_at_pos_{}"),
