@@ -144,10 +144,18 @@ def history_by_hand(lengths, knobs):
     return depths
 
 
+def tell(policy, length, rows=(0,), times=1):
+    """Tell these rows the acceptance length of a step, None for a step without verification."""
+    for _ in range(times):
+        policy.observe(
+            torch.tensor(rows), torch.full((len(rows),), -1 if length is None else length, dtype=torch.int32)
+        )
+
+
 def check_history(policy, row, lengths):
     depths = []
     for length in lengths:
-        policy.observe(torch.tensor([row]), torch.tensor([-1 if length is None else length], dtype=torch.int32))
+        tell(policy, length, (row,))
         depths.append(int(policy.max_depths[row]))
     assert depths == history_by_hand(lengths, policy.knobs)
 
@@ -175,19 +183,16 @@ def test_history_by_hand():
     lengths = [0, 0, 4, 4, 4, 6, 6]
     check_history(policy, 0, lengths)
     assert history_by_hand(lengths, policy.knobs) == [7, 6, 5, 5, 5, 5, 6]
-    for _ in range(20):
-        policy.observe(torch.tensor([0]), torch.tensor([0], dtype=torch.int32))
+    tell(policy, 0, times=20)
     assert policy.max_depths.tolist() == [3]
-    for _ in range(20):
-        policy.observe(torch.tensor([0]), torch.tensor([5], dtype=torch.int32))
+    tell(policy, 5, times=20)
     assert policy.max_depths.tolist() == [8]
 
 
 def test_history_limits_the_next_plan():
     """Catches: a maximum depth that is measured and never used, or used with confidence left out."""
     policy = AdaptiveTree(2, 64, "cpu")
-    for _ in range(3):
-        policy.observe(torch.tensor([0]), torch.tensor([0], dtype=torch.int32))
+    tell(policy, 0, times=3)
     step_with(policy, 1.0, rows=(0, 1))
     assert plans_of(policy, [0, 1]) == [(5, 2), (8, 2)]
     assert step_with(policy, 1.0, rows=(0,)) == 5
@@ -199,8 +204,7 @@ def test_admit_forgets():
     """Catches: a request that inherits the plan, the confidence or the history of its row's last owner, also while the
     plan of the last step is still on its way."""
     policy = AdaptiveTree(3, 64, "cpu")
-    for _ in range(5):
-        policy.observe(torch.tensor([0, 2]), torch.tensor([0, 0], dtype=torch.int32))
+    tell(policy, 0, (0, 2), times=5)
     step_with(policy, 1.0, rows=(0, 2))
     policy.admit(np.array([2]))
     assert policy.confidence[[0, 2]].tolist() == [1.0, 0.5]
