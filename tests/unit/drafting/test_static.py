@@ -89,12 +89,12 @@ def test_specvlm_is_the_published_tree():
 
 
 @quick
-@given(paths=trees(), seed=st.integers(0, 1000), num_reqs=st.integers(1, 3))
+@given(paths=trees(), seed=st.integers(0, 1000), num_reqs=st.integers(1, 8))
 def test_a_users_tree_is_drafted(paths, seed, num_reqs):
     """Catches: a valid tree refused or changed, a node under the wrong parent, a rank mistaken for another, a node that
-    is fed without children."""
+    is fed without children, a request that gets another's tokens."""
     assert parse_paths([list(path) for path in paths]) == tuple(paths)
-    policy = StaticTree(4, "cpu", [list(path) for path in paths])
+    policy = StaticTree(8, "cpu", [list(path) for path in paths])
     drafts = [FakeDraft(seed + row, policy.num_candidates) for row in range(num_reqs)]
     fed = grow(policy, drafts, list(range(num_reqs)))
     assert len(fed) == policy.max_depth == max(map(len, paths))
@@ -132,20 +132,6 @@ def test_buffers_wider_or_narrower_than_the_topology(max_nodes):
     assert policy.tree.tokens.shape == (2, max_nodes + 1)
     check_static(policy, policy.topology.paths, 0, draft, fed)
     assert len(policy.topology.paths) == min(max_nodes, 25)
-
-
-@quick
-@given(paths=trees(max_nodes=20), seed=st.integers(0, 1000))
-def test_a_batch_is_its_requests(paths, seed):
-    """Catches: a request that gets another's tokens."""
-    together = StaticTree(8, "cpu", paths)
-    drafts = [FakeDraft(seed + row, together.num_candidates) for row in range(8)]
-    grow(together, drafts, list(range(8)))
-    for row, draft in enumerate(drafts):
-        alone = StaticTree(8, "cpu", paths)
-        grow(alone, [draft], [row])
-        assert torch.equal(together.tree.tokens[row], alone.tree.tokens[0])
-        assert torch.equal(together.tree.ancestors[row], alone.tree.ancestors[0])
 
 
 def test_buffers_stay_where_they_are():
