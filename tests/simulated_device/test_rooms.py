@@ -18,7 +18,7 @@ from tests.kernels import (
     test_visual_relevance,
 )
 from tests.simulated_device import device as sim
-from tests.unit.drafting.test_tree import FakeDraft
+from tests.unit.drafting.fake_draft import FakeDraft
 from vidspec_kernels import (
     CacheList,
     accept,

@@ -67,7 +67,7 @@ def translate(args: Any) -> VidSpecConfig | None:
         "model": draft,
         "num_speculative_tokens": config.num_speculative_tokens,
     }
-    if config.draft == "auto":
+    if config.draft_shape == "auto":
         args.speculative_config["num_speculative_tokens_per_batch_size"] = _schedule(args, config, passed)
     args.additional_config = {**(args.additional_config or {}), METHOD: config.model_dump()}
     args.worker_cls = _WORKERS[current_platform.is_cpu()]

@@ -55,7 +55,7 @@ _SCORERS: dict[str, Scorer] = {}
 
 
 def register_scorer(name: str, scorer: Scorer) -> None:
-    """Add a scorer under a name that `VidSpecConfig.scorer` can take.
+    """Add a scorer under a name that `ScoreKnobs.scorer` can take.
 
     Raises:
         ValueError: The name is taken.

@@ -106,8 +106,8 @@ def _engines(configs: list[VidSpecConfig]) -> list[str]:
 
     first: dict[frozenset[str], str] = {}
     for config in configs:
-        first.setdefault(get_pruner(config.pruner).needs, config.pruner)
-    return [pruner for needs, pruner in first.items() if needs] or [configs[0].pruner]
+        first.setdefault(get_pruner(config.prune.pruner).needs, config.prune.pruner)
+    return [pruner for needs, pruner in first.items() if needs] or [configs[0].prune.pruner]
 
 
 def _look(show: Show, pruners: list[str], report: Report) -> list[Record]:
@@ -148,8 +148,8 @@ def choose(config: VidSpecConfig, records: list[Record]) -> "Tensor":
 
     from vllm_vidspec.pruning import SCORE_NEEDS, PruneInputs, budget, get_pruner
 
-    pruner, grid = get_pruner(config.pruner), records[0].grid
-    num_keep = budget(grid.num_tokens, config.ratio_for("video"))
+    pruner, grid = get_pruner(config.prune.pruner), records[0].grid
+    num_keep = budget(grid.num_tokens, config.prune.ratio_for("video"))
     measured = next((r for r in records if pruner.needs and get_pruner(r.pruner).needs == pruner.needs), None)
     scores, features = (measured.scores, measured.features) if measured else (None, None)
     kept = torch.arange(num_keep)
@@ -159,6 +159,6 @@ def choose(config: VidSpecConfig, records: list[Record]) -> "Tensor":
         inputs = PruneInputs(grid, num_keep, scores, features, lambda_r=config.lambda_r, seed=config.prune_seed)
         kept = pruner(inputs)
     for record in records:
-        if record.pruner == config.pruner and not torch.equal(record.kept_indices, kept):
+        if record.pruner == config.prune.pruner and not torch.equal(record.kept_indices, kept):
             raise VidSpecError(f"pruner {pruner.name}: the engine kept other tokens than shown; please report this")
     return kept

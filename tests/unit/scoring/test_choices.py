@@ -4,15 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.config import ScoreKnobs
 from vllm_vidspec.errors import VidSpecError
 
 pytest.importorskip("vllm")
 from vllm_vidspec.scoring.choices import CALLS_TOOLS, PREFIX, choose, strict_reason
-
-
-def config(**knobs) -> VidSpecConfig:
-    return VidSpecConfig(model="self", num_speculative_tokens=4, **knobs)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +28,7 @@ def config(**knobs) -> VidSpecConfig:
     ],
 )
 def test_choices(knobs, asked, expected):
-    assert choose(asked, config(**knobs)) == expected
+    assert choose(asked, ScoreKnobs(**knobs)) == expected
 
 
 @pytest.mark.parametrize(
@@ -64,7 +60,7 @@ def test_choices(knobs, asked, expected):
 def test_out_of_bounds(knobs, asked, message):
     """Catches: a type that cannot be looked up, a value that is quoted whole."""
     with pytest.raises(VidSpecError, match=message) as error:
-        choose(asked, config(**knobs))
+        choose(asked, ScoreKnobs(**knobs))
     assert "\n" not in str(error.value) and len(str(error.value)) < 200
 
 
