@@ -52,7 +52,7 @@ def guide_by_states(worker) -> None:
 
     runner = worker.model_runner
     knobs, parts = runner.knobs, runner.parts
-    knobs.change(knobs.now.model_copy(update={"pruner": "uv"}))
+    knobs.change(knobs.now.changed({"pruner": "uv"}))
     guidance = HiddenStateGuidance(knobs, runner.model, runner.vllm_config, runner.counters, runner.agreement)
     guidance.reserve(1 << 30)
     runner.listeners.__init__([guidance, parts.visual], knobs, runner.agreement)

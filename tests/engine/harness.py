@@ -132,7 +132,7 @@ class Engine:
     @contextlib.contextmanager
     def retuned(self, **knobs: Any) -> Iterator[None]:
         """Change knobs for a while."""
-        before = {name: getattr(self.config, name) for name in knobs}
+        before = {name: self.config.flat()[name] for name in knobs}
         self.retune(**knobs)
         try:
             yield

@@ -96,7 +96,7 @@ class World:
         self.trees = self._make_trees() if config.shapes - {"chain"} else None
         self._make_speculator()
         self.rules = None
-        if config.scorers - {"strict"}:
+        if config.score.scorers - {"strict"}:
             self.rules = looseness.LooseRules(
                 self.knobs, self.vllm_config, MAX_REQS, VOCAB, self.sampler, self.counters
             )

@@ -48,7 +48,7 @@ def prepare(runner: Any) -> None:
     if parts.visual is not None:
         store = parts.visual.store
         tables = (store.pool, store.block_fill, store.block_table, store.num_blocks)
-        warm_up.warm_visual_relevance(*tables, runner.dtype, config.top_n, num_drafts + 1)
+        warm_up.warm_visual_relevance(*tables, runner.dtype, config.score.top_n, num_drafts + 1)
     _prepare_drafter(runner.speculator.drafter, runner)
 
 

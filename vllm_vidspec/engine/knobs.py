@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from vllm_vidspec.config import VidSpecConfig, parse_config
+from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.config.model import flatten
 from vllm_vidspec.errors import VidSpecError
 
 # What may change while the engine runs: pruning always, verification where any request can be loose.
@@ -35,11 +36,12 @@ class Knobs:
         Raises:
             VidSpecError: A knob that cannot change at run time, or a wrong value.
         """
-        tunable = _PRUNING | (_RULES if self._first.scorers != {"strict"} else set())
+        changes = flatten(changes)
+        tunable = _PRUNING | (_RULES if self._first.score.scorers != {"strict"} else set())
         if fixed := sorted(set(changes) - tunable):
             raise VidSpecError(f"{fixed[0]} cannot change while the engine runs")
-        config, _ = parse_config(self.now.model_dump(exclude={"calibration"}) | changes)
-        if "loose" in config.scorers - self._first.scorers:
+        config = self.now.changed(changes)
+        if "loose" in config.score.scorers - self._first.score.scorers:
             raise VidSpecError("scorer cannot change to loose: the engine keeps no hidden states")
         self.change(config)
 

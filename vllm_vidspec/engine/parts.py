@@ -39,11 +39,11 @@ class RunnerParts:
         self.guidance = make_guidance(knobs, model, vllm_config, counters, agreement)
         self.rules: LooseRules | None = None
         self.visual: VisualStates | None = None
-        if config.scorers != {"strict"}:
+        if config.score.scorers != {"strict"}:
             self.rules = LooseRules(
                 knobs, vllm_config, runner.max_num_reqs, runner.vocab_size, runner.sampler, counters
             )
-        if self.rules is not None and "loose" in config.scorers:
+        if self.rules is not None and "loose" in config.score.scorers:
             self.visual = VisualStates(knobs, vllm_config, runner.max_num_reqs, counters, self.rules, agreement)
         listeners = (self.guidance, self.visual, self.trees)
         self.listeners = TargetListeners([part for part in listeners if part is not None], knobs, agreement)

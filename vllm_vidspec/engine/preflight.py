@@ -85,7 +85,7 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
             raise VidSpecError(refusal)
     cache_preflight.check_target(vllm_config, config)
     _warn(vllm_config, config)
-    check = functools.partial(choose, config=config)  # pickled for the workers
+    check = functools.partial(choose, knobs=config.score)  # pickled for the workers
     api.mark_as_ours(vllm_config.speculative_config, check)
     api.hear_request_choices(PREFIX, CALLS_TOOLS, check)
     keep_attention_out_of_graphs(vllm_config, config)
@@ -132,18 +132,18 @@ def scheduling_refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str
 
 def scorer_refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
     """Yield a line for each thing that scorers which let mismatches stand cannot work with."""
-    if config.scorers == {"strict"}:
+    if config.score.scorers == {"strict"}:
         return
     if vllm_config.parallel_config.enable_batch_sharded_sampling:
         yield "--enable-batch-sharded-sampling shows a rank its own requests only: use the strict scorer"
-    if "loose" in config.scorers and config.relevance_dtype == "fp8":
+    if "loose" in config.score.scorers and config.score.relevance_dtype == "fp8":
         from vllm.platforms import current_platform
 
         # Below, Triton has no conversion of them.
         if current_platform.is_cuda() and not current_platform.has_device_capability(89):
             found = current_platform.get_device_capability().as_version_str()
             yield f"relevance_dtype fp8 needs compute capability 8.9, this GPU has {found}: use auto"
-    if config.protected_tokens and vllm_config.model_config.skip_tokenizer_init:
+    if config.score.protected_tokens and vllm_config.model_config.skip_tokenizer_init:
         yield "protected_tokens needs a tokenizer: drop --skip-tokenizer-init"
 
 
@@ -166,7 +166,7 @@ def _warn(vllm_config: Any, config: VidSpecConfig) -> None:
             draft_len,
             target_len,
         )
-    if lossy := ", ".join(sorted(config.scorers - {"strict"})):
+    if lossy := ", ".join(sorted(config.score.scorers - {"strict"})):
         logger.warning("vidspec: requests may be verified by %s: their output can differ from the target's", lossy)
 
 

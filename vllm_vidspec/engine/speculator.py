@@ -171,7 +171,7 @@ class VidSpecSpeculator(BaseSpeculator):
             cache,
             self._agreement,
             shared=encoder_cache.encoder_outputs if shares else {},
-            fills_trees=is_async if config.tree_fill is None else config.tree_fill,
+            fills_trees=is_async if config.tree.fill is None else config.tree.fill,
         )
         for name, value in (
             ("draft_pool_blocks_total", num_blocks - 1),

@@ -86,14 +86,14 @@ def run(show: Show, report: Report = silent) -> dict[str, Any]:
     """
     check(show)
     frames = read_video(show.path, show.num_frames)
-    configs = {config.pruner: config for config in (show.config(pruner=name) for name in show.pruners)}
+    configs = {config.prune.pruner: config for config in (show.config(pruner=name) for name in show.pruners)}
     records = _look(show, _engines(list(configs.values())), report)
     grid = records[0].grid
     if any(record.grid != grid for record in records):
         raise VidSpecError("the engines saw different token grids; please report this")
     if grid.tokens_per_frame * grid.num_frames == 0 or (grid.num_frames == grid.height == 1 < grid.width):
         raise VidSpecError(f"the layout of the video's {grid.num_tokens} tokens is unknown: nothing can be drawn")
-    rows = [contact_sheet.Row(config.pruner, choose(config, records), grid) for config in configs.values()]
+    rows = [contact_sheet.Row(config.prune.pruner, choose(config, records), grid) for config in configs.values()]
     what = f"{show.path.name}: {show.target or show.family}, prune ratio {show.prune_ratio:g}"
     image = contact_sheet.draw(frames, grid, rows, f"What the draft sees of {what}", show.columns)
     contact_sheet.save(image, show.out, rows)
@@ -156,7 +156,7 @@ def choose(config: VidSpecConfig, records: list[Record]) -> "Tensor":
     if 0 < num_keep < grid.num_tokens:
         if (pruner.needs & SCORE_NEEDS and scores is None) or ("features" in pruner.needs and features is None):
             raise VidSpecError(f"pruner {pruner.name}: the engine measured nothing for it (see vidspec's log lines)")
-        inputs = PruneInputs(grid, num_keep, scores, features, lambda_r=config.lambda_r, seed=config.prune_seed)
+        inputs = PruneInputs(grid, num_keep, scores, features, lambda_r=config.prune.lambda_r, seed=config.prune.seed)
         kept = pruner(inputs)
     for record in records:
         if record.pruner == config.prune.pruner and not torch.equal(record.kept_indices, kept):

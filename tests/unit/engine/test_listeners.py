@@ -287,11 +287,11 @@ def test_layers_follow_the_knobs(monkeypatch):
     """Catches: layers of the start-up's knobs; a refused change of which half is kept."""
     guidance = make_guidance(AttentionGuidance, monkeypatch)
     knobs = guidance.knobs
-    knobs.change(knobs.now.model_copy(update={"guidance_layers": (0,)}))
+    knobs.change(knobs.now.changed({"guidance_layers": (0,)}))
     assert guidance._layers == {0}
     with pytest.raises(VidSpecError, match="layers 0 to 0, not 1"):
-        knobs.change(knobs.now.model_copy(update={"guidance_layers": (1,)}))
-    assert guidance._layers == {0} and knobs.now.guidance_layers == (0,)
+        knobs.change(knobs.now.changed({"guidance_layers": (1,)}))
+    assert guidance._layers == {0} and knobs.now.prune.guidance_layers == (0,)
 
 
 def test_states_beyond_the_bound_are_not_kept(monkeypatch):
@@ -390,7 +390,7 @@ def test_what_cannot_be_measured_is_nan_and_counted_once(monkeypatch):
     monkeypatch.setattr(state_store, "visual_relevance", lambda *_: 1 / 0)
     assert np.isnan(measured(states, 0, 1)).all() and np.isnan(measured(states, 1)).all()
     assert states.counters["strict_error"] == 1
-    states.knobs.change(states.knobs.now.model_copy(update={"on_draft_error": "raise"}))
+    states.knobs.change(states.knobs.now.changed({"on_draft_error": "raise"}))
     with pytest.raises(ZeroDivisionError):
         measured(states, 1)
 

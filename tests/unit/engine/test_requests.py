@@ -85,16 +85,16 @@ def test_knobs_change_for_everybody_or_for_nobody():
     held, heard = knobs(prune_ratio=0.5), []
 
     def hear(config: VidSpecConfig) -> None:
-        heard.append(config.ratio_for("video"))
-        if config.ratio_for("video") > 0.9:
+        heard.append(config.prune.ratio_for("video"))
+        if config.prune.ratio_for("video") > 0.9:
             raise VidSpecError("too much")
 
     held.on_change(hear)
     held.retune({"prune_ratio": 0.7})
-    assert held.now.ratio_for("video") == 0.7
+    assert held.now.prune.ratio_for("video") == 0.7
     with pytest.raises(VidSpecError, match="too much"):
         held.retune({"prune_ratio": 0.95})
-    assert held.now.ratio_for("video") == 0.7 and heard == [0.7, 0.95, 0.7]
+    assert held.now.prune.ratio_for("video") == 0.7 and heard == [0.7, 0.95, 0.7]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ VOCAB_SIZE, NUM_ROWS = 70, 4
 @pytest.fixture
 def made(monkeypatch):
     """Return rules that protect token 9, or 5 with words of one's own; `made.counted` says who is strict, and why."""
-    monkeypatch.setattr(rules_module, "protected_ids", lambda config, _: {5} if config.protected_tokens else {9})
+    monkeypatch.setattr(rules_module, "protected_ids", lambda config, _: {5} if config.score.protected_tokens else {9})
     counted: list[str] = []
     vllm_config = SimpleNamespace(device_config=SimpleNamespace(device=torch.device("cpu")), model_config=None)
     seeds = SimpleNamespace(sampling_states=SimpleNamespace(seeds=SimpleNamespace(gpu=torch.arange(NUM_ROWS))))
@@ -102,7 +102,7 @@ def test_what_no_mismatch_may_touch(made):
     rules.ready(1)
     assert may() == [False, False, False, True, False, True]
     assert may([0.0] * 6 + [float("nan")])[-2:] == [False, False]
-    made.knobs.change(made.knobs.now.model_copy(update={"protected_tokens": ("no",), "position_shift": False}))
+    made.knobs.change(made.knobs.now.changed({"protected_tokens": ("no",), "position_shift": False}))
     rules.admit(arrival(1))
     rules.ready(1)
     assert may() == [True, True, True, True, False, True]
@@ -116,7 +116,7 @@ def test_whose_relevance_a_draft_is_judged_by(made):
     found = rules.looseness(part([2, 3, 4], relevance), torch.zeros(3, dtype=torch.int64), logits)
     assert found.scores.tolist() == pytest.approx(relevance)
     assert found.shares.tolist() == [0, 0.25, 0, 0] and (found.rules != 0).tolist() == [False, True, False, False]
-    made.knobs.change(made.knobs.now.model_copy(update={"relevance_rows": "prediction"}))
+    made.knobs.change(made.knobs.now.changed({"relevance_rows": "prediction"}))
     found = rules.looseness(part([2, 3, 4], relevance), torch.zeros(3, dtype=torch.int64), logits)
     assert found.scores.tolist() == pytest.approx([0.1, 0.1, 0.2])
 

@@ -70,13 +70,13 @@ def _pool_bytes(config: VidSpecConfig, vllm_config: Any, model: DraftModel, avai
     max_slots = max_slots_per_request(vllm_config.model_config.max_model_len, config.num_speculative_tokens)
     blocks_per_req = -(-max_slots // model.block_size)
     most = (vllm_config.scheduler_config.max_num_seqs * blocks_per_req + 1) * per_block
-    if config.draft_kv_bytes is not None:
-        wanted = config.draft_kv_bytes
-    elif config.draft_kv_fraction is not None:
-        wanted = int(config.draft_kv_fraction * available_bytes)
+    if config.pool.kv_bytes is not None:
+        wanted = config.pool.kv_bytes
+    elif config.pool.kv_fraction is not None:
+        wanted = int(config.pool.kv_fraction * available_bytes)
     else:
         draft, target = kv_bytes_per_token(model.config), kv_bytes_per_token(vllm_config)
-        kept = 1 - min(config.ratio_for("video"), config.ratio_for("image"))
+        kept = 1 - min(config.prune.ratio_for("video"), config.prune.ratio_for("image"))
         share = min(1.0, kept + _TEXT_SHARE) * draft
         wanted = max(int(available_bytes * share / (target + share)), (blocks_per_req + 1) * per_block)
     if wanted < 2 * per_block:
@@ -86,7 +86,7 @@ def _pool_bytes(config: VidSpecConfig, vllm_config: Any, model: DraftModel, avai
 
 def _vision_bytes(config: VidSpecConfig, vllm_config: Any, available_bytes: int) -> int:
     """Return the size of the cache of vision embeddings: none for a target that is shown nothing."""
-    wanted = config.draft_encoder_bytes
+    wanted = config.pool.encoder_bytes
     if wanted is None:
         multimodal = vllm_config.model_config.multimodal_config
         shows = multimodal is not None and any(map(multimodal.get_limit_per_prompt, ("image", "video")))

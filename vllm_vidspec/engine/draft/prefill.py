@@ -62,7 +62,7 @@ class DraftPrefill:
         self._shared = shared
         self._agreement = agreement
         self._adapter = adapter_for(model.hf_config)
-        self._compares = "features" in get_pruner(knobs.now.pruner).needs
+        self._compares = "features" in get_pruner(knobs.now.prune.pruner).needs
         self._jobs: dict[int, PrefillJob] = {}  # by row, in order of admission
         self._failed: list[int] = []  # rows, of the step that runs
         # What was chosen and why, for tools that look at pruning; None while nobody looks.
@@ -111,7 +111,7 @@ class DraftPrefill:
         plan = plan_prompt(
             message.token_ids,
             message.features,
-            self._knobs.now,
+            self._knobs.now.prune,
             self._adapter,
             self.model.hf_config,
             self.model.full_positions,
@@ -120,7 +120,7 @@ class DraftPrefill:
         kept = [
             None
             if self._compares and item.is_choice
-            else choose_kept(item, self._knobs.now, None if scores is None else scores[i], None)
+            else choose_kept(item, self._knobs.now.prune, None if scores is None else scores[i], None)
             for i, item in enumerate(plan.items)
         ]
         return PrefillJob(
@@ -257,7 +257,7 @@ class DraftPrefill:
         try:
             kept = job.kept[i]
             if kept is None:
-                kept = job.kept[i] = choose_kept(job.plan.items[i], self._knobs.now, None, embeddings)
+                kept = job.kept[i] = choose_kept(job.plan.items[i], self._knobs.now.prune, None, embeddings)
             if self._compares and self._watched is not None:
                 job.looks[i] = embeddings.float().cpu()
             is_whole = len(kept) == len(embeddings)

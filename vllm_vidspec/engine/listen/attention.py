@@ -93,7 +93,7 @@ class AttentionGuidance(Guidance):
 
     def _select(self, config: VidSpecConfig) -> None:
         """Choose the layers to sum; a VidSpecError if the target has no such layer."""
-        self._layers = chosen_layers(config.guidance_layers, len(self.attention))
+        self._layers = chosen_layers(config.prune.guidance_layers, len(self.attention))
 
     def init_kv(self, runner: Any) -> None:
         """Refuse keys packed in a way that no view describes (bf16 on AMX); see `TargetListener`."""

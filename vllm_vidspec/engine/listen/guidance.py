@@ -21,7 +21,7 @@ def make_guidance(
     Raises:
         VidSpecError: The target's attention backend or model class cannot be listened to, or a layer does not exist.
     """
-    needs = get_pruner(knobs.now.pruner).needs
+    needs = get_pruner(knobs.now.prune.pruner).needs
     if "attention" in needs:
         return AttentionGuidance(knobs, vllm_config, counters, agreement)
     if "uv" in needs:

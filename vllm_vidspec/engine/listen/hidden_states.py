@@ -53,7 +53,7 @@ class HiddenStateGuidance(Guidance):
     ):
         super().__init__(knobs, counters, vllm_config.device_config.device, agreement)
         num_layers = vllm_config.model_config.get_total_num_hidden_layers()
-        layer = knobs.now.uv_layer if knobs.now.uv_layer is not None else default_uv_layer(num_layers)
+        layer = knobs.now.prune.uv_layer if knobs.now.prune.uv_layer is not None else default_uv_layer(num_layers)
         if layer > num_layers:
             raise VidSpecError(f"uv_layer: the target has layers 1 to {num_layers}, not {layer}")
         compat.expose_hidden_states(target, (0, layer))
@@ -65,7 +65,7 @@ class HiddenStateGuidance(Guidance):
 
     def reserve(self, available_bytes: int) -> int:
         """Keep `guidance_bytes` for hidden states; see `TargetListener`."""
-        wanted = self.knobs.now.guidance_bytes
+        wanted = self.knobs.now.prune.guidance_bytes
         self._max_bytes = available_bytes // 20 if wanted is None else wanted
         return self._max_bytes
 

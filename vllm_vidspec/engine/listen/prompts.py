@@ -129,7 +129,7 @@ class Guidance(TargetListener):
             items = [embedding_indices(feature) for feature in features]
         except UnsupportedPrompt:
             return []
-        ratios = [self.knobs.now.ratio_for(feature.modality) for feature in features]
+        ratios = [self.knobs.now.prune.ratio_for(feature.modality) for feature in features]
         kept = [budget(len(item), ratio) for item, ratio in zip(items, ratios, strict=True)]
         chooses = any(0 < keep < len(item) for keep, item in zip(kept, items, strict=True))
         return items if chooses else []

@@ -82,7 +82,7 @@ class VisualStates(TargetListener):
         self._group = get_tp_group()
         self._guard = Guard(knobs, agreement, "relevance was not measured; these requests are verified strictly")
         model, device = vllm_config.model_config, vllm_config.device_config.device
-        dtype = torch.float8_e4m3fn if knobs.now.relevance_dtype == "fp8" else model.dtype
+        dtype = torch.float8_e4m3fn if knobs.now.score.relevance_dtype == "fp8" else model.dtype
         self._bytes_per_token = -(-model.get_hidden_size() * dtype.itemsize // self._group.world_size)
         self.store = StateStore(model.get_hidden_size(), dtype, model.max_model_len, max_num_reqs, device, self._group)
         self._holders: dict[int, _Holder] = {}  # by persistent row
@@ -90,7 +90,7 @@ class VisualStates(TargetListener):
 
     def reserve(self, available_bytes: int) -> int:
         """Keep `relevance_bytes` for the store; see `TargetListener`."""
-        return self.store.reserve(self.knobs.now.relevance_bytes or available_bytes // 20, available_bytes)
+        return self.store.reserve(self.knobs.now.score.relevance_bytes or available_bytes // 20, available_bytes)
 
     def init_kv(self, runner: Any) -> None:
         """Allocate the store's pool; see `TargetListener`."""
@@ -251,7 +251,7 @@ class VisualStates(TargetListener):
             batch: vLLM's `InputBatch`, which says which of them have logits.
             max_queries: Most logits rows of a request.
         """
-        begin, top_n = time.perf_counter(), self.knobs.now.top_n
+        begin, top_n = time.perf_counter(), self.knobs.now.score.top_n
         try:
             partial = self.store.cosines(hidden_states[batch.logits_indices], batch, top_n, max_queries)
         except Exception as error:

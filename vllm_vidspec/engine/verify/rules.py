@@ -66,7 +66,7 @@ class LooseRules:
         if sampling is None:
             return
         try:
-            choice = choose(sampling.extra_args, self._knobs.now)
+            choice = choose(sampling.extra_args, self._knobs.now.score)
         except VidSpecError:  # the API server has refused it already; whoever comes another way is served strictly
             self._counters.add("strict_error")
             return
@@ -98,8 +98,8 @@ class LooseRules:
 
     def _set(self, req_state_idx: int) -> None:
         (scorer, share), config = self._choices[req_state_idx], self._knobs.now
-        shift = SHIFT if scorer == "loose" and config.position_shift else 0
-        window = config.fly_window if scorer == "fly" else 0
+        shift = SHIFT if scorer == "loose" and config.score.position_shift else 0
+        window = config.score.fly_window if scorer == "fly" else 0
         source = {"loose": _RELEVANCE, "random": _CHANCE}.get(scorer, 0)
         self._table_np[:, req_state_idx] = (RULES[scorer] | shift, window, np.float32(share).view(np.int32), source)
         self._table = None
@@ -116,7 +116,7 @@ class LooseRules:
     @property
     def is_predicting(self) -> bool:
         """Whether a draft's relevance is that of the row which predicts it, not of its own."""
-        return self._knobs.now.relevance_rows == "prediction"
+        return self._knobs.now.score.relevance_rows == "prediction"
 
     # ---- verification ----------------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class LooseRules:
         rules, windows, shares, sources = self._on_device()
         entropies = scores = torch.zeros(len(part.drafts), device=self._device)
         if (self._table_np[0, part.idx_mapping_np] & WINDOW).any():
-            entropies = normalized_entropy(logits, config.fly_top_k)
+            entropies = normalized_entropy(logits, config.score.fly_top_k)
         if part.relevance is not None:
             scores = part.relevance[parent] if self.is_predicting else part.relevance
             # NaN: it could not be measured, and who asks for it is verified strictly.
@@ -158,7 +158,7 @@ class LooseRules:
             scores=scores,
             entropies=entropies,
             may_loosen=may,
-            min_entropy=config.fly_entropy,
+            min_entropy=config.score.fly_entropy,
         )
 
     def _parents(self, part: VerifySlice) -> torch.Tensor:
@@ -197,7 +197,7 @@ def protected_ids(config: VidSpecConfig, model_config: Any) -> set[int]:
     if model_config.skip_tokenizer_init:
         return ids
     tokenizer = cached_tokenizer_from_config(model_config)
-    words = PROTECTED_TOKENS if config.protected_tokens is None else config.protected_tokens
+    words = PROTECTED_TOKENS if config.score.protected_tokens is None else config.score.protected_tokens
     found = ids_of_words(
         words, DIGITS in words, tokenizer.get_vocab(), lambda token: tokenizer.convert_tokens_to_string([token])
     )
