@@ -67,7 +67,7 @@ def check_layout_name(layout: str, what: str, way_out: str) -> None:
         raise VidSpecError(f"{what} cannot read the CPU cache layout {layout!r}: use --dtype float32, or {way_out}")
 
 
-def kv_views(kv_cache: torch.Tensor, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def cache_views(kv_cache: torch.Tensor, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values of a paged cache as views `[num_blocks, block_size, num_kv_heads, head_size]`.
 
     Args:
@@ -90,7 +90,7 @@ def distinct_views(layers: Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tens
     """Return keys, values and the number of query heads of attention layers, of those that are alike only one's."""
     found = {}
     for layer in layers:
-        keys, values = kv_views(layer.kv_cache, layer)
+        keys, values = cache_views(layer.kv_cache, layer)
         num_heads = layer.impl.num_heads
         found[keys.shape, keys.stride(), keys.dtype, num_heads] = (keys, values, num_heads)
     return list(found.values())

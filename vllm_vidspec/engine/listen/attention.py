@@ -16,7 +16,7 @@ from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine import compat
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.kv_views import attention_layers, check_layout, check_readable, kv_views
+from vllm_vidspec.engine.kv_views import attention_layers, cache_views, check_layout, check_readable
 from vllm_vidspec.engine.listen.prompts import Guidance, Guided, HeardPrompt, PendingScores, prefills
 from vllm_vidspec.engine.listen.protocol import Forward
 from vllm_vidspec.engine.report.counters import Counters
@@ -44,7 +44,7 @@ class _AttentionStep:
         query_rows: `[num_queries]` int64 rows of the step's query tensor.
         query_start_loc: `[n + 1]` int32.
         query_pos: `[num_queries]` int32 place in the sequence.
-        batch_rows: `[n]` int64 rows of the step's block table.
+        req_indices: `[n]` int64 batch rows, for the block table.
         num_keys: `[n]` int32 keys to score.
         sums: `[n, max(num_keys)]` float32.
         prompts: The n requests and how many queries each has here.
@@ -57,7 +57,7 @@ class _AttentionStep:
     query_rows: torch.Tensor
     query_start_loc: torch.Tensor
     query_pos: torch.Tensor
-    batch_rows: torch.Tensor
+    req_indices: torch.Tensor
     num_keys: torch.Tensor
     sums: torch.Tensor
     prompts: list[tuple[_AttentionPrompt, int]]
@@ -102,7 +102,7 @@ class AttentionGuidance(Guidance):
     def before_forward(self, batch: Any) -> None:
         """Gather the step's guiding queries."""
         self._step = None
-        rows, positions, found, batch_rows = [], [], [], []
+        rows, positions, found, req_indices = [], [], [], []
         for req_idx, prompt, start, end in prefills(batch, self._prompts):
             first = max(start, prompt.text_start)
             if first < end:
@@ -110,7 +110,7 @@ class AttentionGuidance(Guidance):
                 positions.append(np.arange(first, end))
                 rows.append(positions[-1] + offset)
                 found.append((prompt, end - first))
-                batch_rows.append(req_idx)
+                req_indices.append(req_idx)
         if not found:
             return
         num_keys, counts = [prompt.text_start for prompt, _ in found], [count for _, count in found]
@@ -119,7 +119,7 @@ class AttentionGuidance(Guidance):
             query_rows=self._upload(query_rows, torch.int64),
             query_start_loc=self._upload(np.cumsum([0, *counts]), torch.int32),
             query_pos=self._upload(np.concatenate(positions), torch.int32),
-            batch_rows=self._upload(np.array(batch_rows), torch.int64),
+            req_indices=self._upload(np.array(req_indices), torch.int64),
             num_keys=self._upload(np.array(num_keys), torch.int32),
             sums=torch.zeros(len(found), max(num_keys), dtype=torch.float32, device=self.device),
             prompts=found,
@@ -139,14 +139,10 @@ class AttentionGuidance(Guidance):
             self._error = error
 
     def observe(self, index: int, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any) -> None:
-        """Add one layer's weights; called inside the target's forward, after the layer's own attention.
+        """Add one layer's weights, after its own attention, from a cache that holds this step's keys.
 
         Args:
-            index: Layer.
-            layer: vLLM's `Attention`.
-            query: `[num_tokens, num_heads * head_size]` or `[num_tokens, num_heads, head_size]`, rotated.
-            kv_cache: The layer's paged cache; it holds this step's keys.
-            metadata: The backend's metadata of this step.
+            index: Of the layer; the others are `compat.observe_attention`'s.
         """
         step = self._step
         # A captured graph or a split batch does not carry this step's rows; `after_forward` notices the missing layer.
@@ -156,8 +152,8 @@ class AttentionGuidance(Guidance):
         impl = layer.impl
         guidance_scores(
             query.view(query.shape[0], impl.num_heads, impl.head_size)[step.query_rows],
-            kv_views(kv_cache, layer)[0],
-            metadata.block_table[step.batch_rows],
+            cache_views(kv_cache, layer)[0],
+            metadata.block_table[step.req_indices],
             step.query_start_loc,
             step.query_pos,
             step.sums,
