@@ -1,4 +1,4 @@
-"""Says when drafts have stopped to stand: sustained near-zero acceptance, whatever its cause."""
+"""Says when drafts have stopped to stand: sustained near-zero acceptance, whatever its cause. Plain numbers only."""
 
 from vllm.logger import init_logger
 
