@@ -1,1 +1,1 @@
-"""The engine room: the only one that touches vLLM; only `compat/` patches it."""
+"""The engine room: the only one that touches vLLM. Only `compat/` patches it."""

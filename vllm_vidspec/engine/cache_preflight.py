@@ -17,7 +17,7 @@ logger = logging.getLogger("vllm.vidspec")
 
 
 def check_target(vllm_config: Any, config: VidSpecConfig) -> None:
-    """Refuse a target whose layers or KV cache cannot be read as configured; choose a backend where vLLM's cannot.
+    """Refuse a target whose layers or KV cache cannot be read as configured, and choose a backend where vLLM's cannot.
 
     Raises:
         VidSpecError: One line naming what is wrong, and the way out.

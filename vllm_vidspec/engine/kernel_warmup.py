@@ -1,4 +1,4 @@
-"""Compiles and loads our kernels before anything is captured or served; reads the runner's parts, changes none.
+"""Compiles and loads our kernels before anything is captured or served, as the runner's parts need them.
 
 A kernel that is compiled at its first launch stalls every request of that step for seconds, and one that is loaded at
 its first launch may be loaded under capture. Interpreted kernels (the CPU engine) need neither.
@@ -22,7 +22,7 @@ logger = init_logger("vllm.vidspec")
 
 
 def warm_up_kernels(runner: Any) -> None:
-    """Prepare every variant that a runner's steps can reach; on CUDA only, once its KV caches exist.
+    """Prepare every variant that a runner's steps can reach, on CUDA only, once its KV caches exist.
 
     Args:
         runner: Our model runner.

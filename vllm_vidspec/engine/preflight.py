@@ -217,7 +217,7 @@ def _check_args(args: Any) -> None:
 
 
 def _check_pair(args: Any, config: VidSpecConfig, draft_revision: str | None) -> None:
-    """Compare the two checkpoints' configurations; no weight is read."""
+    """Compare the two checkpoints' configurations, before any weight is read."""
     target = _hf_config(args.model, args.revision, args, "target")
     if config.is_self_draft:
         families.adapter_for(target)

@@ -16,7 +16,7 @@ def num_words(vocab_size: int) -> int:
 
 
 def pack_ids(ids: Iterable[int], num_words: int) -> np.ndarray:
-    """Return `[num_words]` int32 with one bit per token id; ids beyond are left out."""
+    """Return `[num_words]` int32 with one bit per token id. Ids beyond are left out."""
     bits = np.zeros(num_words * _WORD_BITS, dtype=bool)
     bits[[i for i in ids if i < len(bits)]] = True
     return np.packbits(bits, bitorder="little").view(np.int32).copy()

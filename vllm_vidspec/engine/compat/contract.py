@@ -26,7 +26,7 @@ def expect_parameters(function: Callable, *names: str) -> None:
 
 
 def wrap(owner: Any, name: str, make: Callable[[Any], Any], *parameters: str) -> bool:
-    """Replace an attribute once; the original stays on the replacement.
+    """Replace an attribute once, and keep the original on the replacement.
 
     Args:
         owner: A module or class of vLLM's.

@@ -1,4 +1,4 @@
-"""Vectorised numpy twins of vLLM Triton kernels that the interpreter runs one program at a time; CPU engine only.
+"""Vectorised numpy twins of vLLM Triton kernels that the interpreter runs one program at a time. CPU engine only.
 
 Each twin is bit-equal to the interpreted kernel (tests compare them), so it changes the CPU engine's speed and nothing
 else: the interpreter computes with numpy too.

@@ -28,7 +28,7 @@ _TOTALS = (
 
 
 class Counters:
-    """Counts of one worker, in all and by request; a `RowTable`. Only tensor-parallel rank 0 publishes.
+    """Counts of one worker, in all and by request. A `RowTable`. Only tensor-parallel rank 0 publishes.
 
     Args:
         vllm_config: vLLM's.
@@ -132,7 +132,7 @@ class Counters:
     # ---- by request ------------------------------------------------------------------------------------------------
 
     def admit(self, arrival: Arrival) -> None:
-        """Count a request's draft tokens from here on; one that was preempted goes on where it was."""
+        """Count a request's draft tokens from here on. One that was preempted goes on where it was."""
         if self._counts_requests and not self._is_paused:
             assert self._file is not None
             req_id = arrival.req_id
@@ -155,7 +155,7 @@ class Counters:
         self._pending.append((self._slots[idx_mapping_np], host))
 
     def publisher(self) -> Callable[[], None] | None:
-        """Return what publishes the step's counts once the device is done with it; None if nothing was counted."""
+        """Return what publishes the step's counts once the device is done with it, None if nothing was counted."""
         pending, self._pending = self._pending, []
         if not pending:
             return None
@@ -170,7 +170,7 @@ class Counters:
     # ---- totals ----------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Publish what the device has counted; on a GPU what it had counted when the last copy finished."""
+        """Publish what the device has counted, on a GPU what it had counted when the last copy finished."""
         if self._file is None or self._is_paused:
             return
         if self._copied is None:
@@ -202,7 +202,7 @@ class Counters:
             self._file.set(name, value)
 
     def skip(self, reason: str, req_id: str, detail: str) -> None:
-        """Count a request that runs without speculation; the first of each reason is logged."""
+        """Count a request that runs without speculation, and log the first of each reason."""
         self.add(f"skipped_{reason}")
         if reason not in self._logged and not self._is_paused:
             self._logged.add(reason)

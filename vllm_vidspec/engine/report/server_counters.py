@@ -1,4 +1,4 @@
-"""The server's side of the counters: /metrics, responses, and why an engine did not start; none of it can stop one."""
+"""The server's side of the counters: /metrics, responses, and why an engine did not start. None of it can stop one."""
 
 import os
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _current: CounterFiles | None = None
 
 
 def publish(vllm_config: Any) -> None:
-    """Make or open the engines' counter files and show them; where that is impossible, say so and go on."""
+    """Make or open the engines' counter files and show them. Where that is impossible, say so and go on."""
     global _current
     parallel = vllm_config.parallel_config
     engines = local_engines(parallel)

@@ -48,7 +48,7 @@ class PathSampler:
     def sample(
         self, part: VerifySlice, logits: torch.Tensor, input_ids: torch.Tensor, bound_np: np.ndarray, **options: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `[num_logits]` int64 tokens and `[num_logits, vocab_size]` processed logits; see vLLM's.
+        """Return `[num_logits]` int64 tokens and `[num_logits, vocab_size]` processed logits, as vLLM's sampler does.
 
         Args:
             part: The requests and their drafts.

@@ -22,7 +22,7 @@ _RELEVANCE, _CHANCE = 1, 2  # where a request's scores come from
 
 
 class LooseRules:
-    """Every request's rule by persistent row, and the tokens that it may neither gain nor lose; a `RowTable`.
+    """Every request's rule by persistent row, and the tokens that it may neither gain nor lose. A `RowTable`.
 
     Args:
         knobs: The server's defaults and bounds; they change while no request runs.
@@ -60,7 +60,7 @@ class LooseRules:
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def admit(self, arrival: Arrival) -> None:
-        """Give a request its rule; one that needs relevance is strict until `ready`."""
+        """Give a request its rule. One that needs relevance is strict until `ready`."""
         req_state_idx, sampling = arrival.req_state_idx, arrival.sampling
         self.forget(req_state_idx)
         if sampling is None:

@@ -65,7 +65,7 @@ class CoupledVerifier(RejectionSampler):
         self._paths = PathSampler(sampler, max_path)
 
     def begin(self, step: VerifyStep) -> None:
-        """Take the step that vLLM verifies next; one without drafts passes by."""
+        """Take the step that vLLM verifies next. One without drafts passes by."""
         self._step = step
 
     def end(self) -> None:
@@ -73,7 +73,7 @@ class CoupledVerifier(RejectionSampler):
         self._step = VerifyStep()
 
     def watch(self, on: bool) -> list[dict[str, Any]]:
-        """Return what became of every token since watching began, and go on watching or not; see `ScoreWatch`."""
+        """Return what became of every token since watching began, and go on watching or not (see `ScoreWatch`)."""
         records = [] if self._watch is None else self._watch.take()
         is_predicting = self._rules is not None and self._rules.is_predicting
         self._watch = ScoreWatch(self.sampler.req_states, is_predicting) if on else None
@@ -86,14 +86,14 @@ class CoupledVerifier(RejectionSampler):
         draft_logits: torch.Tensor | None = None,
         invalid_drafts: torch.Tensor | None = None,
     ):
-        """Verify a batch; see vLLM's. Its logits rows are the roots' and the drafts', in node order."""
+        """Verify a batch as vLLM asks. Its logits rows are the roots' and the drafts', in node order."""
         self._step.open(input_batch.cu_num_logits_np, self._measure(input_batch))
         if self._watch is not None:
             self._watch.begin(input_batch.req_ids, input_batch.is_prefilling_np)
         return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
 
     def _measure(self, input_batch: Any) -> torch.Tensor | None:
-        """Return `[num_logits]` relevance of a batch's rows; None where nobody asks for it."""
+        """Return `[num_logits]` relevance of a batch's rows, None where nobody asks for it."""
         idx_mapping_np = input_batch.idx_mapping_np
         if self._visual is None or self._rules is None or not self._rules.any_by_relevance(idx_mapping_np):
             return None
@@ -145,7 +145,10 @@ class CoupledVerifier(RejectionSampler):
         return processed_logits, scored.sampled, scored.num_sampled
 
     def _judge(self, part: VerifySlice, target_tokens: torch.Tensor, logits: torch.Tensor) -> Scored:
-        """Return which of a slice's drafts stand, given what the target samples, and from which logits; tell of it."""
+        """Return which of a slice's drafts stand, given what the target samples and the logits that it samples from.
+
+        Counters, watch and trees are told.
+        """
         looseness = None
         if self._rules is not None and self._rules.any_loose(part.idx_mapping_np):
             looseness = self._rules.looseness(part, target_tokens, logits)

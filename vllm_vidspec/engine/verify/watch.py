@@ -11,7 +11,7 @@ from vllm_vidspec.scoring import Scored
 
 
 class ScoreWatch:
-    """Records verify steps token by token; on the host, so an engine that is watched waits for every step.
+    """Records verify steps token by token, on the host: an engine that is watched waits for every step.
 
     Args:
         req_states: The runner's: what was emitted without being verified (by a prefill, a step without drafts), and
@@ -69,6 +69,6 @@ class ScoreWatch:
             record[name] += values
 
     def take(self) -> list[dict]:
-        """Return what was seen, a record per request: `req_id`, `tokens`, `relevance`, `kinds`; and forget it."""
+        """Return what was seen, a record per request: `req_id`, `tokens`, `relevance`, `kinds`, and forget it."""
         records, self._records = self._records, {}
         return [{"req_id": req_id} | record for req_id, record in records.items()]
