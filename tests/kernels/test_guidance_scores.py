@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.kernels.caches import make_cache
 from vidspec_kernels import guidance_scores, guidance_scores_reference
 
 # The package exports a function of the module's name.
@@ -17,14 +18,6 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 IMPLS = ["triton", "torch"]
 SENTINEL = 3.0
 NAN = float("nan")
-
-
-def empty_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype, layout):
-    """A cache of NaN: "flash" contiguous, "cpu" as the CPU engine stores it (K [head_dim, block_size], then V)."""
-    if layout == "flash":
-        return torch.full((num_blocks, block_size, num_kv_heads, head_dim), NAN, dtype=dtype)
-    cache = torch.full((num_blocks, num_kv_heads, 2, head_dim, block_size), NAN, dtype=dtype)
-    return cache[:, :, 0].permute(0, 3, 1, 2)
 
 
 def make_inputs(
@@ -43,18 +36,19 @@ def make_inputs(
     num_reqs = len(requests)
     max_blocks = max(-(-length // block_size) for _, length in requests) + spare_blocks
     num_blocks = num_reqs * max_blocks + 3
-    cache = empty_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype, layout)
+    cache, _ = make_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype, layout, device, poison=NAN)
     table = torch.randperm(num_blocks, generator=generator)[: num_reqs * max_blocks].view(num_reqs, max_blocks).int()
     for (_, length), row in zip(requests, table, strict=True):
         index = torch.arange(length)
-        cache[row[index // block_size].long(), index % block_size] = 2 * normal(length, num_kv_heads, head_dim)
+        place = row[index // block_size].long().to(device), (index % block_size).to(device)
+        cache[place] = 2 * normal(length, num_kv_heads, head_dim).to(device)
     counts = [num_queries for num_queries, _ in requests]
     positions = [torch.arange(length - num_queries, length) for num_queries, length in requests]
     # Empty requests' accumulator rows are out of range: they may not be read.
     rows = torch.randperm(num_reqs, generator=generator)
     return {
         "query": normal(sum(counts), num_heads, head_dim).to(device),
-        "key_cache": cache.to(device),  # a copy of a permuted dense tensor keeps its order
+        "key_cache": cache,
         "block_table": table.to(device),
         "query_start_loc": torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device),
         "query_pos": torch.cat(positions).int().to(device),
@@ -407,34 +401,18 @@ def test_nothing_to_do(device, impl):
     guidance_scores(**(inputs | none | {"query_start_loc": starts}), out=torch.zeros(1, 5, device=device), impl=impl)
 
 
-# ---- dispatch, checks, compilation, benchmark ----------------------------------------------------------------------
+# ---- dispatch, checks ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("impl", ["auto", "triton", "torch"])
-def test_dispatch(device, monkeypatch, impl):
+def test_dispatch(device, branches, impl):
     """Catches: a forced branch that silently runs the other, and a wrong automatic choice."""
-    ran = []
-
-    def watch(name, branch):
-        original = getattr(module, name)
-
-        class Watched:
-            def __getitem__(self, grid):
-                ran.append(branch)
-                return original[grid]
-
-            def __call__(self, *args):
-                ran.append(branch)
-                return original(*args)
-
-        monkeypatch.setattr(module, name, Watched())
-
-    watch("_row_stats_kernel", "pass 1")
-    watch("_guidance_scores_kernel", "pass 2")
-    watch("_guidance_scores_torch", "torch")
+    ran = branches(
+        "guidance_scores", kernels=("_row_stats_kernel", "_guidance_scores_kernel"), other="_guidance_scores_torch"
+    )
     run(make_inputs(device), impl)
     automatic = "triton" if device.type == "cuda" else "torch"
-    assert ran == (["torch"] if (automatic if impl == "auto" else impl) == "torch" else ["pass 1", "pass 2"])
+    assert ran == (["torch"] if (automatic if impl == "auto" else impl) == "torch" else ["triton"] * 2)
 
 
 @pytest.mark.parametrize(

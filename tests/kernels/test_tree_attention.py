@@ -1,180 +1,26 @@
-"""tree_attention: kernel and reference against a loop over entries, what may not be read or written, mutations."""
+"""tree_attention: kernel and reference against a loop over entries, what may not be read or written."""
 
-import importlib
-import importlib.util
 import math
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 
-from vidspec_kernels.tree_attention import tree_attention
-
-# The package exports a function of the module's name.
-module = importlib.import_module("vidspec_kernels.tree_attention")
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-IMPLS = ["triton", "torch"]
-NAN, INF = float("nan"), float("inf")
-SENTINEL = 3.0
-# Entries of one tile under the interpreter at these sizes, see test_sizes_of_the_prefix.
-BLOCK = 64
-TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-
-
-@dataclass
-class Request:
-    """One request: its prefix, and a mask word (0 <= word < 2**64) for each of its rows."""
-
-    prefix_len: int
-    words: list[int]
-
-
-def tree(num_rows, seed=0):
-    """Words of a random tree: row 0 is the root (no node), row i node i - 1, which sees itself and its ancestors."""
-    generator = torch.Generator().manual_seed(seed)
-    words = [0][:num_rows]
-    for row in range(1, num_rows):
-        parent = int(torch.randint(0, row, (1,), generator=generator))
-        words.append(words[parent] | 1 << (row - 1))
-    return words
-
-
-def requests_of(*shapes):
-    """Requests of (num_queries, prefix_len)."""
-    return [Request(prefix_len, tree(rows, seed=i)) for i, (rows, prefix_len) in enumerate(shapes)]
-
-
-MIXED = [(5, 37), (1, 0), (0, 20), (3, 16), (9, 90)]
-
-
-def make_cache(num_blocks, block_size, num_kv_heads, head_size, dtype, layout, device, poison):
-    """Keys and values full of poison: "flash" as a GPU backend stores them, "cpu" as the CPU engine ("vec") does."""
-    if layout == "flash":
-        cache = torch.full((num_blocks, 2, block_size, num_kv_heads, head_size), poison, dtype=dtype, device=device)
-        return cache[:, 0], cache[:, 1]
-    cache = torch.full((num_blocks, num_kv_heads, 2 * block_size, head_size), poison, dtype=dtype, device=device)
-    keys, values = cache.chunk(2, dim=2)
-    block_stride, head_stride, _, _ = keys.stride()
-    shape = (num_blocks, block_size, num_kv_heads, head_size)
-    return keys.as_strided(shape, (block_stride, 1, head_stride, block_size)), values.permute(0, 2, 1, 3)
-
-
-class Case:
-    """Inputs of one call; what no row attends to is poison, and the table points to poison where it is not used."""
-
-    def __init__(
-        self, device, requests, num_heads=4, num_kv_heads=2, head_size=32, block_size=16, dtype=torch.float32,
-        layout="flash", seed=0, poison=7.0, max_blocks=None, spare_queries=0, unused_block=None,
-    ):  # fmt: skip
-        generator = torch.Generator().manual_seed(seed)
-        self.requests, self.dtype, self.device = requests, dtype, device
-        num_reqs = len(requests)
-        counts = [len(request.words) for request in requests]
-        needed = [-(-(request.prefix_len + 64) // block_size) for request in requests]
-        self.max_blocks = max_blocks or max(needed) + 2
-        num_blocks = sum(needed) + 3
-        keys, values = make_cache(num_blocks, block_size, num_kv_heads, head_size, dtype, layout, device, poison)
-        # Rows of other requests between, before and behind ours; ours in no order.
-        order = torch.randperm(num_reqs, generator=generator).tolist()
-        starts, num_tokens = [0] * num_reqs, 2
-        for i in order:
-            starts[i] = num_tokens
-            num_tokens += counts[i] + 1
-        self.rows = torch.randperm(num_reqs + 4, generator=generator)[:num_reqs]
-        spare, *physical = torch.randperm(num_blocks, generator=generator).tolist()
-        unused_block = spare if unused_block is None else unused_block
-        table = torch.full((num_reqs + 4, self.max_blocks), unused_block, dtype=torch.int32)
-        # Of each request: {entry that some row attends to: its place}, float64 [n, 2, num_kv_heads, D] as stored.
-        self.entries = []
-        for i, request in enumerate(requests):
-            union = 0
-            for word in request.words:
-                union |= word
-            attended = list(range(request.prefix_len)) if request.words else []
-            attended += [request.prefix_len + j for j in range(64) if union >> j & 1]
-            attended = [entry for entry in attended if entry // block_size < self.max_blocks]
-            for block in sorted({entry // block_size for entry in attended}):
-                table[self.rows[i], block] = physical.pop()
-            pairs = torch.randn(len(attended), 2, num_kv_heads, head_size, generator=generator).to(dtype)
-            index = torch.tensor(attended, dtype=torch.int64)
-            block, slot = table[self.rows[i], index // block_size].long().to(device), (index % block_size).to(device)
-            keys[block, slot], values[block, slot] = pairs[:, 0].to(device), pairs[:, 1].to(device)
-            self.entries.append(({entry: place for place, entry in enumerate(attended)}, pairs.double()))
-        self.max_queries = max([1, *counts]) + spare_queries
-        words = torch.randint(-(2**63), 2**63 - 1, (num_reqs, self.max_queries + 1), generator=generator)
-        for i, request in enumerate(requests):
-            signed = [word - 2**64 if word >> 63 else word for word in request.words]
-            words[i, : counts[i]] = torch.tensor(signed, dtype=torch.int64)
-        self.query = torch.randn(num_tokens, num_heads, head_size, generator=generator).to(dtype)
-        self.starts, self.counts = starts, counts
-        self.keys, self.values, self.words = keys, values, words.to(device)
-        self.table = table.to(device)
-        self.scale = head_size**-0.5
-
-    def arguments(self):
-        def vector(values):
-            return torch.tensor(values, dtype=torch.int32, device=self.device)
-
-        prefix_lens = [request.prefix_len for request in self.requests]
-        return {
-            "query": self.query.to(self.device),
-            "key_cache": self.keys,
-            "value_cache": self.values,
-            "block_table": self.table,
-            "rows": self.rows.to(self.device),
-            "query_start": vector(self.starts),
-            "num_queries": vector(self.counts),
-            "prefix_lens": vector(prefix_lens),
-            "masks": self.words,
-            "scale": self.scale,
-            "max_queries": self.max_queries,
-            "max_prefix_len": max([0, *prefix_lens]),
-        }
-
-    def expect(self, nodes=True, prefix=True):
-        """Output and LSE of every token in float64, one row and head at a time; the sentinel where nothing is written.
-
-        Without `nodes` of the prefix alone, without `prefix` of the nodes alone.
-        """
-        num_tokens, num_heads, head_size = self.query.shape
-        group = num_heads // self.keys.shape[2]
-        out = torch.full((num_tokens, num_heads, head_size), SENTINEL, dtype=torch.float64)
-        lse = torch.full((num_heads, num_tokens), SENTINEL, dtype=torch.float64)
-        for request, (places, pairs), start in zip(self.requests, self.entries, self.starts, strict=True):
-            for i, word in enumerate(request.words):
-                attended = list(range(request.prefix_len)) if prefix else []
-                attended += [request.prefix_len + j for j in range(64) if nodes and word >> j & 1]
-                chosen = [places[entry] for entry in attended if entry in places]
-                for head in range(num_heads):
-                    out[start + i, head], lse[head, start + i] = 0.0, -INF
-                    if not chosen:
-                        continue
-                    keys, values = pairs[chosen, :, head // group].unbind(1)
-                    logits = keys @ self.query[start + i, head].double() * self.scale
-                    lse[head, start + i] = logits.logsumexp(0)
-                    out[start + i, head] = logits.softmax(0) @ values
-        return out, lse
-
-
-def run(case, impl, attention=tree_attention, **changes):
-    """Return output and LSE of a call on tensors full of sentinels."""
-    arguments = case.arguments() | changes
-    out = torch.full_like(arguments["query"], SENTINEL)
-    lse = torch.full(out.shape[1::-1], SENTINEL, device=case.device)
-    attention(**({"out": out, "lse": lse} | arguments), impl=impl)
-    return out, lse
-
-
-def check(case, impl, attention=tree_attention, **changes):
-    """Compare a call with the float64 loop, the rows and LSEs that must be left alone included."""
-    out, lse = run(case, impl, attention, **changes)
-    expected, expected_lse = case.expect()
-    assert (expected != SENTINEL).any() or not any(case.counts)
-    tolerance = TOLERANCES[case.dtype]
-    torch.testing.assert_close(out.double().cpu(), expected, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(lse.double().cpu(), expected_lse, rtol=1e-5, atol=1e-5)
+from tests.kernels.attention_case import (
+    BLOCK,
+    IMPLS,
+    INF,
+    MIXED,
+    NAN,
+    SENTINEL,
+    Case,
+    Request,
+    check,
+    external_prefix,
+    module,
+    requests_of,
+    run,
+)  # fmt: skip
+from vidspec_kernels import tree_attention
 
 
 @pytest.fixture
@@ -416,144 +262,7 @@ def test_large_logits(device, impl, small_splits):
     torch.testing.assert_close(out.double().cpu(), expected, rtol=2e-2, atol=2e-2)
 
 
-# ---- a prefix that something else has computed ---------------------------------------------------------------------
-
-
-def external_prefix(case):
-    """Prefix output and LSE as FlashAttention would give them; NaN and +inf where a row has none, NaN elsewhere."""
-    out, lse = case.expect(nodes=False)
-    written = lse.T != SENTINEL
-    out[~written | (lse.T == -INF)] = NAN
-    # FlashAttention-2 writes +inf for an empty row, other backends -inf.
-    lse[1::2][lse[1::2] == -INF] = INF
-    return out.to(case.device, case.dtype), lse.masked_fill(~written.T, NAN).to(case.device, torch.float32)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("dtype", list(TOLERANCES))
-@pytest.mark.parametrize("block_size", [16, 128])
-def test_external_prefix(device, impl, dtype, block_size):
-    """With the prefix's output and LSE given, the result is that of the whole; the prefix's KV entries are not read."""
-    case = Case(device, requests_of(*MIXED, (3, 127), (4, 128)), dtype=dtype, block_size=block_size)
-    prefix = external_prefix(case)
-    check(case, impl, prefix=prefix)
-    for i, request in enumerate(case.requests):
-        for entry in range(request.prefix_len if request.words else 0):
-            block = case.table[case.rows[i], entry // block_size].long()
-            case.keys[block, entry % block_size] = NAN
-            case.values[block, entry % block_size] = NAN
-    check(case, impl, prefix=prefix)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_external_prefix_in_place(device, impl):
-    """The prefix's output and LSE may be the outputs themselves: each row is read and written by one program."""
-    case = Case(device, requests_of((65, 37), (3, 20)), num_heads=2, num_kv_heads=1)
-    prefix = external_prefix(case)
-    expected, expected_lse = run(case, impl, prefix=prefix)
-    out, lse = (tensor.clone() for tensor in prefix)
-    run(case, impl, prefix=(out, lse), out=out, lse=lse)
-    written = expected[:, 0, 0] != SENTINEL
-    assert torch.equal(out[written], expected[written]) and torch.equal(lse[:, written], expected_lse[:, written])
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_external_prefix_of_any_strides(device, impl):
-    """A transposed LSE and a sliced output give what dense ones give."""
-    case = Case(device, requests_of(*MIXED))
-    out, lse = external_prefix(case)
-    fused = torch.full((out.shape[0], out.shape[1] + 2, out.shape[2] + 5), NAN, device=device)
-    fused[:, 1:-1, 2:-3] = out
-    check(case, impl, prefix=(fused[:, 1:-1, 2:-3], lse.T.contiguous().T))
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_parts_add_up(device, impl):
-    """The prefix alone, given as external prefix to a call for the nodes alone, makes the whole."""
-    case = Case(device, requests_of((5, 37), (3, 20)))
-    prefix = run(case, impl, masks=torch.zeros_like(case.words))
-    check(case, impl, prefix=prefix)
-    torch.testing.assert_close(run(case, impl, prefix=prefix), run(case, impl), rtol=1e-5, atol=1e-5)
-
-
-# ---- mutations -----------------------------------------------------------------------------------------------------
-
-
-def mutant(tmp_path, impl, edits):
-    """Return `tree_attention` of a copy of the module with some text replaced, every occurrence."""
-    source = Path(module.__file__).read_text()
-    for old, new in edits:
-        assert old in source, f"the mutation no longer applies: {old}"
-        source = source.replace(old, new)
-    path = tmp_path / f"mutant_{impl}.py"
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    changed = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(changed)
-    changed._KEYS_PER_SPLIT = BLOCK
-    return changed.tree_attention
-
-
-MUTATIONS = {
-    "nothing changed": {"triton": [], "torch": []},
-    "a sibling's bit leaks into the mask": {
-        "triton": [("(bits[:, None] >> node[None, :]) & 1", "(bits[:, None] >> node[None, :]) & 3")],
-        "torch": [("& _BITS[:num_nodes].to(rows.device)", "& (_BITS | _BITS << 1)[:num_nodes].to(rows.device)")],
-    },
-    "a prefix one entry short": {
-        "triton": [("tl.minimum(prefix_len, max_entries)", "tl.minimum(prefix_len - 1, max_entries)")],
-        "torch": [("entry < prefix_end", "entry < prefix_end - 1")],
-    },
-    "a prefix one entry long": {
-        "triton": [("tl.minimum(prefix_len, max_entries)", "tl.minimum(prefix_len + 1, max_entries)")],
-        "torch": [("prefix_lens[:num_reqs, None].to(torch.int64)", "prefix_lens[:num_reqs, None].to(torch.int64) + 1")],
-    },
-    "parts averaged, not weighted by their LSE": {
-        "triton": [
-            ("weights = tl.exp2(part_lse - shift)", "weights = tl.where(split_mask, 1.0, 0.0)"),
-            ("correction = tl.exp2(top - shift)", "correction = 1.0"),
-            ('row_max = tl.where(row_max == float("inf"), float("-inf"), row_max)', "row_max = tl.zeros_like(row_max)"),
-        ],
-        "torch": [("return out * weight + prefix_out * prefix_weight", "return out * 0.5 + prefix_out * 0.5")],
-    },
-    "heads of a group spread over the KV heads": {
-        "triton": [
-            ("first_head = kv_head * GROUP", "first_head = kv_head"),
-            ("head = row % GROUP", "head = row % GROUP * (num_heads // GROUP)"),
-        ],
-        "torch": [(
-            "view(num_reqs, max_queries, num_kv_heads, -1, head_size).permute(0, 2, 3, 1, 4)",
-            "view(num_reqs, max_queries, -1, num_kv_heads, head_size).permute(0, 3, 2, 1, 4)",
-        )],
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("mutation", MUTATIONS)
-def test_mutations_are_caught(device, impl, mutation, tmp_path):
-    """`check`, which every test above rests on, fails for each of these changes of kernel and reference, and only then.
-
-    The module's source is changed and run: a sibling's bit leaking into the mask (shift & 3), a prefix off by one
-    (either way), an LSE merge without weights (a plain average of splits, and of external prefix and nodes), heads of a
-    GQA group taken with a stride (head h on KV head h % num_kv_heads).
-    """
-    attention = mutant(tmp_path, impl, MUTATIONS[mutation][impl])
-    case = Case(device, requests_of((5, 150), (6, 20)), num_heads=6, num_kv_heads=2, poison=1.0)
-    # A bound with room: a longer prefix must give a wrong result, no index out of range.
-    whole, external = {"max_prefix_len": 160}, {"prefix": external_prefix(case)}
-    if mutation == "nothing changed":
-        check(case, impl, attention, **whole)
-        check(case, impl, attention, **external)
-        return
-    # Only the kernel merges splits; both merge an external prefix.
-    merges = [external] if impl == "torch" else [whole, external]
-    for changes in merges if "LSE" in mutation else [whole]:
-        with pytest.raises(AssertionError, match="Tensor-likes are not close"):
-            check(case, impl, attention, **changes)
-
-
-# ---- determinism, dispatch, checks, compilation, benchmark ---------------------------------------------------------
+# ---- determinism, dispatch, checks ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("impl", IMPLS)
