@@ -47,7 +47,7 @@ def test_knobs_reach_the_pruner_of_a_pair_of_ones_own(tmp_path):
     calibrate.check(own)
     kept, scores = [], []
     with EngineSession(own.job()) as session:
-        assert session.ready == {"num_layers": 4, "default_uv_layer": 3}
+        assert session.ready == {"num_layers": 4, "default_uv_layer": 3, "scheduling": "sync"}
         for lambda_r, layers in ((1.0, "all"), (1.0, (2,)), (0.0, "all"), (1.0, "all")):
             knobs = {"lambda_r": lambda_r, "guidance_layers": layers}
             assert calibrate._ask(session, own, knobs, lambda_r=lambda_r, guidance_layers=layers).num_drafts >= 1

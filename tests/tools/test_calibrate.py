@@ -1,7 +1,9 @@
 """`vidspec calibrate` without an engine: candidates, the rule of choice, the search, the file, the plot, errors."""
 
+import contextlib
 import json
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -324,23 +326,41 @@ def test_only_steps_of_the_whole_batch_are_timed(monkeypatch, speculates, num_st
 
 
 def test_a_session_answers_and_says_why_it_stopped(tmp_path, monkeypatch):
-    """Catches: a hanging parent when the engine's process dies, a traceback instead of its reason."""
+    """Catches: a hanging parent when the engine's process dies or is ended, a traceback instead of its reason."""
     job = tmp_path / "job.py"
     job.write_text(
-        "import json, os, sys\n"
+        "import json, os, sys, time\n"
         "out = os.fdopen(int(sys.argv[-1]), 'w')\n"
+        "send = lambda **fields: print(json.dumps(fields), file=out, flush=True)\n"
         "for line in sys.stdin:\n"
         "    if 'die' in line: sys.exit('ValueError: it died')\n"
-        "    print(json.dumps({'event': 'answer', 'echo': json.loads(line)}), file=out, flush=True)\n"
+        "    if 'hang' in line: time.sleep(60)\n"
+        "    send(event='progress', done=1)\n"
+        "    send(event='answer', echo=json.loads(line))\n"
     )
     program = tmp_path / "python"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} {job} "$@"\n')
     program.chmod(0o755)
     monkeypatch.setattr(engine_session.sys, "executable", str(program))
-    with engine_session.EngineSession({"llm": 1}) as session:
+    told, held = [], []
+
+    @contextlib.contextmanager
+    def hold(process):
+        held.append(process)
+        yield
+        held.append("let go")
+
+    with engine_session.EngineSession({"llm": 1}, hold) as session:
         assert session.ready == {"echo": {"llm": 1}}
-        assert session.ask({"command": "x"}) == {"echo": {"command": "x"}}
+        assert session.ask({"command": "x"}, lambda *event: told.append(event)) == {"echo": {"command": "x"}}
+        assert told == [("progress", {"done": 1})]
         for _ in range(2):
             with pytest.raises(VidSpecError, match=r"^the engine stopped: ValueError: it died$"):
                 session.ask({"command": "die"})
     assert not session.folder.exists()
+    assert held[0].poll() is not None and held[1:] == ["let go"]
+
+    with engine_session.EngineSession({"llm": 1}, hold) as session:
+        threading.Timer(0.1, held[-1].kill).start()
+        with pytest.raises(VidSpecError, match=r"^the engine stopped: it wrote nothing$"):
+            session.ask({"command": "hang"})

@@ -1,13 +1,13 @@
 """How `vidspec calibrate` shows itself: the table and the plot; no engine."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from vllm_vidspec.tools.tables import Columns, by_columns, number, percent
+from vllm_vidspec.tools.tables import by_columns, number, percent
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#8c564b", "#bcbd22", "#000000")
 _MARKERS = "osD^vphP<>"
@@ -24,13 +24,13 @@ def layers_name(layers: str | Sequence[int] | None) -> str:
 
 def table(result: dict[str, Any]) -> Table:
     """Return the measurements, the chosen one marked."""
-    settings: Columns = {
+    settings: dict[str, Callable[[Any], str]] = {
         "layers": lambda row: layers_name(row["guidance_layers"]),
         "lambda": lambda row: number(row["lambda_r"], 1),
     }
     if result["pruner"] == "uv":
         settings = {"uv layer": lambda row: str(row["uv_layer"])}
-    figures: Columns = {
+    figures = {
         "accept\nlength": lambda row: number(row["acceptance_length"], 3),
         "accept\nrate": lambda row: percent(row["acceptance_rate"]),
         "verify\nsteps": lambda row: str(row["num_drafts"]),

@@ -197,18 +197,9 @@ def _save_png(row: dict[str, Any], path: str) -> None:
 
     def box_at(line: float, column: float, width: float, kind: str, background: str) -> None:
         tint, dash = _MARKS.get(kind, ("none", "solid"))
-        page.add_patch(
-            Rectangle(
-                (column - 0.25, line + 0.1),
-                width + 0.5,
-                0.8,
-                facecolor=background,
-                edgecolor=tint,
-                linewidth=1.3,
-                linestyle=dash,
-                zorder=2 if kind in _MARKS else 1,
-            )
-        )
+        look = {"facecolor": background, "edgecolor": tint, "linewidth": 1.3, "linestyle": dash}
+        place = Rectangle((column - 0.25, line + 0.1), width + 0.5, 0.8, zorder=2 if kind in _MARKS else 1, **look)
+        page.add_patch(place)
 
     def write_at(line: float, column: float, text: str, **style: Any) -> None:
         style = {"fontsize": 10, "family": "monospace", "va": "center", "color": "#111111"} | style

@@ -58,22 +58,23 @@ def _answers(commands: Iterator[dict[str, Any]], report: Report) -> Iterator[dic
     vllm_config = llm.llm_engine.vllm_config
     if not vllm_config.use_v2_model_runner:  # V1's sampler draws other noise: a comparison with it says nothing
         raise VidSpecError("this vLLM runs Model Runner V1 (no Triton backend for this device); see `vidspec doctor`")
-    make_requests = _own_requests if prompts["family"] is None else _bundled_requests
+    is_chat = prompts["family"] is None
+    make_requests = _own_requests if is_chat else _bundled_requests
     if "warm_up" in prompts:
         warm_up = make_requests(prompts | {"held_out": [prompts["warm_up"]]})
-        Engine(llm, warm_up, prompts["family"] is None).ask({"max_tokens": WARM_UP_TOKENS})
-    engine = Engine(llm, make_requests(prompts), prompts["family"] is None, report)
+        Engine(llm, warm_up, is_chat).ask({"max_tokens": WARM_UP_TOKENS})
+    engine = Engine(llm, make_requests(prompts), is_chat, report)
     num_layers = vllm_config.model_config.get_total_num_hidden_layers()
     yield {
         "num_layers": num_layers,
         "default_uv_layer": default_uv_layer(num_layers),
         "scheduling": "async" if vllm_config.scheduler_config.async_scheduling else "sync",
     }
+    answers: dict[str, Callable] = {"answer": engine.answer, "look": engine.look, "cost": engine.cost}
     for command in commands:
         # Guidance must come from each command's own prefill, not from what an earlier one left.
         if not llm.reset_prefix_cache():
             raise VidSpecError("the prefix cache cannot be emptied between measurements")
-        answers: dict[str, Callable] = {"answer": engine.answer, "look": engine.look, "cost": engine.cost}
         yield answers[command.pop("command")](**command)
 
 
