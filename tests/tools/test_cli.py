@@ -145,6 +145,7 @@ def test_module_is_the_command():
         (["--knob", "tree_lookahead=False"], "'False' is no JSON value"),
         (["--knob", "prune_ratio=0.5"], "an option of its own, --prune-ratio"),
         (["--knob", 'draft="tree-static"'], "an option of its own, --drafting"),
+        (["--knob", 'draft_shape="tree-static"'], "an option of its own, --drafting"),
     ],
 )
 def test_wrong_bench_options_are_one_line_and_exit_2(engines, options, words):
