@@ -21,7 +21,7 @@ from typing import Any
 
 import result_tables as tables
 
-from vllm_vidspec.tools import csv_files, plots
+from vllm_vidspec.tools import plots
 from vllm_vidspec.tools import quality_views as views
 from vllm_vidspec.tools.bench.acceptance import UNPRUNED
 
@@ -110,7 +110,7 @@ def write(path: Path, result: dict[str, Any]) -> None:
     if path.stem in tables.BY_SHAPE:
         plots.write_csv(csv_path, result)
     if path.stem == "R9":
-        plots.draw([csv_files.flatten(row) for row in result["rows"]], figure_path)
+        plots.draw(result["rows"], figure_path)
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_vidspec.shapeworld.captions import GROUPS
-from vllm_vidspec.tools import csv_files, plots
+from vllm_vidspec.tools import plots
 from vllm_vidspec.tools import quality_views as views
 from vllm_vidspec.tools.bench.acceptance import AXES as SWEEP_AXES
 from vllm_vidspec.tools.bench.acceptance import UNPRUNED, canonical, measured_itself
@@ -284,7 +284,7 @@ def axis_template(name: str, rows: list[Row]) -> str:
 
 def shape_table(result: dict[str, Any], axes: tuple[str, ...]) -> str:
     """Return the Markdown table of draft shapes, with what they cost per verify step, and a note per family."""
-    rows = [row | {"drafting": plots.shape_of(csv_files.flatten(row))} for row in result["rows"]]
+    rows = [row | {"drafting": plots.shape_of(row)} for row in result["rows"]]
     text = table(
         f"family | draft's shape | {' | '.join(name.replace('_', ' ') for name in axes)} | acceptance length | "
         "at most | nodes | depth | draft forwards | identical",

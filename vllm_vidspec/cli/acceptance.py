@@ -64,9 +64,7 @@ def acceptance(
 
 def _run(given: Mapping[str, Any]) -> None:
     """Do what the options say."""
-    from rich.console import Console
-
-    from vllm_vidspec.tools import csv_files, figures, plots, progress, tables
+    from vllm_vidspec.tools import plots
     from vllm_vidspec.tools.bench import acceptance as bench
 
     texts = ("family", "draft", "pruner", "drafting", "scorer", "draft_noise", "draft_positions")
@@ -79,18 +77,8 @@ def _run(given: Mapping[str, Any]) -> None:
     }
     seed = given["seed"] if given["seeded"] else None
     what = options.pick(bench.Sweep, given, axes=axes, seed=seed, knobs=options.knobs(given["knob"]))
-    bench.check(what)
-    csv_path, plot_path, json_path = (given[f"{name}_path"] for name in ("csv", "plot", "json"))
-    figures.check_outputs(csv_path, plot_path, json_path)
-    if plot_path is not None:
-        plots.check_room(plot_path, axes)
-    result = running.with_bars(bench.run, what, progress.View)
-    running.write_json(json_path, result)
-    if csv_path is not None:
-        plots.write_csv(csv_path, result)
-    if plot_path is not None and result["rows"]:
-        plots.draw([csv_files.flatten(row) for row in result["rows"]], plot_path)
-    if json_path != "-" and result["rows"]:
-        Console().print(tables.acceptance_table(result["rows"]))
+    if given["plot_path"] is not None:
+        plots.check_room(given["plot_path"], axes)
+    result = running.measure(bench, plots, what, given)
     if result["failures"]:
         raise typer.Exit(1)

@@ -66,10 +66,7 @@ _SWEPT = {
 
 def _run(given: Mapping[str, Any]) -> None:
     """Do what the options say."""
-    from rich.console import Console
-
-    from vllm_vidspec.tools import figures, progress
-    from vllm_vidspec.tools import quality_views as views
+    from vllm_vidspec.tools import quality_views
     from vllm_vidspec.tools.bench import quality as bench
 
     swept = {
@@ -79,15 +76,4 @@ def _run(given: Mapping[str, Any]) -> None:
     shifts = tuple(options.switch("--position-shift", text) for text in given["position_shift"].split(","))
     knobs = options.knobs(given["knob"])
     what = options.pick(bench.Quality, given, **swept, position_shifts=shifts, knobs=knobs)
-    bench.check(what)
-    csv_path, plot_path, json_path = (given[f"{name}_path"] for name in ("csv", "plot", "json"))
-    figures.check_outputs(csv_path, plot_path, json_path)
-    result = running.with_bars(bench.run, what, progress.View)
-    running.write_json(json_path, result)
-    if csv_path is not None:
-        views.write_csv(csv_path, result)
-    if plot_path is not None:
-        views.draw(result["rows"], plot_path)
-    if json_path != "-":
-        for table in views.shown_tables(result["rows"]):
-            Console().print(table)
+    running.measure(bench, quality_views, what, given)

@@ -1,16 +1,18 @@
-"""Rows of `vidspec bench acceptance` as CSV, and the figure drawn from them; matplotlib is imported to draw only.
+"""How `vidspec bench acceptance` shows itself: its table, CSV, and the figure drawn from it; no engine.
 
 python -m vllm_vidspec.tools.plots F.csv F.png
 """
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from rich.table import Table
 
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import GUIDANCE_FALLBACKS, SKIP_REASONS
-from vllm_vidspec.tools import csv_files, figures
+from vllm_vidspec.tools import csv_files, figures, tables
 from vllm_vidspec.tools.bench.acceptance import AXES, TEXT_ONLY, UNPRUNED, canonical
 
 COLUMNS = (
@@ -89,9 +91,14 @@ def read_csv(path: str) -> list[dict[str, Any]]:
     return csv_files.read_rows(path, COLUMNS, "bench acceptance", figures.value, _LATER)
 
 
+def shown_tables(rows: list[dict[str, Any]]) -> Iterator[Table]:
+    """Yield the table of `vidspec bench acceptance`."""
+    yield tables.acceptance_table(rows)
+
+
 def shape_of(row: dict[str, Any]) -> str:
     """Return what a row's drafts are called: the shape, and the knobs that are not the defaults."""
-    knobs = json.loads(row["knobs"] or "{}")
+    knobs = json.loads(csv_files.flatten(row)["knobs"] or "{}")
     return ", ".join([row["drafting"], *(f"{name} {json.dumps(value)}" for name, value in knobs.items())])
 
 
@@ -102,13 +109,13 @@ def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
     because what happens between 0.9 and 1 is the point. The same rows give the same file.
 
     Args:
-        rows: Flat, as `csv_files.flatten` or `read_csv` returns them.
+        rows: As `acceptance.run` or `read_csv` returns them.
         path: A .png or .svg file.
 
     Raises:
         VidSpecError: There is nothing to draw, no room for it, no matplotlib, or the file cannot be written.
     """
-    rows = [row for row in rows if row["acceptance_length"] is not None]
+    rows = [csv_files.flatten(row) for row in rows if row["acceptance_length"] is not None]
     if not rows:
         raise VidSpecError(f"cannot draw {path}: no row has an acceptance length")
     rows = [row | {"drafting": shape_of(row)} for row in rows]
