@@ -11,9 +11,10 @@ from vllm_vidspec.cli import app
 from vllm_vidspec.metrics import NAMES
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.shapeworld.captions import ATTRIBUTE_WORDS
+from vllm_vidspec.tools.bench import acceptance
 
 ROOT = Path(__file__).resolve().parents[2]
-ORIGIN = {"git_sha": None, "git_dirty": None, "versions": {}, "device": "x", "date": "2026-01-01", "argv": []}
+SMALL_AXES = {"pruner": ("none", "random", "uv"), "prune_ratio": (0, 0.9, 1)}
 
 
 def invoke(*args):
@@ -84,6 +85,15 @@ def counters(kept=0.1, **more):
         "draft_steps": 20,
         **more,
     }
+
+
+def sweep(**given):
+    """A sweep of the named axes; what is no axis is a field of `Sweep`."""
+    axes = {"family": ["qwen2.5-vl"], "draft": ["draft"], "pruner": ["uniform"], "prune_ratio": [0.9]}
+    axes |= {"drafting": ["chain"], "num_speculative_tokens": [5], "scorer": ["strict"], "draft_noise": ["shared"]}
+    axes |= {"draft_positions": ["original"], **{name: [off] for name, off in acceptance.SAMPLING_AXES.items()}}
+    axes |= {"temperature": [0.0]} | {name: list(given.pop(name)) for name in list(given) if name in acceptance.AXES}
+    return acceptance.Sweep(axes, **{"requests": 2} | given)
 
 
 class FakeEngines:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.common import ROOT, counters, redraw_errors
+from tools.common import ROOT, SMALL_AXES, counters, redraw_errors, sweep
 from vllm_vidspec.config import PRUNERS as KNOWN_PRUNERS
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs, plots, tables
@@ -21,7 +21,6 @@ from vllm_vidspec.tools.bench import acceptance
 from vllm_vidspec.tools.csv_files import flatten
 
 PRUNERS = ("none", "random", "uniform", "specvlm", "attention", "uv", "window:front", "frame", "fastvid", "dycoke")
-SMALL_AXES = {"pruner": ("none", "random", "uv"), "prune_ratio": (0, 0.9, 1)}
 RATIOS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0)
 
 
@@ -42,15 +41,6 @@ def test_percent_never_rounds_up_to_all():
     assert [tables.percent(x) for x in (None, 1.0, 0.99999, 0.5)] == ["-", "100 %", "99.9 %", "50.0 %"]
 
 
-def _sweep(**given) -> acceptance.Sweep:
-    """A sweep of the named axes; what is no axis is a field of `Sweep`."""
-    axes = {"family": ["qwen2.5-vl"], "draft": ["draft"], "pruner": ["uniform"], "prune_ratio": [0.9]}
-    axes |= {"drafting": ["chain"], "num_speculative_tokens": [5], "scorer": ["strict"], "draft_noise": ["shared"]}
-    axes |= {"draft_positions": ["original"], **{name: [off] for name, off in acceptance.SAMPLING_AXES.items()}}
-    axes |= {"temperature": [0.0]} | {name: list(given.pop(name)) for name in list(given) if name in acceptance.AXES}
-    return acceptance.Sweep(axes, **{"requests": 2} | given)
-
-
 @pytest.mark.parametrize(
     ("given", "seen"),
     [
@@ -68,19 +58,19 @@ def test_canonical_names_what_the_draft_sees(given, seen):
 
 def test_each_distinct_configuration_is_run_once():
     families = pairs.FAMILIES
-    sweep = _sweep(family=families, pruner=PRUNERS, prune_ratio=RATIOS)
-    engines = list(sweep.engines().values())
+    what = sweep(family=families, pruner=PRUNERS, prune_ratio=RATIOS)
+    engines = list(what.engines().values())
     assert len(engines) == 2 * (1 + 1 + 9 * 5 + 1), "vanilla, unpruned, nine pruners at five ratios, text only"
     assert [engine.family for engine in engines if engine.draft is None] == list(families)
     assert engines[0].draft is None
-    assert len(list(_sweep(pruner=("none",), num_speculative_tokens=(3, 5)).engines())) == 1 + 2
-    assert len(list(_sweep(prune_ratio=(1.0,), draft_positions=("original", "compacted")).engines())) == 1 + 2
+    assert len(list(sweep(pruner=("none",), num_speculative_tokens=(3, 5)).engines())) == 1 + 2
+    assert len(list(sweep(prune_ratio=(1.0,), draft_positions=("original", "compacted")).engines())) == 1 + 2
 
 
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_rows_are_all_combinations_in_order(engines, jobs):
     families = ("llava-onevision", "qwen2.5-vl")
-    result = acceptance.run(_sweep(family=families, pruner=PRUNERS, prune_ratio=RATIOS, jobs=jobs))
+    result = acceptance.run(sweep(family=families, pruner=PRUNERS, prune_ratio=RATIOS, jobs=jobs))
     rows = result["rows"]
     found = [(row["family"], row["pruner"], row["prune_ratio"]) for row in rows]
     assert found == list(itertools.product(families, PRUNERS, RATIOS))
@@ -109,7 +99,7 @@ def test_engines_run_at_once_but_no_more_than_jobs(monkeypatch, engines):
     monkeypatch.setattr(acceptance, "run_job", run_job)
     busy = []
     report = lambda event, fields: (busy.append(event), fields["engine"])  # noqa: E731
-    rows = acceptance.run(_sweep(prune_ratio=(0.2, 0.3, 0.4), jobs=2), report)["rows"]
+    rows = acceptance.run(sweep(prune_ratio=(0.2, 0.3, 0.4), jobs=2), report)["rows"]
     assert len(rows) == 3
     assert counts[1] == 2
     assert busy.count("start") == busy.count("done") == 4
@@ -119,8 +109,8 @@ def test_engines_run_at_once_but_no_more_than_jobs(monkeypatch, engines):
 def test_a_family_without_vanilla_has_no_rows(engines, jobs):
     is_broken = lambda job: job["prompts"]["family"] == "qwen2.5-vl" and "speculative_config" not in job["llm"]  # noqa: E731
     engines.fails = lambda job: VidSpecError("no") if is_broken(job) else None
-    sweep = _sweep(family=pairs.FAMILIES, prune_ratio=(0.2, 0.3, 0.4, 0.5), jobs=jobs)
-    result = acceptance.run(sweep)
+    what = sweep(family=pairs.FAMILIES, prune_ratio=(0.2, 0.3, 0.4, 0.5), jobs=jobs)
+    result = acceptance.run(what)
     assert result["failures"] == [{"family": "qwen2.5-vl", "draft": None, "reason": "no"}]
     assert {row["family"] for row in result["rows"]} == {"llava-onevision"}
     if jobs == 1:
@@ -129,7 +119,7 @@ def test_a_family_without_vanilla_has_no_rows(engines, jobs):
 
 def test_a_failed_engine_is_missing_from_all_its_rows(engines):
     engines.fails = lambda job: VidSpecError("no") if "'prune_ratio': 1.0" in str(job) else None
-    result = acceptance.run(_sweep(pruner=("random", "uniform"), prune_ratio=(0.9, 1.0)))
+    result = acceptance.run(sweep(pruner=("random", "uniform"), prune_ratio=(0.9, 1.0)))
     found = {name: [(row["pruner"], row["prune_ratio"]) for row in result[name]] for name in ("rows", "failures")}
     assert found["rows"] == [("random", 0.9), ("uniform", 0.9)]
     assert found["failures"] == [("random", 1.0), ("uniform", 1.0)]
@@ -151,7 +141,7 @@ def test_an_interrupt_ends_the_engines(monkeypatch):
     monkeypatch.setattr(acceptance, "run_job", run_job)
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        acceptance.run(_sweep(prune_ratio=(0.2, 0.3, 0.4, 0.5), jobs=2))
+        acceptance.run(sweep(prune_ratio=(0.2, 0.3, 0.4, 0.5), jobs=2))
     assert time.monotonic() - start < 20
     assert len(processes_run) <= 3, "the queue is dropped"
     assert all(process.poll() is not None for process in processes_run)
@@ -160,7 +150,7 @@ def test_an_interrupt_ends_the_engines(monkeypatch):
 @pytest.fixture
 def result(engines):
     """What a small sweep over both families returns."""
-    return acceptance.run(_sweep(family=pairs.FAMILIES, **SMALL_AXES, jobs=2))
+    return acceptance.run(sweep(family=pairs.FAMILIES, **SMALL_AXES, jobs=2))
 
 
 def test_csv_round_trip(result, tmp_path):
@@ -190,9 +180,9 @@ SHAPES = ("chain", "tree-static", "tree-adaptive")
 
 def _rows_by_shape(**given) -> list[dict]:
     """Flat rows of all shapes, and of the adaptive tree with another depth."""
-    sweep = _sweep(family=pairs.FAMILIES, num_speculative_tokens=(None,), drafting=SHAPES, **given)
-    shallow = dataclasses.replace(sweep, axes=sweep.axes | {"drafting": ["tree-adaptive"]}, knobs={"tree_depth_max": 5})
-    return [flatten(row) for what in (sweep, shallow) for row in acceptance.run(what)["rows"]]
+    what = sweep(family=pairs.FAMILIES, num_speculative_tokens=(None,), drafting=SHAPES, **given)
+    shallow = dataclasses.replace(what, axes=what.axes | {"drafting": ["tree-adaptive"]}, knobs={"tree_depth_max": 5})
+    return [flatten(row) for one in (what, shallow) for row in acceptance.run(one)["rows"]]
 
 
 def test_figure_by_shape_has_a_bar_or_a_line_for_each(engines):
@@ -232,7 +222,7 @@ def test_figure_is_the_same_from_csv(engines, tmp_path, given):
     pytest.importorskip("matplotlib")
     rows = _rows_by_shape(**given)
     if given is SMALL_AXES:
-        rows = list(map(flatten, acceptance.run(_sweep(family=pairs.FAMILIES, **given))["rows"]))
+        rows = list(map(flatten, acceptance.run(sweep(family=pairs.FAMILIES, **given))["rows"]))
     source, direct, redrawn = (str(tmp_path / name) for name in ("rows.csv", "a.svg", "b.svg"))
     plots.write_csv(source, {"rows": rows, "provenance": {}})
     plots.draw(rows, direct)
@@ -278,6 +268,6 @@ def test_plots_errors_are_one_line(result, tmp_path, capsys, monkeypatch):
 
 
 def test_figure_has_no_room_for_another_axis(engines, tmp_path):
-    rows = acceptance.run(_sweep(num_speculative_tokens=(3, 5)))["rows"]
+    rows = acceptance.run(sweep(num_speculative_tokens=(3, 5)))["rows"]
     with pytest.raises(VidSpecError, match="a figure shows one num_speculative_tokens, there are 2"):
         plots.draw(rows, str(tmp_path / "f.png"))

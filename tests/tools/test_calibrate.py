@@ -25,14 +25,11 @@ def measured(lambda_r=0.5, layers="all", uv_layer=None, num_drafts=100):
     return Measurement(lambda_r, layers, uv_layer, length, (length - 1) / 5, num_drafts, TOKENS, 1.0)
 
 
-def test_the_longest_acceptance_is_chosen():
-    rows = [measured(num_drafts=steps) for steps in (100, 90, 95)]
+@pytest.mark.parametrize("steps", [(100, 90, 95), (102, 101, 100)])
+def test_the_longest_acceptance_is_chosen(steps):
+    """One verify step is no reason to leave an earlier candidate, two are."""
+    rows = [measured(num_drafts=count) for count in steps]
     assert choose(rows) is rows[1]
-
-
-def test_one_verify_step_is_no_reason_to_leave_an_earlier_candidate():
-    rows = [measured(num_drafts=steps) for steps in (102, 101, 100)]
-    assert choose(rows) is rows[1], "two steps behind the best is worse, one step is not"
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def commands(group, path=()):
 
 
 def shown(parameter, hint):
-    (kind, *_), (info,) = typing.get_args(hint)[0:1], hint.__metadata__
+    kind, info = typing.get_args(hint)
     kinds = [one for one in typing.get_args(kind) if one is not types.NoneType] or [kind]
     text = "|".join([*parameter.opts, *parameter.secondary_opts]) + f":{kinds[0].__name__}"
     text += "" if info.min is None else f">={info.min}"
@@ -145,6 +145,7 @@ def test_module_is_the_command():
         (["--knob", "tree_lookahead=False"], "'False' is no JSON value"),
         (["--knob", "prune_ratio=0.5"], "an option of its own, --prune-ratio"),
         (["--knob", 'draft="tree-static"'], "an option of its own, --drafting"),
+        (["--knob", 'draft_shape="tree-static"'], "an option of its own, --drafting"),
     ],
 )
 def test_wrong_bench_options_are_one_line_and_exit_2(engines, options, words):

@@ -12,8 +12,7 @@ from tools.common import is_gone
 from vllm_vidspec import metrics
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.shapeworld import world
-from vllm_vidspec.tools import pairs, processes, user_files
+from vllm_vidspec.tools import pairs, processes
 from vllm_vidspec.tools.provenance import provenance
 
 
@@ -59,19 +58,6 @@ def test_default_spec_is_valid():
     config, passed = parse_config(pairs.speculative_config("qwen2.5-vl", "target"))
     assert config.is_self_draft
     assert not passed
-
-
-def test_mp4_round_trip(tmp_path):
-    pytest.importorskip("cv2")
-    frames = world.held_out(0).frames
-    world.write_mp4(frames, tmp_path / "v.mp4")
-    loaded = user_files.read_video(tmp_path / "v.mp4")
-    assert loaded.shape == frames.shape
-    assert np.abs(loaded.astype(int) - frames).mean() < 10
-    (tmp_path / "bad.mp4").write_bytes(b"nothing")
-    for path in (tmp_path / "bad.mp4", tmp_path / "absent.mp4"):
-        with pytest.raises(VidSpecError):
-            user_files.read_video(path)
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,7 @@ def test_read_video_samples_as_vllm_does(tmp_path):
     frames = world.held_out(0).frames
     world.write_mp4(frames, tmp_path / "v.mp4")
     every = user_files.read_video(tmp_path / "v.mp4")
+    assert every.shape == frames.shape and np.abs(every.astype(int) - frames).mean() < 8
     assert np.array_equal(user_files.read_video(tmp_path / "v.mp4", 100), every)
     assert np.array_equal(user_files.read_video(tmp_path / "v.mp4", 7), every[np.linspace(0, 31, 7, dtype=int)])
     (tmp_path / "bad.mp4").write_bytes(b"nothing")

@@ -10,6 +10,7 @@ import torch
 from training import tiny_captioner
 from vllm_vidspec import assets
 from vllm_vidspec.shapeworld import world
+from vllm_vidspec.tools.user_files import read_video
 
 NUM_VIDEOS = 16
 PAIRS = [(family, role) for family in assets.FAMILIES for role in assets.ROLES]
@@ -122,14 +123,10 @@ def test_a_sighted_draft_beats_a_blind_one(family_run) -> None:
 
 def test_target_captions_the_sample_video(family_run, samples) -> None:
     """assets/sample.mp4 is the held-out video 0; compression must not change what the target says by much."""
-    import cv2
-
     _, target, _, _ = family_run
-    capture, decoded = cv2.VideoCapture(str(assets.SAMPLE_VIDEO)), []
-    while (frame := capture.read())[0]:
-        decoded.append(frame[1][..., ::-1])
+    frames = read_video(assets.SAMPLE_VIDEO)
     with torch.no_grad():
-        text = target.decode(target.greedy(target.vision(target.pixels(np.stack(decoded)[None])))[0])
+        text = target.decode(target.greedy(target.vision(target.pixels(frames[None])))[0])
     scores = world.score_caption(text, samples[0].facts).values()
     assert sum(right for right, _ in scores) / sum(total for _, total in scores) >= 0.85
 

@@ -9,6 +9,14 @@ from typing import Any
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools.user_files import writing
 
+# Columns of text. The others hold numbers, or True and False.
+_TEXTS = frozenset(
+    {
+        *("family", "draft", "pruner", "drafting", "scorer", "draft_noise", "draft_positions", "measured_as_pruner"),
+        *("scheduling", "method", "relevance_rows"),
+    }
+)
+
 
 def flatten(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row with one value per column: `skipped_pool_full` for `skipped["pool_full"]`.
@@ -40,19 +48,14 @@ def write_rows(
 
 
 def read_rows(
-    path: str,
-    columns: Sequence[str],
-    command: str,
-    value: Callable[[str, str], Any],
-    later: frozenset[str] = frozenset(),
+    path: str, columns: Sequence[str], command: str, later: frozenset[str] = frozenset()
 ) -> list[dict[str, Any]]:
-    """Return the flat rows that `write_rows` wrote.
+    """Return the flat rows that `write_rows` wrote; numbers are floats, an empty cell but that of `knobs` is None.
 
     Args:
         path: The file.
         columns: Of the result, in order.
         command: Of `vidspec`, which writes such files.
-        value: A column's name and the text of a cell -> the value.
         later: Columns that files of earlier versions lack; there each cell is empty.
 
     Raises:
@@ -64,11 +67,20 @@ def read_rows(
             found = reader.fieldnames or ()
             if tuple(found) != tuple(name for name in columns if name in found or name not in later):
                 raise ValueError
-            return [{name: value(name, row.get(name, "")) for name in columns} for row in reader]
+            return [{name: _value(name, row.get(name, "")) for name in columns} for row in reader]
     except OSError as error:
         raise VidSpecError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, csv.Error):
+    except (ValueError, TypeError, csv.Error):
         raise VidSpecError(f"{path} is not a file of `vidspec {command} --csv`") from None
+
+
+def _value(name: str, text: str) -> Any:
+    """Return what a cell holds."""
+    if name == "knobs":
+        return text
+    if name in _TEXTS or not text:
+        return text or None
+    return text == "True" if text in ("True", "False") else float(text)
 
 
 def redraw(module: str, read: Callable[[str], list], draw: Callable[[list, str], None]) -> int:

@@ -8,22 +8,6 @@ from vllm_vidspec.tools.user_files import check_output, writing
 
 SUFFIXES = (".png", ".svg")
 OTHER_STYLE = ("#555555", ".")  # of what has no colour and marker of its own
-# Columns of the CSV files that hold text; the others hold numbers, or True and False.
-_TEXTS = frozenset(
-    {
-        *("family", "draft", "pruner", "drafting", "scorer", "draft_noise", "draft_positions", "measured_as_pruner"),
-        *("scheduling", "method", "relevance_rows"),
-    }
-)
-
-
-def value(name: str, text: str) -> Any:
-    """Return what a cell of a CSV file holds; None where it is empty. `knobs` is JSON text."""
-    if name == "knobs":
-        return text
-    if text in ("", "True", "False"):
-        return {"": None, "True": True, "False": False}[text]
-    return text if name in _TEXTS else float(text)
 
 
 def check_outputs(csv_path: str | None, plot_path: str | None, json_path: str | None) -> None:

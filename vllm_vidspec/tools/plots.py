@@ -88,7 +88,7 @@ def write_csv(path: str, result: dict[str, Any]) -> None:
 
 def read_csv(path: str) -> list[dict[str, Any]]:
     """Return the flat rows that `write_csv` wrote; see `csv_files.read_rows`."""
-    return csv_files.read_rows(path, COLUMNS, "bench acceptance", figures.value, _LATER)
+    return csv_files.read_rows(path, COLUMNS, "bench acceptance", _LATER)
 
 
 def shown_tables(rows: list[dict[str, Any]]) -> Iterator[Table]:

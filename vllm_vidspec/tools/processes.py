@@ -106,7 +106,6 @@ class VllmServer(LoggedProcess):
         super().__init__(log_path)
         self.args, self.port = list(args), port
         self.base_url = f"http://127.0.0.1:{port}"
-        self.started_s: float | None = None  # from launch to the first healthy answer
 
     def __enter__(self) -> "VllmServer":
         """Start the process; it is not ready yet."""
@@ -142,7 +141,6 @@ class VllmServer(LoggedProcess):
             if self.process.poll() is not None:
                 raise VidSpecError(f"vllm serve stopped: {self.reason()} (log: {self.log_path})")
             if self.healthy():
-                self.started_s = elapsed
                 return elapsed
             tick(elapsed)
             time.sleep(0.3)

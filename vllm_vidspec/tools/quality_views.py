@@ -128,7 +128,7 @@ def write_csv(path: str, result: dict[str, Any]) -> None:
 
 def read_csv(path: str) -> list[Row]:
     """Return the flat rows that `write_csv` wrote; see `csv_files.read_rows`."""
-    return csv_files.read_rows(path, COLUMNS, "bench quality", figures.value)
+    return csv_files.read_rows(path, COLUMNS, "bench quality")
 
 
 def draw(rows: Sequence[Row], path: str) -> None:

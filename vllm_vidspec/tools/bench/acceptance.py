@@ -35,7 +35,7 @@ SAMPLING_AXES = {
 }
 AXES = ("family", "draft", *SPEC_AXES, *SAMPLING_AXES)
 # Knobs that `Sweep.knobs` cannot hold, because they have a name of their own here.
-_NOT_KNOBS = {"model": "draft", "draft": "drafting", **{name: name for name in SPEC_AXES}}
+_NOT_KNOBS = {"model": "draft", "draft": "drafting", "draft_shape": "drafting", **{name: name for name in SPEC_AXES}}
 
 _SHOWN_COUNTERS = (
     *("text_tokens", "visual_tokens_full", "visual_tokens_kept"),
