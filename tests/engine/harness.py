@@ -6,6 +6,7 @@ change, these two files follow.
 
 import contextlib
 import gc
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,72 +27,30 @@ NO_CACHE = {"enable_prefix_caching": False}
 CHUNK_SIZES = {QWEN: 260, LLAVA: 64}
 
 
+def _at(path: str) -> Any:
+    """Return a property that is found along a path of attributes."""
+    return property(operator.attrgetter(path))
+
+
 @dataclass
 class Engine:
-    """A running engine and what tests read of it."""
+    """A running engine and what tests read of it: vLLM's parts and ours, by where the engine keeps them."""
 
     llm: Any
     family: str
 
-    @property
-    def core(self) -> Any:
-        """vLLM's engine."""
-        return self.llm.llm_engine
-
-    @property
-    def scheduler(self) -> Any:
-        """vLLM's scheduler."""
-        return self.core.engine_core.engine_core.scheduler
-
-    @property
-    def runner(self) -> Any:
-        """The model runner of the (single) worker."""
-        return self.core.model_executor.driver_worker.worker.model_runner
-
-    @property
-    def speculator(self) -> Any:
-        """Our speculator."""
-        return self.runner.speculator
-
-    @property
-    def draft(self) -> Any:
-        """The draft's network."""
-        return self.speculator.draft_model
-
-    @property
-    def pool(self) -> Any:
-        """The draft's KV pool."""
-        return self.speculator.drafter.pool
-
-    @property
-    def draft_rows(self) -> Any:
-        """What the draft keeps of each request."""
-        return self.speculator.drafter.rows
-
-    @property
-    def draft_sampler(self) -> Any:
-        """What chooses draft tokens."""
-        return self.speculator._sample
-
-    @property
-    def guidance(self) -> Any:
-        """The listener that scores visual tokens for the pruner."""
-        return self.runner.guidance
-
-    @property
-    def visual(self) -> Any:
-        """The states of visual tokens that loose verification keeps."""
-        return self.runner.visual
-
-    @property
-    def verifier(self) -> Any:
-        """Our verifier."""
-        return self.runner.rejection_sampler
-
-    @property
-    def config(self) -> Any:
-        """The knobs."""
-        return self.runner.vidspec_config
+    core = _at("llm.llm_engine")
+    scheduler = _at("core.engine_core.engine_core.scheduler")
+    runner = _at("core.model_executor.driver_worker.worker.model_runner")
+    config = _at("runner.vidspec_config")
+    guidance = _at("runner.guidance")
+    visual = _at("runner.visual")
+    verifier = _at("runner.rejection_sampler")
+    speculator = _at("runner.speculator")
+    draft = _at("speculator.draft_model")
+    draft_sampler = _at("speculator._sample")
+    draft_rows = _at("speculator.drafter.rows")
+    pool = _at("speculator.drafter.pool")
 
     def used_blocks(self) -> int:
         """Return the pool's used blocks after the runner has been told that all requests are finished."""

@@ -1,4 +1,4 @@
-"""Prefilling the draft in a running engine: over many steps, over late scores, beside bad prompts, and looked at once."""
+"""Prefilling the draft in a running engine: over many steps, with late scores, beside bad prompts, looked at once."""
 
 import pytest
 import torch
