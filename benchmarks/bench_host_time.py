@@ -115,8 +115,9 @@ class HostTime:
         watch.wrap(runner.rejection_sampler, "_verify", "verify: rest")
         watch.wrap(runner.counters, "flush", "counters.flush")
         watch.wrap(runner, "take_draft_token_ids", "take_draft_token_ids")
-        if runner.guidance is not None:
-            watch.wrap(runner.guidance, "guarded", "guidance")
+        if runner.parts.guidance is not None:
+            for name in ("before_forward", "after_forward"):
+                watch.wrap(runner.parts.guidance, name, f"guidance: {name}")
         if runner.trees is not None:
             for name in ("before_forward", "after_forward", "compact"):
                 watch.wrap(runner.trees, name, f"target: {name}")

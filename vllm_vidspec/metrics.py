@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Container, Iterator, Mapping
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,18 @@ MAX_POSITIONS = 64  # the upper bound of `num_speculative_tokens`
 GUIDANCE_FALLBACKS = ("cached", "memory", "unobserved", "error", "no_text")
 # Why a request whose scorer lets mismatches stand is verified strictly all the same.
 STRICT_REASONS = ("cached", "memory", "error", "structured", "tools", "logprobs", "stop_strings")
-KINDS = ("exact", "loosened", "shifted")  # why a draft token stands
+
+
+class Kind(IntEnum):
+    """Why an output token stands; the scorers' kernels write these numbers."""
+
+    OWN = 0  # the target's own: what it samples after the last draft that stands
+    EXACT = 1  # a draft that is what the target samples
+    LOOSENED = 2
+    SHIFTED = 3  # a draft whose expected token stands elsewhere among the step's drafts
+
+
+KINDS = tuple(kind.name.lower() for kind in Kind if kind)  # of draft tokens
 SKIP_REASONS = ("pool_full", "too_long", "draft_error", "unsupported", "structured")
 
 # The order is the file's layout: append only, and raise _VERSION when it changes.

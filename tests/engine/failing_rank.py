@@ -14,18 +14,18 @@ LOOSE = {"extra_args": {"vidspec_scorer": "loose", "vidspec_lambda": 1.0}}
 def inject(worker, point: str, ranks: tuple[int, ...]) -> None:
     """Let a step of the given ranks fail until `heal`."""
     from vllm_vidspec.engine.draft import model as draft_model
-    from vllm_vidspec.engine.listen import visual_states
+    from vllm_vidspec.engine.listen import state_store
 
-    runner = worker.model_runner
+    runner, parts = worker.model_runner, worker.model_runner.parts
     owner, name = {
-        "observe": (runner.guidance, "observe"),
-        "take": (runner.guidance, "take"),
-        "allocate": (runner.guidance, "_allocate"),
-        "listen": (runner.guidance, "_hear"),
-        "claim": (runner.visual, "_claim"),
-        "hear": (runner.visual, "_hear"),
-        "finish": (runner.visual, "_finish"),
-        "relevance": (visual_states, "visual_relevance"),
+        "observe": (parts.guidance, "observe"),
+        "take": (parts.guidance, "take"),
+        "allocate": (parts.guidance, "_allocate"),
+        "listen": (parts.guidance, "_hear"),
+        "claim": (parts.visual, "_claim"),
+        "hear": (parts.visual, "_hear"),
+        "finish": (parts.visual, "_finish"),
+        "relevance": (state_store, "visual_relevance"),
         "encode": (draft_model, "group_and_batch_mm_kwargs"),
         "plan": (runner.speculator.drafter.prefills, "_plan"),
         "look": (runner.speculator.drafter.prefills, "_take"),
@@ -51,12 +51,13 @@ def guide_by_states(worker) -> None:
     from vllm_vidspec.engine.listen.hidden_states import HiddenStateGuidance
 
     runner = worker.model_runner
-    runner.retune({})
-    config = runner.vidspec_config.model_copy(update={"pruner": "uv"})
-    runner.guidance = HiddenStateGuidance(config, runner.model, runner.vllm_config, runner.counters, runner.agreement)
-    runner.guidance.reserve(1 << 30)
+    knobs, parts = runner.knobs, runner.parts
+    knobs.change(knobs.now.model_copy(update={"pruner": "uv"}))
+    guidance = HiddenStateGuidance(knobs, runner.model, runner.vllm_config, runner.counters, runner.agreement)
+    guidance.reserve(1 << 30)
+    runner.listeners.__init__([guidance, parts.visual], knobs, runner.agreement)
     runner.use_aux_hidden_state_outputs = True
-    runner.speculator.guidance, runner.speculator.drafter.prefills.config = runner.guidance, config
+    parts.guidance = runner.speculator._guidance = guidance
 
 
 def be_impatient(worker) -> None:

@@ -42,20 +42,19 @@ class Engine:
     core = _at("llm.llm_engine")
     scheduler = _at("core.engine_core.engine_core.scheduler")
     runner = _at("core.model_executor.driver_worker.worker.model_runner")
-    config = _at("runner.vidspec_config")
-    guidance = _at("runner.guidance")
-    visual = _at("runner.visual")
+    config = _at("runner.knobs.now")
+    guidance = _at("runner.parts.guidance")
+    visual = _at("runner.parts.visual")
     verifier = _at("runner.rejection_sampler")
     speculator = _at("runner.speculator")
     draft = _at("speculator.draft_model")
     draft_sampler = _at("speculator._sample")
-    draft_rows = _at("speculator.drafter.rows")
-    pool = _at("speculator.drafter.pool")
+    kv = _at("speculator.drafter.kv")
 
     def used_blocks(self) -> int:
         """Return the pool's used blocks after the runner has been told that all requests are finished."""
         self.idle()
-        return self.pool.num_used_blocks
+        return self.kv.num_used_blocks
 
     def idle(self) -> None:
         """Run a request of one token: vLLM tells of the end of a request with its next step."""

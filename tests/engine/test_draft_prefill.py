@@ -1,12 +1,14 @@
 """Prefilling the draft in a running engine: over many steps, with late scores, beside bad prompts, looked at once."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from tests.engine import harness
 from tests.engine.conftest import SCENARIOS
 from tests.engine.harness import LLAVA, QWEN, assert_all_stands
-from tests.engine.seams import DraftModel, DraftPrefill, HostCopy, attention_guidance
+from tests.engine.seams import DraftModel, DraftPrefill, PendingScores, attention_guidance
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs
 
@@ -124,13 +126,12 @@ def test_the_tower_is_profiled_and_configured_like_the_targets(monkeypatch, llav
     assert ours.mm_device_do_normalize == targets.mm_device_do_normalize
 
 
-class Late(HostCopy):
-    """A copy as on a GPU: it is not there yet in the step that sends it."""
+class Late(PendingScores):
+    """Scores as on a GPU: they are not there yet in the step that sends them."""
 
-    def __init__(self, tensor: torch.Tensor):
-        super().__init__(tensor)
-        self.is_here = False
-        self.wait = lambda: self._host  # type: ignore[method-assign]
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.is_here, self._copied = False, SimpleNamespace(synchronize=lambda: None)
 
 
 def test_trees_over_late_scores_and_slow_prefills(reference, monkeypatch):
@@ -140,7 +141,7 @@ def test_trees_over_late_scores_and_slow_prefills(reference, monkeypatch):
     """
     expected = harness.token_ids(reference(QWEN, "videos"))
     requests = SCENARIOS["videos"](QWEN)[:4]
-    monkeypatch.setattr(attention_guidance, "HostCopy", Late)
+    monkeypatch.setattr(attention_guidance, "PendingScores", Late)
     with harness.engine(
         QWEN, "target", pruner="specvlm", drafting="tree-adaptive", num_speculative_tokens=16, prune_ratio=0.0
     ) as engine:

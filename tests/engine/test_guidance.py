@@ -151,7 +151,7 @@ def test_listening_changes_no_bit_of_the_target(family, pruner):
             guidance, heard = engine.guidance, []
             if guidance is not None:  # after one token nobody drafts: the scores are looked at where they are taken
                 take = guidance.take
-                guidance.take = lambda req_id, take=take, heard=heard: heard.append(take(req_id).wait().scores)
+                guidance.take = lambda row, take=take, heard=heard: heard.append(take(row).wait().scores)
             outputs = engine.generate(requests)
         assert [scores is not None for scores in heard] == ([] if spec["pruner"] == "uniform" else [True] * 4)
         logprobs.append([{t: v.logprob for t, v in o.outputs[0].logprobs[0].items()} for o in outputs])
@@ -220,10 +220,10 @@ def test_an_aborted_prefill_leaves_no_listener():
     with harness.engine(LLAVA, "draft", pruner="uv", overrides=overrides) as engine:
         guidance = engine.guidance
         engine.begin(harness.videos(LLAVA, 1, max_tokens=4), steps=2)
-        held = len(guidance._listeners), guidance._num_bytes
+        held = len(guidance._prompts), guidance._num_bytes
         engine.abort()
         _, counted = engine.measured(harness.videos(LLAVA, 2, max_tokens=3))
-        assert not guidance._listeners and guidance._num_bytes == 0
+        assert not guidance._prompts and guidance._num_bytes == 0
     assert held == (1, 257 * 256 * 4)
     assert counted["guided_prompts"] == 2
 

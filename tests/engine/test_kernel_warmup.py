@@ -31,7 +31,7 @@ def test_every_part_is_prepared(monkeypatch):
         kernel_warmup.warm_up_kernels(engine.runner)
         assert not prepared  # interpreted kernels need none
         kernel_warmup.prepare(engine.runner)
-        width = engine.runner.vidspec_config.tree_width_max
+        width = engine.runner.knobs.now.tree_width_max
     # Target and draft have the same attention kernel, and the same one that moves accepted nodes.
     assert set(prepared) == {
         *("_accept_chain_kernel", "_tree_accept_kernel", "_accept_loose_kernel", "_kv_compact_kernel"),

@@ -12,7 +12,7 @@ import torch
 from tests.engine import harness, loose_reference
 from tests.engine.conftest import SCENARIOS
 from tests.engine.harness import CHUNK_SIZES, FAMILIES, LLAVA, NO_CACHE, QWEN, assert_same_answers, token_ids
-from tests.engine.seams import rules, visual_states
+from tests.engine.seams import rules, state_store, visual_states
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.scoring import loose
 from vllm_vidspec.tools import pairs
@@ -36,11 +36,9 @@ def shown(count: int) -> list[list]:
 
 def forget_states(engine: harness.Engine) -> None:
     """Let what earlier prompts left be computed again."""
-    visual = engine.visual
-    for item in visual._items.values():
-        assert item.users == 0
-        visual._free.extend(item.blocks)
-    visual._items.clear()
+    store = engine.visual.store
+    assert not any(item.users for item in store._items.values())
+    store.clear()
 
 
 def check(engine: harness.Engine, num_videos: int = 4, **sampling) -> dict:
@@ -231,7 +229,7 @@ def rows_not_normalised(patch):
     def store(states, source, slots, pool):
         pool.view(-1, pool.shape[2])[slots] = states[source].to(pool.dtype)
 
-    patch.setattr(visual_states, "store_states", store)
+    patch.setattr(state_store, "store_states", store)
 
 
 def the_targets_token_over_the_drafts_kv(patch):
@@ -341,7 +339,7 @@ def test_states_in_one_byte():
     """A quarter of fp32's memory; cosines are a few per cent off, no more."""
     with harness.engine(LLAVA, "draft", **OPEN, relevance_dtype="fp8", overrides=NO_CACHE) as running:
         assert 0 < relevance_error(running) <= 0.03
-        store = running.visual.store
+        store = running.visual.store.pool
         assert running.counters()["relevance_bytes_per_token"] == store.shape[2] and store.element_size() == 1
 
 
@@ -364,7 +362,7 @@ def test_cached_prefix():
         assert counted["relevance_prompts"] == counted["relevance_reused"] == 1
         assert loose_reference.check(family, outputs, [[frames]], records) >= 0
         visual = running.visual
-        assert len(visual._items) == 1
+        assert len(visual.store._items) == 1
         running.idle()
         assert not visual._holders  # vLLM tells of the end of a request with its next step
         forget_states(running)
@@ -380,24 +378,24 @@ def test_memory_bound():
     family, row_bytes = QWEN, 256 * 4
     with harness.engine(family, "draft", **OPEN, relevance_bytes=5 * 64 * row_bytes, overrides=NO_CACHE) as running:
         _, counted = running.measured(harness.videos(family, 2, max_tokens=40))
-        visual = running.visual
-        assert counted["relevance_pool_bytes"] == visual.store.nbytes == 5 * 64 * row_bytes
+        visual, store = running.visual, running.visual.store
+        assert counted["relevance_pool_bytes"] == store.pool.nbytes == 5 * 64 * row_bytes
         with pytest.raises(VidSpecError, match="leaves nothing"):
-            visual.reserve(visual.store.nbytes)
+            visual.reserve(store.pool.nbytes)
         assert counted["strict_memory"] == 1 and counted["relevance_prompts"] == 1
         running.idle()
-        idle = sum(len(item.blocks) for item in visual._items.values() if item.users == 0)
-        assert len(visual._free) + idle == 5 and not visual._holders
+        idle = sum(len(item.blocks) for item in store._items.values() if item.users == 0)
+        assert len(store._free) + idle == 5 and not visual._holders
         _, counted = running.measured(harness.videos(family, 3, max_tokens=40)[2:])
         assert counted["strict_memory"] == 0 and counted["relevance_prompts"] == 1
         running.begin(harness.videos(family, 4, max_tokens=50)[3:], steps=1)
         running.abort()
         running.generate(harness.videos(family, 1, max_tokens=20))
         # What an ended request held is nobody's to measure against.
-        assert torch.equal(visual.num_blocks > 0, torch.from_numpy(visual._num_blocks_np > 0))
+        assert torch.equal(store.num_blocks > 0, torch.from_numpy(store.num_blocks_np > 0))
         running.idle()
-        idle = sum(len(item.blocks) for item in visual._items.values() if item.users == 0)
-        assert len(visual._free) + idle == 5
+        idle = sum(len(item.blocks) for item in store._items.values() if item.users == 0)
+        assert len(store._free) + idle == 5
 
 
 def test_a_bound_that_cannot_be_is_one_line():
@@ -419,12 +417,12 @@ def test_a_fault_is_strictness():
 
     with harness.engine(family, "draft", **OPEN, on_draft_error="skip") as running:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(visual_states, "store_states", fail)
+            patch.setattr(state_store, "store_states", fail)
             unkept = running.measured(harness.videos(family, 2, max_tokens=20, temperature=1.0))
         running.llm.reset_prefix_cache()  # what the target has cached has no states any more
         strict = running.generate(harness.videos(family, 2, max_tokens=20, temperature=1.0, **asking("strict")))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(visual_states, "visual_relevance", fail)
+            patch.setattr(state_store, "visual_relevance", fail)
             unmeasured = running.measured(harness.videos(family, 2, max_tokens=20, temperature=1.0))
         _, healed = running.measured(harness.videos(family, 2, max_tokens=20, temperature=1.0))
     for outputs, counted in (unkept, unmeasured):

@@ -79,7 +79,7 @@ def logits_compared():
     sample, draft, verify = CoupledSampler.__call__, Drafter.draft, CoupledVerifier._verify
 
     def recording_draft(self, message):
-        proposed.update({int(row): [] for row in message.rows_np})
+        proposed.update({int(row): [] for row in message.idx_mapping_np})
         return draft(self, message)
 
     def recording_sample(self, logits, rows, rows_np, pos, input_ids):
@@ -158,7 +158,7 @@ def skip_refeed(monkeypatch) -> None:
 
     def forgetful(self, message):
         drafts = original(self, message)
-        self._roots.rows.fed[message.rows] = (1 << K) - 1
+        self._roots.kv.fed[message.idx_mapping] = (1 << K) - 1
         return drafts
 
     monkeypatch.setattr(ChainDrafter, "draft", forgetful)

@@ -132,7 +132,7 @@ def test_full_pool_means_fewer_drafts_not_other_answers(reference):
     expected, endless = reference(QWEN, "videos"), reference(QWEN, "endless")
     with harness.engine(QWEN, "target") as engine:
         per_block = engine.draft.bytes_per_block
-        del engine.pool._free[2:]
+        del engine.kv._free[2:]
         _, counted = engine.measured(harness.videos(QWEN, 4, max_tokens=2))
     assert counted["guided_prompts"] == counted["prompts"] == 4 - counted["skipped_pool_full"] == 2
     # Each prompt takes 3 blocks of 128; at 384 tokens each needs a fourth, and only one is left.
@@ -162,7 +162,7 @@ def test_context_length_ends_drafting_cleanly(reference, shape):
     overrides = {"max_model_len": 320}
     with harness.engine(QWEN, "target", overrides=overrides, pruner="none", drafting=shape) as engine:
         outputs, counted = engine.measured(requests)
-        assert engine.draft_rows.pos_delta_np.max() > overrides["max_model_len"]
+        assert engine.kv.pos_delta_np.max() > overrides["max_model_len"]
         used = engine.used_blocks()
     assert {(o.outputs[0].finish_reason, len(o.outputs[0].token_ids)) for o in outputs} == {("length", 320 - 266)}
     assert_begins(outputs, [*sparse, *endless])
@@ -238,7 +238,7 @@ def test_aborts_and_grammars(reference, shape):
     expected = reference(QWEN, "grammar")
     with harness.engine(QWEN, "draft", drafting=shape) as engine:
         engine.begin(harness.videos(QWEN, 4, max_tokens=200, ignore_eos=True), steps=10)
-        assert engine.pool.num_used_blocks >= 4
+        assert engine.kv.num_used_blocks >= 4
         engine.abort()
         assert engine.used_blocks() == 0
         outputs, counted = engine.measured(SCENARIOS["grammar"](QWEN))

@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from vidspec_kernels import warm_up
 from vllm_vidspec.drafting.adaptive import AdaptiveTree
 from vllm_vidspec.engine.draft.drafter import Drafter
-from vllm_vidspec.engine.kv_views import key_view, value_view
+from vllm_vidspec.engine.kv_views import kv_views
 from vllm_vidspec.engine.listen.attention import AttentionGuidance
 from vllm_vidspec.engine.tree_attention import TreeAttention
 
@@ -36,36 +36,36 @@ def warm_up_kernels(runner: Any) -> None:
 
 def prepare(runner: Any) -> None:
     """Call what prepares each kernel, for the parts that this runner has."""
-    config, num_drafts = runner.vidspec_config, runner.num_speculative_steps
-    in_trees, block_table = runner.trees is not None, runner.block_tables.input_block_tables[0]
-    warm_up.warm_accept(num_drafts, runner.max_num_reqs, in_trees, is_loose=runner.rules is not None)
+    config, num_drafts, parts = runner.knobs.now, runner.num_speculative_steps, runner.parts
+    in_trees, block_table = parts.trees is not None, runner.block_tables.input_block_tables[0]
+    warm_up.warm_accept(num_drafts, runner.max_num_reqs, in_trees, is_loose=parts.rules is not None)
     if in_trees:
-        _prepare_attention(runner.trees._attention, block_table, runner.vllm_config, num_drafts + 1)
-        warm_up.warm_kv_compact(runner.trees._caches, block_table, num_drafts)
-    if isinstance(runner.guidance, AttentionGuidance):
+        _prepare_attention(parts.trees._attention, block_table, runner.vllm_config, num_drafts + 1)
+        warm_up.warm_kv_compact(parts.trees._caches, block_table, num_drafts)
+    if isinstance(parts.guidance, AttentionGuidance):
         layers = {}
-        for layer in runner.guidance._attention.values():
-            keys = key_view(layer.kv_cache, layer)
+        for layer in parts.guidance._attention.values():
+            keys, _ = kv_views(layer.kv_cache, layer)
             layers[keys.shape, keys.stride(), keys.dtype, layer.impl.num_heads] = keys
         heads = [(keys, key[3]) for key, keys in layers.items()]
         warm_up.warm_guidance_scores(heads, block_table, runner.dtype)
-    if runner.visual is not None:
-        visual = runner.visual
-        tables = (visual.store, visual.block_fill, visual.block_table, visual.num_blocks)
+    if parts.visual is not None:
+        store = parts.visual.store
+        tables = (store.pool, store.block_fill, store.block_table, store.num_blocks)
         warm_up.warm_visual_relevance(*tables, runner.dtype, config.top_n, num_drafts + 1)
     _prepare_drafter(runner.speculator.drafter, runner)
 
 
 def _prepare_drafter(drafter: Drafter, runner: Any) -> None:
     """Prepare the draft's own launches."""
-    roots, pool = drafter._chains._roots, drafter.pool
+    roots, kv = drafter.roots, drafter.kv
     batch = {
         "rows": roots.logical_pos[:1],  # any vector of its kind
         "num_slots": roots.seq_lens,
         "num_tokens": roots.seq_lens,
-        "pos_delta": roots.rows.pos_delta,
-        "block_table": pool.table,
-        "block_size": pool.block_size,
+        "pos_delta": kv.pos_delta,
+        "block_table": kv.block_tables,
+        "block_size": kv.block_size,
         "level": 1,
         "max_position": roots.model.num_positions - 1,
     }
@@ -76,7 +76,7 @@ def _prepare_drafter(drafter: Drafter, runner: Any) -> None:
         seq_lens=roots.seq_lens,
         slot_mapping=roots.slot_mapping,
     )
-    trees = drafter._trees
+    trees = drafter.trees
     if trees is None:
         return
     width = trees.policy.max_frontier
@@ -90,8 +90,9 @@ def _prepare_drafter(drafter: Drafter, runner: Any) -> None:
     )
     if isinstance(trees.policy, AdaptiveTree):
         warm_up.warm_tree_grow(trees.policy._growth, width)
-    _prepare_attention(trees._attention, pool.table, drafter.model.config, width)
-    warm_up.warm_kv_compact(drafter._caches, pool.table, runner.num_speculative_steps)
+    _prepare_attention(trees._attention, kv.block_tables, drafter.model.config, width)
+    assert kv.caches is not None
+    warm_up.warm_kv_compact(kv.caches, kv.block_tables, runner.num_speculative_steps)
 
 
 def _prepare_attention(
@@ -101,7 +102,7 @@ def _prepare_attention(
     model = config.model_config
     kinds = {}
     for layer in attention.layers:
-        keys, values = key_view(layer.kv_cache, layer), value_view(layer.kv_cache, layer)
+        keys, values = kv_views(layer.kv_cache, layer)
         kinds[keys.shape, keys.stride(), keys.dtype, layer.impl.num_heads] = (keys, values)
     for (*_, num_heads), (keys, values) in kinds.items():
         warm_up.warm_tree_attention(keys, values, block_table, num_heads, model.dtype, max_queries, model.max_model_len)

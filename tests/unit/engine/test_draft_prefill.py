@@ -10,11 +10,11 @@ from vllm.platforms import current_platform
 
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.draft.draft_rows import DraftRows
-from vllm_vidspec.engine.draft.kv import DraftKVPool
+from vllm_vidspec.engine.draft.kv import DraftKV
 from vllm_vidspec.engine.draft.messages import PrefillMessage, PrefillStep
 from vllm_vidspec.engine.draft.prefill import DraftPrefill
 from vllm_vidspec.engine.draft.vision_cache import PAGE_ROWS, VisionCache
+from vllm_vidspec.engine.knobs import Knobs
 
 CPU = torch.device("cpu")
 HIDDEN = 4
@@ -89,12 +89,11 @@ class Line:
         if current_platform.is_cpu():
             import vllm.v1.worker.cpu.shm  # noqa: F401  # buffers that need no pinned memory, as in every CPU engine
         self.model, self.counted = NotingModel(), Counted()
-        self.pool = DraftKVPool(200, BLOCK, 8, MAX_LEN + 4, CPU)
-        rows = DraftRows(8, CPU)
+        self.kv = DraftKV(200, BLOCK, 8, MAX_LEN + 4, CPU)
         cache = VisionCache(cache_bytes, HIDDEN, torch.float32, CPU)
         self.shared: dict[str, torch.Tensor] = {}
         alone = Agreement(SimpleNamespace(rank_in_group=0, world_size=1))
-        self.prefills = DraftPrefill(self.model, config, self.counted, self.pool, rows, cache, self.shared, alone)  # type: ignore[arg-type]
+        self.prefills = DraftPrefill(self.model, Knobs(config), self.counted, self.kv, cache, self.shared, alone)  # type: ignore[arg-type]
         self.text = torch.full((8, MAX_LEN), 7_777_777, dtype=torch.int32)  # an id outside the vocabulary
 
     def admit(self, row: int, token_ids: list[int], features: tuple = ()) -> bool:
@@ -104,14 +103,14 @@ class Line:
     def step(self, bounds: dict[int, int]) -> Any:
         self.model.forwards = []
         for row, bound in bounds.items():
-            assert self.pool.reserve(np.array([row]), np.array([bound + 3]))[0]
-            blocks = self.pool._blocks[row]  # what `apply` does on a device
-            self.pool.table[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+            assert self.kv.reserve(np.array([row]), np.array([bound + 3]))[0]
+            blocks = self.kv._blocks[row]  # what `apply` does on a device
+            self.kv.block_tables[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
         return self.prefills.step(PrefillStep(np.array(list(bounds)), np.array(list(bounds.values())), self.text))
 
     def held(self, row: int, count: int) -> list[tuple[float, int]]:
         """Return (embedding, position) of a row's first KV entries."""
-        slots = [int(self.pool.table[row, i // BLOCK]) * BLOCK + i % BLOCK for i in range(count)]
+        slots = [int(self.kv.block_tables[row, i // BLOCK]) * BLOCK + i % BLOCK for i in range(count)]
         return [self.model.slots[slot] for slot in slots]
 
 

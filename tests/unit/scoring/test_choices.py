@@ -92,12 +92,12 @@ def test_the_api_server_passes_choices_and_tools_on():
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-    from vllm_vidspec.engine import compat
+    from vllm_vidspec.engine.compat import api
 
     with pytest.MonkeyPatch.context() as patch:
         for request in (ChatCompletionRequest, CompletionRequest):
             patch.setattr(request, "to_sampling_params", request.to_sampling_params)  # put back afterwards
-        compat.hear_request_choices(PREFIX, CALLS_TOOLS, lambda asked: None)
+        api.hear_request_choices(PREFIX, CALLS_TOOLS, lambda asked: None)
         tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
         def heard(**fields) -> dict | None:
