@@ -1,4 +1,4 @@
-"""Prefilling the draft in a running engine: over many steps, late scores, beside bad prompts; what is looked at once."""
+"""Prefilling the draft in a running engine: over many steps, with late scores, beside bad prompts, looked at once."""
 
 from types import SimpleNamespace
 
