@@ -37,7 +37,8 @@ def slow_down(monkeypatch, engine: harness.Engine, budget: int) -> list[dict[str
 @pytest.fixture(scope="module")
 def llava(reference):
     """A draft with the target's weights, a tower of its own and the whole video."""
-    reference(LLAVA, "videos")  # an engine of its own, and only one lives at a time
+    for scenario in ("videos", "endless"):  # an engine of its own, and only one lives at a time
+        reference(LLAVA, scenario)
     overrides = {"enable_prompt_embeds": True, "enable_mm_embeds": True, "mm_encoder_attn_backend": "TORCH_SDPA"}
     with harness.engine(
         LLAVA, pairs.checkpoint(LLAVA, "target"), overrides=overrides, pruner="none", on_draft_error="skip"

@@ -251,7 +251,7 @@ def test_planted_bug_is_caught(engine, plant):
 def test_loosening_the_end_of_the_text_is_caught(engine):
     """The planted bug: nothing is protected."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rules, "_has_bit", lambda table, rows, tokens: torch.zeros(len(tokens), dtype=torch.bool))
+        patch.setattr(rules, "has_token", lambda table, rows, tokens: torch.zeros(len(tokens), dtype=torch.bool))
         with pytest.raises(AssertionError):
             protected_words_kept(engine)
 
