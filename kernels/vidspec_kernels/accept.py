@@ -103,9 +103,14 @@ def _accept_kernel(
     num_sampled_ptr,
     num_cols,
     BLOCK: tl.constexpr,
+    # LOWEST, WINDOW, SHIFT, _EPSILON; None where all is strict
     FLAGS: tl.constexpr,
 ):
-    """One request. Entries are its drafts, nodes 1 to BLOCK; what concerns pairs of them has 32 bits a pair at most."""
+    """One request. Entries are its drafts, nodes 1 to BLOCK; what concerns pairs of them has 32 bits a pair at most.
+
+    What a case has no use for is None, so that a strict chain compiles to loads, one minimum and stores. Arguments that
+    go together come as a tuple, because each argument costs a launch time, None too.
+    """
     req_idx = tl.program_id(0).to(tl.int64)
     start = tl.load(cu_num_logits_ptr + req_idx)
     num_logits = tl.minimum(tl.load(cu_num_logits_ptr + req_idx + 1) - start, num_cols)
@@ -135,7 +140,6 @@ def _accept_kernel(
     mismatches = 0
     if loose is not None:
         rules_ptr, shares_ptr, windows_ptr, min_entropy, kinds_ptr = loose
-        LOWEST, WINDOW, SHIFT, EPSILON = FLAGS
         rule = tl.load(rules_ptr + req_state_idx)
         window = tl.load(windows_ptr + req_state_idx)
         entropy = tl.load(entropies_ptr + start + parent, mask=is_draft, other=0.0)
@@ -147,9 +151,8 @@ def _accept_kernel(
         mismatches = _popcount(above & mismatched)  # on the way to the node
         # A branch is known by its lowest node: ancestors precede their descendants, so that is the one at depth 1.
         branch = _popcount((above & -above) - 1)
-        peers = valid[None, :] & (
-            branch[:, None] == branch[None, :]
-        )  # [node, node]: the second is a draft of its branch
+        # [node, node]: the second is a draft of the first one's branch.
+        peers = valid[None, :] & (branch[:, None] == branch[None, :])
 
         # LOWEST. Float64, where the product is exact: fused with the sum or not, the result is the same.
         not_after = (score[None, :] < score[:, None]) | (
@@ -158,17 +161,17 @@ def _accept_kernel(
         place = tl.sum((peers & not_after).to(tl.int32), axis=1)
         share = tl.load(shares_ptr + req_state_idx).to(tl.float64)
         num_peers = tl.sum(peers.to(tl.int32), axis=1)
-        loosened = (place.to(tl.float64) <= share * num_peers.to(tl.float64) + EPSILON) & ((rule & LOWEST) != 0)
+        loosened = (place.to(tl.float64) <= share * num_peers.to(tl.float64) + FLAGS[3]) & ((rule & FLAGS[0]) != 0)
         # WINDOW. No more mismatches on the way to a node W further down: all between match.
         low, high = above.to(tl.int32), (above >> 32).to(tl.int32)
         half = tl.where((place_of_bit < 32)[None, :], low[:, None], high[:, None])
         on_way = ((half >> (place_of_bit % 32)[None, :]) & 1) != 0  # [node, node]: the second is the first or above it
         ends = on_way & (mismatches[:, None] == mismatches[None, :]) & (depth[:, None] - depth[None, :] == window)
         in_window = tl.max(ends.to(tl.int32), axis=0) != 0
-        loosened |= in_window & (entropy > min_entropy) & ((rule & WINDOW) != 0)
+        loosened |= in_window & (entropy > min_entropy) & ((rule & FLAGS[1]) != 0)
         # SHIFT
         drafted = tl.max((peers & (draft[None, :] == expected[:, None])).to(tl.int32), axis=1) != 0
-        shifted = drafted & ((rule & SHIFT) != 0)
+        shifted = drafted & ((rule & FLAGS[2]) != 0)
         kind = tl.where(exact, 1, tl.where(valid & may_loosen, tl.where(loosened, 2, tl.where(shifted, 3, 0)), 0))
         stands = kind != 0
 
@@ -238,7 +241,7 @@ def accept(
         cu_num_logits: int32 [R + 1], first logits row of each request; at most max_drafts + 1 rows a request.
         max_drafts: K, 0 to 64; of trees and loose requests at least 1.
         trees: None: all are chains.
-        looseness: None: no mismatch stands.
+        looseness: None: no mismatch stands. Its rows are those of the trees.
         impl: See `dispatch.use_triton`.
 
     Returns:

@@ -116,7 +116,7 @@ def test_every_variant_that_steps_use_is_warmed():
     """150 random steps, with vectors cut out of others at any offset: nothing is left to compile while serving.
 
     Catches: a size that changes from step to step, or the alignment of a slice, that makes a variant of its own
-    (without the decorators' exceptions these steps use 287 variants); a wrapper that the warm-up forgets.
+    (without the decorators' exceptions these steps use 359 variants); a wrapper that the warm-up forgets.
     """
     found = run("tests/kernels/variants.py")
     assert found["missing"] == []

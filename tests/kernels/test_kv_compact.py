@@ -180,7 +180,7 @@ def test_longest_overlaps(device, impl, first):
 
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])
-def test_what_tree_accept_returns(device, impl):
+def test_what_accept_returns(device, impl):
     """Catches: a request without rows (num_sampled 0, so -1 accepted) or an identity path beyond the count moved."""
     inputs = one_request(device, [0, 2, 4, 3, 4], start=1) | {
         "rows": torch.tensor([1, 0], device=device),

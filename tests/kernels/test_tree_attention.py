@@ -127,8 +127,7 @@ def test_head_and_block_sizes(device, impl, head_size, block_size, layout):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("layout", ["flash", "cpu"])
+@pytest.mark.parametrize(("dtype", "layout"), [(torch.float16, "cpu"), (torch.bfloat16, "flash")])
 def test_half_precision(device, impl, dtype, layout, small_splits):
     """Catches: softmax, sums or partial results in the inputs' dtype.
 
@@ -204,8 +203,9 @@ def test_non_contiguous_tensors(device, impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("poison", [NAN, INF, -INF, 3e38, 7.0])
-@pytest.mark.parametrize("layout", ["flash", "cpu"])
+@pytest.mark.parametrize(
+    ("poison", "layout"), [(NAN, "flash"), (NAN, "cpu"), (INF, "flash"), (-INF, "flash"), (3e38, "flash"), (7.0, "cpu")]
+)
 def test_garbage_does_not_leak(device, impl, poison, layout):
     """Whatever lies in entries that no row attends to (in the last block, between nodes, in the pool) changes nothing.
 

@@ -137,7 +137,7 @@ def _run_both(self, *args, grid, warmup, **kwargs):
     try:
         with _disable_current_modes():
             values = {key: on_host(value) for key, value in kwargs.items()}
-            _interpret(self).run(*map(on_host, args), grid=grid, warmup=False, **values)
+            _interpret(self).run(*tree_map(on_host, args), grid=grid, warmup=False, **values)
     except Exception as error:
         _note(name, error.__cause__ or error)
     finally:
