@@ -45,7 +45,8 @@ class Prefill:
     def __init__(self, llm: Any) -> None:
         self.llm = llm
         self.runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        self.guidance = self.runner.guidance
+        self.listeners = self.runner.listeners
+        self.guarded = self.listeners._guarded
         self.seconds: list[float] = []
         execute = self.runner.execute_model
 
@@ -64,7 +65,7 @@ class Prefill:
 
         from vllm_vidspec import metrics
 
-        self.runner.guidance = self.runner.speculator.guidance = self.guidance if listens else None
+        self.listeners._guarded = self.guarded if listens else []
         self.llm.reset_prefix_cache()
         self.seconds.clear()
         path = metrics.path_for(self.llm.llm_engine.vllm_config.instance_id)

@@ -115,8 +115,9 @@ class HostTime:
         watch.wrap(runner.rejection_sampler, "_verify", "verify: rest")
         watch.wrap(runner.counters, "flush", "counters.flush")
         watch.wrap(runner, "take_draft_token_ids", "take_draft_token_ids")
-        if runner.guidance is not None:
-            watch.wrap(runner.guidance, "guarded", "guidance")
+        if runner.parts.guidance is not None:
+            for name in ("before_forward", "after_forward"):
+                watch.wrap(runner.parts.guidance, name, f"guidance: {name}")
         if runner.trees is not None:
             for name in ("before_forward", "after_forward", "compact"):
                 watch.wrap(runner.trees, name, f"target: {name}")
@@ -166,8 +167,8 @@ class HostTime:
             (runner.rejection_sampler, "_score", "verify: score"),
             (runner.counters, "observe", "counters.observe"),
             (runner.counters, "add", "counters.add"),
-            (chain_drafter, "chain_step", KERNEL + "chain_step"),
-            (strict, "accept_chain", KERNEL + "accept_chain"),
+            (chain_drafter, "step", KERNEL + "step (chain)"),
+            (strict, "accept", KERNEL + "accept"),
         ]
         if trees is not None:
             parts += [
@@ -179,11 +180,10 @@ class HostTime:
                 *((trees.policy, name, f"policy.{name}") for name in ("observe", "begin", "extend", "finish")),
                 (trees.policy.tree, "append_leaves", "policy: append_leaves"),
                 (tree_drafter, "candidates", "draft: candidates"),
-                (tree_drafter, "tree_step", KERNEL + "tree_step"),
+                (tree_drafter, "step", KERNEL + "step (tree)"),
                 (adaptive, "tree_grow", KERNEL + "tree_grow"),
                 (drafter, "kv_compact", KERNEL + "kv_compact (draft)"),
                 (target_trees, "kv_compact", KERNEL + "kv_compact (target)"),
-                (strict, "tree_accept", KERNEL + "tree_accept"),
             ]
         for owner, name, label in parts:
             self.watch.wrap(owner, name, label, fine=True)

@@ -102,7 +102,7 @@ def measure(size: int, rounds: int) -> dict[str, Any]:
         with_.append(seconds)
         inside.append(heard)
     shares = [(b - a) / a for a, b in zip(without, with_, strict=True)]
-    visual = steps.llm.llm_engine.model_executor.driver_worker.worker.model_runner.visual
+    visual = steps.llm.llm_engine.model_executor.driver_worker.worker.model_runner.parts.visual
     row = {
         "video_tokens": size,
         "step_ms": round(1e3 * statistics.median(without), 2),
@@ -112,7 +112,7 @@ def measure(size: int, rounds: int) -> dict[str, Any]:
         "share_min": round(min(shares), 4),
         "share_max": round(max(shares), 4),
         "inside_share": round(statistics.median(i / a for i, a in zip(inside, without, strict=True)), 4),
-        "store_bytes": size * visual.store.shape[2] * visual.store.element_size(),
+        "store_bytes": size * visual.store.pool.shape[2] * visual.store.pool.element_size(),
         "rounds": rounds,
     }
     print(json.dumps(row), flush=True)

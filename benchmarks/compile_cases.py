@@ -1,6 +1,7 @@
 """The launches that compile_report.py compiles: the wrappers' own, at the shapes of real models, on meta tensors."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor
 
 import vidspec_kernels as kernels
-from vidspec_kernels.tree_grow import TreeGrowBuffers, tree_grow
+from vidspec_kernels import warm_up
+from vidspec_kernels.tree_grow import TreeGrowBuffers
+from vidspec_kernels.warm_up import floats, i32, i64
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 MAX_REQS, BLOCK_SIZE, MAX_BLOCKS = 256, 16, 8192
@@ -23,18 +26,6 @@ class Case:
     label: str
     call: Callable[[], Any]
     not_on: tuple[int, ...] = ()
-
-
-def i32(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.int32, device="meta")
-
-
-def i64(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.int64, device="meta")
-
-
-def floats(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def cache_views(num_kv_heads: int, head_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -80,65 +71,34 @@ def guide(shape: tuple[int, int, int], num_queries: int, context: int, dtype: to
     )  # fmt: skip
 
 
-def tables(num_drafts: int) -> tuple[Tensor, Tensor, Tensor]:
-    shape = (MAX_REQS, num_drafts + 1)
-    return i32(*shape), i32(*shape), i64(*shape)
+def compact(num_drafts: int, num_kv_heads: int, head_size: int, dtype: torch.dtype, dim_stride: int = 1) -> None:
+    keys, values = cache_views(num_kv_heads, head_size * dim_stride, dtype)
+    caches = kernels.CacheList([(keys[..., ::dim_stride], values[..., ::dim_stride])])
+    warm_up.warm_kv_compact(caches, i32(MAX_REQS, MAX_BLOCKS), num_drafts)
 
 
-def accept_loosely(num_drafts: int, in_trees: bool, num_reqs: int = 32) -> None:
-    rows = num_reqs * (num_drafts + 1)
-    kernels.accept_loose(
-        i64(rows), i64(rows), i32(num_reqs + 1), i64(num_reqs), i32(MAX_REQS), floats(MAX_REQS), i32(MAX_REQS),
-        floats(rows), floats(rows), floats(rows, dtype=torch.bool), 0.1, num_drafts,
-        tables(num_drafts) if in_trees else None,
+def grow_buffers(
+    max_width: int, num_candidates: int, num_drafts: int = 64, max_reqs: int = MAX_REQS
+) -> TreeGrowBuffers:
+    """Return the buffers of adaptive trees."""
+    shape = (max_reqs, num_drafts + 1)
+    return TreeGrowBuffers(
+        i64(*shape), i32(*shape), i32(*shape), i64(*shape), floats(*shape), i64(max_reqs), i64(max_reqs),
+        floats(9, 8), floats(max_width + 1, 8, num_candidates), 1 + 7 * max_width,
     )  # fmt: skip
 
 
-def accept_trees(num_drafts: int, num_reqs: int = 32) -> None:
-    rows = num_reqs * (num_drafts + 1)
-    kernels.tree_accept(i64(rows), i64(rows), i32(num_reqs + 1), i64(num_reqs), *tables(num_drafts), num_drafts)
-
-
-def accept_chains(num_drafts: int, num_reqs: int = 32) -> None:
-    rows = num_reqs * (num_drafts + 1)
-    kernels.accept_chain(i64(rows), i64(rows), i32(num_reqs + 1), num_drafts)
-
-
-def compact(num_drafts: int, num_kv_heads: int, head_size: int, num_reqs: int = 32) -> None:
-    caches = kernels.CacheList([cache_views(num_kv_heads, head_size, BF16)])
-    kernels.kv_compact(
-        caches, i32(MAX_REQS, MAX_BLOCKS), i64(num_reqs), i32(num_reqs), i32(num_reqs, num_drafts + 1), i32(num_reqs)
-    )
-
-
-def grow(width: int, num_candidates: int, num_drafts: int = 64, num_reqs: int = 32) -> None:
-    shape = (MAX_REQS, num_drafts + 1)
-    buffers = TreeGrowBuffers(
-        i64(*shape), i32(*shape), i32(*shape), i64(*shape), floats(*shape), i64(MAX_REQS), i64(MAX_REQS),
-        floats(9, 8), floats(num_candidates + 1, 8, num_candidates), 1 + 7 * num_candidates,
-    )  # fmt: skip
-    rows = num_reqs * width
-    tree_grow(
-        buffers, i64(num_reqs), i64(num_reqs, width), floats(num_reqs, width), floats(rows, num_candidates),
-        i64(rows, num_candidates), level=1, budget=num_drafts, first_parent=1, num_next=width,
-    )  # fmt: skip
-
-
-def step_chains(num_axes: int, num_reqs: int = 32) -> None:
-    kernels.chain_step(
-        i64(num_reqs), i32(MAX_REQS), i32(MAX_REQS), i64(MAX_REQS), i32(MAX_REQS, MAX_BLOCKS), block_size=BLOCK_SIZE,
-        level=1, max_position=100_000, positions=i64(num_axes, MAX_REQS), logical_pos=i64(MAX_REQS),
-        seq_lens=i32(MAX_REQS), slot_mapping=i64(MAX_REQS),
-    )  # fmt: skip
-
-
-def step_trees(num_axes: int, width: int = 8, num_reqs: int = 32) -> None:
-    places = MAX_REQS * width
-    kernels.tree_step(
-        i64(num_reqs), i32(MAX_REQS), i32(MAX_REQS), i64(MAX_REQS), i32(MAX_REQS, MAX_BLOCKS), i64(num_reqs, width),
-        block_size=BLOCK_SIZE, level=1, max_position=100_000, positions=i64(num_axes, places),
-        logical_pos=i64(places), slot_mapping=i64(places), prefix_lens=i32(MAX_REQS),
-    )  # fmt: skip
+def step_arguments(
+    width: int, max_reqs: int = MAX_REQS, max_blocks: int = MAX_BLOCKS, num_axes: int = 3
+) -> dict[str, Any]:
+    """Return the arguments of `step` but `nodes`, with room for `width` places a request."""
+    places = max_reqs * width
+    return {
+        "rows": i64(1), "num_slots": i32(max_reqs), "num_tokens": i32(max_reqs), "pos_delta": i64(max_reqs),
+        "block_table": i32(max_reqs, max_blocks), "block_size": BLOCK_SIZE, "level": 1, "max_position": 100_000,
+        "positions": i64(num_axes, places), "logical_pos": i64(places), "seq_lens": i32(max_reqs),
+        "slot_mapping": i64(places),
+    }  # fmt: skip
 
 
 MODELS = {
@@ -167,31 +127,30 @@ def cases() -> tuple[Case, ...]:
     add("tree_attention", "28/4 Q26, prefix given", attend, MODELS["28/4"], 26, 25_000, prefix=True, lse=True)
     add("tree_attention", "28/4 Q26 25k fp16", attend, MODELS["28/4"], 26, 25_000, dtype=FP16)
     add("tree_attention", "4/2 d32 Q9 fp32", attend, (4, 2, 32), 9, 1_000, dtype=FP32)
-    for num_queries in (6, 26, 65):
-        for num_tokens in (25_000, 100_000):
-            add(
-                "visual_relevance",
-                f"3584 Q{num_queries} {num_tokens // 1000}k",
-                relevance,
-                3584,
-                num_queries,
-                num_tokens,
-            )
+    add("tree_attention", "10/2 d80 Q9 fp16, prefix given", attend, (10, 2, 80), 9, 1_000, dtype=FP16, prefix=True)
+    for rows, num_tokens in itertools.product((6, 26, 65), (25_000, 100_000)):
+        add("visual_relevance", f"3584 Q{rows} {num_tokens // 1000}k", relevance, 3584, rows, num_tokens)
     add("visual_relevance", "5120 Q26 25k", relevance, 5120, 26, 25_000)
     add("visual_relevance", "3584 Q11 25k top 10", relevance, 3584, 11, 25_000, top_n=10)
+    add("visual_relevance", "200 Q11 1k fp16 top 2", relevance, 200, 11, 1_000, FP16, 2, dtype=FP16)
+    add("visual_relevance", "96 Q11 1k fp32", relevance, 96, 11, 1_000, FP32, 10, dtype=FP32)
     # fp8 needs a tensor core that knows it.
     add("visual_relevance", "3584 Q26 25k fp8", relevance, 3584, 26, 25_000, FP8, not_on=(80,))
     add("visual_relevance", "3584 Q65 100k fp8", relevance, 3584, 65, 100_000, FP8, not_on=(80,))
     for name in ("28/4", "14/2 d64"):
         add("guidance_scores", f"{name} nq32 25k", guide, MODELS[name], 32, 25_000)
-    for num_drafts in (10, 25, 64):
-        add("accept_loose", f"chain K{num_drafts}", accept_loosely, num_drafts, False)
-        add("accept_loose", f"tree K{num_drafts}", accept_loosely, num_drafts, True)
-    add("tree_accept", "K64", accept_trees, 64)
-    add("accept_chain", "K10", accept_chains, 10)
-    add("kv_compact", "K64 4 heads d128", compact, 64, 4, 128)
-    add("tree_grow", "F8 C8", grow, 8, 8)
-    add("tree_grow", "F10 C10", grow, 10, 10)
-    add("chain_step", "3 axes", step_chains, 3)
-    add("tree_step", "3 axes", step_trees, 3)
+    add("guidance_scores", "10/2 d80 nq32 1k fp16", guide, (10, 2, 80), 32, 1_000, FP16)
+    add("guidance_scores", "14/2 d64 nq32 1k fp32", guide, (14, 2, 64), 32, 1_000, FP32)
+    for num_drafts, in_trees, is_loose in itertools.product((10, 25, 64), (False, True), (False, True)):
+        label = f"{'loose' if is_loose else 'strict'} {'tree' if in_trees else 'chain'} K{num_drafts}"
+        add("accept", label, warm_up.accept_once, num_drafts, MAX_REQS, in_trees, is_loose)
+    add("accept", "loose tree K1", warm_up.accept_once, 1, MAX_REQS, True, True)
+    for dtype in (BF16, FP8, FP32, torch.float64):
+        add("kv_compact", f"K64 4 heads d128 {8 * dtype.itemsize} bits", compact, 64, 4, 128, dtype)
+    add("kv_compact", "K64 4 heads d128 16 bits, strided", compact, 64, 4, 128, BF16, 16)
+    for width in (8, 10):
+        add("tree_grow", f"F{width} C{width}", warm_up.grow_once, grow_buffers(width, width), width)
+    for num_axes in (1, 3):
+        add("step", f"chain, axes {num_axes}", warm_up.warm_step, **step_arguments(1, num_axes=num_axes))
+        add("step", f"tree, axes {num_axes}", kernels.step, nodes=i64(1, 8), **step_arguments(8, num_axes=num_axes))
     return tuple(found)

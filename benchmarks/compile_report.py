@@ -18,6 +18,7 @@ os.environ["TRITON_INTERPRET"] = "0"
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import re
 import resource
@@ -108,6 +109,13 @@ def programs_per_sm(registers: int, num_warps: int, shared_bytes: int, arch: int
     return min(by_registers, by_shared, card.threads // (32 * num_warps), _MAX_PROGRAMS)
 
 
+def memory_operations(ptx: str) -> list[str]:
+    """Return the kernel's global loads and stores (".v": several words at once) and barriers, in order, runs as one."""
+    found = re.findall(r"\b(?:(ld|st)\.global\S*?(\.v\d)?\.[bsuf]\d+|(bar)\.sync)", ptx)
+    names = [barrier or operation + (".v" if vector else "") for operation, vector, barrier in found]
+    return [name for name, _ in itertools.groupby(names)]
+
+
 class Compiler:
     """Compiles what wrappers prepare, and keeps a row of each.
 
@@ -145,6 +153,8 @@ class Compiler:
             "num_warps": metadata.num_warps,
             "fp_fusion": metadata.enable_fp_fusion,
             "tensor_cores": next((name for name in ("wgmma", "tcgen05", "mma.sync") if name in ptx), "none"),
+            "copies_ahead": "cp.async.cg" in ptx,
+            "memory": memory_operations(ptx),
             "compile_cpu_s": round(seconds, 2),
         }
 
@@ -167,7 +177,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     """Run the report and return its rows."""
     arguments = parser().parse_args(argv)
     # A cache of its own: every binary in it has its row.
-    root = Path(tempfile.mkdtemp()) if arguments.cold else Path(knobs.cache.dir) / "vidspec-compile-report"
+    root = Path(tempfile.mkdtemp()) if arguments.cold else Path(knobs.cache.dir) / "vidspec-compile-report-2"
     knobs.cache.dir, knobs.nvidia.dump_ptxas_log = str(root), True
     folder = root / "rows"
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,15 @@
 """Write docs/configuration.md from VidSpecConfig; `--check` only says whether the file is current."""
 
 import argparse
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from vllm_vidspec.config import PASS_THROUGH_KEYS, VidSpecConfig
+from vllm_vidspec.config.model import GROUPS
 
 PATH = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 
@@ -22,13 +26,15 @@ Everything goes into vLLM's speculative configuration, on the command line or in
 LLM(model="TARGET", speculative_config={"method": "vidspec", "model": "DRAFT", "num_speculative_tokens": 5})
 ```
 
-Dashes and underscores in a key are the same. An unknown key or a value out of range stops vLLM before any weight loads,
-with one line that names the nearest known key.
+Knobs come in groups. Each is given by its own name or inside its group, so these two mean the same:
 
-## Knobs
+    {"method": "vidspec", "tree_depth_max": 6, "prune_ratio": 0.8, ...}
+    {"method": "vidspec", "tree": {"depth_max": 6}, "prune": {"ratio": 0.8}, ...}
 
-| key | values | default | meaning |
-| --- | --- | --- | --- |
+Given both ways, a knob is refused. Dashes and underscores in a key are the same. An unknown key or a value out of range
+stops vLLM before any weight loads, with one line that names the nearest known key.
+
+Values marked *instrument* are there for measurements, to compare with; no service needs them.
 """
 
 _TAIL = """
@@ -47,15 +53,25 @@ _TAIL = """
 
 def render() -> str:
     """Return the page's text."""
-    properties = VidSpecConfig.model_json_schema()["properties"]
-    rows = "".join(_row(name, field, properties[name]) for name, field in VidSpecConfig.model_fields.items())
+    groups = "".join(_section(name, group, group.flat_names()) for name, group in GROUPS.items())
+    own = {name: name for name in VidSpecConfig.model_fields if name not in GROUPS}
     keys = ", ".join(f"`{key}`" for key in sorted(PASS_THROUGH_KEYS))
-    return _HEAD + rows + _TAIL.format(keys=keys)
+    return _HEAD + _section("", VidSpecConfig, own) + groups + _TAIL.format(keys=keys)
 
 
-def _row(name: str, field: Any, schema: dict[str, Any]) -> str:
-    default = "required" if field.is_required() else _default(field.default)
-    return f"| `{name}` | {_values(schema)} | {default} | {' '.join(field.description.split())} |\n"
+def _section(group: str, model: type[BaseModel], flat_names: dict[str, str]) -> str:
+    """Return the table of one model's knobs; those of a group have a second name there."""
+    properties = model.model_json_schema()["properties"]
+    title, _, more = inspect.cleandoc(model.__doc__ or "").partition("\n\n")
+    heading = f"`{group}`: {title[0].lower()}{title[1:].rstrip('.')}\n\n{more}" if group else "The draft"
+    head = ["key", *(["in the group"] if group else []), "values", "default", "meaning"]
+    rows = [head, ["---"] * len(head)]
+    for name, flat in flat_names.items():
+        field = model.model_fields[name]
+        default = "required" if field.is_required() else _default(field.default)
+        names = [f"`{flat}`", *([f"`{name}`"] if group else [])]
+        rows.append([*names, _values(properties[name]), default, " ".join((field.description or "").split())])
+    return f"\n## {heading.rstrip()}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def _default(value: Any) -> str:
@@ -65,7 +81,10 @@ def _default(value: Any) -> str:
 def _values(schema: dict[str, Any]) -> str:
     """Return the allowed values of one property of the JSON schema, in words."""
     options = [part for part in schema.get("anyOf", [schema]) if part.get("type") != "null"]
-    return " or ".join(_option(part) for part in options)
+    text = " or ".join(_option(part) for part in options)
+    for value in schema.get("instruments", ()):
+        text = text.replace(f"`{value}`", f"`{value}` (*instrument*)")
+    return text
 
 
 def _option(part: dict[str, Any]) -> str:

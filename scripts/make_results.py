@@ -5,7 +5,7 @@
 
 The commands stand in front of a result's marker, its tables between `<!-- NAME -->` and `<!-- /NAME -->`; the JSON
 files hold every row with its provenance. What takes several commands is one file; R9 also stands for R9-sage, R12 for
-R12-relevance. `<!-- figure -->` may stand on either page.
+R12-relevance. `<!-- summary -->` is the whole table of what they come to, `<!-- figure -->` its first lines, in README.md.
 """
 
 import argparse
@@ -127,8 +127,9 @@ def filled(page: str, results: dict[str, dict[str, Any]]) -> str:
 
     def body(match: re.Match[str]) -> str:
         opening, name, old, closing = match.groups()
-        if name == "figure":
-            return opening + (tables.figure(results) if results.keys() >= tables.AXES.keys() else old) + closing
+        if name in ("figure", "summary") and results.keys() >= tables.AXES.keys():
+            which = (tables.CLAIM, "docs/results/README.md") if name == "figure" else ()
+            return opening + tables.figure(results, *which) + closing
         return opening + (tables.body_of(name, results[name]) if name in results else old) + closing
 
     return re.sub(r"(<!-- (\S+) -->\n)(.*?)(<!-- /\2 -->)", body, page, flags=re.DOTALL)

@@ -30,7 +30,7 @@ LVSPEC_TABLE_3: dict[str, tuple[float | None, float]] = {
 # Results by shape of the draft: they also have a CSV file.
 BY_SHAPE = {"R9": ("temperature",), "R9-sage": ("prune_ratio",)}
 LENGTH, RATE = "{acceptance_length:.2f}", "{acceptance_rate:p}"
-# README.md's lines: words, the row that they are about, and what is shown of it where that is no acceptance length.
+# The summary's lines: words, the row that they are about, and what is shown of it where that is no acceptance length.
 LINES: tuple[tuple[str, ...], ...] = (
     ("tokens per verify step, draft sees the whole video", "R3 pruner=none prune_ratio=0.0"),
     (
@@ -61,6 +61,8 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("the same, by FLy (`fly`)", "R12 temperature=1.0 method=fly"),
     ("the same, an oracle that knows which words matter", "R12 temperature=1.0 method=oracle"),
 )
+# Those of them that README.md opens with.
+CLAIM = (0, 1, 4, 7, 8)
 AXES = {
     "R1": (),
     "R2": ("pruner", "prune_ratio"),
@@ -374,16 +376,16 @@ def origin(result: dict[str, Any]) -> str:
     return f"{found['date'][:10]}, commit {commit}, vLLM {found['versions'].get('vllm')}, {where}."
 
 
-def figure(results: dict[str, dict[str, Any]]) -> str:
-    """Return the table of README.md: a row for each of LINES, a column for each family."""
+def figure(results: dict[str, dict[str, Any]], chosen: Iterable[int] = range(len(LINES)), page: str = "") -> str:
+    """Return the summary: a row for each of the chosen LINES, a column for each family, links to the rows on a page."""
     lines = []
-    for words, source, *shown in LINES:
+    for words, source, *shown in (LINES[i] for i in chosen):
         name, *where = source.split()
         if name in results:
             template = shown[0] if shown else LENGTH
             rows = [row_of(results, name, family, [pair.split("=") for pair in where]) for family in FAMILIES]
             cells = ["-" if row is None else _Formatter().vformat(template, (), row) for row in rows]
-            lines.append([words, *cells, f"[{name}](docs/results/README.md#{name.lower()})"])
+            lines.append([words, *cells, f"[{name}]({page}#{name.lower()})"])
     head = ["bundled models, 5 draft tokens per step", "Qwen2.5-VL pair", "LLaVA-OneVision pair", "row"]
     return markdown_table(head, lines, end="").replace("---: |\n", "--- |\n", 1)  # names of results are words
 

@@ -10,10 +10,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from vllm_vidspec import SUPPORTED_VLLM
 from vllm_vidspec.config import METHOD, SELF
 from vllm_vidspec.devices import has_nvidia_gpu
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.plugin import SUPPORTED_VLLM
 from vllm_vidspec.setup import fixups
 
 Status = Literal["ok", "warn", "fail"]

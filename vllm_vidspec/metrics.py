@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Container, Iterator, Mapping
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -21,71 +22,87 @@ MAX_POSITIONS = 64  # the upper bound of `num_speculative_tokens`
 GUIDANCE_FALLBACKS = ("cached", "memory", "unobserved", "error", "no_text")
 # Why a request whose scorer lets mismatches stand is verified strictly all the same.
 STRICT_REASONS = ("cached", "memory", "error", "structured", "tools", "logprobs", "stop_strings")
-KINDS = ("exact", "loosened", "shifted")  # why a draft token stands
+
+
+class Kind(IntEnum):
+    """Why an output token stands; the scorers' kernels write these numbers."""
+
+    OWN = 0  # the target's own: what it samples after the last draft that stands
+    EXACT = 1  # a draft that is what the target samples
+    LOOSENED = 2
+    SHIFTED = 3  # a draft whose expected token stands elsewhere among the step's drafts
+
+
+KINDS = tuple(kind.name.lower() for kind in Kind if kind)  # of draft tokens
 SKIP_REASONS = ("pool_full", "too_long", "draft_error", "unsupported", "structured")
 
-# The order is the file's layout: append only, and raise _VERSION when it changes.
+# What each counter and gauge says: the one list of them, which the file and Prometheus share.
+_COUNTERS = {
+    "drafts": "Verify steps that had draft tokens.",
+    "draft_tokens": "Draft tokens verified by the target.",
+    "accepted_tokens": "Draft tokens that stand.",
+    "low_acceptance_windows": "Runs of 128 verify steps with drafts in which fewer than half a draft token stood per "
+    "step.",
+    "draft_depth": "Depth of the drafts verified: what could stand at most.",
+    "draft_steps": "Batches drafted for.",
+    "draft_forwards": "Forwards of the draft model in them.",
+    "prompts": "Prompts that the draft has prefilled.",
+    "text_tokens": "Text tokens of the prompts that the draft has prefilled.",
+    "draft_encoder_hits": "Images and videos that the draft's tower had looked at.",
+    "draft_encoder_misses": "Images and videos that it looked at.",
+    "visual_tokens_full": "Image and video tokens of the prompts that the draft has prefilled.",
+    "visual_tokens_kept": "Those of them that the draft was shown.",
+    "guided_prompts": "Prompts pruned by the target's guidance.",
+    "reused_guidance": "Guided prompts with scores of an earlier prompt's (cached prefix).",
+    "relevance_prompts": "Prompts whose video's hidden states are kept.",
+    "relevance_tokens": "Image and video tokens of these prompts.",
+    "relevance_reused": "Images and videos among them whose states an earlier prompt left (cached prefix).",
+    # Microseconds here, seconds there.
+    "draft_prefill_us": "Time spent on draft prefills.",
+    "draft_decode_us": "Time spent on proposing draft tokens.",
+    "guidance_us": "Time spent on measuring guidance in the target's prefill.",
+    "relevance_us": "Host time spent on keeping hidden states and measuring relevance.",
+}
+# Sizes and occupancy: they can fall, so a difference of two readings says nothing about them.
+GAUGES = {
+    "draft_pool_blocks_total": "Blocks of the draft's KV pool.",
+    "draft_pool_blocks_used": "Blocks of the draft's KV pool in use.",
+    "draft_pool_bytes": "Size of the draft's KV pool in bytes per rank.",
+    "draft_kv_bytes_per_token": "Draft KV bytes of one token per rank.",
+    "target_kv_bytes_per_token": "Target KV bytes of one token per rank.",
+    "draft_load_bytes": "Memory per rank that loading the draft took.",
+    "draft_encoder_bytes": "Memory per rank for the draft's vision embeddings.",
+    "draft_encoder_bytes_used": "How much of it holds some.",
+    "relevance_pool_bytes": "Memory per rank for the video's hidden states.",
+    "relevance_bytes_per_token": "Bytes per rank of one video token's hidden state.",
+}
+# name -> what it says, its label, the values of that and what their counters are called
+BY_LABEL: dict[str, tuple[str, str, tuple[str, ...] | range, str]] = {
+    "accepted_tokens_per_position": (
+        *("Draft tokens that stand, by position.", "position"),
+        *(range(MAX_POSITIONS), "accepted_at_pos_{}"),
+    ),
+    "standing_tokens": ("Draft tokens that stand, by why.", "kind", KINDS, "{}_tokens"),
+    "strict_requests": (
+        *("Requests verified strictly though their scorer is loose.", "reason"),
+        *(STRICT_REASONS, "strict_{}"),
+    ),
+    "skipped_requests": ("Requests run without speculation.", "reason", SKIP_REASONS, "skipped_{}"),
+    "unguided_prompts": ("Prompts pruned uniformly for want of guidance.", "reason", GUIDANCE_FALLBACKS, "unguided_{}"),
+}
+# The order is the file's layout: raise _VERSION when it changes.
 NAMES: tuple[str, ...] = (
-    "drafts",
-    "draft_tokens",
-    "accepted_tokens",
-    *(f"accepted_at_pos_{position}" for position in range(MAX_POSITIONS)),
-    *(f"skipped_{reason}" for reason in SKIP_REASONS),
-    "draft_pool_blocks_total",
-    "draft_pool_blocks_used",
-    "draft_pool_bytes",
-    "draft_kv_bytes_per_token",
-    "prompts",
-    "text_tokens",
-    "visual_tokens_full",
-    "visual_tokens_kept",
-    "target_kv_bytes_per_token",
-    "draft_prefill_us",
-    "draft_decode_us",
-    "guided_prompts",
-    "reused_guidance",
-    *(f"unguided_{reason}" for reason in GUIDANCE_FALLBACKS),
-    "guidance_us",
-    "draft_load_bytes",
-    "draft_depth",
-    "draft_forwards",
-    "draft_steps",
-    *(f"{kind}_tokens" for kind in KINDS),
-    *(f"strict_{reason}" for reason in STRICT_REASONS),
-    "relevance_prompts",
-    "relevance_tokens",
-    "relevance_reused",
-    "relevance_us",
-    "relevance_pool_bytes",
-    "relevance_bytes_per_token",
-    "draft_encoder_hits",
-    "draft_encoder_misses",
-    "draft_encoder_bytes",
-    "draft_encoder_bytes_used",
-    "low_acceptance_windows",
+    *_COUNTERS,
+    *GAUGES,
+    *(name.format(value) for _, _, values, name in BY_LABEL.values() for value in values),
 )
 _SLOT = {name: slot for slot, name in enumerate(NAMES)}
-# Sizes and occupancy: they can fall, so a difference of two readings says nothing about them.
-GAUGES = frozenset(
-    {
-        "draft_pool_blocks_total",
-        "draft_pool_blocks_used",
-        "draft_pool_bytes",
-        "draft_kv_bytes_per_token",
-        "target_kv_bytes_per_token",
-        "draft_load_bytes",
-        "draft_encoder_bytes",
-        "draft_encoder_bytes_used",
-        "relevance_pool_bytes",
-        "relevance_bytes_per_token",
-    }
-)
 
 # Of each of the last requests a digest of its id, and counts of its draft tokens by kind.
 _NUM_REQUESTS = 4096
 
 _MAGIC = int.from_bytes(b"vidspec\0", "little")
-_VERSION = 5
+_VERSION = 6
 _HEADER = 8  # int64 words: magic, version, number of slots, sequence, four spare
 _SEQUENCE = 3  # odd while a writer is between values that belong together
 _NUM_TRIES = 50  # of a reader that meets such a writer; one that died there must not keep it
@@ -317,88 +334,6 @@ def register_collector(files: Mapping[int, MetricsFile], model_name: str) -> Any
 _registered: dict[str, Any] = {}
 _register_lock = threading.Lock()
 
-_COUNTERS = (
-    ("vidspec:drafts", "drafts", "Verify steps that had draft tokens."),
-    ("vidspec:draft_tokens", "draft_tokens", "Draft tokens verified by the target."),
-    ("vidspec:accepted_tokens", "accepted_tokens", "Draft tokens that stand."),
-    (
-        "vidspec:low_acceptance_windows",
-        "low_acceptance_windows",
-        "Runs of 128 verify steps with drafts in which fewer than half a draft token stood per step.",
-    ),
-    ("vidspec:draft_depth", "draft_depth", "Depth of the drafts verified: what could stand at most."),
-    ("vidspec:draft_steps", "draft_steps", "Batches drafted for."),
-    ("vidspec:draft_forwards", "draft_forwards", "Forwards of the draft model in them."),
-    ("vidspec:prompts", "prompts", "Prompts that the draft has prefilled."),
-    ("vidspec:text_tokens", "text_tokens", "Text tokens of the prompts that the draft has prefilled."),
-    ("vidspec:draft_encoder_hits", "draft_encoder_hits", "Images and videos that the draft's tower had looked at."),
-    ("vidspec:draft_encoder_misses", "draft_encoder_misses", "Images and videos that it looked at."),
-    (
-        "vidspec:visual_tokens",
-        "visual_tokens_full",
-        "Image and video tokens of the prompts that the draft has prefilled.",
-    ),
-    ("vidspec:visual_tokens_kept", "visual_tokens_kept", "Those of them that the draft was shown."),
-    ("vidspec:guided_prompts", "guided_prompts", "Prompts pruned by the target's guidance."),
-    (
-        "vidspec:reused_guidance",
-        "reused_guidance",
-        "Guided prompts with scores of an earlier prompt's (cached prefix).",
-    ),
-    ("vidspec:relevance_prompts", "relevance_prompts", "Prompts whose video's hidden states are kept."),
-    ("vidspec:relevance_tokens", "relevance_tokens", "Image and video tokens of these prompts."),
-    (
-        "vidspec:relevance_reused",
-        "relevance_reused",
-        "Images and videos among them whose states an earlier prompt left (cached prefix).",
-    ),
-)
-_SECONDS = (
-    ("vidspec:draft_prefill_seconds", "draft_prefill_us", "Time spent on draft prefills."),
-    ("vidspec:draft_decode_seconds", "draft_decode_us", "Time spent on proposing draft tokens."),
-    ("vidspec:guidance_seconds", "guidance_us", "Time spent on measuring guidance in the target's prefill."),
-    ("vidspec:relevance_seconds", "relevance_us", "Host time spent on keeping hidden states and measuring relevance."),
-)
-_GAUGES = (
-    ("vidspec:draft_pool_blocks", "draft_pool_blocks_total", "Blocks of the draft's KV pool."),
-    ("vidspec:draft_pool_blocks_used", "draft_pool_blocks_used", "Blocks of the draft's KV pool in use."),
-    ("vidspec:draft_pool_bytes", "draft_pool_bytes", "Size of the draft's KV pool in bytes per rank."),
-    ("vidspec:draft_kv_bytes_per_token", "draft_kv_bytes_per_token", "Draft KV bytes of one token per rank."),
-    ("vidspec:target_kv_bytes_per_token", "target_kv_bytes_per_token", "Target KV bytes of one token per rank."),
-    ("vidspec:draft_load_bytes", "draft_load_bytes", "Memory per rank that loading the draft took."),
-    ("vidspec:draft_encoder_bytes", "draft_encoder_bytes", "Memory per rank for the draft's vision embeddings."),
-    ("vidspec:draft_encoder_bytes_used", "draft_encoder_bytes_used", "How much of it holds some."),
-    ("vidspec:relevance_pool_bytes", "relevance_pool_bytes", "Memory per rank for the video's hidden states."),
-    (
-        "vidspec:relevance_bytes_per_token",
-        "relevance_bytes_per_token",
-        "Bytes per rank of one video token's hidden state.",
-    ),
-)
-
-
-# name -> what it says, its label and the values of that, each of which is a counter's name without this prefix
-_BY_LABEL = (
-    ("vidspec:standing_tokens", "Draft tokens that stand, by why.", "kind", {kind: f"{kind}_tokens" for kind in KINDS}),
-    (
-        "vidspec:strict_requests",
-        "Requests verified strictly though their scorer is loose.",
-        "reason",
-        {reason: f"strict_{reason}" for reason in STRICT_REASONS},
-    ),
-    (
-        "vidspec:skipped_requests",
-        "Requests run without speculation.",
-        "reason",
-        {reason: f"skipped_{reason}" for reason in SKIP_REASONS},
-    ),
-    (
-        "vidspec:unguided_prompts",
-        "Prompts pruned uniformly for want of guidance.",
-        "reason",
-        {reason: f"unguided_{reason}" for reason in GUIDANCE_FALLBACKS},
-    ),
-)
 # Upper bounds of the histogram: every length of the usual chains and trees, then ever fewer.
 _LENGTHS = (*range(1, 13), 16, 24, 32, 48, 64)
 
@@ -420,24 +355,19 @@ class _Collector:
 
         engines = {(self._model_name, str(engine)): file.values() for engine, file in self._files.items()}
         labels = ["model_name", "engine"]
-        for metric, name, text in (*_COUNTERS, *_SECONDS):
-            family = CounterMetricFamily(metric, text, labels=labels)
+        for kind, texts in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, GAUGES)):
+            for name, text in texts.items():
+                family = kind(f"vidspec:{exposed(name)}", text, labels=labels)
+                for engine, values in engines.items():
+                    family.add_metric(engine, values[name] / (1e6 if name.endswith("_us") else 1))
+                yield family
+        num_positions = max((_num_positions(values) for values in engines.values()), default=1)
+        for metric, (text, label, all_values, name) in BY_LABEL.items():
+            family = CounterMetricFamily(f"vidspec:{metric}", text, labels=[*labels, label])
+            shown = all_values[: num_positions if label == "position" else None]
             for engine, values in engines.items():
-                family.add_metric(engine, values[name] / (1e6 if name.endswith("_us") else 1))
-            yield family
-        for metric, name, text in _GAUGES:
-            gauge = GaugeMetricFamily(metric, text, labels=labels)
-            for engine, values in engines.items():
-                gauge.add_metric(engine, values[name])
-            yield gauge
-        most = max((_num_positions(values) for values in engines.values()), default=1)
-        positions = {str(i): f"accepted_at_pos_{i}" for i in range(most)}
-        by_position = ("vidspec:accepted_tokens_per_position", "Draft tokens that stand, by position.", "position")
-        for metric, text, label, names in ((*by_position, positions), *_BY_LABEL):
-            family = CounterMetricFamily(metric, text, labels=[*labels, label])
-            for engine, values in engines.items():
-                for value, name in names.items():
-                    family.add_metric((*engine, value), values[name])
+                for value in shown:
+                    family.add_metric((*engine, str(value)), values[name.format(value)])
             yield family
         lengths = HistogramMetricFamily(
             "vidspec:acceptance_length", "Tokens that a verify step emits, the target's own included.", labels=labels
@@ -445,6 +375,13 @@ class _Collector:
         for engine, values in engines.items():
             lengths.add_metric(engine, _lengths(values), values["drafts"] + values["accepted_tokens"])
         yield lengths
+
+
+def exposed(name: str) -> str:
+    """Return the name that a counter or gauge without a label of its own has on /metrics, after `vidspec:`."""
+    if name.endswith("_us"):
+        return f"{name[:-3]}_seconds"
+    return {"visual_tokens_full": "visual_tokens", "draft_pool_blocks_total": "draft_pool_blocks"}.get(name, name)
 
 
 def _lengths(values: dict[str, int]) -> list[tuple[str, int]]:

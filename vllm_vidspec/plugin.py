@@ -1,25 +1,30 @@
 """vLLM's entry point into this project: idempotent, runs in every vLLM process, never raises."""
 
-import logging
-
-SUPPORTED_VLLM = "0.32."
-
-logger = logging.getLogger("vllm.vidspec")
+import os
 
 
 def register() -> None:
     """Teach this vLLM process `--speculative-config '{"method": "vidspec", ...}'`.
 
     vLLM logs and skips a plugin that raises, which would hide a wrong version behind "unknown method"; so the hook is
-    installed regardless and complains, in one line, when the method is used.
+    installed regardless and complains, in one line, when the method is used. The other patches are of the front end,
+    of the scheduler, and on the CPU engine of kernels that Triton's interpreter runs.
     """
-    from vllm_vidspec.engine import compat, preflight
+    from vllm_vidspec.engine import preflight
+    from vllm_vidspec.engine.compat import api, config
     from vllm_vidspec.engine.report import server_counters
 
-    compat.install_error_line(server_counters.refusal)
-    compat.hook_engine_config(preflight.translate, preflight.finish)
-    if preflight.version_problem() is None:
-        compat.allow_sampling_parameters()
-        compat.keep_media_of_cached_prefixes()
-        compat.repair_interpreter_kernels()
-        compat.speed_up_interpreter_kernels()
+    config.install_error_line(server_counters.refusal)
+    config.hook_engine_config(preflight.translate, preflight.finish)
+    if preflight.version_problem() is not None:
+        return
+    api.allow_sampling_parameters()
+    config.keep_media_of_cached_prefixes()
+
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and os.environ.get("TRITON_INTERPRET") == "1":
+        from vllm_vidspec.engine.compat import cpu
+
+        cpu.repair_interpreter_kernels()
+        cpu.speed_up_interpreter_kernels()

@@ -1,13 +1,10 @@
 """vidspec_kernels: Triton kernels beside their torch references; needs torch, triton and numpy only."""
 
-from vidspec_kernels.accept_chain import accept_chain, accept_chain_reference
-from vidspec_kernels.accept_loose import LOWEST, SHIFT, WINDOW, accept_loose, accept_loose_reference
-from vidspec_kernels.chain_step import chain_step, chain_step_reference
+from vidspec_kernels.accept import LOWEST, SHIFT, WINDOW, Looseness, TreeShapes, accept, accept_reference
 from vidspec_kernels.guidance_scores import guidance_scores, guidance_scores_reference
 from vidspec_kernels.kv_compact import CacheList, kv_compact, kv_compact_reference
-from vidspec_kernels.tree_accept import tree_accept, tree_accept_reference
+from vidspec_kernels.step import step, step_reference
 from vidspec_kernels.tree_attention import tree_attention, tree_attention_reference
-from vidspec_kernels.tree_step import tree_step, tree_step_reference
 from vidspec_kernels.uv_scores import uv_scores_reference, uv_text_sum, uv_video_scores
 from vidspec_kernels.visual_relevance import (
     merge_relevance,
@@ -22,25 +19,21 @@ __all__ = [
     "SHIFT",
     "WINDOW",
     "CacheList",
-    "accept_chain",
-    "accept_chain_reference",
-    "accept_loose",
-    "accept_loose_reference",
-    "chain_step",
-    "chain_step_reference",
+    "Looseness",
+    "TreeShapes",
+    "accept",
+    "accept_reference",
     "guidance_scores",
     "guidance_scores_reference",
     "kv_compact",
     "kv_compact_reference",
     "merge_relevance",
+    "step",
+    "step_reference",
     "storage_scale",
     "store_states",
-    "tree_accept",
-    "tree_accept_reference",
     "tree_attention",
     "tree_attention_reference",
-    "tree_step",
-    "tree_step_reference",
     "uv_scores_reference",
     "uv_text_sum",
     "uv_video_scores",

@@ -1,28 +1,51 @@
-"""Vanilla references, computed once a family."""
+"""Vanilla references: each scenario is answered once for all workers that share a test run."""
+
+import pickle
+from collections.abc import Callable
 
 import pytest
+from filelock import FileLock
 
 from tests.engine import harness
 
-SCENARIOS = {
+# A question so long that it fills a prompt of 10 * 32 + 1 tokens.
+QUESTION = (
+    "describe the video . what happens in this clip ? tell me about color and shape and move " * 2 + "color " * 22
+)
+SCENARIOS: dict[str, Callable[[str], list]] = {
     "videos": lambda family: harness.videos(family, 8),
     "mixed": harness.mixed_batch,
     # Phrases of several tokens, which a lone request may not say.
     "phrases": lambda family: harness.videos(family, 1, bad_words=["white diamond", "in the middle"]),
     # T = 1 with the most likely token of every position: what a greedy draft should have proposed there.
     "sampled": lambda family: harness.videos(family, 6, temperature=1.0, logprobs=1),
+    # As long as any test needs; shorter answers are their beginnings.
+    "endless": lambda family: harness.videos(family, 5, max_tokens=200, ignore_eos=True),
+    "endless sampled": lambda family: harness.videos(
+        family, 6, temperature=1.0, logprobs=1, ignore_eos=True, max_tokens=40
+    ),
+    "sparse": harness.sparse_videos,
+    "grammar": harness.bound_by_a_grammar,
+    "long question": lambda family: harness.videos(family, 8, QUESTION),
 }
 
 
 @pytest.fixture(scope="session")
-def reference():
-    """`reference(family, scenario)` -> vanilla vLLM's outputs; one engine a family answers all scenarios."""
-    answers: dict[str, dict[str, list]] = {}
+def reference(tmp_path_factory, worker_id):
+    """`reference(family, scenario)` -> vanilla vLLM's outputs; not while another engine runs."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder if worker_id == "master" else folder.parent
+    answers: dict[tuple[str, str], list] = {}
 
     def answer(family: str, scenario: str) -> list:
-        if family not in answers:
-            with harness.engine(family) as engine:
-                answers[family] = {name: engine.generate(requests(family)) for name, requests in SCENARIOS.items()}
-        return answers[family][scenario]
+        path = folder / f"vanilla {family} {scenario}"
+        with FileLock(f"{path}.lock"):
+            if (family, scenario) not in answers and path.exists():
+                answers[family, scenario] = pickle.loads(path.read_bytes())
+            if (family, scenario) not in answers:
+                with harness.engine(family) as engine:
+                    answers[family, scenario] = engine.generate(SCENARIOS[scenario](family))
+                path.write_bytes(pickle.dumps(answers[family, scenario]))
+        return answers[family, scenario]
 
     return answer

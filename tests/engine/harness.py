@@ -1,16 +1,29 @@
-"""In-process engines for tests: load one, run scenarios on it, read our counters, take it down again."""
+"""In-process engines for tests: load one, run scenarios on it, read our counters, take it down again.
+
+Tests reach into a running engine through `Engine`, and replace what `seams` names: where the engine's own names
+change, these two files follow.
+"""
 
 import contextlib
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
+
+import numpy as np
 
 from vllm_vidspec import metrics
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs
 
-MAX_TOKENS = 40
+FAMILIES = pairs.FAMILIES
+QWEN, LLAVA = FAMILIES
+TREES = ("tree-static", "tree-adaptive")
+MAX_TOKENS = 28
+NO_CACHE = {"enable_prefix_caching": False}
+# vLLM's encoder budget must hold one Qwen video, so its prompts of 266 to 550 tokens make a border each.
+CHUNK_SIZES = {QWEN: 260, LLAVA: 64}
 
 
 @dataclass
@@ -21,32 +34,139 @@ class Engine:
     family: str
 
     @property
+    def core(self) -> Any:
+        """vLLM's engine."""
+        return self.llm.llm_engine
+
+    @property
+    def scheduler(self) -> Any:
+        """vLLM's scheduler."""
+        return self.core.engine_core.engine_core.scheduler
+
+    @property
     def runner(self) -> Any:
         """The model runner of the (single) worker."""
-        return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        return self.core.model_executor.driver_worker.worker.model_runner
 
     @property
     def speculator(self) -> Any:
         """Our speculator."""
         return self.runner.speculator
 
+    @property
+    def draft(self) -> Any:
+        """The draft's network."""
+        return self.speculator.draft_model
+
+    @property
+    def kv(self) -> Any:
+        """The draft's KV memory."""
+        return self.speculator.drafter.kv
+
+    @property
+    def draft_sampler(self) -> Any:
+        """What chooses draft tokens."""
+        return self.speculator._sample
+
+    @property
+    def guidance(self) -> Any:
+        """The listener that scores visual tokens for the pruner."""
+        return self.runner.parts.guidance
+
+    @property
+    def visual(self) -> Any:
+        """The states of visual tokens that loose verification keeps."""
+        return self.runner.parts.visual
+
+    @property
+    def verifier(self) -> Any:
+        """Our verifier."""
+        return self.runner.rejection_sampler
+
+    @property
+    def config(self) -> Any:
+        """The knobs."""
+        return self.runner.knobs.now
+
+    def used_blocks(self) -> int:
+        """Return the pool's used blocks after the runner has been told that all requests are finished."""
+        self.idle()
+        return self.kv.num_used_blocks
+
+    def idle(self) -> None:
+        """Run a request of one token: vLLM tells of the end of a request with its next step."""
+        self.generate([(pairs.media_prompt(self.family, "describe the video"), {"max_tokens": 1})])
+
     def counters(self) -> dict[str, int]:
         """Return our counters so far."""
-        return metrics.read_metrics(metrics.path_for(self.llm.llm_engine.vllm_config.instance_id))
+        return metrics.read_metrics(metrics.path_for(self.core.vllm_config.instance_id))
 
     def generate(self, requests: list[tuple[dict, dict]]) -> list[Any]:
         """Run `(prompt, SamplingParams arguments)` pairs in one batch; return vLLM's outputs in order."""
-        from vllm import SamplingParams
-
         prompts = [prompt for prompt, _ in requests]
-        params = [SamplingParams(**{"max_tokens": MAX_TOKENS, **arguments}) for _, arguments in requests]
-        return self.llm.generate(prompts, params, use_tqdm=False)
+        return self.llm.generate(prompts, [_params(**arguments) for _, arguments in requests], use_tqdm=False)
 
     def measured(self, requests: list[tuple[dict, dict]]) -> tuple[list[Any], dict[str, int]]:
         """Return `generate`'s outputs and what our counters gained meanwhile."""
         before = self.counters()
         outputs = self.generate(requests)
         return outputs, metrics.difference(before, self.counters())
+
+    def begin(self, requests: list[tuple[dict, dict]], steps: int = 0) -> None:
+        """Let requests enter, and make some steps with them."""
+        for prompt, arguments in requests:
+            self.llm.enqueue([prompt], _params(**arguments), use_tqdm=False)
+        for _ in range(steps):
+            self.core.step()
+
+    def abort(self) -> None:
+        """Abort every request."""
+        self.core.abort_request(list(self.core.output_processor.request_states), internal=True)
+        while self.core.has_unfinished_requests():
+            self.core.step()
+
+    def retune(self, **knobs: Any) -> None:
+        """Change knobs as our tools do."""
+        self.llm.collective_rpc("vidspec_retune", args=(knobs,))
+
+    @contextlib.contextmanager
+    def retuned(self, **knobs: Any) -> Iterator[None]:
+        """Change knobs for a while."""
+        before = {name: self.config.flat()[name] for name in knobs}
+        self.retune(**knobs)
+        try:
+            yield
+        finally:
+            self.retune(**before)
+
+    @contextlib.contextmanager
+    def watched(self, what: str = "watch") -> Iterator[list[dict]]:
+        """Yield a list that holds, afterwards, what was pruned, or with "watch_scores" what became of every token."""
+        records: list[dict] = []
+        self.llm.collective_rpc(f"vidspec_{what}", args=(True,))
+        try:
+            yield records
+        finally:
+            records += self.llm.collective_rpc(f"vidspec_{what}", args=(False,))[0]
+
+    @contextlib.contextmanager
+    def preemptions(self) -> Iterator[list]:
+        """Yield a list that gains the requests that are preempted."""
+        preempted: list[Any] = []
+        original = self.scheduler._preempt_request
+
+        def noting(request: Any, *args: Any, **kwargs: Any) -> Any:
+            preempted.append(request)
+            return original(request, *args, **kwargs)
+
+        with mock.patch.object(self.scheduler, "_preempt_request", noting):
+            yield preempted
+
+
+def _params(**arguments: Any) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(**{"max_tokens": MAX_TOKENS, **arguments})
 
 
 @contextlib.contextmanager
@@ -57,14 +177,46 @@ def engine(family: str, draft: str | None = None, overrides: dict | None = None,
 
     if draft is not None:
         spec = {"on_draft_error": "raise", **spec}
-    llm = LLM(**pairs.llm_kwargs(family, draft, overrides=overrides, **spec))
+    with _cheap_collections():
+        llm = LLM(**pairs.llm_kwargs(family, draft, overrides=overrides, **spec))
+        running = Engine(llm, family)
+        try:
+            yield running
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm, running.llm  # the test may hold on to `running`
+            cleanup_dist_env_and_memory()
+
+
+@contextlib.contextmanager
+def _cheap_collections() -> Iterator[None]:
+    """Collect an engine's garbage once, at the end.
+
+    vLLM collects garbage some twenty times while an engine starts and stops. Each time is a third of a second over all
+    that the process has imported, and takes most of what a tiny engine's start does. What is frozen is not looked at.
+    """
+    gc.freeze()
     try:
-        yield Engine(llm, family)
+        with mock.patch.object(gc, "unfreeze", lambda: None):
+            yield
     finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
+        gc.unfreeze()
         gc.collect()
-        cleanup_dist_env_and_memory()
+
+
+@contextlib.contextmanager
+def async_scheduling() -> Iterator[None]:
+    """Let the scheduler run a step ahead and always plan K drafts: vLLM's CPU platform turns that off, so again on."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config
+
+    def check_and_update_config(vllm_config: Any) -> None:
+        original(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    with mock.patch.object(CpuPlatform, "check_and_update_config", staticmethod(check_and_update_config)):
+        yield
 
 
 def token_ids(outputs: list[Any]) -> list[list[list[int]]]:
@@ -72,17 +224,68 @@ def token_ids(outputs: list[Any]) -> list[list[list[int]]]:
     return [[list(completion.token_ids) for completion in output.outputs] for output in outputs]
 
 
-def videos(family: str, count: int, **sampling: Any) -> list[tuple[dict, dict]]:
+def assert_same_answers(expected: list[Any], got: list[Any]) -> None:
+    """Token ids, text, finish reasons and logprobs of every completion are equal."""
+    assert token_ids(got) == token_ids(expected)
+    for one, other in zip(expected, got, strict=True):
+        for left, right in zip(one.outputs, other.outputs, strict=True):
+            assert (left.text, left.finish_reason) == (right.text, right.finish_reason)
+            assert (left.logprobs is None) == (right.logprobs is None)
+            for a, b in zip(left.logprobs or [], right.logprobs or [], strict=True):
+                assert {t: v.rank for t, v in a.items()} == {t: v.rank for t, v in b.items()}
+                assert all(abs(a[t].logprob - b[t].logprob) < 1e-4 for t in a)
+
+
+def assert_begins(got: list[Any], expected: list[Any]) -> None:
+    """Every answer is the beginning of the expected one."""
+    for one, whole in zip(token_ids(got), token_ids(expected), strict=False):
+        assert one == [whole[0][: len(one[0])]]
+
+
+def skipped(counted: dict[str, int]) -> dict[str, int]:
+    """Return the counted reasons for running without speculation."""
+    return {name.removeprefix("skipped_"): n for name, n in counted.items() if name.startswith("skipped_") and n}
+
+
+def assert_all_stands(counted: dict[str, int]) -> None:
+    """Every step accepted as deep a path as its draft has; in a chain that is every token."""
+    assert counted["accepted_tokens"] == counted["draft_depth"] > 0
+
+
+def videos(family: str, count: int, question: str = pairs.DEFAULT_QUESTION, **sampling: Any) -> list[tuple[dict, dict]]:
     """Return requests that describe held-out videos; request i samples with seed i."""
     return [
-        (pairs.video_prompt(family, world.held_out(i).frames), {"temperature": 0.0, "seed": i, **sampling})
-        for i in range(count)
+        (pairs.video_prompt(family, frames, question), {"temperature": 0.0, "seed": i, **sampling})
+        for i, frames in enumerate(shown(count))
     ]
+
+
+def shown(count: int) -> list[np.ndarray]:
+    """Return the frames of the first held-out videos."""
+    return [world.held_out(i).frames for i in range(count)]
+
+
+def sparse_videos(family: str) -> list[tuple[dict, dict]]:
+    """Return endless answers to two Qwen videos whose rope positions follow a slow clock, far past their tokens."""
+    requests = videos(family, 2, max_tokens=60, ignore_eos=True)
+    for prompt, _ in requests:
+        ((_, metadata),) = prompt["multi_modal_data"]["video"]
+        metadata.update(fps=metadata["fps"] / 60, duration=metadata["duration"] * 60)
+    return requests
+
+
+def bound_by_a_grammar(family: str) -> list[tuple[dict, dict]]:
+    """Return three requests under a grammar and two that are free."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    # The bundled tokenizer is word level, so a grammar sees words without the spaces between them.
+    grammar = {"structured_outputs": StructuredOutputsParams(regex="(the|red|blue|moves|left|a|circle){6,12}")}
+    return videos(family, 3, **grammar) + videos(family, 2)
 
 
 def mixed_batch(family: str) -> list[tuple[dict, dict]]:
     """Return one batch of every kind of prompt under every sampling parameter, each request seeded."""
-    frames = [world.held_out(i).frames for i in range(4)]
+    frames = shown(4)
     stills = [video[0] for video in frames]
     video, image, text = (
         lambda i: pairs.video_prompt(family, frames[i]),
@@ -110,7 +313,7 @@ def mixed_batch(family: str) -> list[tuple[dict, dict]]:
         (video(0), {"temperature": 0.0, "stop": ["."]}),
         (video(1), {"temperature": 0.0, "max_tokens": 1}),
         (video(2), {"temperature": 0.0, "max_tokens": 2}),
-        (video(3), {"temperature": 1.0, "min_tokens": 30, "seed": 21}),
+        (video(3), {"temperature": 1.0, "min_tokens": 20, "seed": 21}),
         (text, {"temperature": 1.0, "top_p": 0.8, "top_k": 7, "min_p": 0.02, "repetition_penalty": 1.1, "seed": 22}),
         (video(0), {"temperature": 1.0, "allowed_token_ids": list(range(3, 60)), "seed": 23}),
     ]

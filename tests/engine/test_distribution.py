@@ -8,12 +8,12 @@ import torch
 from scipy import stats
 
 from tests.engine import harness
-from vllm_vidspec.engine.verify.verifier import CoupledVerifier
-from vllm_vidspec.shapeworld import world
-from vllm_vidspec.tools import pairs
+from tests.engine.harness import QWEN
+from tests.engine.seams import CoupledVerifier
 
-FAMILY = "qwen2.5-vl"
-NUM_TOKENS = 20_000
+pytestmark = pytest.mark.engine
+
+NUM_TOKENS = 5_000
 NUM_BINS = 50
 
 
@@ -50,28 +50,28 @@ def quantiles():
 
 
 def test_unseeded_output_follows_the_target(monkeypatch):
-    """Chi-squared over 20,000 tokens at T = 1, drafted without sight of the video: many drafts to reject.
+    """Chi-squared over 5,000 tokens at T = 1, drafted without sight of the video: many drafts to reject.
 
     Catches, and is seen to: a scorer that lets a rejected draft stand one time in four.
     """
     sampling = {"temperature": 1.0, "n": 16, "max_tokens": 80, "ignore_eos": True, "seed": None}
     spec = {"prune_ratio": 1.0, "num_speculative_tokens": 4}
-    with harness.engine(FAMILY, "draft", overrides={"max_num_seqs": 32}, **spec) as engine:
+    with harness.engine(QWEN, "draft", overrides={"max_num_seqs": 32}, **spec) as engine:
 
-        def p_value(num_videos: int) -> tuple[float, int, dict]:
-            frames = [world.held_out(i).frames for i in range(num_videos)]
+        def test() -> tuple[float, float, dict]:
+            """Return the statistic, its p-value and our counters of some 5,000 tokens."""
             with quantiles() as values:
-                _, counted = engine.measured([(pairs.video_prompt(FAMILY, f), sampling) for f in frames])
+                _, counted = engine.measured(harness.videos(QWEN, 4, **sampling))
             numbers = torch.cat(values).numpy()
+            assert len(numbers) >= NUM_TOKENS
             observed = np.histogram(numbers, bins=NUM_BINS, range=(0, 1))[0]
-            return stats.chisquare(observed).pvalue, len(numbers), counted
+            return *stats.chisquare(observed), counted
 
-        exact, num_tokens, counted = p_value(num_videos=17)
-        assert num_tokens >= NUM_TOKENS
+        _, p_value, counted = test()
         assert counted["accepted_tokens"] > 0.2 * counted["draft_tokens"]
-        assert exact > 1e-3
+        assert p_value > 1e-3
 
-        score = engine.runner.rejection_sampler._score
+        score = engine.verifier._score
         coin = torch.Generator().manual_seed(1)
 
         def lenient(inputs):
@@ -82,5 +82,7 @@ def test_unseeded_output_follows_the_target(monkeypatch):
             target[:-1][lucky] = drafts[1:][lucky]
             return score(type(inputs)(target, drafts, inputs.cu_num_logits, inputs.max_drafts))
 
-        monkeypatch.setattr(engine.runner.rejection_sampler, "_score", lenient)
-        assert p_value(num_videos=4)[0] < 1e-6
+        monkeypatch.setattr(engine.verifier, "_score", lenient)
+        statistic, p_value, _ = test()
+        print(f"chi-squared of the planted scorer: {statistic:.0f}")
+        assert p_value < 1e-6

@@ -1,309 +1,23 @@
-"""Prefilling the draft: how much a step runs of it, what one bad prompt costs, what is looked at once, and that a
-prefill over many steps ends where one over a single step does."""
+"""Prefilling the draft in a running engine: over many steps, late scores, beside bad prompts, and one look at all."""
 
 from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from vllm.platforms import current_platform
 
 from tests.engine import harness
-from vllm_vidspec.config import VidSpecConfig
-from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.draft.draft_rows import DraftRows
-from vllm_vidspec.engine.draft.kv import DraftKVPool
-from vllm_vidspec.engine.draft.messages import PrefillMessage, PrefillStep
-from vllm_vidspec.engine.draft.prefill import DraftPrefill
-from vllm_vidspec.engine.draft.vision_cache import PAGE_ROWS, VisionCache
-from vllm_vidspec.engine.host_copy import HostCopy
-from vllm_vidspec.engine.listen import attention as attention_guidance
+from tests.engine.conftest import SCENARIOS
+from tests.engine.harness import LLAVA, QWEN, assert_all_stands
+from tests.engine.seams import DraftModel, DraftPrefill, PendingScores, attention_guidance
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs
 
-CPU = torch.device("cpu")
-HIDDEN = 4
-BUDGET, ENCODER_BUDGET = 64, 100
-MAX_LEN = 1024
-BLOCK = 16
-
-
-# ---- a draft that writes down what it is shown -----------------------------------------------------------------------
-
-
-class NotingModel:
-    """Stands in for `DraftModel`: an embedding is its token's id; a forward notes what lands in which KV slot."""
-
-    device = CPU
-    max_num_tokens, max_encoder_tokens = BUDGET, ENCODER_BUDGET
-    block_size, vocab_size = BLOCK, 1000
-    hf_config = SimpleNamespace(model_type="llava_onevision", architectures=["LlavaOnevisionForConditionalGeneration"])
-
-    def __init__(self) -> None:
-        self.encoded: list[list[str]] = []  # identifiers, by call
-        self.forwards: list[int] = []  # tokens, by call
-        self.slots: dict[int, tuple[float, int]] = {}  # slot -> (embedding, position) that was written last
-
-    def full_positions(self, token_ids, features):
-        if token_ids[0] == 666:
-            raise ValueError("of no known shape\nat all")
-        return torch.arange(len(token_ids))[None], 0
-
-    def encode(self, features):
-        self.encoded.append([feature.identifier for feature in features])
-        if any("broken" in feature.identifier for feature in features):
-            raise RuntimeError("planted")
-        return [torch.full((feature.mm_position.length, HIDDEN), feature.shade) for feature in features]
-
-    def embed(self, token_ids, media, where):
-        embeds = token_ids[:, None].float().expand(-1, HIDDEN).clone()
-        if media:
-            embeds.index_copy_(0, where, torch.cat(media))
-        return embeds
-
-    def forward(self, embeds, positions, *, seq_lens, query_start_loc_np, slot_mapping, **_):
-        assert len(embeds) == positions.shape[1] == len(slot_mapping) == query_start_loc_np[-1]
-        self.forwards.append(len(embeds))
-        self.slots.update(
-            zip(slot_mapping.tolist(), zip(embeds[:, 0].tolist(), positions[0].tolist(), strict=True), strict=True)
-        )
-
-
-class Counted(dict):
-    """Stands in for `Counters`."""
-
-    def add(self, name: str, value: int = 1) -> None:
-        self[name] = self.get(name, 0) + value
-
-    def set(self, name: str, value: int) -> None:
-        self[name] = value
-
-    def skip(self, reason: str, req_id: str, detail: str) -> None:
-        assert "\n" not in detail
-        self.add(f"skipped_{reason}")
-        self.setdefault("who", []).append(req_id)
-
-
-class Line:
-    """A `DraftPrefill` over a noting model, and a committed text by row."""
-
-    def __init__(self, cache_bytes: int = 0, **knobs: Any):
-        config = VidSpecConfig(
-            **{"model": "d", "num_speculative_tokens": 3, "pruner": "uniform", "prune_ratio": 0.5} | knobs
-        )
-        if current_platform.is_cpu():
-            import vllm.v1.worker.cpu.shm  # noqa: F401  # buffers that need no pinned memory, as in every CPU engine
-        self.model, self.counted = NotingModel(), Counted()
-        self.pool = DraftKVPool(200, BLOCK, 8, MAX_LEN + 4, CPU)
-        rows = DraftRows(8, CPU)
-        cache = VisionCache(cache_bytes, HIDDEN, torch.float32, CPU)
-        self.shared: dict[str, torch.Tensor] = {}
-        alone = Agreement(SimpleNamespace(rank_in_group=0, world_size=1))
-        self.prefills = DraftPrefill(self.model, config, self.counted, self.pool, rows, cache, self.shared, alone)  # type: ignore[arg-type]
-        self.text = torch.full((8, MAX_LEN), 7_777_777, dtype=torch.int32)  # an id outside the vocabulary
-
-    def admit(self, row: int, token_ids: list[int], features: tuple = ()) -> bool:
-        self.text[row, : len(token_ids)] = torch.tensor(token_ids)
-        return self.prefills.admit(PrefillMessage(f"r{row}", row, token_ids, list(features)))
-
-    def step(self, bounds: dict[int, int]) -> Any:
-        self.model.forwards = []
-        for row, bound in bounds.items():
-            assert self.pool.reserve(np.array([row]), np.array([bound + 3]))[0]
-            blocks = self.pool._blocks[row]  # what `apply` does on a device
-            self.pool.table[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-        return self.prefills.step(PrefillStep(np.array(list(bounds)), np.array(list(bounds.values())), self.text))
-
-    def held(self, row: int, count: int) -> list[tuple[float, int]]:
-        """Return (embedding, position) of a row's first KV entries."""
-        slots = [int(self.pool.table[row, i // BLOCK]) * BLOCK + i % BLOCK for i in range(count)]
-        return [self.model.slots[slot] for slot in slots]
-
-
-def clip(name: str, offset: int, length: int, shade: float = 0.0, **data: Any) -> Any:
-    """A video's feature, as the engine would bring it; its embeddings are all `shade`."""
-    pixels = data or {"pixel_values_videos": SimpleNamespace(data=None)}
-    place = SimpleNamespace(offset=offset, length=length, is_embed=None)
-    return SimpleNamespace(
-        modality="video", identifier=name, mm_hash=name, data=pixels, mm_position=place, shade=float(shade)
-    )
-
-
-# ---- bounded work ----------------------------------------------------------------------------------------------------
-
-
-def test_a_prefill_over_many_steps_catches_up_with_its_text():
-    """200 tokens at 64 a step, while one token a step is committed, and up to four more may be.
-
-    Catches: a chunk that starts over, text at the prompt's positions, garbage taken for committed text.
-    """
-    line = Line()
-    prompt = list(range(1, 201))
-    assert line.admit(2, prompt)
-    committed = 201
-    for number in range(4):
-        line.text[2, committed - 1] = 300 + committed
-        done = line.step({2: committed if number == 0 else committed + 4})
-        assert sum(line.model.forwards) <= BUDGET
-        assert done.ready == ([2] if number == 3 else [])
-        committed += 1
-    committed -= 1
-    expected = [(float(token), i) for i, token in enumerate(prompt)] + [
-        (float(300 + i + 1), i) for i in range(200, committed - 1)
-    ]
-    assert line.held(2, committed - 1) == expected
-    assert not line.step({2: committed + 1}).ready  # it is out of the line
-
-
-def test_pruned_prompts_go_on_where_the_full_one_would():
-    """A 40-token clip, half of it kept, between text: original positions, embeddings in the clip's places."""
-    line = Line()
-    prompt = [1] * 10 + [999] * 40 + [2] * 80
-    line.admit(0, prompt, (clip("a", 10, 40, shade=0.5),))
-    assert line.step({0: 131}).ready == []
-    line.text[0, 130:132] = torch.tensor([5, 6])
-    assert line.step({0: 132}).ready == [0]
-    held = line.held(0, 111)
-    assert [value for value, _ in held] == [1.0] * 10 + [0.5] * 20 + [2.0] * 80 + [5.0]
-    positions = [position for _, position in held]
-    assert positions[:10] == list(range(10)) and positions[30:] == list(range(50, 131))
-    assert positions[10] == 10 and positions[29] == 49
-
-
-def test_a_step_is_shared_in_the_order_of_arrival():
-    """Catches: a short prompt that overtakes, a budget that is counted per request, one that is not used up."""
-    line = Line()
-    for row, length in ((5, 50), (1, 30), (3, 20)):
-        line.admit(row, [1] * length)
-    bounds = {3: 21, 1: 31, 5: 51}
-    assert line.step(bounds).ready == [5]
-    assert line.model.forwards == [64]
-    assert line.step({row: bound + 1 for row, bound in bounds.items() if row != 5}).ready == [1, 3]
-    assert line.model.forwards == [16 + 1 + 20 + 1]
-
-
-def test_requests_outside_the_batch_wait():
-    """A request that the scheduler left out of a step is not read for in it, and holds nobody up."""
-    line = Line()
-    line.admit(0, [1] * 20)
-    line.admit(1, [1] * 20)
-    assert line.step({1: 21}).ready == [1]
-    assert line.step({0: 21}).ready == [0]
-
-
-def test_text_that_is_longer_than_a_step_is_read_at_once_when_its_turn_comes():
-    """Catches: a line that stands still for ever; garbage that counts as read."""
-    line = Line()
-    line.admit(0, [1] * 64)
-    assert line.step({0: 65}).ready == [0]
-    line.admit(1, [1] * 64)
-    assert line.step({1: 65 + 100}).ready == []
-    line.text[1, 64:170] = torch.arange(106)
-    assert line.step({1: 65 + 101}).ready == [1]
-    assert line.model.forwards == [64, 37]
-    assert [value for value, _ in line.held(1, 165)] == [1.0] * 64 + [float(i) for i in range(101)]
-
-
-def test_the_tower_has_a_budget_of_its_own():
-    """Clips of 60, 60 and 150 tokens at 100 a step: one each step, the last alone though it is larger.
-
-    Text behind them does not wait for the tower.
-    """
-    line = Line(prune_ratio=0.9)
-    for row, length in enumerate((60, 60, 150)):
-        line.admit(row, [999] * length + [1] * 2, (clip(f"c{row}", 0, length),))
-    line.admit(3, [1] * 20)
-    bounds = {0: 63, 1: 63, 2: 153, 3: 21}
-    ready = [line.step({row: bound + i for row, bound in bounds.items()}).ready for i in range(3)]
-    assert line.model.encoded == [["c0"], ["c1"], ["c2"]]
-    assert ready == [[0, 3], [1], [2]]
-
-
-def test_nobody_is_looked_at_before_the_language_model_can_read_it():
-    """Catches: embeddings of a whole line of requests held at once."""
-    line = Line(cache_bytes=2**16)
-    line.admit(0, [1] * 130)
-    line.admit(1, [999] * 20 + [1] * 60, (clip("c", 0, 20),))
-    for number, expected in enumerate(([], [], [["c"]])):
-        line.step({0: 131 + number, 1: 81 + number})
-        assert line.model.encoded == expected
-
-
-# ---- one bad prompt --------------------------------------------------------------------------------------------------
-
-
-def test_a_bad_prompt_costs_itself_alone():
-    """One that cannot be placed, one of foreign embeddings, one the tower refuses; a good one among them is ready."""
-    line = Line()
-    assert not line.admit(0, [666, 1, 1])
-    assert not line.admit(1, [999] * 4, (clip("e", 0, 4, video_embeds=SimpleNamespace(data=None)),))
-    assert line.admit(2, [999] * 4 + [1], (clip("broken", 0, 4),))
-    assert line.admit(3, [999] * 4 + [1], (clip("fine", 0, 4),))
-    done = line.step({2: 6, 3: 6})
-    assert (done.ready, done.failed) == ([3], [2])
-    assert line.counted["skipped_draft_error"] == 2 and line.counted["skipped_unsupported"] == 1
-    assert line.counted["who"] == ["r0", "r1", "r2"]
-
-
-def test_errors_stop_an_engine_that_is_to_raise():
-    line = Line(on_draft_error="raise")
-    with pytest.raises(ValueError, match="no known shape"):
-        line.admit(0, [666])
-
-
-# ---- looked at once --------------------------------------------------------------------------------------------------
-
-
-def test_one_look_serves_all_that_show_the_same():
-    """Three requests with the same clip in one step, one in the next, and one whose target has looked already."""
-    line = Line(cache_bytes=2**16, prune_ratio=0.9)
-    for row in range(3):
-        line.admit(row, [999] * 20 + [1], (clip("same", 0, 20, shade=3),))
-    assert line.step(dict.fromkeys(range(3), 22)).ready == [0, 1, 2]
-    line.admit(3, [999] * 20 + [1], (clip("same", 0, 20, shade=99),))
-    line.shared["target's"] = torch.full((1, 20, HIDDEN), 8.0)
-    line.admit(4, [999] * 20 + [1], (clip("target's", 0, 20, shade=99),))
-    assert line.step({3: 22, 4: 22}).ready == [3, 4]
-    assert line.model.encoded == [["same"]]
-    assert [line.held(row, 1)[0][0] for row in range(5)] == [3.0] * 4 + [8.0]
-    assert (line.counted["draft_encoder_misses"], line.counted["draft_encoder_hits"]) == (1, 4)
-
-
-def test_without_room_every_prompt_is_looked_at():
-    line = Line(cache_bytes=0, prune_ratio=0.9)
-    for row in range(2):
-        line.admit(row, [999] * 20 + [1], (clip("same", 0, 20),))
-        line.step({row: 22})
-    assert line.model.encoded == [["same"], ["same"]]
-
-
-def test_the_cache_drops_what_was_used_longest_ago():
-    """Rows come back as they were put in; the bound holds; one item too large displaces nothing."""
-    cache = VisionCache(4 * PAGE_ROWS * HIDDEN * 4 + 1, HIDDEN, torch.float32, CPU)
-    items = {name: torch.randn(size, HIDDEN) for name, size in (("a", 65), ("b", 64), ("c", 1), ("d", 100))}
-    assert cache.num_bytes == 4 * PAGE_ROWS * HIDDEN * 4
-    for name in "abc":
-        assert cache.keep(name, items[name])
-    assert cache.num_used_bytes == cache.num_bytes
-    assert not cache.keep("huge", torch.zeros(4 * PAGE_ROWS + 1, HIDDEN))
-    chosen = np.array([0, 64])
-    assert torch.equal(cache.read("a", 65, chosen), items["a"][chosen])
-    assert cache.read("a", 64) is None, "another size is another item"
-    assert cache.keep("d", items["d"])  # needs two pages: b and c go, a was read since
-    assert cache.read("b", 64) is None and cache.read("c", 1) is None
-    for name in "ad":
-        assert torch.equal(cache.read(name, len(items[name])), items[name])
-    cache.clear()
-    assert cache.read("a", 65) is None and cache.num_used_bytes == 0
-
-
-# ---- real engines ----------------------------------------------------------------------------------------------------
+pytestmark = pytest.mark.engine
 
 
 def slow_down(monkeypatch, engine: harness.Engine, budget: int) -> list[dict[str, int]]:
     """Let the draft read `budget` tokens a step; return a list that gains each step's tokens and decoding requests."""
-    monkeypatch.setattr(engine.speculator.draft_model, "max_num_tokens", budget)
+    monkeypatch.setattr(engine.draft, "max_num_tokens", budget)
     steps: list[dict[str, int]] = []
     forward, propose = DraftPrefill._forward, engine.speculator.propose
 
@@ -323,11 +37,10 @@ def slow_down(monkeypatch, engine: harness.Engine, budget: int) -> list[dict[str
 @pytest.fixture(scope="module")
 def llava(reference):
     """A draft with the target's weights, a tower of its own and the whole video."""
-    family = "llava-onevision"
-    reference(family, "videos")  # an engine of its own, and only one lives at a time
+    reference(LLAVA, "videos")  # an engine of its own, and only one lives at a time
     overrides = {"enable_prompt_embeds": True, "enable_mm_embeds": True, "mm_encoder_attn_backend": "TORCH_SDPA"}
     with harness.engine(
-        family, pairs.checkpoint(family, "target"), overrides=overrides, pruner="none", on_draft_error="skip"
+        LLAVA, pairs.checkpoint(LLAVA, "target"), overrides=overrides, pruner="none", on_draft_error="skip"
     ) as engine:
         yield engine
 
@@ -338,11 +51,11 @@ def test_an_equal_draft_still_never_errs(reference, monkeypatch, llava):
     Catches: text that the draft never caught up on, KV at the wrong entries, a step that reads more than its share,
     requests that wait for another's prefill.
     """
-    requests = harness.videos(llava.family, 8)[:3]
+    requests = SCENARIOS["videos"](LLAVA)[:3]
     with monkeypatch.context() as patch:
         steps = slow_down(patch, llava, 60)
         outputs, counted = llava.measured(requests)
-    assert harness.token_ids(outputs) == harness.token_ids(reference(llava.family, "videos"))[:3]
+    assert harness.token_ids(outputs) == harness.token_ids(reference(LLAVA, "videos"))[:3]
     assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
     assert counted["prompts"] == 3 and counted["skipped_draft_error"] == 0
     reading = [step for step in steps if step["read"]]
@@ -354,15 +67,13 @@ def test_the_draft_looks_once(monkeypatch, llava):
     """Answers to one prompt, and a later turn about it: one look of the draft's tower at the video."""
     video = world.held_out(20).frames
     looks = []
-    encode = type(llava.speculator.draft_model).encode
+    encode = DraftModel.encode
     monkeypatch.setattr(
-        type(llava.speculator.draft_model),
-        "encode",
-        lambda self, features: looks.append(len(features)) or encode(self, features),
+        DraftModel, "encode", lambda self, features: looks.append(len(features)) or encode(self, features)
     )
-    requests = [(pairs.video_prompt(llava.family, video), {"temperature": 1.0, "seed": 1, "n": 3, "max_tokens": 8})]
+    requests = [(pairs.video_prompt(LLAVA, video), {"temperature": 1.0, "seed": 1, "n": 3, "max_tokens": 8})]
     _, first = llava.measured(requests)
-    _, later = llava.measured([(pairs.video_prompt(llava.family, video, "describe the color"), {"max_tokens": 8})])
+    _, later = llava.measured([(pairs.video_prompt(LLAVA, video, "describe the color"), {"max_tokens": 8})])
     assert looks == [1]
     assert (first["draft_encoder_misses"], first["draft_encoder_hits"]) == (1, 2)
     assert (later["draft_encoder_misses"], later["draft_encoder_hits"]) == (0, 1)
@@ -379,11 +90,11 @@ def test_bad_prompts_take_nobodys_drafts(llava):
     one, other = (world.held_out(i).frames for i in (21, 22))
     # vLLM cannot encode clips of unequal length together: the target knows these already, the draft no longer does.
     for frames in (one, other[:9]):
-        llava.generate([(pairs.video_prompt(llava.family, frames), {"max_tokens": 2})])
+        llava.generate([(pairs.video_prompt(LLAVA, frames), {"max_tokens": 2})])
     llava.speculator.forget_media()
-    unequal = pairs.media_prompt(llava.family, "describe the video", videos=[one, other[:9]])
+    unequal = pairs.media_prompt(LLAVA, "describe the video", videos=[one, other[:9]])
     hidden_size = llava.runner.model_config.get_hidden_size()
-    image = {"prompt": pairs.chat_prompt(llava.family, "describe it", ["image"])}
+    image = {"prompt": pairs.chat_prompt(LLAVA, "describe it", ["image"])}
     image["multi_modal_data"] = {"image": torch.zeros(1, 20, hidden_size)}
     embeds = {"prompt_embeds": torch.zeros(12, hidden_size)}
     short = {"max_tokens": 12, "ignore_eos": True, "temperature": 0.0}
@@ -396,7 +107,7 @@ def test_bad_prompts_take_nobodys_drafts(llava):
 
 def test_the_tower_is_profiled_and_configured_like_the_targets(monkeypatch, llava):
     """A profile run shows the draft's tower the largest items of a step; `--mm-encoder-*` flags reach it."""
-    draft = llava.speculator.draft_model
+    draft = llava.draft
     shown = []
     embed = draft.model.embed_multimodal
 
@@ -415,13 +126,12 @@ def test_the_tower_is_profiled_and_configured_like_the_targets(monkeypatch, llav
     assert ours.mm_device_do_normalize == targets.mm_device_do_normalize
 
 
-class Late(HostCopy):
-    """A copy as on a GPU: it is not there yet in the step that sends it."""
+class Late(PendingScores):
+    """Scores as on a GPU: they are not there yet in the step that sends them."""
 
-    def __init__(self, tensor: torch.Tensor):
-        super().__init__(tensor)
-        self.is_here = False
-        self.wait = lambda: self._host  # type: ignore[method-assign]
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.is_here, self._copied = False, SimpleNamespace(synchronize=lambda: None)
 
 
 def test_trees_over_late_scores_and_slow_prefills(reference, monkeypatch):
@@ -429,20 +139,18 @@ def test_trees_over_late_scores_and_slow_prefills(reference, monkeypatch):
 
     With nothing pruned a tree of an equal draft loses no depth, however late it begins.
     """
-    family = "qwen2.5-vl"
-    requests = harness.videos(family, 4)
-    monkeypatch.setattr(attention_guidance, "HostCopy", Late)
+    expected = harness.token_ids(reference(QWEN, "videos"))
+    requests = SCENARIOS["videos"](QWEN)[:4]
+    monkeypatch.setattr(attention_guidance, "PendingScores", Late)
     with harness.engine(
-        family, "target", pruner="specvlm", drafting="tree-adaptive", num_speculative_tokens=16
+        QWEN, "target", pruner="specvlm", drafting="tree-adaptive", num_speculative_tokens=16, prune_ratio=0.0
     ) as engine:
-        engine.runner.retune({"prune_ratio": 0.0})
         with monkeypatch.context() as patch:
             steps = slow_down(patch, engine, 100)
             outputs, whole = engine.measured(requests[:3])
-        engine.runner.retune({"prune_ratio": 0.8})
+        engine.retune(prune_ratio=0.8)
         guided, pruned = engine.measured(requests)
-    expected = harness.token_ids(reference(family, "videos"))
     assert harness.token_ids(outputs) == expected[:3] and harness.token_ids(guided) == expected[:4]
     assert max(step["read"] for step in steps) <= 100
-    assert whole["accepted_tokens"] == whole["draft_depth"] > 0
+    assert_all_stands(whole)
     assert pruned["guided_prompts"] == pruned["prompts"] == 4 and pruned["accepted_tokens"] > 0

@@ -1,6 +1,5 @@
 """Guidance against a float64 reference in every scheduling situation, and what happens where it cannot be had."""
 
-import contextlib
 import dataclasses
 
 import numpy as np
@@ -9,33 +8,22 @@ import torch
 
 from tests.engine import guidance_reference, harness
 from tests.engine.conftest import SCENARIOS
-from tests.engine.test_identity import assert_same_answers
-from vllm_vidspec.engine.listen.attention import AttentionGuidance
-from vllm_vidspec.engine.listen.hidden_states import HiddenStateGuidance
+from tests.engine.harness import CHUNK_SIZES, FAMILIES, LLAVA, NO_CACHE, QWEN
+from tests.engine.seams import AttentionGuidance, HiddenStateGuidance
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import PruneInputs, budget, get_pruner
-from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs
 
-FAMILIES = ("qwen2.5-vl", "llava-onevision")
+pytestmark = pytest.mark.engine
+
 TOLERANCE = 1e-4  # relative, of every single token
 LONG_QUESTION = "describe the video please , what happens in this clip ? tell me about color and shape and move"
-# vLLM's encoder budget must hold one Qwen video, so its three prompts of 266 to 550 tokens make a border each.
-CHUNK_SIZES = {"qwen2.5-vl": 260, "llava-onevision": 64}
+ATTENTION = {"pruner": "specvlm", "guidance_layers": "all"}
 
 
-@contextlib.contextmanager
-def watched(engine: harness.Engine):
-    """Yield a list that holds, afterwards, what was pruned in the meantime."""
-    records: list[dict] = []
-    engine.llm.collective_rpc("vidspec_watch", args=(True,))
-    yield records
-    records += engine.llm.collective_rpc("vidspec_watch", args=(False,))[0]
-
-
-def frames(count: int) -> list[np.ndarray]:
-    """Return held-out videos."""
-    return [world.held_out(i).frames for i in range(count)]
+def ask(family: str, *videos: np.ndarray, question: str = pairs.DEFAULT_QUESTION, max_tokens: int = 2) -> tuple:
+    """Return a request about videos."""
+    return pairs.media_prompt(family, question, videos=list(videos)), {"max_tokens": max_tokens}
 
 
 def check_scores(family: str, outputs: list, videos: list[list[np.ndarray]], records: list[dict], layer: int | None):
@@ -66,20 +54,13 @@ def test_scores_equal_the_reference(family, situation, pruner, layer):
     Catches: queries of another request or of the system prompt, keys of another block, a softmax over the video only, a
     chunk forgotten or counted twice, heads averaged before the softmax.
     """
-    one, two, three = frames(3)
+    one, two, three = harness.shown(3)
     shown = [[one], [two, three], [two]]
-    requests = [
-        (pairs.video_prompt(family, one), {}),
-        (pairs.media_prompt(family, "describe the video", videos=[two, three]), {}),
-        (pairs.video_prompt(family, two, LONG_QUESTION), {}),
-    ]
-    requests = [(prompt, {"max_tokens": 3}) for prompt, _ in requests]
-    overrides = {"enable_prefix_caching": False}
-    if situation == "many-chunks":
-        overrides["max_num_batched_tokens"] = CHUNK_SIZES[family]
+    requests = [ask(family, one), ask(family, two, three), ask(family, two, question=LONG_QUESTION)]
+    chunks = {"max_num_batched_tokens": CHUNK_SIZES[family]} if situation == "many-chunks" else {}
     with (
-        harness.engine(family, "draft", pruner=pruner, guidance_layers="all", overrides=overrides) as engine,
-        watched(engine) as records,
+        harness.engine(family, "draft", pruner=pruner, guidance_layers="all", overrides=NO_CACHE | chunks) as engine,
+        engine.watched() as records,
     ):
         outputs, counted = engine.measured(requests)
     assert counted["guided_prompts"] == 3 and counted["guidance_us"] > 0
@@ -92,12 +73,11 @@ def test_attention_needs_no_recomputed_keys(family):
 
     Catches: keys taken from the step instead of the paged cache.
     """
-    (video,) = frames(1)
-    first = (pairs.video_prompt(family, video), {"max_tokens": 2})
-    second = (pairs.video_prompt(family, video, LONG_QUESTION), {"max_tokens": 2})
-    with harness.engine(family, "draft", pruner="specvlm", guidance_layers="all") as engine:
+    (video,) = harness.shown(1)
+    first, second = ask(family, video), ask(family, video, question=LONG_QUESTION)
+    with harness.engine(family, "draft", **ATTENTION) as engine:
         engine.generate([first])
-        with watched(engine) as records:
+        with engine.watched() as records:
             outputs, counted = engine.measured([second])
     assert outputs[0].num_cached_tokens > 200
     assert counted["guided_prompts"] == 1 and counted["reused_guidance"] == 0
@@ -106,13 +86,11 @@ def test_attention_needs_no_recomputed_keys(family):
 
 def test_queries_of_a_cached_suffix_are_left_out():
     """An identical prompt computes its last block only: the mean is over the queries that were computed."""
-    family, (video,) = "qwen2.5-vl", frames(1)
-    request = (pairs.video_prompt(family, video, f"{LONG_QUESTION} {LONG_QUESTION}"), {"max_tokens": 2})
+    family, (video,) = QWEN, harness.shown(1)
+    request = ask(family, video, question=f"{LONG_QUESTION} {LONG_QUESTION}")
     with (
-        harness.engine(
-            family, "draft", pruner="specvlm", guidance_layers="all", overrides={"block_size": 32}
-        ) as engine,
-        watched(engine) as records,
+        harness.engine(family, "draft", **ATTENTION, overrides={"block_size": 32}) as engine,
+        engine.watched() as records,
     ):
         engine.generate([request])
         outputs, counted = engine.measured([request])
@@ -126,13 +104,12 @@ def test_queries_of_a_cached_suffix_are_left_out():
 
 def test_uv_of_a_cached_video_is_remembered():
     """Hidden states of cached tokens are not computed: the scores of the last prompt with that video stand in."""
-    family, (video,) = "llava-onevision", frames(1)
-    first = (pairs.video_prompt(family, video), {"max_tokens": 2})
-    second = (pairs.video_prompt(family, video, LONG_QUESTION), {"max_tokens": 2})
-    with harness.engine(family, "draft", pruner="uv") as engine, watched(engine) as records:
+    family, (video,) = LLAVA, harness.shown(1)
+    first, second = ask(family, video), ask(family, video, question=LONG_QUESTION)
+    with harness.engine(family, "draft", pruner="uv") as engine, engine.watched() as records:
         _, before = engine.measured([first])
         _, after = engine.measured([second])
-        engine.runner.guidance._remembered.clear()
+        engine.guidance._remembered.clear()
         _, forgotten = engine.measured([second])
     assert before["guided_prompts"] == 1 and before["reused_guidance"] == 0
     assert after["guided_prompts"] == 1 and after["reused_guidance"] == 1
@@ -144,13 +121,12 @@ def test_uv_of_a_cached_video_is_remembered():
 
 def test_guidance_layers_are_the_ones_asked_for():
     """Catches: layers summed by order of execution instead of index, a subset ignored."""
-    family, (video,) = "qwen2.5-vl", frames(1)
-    request = (pairs.video_prompt(family, video), {"max_tokens": 2})
-    overrides = {"enable_prefix_caching": False}
-    with harness.engine(family, "draft", pruner="specvlm", guidance_layers=[3, 1], overrides=overrides) as engine:
-        with watched(engine) as records:
+    family, (video,) = QWEN, harness.shown(1)
+    request = ask(family, video)
+    with harness.engine(family, "draft", pruner="specvlm", guidance_layers=[3, 1], overrides=NO_CACHE) as engine:
+        with engine.watched() as records:
             outputs = engine.generate([request])
-            engine.llm.collective_rpc("vidspec_retune", args=({"guidance_layers": [0]},))
+            engine.retune(guidance_layers=[0])
             engine.generate([request])
         with pytest.raises(VidSpecError, match="layers 0 to 3"):
             engine.runner.retune({"guidance_layers": [4]})
@@ -162,7 +138,7 @@ def test_guidance_layers_are_the_ones_asked_for():
         assert guidance_reference.relative_error(record["scores"][0], expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize("family,pruner", [("qwen2.5-vl", "specvlm"), ("llava-onevision", "uv")])
+@pytest.mark.parametrize("family,pruner", [(QWEN, "specvlm"), (LLAVA, "uv")])
 def test_listening_changes_no_bit_of_the_target(family, pruner):
     """Log-probabilities of every emitted token are bitwise those of an engine that listens to nothing.
 
@@ -172,38 +148,26 @@ def test_listening_changes_no_bit_of_the_target(family, pruner):
     logprobs = []
     for spec in ({"pruner": "uniform"}, {"pruner": pruner}):
         with harness.engine(family, "draft", **spec) as engine:
-            guidance, heard = engine.runner.guidance, []
+            guidance, heard = engine.guidance, []
             if guidance is not None:  # after one token nobody drafts: the scores are looked at where they are taken
                 take = guidance.take
-                guidance.take = lambda req_id, take=take, heard=heard: heard.append(take(req_id).wait().scores)
+                guidance.take = lambda row, take=take, heard=heard: heard.append(take(row).wait().scores)
             outputs = engine.generate(requests)
         assert [scores is not None for scores in heard] == ([] if spec["pruner"] == "uniform" else [True] * 4)
         logprobs.append([{t: v.logprob for t, v in o.outputs[0].logprobs[0].items()} for o in outputs])
     assert logprobs[0] == logprobs[1]
 
 
-@pytest.mark.parametrize(
-    "family,pruner", [("qwen2.5-vl", "uv"), ("llava-onevision", "specvlm"), ("qwen2.5-vl", "dycoke")]
-)
-def test_guided_drafts_change_nothing(reference, family, pruner):
-    """Twenty mixed requests in one continuous batch; prefix hits among them. Catches: guidance of another request."""
-    with harness.engine(family, "draft", pruner=pruner) as engine:
-        outputs, counted = engine.measured(SCENARIOS["mixed"](family))
-    assert_same_answers(reference(family, "mixed"), outputs)
-    assert counted["accepted_tokens"] > 0
-    assert not any(value for name, value in counted.items() if name.startswith(("skipped_", "unguided_")))
-
-
 def test_memory_bound_falls_back_to_uniform():
     """Two 256-token videos at once where one fits: the other is pruned uniformly, counted, and nothing leaks."""
-    family = "qwen2.5-vl"
+    family = QWEN
     requests = harness.videos(family, 2, max_tokens=3)
     num_bytes = 256 * 256 * 4 + 1
     with harness.engine(family, "draft", pruner="uv", guidance_bytes=num_bytes) as engine:
-        with watched(engine) as records:
+        with engine.watched() as records:
             _, counted = engine.measured(requests)
             _, later = engine.measured(harness.videos(family, 3, max_tokens=3)[2:])
-        assert engine.runner.guidance._num_bytes == 0
+        assert engine.guidance._num_bytes == 0
     assert (counted["guided_prompts"], counted["unguided_memory"]) == (1, 1)
     assert later["guided_prompts"] == 1
     assert [record["scores"] is None for record in records].count(True) == 1
@@ -218,8 +182,8 @@ def test_unobserved_forward_is_counted_not_trusted(monkeypatch):
             observe(self, index, *args)
 
     monkeypatch.setattr(AttentionGuidance, "observe", deaf)
-    family = "qwen2.5-vl"
-    with harness.engine(family, "draft", pruner="specvlm", guidance_layers="all") as engine, watched(engine) as records:
+    family = QWEN
+    with harness.engine(family, "draft", **ATTENTION) as engine, engine.watched() as records:
         _, counted = engine.measured(harness.videos(family, 2, max_tokens=3))
     assert (counted["guided_prompts"], counted["unguided_unobserved"]) == (0, 2)
     assert all(record["scores"] is None for record in records)
@@ -231,8 +195,9 @@ def test_unobserved_forward_is_counted_not_trusted(monkeypatch):
 )
 def test_an_error_in_the_listeners_costs_the_guidance_only(monkeypatch, reference, pruner, step):
     """An exception inside the target's forward: the answers are vanilla's, the drafts go on, pruned uniformly."""
-    family = "qwen2.5-vl"
+    family = QWEN
     kind = AttentionGuidance if pruner == "specvlm" else HiddenStateGuidance
+    expected = reference(family, "videos")
     original, calls = getattr(kind, step), []
 
     def failing(self, *args):
@@ -244,26 +209,21 @@ def test_an_error_in_the_listeners_costs_the_guidance_only(monkeypatch, referenc
     monkeypatch.setattr(kind, step, failing)
     with harness.engine(family, "draft", pruner=pruner, on_draft_error="skip") as engine:
         outputs, counted = engine.measured(SCENARIOS["videos"](family))
-    assert harness.token_ids(outputs) == harness.token_ids(reference(family, "videos"))
+    assert harness.token_ids(outputs) == harness.token_ids(expected)
     assert counted["unguided_error"] > 0 and counted["guided_prompts"] + counted["unguided_error"] == 8
     assert counted["accepted_tokens"] > 0 and counted["skipped_draft_error"] == 0
 
 
 def test_an_aborted_prefill_leaves_no_listener():
     """Requests aborted in the middle of a chunked prefill are forgotten."""
-    from vllm import SamplingParams
-
-    family = "llava-onevision"
-    overrides = {"enable_prefix_caching": False, "max_num_batched_tokens": CHUNK_SIZES[family]}
-    with harness.engine(family, "draft", pruner="uv", overrides=overrides) as engine:
-        core, guidance = engine.llm.llm_engine, engine.runner.guidance
-        engine.llm.enqueue([pairs.video_prompt(family, frames(1)[0])], SamplingParams(max_tokens=4), use_tqdm=False)
-        for _ in range(2):
-            core.step()
-        held = len(guidance._listeners), guidance._num_bytes
-        core.abort_request(list(core.output_processor.request_states), internal=True)
-        _, counted = engine.measured(harness.videos(family, 2, max_tokens=3))
-        assert not guidance._listeners and guidance._num_bytes == 0
+    overrides = {**NO_CACHE, "max_num_batched_tokens": CHUNK_SIZES[LLAVA]}
+    with harness.engine(LLAVA, "draft", pruner="uv", overrides=overrides) as engine:
+        guidance = engine.guidance
+        engine.begin(harness.videos(LLAVA, 1, max_tokens=4), steps=2)
+        held = len(guidance._prompts), guidance._num_bytes
+        engine.abort()
+        _, counted = engine.measured(harness.videos(LLAVA, 2, max_tokens=3))
+        assert not guidance._prompts and guidance._num_bytes == 0
     assert held == (1, 257 * 256 * 4)
     assert counted["guided_prompts"] == 2
 
@@ -273,15 +233,13 @@ def test_an_aborted_prefill_leaves_no_listener():
 
 def _scores_with(monkeypatch, before_forward) -> None:
     """Run the reference check with `AttentionGuidance.before_forward` replaced."""
-    family, (video,) = "llava-onevision", frames(1)
+    family, (video,) = LLAVA, harness.shown(1)
     monkeypatch.setattr(AttentionGuidance, "before_forward", before_forward)
     with (
-        harness.engine(
-            family, "draft", pruner="specvlm", guidance_layers="all", overrides={"enable_prefix_caching": False}
-        ) as engine,
-        watched(engine) as records,
+        harness.engine(family, "draft", **ATTENTION, overrides=NO_CACHE) as engine,
+        engine.watched() as records,
     ):
-        outputs = engine.generate([(pairs.video_prompt(family, video), {"max_tokens": 2})])
+        outputs = engine.generate([ask(family, video)])
     check_scores(family, outputs, [[video]], records, None)
 
 

@@ -6,27 +6,21 @@ loosened or shifted; and the relevance that decided it must be that model's. A t
 KV stands would make the target's later choices those of another text, and be seen.
 """
 
-import contextlib
-
 import pytest
 import torch
 
 from tests.engine import harness, loose_reference
 from tests.engine.conftest import SCENARIOS
-from tests.engine.test_identity import assert_same_answers
-from vllm_vidspec.engine.listen import visual_states
-from vllm_vidspec.engine.verify import rules as looseness
+from tests.engine.harness import CHUNK_SIZES, FAMILIES, LLAVA, NO_CACHE, QWEN, assert_same_answers, token_ids
+from tests.engine.seams import rules, state_store, visual_states
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.scoring import loose
-from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs
 
-FAMILIES = ("qwen2.5-vl", "llava-onevision")
+pytestmark = pytest.mark.engine
+
 ALL = ["strict", "loose", "fly", "fly-entropy", "random"]
 OPEN = {"scorer": "loose", "request_scorers": ALL, "lambda_max": 1.0, "num_speculative_tokens": 10, "prune_ratio": 0.95}
-NO_CACHE = {"enable_prefix_caching": False}
-# As in test_guidance: vLLM's encoder budget must hold one Qwen video.
-CHUNK_SIZES = {"qwen2.5-vl": 260, "llava-onevision": 64}
 
 
 def asking(scorer: str | None = None, share: float | None = None) -> dict:
@@ -35,47 +29,23 @@ def asking(scorer: str | None = None, share: float | None = None) -> dict:
     return {"extra_args": {key: value for key, value in chosen.items() if value is not None}}
 
 
-@contextlib.contextmanager
-def watched(engine: harness.Engine):
-    """Yield a list that holds, afterwards, what became of every token."""
-    records: list[dict] = []
-    engine.llm.collective_rpc("vidspec_watch_scores", args=(True,))
-    try:
-        yield records
-    finally:
-        records += engine.llm.collective_rpc("vidspec_watch_scores", args=(False,))[0]
-
-
-@contextlib.contextmanager
-def retuned(engine: harness.Engine, **knobs):
-    """Change knobs for a while."""
-    before = {name: getattr(engine.runner.vidspec_config, name) for name in knobs}
-    engine.llm.collective_rpc("vidspec_retune", args=(knobs,))
-    try:
-        yield
-    finally:
-        engine.llm.collective_rpc("vidspec_retune", args=(before,))
-
-
 def shown(count: int) -> list[list]:
-    """Return the videos of `harness.videos`."""
-    return [[world.held_out(i).frames] for i in range(count)]
+    """Return what each of `harness.videos` shows."""
+    return [[frames] for frames in harness.shown(count)]
 
 
 def forget_states(engine: harness.Engine) -> None:
     """Let what earlier prompts left be computed again."""
-    visual = engine.runner.visual
-    for item in visual._items.values():
-        assert item.users == 0
-        visual._free.extend(item.blocks)
-    visual._items.clear()
+    store = engine.visual.store
+    assert not any(item.users for item in store._items.values())
+    store.clear()
 
 
 def check(engine: harness.Engine, num_videos: int = 4, **sampling) -> dict:
     """Caption videos and let the reference read them back; return the counters."""
-    engine.generate([(pairs.media_prompt(engine.family, "describe the video"), {"max_tokens": 1})])
+    engine.idle()
     forget_states(engine)
-    with watched(engine) as records:
+    with engine.watched("watch_scores") as records:
         outputs, counted = engine.measured(harness.videos(engine.family, num_videos, max_tokens=80, **sampling))
     assert counted["loosened_tokens"] + counted["shifted_tokens"] > 0
     kinds = [kind for record in records for kind in record["kinds"]]
@@ -85,33 +55,10 @@ def check(engine: harness.Engine, num_videos: int = 4, **sampling) -> dict:
     return counted
 
 
-def decisions(engine: harness.Engine) -> dict:
-    """Return what three captions are, and why, with vLLM's outputs themselves."""
-    outputs, counted = engine.measured(harness.videos(engine.family, 3, max_tokens=40))
-    names = ("drafts", "exact_tokens", "loosened_tokens", "shifted_tokens")
-    return {"outputs": outputs, "token_ids": harness.token_ids(outputs)} | {name: counted[name] for name in names}
-
-
-@pytest.fixture(scope="module")
-def in_one_chunk():
-    """`in_one_chunk(family)` -> `decisions` where a prompt is one chunk; `engine` leaves its own here."""
-    found: dict[str, dict] = {}
-
-    def get(family: str) -> dict:
-        if family not in found:
-            with harness.engine(family, "draft", **OPEN, overrides=NO_CACHE) as running:
-                found[family] = decisions(running)
-        return dict(found[family])
-
-    get.found = found
-    return get
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
-def engine(request, reference, in_one_chunk):
+def engine(request, reference):
     reference(request.param, "mixed")  # before our engine: one at a time
     with harness.engine(request.param, "draft", **OPEN, overrides=NO_CACHE) as running:
-        in_one_chunk.found[request.param] = decisions(running)
         yield running
 
 
@@ -120,7 +67,7 @@ def engine(request, reference, in_one_chunk):
 
 def test_nothing_loose_is_lossless(engine, reference):
     """lambda = 0 without shift: twenty mixed requests are vanilla's, byte for byte."""
-    with retuned(engine, lambda_loose=0.0, position_shift=False):
+    with engine.retuned(lambda_loose=0.0, position_shift=False):
         outputs, counted = engine.measured(SCENARIOS["mixed"](engine.family))
     assert_same_answers(reference(engine.family, "mixed"), outputs)
     assert counted["accepted_tokens"] == counted["exact_tokens"] > 0
@@ -170,12 +117,12 @@ def test_some_requests_are_never_loosened(engine, reference):
 @pytest.mark.parametrize("rows", ["token", "prediction"])
 def test_every_other_token_is_the_targets(engine, rows):
     """Greedy captions read back; see the module. With "prediction", relevance is another row's: only kinds count."""
-    with retuned(engine, relevance_rows=rows):
+    with engine.retuned(relevance_rows=rows):
         if rows == "token":
             counted = check(engine)
             assert counted["relevance_prompts"] == 4 and counted["relevance_tokens"] == counted["visual_tokens_full"]
             return
-        with watched(engine) as records:
+        with engine.watched("watch_scores") as records:
             outputs = engine.generate(harness.videos(engine.family, 4, max_tokens=80))
     for output, record in zip(outputs, sorted(records, key=lambda r: int(r["req_id"].split("-")[0])), strict=True):
         tokens = list(output.outputs[0].token_ids)
@@ -192,7 +139,7 @@ def test_a_batch_decides_as_one_request_does(engine):
     requests = harness.videos(engine.family, 8, max_tokens=60)
     together, counted = engine.measured(requests)
     alone = [engine.measured([request]) for request in requests]
-    assert harness.token_ids(together) == [harness.token_ids(outputs)[0] for outputs, _ in alone]
+    assert token_ids(together) == [token_ids(outputs)[0] for outputs, _ in alone]
     for name in ("exact_tokens", "loosened_tokens", "shifted_tokens", "drafts"):
         assert counted[name] == sum(gained[name] for _, gained in alone)
     assert counted["loosened_tokens"] > 0
@@ -209,7 +156,7 @@ def test_lambda_one_accepts_everything(engine):
 def protected_words_kept(engine: harness.Engine) -> None:
     """With lambda = 1, no mismatch puts a protected word in or leaves one out; nor ends the text, nor runs past it."""
     words = ["red", "small", "left", "."]
-    with retuned(engine, protected_tokens=words), watched(engine) as records:
+    with engine.retuned(protected_tokens=words), engine.watched("watch_scores") as records:
         outputs, counted = engine.measured(
             harness.videos(engine.family, 8, max_tokens=200, temperature=1.0, **asking("loose", 1.0))
         )
@@ -250,10 +197,10 @@ def test_other_scorers(engine, scorer):
     share = {"share": 0.7} if scorer == "random" else {}
     requests = harness.videos(engine.family, 3, temperature=0.0, max_tokens=60, **asking(scorer, **share))
     requests += harness.videos(engine.family, 3, temperature=1.0, max_tokens=60, **asking(scorer, **share))
-    with retuned(engine, fly_entropy=0.001, fly_window=1):
+    with engine.retuned(fly_entropy=0.001, fly_window=1):
         outputs, counted = engine.measured(requests)
         again, _ = engine.measured(requests)
-    assert harness.token_ids(outputs) == harness.token_ids(again)
+    assert token_ids(outputs) == token_ids(again)
     assert counted["loosened_tokens"] > 0 and counted["shifted_tokens"] == 0
     assert counted["relevance_prompts"] == 0
 
@@ -262,7 +209,7 @@ def test_sampled_text_is_the_seeds(engine):
     """At temperature 1: the same seeds give the same text twice, and mismatches are loosened."""
     requests = harness.videos(engine.family, 6, temperature=1.0, max_tokens=60)
     outputs, counted = engine.measured(requests)
-    assert harness.token_ids(engine.generate(requests)) == harness.token_ids(outputs)
+    assert token_ids(engine.generate(requests)) == token_ids(outputs)
     assert counted["loosened_tokens"] > 0
 
 
@@ -282,11 +229,11 @@ def rows_not_normalised(patch):
     def store(states, source, slots, pool):
         pool.view(-1, pool.shape[2])[slots] = states[source].to(pool.dtype)
 
-    patch.setattr(visual_states, "store_states", store)
+    patch.setattr(state_store, "store_states", store)
 
 
 def the_targets_token_over_the_drafts_kv(patch):
-    original = loose.accept_loose
+    original = loose.accept
 
     def accept(target_tokens, *args):
         sampled, num_sampled, path, kinds = original(target_tokens, *args)
@@ -296,7 +243,7 @@ def the_targets_token_over_the_drafts_kv(patch):
             sampled[i, : len(own)] = torch.where(kinds[i, : len(own)] > 1, own, sampled[i, : len(own)])
         return sampled, num_sampled, path, kinds
 
-    patch.setattr(loose, "accept_loose", accept)
+    patch.setattr(loose, "accept", accept)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +259,7 @@ def test_planted_bug_is_caught(engine, plant):
 def test_loosening_the_end_of_the_text_is_caught(engine):
     """The planted bug: nothing is protected."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(looseness, "_has_bit", lambda table, rows, tokens: torch.zeros(len(tokens), dtype=torch.bool))
+        patch.setattr(rules, "_has_bit", lambda table, rows, tokens: torch.zeros(len(tokens), dtype=torch.bool))
         with pytest.raises(AssertionError):
             protected_words_kept(engine)
 
@@ -321,16 +268,19 @@ def test_loosening_the_end_of_the_text_is_caught(engine):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_chunked_prefill(family, in_one_chunk):
+def test_chunked_prefill(family):
     """States heard over many chunks are the same states: the same tokens for the same reasons as in one."""
-    expected = in_one_chunk(family)
-    overrides = {**NO_CACHE, "max_num_batched_tokens": CHUNK_SIZES[family]}
-    with harness.engine(family, "draft", **OPEN, overrides=overrides) as running:
-        with watched(running) as records:
-            found = decisions(running)
-        loose_reference.check(family, found.pop("outputs"), shown(3), records)
-    expected.pop("outputs", None)
-    assert found == expected and found["loosened_tokens"] > 0
+    found = []
+    for chunk in ({}, {"max_num_batched_tokens": CHUNK_SIZES[family]}):
+        with (
+            harness.engine(family, "draft", **OPEN, overrides=NO_CACHE | chunk) as running,
+            running.watched("watch_scores") as records,
+        ):
+            outputs, counted = running.measured(harness.videos(family, 3, max_tokens=40))
+        names = ("drafts", "exact_tokens", "loosened_tokens", "shifted_tokens")
+        found.append((token_ids(outputs), [counted[name] for name in names]))
+    loose_reference.check(family, outputs, shown(3), records)
+    assert found[0] == found[1] and counted["loosened_tokens"] > 0
 
 
 @pytest.mark.parametrize("shape", ["two-branches", "tree-adaptive"])
@@ -339,7 +289,7 @@ def test_trees(shape):
 
     Catches: a mismatch's KV left behind by the compaction, branches ranked together.
     """
-    family = "qwen2.5-vl"
+    family = QWEN
     spec = {**OPEN, "drafting": "tree-adaptive", "num_speculative_tokens": 24}
     if shape == "two-branches":
         paths = [[rank] + [0] * depth for depth in range(10) for rank in (0, 1)]
@@ -352,40 +302,27 @@ def test_trees(shape):
 def test_async_scheduling_and_preemption():
     """A step is planned before the last one's acceptance is known, and requests are thrown out and come back.
 
-    Their states are found again by what they depend on; loosened text is read back as any other. vLLM's CPU platform
-    turns async scheduling off, so it is turned on again behind it.
+    Their states are found again by what they depend on; loosened text is read back as any other.
     """
-    from vllm.platforms.cpu import CpuPlatform
-
-    original = CpuPlatform.check_and_update_config
-
-    def check_and_update_config(vllm_config):
-        original(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    family, overrides = "qwen2.5-vl", {**NO_CACHE, "num_gpu_blocks_override": 12, "max_model_len": 512}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(check_and_update_config))
-        with harness.engine(family, "draft", **OPEN, overrides=overrides) as running:
-            scheduler, preempted = running.llm.llm_engine.engine_core.engine_core.scheduler, []
-            preempt = scheduler._preempt_request
-            scheduler._preempt_request = lambda request, *args, **kwargs: (
-                preempted.append(request),
-                preempt(request, *args, **kwargs),
-            )[1]
-            with watched(running) as records:
-                outputs, counted = running.measured(harness.videos(family, 5, max_tokens=130, ignore_eos=True))
+    overrides = {**NO_CACHE, "num_gpu_blocks_override": 12, "max_model_len": 512}
+    with (
+        harness.async_scheduling(),
+        harness.engine(QWEN, "draft", **OPEN, overrides=overrides) as running,
+        running.preemptions() as preempted,
+        running.watched("watch_scores") as records,
+    ):
+        outputs, counted = running.measured(harness.videos(QWEN, 5, max_tokens=130, ignore_eos=True))
     assert preempted and counted["loosened_tokens"] > 0 and counted["relevance_prompts"] == 5 + len(preempted)
     assert not any(value for name, value in counted.items() if name.startswith("strict_"))
     # A request that comes back has a step or two without drafts.
-    loose_reference.check(family, outputs, shown(5), records, max_unmeasured=8)
+    loose_reference.check(QWEN, outputs, shown(5), records, max_unmeasured=8)
 
 
 def relevance_error(engine: harness.Engine) -> float:
     """Return the largest error of any token's relevance in a caption of two videos."""
-    videos = [world.held_out(i).frames for i in range(2)]
+    videos = harness.shown(2)
     prompt = pairs.media_prompt(engine.family, "describe the video", videos=videos)
-    with watched(engine) as records:
+    with engine.watched("watch_scores") as records:
         outputs, counted = engine.measured([(prompt, {"temperature": 0.0})])
     assert counted["relevance_tokens"] == counted["visual_tokens_full"]
     tokens = list(outputs[0].outputs[0].token_ids)
@@ -400,9 +337,9 @@ def test_relevance_is_against_all_videos_of_a_prompt(engine):
 
 def test_states_in_one_byte():
     """A quarter of fp32's memory; cosines are a few per cent off, no more."""
-    with harness.engine("llava-onevision", "draft", **OPEN, relevance_dtype="fp8", overrides=NO_CACHE) as running:
+    with harness.engine(LLAVA, "draft", **OPEN, relevance_dtype="fp8", overrides=NO_CACHE) as running:
         assert 0 < relevance_error(running) <= 0.03
-        store = running.runner.visual.store
+        store = running.visual.store.pool
         assert running.counters()["relevance_bytes_per_token"] == store.shape[2] and store.element_size() == 1
 
 
@@ -411,22 +348,22 @@ def test_cached_prefix():
 
     A strict request's states are kept too, for the loose one that asks next.
     """
-    family = "qwen2.5-vl"
+    family = QWEN
     question = "describe the video please , what happens in this clip ?"
-    frames = world.held_out(0).frames
+    (frames,) = harness.shown(1)
     first = (pairs.video_prompt(family, frames), {"temperature": 0.0, **asking("strict")})
     second = (pairs.video_prompt(family, frames, question), {"temperature": 0.0})
     with harness.engine(family, "draft", **OPEN) as running:
         _, counted = running.measured([first])
         assert counted["relevance_prompts"] == 0
-        with watched(running) as records:
+        with running.watched("watch_scores") as records:
             outputs, counted = running.measured([second])
         assert outputs[0].num_cached_tokens > 200
         assert counted["relevance_prompts"] == counted["relevance_reused"] == 1
         assert loose_reference.check(family, outputs, [[frames]], records) >= 0
-        visual = running.runner.visual
-        assert len(visual._items) == 1
-        running.generate([(pairs.media_prompt(family, "describe the video"), {"max_tokens": 1})])
+        visual = running.visual
+        assert len(visual.store._items) == 1
+        running.idle()
         assert not visual._holders  # vLLM tells of the end of a request with its next step
         forget_states(running)
         _, counted = running.measured([second])
@@ -438,35 +375,32 @@ def test_memory_bound():
 
     Catches: a block leaked by a request that was refused half-way, a pool larger than its bound.
     """
-    family, row_bytes = "qwen2.5-vl", 256 * 4
+    family, row_bytes = QWEN, 256 * 4
     with harness.engine(family, "draft", **OPEN, relevance_bytes=5 * 64 * row_bytes, overrides=NO_CACHE) as running:
         _, counted = running.measured(harness.videos(family, 2, max_tokens=40))
-        visual = running.runner.visual
-        assert counted["relevance_pool_bytes"] == visual.store.nbytes == 5 * 64 * row_bytes
+        visual, store = running.visual, running.visual.store
+        assert counted["relevance_pool_bytes"] == store.pool.nbytes == 5 * 64 * row_bytes
         with pytest.raises(VidSpecError, match="leaves nothing"):
-            visual.reserve(visual.store.nbytes)
+            visual.reserve(store.pool.nbytes)
         assert counted["strict_memory"] == 1 and counted["relevance_prompts"] == 1
-        running.generate([(pairs.media_prompt(family, "describe the video"), {"max_tokens": 1})])
-        idle = sum(len(item.blocks) for item in visual._items.values() if item.users == 0)
-        assert len(visual._free) + idle == 5 and not visual._holders
+        running.idle()
+        idle = sum(len(item.blocks) for item in store._items.values() if item.users == 0)
+        assert len(store._free) + idle == 5 and not visual._holders
         _, counted = running.measured(harness.videos(family, 3, max_tokens=40)[2:])
         assert counted["strict_memory"] == 0 and counted["relevance_prompts"] == 1
-        running.llm.llm_engine.add_request("gone", harness.videos(family, 4)[3][0], _params())
-        running.llm.llm_engine.step()
-        running.llm.llm_engine.abort_request(["gone"])
-        for _ in range(3):
-            running.llm.llm_engine.step()
+        running.begin(harness.videos(family, 4, max_tokens=50)[3:], steps=1)
+        running.abort()
         running.generate(harness.videos(family, 1, max_tokens=20))
         # What an ended request held is nobody's to measure against.
-        assert torch.equal(visual.num_blocks > 0, torch.from_numpy(visual._num_blocks_np > 0))
-        running.generate([(pairs.media_prompt(family, "describe the video"), {"max_tokens": 1})])
-        idle = sum(len(item.blocks) for item in visual._items.values() if item.users == 0)
-        assert len(visual._free) + idle == 5
+        assert torch.equal(store.num_blocks > 0, torch.from_numpy(store.num_blocks_np > 0))
+        running.idle()
+        idle = sum(len(item.blocks) for item in store._items.values() if item.users == 0)
+        assert len(store._free) + idle == 5
 
 
 def test_a_bound_that_cannot_be_is_one_line():
     """Catches: a server that starts with a pool of nothing, or one that leaves the target no cache."""
-    family = "llava-onevision"
+    family = LLAVA
     with (
         pytest.raises(VidSpecError, match="1000 bytes hold nothing"),
         harness.engine(family, "draft", **OPEN, relevance_bytes=1000),
@@ -474,32 +408,26 @@ def test_a_bound_that_cannot_be_is_one_line():
         pass
 
 
-def _params():
-    from vllm import SamplingParams
-
-    return SamplingParams(temperature=0.0, max_tokens=50)
-
-
 def test_a_fault_is_strictness():
     """States that cannot be kept, and relevance that cannot be measured, cost looseness, never an answer."""
-    family = "llava-onevision"
+    family = LLAVA
 
     def fail(*args):
         raise RuntimeError("planted")
 
     with harness.engine(family, "draft", **OPEN, on_draft_error="skip") as running:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(visual_states, "store_states", fail)
+            patch.setattr(state_store, "store_states", fail)
             unkept = running.measured(harness.videos(family, 2, max_tokens=20, temperature=1.0))
         running.llm.reset_prefix_cache()  # what the target has cached has no states any more
         strict = running.generate(harness.videos(family, 2, max_tokens=20, temperature=1.0, **asking("strict")))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(visual_states, "visual_relevance", fail)
+            patch.setattr(state_store, "visual_relevance", fail)
             unmeasured = running.measured(harness.videos(family, 2, max_tokens=20, temperature=1.0))
         _, healed = running.measured(harness.videos(family, 2, max_tokens=20, temperature=1.0))
     for outputs, counted in (unkept, unmeasured):
         assert counted["strict_error"] == 2 and counted["loosened_tokens"] == 0 < counted["exact_tokens"]
-        assert harness.token_ids(outputs) == harness.token_ids(strict)
+        assert token_ids(outputs) == token_ids(strict)
     assert healed["strict_error"] == 0 < healed["loosened_tokens"]
 
 
@@ -507,7 +435,7 @@ def test_requests_out_of_bounds_are_refused_and_metrics_tell(reference):
     """Wrong wishes are the client's error, at the door; a response says what was loosened in it."""
     from vllm.exceptions import VLLMValidationError
 
-    family = "llava-onevision"
+    family = LLAVA
     spec = {"scorer": "loose", "num_speculative_tokens": 10, "prune_ratio": 0.95}
     overrides = {"per_request_spec_decode_metrics": "summary"}
     with harness.engine(family, "draft", **spec, overrides=overrides) as running:

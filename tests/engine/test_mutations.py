@@ -14,23 +14,30 @@ import pytest
 import torch
 
 from tests.engine import harness
-from vllm_vidspec.engine.draft import chains as chain_drafter
-from vllm_vidspec.engine.draft import score_blocks
-from vllm_vidspec.engine.draft.chains import ChainDrafter
-from vllm_vidspec.engine.draft.drafter import Drafter
-from vllm_vidspec.engine.draft.model import DraftModel
-from vllm_vidspec.engine.draft.noise import CoupledSampler
+from tests.engine.conftest import SCENARIOS
+from tests.engine.harness import FAMILIES
+from tests.engine.seams import (
+    ChainDrafter,
+    CoupledSampler,
+    CoupledVerifier,
+    Drafter,
+    DraftModel,
+    chain_drafter,
+    score_blocks,
+)
 from vllm_vidspec.engine.report.acceptance_alarm import WINDOW
-from vllm_vidspec.engine.verify.verifier import CoupledVerifier
 
-FAMILIES = ("qwen2.5-vl", "llava-onevision")
+pytestmark = pytest.mark.engine
+
 K = 5
-MAX_TOKENS = 40
+MAX_TOKENS = 32  # and K + 1 more in vanilla's answers
 
 
-def requests(family: str, max_tokens: int) -> list:
+def requests(family: str) -> list:
     """Six held-out videos at T = 1 that never stop early; each with vanilla's most likely token beside the sampled."""
-    return harness.videos(family, 6, temperature=1.0, logprobs=1, ignore_eos=True, max_tokens=max_tokens)
+    return [
+        (prompt, {**arguments, "max_tokens": MAX_TOKENS}) for prompt, arguments in SCENARIOS["endless sampled"](family)
+    ]
 
 
 def expected_chain(outputs: list) -> tuple[int, int]:
@@ -54,11 +61,9 @@ def expected_chain(outputs: list) -> tuple[int, int]:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def drafted(request):
+def drafted(request, reference):
     """A greedy self-draft on the whole video, and what vanilla says it must achieve."""
-    family = request.param
-    with harness.engine(family) as engine:
-        vanilla = engine.generate(requests(family, MAX_TOKENS + K + 1))
+    family, vanilla = request.param, reference(request.param, "endless sampled")
     with harness.engine(family, "target", pruner="none", draft_noise="greedy", num_speculative_tokens=K) as engine:
         yield engine, vanilla
 
@@ -74,7 +79,7 @@ def logits_compared():
     sample, draft, verify = CoupledSampler.__call__, Drafter.draft, CoupledVerifier._verify
 
     def recording_draft(self, message):
-        proposed.update({int(row): [] for row in message.rows_np})
+        proposed.update({int(row): [] for row in message.idx_mapping_np})
         return draft(self, message)
 
     def recording_sample(self, logits, rows, rows_np, pos, input_ids):
@@ -101,7 +106,7 @@ def check(drafted) -> None:
     """The drafts are the target's most likely tokens, no more and no fewer of them accepted; the text is vanilla's."""
     engine, vanilla = drafted
     with logits_compared() as differences:
-        outputs, counted = engine.measured(requests(engine.family, MAX_TOKENS))
+        outputs, counted = engine.measured(requests(engine.family))
     assert len(differences) > 100
     assert max(differences) < 1e-3
     assert harness.token_ids(outputs) == [[ids[0][:MAX_TOKENS]] for ids in harness.token_ids(vanilla)]
@@ -136,7 +141,7 @@ def drop_video(monkeypatch) -> None:
 
 def skip_rollback(monkeypatch) -> None:
     """KV entries of rejected drafts stay: new tokens are appended after them."""
-    original, highest = chain_drafter.chain_step, {}
+    original, highest = chain_drafter.step, {}
 
     def appending(rows, num_slots, *args, level, **kwargs):
         if level == 0 and "end" in highest:
@@ -144,7 +149,7 @@ def skip_rollback(monkeypatch) -> None:
         highest["end"] = torch.maximum(highest.get("end", num_slots), num_slots + level)
         original(rows, num_slots, *args, level=level, **kwargs)
 
-    monkeypatch.setattr(chain_drafter, "chain_step", appending)
+    monkeypatch.setattr(chain_drafter, "step", appending)
 
 
 def skip_refeed(monkeypatch) -> None:
@@ -153,7 +158,7 @@ def skip_refeed(monkeypatch) -> None:
 
     def forgetful(self, message):
         drafts = original(self, message)
-        self._roots.rows.fed[message.rows] = (1 << K) - 1
+        self._roots.kv.fed[message.idx_mapping] = (1 << K) - 1
         return drafts
 
     monkeypatch.setattr(ChainDrafter, "draft", forgetful)
@@ -170,9 +175,9 @@ def test_planted_bug_is_caught(drafted, monkeypatch, mutation):
 def test_noise_position_off_by_one_is_caught(drafted, monkeypatch):
     """With shared noise an equal draft is never rejected; with the noise of the next position it is."""
     engine, _ = drafted
-    sampler = engine.speculator._sample
+    sampler = engine.draft_sampler
     monkeypatch.setattr(sampler, "_noise", "shared")
-    _, counted = engine.measured(requests(engine.family, MAX_TOKENS))
+    _, counted = engine.measured(requests(engine.family))
     assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
 
     original = CoupledSampler.__call__
@@ -181,7 +186,7 @@ def test_noise_position_off_by_one_is_caught(drafted, monkeypatch):
         "__call__",
         lambda self, logits, rows, rows_np, pos, input_ids: original(self, logits, rows, rows_np, pos + 1, input_ids),
     )
-    _, counted = engine.measured(requests(engine.family, MAX_TOKENS))
+    _, counted = engine.measured(requests(engine.family))
     assert counted["accepted_tokens"] < counted["draft_tokens"]
 
 
@@ -191,14 +196,14 @@ def test_drafts_that_never_stand_raise_the_alarm(drafted, monkeypatch, caplog):
     Catches: an alarm that is not wired to what the device counts; one that a sound run raises.
     """
     engine, _ = drafted
-    _, sound = engine.measured(requests(engine.family, MAX_TOKENS))
+    _, sound = engine.measured(requests(engine.family))
     assert sound["drafts"] > 0 and sound["low_acceptance_windows"] == 0
 
     original = CoupledSampler.__call__
     monkeypatch.setattr(CoupledSampler, "__call__", lambda self, logits, *rest: original(self, -logits, *rest))
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     # Twice, so that a whole window is useless wherever the last one had begun.
-    _, useless = engine.measured(2 * requests(engine.family, MAX_TOKENS))
+    _, useless = engine.measured(2 * requests(engine.family))
     assert useless["drafts"] >= 2 * WINDOW
     assert useless["accepted_tokens"] < 0.5 * useless["drafts"]
     assert 1 <= useless["low_acceptance_windows"] <= 1 + useless["drafts"] // WINDOW
@@ -213,7 +218,7 @@ def test_logits_in_blocks_of_rows(drafted, monkeypatch):
     Catches: a block's rows that are taken for those of the first, a memory profile without a block of logits.
     """
     engine, _ = drafted
-    model, num_rows = engine.speculator.draft_model, []
+    model, num_rows = engine.draft, []
     monkeypatch.setattr(score_blocks, "SCORE_BYTES", 4 * 4 * model.vocab_size)
     check(drafted)
     original = DraftModel.compute_logits

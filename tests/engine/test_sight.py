@@ -3,8 +3,9 @@
 import pytest
 
 from tests.engine import harness
+from tests.engine.harness import FAMILIES
 
-FAMILIES = ("qwen2.5-vl", "llava-onevision")
+pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -13,7 +14,7 @@ def test_guided_beats_unguided_beats_blind(family):
     requests = harness.videos(family, 8, max_tokens=160)
 
     def measure(engine, **knobs) -> float:
-        engine.llm.collective_rpc("vidspec_retune", args=(knobs,))
+        engine.retune(**knobs)
         engine.llm.reset_prefix_cache()
         _, counted = engine.measured(requests)
         return 1 + counted["accepted_tokens"] / counted["drafts"]

@@ -4,81 +4,73 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from tests.engine import guidance_reference
-from vllm_vidspec.shapeworld import world
+from tests.engine import guidance_reference, harness, tensor_parallel
+from tests.engine.tensor_parallel import FAMILY
 
-# What runs on one rank, to compare with.
-SINGLE = (
-    (1, "draft", "specvlm", "chain"),
-    (1, "vanilla", "specvlm", "chain"),
-    (1, "draft", "specvlm", "tree-adaptive"),
-)
-FAMILY = "llava-onevision"  # its bundled vision towers have an even number of heads
+pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
-def run():
-    """`run(size, draft, pruner, shape)` -> what `tests.engine.tensor_parallel` prints, in a process each."""
-    results: dict[tuple, dict] = {}
-
-    def get(*arguments: int | str) -> dict:
-        key = (*arguments, *("specvlm", "chain")[len(arguments) - 2 :])
-        if not results:  # a single rank leaves a core to another
-            with ThreadPoolExecutor(2) as pool:
-                results.update(zip(SINGLE, pool.map(lambda single: _run(*single), SINGLE), strict=True))
-        if key not in results:
-            results[key] = _run(*key)
-        return results[key]
-
-    return get
+def vanilla(reference):
+    """What vanilla answers to the four greedy and the four sampled requests."""
+    greedy, sampled = (reference(FAMILY, scenario) for scenario in ("videos", "sampled"))
+    return harness.token_ids(greedy)[:4] + harness.token_ids(sampled)[:4]
 
 
-def _run(size: int, draft: str, pruner: str, shape: str) -> dict:
-    done = _process(size, "tensor_parallel", FAMILY, size, draft, pruner, shape)
-    lines = [line for line in done.stdout.splitlines() if "RESULT " in line]
-    assert done.returncode == 0 and lines, done.stderr[-3000:]
-    return json.loads(lines[-1].split("RESULT ", 1)[1])
+@pytest.fixture(scope="module")
+def one(vanilla):
+    """What one rank does."""
+    with harness.engine(FAMILY, "draft", **tensor_parallel.SPEC) as engine:
+        return json.loads(json.dumps(tensor_parallel.ask_all(engine.llm)))
 
 
-def _process(size: int, module: str, *arguments: int | str) -> subprocess.CompletedProcess:
-    """Run a module of this folder to its end, with one core per rank."""
+@pytest.fixture(scope="module")
+def two():
+    """What two ranks do, in processes of their own."""
+    return _run("tensor_parallel")[0]
+
+
+@pytest.fixture(scope="module")
+def failing():
+    """What two ranks do of which one fails, and what was printed."""
+    return _run("failing_rank")
+
+
+def _run(module: str) -> tuple[dict, str]:
+    """Run a module of this folder to its end, with one core per rank; return its result and all that it printed."""
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    if size > 1:
-        cores = sorted(os.sched_getaffinity(0))[:size]
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in cores)
-    return subprocess.run(
-        [sys.executable, "-m", f"tests.engine.{module}", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=600,
+    environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in sorted(os.sched_getaffinity(0))[:2])
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.engine.{module}"], capture_output=True, text=True, env=environment, timeout=600
     )
+    lines = [line for line in done.stdout.splitlines() if "RESULT " in line]
+    assert lines, done.stderr[-3000:] + done.stdout[-3000:]
+    return json.loads(lines[-1].split("RESULT ", 1)[1]), done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("shape", ["chain", "tree-adaptive"])
-def test_two_ranks_equal_one(run, shape):
+@pytest.mark.parametrize("phase", ["strict", "trees"])
+def test_two_ranks_equal_one(vanilla, one, two, phase):
     """Catches: ranks that draft different tokens or size their pools differently; a draft sharded by the wrong rank;
     trees that differ between ranks."""
-    vanilla = run(1, "vanilla")
-    one, two = (run(size, "draft", "specvlm", shape) for size in (1, 2))
-    assert two["token_ids"] == one["token_ids"] == vanilla["token_ids"]
+    assert two[phase]["token_ids"] == one[phase]["token_ids"] == vanilla[: 3 if phase == "trees" else 8]
+    ours, alone = two[phase]["counters"], one[phase]["counters"]
     for name in ("drafts", "draft_tokens", "draft_depth", "accepted_tokens", "visual_tokens_kept", "guided_prompts"):
-        assert two["counters"][name] == one["counters"][name] > 0
+        assert ours[name] == alone[name] > 0
+    if phase == "trees":
+        assert ours["draft_tokens"] > ours["draft_depth"]
 
 
-def test_loose_ranks_decide_alike(run):
+def test_loose_ranks_decide_alike(one, two):
     """Each rank holds half of the video's states; the merged relevance, and so the text, is that of one rank.
 
     The states are those that the strict requests before them have left. Catches: a shard whose Top-N are never merged,
     or merged as a mean of means; a token that both ranks keep.
     """
-    one, two = (run(size, "draft")["loose"] for size in (1, 2))
+    one, two = one["loose"], two["loose"]
     assert two["token_ids"] == one["token_ids"]
     for name in ("drafts", "exact_tokens", "loosened_tokens", "relevance_prompts", "relevance_reused"):
         assert two["counters"][name] == one["counters"][name] > 0
@@ -94,15 +86,14 @@ def test_loose_ranks_decide_alike(run):
 
 
 @pytest.mark.parametrize("pruner", ["specvlm", "uv"])
-def test_guidance_of_two_ranks_equals_the_reference(run, pruner):
+def test_guidance_of_two_ranks_equals_the_reference(two, failing, pruner):
     """Catches: one rank's heads only, heads counted twice, ranks that keep different tokens."""
-    two = run(2, "draft", pruner)
-    assert len(two["scores"]) == 2 and two["scores"][0] == two["scores"][1]
-    assert two["kept_indices"][0] == two["kept_indices"][1]
-    for i in range(2):
-        video = world.held_out(i).frames
-        reference, is_visual, states = guidance_reference.run(FAMILY, two["prompt_ids"][i], [video])
-        ours = torch.tensor(two["scores"][0][i])
+    found, count = (two["strict"], 2) if pruner == "specvlm" else (failing[0]["uv"], 1)
+    assert len(found["scores"]) == 2 and found["scores"][0] == found["scores"][1]
+    assert found["kept_indices"][0] == found["kept_indices"][1]
+    for i, video in enumerate(harness.shown(count)):
+        reference, is_visual, states = guidance_reference.run(FAMILY, found["prompt_ids"][i], [video])
+        ours = torch.tensor(found["scores"][0][i])
         if pruner == "specvlm":
             expected = guidance_reference.attention_scores(reference, is_visual)
             assert guidance_reference.relative_error(ours, expected) <= 1e-4
@@ -134,22 +125,18 @@ COSTS = {
 }
 
 
-def test_ranks_act_alike_on_what_fails_on_one_of_them(run):
+def test_ranks_act_alike_on_what_fails_on_one_of_them(vanilla, failing):
     """A failure of one rank in prefill, guidance or relevance: the engine goes on, as vanilla would, on all ranks.
 
     Catches: a rank that skips a collective the other waits in; ranks that prune, draft or verify differently from
     then on; a request that stays loose on one rank; requests after it that pay too. And a failure while decoding,
     where nobody waits for the others, ends the engine with a line that names the rank, not with a hang.
     """
-    done = _process(2, "failing_rank")
-    lines = [line for line in done.stdout.splitlines() if "RESULT " in line]
-    assert lines, done.stderr[-3000:] + done.stdout[-3000:]
-    result = json.loads(lines[-1].split("RESULT ", 1)[1])
-    vanilla = run(1, "vanilla")["token_ids"][0][0]
+    result, printed = failing
     assert set(COSTS) < set(result)
     for name, found in result.items():
-        assert name.startswith("loose") or found["token_ids"] == vanilla[: len(found["token_ids"])], name
-        assert found["kept"][0] == found["kept"][1], name
+        assert name.startswith("loose") or found["token_ids"] == vanilla[0][0][: len(found["token_ids"])], name
+        assert found["kept_indices"][0] == found["kept_indices"][1], name
         assert {counter: found["counters"][counter] for counter in COSTS.get(name, {})} == COSTS.get(name, {}), name
     for name in ("strict", "loose"):
         first, again = result[name], result[f"{name} again"]
@@ -159,6 +146,6 @@ def test_ranks_act_alike_on_what_fails_on_one_of_them(run):
     assert result["loose"]["counters"]["loosened_tokens"] > 0
     assert all(result[name]["counters"]["guided_prompts"] == 1 for name in ("strict", "loose", "uv"))
 
-    assert "rank 1 of 2 ends the engine: in drafting rank 0 did not answer within 1 s" in done.stdout + done.stderr
-    (ended,) = [line for line in done.stdout.splitlines() if "ENDED " in line]
+    assert "rank 1 of 2 ends the engine: in drafting rank 0 did not answer within 1 s" in printed
+    (ended,) = [line for line in printed.splitlines() if "ENDED " in line]
     assert json.loads(ended.split("ENDED ", 1)[1])[1] < 60

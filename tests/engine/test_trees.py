@@ -1,4 +1,4 @@
-"""Trees: identity, exactness under every sampling parameter, planted bugs, and the situations a scheduler makes."""
+"""Trees: branches behind decoys, planted bugs, and shapes that change while requests run."""
 
 import dataclasses
 
@@ -7,69 +7,24 @@ import torch
 
 from tests.engine import harness
 from tests.engine.conftest import SCENARIOS
-from tests.engine.test_identity import FAMILIES, assert_same_answers
-from tests.engine.test_situations import used_blocks
+from tests.engine.harness import LLAVA, QWEN, assert_all_stands, assert_begins, token_ids
+from tests.engine.seams import TargetTrees, tree_drafter
 from vllm_vidspec import metrics
-from vllm_vidspec.engine.draft import trees as tree_drafter
-from vllm_vidspec.engine.listen.trees import TargetTrees
 from vllm_vidspec.scoring import Scored, strict
-from vllm_vidspec.shapeworld import world
-from vllm_vidspec.tools import pairs
 
-SHAPES = ("tree-static", "tree-adaptive")
+pytestmark = pytest.mark.engine
+
 # A caterpillar: each level has a decoy, and the right token after it.
 DECOYS = [[0], [1], [1, 0], [1, 1], [1, 1, 0], [1, 1, 1]]
-
-
-def assert_full_depth(counted: dict[str, int]) -> None:
-    """Every step accepted as deep a path as its tree has."""
-    assert counted["accepted_tokens"] == counted["draft_depth"] > 0
-    assert counted["draft_tokens"] > counted["draft_depth"]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_draft_equal_to_target_accepts_a_full_depth_path_every_step(reference, family, shape):
-    """Batch of 8, greedy and sampled: acceptance length = depth + 1, and nothing changes.
-
-    Catches: a mask that loses an ancestor at some level (the public reference does, at single-query levels), positions
-    by slot, KV of the wrong branch, noise keyed by slot.
-    """
-    with harness.engine(family, "target", drafting=shape, pruner="none") as engine:
-        outputs, counted = engine.measured(SCENARIOS["videos"](family))
-        sampled, sampled_counted = engine.measured(SCENARIOS["sampled"](family))
-    assert_same_answers(reference(family, "videos"), outputs)
-    assert_same_answers(reference(family, "sampled"), sampled)
-    for values in (counted, sampled_counted):
-        assert_full_depth(values)
-        assert values["draft_forwards"] <= 8 * values["draft_steps"]
-        if shape == "tree-static":
-            assert values["draft_depth"] == 5 * values["drafts"]
-            assert values["draft_tokens"] == 25 * values["drafts"]
-            assert values["draft_forwards"] == 5 * values["draft_steps"]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_small_pruned_draft_changes_nothing(reference, family, shape):
-    """Twenty requests of every modality and every sampling parameter in one continuous batch, draft at 10 %.
-
-    Catches: penalties or bad words counted along the slots instead of a node's own path, logprobs in node order,
-    a tree of one request that reaches another's rows.
-    """
-    with harness.engine(family, "draft", drafting=shape) as engine:
-        outputs, counted = engine.measured(SCENARIOS["mixed"](family))
-    assert_same_answers(reference(family, "mixed"), outputs)
-    assert counted["accepted_tokens"] > 0
-    assert not any(value for name, value in counted.items() if name.startswith("skipped_"))
 
 
 @pytest.fixture(scope="module")
 def decoys(reference):
     """The target drafts for itself, its best candidate always listed second: every accepted path is out of order."""
-    reference("llava-onevision", "videos")  # one engine at a time
+    for scenario in ("videos", "sampled"):  # one engine at a time
+        reference(LLAVA, scenario)
     with harness.engine(
-        "llava-onevision", "target", pruner="none", drafting="tree-static", tree_paths=DECOYS, num_speculative_tokens=6
+        LLAVA, "target", pruner="none", drafting="tree-static", tree_paths=DECOYS, num_speculative_tokens=6
     ) as engine:
         yield engine
 
@@ -85,7 +40,7 @@ def check_decoys(engine, reference) -> None:
         patch.setattr(tree_drafter, "candidates", decoy_first)
         for scenario in ("videos", "sampled"):
             outputs, counted = engine.measured(SCENARIOS[scenario](engine.family))
-            assert harness.token_ids(outputs) == harness.token_ids(reference(engine.family, scenario))
+            assert token_ids(outputs) == token_ids(reference(engine.family, scenario))
             assert counted["accepted_tokens"] == counted["draft_depth"] == 3 * counted["drafts"] > 0
 
 
@@ -124,14 +79,14 @@ def leaking_sibling(patch) -> None:
 
 def wrong_branch(patch) -> None:
     """The right tokens stand, but the KV of the first branch is kept."""
-    original = strict.tree_accept
+    original = strict.accept
 
     def first_branch(*args):
         scored = Scored(*original(*args))
         in_order = torch.arange(scored.path.shape[1], dtype=torch.int32)
-        return scored.sampled, scored.num_sampled, in_order.expand_as(scored.path)
+        return scored.sampled, scored.num_sampled, in_order.expand_as(scored.path), None
 
-    patch.setattr(strict, "tree_accept", first_branch)
+    patch.setattr(strict, "accept", first_branch)
 
 
 def noise_by_slot(patch) -> None:
@@ -157,143 +112,32 @@ def test_planted_bug_is_caught(decoys, reference, mutation):
 
 def untruncated(patch) -> None:
     """The verifier takes every tree for whole: its last nodes' rows belong to the next request."""
-    original = strict.tree_accept
+    original = strict.accept
 
-    def whole(target_tokens, draft_tokens, cu_num_logits, *rest):
-        max_drafts = rest[-1]
+    def whole(target_tokens, draft_tokens, cu_num_logits, max_drafts, trees):
         pad = torch.zeros(max_drafts + 1, dtype=torch.int64)
         starts = cu_num_logits[:-1]
         targets, drafts = torch.cat((target_tokens, pad)), torch.cat((draft_tokens, pad))
         rows = (starts[:, None] + torch.arange(max_drafts + 1)).flatten()
         bounds = torch.arange(len(starts) + 1, dtype=torch.int32) * (max_drafts + 1)
-        return original(targets[rows], drafts[rows], bounds, *rest)
+        return original(targets[rows], drafts[rows], bounds, max_drafts, trees)
 
-    patch.setattr(strict, "tree_accept", whole)
+    patch.setattr(strict, "accept", whole)
 
 
-def test_trees_cut_at_the_context_length():
-    """Answers that run into max_model_len: the scheduler cuts trees, the rest of each is still verified.
-
-    Catches: a cut tree taken for a whole one (planted at the end, and seen to differ or to fail).
-    """
-    requests = harness.videos("qwen2.5-vl", 4, max_tokens=100, ignore_eos=True)
+def test_a_cut_tree_taken_for_a_whole_one_is_caught(reference):
+    """Answers that run into max_model_len, where the scheduler cuts trees; without the bug see test_situations.py."""
+    expected = reference(QWEN, "endless")
     overrides = {"max_model_len": 320}
-    with harness.engine("qwen2.5-vl", overrides=overrides) as vanilla:
-        expected = vanilla.generate(requests)
-    assert {output.outputs[0].finish_reason for output in expected} == {"length"}
-
-    def check(engine) -> None:
-        outputs, counted = engine.measured(requests)
-        assert harness.token_ids(outputs) == harness.token_ids(expected)
-        assert counted["draft_tokens"] < 25 * counted["drafts"]
-        assert counted["accepted_tokens"] == counted["draft_depth"]
-
-    with harness.engine("qwen2.5-vl", "target", overrides=overrides, pruner="none", drafting="tree-static") as engine:
-        check(engine)
-        assert used_blocks(engine) == 0
-        with pytest.MonkeyPatch.context() as patch, pytest.raises((AssertionError, RuntimeError)):
-            untruncated(patch)
-            check(engine)
-
-
-@pytest.mark.parametrize(
-    ("family", "shape", "overrides"),
-    [
-        ("llava-onevision", "tree-static", {"max_num_batched_tokens": 64}),
-        ("qwen2.5-vl", "tree-adaptive", {"max_num_batched_tokens": 260}),
-        ("qwen2.5-vl", "tree-static", {"enforce_eager": False}),
-    ],
-    ids=["chunks-of-64", "chunks-of-260", "torch-compile"],
-)
-def test_scheduling_changes_nothing(reference, family, shape, overrides):
-    """Chunked prefill beside trees in one forward, trees cut by the token budget, trees of any size, compiled models.
-
-    Catches: masks that reach prefill rows, stale shapes, node counts that the scheduler does not know.
-    """
-    with harness.engine(family, "target", overrides=overrides, drafting=shape, pruner="none") as engine:
-        outputs, counted = engine.measured(SCENARIOS["videos"](family))
-        assert used_blocks(engine) == 0
-    assert harness.token_ids(outputs) == harness.token_ids(reference(family, "videos"))
-    assert counted["accepted_tokens"] == counted["draft_depth"] > 0
-    if shape == "tree-adaptive":  # no tree is filled where the scheduler can be told its size
-        assert counted["draft_tokens"] < 32 * counted["drafts"]
-
-
-@pytest.mark.parametrize("shape", ["chain", *SHAPES])
-def test_forced_async_scheduling(reference, shape):
-    """The scheduler runs a step ahead and always plans K drafts: trees are filled, acceptance and output stay.
-
-    vLLM's CPU platform turns async scheduling off, so it is turned on again behind it. Catches: a step that needs the
-    host to know what was accepted, columns without a node that count as drafts.
-    """
-    from vllm.platforms.cpu import CpuPlatform
-
-    original = CpuPlatform.check_and_update_config
-
-    def check_and_update_config(vllm_config):
-        original(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(check_and_update_config))
-        with harness.engine("qwen2.5-vl", "target", drafting=shape, pruner="none") as engine:
-            assert engine.llm.llm_engine.engine_core.engine_core.async_scheduling
-            num_drafts = engine.runner.num_speculative_steps
-            outputs, counted = engine.measured(SCENARIOS["videos"]("qwen2.5-vl"))
-            assert used_blocks(engine) == 0
-    assert harness.token_ids(outputs) == harness.token_ids(reference("qwen2.5-vl", "videos"))
-    assert counted["accepted_tokens"] == counted["draft_depth"] > 0
-    assert counted["draft_tokens"] == num_drafts * counted["drafts"]
-
-
-def test_prefix_hits_and_preemption():
-    """A target cache too small for its requests, asked twice: resumed and prefix-cached requests get trees again."""
-    overrides = {"num_gpu_blocks_override": 12, "max_model_len": 512}
-    requests = harness.videos("qwen2.5-vl", 5, max_tokens=130, ignore_eos=True)
-    with harness.engine("qwen2.5-vl") as vanilla:
-        expected = vanilla.generate(requests)
-    with harness.engine("qwen2.5-vl", "target", overrides=overrides, pruner="none", drafting="tree-static") as engine:
-        scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
-        preempted = []
-        original = scheduler._preempt_request
-        scheduler._preempt_request = lambda request, *a, **k: (preempted.append(request), original(request, *a, **k))[1]
-        outputs, counted = engine.measured(requests)
-        again, again_counted = engine.measured(requests[-1:])
-        assert used_blocks(engine) == 0
-    assert preempted and again[0].num_cached_tokens, "the situations did not arise"
-    assert harness.token_ids(outputs) == harness.token_ids(expected)
-    assert harness.token_ids(again) == harness.token_ids(expected[-1:])
-    for values in (counted, again_counted):
-        assert values["accepted_tokens"] == values["draft_depth"] > 0
-
-
-def test_aborts_mid_step_and_structured_outputs():
-    """Aborted trees give their blocks back; grammars are not drafted for, counted, and obeyed."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
-
-    family = "qwen2.5-vl"
-    grammar = {"structured_outputs": StructuredOutputsParams(regex="(the|red|blue|moves|left|a|circle){6,12}")}
-    requests = [(prompt, {**args, **grammar}) for prompt, args in harness.videos(family, 2)]
-    requests += harness.videos(family, 2)
-    with harness.engine(family) as vanilla:
-        expected = vanilla.generate(requests)
-    with harness.engine(family, "draft", drafting="tree-adaptive") as engine:
-        core = engine.llm.llm_engine
-        for i in range(4):
-            prompt = pairs.video_prompt(family, world.held_out(i).frames)
-            engine.llm.enqueue([prompt], SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)
-        for _ in range(8):
-            core.step()
-        assert engine.speculator.drafter.pool.num_used_blocks >= 4
-        core.abort_request(list(core.output_processor.request_states), internal=True)
-        while core.has_unfinished_requests():
-            core.step()
-        assert used_blocks(engine) == 0
-        outputs, counted = engine.measured(requests)
-    assert harness.token_ids(outputs) == harness.token_ids(expected)
-    assert counted["skipped_structured"] == 2
-    assert counted["accepted_tokens"] > 0
+    with (
+        harness.engine(QWEN, "target", overrides=overrides, pruner="none", drafting="tree-static") as engine,
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises((AssertionError, RuntimeError)),
+    ):
+        untruncated(patch)
+        outputs, counted = engine.measured(harness.videos(QWEN, 4, max_tokens=100, ignore_eos=True))
+        assert_begins(outputs, expected)
+        assert_all_stands(counted)
 
 
 def test_auto_follows_its_table(reference):
@@ -302,35 +146,29 @@ def test_auto_follows_its_table(reference):
     Two requests begin, six join them, and all end at different times. Catches: a chain verified under a tree's mask, KV
     that a change of shape leaves behind, a path of an earlier tree that a chain's acceptance is looked up in.
     """
-    from vllm import SamplingParams
-
-    family = "qwen2.5-vl"
-    expected = [ids[0] for ids in harness.token_ids(reference(family, "videos"))]
-    lengths = [40, 40, 4, 4, 8, 8, 8, 8]
-    prompts = [prompt for prompt, _ in SCENARIOS["videos"](family)]
+    expected = [ids[0] for ids in token_ids(reference(QWEN, "videos"))]
+    lengths = [28, 28, 4, 4, 8, 8, 8, 8]
+    requests = [(p, {**a, "max_tokens": n}) for (p, a), n in zip(SCENARIOS["videos"](QWEN), lengths, strict=True)]
     table = [[1, 4, "tree-static", 25], [5, 64, "chain", 5]]
     with harness.engine(
-        family, "target", drafting="auto", draft_table=table, num_speculative_tokens=25, pruner="none"
+        QWEN, "target", drafting="auto", draft_table=table, num_speculative_tokens=25, pruner="none"
     ) as engine:
-        core, answers, shapes = engine.llm.llm_engine, {}, []
-
-        def begin(indices) -> None:
-            for i in indices:
-                engine.llm.enqueue([prompts[i]], SamplingParams(temperature=0.0, max_tokens=lengths[i]), use_tqdm=False)
+        answers, shapes = {}, []
 
         def step() -> None:
             before = engine.counters()
-            answers.update({int(out.request_id): list(out.outputs[0].token_ids) for out in core.step() if out.finished})
+            done = [output for output in engine.core.step() if output.finished]
+            answers.update({int(output.request_id): list(output.outputs[0].token_ids) for output in done})
             gained = metrics.difference(before, engine.counters())
             if gained["drafts"]:
                 shapes.append("chain" if gained["draft_tokens"] == gained["draft_depth"] else "tree")
 
         start = engine.counters()
-        begin(range(2))
+        engine.begin(requests[:2])
         for _ in range(3):
             step()
-        begin(range(2, 8))
-        while core.has_unfinished_requests():
+        engine.begin(requests[2:])
+        while engine.core.has_unfinished_requests():
             step()
         counted = metrics.difference(start, engine.counters())
     assert [ids for _, ids in sorted(answers.items())] == [
@@ -339,28 +177,3 @@ def test_auto_follows_its_table(reference):
     assert counted["accepted_tokens"] == counted["draft_depth"] == 5 * counted["drafts"]
     changes = [shape for i, shape in enumerate(shapes) if i == 0 or shapes[i - 1] != shape]
     assert changes == ["tree", "chain", "tree"]
-
-
-def test_the_text_that_gpus_run(reference):
-    """Code that is one text for numpy (CPU) and torch (GPU) gives the same with torch.
-
-    Catches: a numpy rule that torch does not share, where no GPU is there to find it.
-    """
-    import importlib
-
-    modules = [
-        *(f"vidspec_kernels.{name}" for name in ("chain_step", "tree_step", "tree_accept", "kv_compact")),
-        *(
-            f"vllm_vidspec.engine.{name}"
-            for name in ("counters", "chain_drafter", "tree_drafter", "drafter", "speculator")
-        ),
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        for name in modules:
-            module = importlib.import_module(name)
-            patch.setattr(module, "as_array", lambda tensor: tensor)
-            patch.setattr(module, "array_module", lambda device: torch, raising=False)
-        with harness.engine("llava-onevision", "target", drafting="tree-static", pruner="none") as engine:
-            outputs, counted = engine.measured(SCENARIOS["videos"]("llava-onevision"))
-    assert harness.token_ids(outputs) == harness.token_ids(reference("llava-onevision", "videos"))
-    assert_full_depth(counted)

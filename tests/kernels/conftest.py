@@ -9,6 +9,10 @@ import random
 import pytest
 import torch
 
+pytest.register_assert_rewrite(
+    *(f"tests.kernels.{name}" for name in ("accept_requests", "attention_case", "relevance_inputs"))
+)
+
 if not torch.cuda.is_available():
     # Triton reads it when a kernel is decorated: before any test module imports vidspec_kernels.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -23,23 +27,28 @@ def device() -> torch.device:
 def branches(monkeypatch):
     """Return a function that watches a kernel module and returns the list of branches ("triton", "torch") that ran."""
 
-    def watch(name: str) -> list[str]:
+    def watch(name: str, kernels=(), other=None) -> list[str]:
         module = importlib.import_module(f"vidspec_kernels.{name}")
         ran: list[str] = []
-        kernel = getattr(module, f"_{name}_kernel")
-        reference = getattr(module, f"{name}_reference")
 
         class Kernel:
+            def __init__(self, kernel):
+                self.kernel = kernel
+
             def __getitem__(self, grid):
                 ran.append("triton")
-                return kernel[grid]
+                return self.kernel[grid]
+
+        other = other or f"{name}_reference"
+        reference = getattr(module, other)
 
         def watched_reference(*args, **kwargs):
             ran.append("torch")
             return reference(*args, **kwargs)
 
-        monkeypatch.setattr(module, f"_{name}_kernel", Kernel())
-        monkeypatch.setattr(module, f"{name}_reference", watched_reference)
+        for kernel in kernels or [f"_{name}_kernel"]:
+            monkeypatch.setattr(module, kernel, Kernel(getattr(module, kernel)))
+        monkeypatch.setattr(module, other, watched_reference)
         return ran
 
     return watch

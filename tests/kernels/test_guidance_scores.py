@@ -1,19 +1,14 @@
 """guidance_scores: literal facts, both paths against the float64 reference, what may not be read, determinism."""
 
-import csv
 import importlib
 import itertools
-import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-import triton
 
+from tests.kernels.caches import make_cache
 from vidspec_kernels import guidance_scores, guidance_scores_reference
 
 # The package exports a function of the module's name.
@@ -23,14 +18,6 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 IMPLS = ["triton", "torch"]
 SENTINEL = 3.0
 NAN = float("nan")
-
-
-def empty_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype, layout):
-    """A cache of NaN: "flash" contiguous, "cpu" as the CPU engine stores it (K [head_dim, block_size], then V)."""
-    if layout == "flash":
-        return torch.full((num_blocks, block_size, num_kv_heads, head_dim), NAN, dtype=dtype)
-    cache = torch.full((num_blocks, num_kv_heads, 2, head_dim, block_size), NAN, dtype=dtype)
-    return cache[:, :, 0].permute(0, 3, 1, 2)
 
 
 def make_inputs(
@@ -49,18 +36,19 @@ def make_inputs(
     num_reqs = len(requests)
     max_blocks = max(-(-length // block_size) for _, length in requests) + spare_blocks
     num_blocks = num_reqs * max_blocks + 3
-    cache = empty_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype, layout)
+    cache, _ = make_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype, layout, device, poison=NAN)
     table = torch.randperm(num_blocks, generator=generator)[: num_reqs * max_blocks].view(num_reqs, max_blocks).int()
     for (_, length), row in zip(requests, table, strict=True):
         index = torch.arange(length)
-        cache[row[index // block_size].long(), index % block_size] = 2 * normal(length, num_kv_heads, head_dim)
+        place = row[index // block_size].long().to(device), (index % block_size).to(device)
+        cache[place] = 2 * normal(length, num_kv_heads, head_dim).to(device)
     counts = [num_queries for num_queries, _ in requests]
     positions = [torch.arange(length - num_queries, length) for num_queries, length in requests]
     # Empty requests' accumulator rows are out of range: they may not be read.
     rows = torch.randperm(num_reqs, generator=generator)
     return {
         "query": normal(sum(counts), num_heads, head_dim).to(device),
-        "key_cache": cache.to(device),  # a copy of a permuted dense tensor keeps its order
+        "key_cache": cache,
         "block_table": table.to(device),
         "query_start_loc": torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device),
         "query_pos": torch.cat(positions).int().to(device),
@@ -413,34 +401,18 @@ def test_nothing_to_do(device, impl):
     guidance_scores(**(inputs | none | {"query_start_loc": starts}), out=torch.zeros(1, 5, device=device), impl=impl)
 
 
-# ---- dispatch, checks, compilation, benchmark ----------------------------------------------------------------------
+# ---- dispatch, checks ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("impl", ["auto", "triton", "torch"])
-def test_dispatch(device, monkeypatch, impl):
+def test_dispatch(device, branches, impl):
     """Catches: a forced branch that silently runs the other, and a wrong automatic choice."""
-    ran = []
-
-    def watch(name, branch):
-        original = getattr(module, name)
-
-        class Watched:
-            def __getitem__(self, grid):
-                ran.append(branch)
-                return original[grid]
-
-            def __call__(self, *args):
-                ran.append(branch)
-                return original(*args)
-
-        monkeypatch.setattr(module, name, Watched())
-
-    watch("_row_stats_kernel", "pass 1")
-    watch("_guidance_scores_kernel", "pass 2")
-    watch("_guidance_scores_torch", "torch")
+    ran = branches(
+        "guidance_scores", kernels=("_row_stats_kernel", "_guidance_scores_kernel"), other="_guidance_scores_torch"
+    )
     run(make_inputs(device), impl)
     automatic = "triton" if device.type == "cuda" else "torch"
-    assert ran == (["torch"] if (automatic if impl == "auto" else impl) == "torch" else ["pass 1", "pass 2"])
+    assert ran == (["torch"] if (automatic if impl == "auto" else impl) == "torch" else ["triton"] * 2)
 
 
 @pytest.mark.parametrize(
@@ -470,69 +442,3 @@ def test_wrapper_refuses(device, name, change):
     arguments[name] = change(arguments[name])
     with pytest.raises(AssertionError, match=name):
         guidance_scores(**arguments)
-
-
-COMPILE = """
-import importlib, sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-module = importlib.import_module("vidspec_kernels.guidance_scores")
-POINTERS = dict.fromkeys(("row_max_ptr", "row_sum_ptr", "row_factor_ptr", "out_ptr"), "*fp32") | {"out_row_ptr": "*i64"}
-for kernel in (module._row_stats_kernel, module._guidance_scores_kernel):
-    for dtype, widen, head_dim in (("bf16", False, 128), ("fp16", False, 80), ("fp32", True, 64)):
-        constants = {
-            "GROUP": 7, "HEAD_DIM": head_dim, "BLOCK_DIM": 64 if head_dim == 64 else 128, "WIDEN": widen,
-            "BLOCK_KEYS": module._BLOCK_KEYS, "BLOCK_ROWS": module._BLOCK_ROWS_WIDE if widen else module._BLOCK_ROWS,
-        }
-        types = {}
-        for name in kernel.arg_names:
-            if name in constants:
-                types[name] = "constexpr"
-            elif name in ("query_ptr", "key_cache_ptr"):
-                types[name] = "*" + dtype
-            elif name.endswith("_ptr"):
-                types[name] = POINTERS.get(name, "*i32")
-            else:
-                types[name] = "fp32" if name == "scale_log2" else "i32"
-        source = ASTSource(kernel, types, constants)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_stages": 2 if widen else 3})
-        assert compiled.asm["cubin"]
-        print(kernel.__name__, dtype, "wgmma" in compiled.asm["ptx"], compiled.metadata.shared)
-"""
-
-
-@pytest.mark.skipif(
-    not (Path(triton.__file__).parent / "backends/nvidia/bin/ptxas").exists(), reason="this Triton has no ptxas"
-)
-def test_kernels_compile_for_hopper(tmp_path):
-    """Catches: what the interpreter forgives and the compiler does not; a half-precision product without tensor cores;
-    more shared memory than a Hopper SM has."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [line.split() for line in done.stdout.splitlines()]
-    assert len(rows) == 6
-    for _, dtype, wgmma, shared_bytes in rows:
-        assert int(shared_bytes) <= 227 * 1024
-        assert dtype == "fp32" or wgmma == "True"
-
-
-def test_benchmark_runs(monkeypatch, tmp_path, capsys):
-    """Catches: a benchmark that no longer fits its kernel, a row without unit or floor, NaN times or memory."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    bench = importlib.import_module("bench_guidance_scores")
-    monkeypatch.setattr(importlib.import_module("kernel_bench"), "_COPY_BYTES", 2**20)
-    options = ["--keys", "64,100", "--queries", "3", "--shapes", "8x2x64", "--rounds", "3", "--json"]
-    rows = bench.main([*options, "--csv", str(tmp_path / "rows.csv")])
-    assert [(row["num_keys"], row["impl"]) for row in rows] == [
-        (size, impl) for size in (64, 100) for impl in ("guidance_scores", "materialised")
-    ]
-    for row in rows:
-        assert row["kernel"] == "guidance_scores" and row["unit"] == "us"
-        assert all(math.isfinite(row[key]) and row[key] > 0 for key in ("median", "p20", "p80", "floor", "peak_bytes"))
-        assert row["p20"] <= row["median"] <= row["p80"]
-    assert json.loads(capsys.readouterr().out)["rows"] == rows
-    with (tmp_path / "rows.csv").open() as file:
-        assert len(list(csv.DictReader(file))) == len(rows)

@@ -1,13 +1,7 @@
 """kv_compact: literal moves, kernel and reference against a plain loop, layouts and groups, planted mistakes."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-import triton
 
 from vidspec_kernels.kv_compact import _BLOCK_MOVES, CacheList, kv_compact
 
@@ -357,56 +351,3 @@ def test_cache_list_refuses(device):
     ):
         with pytest.raises(AssertionError, match=message):
             CacheList(layers)
-
-
-COMPILE = """
-import importlib
-import triton
-import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-module = importlib.import_module("vidspec_kernels.kv_compact")
-kernel = module._kv_compact_kernel
-for word, dim_stride in ((tl.int8, 1), (tl.int16, 1), (tl.int32, 1), (tl.int64, 1), (tl.int16, 16)):
-    constants = {
-        "WORD": word, "IS_ALIGNED": True, "HEAD_SIZE": 128, "BLOCK_DIM": 128, "BLOCK_COLS": 32,
-        "BLOCK_MOVES": module._BLOCK_MOVES,
-    }
-    if dim_stride == 1:
-        constants["dim_stride"] = 1
-    types = {}
-    for name in kernel.arg_names:
-        if name in constants:
-            types[name] = "constexpr"
-        elif name.endswith("_ptr"):
-            types[name] = "*i64" if name in ("addresses_ptr", "rows_ptr") else "*i32"
-        else:
-            types[name] = "i32"
-    strides = [(kernel.arg_names.index(name),) for name in ("block_stride", "slot_stride", "head_stride")]
-    source = ASTSource(kernel, types, constants, dict.fromkeys(strides, [["tt.divisibility", 16]]))
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-    assert compiled.asm["cubin"]
-    lines = [line for line in compiled.asm["ptx"].splitlines() if any(op in line for op in ("ld.g", "st.g", "bar.sy"))]
-    stores = [i for i, line in enumerate(lines) if "st.g" in line]
-    loads = [i for i, line in enumerate(lines) if "ld.g" in line]
-    barriers = [i for i, line in enumerate(lines) if "bar.sy" in line]
-    in_order = max(loads) < max(barriers) < min(stores)
-    print(dim_stride, in_order, ".v" in lines[loads[-1]], ".v" in lines[stores[0]])
-"""
-
-
-@pytest.mark.skipif(
-    not (Path(triton.__file__).parent / "backends/nvidia/bin/ptxas").exists(), reason="this Triton has no ptxas"
-)
-def test_kernel_compiles_for_hopper(tmp_path):
-    """Catches: what the interpreter forgives and the compiler does not; a load after a turn's barrier, or a store
-    before it; words moved one by one where they lie side by side."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [line.split() for line in done.stdout.splitlines()]
-    assert len(rows) == 5
-    for dim_stride, in_order, *wide in rows:
-        assert in_order == "True"
-        assert dim_stride != "1" or wide == ["True", "True"]

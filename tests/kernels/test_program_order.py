@@ -7,17 +7,18 @@ import torch
 import triton
 import triton.language as tl
 
-# Test modules, their tests that are run again, and those tests' parameters.
+LEVEL, LOOSE_TREES = {"level": 1, "num_pos_axes": 3}, {"in_trees": True, "is_loose": True}
+# Kernels (and what is special), their modules' tests that are run again, and those tests' parameters.
 CASES = {
-    "accept_chain": ("test_equals_the_walk", {"impl": "triton", "num_reqs": 40, "max_drafts": 8}),
-    "accept_loose": ("test_equals_the_oracle", {"impl": "triton", "in_trees": True, "num_reqs": 24, "max_drafts": 8}),
-    "chain_step": ("test_kernel_equals_reference", {"num_rows": 300, "level": 1, "num_pos_axes": 3}),
+    "accept": ("test_kernel_equals_references_at_a_real_size", {"in_trees": False, "is_loose": False}),
+    "accept strict trees": ("test_kernel_equals_references_at_a_real_size", {"in_trees": True, "is_loose": False}),
+    "accept loose trees": ("test_equals_the_oracle", LOOSE_TREES | {"impl": "triton", "num_reqs": 24, "max_drafts": 8}),
     "guidance_scores": ("test_numbers_of_rows", {"impl": "triton", "num_queries": 33}),
     "kv_compact": ("test_equals_the_loop", {"impl": "triton", "max_drafts": 25, "layout": "NHD"}),
-    "tree_accept": ("test_equals_the_walk", {"impl": "triton", "num_reqs": 40, "max_drafts": 8}),
+    "step": ("test_kernel_and_reference_equal_the_oracles", LEVEL | {"num_rows": 300, "frontier": 0}),
+    "step of trees": ("test_kernel_and_reference_equal_the_oracles", LEVEL | {"num_rows": 43, "frontier": 3}),
     "tree_attention": ("test_splits", {"impl": "triton", "num_splits": 3}),
     "tree_grow": ("test_kernel_equals_reference_at_a_real_size", {"num_reqs": 3}),
-    "tree_step": ("test_kernel_equals_reference", {"num_rows": 40, "frontier": 5, "level": 2, "num_pos_axes": 3}),
     "visual_relevance": ("test_splits_with_ties", {"num_slots": 3, "top_n": 3}),
 }
 
@@ -26,6 +27,7 @@ CASES = {
 def test_results_do_not_depend_on_the_order_of_programs(name, any_program_order, device, monkeypatch):
     """Catches: a program that reads what another of its grid writes; a place that two programs write."""
     test, arguments = CASES[name]
+    name = name.split()[0]
     function = getattr(importlib.import_module(f"test_{name}"), test)
     offered = {"device": device, "monkeypatch": monkeypatch} | arguments
     code = function.__code__

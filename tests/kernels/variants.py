@@ -4,6 +4,7 @@ Prints JSON: `warmed`, how many variants of each kernel, and `missing`, variants
 Nothing is compiled.
 """
 
+import itertools
 import json
 import random
 import sys
@@ -15,12 +16,13 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import compile_report
 import torch
-from compile_cases import BF16, cache_views, floats, i32, i64
+from compile_cases import BF16, cache_views, grow_buffers, step_arguments
 from triton.runtime.jit import JITFunction
 
 import vidspec_kernels as kernels
 from vidspec_kernels import warm_up
-from vidspec_kernels.tree_grow import TreeGrowBuffers, tree_grow
+from vidspec_kernels.tree_grow import tree_grow
+from vidspec_kernels.warm_up import floats, i32, i64
 
 HEADS, KV_HEADS, HEAD_SIZE, HIDDEN = 28, 4, 128, 3584
 MAX_REQS, MAX_CONTEXT, NUM_DRAFTS, WIDTH, CANDIDATES, TOP_N = 96, 32_768, 25, 10, 10, 10
@@ -28,31 +30,17 @@ KEYS, VALUES = cache_views(KV_HEADS, HEAD_SIZE, BF16)
 CACHES = kernels.CacheList([(KEYS, VALUES)])
 TABLE = i32(MAX_REQS, MAX_CONTEXT // 16 + 2)
 TREES = (i32(MAX_REQS, NUM_DRAFTS + 1), i32(MAX_REQS, NUM_DRAFTS + 1), i64(MAX_REQS, NUM_DRAFTS + 1))
-BUFFERS = TreeGrowBuffers(
-    TREES[2], *TREES, floats(MAX_REQS, NUM_DRAFTS + 1), i64(MAX_REQS), i64(MAX_REQS), floats(9, 8),
-    floats(WIDTH + 1, 8, CANDIDATES), 1 + 7 * WIDTH,
-)  # fmt: skip
+BUFFERS = grow_buffers(WIDTH, CANDIDATES, NUM_DRAFTS, MAX_REQS)
 STORE = (floats(64, 64, HIDDEN, dtype=BF16), i32(64), i32(MAX_REQS, 800), i32(MAX_REQS))
-PLACES = MAX_REQS * WIDTH
-STEP = {
-    "rows": i64(1), "num_slots": i32(MAX_REQS), "num_tokens": i32(MAX_REQS), "pos_delta": i64(MAX_REQS),
-    "block_table": TABLE, "block_size": 16, "level": 1, "max_position": MAX_CONTEXT - 1,
-}  # fmt: skip
-CHAIN_OUT = {
-    "positions": i64(3, MAX_REQS), "logical_pos": i64(MAX_REQS), "seq_lens": i32(MAX_REQS),
-    "slot_mapping": i64(MAX_REQS),
-}  # fmt: skip
-TREE_OUT = {
-    "positions": i64(3, PLACES), "logical_pos": i64(PLACES), "slot_mapping": i64(PLACES), "prefix_lens": i32(MAX_REQS),
-}  # fmt: skip
+CHAIN, TREE = (step_arguments(width, MAX_REQS, TABLE.shape[1]) for width in (1, WIDTH))
 
 
 def warm() -> None:
     warm_up.warm_tree_attention(KEYS, VALUES, TABLE, HEADS, BF16, NUM_DRAFTS + 1, MAX_CONTEXT)
     warm_up.warm_kv_compact(CACHES, TABLE, NUM_DRAFTS)
     warm_up.warm_accept(NUM_DRAFTS, MAX_REQS, in_trees=True, is_loose=True)
-    warm_up.warm_chain_step(**STEP, **CHAIN_OUT)
-    warm_up.warm_tree_step(WIDTH, **STEP, **TREE_OUT)
+    warm_up.warm_step(**CHAIN)
+    warm_up.warm_step(WIDTH, **TREE)
     warm_up.warm_tree_grow(BUFFERS, WIDTH)
     warm_up.warm_guidance_scores([(KEYS, HEADS)], TABLE, BF16)
     warm_up.warm_visual_relevance(*STORE, BF16, TOP_N, NUM_DRAFTS + 1)
@@ -78,16 +66,13 @@ def step(rng: random.Random) -> None:
     )  # fmt: skip
     kernels.kv_compact(CACHES, TABLE, *vectors[:2], i32(num_reqs, NUM_DRAFTS + 1), vectors[2])
     tokens = (cut(i64(rows), rng), cut(i64(rows), rng), cut(i32(num_reqs + 1), rng))
-    kernels.accept_chain(*tokens, NUM_DRAFTS)
-    kernels.tree_accept(*tokens, vectors[0], *TREES, NUM_DRAFTS)
+    settings = (vectors[0], i32(MAX_REQS), floats(MAX_REQS), i32(MAX_REQS))
     signals = (cut(floats(rows), rng), cut(floats(rows), rng), cut(floats(rows, dtype=torch.bool), rng))
-    for trees in (None, TREES):
-        settings = (vectors[0], i32(MAX_REQS), floats(MAX_REQS), i32(MAX_REQS))
-        kernels.accept_loose(*tokens, *settings, *signals, rng.random(), NUM_DRAFTS, trees)
-    kernels.chain_step(**STEP | {"rows": i64(num_reqs), "level": rng.randint(0, 9)}, **CHAIN_OUT)
-    kernels.tree_step(
-        **STEP | {"rows": i64(num_reqs), "level": rng.randint(1, 9)}, **TREE_OUT, nodes=i64(num_reqs, width)
-    )
+    trees, looseness = kernels.TreeShapes(vectors[0], *TREES), kernels.Looseness(*settings, *signals, rng.random())
+    for mode in itertools.product((None, trees), (None, looseness)):
+        kernels.accept(*tokens, NUM_DRAFTS, *mode)
+    kernels.step(**CHAIN | {"rows": i64(num_reqs), "level": rng.randint(0, 9)})
+    kernels.step(**TREE | {"rows": i64(num_reqs), "level": rng.randint(1, 9)}, nodes=i64(num_reqs, width))
     tree_grow(
         BUFFERS, i64(num_reqs), i64(num_reqs, width), floats(num_reqs, width), floats(num_reqs * width, CANDIDATES),
         i64(num_reqs * width, CANDIDATES), level=rng.randint(0, 7), budget=rng.randint(0, NUM_DRAFTS),

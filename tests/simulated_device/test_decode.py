@@ -12,7 +12,6 @@ from tests.simulated_device.fakes import MAX_REQS, VOCAB
 from tests.simulated_device.world import World, world
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.drafting.static import StaticTree
-from vllm_vidspec.engine import speculator
 from vllm_vidspec.engine.draft import chains as chain_drafter
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.verify import verifier as scorer
@@ -21,7 +20,7 @@ NUM_STEPS = 14
 
 # What a decode step of requests that run may cross: (function, kind) -> at most so often, and why.
 STEP = {
-    ("VidSpecSpeculator._draft", sim.UPLOAD): (
+    ("VidSpecSpeculator._propose", sim.UPLOAD): (
         2,
         "which requests are drafted for, and which were verified: host facts",
     ),
@@ -37,7 +36,7 @@ ADAPTIVE = TREES | {
 }
 # What comes with requests that come or go, and with the first step of a new budget.
 CHANGES = {
-    ("VidSpecSpeculator.propose", sim.UPLOAD): (1, "who has drafts changed"),
+    ("RequestRows.publish", sim.UPLOAD): (1, "who has drafts changed"),
     ("LooseRules._on_device", sim.UPLOAD): (1, "whose rule applies changed"),
 }
 
@@ -83,7 +82,7 @@ def drive(here: World, device: sim.SimulatedDevice | None, seed: int, expected: 
             here.admit(1, rng.integers(0, VOCAB, 9), 3)
             changed = True
         if step == NUM_STEPS - 5:  # it goes on without speculation
-            here.speculator._forget(2, speculator._SKIPPED)
+            here.speculator._give_up(2, "draft_error")
             changed = True
     if device is not None:
         wrong += [f"{kind} in {function} no more: take it off the list" for function, kind in expected.keys() - seen]
@@ -125,11 +124,11 @@ def test_a_decode_step_equals_the_cpus_and_crosses_what_it_must(tmp_path, name, 
 
 
 PLANTED = {
-    "item": (sim.ITEM, lambda message, rows: message.num_tokens.max().item()),
-    "host index": (sim.HOST_INDEX, lambda message, rows: message.num_tokens[torch.from_numpy(message.rows_np)]),
-    "scalar index assignment": (sim.SCALAR_UPLOAD, lambda message, rows: rows.fed.__setitem__(message.rows, 3)),
-    "mask": (sim.MASK, lambda message, rows: message.num_tokens[message.num_tokens > 0]),
-    "tensor of a list": (sim.BLOCKING_UPLOAD, lambda message, rows: torch.tensor([1], device=message.rows.device)),
+    "item": (sim.ITEM, lambda message, kv: message.num_tokens.max().item()),
+    "host index": (sim.HOST_INDEX, lambda message, kv: message.num_tokens[torch.from_numpy(message.idx_mapping_np)]),
+    "scalar index assignment": (sim.SCALAR_UPLOAD, lambda message, kv: kv.fed.__setitem__(message.idx_mapping, 3)),
+    "mask": (sim.MASK, lambda message, kv: message.num_tokens[message.num_tokens > 0]),
+    "tensor of a list": (sim.BLOCKING_UPLOAD, lambda message, kv: torch.tensor([1], device=message.idx_mapping.device)),
 }
 
 
@@ -140,7 +139,7 @@ def test_a_planted_crossing_is_caught_by_name(tmp_path, monkeypatch, name):
 
     def draft_and_cross(self, message):
         drafts = draft(self, message)
-        cross(message, self._roots.rows)
+        cross(message, self._roots.kv)
         return drafts
 
     monkeypatch.setattr(chain_drafter.ChainDrafter, "draft", draft_and_cross)

@@ -1,6 +1,7 @@
 """The pure rooms on a device that is not the host: what the torch text computes there is what the CPU gets."""
 
 import copy
+import itertools
 
 import numpy as np
 import pytest
@@ -9,26 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels import (
-    test_accept_loose,
-    test_chain_step,
+    accept_requests,
     test_guidance_scores,
     test_kv_compact,
-    test_tree_accept,
-    test_tree_step,
+    test_step,
     test_uv_scores,
     test_visual_relevance,
 )
 from tests.simulated_device import device as sim
-from tests.unit.drafting.test_tree import FakeDraft
+from tests.unit.drafting.fake_draft import FakeDraft
 from vidspec_kernels import (
     CacheList,
-    accept_chain,
-    accept_loose,
-    chain_step,
+    accept,
     guidance_scores,
     kv_compact,
-    tree_accept,
-    tree_step,
+    step,
     uv_text_sum,
     uv_video_scores,
     visual_relevance,
@@ -62,25 +58,16 @@ def same_on_both(function, *args, **kwargs):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_steps(seed):
-    inputs = test_chain_step.make_inputs(7, CPU, seed=seed, level=seed)
-    outputs = test_chain_step.make_outputs(7, CPU)
-    same_on_both(chain_step, **{**inputs, **outputs})
-    inputs, outputs = test_tree_step.make_inputs(5, 4, CPU, seed=seed), test_tree_step.make_outputs(5, 4, CPU)
-    same_on_both(tree_step, **{**inputs, **outputs})
+    for frontier, level in ((0, seed), (4, 1)):
+        inputs = test_step.make_inputs(7, frontier, CPU, seed=seed, level=level)
+        same_on_both(step, **inputs, **test_step.make_outputs(7, frontier, CPU))
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_acceptance(seed):
-    trees = test_tree_accept.pack(test_tree_accept.random_requests(9, 8, seed), 8, CPU)
-    same_on_both(tree_accept, *trees)
-    same_on_both(accept_chain, *trees[:3], 8)
-    for in_trees in (False, True):
-        requests = test_accept_loose.random_requests(9, 8, in_trees, seed)
-        arguments = test_accept_loose.pack(requests, 8, CPU, in_trees)
-        if isinstance(arguments, dict):
-            same_on_both(accept_loose, **arguments)
-        else:
-            same_on_both(accept_loose, *arguments)
+    for mode in itertools.product((False, True), repeat=2):
+        requests = accept_requests.random_requests(9, 8, *mode, seed=seed)
+        same_on_both(accept, **accept_requests.pack(requests, 8, CPU, *mode))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -39,14 +39,17 @@ from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.drafting import adaptive
 from vllm_vidspec.engine import speculator
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.draft import draft_rows, drafter, noise
+from vllm_vidspec.engine.draft import drafter, noise
 from vllm_vidspec.engine.draft import kv as kv_pool
 from vllm_vidspec.engine.draft import prefill as draft_prefill
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
+from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.listen import trees as target_trees
 from vllm_vidspec.engine.report import counters
+from vllm_vidspec.engine.requests import Arrival, Phase, RequestRows
 from vllm_vidspec.engine.verify import rules as looseness
 from vllm_vidspec.engine.verify import verifier as scorer
+from vllm_vidspec.engine.verify.step import VerifyStep
 from vllm_vidspec.metrics import MetricsFile
 
 
@@ -88,18 +91,23 @@ class World:
             observability_config=SimpleNamespace(per_request_spec_decode_metrics="basic"),
             device_config=SimpleNamespace(device=device),
         )
-        self.counters = counters.Counters(self.vllm_config, device, MAX_REQS, self.K)
+        self.knobs, self.requests = Knobs(config), RequestRows(MAX_REQS, device)
+        self.counters = counters.Counters(self.vllm_config, device, MAX_REQS, self.K, self.requests)
+        self.trees = self._make_trees() if config.shapes - {"chain"} else None
         self._make_speculator()
-        self.trees = self.speculator.trees = self._make_trees() if config.shapes - {"chain"} else None
         self.rules = None
-        if config.scorers - {"strict"}:
-            self.rules = looseness.LooseRules(config, self.vllm_config, MAX_REQS, VOCAB, self.sampler, self.counters)
+        if config.score.scorers - {"strict"}:
+            self.rules = looseness.LooseRules(
+                self.knobs, self.vllm_config, MAX_REQS, VOCAB, self.sampler, self.counters
+            )
         spec_config = SimpleNamespace(
             num_speculative_tokens=self.K, enable_adaptive_verification=False, rejection_sample_method="standard"
         )
         self.verifier = scorer.CoupledVerifier(
             self.sampler, spec_config, device, self.counters, self.trees, config.max_path, self.rules
         )
+        tables = (self.counters, self.rules, self.speculator)
+        self.requests.register(*(table for table in tables if table is not None))
         self.log: list[Any] = []
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -112,22 +120,22 @@ class World:
 
     def _make_speculator(self) -> None:
         alone = Agreement(SimpleNamespace(rank_in_group=0, world_size=1))
-        self.speculator = speculator.VidSpecSpeculator(self.vllm_config, self.config, self.device, self.counters, alone)
-        draft = self.speculator.draft_model = FakeDraft(self)
-        self.speculator._req_states = SimpleNamespace(
-            total_len=SimpleNamespace(gpu=self.total_len),
-            all_token_ids=SimpleNamespace(gpu=self.text),
-            req_id_to_index={str(row): row for row in range(MAX_REQS)},
+        draft, sample = FakeDraft(self), noise.CoupledSampler(self.sampler, self.config.draft_noise)
+        req_states = SimpleNamespace(
+            total_len=SimpleNamespace(gpu=self.total_len), all_token_ids=SimpleNamespace(gpu=self.text)
         )
-        sample = noise.CoupledSampler(self.sampler, self.config.draft_noise)
+        self.speculator = speculator.VidSpecSpeculator(
+            self.vllm_config, self.knobs, draft, self.requests, req_states, sample, None, self.trees, self.counters,
+            alone,
+        )  # fmt: skip
         with mock.patch.object(drafter, "attention_layers", lambda _config: {"layer": draft.cache}):
             cache = VisionCache(0, 1, torch.float32, self.device)
             self.speculator._drafter = drafter.Drafter(
-                draft, self.config, sample, self.counters, NUM_BLOCKS, MAX_REQS, MAX_LEN, cache, alone, {},
+                draft, self.knobs, sample, self.counters, NUM_BLOCKS, MAX_REQS, MAX_LEN, cache, alone, {},
                 fills_trees=self._fills_trees,
             )  # fmt: skip
-        trees = self.speculator._drafter._trees
-        draft.attention = None if trees is None else trees._attention
+        trees = self.speculator.drafter.trees
+        draft.attention = None if trees is None else trees.attention
 
     def _make_trees(self) -> target_trees.TargetTrees:
         state = SimpleNamespace(
@@ -135,8 +143,8 @@ class World:
             prepare_dummy_inputs=lambda num_reqs, num_tokens: {},
         )
         max_num_tokens = MAX_REQS * (self.K + 1)
-        trees = target_trees.TargetTrees([self.target_cache], state, MAX_REQS, self.K, max_num_tokens, self.device)
-        trees.init_kv(1)
+        trees = target_trees.TargetTrees([self.target_cache], state, self.requests, self.K, max_num_tokens, self.device)
+        trees.init_kv(SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=[None])))
         return trees
 
     # ---- requests --------------------------------------------------------------------------------------------------
@@ -150,25 +158,24 @@ class World:
         sim.to_host(self.total_len)[row] = len(tokens)
         sim.to_host(self.last_sampled)[row] = 3
         here = self.speculator.drafter
-        here.rows.stage(row, num_dropped, 0)
-        assert here.pool.reserve(np.array([row]), np.array([len(tokens) - num_dropped + self.K]))[0]
-        here.pool.apply()
-        here.rows.apply()
-        if here._trees is not None:
-            here._trees.policy.admit(np.array([row]))
+        here.kv.begin(row, num_dropped, 0)
+        assert here.kv.reserve(np.array([row]), np.array([len(tokens) - num_dropped + self.K]))[0]
+        here.kv.apply()
+        if here.trees is not None:
+            here.trees.policy.admit(np.array([row]))
         kept, positions = prompt[num_dropped:], np.arange(num_dropped, len(prompt))
-        self._fill(self.speculator.draft_model.cache, here.pool.table, row, kept, positions)
+        self._fill(self.speculator.draft_model.cache, here.kv.block_tables, row, kept, positions)
         self._fill(self.target_cache, self.target_table, row, prompt, np.arange(len(prompt)))
-        self.counters.begin_request(row, str(row))
-        if self.rules is not None:
-            asked = {} if row % 2 else {"vidspec_scorer": "strict"}
-            wishes = SimpleNamespace(
-                extra_args=asked, all_stop_token_ids={row}, structured_outputs=None, logprobs=None,
-                logprob_token_ids=None, stop=None,
-            )  # fmt: skip
-            if self.rules.admit(row, wishes):
-                self.rules.ready(row)
-        self.speculator._state[row] = speculator._DRAFTING
+        asked = {} if row % 2 else {"vidspec_scorer": "strict"}
+        wishes = SimpleNamespace(
+            extra_args=asked, all_stop_token_ids={row}, structured_outputs=None, logprobs=None,
+            logprob_token_ids=None, stop=None,
+        )  # fmt: skip
+        arrival = Arrival(str(row), row, [], [], wishes)
+        self.requests.admit(arrival)
+        if self.rules is not None and self.rules.needs_relevance(row):
+            self.rules.ready(row)
+        self.requests.phase[row] = Phase.DRAFTING
 
     @staticmethod
     def _fill(cache: torch.Tensor, table: torch.Tensor, row: int, tokens: np.ndarray, positions: np.ndarray) -> None:
@@ -178,10 +185,10 @@ class World:
 
     def end(self, row: int) -> None:
         """End a request."""
-        self.speculator.release(str(row))
-        self.counters.end_request(str(row))
-        if self.rules is not None:
-            self.rules.forget(row)
+        if self.trees is not None:
+            self.trees.release(row)
+        self.requests.forget(row)
+        self.counters.end_requests([str(row)])
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
@@ -240,10 +247,10 @@ class World:
         if self.trees is not None:
             self.trees.before_forward(batch)
             positions = self.trees._adjust(positions.repeat(3, 1))[0]
-            step = as_dict(self.trees._attention.step)
+            step = as_dict(self.trees.attention.step)
         block_table = self.launch(lambda table, rows: table[rows])(self.target_table, batch.idx_mapping)
         if self.trees is not None:
-            self.trees._attention.block_table = block_table
+            self.trees.attention.block_table = block_table
 
         def run(drafts, last, cache, table, rows, positions, entries, local, seq_lens, step):
             tokens = torch.where(local == 0, last[rows, 0], drafts[rows, (local - 1).clamp(min=0)])
@@ -259,18 +266,19 @@ class World:
             batch.local, batch.seq_lens, step,
         )  # fmt: skip
         if self.trees is not None:
-            self.trees.after_forward()
+            self.trees.after_forward(None)
         return out
 
     def _verify(
         self, batch: SimpleNamespace, logits: torch.Tensor, tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         verifier, rows_np = self.verifier, batch.idx_mapping_np
-        verifier._unverified = batch.cu_num_logits_np
-        verifier._relevance = None
-        if self.rules is not None and self.rules.need_relevance(rows_np):
+        step, relevance = VerifyStep(), None
+        if self.rules is not None and self.rules.any_by_relevance(rows_np):
             measure = self.launch(lambda rows, at: torch.from_numpy((hashed(rows, at) % 97).astype(np.float32)))
-            verifier._relevance = measure(batch.by_token, batch.positions)
+            relevance = measure(batch.by_token, batch.positions)
+        step.open(batch.cu_num_logits_np, relevance)
+        verifier.begin(step)
         invalid = self.launch(lambda local, tokens: torch.where(local == 0, -1, tokens))
         _, sampled, num_sampled = verifier._verify(
             logits, None, tokens, batch.positions, batch.cu_num_logits, batch.idx_mapping, rows_np, batch.by_token,
@@ -295,7 +303,7 @@ class World:
         """Do what vLLM's scheduler does where it does not wait: K drafts, or none where nothing is drafted."""
         rows = batch.idx_mapping_np
         sim.to_host(self.drafts).numpy()[rows] = sim.to_host(drafts).numpy()
-        live = self.speculator._state[rows] == speculator._DRAFTING
+        live = self.requests.phase[rows] == Phase.DRAFTING
         self.num_drafts[rows] = np.where(live, self.K if max_drafts is None else max_drafts, 0)
 
 
@@ -306,12 +314,10 @@ def world(device: sim.SimulatedDevice | None, tmp_path: Any, config: VidSpecConf
     with contextlib.ExitStack() as stack:
         for module, name, stand_in in (
             (counters.Counters, "_open", staticmethod(lambda _: MetricsFile.create(tmp_path / f"{id(device)}.i64"))),
-            (speculator, "DraftModel", lambda *_: None),
             (draft_prefill, "adapter_for", lambda *_: None),
             (drafter, "TreeAttention", FakeAttention),
             (drafter, "attention_layers", lambda *_: {}),
             (target_trees, "TreeAttention", FakeAttention),
-            (draft_rows, "StagedWriteTensor", StagedWrites),
             (kv_pool, "StagedWriteTensor", StagedWrites),
             (looseness, "protected_ids", lambda *_: {0, 9}),
             (noise.gumbel, "gumbel_sample", launch(gumbel_sample)),

@@ -78,7 +78,7 @@ def commands(group, path=()):
 
 
 def shown(parameter, hint):
-    (kind, *_), (info,) = typing.get_args(hint)[0:1], hint.__metadata__
+    kind, info = typing.get_args(hint)
     kinds = [one for one in typing.get_args(kind) if one is not types.NoneType] or [kind]
     text = "|".join([*parameter.opts, *parameter.secondary_opts]) + f":{kinds[0].__name__}"
     text += "" if info.min is None else f">={info.min}"

@@ -131,10 +131,13 @@ def test_what_is_shown_has_the_engines_knobs(family):
         show = Show(family=family)
         engine = parse_config(show.job(pruner=pruner)["llm"]["speculative_config"])[0]
         assert show.config(pruner=pruner) == engine
-        assert engine.lambda_r == found["lambda_r"] != parse_config(_uncalibrated(family))[0].lambda_r
+        assert engine.prune.lambda_r == found["lambda_r"] != parse_config(_uncalibrated(family))[0].prune.lambda_r
     own = Show(family=family, target="/t", draft="self", calibration=str(pairs.calibration(family)))
     assert own.job(pruner="specvlm")["llm"]["model"] == "/t"
-    assert own.config(pruner="specvlm").model == "self" and own.config(pruner="specvlm").lambda_r == found["lambda_r"]
+    assert (
+        own.config(pruner="specvlm").model == "self"
+        and own.config(pruner="specvlm").prune.lambda_r == found["lambda_r"]
+    )
 
 
 def _uncalibrated(family: str) -> dict:

@@ -176,8 +176,13 @@ def test_command_writes_a_file(sessions, tmp_path, suffix):
     (session,) = sessions
     job, (command,) = session.job, session.asked
     config, _ = parse_config(job["llm"]["speculative_config"])
-    assert (config.scorer, config.lambda_loose, config.top_n, config.position_shift) == ("loose", 0.3, 5, False)
-    assert config.relevance_rows == "prediction"
+    assert (config.score.scorer, config.score.lambda_loose, config.score.top_n, config.score.position_shift) == (
+        "loose",
+        0.3,
+        5,
+        False,
+    )
+    assert config.score.relevance_rows == "prediction"
     assert job["prompts"]["videos"] == [str(pairs.sample_video())]
     assert (command["command"], command["watch"], command["sampling"]["max_tokens"]) == ("answer", True, 40)
     written = json.loads((tmp_path / "r.json").read_text())

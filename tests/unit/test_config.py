@@ -1,14 +1,18 @@
-"""VidSpecConfig and parse_config: defaults, ranges, aliases, unknown keys, and one line for every error."""
+"""VidSpecConfig and parse_config: defaults, ranges, groups, aliases, unknown keys, and one line for every error."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from pydantic import ValidationError
 
-from vllm_vidspec.config import PASS_THROUGH_KEYS, PRUNERS, VidSpecConfig, parse_config
+from vllm_vidspec.config import VidSpecConfig, groups, model, parse_config
 from vllm_vidspec.errors import VidSpecError
 
 GOOD = {"method": "vidspec", "model": "draft", "num_speculative_tokens": 5}
+FLAT = parse_config(GOOD)[0].flat()
+PLACES = {flat: (group, own) for group, knobs in model.GROUPS.items() for own, flat in knobs.flat_names().items()}
 
 
 def refused(**changes) -> str:
@@ -21,56 +25,26 @@ def refused(**changes) -> str:
 
 
 def test_defaults():
-    """Catches: a changed default (they are documented)."""
+    """Catches: a changed default (they are documented), a flat name that is gone (scripts and calibrations have it)."""
     config, passed = parse_config(GOOD)
     assert passed == {}
-    assert config.model_dump() == {
-        "model": "draft",
-        "num_speculative_tokens": 5,
-        "prune_ratio": 0.9,
-        "image_prune_ratio": None,
-        "pruner": "specvlm",
-        "lambda_r": 0.4,
-        "guidance_layers": "all",
-        "uv_layer": None,
-        "guidance_bytes": None,
-        "calibration": None,
-        "prune_seed": 0,
-        "draft": "chain",
-        "draft_table": None,
-        "tree_paths": None,
-        "tree_depth_min": 3,
-        "tree_depth_max": 8,
-        "tree_width_min": 2,
-        "tree_width_max": 10,
-        "tree_entropy_top_k": 10,
-        "tree_threshold": 0.1,
-        "tree_history": 10,
-        "tree_history_low": 2.0,
-        "tree_history_high": 3.0,
-        "tree_lookahead": True,
-        "tree_fill": None,
-        "scorer": "strict",
-        "request_scorers": None,
-        "lambda_loose": 0.7,
-        "lambda_max": None,
-        "top_n": 10,
-        "position_shift": True,
-        "relevance_rows": "token",
-        "relevance_dtype": "auto",
-        "relevance_bytes": None,
-        "fly_entropy": 0.2,
-        "fly_window": 4,
-        "fly_top_k": 0,
-        "protected_tokens": None,
-        "draft_noise": "shared",
-        "draft_positions": "original",
-        "draft_kv_fraction": None,
-        "draft_kv_bytes": None,
-        "draft_encoder_bytes": None,
-        "max_draft_len": None,
-        "on_draft_error": "skip",
-    }
+    assert config.flat() == {
+        "model": "draft", "num_speculative_tokens": 5, "draft_shape": "chain", "draft_table": None,
+        "draft_noise": "shared", "max_draft_len": None, "on_draft_error": "skip", "calibration": None,
+        # prune
+        "prune_ratio": 0.9, "image_prune_ratio": None, "pruner": "specvlm", "lambda_r": 0.4, "guidance_layers": "all",
+        "uv_layer": None, "guidance_bytes": None, "prune_seed": 0, "draft_positions": "original",
+        # tree: SAGE's, section 5.1
+        "tree_paths": None, "tree_depth_min": 3, "tree_depth_max": 8, "tree_width_min": 2, "tree_width_max": 10,
+        "tree_entropy_top_k": 10, "tree_threshold": 0.1, "tree_history": 10, "tree_history_low": 2.0,
+        "tree_history_high": 3.0, "tree_lookahead": True, "tree_fill": None,
+        # score
+        "scorer": "strict", "request_scorers": None, "lambda_loose": 0.7, "lambda_max": None, "top_n": 10,
+        "position_shift": True, "relevance_rows": "token", "relevance_dtype": "auto", "relevance_bytes": None,
+        "fly_entropy": 0.2, "fly_window": 4, "fly_top_k": 0, "protected_tokens": None,
+        # pool
+        "draft_kv_fraction": None, "draft_kv_bytes": None, "draft_encoder_bytes": None,
+    }  # fmt: skip
     assert not config.is_self_draft
 
 
@@ -80,14 +54,39 @@ def test_self_draft():
 
 
 def test_every_knob_is_documented():
-    """Catches: a knob without a description (the reference page is generated from them)."""
-    assert all(field.description for field in VidSpecConfig.model_fields.values())
+    """Catches: a knob without a description, and names that one repeats from elsewhere and no longer has right."""
+    own = {name: field.description for name, field in VidSpecConfig.model_fields.items() if name not in model.GROUPS}
+    for group in model.GROUPS.values():
+        own |= {group.flat_names()[name]: field.description for name, field in group.model_fields.items()}
+    assert own.keys() == FLAT.keys() and all(own.values())
+    for name, words in {
+        "pruner": groups.PRUNERS,
+        "image_prune_ratio": [str(groups.IMAGE_PRUNE_RATIO)],
+        "protected_tokens": [groups.DIGITS],
+        "request_scorers": [groups.REQUEST_SCORER],
+        "lambda_max": [groups.REQUEST_LAMBDA],
+        "calibration": model.CALIBRATED_KEYS,
+    }.items():
+        assert all(word in own[name] for word in words)
+
+
+def test_the_package_needs_pydantic_only():
+    """Catches: a start-up check, or a command line's, that loads torch; also where a static tree's paths are read."""
+    code = """
+import sys
+from vllm_vidspec.config import parse_config
+tree = {"draft_shape": "tree-static", "tree_paths": [[0], [0, 0]], "num_speculative_tokens": 2}
+assert parse_config({"model": "self", **tree})[0].max_path == 2
+print([name for name in ("torch", "numpy", "vllm", "vidspec_kernels") if name in sys.modules])
+"""
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "[]"
 
 
 def test_frozen():
     """Catches: a configuration that changes after its validation."""
     with pytest.raises(ValidationError):
-        parse_config(GOOD)[0].prune_ratio = 0.1
+        parse_config(GOOD)[0].prune.ratio = 0.1
 
 
 @pytest.mark.parametrize(
@@ -98,11 +97,34 @@ def test_frozen():
         ("num_spec_tokens", "num_speculative_tokens"),
         ("scorrer", "scorer"),
         ("quantisation", "quantization"),  # a pass-through key is known too
+        ("prunes", "prune"),
     ],
 )
 def test_unknown_key_names_the_nearest(key, nearest):
     """Catches: an ignored unknown key, an error without a hint."""
     assert f"unknown key {key!r} (did you mean {nearest!r}?)" in refused(**{key: 1})
+
+
+def test_unknown_key_of_a_group():
+    """Catches: an ignored key, a hint at another group's; what is no group at all."""
+    assert "unknown key 'tree.dept_max' (did you mean 'tree.depth_max'?)" in refused(tree={"dept_max": 3})
+    assert "unknown key 'prune.ration' (did you mean 'prune.ratio'?); 'zz'" in refused(prune={"ration": 1}, zz=1)
+    assert "pool: a group takes an object of its knobs, got 3" in refused(pool=3)
+
+
+def test_a_wrong_value_is_named_as_it_was_spelled():
+    """Catches: a name in the error's line that the user never wrote."""
+    assert "tree.depth_max: Input should be less than or equal to 64, got 65" in refused(tree={"depth-max": 65})
+    assert "tree_depth_max: Input" in refused(tree_depth_max=65)
+    with pytest.raises(VidSpecError, match=r"^speculative config: prune\.ratio: .* got 2"):
+        parse_config(GOOD)[0].changed({"prune": {"ratio": 2}})
+
+
+@pytest.mark.parametrize("name", ["draft", "drafting"])
+def test_other_names_of_the_shape(name):
+    """Catches: an alias lost; one beside the name itself, with a say."""
+    assert parse_config({**GOOD, "num_speculative_tokens": 25, name: "tree-static"})[0].draft_shape == "tree-static"
+    assert f"draft_shape and {name} are one knob" in refused(**{"draft_shape": "chain", name: "chain"})
 
 
 def test_unknown_keys_without_a_neighbour():
@@ -111,42 +133,73 @@ def test_unknown_keys_without_a_neighbour():
     assert "'zzz'" in message and "'qqqq'" in message and "did you mean" not in message
 
 
-@pytest.mark.parametrize(
-    ("key", "bad", "good"),
-    [
-        ("num_speculative_tokens", (0, -1, 65, "many", 1.5), (1, 64)),
-        ("prune_ratio", (-0.01, 1.01, 1.5, float("nan"), "much"), (0.0, 1.0, 0.35)),
-        ("image_prune_ratio", (-0.01, 1.5), (0.0, 1.0, None)),
-        ("prune_seed", (-1,), (0, 2**40)),
-        ("draft_kv_fraction", (0.0, 1.0, -0.5), (0.01, 0.99)),
-        ("draft_kv_bytes", (0, -5), (1,)),
-        ("max_draft_len", (0,), (1,)),
-        ("draft", ("forest",), ("chain",)),
-        ("tree_depth_min", (0, 65), (1, 8)),
-        ("tree_depth_max", (0, 65), (3, 64)),
-        ("tree_width_min", (0, 33), (1, 10)),
-        ("tree_width_max", (0, 33), (2, 32)),
-        ("tree_entropy_top_k", (1, 33), (2, 32)),
-        ("tree_threshold", (-0.1, 1.0), (0.0, 0.5)),
-        ("tree_history", (-1,), (0, 100)),
-        ("tree_history_low", (-0.5,), (0.0, 3.0)),
-        ("tree_history_high", (-1.0,), (2.0, 8.0)),
-        ("tree_lookahead", ("perhaps",), (False,)),
-        ("tree_fill", ("perhaps",), (False, True)),
-        ("scorer", ("lax",), ("strict",)),
-        ("draft_noise", ("loud",), ("shared", "independent", "greedy")),
-        ("draft_positions", ("odd",), ("original", "compacted")),
-        ("on_draft_error", ("shrug",), ("skip", "raise")),
-        ("model", (None, 3), ("some/path",)),
-    ],
-)
-def test_ranges(key, bad, good):
-    """Catches: a bound moved by one, or open where it is closed; a message that does not name key and value."""
+# Of each knob: values that are refused, values that are taken.
+RANGES = {
+    "model": ((None, 3), ("some/path",)),
+    "num_speculative_tokens": ((0, -1, 65, "many", 1.5), (1, 64)),
+    "draft_shape": (("forest",), ("chain",)),
+    "draft_table": (("odd",), (((1, 4, "chain", 5),),)),
+    "draft_noise": (("loud",), ("shared", "independent", "greedy")),
+    "max_draft_len": ((0,), (1,)),
+    "on_draft_error": (("shrug",), ("skip", "raise")),
+    "prune_ratio": ((-0.01, 1.01, 1.5, float("nan"), "much"), (0.0, 1.0, 0.35)),
+    "image_prune_ratio": ((-0.01, 1.5), (0.0, 1.0, None)),
+    "pruner": ((3,), groups.PRUNERS),
+    "lambda_r": ((-0.1, 1.1), (0.0, 1.0)),
+    "guidance_layers": (("some", [], [-1], [0.5]), ("all", (0, 2))),
+    "uv_layer": ((0,), (1, None)),
+    "guidance_bytes": ((0,), (1,)),
+    "prune_seed": ((-1,), (0, 2**40)),
+    "draft_positions": (("odd",), ("original", "compacted")),
+    "tree_paths": (([[0.5]],), (((0,), (1,)),)),
+    "tree_depth_min": ((0, 65), (1, 8)),
+    "tree_depth_max": ((0, 65), (3, 64)),
+    "tree_width_min": ((0, 33), (1, 10)),
+    "tree_width_max": ((0, 33), (2, 32)),
+    "tree_entropy_top_k": ((1, 33), (2, 32)),
+    "tree_threshold": ((-0.1, 1.0), (0.0, 0.5)),
+    "tree_history": ((-1,), (0, 100)),
+    "tree_history_low": ((-0.5,), (0.0, 3.0)),
+    "tree_history_high": ((-1.0,), (2.0, 8.0)),
+    "tree_lookahead": (("perhaps",), (False,)),
+    "tree_fill": (("perhaps",), (False, True)),
+    "scorer": (("lax",), ("strict", "loose", "fly", "fly-entropy", "random")),
+    "request_scorers": ((["lax"],), (("loose", "strict"),)),
+    "lambda_loose": ((-0.1, 1.1), (0.0, 1.0)),
+    "lambda_max": ((-0.1, 1.1), (0.0, 1.0)),
+    "top_n": ((0, 129), (1, 128)),
+    "position_shift": (("perhaps",), (False,)),
+    "relevance_rows": (("odd",), ("token", "prediction")),
+    "relevance_dtype": (("int4",), ("auto", "fp8")),
+    "relevance_bytes": ((0,), (1,)),
+    "fly_entropy": ((-0.1, 1.1), (0.0, 1.0)),
+    "fly_window": ((0, 65), (1, 64)),
+    "fly_top_k": ((-1,), (0, 9)),
+    "protected_tokens": ((3,), ((), ("no",))),
+    "draft_kv_fraction": ((0.0, 1.0, -0.5), (0.01, 0.99)),
+    "draft_kv_bytes": ((0, -5), (1,)),
+    "draft_encoder_bytes": ((-1,), (0, 1)),
+}
+
+
+@pytest.mark.parametrize("key", [key for key in FLAT if key != "calibration"])
+def test_ranges(key):
+    """Catches: a bound moved by one, or open where it is closed; a message that does not name key and value; a knob
+    that one of its spellings does not reach, or two of them at once; one that a worker or a change does not get."""
+    bad, good = RANGES[key]
     for value in good:
-        assert getattr(parse_config({**GOOD, key: value})[0], key) == value
+        config, _ = parse_config({**GOOD, key: value})
+        assert config.flat()[key] == value
+        assert VidSpecConfig(**config.model_dump()) == parse_config(GOOD)[0].changed({key: value}) == config
+        if key in PLACES:
+            group, own = PLACES[key]
+            assert getattr(getattr(config, group), own) == value
+            assert parse_config({**GOOD, group: {own.replace("_", "-"): value}})[0] == config
+            assert f"{group}.{own} are one knob" in refused(**{key: value, group: {own: value}})
     for value in bad:
         message = refused(**{key: value})
-        assert f"{key}: " in message and repr(value) in message
+        assert f"{key}: " in message or f"{key}." in message
+        assert repr(value) in message or isinstance(value, list)
 
 
 @pytest.mark.parametrize("key", ["model", "num_speculative_tokens"])
@@ -163,34 +216,27 @@ def test_two_wrong_values_make_one_line():
 
 
 def test_pruner_names():
-    """Catches: a known name refused, the alias lost, an unknown name without hint or list."""
-    for name in PRUNERS:
-        assert parse_config({**GOOD, "pruner": name})[0].pruner == name
-    assert parse_config({**GOOD, "pruner": "window"})[0].pruner == "window:middle"
+    """Catches: the alias lost, an unknown name without hint or list."""
+    assert parse_config({**GOOD, "pruner": "window"})[0].prune.pruner == "window:middle"
     message = refused(pruner="unifrom")
     assert "unknown pruner 'unifrom' (did you mean 'uniform'?)" in message
-    assert "known: " + ", ".join(PRUNERS) in message
-
-
-def test_both_pool_sizes():
-    """Catches: one of two contradicting pool sizes silently dropped."""
-    assert "draft_kv_fraction or draft_kv_bytes, not both" in refused(draft_kv_fraction=0.1, draft_kv_bytes=1024)
+    assert "known: " + ", ".join(groups.PRUNERS) in message
 
 
 def test_dashes_count_as_underscores():
     """Catches: command-line spellings refused, for our keys or for vLLM's."""
     raw = {"model": "draft", "num-speculative-tokens": 3, "prune-ratio": 0.5, "code-revision": "v2"}
     config, passed = parse_config(raw)
-    assert (config.num_speculative_tokens, config.prune_ratio, passed) == (3, 0.5, {"code_revision": "v2"})
+    assert (config.num_speculative_tokens, config.prune.ratio, passed) == (3, 0.5, {"code_revision": "v2"})
     assert "prune-ratio" in raw  # the caller's dict is left alone
 
 
 def test_pass_through():
     """Catches: a key of vLLM's swallowed or refused."""
-    extra = {key: f"value of {key}" for key in PASS_THROUGH_KEYS}
+    extra = {key: f"value of {key}" for key in model.PASS_THROUGH_KEYS}
     config, passed = parse_config({**GOOD, **extra})
     assert passed == extra
-    assert not set(extra) & set(config.model_dump())
+    assert not set(extra) & set(config.flat())
 
 
 @pytest.mark.parametrize(
@@ -209,7 +255,7 @@ def test_pass_through():
 def test_ratio_for(changes, video, image):
     """Catches: an image ratio of 0.0 taken for unset, image and video exchanged, `none` that prunes."""
     config, _ = parse_config({**GOOD, **changes})
-    assert (config.ratio_for("video"), config.ratio_for("image")) == (video, image)
+    assert (config.prune.ratio_for("video"), config.prune.ratio_for("image")) == (video, image)
 
 
 def test_summary():
@@ -230,11 +276,12 @@ def test_calibration_replaces_defaults_only(tmp_path):
     """Catches: a calibration that overrules what the user wrote, or that is read again in a worker without the file."""
     path = write_calibration(tmp_path / "c.json", {"lambda_r": 0.7, "guidance_layers": [3, 1]})
     config, _ = parse_config({**GOOD, "calibration": path})
-    assert (config.lambda_r, config.guidance_layers, config.calibration) == (0.7, (1, 3), path)
-    config, _ = parse_config({**GOOD, "calibration": path, "lambda_r": 0.2})
-    assert (config.lambda_r, config.guidance_layers) == (0.2, (1, 3))
+    assert (config.prune.lambda_r, config.prune.guidance_layers, config.calibration) == (0.7, (1, 3), path)
+    for given in ({"lambda_r": 0.2}, {"prune": {"lambda_r": 0.2}}):
+        config, _ = parse_config({**GOOD, "calibration": path, **given})
+        assert (config.prune.lambda_r, config.prune.guidance_layers) == (0.2, (1, 3))
     (tmp_path / "c.json").unlink()
-    assert VidSpecConfig(**config.model_dump()) == config
+    assert VidSpecConfig(**config.model_dump()) == config == config.changed({})
 
 
 @pytest.mark.parametrize(
@@ -255,35 +302,42 @@ def test_a_wrong_calibration_is_refused(tmp_path, content, words):
     assert words in refused(calibration=str(path))
 
 
-@pytest.mark.parametrize("layers", [[], [-1], "some", [0.5]])
-def test_wrong_guidance_layers_are_refused(layers):
-    """Catches: an empty choice that would divide by zero layers, or a negative index that wraps around."""
-    assert "guidance_layers" in refused(guidance_layers=layers)
+TABLE = [[1, 4, "tree-static", 25], [5, 16, "chain", 5]]
+TWO_TREES = [[1, 4, "tree-static", 5], [5, 16, "tree-adaptive", 5]]
 
 
-def test_a_static_tree_says_how_many_tokens_it_takes():
-    """Catches: a tree that is cut, or slots that are wasted, without a word."""
-    assert "num_speculative_tokens must be 25, not 5" in refused(draft="tree-static")
-    tree = {"draft": "tree-static", "tree_paths": [[0], [1], [0, 0]]}
-    assert "num_speculative_tokens must be 3, not 5" in refused(**tree)
-    config, _ = parse_config({**GOOD, **tree, "num_speculative_tokens": 3})
-    assert config.static_paths == ((0,), (1,), (0, 0)) and config.max_path == 2
-    assert "without its better sibling" in refused(draft="tree-static", tree_paths=[[0], [2]])
-    assert "at least tree_depth_min, 6" in refused(draft="tree-adaptive", tree_depth_min=6)
-    assert "tree_width_min 11 is more than tree_width_max 10" in refused(tree_width_min=11)
-    assert "tree_history_low 4.0 is more than tree_history_high 3.0" in refused(tree_history_low=4.0)
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"draft_kv_fraction": 0.1, "pool": {"kv_bytes": 1024}}, "draft_kv_fraction or draft_kv_bytes, not both"),
+        ({"request_scorers": ["fly"], "scorer": "loose"}, "leaves out the server's own scorer, 'loose'"),
+        ({"draft": "tree-static"}, "num_speculative_tokens must be 25, not 5"),
+        ({"draft": "tree-static", "tree_paths": [[0], [1], [0, 0]]}, "num_speculative_tokens must be 3, not 5"),
+        ({"draft": "tree-static", "tree_paths": [[0], [2]]}, "without its better sibling"),
+        ({"draft": "tree-adaptive", "tree_depth_min": 6}, "at least tree_depth_min, 6"),
+        ({"tree": {"depth_min": 9}}, "tree_depth_min 9 is more than tree_depth_max 8"),
+        ({"tree_width_min": 11}, "tree_width_min 11 is more than tree_width_max 10"),
+        ({"tree_history_low": 4.0}, "tree_history_low 4.0 is more than tree_history_high 3.0"),
+        ({"draft": "auto"}, "needs draft_table"),
+        ({"draft": "auto", "draft_table": [[2, 4, "chain", 5]]}, "must follow each other"),
+        ({"draft": "auto", "draft_table": TABLE}, "num_speculative_tokens is 5"),
+        ({"draft": "auto", "draft_table": TWO_TREES}, "one tree shape"),
+    ],
+)
+def test_knobs_that_contradict_each_other(changes, words):
+    """Catches: one of two silently dropped; a tree that is cut, slots that are wasted, a batch size without a row."""
+    assert words in refused(**changes)
 
 
-def test_auto_needs_a_whole_table():
-    """Catches: a batch size without a row, two trees at once, a shape that never gets its tokens."""
-    table = [[1, 4, "tree-static", 25], [5, 16, "chain", 5]]
-    given = {**GOOD, "num_speculative_tokens": 25}
-    config, _ = parse_config({**given, "draft": "auto", "draft_table": table})
+def test_a_static_tree():
+    """Catches: a user's tree that is not the one that is drafted."""
+    tree = {"draft_shape": "tree-static", "tree_paths": [[0], [1], [0, 0]], "num_speculative_tokens": 3}
+    config, _ = parse_config({**GOOD, **tree})
+    assert config.tree.static_paths == ((0,), (1,), (0, 0)) and config.max_path == 2
+
+
+def test_auto_has_a_shape_for_every_batch_size():
+    """Catches: a table's row taken for another's; one batch more than its end without a shape."""
+    config, _ = parse_config({**GOOD, "num_speculative_tokens": 25, "draft": "auto", "draft_table": TABLE})
     assert [config.shape_for(n) for n in (1, 4, 5, 16, 99)] == ["tree-static"] * 2 + ["chain"] * 3
     assert config.shapes == {"tree-static", "chain"} and config.max_path == 5
-    assert parse_config({**given, "drafting": "auto", "draft_table": table})[0] == config  # the knob's other name
-    assert "needs draft_table" in refused(draft="auto")
-    assert "must follow each other" in refused(draft="auto", draft_table=[[2, 4, "chain", 5]])
-    assert "num_speculative_tokens is 5" in refused(draft="auto", draft_table=table)
-    two = [[1, 4, "tree-static", 5], [5, 16, "tree-adaptive", 5]]
-    assert "one tree shape" in refused(draft="auto", draft_table=two)

@@ -19,14 +19,26 @@ from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import GAUGES, NAMES, MetricsFile, difference, read_metrics, summarize
 
 
+@pytest.fixture
+def file(tmp_path):
+    return MetricsFile.create(tmp_path / "m")
+
+
+def printed_by(code: str) -> str:
+    """What a Python process of its own prints."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
 def _add_many(path: str, times: int) -> None:
     file = MetricsFile.open(path)
     for _ in range(times):
         file.add("drafts")
 
 
-def test_add_set_values(tmp_path):
-    file = MetricsFile.create(tmp_path / "m")
+# --- the file ---
+
+
+def test_add_set_values(file):
     assert file.values() == dict.fromkeys(NAMES, 0)
     file.add("drafts")
     file.add("drafts", 2**40)
@@ -37,21 +49,22 @@ def test_add_set_values(tmp_path):
     assert values["draft_pool_bytes"] == 7
     assert [values[f"accepted_at_pos_{i}"] for i in range(4)] == [3, 2, 1, 0]
     assert sum(values.values()) == 2**40 + 1 + 7 + 6
+    with pytest.raises(KeyError):
+        file.add("draft")
 
 
-def test_every_position_has_a_slot(tmp_path):
-    file = MetricsFile.create(tmp_path / "m")
+def test_every_position_has_a_slot(file):
     file.add_accepted_per_position(np.arange(1, 65))
-    assert file.values()["accepted_at_pos_63"] == 64
-    assert file.values()["skipped_pool_full"] == 0
+    values = file.values()
+    assert [values[f"accepted_at_pos_{i}"] for i in range(64)] == list(range(1, 65))
+    assert sum(values.values()) == sum(range(65))
 
 
-def test_requests_by_id(tmp_path):
+def test_requests_by_id(file):
     """The newest request of an id counts, wherever in the ring its slot is; slots of busy requests are left alone.
 
     Catches: a look-up that takes the highest slot, an earlier request's counts, a slot taken from a running request.
     """
-    file = MetricsFile.create(tmp_path / "m")
     counts = np.array([[3, 2, 1]])
     last = metrics._NUM_REQUESTS - 1
     for i in range(last):
@@ -66,9 +79,9 @@ def test_requests_by_id(tmp_path):
     assert file.request("request-0") is not None and file.request("request-2") is None
 
 
-def test_create_replaces_what_was_there(tmp_path):
-    MetricsFile.create(tmp_path / "m").add("drafts")
-    assert MetricsFile.create(tmp_path / "m").values()["drafts"] == 0
+def test_create_replaces_what_was_there(file):
+    file.add("drafts")
+    assert MetricsFile.create(file.path).values()["drafts"] == 0
 
 
 def test_path_depends_on_the_engine_only():
@@ -76,14 +89,7 @@ def test_path_depends_on_the_engine_only():
     assert metrics.path_for("abcde", 0) == metrics.path_for("abcde") != metrics.path_for("abcde", 1)
 
 
-def test_unknown_name_is_an_error(tmp_path):
-    file = MetricsFile.create(tmp_path / "m")
-    with pytest.raises(KeyError):
-        file.add("draft")
-
-
-def test_reader_in_this_process_sees_a_writer_in_another(tmp_path):
-    file = MetricsFile.create(tmp_path / "m")
+def test_reader_in_this_process_sees_a_writer_in_another(file):
     writer = multiprocessing.get_context("spawn").Process(target=_add_many, args=(file.path, 1000))
     writer.start()
     writer.join()
@@ -92,21 +98,18 @@ def test_reader_in_this_process_sees_a_writer_in_another(tmp_path):
     assert os.path.exists(file.path), "only the creator unlinks"
 
 
-@pytest.mark.parametrize("content", [b"", b"short", b"\0" * 8 * 200])
-def test_foreign_files_are_refused(tmp_path, content):
-    (tmp_path / "m").write_bytes(content)
-    with pytest.raises(VidSpecError, match="metrics file"):
-        MetricsFile.open(tmp_path / "m")
-
-
-def test_missing_file_is_one_line(tmp_path):
-    with pytest.raises(VidSpecError) as caught:
-        read_metrics(tmp_path / "absent")
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize("content", [None, b"", b"short", b"\0" * 8 * 200])
+def test_foreign_and_missing_files_are_one_line(tmp_path, content):
+    if content is not None:
+        (tmp_path / "m").write_bytes(content)
+    for read in (MetricsFile.open, read_metrics):
+        with pytest.raises(VidSpecError, match="metrics file") as caught:
+            read(tmp_path / "m")
+        assert "\n" not in str(caught.value)
 
 
 def test_creator_unlinks_at_exit_and_a_forked_child_does_not():
-    code = (
+    path, after_child = printed_by(
         "import os, sys\n"
         "from vllm_vidspec.metrics import MetricsFile\n"
         "path = MetricsFile.create().path\n"
@@ -114,21 +117,72 @@ def test_creator_unlinks_at_exit_and_a_forked_child_does_not():
         "if child == 0: sys.exit(0)\n"
         "os.waitpid(child, 0)\n"
         "print(path, os.path.exists(path))\n"
-    )
-    path, after_child = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.split()
+    ).split()
     assert after_child == "True"
     assert not os.path.exists(path)
 
 
 def test_import_is_light():
-    code = (
-        "import sys, vllm_vidspec.metrics\n"
-        "print([m for m in ('torch', 'vllm', 'prometheus_client') if m in sys.modules])\n"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed.strip() == "[]"
+    heavy = ("torch", "vllm", "prometheus_client")
+    code = f"import sys, vllm_vidspec.metrics\nprint([m for m in {heavy} if m in sys.modules])"
+    assert printed_by(code).strip() == "[]"
+
+
+def test_values_that_belong_together_are_read_together(file, monkeypatch):
+    """Catches: a scrape between "drafts" and their positions, after which a counter of the histogram falls."""
+    num_tries = metrics._NUM_TRIES
+    monkeypatch.setattr(metrics, "_NUM_TRIES", 10**5)  # a busy machine may keep the writer in between for long
+    reader = MetricsFile.open(file.path)
+    stop = threading.Event()
+
+    def write():
+        while not stop.is_set():
+            with file.at_once():
+                file.add("drafts")
+                time.sleep(0)
+                file.add("accepted_tokens")
+            time.sleep(1e-4)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(200):
+            values = reader.values()
+            assert values["drafts"] == values["accepted_tokens"]
+    finally:
+        stop.set()
+        writer.join()
+    monkeypatch.setattr(metrics, "_NUM_TRIES", num_tries)
+    file._words[metrics._SEQUENCE] += 1  # a writer that died in between
+    assert reader.values()["drafts"] == file.values()["drafts"]
+
+
+def test_a_refusal_is_left_for_the_server(file):
+    worker = MetricsFile.open(file.path)
+    assert file.refusal() is None
+    worker.refuse("ä" * 10_000)
+    assert 400 < len(file.refusal()) < 1000 and set(file.refusal()) == {"ä"}
+    worker.refuse("one line")
+    assert file.refusal() == "one line"
+    assert set(file.values().values()) == {0}
+
+
+@pytest.mark.parametrize("failure", ["absent", "full"])
+def test_a_directory_that_takes_no_file_is_one_line(tmp_path, monkeypatch, failure):
+    """Catches: a trace of many lines, and half a file that stays."""
+
+    def full(*_args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if failure == "full":
+        monkeypatch.setattr(mmap, "mmap", full)
+    with pytest.raises(VidSpecError, match="metrics file") as caught:
+        MetricsFile.create(tmp_path / "absent" / "m" if failure == "absent" else tmp_path / "m")
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- figures ---
 
 
 def test_difference_keeps_gauges():
@@ -159,18 +213,26 @@ def test_summarize():
     assert empty["acceptance_rate"] is None
 
 
+# --- Prometheus ---
+
+
 @pytest.fixture
-def scrape():
+def sample():
+    """Reads one sample of the registry that vLLM serves."""
     prometheus_client = pytest.importorskip("prometheus_client")
-    yield lambda: prometheus_client.generate_latest(prometheus_client.REGISTRY).decode()
+
+    def read(name, engine=0, **labels):
+        labels |= {"model_name": "m", "engine": str(engine)}
+        return prometheus_client.REGISTRY.get_sample_value(f"vidspec:{name}", labels)
+
+    yield read
     if collector := metrics._registered.pop("collector", None):
         prometheus_client.REGISTRY.unregister(collector)
 
 
-def test_prometheus_text(tmp_path, scrape):
-    files = {engine: MetricsFile.create(tmp_path / f"m{engine}") for engine in (0, 1)}
-    file, other = files.values()
-    metrics.register_collector(files, "m")
+def test_what_prometheus_sees(file, tmp_path, sample):
+    other = MetricsFile.create(tmp_path / "other")
+    collector = metrics.register_collector({0: file, 1: other}, "m")
     file.add("drafts", 4)
     file.add("accepted_tokens", 3)
     file.add_accepted_per_position(np.array([2, 1]))
@@ -178,148 +240,68 @@ def test_prometheus_text(tmp_path, scrape):
     file.add("draft_prefill_us", 1_500_000)
     file.set("draft_pool_blocks_used", 5)
     other.add("drafts", 2)
-    # An engine that ran in this process has left vLLM's own metrics in the registry.
-    text = "\n".join(line for line in scrape().splitlines() if "vidspec:" in line)
-    engine = 'model_name="m",engine="0"'
-    for line in (
-        f"vidspec:drafts_total{{{engine}}} 4.0",
-        'vidspec:drafts_total{engine="1",model_name="m"} 2.0',
-        f'vidspec:accepted_tokens_per_position_total{{{engine},position="1"}} 1.0',
-        f'vidspec:skipped_requests_total{{{engine},reason="pool_full"}} 3.0',
-        f"vidspec:draft_pool_blocks_used{{{engine}}} 5.0",
-        f"vidspec:visual_tokens_kept_total{{{engine}}} 0.0",
-        f"vidspec:draft_prefill_seconds_total{{{engine}}} 1.5",
-    ):
-        assert sum(_same(line, found) for found in text.splitlines()) == 1, line
-    assert 'position="2"' not in text
-    assert "spec_decode" not in text, "vllm bench serve matches vllm's own counters by substring"
+    assert sample("drafts_total") == 4 and sample("drafts_total", engine=1) == 2
+    assert sample("accepted_tokens_per_position_total", position="1") == 1
+    assert sample("accepted_tokens_per_position_total", position="2") is None
+    assert sample("skipped_requests_total", reason="pool_full") == 3
+    assert sample("draft_pool_blocks_used") == 5
+    assert sample("visual_tokens_kept_total") == 0
+    assert sample("draft_prefill_seconds_total") == 1.5
     file.add("drafts")
-    assert f"vidspec:drafts_total{{{_sorted(engine)}}} 5.0" in scrape()
+    assert sample("drafts_total") == 5
+    names = {family.name for family in collector.collect()}
+    assert not any("spec_decode" in name for name in names), "vllm bench serve matches its own counters by substring"
 
 
-def _sorted(labels: str) -> str:
-    return ",".join(sorted(labels.split(",")))
-
-
-def _same(line: str, other: str) -> bool:
-    """Return whether two samples are the same but for the order of labels, which is not the same in all releases."""
-    (name, labels), (other_name, other_labels) = (text.partition("{")[::2] for text in (line, other))
-    parts = [[*sorted(text.partition("}")[0].split(",")), text.partition("}")[2]] for text in (labels, other_labels)]
-    return name == other_name and parts[0] == parts[1]
-
-
-def test_values_of_one_label_add_up_to_something(tmp_path):
-    """Catches: "full" beside "kept", "used" beside "total", whose sum means nothing."""
-    prometheus_client = pytest.importorskip("prometheus_client")
-    file = MetricsFile.create(tmp_path / "m")
-    for name in NAMES:
-        file.set(name, 1)
-    registry = prometheus_client.CollectorRegistry()
-    registry.register(metrics._Collector({0: file}, "m"))
+def test_values_of_one_label_add_up_to_something(file):
+    """Catches: "full" beside "kept", "used" beside "total", whose sum means nothing; a counter that is on no scrape."""
+    pytest.importorskip("prometheus_client")
+    for slot, name in enumerate(NAMES):
+        file.set(name, 10**6 * (slot + 1))  # whole seconds where it is a time
     wholes = {"kind": len(metrics.KINDS), "position": metrics.MAX_POSITIONS, "reason": None, "le": None}
-    for family in registry.collect():
+    seen = []
+    for family in metrics._Collector({0: file}, "m").collect():
         own = {label for sample in family.samples for label in sample.labels} - {"model_name", "engine"}
         assert own <= wholes.keys(), family.name
-        for label in own & {"kind"}:
+        for label in own & {"kind", "position"}:
             assert len(family.samples) == wholes[label], family.name
+        if "le" not in own:
+            seen += [sample.value * (10**6 if "_seconds" in family.name else 1) for sample in family.samples]
+    assert sorted(seen) == sorted(file.values().values())
 
 
-def test_histogram_of_acceptance_lengths(tmp_path):
+def test_histogram_of_acceptance_lengths(file, sample):
     """Of 10 steps 4 accept nothing, 3 one token, 3 four; the sum over the count is the acceptance length."""
-    prometheus_client = pytest.importorskip("prometheus_client")
-    file = MetricsFile.create(tmp_path / "m")
     file.add("drafts", 10)
     file.add("accepted_tokens", 3 * 1 + 3 * 4)
     file.add_accepted_per_position(np.array([6, 3, 3, 3]))
-    registry = prometheus_client.CollectorRegistry()
-    registry.register(metrics._Collector({0: file}, "m"))
-    labels = {"model_name": "m", "engine": "0"}
-
-    def read(suffix, **more):
-        return registry.get_sample_value(f"vidspec:acceptance_length_{suffix}", labels | more)
-
-    assert [read("bucket", le=str(n)) for n in range(1, 7)] == [4, 7, 7, 7, 10, 10]
-    assert read("bucket", le="+Inf") == read("count") == 10
-    assert read("sum") / read("count") == summarize(file.values())["acceptance_length"] == 2.5
+    metrics.register_collector({0: file}, "m")
+    assert [sample("acceptance_length_bucket", le=str(n)) for n in range(1, 7)] == [4, 7, 7, 7, 10, 10]
+    assert sample("acceptance_length_bucket", le="+Inf") == sample("acceptance_length_count") == 10
+    mean = sample("acceptance_length_sum") / sample("acceptance_length_count")
+    assert mean == summarize(file.values())["acceptance_length"] == 2.5
 
 
-def test_a_second_engine_replaces_the_first(tmp_path, scrape):
-    first, second = MetricsFile.create(tmp_path / "a"), MetricsFile.create(tmp_path / "b")
-    metrics.register_collector({0: first}, "m")
+def test_a_second_engine_replaces_the_first(file, tmp_path, sample):
+    second = MetricsFile.create(tmp_path / "b")
+    metrics.register_collector({0: file, 1: file}, "m")
     metrics.register_collector({0: second}, "m")
     second.add("drafts", 2)
-    assert len([line for line in scrape().splitlines() if line.startswith("vidspec:drafts_total")]) == 1
-    assert "vidspec:drafts_total" in scrape() and "} 2.0" in scrape()
+    assert sample("drafts_total") == 2 and sample("drafts_total", engine=1) is None
 
 
-def test_a_deleted_file_is_read_and_written_as_before(tmp_path, scrape):
+def test_a_deleted_file_is_read_and_written_as_before(file, sample):
     """Catches: counters that vanish, and a server that stops, when somebody tidies the temporary directory."""
-    file = MetricsFile.create(tmp_path / "m")
-    worker = MetricsFile.open(tmp_path / "m")
+    worker = MetricsFile.open(file.path)
     metrics.register_collector({0: file}, "m")
     os.unlink(file.path)
     worker.add("drafts", 3)
     worker.add_to_requests(np.array([worker.begin_request("r", set())]), np.array([[2, 0, 0]]))
-    assert file.values()["drafts"] == 3 and file.request("r")["exact"] == 2
-    assert _same('vidspec:drafts_total{model_name="m",engine="0"} 3.0', _line(scrape(), "vidspec:drafts_total{"))
+    assert file.request("r")["exact"] == 2
+    assert file.values()["drafts"] == sample("drafts_total") == 3
 
 
-def _line(text: str, start: str) -> str:
-    return next(line for line in text.splitlines() if line.startswith(start))
-
-
-def test_values_that_belong_together_are_read_together(tmp_path):
-    """Catches: a scrape between "drafts" and their positions, after which a counter of the histogram falls."""
-    file, reader = MetricsFile.create(tmp_path / "m"), MetricsFile.open(tmp_path / "m")
-    stop = threading.Event()
-
-    def write():
-        while not stop.is_set():
-            with file.at_once():
-                file.add("drafts")
-                time.sleep(0)
-                file.add("accepted_tokens")
-            time.sleep(1e-4)
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        for _ in range(200):
-            values = reader.values()
-            assert values["drafts"] == values["accepted_tokens"]
-    finally:
-        stop.set()
-        writer.join()
-    file._words[metrics._SEQUENCE] += 1  # a writer that died in between
-    assert reader.values()["drafts"] == file.values()["drafts"]
-
-
-def test_a_refusal_is_left_for_the_server(tmp_path):
-    file, worker = MetricsFile.create(tmp_path / "m"), MetricsFile.open(tmp_path / "m")
-    assert file.refusal() is None
-    worker.refuse("ä" * 10_000)
-    assert 400 < len(file.refusal()) < 1000 and set(file.refusal()) == {"ä"}
-    worker.refuse("one line")
-    assert file.refusal() == "one line"
-    assert set(file.values().values()) == {0}
-
-
-@pytest.mark.parametrize("failure", ["absent", "full"])
-def test_a_directory_that_takes_no_file_is_one_line(tmp_path, monkeypatch, failure):
-    """Catches: a trace of many lines, and half a file that stays."""
-    path = tmp_path / "m"
-    if failure == "absent":
-        path = tmp_path / "absent" / "m"
-    else:
-
-        def full(*_args):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        monkeypatch.setattr(mmap, "mmap", full)
-    with pytest.raises(VidSpecError, match="metrics file") as caught:
-        MetricsFile.create(path)
-    assert "\n" not in str(caught.value)
-    assert list(tmp_path.iterdir()) == []
+# --- several files ---
 
 
 _SERVER = """

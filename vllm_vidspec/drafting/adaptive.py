@@ -1,7 +1,6 @@
 """The adaptive tree (SAGE): deep and narrow where the draft is sure, shallow and wide where it is not; pure torch."""
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -9,58 +8,11 @@ from torch import Tensor
 
 from vidspec_kernels.dispatch import array_module, as_array
 from vidspec_kernels.tree_grow import TreeGrowBuffers, tree_grow
-from vllm_vidspec.drafting.tree import MAX_NODES, DraftTree
-from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.config import TreeKnobs
+from vllm_vidspec.drafting.tree import DraftTree
 
 # Stands for less (-inf, NaN): its exp vanishes beside 1, and so does the product of both.
 _LEAST_LOGIT = -80.0
-
-
-@dataclass(frozen=True)
-class SageKnobs:
-    """SAGE's parameters; the defaults are the paper's (section 5.1), where N_max, the most nodes, is 64.
-
-    Attributes:
-        depth_min: D_min, levels of a tree at confidence 0; >= 1.
-        depth_max: D_max, the most that history lets the depth at confidence 1 become.
-        width_min: W_min, children of the root at confidence 1; >= 1.
-        width_max: W_max, children of the root at confidence 0; <= 64.
-        entropy_top_k: k, candidates that the entropy is measured on, in [2, 64].
-        threshold: A path of l tokens needs more probability than threshold * l / D; in [0, 1].
-        history_window: Acceptance lengths that history remembers, >= 1; without the target's own token, as in the
-            paper.
-        history_low: Below this mean the maximum depth falls by one a step.
-        history_high: Above this mean it rises by one a step. Between the two it stays (hysteresis).
-        use_history: Whether history moves the maximum depth.
-        use_lookahead: Whether confidence shapes the next step's tree (the paper's way) or the same step's.
-
-    Raises:
-        VidSpecError: A value is out of its range.
-    """
-
-    depth_min: int = 3
-    depth_max: int = 8
-    width_min: int = 2
-    width_max: int = 10
-    entropy_top_k: int = 10
-    threshold: float = 0.1
-    history_window: int = 10
-    history_low: float = 2.0
-    history_high: float = 3.0
-    use_history: bool = True
-    use_lookahead: bool = True
-
-    def __post_init__(self) -> None:
-        for holds, rule in (
-            (1 <= self.depth_min <= self.depth_max <= MAX_NODES, f"1 <= depth_min <= depth_max <= {MAX_NODES}"),
-            (1 <= self.width_min <= self.width_max <= MAX_NODES, f"1 <= width_min <= width_max <= {MAX_NODES}"),
-            (2 <= self.entropy_top_k <= MAX_NODES, f"2 <= entropy_top_k <= {MAX_NODES}"),
-            (0.0 <= self.threshold <= 1.0, "0 <= threshold <= 1"),
-            (self.history_window >= 1, "history_window >= 1"),
-            (0.0 <= self.history_low <= self.history_high, "0 <= history_low <= history_high"),
-        ):
-            if not holds:
-                raise VidSpecError(f"adaptive tree: it must hold that {rule}, got {self}")
 
 
 def confidence(log_probs: Tensor, top_k: int) -> Tensor:
@@ -87,7 +39,7 @@ def confidence(log_probs: Tensor, top_k: int) -> Tensor:
     return torch.as_tensor((1.0 - entropy / math.log(top_k)).clip(0.0, 1.0))
 
 
-def log_thresholds(knobs: SageKnobs) -> Tensor:
+def log_thresholds(knobs: TreeKnobs) -> Tensor:
     """Return what a path's log-probability must exceed: log(threshold * l / D) (SAGE, section 3.2).
 
     Returns:
@@ -98,7 +50,7 @@ def log_thresholds(knobs: SageKnobs) -> Tensor:
     return (knobs.threshold * levels / depths[:, None]).log().float()
 
 
-def width_bounds(knobs: SageKnobs, num_candidates: int) -> Tensor:
+def width_bounds(knobs: TreeKnobs, num_candidates: int) -> Tensor:
     """Return the log-probability that a parent's path needs for its child of a rank to be allowed (SAGE eq. 12).
 
     A child is allowed iff its rank is below W_l = max(1, round(W / l * (0.5 + P_parent))), halves rounded up, and on
@@ -143,11 +95,11 @@ class AdaptiveTree:
         max_num_reqs: Most requests of a batch, and persistent rows.
         max_nodes: K = N_max, the most draft nodes of a tree, in [1, 64].
         device: Where the tensors live.
-        knobs: The other parameters.
+        knobs: All but its `paths` and `fill`.
     """
 
-    def __init__(self, max_num_reqs: int, max_nodes: int, device: torch.device | str, knobs: SageKnobs | None = None):
-        self.knobs = knobs = knobs or SageKnobs()
+    def __init__(self, max_num_reqs: int, max_nodes: int, device: torch.device | str, knobs: TreeKnobs | None = None):
+        self.knobs = knobs = knobs or TreeKnobs()
         self.tree = tree = DraftTree(max_num_reqs, max_nodes, device)
         self.max_nodes = max_nodes
         self.max_depth = min(knobs.depth_max, max_nodes)
@@ -159,8 +111,8 @@ class AdaptiveTree:
         # State by persistent row; the depth and the width are the plan of the row's next tree.
         self.confidence = torch.zeros(max_num_reqs, device=device)
         self.max_depths = torch.zeros(max_num_reqs, device=device)  # D_r, float32 as alpha
-        # [max_num_reqs, history_window] acceptance lengths, the newest last; -1 = none yet
-        self._history = torch.zeros(max_num_reqs, knobs.history_window, dtype=torch.int64, device=device)
+        # [max_num_reqs, knobs.history] acceptance lengths, the newest last; -1 = none yet
+        self._history = torch.zeros(max_num_reqs, knobs.history, dtype=torch.int64, device=device)
         self._depths = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
         self._widths = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
         self._host_depths = _HostCopy(max_num_reqs, device)
@@ -192,7 +144,7 @@ class AdaptiveTree:
     def observe(self, rows: Tensor, num_accepted: Tensor) -> None:
         """Move the maximum depths by the mean of the last acceptance lengths (SAGE, section 3.3); see `TreePolicy`."""
         knobs = self.knobs
-        if not knobs.use_history:
+        if knobs.history == 0:
             return
         xp, rows, num_accepted = array_module(self.tree.device), as_array(rows), as_array(num_accepted)
         history, max_depths = as_array(self._history), as_array(self.max_depths)
@@ -212,7 +164,7 @@ class AdaptiveTree:
         self._budget = budget = max(0, min(max_nodes, self.max_nodes))
         self.tree.clear(self._num_reqs)
         low, high = self.knobs.depth_min, self.knobs.depth_max
-        if self.knobs.use_lookahead and self._num_reqs > 0:
+        if self.knobs.lookahead and self._num_reqs > 0:
             # Clipped, because the device's word sizes the host's loops: no draft may lead them astray.
             planned = self._host_depths.read()[rows_np].clip(low, high)
             low, high = int(planned.min()), int(planned.max())
@@ -226,7 +178,7 @@ class AdaptiveTree:
         """Grow one level; see `TreePolicy`."""
         if level == 0:
             self._plan(confidence(log_probs, self.knobs.entropy_top_k))
-            if self.knobs.use_lookahead:
+            if self.knobs.lookahead:
                 # Sent while the deeper levels are still to come, so that the next step finds it there.
                 self._host_depths.send(self._rows_np, self._planned[0])
             else:
@@ -249,7 +201,7 @@ class AdaptiveTree:
             leftover = (growth.leftover_log_probs, growth.leftover_tokens, growth.leftover_parents)
             used = (part[:num_reqs, : self._num_parents] for part in leftover)
             self.tree.append_leaves(num_reqs, self._budget, *used)
-        if self.knobs.use_lookahead:
+        if self.knobs.lookahead:
             self._adopt()
 
     def _plan(self, confidences: Tensor) -> None:

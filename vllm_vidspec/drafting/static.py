@@ -7,8 +7,51 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_vidspec.drafting.paths import SPECVLM_PATHS, Topology, parse_paths, topology_of
+from vllm_vidspec.config.paths import SPECVLM_PATHS, Path, parse_paths
 from vllm_vidspec.drafting.tree import DraftTree, topology_tables
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A static tree in our node order; `paths[i]`, `parents[i]` belong to node i + 1.
+
+    Attributes:
+        paths: Rank paths: the greedy path first, then by depth, then by path.
+        parents: Node index of each parent, 0 = the root; smaller than the node's own.
+    """
+
+    paths: tuple[Path, ...]
+    parents: tuple[int, ...]
+
+    @property
+    def num_candidates(self) -> int:
+        """The largest rank + 1."""
+        return max(path[-1] for path in self.paths) + 1
+
+    def cut(self, num_nodes: int) -> "Topology":
+        """Return the tree of the first nodes; it may be empty."""
+        return Topology(self.paths[:num_nodes], self.parents[:num_nodes])
+
+    def frontiers(self) -> list[list[int]]:
+        """Return the nodes with children of each level, in node order; [[0]] for a tree without nodes.
+
+        Node order puts the greedy node first. The length is the number of draft forwards.
+        """
+        levels: list[list[int]] = [[0]]
+        for depth in range(1, max((len(path) for path in self.paths), default=0)):
+            nodes = {parent for parent in self.parents if parent and len(self.paths[parent - 1]) == depth}
+            levels.append(sorted(nodes))
+        return levels
+
+
+def topology_of(paths: Sequence[Path]) -> Topology:
+    """Return checked paths (see `parse_paths`) as a topology.
+
+    The greedy path is as deep as the paths have it; a tree that is deeper elsewhere is the user's choice.
+    """
+    ordered = tuple(sorted(paths, key=lambda path: (any(path), len(path), path)))
+    node_of = {path: node for node, path in enumerate(ordered, start=1)}
+    return Topology(ordered, tuple(node_of.get(path[:-1], 0) for path in ordered))
 
 
 @dataclass(frozen=True)
@@ -59,7 +102,7 @@ class StaticTree:
         self,
         max_num_reqs: int,
         device: torch.device | str,
-        paths: Sequence[Sequence[int]] | Sequence[str] = SPECVLM_PATHS,
+        paths: Sequence[Sequence[int]] = SPECVLM_PATHS,
         max_nodes: int | None = None,
     ):
         topology = topology_of(parse_paths(paths))

@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 from vidspec_kernels.dispatch import array_module, as_array
-
-# One bit of an int64 word a node.
-MAX_NODES = 64
+from vllm_vidspec.config.paths import MAX_NODES
 
 _INF_BITS = 0x7F800000
 

@@ -1,1 +1,1 @@
-"""The engine room: the only one that touches vLLM; `compat` is the only module that patches it."""
+"""The engine room: the only one that touches vLLM. Only `compat/` patches it."""

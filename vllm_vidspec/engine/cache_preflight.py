@@ -17,7 +17,7 @@ logger = logging.getLogger("vllm.vidspec")
 
 
 def check_target(vllm_config: Any, config: VidSpecConfig) -> None:
-    """Refuse a target whose layers or KV cache cannot be read as configured; choose a backend where vLLM's cannot.
+    """Refuse a target whose layers or KV cache cannot be read as configured, and choose a backend where vLLM's cannot.
 
     Raises:
         VidSpecError: One line naming what is wrong, and the way out.
@@ -30,7 +30,7 @@ def check_target(vllm_config: Any, config: VidSpecConfig) -> None:
 
 def readers(config: VidSpecConfig) -> Iterator[tuple[str, str]]:
     """Yield who reads the target's KV cache, and what to do without it."""
-    if "attention" in get_pruner(config.pruner).needs:
+    if "attention" in get_pruner(config.prune.pruner).needs:
         yield attention_guidance.REFUSAL
     if config.shapes - {"chain"}:
         yield tree_attention.REFUSAL
@@ -42,11 +42,11 @@ def check_layers(num_layers: int, config: VidSpecConfig) -> None:
     Raises:
         VidSpecError: `guidance_layers` or `uv_layer` names one, and the pruner reads it.
     """
-    needs = get_pruner(config.pruner).needs
+    needs = get_pruner(config.prune.pruner).needs
     if "attention" in needs:
-        attention_guidance.chosen_layers(config.guidance_layers, num_layers)
-    if "uv" in needs and config.uv_layer is not None and config.uv_layer > num_layers:
-        raise VidSpecError(f"uv_layer: the target has layers 1 to {num_layers}, not {config.uv_layer}")
+        attention_guidance.chosen_layers(config.prune.guidance_layers, num_layers)
+    if "uv" in needs and config.prune.uv_layer is not None and config.prune.uv_layer > num_layers:
+        raise VidSpecError(f"uv_layer: the target has layers 1 to {num_layers}, not {config.prune.uv_layer}")
 
 
 def check_cache(vllm_config: Any, what: str, way_out: str) -> None:

@@ -1,4 +1,4 @@
-"""Compiles and loads our kernels before anything is captured or served; reads the runner's parts, changes none.
+"""Compiles and loads our kernels before anything is captured or served, as the runner's parts need them.
 
 A kernel that is compiled at its first launch stalls every request of that step for seconds, and one that is loaded at
 its first launch may be loaded under capture. Interpreted kernels (the CPU engine) need neither.
@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from vidspec_kernels import warm_up
 from vllm_vidspec.drafting.adaptive import AdaptiveTree
 from vllm_vidspec.engine.draft.drafter import Drafter
-from vllm_vidspec.engine.kv_views import key_view, value_view
+from vllm_vidspec.engine.kv_views import distinct_views
 from vllm_vidspec.engine.listen.attention import AttentionGuidance
 from vllm_vidspec.engine.tree_attention import TreeAttention
 
@@ -22,7 +22,7 @@ logger = init_logger("vllm.vidspec")
 
 
 def warm_up_kernels(runner: Any) -> None:
-    """Prepare every variant that a runner's steps can reach; on CUDA only, once its KV caches exist.
+    """Prepare every variant that a runner's steps can reach, on CUDA only, once its KV caches exist.
 
     Args:
         runner: Our model runner.
@@ -36,72 +36,65 @@ def warm_up_kernels(runner: Any) -> None:
 
 def prepare(runner: Any) -> None:
     """Call what prepares each kernel, for the parts that this runner has."""
-    config, num_drafts = runner.vidspec_config, runner.num_speculative_steps
-    in_trees, block_table = runner.trees is not None, runner.block_tables.input_block_tables[0]
-    warm_up.warm_accept(num_drafts, runner.max_num_reqs, in_trees, is_loose=runner.rules is not None)
+    config, num_drafts, parts = runner.knobs.now, runner.num_speculative_steps, runner.parts
+    in_trees, block_table = parts.trees is not None, runner.block_tables.input_block_tables[0]
+    warm_up.warm_accept(num_drafts, runner.max_num_reqs, in_trees, is_loose=parts.rules is not None)
     if in_trees:
-        _prepare_attention(runner.trees._attention, block_table, runner.vllm_config, num_drafts + 1)
-        warm_up.warm_kv_compact(runner.trees._caches, block_table, num_drafts)
-    if isinstance(runner.guidance, AttentionGuidance):
-        layers = {}
-        for layer in runner.guidance._attention.values():
-            keys = key_view(layer.kv_cache, layer)
-            layers[keys.shape, keys.stride(), keys.dtype, layer.impl.num_heads] = keys
-        heads = [(keys, key[3]) for key, keys in layers.items()]
+        _prepare_attention(parts.trees.attention, block_table, runner.vllm_config, num_drafts + 1)
+        warm_up.warm_kv_compact(parts.trees.caches, block_table, num_drafts)
+    if isinstance(parts.guidance, AttentionGuidance):
+        heads = [(keys, num_heads) for keys, _, num_heads in distinct_views(parts.guidance.attention.values())]
         warm_up.warm_guidance_scores(heads, block_table, runner.dtype)
-    if runner.visual is not None:
-        visual = runner.visual
-        tables = (visual.store, visual.block_fill, visual.block_table, visual.num_blocks)
-        warm_up.warm_visual_relevance(*tables, runner.dtype, config.top_n, num_drafts + 1)
+    if parts.visual is not None:
+        store = parts.visual.store
+        tables = (store.pool, store.block_fill, store.block_table, store.num_blocks)
+        warm_up.warm_visual_relevance(*tables, runner.dtype, config.score.top_n, num_drafts + 1)
     _prepare_drafter(runner.speculator.drafter, runner)
 
 
 def _prepare_drafter(drafter: Drafter, runner: Any) -> None:
     """Prepare the draft's own launches."""
-    roots, pool = drafter._chains._roots, drafter.pool
+    roots, kv = drafter.roots, drafter.kv
     batch = {
         "rows": roots.logical_pos[:1],  # any vector of its kind
         "num_slots": roots.seq_lens,
         "num_tokens": roots.seq_lens,
-        "pos_delta": roots.rows.pos_delta,
-        "block_table": pool.table,
-        "block_size": pool.block_size,
+        "pos_delta": kv.pos_delta,
+        "block_table": kv.block_tables,
+        "block_size": kv.block_size,
         "level": 1,
         "max_position": roots.model.num_positions - 1,
     }
-    warm_up.warm_chain_step(
+    warm_up.warm_step(
         **batch,
         positions=roots.positions,
         logical_pos=roots.logical_pos,
         seq_lens=roots.seq_lens,
         slot_mapping=roots.slot_mapping,
     )
-    trees = drafter._trees
+    trees = drafter.trees
     if trees is None:
         return
     width = trees.policy.max_frontier
-    warm_up.warm_tree_step(
+    warm_up.warm_step(
         width,
         **batch,
         positions=trees._positions,
         logical_pos=trees._logical_pos,
+        seq_lens=trees._prefix_lens,
         slot_mapping=trees._slot_mapping,
-        prefix_lens=trees._prefix_lens,
     )
     if isinstance(trees.policy, AdaptiveTree):
         warm_up.warm_tree_grow(trees.policy._growth, width)
-    _prepare_attention(trees._attention, pool.table, drafter.model.config, width)
-    warm_up.warm_kv_compact(drafter._caches, pool.table, runner.num_speculative_steps)
+    _prepare_attention(trees.attention, kv.block_tables, drafter.model.config, width)
+    assert kv.caches is not None
+    warm_up.warm_kv_compact(kv.caches, kv.block_tables, runner.num_speculative_steps)
 
 
 def _prepare_attention(
     attention: TreeAttention, block_table: torch.Tensor, config: VllmConfig, max_queries: int
 ) -> None:
-    """Prepare the tree attention of a model's layers, of each kind of layer once."""
+    """Prepare the tree attention of a model's layers."""
     model = config.model_config
-    kinds = {}
-    for layer in attention.layers:
-        keys, values = key_view(layer.kv_cache, layer), value_view(layer.kv_cache, layer)
-        kinds[keys.shape, keys.stride(), keys.dtype, layer.impl.num_heads] = (keys, values)
-    for (*_, num_heads), (keys, values) in kinds.items():
+    for keys, values, num_heads in distinct_views(attention.layers):
         warm_up.warm_tree_attention(keys, values, block_table, num_heads, model.dtype, max_queries, model.max_model_len)

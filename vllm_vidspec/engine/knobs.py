@@ -1,8 +1,18 @@
 """Knobs: the one place where the engine's parts read the configuration that holds at the moment."""
 
 from collections.abc import Callable
+from typing import Any
 
 from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.config.model import flatten
+from vllm_vidspec.errors import VidSpecError
+
+# What may change while the engine runs: pruning always, verification where any request can be loose.
+_PRUNING = {"lambda_r", "guidance_layers", "prune_ratio", "image_prune_ratio"}
+_RULES = {
+    *("scorer", "lambda_loose", "top_n", "position_shift", "relevance_rows"),
+    *("fly_entropy", "fly_window", "fly_top_k", "protected_tokens"),
+}
 
 
 class Knobs:
@@ -13,15 +23,30 @@ class Knobs:
     """
 
     def __init__(self, config: VidSpecConfig):
-        self.now = config
+        self.now = self._first = config
         self._hearers: list[Callable[[VidSpecConfig], None]] = []
 
     def on_change(self, hear: Callable[[VidSpecConfig], None]) -> None:
         """Call `hear` with every later configuration, for what is derived from knobs once and kept."""
         self._hearers.append(hear)
 
+    def retune(self, changes: dict[str, Any]) -> None:
+        """Change some knobs by name.
+
+        Raises:
+            VidSpecError: A knob that cannot change at run time, or a wrong value.
+        """
+        changes = flatten(changes)
+        tunable = _PRUNING | (_RULES if self._first.score.scorers != {"strict"} else set())
+        if fixed := sorted(set(changes) - tunable):
+            raise VidSpecError(f"{fixed[0]} cannot change while the engine runs")
+        config = self.now.changed(changes)
+        if "loose" in config.score.scorers - self._first.score.scorers:
+            raise VidSpecError("scorer cannot change to loose: the engine keeps no hidden states")
+        self.change(config)
+
     def change(self, config: VidSpecConfig) -> None:
-        """Let another configuration hold from here on; what hears of it may refuse it, and then nothing changes.
+        """Let another configuration hold from here on. What hears of it may refuse it, and then nothing changes.
 
         Raises:
             VidSpecError: A part cannot follow.

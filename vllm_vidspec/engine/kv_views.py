@@ -67,8 +67,8 @@ def check_layout_name(layout: str, what: str, way_out: str) -> None:
         raise VidSpecError(f"{what} cannot read the CPU cache layout {layout!r}: use --dtype float32, or {way_out}")
 
 
-def key_view(kv_cache: torch.Tensor, layer: Any) -> torch.Tensor:
-    """Return the keys of a paged cache as a view `[num_blocks, block_size, num_kv_heads, head_size]`.
+def cache_views(kv_cache: torch.Tensor, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values of a paged cache as views `[num_blocks, block_size, num_kv_heads, head_size]`.
 
     Args:
         kv_cache: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, vLLM's logical shape.
@@ -76,23 +76,21 @@ def key_view(kv_cache: torch.Tensor, layer: Any) -> torch.Tensor:
     """
     head_size = layer.impl.head_size
     if getattr(layer, "isa", None) is None:  # not the CPU backend
-        return kv_cache.transpose(1, 2)[..., :head_size]
-    # A block's first half is K, stored [head_size, block_size] per head.
+        by_token = kv_cache.transpose(1, 2)
+        return by_token[..., :head_size], by_token[..., head_size:]
     num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
     block, head, _, _ = kv_cache.stride()
-    return kv_cache.as_strided((num_blocks, block_size, num_kv_heads, head_size), (block, 1, head, block_size))
+    shape, first = (num_blocks, block_size, num_kv_heads, head_size), kv_cache.storage_offset()
+    # A block's first half is K, stored [head_size, block_size] per head; its second is V, [block_size, head_size].
+    keys = kv_cache.as_strided(shape, (block, 1, head, block_size), first)
+    return keys, kv_cache.as_strided(shape, (block, head_size, head, 1), first + block_size * head_size)
 
 
-def value_view(kv_cache: torch.Tensor, layer: Any) -> torch.Tensor:
-    """Return the values of a paged cache as a view of the same shape; see `key_view`."""
-    head_size = layer.impl.head_size
-    if getattr(layer, "isa", None) is None:
-        return kv_cache.transpose(1, 2)[..., head_size:]
-    # A block's second half is V, stored [block_size, head_size] per head.
-    num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
-    block, head, _, _ = kv_cache.stride()
-    return kv_cache.as_strided(
-        (num_blocks, block_size, num_kv_heads, head_size),
-        (block, head_size, head, 1),
-        kv_cache.storage_offset() + block_size * head_size,
-    )
+def distinct_views(layers: Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Return keys, values and the number of query heads of attention layers, of those that are alike only one's."""
+    found = {}
+    for layer in layers:
+        keys, values = cache_views(layer.kv_cache, layer)
+        num_heads = layer.impl.num_heads
+        found[keys.shape, keys.stride(), keys.dtype, num_heads] = (keys, values, num_heads)
+    return list(found.values())

@@ -4,14 +4,15 @@ import functools
 import importlib.metadata
 import logging
 import os
+from collections.abc import Iterator
 from typing import Any
 
-from vllm_vidspec import families
+from vllm_vidspec import SUPPORTED_VLLM, families
 from vllm_vidspec.config import METHOD, VidSpecConfig, parse_config
-from vllm_vidspec.engine import cache_preflight, compat
+from vllm_vidspec.engine import cache_preflight
+from vllm_vidspec.engine.compat import api
 from vllm_vidspec.engine.report import server_counters
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.plugin import SUPPORTED_VLLM
 from vllm_vidspec.scoring.choices import CALLS_TOOLS, PREFIX, choose
 
 logger = logging.getLogger("vllm.vidspec")
@@ -66,7 +67,7 @@ def translate(args: Any) -> VidSpecConfig | None:
         "model": draft,
         "num_speculative_tokens": config.num_speculative_tokens,
     }
-    if config.draft == "auto":
+    if config.draft_shape == "auto":
         args.speculative_config["num_speculative_tokens_per_batch_size"] = _schedule(args, config, passed)
     args.additional_config = {**(args.additional_config or {}), METHOD: config.model_dump()}
     args.worker_cls = _WORKERS[current_platform.is_cpu()]
@@ -79,22 +80,85 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
     Raises:
         VidSpecError: The target needs something the draft cannot follow.
     """
-    multimodal = vllm_config.model_config.multimodal_config
+    for refusals in (target_refusals, scheduling_refusals, scorer_refusals, runner_refusals):
+        for refusal in refusals(vllm_config, config):
+            raise VidSpecError(refusal)
+    cache_preflight.check_target(vllm_config, config)
+    _warn(vllm_config, config)
+    check = functools.partial(choose, knobs=config.score)  # pickled for the workers
+    api.mark_as_ours(vllm_config.speculative_config, check)
+    api.hear_request_choices(PREFIX, CALLS_TOOLS, check)
+    keep_attention_out_of_graphs(vllm_config, config)
+    server_counters.publish(vllm_config)
+    logger.info("vidspec is active: %s", config.summary())
+
+
+def target_refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
+    """Yield a line for each property of the target that a draft cannot follow."""
+    model = vllm_config.model_config
     if config.is_self_draft and vllm_config.lora_config is not None:
-        raise VidSpecError('LoRA adapters cannot be used with "model": "self"; name a draft model instead')
-    if vllm_config.model_config.is_encoder_decoder:
-        raise VidSpecError("encoder-decoder targets are not supported")
-    if vllm_config.model_config.is_hybrid:
-        raise VidSpecError("targets with a hybrid KV cache (state-space layers) are not supported")
-    if multimodal is not None and multimodal.video_pruning_rate:
-        raise VidSpecError("--video-pruning-rate prunes the target's own video; unset it (the draft is pruned instead)")
+        yield 'LoRA adapters cannot be used with "model": "self"; name a draft model instead'
+    if model.is_encoder_decoder:
+        yield "encoder-decoder targets are not supported"
+    if model.is_hybrid:
+        yield "targets with a hybrid KV cache (state-space layers) are not supported"
+    if model.multimodal_config is not None and model.multimodal_config.video_pruning_rate:
+        yield "--video-pruning-rate prunes the target's own video; unset it (the draft is pruned instead)"
     if vllm_config.watermark_config is not None:
-        raise VidSpecError("watermarking is not supported together with vidspec")
-    _check_scheduling(vllm_config, config)
-    draft_len, target_len = (
-        vllm_config.speculative_config.draft_model_config.max_model_len,
-        vllm_config.model_config.max_model_len,
+        yield "watermarking is not supported together with vidspec"
+
+
+def scheduling_refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
+    """Yield a line for each feature of the engine that drafts, or trees of them, cannot share it with."""
+    scheduler, offload = vllm_config.scheduler_config, vllm_config.offload_config
+    if 2 * scheduler.max_num_seqs > scheduler.max_num_batched_tokens:
+        yield (
+            "drafting takes two tokens of every request: "
+            f"--max-num-batched-tokens {scheduler.max_num_batched_tokens} is less than twice --max-num-seqs "
+            f"{scheduler.max_num_seqs}; raise the one or lower the other"
+        )
+    prefetches = offload.offload_backend == "prefetch" or (
+        offload.offload_backend == "auto" and offload.prefetch.offload_group_size > 0
     )
+    if prefetches and not config.is_self_draft:
+        yield "--offload-backend prefetch holds one model, and the draft is a second: use uva"
+    if config.shapes == {"chain"}:
+        return
+    if vllm_config.parallel_config.enable_batch_sharded_sampling:
+        yield "--enable-batch-sharded-sampling shows a rank its own requests only: draft chains, not trees"
+    if vllm_config.kv_transfer_config is not None:
+        yield "KV connectors may take a tree's entries before they are in order: draft chains, not trees"
+
+
+def scorer_refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
+    """Yield a line for each thing that scorers which let mismatches stand cannot work with."""
+    if config.score.scorers == {"strict"}:
+        return
+    if vllm_config.parallel_config.enable_batch_sharded_sampling:
+        yield "--enable-batch-sharded-sampling shows a rank its own requests only: use the strict scorer"
+    if "loose" in config.score.scorers and config.score.relevance_dtype == "fp8":
+        from vllm.platforms import current_platform
+
+        # Below, Triton has no conversion of them.
+        if current_platform.is_cuda() and not current_platform.has_device_capability(89):
+            found = current_platform.get_device_capability().as_version_str()
+            yield f"relevance_dtype fp8 needs compute capability 8.9, this GPU has {found}: use auto"
+    if config.score.protected_tokens and vllm_config.model_config.skip_tokenizer_init:
+        yield "protected_tokens needs a tokenizer: drop --skip-tokenizer-init"
+
+
+def runner_refusals(vllm_config: Any, _config: VidSpecConfig) -> Iterator[str]:
+    """Yield a line if vLLM does not use the model runner that ours is made of."""
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
+        yield "vidspec needs Model Runner V2; unset VLLM_USE_V2_MODEL_RUNNER=0"
+    if not vllm_config.use_v2_model_runner:
+        yield "vidspec needs Model Runner V2, which vLLM does not use here: run `vidspec doctor`"
+
+
+def _warn(vllm_config: Any, config: VidSpecConfig) -> None:
+    """Log what is allowed and may surprise."""
+    draft_len = vllm_config.speculative_config.draft_model_config.max_model_len
+    target_len = vllm_config.model_config.max_model_len
     if draft_len < target_len:
         logger.warning(
             "vidspec: the draft's context ends at %d tokens, the target's at %d: from there on requests run without "
@@ -102,80 +166,8 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
             draft_len,
             target_len,
         )
-    _check_scorers(vllm_config, config)
-    _check_runner(vllm_config)
-    cache_preflight.check_target(vllm_config, config)
-    check = functools.partial(choose, config=config)  # pickled for the workers
-    compat.mark_as_ours(vllm_config.speculative_config, check)
-    compat.hear_request_choices(PREFIX, CALLS_TOOLS, check)
-    keep_attention_out_of_graphs(vllm_config, config)
-    server_counters.publish(vllm_config)
-    logger.info("vidspec is active: %s", config.summary())
-
-
-def _check_scheduling(vllm_config: Any, config: VidSpecConfig) -> None:
-    """Refuse what drafts, or trees of them, cannot share an engine with.
-
-    Raises:
-        VidSpecError: One line naming it.
-    """
-    scheduler = vllm_config.scheduler_config
-    if 2 * scheduler.max_num_seqs > scheduler.max_num_batched_tokens:
-        raise VidSpecError(
-            "drafting takes two tokens of every request: "
-            f"--max-num-batched-tokens {scheduler.max_num_batched_tokens} is less than twice --max-num-seqs "
-            f"{scheduler.max_num_seqs}; raise the one or lower the other"
-        )
-    offload = vllm_config.offload_config
-    prefetches = offload.offload_backend == "prefetch" or (
-        offload.offload_backend == "auto" and offload.prefetch.offload_group_size > 0
-    )
-    if prefetches and not config.is_self_draft:
-        raise VidSpecError("--offload-backend prefetch holds one model, and the draft is a second: use uva")
-    if config.shapes == {"chain"}:
-        return
-    if vllm_config.parallel_config.enable_batch_sharded_sampling:
-        raise VidSpecError(
-            "--enable-batch-sharded-sampling shows a rank its own requests only: draft chains, not trees"
-        )
-    if vllm_config.kv_transfer_config is not None:
-        raise VidSpecError("KV connectors may take a tree's entries before they are in order: draft chains, not trees")
-
-
-def _check_runner(vllm_config: Any) -> None:
-    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
-        raise VidSpecError("vidspec needs Model Runner V2; unset VLLM_USE_V2_MODEL_RUNNER=0")
-    if not vllm_config.use_v2_model_runner:
-        raise VidSpecError("vidspec needs Model Runner V2, which vLLM does not use here: run `vidspec doctor`")
-
-
-def _check_scorers(vllm_config: Any, config: VidSpecConfig) -> None:
-    """Refuse what scorers that let mismatches stand cannot work with.
-
-    Raises:
-        VidSpecError: One line naming it.
-    """
-    if config.scorers == {"strict"}:
-        return
-    lossy = ", ".join(sorted(config.scorers - {"strict"}))
-    logger.warning("vidspec: requests may be verified by %s: their output can differ from the target's", lossy)
-    if vllm_config.parallel_config.enable_batch_sharded_sampling:
-        raise VidSpecError("--enable-batch-sharded-sampling shows a rank its own requests only: use the strict scorer")
-    if "loose" in config.scorers and config.relevance_dtype == "fp8":
-        _check_fp8_kernels()
-    if config.protected_tokens and vllm_config.model_config.skip_tokenizer_init:
-        raise VidSpecError("protected_tokens needs a tokenizer: drop --skip-tokenizer-init")
-
-
-def _check_fp8_kernels() -> None:
-    """Refuse fp8 states on a GPU for which Triton has no conversion of them."""
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cuda() and not current_platform.has_device_capability(89):
-        found = current_platform.get_device_capability()
-        raise VidSpecError(
-            f"relevance_dtype fp8 needs compute capability 8.9, this GPU has {found.as_version_str()}: use auto"
-        )
+    if lossy := ", ".join(sorted(config.score.scorers - {"strict"})):
+        logger.warning("vidspec: requests may be verified by %s: their output can differ from the target's", lossy)
 
 
 def keep_attention_out_of_graphs(vllm_config: Any, config: VidSpecConfig) -> None:
@@ -225,36 +217,14 @@ def _check_args(args: Any) -> None:
 
 
 def _check_pair(args: Any, config: VidSpecConfig, draft_revision: str | None) -> None:
-    """Compare the two checkpoints' configurations; no weight is read."""
+    """Compare the two checkpoints' configurations, before any weight is read."""
     target = _hf_config(args.model, args.revision, args, "target")
     if config.is_self_draft:
         families.adapter_for(target)
         return
     draft = _hf_config(config.model, draft_revision, args, "draft")
     families.check_pair(target, draft)
-    _check_heads(draft, args.tensor_parallel_size)
-
-
-def _check_heads(draft: Any, num_ranks: int) -> None:
-    """Refuse a draft whose heads the tensor-parallel ranks cannot share; it runs on as many ranks as the target."""
-    text, vision = draft.get_text_config(), draft.vision_config
-    heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
-    vision_heads = getattr(vision, "num_heads", None) or vision.num_attention_heads
-
-    def is_even(size: int) -> bool:
-        # vLLM gives several ranks a copy of one KV head where there are fewer heads than ranks.
-        return not (heads % size or vision_heads % size or max(kv_heads, size) % min(kv_heads, size))
-
-    if is_even(num_ranks):
-        return
-    whose, count = ("vision tower", vision_heads) if vision_heads % num_ranks else ("language model", heads)
-    if whose == "language model" and heads % num_ranks == 0:
-        whose, count = "language model (keys and values)", kv_heads
-    sizes = ", ".join(str(size) for size in range(1, heads + 1) if is_even(size))
-    raise VidSpecError(
-        f"the draft's {whose} has {count} heads, which {num_ranks} tensor-parallel ranks cannot share evenly; "
-        f"--tensor-parallel-size {sizes} would do"
-    )
+    families.check_ranks(draft, args.tensor_parallel_size)
 
 
 def _hf_config(model: str, revision: str | None, args: Any, role: str) -> Any:

@@ -5,12 +5,14 @@ about to be added again). Every table that knows something of a row registers he
 time than the others.
 """
 
+import functools
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +36,11 @@ class Arrival:
     sampling: Any
     adapter: str = ""
     has_embeds: bool = False
+
+    @property
+    def is_structured(self) -> bool:
+        """Whether a grammar constrains the output."""
+        return self.sampling is not None and self.sampling.structured_outputs is not None
 
 
 class RowTable(Protocol):
@@ -67,19 +74,24 @@ class RequestRows:
 
     def __init__(self, max_num_reqs: int, device: torch.device):
         self.phase = np.full(max_num_reqs, Phase.UNSEEN, dtype=np.int8)  # [max_num_reqs]
-        # [max_num_reqs] whether the row's scheduled draft tokens are real (vLLM pads rows without drafts); on the host
-        # as the device will have it once the step's uploads are done
-        self.has_draft_np = np.zeros(max_num_reqs, dtype=bool)
+        self.skip_reason: list[str | None] = [None] * max_num_reqs  # why a row is SKIPPED
+        # [max_num_reqs] whether the row's scheduled draft tokens are real (vLLM pads rows without drafts), and the same
+        # on the host, which knows it a step earlier
         self.has_draft = torch.zeros(max_num_reqs, dtype=torch.bool, device=device)
+        self.has_draft_np = np.zeros(max_num_reqs, dtype=bool)
         self.is_tree = np.zeros(max_num_reqs, dtype=bool)  # [max_num_reqs] shape of the draft in flight
+        # Rows of the last step's trees and their nodes, which the device knows; None for chains.
+        self._tree_nodes: tuple[np.ndarray, torch.Tensor] | None = None
         self._tables: list[RowTable] = []
 
-    def register(self, table: RowTable) -> None:
-        """Tell a table of every row's ends from here on, in the order of registration."""
-        self._tables.append(table)
+    def register(self, *tables: RowTable) -> None:
+        """Tell tables of every row's ends from here on, in the order of registration."""
+        self._tables.extend(tables)
+
+    # ---- both ends of a request's life -----------------------------------------------------------------------------
 
     def admit(self, arrival: Arrival) -> None:
-        """Take a request in."""
+        """Take a request in, in every table."""
         for table in self._tables:
             table.admit(arrival)
 
@@ -87,4 +99,51 @@ class RequestRows:
         """Forget a row in every table."""
         for table in self._tables:
             table.forget(req_state_idx)
-        self.phase[req_state_idx] = Phase.UNSEEN
+        self._forget_draft(req_state_idx)
+        self.phase[req_state_idx], self.skip_reason[req_state_idx] = Phase.UNSEEN, None
+
+    # ---- in between ------------------------------------------------------------------------------------------------
+
+    def are_in(self, idx_mapping_np: np.ndarray, *phases: Phase) -> np.ndarray:
+        """Return `[n]` bool: which of `[n]` rows are in one of these phases."""
+        found = self.phase[idx_mapping_np]
+        return functools.reduce(np.logical_or, (found == phase for phase in phases))
+
+    def skip(self, req_state_idx: int, reason: str) -> None:
+        """Let a row's request go on without speculation, for good."""
+        self._forget_draft(req_state_idx)
+        self.phase[req_state_idx], self.skip_reason[req_state_idx] = Phase.SKIPPED, reason
+
+    def publish(
+        self,
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        is_drafted: np.ndarray,
+        num_nodes: torch.Tensor | None,
+    ) -> None:
+        """Note which of a step's requests have a draft in flight from here on.
+
+        Args:
+            idx_mapping: `[num_reqs]` int64 persistent rows; `idx_mapping_np` the same on the host.
+            is_drafted: `[num_reqs]` bool.
+            num_nodes: `[num_drafted]` int nodes of their trees on the device; None for chains.
+        """
+        if (self.has_draft_np[idx_mapping_np] != is_drafted).any():  # seldom: the usual step uploads nothing
+            self.has_draft_np[idx_mapping_np] = is_drafted
+            self.has_draft[idx_mapping] = async_tensor_h2d(is_drafted, device=self.has_draft.device)
+        self._tree_nodes = None if num_nodes is None else (idx_mapping_np[is_drafted], num_nodes)
+
+    def num_drafts(self, num_speculative_tokens: int) -> np.ndarray:
+        """Return `[max_num_reqs]` draft tokens in flight, of trees as many as they have nodes; waits for the device."""
+        counts = np.where(self.has_draft_np, num_speculative_tokens, 0)
+        if self._tree_nodes is not None:
+            idx_mapping_np, num_nodes = self._tree_nodes
+            counts[idx_mapping_np] = num_nodes.cpu().numpy()
+        return counts
+
+    def _forget_draft(self, req_state_idx: int) -> None:
+        self.is_tree[req_state_idx] = False
+        if self.has_draft_np[req_state_idx]:
+            # vLLM may pad the row's next request with placeholders for drafts: nobody has proposed those.
+            self.has_draft_np[req_state_idx] = False
+            self.has_draft[req_state_idx : req_state_idx + 1].zero_()

@@ -1,6 +1,19 @@
-"""vLLM's speculator interface in front of the drafter: runner state becomes messages, draft failures counters."""
+"""The loop: after each of the target's steps vLLM calls `propose`, and that is all of speculation on the draft's side.
 
-import copy
+    for each request whose target prefill is done and that the draft has not met:           start
+        prune its prompt by what the target looked at, put it in the line of prefills
+    for each request that the draft knows:                                                  reserve
+        make room for the committed text and K drafts, else give the request up
+    for the first in line: read a bounded piece of their pruned prompts                     prefill
+    for each request that the draft has read, all in one batch:                             draft
+        roll back to the committed length, feed its last two tokens, then a level at a time:
+            logits -> the target's own noise -> the next tokens of a chain, or nodes of a tree
+    tell vLLM and the rows what is in flight; the target verifies it in its next step       publish
+
+The rows' state is `RequestRows`'s, the draft's memory `DraftKV`'s. Runner state becomes messages here, and what fails
+on the draft's side becomes a counter.
+"""
+
 import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -13,69 +26,109 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vidspec_kernels.dispatch import as_array
-from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.draft.drafter import Drafter, max_slots_per_request
+from vllm_vidspec.engine.draft.drafter import Drafter
+from vllm_vidspec.engine.draft.memory import DraftMemory
 from vllm_vidspec.engine.draft.messages import DraftMessage, PrefillMessage, PrefillStep
-from vllm_vidspec.engine.draft.model import DraftModel, held_bytes, kv_bytes_per_token
+from vllm_vidspec.engine.draft.model import DraftModel, kv_bytes_per_token
 from vllm_vidspec.engine.draft.noise import CoupledSampler
+from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.listen.prompts import Guidance, PendingScores
 from vllm_vidspec.engine.listen.trees import TargetTrees
 from vllm_vidspec.engine.report.counters import Counters
-from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.engine.requests import Arrival, Phase, RequestRows
 
 logger = init_logger("vllm.vidspec")
 
-# A draft that holds less of its requests than the target does runs out first; this margin over the kept share pays for
-# text, and for prompts without video.
-_TEXT_SHARE = 0.1
 
-# Of the KV memory, for the draft's vision embeddings.
-_VISION_SHARE = 0.02
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step that the target has committed, as the draft's side sees it.
 
-_UNSEEN, _DRAFTING, _SKIPPED, _PREFILLING = 0, 1, 2, 3
+    Attributes:
+        batch: vLLM's `InputBatch`.
+        is_done: `[num_reqs]` bool: the target's prefill is complete, so that this step sampled a token.
+        bound: `[num_reqs]` int64 host bound of the committed lengths, the target's last token included.
+        last_sampled: `[max_num_reqs, 1]` int64 the target's last token by persistent row.
+        num_sampled: `[num_reqs]` int32 accepted drafts and the target's own token.
+        max_drafts: Draft tokens to propose at most.
+    """
+
+    batch: Any
+    is_done: np.ndarray
+    bound: np.ndarray
+    last_sampled: torch.Tensor
+    num_sampled: torch.Tensor
+    max_drafts: int
+
+    @classmethod
+    def of(cls, batch: Any, last_sampled: torch.Tensor, num_sampled: torch.Tensor, max_drafts: int) -> "Step":
+        """Read a step from vLLM's batch; nothing here waits for the device."""
+        computed = batch.num_computed_tokens_np + batch.num_scheduled_tokens
+        if batch.num_draft_tokens_per_req is not None:
+            computed = computed - batch.num_draft_tokens_per_req
+        # The last draft of this step may commit K more tokens and the target one.
+        bound = batch.seq_lens_cpu_upper_bound.numpy()[: batch.num_reqs].astype(np.int64) + 1
+        return cls(batch, computed >= batch.prefill_len_np, bound, last_sampled, num_sampled, max_drafts)
 
 
 class VidSpecSpeculator(BaseSpeculator):
-    """Drafts for every running request that the draft's pool has room for."""
+    """Drafts for every running request that the draft's pool has room for; a `RowTable` of prompts on their way.
+
+    Args:
+        vllm_config: vLLM's.
+        knobs: The configuration.
+        draft_model: The draft, loaded.
+        requests: What each row is doing.
+        req_states: The runner's tables that messages are made from.
+        sample: The draft's sampler.
+        guidance: Scores visual tokens for the pruner; None where the pruner needs none.
+        trees: The target's side of tree drafts; None where drafts are chains.
+        counters: Told what is drafted and what is not.
+        agreement: Of the tensor-parallel ranks.
+    """
 
     supports_mm_inputs = False  # the target's embeddings are of no use to the draft: it has a vision tower of its own
     draft_logits = None
     num_extra_query_per_req = 0
 
     def __init__(
-        self, vllm_config, config: VidSpecConfig, device: torch.device, counters: Counters, agreement: Agreement
+        self,
+        vllm_config: Any,
+        knobs: Knobs,
+        draft_model: DraftModel,
+        requests: RequestRows,
+        req_states: Any,
+        sample: CoupledSampler,
+        guidance: Guidance | None,
+        trees: TargetTrees | None,
+        counters: Counters,
+        agreement: Agreement,
     ):
-        self.vllm_config = vllm_config
-        self.config = config
-        self.device = device
-        self.counters = counters
-        self.max_num_reqs = vllm_config.scheduler_config.max_num_seqs
-        self.max_model_len = vllm_config.model_config.max_model_len
+        self.draft_model = draft_model
+        self._vllm_config = vllm_config
+        self._knobs = knobs
+        self._requests = requests
+        self._req_states = req_states
+        self._sample = sample
+        self._guidance = guidance
+        self._trees = trees
+        self._counters = counters
         self._agreement = agreement
-        self.draft_model = DraftModel(vllm_config, device, config.is_self_draft, agreement)
-        self.guidance: Guidance | None = None  # the runner's, once the target is loaded
-        self.trees: TargetTrees | None = None  # the runner's too, where drafts can be trees
+        self._device = draft_model.device
         self._drafter: Drafter | None = None  # until the KV pool exists
-        # Prompts by request id, until the target has seen them; whether their output is structured, and whether the
-        # prompt is one of embeddings.
-        self._arrivals: dict[str, tuple[list[int], list[Any], bool, bool]] = {}
+        self._arrivals: dict[int, Arrival] = {}  # by row, until the target has seen the prompt
         # By row, the prompts whose scores are on their way to the host.
-        self._held: dict[int, tuple[PrefillMessage, PendingScores]] = {}
-        # Request ids of the last step, which of them were drafted for, and how many nodes their trees have.
-        self._last_step: tuple[list[str], np.ndarray, torch.Tensor | None] = ([], np.empty(0, dtype=bool), None)
-        self._num_nodes: torch.Tensor | None = None  # [num_drafting] of the step's trees, until `_last_step` has it
-        self._state = np.full(self.max_num_reqs, _UNSEEN, dtype=np.int8)  # [max_num_reqs]
-        self._has_draft = np.zeros(self.max_num_reqs, dtype=bool)  # [max_num_reqs] what `counters.has_draft` says
+        self._waiting: dict[int, tuple[PrefillMessage, PendingScores]] = {}
         # [max_num_reqs, K]
         self._draft_tokens = torch.zeros(
-            self.max_num_reqs, config.num_speculative_tokens, dtype=torch.int64, device=device
+            len(requests.phase), knobs.now.num_speculative_tokens, dtype=torch.int64, device=self._device
         )
 
     @property
     def model(self) -> torch.nn.Module | None:
         """The draft network, for vLLM's shutdown; None while it is the target itself."""
-        return None if self.config.is_self_draft else self.draft_model.model
+        return None if self.draft_model.is_self_draft else self.draft_model.model
 
     @property
     def drafter(self) -> Drafter:
@@ -85,96 +138,49 @@ class VidSpecSpeculator(BaseSpeculator):
 
     # ---- set-up ----------------------------------------------------------------------------------------------------
 
-    def load(self, target: torch.nn.Module, req_states: Any, sampler: Any) -> None:
-        """Load the draft and remember the runner's state tables that messages are made from."""
-        before = held_bytes(self.device)
-        self.draft_model.load(target)
-        self.counters.set("draft_load_bytes", max(0, held_bytes(self.device) - before))
-        self._req_states = req_states
-        self._sample = CoupledSampler(sampler, self.config.draft_noise)
-
-    def plan_pool(self, available_bytes: int) -> int:
-        """Return the size of the draft's KV pool in bytes.
-
-        Args:
-            available_bytes: KV memory of this rank, target and draft together.
+    def reserve(self, available_bytes: int) -> int:
+        """Return how many bytes of a rank's KV memory the draft takes.
 
         Raises:
-            VidSpecError: `draft_kv_bytes` or `draft_kv_fraction` is too small for one request.
+            VidSpecError: A knob asks for too much, or for too little for one request.
         """
-        config, per_block = self.config, self.draft_model.bytes_per_block
-        max_slots = max_slots_per_request(self.max_model_len, config.num_speculative_tokens)
-        blocks_per_req = -(-max_slots // self.draft_model.block_size)
-        most = (self.max_num_reqs * blocks_per_req + 1) * per_block
-        if config.draft_kv_bytes is not None:
-            wanted = config.draft_kv_bytes
-        elif config.draft_kv_fraction is not None:
-            wanted = int(config.draft_kv_fraction * available_bytes)
-        else:
-            draft, target = kv_bytes_per_token(self.draft_model.config), kv_bytes_per_token(self.vllm_config)
-            kept = 1 - min(config.ratio_for("video"), config.ratio_for("image"))
-            share = min(1.0, kept + _TEXT_SHARE) * draft
-            wanted = max(int(available_bytes * share / (target + share)), (blocks_per_req + 1) * per_block)
-        if wanted < 2 * per_block:
-            raise VidSpecError(f"a draft KV pool of {wanted} bytes holds nothing; one block takes {per_block} bytes")
-        self._pool_bytes = min(wanted, most)
-        return self._pool_bytes
-
-    def plan_vision_cache(self, available_bytes: int) -> int:
-        """Return the bytes that the draft's vision embeddings take of a rank's KV memory.
-
-        Raises:
-            VidSpecError: `draft_encoder_bytes` leaves nothing.
-        """
-        wanted = self.config.draft_encoder_bytes
-        if wanted is None:
-            multimodal = self.vllm_config.model_config.multimodal_config
-            shows = multimodal is not None and any(map(multimodal.get_limit_per_prompt, ("image", "video")))
-            wanted = int(_VISION_SHARE * available_bytes) if shows else 0
-        if wanted >= available_bytes:
-            raise VidSpecError(
-                f"draft_encoder_bytes: {wanted} leaves nothing of the {available_bytes} bytes of KV memory"
-            )
-        self._vision_bytes = wanted
-        return wanted
+        self._memory = DraftMemory.plan(self._knobs.now, self._vllm_config, self.draft_model, available_bytes)
+        return self._memory.num_bytes
 
     def init_kv(self, encoder_cache: Any, allocation: Callable[[], AbstractContextManager]) -> None:
-        """Allocate the pool; the drafter is ready afterwards.
+        """Allocate what was reserved; the drafter is ready afterwards.
 
         Args:
             encoder_cache: vLLM's, of the target; None for a target without media.
             allocation: Makes what is entered while memory is taken.
         """
-        shares = self.config.is_self_draft and encoder_cache is not None
+        model, config, vllm_config = self.draft_model, self._knobs.now, self._vllm_config
         with allocation():
-            cache = self.draft_model.make_vision_cache(self._vision_bytes)
-        num_blocks = self.draft_model.init_kv(self._pool_bytes, allocation())
+            cache = model.make_vision_cache(self._memory.vision_bytes)
+        num_blocks = model.init_kv(self._memory.pool_bytes, allocation())
+        shares = config.is_self_draft and encoder_cache is not None
+        is_async = vllm_config.scheduler_config.async_scheduling
         self._drafter = Drafter(
-            self.draft_model,
-            self.config,
+            model,
+            self._knobs,
             self._sample,
-            self.counters,
+            self._counters,
             num_blocks,
-            self.max_num_reqs,
-            self.max_model_len,
+            len(self._requests.phase),
+            vllm_config.model_config.max_model_len,
             cache,
             self._agreement,
             shared=encoder_cache.encoder_outputs if shares else {},
-            fills_trees=(
-                self.vllm_config.scheduler_config.async_scheduling
-                if self.config.tree_fill is None
-                else self.config.tree_fill
-            ),
+            fills_trees=is_async if config.tree.fill is None else config.tree.fill,
         )
-        draft, target = kv_bytes_per_token(self.draft_model.config), kv_bytes_per_token(self.vllm_config)
         for name, value in (
             ("draft_pool_blocks_total", num_blocks - 1),
-            ("draft_pool_bytes", num_blocks * self.draft_model.bytes_per_block),
+            ("draft_pool_bytes", num_blocks * model.bytes_per_block),
             ("draft_encoder_bytes", cache.num_bytes),
-            ("draft_kv_bytes_per_token", draft),
-            ("target_kv_bytes_per_token", target),
+            ("draft_kv_bytes_per_token", kv_bytes_per_token(model.config)),
+            ("target_kv_bytes_per_token", kv_bytes_per_token(vllm_config)),
         ):
-            self.counters.set(name, value)
+            self._counters.set(name, value)
 
     def init_cudagraph_manager(self, cudagraph_mode) -> None:
         """The draft's forwards are not captured."""
@@ -182,70 +188,40 @@ class VidSpecSpeculator(BaseSpeculator):
     def capture(self) -> None:
         """The draft's forwards are not captured."""
 
-    # ---- serving ---------------------------------------------------------------------------------------------------
+    # ---- both ends of a request's life -----------------------------------------------------------------------------
+
+    def admit(self, arrival: Arrival) -> None:
+        """Keep a request's prompt on the host until its target prefill is done."""
+        self._arrivals[arrival.req_state_idx] = arrival
+
+    def forget(self, req_state_idx: int) -> None:
+        """Free what a row's request holds on the draft's side."""
+        self._arrivals.pop(req_state_idx, None)
+        self._waiting.pop(req_state_idx, None)
+        if self._drafter is not None:
+            self._drafter.forget(req_state_idx)
+
+    def _give_up(self, req_state_idx: int, reason: str) -> None:
+        """Let a request go on without speculation; its draft KV is freed."""
+        self.forget(req_state_idx)
+        for listener in (self._guidance, self._trees):
+            if listener is not None:
+                listener.release(req_state_idx)
+        self._requests.skip(req_state_idx, reason)
+
+    def give_up_all(self) -> None:
+        """Give every running request up, because the contents of the pool and the cache are about to be lost."""
+        everyone = np.arange(len(self._requests.phase))
+        for req_state_idx in everyone[self._requests.are_in(everyone, Phase.PREFILLING, Phase.DRAFTING)]:
+            self._give_up(int(req_state_idx), "memory_lost")
+        self.forget_media()
 
     def forget_media(self) -> None:
         """Drop the draft's vision embeddings: weights have changed, or the memory that holds them has."""
         if self._drafter is not None:
-            self._drafter.prefills.cache.clear()
+            self._drafter.forget_media()
 
-    def arrive(
-        self,
-        req_id: str,
-        token_ids: list[int],
-        features: list[Any],
-        is_structured: bool = False,
-        has_embeds: bool = False,
-    ) -> None:
-        """Keep a new or resumed request's prompt on the host until its target prefill is done.
-
-        Args:
-            req_id: vLLM's request id.
-            token_ids: Prompt, and after a preemption the output so far.
-            features: vLLM's multimodal features in prompt order.
-            is_structured: Whether a grammar constrains the output.
-            has_embeds: Whether the prompt is one of embeddings, whose `token_ids` mean nothing.
-        """
-        # Copies, which keep the pixels: vLLM may drop its own once the target has looked at them.
-        features = [copy.copy(feature) for feature in features]
-        self._arrivals[req_id] = (token_ids, features, is_structured, has_embeds)
-        if self.guidance is not None and not has_embeds:
-            self.guidance.arrive(req_id, token_ids, features)
-
-    def num_drafted(self) -> dict[str, int]:
-        """Return how many draft tokens each request of the last step has, 0 where it runs without speculation."""
-        req_ids, live, num_nodes = self._last_step
-        counts = np.where(live, self.config.num_speculative_tokens, 0)
-        if num_nodes is not None:
-            counts[live] = num_nodes.cpu().numpy()  # without async scheduling vLLM has waited for this step anyway
-        return dict(zip(req_ids, counts.tolist(), strict=True))
-
-    def release(self, req_id: str) -> None:
-        """Free what a request holds; called before the runner frees its row."""
-        self._arrivals.pop(req_id, None)
-        if self.guidance is not None:
-            self.guidance.release(req_id)
-        row = self._req_states.req_id_to_index.get(req_id)
-        if row is not None:
-            self._forget(row, _UNSEEN)
-
-    def forget_all(self) -> None:
-        """Give every running request up, because the contents of the pool and the cache are about to be lost."""
-        for row in np.flatnonzero(np.isin(self._state, (_PREFILLING, _DRAFTING))):
-            self._forget(int(row), _SKIPPED)
-        self.forget_media()
-
-    def _forget(self, row: int, state: int) -> None:
-        self._held.pop(row, None)
-        if self._drafter is not None:
-            self._drafter.release(row)
-        if self.trees is not None:
-            self.trees.forget(row)
-        self._state[row] = state
-        if self._has_draft[row]:
-            # vLLM may pad the row's next request with placeholders for drafts: nobody has proposed those.
-            self._has_draft[row] = False
-            self.counters.has_draft[row : row + 1].zero_()
+    # ---- the loop --------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def propose(
@@ -272,174 +248,183 @@ class VidSpecSpeculator(BaseSpeculator):
 
         vLLM has already committed this step: `total_len` and `all_token_ids` include its tokens.
         """
-        num_reqs = input_batch.num_reqs
-        output = self._draft_tokens[:num_reqs].zero_()
+        output = self._draft_tokens[: input_batch.num_reqs].zero_()
         if dummy_run:
             if is_profile:
                 self.draft_model.profile()
             return output
-        max_drafts = self.config.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
-        rows_np = input_batch.idx_mapping_np
-        done = self._prefill_done(input_batch)  # [num_reqs]
-        unseen = np.flatnonzero(done & (self._state[rows_np] == _UNSEEN))
-        self._guarded("start of drafts", self._start, input_batch, unseen, is_careful=True)
-        # The last draft of this step may commit K more tokens and the target one.
-        bound = input_batch.seq_lens_cpu_upper_bound.numpy()[:num_reqs].astype(np.int64) + 1
-        self._grow(input_batch, rows_np, bound, done)
-        in_line = np.flatnonzero(done & (self._state[rows_np] == _PREFILLING))
-        self._guarded("draft prefill", self._prefill, input_batch, in_line, bound, is_careful=True)
-        live = done & (self._state[rows_np] == _DRAFTING)
-        self._num_nodes = None
-        if live.any():
-            live_indices = np.flatnonzero(live)
-            self._guarded(
-                "drafting", self._draft, input_batch, live_indices, output, last_sampled, num_sampled, bound, max_drafts
-            )
-            live &= self._state[rows_np] == _DRAFTING
-        if (self._has_draft[rows_np] != live).any():
-            self._has_draft[rows_np] = live
-            self.counters.has_draft[input_batch.idx_mapping] = async_tensor_h2d(live, device=self.device)
-        self._last_step = (input_batch.req_ids, live, self._num_nodes)
+        max_drafts = (
+            self._knobs.now.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
+        )
+        step = Step.of(input_batch, last_sampled, num_sampled, max_drafts)
+        self._start(step)
+        self._reserve(step)
+        self._prefill(step)
+        num_nodes = self._draft(step, output)
+        self._requests.publish(
+            input_batch.idx_mapping, input_batch.idx_mapping_np, self._are_in(step, Phase.DRAFTING), num_nodes
+        )
         return output
 
-    @staticmethod
-    def _prefill_done(input_batch) -> np.ndarray:
-        """Return `[num_reqs]` bool: the target's prefill is complete, so this step sampled a token."""
-        computed = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
-        if input_batch.num_draft_tokens_per_req is not None:
-            computed = computed - input_batch.num_draft_tokens_per_req
-        return computed >= input_batch.prefill_len_np
+    def _are_in(self, step: Step, *phases: Phase) -> np.ndarray:
+        """Return `[num_reqs]` bool: the requests of a step that are in a phase and whose target prefill is done."""
+        return step.is_done & self._requests.are_in(step.batch.idx_mapping_np, *phases)
 
     def _guarded(
-        self, phase: str, step: Callable, input_batch, batch_indices: np.ndarray, *args, is_careful: bool = False
+        self, phase: str, run: Callable[..., None], step: Step, indices: np.ndarray, *args, is_careful: bool = False
     ) -> None:
-        """Run a step of the draft; an exception on any rank costs these requests their speculation on all of them,
-        never their answer.
+        """Run a part of the loop for some of a step's requests. An exception on any rank costs these requests their
+        speculation on all of them, never their answer.
 
-        `is_careful`: see `Agreement.run`. A step of every decode step is not.
+        `is_careful`: see `Agreement.run`. What is run at every decode step is not.
         """
-        if not len(batch_indices):
+        if not len(indices):
             return
-        error = self._agreement.run(phase, step, input_batch, batch_indices, *args, is_careful=is_careful)
+        error = self._agreement.run(phase, run, step, indices, *args, is_careful=is_careful)
         if error is None:
             return
-        if self.config.on_draft_error == "raise":
+        if self._knobs.now.on_draft_error == "raise":
             raise error
         logger.error("vidspec: the draft failed; these requests go on without speculation", exc_info=error)
         # What other requests have left, a rank may have and another not.
         self.forget_media()
-        if self.guidance is not None:
-            self.guidance.forget_scores()
-        for i in batch_indices:
-            self.release(input_batch.req_ids[i])
-            self._state[input_batch.idx_mapping_np[i]] = _SKIPPED
-            self.counters.skip("draft_error", input_batch.req_ids[i], "the draft failed")
+        if self._guidance is not None:
+            self._guidance.forget_scores()
+        for i in indices:
+            self._skip(step, i, "draft_error", "the draft failed")
 
-    def _start(self, input_batch, batch_indices: np.ndarray) -> None:
+    def _skip(self, step: Step, i: int, reason: str, detail: str) -> None:
+        """Give the request at a place of the batch up, and count why."""
+        self._give_up(int(step.batch.idx_mapping_np[i]), reason)
+        self._counters.skip(reason, step.batch.req_ids[i], detail)
+
+    # ---- start -----------------------------------------------------------------------------------------------------
+
+    def _start(self, step: Step) -> None:
         """Hand the drafter the requests whose target prefill has finished, once their scores are on the host."""
-        messages = []
-        for i in batch_indices:
-            message = self._message(int(input_batch.idx_mapping_np[i]), input_batch.req_ids[i])
-            if message is not None:
-                messages.append(message)
+        unseen = np.flatnonzero(self._are_in(step, Phase.UNSEEN))
+        self._guarded("start of drafts", self._admit, step, unseen, is_careful=True)
+
+    def _admit(self, step: Step, indices: np.ndarray) -> None:
+        found = (self._message(int(step.batch.idx_mapping_np[i])) for i in indices)
+        messages = [message for message in found if message is not None]
         admitted = [self.drafter.admit(message) for message in messages]
         for message, is_in, is_in_everywhere in zip(
             messages, admitted, self._agreement.settle("draft prefill", admitted), strict=True
         ):
-            self._state[message.row] = _PREFILLING if is_in_everywhere else _SKIPPED
-            if is_in and not is_in_everywhere:
-                self._forget(message.row, _SKIPPED)
-                self.counters.skip("draft_error", message.req_id, "the draft failed on another rank")
+            if is_in_everywhere:
+                self._requests.phase[message.req_state_idx] = Phase.PREFILLING
+            else:
+                self._give_up(message.req_state_idx, "draft_error" if is_in else "refused")
+                if is_in:
+                    self._counters.skip("draft_error", message.req_id, "the draft failed on another rank")
 
-    def _message(self, row: int, req_id: str) -> PrefillMessage | None:
+    def _message(self, req_state_idx: int) -> PrefillMessage | None:
         """Return what the drafter is told of a request; None while its scores are on their way, or if it is skipped."""
-        if row in self._held:
-            message, pending = self._held.pop(row)
+        if req_state_idx in self._waiting:
+            message, pending = self._waiting.pop(req_state_idx)
             return dataclasses.replace(message, **pending.wait()._asdict())
-        token_ids, features, is_structured, has_embeds = self._arrivals.pop(req_id)
-        scores = None if self.guidance is None else self.guidance.take(req_id)
-        if has_embeds:
-            self._state[row] = _SKIPPED
-            self.counters.skip("unsupported", req_id, "its prompt is one of embeddings, made for the target")
+        arrival = self._arrivals.pop(req_state_idx)
+        scores = None if self._guidance is None else self._guidance.take(req_state_idx)
+        if refusal := self._refusal(arrival):
+            reason, detail = refusal
+            self._requests.skip(req_state_idx, reason)
+            if detail:
+                self._counters.skip(reason, arrival.req_id, detail)
             return None
-        if is_structured and self.trees is not None:
-            # A grammar is checked along one line of tokens.
-            self._state[row] = _SKIPPED
-            self.counters.skip("structured", req_id, "trees do not draft for structured outputs")
-            return None
-        if len(token_ids) + 1 >= self._req_states.max_seq_len[row]:
-            self._state[row] = _SKIPPED  # the token just sampled is its last
-            return None
-        message = PrefillMessage(req_id, row, token_ids, features)
+        message = PrefillMessage(arrival.req_id, req_state_idx, arrival.token_ids, arrival.features)
         if scores is None:
             return message
         if scores.is_here:
             return dataclasses.replace(message, **scores.wait()._asdict())
-        self._held[row] = (message, scores)
+        self._waiting[req_state_idx] = (message, scores)
         return None
 
-    def _grow(self, input_batch, rows_np: np.ndarray, bound: np.ndarray, done: np.ndarray) -> None:
+    def _refusal(self, arrival: Arrival) -> tuple[str, str] | None:
+        """Return why a request is not drafted for, and what to say of it ("" for nothing); None if it is."""
+        if arrival.has_embeds:
+            return "unsupported", "its prompt is one of embeddings, made for the target"
+        if arrival.is_structured and self._trees is not None:
+            # A grammar is checked along one line of tokens.
+            return "structured", "trees do not draft for structured outputs"
+        if len(arrival.token_ids) + 1 >= self._req_states.max_seq_len[arrival.req_state_idx]:
+            return "finished", ""  # the token just sampled is its last
+        return None
+
+    # ---- reserve ---------------------------------------------------------------------------------------------------
+
+    def _reserve(self, step: Step) -> None:
         """Reserve the blocks of this step; requests that no longer fit go on without speculation."""
-        growing = np.flatnonzero(done & np.isin(self._state[rows_np], (_PREFILLING, _DRAFTING)))
-        held = self.drafter.holds(rows_np[growing], bound[growing])
-        for i in growing[~held]:
-            self._forget(int(rows_np[i]), _SKIPPED)
-            self.counters.skip("too_long", input_batch.req_ids[i], self.drafter.context_detail)
-        growing = growing[held]
-        fits = self.drafter.grow(rows_np[growing], bound[growing])
-        for i in growing[~fits]:
-            self._forget(int(rows_np[i]), _SKIPPED)
-            self.counters.skip("pool_full", input_batch.req_ids[i], "it outgrew the draft's KV pool")
+        idx_mapping_np = step.batch.idx_mapping_np
+        known = np.flatnonzero(self._are_in(step, Phase.PREFILLING, Phase.DRAFTING))
+        held = self.drafter.holds(idx_mapping_np[known], step.bound[known])
+        for i in known[~held]:
+            self._skip(step, i, "too_long", self.drafter.context_detail)
+        known = known[held]
+        fits = self.drafter.reserve(idx_mapping_np[known], step.bound[known])
+        for i in known[~fits]:
+            self._skip(step, i, "pool_full", "it outgrew the draft's KV pool")
 
-    def _prefill(self, input_batch, batch_indices: np.ndarray, bound: np.ndarray) -> None:
+    # ---- prefill ---------------------------------------------------------------------------------------------------
+
+    def _prefill(self, step: Step) -> None:
         """Let the drafter read on in the prompts that it has not seen whole."""
-        rows = input_batch.idx_mapping_np[batch_indices]
-        done = self.drafter.prefill(PrefillStep(rows, bound[batch_indices], self._req_states.all_token_ids.gpu))
-        self._state[done.ready] = _DRAFTING
-        for row in done.failed:
-            self._forget(row, _SKIPPED)
+        in_line = np.flatnonzero(self._are_in(step, Phase.PREFILLING))
+        self._guarded("draft prefill", self._read_on, step, in_line, is_careful=True)
 
-    def _draft(
-        self,
-        input_batch,
-        batch_indices: np.ndarray,
-        output: torch.Tensor,
-        last_sampled: torch.Tensor,
-        num_sampled: torch.Tensor,
-        bound: np.ndarray,
-        max_drafts: int,
-    ) -> None:
-        states = self._req_states
-        is_whole_batch = len(batch_indices) == input_batch.num_reqs
+    def _read_on(self, step: Step, indices: np.ndarray) -> None:
+        idx_mapping_np = step.batch.idx_mapping_np[indices]
+        done = self.drafter.prefill(
+            PrefillStep(idx_mapping_np, step.bound[indices], self._req_states.all_token_ids.gpu)
+        )
+        self._requests.phase[done.ready] = Phase.DRAFTING
+        for req_state_idx in done.failed:
+            self._give_up(req_state_idx, "draft_error")
+
+    # ---- draft -----------------------------------------------------------------------------------------------------
+
+    def _draft(self, step: Step, output: torch.Tensor) -> torch.Tensor | None:
+        """Draft for every request that the draft has read; return `[num_drafted]` nodes of trees, None for chains."""
+        num_nodes: list[torch.Tensor] = []
+        indices = np.flatnonzero(self._are_in(step, Phase.DRAFTING))
+        self._guarded("drafting", self._propose, step, indices, output, num_nodes)
+        return num_nodes[0] if num_nodes else None
+
+    def _propose(self, step: Step, batch_indices: np.ndarray, output: torch.Tensor, num_nodes: list) -> None:
+        """Fill the rows of `output` `[num_reqs, K]` of these requests."""
+        batch, states = step.batch, self._req_states
+        is_whole_batch = len(batch_indices) == batch.num_reqs
         # The usual step is of the whole batch, and uploads nothing.
-        indices = None if is_whole_batch else async_tensor_h2d(batch_indices, device=self.device)
-        rows = input_batch.idx_mapping if indices is None else input_batch.idx_mapping[indices]
-        rows_np = input_batch.idx_mapping_np[batch_indices]
+        indices = None if is_whole_batch else async_tensor_h2d(batch_indices, device=self._device)
+        idx_mapping = batch.idx_mapping if indices is None else batch.idx_mapping[indices]
+        idx_mapping_np = batch.idx_mapping_np[batch_indices]
         num_tokens = states.total_len.gpu
-        row, text = as_array(rows), as_array(states.all_token_ids.gpu)
+        row, text = as_array(idx_mapping), as_array(states.all_token_ids.gpu)
         previous = torch.as_tensor(text[row, as_array(num_tokens)[row] - 2])
-        num_verified = input_batch.num_draft_tokens_per_req
-        # `_has_draft` still speaks of the drafts that this step has verified; without one they are vLLM's placeholders.
-        was_verified = self._has_draft[rows_np] & (False if num_verified is None else num_verified[batch_indices] > 0)
+        num_verified = batch.num_draft_tokens_per_req
+        # The rows still speak of the drafts that this step has verified; without one they are vLLM's placeholders.
+        was_verified = self._requests.has_draft_np[idx_mapping_np] & (
+            False if num_verified is None else num_verified[batch_indices] > 0
+        )
         drafts = self.drafter.draft(
             DraftMessage(
-                rows=rows,
-                rows_np=rows_np,
-                last_tokens=torch.stack((previous.to(torch.int64), last_sampled[rows, 0]), dim=1),
+                idx_mapping=idx_mapping,
+                idx_mapping_np=idx_mapping_np,
+                last_tokens=torch.stack((previous.to(torch.int64), step.last_sampled[idx_mapping, 0]), dim=1),
                 num_tokens=num_tokens,
-                num_tokens_upper_bound=bound[batch_indices],
-                num_accepted=(num_sampled if indices is None else num_sampled[indices]) - 1,
-                was_verified=None if was_verified.all() else async_tensor_h2d(was_verified, device=self.device),
-                path=None if self.trees is None else self.trees.path[rows],
-                max_drafts=max_drafts,
-                shape=self.config.shape_for(input_batch.num_reqs),
+                num_tokens_upper_bound=step.bound[batch_indices],
+                num_accepted=(step.num_sampled if indices is None else step.num_sampled[indices]) - 1,
+                was_verified=None if was_verified.all() else async_tensor_h2d(was_verified, device=self._device),
+                path=None if self._trees is None else self._trees.path[idx_mapping],
+                max_drafts=step.max_drafts,
+                shape=self._knobs.now.shape_for(batch.num_reqs),
             )
         )
         if indices is None:
             output[:, : drafts.tokens.shape[1]] = drafts.tokens
         else:
             output[indices, : drafts.tokens.shape[1]] = drafts.tokens
-        if self.trees is not None:
-            self.trees.store(rows, rows_np, drafts.tree)
+        if self._trees is not None:
+            self._trees.store(idx_mapping, idx_mapping_np, drafts.tree)
         if drafts.tree is not None:
-            self._num_nodes = drafts.tree.num_nodes[: len(rows_np)]
+            num_nodes.append(drafts.tree.num_nodes[: len(idx_mapping_np)])

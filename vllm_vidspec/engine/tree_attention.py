@@ -8,7 +8,7 @@ import torch
 
 from vidspec_kernels import CacheList, tree_attention
 from vllm_vidspec.engine import compat
-from vllm_vidspec.engine.kv_views import check_layout, check_readable, key_view, value_view
+from vllm_vidspec.engine.kv_views import cache_views, check_layout, check_readable
 
 REFUSAL = ("tree attention", "use draft chain")
 
@@ -59,9 +59,7 @@ class TreeAttention:
             VidSpecError: A cache layout that no view describes.
         """
         check_layout(self.layers, *REFUSAL)
-        return CacheList(
-            [(key_view(layer.kv_cache, layer), value_view(layer.kv_cache, layer)) for layer in self.layers]
-        )
+        return CacheList([cache_views(layer.kv_cache, layer) for layer in self.layers])
 
     def _forward(
         self,
@@ -87,8 +85,7 @@ class TreeAttention:
         shape = (-1, impl.num_heads, impl.head_size)
         tree_attention(
             query.view(shape),
-            key_view(kv_cache, layer),
-            value_view(kv_cache, layer),
+            *cache_views(kv_cache, layer),
             metadata.block_table,
             step.rows,
             step.query_start,

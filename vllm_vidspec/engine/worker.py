@@ -9,12 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.utils.mem_utils import format_gib
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_vidspec.counter_files import leave_refusal
 from vllm_vidspec.engine.kernel_warmup import warm_up_kernels
-from vllm_vidspec.engine.runner import vidspec_runner
+from vllm_vidspec.engine.runner import VidSpecModelRunner
 from vllm_vidspec.errors import VidSpecError
 
 logger = init_logger("vllm.vidspec")
@@ -71,21 +70,7 @@ class VidSpecWorker:
             VidSpecError: The pool would leave the target nothing.
         """
         available = super().determine_available_memory()  # type: ignore[misc]
-        runner = self.model_runner  # type: ignore[attr-defined]
-        if runner.guidance is not None:
-            available -= runner.guidance.reserve(available)
-        if runner.visual is not None:
-            available -= runner.visual.reserve(available)
-        available -= runner.speculator.plan_vision_cache(available)
-        pool = runner.speculator.plan_pool(available)
-        if pool >= available:
-            raise VidSpecError(
-                f"the draft's KV pool ({pool} bytes) leaves nothing of the {available} bytes of KV memory"
-            )
-        logger.info(
-            "vidspec: draft KV pool %s GiB, target KV cache %s GiB", format_gib(pool), format_gib(available - pool)
-        )
-        return available - pool
+        return available - self.model_runner.reserve(available)  # type: ignore[attr-defined]
 
     def sleep(self, level: int = 1) -> None:
         """Let go of the device's memory; running requests go on without speculation afterwards.
@@ -110,8 +95,7 @@ class VidSpecWorker:
             Per prompt `req_id`, and per item `grids`, `kept_indices`, `scores`, `embeddings` (None if not measured).
             With `as_lists` only the indices and scores, as numbers: an engine in another process cannot send tensors.
         """
-        prefills = self.model_runner.speculator.drafter.prefills  # type: ignore[attr-defined]
-        watched, prefills.watched = prefills.watched or [], [] if on else None
+        watched = self.model_runner.speculator.drafter.prefills.watch(on)  # type: ignore[attr-defined]
         if not as_lists:
             return watched
         return [
@@ -144,9 +128,7 @@ class VidSpecGPUWorker(VidSpecWorker, Worker):
     def _make_model_runner(self):
         if not self.use_v2_model_runner:
             raise VidSpecError("vidspec needs Model Runner V2; unset VLLM_USE_V2_MODEL_RUNNER=0")
-        from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-        return vidspec_runner(GPUModelRunner)(self.vllm_config, self.device)
+        return VidSpecModelRunner(self.vllm_config, self.device)
 
     def compile_or_warm_up_model(self):
         warm_up_kernels(self.model_runner)  # before vLLM's own warm-up, which captures

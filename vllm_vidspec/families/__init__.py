@@ -1,6 +1,6 @@
 """Families: what differs between model families, read off Hugging Face configs; touches no vLLM and no weights."""
 
-from vllm_vidspec.families.base import FamilyAdapter, adapter_for, check_pair, families, register_family
+from vllm_vidspec.families.base import FamilyAdapter, adapter_for, check_pair, check_ranks, families, register_family
 from vllm_vidspec.families.llava_onevision import LlavaOnevisionAdapter
 from vllm_vidspec.families.qwen2_5_vl import Qwen2_5_VLAdapter
 
@@ -13,6 +13,7 @@ __all__ = [
     "Qwen2_5_VLAdapter",
     "adapter_for",
     "check_pair",
+    "check_ranks",
     "families",
     "register_family",
 ]

@@ -34,7 +34,7 @@ class FamilyAdapter(Protocol):
             modality: "video" or "image".
             data: The item's processor outputs, e.g. `video_grid_thw` [3]; may lack any key.
             num_tokens: Embedding tokens of the item, as counted in the prompt.
-            hf_config: The target's config.
+            hf_config: The draft's config, whose vision geometry `check_pair` holds equal to the target's.
 
         Returns:
             A grid of exactly `num_tokens` tokens; one row of them where the geometry is unknown or does not multiply
@@ -154,3 +154,29 @@ def check_pair(target_hf: Any, draft_hf: Any) -> FamilyAdapter:
     if problems:
         raise VidSpecError(f"the draft does not fit the target ({target.name}): " + "; ".join(problems))
     return target
+
+
+def check_ranks(draft_hf: Any, num_ranks: int) -> None:
+    """Refuse a draft whose heads the tensor-parallel ranks cannot share; it runs on as many ranks as the target.
+
+    Raises:
+        VidSpecError: One line naming the sizes that would do.
+    """
+    text, vision = draft_hf.get_text_config(), draft_hf.vision_config
+    heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
+    vision_heads = getattr(vision, "num_heads", None) or vision.num_attention_heads
+
+    def is_even(size: int) -> bool:
+        # vLLM gives several ranks a copy of one KV head where there are fewer heads than ranks.
+        return not (heads % size or vision_heads % size or max(kv_heads, size) % min(kv_heads, size))
+
+    if is_even(num_ranks):
+        return
+    whose, count = ("vision tower", vision_heads) if vision_heads % num_ranks else ("language model", heads)
+    if whose == "language model" and heads % num_ranks == 0:
+        whose, count = "language model (keys and values)", kv_heads
+    sizes = ", ".join(str(size) for size in range(1, heads + 1) if is_even(size))
+    raise VidSpecError(
+        f"the draft's {whose} has {count} heads, which {num_ranks} tensor-parallel ranks cannot share evenly; "
+        f"--tensor-parallel-size {sizes} would do"
+    )

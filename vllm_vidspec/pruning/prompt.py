@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.config import PruneKnobs
 from vllm_vidspec.families import FamilyAdapter
 from vllm_vidspec.pruning import SCORE_NEEDS, PruneInputs, TokenGrid, budget, get_pruner
 
@@ -107,7 +107,7 @@ class PrunedPrompt:
 def plan_prompt(
     token_ids: list[int],
     features: list[Any],
-    config: VidSpecConfig,
+    knobs: PruneKnobs,
     adapter: FamilyAdapter,
     hf_config: Any,
     full_positions: Callable[[list[int], list[Any]], tuple[torch.Tensor, int]],
@@ -117,7 +117,7 @@ def plan_prompt(
     Args:
         token_ids: The full prompt, and after a preemption the output so far.
         features: vLLM's multimodal features in prompt order.
-        config: Pruner, ratios and position rule.
+        knobs: Pruner, ratios and position rule.
         adapter: The family's geometry.
         hf_config: The draft's Hugging Face configuration.
         full_positions: `(token_ids, features) -> ([num_axes, num_tokens] int64, delta)` of the full prompt.
@@ -129,8 +129,8 @@ def plan_prompt(
     for feature in features:
         where = embedding_indices(feature)
         grid = adapter.item_grid(feature.modality, _plain(feature.data), len(where), hf_config)
-        items.append(PromptItem(feature, where, grid, budget(len(where), config.ratio_for(feature.modality))))
-    if config.draft_positions == "original":
+        items.append(PromptItem(feature, where, grid, budget(len(where), knobs.ratio_for(feature.modality))))
+    if knobs.positions == "original":
         positions, delta = full_positions(token_ids, features)
         num_axes = positions.shape[0]
     else:
@@ -163,7 +163,7 @@ def prune(plan: PromptPlan, kept_indices: Sequence[torch.Tensor]) -> PrunedPromp
 
 
 def choose_kept(
-    item: PromptItem, config: VidSpecConfig, scores: torch.Tensor | None, embeddings: torch.Tensor | None
+    item: PromptItem, knobs: PruneKnobs, scores: torch.Tensor | None, embeddings: torch.Tensor | None
 ) -> torch.Tensor:
     """Return which of an item's embeddings stay, `[num_keep]` int64 on the CPU.
 
@@ -171,11 +171,11 @@ def choose_kept(
 
     Args:
         item: The image or video.
-        config: Its pruner.
+        knobs: Its pruner.
         scores: The target's guidance, float32 `[m]` on the CPU, or None.
         embeddings: The draft's own `[m, hidden_size]`, for the pruners that compare them, or None.
     """
-    pruner = get_pruner(config.pruner)
+    pruner = get_pruner(knobs.pruner)
     if not item.is_choice or (pruner.needs & SCORE_NEEDS and scores is None):
         pruner = get_pruner("uniform")
     inputs = PruneInputs(
@@ -183,8 +183,8 @@ def choose_kept(
         item.num_keep,
         scores=scores,
         features=embeddings,
-        lambda_r=config.lambda_r,
-        seed=config.prune_seed,
+        lambda_r=knobs.lambda_r,
+        seed=knobs.seed,
     )
     return pruner(inputs).cpu()
 

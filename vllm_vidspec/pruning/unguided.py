@@ -8,7 +8,7 @@ from vllm_vidspec.pruning.indices import linspace_indices
 
 
 def _select_none(inputs: PruneInputs) -> Tensor:
-    # Keeps everything whatever the (positive) budget: VidSpecConfig.ratio_for gives this pruner ratio 0.
+    # Keeps everything whatever the (positive) budget: PruneKnobs.ratio_for gives this pruner ratio 0.
     return torch.arange(inputs.grid.num_tokens, dtype=torch.int64, device=inputs.device)
 
 

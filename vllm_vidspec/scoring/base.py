@@ -5,47 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class TreeShapes:
-    """The shapes of the drafts by persistent row; a chain is a tree too.
-
-    Attributes:
-        rows: `[num_reqs]` int64 persistent row of each request.
-        parents: `[max_num_reqs, K + 1]` int32 parent of each node, -1 for the root (node 0).
-        depths: `[max_num_reqs, K + 1]` int32.
-        ancestors: `[max_num_reqs, K + 1]` int64; bit j - 1 of node i is set iff node j is i or one of its ancestors.
-    """
-
-    rows: Tensor
-    parents: Tensor
-    depths: Tensor
-    ancestors: Tensor
-
-
-@dataclass(frozen=True)
-class Looseness:
-    """Which mismatches of a verify step may stand.
-
-    Attributes:
-        rows: `[num_reqs]` int64 persistent row of each request.
-        rules: `[max_num_reqs]` int32 by persistent row, flags of `accept_loose`; 0: none.
-        shares: `[max_num_reqs]` float32, lambda: the share of a request's drafts with the lowest scores that may.
-        windows: `[max_num_reqs]` int32, drafts after a mismatch that must be exact.
-        scores: `[num_logits]` float32 of the draft of each row.
-        entropies: `[num_logits]` float32, normalised, of what the target samples after each row.
-        may_loosen: `[num_logits]` bool: nothing forbids that a mismatch of this row's draft stands.
-        min_entropy: Above it the target is unsure.
-    """
-
-    rows: Tensor
-    rules: Tensor
-    shares: Tensor
-    windows: Tensor
-    scores: Tensor
-    entropies: Tensor
-    may_loosen: Tensor
-    min_entropy: float
+from vidspec_kernels import Looseness, TreeShapes
 
 
 @dataclass(frozen=True)
@@ -95,7 +55,7 @@ _SCORERS: dict[str, Scorer] = {}
 
 
 def register_scorer(name: str, scorer: Scorer) -> None:
-    """Add a scorer under a name that `VidSpecConfig.scorer` can take.
+    """Add a scorer under a name that `ScoreKnobs.scorer` can take.
 
     Raises:
         ValueError: The name is taken.

@@ -3,7 +3,7 @@
 import reprlib
 from typing import Any, NamedTuple
 
-from vllm_vidspec.config import REQUEST_LAMBDA, REQUEST_SCORER, VidSpecConfig, nearest
+from vllm_vidspec.config import REQUEST_LAMBDA, REQUEST_SCORER, ScoreKnobs, nearest
 from vllm_vidspec.errors import VidSpecError
 
 # Set by the API server on requests that may call tools: a parser reads their output, not a person.
@@ -21,12 +21,12 @@ class Choice(NamedTuple):
     share: float
 
 
-def choose(extra_args: dict[str, Any] | None, config: VidSpecConfig) -> Choice:
+def choose(extra_args: dict[str, Any] | None, knobs: ScoreKnobs) -> Choice:
     """Return what a request asks for, the server's defaults where it asks for nothing.
 
     Args:
         extra_args: `SamplingParams.extra_args`, the API's `vllm_xargs`.
-        config: The server's, with its bounds.
+        knobs: The server's, with its bounds.
 
     Raises:
         VidSpecError: A wrong name or value, or more than the server allows: one line for the client.
@@ -35,13 +35,13 @@ def choose(extra_args: dict[str, Any] | None, config: VidSpecConfig) -> Choice:
     if unknown := sorted(asked.keys() - set(_KEYS)):
         hint = nearest(unknown[0][:_LONGEST], (REQUEST_SCORER, REQUEST_LAMBDA))
         raise VidSpecError(f"unknown request parameter {_quoted(unknown[0])}{hint}")
-    scorer, share = asked.get(REQUEST_SCORER, config.scorer), asked.get(REQUEST_LAMBDA, config.lambda_loose)
-    if not isinstance(scorer, str) or (REQUEST_SCORER in asked and scorer not in config.scorers):
-        allowed = ", ".join(sorted(config.scorers))
+    scorer, share = asked.get(REQUEST_SCORER, knobs.scorer), asked.get(REQUEST_LAMBDA, knobs.lambda_loose)
+    if not isinstance(scorer, str) or (REQUEST_SCORER in asked and scorer not in knobs.scorers):
+        allowed = ", ".join(sorted(knobs.scorers))
         raise VidSpecError(f"{REQUEST_SCORER}: this server allows {allowed}, got {_quoted(scorer)}")
     if REQUEST_LAMBDA in asked:
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= config.max_lambda:
-            allowed = f"0 to {config.max_lambda:g}"
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= knobs.max_lambda:
+            allowed = f"0 to {knobs.max_lambda:g}"
             raise VidSpecError(f"{REQUEST_LAMBDA}: this server allows {allowed}, got {_quoted(share)}")
         if scorer not in ("strict", "loose", "random"):
             raise VidSpecError(f"{REQUEST_LAMBDA}: the scorer {scorer} takes none")

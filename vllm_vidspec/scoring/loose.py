@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from vidspec_kernels import LOWEST, WINDOW, accept_loose
+from vidspec_kernels import LOWEST, WINDOW, accept
 from vllm_vidspec.scoring.base import Scored, ScoreInputs
 from vllm_vidspec.scoring.strict import score_strict
 
@@ -23,25 +23,10 @@ def score_loose(inputs: ScoreInputs) -> Scored:
     Returns:
         What stands, and why.
     """
-    loose, trees = inputs.looseness, inputs.trees
-    if loose is None:
+    if inputs.looseness is None:
         return score_strict(inputs)
-    sampled, num_sampled, path, kinds = accept_loose(
-        inputs.target_tokens,
-        inputs.draft_tokens,
-        inputs.cu_num_logits,
-        loose.rows,
-        loose.rules,
-        loose.shares,
-        loose.windows,
-        loose.scores,
-        loose.entropies,
-        loose.may_loosen,
-        loose.min_entropy,
-        inputs.max_drafts,
-        None if trees is None else (trees.parents, trees.depths, trees.ancestors),
-    )
-    return Scored(sampled, num_sampled, None if trees is None else path, kinds)
+    tokens = (inputs.target_tokens, inputs.draft_tokens, inputs.cu_num_logits)
+    return Scored(*accept(*tokens, inputs.max_drafts, inputs.trees, inputs.looseness))
 
 
 def normalized_entropy(logits: Tensor, top_k: int = 0) -> Tensor:

@@ -1,6 +1,6 @@
 """The strict scorer: a draft token stands iff it is the token that the target samples there."""
 
-from vidspec_kernels import accept_chain, tree_accept
+from vidspec_kernels import accept
 from vllm_vidspec.scoring.base import Scored, ScoreInputs
 
 
@@ -17,8 +17,6 @@ def score_strict(inputs: ScoreInputs) -> Scored:
     Returns:
         What stands; of a tree's matching paths the longest, the first of equals.
     """
-    tokens = (inputs.target_tokens, inputs.draft_tokens, inputs.cu_num_logits)
-    trees = inputs.trees
-    if trees is None:
-        return Scored(*accept_chain(*tokens, inputs.max_drafts))
-    return Scored(*tree_accept(*tokens, trees.rows, trees.parents, trees.depths, trees.ancestors, inputs.max_drafts))
+    return Scored(
+        *accept(inputs.target_tokens, inputs.draft_tokens, inputs.cu_num_logits, inputs.max_drafts, inputs.trees)
+    )

@@ -1,131 +1,15 @@
-"""DraftTree, chains and candidates, and what the tests of the policies share: a fake draft, its driver, a checker."""
+"""DraftTree, chains and candidates."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.drafting.fake_draft import BUFFERS, check_tree, quick, work_in_torch
 from vllm_vidspec.drafting import DraftTree, candidates, chain_tables
-from vllm_vidspec.drafting import adaptive as adaptive_module
-from vllm_vidspec.drafting import tree as tree_module
-
-quick = settings(max_examples=60, deadline=None)
-
-
-# --- shared by the tests of the policies ---
-
-
-class FakeDraft:
-    """Candidates that are a function of the path alone, as a draft model's are of the text.
-
-    Log-probabilities are multiples of 1/16, often equal: sums are exact, and no threshold of a policy, all of which are
-    logarithms of rationals, is ever met exactly.
-    """
-
-    def __init__(self, seed, num_candidates, sureness=2.0):
-        self.seed, self.num_candidates, self.sureness = seed, num_candidates, sureness
-        self._known = {}
-
-    def __call__(self, path):
-        """Return `[C]` float32 log-probabilities, descending, and `[C]` distinct token ids."""
-        if path not in self._known:
-            rng = np.random.default_rng([self.seed, *path])
-            gaps = rng.geometric(1 / (1 + 4 * self.sureness * rng.random()), self.num_candidates) - 1
-            log_probs = -(np.cumsum(gaps) + rng.integers(0, 6)) / 16
-            self._known[path] = log_probs.astype(np.float32), rng.permutation(3 * self.num_candidates)[: len(gaps)]
-        return self._known[path]
-
-
-def paths_of(tree, row, num_nodes):
-    """Return the token path of the first nodes, the root's empty one first."""
-    tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
-    paths = [()]
-    for node in range(1, num_nodes + 1):
-        assert 0 <= parents[node] < node
-        paths.append((*paths[parents[node]], tokens[node]))
-    return paths
-
-
-def grow(policy, drafts, rows, max_nodes=64, fill=False):
-    """Drive one step; return the frontiers that were fed, `[num_levels][R]` lists of paths."""
-    rows_np = np.array(rows)
-    num_levels = policy.begin(torch.tensor(rows), rows_np, max_nodes)
-    assert 1 <= num_levels <= policy.max_depth
-    frontier = torch.zeros(len(rows), 1, dtype=torch.int64)
-    fed = []
-    for level in range(num_levels):
-        log_probs = torch.full((*frontier.shape, policy.num_candidates), float("nan"))
-        token_ids = torch.full((*frontier.shape, policy.num_candidates), -7)
-        fed.append([])
-        for row, draft in enumerate(drafts):
-            fed[-1].append([])
-            paths = {}
-            for column, node in enumerate(frontier[row].tolist()):
-                if node == 0 and level > 0:
-                    continue
-                path, at = (), node
-                while at > 0:
-                    path, at = (policy.tree.tokens[row, at].item(), *path), policy.tree.parents[row, at].item()
-                paths[node] = path
-                fed[-1][-1].append(path)
-                own_log_probs, own_tokens = draft(path)
-                log_probs[row, column] = torch.from_numpy(own_log_probs)
-                token_ids[row, column] = torch.from_numpy(own_tokens)
-            assert len(paths) == len(fed[-1][-1]), "a node is fed twice"
-        result = policy.extend(level, log_probs.flatten(0, 1), token_ids.flatten(0, 1))
-        assert (result is None) == (level + 1 == num_levels)
-        if result is None:
-            break
-        frontier, tokens = result
-        assert frontier.dtype == tokens.dtype == torch.int64
-        assert frontier.shape == tokens.shape and frontier.shape[0] == len(rows)
-        assert 1 <= frontier.shape[1] <= policy.max_frontier
-        at_nodes = policy.tree.tokens[: len(rows)].gather(1, frontier)
-        assert torch.equal(tokens[frontier > 0], at_nodes[frontier > 0])
-        assert policy.tree.depths[: len(rows)].gather(1, frontier)[frontier > 0].eq(level + 1).all()
-    policy.finish(fill)
-    return fed
-
-
-def check_tree(tree, row):
-    """Assert everything that holds of any tree: order, depths, masks, siblings, and what lies past the nodes."""
-    num_nodes = int(tree.num_nodes[row])
-    parents, depths = tree.parents[row].tolist(), tree.depths[row].tolist()
-    words = [word % 2**64 for word in tree.ancestors[row].tolist()]
-    assert 0 <= num_nodes <= tree.max_nodes
-    assert (parents[0], depths[0], words[0]) == (-1, 0, 0)
-    for node in range(1, num_nodes + 1):
-        assert 0 <= parents[node] < node, "every prefix must be a tree"
-        above, at = set(), node
-        while at > 0:
-            above.add(at)
-            at = parents[at]
-        assert depths[node] == len(above)
-        assert {bit + 1 for bit in range(64) if words[node] >> bit & 1} == above
-    paths = paths_of(tree, row, num_nodes)
-    assert len(set(paths)) == num_nodes + 1, "siblings with one token"
-    for node in range(num_nodes + 1, tree.max_nodes + 1):
-        assert (tree.tokens[row, node], parents[node], depths[node], words[node]) == (-1, 0, 1, 1 << (node - 1))
-
-
-def check_greedy_first(tree, row, draft, depth):
-    """Assert that nodes 1 to depth are the draft's own best path."""
-    path = ()
-    for node in range(1, depth + 1):
-        path = (*path, int(draft(path)[1][0]))
-        assert node <= tree.num_nodes[row], "the greedy path is cut short"
-        assert paths_of(tree, row, node)[node] == path, "the greedy path does not come first"
-
-
-def work_in_torch(patch):
-    """Let CPU tensors be worked on in torch, as another device's are."""
-    for module in (tree_module, adaptive_module):
-        patch.setattr(module, "array_module", lambda device: torch)
-        patch.setattr(module, "as_array", lambda tensor: tensor)
-
 
 # --- chains ---
 
@@ -210,7 +94,7 @@ def test_an_empty_tree_is_harmless(max_nodes):
     tree = DraftTree(3, max_nodes, "cpu")
     for row in range(3):
         check_tree(tree, row)
-    for buffer in (tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.log_probs):
+    for buffer in (getattr(tree, name) for name in BUFFERS[:5]):
         assert buffer.shape == (3, max_nodes + 1) and buffer.is_contiguous()
     assert tree.tokens.dtype == tree.ancestors.dtype == torch.int64 and tree.log_probs.dtype == torch.float32
     assert tree.parents.dtype == tree.depths.dtype == tree.num_nodes.dtype == torch.int32
@@ -219,14 +103,12 @@ def test_an_empty_tree_is_harmless(max_nodes):
 def test_clear_empties_its_rows_in_place():
     """Catches: a buffer replaced instead of filled (a CUDA graph keeps the old one), other rows or the root touched."""
     tree = DraftTree(3, 5, "cpu")
-    buffers = [tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.log_probs, tree.num_nodes]
+    buffers = [getattr(tree, name) for name in BUFFERS]
     places = [buffer.data_ptr() for buffer in buffers]
     for buffer in buffers:
         buffer.fill_(3)
     tree.clear(2)
-    assert places == [
-        b.data_ptr() for b in (tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.log_probs)
-    ] + [tree.num_nodes.data_ptr()]
+    assert places == [getattr(tree, name).data_ptr() for name in BUFFERS]
     for row in range(2):
         check_tree(tree, row)
         assert tree.tokens[row, 0] == 3 and tree.log_probs[row, 0] == 0
@@ -240,15 +122,15 @@ def test_a_tree_has_1_to_64_nodes(max_nodes):
         DraftTree(1, max_nodes, "cpu")
 
 
+def nodes_of(tree, row):
+    """Return (token, parent, depth, mask, log-probability) of a row's nodes."""
+    buffers = [getattr(tree, name)[row, : int(tree.num_nodes[row]) + 1].tolist() for name in BUFFERS[:5]]
+    return [list(node) for node in zip(*buffers, strict=True)]
+
+
 def leaves_by_sorting(tree, row, max_nodes, log_probs, token_ids, parents):
-    """Return what `append_leaves` must leave in a row: (token, parent, depth, mask, log-probability) of its nodes."""
-    nodes = [
-        [
-            buffer[row, node].item()
-            for buffer in (tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.log_probs)
-        ]
-        for node in range(int(tree.num_nodes[row]) + 1)
-    ]
+    """Return the nodes that `append_leaves` must leave in a row."""
+    nodes = nodes_of(tree, row)
     flat = [
         (-score, index, token)
         for index, (score, token) in enumerate(zip(log_probs[row].flatten(), token_ids[row].flatten(), strict=True))
@@ -298,9 +180,7 @@ def test_leaves_are_the_best_candidates(arrays, seed, num_reqs, num_parents, num
         expected = [leaves_by_sorting(tree, row, max_nodes, scores, tokens, leaf_parents) for row in range(num_reqs)]
         tree.append_leaves(num_reqs, max_nodes, scores, tokens, leaf_parents)
         for row, nodes in enumerate(expected):
-            assert int(tree.num_nodes[row]) == len(nodes) - 1
-            buffers = (tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.log_probs)
-            assert [[buffer[row, node].item() for buffer in buffers] for node in range(len(nodes))] == nodes
+            assert nodes_of(tree, row) == nodes
             check_tree(tree, row)
         check_tree(tree, num_reqs)
         assert tree.num_nodes[num_reqs] == 0

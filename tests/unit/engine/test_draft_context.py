@@ -36,7 +36,7 @@ def test_a_request_is_held_while_all_that_may_be_committed_has_a_place():
         drafter._max_model_len = target_len
         drafter.model = SimpleNamespace(max_model_len=draft_len, num_positions=num_positions)
         for dropped, delta in ((0, 0), (5, 0), (5, -5), (0, -4), (2, 40)):
-            drafter.rows = SimpleNamespace(num_dropped_np=np.array([99, dropped]), pos_delta_np=np.array([99, delta]))
+            drafter.kv = SimpleNamespace(num_dropped_np=np.array([99, dropped]), pos_delta_np=np.array([99, delta]))
             for num_tokens in range(6, target_len + 3):
                 last = min(num_tokens + num_drafts, target_len) - 1
                 expected = last - dropped < draft_len and last + delta < num_positions

@@ -16,7 +16,7 @@ after = [getattr(torch.cuda, name) for name in names]
 after += [torch.accelerator.synchronize, torch.accelerator.get_memory_info, torch.Tensor.pin_memory]
 after += [torch_utils.async_tensor_h2d]
 print([a is b for a, b in zip(before, after)].count(False))
-print(sorted(name for name in sys.modules if name.startswith(("vllm.v1.worker.cpu", "vllm_vidspec.engine.cpu."))))
+print(sorted(name for name in sys.modules if name.startswith(("vllm.v1.worker.cpu", "vllm_vidspec.engine.cpu"))))
 """
 
 
@@ -27,11 +27,12 @@ def _import(module: str) -> tuple[int, str]:
     return int(replaced), loaded
 
 
-def test_gpu_worker_leaves_torch_untouched():
+def test_gpu_worker_leaves_torch_untouched_and_the_cpus_code_unread():
+    """Catches: a package, a module or a patch of the CPU engine's in a process that has a GPU."""
     assert _import("vllm_vidspec.engine.worker") == (0, "[]")
 
 
 def test_cpu_worker_is_what_replaces_it():
     """The look above sees it: the CPU worker's import replaces all eight."""
     replaced, loaded = _import("vllm_vidspec.engine.cpu.worker")
-    assert replaced == 8 and "vllm_vidspec.engine.cpu.worker" in loaded
+    assert replaced == 8 and "'vllm_vidspec.engine.cpu', " in loaded and "'vllm_vidspec.engine.cpu.worker'" in loaded

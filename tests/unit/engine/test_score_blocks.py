@@ -83,7 +83,7 @@ def draft(drafter, num_reqs: int, width: int, device: str, vocab_size: int, dtyp
     made = make(drafter, num_rows, device, vocab_size, dtype)
     generator = None if device == "meta" else torch.Generator().manual_seed(1)
     hidden = torch.randn(num_rows, HIDDEN_SIZE, generator=generator, device=device).to(dtype)
-    message = SimpleNamespace(rows=torch.arange(num_reqs, device=device), rows_np=np.arange(num_reqs))
+    message = SimpleNamespace(idx_mapping=torch.arange(num_reqs, device=device), idx_mapping_np=np.arange(num_reqs))
     tokens = torch.arange(num_rows, device=device) * 7
     if drafter is ChainDrafter:
         return (made._choose(hidden, message, tokens),)

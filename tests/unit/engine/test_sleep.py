@@ -1,18 +1,13 @@
 """Sleep: what is lost is forgotten, what would not come back is refused, and the pools are lost, not kept."""
 
 import contextlib
-from types import SimpleNamespace
 
-import numpy as np
 import torch
 
-from vllm_vidspec.config import VidSpecConfig
-from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft import model as draft_model
 from vllm_vidspec.engine.draft.model import DraftModel
-from vllm_vidspec.engine.listen import visual_states
-from vllm_vidspec.engine.listen.visual_states import VisualStates
-from vllm_vidspec.engine.speculator import _DRAFTING, _PREFILLING, _SKIPPED, _UNSEEN, VidSpecSpeculator
+from vllm_vidspec.engine.requests import Phase, RequestRows
+from vllm_vidspec.engine.speculator import VidSpecSpeculator
 from vllm_vidspec.engine.worker import VidSpecWorker
 
 
@@ -60,7 +55,7 @@ def test_what_is_lost_is_forgotten_first():
 
 
 def test_the_pools_are_allocated_where_the_worker_says(monkeypatch):
-    """Catches: a draft's pool, or the video's states, among what sleep mode keeps."""
+    """Catches: a draft's pool among what sleep mode keeps."""
     taken = []
     model = object.__new__(DraftModel)
     model._agreement, model.device = None, torch.device("cpu")
@@ -80,57 +75,12 @@ def test_the_pools_are_allocated_where_the_worker_says(monkeypatch):
 
 def test_running_requests_are_given_up():
     """Catches: rows that keep blocks, or draft on; rows that have not begun and are given up too."""
+    requests = RequestRows(4, torch.device("cpu"))
+    requests.phase[:] = [Phase.DRAFTING, Phase.UNSEEN, Phase.SKIPPED, Phase.PREFILLING]
     speculator = object.__new__(VidSpecSpeculator)
-    speculator._state = np.array([_DRAFTING, _UNSEEN, _SKIPPED, _PREFILLING], dtype=np.int8)
-    speculator._has_draft = np.zeros(4, dtype=bool)
-    speculator._drafter, speculator.trees, speculator._held = Calls(), Calls(), {}
-    cleared: list[str] = []
-    vars(speculator._drafter)["prefills"] = SimpleNamespace(
-        cache=SimpleNamespace(clear=lambda: cleared.append("media"))
-    )
-    speculator.forget_all()
-    assert cleared == ["media"]
-    assert speculator._state.tolist() == [_SKIPPED, _UNSEEN, _SKIPPED, _SKIPPED]
-    assert speculator._drafter == [("release", 0), ("release", 3)]
-    assert speculator.trees == [("forget", 0), ("forget", 3)]
-
-
-class Group:
-    """A tensor-parallel group of one."""
-
-    rank_in_group, world_size = 0, 1
-
-
-def test_states_of_videos_are_given_up(monkeypatch):
-    """Catches: items found by later requests whose states are gone; blocks that never come back."""
-    monkeypatch.setattr(visual_states, "get_tp_group", Group)
-    config = VidSpecConfig(model="draft", num_speculative_tokens=2, request_scorers=("strict", "loose"), lambda_max=1.0)
-    model = type("Model", (), {"dtype": torch.float32, "max_model_len": 256, "get_hidden_size": lambda: 4})
-    vllm_config = type("Config", (), {"model_config": model, "device_config": type("D", (), {"device": "cpu"})})
-    counters = Calls()
-    states = VisualStates(config, vllm_config, 4, counters, lambda row: None, Agreement(Group(), 1.0))
-    states.reserve(1 << 20)
-    entered = []
-
-    @contextlib.contextmanager
-    def allocation():
-        entered.append("store")
-        yield
-        entered.append(states.store.shape[0])
-
-    states.init_pool(allocation())
-    assert entered == ["store", len(states._free)]
-    everything = sorted(states._free)
-    position = type("Position", (), {"offset": 0, "length": 3, "is_embed": None})
-    feature = type("Feature", (), {"modality": "video", "identifier": "a", "mm_position": position})
-    monkeypatch.setattr(visual_states, "visual_indices", lambda feature: np.arange(3))
-    for request in ("done", "waiting"):
-        states.arrive(request, len(request) % 4, [1, 2, 3], [feature], "", is_needed=True)
-    done = states._holders["done"]
-    done.items[0].heard[:] = True
-    states._finish(done)
-    assert states._items and sorted(states._free) != everything
-    states.forget_all()
-    for request in ("done", "waiting"):
-        states.release(request)
-    assert not states._items and sorted(states._free) == everything
+    speculator._requests, speculator._arrivals, speculator._waiting = requests, {}, {}
+    speculator._drafter, speculator._guidance, speculator._trees = Calls(), Calls(), Calls()
+    speculator.give_up_all()
+    assert requests.phase.tolist() == [Phase.SKIPPED, Phase.UNSEEN, Phase.SKIPPED, Phase.SKIPPED]
+    assert speculator._drafter == [("forget", 0), ("forget", 3), ("forget_media",)]
+    assert speculator._guidance == speculator._trees == [("release", 0), ("release", 3)]

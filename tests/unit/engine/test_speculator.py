@@ -1,62 +1,119 @@
-"""The speculator's book-keeping by itself: what it tells the drafter of a step, and what it forgets with a request."""
+"""The speculator's loop by itself: what it tells the drafter of a step, and what it forgets with a request."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 
-from vllm_vidspec.engine.draft.messages import DraftMessage, Drafts
-from vllm_vidspec.engine.speculator import VidSpecSpeculator
+from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.draft.messages import DraftMessage, Drafts, Prefilled
+from vllm_vidspec.engine.knobs import Knobs
+from vllm_vidspec.engine.requests import Arrival, Phase, RequestRows
+from vllm_vidspec.engine.speculator import Step, VidSpecSpeculator
 
-NUM_ROWS, K = 4, 3
+CPU = torch.device("cpu")
+NUM_ROWS, K, PROMPT_LEN = 4, 3, 8
 
 
 class RecordingDrafter:
-    """Answers with chains of zeros and keeps the messages."""
+    """Answers with chains of ones and keeps what it is told."""
 
     def __init__(self) -> None:
         self.messages: list[DraftMessage] = []
+        self.forgotten: list[int] = []
+        self.admits, self.fits = True, True
+        self.error: Exception | None = None
+
+    def admit(self, message) -> bool:
+        return self.admits
+
+    def holds(self, rows, bound) -> np.ndarray:
+        return np.ones(len(rows), dtype=bool)
+
+    def reserve(self, rows, bound) -> np.ndarray:
+        return np.full(len(rows), self.fits)
+
+    def prefill(self, step) -> Prefilled:
+        return Prefilled(ready=step.idx_mapping_np.tolist(), failed=[])
 
     def draft(self, message: DraftMessage) -> Drafts:
+        if self.error is not None:
+            raise self.error
         self.messages.append(message)
-        return Drafts(torch.zeros(len(message.rows_np), K, dtype=torch.int64))
+        return Drafts(torch.ones(len(message.idx_mapping_np), K, dtype=torch.int64))
 
-    def release(self, row: int) -> None:
-        """Hold nothing."""
+    def forget(self, req_state_idx: int) -> None:
+        self.forgotten.append(req_state_idx)
 
-
-def make_speculator() -> VidSpecSpeculator:
-    """Return a speculator without models: four rows, all of them drafted for in the last step."""
-    speculator = object.__new__(VidSpecSpeculator)
-    speculator.device = torch.device("cpu")
-    speculator.config = SimpleNamespace(shape_for=lambda num_reqs: "chain")
-    speculator.counters = SimpleNamespace(has_draft=torch.ones(NUM_ROWS, dtype=torch.bool))
-    speculator.guidance = speculator.trees = None
-    speculator._drafter = RecordingDrafter()
-    speculator._arrivals, speculator._held = {}, {}
-    speculator._state = np.ones(NUM_ROWS, dtype=np.int8)
-    speculator._has_draft = np.ones(NUM_ROWS, dtype=bool)
-    speculator._req_states = SimpleNamespace(
-        req_id_to_index={f"request-{row}": row for row in range(NUM_ROWS)},
-        total_len=SimpleNamespace(gpu=torch.full((NUM_ROWS,), 9, dtype=torch.int32)),
-        all_token_ids=SimpleNamespace(gpu=torch.zeros(NUM_ROWS, 16, dtype=torch.int32)),
-    )
-    return speculator
+    def forget_media(self) -> None:
+        """Keep none."""
 
 
-def verified(speculator: VidSpecSpeculator, rows: list[int], num_drafts: list[int] | None) -> list[bool]:
-    """Return what the drafter hears of a step that verified so many draft tokens, real ones or placeholders."""
-    rows_np = np.array(rows)
-    batch = SimpleNamespace(
-        num_reqs=len(rows),
-        idx_mapping=torch.from_numpy(rows_np),
-        idx_mapping_np=rows_np,
-        num_draft_tokens_per_req=None if num_drafts is None else np.array(num_drafts),
-    )
-    last_sampled, ones = torch.zeros(NUM_ROWS, 1, dtype=torch.int64), torch.ones(len(rows), dtype=torch.int32)
-    output = torch.zeros(len(rows), K, dtype=torch.int64)
-    speculator._draft(batch, np.arange(len(rows)), output, last_sampled, ones, np.full(len(rows), 10), K)
-    return speculator._drafter.messages[-1].was_verified.tolist()
+def arrival(row: int, **more) -> Arrival:
+    sampling = SimpleNamespace(structured_outputs=None)
+    return Arrival(f"request-{row}", row, list(range(PROMPT_LEN)), [], sampling, **more)
+
+
+class World:
+    """A speculator without models and the rows of four requests, all of which have just arrived."""
+
+    def __init__(self, **config) -> None:
+        self.requests = RequestRows(NUM_ROWS, CPU)
+        self.drafter = RecordingDrafter()
+        self.counters = mock.Mock()
+        req_states = SimpleNamespace(
+            total_len=SimpleNamespace(gpu=torch.full((NUM_ROWS,), PROMPT_LEN + 1, dtype=torch.int32)),
+            all_token_ids=SimpleNamespace(gpu=torch.zeros(NUM_ROWS, 16, dtype=torch.int32)),
+            max_seq_len=np.full(NUM_ROWS, 16),
+        )
+        knobs = Knobs(VidSpecConfig(model="draft", num_speculative_tokens=K, **config))
+        alone = Agreement(SimpleNamespace(rank_in_group=0, world_size=1))
+        model = SimpleNamespace(device=CPU)
+        self.speculator = VidSpecSpeculator(
+            None, knobs, model, self.requests, req_states, None, None, None, self.counters, alone
+        )  # fmt: skip
+        self.speculator._drafter = self.drafter
+        self.requests.register(self.speculator)
+        for row in range(NUM_ROWS):
+            self.requests.admit(arrival(row))
+
+    def propose(self, rows: list[int], num_drafts: list[int] | None = None, computed: int = PROMPT_LEN) -> list[list]:
+        """Run the loop after a step of these rows; `num_drafts` were verified, real ones or placeholders."""
+        idx_mapping_np, drafts = np.array(rows), None if num_drafts is None else np.array(num_drafts)
+        batch = SimpleNamespace(
+            num_reqs=len(rows),
+            req_ids=[f"request-{row}" for row in rows],
+            idx_mapping=torch.from_numpy(idx_mapping_np),
+            idx_mapping_np=idx_mapping_np,
+            num_draft_tokens_per_req=drafts,
+            num_computed_tokens_np=np.full(len(rows), computed - 1),
+            num_scheduled_tokens=1 + (0 if drafts is None else drafts),
+            prefill_len_np=np.full(len(rows), PROMPT_LEN),
+            seq_lens_cpu_upper_bound=torch.full((len(rows),), PROMPT_LEN + 1),
+        )
+        ones = torch.ones(len(rows), dtype=torch.int32)
+        last_sampled = torch.zeros(NUM_ROWS, 1, dtype=torch.int64)
+        return self.speculator.propose(
+            batch, None, None, None, None, ones, None, last_sampled, None, None, None
+        ).tolist()  # fmt: skip
+
+    def was_verified(self) -> list[bool]:
+        told = self.drafter.messages[-1].was_verified
+        return [True] * len(self.drafter.messages[-1].idx_mapping_np) if told is None else told.tolist()
+
+
+def test_a_request_is_drafted_for_from_the_step_that_ends_its_prefill():
+    """Catches: drafts for a prompt that the target has not read, a row that is not told what is in flight."""
+    world = World()
+    assert world.propose([2, 0], computed=PROMPT_LEN - 1) == [[0] * K] * 2
+    assert (world.requests.phase == Phase.UNSEEN).all() and not world.requests.has_draft.any()
+    assert world.propose([2, 0]) == [[1] * K] * 2
+    assert world.requests.phase.tolist() == [Phase.DRAFTING, Phase.UNSEEN, Phase.DRAFTING, Phase.UNSEEN]
+    assert world.requests.has_draft.tolist() == world.requests.has_draft_np.tolist() == [True, False, True, False]
+    assert world.requests.num_drafts(K).tolist() == [K, 0, K, 0]
 
 
 def test_placeholders_are_no_drafts():
@@ -65,9 +122,66 @@ def test_placeholders_are_no_drafts():
     Catches: a flag that outlives its request, so that placeholders count as drafts that failed, and the policy learns a
     false acceptance of 0.
     """
-    speculator = make_speculator()
-    assert verified(speculator, [2, 0, 1], [K, 0, K]) == [True, False, True]
-    assert verified(speculator, [2, 0, 1], None) == [False, False, False]
-    speculator.release("request-2")
-    assert speculator.counters.has_draft.tolist() == [True, True, False, True]
-    assert verified(speculator, [2, 0, 1], [K, K, K]) == [False, True, True]
+    world = World()
+    world.propose([2, 0, 1])
+    world.propose([2, 0, 1], [K, 0, K])
+    assert world.was_verified() == [True, False, True]
+    world.propose([2, 0, 1])
+    assert world.was_verified() == [False, False, False]
+    world.requests.forget(2)
+    assert world.requests.has_draft.tolist() == [True, True, False, False] and world.drafter.forgotten == [2]
+    world.requests.admit(arrival(2))
+    world.propose([2, 0, 1], [K, K, K])
+    assert world.was_verified() == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "is_counted"),
+    [
+        ({"has_embeds": True}, "unsupported", True),
+        ({"token_ids": list(range(15))}, "finished", False),  # the token just sampled is its last
+    ],
+)
+def test_what_is_not_drafted_for(change, reason, is_counted):
+    world = World()
+    world.requests.forget(1)
+    world.requests.admit(Arrival(**{**vars(arrival(1)), **change}))
+    assert world.propose([1, 3]) == [[0] * K, [1] * K]
+    assert world.requests.phase[1] == Phase.SKIPPED and world.requests.skip_reason[1] == reason
+    assert [call.args[:2] for call in world.counters.skip.call_args_list] == [(reason, "request-1")] * is_counted
+
+
+@pytest.mark.parametrize("what", ["refused", "pool_full", "draft_error"])
+def test_a_request_that_is_given_up_goes_on_without_drafts(what):
+    """Catches: blocks of a request that is given up and stays, a flag of drafts that are no more."""
+    world = World()
+    world.drafter.admits = what != "refused"
+    world.propose([1, 3])
+    world.drafter.fits = what != "pool_full"
+    world.drafter.error = ValueError("no") if what == "draft_error" else None
+    world.propose([1, 3])
+    assert world.requests.phase.tolist() == [Phase.UNSEEN, Phase.SKIPPED, Phase.UNSEEN, Phase.SKIPPED]
+    assert world.requests.skip_reason == [None, what, None, what] and not world.requests.has_draft.any()
+    assert world.drafter.forgotten == [1, 3]
+    assert world.propose([1, 3]) == [[0] * K] * 2
+
+
+def test_an_error_can_stop_the_engine():
+    world = World(on_draft_error="raise")
+    world.drafter.error = ValueError("no")
+    with pytest.raises(ValueError, match="no"):
+        world.propose([1])
+
+
+def test_a_step_that_verifies_drafts_is_done_with_its_prefill():
+    """Catches: drafts counted as prompt, so that a request in its last chunk counts as prefilled."""
+    batch = SimpleNamespace(
+        num_reqs=2,
+        num_computed_tokens_np=np.array([7, 5]),
+        num_scheduled_tokens=np.array([3, 3]),
+        num_draft_tokens_per_req=np.array([2, 2]),
+        prefill_len_np=np.array([8, 8]),
+        seq_lens_cpu_upper_bound=torch.tensor([10, 8]),
+    )
+    step = Step.of(batch, None, None, K)
+    assert step.is_done.tolist() == [True, False] and step.bound.tolist() == [11, 9]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.families import adapter_for, check_pair, families, register_family
+from vllm_vidspec.families import adapter_for, check_pair, check_ranks, families, register_family
 from vllm_vidspec.pruning import TokenGrid
 
 transformers = pytest.importorskip("transformers")
@@ -290,3 +290,29 @@ def test_different_families(target, draft):
     message = str(caught.value)
     assert "different families" in message and "\n" not in message
     assert f"the target is {adapter_for(target()).name}, the draft {adapter_for(draft()).name}" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "vision_heads", "num_ranks", "message"),
+    [
+        ((28, 4), 4, 2, None),
+        ((28, 4), 4, 4, None),
+        ((28, 4), 4, 8, "tower has 4 heads, which 8 tensor-parallel ranks cannot share evenly; .*-size 1, 2, 4 would"),
+        ((28, 4), 4, 6, "vision tower has 4 heads, which 6 tensor-parallel ranks cannot"),
+        ((24, 6), 16, 4, r"language model \(keys and values\) has 6 heads, which 4 "),
+        ((14, 2), 16, 4, "language model has 14 heads, which 4 .* --tensor-parallel-size 1, 2 would"),
+    ],
+)
+def test_the_sizes_that_a_draft_works_at_are_named(text, vision_heads, num_ranks, message):
+    """Catches: sizes that vLLM refuses after minutes, in its terms; KV heads that ranks could not have copies of; a
+    message about the vision tower, or none, where the language model is at fault.
+    """
+    text_config = SimpleNamespace(num_attention_heads=text[0], num_key_value_heads=text[1])
+    vision_config = SimpleNamespace(num_heads=vision_heads)
+    draft = SimpleNamespace(vision_config=vision_config, get_text_config=lambda: text_config)
+    if message is None:
+        check_ranks(draft, num_ranks)
+        return
+    with pytest.raises(VidSpecError, match=message) as caught:
+        check_ranks(draft, num_ranks)
+    assert "\n" not in str(caught.value)

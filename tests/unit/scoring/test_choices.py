@@ -4,15 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.config import ScoreKnobs
 from vllm_vidspec.errors import VidSpecError
 
 pytest.importorskip("vllm")
 from vllm_vidspec.scoring.choices import CALLS_TOOLS, PREFIX, choose, strict_reason
-
-
-def config(**knobs) -> VidSpecConfig:
-    return VidSpecConfig(model="self", num_speculative_tokens=4, **knobs)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +28,7 @@ def config(**knobs) -> VidSpecConfig:
     ],
 )
 def test_choices(knobs, asked, expected):
-    assert choose(asked, config(**knobs)) == expected
+    assert choose(asked, ScoreKnobs(**knobs)) == expected
 
 
 @pytest.mark.parametrize(
@@ -64,7 +60,7 @@ def test_choices(knobs, asked, expected):
 def test_out_of_bounds(knobs, asked, message):
     """Catches: a type that cannot be looked up, a value that is quoted whole."""
     with pytest.raises(VidSpecError, match=message) as error:
-        choose(asked, config(**knobs))
+        choose(asked, ScoreKnobs(**knobs))
     assert "\n" not in str(error.value) and len(str(error.value)) < 200
 
 
@@ -92,12 +88,12 @@ def test_the_api_server_passes_choices_and_tools_on():
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-    from vllm_vidspec.engine import compat
+    from vllm_vidspec.engine.compat import api
 
     with pytest.MonkeyPatch.context() as patch:
         for request in (ChatCompletionRequest, CompletionRequest):
             patch.setattr(request, "to_sampling_params", request.to_sampling_params)  # put back afterwards
-        compat.hear_request_choices(PREFIX, CALLS_TOOLS, lambda asked: None)
+        api.hear_request_choices(PREFIX, CALLS_TOOLS, lambda asked: None)
         tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
         def heard(**fields) -> dict | None:

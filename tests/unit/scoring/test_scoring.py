@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.config import ScoreKnobs
 from vllm_vidspec.scoring import ScoreInputs, TreeShapes, get_scorer, register_scorer, scorer_names
 
 
@@ -55,6 +55,6 @@ def test_the_longest_path_of_a_tree_and_the_nodes_behind_it():
 
 def test_every_configured_scorer_exists():
     """Catches: a `scorer` that the configuration accepts and no code implements."""
-    assert set(VidSpecConfig.model_fields["scorer"].annotation.__args__) <= set(scorer_names())
+    assert set(ScoreKnobs.model_fields["scorer"].annotation.__args__) <= set(scorer_names())
     with pytest.raises(ValueError, match="registered already"):
         register_scorer("strict", get_scorer("strict"))

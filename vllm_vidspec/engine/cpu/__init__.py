@@ -1,1 +1,1 @@
-"""What the CPU engine alone needs. Nothing outside this folder imports it at module level; on CUDA nothing does."""
+"""What the CPU engine alone needs. Nothing outside this folder imports it at module level, on CUDA nothing does."""

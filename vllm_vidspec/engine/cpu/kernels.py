@@ -1,9 +1,10 @@
-"""Vectorised numpy twins of vLLM Triton kernels that the interpreter runs one program at a time; CPU engine only.
+"""Vectorised numpy twins of vLLM Triton kernels that the interpreter runs one program at a time. CPU engine only.
 
 Each twin is bit-equal to the interpreted kernel (tests compare them), so it changes the CPU engine's speed and nothing
 else: the interpreter computes with numpy too.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,168 +15,165 @@ _U32 = np.uint32
 DRAFT_NOISE_SALT = 1 << 30
 
 
-class GumbelSampleKernel:
-    """Twin of `vllm.v1.worker.gpu.sample.gumbel._gumbel_sample_kernel`, launched the same way: `kernel[grid](...)`.
+class Twin:
+    """Stands in for a Triton kernel: `kernel[grid](...)` calls a function of the grid and the kernel's arguments once.
 
     Args:
-        interpreted: vLLM's kernel; it still serves fp64 noise and the logits cache, which this project never asks for.
+        run: Serves the whole grid.
     """
 
-    def __init__(self, interpreted: Any):
-        self.interpreted = interpreted
+    def __init__(self, run: Callable[..., None]):
+        self._run = run
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-        """Return the launcher for a grid; the twin covers the whole grid at once."""
-
-        def launch(*args, **constants) -> None:
-            logits_cache = args[4]
-            if logits_cache is not None or constants["USE_FP64"] or constants["APPLY_TEMPERATURE"]:
-                self.interpreted[grid](*args, **constants)
-            else:
-                self._run(*args, **constants)
-
-        return launch
-
-    @staticmethod
-    def _run(
-        local_argmax,  # [num_tokens, num_blocks] int64, out
-        _argmax_stride,
-        local_max,  # [num_tokens, num_blocks] float32, out
-        _max_stride,
-        _cache,
-        _cache_stride_0,
-        _cache_stride_1,
-        _cache_col,
-        _cache_source,
-        _cache_source_stride,
-        logits,  # [num_tokens, vocab_size]
-        _logits_stride,
-        expanded_idx_mapping,  # [num_tokens]
-        seeds,  # [max_num_reqs]
-        pos,  # [num_tokens]
-        temperature,  # [max_num_reqs]
-        vocab_size,
-        *,
-        BLOCK_SIZE,
-        IS_DRAFTING,
-        **_constants,
-    ) -> None:
-        rows = expanded_idx_mapping.numpy()
-        values = logits.float().numpy().copy()  # [num_tokens, vocab_size]
-        noisy = (rows >= 0) & (temperature.numpy()[rows] != 0.0)
-        if noisy.any():
-            keys = np.arange(vocab_size, dtype=_U32)
-            positions = pos.numpy()[noisy] + (DRAFT_NOISE_SALT if IS_DRAFTING else 0)
-            values[noisy] += gumbel_noise(seeds.numpy()[rows[noisy]], positions, keys)
-        for block in range(local_argmax.shape[1]):
-            part = values[:, block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]
-            best = part.argmax(axis=1)
-            local_argmax.numpy()[:, block] = block * BLOCK_SIZE + best
-            local_max.numpy()[:, block] = np.take_along_axis(part, best[:, None], axis=1)[:, 0]
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        """Return the launcher for a grid."""
+        return functools.partial(self._run, grid)
 
 
-class PenaltiesKernel:
+def gumbel_sample_twin(interpreted: Any) -> Twin:
+    """Return the twin of vLLM's sampling kernel, which still serves what this project never asks for: fp64 noise and
+    the logits cache.
+    """
+
+    def run(grid, *args, **constants) -> None:
+        logits_cache = args[4]
+        if logits_cache is not None or constants["USE_FP64"] or constants["APPLY_TEMPERATURE"]:
+            interpreted[grid](*args, **constants)
+        else:
+            gumbel_sample(grid, *args, **constants)
+
+    return Twin(run)
+
+
+def gumbel_sample(
+    _grid,
+    local_argmax,  # [num_tokens, num_blocks] int64, out
+    _argmax_stride,
+    local_max,  # [num_tokens, num_blocks] float32, out
+    _max_stride,
+    _cache,
+    _cache_stride_0,
+    _cache_stride_1,
+    _cache_col,
+    _cache_source,
+    _cache_source_stride,
+    logits,  # [num_tokens, vocab_size]
+    _logits_stride,
+    expanded_idx_mapping,  # [num_tokens]
+    seeds,  # [max_num_reqs]
+    pos,  # [num_tokens]
+    temperature,  # [max_num_reqs]
+    vocab_size,
+    *,
+    BLOCK_SIZE,
+    IS_DRAFTING,
+    **_constants,
+) -> None:
+    """Twin of `vllm.v1.worker.gpu.sample.gumbel._gumbel_sample_kernel`."""
+    rows = expanded_idx_mapping.numpy()
+    values = logits.float().numpy().copy()  # [num_tokens, vocab_size]
+    noisy = (rows >= 0) & (temperature.numpy()[rows] != 0.0)
+    if noisy.any():
+        keys = np.arange(vocab_size, dtype=_U32)
+        positions = pos.numpy()[noisy] + (DRAFT_NOISE_SALT if IS_DRAFTING else 0)
+        values[noisy] += gumbel_noise(seeds.numpy()[rows[noisy]], positions, keys)
+    for block in range(local_argmax.shape[1]):
+        part = values[:, block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]
+        best = part.argmax(axis=1)
+        local_argmax.numpy()[:, block] = block * BLOCK_SIZE + best
+        local_max.numpy()[:, block] = np.take_along_axis(part, best[:, None], axis=1)[:, 0]
+
+
+def penalties(
+    _grid,
+    logits,  # [num_tokens, vocab_size] float32, in place
+    _logits_stride,
+    expanded_idx_mapping,  # [num_tokens]
+    token_ids,  # [num_tokens]
+    expanded_local_pos,  # [num_tokens]
+    repetition_penalty,  # [max_num_reqs] float32
+    frequency_penalty,
+    presence_penalty,
+    prompt_bin_mask,  # [max_num_reqs, ceil(vocab_size / 32)] int32
+    _mask_stride,
+    output_bin_counts,  # [max_num_reqs, vocab_size] int32
+    _counts_stride,
+    vocab_size,
+    **_constants,
+) -> None:
     """Twin of `vllm.v1.worker.gpu.sample.penalties._penalties_kernel`, all rows at once.
 
     Why: trees verify some thirty rows a request, and the interpreter takes milliseconds for each.
     """
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-        """Return the launcher for a grid."""
-        return self._run
-
-    @staticmethod
-    def _run(
-        logits,  # [num_tokens, vocab_size] float32, in place
-        _logits_stride,
-        expanded_idx_mapping,  # [num_tokens]
-        token_ids,  # [num_tokens]
-        expanded_local_pos,  # [num_tokens]
-        repetition_penalty,  # [max_num_reqs] float32
-        frequency_penalty,
-        presence_penalty,
-        prompt_bin_mask,  # [max_num_reqs, ceil(vocab_size / 32)] int32
-        _mask_stride,
-        output_bin_counts,  # [max_num_reqs, vocab_size] int32
-        _counts_stride,
-        vocab_size,
-        **_constants,
-    ) -> None:
-        reqs = expanded_idx_mapping.numpy()
-        repetition, frequency, presence = (
-            penalty.numpy()[reqs].astype(_F32) for penalty in (repetition_penalty, frequency_penalty, presence_penalty)
-        )
-        rows = np.flatnonzero((repetition != 1.0) | (frequency != 0.0) | (presence != 0.0))
-        if not len(rows):
-            return
-        reqs, repetition = reqs[rows], repetition[rows, None]
-        frequency, presence = frequency[rows, None], presence[rows, None]
-        counts = output_bin_counts.numpy()[reqs].copy()  # [n, vocab_size]
-        local_pos = expanded_local_pos.numpy()[rows]
-        owner = np.repeat(np.arange(len(rows)), local_pos)
-        before = np.arange(len(owner)) - np.repeat(np.cumsum(local_pos) - local_pos, local_pos)
-        drafted = token_ids.numpy()[np.repeat(rows - local_pos, local_pos) + before + 1]
-        known = (drafted >= 0) & (drafted < vocab_size)
-        np.add.at(counts, (owner[known], drafted[known]), 1)
-        seen = counts > 0
-        values = logits.numpy()[rows].astype(_F32)
-        bits = (prompt_bin_mask.numpy()[reqs][:, :, None] >> np.arange(32, dtype=np.int32)) & 1
-        in_prompt = bits.reshape(len(rows), -1)[:, :vocab_size].astype(bool)
-        scale = np.where(in_prompt | seen, repetition, _F32(1.0))
-        scaled = values * np.where(values > 0, _F32(1.0) / scale, scale)
-        values = np.where(repetition != 1.0, scaled, values)
-        values = values - frequency * counts.astype(_F32)
-        logits.numpy()[rows] = values - presence * seen.astype(_F32)
+    reqs = expanded_idx_mapping.numpy()
+    repetition, frequency, presence = (
+        penalty.numpy()[reqs].astype(_F32) for penalty in (repetition_penalty, frequency_penalty, presence_penalty)
+    )
+    rows = np.flatnonzero((repetition != 1.0) | (frequency != 0.0) | (presence != 0.0))
+    if not len(rows):
+        return
+    reqs, repetition = reqs[rows], repetition[rows, None]
+    frequency, presence = frequency[rows, None], presence[rows, None]
+    counts = output_bin_counts.numpy()[reqs].copy()  # [n, vocab_size]
+    local_pos = expanded_local_pos.numpy()[rows]
+    owner = np.repeat(np.arange(len(rows)), local_pos)
+    before = np.arange(len(owner)) - np.repeat(np.cumsum(local_pos) - local_pos, local_pos)
+    drafted = token_ids.numpy()[np.repeat(rows - local_pos, local_pos) + before + 1]
+    known = (drafted >= 0) & (drafted < vocab_size)
+    np.add.at(counts, (owner[known], drafted[known]), 1)
+    seen = counts > 0
+    values = logits.numpy()[rows].astype(_F32)
+    bits = (prompt_bin_mask.numpy()[reqs][:, :, None] >> np.arange(32, dtype=np.int32)) & 1
+    in_prompt = bits.reshape(len(rows), -1)[:, :vocab_size].astype(bool)
+    scale = np.where(in_prompt | seen, repetition, _F32(1.0))
+    scaled = values * np.where(values > 0, _F32(1.0) / scale, scale)
+    values = np.where(repetition != 1.0, scaled, values)
+    values = values - frequency * counts.astype(_F32)
+    logits.numpy()[rows] = values - presence * seen.astype(_F32)
 
 
-class BadWordsKernel:
+def bad_words(
+    grid: tuple[int, int],  # logits rows, most words of a request
+    logits,  # [num_tokens, vocab_size] float, in place
+    _logits_stride,
+    expanded_idx_mapping,  # [num_tokens]
+    bad_word_token_ids,  # [max_num_reqs, n]
+    _ids_stride,
+    bad_word_offsets,  # [max_num_reqs, max words + 1]
+    _offsets_stride,
+    num_bad_words,  # [max_num_reqs]
+    all_token_ids,  # [max_num_reqs, max_model_len]
+    _all_stride,
+    prompt_len,  # [max_num_reqs]
+    total_len,  # [max_num_reqs]
+    input_ids,  # [num_tokens]
+    expanded_local_pos,  # [num_tokens]
+    **_constants,
+) -> None:
     """Twin of `vllm.v1.worker.gpu.sample.bad_words._bad_words_kernel`, all rows at once."""
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-        """Return the launcher for a grid, whose second axis is the words."""
-        return lambda *args, **_constants: self._run(grid[1], *args)
-
-    @staticmethod
-    def _run(
-        num_words: int,
-        logits,  # [num_tokens, vocab_size] float, in place
-        _logits_stride,
-        expanded_idx_mapping,  # [num_tokens]
-        bad_word_token_ids,  # [max_num_reqs, n]
-        _ids_stride,
-        bad_word_offsets,  # [max_num_reqs, max words + 1]
-        _offsets_stride,
-        num_bad_words,  # [max_num_reqs]
-        all_token_ids,  # [max_num_reqs, max_model_len]
-        _all_stride,
-        prompt_len,  # [max_num_reqs]
-        total_len,  # [max_num_reqs]
-        input_ids,  # [num_tokens]
-        expanded_local_pos,  # [num_tokens]
-    ) -> None:
-        reqs, local_pos = expanded_idx_mapping.numpy(), expanded_local_pos.numpy()
-        ids, committed, fed = bad_word_token_ids.numpy(), all_token_ids.numpy(), input_ids.numpy()
-        first_row = np.arange(len(reqs)) - local_pos  # of the request
-        prompt = prompt_len.numpy()[reqs]
-        num_output = total_len.numpy()[reqs] - prompt  # [num_tokens] committed output tokens
-        length = num_output + local_pos
-        for word in range(num_words):
-            start, end = bad_word_offsets.numpy()[reqs, word], bad_word_offsets.numpy()[reqs, word + 1]
-            prefix = end - start - 1
-            match = (word < num_bad_words.numpy()[reqs]) & (prefix <= length)
-            for i in range(int(prefix[match].max(initial=0))):
-                rows = np.flatnonzero(match & (i < prefix))
-                place = (length - prefix + i)[rows]  # in the output
-                drafted = place - num_output[rows]
-                is_drafted = drafted >= 0
-                # Each place is looked up in one of the two texts only: in the other it may lie past the end.
-                actual = np.empty(len(rows), dtype=np.int64)
-                there, here = rows[~is_drafted], rows[is_drafted]
-                actual[~is_drafted] = committed[reqs[there], prompt[there] + place[~is_drafted]]
-                actual[is_drafted] = fed[first_row[here] + drafted[is_drafted] + 1]
-                match[rows] &= ids[reqs[rows], start[rows] + i] == actual
-            rows = np.flatnonzero(match)
-            logits.numpy()[rows, ids[reqs[rows], end[rows] - 1]] = -np.inf
+    reqs, local_pos = expanded_idx_mapping.numpy(), expanded_local_pos.numpy()
+    ids, committed, fed = bad_word_token_ids.numpy(), all_token_ids.numpy(), input_ids.numpy()
+    first_row = np.arange(len(reqs)) - local_pos  # of the request
+    prompt = prompt_len.numpy()[reqs]
+    num_output = total_len.numpy()[reqs] - prompt  # [num_tokens] committed output tokens
+    length = num_output + local_pos
+    for word in range(grid[1]):
+        start, end = bad_word_offsets.numpy()[reqs, word], bad_word_offsets.numpy()[reqs, word + 1]
+        prefix = end - start - 1
+        match = (word < num_bad_words.numpy()[reqs]) & (prefix <= length)
+        for i in range(int(prefix[match].max(initial=0))):
+            rows = np.flatnonzero(match & (i < prefix))
+            place = (length - prefix + i)[rows]  # in the output
+            drafted = place - num_output[rows]
+            is_drafted = drafted >= 0
+            # Each place is looked up in one of the two texts only: in the other it may lie past the end.
+            actual = np.empty(len(rows), dtype=np.int64)
+            there, here = rows[~is_drafted], rows[is_drafted]
+            actual[~is_drafted] = committed[reqs[there], prompt[there] + place[~is_drafted]]
+            actual[is_drafted] = fed[first_row[here] + drafted[is_drafted] + 1]
+            match[rows] &= ids[reqs[rows], start[rows] + i] == actual
+        rows = np.flatnonzero(match)
+        logits.numpy()[rows, ids[reqs[rows], end[rows] - 1]] = -np.inf
 
 
 def gumbel_noise(seeds: np.ndarray, positions: np.ndarray, keys: np.ndarray) -> np.ndarray:

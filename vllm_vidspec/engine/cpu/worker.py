@@ -3,12 +3,17 @@
 Imported on the CPU engine only: importing vLLM's CPU worker replaces torch.cuda's streams, events and copies.
 """
 
+from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_vidspec.engine import compat
-from vllm_vidspec.engine.runner import vidspec_runner
+from vllm_vidspec.engine.compat.cpu import cpu_model_runner
+from vllm_vidspec.engine.runner import VidSpecModelRunner
 from vllm_vidspec.engine.worker import VidSpecWorker, tells_why
 from vllm_vidspec.errors import VidSpecError
+
+
+class VidSpecCPUModelRunner(VidSpecModelRunner, CPUModelRunner):
+    """Our runner over vLLM's for the CPU."""
 
 
 class VidSpecCPUWorker(VidSpecWorker, CPUWorker):
@@ -19,5 +24,5 @@ class VidSpecCPUWorker(VidSpecWorker, CPUWorker):
         """Build our runner where vLLM would build its own."""
         if not self.use_v2_model_runner:
             raise VidSpecError("vidspec needs Model Runner V2, which needs Triton's cpu backend: run `vidspec doctor`")
-        with compat.cpu_model_runner(vidspec_runner):
+        with cpu_model_runner(VidSpecCPUModelRunner):
             super().init_device()

@@ -3,10 +3,8 @@
 import numpy as np
 import torch
 
-from vidspec_kernels import chain_step
-from vidspec_kernels.dispatch import as_array, at_least
-from vllm_vidspec.engine.draft.draft_rows import DraftRows
-from vllm_vidspec.engine.draft.kv import NULL_BLOCK, DraftKVPool
+from vidspec_kernels import step
+from vllm_vidspec.engine.draft.kv import NULL_BLOCK, DraftKV
 from vllm_vidspec.engine.draft.messages import DraftMessage, Drafts
 from vllm_vidspec.engine.draft.model import DraftModel
 from vllm_vidspec.engine.draft.noise import CoupledSampler
@@ -18,15 +16,13 @@ class RootFeeder:
 
     Args:
         model: The draft.
-        pool: Its KV pool.
-        rows: The per-row integers.
+        kv: Its KV memory.
         max_num_reqs: Persistent rows.
     """
 
-    def __init__(self, model: DraftModel, pool: DraftKVPool, rows: DraftRows, max_num_reqs: int):
+    def __init__(self, model: DraftModel, kv: DraftKV, max_num_reqs: int):
         self.model = model
-        self.pool = pool
-        self.rows = rows
+        self.kv = kv
         device = model.device
         # Persistent inputs of one token a request.
         self.positions = torch.zeros(model.num_axes, max_num_reqs, dtype=torch.int64, device=device)
@@ -36,14 +32,6 @@ class RootFeeder:
         self.arange = torch.arange(max_num_reqs + 1, dtype=torch.int32, device=device)
         self.arange_np = np.arange(max_num_reqs + 1, dtype=np.int32)
         self.pairs, self.pairs_np = self.arange * 2, self.arange_np * np.int32(2)
-
-    def num_slots(self, message: DraftMessage) -> torch.Tensor:
-        """Return `[max_num_reqs]` int32 KV entries before the root."""
-        return message.num_tokens - 1 - self.rows.num_dropped
-
-    def slots_bound(self, message: DraftMessage) -> np.ndarray:
-        """Return `[num_reqs]` host bound of the KV entries up to the root."""
-        return message.num_tokens_upper_bound - self.rows.num_dropped_np[message.rows_np]
 
     def feed(
         self, message: DraftMessage, num_slots: torch.Tensor, slots_bound: np.ndarray, block_table: torch.Tensor
@@ -57,11 +45,11 @@ class RootFeeder:
         Returns:
             `[num_reqs, hidden_size]` hidden states of the roots; the buffers are left at the roots.
         """
-        num_reqs = len(message.rows_np)
-        self.place(message.rows, 0, num_slots - 1, message.num_tokens - 1)
-        previous_slots = torch.where(self._is_missing(message), self.slot_mapping[:num_reqs], NULL_BLOCK)
+        num_reqs = len(message.idx_mapping_np)
+        self.place(message.idx_mapping, 0, num_slots - 1, message.num_tokens - 1)
+        previous_slots = torch.where(self.kv.is_missing(message), self.slot_mapping[:num_reqs], NULL_BLOCK)
         previous_positions = self.positions[:, :num_reqs].clone()
-        self.place(message.rows, 0, num_slots, message.num_tokens)
+        self.place(message.idx_mapping, 0, num_slots, message.num_tokens)
         hidden = self.model.forward(
             self.model.embed(message.last_tokens.flatten().to(torch.int32), [], None),
             torch.stack((previous_positions, self.positions[:, :num_reqs]), dim=-1).flatten(1),
@@ -74,23 +62,15 @@ class RootFeeder:
         )
         return hidden[1::2]
 
-    def _is_missing(self, message: DraftMessage) -> torch.Tensor:
-        """Return `[num_reqs]` bool: the last accepted draft was not fed."""
-        num_accepted, fed = as_array(message.num_accepted), as_array(self.rows.fed)[as_array(message.rows)]
-        last = num_accepted
-        if message.path is not None:
-            last = as_array(message.path)[as_array(self.arange)[: len(fed)], num_accepted]
-        return torch.as_tensor((num_accepted > 0) & ((fed >> at_least(last - 1, 0)) & 1 == 0))
-
     def place(self, rows: torch.Tensor, level: int, num_slots: torch.Tensor, num_tokens: torch.Tensor) -> None:
         """Write one level's positions, lengths and slots into the buffers."""
-        chain_step(
+        step(
             rows,
             num_slots,
             num_tokens,
-            self.rows.pos_delta,
-            self.pool.table,
-            block_size=self.pool.block_size,
+            self.kv.pos_delta,
+            self.kv.block_tables,
+            block_size=self.kv.block_size,
             level=level,
             # Only drafts behind the end of the target's context reach it, and those are never committed.
             max_position=self.model.num_positions - 1,
@@ -116,9 +96,9 @@ class ChainDrafter:
     def draft(self, message: DraftMessage) -> tuple[Drafts, int]:
         """Return the chains `[num_reqs, max_drafts]` and the number of forwards."""
         roots, model = self._roots, self._roots.model
-        rows, num_reqs, num_levels = message.rows, len(message.rows_np), message.max_drafts
-        num_slots, slots_bound = roots.num_slots(message), roots.slots_bound(message)
-        block_table = roots.pool.table[rows]  # [num_reqs, max_blocks]
+        rows, num_reqs, num_levels = message.idx_mapping, len(message.idx_mapping_np), message.max_drafts
+        num_slots, slots_bound = roots.kv.num_slots(message), roots.kv.slots_bound(message)
+        block_table = roots.kv.block_tables[rows]  # [num_reqs, max_blocks]
         hidden = roots.feed(message, num_slots, slots_bound, block_table)
         tokens, drafts = message.last_tokens[:, 1], []
         for level in range(num_levels):
@@ -136,9 +116,7 @@ class ChainDrafter:
                 )
             tokens = self._choose(hidden, message, tokens)
             drafts.append(tokens)
-        # Every draft but the last was fed. (K is at most 64, so the word is never full.)
-        # (`fed[rows] = number` would copy the number from the host and wait for it.)
-        roots.rows.fed.index_fill_(0, rows, (1 << max(num_levels - 1, 0)) - 1)
+        roots.kv.remember_fed(rows, max(num_levels - 1, 0))  # all but the last
         if not drafts:
             return Drafts(message.last_tokens.new_empty(num_reqs, 0)), 1
         return Drafts(torch.stack(drafts, dim=1)), num_levels
@@ -148,7 +126,7 @@ class ChainDrafter:
         model, logical_pos = self._roots.model, self._roots.logical_pos
 
         def draw(block: slice) -> torch.Tensor:
-            rows, rows_np = message.rows[block], message.rows_np[block]
+            rows, rows_np = message.idx_mapping[block], message.idx_mapping_np[block]
             return self._sample(
                 model.compute_logits(hidden[block]), rows, rows_np, logical_pos[: len(hidden)][block], tokens[block]
             )

@@ -1,4 +1,20 @@
-"""DraftKVPool: the paged KV memory of the draft, its block tables and who owns which block."""
+"""DraftKV: the draft's paged KV memory. Here are its blocks, its block tables, what was fed into it, and its rollback.
+
+The text of a request is numbered by the target: logical token t. The draft never sees `num_dropped` of the prompt's
+visual tokens, so past the pruned prompt token t is KV entry t - num_dropped of its row, and draft node i of a step is
+entry root + i, the root being the last committed token.
+
+**Rollback is the committed length.** Nothing is ever erased. Each step begins from the length that the target has
+committed: entries past it, the drafts that it rejected, are stale, no mask reaches them, and the step's own forwards
+write over them. Two things are left to do for what was accepted, both on the device and without a wait:
+
+- accepted nodes of a tree may lie apart, so `gather_accepted` moves them together behind the last step's root;
+- an accepted draft that was proposed but never fed (the end of a chain, a leaf of a tree) has no entry yet. `fed` says
+  which nodes have, and the step's first forward feeds the committed text's last two tokens: the older one's copy goes
+  to the null block where its entry stands.
+
+A request that ends, however it ends, gives its blocks back in `forget`; the next owner writes before it reads.
+"""
 
 from collections.abc import Sequence
 
@@ -7,85 +23,138 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
+from vidspec_kernels import CacheList, kv_compact
+from vidspec_kernels.dispatch import as_array, at_least
+from vllm_vidspec.engine.draft.messages import DraftMessage
+
 NULL_BLOCK = 0  # never handed out; tokens whose KV is already there write here
 
 
-class DraftKVPool:
-    """Allocates blocks to persistent rows; every rank of a tensor-parallel group makes the same calls in the same
-    order.
+class DraftKV:
+    """Blocks and tables of every persistent row.
+
+    Ranks of a tensor-parallel group make the same calls in the same order.
 
     Args:
         num_blocks: Blocks of the pool, the null block included.
         block_size: Tokens per block.
         max_num_reqs: Persistent rows.
         max_slots: Most KV entries that one row may hold.
-        device: Where the block table lives.
+        device: Where the tables live.
+        caches: Of the draft's layers; None where drafts are chains, whose accepted nodes lie together.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, max_num_reqs: int, max_slots: int, device: torch.device):
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_reqs: int,
+        max_slots: int,
+        device: torch.device,
+        caches: CacheList | None = None,
+    ):
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_blocks = -(-max_slots // block_size)
-        # [max_num_reqs, max_blocks] int32
-        self._table = StagedWriteTensor((max_num_reqs, self.max_blocks), dtype=torch.int32, device=device)
+        self.caches = caches
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._blocks: list[list[int]] = [[] for _ in range(max_num_reqs)]
-        self._capacity = np.zeros(max_num_reqs, dtype=np.int64)  # [max_num_reqs] slots that the row's blocks hold
+        self._capacity = np.zeros(max_num_reqs, dtype=np.int64)  # [max_num_reqs] entries that the row's blocks hold
+        # Written on the host, read on the device after `apply`; rows that do not draft keep whatever they had.
+        self._block_tables = StagedWriteTensor((max_num_reqs, self.max_blocks), dtype=torch.int32, device=device)
+        self._num_dropped = StagedWriteTensor(max_num_reqs, dtype=torch.int32, device=device)
+        self._pos_delta = StagedWriteTensor(max_num_reqs, dtype=torch.int64, device=device)
+        self.num_dropped_np = np.zeros(max_num_reqs, dtype=np.int64)  # [max_num_reqs] the same on the host
+        self.pos_delta_np = np.zeros(max_num_reqs, dtype=np.int64)
+        # [max_num_reqs] nodes of the last drafts that were fed, so that their entries stand: bit j - 1 is node j
+        self.fed = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
+        self._arange = torch.arange(max_num_reqs, device=device)
 
     @property
-    def table(self) -> torch.Tensor:
-        """`[max_num_reqs, max_blocks]` int32 block table on the device."""
-        return self._table.gpu
+    def block_tables(self) -> torch.Tensor:
+        """`[max_num_reqs, max_blocks]` int32 on the device."""
+        return self._block_tables.gpu
+
+    @property
+    def num_dropped(self) -> torch.Tensor:
+        """`[max_num_reqs]` int32 visual tokens that the draft does not see."""
+        return self._num_dropped.gpu
+
+    @property
+    def pos_delta(self) -> torch.Tensor:
+        """`[max_num_reqs]` int64 rope position minus logical position of the text after the prompt."""
+        return self._pos_delta.gpu
 
     @property
     def num_used_blocks(self) -> int:
         """Blocks owned by rows."""
         return self.num_blocks - 1 - len(self._free)
 
-    def reserve(self, rows: np.ndarray, num_slots: np.ndarray) -> np.ndarray:
-        """Make every row hold at least so many slots; rows are visited only when they need another block.
+    # ---- a request's life ------------------------------------------------------------------------------------------
+
+    def begin(self, req_state_idx: int, num_dropped: int, pos_delta: int) -> None:
+        """Write the integers of a request that begins; the device knows after `apply`."""
+        self.num_dropped_np[req_state_idx] = num_dropped
+        self.pos_delta_np[req_state_idx] = pos_delta
+        self._num_dropped.stage_write_elem(req_state_idx, num_dropped)
+        self._pos_delta.stage_write_elem(req_state_idx, pos_delta)
+
+    def reserve(self, idx_mapping_np: np.ndarray, num_slots: np.ndarray) -> np.ndarray:
+        """Make every row hold at least so many entries; rows are visited only when they need another block.
 
         The device knows after `apply`.
 
         Args:
-            rows: `[n]` int persistent rows.
-            num_slots: `[n]` int slots wanted in all.
+            idx_mapping_np: `[n]` int persistent rows.
+            num_slots: `[n]` int entries wanted in all.
 
         Returns:
             `[n]` bool, False where the pool or the row's table is full; such a row keeps what it had.
         """
-        fits = np.ones(len(rows), dtype=bool)
-        for i in np.flatnonzero(num_slots > self._capacity[rows]):
-            fits[i] = self._extend(int(rows[i]), int(num_slots[i]))
+        fits = np.ones(len(idx_mapping_np), dtype=bool)
+        for i in np.flatnonzero(num_slots > self._capacity[idx_mapping_np]):
+            fits[i] = self._extend(int(idx_mapping_np[i]), int(num_slots[i]))
         return fits
 
-    def apply(self) -> None:
-        """Send what was reserved to the device; once a step, as the buffers it travels through are that many."""
-        self._table.apply_write()
-
-    def _extend(self, row: int, num_slots: int) -> bool:
-        blocks = self._blocks[row]
+    def _extend(self, req_state_idx: int, num_slots: int) -> bool:
+        blocks = self._blocks[req_state_idx]
         missing = -(-num_slots // self.block_size) - len(blocks)
         if missing > len(self._free) or len(blocks) + missing > self.max_blocks:
             return False
         new = [self._free.pop() for _ in range(missing)]
-        self._table.stage_write(row, len(blocks), new)
+        self._block_tables.stage_write(req_state_idx, len(blocks), new)
         blocks.extend(new)
-        self._capacity[row] = len(blocks) * self.block_size
+        self._capacity[req_state_idx] = len(blocks) * self.block_size
         return True
 
-    def release(self, row: int) -> None:
-        """Give a row's blocks back."""
-        self._free.extend(reversed(self._blocks[row]))
-        self._blocks[row] = []
-        self._capacity[row] = 0
+    def apply(self) -> None:
+        """Send what was staged to the device; once a step, as the buffers it travels through are that many."""
+        for staged in (self._block_tables, self._num_dropped, self._pos_delta):
+            staged.apply_write()
 
-    def slots(self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        """Return the physical slots of one segment per row, concatenated.
+    def forget(self, req_state_idx: int) -> None:
+        """Give a row's blocks back, and forget which drafts were fed: the row's next request has had none."""
+        self._free.extend(reversed(self._blocks[req_state_idx]))
+        self._blocks[req_state_idx] = []
+        self._capacity[req_state_idx] = 0
+        self.fed[req_state_idx : req_state_idx + 1].zero_()
+
+    # ---- where a step reads and writes -----------------------------------------------------------------------------
+
+    def num_slots(self, message: DraftMessage) -> torch.Tensor:
+        """Return `[max_num_reqs]` int32 entries before the root: the committed length, in entries, without its last."""
+        return message.num_tokens - 1 - self.num_dropped
+
+    def slots_bound(self, message: DraftMessage) -> np.ndarray:
+        """Return `[num_reqs]` host bound of the entries up to the root."""
+        return message.num_tokens_upper_bound - self.num_dropped_np[message.idx_mapping_np]
+
+    def slots(self, idx_mapping: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+        """Return the physical slots of one segment per persistent row, concatenated.
 
         Args:
-            rows: `[n]` persistent rows.
-            starts: `[n]` first KV entry of each segment.
+            idx_mapping: `[n]` persistent rows.
+            starts: `[n]` first entry of each segment.
             lengths: `[n]` entries of each segment.
 
         Returns:
@@ -94,7 +163,44 @@ class DraftKVPool:
         lengths_np = np.asarray(lengths)
         ends = np.cumsum(lengths_np)
         entry_np = np.arange(ends[-1]) + np.repeat(np.asarray(starts) - (ends - lengths_np), lengths_np)
-        row = async_tensor_h2d(np.repeat(np.asarray(rows), lengths_np), device=self.table.device)
-        entry = async_tensor_h2d(entry_np, device=self.table.device)
-        block = self.table[row, entry // self.block_size].to(torch.int64)
+        row = async_tensor_h2d(np.repeat(np.asarray(idx_mapping), lengths_np), device=self.fed.device)
+        entry = async_tensor_h2d(entry_np, device=self.fed.device)
+        block = self.block_tables[row, entry // self.block_size].to(torch.int64)
         return block * self.block_size + entry % self.block_size
+
+    # ---- what became of the last drafts ----------------------------------------------------------------------------
+
+    def gather_accepted(self, message: DraftMessage) -> None:
+        """Move the accepted nodes of trees together behind the last step's root.
+
+        Nodes that were not fed move garbage, which the first forward of this step replaces.
+        """
+        if message.path is None:
+            return
+        assert self.caches is not None
+        rows, num_accepted = as_array(message.idx_mapping), as_array(message.num_accepted)
+        last_roots = as_array(message.num_tokens)[rows] - num_accepted - 2 - as_array(self.num_dropped)[rows]
+        last_roots = torch.as_tensor(last_roots)
+        kv_compact(self.caches, self.block_tables, message.idx_mapping, last_roots, message.path, message.num_accepted)
+
+    def is_missing(self, message: DraftMessage) -> torch.Tensor:
+        """Return `[num_reqs]` bool: the last accepted draft was not fed, so that its entry is missing."""
+        num_accepted, fed = as_array(message.num_accepted), as_array(self.fed)[as_array(message.idx_mapping)]
+        last = num_accepted
+        if message.path is not None:
+            last = as_array(message.path)[as_array(self._arange)[: len(fed)], num_accepted]
+        return torch.as_tensor((num_accepted > 0) & ((fed >> at_least(last - 1, 0)) & 1 == 0))
+
+    def remember_fed(self, idx_mapping: torch.Tensor, num_fed: int) -> None:
+        """Note that the first `num_fed` nodes, fewer than 64, of `[num_reqs]` rows have entries."""
+        # `fed[rows] = number` would copy the number from the host and wait for it.
+        self.fed.index_fill_(0, idx_mapping, (1 << num_fed) - 1)
+
+    def remember_fed_nodes(self, idx_mapping: torch.Tensor, levels: list[torch.Tensor]) -> None:
+        """Note which nodes have entries: `levels` `[num_reqs, width]` each, 0 for none, every node at most once."""
+        if not levels:
+            self.remember_fed(idx_mapping, 0)
+            return
+        nodes = as_array(torch.cat(levels, dim=1))
+        bits = (nodes > 0) * (1 << at_least(nodes - 1, 0))
+        as_array(self.fed)[as_array(idx_mapping)] = bits.sum(1)

@@ -15,7 +15,7 @@ class PrefillMessage:
 
     Attributes:
         req_id: vLLM's request id, for the log.
-        row: Persistent row (`req_state_idx`).
+        req_state_idx: Its persistent row.
         token_ids: Prompt, and after a preemption the output so far.
         features: vLLM's multimodal features in prompt order.
         scores: The target's guidance, one float32 `[m]` CPU tensor per feature; None where there is none.
@@ -23,7 +23,7 @@ class PrefillMessage:
     """
 
     req_id: str
-    row: int
+    req_state_idx: int
     token_ids: list[int]
     features: list[Any]
     scores: list[torch.Tensor] | None = None
@@ -35,12 +35,12 @@ class PrefillStep:
     """A step of the running requests, as those of them see it whose prompts the draft has not seen whole.
 
     Attributes:
-        rows_np: `[num_reqs]` int persistent rows.
+        idx_mapping_np: `[num_reqs]` int persistent rows.
         num_tokens_upper_bound: `[num_reqs]` host bound of their committed lengths, the target's last token included.
         text: `[max_num_reqs, max_model_len]` int32 committed text by persistent row, on the device.
     """
 
-    rows_np: np.ndarray
+    idx_mapping_np: np.ndarray
     num_tokens_upper_bound: np.ndarray
     text: torch.Tensor
 
@@ -63,7 +63,7 @@ class DraftMessage:
     """A step of the running requests; its `num_tokens` commit what the target accepted.
 
     Attributes:
-        rows: `[num_reqs]` int64 persistent rows; `rows_np` the same on the host.
+        idx_mapping: `[num_reqs]` int64 persistent rows; `idx_mapping_np` the same on the host.
         last_tokens: `[num_reqs, 2]` int64, the committed text's last two tokens.
         num_tokens: `[max_num_reqs]` int32 committed length by persistent row, the target's last token included.
         num_tokens_upper_bound: `[num_reqs]` host bound of `num_tokens`.
@@ -74,8 +74,8 @@ class DraftMessage:
         max_drafts: Draft tokens to propose at most; `shape` in which shape ("chain", "tree-static", "tree-adaptive").
     """
 
-    rows: torch.Tensor
-    rows_np: np.ndarray
+    idx_mapping: torch.Tensor
+    idx_mapping_np: np.ndarray
     last_tokens: torch.Tensor
     num_tokens: torch.Tensor
     num_tokens_upper_bound: np.ndarray

@@ -16,14 +16,13 @@ import torch
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.draft.draft_rows import DraftRows
-from vllm_vidspec.engine.draft.kv import DraftKVPool
+from vllm_vidspec.engine.draft.kv import DraftKV
 from vllm_vidspec.engine.draft.messages import Prefilled, PrefillMessage, PrefillStep
 from vllm_vidspec.engine.draft.model import DraftModel
 from vllm_vidspec.engine.draft.prefill_job import PrefillJob, PrefillPiece
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
+from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.families import adapter_for
 from vllm_vidspec.pruning import get_pruner
@@ -37,10 +36,9 @@ class DraftPrefill:
 
     Args:
         model: The draft, its KV cache allocated.
-        config: The knobs.
+        knobs: What is pruned, and how.
         counters: Told what is prefilled and what is not.
-        pool: The draft's KV pool.
-        rows: The per-row integers.
+        kv: The draft's KV memory.
         cache: The draft's vision embeddings of what was shown lately.
         shared: The target's own, by identifier, where its tower is the draft's; else empty.
         agreement: Of the tensor-parallel ranks: what fails on one of them is left by all.
@@ -49,28 +47,26 @@ class DraftPrefill:
     def __init__(
         self,
         model: DraftModel,
-        config: VidSpecConfig,
+        knobs: Knobs,
         counters: Counters,
-        pool: DraftKVPool,
-        rows: DraftRows,
+        kv: DraftKV,
         cache: VisionCache,
         shared: Mapping[str, torch.Tensor],
         agreement: Agreement,
     ):
         self.model = model
-        self.config = config
+        self._knobs = knobs
         self.counters = counters
         self.cache = cache
-        self._pool = pool
-        self._rows = rows
+        self._kv = kv
         self._shared = shared
         self._agreement = agreement
         self._adapter = adapter_for(model.hf_config)
-        self._compares = "features" in get_pruner(config.pruner).needs
+        self._compares = "features" in get_pruner(knobs.now.prune.pruner).needs
         self._jobs: dict[int, PrefillJob] = {}  # by row, in order of admission
         self._failed: list[int] = []  # rows, of the step that runs
         # What was chosen and why, for tools that look at pruning; None while nobody looks.
-        self.watched: list[dict[str, Any]] | None = None
+        self._watched: list[dict[str, Any]] | None = None
 
     # ---- admission: host only --------------------------------------------------------------------------------------
 
@@ -90,32 +86,32 @@ class DraftPrefill:
         except Exception as error:
             self._count_error(message.req_id, error)
             return False
-        plan, limit = job.plan, self.config.max_draft_len
+        plan, limit = job.plan, self._knobs.now.max_draft_len
         if limit is not None and plan.num_kept > limit:
             detail = f"its pruned prompt has {plan.num_kept} tokens, max_draft_len is {limit}"
             self.counters.skip("too_long", message.req_id, detail)
             return False
-        num_slots = plan.num_kept + 1 + self.config.num_speculative_tokens
-        if not self._pool.reserve(np.array([job.row]), np.array([num_slots]))[0]:
+        num_slots = plan.num_kept + 1 + self._knobs.now.num_speculative_tokens
+        if not self._kv.reserve(np.array([job.req_state_idx]), np.array([num_slots]))[0]:
             detail = f"the draft's KV pool has no room for {num_slots} tokens"
             self.counters.skip("pool_full", message.req_id, detail)
             return False
-        self._rows.stage(job.row, plan.num_dropped, plan.pos_delta)
-        self._jobs[job.row] = job
+        self._kv.begin(job.req_state_idx, plan.num_dropped, plan.pos_delta)
+        self._jobs[job.req_state_idx] = job
         num_visual_kept = plan.num_visual - plan.num_dropped
         for name in ("prompts", *message.outcome):
             self.counters.add(name)
         self.counters.add("text_tokens", plan.num_kept - num_visual_kept)
         self.counters.add("visual_tokens_full", plan.num_visual)
         self.counters.add("visual_tokens_kept", num_visual_kept)
-        self.counters.set("draft_pool_blocks_used", self._pool.num_used_blocks)
+        self.counters.set("draft_pool_blocks_used", self._kv.num_used_blocks)
         return True
 
     def _plan(self, message: PrefillMessage) -> PrefillJob:
         plan = plan_prompt(
             message.token_ids,
             message.features,
-            self.config,
+            self._knobs.now.prune,
             self._adapter,
             self.model.hf_config,
             self.model.full_positions,
@@ -124,20 +120,27 @@ class DraftPrefill:
         kept = [
             None
             if self._compares and item.is_choice
-            else choose_kept(item, self.config, None if scores is None else scores[i], None)
+            else choose_kept(item, self._knobs.now.prune, None if scores is None else scores[i], None)
             for i, item in enumerate(plan.items)
         ]
-        return PrefillJob(message.req_id, message.row, plan, scores, kept, [None] * len(kept), [None] * len(kept))
+        return PrefillJob(
+            message.req_id, message.req_state_idx, plan, scores, kept, [None] * len(kept), [None] * len(kept)
+        )
 
-    def release(self, row: int) -> None:
-        """Forget a request: finished, aborted, preempted or given up."""
-        self._jobs.pop(row, None)
+    def forget(self, req_state_idx: int) -> None:
+        """Forget a row's request: finished, aborted, preempted or given up."""
+        self._jobs.pop(req_state_idx, None)
+
+    def watch(self, on: bool) -> list[dict[str, Any]]:
+        """Return what was pruned since watching began, and go on watching or not; see `worker.vidspec_watch`."""
+        watched, self._watched = self._watched or [], [] if on else None
+        return watched
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def step(self, step: PrefillStep) -> Prefilled:
         """Run this step's share of the prefills of the requests in its batch."""
-        bounds = dict(zip(step.rows_np.tolist(), step.num_tokens_upper_bound.tolist(), strict=True))
+        bounds = dict(zip(step.idx_mapping_np.tolist(), step.num_tokens_upper_bound.tolist(), strict=True))
         due = [job for row, job in self._jobs.items() if row in bounds]
         self._failed = []
         self._look(due)
@@ -152,22 +155,22 @@ class DraftPrefill:
                 self._fail(piece.job, error)
         ready = [job for job in ready if self._is_alive(job)]
         for job in ready:
-            del self._jobs[job.row]
-        return Prefilled(ready=[job.row for job in ready], failed=self._failed)
+            del self._jobs[job.req_state_idx]
+        return Prefilled(ready=[job.req_state_idx for job in ready], failed=self._failed)
 
     def _is_alive(self, job: PrefillJob) -> bool:
-        return self._jobs.get(job.row) is job
+        return self._jobs.get(job.req_state_idx) is job
 
     def _fail(self, job: PrefillJob, error: Exception) -> None:
         """Take a request out of the line that an error has cost its drafts."""
         if self._is_alive(job):
-            del self._jobs[job.row]
-            self._failed.append(job.row)
+            del self._jobs[job.req_state_idx]
+            self._failed.append(job.req_state_idx)
             self._count_error(job.req_id, error)
 
     def _count_error(self, req_id: str, error: Exception) -> None:
         """Count an error in the draft, and log the first, unless errors are to stop the engine."""
-        if self.config.on_draft_error == "raise":
+        if self._knobs.now.on_draft_error == "raise":
             raise error
         first_line = next(iter(str(error).splitlines()), "")[:200]
         self.counters.skip("draft_error", req_id, f"the draft failed ({type(error).__name__}: {first_line})")
@@ -254,8 +257,8 @@ class DraftPrefill:
         try:
             kept = job.kept[i]
             if kept is None:
-                kept = job.kept[i] = choose_kept(job.plan.items[i], self.config, None, embeddings)
-            if self._compares and self.watched is not None:
+                kept = job.kept[i] = choose_kept(job.plan.items[i], self._knobs.now.prune, None, embeddings)
+            if self._compares and self._watched is not None:
                 job.looks[i] = embeddings.float().cpu()
             is_whole = len(kept) == len(embeddings)
             job.media[i] = embeddings if is_whole else embeddings[async_tensor_h2d(kept, device=embeddings.device)]
@@ -279,7 +282,7 @@ class DraftPrefill:
                 continue  # whoever waits for the tower leaves the language model to those behind
             plan, start = job.plan, job.num_done
             # The first draft feeds the last committed token, so all before it must be there.
-            last = bounds[job.row] - 1 - plan.num_dropped
+            last = bounds[job.req_state_idx] - 1 - plan.num_dropped
             end = min(start + left, plan.num_kept)
             # Text after the prompt is caught up on in one step: next time the bound on it is another.
             if end == plan.num_kept and (last - start <= left or (not pieces and start == plan.num_kept)):
@@ -309,7 +312,7 @@ class DraftPrefill:
         counts = [piece.end - piece.start for piece in pieces]
         ends = [piece.end for piece in pieces]
         query_start_loc_np = np.cumsum([0, *counts], dtype=np.int32)
-        rows = [piece.job.row for piece in pieces]
+        rows = [piece.job.req_state_idx for piece in pieces]
         self.model.forward(
             self._embed(pieces, query_start_loc_np, text),
             async_tensor_h2d(torch.cat([piece.positions() for piece in pieces], dim=1), device=device),
@@ -317,8 +320,8 @@ class DraftPrefill:
             query_start_loc_np=query_start_loc_np,
             seq_lens=async_tensor_h2d(ends, device=device, dtype=torch.int32),
             seq_lens_upper_bound=np.array(ends),
-            block_table=self._pool.table[async_tensor_h2d(rows, device=device)],
-            slot_mapping=self._pool.slots(rows, [piece.start for piece in pieces], counts),
+            block_table=self._kv.block_tables[async_tensor_h2d(rows, device=device)],
+            slot_mapping=self._kv.slots(rows, [piece.start for piece in pieces], counts),
         )
         for piece in pieces:
             piece.job.num_done = piece.end
@@ -330,8 +333,8 @@ class DraftPrefill:
         media = [embeds for embeds in job.media if embeds is not None]
         job.embeds = torch.cat(media) if media else None
         job.media = []
-        if self.watched is not None:
-            self.watched.append(
+        if self._watched is not None:
+            self._watched.append(
                 {
                     "req_id": job.req_id,
                     "grids": tuple(item.grid for item in job.plan.items),
@@ -352,7 +355,7 @@ class DraftPrefill:
             first, end = max(piece.start, prompt_len), piece.end
             if first < end:
                 begin = first + job.plan.num_dropped
-                committed = text[job.row, begin : begin + end - first]
+                committed = text[job.req_state_idx, begin : begin + end - first]
                 token_ids[start + first - piece.start : start + end - piece.start] = committed
             low, high, where = piece.media()
             if low < high:

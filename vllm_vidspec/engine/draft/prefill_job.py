@@ -14,7 +14,7 @@ class PrefillJob:
 
     Attributes:
         req_id: vLLM's request id.
-        row: Persistent row.
+        req_state_idx: Its persistent row.
         plan: Its prompt.
         scores: The target's guidance by item, or None.
         kept: By item which embeddings stay, None until that is known.
@@ -25,7 +25,7 @@ class PrefillJob:
     """
 
     req_id: str
-    row: int
+    req_state_idx: int
     plan: PromptPlan
     scores: list[torch.Tensor] | None
     kept: list[torch.Tensor | None]

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vidspec_kernels import tree_step
-from vidspec_kernels.dispatch import as_array, at_least
+from vidspec_kernels import step
 from vllm_vidspec.drafting import TreePolicy, candidates
 from vllm_vidspec.engine.draft.chains import RootFeeder
 from vllm_vidspec.engine.draft.messages import DraftMessage, Drafts
@@ -35,7 +34,7 @@ class TreeDrafter:
         self._roots = roots
         self._sample = sample
         self.policy = policy
-        self._attention = attention
+        self.attention = attention
         self._fills = fills
         device = roots.model.device
         max_num_reqs = len(roots.seq_lens)
@@ -50,15 +49,15 @@ class TreeDrafter:
     def draft(self, message: DraftMessage) -> tuple[Drafts, int]:
         """Return the trees `[num_reqs, K]` and the number of forwards."""
         roots, policy = self._roots, self.policy
-        rows, num_reqs = message.rows, len(message.rows_np)
+        rows, num_reqs = message.idx_mapping, len(message.idx_mapping_np)
         told = message.was_verified
         policy.observe(rows, message.num_accepted if told is None else message.num_accepted.where(told, -1))
-        num_levels = policy.begin(rows, message.rows_np, message.max_drafts)
-        num_slots, slots_bound = roots.num_slots(message), roots.slots_bound(message)
-        block_table = roots.pool.table[rows]  # [num_reqs, max_blocks]
+        num_levels = policy.begin(rows, message.idx_mapping_np, message.max_drafts)
+        num_slots, slots_bound = roots.kv.num_slots(message), roots.kv.slots_bound(message)
+        block_table = roots.kv.block_tables[rows]  # [num_reqs, max_blocks]
         hidden = roots.feed(message, num_slots, slots_bound, block_table)
         logical_pos, tokens = roots.logical_pos[:num_reqs], message.last_tokens[:, 1]
-        fed, is_plain = [], self._sample.is_plain(message.rows_np)
+        fed, is_plain = [], self._sample.is_plain(message.idx_mapping_np)
         for level in range(num_levels):
             found = self._candidates(hidden, message, logical_pos, tokens, is_plain)
             frontier = policy.extend(level, *found)
@@ -72,7 +71,7 @@ class TreeDrafter:
             logical_pos = self._logical_pos[: num_reqs * width]
             hidden = self._feed(nodes, tokens, slots_bound, block_table)
         policy.finish(self._fills)
-        self._remember_fed(rows, fed)
+        roots.kv.remember_fed_nodes(rows, fed)
         tree = policy.tree
         # Unused columns hold -1; they are never scheduled, or verified as a leaf that is as good as any.
         return Drafts(tree.tokens[:num_reqs, 1:].clamp(min=0), tree), 1 + len(fed)
@@ -95,9 +94,9 @@ class TreeDrafter:
             is_plain: Whether logits are scores.
         """
         model, policy = self._roots.model, self.policy
-        width = len(hidden) // len(message.rows_np)
+        width = len(hidden) // len(message.idx_mapping_np)
         if not is_plain:
-            by_node, by_node_np = message.rows.repeat_interleave(width), np.repeat(message.rows_np, width)
+            by_node, by_node_np = message.idx_mapping.repeat_interleave(width), np.repeat(message.idx_mapping_np, width)
 
         def find(block: slice) -> tuple[torch.Tensor, torch.Tensor]:
             scores = model.compute_logits(hidden[block])
@@ -114,20 +113,20 @@ class TreeDrafter:
     ) -> None:
         """Write a level's positions and slots into the buffers; places without a node go to the null block."""
         roots = self._roots
-        tree_step(
+        step(
             rows,
             num_slots,
             num_tokens,
-            roots.rows.pos_delta,
-            roots.pool.table,
+            roots.kv.pos_delta,
+            roots.kv.block_tables,
             nodes,
-            block_size=roots.pool.block_size,
+            block_size=roots.kv.block_size,
             level=level,
             max_position=roots.model.num_positions - 1,
             positions=self._positions,
             logical_pos=self._logical_pos,
+            seq_lens=self._prefix_lens,
             slot_mapping=self._slot_mapping,
-            prefix_lens=self._prefix_lens,
         )
 
     def _feed(
@@ -144,7 +143,7 @@ class TreeDrafter:
             high = min(low + per_forward, num_reqs)
             places, layout = slice(low * width, high * width), self._layout(high - low, width)
             prefix_lens = self._prefix_lens[low:high]
-            self._attention.step = TreeStep(
+            self.attention.step = TreeStep(
                 rows=layout.rows,
                 query_start=layout.query_start_loc[:-1],
                 num_queries=layout.num_queries,
@@ -166,7 +165,7 @@ class TreeDrafter:
                     slot_mapping=self._slot_mapping[places],
                 )
             finally:
-                self._attention.step = None
+                self.attention.step = None
             parts.append(hidden)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -181,15 +180,6 @@ class TreeDrafter:
                 num_queries=torch.full_like(starts[1:], width),
             )
         return self._layouts[num_reqs, width]
-
-    def _remember_fed(self, rows: torch.Tensor, fed: list[torch.Tensor]) -> None:
-        """Note which nodes have KV, one bit each."""
-        if not fed:
-            self._roots.rows.fed.index_fill_(0, rows, 0)
-            return
-        nodes = as_array(torch.cat(fed, dim=1))  # [num_reqs, total], 0 = none; every node at most once
-        bits = (nodes > 0) * (1 << at_least(nodes - 1, 0))
-        as_array(self._roots.rows.fed)[as_array(rows)] = bits.sum(1)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """SpecVLM's guidance: the attention that a prompt's text pays to its visual tokens, from q and the paged K cache."""
 
+import functools
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,10 @@ from vidspec_kernels import guidance_scores
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine import compat
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.host_copy import HostCopy
-from vllm_vidspec.engine.kv_views import attention_layers, check_layout, check_readable, key_view
-from vllm_vidspec.engine.listen.prompts import Guided, Listener, Listeners, PendingScores, prefills
+from vllm_vidspec.engine.knobs import Knobs
+from vllm_vidspec.engine.kv_views import attention_layers, cache_views, check_layout, check_readable
+from vllm_vidspec.engine.listen.prompts import Guidance, Guided, HeardPrompt, PendingScores, prefills
+from vllm_vidspec.engine.listen.protocol import Forward
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.errors import VidSpecError
 
@@ -25,9 +27,13 @@ REFUSAL = ("attention guidance", "use a pruner that needs no attention, e.g. uv"
 
 
 @dataclass(eq=False)
-class _AttentionListener(Listener):
+class _AttentionPrompt(HeardPrompt):
     total: torch.Tensor | None = None  # [text_start] float32 sums of softmax weights, of this rank's heads
     num_queries: int = 0
+
+    def __post_init__(self) -> None:
+        if self.text_start >= self.num_tokens:
+            self.missed = "no_text"
 
 
 @dataclass
@@ -38,10 +44,10 @@ class _AttentionStep:
         query_rows: `[num_queries]` int64 rows of the step's query tensor.
         query_start_loc: `[n + 1]` int32.
         query_pos: `[num_queries]` int32 place in the sequence.
-        batch_rows: `[n]` int64 rows of the step's block table.
+        req_indices: `[n]` int64 batch rows, for the block table.
         num_keys: `[n]` int32 keys to score.
         sums: `[n, max(num_keys)]` float32.
-        listeners: The n requests and how many queries each has here.
+        prompts: The n requests and how many queries each has here.
         out_rows: `[n]` int64, 0 to n - 1.
         max_queries: Most queries of one request.
         max_row: Largest of `query_rows`.
@@ -51,17 +57,17 @@ class _AttentionStep:
     query_rows: torch.Tensor
     query_start_loc: torch.Tensor
     query_pos: torch.Tensor
-    batch_rows: torch.Tensor
+    req_indices: torch.Tensor
     num_keys: torch.Tensor
     sums: torch.Tensor
-    listeners: list[tuple[_AttentionListener, int]]
+    prompts: list[tuple[_AttentionPrompt, int]]
     out_rows: torch.Tensor
     max_queries: int
     max_row: int
     num_observed: int = 0
 
 
-class AttentionGuidance(Listeners):
+class AttentionGuidance(Guidance):
     """SpecVLM eq. 4-5: the attention that each visual token receives from the text after the last visual token.
 
     Mean over queries, heads and layers of the softmax weight, softmax over all keys. Taken per layer in the attention
@@ -69,63 +75,54 @@ class AttentionGuidance(Listeners):
     a query is scored in the chunk that computes it, against keys that are in the cache by then, whoever computed them.
     """
 
-    def __init__(self, config: VidSpecConfig, vllm_config: Any, counters: Counters, agreement: Agreement):
-        super().__init__(config, counters, vllm_config.device_config.device, agreement)
+    _kind = _AttentionPrompt
+
+    def __init__(self, knobs: Knobs, vllm_config: Any, counters: Counters, agreement: Agreement):
+        super().__init__(knobs, counters, vllm_config.device_config.device, agreement)
         layers = {extract_layer_index(name): layer for name, layer in attention_layers(vllm_config).items()}
-        self.select(config.guidance_layers, len(layers))
-        self._step: _AttentionStep | None = None
         # Rank-local heads, and how many of them all ranks have together.
         self._num_heads = next(iter(layers.values())).impl.num_heads * get_tensor_model_parallel_world_size()
-        self._attention = layers
+        self.attention = layers
+        self._step: _AttentionStep | None = None
+        self._error: Exception | None = None  # of an observer, until `after_forward`
+        self._select(knobs.now)
+        knobs.on_change(self._select)
         for index, layer in layers.items():
             check_readable(layer, *REFUSAL)
-            compat.observe_attention(layer, _LayerObserver(self, index))
+            compat.observe_attention(layer, functools.partial(self._observe, index))
 
-    def check_cache(self) -> None:
-        """Refuse keys packed in a way that no view describes (bf16 on AMX); see `Guidance`."""
-        check_layout(self._attention.values(), *REFUSAL)
+    def _select(self, config: VidSpecConfig) -> None:
+        """Choose the layers to sum; a VidSpecError if the target has no such layer."""
+        self._layers = chosen_layers(config.prune.guidance_layers, len(self.attention))
 
-    def select(self, layers: str | tuple[int, ...], num_layers: int) -> None:
-        """Choose the layers to sum.
-
-        Raises:
-            VidSpecError: The target has no such layer.
-        """
-        self._layers = chosen_layers(layers, num_layers)
-        self.num_layers = num_layers
-
-    def arrive(self, req_id: str, token_ids: list[int], features: list[Any]) -> None:
-        """Begin to listen; see `Guidance`."""
-        if items := self._listen(features):
-            listener = _AttentionListener(items, [f.identifier for f in features], len(token_ids))
-            if listener.text_start >= len(token_ids):
-                listener.missed = "no_text"
-            self._listeners[req_id] = listener
+    def init_kv(self, runner: Any) -> None:
+        """Refuse keys packed in a way that no view describes (bf16 on AMX); see `TargetListener`."""
+        check_layout(self.attention.values(), *REFUSAL)
 
     def before_forward(self, batch: Any) -> None:
-        """Gather the step's guiding queries; see `Guidance`."""
+        """Gather the step's guiding queries."""
         self._step = None
-        rows, positions, found, batch_rows = [], [], [], []
-        for i, listener, start, end in prefills(batch, self._listeners):
-            first = max(start, listener.text_start)
+        rows, positions, found, req_indices = [], [], [], []
+        for req_idx, prompt, start, end in prefills(batch, self._prompts):
+            first = max(start, prompt.text_start)
             if first < end:
-                offset = int(batch.query_start_loc_np[i]) - start
+                offset = int(batch.query_start_loc_np[req_idx]) - start
                 positions.append(np.arange(first, end))
                 rows.append(positions[-1] + offset)
-                found.append((listener, end - first))
-                batch_rows.append(i)
+                found.append((prompt, end - first))
+                req_indices.append(req_idx)
         if not found:
             return
-        num_keys, counts = [listener.text_start for listener, _ in found], [count for _, count in found]
+        num_keys, counts = [prompt.text_start for prompt, _ in found], [count for _, count in found]
         query_rows = np.concatenate(rows)
         self._step = _AttentionStep(
             query_rows=self._upload(query_rows, torch.int64),
             query_start_loc=self._upload(np.cumsum([0, *counts]), torch.int32),
             query_pos=self._upload(np.concatenate(positions), torch.int32),
-            batch_rows=self._upload(np.array(batch_rows), torch.int64),
+            req_indices=self._upload(np.array(req_indices), torch.int64),
             num_keys=self._upload(np.array(num_keys), torch.int32),
             sums=torch.zeros(len(found), max(num_keys), dtype=torch.float32, device=self.device),
-            listeners=found,
+            prompts=found,
             out_rows=torch.arange(len(found), device=self.device),
             max_queries=max(counts),
             max_row=int(query_rows.max()),
@@ -134,15 +131,18 @@ class AttentionGuidance(Listeners):
     def _upload(self, values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         return async_tensor_h2d(values, device=self.device, dtype=dtype)
 
+    def _observe(self, index: int, *args: Any) -> None:
+        """Hear one layer inside the target's forward, which an exception must not leave: `after_forward` raises it."""
+        try:
+            self.observe(index, *args)
+        except Exception as error:
+            self._error = error
+
     def observe(self, index: int, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any) -> None:
-        """Add one layer's weights; called inside the target's forward, after the layer's own attention.
+        """Add one layer's weights, after its own attention, from a cache that holds this step's keys.
 
         Args:
-            index: Layer.
-            layer: vLLM's `Attention`.
-            query: `[num_tokens, num_heads * head_size]` or `[num_tokens, num_heads, head_size]`, rotated.
-            kv_cache: The layer's paged cache; it holds this step's keys.
-            metadata: The backend's metadata of this step.
+            index: Of the layer; the others are `compat.observe_attention`'s.
         """
         step = self._step
         # A captured graph or a split batch does not carry this step's rows; `after_forward` notices the missing layer.
@@ -152,8 +152,8 @@ class AttentionGuidance(Listeners):
         impl = layer.impl
         guidance_scores(
             query.view(query.shape[0], impl.num_heads, impl.head_size)[step.query_rows],
-            key_view(kv_cache, layer),
-            metadata.block_table[step.batch_rows],
+            cache_views(kv_cache, layer)[0],
+            metadata.block_table[step.req_indices],
             step.query_start_loc,
             step.query_pos,
             step.sums,
@@ -165,43 +165,46 @@ class AttentionGuidance(Listeners):
         step.num_observed += 1
         self.counters.add("guidance_us", int(1e6 * (time.perf_counter() - begin)))
 
-    def after_forward(self, aux_hidden_states: list[torch.Tensor] | None) -> None:
-        """Add the step's sums to its requests; see `Guidance`."""
+    def after_forward(self, forward: Forward) -> None:
+        """Add the step's sums to its requests."""
         step, self._step = self._step, None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
         if step is None:
             return
-        for row, (listener, num_queries) in enumerate(step.listeners):
+        for sums, (prompt, num_queries) in zip(step.sums, step.prompts, strict=True):
             if step.num_observed != len(self._layers):
-                listener.missed = listener.missed or "unobserved"
+                prompt.missed = prompt.missed or "unobserved"
                 continue
-            sums = step.sums[row, : listener.text_start]
-            listener.total = sums if listener.total is None else listener.total + sums
-            listener.num_queries += num_queries
+            total = sums[: prompt.text_start]
+            prompt.total = total if prompt.total is None else prompt.total + total
+            prompt.num_queries += num_queries
 
-    def take(self, req_id: str) -> PendingScores | None:
+    def take(self, req_state_idx: int) -> PendingScores | None:
         """Send the scores; see `Guidance`. One all-reduce of `[text_start + 1]` floats, whatever was heard."""
-        listener = self._listeners.pop(req_id, None)
-        if listener is None:
+        prompt = self._prompts.pop(req_state_idx, None)
+        if prompt is None:
             return None
-        was_heard = listener.missed is None and listener.total is not None
-        total = torch.zeros(listener.text_start + 1, dtype=torch.float32, device=self.device)
+        was_heard = prompt.missed is None and prompt.total is not None
+        total = torch.zeros(prompt.text_start + 1, dtype=torch.float32, device=self.device)
         if was_heard:
-            total[:-1] = listener.total
+            total[:-1] = prompt.total
         else:
             total[-1:].fill_(1.0)  # how many ranks have not heard it, summed with the rest
         if not self._agreement.is_alone:
             with self._agreement.collective():
                 total = tensor_model_parallel_all_reduce(total)
-        return PendingScores(HostCopy(total), lambda total: self._score(listener, was_heard, total))
+        return PendingScores(total, lambda total: self._score(prompt, was_heard, total))
 
-    def _score(self, listener: _AttentionListener, was_heard: bool, total: torch.Tensor) -> Guided:
+    def _score(self, prompt: _AttentionPrompt, was_heard: bool, total: torch.Tensor) -> Guided:
         """Make scores of all ranks' sums `[text_start + 1]`, the last of which says how many ranks heard nothing."""
         if total[-1] != 0:
             if was_heard:
-                listener.missed = "error"  # of another rank
-            return self._finish(listener, [None] * len(listener.items))
-        mean = total[:-1] / (listener.num_queries * self._num_heads * len(self._layers))
-        return self._finish(listener, [mean[item] for item in listener.items])
+                prompt.missed = "error"  # of another rank
+            return self._finish(prompt, [None] * len(prompt.items))
+        mean = total[:-1] / (prompt.num_queries * self._num_heads * len(self._layers))
+        return self._finish(prompt, [mean[item] for item in prompt.items])
 
 
 def chosen_layers(layers: str | tuple[int, ...], num_layers: int) -> frozenset[int]:
@@ -214,14 +217,3 @@ def chosen_layers(layers: str | tuple[int, ...], num_layers: int) -> frozenset[i
     if wrong := [index for index in chosen if not 0 <= int(index) < num_layers]:
         raise VidSpecError(f"guidance_layers: the target has layers 0 to {num_layers - 1}, not {wrong[0]}")
     return frozenset(int(index) for index in chosen)
-
-
-@dataclass(frozen=True)
-class _LayerObserver:
-    """What `compat.observe_attention` calls for one layer."""
-
-    guidance: AttentionGuidance
-    index: int
-
-    def __call__(self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any) -> None:
-        self.guidance.guarded(self.guidance.observe, self.index, layer, query, kv_cache, metadata)

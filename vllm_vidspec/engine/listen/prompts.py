@@ -9,35 +9,42 @@ showed the same image or video; failing that there is no guidance, which is coun
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.host_copy import HostCopy
-from vllm_vidspec.engine.listen.guard import Guard
+from vllm_vidspec.engine.knobs import Knobs
+from vllm_vidspec.engine.listen.protocol import TargetListener
 from vllm_vidspec.engine.report.counters import Counters
+from vllm_vidspec.engine.requests import Arrival
 from vllm_vidspec.pruning import budget
 from vllm_vidspec.pruning.prompt import UnsupportedPrompt, embedding_indices
 
+_MAX_REMEMBERED = 64  # images and videos; 100 kB each at 25,000 tokens
+
 
 @dataclass(eq=False)
-class Listener:
+class HeardPrompt:
     """A request whose prefill is being heard.
 
     Attributes:
         items: Per image or video the prompt indices `[m_i]` int64 of its tokens.
         names: Per item vLLM's identifier of its content.
-        num_tokens: Length of the prompt, and after a preemption of the output so far.
+        token_ids: Prompt, and after a preemption the output so far.
         missed: Why there will be no scores, or None.
     """
 
     items: list[torch.Tensor]
     names: list[str]
-    num_tokens: int
+    token_ids: list[int]
     missed: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """To be prefilled."""
+        return len(self.token_ids)
 
     @property
     def text_start(self) -> int:
@@ -57,93 +64,64 @@ class Guided(NamedTuple):
     outcome: tuple[str, ...]
 
 
-@dataclass(frozen=True)
 class PendingScores:
-    """A prefilled request's scores, on their way to the host.
+    """A prefilled request's scores on their way to the host, without a wait on the critical path.
+
+    On a GPU they are copied into pinned memory, behind what is queued already. Who asks a step later waits for the step
+    before at most, which the host has to wait for anyway.
+
+    Args:
+        measured: A tensor on any device; None where nothing was measured.
+        finish: Makes scores of it, and says what came of the request.
 
     Attributes:
-        copy: Of what was measured; None where nothing was.
-        finish: Makes scores of it, and says what came of the request.
+        is_here: Whether `wait` returns at once. It follows from the device alone, so that tensor-parallel ranks agree.
     """
 
-    copy: HostCopy | None
-    finish: Callable[[Any], Guided]
-
-    @property
-    def is_here(self) -> bool:
-        """Whether `wait` returns at once; the same on all tensor-parallel ranks."""
-        return self.copy is None or self.copy.is_here
+    def __init__(self, measured: torch.Tensor | None, finish: Callable[[Any], Guided]):
+        self.is_here = measured is None or measured.device.type == "cpu"
+        self._measured, self._finish = measured, finish
+        if measured is not None and not self.is_here:
+            self._measured = torch.empty_like(measured, device="cpu", pin_memory=True)
+            self._measured.copy_(measured, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
 
     def wait(self) -> Guided:
         """Return the scores, once they are on the host."""
-        return self.finish(None if self.copy is None else self.copy.wait())
+        if not self.is_here:
+            self._copied.synchronize()
+        return self._finish(self._measured)
 
 
-class Guidance(Protocol):
-    """Scores visual tokens during the target's prefill."""
+class Guidance(TargetListener):
+    """Scores visual tokens during the target's prefill: what both kinds share.
 
-    config: VidSpecConfig
+    Args:
+        knobs: The budgets of images and videos.
+        counters: Told how long listening took.
+        device: Of the target.
+        agreement: Of the ranks.
+    """
 
-    def reserve(self, available_bytes: int) -> int:
-        """Return how many of a rank's KV memory bytes the guidance keeps for itself."""
-        ...
+    _kind = HeardPrompt
+    loss = "guidance failed; these prompts are pruned uniformly (further ones: counted)"
 
-    def arrive(self, req_id: str, token_ids: list[int], features: list[Any]) -> None:
-        """Begin to listen to a request, if there is anything to choose in it."""
-        ...
-
-    def check_cache(self) -> None:
-        """Refuse a KV cache that cannot be read; called once it exists.
-
-        Raises:
-            VidSpecError: One line naming the way out.
-        """
-        ...
-
-    def guarded(self, step: Callable[..., None], *args: Any) -> None:
-        """Call one of the two methods below; an exception costs the guidance, never the forward."""
-        ...
-
-    def before_forward(self, batch: Any) -> None:
-        """Plan a step, given vLLM's `InputBatch`."""
-        ...
-
-    def after_forward(self, aux_hidden_states: list[torch.Tensor] | None) -> None:
-        """Collect what the step showed."""
-        ...
-
-    def take(self, req_id: str) -> PendingScores | None:
-        """Send a prefilled request's scores to the host and forget it; None where there was nothing to choose.
-
-        Every rank of a tensor-parallel group must call it for the same requests in the same order; all get the same
-        scores, none where one rank has not heard the request.
-        """
-        ...
-
-    def release(self, req_id: str) -> None:
-        """Forget a request that ended before its prefill did."""
-        ...
-
-    def forget_scores(self) -> None:
-        """Forget what earlier prompts have shown, because some ranks may have kept what others have not."""
-        ...
-
-
-_MAX_REMEMBERED = 64  # images and videos; 100 kB each at 25,000 tokens
-
-
-class Listeners:
-    """What both kinds share: who is listened to, and the scores of what was shown lately."""
-
-    def __init__(self, config: VidSpecConfig, counters: Counters, device: torch.device, agreement: Agreement):
-        self.config = config
-        self._agreement = agreement
+    def __init__(self, knobs: Knobs, counters: Counters, device: torch.device, agreement: Agreement):
+        self.knobs = knobs
         self.counters = counters
         self.device = device
-        self._listeners: dict[str, Any] = {}
-        message = "guidance failed; these prompts are pruned uniformly (further ones: counted)"
-        self._guard = Guard(config, message, agreement)
+        self._agreement = agreement
+        self._prompts: dict[int, Any] = {}  # by persistent row
         self._remembered: OrderedDict[str, torch.Tensor] = OrderedDict()  # identifier -> [m] float32 on the CPU
+
+    def arrive(self, arrival: Arrival) -> None:
+        """Begin to listen to a request, if there is anything to choose in it."""
+        if arrival.has_embeds:
+            return  # its tokens mean nothing, and the draft will refuse it
+        if items := self._listen(arrival.features):
+            names = [feature.identifier for feature in arrival.features]
+            self._prompts[arrival.req_state_idx] = self._kind(items, names, arrival.token_ids)
 
     def _listen(self, features: list[Any]) -> list[torch.Tensor]:
         """Return the items' prompt indices; [] where pruning chooses nothing or the draft will refuse the prompt."""
@@ -151,64 +129,64 @@ class Listeners:
             items = [embedding_indices(feature) for feature in features]
         except UnsupportedPrompt:
             return []
-        ratios = [self.config.ratio_for(feature.modality) for feature in features]
+        ratios = [self.knobs.now.prune.ratio_for(feature.modality) for feature in features]
         kept = [budget(len(item), ratio) for item, ratio in zip(items, ratios, strict=True)]
         chooses = any(0 < keep < len(item) for keep, item in zip(kept, items, strict=True))
         return items if chooses else []
 
-    def reserve(self, available_bytes: int) -> int:
-        """Keep nothing; see `Guidance`."""
-        return 0
+    def take(self, req_state_idx: int) -> PendingScores | None:
+        """Send a prefilled request's scores to the host and forget it; None where there was nothing to choose.
 
-    def check_cache(self) -> None:
-        """Accept any; see `Guidance`."""
+        Every rank of a tensor-parallel group must call it for the same requests in the same order; all get the same
+        scores, none where one rank has not heard the request.
+        """
+        raise NotImplementedError
 
-    def guarded(self, step: Callable[..., None], *args: Any) -> None:
-        """Run a step that is called within the target's forward; an exception costs the guidance, never the forward."""
-        if not self._guard(step, *args):
-            for listener in self._listeners.values():
-                listener.missed = "error"
+    def release(self, req_state_idx: int) -> None:
+        """Forget a request, whose prefill may not be done."""
+        self._prompts.pop(req_state_idx, None)
 
-    def release(self, req_id: str) -> None:
-        """Forget a request; see `Guidance`."""
-        self._listeners.pop(req_id, None)
+    def fail(self, error: Exception) -> None:
+        """Give up the prompts that are being heard; they are counted where they are pruned."""
+        for prompt in self._prompts.values():
+            prompt.missed = "error"
 
     def forget_scores(self) -> None:
-        """Forget what is remembered of earlier prompts; see `Guidance`."""
+        """Forget what earlier prompts have shown, because some ranks may have kept what others have not."""
         self._remembered.clear()
 
-    def _finish(self, listener: Listener, heard: list[torch.Tensor | None]) -> Guided:
+    def _finish(self, prompt: HeardPrompt, heard: list[torch.Tensor | None]) -> Guided:
         """Return a request's scores, remembered ones where this prefill did not compute them; say what came of it.
 
         Args:
-            listener: Whose prefill is done.
+            prompt: Whose prefill is done.
             heard: Per item the scores `[m_i]` of this prefill, or None.
         """
         scores = [
             self._remembered.get(name) if fresh is None else fresh
-            for name, fresh in zip(listener.names, heard, strict=True)
+            for name, fresh in zip(prompt.names, heard, strict=True)
         ]
-        for name, fresh in zip(listener.names, heard, strict=True):
+        for name, fresh in zip(prompt.names, heard, strict=True):
             if fresh is not None:
                 self._remembered[name] = fresh
                 self._remembered.move_to_end(name)
         while len(self._remembered) > _MAX_REMEMBERED:
             self._remembered.popitem(last=False)
         if any(score is None for score in scores):
-            return Guided(None, (f"unguided_{listener.missed or 'cached'}",))
+            return Guided(None, (f"unguided_{prompt.missed or 'cached'}",))
         is_reused = any(fresh is None for fresh in heard)
         return Guided(scores, ("guided_prompts", "reused_guidance") if is_reused else ("guided_prompts",))  # type: ignore[arg-type]
 
 
-def prefills(batch: Any, listeners: Mapping[str, Any]) -> Iterator[tuple[int, Any, int, int]]:
-    """Yield (batch index, listener, first position, end position) of the requests in prefill that are listened to.
+def prefills(batch: Any, prompts: Mapping[int, Any]) -> Iterator[tuple[int, Any, int, int]]:
+    """Yield (req_idx, prompt, first position, end position) of the requests in prefill that are listened to.
 
     Args:
         batch: vLLM's `InputBatch`.
-        listeners: By request id; each with the `num_tokens` of its prompt.
+        prompts: By persistent row; each with the `num_tokens` of its prompt.
     """
-    for i in np.flatnonzero(batch.is_prefilling_np):
-        listener = listeners.get(batch.req_ids[i])
-        if listener is not None:
-            start = int(batch.num_computed_tokens_np[i])
-            yield int(i), listener, start, min(start + int(batch.num_scheduled_tokens[i]), listener.num_tokens)
+    for req_idx in np.flatnonzero(batch.is_prefilling_np).tolist():
+        prompt = prompts.get(int(batch.idx_mapping_np[req_idx]))
+        if prompt is not None:
+            start = int(batch.num_computed_tokens_np[req_idx])
+            yield req_idx, prompt, start, min(start + int(batch.num_scheduled_tokens[req_idx]), prompt.num_tokens)

@@ -1,7 +1,7 @@
-"""TargetListener: what hears the target at work; and the list of them, in which each is guarded."""
+"""TargetListener: what hears the target at work. It reads; if one writes, its own docstring says what and why."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,8 +21,14 @@ class Forward:
     aux_hidden_states: list[torch.Tensor] | None
 
 
-class TargetListener(Protocol):
-    """Hears the target's requests and forwards. It reads; of what it may write its own docstring says which and why."""
+class TargetListener:
+    """Hears the target's requests and forwards; what a listener has no use for, it leaves as it is here.
+
+    Attributes:
+        loss: What an exception costs, for the log.
+    """
+
+    loss: str
 
     def reserve(self, available_bytes: int) -> int:
         """Return how many bytes of a rank's KV memory it takes for itself.
@@ -30,7 +36,7 @@ class TargetListener(Protocol):
         Raises:
             VidSpecError: A knob asks for more than there is.
         """
-        ...
+        return 0
 
     def init_kv(self, runner: Any) -> None:
         """Take its memory, and refuse a KV cache that it cannot read; called once the target's cache exists.
@@ -42,24 +48,22 @@ class TargetListener(Protocol):
         Raises:
             VidSpecError: One line naming the way out.
         """
-        ...
 
     def arrive(self, arrival: Arrival) -> None:
         """Take a request in."""
-        ...
 
     def before_forward(self, batch: Any) -> None:
         """Plan a step, given vLLM's `InputBatch`."""
-        ...
 
     def after_forward(self, forward: Forward) -> None:
         """Collect what the step showed."""
-        ...
 
     def release(self, req_state_idx: int) -> None:
         """Forget a row's request; harmless where nothing is known of it."""
-        ...
+
+    def forget_kv(self) -> None:
+        """Give up what lies in KV memory, because its contents are about to be lost."""
 
     def fail(self, error: Exception) -> None:
-        """Say what an exception in one of the above costs; raise it where the answer would be wrong without."""
-        ...
+        """Pay for an exception in one of the above; raise it where the answer would be wrong without."""
+        raise error

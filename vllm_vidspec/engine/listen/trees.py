@@ -1,4 +1,8 @@
-"""The target's side of tree drafts: their shapes by persistent row, what its forward needs, and its KV afterwards."""
+"""The target's side of tree drafts: their shapes by persistent row, what its forward needs, and its KV afterwards.
+
+This listener writes: positions and masks of the forward's tree nodes, and the accepted paths' KV. Its failures are not
+survived, because the answer would be wrong.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,12 +15,14 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vidspec_kernels import kv_compact
 from vllm_vidspec.drafting import DraftTree, chain_tables
 from vllm_vidspec.engine import compat
+from vllm_vidspec.engine.listen.protocol import Forward, TargetListener
+from vllm_vidspec.engine.requests import RequestRows
 from vllm_vidspec.engine.tree_attention import TreeAttention, TreeStep
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.scoring import TreeShapes
 
 
-class TargetTrees:
+class TargetTrees(TargetListener):
     """Lets the target verify trees in its ordinary forward.
 
     A tree's nodes take consecutive slots after the root, as a chain's drafts do; what differs is the rope position
@@ -26,22 +32,26 @@ class TargetTrees:
     Args:
         layers: The target's attention layers.
         model_state: The runner's, whose positions are adjusted.
-        max_num_reqs: Persistent rows.
+        requests: Its `is_tree` is written here.
         max_nodes: K.
         max_num_tokens: Most tokens of one forward.
         device: Where all of it lives.
     """
 
+    loss = "trees cannot be verified"
+
     def __init__(
         self,
         layers: Iterable[Any],
         model_state: Any,
-        max_num_reqs: int,
+        requests: RequestRows,
         max_nodes: int,
         max_num_tokens: int,
         device: torch.device,
     ):
         self.device = device
+        self._is_tree = requests.is_tree
+        max_num_reqs = len(self._is_tree)
         # [max_num_reqs, K + 1] each; a chain wherever no tree was drafted
         self._chain = chain_tables(max_nodes, device)
         self.parents, self.depths, self.ancestors = (
@@ -50,57 +60,52 @@ class TargetTrees:
         # [max_num_reqs, K + 1] int32 node behind each output of the last verify step; the drafter reads it
         self._in_order = torch.arange(max_nodes + 1, dtype=torch.int32, device=device)
         self.path = self._in_order.repeat(max_num_reqs, 1)
-        self._is_tree = np.zeros(max_num_reqs, dtype=bool)
-        self._attention = TreeAttention(layers)
+        self.attention = TreeAttention(layers)
         # Models with 1-D positions read the batch's own buffer, which must not change: they get a copy.
         self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self._step: _Step | None = None
         self._grids: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}  # see `_grid`
         compat.adjust_positions(model_state, self._adjust, lambda num_tokens: self._positions[:num_tokens])
 
-    def init_kv(self, num_groups: int) -> None:
-        """Find the caches, once they exist.
-
-        Raises:
-            VidSpecError: The target has several KV cache groups, or a layout that we cannot read.
-        """
-        if num_groups != 1:
+    def init_kv(self, runner: Any) -> None:
+        """Find the caches; see `TargetListener`."""
+        if len(runner.kv_cache_config.kv_cache_groups) != 1:
             raise VidSpecError(
                 "targets that mix attention kinds (several KV cache groups) cannot verify trees: use chain"
             )
-        self._caches = self._attention.caches()
+        self.caches = self.attention.caches()
 
     # ---- what was drafted ------------------------------------------------------------------------------------------
 
-    def store(self, rows: torch.Tensor, rows_np: np.ndarray, tree: DraftTree | None) -> None:
+    def store(self, idx_mapping: torch.Tensor, idx_mapping_np: np.ndarray, tree: DraftTree | None) -> None:
         """Remember the shapes of a batch's drafts, `[num_reqs]` persistent rows; None: they are chains."""
-        if tree is None and not self._is_tree[rows_np].any():
+        if tree is None and not self._is_tree[idx_mapping_np].any():
             return
-        num_reqs = len(rows_np)
+        num_reqs = len(idx_mapping_np)
         shapes = self._chain if tree is None else (tree.parents, tree.depths, tree.ancestors)
         for table, shape in zip((self.parents, self.depths, self.ancestors), shapes, strict=True):
-            table[rows] = shape if tree is None else shape[:num_reqs]
-        self._is_tree[rows_np] = tree is not None
+            table[idx_mapping] = shape if tree is None else shape[:num_reqs]
+        self._is_tree[idx_mapping_np] = tree is not None
 
-    def forget(self, row: int) -> None:
+    def release(self, req_state_idx: int) -> None:
         """Let a row be a chain again: its request ended, or drafts no more."""
-        if self._is_tree[row]:
+        if self._is_tree[req_state_idx]:
             for table, shape in zip((self.parents, self.depths, self.ancestors), self._chain, strict=True):
-                table[row] = shape
-            self._is_tree[row] = False
+                table[req_state_idx] = shape
+            self._is_tree[req_state_idx] = False
 
     # ---- the forward -----------------------------------------------------------------------------------------------
 
     def before_forward(self, batch: Any) -> None:
         """Find the trees among a batch's scheduled drafts, of which the scheduler may have dropped the last ones."""
-        self._step = self._attention.step = None
+        self._step = self.attention.step = None
         num_drafts = batch.num_draft_tokens_per_req
         if num_drafts is None:
             return
         chosen = np.flatnonzero((num_drafts > 0) & self._is_tree[batch.idx_mapping_np] & ~batch.is_prefilling_np)
         if len(chosen):
             self._step = self._find(batch, chosen)
-            self._attention.step = self._step.attention
+            self.attention.step = self._step.attention
 
     def _find(self, batch: Any, chosen: np.ndarray) -> "_Step":
         counts = batch.num_draft_tokens_per_req[chosen] + 1  # [n] with the root
@@ -156,9 +161,9 @@ class TargetTrees:
             positions[..., step.tokens] = positions[..., step.root_tokens] + step.depths
         return positions
 
-    def after_forward(self) -> None:
+    def after_forward(self, forward: Forward) -> None:
         """Leave other forwards (dummy runs, other graphs) alone."""
-        self._attention.step = None
+        self.attention.step = None
 
     # ---- scoring ---------------------------------------------------------------------------------------------------
 
@@ -167,13 +172,13 @@ class TargetTrees:
         """Whether the batch that is being verified holds a tree."""
         return self._step is not None
 
-    def shapes(self, rows: torch.Tensor) -> TreeShapes:
+    def shapes(self, idx_mapping: torch.Tensor) -> TreeShapes:
         """Return the shapes of `[num_reqs]` persistent rows, for a scorer."""
-        return TreeShapes(rows, self.parents, self.depths, self.ancestors)
+        return TreeShapes(idx_mapping, self.parents, self.depths, self.ancestors)
 
-    def remember(self, rows: torch.Tensor, path: torch.Tensor | None) -> None:
+    def remember(self, idx_mapping: torch.Tensor, path: torch.Tensor | None) -> None:
         """Keep the accepted paths for the drafter: `[num_reqs]` persistent rows, `Scored.path`; None for chains."""
-        self.path[rows] = self._in_order if path is None else path
+        self.path[idx_mapping] = self._in_order if path is None else path
 
     def compact(self, num_accepted: torch.Tensor) -> None:
         """Move the accepted paths' KV together, so that the committed text is contiguous.
@@ -186,8 +191,8 @@ class TargetTrees:
             return
         attention = step.attention
         kv_compact(
-            self._caches,
-            self._attention.block_table,
+            self.caches,
+            self.attention.block_table,
             attention.rows,
             attention.prefix_lens - 1,
             self.path[step.state_rows],

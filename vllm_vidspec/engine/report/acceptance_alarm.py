@@ -1,4 +1,4 @@
-"""Says when drafts have stopped to stand: sustained near-zero acceptance, whatever its cause; plain numbers only."""
+"""Says when drafts have stopped to stand: sustained near-zero acceptance, whatever its cause. Plain numbers only."""
 
 from vllm.logger import init_logger
 
@@ -22,7 +22,7 @@ class AcceptanceAlarm:
         self._is_armed = True
 
     def hear(self, num_steps: int, num_accepted: int) -> bool:
-        """Take in verify steps that had drafts; a line is logged where acceptance falls from sound to near zero.
+        """Take in verify steps that had drafts, and log a line where acceptance falls from sound to near zero.
 
         Args:
             num_steps: New ones, over all requests.

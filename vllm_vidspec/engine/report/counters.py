@@ -1,7 +1,8 @@
 """What the worker counts: device accumulators read back without a host sync, and the file that /metrics shows."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from vllm.logger import init_logger
 from vidspec_kernels.dispatch import array_module, as_array
 from vllm_vidspec import metrics
 from vllm_vidspec.engine.report.acceptance_alarm import AcceptanceAlarm
+from vllm_vidspec.engine.requests import Arrival, RequestRows
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.scoring import TreeShapes
 
@@ -26,14 +28,28 @@ _TOTALS = (
 
 
 class Counters:
-    """Counts of one worker; only tensor-parallel rank 0 publishes."""
+    """Counts of one worker, in all and by request. A `RowTable`. Only tensor-parallel rank 0 publishes.
 
-    def __init__(self, vllm_config, device: torch.device, max_num_reqs: int, num_speculative_tokens: int):
+    Args:
+        vllm_config: vLLM's.
+        device: Of what is counted.
+        max_num_reqs: Persistent rows.
+        num_speculative_tokens: K.
+        requests: Knows whose drafts are real.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        device: torch.device,
+        max_num_reqs: int,
+        num_speculative_tokens: int,
+        requests: RequestRows,
+    ):
         # [7 + K]: verify steps with drafts, drafted, accepted, the drafts' depth, accepted by kind and at each position
         self._totals = torch.zeros(len(_TOTALS) + num_speculative_tokens, dtype=torch.int64, device=device)
         self._positions = torch.arange(num_speculative_tokens + 1, device=device)  # [K + 1]
-        # [max_num_reqs] whether the persistent row's scheduled draft tokens are real
-        self.has_draft = torch.zeros(max_num_reqs, dtype=torch.bool, device=device)
+        self._requests = requests
         self._on_gpu = device.type == "cuda"
         self._host = torch.zeros_like(self._totals, device="cpu", pin_memory=self._on_gpu)
         self._copied = torch.cuda.Event() if self._on_gpu else None
@@ -51,7 +67,7 @@ class Counters:
         self._pending: list[tuple[np.ndarray, torch.Tensor]] = []  # slots and counts of the step in flight
 
     @staticmethod
-    def _open(vllm_config) -> metrics.MetricsFile | None:
+    def _open(vllm_config: Any) -> metrics.MetricsFile | None:
         if get_tensor_model_parallel_rank() != 0:
             return None
         engine = vllm_config.parallel_config.data_parallel_index
@@ -93,7 +109,7 @@ class Counters:
             kinds: `[num_reqs, K + 1]` int8 why each output stands (`Scored.kinds`); None: all drafts are exact.
         """
         xp, rows, bounds = array_module(idx_mapping.device), as_array(idx_mapping), as_array(cu_num_logits)
-        num_drafts = (bounds[1:] - bounds[:-1] - 1) * as_array(self.has_draft)[rows]  # [num_reqs]
+        num_drafts = (bounds[1:] - bounds[:-1] - 1) * as_array(self._requests.has_draft)[rows]  # [num_reqs]
         depth, positions = num_drafts, as_array(self._positions)
         if shapes is not None:
             depth = xp.amax(as_array(shapes.depths)[rows] * (positions <= num_drafts[:, None]), 1)
@@ -103,7 +119,9 @@ class Counters:
         loosened = shifted = accepted * 0
         if kinds is not None:
             why = as_array(kinds)
-            loosened, shifted = ((why == kind).sum(1) * counted for kind in (2, 3))
+            loosened, shifted = (
+                (why == kind).sum(1) * counted for kind in (metrics.Kind.LOOSENED, metrics.Kind.SHIFTED)
+            )
         by_kind = (accepted - loosened - shifted, loosened, shifted)
         by_request = xp.stack((counted, num_drafts, accepted, depth, *by_kind), 1)
         if self._counts_requests and not self._is_paused:
@@ -113,26 +131,31 @@ class Counters:
 
     # ---- by request ------------------------------------------------------------------------------------------------
 
-    def begin_request(self, row: int, req_id: str) -> None:
-        """Count a request's draft tokens from here on; one that was preempted goes on where it was."""
+    def admit(self, arrival: Arrival) -> None:
+        """Count a request's draft tokens from here on. One that was preempted goes on where it was."""
         if self._counts_requests and not self._is_paused:
             assert self._file is not None
+            req_id = arrival.req_id
             if req_id not in self._held:
                 self._held[req_id] = self._file.begin_request(req_id, self._held.values())
-            self._slots[row] = self._held[req_id]
+            self._slots[arrival.req_state_idx] = self._held[req_id]
 
-    def end_request(self, req_id: str) -> None:
-        """Let the slot of a request that has finished, or was aborted, be the next one's, in its turn."""
-        self._held.pop(req_id, None)
+    def forget(self, req_state_idx: int) -> None:
+        """Keep a request's slot: one that is preempted loses its row and goes on."""
 
-    def _count_requests(self, rows_np: np.ndarray, counts: torch.Tensor) -> None:
+    def end_requests(self, req_ids: Iterable[str]) -> None:
+        """Let the slots of requests that have finished, or were aborted, be the next ones', in their turn."""
+        for req_id in req_ids:
+            self._held.pop(req_id, None)
+
+    def _count_requests(self, idx_mapping_np: np.ndarray, counts: torch.Tensor) -> None:
         """Begin to copy `[num_reqs, 3]` counts of a step, or of a slice of its batch, to the host."""
         host = torch.empty_like(counts, device="cpu", pin_memory=self._on_gpu)
         host.copy_(counts, non_blocking=True)
-        self._pending.append((self._slots[rows_np], host))
+        self._pending.append((self._slots[idx_mapping_np], host))
 
     def publisher(self) -> Callable[[], None] | None:
-        """Return what publishes the step's counts once the device is done with it; None if nothing was counted."""
+        """Return what publishes the step's counts once the device is done with it, None if nothing was counted."""
         pending, self._pending = self._pending, []
         if not pending:
             return None
@@ -147,7 +170,7 @@ class Counters:
     # ---- totals ----------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Publish what the device has counted; on a GPU what it had counted when the last copy finished."""
+        """Publish what the device has counted, on a GPU what it had counted when the last copy finished."""
         if self._file is None or self._is_paused:
             return
         if self._copied is None:
@@ -179,7 +202,7 @@ class Counters:
             self._file.set(name, value)
 
     def skip(self, reason: str, req_id: str, detail: str) -> None:
-        """Count a request that runs without speculation; the first of each reason is logged."""
+        """Count a request that runs without speculation, and log the first of each reason."""
         self.add(f"skipped_{reason}")
         if reason not in self._logged and not self._is_paused:
             self._logged.add(reason)

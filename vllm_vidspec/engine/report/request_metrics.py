@@ -16,7 +16,7 @@ logger = init_logger("vllm.vidspec")
 
 @dataclass
 class RequestMetrics(RequestSpecDecodeMetrics):
-    """vLLM's acceptance statistics of one request, and why its drafts stood; see `to_dict`."""
+    """vLLM's acceptance statistics of one request, and why its drafts stood (see `to_dict`)."""
 
     num_exact: int = 0
     num_loosened: int = 0
@@ -60,7 +60,7 @@ class PublishingOutput(AsyncModelRunnerOutput):
         self._publish = publish
 
     def get_output(self) -> ModelRunnerOutput:
-        """Wait for the step; see vLLM's."""
+        """Wait for the step, then publish."""
         output = self._inner.get_output()
         self._publish()
         return output

@@ -1,4 +1,4 @@
-"""The server's side of the counters: /metrics, responses, and why an engine did not start; none of it can stop one."""
+"""The server's side of the counters: /metrics, responses, and why an engine did not start. None of it can stop one."""
 
 import os
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from vllm.logger import init_logger
 
 from vllm_vidspec import metrics
 from vllm_vidspec.counter_files import CounterFiles
-from vllm_vidspec.engine import compat
+from vllm_vidspec.engine.compat import api
 from vllm_vidspec.engine.report.request_metrics import RequestMetricsReader
 from vllm_vidspec.errors import VidSpecError
 
@@ -21,7 +21,7 @@ _current: CounterFiles | None = None
 
 
 def publish(vllm_config: Any) -> None:
-    """Make or open the engines' counter files and show them; where that is impossible, say so and go on."""
+    """Make or open the engines' counter files and show them. Where that is impossible, say so and go on."""
     global _current
     parallel = vllm_config.parallel_config
     engines = local_engines(parallel)
@@ -39,9 +39,9 @@ def publish(vllm_config: Any) -> None:
     if num_remote := 0 if parallel.local_engines_only else parallel.data_parallel_size - len(engines):
         logger.warning("vidspec: the counters of %d engines on other hosts are not on this /metrics", num_remote)
     served_name = vllm_config.model_config.served_model_name
-    compat.show_to_every_api_server(metrics.register_collector(_current, served_name))
+    api.show_to_every_api_server(metrics.register_collector(_current, served_name))
     if vllm_config.observability_config.per_request_spec_decode_metrics != "none":
-        compat.extend_request_metrics(RequestMetricsReader(_current))
+        api.extend_request_metrics(RequestMetricsReader(_current))
 
 
 def local_engines(parallel: Any) -> Sequence[int]:

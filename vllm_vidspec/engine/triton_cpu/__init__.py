@@ -1,8 +1,9 @@
 """A Triton backend named "cpu": with it vLLM's Model Runner V2 runs on a machine without a GPU, in Triton's
 interpreter.
 
-Imported while `import triton` is under way (entry-point group `triton.backends`): it may import neither torch, triton
-nor vLLM, and looks at files only. Where a GPU is present it stays inactive and sets nothing.
+It is no part of `engine/cpu`, which a machine with a GPU never imports: Triton finds its backends by their entry points
+(group `triton.backends`) and imports all of them on every machine, while `import triton` is under way. So it may import
+neither torch, triton nor vLLM, and looks at files only. Where a GPU is present it stays inactive and sets nothing.
 """
 
 import os

@@ -7,7 +7,7 @@ _REASON = "the cpu backend interprets kernels; it compiles none"
 
 
 class CPUInterpreterBackend(_compiler.BaseBackend):
-    """Backend of target "cpu"; every compilation stage is unreachable."""
+    """Backend of target "cpu". Every compilation stage is unreachable."""
 
     @staticmethod
     def supports_target(target):

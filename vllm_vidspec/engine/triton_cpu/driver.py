@@ -6,7 +6,7 @@ from vllm_vidspec.engine.triton_cpu import ACTIVE
 
 
 class CPUInterpreterDriver(_driver.DriverBase):
-    """Driver of target "cpu"; active exactly where no GPU device node exists."""
+    """Driver of target "cpu", active exactly where no GPU device node exists."""
 
     @classmethod
     def is_active(cls):

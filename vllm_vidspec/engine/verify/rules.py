@@ -1,6 +1,5 @@
 """Which mismatches may stand, request by request: the tables behind the scorers that let some through."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -9,22 +8,24 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vidspec_kernels import SHIFT, WINDOW
-from vidspec_kernels.dispatch import as_array
 from vllm_vidspec.config import DIGITS, PROTECTED_TOKENS, VidSpecConfig
+from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters
+from vllm_vidspec.engine.requests import Arrival
+from vllm_vidspec.engine.verify.step import VerifySlice
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.scoring import RULES, Looseness, TreeShapes, normalized_entropy, random_scores
+from vllm_vidspec.scoring import RULES, Looseness, normalized_entropy, random_scores
 from vllm_vidspec.scoring.choices import Choice, choose, strict_reason
+from vllm_vidspec.scoring.token_bits import has_token, ids_of_words, num_words, pack_ids
 
-_WORD_BITS = 32
 _RELEVANCE, _CHANCE = 1, 2  # where a request's scores come from
 
 
 class LooseRules:
-    """Every request's rule by persistent row, and the tokens that it may neither gain nor lose.
+    """Every request's rule by persistent row, and the tokens that it may neither gain nor lose. A `RowTable`.
 
     Args:
-        config: The server's defaults and bounds.
+        knobs: The server's defaults and bounds; they change while no request runs.
         vllm_config: vLLM's, for the tokenizer.
         max_num_reqs: Persistent rows.
         vocab_size: Of the logits.
@@ -33,171 +34,160 @@ class LooseRules:
     """
 
     def __init__(
-        self,
-        config: VidSpecConfig,
-        vllm_config: Any,
-        max_num_reqs: int,
-        vocab_size: int,
-        sampler: Any,
-        counters: Counters,
+        self, knobs: Knobs, vllm_config: Any, max_num_reqs: int, vocab_size: int, sampler: Any, counters: Counters
     ):
-        self.counters = counters
-        self.device = vllm_config.device_config.device
+        self._knobs = knobs
+        self._counters = counters
+        self._device = vllm_config.device_config.device
         self._sampler = sampler
         self._choices: dict[int, Choice] = {}  # by row, of requests that are not strict
         # [4, max_num_reqs]: rules, windows, the bits of the float32 shares, and where the scores come from
         self._table_np = np.zeros((4, max_num_reqs), dtype=np.int32)
         self._table: torch.Tensor | None = None  # the same on the device, until a request comes or goes
         self._model_config = vllm_config.model_config
-        self._shape = (max_num_reqs, -(-vocab_size // _WORD_BITS))
-        self.retune(config)
+        self._shape = (max_num_reqs, num_words(vocab_size))
+        self._protect_words(knobs.now)
+        knobs.on_change(self._protect_words)
 
-    def retune(self, config: VidSpecConfig) -> None:
-        """Take other knobs, while no request runs."""
-        self.config = config
-        self._base = _as_bits(protected_ids(config, self._model_config), self._shape[1])  # [num_words]
+    def _protect_words(self, config: VidSpecConfig) -> None:
+        """Make the tables of what no request may gain or lose."""
+        self._base = pack_ids(protected_ids(config, self._model_config), self._shape[1])  # [num_words]
         # [max_num_reqs, num_words] int32: bit v of a row: token v is protected; the request ends with token v
-        self._protected = async_tensor_h2d(np.tile(self._base, (self._shape[0], 1)), device=self.device)
-        self._ends = torch.zeros(self._shape, dtype=torch.int32, device=self.device)
+        self._protected = async_tensor_h2d(np.tile(self._base, (self._shape[0], 1)), device=self._device)
+        self._ends = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
         self._stop_ids: dict[int, frozenset[int]] = {}  # by row, what its two table rows hold
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
-    def admit(self, row: int, sampling: Any) -> bool:
-        """Give a request its rule; return whether it waits for `ready`, because it needs the video's states."""
-        self.forget(row)
+    def admit(self, arrival: Arrival) -> None:
+        """Give a request its rule. One that needs relevance is strict until `ready`."""
+        req_state_idx, sampling = arrival.req_state_idx, arrival.sampling
+        self.forget(req_state_idx)
+        if sampling is None:
+            return
         try:
-            choice = choose(sampling.extra_args, self.config)
+            choice = choose(sampling.extra_args, self._knobs.now.score)
         except VidSpecError:  # the API server has refused it already; whoever comes another way is served strictly
-            self.counters.add("strict_error")
-            return False
+            self._counters.add("strict_error")
+            return
         if choice.scorer == "strict":
-            return False
+            return
         if reason := strict_reason(sampling):
-            self.counters.add(f"strict_{reason}")
-            return False
-        self._choices[row] = choice
-        self._protect(row, sampling.all_stop_token_ids)
-        if choice.scorer == "loose":
-            return True
-        self._set(row)
-        return False
+            self._counters.add(f"strict_{reason}")
+            return
+        self._choices[req_state_idx] = choice
+        self._protect_stops(req_state_idx, frozenset(sampling.all_stop_token_ids))
+        if choice.scorer != "loose":
+            self._set(req_state_idx)
 
-    def ready(self, row: int) -> None:
+    def needs_relevance(self, req_state_idx: int) -> bool:
+        """Whether a row's request is verified by LVSpec's rule, once its relevance can be measured."""
+        choice = self._choices.get(req_state_idx)
+        return choice is not None and choice.scorer == "loose"
+
+    def ready(self, req_state_idx: int) -> None:
         """Let a request be loose whose prefill is done and whose relevance can be measured."""
-        if row in self._choices:
-            self._set(row)
+        if req_state_idx in self._choices:
+            self._set(req_state_idx)
 
-    def forget(self, row: int) -> None:
+    def forget(self, req_state_idx: int) -> None:
         """Let a row be strict: its request ended, or a new one takes it."""
-        if self._choices.pop(row, None) is not None and self._table_np[0, row]:
-            self._table_np[:, row] = 0
+        if self._choices.pop(req_state_idx, None) is not None and self._table_np[0, req_state_idx]:
+            self._table_np[:, req_state_idx] = 0
             self._table = None
 
-    def _set(self, row: int) -> None:
-        scorer, share = self._choices[row]
-        shift = SHIFT if scorer == "loose" and self.config.position_shift else 0
-        window = self.config.fly_window if scorer == "fly" else 0
+    def _set(self, req_state_idx: int) -> None:
+        (scorer, share), config = self._choices[req_state_idx], self._knobs.now
+        shift = SHIFT if scorer == "loose" and config.score.position_shift else 0
+        window = config.score.fly_window if scorer == "fly" else 0
         source = {"loose": _RELEVANCE, "random": _CHANCE}.get(scorer, 0)
-        self._table_np[:, row] = (RULES[scorer] | shift, window, np.float32(share).view(np.int32), source)
+        self._table_np[:, req_state_idx] = (RULES[scorer] | shift, window, np.float32(share).view(np.int32), source)
         self._table = None
 
-    def _protect(self, row: int, stop_ids: Iterable[int]) -> None:
+    def _protect_stops(self, req_state_idx: int, stops: frozenset[int]) -> None:
         """Write a request's stop tokens, if they are not what the row has already."""
-        num_words = len(self._base)
-        stops = frozenset(i for i in stop_ids if i < num_words * _WORD_BITS)
-        if self._stop_ids.get(row) != stops:
-            ends = _as_bits(stops, num_words)
-            self._protected[row], self._ends[row] = async_tensor_h2d(
-                np.stack((self._base | ends, ends)), device=self.device
+        if self._stop_ids.get(req_state_idx) != stops:
+            ends = pack_ids(stops, self._shape[1])
+            self._protected[req_state_idx], self._ends[req_state_idx] = async_tensor_h2d(
+                np.stack((self._base | ends, ends)), device=self._device
             )
-            self._stop_ids[row] = stops
+            self._stop_ids[req_state_idx] = stops
+
+    @property
+    def is_predicting(self) -> bool:
+        """Whether a draft's relevance is that of the row which predicts it, not of its own."""
+        return self._knobs.now.score.relevance_rows == "prediction"
 
     # ---- verification ----------------------------------------------------------------------------------------------
 
-    def any_loose(self, rows_np: np.ndarray) -> bool:
+    def any_loose(self, idx_mapping_np: np.ndarray) -> bool:
         """Whether a mismatch of any of `[num_reqs]` persistent rows may stand."""
-        return bool(self._table_np[0, rows_np].any())
+        return bool(self._table_np[0, idx_mapping_np].any())
 
-    def need_relevance(self, rows_np: np.ndarray) -> bool:
+    def any_by_relevance(self, idx_mapping_np: np.ndarray) -> bool:
         """Whether any of `[num_reqs]` persistent rows is verified by LVSpec's rule."""
-        return bool((self._table_np[3, rows_np] == _RELEVANCE).any())
+        return bool((self._table_np[3, idx_mapping_np] == _RELEVANCE).any())
 
-    def of_step(
-        self,
-        rows: torch.Tensor,
-        rows_np: np.ndarray,
-        row_of_logits: torch.Tensor,
-        node: torch.Tensor,
-        target_tokens: torch.Tensor,
-        draft_tokens: torch.Tensor,
-        logits: torch.Tensor,
-        positions: torch.Tensor,
-        relevance: torch.Tensor | None,
-        shapes: TreeShapes | None,
-    ) -> Looseness:
-        """Return what may stand in one verify step.
+    def looseness(self, part: VerifySlice, target_tokens: torch.Tensor, logits: torch.Tensor) -> Looseness:
+        """Return what may stand of the drafts that are verified at once.
 
         Args:
-            rows: `[num_reqs]` int64 persistent rows; `rows_np` the same on the host.
-            row_of_logits: `[num_logits]` persistent row of each logits row.
-            node: `[num_logits]` its node in the request's draft.
+            part: The requests and their drafts.
             target_tokens: `[num_logits]` int64, what the target samples after each row.
-            draft_tokens: `[num_logits]` int64 input token of each row, -1 where invalid.
             logits: `[num_logits, vocab_size]` as sampled from: -inf where the request forbids a token.
-            positions: `[num_logits]` of the input tokens, for random scores.
-            relevance: `[num_logits]` float32 of each row's own state, NaN where it could not be measured; None if no
-                request needs it.
-            shapes: Of the drafts; None where all are chains.
         """
-        num_logits = len(draft_tokens)
-        index = torch.arange(num_logits, device=self.device)
-        if shapes is None:
-            parent = index - (node > 0).long()
-        else:
-            parent = index - node + shapes.parents[row_of_logits, node].clamp(min=0)
-        draft = draft_tokens.clamp(min=0)
-        # What the request's sampling parameters forbid stays forbidden; so does what must not be gained or lost.
-        may = torch.isfinite(logits[parent, draft])
-        for table, tokens in (
-            (self._protected, draft),
-            (self._protected, target_tokens[parent]),
-            (self._ends, draft[parent]),  # after the end of the text there is nothing to gain
-        ):
-            may &= ~_has_bit(table, row_of_logits, tokens)
+        config, of_logits = self._knobs.now, part.expanded_idx_mapping
+        parent = self._parents(part)
+        may = self._may_mismatch(part, parent, target_tokens, logits)
         rules, windows, shares, sources = self._on_device()
-        entropies = scores = torch.zeros(num_logits, device=self.device)
-        if (self._table_np[0, rows_np] & WINDOW).any():
-            entropies = normalized_entropy(logits, self.config.fly_top_k)
-        if relevance is not None:
-            scores = relevance[parent] if self.config.relevance_rows == "prediction" else relevance
+        entropies = scores = torch.zeros(len(part.drafts), device=self._device)
+        if (self._table_np[0, part.idx_mapping_np] & WINDOW).any():
+            entropies = normalized_entropy(logits, config.score.fly_top_k)
+        if part.relevance is not None:
+            scores = part.relevance[parent] if self.is_predicting else part.relevance
             # NaN: it could not be measured, and who asks for it is verified strictly.
-            may &= ~(scores.isnan() & (sources[row_of_logits] == _RELEVANCE))
-        if (self._table_np[3, rows_np] == _CHANCE).any():
-            by_chance = random_scores(self._sampler.sampling_states.seeds.gpu[row_of_logits], positions)
-            scores = torch.where(sources[row_of_logits] == _CHANCE, by_chance, scores)
+            may &= ~(scores.isnan() & (sources[of_logits] == _RELEVANCE))
+        if (self._table_np[3, part.idx_mapping_np] == _CHANCE).any():
+            by_chance = random_scores(self._sampler.sampling_states.seeds.gpu[of_logits], part.pos)
+            scores = torch.where(sources[of_logits] == _CHANCE, by_chance, scores)
         return Looseness(
-            rows=rows,
+            rows=part.idx_mapping,
             rules=rules,
             shares=shares.view(torch.float32),
             windows=windows,
             scores=scores,
             entropies=entropies,
             may_loosen=may,
-            min_entropy=self.config.fly_entropy,
+            min_entropy=config.score.fly_entropy,
         )
+
+    def _parents(self, part: VerifySlice) -> torch.Tensor:
+        """Return `[num_logits]` int64: the row of each node's parent, of a root its own."""
+        index = torch.arange(len(part.drafts), device=self._device)
+        if part.shapes is None:
+            return index - (part.nodes > 0).long()
+        return index - part.nodes + part.shapes.parents[part.expanded_idx_mapping, part.nodes].clamp(min=0)
+
+    def _may_mismatch(
+        self, part: VerifySlice, parent: torch.Tensor, target_tokens: torch.Tensor, logits: torch.Tensor
+    ) -> torch.Tensor:
+        """Return `[num_logits]` bool: no parameter of the request forbids the draft, and neither it nor the target's
+        token is protected.
+        """
+        draft = part.drafts.clamp(min=0)
+        may = torch.isfinite(logits[parent, draft])
+        for table, tokens in (
+            (self._protected, draft),
+            (self._protected, target_tokens[parent]),
+            (self._ends, draft[parent]),  # after the end of the text there is nothing to gain
+        ):
+            may &= ~has_token(table, part.expanded_idx_mapping, tokens)
+        return may
 
     def _on_device(self) -> torch.Tensor:
         if self._table is None:
-            self._table = async_tensor_h2d(self._table_np.copy(), device=self.device)
+            self._table = async_tensor_h2d(self._table_np.copy(), device=self._device)
         return self._table
-
-
-def _has_bit(table: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return `[n]` bool: whether bit `tokens` of row `rows` is set, `[n]` each, in `[max_num_reqs, num_words]`."""
-    token = as_array(tokens)
-    words = as_array(table)[as_array(rows), token // _WORD_BITS]
-    return torch.as_tensor((words >> (token % _WORD_BITS)) & 1 != 0)
 
 
 def protected_ids(config: VidSpecConfig, model_config: Any) -> set[int]:
@@ -207,18 +197,8 @@ def protected_ids(config: VidSpecConfig, model_config: Any) -> set[int]:
     if model_config.skip_tokenizer_init:
         return ids
     tokenizer = cached_tokenizer_from_config(model_config)
-    ids.update(tokenizer.all_special_ids)
-    words = PROTECTED_TOKENS if config.protected_tokens is None else config.protected_tokens
-    wanted, with_digits = {word.strip().lower() for word in words}, DIGITS in words
-    for token, i in tokenizer.get_vocab().items():
-        text = tokenizer.convert_tokens_to_string([token]).strip().lower()
-        if text in wanted or (with_digits and any(letter.isdigit() for letter in text)):
-            ids.add(i)
-    return ids
-
-
-def _as_bits(ids: Iterable[int], num_words: int) -> np.ndarray:
-    """Return `[num_words]` int32 with one bit per token id."""
-    bits = np.zeros(num_words * _WORD_BITS, dtype=bool)
-    bits[list(ids)] = True
-    return np.packbits(bits, bitorder="little").view(np.int32).copy()
+    words = PROTECTED_TOKENS if config.score.protected_tokens is None else config.score.protected_tokens
+    found = ids_of_words(
+        words, DIGITS in words, tokenizer.get_vocab(), lambda token: tokenizer.convert_tokens_to_string([token])
+    )
+    return ids | set(tokenizer.all_special_ids) | found

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
@@ -13,6 +12,7 @@ from vllm_vidspec.engine.listen.visual_states import VisualStates
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.verify.node_paths import PathSampler
 from vllm_vidspec.engine.verify.rules import LooseRules
+from vllm_vidspec.engine.verify.step import VerifySlice, VerifyStep
 from vllm_vidspec.engine.verify.watch import ScoreWatch
 from vllm_vidspec.scoring import Scored, ScoreInputs, get_scorer
 
@@ -50,36 +50,34 @@ class CoupledVerifier(RejectionSampler):
         super().__init__(sampler, speculative_config, device)
         expect_parameters(
             RejectionSampler._verify,
-            "logits",
-            "draft_logits",
-            "draft_sampled",
-            "pos",
-            "cu_num_logits",
-            "idx_mapping",
-            "idx_mapping_np",
-            "expanded_idx_mapping",
-            "expanded_local_pos",
-            "seq_lens_upper_bound_np",
-            "verify_draft_sampled",
+            *("logits", "draft_logits", "draft_sampled", "pos", "cu_num_logits", "idx_mapping", "idx_mapping_np"),
+            *("expanded_idx_mapping", "expanded_local_pos", "seq_lens_upper_bound_np", "verify_draft_sampled"),
         )
-        expect_parameters(
-            RejectionSampler._get_logprobs_tensors,
-            "sampled",
-            "num_sampled",
-            "logits",
-            "cu_num_logits",
-            "cu_num_logits_np",
-        )
+        logprobs = ("sampled", "num_sampled", "logits", "cu_num_logits", "cu_num_logits_np")
+        expect_parameters(RejectionSampler._get_logprobs_tensors, *logprobs)
         self._score = get_scorer("loose")  # every request by its own rule; strictly where none may be loose
         self._counters = counters
         self._trees = trees
         self._rules = rules
         self._visual = visual
-        self.hidden_states: torch.Tensor | None = None  # [num_tokens, hidden_size] of the forward, set by the runner
-        self._relevance: torch.Tensor | None = None  # [num_logits] of the batch, what `_verify` has yet to see
-        self.watch: ScoreWatch | None = None
-        self._sample_paths = PathSampler(sampler, max_path)
-        self._order: torch.Tensor | None = None  # [num_logits] logits row behind each output, of the last `_verify`
+        self._step = VerifyStep()
+        self._watch: ScoreWatch | None = None
+        self._paths = PathSampler(sampler, max_path)
+
+    def begin(self, step: VerifyStep) -> None:
+        """Take the step that vLLM verifies next. One without drafts passes by."""
+        self._step = step
+
+    def end(self) -> None:
+        """Let go of the step."""
+        self._step = VerifyStep()
+
+    def watch(self, on: bool) -> list[dict[str, Any]]:
+        """Return what became of every token since watching began, and go on watching or not (see `ScoreWatch`)."""
+        records = [] if self._watch is None else self._watch.take()
+        is_predicting = self._rules is not None and self._rules.is_predicting
+        self._watch = ScoreWatch(self.sampler.req_states, is_predicting) if on else None
+        return records
 
     def __call__(
         self,
@@ -88,27 +86,19 @@ class CoupledVerifier(RejectionSampler):
         draft_logits: torch.Tensor | None = None,
         invalid_drafts: torch.Tensor | None = None,
     ):
-        """Verify a batch; see vLLM's. Its logits rows are the roots' and the drafts', in node order."""
-        self._unverified = input_batch.cu_num_logits_np  # what `_verify`, which sees slices, takes its bounds from
-        self._relevance = self._measure(input_batch)
-        if self.watch is not None:
-            self.watch.begin(input_batch.req_ids, input_batch.is_prefilling_np)
+        """Verify a batch as vLLM asks. Its logits rows are the roots' and the drafts', in node order."""
+        self._step.open(input_batch.cu_num_logits_np, self._measure(input_batch))
+        if self._watch is not None:
+            self._watch.begin(input_batch.req_ids, input_batch.is_prefilling_np)
         return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
 
     def _measure(self, input_batch: Any) -> torch.Tensor | None:
-        """Return `[num_logits]` relevance of a batch's rows; None where nobody asks for it."""
-        rows_np = input_batch.idx_mapping_np
-        if self._visual is None or self._rules is None or not self._rules.need_relevance(rows_np):
+        """Return `[num_logits]` relevance of a batch's rows, None where nobody asks for it."""
+        idx_mapping_np = input_batch.idx_mapping_np
+        if self._visual is None or self._rules is None or not self._rules.any_by_relevance(idx_mapping_np):
             return None
-        assert self.hidden_states is not None
-        return self._visual.relevance(
-            self.hidden_states,
-            input_batch.logits_indices,
-            input_batch.cu_num_logits,
-            input_batch.idx_mapping,
-            rows_np,
-            self.num_speculative_steps + 1,
-        )
+        assert self._step.hidden_states is not None
+        return self._visual.relevance(self._step.hidden_states, input_batch, self.num_speculative_steps + 1)
 
     def _verify(
         self,
@@ -125,74 +115,68 @@ class CoupledVerifier(RejectionSampler):
         verify_draft_sampled: torch.Tensor,  # [num_logits] draft_sampled with invalid drafts as -1
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return `(processed_logits [num_logits, vocab_size], sampled [num_reqs, K + 1], num_sampled [num_reqs])`."""
-        shapes = None
-        counts_np = np.diff(self._unverified[: len(idx_mapping_np) + 1])
-        self._unverified = self._unverified[len(idx_mapping_np) :]
+        num_logits_np, relevance = self._step.advance(len(idx_mapping_np), len(logits))
         return_logprobs = self.sampler.get_logprobs_dims(idx_mapping_np, include_token_ids=False) is not None
-        sample = self.sampler.sample
+        shapes = None
         if self._trees is not None and self._trees.is_active:
             shapes = self._trees.shapes(idx_mapping)
             # The noise is keyed by depth: vanilla would have reached the node after that many tokens.
-            depths = shapes.depths[expanded_idx_mapping, expanded_local_pos]
-            pos = pos + (depths - expanded_local_pos)
-            if self._sample_paths.are_needed(idx_mapping_np):
-                sample = self._sample_paths.over(shapes, cu_num_logits, counts_np, depths)
-        target_tokens, processed_logits = sample(
-            logits,
-            expanded_idx_mapping,
+            pos = pos + (shapes.depths[expanded_idx_mapping, expanded_local_pos] - expanded_local_pos)
+        part = VerifySlice(
             idx_mapping,
             idx_mapping_np,
-            pos,
-            draft_sampled,
+            cu_num_logits,
+            num_logits_np,
+            expanded_idx_mapping,
             expanded_local_pos,
-            seq_lens_upper_bound_np,
-            return_logprobs=return_logprobs,
+            pos,
+            verify_draft_sampled.to(torch.int64),
+            relevance,
+            shapes,
         )
-        drafts, max_drafts = verify_draft_sampled.to(torch.int64), self.num_speculative_steps
-        relevance, looseness = self._relevance, None
-        if relevance is not None:
-            relevance, self._relevance = relevance.tensor_split((len(logits),))
-        if self._rules is not None and self._rules.any_loose(idx_mapping_np):
-            looseness = self._rules.of_step(
-                idx_mapping,
-                idx_mapping_np,
-                expanded_idx_mapping,
-                expanded_local_pos,
-                target_tokens,
-                drafts,
-                processed_logits,
-                pos,
-                relevance,
-                shapes,
-            )
-        scored = self._score(ScoreInputs(target_tokens, drafts, cu_num_logits, max_drafts, shapes, looseness))
-        self._counters.observe(idx_mapping, idx_mapping_np, scored.num_sampled, cu_num_logits, shapes, scored.kinds)
-        if self.watch is not None:
-            self.watch.see(idx_mapping_np, pos, cu_num_logits, scored, relevance)
-        self._order = None
-        if self._trees is not None:
-            self._trees.remember(idx_mapping, scored.path)
+        target_tokens, processed_logits = self._paths.sample(
+            part, logits, draft_sampled, seq_lens_upper_bound_np, return_logprobs=return_logprobs
+        )
+        scored = self._judge(part, target_tokens, processed_logits)
         if scored.path is not None and (return_logprobs or self.sampler.return_sampling_mask):
-            self._order = _output_order(scored, cu_num_logits, expanded_local_pos, counts_np)
+            self._step.output_order = _output_order(scored, part)
             if self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES or self.sampler.return_sampling_mask:
-                processed_logits = processed_logits[self._order]
+                processed_logits = processed_logits[self._step.output_order]
         return processed_logits, scored.sampled, scored.num_sampled
+
+    def _judge(self, part: VerifySlice, target_tokens: torch.Tensor, logits: torch.Tensor) -> Scored:
+        """Return which of a slice's drafts stand, given what the target samples and the logits that it samples from.
+
+        Counters, watch and trees are told.
+        """
+        looseness = None
+        if self._rules is not None and self._rules.any_loose(part.idx_mapping_np):
+            looseness = self._rules.looseness(part, target_tokens, logits)
+        max_drafts = self.num_speculative_steps
+        scored = self._score(
+            ScoreInputs(target_tokens, part.drafts, part.cu_num_logits, max_drafts, part.shapes, looseness)
+        )
+        self._counters.observe(
+            part.idx_mapping, part.idx_mapping_np, scored.num_sampled, part.cu_num_logits, part.shapes, scored.kinds
+        )
+        if self._watch is not None:
+            self._watch.see(part, scored)
+        if self._trees is not None:
+            self._trees.remember(part.idx_mapping, scored.path)
+        return scored
 
     def _get_logprobs_tensors(self, sampled, num_sampled, logits, *args):
         """Let row j of a request hold the logits that its output token j came from, as in a chain."""
-        if self._order is not None and self.sampler.logprobs_mode not in PROCESSED_LOGPROBS_MODES:
-            logits = logits[self._order]
+        order = self._step.output_order
+        if order is not None and self.sampler.logprobs_mode not in PROCESSED_LOGPROBS_MODES:
+            logits = logits[order]
         return super()._get_logprobs_tensors(sampled, num_sampled, logits, *args)
 
 
-def _output_order(
-    scored: Scored, cu_num_logits: torch.Tensor, expanded_local_pos: torch.Tensor, counts_np: np.ndarray
-) -> torch.Tensor:
+def _output_order(scored: Scored, part: VerifySlice) -> torch.Tensor:
     """Return `[num_logits]` int64: for output j of each request, the logits row of the node that it came from."""
     assert scored.path is not None
-    num_reqs, num_logits = len(counts_np), len(expanded_local_pos)
-    req_idx = torch.arange(num_reqs, device=cu_num_logits.device)
-    counts = cu_num_logits[1:] - cu_num_logits[:-1]
-    req_idx = req_idx.repeat_interleave(counts, output_size=num_logits)  # [num_logits]
-    node = scored.path[req_idx, expanded_local_pos]
-    return cu_num_logits[req_idx].long() + node
+    first = part.cu_num_logits
+    req_idx = torch.arange(len(part.num_logits_np), device=first.device)
+    req_idx = req_idx.repeat_interleave(first[1:] - first[:-1], output_size=len(part.nodes))  # [num_logits]
+    return first[req_idx].long() + scored.path[req_idx, part.nodes]

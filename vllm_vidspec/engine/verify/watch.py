@@ -4,13 +4,14 @@ import itertools
 from typing import Any
 
 import numpy as np
-import torch
 
+from vllm_vidspec.engine.verify.step import VerifySlice
+from vllm_vidspec.metrics import Kind
 from vllm_vidspec.scoring import Scored
 
 
 class ScoreWatch:
-    """Records verify steps token by token; on the host, so an engine that is watched waits for every step.
+    """Records verify steps token by token, on the host: an engine that is watched waits for every step.
 
     Args:
         req_states: The runner's: what was emitted without being verified (by a prefill, a step without drafts), and
@@ -31,33 +32,19 @@ class ScoreWatch:
         """
         self._req_ids = [None if skip else req_id for req_id, skip in zip(req_ids, is_prefilling, strict=True)]
 
-    def see(
-        self,
-        rows_np: np.ndarray,
-        positions: torch.Tensor,
-        cu_num_logits: torch.Tensor,
-        scored: Scored,
-        relevance: torch.Tensor | None,
-    ) -> None:
-        """Take in one slice of the batch, the next of its requests.
-
-        Args:
-            rows_np: `[num_reqs]` persistent rows.
-            positions: `[num_logits]` of each row's input token.
-            cu_num_logits: `[num_reqs + 1]` int32.
-            scored: What stands.
-            relevance: `[num_logits]` float32 of each row's own state, or None.
-        """
-        bounds, where = cu_num_logits.tolist(), positions.tolist()
-        of_row = [None] * len(where) if relevance is None else relevance.tolist()
+    def see(self, part: VerifySlice, scored: Scored) -> None:
+        """Take in what stands of the batch's next requests."""
+        bounds, positions = part.cu_num_logits.tolist(), part.pos.tolist()
+        of_row = [None] * len(positions) if part.relevance is None else part.relevance.tolist()
         for i, (start, end) in enumerate(itertools.pairwise(bounds)):
             req_id = self._req_ids[i]
             if req_id is None or end == start:
                 continue
             record = self._records.setdefault(req_id, {"tokens": [], "relevance": [], "kinds": []})
-            self._catch_up(record, int(rows_np[i]), where[start] + 1)
+            self._catch_up(record, int(part.idx_mapping_np[i]), positions[start] + 1)
             count = int(scored.num_sampled[i])
-            kinds = [1] * (count - 1) + [0] if scored.kinds is None else scored.kinds[i, :count].tolist()
+            exact = [int(Kind.EXACT)] * (count - 1) + [int(Kind.OWN)]
+            kinds = exact if scored.kinds is None else scored.kinds[i, :count].tolist()
             nodes = list(range(count)) if scored.path is None else scored.path[i, :count].tolist()
             if self._is_predicting:
                 measured = [of_row[start + node] for node in nodes]
@@ -67,13 +54,14 @@ class ScoreWatch:
             self._append(record, scored.sampled[i, :count].tolist(), measured, kinds)
         self._req_ids = self._req_ids[len(bounds) - 1 :]
 
-    def _catch_up(self, record: dict, row: int, length: int) -> None:
+    def _catch_up(self, record: dict, req_state_idx: int, length: int) -> None:
         """Let a record be that of a text of `length` tokens, prompt included, the root being its last."""
-        prompt_len = int(self._req_states.prompt_len.np[row])
+        prompt_len = int(self._req_states.prompt_len.np[req_state_idx])
         for values in record.values():
             del values[length - prompt_len :]
-        unseen = self._req_states.all_token_ids.gpu[row, prompt_len + len(record["tokens"]) : length].tolist()
-        self._append(record, unseen, [None] * len(unseen), [0] * len(unseen))
+        known = prompt_len + len(record["tokens"])
+        unseen = self._req_states.all_token_ids.gpu[req_state_idx, known:length].tolist()
+        self._append(record, unseen, [None] * len(unseen), [int(Kind.OWN)] * len(unseen))
 
     @staticmethod
     def _append(record: dict, tokens: list[int], relevance: list[float | None], kinds: list[int]) -> None:
@@ -81,6 +69,6 @@ class ScoreWatch:
             record[name] += values
 
     def take(self) -> list[dict]:
-        """Return what was seen, a record per request: `req_id`, `tokens`, `relevance`, `kinds`; and forget it."""
+        """Return what was seen, a record per request: `req_id`, `tokens`, `relevance`, `kinds`, and forget it."""
         records, self._records = self._records, {}
         return [{"req_id": req_id} | record for req_id, record in records.items()]

@@ -59,10 +59,10 @@ def canonical(pruner: str, prune_ratio: float) -> dict[str, Any]:
     """
     spec = {"model": SELF, "num_speculative_tokens": 1, "pruner": pruner, "prune_ratio": prune_ratio}
     config, _ = parse_config(spec)
-    ratio = config.ratio_for("video")
+    ratio = config.prune.ratio_for("video")
     if ratio == 0:
         return dict(UNPRUNED)
-    return dict(TEXT_ONLY) if ratio == 1 else {"pruner": config.pruner, "prune_ratio": ratio}
+    return dict(TEXT_ONLY) if ratio == 1 else {"pruner": config.prune.pruner, "prune_ratio": ratio}
 
 
 @dataclass(frozen=True)

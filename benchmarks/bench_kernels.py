@@ -1,0 +1,226 @@
+"""Measure the kernels against their peers, beside the floor of the device.
+
+python benchmarks/bench_kernels.py [accept step ...] [--sizes num_reqs=1,8 "kind=strict chain"] [--csv FILE] [--json]
+
+A kernel's cases are a file of `kernel_cases/`: its axes with the sizes for this device, which `--sizes` replaces, and
+what it is measured against. On a GPU "triton" is the kernel, on a CPU "torch" is its reference. A case's
+implementations are called in turn, so that all meet the same moments of the machine. The floor is the larger of two
+times: `traffic`, the bytes that must move at the copy bandwidth, and `product`, the operations at the rate of a square
+matrix product. Both rates are measured beside each case, because a shared machine's change by the minute. `--graphs`
+replays each call from a CUDA graph, so that the host's time does not count.
+"""
+
+import argparse
+import csv
+import importlib
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from vllm_vidspec.tools.provenance import provenance
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+KERNELS = ("accept", "step", "kv_compact", "tree_grow", "tree_attention", "guidance_scores", "visual_relevance")
+_COPY_BYTES, _PRODUCT_SIZE = 256 * 2**20, 1024
+
+
+@dataclass
+class Case:
+    """One size of a kernel.
+
+    Attributes:
+        calls: What is measured, by implementation; ours is the first.
+        num_bytes: What must be read and written.
+        flops: Operations of its products.
+        dtype: Of these products.
+        results: Of some implementations, how what a call returns becomes a tensor to be compared with ours.
+        notes: Why implementations that are not among the calls do not run here.
+        with_memory: Whether to measure what a call holds at its peak.
+    """
+
+    calls: dict[str, Callable[[], Any]]
+    num_bytes: int
+    flops: int = 0
+    dtype: torch.dtype = torch.float32
+    results: dict[str, Callable[[Any], torch.Tensor]] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    with_memory: bool = False
+
+
+def against_reference(bind: Callable[[Any], Callable[[], Any]]) -> dict[str, Callable[[], Any]]:
+    """Return the calls of a kernel whose peer is its reference: on a GPU both, on a CPU the reference."""
+    return {impl: bind(impl) for impl in (("triton", "torch") if ON_GPU else ("torch",))}
+
+
+def measure_us(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, tuple[float, float, float]]:
+    """Return median, 20th and 80th percentile of calls taken in turn, in microseconds (GPU: device time, cold L2)."""
+    flush = torch.empty(_COPY_BYTES if ON_GPU else 0, dtype=torch.uint8, device=DEVICE)
+    times_us: dict[str, list[float]] = {name: [] for name in calls}
+    for is_timed in [False] + [True] * rounds:
+        for name, call in calls.items():
+            flush.zero_()
+            if ON_GPU:
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                call()
+                end.record()
+                end.synchronize()
+                elapsed_us = begin.elapsed_time(end) * 1e3
+            else:
+                start = time.perf_counter_ns()
+                call()
+                elapsed_us = (time.perf_counter_ns() - start) / 1e3
+            if is_timed:
+                times_us[name].append(elapsed_us)
+    quantiles = {}
+    for name, times in times_us.items():
+        times.sort()
+        quantiles[name] = (statistics.median(times), times[len(times) // 5], times[len(times) * 4 // 5])
+    return quantiles
+
+
+def rates(dtype: torch.dtype, size: int) -> tuple[float, float]:
+    """Return what the device does in a microsecond: bytes read and written by a copy, operations of a product."""
+    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    left, right = torch.randn(2, size, size, device=DEVICE).to(dtype)
+    times = measure_us({"copy": lambda: target.copy_(source), "product": lambda: left @ right}, 20)
+    return 2 * _COPY_BYTES / times["copy"][0], 2 * size**3 / times["product"][0]
+
+
+def peak_bytes(call: Callable[[], Any]) -> int:
+    """Return the most memory that a call holds at once beyond what was there, as torch's allocator sees it."""
+    if ON_GPU:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    # Read at the profiler's first use, which otherwise logs two lines to standard error each time.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    with tempfile.TemporaryDirectory() as folder:
+        profiler.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    changes = [(event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]"]
+    held = peak = 0
+    for _, num_bytes in sorted(changes, key=lambda change: change[0]):
+        held += num_bytes
+        peak = max(peak, held)
+    return peak
+
+
+def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Return the replay of a CUDA graph of the call."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def rows_of(case: Case, rounds: int, graphs: bool) -> Iterator[dict[str, Any]]:
+    """Measure a case; yield a row for each implementation."""
+    found = {impl: result(case.calls[impl]()).float().clone() for impl, result in case.results.items()}
+    differences = {impl: float((result - next(iter(found.values()))).abs().max()) for impl, result in found.items()}
+    bandwidth, rate = rates(case.dtype, _PRODUCT_SIZE)
+    traffic, product = case.num_bytes / bandwidth, case.flops / rate
+    calls = {impl: graphed(call) for impl, call in case.calls.items()} if graphs else case.calls
+    times = measure_us(calls, rounds)
+    for impl in (*case.calls, *case.notes):
+        median, p20, p80 = (round(time, 3) for time in times[impl]) if impl in times else (None, None, None)
+        yield {
+            "impl": impl,
+            "median": median,
+            "p20": p20,
+            "p80": p80,
+            "unit": "us",
+            "floor": round(max(traffic, product), 6),
+            "traffic": round(traffic, 6),
+            "product": round(product, 6),
+            "bytes": case.num_bytes,
+            "flops": case.flops,
+            "peak_bytes": peak_bytes(calls[impl]) if case.with_memory else None,
+            "max_difference": differences.get(impl),
+            "note": case.notes.get(impl, ""),
+            "graphs": graphs,
+            "num_threads": torch.get_num_threads(),
+            "bandwidth_gb_per_s": round(bandwidth / 1e3, 1),
+            "product_gflop_per_s": round(rate / 1e3, 1),
+        }
+
+
+def sizes_of(axes: dict[str, list[Any]], given: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield every combination of the axes' values, of which "name=value,value" replaces those of its axis."""
+    axes = dict(axes)
+    for name, _, values in (text.partition("=") for text in given):
+        if name in axes:
+            axes[name] = [type(axes[name][0])(value) for value in values.split(",")]
+    for values in itertools.product(*axes.values()):
+        yield dict(zip(axes, values, strict=True))
+
+
+def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
+    """Run the benchmarks and return their rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kernels", nargs="*", default=KERNELS, help=f"of {', '.join(KERNELS)}; default: all")
+    parser.add_argument("--sizes", nargs="*", default=[], metavar="AXIS=VALUES", help="values, comma-separated")
+    parser.add_argument("--rounds", type=int, help="calls of each implementation per case")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--graphs", action="store_true", help="replay CUDA graphs (GPU only)")
+    parser.add_argument("--csv", type=Path, help="write the rows to this file, below a line of where they come from")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    options = parser.parse_args(argv)
+    initial_threads = torch.get_num_threads()
+    torch.set_num_threads(options.threads)
+    rows: list[dict[str, Any]] = []
+    for kernel in options.kernels:
+        module = importlib.import_module(f"kernel_cases.{kernel}")
+        for size in sizes_of(module.AXES, options.sizes):
+            label = {"kernel": kernel, "case": " ".join(f"{name}={value}" for name, value in size.items())}
+            for row in rows_of(module.case(**size), options.rounds or module.ROUNDS, options.graphs):
+                rows.append(label | row)
+                if not options.json:
+                    show(rows[-1])
+    torch.set_num_threads(initial_threads)
+    where = provenance()
+    if options.csv:
+        with options.csv.open("w", newline="") as file:
+            file.write(f"# {json.dumps(where)}\n")
+            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+    if options.json:
+        print(json.dumps({"rows": rows, "provenance": where}))
+    return rows
+
+
+def show(row: dict[str, Any]) -> None:
+    """Print one row."""
+    figures = row["note"] or "median {median:>10} p20 {p20:>10} p80 {p80:>10}".format(**row)
+    floor = "floor {floor} us (traffic {traffic}, product {product})".format(**row)
+    print(f"{row['kernel']} {row['case']} {row['impl']:>14}: {figures} {floor}", flush=True)
+
+
+if __name__ == "__main__":
+    # The cases import this module: it is one.
+    sys.modules["bench_kernels"] = sys.modules["__main__"]
+    main()

@@ -1,0 +1,461 @@
+"""accept: which drafts of chains and trees stand, strictly or by each request's own rules; one program a request."""
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vidspec_kernels.dispatch import Impl, array_module, as_array, at_least, at_most, check_vector, launcher, use_triton
+
+# Flags of `Looseness.rules`.
+LOWEST = 1  # LVSpec eq. 9-10: the share of the drafts with the lowest scores
+WINDOW = 2  # FLy: an unsure target, and the next drafts all match
+SHIFT = 4  # LVSpec eq. 11: the target's token is drafted at another position
+
+MAX_DRAFTS = 64  # a node's ancestors are the bits of one word
+_EPSILON = 1e-4  # 0.7 of 10 is 7, though 0.7 in float32 is less
+
+
+class TreeShapes(NamedTuple):
+    """The shapes of the drafts by persistent row; a chain is a tree too.
+
+    Node 0 is the root (the last committed token), drafts 1 to K follow with parents[i] < i, so that every prefix is a
+    tree too. What the tables say of a root's parent and depth, and of nodes without a logits row, does not matter.
+
+    Attributes:
+        rows: int64 [R], persistent row (`req_state_idx`) of each request.
+        parents: int32 [max_reqs, >= K + 1], parent of each node; unit stride in its rows, all three of one stride.
+        depths: int32 [max_reqs, >= K + 1], depth of each node.
+        ancestors: int64 [max_reqs, >= K + 1]; bit j - 1 of node i: node j is i or above it. 0 for the root.
+    """
+
+    rows: Tensor
+    parents: Tensor
+    depths: Tensor
+    ancestors: Tensor
+
+
+class Looseness(NamedTuple):
+    """Which mismatches of a verify step may stand.
+
+    Attributes:
+        rows: int64 [R], persistent row of each request.
+        rules: int32 [max_reqs], sum of LOWEST, WINDOW and SHIFT; 0 lets no mismatch through.
+        shares: float32 [max_reqs], lambda of LOWEST, 0 to 1.
+        windows: int32 [max_reqs], W of WINDOW, >= 0; 0 leaves the entropy alone to decide.
+        scores: float32 [N], of each logits row's own draft (its visual relevance, eq. 8).
+        entropies: float32 [N], normalised, of what the target samples after each logits row's input: a node's judges
+            its children.
+        may_loosen: bool [N], nothing forbids that the draft of a logits row stands though it differs.
+        min_entropy: Above it the target is unsure; compared in float32.
+    """
+
+    rows: Tensor
+    rules: Tensor
+    shares: Tensor
+    windows: Tensor
+    scores: Tensor
+    entropies: Tensor
+    may_loosen: Tensor
+    min_entropy: float
+
+
+@triton.jit
+def _popcount(word):
+    """Return how many bits of each 64-bit word are set."""
+    word = word - ((word >> 1) & 0x5555555555555555)
+    word = (word & 0x3333333333333333) + ((word >> 2) & 0x3333333333333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return ((word * 0x0101010101010101) >> 56).to(tl.int32)
+
+
+# Vectors that may be slices of others: no variant for each alignment.
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        *("target_tokens_ptr", "draft_tokens_ptr", "cu_num_logits_ptr", "rows_ptr"),
+        *("scores_ptr", "entropies_ptr", "may_loosen_ptr"),
+    ]
+)
+def _accept_kernel(
+    # [N]
+    target_tokens_ptr,
+    # [N]
+    draft_tokens_ptr,
+    # [R + 1]
+    cu_num_logits_ptr,
+    # [R]; None for strict chains
+    rows_ptr,
+    # Parents, depths, ancestors, [max_reqs, num_cols] each, their row stride; out: path [R, num_cols]. None for chains
+    tree,
+    # Rules, shares, windows, [max_reqs] each, the least entropy; out: kinds [R, num_cols]. None where all is strict
+    loose,
+    # [N]; None where all is strict, as the next two
+    scores_ptr,
+    entropies_ptr,
+    may_loosen_ptr,
+    # [R, num_cols]
+    sampled_ptr,
+    # [R]
+    num_sampled_ptr,
+    num_cols,
+    BLOCK: tl.constexpr,
+    FLAGS: tl.constexpr,
+):
+    """One request. Entries are its drafts, nodes 1 to BLOCK; what concerns pairs of them has 32 bits a pair at most."""
+    req_idx = tl.program_id(0).to(tl.int64)
+    start = tl.load(cu_num_logits_ptr + req_idx)
+    num_logits = tl.minimum(tl.load(cu_num_logits_ptr + req_idx + 1) - start, num_cols)
+    if rows_ptr is not None:
+        req_state_idx = tl.load(rows_ptr + req_idx)
+
+    place_of_bit = tl.arange(0, BLOCK)
+    node = place_of_bit + 1
+    is_draft = node < num_logits
+    # Node 64 has the sign bit.
+    bit = tl.where(is_draft, tl.full([BLOCK], 1, tl.int64) << place_of_bit.to(tl.int64), 0)
+    if tree is not None:
+        parents_ptr, depths_ptr, ancestors_ptr, table_stride, path_ptr = tree
+        table_row = req_state_idx * table_stride
+        parent = tl.load(parents_ptr + table_row + node, mask=is_draft, other=0)
+        depth = tl.load(depths_ptr + table_row + node, mask=is_draft, other=0)
+        above = tl.load(ancestors_ptr + table_row + node, mask=is_draft, other=0)
+    else:
+        parent, depth = place_of_bit, node
+        above = tl.where(is_draft, (bit << 1) - 1, 0)
+    draft = tl.load(draft_tokens_ptr + start + node, mask=is_draft, other=-1)
+    expected = tl.load(target_tokens_ptr + start + parent, mask=is_draft, other=-1)
+
+    valid = is_draft & (draft >= 0)
+    exact = valid & (draft == expected)
+    stands = exact
+    mismatches = 0
+    if loose is not None:
+        rules_ptr, shares_ptr, windows_ptr, min_entropy, kinds_ptr = loose
+        LOWEST, WINDOW, SHIFT, EPSILON = FLAGS
+        rule = tl.load(rules_ptr + req_state_idx)
+        window = tl.load(windows_ptr + req_state_idx)
+        entropy = tl.load(entropies_ptr + start + parent, mask=is_draft, other=0.0)
+        score = tl.load(scores_ptr + start + node, mask=is_draft, other=0.0)
+        score = tl.where(score == score, score, float("inf"))
+        may_loosen = tl.load(may_loosen_ptr + start + node, mask=is_draft, other=0) != 0
+        # Distinct bits: their sum is their union.
+        mismatched = ~tl.sum(tl.where(exact, bit, 0), axis=0)
+        mismatches = _popcount(above & mismatched)  # on the way to the node
+        # A branch is known by its lowest node: ancestors precede their descendants, so that is the one at depth 1.
+        branch = _popcount((above & -above) - 1)
+        peers = valid[None, :] & (
+            branch[:, None] == branch[None, :]
+        )  # [node, node]: the second is a draft of its branch
+
+        # LOWEST. Float64, where the product is exact: fused with the sum or not, the result is the same.
+        not_after = (score[None, :] < score[:, None]) | (
+            (score[None, :] == score[:, None]) & (node[None, :] <= node[:, None])
+        )
+        place = tl.sum((peers & not_after).to(tl.int32), axis=1)
+        share = tl.load(shares_ptr + req_state_idx).to(tl.float64)
+        num_peers = tl.sum(peers.to(tl.int32), axis=1)
+        loosened = (place.to(tl.float64) <= share * num_peers.to(tl.float64) + EPSILON) & ((rule & LOWEST) != 0)
+        # WINDOW. No more mismatches on the way to a node W further down: all between match.
+        low, high = above.to(tl.int32), (above >> 32).to(tl.int32)
+        half = tl.where((place_of_bit < 32)[None, :], low[:, None], high[:, None])
+        on_way = ((half >> (place_of_bit % 32)[None, :]) & 1) != 0  # [node, node]: the second is the first or above it
+        ends = on_way & (mismatches[:, None] == mismatches[None, :]) & (depth[:, None] - depth[None, :] == window)
+        in_window = tl.max(ends.to(tl.int32), axis=0) != 0
+        loosened |= in_window & (entropy > min_entropy) & ((rule & WINDOW) != 0)
+        # SHIFT
+        drafted = tl.max((peers & (draft[None, :] == expected[:, None])).to(tl.int32), axis=1) != 0
+        shifted = drafted & ((rule & SHIFT) != 0)
+        kind = tl.where(exact, 1, tl.where(valid & may_loosen, tl.where(loosened, 2, tl.where(shifted, 3, 0)), 0))
+        stands = kind != 0
+
+    if tree is not None:
+        RADIX: tl.constexpr = 2 * BLOCK  # more than a node's index or a count of nodes
+        alive = is_draft & ((above & ~tl.sum(tl.where(stands, bit, 0), axis=0)) == 0)
+        # One maximum for the greatest depth, within it the fewest mismatches, then the lowest node; 0 for the root.
+        key = tl.max(tl.where(alive, (depth * RADIX - mismatches) * RADIX - node, 0), axis=0)
+        last_depth = (key + RADIX * RADIX - 1) // (RADIX * RADIX)
+        last = (last_depth * RADIX * RADIX - key) % RADIX
+        on_path = (bit & tl.sum(tl.where(node == last, above, 0), axis=0)) != 0
+    else:
+        last_depth = tl.min(tl.where(stands, BLOCK, place_of_bit), axis=0)
+        last = last_depth
+        on_path = node <= last
+    tl.store(num_sampled_ptr + req_idx, tl.minimum(last_depth + 1, num_logits))
+
+    # The path's drafts, what the target samples after them, then zeros. Column 0, and the others, for which `node`
+    # counts columns.
+    emitted = tl.load(target_tokens_ptr + start + last, mask=num_logits > 0, other=0)
+    is_column = node < num_cols
+    sampled_ptr += req_idx * num_cols
+    tl.store(sampled_ptr + depth - 1, draft, mask=on_path)
+    tl.store(sampled_ptr, emitted, mask=last_depth == 0)
+    tl.store(sampled_ptr + node, tl.where(node == last_depth, emitted, 0), mask=is_column & (node >= last_depth))
+    if tree is not None:
+        path_ptr += req_idx * num_cols
+        tl.store(path_ptr, 0)
+        tl.store(path_ptr + depth, node, mask=on_path)
+        tl.store(path_ptr + node, node, mask=is_column & (node > last_depth))
+    if loose is not None:
+        kinds_ptr += req_idx * num_cols
+        tl.store(kinds_ptr + depth - 1, kind, mask=on_path)
+        tl.store(kinds_ptr, 0, mask=last_depth == 0)
+        tl.store(kinds_ptr + node, tl.zeros([BLOCK], tl.int8), mask=is_column & (node >= last_depth))
+
+
+def accept(
+    target_tokens: Tensor,
+    draft_tokens: Tensor,
+    cu_num_logits: Tensor,
+    max_drafts: int,
+    trees: TreeShapes | None = None,
+    looseness: Looseness | None = None,
+    impl: Impl = "auto",
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Accept each request's longest path of drafts that match the target's samples or may differ from them.
+
+    Shared-noise coupling (METHODS 0; Daliri, Musco, Suresh 2025): the target is sampled at every logits row as
+    vanilla decoding would. The draft of a node with parent p stands if it is the target's sample at p, its expected
+    token. Else, only where `may_loosen` says so (METHODS 4), by the first of these that the request's `rules` have:
+
+    - LOWEST (LVSpec, eq. 9-10): it is among the floor(share * n) lowest scores of the n valid drafts of its branch,
+      those that match counted too; of equal scores the lower node's is the lower, and NaN is the highest.
+    - WINDOW (FLy): the target's entropy at p exceeds `min_entropy`, and some W drafts in a row below the node match.
+    - SHIFT (LVSpec, eq. 11): its expected token is some valid draft of its branch.
+
+    A branch is a child of the root with all below it; a chain is one branch. n counts drafts that have a row. The
+    deepest node wins of those that stand together with all above them (siblings may hold the same token); of equally
+    deep ones that with the fewest mismatches on its way, then the lowest. A mismatch that stands is emitted though the
+    target sampled another token; without any rule every emitted token is the target's own.
+
+    Args:
+        target_tokens: int64 [N], the target's sample at each logits row.
+        draft_tokens: int64 [N], input token of each logits row: row i of a request is its node i, row 0 its root; -1 =
+            not a draft, never stands.
+        cu_num_logits: int32 [R + 1], first logits row of each request; at most max_drafts + 1 rows a request.
+        max_drafts: K, 0 to 64; of trees and loose requests at least 1.
+        trees: None: all are chains.
+        looseness: None: no mismatch stands.
+        impl: See `dispatch.use_triton`.
+
+    Returns:
+        sampled: int64 [R, K + 1], the accepted drafts of each request and the target's sample after them, then zeros.
+        num_sampled: int32 [R], 1 + accepted drafts; 0 for a request without rows.
+        path: int32 [R, K + 1], the accepted node at each depth from the root on, then each column's own index; None
+            for chains.
+        kinds: int8 [R, K + 1], of each emitted token: 1 a draft that matches, 2 one that LOWEST or WINDOW let through,
+            3 one that SHIFT did; 0 for the target's sample and beyond. None without looseness.
+
+    Raises:
+        AssertionError: A dtype, device, shape or stride is not as above.
+    """
+    _check(target_tokens, draft_tokens, cu_num_logits, max_drafts, trees, looseness)
+    device, num_reqs, num_cols = target_tokens.device, cu_num_logits.shape[0] - 1, max_drafts + 1
+    if not use_triton(impl, device):
+        return accept_reference(target_tokens, draft_tokens, cu_num_logits, max_drafts, trees, looseness)
+    sampled = target_tokens.new_empty(num_reqs, num_cols)
+    num_sampled = cu_num_logits.new_empty(num_reqs)
+    rows = path = kinds = tree = loose = None
+    signals: Sequence[Tensor | None] = (None,) * 3
+    if trees is not None:
+        path = cu_num_logits.new_empty(num_reqs, num_cols)
+        rows, *tables = trees
+        tree = (*tables, trees.parents.stride(0), path)
+    if looseness is not None:
+        kinds = cu_num_logits.new_empty(num_reqs, num_cols, dtype=torch.int8)
+        rows, *settings = looseness
+        loose, signals = (*settings[:3], float(looseness.min_entropy), kinds), settings[3:6]
+    if num_reqs > 0:
+        block = max(2, triton.next_power_of_2(max_drafts))
+        launcher(_accept_kernel, (num_reqs,), device)(
+            target_tokens,
+            draft_tokens,
+            cu_num_logits,
+            rows,
+            tree,
+            loose,
+            *signals,
+            sampled,
+            num_sampled,
+            num_cols,
+            BLOCK=block,
+            FLAGS=None if loose is None else (LOWEST, WINDOW, SHIFT, _EPSILON),
+            **({"num_warps": 8} if loose is not None and block > 32 else {}),
+        )
+    return sampled, num_sampled, path, kinds
+
+
+def _check(
+    target_tokens: Tensor,
+    draft_tokens: Tensor,
+    cu_num_logits: Tensor,
+    max_drafts: int,
+    trees: TreeShapes | None,
+    looseness: Looseness | None,
+) -> None:
+    """Assert what `accept` says of its arguments."""
+    device, num_rows = target_tokens.device, target_tokens.shape[0]
+    check_vector("target_tokens", target_tokens, torch.int64, device)
+    check_vector("draft_tokens", draft_tokens, torch.int64, device)
+    check_vector("cu_num_logits", cu_num_logits, torch.int32, device, min_len=1)
+    assert draft_tokens.shape[0] == num_rows, f"{num_rows} target rows, {draft_tokens.shape[0]} drafts"
+    least = 0 if trees is None and looseness is None else 1
+    assert least <= max_drafts <= MAX_DRAFTS, f"max_drafts {max_drafts}"
+    num_reqs = cu_num_logits.shape[0] - 1
+    for given in (trees, looseness):
+        if given is not None:
+            check_vector("rows", given.rows, torch.int64, device)
+            assert given.rows.shape[0] == num_reqs, f"rows: expected {num_reqs} entries, got {given.rows.shape[0]}"
+    if trees is not None:
+        max_reqs, strides = trees.parents.shape[0], trees.parents.stride()
+        for name, table, dtype in (
+            ("parents", trees.parents, torch.int32),
+            ("depths", trees.depths, torch.int32),
+            ("ancestors", trees.ancestors, torch.int64),
+        ):
+            assert table.dtype == dtype and table.device == device and table.ndim == 2, f"{name}: {dtype} of two dims"
+            assert table.shape[0] == max_reqs, f"{name}: {table.shape[0]} rows, parents {max_reqs}"
+            assert table.shape[1] > max_drafts, f"{name}: expected at least {max_drafts + 1} columns"
+            assert table.stride() == strides and strides[1] == 1, (
+                f"{name}: expected the strides of parents, unit in rows"
+            )
+    if looseness is not None:
+        max_reqs = looseness.rules.shape[0]
+        for name, dtype, length in (
+            ("rules", torch.int32, max_reqs),
+            ("shares", torch.float32, max_reqs),
+            ("windows", torch.int32, max_reqs),
+            ("scores", torch.float32, num_rows),
+            ("entropies", torch.float32, num_rows),
+            ("may_loosen", torch.bool, num_rows),
+        ):
+            vector = getattr(looseness, name)
+            check_vector(name, vector, dtype, device)
+            assert vector.shape[0] == length, f"{name}: expected {length} entries, got {vector.shape[0]}"
+
+
+def accept_reference(
+    target_tokens: Tensor,
+    draft_tokens: Tensor,
+    cu_num_logits: Tensor,
+    max_drafts: int,
+    trees: TreeShapes | None = None,
+    looseness: Looseness | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Do what `accept` does, in numpy or torch without a loop: the specification. Same arguments and results."""
+    device = target_tokens.device
+    xp = array_module(device)
+    num_cols, num_rows = max_drafts + 1, target_tokens.shape[0]
+    bounds = xp.asarray(as_array(cu_num_logits), dtype=xp.int64)[:, None]  # [R + 1, 1]
+    num_logits = bounds[1:] - bounds[:-1]  # [R, 1]
+    col = as_array(torch.arange(num_cols, device=device))  # [K + 1]
+    node = col[1:]  # [K]
+    row = at_most(bounds[:-1] + col, max(num_rows - 1, 0))  # [R, K + 1]; zeros where there are no rows
+    if num_rows == 0:
+        path, kinds = None if trees is None else row + col, None if looseness is None else row
+        return _results(row, num_logits, path, kinds)
+    target, fed = as_array(target_tokens)[row], as_array(draft_tokens)[row]
+    draft = fed[:, 1:]  # [R, K], as all of the drafts; or [1, K] where it is the same in every chain
+
+    # Nodes without a row may say anything; none is the ancestor of one that has a row.
+    has_row = node < num_logits
+    if trees is None:
+        parent, depth, above = col[None, :-1], node[None], (2 << col[None, :-1]) - 1
+        expected = target[:, :-1]
+    else:
+        req_idx = as_array(torch.arange(len(row), device=device))[:, None]
+        state_row = as_array(trees.rows)
+        words = as_array(trees.ancestors)[state_row]  # [R, >= K + 1]; of the root and the drafts
+        parent, depth = (as_array(table)[state_row][:, 1:num_cols] for table in (trees.parents, trees.depths))
+        parent, depth = at_most(at_least(parent, 0), max_drafts), xp.asarray(depth, dtype=xp.int64)
+        above, expected = words[:, 1:num_cols], target[req_idx, parent]
+    stands = (draft >= 0) & (draft == expected)
+    if looseness is not None:
+        parent_row = row[:, :-1] if trees is None else row[req_idx, parent]
+        kind, mismatches = _judge(xp, looseness, node, depth, above, has_row, draft, expected, row[:, 1:], parent_row)
+        stands = kind != 0
+    path = None
+    if trees is None:
+        num_accepted = (stands & has_row).cumprod(1).sum(1)[:, None]  # [R, 1]
+    else:
+        bit = 1 << col[:-1]  # [K]
+        alive = has_row & ((above & ~(stands * bit).sum(1)[:, None]) == 0)  # distinct bits: their sum is their union
+        # One maximum for the greatest depth, within it the fewest mismatches, then the lowest node; 0 for the root.
+        key = depth * num_cols**2 - node
+        if looseness is not None:
+            key -= mismatches * num_cols
+        key = xp.amax(alive * key, 1)[:, None]
+        num_accepted = (key + (num_cols**2 - 1)) // num_cols**2
+        last = -key % num_cols
+        on_path = (words[req_idx, last] & bit) != 0
+        path = col + xp.zeros_like(row)
+        # A node that is not on the path writes what is there already, the root at depth 0.
+        path[req_idx, depth * on_path] = node * on_path
+        target = target[req_idx, path]
+    num_sampled = xp.minimum(num_accepted + 1, num_logits)
+    sampled, kinds = target * (col < num_sampled), None
+    if looseness is not None:
+        is_accepted = node <= num_accepted
+        if path is not None:
+            draft, kind = draft[req_idx, path[:, 1:] - 1], kind[req_idx, path[:, 1:] - 1]
+        sampled[:, :-1] = xp.where(is_accepted, draft, sampled[:, :-1])
+        kinds = 0 * row
+        kinds[:, :-1] = kind * is_accepted
+    return _results(sampled, num_sampled, path, kinds)
+
+
+def _judge(
+    xp: ModuleType,
+    looseness: Looseness,
+    node: Any,
+    depth: Any,
+    above: Any,
+    has_row: Any,
+    draft: Any,
+    expected: Any,
+    draft_row: Any,
+    parent_row: Any,
+) -> tuple[Any, Any]:
+    """Return the kind of each draft, [R, K], and how many mismatches are on the way to it, by `Looseness`."""
+    state_row = as_array(looseness.rows)
+    rule = as_array(looseness.rules)[state_row][:, None]  # [R, 1]
+    valid = has_row & (draft >= 0)
+    exact = valid & (draft == expected)
+    # Pairs of nodes are [R, K, K]. On the way: the second is the first or above it; peers: a draft of its branch, which
+    # is known by its lowest node, because ancestors precede their descendants.
+    on_way = (above[:, :, None] & (1 << (node - 1))) != 0
+    mismatches = (on_way & ~exact[:, None]).sum(2)
+    branch = above & -above
+    peers = valid[:, None] & (branch[:, :, None] == branch[:, None])
+
+    score = as_array(looseness.scores)[draft_row]
+    score = xp.where(score == score, score, float("inf"))[:, None]  # [R, 1, K]
+    mine = score.swapaxes(1, 2)  # [R, K, 1]
+    place = (peers & xp.where(node <= node[:, None], score <= mine, score < mine)).sum(2)
+    share = xp.asarray(as_array(looseness.shares)[state_row], dtype=xp.float64)[:, None]
+    loosened = (place <= share * peers.sum(2) + _EPSILON) & ((rule & LOWEST) != 0)
+    # No more mismatches on the way to a node W further down: all between match.
+    window = as_array(looseness.windows)[state_row][:, None, None]
+    ends = on_way & has_row[:, :, None] & (mismatches[:, :, None] == mismatches[:, None])
+    in_window = (ends & (depth[:, :, None] - depth[:, None] == window)).any(1)
+    unsure = as_array(looseness.entropies)[parent_row] > looseness.min_entropy
+    loosened |= in_window & unsure & ((rule & WINDOW) != 0)
+    shifted = (peers & (draft[:, None] == expected[:, :, None])).any(2) & ((rule & SHIFT) != 0)
+    may = valid & as_array(looseness.may_loosen)[draft_row]
+    return xp.where(exact, 1, may * xp.where(loosened, 2, shifted * 3)), mismatches
+
+
+def _results(
+    sampled: Any, num_sampled: Any, path: Any, kinds: Any
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return arrays as the tensors of `accept`."""
+    path = None if path is None else _as(torch.int32, path)
+    kinds = None if kinds is None else _as(torch.int8, kinds)
+    return torch.as_tensor(sampled), _as(torch.int32, num_sampled[:, 0]), path, kinds
+
+
+def _as(dtype: torch.dtype, array: Any) -> Tensor:
+    return torch.as_tensor(array).to(dtype)

@@ -1,0 +1,130 @@
+"""Two ranks of which one fails, again and again; prints what came of it as JSON; a process of its own."""
+
+import json
+import os
+import time
+
+from tests.engine import harness
+from vllm_vidspec import metrics
+
+FAMILY = "llava-onevision"
+LOOSE = {"extra_args": {"vidspec_scorer": "loose", "vidspec_lambda": 1.0}}
+
+
+def inject(worker, point: str, ranks: tuple[int, ...]) -> None:
+    """Let a step of the given ranks fail until `heal`."""
+    from vllm_vidspec.engine.draft import model as draft_model
+    from vllm_vidspec.engine.listen import state_store
+
+    runner, parts = worker.model_runner, worker.model_runner.parts
+    owner, name = {
+        "observe": (parts.guidance, "observe"),
+        "take": (parts.guidance, "take"),
+        "allocate": (parts.guidance, "_allocate"),
+        "listen": (parts.guidance, "_hear"),
+        "claim": (parts.visual, "_claim"),
+        "hear": (parts.visual, "_hear"),
+        "finish": (parts.visual, "_finish"),
+        "relevance": (state_store, "visual_relevance"),
+        "encode": (draft_model, "group_and_batch_mm_kwargs"),
+        "plan": (runner.speculator.drafter.prefills, "_plan"),
+        "look": (runner.speculator.drafter.prefills, "_take"),
+        "prefill": (runner.speculator.draft_model, "forward"),
+        "draft": (runner.speculator.drafter, "draft"),
+    }[point]
+
+    def failing(*args, **kwargs):
+        raise ValueError(f"injected into {point}")
+
+    runner.injected = owner, name, getattr(owner, name)
+    if worker.rank in ranks:
+        setattr(owner, name, failing)
+
+
+def heal(worker) -> None:
+    """Undo `inject`."""
+    setattr(*worker.model_runner.injected)
+
+
+def guide_by_states(worker) -> None:
+    """Let uv prune from here on."""
+    from vllm_vidspec.engine.listen.hidden_states import HiddenStateGuidance
+
+    runner = worker.model_runner
+    knobs, parts = runner.knobs, runner.parts
+    knobs.change(knobs.now.changed({"pruner": "uv"}))
+    guidance = HiddenStateGuidance(knobs, runner.model, runner.vllm_config, runner.counters, runner.agreement)
+    guidance.reserve(1 << 30)
+    runner.listeners.__init__([guidance, parts.visual], knobs, runner.agreement)
+    runner.use_aux_hidden_state_outputs = True
+    parts.guidance = runner.speculator._guidance = guidance
+
+
+def be_impatient(worker) -> None:
+    """Wait a second for a rank that never comes."""
+    worker.model_runner.agreement.failed_patience_s = 1.0
+
+
+def main() -> None:
+    """Print what came of the request that each injection hit, and of those without one."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # functions are sent to workers only by this process itself
+    from vllm import LLM, SamplingParams
+
+    from vllm_vidspec.tools import pairs
+
+    spec = {"pruner": "specvlm", "guidance_layers": "all", "request_scorers": ["strict", "loose"], "lambda_max": 1.0}
+    overrides = {"tensor_parallel_size": 2, "enable_prefix_caching": False}
+    llm = LLM(**pairs.llm_kwargs(FAMILY, "draft", overrides=overrides, prune_ratio=0.98, **spec))
+    prompt, arguments = harness.videos(FAMILY, 1)[0]
+    path = metrics.path_for(llm.llm_engine.vllm_config.instance_id)
+    result = {}
+
+    def ask(name: str, **more) -> None:
+        before = metrics.read_metrics(path)
+        outputs = llm.generate([prompt], SamplingParams(**{"max_tokens": 24, **arguments, **more}), use_tqdm=False)
+        gained = metrics.difference(before, metrics.read_metrics(path))
+        watched = llm.collective_rpc("vidspec_watch", args=(True, True))
+        result[name] = {
+            "token_ids": harness.token_ids(outputs)[0][0],
+            "prompt_ids": [list(output.prompt_token_ids) for output in outputs],
+            "counters": gained,
+            "kept_indices": [[record["kept_indices"] for record in rank] for rank in watched],
+            "scores": [[(record["scores"] or [None])[0] for record in rank] for rank in watched],
+        }
+
+    def hit(point: str, ranks: tuple[int, ...] = (1,), **more) -> None:
+        llm.collective_rpc(inject, args=(point, ranks))
+        ask(f"{point} {sum(ranks)}" if len(ranks) == 1 else f"{point} both", **more)
+        llm.collective_rpc(heal)
+
+    llm.collective_rpc("vidspec_watch", args=(True, True))
+    hit("observe")  # the first, so that nothing is remembered of the video
+    ask("strict")
+    # After each of these the draft has to look again.
+    for point, rank in (("take", 1), ("encode", 1), ("look", 1), ("plan", 1), ("prefill", 1), ("prefill", 0)):
+        hit(point, (rank,))
+    hit("draft", (0, 1))
+    ask("strict again")
+    for point in ("claim", "hear", "finish"):  # the first three, so that nobody has left the states
+        hit(point, **LOOSE)
+    ask("loose", **LOOSE)
+    for rank in (1, 0):
+        hit("relevance", (rank,), **LOOSE)
+    ask("loose again", **LOOSE)
+    llm.collective_rpc(guide_by_states)
+    for point in ("allocate", "listen"):
+        hit(point)
+    ask("uv")
+    print("RESULT " + json.dumps(result), flush=True)
+    # The last: a rank that fails alone where none waits for the others.
+    llm.collective_rpc(be_impatient)
+    llm.collective_rpc(inject, args=("draft", (1,)))
+    begin = time.monotonic()
+    try:
+        ask("end")
+    except Exception as error:
+        print("ENDED " + json.dumps([type(error).__name__, time.monotonic() - begin]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""What tests of the engine replace, by the names that they call it: one place to follow where the engine's names go."""
+
+from vllm_vidspec.engine.draft import chains as chain_drafter
+from vllm_vidspec.engine.draft import score_blocks
+from vllm_vidspec.engine.draft import trees as tree_drafter
+from vllm_vidspec.engine.draft.chains import ChainDrafter
+from vllm_vidspec.engine.draft.drafter import Drafter
+from vllm_vidspec.engine.draft.model import DraftModel
+from vllm_vidspec.engine.draft.noise import CoupledSampler
+from vllm_vidspec.engine.draft.prefill import DraftPrefill
+from vllm_vidspec.engine.listen import attention as attention_guidance
+from vllm_vidspec.engine.listen import state_store, visual_states
+from vllm_vidspec.engine.listen.attention import AttentionGuidance
+from vllm_vidspec.engine.listen.hidden_states import HiddenStateGuidance
+from vllm_vidspec.engine.listen.prompts import PendingScores
+from vllm_vidspec.engine.listen.trees import TargetTrees
+from vllm_vidspec.engine.verify import rules
+from vllm_vidspec.engine.verify.verifier import CoupledVerifier
+
+__all__ = [
+    "AttentionGuidance",
+    "ChainDrafter",
+    "CoupledSampler",
+    "CoupledVerifier",
+    "DraftModel",
+    "DraftPrefill",
+    "Drafter",
+    "HiddenStateGuidance",
+    "PendingScores",
+    "TargetTrees",
+    "attention_guidance",
+    "chain_drafter",
+    "rules",
+    "score_blocks",
+    "state_store",
+    "tree_drafter",
+    "visual_states",
+]
+# Modules whose text is one for numpy (CPU) and torch (GPU).
+OF_BOTH = tuple(f"vllm_vidspec.engine.{name}" for name in ("report.counters", "draft.kv", "speculator"))

@@ -1,0 +1,429 @@
+"""accept: literal steps, kernel and reference against a walk over all paths and against special cases, exact rules."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels import oracles
+from tests.kernels.accept_requests import (
+    IMPLS,
+    INF,
+    MODES,
+    NAN,
+    Request,
+    accept_with,
+    accepted,
+    chain,
+    changed,
+    check,
+    judge,
+    pack,
+    random_request,
+    random_requests,
+    way,
+)
+from vidspec_kernels import LOWEST, SHIFT, WINDOW, accept, accept_reference
+
+# ---- by hand -------------------------------------------------------------------------------------------------------
+
+#        0
+#      1   2        siblings 1 and 2; 3 hangs on 1, 4 and 5 on 2, 6 on 5
+#      3  4 5
+#           6
+TREE = [-1, 0, 0, 1, 2, 2, 5]
+TEN = list(range(10, 21))  # targets of a chain's eleven rows: drafts 10 to 19 match
+WRONG = list(range(30, 40))
+#        0             two branches of ten: 1, 3, 5, ... and 2, 4, 6, ...
+#      1   2
+PAIR = [-1, 0, 0, *range(1, 19)]
+TWINS = [10, 11, 11, *(token for token in range(12, 21) for _ in range(2))]  # the targets of its nodes
+
+
+def drafts_of_ten(*wrong):
+    return [WRONG[i] if i + 1 in wrong else TEN[i] for i in range(10)]
+
+
+def pair(first_wrong, second_wrong, **rest):
+    """A request of two branches of ten drafts, wrong at these depths."""
+    first, second = drafts_of_ten(*first_wrong), drafts_of_ten(*second_wrong)
+    fed = [7] + [token for level in zip(first, second, strict=True) for token in level]
+    return Request(PAIR, TWINS, fed, **rest)
+
+
+def literal(request, sampled, kinds, path=None):
+    return request, sampled, kinds, path or list(range(len(sampled)))
+
+
+def tree(target, fed, nodes):
+    """A strict step of TREE, by the nodes that stand."""
+    kinds = [1] * (len(nodes) - 1) + [0] * bool(nodes)
+    return Request(TREE, target, fed), [target[node] for node in nodes], kinds, nodes
+
+
+LITERAL = {
+    "strict: all stand": literal(chain([5, 6, 7, 8], [5, 6, 7]), [5, 6, 7, 8], [1, 1, 1, 0]),
+    "strict: a match behind a mismatch": literal(chain([5, 6, 7, 8], [5, 9, 7]), [5, 6], [1, 0]),
+    "strict: nothing stands": literal(chain([5, 6, 7, 8], [9, 6, 7]), [5], [0]),
+    "strict: the root is no draft": literal(Request([-1, 0, 1, 2], [5] * 4, [5, 9, 5, 5]), [5], [0]),
+    "strict: no drafts": literal(chain([5], []), [5], [0]),
+    "strict: an invalid draft": literal(chain([5, 6], [-1]), [5], [0]),
+    "strict: as wrong a sample": literal(chain([-1, 6], [-1]), [-1], [0]),
+    "strict: token 0": literal(chain([0, 0, 0], [0, 0]), [0, 0, 0], [1, 1, 0]),
+    "strict: the first branch": tree([5, 6, 7, 8, 9, 1, 2], [3, 5, 4, 6, 0, 0, 0], [0, 1, 3]),
+    "strict: the second, to the deepest": tree([5, 6, 7, 8, 9, 1, 2], [3, 4, 5, 6, 0, 7, 1], [0, 2, 5, 6]),
+    "strict: a match below a mismatch": tree([5, 6, 7, 8, 9, 1, 2], [3, 4, 5, 6, 0, 0, 1], [0, 2]),
+    "strict: no branch stands": tree([5, 6, 7, 8, 9, 1, 2], [3, 4, 4, 6, 7, 7, 1], [0]),
+    "strict: the first twin goes on": tree([5, 6, 7, 8, 9, 1, 2], [3, 5, 5, 6, 0, 0, 0], [0, 1, 3]),
+    "strict: the later twin goes on": tree([5, 6, 7, 8, 9, 1, 2], [3, 5, 5, 0, 0, 7, 1], [0, 2, 5, 6]),
+    "strict: equally deep": tree([5, 6, 7, 8, 9, 1, 2], [3, 5, 5, 6, 7, 7, 0], [0, 1, 3]),
+    "strict: invalid branches": tree([-1, 6, 7, 8, 9, 1, 2], [3, -1, -1, 6, 7, 7, 1], [0]),
+    "strict: token 0 everywhere": tree([0] * 7, [0] * 7, [0, 2, 5, 6]),
+    "strict: cut before node 6": tree([5, 6, 7, 8, 9, 1], [3, 4, 5, 6, 0, 7], [0, 2, 5]),
+    "strict: cut after level 1": tree([5, 6, 7], [3, 5, 5], [0, 1]),
+    "strict: the root of a tree alone": tree([5], [3], [0]),
+    "strict: no row": tree([], [], []),
+    "no rule": literal(chain(TEN, drafts_of_ten(3)), [10, 11, 12], [1, 1, 0]),
+    "the draft is emitted": literal(
+        chain(TEN, drafts_of_ten(3, 5), LOWEST, 0.3), [10, 11, 32, 13, 14], [1, 1, 2, 1, 0]
+    ),
+    "matches take places": literal(
+        # The two lowest of three; positions 1 and 2 match and have them.
+        chain([5, 6, 7, 8], [5, 6, 9], LOWEST, 0.7),
+        [5, 6, 7],
+        [1, 1, 0],
+    ),
+    "lowest, not highest": literal(
+        chain([5, 6, 7, 8], [9, 9, 9], LOWEST, 0.7, scores=[0, 0.5, 0.1, 0.9]), [9, 9, 7], [2, 2, 0]
+    ),
+    "equal scores": literal(chain([5, 6, 7, 8], [9, 9, 9], LOWEST, 0.7, scores=[0] * 4), [9, 9, 7], [2, 2, 0]),
+    "NaN is infinite": literal(chain([5, 6, 7, 8], [9, 9, 9], LOWEST, 0.7, scores=[0, NAN, INF, 0]), [9, 6], [2, 0]),
+    "NaN is not lowest": literal(chain([5, 6, 7, 8], [9, 9, 9], LOWEST, 0.7, scores=[0, NAN, 1, 2]), [5], [0]),
+    "may not": literal(
+        chain(TEN, WRONG, LOWEST, 1.0, may=[True] * 5 + [False] * 6), [30, 31, 32, 33, 14], [2, 2, 2, 2, 0]
+    ),
+    "all": literal(chain(TEN, WRONG, LOWEST, 1.0), [*WRONG, 20], [2] * 10 + [0]),
+    "a later token": literal(chain([5, 6, 7, 8], [9, 5, 7], SHIFT), [9, 6], [3, 0]),
+    "an earlier token": literal(chain([5, 6, 5, 8], [5, 6, 9], SHIFT), [5, 6, 9, 8], [1, 1, 3, 0]),
+    "the root is no draft": literal(chain([7, 6], [9], SHIFT), [7], [0]),
+    "an invalid draft": literal(chain([5, -1, 7], [9, -1], LOWEST + SHIFT + WINDOW, 1.0), [9, -1], [2, 0]),
+    "loosened before shifted": literal(chain([5, 6, 5, 8], [5, 9, 6], LOWEST + SHIFT, 0.7), [5, 9, 6, 8], [1, 2, 3, 0]),
+    "a full window": literal(
+        chain(TEN[:6], drafts_of_ten(2)[:5], WINDOW, window=3), [10, 31, 12, 13, 14, 15], [1, 2, 1, 1, 1, 0]
+    ),
+    "no full window": literal(chain(TEN[:6], drafts_of_ten(3)[:5], WINDOW, window=3), [10, 11, 12], [1, 1, 0]),
+    "the window's end": literal(chain(TEN, drafts_of_ten(10), WINDOW, window=1), TEN[:10], [1] * 9 + [0]),
+    "a mismatch in the window": literal(chain(TEN, drafts_of_ten(2, 4), WINDOW, window=2), [10, 11], [1, 0]),
+    "no window": literal(chain(TEN, WRONG, WINDOW, entropies=[0.3, 0.3, 0.2, *[0.3] * 8]), [30, 31, 12], [2, 2, 0]),
+    "two branches: the longest": literal(pair([4], [9]), [*TEN[:8], 18], [1] * 8 + [0], [0, *range(2, 18, 2)]),
+    "two branches: the more exact": literal(
+        pair([4, 6], [5], rule=LOWEST, share=1.0),
+        [*drafts_of_ten(5), 20],
+        [1] * 4 + [2] + [1] * 5 + [0],
+        [0, *range(2, 21, 2)],
+    ),
+    "two branches: the first": literal(
+        pair([4], [5], rule=LOWEST, share=1.0),
+        [*drafts_of_ten(4), 20],
+        [1] * 3 + [2] + [1] * 6 + [0],
+        [0, *range(1, 21, 2)],
+    ),
+    "branches rank alone": literal(
+        # Of one draft in the first branch and one in the second none is among floor(0.5), though 1 of both would be.
+        Request([-1, 0, 0], [5, 6, 7], [7, 8, 9], LOWEST, 0.5),
+        [5],
+        [0],
+    ),
+    "branches shift alone": literal(
+        Request(TREE, [5] * 7, [7, 8, 9, 5, 0, 0, 0], SHIFT), [8, 5, 5], [3, 1, 0], [0, 1, 3]
+    ),
+    "a window on one of two ways": literal(
+        Request(TREE, [5, 6, 7, 8, 9, 1, 2], [7, 0, 3, 0, 0, 7, 1], WINDOW, window=2),
+        [3, 7, 1, 2],
+        [2, 1, 1, 0],
+        [0, 2, 5, 6],
+    ),
+    "cut before the window's end": literal(
+        Request(TREE, [5, 6, 7, 8, 9, 1], [7, 0, 3, 0, 0, 7], WINDOW, window=2), [5], [0]
+    ),
+    "the root alone": literal(chain([5], [], 7, 1.0), [5], [0]),
+    "no row": ((Request([-1], [], [], 7, 1.0)), [], [], []),
+}
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("name", LITERAL)
+def test_hand_computed_steps(device, impl, name):
+    """Between two other requests, as a tree and, where it is one, as a chain; without a rule strictly and loosely.
+
+    Catches: a draft compared with the target at itself or at its predecessor; matches counted behind a mismatch; the
+    first matching child followed for good; ties broken upwards; -1 accepted; the next request's rows taken for nodes; a
+    rule of another position, branch or request; the target's token emitted for a draft that stands; a window beyond the
+    last row; a wrong choice of several longest paths.
+    """
+    request, sampled, kinds, path = LITERAL[name]
+    assert accepted(request)[0] == path
+    is_chain, count = request.tree == [*range(-1, len(request.tree) - 1)], len(path)
+    for in_trees, is_loose in itertools.product({True, not is_chain}, {True, bool(request.rule)}):
+        loose = dict(rule=LOWEST, share=1.0) if is_loose else {}
+        neighbour = Request(PAIR, [9] * 21, [9] * 21, **loose) if in_trees else chain([9] * 21, [9] * 20, **loose)
+        got = accept_with(impl)(**pack([neighbour, request, neighbour], 20, device, in_trees, is_loose))
+        assert got[1].tolist() == [11 if in_trees else 21, count, 11 if in_trees else 21]
+        assert got[0][1].tolist() == sampled + [0] * (21 - count)
+        assert not in_trees or got[2][1].tolist() == path + list(range(count, 21))
+        assert not is_loose or got[3][1].tolist() == kinds + [0] * (21 - count)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_neighbour_is_not_read(device, impl):
+    """Catches: a last row compared with the next request's root."""
+    arguments = pack([chain([5, 6], [5]), Request([-1, 0], [2, 2], [6, 2])], 3, device, False, False)
+    sampled, num_sampled, path, kinds = accept_with(impl)(**arguments)
+    assert num_sampled.tolist() == [2, 2] and sampled.tolist() == [[5, 6, 0, 0], [2, 2, 0, 0]]
+    assert path is None and kinds is None
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    ("num_drafts", "share", "num_loose"),
+    [(10, 0.7, 7), (10, 0.3, 3), (10, 0.9, 9), (10, 0.75, 7), (3, 0.7, 2), (3, 0.3, 0), (3, 0.9, 2), (3, 1.0, 3)],
+)
+def test_floor_of_the_share(device, impl, num_drafts, share, num_loose):
+    """Catches: 0.7 of 10 as 6 (0.7 is less in float32), a share rounded to the nearest."""
+    request = chain(TEN[: num_drafts + 1], WRONG[:num_drafts], LOWEST, share)
+    for in_trees in (False, True):
+        check(accept_with(impl), [request], device, in_trees=in_trees)
+        assert accept_with(impl)(**pack([request], num_drafts, device, in_trees))[1].tolist() == [num_loose + 1]
+
+
+# ---- against the oracles -------------------------------------------------------------------------------------------
+
+
+# The kernel has a column for each of 2, 4, 8, ... 64 drafts; strict chains may have none.
+@pytest.mark.parametrize(
+    ("num_reqs", "max_drafts"), [(0, 8), (1, 8), (24, 0), (24, 1), (24, 7), (24, 8), (24, 9), (24, 25), (24, 64)]
+)
+@pytest.mark.parametrize(("in_trees", "is_loose"), MODES)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_equals_the_oracle(device, impl, in_trees, is_loose, num_reqs, max_drafts):
+    """Catches: a number of drafts at, below or above a power of two handled wrongly; wrong ragged bounds; settings read
+    by batch row; garbage of nodes without a row read."""
+    if max_drafts == 0 and (in_trees or is_loose):
+        with pytest.raises(AssertionError, match="max_drafts 0"):
+            accept(**pack([], 0, device, in_trees, is_loose))
+        return
+    requests = random_requests(num_reqs, max_drafts, in_trees, is_loose, seed=max_drafts)
+    check(accept_with(impl), requests, device, max_drafts, in_trees, is_loose)
+
+
+@st.composite
+def steps(draw):
+    """Draw (requests, K, whether they are trees)."""
+    max_drafts, in_trees = draw(st.integers(1, 12)), draw(st.booleans())
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    rules = draw(st.lists(st.integers(0, 7), min_size=1, max_size=3))
+    return [random_request(rng, max_drafts, in_trees, rule) for rule in rules], max_drafts, in_trees
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps())
+def test_any_step_equals_the_oracle(step):
+    """Catches: any difference from the rules, on the smallest step that shows it."""
+    requests, max_drafts, in_trees = step
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for impl in IMPLS:
+        check(accept_with(impl), requests, device, max_drafts, in_trees)
+
+
+@pytest.mark.parametrize("in_trees", [False, True])
+def test_random_steps_are_worth_checking(in_trees):
+    """Catches: random requests that let nothing through, never go deep, or never have a choice of longest paths."""
+    requests = random_requests(240, 25, in_trees)
+    paths, kinds = zip(*(accepted(request) for request in requests), strict=True)
+    on_paths = [kind[node] for nodes, kind in zip(paths, kinds, strict=True) for node in nodes[1:]]
+    assert {request.rule for request in requests} == set(range(8))
+    assert {len(request.target) for request in requests} >= {0, 26}
+    assert len({len(nodes) for nodes in paths}) > 12
+    assert min(on_paths.count(kind) for kind in (1, 2, 3)) > 40
+    windowed = [request for request in requests if request.rule == WINDOW and request.window]
+    assert sum(2 in judge(request) for request in windowed) > 3
+    strict = [accepted(request)[0] for request in random_requests(240, 25, in_trees, is_loose=False)]
+    assert len({len(nodes) for nodes in strict}) > 12
+    if not in_trees:
+        return
+    assert sum(nodes != list(range(len(nodes))) for nodes in strict) > 60
+    assert sum(nodes != list(range(len(nodes))) for nodes in paths) > 60
+    # Where the first of the longest paths is not the most exact, the choice shows.
+    chosen = 0
+    for request, nodes, kind in zip(requests, paths, kinds, strict=True):
+        ends = [node for node in range(1, len(request.target)) if all(kind[above] for above in way(request.tree, node))]
+        longest = [node for node in ends if len(way(request.tree, node)) + 1 == len(nodes)]
+        chosen += bool(longest) and longest[0] != nodes[-1]
+    assert chosen > 5
+
+
+def strictly(arguments):
+    """What the special case of strict chains or trees gives."""
+    tokens = [arguments[name] for name in ("target_tokens", "draft_tokens", "cu_num_logits", "max_drafts")]
+    trees = arguments["trees"]
+    return oracles.accept_chains(*tokens) if trees is None else oracles.accept_trees(*tokens, trees)
+
+
+@pytest.mark.parametrize(("in_trees", "is_loose"), MODES)
+def test_kernel_equals_references_at_a_real_size(device, in_trees, is_loose):
+    """Catches: a kernel and a reference that differ in anything, at 60 requests of up to 26 rows."""
+    arguments = pack(random_requests(60, 25, in_trees, is_loose), 25, device, in_trees, is_loose)
+    got, expected = accept(**arguments, impl="triton"), accept_reference(**arguments)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours is theirs is None or (torch.equal(ours, theirs) and ours.dtype == theirs.dtype)
+    if not is_loose:
+        assert all(torch.equal(a, b) for a, b in zip(got, strictly(arguments), strict=False))
+
+
+@pytest.mark.parametrize("max_drafts", [1, 64])
+@pytest.mark.parametrize("is_loose", [False, True])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_chain_is_a_tree(device, impl, is_loose, max_drafts):
+    """Catches: any difference between a chain and the same chain as a tree; bit 63 taken for a sign."""
+    whole = chain([4] * (max_drafts + 1), [4] * max_drafts)
+    loose = replace(whole, rule=7, share=1.0) if is_loose else whole
+    requests = [whole, loose, *random_requests(24, max_drafts, False, is_loose, seed=1)]
+    as_chain, as_tree = (
+        accept_with(impl)(**pack(requests, max_drafts, device, in_trees, is_loose)) for in_trees in (False, True)
+    )
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(as_chain[::3], as_tree[::3], strict=True))
+    assert torch.equal(as_chain[1], as_tree[1]) and as_chain[1][:2].tolist() == [max_drafts + 1] * 2
+    assert as_tree[2].tolist() == [list(range(max_drafts + 1))] * len(requests)
+    check(accept_with(impl), requests[:2], device, is_loose=is_loose)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_last_bit(device, impl):
+    """Catches: node 64 of a star, whose bit is the sign, lost on its way or from its mismatches."""
+    requests = []
+    for tokens, rule, may, last in (
+        ([9, 9], 0, [True] * 2, 0),
+        ([9, 5], 0, [True] * 2, 64),
+        ([9, 9], WINDOW, [False, True], 64),
+        ([9, 9], WINDOW, [True] * 2, 63),
+        ([9, 5], WINDOW, [True] * 2, 64),
+    ):
+        requests.append(Request([-1] + [0] * 64, [5] * 65, [7] + [-1] * 62 + tokens, rule, may=[True] * 63 + may))
+        assert accepted(requests[-1])[0][-1] == last
+    check(accept_with(impl), requests, device)
+    check(accept_with(impl), requests[:2], device, is_loose=False)
+
+
+@pytest.mark.parametrize(("max_drafts", "rule"), [*itertools.product([1, 64], [0, LOWEST + WINDOW])])
+@pytest.mark.parametrize("in_trees", [False, True])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_rules_that_let_nothing_through_are_the_strict_ones(device, impl, in_trees, max_drafts, rule):
+    """Catches: any difference from strict chains and trees without a rule, with lambda 0, or with an entropy gate that
+    nothing passes."""
+    requests = [replace(request, rule=rule, share=0.0) for request in random_requests(16, max_drafts, in_trees, seed=2)]
+    arguments = changed(pack(requests, max_drafts, device, in_trees), "looseness", min_entropy=9.0)
+    sampled, num_sampled, path, kinds = accept_with(impl)(**arguments)
+    assert all(torch.equal(a, b) for a, b in zip((sampled, num_sampled, path), strictly(arguments), strict=False))
+    drafts = torch.arange(max_drafts + 1, device=device) < num_sampled[:, None] - 1
+    assert torch.equal(kinds, drafts.to(torch.int8))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_missing_and_surplus_rows(device, impl):
+    """Catches: a token emitted for a request without rows; a write past the row, or nodes past K or the tables' width,
+    when a request has more rows than K + 1."""
+    none, many = Request([-1], [], []), chain([4] * 4, [4] * 3)
+    arguments = pack([none, many, none], 3, device, False, False)
+    sampled, num_sampled, _, _ = accept_with(impl)(**arguments | {"max_drafts": 1})
+    assert sampled.tolist() == [[0, 0], [4, 4], [0, 0]] and num_sampled.tolist() == [0, 2, 0]
+    for in_trees, is_loose in itertools.product((False, True), repeat=2):
+        arguments = pack([none], 2, device, in_trees, is_loose)
+        sampled, num_sampled, path, kinds = accept_with(impl)(**arguments)
+        assert sampled.tolist() == [[0, 0, 0]] and num_sampled.tolist() == [0]
+        assert not in_trees or path.tolist() == [[0, 1, 2]]
+        assert not is_loose or kinds.tolist() == [[0, 0, 0]]
+        request = Request(TREE, [4] * 7, [9] * 7, LOWEST, 1.0) if is_loose else Request(TREE, [4] * 7, [4] * 7)
+        arguments = pack([request], 6, device, in_trees, is_loose) | {"max_drafts": 2}
+        sampled, num_sampled, path, kinds = accept_with(impl)(**arguments)
+        depth, token = 1 if in_trees else 2, 9 if is_loose else 4
+        assert num_sampled.tolist() == [depth + 1]
+        assert sampled.tolist() == [[token] * depth + [4] + [0] * (2 - depth)]
+        assert not in_trees or path.tolist() == [[0, 1, 2]]
+        assert not is_loose or kinds.tolist() == [[2] * depth + [0] * (3 - depth)]
+
+
+# ---- the wrapper ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("in_trees", "is_loose"), MODES)
+@pytest.mark.parametrize("impl", ["auto", "triton", "torch"])
+def test_dispatch(device, branches, impl, in_trees, is_loose):
+    """Catches: a forced branch that silently runs the other, and a wrong automatic choice."""
+    ran = branches("accept")
+    accept(**pack([chain([5], [])], 6, device, in_trees, is_loose), impl=impl)
+    automatic = "triton" if device.type == "cuda" else "torch"
+    assert ran == [automatic if impl == "auto" else impl]
+
+
+def wide(tensor):
+    """The same values in rows of another stride."""
+    return torch.cat((tensor, tensor), 1)[:, : tensor.shape[1]]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("target_tokens", lambda t: t.int(), "target_tokens"),
+        ("target_tokens", lambda t: t.repeat(2)[::2], "target_tokens: expected stride 1"),
+        ("draft_tokens", lambda t: t.int(), "draft_tokens"),
+        ("draft_tokens", lambda t: t[:1], "target rows"),
+        ("cu_num_logits", lambda t: t.long(), "cu_num_logits"),
+        ("cu_num_logits", lambda t: t[:0], "cu_num_logits"),
+        ("max_drafts", lambda t: -1, "max_drafts"),
+        ("max_drafts", lambda t: 65, "max_drafts"),
+        ("looseness.rules", lambda t: t.long(), "rules"),
+        ("looseness.rules", lambda t: t[:1], "shares"),
+        ("looseness.shares", lambda t: t.double(), "shares"),
+        ("looseness.shares", lambda t: t[:1], "shares"),
+        ("looseness.windows", lambda t: t.long(), "windows"),
+        ("looseness.windows", lambda t: t[:1], "windows"),
+        ("looseness.scores", lambda t: t.double(), "scores"),
+        ("looseness.scores", lambda t: t[:1], "scores"),
+        ("looseness.entropies", lambda t: t.half(), "entropies"),
+        ("looseness.entropies", lambda t: t.repeat(2), "entropies"),
+        ("looseness.may_loosen", lambda t: t.to(torch.int8), "may_loosen"),
+        ("looseness.may_loosen", lambda t: t[:1], "may_loosen"),
+        *(
+            (f"{given}.rows", change, "rows")
+            for given in ("trees", "looseness")
+            for change in (lambda t: t.int(), lambda t: t[:0], lambda t: t.repeat(2))
+        ),
+        ("trees.parents", lambda t: t.long(), "parents"),
+        ("trees.parents", lambda t: t.T.contiguous().T, "parents"),
+        ("trees.depths", lambda t: t[:, :6], "depths"),
+        ("trees.depths", lambda t: t[:1], "depths"),
+        ("trees.depths", wide, "depths: expected the strides of parents"),
+        ("trees.ancestors", lambda t: t.int(), "ancestors"),
+        ("trees.ancestors", lambda t: t[0], "ancestors"),
+    ],
+)
+def test_wrapper_refuses(device, name, change, message):
+    """Catches: a dropped dtype, stride or shape check (the kernel would read through a wrong pointer)."""
+    arguments = pack([Request(TREE, [4] * 7, [4] * 7)], 6, device)
+    group, _, field = name.rpartition(".")
+    if group:
+        arguments = changed(arguments, group, **{field: change(getattr(arguments[group], field))})
+    else:
+        arguments[name] = change(arguments[name])
+    with pytest.raises(AssertionError, match=message):
+        accept(**arguments)
+
+
+def test_unknown_impl(device):
+    """Catches: a typo in `impl` that runs something."""
+    with pytest.raises(ValueError, match="auto, triton or torch"):
+        accept(**pack([chain([5], [])], 6, device), impl="cpu")

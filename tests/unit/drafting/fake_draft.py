@@ -1,0 +1,152 @@
+"""What the tests of the policies share: a fake draft, what drives a step, and checks of any tree."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import torch
+from hypothesis import settings
+
+from vllm_vidspec.drafting import adaptive as adaptive_module
+from vllm_vidspec.drafting import tree as tree_module
+
+quick = settings(max_examples=60, deadline=None)
+
+# The buffers that say what a tree is.
+BUFFERS = ("tokens", "parents", "depths", "ancestors", "log_probs", "num_nodes")
+
+
+class FakeDraft:
+    """Candidates that are a function of the path alone, as a draft model's are of the text.
+
+    Log-probabilities are multiples of 1/16, often equal: sums are exact, and no threshold of a policy, all of which are
+    logarithms of rationals, is ever met exactly.
+    """
+
+    def __init__(self, seed, num_candidates, sureness=2.0):
+        self.seed, self.num_candidates, self.sureness = seed, num_candidates, sureness
+        self._known = {}
+
+    def __call__(self, path):
+        """Return `[C]` float32 log-probabilities, descending, and `[C]` distinct token ids."""
+        if path not in self._known:
+            rng = np.random.default_rng([self.seed, *path])
+            gaps = rng.geometric(1 / (1 + 4 * self.sureness * rng.random()), self.num_candidates) - 1
+            log_probs = -(np.cumsum(gaps) + rng.integers(0, 6)) / 16
+            self._known[path] = log_probs.astype(np.float32), rng.permutation(3 * self.num_candidates)[: len(gaps)]
+        return self._known[path]
+
+
+def paths_of(tree, row, num_nodes):
+    """Return the token path of the first nodes, the root's empty one first."""
+    tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
+    paths = [()]
+    for node in range(1, num_nodes + 1):
+        assert 0 <= parents[node] < node
+        paths.append((*paths[parents[node]], tokens[node]))
+    return paths
+
+
+def drive(policy, rows, candidates_of, max_nodes=64, fill=False):
+    """Drive one step; return its number of draft forwards.
+
+    `candidates_of(level, nodes [R, F])` returns log-probabilities and token ids of the nodes' candidates, `[R * F, C]`.
+    """
+    device = policy.tree.device
+    rows_np = np.array(rows)
+    num_levels = policy.begin(torch.tensor(rows, device=device), rows_np, max_nodes)
+    assert 1 <= num_levels <= policy.max_depth
+    frontier = torch.zeros(len(rows), 1, dtype=torch.int64, device=device)
+    for level in range(num_levels):
+        result = policy.extend(level, *candidates_of(level, frontier))
+        assert (result is None) == (level + 1 == num_levels)
+        if result is not None:
+            frontier, tokens = result
+            assert frontier.dtype == tokens.dtype == torch.int64
+            assert frontier.shape == tokens.shape and frontier.shape[0] == len(rows)
+            assert 1 <= frontier.shape[1] <= policy.max_frontier
+            at_nodes = policy.tree.tokens[: len(rows)].gather(1, frontier)
+            assert torch.equal(tokens[frontier > 0], at_nodes[frontier > 0])
+            assert policy.tree.depths[: len(rows)].gather(1, frontier)[frontier > 0].eq(level + 1).all()
+    policy.finish(fill)
+    return num_levels
+
+
+def grow(policy, drafts, rows, max_nodes=64, fill=False):
+    """Drive one step with fake drafts; return the frontiers that were fed, `[num_levels][R]` lists of paths."""
+    fed = []
+
+    def candidates_of(level, frontier):
+        log_probs = torch.full((*frontier.shape, policy.num_candidates), float("nan"))
+        token_ids = torch.full((*frontier.shape, policy.num_candidates), -7)
+        fed.append([])
+        for row, draft in enumerate(drafts):
+            columns = {node: column for column, node in enumerate(frontier[row].tolist()) if node > 0 or level == 0}
+            assert len(columns) == (frontier[row] > 0).sum() + (level == 0), "a node is fed twice"
+            paths = paths_of(policy.tree, row, max(columns, default=0))
+            fed[-1].append([paths[node] for node in columns])
+            for node, column in columns.items():
+                own_log_probs, own_tokens = draft(paths[node])
+                log_probs[row, column] = torch.from_numpy(own_log_probs)
+                token_ids[row, column] = torch.from_numpy(own_tokens)
+        return log_probs.flatten(0, 1), token_ids.flatten(0, 1)
+
+    drive(policy, rows, candidates_of, max_nodes, fill)
+    return fed
+
+
+def check_tree(tree, row):
+    """Assert everything that holds of any tree: order, depths, masks, siblings, and what lies past the nodes."""
+    num_nodes = int(tree.num_nodes[row])
+    parents, depths = tree.parents[row].tolist(), tree.depths[row].tolist()
+    words = [word % 2**64 for word in tree.ancestors[row].tolist()]
+    assert 0 <= num_nodes <= tree.max_nodes
+    assert (parents[0], depths[0], words[0]) == (-1, 0, 0)
+    for node in range(1, num_nodes + 1):
+        assert 0 <= parents[node] < node, "every prefix must be a tree"
+        above, at = set(), node
+        while at > 0:
+            above.add(at)
+            at = parents[at]
+        assert depths[node] == len(above)
+        assert {bit + 1 for bit in range(64) if words[node] >> bit & 1} == above
+    paths = paths_of(tree, row, num_nodes)
+    assert len(set(paths)) == num_nodes + 1, "siblings with one token"
+    for node in range(num_nodes + 1, tree.max_nodes + 1):
+        assert (tree.tokens[row, node], parents[node], depths[node], words[node]) == (-1, 0, 1, 1 << (node - 1))
+
+
+def check_greedy_first(tree, row, draft, depth):
+    """Assert that nodes 1 to depth are the draft's own best path."""
+    path = ()
+    for node in range(1, depth + 1):
+        path = (*path, int(draft(path)[1][0]))
+        assert node <= tree.num_nodes[row], "the greedy path is cut short"
+        assert paths_of(tree, row, node)[node] == path, "the greedy path does not come first"
+
+
+def work_in_torch(patch):
+    """Let CPU tensors be worked on in torch, as another device's are."""
+    for module in (tree_module, adaptive_module):
+        patch.setattr(module, "array_module", lambda device: torch)
+        patch.setattr(module, "as_array", lambda tensor: tensor)
+
+
+def plans_of(policy, rows):
+    """Return the (depth, width) that the next trees of these rows will have."""
+    return list(zip(policy._depths[rows].tolist(), policy._widths[rows].tolist(), strict=True))
+
+
+def set_plans(policy, plans):
+    """Give rows 0, 1, ... these plans, as a `finish` would."""
+    depths = torch.tensor([depth for depth, _ in plans])
+    policy._depths[: len(plans)], policy._widths[: len(plans)] = depths, torch.tensor([width for _, width in plans])
+    policy._host_depths.send(np.arange(len(plans)), depths)
+
+
+def width_by_hand(width, level, parent_log_prob):
+    """SAGE eq. 12, halves rounded up; the first level has the whole width."""
+    if level == 1:
+        return width
+    parent_prob = Fraction(math.exp(parent_log_prob))
+    return max(1, math.floor(Fraction(width, level) * (Fraction(1, 2) + parent_prob) + Fraction(1, 2)))

@@ -1,0 +1,246 @@
+"""What SAGE decides before it grows a tree: the tables of its formulas, confidence, plans and history."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.unit.drafting.fake_draft import drive, plans_of, quick, width_by_hand
+from vllm_vidspec.config import TreeKnobs
+from vllm_vidspec.drafting import AdaptiveTree
+from vllm_vidspec.drafting import adaptive as adaptive_module
+
+
+def sure_table(num_rows, num_candidates, sureness):
+    """Return log-probabilities from uniform (0) to one sure token (1), and tokens."""
+    probs = torch.full((num_candidates,), (1.0 - sureness) / num_candidates)
+    probs[0] += sureness
+    return probs.log().repeat(num_rows, 1), torch.arange(num_candidates).repeat(num_rows, 1)
+
+
+def step_with(policy, sureness, rows=(0,), max_nodes=64):
+    """Run a step whose candidates all are as sure as given; return the number of draft forwards."""
+    return drive(
+        policy, list(rows), lambda _, nodes: sure_table(nodes.numel(), policy.num_candidates, sureness), max_nodes
+    )
+
+
+# --- the tables ---
+
+
+@pytest.mark.parametrize("knobs", [TreeKnobs(), TreeKnobs(depth_min=1, depth_max=20, width_max=32, threshold=0.3)])
+def test_tables_are_the_papers_formulas(knobs):
+    """Catches: a level counted from 0, a bound for the wrong rank, rounding other than half up."""
+    thresholds = adaptive_module.log_thresholds(knobs)
+    bounds = adaptive_module.width_bounds(knobs, knobs.width_max)
+    assert thresholds.dtype == bounds.dtype == torch.float32
+    for depth in range(1, knobs.depth_max + 1):
+        for level in range(1, depth + 1):
+            assert thresholds[depth, level - 1].exp() == pytest.approx(knobs.threshold * level / depth, rel=1e-5)
+    for width in range(1, knobs.width_max + 1, 3):
+        for level in range(1, knobs.depth_max + 1):
+            for parent_log_prob in (0.0, -0.1, -0.5, -1.3, -3.0):
+                allowed = (bounds[width, level - 1] <= parent_log_prob).tolist()
+                limit = min(width_by_hand(width, level, parent_log_prob), knobs.width_max)
+                assert allowed == [True] * limit + [False] * (knobs.width_max - limit)
+
+
+# --- confidence ---
+
+
+def confidence_by_hand(log_probs, top_k):
+    """SAGE eq. 7-9 in float64."""
+    probs = [math.exp(value) for value in log_probs[:top_k]]
+    shares = [prob / sum(probs) for prob in probs]
+    entropy = -sum(share * math.log(share) for share in shares if share > 0)
+    return 1 - entropy / math.log(top_k)
+
+
+@quick
+@given(
+    seed=st.integers(0, 2**32), scale=st.sampled_from([0.1, 1.0, 10.0, 60.0]), top_k=st.integers(2, 10),
+    num_lost=st.integers(0, 9),
+)  # fmt: skip
+def test_confidence_is_one_minus_the_normalised_entropy(seed, scale, top_k, num_lost):
+    """Catches: all candidates instead of the top k, no renormalisation, log of another base, NaN from -inf; and checks
+    what alpha says of the best token, p_1 >= k^(alpha - 1)."""
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(seed)) * scale
+    log_probs = logits.log_softmax(1).sort(dim=1, descending=True).values[:, :10].contiguous()
+    log_probs[:, 10 - num_lost :] = -float("inf")
+    alpha = adaptive_module.confidence(log_probs, top_k)
+    assert alpha.dtype == torch.float32 and alpha.min() >= 0 and alpha.max() <= 1
+    for row in range(3):
+        assert alpha[row].item() == pytest.approx(confidence_by_hand(log_probs[row].tolist(), top_k), abs=2e-6)
+        best = (log_probs[row, 0] - log_probs[row, :top_k].logsumexp(0)).exp().item()
+        assert best >= top_k ** (alpha[row].item() - 1) - 1e-5
+
+
+def test_the_papers_bound_does_not_hold():
+    """Two equal tokens of ten: alpha is 1 - log 2 / log 10, p_1 is 0.5 = k^(alpha - 1), and SAGE's lemma 4.3 (eq. 13)
+    would promise 1 / k + alpha (k - 1) / k = 0.73. So nothing here relies on it."""
+    alpha = adaptive_module.confidence(torch.tensor([[math.log(0.5)] * 2 + [-float("inf")] * 8]), 10).item()
+    assert 10 ** (alpha - 1) == pytest.approx(0.5, abs=1e-5)
+    assert 0.1 + alpha * 0.9 > 0.72
+
+
+def test_confidence_at_its_ends():
+    """Catches: a uniform or certain distribution beyond [0, 1] by rounding, NaN from NaN."""
+    inf = float("inf")
+    log_probs = torch.tensor([[-2.3] * 10, [0.0] + [-inf] * 9, [float("nan")] * 10, [0.0] + [-90.0] * 9])
+    alpha = adaptive_module.confidence(log_probs, 10)
+    assert alpha.tolist() == pytest.approx([0.0, 1.0, 0.0, 1.0], abs=1e-6)
+    assert alpha[1] == alpha[3] == 1.0
+
+
+# --- plans ---
+
+
+@quick
+@given(sureness=st.floats(0.0, 1.0), low=st.integers(1, 4), high=st.integers(4, 12))
+def test_a_plan_follows_confidence(sureness, low, high):
+    """Catches: eq. 10 and 11 swapped, rounded up or to nearest, minimum and maximum confused."""
+    knobs = TreeKnobs(depth_min=low, depth_max=high, width_min=low, width_max=high, history=0)
+    policy = AdaptiveTree(3, 64, "cpu", knobs)
+    assert plans_of(policy, [0]) == [((low + high) // 2, (low + high) // 2)]  # alpha 0.5
+    step_with(policy, sureness, rows=(2,))
+    alpha = policy.confidence[2]
+    assert alpha == adaptive_module.confidence(sure_table(1, policy.num_candidates, sureness)[0], 10)[0]
+    expected = int(low + alpha * (high - low)), int(low + (1 - alpha) * (high - low))
+    assert plans_of(policy, [0, 2]) == [((low + high) // 2, (low + high) // 2), expected]
+    assert step_with(policy, sureness, rows=(2,)) == expected[0]
+    assert step_with(policy, sureness, rows=(0, 2)) == max(expected[0], (low + high) // 2)
+
+
+def test_lookahead_uses_the_confidence_of_the_step_before():
+    """Catches: a step shaped by its own entropy where the host must know its depth before, and the reverse."""
+    ahead = AdaptiveTree(1, 64, "cpu", TreeKnobs())
+    own = AdaptiveTree(1, 64, "cpu", TreeKnobs(lookahead=False))
+    assert step_with(ahead, 1.0) == 5 and ahead.tree.depths[0].max() == 5  # alpha 0.5
+    assert step_with(ahead, 0.0) == 8 and ahead.tree.depths[0].max() == 8
+    assert step_with(ahead, 0.0) == 3 and ahead.tree.depths[0].max() == 3
+    assert step_with(own, 1.0) == 8 and own.tree.depths[0].max() == 8
+    assert step_with(own, 0.0) == 8 and own.tree.depths[0].max() == 3
+    nodes = slice(1, int(own.tree.num_nodes[0]) + 1)
+    assert own.tree.depths[0, nodes].eq(1).sum() == 10 and own.tree.num_nodes[0] > 10
+
+
+# --- history ---
+
+
+def history_by_hand(lengths, knobs):
+    """Return the maximum depth after each step; None is a step without verification."""
+    depth, seen, depths = knobs.depth_max, [], []
+    for length in lengths:
+        if length is not None and knobs.history:
+            seen = [*seen, length][-knobs.history :]
+            mean = Fraction(sum(seen), len(seen))
+            depth += (mean > Fraction(knobs.history_high)) - (mean < Fraction(knobs.history_low))
+            depth = min(max(depth, knobs.depth_min), knobs.depth_max)
+        depths.append(depth)
+    return depths
+
+
+def tell(policy, length, rows=(0,), times=1):
+    """Tell these rows the acceptance length of a step, None for a step without verification."""
+    for _ in range(times):
+        policy.observe(
+            torch.tensor(rows), torch.full((len(rows),), -1 if length is None else length, dtype=torch.int32)
+        )
+
+
+def check_history(policy, row, lengths):
+    depths = []
+    for length in lengths:
+        tell(policy, length, (row,))
+        depths.append(int(policy.max_depths[row]))
+    assert depths == history_by_hand(lengths, policy.knobs)
+
+
+@settings(quick, max_examples=200)
+@given(
+    lengths=st.lists(st.one_of(st.none(), st.integers(0, 6)), max_size=40),
+    window=st.integers(0, 12),
+    low=st.sampled_from([0.0, 1.5, 2.0]),
+    high=st.sampled_from([2.0, 3.0, 4.5]),
+)
+@example(lengths=[0, None, None, 0], window=10, low=2.0, high=3.0)  # not four steps down
+@example(lengths=[0, 0, 0, 0, 9, 1, None, 1], window=2, low=2.0, high=3.0)  # the 9 stays in the window
+def test_history_moves_the_maximum_depth(lengths, window, low, high):
+    """Catches: a window of another size, a mean that counts empty places, steps without verification counted, depths
+    beyond their bounds, a change at the thresholds themselves, one where history is off (a window of 0)."""
+    knobs = TreeKnobs(history=window, history_low=low, history_high=high)
+    check_history(AdaptiveTree(3, 64, "cpu", knobs), 1, lengths)
+
+
+def test_history_by_hand():
+    """Catches: no hysteresis between 2 and 3; the thresholds themselves leave the depth alone."""
+    policy = AdaptiveTree(1, 64, "cpu")
+    # Means: 0, 0, 4 / 3, 2, 2.4, 3, 3 3/7, then down.
+    lengths = [0, 0, 4, 4, 4, 6, 6]
+    check_history(policy, 0, lengths)
+    assert history_by_hand(lengths, policy.knobs) == [7, 6, 5, 5, 5, 5, 6]
+    tell(policy, 0, times=20)
+    assert policy.max_depths.tolist() == [3]
+    tell(policy, 5, times=20)
+    assert policy.max_depths.tolist() == [8]
+
+
+def test_history_limits_the_next_plan():
+    """Catches: a maximum depth that is measured and never used, or used with confidence left out."""
+    policy = AdaptiveTree(2, 64, "cpu")
+    tell(policy, 0, times=3)
+    step_with(policy, 1.0, rows=(0, 1))
+    assert plans_of(policy, [0, 1]) == [(5, 2), (8, 2)]
+    assert step_with(policy, 1.0, rows=(0,)) == 5
+    assert step_with(policy, 1.0, rows=(1, 0)) == 8
+    assert [int(policy.tree.depths[row].max()) for row in range(2)] == [8, 5]
+
+
+def test_admit_forgets():
+    """Catches: a request that inherits the plan, the confidence or the history of its row's last owner, also while the
+    plan of the last step is still on its way."""
+    policy = AdaptiveTree(3, 64, "cpu")
+    tell(policy, 0, (0, 2), times=5)
+    step_with(policy, 1.0, rows=(0, 2))
+    policy.admit(np.array([2]))
+    assert policy.confidence[[0, 2]].tolist() == [1.0, 0.5]
+    assert policy.max_depths.tolist() == [3, 8, 8]
+    assert plans_of(policy, [0, 2]) == [(3, 2), (5, 6)]
+    assert step_with(policy, 0.5, rows=(0,)) == 3
+    assert step_with(policy, 0.5, rows=(2,)) == 5
+    check_history(policy, 2, [3, 1, 0, 0])
+
+
+@pytest.mark.parametrize("garbage", [-(2**63), -1, 0, 9, 2**62])
+def test_depths_from_the_device_are_not_trusted(garbage):
+    """Catches: a loop over levels that the buffers do not have, sized by a word that the device never wrote."""
+    policy = AdaptiveTree(3, 64, "cpu")
+    policy._host_depths.send(np.array([1, 2]), torch.tensor([5, garbage]))
+    knobs = policy.knobs
+    assert knobs.depth_min <= step_with(policy, 0.5, [1, 2]) <= knobs.depth_max
+
+
+def test_the_plan_is_sent_after_the_first_forward():
+    """While it shapes nothing before the step ends. Catches: a host that waits for the last level of a draft, a plan
+    that changes the tree whose root made it."""
+    policy = AdaptiveTree(1, 64, "cpu")
+    before = plans_of(policy, [0])
+    policy.begin(torch.tensor([0]), np.array([0]), 64)
+    policy.extend(0, *sure_table(1, policy.num_candidates, 1.0))
+    assert policy._host_depths.read()[0] == policy.knobs.depth_max != before[0][0]
+    assert plans_of(policy, [0]) == before
+    policy.finish(False)
+    assert plans_of(policy, [0]) == [(policy.knobs.depth_max, policy.knobs.width_min)]
+
+
+def test_mutation_the_targets_own_token_counts(monkeypatch):
+    """Mutation: acceptance lengths with the target's own token. Seen to fail `check_history`."""
+    policy = AdaptiveTree(1, 64, "cpu")
+    right = policy.observe
+    monkeypatch.setattr(policy, "observe", lambda rows, num_accepted: right(rows, num_accepted + 1))
+    with pytest.raises(AssertionError):
+        check_history(policy, 0, [1, 1, 3, 4, 2])

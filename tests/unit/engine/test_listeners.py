@@ -1,0 +1,483 @@
+"""What hears the target: each guarded in the one list, each forgetting a row's request with the request."""
+
+import contextlib
+import functools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.drafting import DraftTree
+from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.knobs import Knobs
+from vllm_vidspec.engine.listen import attention, hidden_states, state_store, visual_states
+from vllm_vidspec.engine.listen.attention import AttentionGuidance
+from vllm_vidspec.engine.listen.hidden_states import HiddenStateGuidance
+from vllm_vidspec.engine.listen.listeners import TargetListeners
+from vllm_vidspec.engine.listen.prompts import Guidance
+from vllm_vidspec.engine.listen.protocol import Forward, TargetListener
+from vllm_vidspec.engine.listen.state_store import StateStore
+from vllm_vidspec.engine.listen.trees import TargetTrees
+from vllm_vidspec.engine.listen.visual_states import VisualStates
+from vllm_vidspec.engine.requests import Arrival, RequestRows
+from vllm_vidspec.errors import VidSpecError
+
+NUM_ROWS, NUM_TOKENS, HIDDEN = 4, 8, 4
+VIDEO = np.arange(1, 5)  # prompt indices
+CPU = torch.device("cpu")
+GROUP = SimpleNamespace(rank_in_group=0, world_size=1)
+NOTHING = Forward(None, None)
+LIFE = ["arrive", "before_forward", "after_forward", "release", "forget_kv"]
+
+
+class Counts(dict):
+    """Counters that only add."""
+
+    def add(self, name: str, value: int = 1) -> None:
+        self[name] = self.get(name, 0) + value
+
+    def set(self, name: str, value: int) -> None:
+        self[name] = value
+
+
+class Recorder(TargetListener):
+    """Remembers what it hears, fails where it is told to, and counts what that costs."""
+
+    loss = "nothing"
+
+    def __init__(self, fails_in: str = ""):
+        self.heard: list[str] = []
+        self.cost = 0
+        self._fails_in = fails_in
+
+    def _hear(self, name: str, *arguments) -> int | None:
+        if name == self._fails_in:
+            raise RuntimeError(f"planted in {name}")
+        self.heard.append(name)
+        return arguments[0] // 4 if name == "reserve" else None
+
+    reserve = functools.partialmethod(_hear, "reserve")
+    init_kv = functools.partialmethod(_hear, "init_kv")
+    arrive = functools.partialmethod(_hear, "arrive")
+    before_forward = functools.partialmethod(_hear, "before_forward")
+    after_forward = functools.partialmethod(_hear, "after_forward")
+    release = functools.partialmethod(_hear, "release")
+    forget_kv = functools.partialmethod(_hear, "forget_kv")
+
+    def fail(self, error: Exception) -> None:
+        self.cost += 1
+
+
+def make_knobs(on_draft_error: str = "skip", **knobs) -> Knobs:
+    return Knobs(VidSpecConfig(model="draft", num_speculative_tokens=3, on_draft_error=on_draft_error, **knobs))
+
+
+def in_list(*listeners: TargetListener, on_draft_error: str = "skip") -> TargetListeners:
+    return TargetListeners(listeners, make_knobs(on_draft_error), Agreement(GROUP))
+
+
+def arrival_of(req_state_idx: int = 2, name: str = "video", num_tokens: int = NUM_TOKENS, **more) -> Arrival:
+    """Return a request whose prompt shows one video, or text alone where `name` is ""."""
+    from vllm.multimodal.inputs import PlaceholderRange
+
+    place = PlaceholderRange(offset=int(VIDEO[0]), length=len(VIDEO))
+    feature = SimpleNamespace(mm_position=place, modality="video", identifier=name, data={"pixel_values": None})
+    features = [feature] if name else []
+    return Arrival(f"request-{name}", req_state_idx, list(range(num_tokens)), features, SimpleNamespace(), **more)
+
+
+def batch_of(*rows: int, start: int = 0, count: int = NUM_TOKENS) -> SimpleNamespace:
+    """Return a step that prefills `count` tokens of each row's prompt."""
+    num_reqs = len(rows)
+    return SimpleNamespace(
+        idx_mapping_np=np.array(rows, dtype=np.int32),
+        is_prefilling_np=np.ones(num_reqs, dtype=bool),
+        num_computed_tokens_np=np.full(num_reqs, start),
+        num_scheduled_tokens=np.full(num_reqs, count),
+        query_start_loc_np=np.arange(num_reqs + 1) * count,
+    )
+
+
+# ---- the list -------------------------------------------------------------------------------------------------------
+
+
+def live(listeners: TargetListeners) -> None:
+    """Let a request come, be seen in a forward, and go."""
+    listeners.admit(arrival_of())
+    listeners.before_forward(batch_of(2))
+    listeners.after_forward(NOTHING)
+    listeners.forget(2)
+    listeners.forget_kv()
+
+
+@pytest.mark.parametrize("step", LIFE)
+def test_an_exception_in_one_is_paid_by_that_one(step, monkeypatch):
+    """Catches: a guard that is missing, that stops at the first failure, or that lets the others pay."""
+    logged: list[str] = []
+    logger = SimpleNamespace(error=lambda *args, **_: logged.append(args[0] % args[1:]))
+    monkeypatch.setattr("vllm_vidspec.engine.listen.listeners.logger", logger)
+    before, failing, after = Recorder(), Recorder(step), Recorder()
+    listeners = in_list(before, failing, after)
+    live(listeners)
+    live(listeners)
+    assert before.heard == after.heard == 2 * LIFE
+    assert failing.heard == 2 * [name for name in LIFE if name != step]
+    assert [listener.cost for listener in (before, failing, after)] == [0, 2, 0]
+    assert logged == ["vidspec: nothing"]
+
+
+def test_an_exception_is_let_through_where_that_is_asked_for():
+    """Alone it is raised; with other ranks, which would wait for this one, the engine ends with its line."""
+    with pytest.raises(RuntimeError, match="planted in arrive"):
+        live(in_list(Recorder("arrive"), on_draft_error="raise"))
+    ended: list[str] = []
+    ranks = SimpleNamespace(is_alone=False, abort=ended.append)
+    live(TargetListeners([Recorder("arrive")], make_knobs("raise"), ranks))
+    assert ended == ["planted in arrive"]
+
+
+def test_memory_is_asked_for_by_turns_and_refusals_are_not_survived():
+    """Catches: a reserve that only the first hears, or that promises the same bytes twice."""
+    first, second = Recorder(), Recorder()
+    listeners = in_list(first, second)
+    assert listeners.reserve(1600) == 400 + 300
+    listeners.init_kv(None)
+    assert first.heard == second.heard == ["reserve", "init_kv"]
+    for step in ("reserve", "init_kv"):
+        with pytest.raises(RuntimeError, match=f"planted in {step}"):
+            failing = in_list(Recorder(step))
+            failing.reserve(1600)
+            failing.init_kv(None)
+
+
+def test_a_row_table_of_the_requests():
+    """Catches: an end of a request that some listener is not told of."""
+    requests, first, second = RequestRows(NUM_ROWS, CPU), Recorder(), Recorder()
+    requests.register(in_list(first, second))
+    requests.admit(arrival_of())
+    requests.forget(2)
+    assert first.heard == second.heard == ["arrive", "release"]
+
+
+# ---- guidance -------------------------------------------------------------------------------------------------------
+
+
+def make_guidance(kind: type[Guidance], monkeypatch, **more) -> Guidance:
+    """Return guidance without a target: one layer of attention, or hidden states that are embeddings of the ids."""
+    counters, agreement = Counts(), Agreement(GROUP)
+    if kind is AttentionGuidance:
+        layer = SimpleNamespace(impl=SimpleNamespace(num_heads=1, head_size=HIDDEN, scale=1.0))
+        monkeypatch.setattr(attention, "attention_layers", lambda config: {"layers.0": layer})
+        monkeypatch.setattr(attention, "get_tensor_model_parallel_world_size", lambda: 1)
+        monkeypatch.setattr(attention, "check_readable", lambda *_: None)
+        monkeypatch.setattr(attention.compat, "observe_attention", lambda layer, observer: None)
+        vllm_config = SimpleNamespace(device_config=SimpleNamespace(device=CPU))
+        return AttentionGuidance(make_knobs(**more), vllm_config, counters, agreement)
+    monkeypatch.setattr(hidden_states.compat, "expose_hidden_states", lambda target, layers: None)
+    model = SimpleNamespace(dtype=torch.float32, get_hidden_size=lambda: HIDDEN, get_total_num_hidden_layers=lambda: 2)
+    target = SimpleNamespace(embed_input_ids=lambda ids: ids[:, None].float().expand(-1, HIDDEN))
+    vllm_config = SimpleNamespace(model_config=model, device_config=SimpleNamespace(device=CPU))
+    return HiddenStateGuidance(make_knobs(pruner="uv", **more), target, vllm_config, counters, agreement)
+
+
+def hear(listeners: TargetListeners, guidance: Guidance, batch: SimpleNamespace) -> None:
+    """Let the list hear a forward in which every visual token draws as much attention as the other."""
+    listeners.before_forward(batch)
+    step = getattr(guidance, "_step", None)
+    if step is not None:
+        step.sums += 1.0
+        step.num_observed += 1
+    states = torch.ones(int(batch.query_start_loc_np[-1]), HIDDEN)
+    listeners.after_forward(Forward(states, [states, states]))
+
+
+KINDS = (AttentionGuidance, HiddenStateGuidance)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_guidance_is_of_the_request_in_the_row(kind, monkeypatch):
+    """Catches: a row whose next request finds the prompt of the one before, or bytes that its states leave behind."""
+    guidance = make_guidance(kind, monkeypatch)
+    guidance.reserve(1 << 20)
+    listeners = in_list(guidance, on_draft_error="raise")
+    listeners.admit(arrival_of(2, "first"))
+    listeners.admit(arrival_of(0, "other"))
+    hear(listeners, guidance, batch_of(0, 2))
+    listeners.forget(2)
+    listeners.admit(arrival_of(2, ""))  # there is nothing to choose in it
+    hear(listeners, guidance, batch_of(2))
+    assert guidance.take(2) is None
+    listeners.admit(arrival_of(2, "second", has_embeds=True))  # its tokens mean nothing
+    assert guidance.take(2) is None
+    guided = guidance.take(0).wait()
+    assert guided.outcome == ("guided_prompts",) and len(guided.scores[0]) == len(VIDEO)
+    assert not guidance._prompts and getattr(guidance, "_num_bytes", 0) == 0
+    assert list(guidance._remembered) == ["other"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [
+        (AttentionGuidance, "before_forward"),
+        (AttentionGuidance, "after_forward"),
+        (HiddenStateGuidance, "_allocate"),
+        (HiddenStateGuidance, "_embed"),
+        (HiddenStateGuidance, "_hear"),
+    ],
+)
+def test_a_failure_costs_the_prompts_in_prefill_their_guidance(kind, step, monkeypatch):
+    """Catches: a reason that is not counted, bytes never given back, a later prompt that pays too."""
+    guidance = make_guidance(kind, monkeypatch)
+    guidance.reserve(1 << 20)
+    other = Recorder()
+    listeners = in_list(guidance, other)
+    with monkeypatch.context() as patch:
+        patch.setattr(guidance, step, lambda *_: 1 / 0)
+        listeners.admit(arrival_of(1))
+        hear(listeners, guidance, batch_of(1))
+    assert other.heard == ["arrive", "before_forward", "after_forward"] and other.cost == 0
+    assert guidance.take(1).wait() == (None, ("unguided_error",))
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(guidance, step, lambda *_: 1 / 0)
+        raising = in_list(guidance, on_draft_error="raise")
+        raising.admit(arrival_of(1))
+        hear(raising, guidance, batch_of(1))
+    listeners.forget(1)
+    assert getattr(guidance, "_num_bytes", 0) == 0
+    listeners.admit(arrival_of(1))
+    hear(listeners, guidance, batch_of(1))
+    assert guidance.take(1).wait().outcome == ("guided_prompts",)
+
+
+def test_an_observer_never_leaves_the_forward(monkeypatch):
+    """Catches: an exception inside the target's forward, and one that is lost there, or that a later step pays for."""
+    guidance = make_guidance(AttentionGuidance, monkeypatch)
+    listeners = in_list(guidance)
+    listeners.admit(arrival_of(1))
+    listeners.before_forward(batch_of(1))
+    guidance._observe(0, None, None, None, object())  # a layer without a query
+    guidance._step.num_observed += 1
+    listeners.after_forward(NOTHING)
+    assert guidance.take(1).wait().outcome == ("unguided_error",)
+    listeners.admit(arrival_of(1))
+    hear(listeners, guidance, batch_of(1))
+    assert guidance.take(1).wait().outcome == ("guided_prompts",)
+    raising = in_list(guidance, on_draft_error="raise")
+    guidance._observe(0, None, None, None, object())  # no step, no error
+    raising.after_forward(NOTHING)
+
+
+def test_a_forward_that_was_not_heard_whole_leaves_no_scores(monkeypatch):
+    """Catches: sums of some layers, as of a captured graph, that pass for those of all."""
+    guidance = make_guidance(AttentionGuidance, monkeypatch)
+    listeners = in_list(guidance, on_draft_error="raise")
+    listeners.admit(arrival_of(1))
+    listeners.before_forward(batch_of(1))
+    listeners.after_forward(NOTHING)
+    assert guidance.take(1).wait() == (None, ("unguided_unobserved",))
+
+
+def test_layers_follow_the_knobs(monkeypatch):
+    """Catches: layers of the start-up's knobs; a refused change of which half is kept."""
+    guidance = make_guidance(AttentionGuidance, monkeypatch)
+    knobs = guidance.knobs
+    knobs.change(knobs.now.changed({"guidance_layers": (0,)}))
+    assert guidance._layers == {0}
+    with pytest.raises(VidSpecError, match="layers 0 to 0, not 1"):
+        knobs.change(knobs.now.changed({"guidance_layers": (1,)}))
+    assert guidance._layers == {0} and knobs.now.prune.guidance_layers == (0,)
+
+
+def test_states_beyond_the_bound_are_not_kept(monkeypatch):
+    """Catches: a bound that is not one, a prompt that waits for room which another gives back."""
+    guidance = make_guidance(HiddenStateGuidance, monkeypatch)
+    guidance._max_bytes = len(VIDEO) * HIDDEN * 4
+    listeners = in_list(guidance, on_draft_error="raise")
+    for row in (0, 1):
+        listeners.admit(arrival_of(row, f"video-{row}"))
+    hear(listeners, guidance, batch_of(0, 1))
+    assert [guidance.take(row).wait().outcome for row in (0, 1)] == [("guided_prompts",), ("unguided_memory",)]
+    assert guidance._num_bytes == 0
+
+
+# ---- the video's states ---------------------------------------------------------------------------------------------
+
+
+def make_states(monkeypatch, num_blocks: int = 4) -> VisualStates:
+    """Return the states of requests that all need relevance, in a store of so many blocks."""
+    monkeypatch.setattr(visual_states, "get_tp_group", lambda: GROUP)
+    monkeypatch.setattr(visual_states, "visual_indices", lambda feature: VIDEO)
+    block_bytes = state_store.BLOCK_ROWS * HIDDEN * 4
+    knobs = make_knobs(request_scorers=("strict", "loose"), lambda_max=1.0, relevance_bytes=num_blocks * block_bytes)
+    model = SimpleNamespace(dtype=torch.float32, max_model_len=256, get_hidden_size=lambda: HIDDEN)
+    vllm_config = SimpleNamespace(model_config=model, device_config=SimpleNamespace(device=CPU))
+    ready: list[int] = []
+    rules = SimpleNamespace(needs_relevance=lambda req_state_idx: True, ready=ready.append, of=ready)
+    states = VisualStates(knobs, vllm_config, NUM_ROWS, Counts(), rules, Agreement(GROUP))
+    states.reserve(1 << 20)
+    states.init_kv(SimpleNamespace(kv_allocation=lambda: torch.no_grad()))
+    return states
+
+
+def measured(states: VisualStates, *rows: int) -> list[float]:
+    """Return the relevance of one state of each row."""
+    batch = SimpleNamespace(
+        logits_indices=torch.arange(len(rows)),
+        cu_num_logits=torch.arange(len(rows) + 1, dtype=torch.int32),
+        idx_mapping=torch.tensor(rows),
+        idx_mapping_np=np.array(rows),
+    )
+    return states.relevance(torch.ones(len(rows), HIDDEN), batch, 1).tolist()
+
+
+def test_states_are_of_the_request_in_the_row(monkeypatch):
+    """Catches: a row whose next request is measured against the video before; room that never comes back."""
+    states = make_states(monkeypatch)
+    listeners = in_list(states, on_draft_error="raise")
+    listeners.admit(arrival_of(2))
+    listeners.admit(arrival_of(0, "other"))
+    listeners.before_forward(batch_of(2, 0))
+    listeners.after_forward(Forward(torch.ones(2 * NUM_TOKENS, HIDDEN), None))
+    assert states._rules.of == [2, 0] and states.counters["relevance_prompts"] == 2
+    assert measured(states, 2, 0, 1) == pytest.approx([1.0, 1.0, 0.0])
+    listeners.forget(2)
+    listeners.admit(arrival_of(2, ""))
+    assert measured(states, 2, 0) == pytest.approx([0.0, 1.0]) and list(states._holders) == [0]
+    assert not states.store._is_stale
+    listeners.forget(2)
+    listeners.admit(arrival_of(2, adapter="another"))  # other weights, other states
+    assert states._holders[2].num_reused == 0
+    listeners.forget(2)
+    listeners.admit(arrival_of(2))
+    assert states._holders[2].num_reused == 1
+    listeners.forget(2)
+    listeners.forget(0)
+    listeners.forget_kv()
+    assert len(states.store._free) == 4
+
+
+@pytest.mark.parametrize("step", ["_claim", "_hear", "_finish"])
+def test_a_failure_costs_the_requests_in_prefill_their_looseness(step, monkeypatch):
+    """Catches: a request that is loose without its states, one that was before and pays, blocks that are lost, a rank
+    that the others wait for because it has failed.
+    """
+    states, settled = make_states(monkeypatch), []
+    listeners = in_list(states)
+    monkeypatch.setattr(states._agreement, "settle", lambda phase, flags: settled.append(flags) or flags)
+    for row, fails in ((0, False), (1, True), (3, False)):
+        with monkeypatch.context() as patch:
+            if fails:
+                patch.setattr(states, step, lambda *_: 1 / 0)
+            listeners.admit(arrival_of(row, f"video-{row}"))
+            listeners.before_forward(batch_of(row))
+            listeners.after_forward(Forward(torch.ones(NUM_TOKENS, HIDDEN), None))
+    assert states._rules.of == [0, 3] and settled == [[True], [False], [True]]
+    assert states.counters["strict_error"] == 1 and states.counters["relevance_prompts"] == 2
+    assert measured(states, 0, 1, 3) == pytest.approx([1.0, 0.0, 1.0])
+    assert len(states.store._free) == 4 - 2
+
+
+def test_what_cannot_be_measured_is_nan_and_counted_once(monkeypatch):
+    states = make_states(monkeypatch)
+    listeners = in_list(states)
+    listeners.admit(arrival_of(1))
+    monkeypatch.setattr(state_store, "visual_relevance", lambda *_: 1 / 0)
+    assert np.isnan(measured(states, 0, 1)).all() and np.isnan(measured(states, 1)).all()
+    assert states.counters["strict_error"] == 1
+    states.knobs.change(states.knobs.now.changed({"on_draft_error": "raise"}))
+    with pytest.raises(ZeroDivisionError):
+        measured(states, 1)
+
+
+def test_states_are_given_up_before_the_pool_is_lost(monkeypatch):
+    """Catches: a pool kept while the engine sleeps; items found by later requests whose states are gone; blocks that
+    never come back, or come back twice, as those of a request whose relevance could not be measured.
+    """
+    states, entered = make_states(monkeypatch), []
+    store, listeners = states.store, in_list(states)
+
+    @contextlib.contextmanager
+    def allocation():
+        entered.append("pool")
+        yield
+        entered.append(store.pool.shape[0])
+
+    listeners.init_kv(SimpleNamespace(kv_allocation=allocation))
+    assert entered == ["pool", len(store._free)] == ["pool", 4]
+    for row, count in ((0, NUM_TOKENS), (1, 1), (2, NUM_TOKENS)):  # the second waits for its prefill to go on
+        listeners.admit(arrival_of(row, f"video-{row}"))
+        listeners.before_forward(batch_of(row, count=count))
+        listeners.after_forward(Forward(torch.ones(count, HIDDEN), None))
+    with monkeypatch.context() as patch:
+        patch.setattr(state_store, "visual_relevance", lambda *_: 1 / 0)
+        measured(states, 2)
+    assert len(store._items) == 2 and len(store._free) == 1
+    listeners.forget_kv()
+    for row in range(3):
+        listeners.forget(row)
+    assert not store._items and sorted(store._free) == list(range(4))
+
+
+def test_the_store_drops_what_nobody_uses_the_oldest_first():
+    """Catches: an item in use that is dropped, one that a strict request drops, the wrong one of two."""
+    store = StateStore(HIDDEN, torch.float32, 256, NUM_ROWS, CPU, GROUP)
+    with pytest.raises(VidSpecError, match="hold nothing"):
+        store.reserve(store.bytes_per_block - 1, 1 << 20)
+    with pytest.raises(VidSpecError, match="leaves nothing"):
+        store.reserve(1 << 20, store.bytes_per_block)
+    assert store.reserve(3 * store.bytes_per_block, 1 << 20) == 3 * store.bytes_per_block
+    store.allocate(torch.no_grad())
+    items = [store.make(key, 4, may_drop=True) for key in (b"a", b"b", b"c")]
+    for item in items:
+        item.heard[:] = True
+        assert store.publish(item) is item
+    assert store.make(b"d", 4, may_drop=True) is None
+    store.drop(items[0])
+    store.drop(items[1])
+    assert store.find(b"a") is items[0]
+    store.drop(items[0])  # used after b
+    assert store.make(b"d", 4, may_drop=False) is None
+    d = store.make(b"d", 4, may_drop=True)
+    assert (d.blocks, items[0] in store, items[1] in store) == (items[1].blocks, True, False)
+    twin = store.make(b"c", 4, may_drop=True)  # two prompts of one video side by side: the first to end is kept
+    twin.heard[:] = True
+    assert store.publish(twin) is items[2] and items[2].users == 2 and store._free == twin.blocks
+
+
+# ---- trees ----------------------------------------------------------------------------------------------------------
+
+
+def make_trees(requests: RequestRows) -> TargetTrees:
+    state = SimpleNamespace(
+        prepare_inputs=lambda input_batch, req_states: {}, prepare_dummy_inputs=lambda num_reqs, num_tokens: {}
+    )
+    return TargetTrees([], state, requests, max_nodes=3, max_num_tokens=16, device=CPU)
+
+
+def test_a_row_is_a_chain_again_after_its_request():
+    """Catches: a row whose next request's placeholders are verified as the tree of the one before."""
+    requests = RequestRows(NUM_ROWS, CPU)
+    trees = make_trees(requests)
+    chains = [table.clone() for table in (trees.parents, trees.depths, trees.ancestors)]
+    rows = np.array([1, 3])
+    tree = DraftTree(2, 3, CPU)  # three leaves under the root
+    listeners = in_list(trees, on_draft_error="raise")
+    trees.store(torch.from_numpy(rows), rows, tree)
+    assert requests.is_tree.tolist() == [False, True, False, True] and trees.parents[3].tolist() == [-1, 0, 0, 0]
+    listeners.forget(3)
+    assert requests.is_tree.tolist() == [False, True, False, False] and trees.parents[3].equal(chains[0][3])
+    trees.store(torch.tensor([1]), np.array([1]), None)
+    assert not requests.is_tree.any()
+    assert all(map(torch.equal, (trees.parents, trees.depths, trees.ancestors), chains))
+
+
+def test_a_failure_of_trees_is_not_survived():
+    """Catches: a forward whose tree nodes stand where a chain's would."""
+    trees = make_trees(RequestRows(NUM_ROWS, CPU))
+    with pytest.raises(AttributeError):
+        in_list(trees).before_forward(batch_of(1))
+    groups = SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=[None, None]))
+    with pytest.raises(VidSpecError, match="use chain"):
+        in_list(trees).init_kv(groups)

@@ -1,0 +1,135 @@
+"""Who is loose and when, what no mismatch may touch, and what changes with the knobs; without a model."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.engine.knobs import Knobs
+from vllm_vidspec.engine.requests import Arrival
+from vllm_vidspec.engine.verify import rules as rules_module
+from vllm_vidspec.engine.verify.rules import LooseRules
+from vllm_vidspec.engine.verify.step import VerifySlice, VerifyStep
+
+VOCAB_SIZE, NUM_ROWS = 70, 4
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Return rules that protect token 9, or 5 with words of one's own; `made.counted` says who is strict, and why."""
+    monkeypatch.setattr(rules_module, "protected_ids", lambda config, _: {5} if config.score.protected_tokens else {9})
+    counted: list[str] = []
+    vllm_config = SimpleNamespace(device_config=SimpleNamespace(device=torch.device("cpu")), model_config=None)
+    seeds = SimpleNamespace(sampling_states=SimpleNamespace(seeds=SimpleNamespace(gpu=torch.arange(NUM_ROWS))))
+    knobs = Knobs(VidSpecConfig(model="self", num_speculative_tokens=3, scorer="loose", request_scorers=SCORERS))
+    rules = LooseRules(knobs, vllm_config, NUM_ROWS, VOCAB_SIZE, seeds, SimpleNamespace(add=counted.append))
+    return SimpleNamespace(rules=rules, knobs=knobs, counted=counted)
+
+
+SCORERS = ("loose", "fly", "random")
+
+
+def arrival(req_state_idx: int, stops=(), **asked) -> Arrival:
+    sampling = SimpleNamespace(
+        extra_args={f"vidspec_{name}": value for name, value in asked.items()},
+        all_stop_token_ids=set(stops),
+        **dict.fromkeys(("structured_outputs", "logprobs", "logprob_token_ids", "stop")),
+    )
+    return Arrival(f"request-{req_state_idx}", req_state_idx, [], [], sampling)
+
+
+def loose_rows(rules: LooseRules) -> list[int]:
+    return [row for row in range(NUM_ROWS) if rules.any_loose(np.array([row]))]
+
+
+def test_a_request_is_loose_between_its_prefill_and_its_end(made):
+    """Catches: a rule before relevance can be measured, one that a row's next request finds, a choice that is lost."""
+    rules, every = made.rules, np.arange(NUM_ROWS)
+    rules.admit(arrival(0))
+    rules.admit(arrival(1, scorer="fly"))
+    rules.admit(arrival(2, scorer="strict"))
+    rules.admit(Arrival("pooling", 3, [], [], None))
+    assert [rules.needs_relevance(row) for row in range(NUM_ROWS)] == [True, False, False, False]
+    assert loose_rows(rules) == [1] and not rules.any_by_relevance(every)
+    for row in range(NUM_ROWS):
+        rules.ready(row)
+    assert loose_rows(rules) == [0, 1] and rules.any_by_relevance(every)
+    rules.forget(0)
+    rules.admit(arrival(1))
+    assert loose_rows(rules) == [] and not rules.needs_relevance(0) and rules.needs_relevance(1)
+    assert made.counted == []
+
+
+def test_who_is_strict_against_its_wish_is_counted(made):
+    """Catches: a wrong parameter that ends the engine, a tool call that is loosened."""
+    made.rules.admit(arrival(0, lamda=1))
+    made.rules.admit(arrival(1, calls_tools=True))
+    assert made.counted == ["strict_error", "strict_tools"]
+    assert loose_rows(made.rules) == [] and not made.rules.needs_relevance(1)
+
+
+def part(drafts: list[int], relevance: list[float] | None = None) -> VerifySlice:
+    """Return a chain of row 1, the first of `drafts` its root."""
+    n = len(drafts)
+    measured = None if relevance is None else torch.tensor(relevance)
+    rows, nodes = torch.ones(n, dtype=torch.int64), torch.arange(n)
+    ends = torch.tensor([0, n], dtype=torch.int32)
+    return VerifySlice(
+        rows[:1], np.array([1]), ends, np.array([n]), rows, nodes, nodes + 7, torch.tensor(drafts), measured, None
+    )
+
+
+def test_what_no_mismatch_may_touch(made):
+    """Protected drafts and targets, what a request forbids, what follows its end, relevance that nobody measured.
+
+    Catches: a bit of a neighbouring token, a stop token of the row's last request, words of the knobs before.
+    """
+    rules = made.rules
+    target = torch.tensor([1, 1, 9, 1, 1, 1, 1])  # after each row; the draft of row i is compared with that of i - 1
+    logits = torch.zeros(7, VOCAB_SIZE)
+    logits[4, 33] = -torch.inf
+
+    def may(relevance=None, **knobs) -> list[bool]:
+        drafts = [2, 9, 41, 3, 64, 33, 8]
+        return rules.looseness(part(drafts, relevance), target, logits).may_loosen[1:].tolist()
+
+    rules.admit(arrival(1, stops=[64, 10**6]))
+    rules.ready(1)
+    assert may() == [False, True, False, False, False, True]
+    rules.admit(arrival(1, stops=[41]))
+    rules.ready(1)
+    assert may() == [False, False, False, True, False, True]
+    assert may([0.0] * 6 + [float("nan")])[-2:] == [False, False]
+    made.knobs.change(made.knobs.now.changed({"protected_tokens": ("no",), "position_shift": False}))
+    rules.admit(arrival(1))
+    rules.ready(1)
+    assert may() == [True, True, True, True, False, True]
+
+
+def test_whose_relevance_a_draft_is_judged_by(made):
+    """Catches: a row that is off by one, in either reading; a share or a rule of another row."""
+    rules, relevance, logits = made.rules, [0.1, 0.2, 0.3], torch.zeros(3, VOCAB_SIZE)
+    rules.admit(arrival(1, **{"lambda": 0.25}))
+    rules.ready(1)
+    found = rules.looseness(part([2, 3, 4], relevance), torch.zeros(3, dtype=torch.int64), logits)
+    assert found.scores.tolist() == pytest.approx(relevance)
+    assert found.shares.tolist() == [0, 0.25, 0, 0] and (found.rules != 0).tolist() == [False, True, False, False]
+    made.knobs.change(made.knobs.now.changed({"relevance_rows": "prediction"}))
+    found = rules.looseness(part([2, 3, 4], relevance), torch.zeros(3, dtype=torch.int64), logits)
+    assert found.scores.tolist() == pytest.approx([0.1, 0.1, 0.2])
+
+
+def test_a_step_is_seen_slice_by_slice():
+    """Catches: rows or relevance of another slice, an output order that outlives its slice, states that are kept."""
+    step = VerifyStep(torch.ones(9, 2))
+    step.open(np.array([0, 2, 3, 7, 9]), torch.arange(9.0))
+    assert step.hidden_states is None
+    seen = []
+    for num_reqs, num_logits in ((1, 2), (2, 5), (1, 2)):
+        num_logits_np, relevance = step.advance(num_reqs, num_logits)
+        assert step.output_order is None
+        step.output_order = torch.arange(num_logits)
+        seen.append((num_logits_np.tolist(), relevance.tolist()))
+    assert seen == [([2], [0, 1]), ([1, 4], [2, 3, 4, 5, 6]), ([2], [7, 8])]

@@ -1,0 +1,252 @@
+"""The groups of knobs, each of which is what one room takes; needs pydantic only."""
+
+import difflib
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from vllm_vidspec.config.paths import SPECVLM_PATHS, Path, parse_paths
+
+PRUNERS = (
+    *("none", "specvlm", "attention", "uv", "uniform", "random"),
+    *("window:front", "window:middle", "window:end", "frame", "fastvid", "dycoke"),
+)
+_PRUNER_ALIASES = {"window": "window:middle"}
+
+IMAGE_PRUNE_RATIO = 0.8  # an image's tokens are fewer and less alike than a video's (SAGE's default)
+
+DIGITS = "0-9"
+# Small words that turn a sentence into its opposite, and yet have nothing to do with the video (LVSpec, limitations).
+PROTECTED_TOKENS = (
+    *("no", "not", "n't", "'t", "never", "none", "nothing", "nobody", "neither", "nor", "cannot", "without"),
+    *(f"{verb}n't" for verb in ("is", "are", "was", "were", "do", "does", "did", "ca", "wo", "has", "have", "had")),
+    *("isn", "aren", "wasn", "weren", "don", "doesn", "didn", "hasn", "haven", "hadn"),
+    DIGITS,
+)
+
+ScorerName = Literal["strict", "loose", "fly", "fly-entropy", "random"]
+# Keys of a request's `vllm_xargs`.
+REQUEST_SCORER, REQUEST_LAMBDA = "vidspec_scorer", "vidspec_lambda"
+
+
+def nearest(name: str, known: tuple[str, ...]) -> str:
+    """Return a hint at the known name that a wrong one is closest to, "" where none is close."""
+    match = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+class Group(BaseModel):
+    """Knobs that one room takes. Each has a flat name too, by which it is given outside its group."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+
+    prefix: ClassVar[str] = ""  # of the flat names
+    renamed: ClassVar[dict[str, str]] = {}  # those that are not made so
+
+    @classmethod
+    def flat_names(cls) -> dict[str, str]:
+        """Return every knob's flat name by its name in the group."""
+        return {name: cls.renamed.get(name, cls.prefix + name) for name in cls.model_fields}
+
+
+class PruneKnobs(Group):
+    """What the draft sees of images and videos."""
+
+    renamed: ClassVar[dict[str, str]] = {
+        "ratio": "prune_ratio",
+        "image_ratio": "image_prune_ratio",
+        "seed": "prune_seed",
+        "positions": "draft_positions",
+    }
+
+    ratio: float = Field(default=0.9, ge=0.0, le=1.0)
+    """Share of the video tokens dropped for the draft (the target always sees all). 0 keeps everything; 1.0 is a
+    text-only draft."""
+    image_ratio: float | None = Field(default=None, ge=0.0, le=1.0)
+    """The same for image tokens. Default: 0.8, or `prune_ratio` where that is lower or 1. Every image and every video
+    of a prompt has a budget of its own: its tokens times 1 - ratio, rounded down, at least one token unless the ratio
+    is 1."""
+    pruner: str = "specvlm"
+    """Which tokens stay: `none`, `specvlm`, `attention`, `uv`, `uniform`, `random`, `window:front`, `window:middle`,
+    `window:end`, `frame`, `fastvid`, `dycoke`. `specvlm` and `attention` follow the target's attention, `uv` its hidden
+    states; the others look at neither. `none` keeps everything and ignores the ratios; `window` is short for
+    `window:middle`."""
+    lambda_r: float = Field(default=0.4, ge=0.0, le=1.0)
+    """`specvlm`: share of the attention whose tokens are kept outright; the rest of the budget is spread evenly over
+    the others."""
+    guidance_layers: Literal["all"] | tuple[Annotated[int, Field(ge=0)], ...] = "all"
+    """`specvlm`, `attention`: the target's layers whose attention is summed, counted from 0."""
+    uv_layer: int | None = Field(default=None, ge=1)
+    """`uv`: the target's layer whose hidden states are compared with the embeddings (the paper's Lmax). Default: 20, or
+    seven tenths of the layers where that is less."""
+    guidance_bytes: int | None = Field(default=None, ge=1)
+    """`uv`: most memory per rank for the hidden states of prompts that are being prefilled; it is taken out of the KV
+    memory. Default: a twentieth of that. A prompt that would exceed it is pruned uniformly."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the `random` pruner. One seed and one video size: one choice."""
+    positions: Literal["original", "compacted"] = Field(
+        default="original", json_schema_extra={"instruments": ["compacted"]}
+    )
+    """Positions of the draft's tokens: `original` keeps each kept token's position in the full prompt; `compacted`
+    numbers the kept tokens anew."""
+
+    @field_validator("pruner")
+    @classmethod
+    def _known_pruner(cls, name: str) -> str:
+        name = _PRUNER_ALIASES.get(name, name)
+        if name not in PRUNERS:
+            raise ValueError(f"unknown pruner {name!r}{nearest(name, PRUNERS)}; known: {', '.join(PRUNERS)}")
+        return name
+
+    @field_validator("guidance_layers", mode="after")
+    @classmethod
+    def _distinct_layers(cls, layers: str | tuple[int, ...]) -> str | tuple[int, ...]:
+        if isinstance(layers, str):
+            return layers
+        if not layers:
+            raise ValueError('guidance_layers names no layer; give at least one, or "all"')
+        return tuple(sorted(set(layers)))
+
+    def ratio_for(self, modality: str) -> float:
+        """Return the prune ratio of a modality ("video" or "image"); `pruner: none` keeps everything."""
+        if self.pruner == "none":
+            return 0.0
+        if modality != "image":
+            return self.ratio
+        if self.image_ratio is not None:
+            return self.image_ratio
+        return 1.0 if self.ratio == 1.0 else min(self.ratio, IMAGE_PRUNE_RATIO)
+
+
+class TreeKnobs(Group):
+    """The shapes of draft trees.
+
+    All but the paths are those of `tree-adaptive`; the defaults are SAGE's (section 5.1).
+    """
+
+    prefix: ClassVar[str] = "tree_"
+
+    paths: tuple[Path, ...] | None = None
+    """The tree of `tree-static` as rank paths, `[[0], [1], [0, 0], ...]`: `[0, 1]` is the second-best child of the best
+    child of the root. Default: SpecVLM's 25 nodes of depth 5."""
+    depth_min: int = Field(default=3, ge=1, le=64)
+    """Depth where the draft is least sure."""
+    depth_max: int = Field(default=8, ge=1, le=64)
+    """Depth where it is surest."""
+    width_min: int = Field(default=2, ge=1, le=32)
+    """Children of the root where the draft is surest."""
+    width_max: int = Field(default=10, ge=1, le=32)
+    """Children of the root where it is least sure."""
+    entropy_top_k: int = Field(default=10, ge=2, le=32)
+    """Tokens whose probabilities, renormalised, make the entropy."""
+    threshold: float = Field(default=0.1, ge=0.0, lt=1.0)
+    """A node at level l of a tree of depth D needs a path of more probability than this times l / D."""
+    history: int = Field(default=10, ge=0, le=1024)
+    """Steps whose mean acceptance moves the greatest depth; 0 keeps it fixed."""
+    history_low: float = Field(default=2.0, ge=0.0)
+    """Fewer accepted drafts per step than this make trees shallower."""
+    history_high: float = Field(default=3.0, ge=0.0)
+    """More than this make trees deeper, up to `tree_depth_max`."""
+    lookahead: bool = True
+    """The entropy of one step shapes the next step's tree, so that the host knows its depth in time.
+    False uses the step's own entropy and always runs `tree_depth_max` draft forwards."""
+    fill: bool | None = None
+    """Fill every tree up to `num_speculative_tokens` with the next-best nodes, as leaves. Default:
+    where vLLM schedules asynchronously and so verifies that many tokens anyway."""
+
+    @model_validator(mode="after")
+    def _ordered_ranges(self) -> Self:
+        for low, high in (("depth_min", "depth_max"), ("width_min", "width_max"), ("history_low", "history_high")):
+            lowest, highest = getattr(self, low), getattr(self, high)
+            if lowest > highest:
+                raise ValueError(f"tree_{low} {lowest} is more than tree_{high} {highest}")
+        return self
+
+    @property
+    def static_paths(self) -> tuple[Path, ...]:
+        """The static tree's rank paths.
+
+        Raises:
+            VidSpecError: `paths` is no tree.
+        """
+        return SPECVLM_PATHS if self.paths is None else parse_paths(self.paths)
+
+
+class ScoreKnobs(Group):
+    """How drafts are verified."""
+
+    scorer: ScorerName = Field(default="strict", json_schema_extra={"instruments": ["random"]})
+    """Which drafts stand. `strict`: exactly what vanilla vLLM would have emitted (lossless at every temperature). The
+    others give up that guarantee for longer acceptance: `loose` (LVSpec) lets mismatches stand where the text has least
+    to do with the video; `fly` where the target is unsure and the next `fly_window` drafts match, `fly-entropy` where
+    it is unsure; `random` anywhere, as a baseline for measurements."""
+    request_scorers: tuple[ScorerName, ...] | None = Field(default=None, json_schema_extra={"instruments": ["random"]})
+    """Scorers that a request may ask for with `vllm_xargs: {"vidspec_scorer": ...}`. Default: `strict` and the server's
+    own."""
+    lambda_loose: float = Field(default=0.7, ge=0.0, le=1.0)
+    """`loose`, `random`: share of a step's drafts whose mismatches stand (LVSpec's lambda)."""
+    lambda_max: float | None = Field(default=None, ge=0.0, le=1.0)
+    """The most that a request may ask for with `vllm_xargs: {"vidspec_lambda": ...}`. Default: `lambda_loose`, so that
+    clients can only be stricter."""
+    top_n: int = Field(default=10, ge=1, le=128)
+    """`loose`: a draft's relevance is its mean cosine with so many video tokens."""
+    position_shift: bool = True
+    """`loose`: a mismatch also stands where the target's token is among the step's drafts (LVSpec's position-shift
+    tolerance)."""
+    relevance_rows: Literal["token", "prediction"] = "token"
+    """`loose`: whose hidden state a draft's relevance is measured on: its own (`token`, LVSpec eq. 7) or the one that
+    predicts it, a position earlier (`prediction`)."""
+    relevance_dtype: Literal["auto", "fp8"] = "auto"
+    """`loose`: how video tokens' hidden states are kept: in the model's dtype, or in one byte."""
+    relevance_bytes: int | None = Field(default=None, ge=1)
+    """`loose`: memory per rank for these hidden states; it is taken out of the KV memory. Default: a twentieth of that.
+    A request that does not fit is verified strictly."""
+    fly_entropy: float = Field(default=0.2, ge=0.0, le=1.0)
+    """`fly`, `fly-entropy`: entropy of the target's distribution, divided by the greatest possible, above which it
+    counts as unsure."""
+    fly_window: int = Field(default=4, ge=1, le=64)
+    """`fly`: drafts after a mismatch that must match exactly."""
+    fly_top_k: int = Field(default=0, ge=0)
+    """`fly`, `fly-entropy`: tokens that the entropy is taken over; 0: the whole vocabulary."""
+    protected_tokens: tuple[str, ...] | None = None
+    """Words that no mismatch may put in or leave out: every token that is one of them, with or without a space before
+    it, in any case; `"0-9"` is every token with a digit. Default: English negations and digits. Special tokens, the end
+    of the text and a request's stop tokens are always protected."""
+
+    @model_validator(mode="after")
+    def _reachable_scorers(self) -> Self:
+        if self.request_scorers is not None and self.scorer not in (*self.request_scorers, "strict"):
+            raise ValueError(f"request_scorers leaves out the server's own scorer, {self.scorer!r}")
+        return self
+
+    @property
+    def scorers(self) -> frozenset[str]:
+        """Every scorer that a request of this server can have."""
+        return frozenset({"strict", self.scorer, *(self.request_scorers or ())})
+
+    @property
+    def max_lambda(self) -> float:
+        """The greatest lambda that a request may ask for."""
+        return self.lambda_loose if self.lambda_max is None else self.lambda_max
+
+
+class PoolKnobs(Group):
+    """The draft's memory."""
+
+    prefix: ClassVar[str] = "draft_"
+
+    kv_fraction: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """Share of the KV memory that the draft's pool takes. Default: as much as lets the draft hold its pruned copy of
+    whatever fits in the target's cache."""
+    kv_bytes: int | None = Field(default=None, ge=1)
+    """Size of the draft's KV pool in bytes per rank; excludes `draft_kv_fraction`."""
+    encoder_bytes: int | None = Field(default=None, ge=0)
+    """Memory per rank for the draft's vision embeddings of images and videos shown lately, so that `n` answers, later
+    turns of a chat and repeated videos need no second look; it is taken out of the KV memory. Default: a fiftieth of
+    that. 0 keeps none."""
+
+    @model_validator(mode="after")
+    def _one_pool_size(self) -> Self:
+        if self.kv_bytes is not None and self.kv_fraction is not None:
+            raise ValueError("give draft_kv_fraction or draft_kv_bytes, not both")
+        return self

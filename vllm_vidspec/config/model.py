@@ -1,0 +1,277 @@
+"""VidSpecConfig: one speculative configuration, given flat, in groups or both; needs pydantic only."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+
+from vllm_vidspec.config.groups import Group, PoolKnobs, PruneKnobs, ScoreKnobs, TreeKnobs, nearest
+from vllm_vidspec.errors import VidSpecError
+
+METHOD = "vidspec"
+SELF = "self"
+
+# What `vidspec calibrate` finds out for a pair, and on a machine.
+CALIBRATED_KEYS = frozenset({"lambda_r", "guidance_layers", "uv_layer", "draft_table"})
+
+# Keys of vLLM's own speculative config that pass through unchanged.
+PASS_THROUGH_KEYS = frozenset(
+    {"quantization", "revision", "code_revision", "draft_load_config", "num_speculative_tokens_per_batch_size"}
+)
+
+GROUPS: dict[str, type[Group]] = {"prune": PruneKnobs, "tree": TreeKnobs, "score": ScoreKnobs, "pool": PoolKnobs}
+# Other spellings of a knob's name.
+_ALIASES = {"draft": "draft_shape", "drafting": "draft_shape"}
+# The group of each knob that is in one, and its name there, by its flat name.
+_PLACES = {flat: (group, name) for group, knobs in GROUPS.items() for name, flat in knobs.flat_names().items()}
+
+Shape = Literal["chain", "tree-static", "tree-adaptive"]
+
+
+class VidSpecConfig(BaseModel):
+    """One validated speculative configuration. Unknown keys are refused with the nearest known name."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+
+    model: str
+    """Draft model: a Hugging Face name or a path, of the target's family; or "self" to draft with the target's own
+    weights (shared, not loaded twice) over the pruned video."""
+    num_speculative_tokens: int = Field(ge=1, le=64)
+    """K: draft tokens proposed, and verified, per step."""
+    draft_shape: Literal["chain", "tree-static", "tree-adaptive", "auto"] = "chain"
+    """Shape of the draft: `chain` proposes K tokens one after another; `tree-static` always the same tree of K tokens
+    (`tree_paths`); `tree-adaptive` (SAGE) at most K, deep and narrow where the draft is confident, shallow and wide
+    where it is not; `auto` one of these by batch size (`draft_table`). Requests with structured outputs draft chains
+    only: with trees they run without speculation. `draft` and `drafting` are other names of this key."""
+    draft_table: tuple[tuple[PositiveInt, PositiveInt, Shape, PositiveInt], ...] | None = None
+    """`auto`: rows `[first batch size, last, shape, tokens per step]`, as `vidspec calibrate --costs` measures them on
+    a machine. One tree shape at most beside `chain`."""
+    draft_noise: Literal["shared", "independent", "greedy"] = Field(
+        "shared", json_schema_extra={"instruments": ["greedy"]}
+    )
+    """How the draft samples when temperature > 0. `shared`: with the target's own noise (highest acceptance);
+    `independent`: with noise of its own; `greedy`: argmax. The output is the same with each."""
+    max_draft_len: int | None = Field(default=None, ge=1)
+    """Longest pruned prompt, in tokens, that is drafted for; longer ones run without speculation."""
+    on_draft_error: Literal["skip", "raise"] = "skip"
+    """What an exception on the draft's side does: `skip` logs it, counts it and goes on without speculation for those
+    requests; `raise` stops the engine (for tests)."""
+    calibration: str | None = None
+    """A file that `vidspec calibrate` wrote: its values replace the defaults of `draft_table`, `guidance_layers`,
+    `lambda_r`, `uv_layer`; what is given beside it wins."""
+    prune: PruneKnobs = PruneKnobs()
+    tree: TreeKnobs = TreeKnobs()
+    score: ScoreKnobs = ScoreKnobs()
+    pool: PoolKnobs = PoolKnobs()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_groups(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Put every knob into its group, however it was spelled."""
+        grouped: dict[str, Any] = {}
+        for flat, value in flatten(given).items():
+            group, name = _PLACES.get(flat, ("", flat))
+            (grouped.setdefault(group, {}) if group else grouped)[name] = value
+        return grouped
+
+    @model_validator(mode="after")
+    def _whole_table(self) -> "VidSpecConfig":
+        if self.draft_shape != "auto":
+            return self
+        if not self.draft_table:
+            raise ValueError(
+                "draft_shape auto needs draft_table: measure one with `vidspec calibrate --costs` and give its file as "
+                "calibration"
+            )
+        end = 0
+        for first, last, _, num_tokens in self.draft_table:
+            if first != end + 1 or last < first:
+                raise ValueError(f"draft_table: batch sizes must follow each other from 1 on, got {first} to {last}")
+            end = last
+            if num_tokens > self.num_speculative_tokens:
+                raise ValueError(
+                    f"draft_table: {num_tokens} tokens a step, num_speculative_tokens is {self.num_speculative_tokens}"
+                )
+        if len(self.shapes - {"chain"}) > 1:
+            raise ValueError("draft_table: chain and one tree shape, not two")
+        return self
+
+    @model_validator(mode="after")
+    def _tokens_for_a_tree(self) -> "VidSpecConfig":
+        if "tree-adaptive" in self.shapes and self.num_speculative_tokens < self.tree.depth_min:
+            raise ValueError(
+                f"tree-adaptive needs num_speculative_tokens of at least tree_depth_min, {self.tree.depth_min}, got "
+                f"{self.num_speculative_tokens}"
+            )
+        if "tree-static" not in self.shapes:
+            return self
+        num_nodes = len(self.tree.static_paths)
+        if self.draft_shape == "tree-static":
+            wrong = {self.num_speculative_tokens} - {num_nodes}
+        else:
+            wrong = {num for _, _, shape, num in self.draft_table or () if shape == "tree-static"} - {num_nodes}
+        if wrong:
+            raise ValueError(
+                f"this static tree has {num_nodes} nodes: num_speculative_tokens must be {num_nodes}, not {min(wrong)}"
+            )
+        return self
+
+    @property
+    def shapes(self) -> frozenset[str]:
+        """Every shape that this configuration can draft."""
+        if self.draft_shape != "auto":
+            return frozenset({self.draft_shape})
+        return frozenset(shape for _, _, shape, _ in self.draft_table or ())
+
+    @property
+    def max_path(self) -> int:
+        """The most drafts that can follow each other in one step."""
+        rows = (
+            self.draft_table or ()
+            if self.draft_shape == "auto"
+            else ((1, 1, self.draft_shape, self.num_speculative_tokens),)
+        )
+        return max(
+            {
+                "chain": lambda num_tokens: num_tokens,
+                "tree-static": lambda num_tokens: max(map(len, self.tree.static_paths)),
+                "tree-adaptive": lambda num_tokens: min(num_tokens, self.tree.depth_max),
+            }[shape](num_tokens)
+            for _, _, shape, num_tokens in rows
+        )
+
+    def shape_for(self, num_reqs: int) -> str:
+        """Return the shape that a batch of so many requests drafts; past the table's end its last row holds."""
+        if self.draft_shape != "auto":
+            return self.draft_shape
+        assert self.draft_table
+        return next((shape for _, last, shape, _ in self.draft_table if num_reqs <= last), self.draft_table[-1][2])
+
+    @property
+    def is_self_draft(self) -> bool:
+        """Whether the target drafts for itself."""
+        return self.model == SELF
+
+    def flat(self) -> dict[str, Any]:
+        """Return every knob by its flat name."""
+        return flatten(self.model_dump())
+
+    def changed(self, knobs: Mapping[str, Any]) -> "VidSpecConfig":
+        """Return this configuration with some knobs changed, however spelled; no calibration is read again.
+
+        Raises:
+            VidSpecError: One line naming the wrong key or value.
+        """
+        return _validated(self.flat() | flatten(knobs), knobs)
+
+    def summary(self) -> str:
+        """Return the active configuration as one line for the start-up log."""
+        return " ".join(f"{key}={value}" for key, value in self.flat().items() if value is not None)
+
+
+def parse_config(raw: dict[str, Any]) -> tuple[VidSpecConfig, dict[str, Any]]:
+    """Split a `--speculative-config` dict into our configuration and the keys that vLLM itself understands.
+
+    Args:
+        raw: The dict as given; `method` is ignored, dashes in keys count as underscores.
+
+    Returns:
+        The validated configuration and the pass-through dict.
+
+    Raises:
+        VidSpecError: One line naming the wrong key or value, with the nearest known name.
+    """
+    given = {key.replace("-", "_"): value for key, value in raw.items()}
+    given.pop("method", None)
+    passed = {key: given.pop(key) for key in list(given) if key in PASS_THROUGH_KEYS}
+    flat = flatten(given)
+    if flat.get("calibration") is not None:
+        flat = _read_calibration(flat["calibration"]) | flat
+    return _validated(flat, given), passed
+
+
+def flatten(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return knobs by their flat names, however they are spelled.
+
+    Raises:
+        VidSpecError: An unknown key, a group that is none, or a knob that is given twice.
+    """
+    flat: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
+    unknown = []
+    for spelling, name, value in _spellings(given):
+        if not name:
+            unknown.append(f"{spelling!r}{nearest(spelling, _KNOWN)}")
+        elif name in flat:
+            raise VidSpecError(f"speculative config: {spelled[name]} and {spelling} are one knob: give one of them")
+        else:
+            flat[name], spelled[name] = value, spelling
+    if unknown:
+        raise VidSpecError(f"speculative config: unknown key {'; '.join(unknown)}")
+    return flat
+
+
+def _spellings(given: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yield each knob's spelling (`tree.depth_max` in a group), its flat name ("" if it has none) and its value."""
+    for key, value in given.items():
+        if key not in GROUPS:
+            name = _ALIASES.get(key, key)
+            yield key, name if name in _FLAT_NAMES else "", value
+            continue
+        if isinstance(value, Group):
+            value = value.model_dump(exclude_unset=True)
+        if not isinstance(value, Mapping):
+            raise VidSpecError(f"speculative config: {key}: a group takes an object of its knobs, got {value!r}")
+        for own, inner in value.items():
+            own = own.replace("-", "_")
+            yield f"{key}.{own}", GROUPS[key].flat_names().get(own, ""), inner
+
+
+_FLAT_NAMES = (*(name for name in VidSpecConfig.model_fields if name not in GROUPS), *_PLACES)
+_KNOWN = (*_FLAT_NAMES, *map(".".join, _PLACES.values()), *GROUPS, *sorted(PASS_THROUGH_KEYS))
+
+
+def _validated(flat: dict[str, Any], given: Mapping[str, Any]) -> VidSpecConfig:
+    """Return the configuration of knobs by their flat names; an error has the names that the user gave.
+
+    Raises:
+        VidSpecError: One line for all that is wrong.
+    """
+    try:
+        return VidSpecConfig(**flat)
+    except ValidationError as error:
+        spelled = {name: spelling for spelling, name, _ in _spellings(given)}
+        raise VidSpecError(f"speculative config: {_one_line(error, spelled)}") from None
+
+
+def _read_calibration(path: Any) -> dict[str, Any]:
+    """Return the knobs of a calibration file.
+
+    Raises:
+        VidSpecError: The file is missing, is no JSON object or holds other keys than `vidspec calibrate` writes.
+    """
+    try:
+        values = json.loads(Path(path).read_text())["config"]
+        unknown = sorted(set(values) - CALIBRATED_KEYS)
+    except OSError as error:
+        raise VidSpecError(f"speculative config: calibration: {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise VidSpecError(f"speculative config: calibration: {path} is not a file of `vidspec calibrate`") from None
+    if unknown:
+        raise VidSpecError(f"speculative config: calibration: {path} sets {unknown[0]!r}, which is not calibrated")
+    return values
+
+
+def _one_line(error: ValidationError, spelled: Mapping[str, str]) -> str:
+    parts = []
+    for item in error.errors():
+        where = [str(part) for part in item["loc"]]
+        if where and where[0] in GROUPS:  # a rule between knobs of a group names them itself
+            where = [GROUPS[where[0]].flat_names()[where[1]], *where[2:]] if len(where) > 1 else []
+        path = ".".join([spelled.get(where[0], where[0]), *where[1:]]) if where else ""
+        message = item["msg"].removeprefix("Value error, ")
+        got = "" if item["type"] in ("missing", "value_error") else f", got {item['input']!r}"
+        parts.append(f"{path}: {message}{got}" if path else message)
+    return "; ".join(parts)

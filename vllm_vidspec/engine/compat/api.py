@@ -1,0 +1,174 @@
+"""Patches of vLLM's front end: what requests may ask for, and what responses and /metrics say."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from vllm_vidspec.engine.compat.contract import wrap
+from vllm_vidspec.errors import VidSpecError
+
+
+def allow_sampling_parameters() -> None:
+    """Let requests use `min_p` and `logit_bias` when the speculative method is ours, and check what they ask of it.
+
+    Why: vLLM refuses both for every speculative method. Model Runner V2 applies both at every logits row, and the
+    strict scorer samples through that same code, so here they are exact. What a request asks of our scorers must be
+    refused here, in the API server, as the client's error.
+    """
+    from vllm.sampling_params import SamplingParams
+
+    def checked(original):
+        def validate(self, speculative_config):
+            check = getattr(speculative_config, "_vidspec", None)
+            if check is None:
+                original(self, speculative_config)
+                return
+            with _clients_error():
+                check(self.extra_args)
+
+        return validate
+
+    wrap(SamplingParams, "_validate_spec_decode", checked, "self", "speculative_config")
+
+
+def mark_as_ours(speculative_config: Any, check: Callable) -> None:
+    """Remember that a `SpeculativeConfig` is the translation of our method.
+
+    Args:
+        speculative_config: vLLM's.
+        check: Called with each request's `extra_args`; raises VidSpecError for what the server does not allow.
+    """
+    speculative_config._vidspec = check
+
+
+@contextlib.contextmanager
+def _clients_error() -> Iterator[None]:
+    """Turn a VidSpecError about a request into vLLM's, which the API server answers with a 400."""
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        yield
+    except VidSpecError as error:
+        raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
+
+
+def extend_request_metrics(extend: Callable) -> None:
+    """Let what `--per-request-spec-decode-metrics` reports of a finished request be extended.
+
+    Why: vLLM's scheduler counts accepted tokens; which of them were loosened, only our scorer knows.
+
+    Args:
+        extend: `(RequestSpecDecodeMetrics, request id) -> RequestSpecDecodeMetrics`; the last given is used.
+    """
+    from vllm.v1.engine.output_processor import RequestState
+
+    def extended(original):
+        def new_completion_output(self, *args, **kwargs):
+            output = original(self, *args, **kwargs)
+            if output.spec_decode_metrics is not None:
+                output.spec_decode_metrics = self._vidspec_extend(output.spec_decode_metrics, self.request_id)
+            return output
+
+        return new_completion_output
+
+    RequestState._vidspec_extend = staticmethod(extend)
+    wrap(RequestState, "_new_completion_output", extended)
+
+
+def show_to_every_api_server(collector: Any) -> None:
+    """Show a collector on /metrics where vLLM does not serve prometheus_client's default registry.
+
+    Why: with several API servers (or PROMETHEUS_MULTIPROC_DIR set) every scrape makes a registry of its own, of nothing
+    but a collector that adds up what the servers' processes wrote to files; it knows none of the default registry's.
+
+    Args:
+        collector: prometheus_client's; the last given is shown.
+    """
+    from prometheus_client.multiprocess import MultiProcessCollector
+
+    def joined(original):
+        def collect(self):
+            yield from original(self)
+            yield from self._vidspec_collector.collect()
+
+        return collect
+
+    MultiProcessCollector._vidspec_collector = collector  # type: ignore[attr-defined]
+    wrap(MultiProcessCollector, "collect", joined, "self")
+
+
+def hear_request_choices(prefix: str, calls_tools: str, check: Callable) -> None:
+    """Let our request parameters reach the worker from the OpenAI API, and the fact that a request may call tools.
+
+    Why: vLLM forwards `vllm_xargs` and drops other unknown fields, where clients that use `extra_body` put ours; and
+    whether a parser for tool calls reads the output is known to the API server alone. What is wrong is refused before
+    the prompt is rendered: once a video is, the front end believes that the engine holds it, and the same video in the
+    client's corrected request would be missed there. In `vllm_xargs` vLLM turns false into 0 and answers other types
+    with a list of all that it would have taken, so ours are lifted out before it looks.
+
+    Args:
+        prefix: Of our parameters' names; beside or in `vllm_xargs`.
+        calls_tools: The name under which requests with tools are marked.
+        check: Parameters of a request -> None; raises VidSpecError. The last given is used.
+    """
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+
+    def found(request):
+        return {**_ours(request.model_extra, prefix), **(getattr(request, "vllm_xargs", None) or {})}
+
+    def hear(original):
+        def to_sampling_params(self, *args, **kwargs):
+            params = original(self, *args, **kwargs)
+            extra = {**found(self), **(params.extra_args or {})}
+            if getattr(self, "tools", None) and getattr(self, "tool_choice", None) != "none":
+                extra[calls_tools] = True
+            params.extra_args = extra or None
+            return params
+
+        return to_sampling_params
+
+    def guard(original):
+        async def create(self, request, *args, **kwargs):
+            with _clients_error():
+                self._vidspec_check(found(request))
+            return await original(self, request, *args, **kwargs)
+
+        return create
+
+    for request, serving, name in (
+        (ChatCompletionRequest, OpenAIServingChat, "create_chat_completion"),
+        (CompletionRequest, OpenAIServingCompletion, "create_completion"),
+        (ResponsesRequest, OpenAIServingResponses, "create_responses"),
+    ):
+        serving._vidspec_check = staticmethod(check)
+        wrap(request, "to_sampling_params", hear)
+        if wrap(serving, name, guard, "self", "request", "raw_request"):
+            _lift_out_of_xargs(request, prefix)
+
+
+def _ours(fields: Any, prefix: str) -> dict[str, Any]:
+    """Return those fields, of a dict or None, whose names begin with the prefix."""
+    return {key: value for key, value in (fields or {}).items() if str(key).startswith(prefix)}
+
+
+def _lift_out_of_xargs(model: Any, prefix: str) -> None:
+    """Let a pydantic model of a request find our parameters beside `vllm_xargs` where a client put them inside."""
+    from pydantic_core import core_schema
+
+    def lift(body):
+        within = body.get("vllm_xargs") if isinstance(body, dict) else None
+        if not isinstance(within, dict) or not (ours := _ours(within, prefix)):
+            return body
+        others = {key: value for key, value in within.items() if key not in ours}
+        return {**body, "vllm_xargs": others or None, **ours}
+
+    def schema(cls, source, handler):
+        return core_schema.no_info_before_validator_function(lift, handler(source))
+
+    model.__get_pydantic_core_schema__ = classmethod(schema)
+    model.model_rebuild(force=True)

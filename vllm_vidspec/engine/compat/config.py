@@ -1,0 +1,89 @@
+"""Patches of start-up and of the scheduler: our method becomes a configuration, our errors one line."""
+
+import os
+import sys
+from collections.abc import Callable
+
+from vllm_vidspec.config import METHOD
+from vllm_vidspec.engine.compat.contract import wrap
+from vllm_vidspec.errors import VidSpecError
+
+
+def hook_engine_config(translate: Callable, finish: Callable) -> None:
+    """Wrap `EngineArgs.create_engine_config`.
+
+    Why: vLLM knows no third-party speculative methods, and `worker_cls` is read before `create_speculative_config`
+    runs, so this is the first place where "vidspec" can become something that vLLM understands.
+
+    Args:
+        translate: `EngineArgs -> VidSpecConfig | None`; rewrites the arguments, before vLLM builds its configuration.
+        finish: `(VllmConfig, VidSpecConfig) -> None`; checks what vLLM built.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    def hooked(original):
+        def create_engine_config(self, *args, **kwargs):
+            config = translate(self)
+            vllm_config = original(self, *args, **kwargs)
+            if config is not None:
+                finish(vllm_config, config)
+            return vllm_config
+
+        return create_engine_config
+
+    wrap(EngineArgs, "create_engine_config", hooked)
+
+
+def install_error_line(refusal: Callable[[], str | None]) -> None:
+    """Print an uncaught `VidSpecError` of a `vllm` command as one line instead of a stack trace.
+
+    Why: a wrong knob is the user's to mend, and vLLM's own start-up prints some forty lines of frames around it. What a
+    worker refuses reaches the server as "Engine core initialization failed", a hundred lines below the reason. Python
+    programs that use `LLM(...)` keep their traceback.
+
+    Args:
+        refusal: Returns the line of a worker that refused to start, or None.
+    """
+    is_server = os.path.basename(sys.argv[0]) in ("vllm", "api_server.py")
+    if not is_server or getattr(sys.excepthook, "_vidspec", False):
+        return
+    previous = sys.excepthook
+
+    def excepthook(kind, error, traceback):
+        reason = str(error) if isinstance(error, VidSpecError) else refusal()
+        if reason is not None:
+            print(f"vidspec: {reason}", file=sys.stderr)
+        else:
+            previous(kind, error, traceback)
+
+    excepthook._vidspec = True  # type: ignore[attr-defined]
+    sys.excepthook = excepthook
+
+
+def keep_media_of_cached_prefixes() -> None:
+    """Hand workers the pixels of images and videos that the prefix cache covers, in engines that use our method.
+
+    Why: the target needs no encoder run for them, so the scheduler strips their data; the draft has a cache of its own,
+    which knows nothing of the target's, and needs to see them: the second turn of every conversation about a video.
+    """
+    from vllm.v1.core.sched import output
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    ours = False  # whether this process's engine, of which there is one at a time, uses our method
+
+    def noting(init):
+        def init_scheduler(self, vllm_config, *args, **kwargs):
+            nonlocal ours
+            ours = METHOD in (vllm_config.additional_config or {})
+            init(self, vllm_config, *args, **kwargs)
+
+        return init_scheduler
+
+    def unless_ours(strip):
+        def strip_unless_ours(mm_features, num_computed_tokens, uses_mrope=False):
+            return mm_features if ours else strip(mm_features, num_computed_tokens, uses_mrope=uses_mrope)
+
+        return strip_unless_ours
+
+    wrap(Scheduler, "__init__", noting, "self", "vllm_config")
+    wrap(output, "strip_covered_mm_data", unless_ours, "mm_features", "num_computed_tokens", "uses_mrope")

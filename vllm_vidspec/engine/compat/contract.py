@@ -1,0 +1,52 @@
+"""What every patch is made of: a check of the names that it relies on, and a wrapper that is put on once."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from vllm_vidspec import SUPPORTED_VLLM
+from vllm_vidspec.errors import VidSpecError
+
+MARK = "_vidspec_original"  # on a replacement: what it has replaced
+NEEDED_VLLM = f"vllm_vidspec needs vLLM {SUPPORTED_VLLM.rstrip('.')}"
+
+
+def expect_parameters(function: Callable, *names: str) -> None:
+    """Check that a vLLM function or kernel still takes the parameters we rely on, in this order.
+
+    Raises:
+        VidSpecError: Upstream renamed or moved one of them.
+    """
+    function = getattr(function, "fn", function)  # what a Triton kernel was made of
+    found = [name for name in inspect.signature(function).parameters if name in names]
+    if found != list(names):
+        where = f"{function.__module__}.{function.__qualname__}"
+        raise VidSpecError(f"this vLLM's {where} no longer takes ({', '.join(names)}); {NEEDED_VLLM}")
+
+
+def wrap(owner: Any, name: str, make: Callable[[Any], Any], *parameters: str) -> bool:
+    """Replace an attribute once, and keep the original on the replacement.
+
+    Args:
+        owner: A module or class of vLLM's.
+        name: Of a function or a Triton kernel.
+        make: The original -> its replacement.
+        parameters: What the original must take; see `expect_parameters`.
+
+    Returns:
+        Whether it was replaced; False where it had been.
+
+    Raises:
+        VidSpecError: The original takes something else.
+    """
+    original = getattr(owner, name)
+    if hasattr(original, MARK):
+        return False
+    expect_parameters(original, *parameters)
+    replacement = make(original)
+    if inspect.isfunction(original):
+        functools.update_wrapper(replacement, original)
+    setattr(replacement, MARK, original)
+    setattr(owner, name, replacement)
+    return True

@@ -1,0 +1,116 @@
+"""Patches of the CPU engine: its runner, and kernels of vLLM that Triton's interpreter cannot run, or not in time.
+
+Imported on the CPU only.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from vllm_vidspec.engine.compat.contract import expect_parameters, wrap
+from vllm_vidspec.engine.cpu import kernels
+
+
+@contextlib.contextmanager
+def cpu_model_runner(runner_cls: type) -> Iterator[None]:
+    """Make `CPUWorker.init_device` build our runner.
+
+    Why: it imports `CPUModelRunner` inside the function, with no method to override (the GPU worker has one).
+
+    Args:
+        runner_cls: Ours, a subclass of vLLM's.
+    """
+    import vllm.v1.worker.cpu.model_runner as module
+
+    original = module.CPUModelRunner
+    module.CPUModelRunner = runner_cls  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        module.CPUModelRunner = original  # type: ignore[misc]
+
+
+def repair_interpreter_kernels() -> None:
+    """Replace the two sampling kernels that Triton's interpreter cannot run by torch versions.
+
+    Why: under the interpreter vLLM's top-k/top-p kernel and its grammar-bitmask kernel raise `'int' object has no
+    attribute 'to'`. The first has a torch twin in vLLM itself; the second's specification is one masked fill.
+    """
+    import vllm.v1.sample.ops.topk_topp_sampler as topk_topp
+    from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
+
+    expect_parameters(topk_topp.apply_top_k_top_p_pytorch, "logits", "k", "p", "allow_cpu_sync")
+
+    def apply_top_k_top_p(logits, k, p, *_args, **_kwargs):
+        return topk_topp.apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync=True)
+
+    wrap(topk_topp, "apply_top_k_top_p_triton", lambda _: apply_top_k_top_p, "logits", "k", "p")
+    names = ("logits", "input_batch", "grammar_req_ids", "grammar_bitmask")
+    wrap(StructuredOutputsWorker, "apply_grammar_bitmask", lambda _: _apply_grammar_bitmask, *names)
+
+
+def speed_up_interpreter_kernels() -> None:
+    """Replace interpreted kernels on the decode path by bit-equal numpy twins.
+
+    Why: the interpreter runs one program at a time at some milliseconds each, and sampling launches one per logits row;
+    at temperature > 0 that is most of a step.
+    """
+    import vllm.v1.worker.gpu.sample.bad_words as bad_words
+    import vllm.v1.worker.gpu.sample.gumbel as gumbel
+    import vllm.v1.worker.gpu.sample.penalties as penalties
+
+    wrap(
+        gumbel,
+        "_gumbel_sample_kernel",
+        kernels.gumbel_sample_twin,
+        *("local_argmax_ptr", "local_max_ptr", "logits_cache_ptr", "logits_ptr", "expanded_idx_mapping_ptr"),
+        *("seeds_ptr", "pos_ptr", "temp_ptr", "vocab_size", "BLOCK_SIZE"),
+        *("IS_DRAFTING", "APPLY_TEMPERATURE", "USE_FP64"),
+    )
+    wrap(
+        penalties,
+        "_penalties_kernel",
+        lambda _: kernels.Twin(kernels.penalties),
+        *("logits_ptr", "expanded_idx_mapping_ptr", "token_ids_ptr", "expanded_local_pos_ptr"),
+        *("repetition_penalty_ptr", "frequency_penalty_ptr", "presence_penalty_ptr"),
+        *("prompt_bin_mask_ptr", "output_bin_counts_ptr", "vocab_size"),
+    )
+    wrap(
+        bad_words,
+        "_bad_words_kernel",
+        lambda _: kernels.Twin(kernels.bad_words),
+        *("logits_ptr", "expanded_idx_mapping_ptr", "bad_word_token_ids_ptr", "bad_word_offsets_ptr"),
+        *("num_bad_words_ptr", "all_token_ids_ptr", "prompt_len_ptr", "total_len_ptr"),
+        *("input_ids_ptr", "expanded_local_pos_ptr"),
+    )
+
+
+def _apply_grammar_bitmask(self, logits, input_batch, grammar_req_ids, grammar_bitmask) -> None:
+    """Torch version of vLLM's grammar mask: bit v of row m allows token v at logits row (request, position) of m.
+
+    Args:
+        logits: `[num_logits, vocab_size]` float, masked in place.
+        input_batch: vLLM's batch.
+        grammar_req_ids: Requests with a grammar, in bitmask order.
+        grammar_bitmask: `[num_masks, ceil(vocab_size / 32)]` int32 numpy.
+    """
+    from vllm.v1.worker.gpu.structured_outputs import _build_grammar_mapping
+
+    if not grammar_req_ids:
+        return
+    mapping = torch.tensor(
+        _build_grammar_mapping(
+            input_batch.req_ids,
+            grammar_req_ids,
+            input_batch.cu_num_logits_np,
+            input_batch.num_draft_tokens_per_req,
+            self.num_bonus_tokens,
+            self.mask_stride,
+        )
+    )  # [num_masks], req_idx * mask_stride + position
+    rows = input_batch.cu_num_logits[mapping // self.mask_stride] + mapping % self.mask_stride
+    words = torch.from_numpy(grammar_bitmask.copy())
+    bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32)) & 1  # [num_masks, words, 32]
+    allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
+    logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))

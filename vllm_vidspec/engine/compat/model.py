@@ -1,0 +1,137 @@
+"""Patches of a loaded target and its runner's parts: attention, positions, hidden states, noise, KV connector.
+
+Each sits on one object, so that the draft's and every other engine's stay untouched.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from vllm_vidspec.engine.compat.contract import NEEDED_VLLM, expect_parameters
+from vllm_vidspec.errors import VidSpecError
+
+_ATTENTION_FORWARD = ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
+
+
+def observe_attention(layer: Any, observer: Callable) -> None:
+    """Call `observer(layer, query, kv_cache, attn_metadata)` after each forward of a target's attention layer.
+
+    Why: fused attention keeps its weights to itself; q and the paged keys meet here and nowhere else. The wrapper sits
+    on one layer's implementation object, so the draft's layers and every other engine of the process stay untouched; it
+    runs inside vLLM's opaque attention operator, hence under torch.compile and piecewise graphs too.
+
+    Args:
+        layer: vLLM's `Attention`.
+        observer: Reads only.
+    """
+    original = layer.impl.forward
+    expect_parameters(original, *_ATTENTION_FORWARD)
+
+    @functools.wraps(original)
+    def forward(attn_layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs):
+        result = original(attn_layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
+        observer(attn_layer, query, kv_cache, attn_metadata)
+        return result
+
+    layer.impl.forward = forward
+
+
+def intercept_attention(layer: Any, interceptor: Callable) -> None:
+    """Run `interceptor(original, layer, query, key, value, kv_cache, attn_metadata, output, ...)` as a layer's forward.
+
+    Why: vLLM's backends know no tree masks (upstream removed tree attention, #42121). As with `observe_attention` only
+    this layer object changes, and the call comes from inside vLLM's opaque attention operator.
+
+    Args:
+        layer: vLLM's `Attention`.
+        interceptor: Calls `original` with the same arguments for whatever it does not compute itself.
+
+    Raises:
+        VidSpecError: The backend writes its cache inside `forward`, so that it cannot be left out.
+    """
+    original = layer.impl.forward
+    expect_parameters(original, *_ATTENTION_FORWARD)
+    backend = layer.get_attn_backend()
+    if backend.forward_includes_kv_cache_update:
+        raise VidSpecError(
+            f"tree drafts need an attention backend with a separate cache update, not {backend.get_name()}"
+        )
+    layer.impl.forward = functools.wraps(original)(functools.partial(interceptor, original))
+
+
+def adjust_positions(model_state: Any, adjust: Callable, dummy: Callable) -> None:
+    """Choose the positions that the target's forward sees.
+
+    Why: tree nodes need the position of their depth, and the positions in the batch must stay: slots, the sampler and
+    vLLM's own bookkeeping read them. Dummy runs are covered too, so that captured graphs see the same buffer.
+
+    Args:
+        model_state: The runner's; two methods are wrapped on the object.
+        adjust: `[num_tokens]` or `[num_axes, num_tokens]` positions -> those to use.
+        dummy: Number of tokens -> positions of a dummy run, where the model has 1-D positions.
+    """
+    prepare_inputs, prepare_dummy_inputs = model_state.prepare_inputs, model_state.prepare_dummy_inputs
+    expect_parameters(prepare_inputs, "input_batch", "req_states")
+    expect_parameters(prepare_dummy_inputs, "num_reqs", "num_tokens")
+
+    def prepare(input_batch, req_states):
+        inputs = prepare_inputs(input_batch, req_states)
+        return {**inputs, "positions": adjust(inputs.get("positions", input_batch.positions))}
+
+    def prepare_dummy(num_reqs, num_tokens):
+        inputs = prepare_dummy_inputs(num_reqs, num_tokens)
+        return inputs if "positions" in inputs else {**inputs, "positions": dummy(num_tokens)}
+
+    model_state.prepare_inputs, model_state.prepare_dummy_inputs = prepare, prepare_dummy
+
+
+def expose_hidden_states(target: Any, layers: tuple[int, ...]) -> None:
+    """Make a target return the hidden states that enter these layers beside its output, as it does for EAGLE-3.
+
+    Why: vLLM offers this to its own methods only, by their names. LLaVA-OneVision passes its language model's result
+    through, but does not declare so; the decoder inside does.
+
+    Args:
+        target: The loaded model.
+        layers: 0 is the embeddings, i what layer i - 1 puts out.
+
+    Raises:
+        VidSpecError: Its decoder cannot.
+    """
+    language_model = target.get_language_model() if hasattr(target, "get_language_model") else target
+    decoder = getattr(language_model, "model", language_model)
+    if not hasattr(decoder, "_set_aux_hidden_state_layers"):
+        raise VidSpecError(f"{type(target).__name__} returns no hidden states in vLLM: use another pruner than uv")
+    decoder._set_aux_hidden_state_layers(layers)
+
+
+def keep_shared_noise(sampler: Any) -> None:
+    """Let a runner's sampler draw by vLLM's own kernel, whatever a batch asks for.
+
+    Why: on a GPU a batch with top-k or top-p, no greedy request and no seed goes to FlashInfer's sampler, whose noise
+    is not a function of seed, position and token. Then draft and target share none, and no output is what vanilla's
+    own kernel would have drawn. Prompts' first tokens come from the same sampler.
+
+    Args:
+        sampler: Model Runner V2's.
+    """
+    if not isinstance(getattr(sampler, "use_flashinfer", None), bool):
+        raise VidSpecError(f"this vLLM's sampler no longer says use_flashinfer; {NEEDED_VLLM}")
+    sampler.use_flashinfer = False
+
+
+@contextlib.contextmanager
+def without_kv_connector() -> Iterator[None]:
+    """Run a forward that no KV connector sees.
+
+    Why: vLLM's attention operator offers every layer of every forward to the connector, and a draft's layers are not
+    the target's, though they may have its layers' names. vLLM's own way to pass one by is the same, for dummy runs.
+    """
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    connector, kv_transfer_state._KV_CONNECTOR_AGENT = kv_transfer_state._KV_CONNECTOR_AGENT, None
+    try:
+        yield
+    finally:
+        kv_transfer_state._KV_CONNECTOR_AGENT = connector

@@ -1,0 +1,98 @@
+"""TargetListeners: the list of what hears the target, and the one place where each is guarded."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm.logger import init_logger
+
+from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.knobs import Knobs
+from vllm_vidspec.engine.listen.protocol import Forward, TargetListener
+from vllm_vidspec.engine.requests import Arrival
+
+logger = init_logger("vllm.vidspec")
+
+
+class Guard:
+    """Says what becomes of an exception in what only listens: `on_draft_error: raise` lets it through.
+
+    Args:
+        knobs: `on_draft_error`.
+        agreement: Ends the engine where an exception is let through and other ranks would wait for this one.
+        loss: What it costs, for the log.
+    """
+
+    def __init__(self, knobs: Knobs, agreement: Agreement, loss: str):
+        self._knobs = knobs
+        self._agreement = agreement
+        self._loss = loss
+        self._has_failed = False
+
+    def survive(self, error: Exception) -> None:
+        """Log the first exception, or let it through."""
+        raises = self._knobs.now.on_draft_error == "raise"
+        if raises and self._agreement.is_alone:
+            raise error
+        if raises or not self._has_failed:
+            logger.error("vidspec: %s", self._loss, exc_info=error)
+        if raises:
+            self._agreement.abort(str(error))
+        self._has_failed = True
+
+
+class TargetListeners:
+    """Hears for all of them, as a table of rows too. An exception in one costs what that one says, never the forward.
+
+    What fails while memory is set up is a refusal, and nobody's to survive.
+
+    Args:
+        listeners: In the order in which they hear.
+        knobs: See `Guard`; `agreement` too.
+    """
+
+    def __init__(self, listeners: Sequence[TargetListener], knobs: Knobs, agreement: Agreement):
+        self._guarded = [(listener, Guard(knobs, agreement, listener.loss)) for listener in listeners]
+
+    def reserve(self, available_bytes: int) -> int:
+        """Return how many of a rank's KV memory bytes they take, each of what the ones before it have left.
+
+        Raises:
+            VidSpecError: See `TargetListener.reserve`.
+        """
+        taken = 0
+        for listener, _ in self._guarded:
+            taken += listener.reserve(available_bytes - taken)
+        return taken
+
+    def init_kv(self, runner: Any) -> None:
+        """Let each take its memory; see `TargetListener.init_kv`."""
+        for listener, _ in self._guarded:
+            listener.init_kv(runner)
+
+    def admit(self, arrival: Arrival) -> None:
+        """Take a request in that has just got its row."""
+        self._tell(lambda listener: listener.arrive(arrival))
+
+    def before_forward(self, batch: Any) -> None:
+        """Let each plan a step, given vLLM's `InputBatch`."""
+        self._tell(lambda listener: listener.before_forward(batch))
+
+    def after_forward(self, forward: Forward) -> None:
+        """Let each collect what the step showed."""
+        self._tell(lambda listener: listener.after_forward(forward))
+
+    def forget(self, req_state_idx: int) -> None:
+        """Forget a row, whose request has ended or lost it."""
+        self._tell(lambda listener: listener.release(req_state_idx))
+
+    def forget_kv(self) -> None:
+        """Give up what lies in KV memory, because its contents are about to be lost."""
+        self._tell(lambda listener: listener.forget_kv())
+
+    def _tell(self, hear: Callable[[TargetListener], None]) -> None:
+        for listener, guard in self._guarded:
+            try:
+                hear(listener)
+            except Exception as error:
+                guard.survive(error)
+                listener.fail(error)

@@ -1,0 +1,73 @@
+"""RunnerParts: what we add to vLLM's model runner, and the order in which it is built."""
+
+from typing import Any
+
+from vllm_vidspec.engine.draft.model import DraftModel, held_bytes
+from vllm_vidspec.engine.draft.noise import CoupledSampler
+from vllm_vidspec.engine.kv_views import attention_layers
+from vllm_vidspec.engine.listen.guidance import make_guidance
+from vllm_vidspec.engine.listen.listeners import TargetListeners
+from vllm_vidspec.engine.listen.trees import TargetTrees
+from vllm_vidspec.engine.listen.visual_states import VisualStates
+from vllm_vidspec.engine.speculator import VidSpecSpeculator
+from vllm_vidspec.engine.verify.rules import LooseRules
+from vllm_vidspec.engine.verify.verifier import CoupledVerifier
+
+
+class RunnerParts:
+    """What we add to a runner, built once the target's weights are there: nothing is handed over later.
+
+    The order matters in one place: a draft that shares the target's weights must not share its listeners, so it is
+    loaded before they are.
+
+    Args:
+        runner: Our model runner.
+    """
+
+    def __init__(self, runner: Any):
+        vllm_config, device, model = runner.vllm_config, runner.device, runner.model
+        knobs, counters, agreement, requests = runner.knobs, runner.counters, runner.agreement, runner.requests
+        config = knobs.now
+        draft_model = DraftModel(vllm_config, device, config.is_self_draft, agreement)
+        before = held_bytes(device)
+        draft_model.load(model)
+        counters.set("draft_load_bytes", max(0, held_bytes(device) - before))
+        self.trees: TargetTrees | None = None
+        if config.shapes - {"chain"}:
+            layers, K = attention_layers(vllm_config).values(), runner.num_speculative_steps
+            self.trees = TargetTrees(layers, runner.model_state, requests, K, runner.max_num_tokens, device)
+        self.guidance = make_guidance(knobs, model, vllm_config, counters, agreement)
+        self.rules: LooseRules | None = None
+        self.visual: VisualStates | None = None
+        if config.score.scorers != {"strict"}:
+            self.rules = LooseRules(
+                knobs, vllm_config, runner.max_num_reqs, runner.vocab_size, runner.sampler, counters
+            )
+        if self.rules is not None and "loose" in config.score.scorers:
+            self.visual = VisualStates(knobs, vllm_config, runner.max_num_reqs, counters, self.rules, agreement)
+        listeners = (self.guidance, self.visual, self.trees)
+        self.listeners = TargetListeners([part for part in listeners if part is not None], knobs, agreement)
+        self.verifier = CoupledVerifier(
+            runner.sampler,
+            runner.speculative_config,
+            device,
+            counters,
+            self.trees,
+            config.max_path,
+            self.rules,
+            self.visual,
+        )
+        self.speculator = VidSpecSpeculator(
+            vllm_config,
+            knobs,
+            draft_model,
+            requests,
+            runner.req_states,
+            CoupledSampler(runner.sampler, config.draft_noise),
+            self.guidance,
+            self.trees,
+            counters,
+            agreement,
+        )
+        tables = (counters, self.rules, self.listeners, self.speculator)
+        requests.register(*(table for table in tables if table is not None))

@@ -1,0 +1,48 @@
+"""Sets of token ids as bit tables, a row a set: which tokens no mismatch may put in or leave out."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+import torch
+
+from vidspec_kernels.dispatch import as_array
+
+_WORD_BITS = 32
+
+
+def num_words(vocab_size: int) -> int:
+    """Return the int32 words that a set of a vocabulary's tokens takes."""
+    return -(-vocab_size // _WORD_BITS)
+
+
+def pack_ids(ids: Iterable[int], num_words: int) -> np.ndarray:
+    """Return `[num_words]` int32 with one bit per token id. Ids beyond are left out."""
+    bits = np.zeros(num_words * _WORD_BITS, dtype=bool)
+    bits[[i for i in ids if i < len(bits)]] = True
+    return np.packbits(bits, bitorder="little").view(np.int32).copy()
+
+
+def has_token(table: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return `[n]` bool: whether the set in row `rows` of `[max_num_reqs, num_words]` has `tokens`, `[n]` each."""
+    token = as_array(tokens)
+    words = as_array(table)[as_array(rows), token // _WORD_BITS]
+    return torch.as_tensor((words >> (token % _WORD_BITS)) & 1 != 0)
+
+
+def ids_of_words(
+    words: Iterable[str], with_digits: bool, vocab: Mapping[str, int], text_of: Callable[[str], str]
+) -> set[int]:
+    """Return the ids of the tokens that are one of some words, with or without a space around it, in any case.
+
+    Args:
+        words: In any case.
+        with_digits: Whether every token with a digit counts too.
+        vocab: A tokenizer's tokens and their ids.
+        text_of: A token -> the text that it stands for.
+    """
+    wanted, ids = {word.strip().lower() for word in words}, set()
+    for token, i in vocab.items():
+        text = text_of(token).strip().lower()
+        if text in wanted or (with_digits and any(letter.isdigit() for letter in text)):
+            ids.add(i)
+    return ids
