@@ -5,7 +5,7 @@
 
 The commands stand in front of a result's marker, its tables between `<!-- NAME -->` and `<!-- /NAME -->`; the JSON
 files hold every row with its provenance. What takes several commands is one file; R9 also stands for R9-sage, R12 for
-R12-relevance. `<!-- summary -->` is the whole table of what they come to, `<!-- figure -->` its first lines, in README.md.
+R12-relevance. `<!-- summary -->` is what they come to, `<!-- figure -->` its first lines, in README.md.
 """
 
 import argparse
