@@ -33,9 +33,6 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
     def rank(item):
-        return (
-            item.get_closest_marker("serve") is not None,
-            item.get_closest_marker("engine") is not None or "/engine/" in item.nodeid,
-        )
+        return tuple(item.get_closest_marker(marker) is not None for marker in ("serve", "engine"))
 
     items.sort(key=rank, reverse="PYTEST_XDIST_WORKER" in os.environ)

@@ -6,6 +6,7 @@ change, these two files follow.
 
 import contextlib
 import gc
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,67 +27,29 @@ NO_CACHE = {"enable_prefix_caching": False}
 CHUNK_SIZES = {QWEN: 260, LLAVA: 64}
 
 
+def _at(path: str) -> Any:
+    """Return a property that is found along a path of attributes."""
+    return property(operator.attrgetter(path))
+
+
 @dataclass
 class Engine:
-    """A running engine and what tests read of it."""
+    """A running engine and what tests read of it: vLLM's parts and ours, by where the engine keeps them."""
 
     llm: Any
     family: str
 
-    @property
-    def core(self) -> Any:
-        """vLLM's engine."""
-        return self.llm.llm_engine
-
-    @property
-    def scheduler(self) -> Any:
-        """vLLM's scheduler."""
-        return self.core.engine_core.engine_core.scheduler
-
-    @property
-    def runner(self) -> Any:
-        """The model runner of the (single) worker."""
-        return self.core.model_executor.driver_worker.worker.model_runner
-
-    @property
-    def speculator(self) -> Any:
-        """Our speculator."""
-        return self.runner.speculator
-
-    @property
-    def draft(self) -> Any:
-        """The draft's network."""
-        return self.speculator.draft_model
-
-    @property
-    def kv(self) -> Any:
-        """The draft's KV memory."""
-        return self.speculator.drafter.kv
-
-    @property
-    def draft_sampler(self) -> Any:
-        """What chooses draft tokens."""
-        return self.speculator._sample
-
-    @property
-    def guidance(self) -> Any:
-        """The listener that scores visual tokens for the pruner."""
-        return self.runner.parts.guidance
-
-    @property
-    def visual(self) -> Any:
-        """The states of visual tokens that loose verification keeps."""
-        return self.runner.parts.visual
-
-    @property
-    def verifier(self) -> Any:
-        """Our verifier."""
-        return self.runner.rejection_sampler
-
-    @property
-    def config(self) -> Any:
-        """The knobs."""
-        return self.runner.knobs.now
+    core = _at("llm.llm_engine")
+    scheduler = _at("core.engine_core.engine_core.scheduler")
+    runner = _at("core.model_executor.driver_worker.worker.model_runner")
+    config = _at("runner.knobs.now")
+    guidance = _at("runner.parts.guidance")
+    visual = _at("runner.parts.visual")
+    verifier = _at("runner.rejection_sampler")
+    speculator = _at("runner.speculator")
+    draft = _at("speculator.draft_model")
+    draft_sampler = _at("speculator._sample")
+    kv = _at("speculator.drafter.kv")
 
     def used_blocks(self) -> int:
         """Return the pool's used blocks after the runner has been told that all requests are finished."""

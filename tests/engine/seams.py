@@ -1,5 +1,6 @@
 """What tests of the engine replace, by the names that they call it: one place to follow where the engine's names go."""
 
+# ruff: noqa: F401
 from vllm_vidspec.engine.draft import chains as chain_drafter
 from vllm_vidspec.engine.draft import score_blocks
 from vllm_vidspec.engine.draft import trees as tree_drafter
@@ -16,25 +17,3 @@ from vllm_vidspec.engine.listen.prompts import PendingScores
 from vllm_vidspec.engine.listen.trees import TargetTrees
 from vllm_vidspec.engine.verify import rules
 from vllm_vidspec.engine.verify.verifier import CoupledVerifier
-
-__all__ = [
-    "AttentionGuidance",
-    "ChainDrafter",
-    "CoupledSampler",
-    "CoupledVerifier",
-    "DraftModel",
-    "DraftPrefill",
-    "Drafter",
-    "HiddenStateGuidance",
-    "PendingScores",
-    "TargetTrees",
-    "attention_guidance",
-    "chain_drafter",
-    "rules",
-    "score_blocks",
-    "state_store",
-    "tree_drafter",
-    "visual_states",
-]
-# Modules whose text is one for numpy (CPU) and torch (GPU).
-OF_BOTH = tuple(f"vllm_vidspec.engine.{name}" for name in ("report.counters", "draft.kv", "speculator"))

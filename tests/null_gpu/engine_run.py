@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
@@ -134,16 +135,19 @@ class Session:
         """Take the engine down."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
-        self.engine.engine_core.shutdown()
-        del self.llm, self.engine
+        with mock.patch.object(gc, "unfreeze"):
+            self.engine.engine_core.shutdown()
+            del self.llm, self.engine
+            cleanup_dist_env_and_memory()
+        gc.unfreeze()
         gc.collect()
-        cleanup_dist_env_and_memory()
 
 
 def start(case: Case, out: Measured) -> Session:
     """Start a case's engine, with what that took and counted in `out`."""
     if case.before is not None:
         case.before()
+    gc.freeze()  # vLLM collects garbage some twenty times an engine, over all that the process has imported
     before, begun = [device.counters() if case.num_ranks == 1 else {}], time.perf_counter()
     session = Session(case)
     out.start_s = round(time.perf_counter() - begun, 2)

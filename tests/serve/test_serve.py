@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.engine import harness
+from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import difference
 from vllm_vidspec.pruning import budget
 from vllm_vidspec.shapeworld import world
@@ -33,24 +35,12 @@ SAMPLINGS = [
 
 
 @pytest.fixture(scope="module")
-def reference() -> list[dict]:
+def reference() -> list:
     """Vanilla's answers to the bundled mp4, one per entry of SAMPLINGS."""
-    samplings = json.dumps([{**sampling, "max_tokens": MAX_TOKENS} for sampling in SAMPLINGS])
-    run = subprocess.run(
-        [
-            sys.executable,
-            str(Path(__file__).with_name("vanilla_offline.py")),
-            FAMILY,
-            str(pairs.sample_video()),
-            QUESTION,
-            samplings,
-        ],
-        capture_output=True,
-        text=True,
-        env=pairs.engine_env(),
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.strip().splitlines()[-1])
+    prompt = pairs.video_prompt(FAMILY, pairs.load_video(pairs.sample_video()), QUESTION)
+    with harness.engine(FAMILY, overrides={"max_num_seqs": 4}) as engine:
+        outputs = engine.generate([(prompt, {**sampling, "max_tokens": MAX_TOKENS}) for sampling in SAMPLINGS])
+    return [output.outputs[0] for output in outputs]
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +74,11 @@ def _post(server: VllmServer, messages: list[dict], **fields) -> "httpx.Response
 
 
 @pytest.mark.parametrize("index", range(len(SAMPLINGS)), ids=["greedy", "sampled"])
-def test_mp4_answer_equals_vanilla_offline(server, reference, index):
+def test_mp4_answer_equals_vanilla_offline(reference, server, index):
     before = server.metrics()
     answer = ask(server.base_url, QUESTION, video=pairs.sample_video(), max_tokens=MAX_TOKENS, **SAMPLINGS[index])
-    assert answer.token_ids == reference[index]["token_ids"]
-    assert answer.text == reference[index]["text"]
+    assert answer.token_ids == list(reference[index].token_ids)
+    assert answer.text == reference[index].text
     gained = difference(before, server.metrics())
     assert gained["drafts"] > 0
     assert gained["prompts"] == 1
@@ -111,7 +101,7 @@ def test_counters_on_metrics(server):
 
 
 @pytest.mark.parametrize("place", ["vllm_xargs", "extra_body"])
-def test_a_request_may_ask_for_loose_verification(server, reference, place):
+def test_a_request_may_ask_for_loose_verification(reference, server, place):
     """In `vllm_xargs` or beside the other fields; the response says what was loosened, /metrics adds it up."""
     chosen = {"vidspec_scorer": "loose", "vidspec_lambda": 0.9}
     fields = {"vllm_xargs": chosen} if place == "vllm_xargs" else chosen
@@ -128,7 +118,7 @@ def test_a_request_may_ask_for_loose_verification(server, reference, place):
     shown = re.compile(r'^vidspec:standing_tokens_total\{.*kind="loosened".*\} [1-9]', re.MULTILINE)
     assert shown.search(server.metrics_text())
     strict = ask(server.base_url, QUESTION, video=pairs.sample_video(), max_tokens=MAX_TOKENS, **SAMPLINGS[1])
-    assert strict.token_ids == reference[1]["token_ids"]
+    assert strict.token_ids == list(reference[1].token_ids)
 
 
 def _mirrored_video(folder: Path) -> bytes:
@@ -166,13 +156,8 @@ def test_text_only_request_is_drafted_too(server):
 
 
 def test_an_aborted_request_gives_its_blocks_back(server):
-    body = {
-        "model": "target",
-        "messages": _video_message(pairs.sample_video().read_bytes()),
-        "max_tokens": 1000,
-        "ignore_eos": True,
-        "stream": True,
-    }
+    messages = _video_message(pairs.sample_video().read_bytes())
+    body = {"model": "target", "messages": messages, "max_tokens": 1000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{server.base_url}/v1/chat/completions", json=body, timeout=120) as stream:
         lines = stream.iter_lines()
         for _ in range(6):
@@ -228,34 +213,6 @@ BAD_SPECS = {
 }
 
 
-@pytest.fixture(scope="module")
-def start_up_errors() -> dict[str, dict]:
-    """What each wrong configuration raises; one process, for importing vLLM takes longer than refusing."""
-    configs = {name: _spec(change) for name, (change, _) in BAD_SPECS.items()}
-    code = (
-        "import json, sys\n"
-        "from vllm.engine.arg_utils import AsyncEngineArgs\n"
-        "found = {}\n"
-        "for name, spec in json.loads(sys.argv[2]).items():\n"
-        "    try:\n"
-        "        args = AsyncEngineArgs(model=sys.argv[1], speculative_config=spec, dtype='float32')\n"
-        "        args.create_engine_config()\n"
-        "        found[name] = {'type': None, 'message': 'accepted'}\n"
-        "    except Exception as error:\n"
-        "        found[name] = {'type': type(error).__name__, 'message': str(error)}\n"
-        "print('\\n' + json.dumps(found))\n"
-    )
-    target = pairs.checkpoint(FAMILY, "target")
-    run = subprocess.run(
-        [sys.executable, "-c", code, target, json.dumps(configs)],
-        capture_output=True,
-        text=True,
-        env=pairs.engine_env(),
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.strip().splitlines()[-1])
-
-
 def _spec(change: dict) -> dict:
     spec = pairs.speculative_config(FAMILY, "draft") | change
     spec["model"] = spec["model"].replace("{llava}", pairs.checkpoint("llava-onevision", "draft"))
@@ -263,11 +220,15 @@ def _spec(change: dict) -> dict:
 
 
 @pytest.mark.parametrize("name", BAD_SPECS)
-def test_a_wrong_configuration_is_refused_in_one_line(start_up_errors, name):
-    found = start_up_errors[name]
-    assert found["type"] == "VidSpecError", found
-    assert "\n" not in found["message"]
-    assert re.search(BAD_SPECS[name][1], found["message"]), found["message"]
+def test_a_wrong_configuration_is_refused_in_one_line(name):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    change, message = BAD_SPECS[name]
+    with pytest.raises(VidSpecError, match=message) as refused:
+        AsyncEngineArgs(
+            model=pairs.checkpoint(FAMILY, "target"), speculative_config=_spec(change), dtype="float32"
+        ).create_engine_config()
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["ratio above one", "draft of another family"])
