@@ -115,56 +115,6 @@ def test_module_is_the_command():
     assert printed.splitlines()[-1] == "vidspec []"
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--pruner", "unifrom"], "did you mean 'uniform'?"),
-        (["--prune-ratio", "0.5,1.5"], "prune_ratio"),
-        (["--prune-ratio", "much"], "--prune-ratio"),
-        (["--num-speculative-tokens", "0"], "num_speculative_tokens"),
-        (["--num-speculative-tokens", "2.5"], "--num-speculative-tokens"),
-        (["--scorer", "lenient"], "scorer"),
-        (["--drafting", "tree"], "draft"),
-        (["--family", "llava"], "unknown family 'llava'"),
-        (["--draft", ","], "--draft"),
-        (["--csv", "/no/such/folder/rows.csv"], "cannot write /no/such/folder/rows.csv"),
-        (["--csv", "/tmp"], "cannot write /tmp"),
-        (["--plot", "/no/such/folder/f.png"], "cannot write /no/such/folder/f.png"),
-        (["--plot", "figure.jpeg"], ".png or .svg"),
-        (["--plot", "figure.png", "--temperature", "0,1"], "shows one temperature"),
-        (
-            ["--plot", "f.png", "--draft-shape", "chain,tree-static", "--temperature", "0,1", "--prune-ratio", "0,0.9"],
-            "shows one temperature",
-        ),
-        (["--drafting", "chain,tree-static", "--num-speculative-tokens", "5"], "must be 25"),
-        (["--drafting", "auto"], "draft_table"),
-        (["--knob", "tree_depth=5"], "did you mean 'tree_depth_min'?"),
-        (["--knob", "tree_depth_max=9", "--knob", "tree_depth_max=5"], "given twice"),
-        (["--knob", "tree_depth_max=100"], "tree_depth_max"),
-        (["--knob", "tree_depth_max"], "'tree_depth_max' is not of the form NAME=JSON"),
-        (["--knob", "tree_lookahead=False"], "'False' is no JSON value"),
-        (["--knob", "prune_ratio=0.5"], "an option of its own, --prune-ratio"),
-        (["--knob", 'draft="tree-static"'], "an option of its own, --drafting"),
-        (["--knob", 'draft_shape="tree-static"'], "an option of its own, --drafting"),
-    ],
-)
-def test_wrong_bench_options_are_one_line_and_exit_2(engines, options, words):
-    refuses(words, "bench", "acceptance", *options, "--json", "-")
-    assert not engines.jobs, "nothing runs before every value is checked"
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--prune-ratio", "1.5"], "prune_ratio"),
-        (["--video", "/no/such.mp4"], "no such video"),
-        (["--family", "qwen"], "unknown family 'qwen'"),
-    ],
-)
-def test_wrong_demo_options_are_one_line_and_exit_2(options, words):
-    refuses(words, "demo", *options)
-
-
 def bench(*options):
     """Run the command on two videos; return what it printed as JSON."""
     result = invoke("bench", "acceptance", *options, "--requests", "2", "--json", "-")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tools.common import answer_captions, invoke, redraw_errors, refuses
+from tools.common import answer_captions, invoke, redraw_errors
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs, progress, quality_views
@@ -219,35 +219,6 @@ def test_figure_has_a_line_per_way_and_levels(sessions):
 def test_figure_errors_are_one_line(tmp_path, capsys, monkeypatch, sessions):
     result = quality.run(Quality(**SMALL))
     redraw_errors(quality_views, result, "bench quality", "no row has drafts", tmp_path, capsys, monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--family", "llava"], "unknown family 'llava'"),
-        (["--scorer", "lose"], "scorer"),
-        (["--lambda", "0.5,1.5"], "lambda_loose"),
-        (["--lambda", "much"], "--lambda: 'much' is not a list of float values"),
-        (["--top-n", "0"], "top_n"),
-        (["--top-n", "2.5"], "--top-n"),
-        (["--position-shift", "maybe"], "--position-shift: 'maybe' is neither on nor off"),
-        (["--relevance-rows", "tokens"], "relevance_rows"),
-        (["--fly-entropy", "2"], "fly_entropy"),
-        (["--temperature", "-1"], "--temperature: -1 is no temperature"),
-        (["--temperature", "nan"], "--temperature"),
-        (["--draft-noise", "loud"], "draft_noise"),
-        (["--num-speculative-tokens", "0"], "num_speculative_tokens"),
-        (["--prune-ratio", "2"], "prune_ratio"),
-        (["--knob", "fly_windw=3"], "did you mean 'fly_window'?"),
-        (["--knob", "lambda_loose=0.3"], "--knob lambda_loose: it has an option of its own"),
-        (["--csv", "/no/such/folder/rows.csv"], "no such folder"),
-        (["--json", "/tmp"], "it is a folder"),
-        (["--plot", "figure.gif"], ".png or .svg"),
-    ],
-)
-def test_wrong_options_are_one_line_and_exit_2(sessions, options, words):
-    refuses(words, "bench", "quality", "--requests", "3", *options)
-    assert not sessions, "no engine starts before every value is checked"
 
 
 def test_view_shows_the_batches(sessions):

@@ -1,4 +1,4 @@
-"""Wrong options of the commands that ask engines: one line, exit status 2, and no engine has started."""
+"""Wrong options of every command: one line, exit status 2, and no engine has started."""
 
 import pytest
 
@@ -47,15 +47,69 @@ OF_ONE = {
         ("--out r.pdf", "must end in .html or .png"),
         ("/no/such.mp4", "no such video: /no/such.mp4"),
     ),
+    "demo": (
+        ("--prune-ratio 1.5", "prune_ratio"),
+        ("--video /no/such.mp4", "no such video"),
+        ("--family qwen", "unknown family 'qwen'"),
+    ),
+    "bench acceptance": (
+        ("--pruner unifrom", "did you mean 'uniform'?"),
+        ("--prune-ratio 0.5,1.5", "prune_ratio"),
+        ("--prune-ratio much", "--prune-ratio"),
+        ("--num-speculative-tokens 0", "num_speculative_tokens"),
+        ("--num-speculative-tokens 2.5", "--num-speculative-tokens"),
+        ("--scorer lenient", "scorer"),
+        ("--drafting tree", "draft"),
+        ("--family llava", "unknown family 'llava'"),
+        ("--draft ,", "--draft"),
+        ("--csv /no/such/folder/rows.csv", "cannot write /no/such/folder/rows.csv"),
+        ("--csv /tmp", "cannot write /tmp"),
+        ("--plot /no/such/folder/f.png", "cannot write /no/such/folder/f.png"),
+        ("--plot figure.jpeg", ".png or .svg"),
+        ("--plot figure.png --temperature 0,1", "shows one temperature"),
+        ("--plot f.png --draft-shape chain,tree-static --temperature 0,1 --prune-ratio 0,0.9", "shows one temperature"),
+        ("--drafting chain,tree-static --num-speculative-tokens 5", "must be 25"),
+        ("--drafting auto", "draft_table"),
+        ("--knob tree_depth=5", "did you mean 'tree_depth_min'?"),
+        ("--knob tree_depth_max=9 --knob tree_depth_max=5", "given twice"),
+        ("--knob tree_depth_max=100", "tree_depth_max"),
+        ("--knob tree_depth_max", "'tree_depth_max' is not of the form NAME=JSON"),
+        ("--knob tree_lookahead=False", "'False' is no JSON value"),
+        ("--knob prune_ratio=0.5", "an option of its own, --prune-ratio"),
+        ('--knob draft="tree-static"', "an option of its own, --drafting"),
+        ('--knob draft_shape="tree-static"', "an option of its own, --drafting"),
+    ),
+    "bench quality": (
+        ("--family llava", "unknown family 'llava'"),
+        ("--scorer lose", "scorer"),
+        ("--lambda 0.5,1.5", "lambda_loose"),
+        ("--lambda much", "--lambda: 'much' is not a list of float values"),
+        ("--top-n 0", "top_n"),
+        ("--top-n 2.5", "--top-n"),
+        ("--position-shift maybe", "--position-shift: 'maybe' is neither on nor off"),
+        ("--relevance-rows tokens", "relevance_rows"),
+        ("--fly-entropy 2", "fly_entropy"),
+        ("--temperature -1", "--temperature: -1 is no temperature"),
+        ("--temperature nan", "--temperature"),
+        ("--draft-noise loud", "draft_noise"),
+        ("--num-speculative-tokens 0", "num_speculative_tokens"),
+        ("--prune-ratio 2", "prune_ratio"),
+        ("--knob fly_windw=3", "did you mean 'fly_window'?"),
+        ("--knob lambda_loose=0.3", "--knob lambda_loose: it has an option of its own"),
+        ("--csv /no/such/folder/rows.csv", "no such folder"),
+        ("--json /tmp", "it is a folder"),
+        ("--plot figure.gif", ".png or .svg"),
+    ),
 }
 
 
-@pytest.mark.parametrize(
-    ("command", "options", "words"),
-    [(command, *case) for command in COMMANDS for case in (*OF_ALL, *OF_ONE[command])],
-)
-def test_wrong_options_are_one_line_and_exit_2(fake_engines, monkeypatch, command, options, words):
+CASES = [(command, *case) for command in COMMANDS for case in OF_ALL]
+CASES += [(command, *case) for command, cases in OF_ONE.items() for case in cases]
+
+
+@pytest.mark.parametrize(("command", "options", "words"), CASES)
+def test_wrong_options_are_one_line_and_exit_2(fake_engines, engines, monkeypatch, command, options, words):
     sessions = fake_engines(lambda *_: None)
     monkeypatch.chdir(ROOT)
     refuses(words, *command.split(), *options.split())
-    assert not sessions, "no engine starts before every value is checked"
+    assert not sessions and not engines.jobs, "no engine starts before every value is checked"

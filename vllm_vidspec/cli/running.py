@@ -82,7 +82,7 @@ def write_json(path: str | None, result: dict[str, Any]) -> None:
     if path == "-":
         print(text)
         return
-    try:
+    from vllm_vidspec.tools.user_files import writing
+
+    with writing(path):
         Path(path).write_text(text + "\n")
-    except OSError as error:
-        raise VidSpecError(f"cannot write {path}: {error.strerror}") from None

@@ -15,6 +15,7 @@ from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.processes import VllmServer, free_port
 from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
+from vllm_vidspec.tools.user_files import check_video
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,7 @@ def run(demo: Demo, report: Report = silent) -> dict[str, Any]:
     config = pairs.speculative_config(demo.family, demo.draft, **demo.spec)
     parse_config(config)
     video = Path(demo.video or pairs.sample_video())
-    if not video.is_file():
-        raise VidSpecError(f"no such video: {video}")
+    check_video(video, is_decoded=False)  # the server reads it
     log_dir = Path(demo.log_dir or tempfile.mkdtemp(prefix="vidspec-demo-"))
     log_dir.mkdir(parents=True, exist_ok=True)
     shown = {}

@@ -11,13 +11,13 @@ import numpy as np
 from vllm_vidspec.errors import VidSpecError
 
 
-def check_video(path: str | os.PathLike[str]) -> None:
-    """Refuse a video that is not there, or that nothing can decode.
+def check_video(path: str | os.PathLike[str], is_decoded: bool = True) -> None:
+    """Refuse a video that is not there, or, where its frames are read here, that nothing can decode.
 
     Raises:
         VidSpecError: One line naming it.
     """
-    if importlib.util.find_spec("cv2") is None:
+    if is_decoded and importlib.util.find_spec("cv2") is None:
         raise VidSpecError("reading videos needs opencv: pip install opencv-python-headless")
     if not Path(path).is_file():
         raise VidSpecError(f"no such video: {path}")
