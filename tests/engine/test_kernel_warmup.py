@@ -31,19 +31,13 @@ def test_every_part_is_prepared(monkeypatch):
         kernel_warmup.warm_up_kernels(engine.runner)
         assert not prepared  # interpreted kernels need none
         kernel_warmup.prepare(engine.runner)
-        width = engine.runner.knobs.now.tree_width_max
+        width = engine.config.tree_width_max
     # Target and draft have the same attention kernel, and the same one that moves accepted nodes.
-    assert set(prepared) == {
-        *("_accept_chain_kernel", "_tree_accept_kernel", "_accept_loose_kernel", "_kv_compact_kernel"),
-        *("_tree_attention_kernel", "_merge_splits_kernel", "_visual_relevance_kernel"),
-        *(
-            "_row_stats_kernel",
-            "_guidance_scores_kernel",
-            "_chain_step_kernel",
-            "_tree_step_kernel",
-            "_tree_grow_kernel",
-        ),
-    }
+    kernels = (
+        "accept_chain tree_accept accept_loose kv_compact tree_attention merge_splits visual_relevance row_stats "
+        "guidance_scores chain_step tree_step tree_grow"
+    )
+    assert set(prepared) == {f"_{name}_kernel" for name in kernels.split()}
     assert prepared["_kv_compact_kernel"] >= 2 and prepared["_accept_loose_kernel"] == 2
     # 9 rows of the target, and levels of up to 10 nodes of the draft, in one split or several.
     assert prepared["_tree_attention_kernel"] == 2 * 9 + 2 * width
