@@ -5,7 +5,6 @@ import os
 import time
 
 from tests.engine import harness
-from vllm_vidspec import metrics
 
 FAMILY = "llava-onevision"
 LOOSE = {"extra_args": {"vidspec_scorer": "loose", "vidspec_lambda": 1.0}}
@@ -68,21 +67,18 @@ def be_impatient(worker) -> None:
 def main() -> None:
     """Print what came of the request that each injection hit, and of those without one."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # functions are sent to workers only by this process itself
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     from vllm_vidspec.tools import pairs
 
     spec = {"pruner": "specvlm", "guidance_layers": "all", "request_scorers": ["strict", "loose"], "lambda_max": 1.0}
     overrides = {"tensor_parallel_size": 2, "enable_prefix_caching": False}
     llm = LLM(**pairs.llm_kwargs(FAMILY, "draft", overrides=overrides, prune_ratio=0.98, **spec))
-    prompt, arguments = harness.videos(FAMILY, 1)[0]
-    path = metrics.path_for(llm.llm_engine.vllm_config.instance_id)
+    engine, (prompt, arguments) = harness.Engine(llm, FAMILY), harness.videos(FAMILY, 1)[0]
     result = {}
 
     def ask(name: str, **more) -> None:
-        before = metrics.read_metrics(path)
-        outputs = llm.generate([prompt], SamplingParams(**{"max_tokens": 24, **arguments, **more}), use_tqdm=False)
-        gained = metrics.difference(before, metrics.read_metrics(path))
+        outputs, gained = engine.measured([(prompt, {"max_tokens": 24, **arguments, **more})])
         watched = llm.collective_rpc("vidspec_watch", args=(True, True))
         result[name] = {
             "token_ids": harness.token_ids(outputs)[0][0],

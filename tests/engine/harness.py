@@ -23,6 +23,7 @@ QWEN, LLAVA = FAMILIES
 TREES = ("tree-static", "tree-adaptive")
 MAX_TOKENS = 28
 NO_CACHE = {"enable_prefix_caching": False}
+_UNFREEZE = gc.unfreeze  # the real one
 # vLLM's encoder budget must hold one Qwen video, so its prompts of 266 to 550 tokens make a border each.
 CHUNK_SIZES = {QWEN: 260, LLAVA: 64}
 
@@ -163,7 +164,7 @@ def _cheap_collections() -> Iterator[None]:
         with mock.patch.object(gc, "unfreeze", lambda: None):
             yield
     finally:
-        gc.unfreeze()
+        _UNFREEZE()
         gc.collect()
 
 

@@ -5,7 +5,6 @@ import os
 from typing import Any
 
 from tests.engine import harness
-from vllm_vidspec import metrics
 from vllm_vidspec.tools import pairs
 
 FAMILY = harness.LLAVA  # its bundled vision towers have an even number of heads
@@ -22,44 +21,30 @@ SPEC: dict[str, Any] = {
 }
 
 
-def ask_all(llm: Any) -> dict[str, dict]:
+def ask_all(engine: harness.Engine) -> dict[str, dict]:
     """Ask four greedy and four sampled requests, strictly and then loosely, and three greedy ones, which get trees."""
-    from vllm import SamplingParams
-
     requests = harness.videos(FAMILY, 4) + harness.videos(FAMILY, 4, temperature=1.0)
+    tell = engine.llm.collective_rpc
 
     def ask(num_requests: int = 8, **more: Any) -> dict:
-        path = metrics.path_for(llm.llm_engine.vllm_config.instance_id)
-        before = metrics.read_metrics(path)
-        for what in ("vidspec_watch", "vidspec_watch_scores"):
-            llm.collective_rpc(what, args=(True,))
-        outputs = llm.generate(
-            [prompt for prompt, _ in requests[:num_requests]],
-            [SamplingParams(max_tokens=harness.MAX_TOKENS, **arguments, **more) for _, arguments in requests][
-                :num_requests
-            ],
-            use_tqdm=False,
-        )
-        pruned, scored = (
-            llm.collective_rpc("vidspec_watch", args=(False, True)),
-            llm.collective_rpc("vidspec_watch_scores", args=(False,)),
-        )
+        tell("vidspec_watch", args=(True,))
+        tell("vidspec_watch_scores", args=(True,))
+        outputs, counted = engine.measured([(prompt, {**args, **more}) for prompt, args in requests[:num_requests]])
+        pruned, scored = tell("vidspec_watch", args=(False, True)), tell("vidspec_watch_scores", args=(False,))
         for rank in (*pruned, *scored):  # in the order of the prompts, not of the batch
             rank.sort(key=lambda record: int(record["req_id"].split("-")[0]))
         return {
             "token_ids": harness.token_ids(outputs),
             "prompt_ids": [list(output.prompt_token_ids) for output in outputs],
-            "counters": metrics.difference(before, metrics.read_metrics(path)),
+            "counters": counted,
             "scored": scored,
-            **{
-                name: [[(record[name] or [None])[0] for record in rank] for rank in pruned]
-                for name in ("scores", "kept_indices")
-            },
+            "scores": [[(record["scores"] or [None])[0] for record in rank] for rank in pruned],
+            "kept_indices": [[record["kept_indices"][0] for record in rank] for rank in pruned],
         }
 
     strict = ask()
     loose = ask(extra_args={"vidspec_scorer": "loose", "vidspec_lambda": 0.9})
-    llm.reset_prefix_cache()
+    engine.llm.reset_prefix_cache()
     return {"strict": strict, "loose": loose, "trees": ask(3)}
 
 
@@ -68,4 +53,4 @@ if __name__ == "__main__":
     from vllm import LLM
 
     ranks = LLM(**pairs.llm_kwargs(FAMILY, "draft", overrides={"tensor_parallel_size": 2}, **SPEC))
-    print("RESULT " + json.dumps(ask_all(ranks)))
+    print("RESULT " + json.dumps(ask_all(harness.Engine(ranks, FAMILY))))

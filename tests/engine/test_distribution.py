@@ -13,7 +13,7 @@ from tests.engine.seams import CoupledVerifier
 
 pytestmark = pytest.mark.engine
 
-NUM_TOKENS = 5_000
+NUM_TOKENS = 2_500
 NUM_BINS = 50
 
 
@@ -50,26 +50,28 @@ def quantiles():
 
 
 def test_unseeded_output_follows_the_target(monkeypatch):
-    """Chi-squared over 5,000 tokens at T = 1, drafted without sight of the video: many drafts to reject.
+    """Chi-squared over 2,500 tokens at T = 1, drafted without sight of the video: many drafts to reject.
 
-    Catches, and is seen to: a scorer that lets a rejected draft stand one time in four.
+    Catches, and is seen to: a scorer that lets a rejected draft stand one time in four. One that does so one time in
+    eight would be seen in 99 of 100 runs at this level, 1e-3: that takes a noncentrality of 80, and the planted scorer,
+    measured with 735 over 5,120 tokens, says how it grows: as the tokens, and as the square of the share.
     """
     sampling = {"temperature": 1.0, "n": 16, "max_tokens": 80, "ignore_eos": True, "seed": None}
     spec = {"prune_ratio": 1.0, "num_speculative_tokens": 4}
     with harness.engine(QWEN, "draft", overrides={"max_num_seqs": 32}, **spec) as engine:
 
-        def test() -> tuple[float, float, dict]:
-            """Return the statistic, its p-value and our counters of some 5,000 tokens."""
+        def p_value() -> tuple[float, dict]:
+            """Return the p-value and our counters of some 2,500 tokens."""
             with quantiles() as values:
-                _, counted = engine.measured(harness.videos(QWEN, 4, **sampling))
+                _, counted = engine.measured(harness.videos(QWEN, 2, **sampling))
             numbers = torch.cat(values).numpy()
             assert len(numbers) >= NUM_TOKENS
             observed = np.histogram(numbers, bins=NUM_BINS, range=(0, 1))[0]
-            return *stats.chisquare(observed), counted
+            return stats.chisquare(observed).pvalue, counted
 
-        _, p_value, counted = test()
+        exact, counted = p_value()
         assert counted["accepted_tokens"] > 0.2 * counted["draft_tokens"]
-        assert p_value > 1e-3
+        assert exact > 1e-3
 
         score = engine.verifier._score
         coin = torch.Generator().manual_seed(1)
@@ -83,6 +85,4 @@ def test_unseeded_output_follows_the_target(monkeypatch):
             return score(type(inputs)(target, drafts, inputs.cu_num_logits, inputs.max_drafts))
 
         monkeypatch.setattr(engine.verifier, "_score", lenient)
-        statistic, p_value, _ = test()
-        print(f"chi-squared of the planted scorer: {statistic:.0f}")
-        assert p_value < 1e-6
+        assert p_value()[0] < 1e-6

@@ -231,18 +231,6 @@ def test_an_aborted_prefill_leaves_no_listener():
 # ---- mutations: each is seen to fail the check that guards it -------------------------------------------------------
 
 
-def _scores_with(monkeypatch, before_forward) -> None:
-    """Run the reference check with `AttentionGuidance.before_forward` replaced."""
-    family, (video,) = LLAVA, harness.shown(1)
-    monkeypatch.setattr(AttentionGuidance, "before_forward", before_forward)
-    with (
-        harness.engine(family, "draft", **ATTENTION, overrides=NO_CACHE) as engine,
-        engine.watched() as records,
-    ):
-        outputs = engine.generate([ask(family, video)])
-    check_scores(family, outputs, [[video]], records, None)
-
-
 @pytest.mark.parametrize("mutation", ["end of the video too", "without the first", "blind to itself"])
 def test_wrong_queries_are_caught(monkeypatch, mutation):
     """Mutation: guidance over the wrong queries: two visual tokens too, without the first of the text, one key short.
@@ -274,5 +262,9 @@ def test_wrong_queries_are_caught(monkeypatch, mutation):
                 max_queries=step.max_queries + 2,
             )
 
+    (video,) = harness.shown(1)
+    monkeypatch.setattr(AttentionGuidance, "before_forward", mutated)
+    with harness.engine(LLAVA, "draft", **ATTENTION, overrides=NO_CACHE) as engine, engine.watched() as records:
+        outputs = engine.generate([ask(LLAVA, video)])
     with pytest.raises(AssertionError):
-        _scores_with(monkeypatch, mutated)
+        check_scores(LLAVA, outputs, [[video]], records, None)

@@ -31,7 +31,7 @@ def test_every_part_is_prepared(monkeypatch):
         kernel_warmup.warm_up_kernels(engine.runner)
         assert not prepared  # interpreted kernels need none
         kernel_warmup.prepare(engine.runner)
-        width = engine.runner.knobs.now.tree.width_max
+        width = engine.config.tree.width_max
     # Target and draft have the same attention kernel, and the same one that moves accepted nodes.
     assert set(prepared) == {
         *("_accept_kernel", "_kv_compact_kernel", "_step_kernel", "_tree_grow_kernel"),

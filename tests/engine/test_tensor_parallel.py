@@ -25,7 +25,7 @@ def vanilla(reference):
 def one(vanilla):
     """What one rank does."""
     with harness.engine(FAMILY, "draft", **tensor_parallel.SPEC) as engine:
-        return json.loads(json.dumps(tensor_parallel.ask_all(engine.llm)))
+        return json.loads(json.dumps(tensor_parallel.ask_all(engine)))
 
 
 @pytest.fixture(scope="module")
