@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from vllm_vidspec import doctor
+from vllm_vidspec import assets, doctor
 from vllm_vidspec.doctor import Check, run_checks
 
 
@@ -39,7 +39,7 @@ def test_findings_are_one_line_and_problems_have_a_remedy(checks):
 @pytest.fixture
 def other_vocabulary(tmp_path):
     """The bundled Qwen draft with one more token."""
-    shutil.copytree(doctor._bundled("qwen2.5-vl", "draft"), tmp_path / "draft")
+    shutil.copytree(assets.checkpoint("qwen2.5-vl", "draft"), tmp_path / "draft")
     path = tmp_path / "draft" / "config.json"
     config = json.loads(path.read_text())
     config.get("text_config", config)["vocab_size"] += 1
@@ -48,10 +48,10 @@ def other_vocabulary(tmp_path):
 
 
 def test_pairs(other_vocabulary):
-    qwen, llava = (str(doctor._bundled(family, "target")) for family in ("qwen2.5-vl", "llava-onevision"))
+    qwen, llava = (str(assets.checkpoint(family, "target")) for family in ("qwen2.5-vl", "llava-onevision"))
     assert doctor.check_pair(llava, "self").status == "ok"
     for target, draft, words in (
-        (qwen, str(doctor._bundled("llava-onevision", "draft")), "different families"),
+        (qwen, str(assets.checkpoint("llava-onevision", "draft")), "different families"),
         (qwen, other_vocabulary, "vocab"),
         (f"{other_vocabulary}/nowhere", "self", "does not exist"),
     ):
@@ -71,7 +71,7 @@ def test_a_check_that_breaks_is_a_finding_and_hides_no_other(monkeypatch):
 
     fine = Check("fine", "ok", "fine")
     monkeypatch.setattr(doctor, "_CHECKS", (("breaks", breaks), ("fine", lambda: [fine])))
-    names = by_name(run_checks(str(doctor._bundled("qwen2.5-vl", "target"))))
+    names = by_name(run_checks(str(assets.checkpoint("qwen2.5-vl", "target"))))
     assert (names["breaks"].status, names["breaks"].detail) == ("fail", "RuntimeError: two lines")
     assert names["fine"] == fine
 
@@ -89,7 +89,7 @@ VERSIONS = [
 
 @pytest.mark.parametrize(("installed", "problems"), VERSIONS, ids=str)
 def test_engine_versions(monkeypatch, installed, problems):
-    monkeypatch.setattr(doctor, "_version", installed.get)
+    monkeypatch.setattr(doctor, "installed_version", installed.get)
     found = [check for check in doctor._engine() if check.status != "ok"]
     assert [check.name for check in found] == [name for name, _ in problems]
     for check, (_, remedy) in zip(found, problems, strict=True):
@@ -127,7 +127,7 @@ def test_missing_and_unfetched_checkpoints_are_named(monkeypatch, tmp_path):
     pointer = tmp_path / "qwen2.5-vl" / "target"
     pointer.mkdir(parents=True)
     (pointer / "model.safetensors").write_text("version 1")
-    monkeypatch.setattr(doctor, "_bundled", lambda family, role: tmp_path / family / role)
+    monkeypatch.setattr(doctor.assets, "checkpoint", lambda family, role: tmp_path / family / role)
     (check,) = doctor._checkpoints()
     assert check.status == "fail"
     assert "qwen2.5-vl/target (a pointer" in check.detail

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_vidspec.pruning import PruneInputs, TokenGrid, get_pruner, pruner_names
-from vllm_vidspec.pruning.base import FunctionPruner
+from vllm_vidspec.pruning.base import Pruner
 
 CHOOSING = [name for name in pruner_names() if name != "none"]
 LED_BY_SCORES = ["attention", "uv", "specvlm"]
@@ -139,7 +139,7 @@ def test_mutation_unsorted_indices(name):
 
     check_choice(pruner, example())
     with pytest.raises(AssertionError, match="not ascending"):
-        check_choice(FunctionPruner(name, unsorted), example())
+        check_choice(Pruner(name, unsorted), example())
 
 
 @pytest.mark.parametrize("name", CHOOSING)
@@ -153,7 +153,7 @@ def test_mutation_off_by_one_budget(name, wrong):
 
     check_choice(pruner, example())
     with pytest.raises(AssertionError, match="not the budget"):
-        check_choice(FunctionPruner(name, off_by_one), example())
+        check_choice(Pruner(name, off_by_one), example())
 
 
 @pytest.mark.parametrize("wrong", ["repeated", "negative", "beyond", "unseeded"])
@@ -170,4 +170,4 @@ def test_mutation_other_broken_choices(wrong):
         }[wrong]
 
     with pytest.raises(AssertionError):
-        check_choice(FunctionPruner("broken", broken), example())
+        check_choice(Pruner("broken", broken), example())

@@ -11,6 +11,7 @@ from vllm_vidspec.config import PRUNERS
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import (
     PruneInputs,
+    Pruner,
     TokenGrid,
     budget,
     get_pruner,
@@ -18,7 +19,7 @@ from vllm_vidspec.pruning import (
     pruner_names,
     register_pruner,
 )
-from vllm_vidspec.pruning.base import _REGISTRY, FunctionPruner
+from vllm_vidspec.pruning.base import _REGISTRY
 
 NEEDS = {
     "specvlm": {"attention"},
@@ -340,7 +341,7 @@ def test_a_guided_pruner_plugs_in(monkeypatch):
         return inputs.scores.topk(inputs.num_keep).indices.sort().values
 
     monkeypatch.setattr("vllm_vidspec.pruning.base._REGISTRY", dict(_REGISTRY))
-    register_pruner(FunctionPruner("mine", top_k, needs=frozenset({"attention"})))
+    register_pruner(Pruner("mine", top_k, needs=frozenset({"attention"})))
     pruner, grid = get_pruner("mine"), TokenGrid(1, 1, 5)
     assert pruner.needs == {"attention"}
     assert pruner(PruneInputs(grid, 2, scores=torch.tensor([0.1, 5.0, -1.0, 0.2, 4.0]))).tolist() == [1, 4]
@@ -353,7 +354,7 @@ def test_a_guided_pruner_plugs_in(monkeypatch):
 def test_impossible_needs_are_refused(needs):
     """Catches: a misspelt need that nobody would measure; two kinds of scores for one field."""
     with pytest.raises(ValueError, match="pruner 'mine' needs"):
-        register_pruner(FunctionPruner("mine", lambda inputs: None, needs=frozenset(needs)))
+        register_pruner(Pruner("mine", lambda inputs: None, needs=frozenset(needs)))
     assert "mine" not in pruner_names()
 
 
