@@ -1,4 +1,4 @@
-"""Lets `import torchvision` succeed beside a CPU-only torch. Copied into site-packages, touches `sys.meta_path` only.
+"""Lets `import torchvision` succeed beside a CPU-only torch; copied into site-packages, touches `sys.meta_path` only.
 
 The registry's torchvision wheel is a CUDA build: its C++ operators do not load beside a CPU torch, and its import then
 fails on `register_fake("torchvision::nms")`. The schemas of those operators are all that the pure-Python transforms
