@@ -132,7 +132,7 @@ def adapter_for(hf_config: Any) -> FamilyAdapter:
 
 
 def check_pair(target_hf: Any, draft_hf: Any) -> FamilyAdapter:
-    """Refuse a draft that cannot draft for the target. Else return their common adapter.
+    """Return the common adapter of a pair, or refuse a draft that cannot draft for the target.
 
     Raises:
         VidSpecError: One line: an unsupported family, two different ones, or every property in which the two differ.

@@ -42,7 +42,7 @@ class Qwen2_5_VLAdapter(FamilyAdapter):
 
 
 def _to_ints(value: Any) -> list[int]:
-    """Return the entries of a tensor, array or sequence, of shape [3] or [1, 3], as integers; [] where it is none."""
+    """Return the entries of a tensor, array or sequence, of shape [3] or [1, 3], as integers, or [] for any other."""
     try:
         return [int(entry) for entry in torch.as_tensor(value).flatten()]
     except (TypeError, ValueError, RuntimeError):
