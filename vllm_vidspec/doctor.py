@@ -1,4 +1,4 @@
-"""The checks behind `vidspec doctor`: what is wrong with this environment and what to do; changes nothing."""
+"""The checks behind `vidspec doctor`: what is wrong with this environment and what to do. Changes nothing."""
 
 import os
 import platform
@@ -10,11 +10,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm_vidspec import SUPPORTED_VLLM
+from vllm_vidspec import SUPPORTED_VLLM, assets
 from vllm_vidspec.config import METHOD, SELF
 from vllm_vidspec.devices import has_nvidia_gpu
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.setup import fixups
+from vllm_vidspec.setup.fixups import CPU_ENGINE, OPTIONAL_CUDA_BUILDS, installed_version, probe_import
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -23,8 +23,6 @@ _INSTALL_CPU = "pip install 'vllm-vidspec[cpu]'"
 _INSTALL_GPU = "pip install 'vllm-vidspec[gpu]'"
 _REINSTALL = "install vllm-vidspec again (`pip install -e .` in a clone)"
 _PYTHONS = ((3, 11), (3, 14))  # first and last version that vLLM 0.32 has wheels for
-_FAMILIES = ("qwen2.5-vl", "llava-onevision")
-_ROLES = ("target", "draft")
 _LFS_POINTER_BYTES = 1024  # a checkpoint smaller than this is a pointer to one
 
 
@@ -65,7 +63,7 @@ def run_checks(target: str | None = None, draft: str | None = None) -> list[Chec
 
 
 def check_pair(target: str, draft: str) -> Check:
-    """Return whether `draft` can draft for `target`; reads configurations, no weights."""
+    """Return whether `draft` can draft for `target`. Reads configurations, no weights."""
     from vllm_vidspec import families
 
     name = f"pair {_short(target)} + {_short(draft)}"
@@ -92,7 +90,7 @@ def _python() -> Iterator[Check]:
 
 def _engine() -> Iterator[Check]:
     """The engine's version, and whether vLLM finds its own distribution (the CPU wheel has another name)."""
-    cpu, cuda = _version(fixups.CPU_ENGINE), _version("vllm")
+    cpu, cuda = installed_version(CPU_ENGINE), installed_version("vllm")
     if cpu is None and cuda is None:
         yield Check("engine", "fail", "vLLM is not installed", _INSTALL_GPU if has_nvidia_gpu() else _INSTALL_CPU)
         return
@@ -128,8 +126,8 @@ def _optional_builds() -> Iterator[Check]:
     """On the CPU engine torchaudio and torchcodec are CUDA builds that break vLLM's imports when present."""
     if not _is_cpu_engine():
         return
-    for name in ("torchaudio", "torchcodec"):
-        if _version(name) is not None and (problem := fixups.probe_import(name)) is not None:
+    for name in OPTIONAL_CUDA_BUILDS:
+        if installed_version(name) is not None and (problem := probe_import(name)) is not None:
             yield Check(name, "fail", f"installed but broken: {problem}", _FIX)
 
 
@@ -210,21 +208,21 @@ def _threads() -> Iterator[Check]:
 
 def _checkpoints() -> Iterator[Check]:
     missing = []
-    for family in _FAMILIES:
-        for role in _ROLES:
-            weights = _bundled(family, role) / "model.safetensors"
+    for family in assets.FAMILIES:
+        for role in assets.ROLES:
+            weights = assets.checkpoint(family, role) / "model.safetensors"
             if not weights.is_file():
                 missing.append(f"{family}/{role}")
             elif weights.stat().st_size < _LFS_POINTER_BYTES:
                 missing.append(f"{family}/{role} (a pointer, not the weights)")
-    detail = f"missing: {', '.join(missing)}" if missing else f"target and draft for {', '.join(_FAMILIES)}"
+    detail = f"missing: {', '.join(missing)}" if missing else f"target and draft for {', '.join(assets.FAMILIES)}"
     remedy = "fetch the clone's assets again (git checkout -- vllm_vidspec/assets), or run training/train_tiny.py"
     yield _fail_unless(not missing, "bundled models", detail, remedy)
 
 
 def _bundled_pairs() -> Iterator[Check]:
-    for family in _FAMILIES:
-        target, draft = (_bundled(family, role) for role in _ROLES)
+    for family in assets.FAMILIES:
+        target, draft = (assets.checkpoint(family, role) for role in assets.ROLES)
         if target.is_dir() and draft.is_dir():
             yield check_pair(str(target), str(draft))
 
@@ -244,7 +242,7 @@ _CHECKS: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
 
 
 def _guarded(name: str, check: Callable[[], Any]) -> list[Check]:
-    """Return a check's findings; what it raises becomes a finding, so that one broken part hides no other."""
+    """Return a check's findings. What it raises becomes a finding, so that one broken part hides no other."""
     findings: list[Check] = []
     try:
         findings.extend(check())
@@ -270,10 +268,6 @@ def _unreadable_remedy(model: str) -> str:
     return "check the name or path: it needs a Hugging Face config.json"
 
 
-def _bundled(family: str, role: str) -> Path:
-    return Path(__file__).parent / "assets" / family / role
-
-
 def _short(model: str) -> str:
     path = Path(model)
     return f"{path.parent.name}/{path.name}" if path.is_absolute() else model
@@ -284,12 +278,5 @@ def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def _version(dist: str) -> str | None:
-    try:
-        return metadata.version(dist)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _is_cpu_engine() -> bool:
-    return _version(fixups.CPU_ENGINE) is not None or "cpu" in (_version("vllm") or "")
+    return installed_version(CPU_ENGINE) is not None or "cpu" in (installed_version("vllm") or "")

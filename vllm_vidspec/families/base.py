@@ -1,50 +1,13 @@
-"""FamilyAdapter, its registry and the comparison of two configs; reads config attributes only, no vLLM, no weights."""
+"""FamilyAdapter, its registry and the comparison of two configs. Reads config attributes only, no vLLM, no weights."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import TokenGrid
 
 _MAX_SHOWN_CHARS = 60
-
-
-class FamilyAdapter(Protocol):
-    """What the engine must know about one model family."""
-
-    @property
-    def name(self) -> str:
-        """The name that users see, e.g. `qwen2.5-vl`."""
-        ...
-
-    @property
-    def architectures(self) -> frozenset[str]:
-        """The entries of `config.architectures` that this adapter handles."""
-        ...
-
-    @property
-    def model_types(self) -> frozenset[str]:
-        """The `config.model_type`s handled; decides only where a config names no architecture."""
-        ...
-
-    def item_grid(self, modality: str, data: Mapping[str, Any], num_tokens: int, hf_config: Any) -> TokenGrid:
-        """Return how the embedding tokens of one multimodal item are laid out.
-
-        Args:
-            modality: "video" or "image".
-            data: The item's processor outputs, e.g. `video_grid_thw` [3]; may lack any key.
-            num_tokens: Embedding tokens of the item, as counted in the prompt.
-            hf_config: The draft's config, whose vision geometry `check_pair` holds equal to the target's.
-
-        Returns:
-            A grid of exactly `num_tokens` tokens; one row of them where the geometry is unknown or does not multiply
-            out to `num_tokens`. Never raises for odd data: pruning a flat row is still correct.
-        """
-        ...
-
-    def check_pair(self, target_hf: Any, draft_hf: Any) -> list[str]:
-        """Return one short sentence for each reason why the draft cannot draft for the target; [] if there is none."""
-        ...
 
 
 class Field(NamedTuple):
@@ -70,14 +33,44 @@ def read_field(hf_config: Any, field: Field) -> Any:
     return field.default
 
 
-def differences(target_hf: Any, draft_hf: Any, fields: Iterable[Field]) -> list[str]:
-    """Return a sentence naming both values for each field in which two configs differ."""
-    problems = []
-    for field in fields:
-        target, draft = read_field(target_hf, field), read_field(draft_hf, field)
-        if target != draft:
-            problems.append(f"{field.label} is {_show(target)} in the target but {_show(draft)} in the draft")
-    return problems
+class FamilyAdapter(ABC):
+    """What the engine must know about one model family.
+
+    Attributes:
+        name: The name that users see, e.g. `qwen2.5-vl`.
+        architectures: The entries of `config.architectures` that this adapter handles.
+        model_types: The `config.model_type`s handled; decides only where a config names no architecture.
+        shared: What a target and its draft must have in common.
+    """
+
+    name: str
+    architectures: frozenset[str]
+    model_types: frozenset[str]
+    shared: tuple[Field, ...]
+
+    @abstractmethod
+    def item_grid(self, modality: str, data: Mapping[str, Any], num_tokens: int, hf_config: Any) -> TokenGrid:
+        """Return how the embedding tokens of one multimodal item are laid out.
+
+        Args:
+            modality: "video" or "image".
+            data: The item's processor outputs, e.g. `video_grid_thw` [3]; may lack any key.
+            num_tokens: Embedding tokens of the item, as counted in the prompt.
+            hf_config: The draft's config, whose vision geometry `check_pair` holds equal to the target's.
+
+        Returns:
+            A grid of exactly `num_tokens` tokens; one row of them where the geometry is unknown or does not multiply
+            out to `num_tokens`. Never raises for odd data: pruning a flat row is still correct.
+        """
+
+    def check_pair(self, target_hf: Any, draft_hf: Any) -> list[str]:
+        """Return a short sentence naming both values for each shared property in which the two configs differ."""
+        problems = []
+        for field in self.shared:
+            target, draft = read_field(target_hf, field), read_field(draft_hf, field)
+            if target != draft:
+                problems.append(f"{field.label} is {_show(target)} in the target but {_show(draft)} in the draft")
+        return problems
 
 
 def flat_grid(num_tokens: int) -> TokenGrid:
@@ -139,7 +132,7 @@ def adapter_for(hf_config: Any) -> FamilyAdapter:
 
 
 def check_pair(target_hf: Any, draft_hf: Any) -> FamilyAdapter:
-    """Refuse a draft that cannot draft for the target; else return their common adapter.
+    """Return the common adapter of a pair, or refuse a draft that cannot draft for the target.
 
     Raises:
         VidSpecError: One line: an unsupported family, two different ones, or every property in which the two differ.
@@ -157,7 +150,7 @@ def check_pair(target_hf: Any, draft_hf: Any) -> FamilyAdapter:
 
 
 def check_ranks(draft_hf: Any, num_ranks: int) -> None:
-    """Refuse a draft whose heads the tensor-parallel ranks cannot share; it runs on as many ranks as the target.
+    """Refuse a draft whose heads the tensor-parallel ranks cannot share. It runs on as many ranks as the target.
 
     Raises:
         VidSpecError: One line naming the sizes that would do.

@@ -1,4 +1,4 @@
-"""Pruning: which visual tokens the draft sees; pure torch, touches neither vLLM nor a model."""
+"""Pruning: which visual tokens the draft sees. Pure torch, touches neither vLLM nor a model."""
 
 from vllm_vidspec.pruning.base import SCORE_NEEDS, PruneInputs, Pruner, get_pruner, pruner_names, register_pruner
 from vllm_vidspec.pruning.budget import budget

@@ -1,13 +1,12 @@
-"""What a pruner is: its inputs, their checks and the registry; pure torch, touches no model and no vLLM."""
+"""What a pruner is: its inputs, their checks and the registry. Pure torch, touches no model and no vLLM."""
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from vllm_vidspec.config.groups import nearest
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning.grid import TokenGrid
 
@@ -48,18 +47,25 @@ class PruneInputs:
         return torch.device("cpu")
 
 
-class Pruner(Protocol):
-    """Chooses the visual tokens of one image or video that the draft sees."""
+# inputs -> kept_indices on inputs.device; the inputs are already checked and num_keep >= 1.
+SelectFn = Callable[[PruneInputs], Tensor]
 
-    @property
-    def name(self) -> str:
-        """The name in the configuration."""
-        ...
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """What must be measured for it, of `NEEDS`: "attention" or "uv" scores, "features"; empty for none."""
-        ...
+@dataclass(frozen=True)
+class Pruner:
+    """Chooses the visual tokens of one image or video that the draft sees.
+
+    Args:
+        name: The name in the configuration.
+        select: Returns the kept indices of checked inputs with a positive budget.
+        needs: What must be measured for it, of `NEEDS`: "attention" or "uv" scores, "features"; empty for none.
+        refuses_negative: Whether negative scores are an error, because sums of them mean nothing to `select`.
+    """
+
+    name: str
+    select: SelectFn
+    needs: frozenset[str] = frozenset()
+    refuses_negative: bool = False
 
     def __call__(self, inputs: PruneInputs) -> Tensor:
         """Return the kept tokens.
@@ -73,31 +79,6 @@ class Pruner(Protocol):
         Raises:
             ValueError: The inputs do not fit the grid or each other, are not finite, or are needed and missing.
         """
-        ...
-
-
-# inputs -> kept_indices on inputs.device; the inputs are already checked and num_keep >= 1.
-SelectFn = Callable[[PruneInputs], Tensor]
-
-
-@dataclass(frozen=True)
-class FunctionPruner:
-    """A `Pruner` made of a selection function: the checks and the empty budget are handled here.
-
-    Args:
-        name: The name in the configuration.
-        select: Returns the kept indices of checked inputs with a positive budget.
-        needs: See `Pruner.needs`.
-        refuses_negative: Whether negative scores are an error, because sums of them mean nothing to `select`.
-    """
-
-    name: str
-    select: SelectFn
-    needs: frozenset[str] = frozenset()
-    refuses_negative: bool = False
-
-    def __call__(self, inputs: PruneInputs) -> Tensor:
-        """Return the kept tokens; see `Pruner`."""
         try:
             check_inputs(inputs, self.needs, self.refuses_negative)
         except ValueError as error:
@@ -108,10 +89,10 @@ class FunctionPruner:
 
 
 def check_inputs(inputs: PruneInputs, needs: frozenset[str], refuses_negative: bool = False) -> None:
-    """Refuse inputs that a pruner with these needs cannot use; everything given is checked, needed or not.
+    """Refuse inputs that a pruner with these needs cannot use. Everything given is checked, needed or not.
 
     Raises:
-        ValueError: See `Pruner`.
+        ValueError: See `Pruner.__call__`.
     """
     num_tokens, scores, features = inputs.grid.num_tokens, inputs.scores, inputs.features
     if not 0 <= inputs.num_keep <= num_tokens:
@@ -181,7 +162,6 @@ def get_pruner(name: str) -> Pruner:
         VidSpecError: No such pruner; the line names the nearest one and all known ones.
     """
     if name not in _REGISTRY:
-        match = difflib.get_close_matches(name, _REGISTRY, n=1)
-        hint = f" (did you mean {match[0]!r}?)" if match else ""
+        hint = nearest(name, pruner_names())
         raise VidSpecError(f"unknown pruner {name!r}{hint}; known: {', '.join(_REGISTRY)}")
     return _REGISTRY[name]

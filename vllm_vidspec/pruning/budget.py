@@ -1,4 +1,4 @@
-"""budget: how many visual tokens the draft keeps; exact integer arithmetic, no tensors."""
+"""budget: how many visual tokens the draft keeps. Exact integer arithmetic, no tensors."""
 
 from fractions import Fraction
 from math import floor

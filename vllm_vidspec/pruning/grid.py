@@ -1,4 +1,4 @@
-"""TokenGrid: how the visual tokens of one image or video are laid out; plain integers, no tensors."""
+"""TokenGrid: how the visual tokens of one image or video are laid out. Plain integers, no tensors."""
 
 from dataclasses import dataclass
 

@@ -1,9 +1,9 @@
-"""Pruners that follow the target: scores -> kept_indices (METHODS 1 and 3); pure torch, measures no scores itself."""
+"""Pruners that follow the target: scores -> kept_indices (METHODS 1 and 3). Pure torch, measures no scores itself."""
 
 import torch
 from torch import Tensor
 
-from vllm_vidspec.pruning.base import FunctionPruner, PruneInputs, Pruner
+from vllm_vidspec.pruning.base import PruneInputs, Pruner
 from vllm_vidspec.pruning.indices import descending_order, linspace_indices, top_k_indices
 
 
@@ -28,7 +28,7 @@ def top_p_size(ordered_scores: Tensor, lambda_r: float) -> int:
 
 
 def _select_top_k(inputs: PruneInputs) -> Tensor:
-    """Keep the highest scores; of equal ones the lower index wins."""
+    """Keep the highest scores. Of equal ones the lower index wins."""
     return top_k_indices(inputs.scores, inputs.num_keep)
 
 
@@ -54,7 +54,7 @@ def _select_specvlm(inputs: PruneInputs) -> Tensor:
 # `attention` and `uv` are one rule on two measurements: SpecVLM's guidance (eq. 5) without stage II, its ablation; and
 # ParallelVLM's UV-Prune (eq. 2-4), whose scores may be negative.
 GUIDED: tuple[Pruner, ...] = (
-    FunctionPruner("specvlm", _select_specvlm, needs=frozenset({"attention"}), refuses_negative=True),
-    FunctionPruner("attention", _select_top_k, needs=frozenset({"attention"})),
-    FunctionPruner("uv", _select_top_k, needs=frozenset({"uv"})),
+    Pruner("specvlm", _select_specvlm, needs=frozenset({"attention"}), refuses_negative=True),
+    Pruner("attention", _select_top_k, needs=frozenset({"attention"})),
+    Pruner("uv", _select_top_k, needs=frozenset({"uv"})),
 )

@@ -1,4 +1,4 @@
-"""Index choices that pruners share: even intervals and stable ranking; pure torch, touches nothing else."""
+"""Index choices that pruners share: even intervals and stable ranking. Pure torch, touches nothing else."""
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ def linspace_indices(num_candidates: int, num_keep: int, device: torch.device | 
 
 
 def descending_order(scores: Tensor) -> Tensor:
-    """Return the indices that sort `scores` from highest to lowest; of equal ones the lower index comes first.
+    """Return the indices that sort `scores` from highest to lowest. Of equal ones the lower index comes first.
 
     Args:
         scores: float [n], without NaN.
@@ -36,7 +36,7 @@ def descending_order(scores: Tensor) -> Tensor:
 
 
 def top_k_indices(scores: Tensor, num_keep: int) -> Tensor:
-    """Return the indices of the `num_keep` highest scores; of equal ones the lower index wins.
+    """Return the indices of the `num_keep` highest scores. Of equal ones the lower index wins.
 
     Args:
         scores: float [n], without NaN.

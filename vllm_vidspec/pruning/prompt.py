@@ -13,7 +13,7 @@ from vllm_vidspec.pruning import SCORE_NEEDS, PruneInputs, TokenGrid, budget, ge
 
 
 class UnsupportedPrompt(Exception):
-    """A prompt that the draft cannot follow; the request runs without speculation."""
+    """A prompt that the draft cannot follow. The request runs without speculation."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,8 @@ def plan_prompt(
     items = []
     for feature in features:
         where = embedding_indices(feature)
-        grid = adapter.item_grid(feature.modality, _plain(feature.data), len(where), hf_config)
+        data = {key: element.data for key, element in feature.data.items()}
+        grid = adapter.item_grid(feature.modality, data, len(where), hf_config)
         items.append(PromptItem(feature, where, grid, budget(len(where), knobs.ratio_for(feature.modality))))
     if knobs.positions == "original":
         positions, delta = full_positions(token_ids, features)
@@ -178,19 +179,12 @@ def choose_kept(
     pruner = get_pruner(knobs.pruner)
     if not item.is_choice or (pruner.needs & SCORE_NEEDS and scores is None):
         pruner = get_pruner("uniform")
-    inputs = PruneInputs(
-        item.grid,
-        item.num_keep,
-        scores=scores,
-        features=embeddings,
-        lambda_r=knobs.lambda_r,
-        seed=knobs.seed,
-    )
+    inputs = PruneInputs(item.grid, item.num_keep, scores, embeddings, knobs.lambda_r, knobs.seed)
     return pruner(inputs).cpu()
 
 
 def embedding_indices(feature: Any) -> torch.Tensor:
-    """Return the prompt indices `[m]` that the item's embeddings fill; separators inside its range are text."""
+    """Return the prompt indices `[m]` that the item's embeddings fill. Separators inside its range are text."""
     if feature.modality not in ("image", "video"):
         raise UnsupportedPrompt(f"it has an input of modality {feature.modality!r}")
     if feature.data is not None and any("embeds" in key for key in feature.data):
@@ -206,8 +200,3 @@ def visual_indices(feature: Any) -> np.ndarray:
     if place.is_embed is None:
         return np.arange(place.offset, place.offset + place.length)
     return np.flatnonzero(np.asarray(place.is_embed)) + place.offset
-
-
-def _plain(item: Any) -> dict[str, Any]:
-    """Return a multimodal item's fields as plain values."""
-    return {key: element.data for key, element in item.items()}

@@ -1,4 +1,4 @@
-"""Pruners that compare a frame with an earlier one: features -> kept_indices (METHODS 1); pure torch, runs no tower.
+"""Pruners that compare a frame with an earlier one: features -> kept_indices (METHODS 1). Pure torch, runs no tower.
 
 SpecVLM's temporal baselines, after FastVID (frame level) and DyCoke (token level), each with the exact budget.
 """
@@ -6,7 +6,7 @@ SpecVLM's temporal baselines, after FastVID (frame level) and DyCoke (token leve
 import torch
 from torch import Tensor
 
-from vllm_vidspec.pruning.base import FunctionPruner, PruneInputs, Pruner
+from vllm_vidspec.pruning.base import PruneInputs, Pruner
 from vllm_vidspec.pruning.indices import descending_order, linspace_indices
 
 _COLUMNS = 128  # features widened to float64 at a time: 25,000 tokens need some 150 MB instead of some 4 GB
@@ -96,6 +96,6 @@ def _select_dycoke(inputs: PruneInputs) -> Tensor:
 
 
 TEMPORAL: tuple[Pruner, ...] = (
-    FunctionPruner("fastvid", _select_fastvid, needs=frozenset({"features"})),
-    FunctionPruner("dycoke", _select_dycoke, needs=frozenset({"features"})),
+    Pruner("fastvid", _select_fastvid, needs=frozenset({"features"})),
+    Pruner("dycoke", _select_dycoke, needs=frozenset({"features"})),
 )

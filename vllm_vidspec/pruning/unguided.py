@@ -1,9 +1,9 @@
-"""Pruners that look at nothing but the grid: SpecVLM's score-free baselines (METHODS 1); pure torch."""
+"""Pruners that look at nothing but the grid: SpecVLM's score-free baselines (METHODS 1). Pure torch."""
 
 import torch
 from torch import Tensor
 
-from vllm_vidspec.pruning.base import FunctionPruner, PruneInputs, Pruner, SelectFn
+from vllm_vidspec.pruning.base import PruneInputs, Pruner, SelectFn
 from vllm_vidspec.pruning.indices import linspace_indices
 
 
@@ -34,7 +34,7 @@ def _window(share_before: tuple[int, int]) -> SelectFn:
 
 
 def _select_frame(inputs: PruneInputs) -> Tensor:
-    """Keep whole frames at regular intervals; what exceeds the budget is cut from the end of the last chosen frame.
+    """Keep whole frames at regular intervals. What exceeds the budget is cut from the end of the last chosen frame.
 
     As few frames as can hold the budget, first and last included (a single one is frame 0). The trailing tokens are
     the end of the last frame, hence the first to go.
@@ -55,13 +55,13 @@ def _select_frame(inputs: PruneInputs) -> Tensor:
     return torch.cat((tokens, trailing))[:num_keep]
 
 
-NONE: Pruner = FunctionPruner("none", _select_none)
+NONE = Pruner("none", _select_none)
 
 UNGUIDED: tuple[Pruner, ...] = (
-    FunctionPruner("uniform", _select_uniform),
-    FunctionPruner("random", _select_random),
-    FunctionPruner("window:front", _window((0, 1))),
-    FunctionPruner("window:middle", _window((1, 2))),
-    FunctionPruner("window:end", _window((1, 1))),
-    FunctionPruner("frame", _select_frame),
+    Pruner("uniform", _select_uniform),
+    Pruner("random", _select_random),
+    Pruner("window:front", _window((0, 1))),
+    Pruner("window:middle", _window((1, 2))),
+    Pruner("window:end", _window((1, 1))),
+    Pruner("frame", _select_frame),
 )

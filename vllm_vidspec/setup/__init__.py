@@ -1,1 +1,1 @@
-"""Repairs of a Python environment that holds the CPU build of vLLM; standard library only, touches site-packages."""
+"""Repairs of a Python environment that holds the CPU build of vLLM. Standard library only, touches site-packages."""

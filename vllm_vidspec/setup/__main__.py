@@ -6,7 +6,7 @@ from vllm_vidspec.setup.fixups import FixupError, apply_fixups
 
 
 def main() -> int:
-    """Apply every fix-up and print one line for each; the exit status is 1 if one could not be applied."""
+    """Apply every fix-up and print one line for each. The exit status is 1 if one could not be applied."""
     try:
         results = apply_fixups()
     except FixupError as error:

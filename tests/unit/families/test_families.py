@@ -1,6 +1,5 @@
 """Families: token grids at true geometry, fallbacks, and which pairs are refused; namespaces and real HF configs."""
 
-import copy
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +10,8 @@ from vllm_vidspec.families import adapter_for, check_pair, check_ranks, families
 from vllm_vidspec.pruning import TokenGrid
 
 transformers = pytest.importorskip("transformers")
+
+PINPOINTS = [[384 * a, 384 * b] for a in range(1, 7) for b in range(1, 7)]
 
 
 def qwen():
@@ -38,7 +39,7 @@ def llava():
         video_token_index=151647,
         vision_feature_select_strategy="full",
         vision_aspect_ratio="anyres_max_9",
-        image_grid_pinpoints=[[384 * a, 384 * b] for a in range(1, 7) for b in range(1, 7)],
+        image_grid_pinpoints=PINPOINTS,
         text_config=SimpleNamespace(vocab_size=152128, hidden_size=3584),
         vision_config=SimpleNamespace(model_type="siglip_vision_model", image_size=384, patch_size=14, num_channels=3),
     )
@@ -56,22 +57,30 @@ def real_llava():
     return config
 
 
-MAKERS = [qwen, llava, real_qwen, real_llava]
+def changed(config, **changes):
+    """Return the config with other values at some paths, in which __ is a dot; `...` for none at all."""
+    for path, value in changes.items():
+        *parents, leaf = path.split("__")
+        holder = config
+        for parent in parents:
+            holder = getattr(holder, parent)
+        if value is ...:
+            delattr(holder, leaf)
+        else:
+            setattr(holder, leaf, value)
+    return config
+
+
+NAMES = {qwen: "qwen2.5-vl", real_qwen: "qwen2.5-vl", llava: "llava-onevision", real_llava: "llava-onevision"}
 
 
 # --- which adapter ---
 
 
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [(qwen, "qwen2.5-vl"), (real_qwen, "qwen2.5-vl"), (llava, "llava-onevision"), (real_llava, "llava-onevision")],
-)
+@pytest.mark.parametrize(("make", "name"), NAMES.items())
 def test_adapter_for(make, name):
     """Catches: an architecture or model type that is not recognised, from configs with and without architectures."""
-    config = make()
-    assert adapter_for(config).name == name
-    config.architectures = None
-    assert adapter_for(config).name == name
+    assert adapter_for(make()).name == adapter_for(changed(make(), architectures=None)).name == name
 
 
 @pytest.mark.parametrize(
@@ -102,144 +111,116 @@ def test_registry():
 # --- grids ---
 
 
-@pytest.mark.parametrize("make", [qwen, real_qwen])
-@pytest.mark.parametrize(
-    ("modality", "thw", "num_tokens", "grid"),
-    [
-        ("video", torch.tensor([8, 16, 20]), 640, TokenGrid(8, 8, 10)),
-        ("video", torch.tensor([[8, 16, 20]]), 640, TokenGrid(8, 8, 10)),
-        ("video", [4, 4, 6], 24, TokenGrid(4, 2, 3)),
-        ("image", torch.tensor([1, 36, 52]), 468, TokenGrid(1, 18, 26)),
-        # Does not multiply out (a pruned target, a broken item): one row.
-        ("video", torch.tensor([8, 16, 20]), 639, TokenGrid(1, 1, 639)),
-        ("video", torch.tensor([8, 16]), 32, TokenGrid(1, 1, 32)),
-        ("video", torch.tensor([-8, -16, 20]), 640, TokenGrid(1, 1, 640)),
-        ("video", torch.tensor([], dtype=torch.int64), 5, TokenGrid(1, 1, 5)),
-        ("video", "nonsense", 5, TokenGrid(1, 1, 5)),
-        ("video", None, 5, TokenGrid(1, 1, 5)),
-        ("video", None, 0, TokenGrid(1, 1, 0)),
-    ],
-)
-def test_qwen_grid(make, modality, thw, num_tokens, grid):
-    """Catches: an unmerged grid, height and width exchanged, an odd item that fails a request."""
-    config = make()
-    assert adapter_for(config).item_grid(modality, {f"{modality}_grid_thw": thw}, num_tokens, config) == grid
+def video(*thw):
+    return {"video_grid_thw": torch.tensor(thw)}
 
 
-def test_qwen_grid_without_data():
-    """Catches: the other modality's grid taken; a missing key or merge size that raises."""
-    config = qwen()
-    adapter = adapter_for(config)
-    thw = torch.tensor([1, 4, 4])
-    assert adapter.item_grid("video", {"image_grid_thw": thw}, 4, config) == TokenGrid(1, 1, 4)
-    del config.vision_config.spatial_merge_size
-    assert adapter.item_grid("image", {"image_grid_thw": thw}, 4, config) == TokenGrid(1, 1, 4)
+def frames(num_frames):
+    return {"pixel_values_videos": torch.empty(num_frames, 3, 4, 4)}
 
 
-@pytest.mark.parametrize("make", [llava, real_llava])
-@pytest.mark.parametrize(
-    ("data", "num_tokens", "grid"),
-    [
-        ({}, 64 * 196 + 1, TokenGrid(64, 14, 14, 1)),  # 384 // 14 = 27 patches a side, pooled to 14
-        ({"pixel_values_videos": torch.empty(2, 3, 4, 4)}, 393, TokenGrid(2, 14, 14, 1)),
-        ({"pixel_values_videos": torch.empty(3, 3, 4, 4)}, 393, TokenGrid(1, 1, 393)),  # frames contradict
-        ({}, 392, TokenGrid(1, 1, 392)),
-        ({}, 1, TokenGrid(1, 1, 1)),
-        ({}, 0, TokenGrid(1, 1, 0)),
-    ],
-)
-def test_llava_video_grid(make, data, num_tokens, grid):
-    """Catches: floor instead of ceil in the pooling (13), a forgotten newline, a trailing token in a flat row."""
-    config = make()
-    assert adapter_for(config).item_grid("video", data, num_tokens, config) == grid
+IMAGE = {"image_grid_thw": torch.tensor([1, 4, 4])}
+POOLED = {"vision_config": SimpleNamespace(image_size=112, patch_size=14)}
+QWEN, LLAVA = (qwen, real_qwen), (llava, real_llava)
+# Which configs and with what changes, the modality, its data and number of tokens, and the grid.
+GRIDS = [
+    # Catches: an unmerged grid, height and width exchanged.
+    (QWEN, {}, "video", video(8, 16, 20), 640, TokenGrid(8, 8, 10)),
+    (QWEN, {}, "video", video([8, 16, 20]), 640, TokenGrid(8, 8, 10)),
+    (QWEN, {}, "video", {"video_grid_thw": [4, 4, 6]}, 24, TokenGrid(4, 2, 3)),
+    (QWEN, {}, "image", {"image_grid_thw": torch.tensor([1, 36, 52])}, 468, TokenGrid(1, 18, 26)),
+    # Does not multiply out (a pruned target, a broken item): one row. Catches: an odd item that fails a request.
+    (QWEN, {}, "video", video(8, 16, 20), 639, TokenGrid(1, 1, 639)),
+    (QWEN, {}, "video", video(8, 16), 32, TokenGrid(1, 1, 32)),
+    (QWEN, {}, "video", video(-8, -16, 20), 640, TokenGrid(1, 1, 640)),
+    (QWEN, {}, "video", {"video_grid_thw": torch.tensor([], dtype=torch.int64)}, 5, TokenGrid(1, 1, 5)),
+    (QWEN, {}, "video", {"video_grid_thw": "nonsense"}, 5, TokenGrid(1, 1, 5)),
+    *((QWEN, {}, "video", {"video_grid_thw": None}, size, TokenGrid(1, 1, size)) for size in (0, 5)),
+    # Catches: the other modality's grid taken; a missing key or merge size that raises.
+    ((qwen,), {}, "video", IMAGE, 4, TokenGrid(1, 1, 4)),
+    ((qwen,), {"vision_config__spatial_merge_size": ...}, "image", IMAGE, 4, TokenGrid(1, 1, 4)),
+    # 384 // 14 = 27 patches a side, pooled to 14.
+    # Catches: floor instead of ceil in the pooling (13), a forgotten newline, a trailing token in a flat row.
+    (LLAVA, {}, "video", {}, 64 * 196 + 1, TokenGrid(64, 14, 14, 1)),
+    (LLAVA, {}, "video", frames(2), 393, TokenGrid(2, 14, 14, 1)),
+    (LLAVA, {}, "video", frames(3), 393, TokenGrid(1, 1, 393)),  # frames contradict
+    *((LLAVA, {}, "video", {}, size, TokenGrid(1, 1, size)) for size in (0, 1, 392)),
+    # Catches: a hard-wired 14 x 14 or stride 2; a config without a vision part that raises.
+    ((llava,), POOLED, "video", {}, 8 * 16 + 1, TokenGrid(8, 4, 4, 1)),
+    ((llava,), {**POOLED, "spatial_pool_stride": 4}, "video", {}, 8 * 4 + 1, TokenGrid(8, 2, 2, 1)),
+    ((llava,), {"vision_config": None}, "video", {}, 129, TokenGrid(1, 1, 129)),
+    # Catches: an anyres image, whose newlines are interleaved, cut like a video (here even the count would fit).
+    ((llava,), {}, "image", {}, 393, TokenGrid(1, 1, 393)),
+]
 
 
-def test_llava_other_geometry():
-    """Catches: a hard-wired 14 x 14 or stride 2; a config without a vision part that raises."""
-    config = llava()
-    config.vision_config = SimpleNamespace(image_size=112, patch_size=14)
-    adapter = adapter_for(config)
-    assert adapter.item_grid("video", {}, 8 * 16 + 1, config) == TokenGrid(8, 4, 4, 1)
-    config.spatial_pool_stride = 4
-    assert adapter.item_grid("video", {}, 8 * 4 + 1, config) == TokenGrid(8, 2, 2, 1)
-    config.vision_config = None
-    assert adapter.item_grid("video", {}, 129, config) == TokenGrid(1, 1, 129)
-
-
-def test_llava_image_is_one_row():
-    """Catches: an anyres image, whose newlines are interleaved, cut like a video (here even the count would fit)."""
-    assert adapter_for(llava()).item_grid("image", {}, 393, llava()) == TokenGrid(1, 1, 393)
+@pytest.mark.parametrize(("makers", "changes", "modality", "data", "num_tokens", "grid"), GRIDS)
+def test_grids(makers, changes, modality, data, num_tokens, grid):
+    """Catches what the comment above each case says, from namespaces and from real configs."""
+    for make in makers:
+        config = changed(make(), **changes)
+        assert adapter_for(config).item_grid(modality, data, num_tokens, config) == grid
 
 
 # --- pairs ---
 
 
-@pytest.mark.parametrize("make", MAKERS)
-def test_equal_configs_fit(make):
-    """Catches: a model that may not draft for itself."""
-    assert adapter_for(make()).check_pair(make(), make()) == []
-    assert check_pair(make(), make()).name == adapter_for(make()).name
-
-
-def test_sizes_may_differ():
-    """Catches: a comparison of what a smaller draft is meant to differ in."""
-    assert (
-        check_pair(real_qwen(hidden_size=5120, num_hidden_layers=64), real_qwen(hidden_size=3584)).name == "qwen2.5-vl"
-    )
+def as_dicts(config):
+    return changed(config, text_config=vars(config.text_config), vision_config=vars(config.vision_config))
 
 
 @pytest.mark.parametrize(
-    ("make", "path", "value", "sentence"),
+    ("target", "draft"),
     [
-        (qwen, "text_config.vocab_size", 151936, "vocabulary size is 152064 in the target but 151936 in the draft"),
-        (qwen, "vision_config.patch_size", 16, "patch size is 14 in the target but 16 in the draft"),
-        (qwen, "vision_config.spatial_merge_size", 4, "spatial merge size is 2 in the target but 4 in the draft"),
-        (qwen, "vision_config.temporal_patch_size", 1, "temporal patch size is 2 in the target but 1 in the draft"),
-        (qwen, "vision_config.in_channels", 1, "number of pixel channels is 3 in the target but 1 in the draft"),
-        (qwen, "vision_config.tokens_per_second", 4, "tokens per second is 2 in the target but 4 in the draft"),
-        (qwen, "image_token_id", 7, "image token id is 151655 in the target but 7 in the draft"),
-        (qwen, "video_token_id", 7, "video token id is 151656 in the target but 7 in the draft"),
-        (qwen, "vision_start_token_id", 7, "vision start token id is 151652 in the target but 7 in the draft"),
-        (qwen, "vision_end_token_id", None, "vision end token id is 151653 in the target but missing in the draft"),
-        (llava, "text_config.vocab_size", 152000, "vocabulary size is 152128 in the target but 152000 in the draft"),
-        (llava, "vision_config.image_size", 336, "frame size in pixels is 384 in the target but 336 in the draft"),
-        (llava, "vision_config.patch_size", 16, "patch size is 14 in the target but 16 in the draft"),
-        (llava, "vision_config.num_channels", 1, "number of pixel channels is 3 in the target but 1 in the draft"),
-        (llava, "spatial_pool_stride", 4, "spatial pooling stride is 2 in the target but 4 in the draft"),
-        (
-            llava,
-            "vision_config.model_type",
-            "clip_vision_model",
-            "vision tower type is 'siglip_vision_model' in the target but 'clip_vision_model' in the draft",
-        ),
-        (
-            llava,
-            "vision_feature_select_strategy",
-            "default",
-            "vision feature select strategy is 'full' in the target but 'default' in the draft",
-        ),
-        (llava, "image_token_index", 7, "image token id is 151646 in the target but 7 in the draft"),
-        (llava, "video_token_index", 7, "video token id is 151647 in the target but 7 in the draft"),
-        (
-            llava,
-            "vision_aspect_ratio",
-            "anyres_max_4",
-            "vision aspect ratio is 'anyres_max_9' in the target but 'anyres_max_4' in the draft",
-        ),
-        (llava, "image_grid_pinpoints", [[384, 384]], "but [[384, 384]] in the draft"),
+        # Catches: a model that may not draft for itself.
+        *((make(), make()) for make in NAMES),
+        # Catches: a comparison of what a smaller draft is meant to differ in.
+        (real_qwen(hidden_size=5120, num_hidden_layers=64), real_qwen(hidden_size=3584)),
+        # Catches: two spellings of the same pinpoints refused.
+        (llava(), changed(llava(), image_grid_pinpoints=tuple(map(tuple, PINPOINTS)))),
+        # Catches: sub-configs that are plain dicts read as missing.
+        (qwen(), as_dicts(qwen())),
     ],
 )
-def test_each_difference_is_named(make, path, value, sentence):
+def test_pairs_that_fit(target, draft):
+    """Catches what the comment above each case says."""
+    assert adapter_for(draft).check_pair(target, draft) == []
+    assert check_pair(target, draft).name == adapter_for(target).name
+
+
+# Which config, which of its values becomes which, what it is called, and how the target's value is shown.
+DIFFERENCES = [
+    (qwen, "text_config__vocab_size", 151936, "vocabulary size", "152064"),
+    (qwen, "vision_config__patch_size", 16, "patch size", "14"),
+    (qwen, "vision_config__spatial_merge_size", 4, "spatial merge size", "2"),
+    (qwen, "vision_config__temporal_patch_size", 1, "temporal patch size", "2"),
+    (qwen, "vision_config__in_channels", 1, "number of pixel channels", "3"),
+    (qwen, "vision_config__tokens_per_second", 4, "tokens per second", "2"),
+    (qwen, "image_token_id", 7, "image token id", "151655"),
+    (qwen, "video_token_id", 7, "video token id", "151656"),
+    (qwen, "vision_start_token_id", 7, "vision start token id", "151652"),
+    (qwen, "vision_end_token_id", None, "vision end token id", "151653"),
+    (llava, "text_config__vocab_size", 152000, "vocabulary size", "152128"),
+    (llava, "vision_config__image_size", 336, "frame size in pixels", "384"),
+    (llava, "vision_config__patch_size", 16, "patch size", "14"),
+    (llava, "vision_config__num_channels", 1, "number of pixel channels", "3"),
+    (llava, "spatial_pool_stride", 4, "spatial pooling stride", "2"),
+    (llava, "vision_config__model_type", "clip_vision_model", "vision tower type", "'siglip_vision_model'"),
+    (llava, "vision_feature_select_strategy", "default", "vision feature select strategy", "'full'"),
+    (llava, "image_token_index", 7, "image token id", "151646"),
+    (llava, "video_token_index", 7, "video token id", "151647"),
+    (llava, "vision_aspect_ratio", "anyres_max_4", "vision aspect ratio", "'anyres_max_9'"),
+    (llava, "image_grid_pinpoints", [[384, 384]], "image grid pinpoints", f"{str(PINPOINTS)[:60]}... (36 entries)"),
+]
+
+
+@pytest.mark.parametrize(("make", "path", "value", "label", "shown"), DIFFERENCES)
+def test_each_difference_is_named(make, path, value, label, shown):
     """Catches: a property that is not compared, or reported with the two values exchanged."""
-    target, draft = make(), make()
-    holder = draft
-    *parents, leaf = path.split(".")
-    for parent in parents:
-        holder = getattr(holder, parent)
-    setattr(holder, leaf, value)
-    problems = adapter_for(target).check_pair(target, draft)
-    assert len(problems) == 1 and problems[0].endswith(sentence)
-    assert len(problems[0]) < 200
+    target, draft = make(), changed(make(), **{path: value})
+    sentence = f"{label} is {shown} in the target but {'missing' if value is None else repr(value)} in the draft"
+    assert adapter_for(target).check_pair(target, draft) == [sentence]
+    assert len(sentence) < 200
     with pytest.raises(VidSpecError, match="the draft does not fit the target") as caught:
         check_pair(target, draft)
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
@@ -247,8 +228,7 @@ def test_each_difference_is_named(make, path, value, sentence):
 
 def test_all_differences_are_listed():
     """Catches: a check that stops at the first problem."""
-    draft = copy.deepcopy(qwen())
-    draft.text_config.vocab_size, draft.vision_config.patch_size, draft.video_token_id = 100, 16, 7
+    draft = changed(qwen(), text_config__vocab_size=100, vision_config__patch_size=16, video_token_id=7)
     with pytest.raises(VidSpecError) as caught:
         check_pair(qwen(), draft)
     for part in ("vocabulary size is 152064", "patch size is 14", "video token id is 151656"):
@@ -257,8 +237,7 @@ def test_all_differences_are_listed():
 
 def test_real_configs_differ():
     """Catches: attribute paths that hold for our namespaces only."""
-    draft = real_qwen(vocab_size=151936)
-    draft.vision_config.spatial_merge_size = 4
+    draft = changed(real_qwen(vocab_size=151936), vision_config__spatial_merge_size=4)
     assert len(adapter_for(draft).check_pair(real_qwen(), draft)) == 2
     small = transformers.LlavaOnevisionConfig(
         image_token_index=5, vision_config={"model_type": "siglip_vision_model", "image_size": 56, "patch_size": 14}
@@ -266,20 +245,6 @@ def test_real_configs_differ():
     problems = adapter_for(small).check_pair(real_llava(), small)
     assert any("image token id is 151646" in problem for problem in problems)
     assert any("frame size in pixels is 384 in the target but 56" in problem for problem in problems)
-
-
-def test_tuples_equal_lists():
-    """Catches: two spellings of the same pinpoints refused."""
-    draft = llava()
-    draft.image_grid_pinpoints = tuple(tuple(point) for point in draft.image_grid_pinpoints)
-    assert adapter_for(draft).check_pair(llava(), draft) == []
-
-
-def test_dict_sub_configs():
-    """Catches: sub-configs that are plain dicts read as missing."""
-    draft = qwen()
-    draft.text_config, draft.vision_config = vars(draft.text_config), vars(draft.vision_config)
-    assert adapter_for(draft).check_pair(qwen(), draft) == []
 
 
 @pytest.mark.parametrize(("target", "draft"), [(qwen, llava), (llava, qwen)])
@@ -311,8 +276,7 @@ def test_the_sizes_that_a_draft_works_at_are_named(text, vision_heads, num_ranks
     vision_config = SimpleNamespace(num_heads=vision_heads)
     draft = SimpleNamespace(vision_config=vision_config, get_text_config=lambda: text_config)
     if message is None:
-        check_ranks(draft, num_ranks)
-        return
+        return check_ranks(draft, num_ranks)
     with pytest.raises(VidSpecError, match=message) as caught:
         check_ranks(draft, num_ranks)
     assert "\n" not in str(caught.value)

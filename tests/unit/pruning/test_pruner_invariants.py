@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_vidspec.pruning import PruneInputs, TokenGrid, get_pruner, pruner_names
-from vllm_vidspec.pruning.base import FunctionPruner
+from vllm_vidspec.pruning.base import Pruner
 
 CHOOSING = [name for name in pruner_names() if name != "none"]
 LED_BY_SCORES = ["attention", "uv", "specvlm"]
@@ -112,15 +112,6 @@ def test_odd_grids(name, kind, grid):
             check_choice(get_pruner(name), inputs)
 
 
-@pytest.mark.parametrize("name", ["fastvid", "dycoke"])
-@pytest.mark.parametrize("grid", [TokenGrid(0, 2, 2, 7), TokenGrid(3, 0, 4, 7), TokenGrid(1, 1, 7), TokenGrid(1, 2, 3)])
-def test_without_a_second_frame_the_temporal_pruners_are_uniform(name, grid):
-    """Catches: an item without anything to compare cut to its first tokens."""
-    for num_keep in range(grid.num_tokens + 1):
-        inputs = PruneInputs(grid, num_keep, **measure(grid.num_tokens, 0))
-        assert torch.equal(get_pruner(name)(inputs), get_pruner("uniform")(inputs))
-
-
 # --- the check above can fail ---
 
 
@@ -128,46 +119,39 @@ def example(num_keep=4):
     return PruneInputs(TokenGrid(4, 2, 2, 1), num_keep, **measure(17, seed=5))
 
 
-@pytest.mark.parametrize("name", LED_BY_SCORES)
-def test_mutation_unsorted_indices(name):
-    """Mutation: the kept indices are left in score order. Seen to fail `check_choice` at its ascending line."""
+@pytest.mark.parametrize("name", CHOOSING)
+def test_mutations_of_each_pruner(name):
+    """Mutations: one token less, or one more, than the budget; kept indices left in score order.
+
+    Seen to fail `check_choice` at its budget line, and at its ascending line.
+    """
     pruner = get_pruner(name)
 
     def unsorted(inputs):
         kept = pruner(inputs)
         return kept[inputs.scores[kept].argsort(descending=True)]
 
-    check_choice(pruner, example())
-    with pytest.raises(AssertionError, match="not ascending"):
-        check_choice(FunctionPruner(name, unsorted), example())
-
-
-@pytest.mark.parametrize("name", CHOOSING)
-@pytest.mark.parametrize("wrong", [-1, 1])
-def test_mutation_off_by_one_budget(name, wrong):
-    """Mutation: one token more, or one less, than the budget. Seen to fail `check_choice` at its budget line."""
-    pruner = get_pruner(name)
-
-    def off_by_one(inputs):
-        return pruner(replace(inputs, num_keep=inputs.num_keep + wrong))
+    def off_by(wrong):
+        return lambda inputs: pruner(replace(inputs, num_keep=inputs.num_keep + wrong))
 
     check_choice(pruner, example())
-    with pytest.raises(AssertionError, match="not the budget"):
-        check_choice(FunctionPruner(name, off_by_one), example())
+    for select, line in ((off_by(-1), "not the budget"), (off_by(1), "not the budget"), (unsorted, "not ascending")):
+        if select is not unsorted or name in LED_BY_SCORES:
+            with pytest.raises(AssertionError, match=line):
+                check_choice(Pruner(name, select), example())
 
 
-@pytest.mark.parametrize("wrong", ["repeated", "negative", "beyond", "unseeded"])
-def test_mutation_other_broken_choices(wrong):
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda kept, num_tokens: torch.cat((kept[:1], kept[:-1])),
+        lambda kept, num_tokens: kept - 1,
+        lambda kept, num_tokens: kept + num_tokens - len(kept) + 1,
+        lambda kept, num_tokens: torch.randperm(num_tokens)[: len(kept)].sort().values,
+    ],
+    ids=["repeated", "negative", "beyond", "unseeded"],
+)
+def test_other_mutations(broken):
     """Mutations: a repeated, a negative, a too large index; the global generator. Each seen to fail `check_choice`."""
-
-    def broken(inputs):
-        kept = torch.arange(inputs.num_keep)
-        return {
-            "repeated": torch.cat((kept[:1], kept[:-1])),
-            "negative": kept - 1,
-            "beyond": kept + inputs.grid.num_tokens - inputs.num_keep + 1,
-            "unseeded": torch.randperm(inputs.grid.num_tokens)[: inputs.num_keep].sort().values,
-        }[wrong]
-
     with pytest.raises(AssertionError):
-        check_choice(FunctionPruner("broken", broken), example())
+        check_choice(Pruner("broken", lambda i: broken(torch.arange(i.num_keep), i.grid.num_tokens)), example())

@@ -21,6 +21,10 @@ def broken(module):
     return f"ImportError: no {module}"
 
 
+def remove_torchaudio(site, probe):
+    return fixups.remove_if_broken("torchaudio", site, probe)
+
+
 class BrokenUntilShimmed:
     """What the CUDA build of torchvision does: its import fails until the shim is in place."""
 
@@ -50,36 +54,15 @@ def snapshot(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def version_of_vllm(site):
-    return next(iter(metadata.distributions(name="vllm", path=[str(site)]))).version
-
-
-def test_alias_names_the_cpu_build(site):
-    result = fixups.alias_dist_info(site, ENGINE_VERSION)
-    assert result.changed
-    assert version_of_vllm(site) == "0.32.0+cpu"
-
-
-def test_alias_owns_nothing_of_the_engine(site):
-    fixups.alias_dist_info(site, ENGINE_VERSION)
+@pytest.mark.parametrize("leftovers", [(), ("0.32.0+cpu", "0.31.0+cpu")], ids=["none", "handmade and stale"])
+def test_the_alias_names_the_cpu_build_and_owns_nothing_of_the_engine(site, leftovers):
+    for version in leftovers:
+        add_dist(site, "vllm", version)  # claims the engine's files in its RECORD
+    assert fixups.alias_dist_info(site, ENGINE_VERSION).changed
+    assert fixups.installed_version("vllm", site) == "0.32.0+cpu"
     (alias,) = site.glob("vllm-*.dist-info")
     owned = [line.split(",")[0] for line in (alias / "RECORD").read_text().splitlines()]
     assert sorted(owned) == sorted(f"{alias.name}/{path.name}" for path in alias.iterdir())
-
-
-def test_a_handmade_or_stale_alias_is_replaced(site):
-    add_dist(site, "vllm", "0.32.0+cpu")  # claims the engine's files in its RECORD
-    add_dist(site, "vllm", "0.31.0+cpu")
-    assert fixups.alias_dist_info(site, ENGINE_VERSION).changed
-    (alias,) = site.glob("vllm-*.dist-info")
-    assert "vllm/__init__.py" not in (alias / "RECORD").read_text()
-
-
-def test_a_cuda_vllm_over_the_cpu_engine_is_refused_untouched(site):
-    cuda = add_dist(site, "vllm", "0.32.0")
-    with pytest.raises(FixupError, match="uninstall one of the two"):
-        fixups.alias_dist_info(site, ENGINE_VERSION)
-    assert (cuda / "METADATA").exists()
 
 
 def test_all_fixups_are_idempotent(site):
@@ -103,23 +86,37 @@ def test_a_cuda_engine_is_left_alone(tmp_path):
     assert snapshot(tmp_path) == before
 
 
-def test_a_working_torchvision_gets_no_shim(site):
-    add_dist(site, "torchvision", "0.28.0+cpu")
-    assert not fixups.shim_torchvision(site, works).changed
-    assert not list(site.glob("*.pth"))
+@pytest.mark.parametrize(
+    ("fixup", "dist", "version"),
+    [(fixups.shim_torchvision, "torchvision", "0.28.0+cpu"), (remove_torchaudio, "torchaudio", "2.11.0")],
+)
+def test_a_working_build_stays_as_it_is(site, fixup, dist, version):
+    add_dist(site, dist, version)
+    before = snapshot(site)
+    assert not fixup(site, works).changed
+    assert snapshot(site) == before and fixups.installed_version(dist, site) == version
 
 
-def test_a_torchvision_beyond_help_is_an_error(site):
-    add_dist(site, "torchvision", "0.28.0")
-    with pytest.raises(FixupError, match="still cannot be imported"):
-        fixups.shim_torchvision(site, broken)
+def no_permission(path, text):
+    raise PermissionError(13, "Permission denied", str(path))
 
 
-def test_a_working_optional_build_stays(site):
-    add_dist(site, "torchaudio", "2.11.0")
-    result = fixups.remove_if_broken("torchaudio", site, works)
-    assert not result.changed
-    assert fixups.installed_version("torchaudio", site) == "2.11.0"
+@pytest.mark.parametrize(
+    ("dist", "version", "probe", "write", "message"),
+    [
+        ("vllm", "0.32.0", works, fixups._write, "uninstall one of the two"),  # a CUDA engine over the CPU's
+        ("torchvision", "0.28.0", broken, fixups._write, "torchvision still cannot be imported"),
+        ("six", "1.0", works, no_permission, "cannot write to"),
+    ],
+    ids=["two engines", "beyond help", "unwritable"],
+)
+def test_what_cannot_be_repaired_is_one_clear_error(site, monkeypatch, dist, version, probe, write, message):
+    folder = add_dist(site, dist, version)
+    before = snapshot(folder)
+    monkeypatch.setattr(fixups, "_write", write)
+    with pytest.raises(FixupError, match=message):
+        apply_fixups(site, probe)
+    assert snapshot(folder) == before
 
 
 def test_a_broken_optional_build_is_uninstalled(site, monkeypatch):
@@ -134,15 +131,6 @@ def test_a_broken_optional_build_is_uninstalled(site, monkeypatch):
 
     monkeypatch.setattr(fixups.subprocess, "run", run)
     assert fixups.remove_if_broken("torchcodec", site, broken).changed
-
-
-def test_unwritable_site_packages_is_one_clear_error(site, monkeypatch):
-    def refuse(path, text):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(fixups, "_write", refuse)
-    with pytest.raises(FixupError, match="cannot write to"):
-        apply_fixups(site, works)
 
 
 FAKE_TORCH = """

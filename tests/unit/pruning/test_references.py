@@ -1,0 +1,284 @@
+"""The guided pruners against slow, exact references, at a real geometry, and mutations that the references catch."""
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_vidspec.pruning import PruneInputs, TokenGrid, get_pruner, guided, temporal
+from vllm_vidspec.pruning.temporal import novelty
+
+
+def inputs_of(scores, num_keep, lambda_r=0.4):
+    """Return inputs of one flat row."""
+    scores = torch.as_tensor(scores, dtype=torch.float32)
+    return PruneInputs(TokenGrid(1, 1, len(scores)), num_keep, scores=scores, lambda_r=lambda_r)
+
+
+@st.composite
+def flat_inputs(draw, low=0):
+    """Draw integer scores, with many ties and sums that are exact, or real ones, at any power of two and stride."""
+    num_tokens = draw(st.integers(0, 60))
+    if draw(st.booleans()):
+        scores = draw(st.lists(st.integers(low, draw(st.integers(0, 20))), min_size=num_tokens, max_size=num_tokens))
+        scores = torch.tensor(scores, dtype=torch.float32)
+    else:
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+        scores = torch.rand(num_tokens, generator=generator).pow(draw(st.integers(1, 9)))
+    scores = scores * 2.0 ** draw(st.integers(-30, 30))
+    if draw(st.booleans()):
+        scores = torch.stack((scores, -scores), dim=1)[:, 0]
+    lambda_r = draw(st.sampled_from([0, 64]) | st.integers(0, 64)) / 64
+    return inputs_of(scores, draw(st.integers(0, num_tokens)), lambda_r)
+
+
+@st.composite
+def videos(draw):
+    """Draw features of any dtype, power of two and strides; some frames and tokens repeat, some are zero vectors."""
+    grid = TokenGrid(*(draw(st.integers(*ends)) for ends in ((0, 11), (0, 3), (1, 3), (0, 7))))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    features = torch.randn(grid.num_tokens, 5, generator=generator)
+    per_frame = grid.tokens_per_frame
+    framed = features[: grid.num_frames * per_frame].view(grid.num_frames, per_frame, 5)
+    framed[torch.rand(framed.shape[:2], generator=generator) < draw(st.sampled_from([0.0, 0.2]))] = 0.0
+    is_static = torch.rand(grid.num_frames, per_frame, generator=generator) < draw(st.sampled_from([0.0, 0.3]))
+    for frame in range(1, grid.num_frames):
+        if draw(st.integers(0, 3)) == 0:
+            is_static[frame] = True
+        framed[frame][is_static[frame]] = framed[frame - 1][is_static[frame]]
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    exponent = 0 if dtype == torch.float16 else draw(st.integers(-60, 60))
+    features = (features * 2.0**exponent).to(dtype)
+    layout = draw(st.sampled_from(["rows", "columns", "apart"]))
+    if layout == "columns":
+        features = features.t().contiguous().t()
+    elif layout == "apart":
+        features = torch.stack((features, torch.full_like(features, 7.0)), dim=2)[:, :, 0]
+    return PruneInputs(grid, draw(st.integers(0, grid.num_tokens)), features=features)
+
+
+# --- the specifications, slow and exact ---
+
+
+def top_k_by_loops(inputs):
+    ranked = sorted(range(inputs.grid.num_tokens), key=lambda index: (-inputs.scores[index].item(), index))
+    return sorted(ranked[: inputs.num_keep])
+
+
+def stage_one_by_loops(inputs):
+    """Return V_R of SpecVLM eq. 6 in score order, in rational arithmetic."""
+    scores = [Fraction(score) for score in inputs.scores.tolist()]
+    threshold = Fraction(inputs.lambda_r) * sum(scores)
+    ranked = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
+    retained, held = [], Fraction(0)
+    while held < threshold:
+        held += scores[ranked[len(retained)]]
+        retained.append(ranked[len(retained)])
+    return retained
+
+
+def specvlm_by_loops(inputs):
+    """Return SpecVLM's choice: eq. 6, then integer linspace over the remaining tokens in sequence order (eq. 7)."""
+    retained = stage_one_by_loops(inputs)
+    if len(retained) > inputs.num_keep:
+        return sorted(retained[: inputs.num_keep])
+    rest = [index for index in range(inputs.grid.num_tokens) if index not in retained]
+    num_spread = inputs.num_keep - len(retained)
+    step = Fraction(len(rest) - 1, max(num_spread - 1, 1))
+    return sorted(retained + [rest[int(step * index)] for index in range(num_spread)])
+
+
+def novelty_by_loops(first, second):
+    """Return 1 - cosine of two lists, rounded: equal vectors and equal pairs must be ties here too."""
+    if first == second:
+        return 0.0
+    dot = math.fsum(a * b for a, b in zip(first, second, strict=True))
+    norms = math.hypot(*first) * math.hypot(*second)
+    return round(1 - dot / norms, 10) if norms else 1.0
+
+
+def linspace_by_loops(candidates, num_keep):
+    return [candidates[index * (len(candidates) - 1) // max(num_keep - 1, 1)] for index in range(num_keep)]
+
+
+def fastvid_by_loops(inputs):
+    grid, rows = inputs.grid, inputs.features.tolist()
+    per_frame = grid.tokens_per_frame
+    if per_frame == 0 or grid.num_frames == 0:
+        return linspace_by_loops(range(grid.num_tokens), inputs.num_keep)
+    tokens_of = [list(range(frame * per_frame, (frame + 1) * per_frame)) for frame in range(grid.num_frames)]
+    change = {0: math.inf}
+    for frame in range(1, grid.num_frames):
+        change[frame] = round(
+            sum(novelty_by_loops(rows[token], rows[token - per_frame]) for token in tokens_of[frame]) / per_frame, 10
+        )
+    tokens_of[-1] += range(grid.num_frames * per_frame, grid.num_tokens)
+    kept = []
+    for frame in sorted(change, key=lambda frame: (-change[frame], frame)):
+        room = inputs.num_keep - len(kept)
+        kept += linspace_by_loops(tokens_of[frame], min(room, len(tokens_of[frame])))
+    return sorted(kept)
+
+
+def dycoke_by_loops(inputs):
+    grid, rows = inputs.grid, inputs.features.tolist()
+    per_frame = grid.tokens_per_frame
+    first, rank = [], {}
+    for token in range(grid.num_tokens):
+        if token >= grid.num_frames * per_frame:
+            rank[token] = 1.0  # after every -novelty, which is at most 0
+            continue
+        group, phase = divmod(token // per_frame, 4)
+        if phase == 0:
+            first.append(token)
+        else:
+            reference = (4 * group + {1: 0, 2: 0, 3: 2}[phase]) * per_frame + token % per_frame
+            rank[token] = -novelty_by_loops(rows[token], rows[reference])
+    if not first:
+        return linspace_by_loops(range(grid.num_tokens), inputs.num_keep)
+    if inputs.num_keep <= len(first):
+        return linspace_by_loops(first, inputs.num_keep)
+    return sorted(first + sorted(rank, key=lambda token: (rank[token], token))[: inputs.num_keep - len(first)])
+
+
+# Of each pruner: its specification, and the inputs on which the two must agree.
+REFERENCES = {
+    "attention": (top_k_by_loops, flat_inputs(low=-20)),
+    "uv": (top_k_by_loops, flat_inputs(low=-20)),
+    "specvlm": (specvlm_by_loops, flat_inputs()),
+    "fastvid": (fastvid_by_loops, videos()),
+    "dycoke": (dycoke_by_loops, videos()),
+}
+
+
+def check_reference(name, inputs):
+    assert get_pruner(name)(inputs).tolist() == REFERENCES[name][0](inputs)
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_the_choice_is_the_reference(name, data):
+    """As no reference's ranking reads the budget, what a larger budget keeps is also a superset.
+
+    Catches, Top-K: the lowest instead of the highest scores, ties to a higher index, negative scores dropped, a larger
+    budget that gives up a token of a smaller one, a threshold or an epsilon on absolute scores, a sort that walks
+    memory. SpecVLM: any departure from eq. 6 and 7, at exact ties with the threshold above all, a stage I that retains
+    one token at lambda_r 0, or misses one with weight at lambda_r 1. Temporal: the wrong reference frame or position,
+    similar instead of different ones kept, ties by rounding, a ranking that depends on the budget, an epsilon beside
+    the norm, squares that leave float32's range, a walk through memory, similarities rounded to the features' dtype,
+    an item without anything to compare cut to its first tokens.
+    """
+    check_reference(name, data.draw(REFERENCES[name][1]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["attention", "uv", "specvlm"])
+def test_the_choice_is_the_same_on_the_gpu(name):
+    """Catches: ties, signed zeros or a threshold that another device decides otherwise."""
+    for scores in (torch.rand(25_088), torch.randint(0, 5, (25_088,)).float(), torch.zeros(25_088).mul(-1.0)):
+        inputs = PruneInputs(TokenGrid(128, 14, 14), 2508, scores=scores)
+        on_gpu = get_pruner(name)(replace(inputs, scores=scores.cuda()))
+        assert on_gpu.is_cuda and torch.equal(on_gpu.cpu(), get_pruner(name)(inputs))
+
+
+def test_specvlm_threshold_among_25_000_tokens():
+    """Catches: a prefix sum in float32, which does not grow when 1 is added to 2**25."""
+    scores = [float(2**25)] + [1.0] * 25_087
+    lambda_r = (2**25 + 999.5) / (2**25 + 25_087)  # reached by the large one and 1,000 others
+    assert guided.top_p_size(torch.tensor(scores), lambda_r) == 1001
+    kept = get_pruner("specvlm")(inputs_of(scores, 2508, lambda_r))
+    assert kept[:1001].tolist() == list(range(1001)) and kept[1001] == 1001 and kept[-1] == 25_087
+    assert kept[1001:].diff().min() >= 15  # 24,086 / 1,506 = 15.99
+
+
+def test_specvlm_does_both_on_a_real_geometry():
+    """Catches: stages mixed up: a long-tailed score keeps its peaks, and what is left covers the whole video."""
+    scores = torch.rand(25_088, generator=torch.Generator().manual_seed(0)).pow(40)
+    inputs = PruneInputs(TokenGrid(128, 14, 14), 2508, scores=scores)
+    kept = get_pruner("specvlm")(inputs)
+    retained = stage_one_by_loops(inputs)
+    assert 50 < len(retained) < 1000 and set(retained) <= set(kept.tolist())
+    spread = torch.tensor(sorted(set(kept.tolist()) - set(retained)))
+    assert len(spread) == 2508 - len(retained) and spread.diff().max() < 2 * 25_088 / len(spread)
+
+
+# --- numbers ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [1, 127, 128, 129, 300])
+def test_novelty_is_one_minus_the_cosine(dtype, dim):
+    """Catches: a lost column chunk or column, products rounded to half precision."""
+    features = torch.randn(20, dim, generator=torch.Generator().manual_seed(dim)).to(dtype)
+    tokens, references = torch.arange(1, 20), torch.arange(19)
+    expected = 1 - torch.nn.functional.cosine_similarity(features[1:].double(), features[:-1].double(), dim=1)
+    torch.testing.assert_close(novelty(features, tokens, references), expected, rtol=0, atol=1e-12)
+
+
+def test_novelty_of_zero_vectors_and_of_unchanged_tokens():
+    """Catches: NaN from a zero norm, rounding noise that ranks unchanged or merely brighter tokens."""
+    features = torch.tensor([[0.0, 0.0, 0.0], [0.1, 0.7, -0.3], [0.1, 0.7, -0.3], [0.3, 2.1, -0.9], [-0.1, -0.7, 0.3]])
+    pairs = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 2], [1, 3], [1, 4]])
+    found = novelty(features, pairs[:, 0], pairs[:, 1])
+    assert found[:5].tolist() == [0.0, 1.0, 1.0, 0.0, 0.0] and abs(found[5] - 2) < 1e-12
+
+
+def test_novelty_has_the_precision_for_small_changes():
+    """Catches: 1 - cosine computed as a difference in float32, where turns below 0.0003 vanish."""
+    turn = torch.tensor([0.0, 1e-4, 3e-4])
+    features = torch.stack((turn.cos(), turn.sin()), dim=1)
+    found = novelty(features, torch.tensor([1, 2]), torch.tensor([0, 0]))
+    torch.testing.assert_close(found, torch.tensor([0.5e-8, 4.5e-8]).double(), rtol=1e-3, atol=0)
+
+
+# --- the references can fail the pruners ---
+
+
+def exceeds(ordered_scores, lambda_r):
+    """Stage I that must exceed the share, not reach it."""
+    sums = ordered_scores.double().cumsum(0)
+    return int((sums <= lambda_r * sums[-1]).sum()) + 1
+
+
+def of_all_lengths():
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randn(48, 1, generator=generator).mul(2).exp()
+    return PruneInputs(TokenGrid(8, 2, 3), 24, features=torch.randn(48, 5, generator=generator) * lengths)
+
+
+STAGE_ONE = {
+    "one token early": lambda scores, lambda_r, right=guided.top_p_size: right(scores, lambda_r) - 1,
+    "one too many": lambda scores, lambda_r, right=guided.top_p_size: right(scores, lambda_r) + 1,
+}
+STAGE_ONE_EXAMPLES = [
+    inputs_of([1, 4, 1, 0, 3, 1, 0, 2], 5, 0.5),
+    inputs_of([0, 0, 9, 8, 7, 6, 5, 0, 0], 4, 0.5),
+    inputs_of([5, 0, 0, 0, 0, 0, 0, 3, 3], 4, 0.25),
+]
+NOVELTY = {
+    "similar kept": lambda features, tokens, references: -novelty(features, tokens, references),
+    "wrong reference": lambda features, tokens, references: novelty(features, tokens, (references + 1) % len(features)),
+    "no norm": lambda features, tokens, references: -(features[tokens] * features[references]).double().sum(1),
+}
+MUTATIONS = [
+    *(("specvlm", "top_p_size", wrong, inputs) for wrong in STAGE_ONE.values() for inputs in STAGE_ONE_EXAMPLES),
+    ("specvlm", "top_p_size", exceeds, inputs_of([0, 8, 0, 4, 0, 4, 0, 0], 3, 0.5)),  # 8 of 16
+    *((name, "novelty", wrong, of_all_lengths()) for name in ("fastvid", "dycoke") for wrong in NOVELTY.values()),
+]
+
+
+@pytest.mark.parametrize(("name", "part", "wrong", "inputs"), MUTATIONS)
+def test_mutations(monkeypatch, name, part, wrong, inputs):
+    """Mutations: stage I one off, or strict; the most similar kept, the next position's reference, the dot product.
+
+    Each seen to fail `check_reference`.
+    """
+    check_reference(name, inputs)
+    monkeypatch.setattr(guided if part == "top_p_size" else temporal, part, wrong)
+    with pytest.raises(AssertionError):
+        check_reference(name, inputs)
