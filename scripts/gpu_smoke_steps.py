@@ -36,7 +36,7 @@ _VISION = dict(
 )  # 32 layers in the real one: the tower runs once a prompt, and is not what is looked at
 _VOCAB = 151936
 _KERNEL_TESTS = (
-    "real_size or equals_reference or equals_the_walk or equals_the_loop or half_precision or different_shapes "
+    "real_size or equals_the_oracle or equal_the_oracles or equals_the_loop or half_precision or different_shapes "
     "or test_dtypes or groups_and_layouts"
 )
 
@@ -251,7 +251,7 @@ def sync_debug(args: argparse.Namespace) -> dict[str, Any]:
                 _generate(args, llm, prompts, 16, temperature)
             runner = _runner(llm)
             speculator, verifier = runner.speculator, runner.rejection_sampler
-            speculator._draft = watched("draft", speculator._draft)
+            speculator._propose = watched("draft", speculator._propose)
             verifier._verify = watched("verify", verifier._verify)
             for temperature in (0.0, 1.0):
                 _generate(args, llm, prompts, 16, temperature)

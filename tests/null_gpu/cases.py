@@ -15,7 +15,7 @@ NUM_FRAMES, FRAME_SIZE = 8, 112
 # The host learns how deep the next trees are from the step before; by then this step's target forward is launched.
 PLANNED_DEPTHS = "adaptive.py read"
 # Counters on their way to /metrics; a block more for the draft, every sixteenth token.
-CROSSINGS = ("counters.py flush", "kv_pool.py reserve", "kv_pool.py apply")
+CROSSINGS = ("counters.py flush", "kv.py reserve", "kv.py apply")
 TWO_RANKS = {
     "tensor_parallel_size": 2,
     "disable_custom_all_reduce": True,  # it reads another process's device memory

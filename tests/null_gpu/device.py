@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import ctypes
+import re
 import sys
 from collections.abc import Iterator
 
@@ -10,16 +11,7 @@ from collections.abc import Iterator
 CATEGORIES = ("sync", "copy", "alloc", "launch", "illegal", "query", "stub", "graph")
 _PAGEABLE, PINNED, DEVICE = range(3)
 # Frames of these say nothing about who asked for an event.
-_NOBODY = (
-    "/torch/",
-    "/triton/",
-    "/null_gpu/device.py",
-    "/null_gpu/emulate.py",
-    "<frozen",
-    "contextlib.py",
-    "<string>",
-    "/numba/",
-)
+_NOBODY = re.compile(r"/torch/|/triton/|/numba/|/null_gpu/(device|emulate)\.py|<frozen|<string>|contextlib\.py")
 
 _library = ctypes.CDLL("libcuda.so.1")
 _library.ng_snapshot.restype = ctypes.c_size_t
@@ -54,7 +46,7 @@ def caller(depth: int = 3) -> str:
     frame, lines = sys._getframe(1), []
     while frame is not None and len(lines) < depth:
         path = frame.f_code.co_filename
-        if not any(part in path for part in _NOBODY):
+        if not _NOBODY.search(path):
             lines.append(f"{'/'.join(path.split('/')[-3:])}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
     return " < ".join(lines) or "(no Python line)"

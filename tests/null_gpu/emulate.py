@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import re
 import sys
-import time
 from collections.abc import Iterator
 
 import torch
@@ -36,7 +35,6 @@ _INDEXING = {"aten::index", "aten::index_put_", "aten::index_put", "aten::_index
 _MOST_ELEMENTS = 1 << 22
 
 failed: dict[str, str] = {}  # why by kernel or operator
-spent = 0.0  # s that the emulation itself took, to be taken off what is timed
 _is_on = False
 
 
@@ -121,7 +119,7 @@ def _interpret(function: JITFunction) -> InterpretedFunction:
 
 def _run_both(self, *args, grid, warmup, **kwargs):
     """Launch a kernel on the null GPU, then interpret it."""
-    global _depth, spent
+    global _depth
     if _depth:
         return _interpret(self).run(*args, grid=grid, warmup=False, **kwargs)
     kernel = _run(self, *args, grid=grid, warmup=warmup, **kwargs)
@@ -133,7 +131,6 @@ def _run_both(self, *args, grid, warmup, **kwargs):
         return alias(value) if isinstance(value, torch.Tensor) and value.is_cuda else value
 
     _depth += 1
-    begun = time.perf_counter()
     try:
         with _disable_current_modes():
             values = {key: on_host(value) for key, value in kwargs.items()}
@@ -142,7 +139,6 @@ def _run_both(self, *args, grid, warmup, **kwargs):
         _note(name, error.__cause__ or error)
     finally:
         _depth -= 1
-        spent += time.perf_counter() - begun
     return kernel
 
 
@@ -164,7 +160,6 @@ class _Operators(TorchDispatchMode):
     """Runs every operator on the null GPU, then once more on the CPU where its tensors are on the device."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        global spent
         kwargs = kwargs or {}
         name = function._schema.name
         if not torch.compiler.is_compiling() and args and isinstance(args[0], torch.Tensor) and args[0].is_cuda:
@@ -173,13 +168,11 @@ class _Operators(TorchDispatchMode):
             elif name == "aten::nonzero":
                 return _nonzero(args[0])
         out = function(*args, **kwargs)
-        begun = time.perf_counter()
         if _can_run(function, name, args, kwargs, out):
             try:
                 _run_on_host(function, args, kwargs, out)
             except Exception as error:
                 _note(name, error)
-        spent += time.perf_counter() - begun
         return out
 
 

@@ -7,6 +7,7 @@ of `CASES`; cases with the same engine share it, one after another. A case that 
 takes its engine with it; the next one starts.
 """
 
+import contextlib
 import gc
 import json
 import os
@@ -73,7 +74,6 @@ class Session:
         self.llm = LLM(**case.llm_kwargs())
         self.engine = self.llm.llm_engine
         self._probe = None if case.num_ranks > 1 else Probe()
-        self.added = 0
         self._prompted = 0
         self.tokens: dict[str, int] = {}
 
@@ -93,36 +93,40 @@ class Session:
         self._prompted += 1
         return self.case.prompts(seed=self._prompted)
 
-    def add(self, prompts: list[dict], **sampling: Any) -> list[str]:
-        """Add one request per prompt that goes on until it is aborted; return their ids."""
+    @contextlib.contextmanager
+    def decoding(self, **sampling: Any) -> Iterator[None]:
+        """Let new requests decode under emulation, one per prompt, that go on until they are aborted at the end."""
         from vllm import SamplingParams
 
+        self.probe("emulate", True)
         names = []
-        for prompt in prompts:
+        for prompt in self.prompts():
             params = SamplingParams(
                 **{"temperature": 0.0, "max_tokens": 1000, "ignore_eos": True, "seed": 1} | sampling
             )
-            names.append(str(self.added))
+            names.append(f"{self._prompted}-{len(names)}")
             self.engine.add_request(names[-1], prompt, params)
-            self.added += 1
-        return names
+        self._prefill(names)
+        yield
+        self.probe("emulate", False)
+        self._abort(names)
 
     def step(self) -> None:
         """Make one engine step."""
         for output in self.engine.step():
             self.tokens[output.request_id] = len(output.outputs[0].token_ids)
 
-    def prefill(self, names: list[str]) -> int:
-        """Step until all of these have tokens and decode steadily; return the number of steps."""
-        for steps in range(_MOST_STEPS):
+    def _prefill(self, names: list[str]) -> None:
+        """Step until all of these have tokens and decode steadily."""
+        for _ in range(_MOST_STEPS):
             if all(self.tokens.get(name, 0) > 0 for name in names):
                 for _ in range(self.case.skip):
                     self.step()
-                return steps + self.case.skip
+                return
             self.step()
         raise RuntimeError(f"no tokens after {_MOST_STEPS} steps: {self.tokens}")
 
-    def abort(self, names: list[str]) -> None:
+    def _abort(self, names: list[str]) -> None:
         """Abort requests and let the engine forget them."""
         self.engine.abort_request(names)
         for _ in range(_MOST_STEPS):
@@ -158,20 +162,17 @@ def start(case: Case, out: Measured) -> Session:
 def measure(session: Session, out: Measured) -> None:
     """Count the decode steps of the session's case under emulation, time some without."""
     case = session.case
-    session.probe("emulate", True)
     before = session.probe("counters")
-    names = session.add(session.prompts(), **case.sampling)
-    session.prefill(names)
-    out.prefill = dict(gained(before, session.probe("counters"))[0])
-    count_steps(session, out)
-    session.probe("emulate", False)
-    before = session.probe("counters")
-    for _ in range(case.timed_steps):
-        begun = time.perf_counter()
-        session.step()
-        out.host_ms.append(round((time.perf_counter() - begun) * 1e3, 3))
-    out.timed = dict(gained(before, session.probe("counters"))[0])
-    session.abort(names)
+    with session.decoding(**case.sampling):
+        out.prefill = dict(gained(before, session.probe("counters"))[0])
+        count_steps(session, out)
+        session.probe("emulate", False)
+        before = session.probe("counters")
+        for _ in range(case.timed_steps):
+            begun = time.perf_counter()
+            session.step()
+            out.host_ms.append(round((time.perf_counter() - begun) * 1e3, 3))
+        out.timed = dict(gained(before, session.probe("counters"))[0])
     out.not_emulated = session.probe("not_emulated")[0]
     if case.after is not None:
         out.extra |= case.after(session)

@@ -7,52 +7,32 @@ from typing import Any
 
 import torch
 
-
-def plant_item(speculator: Any, batch: Any, num_sampled: torch.Tensor) -> None:
-    num_sampled[0].item()
-
-
-def plant_host_index(speculator: Any, batch: Any, num_sampled: torch.Tensor) -> None:
-    speculator._draft_tokens[torch.tensor([0])]
-
-
-def plant_scalar_assignment(speculator: Any, batch: Any, num_sampled: torch.Tensor) -> None:
-    speculator._draft_tokens[batch.idx_mapping] = 3
-
-
-def plant_boolean_mask(speculator: Any, batch: Any, num_sampled: torch.Tensor) -> None:
-    num_sampled[num_sampled > 1]
-
-
-def plant_upload(speculator: Any, batch: Any, num_sampled: torch.Tensor) -> None:
-    torch.tensor([1, 2, 3], device=num_sampled.device)
-
-
-def plant_allocation(speculator: Any, batch: Any, num_sampled: torch.Tensor) -> None:
-    torch.cuda.empty_cache()
-    torch.empty(1 << 28, dtype=torch.uint8, device=num_sampled.device)
-
-
-def plant_pinned_upload(speculator: Any, batch: Any, num_sampled: torch.Tensor) -> None:
-    torch.ones(4).pin_memory().to(num_sampled.device, non_blocking=True)
-
-
-def plant_launches(speculator: Any, batch: Any, num_sampled: torch.Tensor) -> None:
-    for _ in range(40):
-        num_sampled + 1
-
-
-# By name: the plant, and the counters that must show it.
+# By name: what is planted into `propose` (given the draft tokens, vLLM's batch and what was sampled), a line each by
+# which complaints know it, and the counters that must show it.
 PLANTS: dict[str, tuple[Callable, tuple[str, ...]]] = {
-    "item": (plant_item, ("sync",)),
-    "host index": (plant_host_index, ("sync", "copy.blocking")),
-    "scalar assignment": (plant_scalar_assignment, ("sync", "copy.blocking")),
-    "boolean mask": (plant_boolean_mask, ("sync",)),
-    "upload": (plant_upload, ("sync", "copy.blocking")),
-    "allocation": (plant_allocation, ("alloc.device",)),
-    "pinned upload": (plant_pinned_upload, ()),
-    "launches": (plant_launches, ()),
+    "item": (lambda drafts, batch, sampled: sampled[0].item(), ("sync",)),
+    "host index": (lambda drafts, batch, sampled: drafts[torch.tensor([0])], ("sync", "copy.blocking")),
+    "scalar assignment": (
+        lambda drafts, batch, sampled: drafts.__setitem__(batch.idx_mapping, 3),
+        ("sync", "copy.blocking"),
+    ),
+    "boolean mask": (lambda drafts, batch, sampled: sampled[sampled > 1], ("sync",)),
+    "upload": (lambda drafts, batch, sampled: torch.tensor([1, 2], device=sampled.device), ("sync", "copy.blocking")),
+    "allocation": (
+        lambda drafts, batch, sampled: [torch.cuda.empty_cache(), sampled.new_empty(1 << 26)],
+        ("alloc.device",),
+    ),
+    "pinned upload": (
+        lambda drafts, batch, sampled: torch.ones(4).pin_memory().to(sampled.device, non_blocking=True),
+        (),
+    ),
+    "launches": (lambda drafts, batch, sampled: [sampled + 1 for _ in range(40)], ()),
 }
+
+
+def line_of(name: str) -> str:
+    """Return how a trace names a plant's line."""
+    return f"plants.py:{PLANTS[name][0].__code__.co_firstlineno} <lambda>"
 
 
 def plant_each(session: Any) -> dict[str, Any]:
@@ -60,24 +40,20 @@ def plant_each(session: Any) -> dict[str, Any]:
     from null_gpu.engine_run import Measured, count_steps
 
     speculator, found = session.worker.model_runner.speculator, {}
-    names = session.add(session.prompts())
-    session.probe("emulate", True)
-    session.prefill(names)
-    for name, (plant, _) in PLANTS.items():
+    with session.decoding():
+        for name, (plant, _) in PLANTS.items():
 
-        def propose(batch, *args, plant=plant, **kwargs):
-            plant(speculator, batch, args[4])  # num_sampled
-            return type(speculator).propose(speculator, batch, *args, **kwargs)
+            def propose(batch, *args, plant=plant, **kwargs):
+                plant(speculator._draft_tokens, batch, args[4])  # num_sampled
+                return type(speculator).propose(speculator, batch, *args, **kwargs)
 
-        speculator.propose = propose
-        session.step()
-        out = Measured(name)
-        count_steps(session, out)
-        del speculator.propose
-        session.step()
-        found[name] = asdict(out)
-    session.probe("emulate", False)
-    session.abort(names)
+            speculator.propose = propose
+            session.step()
+            out = Measured(name)
+            count_steps(session, out)
+            del speculator.propose
+            session.step()
+            found[name] = asdict(out)
     return found
 
 

@@ -16,12 +16,8 @@ def peak_of_a_prompt(session: Any) -> dict[str, int]:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    session.probe("emulate", True)
-    names = session.add(session.prompts())
-    session.prefill(names)
-    session.probe("emulate", False)
-    most = torch.cuda.max_memory_allocated()
-    session.abort(names)
+    with session.decoding():
+        most = torch.cuda.max_memory_allocated()
     return {"peak": most - before, "profiled": int(worker.peak_activation_memory)}
 
 
@@ -37,14 +33,6 @@ def sleep_and_wake(session: Any) -> dict[str, Any]:
             session.llm.collective_rpc("reload_weights")
         session.llm.wake_up(tags=["kv_cache"])
         free[str(level)] = [awake, asleep, torch.cuda.mem_get_info()[0]]
-        decode(session)
+        with session.decoding():
+            pass
     return {"free": free}
-
-
-def decode(session: Any) -> None:
-    """Let new requests begin to decode."""
-    session.probe("emulate", True)
-    names = session.add(session.prompts())
-    session.prefill(names)
-    session.probe("emulate", False)
-    session.abort(names)

@@ -13,6 +13,7 @@ from tests.simulated_device import device as sim
 from vidspec_kernels import CacheList
 from vidspec_kernels.tree_grow import tree_grow
 from vllm_vidspec.engine.cpu import kernels as cpu_kernels
+from vllm_vidspec.engine.draft.vision_cache import VisionCache
 
 VOCAB, BLOCK_SIZE, MAX_REQS, MAX_LEN = 32, 4, 4, 160
 NUM_BLOCKS = 1 + MAX_REQS * (MAX_LEN // BLOCK_SIZE + 8)
@@ -90,13 +91,23 @@ class FakeDraft:
     num_axes, block_size = 3, BLOCK_SIZE
     max_num_tokens = 24  # so that wide levels are fed in parts
     vocab_size, max_model_len, num_positions = VOCAB, MAX_LEN, MAX_LEN
-    hf_config = config = full_positions = None
+    hf_config = full_positions = None
+    bytes_per_block, is_self_draft = 0, True
 
-    def __init__(self, world: Any):
-        self.device = world.device
-        self._world = world
-        self.cache = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 1, 2, dtype=torch.int64, device=world.device)
+    def __init__(self, device: torch.device, launch: Callable):
+        self.device, self._launch = device, launch
+        self.cache = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 1, 2, dtype=torch.int64, device=device)
+        self.config = SimpleNamespace(cache=self.cache)
         self.attention: FakeAttention | None = None
+
+    def load(self, _target: None) -> None:
+        """Load."""
+
+    def make_vision_cache(self, num_bytes: int) -> VisionCache:
+        return VisionCache(num_bytes, 1, torch.float32, self.device)
+
+    def init_kv(self, _num_bytes: int, _allocation: Any) -> int:
+        return NUM_BLOCKS
 
     def embed(self, token_ids: torch.Tensor, media: list, is_media: Any) -> torch.Tensor:
         assert token_ids.device == self.device
@@ -109,11 +120,12 @@ class FakeDraft:
         starts = arguments.pop("query_start_loc_np")
         assert np.array_equal(starts, sim.to_host(arguments.pop("query_start_loc")).numpy())
         step = None if self.attention is None else as_dict(self.attention.step)
-        run = self._world.launch(attend)
-        return run(self.cache, embeds[:, 0], positions[1], query_start_loc=starts, step=step, **arguments)
+        return self._launch(attend)(
+            self.cache, embeds[:, 0], positions[1], query_start_loc=starts, step=step, **arguments
+        )
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._world.launch(draft_logits)(hidden)
+        return self._launch(draft_logits)(hidden)
 
 
 class FakeAttention:

@@ -37,24 +37,24 @@ from tests.simulated_device.fakes import (
 )
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.drafting import adaptive
-from vllm_vidspec.engine import speculator
+from vllm_vidspec.engine import parts, speculator
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft import drafter, noise
 from vllm_vidspec.engine.draft import kv as kv_pool
 from vllm_vidspec.engine.draft import prefill as draft_prefill
-from vllm_vidspec.engine.draft.vision_cache import VisionCache
+from vllm_vidspec.engine.draft.memory import DraftMemory
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.listen import trees as target_trees
+from vllm_vidspec.engine.listen.protocol import Forward
 from vllm_vidspec.engine.report import counters
 from vllm_vidspec.engine.requests import Arrival, Phase, RequestRows
 from vllm_vidspec.engine.verify import rules as looseness
-from vllm_vidspec.engine.verify import verifier as scorer
 from vllm_vidspec.engine.verify.step import VerifyStep
 from vllm_vidspec.metrics import MetricsFile
 
 
 class World:
-    """The runner's part: rows, batches, the target, commits.
+    """The runner's part, from which the engine's own parts are made: rows, batches, the target, commits.
 
     Args:
         device: Where the tensors live.
@@ -64,6 +64,13 @@ class World:
         fills_trees: Whether trees are filled, as where vLLM schedules asynchronously.
     """
 
+    max_num_reqs, vocab_size, model = MAX_REQS, VOCAB, None
+    agreement = Agreement(SimpleNamespace(rank_in_group=0, world_size=1))
+    kv_cache_config = SimpleNamespace(kv_cache_groups=[None])
+    model_state = SimpleNamespace(
+        prepare_inputs=lambda input_batch, req_states: {}, prepare_dummy_inputs=lambda num_reqs, num_tokens: {}
+    )
+
     def __init__(
         self,
         device: torch.device,
@@ -72,9 +79,10 @@ class World:
         temperature: float = 0.0,
         fills_trees: bool = True,
     ):
-        self.device, self.launch, self.config = device, launch, config
-        self.K = config.num_speculative_tokens
-        self._fills_trees = fills_trees
+        self.device, self.launch = device, launch
+        self.knobs, self.requests = Knobs(config), RequestRows(MAX_REQS, device)
+        self.K = self.num_speculative_steps = config.num_speculative_tokens
+        self.max_num_tokens = MAX_REQS * (self.K + 1)
         self.text = self.zeros(MAX_REQS, MAX_LEN, dtype=torch.int32)
         self.total_len = self.zeros(MAX_REQS, dtype=torch.int32)
         self.last_sampled = self.zeros(MAX_REQS, 1, dtype=torch.int64)
@@ -85,29 +93,28 @@ class World:
         self.target_table = self.put(np.arange(MAX_REQS * blocks, dtype=np.int32).reshape(MAX_REQS, blocks))
         self.target_cache = self.zeros(NUM_BLOCKS, BLOCK_SIZE, 1, 2, dtype=torch.int64)
         self.sampler = FakeSampler(self, temperature)
+        self.req_states = SimpleNamespace(
+            total_len=SimpleNamespace(gpu=self.total_len), all_token_ids=SimpleNamespace(gpu=self.text)
+        )
         self.vllm_config = SimpleNamespace(
-            scheduler_config=SimpleNamespace(max_num_seqs=MAX_REQS),
+            scheduler_config=SimpleNamespace(max_num_seqs=MAX_REQS, async_scheduling=fills_trees),
             model_config=SimpleNamespace(max_model_len=MAX_LEN),
             observability_config=SimpleNamespace(per_request_spec_decode_metrics="basic"),
             device_config=SimpleNamespace(device=device),
+            cache=self.target_cache,
         )
-        self.knobs, self.requests = Knobs(config), RequestRows(MAX_REQS, device)
-        self.counters = counters.Counters(self.vllm_config, device, MAX_REQS, self.K, self.requests)
-        self.trees = self._make_trees() if config.shapes - {"chain"} else None
-        self._make_speculator()
-        self.rules = None
-        if config.score.scorers - {"strict"}:
-            self.rules = looseness.LooseRules(
-                self.knobs, self.vllm_config, MAX_REQS, VOCAB, self.sampler, self.counters
-            )
-        spec_config = SimpleNamespace(
+        self.speculative_config = SimpleNamespace(
             num_speculative_tokens=self.K, enable_adaptive_verification=False, rejection_sample_method="standard"
         )
-        self.verifier = scorer.CoupledVerifier(
-            self.sampler, spec_config, device, self.counters, self.trees, config.max_path, self.rules
-        )
-        tables = (self.counters, self.rules, self.speculator)
-        self.requests.register(*(table for table in tables if table is not None))
+        self.counters = counters.Counters(self.vllm_config, device, MAX_REQS, self.K, self.requests)
+        made = parts.RunnerParts(self)
+        self.trees, self.rules, self.verifier, self.listeners = made.trees, made.rules, made.verifier, made.listeners
+        self.speculator, self.draft = made.speculator, made.speculator.draft_model
+        self.listeners.init_kv(self)
+        self.speculator._memory = DraftMemory(pool_bytes=0, vision_bytes=1)
+        self.speculator.init_kv(None, contextlib.nullcontext)
+        trees = self.speculator.drafter.trees
+        self.draft.attention = None if trees is None else trees.attention
         self.log: list[Any] = []
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -117,35 +124,6 @@ class World:
         """Return a host array on the device; vLLM's part, so it is not counted."""
         tensor = torch.from_numpy(np.array(values))
         return tensor if self.device == CPU else sim.to_device(tensor)
-
-    def _make_speculator(self) -> None:
-        alone = Agreement(SimpleNamespace(rank_in_group=0, world_size=1))
-        draft, sample = FakeDraft(self), noise.CoupledSampler(self.sampler, self.config.draft_noise)
-        req_states = SimpleNamespace(
-            total_len=SimpleNamespace(gpu=self.total_len), all_token_ids=SimpleNamespace(gpu=self.text)
-        )
-        self.speculator = speculator.VidSpecSpeculator(
-            self.vllm_config, self.knobs, draft, self.requests, req_states, sample, None, self.trees, self.counters,
-            alone,
-        )  # fmt: skip
-        with mock.patch.object(drafter, "attention_layers", lambda _config: {"layer": draft.cache}):
-            cache = VisionCache(0, 1, torch.float32, self.device)
-            self.speculator._drafter = drafter.Drafter(
-                draft, self.knobs, sample, self.counters, NUM_BLOCKS, MAX_REQS, MAX_LEN, cache, alone, {},
-                fills_trees=self._fills_trees,
-            )  # fmt: skip
-        trees = self.speculator.drafter.trees
-        draft.attention = None if trees is None else trees.attention
-
-    def _make_trees(self) -> target_trees.TargetTrees:
-        state = SimpleNamespace(
-            prepare_inputs=lambda input_batch, req_states: {},
-            prepare_dummy_inputs=lambda num_reqs, num_tokens: {},
-        )
-        max_num_tokens = MAX_REQS * (self.K + 1)
-        trees = target_trees.TargetTrees([self.target_cache], state, self.requests, self.K, max_num_tokens, self.device)
-        trees.init_kv(SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=[None])))
-        return trees
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
@@ -164,7 +142,7 @@ class World:
         if here.trees is not None:
             here.trees.policy.admit(np.array([row]))
         kept, positions = prompt[num_dropped:], np.arange(num_dropped, len(prompt))
-        self._fill(self.speculator.draft_model.cache, here.kv.block_tables, row, kept, positions)
+        self._fill(self.draft.cache, here.kv.block_tables, row, kept, positions)
         self._fill(self.target_cache, self.target_table, row, prompt, np.arange(len(prompt)))
         asked = {} if row % 2 else {"vidspec_scorer": "strict"}
         wishes = SimpleNamespace(
@@ -185,8 +163,6 @@ class World:
 
     def end(self, row: int) -> None:
         """End a request."""
-        if self.trees is not None:
-            self.trees.release(row)
         self.requests.forget(row)
         self.counters.end_requests([str(row)])
 
@@ -244,8 +220,8 @@ class World:
     def _forward(self, batch: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the target's logits and its input tokens."""
         positions, step = batch.positions, None
+        self.listeners.before_forward(batch)
         if self.trees is not None:
-            self.trees.before_forward(batch)
             positions = self.trees._adjust(positions.repeat(3, 1))[0]
             step = as_dict(self.trees.attention.step)
         block_table = self.launch(lambda table, rows: table[rows])(self.target_table, batch.idx_mapping)
@@ -265,8 +241,7 @@ class World:
             self.drafts, self.last_sampled, self.target_cache, block_table, batch.by_token, positions, batch.positions,
             batch.local, batch.seq_lens, step,
         )  # fmt: skip
-        if self.trees is not None:
-            self.trees.after_forward(None)
+        self.listeners.after_forward(Forward(None, None))
         return out
 
     def _verify(
@@ -314,10 +289,14 @@ def world(device: sim.SimulatedDevice | None, tmp_path: Any, config: VidSpecConf
     with contextlib.ExitStack() as stack:
         for module, name, stand_in in (
             (counters.Counters, "_open", staticmethod(lambda _: MetricsFile.create(tmp_path / f"{id(device)}.i64"))),
+            (parts, "DraftModel", lambda _config, device, *_: FakeDraft(device, launch)),
+            (parts, "held_bytes", lambda _: 0),
+            (parts, "make_guidance", lambda *_: None),
+            (parts, "VisualStates", lambda *_: None),  # `_verify` says what they would
+            (speculator, "kv_bytes_per_token", lambda _: 0),
             (draft_prefill, "adapter_for", lambda *_: None),
-            (drafter, "TreeAttention", FakeAttention),
-            (drafter, "attention_layers", lambda *_: {}),
-            (target_trees, "TreeAttention", FakeAttention),
+            *((module, "attention_layers", lambda config: {"layer": config.cache}) for module in (drafter, parts)),
+            *((module, "TreeAttention", FakeAttention) for module in (drafter, target_trees)),
             (kv_pool, "StagedWriteTensor", StagedWrites),
             (looseness, "protected_ids", lambda *_: {0, 9}),
             (noise.gumbel, "gumbel_sample", launch(gumbel_sample)),

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from tools.common import is_gone, load
 
 smoke, smoke_steps = load("scripts/gpu_smoke.py"), load("scripts/gpu_smoke_steps.py")
+KERNEL_TESTS = smoke.ROOT / "tests" / "kernels"
 
 # A stand-in for gpu_smoke_steps.py: each step misbehaves in its own way.
 FAKE_STEPS = """
@@ -143,6 +145,17 @@ def test_unknown_steps_are_refused(capsys):
 def test_every_step_has_a_function_and_all_fit_into_the_time():
     assert {step.name for step in smoke.STEPS} == set(smoke_steps.STEPS)
     assert set(smoke_steps._WITHOUT_NUMBERS) < set(smoke_steps.STEPS)
+
+
+def test_every_kernel_is_among_those_that_the_device_is_asked_for():
+    """Catches: a kernel's test that was renamed, and that no GPU runs any more."""
+    parts = smoke_steps._KERNEL_TESTS.split(" or ")
+    for source in (smoke.ROOT / "kernels" / "vidspec_kernels").glob("*.py"):
+        if "@triton.jit" in source.read_text():
+            tests = re.findall(r"^def (test_\w+)", (KERNEL_TESTS / f"test_{source.name}").read_text(), re.MULTILINE)
+            assert any(part in test for part in parts for test in tests), f"nothing runs {source.name}"
+    everything = "".join(path.read_text() for path in KERNEL_TESTS.glob("test_*.py"))
+    assert all(part in everything for part in parts), "a part of the selection that selects nothing"
 
 
 def test_a_steps_own_verdicts(monkeypatch):
