@@ -189,11 +189,14 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--csv", type=Path, help="write the rows to this file, below a line of where they come from")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(argv)
+    modules = {kernel: importlib.import_module(f"kernel_cases.{kernel}") for kernel in options.kernels}
+    axes = {name for module in modules.values() for name in module.AXES}
+    if unknown := {text.partition("=")[0] for text in options.sizes} - axes:
+        parser.error(f"no axis {', '.join(sorted(unknown))}; there are {', '.join(sorted(axes))}")
     initial_threads = torch.get_num_threads()
     torch.set_num_threads(options.threads)
     rows: list[dict[str, Any]] = []
-    for kernel in options.kernels:
-        module = importlib.import_module(f"kernel_cases.{kernel}")
+    for kernel, module in modules.items():
         for size in sizes_of(module.AXES, options.sizes):
             label = {"kernel": kernel, "case": " ".join(f"{name}={value}" for name, value in size.items())}
             for row in rows_of(module.case(**size), options.rounds or module.ROUNDS, options.graphs):
