@@ -2,7 +2,6 @@
 
 import errno
 import mmap
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -24,15 +23,10 @@ def file(tmp_path):
     return MetricsFile.create(tmp_path / "m")
 
 
-def printed_by(code: str) -> str:
+def printed_by(*lines: str) -> str:
     """What a Python process of its own prints."""
+    code = "\n".join(["import os, sys", "from vllm_vidspec.metrics import MetricsFile", *lines])
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-
-
-def _add_many(path: str, times: int) -> None:
-    file = MetricsFile.open(path)
-    for _ in range(times):
-        file.add("drafts")
 
 
 # --- the file ---
@@ -43,21 +37,17 @@ def test_add_set_values(file):
     file.add("drafts")
     file.add("drafts", 2**40)
     file.set("draft_pool_bytes", 7)
-    file.add_accepted_per_position(np.array([3, 2, 1]))
+    file.add_accepted_per_position(np.arange(1, 65))
     values = read_metrics(file.path)
     assert values["drafts"] == 2**40 + 1
     assert values["draft_pool_bytes"] == 7
-    assert [values[f"accepted_at_pos_{i}"] for i in range(4)] == [3, 2, 1, 0]
-    assert sum(values.values()) == 2**40 + 1 + 7 + 6
+    assert [values[f"accepted_at_pos_{i}"] for i in range(64)] == list(range(1, 65))
+    assert sum(values.values()) == 2**40 + 1 + 7 + sum(range(65))
+    file.add_accepted_per_position(np.array([3, 2, 1]))
+    assert [file.values()[f"accepted_at_pos_{i}"] for i in range(4)] == [4, 4, 4, 4]
     with pytest.raises(KeyError):
         file.add("draft")
-
-
-def test_every_position_has_a_slot(file):
-    file.add_accepted_per_position(np.arange(1, 65))
-    values = file.values()
-    assert [values[f"accepted_at_pos_{i}"] for i in range(64)] == list(range(1, 65))
-    assert sum(values.values()) == sum(range(65))
+    assert set(MetricsFile.create(file.path).values().values()) == {0}, "create replaces what was there"
 
 
 def test_requests_by_id(file):
@@ -79,53 +69,52 @@ def test_requests_by_id(file):
     assert file.request("request-0") is not None and file.request("request-2") is None
 
 
-def test_create_replaces_what_was_there(file):
-    file.add("drafts")
-    assert MetricsFile.create(file.path).values()["drafts"] == 0
-
-
 def test_path_depends_on_the_engine_only():
     assert metrics.path_for("abcde") == metrics.path_for("abcde") != metrics.path_for("abcdf")
     assert metrics.path_for("abcde", 0) == metrics.path_for("abcde") != metrics.path_for("abcde", 1)
 
 
-def test_reader_in_this_process_sees_a_writer_in_another(file):
-    writer = multiprocessing.get_context("spawn").Process(target=_add_many, args=(file.path, 1000))
-    writer.start()
-    writer.join()
-    assert writer.exitcode == 0
+def test_other_processes(file):
+    """What another process writes is read here; the creator alone unlinks, at its exit; and the import is light."""
+    heavy = ("torch", "vllm", "prometheus_client")
+    add = f"for _ in range(1000): MetricsFile.open({str(file.path)!r}).add('drafts')"
+    assert printed_by(add, f"print([name for name in {heavy} if name in sys.modules])") == "[]\n"
     assert file.values()["drafts"] == 1000
     assert os.path.exists(file.path), "only the creator unlinks"
-
-
-@pytest.mark.parametrize("content", [None, b"", b"short", b"\0" * 8 * 200])
-def test_foreign_and_missing_files_are_one_line(tmp_path, content):
-    if content is not None:
-        (tmp_path / "m").write_bytes(content)
-    for read in (MetricsFile.open, read_metrics):
-        with pytest.raises(VidSpecError, match="metrics file") as caught:
-            read(tmp_path / "m")
-        assert "\n" not in str(caught.value)
-
-
-def test_creator_unlinks_at_exit_and_a_forked_child_does_not():
-    path, after_child = printed_by(
-        "import os, sys\n"
-        "from vllm_vidspec.metrics import MetricsFile\n"
-        "path = MetricsFile.create().path\n"
-        "child = os.fork()\n"
-        "if child == 0: sys.exit(0)\n"
-        "os.waitpid(child, 0)\n"
-        "print(path, os.path.exists(path))\n"
-    ).split()
+    create, fork = "path = MetricsFile.create().path", "child = os.fork()"
+    wait = "os.waitpid(child, 0) if child else sys.exit(0)"
+    path, after_child = printed_by(create, fork, wait, "print(path, os.path.exists(path))").split()
     assert after_child == "True"
     assert not os.path.exists(path)
 
 
-def test_import_is_light():
-    heavy = ("torch", "vllm", "prometheus_client")
-    code = f"import sys, vllm_vidspec.metrics\nprint([m for m in {heavy} if m in sys.modules])"
-    assert printed_by(code).strip() == "[]"
+def full(*_args):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("content", "use"),
+    [
+        *(
+            (content, use)
+            for content in (None, b"", b"short", b"\0" * 8 * 200)
+            for use in (MetricsFile.open, read_metrics)
+        ),
+        (None, lambda path: MetricsFile.create(path / "below")),
+        (None, MetricsFile.create),
+    ],
+)
+def test_a_file_that_is_none_or_cannot_be_is_one_line(tmp_path, monkeypatch, content, use):
+    """Foreign, missing, in no directory, or on a full disk. Catches: a trace of many lines, half a file that stays."""
+    path = tmp_path / "m"
+    if content is not None:
+        path.write_bytes(content)
+    if use == MetricsFile.create:
+        monkeypatch.setattr(mmap, "mmap", full)
+    with pytest.raises(VidSpecError, match="metrics file") as caught:
+        use(path)
+    assert "\n" not in str(caught.value)
+    assert path.exists() == (content is not None) and len(list(tmp_path.iterdir())) == path.exists()
 
 
 def test_values_that_belong_together_are_read_together(file, monkeypatch):
@@ -165,21 +154,6 @@ def test_a_refusal_is_left_for_the_server(file):
     worker.refuse("one line")
     assert file.refusal() == "one line"
     assert set(file.values().values()) == {0}
-
-
-@pytest.mark.parametrize("failure", ["absent", "full"])
-def test_a_directory_that_takes_no_file_is_one_line(tmp_path, monkeypatch, failure):
-    """Catches: a trace of many lines, and half a file that stays."""
-
-    def full(*_args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    if failure == "full":
-        monkeypatch.setattr(mmap, "mmap", full)
-    with pytest.raises(VidSpecError, match="metrics file") as caught:
-        MetricsFile.create(tmp_path / "absent" / "m" if failure == "absent" else tmp_path / "m")
-    assert "\n" not in str(caught.value)
-    assert list(tmp_path.iterdir()) == []
 
 
 # --- figures ---
@@ -251,6 +225,8 @@ def test_what_prometheus_sees(file, tmp_path, sample):
     assert sample("drafts_total") == 5
     names = {family.name for family in collector.collect()}
     assert not any("spec_decode" in name for name in names), "vllm bench serve matches its own counters by substring"
+    metrics.register_collector({0: other}, "m")
+    assert sample("drafts_total") == 2 and sample("drafts_total", engine=1) is None, "the new engines replace the old"
 
 
 def test_values_of_one_label_add_up_to_something(file):
@@ -280,14 +256,6 @@ def test_histogram_of_acceptance_lengths(file, sample):
     assert sample("acceptance_length_bucket", le="+Inf") == sample("acceptance_length_count") == 10
     mean = sample("acceptance_length_sum") / sample("acceptance_length_count")
     assert mean == summarize(file.values())["acceptance_length"] == 2.5
-
-
-def test_a_second_engine_replaces_the_first(file, tmp_path, sample):
-    second = MetricsFile.create(tmp_path / "b")
-    metrics.register_collector({0: file, 1: file}, "m")
-    metrics.register_collector({0: second}, "m")
-    second.add("drafts", 2)
-    assert sample("drafts_total") == 2 and sample("drafts_total", engine=1) is None
 
 
 def test_a_deleted_file_is_read_and_written_as_before(file, sample):

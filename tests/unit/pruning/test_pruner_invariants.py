@@ -63,45 +63,30 @@ def check_choice(pruner, inputs):
     assert torch.equal(before[0], inputs.scores) and torch.equal(before[1], inputs.features)
 
 
-@pytest.mark.parametrize("name", CHOOSING)
-@quick
-@given(inputs=inputs())
-def test_kept_indices_invariants(name, inputs):
-    """Catches: a wrong size, duplicates, disorder, indices outside the grid, an unseeded choice, changed inputs."""
-    check_choice(get_pruner(name), inputs)
-
-
 @pytest.mark.parametrize("name", pruner_names())
 @quick
 @given(inputs=inputs())
-def test_full_budget_keeps_everything_and_zero_nothing(name, inputs):
-    """Catches: a lost first, last or trailing token at prune_ratio 0; a token left at prune_ratio 1."""
-    everything = get_pruner(name)(replace(inputs, num_keep=inputs.grid.num_tokens))
-    assert everything.tolist() == list(range(inputs.grid.num_tokens))
-    empty = get_pruner(name)(replace(inputs, num_keep=0))
-    assert empty.dtype == torch.int64 and empty.shape == (0,)
+def test_invariants(name, inputs):
+    """Catches: a wrong size, duplicates, disorder, indices outside the grid, an unseeded choice, changed inputs; a lost
+    first, last or trailing token at prune_ratio 0; a token left at prune_ratio 1."""
+    for num_keep in (0, inputs.grid.num_tokens, *([inputs.num_keep] if name in CHOOSING else [])):
+        check_choice(get_pruner(name), replace(inputs, num_keep=num_keep))
+
+
+ODD_GRIDS = [
+    *(TokenGrid(0, 0, 0, trailing) for trailing in (0, 1)),
+    *(TokenGrid(1, 1, width) for width in (0, 1, 7)),
+    *(TokenGrid(*extents, 1) for extents in ((1, 1, 1), (1, 2, 3), (5, 1, 2))),
+    TokenGrid(2, 1, 1),
+    TokenGrid(0, 2, 2, 2),
+    TokenGrid(3, 0, 4, 2),
+    TokenGrid(9, 1, 1, 3),
+]
 
 
 @pytest.mark.parametrize("name", pruner_names())
 @pytest.mark.parametrize("kind", ["real", "ties", "zeros"])
-@pytest.mark.parametrize(
-    "grid",
-    [
-        TokenGrid(0, 0, 0),
-        TokenGrid(1, 1, 0),
-        TokenGrid(1, 1, 1),
-        TokenGrid(1, 1, 1, 1),
-        TokenGrid(2, 1, 1),
-        TokenGrid(0, 0, 0, 1),
-        TokenGrid(0, 2, 2, 2),
-        TokenGrid(3, 0, 4, 2),
-        TokenGrid(1, 1, 7),
-        TokenGrid(1, 2, 3, 1),
-        TokenGrid(9, 1, 1, 3),
-        TokenGrid(5, 1, 2, 1),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("grid", ODD_GRIDS, ids=str)
 def test_odd_grids(name, kind, grid):
     """Catches: a division by zero tokens, frames or intervals; a first, last or only frame treated as another."""
     for num_keep in range(grid.num_tokens + 1):

@@ -64,20 +64,26 @@ def videos(draw):
 # --- the specifications, slow and exact ---
 
 
+def ranked_by_loops(scores):
+    return sorted(range(len(scores)), key=lambda index: (-scores[index], index))
+
+
+def linspace_by_loops(candidates, num_keep):
+    return [candidates[index * (len(candidates) - 1) // max(num_keep - 1, 1)] for index in range(num_keep)]
+
+
 def top_k_by_loops(inputs):
-    ranked = sorted(range(inputs.grid.num_tokens), key=lambda index: (-inputs.scores[index].item(), index))
-    return sorted(ranked[: inputs.num_keep])
+    return sorted(ranked_by_loops(inputs.scores.tolist())[: inputs.num_keep])
 
 
 def stage_one_by_loops(inputs):
     """Return V_R of SpecVLM eq. 6 in score order, in rational arithmetic."""
     scores = [Fraction(score) for score in inputs.scores.tolist()]
     threshold = Fraction(inputs.lambda_r) * sum(scores)
-    ranked = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
-    retained, held = [], Fraction(0)
+    retained, held, ranked = [], Fraction(0), ranked_by_loops(scores)
     while held < threshold:
-        held += scores[ranked[len(retained)]]
         retained.append(ranked[len(retained)])
+        held += scores[retained[-1]]
     return retained
 
 
@@ -87,9 +93,7 @@ def specvlm_by_loops(inputs):
     if len(retained) > inputs.num_keep:
         return sorted(retained[: inputs.num_keep])
     rest = [index for index in range(inputs.grid.num_tokens) if index not in retained]
-    num_spread = inputs.num_keep - len(retained)
-    step = Fraction(len(rest) - 1, max(num_spread - 1, 1))
-    return sorted(retained + [rest[int(step * index)] for index in range(num_spread)])
+    return sorted(retained + linspace_by_loops(rest, inputs.num_keep - len(retained)))
 
 
 def novelty_by_loops(first, second):
@@ -99,10 +103,6 @@ def novelty_by_loops(first, second):
     dot = math.fsum(a * b for a, b in zip(first, second, strict=True))
     norms = math.hypot(*first) * math.hypot(*second)
     return round(1 - dot / norms, 10) if norms else 1.0
-
-
-def linspace_by_loops(candidates, num_keep):
-    return [candidates[index * (len(candidates) - 1) // max(num_keep - 1, 1)] for index in range(num_keep)]
 
 
 def fastvid_by_loops(inputs):
