@@ -14,33 +14,30 @@ from typing import Any
 from null_gpu import judge
 
 BEGIN, END = "<!-- null-gpu -->", "<!-- /null-gpu -->"
-_LAUNCHES = {
-    "runtime": ("launch.cudaLaunchKernel", "launch.cudaLaunchKernelExC", "launch.cudaLaunchCooperativeKernel"),
-    "driver": ("launch.cuLaunchKernelEx", "launch.cuLaunchKernel"),
-    "cublas": ("launch.cublas",),
-    "nccl": ("launch.nccl",),
+# What a row says per step, and the counters that it adds up.
+PER_STEP = {
+    "launches": ("launch",),
+    "launches_runtime": ("launch.cudaLaunchKernel", "launch.cudaLaunchKernelExC", "launch.cudaLaunchCooperativeKernel"),
+    "launches_driver": ("launch.cuLaunchKernelEx", "launch.cuLaunchKernel"),
+    "launches_cublas": ("launch.cublas",),
+    "launches_nccl": ("launch.nccl",),
+    "graphs": ("graph.launch",),
+    "graph_kernels": ("graph.kernels",),
+    "syncs": ("sync",),
+    "blocking_copies": ("copy.blocking",),
+    "pinned_h2d": ("copy.h2d_pinned",),
+    "pinned_d2h": ("copy.d2h_pinned",),
+    "d2d": ("copy.d2d",),
 }
 
 
 def summary(measured: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration's row: medians per decode step, allocations of all counted steps, host ms."""
-
-    def per_step(*counters: str) -> float:
-        return sum(judge.per_step(measured, counter) for counter in counters)
-
     times = sorted(measured["host_ms"])
     return {
         "name": measured["name"],
         "steps": len(measured["steps"]),
-        "launches": per_step("launch"),
-        **{f"launches_{kind}": per_step(*counters) for kind, counters in _LAUNCHES.items()},
-        "graphs": per_step("graph.launch"),
-        "graph_kernels": per_step("graph.kernels"),
-        "syncs": per_step("sync"),
-        "blocking_copies": per_step("copy.blocking"),
-        "pinned_h2d": per_step("copy.h2d_pinned"),
-        "pinned_d2h": per_step("copy.d2h_pinned"),
-        "d2d": per_step("copy.d2d"),
+        **{name: sum(judge.per_step(measured, counter) for counter in counters) for name, counters in PER_STEP.items()},
         "allocations": sum(judge.total(measured, name) for name in judge.WAITS if name.startswith("alloc")),
         "host_ms": round(statistics.median(times), 2),
         "host_ms_p20": times[len(times) // 5],

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 
 from null_gpu import device
+from tests.simulated_device import device as sim
+from tests.simulated_device.crossings import EACH_CROSSING
 
 MIB = 1 << 20
 
@@ -46,36 +48,35 @@ def test_launches_are_counted_by_interface_and_kernel(before):
     assert gained["launch"] == 4
 
 
-def assign_scalar(host, gpu):
-    gpu[torch.zeros(2, dtype=torch.int64, device="cuda")] = 3
-
-
-UPLOADED = {"copy.h2d_pageable": 1, "copy.blocking": 1, "sync": 1}
-# What waits for the device, or makes the host wait, and so has no place in a capture; and what is counted of it.
-WAITS = {
-    "upload": (lambda host, gpu: gpu.copy_(host), UPLOADED),
-    "download": (lambda host, gpu: host.copy_(gpu), {"copy.d2h_pageable": 1, "copy.blocking": 1, "sync": 1}),
-    "item": (lambda host, gpu: gpu.sum().item(), {"copy.d2h_pinned": 1, "sync": 1}),
-    "boolean mask": (lambda host, gpu: gpu[gpu > 0], {"copy.d2h_pinned": 1, "sync": 1}),
-    "scalar index assignment": (assign_scalar, UPLOADED),
-    "synchronize": (lambda host, gpu: torch.cuda.synchronize(), {"sync": 1}),
+READ_BACK = {"copy.d2h_pinned": 1, "sync": 1}
+FROM_PAGEABLE = {"copy.h2d_pageable": 1, "copy.blocking": 1, "sync": 1}
+# What is counted of the ways that the simulated device knows; PyTorch's own host code is what is asked here.
+COUNTED = {
+    sim.UPLOAD: {"copy.h2d_pinned": 1},
+    sim.STAGED_UPLOAD: {"copy.h2d_pageable": 1, "copy.blocking": 1},
+    sim.BLOCKING_UPLOAD: FROM_PAGEABLE,
+    sim.SCALAR_UPLOAD: FROM_PAGEABLE,
+    sim.HOST_INDEX: FROM_PAGEABLE,
+    sim.DOWNLOAD: {"copy.d2h_pinned": 1},
+    sim.BLOCKING_DOWNLOAD: {"copy.d2h_pageable": 1, "copy.blocking": 1, "sync": 1},
+    sim.ITEM: READ_BACK,
+    sim.MASK: READ_BACK,
+    sim.EVENT_WAIT: {"sync": 1},
+    sim.DEVICE_WAIT: {"sync": 1},
+    "device copy": {"copy.d2d": 1},
 }
-COPIES = {
-    "pinned upload": (lambda host, gpu: gpu.copy_(host.pin_memory(), non_blocking=True), {"copy.h2d_pinned": 1}),
-    "device copy": (lambda host, gpu: gpu.clone(), {"copy.d2d": 1}),
-}
+WAYS = [*EACH_CROSSING, ("device copy", lambda x: x.clone())]
 
 
-@pytest.mark.parametrize("name", WAITS | COPIES)
-def test_copies_and_waits_are_counted(before, name):
-    copy, expected = (WAITS | COPIES)[name]
-    host, gpu = torch.zeros(64), torch.zeros(64, device="cuda")
-    copy(host, gpu)  # lazily created buffers come first
+@pytest.mark.parametrize("kind,cross", WAYS)
+def test_copies_and_waits_are_counted(kind, cross):
+    x = torch.arange(6).cuda()
+    cross(x)  # lazily created buffers come first
     before = device.counters()
-    copy(host, gpu)
+    cross(x)
     gained = device.gained(before)
     kinds = ("copy.h2d_pageable", "copy.d2h_pageable", "copy.blocking", "copy.h2d_pinned", "copy.d2h_pinned")
-    assert {kind: gained[kind] for kind in (*kinds, "copy.d2d", "sync") if gained[kind]} == expected
+    assert {kind: gained[kind] for kind in (*kinds, "copy.d2d", "sync") if gained[kind]} == COUNTED[kind]
 
 
 def test_bytes_are_moved_and_counted(before):
@@ -261,11 +262,10 @@ def test_the_legacy_stream_is_implicit_in_blocking_streams(runtime, gpu):
     assert (label, runtime.end(blocking)) == ("cudaErrorStreamCaptureImplicit", INVALIDATED)
 
 
-@pytest.mark.parametrize("name", WAITS)
-def test_torch_fails_under_capture_as_on_a_device(name):
-    host = torch.ones(8)
+@pytest.mark.parametrize("kind,cross", [way for way in WAYS if way[0] in sim.WAITING])
+def test_torch_fails_under_capture_as_on_a_device(kind, cross):
     with pytest.raises(Exception, match="captur"):
-        capture(lambda x: WAITS[name][0](host, x))
+        capture(lambda x: cross(x.long()[:6]))
     torch.cuda.synchronize()
     capture(lambda x: x + 1)  # the device is usable afterwards
 

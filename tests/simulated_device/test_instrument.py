@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.simulated_device import device as sim
+from tests.simulated_device.crossings import CAUTIOUS, EACH_CROSSING
 
 
 @pytest.fixture
@@ -17,67 +18,12 @@ def on_device(*sizes):
     return torch.arange(int(np.prod(sizes)), device=sim.DEVICE).view(*sizes)
 
 
-CROSSINGS = {
-    sim.UPLOAD: [
-        lambda x: torch.zeros(3, pin_memory=True).to(x.device, non_blocking=True),
-        lambda x: x.copy_(torch.zeros(6, dtype=torch.int64).pin_memory(), non_blocking=True),
-    ],
-    sim.STAGED_UPLOAD: [lambda x: torch.from_numpy(np.arange(3)).to(x.device, non_blocking=True)],
-    sim.BLOCKING_UPLOAD: [
-        lambda x: torch.tensor([1, 2], device=x.device),
-        lambda x: torch.as_tensor(np.arange(2), device=x.device),
-        lambda x: torch.zeros(3).to(x.device),
-        lambda x: torch.zeros(3).pin_memory().to(x.device),
-        lambda x: x.copy_(torch.zeros(6, dtype=torch.int64)),
-        lambda x: x.__setitem__(slice(2), torch.zeros(2, dtype=torch.int64)),
-    ],
-    sim.DOWNLOAD: [lambda x: torch.zeros(6, dtype=torch.int64, pin_memory=True)[:].copy_(x, non_blocking=True)],
-    sim.BLOCKING_DOWNLOAD: [
-        lambda x: x.cpu(),
-        lambda x: x.to("cpu", non_blocking=True),
-        lambda x: x.tolist(),
-        lambda x: torch.ones(3).__setitem__(0, x[0].float()),
-        lambda x: torch.zeros(6, dtype=torch.int64).copy_(x, non_blocking=True),
-    ],
-    sim.SCALAR_UPLOAD: [
-        lambda x: x.__setitem__(x[:2].clone(), 3),
-        lambda x: x.__setitem__(x[:2].clone(), torch.tensor(3)),
-        lambda x: x.view(2, 3).__setitem__((slice(None), x[:2].clone()), 3),
-    ],
-    sim.HOST_INDEX: [
-        lambda x: x[torch.tensor([0, 1])],
-        lambda x: x[np.array([0, 1])],
-        lambda x: x.__setitem__([0, 1], x[:2].clone()),
-    ],
-    sim.ITEM: [
-        lambda x: x[0].item(),
-        lambda x: bool(x.any()),
-        lambda x: int(x.max()),
-        lambda x: 1 if x[0] == 0 else 2,
-        lambda x: x[x[0]],
-        lambda x: range(x[1]),
-    ],
-    sim.MASK: [
-        lambda x: x[x > 2],
-        lambda x: x.__setitem__(x > 2, x[:3].clone()),
-        lambda x: x.nonzero(),
-        lambda x: torch.where(x > 2),
-        lambda x: x.masked_select(x > 2),
-        lambda x: x.unique(),
-        lambda x: x.repeat_interleave(x),
-    ],
-    sim.EVENT_WAIT: [lambda x: torch.cuda.Event().synchronize()],
-    sim.DEVICE_WAIT: [lambda x: torch.cuda.synchronize()],
-}
-
-
-@pytest.mark.parametrize("kind,i", [(kind, i) for kind, cases in CROSSINGS.items() for i in range(len(cases))])
-def test_every_crossing_is_counted_by_kind_and_by_line(device, kind, i):
+@pytest.mark.parametrize("kind,cross", EACH_CROSSING + CAUTIOUS)
+def test_every_crossing_is_counted_by_kind_and_by_line(device, kind, cross):
     """Catches: a way to the host that goes unseen, or is taken for another."""
-    x = on_device(6)
-    CROSSINGS[kind][i](x)
+    cross(on_device(6))
     assert [crossing.kind for crossing in device.crossings] == [kind]
-    assert device.crossings[0].line.startswith("test_instrument.py:")
+    assert device.crossings[0].line.startswith("crossings.py:")
 
 
 def free_of_charge(x, rows):
