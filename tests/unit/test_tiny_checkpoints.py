@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.shapeworld.test_world import read_mp4
 from training import tiny_captioner
 from vllm_vidspec import assets
 from vllm_vidspec.shapeworld import world
