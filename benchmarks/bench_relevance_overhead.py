@@ -10,34 +10,26 @@ model is tiny and its hidden states are 4 bytes an element: for what is to be re
 which a large target reads tens of gigabytes of weights.
 """
 
-import argparse
-import json
-import os
 import statistics
 import sys
 import time
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from bench_guidance_overhead import FAMILY, prompt_of
-
-from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.provenance import provenance
+import overhead
 
 NUM_DRAFTS = 10
 MAX_TOKENS = 64
+LOSSLESS = {"scorer": "loose", "lambda_loose": 0.0, "position_shift": False}
 
 
-class Steps:
+class Steps(overhead.Engine):
     """Times the runner's decode steps."""
 
-    def __init__(self, llm: Any) -> None:
-        self.llm = llm
-        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    def __init__(self, longest: int) -> None:
+        super().__init__(longest, num_speculative_tokens=NUM_DRAFTS, relevance_bytes=2**27, **LOSSLESS)
         self.seconds: list[float] = []
-        execute, sample = runner.execute_model, runner.sample_tokens
+        execute, sample = self.runner.execute_model, self.runner.sample_tokens
 
         def timed_execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             self.is_decode = 1 < scheduler_output.total_num_scheduled_tokens <= NUM_DRAFTS + 1
@@ -50,88 +42,30 @@ class Steps:
                 self.seconds.append(time.perf_counter() - self.begin)
             return output
 
-        runner.execute_model, runner.sample_tokens = timed_execute, timed_sample
+        self.runner.execute_model, self.runner.sample_tokens = timed_execute, timed_sample
 
-    def run(self, prompt: dict[str, Any], scorer: str) -> tuple[float, float]:
+    def run(self, prompt: dict[str, Any], is_loose: bool) -> tuple[float, float]:
         """Return the median seconds of a decode step, and the mean inside the relevance calls."""
-        from vllm import SamplingParams
-
-        from vllm_vidspec import metrics
-
         self.seconds.clear()
-        path = metrics.path_for(self.llm.llm_engine.vllm_config.instance_id)
-        before = metrics.read_metrics(path)["relevance_us"]
-        sampling = SamplingParams(
-            max_tokens=MAX_TOKENS, ignore_eos=True, temperature=0, extra_args={"vidspec_scorer": scorer}
-        )
-        self.llm.generate([prompt], sampling, use_tqdm=False)
-        inside = (metrics.read_metrics(path)["relevance_us"] - before) / 1e6
+        scorer = {"vidspec_scorer": "loose" if is_loose else "strict"}
+        inside = self.seconds_inside("relevance_us", prompt, max_tokens=MAX_TOKENS, ignore_eos=True, extra_args=scorer)
         return statistics.median(self.seconds), inside / len(self.seconds)
 
 
-def measure(size: int, rounds: int) -> dict[str, Any]:
-    """Load one engine and return the row of one size."""
-    from vllm import LLM
-
-    longest = size + 64 + MAX_TOKENS
-    llm = LLM(
-        **pairs.llm_kwargs(
-            FAMILY,
-            "draft",
-            scorer="loose",
-            lambda_loose=0.0,
-            position_shift=False,
-            num_speculative_tokens=NUM_DRAFTS,
-            relevance_bytes=2**27,
-            overrides={
-                "max_model_len": longest,
-                "max_num_batched_tokens": longest,
-                "max_num_seqs": 1,
-                "hf_overrides": {"text_config": {"max_position_embeddings": longest}},
-                "limit_mm_per_prompt": {"video": 1, "image": 0},
-                "kv_cache_memory_bytes": 2**30,
-            },
+def measure(options: Any, sizes: list[int]) -> Iterator[dict[str, Any]]:
+    """Load an engine for each size and yield its row."""
+    for size in sizes:
+        steps, prompt = Steps(size + 64 + MAX_TOKENS), overhead.prompt_of(size)
+        pool = steps.runner.parts.visual.store.pool
+        row = overhead.in_turns(
+            lambda is_loose: steps.run(prompt, is_loose),  # noqa: B023  # called at once
+            options.rounds,
+            "step_ms",
+            "loose_step_ms",
         )
-    )
-    steps, prompt = Steps(llm), prompt_of(size)
-    steps.run(prompt, "loose")  # what happens once
-    without, with_, inside = [], [], []
-    for _ in range(rounds):
-        without.append(steps.run(prompt, "strict")[0])
-        seconds, heard = steps.run(prompt, "loose")
-        with_.append(seconds)
-        inside.append(heard)
-    shares = [(b - a) / a for a, b in zip(without, with_, strict=True)]
-    visual = steps.llm.llm_engine.model_executor.driver_worker.worker.model_runner.parts.visual
-    row = {
-        "video_tokens": size,
-        "step_ms": round(1e3 * statistics.median(without), 2),
-        "loose_step_ms": round(1e3 * statistics.median(with_), 2),
-        "inside_ms": round(1e3 * statistics.median(inside), 3),
-        "share": round(statistics.median(shares), 4),
-        "share_min": round(min(shares), 4),
-        "share_max": round(max(shares), 4),
-        "inside_share": round(statistics.median(i / a for i, a in zip(inside, without, strict=True)), 4),
-        "store_bytes": size * visual.store.pool.shape[2] * visual.store.pool.element_size(),
-        "rounds": rounds,
-    }
-    print(json.dumps(row), flush=True)
-    llm.llm_engine.engine_core.shutdown()
-    return row
-
-
-def main() -> int:
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", default="128,1024,8192,25088")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    rows = [measure(int(size), options.rounds) for size in options.tokens.split(",")]
-    if options.json:
-        options.json.write_text(json.dumps({"rows": rows, "provenance": provenance()}, indent=1) + "\n")
-    return 0
+        yield {"video_tokens": size} | row | {"store_bytes": size * pool.shape[2] * pool.element_size()}
+        steps.close()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(overhead.main(__doc__, measure, rounds=5))
