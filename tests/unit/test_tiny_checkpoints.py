@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.shapeworld.test_world import read_mp4
 from training import tiny_captioner
 from vllm_vidspec import assets
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.shapeworld.captions import accuracy, count_right
+from vllm_vidspec.tools.user_files import read_video
 
 NUM_VIDEOS = 16
 
@@ -118,7 +118,7 @@ def test_target_captions_the_sample_video(family_run, samples) -> None:
     """assets/sample.mp4 is the held-out video 0; compression must not change what the target says by much."""
     _, target, _, _ = family_run
     with torch.no_grad():
-        [ids] = target.greedy(target.vision(target.pixels(read_mp4(assets.SAMPLE_VIDEO)[None])))
+        [ids] = target.greedy(target.vision(target.pixels(read_video(assets.SAMPLE_VIDEO)[None])))
     assert accuracy(count_right([target.decode(ids)], [samples[0].facts])) >= 0.85
 
 

@@ -1,6 +1,7 @@
 """The environment fix-ups on a fake site-packages, and their result in the environment that runs the tests."""
 
 import os
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -124,9 +125,7 @@ def test_a_broken_optional_build_is_uninstalled(site, monkeypatch):
 
     def run(command, **_):
         assert command[-4:] == ["uninstall", "-q", "-y", "torchcodec"]
-        (folder / "METADATA").unlink()
-        (folder / "RECORD").unlink()
-        folder.rmdir()
+        shutil.rmtree(folder)
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(fixups.subprocess, "run", run)

@@ -10,16 +10,6 @@ from vllm_vidspec.shapeworld import world
 SEEDS = range(8)
 
 
-def read_mp4(path) -> np.ndarray:
-    """Return a file's frames, uint8 RGB [num_frames, height, width, 3]."""
-    import cv2
-
-    capture, decoded = cv2.VideoCapture(str(path)), []
-    while (frame := capture.read())[0]:
-        decoded.append(frame[1][..., ::-1])
-    return np.stack(decoded)
-
-
 @pytest.fixture(scope="module")
 def samples() -> list[world.Sample]:
     return [world.held_out(i) for i in SEEDS]
@@ -86,10 +76,3 @@ def test_lasting_shapes_are_a_choice() -> None:
     assert all(brief.facts == lasting.facts for brief, lasting in pairs)
     brief, lasting = (sum((pair[i].labels["color"] > 0).sum() for pair in pairs) for i in (0, 1))
     assert lasting > 1.5 * brief
-
-
-def test_mp4_round_trip(tmp_path, samples: list[world.Sample]) -> None:
-    world.write_mp4(samples[0].frames, tmp_path / "video.mp4", fps=2)
-    decoded = read_mp4(tmp_path / "video.mp4")
-    assert decoded.shape == samples[0].frames.shape
-    assert np.abs(decoded.astype(int) - samples[0].frames).mean() < 8
