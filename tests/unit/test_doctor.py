@@ -13,13 +13,9 @@ def by_name(checks):
     return {check.name: check for check in checks}
 
 
-@pytest.fixture(scope="module")
-def checks():
-    return run_checks()
-
-
-def test_this_environment(checks):
+def test_this_environment():
     """Every part is looked at, nothing fails, findings are one line, and problems alone have a remedy."""
+    checks = run_checks()
     assert [check for check in checks if check.status == "fail"] == []
     wanted = {"python", "engine", "torch", "torchvision", "device", "plugin", "bundled models"}
     assert wanted | {f"pair {family}/target + {family}/draft" for family in assets.FAMILIES} <= set(by_name(checks))
@@ -28,24 +24,18 @@ def test_this_environment(checks):
         assert bool(check.remedy) == (check.status != "ok"), check
 
 
-@pytest.fixture
-def other_vocabulary(tmp_path):
-    """The bundled Qwen draft with one more token."""
+def test_pairs(tmp_path):
     shutil.copytree(assets.checkpoint("qwen2.5-vl", "draft"), tmp_path / "draft")
     path = tmp_path / "draft" / "config.json"
     config = json.loads(path.read_text())
     config.get("text_config", config)["vocab_size"] += 1
     path.write_text(json.dumps(config))
-    return str(tmp_path / "draft")
-
-
-def test_pairs(other_vocabulary):
-    qwen, llava = (str(assets.checkpoint(family, "target")) for family in ("qwen2.5-vl", "llava-onevision"))
+    qwen, llava = (str(assets.checkpoint(family, "target")) for family in assets.FAMILIES)
     assert doctor.check_pair(llava, "self").status == "ok"
     for target, draft, words in (
         (qwen, str(assets.checkpoint("llava-onevision", "draft")), "different families"),
-        (qwen, other_vocabulary, "vocab"),
-        (f"{other_vocabulary}/nowhere", "self", "does not exist"),
+        (qwen, str(path.parent), "vocab"),
+        (f"{path.parent}/nowhere", "self", "does not exist"),
     ):
         check = doctor.check_pair(target, draft)
         assert (check.status, words in check.detail) == ("fail", True), check

@@ -159,13 +159,11 @@ def test_a_refusal_is_left_for_the_server(file):
 # --- figures ---
 
 
-def test_difference_keeps_gauges():
+def test_figures():
+    """A difference keeps gauges; what is summed up is by hand, and nothing of nothing."""
     before, after = dict.fromkeys(NAMES, 5), dict.fromkeys(NAMES, 9)
     gained = difference(before, after)
     assert all(value == (9 if name in GAUGES else 4) for name, value in gained.items())
-
-
-def test_summarize():
     values = dict.fromkeys(NAMES, 0) | {
         "drafts": 10,
         "draft_tokens": 50,
@@ -183,8 +181,7 @@ def test_summarize():
         "full_draft_kv_bytes": 1760,
     }
     empty = summarize(dict.fromkeys(NAMES, 0))
-    assert empty["acceptance_length"] is None
-    assert empty["acceptance_rate"] is None
+    assert empty["acceptance_length"] is empty["acceptance_rate"] is None
 
 
 # --- Prometheus ---

@@ -13,13 +13,7 @@ from vllm_vidspec.pruning.base import Pruner
 CHOOSING = [name for name in pruner_names() if name != "none"]
 LED_BY_SCORES = ["attention", "uv", "specvlm"]
 
-grids = st.builds(
-    TokenGrid,
-    num_frames=st.integers(0, 9),
-    height=st.integers(0, 6),
-    width=st.integers(1, 6),
-    num_trailing=st.integers(0, 2),
-)
+grids = st.builds(TokenGrid, st.integers(0, 9), st.integers(0, 6), st.integers(1, 6), st.integers(0, 2))
 quick = settings(max_examples=60, deadline=None)
 
 

@@ -220,16 +220,13 @@ def test_novelty_is_one_minus_the_cosine(dtype, dim):
     torch.testing.assert_close(novelty(features, tokens, references), expected, rtol=0, atol=1e-12)
 
 
-def test_novelty_of_zero_vectors_and_of_unchanged_tokens():
-    """Catches: NaN from a zero norm, rounding noise that ranks unchanged or merely brighter tokens."""
+def test_novelty_of_zero_vectors_and_of_small_changes():
+    """Catches: NaN from a zero norm, rounding noise that ranks unchanged or merely brighter tokens; 1 - cosine computed
+    as a difference in float32, where turns below 0.0003 vanish."""
     features = torch.tensor([[0.0, 0.0, 0.0], [0.1, 0.7, -0.3], [0.1, 0.7, -0.3], [0.3, 2.1, -0.9], [-0.1, -0.7, 0.3]])
     pairs = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 2], [1, 3], [1, 4]])
     found = novelty(features, pairs[:, 0], pairs[:, 1])
     assert found[:5].tolist() == [0.0, 1.0, 1.0, 0.0, 0.0] and abs(found[5] - 2) < 1e-12
-
-
-def test_novelty_has_the_precision_for_small_changes():
-    """Catches: 1 - cosine computed as a difference in float32, where turns below 0.0003 vanish."""
     turn = torch.tensor([0.0, 1e-4, 3e-4])
     features = torch.stack((turn.cos(), turn.sin()), dim=1)
     found = novelty(features, torch.tensor([1, 2]), torch.tensor([0, 0]))

@@ -80,7 +80,7 @@ def test_what_keeps_a_request_strict(change, reason):
     assert strict_reason(SimpleNamespace(**plain | change)) == reason
 
 
-def test_the_api_server_passes_choices_and_tools_on():
+def test_the_api_server_passes_choices_and_tools_on(monkeypatch):
     """Fields beside `vllm_xargs`, and tools whose calls a parser will read; nothing for other requests.
 
     Catches: a choice in `extra_body` that is dropped in silence, a tool call that is loosened.
@@ -90,31 +90,29 @@ def test_the_api_server_passes_choices_and_tools_on():
 
     from vllm_vidspec.engine.compat import api
 
-    with pytest.MonkeyPatch.context() as patch:
-        for request in (ChatCompletionRequest, CompletionRequest):
-            patch.setattr(request, "to_sampling_params", request.to_sampling_params)  # put back afterwards
-        api.hear_request_choices(PREFIX, CALLS_TOOLS, lambda asked: None)
-        tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    for request in (ChatCompletionRequest, CompletionRequest):
+        monkeypatch.setattr(request, "to_sampling_params", request.to_sampling_params)  # put back afterwards
+    api.hear_request_choices(PREFIX, CALLS_TOOLS, lambda asked: None)
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
-        def heard(**fields) -> dict | None:
-            request = ChatCompletionRequest(messages=[{"role": "user", "content": "hello"}], model="m", **fields)
-            return request.to_sampling_params(8, {}).extra_args
+    def heard(**fields) -> dict | None:
+        request = ChatCompletionRequest(messages=[{"role": "user", "content": "hello"}], model="m", **fields)
+        return request.to_sampling_params(8, {}).extra_args
 
-        assert heard() is None
-        assert heard(vidspec_lambda=0.2) == {"vidspec_lambda": 0.2}
-        assert heard(vidspec_lambda=0.2, vllm_xargs={"vidspec_lambda": 0.1}) == {"vidspec_lambda": 0.1}
-        assert heard(tools=[tool], tool_choice="auto") == {CALLS_TOOLS: True}
-        assert heard(tools=[tool], tool_choice="none") is None
-        completion = CompletionRequest(prompt="hello", model="m", vidspec_scorer="strict")
-        assert completion.to_sampling_params(8, {}).extra_args == {"vidspec_scorer": "strict"}
-        # A mistake stays one, so that the check can refuse it: vLLM would drop the first and make the others 0 and 1.
-        assert heard(vidspec_lamda=0.2) == {"vidspec_lamda": 0.2}
-        assert heard(vllm_xargs={"vidspec_lambda": False}) == {"vidspec_lambda": False}
-        assert heard(vllm_xargs={"vidspec_lambda": True, "other": 1}) == {"vidspec_lambda": True, "other": 1}
-        # Catches: five lines of vLLM's about types where our one says what the parameter takes.
-        for value in (None, {"a": 1}, [None], [[1]]):
-            assert heard(vllm_xargs={"vidspec_scorer": value}) == {"vidspec_scorer": value}
+    assert heard() is None
+    assert heard(vidspec_lambda=0.2) == {"vidspec_lambda": 0.2}
+    assert heard(vidspec_lambda=0.2, vllm_xargs={"vidspec_lambda": 0.1}) == {"vidspec_lambda": 0.1}
+    assert heard(tools=[tool], tool_choice="auto") == {CALLS_TOOLS: True}
+    assert heard(tools=[tool], tool_choice="none") is None
+    completion = CompletionRequest(prompt="hello", model="m", vidspec_scorer="strict")
+    assert completion.to_sampling_params(8, {}).extra_args == {"vidspec_scorer": "strict"}
+    # A mistake stays one, so that the check can refuse it: vLLM would drop the first and make the others 0 and 1.
+    assert heard(vidspec_lamda=0.2) == {"vidspec_lamda": 0.2}
+    assert heard(vllm_xargs={"vidspec_lambda": False}) == {"vidspec_lambda": False}
+    assert heard(vllm_xargs={"vidspec_lambda": True, "other": 1}) == {"vidspec_lambda": True, "other": 1}
+    # Catches: five lines of vLLM's about types where our one says what the parameter takes.
+    for value in (None, {"a": 1}, [None], [[1]]):
+        assert heard(vllm_xargs={"vidspec_scorer": value}) == {"vidspec_scorer": value}
+    for value in ({"other": None}, 3):
         with pytest.raises(ValueError, match="vllm_xargs"):
-            heard(vllm_xargs={"other": None})
-        with pytest.raises(ValueError, match="vllm_xargs"):
-            heard(vllm_xargs=3)
+            heard(vllm_xargs=value)

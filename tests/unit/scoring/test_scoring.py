@@ -18,7 +18,8 @@ def score(requests: list[tuple[list[int], list[int]]], max_drafts: int) -> list[
 
 
 def test_longest_agreeing_prefix_and_the_targets_token():
-    """Catches: comparing a draft with its own row instead of its parent's, and going on after a mismatch."""
+    """Catches: comparing a draft with its own row instead of its parent's, and going on after a mismatch; a -1 that
+    equals a sampled token by wrap-around or padding."""
     assert score(
         [
             ([5, 6, 7], [5, 6]),  # all stand, one more token
@@ -26,14 +27,11 @@ def test_longest_agreeing_prefix_and_the_targets_token():
             ([5, 6, 7], [5, 9]),
             ([5], []),  # no drafts
             ([5, 6, 7, 8], [5, 9, 7]),
+            ([5, 6, 7], [5, -1]),  # invalid drafts never stand
+            ([-1, 6], [-1]),
         ],
         max_drafts=3,
-    ) == [[5, 6, 7], [5], [5, 6], [5], [5, 6]]
-
-
-def test_invalid_drafts_never_stand():
-    """Catches: a -1 that equals a sampled token by wrap-around or padding."""
-    assert score([([5, 6, 7], [5, -1]), ([-1, 6], [-1])], max_drafts=2) == [[5, 6], [-1]]
+    ) == [[5, 6, 7], [5], [5, 6], [5], [5, 6], [5, 6], [-1]]
 
 
 def test_the_longest_path_of_a_tree_and_the_nodes_behind_it():

@@ -10,16 +10,6 @@ from vllm_vidspec.shapeworld import world
 SEEDS = range(8)
 
 
-def read_mp4(path) -> np.ndarray:
-    """Return a file's frames, uint8 RGB [num_frames, height, width, 3]."""
-    import cv2
-
-    capture, decoded = cv2.VideoCapture(str(path)), []
-    while (frame := capture.read())[0]:
-        decoded.append(frame[1][..., ::-1])
-    return np.stack(decoded)
-
-
 @pytest.fixture(scope="module")
 def samples() -> list[world.Sample]:
     return [world.held_out(i) for i in SEEDS]
