@@ -88,22 +88,15 @@ class Session:
             return [getattr(self._probe, name)(*args)]
         return self.llm.collective_rpc("null_gpu", args=(name, *args))
 
-    def prompts(self) -> list[dict]:
-        """Return prompts of the case with videos that this engine has not seen."""
-        self._prompted += 1
-        return self.case.prompts(seed=self._prompted)
-
     @contextlib.contextmanager
     def decoding(self, **sampling: Any) -> Iterator[None]:
-        """Let new requests decode under emulation, one per prompt, that go on until they are aborted at the end."""
+        """Let new requests, of new videos, decode under emulation until they are aborted at the end."""
         from vllm import SamplingParams
 
         self.probe("emulate", True)
-        names = []
-        for prompt in self.prompts():
-            params = SamplingParams(
-                **{"temperature": 0.0, "max_tokens": 1000, "ignore_eos": True, "seed": 1} | sampling
-            )
+        self._prompted, names = self._prompted + 1, []
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 1000, "ignore_eos": True, "seed": 1} | sampling)
+        for prompt in self.case.prompts(seed=self._prompted):
             names.append(f"{self._prompted}-{len(names)}")
             self.engine.add_request(names[-1], prompt, params)
         self._prefill(names)

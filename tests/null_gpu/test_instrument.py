@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from null_gpu import device
+from null_gpu import device, emulate
 from tests.simulated_device import device as sim
 from tests.simulated_device.crossings import EACH_CROSSING
 
@@ -22,6 +22,12 @@ def _add_one(x_ptr, out_ptr, size, block: tl.constexpr):
     index = tl.program_id(0) * block + tl.arange(0, block)
     mask = index < size
     tl.store(out_ptr + index, tl.load(x_ptr + index, mask=mask) + 1, mask=mask)
+
+
+@triton.jit
+def _add_one_of_pair(pair, size, block: tl.constexpr):
+    x_ptr, out_ptr = pair
+    _add_one(x_ptr, out_ptr, size, block)
 
 
 @pytest.fixture
@@ -117,6 +123,16 @@ def test_a_trace_names_the_line(before):
     assert events == {"copy.d2h_pinned", "cudaStreamSynchronize"}
     assert all("test_instrument.py" in line and "test_a_trace_names_the_line" in line for _, line in seen.lines)
     assert "cudaStreamSynchronize" in seen.table(("cuda",))
+
+
+def test_tensors_in_a_tuple_are_emulated_in_place(before):
+    """Catches: an interpreter that makes copies of what it does not find, which then count as the engine's."""
+    x, out = torch.arange(4.0).cuda(), torch.zeros(4, device="cuda")
+    before = device.counters()
+    with emulate.emulating():
+        _add_one_of_pair[(1,)]((x, out), 4, block=16)
+    assert device.gained(before)["copy.blocking"] == 0
+    assert out.cpu().tolist() == [1, 2, 3, 4], emulate.failed
 
 
 # ---- capture

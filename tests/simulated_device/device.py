@@ -61,9 +61,6 @@ class Crossing:
     function: str
     line: str
 
-    def __str__(self) -> str:
-        return f"{self.kind} in {self.function} ({self.line})"
-
 
 class DeviceTensor(torch.Tensor):
     """A tensor of the device; `host` is its memory."""

@@ -235,13 +235,3 @@ class GrowLaunch:
         grown = self._world.launch(grow)(*tensors)
         buffers._plan = on_host._plan
         return grown
-
-
-class ByGrid:
-    """A launcher that ignores its grid."""
-
-    def __init__(self, launch: Callable):
-        self._launch = launch
-
-    def __getitem__(self, grid: Any) -> Callable:
-        return self._launch

@@ -158,6 +158,18 @@ def test_every_kernel_is_among_those_that_the_device_is_asked_for():
     assert all(part in everything for part in parts), "a part of the selection that selects nothing"
 
 
+def test_what_is_watched_for_waits_is_there():
+    """Catches: a method of the engine that has moved, before a GPU is there to say so."""
+    pytest.importorskip("vllm")
+    from vllm_vidspec.engine.speculator import VidSpecSpeculator
+    from vllm_vidspec.engine.verify.verifier import CoupledVerifier
+
+    owners = {"speculator": VidSpecSpeculator, "verifier": CoupledVerifier}
+    watched = re.findall(r"(\w+)\.(\w+) = watched\(", Path(smoke_steps.__file__).read_text())
+    assert {owner for owner, _ in watched} == owners.keys()
+    assert all(hasattr(owners[owner], name) for owner, name in watched)
+
+
 def test_a_steps_own_verdicts(monkeypatch):
     """Catches: an exception that counts as passed, numbers that count although nothing computed them."""
 
