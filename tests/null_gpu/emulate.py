@@ -133,13 +133,8 @@ def _run_both(self, *args, grid, warmup, **kwargs):
     _depth += 1
     try:
         with _disable_current_modes():
-<<<<<<< HEAD
-            values = {key: on_host(value) for key, value in kwargs.items()}
-            _interpret(self).run(*tree_map(on_host, args), grid=grid, warmup=False, **values)
-=======
             values, named = tree_map(on_host, (args, kwargs))  # tensors may come in tuples
             _interpret(self).run(*values, grid=grid, warmup=False, **named)
->>>>>>> h10
     except Exception as error:
         _note(name, error.__cause__ or error)
     finally:
