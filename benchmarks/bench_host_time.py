@@ -128,6 +128,7 @@ class HostTime:
 
     def _wrap_foreign(self, runner: Any) -> None:
         """Time what our code calls that is not ours."""
+        from vllm.v1.worker.gpu.model_runner import GPUModelRunner
         from vllm.v1.worker.gpu.sample import gumbel
 
         from vllm_vidspec.engine.draft import model as draft_model
@@ -137,7 +138,7 @@ class HostTime:
             (draft_model, ("build_attn_metadata", "build_slot_mappings_by_layer")),
             (runner.sampler, ("sample", "apply_sampling_params")),
             (gumbel, ("gumbel_sample",)),
-            (type(runner).__mro__[1], ("take_draft_token_ids",)),
+            (GPUModelRunner, ("take_draft_token_ids",)),
         ):
             for name in names:
                 self.watch.wrap(owner, name, FOREIGN)
@@ -146,22 +147,24 @@ class HostTime:
         """Time the parts of what is ours."""
         from vllm_vidspec.drafting import adaptive
         from vllm_vidspec.engine.draft import chains as chain_drafter
-        from vllm_vidspec.engine.draft import drafter, noise
+        from vllm_vidspec.engine.draft import kv, noise
         from vllm_vidspec.engine.draft import trees as tree_drafter
         from vllm_vidspec.engine.listen import trees as target_trees
         from vllm_vidspec.scoring import strict
 
         speculator, drafts = runner.speculator, runner.speculator.drafter
-        chains, trees = drafts._chains, drafts._trees
+        chains, trees = drafts.chains, drafts.trees
         parts = [
-            (speculator, "_grow", "propose: reserve blocks"),
-            (speculator, "_draft", "propose: message"),
+            (speculator, "_reserve", "propose: reserve blocks"),
+            (speculator, "_propose", "propose: message"),
+            (runner.requests, "publish", "propose: publish"),
             (drafts, "draft", "draft: rest"),
-            (drafts, "_gather_accepted", "draft: gather accepted"),
+            (drafts.kv, "gather_accepted", "draft: gather accepted"),
+            (drafts.kv, "remember_fed", "draft: remember fed"),
             (drafts.model, "forward", "draft: forward inputs"),
             (chains, "draft", "draft: chain loop"),
-            (chains._roots, "feed", "draft: feed roots"),
-            (chains._roots, "place", "draft: place"),
+            (drafts.roots, "feed", "draft: feed roots"),
+            (drafts.roots, "place", "draft: place"),
             (noise.CoupledSampler, "__call__", "draft: sample"),
             (noise.CoupledSampler, "scores", "draft: scores"),
             (runner.rejection_sampler, "_score", "verify: score"),
@@ -172,17 +175,17 @@ class HostTime:
         ]
         if trees is not None:
             parts += [
-                (speculator.trees, "store", "propose: store"),
+                (runner.trees, "store", "propose: store"),
                 (trees, "draft", "draft: tree loop"),
                 (trees, "_feed", "draft: feed nodes"),
                 (trees, "_place", "draft: place"),
-                (trees, "_remember_fed", "draft: remember fed"),
+                (drafts.kv, "remember_fed_nodes", "draft: remember fed"),
                 *((trees.policy, name, f"policy.{name}") for name in ("observe", "begin", "extend", "finish")),
                 (trees.policy.tree, "append_leaves", "policy: append_leaves"),
                 (tree_drafter, "candidates", "draft: candidates"),
                 (tree_drafter, "step", KERNEL + "step (tree)"),
                 (adaptive, "tree_grow", KERNEL + "tree_grow"),
-                (drafter, "kv_compact", KERNEL + "kv_compact (draft)"),
+                (kv, "kv_compact", KERNEL + "kv_compact (draft)"),
                 (target_trees, "kv_compact", KERNEL + "kv_compact (target)"),
             ]
         for owner, name, label in parts:
