@@ -57,7 +57,7 @@ def test_gumbel_twin_equals_the_interpreted_kernel(monkeypatch, vocab_size, is_d
     seeds = torch.tensor([5, -3, 2**40 + 7, 2**62])
     pos = torch.arange(7) * 100_003 + 3
     drawn = []
-    for impl in (kernel, kernels.gumbel_sample_twin(kernel)):
+    for impl in (kernel, kernels.GumbelTwin(kernel)):
         monkeypatch.setattr(gumbel, "_gumbel_sample_kernel", impl)
         drawn.append(gumbel.gumbel_sample(logits, rows, temperature, seeds, pos, False, is_drafting))
     assert torch.equal(*drawn)

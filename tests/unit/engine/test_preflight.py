@@ -291,7 +291,10 @@ def test_a_backend_that_can_be_read_is_chosen(monkeypatch, named, offered, chose
         backend_per_kind={},
         get_head_size=lambda: 64,
         get_num_attention_heads=lambda parallel: 2,
-        dtype=None, cache_dtype="auto", block_size=16, user_specified_block_size=False,
+        dtype=None,
+        cache_dtype="auto",
+        block_size=16,
+        user_specified_block_size=False,
     )
     with pytest.raises(VidSpecError, match=message) if message else contextlib.nullcontext():
         preflight.choose_backend(config, "tree attention", "use draft chain")
