@@ -10,45 +10,20 @@ import torch
 
 from tests.unit.engine.fakes import ALONE, CPU, NUM_ROWS, arrival_of, make_knobs
 from tests.unit.engine.fakes import NUM_TOKENS as PROMPT_LEN
-from vllm_vidspec.engine.draft.messages import DraftMessage, Drafts, Prefilled
+from vllm_vidspec.engine.draft.messages import Drafts, Prefilled
 from vllm_vidspec.engine.requests import Phase, RequestRows
 from vllm_vidspec.engine.speculator import Step, VidSpecSpeculator
 
 K = 3
 
 
-class RecordingDrafter:
-    """Answers with chains of ones and keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.messages: list[DraftMessage] = []
-        self.forgotten: list[int] = []
-        self.admits, self.fits = True, True
-        self.error: Exception | None = None
-
-    def admit(self, message) -> bool:
-        return self.admits
-
-    def holds(self, rows, bound) -> np.ndarray:
-        return np.ones(len(rows), dtype=bool)
-
-    def reserve(self, rows, bound) -> np.ndarray:
-        return np.full(len(rows), self.fits)
-
-    def prefill(self, step) -> Prefilled:
-        return Prefilled(ready=step.idx_mapping_np.tolist(), failed=[])
-
-    def draft(self, message: DraftMessage) -> Drafts:
-        if self.error is not None:
-            raise self.error
-        self.messages.append(message)
-        return Drafts(torch.ones(len(message.idx_mapping_np), K, dtype=torch.int64))
-
-    def forget(self, req_state_idx: int) -> None:
-        self.forgotten.append(req_state_idx)
-
-    def forget_media(self) -> None:
-        """Keep none."""
+def recording_drafter() -> mock.Mock:
+    """Return a drafter that has room for everything and answers with chains of ones."""
+    drafter = mock.Mock(**{"admit.return_value": True})
+    drafter.holds = drafter.reserve = lambda rows, bound: np.ones(len(rows), dtype=bool)
+    drafter.prefill = lambda step: Prefilled(ready=step.idx_mapping_np.tolist(), failed=[])
+    drafter.draft.side_effect = lambda message: Drafts(torch.ones(len(message.idx_mapping_np), K, dtype=torch.int64))
+    return drafter
 
 
 class World:
@@ -56,8 +31,7 @@ class World:
 
     def __init__(self, **config) -> None:
         self.requests = RequestRows(NUM_ROWS, CPU)
-        self.drafter = RecordingDrafter()
-        self.counters = mock.Mock()
+        self.drafter, self.counters = recording_drafter(), mock.Mock()
         req_states = SimpleNamespace(
             total_len=SimpleNamespace(gpu=torch.full((NUM_ROWS,), PROMPT_LEN + 1, dtype=torch.int32)),
             all_token_ids=SimpleNamespace(gpu=torch.zeros(NUM_ROWS, 16, dtype=torch.int32)),
@@ -93,8 +67,12 @@ class World:
         ).tolist()  # fmt: skip
 
     def was_verified(self) -> list[bool]:
-        told = self.drafter.messages[-1].was_verified
-        return [True] * len(self.drafter.messages[-1].idx_mapping_np) if told is None else told.tolist()
+        (message,) = self.drafter.draft.call_args.args
+        told = message.was_verified
+        return [True] * len(message.idx_mapping_np) if told is None else told.tolist()
+
+    def forgotten(self) -> list[int]:
+        return [call.args[0] for call in self.drafter.forget.call_args_list]
 
 
 def test_a_request_is_drafted_for_from_the_step_that_ends_its_prefill():
@@ -121,7 +99,7 @@ def test_placeholders_are_no_drafts():
     world.propose([2, 0, 1])
     assert world.was_verified() == [False, False, False]
     world.requests.forget(2)
-    assert world.requests.has_draft.tolist() == [True, True, False, False] and world.drafter.forgotten == [2]
+    assert world.requests.has_draft.tolist() == [True, True, False, False] and world.forgotten() == [2]
     world.requests.admit(arrival_of(2, ""))
     world.propose([2, 0, 1], [K, K, K])
     assert world.was_verified() == [False, True, True]
@@ -147,18 +125,20 @@ def test_what_is_not_drafted_for(change, reason, is_counted):
 def test_a_request_that_is_given_up_goes_on_without_drafts(what):
     """Catches: blocks of a request that is given up and stays, a flag of drafts that are no more."""
     world = World()
-    world.drafter.admits = what != "refused"
+    world.drafter.admit.return_value = what != "refused"
     world.propose([1, 3])
-    world.drafter.fits = what != "pool_full"
-    world.drafter.error = ValueError("no") if what == "draft_error" else None
+    if what == "pool_full":
+        world.drafter.reserve = lambda rows, bound: np.zeros(len(rows), dtype=bool)
+    if what == "draft_error":
+        world.drafter.draft.side_effect = ValueError("no")
     world.propose([1, 3])
     assert world.requests.phase.tolist() == [Phase.UNSEEN, Phase.SKIPPED, Phase.UNSEEN, Phase.SKIPPED]
     assert world.requests.skip_reason == [None, what, None, what] and not world.requests.has_draft.any()
-    assert world.drafter.forgotten == [1, 3]
+    assert world.forgotten() == [1, 3]
     assert world.propose([1, 3]) == [[0] * K] * 2
     if what == "draft_error":  # or it stops the engine
         strict = World(on_draft_error="raise")
-        strict.drafter.error = world.drafter.error
+        strict.drafter.draft.side_effect = ValueError("no")
         with pytest.raises(ValueError, match="no"):
             strict.propose([1])
 
