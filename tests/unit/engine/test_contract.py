@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_vidspec.engine import compat
-from vllm_vidspec.engine.compat import expect_parameters
-from vllm_vidspec.engine.compat.contract import MARK
+from vllm_vidspec.engine.compat import model as compat
+from vllm_vidspec.engine.compat.contract import MARK, expect_parameters
 from vllm_vidspec.errors import VidSpecError
 
 GPU = "vllm.v1.worker.gpu"

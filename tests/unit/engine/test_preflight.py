@@ -8,6 +8,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.unit.engine.fakes import make_knobs
 from vllm_vidspec.engine import preflight
@@ -108,13 +109,12 @@ def finished(**changed) -> SimpleNamespace:
     """Return what we read of a finished `VllmConfig`, which nothing in it forbids but what is changed."""
     absent = (
         *("lora_config", "watermark_config", "multimodal_config", "kv_transfer_config", "is_encoder_decoder"),
-        *("is_hybrid", "enable_batch_sharded_sampling", "skip_tokenizer_init", "offload_group_size"),
+        *("is_hybrid", "enable_batch_sharded_sampling", "skip_tokenizer_init"),
     )
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 2048, "offload_group_size": 0}
-    engine = SimpleNamespace(
-        **dict.fromkeys(absent) | sizes | {"offload_backend": "auto", "use_v2_model_runner": True} | changed
-    )
-    for part in ("model", "scheduler", "offload", "parallel", "attention", "cache"):
+    runs = {"offload_backend": "auto", "use_v2_model_runner": True}
+    engine = SimpleNamespace(**dict.fromkeys(absent) | sizes | runs | changed)
+    for part in ("model", "scheduler", "offload", "parallel", "attention", "cache", "compilation"):
         setattr(engine, f"{part}_config", engine)
     engine.prefetch = engine
     return engine
@@ -173,23 +173,19 @@ def test_auto_becomes_vllms_own_schedule():
     assert "data parallelism cannot" in refusal(spec=spec, data_parallel_size=2)
 
 
-@pytest.mark.parametrize(
-    ("shape", "given", "expected"),
-    [
+def test_trees_keep_attention_out_of_captured_graphs():
+    """Catches: a captured forward that replays the masks of its capture."""
+    from vllm.config import CUDAGraphMode
+
+    for shape, given, expected in (
         ("chain", "FULL_AND_PIECEWISE", "FULL_AND_PIECEWISE"),
         ("tree-static", "FULL_AND_PIECEWISE", "PIECEWISE"),
         ("tree-static", "FULL", "NONE"),
         ("tree-static", "NONE", "NONE"),
-    ],
-)
-def test_trees_keep_attention_out_of_captured_graphs(shape, given, expected):
-    """Catches: a captured forward that replays the masks of its capture."""
-    from vllm.config import CUDAGraphMode
-
-    config = preflight.translate(engine_args(spec={"draft": shape, "num_speculative_tokens": 25}))
-    compilation = SimpleNamespace(cudagraph_mode=CUDAGraphMode[given])
-    preflight.keep_attention_out_of_graphs(SimpleNamespace(compilation_config=compilation), config)
-    assert compilation.cudagraph_mode.name == expected
+    ):
+        engine = finished(cudagraph_mode=CUDAGraphMode[given])
+        preflight.keep_attention_out_of_graphs(engine, make_knobs(draft=shape, num_speculative_tokens=25).now)
+        assert engine.cudagraph_mode.name == expected, (shape, given)
 
 
 def test_fp8_states_need_a_gpu_that_converts_them(monkeypatch):
@@ -241,7 +237,6 @@ def test_what_the_target_cannot_be_read_as_is_refused_before_it_loads(whole, mon
 
 def test_bf16_on_a_cpu_with_amx_is_refused_where_the_cache_is_read(whole, monkeypatch):
     """`--dtype auto` is bf16 for every real checkpoint, and there the CPU packs the keys."""
-    torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     wanted = "attention guidance cannot read the CPU cache layout 'amx': use --dtype float32, or"
     assert refusal(by=whole, dtype="bfloat16").startswith(wanted)
@@ -249,24 +244,6 @@ def test_bf16_on_a_cpu_with_amx_is_refused_where_the_cache_is_read(whole, monkey
     engine_args(dtype="float32").create_engine_config()
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     engine_args(dtype="bfloat16").create_engine_config()
-
-
-class _CudaPlatform:
-    """A GPU on which vLLM would use these attention backends, the best first."""
-
-    def __init__(self, *names: str):
-        backends = [SimpleNamespace(name=name) for name in names]
-        self.candidates = [SimpleNamespace(backend=backend, priority=i) for i, backend in enumerate(backends)]
-
-    def is_cuda(self):
-        return True
-
-    def get_device_capability(self):
-        return (10, 0)
-
-    def get_valid_backends(self, device_capability, attn_selector_config, num_heads):
-        assert attn_selector_config.head_size > 0 and num_heads > 0
-        return self.candidates[::-1], {}
 
 
 @pytest.mark.parametrize(
@@ -285,16 +262,21 @@ def test_a_backend_that_can_be_read_is_chosen(monkeypatch, named, offered, chose
     """Catches: a GPU whose default backend is refused once both models have loaded."""
     import vllm.platforms
 
-    monkeypatch.setattr(vllm.platforms, "current_platform", _CudaPlatform(*offered))
+    backends = [SimpleNamespace(name=name) for name in offered]
+    ranked = [SimpleNamespace(backend=backend, priority=i) for i, backend in enumerate(backends)]
+
+    def valid(device_capability, attn_selector_config, num_heads):
+        assert attn_selector_config.head_size > 0 and num_heads > 0
+        return ranked[::-1], {}
+
+    gpu = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: (10, 0), get_valid_backends=valid)
+    monkeypatch.setattr(vllm.platforms, "current_platform", gpu)
     config = finished(
         backend=named and SimpleNamespace(name=named),
         backend_per_kind={},
         get_head_size=lambda: 64,
         get_num_attention_heads=lambda parallel: 2,
-        dtype=None,
-        cache_dtype="auto",
-        block_size=16,
-        user_specified_block_size=False,
+        **{"dtype": None, "cache_dtype": "auto", "block_size": 16, "user_specified_block_size": False},
     )
     with pytest.raises(VidSpecError, match=message) if message else contextlib.nullcontext():
         preflight.choose_backend(config, "tree attention", "use draft chain")
