@@ -150,10 +150,14 @@ def check_reading(vllm_config: Any, config: VidSpecConfig) -> None:
     """Refuse a target whose layers or KV cache cannot be read as configured, and choose a backend where vLLM's cannot.
 
     Raises:
-        VidSpecError: One line naming what is wrong, and the way out.
+        VidSpecError: One line naming what is wrong, and the way out: layers that the target does not have, a quantised
+            cache, keys that the CPU packs (bf16 with AMX), a backend of which nothing of ours reads the cache.
     """
+    from vllm.platforms import current_platform
+
     needs, prune = get_pruner(config.prune.pruner).needs, config.prune
-    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    num_layers = model.get_total_num_hidden_layers()
     readers = []
     if "attention" in needs:
         attention_guidance.chosen_layers(prune.guidance_layers, num_layers)
@@ -163,26 +167,14 @@ def check_reading(vllm_config: Any, config: VidSpecConfig) -> None:
     if config.shapes - {"chain"}:
         readers.append(tree_attention.REFUSAL)
     for what, way_out in readers:
-        check_cache(vllm_config, what, way_out)
+        if not cache.kv_cache_dtype_skip_layers:  # some layers may be plain: each is looked at when it exists
+            kv_views.check_dtype(cache.cache_dtype, what, way_out)
+        if current_platform.is_cpu():
+            from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+            layout = _get_attn_isa(model.dtype, cache.block_size, model.get_head_size())
+            kv_views.check_layout_name(layout, what, way_out)
         choose_backend(vllm_config, what, way_out)
-
-
-def check_cache(vllm_config: Any, what: str, way_out: str) -> None:
-    """Refuse a KV cache of another type or layout than `what` reads.
-
-    Raises:
-        VidSpecError: A quantised cache, or keys that the CPU packs (bf16 with AMX).
-    """
-    from vllm.platforms import current_platform
-
-    cache, model = vllm_config.cache_config, vllm_config.model_config
-    if not cache.kv_cache_dtype_skip_layers:  # some layers may be plain: each is looked at when it exists
-        kv_views.check_dtype(cache.cache_dtype, what, way_out)
-    if current_platform.is_cpu():
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-        layout = _get_attn_isa(model.dtype, cache.block_size, model.get_head_size())
-        kv_views.check_layout_name(layout, what, way_out)
 
 
 def choose_backend(vllm_config: Any, what: str, way_out: str) -> None:

@@ -271,12 +271,13 @@ def test_a_backend_that_can_be_read_is_chosen(monkeypatch, named, offered, chose
 
     gpu = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: (10, 0), get_valid_backends=valid)
     monkeypatch.setattr(vllm.platforms, "current_platform", gpu)
+    facts = {"dtype": None, "cache_dtype": "auto", "block_size": 16, "user_specified_block_size": False}
     config = finished(
         backend=named and SimpleNamespace(name=named),
         backend_per_kind={},
         get_head_size=lambda: 64,
         get_num_attention_heads=lambda parallel: 2,
-        **{"dtype": None, "cache_dtype": "auto", "block_size": 16, "user_specified_block_size": False},
+        **facts,
     )
     with pytest.raises(VidSpecError, match=message) if message else contextlib.nullcontext():
         preflight.choose_backend(config, "tree attention", "use draft chain")
