@@ -38,11 +38,6 @@ CONTRACT = {
     "vllm.model_executor.models.utils:extract_layer_index": "layer_name",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward": ATTENTION_FORWARD,
     "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl.forward": ATTENTION_FORWARD,
-    f"{GPU}.spec_decode.speculator:BaseSpeculator.propose": (
-        "self input_batch attn_metadata slot_mappings last_hidden_states aux_hidden_states num_sampled "
-        "num_rejected last_sampled next_prefill_tokens temperature seeds dp_sync_state dummy_run "
-        "skip_attn_for_dummy_run mm_inputs is_profile num_speculative_tokens"
-    ),
     f"{GPU}.sample.sampler:Sampler.sample": f"{LOGITS_ROWS} return_logprobs",
     f"{GPU}.sample.sampler:Sampler.apply_sampling_params": LOGITS_ROWS,
     f"{GPU}.sample.sampler:Sampler._sample_random": (
