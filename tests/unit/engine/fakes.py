@@ -11,7 +11,7 @@ from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.listen.listeners import TargetListeners
-from vllm_vidspec.engine.listen.protocol import TargetListener
+from vllm_vidspec.engine.listen.protocol import Forward, TargetListener
 from vllm_vidspec.engine.requests import Arrival
 
 NUM_ROWS, NUM_TOKENS, HIDDEN = 4, 8, 4
@@ -19,6 +19,7 @@ VIDEO = np.arange(1, 5)  # prompt indices
 CPU = torch.device("cpu")
 GROUP = SimpleNamespace(rank_in_group=0, world_size=1)
 ALONE = Agreement(GROUP)
+NOTHING = Forward(None, None)  # what a step leaves that ran no forward
 LIFE = ["arrive", "before_forward", "after_forward", "release", "forget_kv"]
 
 

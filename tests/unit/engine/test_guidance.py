@@ -5,18 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.unit.engine.fakes import (
-    ALONE,
-    CPU,
-    HIDDEN,
-    VIDEO,
-    Counts,
-    Recorder,
-    arrival_of,
-    batch_of,
-    in_list,
-    make_knobs,
-)
+from tests.unit.engine import fakes
+from tests.unit.engine.fakes import CPU, HIDDEN, NOTHING, VIDEO, Recorder, arrival_of, batch_of, in_list
 from vllm_vidspec.engine.listen import attention, hidden_states
 from vllm_vidspec.engine.listen.attention import AttentionGuidance
 from vllm_vidspec.engine.listen.hidden_states import HiddenStateGuidance
@@ -25,12 +15,10 @@ from vllm_vidspec.engine.listen.prompts import Guidance
 from vllm_vidspec.engine.listen.protocol import Forward
 from vllm_vidspec.errors import VidSpecError
 
-NOTHING = Forward(None, None)
-
 
 def make_guidance(kind: type[Guidance], monkeypatch, **more) -> Guidance:
     """Return guidance without a target: one layer of attention, or hidden states that are embeddings of the ids."""
-    counters = Counts()
+    counters = fakes.Counts()
     if kind is AttentionGuidance:
         layer = SimpleNamespace(impl=SimpleNamespace(num_heads=1, head_size=HIDDEN, scale=1.0))
         monkeypatch.setattr(attention, "attention_layers", lambda config: {"layers.0": layer})
@@ -38,12 +26,12 @@ def make_guidance(kind: type[Guidance], monkeypatch, **more) -> Guidance:
         monkeypatch.setattr(attention, "check_readable", lambda *_: None)
         monkeypatch.setattr(attention.compat, "observe_attention", lambda layer, observer: None)
         vllm_config = SimpleNamespace(device_config=SimpleNamespace(device=CPU))
-        return AttentionGuidance(make_knobs(**more), vllm_config, counters, ALONE)
+        return AttentionGuidance(fakes.make_knobs(**more), vllm_config, counters, fakes.ALONE)
     monkeypatch.setattr(hidden_states.compat, "expose_hidden_states", lambda target, layers: None)
     model = SimpleNamespace(dtype=torch.float32, get_hidden_size=lambda: HIDDEN, get_total_num_hidden_layers=lambda: 2)
     target = SimpleNamespace(embed_input_ids=lambda ids: ids[:, None].float().expand(-1, HIDDEN))
     vllm_config = SimpleNamespace(model_config=model, device_config=SimpleNamespace(device=CPU))
-    return HiddenStateGuidance(make_knobs(pruner="uv", **more), target, vllm_config, counters, ALONE)
+    return HiddenStateGuidance(fakes.make_knobs(pruner="uv", **more), target, vllm_config, counters, fakes.ALONE)
 
 
 def hear(listeners: TargetListeners, guidance: Guidance, batch: SimpleNamespace) -> None:

@@ -7,22 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.engine.fakes import (
-    ALONE,
-    CPU,
-    GROUP,
-    HIDDEN,
-    LIFE,
-    NUM_ROWS,
-    NUM_TOKENS,
-    VIDEO,
-    Counts,
-    Recorder,
-    arrival_of,
-    batch_of,
-    in_list,
-    make_knobs,
-)
+from tests.unit.engine import fakes
+from tests.unit.engine.fakes import CPU, HIDDEN, NOTHING, NUM_ROWS, NUM_TOKENS, VIDEO, arrival_of, batch_of, in_list
 from vllm_vidspec.drafting import DraftTree
 from vllm_vidspec.engine.listen import state_store, visual_states
 from vllm_vidspec.engine.listen.listeners import TargetListeners
@@ -32,9 +18,6 @@ from vllm_vidspec.engine.listen.trees import TargetTrees
 from vllm_vidspec.engine.listen.visual_states import VisualStates
 from vllm_vidspec.engine.requests import RequestRows
 from vllm_vidspec.errors import VidSpecError
-
-NOTHING = Forward(None, None)
-
 
 # ---- the list -------------------------------------------------------------------------------------------------------
 
@@ -50,7 +33,7 @@ def live(listeners: TargetListeners) -> None:
     listeners.forget_kv()
 
 
-@pytest.mark.parametrize("step", LIFE)
+@pytest.mark.parametrize("step", fakes.LIFE)
 def test_an_exception_in_one_is_paid_by_that_one(step, monkeypatch):
     """Catches: a guard that is missing, that stops at the first failure, or that lets the others pay; an end of a
     request that some listener is not told of.
@@ -58,12 +41,12 @@ def test_an_exception_in_one_is_paid_by_that_one(step, monkeypatch):
     logged: list[str] = []
     logger = SimpleNamespace(error=lambda *args, **_: logged.append(args[0] % args[1:]))
     monkeypatch.setattr("vllm_vidspec.engine.listen.listeners.logger", logger)
-    before, failing, after = Recorder(), Recorder(step), Recorder()
+    before, failing, after = fakes.Recorder(), fakes.Recorder(step), fakes.Recorder()
     listeners = in_list(before, failing, after)
     live(listeners)
     live(listeners)
-    assert before.heard == after.heard == 2 * LIFE
-    assert failing.heard == 2 * [name for name in LIFE if name != step]
+    assert before.heard == after.heard == 2 * fakes.LIFE
+    assert failing.heard == 2 * [name for name in fakes.LIFE if name != step]
     assert [listener.cost for listener in (before, failing, after)] == [0, 2, 0]
     assert logged == ["vidspec: nothing"]
 
@@ -71,23 +54,23 @@ def test_an_exception_in_one_is_paid_by_that_one(step, monkeypatch):
 def test_an_exception_is_let_through_where_that_is_asked_for():
     """Alone it is raised; with other ranks, which would wait for this one, the engine ends with its line."""
     with pytest.raises(RuntimeError, match="planted in arrive"):
-        live(in_list(Recorder("arrive"), on_draft_error="raise"))
+        live(in_list(fakes.Recorder("arrive"), on_draft_error="raise"))
     ended: list[str] = []
     ranks = SimpleNamespace(is_alone=False, abort=ended.append)
-    live(TargetListeners([Recorder("arrive")], make_knobs(on_draft_error="raise"), ranks))
+    live(TargetListeners([fakes.Recorder("arrive")], fakes.make_knobs(on_draft_error="raise"), ranks))
     assert ended == ["planted in arrive"]
 
 
 def test_memory_is_asked_for_by_turns_and_refusals_are_not_survived():
     """Catches: a reserve that only the first hears, or that promises the same bytes twice."""
-    first, second = Recorder(), Recorder()
+    first, second = fakes.Recorder(), fakes.Recorder()
     listeners = in_list(first, second)
     assert listeners.reserve(1600) == 400 + 300
     listeners.init_kv(None)
     assert first.heard == second.heard == ["reserve", "init_kv"]
     for step in ("reserve", "init_kv"):
         with pytest.raises(RuntimeError, match=f"planted in {step}"):
-            failing = in_list(Recorder(step))
+            failing = in_list(fakes.Recorder(step))
             failing.reserve(1600)
             failing.init_kv(None)
 
@@ -97,15 +80,17 @@ def test_memory_is_asked_for_by_turns_and_refusals_are_not_survived():
 
 def make_states(monkeypatch, num_blocks: int = 4) -> VisualStates:
     """Return the states of requests that all need relevance, in a store of so many blocks."""
-    monkeypatch.setattr(visual_states, "get_tp_group", lambda: GROUP)
+    monkeypatch.setattr(visual_states, "get_tp_group", lambda: fakes.GROUP)
     monkeypatch.setattr(visual_states, "visual_indices", lambda feature: VIDEO)
     block_bytes = state_store.BLOCK_ROWS * HIDDEN * 4
-    knobs = make_knobs(request_scorers=("strict", "loose"), lambda_max=1.0, relevance_bytes=num_blocks * block_bytes)
+    knobs = fakes.make_knobs(
+        request_scorers=("strict", "loose"), lambda_max=1.0, relevance_bytes=num_blocks * block_bytes
+    )
     model = SimpleNamespace(dtype=torch.float32, max_model_len=256, get_hidden_size=lambda: HIDDEN)
     vllm_config = SimpleNamespace(model_config=model, device_config=SimpleNamespace(device=CPU))
     ready: list[int] = []
     rules = SimpleNamespace(needs_relevance=lambda req_state_idx: True, ready=ready.append, of=ready)
-    states = VisualStates(knobs, vllm_config, NUM_ROWS, Counts(), rules, ALONE)
+    states = VisualStates(knobs, vllm_config, NUM_ROWS, fakes.Counts(), rules, fakes.ALONE)
     states.reserve(1 << 20)
     states.init_kv(SimpleNamespace(kv_allocation=lambda: torch.no_grad()))
     return states
@@ -217,7 +202,7 @@ def test_states_are_given_up_before_the_pool_is_lost(monkeypatch):
 
 def test_the_store_drops_what_nobody_uses_the_oldest_first():
     """Catches: an item in use that is dropped, one that a strict request drops, the wrong one of two."""
-    store = StateStore(HIDDEN, torch.float32, 256, NUM_ROWS, CPU, GROUP)
+    store = StateStore(HIDDEN, torch.float32, 256, NUM_ROWS, CPU, fakes.GROUP)
     with pytest.raises(VidSpecError, match="hold nothing"):
         store.reserve(store.bytes_per_block - 1, 1 << 20)
     with pytest.raises(VidSpecError, match="leaves nothing"):

@@ -1,10 +1,8 @@
-"""Sleep: what is lost is forgotten, and what would not come back is refused."""
+"""Sleep: what is lost is forgotten first, and the pools are lost, not kept; test_speculator has who is given up."""
 
 import contextlib
 
-from tests.unit.engine.fakes import CPU, NUM_ROWS, Calls
-from vllm_vidspec.engine.requests import Phase, RequestRows
-from vllm_vidspec.engine.speculator import VidSpecSpeculator
+from tests.unit.engine.fakes import Calls
 from vllm_vidspec.engine.worker import VidSpecWorker
 
 
@@ -42,16 +40,3 @@ def test_what_is_lost_is_forgotten_first():
     worker.init_device()
     with worker.model_runner.kv_allocation() as tag:
         assert tag == "kv_cache"
-
-
-def test_running_requests_are_given_up():
-    """Catches: rows that keep blocks, or draft on; rows that have not begun and are given up too."""
-    requests = RequestRows(NUM_ROWS, CPU)
-    requests.phase[:] = [Phase.DRAFTING, Phase.UNSEEN, Phase.SKIPPED, Phase.PREFILLING]
-    speculator = object.__new__(VidSpecSpeculator)
-    speculator._requests, speculator._arrivals, speculator._waiting = requests, {}, {}
-    speculator._drafter, speculator._guidance, speculator._trees = Calls(), Calls(), Calls()
-    speculator.give_up_all()
-    assert requests.phase.tolist() == [Phase.SKIPPED, Phase.UNSEEN, Phase.SKIPPED, Phase.SKIPPED]
-    assert speculator._drafter == [("forget", 0), ("forget", 3), ("forget_media",)]
-    assert speculator._guidance == speculator._trees == [("release", 0), ("release", 3)]

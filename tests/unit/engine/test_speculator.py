@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.engine.fakes import ALONE, CPU, NUM_ROWS, arrival_of, make_knobs
+from tests.unit.engine.fakes import ALONE, CPU, NUM_ROWS, Calls, arrival_of, make_knobs
 from tests.unit.engine.fakes import NUM_TOKENS as PROMPT_LEN
 from vllm_vidspec.engine.draft.messages import Drafts, Prefilled
 from vllm_vidspec.engine.requests import Phase, RequestRows
@@ -155,3 +155,15 @@ def test_a_step_that_verifies_drafts_is_done_with_its_prefill():
     )
     step = Step.of(batch, None, None, K)
     assert step.is_done.tolist() == [True, False] and step.bound.tolist() == [11, 9]
+
+
+def test_running_requests_are_given_up():
+    """Catches: rows that keep blocks, or draft on; rows that have not begun and are given up too."""
+    world = World()
+    world.requests.phase[:] = [Phase.DRAFTING, Phase.UNSEEN, Phase.SKIPPED, Phase.PREFILLING]
+    heard = [Calls(), Calls(), Calls()]
+    world.speculator._drafter, world.speculator._guidance, world.speculator._trees = heard
+    world.speculator.give_up_all()
+    assert world.requests.phase.tolist() == [Phase.SKIPPED, Phase.UNSEEN, Phase.SKIPPED, Phase.SKIPPED]
+    released = [("release", 0), ("release", 3)]
+    assert heard == [[("forget", 0), ("forget", 3), ("forget_media",)], released, released]
