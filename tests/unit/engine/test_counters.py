@@ -55,15 +55,9 @@ def server(tmp_path, monkeypatch):
 
 def vllm_config(instance_id="abcde", level="summary", **parallel):
     """Return what our code reads of a `VllmConfig`."""
-    parallel = {
-        "data_parallel_size": 1,
-        "data_parallel_size_local": 1,
-        "data_parallel_index": 0,
-        "data_parallel_rank_local": None,
-        "local_engines_only": False,
-        "_api_process_count": 1,
-        "_api_process_rank": 0,
-    } | parallel
+    ones = ("data_parallel_size", "data_parallel_size_local", "_api_process_count")
+    zeros = ("data_parallel_index", "_api_process_rank", "local_engines_only")
+    parallel = dict.fromkeys(ones, 1) | dict.fromkeys(zeros, 0) | {"data_parallel_rank_local": None} | parallel
     return SimpleNamespace(
         instance_id=instance_id,
         parallel_config=SimpleNamespace(**parallel),
