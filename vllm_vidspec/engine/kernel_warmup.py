@@ -54,36 +54,29 @@ def prepare(runner: Any) -> None:
 
 def _prepare_drafter(drafter: Drafter, runner: Any) -> None:
     """Prepare the draft's own launches."""
-    roots, kv = drafter.roots, drafter.kv
-    batch = {
-        "rows": roots.logical_pos[:1],  # any vector of its kind
-        "num_slots": roots.seq_lens,
-        "num_tokens": roots.seq_lens,
-        "pos_delta": kv.pos_delta,
-        "block_table": kv.block_tables,
-        "block_size": kv.block_size,
-        "level": 1,
-        "max_position": roots.model.num_positions - 1,
-    }
-    warm_up.warm_step(
-        **batch,
-        positions=roots.positions,
-        logical_pos=roots.logical_pos,
-        seq_lens=roots.seq_lens,
-        slot_mapping=roots.slot_mapping,
-    )
-    trees = drafter.trees
+    roots, kv, trees = drafter.roots, drafter.kv, drafter.trees
+    width = 0 if trees is None else trees.policy.max_frontier  # of a level, 0 for chains
+    levels = [(0, roots.positions, roots.logical_pos, roots.seq_lens, roots.slot_mapping)]
+    if trees is not None:
+        levels.append((width, trees._positions, trees._logical_pos, trees._prefix_lens, trees._slot_mapping))
+    for level_width, positions, logical_pos, seq_lens, slot_mapping in levels:
+        warm_up.warm_step(
+            level_width,
+            rows=roots.logical_pos[:1],  # any vector of its kind
+            num_slots=roots.seq_lens,
+            num_tokens=roots.seq_lens,
+            pos_delta=kv.pos_delta,
+            block_table=kv.block_tables,
+            block_size=kv.block_size,
+            level=1,
+            max_position=roots.model.num_positions - 1,
+            positions=positions,
+            logical_pos=logical_pos,
+            seq_lens=seq_lens,
+            slot_mapping=slot_mapping,
+        )
     if trees is None:
         return
-    width = trees.policy.max_frontier
-    warm_up.warm_step(
-        width,
-        **batch,
-        positions=trees._positions,
-        logical_pos=trees._logical_pos,
-        seq_lens=trees._prefix_lens,
-        slot_mapping=trees._slot_mapping,
-    )
     if isinstance(trees.policy, AdaptiveTree):
         warm_up.warm_tree_grow(trees.policy._growth, width)
     _prepare_attention(trees.attention, kv.block_tables, drafter.model.config, width)

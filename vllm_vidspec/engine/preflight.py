@@ -9,10 +9,12 @@ from typing import Any
 
 from vllm_vidspec import SUPPORTED_VLLM, families
 from vllm_vidspec.config import METHOD, VidSpecConfig, parse_config
-from vllm_vidspec.engine import cache_preflight
+from vllm_vidspec.engine import kv_views, tree_attention
 from vllm_vidspec.engine.compat import api
+from vllm_vidspec.engine.listen import attention as attention_guidance
 from vllm_vidspec.engine.report import server_counters
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.pruning import get_pruner
 from vllm_vidspec.scoring.choices import CALLS_TOOLS, PREFIX, choose
 
 logger = logging.getLogger("vllm.vidspec")
@@ -80,10 +82,9 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
     Raises:
         VidSpecError: The target needs something the draft cannot follow.
     """
-    for refusals in (target_refusals, scheduling_refusals, scorer_refusals, runner_refusals):
-        for refusal in refusals(vllm_config, config):
-            raise VidSpecError(refusal)
-    cache_preflight.check_target(vllm_config, config)
+    for refusal in refusals(vllm_config, config):
+        raise VidSpecError(refusal)
+    check_reading(vllm_config, config)
     _warn(vllm_config, config)
     check = functools.partial(choose, knobs=config.score)  # pickled for the workers
     api.mark_as_ours(vllm_config.speculative_config, check)
@@ -93,9 +94,9 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
     logger.info("vidspec is active: %s", config.summary())
 
 
-def target_refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
-    """Yield a line for each property of the target that a draft cannot follow."""
-    model = vllm_config.model_config
+def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
+    """Yield a line for each property of the target or the engine that drafts, trees or a scorer cannot live with."""
+    model, scheduler, offload = vllm_config.model_config, vllm_config.scheduler_config, vllm_config.offload_config
     if config.is_self_draft and vllm_config.lora_config is not None:
         yield 'LoRA adapters cannot be used with "model": "self"; name a draft model instead'
     if model.is_encoder_decoder:
@@ -106,11 +107,6 @@ def target_refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
         yield "--video-pruning-rate prunes the target's own video; unset it (the draft is pruned instead)"
     if vllm_config.watermark_config is not None:
         yield "watermarking is not supported together with vidspec"
-
-
-def scheduling_refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
-    """Yield a line for each feature of the engine that drafts, or trees of them, cannot share it with."""
-    scheduler, offload = vllm_config.scheduler_config, vllm_config.offload_config
     if 2 * scheduler.max_num_seqs > scheduler.max_num_batched_tokens:
         yield (
             "drafting takes two tokens of every request: "
@@ -122,37 +118,106 @@ def scheduling_refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str
     )
     if prefetches and not config.is_self_draft:
         yield "--offload-backend prefetch holds one model, and the draft is a second: use uva"
-    if config.shapes == {"chain"}:
-        return
-    if vllm_config.parallel_config.enable_batch_sharded_sampling:
-        yield "--enable-batch-sharded-sampling shows a rank its own requests only: draft chains, not trees"
-    if vllm_config.kv_transfer_config is not None:
-        yield "KV connectors may take a tree's entries before they are in order: draft chains, not trees"
+    is_sharded = vllm_config.parallel_config.enable_batch_sharded_sampling
+    if config.shapes != {"chain"}:
+        if is_sharded:
+            yield "--enable-batch-sharded-sampling shows a rank its own requests only: draft chains, not trees"
+        if vllm_config.kv_transfer_config is not None:
+            yield "KV connectors may take a tree's entries before they are in order: draft chains, not trees"
+    if config.score.scorers != {"strict"}:
+        if is_sharded:
+            yield "--enable-batch-sharded-sampling shows a rank its own requests only: use the strict scorer"
+        if "loose" in config.score.scorers and config.score.relevance_dtype == "fp8":
+            from vllm.platforms import current_platform
 
-
-def scorer_refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
-    """Yield a line for each thing that scorers which let mismatches stand cannot work with."""
-    if config.score.scorers == {"strict"}:
-        return
-    if vllm_config.parallel_config.enable_batch_sharded_sampling:
-        yield "--enable-batch-sharded-sampling shows a rank its own requests only: use the strict scorer"
-    if "loose" in config.score.scorers and config.score.relevance_dtype == "fp8":
-        from vllm.platforms import current_platform
-
-        # Below, Triton has no conversion of them.
-        if current_platform.is_cuda() and not current_platform.has_device_capability(89):
-            found = current_platform.get_device_capability().as_version_str()
-            yield f"relevance_dtype fp8 needs compute capability 8.9, this GPU has {found}: use auto"
-    if config.score.protected_tokens and vllm_config.model_config.skip_tokenizer_init:
-        yield "protected_tokens needs a tokenizer: drop --skip-tokenizer-init"
-
-
-def runner_refusals(vllm_config: Any, _config: VidSpecConfig) -> Iterator[str]:
-    """Yield a line if vLLM does not use the model runner that ours is made of."""
+            # Below, Triton has no conversion of them.
+            if current_platform.is_cuda() and not current_platform.has_device_capability(89):
+                found = current_platform.get_device_capability().as_version_str()
+                yield f"relevance_dtype fp8 needs compute capability 8.9, this GPU has {found}: use auto"
+        if config.score.protected_tokens and model.skip_tokenizer_init:
+            yield "protected_tokens needs a tokenizer: drop --skip-tokenizer-init"
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
         yield "vidspec needs Model Runner V2; unset VLLM_USE_V2_MODEL_RUNNER=0"
     if not vllm_config.use_v2_model_runner:
         yield "vidspec needs Model Runner V2, which vLLM does not use here: run `vidspec doctor`"
+
+
+# ---- what attention guidance and trees read of the target ------------------------------------------------------------
+# The layers themselves are checked once they exist (`kv_views`): this spares the wait wherever the configuration tells.
+
+
+def check_reading(vllm_config: Any, config: VidSpecConfig) -> None:
+    """Refuse a target whose layers or KV cache cannot be read as configured, and choose a backend where vLLM's cannot.
+
+    Raises:
+        VidSpecError: One line naming what is wrong, and the way out: layers that the target does not have, a quantised
+            cache, keys that the CPU packs (bf16 with AMX), a backend of which nothing of ours reads the cache.
+    """
+    from vllm.platforms import current_platform
+
+    needs, prune = get_pruner(config.prune.pruner).needs, config.prune
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    num_layers = model.get_total_num_hidden_layers()
+    readers = []
+    if "attention" in needs:
+        attention_guidance.chosen_layers(prune.guidance_layers, num_layers)
+        readers.append(attention_guidance.REFUSAL)
+    if "uv" in needs and prune.uv_layer is not None and prune.uv_layer > num_layers:
+        raise VidSpecError(f"uv_layer: the target has layers 1 to {num_layers}, not {prune.uv_layer}")
+    if config.shapes - {"chain"}:
+        readers.append(tree_attention.REFUSAL)
+    for what, way_out in readers:
+        if not cache.kv_cache_dtype_skip_layers:  # some layers may be plain: each is looked at when it exists
+            kv_views.check_dtype(cache.cache_dtype, what, way_out)
+        if current_platform.is_cpu():
+            from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+            layout = _get_attn_isa(model.dtype, cache.block_size, model.get_head_size())
+            kv_views.check_layout_name(layout, what, way_out)
+        choose_backend(vllm_config, what, way_out)
+
+
+def choose_backend(vllm_config: Any, what: str, way_out: str) -> None:
+    """Let vLLM use the best attention backend that `what` reads, where its own first choice is another.
+
+    Why: on some GPUs (compute capability 10) that is FlashInfer, whose cache and softmax nothing of ours reads.
+
+    Raises:
+        VidSpecError: The user named another, or this device has none.
+    """
+    from vllm.platforms import current_platform
+
+    attention = vllm_config.attention_config
+    if attention.backend_per_kind or not current_platform.is_cuda():
+        return
+    if attention.backend is not None:
+        kv_views.check_backend(attention.backend.name, what, way_out)
+        return
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    candidates, _ = current_platform.get_valid_backends(
+        device_capability=current_platform.get_device_capability(),
+        attn_selector_config=AttentionSelectorConfig(
+            head_size=model.get_head_size(),
+            dtype=model.dtype,
+            kv_cache_dtype=cache.cache_dtype,
+            block_size=cache.block_size if cache.user_specified_block_size else None,
+            use_kv_connector=vllm_config.kv_transfer_config is not None,
+        ),
+        num_heads=model.get_num_attention_heads(parallel),
+    )
+    ranked = [candidate.backend for candidate in sorted(candidates, key=lambda candidate: candidate.priority)]
+    readable = [backend for backend in ranked if backend.name in kv_views.BACKENDS]
+    if not ranked or ranked[0] in readable[:1]:
+        return  # its own choice serves; without any, vLLM says why
+    if not readable:
+        kv_views.check_backend(ranked[0].name, what, way_out)
+    logger.info("vidspec: attention backend %s, since %s does not read %s", readable[0].name, what, ranked[0].name)
+    attention.backend = readable[0]
+
+
+# ---- what is done with a configuration that is accepted -------------------------------------------------------------
 
 
 def _warn(vllm_config: Any, config: VidSpecConfig) -> None:

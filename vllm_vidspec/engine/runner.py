@@ -17,8 +17,8 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_vidspec.config import METHOD, VidSpecConfig
-from vllm_vidspec.engine import compat
 from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.listen.hidden_states import HiddenStateGuidance
 from vllm_vidspec.engine.listen.protocol import Forward

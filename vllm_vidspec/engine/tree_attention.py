@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vidspec_kernels import CacheList, tree_attention
-from vllm_vidspec.engine import compat
+from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.kv_views import cache_views, check_layout, check_readable
 
 REFUSAL = ("tree attention", "use draft chain")

@@ -67,19 +67,13 @@ def survivable(agreement: Agreement, rank: int) -> list:
         if rank in fails_on and after:
             raise ValueError("after")
 
-    def decode(fails_on: tuple[int, ...]):
-        if rank in fails_on:
-            raise ValueError("decode")
-        with agreement.collective():
-            seen.append(all_reduce(rank))
-
     for fails_on in ((), (0,), (1,), (0, 1)):
         for after in (False, True):
             error = agreement.run("prefill", step, fails_on, after)
             assert (error is None) == (not fails_on)
             assert error is None or isinstance(error, ValueError if rank in fails_on else OthersFailed)
     for fails_on in ((), (0, 1)):  # a decode step is left by both at the same place, or by none
-        assert (agreement.run("drafting", decode, fails_on, is_careful=False) is None) == (not fails_on)
+        assert (agreement.run("drafting", step, fails_on, is_careful=False) is None) == (not fails_on)
     # A step in a step: what fails inside costs what is inside, what fails outside costs both.
     for inner, outer in (((), ()), ((0,), ()), ((1,), ()), ((), (0,)), ((0,), (1,)), ((0, 1), ()), ((1,), (1,))):
         found: list = []
@@ -125,48 +119,39 @@ def lost(agreement: Agreement, rank: int) -> None:
     agreement.run("guidance", step)
 
 
-def torn(agreement: Agreement, rank: int) -> None:
-    """Rank 1 fails in the middle of the collectives of a careful step; rank 0 waits in one."""
+def failing(phase: str, fails_on: tuple[int, ...], error: Exception, num_reduces=(0, 0), is_careful=False):
+    """Return a scenario: each rank takes part in so many collectives, some fail then, and the others settle something.
 
-    def step():
-        with agreement.collective():
-            all_reduce(rank)
-            if rank == 1:
-                raise ValueError("in the middle")
-            all_reduce(rank)
+    What runs out of memory knows not at which layer.
+    """
 
-    agreement.run("prefill", step)
+    def scenario(agreement: Agreement, rank: int) -> None:
+        def step():
+            with agreement.collective():
+                for _ in range(num_reduces[rank]):
+                    all_reduce(rank)
+                if rank in fails_on:
+                    raise error
 
+        agreement.run(phase, step, is_careful=is_careful)
+        agreement.settle("guidance", [True])
 
-def alone(agreement: Agreement, rank: int) -> None:
-    """Rank 1 fails in a decode step; rank 0 goes on to the next agreement."""
-
-    def step():
-        if rank == 1:
-            raise torch.OutOfMemoryError("no room")
-
-    agreement.run("drafting", step, is_careful=False)
-    agreement.settle("guidance", [True])
+    return scenario
 
 
-def memory(agreement: Agreement, rank: int) -> None:
-    """Both run out of memory in a decode step, who knows at which layer."""
-
-    def step():
-        raise torch.OutOfMemoryError("no room")
-
-    agreement.run("drafting", step, is_careful=False)
+NO_ROOM = torch.OutOfMemoryError("no room")
+TORN = failing("prefill", (1,), ValueError("in the middle"), (2, 1), is_careful=True)
 
 
 @pytest.mark.parametrize(
     ("scenario", "lines"),
     [
         (lost, {0: "in guidance rank 1 did not answer within 0.5 s"}),
-        (torn, {1: "in prefill rank 0 did not answer within 0.5 s"}),
-        (alone, dict.fromkeys((0, 1), "rank 1 failed in the middle of a step")),
-        (memory, dict.fromkeys((0, 1), "ends the engine")),
+        (TORN, {1: "in prefill rank 0 did not answer within 0.5 s"}),
+        (failing("drafting", (1,), NO_ROOM), dict.fromkeys((0, 1), "rank 1 failed in the middle of a step")),
+        (failing("drafting", (0, 1), NO_ROOM), dict.fromkeys((0, 1), "ends the engine")),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
+    ids=["lost", "torn", "alone", "memory"],
 )
 def test_what_cannot_be_left_ends_with_a_line_that_names_the_rank(pair, scenario, lines):
     """Catches: a skipped collective that hangs; a rank that skips what the others wait in."""

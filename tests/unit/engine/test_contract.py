@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_vidspec.engine import compat
-from vllm_vidspec.engine.compat import expect_parameters
-from vllm_vidspec.engine.compat.contract import MARK
+from vllm_vidspec.engine.compat import model as compat
+from vllm_vidspec.engine.compat.contract import MARK, expect_parameters
 from vllm_vidspec.errors import VidSpecError
 
 GPU = "vllm.v1.worker.gpu"
@@ -39,11 +38,6 @@ CONTRACT = {
     "vllm.model_executor.models.utils:extract_layer_index": "layer_name",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward": ATTENTION_FORWARD,
     "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl.forward": ATTENTION_FORWARD,
-    f"{GPU}.spec_decode.speculator:BaseSpeculator.propose": (
-        "self input_batch attn_metadata slot_mappings last_hidden_states aux_hidden_states num_sampled "
-        "num_rejected last_sampled next_prefill_tokens temperature seeds dp_sync_state dummy_run "
-        "skip_attn_for_dummy_run mm_inputs is_profile num_speculative_tokens"
-    ),
     f"{GPU}.sample.sampler:Sampler.sample": f"{LOGITS_ROWS} return_logprobs",
     f"{GPU}.sample.sampler:Sampler.apply_sampling_params": LOGITS_ROWS,
     f"{GPU}.sample.sampler:Sampler._sample_random": (
@@ -88,31 +82,28 @@ def test_vllm_still_has(path, parameters):
     expect_parameters(resolve(path), *parameters.split())
 
 
-def test_the_step_still_says_where_its_tokens_are():
-    """Catches: a renamed field of the batch that guidance reads to find a request's rows."""
-    from vllm.v1.worker.gpu.input_batch import InputBatch
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        (
+            f"{GPU}.input_batch:InputBatch",
+            "req_ids is_prefilling_np num_computed_tokens_np num_scheduled_tokens query_start_loc_np",
+        ),
+        ("vllm.v1.core.sched.output:NewRequestData", "prompt_embeds prefill_token_ids mm_features"),
+        ("vllm.multimodal.inputs:MultiModalFeatureSpec", "data modality identifier mm_position mm_hash"),
+        (
+            "vllm.config:MultiModalConfig",
+            "skip_mm_profiling mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path",
+        ),
+    ],
+)
+def test_fields_are_still_there(path, names):
+    """Catches: renamed fields of a step, by which guidance finds a request's rows, or of what a new request brings."""
+    assert {field.name for field in dataclasses.fields(resolve(path))}.issuperset(names.split())
 
-    fields = {field.name for field in dataclasses.fields(InputBatch)}
-    names = ("req_ids", "is_prefilling_np", "num_computed_tokens_np", "num_scheduled_tokens", "query_start_loc_np")
-    assert fields.issuperset(names)
 
-
-def test_a_new_request_still_says_what_it_brings():
-    """Catches: renamed fields that the draft's prefill reads, and a shared cache that is no longer one."""
-    from vllm.config import MultiModalConfig
-    from vllm.multimodal.inputs import MultiModalFeatureSpec
-    from vllm.v1.core.sched.output import NewRequestData
-    from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
-
-    def fields(kind: type) -> set[str]:
-        return {field.name for field in dataclasses.fields(kind)}
-
-    assert fields(NewRequestData).issuperset(("prompt_embeds", "prefill_token_ids", "mm_features"))
-    assert fields(MultiModalFeatureSpec).issuperset(("data", "modality", "identifier", "mm_position", "mm_hash"))
-    assert fields(MultiModalConfig).issuperset(
-        ("skip_mm_profiling", "mm_encoder_fp8_scale_path", "mm_encoder_fp8_scale_save_path")
-    )
-    cache = EncoderCache()
+def test_the_shared_encoder_cache_is_still_one():
+    cache = resolve(f"{GPU}.mm.encoder_cache:EncoderCache")()
     outputs = cache.encoder_outputs
     cache.reset_encoder_cache()
     assert cache.encoder_outputs is outputs
@@ -120,13 +111,9 @@ def test_a_new_request_still_says_what_it_brings():
 
 def test_propose_matches_the_interface():
     """Catches: a `propose` of ours that vLLM's keyword arguments no longer reach."""
-    from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
-
-    from vllm_vidspec.engine.speculator import VidSpecSpeculator
-
-    assert list(inspect.signature(VidSpecSpeculator.propose).parameters) == list(
-        inspect.signature(BaseSpeculator.propose).parameters
-    )
+    theirs = resolve(f"{GPU}.spec_decode.speculator:BaseSpeculator.propose")
+    ours = resolve("vllm_vidspec.engine.speculator:VidSpecSpeculator.propose")
+    assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters)
 
 
 def test_a_renamed_parameter_is_one_clear_line():

@@ -16,13 +16,21 @@ from vllm_vidspec.scoring import Looseness, ScoreInputs, score_loose
 
 pytest.importorskip("vllm")
 from vllm_vidspec.engine import worker
+from vllm_vidspec.engine.report import acceptance_alarm, server_counters
 from vllm_vidspec.engine.report import counters as counters_module
-from vllm_vidspec.engine.report import server_counters
-from vllm_vidspec.engine.report.acceptance_alarm import WINDOW
+from vllm_vidspec.engine.report.acceptance_alarm import WINDOW, AcceptanceAlarm
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import Arrival, RequestRows
 
 prometheus_client = pytest.importorskip("prometheus_client")
+
+
+def hear_warnings(monkeypatch, *modules) -> list[str]:
+    """Return the lines that the modules log from here on."""
+    said: list[str] = []
+    for module in modules:
+        monkeypatch.setattr(module.logger, "warning", lambda message, *args: said.append(message % args))
+    return said
 
 
 @pytest.fixture
@@ -32,16 +40,13 @@ def server(tmp_path, monkeypatch):
     monkeypatch.setattr(counters_module, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(server_counters, "_current", None)
     monkeypatch.delenv(server_counters._INSTANCE, raising=False)
-    said = []
-    for module in (server_counters, counters_module):
-        monkeypatch.setattr(module.logger, "warning", lambda message, *args: said.append(message % args))
 
     def publish(**parallel):
         config = vllm_config(**parallel)
         server_counters.publish(config)
         return config
 
-    publish.said = said
+    publish.said = hear_warnings(monkeypatch, server_counters, counters_module)
     yield publish
     if collector := metrics._registered.pop("collector", None):
         prometheus_client.REGISTRY.unregister(collector)
@@ -50,15 +55,9 @@ def server(tmp_path, monkeypatch):
 
 def vllm_config(instance_id="abcde", level="summary", **parallel):
     """Return what our code reads of a `VllmConfig`."""
-    parallel = {
-        "data_parallel_size": 1,
-        "data_parallel_size_local": 1,
-        "data_parallel_index": 0,
-        "data_parallel_rank_local": None,
-        "local_engines_only": False,
-        "_api_process_count": 1,
-        "_api_process_rank": 0,
-    } | parallel
+    ones = ("data_parallel_size", "data_parallel_size_local", "_api_process_count")
+    zeros = ("data_parallel_index", "_api_process_rank", "local_engines_only")
+    parallel = dict.fromkeys(ones, 1) | dict.fromkeys(zeros, 0) | {"data_parallel_rank_local": None} | parallel
     return SimpleNamespace(
         instance_id=instance_id,
         parallel_config=SimpleNamespace(**parallel),
@@ -159,6 +158,19 @@ def test_the_alarm_hears_what_the_device_has_counted(server):
     assert windows(0) == 2
 
 
+def test_the_alarm_speaks_once_and_is_armed_by_a_sound_window(monkeypatch):
+    """Catches: a line per window, an alarm that a single good answer re-arms, one that never speaks again."""
+    alarm, said = AcceptanceAlarm(), hear_warnings(monkeypatch, acceptance_alarm)
+    assert not alarm.hear(WINDOW - 1, 0), "a window is not full"
+    assert alarm.hear(1, 0) and len(said) == 1
+    assert alarm.hear(WINDOW, WINDOW // 4) and len(said) == 1
+    assert not alarm.hear(WINDOW, 3 * WINDOW // 4), "neither near zero nor sound"
+    assert alarm.hear(3 * WINDOW, WINDOW) and len(said) == 1
+    assert not alarm.hear(WINDOW, 5 * WINDOW)
+    assert not alarm.hear(WINDOW, WINDOW // 2), "half a token pays"
+    assert alarm.hear(WINDOW, 0) and len(said) == 2
+
+
 def test_every_data_parallel_engine_has_a_file_of_its_own(server):
     """Catches: two workers that add to the same words, so that counts are lost and slots of requests shared."""
     config = server(data_parallel_size=2, data_parallel_size_local=2)
@@ -188,15 +200,13 @@ def test_a_later_rank_finds_its_file(server, suffix):
     assert not server.said
 
 
-def test_engines_of_other_hosts_are_said_to_be_missing(server):
+def test_what_is_not_on_this_metrics_is_said(server):
+    """Engines of other hosts, and a front end that knows nothing of us."""
     server(data_parallel_size=4, data_parallel_size_local=2)
     assert list(server_counters._current) == [0, 1]
-    assert server.said == ["vidspec: the counters of 2 engines on other hosts are not on this /metrics"]
-
-
-def test_a_front_end_that_knows_nothing_of_us_is_named(server):
     server(_api_process_rank=-1)
-    assert len(server.said) == 1 and "the Rust front end" in server.said[0]
+    assert server.said[0] == "vidspec: the counters of 2 engines on other hosts are not on this /metrics"
+    assert len(server.said) == 2 and "the Rust front end" in server.said[1]
 
 
 def test_every_api_server_shows_the_same_counters(server, tmp_path, monkeypatch):
@@ -307,18 +317,11 @@ def test_vllms_warm_up_leaves_no_trace(server):
     assert (gained["drafts"], gained["accepted_tokens"], gained["skipped_pool_full"]) == (1, 1, 1)
     assert server_counters._current.request("user")["exact"] == 1
     assert len(server.said) == 1
-
-
-def test_a_warm_up_that_fails_does_not_stop_the_counting(server):
-    counters = worker_counters(server())
-
-    def fail(_counters):
-        raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        WarmedWorker(counters, fail).compile_or_warm_up_model()
+    # A warm-up that fails does not stop the counting either.
+    with pytest.raises(ZeroDivisionError):
+        WarmedWorker(counters, lambda _: 1 / 0).compile_or_warm_up_model()
     verify(counters, [1])
-    assert server_counters._current[0].values()["drafts"] == 1
+    assert metrics.difference(before, server_counters._current[0].values())["drafts"] == 2
 
 
 # ---- why an engine did not start -------------------------------------------------------------------------------------

@@ -34,24 +34,16 @@ class Draws:
         return torch.tensor(values)[self.ints(0, len(values), 6).long()]
 
 
-def agreed(monkeypatch, module, name: str, apply, logits: torch.Tensor, *arguments) -> torch.Tensor:
-    """Return the logits that the kernel leaves; its twin leaves the same."""
-    kernel, left = getattr(module, name), []
-    kernel = getattr(kernel, MARK, kernel)
-    for impl in (kernels.Twin(getattr(kernels, apply.__name__.removeprefix("apply_"))), kernel):
-        monkeypatch.setattr(module, name, impl)
+def agreed(monkeypatch, module, logits: torch.Tensor, *arguments) -> torch.Tensor:
+    """Return the logits that a module's kernel leaves; its twin leaves the same."""
+    name, left = module.__name__.rpartition(".")[2], []
+    kernel = getattr(module, f"_{name}_kernel")
+    for impl in (kernels.Twin(getattr(kernels, name)), getattr(kernel, MARK, kernel)):
+        monkeypatch.setattr(module, f"_{name}_kernel", impl)
         left.append(logits.clone())
-        apply(left[-1], *arguments)
+        getattr(module, f"apply_{name}")(left[-1], *arguments)
     assert torch.equal(*left)
     return left[0]
-
-
-def penalised(monkeypatch, *arguments) -> torch.Tensor:
-    return agreed(monkeypatch, penalties, "_penalties_kernel", penalties.apply_penalties, *arguments)
-
-
-def without_bad_words(monkeypatch, *arguments) -> torch.Tensor:
-    return agreed(monkeypatch, bad_words, "_bad_words_kernel", bad_words.apply_bad_words, *arguments)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 97, 1023, 1024, 1025, 2100])
@@ -65,7 +57,7 @@ def test_gumbel_twin_equals_the_interpreted_kernel(monkeypatch, vocab_size, is_d
     seeds = torch.tensor([5, -3, 2**40 + 7, 2**62])
     pos = torch.arange(7) * 100_003 + 3
     drawn = []
-    for impl in (kernel, kernels.gumbel_sample_twin(kernel)):
+    for impl in (kernel, kernels.GumbelTwin(kernel)):
         monkeypatch.setattr(gumbel, "_gumbel_sample_kernel", impl)
         drawn.append(gumbel.gumbel_sample(logits, rows, temperature, seeds, pos, False, is_drafting))
     assert torch.equal(*drawn)
@@ -76,58 +68,6 @@ def test_gumbel_noise_is_gumbel():
     noise = kernels.gumbel_noise(np.arange(300), np.arange(300) * 7, np.arange(1000, dtype=np.uint32))
     assert abs(noise.mean(dtype=np.float64) - np.euler_gamma) < 0.01
     assert abs(noise.var(dtype=np.float64) - np.pi**2 / 6) < 0.02
-
-
-# Logits rows of four requests: chains of 3, 1, 4 and 2 rows.
-REQ_IDX = torch.tensor([0] * 3 + [1] + [2] * 4 + [3] * 2)
-LOCAL_POS = torch.tensor([0, 1, 2, 0, 0, 1, 2, 3, 0, 1], dtype=torch.int32)
-
-
-@pytest.mark.parametrize("vocab_size", [31, 32, 97, 126])
-def test_penalties_twin_equals_the_interpreted_kernel(monkeypatch, vocab_size):
-    """Catches: drafts counted from the root on, float64 products, a prompt bit read from the wrong word."""
-    draws, words = Draws(vocab_size), (4, -(-vocab_size // 32))
-    logits = 3 * draws.normal(len(REQ_IDX), vocab_size)
-    left = penalised(
-        monkeypatch,
-        logits,
-        REQ_IDX,
-        draws.ints(0, vocab_size, len(REQ_IDX)),
-        LOCAL_POS,
-        torch.tensor([1.0, 1.3, 0.8, 1.1]),
-        torch.tensor([0.0, 0.4, -0.3, 0.0]),
-        torch.tensor([0.0, 0.0, 0.6, 0.1]),
-        draws.ints(0, 2**31 - 1, *words) - draws.ints(0, 2**31 - 1, *words),
-        draws.ints(0, 3, 4, vocab_size),
-    )
-    assert torch.equal(left[:3], logits[:3]) and not torch.equal(left[3:], logits[3:])
-
-
-def test_bad_words_twin_equals_the_interpreted_kernel(monkeypatch):
-    """Words of one to three tokens, whose beginnings stand in the committed text, in the drafts, or across both.
-
-    Catches: a prefix looked up one token early, a word of another request, a committed token read past the output.
-    """
-    draws, banned = Draws(0), 0
-    offsets = torch.tensor([[0, 1, 3, 6, 8], [0, 2, 2, 2, 2], [0, 2, 5, 6, 8], [0, 0, 0, 0, 0]], dtype=torch.int32)
-    logits = draws.normal(len(REQ_IDX), 9)
-    for _ in range(20):
-        left = without_bad_words(
-            monkeypatch,
-            logits,
-            REQ_IDX,
-            draws.ints(0, 2, 4, 8),  # few token ids, so that beginnings match
-            offsets,
-            torch.tensor([4, 1, 4, 0], dtype=torch.int32),
-            draws.ints(0, 2, 4, 12),
-            torch.tensor([3, 5, 4, 2], dtype=torch.int32),
-            torch.tensor([7, 5, 6, 9], dtype=torch.int32),
-            draws.ints(0, 2, len(REQ_IDX)),
-            LOCAL_POS,
-            4,
-        )
-        banned += int(torch.isinf(left).sum())
-    assert banned > 50
 
 
 def random_batch(draws: Draws, is_last_plain: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,10 +84,12 @@ def random_batch(draws: Draws, is_last_plain: bool) -> tuple[torch.Tensor, torch
 
 
 @pytest.mark.parametrize("is_last_plain", [True, False], ids=["last-row-undrafted", "any-batch"])
-def test_bad_words_twin_at_the_edges_of_a_batch(monkeypatch, is_last_plain):
+def test_bad_words_twin_equals_the_interpreted_kernel(monkeypatch, is_last_plain):
     """Any batch and any words: none to five of one to four tokens, outputs of none to six tokens, shorter than some.
 
-    Catches: a look-up past the last row, or past the committed text, of a place that the other text holds.
+    Their beginnings stand in the committed text, in the drafts, or across both. Catches: a look-up past the last row,
+    or past the committed text, of a place that the other text holds; a prefix looked up one token early, a word of
+    another request, a committed token read past the output.
     """
     draws, banned = Draws(int(is_last_plain)), 0
     for _ in range(60):
@@ -158,29 +100,35 @@ def test_bad_words_twin_at_the_edges_of_a_batch(monkeypatch, is_last_plain):
         total_len = prompt_len + num_output
         # As wide as the longest text: one token further is outside.
         texts = draws.ints(0, 2, 6, int(total_len.max()))
-        left = without_bad_words(
-            monkeypatch, draws.normal(len(req_idx), 3), req_idx, draws.ints(0, 2, 6, 20), offsets, num_words, texts,
-            prompt_len, total_len, draws.ints(0, 2, len(req_idx)), local_pos, int(num_words[req_idx].max()),
+        left = agreed(
+            monkeypatch, bad_words, draws.normal(len(req_idx), 3), req_idx, draws.ints(0, 2, 6, 20), offsets, num_words,
+            texts, prompt_len, total_len, draws.ints(0, 2, len(req_idx)), local_pos, int(num_words[req_idx].max()),
         )  # fmt: skip
         banned += int(torch.isinf(left).sum())
     assert banned > 60
 
 
 @pytest.mark.parametrize("is_last_plain", [True, False], ids=["last-row-undrafted", "any-batch"])
-def test_penalties_twin_at_the_edges_of_a_batch(monkeypatch, is_last_plain):
+def test_penalties_twin_equals_the_interpreted_kernel(monkeypatch, is_last_plain):
     """Any batch, a vocabulary of one and of two blocks, drafts outside the vocabulary, logits of -inf.
 
-    Catches: a draft counted for its neighbour, a token past the vocabulary that wraps around, NaN from a masked logit.
+    Catches: a draft counted for its neighbour or from the root on, a token past the vocabulary that wraps around, NaN
+    from a masked logit, float64 products, a prompt bit read from the wrong word, a row that asks for nothing touched.
     """
     draws, changed_rows = Draws(int(is_last_plain)), 0
-    for vocab_size in [5, 31, 64, 97] * 6 + [8191, 8193]:
+    for vocab_size in [5, 31, 32, 64, 97, 126] * 6 + [8191, 8193]:
         req_idx, local_pos = random_batch(draws, is_last_plain)
         logits = 3 * draws.normal(len(req_idx), vocab_size)
         logits[:, 0] = -torch.inf
-        left = penalised(
-            monkeypatch, logits, req_idx, draws.ints(-1, vocab_size + 2, len(req_idx)), local_pos,
-            draws.choose(1.0, 1.0, 1.3, 0.8), draws.choose(0.0, 0.0, 0.4, -0.3), draws.choose(0.0, 0.0, 0.6),
+        asked = (
+            draws.choose(1.0, 1.0, 1.3, 0.8, 1.1), draws.choose(0.0, 0.0, 0.4, -0.3), draws.choose(0.0, 0.0, 0.6, 0.1)
+        )  # fmt: skip
+        left = agreed(
+            monkeypatch, penalties, logits, req_idx, draws.ints(-1, vocab_size + 2, len(req_idx)), local_pos, *asked,
             draws.ints(-(2**31), 2**31 - 1, 6, -(-vocab_size // 32)), draws.ints(0, 3, 6, vocab_size),
         )  # fmt: skip
-        changed_rows += int((left != logits).any(1).sum())
+        is_changed = (left != logits).any(1)
+        is_plain = (torch.stack(asked, 1) == torch.tensor([1.0, 0.0, 0.0])).all(1)  # [6]
+        assert not is_changed[is_plain[req_idx]].any()
+        changed_rows += int(is_changed.sum())
     assert changed_rows > 20

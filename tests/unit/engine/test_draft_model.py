@@ -1,12 +1,16 @@
-"""How the draft is built: the names of its modules, and the buffer that compiled code sees."""
+"""How the draft is built: its modules' names, the buffer that compiled code sees, its pools, how far it reaches."""
 
+import contextlib
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+from tests.unit.engine.fakes import CPU, GROUP
 from vllm_vidspec.engine.draft import model as draft_model
-from vllm_vidspec.engine.draft.model import DraftModel
+from vllm_vidspec.engine.draft.drafter import Drafter
+from vllm_vidspec.engine.draft.model import DraftModel, rope_positions
 
 LM = {"get_language_model": lambda: None}
 
@@ -22,7 +26,7 @@ def built(monkeypatch):
         scheduler_config=scheduler, model_config=SimpleNamespace(uses_mrope=True, mrope_num_dims=3, max_model_len=128)
     )
     monkeypatch.setattr(DraftModel, "_draft_config", lambda self: config)
-    model = DraftModel(config, torch.device("cpu"), is_self_draft=False, agreement=None)
+    model = DraftModel(config, CPU, is_self_draft=False, agreement=None)
     model.load(torch.nn.Module())
     return model, given
 
@@ -44,3 +48,57 @@ def test_positions_have_the_stride_of_vllms_buffer(built):
     """Catches: a self-draft whose compiled code, the target's, meets another stride where requests are many."""
     model, _ = built
     assert model._positions.stride() == (65, 1)
+
+
+def test_the_pools_are_allocated_where_the_worker_says(monkeypatch):
+    """Catches: a draft's pool among what sleep mode keeps."""
+    taken = []
+    model = object.__new__(DraftModel)
+    model._agreement, model.device = None, CPU
+    model.config = draft_model.VllmConfig()
+    model.config.compilation_config.static_forward_context = {}
+    monkeypatch.setattr(DraftModel, "bytes_per_block", 16)
+    monkeypatch.setattr(DraftModel, "_kv_groups", lambda self: [])
+    monkeypatch.setattr(draft_model, "get_tp_group", lambda: GROUP)
+    layout = SimpleNamespace(num_blocks=4)
+    monkeypatch.setattr(draft_model, "get_kv_cache_config_from_groups", lambda *_: layout)
+    monkeypatch.setattr(draft_model, "init_attn_backend", lambda *_: ([], None, [16]))
+    monkeypatch.setattr(draft_model, "init_kv_cache", lambda *_, **named: taken.append(named))
+    context = contextlib.nullcontext()
+    assert model.init_kv(64, context) == 4
+    assert taken[0]["kv_cache_allocation_context"] is context
+
+
+def module_with(num_rows: int | None) -> torch.nn.Module:
+    """Return a module that has a rope table of so many rows, or none."""
+    module = torch.nn.Module()
+    if num_rows is not None:
+        module.register_buffer("cos_sin_cache", torch.zeros(num_rows, 4))
+    return module
+
+
+def test_positions_are_the_rows_of_the_smallest_table():
+    """Catches: positions counted in tokens, a table of another layer overlooked."""
+    language_model = torch.nn.Sequential(module_with(4096), torch.nn.Sequential(module_with(1024), module_with(None)))
+    assert rope_positions(language_model, 256) == 1024
+    assert rope_positions(torch.nn.Sequential(module_with(None)), 256) == 256
+
+
+def test_a_request_is_held_while_all_that_may_be_committed_has_a_place():
+    """Compared with the place of the last token that may count; what passes the target's context does not.
+
+    Catches: a row of the rope table that does not exist, a stop before it is due, a request near the end of the
+    target's context that is given up although its draft has the same.
+    """
+    drafter, num_drafts = object.__new__(Drafter), 3
+    drafter._num_speculative_tokens = num_drafts
+    for target_len, draft_len, num_positions in ((20, 20, 20), (20, 12, 20), (20, 20, 15), (20, 12, 48), (20, 20, 80)):
+        drafter._max_model_len = target_len
+        drafter.model = SimpleNamespace(max_model_len=draft_len, num_positions=num_positions)
+        for dropped, delta in ((0, 0), (5, 0), (5, -5), (0, -4), (2, 40)):
+            drafter.kv = SimpleNamespace(num_dropped_np=np.array([99, dropped]), pos_delta_np=np.array([99, delta]))
+            for num_tokens in range(6, target_len + 3):
+                last = min(num_tokens + num_drafts, target_len) - 1
+                expected = last - dropped < draft_len and last + delta < num_positions
+                assert drafter.holds(np.array([1]), np.array([num_tokens])).tolist() == [expected]
+    assert drafter.holds(np.array([], dtype=np.int64), np.array([], dtype=np.int64)).tolist() == []

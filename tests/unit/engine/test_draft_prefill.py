@@ -8,16 +8,12 @@ import pytest
 import torch
 from vllm.platforms import current_platform
 
-from vllm_vidspec.config import VidSpecConfig
-from vllm_vidspec.engine.agreement import Agreement
+from tests.unit.engine.fakes import ALONE, CPU, HIDDEN, Counts, make_knobs
 from vllm_vidspec.engine.draft.kv import DraftKV
 from vllm_vidspec.engine.draft.messages import PrefillMessage, PrefillStep
 from vllm_vidspec.engine.draft.prefill import DraftPrefill
 from vllm_vidspec.engine.draft.vision_cache import PAGE_ROWS, VisionCache
-from vllm_vidspec.engine.knobs import Knobs
 
-CPU = torch.device("cpu")
-HIDDEN = 4
 BUDGET, ENCODER_BUDGET = 64, 100
 MAX_LEN = 1024
 BLOCK = 16
@@ -64,36 +60,18 @@ class NotingModel:
         )
 
 
-class Counted(dict):
-    """Stands in for `Counters`."""
-
-    def add(self, name: str, value: int = 1) -> None:
-        self[name] = self.get(name, 0) + value
-
-    def set(self, name: str, value: int) -> None:
-        self[name] = value
-
-    def skip(self, reason: str, req_id: str, detail: str) -> None:
-        assert "\n" not in detail
-        self.add(f"skipped_{reason}")
-        self.setdefault("who", []).append(req_id)
-
-
 class Line:
     """A `DraftPrefill` over a noting model, and a committed text by row."""
 
     def __init__(self, cache_bytes: int = 0, **knobs: Any):
-        config = VidSpecConfig(
-            **{"model": "d", "num_speculative_tokens": 3, "pruner": "uniform", "prune_ratio": 0.5} | knobs
-        )
         if current_platform.is_cpu():
             import vllm.v1.worker.cpu.shm  # noqa: F401  # buffers that need no pinned memory, as in every CPU engine
-        self.model, self.counted = NotingModel(), Counted()
+        self.model, self.counted = NotingModel(), Counts()
         self.kv = DraftKV(200, BLOCK, 8, MAX_LEN + 4, CPU)
         cache = VisionCache(cache_bytes, HIDDEN, torch.float32, CPU)
         self.shared: dict[str, torch.Tensor] = {}
-        alone = Agreement(SimpleNamespace(rank_in_group=0, world_size=1))
-        self.prefills = DraftPrefill(self.model, Knobs(config), self.counted, self.kv, cache, self.shared, alone)  # type: ignore[arg-type]
+        chosen = make_knobs(**{"pruner": "uniform", "prune_ratio": 0.5} | knobs)
+        self.prefills = DraftPrefill(self.model, chosen, self.counted, self.kv, cache, self.shared, ALONE)  # type: ignore[arg-type]
         self.text = torch.full((8, MAX_LEN), 7_777_777, dtype=torch.int32)  # an id outside the vocabulary
 
     def admit(self, row: int, token_ids: list[int], features: tuple = ()) -> bool:
@@ -164,8 +142,11 @@ def test_pruned_prompts_go_on_where_the_full_one_would():
     assert positions[10] == 10 and positions[29] == 49
 
 
-def test_a_step_is_shared_in_the_order_of_arrival():
-    """Catches: a short prompt that overtakes, a budget that is counted per request, one that is not used up."""
+def test_a_step_is_shared_in_the_order_of_arrival_by_its_batch():
+    """A request that the scheduler left out of a step is not read for in it, and holds nobody up.
+
+    Catches: a short prompt that overtakes, a budget that is counted per request, one that is not used up.
+    """
     line = Line()
     for row, length in ((5, 50), (1, 30), (3, 20)):
         line.admit(row, [1] * length)
@@ -174,15 +155,9 @@ def test_a_step_is_shared_in_the_order_of_arrival():
     assert line.model.forwards == [64]
     assert line.step({row: bound + 1 for row, bound in bounds.items() if row != 5}).ready == [1, 3]
     assert line.model.forwards == [16 + 1 + 20 + 1]
-
-
-def test_requests_outside_the_batch_wait():
-    """A request that the scheduler left out of a step is not read for in it, and holds nobody up."""
-    line = Line()
-    line.admit(0, [1] * 20)
-    line.admit(1, [1] * 20)
-    assert line.step({1: 21}).ready == [1]
-    assert line.step({0: 21}).ready == [0]
+    for row in (0, 2):
+        line.admit(row, [1] * 20)
+    assert [line.step({row: 21}).ready for row in (2, 0)] == [[2], [0]]
 
 
 def test_text_that_is_longer_than_a_step_is_read_at_once_when_its_turn_comes():
@@ -226,7 +201,7 @@ def test_nobody_is_looked_at_before_the_language_model_can_read_it():
 # ---- one bad prompt --------------------------------------------------------------------------------------------------
 
 
-def test_a_bad_prompt_costs_itself_alone():
+def test_a_bad_prompt_costs_itself_alone_or_stops_an_engine_that_is_to_raise():
     """One that cannot be placed, one of foreign embeddings, one the tower refuses; a good one among them is ready."""
     line = Line()
     assert not line.admit(0, [666, 1, 1])
@@ -237,19 +212,18 @@ def test_a_bad_prompt_costs_itself_alone():
     assert (done.ready, done.failed) == ([3], [2])
     assert line.counted["skipped_draft_error"] == 2 and line.counted["skipped_unsupported"] == 1
     assert line.counted["who"] == ["r0", "r1", "r2"]
-
-
-def test_errors_stop_an_engine_that_is_to_raise():
-    line = Line(on_draft_error="raise")
     with pytest.raises(ValueError, match="no known shape"):
-        line.admit(0, [666])
+        Line(on_draft_error="raise").admit(0, [666])
 
 
 # ---- looked at once --------------------------------------------------------------------------------------------------
 
 
 def test_one_look_serves_all_that_show_the_same():
-    """Three requests with the same clip in one step, one in the next, and one whose target has looked already."""
+    """Three requests with the same clip in one step, one in the next, and one whose target has looked already.
+
+    Without room every prompt is looked at.
+    """
     line = Line(cache_bytes=2**16, prune_ratio=0.9)
     for row in range(3):
         line.admit(row, [999] * 20 + [1], (clip("same", 0, 20, shade=3),))
@@ -261,14 +235,11 @@ def test_one_look_serves_all_that_show_the_same():
     assert line.model.encoded == [["same"]]
     assert [line.held(row, 1)[0][0] for row in range(5)] == [3.0] * 4 + [8.0]
     assert (line.counted["draft_encoder_misses"], line.counted["draft_encoder_hits"]) == (1, 4)
-
-
-def test_without_room_every_prompt_is_looked_at():
-    line = Line(cache_bytes=0, prune_ratio=0.9)
+    roomless = Line(cache_bytes=0, prune_ratio=0.9)
     for row in range(2):
-        line.admit(row, [999] * 20 + [1], (clip("same", 0, 20),))
-        line.step({row: 22})
-    assert line.model.encoded == [["same"], ["same"]]
+        roomless.admit(row, [999] * 20 + [1], (clip("same", 0, 20),))
+        roomless.step({row: 22})
+    assert roomless.model.encoded == [["same"], ["same"]]
 
 
 def test_the_cache_drops_what_was_used_longest_ago():

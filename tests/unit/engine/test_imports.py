@@ -7,15 +7,15 @@ _LOOK = """
 import sys, torch
 import vllm.utils.torch_utils as torch_utils
 import vllm.v1.worker.gpu_worker
-names = ("Event", "Stream", "current_stream", "stream")
-before = [getattr(torch.cuda, name) for name in names]
-before += [torch.accelerator.synchronize, torch.accelerator.get_memory_info, torch.Tensor.pin_memory]
-before += [torch_utils.async_tensor_h2d]
+
+def look():
+    cuda = [getattr(torch.cuda, name) for name in ("Event", "Stream", "current_stream", "stream")]
+    accelerator = [torch.accelerator.synchronize, torch.accelerator.get_memory_info]
+    return [*cuda, *accelerator, torch.Tensor.pin_memory, torch_utils.async_tensor_h2d]
+
+before = look()
 import {module}
-after = [getattr(torch.cuda, name) for name in names]
-after += [torch.accelerator.synchronize, torch.accelerator.get_memory_info, torch.Tensor.pin_memory]
-after += [torch_utils.async_tensor_h2d]
-print([a is b for a, b in zip(before, after)].count(False))
+print([a is b for a, b in zip(before, look())].count(False))
 print(sorted(name for name in sys.modules if name.startswith(("vllm.v1.worker.cpu", "vllm_vidspec.engine.cpu"))))
 """
 

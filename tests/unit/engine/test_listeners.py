@@ -1,129 +1,52 @@
 """What hears the target: each guarded in the one list, each forgetting a row's request with the request."""
 
 import contextlib
-import functools
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from vllm_vidspec.config import VidSpecConfig
+from tests.unit.engine import fakes
+from tests.unit.engine.fakes import CPU, HIDDEN, NOTHING, NUM_ROWS, NUM_TOKENS, VIDEO, arrival_of, batch_of, in_list
 from vllm_vidspec.drafting import DraftTree
-from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.listen import attention, hidden_states, state_store, visual_states
-from vllm_vidspec.engine.listen.attention import AttentionGuidance
-from vllm_vidspec.engine.listen.hidden_states import HiddenStateGuidance
+from vllm_vidspec.engine.listen import state_store, visual_states
 from vllm_vidspec.engine.listen.listeners import TargetListeners
-from vllm_vidspec.engine.listen.prompts import Guidance
-from vllm_vidspec.engine.listen.protocol import Forward, TargetListener
+from vllm_vidspec.engine.listen.protocol import Forward
 from vllm_vidspec.engine.listen.state_store import StateStore
 from vllm_vidspec.engine.listen.trees import TargetTrees
 from vllm_vidspec.engine.listen.visual_states import VisualStates
-from vllm_vidspec.engine.requests import Arrival, RequestRows
+from vllm_vidspec.engine.requests import RequestRows
 from vllm_vidspec.errors import VidSpecError
-
-NUM_ROWS, NUM_TOKENS, HIDDEN = 4, 8, 4
-VIDEO = np.arange(1, 5)  # prompt indices
-CPU = torch.device("cpu")
-GROUP = SimpleNamespace(rank_in_group=0, world_size=1)
-NOTHING = Forward(None, None)
-LIFE = ["arrive", "before_forward", "after_forward", "release", "forget_kv"]
-
-
-class Counts(dict):
-    """Counters that only add."""
-
-    def add(self, name: str, value: int = 1) -> None:
-        self[name] = self.get(name, 0) + value
-
-    def set(self, name: str, value: int) -> None:
-        self[name] = value
-
-
-class Recorder(TargetListener):
-    """Remembers what it hears, fails where it is told to, and counts what that costs."""
-
-    loss = "nothing"
-
-    def __init__(self, fails_in: str = ""):
-        self.heard: list[str] = []
-        self.cost = 0
-        self._fails_in = fails_in
-
-    def _hear(self, name: str, *arguments) -> int | None:
-        if name == self._fails_in:
-            raise RuntimeError(f"planted in {name}")
-        self.heard.append(name)
-        return arguments[0] // 4 if name == "reserve" else None
-
-    reserve = functools.partialmethod(_hear, "reserve")
-    init_kv = functools.partialmethod(_hear, "init_kv")
-    arrive = functools.partialmethod(_hear, "arrive")
-    before_forward = functools.partialmethod(_hear, "before_forward")
-    after_forward = functools.partialmethod(_hear, "after_forward")
-    release = functools.partialmethod(_hear, "release")
-    forget_kv = functools.partialmethod(_hear, "forget_kv")
-
-    def fail(self, error: Exception) -> None:
-        self.cost += 1
-
-
-def make_knobs(on_draft_error: str = "skip", **knobs) -> Knobs:
-    return Knobs(VidSpecConfig(model="draft", num_speculative_tokens=3, on_draft_error=on_draft_error, **knobs))
-
-
-def in_list(*listeners: TargetListener, on_draft_error: str = "skip") -> TargetListeners:
-    return TargetListeners(listeners, make_knobs(on_draft_error), Agreement(GROUP))
-
-
-def arrival_of(req_state_idx: int = 2, name: str = "video", num_tokens: int = NUM_TOKENS, **more) -> Arrival:
-    """Return a request whose prompt shows one video, or text alone where `name` is ""."""
-    from vllm.multimodal.inputs import PlaceholderRange
-
-    place = PlaceholderRange(offset=int(VIDEO[0]), length=len(VIDEO))
-    feature = SimpleNamespace(mm_position=place, modality="video", identifier=name, data={"pixel_values": None})
-    features = [feature] if name else []
-    return Arrival(f"request-{name}", req_state_idx, list(range(num_tokens)), features, SimpleNamespace(), **more)
-
-
-def batch_of(*rows: int, start: int = 0, count: int = NUM_TOKENS) -> SimpleNamespace:
-    """Return a step that prefills `count` tokens of each row's prompt."""
-    num_reqs = len(rows)
-    return SimpleNamespace(
-        idx_mapping_np=np.array(rows, dtype=np.int32),
-        is_prefilling_np=np.ones(num_reqs, dtype=bool),
-        num_computed_tokens_np=np.full(num_reqs, start),
-        num_scheduled_tokens=np.full(num_reqs, count),
-        query_start_loc_np=np.arange(num_reqs + 1) * count,
-    )
-
 
 # ---- the list -------------------------------------------------------------------------------------------------------
 
 
 def live(listeners: TargetListeners) -> None:
-    """Let a request come, be seen in a forward, and go."""
-    listeners.admit(arrival_of())
+    """Let a request come, be seen in a forward, and go, as the table of requests tells it."""
+    requests = RequestRows(NUM_ROWS, CPU)
+    requests.register(listeners)
+    requests.admit(arrival_of())
     listeners.before_forward(batch_of(2))
     listeners.after_forward(NOTHING)
-    listeners.forget(2)
+    requests.forget(2)
     listeners.forget_kv()
 
 
-@pytest.mark.parametrize("step", LIFE)
+@pytest.mark.parametrize("step", fakes.LIFE)
 def test_an_exception_in_one_is_paid_by_that_one(step, monkeypatch):
-    """Catches: a guard that is missing, that stops at the first failure, or that lets the others pay."""
+    """Catches: a guard that is missing, that stops at the first failure, or that lets the others pay; an end of a
+    request that some listener is not told of.
+    """
     logged: list[str] = []
     logger = SimpleNamespace(error=lambda *args, **_: logged.append(args[0] % args[1:]))
     monkeypatch.setattr("vllm_vidspec.engine.listen.listeners.logger", logger)
-    before, failing, after = Recorder(), Recorder(step), Recorder()
+    before, failing, after = fakes.Recorder(), fakes.Recorder(step), fakes.Recorder()
     listeners = in_list(before, failing, after)
     live(listeners)
     live(listeners)
-    assert before.heard == after.heard == 2 * LIFE
-    assert failing.heard == 2 * [name for name in LIFE if name != step]
+    assert before.heard == after.heard == 2 * fakes.LIFE
+    assert failing.heard == 2 * [name for name in fakes.LIFE if name != step]
     assert [listener.cost for listener in (before, failing, after)] == [0, 2, 0]
     assert logged == ["vidspec: nothing"]
 
@@ -131,175 +54,25 @@ def test_an_exception_in_one_is_paid_by_that_one(step, monkeypatch):
 def test_an_exception_is_let_through_where_that_is_asked_for():
     """Alone it is raised; with other ranks, which would wait for this one, the engine ends with its line."""
     with pytest.raises(RuntimeError, match="planted in arrive"):
-        live(in_list(Recorder("arrive"), on_draft_error="raise"))
+        live(in_list(fakes.Recorder("arrive"), on_draft_error="raise"))
     ended: list[str] = []
     ranks = SimpleNamespace(is_alone=False, abort=ended.append)
-    live(TargetListeners([Recorder("arrive")], make_knobs("raise"), ranks))
+    live(TargetListeners([fakes.Recorder("arrive")], fakes.make_knobs(on_draft_error="raise"), ranks))
     assert ended == ["planted in arrive"]
 
 
 def test_memory_is_asked_for_by_turns_and_refusals_are_not_survived():
     """Catches: a reserve that only the first hears, or that promises the same bytes twice."""
-    first, second = Recorder(), Recorder()
+    first, second = fakes.Recorder(), fakes.Recorder()
     listeners = in_list(first, second)
     assert listeners.reserve(1600) == 400 + 300
     listeners.init_kv(None)
     assert first.heard == second.heard == ["reserve", "init_kv"]
     for step in ("reserve", "init_kv"):
         with pytest.raises(RuntimeError, match=f"planted in {step}"):
-            failing = in_list(Recorder(step))
+            failing = in_list(fakes.Recorder(step))
             failing.reserve(1600)
             failing.init_kv(None)
-
-
-def test_a_row_table_of_the_requests():
-    """Catches: an end of a request that some listener is not told of."""
-    requests, first, second = RequestRows(NUM_ROWS, CPU), Recorder(), Recorder()
-    requests.register(in_list(first, second))
-    requests.admit(arrival_of())
-    requests.forget(2)
-    assert first.heard == second.heard == ["arrive", "release"]
-
-
-# ---- guidance -------------------------------------------------------------------------------------------------------
-
-
-def make_guidance(kind: type[Guidance], monkeypatch, **more) -> Guidance:
-    """Return guidance without a target: one layer of attention, or hidden states that are embeddings of the ids."""
-    counters, agreement = Counts(), Agreement(GROUP)
-    if kind is AttentionGuidance:
-        layer = SimpleNamespace(impl=SimpleNamespace(num_heads=1, head_size=HIDDEN, scale=1.0))
-        monkeypatch.setattr(attention, "attention_layers", lambda config: {"layers.0": layer})
-        monkeypatch.setattr(attention, "get_tensor_model_parallel_world_size", lambda: 1)
-        monkeypatch.setattr(attention, "check_readable", lambda *_: None)
-        monkeypatch.setattr(attention.compat, "observe_attention", lambda layer, observer: None)
-        vllm_config = SimpleNamespace(device_config=SimpleNamespace(device=CPU))
-        return AttentionGuidance(make_knobs(**more), vllm_config, counters, agreement)
-    monkeypatch.setattr(hidden_states.compat, "expose_hidden_states", lambda target, layers: None)
-    model = SimpleNamespace(dtype=torch.float32, get_hidden_size=lambda: HIDDEN, get_total_num_hidden_layers=lambda: 2)
-    target = SimpleNamespace(embed_input_ids=lambda ids: ids[:, None].float().expand(-1, HIDDEN))
-    vllm_config = SimpleNamespace(model_config=model, device_config=SimpleNamespace(device=CPU))
-    return HiddenStateGuidance(make_knobs(pruner="uv", **more), target, vllm_config, counters, agreement)
-
-
-def hear(listeners: TargetListeners, guidance: Guidance, batch: SimpleNamespace) -> None:
-    """Let the list hear a forward in which every visual token draws as much attention as the other."""
-    listeners.before_forward(batch)
-    step = getattr(guidance, "_step", None)
-    if step is not None:
-        step.sums += 1.0
-        step.num_observed += 1
-    states = torch.ones(int(batch.query_start_loc_np[-1]), HIDDEN)
-    listeners.after_forward(Forward(states, [states, states]))
-
-
-KINDS = (AttentionGuidance, HiddenStateGuidance)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_guidance_is_of_the_request_in_the_row(kind, monkeypatch):
-    """Catches: a row whose next request finds the prompt of the one before, or bytes that its states leave behind."""
-    guidance = make_guidance(kind, monkeypatch)
-    guidance.reserve(1 << 20)
-    listeners = in_list(guidance, on_draft_error="raise")
-    listeners.admit(arrival_of(2, "first"))
-    listeners.admit(arrival_of(0, "other"))
-    hear(listeners, guidance, batch_of(0, 2))
-    listeners.forget(2)
-    listeners.admit(arrival_of(2, ""))  # there is nothing to choose in it
-    hear(listeners, guidance, batch_of(2))
-    assert guidance.take(2) is None
-    listeners.admit(arrival_of(2, "second", has_embeds=True))  # its tokens mean nothing
-    assert guidance.take(2) is None
-    guided = guidance.take(0).wait()
-    assert guided.outcome == ("guided_prompts",) and len(guided.scores[0]) == len(VIDEO)
-    assert not guidance._prompts and getattr(guidance, "_num_bytes", 0) == 0
-    assert list(guidance._remembered) == ["other"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "step"),
-    [
-        (AttentionGuidance, "before_forward"),
-        (AttentionGuidance, "after_forward"),
-        (HiddenStateGuidance, "_allocate"),
-        (HiddenStateGuidance, "_embed"),
-        (HiddenStateGuidance, "_hear"),
-    ],
-)
-def test_a_failure_costs_the_prompts_in_prefill_their_guidance(kind, step, monkeypatch):
-    """Catches: a reason that is not counted, bytes never given back, a later prompt that pays too."""
-    guidance = make_guidance(kind, monkeypatch)
-    guidance.reserve(1 << 20)
-    other = Recorder()
-    listeners = in_list(guidance, other)
-    with monkeypatch.context() as patch:
-        patch.setattr(guidance, step, lambda *_: 1 / 0)
-        listeners.admit(arrival_of(1))
-        hear(listeners, guidance, batch_of(1))
-    assert other.heard == ["arrive", "before_forward", "after_forward"] and other.cost == 0
-    assert guidance.take(1).wait() == (None, ("unguided_error",))
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(guidance, step, lambda *_: 1 / 0)
-        raising = in_list(guidance, on_draft_error="raise")
-        raising.admit(arrival_of(1))
-        hear(raising, guidance, batch_of(1))
-    listeners.forget(1)
-    assert getattr(guidance, "_num_bytes", 0) == 0
-    listeners.admit(arrival_of(1))
-    hear(listeners, guidance, batch_of(1))
-    assert guidance.take(1).wait().outcome == ("guided_prompts",)
-
-
-def test_an_observer_never_leaves_the_forward(monkeypatch):
-    """Catches: an exception inside the target's forward, and one that is lost there, or that a later step pays for."""
-    guidance = make_guidance(AttentionGuidance, monkeypatch)
-    listeners = in_list(guidance)
-    listeners.admit(arrival_of(1))
-    listeners.before_forward(batch_of(1))
-    guidance._observe(0, None, None, None, object())  # a layer without a query
-    guidance._step.num_observed += 1
-    listeners.after_forward(NOTHING)
-    assert guidance.take(1).wait().outcome == ("unguided_error",)
-    listeners.admit(arrival_of(1))
-    hear(listeners, guidance, batch_of(1))
-    assert guidance.take(1).wait().outcome == ("guided_prompts",)
-    raising = in_list(guidance, on_draft_error="raise")
-    guidance._observe(0, None, None, None, object())  # no step, no error
-    raising.after_forward(NOTHING)
-
-
-def test_a_forward_that_was_not_heard_whole_leaves_no_scores(monkeypatch):
-    """Catches: sums of some layers, as of a captured graph, that pass for those of all."""
-    guidance = make_guidance(AttentionGuidance, monkeypatch)
-    listeners = in_list(guidance, on_draft_error="raise")
-    listeners.admit(arrival_of(1))
-    listeners.before_forward(batch_of(1))
-    listeners.after_forward(NOTHING)
-    assert guidance.take(1).wait() == (None, ("unguided_unobserved",))
-
-
-def test_layers_follow_the_knobs(monkeypatch):
-    """Catches: layers of the start-up's knobs; a refused change of which half is kept."""
-    guidance = make_guidance(AttentionGuidance, monkeypatch)
-    knobs = guidance.knobs
-    knobs.change(knobs.now.changed({"guidance_layers": (0,)}))
-    assert guidance._layers == {0}
-    with pytest.raises(VidSpecError, match="layers 0 to 0, not 1"):
-        knobs.change(knobs.now.changed({"guidance_layers": (1,)}))
-    assert guidance._layers == {0} and knobs.now.prune.guidance_layers == (0,)
-
-
-def test_states_beyond_the_bound_are_not_kept(monkeypatch):
-    """Catches: a bound that is not one, a prompt that waits for room which another gives back."""
-    guidance = make_guidance(HiddenStateGuidance, monkeypatch)
-    guidance._max_bytes = len(VIDEO) * HIDDEN * 4
-    listeners = in_list(guidance, on_draft_error="raise")
-    for row in (0, 1):
-        listeners.admit(arrival_of(row, f"video-{row}"))
-    hear(listeners, guidance, batch_of(0, 1))
-    assert [guidance.take(row).wait().outcome for row in (0, 1)] == [("guided_prompts",), ("unguided_memory",)]
-    assert guidance._num_bytes == 0
 
 
 # ---- the video's states ---------------------------------------------------------------------------------------------
@@ -307,15 +80,17 @@ def test_states_beyond_the_bound_are_not_kept(monkeypatch):
 
 def make_states(monkeypatch, num_blocks: int = 4) -> VisualStates:
     """Return the states of requests that all need relevance, in a store of so many blocks."""
-    monkeypatch.setattr(visual_states, "get_tp_group", lambda: GROUP)
+    monkeypatch.setattr(visual_states, "get_tp_group", lambda: fakes.GROUP)
     monkeypatch.setattr(visual_states, "visual_indices", lambda feature: VIDEO)
     block_bytes = state_store.BLOCK_ROWS * HIDDEN * 4
-    knobs = make_knobs(request_scorers=("strict", "loose"), lambda_max=1.0, relevance_bytes=num_blocks * block_bytes)
+    knobs = fakes.make_knobs(
+        request_scorers=("strict", "loose"), lambda_max=1.0, relevance_bytes=num_blocks * block_bytes
+    )
     model = SimpleNamespace(dtype=torch.float32, max_model_len=256, get_hidden_size=lambda: HIDDEN)
     vllm_config = SimpleNamespace(model_config=model, device_config=SimpleNamespace(device=CPU))
     ready: list[int] = []
     rules = SimpleNamespace(needs_relevance=lambda req_state_idx: True, ready=ready.append, of=ready)
-    states = VisualStates(knobs, vllm_config, NUM_ROWS, Counts(), rules, Agreement(GROUP))
+    states = VisualStates(knobs, vllm_config, NUM_ROWS, fakes.Counts(), rules, fakes.ALONE)
     states.reserve(1 << 20)
     states.init_kv(SimpleNamespace(kv_allocation=lambda: torch.no_grad()))
     return states
@@ -330,6 +105,14 @@ def measured(states: VisualStates, *rows: int) -> list[float]:
         idx_mapping_np=np.array(rows),
     )
     return states.relevance(torch.ones(len(rows), HIDDEN), batch, 1).tolist()
+
+
+def prefill(listeners: TargetListeners, *rows: int, count: int = NUM_TOKENS) -> None:
+    """Let each row hear a step of its prompt, each of a video of its own."""
+    for row in rows:
+        listeners.admit(arrival_of(row, f"video-{row}"))
+        listeners.before_forward(batch_of(row, count=count))
+        listeners.after_forward(Forward(torch.ones(count, HIDDEN), None))
 
 
 def test_states_are_of_the_request_in_the_row(monkeypatch):
@@ -366,13 +149,11 @@ def test_a_failure_costs_the_requests_in_prefill_their_looseness(step, monkeypat
     states, settled = make_states(monkeypatch), []
     listeners = in_list(states)
     monkeypatch.setattr(states._agreement, "settle", lambda phase, flags: settled.append(flags) or flags)
-    for row, fails in ((0, False), (1, True), (3, False)):
-        with monkeypatch.context() as patch:
-            if fails:
-                patch.setattr(states, step, lambda *_: 1 / 0)
-            listeners.admit(arrival_of(row, f"video-{row}"))
-            listeners.before_forward(batch_of(row))
-            listeners.after_forward(Forward(torch.ones(NUM_TOKENS, HIDDEN), None))
+    prefill(listeners, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(states, step, lambda *_: 1 / 0)
+        prefill(listeners, 1)
+    prefill(listeners, 3)
     assert states._rules.of == [0, 3] and settled == [[True], [False], [True]]
     assert states.counters["strict_error"] == 1 and states.counters["relevance_prompts"] == 2
     assert measured(states, 0, 1, 3) == pytest.approx([1.0, 0.0, 1.0])
@@ -406,10 +187,9 @@ def test_states_are_given_up_before_the_pool_is_lost(monkeypatch):
 
     listeners.init_kv(SimpleNamespace(kv_allocation=allocation))
     assert entered == ["pool", len(store._free)] == ["pool", 4]
-    for row, count in ((0, NUM_TOKENS), (1, 1), (2, NUM_TOKENS)):  # the second waits for its prefill to go on
-        listeners.admit(arrival_of(row, f"video-{row}"))
-        listeners.before_forward(batch_of(row, count=count))
-        listeners.after_forward(Forward(torch.ones(count, HIDDEN), None))
+    prefill(listeners, 0)
+    prefill(listeners, 1, count=1)  # it waits for its prefill to go on
+    prefill(listeners, 2)
     with monkeypatch.context() as patch:
         patch.setattr(state_store, "visual_relevance", lambda *_: 1 / 0)
         measured(states, 2)
@@ -422,7 +202,7 @@ def test_states_are_given_up_before_the_pool_is_lost(monkeypatch):
 
 def test_the_store_drops_what_nobody_uses_the_oldest_first():
     """Catches: an item in use that is dropped, one that a strict request drops, the wrong one of two."""
-    store = StateStore(HIDDEN, torch.float32, 256, NUM_ROWS, CPU, GROUP)
+    store = StateStore(HIDDEN, torch.float32, 256, NUM_ROWS, CPU, fakes.GROUP)
     with pytest.raises(VidSpecError, match="hold nothing"):
         store.reserve(store.bytes_per_block - 1, 1 << 20)
     with pytest.raises(VidSpecError, match="leaves nothing"):

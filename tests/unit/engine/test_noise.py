@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_vidspec.engine.cpu.kernels import gumbel_sample_twin
+from vllm_vidspec.engine.cpu.kernels import GumbelTwin
 from vllm_vidspec.engine.draft import noise
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 
@@ -37,7 +37,7 @@ def test_tokens_of_logits_that_are_no_numbers(monkeypatch, poison, temperature):
     A device's reduction over NaN may end in the padding of its last block, so one that does stands in for it.
     """
     if not torch.cuda.is_available():  # as on the CPU engine; the interpreter itself gives up at NaN
-        monkeypatch.setattr(noise.gumbel, "_gumbel_sample_kernel", gumbel_sample_twin(None))
+        monkeypatch.setattr(noise.gumbel, "_gumbel_sample_kernel", GumbelTwin(None))
     rows, pos = torch.tensor([0]), torch.tensor([9])
     for logits in (torch.full((1, VOCAB_SIZE), poison), torch.randn(1, VOCAB_SIZE).index_fill_(1, rows + 3, poison)):
         draw = lambda logits=logits: make_sampler(temperature)(logits, rows, np.array([0]), pos, rows)  # noqa: E731

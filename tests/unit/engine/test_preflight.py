@@ -1,5 +1,6 @@
 """What is refused before any weight loads, and how our method becomes vLLM's own terms."""
 
+import contextlib
 import importlib.metadata
 import json
 import re
@@ -7,8 +8,9 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from vllm_vidspec.config import VidSpecConfig
+from tests.unit.engine.fakes import make_knobs
 from vllm_vidspec.engine import preflight
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
@@ -25,10 +27,10 @@ def engine_args(target_family: str = FAMILY, spec: dict | None = None, **overrid
     return EngineArgs(model=pairs.checkpoint(target_family, "target"), speculative_config=spec, **overrides)
 
 
-def refusal(*args, **kwargs) -> str:
+def refusal(spec: dict | None = None, by=preflight.translate, **overrides) -> str:
     """Return the message that the arguments are refused with; always one line."""
     with pytest.raises(VidSpecError) as caught:
-        preflight.translate(engine_args(*args, **kwargs))
+        by(engine_args(spec=spec, **overrides))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -83,45 +85,81 @@ def test_what_the_draft_cannot_follow(spec, overrides, message):
     assert re.search(message, refusal(spec=spec, **overrides))
 
 
-def test_draft_of_another_geometry(tmp_path):
-    """A Qwen2.5-VL whose patches or vocabulary differ is named with both values."""
-    draft = tmp_path / "draft"
-    draft.mkdir()
-    config = json.loads((pairs.Path(pairs.checkpoint(FAMILY, "draft")) / "config.json").read_text())
+def test_a_draft_that_cannot_be_read_or_followed(tmp_path, monkeypatch):
+    """A Qwen2.5-VL whose patches or vocabulary differ is named with both values.
+
+    Catches: "Invalid repository ID" of a name that is right, and is not cached where there is no network.
+    """
+    assert refusal({"model": str(tmp_path / "none")}).startswith("the draft model's path does not exist")
+    draft = pairs.Path(pairs.checkpoint(FAMILY, "draft"))
+    shutil.copy(draft / "tokenizer.json", tmp_path)
+    assert refusal({"model": str(tmp_path)}).startswith("cannot read the draft model")
+    config = json.loads((draft / "config.json").read_text())
     config["vision_config"]["patch_size"] = 16
     config["text_config"]["vocab_size"] += 1
-    (draft / "config.json").write_text(json.dumps(config))
-    message = refusal(spec={"model": str(draft)})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    message = refusal({"model": str(tmp_path)})
     assert "14" in message and "16" in message and "vocab" in message
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    message = refusal({"model": "some/draft"})
+    assert message.startswith("cannot read the draft model 'some/draft': HF_HUB_OFFLINE=1 is set")
 
 
-def test_draft_that_is_not_there(tmp_path):
-    assert refusal(spec={"model": str(tmp_path / "none")}).startswith("the draft model's path does not exist")
-    shutil.copy(pairs.Path(pairs.checkpoint(FAMILY, "draft")) / "tokenizer.json", tmp_path)
-    assert refusal(spec={"model": str(tmp_path)}).startswith("cannot read the draft model")
+def finished(**changed) -> SimpleNamespace:
+    """Return what we read of a finished `VllmConfig`, which nothing in it forbids but what is changed."""
+    absent = (
+        *("lora_config", "watermark_config", "multimodal_config", "kv_transfer_config", "is_encoder_decoder"),
+        *("is_hybrid", "enable_batch_sharded_sampling", "skip_tokenizer_init"),
+    )
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 2048, "offload_group_size": 0}
+    runs = {"offload_backend": "auto", "use_v2_model_runner": True}
+    engine = SimpleNamespace(**dict.fromkeys(absent) | sizes | runs | changed)
+    for part in ("model", "scheduler", "offload", "parallel", "attention", "cache", "compilation"):
+        setattr(engine, f"{part}_config", engine)
+    engine.prefetch = engine
+    return engine
+
+
+def refused(engine: SimpleNamespace, **knobs) -> list[str]:
+    return list(preflight.refusals(engine, make_knobs(**knobs).now))
+
+
+TREE = {"draft": "tree-static", "num_speculative_tokens": 25}
+NARROW = {"max_num_batched_tokens": 300, "max_num_seqs": 151}
+SHARDED = {"enable_batch_sharded_sampling": True}
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("knobs", "changed", "message"),
     [
-        ({}, None),
-        ({"lora_config": True}, "LoRA adapters cannot be used"),
-        ({"is_encoder_decoder": True}, "encoder-decoder targets"),
-        ({"is_hybrid": True}, "targets with a hybrid KV cache"),
+        ({}, {}, None),
+        ({"model": "self"}, {}, None),
+        ({"model": "self"}, {"lora_config": True}, "LoRA adapters cannot be used"),
+        ({"model": "self"}, {"is_encoder_decoder": True}, "encoder-decoder targets"),
+        ({"model": "self"}, {"is_hybrid": True}, "targets with a hybrid KV cache"),
         (
+            {},
             {"multimodal_config": SimpleNamespace(video_pruning_rate=0.5)},
-            "--video-pruning-rate prunes the target's own",
+            "--video-pruning-rate prunes the target's",
         ),
-        ({"watermark_config": True}, "watermarking is not supported"),
+        ({}, {"watermark_config": True}, "watermarking is not supported"),
+        (TREE, SHARDED, "--enable-batch-sharded-sampling shows a rank its own requests only: draft chains"),
+        (TREE, {"kv_transfer_config": True}, "KV connectors may take a tree's entries"),
+        ({}, {"offload_backend": "prefetch", "offload_group_size": 2}, "--offload-backend prefetch holds one model"),
+        ({}, {"offload_group_size": 2}, "--offload-backend prefetch holds one model"),
+        ({}, NARROW, "drafting takes two tokens of every request: .* 300 .* 151;"),
+        ({"scorer": "fly"}, SHARDED, "--enable-batch-sharded-sampling .*: use the strict scorer"),
+        ({}, {"use_v2_model_runner": False}, "vidspec needs Model Runner V2, which vLLM does not use here"),
     ],
 )
-def test_targets_that_a_draft_cannot_follow(change, message):
-    fields = dict.fromkeys(("lora_config", "watermark_config", "is_encoder_decoder", "is_hybrid", "multimodal_config"))
-    target = SimpleNamespace(**fields | change)
-    target.model_config = target
-    config = VidSpecConfig(model="self", num_speculative_tokens=2)
-    found = list(preflight.target_refusals(target, config))
-    assert found == [] if message is None else len(found) == 1 and found[0].startswith(message)
+def test_targets_and_engines_that_drafts_cannot_live_in(knobs, changed, message):
+    """Catches: trees whose paths another rank has; entries stored before compaction; an assertion after loading; a
+    draft batch larger than any that was profiled."""
+    found = refused(finished(**changed), **knobs)
+    assert len(found) == (message is not None)
+    assert not found or (re.match(message, found[0]) and "\n" not in found[0])
+    if knobs is TREE:  # chains can
+        assert not refused(finished(**changed))
 
 
 def test_auto_becomes_vllms_own_schedule():
@@ -135,59 +173,19 @@ def test_auto_becomes_vllms_own_schedule():
     assert "data parallelism cannot" in refusal(spec=spec, data_parallel_size=2)
 
 
-@pytest.mark.parametrize(
-    ("shape", "given", "expected"),
-    [
+def test_trees_keep_attention_out_of_captured_graphs():
+    """Catches: a captured forward that replays the masks of its capture."""
+    from vllm.config import CUDAGraphMode
+
+    for shape, given, expected in (
         ("chain", "FULL_AND_PIECEWISE", "FULL_AND_PIECEWISE"),
         ("tree-static", "FULL_AND_PIECEWISE", "PIECEWISE"),
         ("tree-static", "FULL", "NONE"),
         ("tree-static", "NONE", "NONE"),
-    ],
-)
-def test_trees_keep_attention_out_of_captured_graphs(shape, given, expected):
-    """Catches: a captured forward that replays the masks of its capture."""
-    from vllm.config import CUDAGraphMode
-
-    config = preflight.translate(engine_args(spec={"draft": shape, "num_speculative_tokens": 25}))
-    compilation = SimpleNamespace(cudagraph_mode=CUDAGraphMode[given])
-    preflight.keep_attention_out_of_graphs(SimpleNamespace(compilation_config=compilation), config)
-    assert compilation.cudagraph_mode.name == expected
-
-
-TREE = {"draft": "tree-static", "num_speculative_tokens": 25}
-
-
-@pytest.mark.parametrize(
-    ("spec", "overrides", "message"),
-    [
-        (
-            TREE,
-            {"enable_batch_sharded_sampling": True},
-            "--enable-batch-sharded-sampling shows a rank its own requests",
-        ),
-        (TREE, {"kv_transfer_config": True}, "KV connectors may take a tree's entries"),
-        (None, {"offload_backend": "prefetch", "offload_group_size": 2}, "--offload-backend prefetch holds one model"),
-        (None, {"offload_group_size": 2}, "--offload-backend prefetch holds one model"),
-        (None, {"max_num_batched_tokens": 300, "max_num_seqs": 151}, "two tokens of every request: .* 300 .* 151;"),
-    ],
-)
-def test_engines_that_drafts_cannot_live_in(spec, overrides, message):
-    """Catches: trees whose paths another rank has; entries stored before compaction; an assertion after loading; a
-    draft batch larger than any that was profiled."""
-    fields = {
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 2048,
-        "offload_backend": "auto",
-        "offload_group_size": 0,
-        "enable_batch_sharded_sampling": False,
-        "kv_transfer_config": None,
-    }
-    engine = SimpleNamespace(**fields | overrides)
-    engine.scheduler_config = engine.offload_config = engine.prefetch = engine.parallel_config = engine
-    [found] = preflight.scheduling_refusals(engine, preflight.translate(engine_args(spec=spec)))
-    assert re.search(message, found) and "\n" not in found
-    if spec is TREE:  # chains can
-        assert not list(preflight.scheduling_refusals(engine, preflight.translate(engine_args())))
+    ):
+        engine = finished(cudagraph_mode=CUDAGraphMode[given])
+        preflight.keep_attention_out_of_graphs(engine, make_knobs(draft=shape, num_speculative_tokens=25).now)
+        assert engine.cudagraph_mode.name == expected, (shape, given)
 
 
 def test_fp8_states_need_a_gpu_that_converts_them(monkeypatch):
@@ -201,34 +199,23 @@ def test_fp8_states_need_a_gpu_that_converts_them(monkeypatch):
         has_device_capability=lambda wanted: wanted <= 80,
     )
     monkeypatch.setattr(vllm.platforms, "current_platform", gpu)
-    config = VidSpecConfig(model="self", num_speculative_tokens=2, scorer="loose", relevance_dtype="fp8")
-    parallel = SimpleNamespace(enable_batch_sharded_sampling=False)
-    vllm_config = SimpleNamespace(parallel_config=parallel)
-    [found] = preflight.scorer_refusals(vllm_config, config)
-    assert found == "relevance_dtype fp8 needs compute capability 8.9, this GPU has 8.0: use auto"
+    loose = {"scorer": "loose", "relevance_dtype": "fp8"}
+    line = "relevance_dtype fp8 needs compute capability 8.9, this GPU has 8.0: use auto"
+    assert refused(finished(), **loose) == [line]
     gpu.has_device_capability = lambda wanted: wanted <= 89
-    assert not list(preflight.scorer_refusals(vllm_config, config))
-    parallel.enable_batch_sharded_sampling = True
-    assert "use the strict scorer" in next(preflight.scorer_refusals(vllm_config, config))
-
-
-def refused_configuration(spec: dict | None = None, **overrides) -> str:
-    """Return the message that vLLM's finished configuration is refused with; nothing has loaded by then."""
-    with pytest.raises(VidSpecError) as caught:
-        engine_args(spec=spec, **overrides).create_engine_config()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    assert not refused(finished(), **loose)
 
 
 @pytest.fixture
-def hooked():
-    """The plugin, as vLLM loads it; the files of what is accepted stay out of sight."""
+def whole():
+    """Return what builds vLLM's whole configuration, with the plugin as vLLM loads it; nothing loads by then."""
     from vllm_vidspec.plugin import register
 
     register()
+    return lambda args: args.create_engine_config()
 
 
-def test_what_the_target_cannot_be_read_as_is_refused_before_it_loads(hooked, monkeypatch):
+def test_what_the_target_cannot_be_read_as_is_refused_before_it_loads(whole, monkeypatch):
     """Catches: a refusal that only the worker makes, minutes later and in the middle of its trace."""
     fp32 = {"dtype": "float32"}
     fp8 = {"kv_cache_dtype": "fp8", **fp32}
@@ -240,42 +227,23 @@ def test_what_the_target_cannot_be_read_as_is_refused_before_it_loads(hooked, mo
         (trees, fp8, "tree attention does not read fp8"),
         ({"model": "self"}, {"enable_lora": True, **fp32}, "LoRA adapters cannot be used"),
     ):
-        assert refused_configuration(spec, **overrides).startswith(message)
+        assert refusal(spec, whole, **overrides).startswith(message)
     # What is not read is no reason to refuse.
     engine_args(spec={"pruner": "uv"}, **fp8).create_engine_config()
     engine_args(spec={"pruner": "uniform", "guidance_layers": [99]}, **fp32).create_engine_config()
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    assert "Model Runner V2" in refused_configuration(**fp32)
+    assert "Model Runner V2" in refusal(by=whole, **fp32)
 
 
-def test_bf16_on_a_cpu_with_amx_is_refused_where_the_cache_is_read(hooked, monkeypatch):
+def test_bf16_on_a_cpu_with_amx_is_refused_where_the_cache_is_read(whole, monkeypatch):
     """`--dtype auto` is bf16 for every real checkpoint, and there the CPU packs the keys."""
-    torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     wanted = "attention guidance cannot read the CPU cache layout 'amx': use --dtype float32, or"
-    assert refused_configuration(dtype="bfloat16").startswith(wanted)
+    assert refusal(by=whole, dtype="bfloat16").startswith(wanted)
     engine_args(spec={"pruner": "uv"}, dtype="bfloat16").create_engine_config()
     engine_args(dtype="float32").create_engine_config()
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     engine_args(dtype="bfloat16").create_engine_config()
-
-
-class _CudaPlatform:
-    """A GPU on which vLLM would use these attention backends, the best first."""
-
-    def __init__(self, *names: str):
-        backends = [SimpleNamespace(name=name) for name in names]
-        self.candidates = [SimpleNamespace(backend=backend, priority=i) for i, backend in enumerate(backends)]
-
-    def is_cuda(self):
-        return True
-
-    def get_device_capability(self):
-        return (10, 0)
-
-    def get_valid_backends(self, device_capability, attn_selector_config, num_heads):
-        assert attn_selector_config.head_size > 0 and num_heads > 0
-        return self.candidates[::-1], {}
 
 
 @pytest.mark.parametrize(
@@ -286,7 +254,7 @@ class _CudaPlatform:
         (None, ["FLASHINFER", "TRITON_ATTN"], "TRITON_ATTN", None),
         (None, ["FLASHINFER", "FLEX_ATTENTION"], None, "tree attention reads .* not FLASHINFER: use draft chain"),
         (None, [], None, None),
-        ("FLASHINFER", ["FLASH_ATTN"], None, "tree attention reads .* not FLASHINFER: use draft chain"),
+        ("FLASHINFER", ["FLASH_ATTN"], "FLASHINFER", "tree attention reads .* not FLASHINFER: use draft chain"),
         ("TRITON_ATTN", ["FLASHINFER"], "TRITON_ATTN", None),
     ],
 )
@@ -294,27 +262,23 @@ def test_a_backend_that_can_be_read_is_chosen(monkeypatch, named, offered, chose
     """Catches: a GPU whose default backend is refused once both models have loaded."""
     import vllm.platforms
 
-    from vllm_vidspec.engine import cache_preflight
+    backends = [SimpleNamespace(name=name) for name in offered]
+    ranked = [SimpleNamespace(backend=backend, priority=i) for i, backend in enumerate(backends)]
 
-    monkeypatch.setattr(vllm.platforms, "current_platform", _CudaPlatform(*offered))
-    attention = SimpleNamespace(backend=named and SimpleNamespace(name=named), backend_per_kind={})
-    config = SimpleNamespace(
-        attention_config=attention,
-        model_config=SimpleNamespace(get_head_size=lambda: 64, dtype=None, get_num_attention_heads=lambda parallel: 2),
-        cache_config=SimpleNamespace(cache_dtype="auto", block_size=16, user_specified_block_size=False),
-        parallel_config=None,
-        kv_transfer_config=None,
+    def valid(device_capability, attn_selector_config, num_heads):
+        assert attn_selector_config.head_size > 0 and num_heads > 0
+        return ranked[::-1], {}
+
+    gpu = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: (10, 0), get_valid_backends=valid)
+    monkeypatch.setattr(vllm.platforms, "current_platform", gpu)
+    facts = {"dtype": None, "cache_dtype": "auto", "block_size": 16, "user_specified_block_size": False}
+    config = finished(
+        backend=named and SimpleNamespace(name=named),
+        backend_per_kind={},
+        get_head_size=lambda: 64,
+        get_num_attention_heads=lambda parallel: 2,
+        **facts,
     )
-    if message is not None:
-        with pytest.raises(VidSpecError, match=message):
-            cache_preflight.choose_backend(config, "tree attention", "use draft chain")
-        return
-    cache_preflight.choose_backend(config, "tree attention", "use draft chain")
-    assert (attention.backend and attention.backend.name) == chosen
-
-
-def test_an_uncached_name_without_a_network_says_so(monkeypatch):
-    """Catches: "Invalid repository ID" of a name that is right."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    message = refusal(spec={"model": "some/draft"})
-    assert message.startswith("cannot read the draft model 'some/draft': HF_HUB_OFFLINE=1 is set")
+    with pytest.raises(VidSpecError, match=message) if message else contextlib.nullcontext():
+        preflight.choose_backend(config, "tree attention", "use draft chain")
+    assert (config.backend and config.backend.name) == chosen

@@ -6,39 +6,21 @@ import numpy as np
 import pytest
 import torch
 
+from tests.unit.engine.fakes import CPU, arrival_of, make_knobs
 from vllm_vidspec.config import VidSpecConfig
-from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.requests import Arrival, Phase, RequestRows
 from vllm_vidspec.errors import VidSpecError
-
-CPU = torch.device("cpu")
-
-
-class Table:
-    """Remembers which rows it knows; a row that comes twice or is forgotten unseen is an error."""
-
-    def __init__(self, log: list) -> None:
-        self.log = log
-
-    def admit(self, arrival: Arrival) -> None:
-        self.log.append(("admit", self, arrival.req_state_idx))
-
-    def forget(self, req_state_idx: int) -> None:
-        self.log.append(("forget", self, req_state_idx))
-
-
-def arrival(row: int) -> Arrival:
-    return Arrival(f"request-{row}", row, [1, 2], [], None)
 
 
 def test_every_table_hears_of_both_ends_in_the_same_order():
     """Catches: a table that is cleaned at another time than the others, or not at all."""
     requests, log = RequestRows(3, CPU), []
-    tables = [Table(log), Table(log)]
-    requests.register(*tables)
-    requests.admit(arrival(2))
+    for i in range(2):
+        admit, forget = lambda found, i=i: log.append((found.req_state_idx, i)), lambda row, i=i: log.append((-row, i))
+        requests.register(SimpleNamespace(admit=admit, forget=forget))
+    requests.admit(arrival_of(2))
     requests.forget(2)
-    assert log == [(what, table, 2) for what in ("admit", "forget") for table in tables]
+    assert log == [(2, 0), (2, 1), (-2, 0), (-2, 1)]
 
 
 def test_a_row_begins_anew():
@@ -76,13 +58,9 @@ def test_which_rows_are_in_a_phase():
     assert requests.are_in(np.array([], dtype=np.int64), Phase.DRAFTING).tolist() == []
 
 
-def knobs(**more) -> Knobs:
-    return Knobs(VidSpecConfig(**{"model": "draft", "num_speculative_tokens": 3} | more))
-
-
 def test_knobs_change_for_everybody_or_for_nobody():
     """Catches: a part that keeps the old value, and half a change where a part refuses the new one."""
-    held, heard = knobs(prune_ratio=0.5), []
+    held, heard = make_knobs(prune_ratio=0.5), []
 
     def hear(config: VidSpecConfig) -> None:
         heard.append(config.prune.ratio_for("video"))
@@ -108,9 +86,9 @@ def test_knobs_change_for_everybody_or_for_nobody():
 )
 def test_what_cannot_change(start, change, line):
     with pytest.raises(VidSpecError, match=line):
-        knobs(**start).retune(change)
+        make_knobs(**start).retune(change)
 
 
 def test_structured_requests_are_known_by_their_parameters():
     sampling = SimpleNamespace(structured_outputs=object())
-    assert Arrival("a", 0, [], [], sampling).is_structured and not arrival(0).is_structured
+    assert Arrival("a", 0, [], [], sampling).is_structured and not arrival_of(0).is_structured

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_vidspec.config import VidSpecConfig
-from vllm_vidspec.engine.knobs import Knobs
+from tests.unit.engine.fakes import CPU, NUM_ROWS, make_knobs
 from vllm_vidspec.engine.requests import Arrival
 from vllm_vidspec.engine.verify import rules as rules_module
 from vllm_vidspec.engine.verify.rules import LooseRules
 from vllm_vidspec.engine.verify.step import VerifySlice, VerifyStep
 
-VOCAB_SIZE, NUM_ROWS = 70, 4
+VOCAB_SIZE = 70
 
 
 @pytest.fixture
@@ -21,14 +20,11 @@ def made(monkeypatch):
     """Return rules that protect token 9, or 5 with words of one's own; `made.counted` says who is strict, and why."""
     monkeypatch.setattr(rules_module, "protected_ids", lambda config, _: {5} if config.score.protected_tokens else {9})
     counted: list[str] = []
-    vllm_config = SimpleNamespace(device_config=SimpleNamespace(device=torch.device("cpu")), model_config=None)
+    vllm_config = SimpleNamespace(device_config=SimpleNamespace(device=CPU), model_config=None)
     seeds = SimpleNamespace(sampling_states=SimpleNamespace(seeds=SimpleNamespace(gpu=torch.arange(NUM_ROWS))))
-    knobs = Knobs(VidSpecConfig(model="self", num_speculative_tokens=3, scorer="loose", request_scorers=SCORERS))
+    knobs = make_knobs(model="self", scorer="loose", request_scorers=("loose", "fly", "random"))
     rules = LooseRules(knobs, vllm_config, NUM_ROWS, VOCAB_SIZE, seeds, SimpleNamespace(add=counted.append))
     return SimpleNamespace(rules=rules, knobs=knobs, counted=counted)
-
-
-SCORERS = ("loose", "fly", "random")
 
 
 def arrival(req_state_idx: int, stops=(), **asked) -> Arrival:
@@ -45,7 +41,10 @@ def loose_rows(rules: LooseRules) -> list[int]:
 
 
 def test_a_request_is_loose_between_its_prefill_and_its_end(made):
-    """Catches: a rule before relevance can be measured, one that a row's next request finds, a choice that is lost."""
+    """Catches: a rule before relevance can be measured, one that a row's next request finds, a choice that is lost.
+
+    Who is strict against its wish is counted: a wrong parameter must not end the engine, nor a tool call be loosened.
+    """
     rules, every = made.rules, np.arange(NUM_ROWS)
     rules.admit(arrival(0))
     rules.admit(arrival(1, scorer="fly"))
@@ -60,14 +59,11 @@ def test_a_request_is_loose_between_its_prefill_and_its_end(made):
     rules.admit(arrival(1))
     assert loose_rows(rules) == [] and not rules.needs_relevance(0) and rules.needs_relevance(1)
     assert made.counted == []
-
-
-def test_who_is_strict_against_its_wish_is_counted(made):
-    """Catches: a wrong parameter that ends the engine, a tool call that is loosened."""
-    made.rules.admit(arrival(0, lamda=1))
-    made.rules.admit(arrival(1, calls_tools=True))
+    rules.forget(1)
+    rules.admit(arrival(0, lamda=1))
+    rules.admit(arrival(1, calls_tools=True))
     assert made.counted == ["strict_error", "strict_tools"]
-    assert loose_rows(made.rules) == [] and not made.rules.needs_relevance(1)
+    assert loose_rows(rules) == [] and not rules.needs_relevance(1)
 
 
 def part(drafts: list[int], relevance: list[float] | None = None) -> VerifySlice:

@@ -59,35 +59,29 @@ class Sampler:
         return torch.empty_like(logits, dtype=torch.float32).copy_(logits).add_((rows + pos + input_ids)[:, None] % 3)
 
 
-def make(drafter, num_rows: int, device: str, vocab_size: int, dtype: torch.dtype):
-    """Return a drafter whose model is a head of so many tokens."""
-    generator = None if device == "meta" else torch.Generator().manual_seed(0)
-    head = torch.randn(HIDDEN_SIZE, vocab_size, generator=generator, device=device).to(dtype)
-    # Row by row: what a product rounds may depend on how many rows it has.
-    product = (
-        (lambda h: h @ head) if device == "meta" else (lambda h: torch.stack([(r[:, None] * head).sum(0) for r in h]))
-    )
-    made = object.__new__(drafter)
-    made._sample = Sampler()
-    made._roots = SimpleNamespace(
-        model=SimpleNamespace(compute_logits=product, vocab_size=vocab_size),
-        logical_pos=torch.arange(num_rows, device=device),
-    )
-    made.policy = SimpleNamespace(num_candidates=10, needs_log_probs=True)
-    return made
-
-
 def draft(drafter, num_reqs: int, width: int, device: str, vocab_size: int, dtype: torch.dtype, is_plain: bool = False):
     """Return what one level of so many requests gives: a chain's tokens, or a tree's candidates."""
-    num_rows = num_reqs * width
-    made = make(drafter, num_rows, device, vocab_size, dtype)
-    generator = None if device == "meta" else torch.Generator().manual_seed(1)
-    hidden = torch.randn(num_rows, HIDDEN_SIZE, generator=generator, device=device).to(dtype)
+    num_rows, is_meta = num_reqs * width, device == "meta"
+
+    def random(seed: int, *shape: int) -> torch.Tensor:
+        generator = None if is_meta else torch.Generator().manual_seed(seed)
+        return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+    def product(h: torch.Tensor) -> torch.Tensor:
+        # Row by row: what a product rounds may depend on how many rows it has.
+        return h @ head if is_meta else torch.stack([(row[:, None] * head).sum(0) for row in h])
+
+    head, hidden = random(0, HIDDEN_SIZE, vocab_size), random(1, num_rows, HIDDEN_SIZE)
+    rows = torch.arange(num_rows, device=device)
+    made = object.__new__(drafter)
+    made._sample = Sampler()
+    model = SimpleNamespace(compute_logits=product, vocab_size=vocab_size)
+    made._roots = SimpleNamespace(model=model, logical_pos=rows)
+    made.policy = SimpleNamespace(num_candidates=10, needs_log_probs=True)
     message = SimpleNamespace(idx_mapping=torch.arange(num_reqs, device=device), idx_mapping_np=np.arange(num_reqs))
-    tokens = torch.arange(num_rows, device=device) * 7
     if drafter is ChainDrafter:
-        return (made._choose(hidden, message, tokens),)
-    return made._candidates(hidden, message, torch.arange(num_rows, device=device), tokens, is_plain)
+        return (made._choose(hidden, message, rows * 7),)
+    return made._candidates(hidden, message, rows, rows * 7, is_plain)
 
 
 @pytest.mark.parametrize(("drafter", "width"), [(ChainDrafter, 1), (TreeDrafter, 1), (TreeDrafter, 3)])

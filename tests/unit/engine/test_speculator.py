@@ -1,5 +1,6 @@
 """The speculator's loop by itself: what it tells the drafter of a step, and what it forgets with a request."""
 
+import dataclasses
 from types import SimpleNamespace
 from unittest import mock
 
@@ -7,54 +8,22 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_vidspec.config import VidSpecConfig
-from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.draft.messages import DraftMessage, Drafts, Prefilled
-from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.requests import Arrival, Phase, RequestRows
+from tests.unit.engine.fakes import ALONE, CPU, NUM_ROWS, Calls, arrival_of, make_knobs
+from tests.unit.engine.fakes import NUM_TOKENS as PROMPT_LEN
+from vllm_vidspec.engine.draft.messages import Drafts, Prefilled
+from vllm_vidspec.engine.requests import Phase, RequestRows
 from vllm_vidspec.engine.speculator import Step, VidSpecSpeculator
 
-CPU = torch.device("cpu")
-NUM_ROWS, K, PROMPT_LEN = 4, 3, 8
+K = 3
 
 
-class RecordingDrafter:
-    """Answers with chains of ones and keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.messages: list[DraftMessage] = []
-        self.forgotten: list[int] = []
-        self.admits, self.fits = True, True
-        self.error: Exception | None = None
-
-    def admit(self, message) -> bool:
-        return self.admits
-
-    def holds(self, rows, bound) -> np.ndarray:
-        return np.ones(len(rows), dtype=bool)
-
-    def reserve(self, rows, bound) -> np.ndarray:
-        return np.full(len(rows), self.fits)
-
-    def prefill(self, step) -> Prefilled:
-        return Prefilled(ready=step.idx_mapping_np.tolist(), failed=[])
-
-    def draft(self, message: DraftMessage) -> Drafts:
-        if self.error is not None:
-            raise self.error
-        self.messages.append(message)
-        return Drafts(torch.ones(len(message.idx_mapping_np), K, dtype=torch.int64))
-
-    def forget(self, req_state_idx: int) -> None:
-        self.forgotten.append(req_state_idx)
-
-    def forget_media(self) -> None:
-        """Keep none."""
-
-
-def arrival(row: int, **more) -> Arrival:
-    sampling = SimpleNamespace(structured_outputs=None)
-    return Arrival(f"request-{row}", row, list(range(PROMPT_LEN)), [], sampling, **more)
+def recording_drafter() -> mock.Mock:
+    """Return a drafter that has room for everything and answers with chains of ones."""
+    drafter = mock.Mock(**{"admit.return_value": True})
+    drafter.holds = drafter.reserve = lambda rows, bound: np.ones(len(rows), dtype=bool)
+    drafter.prefill = lambda step: Prefilled(ready=step.idx_mapping_np.tolist(), failed=[])
+    drafter.draft.side_effect = lambda message: Drafts(torch.ones(len(message.idx_mapping_np), K, dtype=torch.int64))
+    return drafter
 
 
 class World:
@@ -62,23 +31,20 @@ class World:
 
     def __init__(self, **config) -> None:
         self.requests = RequestRows(NUM_ROWS, CPU)
-        self.drafter = RecordingDrafter()
-        self.counters = mock.Mock()
+        self.drafter, self.counters = recording_drafter(), mock.Mock()
         req_states = SimpleNamespace(
             total_len=SimpleNamespace(gpu=torch.full((NUM_ROWS,), PROMPT_LEN + 1, dtype=torch.int32)),
             all_token_ids=SimpleNamespace(gpu=torch.zeros(NUM_ROWS, 16, dtype=torch.int32)),
             max_seq_len=np.full(NUM_ROWS, 16),
         )
-        knobs = Knobs(VidSpecConfig(model="draft", num_speculative_tokens=K, **config))
-        alone = Agreement(SimpleNamespace(rank_in_group=0, world_size=1))
-        model = SimpleNamespace(device=CPU)
+        knobs, model = make_knobs(**config), SimpleNamespace(device=CPU)
         self.speculator = VidSpecSpeculator(
-            None, knobs, model, self.requests, req_states, None, None, None, self.counters, alone
+            None, knobs, model, self.requests, req_states, None, None, None, self.counters, ALONE
         )  # fmt: skip
         self.speculator._drafter = self.drafter
         self.requests.register(self.speculator)
         for row in range(NUM_ROWS):
-            self.requests.admit(arrival(row))
+            self.requests.admit(arrival_of(row, ""))
 
     def propose(self, rows: list[int], num_drafts: list[int] | None = None, computed: int = PROMPT_LEN) -> list[list]:
         """Run the loop after a step of these rows; `num_drafts` were verified, real ones or placeholders."""
@@ -101,8 +67,12 @@ class World:
         ).tolist()  # fmt: skip
 
     def was_verified(self) -> list[bool]:
-        told = self.drafter.messages[-1].was_verified
-        return [True] * len(self.drafter.messages[-1].idx_mapping_np) if told is None else told.tolist()
+        (message,) = self.drafter.draft.call_args.args
+        told = message.was_verified
+        return [True] * len(message.idx_mapping_np) if told is None else told.tolist()
+
+    def forgotten(self) -> list[int]:
+        return [call.args[0] for call in self.drafter.forget.call_args_list]
 
 
 def test_a_request_is_drafted_for_from_the_step_that_ends_its_prefill():
@@ -129,8 +99,8 @@ def test_placeholders_are_no_drafts():
     world.propose([2, 0, 1])
     assert world.was_verified() == [False, False, False]
     world.requests.forget(2)
-    assert world.requests.has_draft.tolist() == [True, True, False, False] and world.drafter.forgotten == [2]
-    world.requests.admit(arrival(2))
+    assert world.requests.has_draft.tolist() == [True, True, False, False] and world.forgotten() == [2]
+    world.requests.admit(arrival_of(2, ""))
     world.propose([2, 0, 1], [K, K, K])
     assert world.was_verified() == [False, True, True]
 
@@ -145,7 +115,7 @@ def test_placeholders_are_no_drafts():
 def test_what_is_not_drafted_for(change, reason, is_counted):
     world = World()
     world.requests.forget(1)
-    world.requests.admit(Arrival(**{**vars(arrival(1)), **change}))
+    world.requests.admit(dataclasses.replace(arrival_of(1, ""), **change))
     assert world.propose([1, 3]) == [[0] * K, [1] * K]
     assert world.requests.phase[1] == Phase.SKIPPED and world.requests.skip_reason[1] == reason
     assert [call.args[:2] for call in world.counters.skip.call_args_list] == [(reason, "request-1")] * is_counted
@@ -155,22 +125,22 @@ def test_what_is_not_drafted_for(change, reason, is_counted):
 def test_a_request_that_is_given_up_goes_on_without_drafts(what):
     """Catches: blocks of a request that is given up and stays, a flag of drafts that are no more."""
     world = World()
-    world.drafter.admits = what != "refused"
+    world.drafter.admit.return_value = what != "refused"
     world.propose([1, 3])
-    world.drafter.fits = what != "pool_full"
-    world.drafter.error = ValueError("no") if what == "draft_error" else None
+    if what == "pool_full":
+        world.drafter.reserve = lambda rows, bound: np.zeros(len(rows), dtype=bool)
+    if what == "draft_error":
+        world.drafter.draft.side_effect = ValueError("no")
     world.propose([1, 3])
     assert world.requests.phase.tolist() == [Phase.UNSEEN, Phase.SKIPPED, Phase.UNSEEN, Phase.SKIPPED]
     assert world.requests.skip_reason == [None, what, None, what] and not world.requests.has_draft.any()
-    assert world.drafter.forgotten == [1, 3]
+    assert world.forgotten() == [1, 3]
     assert world.propose([1, 3]) == [[0] * K] * 2
-
-
-def test_an_error_can_stop_the_engine():
-    world = World(on_draft_error="raise")
-    world.drafter.error = ValueError("no")
-    with pytest.raises(ValueError, match="no"):
-        world.propose([1])
+    if what == "draft_error":  # or it stops the engine
+        strict = World(on_draft_error="raise")
+        strict.drafter.draft.side_effect = ValueError("no")
+        with pytest.raises(ValueError, match="no"):
+            strict.propose([1])
 
 
 def test_a_step_that_verifies_drafts_is_done_with_its_prefill():
@@ -185,3 +155,15 @@ def test_a_step_that_verifies_drafts_is_done_with_its_prefill():
     )
     step = Step.of(batch, None, None, K)
     assert step.is_done.tolist() == [True, False] and step.bound.tolist() == [11, 9]
+
+
+def test_running_requests_are_given_up():
+    """Catches: rows that keep blocks, or draft on; rows that have not begun and are given up too."""
+    world = World()
+    world.requests.phase[:] = [Phase.DRAFTING, Phase.UNSEEN, Phase.SKIPPED, Phase.PREFILLING]
+    heard = [Calls(), Calls(), Calls()]
+    world.speculator._drafter, world.speculator._guidance, world.speculator._trees = heard
+    world.speculator.give_up_all()
+    assert world.requests.phase.tolist() == [Phase.SKIPPED, Phase.UNSEEN, Phase.SKIPPED, Phase.SKIPPED]
+    released = [("release", 0), ("release", 3)]
+    assert heard == [[("forget", 0), ("forget", 3), ("forget_media",)], released, released]

@@ -17,16 +17,13 @@ def allow_sampling_parameters() -> None:
     """
     from vllm.sampling_params import SamplingParams
 
-    def checked(original):
-        def validate(self, speculative_config):
-            check = getattr(speculative_config, "_vidspec", None)
-            if check is None:
-                original(self, speculative_config)
-                return
-            with _clients_error():
-                check(self.extra_args)
-
-        return validate
+    def checked(original, self, speculative_config):
+        check = getattr(speculative_config, "_vidspec", None)
+        if check is None:
+            original(self, speculative_config)
+            return
+        with _clients_error():
+            check(self.extra_args)
 
     wrap(SamplingParams, "_validate_spec_decode", checked, "self", "speculative_config")
 
@@ -62,14 +59,11 @@ def extend_request_metrics(extend: Callable) -> None:
     """
     from vllm.v1.engine.output_processor import RequestState
 
-    def extended(original):
-        def new_completion_output(self, *args, **kwargs):
-            output = original(self, *args, **kwargs)
-            if output.spec_decode_metrics is not None:
-                output.spec_decode_metrics = self._vidspec_extend(output.spec_decode_metrics, self.request_id)
-            return output
-
-        return new_completion_output
+    def extended(original, self, *args, **kwargs):
+        output = original(self, *args, **kwargs)
+        if output.spec_decode_metrics is not None:
+            output.spec_decode_metrics = self._vidspec_extend(output.spec_decode_metrics, self.request_id)
+        return output
 
     RequestState._vidspec_extend = staticmethod(extend)
     wrap(RequestState, "_new_completion_output", extended)
@@ -86,12 +80,9 @@ def show_to_every_api_server(collector: Any) -> None:
     """
     from prometheus_client.multiprocess import MultiProcessCollector
 
-    def joined(original):
-        def collect(self):
-            yield from original(self)
-            yield from self._vidspec_collector.collect()
-
-        return collect
+    def joined(original, self):
+        yield from original(self)
+        yield from self._vidspec_collector.collect()
 
     MultiProcessCollector._vidspec_collector = collector  # type: ignore[attr-defined]
     wrap(MultiProcessCollector, "collect", joined, "self")
@@ -121,24 +112,18 @@ def hear_request_choices(prefix: str, calls_tools: str, check: Callable) -> None
     def found(request):
         return {**_ours(request.model_extra, prefix), **(getattr(request, "vllm_xargs", None) or {})}
 
-    def hear(original):
-        def to_sampling_params(self, *args, **kwargs):
-            params = original(self, *args, **kwargs)
-            extra = {**found(self), **(params.extra_args or {})}
-            if getattr(self, "tools", None) and getattr(self, "tool_choice", None) != "none":
-                extra[calls_tools] = True
-            params.extra_args = extra or None
-            return params
+    def hear(original, self, *args, **kwargs):
+        params = original(self, *args, **kwargs)
+        extra = {**found(self), **(params.extra_args or {})}
+        if getattr(self, "tools", None) and getattr(self, "tool_choice", None) != "none":
+            extra[calls_tools] = True
+        params.extra_args = extra or None
+        return params
 
-        return to_sampling_params
-
-    def guard(original):
-        async def create(self, request, *args, **kwargs):
-            with _clients_error():
-                self._vidspec_check(found(request))
-            return await original(self, request, *args, **kwargs)
-
-        return create
+    async def guard(original, self, request, *args, **kwargs):
+        with _clients_error():
+            self._vidspec_check(found(request))
+        return await original(self, request, *args, **kwargs)
 
     for request, serving, name in (
         (ChatCompletionRequest, OpenAIServingChat, "create_chat_completion"),

@@ -21,15 +21,12 @@ def hook_engine_config(translate: Callable, finish: Callable) -> None:
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    def hooked(original):
-        def create_engine_config(self, *args, **kwargs):
-            config = translate(self)
-            vllm_config = original(self, *args, **kwargs)
-            if config is not None:
-                finish(vllm_config, config)
-            return vllm_config
-
-        return create_engine_config
+    def hooked(original, self, *args, **kwargs):
+        config = translate(self)
+        vllm_config = original(self, *args, **kwargs)
+        if config is not None:
+            finish(vllm_config, config)
+        return vllm_config
 
     wrap(EngineArgs, "create_engine_config", hooked)
 
@@ -71,19 +68,13 @@ def keep_media_of_cached_prefixes() -> None:
 
     ours = False  # whether this process's engine, of which there is one at a time, uses our method
 
-    def noting(init):
-        def init_scheduler(self, vllm_config, *args, **kwargs):
-            nonlocal ours
-            ours = METHOD in (vllm_config.additional_config or {})
-            init(self, vllm_config, *args, **kwargs)
+    def noting(init, self, vllm_config, *args, **kwargs):
+        nonlocal ours
+        ours = METHOD in (vllm_config.additional_config or {})
+        init(self, vllm_config, *args, **kwargs)
 
-        return init_scheduler
-
-    def unless_ours(strip):
-        def strip_unless_ours(mm_features, num_computed_tokens, uses_mrope=False):
-            return mm_features if ours else strip(mm_features, num_computed_tokens, uses_mrope=uses_mrope)
-
-        return strip_unless_ours
+    def unless_ours(strip, mm_features, num_computed_tokens, uses_mrope=False):
+        return mm_features if ours else strip(mm_features, num_computed_tokens, uses_mrope=uses_mrope)
 
     wrap(Scheduler, "__init__", noting, "self", "vllm_config")
     wrap(output, "strip_covered_mm_data", unless_ours, "mm_features", "num_computed_tokens", "uses_mrope")

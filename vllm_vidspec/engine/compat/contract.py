@@ -25,7 +25,7 @@ def expect_parameters(function: Callable, *names: str) -> None:
         raise VidSpecError(f"this vLLM's {where} no longer takes ({', '.join(names)}); {NEEDED_VLLM}")
 
 
-def wrap(owner: Any, name: str, make: Callable[[Any], Any], *parameters: str) -> bool:
+def replace(owner: Any, name: str, make: Callable[[Any], Any], *parameters: str) -> bool:
     """Replace an attribute once, and keep the original on the replacement.
 
     Args:
@@ -50,3 +50,12 @@ def wrap(owner: Any, name: str, make: Callable[[Any], Any], *parameters: str) ->
     setattr(replacement, MARK, original)
     setattr(owner, name, replacement)
     return True
+
+
+def wrap(owner: Any, name: str, around: Callable, *parameters: str) -> bool:
+    """Replace a function once by `around(original, ...)`; see `replace`."""
+
+    def make(original: Callable) -> Callable:
+        return lambda *args, **kwargs: around(original, *args, **kwargs)
+
+    return replace(owner, name, make, *parameters)

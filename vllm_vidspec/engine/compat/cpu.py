@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from vllm_vidspec.engine.compat.contract import expect_parameters, wrap
+from vllm_vidspec.engine.compat.contract import expect_parameters, replace
 from vllm_vidspec.engine.cpu import kernels
 
 
@@ -45,9 +45,9 @@ def repair_interpreter_kernels() -> None:
     def apply_top_k_top_p(logits, k, p, *_args, **_kwargs):
         return topk_topp.apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync=True)
 
-    wrap(topk_topp, "apply_top_k_top_p_triton", lambda _: apply_top_k_top_p, "logits", "k", "p")
+    replace(topk_topp, "apply_top_k_top_p_triton", lambda _: apply_top_k_top_p, "logits", "k", "p")
     names = ("logits", "input_batch", "grammar_req_ids", "grammar_bitmask")
-    wrap(StructuredOutputsWorker, "apply_grammar_bitmask", lambda _: _apply_grammar_bitmask, *names)
+    replace(StructuredOutputsWorker, "apply_grammar_bitmask", lambda _: _apply_grammar_bitmask, *names)
 
 
 def speed_up_interpreter_kernels() -> None:
@@ -60,15 +60,15 @@ def speed_up_interpreter_kernels() -> None:
     import vllm.v1.worker.gpu.sample.gumbel as gumbel
     import vllm.v1.worker.gpu.sample.penalties as penalties
 
-    wrap(
+    replace(
         gumbel,
         "_gumbel_sample_kernel",
-        kernels.gumbel_sample_twin,
+        kernels.GumbelTwin,
         *("local_argmax_ptr", "local_max_ptr", "logits_cache_ptr", "logits_ptr", "expanded_idx_mapping_ptr"),
         *("seeds_ptr", "pos_ptr", "temp_ptr", "vocab_size", "BLOCK_SIZE"),
         *("IS_DRAFTING", "APPLY_TEMPERATURE", "USE_FP64"),
     )
-    wrap(
+    replace(
         penalties,
         "_penalties_kernel",
         lambda _: kernels.Twin(kernels.penalties),
@@ -76,7 +76,7 @@ def speed_up_interpreter_kernels() -> None:
         *("repetition_penalty_ptr", "frequency_penalty_ptr", "presence_penalty_ptr"),
         *("prompt_bin_mask_ptr", "output_bin_counts_ptr", "vocab_size"),
     )
-    wrap(
+    replace(
         bad_words,
         "_bad_words_kernel",
         lambda _: kernels.Twin(kernels.bad_words),

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 _F32 = np.float32
 _U32 = np.uint32
@@ -16,10 +17,10 @@ DRAFT_NOISE_SALT = 1 << 30
 
 
 class Twin:
-    """Stands in for a Triton kernel: `kernel[grid](...)` calls a function of the grid and the kernel's arguments once.
+    """Stands in for a Triton kernel: `kernel[grid](...)` calls a function of the grid and the kernel's tensors once.
 
     Args:
-        run: Serves the whole grid.
+        run: Serves the whole grid; strides, sizes and compile-time constants are left out of its arguments.
     """
 
     def __init__(self, run: Callable[..., None]):
@@ -27,67 +28,45 @@ class Twin:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         """Return the launcher for a grid."""
-        return functools.partial(self._run, grid)
+        return functools.partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **_constants: Any) -> None:
+        self._run(grid, *(arg for arg in args if isinstance(arg, torch.Tensor)))
 
 
-def gumbel_sample_twin(interpreted: Any) -> Twin:
-    """Return the twin of vLLM's sampling kernel, which still serves what this project never asks for: fp64 noise and
-    the logits cache.
+class GumbelTwin(Twin):
+    """Twin of `vllm.v1.worker.gpu.sample.gumbel._gumbel_sample_kernel`.
+
+    Args:
+        interpreted: The kernel, which still serves what this project never asks for: fp64 noise, the logits cache.
     """
 
-    def run(grid, *args, **constants) -> None:
-        logits_cache = args[4]
-        if logits_cache is not None or constants["USE_FP64"] or constants["APPLY_TEMPERATURE"]:
-            interpreted[grid](*args, **constants)
-        else:
-            gumbel_sample(grid, *args, **constants)
+    def __init__(self, interpreted: Any):
+        self._interpreted = interpreted
 
-    return Twin(run)
-
-
-def gumbel_sample(
-    _grid,
-    local_argmax,  # [num_tokens, num_blocks] int64, out
-    _argmax_stride,
-    local_max,  # [num_tokens, num_blocks] float32, out
-    _max_stride,
-    _cache,
-    _cache_stride_0,
-    _cache_stride_1,
-    _cache_col,
-    _cache_source,
-    _cache_source_stride,
-    logits,  # [num_tokens, vocab_size]
-    _logits_stride,
-    expanded_idx_mapping,  # [num_tokens]
-    seeds,  # [max_num_reqs]
-    pos,  # [num_tokens]
-    temperature,  # [max_num_reqs]
-    vocab_size,
-    *,
-    BLOCK_SIZE,
-    IS_DRAFTING,
-    **_constants,
-) -> None:
-    """Twin of `vllm.v1.worker.gpu.sample.gumbel._gumbel_sample_kernel`."""
-    rows = expanded_idx_mapping.numpy()
-    values = logits.float().numpy().copy()  # [num_tokens, vocab_size]
-    noisy = (rows >= 0) & (temperature.numpy()[rows] != 0.0)
-    if noisy.any():
-        keys = np.arange(vocab_size, dtype=_U32)
-        positions = pos.numpy()[noisy] + (DRAFT_NOISE_SALT if IS_DRAFTING else 0)
-        values[noisy] += gumbel_noise(seeds.numpy()[rows[noisy]], positions, keys)
-    for block in range(local_argmax.shape[1]):
-        part = values[:, block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]
-        best = part.argmax(axis=1)
-        local_argmax.numpy()[:, block] = block * BLOCK_SIZE + best
-        local_max.numpy()[:, block] = np.take_along_axis(part, best[:, None], axis=1)[:, 0]
+    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        # Out: `[num_tokens, num_blocks]` int64 and float32; tokens are `[num_tokens]`, requests `[max_num_reqs]`.
+        local_argmax, _, local_max, _, cache, *_, logits, _, idx_mapping, seeds, pos, temperature, vocab_size = args
+        if cache is not None or constants["USE_FP64"] or constants["APPLY_TEMPERATURE"]:
+            self._interpreted[grid](*args, **constants)
+            return
+        rows, block_size = idx_mapping.numpy(), constants["BLOCK_SIZE"]
+        values = logits.float().numpy().copy()  # [num_tokens, vocab_size]
+        noisy = (rows >= 0) & (temperature.numpy()[rows] != 0.0)
+        if noisy.any():
+            keys = np.arange(vocab_size, dtype=_U32)
+            positions = pos.numpy()[noisy] + (DRAFT_NOISE_SALT if constants["IS_DRAFTING"] else 0)
+            values[noisy] += gumbel_noise(seeds.numpy()[rows[noisy]], positions, keys)
+        for block in range(local_argmax.shape[1]):
+            part = values[:, block * block_size : (block + 1) * block_size]
+            best = part.argmax(axis=1)
+            local_argmax.numpy()[:, block] = block * block_size + best
+            local_max.numpy()[:, block] = np.take_along_axis(part, best[:, None], axis=1)[:, 0]
 
 
 def penalties(
     _grid,
     logits,  # [num_tokens, vocab_size] float32, in place
-    _logits_stride,
     expanded_idx_mapping,  # [num_tokens]
     token_ids,  # [num_tokens]
     expanded_local_pos,  # [num_tokens]
@@ -95,17 +74,13 @@ def penalties(
     frequency_penalty,
     presence_penalty,
     prompt_bin_mask,  # [max_num_reqs, ceil(vocab_size / 32)] int32
-    _mask_stride,
     output_bin_counts,  # [max_num_reqs, vocab_size] int32
-    _counts_stride,
-    vocab_size,
-    **_constants,
 ) -> None:
     """Twin of `vllm.v1.worker.gpu.sample.penalties._penalties_kernel`, all rows at once.
 
     Why: trees verify some thirty rows a request, and the interpreter takes milliseconds for each.
     """
-    reqs = expanded_idx_mapping.numpy()
+    reqs, vocab_size = expanded_idx_mapping.numpy(), logits.shape[1]
     repetition, frequency, presence = (
         penalty.numpy()[reqs].astype(_F32) for penalty in (repetition_penalty, frequency_penalty, presence_penalty)
     )
@@ -135,20 +110,15 @@ def penalties(
 def bad_words(
     grid: tuple[int, int],  # logits rows, most words of a request
     logits,  # [num_tokens, vocab_size] float, in place
-    _logits_stride,
     expanded_idx_mapping,  # [num_tokens]
     bad_word_token_ids,  # [max_num_reqs, n]
-    _ids_stride,
     bad_word_offsets,  # [max_num_reqs, max words + 1]
-    _offsets_stride,
     num_bad_words,  # [max_num_reqs]
     all_token_ids,  # [max_num_reqs, max_model_len]
-    _all_stride,
     prompt_len,  # [max_num_reqs]
     total_len,  # [max_num_reqs]
     input_ids,  # [num_tokens]
     expanded_local_pos,  # [num_tokens]
-    **_constants,
 ) -> None:
     """Twin of `vllm.v1.worker.gpu.sample.bad_words._bad_words_kernel`, all rows at once."""
     reqs, local_pos = expanded_idx_mapping.numpy(), expanded_local_pos.numpy()

@@ -31,8 +31,8 @@ from vllm.v1.worker.gpu.attn_utils import (
 )
 
 from vllm_vidspec.drafting import candidates
-from vllm_vidspec.engine import compat
 from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.draft.score_blocks import rows_per_block
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
 from vllm_vidspec.errors import VidSpecError

@@ -13,8 +13,8 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vidspec_kernels import guidance_scores
 from vllm_vidspec.config import VidSpecConfig
-from vllm_vidspec.engine import compat
 from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.kv_views import attention_layers, cache_views, check_layout, check_readable
 from vllm_vidspec.engine.listen.prompts import Guidance, Guided, HeardPrompt, PendingScores, prefills

@@ -8,8 +8,8 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vidspec_kernels import uv_text_sum, uv_video_scores
-from vllm_vidspec.engine import compat
 from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.listen.prompts import Guidance, Guided, HeardPrompt, PendingScores, prefills
 from vllm_vidspec.engine.listen.protocol import Forward

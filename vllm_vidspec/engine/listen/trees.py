@@ -14,7 +14,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vidspec_kernels import kv_compact
 from vllm_vidspec.drafting import DraftTree, chain_tables
-from vllm_vidspec.engine import compat
+from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.listen.protocol import Forward, TargetListener
 from vllm_vidspec.engine.requests import RequestRows
 from vllm_vidspec.engine.tree_attention import TreeAttention, TreeStep

@@ -18,13 +18,7 @@ from vllm_vidspec.scoring import TreeShapes
 
 logger = init_logger("vllm.vidspec")
 
-_TOTALS = (
-    "drafts",
-    "draft_tokens",
-    "accepted_tokens",
-    "draft_depth",
-    *(f"{kind}_tokens" for kind in metrics.KINDS),
-)
+_TOTALS = ("drafts", "draft_tokens", "accepted_tokens", "draft_depth", *(f"{kind}_tokens" for kind in metrics.KINDS))
 
 
 class Counters:

@@ -6,7 +6,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
-from vllm_vidspec.engine.compat import expect_parameters
+from vllm_vidspec.engine.compat.contract import expect_parameters
 from vllm_vidspec.engine.verify.step import VerifySlice
 
 _NUM_NATIVE_PROCESSORS = 3  # logit bias, penalties, bad words

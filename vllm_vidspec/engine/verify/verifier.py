@@ -6,7 +6,7 @@ import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-from vllm_vidspec.engine.compat import expect_parameters
+from vllm_vidspec.engine.compat.contract import expect_parameters
 from vllm_vidspec.engine.listen.trees import TargetTrees
 from vllm_vidspec.engine.listen.visual_states import VisualStates
 from vllm_vidspec.engine.report.counters import Counters

@@ -1,0 +1,97 @@
+"""What the engine's unit tests share: one rank, counters that only add, knobs, requests, and listeners of no target."""
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.knobs import Knobs
+from vllm_vidspec.engine.listen.listeners import TargetListeners
+from vllm_vidspec.engine.listen.protocol import Forward, TargetListener
+from vllm_vidspec.engine.requests import Arrival
+
+NUM_ROWS, NUM_TOKENS, HIDDEN = 4, 8, 4
+VIDEO = np.arange(1, 5)  # prompt indices
+CPU = torch.device("cpu")
+GROUP = SimpleNamespace(rank_in_group=0, world_size=1)
+ALONE = Agreement(GROUP)
+NOTHING = Forward(None, None)  # what a step leaves that ran no forward
+LIFE = ["arrive", "before_forward", "after_forward", "release", "forget_kv"]
+
+
+class Counts(dict):
+    """Stands in for `Counters`: it only adds, and `who` lists the requests that were skipped."""
+
+    def add(self, name: str, value: int = 1) -> None:
+        self[name] = self.get(name, 0) + value
+
+    def set(self, name: str, value: int) -> None:
+        self[name] = value
+
+    def skip(self, reason: str, req_id: str, detail: str) -> None:
+        assert "\n" not in detail
+        self.add(f"skipped_{reason}")
+        self.setdefault("who", []).append(req_id)
+
+
+class Calls(list):
+    """Remembers the names of the methods that were called on it, with their arguments."""
+
+    def __getattr__(self, name):
+        return lambda *arguments: self.append((name, *arguments))
+
+
+class Recorder(TargetListener):
+    """Remembers what it hears, fails where it is told to, and counts what that costs."""
+
+    loss = "nothing"
+
+    def __init__(self, fails_in: str = ""):
+        self.heard: list[str] = []
+        self.cost = 0
+        for name in ("reserve", "init_kv", *LIFE):
+            setattr(self, name, functools.partial(self._hear, name, name == fails_in))
+
+    def _hear(self, name: str, fails: bool, *arguments) -> int | None:
+        if fails:
+            raise RuntimeError(f"planted in {name}")
+        self.heard.append(name)
+        return arguments[0] // 4 if name == "reserve" else None
+
+    def fail(self, error: Exception) -> None:
+        self.cost += 1
+
+
+def make_knobs(**knobs: Any) -> Knobs:
+    return Knobs(VidSpecConfig(**{"model": "draft", "num_speculative_tokens": 3} | knobs))
+
+
+def in_list(*listeners: TargetListener, on_draft_error: str = "skip") -> TargetListeners:
+    return TargetListeners(listeners, make_knobs(on_draft_error=on_draft_error), ALONE)
+
+
+def arrival_of(req_state_idx: int = 2, name: str = "video", num_tokens: int = NUM_TOKENS, **more: Any) -> Arrival:
+    """Return a request whose prompt shows one video, or text alone where `name` is ""."""
+    from vllm.multimodal.inputs import PlaceholderRange
+
+    place = PlaceholderRange(offset=int(VIDEO[0]), length=len(VIDEO))
+    feature = SimpleNamespace(mm_position=place, modality="video", identifier=name, data={"pixel_values": None})
+    sampling = SimpleNamespace(structured_outputs=None)
+    tokens, features = list(range(num_tokens)), [feature] if name else []
+    return Arrival(f"request-{req_state_idx}", req_state_idx, tokens, features, sampling, **more)
+
+
+def batch_of(*rows: int, start: int = 0, count: int = NUM_TOKENS) -> SimpleNamespace:
+    """Return a step that prefills `count` tokens of each row's prompt."""
+    num_reqs = len(rows)
+    return SimpleNamespace(
+        idx_mapping_np=np.array(rows, dtype=np.int32),
+        is_prefilling_np=np.ones(num_reqs, dtype=bool),
+        num_computed_tokens_np=np.full(num_reqs, start),
+        num_scheduled_tokens=np.full(num_reqs, count),
+        query_start_loc_np=np.arange(num_reqs + 1) * count,
+    )

@@ -1,0 +1,162 @@
+"""Guidance of attention and of hidden states: whose prompt it is of, what a failure costs, what came of it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.unit.engine import fakes
+from tests.unit.engine.fakes import CPU, HIDDEN, NOTHING, VIDEO, Recorder, arrival_of, batch_of, in_list
+from vllm_vidspec.engine.listen import attention, hidden_states
+from vllm_vidspec.engine.listen.attention import AttentionGuidance
+from vllm_vidspec.engine.listen.hidden_states import HiddenStateGuidance
+from vllm_vidspec.engine.listen.listeners import TargetListeners
+from vllm_vidspec.engine.listen.prompts import Guidance
+from vllm_vidspec.engine.listen.protocol import Forward
+from vllm_vidspec.errors import VidSpecError
+
+
+def make_guidance(kind: type[Guidance], monkeypatch, **more) -> Guidance:
+    """Return guidance without a target: one layer of attention, or hidden states that are embeddings of the ids."""
+    counters = fakes.Counts()
+    if kind is AttentionGuidance:
+        layer = SimpleNamespace(impl=SimpleNamespace(num_heads=1, head_size=HIDDEN, scale=1.0))
+        monkeypatch.setattr(attention, "attention_layers", lambda config: {"layers.0": layer})
+        monkeypatch.setattr(attention, "get_tensor_model_parallel_world_size", lambda: 1)
+        monkeypatch.setattr(attention, "check_readable", lambda *_: None)
+        monkeypatch.setattr(attention.compat, "observe_attention", lambda layer, observer: None)
+        vllm_config = SimpleNamespace(device_config=SimpleNamespace(device=CPU))
+        return AttentionGuidance(fakes.make_knobs(**more), vllm_config, counters, fakes.ALONE)
+    monkeypatch.setattr(hidden_states.compat, "expose_hidden_states", lambda target, layers: None)
+    model = SimpleNamespace(dtype=torch.float32, get_hidden_size=lambda: HIDDEN, get_total_num_hidden_layers=lambda: 2)
+    target = SimpleNamespace(embed_input_ids=lambda ids: ids[:, None].float().expand(-1, HIDDEN))
+    vllm_config = SimpleNamespace(model_config=model, device_config=SimpleNamespace(device=CPU))
+    return HiddenStateGuidance(fakes.make_knobs(pruner="uv", **more), target, vllm_config, counters, fakes.ALONE)
+
+
+def hear(listeners: TargetListeners, guidance: Guidance, batch: SimpleNamespace) -> None:
+    """Let the list hear a forward in which every visual token draws as much attention as the other."""
+    listeners.before_forward(batch)
+    step = getattr(guidance, "_step", None)
+    if step is not None:
+        step.sums += 1.0
+        step.num_observed += 1
+    states = torch.ones(int(batch.query_start_loc_np[-1]), HIDDEN)
+    listeners.after_forward(Forward(states, [states, states]))
+
+
+def outcome(listeners: TargetListeners, guidance: Guidance) -> tuple[str, ...]:
+    """Return what comes of a prompt that arrives in row 1 and is heard."""
+    listeners.admit(arrival_of(1))
+    hear(listeners, guidance, batch_of(1))
+    return guidance.take(1).wait().outcome
+
+
+@pytest.mark.parametrize("kind", [AttentionGuidance, HiddenStateGuidance])
+def test_guidance_is_of_the_request_in_the_row(kind, monkeypatch):
+    """Catches: a row whose next request finds the prompt of the one before, or bytes that its states leave behind."""
+    guidance = make_guidance(kind, monkeypatch)
+    guidance.reserve(1 << 20)
+    listeners = in_list(guidance, on_draft_error="raise")
+    listeners.admit(arrival_of(2, "first"))
+    listeners.admit(arrival_of(0, "other"))
+    hear(listeners, guidance, batch_of(0, 2))
+    listeners.forget(2)
+    listeners.admit(arrival_of(2, ""))  # there is nothing to choose in it
+    hear(listeners, guidance, batch_of(2))
+    assert guidance.take(2) is None
+    listeners.admit(arrival_of(2, "second", has_embeds=True))  # its tokens mean nothing
+    assert guidance.take(2) is None
+    guided = guidance.take(0).wait()
+    assert guided.outcome == ("guided_prompts",) and len(guided.scores[0]) == len(VIDEO)
+    assert not guidance._prompts and getattr(guidance, "_num_bytes", 0) == 0
+    assert list(guidance._remembered) == ["other"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [
+        (AttentionGuidance, "before_forward"),
+        (AttentionGuidance, "after_forward"),
+        (HiddenStateGuidance, "_allocate"),
+        (HiddenStateGuidance, "_embed"),
+        (HiddenStateGuidance, "_hear"),
+    ],
+)
+def test_a_failure_costs_the_prompts_in_prefill_their_guidance(kind, step, monkeypatch):
+    """Catches: a reason that is not counted, bytes never given back, a later prompt that pays too."""
+    guidance = make_guidance(kind, monkeypatch)
+    guidance.reserve(1 << 20)
+    other = Recorder()
+    listeners = in_list(guidance, other)
+    with monkeypatch.context() as patch:
+        patch.setattr(guidance, step, lambda *_: 1 / 0)
+        listeners.admit(arrival_of(1))
+        hear(listeners, guidance, batch_of(1))
+    assert other.heard == ["arrive", "before_forward", "after_forward"] and other.cost == 0
+    assert guidance.take(1).wait() == (None, ("unguided_error",))
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(guidance, step, lambda *_: 1 / 0)
+        outcome(in_list(guidance, on_draft_error="raise"), guidance)
+    listeners.forget(1)
+    assert getattr(guidance, "_num_bytes", 0) == 0
+    assert outcome(listeners, guidance) == ("guided_prompts",)
+
+
+def test_an_observer_never_leaves_the_forward_and_is_missed_there(monkeypatch):
+    """Catches: an exception inside the target's forward, and one that is lost there, or that a later step pays for;
+    sums of some layers, as of a captured graph, that pass for those of all.
+    """
+    guidance = make_guidance(AttentionGuidance, monkeypatch)
+    listeners = in_list(guidance)
+    listeners.admit(arrival_of(1))
+    listeners.before_forward(batch_of(1))
+    guidance._observe(0, None, None, None, object())  # a layer without a query
+    guidance._step.num_observed += 1
+    listeners.after_forward(NOTHING)
+    assert guidance.take(1).wait().outcome == ("unguided_error",)
+    assert outcome(listeners, guidance) == ("guided_prompts",)
+    raising = in_list(guidance, on_draft_error="raise")
+    guidance._observe(0, None, None, None, object())  # no step, no error
+    raising.after_forward(NOTHING)
+    raising.admit(arrival_of(2, "unheard"))
+    raising.before_forward(batch_of(2))
+    raising.after_forward(NOTHING)
+    assert guidance.take(2).wait() == (None, ("unguided_unobserved",))
+
+
+def test_layers_follow_the_knobs(monkeypatch):
+    """Catches: layers of the start-up's knobs; a refused change of which half is kept."""
+    guidance = make_guidance(AttentionGuidance, monkeypatch)
+    knobs = guidance.knobs
+    knobs.change(knobs.now.changed({"guidance_layers": (0,)}))
+    assert guidance._layers == {0}
+    with pytest.raises(VidSpecError, match="layers 0 to 0, not 1"):
+        knobs.change(knobs.now.changed({"guidance_layers": (1,)}))
+    assert guidance._layers == {0} and knobs.now.prune.guidance_layers == (0,)
+
+
+def test_states_beyond_the_bound_are_not_kept(monkeypatch):
+    """Catches: a bound that is not one, a prompt that waits for room which another gives back."""
+    guidance = make_guidance(HiddenStateGuidance, monkeypatch)
+    guidance._max_bytes = len(VIDEO) * HIDDEN * 4
+    listeners = in_list(guidance, on_draft_error="raise")
+    for row in (0, 1):
+        listeners.admit(arrival_of(row, f"video-{row}"))
+    hear(listeners, guidance, batch_of(0, 1))
+    assert [guidance.take(row).wait().outcome for row in (0, 1)] == [("guided_prompts",), ("unguided_memory",)]
+    assert guidance._num_bytes == 0
+
+
+def test_a_prompt_that_ends_with_its_video_has_no_text_to_ask_with(monkeypatch):
+    """Catches: "cached" where nothing was; what is counted before the draft has seen the prompt."""
+    guidance, end = make_guidance(AttentionGuidance, monkeypatch), int(VIDEO[-1]) + 1
+    guidance.arrive(arrival_of(0, num_tokens=end))
+    assert guidance.take(0).wait() == (None, ("unguided_no_text",))
+    guidance.arrive(arrival_of(1, num_tokens=end + 1))
+    assert guidance.take(1).wait() == (None, ("unguided_cached",))
+    guidance._remembered["video"] = torch.ones(len(VIDEO))
+    guidance.arrive(arrival_of(2, num_tokens=end))
+    assert guidance.take(2).wait().outcome == ("guided_prompts", "reused_guidance")
+    assert guidance.take(3) is None
+    assert not guidance.counters
