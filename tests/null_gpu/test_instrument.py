@@ -149,7 +149,7 @@ def capture(work):
 
 def test_a_graph_keeps_launches_and_replays_copies(before):
     source = torch.arange(8.0).cuda()
-    target = torch.zeros(8, device="cuda")
+    target = torch.zeros(8).cuda()  # uploaded: here a kernel leaves memory as it is
     before = device.counters()
     graph, *_ = capture(lambda x: (target.copy_(source), x * 2 + 1))
     gained = device.gained(before)
