@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_vidspec.assets import FAMILIES
 from vllm_vidspec.shapeworld.captions import GROUPS
 from vllm_vidspec.tools import plots
 from vllm_vidspec.tools import quality_views as views
@@ -16,7 +17,6 @@ from vllm_vidspec.tools.tables import number, percent
 Row = dict[str, Any]
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "results"
-FAMILIES = ("qwen2.5-vl", "llava-onevision")
 # LVSpec's table 3 (VideoDetailCaption, Qwen2.5-VL 32B/7B): tokens per step without the target's own, and what is kept.
 LVSPEC_TABLE_3: dict[str, tuple[float | None, float]] = {
     "strict": (3.41, 1.0),

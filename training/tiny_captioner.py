@@ -13,9 +13,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from vllm_vidspec.assets import FAMILIES
 from vllm_vidspec.shapeworld import world
 
-FAMILIES = ("qwen2.5-vl", "llava-onevision")
 NUM_LLAVA_FRAMES = 16
 LLAVA_FRAMES = np.linspace(0, world.NUM_FRAMES - 1, NUM_LLAVA_FRAMES, dtype=int)  # as vLLM's loader samples
 QWEN_GROUPS = world.NUM_FRAMES // 2
