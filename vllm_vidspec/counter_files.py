@@ -3,19 +3,15 @@
 import fcntl
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import MetricsFile, path_for
 
 
-class CounterFiles(Mapping[int, MetricsFile]):
+class CounterFiles(dict[int, MetricsFile]):
     """The files of a server's data-parallel engines by their index; each stays mapped, so deleting it harms nobody."""
-
-    def __init__(self, files: dict[int, MetricsFile]) -> None:
-        """Use `create` or `open`."""
-        self._files = files
 
     @classmethod
     def create(cls, instance_id: str, engines: Iterable[int]) -> "CounterFiles":
@@ -34,28 +30,16 @@ class CounterFiles(Mapping[int, MetricsFile]):
         Raises:
             VidSpecError: One of them is missing.
         """
-        return cls({engine: MetricsFile.open(path_for(instance_id, engine)) for engine in engines})
-
-    def __getitem__(self, engine: int) -> MetricsFile:
-        """Return one engine's file."""
-        return self._files[engine]
-
-    def __iter__(self) -> Iterator[int]:
-        """Return the engines' indices."""
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        """Return how many engines there are."""
-        return len(self._files)
+        return cls({engine: MetricsFile(path_for(instance_id, engine)) for engine in engines})
 
     def request(self, req_id: str) -> dict[str, int] | None:
         """Return what the engine that ran a request counted for it; see `MetricsFile.request`."""
-        found = (file.request(req_id) for file in self._files.values())
+        found = (file.request(req_id) for file in self.values())
         return next((counts for counts in found if counts is not None), None)
 
     def refusal(self) -> str | None:
         """Return why an engine did not start, if it is one line of ours; the first there is."""
-        found = (file.refusal() for file in self._files.values())
+        found = (file.refusal() for file in self.values())
         return next((reason for reason in found if reason), None)
 
 
@@ -76,6 +60,6 @@ def sweep() -> list[Path]:
 def leave_refusal(instance_id: str, engine: int, reason: str) -> None:
     """Leave the line that says why an engine does not start, for the process that started it."""
     try:
-        MetricsFile.open(path_for(instance_id, engine)).refuse(reason)
+        MetricsFile(path_for(instance_id, engine)).refuse(reason)
     except VidSpecError:  # the engine's own log has it
         return

@@ -123,7 +123,11 @@ class MetricsFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Map an existing file; use `create` or `open`."""
+        """Map the file that another process created.
+
+        Raises:
+            VidSpecError: The file is missing, too short or of another layout.
+        """
         self.path = str(path)
         try:
             self._held = open(self.path, "r+b")  # noqa: SIM115
@@ -175,15 +179,6 @@ class MetricsFile:
             _unlink(made, os.getpid())
             raise VidSpecError(f"metrics file: {folder} takes no file ({error})") from None
         return created
-
-    @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> "MetricsFile":
-        """Map the file that another process created.
-
-        Raises:
-            VidSpecError: The file is missing, too short or of another layout.
-        """
-        return cls(path)
 
     def add(self, name: str, value: int = 1) -> None:
         """Add to one counter; `KeyError` for a name outside `NAMES`."""
@@ -280,7 +275,7 @@ def read_metrics(path: str | os.PathLike[str]) -> dict[str, int]:
     Raises:
         VidSpecError: The file is missing or of another layout.
     """
-    return MetricsFile.open(path).values()
+    return MetricsFile(path).values()
 
 
 def difference(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
@@ -361,7 +356,9 @@ class _Collector:
                 for engine, values in engines.items():
                     family.add_metric(engine, values[name] / (1e6 if name.endswith("_us") else 1))
                 yield family
-        num_positions = max((_num_positions(values) for values in engines.values()), default=1)
+        # Leading positions up to the last that ever stood, at least one.
+        stood = (i for i in range(MAX_POSITIONS) for values in engines.values() if values[f"accepted_at_pos_{i}"])
+        num_positions = 1 + max(stood, default=0)
         for metric, (text, label, all_values, name) in BY_LABEL.items():
             family = CounterMetricFamily(f"vidspec:{metric}", text, labels=[*labels, label])
             shown = all_values[: num_positions if label == "position" else None]
@@ -373,7 +370,10 @@ class _Collector:
             "vidspec:acceptance_length", "Tokens that a verify step emits, the target's own included.", labels=labels
         )
         for engine, values in engines.items():
-            lengths.add_metric(engine, _lengths(values), values["drafts"] + values["accepted_tokens"])
+            # A step emits more than n tokens where its draft token n - 1, counted from 0, stands.
+            bounds = [(str(n), values["drafts"] - values[f"accepted_at_pos_{n - 1}"]) for n in _LENGTHS]
+            total = values["drafts"]
+            lengths.add_metric(engine, [*bounds, ("+Inf", total)], total + values["accepted_tokens"])
         yield lengths
 
 
@@ -382,18 +382,6 @@ def exposed(name: str) -> str:
     if name.endswith("_us"):
         return f"{name[:-3]}_seconds"
     return {"visual_tokens_full": "visual_tokens", "draft_pool_blocks_total": "draft_pool_blocks"}.get(name, name)
-
-
-def _lengths(values: dict[str, int]) -> list[tuple[str, int]]:
-    """Return the histogram of tokens per verify step: each bound, and how many steps emitted no more than that."""
-    # A step emits more than n tokens where its draft token n - 1, counted from 0, stands.
-    bounds = [(str(n), values["drafts"] - values[f"accepted_at_pos_{n - 1}"]) for n in _LENGTHS]
-    return [*bounds, ("+Inf", values["drafts"])]
-
-
-def _num_positions(values: dict[str, int]) -> int:
-    """Return how many leading positions to show: up to the last that ever stood, at least one."""
-    return max((i + 1 for i in range(MAX_POSITIONS) if values[f"accepted_at_pos_{i}"]), default=1)
 
 
 def _unlink(path: str, owner_pid: int) -> None:

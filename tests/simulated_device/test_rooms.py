@@ -29,7 +29,7 @@ from vidspec_kernels import (
     uv_video_scores,
     visual_relevance,
 )
-from vllm_vidspec.drafting import StaticTree, candidates, chain_tables
+from vllm_vidspec.drafting import StaticTree, candidates, topology_tables
 from vllm_vidspec.drafting.adaptive import confidence
 from vllm_vidspec.drafting.tree import DraftTree
 from vllm_vidspec.pruning import PruneInputs, TokenGrid, get_pruner, pruner_names
@@ -142,7 +142,8 @@ def test_static_trees_and_chains():
             frontier = policy.extend(level, log_probs[: 2 * width], tokens[: 2 * width])
             width = 1 if frontier is None else frontier[0].shape[1]
         policy.finish(True)
-        return policy.tree.tokens, policy.tree.parents, policy.tree.num_nodes, *chain_tables(5, log_probs.device)
+        chain = topology_tables(list(range(5)), log_probs.device)
+        return policy.tree.tokens, policy.tree.parents, policy.tree.num_nodes, *chain
 
     pairs = [draft((i,)) for i in range(40)]
     same_on_both(grow, *(torch.from_numpy(np.stack(part)) for part in zip(*pairs, strict=True)))

@@ -65,7 +65,7 @@ def test_requests_by_id(file):
     assert file.begin_request("twice", {0, 1}) == 2  # around the ring
     assert file.request("twice") == {"exact": 0, "loosened": 0, "shifted": 0}
     file.add_to_requests(np.array([2]), 2 * counts)
-    assert MetricsFile.open(file.path).request("twice") == {"exact": 6, "loosened": 4, "shifted": 2}
+    assert MetricsFile(file.path).request("twice") == {"exact": 6, "loosened": 4, "shifted": 2}
     assert file.request("request-0") is not None and file.request("request-2") is None
 
 
@@ -77,7 +77,7 @@ def test_path_depends_on_the_engine_only():
 def test_other_processes(file):
     """What another process writes is read here; the creator alone unlinks, at its exit; and the import is light."""
     heavy = ("torch", "vllm", "prometheus_client")
-    add = f"for _ in range(1000): MetricsFile.open({str(file.path)!r}).add('drafts')"
+    add = f"for _ in range(1000): MetricsFile({str(file.path)!r}).add('drafts')"
     assert printed_by(add, f"print([name for name in {heavy} if name in sys.modules])") == "[]\n"
     assert file.values()["drafts"] == 1000
     assert os.path.exists(file.path), "only the creator unlinks"
@@ -95,11 +95,7 @@ def full(*_args):
 @pytest.mark.parametrize(
     ("content", "use"),
     [
-        *(
-            (content, use)
-            for content in (None, b"", b"short", b"\0" * 8 * 200)
-            for use in (MetricsFile.open, read_metrics)
-        ),
+        *((content, use) for content in (None, b"", b"short", b"\0" * 8 * 200) for use in (MetricsFile, read_metrics)),
         (None, lambda path: MetricsFile.create(path / "below")),
         (None, MetricsFile.create),
     ],
@@ -121,7 +117,7 @@ def test_values_that_belong_together_are_read_together(file, monkeypatch):
     """Catches: a scrape between "drafts" and their positions, after which a counter of the histogram falls."""
     num_tries = metrics._NUM_TRIES
     monkeypatch.setattr(metrics, "_NUM_TRIES", 10**5)  # a busy machine may keep the writer in between for long
-    reader = MetricsFile.open(file.path)
+    reader = MetricsFile(file.path)
     stop = threading.Event()
 
     def write():
@@ -147,7 +143,7 @@ def test_values_that_belong_together_are_read_together(file, monkeypatch):
 
 
 def test_a_refusal_is_left_for_the_server(file):
-    worker = MetricsFile.open(file.path)
+    worker = MetricsFile(file.path)
     assert file.refusal() is None
     worker.refuse("ä" * 10_000)
     assert 400 < len(file.refusal()) < 1000 and set(file.refusal()) == {"ä"}
@@ -257,7 +253,7 @@ def test_histogram_of_acceptance_lengths(file, sample):
 
 def test_a_deleted_file_is_read_and_written_as_before(file, sample):
     """Catches: counters that vanish, and a server that stops, when somebody tidies the temporary directory."""
-    worker = MetricsFile.open(file.path)
+    worker = MetricsFile(file.path)
     metrics.register_collector({0: file}, "m")
     os.unlink(file.path)
     worker.add("drafts", 3)
@@ -313,7 +309,7 @@ def test_leftovers_are_swept_and_held_files_stay(folder):
 def test_a_writer_keeps_the_file_of_a_server_that_was_killed(folder):
     """The engine may outlive its API server by a while: what it writes to must not be taken for a leftover."""
     CounterFiles.create("a", [0])  # and nothing holds it any more
-    worker = MetricsFile.open(metrics.path_for("a"))
+    worker = MetricsFile(metrics.path_for("a"))
     assert sweep() == []
     del worker
     assert sweep() == [metrics.path_for("a")]

@@ -108,10 +108,7 @@ class VidSpecConfig(BaseModel):
         if "tree-static" not in self.shapes:
             return self
         num_nodes = len(self.tree.static_paths)
-        if self.draft_shape == "tree-static":
-            wrong = {self.num_speculative_tokens} - {num_nodes}
-        else:
-            wrong = {num for _, _, shape, num in self.draft_table or () if shape == "tree-static"} - {num_nodes}
+        wrong = {num for _, _, shape, num in self._rows if shape == "tree-static"} - {num_nodes}
         if wrong:
             raise ValueError(
                 f"this static tree has {num_nodes} nodes: num_speculative_tokens must be {num_nodes}, not {min(wrong)}"
@@ -119,35 +116,32 @@ class VidSpecConfig(BaseModel):
         return self
 
     @property
+    def _rows(self) -> tuple[tuple[int, int, str, int], ...]:
+        """The rows of `draft_table`, or the one that a single shape makes."""
+        if self.draft_shape == "auto":
+            return self.draft_table or ()
+        return ((1, 1, self.draft_shape, self.num_speculative_tokens),)
+
+    @property
     def shapes(self) -> frozenset[str]:
         """Every shape that this configuration can draft."""
-        if self.draft_shape != "auto":
-            return frozenset({self.draft_shape})
-        return frozenset(shape for _, _, shape, _ in self.draft_table or ())
+        return frozenset(shape for _, _, shape, _ in self._rows)
 
     @property
     def max_path(self) -> int:
         """The most drafts that can follow each other in one step."""
-        rows = (
-            self.draft_table or ()
-            if self.draft_shape == "auto"
-            else ((1, 1, self.draft_shape, self.num_speculative_tokens),)
-        )
         return max(
             {
                 "chain": lambda num_tokens: num_tokens,
                 "tree-static": lambda num_tokens: max(map(len, self.tree.static_paths)),
                 "tree-adaptive": lambda num_tokens: min(num_tokens, self.tree.depth_max),
             }[shape](num_tokens)
-            for _, _, shape, num_tokens in rows
+            for _, _, shape, num_tokens in self._rows
         )
 
     def shape_for(self, num_reqs: int) -> str:
         """Return the shape that a batch of so many requests drafts; past the table's end its last row holds."""
-        if self.draft_shape != "auto":
-            return self.draft_shape
-        assert self.draft_table
-        return next((shape for _, last, shape, _ in self.draft_table if num_reqs <= last), self.draft_table[-1][2])
+        return next((shape for _, last, shape, _ in self._rows if num_reqs <= last), self._rows[-1][2])
 
     @property
     def is_self_draft(self) -> bool:

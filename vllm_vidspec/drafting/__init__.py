@@ -1,14 +1,17 @@
 """Drafting: which tokens a draft proposes, as trees batched over requests; pure torch, touches no model and no vLLM."""
 
+import torch
+
+from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.drafting.adaptive import AdaptiveTree
 from vllm_vidspec.drafting.static import StaticTree
-from vllm_vidspec.drafting.tree import DraftTree, TreePolicy, candidates, chain_tables
+from vllm_vidspec.drafting.tree import DraftTree, TreePolicy, candidates, topology_tables
 
-__all__ = [
-    "AdaptiveTree",
-    "DraftTree",
-    "StaticTree",
-    "TreePolicy",
-    "candidates",
-    "chain_tables",
-]
+__all__ = ["AdaptiveTree", "DraftTree", "StaticTree", "TreePolicy", "candidates", "make_policy", "topology_tables"]
+
+
+def make_policy(shape: str, config: VidSpecConfig, max_num_reqs: int, device: torch.device) -> TreePolicy:
+    """Return the policy of a tree shape, "tree-static" or "tree-adaptive"."""
+    if shape == "tree-static":
+        return StaticTree(max_num_reqs, device, config.tree.static_paths, config.num_speculative_tokens)
+    return AdaptiveTree(max_num_reqs, config.num_speculative_tokens, device, config.tree)

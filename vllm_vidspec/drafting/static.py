@@ -23,11 +23,6 @@ class Topology:
     paths: tuple[Path, ...]
     parents: tuple[int, ...]
 
-    @property
-    def num_candidates(self) -> int:
-        """The largest rank + 1."""
-        return max(path[-1] for path in self.paths) + 1
-
     def cut(self, num_nodes: int) -> "Topology":
         """Return the tree of the first nodes; it may be empty."""
         return Topology(self.paths[:num_nodes], self.parents[:num_nodes])
@@ -109,15 +104,14 @@ class StaticTree:
         self.max_nodes = len(topology.paths) if max_nodes is None else max_nodes
         self.tree = DraftTree(max_num_reqs, self.max_nodes, device)
         self.topology = topology.cut(self.max_nodes)
-        self.num_candidates = self.topology.num_candidates
+        self.num_candidates = max(path[-1] for path in self.topology.paths) + 1
         frontiers = self.topology.frontiers()
         self.max_depth = len(frontiers)
         self.max_frontier = max(map(len, frontiers))
         self.needs_log_probs = False
         self._plans: dict[int, _Plan] = {}
-        self._written: _Plan | None = None  # whose tables are in the buffers
-        self._plan = self._plan_of(self.max_nodes)
-        self._write(self._plan)
+        self._budget = -1  # whose plan is in the buffers
+        self._use(self.max_nodes)
         self._num_reqs = 0
 
     def admit(self, rows_np: np.ndarray) -> None:
@@ -129,8 +123,7 @@ class StaticTree:
     def begin(self, rows: Tensor, rows_np: np.ndarray, max_nodes: int) -> int:
         """Start a step; see `TreePolicy`. Tokens of the last step stay until the levels overwrite them."""
         self._num_reqs = len(rows_np)
-        self._plan = self._plan_of(max_nodes)
-        self._write(self._plan)
+        self._use(max_nodes)
         self.tree.num_nodes[: self._num_reqs] = 0
         return len(self._plan.levels)
 
@@ -146,12 +139,6 @@ class StaticTree:
     def finish(self, fill: bool) -> None:
         """Set the number of nodes; see `TreePolicy`."""
         self.tree.num_nodes[: self._num_reqs] = self._plan.num_nodes
-
-    def _plan_of(self, budget: int) -> _Plan:
-        budget = max(0, min(budget, len(self.topology.paths)))
-        if budget not in self._plans:
-            self._plans[budget] = self._make_plan(self.topology.cut(budget))
-        return self._plans[budget]
 
     def _make_plan(self, topology: Topology) -> _Plan:
         device, levels = self.tree.device, []
@@ -172,12 +159,16 @@ class StaticTree:
         parents = [*topology.parents, *[0] * (self.max_nodes - num_nodes)]  # leaves under the root past the nodes
         return _Plan(num_nodes, *topology_tables(parents, device), tuple(levels))
 
-    def _write(self, plan: _Plan) -> None:
-        """Bring the constants of a plan into every batch row; a budget rarely changes, mostly near a text's end."""
-        if self._written is plan:
+    def _use(self, budget: int) -> None:
+        """Bring the constants of a budget's plan into every batch row; it rarely changes, mostly near a text's end."""
+        budget = max(0, min(budget, len(self.topology.paths)))
+        if budget == self._budget:
             return
+        if budget not in self._plans:
+            self._plans[budget] = self._make_plan(self.topology.cut(budget))
+        self._budget, self._plan = budget, self._plans[budget]
+        plan = self._plan
         self.tree.parents.copy_(plan.parents)
         self.tree.depths.copy_(plan.depths)
         self.tree.ancestors.copy_(plan.ancestors)
         self.tree.tokens[:, 1 + plan.num_nodes :] = -1
-        self._written = plan

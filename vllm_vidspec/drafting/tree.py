@@ -48,16 +48,10 @@ class DraftTree:
         self.max_num_reqs = max_num_reqs
         self.max_nodes = max_nodes
         self.device = torch.device(device)
-        # [K + 1] a tree without nodes
-        own_bits = [_as_int64(1 << (node - 1)) for node in range(1, max_nodes + 1)]
-        empty = {
-            "tokens": torch.full((max_nodes + 1,), -1, dtype=torch.int64),
-            "parents": torch.tensor([-1] + [0] * max_nodes, dtype=torch.int32),
-            "depths": torch.tensor([0] + [1] * max_nodes, dtype=torch.int32),
-            "ancestors": torch.tensor([0, *own_bits], dtype=torch.int64),
-            "log_probs": torch.tensor([0.0] + [-torch.inf] * max_nodes, dtype=torch.float32),
-        }
-        empty = {name: values.to(self.device) for name, values in empty.items()}
+        # [K + 1] a tree without nodes: leaves under the root
+        empty = dict(zip(("parents", "depths", "ancestors"), topology_tables([0] * max_nodes, device), strict=True))
+        empty["tokens"] = torch.full((max_nodes + 1,), -1, dtype=torch.int64, device=device)
+        empty["log_probs"] = torch.tensor([0.0] + [-torch.inf] * max_nodes, dtype=torch.float32, device=device)
         buffers = {name: values.repeat(max_num_reqs, 1) for name, values in empty.items()}
         self.tokens = buffers["tokens"]
         self.parents = buffers["parents"]
@@ -165,7 +159,6 @@ class TreePolicy(Protocol):
 
     def admit(self, rows_np: np.ndarray) -> None:
         """Forget what is known of these rows, `[n]` int64 on the host: requests that begin, or begin anew, on them."""
-        ...
 
     def observe(self, rows: Tensor, num_accepted: Tensor) -> None:
         """Learn what became of the last trees.
@@ -175,7 +168,6 @@ class TreePolicy(Protocol):
             num_accepted: int32 [R], accepted draft tokens, without the target's own; -1 = the request had no verify
                 step, its history stays.
         """
-        ...
 
     def begin(self, rows: Tensor, rows_np: np.ndarray, max_nodes: int) -> int:
         """Start a step: empty the trees of batch rows 0 to R - 1.
@@ -188,7 +180,6 @@ class TreePolicy(Protocol):
         Returns:
             Draft forwards of this step, the root's included; >= 1.
         """
-        ...
 
     def extend(self, level: int, log_probs: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor] | None:
         """Append the chosen ones of a frontier's candidate children to `tree`.
@@ -205,7 +196,6 @@ class TreePolicy(Protocol):
             token_ids: int64 [R, F'], their tokens.
             None after the last level.
         """
-        ...
 
     def finish(self, fill: bool) -> None:
         """End the step: set `tree.num_nodes`.
@@ -215,22 +205,6 @@ class TreePolicy(Protocol):
                 were not taken, as leaves, best first, as far as candidates reach. For async scheduling, which fixes
                 the number of drafts. A topology that is fixed has nothing to append.
         """
-        ...
-
-
-def chain_tables(max_nodes: int, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the chain as a tree: node i's parent is i - 1.
-
-    Args:
-        max_nodes: K, in [1, 64].
-        device: Where the tables live.
-
-    Returns:
-        parents: int32 [K + 1]; root -1.
-        depths: int32 [K + 1].
-        ancestors: int64 [K + 1], see `DraftTree`.
-    """
-    return topology_tables(list(range(max_nodes)), device)
 
 
 def topology_tables(parents: list[int], device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,5 @@
-"""What a scorer is given and returns, and the table of scorers by name."""
+"""What scoring is given and returns."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -47,33 +46,3 @@ class Scored:
     num_sampled: Tensor
     path: Tensor | None = None
     kinds: Tensor | None = None
-
-
-Scorer = Callable[[ScoreInputs], Scored]
-
-_SCORERS: dict[str, Scorer] = {}
-
-
-def register_scorer(name: str, scorer: Scorer) -> None:
-    """Add a scorer under a name that `ScoreKnobs.scorer` can take.
-
-    Raises:
-        ValueError: The name is taken.
-    """
-    if name in _SCORERS:
-        raise ValueError(f"scorer {name!r} is registered already")
-    _SCORERS[name] = scorer
-
-
-def get_scorer(name: str) -> Scorer:
-    """Return a scorer by name.
-
-    Raises:
-        KeyError: No such scorer.
-    """
-    return _SCORERS[name]
-
-
-def scorer_names() -> tuple[str, ...]:
-    """Return the registered names."""
-    return tuple(_SCORERS)

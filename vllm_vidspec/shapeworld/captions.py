@@ -25,11 +25,7 @@ ATTRIBUTE_WORDS = frozenset(
         *(*world.SIZES, *world.MOTIONS, *world.POSITIONS, *world.EVENTS, *world.NUMBERS),
     }
 )
-_PHRASES = (
-    *(option for options in world.FILLERS.values() for option in options),
-    *world.POSITIONS.values(),
-)
-FILLER_WORDS = frozenset({*" ".join(_PHRASES).split(), "a", "scenes", ".", ","}) - ATTRIBUTE_WORDS
+FILLER_WORDS = frozenset(world.vocabulary()) - {"describe"} - ATTRIBUTE_WORDS  # "describe" is the question's alone
 
 # What only the video can tell, by whatever word: also whether another object, another scene or the end comes, and where
 # an object is, which is settled by the first word of its place.

@@ -3,7 +3,7 @@
 import csv
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm_vidspec.errors import VidSpecError
@@ -32,19 +32,17 @@ def flatten(row: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def write_rows(
-    path: str, columns: Sequence[str], rows: Iterable[dict[str, Any]], provenance: Mapping[str, Any]
-) -> None:
-    """Write rows, flattened, under their columns; the first line is a comment with the provenance as JSON.
+def write_rows(path: str, result: Mapping[str, Any], columns: Sequence[str]) -> None:
+    """Write a result's rows, flattened, under their columns; the first line is a comment with its provenance as JSON.
 
     Raises:
         VidSpecError: The file cannot be written.
     """
     with writing(path), open(path, "w", newline="") as file:
-        file.write(f"# {json.dumps(provenance)}\n")
+        file.write(f"# {json.dumps(result['provenance'])}\n")
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(map(flatten, rows))
+        writer.writerows(map(flatten, result["rows"]))
 
 
 def read_rows(

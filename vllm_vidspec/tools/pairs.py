@@ -34,7 +34,6 @@ def num_speculative_tokens(drafting: str) -> int:
 class Pair:
     """What differs between the families when one runs a bundled checkpoint."""
 
-    family: str
     num_frames: int  # what a video is sampled to, as vLLM's loader samples
     visual: dict[str, str]  # modality -> what a prompt holds in the item's place
     chat: str  # one user turn, as the checkpoint's chat template renders it
@@ -43,7 +42,6 @@ class Pair:
 
 PAIRS: dict[str, Pair] = {
     "qwen2.5-vl": Pair(
-        family="qwen2.5-vl",
         num_frames=32,
         visual={
             "video": "<|vision_start|><|video_pad|><|vision_end|>",
@@ -53,7 +51,6 @@ PAIRS: dict[str, Pair] = {
         with_metadata=True,
     ),
     "llava-onevision": Pair(
-        family="llava-onevision",
         num_frames=16,
         visual={"video": "<video>\n", "image": "<image>\n"},
         chat="<|im_start|>user {visual}{question}<|im_end|><|im_start|>assistant\n",

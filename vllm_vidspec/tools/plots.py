@@ -3,6 +3,7 @@
 python -m vllm_vidspec.tools.plots F.csv F.png
 """
 
+import functools
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -81,14 +82,8 @@ def check_room(path: str, axes: Mapping[str, Sequence[Any]]) -> None:
         )
 
 
-def write_csv(path: str, result: dict[str, Any]) -> None:
-    """Write the rows of `acceptance.run` under COLUMNS; see `csv_files.write_rows`."""
-    csv_files.write_rows(path, COLUMNS, result["rows"], result["provenance"])
-
-
-def read_csv(path: str) -> list[dict[str, Any]]:
-    """Return the flat rows that `write_csv` wrote; see `csv_files.read_rows`."""
-    return csv_files.read_rows(path, COLUMNS, "bench acceptance", _LATER)
+write_csv = functools.partial(csv_files.write_rows, columns=COLUMNS)
+read_csv = functools.partial(csv_files.read_rows, columns=COLUMNS, command="bench acceptance", later=_LATER)
 
 
 def shown_tables(rows: list[dict[str, Any]]) -> Iterator[Table]:
@@ -206,10 +201,7 @@ def _styles(shapes: Sequence[str]) -> dict[str, tuple[str, str]]:
     return found
 
 
-def main() -> int:
-    """Redraw a figure from its CSV file; see `csv_files.redraw`."""
-    return csv_files.redraw("plots", read_csv, draw)
-
+main = functools.partial(csv_files.redraw, "plots", read_csv, draw)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,20 +16,16 @@ from types import TracebackType
 from typing import Any
 
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.metrics import GAUGES, GUIDANCE_FALLBACKS, KINDS, MAX_POSITIONS, NAMES, SKIP_REASONS, STRICT_REASONS
+from vllm_vidspec.metrics import BY_LABEL, GAUGES, NAMES, exposed
 from vllm_vidspec.tools.pairs import engine_env
 
 _OURS = re.compile(r"vidspec: (.+)")
-_OWN_LABELS = ("kind", "position", "reason")  # beside those that every metric has
-# Counters that do not have their own name: a metric for several of them, told apart by a label; two without a suffix.
-_SHOWN_OTHERWISE: dict[str, tuple[str, str]] = {
-    "visual_tokens_full": ("visual_tokens_total", ""),
-    "draft_pool_blocks_total": ("draft_pool_blocks", ""),
-    **{f"skipped_{reason}": ("skipped_requests_total", reason) for reason in SKIP_REASONS},
-    **{f"strict_{reason}": ("strict_requests_total", reason) for reason in STRICT_REASONS},
-    **{f"unguided_{reason}": ("unguided_prompts_total", reason) for reason in GUIDANCE_FALLBACKS},
-    **{f"{kind}_tokens": ("standing_tokens_total", kind) for kind in KINDS},
-    **{f"accepted_at_pos_{i}": ("accepted_tokens_per_position_total", str(i)) for i in range(MAX_POSITIONS)},
+_OWN_LABELS = {label for _, label, _, _ in BY_LABEL.values()}  # beside those that every metric has
+# Counters that share a metric -> its name, and the value of its label that tells them apart.
+_LABELLED = {
+    name.format(value): (f"{metric}_total", str(value))
+    for metric, (_, _, values, name) in BY_LABEL.items()
+    for value in values
 }
 _PYTHON_ERROR = re.compile(r"(?:^|\s)((?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt)\b: .+)")
 
@@ -176,8 +172,4 @@ def from_prometheus(text: str) -> dict[str, int]:
 
 def _shown_as(name: str) -> tuple[str, str]:
     """Return the Prometheus name of a counter, without its prefix, and the value of its own label."""
-    if name in _SHOWN_OTHERWISE:
-        return _SHOWN_OTHERWISE[name]
-    if name in GAUGES:
-        return name, ""
-    return f"{name.removesuffix('_us')}_seconds_total" if name.endswith("_us") else f"{name}_total", ""
+    return _LABELLED.get(name) or (exposed(name) if name in GAUGES else f"{exposed(name)}_total", "")

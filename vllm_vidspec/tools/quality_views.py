@@ -3,6 +3,7 @@
 python -m vllm_vidspec.tools.quality_views F.csv F.png
 """
 
+import functools
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -68,27 +69,27 @@ def panel_name(panel: Panel, family: bool = True) -> str:
     return f"{name}, {words}" if family else words
 
 
-def longest_kept(rows: Sequence[Row], floor: float = FLOOR) -> dict[str, Row | None]:
+def longest_kept(rows: Sequence[Row]) -> dict[str, Row | None]:
     """Return, for each lossy scorer of a panel, the row of the longest acceptance that keeps enough, or None."""
     found: dict[str, Row | None] = {}
     for scorer in LOSSY:
         ours = [row for row in rows if row["method"] == scorer]
-        kept = [row for row in ours if _is_kept(row, floor)]
+        kept = [row for row in ours if _is_kept(row)]
         if ours:
             found[scorer] = max(kept, key=lambda row: row["acceptance_length"], default=None)
     return found
 
 
-def longest_words(rows: Sequence[Row], floor: float = FLOOR) -> str:
+def longest_words(rows: Sequence[Row]) -> str:
     """Return what `longest_kept` found as a sentence."""
     parts = [
         f"{scorer} nowhere"
         if row is None
         else f"{setting_name(row)} with {row['acceptance_length']:.2f} tokens per step ({row['ratio_to_strict']:.2f} "
         f"of strict's, {100 * row['retention']:.1f} % kept)"
-        for scorer, row in longest_kept(rows, floor).items()
+        for scorer, row in longest_kept(rows).items()
     ]
-    return f"At least {100 * floor:g} % kept: {'; '.join(parts) or 'nothing was loosened'}."
+    return f"At least {100 * FLOOR:g} % kept: {'; '.join(parts) or 'nothing was loosened'}."
 
 
 # Everything but lengths, ratios and the AUC in percent.
@@ -108,9 +109,9 @@ def _in_percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}".removesuffix(".0")
 
 
-def _is_kept(row: Row, floor: float = FLOOR) -> bool:
+def _is_kept(row: Row) -> bool:
     """Return whether a lossy scorer keeps enough."""
-    return row["method"] in LOSSY and row["retention"] is not None and row["retention"] >= floor
+    return row["method"] in LOSSY and row["retention"] is not None and row["retention"] >= FLOOR
 
 
 def shown_tables(rows: Sequence[Row]) -> Iterator[Table]:
@@ -121,14 +122,8 @@ def shown_tables(rows: Sequence[Row]) -> Iterator[Table]:
         yield tables.by_columns(_COLUMNS, ours, style=style, title=panel_name(panel), caption=caption, padding=0)
 
 
-def write_csv(path: str, result: dict[str, Any]) -> None:
-    """Write the rows of `quality.run` under COLUMNS; see `csv_files.write_rows`."""
-    csv_files.write_rows(path, COLUMNS, result["rows"], result["provenance"])
-
-
-def read_csv(path: str) -> list[Row]:
-    """Return the flat rows that `write_csv` wrote; see `csv_files.read_rows`."""
-    return csv_files.read_rows(path, COLUMNS, "bench quality")
+write_csv = functools.partial(csv_files.write_rows, columns=COLUMNS)
+read_csv = functools.partial(csv_files.read_rows, columns=COLUMNS, command="bench quality")
 
 
 def draw(rows: Sequence[Row], path: str) -> None:
@@ -206,10 +201,7 @@ def _point(row: Row) -> tuple[float, float]:
     return row["acceptance_length"], 100 * row["retention"]
 
 
-def main() -> int:
-    """Redraw a figure from its CSV file; see `csv_files.redraw`."""
-    return csv_files.redraw("quality_views", read_csv, draw)
-
+main = functools.partial(csv_files.redraw, "quality_views", read_csv, draw)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -118,11 +118,12 @@ def to_html(row: dict[str, Any]) -> str:
         f"<p>{_span('token', kind, color(ends[0], ends))} {html.escape(words)}</p>" for kind, words in _LEGEND.items()
     )
     marks += f"<p>{_span('token', 'exact', _UNMEASURED)} not measured</p>"
+    style = "".join(f".{kind} {{ border: 2px {line} {tint}; }}\n" for kind, (tint, line) in _MARKS.items())
     gradient = f"linear-gradient(to right, {color(ends[0], ends)}, {color(ends[1], ends)})"
     lines = [
         "<!DOCTYPE html>",
         f'<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title(row))}</title>',
-        f"<style>{_STYLE}{_mark_style()}</style></head><body>",
+        f"<style>{_STYLE}{style}</style></head><body>",
         f"<h1>{html.escape(title(row))}</h1>",
         f'<p class="small">{html.escape(setting(row))}</p>',
         f'<p class="small">Asked: {html.escape(row["question"])}</p>',
@@ -133,10 +134,6 @@ def to_html(row: dict[str, Any]) -> str:
         "</body></html>",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _mark_style() -> str:
-    return "".join(f".{kind} {{ border: 2px {line} {tint}; }}\n" for kind, (tint, line) in _MARKS.items())
 
 
 def _html_token(word: str, value: float | None, kind: str, ends: tuple[float, float]) -> str:

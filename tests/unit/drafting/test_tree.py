@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.drafting.fake_draft import BUFFERS, check_tree, quick, work_in_torch
-from vllm_vidspec.drafting import DraftTree, candidates, chain_tables
+from vllm_vidspec.drafting import DraftTree, candidates, topology_tables
 
 # --- chains ---
 
 
 @pytest.mark.parametrize("max_nodes", [1, 2, 5, 63, 64])
-def test_chain_tables_are_a_chain(max_nodes):
+def test_tables_of_a_chain(max_nodes):
     """Catches: a table without the root, a mask without the node itself, node 64's bit lost in the sign."""
-    parents, depths, ancestors = chain_tables(max_nodes, "cpu")
+    parents, depths, ancestors = topology_tables(list(range(max_nodes)), "cpu")
     assert (parents.dtype, depths.dtype, ancestors.dtype) == (torch.int32, torch.int32, torch.int64)
     assert parents.tolist() == list(range(-1, max_nodes)) and depths.tolist() == list(range(max_nodes + 1))
     assert [word % 2**64 for word in ancestors.tolist()] == [2**node - 1 for node in range(max_nodes + 1)]
@@ -164,7 +164,7 @@ def test_leaves_are_the_best_candidates(arrays, seed, num_reqs, num_parents, num
             work_in_torch(patch)
         tree = DraftTree(num_reqs + 1, 64, "cpu")
         num_nodes = rng.integers(num_parents, 65, num_reqs)
-        parents, depths, ancestors = chain_tables(64, "cpu")
+        parents, depths, ancestors = topology_tables(list(range(64)), "cpu")
         for row, num in enumerate(num_nodes):
             tree.parents[row, : num + 1], tree.depths[row, : num + 1] = parents[: num + 1], depths[: num + 1]
             tree.ancestors[row, : num + 1] = ancestors[: num + 1]

@@ -12,7 +12,7 @@ import torch
 from vidspec_kernels import LOWEST, SHIFT
 from vllm_vidspec import metrics
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.scoring import Looseness, ScoreInputs, score_loose
+from vllm_vidspec.scoring import Looseness, ScoreInputs, score
 
 pytest.importorskip("vllm")
 from vllm_vidspec.engine import worker
@@ -128,7 +128,7 @@ def test_the_kinds_that_the_scorer_writes_are_the_ones_that_are_counted(server):
     )
     # Expected are 5, 8 and 5; 6 has the lowest score, and the 5 behind it is drafted elsewhere.
     target, drafts, bounds = torch.tensor([5, 8, 5, 1]), torch.tensor([0, 5, 6, 7]), torch.tensor([0, 4]).int()
-    scored = score_loose(ScoreInputs(target, drafts, bounds, K, looseness=looseness))
+    scored = score(ScoreInputs(target, drafts, bounds, K, looseness=looseness))
     kinds = [metrics.Kind(kind) for kind in scored.kinds[0].tolist()]
     assert kinds == [metrics.Kind.EXACT, metrics.Kind.LOOSENED, metrics.Kind.SHIFTED, metrics.Kind.OWN]
     counters = worker_counters(server())

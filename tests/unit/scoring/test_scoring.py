@@ -1,10 +1,10 @@
 """The strict scorer against chains worked out by hand."""
 
-import pytest
 import torch
 
+from vllm_vidspec import scoring
 from vllm_vidspec.config import ScoreKnobs
-from vllm_vidspec.scoring import ScoreInputs, TreeShapes, get_scorer, register_scorer, scorer_names
+from vllm_vidspec.scoring import RULES, ScoreInputs, TreeShapes
 
 
 def score(requests: list[tuple[list[int], list[int]]], max_drafts: int) -> list[list[int]]:
@@ -12,7 +12,7 @@ def score(requests: list[tuple[list[int], list[int]]], max_drafts: int) -> list[
     target = [token for rows, _ in requests for token in rows]
     draft = [token for rows, drafts in requests for token in [7777, *drafts][: len(rows)]]
     ends = torch.tensor([0, *(len(rows) for rows, _ in requests)]).cumsum(0).to(torch.int32)
-    scored = get_scorer("strict")(ScoreInputs(torch.tensor(target), torch.tensor(draft), ends, max_drafts))
+    scored = scoring.score(ScoreInputs(torch.tensor(target), torch.tensor(draft), ends, max_drafts))
     assert scored.path is None
     return [row[:count].tolist() for row, count in zip(scored.sampled, scored.num_sampled, strict=True)]
 
@@ -45,7 +45,7 @@ def test_the_longest_path_of_a_tree_and_the_nodes_behind_it():
     trees = TreeShapes(torch.tensor([4, 0]), parents, depths, ancestors)
     target = torch.tensor([7, 1, 8, 9, 7, 1, 8])
     drafts = torch.tensor([5, 7, 7, 8, 5, 6, 7])  # both children of the first root are right, the second goes on
-    scored = get_scorer("strict")(ScoreInputs(target, drafts, torch.tensor([0, 4, 7], dtype=torch.int32), 3, trees))
+    scored = scoring.score(ScoreInputs(target, drafts, torch.tensor([0, 4, 7], dtype=torch.int32), 3, trees))
     assert scored.sampled.tolist() == [[7, 8, 9, 0], [7, 8, 0, 0]]
     assert scored.num_sampled.tolist() == [3, 2]
     assert scored.path.tolist() == [[0, 2, 3, 3], [0, 2, 2, 3]]
@@ -53,6 +53,4 @@ def test_the_longest_path_of_a_tree_and_the_nodes_behind_it():
 
 def test_every_configured_scorer_exists():
     """Catches: a `scorer` that the configuration accepts and no code implements."""
-    assert set(ScoreKnobs.model_fields["scorer"].annotation.__args__) <= set(scorer_names())
-    with pytest.raises(ValueError, match="registered already"):
-        register_scorer("strict", get_scorer("strict"))
+    assert set(ScoreKnobs.model_fields["scorer"].annotation.__args__) == set(RULES)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from vllm_vidspec.drafting.factory import make_policy
+from vllm_vidspec.drafting import make_policy
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft.chains import ChainDrafter, RootFeeder
 from vllm_vidspec.engine.draft.kv import DraftKV

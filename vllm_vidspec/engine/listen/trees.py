@@ -13,7 +13,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vidspec_kernels import kv_compact
-from vllm_vidspec.drafting import DraftTree, chain_tables
+from vllm_vidspec.drafting import DraftTree, topology_tables
 from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.listen.protocol import Forward, TargetListener
 from vllm_vidspec.engine.requests import RequestRows
@@ -53,7 +53,7 @@ class TargetTrees(TargetListener):
         self._is_tree = requests.is_tree
         max_num_reqs = len(self._is_tree)
         # [max_num_reqs, K + 1] each; a chain wherever no tree was drafted
-        self._chain = chain_tables(max_nodes, device)
+        self._chain = topology_tables(list(range(max_nodes)), device)
         self.parents, self.depths, self.ancestors = (
             table.expand(max_num_reqs, -1).contiguous() for table in self._chain
         )

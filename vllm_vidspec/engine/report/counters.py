@@ -67,7 +67,7 @@ class Counters:
         engine = vllm_config.parallel_config.data_parallel_index
         instance_id = vllm_config.instance_id.removesuffix(f"_dp{engine}")  # Ray's, by which it tells engines apart
         try:
-            return metrics.MetricsFile.open(metrics.path_for(instance_id, engine))
+            return metrics.MetricsFile(metrics.path_for(instance_id, engine))
         except VidSpecError as error:  # a worker on another host than the API server
             logger.warning("vidspec: counters are not published: %s", error)
             return None

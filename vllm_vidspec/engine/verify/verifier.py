@@ -14,7 +14,7 @@ from vllm_vidspec.engine.verify.node_paths import PathSampler
 from vllm_vidspec.engine.verify.rules import LooseRules
 from vllm_vidspec.engine.verify.step import VerifySlice, VerifyStep
 from vllm_vidspec.engine.verify.watch import ScoreWatch
-from vllm_vidspec.scoring import Scored, ScoreInputs, get_scorer
+from vllm_vidspec.scoring import Scored, ScoreInputs, score
 
 
 class CoupledVerifier(RejectionSampler):
@@ -55,7 +55,7 @@ class CoupledVerifier(RejectionSampler):
         )
         logprobs = ("sampled", "num_sampled", "logits", "cu_num_logits", "cu_num_logits_np")
         expect_parameters(RejectionSampler._get_logprobs_tensors, *logprobs)
-        self._score = get_scorer("loose")  # every request by its own rule; strictly where none may be loose
+        self._score = score  # every request by its own rule; strictly where none may be loose
         self._counters = counters
         self._trees = trees
         self._rules = rules

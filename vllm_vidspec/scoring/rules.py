@@ -1,30 +1,33 @@
-"""The scorers that let mismatches stand: LVSpec's, FLy's and a random baseline; one walk, rules by request."""
+"""The scorers: strict, and LVSpec's, FLy's and a random one that let mismatches stand; one walk, rules by request."""
 
 import torch
 from torch import Tensor
 
 from vidspec_kernels import LOWEST, WINDOW, accept
 from vllm_vidspec.scoring.base import Scored, ScoreInputs
-from vllm_vidspec.scoring.strict import score_strict
 
-# What lets a mismatch stand, by scorer; `position_shift` adds SHIFT to LVSpec's.
+# Every scorer, and what lets a mismatch stand in it; `position_shift` adds SHIFT to LVSpec's.
 RULES = {"strict": 0, "loose": LOWEST, "random": LOWEST, "fly": WINDOW, "fly-entropy": WINDOW}
 
 
-def score_loose(inputs: ScoreInputs) -> Scored:
+def score(inputs: ScoreInputs) -> Scored:
     """Accept the longest path whose every draft is exact or may stand though it is not (LVSpec eq. 9-11; FLy).
 
+    Strictly, where nothing may be loose, that is the longest path from the root that the target itself samples, which
+    is lossless at every temperature. Every emitted token is then the target's own sample under vanilla's own noise: the
+    accepted drafts because they equal it, and the one after them because it is emitted in the rejected draft's place
+    (Gumbel-max coupling; Daliri, Musco, Suresh 2025, "Coupling without communication and drafter-invariant speculative
+    decoding").
+
     An accepted mismatch emits the draft's token, whose KV is the one that both models hold; what follows it is the
-    target's sample given that token. Requests whose rule is 0 get exactly what `score_strict` gives them.
+    target's sample given that token. A request whose rule is 0 is verified strictly.
 
     Args:
-        inputs: The verify step, with its looseness; without it nothing is loosened.
+        inputs: The verify step; without looseness nothing is loosened.
 
     Returns:
-        What stands, and why.
+        What stands, and why; of equally long paths the first.
     """
-    if inputs.looseness is None:
-        return score_strict(inputs)
     tokens = (inputs.target_tokens, inputs.draft_tokens, inputs.cu_num_logits)
     return Scored(*accept(*tokens, inputs.max_drafts, inputs.trees, inputs.looseness))
 
