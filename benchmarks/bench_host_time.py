@@ -150,7 +150,7 @@ class HostTime:
         from vllm_vidspec.engine.draft import kv, noise
         from vllm_vidspec.engine.draft import trees as tree_drafter
         from vllm_vidspec.engine.listen import trees as target_trees
-        from vllm_vidspec.scoring import strict
+        from vllm_vidspec.scoring import rules as scorers
 
         speculator, drafts = runner.speculator, runner.speculator.drafter
         chains, trees = drafts.chains, drafts.trees
@@ -171,7 +171,7 @@ class HostTime:
             (runner.counters, "observe", "counters.observe"),
             (runner.counters, "add", "counters.add"),
             (chain_drafter, "step", KERNEL + "step (chain)"),
-            (strict, "accept", KERNEL + "accept"),
+            (scorers, "accept", KERNEL + "accept"),
         ]
         if trees is not None:
             parts += [

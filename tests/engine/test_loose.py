@@ -14,7 +14,7 @@ from tests.engine.conftest import SCENARIOS
 from tests.engine.harness import CHUNK_SIZES, FAMILIES, LLAVA, NO_CACHE, QWEN, assert_same_answers, token_ids
 from tests.engine.seams import rules, state_store, visual_states
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.scoring import loose
+from vllm_vidspec.scoring import rules as scorers
 from vllm_vidspec.tools import pairs
 
 pytestmark = pytest.mark.engine
@@ -225,7 +225,7 @@ def rows_not_normalised(patch):
 
 
 def the_targets_token_over_the_drafts_kv(patch):
-    original = loose.accept
+    original = scorers.accept
 
     def accept(target_tokens, *args):
         sampled, num_sampled, path, kinds = original(target_tokens, *args)
@@ -235,7 +235,7 @@ def the_targets_token_over_the_drafts_kv(patch):
             sampled[i, : len(own)] = torch.where(kinds[i, : len(own)] > 1, own, sampled[i, : len(own)])
         return sampled, num_sampled, path, kinds
 
-    patch.setattr(loose, "accept", accept)
+    patch.setattr(scorers, "accept", accept)
 
 
 @pytest.mark.parametrize(

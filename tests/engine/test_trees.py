@@ -10,7 +10,8 @@ from tests.engine.conftest import SCENARIOS
 from tests.engine.harness import LLAVA, QWEN, assert_all_stands, assert_begins, token_ids
 from tests.engine.seams import TargetTrees, tree_drafter
 from vllm_vidspec import metrics
-from vllm_vidspec.scoring import Scored, strict
+from vllm_vidspec.scoring import Scored
+from vllm_vidspec.scoring import rules as scorers
 
 pytestmark = pytest.mark.engine
 
@@ -79,14 +80,14 @@ def leaking_sibling(patch) -> None:
 
 def wrong_branch(patch) -> None:
     """The right tokens stand, but the KV of the first branch is kept."""
-    original = strict.accept
+    original = scorers.accept
 
     def first_branch(*args):
         scored = Scored(*original(*args))
         in_order = torch.arange(scored.path.shape[1], dtype=torch.int32)
         return scored.sampled, scored.num_sampled, in_order.expand_as(scored.path), None
 
-    patch.setattr(strict, "accept", first_branch)
+    patch.setattr(scorers, "accept", first_branch)
 
 
 def noise_by_slot(patch) -> None:
@@ -112,7 +113,7 @@ def test_planted_bug_is_caught(decoys, reference, mutation):
 
 def untruncated(patch) -> None:
     """The verifier takes every tree for whole: its last nodes' rows belong to the next request."""
-    original = strict.accept
+    original = scorers.accept
 
     def whole(target_tokens, draft_tokens, cu_num_logits, max_drafts, trees):
         pad = torch.zeros(max_drafts + 1, dtype=torch.int64)
@@ -122,7 +123,7 @@ def untruncated(patch) -> None:
         bounds = torch.arange(len(starts) + 1, dtype=torch.int32) * (max_drafts + 1)
         return original(targets[rows], drafts[rows], bounds, max_drafts, trees)
 
-    patch.setattr(strict, "accept", whole)
+    patch.setattr(scorers, "accept", whole)
 
 
 def test_a_cut_tree_taken_for_a_whole_one_is_caught(reference):
