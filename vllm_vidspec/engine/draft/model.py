@@ -145,12 +145,6 @@ class DraftModel:
         """Token ids that the draft has embeddings of, and logits of one row."""
         return self.config.model_config.get_vocab_size()
 
-    @property
-    def bytes_per_embedding(self) -> int:
-        """Bytes of one vision embedding."""
-        model_config = self.config.model_config
-        return model_config.get_inputs_embeds_size() * model_config.dtype.itemsize
-
     def make_vision_cache(self, num_bytes: int) -> VisionCache:
         """Allocate a cache of vision embeddings, as large as the smallest that any tensor-parallel rank asks for."""
         model_config = self.config.model_config
