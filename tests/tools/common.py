@@ -4,6 +4,7 @@ import importlib.util
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from typer.testing import CliRunner
 
@@ -68,6 +69,34 @@ def load(path):
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+class Installer:
+    """Stands in for pip and the venv module of a set-up script; pip fails at the step that `fail_at` names.
+
+    Attributes:
+        steps: What was made: "venv", and the labels of pip's calls.
+        args: Those calls' arguments, by label.
+    """
+
+    def __init__(self, monkeypatch, script, pip_module, fail_at=None):
+        self.steps, self.args = [], {}
+
+        def pip(python, label, log, *args):
+            if fail_at and fail_at in label:
+                raise pip_module.SetupError(f"pip failed while {label}")
+            self.steps.append(label)
+            self.args[label] = args
+
+        def run(command, **_):
+            if command[1:3] == ["-m", "venv"]:
+                (Path(command[3]) / "bin").mkdir(parents=True)
+                (Path(command[3]) / "bin" / "python").touch()
+                self.steps.append("venv")
+            return SimpleNamespace(returncode=0)
+
+        monkeypatch.setattr(pip_module, "pip", pip)
+        monkeypatch.setattr(script.subprocess, "run", run)
 
 
 def counters(kept=0.1, **more):
