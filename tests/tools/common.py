@@ -1,11 +1,13 @@
 """What the tools' tests share: the command, scripts of the repository, and engines that are not there."""
 
 import importlib.util
+import runpy
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 from typer.testing import CliRunner
 
 from vllm_vidspec.cli import app
@@ -31,6 +33,15 @@ def refuses(words, *args):
     assert result.stdout == ""
 
 
+def redraw(views, monkeypatch, *args):
+    """Redraw a figure as `python -m` would, in this process; return the exit status."""
+    monkeypatch.setattr(sys, "argv", ["views", *map(str, args)])
+    monkeypatch.delitem(sys.modules, views.__name__, raising=False)  # a program is no imported module
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_module(views.__name__, run_name="__main__")
+    return stopped.value.code
+
+
 def redraw_errors(views, result, command, nothing, tmp_path, capsys, monkeypatch):
     """Redraw figures from files that are none: every error is one line and status 2."""
     good, other, empty = (str(tmp_path / name) for name in ("good.csv", "other.csv", "empty.csv"))
@@ -45,8 +56,7 @@ def redraw_errors(views, result, command, nothing, tmp_path, capsys, monkeypatch
         ([good, str(tmp_path / "no" / "f.png")], "cannot write"),
         ([], "usage: "),
     ):
-        monkeypatch.setattr(sys, "argv", ["views", *args])
-        assert views.main() == 2
+        assert redraw(views, monkeypatch, *args) == 2
         said = capsys.readouterr().err
         assert words in said
         assert len(said.splitlines()) == 1
