@@ -259,6 +259,15 @@ def test_ratio_for(changes, video, image):
     assert (config.prune.ratio_for("video"), config.prune.ratio_for("image")) == (video, image)
 
 
+def test_summary():
+    """Catches: a start-up line that breaks, or leaves out a value that is set, or shows one that is not."""
+    summary = parsed(draft_kv_bytes=4096).summary()
+    assert "\n" not in summary
+    for part in ("model=draft", "num_speculative_tokens=5", "prune_ratio=0.9", "pruner=specvlm", "draft_kv_bytes=4096"):
+        assert part in summary.split()
+    assert "None" not in summary and "draft_kv_fraction" not in summary
+
+
 def test_calibration_replaces_defaults_only(tmp_path):
     """Catches: a calibration that overrules what the user wrote, or that is read again in a worker without the file."""
     path = str(tmp_path / "c.json")

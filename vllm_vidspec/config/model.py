@@ -160,6 +160,10 @@ class VidSpecConfig(BaseModel):
         """
         return _validated(self.flat() | flatten(knobs), knobs)
 
+    def summary(self) -> str:
+        """Return the active configuration as one line for the start-up log."""
+        return " ".join(f"{key}={value}" for key, value in self.flat().items() if value is not None)
+
 
 def parse_config(raw: dict[str, Any]) -> tuple[VidSpecConfig, dict[str, Any]]:
     """Split a `--speculative-config` dict into our configuration and the keys that vLLM itself understands.
