@@ -25,9 +25,11 @@ CAPTION = {
 COUNTERS = dict.fromkeys(NAMES, 0) | {"drafts": 2, "draft_tokens": 20, "accepted_tokens": 5}
 
 
+ANSWER = {"metrics": COUNTERS, "captions": [CAPTION]}
+
+
 def row(**fields):
-    answer = {"metrics": COUNTERS, "captions": [CAPTION]}
-    return show_relevance.make_row(Show(), answer) | fields
+    return show_relevance.make_row(Show(), ANSWER) | fields
 
 
 def tokens_of(page):
@@ -100,12 +102,11 @@ def test_picture_has_the_colours_and_marks(tmp_path):
 
 
 def test_words_of_a_pair_of_ones_own_are_not_judged():
-    answer = {"metrics": COUNTERS, "captions": [CAPTION]}
     bundled = row()
     assert bundled["relevance_auc"] == 1.0, "red against the"
     assert bundled["acceptance_length"] == 3.5
     assert bundled["loosened_frac"] == bundled["shifted_frac"] == 1 / 5
-    own = show_relevance.make_row(Show(target="some/target", draft="self"), answer)
+    own = show_relevance.make_row(Show(target="some/target", draft="self"), ANSWER)
     assert own["relevance_auc"] is own["family"] is None
     assert relevance_views.title(own).endswith("sample.mp4, target"), "of a path its last part"
     assert "fillers" not in to_html(own)
@@ -120,16 +121,16 @@ def test_words_of_a_pair_of_ones_own_are_not_judged():
 )
 def test_a_caption_that_was_not_measured_is_refused(counters, words):
     with pytest.raises(VidSpecError, match=words):
-        show_relevance.make_row(Show(), {"metrics": COUNTERS | counters, "captions": [CAPTION]})
+        show_relevance.make_row(Show(), ANSWER | {"metrics": COUNTERS | counters})
     unmeasured = CAPTION | {"relevance": [None] * 7}
     with pytest.raises(VidSpecError, match="no relevance was measured"):
-        show_relevance.make_row(Show(), {"metrics": COUNTERS, "captions": [unmeasured]})
+        show_relevance.make_row(Show(), ANSWER | {"captions": [unmeasured]})
 
 
 @pytest.fixture
 def sessions(fake_engines):
     """Replace the engine by one that says CAPTION."""
-    return fake_engines(lambda *_: {"metrics": COUNTERS, "captions": [CAPTION]})
+    return fake_engines(lambda *_: ANSWER)
 
 
 @pytest.mark.parametrize("suffix", [".html", ".png"])
