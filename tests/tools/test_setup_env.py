@@ -32,16 +32,6 @@ def test_key_follows_engine_lock_and_requirements_only(setup_env):
     assert setup_env.environment_key("cpu") != key
 
 
-def test_second_run_does_nothing(setup_env, monkeypatch):
-    record = Installer(monkeypatch, setup_env, setup_env)
-    venv = setup_env.prepare("cpu")
-    assert record.steps[0] == "venv"
-    assert json.loads((venv / setup_env.STAMP).read_text())["clone"] == str(setup_env.ROOT)
-    record.steps.clear()
-    assert setup_env.prepare("cpu") == venv
-    assert record.steps == []
-
-
 def test_interrupted_set_up_starts_again(setup_env, monkeypatch):
     Installer(monkeypatch, setup_env, setup_env, fail_at="vLLM")
     with pytest.raises(setup_env.SetupError):
@@ -54,14 +44,18 @@ def test_interrupted_set_up_starts_again(setup_env, monkeypatch):
     assert not (half / "leftover").exists()
 
 
-def test_another_clone_repoints_the_environment(setup_env, monkeypatch, tmp_path):
+def test_second_run_does_nothing_and_another_clone_repoints_the_environment(setup_env, monkeypatch, tmp_path):
     record = Installer(monkeypatch, setup_env, setup_env)
     venv = setup_env.prepare("cpu")
+    assert record.steps[0] == "venv"
+    assert json.loads((venv / setup_env.STAMP).read_text())["clone"] == str(setup_env.ROOT)
+    record.steps.clear()
+    assert setup_env.prepare("cpu") == venv
+    assert record.steps == []
     other = tmp_path / "other"
     setup_env.ROOT.rename(other)
     monkeypatch.setattr(setup_env, "ROOT", other)
     monkeypatch.setattr(setup_env, "LOCK_CPU", other / "requirements" / "lock-cpu.txt")
-    record.steps.clear()
     assert setup_env.prepare("cpu") == venv
     assert record.steps == ["pointing the environment to this clone"]
 
