@@ -1,10 +1,13 @@
 """What the tools' tests share: the command, scripts of the repository, and engines that are not there."""
 
 import importlib.util
+import runpy
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 from typer.testing import CliRunner
 
 from vllm_vidspec.cli import app
@@ -30,6 +33,15 @@ def refuses(words, *args):
     assert result.stdout == ""
 
 
+def redraw(views, monkeypatch, *args):
+    """Redraw a figure as `python -m` would, in this process; return the exit status."""
+    monkeypatch.setattr(sys, "argv", ["views", *map(str, args)])
+    monkeypatch.delitem(sys.modules, views.__name__, raising=False)  # a program is no imported module
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_module(views.__name__, run_name="__main__")
+    return stopped.value.code
+
+
 def redraw_errors(views, result, command, nothing, tmp_path, capsys, monkeypatch):
     """Redraw figures from files that are none: every error is one line and status 2."""
     good, other, empty = (str(tmp_path / name) for name in ("good.csv", "other.csv", "empty.csv"))
@@ -44,8 +56,7 @@ def redraw_errors(views, result, command, nothing, tmp_path, capsys, monkeypatch
         ([good, str(tmp_path / "no" / "f.png")], "cannot write"),
         ([], "usage: "),
     ):
-        monkeypatch.setattr(sys, "argv", ["views", *args])
-        assert views.main() == 2
+        assert redraw(views, monkeypatch, *args) == 2
         said = capsys.readouterr().err
         assert words in said
         assert len(said.splitlines()) == 1
@@ -68,6 +79,34 @@ def load(path):
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+class Installer:
+    """Stands in for pip and the venv module of a set-up script; pip fails at the step that `fail_at` names.
+
+    Attributes:
+        steps: What was made: "venv", and the labels of pip's calls.
+        args: Those calls' arguments, by label.
+    """
+
+    def __init__(self, monkeypatch, script, pip_module, fail_at=None):
+        self.steps, self.args = [], {}
+
+        def pip(python, label, log, *args):
+            if fail_at and fail_at in label:
+                raise pip_module.SetupError(f"pip failed while {label}")
+            self.steps.append(label)
+            self.args[label] = args
+
+        def run(command, **_):
+            if command[1:3] == ["-m", "venv"]:
+                (Path(command[3]) / "bin").mkdir(parents=True)
+                (Path(command[3]) / "bin" / "python").touch()
+                self.steps.append("venv")
+            return SimpleNamespace(returncode=0)
+
+        monkeypatch.setattr(pip_module, "pip", pip)
+        monkeypatch.setattr(script.subprocess, "run", run)
 
 
 def counters(kept=0.1, **more):

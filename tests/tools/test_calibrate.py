@@ -115,11 +115,14 @@ def test_specvlm_takes_layers_first_then_lambda(sessions):
     assert session.job["llm"]["speculative_config"]["on_draft_error"] == "raise"
 
 
-def test_whole_grid_measures_lambda_zero_once(sessions):
+@pytest.mark.parametrize("suffix", [".svg", ".pdf"])
+def test_whole_grid_measures_lambda_zero_once_and_is_drawn(sessions, tmp_path, suffix):
     result = calibrate.run(Calibration(whole_grid=True))
     assert result["config"] == {"lambda_r": 0.3, "guidance_layers": (2, 3)}
     assert len(result["measurements"]) == 7 * 10 + 1
     assert [row["lambda_r"] for row in result["measurements"]].count(0.0) == 1
+    calibration_views.plot(result, tmp_path / f"plot{suffix}")
+    assert (tmp_path / f"plot{suffix}").stat().st_size > 1000
 
 
 def test_uv_loads_an_engine_per_layer(sessions):
@@ -167,13 +170,6 @@ def test_command_writes_what_the_configuration_reads(sessions, tmp_path, pruner)
     written = json.loads(out.read_text())
     assert {"pruner", "prune_ratio", "target", "draft", "measurements", "provenance"} <= set(written)
     assert written["target"] == "qwen2.5-vl/target"
-
-
-@pytest.mark.parametrize("suffix", [".svg", ".pdf"])
-def test_plot_of_the_whole_grid(sessions, tmp_path, suffix):
-    path = tmp_path / f"plot{suffix}"
-    calibration_views.plot(calibrate.run(Calibration(whole_grid=True)), path)
-    assert path.stat().st_size > 1000
 
 
 def test_layer_names():

@@ -95,15 +95,13 @@ def test_kernels_need_torch_triton_and_numpy_only():
 
 def vllm_names(tree):
     """Return the names that a module binds to something of vLLM's."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
-            names.update(alias.asname or alias.name for alias in node.names)
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] == "vllm":
-                    names.add(alias.asname or "vllm")
-    return names
+    return {
+        alias.asname or alias.name.split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+        if (getattr(node, "module", None) or alias.name).split(".")[0] == "vllm"
+    }
 
 
 def base_name(node):
@@ -117,14 +115,11 @@ def patched_names(source):
     tree = ast.parse(source)
     names = vllm_names(tree)
     for node in ast.walk(tree):
-        targets = []
-        if isinstance(node, ast.Assign):
-            targets = [target for target in node.targets if isinstance(target, ast.Attribute)]
-        elif isinstance(node, (ast.AugAssign, ast.AnnAssign)) and isinstance(node.target, ast.Attribute):
-            targets = [node.target]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr":
-            targets = node.args[:1]
-        if any(base_name(target) in names for target in targets):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr":
+            node = node.args[0]
+        elif not isinstance(getattr(node, "ctx", None), ast.Store) or isinstance(node, ast.Name):
+            continue
+        if base_name(node) in names:
             yield node.lineno
 
 

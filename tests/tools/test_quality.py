@@ -4,14 +4,12 @@ import csv
 import functools
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from tools.common import answer_captions, invoke, redraw_errors
+from tools.common import answer_captions, invoke, redraw, redraw_errors
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs, progress, quality_views
@@ -72,13 +70,8 @@ def test_one_engine_per_family_and_noise(sessions):
     rows = result["rows"]
     assert len(rows) == what.num_batches == totals[0] == len([row for row in measured if row])
     assert len(sessions) == 2 * (1 + 1 + 2)
-    roles = [
-        (
-            Path(session.job["llm"]["model"]).name,
-            (session.job["llm"].get("speculative_config") or {}).get("draft_noise"),
-        )
-        for session in sessions
-    ]
+    llms = [session.job["llm"] for session in sessions]
+    roles = [(Path(llm["model"]).name, llm.get("speculative_config", {}).get("draft_noise")) for llm in llms]
     assert roles[:4] == [("target", None), ("draft", None), ("target", "shared"), ("target", "independent")]
     for session in sessions:
         assert session.job["prompts"]["held_out"] == [0, 1, 2]
@@ -160,7 +153,7 @@ def test_longest_of_what_keeps_enough():
     assert "random nowhere" in words
 
 
-def test_command_writes_table_and_files(sessions, tmp_path):
+def test_command_writes_table_and_files(sessions, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     files = {kind: tmp_path / f"rows.{kind}" for kind in ("csv", "svg", "json")}
     result = invoke(
@@ -188,8 +181,7 @@ def test_command_writes_table_and_files(sessions, tmp_path):
         assert setting_name(shown) == setting_name(row)
 
     redrawn = tmp_path / "again.svg"
-    command = [sys.executable, "-m", "vllm_vidspec.tools.quality_views", str(files["csv"]), str(redrawn)]
-    subprocess.run(command, check=True)
+    assert redraw(quality_views, monkeypatch, files["csv"], redrawn) == 0
     assert redrawn.read_bytes() == files["svg"].read_bytes()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.common import ROOT, load
+from tools.common import ROOT, Installer, load
 
 
 @pytest.fixture
@@ -20,21 +20,10 @@ def setup(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def steps(setup, monkeypatch):
-    """Return the steps that a set-up makes; nothing is installed or compiled."""
-    made = []
-
-    def install(python, label, log, *args):
-        made.append((label, args))
-
-    def run(command, **_):
-        (Path(command[3]) / "bin").mkdir(parents=True)
-        (Path(command[3]) / "bin" / "python").touch()
-
-    monkeypatch.setattr(setup.base, "pip", install)
-    monkeypatch.setattr(setup.subprocess, "run", run)
+def made(setup, monkeypatch):
+    """Return what a set-up makes; nothing is installed or compiled."""
     monkeypatch.setattr(setup, "build_libraries", lambda home: home)
-    return made
+    return Installer(monkeypatch, setup, setup.base)
 
 
 def test_every_distribution_comes_from_one_lock(setup):
@@ -59,28 +48,28 @@ def test_key_follows_the_locks(setup, monkeypatch, tmp_path):
     assert setup.environment_key() == key
 
 
-def test_headers_stay_out_of_the_environment_and_a_second_run_does_nothing(setup, steps):
+def test_headers_stay_out_of_the_environment_and_a_second_run_does_nothing(setup, made):
     home = setup.prepare()
-    (target,) = (args[args.index("--target") + 1] for _, args in steps if "--target" in args)
+    (target,) = (args[args.index("--target") + 1] for args in made.args.values() if "--target" in args)
     assert Path(target).parent == home and not Path(target).is_relative_to(home / "venv")
     assert json.loads((home / "venv" / setup.base.STAMP).read_text())["engine"] == "cuda-host"
-    assert [label for label, args in steps if "-r" in args][:2] == [
+    assert [label for label, args in made.args.items() if "-r" in args][:2] == [
         "installing the CUDA builds of torch and vLLM",
         "installing their dependencies",
     ]
-    steps.clear()
+    made.steps.clear()
     assert setup.prepare() == home
-    assert steps == []
+    assert made.steps == []
 
 
-def test_no_compiler_is_one_line_before_anything_is_downloaded(setup, steps, monkeypatch, capsys):
+def test_no_compiler_is_one_line_before_anything_is_downloaded(setup, made, monkeypatch, capsys):
     monkeypatch.setattr(setup.shutil, "which", lambda name: None)
     monkeypatch.setattr(sys, "argv", ["setup_cuda_host.py"])
     monkeypatch.setenv("VIDSPEC_SETUP_PYTHON", sys.executable)
     assert setup.main() == 1
     said = capsys.readouterr()
     assert said.err.count("\n") == 1 and "g++" in said.err
-    assert steps == []
+    assert made.steps == []
     monkeypatch.setenv(setup.OPTIONAL, "1")
     assert setup.main() == 0
     assert "skipped" in capsys.readouterr().out

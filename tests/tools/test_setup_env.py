@@ -2,11 +2,10 @@
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 
-from tools.common import ROOT, load
+from tools.common import ROOT, Installer, load
 
 
 @pytest.fixture
@@ -23,27 +22,6 @@ def setup_env(tmp_path, monkeypatch):
     return module
 
 
-class Recorder:
-    """Stands in for pip and the venv module; optionally fails at one step."""
-
-    def __init__(self, module, monkeypatch, fail_at=None):
-        self.module, self.fail_at, self.steps = module, fail_at, []
-        monkeypatch.setattr(module, "pip", self.pip)
-        monkeypatch.setattr(module.subprocess, "run", self.run)
-
-    def pip(self, python, label, log, *args):
-        if self.fail_at and self.fail_at in label:
-            raise self.module.SetupError(f"pip failed while {label}")
-        self.steps.append(label)
-
-    def run(self, command, **_):
-        if command[1:3] == ["-m", "venv"]:
-            (Path(command[3]) / "bin").mkdir(parents=True)
-            (Path(command[3]) / "bin" / "python").touch()
-            self.steps.append("venv")
-        return type("Done", (), {"returncode": 0})()
-
-
 def test_key_follows_engine_lock_and_requirements_only(setup_env):
     key = setup_env.environment_key("cpu")
     assert setup_env.environment_key("gpu") != key
@@ -54,36 +32,30 @@ def test_key_follows_engine_lock_and_requirements_only(setup_env):
     assert setup_env.environment_key("cpu") != key
 
 
-def test_second_run_does_nothing(setup_env, monkeypatch):
-    record = Recorder(setup_env, monkeypatch)
+def test_interrupted_set_up_starts_again(setup_env, monkeypatch):
+    Installer(monkeypatch, setup_env, setup_env, fail_at="vLLM")
+    with pytest.raises(setup_env.SetupError):
+        setup_env.prepare("gpu")
+    (half,) = (path for path in setup_env.environments_home().iterdir() if path.is_dir())
+    (half / "leftover").touch()
+    record = Installer(monkeypatch, setup_env, setup_env)
+    assert setup_env.prepare("gpu") == half
+    assert record.steps[0] == "venv"
+    assert not (half / "leftover").exists()
+
+
+def test_second_run_does_nothing_and_another_clone_repoints_the_environment(setup_env, monkeypatch, tmp_path):
+    record = Installer(monkeypatch, setup_env, setup_env)
     venv = setup_env.prepare("cpu")
     assert record.steps[0] == "venv"
     assert json.loads((venv / setup_env.STAMP).read_text())["clone"] == str(setup_env.ROOT)
     record.steps.clear()
     assert setup_env.prepare("cpu") == venv
     assert record.steps == []
-
-
-def test_interrupted_set_up_starts_again(setup_env, monkeypatch):
-    Recorder(setup_env, monkeypatch, fail_at="vLLM")
-    with pytest.raises(setup_env.SetupError):
-        setup_env.prepare("gpu")
-    (half,) = (path for path in setup_env.environments_home().iterdir() if path.is_dir())
-    (half / "leftover").touch()
-    record = Recorder(setup_env, monkeypatch)
-    assert setup_env.prepare("gpu") == half
-    assert record.steps[0] == "venv"
-    assert not (half / "leftover").exists()
-
-
-def test_another_clone_repoints_the_environment(setup_env, monkeypatch, tmp_path):
-    record = Recorder(setup_env, monkeypatch)
-    venv = setup_env.prepare("cpu")
     other = tmp_path / "other"
     setup_env.ROOT.rename(other)
     monkeypatch.setattr(setup_env, "ROOT", other)
     monkeypatch.setattr(setup_env, "LOCK_CPU", other / "requirements" / "lock-cpu.txt")
-    record.steps.clear()
     assert setup_env.prepare("cpu") == venv
     assert record.steps == ["pointing the environment to this clone"]
 
@@ -91,7 +63,7 @@ def test_another_clone_repoints_the_environment(setup_env, monkeypatch, tmp_path
 def test_missing_cpu_torch_says_what_to_do(setup_env, monkeypatch):
     monkeypatch.setattr(setup_env.platform, "system", lambda: "Linux")
     monkeypatch.setattr(setup_env.platform, "machine", lambda: "x86_64")
-    Recorder(setup_env, monkeypatch, fail_at="torch")
+    Installer(monkeypatch, setup_env, setup_env, fail_at="torch")
     with pytest.raises(setup_env.SetupError, match="index for CPU builds"):
         setup_env.prepare("cpu")
 

@@ -127,21 +127,16 @@ def test_choice_is_the_engines_and_a_difference_is_refused():
 def test_what_is_shown_has_the_engines_knobs(family):
     """The bundled pairs have a calibration. Catches: a picture with other knobs than its engine has."""
     found = json.loads(pairs.calibration(family).read_text())["config"]
+    uncalibrated = parse_config(pairs.speculative_config(family, "draft"))[0]
     for pruner in show_pruning.PRUNERS:
         show = Show(family=family)
         engine = parse_config(show.job(pruner=pruner)["llm"]["speculative_config"])[0]
         assert show.config(pruner=pruner) == engine
-        assert engine.prune.lambda_r == found["lambda_r"] != parse_config(_uncalibrated(family))[0].prune.lambda_r
+        assert engine.prune.lambda_r == found["lambda_r"] != uncalibrated.prune.lambda_r
     own = Show(family=family, target="/t", draft="self", calibration=str(pairs.calibration(family)))
     assert own.job(pruner="specvlm")["llm"]["model"] == "/t"
-    assert (
-        own.config(pruner="specvlm").model == "self"
-        and own.config(pruner="specvlm").prune.lambda_r == found["lambda_r"]
-    )
-
-
-def _uncalibrated(family: str) -> dict:
-    return pairs.speculative_config(family, "draft", pruner="specvlm")
+    config = own.config(pruner="specvlm")
+    assert (config.model, config.prune.lambda_r) == ("self", found["lambda_r"])
 
 
 def test_one_engine_per_kind_of_guidance():

@@ -7,28 +7,32 @@ from tools.common import ROOT, refuses
 COSTS = "calibrate --costs"
 COMMANDS = ("calibrate", COSTS, "show-pruning", "show-relevance")
 OF_ALL = (
-    ("--family llava", "unknown family 'llava'"),
     ("--target some/model", "--target needs --draft"),
     ("--target /no/such/model --draft self", "--target: no such checkpoint: /no/such/model"),
-    ("--prune-ratio 1.5", "prune_ratio"),
     ("--engine-args []", "--engine-args: '[]' is not a JSON object"),
     ('--engine-args {"model":"x"}', "--engine-args: model"),
     ('--dtype auto --engine-args {"dtype":"auto"}', "dtype is given by --dtype, too"),
     ("--out /no/such/folder/file", "no such folder"),
     ("--out /tmp", "it is a folder"),
 )
+BENCHES = ("bench acceptance", "bench quality")
+OF_SEVERAL = (
+    ("--family llava", "unknown family 'llava'", (*COMMANDS, *BENCHES, "demo")),
+    ("--prune-ratio 1.5", "prune_ratio", (*COMMANDS, *BENCHES, "demo")),
+    ("--num-speculative-tokens 0", "num_speculative_tokens", ("calibrate", "show-relevance", *BENCHES)),
+    ("--video /no/such.mp4", "no such video: /no/such.mp4", ("calibrate", COSTS, "demo")),
+    ("/no/such.mp4", "no such video: /no/such.mp4", ("show-pruning", "show-relevance")),
+    ("--csv /no/such/folder/rows.csv", "cannot write /no/such/folder/rows.csv: no such folder", BENCHES),
+)
 OF_ONE = {
     "calibrate": (
         ("--pruner uniform", "'uniform' has nothing to calibrate"),
         ("--prune-ratio 1", "nothing to choose"),
-        ("--num-speculative-tokens 0", "num_speculative_tokens"),
-        ("--video /no/such.mp4", "no such video: /no/such.mp4"),
         ("--plot plot.jpeg", "--plot"),
     ),
     COSTS: (
         ("--plot plot.png", "nothing to plot"),
         ('--engine-args {"max_num_seqs":0}', "max_num_seqs"),
-        ("--video /no/such.mp4", "no such video: /no/such.mp4"),
         ("--out pyproject.toml", "is not a file of `vidspec calibrate`"),
     ),
     "show-pruning": (
@@ -36,33 +40,22 @@ OF_ONE = {
         ("--pruner ,", "--pruner"),
         ("--calibration /no/such.json", "calibration"),
         ("--out p.jpg", "must end in .png"),
-        ("/no/such.mp4", "no such video: /no/such.mp4"),
     ),
     "show-relevance": (
         ("--lambda 1.5", "lambda_loose"),
         ("--top-n 0", "top_n"),
         ("--relevance-rows both", "relevance_rows"),
-        ("--num-speculative-tokens 0", "num_speculative_tokens"),
         ("--temperature -1", "--temperature"),
         ("--out r.pdf", "must end in .html or .png"),
-        ("/no/such.mp4", "no such video: /no/such.mp4"),
-    ),
-    "demo": (
-        ("--prune-ratio 1.5", "prune_ratio"),
-        ("--video /no/such.mp4", "no such video"),
-        ("--family qwen", "unknown family 'qwen'"),
     ),
     "bench acceptance": (
         ("--pruner unifrom", "did you mean 'uniform'?"),
         ("--prune-ratio 0.5,1.5", "prune_ratio"),
         ("--prune-ratio much", "--prune-ratio"),
-        ("--num-speculative-tokens 0", "num_speculative_tokens"),
         ("--num-speculative-tokens 2.5", "--num-speculative-tokens"),
         ("--scorer lenient", "scorer"),
         ("--drafting tree", "draft"),
-        ("--family llava", "unknown family 'llava'"),
         ("--draft ,", "--draft"),
-        ("--csv /no/such/folder/rows.csv", "cannot write /no/such/folder/rows.csv"),
         ("--csv /tmp", "cannot write /tmp"),
         ("--plot /no/such/folder/f.png", "cannot write /no/such/folder/f.png"),
         ("--plot figure.jpeg", ".png or .svg"),
@@ -80,7 +73,6 @@ OF_ONE = {
         ('--knob draft_shape="tree-static"', "an option of its own, --drafting"),
     ),
     "bench quality": (
-        ("--family llava", "unknown family 'llava'"),
         ("--scorer lose", "scorer"),
         ("--lambda 0.5,1.5", "lambda_loose"),
         ("--lambda much", "--lambda: 'much' is not a list of float values"),
@@ -92,11 +84,8 @@ OF_ONE = {
         ("--temperature -1", "--temperature: -1 is no temperature"),
         ("--temperature nan", "--temperature"),
         ("--draft-noise loud", "draft_noise"),
-        ("--num-speculative-tokens 0", "num_speculative_tokens"),
-        ("--prune-ratio 2", "prune_ratio"),
         ("--knob fly_windw=3", "did you mean 'fly_window'?"),
         ("--knob lambda_loose=0.3", "--knob lambda_loose: it has an option of its own"),
-        ("--csv /no/such/folder/rows.csv", "no such folder"),
         ("--json /tmp", "it is a folder"),
         ("--plot figure.gif", ".png or .svg"),
     ),
@@ -104,6 +93,7 @@ OF_ONE = {
 
 
 CASES = [(command, *case) for command in COMMANDS for case in OF_ALL]
+CASES += [(command, *case) for *case, commands in OF_SEVERAL for command in commands]
 CASES += [(command, *case) for command, cases in OF_ONE.items() for case in cases]
 
 

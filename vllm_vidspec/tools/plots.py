@@ -201,7 +201,5 @@ def _styles(shapes: Sequence[str]) -> dict[str, tuple[str, str]]:
     return found
 
 
-main = functools.partial(csv_files.redraw, "plots", read_csv, draw)
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(csv_files.redraw("plots", read_csv, draw))

@@ -201,7 +201,5 @@ def _point(row: Row) -> tuple[float, float]:
     return row["acceptance_length"], 100 * row["retention"]
 
 
-main = functools.partial(csv_files.redraw, "quality_views", read_csv, draw)
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(csv_files.redraw("quality_views", read_csv, draw))

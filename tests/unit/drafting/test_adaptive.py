@@ -224,55 +224,46 @@ def grown_example(budget=20):
     return policy, 0, draft, plan, budget, False, fed
 
 
-def greedy_path_not_reserved(patch, right=adaptive_module.tree_grow):
+def unreserved(right):
     """Let other nodes take the greedy path's places."""
 
-    def unreserved(buffers, *args, level, **kwargs):
-        if level == 1:
-            buffers.next_free -= 4
+    def grow(buffers, *args, level, **kwargs):
+        buffers.next_free -= 4 * (level == 1)
         return right(buffers, *args, level=level, **kwargs)
 
-    patch.setattr(adaptive_module, "tree_grow", unreserved)
+    return grow
 
 
-def threshold_not_scaled_by_level(patch, right=adaptive_module.log_thresholds):
+def last_threshold(right):
     """Give every level the last one's threshold."""
-
-    def last(knobs):
-        return right(knobs)[:, :1].expand(-1, knobs.depth_max).contiguous() + math.log(knobs.depth_max)
-
-    patch.setattr(adaptive_module, "log_thresholds", last)
+    return lambda knobs: right(knobs)[:, :1].expand(-1, knobs.depth_max).contiguous() + math.log(knobs.depth_max)
 
 
-def width_does_not_decay(patch, right=adaptive_module.width_bounds):
+def first_width(right):
     """Make every level as wide as the first (no eq. 12)."""
-
-    def first(knobs, num):
-        return right(knobs, num)[:, :1].expand(-1, knobs.depth_max, -1).contiguous()
-
-    patch.setattr(adaptive_module, "width_bounds", first)
+    return lambda knobs, num: right(knobs, num)[:, :1].expand(-1, knobs.depth_max, -1).contiguous()
 
 
-def a_siblings_bit(patch, bits=tree_grow_module._OWN_BITS):
+def a_siblings_bit(right):
     """Give a node's mask the node before it too."""
-    patch.setattr(tree_grow_module, "_OWN_BITS", bits | np.roll(bits, 1))
+    return right | np.roll(right, 1)
 
 
 @pytest.mark.parametrize(
-    ("mutate", "budget"),
+    ("module", "name", "mutation", "budget"),
     [
-        (greedy_path_not_reserved, 20),
-        (threshold_not_scaled_by_level, 64),
-        (width_does_not_decay, 64),
-        (a_siblings_bit, 20),
+        (adaptive_module, "tree_grow", unreserved, 20),
+        (adaptive_module, "log_thresholds", last_threshold, 64),
+        (adaptive_module, "width_bounds", first_width, 64),
+        (tree_grow_module, "_OWN_BITS", a_siblings_bit, 20),
     ],
 )
-def test_mutations_of_growth(monkeypatch, mutate, budget):
+def test_mutations_of_growth(monkeypatch, module, name, mutation, budget):
     """Each is seen to fail `check_grown`, which the example passes without them."""
     right = grown_example(budget)
     check_grown(*right)
     assert budget == 64 or right[0].tree.num_nodes[0] == budget, "the budget does not bind"
-    mutate(monkeypatch)
+    monkeypatch.setattr(module, name, mutation(getattr(module, name)))
     with pytest.raises(AssertionError):
         check_grown(*grown_example(budget))
 
