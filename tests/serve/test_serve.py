@@ -16,7 +16,7 @@ from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import difference
 from vllm_vidspec.pruning import budget
 from vllm_vidspec.shapeworld import world
-from vllm_vidspec.tools import pairs
+from vllm_vidspec.tools import pairs, user_files
 from vllm_vidspec.tools.demo import ask
 from vllm_vidspec.tools.processes import VllmServer, free_port
 
@@ -37,7 +37,7 @@ SAMPLINGS = [
 @pytest.fixture(scope="module")
 def reference() -> list:
     """Vanilla's answers to the bundled mp4, one per entry of SAMPLINGS."""
-    prompt = pairs.video_prompt(FAMILY, pairs.load_video(pairs.sample_video()), QUESTION)
+    prompt = pairs.video_prompt(FAMILY, user_files.read_video(pairs.sample_video()), QUESTION)
     with harness.engine(FAMILY, overrides={"max_num_seqs": 4}) as engine:
         outputs = engine.generate([(prompt, {**sampling, "max_tokens": MAX_TOKENS}) for sampling in SAMPLINGS])
     return [output.outputs[0] for output in outputs]
