@@ -115,7 +115,7 @@ def untruncated(patch) -> None:
     """The verifier takes every tree for whole: its last nodes' rows belong to the next request."""
     original = scorers.accept
 
-    def whole(target_tokens, draft_tokens, cu_num_logits, max_drafts, trees):
+    def whole(target_tokens, draft_tokens, cu_num_logits, max_drafts, trees, _looseness):
         pad = torch.zeros(max_drafts + 1, dtype=torch.int64)
         starts = cu_num_logits[:-1]
         targets, drafts = torch.cat((target_tokens, pad)), torch.cat((draft_tokens, pad))
