@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from vllm_vidspec.config import PruneKnobs
-from vllm_vidspec.families import FamilyAdapter
 from vllm_vidspec.pruning import SCORE_NEEDS, PruneInputs, TokenGrid, budget, get_pruner
 
 
@@ -108,8 +107,7 @@ def plan_prompt(
     token_ids: list[int],
     features: list[Any],
     knobs: PruneKnobs,
-    adapter: FamilyAdapter,
-    hf_config: Any,
+    item_grid: Callable[[str, dict[str, Any], int], TokenGrid],
     full_positions: Callable[[list[int], list[Any]], tuple[torch.Tensor, int]],
 ) -> PromptPlan:
     """Look at a prompt, on the host. Every image or video has a budget of its own.
@@ -118,8 +116,7 @@ def plan_prompt(
         token_ids: The full prompt, and after a preemption the output so far.
         features: vLLM's multimodal features in prompt order.
         knobs: Pruner, ratios and position rule.
-        adapter: The family's geometry.
-        hf_config: The draft's Hugging Face configuration.
+        item_grid: `(modality, data, num_tokens) -> grid`, the family's geometry.
         full_positions: `(token_ids, features) -> ([num_axes, num_tokens] int64, delta)` of the full prompt.
 
     Raises:
@@ -129,7 +126,7 @@ def plan_prompt(
     for feature in features:
         where = embedding_indices(feature)
         data = {key: element.data for key, element in feature.data.items()}
-        grid = adapter.item_grid(feature.modality, data, len(where), hf_config)
+        grid = item_grid(feature.modality, data, len(where))
         items.append(PromptItem(feature, where, grid, budget(len(where), knobs.ratio_for(feature.modality))))
     if knobs.positions == "original":
         positions, delta = full_positions(token_ids, features)

@@ -112,8 +112,7 @@ class DraftPrefill:
             message.token_ids,
             message.features,
             self._knobs.now.prune,
-            self._adapter,
-            self.model.hf_config,
+            lambda *item: self._adapter.item_grid(*item, self.model.hf_config),
             self.model.full_positions,
         )
         scores = message.scores
