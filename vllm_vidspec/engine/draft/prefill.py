@@ -112,7 +112,7 @@ class DraftPrefill:
             message.token_ids,
             message.features,
             self._knobs.now.prune,
-            lambda *item: self._adapter.item_grid(*item, self.model.hf_config),
+            lambda modality, data, size: self._adapter.item_grid(modality, data, size, self.model.hf_config),
             self.model.full_positions,
         )
         scores = message.scores
