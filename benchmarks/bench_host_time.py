@@ -146,8 +146,7 @@ class HostTime:
     def _wrap_parts(self, runner: Any) -> None:
         """Time the parts of what is ours."""
         from vllm_vidspec.drafting import adaptive
-        from vllm_vidspec.engine.draft import chains as chain_drafter
-        from vllm_vidspec.engine.draft import kv, noise
+        from vllm_vidspec.engine.draft import kv, levels, noise
         from vllm_vidspec.engine.draft import trees as tree_drafter
         from vllm_vidspec.engine.listen import trees as target_trees
         from vllm_vidspec.scoring import rules as scorers
@@ -164,13 +163,13 @@ class HostTime:
             (drafts.model, "forward", "draft: forward inputs"),
             (chains, "draft", "draft: chain loop"),
             (drafts.roots, "feed", "draft: feed roots"),
-            (drafts.roots, "place", "draft: place"),
+            (levels.LevelInputs, "place", "draft: place"),
             (noise.CoupledSampler, "__call__", "draft: sample"),
             (noise.CoupledSampler, "scores", "draft: scores"),
             (runner.rejection_sampler, "_score", "verify: score"),
             (runner.counters, "observe", "counters.observe"),
             (runner.counters, "add", "counters.add"),
-            (chain_drafter, "step", KERNEL + "step (chain)"),
+            (levels, "step", KERNEL + "step"),
             (scorers, "accept", KERNEL + "accept"),
         ]
         if trees is not None:
@@ -178,12 +177,10 @@ class HostTime:
                 (runner.trees, "store", "propose: store"),
                 (trees, "draft", "draft: tree loop"),
                 (trees, "_feed", "draft: feed nodes"),
-                (trees, "_place", "draft: place"),
                 (drafts.kv, "remember_fed_nodes", "draft: remember fed"),
                 *((trees.policy, name, f"policy.{name}") for name in ("observe", "begin", "extend", "finish")),
                 (trees.policy.tree, "append_leaves", "policy: append_leaves"),
                 (tree_drafter, "candidates", "draft: candidates"),
-                (tree_drafter, "step", KERNEL + "step (tree)"),
                 (adaptive, "tree_grow", KERNEL + "tree_grow"),
                 (kv, "kv_compact", KERNEL + "kv_compact (draft)"),
                 (target_trees, "kv_compact", KERNEL + "kv_compact (target)"),

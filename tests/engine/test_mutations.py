@@ -22,7 +22,7 @@ from tests.engine.seams import (
     CoupledVerifier,
     Drafter,
     DraftModel,
-    chain_drafter,
+    levels,
     score_blocks,
 )
 from vllm_vidspec.engine.report.acceptance_alarm import WINDOW
@@ -141,7 +141,7 @@ def drop_video(monkeypatch) -> None:
 
 def skip_rollback(monkeypatch) -> None:
     """KV entries of rejected drafts stay: new tokens are appended after them."""
-    original, highest = chain_drafter.step, {}
+    original, highest = levels.step, {}
 
     def appending(rows, num_slots, *args, level, **kwargs):
         if level == 0 and "end" in highest:
@@ -149,7 +149,7 @@ def skip_rollback(monkeypatch) -> None:
         highest["end"] = torch.maximum(highest.get("end", num_slots), num_slots + level)
         original(rows, num_slots, *args, level=level, **kwargs)
 
-    monkeypatch.setattr(chain_drafter, "step", appending)
+    monkeypatch.setattr(levels, "step", appending)
 
 
 def skip_refeed(monkeypatch) -> None:

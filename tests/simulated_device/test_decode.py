@@ -13,6 +13,7 @@ from tests.simulated_device.world import World, world
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.drafting.static import StaticTree
 from vllm_vidspec.engine.draft import chains as chain_drafter
+from vllm_vidspec.engine.draft.levels import LevelInputs
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.verify import verifier as scorer
 
@@ -150,12 +151,12 @@ def test_a_planted_crossing_is_caught_by_name(tmp_path, monkeypatch, name):
 
 def test_planted_host_tensors_raise(tmp_path, monkeypatch):
     """A tensor that was made on the host by mistake stops the step on this device, as on CUDA."""
-    place = chain_drafter.RootFeeder.place
+    place = LevelInputs.place
 
     def place_with_host_tensor(self, rows, level, num_slots, num_tokens):
         place(self, rows, level, num_slots + torch.zeros(len(num_slots), dtype=torch.int32), num_tokens)
 
-    monkeypatch.setattr(chain_drafter.RootFeeder, "place", place_with_host_tensor)
+    monkeypatch.setattr(LevelInputs, "place", place_with_host_tensor)
     with pytest.raises(RuntimeError, match="same device"):
         run(tmp_path, "chain", 1, on_device=True)
 

@@ -54,26 +54,13 @@ def prepare(runner: Any) -> None:
 
 def _prepare_drafter(drafter: Drafter, runner: Any) -> None:
     """Prepare the draft's own launches."""
-    roots, kv, trees = drafter.roots, drafter.kv, drafter.trees
+    kv, trees = drafter.kv, drafter.trees
     width = 0 if trees is None else trees.policy.max_frontier  # of a level, 0 for chains
-    levels = [(0, roots.positions, roots.logical_pos, roots.seq_lens, roots.slot_mapping)]
-    if trees is not None:
-        levels.append((width, trees._positions, trees._logical_pos, trees._prefix_lens, trees._slot_mapping))
-    for level_width, positions, logical_pos, seq_lens, slot_mapping in levels:
+    levels = [(0, drafter.roots.inputs)] + ([] if trees is None else [(width, trees.inputs)])
+    for level_width, inputs in levels:
+        lens = inputs.seq_lens  # any vectors of their kinds
         warm_up.warm_step(
-            level_width,
-            rows=roots.logical_pos[:1],  # any vector of its kind
-            num_slots=roots.seq_lens,
-            num_tokens=roots.seq_lens,
-            pos_delta=kv.pos_delta,
-            block_table=kv.block_tables,
-            block_size=kv.block_size,
-            level=1,
-            max_position=roots.model.num_positions - 1,
-            positions=positions,
-            logical_pos=logical_pos,
-            seq_lens=seq_lens,
-            slot_mapping=slot_mapping,
+            level_width, rows=inputs.logical_pos[:1], num_slots=lens, num_tokens=lens, level=1, **inputs.fixed
         )
     if trees is None:
         return

@@ -76,7 +76,7 @@ def draft(drafter, num_reqs: int, width: int, device: str, vocab_size: int, dtyp
     made = object.__new__(drafter)
     made._sample = Sampler()
     model = SimpleNamespace(compute_logits=product, vocab_size=vocab_size)
-    made._roots = SimpleNamespace(model=model, logical_pos=rows)
+    made._roots = SimpleNamespace(model=model, inputs=SimpleNamespace(logical_pos=rows))
     made.policy = SimpleNamespace(num_candidates=10, needs_log_probs=True)
     message = SimpleNamespace(idx_mapping=torch.arange(num_reqs, device=device), idx_mapping_np=np.arange(num_reqs))
     if drafter is ChainDrafter:

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from vidspec_kernels import step
 from vllm_vidspec.engine.draft.kv import NULL_BLOCK, DraftKV
+from vllm_vidspec.engine.draft.levels import LevelInputs
 from vllm_vidspec.engine.draft.messages import DraftMessage, Drafts
 from vllm_vidspec.engine.draft.model import DraftModel
 from vllm_vidspec.engine.draft.noise import CoupledSampler
@@ -23,13 +23,8 @@ class RootFeeder:
     def __init__(self, model: DraftModel, kv: DraftKV, max_num_reqs: int):
         self.model = model
         self.kv = kv
-        device = model.device
-        # Persistent inputs of one token a request.
-        self.positions = torch.zeros(model.num_axes, max_num_reqs, dtype=torch.int64, device=device)
-        self.logical_pos = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
-        self.seq_lens = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
-        self.slot_mapping = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
-        self.arange = torch.arange(max_num_reqs + 1, dtype=torch.int32, device=device)
+        self.inputs = LevelInputs(model, kv, max_num_reqs, width=1)
+        self.arange = torch.arange(max_num_reqs + 1, dtype=torch.int32, device=model.device)
         self.arange_np = np.arange(max_num_reqs + 1, dtype=np.int32)
         self.pairs, self.pairs_np = self.arange * 2, self.arange_np * np.int32(2)
 
@@ -45,40 +40,22 @@ class RootFeeder:
         Returns:
             `[num_reqs, hidden_size]` hidden states of the roots; the buffers are left at the roots.
         """
-        num_reqs = len(message.idx_mapping_np)
-        self.place(message.idx_mapping, 0, num_slots - 1, message.num_tokens - 1)
-        previous_slots = torch.where(self.kv.is_missing(message), self.slot_mapping[:num_reqs], NULL_BLOCK)
-        previous_positions = self.positions[:, :num_reqs].clone()
-        self.place(message.idx_mapping, 0, num_slots, message.num_tokens)
+        num_reqs, inputs = len(message.idx_mapping_np), self.inputs
+        inputs.place(message.idx_mapping, 0, num_slots - 1, message.num_tokens - 1)
+        previous_slots = torch.where(self.kv.is_missing(message), inputs.slot_mapping[:num_reqs], NULL_BLOCK)
+        previous_positions = inputs.positions[:, :num_reqs].clone()
+        inputs.place(message.idx_mapping, 0, num_slots, message.num_tokens)
         hidden = self.model.forward(
             self.model.embed(message.last_tokens.flatten().to(torch.int32), [], None),
-            torch.stack((previous_positions, self.positions[:, :num_reqs]), dim=-1).flatten(1),
+            torch.stack((previous_positions, inputs.positions[:, :num_reqs]), dim=-1).flatten(1),
             query_start_loc=self.pairs[: num_reqs + 1],
             query_start_loc_np=self.pairs_np[: num_reqs + 1],
-            seq_lens=self.seq_lens[:num_reqs],
+            seq_lens=inputs.seq_lens[:num_reqs],
             seq_lens_upper_bound=slots_bound,
             block_table=block_table,
-            slot_mapping=torch.stack((previous_slots, self.slot_mapping[:num_reqs]), dim=-1).flatten(),
+            slot_mapping=torch.stack((previous_slots, inputs.slot_mapping[:num_reqs]), dim=-1).flatten(),
         )
         return hidden[1::2]
-
-    def place(self, rows: torch.Tensor, level: int, num_slots: torch.Tensor, num_tokens: torch.Tensor) -> None:
-        """Write one level's positions, lengths and slots into the buffers."""
-        step(
-            rows,
-            num_slots,
-            num_tokens,
-            self.kv.pos_delta,
-            self.kv.block_tables,
-            block_size=self.kv.block_size,
-            level=level,
-            # Only drafts behind the end of the target's context reach it, and those are never committed.
-            max_position=self.model.num_positions - 1,
-            positions=self.positions,
-            logical_pos=self.logical_pos,
-            seq_lens=self.seq_lens,
-            slot_mapping=self.slot_mapping,
-        )
 
 
 class ChainDrafter:
@@ -95,7 +72,7 @@ class ChainDrafter:
 
     def draft(self, message: DraftMessage) -> tuple[Drafts, int]:
         """Return the chains `[num_reqs, max_drafts]` and the number of forwards."""
-        roots, model = self._roots, self._roots.model
+        roots, inputs, model = self._roots, self._roots.inputs, self._roots.model
         rows, num_reqs, num_levels = message.idx_mapping, len(message.idx_mapping_np), message.max_drafts
         num_slots, slots_bound = roots.kv.num_slots(message), roots.kv.slots_bound(message)
         block_table = roots.kv.block_tables[rows]  # [num_reqs, max_blocks]
@@ -103,16 +80,16 @@ class ChainDrafter:
         tokens, drafts = message.last_tokens[:, 1], []
         for level in range(num_levels):
             if level > 0:
-                roots.place(rows, level, num_slots, message.num_tokens)
+                inputs.place(rows, level, num_slots, message.num_tokens)
                 hidden = model.forward(
                     model.embed(tokens.to(torch.int32), [], None),
-                    roots.positions[:, :num_reqs],
+                    inputs.positions[:, :num_reqs],
                     query_start_loc=roots.arange[: num_reqs + 1],
                     query_start_loc_np=roots.arange_np[: num_reqs + 1],
-                    seq_lens=roots.seq_lens[:num_reqs],
+                    seq_lens=inputs.seq_lens[:num_reqs],
                     seq_lens_upper_bound=slots_bound + level,
                     block_table=block_table,
-                    slot_mapping=roots.slot_mapping[:num_reqs],
+                    slot_mapping=inputs.slot_mapping[:num_reqs],
                 )
             tokens = self._choose(hidden, message, tokens)
             drafts.append(tokens)
@@ -123,7 +100,7 @@ class ChainDrafter:
 
     def _choose(self, hidden: torch.Tensor, message: DraftMessage, tokens: torch.Tensor) -> torch.Tensor:
         """Return the `[num_reqs]` int64 tokens after `tokens`, whose hidden states are `[num_reqs, hidden_size]`."""
-        model, logical_pos = self._roots.model, self._roots.logical_pos
+        model, logical_pos = self._roots.model, self._roots.inputs.logical_pos
 
         def draw(block: slice) -> torch.Tensor:
             rows, rows_np = message.idx_mapping[block], message.idx_mapping_np[block]

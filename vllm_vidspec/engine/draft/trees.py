@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vidspec_kernels import step
 from vllm_vidspec.drafting import TreePolicy, candidates
 from vllm_vidspec.engine.draft.chains import RootFeeder
+from vllm_vidspec.engine.draft.levels import LevelInputs
 from vllm_vidspec.engine.draft.messages import DraftMessage, Drafts
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.engine.draft.score_blocks import in_blocks
@@ -36,14 +36,7 @@ class TreeDrafter:
         self.policy = policy
         self.attention = attention
         self._fills = fills
-        device = roots.model.device
-        max_num_reqs = len(roots.seq_lens)
-        num_rows = max_num_reqs * policy.max_frontier
-        # Persistent inputs of one level.
-        self._positions = torch.zeros(roots.model.num_axes, num_rows, dtype=torch.int64, device=device)
-        self._logical_pos = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._slot_mapping = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._prefix_lens = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self.inputs = LevelInputs(roots.model, roots.kv, len(roots.inputs.seq_lens), policy.max_frontier)
         self._layouts: dict[tuple[int, int], _Layout] = {}  # by (requests, nodes of each), both bounded
 
     def draft(self, message: DraftMessage) -> tuple[Drafts, int]:
@@ -56,7 +49,7 @@ class TreeDrafter:
         num_slots, slots_bound = roots.kv.num_slots(message), roots.kv.slots_bound(message)
         block_table = roots.kv.block_tables[rows]  # [num_reqs, max_blocks]
         hidden = roots.feed(message, num_slots, slots_bound, block_table)
-        logical_pos, tokens = roots.logical_pos[:num_reqs], message.last_tokens[:, 1]
+        logical_pos, tokens = roots.inputs.logical_pos[:num_reqs], message.last_tokens[:, 1]
         fed, is_plain = [], self._sample.is_plain(message.idx_mapping_np)
         for level in range(num_levels):
             found = self._candidates(hidden, message, logical_pos, tokens, is_plain)
@@ -67,8 +60,8 @@ class TreeDrafter:
             width = nodes.shape[1]
             fed.append(nodes)
             tokens = node_tokens.flatten()
-            self._place(rows, nodes, level + 1, num_slots, message.num_tokens)
-            logical_pos = self._logical_pos[: num_reqs * width]
+            self.inputs.place(rows, level + 1, num_slots, message.num_tokens, nodes)
+            logical_pos = self.inputs.logical_pos[: num_reqs * width]
             hidden = self._feed(nodes, tokens, slots_bound, block_table)
         policy.finish(self._fills)
         roots.kv.remember_fed_nodes(rows, fed)
@@ -108,27 +101,6 @@ class TreeDrafter:
 
         return in_blocks(find, len(hidden), model.vocab_size)
 
-    def _place(
-        self, rows: torch.Tensor, nodes: torch.Tensor, level: int, num_slots: torch.Tensor, num_tokens: torch.Tensor
-    ) -> None:
-        """Write a level's positions and slots into the buffers; places without a node go to the null block."""
-        roots = self._roots
-        step(
-            rows,
-            num_slots,
-            num_tokens,
-            roots.kv.pos_delta,
-            roots.kv.block_tables,
-            nodes,
-            block_size=roots.kv.block_size,
-            level=level,
-            max_position=roots.model.num_positions - 1,
-            positions=self._positions,
-            logical_pos=self._logical_pos,
-            seq_lens=self._prefix_lens,
-            slot_mapping=self._slot_mapping,
-        )
-
     def _feed(
         self, nodes: torch.Tensor, tokens: torch.Tensor, slots_bound: np.ndarray, block_table: torch.Tensor
     ) -> torch.Tensor:
@@ -142,7 +114,7 @@ class TreeDrafter:
         for low in range(0, num_reqs, per_forward):
             high = min(low + per_forward, num_reqs)
             places, layout = slice(low * width, high * width), self._layout(high - low, width)
-            prefix_lens = self._prefix_lens[low:high]
+            prefix_lens = self.inputs.seq_lens[low:high]
             self.attention.step = TreeStep(
                 rows=layout.rows,
                 query_start=layout.query_start_loc[:-1],
@@ -156,13 +128,13 @@ class TreeDrafter:
             try:
                 hidden = model.forward(
                     embeds[places],
-                    self._positions[:, places],
+                    self.inputs.positions[:, places],
                     query_start_loc=layout.query_start_loc,
                     query_start_loc_np=layout.query_start_loc_np,
                     seq_lens=prefix_lens + width,
                     seq_lens_upper_bound=slots_bound[low:high] + width,
                     block_table=block_table[low:high],
-                    slot_mapping=self._slot_mapping[places],
+                    slot_mapping=self.inputs.slot_mapping[places],
                 )
             finally:
                 self.attention.step = None
