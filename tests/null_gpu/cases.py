@@ -22,6 +22,11 @@ TWO_RANKS = {
     "worker_extension_cls": "null_gpu.probe.WorkerProbe",
 }
 GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}}
+GRAPHS_BATCH = {
+    "enforce_eager": False,
+    "max_num_seqs": 16,
+    "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 96]},
+}
 COMPILED = {"enforce_eager": False, "compilation_config": {"mode": 3, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}}
 
 
@@ -126,6 +131,8 @@ _ALL = (
     Case("self", {"draft": "target"}, most_launches=470),
     Case("vanilla graphs", overrides=GRAPHS),
     Case("chain graphs", {}, "vanilla graphs", overrides=GRAPHS, most_launches=345),
+    Case("vanilla graphs batch", overrides=GRAPHS_BATCH, batch=16),
+    Case("chain graphs batch", {}, "vanilla graphs batch", overrides=GRAPHS_BATCH, batch=16, most_launches=345),
     Case("vanilla pieces", overrides=COMPILED),
     Case("static pieces", _STATIC, "vanilla pieces", overrides=COMPILED, most_launches=480),
     # The Qwen pair's three vision heads are not for two ranks.
