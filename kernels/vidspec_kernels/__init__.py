@@ -1,6 +1,6 @@
 """vidspec_kernels: Triton kernels beside their torch references; needs torch, triton and numpy only."""
 
-from vidspec_kernels.accept import LOWEST, SHIFT, WINDOW, Looseness, TreeShapes, accept, accept_reference
+from vidspec_kernels.accept import LOWEST, SHIFT, WINDOW, Looseness, Tally, TreeShapes, accept, accept_reference
 from vidspec_kernels.guidance_scores import guidance_scores, guidance_scores_reference
 from vidspec_kernels.kv_compact import CacheList, kv_compact, kv_compact_reference
 from vidspec_kernels.step import step, step_reference
@@ -20,6 +20,7 @@ __all__ = [
     "WINDOW",
     "CacheList",
     "Looseness",
+    "Tally",
     "TreeShapes",
     "accept",
     "accept_reference",
