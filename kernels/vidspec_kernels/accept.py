@@ -71,7 +71,7 @@ class Tally(NamedTuple):
     Attributes:
         rows: int64 [R], persistent row of each request.
         has_draft: bool [max_reqs], whether a request's drafts are real; those of others are not counted.
-        totals: int64 [7 + K], added to. Of the requests with drafts: how many, their drafts, those that stand, the
+        totals: int64 [>= 7 + K], added to. Of the requests with drafts: how many, their drafts, those that stand, the
             depth of their deepest drafts, those that stand by kind (1, 2, 3), and those that stand at each depth.
         by_kind: int64 [R, 3], written: each request's drafts that stand, by kind. None: nobody asks.
         path: int32 [max_reqs, >= K + 1], unit stride in its rows, written: each request's accepted path, as `accept`
@@ -627,7 +627,7 @@ def _count(xp: ModuleType, tally: Tally, has_row: Any, depth: Any, num_accepted:
         loosened, shifted = ((kinds == kind).sum(1) * is_counted for kind in (2, 3))
     exact = accepted - loosened - shifted
     sums = xp.stack((is_counted, num_drafts, accepted, deepest, exact, loosened, shifted), 1)
-    as_array(tally.totals)[:] += xp.concatenate((sums, col[:-1] < accepted[:, None]), 1).sum(0)
+    as_array(tally.totals)[: _NUM_SUMS + len(col) - 1] += xp.concatenate((sums, col[:-1] < accepted[:, None]), 1).sum(0)
     if tally.by_kind is not None:
         as_array(tally.by_kind)[:] = sums[:, 4:]
 

@@ -10,7 +10,6 @@ from tests.engine.conftest import SCENARIOS
 from tests.engine.harness import LLAVA, QWEN, assert_all_stands, assert_begins, token_ids
 from tests.engine.seams import TargetTrees, tree_drafter
 from vllm_vidspec import metrics
-from vllm_vidspec.scoring import Scored
 from vllm_vidspec.scoring import rules as scorers
 
 pytestmark = pytest.mark.engine
@@ -63,7 +62,7 @@ def no_depth_positions(patch) -> None:
 
 def no_compaction(patch) -> None:
     """The accepted path's KV stays where the nodes were."""
-    patch.setattr(TargetTrees, "compact", lambda self, num_accepted: None)
+    patch.setattr(TargetTrees, "compact", lambda self: None)
 
 
 def leaking_sibling(patch) -> None:
@@ -83,9 +82,9 @@ def wrong_branch(patch) -> None:
     original = scorers.accept
 
     def first_branch(*args):
-        scored = Scored(*original(*args))
-        in_order = torch.arange(scored.path.shape[1], dtype=torch.int32)
-        return scored.sampled, scored.num_sampled, in_order.expand_as(scored.path), None
+        results, tally = original(*args), args[-1]
+        tally.path[tally.rows] = torch.arange(tally.path.shape[1], dtype=torch.int32)
+        return results
 
     patch.setattr(scorers, "accept", first_branch)
 
@@ -115,13 +114,13 @@ def untruncated(patch) -> None:
     """The verifier takes every tree for whole: its last nodes' rows belong to the next request."""
     original = scorers.accept
 
-    def whole(target_tokens, draft_tokens, cu_num_logits, max_drafts, trees, _looseness):
+    def whole(target_tokens, draft_tokens, cu_num_logits, max_drafts, trees, _looseness, tally):
         pad = torch.zeros(max_drafts + 1, dtype=torch.int64)
         starts = cu_num_logits[:-1]
-        targets, drafts = torch.cat((target_tokens, pad)), torch.cat((draft_tokens, pad))
+        targets, drafts = torch.cat((target_tokens, pad)), torch.cat((draft_tokens, pad.int()))
         rows = (starts[:, None] + torch.arange(max_drafts + 1)).flatten()
         bounds = torch.arange(len(starts) + 1, dtype=torch.int32) * (max_drafts + 1)
-        return original(targets[rows], drafts[rows], bounds, max_drafts, trees)
+        return original(targets[rows], drafts[rows], bounds, max_drafts, trees, None, tally)
 
     patch.setattr(scorers, "accept", whole)
 

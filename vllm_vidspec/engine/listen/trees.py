@@ -19,7 +19,7 @@ from vllm_vidspec.engine.listen.protocol import Forward, TargetListener
 from vllm_vidspec.engine.requests import RequestRows
 from vllm_vidspec.engine.tree_attention import TreeAttention, TreeStep
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.scoring import TreeShapes
+from vllm_vidspec.scoring import Tally, TreeShapes
 
 
 class TargetTrees(TargetListener):
@@ -58,8 +58,8 @@ class TargetTrees(TargetListener):
             table.expand(max_num_reqs, -1).contiguous() for table in self._chain
         )
         # [max_num_reqs, K + 1] int32 node behind each output of the last verify step; the drafter reads it
-        self._in_order = torch.arange(max_nodes + 1, dtype=torch.int32, device=device)
-        self.path = self._in_order.repeat(max_num_reqs, 1)
+        self.path = torch.arange(max_nodes + 1, dtype=torch.int32, device=device).repeat(max_num_reqs, 1)
+        self.num_accepted = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)  # drafts on these paths
         self.attention = TreeAttention(layers)
         # Models with 1-D positions read the batch's own buffer, which must not change: they get a copy.
         self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
@@ -176,16 +176,12 @@ class TargetTrees(TargetListener):
         """Return the shapes of `[num_reqs]` persistent rows, for a scorer."""
         return TreeShapes(idx_mapping, self.parents, self.depths, self.ancestors)
 
-    def remember(self, idx_mapping: torch.Tensor, path: torch.Tensor | None) -> None:
-        """Keep the accepted paths for the drafter: `[num_reqs]` persistent rows, `Scored.path`; None for chains."""
-        self.path[idx_mapping] = self._in_order if path is None else path
+    def remember(self, tally: Tally) -> Tally:
+        """Return a scorer's tally that keeps the accepted paths too: for `compact`, and for the drafter."""
+        return tally._replace(path=self.path, num_accepted=self.num_accepted)
 
-    def compact(self, num_accepted: torch.Tensor) -> None:
-        """Move the accepted paths' KV together, so that the committed text is contiguous.
-
-        Args:
-            num_accepted: `[num_reqs]` int32 accepted drafts by batch row.
-        """
+    def compact(self) -> None:
+        """Move the accepted paths' KV together, so that the committed text is contiguous."""
         step, self._step = self._step, None
         if step is None:
             return
@@ -195,8 +191,9 @@ class TargetTrees(TargetListener):
             self.attention.block_table,
             attention.rows,
             attention.prefix_lens - 1,
-            self.path[step.state_rows],
-            num_accepted[attention.rows],
+            self.path,
+            self.num_accepted,
+            step.state_rows,
         )
 
 
