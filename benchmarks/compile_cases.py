@@ -6,7 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 import vidspec_kernels as kernels
@@ -101,6 +104,35 @@ def step_arguments(
     }  # fmt: skip
 
 
+def step_buffers(
+    num_axes: int = 3, path_cols: int = 0, max_batch: int = MAX_REQS, max_blocks: int = MAX_BLOCKS
+) -> tuple[kernels.StepTables, kernels.StepBuffers]:
+    """Return what `begin_step` reads and writes; `path_cols` is K + 1, 0: only chains are drafted."""
+    tables = kernels.StepTables(
+        num_tokens=i32(MAX_REQS), text=i32(MAX_REQS, 32_768), last_sampled=i64(MAX_REQS, 1), num_dropped=i32(MAX_REQS),
+        pos_delta=i64(MAX_REQS), block_table=i32(MAX_REQS, max_blocks), fed=i64(MAX_REQS + 1),
+        path=i32(MAX_REQS, path_cols) if path_cols else None,
+    )  # fmt: skip
+    positions = i64(num_axes, 2 * max_batch + 1)[:, : 2 * max_batch]
+    return tables, kernels.StepBuffers.allocate(max_batch, max_blocks, positions, path_cols)
+
+
+@triton.jit
+def noise_of_draws(scores, token_ids, seed, pos, USE_FP64: tl.constexpr):
+    """Stand in for vLLM's Gumbel noise, with a hash and logarithms of its weight."""
+    word = token_ids.to(tl.uint32) * 0xCC9E2D51
+    for _ in tl.static_range(4):
+        word = ((word << 15) | (word >> 17)) * 0x1B873593 + seed.to(tl.uint32) + pos.to(tl.uint32)
+        word ^= word >> 13
+    uniform = (word >> 8).to(tl.float64 if USE_FP64 else tl.float32) * 5.9604645e-08 + 2.9802322e-08
+    return scores - tl.log(-tl.log(uniform))
+
+
+def sampling(use_fp64: bool = False) -> kernels.Noise:
+    """Return the noise of the report."""
+    return kernels.Noise(noise_of_draws, lambda *_: np.empty(0), use_fp64=use_fp64)
+
+
 MODELS = {
     "28/4": (28, 4, 128),  # Qwen2.5-VL 7B
     "40/8": (40, 8, 128),  # Qwen2.5-VL 32B
@@ -153,4 +185,21 @@ def cases() -> tuple[Case, ...]:
     for num_axes in (1, 3):
         add("step", f"chain, axes {num_axes}", warm_up.warm_step, **step_arguments(1, num_axes=num_axes))
         add("step", f"tree, axes {num_axes}", kernels.step, nodes=i64(1, 8), **step_arguments(8, num_axes=num_axes))
+    for num_axes, path_cols in ((1, 0), (3, 0), (3, 26), (3, 65)):
+        label = f"{'tree' if path_cols else 'chain'} K{path_cols - 1 if path_cols else 10}, axes {num_axes}"
+        add("begin_step", label, warm_up.warm_begin_step, *step_buffers(num_axes, path_cols), is_greedy=False)
+    for num_axes, width in itertools.product((1, 3), (0, 8)):
+        step = step_buffers(num_axes)[1]
+        out = kernels.LevelBuffers.allocate(MAX_REQS, i64(num_axes, MAX_REQS * max(width, 1)), width)
+        label = f"{'tree' if width else 'chain'}, axes {num_axes}"
+        add("next_level", label, warm_up.warm_next_level, step, out, i64(MAX_REQS + 1), num_cols=26)
+    for dtype, vocab_size in ((BF16, 152_064), (FP32, 32_000)):
+        scratch = kernels.SampleScratch(64, vocab_size, i64(1).device)
+        add("draw", f"{vocab_size // 1000}k {dtype}", warm_up.warm_draw, sampling(), scratch, dtype)
+        for num_candidates in (1, 10, 64):
+            scratch = kernels.SampleScratch(64, vocab_size, i64(1).device, num_candidates)
+            label = f"C{num_candidates} {vocab_size // 1000}k {dtype}"
+            add("candidates", label, warm_up.warm_candidates, sampling(), scratch, dtype, with_log_probs=True)
+    scratch = kernels.SampleScratch(64, 152_064, i64(1).device, use_fp64=True)
+    add("draw", "152k, noise of 64 bits", warm_up.warm_draw, sampling(use_fp64=True), scratch, BF16)
     return tuple(found)
