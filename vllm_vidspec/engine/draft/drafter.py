@@ -76,14 +76,19 @@ class Drafter:
 
     def admit(self, message: PrefillMessage) -> bool:
         """Take a request in; return whether it will be drafted for (else it is counted by reason)."""
-        return self.prefills.admit(message)
+        is_in = self.prefills.admit(message)
+        if is_in and self.trees is not None:
+            self.trees.policy.admit(np.array([message.req_state_idx]))
+        return is_in
+
+    def rest(self, idx_mapping_np: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Put `[n]` rows that were drafted for back in line; the draft has read `[n]` tokens of their text at least."""
+        self.prefills.rest(idx_mapping_np, num_tokens)
 
     def prefill(self, step: PrefillStep) -> Prefilled:
         """Show the draft what fits into this step of the prompts that it has not seen whole."""
         start = time.perf_counter()
         done = self.prefills.step(step)
-        if self.trees is not None and done.ready:
-            self.trees.policy.admit(np.array(done.ready))
         self.counters.add("draft_prefill_us", int(1e6 * (time.perf_counter() - start)))
         return done
 
