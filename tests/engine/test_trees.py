@@ -1,6 +1,7 @@
 """Trees: branches behind decoys, planted bugs, and shapes that change while requests run."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -142,15 +143,17 @@ def test_a_cut_tree_taken_for_a_whole_one_is_caught(reference):
 
 
 def test_auto_follows_its_table(reference):
-    """`auto`: trees while few requests run, chains while many do, there and back, in one engine, without a seam.
+    """`auto`: trees while few requests run, chains while many do, nothing while all do, there and back, in one engine,
+    without a seam.
 
     Two requests begin, six join them, and all end at different times. Catches: a chain verified under a tree's mask, KV
-    that a change of shape leaves behind, a path of an earlier tree that a chain's acceptance is looked up in.
+    that a change of shape leaves behind, a path of an earlier tree that a chain's acceptance is looked up in; nodes of
+    a last tree before a rest that nobody has moved together; a forward of the draft at rest.
     """
     expected = [ids[0] for ids in token_ids(reference(QWEN, "videos"))]
     lengths = [28, 28, 4, 4, 2, 2, 4, 4]
     requests = [(p, {**a, "max_tokens": n}) for (p, a), n in zip(SCENARIOS["videos"](QWEN), lengths, strict=True)]
-    table = [[1, 4, "tree-static", 25], [5, 64, "chain", 5]]
+    table = [[1, 4, "tree-static", 25], [5, 6, "chain", 5], [7, 64, "none", 0]]
     with harness.engine(
         QWEN, "target", drafting="auto", draft_table=table, num_speculative_tokens=25, pruner="none"
     ) as engine:
@@ -158,11 +161,15 @@ def test_auto_follows_its_table(reference):
 
         def step() -> None:
             before = engine.counters()
-            done = [output for output in engine.core.step() if output.finished]
+            with mock.patch.object(engine.draft, "forward", wraps=engine.draft.forward) as forward:
+                done = [output for output in engine.core.step() if output.finished]
             answers.update({int(output.request_id): list(output.outputs[0].token_ids) for output in done})
             gained = metrics.difference(before, engine.counters())
+            assert not (gained["undrafted_steps"] and forward.called)
             if gained["drafts"]:
                 shapes.append("chain" if gained["draft_tokens"] == gained["draft_depth"] else "tree")
+            elif gained["undrafted_steps"]:
+                shapes.append("none")
 
         start = engine.counters()
         engine.begin(requests[:2])
@@ -177,4 +184,4 @@ def test_auto_follows_its_table(reference):
     ]
     assert counted["accepted_tokens"] == counted["draft_depth"] == 5 * counted["drafts"]
     changes = [shape for i, shape in enumerate(shapes) if i == 0 or shapes[i - 1] != shape]
-    assert changes == ["tree", "chain", "tree"]
+    assert changes == ["tree", "none", "chain", "tree"]

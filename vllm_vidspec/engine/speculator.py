@@ -5,6 +5,7 @@
     for each request that the draft knows:                                                  reserve
         make room for the committed text and K drafts, else give the request up
     for the first in line: read a bounded piece of their pruned prompts                     prefill
+    where drafting does not pay at this many requests: nothing of these two                 rest
     for each request that the draft has read, all in one batch:                             draft
         roll back to the committed length, feed its last two tokens, then a level at a time:
             logits -> the target's own noise -> the next tokens of a chain, or nodes of a tree
@@ -25,6 +26,7 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
+from vllm_vidspec.config import Plan
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft.drafter import Drafter
 from vllm_vidspec.engine.draft.graphs import DraftGraphs
@@ -52,24 +54,24 @@ class Step:
         is_done: `[num_reqs]` bool: the target's prefill is complete, so that this step sampled a token.
         bound: `[num_reqs]` int64 host bound of the committed lengths, the target's last token included.
         num_sampled: `[num_reqs]` int32 accepted drafts and the target's own token.
-        max_drafts: Draft tokens to propose at most.
+        plan: What to draft.
     """
 
     batch: Any
     is_done: np.ndarray
     bound: np.ndarray
     num_sampled: torch.Tensor
-    max_drafts: int
+    plan: Plan
 
     @classmethod
-    def of(cls, batch: Any, num_sampled: torch.Tensor, max_drafts: int) -> "Step":
+    def of(cls, batch: Any, num_sampled: torch.Tensor, plan: Plan) -> "Step":
         """Read a step from vLLM's batch; nothing here waits for the device."""
         computed = batch.num_computed_tokens_np + batch.num_scheduled_tokens
         if batch.num_draft_tokens_per_req is not None:
             computed = computed - batch.num_draft_tokens_per_req
         # The last draft of this step may commit K more tokens and the target one.
         bound = batch.seq_lens_cpu_upper_bound.numpy()[: batch.num_reqs].astype(np.int64) + 1
-        return cls(batch, computed >= batch.prefill_len_np, bound, num_sampled, max_drafts)
+        return cls(batch, computed >= batch.prefill_len_np, bound, num_sampled, plan)
 
 
 class VidSpecSpeculator(BaseSpeculator):
@@ -276,14 +278,18 @@ class VidSpecSpeculator(BaseSpeculator):
             if is_profile:
                 self.draft_model.profile()
             return self._draft_tokens[: input_batch.num_reqs].zero_()
-        max_drafts = (
-            self._knobs.now.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
-        )
-        step = Step.of(input_batch, num_sampled, max_drafts)
+        plan = self._knobs.now.plan_for(input_batch.num_reqs)
+        if num_speculative_tokens is not None:  # the same number, from the same plans, but for vLLM's warm-up
+            plan = plan._replace(num_tokens=min(plan.num_tokens, num_speculative_tokens))
+        step = Step.of(input_batch, num_sampled, plan)
         self._start(step)
         self._reserve(step)
-        self._prefill(step)
-        tokens, num_nodes = self._draft(step)
+        if plan.num_tokens:
+            self._prefill(step)
+            tokens, num_nodes = self._draft(step)
+        else:
+            self._rest(step)
+            tokens, num_nodes = self._draft_tokens[: input_batch.num_reqs].zero_(), None
         self._requests.publish(
             input_batch.idx_mapping, input_batch.idx_mapping_np, self._are_in(step, Phase.DRAFTING), num_nodes
         )
@@ -388,6 +394,19 @@ class VidSpecSpeculator(BaseSpeculator):
         for i in known[~fits]:
             self._skip(step, i, "pool_full", "it outgrew the draft's KV pool")
 
+    # ---- rest ------------------------------------------------------------------------------------------------------
+
+    def _rest(self, step: Step) -> None:
+        """Draft nothing. Requests that were drafted for get back in line, to read on from here when drafting pays again."""
+        indices = np.flatnonzero(self._are_in(step, Phase.DRAFTING))
+        rows = step.batch.idx_mapping_np[indices]
+        # What the draft has surely read: its last step began at the length that the target's own began at, of which the
+        # host knows a bound, since the scheduler may run ahead of the verification of K drafts.
+        was_committed = step.batch.num_computed_tokens_np[indices] - self._knobs.now.num_speculative_tokens
+        self.drafter.rest(rows, was_committed)
+        self._requests.phase[rows] = Phase.PREFILLING
+        self._counters.add("undrafted_steps")
+
     # ---- prefill ---------------------------------------------------------------------------------------------------
 
     def _prefill(self, step: Step) -> None:
@@ -445,8 +464,8 @@ class VidSpecSpeculator(BaseSpeculator):
                 idx_mapping_np=idx_mapping_np,
                 num_sampled=step.num_sampled,
                 was_verified=None if was_verified.all() else async_tensor_h2d(was_verified, device=self._device),
-                max_drafts=step.max_drafts,
-                shape=self._knobs.now.shape_for(batch.num_reqs),
+                max_drafts=step.plan.num_tokens,
+                shape=step.plan.shape,
             )
         )
         if self._trees is not None:

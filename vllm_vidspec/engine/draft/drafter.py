@@ -8,6 +8,7 @@ import torch
 from vllm.logger import init_logger
 
 from vidspec_kernels import StepTables, begin_step
+from vllm_vidspec.config import Plan
 from vllm_vidspec.drafting import make_policy
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft.buffers import DraftBuffers
@@ -100,14 +101,19 @@ class Drafter:
 
     def admit(self, message: PrefillMessage) -> bool:
         """Take a request in; return whether it will be drafted for (else it is counted by reason)."""
-        return self.prefills.admit(message)
+        is_in = self.prefills.admit(message)
+        if is_in and self.trees is not None:
+            self.trees.policy.admit(np.array([message.req_state_idx]))
+        return is_in
+
+    def rest(self, idx_mapping_np: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Put `[n]` rows that were drafted for back in line; the draft has read `[n]` tokens of their text at least."""
+        self.prefills.rest(idx_mapping_np, num_tokens)
 
     def prefill(self, step: PrefillStep) -> Prefilled:
         """Show the draft what fits into this step of the prompts that it has not seen whole."""
         start = time.perf_counter()
         done = self.prefills.step(step)
-        if self.trees is not None and done.ready:
-            self.trees.policy.admit(np.array(done.ready))
         self.counters.add("draft_prefill_us", int(1e6 * (time.perf_counter() - start)))
         return done
 
@@ -196,10 +202,10 @@ class Drafter:
             )
             return
         parts: dict[Part, Run] = {}
-        for num_reqs, shape, num_drafts in self._plans():
-            drafter = self.chains if shape == "chain" else self.trees
+        for num_reqs, plan in self._plans():
+            drafter = self.chains if plan.shape == "chain" else self.trees
             assert drafter is not None
-            parts |= drafter.parts(num_reqs, num_drafts)
+            parts |= drafter.parts(num_reqs, plan.num_tokens)
 
         nobody = self.buffers.step.rows[:0]
 
@@ -209,12 +215,16 @@ class Drafter:
 
         self._graphs.capture_parts(parts, prepare)
 
-    def _plans(self) -> Iterator[tuple[int, str, int]]:
-        """Yield padded numbers of requests with the shapes and numbers of drafts that their steps may have."""
+    def _plans(self) -> Iterator[tuple[int, Plan]]:
+        """Yield padded numbers of requests with what their steps may draft: the plan of as many requests or more, as
+        some of a batch may not be drafted for.
+        """
         low = 1
         for size in self._graphs.sizes:
-            for shape in {self._knobs.now.shape_for(num_reqs) for num_reqs in range(low, size + 1)}:
-                yield size, shape, self._num_speculative_tokens
+            plans = self._knobs.now.plans
+            for plan in {row.plan for row in plans if row.last >= low or row is plans[-1]}:
+                if plan.num_tokens:
+                    yield size, plan
             low = size + 1
 
     # ---- the end ---------------------------------------------------------------------------------------------------
