@@ -158,8 +158,8 @@ class Drafter:
             is_graph = self.chains.draft(num_reqs, num_drafts, processed)
         else:
             assert self.trees is not None
-            tree, num_forwards = self.trees.policy.tree, self.trees.policy.num_levels(rows_np, num_drafts)
-            is_graph = self.trees.draft(num_reqs, num_drafts, num_forwards, processed)
+            tree = self.trees.policy.tree
+            num_forwards, is_graph = self.trees.draft(num_reqs, num_drafts, rows_np, processed)
         self.counters.add("draft_steps")
         self.counters.add("draft_forwards", num_forwards)
         if self._graphs.is_on and not is_graph:

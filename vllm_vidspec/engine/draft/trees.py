@@ -1,7 +1,10 @@
 """Drafts trees: one forward per level over the frontiers of all requests, under a tree mask on the draft's paged KV."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_vidspec.drafting import TreePolicy
@@ -42,97 +45,96 @@ class TreeDrafter:
         self._log_probs = torch.zeros(places, policy.num_candidates, dtype=torch.float32, device=device)
         self._token_ids = torch.zeros(places, policy.num_candidates, dtype=torch.int64, device=device)
 
-    def draft(self, num_reqs: int, max_nodes: int, num_levels: int, processed: Processed | None) -> bool:
+    def draft(self, num_reqs: int, max_nodes: int, rows_np: np.ndarray, processed: Processed | None) -> tuple[int, bool]:
         """Write trees of at most `max_nodes` nodes, and their tokens into the buffers' `drafts`.
 
         Args:
             num_reqs: R, padding included.
             max_nodes: In [0, K].
-            num_levels: Forwards of this step, the roots' included, as the policy says.
+            rows_np: `[n]` persistent rows without padding, on the host.
             processed: What vLLM's processors need, if the logits of any request need them; they run between graphs.
 
         Returns:
-            Whether graphs ran all that can be captured.
+            Forwards of the draft, and whether graphs ran all that can be captured.
         """
-        if processed is None and self.policy.is_static:
-            key = part("tree", num_reqs, max_drafts=max_nodes)
-            return self._graphs.run(key, functools.partial(self._tree, num_reqs, max_nodes, num_levels))
+        policy, size = self.policy, (num_reqs, max_nodes)
+        policy.prepare(max_nodes)
+        num_levels = policy.num_levels(rows_np, max_nodes)
+        if processed is None and policy.has_fixed_levels:
+            return num_levels, self._run("tree", self._tree, *size)
         is_whole = True
         for level in range(num_levels):
             if processed is None:
-                key = part("level", num_reqs, level, max_nodes)
-                is_whole &= self._graphs.run(key, functools.partial(self._level, num_reqs, max_nodes, level))
+                is_whole &= self._run("level", self._level, *size, level)
             else:
-                self._begin(num_reqs, max_nodes, level)
-                is_whole &= self._feed(num_reqs, max_nodes, level)
-                self._grow(num_reqs, max_nodes, level, processed)
+                is_whole &= self._feed(*size, level)
+                self._grow(*size, level, processed)
             if level == 0:
-                self.policy.send()
-        key = part("finish", num_reqs, num_levels, max_nodes)
-        return self._graphs.run(key, functools.partial(self._finish, num_reqs, max_nodes, num_levels)) and is_whole
+                policy.send(rows_np)
+        return num_levels, self._run("finish", self._finish, *size) and is_whole
 
     def parts(self, num_reqs: int, max_nodes: int) -> dict[Part, Run]:
         """Return the functions that can be captured, for so many requests and nodes."""
-        run, levels = functools.partial, range(self.policy.most_levels(max_nodes))
-        parts: dict[Part, Run] = {self._key(num_reqs, max_nodes, level): run(self._nodes, num_reqs, max_nodes, level) for level in levels[1:]}
-        parts[self._key(num_reqs, max_nodes, 0)] = run(self._forwards.roots, num_reqs)
-        if self.policy.is_static:
-            return parts | {part("tree", num_reqs, max_drafts=max_nodes): run(self._tree, num_reqs, max_nodes, len(levels))}
-        for level in levels:
-            parts[part("level", num_reqs, level, max_nodes)] = run(self._level, num_reqs, max_nodes, level)
-            parts[part("finish", num_reqs, level + 1, max_nodes)] = run(self._finish, num_reqs, max_nodes, level + 1)
-        return parts
+        self.policy.prepare(max_nodes)
+        levels = [(level,) for level in range(self.policy.depth(max_nodes))]
+        found = [("first", self._first, ()), *(("nodes", self._nodes, level) for level in levels[1:])]
+        found.append(("finish", self._finish, ()))
+        if self.policy.has_fixed_levels:
+            found.append(("tree", self._tree, ()))
+        else:
+            found += [("level", self._level, level) for level in levels]
+        return dict(self._part(name, function, num_reqs, max_nodes, *level) for name, function, level in found)
+
+    @staticmethod
+    def _part(
+        name: str, function: Callable[..., None], num_reqs: int, max_nodes: int, *level: int
+    ) -> tuple[Part, Run]:
+        return part(name, num_reqs, *(level or (0,)), max_nodes), functools.partial(function, num_reqs, max_nodes, *level)
+
+    def _run(self, *which: Any) -> bool:
+        return self._graphs.run(*self._part(*which))
 
     # ---- what graphs hold ------------------------------------------------------------------------------------------
 
-    def _tree(self, num_reqs: int, max_nodes: int, num_levels: int) -> None:
-        for level in range(num_levels):
+    def _tree(self, num_reqs: int, max_nodes: int) -> None:
+        for level in range(self.policy.depth(max_nodes)):
             self._level(num_reqs, max_nodes, level)
-        self._finish(num_reqs, max_nodes, num_levels)
+        self._finish(num_reqs, max_nodes)
 
     def _level(self, num_reqs: int, max_nodes: int, level: int) -> None:
-        self._begin(num_reqs, max_nodes, level)
         self._feed(num_reqs, max_nodes, level)
         self._grow(num_reqs, max_nodes, level, None)
 
-    def _finish(self, num_reqs: int, max_nodes: int, num_levels: int) -> None:
+    def _finish(self, num_reqs: int, max_nodes: int) -> None:
         """End the trees, and say what is proposed: an unused column is never scheduled, or verified as a leaf that is
         as good as any.
         """
-        self.policy.finish(num_reqs, max_nodes, num_levels, self._fills)
+        self.policy.finish(self._fills, rows=self._buffers.step.rows[:num_reqs], max_nodes=max_nodes)
         torch.clamp(self.policy.tree.tokens[:num_reqs, 1:], min=0, out=self._buffers.drafts[:num_reqs])
 
-    # ---- the steps of a level --------------------------------------------------------------------------------------
-
-    def _begin(self, num_reqs: int, max_nodes: int, level: int) -> None:
-        if level == 0:
-            self.policy.begin(self._buffers.step.rows[:num_reqs], self._buffers.step.num_accepted[:num_reqs], max_nodes)
-
-    def _key(self, num_reqs: int, max_nodes: int, level: int) -> Part:
-        return part("nodes", num_reqs, level, max_nodes) if level else part("roots", num_reqs)
+    # ---- a level ---------------------------------------------------------------------------------------------------
 
     def _feed(self, num_reqs: int, max_nodes: int, level: int) -> bool:
-        run = functools.partial
-        function = run(self._nodes, num_reqs, max_nodes, level) if level else run(self._forwards.roots, num_reqs)
-        return self._graphs.run(self._key(num_reqs, max_nodes, level), function)
+        if level == 0:
+            return self._run("first", self._first, num_reqs, max_nodes)
+        return self._run("nodes", self._nodes, num_reqs, max_nodes, level)
+
+    def _first(self, num_reqs: int, max_nodes: int) -> None:
+        """Begin the trees, and feed the roots."""
+        step = self._buffers.step
+        self.policy.begin(step.rows[:num_reqs], step.num_accepted[:num_reqs], max_nodes)
+        self._forwards.roots(num_reqs)
 
     def _nodes(self, num_reqs: int, max_nodes: int, level: int) -> None:
         """Feed the frontier that the level before has left."""
-        policy = self.policy
-        width = policy.width(level, max_nodes)
-        self._buffers.place(
-            num_reqs,
-            level,
-            policy.frontier_nodes[:num_reqs, :width],
-            policy.frontier_tokens[:num_reqs, :width],
-            policy.tree.ancestors,
-        )
-        self._forwards.nodes(num_reqs, width)
+        nodes, tokens = self.policy.frontier(level, num_reqs, max_nodes)
+        self._buffers.place(num_reqs, level, nodes, tokens, self.policy.tree.ancestors[:num_reqs])
+        self._forwards.nodes(num_reqs, nodes.shape[1])
 
     def _grow(self, num_reqs: int, max_nodes: int, level: int, processed: Processed | None) -> None:
         """Find candidates after each node of the frontier, and let the policy choose among them."""
         policy, model = self.policy, self._forwards.model
-        width = policy.width(level, max_nodes) if level else 1
+        width = policy.frontier(level, num_reqs, max_nodes)[0].shape[1] if level else 1
         num_places = num_reqs * width
         for block in blocks(num_places, model.vocab_size):
             self._sample.candidates(
@@ -144,4 +146,5 @@ class TreeDrafter:
                 policy.needs_log_probs,
                 processed,
             )
-        policy.extend(level, max_nodes, self._log_probs[:num_places], self._token_ids[:num_places])
+        found = self._log_probs[:num_places], self._token_ids[:num_places]
+        policy.extend(level, *found, rows=self._buffers.step.rows[:num_reqs], max_nodes=max_nodes)
