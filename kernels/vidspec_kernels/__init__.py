@@ -1,9 +1,12 @@
 """vidspec_kernels: Triton kernels beside their torch references; needs torch, triton and numpy only."""
 
 from vidspec_kernels.accept import LOWEST, SHIFT, WINDOW, Looseness, TreeShapes, accept, accept_reference
+from vidspec_kernels.begin_step import begin_step, begin_step_reference
 from vidspec_kernels.guidance_scores import guidance_scores, guidance_scores_reference
 from vidspec_kernels.kv_compact import CacheList, kv_compact, kv_compact_reference
+from vidspec_kernels.next_level import next_level, next_level_reference
 from vidspec_kernels.step import step, step_reference
+from vidspec_kernels.step_buffers import LevelBuffers, StepBuffers, StepTables
 from vidspec_kernels.tree_attention import tree_attention, tree_attention_reference
 from vidspec_kernels.uv_scores import uv_scores_reference, uv_text_sum, uv_video_scores
 from vidspec_kernels.visual_relevance import (
@@ -19,15 +22,22 @@ __all__ = [
     "SHIFT",
     "WINDOW",
     "CacheList",
+    "LevelBuffers",
     "Looseness",
+    "StepBuffers",
+    "StepTables",
     "TreeShapes",
     "accept",
     "accept_reference",
+    "begin_step",
+    "begin_step_reference",
     "guidance_scores",
     "guidance_scores_reference",
     "kv_compact",
     "kv_compact_reference",
     "merge_relevance",
+    "next_level",
+    "next_level_reference",
     "step",
     "step_reference",
     "storage_scale",
