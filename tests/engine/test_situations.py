@@ -59,8 +59,8 @@ def test_scheduling_changes_nothing(reference, family, shape, overrides):
 def test_vllms_own_schedule_of_draft_lengths(reference, rests):
     """`num_speculative_tokens_per_batch_size`: two drafts a step while eight run, five when three or fewer are left.
 
-    Or none while six or more run, with a scheduler that runs ahead: the draft is not run at all, and then drafts for who
-    is left as if it had been. Catches: KV state that assumes K levels a step; a gap in the draft's text, or the end of
+    Or none while six or more run, with a scheduler that runs ahead: the draft is not run, and then drafts for who is
+    left as if it had been. Catches: KV state that assumes K levels a step; a gap in the draft's text, or the end of
     one read too early, where it had rested; a rest that forgets who has begun to answer before it.
     """
     schedule, expected = [(1, 3, 5), (4, 8, 2)], reference(QWEN, "videos")

@@ -34,7 +34,8 @@ def test_defaults():
     assert passed == {}
     assert config.flat() == {
         "model": "draft", "num_speculative_tokens": 5, "draft_shape": "chain", "draft_table": None,
-        "num_speculative_tokens_per_batch_size": None, "draft_noise": "shared", "max_draft_len": None, "on_draft_error": "skip", "calibration": None,
+        "num_speculative_tokens_per_batch_size": None, "draft_noise": "shared", "max_draft_len": None,
+        "on_draft_error": "skip", "calibration": None,
         # prune
         "prune_ratio": 0.9, "image_prune_ratio": None, "pruner": "specvlm", "lambda_r": 0.4, "guidance_layers": "all",
         "uv_layer": None, "guidance_bytes": None, "prune_seed": 0, "draft_positions": "original",
@@ -338,7 +339,8 @@ def test_the_shapes_of_a_draft():
     [
         ({}, [(4, "chain", 5), (10, "chain", 2), (99, "none", 0)]),
         ({"num_speculative_tokens": 3}, [(4, "chain", 3), (10, "chain", 2), (99, "none", 0)]),
-        ({"num_speculative_tokens": 25, "draft": "auto", "draft_table": [[1, 2, "tree-static", 25], [3, 9, "chain", 3]]},
+        ({"num_speculative_tokens": 25, "draft": "auto",
+          "draft_table": [[1, 2, "tree-static", 25], [3, 9, "chain", 3]]},
          [(2, "tree-static", 5), (4, "chain", 3), (10, "chain", 2), (99, "none", 0)]),
         ({"draft": "auto", "draft_table": [[1, 6, "chain", 1], [7, 20, "none", 0]]},
          [(6, "chain", 1), (99, "none", 0)]),

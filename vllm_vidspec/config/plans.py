@@ -1,5 +1,4 @@
-"""What a step drafts by how many requests are in it: the rows of `draft_table`, capped by vLLM's own schedule; plain
-Python."""
+"""Plans: what a step drafts by how many requests are in it, from a table and vLLM's own schedule; plain Python."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -55,8 +54,8 @@ def capped(table: Sequence[tuple[int, int, str, int]], caps: Sequence[Cap] | Non
     """
     rows: list[PlanRow] = []
     caps = caps or [(1, 1, max(row[3] for row in table))]
-    for last in sorted({row[1] for row in (*table, *caps)}):
-        *_, shape, num_tokens = next((row for row in table if last <= row[1]), table[-1])
+    for last in sorted({row[1] for row in table} | {row[1] for row in caps}):
+        _, _, shape, num_tokens = next((row for row in table if last <= row[1]), table[-1])
         num_tokens = min(num_tokens, next((row for row in caps if last <= row[1]), caps[-1])[2])
         plan = Plan(shape if num_tokens else NONE, num_tokens)
         first = rows.pop().first if rows and rows[-1].plan == plan else (rows[-1].last + 1 if rows else 1)

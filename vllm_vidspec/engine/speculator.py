@@ -397,7 +397,7 @@ class VidSpecSpeculator(BaseSpeculator):
     # ---- rest ------------------------------------------------------------------------------------------------------
 
     def _rest(self, step: Step) -> None:
-        """Draft nothing. Requests that were drafted for get back in line, to read on from here when drafting pays again."""
+        """Draft nothing: requests that were drafted for get back in line, to read on when drafting pays again."""
         indices = np.flatnonzero(self._are_in(step, Phase.DRAFTING))
         rows = step.batch.idx_mapping_np[indices]
         # What the draft has surely read: its last step began at the length that the target's own began at, of which the

@@ -167,7 +167,8 @@ def test_targets_and_engines_that_drafts_cannot_live_in(knobs, changed, message)
     [
         ({}, [(1, 2, 25), (3, 16, 4), (17, 32, 0)]),
         ({"num_speculative_tokens_per_batch_size": [[1, 8, 3]]}, [(1, 2, 3), (3, 16, 3), (17, 32, 0)]),
-        ({"draft": "chain", "num_speculative_tokens_per_batch_size": [[1, 8, 3], [20, 30, 0]]}, [(1, 19, 3), (20, 30, 0)]),
+        ({"draft": "chain", "num_speculative_tokens_per_batch_size": [[1, 8, 3], [20, 30, 0]]},
+         [(1, 19, 3), (20, 30, 0)]),
     ],
 )  # fmt: skip
 def test_what_is_drafted_by_load_becomes_vllms_own_schedule(more, schedule):

@@ -88,6 +88,7 @@ class DraftPrefill:
             self._count_error(message.req_id, error)
             return False
         plan, limit = job.plan, self._knobs.now.max_draft_len
+        assert isinstance(plan, PromptPlan)
         if limit is not None and plan.num_kept > limit:
             detail = f"its pruned prompt has {plan.num_kept} tokens, max_draft_len is {limit}"
             self.counters.skip("too_long", message.req_id, detail)
@@ -133,7 +134,7 @@ class DraftPrefill:
         self._read.pop(req_state_idx, None)
 
     def rest(self, idx_mapping_np: np.ndarray, num_tokens: np.ndarray) -> None:
-        """Put `[n]` rows that have left the line back into it: from `[n]` committed tokens on, their text is to be read."""
+        """Put `[n]` rows that have left the line back into it: they lack text from `[n]` committed tokens on."""
         for row, length in zip(idx_mapping_np.tolist(), num_tokens.tolist(), strict=True):
             self._jobs[row] = self._read.pop(row).text_job(length)
 
