@@ -59,7 +59,7 @@ class DraftBuffers:
             self.level,
             self._fed,
             *tree,
-            num_reqs=num_reqs,
+            size=num_reqs,
             level=self.step.level if level is None else level,
             block_size=self._block_size,
             max_position=self._max_position,

@@ -71,6 +71,7 @@ class ChainDrafter:
         """Feed what was drawn last."""
         self._buffers.place(num_reqs)
         self._forwards.tokens(num_reqs)
+        self._buffers.step.level.add_(1)
 
     def _draw(self, num_reqs: int, processed: Processed | None) -> None:
         """Draw the next token of each request after the one that was fed last."""
