@@ -3,6 +3,7 @@
 from vidspec_kernels.accept import LOWEST, SHIFT, WINDOW, Looseness, TreeShapes, accept, accept_reference
 from vidspec_kernels.guidance_scores import guidance_scores, guidance_scores_reference
 from vidspec_kernels.kv_compact import CacheList, kv_compact, kv_compact_reference
+from vidspec_kernels.place_trees import TreePlaces, place_trees, place_trees_reference
 from vidspec_kernels.step import step, step_reference
 from vidspec_kernels.tree_attention import tree_attention, tree_attention_reference
 from vidspec_kernels.uv_scores import uv_scores_reference, uv_text_sum, uv_video_scores
@@ -20,6 +21,7 @@ __all__ = [
     "WINDOW",
     "CacheList",
     "Looseness",
+    "TreePlaces",
     "TreeShapes",
     "accept",
     "accept_reference",
@@ -28,6 +30,8 @@ __all__ = [
     "kv_compact",
     "kv_compact_reference",
     "merge_relevance",
+    "place_trees",
+    "place_trees_reference",
     "step",
     "step_reference",
     "storage_scale",
