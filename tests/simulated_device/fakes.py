@@ -133,8 +133,8 @@ class FakeAttention:
 
     def __init__(self, layers: Any):
         [self._cache] = layers
+        self.layers = [SimpleNamespace(layer_name="layer")]
         self.step: Any = None
-        self.block_table: torch.Tensor
 
     def caches(self) -> CacheList:
         return CacheList([(self._cache[..., :1], self._cache[..., 1:])])
