@@ -4,11 +4,8 @@ from vidspec_kernels.accept import LOWEST, SHIFT, WINDOW, Looseness, TreeShapes,
 from vidspec_kernels.begin_step import begin_step, begin_step_reference
 from vidspec_kernels.guidance_scores import guidance_scores, guidance_scores_reference
 from vidspec_kernels.kv_compact import CacheList, kv_compact, kv_compact_reference
-<<<<<<< HEAD
 from vidspec_kernels.next_level import next_level, next_level_reference
-=======
 from vidspec_kernels.place_trees import TreePlaces, place_trees, place_trees_reference
->>>>>>> tg
 from vidspec_kernels.step import step, step_reference
 from vidspec_kernels.step_buffers import LevelBuffers, StepBuffers, StepTables
 from vidspec_kernels.tree_attention import tree_attention, tree_attention_reference
@@ -28,12 +25,9 @@ __all__ = [
     "CacheList",
     "LevelBuffers",
     "Looseness",
-<<<<<<< HEAD
     "StepBuffers",
     "StepTables",
-=======
     "TreePlaces",
->>>>>>> tg
     "TreeShapes",
     "accept",
     "accept_reference",
@@ -44,13 +38,10 @@ __all__ = [
     "kv_compact",
     "kv_compact_reference",
     "merge_relevance",
-<<<<<<< HEAD
     "next_level",
     "next_level_reference",
-=======
     "place_trees",
     "place_trees_reference",
->>>>>>> tg
     "step",
     "step_reference",
     "storage_scale",
