@@ -43,9 +43,9 @@ class TreeDrafter:
         """Return the trees `[num_reqs, K]` and the number of forwards."""
         roots, policy = self._roots, self.policy
         rows, num_reqs = message.idx_mapping, len(message.idx_mapping_np)
-        told = message.was_verified
-        policy.observe(rows, message.num_accepted if told is None else message.num_accepted.where(told, -1))
-        num_levels = policy.begin(rows, message.idx_mapping_np, message.max_drafts)
+        told, max_nodes = message.was_verified, message.max_drafts
+        num_levels = policy.num_levels(message.idx_mapping_np, max_nodes)
+        policy.begin(rows, message.num_accepted if told is None else message.num_accepted.where(told, -1), max_nodes)
         num_slots, slots_bound = roots.kv.num_slots(message), roots.kv.slots_bound(message)
         block_table = roots.kv.block_tables[rows]  # [num_reqs, max_blocks]
         hidden = roots.feed(message, num_slots, slots_bound, block_table)
@@ -53,8 +53,10 @@ class TreeDrafter:
         fed, is_plain = [], self._sample.is_plain(message.idx_mapping_np)
         for level in range(num_levels):
             found = self._candidates(hidden, message, logical_pos, tokens, is_plain)
-            frontier = policy.extend(level, *found)
-            if frontier is None:
+            frontier = policy.extend(level, *found, rows=rows, max_nodes=max_nodes)
+            if level == 0:
+                policy.send(message.idx_mapping_np)
+            if frontier is None or level + 1 == num_levels:
                 break
             nodes, node_tokens = frontier  # [num_reqs, F]
             width = nodes.shape[1]
@@ -63,7 +65,7 @@ class TreeDrafter:
             self.inputs.place(rows, level + 1, num_slots, message.num_tokens, nodes)
             logical_pos = self.inputs.logical_pos[: num_reqs * width]
             hidden = self._feed(nodes, tokens, slots_bound, block_table)
-        policy.finish(self._fills)
+        policy.finish(self._fills, rows=rows, max_nodes=max_nodes)
         roots.kv.remember_fed_nodes(rows, fed)
         tree = policy.tree
         # Unused columns hold -1; they are never scheduled, or verified as a leaf that is as good as any.
