@@ -11,7 +11,10 @@ from torch import Tensor
 
 import vidspec_kernels as kernels
 from vidspec_kernels import warm_up
+from vidspec_kernels.tree_begin import tree_begin
 from vidspec_kernels.tree_grow import TreeGrowBuffers
+from vidspec_kernels.tree_plan import tree_plan
+from vidspec_kernels.tree_state import PlanRules, TreePlans, TreeTables, TreeTemplate
 from vidspec_kernels.warm_up import floats, i32, i64
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -82,10 +85,15 @@ def grow_buffers(
 ) -> TreeGrowBuffers:
     """Return the buffers of adaptive trees."""
     shape = (max_reqs, num_drafts + 1)
-    return TreeGrowBuffers(
-        i64(*shape), i32(*shape), i32(*shape), i64(*shape), floats(*shape), i64(max_reqs), i64(max_reqs),
-        floats(9, 8), floats(max_width + 1, 8, num_candidates), 1 + 7 * max_width,
-    )  # fmt: skip
+    tree = TreeTables(i64(*shape), i32(*shape), i32(*shape), i64(*shape), floats(*shape), i32(max_reqs))
+    plans = TreePlans(max_reqs, PlanRules(3, 8, 2, max_width, min(10, num_candidates), 10, 2.0, 3.0), "meta")
+    bounds = floats(max_width + 1, 8, num_candidates)
+    return TreeGrowBuffers(tree, plans, floats(9, 8), bounds, 1 + 7 * max_width, max_width)
+
+
+def template(num_cols: int) -> TreeTemplate:
+    """Return what trees of so many columns begin as."""
+    return TreeTemplate(i32(num_cols), i32(num_cols), i64(num_cols), floats(num_cols))
 
 
 def step_arguments(
@@ -150,6 +158,12 @@ def cases() -> tuple[Case, ...]:
     add("kv_compact", "K64 4 heads d128 16 bits, strided", compact, 64, 4, 128, BF16, 16)
     for width in (8, 10):
         add("tree_grow", f"F{width} C{width}", warm_up.grow_once, grow_buffers(width, width), width)
+    growth = grow_buffers(10, 10)
+    add("tree_begin", "static K64", tree_begin, growth.tree, template(65), 1)
+    add("tree_begin", "adaptive K64", tree_begin, growth.tree, template(65), 1, growth, i64(1), i32(1))
+    add("tree_plan", "C10", tree_plan, growth.plans, i64(1), floats(1, 10), adopts=False)
+    add("tree_finish", "count K64", warm_up.finish_once, growth, True, False)
+    add("tree_finish", "fill F10 C10 K64", warm_up.finish_once, growth, True, True)
     for num_axes in (1, 3):
         add("step", f"chain, axes {num_axes}", warm_up.warm_step, **step_arguments(1, num_axes=num_axes))
         add("step", f"tree, axes {num_axes}", kernels.step, nodes=i64(1, 8), **step_arguments(8, num_axes=num_axes))

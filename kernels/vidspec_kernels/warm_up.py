@@ -18,7 +18,11 @@ from vidspec_kernels.guidance_scores import guidance_scores
 from vidspec_kernels.kv_compact import CacheList, kv_compact
 from vidspec_kernels.step import step
 from vidspec_kernels.tree_attention import tree_attention
+from vidspec_kernels.tree_begin import tree_begin
+from vidspec_kernels.tree_finish import Leaves, tree_finish
 from vidspec_kernels.tree_grow import TreeGrowBuffers, tree_grow
+from vidspec_kernels.tree_plan import tree_plan
+from vidspec_kernels.tree_state import TreeTables, TreeTemplate
 from vidspec_kernels.visual_relevance import visual_relevance
 
 
@@ -96,18 +100,44 @@ def warm_step(max_width: int = 0, **arguments: Tensor | int) -> None:
         step(**arguments, nodes=nodes)  # type: ignore[arg-type]
 
 
-def warm_tree_grow(buffers: TreeGrowBuffers, max_width: int) -> None:
-    """Prepare `tree_grow` for levels of 1 to `max_width` nodes a request."""
-    for width in range(1, max_width + 1):
-        grow_once(buffers, width)
+def warm_trees(tree: TreeTables, template: TreeTemplate, growth: TreeGrowBuffers | None = None) -> None:
+    """Prepare what a step of draft trees launches beside its levels' forwards.
+
+    Args:
+        tree: The tables.
+        template: What trees begin as.
+        growth: Of trees that grow; None: of static ones.
+    """
+    tree, template = tree.tables_as_meta(), template.as_meta()
+    if growth is None:
+        tree_begin(tree, template, 1)
+        return
+    growth = growth.as_meta()
+    tree_begin(tree, template, 1, growth, i64(1), i32(1))
+    for adopts in (False, True):
+        tree_plan(growth.plans, i64(1), floats(1, growth.num_candidates), adopts=adopts)
+    for width in range(1, growth.max_frontier + 1):
+        grow_once(growth, width)
+    for adopts, fills in itertools.product((False, True), repeat=2):
+        finish_once(growth, adopts, fills)
 
 
 def grow_once(buffers: TreeGrowBuffers, width: int) -> None:
     """Prepare `tree_grow` for levels of `width` nodes a request."""
     buffers, num_candidates = buffers.as_meta(), buffers.num_candidates
     tree_grow(
-        buffers, i64(1), i64(1, width), floats(1, width), floats(width, num_candidates), i64(width, num_candidates),
-        level=0, budget=buffers.num_cols - 1, first_parent=0, num_next=1,
+        buffers, i64(1), floats(width, num_candidates), i64(width, num_candidates),
+        level=0, budget=buffers.tree.num_cols - 1, first_parent=0, num_next=1,
+    )  # fmt: skip
+
+
+def finish_once(growth: TreeGrowBuffers, adopts: bool, fills: bool) -> None:
+    """Prepare one variant of `tree_finish`."""
+    growth = growth.as_meta()
+    leaves = Leaves(*(part[:1] for part in growth.leftover)) if fills else None
+    tree_finish(
+        growth.tree, 1, next_free=growth.next_free, leaves=leaves, max_nodes=growth.tree.num_cols - 1,
+        plans=growth.plans if adopts else None, rows=i64(1),
     )  # fmt: skip
 
 

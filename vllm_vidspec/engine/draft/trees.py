@@ -40,7 +40,9 @@ class TreeDrafter:
         self._graphs = graphs
         self.policy = policy
         self._fills = fills
-        policy.trims = not graphs.is_on
+        policy.trims &= not graphs.is_on
+        # Of a level: its nodes `[R, F]` and their tokens. A graph that was captured goes on writing there.
+        self._frontiers: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         device, places = forwards.model.device, forwards.buffers.max_num_reqs * policy.max_frontier
         self._log_probs = torch.zeros(places, policy.num_candidates, dtype=torch.float32, device=device)
         self._token_ids = torch.zeros(places, policy.num_candidates, dtype=torch.int64, device=device)
@@ -77,12 +79,12 @@ class TreeDrafter:
         """Return the functions that can be captured, for so many requests and nodes."""
         self.policy.prepare(max_nodes)
         levels = [(level,) for level in range(self.policy.depth(max_nodes))]
-        found = [("first", self._first, ()), *(("nodes", self._nodes, level) for level in levels[1:])]
-        found.append(("finish", self._finish, ()))
+        # A level's frontier is what the capture of the level before it has returned, so these come first.
         if self.policy.has_fixed_levels:
-            found.append(("tree", self._tree, ()))
+            found = [("tree", self._tree, ())]
         else:
-            found += [("level", self._level, level) for level in levels]
+            found = [("level", self._level, level) for level in levels] + [("finish", self._finish, ())]
+        found += [("first", self._first, ()), *(("nodes", self._nodes, level) for level in levels[1:])]
         return dict(self._part(name, function, num_reqs, max_nodes, *level) for name, function, level in found)
 
     @staticmethod
@@ -127,16 +129,17 @@ class TreeDrafter:
 
     def _nodes(self, num_reqs: int, max_nodes: int, level: int) -> None:
         """Feed the frontier that the level before has left."""
-        nodes, tokens = self.policy.frontier(level, num_reqs, max_nodes)
+        nodes, tokens = self._frontiers[num_reqs, max_nodes, level]
         self._buffers.place(num_reqs, level, nodes, tokens, self.policy.tree.ancestors[:num_reqs])
         self._forwards.nodes(num_reqs, nodes.shape[1])
 
     def _grow(self, num_reqs: int, max_nodes: int, level: int, processed: Processed | None) -> None:
         """Find candidates after each node of the frontier, and let the policy choose among them."""
         policy, model = self.policy, self._forwards.model
-        width = policy.frontier(level, num_reqs, max_nodes)[0].shape[1] if level else 1
+        width = self._frontiers[num_reqs, max_nodes, level][0].shape[1] if level else 1
         num_places = num_reqs * width
-        for block in blocks(num_places, model.vocab_size):
+        # vLLM's processors know no padding: what is found after it stays what it was.
+        for block in blocks(num_places if processed is None else processed.num_reqs * width, model.vocab_size):
             self._sample.candidates(
                 self._forwards.logits(block),
                 self._buffers,
@@ -147,4 +150,6 @@ class TreeDrafter:
                 processed,
             )
         found = self._log_probs[:num_places], self._token_ids[:num_places]
-        policy.extend(level, *found, rows=self._buffers.step.rows[:num_reqs], max_nodes=max_nodes)
+        frontier = policy.extend(level, *found, rows=self._buffers.step.rows[:num_reqs], max_nodes=max_nodes)
+        if frontier is not None:
+            self._frontiers[num_reqs, max_nodes, level + 1] = frontier
