@@ -83,8 +83,8 @@ class TreeDrafter:
         if self.policy.has_fixed_levels:
             found = [("tree", self._tree, ())]
         else:
-            found = [("level", self._level, level) for level in levels] + [("finish", self._finish, ())]
-        found += [("first", self._first, ()), *(("nodes", self._nodes, level) for level in levels[1:])]
+            found = [("level", self._level, level) for level in levels]
+        found += [("finish", self._finish, ()), ("first", self._first, ()), *(("nodes", self._nodes, level) for level in levels[1:])]
         return dict(self._part(name, function, num_reqs, max_nodes, *level) for name, function, level in found)
 
     @staticmethod
