@@ -2,10 +2,13 @@
 
 from vidspec_kernels.accept import LOWEST, SHIFT, WINDOW, Looseness, TreeShapes, accept, accept_reference
 from vidspec_kernels.begin_step import begin_step, begin_step_reference
+from vidspec_kernels.candidates import candidates, candidates_reference
+from vidspec_kernels.draw import draw, draw_reference
 from vidspec_kernels.guidance_scores import guidance_scores, guidance_scores_reference
 from vidspec_kernels.kv_compact import CacheList, kv_compact, kv_compact_reference
 from vidspec_kernels.next_level import next_level, next_level_reference
 from vidspec_kernels.place_trees import TreePlaces, place_trees, place_trees_reference
+from vidspec_kernels.sampling import Noise, SampleScratch
 from vidspec_kernels.step import step, step_reference
 from vidspec_kernels.step_buffers import LevelBuffers, StepBuffers, StepTables
 from vidspec_kernels.tree_attention import tree_attention, tree_attention_reference
@@ -25,6 +28,8 @@ __all__ = [
     "CacheList",
     "LevelBuffers",
     "Looseness",
+    "Noise",
+    "SampleScratch",
     "StepBuffers",
     "StepTables",
     "TreePlaces",
@@ -33,6 +38,10 @@ __all__ = [
     "accept_reference",
     "begin_step",
     "begin_step_reference",
+    "candidates",
+    "candidates_reference",
+    "draw",
+    "draw_reference",
     "guidance_scores",
     "guidance_scores_reference",
     "kv_compact",

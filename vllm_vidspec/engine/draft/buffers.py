@@ -25,7 +25,7 @@ class DraftBuffers:
     Attributes:
         step: What `begin_step` writes, the first forward's inputs among it.
         level: What `next_level` writes: inputs of the other forwards.
-        token_ids: `[M]` int32 what was drawn last of chains: the next forward's tokens.
+        token_ids: `[M * W]` int32 tokens of every forward but the first: of chains what was drawn last.
         drafts: `[M, K]` int64 the proposal.
         hidden_states: `[M * W, hidden_size]` of the last forward, of the first one its roots'.
         layout: `(num_reqs, width) -> Layout` of a forward; made once each.
@@ -37,7 +37,9 @@ class DraftBuffers:
         self.max_num_reqs = max_num_reqs
         self.step = StepBuffers.allocate(max_num_reqs, kv.max_blocks, positions, max_drafts + 1 if tree_width else 0)
         self.level = LevelBuffers.allocate(max_num_reqs, positions, tree_width)
-        self.token_ids = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self.token_ids = self.level.input_ids
+        if self.token_ids is None:
+            self.token_ids = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
         self.drafts = torch.zeros(max_num_reqs, max_drafts, dtype=torch.int64, device=device)
         self.hidden_states = torch.zeros(num_places, model.hidden_size, dtype=model.dtype, device=device)
         self.layout = cache(lambda num_reqs, width: Layout.uniform(num_reqs, width, device))

@@ -41,7 +41,7 @@ class ChainDrafter:
         for level in range(max(num_drafts, 1)):
             is_whole &= self._feed(num_reqs, level)
             if level < num_drafts:
-                self._draw(num_reqs, processed)
+                self._draw(num_reqs, level, processed)
         return is_whole
 
     def parts(self, num_reqs: int, num_drafts: int) -> dict[Part, Run]:
@@ -53,7 +53,7 @@ class ChainDrafter:
         for level in range(max(num_drafts, 1)):
             self._feed(num_reqs, level)
             if level < num_drafts:
-                self._draw(num_reqs, None)
+                self._draw(num_reqs, level, None)
 
     # ---- a level: of which distance from the root, the device knows -------------------------------------------------
 
@@ -69,11 +69,25 @@ class ChainDrafter:
 
     def _next(self, num_reqs: int) -> None:
         """Feed what was drawn last."""
+        self._buffers.step.level.add_(1)
         self._buffers.place(num_reqs)
         self._forwards.tokens(num_reqs)
-        self._buffers.step.level.add_(1)
 
-    def _draw(self, num_reqs: int, processed: Processed | None) -> None:
+    def _draw(self, num_reqs: int, level: int, processed: Processed | None) -> None:
         """Draw the next token of each request after the one that was fed last."""
-        for block in blocks(num_reqs if processed is None else processed.num_reqs, self._forwards.model.vocab_size):
-            self._sample.draw(self._forwards.logits(block), self._buffers, block, processed)
+        buffers, forwards = self._buffers, self._forwards
+        step, (logical_pos, input_ids) = buffers.step, forwards.fed(level)
+        for block in blocks(num_reqs if processed is None else processed.num_reqs, forwards.model.vocab_size):
+            logits = forwards.logits(block)
+            if processed is not None:
+                logits = processed(logits, block, logical_pos[block], input_ids[block])
+            self._sample.draw_into(
+                logits,
+                step.temperature[block],
+                step.seeds[block],
+                logical_pos[block],
+                level=step.level,
+                out_tokens=buffers.drafts[block],
+                out_ids=buffers.token_ids[block],
+                is_processed=processed is not None,
+            )

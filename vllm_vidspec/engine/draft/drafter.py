@@ -21,6 +21,7 @@ from vllm_vidspec.engine.draft.messages import Committed, DraftMessage, Drafts, 
 from vllm_vidspec.engine.draft.model import DraftModel
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.engine.draft.prefill import DraftPrefill
+from vllm_vidspec.engine.draft.score_blocks import rows_per_block
 from vllm_vidspec.engine.draft.trees import TreeDrafter
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
 from vllm_vidspec.engine.knobs import Knobs
@@ -90,6 +91,11 @@ class Drafter:
             self.kv.block_tables,
             self.kv.fed,
             committed.path,
+        )
+        num_rows = max_num_reqs * max(width, 1)
+        num_candidates = 0 if policy is None else policy.num_candidates
+        sample.reserve(
+            min(num_rows, rows_per_block(model.vocab_size)), model.vocab_size, model.device, num_candidates
         )
         forwards = Forwards(model, self.kv, self.buffers, attention)
         self._graphs = graphs
@@ -181,7 +187,8 @@ class Drafter:
             picked,
             num_sampled,
             was_verified,
-            *self._sample.noise_keys(),
+            self._sample.temperature,
+            self._sample.seeds,
             self._tables,
             self.buffers.step,
             size=num_reqs,

@@ -49,9 +49,12 @@ class Forwards:
 
     def nodes(self, num_reqs: int, width: int) -> None:
         """Feed `width` nodes of each request: a level of trees."""
-        level = self.buffers.level
-        assert level.input_ids is not None
-        self._run(num_reqs, width, level.input_ids, level, in_tree=True)
+        self._run(num_reqs, width, self.buffers.token_ids, self.buffers.level, in_tree=True)
+
+    def fed(self, level: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logical positions and tokens of the last forward's places: of its roots on level 0."""
+        step, buffers = self.buffers.step, self.buffers
+        return (buffers.level.logical_pos, buffers.token_ids) if level else (step.root_pos, step.input_ids[1::2])
 
     def logits(self, places: slice) -> torch.Tensor:
         """Return `[n, vocab_size]` logits of `n` places of the last forward, of the first one its roots."""

@@ -135,21 +135,28 @@ class TreeDrafter:
 
     def _grow(self, num_reqs: int, max_nodes: int, level: int, processed: Processed | None) -> None:
         """Find candidates after each node of the frontier, and let the policy choose among them."""
-        policy, model = self.policy, self._forwards.model
+        policy, model, step = self.policy, self._forwards.model, self._buffers.step
         width = self._frontiers[num_reqs, max_nodes, level][0].shape[1] if level else 1
         num_places = num_reqs * width
-        # vLLM's processors know no padding: what is found after it stays what it was.
+        logical_pos, input_ids = self._forwards.fed(level)
+        # vLLM's processors know no padding: what was found after it stays what it was.
         for block in blocks(num_places if processed is None else processed.num_reqs * width, model.vocab_size):
-            self._sample.candidates(
-                self._forwards.logits(block),
-                self._buffers,
-                block,
-                width,
-                (self._log_probs[block], self._token_ids[block]),
-                policy.needs_log_probs,
-                processed,
+            logits = self._forwards.logits(block)
+            if processed is not None:
+                logits = processed(logits, block, logical_pos[block], input_ids[block], width)
+            self._sample.candidates_into(
+                logits,
+                step.temperature,
+                step.seeds,
+                logical_pos[block],
+                log_probs=self._log_probs[block],
+                ids=self._token_ids[block],
+                width=width,
+                first=block.start,
+                with_log_probs=policy.needs_log_probs,
+                is_processed=processed is not None,
             )
         found = self._log_probs[:num_places], self._token_ids[:num_places]
-        frontier = policy.extend(level, *found, rows=self._buffers.step.rows[:num_reqs], max_nodes=max_nodes)
+        frontier = policy.extend(level, *found, rows=step.rows[:num_reqs], max_nodes=max_nodes)
         if frontier is not None:
             self._frontiers[num_reqs, max_nodes, level + 1] = frontier
