@@ -11,7 +11,8 @@ from vidspec_kernels.place_trees import TreePlaces, place_trees, place_trees_ref
 from vidspec_kernels.sampling import Noise, SampleScratch
 from vidspec_kernels.step import step, step_reference
 from vidspec_kernels.step_buffers import LevelBuffers, StepBuffers, StepTables
-from vidspec_kernels.tree_attention import tree_attention, tree_attention_reference
+from vidspec_kernels.tree_attention import TreeAttentionScratch, tree_attention
+from vidspec_kernels.tree_attention_reference import tree_attention_reference
 from vidspec_kernels.uv_scores import uv_scores_reference, uv_text_sum, uv_video_scores
 from vidspec_kernels.visual_relevance import (
     merge_relevance,
@@ -33,6 +34,7 @@ __all__ = [
     "StepBuffers",
     "StepTables",
     "TreePlaces",
+    "TreeAttentionScratch",
     "TreeShapes",
     "accept",
     "accept_reference",

@@ -122,7 +122,7 @@ class VidSpecSpeculator(BaseSpeculator):
         self.graphs: Any = None  # vLLM's memory profile looks for managers among our attributes, and drops them
         self._attention = None
         if knobs.now.shapes - {"chain"}:
-            self._attention = TreeAttention(attention_layers(draft_model.config).values())
+            self._attention = TreeAttention(attention_layers(draft_model.config).values(), draft_model.device)
         self._drafter: Drafter | None = None  # until the KV pool exists
         self._arrivals: dict[int, Arrival] = {}  # by row, until the target has seen the prompt
         # By row, the prompts whose scores are on their way to the host.

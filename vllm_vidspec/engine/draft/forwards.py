@@ -27,7 +27,6 @@ class Forwards:
         self.buffers = buffers
         self._kv = kv
         self._attention = attention
-        self._max_entries = kv.max_blocks * kv.block_size
         self._in_order = torch.arange(buffers.max_num_reqs, device=model.device)
 
     def roots(self, num_reqs: int) -> None:
@@ -96,7 +95,6 @@ class Forwards:
             prefix_lens=level.seq_lens[low:high],
             masks=level.masks[low:high],
             max_queries=layout.max_queries,
-            max_prefix_len=self._max_entries,
             is_whole_batch=True,
         )
         try:
