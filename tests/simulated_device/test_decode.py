@@ -7,13 +7,14 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
+from vllm_vidspec.engine.draft.levels import LevelInputs
+
 from tests.simulated_device import device as sim
 from tests.simulated_device.fakes import MAX_REQS, VOCAB
 from tests.simulated_device.world import World, world
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.drafting.static import StaticTree
 from vllm_vidspec.engine.draft import chains as chain_drafter
-from vllm_vidspec.engine.draft.levels import LevelInputs
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.verify import verifier as scorer
 

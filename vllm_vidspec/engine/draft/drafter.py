@@ -94,9 +94,7 @@ class Drafter:
         )
         num_rows = max_num_reqs * max(width, 1)
         num_candidates = 0 if policy is None else policy.num_candidates
-        sample.reserve(
-            min(num_rows, rows_per_block(model.vocab_size)), model.vocab_size, model.device, num_candidates
-        )
+        sample.reserve(min(num_rows, rows_per_block(model.vocab_size)), model.vocab_size, model.device, num_candidates)
         forwards = Forwards(model, self.kv, self.buffers, attention)
         self._graphs = graphs
         self._sample = sample

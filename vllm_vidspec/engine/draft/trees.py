@@ -47,7 +47,9 @@ class TreeDrafter:
         self._log_probs = torch.zeros(places, policy.num_candidates, dtype=torch.float32, device=device)
         self._token_ids = torch.zeros(places, policy.num_candidates, dtype=torch.int64, device=device)
 
-    def draft(self, num_reqs: int, max_nodes: int, rows_np: np.ndarray, processed: Processed | None) -> tuple[int, bool]:
+    def draft(
+        self, num_reqs: int, max_nodes: int, rows_np: np.ndarray, processed: Processed | None
+    ) -> tuple[int, bool]:
         """Write trees of at most `max_nodes` nodes, and their tokens into the buffers' `drafts`.
 
         Args:
@@ -84,14 +86,18 @@ class TreeDrafter:
             found = [("tree", self._tree, ())]
         else:
             found = [("level", self._level, level) for level in levels]
-        found += [("finish", self._finish, ()), ("first", self._first, ()), *(("nodes", self._nodes, level) for level in levels[1:])]
+        found += [
+            ("finish", self._finish, ()),
+            ("first", self._first, ()),
+            *(("nodes", self._nodes, level) for level in levels[1:]),
+        ]
         return dict(self._part(name, function, num_reqs, max_nodes, *level) for name, function, level in found)
 
     @staticmethod
-    def _part(
-        name: str, function: Callable[..., None], num_reqs: int, max_nodes: int, *level: int
-    ) -> tuple[Part, Run]:
-        return part(name, num_reqs, *(level or (0,)), max_nodes), functools.partial(function, num_reqs, max_nodes, *level)
+    def _part(name: str, function: Callable[..., None], num_reqs: int, max_nodes: int, *level: int) -> tuple[Part, Run]:
+        return part(name, num_reqs, *(level or (0,)), max_nodes), functools.partial(
+            function, num_reqs, max_nodes, *level
+        )
 
     def _run(self, *which: Any) -> bool:
         return self._graphs.run(*self._part(*which))
