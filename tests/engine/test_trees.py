@@ -9,7 +9,7 @@ import torch
 from tests.engine import harness
 from tests.engine.conftest import SCENARIOS
 from tests.engine.harness import LLAVA, QWEN, assert_all_stands, assert_begins, token_ids
-from tests.engine.seams import TargetTrees, tree_drafter
+from tests.engine.seams import CoupledSampler, TargetTrees
 from vllm_vidspec import metrics
 from vllm_vidspec.scoring import Scored
 from vllm_vidspec.scoring import rules as scorers
@@ -33,13 +33,15 @@ def decoys(reference):
 
 def check_decoys(engine, reference) -> None:
     """Every step accepts the three tokens behind the decoys; the output is vanilla's, greedy and sampled."""
-    original = tree_drafter.candidates
+    original = CoupledSampler.candidates_into
 
-    def decoy_first(*arguments):
-        return tuple(ranked.flip(1) for ranked in original(*arguments))
+    def decoy_first(self, *args, log_probs, ids, **kwargs):
+        original(self, *args, log_probs=log_probs, ids=ids, **kwargs)
+        for ranked in (log_probs, ids):
+            ranked.copy_(ranked.flip(1))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_drafter, "candidates", decoy_first)
+        patch.setattr(CoupledSampler, "candidates_into", decoy_first)
         for scenario in ("videos", "sampled"):
             outputs, counted = engine.measured(SCENARIOS[scenario](engine.family))
             assert token_ids(outputs) == token_ids(reference(engine.family, scenario))

@@ -429,7 +429,7 @@ class VidSpecSpeculator(BaseSpeculator):
         """Draft for every request that the draft has read.
 
         Returns:
-            `[num_reqs, K]` int64 drafts, zeros of requests without; and `[num_drafted]` nodes of trees, None for chains.
+            `[num_reqs, K]` int64 drafts, zeros of requests without, and `[num_drafted]` nodes of trees, None of chains.
         """
         proposals: list[tuple[Drafts, torch.Tensor | None]] = []
         indices = np.flatnonzero(self._are_in(step, Phase.DRAFTING))
