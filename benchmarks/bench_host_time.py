@@ -178,10 +178,9 @@ class HostTime:
                 (trees, "draft", "draft: tree loop"),
                 (trees, "_feed", "draft: feed nodes"),
                 (drafts.kv, "remember_fed_nodes", "draft: remember fed"),
-                *((trees.policy, name, f"policy.{name}") for name in ("observe", "begin", "extend", "finish")),
-                (trees.policy.tree, "append_leaves", "policy: append_leaves"),
+                *((trees.policy, name, f"policy.{name}") for name in ("begin", "extend", "send", "finish")),
                 (tree_drafter, "candidates", "draft: candidates"),
-                (adaptive, "tree_grow", KERNEL + "tree_grow"),
+                *((adaptive, name, KERNEL + name) for name in ("tree_begin", "tree_plan", "tree_grow", "tree_finish")),
                 (kv, "kv_compact", KERNEL + "kv_compact (draft)"),
                 (target_trees, "kv_compact", KERNEL + "kv_compact (target)"),
             ]

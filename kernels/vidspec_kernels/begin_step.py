@@ -125,7 +125,7 @@ def _begin_step_kernel(
                 place = axis * positions_axis_stride + pair * positions_stride
                 tl.store(positions_ptr + place, tl.full([2], 0, tl.int64))
             if b == 0:
-                tl.store(level_ptr, 1)
+                tl.store(level_ptr, 0)
         return
 
     i = b if picked_ptr is None else tl.load(picked_ptr + b)
@@ -140,7 +140,7 @@ def _begin_step_kernel(
     if chunk > 0:
         return
     if b == 0:
-        tl.store(level_ptr, 1)
+        tl.store(level_ptr, 0)
 
     sampled = tl.load(num_sampled_ptr + i)
     accepted = tl.maximum(sampled - 1, 0)
@@ -279,7 +279,7 @@ def begin_step_reference(
     here.num_accepted[:m] = sampled - 1 if is_told is None else xp.where(as_array(is_told)[:m], sampled - 1, -1)
     here.temperature[:m] = 0.0 if temperature is None else as_array(temperature)[row]
     here.seeds[:m] = as_array(seeds)[row]
-    here.level[:] = 1
+    here.level[:] = 0
 
     num_tokens = table.num_tokens[row]
     root = num_tokens - 1 - table.num_dropped[row]

@@ -107,7 +107,7 @@ class StepBuffers(_Tensors):
         pos_delta: int64 [M], rope position minus logical position.
         last_root: int32 [M], KV entry of the root of the step before.
         batch_table: int32 [M, max_blocks], block tables.
-        level: int32 [1], 1 after `begin_step`: the first level behind the roots.
+        level: int32 [1], 0 after `begin_step`: the roots; column of the proposal that is drawn next.
         input_ids: int32 [2M], of each request the committed text's last two tokens.
         positions: int64 [1 or 3, >= 2M] of any strides, rope positions, equal on every axis.
         slot_mapping: int64 [2M], physical KV slots.

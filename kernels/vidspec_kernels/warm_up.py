@@ -23,8 +23,12 @@ from vidspec_kernels.next_level import next_level
 from vidspec_kernels.sampling import Noise, SampleScratch
 from vidspec_kernels.step import step
 from vidspec_kernels.step_buffers import LevelBuffers, StepBuffers, StepTables
-from vidspec_kernels.tree_attention import tree_attention
+from vidspec_kernels.tree_attention import TreeAttentionScratch, tree_attention
+from vidspec_kernels.tree_begin import tree_begin
+from vidspec_kernels.tree_finish import Leaves, tree_finish
 from vidspec_kernels.tree_grow import TreeGrowBuffers, tree_grow
+from vidspec_kernels.tree_plan import tree_plan
+from vidspec_kernels.tree_state import TreeTables, TreeTemplate
 from vidspec_kernels.visual_relevance import visual_relevance
 
 
@@ -45,9 +49,9 @@ def floats(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def warm_tree_attention(
     keys: Tensor, values: Tensor, block_table: Tensor, num_heads: int, dtype: torch.dtype, max_queries: int,
-    max_context: int,
+    scratch: TreeAttentionScratch,
 ) -> None:  # fmt: skip
-    """Prepare `tree_attention` for 1 to `max_queries` rows a request, split over programs or not.
+    """Prepare `tree_attention` for 1 to `max_queries` rows a request.
 
     Args:
         keys: [num_blocks, block_size, num_kv_heads, head_size], one layer's.
@@ -56,16 +60,16 @@ def warm_tree_attention(
         num_heads: Query heads.
         dtype: Of queries and outputs.
         max_queries: Most rows of a request.
-        max_context: Most KV entries of one.
+        scratch: Of the model's calls.
     """
     keys, values, block_table, head_size = as_meta(keys), as_meta(values), as_meta(block_table), keys.shape[3]
+    scratch = scratch.as_meta()
     for num_queries in range(1, max_queries + 1):
         query = floats(num_queries, num_heads, head_size, dtype=dtype)
-        for context in (1, max_context):
-            tree_attention(
-                query, keys, values, block_table, i64(1), i32(1), i32(1), i32(1), i64(1, num_queries),
-                torch.empty_like(query), scale=1.0, max_queries=num_queries, max_prefix_len=context,
-            )  # fmt: skip
+        tree_attention(
+            query, keys, values, block_table, i64(1), i32(1), i32(1), i32(1), i64(1, num_queries),
+            torch.empty_like(query), scale=1.0, max_queries=num_queries, scratch=scratch,
+        )  # fmt: skip
 
 
 def warm_kv_compact(caches: CacheList, block_table: Tensor, num_drafts: int) -> None:
@@ -152,18 +156,44 @@ def warm_candidates(noise: Noise, scratch: SampleScratch, dtype: torch.dtype, wi
         )  # fmt: skip
 
 
-def warm_tree_grow(buffers: TreeGrowBuffers, max_width: int) -> None:
-    """Prepare `tree_grow` for levels of 1 to `max_width` nodes a request."""
-    for width in range(1, max_width + 1):
-        grow_once(buffers, width)
+def warm_trees(tree: TreeTables, template: TreeTemplate, growth: TreeGrowBuffers | None = None) -> None:
+    """Prepare what a step of draft trees launches beside its levels' forwards.
+
+    Args:
+        tree: The tables.
+        template: What trees begin as.
+        growth: Of trees that grow; None: of static ones.
+    """
+    tree, template = tree.tables_as_meta(), template.as_meta()
+    if growth is None:
+        tree_begin(tree, template, 1)
+        return
+    growth = growth.as_meta()
+    tree_begin(tree, template, 1, growth, i64(1), i32(1))
+    for adopts in (False, True):
+        tree_plan(growth.plans, i64(1), floats(1, growth.num_candidates), adopts=adopts)
+    for width in range(1, growth.max_frontier + 1):
+        grow_once(growth, width)
+    for adopts, fills in itertools.product((False, True), repeat=2):
+        finish_once(growth, adopts, fills)
 
 
 def grow_once(buffers: TreeGrowBuffers, width: int) -> None:
     """Prepare `tree_grow` for levels of `width` nodes a request."""
     buffers, num_candidates = buffers.as_meta(), buffers.num_candidates
     tree_grow(
-        buffers, i64(1), i64(1, width), floats(1, width), floats(width, num_candidates), i64(width, num_candidates),
-        level=0, budget=buffers.num_cols - 1, first_parent=0, num_next=1,
+        buffers, i64(1), floats(width, num_candidates), i64(width, num_candidates),
+        level=0, budget=buffers.tree.num_cols - 1, first_parent=0, num_next=1,
+    )  # fmt: skip
+
+
+def finish_once(growth: TreeGrowBuffers, adopts: bool, fills: bool) -> None:
+    """Prepare one variant of `tree_finish`."""
+    growth = growth.as_meta()
+    leaves = Leaves(*(part[:1] for part in growth.leftover)) if fills else None
+    tree_finish(
+        growth.tree, 1, next_free=growth.next_free, leaves=leaves, max_nodes=growth.tree.num_cols - 1,
+        plans=growth.plans if adopts else None, rows=i64(1),
     )  # fmt: skip
 
 

@@ -55,20 +55,30 @@ def test_scheduling_changes_nothing(reference, family, shape, overrides):
         assert counted["draft_tokens"] < 32 * counted["drafts"]
 
 
-def test_vllms_own_schedule_of_draft_lengths(reference):
+@pytest.mark.parametrize("rests", [False, True], ids=["two", "none-async"])
+def test_vllms_own_schedule_of_draft_lengths(reference, rests):
     """`num_speculative_tokens_per_batch_size`: two drafts a step while eight run, five when three or fewer are left.
 
-    Catches: KV state that assumes K levels a step.
+    Or none while six or more run, with a scheduler that runs ahead: the draft is not run, and then drafts for who is
+    left as if it had been. Catches: KV state that assumes K levels a step; a gap in the draft's text, or the end of
+    one read too early, where it had rested; a rest that forgets who has begun to answer before it.
     """
     schedule, expected = [(1, 3, 5), (4, 8, 2)], reference(QWEN, "videos")
+    if rests:
+        schedule = [(1, 3, 5), (4, 5, 2), (6, 8, 0)]
     requests = [(p, {**a, "max_tokens": 7 + 3 * i}) for i, (p, a) in enumerate(SCENARIOS["videos"](QWEN))]
-    with harness.engine(QWEN, "target", pruner="none", num_speculative_tokens_per_batch_size=schedule) as engine:
+    with (
+        harness.async_scheduling() if rests else contextlib.nullcontext(),
+        harness.engine(QWEN, "target", pruner="none", num_speculative_tokens_per_batch_size=schedule) as engine,
+    ):
         outputs, counted = engine.measured(requests)
+        used = engine.used_blocks()
     assert [len(ids[0]) for ids in token_ids(outputs)] == [7 + 3 * i for i in range(8)]
     assert_begins(outputs, expected)
     assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
     assert counted["accepted_at_pos_4"] > 0
     assert counted["accepted_at_pos_0"] > counted["accepted_at_pos_4"]
+    assert (counted["undrafted_steps"] >= 12) == rests and used == 0  # until the third answer ends, at 13 tokens
 
 
 @pytest.mark.parametrize("is_covered", [False, True], ids=["part-of-the-video", "the-whole-video"])

@@ -86,7 +86,7 @@ def slot_of(table_row: torch.Tensor, entry: int) -> int:
 def begin_by_hand(case: StepCase, out: StepBuffers) -> None:
     """`begin_step`, a request at a time; writes `fed` too. Block tables: as much as must be copied."""
     step, tables = case.step, case.tables
-    out.level[0] = 1
+    out.level[0] = 0
     for b in range(case.size):
         pair = slice(2 * b, 2 * b + 2)
         if b >= case.num_reqs:

@@ -12,6 +12,7 @@ from vllm_vidspec.config.groups import (
     nearest,
 )
 from vllm_vidspec.config.model import CALIBRATED_KEYS, METHOD, PASS_THROUGH_KEYS, SELF, VidSpecConfig, parse_config
+from vllm_vidspec.config.plans import Plan
 
 __all__ = [
     "CALIBRATED_KEYS",
@@ -23,6 +24,7 @@ __all__ = [
     "REQUEST_LAMBDA",
     "REQUEST_SCORER",
     "SELF",
+    "Plan",
     "PruneKnobs",
     "ScoreKnobs",
     "TreeKnobs",

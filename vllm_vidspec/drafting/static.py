@@ -7,6 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vidspec_kernels.dispatch import as_array
+from vidspec_kernels.tree_begin import tree_begin
+from vidspec_kernels.tree_state import TreeTemplate
 from vllm_vidspec.config.paths import SPECVLM_PATHS, Path, parse_paths
 from vllm_vidspec.drafting.tree import DraftTree, topology_tables
 
@@ -54,34 +57,35 @@ class _Level:
     """What one level of a topology does, as index tensors on the device.
 
     Attributes:
-        frontier: int64 [max_num_reqs, F], the nodes with children on this level: the greedy one first.
         sources: int64 [m], of the frontier's candidates (flat, F * C) those that become nodes.
         nodes: int64 [m], the nodes that they become.
+        frontier: int64 [max_num_reqs, F'], those of them and of nodes before with children on the next level: the
+            greedy one first. None on the last level.
+        tokens: Out, int64 [max_num_reqs, F'], the frontier's.
     """
 
-    frontier: Tensor
     sources: Tensor
     nodes: Tensor
+    frontier: Tensor | None
+    tokens: Tensor | None
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """A topology cut to a budget: its tables (see `DraftTree`) and its levels."""
+    """A topology cut to a budget: what its trees begin as, its levels, and how wide they are."""
 
-    num_nodes: int
-    parents: Tensor
-    depths: Tensor
-    ancestors: Tensor
+    template: TreeTemplate
     levels: tuple[_Level, ...]
+    widths: tuple[int, ...]
 
 
 class StaticTree:
     """A `TreePolicy` whose topology is fixed (SpecVLM, section 3; EAGLE-style), by default SpecVLM's 25 nodes.
 
-    Parents, depths and masks are constants of the buffers; a step writes tokens only. `tree.log_probs` is never filled
-    in, because nothing in a fixed topology asks for it. A step with a budget below the topology gets its first nodes,
-    and no forward that these do not need. Nothing is remembered of a request, and `finish` appends nothing: a fixed
-    topology is full, or its budget is.
+    Parents, depths, masks and the number of nodes are constants of a budget, copied into the buffers as a step begins;
+    then it writes tokens only. `tree.log_probs` is never filled in, because nothing in a fixed topology asks for it. A
+    step with a budget below the topology gets its first nodes, and no forward that these do not need. Nothing is
+    remembered of a request, and `finish` appends nothing: a fixed topology is full, or its budget is.
 
     Args:
         max_num_reqs: Most requests of a batch.
@@ -92,6 +96,10 @@ class StaticTree:
     Raises:
         VidSpecError: The paths are no tree.
     """
+
+    needs_log_probs = False
+    has_fixed_levels = True
+    trims = False  # there is nothing to trim
 
     def __init__(
         self,
@@ -108,67 +116,75 @@ class StaticTree:
         frontiers = self.topology.frontiers()
         self.max_depth = len(frontiers)
         self.max_frontier = max(map(len, frontiers))
-        self.needs_log_probs = False
-        self._plans: dict[int, _Plan] = {}
-        self._budget = -1  # whose plan is in the buffers
-        self._use(self.max_nodes)
-        self._num_reqs = 0
+        self._plans: dict[int, _Plan] = {}  # by budget
+        self.prepare(self.max_nodes)
 
     def admit(self, rows_np: np.ndarray) -> None:
         """Do nothing: a fixed topology remembers nothing."""
 
-    def observe(self, rows: Tensor, num_accepted: Tensor) -> None:
-        """Do nothing: a fixed topology learns nothing."""
+    def prepare(self, max_nodes: int) -> None:
+        """Upload the tables of a budget; see `TreePolicy`. It rarely changes, mostly near a text's end."""
+        self._plan(max_nodes)
 
-    def begin(self, rows: Tensor, rows_np: np.ndarray, max_nodes: int) -> int:
-        """Start a step; see `TreePolicy`. Tokens of the last step stay until the levels overwrite them."""
-        self._num_reqs = len(rows_np)
-        self._use(max_nodes)
-        self.tree.num_nodes[: self._num_reqs] = 0
-        return len(self._plan.levels)
+    def depth(self, max_nodes: int) -> int:
+        """Return the levels that the budget's nodes need; see `TreePolicy`."""
+        return len(self._plan(max_nodes).levels)
 
-    def extend(self, level: int, log_probs: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Scatter the tokens of one level; see `TreePolicy`. `log_probs` is not looked at."""
-        here, tokens = self._plan.levels[level], self.tree.tokens[: self._num_reqs]
-        tokens.index_copy_(1, here.nodes, token_ids.view(self._num_reqs, -1).index_select(1, here.sources))
-        if level + 1 == len(self._plan.levels):
+    def width(self, level: int, max_nodes: int) -> int:
+        """Return the number of nodes with children on a level; see `TreePolicy`."""
+        return self._plan(max_nodes).widths[level]
+
+    def num_levels(self, rows_np: np.ndarray, max_nodes: int) -> int:
+        """Return the levels that the budget's nodes need; see `TreePolicy`."""
+        return self.depth(max_nodes)
+
+    def begin(self, rows: Tensor, num_accepted: Tensor, max_nodes: int) -> None:
+        """Make the trees the budget's, without tokens; see `TreePolicy`. What was accepted is not looked at."""
+        tree_begin(self.tree, self._plan(max_nodes).template, len(rows))
+
+    def extend(
+        self, level: int, log_probs: Tensor, token_ids: Tensor, *, rows: Tensor, max_nodes: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """Enter the tokens of one level; see `TreePolicy`. `log_probs` is not looked at."""
+        here, num_reqs = self._plan(max_nodes).levels[level], len(rows)
+        tokens = as_array(self.tree.tokens)[:num_reqs]
+        tokens[:, as_array(here.nodes)] = as_array(token_ids).reshape(num_reqs, -1)[:, as_array(here.sources)]
+        if here.frontier is None or here.tokens is None:
             return None
-        frontier = self._plan.levels[level + 1].frontier
-        return frontier[: self._num_reqs], tokens.index_select(1, frontier[0])
+        as_array(here.tokens)[:num_reqs] = tokens[:, as_array(here.frontier)[0]]
+        return here.frontier[:num_reqs], here.tokens[:num_reqs]
 
-    def finish(self, fill: bool) -> None:
-        """Set the number of nodes; see `TreePolicy`."""
-        self.tree.num_nodes[: self._num_reqs] = self._plan.num_nodes
+    def send(self, rows_np: np.ndarray) -> None:
+        """Do nothing: the host knows the levels."""
+
+    def finish(self, fill: bool, *, rows: Tensor, max_nodes: int) -> None:
+        """Do nothing: the number of nodes was set as the step began."""
+
+    def _plan(self, max_nodes: int) -> _Plan:
+        budget = max(0, min(max_nodes, len(self.topology.paths)))
+        if budget not in self._plans:
+            self._plans[budget] = self._make_plan(self.topology.cut(budget))
+        return self._plans[budget]
 
     def _make_plan(self, topology: Topology) -> _Plan:
-        device, levels = self.tree.device, []
-        for frontier in topology.frontiers():
+        tree, levels, frontiers = self.tree, [], topology.frontiers()
+        device, max_num_reqs = tree.device, tree.max_num_reqs
+        for frontier, following in zip(frontiers, [*frontiers[1:], None], strict=True):
             sources, nodes = [], []
             for node, (path, parent) in enumerate(zip(topology.paths, topology.parents, strict=True), start=1):
                 if parent in frontier:
                     sources.append(frontier.index(parent) * self.num_candidates + path[-1])
                     nodes.append(node)
+            wanted = None if following is None else torch.tensor(following, device=device).repeat(max_num_reqs, 1)
             levels.append(
                 _Level(
-                    torch.tensor(frontier, device=device).repeat(self.tree.max_num_reqs, 1),
                     torch.tensor(sources, dtype=torch.int64, device=device),
                     torch.tensor(nodes, dtype=torch.int64, device=device),
+                    wanted,
+                    None if wanted is None else torch.zeros_like(wanted),
                 )
             )
         num_nodes = len(topology.paths)
         parents = [*topology.parents, *[0] * (self.max_nodes - num_nodes)]  # leaves under the root past the nodes
-        return _Plan(num_nodes, *topology_tables(parents, device), tuple(levels))
-
-    def _use(self, budget: int) -> None:
-        """Bring the constants of a budget's plan into every batch row; it rarely changes, mostly near a text's end."""
-        budget = max(0, min(budget, len(self.topology.paths)))
-        if budget == self._budget:
-            return
-        if budget not in self._plans:
-            self._plans[budget] = self._make_plan(self.topology.cut(budget))
-        self._budget, self._plan = budget, self._plans[budget]
-        plan = self._plan
-        self.tree.parents.copy_(plan.parents)
-        self.tree.depths.copy_(plan.depths)
-        self.tree.ancestors.copy_(plan.ancestors)
-        self.tree.tokens[:, 1 + plan.num_nodes :] = -1
+        template = TreeTemplate(*topology_tables(parents, device), tree.empty.log_probs, num_nodes)
+        return _Plan(template, tuple(levels), tuple(map(len, frontiers)))

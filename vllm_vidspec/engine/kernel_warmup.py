@@ -12,7 +12,6 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from vidspec_kernels import warm_up
-from vllm_vidspec.drafting.adaptive import AdaptiveTree
 from vllm_vidspec.engine.draft.drafter import Drafter
 from vllm_vidspec.engine.kv_views import distinct_views
 from vllm_vidspec.engine.listen.attention import AttentionGuidance
@@ -64,8 +63,8 @@ def _prepare_drafter(drafter: Drafter, runner: Any) -> None:
         )
     if trees is None:
         return
-    if isinstance(trees.policy, AdaptiveTree):
-        warm_up.warm_tree_grow(trees.policy._growth, width)
+    tree = trees.policy.tree
+    warm_up.warm_trees(tree, tree.empty, getattr(trees.policy, "growth", None))
     _prepare_attention(trees.attention, kv.block_tables, drafter.model.config, width)
     assert kv.caches is not None
     warm_up.warm_kv_compact(kv.caches, kv.block_tables, runner.num_speculative_steps)
@@ -75,6 +74,6 @@ def _prepare_attention(
     attention: TreeAttention, block_table: torch.Tensor, config: VllmConfig, max_queries: int
 ) -> None:
     """Prepare the tree attention of a model's layers."""
-    model = config.model_config
+    dtype = config.model_config.dtype
     for keys, values, num_heads in distinct_views(attention.layers):
-        warm_up.warm_tree_attention(keys, values, block_table, num_heads, model.dtype, max_queries, model.max_model_len)
+        warm_up.warm_tree_attention(keys, values, block_table, num_heads, dtype, max_queries, attention.scratch)

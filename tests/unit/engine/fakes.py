@@ -95,3 +95,19 @@ def batch_of(*rows: int, start: int = 0, count: int = NUM_TOKENS) -> SimpleNames
         num_scheduled_tokens=np.full(num_reqs, count),
         query_start_loc_np=np.arange(num_reqs + 1) * count,
     )
+
+
+def model_state(positions: torch.Tensor | None = None) -> SimpleNamespace:
+    """Return what `TargetTrees` wraps of a runner's model state; `positions` where it has several axes."""
+    inputs = {} if positions is None else {"positions": positions}
+
+    def prepare_attn(
+        input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, kv_cache_config, for_capture=False
+    ):
+        return {"layer": SimpleNamespace(block_table=block_tables[0])}
+
+    return SimpleNamespace(
+        prepare_inputs=lambda input_batch, req_states: inputs,
+        prepare_dummy_inputs=lambda num_reqs, num_tokens: inputs,
+        prepare_attn=prepare_attn,
+    )

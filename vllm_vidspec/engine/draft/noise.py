@@ -1,5 +1,7 @@
 """How the draft samples: with the target's own sampling parameters and noise, so that both tend to the same token."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 import triton
@@ -65,6 +67,34 @@ def _noise_on_host(seeds: np.ndarray, positions: np.ndarray, token_ids: np.ndarr
     return cpu_kernels.gumbel_noise(seeds, positions, token_ids, use_fp64)
 
 
+@dataclass(frozen=True)
+class Processed:
+    """What vLLM's processors of logits need of a step's requests, padding left out; they have branches on the host.
+
+    Attributes:
+        sampler: Ours.
+        rows: `[num_reqs]` int64 persistent rows; `rows_np` the same on the host.
+    """
+
+    sampler: "CoupledSampler"
+    rows: torch.Tensor
+    rows_np: np.ndarray
+
+    @property
+    def num_reqs(self) -> int:
+        """Requests of the step."""
+        return len(self.rows_np)
+
+    def __call__(
+        self, logits: torch.Tensor, block: slice, pos: torch.Tensor, input_ids: torch.Tensor, width: int = 1
+    ) -> torch.Tensor:
+        """Return the `[n, vocab_size]` logits of a block of places, `width` of each request, under its parameters."""
+        rows, rows_np = self.rows, self.rows_np
+        if width > 1:
+            rows, rows_np = rows.repeat_interleave(width), np.repeat(rows_np, width)
+        return self.sampler.process(logits, rows[block], rows_np[block], pos, input_ids)
+
+
 class CoupledSampler:
     """Draws draft tokens under the target sampler's per-request state (shared-noise coupling).
 
@@ -123,6 +153,10 @@ class CoupledSampler:
             or np.any((states.top_k.np[rows] != states.vocab_size) | (states.top_p.np[rows] != 1.0))
             or (thinking.enabled and np.any(thinking.use_thinking_budget[rows]))
         )
+
+    def processed(self, rows: torch.Tensor, rows_np: np.ndarray) -> Processed | None:
+        """Return what processes the logits of `[n]` rows between graphs; None where a temperature and noise are all."""
+        return Processed(self, rows, rows_np) if self.needs_processors(rows_np) else None
 
     # ---- inside a captured step --------------------------------------------------------------------------------------
 
