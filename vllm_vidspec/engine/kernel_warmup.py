@@ -54,18 +54,12 @@ def prepare(runner: Any) -> None:
 def _prepare_drafter(drafter: Drafter, runner: Any) -> None:
     """Prepare the draft's own launches."""
     kv, trees = drafter.kv, drafter.trees
-    width = 0 if trees is None else trees.policy.max_frontier  # of a level, 0 for chains
-    levels = [(0, drafter.roots.inputs)] + ([] if trees is None else [(width, trees.inputs)])
-    for level_width, inputs in levels:
-        lens = inputs.seq_lens  # any vectors of their kinds
-        warm_up.warm_step(
-            level_width, rows=inputs.logical_pos[:1], num_slots=lens, num_tokens=lens, level=1, **inputs.fixed
-        )
     if trees is None:
         return
     tree = trees.policy.tree
     warm_up.warm_trees(tree, tree.empty, getattr(trees.policy, "growth", None))
-    _prepare_attention(trees.attention, kv.block_tables, drafter.model.config, width)
+    assert drafter.attention is not None
+    _prepare_attention(drafter.attention, kv.block_tables, drafter.model.config, trees.policy.max_frontier)
     assert kv.caches is not None
     warm_up.warm_kv_compact(kv.caches, kv.block_tables, runner.num_speculative_steps)
 

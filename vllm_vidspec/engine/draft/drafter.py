@@ -96,6 +96,7 @@ class Drafter:
         num_candidates = 0 if policy is None else policy.num_candidates
         sample.reserve(min(num_rows, rows_per_block(model.vocab_size)), model.vocab_size, model.device, num_candidates)
         forwards = Forwards(model, self.kv, self.buffers, attention)
+        self.attention = attention
         self._graphs = graphs
         self._sample = sample
         self.chains = ChainDrafter(forwards, sample, graphs) if "chain" in config.shapes else None
