@@ -161,7 +161,7 @@ def cases() -> tuple[Case, ...]:
     growth = grow_buffers(10, 10)
     add("tree_begin", "static K64", tree_begin, growth.tree, template(65), 1)
     add("tree_begin", "adaptive K64", tree_begin, growth.tree, template(65), 1, growth, i64(1), i32(1))
-    add("tree_plan", "C10", tree_plan, growth.plans, i64(1), floats(1, 10), adopts=False)
+    add("tree_plan", "roots C10", tree_plan, growth.plans, i64(1), floats(1, 10), adopts=False)
     add("tree_finish", "count K64", warm_up.finish_once, growth, True, False)
     add("tree_finish", "fill F10 C10 K64", warm_up.finish_once, growth, True, True)
     for num_axes in (1, 3):

@@ -100,26 +100,26 @@ def warm_step(max_width: int = 0, **arguments: Tensor | int) -> None:
         step(**arguments, nodes=nodes)  # type: ignore[arg-type]
 
 
-def warm_trees(tree: TreeTables, template: TreeTemplate, growth: TreeGrowBuffers | None = None) -> None:
-    """Prepare what a step of draft trees launches beside its levels' forwards.
+def warm_static_trees(tree: TreeTables, template: TreeTemplate) -> None:
+    """Prepare what a step of static trees launches beside its levels' forwards."""
+    tree_begin(tree.tables_as_meta(), template.as_meta(), 1)
+
+
+def warm_adaptive_trees(growth: TreeGrowBuffers, template: TreeTemplate, lookahead: bool, fills: bool) -> None:
+    """Prepare what a step of adaptive trees launches beside its levels' forwards.
 
     Args:
-        tree: The tables.
+        growth: Their buffers.
         template: What trees begin as.
-        growth: Of trees that grow; None: of static ones.
+        lookahead: Whether a step's plan is the next one's.
+        fills: Whether trees are filled up.
     """
-    tree, template = tree.tables_as_meta(), template.as_meta()
-    if growth is None:
-        tree_begin(tree, template, 1)
-        return
     growth = growth.as_meta()
-    tree_begin(tree, template, 1, growth, i64(1), i32(1))
-    for adopts in (False, True):
-        tree_plan(growth.plans, i64(1), floats(1, growth.num_candidates), adopts=adopts)
+    tree_begin(growth.tree, template.as_meta(), 1, growth, i64(1), i32(1))
+    tree_plan(growth.plans, i64(1), floats(1, growth.num_candidates), adopts=not lookahead)
     for width in range(1, growth.max_frontier + 1):
         grow_once(growth, width)
-    for adopts, fills in itertools.product((False, True), repeat=2):
-        finish_once(growth, adopts, fills)
+    finish_once(growth, lookahead, fills)
 
 
 def grow_once(buffers: TreeGrowBuffers, width: int) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from vidspec_kernels.dispatch import as_array
 from vidspec_kernels.tree_begin import tree_begin
 from vidspec_kernels.tree_state import TreeTemplate
+from vidspec_kernels.warm_up import warm_static_trees
 from vllm_vidspec.config.paths import SPECVLM_PATHS, Path, parse_paths
 from vllm_vidspec.drafting.tree import DraftTree, topology_tables
 
@@ -125,6 +126,10 @@ class StaticTree:
     def prepare(self, max_nodes: int) -> None:
         """Upload the tables of a budget; see `TreePolicy`. It rarely changes, mostly near a text's end."""
         self._plan(max_nodes)
+
+    def warm_up(self, fill: bool) -> None:
+        """Compile and load what steps launch; see `TreePolicy`."""
+        warm_static_trees(self.tree, self.tree.empty)
 
     def depth(self, max_nodes: int) -> int:
         """Return the levels that the budget's nodes need; see `TreePolicy`."""

@@ -63,8 +63,7 @@ def _prepare_drafter(drafter: Drafter, runner: Any) -> None:
         )
     if trees is None:
         return
-    tree = trees.policy.tree
-    warm_up.warm_trees(tree, tree.empty, getattr(trees.policy, "growth", None))
+    trees.policy.warm_up(trees.fills)
     _prepare_attention(trees.attention, kv.block_tables, drafter.model.config, width)
     assert kv.caches is not None
     warm_up.warm_kv_compact(kv.caches, kv.block_tables, runner.num_speculative_steps)

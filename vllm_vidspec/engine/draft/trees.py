@@ -35,7 +35,7 @@ class TreeDrafter:
         self._sample = sample
         self.policy = policy
         self.attention = attention
-        self._fills = fills
+        self.fills = fills
         self.inputs = LevelInputs(roots.model, roots.kv, len(roots.inputs.seq_lens), policy.max_frontier)
         self._layouts: dict[tuple[int, int], _Layout] = {}  # by (requests, nodes of each), both bounded
 
@@ -65,7 +65,7 @@ class TreeDrafter:
             self.inputs.place(rows, level + 1, num_slots, message.num_tokens, nodes)
             logical_pos = self.inputs.logical_pos[: num_reqs * width]
             hidden = self._feed(nodes, tokens, slots_bound, block_table)
-        policy.finish(self._fills, rows=rows, max_nodes=max_nodes)
+        policy.finish(self.fills, rows=rows, max_nodes=max_nodes)
         roots.kv.remember_fed_nodes(rows, fed)
         tree = policy.tree
         # Unused columns hold -1; they are never scheduled, or verified as a leaf that is as good as any.
