@@ -21,6 +21,7 @@ from vidspec_kernels.tree_attention import tree_attention
 from vidspec_kernels.tree_begin import tree_begin
 from vidspec_kernels.tree_finish import Leaves, tree_finish
 from vidspec_kernels.tree_grow import TreeGrowBuffers, tree_grow
+from vidspec_kernels.tree_place import PlacedLevel, tree_place
 from vidspec_kernels.tree_plan import tree_plan
 from vidspec_kernels.tree_state import TreeTables, TreeTemplate
 from vidspec_kernels.visual_relevance import visual_relevance
@@ -100,9 +101,11 @@ def warm_step(max_width: int = 0, **arguments: Tensor | int) -> None:
         step(**arguments, nodes=nodes)  # type: ignore[arg-type]
 
 
-def warm_static_trees(tree: TreeTables, template: TreeTemplate) -> None:
+def warm_static_trees(tree: TreeTables, template: TreeTemplate, num_candidates: int) -> None:
     """Prepare what a step of static trees launches beside its levels' forwards."""
-    tree_begin(tree.tables_as_meta(), template.as_meta(), 1)
+    tree = tree.tables_as_meta()
+    tree_begin(tree, template.as_meta(), 1)
+    tree_place(tree, PlacedLevel(i64(1), i64(1), i64(1), i64(1, 1)), 1, i64(1, num_candidates))
 
 
 def warm_adaptive_trees(growth: TreeGrowBuffers, template: TreeTemplate, lookahead: bool, fills: bool) -> None:

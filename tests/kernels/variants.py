@@ -24,6 +24,7 @@ from vidspec_kernels import warm_up
 from vidspec_kernels.tree_begin import tree_begin
 from vidspec_kernels.tree_finish import Leaves, tree_finish
 from vidspec_kernels.tree_grow import tree_grow
+from vidspec_kernels.tree_place import PlacedLevel, tree_place
 from vidspec_kernels.tree_plan import tree_plan
 from vidspec_kernels.warm_up import floats, i32, i64
 
@@ -44,7 +45,7 @@ def warm() -> None:
     warm_up.warm_accept(NUM_DRAFTS, MAX_REQS, in_trees=True, is_loose=True)
     warm_up.warm_step(**CHAIN)
     warm_up.warm_step(WIDTH, **TREE)
-    warm_up.warm_static_trees(BUFFERS.tree, TEMPLATE)
+    warm_up.warm_static_trees(BUFFERS.tree, TEMPLATE, CANDIDATES)
     warm_up.warm_adaptive_trees(BUFFERS, TEMPLATE, lookahead=True, fills=True)
     warm_up.warm_guidance_scores([(KEYS, HEADS)], TABLE, BF16)
     warm_up.warm_visual_relevance(*STORE, BF16, TOP_N, NUM_DRAFTS + 1)
@@ -93,6 +94,9 @@ def grow_trees(rows: torch.Tensor, num_accepted: torch.Tensor, width: int, rng: 
     """Make the launches of static and adaptive trees of a step, with a level of some width."""
     num_reqs, budget = len(rows), rng.randint(0, NUM_DRAFTS)
     tree_begin(BUFFERS.tree, TEMPLATE, num_reqs)
+    placed, fed = rng.randint(1, NUM_DRAFTS), rng.randint(0, width)
+    level = PlacedLevel(i64(placed), i64(placed), i64(fed), i64(MAX_REQS, fed))
+    tree_place(BUFFERS.tree, level, num_reqs, i64(num_reqs * width, CANDIDATES))
     tree_begin(BUFFERS.tree, TEMPLATE, num_reqs, BUFFERS, rows, num_accepted)
     tree_plan(BUFFERS.plans, rows, floats(num_reqs, CANDIDATES), adopts=False)
     tree_grow(
