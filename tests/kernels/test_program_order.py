@@ -24,6 +24,10 @@ CASES = {
         {"impl": "triton", "num_nodes": [2, 5], "num_parents": 3, "num_candidates": 5, "max_nodes": 7, "width": 9},
     ),
     "tree_grow": ("test_kernel_equals_reference_at_a_real_size", {"num_reqs": 3}),
+    "tree_place": (
+        "test_equals_the_loop",
+        {"impl": "triton", "num_reqs": 3, "frontier": 4, "num_candidates": 5, "num_placed": 9, "num_fed": 4},
+    ),
     "tree_plan": ("test_kernel_equals_reference_at_a_real_size", {}),
     "visual_relevance": ("test_splits_with_ties", {"num_slots": 3, "top_n": 3}),
 }

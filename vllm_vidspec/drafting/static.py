@@ -158,7 +158,7 @@ class StaticTree:
         return self._plans[budget]
 
     def _make_plan(self, topology: Topology) -> _Plan:
-        tree, levels, frontiers = self.tree, [], topology.frontiers()
+        tree, levels, fed, frontiers = self.tree, [], [], topology.frontiers()
         device, max_num_reqs = tree.device, tree.max_num_reqs
         for frontier, following in zip(frontiers, [*frontiers[1:], []], strict=True):
             # By node, which of the frontier's candidates it is.
@@ -167,14 +167,16 @@ class StaticTree:
                 for node, (path, parent) in enumerate(zip(topology.paths, topology.parents, strict=True), start=1)
                 if parent in frontier
             }
-            sources, nodes, fed_sources = (
-                torch.tensor(index, dtype=torch.int64, device=device)
-                for index in (list(source.values()), list(source), [source[node] for node in following])
+            levels.append(
+                PlacedLevel(
+                    torch.tensor(list(source.values()), dtype=torch.int64, device=device),
+                    torch.tensor(list(source), dtype=torch.int64, device=device),
+                    torch.tensor([source[node] for node in following], dtype=torch.int64, device=device),
+                    torch.zeros(max_num_reqs, len(following), dtype=torch.int64, device=device),
+                )
             )
-            fed_tokens = torch.zeros(max_num_reqs, len(following), dtype=torch.int64, device=device)
-            levels.append(PlacedLevel(sources, nodes, fed_sources, fed_tokens))
+            fed.append(torch.tensor(frontier, device=device).repeat(max_num_reqs, 1))
         num_nodes = len(topology.paths)
         parents = [*topology.parents, *[0] * (self.max_nodes - num_nodes)]  # leaves under the root past the nodes
         template = TreeTemplate(*topology_tables(parents, device), tree.empty.log_probs, num_nodes)
-        fed = (torch.tensor(frontier, device=device).repeat(max_num_reqs, 1) for frontier in frontiers)
         return _Plan(template, tuple(levels), tuple(fed))

@@ -80,11 +80,13 @@ def drive(policy, rows, candidates_of, max_nodes=64, fill=False, num_accepted=No
     return num_levels
 
 
-def grow(policy, drafts, rows, max_nodes=64, fill=False, num_accepted=None):
-    """Drive one step with fake drafts; return the frontiers that were fed, `[num_levels][R]` lists of paths."""
-    fed = []
+def candidates_of(policy, drafts, fed):
+    """Return what `drive` asks for the nodes of these drafts; garbage for places and requests that there are not.
 
-    def candidates_of(level, frontier):
+    `fed` gets the frontiers, `[num_levels][R]` lists of paths.
+    """
+
+    def candidates_of_level(level, frontier):
         log_probs = torch.full((*frontier.shape, policy.num_candidates), float("nan"))
         token_ids = torch.full((*frontier.shape, policy.num_candidates), -7)
         fed.append([])
@@ -99,7 +101,13 @@ def grow(policy, drafts, rows, max_nodes=64, fill=False, num_accepted=None):
                 token_ids[row, column] = torch.from_numpy(own_tokens)
         return log_probs.flatten(0, 1), token_ids.flatten(0, 1)
 
-    drive(policy, rows, candidates_of, max_nodes, fill, num_accepted)
+    return candidates_of_level
+
+
+def grow(policy, drafts, rows, max_nodes=64, fill=False, num_accepted=None):
+    """Drive one step with fake drafts; return the frontiers that were fed, `[num_levels][R]` lists of paths."""
+    fed = []
+    drive(policy, rows, candidates_of(policy, drafts, fed), max_nodes, fill, num_accepted)
     return fed
 
 
