@@ -187,9 +187,9 @@ def cases() -> tuple[Case, ...]:
     for width in (8, 10):
         add("tree_grow", f"F{width} C{width}", warm_up.grow_once, grow_buffers(width, width), width)
     growth = grow_buffers(10, 10)
-    add("tree_begin", "static K64", tree_begin, growth.tree, template(65), 1)
     add("tree_begin", "adaptive K64", tree_begin, growth.tree, template(65), 1, growth, i64(1), i32(1))
-    add("tree_plan", "C10", tree_plan, growth.plans, i64(1), floats(1, 10), adopts=False)
+    add("tree_place", "static K64", warm_up.warm_static_trees, growth.tree, template(65), 10)
+    add("tree_plan", "roots C10", tree_plan, growth.plans, i64(1), floats(1, 10), adopts=False)
     add("tree_finish", "count K64", warm_up.finish_once, growth, True, False)
     add("tree_finish", "fill F10 C10 K64", warm_up.finish_once, growth, True, True)
     for num_axes in (1, 3):

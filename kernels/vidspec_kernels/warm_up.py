@@ -27,6 +27,7 @@ from vidspec_kernels.tree_attention import TreeAttentionScratch, tree_attention
 from vidspec_kernels.tree_begin import tree_begin
 from vidspec_kernels.tree_finish import Leaves, tree_finish
 from vidspec_kernels.tree_grow import TreeGrowBuffers, tree_grow
+from vidspec_kernels.tree_place import PlacedLevel, tree_place
 from vidspec_kernels.tree_plan import tree_plan
 from vidspec_kernels.tree_state import TreeTables, TreeTemplate
 from vidspec_kernels.visual_relevance import visual_relevance
@@ -156,26 +157,28 @@ def warm_candidates(noise: Noise, scratch: SampleScratch, dtype: torch.dtype, wi
         )  # fmt: skip
 
 
-def warm_trees(tree: TreeTables, template: TreeTemplate, growth: TreeGrowBuffers | None = None) -> None:
-    """Prepare what a step of draft trees launches beside its levels' forwards.
+def warm_static_trees(tree: TreeTables, template: TreeTemplate, num_candidates: int) -> None:
+    """Prepare what a step of static trees launches beside its levels' forwards."""
+    tree = tree.tables_as_meta()
+    tree_begin(tree, template.as_meta(), 1)
+    tree_place(tree, PlacedLevel(i64(1), i64(1), i64(1), i64(1, 1)), 1, i64(1, num_candidates))
+
+
+def warm_adaptive_trees(growth: TreeGrowBuffers, template: TreeTemplate, lookahead: bool, fills: bool) -> None:
+    """Prepare what a step of adaptive trees launches beside its levels' forwards.
 
     Args:
-        tree: The tables.
+        growth: Their buffers.
         template: What trees begin as.
-        growth: Of trees that grow; None: of static ones.
+        lookahead: Whether a step's plan is the next one's.
+        fills: Whether trees are filled up.
     """
-    tree, template = tree.tables_as_meta(), template.as_meta()
-    if growth is None:
-        tree_begin(tree, template, 1)
-        return
     growth = growth.as_meta()
-    tree_begin(tree, template, 1, growth, i64(1), i32(1))
-    for adopts in (False, True):
-        tree_plan(growth.plans, i64(1), floats(1, growth.num_candidates), adopts=adopts)
+    tree_begin(growth.tree, template.as_meta(), 1, growth, i64(1), i32(1))
+    tree_plan(growth.plans, i64(1), floats(1, growth.num_candidates), adopts=not lookahead)
     for width in range(1, growth.max_frontier + 1):
         grow_once(growth, width)
-    for adopts, fills in itertools.product((False, True), repeat=2):
-        finish_once(growth, adopts, fills)
+    finish_once(growth, lookahead, fills)
 
 
 def grow_once(buffers: TreeGrowBuffers, width: int) -> None:

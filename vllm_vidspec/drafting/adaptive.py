@@ -11,6 +11,7 @@ from vidspec_kernels.tree_finish import Leaves, tree_finish
 from vidspec_kernels.tree_grow import TreeGrowBuffers, tree_grow
 from vidspec_kernels.tree_plan import tree_plan
 from vidspec_kernels.tree_state import PlanRules, TreePlans
+from vidspec_kernels.warm_up import warm_adaptive_trees
 from vllm_vidspec.config import TreeKnobs
 from vllm_vidspec.drafting.tree import DraftTree
 
@@ -117,6 +118,10 @@ class AdaptiveTree:
 
     def prepare(self, max_nodes: int) -> None:
         """Do nothing: budgets are numbers here."""
+
+    def warm_up(self, fill: bool) -> None:
+        """Compile and load what steps launch; see `TreePolicy`."""
+        warm_adaptive_trees(self.growth, self.tree.empty, self.knobs.lookahead, fill)
 
     def depth(self, max_nodes: int) -> int:
         """Return the depth of the deepest tree; see `TreePolicy`."""

@@ -56,8 +56,7 @@ def _prepare_drafter(drafter: Drafter, runner: Any) -> None:
     kv, trees = drafter.kv, drafter.trees
     if trees is None:
         return
-    tree = trees.policy.tree
-    warm_up.warm_trees(tree, tree.empty, getattr(trees.policy, "growth", None))
+    trees.policy.warm_up(trees.fills)
     assert drafter.attention is not None
     _prepare_attention(drafter.attention, kv.block_tables, drafter.model.config, trees.policy.max_frontier)
     assert kv.caches is not None

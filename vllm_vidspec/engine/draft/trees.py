@@ -39,7 +39,7 @@ class TreeDrafter:
         self._sample = sample
         self._graphs = graphs
         self.policy = policy
-        self._fills = fills
+        self.fills = fills
         policy.trims &= not graphs.is_on
         # Of a level: its nodes `[R, F]` and their tokens. A graph that was captured goes on writing there.
         self._frontiers: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -117,7 +117,7 @@ class TreeDrafter:
         """End the trees, and say what is proposed: an unused column is never scheduled, or verified as a leaf that is
         as good as any.
         """
-        self.policy.finish(self._fills, rows=self._buffers.step.rows[:num_reqs], max_nodes=max_nodes)
+        self.policy.finish(self.fills, rows=self._buffers.step.rows[:num_reqs], max_nodes=max_nodes)
         torch.clamp(self.policy.tree.tokens[:num_reqs, 1:], min=0, out=self._buffers.drafts[:num_reqs])
 
     # ---- a level ---------------------------------------------------------------------------------------------------
