@@ -5,7 +5,8 @@ from vidspec_kernels.guidance_scores import guidance_scores, guidance_scores_ref
 from vidspec_kernels.kv_compact import CacheList, kv_compact, kv_compact_reference
 from vidspec_kernels.place_trees import TreePlaces, place_trees, place_trees_reference
 from vidspec_kernels.step import step, step_reference
-from vidspec_kernels.tree_attention import tree_attention, tree_attention_reference
+from vidspec_kernels.tree_attention import TreeAttentionScratch, tree_attention
+from vidspec_kernels.tree_attention_reference import tree_attention_reference
 from vidspec_kernels.uv_scores import uv_scores_reference, uv_text_sum, uv_video_scores
 from vidspec_kernels.visual_relevance import (
     merge_relevance,
@@ -21,6 +22,7 @@ __all__ = [
     "WINDOW",
     "CacheList",
     "Looseness",
+    "TreeAttentionScratch",
     "TreePlaces",
     "TreeShapes",
     "accept",

@@ -17,7 +17,6 @@ import torch
 from vidspec_kernels import TreePlaces, kv_compact, place_trees
 from vllm_vidspec.drafting import DraftTree, topology_tables
 from vllm_vidspec.engine.compat import model as compat
-from vllm_vidspec.engine.kv_views import cache_views
 from vllm_vidspec.engine.listen.protocol import Forward, TargetListener
 from vllm_vidspec.engine.requests import RequestRows
 from vllm_vidspec.engine.tree_attention import TreeAttention, TreeStep
@@ -62,11 +61,12 @@ class TargetTrees(TargetListener):
         # [max_num_reqs, K + 1] int32 node behind each output of the last verify step; the drafter reads it
         self._in_order = torch.arange(max_nodes + 1, dtype=torch.int32, device=device)
         self.path = self._in_order.repeat(max_num_reqs, 1)
-        self.attention = TreeAttention(layers)
+        self.attention = TreeAttention(layers, device)
         self.places = TreePlaces.empty(max_num_reqs, max_nodes + 1, device)  # of the forward that runs next
         self._rows = torch.arange(max_num_reqs, device=device)
         # Models with 1-D positions read the batch's own buffer, which must not change: they get a copy.
         self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+        self._steps: dict[tuple[int, int, bool], TreeStep] = {}  # by (requests, query rows of each, whether all trees)
         self._planned: TreeStep | None = None  # what the layers of the batch in flight do
         self._batch: Any = None  # the batch in flight, where it holds a tree
         self._block_table: torch.Tensor  # [num_reqs, max_blocks] int32 of the last forward's layers
@@ -108,45 +108,42 @@ class TargetTrees(TargetListener):
         num_drafts = batch.num_draft_tokens_per_req
         if num_drafts is None:
             return
-        longest, most_entries = batch.num_scheduled_tokens.max(), batch.seq_lens_cpu_upper_bound.max()
-        step = self._step(batch, int(longest), int(most_entries))
+        step = self._step(batch, int(batch.num_scheduled_tokens.max()))
         if ((num_drafts > 0) & self._is_tree[batch.idx_mapping_np] & ~batch.is_prefilling_np).any():
             self._batch = batch
         if self._batch is not None or step.is_whole_batch:
             self._planned = step
 
-    def _step(self, batch: Any, max_query_len: int, max_prefix_len: int) -> TreeStep:
+    def _step(self, batch: Any, max_query_len: int) -> TreeStep:
         """Return what the layers do with a batch of at most so many query rows a request.
 
         A grid of equal, short requests (the usual decode step) is all tree attention's. Of any other batch vLLM's own
         comes first, and tree attention takes its short requests again: chains and ends of prompts among them come out
         as they were.
         """
-        num_reqs, num_cols = batch.num_reqs, self.ancestors.shape[1]
-        is_whole_batch = max_query_len <= num_cols and max_query_len * num_reqs == batch.num_tokens
-        places = self.places
-        return TreeStep(
-            rows=self._rows[:num_reqs],
-            query_start=places.query_start,
-            num_queries=places.num_queries,
-            prefix_lens=places.prefix_lens,
-            masks=places.masks,
-            max_queries=min(max_query_len, num_cols),
-            max_prefix_len=max_prefix_len,
-            is_whole_batch=is_whole_batch,
-        )
+        num_cols = self.ancestors.shape[1]
+        is_whole_batch = max_query_len <= num_cols and max_query_len * batch.num_reqs == batch.num_tokens
+        key = (batch.num_reqs, max_query_len if is_whole_batch else num_cols, is_whole_batch)
+        if key not in self._steps:
+            self._steps[key] = TreeStep(
+                rows=self._rows[: batch.num_reqs],
+                query_start=self.places.query_start,
+                num_queries=self.places.num_queries,
+                prefix_lens=self.places.prefix_lens,
+                masks=self.places.masks,
+                max_queries=key[1],
+                is_whole_batch=is_whole_batch,
+            )
+        return self._steps[key]
 
     def _hear(self, batch: Any, metadata: dict[str, Any], for_capture: bool) -> None:
         """Plan the layers' part of a forward; a captured one is planned for whatever batch it may be replayed on."""
-        layer = self.attention.layers[0]
-        self._block_table = metadata[layer.layer_name].block_table
+        self._block_table = metadata[self.attention.layers[0].layer_name].block_table
         self.attention.step = self._planned
         if for_capture:
             # What a batch of before has left there lies past the end of this one.
             self._place(batch, self._positions[: batch.num_tokens])
-            longest = batch.max_query_len or int(batch.num_scheduled_tokens.max())
-            block_size = cache_views(layer.kv_cache, layer)[0].shape[1]
-            self.attention.step = self._step(batch, longest, self._block_table.shape[1] * block_size)
+            self.attention.step = self._step(batch, batch.max_query_len or int(batch.num_scheduled_tokens.max()))
 
     def _adjust(self, batch: Any, positions: torch.Tensor) -> torch.Tensor:
         """Return `[num_tokens]` or `[num_axes, num_tokens]` positions with every tree node at root + depth."""
