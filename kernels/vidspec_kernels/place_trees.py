@@ -36,8 +36,8 @@ class TreePlaces:
     @classmethod
     def empty(cls, max_reqs: int, num_cols: int, device: torch.device | str) -> "TreePlaces":
         """Return the places of no trees, with room for `max_reqs` of `num_cols` nodes, the root counted."""
-        vectors = (torch.zeros(max_reqs, dtype=torch.int32, device=device) for _ in range(4))
-        return cls(*vectors, torch.zeros(max_reqs, num_cols, dtype=torch.int64, device=device))
+        start, queries, lens, roots = torch.zeros(4, max_reqs, dtype=torch.int32, device=device)
+        return cls(start, queries, lens, roots, torch.zeros(max_reqs, num_cols, dtype=torch.int64, device=device))
 
 
 @triton.jit(

@@ -1,6 +1,5 @@
 """Trees: branches behind decoys, planted bugs, and shapes that change while requests run."""
 
-import dataclasses
 from unittest import mock
 
 import pytest
@@ -55,13 +54,14 @@ def test_branches_behind_decoys_are_accepted(decoys, reference):
 
 def no_depth_positions(patch) -> None:
     """Nodes keep the position of their slot."""
-    original = TargetTrees._find
+    original = TargetTrees._place
 
-    def by_slot(self, batch, chosen):
-        step = original(self, batch, chosen)
-        return dataclasses.replace(step, depths=torch.arange(step.depths.shape[1]).expand_as(step.depths))
+    def by_slot(self, batch, positions, out=None):
+        before = positions.clone()
+        original(self, batch, positions, out)
+        (positions if out is None else out).copy_(before)
 
-    patch.setattr(TargetTrees, "_find", by_slot)
+    patch.setattr(TargetTrees, "_place", by_slot)
 
 
 def no_compaction(patch) -> None:
@@ -71,14 +71,13 @@ def no_compaction(patch) -> None:
 
 def leaking_sibling(patch) -> None:
     """Every node also attends to the node before it."""
-    original = TargetTrees._find
+    original = TargetTrees._place
 
-    def leaking(self, batch, chosen):
-        step = original(self, batch, chosen)
-        step.attention.masks.bitwise_or_(step.attention.masks.roll(1, dims=1))
-        return step
+    def leaking(self, *arguments):
+        original(self, *arguments)
+        self.places.masks.bitwise_or_(self.places.masks.roll(1, dims=1))
 
-    patch.setattr(TargetTrees, "_find", leaking)
+    patch.setattr(TargetTrees, "_place", leaking)
 
 
 def wrong_branch(patch) -> None:

@@ -66,6 +66,7 @@ class TargetTrees(TargetListener):
         self._rows = torch.arange(max_num_reqs, device=device)
         # Models with 1-D positions read the batch's own buffer, which must not change: they get a copy.
         self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+        self._steps: dict[tuple[int, int, bool], TreeStep] = {}  # by (requests, query rows of each, whether all trees)
         self._planned: TreeStep | None = None  # what the layers of the batch in flight do
         self._batch: Any = None  # the batch in flight, where it holds a tree
         self._block_table: torch.Tensor  # [num_reqs, max_blocks] int32 of the last forward's layers
@@ -120,23 +121,24 @@ class TargetTrees(TargetListener):
         comes first, and tree attention takes its short requests again: chains and ends of prompts among them come out
         as they were.
         """
-        num_reqs, num_cols = batch.num_reqs, self.ancestors.shape[1]
-        is_whole_batch = max_query_len <= num_cols and max_query_len * num_reqs == batch.num_tokens
-        places = self.places
-        return TreeStep(
-            rows=self._rows[:num_reqs],
-            query_start=places.query_start,
-            num_queries=places.num_queries,
-            prefix_lens=places.prefix_lens,
-            masks=places.masks,
-            max_queries=min(max_query_len, num_cols),
-            is_whole_batch=is_whole_batch,
-        )
+        num_cols = self.ancestors.shape[1]
+        is_whole_batch = max_query_len <= num_cols and max_query_len * batch.num_reqs == batch.num_tokens
+        key = (batch.num_reqs, max_query_len if is_whole_batch else num_cols, is_whole_batch)
+        if key not in self._steps:
+            self._steps[key] = TreeStep(
+                rows=self._rows[: batch.num_reqs],
+                query_start=self.places.query_start,
+                num_queries=self.places.num_queries,
+                prefix_lens=self.places.prefix_lens,
+                masks=self.places.masks,
+                max_queries=key[1],
+                is_whole_batch=is_whole_batch,
+            )
+        return self._steps[key]
 
     def _hear(self, batch: Any, metadata: dict[str, Any], for_capture: bool) -> None:
         """Plan the layers' part of a forward; a captured one is planned for whatever batch it may be replayed on."""
-        layer = self.attention.layers[0]
-        self._block_table = metadata[layer.layer_name].block_table
+        self._block_table = metadata[self.attention.layers[0].layer_name].block_table
         self.attention.step = self._planned
         if for_capture:
             # What a batch of before has left there lies past the end of this one.
