@@ -6,7 +6,7 @@ and replay run its own code.
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 from weakref import WeakSet
 
@@ -22,7 +22,7 @@ from tests.graph_emulator.recorder import Recording
 class Graph:
     """Stands in for `torch.cuda.CUDAGraph`."""
 
-    alive: WeakSet["Graph"] = WeakSet()
+    alive: ClassVar[WeakSet["Graph"]] = WeakSet()
 
     def __init__(self, *_args: Any, **_kwargs: Any):
         self.recording = Recording(foreign=self._is_anothers)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 GARBAGE = 0x5A5A_5A5A  # of integers: no index, no slot and no length
 
@@ -175,6 +175,10 @@ class Recording:
             self._host[address] = tensor
         return tensor
 
+    def is_host(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor was made of the host's data under capture."""
+        return _address(tensor) in self._host
+
     def _maker(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def run(*args: Any, **kwargs: Any) -> torch.Tensor:
             if Recording.current is None:
@@ -230,8 +234,11 @@ class _Operators(TorchDispatchMode):
             # Python behind an operator: what it calls is recorded, not the operator, whose Python reads what is global.
             with self, _Functions(recording):
                 return whole(*args, **kwargs)
+        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if operands and all(map(recording.is_host, operands)):  # the host's own work, done once
+            return tree_map_only(torch.Tensor, recording.hosted, func(*args, **kwargs))
         self._refuse(func, name, args, kwargs)
-        known = recording.check(name, (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)))
+        known = recording.check(name, operands)
         result = func(*args, **kwargs)
         if name in _UNINITIALISED:
             recording.own(result)
@@ -266,7 +273,9 @@ class _Functions(TorchFunctionMode):
     def __init__(self, recording: Recording):
         super().__init__()
         tensor = torch.Tensor
-        self._handlers: dict[Any, Callable] = {getattr(tensor, name): _refuser(name) for name in _READS}
+        self._handlers: dict[Any, Callable] = {
+            read: _reader(recording, name, read) for name in _READS for read in (getattr(tensor, name),)
+        }
         for make in (torch.tensor, torch.as_tensor, torch.asarray):
             self._handlers[make] = _maker_of(recording, make)
         self._handlers[tensor.__getitem__] = self._get
@@ -290,11 +299,13 @@ class _Functions(TorchFunctionMode):
         x[index] = value
 
 
-def _refuser(name: str) -> Callable:
-    def refuse(*_args: Any, **_kwargs: Any) -> None:
+def _reader(recording: Recording, name: str, read: Callable) -> Callable:
+    def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if recording.is_host(tensor):
+            return read(tensor, *args, **kwargs)
         raise CaptureError(f"the host reads a tensor by .{name}()")
 
-    return refuse
+    return run
 
 
 def _maker_of(recording: Recording, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The CPU backend's attention as an entry: lengths, tables and slots of the moment, numbers and context of the capture."""
+"""The CPU backend's attention as an entry: what is live at a replay, and what is the capture's."""
 
 from types import SimpleNamespace
 from unittest import mock
