@@ -27,29 +27,40 @@ def attention_as_on_a_gpu() -> Iterator[None]:
     """Let the backend's attention be an entry; before an engine is built, whose layers keep what they find."""
     plan, forward = cpu_attn.ops.cpu_attn_get_scheduler_metadata, cpu_attn.CPUAttentionBackendImpl.forward
 
-    def plan_later(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-        return plan(*args, **kwargs) if Recording.current is None else None
+    def plan_later(*args: Any, seq_lens: torch.Tensor, **kwargs: Any) -> torch.Tensor | None:
+        is_later = Recording.current is not None or not seq_lens.all()
+        return None if is_later else plan(*args, seq_lens=seq_lens, **kwargs)
 
     @functools.wraps(forward)
     def attend(
-        impl: Any, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, metadata: Any, output: Any, *args: Any,
-        **kwargs: Any,
+        impl: Any, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, output: Any,
+        *args: Any, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
-        recording = Recording.current
-        if recording is None or metadata is None:
-            return forward(impl, layer, query, key, value, kv_cache, metadata, output, *args, **kwargs)
-        tensors = (query, kv_cache, output, metadata.query_start_loc, metadata.seq_lens, metadata.block_table)
+        if attn_metadata is None or attn_metadata.scheduler_metadata is not None:
+            return forward(impl, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+        tensors = (
+            query,
+            kv_cache,
+            output,
+            attn_metadata.query_start_loc,
+            attn_metadata.seq_lens,
+            attn_metadata.block_table,
+        )
 
         def run(*live: torch.Tensor) -> None:
-            _attend(forward, impl, layer, metadata, *live)
+            _attend(forward, impl, layer, attn_metadata, *live)
 
-        recording.launch("attention", run, tensors, *tensors)
+        if Recording.current is None:  # a warm-up, with padding
+            run(*tensors)
+        else:
+            Recording.current.launch("attention", run, tensors, *tensors)
         return output
 
     python = {f"vllm::{name}": getattr(layers, name) for name in _NAMES}
     with (
         mock.patch.object(cpu_attn.ops, "cpu_attn_get_scheduler_metadata", plan_later),
         mock.patch.object(cpu_attn.CPUAttentionBackendImpl, "forward", attend),
+        mock.patch.object(cpu_attn.CPUAttentionMetadataBuilder, "supports_draft_decode_metadata_update", True),
         mock.patch.dict(INSIDE, python),
     ):
         yield

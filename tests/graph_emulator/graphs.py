@@ -11,12 +11,16 @@ from unittest import mock
 from weakref import WeakSet
 
 import torch
+from vllm.config.compilation import CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from tests.graph_emulator.attention import attention_as_on_a_gpu
 from tests.graph_emulator.launches import as_on_a_gpu
 from tests.graph_emulator.recorder import Recording
+from vllm_vidspec.engine.speculator import VidSpecSpeculator
+
+SIZES = (1, 2, 4, 8)  # numbers of requests that are captured
 
 
 class Graph:
@@ -44,11 +48,18 @@ def capture(graph: Graph, *_args: Any, **_kwargs: Any) -> contextlib.AbstractCon
 @contextlib.contextmanager
 def emulated_graphs() -> Iterator[None]:
     """Let graphs be captured and replayed on the CPU; entered before the engine is built."""
-    nothing = contextlib.nullcontext
+    nothing, init = contextlib.nullcontext, VidSpecSpeculator.init_cudagraph_manager
+
+    def init_with_graphs(self: Any, _mode: CUDAGraphMode) -> None:
+        compilation = self._vllm_config.compilation_config
+        compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = list(SIZES), max(SIZES)
+        init(self, CUDAGraphMode.FULL_DECODE_ONLY)
+
     with contextlib.ExitStack() as stack:
         for owner, name, stand_in in (
             (torch.cuda, "CUDAGraph", Graph),
             (torch.cuda, "graph", capture),
+            (VidSpecSpeculator, "init_cudagraph_manager", init_with_graphs),
             (cudagraph_utils, "graph_capture", lambda **_: nothing()),
             (cudagraph_utils, "capture_pool", lambda *_: nothing()),
             (cudagraph_utils, "current_stream", lambda: None),

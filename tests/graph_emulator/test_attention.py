@@ -37,7 +37,17 @@ class Model:
 
     def metadata(self):
         plan = cpu_attn.ops.cpu_attn_get_scheduler_metadata(
-            self.num_reqs, HEADS, KV_HEADS, SIZE, self.seq_lens, torch.float32, self.starts, True, -1, "vec", True
+            self.num_reqs,
+            HEADS,
+            KV_HEADS,
+            SIZE,
+            seq_lens=self.seq_lens,
+            dtype=torch.float32,
+            query_start_loc=self.starts,
+            causal=True,
+            sliding_window_size=-1,
+            isa="vec",
+            enable_kv_split=True,
         )
         return cpu_attn.CPUAttentionMetadata(
             len(self.query), self.width, self.starts, MAX_LEN, self.seq_lens, self.table, self.slots, plan
