@@ -35,18 +35,16 @@ def cache_views(num_kv_heads: int, head_size: int, dtype: torch.dtype) -> tuple[
 
 
 def attend(
-    shape: tuple[int, int, int], num_queries: int, context: int, num_reqs: int = 1, dtype: torch.dtype = BF16,
-    prefix: bool = False, lse: bool = False,
-) -> None:  # fmt: skip
+    shape: tuple[int, int, int], num_queries: int, dtype: torch.dtype = BF16, prefix: bool = False, lse: bool = False
+) -> None:
     """Attend from `num_queries` nodes of each request; `shape` is heads, KV heads, head size."""
     num_heads, num_kv_heads, head_size = shape
-    query = floats(num_reqs * num_queries, num_heads, head_size, dtype=dtype)
-    sums = floats(num_heads, num_reqs * num_queries)
+    query, sums = floats(num_queries, num_heads, head_size, dtype=dtype), floats(num_heads, num_queries)
     kernels.tree_attention(
-        query, *cache_views(num_kv_heads, head_size, dtype), i32(MAX_REQS, MAX_BLOCKS), i64(num_reqs), i32(num_reqs),
-        i32(num_reqs), i32(num_reqs), i64(num_reqs, num_queries), torch.empty_like(query), scale=head_size**-0.5,
-        max_queries=num_queries, max_prefix_len=context, prefix=(query, sums) if prefix else None,
-        lse=sums if lse else None,
+        query, *cache_views(num_kv_heads, head_size, dtype), i32(MAX_REQS, MAX_BLOCKS), i64(1), i32(1), i32(1), i32(1),
+        i64(1, num_queries), torch.empty_like(query), scale=head_size**-0.5,
+        max_queries=num_queries, scratch=kernels.TreeAttentionScratch(head_size, query.device),
+        prefix=(query, sums) if prefix else None, lse=sums if lse else None,
     )  # fmt: skip
 
 
@@ -120,14 +118,12 @@ def cases() -> tuple[Case, ...]:
 
     for name, shape in MODELS.items():
         for num_queries in (1, 9, 26, 65):
-            add("tree_attention", f"{name} Q{num_queries} 25k", attend, shape, num_queries, 25_000)
-    add("tree_attention", "28/4 Q26 200, 8 requests", attend, MODELS["28/4"], 26, 200, 8)
-    add("tree_attention", "28/4 Q1 200, 8 requests", attend, MODELS["28/4"], 1, 200, 8)
-    add("tree_attention", "14/2 d64 Q8 200, 64 requests", attend, MODELS["14/2 d64"], 8, 200, 64)
-    add("tree_attention", "28/4 Q26, prefix given", attend, MODELS["28/4"], 26, 25_000, prefix=True, lse=True)
-    add("tree_attention", "28/4 Q26 25k fp16", attend, MODELS["28/4"], 26, 25_000, dtype=FP16)
-    add("tree_attention", "4/2 d32 Q9 fp32", attend, (4, 2, 32), 9, 1_000, dtype=FP32)
-    add("tree_attention", "10/2 d80 Q9 fp16, prefix given", attend, (10, 2, 80), 9, 1_000, dtype=FP16, prefix=True)
+            add("tree_attention", f"{name} Q{num_queries}", attend, shape, num_queries)
+    add("tree_attention", "28/4 Q26, prefix given", attend, MODELS["28/4"], 26, prefix=True, lse=True)
+    add("tree_attention", "28/4 Q26 fp16", attend, MODELS["28/4"], 26, dtype=FP16)
+    add("tree_attention", "4/2 d256 Q9", attend, (4, 2, 256), 9)
+    add("tree_attention", "4/2 d32 Q9 fp32", attend, (4, 2, 32), 9, dtype=FP32)
+    add("tree_attention", "10/2 d80 Q9 fp16, prefix given", attend, (10, 2, 80), 9, dtype=FP16, prefix=True)
     for rows, num_tokens in itertools.product((6, 26, 65), (25_000, 100_000)):
         add("visual_relevance", f"3584 Q{rows} {num_tokens // 1000}k", relevance, 3584, rows, num_tokens)
     add("visual_relevance", "5120 Q26 25k", relevance, 5120, 26, 25_000)

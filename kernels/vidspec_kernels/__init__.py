@@ -4,7 +4,8 @@ from vidspec_kernels.accept import LOWEST, SHIFT, WINDOW, Looseness, TreeShapes,
 from vidspec_kernels.guidance_scores import guidance_scores, guidance_scores_reference
 from vidspec_kernels.kv_compact import CacheList, kv_compact, kv_compact_reference
 from vidspec_kernels.step import step, step_reference
-from vidspec_kernels.tree_attention import tree_attention, tree_attention_reference
+from vidspec_kernels.tree_attention import TreeAttentionScratch, tree_attention
+from vidspec_kernels.tree_attention_reference import tree_attention_reference
 from vidspec_kernels.uv_scores import uv_scores_reference, uv_text_sum, uv_video_scores
 from vidspec_kernels.visual_relevance import (
     merge_relevance,
@@ -20,6 +21,7 @@ __all__ = [
     "WINDOW",
     "CacheList",
     "Looseness",
+    "TreeAttentionScratch",
     "TreeShapes",
     "accept",
     "accept_reference",

@@ -17,7 +17,7 @@ from vidspec_kernels.dispatch import as_meta
 from vidspec_kernels.guidance_scores import guidance_scores
 from vidspec_kernels.kv_compact import CacheList, kv_compact
 from vidspec_kernels.step import step
-from vidspec_kernels.tree_attention import tree_attention
+from vidspec_kernels.tree_attention import TreeAttentionScratch, tree_attention
 from vidspec_kernels.tree_grow import TreeGrowBuffers, tree_grow
 from vidspec_kernels.visual_relevance import visual_relevance
 
@@ -39,9 +39,9 @@ def floats(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def warm_tree_attention(
     keys: Tensor, values: Tensor, block_table: Tensor, num_heads: int, dtype: torch.dtype, max_queries: int,
-    max_context: int,
+    scratch: TreeAttentionScratch,
 ) -> None:  # fmt: skip
-    """Prepare `tree_attention` for 1 to `max_queries` rows a request, split over programs or not.
+    """Prepare `tree_attention` for 1 to `max_queries` rows a request.
 
     Args:
         keys: [num_blocks, block_size, num_kv_heads, head_size], one layer's.
@@ -50,16 +50,16 @@ def warm_tree_attention(
         num_heads: Query heads.
         dtype: Of queries and outputs.
         max_queries: Most rows of a request.
-        max_context: Most KV entries of one.
+        scratch: Of the model's calls.
     """
     keys, values, block_table, head_size = as_meta(keys), as_meta(values), as_meta(block_table), keys.shape[3]
+    scratch = scratch.as_meta()
     for num_queries in range(1, max_queries + 1):
         query = floats(num_queries, num_heads, head_size, dtype=dtype)
-        for context in (1, max_context):
-            tree_attention(
-                query, keys, values, block_table, i64(1), i32(1), i32(1), i32(1), i64(1, num_queries),
-                torch.empty_like(query), scale=1.0, max_queries=num_queries, max_prefix_len=context,
-            )  # fmt: skip
+        tree_attention(
+            query, keys, values, block_table, i64(1), i32(1), i32(1), i32(1), i64(1, num_queries),
+            torch.empty_like(query), scale=1.0, max_queries=num_queries, scratch=scratch,
+        )  # fmt: skip
 
 
 def warm_kv_compact(caches: CacheList, block_table: Tensor, num_drafts: int) -> None:

@@ -75,6 +75,6 @@ def _prepare_attention(
     attention: TreeAttention, block_table: torch.Tensor, config: VllmConfig, max_queries: int
 ) -> None:
     """Prepare the tree attention of a model's layers."""
-    model = config.model_config
+    dtype = config.model_config.dtype
     for keys, values, num_heads in distinct_views(attention.layers):
-        warm_up.warm_tree_attention(keys, values, block_table, num_heads, model.dtype, max_queries, model.max_model_len)
+        warm_up.warm_tree_attention(keys, values, block_table, num_heads, dtype, max_queries, attention.scratch)

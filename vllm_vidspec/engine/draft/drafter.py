@@ -61,8 +61,10 @@ class Drafter:
         self._num_speculative_tokens = config.num_speculative_tokens
         max_slots = max_slots_per_request(max_model_len, config.num_speculative_tokens)
         tree_shapes = config.shapes - {"chain"}
-        attention = TreeAttention(attention_layers(model.config).values()) if tree_shapes else None
-        caches = None if attention is None else attention.caches()
+        attention = caches = None
+        if tree_shapes:
+            attention = TreeAttention(attention_layers(model.config).values(), model.device)
+            caches = attention.caches()
         self.kv = DraftKV(num_blocks, model.block_size, max_num_reqs, max_slots, model.device, caches)
         self.prefills = DraftPrefill(model, knobs, counters, self.kv, cache, shared, agreement)
         self.roots = RootFeeder(model, self.kv, max_num_reqs)

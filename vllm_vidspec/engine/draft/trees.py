@@ -122,7 +122,6 @@ class TreeDrafter:
                 prefix_lens=prefix_lens,
                 masks=masks[low:high],
                 max_queries=width,
-                max_prefix_len=int(slots_bound[low:high].max()),
                 is_whole_batch=True,
             )
             try:

@@ -60,7 +60,7 @@ class TargetTrees(TargetListener):
         # [max_num_reqs, K + 1] int32 node behind each output of the last verify step; the drafter reads it
         self._in_order = torch.arange(max_nodes + 1, dtype=torch.int32, device=device)
         self.path = self._in_order.repeat(max_num_reqs, 1)
-        self.attention = TreeAttention(layers)
+        self.attention = TreeAttention(layers, device)
         # Models with 1-D positions read the batch's own buffer, which must not change: they get a copy.
         self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self._step: _Step | None = None
@@ -133,7 +133,6 @@ class TargetTrees(TargetListener):
             prefix_lens=batch.seq_lens[rows] - num_queries + 1,
             masks=self.ancestors[state_rows, :max_queries],
             max_queries=max_queries,
-            max_prefix_len=int(batch.seq_lens_cpu_upper_bound.numpy()[chosen].max()),
             is_whole_batch=is_whole_batch,
         )
         return _Step(attention, state_rows, depths, tokens, root_tokens)
