@@ -127,7 +127,7 @@ def warm_begin_step(tables: StepTables, out: StepBuffers, is_greedy: bool) -> No
 def warm_next_level(step: StepBuffers, out: LevelBuffers, fed: Tensor, num_cols: int = 0) -> None:
     """Prepare `next_level`: of chains, whose level may lie on the device, or of trees with `num_cols` columns."""
     step, out, fed = step.as_meta(), out.as_meta(), as_meta(fed)
-    is_tree = out.masks is not None
+    is_tree = num_cols > 0
     trees = (i64(1, 1), i64(1, 1), i64(1, num_cols)) if is_tree else ()
     levels: tuple[int | Tensor, ...] = (1,) if is_tree else (1, i32(1))
     for level in levels:

@@ -54,6 +54,7 @@ def prepare(runner: Any) -> None:
 def _prepare_drafter(drafter: Drafter, runner: Any) -> None:
     """Prepare the draft's own launches."""
     kv, trees = drafter.kv, drafter.trees
+    drafter.warm_up()
     if trees is None:
         return
     trees.policy.warm_up(trees.fills)

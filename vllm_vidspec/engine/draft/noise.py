@@ -9,7 +9,7 @@ import triton.language as tl
 from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from vidspec_kernels import Noise, SampleScratch, candidates, draw
+from vidspec_kernels import Noise, SampleScratch, candidates, draw, warm_up
 
 _BLOCK = 1024
 # Added to positions by vLLM's sampler where a draft's noise is its own (`is_drafting`).
@@ -205,6 +205,14 @@ class CoupledSampler:
             logits, temperature, seeds, pos, self.noise, log_probs=log_probs, ids=ids, scratch=self._scratch,
             width=width, first=first, with_log_probs=with_log_probs, apply_temperature=not is_processed,
         )  # fmt: skip
+
+    def warm_up(self, dtype: torch.dtype, draws: bool, needs_log_probs: bool | None) -> None:
+        """Compile and load what is launched on logits of a dtype: draws, and candidates unless that is None."""
+        assert self._scratch is not None, "reserve comes first"
+        if draws:
+            warm_up.warm_draw(self.noise, self._scratch, dtype)
+        if needs_log_probs is not None:
+            warm_up.warm_candidates(self.noise, self._scratch, dtype, needs_log_probs)
 
     # ---- eager -------------------------------------------------------------------------------------------------------
 
