@@ -17,8 +17,18 @@ CASES = {
     "kv_compact": ("test_equals_the_loop", {"impl": "triton", "max_drafts": 25, "layout": "NHD"}),
     "step": ("test_kernel_and_reference_equal_the_oracles", LEVEL | {"num_rows": 300, "frontier": 0}),
     "step of trees": ("test_kernel_and_reference_equal_the_oracles", LEVEL | {"num_rows": 43, "frontier": 3}),
-    "tree_attention": ("test_splits", {"impl": "triton", "num_splits": 3}),
+    "tree_attention": ("test_shares", {"impl": "triton", "num_sms": 12}),
+    "tree_begin": ("test_trees_become_their_template", {"impl": "triton", "num_reqs": 3, "max_nodes": 7}),
+    "tree_finish": (
+        "test_leaves_are_the_best_candidates",
+        {"impl": "triton", "num_nodes": [2, 5], "num_parents": 3, "num_candidates": 5, "max_nodes": 7, "width": 9},
+    ),
     "tree_grow": ("test_kernel_equals_reference_at_a_real_size", {"num_reqs": 3}),
+    "tree_place": (
+        "test_equals_the_loop",
+        {"impl": "triton", "num_reqs": 3, "frontier": 4, "num_candidates": 5, "num_placed": 9, "num_fed": 4},
+    ),
+    "tree_plan": ("test_kernel_equals_reference_at_a_real_size", {}),
     "visual_relevance": ("test_splits_with_ties", {"num_slots": 3, "top_n": 3}),
 }
 

@@ -16,33 +16,40 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import compile_report
 import torch
-from compile_cases import BF16, cache_views, grow_buffers, step_arguments
+from compile_cases import BF16, cache_views, grow_buffers, step_arguments, template
 from triton.runtime.jit import JITFunction
 
 import vidspec_kernels as kernels
 from vidspec_kernels import warm_up
+from vidspec_kernels.tree_begin import tree_begin
+from vidspec_kernels.tree_finish import Leaves, tree_finish
 from vidspec_kernels.tree_grow import tree_grow
+from vidspec_kernels.tree_place import PlacedLevel, tree_place
+from vidspec_kernels.tree_plan import tree_plan
 from vidspec_kernels.warm_up import floats, i32, i64
 
 HEADS, KV_HEADS, HEAD_SIZE, HIDDEN = 28, 4, 128, 3584
 MAX_REQS, MAX_CONTEXT, NUM_DRAFTS, WIDTH, CANDIDATES, TOP_N = 96, 32_768, 25, 10, 10, 10
 KEYS, VALUES = cache_views(KV_HEADS, HEAD_SIZE, BF16)
+with compile_report.pretending(90):
+    SCRATCH = kernels.TreeAttentionScratch(HEAD_SIZE, torch.device("meta"))
 CACHES = kernels.CacheList([(KEYS, VALUES)])
 TABLE = i32(MAX_REQS, MAX_CONTEXT // 16 + 2)
 TREES = (i32(MAX_REQS, NUM_DRAFTS + 1), i32(MAX_REQS, NUM_DRAFTS + 1), i64(MAX_REQS, NUM_DRAFTS + 1))
 KEPT, TOTALS = (i32(MAX_REQS, NUM_DRAFTS + 1), i32(MAX_REQS)), i64(7 + NUM_DRAFTS)
-BUFFERS = grow_buffers(WIDTH, CANDIDATES, NUM_DRAFTS, MAX_REQS)
+BUFFERS, TEMPLATE = grow_buffers(WIDTH, CANDIDATES, NUM_DRAFTS, MAX_REQS), template(NUM_DRAFTS + 1)
 STORE = (floats(64, 64, HIDDEN, dtype=BF16), i32(64), i32(MAX_REQS, 800), i32(MAX_REQS))
 CHAIN, TREE = (step_arguments(width, MAX_REQS, TABLE.shape[1]) for width in (1, WIDTH))
 
 
 def warm() -> None:
-    warm_up.warm_tree_attention(KEYS, VALUES, TABLE, HEADS, BF16, NUM_DRAFTS + 1, MAX_CONTEXT)
+    warm_up.warm_tree_attention(KEYS, VALUES, TABLE, HEADS, BF16, NUM_DRAFTS + 1, SCRATCH)
     warm_up.warm_kv_compact(CACHES, TABLE, NUM_DRAFTS)
     warm_up.warm_accept(NUM_DRAFTS, MAX_REQS, in_trees=True, is_loose=True, by_request=True)
     warm_up.warm_step(**CHAIN)
     warm_up.warm_step(WIDTH, **TREE)
-    warm_up.warm_tree_grow(BUFFERS, WIDTH)
+    warm_up.warm_static_trees(BUFFERS.tree, TEMPLATE, CANDIDATES)
+    warm_up.warm_adaptive_trees(BUFFERS, TEMPLATE, lookahead=True, fills=True)
     warm_up.warm_guidance_scores([(KEYS, HEADS)], TABLE, BF16)
     warm_up.warm_visual_relevance(*STORE, BF16, TOP_N, NUM_DRAFTS + 1)
 
@@ -63,7 +70,7 @@ def step(rng: random.Random) -> None:
     packed = floats(rows, HEADS + 2 * KV_HEADS, HEAD_SIZE, dtype=BF16)
     kernels.tree_attention(
         packed[:, :HEADS], KEYS, VALUES, TABLE[:num_reqs], *vectors, words,
-        floats(rows, HEADS, HEAD_SIZE, dtype=BF16), scale=0.1, max_queries=num_queries, max_prefix_len=context,
+        floats(rows, HEADS, HEAD_SIZE, dtype=BF16), scale=0.1, max_queries=num_queries, scratch=SCRATCH,
     )  # fmt: skip
     kernels.kv_compact(CACHES, TABLE, *vectors[:2], i32(num_reqs, NUM_DRAFTS + 1), vectors[2])
     kernels.kv_compact(CACHES, TABLE, *vectors[:2], KEPT[0], KEPT[1], vectors[0])
@@ -76,11 +83,7 @@ def step(rng: random.Random) -> None:
         kernels.accept(*tokens, NUM_DRAFTS, *mode, tally)
     kernels.step(**CHAIN | {"rows": i64(num_reqs), "level": rng.randint(0, 9)})
     kernels.step(**TREE | {"rows": i64(num_reqs), "level": rng.randint(1, 9)}, nodes=i64(num_reqs, width))
-    tree_grow(
-        BUFFERS, i64(num_reqs), i64(num_reqs, width), floats(num_reqs, width), floats(num_reqs * width, CANDIDATES),
-        i64(num_reqs * width, CANDIDATES), level=rng.randint(0, 7), budget=rng.randint(0, NUM_DRAFTS),
-        first_parent=rng.randint(0, 60), num_next=rng.randint(1, width),
-    )  # fmt: skip
+    grow_trees(vectors[0], vectors[1], width, rng)
     listening = rng.randint(1, 8)
     kernels.guidance_scores(
         floats(rows, HEADS, HEAD_SIZE, dtype=BF16), KEYS, i32(listening, TABLE.shape[1]), i32(listening + 1),
@@ -90,6 +93,27 @@ def step(rng: random.Random) -> None:
     kernels.visual_relevance(
         floats(rows, HIDDEN, dtype=BF16), tokens[2], vectors[0], *STORE, TOP_N, NUM_DRAFTS + 1, rng.randint(1, 800)
     )
+
+
+def grow_trees(rows: torch.Tensor, num_accepted: torch.Tensor, width: int, rng: random.Random) -> None:
+    """Make the launches of static and adaptive trees of a step, with a level of some width."""
+    num_reqs, budget = len(rows), rng.randint(0, NUM_DRAFTS)
+    tree_begin(BUFFERS.tree, TEMPLATE, num_reqs)
+    placed, fed = rng.randint(1, NUM_DRAFTS), rng.randint(0, width)
+    level = PlacedLevel(i64(placed), i64(placed), i64(fed), i64(MAX_REQS, fed))
+    tree_place(BUFFERS.tree, level, num_reqs, i64(num_reqs * width, CANDIDATES))
+    tree_begin(BUFFERS.tree, TEMPLATE, num_reqs, BUFFERS, rows, num_accepted)
+    tree_plan(BUFFERS.plans, rows, floats(num_reqs, CANDIDATES), adopts=False)
+    tree_grow(
+        BUFFERS, rows, floats(num_reqs * width, CANDIDATES), i64(num_reqs * width, CANDIDATES),
+        level=rng.randint(0, 7), budget=budget, first_parent=rng.randint(0, 60), num_next=rng.randint(1, width),
+    )  # fmt: skip
+    num_parents = rng.randint(1, BUFFERS.max_parents)
+    leaves = Leaves(*(part[:num_reqs, :num_parents] for part in BUFFERS.leftover))
+    tree_finish(
+        BUFFERS.tree, num_reqs, next_free=BUFFERS.next_free, leaves=leaves, max_nodes=budget,
+        plans=BUFFERS.plans, rows=rows,
+    )  # fmt: skip
 
 
 def variants(run) -> set[tuple[str, str]]:
