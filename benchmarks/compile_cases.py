@@ -86,6 +86,14 @@ def grow_buffers(
     )  # fmt: skip
 
 
+def place(num_drafts: int, num_axes: int) -> None:
+    """Place trees of a model with so many axes of positions; with one they go into a copy."""
+    rows = num_drafts + 1
+    places = kernels.TreePlaces(*(i32(MAX_REQS) for _ in range(4)), i64(MAX_REQS, rows))
+    positions, copy = i64(num_axes, 8193), i64(num_axes, 8193) if num_axes == 1 else None
+    warm_up.warm_place_trees(i32(MAX_REQS, rows), i64(MAX_REQS, rows), places, positions, copy)
+
+
 def step_arguments(
     width: int, max_reqs: int = MAX_REQS, max_blocks: int = MAX_BLOCKS, num_axes: int = 3
 ) -> dict[str, Any]:
@@ -147,6 +155,7 @@ def cases() -> tuple[Case, ...]:
     for width in (8, 10):
         add("tree_grow", f"F{width} C{width}", warm_up.grow_once, grow_buffers(width, width), width)
     for num_axes in (1, 3):
+        add("place_trees", f"K25, axes {num_axes}", place, 25, num_axes)
         add("step", f"chain, axes {num_axes}", warm_up.warm_step, **step_arguments(1, num_axes=num_axes))
         add("step", f"tree, axes {num_axes}", kernels.step, nodes=i64(1, 8), **step_arguments(8, num_axes=num_axes))
     return tuple(found)

@@ -16,6 +16,7 @@ from vidspec_kernels.accept import Looseness, TreeShapes, accept
 from vidspec_kernels.dispatch import as_meta
 from vidspec_kernels.guidance_scores import guidance_scores
 from vidspec_kernels.kv_compact import CacheList, kv_compact
+from vidspec_kernels.place_trees import TreePlaces, place_trees
 from vidspec_kernels.step import step
 from vidspec_kernels.tree_attention import TreeAttentionScratch, tree_attention
 from vidspec_kernels.tree_grow import TreeGrowBuffers, tree_grow
@@ -65,6 +66,17 @@ def warm_tree_attention(
 def warm_kv_compact(caches: CacheList, block_table: Tensor, num_drafts: int) -> None:
     """Prepare `kv_compact` for paths of `num_drafts` + 1 columns."""
     kv_compact(caches.as_meta(), as_meta(block_table), i64(1), i32(1), i32(1, num_drafts + 1), i32(1))
+
+
+def warm_place_trees(
+    depths: Tensor, ancestors: Tensor, places: TreePlaces, positions: Tensor, out_positions: Tensor | None
+) -> None:
+    """Prepare `place_trees` for its own tables and these positions, real tensors of any values."""
+    names = ("query_start", "num_queries", "prefix_lens", "roots", "masks")
+    places = TreePlaces(*(as_meta(getattr(places, name)) for name in names))
+    out_positions = None if out_positions is None else as_meta(out_positions)
+    tables = (as_meta(depths), as_meta(ancestors), as_meta(positions), places)
+    place_trees(i64(1), i32(2), i32(1), *tables, size=1, out_positions=out_positions)
 
 
 def warm_accept(num_drafts: int, max_reqs: int, in_trees: bool, is_loose: bool) -> None:

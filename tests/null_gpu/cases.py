@@ -125,7 +125,11 @@ _ALL = (
     Case("uv", {"pruner": "uv"}, most_launches=400),
     Case("self", {"draft": "target"}, most_launches=470),
     Case("vanilla graphs", overrides=GRAPHS),
+    Case("vanilla batch graphs", batch=4, overrides=GRAPHS),
     Case("chain graphs", {}, "vanilla graphs", overrides=GRAPHS, most_launches=345),
+    Case("static graphs", _STATIC, "vanilla graphs", overrides=GRAPHS, most_launches=480),
+    Case("static batch graphs", _STATIC, "vanilla batch graphs", overrides=GRAPHS, batch=4, most_launches=480),
+    Case("adaptive graphs", _ADAPTIVE, "vanilla graphs", overrides=GRAPHS, **_PLANNED, most_launches=660),
     Case("vanilla pieces", overrides=COMPILED),
     Case("static pieces", _STATIC, "vanilla pieces", overrides=COMPILED, most_launches=480),
     # The Qwen pair's three vision heads are not for two ranks.
