@@ -20,6 +20,7 @@ from vidspec_kernels.draw import draw
 from vidspec_kernels.guidance_scores import guidance_scores
 from vidspec_kernels.kv_compact import CacheList, kv_compact
 from vidspec_kernels.next_level import next_level
+from vidspec_kernels.place_trees import TreePlaces, place_trees
 from vidspec_kernels.sampling import Noise, SampleScratch
 from vidspec_kernels.step import step
 from vidspec_kernels.step_buffers import LevelBuffers, StepBuffers, StepTables
@@ -77,6 +78,17 @@ def warm_kv_compact(caches: CacheList, block_table: Tensor, num_drafts: int) -> 
     """Prepare `kv_compact` for paths of `num_drafts` + 1 columns, in the requests' order and not."""
     for path_rows in (None, i64(1)):
         kv_compact(caches.as_meta(), as_meta(block_table), i64(1), i32(1), i32(1, num_drafts + 1), i32(1), path_rows)
+
+
+def warm_place_trees(
+    depths: Tensor, ancestors: Tensor, places: TreePlaces, positions: Tensor, out_positions: Tensor | None
+) -> None:
+    """Prepare `place_trees` for its own tables and these positions, real tensors of any values."""
+    names = ("query_start", "num_queries", "prefix_lens", "roots", "masks")
+    places = TreePlaces(*(as_meta(getattr(places, name)) for name in names))
+    out_positions = None if out_positions is None else as_meta(out_positions)
+    tables = (as_meta(depths), as_meta(ancestors), as_meta(positions), places)
+    place_trees(i64(1), i32(2), i32(1), *tables, size=1, out_positions=out_positions)
 
 
 def warm_accept(num_drafts: int, max_reqs: int, in_trees: bool, is_loose: bool, by_request: bool) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from tests.engine import harness
 from tests.engine.conftest import SCENARIOS
+from tests.engine.full_graphs import captured
 from tests.engine.harness import LLAVA, QWEN, assert_all_stands, assert_begins, token_ids
 from tests.engine.seams import CoupledSampler, TargetTrees
 from vllm_vidspec import metrics
@@ -49,6 +50,17 @@ def check_decoys(engine, reference) -> None:
 def test_branches_behind_decoys_are_accepted(decoys, reference):
     """Catches: every mutation below."""
     check_decoys(decoys, reference)
+
+
+def test_whole_forwards_are_captured(decoys, reference):
+    """Grids of trees replay what was captured at other batches, padding and all, and the output is vanilla's.
+
+    Catches: a mask, a position or a prefix that is not where the capture found it; a host number of the capture.
+    """
+    with captured(decoys.runner, [1, 3, 8]) as replayed:
+        check_decoys(decoys, reference)
+    assert any(padded > real for padded, real in replayed) and any(padded == real for padded, real in replayed)
+    assert replayed.total() > 10
 
 
 def no_depth_positions(patch) -> None:

@@ -39,12 +39,16 @@ TREES = (i32(MAX_REQS, NUM_DRAFTS + 1), i32(MAX_REQS, NUM_DRAFTS + 1), i64(MAX_R
 KEPT, TOTALS = (i32(MAX_REQS, NUM_DRAFTS + 1), i32(MAX_REQS)), i64(7 + NUM_DRAFTS)
 BUFFERS, TEMPLATE = grow_buffers(WIDTH, CANDIDATES, NUM_DRAFTS, MAX_REQS), template(NUM_DRAFTS + 1)
 STORE = (floats(64, 64, HIDDEN, dtype=BF16), i32(64), i32(MAX_REQS, 800), i32(MAX_REQS))
+PLACES = (*TREES[1:], kernels.TreePlaces(*(i32(MAX_REQS) for _ in range(4)), i64(MAX_REQS, NUM_DRAFTS + 1)))
+POSITIONS = [(i64(3, 8193), None), (i64(8192), i64(8192))]  # of several axes in place, and of one into a copy
 CHAIN, TREE = (step_arguments(width, MAX_REQS, TABLE.shape[1]) for width in (1, WIDTH))
 
 
 def warm() -> None:
     warm_up.warm_tree_attention(KEYS, VALUES, TABLE, HEADS, BF16, NUM_DRAFTS + 1, SCRATCH)
     warm_up.warm_kv_compact(CACHES, TABLE, NUM_DRAFTS)
+    for positions in POSITIONS:
+        warm_up.warm_place_trees(*PLACES, *positions)
     warm_up.warm_accept(NUM_DRAFTS, MAX_REQS, in_trees=True, is_loose=True, by_request=True)
     warm_up.warm_step(**CHAIN)
     warm_up.warm_step(WIDTH, **TREE)
@@ -74,6 +78,13 @@ def step(rng: random.Random) -> None:
     )  # fmt: skip
     kernels.kv_compact(CACHES, TABLE, *vectors[:2], i32(num_reqs, NUM_DRAFTS + 1), vectors[2])
     kernels.kv_compact(CACHES, TABLE, *vectors[:2], KEPT[0], KEPT[1], vectors[0])
+    for positions, copy in POSITIONS:
+        seen, copy = positions[..., :rows], copy if copy is None else copy[:rows]
+        begins, lens = cut(i32(num_reqs + 1), rng), vectors[1]
+        kernels.place_trees(
+            vectors[0], begins, lens, *PLACES[:2], seen, PLACES[2], size=rng.randint(num_reqs, MAX_REQS),
+            out_positions=copy,
+        )  # fmt: skip
     tokens = (cut(i64(rows), rng), cut(i32(rows), rng), cut(i32(num_reqs + 1), rng))
     settings = (vectors[0], i32(MAX_REQS), floats(MAX_REQS), i32(MAX_REQS))
     signals = (cut(floats(rows), rng), cut(floats(rows), rng), cut(floats(rows, dtype=torch.bool), rng))

@@ -165,6 +165,12 @@ class TargetTrees(TargetListener):
             out_positions=out,
         )
 
+    def placing(self, positions: torch.Tensor, model_state: Any) -> tuple[Any, ...]:
+        """Return depths, ancestors, places and both positions as `_place` passes them; `positions` are the batch's."""
+        rope_state = getattr(model_state, "rope_state", None)
+        where = (positions, self._positions) if rope_state is None else (rope_state.positions, None)
+        return self.depths, self.ancestors, self.places, *where
+
     def after_forward(self, forward: Forward) -> None:
         """Leave other forwards (dummy runs, other graphs) alone."""
         self._planned = self.attention.step = None
