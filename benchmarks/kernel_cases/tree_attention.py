@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from bench_kernels import DEVICE, ON_GPU, Case
 
-from vidspec_kernels.tree_attention import tree_attention
+from vidspec_kernels.tree_attention import TreeAttentionScratch, tree_attention
 
 AXES: dict[str, list[Any]] = {
     "shape": ["28x4x128"] if ON_GPU else ["4x2x32"],  # heads, KV heads, head size
@@ -45,6 +45,7 @@ class Inputs:
         self.context, self.batch, self.num_rows = context, batch, num_nodes + 1
         self.num_kv_heads, self.group = num_kv_heads, num_heads // num_kv_heads
         self.scale = head_size**-0.5
+        self.scratch = TreeAttentionScratch(head_size, DEVICE)
         generator = torch.Generator(DEVICE).manual_seed(0)
 
         def normal(*shape: int) -> torch.Tensor:
@@ -92,7 +93,7 @@ def ours(inputs: Inputs) -> Bound:
         inputs.query, inputs.keys, inputs.values, inputs.block_table, index, (index * inputs.num_rows).int(),
         vector(inputs.num_rows), vector(inputs.context), inputs.words.repeat(inputs.batch, 1), out,
     )  # fmt: skip
-    bounds = {"scale": inputs.scale, "max_queries": inputs.num_rows, "max_prefix_len": inputs.context}
+    bounds = {"scale": inputs.scale, "max_queries": inputs.num_rows, "scratch": inputs.scratch}
     return lambda: tree_attention(*arguments, **bounds), lambda _: out
 
 

@@ -13,11 +13,17 @@ import torch
 from torch import Tensor
 
 from vidspec_kernels.accept import Looseness, TreeShapes, accept
+from vidspec_kernels.begin_step import begin_step
+from vidspec_kernels.candidates import candidates
 from vidspec_kernels.dispatch import as_meta
+from vidspec_kernels.draw import draw
 from vidspec_kernels.guidance_scores import guidance_scores
 from vidspec_kernels.kv_compact import CacheList, kv_compact
+from vidspec_kernels.next_level import next_level
+from vidspec_kernels.sampling import Noise, SampleScratch
 from vidspec_kernels.step import step
-from vidspec_kernels.tree_attention import tree_attention
+from vidspec_kernels.step_buffers import LevelBuffers, StepBuffers, StepTables
+from vidspec_kernels.tree_attention import TreeAttentionScratch, tree_attention
 from vidspec_kernels.tree_begin import tree_begin
 from vidspec_kernels.tree_finish import Leaves, tree_finish
 from vidspec_kernels.tree_grow import TreeGrowBuffers, tree_grow
@@ -44,9 +50,9 @@ def floats(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def warm_tree_attention(
     keys: Tensor, values: Tensor, block_table: Tensor, num_heads: int, dtype: torch.dtype, max_queries: int,
-    max_context: int,
+    scratch: TreeAttentionScratch,
 ) -> None:  # fmt: skip
-    """Prepare `tree_attention` for 1 to `max_queries` rows a request, split over programs or not.
+    """Prepare `tree_attention` for 1 to `max_queries` rows a request.
 
     Args:
         keys: [num_blocks, block_size, num_kv_heads, head_size], one layer's.
@@ -55,16 +61,16 @@ def warm_tree_attention(
         num_heads: Query heads.
         dtype: Of queries and outputs.
         max_queries: Most rows of a request.
-        max_context: Most KV entries of one.
+        scratch: Of the model's calls.
     """
     keys, values, block_table, head_size = as_meta(keys), as_meta(values), as_meta(block_table), keys.shape[3]
+    scratch = scratch.as_meta()
     for num_queries in range(1, max_queries + 1):
         query = floats(num_queries, num_heads, head_size, dtype=dtype)
-        for context in (1, max_context):
-            tree_attention(
-                query, keys, values, block_table, i64(1), i32(1), i32(1), i32(1), i64(1, num_queries),
-                torch.empty_like(query), scale=1.0, max_queries=num_queries, max_prefix_len=context,
-            )  # fmt: skip
+        tree_attention(
+            query, keys, values, block_table, i64(1), i32(1), i32(1), i32(1), i64(1, num_queries),
+            torch.empty_like(query), scale=1.0, max_queries=num_queries, scratch=scratch,
+        )  # fmt: skip
 
 
 def warm_kv_compact(caches: CacheList, block_table: Tensor, num_drafts: int) -> None:
@@ -99,6 +105,56 @@ def warm_step(max_width: int = 0, **arguments: Tensor | int) -> None:
     arguments = {name: as_meta(value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
     for nodes in [i64(1, width) for width in range(1, max_width + 1)] or [None]:
         step(**arguments, nodes=nodes)  # type: ignore[arg-type]
+
+
+def warm_begin_step(tables: StepTables, out: StepBuffers, is_greedy: bool) -> None:
+    """Prepare `begin_step`: of whole batches and of some requests of one, told of their drafts or not.
+
+    Args:
+        tables: Its own.
+        out: Its own.
+        is_greedy: Whether no temperatures are given.
+    """
+    tables, out = tables.as_meta(), out.as_meta()
+    temperature = None if is_greedy else floats(tables.max_reqs)
+    for picked, is_told in itertools.product((None, i64(1)), (None, floats(1, dtype=torch.bool))):
+        begin_step(
+            i64(1), picked, i32(1), is_told, temperature, i64(tables.max_reqs), tables, out,
+            size=1, block_size=16, max_position=1, max_drafts=1,
+        )  # fmt: skip
+
+
+def warm_next_level(step: StepBuffers, out: LevelBuffers, fed: Tensor, num_cols: int = 0) -> None:
+    """Prepare `next_level`: of chains, whose level may lie on the device, or of trees with `num_cols` columns."""
+    step, out, fed = step.as_meta(), out.as_meta(), as_meta(fed)
+    is_tree = num_cols > 0
+    trees = (i64(1, 1), i64(1, 1), i64(1, num_cols)) if is_tree else ()
+    levels: tuple[int | Tensor, ...] = (1,) if is_tree else (1, i32(1))
+    for level in levels:
+        next_level(step, out, fed, *trees, size=1, level=level, block_size=16, max_position=1)
+
+
+def warm_draw(noise: Noise, scratch: SampleScratch, dtype: torch.dtype) -> None:
+    """Prepare `draw` from logits of a dtype as they are, and from processed ones, float32."""
+    scratch, vectors = scratch.as_meta(), (floats(1), i64(1), i64(1))
+    for logits_dtype, is_processed in ((dtype, False), (torch.float32, True)):
+        logits = floats(1, scratch.vocab_size, dtype=logits_dtype)
+        for level in (0, i32(1)):
+            draw(
+                logits, *vectors, noise, level=level, out_tokens=i64(1, 1), out_ids=i32(1), scratch=scratch,
+                apply_temperature=not is_processed,
+            )  # fmt: skip
+
+
+def warm_candidates(noise: Noise, scratch: SampleScratch, dtype: torch.dtype, with_log_probs: bool) -> None:
+    """Prepare `candidates` from logits of a dtype as they are, and from processed ones, float32."""
+    scratch, num_candidates = scratch.as_meta(), scratch.num_candidates
+    for logits_dtype, is_processed in ((dtype, False), (torch.float32, True)):
+        candidates(
+            floats(1, scratch.vocab_size, dtype=logits_dtype), floats(1), i64(1), i64(1), noise,
+            log_probs=floats(1, num_candidates), ids=i64(1, num_candidates), scratch=scratch,
+            with_log_probs=with_log_probs, apply_temperature=not is_processed,
+        )  # fmt: skip
 
 
 def warm_static_trees(tree: TreeTables, template: TreeTemplate, num_candidates: int) -> None:

@@ -36,11 +36,11 @@ def test_every_part_is_prepared(monkeypatch):
     assert set(prepared) == {
         *("_accept_kernel", "_kv_compact_kernel", "_step_kernel"),
         *("_tree_begin_kernel", "_tree_plan_kernel", "_tree_grow_kernel", "_tree_finish_kernel"),
-        *("_tree_attention_kernel", "_merge_splits_kernel", "_visual_relevance_kernel"),
+        *("_tree_attention_kernel", "_visual_relevance_kernel"),
         *("_row_stats_kernel", "_guidance_scores_kernel"),
     }
     assert prepared["_kv_compact_kernel"] >= 2
     # Chains and trees, strict and loose; levels of chains, and of trees of each width.
     assert prepared["_accept_kernel"] == 4 and prepared["_step_kernel"] == 1 + width
-    # 9 rows of the target, and levels of up to 10 nodes of the draft, in one split or several.
-    assert prepared["_tree_attention_kernel"] == 2 * 9 + 2 * width
+    # 9 rows of the target, and levels of up to 10 nodes of the draft.
+    assert prepared["_tree_attention_kernel"] == 9 + width

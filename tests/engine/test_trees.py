@@ -1,6 +1,6 @@
 """Trees: branches behind decoys, planted bugs, and shapes that change while requests run."""
 
-import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ import torch
 from tests.engine import harness
 from tests.engine.conftest import SCENARIOS
 from tests.engine.harness import LLAVA, QWEN, assert_all_stands, assert_begins, token_ids
-from tests.engine.seams import TargetTrees, tree_drafter
+from tests.engine.seams import CoupledSampler, TargetTrees
 from vllm_vidspec import metrics
 from vllm_vidspec.scoring import Scored
 from vllm_vidspec.scoring import rules as scorers
@@ -32,13 +32,15 @@ def decoys(reference):
 
 def check_decoys(engine, reference) -> None:
     """Every step accepts the three tokens behind the decoys; the output is vanilla's, greedy and sampled."""
-    original = tree_drafter.candidates
+    original = CoupledSampler.candidates_into
 
-    def decoy_first(*arguments):
-        return tuple(ranked.flip(1) for ranked in original(*arguments))
+    def decoy_first(self, *args, log_probs, ids, **kwargs):
+        original(self, *args, log_probs=log_probs, ids=ids, **kwargs)
+        for ranked in (log_probs, ids):
+            ranked.copy_(ranked.flip(1))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_drafter, "candidates", decoy_first)
+        patch.setattr(CoupledSampler, "candidates_into", decoy_first)
         for scenario in ("videos", "sampled"):
             outputs, counted = engine.measured(SCENARIOS[scenario](engine.family))
             assert token_ids(outputs) == token_ids(reference(engine.family, scenario))
@@ -52,13 +54,14 @@ def test_branches_behind_decoys_are_accepted(decoys, reference):
 
 def no_depth_positions(patch) -> None:
     """Nodes keep the position of their slot."""
-    original = TargetTrees._find
+    original = TargetTrees._place
 
-    def by_slot(self, batch, chosen):
-        step = original(self, batch, chosen)
-        return dataclasses.replace(step, depths=torch.arange(step.depths.shape[1]).expand_as(step.depths))
+    def by_slot(self, batch, positions, out=None):
+        before = positions.clone()
+        original(self, batch, positions, out)
+        (positions if out is None else out).copy_(before)
 
-    patch.setattr(TargetTrees, "_find", by_slot)
+    patch.setattr(TargetTrees, "_place", by_slot)
 
 
 def no_compaction(patch) -> None:
@@ -68,14 +71,13 @@ def no_compaction(patch) -> None:
 
 def leaking_sibling(patch) -> None:
     """Every node also attends to the node before it."""
-    original = TargetTrees._find
+    original = TargetTrees._place
 
-    def leaking(self, batch, chosen):
-        step = original(self, batch, chosen)
-        step.attention.masks.bitwise_or_(step.attention.masks.roll(1, dims=1))
-        return step
+    def leaking(self, *arguments):
+        original(self, *arguments)
+        self.places.masks.bitwise_or_(self.places.masks.roll(1, dims=1))
 
-    patch.setattr(TargetTrees, "_find", leaking)
+    patch.setattr(TargetTrees, "_place", leaking)
 
 
 def wrong_branch(patch) -> None:
@@ -142,15 +144,17 @@ def test_a_cut_tree_taken_for_a_whole_one_is_caught(reference):
 
 
 def test_auto_follows_its_table(reference):
-    """`auto`: trees while few requests run, chains while many do, there and back, in one engine, without a seam.
+    """`auto`: trees while few requests run, chains while many do, nothing while all do, there and back, in one engine,
+    without a seam.
 
     Two requests begin, six join them, and all end at different times. Catches: a chain verified under a tree's mask, KV
-    that a change of shape leaves behind, a path of an earlier tree that a chain's acceptance is looked up in.
+    that a change of shape leaves behind, a path of an earlier tree that a chain's acceptance is looked up in; nodes of
+    a last tree before a rest that nobody has moved together; a forward of the draft at rest.
     """
     expected = [ids[0] for ids in token_ids(reference(QWEN, "videos"))]
     lengths = [28, 28, 4, 4, 2, 2, 4, 4]
     requests = [(p, {**a, "max_tokens": n}) for (p, a), n in zip(SCENARIOS["videos"](QWEN), lengths, strict=True)]
-    table = [[1, 4, "tree-static", 25], [5, 64, "chain", 5]]
+    table = [[1, 4, "tree-static", 25], [5, 6, "chain", 5], [7, 64, "none", 0]]
     with harness.engine(
         QWEN, "target", drafting="auto", draft_table=table, num_speculative_tokens=25, pruner="none"
     ) as engine:
@@ -158,11 +162,15 @@ def test_auto_follows_its_table(reference):
 
         def step() -> None:
             before = engine.counters()
-            done = [output for output in engine.core.step() if output.finished]
+            with mock.patch.object(engine.draft, "forward", wraps=engine.draft.forward) as forward:
+                done = [output for output in engine.core.step() if output.finished]
             answers.update({int(output.request_id): list(output.outputs[0].token_ids) for output in done})
             gained = metrics.difference(before, engine.counters())
+            assert not (gained["undrafted_steps"] and forward.called)
             if gained["drafts"]:
                 shapes.append("chain" if gained["draft_tokens"] == gained["draft_depth"] else "tree")
+            elif gained["undrafted_steps"]:
+                shapes.append("none")
 
         start = engine.counters()
         engine.begin(requests[:2])
@@ -177,4 +185,4 @@ def test_auto_follows_its_table(reference):
     ]
     assert counted["accepted_tokens"] == counted["draft_depth"] == 5 * counted["drafts"]
     changes = [shape for i, shape in enumerate(shapes) if i == 0 or shapes[i - 1] != shape]
-    assert changes == ["tree", "chain", "tree"]
+    assert changes == ["tree", "none", "chain", "tree"]

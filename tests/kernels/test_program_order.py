@@ -17,7 +17,7 @@ CASES = {
     "kv_compact": ("test_equals_the_loop", {"impl": "triton", "max_drafts": 25, "layout": "NHD"}),
     "step": ("test_kernel_and_reference_equal_the_oracles", LEVEL | {"num_rows": 300, "frontier": 0}),
     "step of trees": ("test_kernel_and_reference_equal_the_oracles", LEVEL | {"num_rows": 43, "frontier": 3}),
-    "tree_attention": ("test_splits", {"impl": "triton", "num_splits": 3}),
+    "tree_attention": ("test_shares", {"impl": "triton", "num_sms": 12}),
     "tree_begin": ("test_trees_become_their_template", {"impl": "triton", "num_reqs": 3, "max_nodes": 7}),
     "tree_finish": (
         "test_leaves_are_the_best_candidates",

@@ -31,6 +31,8 @@ from vidspec_kernels.warm_up import floats, i32, i64
 HEADS, KV_HEADS, HEAD_SIZE, HIDDEN = 28, 4, 128, 3584
 MAX_REQS, MAX_CONTEXT, NUM_DRAFTS, WIDTH, CANDIDATES, TOP_N = 96, 32_768, 25, 10, 10, 10
 KEYS, VALUES = cache_views(KV_HEADS, HEAD_SIZE, BF16)
+with compile_report.pretending(90):
+    SCRATCH = kernels.TreeAttentionScratch(HEAD_SIZE, torch.device("meta"))
 CACHES = kernels.CacheList([(KEYS, VALUES)])
 TABLE = i32(MAX_REQS, MAX_CONTEXT // 16 + 2)
 TREES = (i32(MAX_REQS, NUM_DRAFTS + 1), i32(MAX_REQS, NUM_DRAFTS + 1), i64(MAX_REQS, NUM_DRAFTS + 1))
@@ -40,7 +42,7 @@ CHAIN, TREE = (step_arguments(width, MAX_REQS, TABLE.shape[1]) for width in (1, 
 
 
 def warm() -> None:
-    warm_up.warm_tree_attention(KEYS, VALUES, TABLE, HEADS, BF16, NUM_DRAFTS + 1, MAX_CONTEXT)
+    warm_up.warm_tree_attention(KEYS, VALUES, TABLE, HEADS, BF16, NUM_DRAFTS + 1, SCRATCH)
     warm_up.warm_kv_compact(CACHES, TABLE, NUM_DRAFTS)
     warm_up.warm_accept(NUM_DRAFTS, MAX_REQS, in_trees=True, is_loose=True)
     warm_up.warm_step(**CHAIN)
@@ -67,7 +69,7 @@ def step(rng: random.Random) -> None:
     packed = floats(rows, HEADS + 2 * KV_HEADS, HEAD_SIZE, dtype=BF16)
     kernels.tree_attention(
         packed[:, :HEADS], KEYS, VALUES, TABLE[:num_reqs], *vectors, words,
-        floats(rows, HEADS, HEAD_SIZE, dtype=BF16), scale=0.1, max_queries=num_queries, max_prefix_len=context,
+        floats(rows, HEADS, HEAD_SIZE, dtype=BF16), scale=0.1, max_queries=num_queries, scratch=SCRATCH,
     )  # fmt: skip
     kernels.kv_compact(CACHES, TABLE, *vectors[:2], i32(num_reqs, NUM_DRAFTS + 1), vectors[2])
     tokens = (cut(i64(rows), rng), cut(i64(rows), rng), cut(i32(num_reqs + 1), rng))

@@ -54,17 +54,12 @@ def prepare(runner: Any) -> None:
 def _prepare_drafter(drafter: Drafter, runner: Any) -> None:
     """Prepare the draft's own launches."""
     kv, trees = drafter.kv, drafter.trees
-    width = 0 if trees is None else trees.policy.max_frontier  # of a level, 0 for chains
-    levels = [(0, drafter.roots.inputs)] + ([] if trees is None else [(width, trees.inputs)])
-    for level_width, inputs in levels:
-        lens = inputs.seq_lens  # any vectors of their kinds
-        warm_up.warm_step(
-            level_width, rows=inputs.logical_pos[:1], num_slots=lens, num_tokens=lens, level=1, **inputs.fixed
-        )
+    drafter.warm_up()
     if trees is None:
         return
     trees.policy.warm_up(trees.fills)
-    _prepare_attention(trees.attention, kv.block_tables, drafter.model.config, width)
+    assert drafter.attention is not None
+    _prepare_attention(drafter.attention, kv.block_tables, drafter.model.config, trees.policy.max_frontier)
     assert kv.caches is not None
     warm_up.warm_kv_compact(kv.caches, kv.block_tables, runner.num_speculative_steps)
 
@@ -73,6 +68,6 @@ def _prepare_attention(
     attention: TreeAttention, block_table: torch.Tensor, config: VllmConfig, max_queries: int
 ) -> None:
     """Prepare the tree attention of a model's layers."""
-    model = config.model_config
+    dtype = config.model_config.dtype
     for keys, values, num_heads in distinct_views(attention.layers):
-        warm_up.warm_tree_attention(keys, values, block_table, num_heads, model.dtype, max_queries, model.max_model_len)
+        warm_up.warm_tree_attention(keys, values, block_table, num_heads, dtype, max_queries, attention.scratch)
