@@ -132,7 +132,9 @@ _ALL = (
     Case("chain graphs", {}, "vanilla graphs", overrides=GRAPHS, most_launches=60),
     Case("chain graphs batch", {}, "vanilla graphs batch", overrides=GRAPHS, batch=3, most_launches=60),
     Case("chain graphs sampled", {}, "vanilla graphs sampled", overrides=GRAPHS, sampling=_WARM, most_launches=60),
-    Case("chain graphs processed", {}, "vanilla graphs sampled", overrides=GRAPHS, sampling=_SAMPLED, most_launches=160),
+    Case(
+        "chain graphs processed", {}, "vanilla graphs sampled", overrides=GRAPHS, sampling=_SAMPLED, most_launches=160
+    ),
     Case("static graphs", _STATIC, "vanilla graphs", overrides=GRAPHS, most_launches=70),
     Case("static graphs batch", _STATIC, "vanilla graphs batch", overrides=GRAPHS, batch=3, most_launches=70),
     Case("adaptive graphs", _ADAPTIVE, "vanilla graphs", overrides=GRAPHS_65, **_PLANNED, most_launches=80),
