@@ -97,6 +97,14 @@ def template(num_cols: int) -> TreeTemplate:
     return TreeTemplate(i32(num_cols), i32(num_cols), i64(num_cols), floats(num_cols))
 
 
+def place(num_drafts: int, num_axes: int) -> None:
+    """Place trees of a model with so many axes of positions; with one they go into a copy."""
+    rows = num_drafts + 1
+    places = kernels.TreePlaces(*(i32(MAX_REQS) for _ in range(4)), i64(MAX_REQS, rows))
+    positions, copy = i64(num_axes, 8193), i64(num_axes, 8193) if num_axes == 1 else None
+    warm_up.warm_place_trees(i32(MAX_REQS, rows), i64(MAX_REQS, rows), places, positions, copy)
+
+
 def step_arguments(
     width: int, max_reqs: int = MAX_REQS, max_blocks: int = MAX_BLOCKS, num_axes: int = 3
 ) -> dict[str, Any]:
@@ -193,6 +201,7 @@ def cases() -> tuple[Case, ...]:
     add("tree_finish", "count K64", warm_up.finish_once, growth, True, False)
     add("tree_finish", "fill F10 C10 K64", warm_up.finish_once, growth, True, True)
     for num_axes in (1, 3):
+        add("place_trees", f"K25, axes {num_axes}", place, 25, num_axes)
         add("step", f"chain, axes {num_axes}", warm_up.warm_step, **step_arguments(1, num_axes=num_axes))
         add("step", f"tree, axes {num_axes}", kernels.step, nodes=i64(1, 8), **step_arguments(8, num_axes=num_axes))
     for num_axes, path_cols in ((1, 0), (3, 0), (3, 26), (3, 65)):

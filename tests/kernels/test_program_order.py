@@ -15,6 +15,7 @@ CASES = {
     "accept loose trees": ("test_equals_the_oracle", LOOSE_TREES | {"impl": "triton", "num_reqs": 16, "max_drafts": 8}),
     "guidance_scores": ("test_numbers_of_rows", {"impl": "triton", "num_queries": 33}),
     "kv_compact": ("test_equals_the_loop", {"impl": "triton", "max_drafts": 25, "layout": "NHD"}),
+    "place_trees": ("test_equals_the_loop", {"impl": "triton", "batch": "cut", "num_axes": 3, "out_of_place": False}),
     "step": ("test_kernel_and_reference_equal_the_oracles", LEVEL | {"num_rows": 300, "frontier": 0}),
     "step of trees": ("test_kernel_and_reference_equal_the_oracles", LEVEL | {"num_rows": 43, "frontier": 3}),
     "tree_attention": ("test_shares", {"impl": "triton", "num_sms": 12}),

@@ -36,15 +36,20 @@ with compile_report.pretending(90):
 CACHES = kernels.CacheList([(KEYS, VALUES)])
 TABLE = i32(MAX_REQS, MAX_CONTEXT // 16 + 2)
 TREES = (i32(MAX_REQS, NUM_DRAFTS + 1), i32(MAX_REQS, NUM_DRAFTS + 1), i64(MAX_REQS, NUM_DRAFTS + 1))
+KEPT, TOTALS = (i32(MAX_REQS, NUM_DRAFTS + 1), i32(MAX_REQS)), i64(7 + NUM_DRAFTS)
 BUFFERS, TEMPLATE = grow_buffers(WIDTH, CANDIDATES, NUM_DRAFTS, MAX_REQS), template(NUM_DRAFTS + 1)
 STORE = (floats(64, 64, HIDDEN, dtype=BF16), i32(64), i32(MAX_REQS, 800), i32(MAX_REQS))
+PLACES = (*TREES[1:], kernels.TreePlaces(*(i32(MAX_REQS) for _ in range(4)), i64(MAX_REQS, NUM_DRAFTS + 1)))
+POSITIONS = [(i64(3, 8193), None), (i64(8192), i64(8192))]  # of several axes in place, and of one into a copy
 CHAIN, TREE = (step_arguments(width, MAX_REQS, TABLE.shape[1]) for width in (1, WIDTH))
 
 
 def warm() -> None:
     warm_up.warm_tree_attention(KEYS, VALUES, TABLE, HEADS, BF16, NUM_DRAFTS + 1, SCRATCH)
     warm_up.warm_kv_compact(CACHES, TABLE, NUM_DRAFTS)
-    warm_up.warm_accept(NUM_DRAFTS, MAX_REQS, in_trees=True, is_loose=True)
+    for positions in POSITIONS:
+        warm_up.warm_place_trees(*PLACES, *positions)
+    warm_up.warm_accept(NUM_DRAFTS, MAX_REQS, in_trees=True, is_loose=True, by_request=True)
     warm_up.warm_step(**CHAIN)
     warm_up.warm_step(WIDTH, **TREE)
     warm_up.warm_static_trees(BUFFERS.tree, TEMPLATE, CANDIDATES)
@@ -72,12 +77,21 @@ def step(rng: random.Random) -> None:
         floats(rows, HEADS, HEAD_SIZE, dtype=BF16), scale=0.1, max_queries=num_queries, scratch=SCRATCH,
     )  # fmt: skip
     kernels.kv_compact(CACHES, TABLE, *vectors[:2], i32(num_reqs, NUM_DRAFTS + 1), vectors[2])
-    tokens = (cut(i64(rows), rng), cut(i64(rows), rng), cut(i32(num_reqs + 1), rng))
+    kernels.kv_compact(CACHES, TABLE, *vectors[:2], KEPT[0], KEPT[1], vectors[0])
+    for positions, copy in POSITIONS:
+        seen, copy = positions[..., :rows], copy if copy is None else copy[:rows]
+        begins, lens = cut(i32(num_reqs + 1), rng), vectors[1]
+        kernels.place_trees(
+            vectors[0], begins, lens, *PLACES[:2], seen, PLACES[2], size=rng.randint(num_reqs, MAX_REQS),
+            out_positions=copy,
+        )  # fmt: skip
+    tokens = (cut(i64(rows), rng), cut(i32(rows), rng), cut(i32(num_reqs + 1), rng))
     settings = (vectors[0], i32(MAX_REQS), floats(MAX_REQS), i32(MAX_REQS))
     signals = (cut(floats(rows), rng), cut(floats(rows), rng), cut(floats(rows, dtype=torch.bool), rng))
     trees, looseness = kernels.TreeShapes(vectors[0], *TREES), kernels.Looseness(*settings, *signals, rng.random())
+    tally = kernels.Tally(vectors[0], floats(MAX_REQS, dtype=torch.bool), TOTALS, i64(num_reqs, 3), *KEPT)
     for mode in itertools.product((None, trees), (None, looseness)):
-        kernels.accept(*tokens, NUM_DRAFTS, *mode)
+        kernels.accept(*tokens, NUM_DRAFTS, *mode, tally)
     kernels.step(**CHAIN | {"rows": i64(num_reqs), "level": rng.randint(0, 9)})
     kernels.step(**TREE | {"rows": i64(num_reqs), "level": rng.randint(1, 9)}, nodes=i64(num_reqs, width))
     grow_trees(vectors[0], vectors[1], width, rng)
