@@ -82,6 +82,15 @@ def test_moves_are_read_before_they_are_written(forms):
         assert not any(name.startswith("st") for name in row["memory"][:-1]), row
 
 
+def test_frontiers_are_read_before_they_are_written(rows):
+    """Catches: a level's frontier that a thread overwrites with the next one before another has read it."""
+    rows = [row for row in rows if row["kernel"] == "tree_grow"]
+    assert rows
+    for row in rows:
+        first = row["memory"].index("st")
+        assert row["memory"][first - 1] == "bar" and "ld" in row["memory"][: first - 1], row
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_nothing_spills(rows, arch):
     """Catches: more values held at a time than there are registers; each spilled one costs a round through memory."""
