@@ -36,6 +36,7 @@ def test_every_part_is_prepared(monkeypatch):
     assert set(prepared) == {
         *("_accept_kernel", "_kv_compact_kernel", "_step_kernel", "_tree_grow_kernel"),
         *("_tree_attention_kernel", "_merge_splits_kernel", "_visual_relevance_kernel"),
+        "_merge_relevance_kernel",
         *("_row_stats_kernel", "_guidance_scores_kernel"),
     }
     assert prepared["_kv_compact_kernel"] >= 2

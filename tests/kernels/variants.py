@@ -26,6 +26,7 @@ from vidspec_kernels.warm_up import floats, i32, i64
 
 HEADS, KV_HEADS, HEAD_SIZE, HIDDEN = 28, 4, 128, 3584
 MAX_REQS, MAX_CONTEXT, NUM_DRAFTS, WIDTH, CANDIDATES, TOP_N = 96, 32_768, 25, 10, 10, 10
+NUM_SHARDS = 2
 KEYS, VALUES = cache_views(KV_HEADS, HEAD_SIZE, BF16)
 CACHES = kernels.CacheList([(KEYS, VALUES)])
 TABLE = i32(MAX_REQS, MAX_CONTEXT // 16 + 2)
@@ -43,7 +44,7 @@ def warm() -> None:
     warm_up.warm_step(WIDTH, **TREE)
     warm_up.warm_tree_grow(BUFFERS, WIDTH)
     warm_up.warm_guidance_scores([(KEYS, HEADS)], TABLE, BF16)
-    warm_up.warm_visual_relevance(*STORE, BF16, TOP_N, NUM_DRAFTS + 1)
+    warm_up.warm_visual_relevance(*STORE, BF16, TOP_N, NUM_DRAFTS + 1, NUM_SHARDS)
 
 
 def cut(tensor: torch.Tensor, rng: random.Random) -> torch.Tensor:
@@ -87,6 +88,7 @@ def step(rng: random.Random) -> None:
     kernels.visual_relevance(
         floats(rows, HIDDEN, dtype=BF16), tokens[2], vectors[0], *STORE, TOP_N, NUM_DRAFTS + 1, rng.randint(1, 800)
     )
+    kernels.merge_relevance(floats(NUM_SHARDS, rows, TOP_N))
 
 
 def variants(run) -> set[tuple[str, str]]:
