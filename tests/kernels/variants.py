@@ -30,6 +30,7 @@ from vidspec_kernels.warm_up import floats, i32, i64
 
 HEADS, KV_HEADS, HEAD_SIZE, HIDDEN = 28, 4, 128, 3584
 MAX_REQS, MAX_CONTEXT, NUM_DRAFTS, WIDTH, CANDIDATES, TOP_N = 96, 32_768, 25, 10, 10, 10
+NUM_SHARDS = 2
 KEYS, VALUES = cache_views(KV_HEADS, HEAD_SIZE, BF16)
 with compile_report.pretending(90):
     SCRATCH = kernels.TreeAttentionScratch(HEAD_SIZE, torch.device("meta"))
@@ -60,7 +61,7 @@ def warm() -> None:
     warm_up.warm_draw(NOISE, DRAWS, BF16)
     warm_up.warm_candidates(NOISE, DRAWS, BF16, with_log_probs=True)
     warm_up.warm_guidance_scores([(KEYS, HEADS)], TABLE, BF16)
-    warm_up.warm_visual_relevance(*STORE, BF16, TOP_N, NUM_DRAFTS + 1)
+    warm_up.warm_visual_relevance(*STORE, BF16, TOP_N, NUM_DRAFTS + 1, NUM_SHARDS)
 
 
 def cut(tensor: torch.Tensor, rng: random.Random) -> torch.Tensor:
@@ -108,6 +109,7 @@ def step(rng: random.Random) -> None:
     kernels.visual_relevance(
         floats(rows, HIDDEN, dtype=BF16), tokens[2], vectors[0], *STORE, TOP_N, NUM_DRAFTS + 1, rng.randint(1, 800)
     )
+    kernels.merge_relevance(floats(NUM_SHARDS, rows, TOP_N))
 
 
 def grow_trees(rows: torch.Tensor, num_accepted: torch.Tensor, width: int, rng: random.Random) -> None:
