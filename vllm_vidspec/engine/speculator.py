@@ -120,9 +120,7 @@ class VidSpecSpeculator(BaseSpeculator):
         self._agreement = agreement
         self._device = draft_model.device
         self.graphs: Any = None  # vLLM's memory profile looks for managers among our attributes, and drops them
-        self._attention = None
-        if knobs.now.shapes - {"chain"}:
-            self._attention = TreeAttention(attention_layers(draft_model.config).values(), draft_model.device)
+        self._attention: TreeAttention | None = None  # of the draft's layers, where drafts can be trees
         self._drafter: Drafter | None = None  # until the KV pool exists
         self._arrivals: dict[int, Arrival] = {}  # by row, until the target has seen the prompt
         # By row, the prompts whose scores are on their way to the host.
@@ -168,6 +166,8 @@ class VidSpecSpeculator(BaseSpeculator):
             self._memory = DraftMemory.least(self.draft_model)
         model, config, vllm_config = self.draft_model, self._knobs.now, self._vllm_config
         states = self._req_states
+        if self._attention is None and config.shapes - {"chain"}:
+            self._attention = TreeAttention(attention_layers(model.config).values(), self._device)
         with allocation():
             cache = model.make_vision_cache(self._memory.vision_bytes)
         num_blocks = model.init_kv(self._memory.pool_bytes, allocation())
