@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, at_least, at_most, check_vector, launcher, use_triton
+from vidspec_kernels.dispatch import Impl, array_module, as_array, at_least, at_most, check_vector, launch, use_triton
 from vidspec_kernels.step_buffers import StepBuffers, StepTables, batch_places, physical_slots
 
 _BLOCK = 1024
@@ -343,7 +343,7 @@ def _launch(
     num_reqs = batch_rows.shape[0] if picked is None else picked.shape[0]
     max_blocks = tables.block_table.shape[1]
     path_stride, num_cols = (0, 0) if tables.path is None else (tables.path.stride(0), tables.path.shape[1])
-    launcher(_begin_step_kernel, (size, max(triton.cdiv(max_blocks, _BLOCK), 1)), tables.device)(
+    args = (
         batch_rows,
         picked,
         num_sampled,
@@ -388,7 +388,12 @@ def _launch(
         block_size,
         max_position,
         max_drafts,
-        NUM_POS_AXES=out.positions.shape[0],
-        BLOCK=_BLOCK,
-        BLOCK_PATH=triton.next_power_of_2(max(num_cols, 1)),
     )
+    constants = {
+        "NUM_POS_AXES": out.positions.shape[0],
+        "BLOCK": _BLOCK,
+        "BLOCK_PATH": triton.next_power_of_2(max(num_cols, 1)),
+    }
+    key = (tables, picked is None, is_told is None, temperature is None, block_size)
+    grid = (size, max(triton.cdiv(max_blocks, _BLOCK), 1))
+    launch(_begin_step_kernel, grid, tables.device, args, constants, out.plans, key)

@@ -49,7 +49,7 @@ def test_every_form_compiles_for_hopper(forms):
     tiles of which two do not fit a multiprocessor; stored rows that are not copied in full lines ahead of their
     product."""
     assert {row["kernel"] for row in forms} >= {
-        *("accept", "begin_step", "next_level", "draw", "merge_draws", "candidates", "merge_candidates"),
+        *("accept", "begin_step", "next_level", "draw", "choose_draw", "candidates", "merge_candidates"),
         *("kv_compact", "tree_grow"),
     }
     by_case = {(row["kernel"], row["case"]): row for row in forms}
@@ -88,7 +88,7 @@ def test_nothing_spills(rows, arch):
     rows = [row for row in rows if row["arch"] == arch]
     assert {row["kernel"] for row in rows} == {
         *("tree_attention", "visual_relevance", "row_stats", "guidance_scores"),
-        *("accept", "tree_grow", "begin_step", "next_level", "draw", "merge_draws", "candidates", "merge_candidates"),
+        *("accept", "tree_grow", "begin_step", "next_level", "draw", "choose_draw", "candidates", "merge_candidates"),
     }
     assert [(row["kernel"], row["case"], row["spill_bytes"]) for row in rows if row["spill_bytes"]] == []
 
