@@ -97,6 +97,14 @@ def template(num_cols: int) -> TreeTemplate:
     return TreeTemplate(i32(num_cols), i32(num_cols), i64(num_cols), floats(num_cols))
 
 
+def place(num_drafts: int, num_axes: int) -> None:
+    """Place trees of a model with so many axes of positions; with one they go into a copy."""
+    rows = num_drafts + 1
+    places = kernels.TreePlaces(*(i32(MAX_REQS) for _ in range(4)), i64(MAX_REQS, rows))
+    positions, copy = i64(num_axes, 8193), i64(num_axes, 8193) if num_axes == 1 else None
+    warm_up.warm_place_trees(i32(MAX_REQS, rows), i64(MAX_REQS, rows), places, positions, copy)
+
+
 def step_buffers(
     num_axes: int = 3, path_cols: int = 0, max_batch: int = MAX_REQS, max_blocks: int = MAX_BLOCKS
 ) -> tuple[kernels.StepTables, kernels.StepBuffers]:
@@ -178,11 +186,13 @@ def cases() -> tuple[Case, ...]:
     for width in (8, 10):
         add("tree_grow", f"F{width} C{width}", warm_up.grow_once, grow_buffers(width, width), width)
     growth = grow_buffers(10, 10)
-    add("tree_begin", "static K64", tree_begin, growth.tree, template(65), 1)
     add("tree_begin", "adaptive K64", tree_begin, growth.tree, template(65), 1, growth, i64(1), i32(1))
-    add("tree_plan", "C10", tree_plan, growth.plans, i64(1), floats(1, 10), adopts=False)
+    add("tree_place", "static K64", warm_up.warm_static_trees, growth.tree, template(65), 10)
+    add("tree_plan", "roots C10", tree_plan, growth.plans, i64(1), floats(1, 10), adopts=False)
     add("tree_finish", "count K64", warm_up.finish_once, growth, True, False)
     add("tree_finish", "fill F10 C10 K64", warm_up.finish_once, growth, True, True)
+    for num_axes in (1, 3):
+        add("place_trees", f"K25, axes {num_axes}", place, 25, num_axes)
     for num_axes, path_cols in ((1, 0), (3, 0), (3, 26), (3, 65)):
         label = f"{'tree' if path_cols else 'chain'} K{path_cols - 1 if path_cols else 10}, axes {num_axes}"
         add("begin_step", label, warm_up.warm_begin_step, *step_buffers(num_axes, path_cols), is_greedy=False)

@@ -1,6 +1,6 @@
 """vidspec_kernels: Triton kernels beside their torch references; needs torch, triton and numpy only."""
 
-from vidspec_kernels.accept import LOWEST, SHIFT, WINDOW, Looseness, TreeShapes, accept, accept_reference
+from vidspec_kernels.accept import LOWEST, SHIFT, WINDOW, Looseness, Tally, TreeShapes, accept, accept_reference
 from vidspec_kernels.begin_step import begin_step, begin_step_reference
 from vidspec_kernels.candidates import candidates, candidates_reference
 from vidspec_kernels.draw import draw, draw_reference
@@ -32,6 +32,7 @@ __all__ = [
     "SampleScratch",
     "StepBuffers",
     "StepTables",
+    "Tally",
     "TreeAttentionScratch",
     "TreePlaces",
     "TreeShapes",

@@ -79,6 +79,14 @@ class TreeGrowBuffers:
         self.frontier_arrays = tuple(map(as_array, self.frontier))
         self.leftover_arrays = tuple(map(as_array, self.leftover))
         self.plan_of_step: tuple[np.ndarray, ...] = ()
+        self._frontiers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by (requests, width), both bounded
+
+    def frontier_of(self, num_reqs: int, width: int) -> tuple[Tensor, Tensor]:
+        """Return nodes and tokens int64 [num_reqs, width] of a frontier; each size is cut once."""
+        key = (num_reqs, width)
+        if key not in self._frontiers:
+            self._frontiers[key] = self.frontier_nodes[:num_reqs, :width], self.frontier_tokens[:num_reqs, :width]
+        return self._frontiers[key]
 
     def as_meta(self) -> "TreeGrowBuffers":
         """Return the same buffers without memory, for `warm_up`."""
@@ -320,8 +328,8 @@ def tree_grow_reference(
     tree_tokens, tree_parents, tree_depths, tree_ancestors, tree_log_probs, _ = buffers.tree_arrays
     num_reqs, num_candidates, num_cols = len(rows), buffers.num_candidates, buffers.tree.num_cols
     num_frontier = len(log_probs) // num_reqs
-    frontier_nodes, frontier_tokens, frontier_log_probs = (part[:num_reqs] for part in buffers.frontier_arrays)
-    nodes, path_log_probs = frontier_nodes[:, :num_frontier], frontier_log_probs[:, :num_frontier, None]
+    frontier_nodes, frontier_tokens, frontier_log_probs = buffers.frontier_arrays
+    nodes, path_log_probs = frontier_nodes[:num_reqs, :num_frontier], frontier_log_probs[:num_reqs, :num_frontier, None]
     free = buffers.next_free_array[:num_reqs]
     if level == 0:
         row_idx, (log_thresholds, width_bounds) = rows.numpy(), buffers.rule_arrays
@@ -383,12 +391,12 @@ def tree_grow_reference(
     place = place[alive]
     if trims:
         num_next = int(place.max()) + 1 if len(place) else 1
-    target = req[alive], place
+    target = req[alive] * buffers.max_frontier + place
     for part, values, nothing in (
         (frontier_nodes, node, 0),
         (frontier_tokens, token, 0),
         (frontier_log_probs, score, -np.inf),
     ):
-        part[:, :num_next] = nothing
-        part[target] = values[alive]
+        part[:num_reqs, :num_next] = nothing
+        part.reshape(-1)[target] = values[alive]
     return num_next

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from vidspec_kernels.accept import Looseness, TreeShapes, accept
+from vidspec_kernels.accept import _NUM_SUMS, Looseness, Tally, TreeShapes, accept
 from vidspec_kernels.begin_step import begin_step
 from vidspec_kernels.candidates import candidates
 from vidspec_kernels.dispatch import as_meta
@@ -20,12 +20,14 @@ from vidspec_kernels.draw import draw
 from vidspec_kernels.guidance_scores import guidance_scores
 from vidspec_kernels.kv_compact import CacheList, kv_compact
 from vidspec_kernels.next_level import next_level
+from vidspec_kernels.place_trees import TreePlaces, place_trees
 from vidspec_kernels.sampling import Noise, SampleScratch
 from vidspec_kernels.step_buffers import LevelBuffers, StepBuffers, StepTables
 from vidspec_kernels.tree_attention import TreeAttentionScratch, tree_attention
 from vidspec_kernels.tree_begin import tree_begin
 from vidspec_kernels.tree_finish import Leaves, tree_finish
 from vidspec_kernels.tree_grow import TreeGrowBuffers, tree_grow
+from vidspec_kernels.tree_place import PlacedLevel, tree_place
 from vidspec_kernels.tree_plan import tree_plan
 from vidspec_kernels.tree_state import TreeTables, TreeTemplate
 from vidspec_kernels.visual_relevance import visual_relevance
@@ -72,17 +74,39 @@ def warm_tree_attention(
 
 
 def warm_kv_compact(caches: CacheList, block_table: Tensor, num_drafts: int) -> None:
-    """Prepare `kv_compact` for paths of `num_drafts` + 1 columns."""
-    kv_compact(caches.as_meta(), as_meta(block_table), i64(1), i32(1), i32(1, num_drafts + 1), i32(1))
+    """Prepare `kv_compact` for paths of `num_drafts` + 1 columns, in the requests' order and not."""
+    for path_rows in (None, i64(1)):
+        kv_compact(caches.as_meta(), as_meta(block_table), i64(1), i32(1), i32(1, num_drafts + 1), i32(1), path_rows)
 
 
-def warm_accept(num_drafts: int, max_reqs: int, in_trees: bool, is_loose: bool) -> None:
-    """Prepare `accept`: of strict chains, and of trees and by loose rules where there are such."""
+def warm_place_trees(
+    depths: Tensor, ancestors: Tensor, places: TreePlaces, positions: Tensor, out_positions: Tensor | None
+) -> None:
+    """Prepare `place_trees` for its own tables and these positions, real tensors of any values."""
+    names = ("query_start", "num_queries", "prefix_lens", "roots", "masks")
+    places = TreePlaces(*(as_meta(getattr(places, name)) for name in names))
+    out_positions = None if out_positions is None else as_meta(out_positions)
+    tables = (as_meta(depths), as_meta(ancestors), as_meta(positions), places)
+    place_trees(i64(1), i32(2), i32(1), *tables, size=1, out_positions=out_positions)
+
+
+def warm_accept(num_drafts: int, max_reqs: int, in_trees: bool, is_loose: bool, by_request: bool) -> None:
+    """Prepare `accept`: of strict chains, and of trees and by loose rules where there are such.
+
+    Args:
+        num_drafts: K.
+        max_reqs: Persistent rows.
+        in_trees: Whether drafts can be trees, so that paths are kept.
+        is_loose: Whether requests can be loose.
+        by_request: Whether drafts are counted by request, too.
+    """
     for tree, loose in itertools.product({False, in_trees}, {False, is_loose}):
-        accept_once(num_drafts, max_reqs, tree, loose)
+        accept_once(num_drafts, max_reqs, tree, loose, by_request, keeps=in_trees)
 
 
-def accept_once(num_drafts: int, max_reqs: int, in_trees: bool, is_loose: bool) -> None:
+def accept_once(
+    num_drafts: int, max_reqs: int, in_trees: bool, is_loose: bool, by_request: bool = False, keeps: bool = False
+) -> None:
     """Prepare one variant of `accept`."""
     rows, trees, looseness = num_drafts + 1, None, None
     if in_trees:
@@ -90,7 +114,12 @@ def accept_once(num_drafts: int, max_reqs: int, in_trees: bool, is_loose: bool) 
     if is_loose:
         settings = (i64(1), i32(max_reqs), floats(max_reqs), i32(max_reqs))
         looseness = Looseness(*settings, floats(rows), floats(rows), floats(rows, dtype=torch.bool), 0.5)
-    accept(i64(rows), i64(rows), i32(2), num_drafts, trees, looseness)
+    tally = Tally(i64(1), floats(max_reqs, dtype=torch.bool), i64(_NUM_SUMS + num_drafts))
+    if by_request:
+        tally = tally._replace(by_kind=i64(1, 3))
+    if keeps:
+        tally = tally._replace(path=i32(max_reqs, rows), num_accepted=i32(max_reqs))
+    accept(i64(rows), i32(rows), i32(2), num_drafts, trees, looseness, tally)
 
 
 def warm_begin_step(tables: StepTables, out: StepBuffers, is_greedy: bool) -> None:
@@ -143,26 +172,28 @@ def warm_candidates(noise: Noise, scratch: SampleScratch, dtype: torch.dtype, wi
         )  # fmt: skip
 
 
-def warm_trees(tree: TreeTables, template: TreeTemplate, growth: TreeGrowBuffers | None = None) -> None:
-    """Prepare what a step of draft trees launches beside its levels' forwards.
+def warm_static_trees(tree: TreeTables, template: TreeTemplate, num_candidates: int) -> None:
+    """Prepare what a step of static trees launches beside its levels' forwards."""
+    tree = tree.tables_as_meta()
+    tree_begin(tree, template.as_meta(), 1)
+    tree_place(tree, PlacedLevel(i64(1), i64(1), i64(1), i64(1, 1)), 1, i64(1, num_candidates))
+
+
+def warm_adaptive_trees(growth: TreeGrowBuffers, template: TreeTemplate, lookahead: bool, fills: bool) -> None:
+    """Prepare what a step of adaptive trees launches beside its levels' forwards.
 
     Args:
-        tree: The tables.
+        growth: Their buffers.
         template: What trees begin as.
-        growth: Of trees that grow; None: of static ones.
+        lookahead: Whether a step's plan is the next one's.
+        fills: Whether trees are filled up.
     """
-    tree, template = tree.tables_as_meta(), template.as_meta()
-    if growth is None:
-        tree_begin(tree, template, 1)
-        return
     growth = growth.as_meta()
-    tree_begin(tree, template, 1, growth, i64(1), i32(1))
-    for adopts in (False, True):
-        tree_plan(growth.plans, i64(1), floats(1, growth.num_candidates), adopts=adopts)
+    tree_begin(growth.tree, template.as_meta(), 1, growth, i64(1), i32(1))
+    tree_plan(growth.plans, i64(1), floats(1, growth.num_candidates), adopts=not lookahead)
     for width in range(1, growth.max_frontier + 1):
         grow_once(growth, width)
-    for adopts, fills in itertools.product((False, True), repeat=2):
-        finish_once(growth, adopts, fills)
+    finish_once(growth, lookahead, fills)
 
 
 def grow_once(buffers: TreeGrowBuffers, width: int) -> None:

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 HEAVIEST = "28/4 Q9$|28/4 Q26$|Q26, prefix given|tree K64|Q65 100k$|28/4 nq32|F10 C10|K25, axes 3|C64 152k|152k noise"
 # Other dtypes, padded sizes and small launches: once, for Hopper. Each kernel's least sizes are among them.
 FORMS = "d80|fp32|fp16 top 2|top 10|Q26 25k fp8|chain K10|tree K1$|bits|axes|F8|152k"
+FORMS += "|static K64|adaptive K64|roots|count K64"
 ARCHS = (80, 89, 90, 100)
 
 pytestmark = pytest.mark.skipif(
@@ -50,7 +51,7 @@ def test_every_form_compiles_for_hopper(forms):
     product."""
     assert {row["kernel"] for row in forms} >= {
         *("accept", "begin_step", "next_level", "draw", "choose_draw", "candidates", "merge_candidates"),
-        *("kv_compact", "tree_grow"),
+        *("kv_compact", "tree_begin", "tree_place", "tree_plan", "tree_grow", "tree_finish"),
     }
     by_case = {(row["kernel"], row["case"]): row for row in forms}
     for (kernel, case), row in by_case.items():
@@ -88,7 +89,8 @@ def test_nothing_spills(rows, arch):
     rows = [row for row in rows if row["arch"] == arch]
     assert {row["kernel"] for row in rows} == {
         *("tree_attention", "visual_relevance", "row_stats", "guidance_scores"),
-        *("accept", "tree_grow", "begin_step", "next_level", "draw", "choose_draw", "candidates", "merge_candidates"),
+        *("accept", "tree_grow", "tree_finish", "place_trees"),
+        *("begin_step", "next_level", "draw", "choose_draw", "candidates", "merge_candidates"),
     }
     assert [(row["kernel"], row["case"], row["spill_bytes"]) for row in rows if row["spill_bytes"]] == []
 
@@ -123,7 +125,7 @@ def test_every_variant_that_steps_use_is_warmed():
     """
     found = run("tests/kernels/variants.py")
     assert found["missing"] == []
-    assert found["used"].keys() == found["warmed"].keys() and len(found["used"]) == 9
+    assert found["used"].keys() == found["warmed"].keys() and len(found["used"]) == 14
     assert sum(found["warmed"].values()) <= 30, found["warmed"]
 
 

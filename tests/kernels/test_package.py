@@ -34,7 +34,7 @@ BENCHMARKS = {
     "tree_grow": (["num_reqs=1,5"], []),
     "tree_attention": (
         ["context=40,100", "num_reqs=2", "nodes=5", "shape=4x2x32"],
-        ["sdpa", "flex_attention", "xformers"],
+        ["flash_and_nodes", "sdpa", f"flex_attention{'' if torch.cuda.is_available() else '_eager'}", "xformers"],
     ),
     "guidance_scores": (["num_keys=64,100", "num_queries=3", "shape=8x2x64"], ["materialised"]),
     "visual_relevance": (

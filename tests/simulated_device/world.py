@@ -254,13 +254,13 @@ class World:
             relevance = measure(batch.by_token, batch.positions)
         step.open(batch.cu_num_logits_np, relevance)
         verifier.begin(step)
-        invalid = self.launch(lambda local, tokens: torch.where(local == 0, -1, tokens))
+        invalid = self.launch(lambda local, tokens: torch.where(local == 0, -1, tokens).int())
         _, sampled, num_sampled = verifier._verify(
             logits, None, tokens, batch.positions, batch.cu_num_logits, batch.idx_mapping, rows_np, batch.by_token,
             batch.local, batch.seq_lens_cpu_upper_bound.numpy(), invalid(batch.local, tokens),
         )  # fmt: skip
         if self.trees is not None:
-            self.trees.compact(num_sampled - 1)
+            self.trees.compact()
         return sampled, num_sampled
 
     def _commit(self, batch: SimpleNamespace, sampled: torch.Tensor, num_sampled: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from vidspec_kernels.tree_finish import Leaves, tree_finish
 from vidspec_kernels.tree_grow import TreeGrowBuffers, tree_grow
 from vidspec_kernels.tree_plan import tree_plan
 from vidspec_kernels.tree_state import PlanRules, TreePlans
+from vidspec_kernels.warm_up import warm_adaptive_trees
 from vllm_vidspec.config import TreeKnobs
 from vllm_vidspec.drafting.tree import DraftTree
 
@@ -98,6 +99,7 @@ class AdaptiveTree:
         )  # fmt: skip
         self._host_depths = _HostCopy(max_num_reqs + 1, tree.device)
         self._shapes: dict[int, _Shape] = {}  # by budget
+        self._leaves: dict[tuple[int, int], Leaves] = {}  # by (requests, parents), both bounded
         self.admit(np.arange(max_num_reqs + 1))
 
     def admit(self, rows_np: np.ndarray) -> None:
@@ -117,6 +119,10 @@ class AdaptiveTree:
 
     def prepare(self, max_nodes: int) -> None:
         """Do nothing: budgets are numbers here."""
+
+    def warm_up(self, fill: bool) -> None:
+        """Compile and load what steps launch; see `TreePolicy`."""
+        warm_adaptive_trees(self.growth, self.tree.empty, self.knobs.lookahead, fill)
 
     def depth(self, max_nodes: int) -> int:
         """Return the depth of the deepest tree; see `TreePolicy`."""
@@ -153,7 +159,7 @@ class AdaptiveTree:
         )  # fmt: skip
         if is_last:
             return None
-        return growth.frontier_nodes[:num_reqs, :width], growth.frontier_tokens[:num_reqs, :width]
+        return growth.frontier_of(num_reqs, width)
 
     def send(self, rows_np: np.ndarray) -> None:
         """Send the planned depths with lookahead; see `TreePolicy`.
@@ -167,11 +173,18 @@ class AdaptiveTree:
         """End the step; with lookahead, its roots' plan is the next one's from here on; see `TreePolicy`."""
         num_reqs, growth, shape = len(rows), self.growth, self._shape(max_nodes)
         # All levels' candidates, also of those that this step did not run: they are cleared as it begins.
-        leaves = Leaves(*(part[:num_reqs, : sum(shape.widths)] for part in growth.leftover)) if fill else None
+        leaves = self._leaves_of(num_reqs, sum(shape.widths)) if fill else None
         tree_finish(
             self.tree, num_reqs, next_free=growth.next_free, leaves=leaves, max_nodes=shape.budget,
             plans=self._plans if self.knobs.lookahead else None, rows=rows,
         )  # fmt: skip
+
+    def _leaves_of(self, num_reqs: int, num_parents: int) -> Leaves:
+        """Return what is left over of so many requests and frontier nodes, the same object every time."""
+        key = (num_reqs, num_parents)
+        if key not in self._leaves:
+            self._leaves[key] = Leaves(*(part[:num_reqs, :num_parents] for part in self.growth.leftover))
+        return self._leaves[key]
 
     def _shape(self, max_nodes: int) -> "_Shape":
         """Return what follows from a budget; a frontier's greedy node leaves what is not the greedy path's room."""

@@ -1,15 +1,16 @@
 """The static tree (SpecVLM): one topology for every request and step, so only tokens move; pure torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vidspec_kernels.dispatch import as_array
 from vidspec_kernels.tree_begin import tree_begin
+from vidspec_kernels.tree_place import PlacedLevel, tree_place
 from vidspec_kernels.tree_state import TreeTemplate
+from vidspec_kernels.warm_up import warm_static_trees
 from vllm_vidspec.config.paths import SPECVLM_PATHS, Path, parse_paths
 from vllm_vidspec.drafting.tree import DraftTree, topology_tables
 
@@ -53,30 +54,20 @@ def topology_of(paths: Sequence[Path]) -> Topology:
 
 
 @dataclass(frozen=True)
-class _Level:
-    """What one level of a topology does, as index tensors on the device.
+class _Plan:
+    """A topology cut to a budget.
 
     Attributes:
-        sources: int64 [m], of the frontier's candidates (flat, F * C) those that become nodes.
-        nodes: int64 [m], the nodes that they become.
-        frontier: int64 [max_num_reqs, F'], those of them and of nodes before with children on the next level: the
-            greedy one first. None on the last level.
-        tokens: Out, int64 [max_num_reqs, F'], the frontier's.
+        template: What its trees begin as.
+        levels: What each level does.
+        frontiers: int64 [max_num_reqs, F] the nodes with children of each level: the greedy one first.
+        fed: What `extend` returned, by (requests, level), both bounded.
     """
 
-    sources: Tensor
-    nodes: Tensor
-    frontier: Tensor | None
-    tokens: Tensor | None
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """A topology cut to a budget: what its trees begin as, its levels, and how wide they are."""
-
     template: TreeTemplate
-    levels: tuple[_Level, ...]
-    widths: tuple[int, ...]
+    levels: tuple[PlacedLevel, ...]
+    frontiers: tuple[Tensor, ...]
+    fed: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 class StaticTree:
@@ -126,13 +117,17 @@ class StaticTree:
         """Upload the tables of a budget; see `TreePolicy`. It rarely changes, mostly near a text's end."""
         self._plan(max_nodes)
 
+    def warm_up(self, fill: bool) -> None:
+        """Compile and load what steps launch; see `TreePolicy`."""
+        warm_static_trees(self.tree, self.tree.empty, self.num_candidates)
+
     def depth(self, max_nodes: int) -> int:
         """Return the levels that the budget's nodes need; see `TreePolicy`."""
         return len(self._plan(max_nodes).levels)
 
     def width(self, level: int, max_nodes: int) -> int:
         """Return the number of nodes with children on a level; see `TreePolicy`."""
-        return self._plan(max_nodes).widths[level]
+        return self._plan(max_nodes).frontiers[level].shape[1]
 
     def num_levels(self, rows_np: np.ndarray, max_nodes: int) -> int:
         """Return the levels that the budget's nodes need; see `TreePolicy`."""
@@ -146,13 +141,15 @@ class StaticTree:
         self, level: int, log_probs: Tensor, token_ids: Tensor, *, rows: Tensor, max_nodes: int
     ) -> tuple[Tensor, Tensor] | None:
         """Enter the tokens of one level; see `TreePolicy`. `log_probs` is not looked at."""
-        here, num_reqs = self._plan(max_nodes).levels[level], len(rows)
-        tokens = as_array(self.tree.tokens)[:num_reqs]
-        tokens[:, as_array(here.nodes)] = as_array(token_ids).reshape(num_reqs, -1)[:, as_array(here.sources)]
-        if here.frontier is None or here.tokens is None:
+        plan, num_reqs = self._plan(max_nodes), len(rows)
+        tree_place(self.tree, plan.levels[level], num_reqs, token_ids)
+        if level + 1 == len(plan.levels):
             return None
-        as_array(here.tokens)[:num_reqs] = tokens[:, as_array(here.frontier)[0]]
-        return here.frontier[:num_reqs], here.tokens[:num_reqs]
+        if (num_reqs, level) not in plan.fed:
+            plan.fed[num_reqs, level] = (
+                plan.frontiers[level + 1][:num_reqs], plan.levels[level].fed_tokens[:num_reqs]
+            )  # fmt: skip
+        return plan.fed[num_reqs, level]
 
     def send(self, rows_np: np.ndarray) -> None:
         """Do nothing: the host knows the levels."""
@@ -167,24 +164,25 @@ class StaticTree:
         return self._plans[budget]
 
     def _make_plan(self, topology: Topology) -> _Plan:
-        tree, levels, frontiers = self.tree, [], topology.frontiers()
+        tree, levels, fed, frontiers = self.tree, [], [], topology.frontiers()
         device, max_num_reqs = tree.device, tree.max_num_reqs
-        for frontier, following in zip(frontiers, [*frontiers[1:], None], strict=True):
-            sources, nodes = [], []
-            for node, (path, parent) in enumerate(zip(topology.paths, topology.parents, strict=True), start=1):
-                if parent in frontier:
-                    sources.append(frontier.index(parent) * self.num_candidates + path[-1])
-                    nodes.append(node)
-            wanted = None if following is None else torch.tensor(following, device=device).repeat(max_num_reqs, 1)
+        for frontier, following in zip(frontiers, [*frontiers[1:], []], strict=True):
+            # By node, which of the frontier's candidates it is.
+            source = {
+                node: frontier.index(parent) * self.num_candidates + path[-1]
+                for node, (path, parent) in enumerate(zip(topology.paths, topology.parents, strict=True), start=1)
+                if parent in frontier
+            }
             levels.append(
-                _Level(
-                    torch.tensor(sources, dtype=torch.int64, device=device),
-                    torch.tensor(nodes, dtype=torch.int64, device=device),
-                    wanted,
-                    None if wanted is None else torch.zeros_like(wanted),
+                PlacedLevel(
+                    torch.tensor(list(source.values()), dtype=torch.int64, device=device),
+                    torch.tensor(list(source), dtype=torch.int64, device=device),
+                    torch.tensor([source[node] for node in following], dtype=torch.int64, device=device),
+                    torch.zeros(max_num_reqs, len(following), dtype=torch.int64, device=device),
                 )
             )
+            fed.append(torch.tensor(frontier, device=device).repeat(max_num_reqs, 1))
         num_nodes = len(topology.paths)
         parents = [*topology.parents, *[0] * (self.max_nodes - num_nodes)]  # leaves under the root past the nodes
         template = TreeTemplate(*topology_tables(parents, device), tree.empty.log_probs, num_nodes)
-        return _Plan(template, tuple(levels), tuple(map(len, frontiers)))
+        return _Plan(template, tuple(levels), tuple(fed))

@@ -128,6 +128,9 @@ class TreePolicy(Protocol):
     def prepare(self, max_nodes: int) -> None:
         """Upload what steps with this budget read; else the first such step does it, and waits."""
 
+    def warm_up(self, fill: bool) -> None:
+        """Compile and load what steps launch on CUDA; `fill` as they will give it to `finish`."""
+
     def depth(self, max_nodes: int) -> int:
         """Return the most that `num_levels` says under this budget; >= 1."""
 

@@ -37,10 +37,13 @@ def prepare(runner: Any) -> None:
     """Call what prepares each kernel, for the parts that this runner has."""
     config, num_drafts, parts = runner.knobs.now, runner.num_speculative_steps, runner.parts
     in_trees, block_table = parts.trees is not None, runner.block_tables.input_block_tables[0]
-    warm_up.warm_accept(num_drafts, runner.max_num_reqs, in_trees, is_loose=parts.rules is not None)
+    warm_up.warm_accept(
+        num_drafts, runner.max_num_reqs, in_trees, parts.rules is not None, runner.counters.counts_requests
+    )
     if in_trees:
         _prepare_attention(parts.trees.attention, block_table, runner.vllm_config, num_drafts + 1)
         warm_up.warm_kv_compact(parts.trees.caches, block_table, num_drafts)
+        warm_up.warm_place_trees(*parts.trees.placing(runner.input_buffers.positions, runner.model_state))
     if isinstance(parts.guidance, AttentionGuidance):
         heads = [(keys, num_heads) for keys, _, num_heads in distinct_views(parts.guidance.attention.values())]
         warm_up.warm_guidance_scores(heads, block_table, runner.dtype)
@@ -54,10 +57,10 @@ def prepare(runner: Any) -> None:
 def _prepare_drafter(drafter: Drafter, runner: Any) -> None:
     """Prepare the draft's own launches."""
     kv, trees = drafter.kv, drafter.trees
+    drafter.warm_up()
     if trees is None:
         return
-    tree = trees.policy.tree
-    warm_up.warm_trees(tree, tree.empty, getattr(trees.policy, "growth", None))
+    trees.policy.warm_up(trees.fills)
     assert drafter.attention is not None
     _prepare_attention(drafter.attention, kv.block_tables, drafter.model.config, trees.policy.max_frontier)
     assert kv.caches is not None

@@ -135,7 +135,7 @@ class VidSpecModelRunner(GPUModelRunner):
         output, num_sampled, num_rejected = super().sample(hidden_states, input_batch, grammar_output)
         self.rejection_sampler.end()
         if self.trees is not None:
-            self.trees.compact(num_sampled - 1)  # before anything counts the accepted tokens as computed
+            self.trees.compact()  # before anything counts the accepted tokens as computed
         return output, num_sampled, num_rejected
 
     def sample_tokens(self, grammar_output):

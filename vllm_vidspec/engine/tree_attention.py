@@ -46,7 +46,7 @@ class TreeAttention:
 
     def __init__(self, layers: Iterable[Any], device: torch.device):
         self.layers = list(layers)
-        self.scratch = TreeAttentionScratch(max(layer.impl.head_size for layer in self.layers), device)
+        self.scratch = TreeAttentionScratch(max((layer.impl.head_size for layer in self.layers), default=1), device)
         self.step: TreeStep | None = None  # of the forward that runs next
         for layer in self.layers:
             check_readable(layer, *REFUSAL)

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from hypothesis import settings
 
-from vidspec_kernels import tree_begin, tree_finish, tree_plan, tree_state
-from vllm_vidspec.drafting import static as static_module
+from vidspec_kernels import tree_begin, tree_finish, tree_place, tree_plan, tree_state
 
 quick = settings(max_examples=60, deadline=None)
 
@@ -81,11 +80,13 @@ def drive(policy, rows, candidates_of, max_nodes=64, fill=False, num_accepted=No
     return num_levels
 
 
-def grow(policy, drafts, rows, max_nodes=64, fill=False, num_accepted=None):
-    """Drive one step with fake drafts; return the frontiers that were fed, `[num_levels][R]` lists of paths."""
-    fed = []
+def candidates_of(policy, drafts, fed):
+    """Return what `drive` asks for the nodes of these drafts; garbage for places and requests that there are not.
 
-    def candidates_of(level, frontier):
+    `fed` gets the frontiers, `[num_levels][R]` lists of paths.
+    """
+
+    def candidates_of_level(level, frontier):
         log_probs = torch.full((*frontier.shape, policy.num_candidates), float("nan"))
         token_ids = torch.full((*frontier.shape, policy.num_candidates), -7)
         fed.append([])
@@ -100,7 +101,13 @@ def grow(policy, drafts, rows, max_nodes=64, fill=False, num_accepted=None):
                 token_ids[row, column] = torch.from_numpy(own_tokens)
         return log_probs.flatten(0, 1), token_ids.flatten(0, 1)
 
-    drive(policy, rows, candidates_of, max_nodes, fill, num_accepted)
+    return candidates_of_level
+
+
+def grow(policy, drafts, rows, max_nodes=64, fill=False, num_accepted=None):
+    """Drive one step with fake drafts; return the frontiers that were fed, `[num_levels][R]` lists of paths."""
+    fed = []
+    drive(policy, rows, candidates_of(policy, drafts, fed), max_nodes, fill, num_accepted)
     return fed
 
 
@@ -136,7 +143,7 @@ def check_greedy_first(tree, row, draft, depth):
 
 def work_in_torch(patch):
     """Let CPU tensors be worked on in torch, as another device's are."""
-    for module in (tree_state, tree_begin, tree_plan, tree_finish, static_module):
+    for module in (tree_state, tree_begin, tree_place, tree_plan, tree_finish):
         for name, stand_in in (("array_module", lambda device: torch), ("as_array", lambda tensor: tensor)):
             if hasattr(module, name):
                 patch.setattr(module, name, stand_in)

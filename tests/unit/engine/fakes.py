@@ -97,6 +97,23 @@ def batch_of(*rows: int, start: int = 0, count: int = NUM_TOKENS) -> SimpleNames
     )
 
 
+def attention_layer(num_heads: int = 2, num_kv_heads: int = 1, head_size: int = 4) -> SimpleNamespace:
+    """Return an attention layer of a GPU backend, "layer", whose own forward writes -1 everywhere."""
+
+    def forward(layer, query, key, value, kv_cache, attn_metadata, output):
+        output.fill_(-1)
+        return output
+
+    backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN", forward_includes_kv_cache_update=False)
+    sizes = SimpleNamespace(num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, scale=0.5)
+    return SimpleNamespace(
+        layer_name="layer",
+        impl=SimpleNamespace(forward=forward, **vars(sizes)),
+        get_attn_backend=lambda: backend,
+        kv_cache_dtype="auto",
+    )
+
+
 def model_state(positions: torch.Tensor | None = None) -> SimpleNamespace:
     """Return what `TargetTrees` wraps of a runner's model state; `positions` where it has several axes."""
     inputs = {} if positions is None else {"positions": positions}

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 
-from vidspec_kernels import StepTables, begin_step
+from vidspec_kernels import StepTables, begin_step, warm_up
 from vllm_vidspec.config import Plan
 from vllm_vidspec.drafting import make_policy
 from vllm_vidspec.engine.agreement import Agreement
@@ -195,6 +195,17 @@ class Drafter:
             max_position=self.model.num_positions - 1,
             max_drafts=self._num_speculative_tokens,
         )
+
+    def warm_up(self) -> None:
+        """Compile and load what every step launches of its own, on CUDA."""
+        step, level, trees = self.buffers.step, self.buffers.level, self.trees
+        warm_up.warm_begin_step(self._tables, step, self._sample.temperature is None)
+        if self.chains is not None:
+            warm_up.warm_next_level(step, level, self.kv.fed)
+        if trees is not None:
+            warm_up.warm_next_level(step, level, self.kv.fed, trees.policy.tree.num_cols)
+        needs_log_probs = None if trees is None else trees.policy.needs_log_probs
+        self._sample.warm_up(self.model.dtype, self.chains is not None, needs_log_probs)
 
     # ---- graphs ----------------------------------------------------------------------------------------------------
 

@@ -9,11 +9,15 @@ import triton.language as tl
 from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from vidspec_kernels import Noise, SampleScratch, candidates, draw
+from vidspec_kernels import Noise, SampleScratch, candidates, draw, warm_up
 
 _BLOCK = 1024
 # Added to positions by vLLM's sampler where a draft's noise is its own (`is_drafting`).
 DRAFT_NOISE_SALT = 1 << 30
+# Up to here drafts that ignore a parameter stand as often, to within a hundredth (benchmarks/bench_draft_parameters.py,
+# docs/architecture.md), and a step of them is one graph.
+MOST_REPETITION, NEARLY_GREEDY = 1.05, 0.01
+LEAST_TOP_K, LEAST_TOP_P = 20, 0.95
 _log1p_neg_stable = gumbel._log1p_neg_stable
 murmur3_uniform32 = gumbel.murmur3_uniform32
 murmur3_uniform64 = gumbel.murmur3_uniform64
@@ -134,25 +138,34 @@ class CoupledSampler:
     def needs_processors(self, rows_np: np.ndarray) -> bool:
         """Whether the logits of any of `[n]` persistent rows need more than a temperature and noise; host tables only.
 
-        vLLM's own flag also counts a temperature, which `draw` applies itself.
+        Parameters so mild that drafts stand as often without them are the target's alone.
         """
         sampler, states = self._sampler, self._sampler.sampling_states
         if self._noise == "greedy":
             return False
+        # vLLM's own flag also counts a temperature, which a draw applies itself.
         rows = rows_np[sampler.needs_logits_processing[rows_np]]
         if not len(rows):
             return False
         bias, penalties, bad_words, *custom = sampler.logits_processors
-        thinking, temperature = sampler.thinking_budget_state, states.temperature.np[rows]
+        thinking = sampler.thinking_budget_state
         return bool(
             custom  # nobody knows of which requests these want something
-            or np.any((temperature == 0.0) | (temperature == 1.0))  # then the flag is another's
-            or np.any(bias.use_logit_bias[rows] | penalties.use_penalty[rows])
+            or np.any(bias.use_logit_bias[rows])
             or np.any(bad_words.num_bad_words.np[rows])
+            or np.any(penalties.use_penalty[rows] & ~self._has_mild_penalties(rows))
             or np.any(states.min_p.np[rows])
-            or np.any((states.top_k.np[rows] != states.vocab_size) | (states.top_p.np[rows] != 1.0))
+            or np.any((states.top_k.np[rows] < LEAST_TOP_K) | (states.top_p.np[rows] < LEAST_TOP_P))
             or (thinking.enabled and np.any(thinking.use_thinking_budget[rows]))
         )
+
+    def _has_mild_penalties(self, rows: np.ndarray) -> np.ndarray:
+        """Return `[n]` bool: nearly greedy, with a repetition penalty near 1 and no other (Qwen2.5-VL's defaults)."""
+        penalties = self._sampler.logits_processors[1]
+        repetition = penalties.repetition_penalty.np[rows]
+        is_mild = np.maximum(repetition, 1 / repetition) <= MOST_REPETITION
+        is_mild &= self._sampler.sampling_states.temperature.np[rows] <= NEARLY_GREEDY
+        return is_mild & (penalties.frequency_penalty.np[rows] == 0.0) & (penalties.presence_penalty.np[rows] == 0.0)
 
     def processed(self, rows: torch.Tensor, rows_np: np.ndarray) -> Processed | None:
         """Return what processes the logits of `[n]` rows between graphs; None where a temperature and noise are all."""
@@ -205,6 +218,14 @@ class CoupledSampler:
             logits, temperature, seeds, pos, self.noise, log_probs=log_probs, ids=ids, scratch=self._scratch,
             width=width, first=first, with_log_probs=with_log_probs, apply_temperature=not is_processed,
         )  # fmt: skip
+
+    def warm_up(self, dtype: torch.dtype, draws: bool, needs_log_probs: bool | None) -> None:
+        """Compile and load what is launched on logits of a dtype: draws, and candidates unless that is None."""
+        assert self._scratch is not None, "reserve comes first"
+        if draws:
+            warm_up.warm_draw(self.noise, self._scratch, dtype)
+        if needs_log_probs is not None:
+            warm_up.warm_candidates(self.noise, self._scratch, dtype, needs_log_probs)
 
     # ---- eager -------------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ class TreeDrafter:
         self._sample = sample
         self._graphs = graphs
         self.policy = policy
-        self._fills = fills
+        self.fills = fills
         policy.trims &= not graphs.is_on
         # Of a level: its nodes `[R, F]` and their tokens. A graph that was captured goes on writing there.
         self._frontiers: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -80,24 +80,22 @@ class TreeDrafter:
     def parts(self, num_reqs: int, max_nodes: int) -> dict[Part, Run]:
         """Return the functions that can be captured, for so many requests and nodes."""
         self.policy.prepare(max_nodes)
-        levels = [(level,) for level in range(self.policy.depth(max_nodes))]
+        levels = range(self.policy.depth(max_nodes))
         # A level's frontier is what the capture of the level before it has returned, so these come first.
+        found: list[tuple[Any, ...]] = [("level", self._level, level) for level in levels]
         if self.policy.has_fixed_levels:
-            found = [("tree", self._tree, ())]
-        else:
-            found = [("level", self._level, level) for level in levels]
-        found += [
-            ("finish", self._finish, ()),
-            ("first", self._first, ()),
-            *(("nodes", self._nodes, level) for level in levels[1:]),
-        ]
-        return dict(self._part(name, function, num_reqs, max_nodes, *level) for name, function, level in found)
+            found = [("tree", self._tree)]
+        found += [("finish", self._finish), ("first", self._first)]
+        found += [("nodes", self._nodes, level) for level in levels[1:]]
+        return dict(self._part(name, function, num_reqs, max_nodes, *at) for name, function, *at in found)
 
     @staticmethod
-    def _part(name: str, function: Callable[..., None], num_reqs: int, max_nodes: int, *level: int) -> tuple[Part, Run]:
-        return part(name, num_reqs, *(level or (0,)), max_nodes), functools.partial(
-            function, num_reqs, max_nodes, *level
-        )
+    def _part(
+        name: str, function: Callable[..., None], num_reqs: int, max_nodes: int, level: int | None = None
+    ) -> tuple[Part, Run]:
+        """Return a part's key and what it runs; `level` of one that is a level."""
+        size = (num_reqs, max_nodes) if level is None else (num_reqs, max_nodes, level)
+        return part(name, num_reqs, level or 0, max_nodes), functools.partial(function, *size)
 
     def _run(self, *which: Any) -> bool:
         return self._graphs.run(*self._part(*which))
@@ -117,7 +115,7 @@ class TreeDrafter:
         """End the trees, and say what is proposed: an unused column is never scheduled, or verified as a leaf that is
         as good as any.
         """
-        self.policy.finish(self._fills, rows=self._buffers.step.rows[:num_reqs], max_nodes=max_nodes)
+        self.policy.finish(self.fills, rows=self._buffers.step.rows[:num_reqs], max_nodes=max_nodes)
         torch.clamp(self.policy.tree.tokens[:num_reqs, 1:], min=0, out=self._buffers.drafts[:num_reqs])
 
     # ---- a level ---------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from vllm_vidspec.engine.listen.protocol import Forward, TargetListener
 from vllm_vidspec.engine.requests import RequestRows
 from vllm_vidspec.engine.tree_attention import TreeAttention, TreeStep
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.scoring import TreeShapes
+from vllm_vidspec.scoring import Tally, TreeShapes
 
 
 class TargetTrees(TargetListener):
@@ -59,13 +59,14 @@ class TargetTrees(TargetListener):
             table.expand(max_num_reqs, -1).contiguous() for table in self._chain
         )
         # [max_num_reqs, K + 1] int32 node behind each output of the last verify step; the drafter reads it
-        self._in_order = torch.arange(max_nodes + 1, dtype=torch.int32, device=device)
-        self.path = self._in_order.repeat(max_num_reqs, 1)
+        self.path = torch.arange(max_nodes + 1, dtype=torch.int32, device=device).repeat(max_num_reqs, 1)
+        self.num_accepted = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)  # drafts on these paths
         self.attention = TreeAttention(layers, device)
         self.places = TreePlaces.empty(max_num_reqs, max_nodes + 1, device)  # of the forward that runs next
         self._rows = torch.arange(max_num_reqs, device=device)
         # Models with 1-D positions read the batch's own buffer, which must not change: they get a copy.
         self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+        self._steps: dict[tuple[int, int, bool], TreeStep] = {}  # by (requests, query rows of each, whether all trees)
         self._planned: TreeStep | None = None  # what the layers of the batch in flight do
         self._batch: Any = None  # the batch in flight, where it holds a tree
         self._block_table: torch.Tensor  # [num_reqs, max_blocks] int32 of the last forward's layers
@@ -120,23 +121,24 @@ class TargetTrees(TargetListener):
         comes first, and tree attention takes its short requests again: chains and ends of prompts among them come out
         as they were.
         """
-        num_reqs, num_cols = batch.num_reqs, self.ancestors.shape[1]
-        is_whole_batch = max_query_len <= num_cols and max_query_len * num_reqs == batch.num_tokens
-        places = self.places
-        return TreeStep(
-            rows=self._rows[:num_reqs],
-            query_start=places.query_start,
-            num_queries=places.num_queries,
-            prefix_lens=places.prefix_lens,
-            masks=places.masks,
-            max_queries=min(max_query_len, num_cols),
-            is_whole_batch=is_whole_batch,
-        )
+        num_cols = self.ancestors.shape[1]
+        is_whole_batch = max_query_len <= num_cols and max_query_len * batch.num_reqs == batch.num_tokens
+        key = (batch.num_reqs, max_query_len if is_whole_batch else num_cols, is_whole_batch)
+        if key not in self._steps:
+            self._steps[key] = TreeStep(
+                rows=self._rows[: batch.num_reqs],
+                query_start=self.places.query_start,
+                num_queries=self.places.num_queries,
+                prefix_lens=self.places.prefix_lens,
+                masks=self.places.masks,
+                max_queries=key[1],
+                is_whole_batch=is_whole_batch,
+            )
+        return self._steps[key]
 
     def _hear(self, batch: Any, metadata: dict[str, Any], for_capture: bool) -> None:
         """Plan the layers' part of a forward; a captured one is planned for whatever batch it may be replayed on."""
-        layer = self.attention.layers[0]
-        self._block_table = metadata[layer.layer_name].block_table
+        self._block_table = metadata[self.attention.layers[0].layer_name].block_table
         self.attention.step = self._planned
         if for_capture:
             # What a batch of before has left there lies past the end of this one.
@@ -163,6 +165,12 @@ class TargetTrees(TargetListener):
             out_positions=out,
         )
 
+    def placing(self, positions: torch.Tensor, model_state: Any) -> tuple[Any, ...]:
+        """Return depths, ancestors, places and both positions as `_place` passes them; `positions` are the batch's."""
+        rope_state = getattr(model_state, "rope_state", None)
+        where = (positions, self._positions) if rope_state is None else (rope_state.positions, None)
+        return self.depths, self.ancestors, self.places, *where
+
     def after_forward(self, forward: Forward) -> None:
         """Leave other forwards (dummy runs, other graphs) alone."""
         self._planned = self.attention.step = None
@@ -178,16 +186,12 @@ class TargetTrees(TargetListener):
         """Return the shapes of `[num_reqs]` persistent rows, for a scorer."""
         return TreeShapes(idx_mapping, self.parents, self.depths, self.ancestors)
 
-    def remember(self, idx_mapping: torch.Tensor, path: torch.Tensor | None) -> None:
-        """Keep the accepted paths for the drafter: `[num_reqs]` persistent rows, `Scored.path`; None for chains."""
-        self.path[idx_mapping] = self._in_order if path is None else path
+    def remember(self, tally: Tally) -> Tally:
+        """Return a scorer's tally that keeps the accepted paths too: for `compact`, and for the drafter."""
+        return tally._replace(path=self.path, num_accepted=self.num_accepted)
 
-    def compact(self, num_accepted: torch.Tensor) -> None:
-        """Move the accepted paths' KV together, so that the committed text is contiguous.
-
-        Args:
-            num_accepted: `[num_reqs]` int32 accepted drafts by batch row.
-        """
+    def compact(self) -> None:
+        """Move the accepted paths' KV together, so that the committed text is contiguous."""
         batch, self._batch = self._batch, None
         if batch is None:
             return
@@ -197,6 +201,7 @@ class TargetTrees(TargetListener):
             self._block_table,
             self._rows[:num_reqs],
             self.places.roots[:num_reqs],
-            self.path[batch.idx_mapping],
-            num_accepted,
+            self.path,
+            self.num_accepted,
+            batch.idx_mapping,
         )
