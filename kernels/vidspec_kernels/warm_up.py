@@ -140,12 +140,11 @@ def warm_begin_step(tables: StepTables, out: StepBuffers, is_greedy: bool) -> No
 
 
 def warm_next_level(step: StepBuffers, out: LevelBuffers, fed: Tensor, num_cols: int = 0) -> None:
-    """Prepare `next_level`: of chains, whose level may lie on the device, and of trees with `num_cols` columns."""
+    """Prepare `next_level`: of chains, whose level may lie on the device, or of trees with `num_cols` columns."""
     step, out, fed = step.as_meta(), out.as_meta(), as_meta(fed)
-    kinds: list[tuple[int | Tensor, tuple[Tensor, ...]]] = [(1, ()), (i32(1), ())]
-    if num_cols:
-        kinds.append((1, (i64(1, 1), i64(1, 1), i64(1, num_cols))))
-    for level, tree in kinds:
+    tree = (i64(1, 1), i64(1, 1), i64(1, num_cols)) if num_cols else ()
+    levels: tuple[int | Tensor, ...] = (1,) if num_cols else (1, i32(1))
+    for level in levels:
         next_level(step, out, fed, *tree, size=1, level=level, block_size=16, max_position=1)
 
 

@@ -1,9 +1,11 @@
 """Run as a program, without the interpreter: which variants of the kernels are warmed, which ones steps use.
 
-Prints JSON: `warmed`, how many variants of each kernel, and `missing`, variants that steps used and nobody warmed.
+Prints JSON: `warmed`, how many variants of each kernel; `missing`, variants that steps used and nobody warmed; and
+`ambiguous`, kernels of which a key of `dispatch.launch` does not settle the variant.
 Nothing is compiled.
 """
 
+import contextlib
 import itertools
 import json
 import random
@@ -20,7 +22,7 @@ from compile_cases import BF16, cache_views, grow_buffers, sampling, step_buffer
 from triton.runtime.jit import JITFunction
 
 import vidspec_kernels as kernels
-from vidspec_kernels import warm_up
+from vidspec_kernels import dispatch, warm_up
 from vidspec_kernels.tree_begin import tree_begin
 from vidspec_kernels.tree_finish import Leaves, tree_finish
 from vidspec_kernels.tree_grow import tree_grow
@@ -56,7 +58,8 @@ def warm() -> None:
     warm_up.warm_static_trees(BUFFERS.tree, TEMPLATE, CANDIDATES)
     warm_up.warm_adaptive_trees(BUFFERS, TEMPLATE, lookahead=True, fills=True)
     warm_up.warm_begin_step(TABLES, STEP, is_greedy=False)
-    warm_up.warm_next_level(STEP, LEVEL, TABLES.fed, NUM_DRAFTS + 1)
+    for num_cols in (0, NUM_DRAFTS + 1):
+        warm_up.warm_next_level(STEP, LEVEL, TABLES.fed, num_cols)
     warm_up.warm_draw(NOISE, DRAWS, BF16)
     warm_up.warm_candidates(NOISE, DRAWS, BF16, with_log_probs=True)
     warm_up.warm_guidance_scores([(KEYS, HEADS)], TABLE, BF16)
@@ -177,17 +180,38 @@ def variants(run) -> set[tuple[str, str]]:
     return found
 
 
+def ambiguous_plans(run) -> list[str]:
+    """Return the kernels that one key of `dispatch.launch` stands for several variants of."""
+    found: dict[tuple[str, int, str], set] = {}
+
+    def launch(kernel, grid, device, args, constants, plans, key=None):
+        kernel.device_caches.clear()  # so that every launch asks for its variant
+        asked = variants(lambda: dispatch.launcher(kernel, grid, device)(*args, **constants))
+        found.setdefault((kernel.__name__, id(plans), str(key)), set()).update(asked)
+
+    kernel_modules = [module for name, module in sys.modules.items() if name.startswith("vidspec_kernels.")]
+    with contextlib.ExitStack() as stack:
+        for module in kernel_modules:
+            if hasattr(module, "launch"):
+                stack.enter_context(mock.patch.object(module, "launch", launch))
+        run()
+    assert found
+    return sorted({name for (name, _, _), several in found.items() if len(several) > 1})
+
+
 def main() -> None:
     rng = random.Random(0)
     with compile_report.pretending(90):
         warmed = variants(warm)
         used = variants(lambda: [step(rng) for _ in range(150)])
+        ambiguous = ambiguous_plans(lambda: [draft_step(rng, rng.randint(1, MAX_REQS), WIDTH) for _ in range(40)])
     print(
         json.dumps(
             {
                 "warmed": Counter(f"{module}.{name}" for name, module, _ in warmed),
                 "used": Counter(f"{module}.{name}" for name, module, _ in used),
                 "missing": sorted(used - warmed),
+                "ambiguous": ambiguous,
             }
         )
     )
