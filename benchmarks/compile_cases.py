@@ -166,7 +166,10 @@ def cases() -> tuple[Case, ...]:
     for rows, num_tokens in itertools.product((6, 26, 65), (25_000, 100_000)):
         add("visual_relevance", f"3584 Q{rows} {num_tokens // 1000}k", relevance, 3584, rows, num_tokens)
     add("visual_relevance", "5120 Q26 25k", relevance, 5120, 26, 25_000)
-    add("visual_relevance", "3584 Q11 25k top 10", relevance, 3584, 11, 25_000, top_n=10)
+    for rows in (11, 26, 65):
+        add("visual_relevance", f"3584 Q{rows} 25k top 10", relevance, 3584, rows, 25_000, top_n=10)
+    add("visual_relevance", "3584 Q65 25k top 128", relevance, 3584, 65, 25_000, top_n=128)
+    add("visual_relevance", "merge of 4 ranks, top 10", kernels.merge_relevance, floats(4, 26, 10))
     add("visual_relevance", "200 Q11 1k fp16 top 2", relevance, 200, 11, 1_000, FP16, 2, dtype=FP16)
     add("visual_relevance", "96 Q11 1k fp32", relevance, 96, 11, 1_000, FP32, 10, dtype=FP32)
     # fp8 needs a tensor core that knows it.

@@ -95,15 +95,18 @@ def _tree_finish_kernel(
     INF_BITS: tl.constexpr,
 ):
     req_idx = tl.program_id(0).to(tl.int64)
-    if rows_ptr is not None:
-        row = tl.load(rows_ptr + req_idx)
-        tl.store(confidence_ptr + row, tl.load(next_confidence_ptr + req_idx))
-        tl.store(depths_ptr + row, tl.load(next_depths_ptr + req_idx))
-        tl.store(widths_ptr + row, tl.load(next_widths_ptr + req_idx))
     if next_free_ptr is None:
         num_nodes = tl.load(tree_num_nodes_ptr + req_idx)
     else:
         num_nodes = (tl.load(next_free_ptr + req_idx) - 1).to(tl.int32)
+    if rows_ptr is not None:
+        row = tl.load(rows_ptr + req_idx)
+        confidence = tl.load(next_confidence_ptr + req_idx)
+        depth = tl.load(next_depths_ptr + req_idx)
+        width = tl.load(next_widths_ptr + req_idx)
+        tl.store(confidence_ptr + row, confidence)
+        tl.store(depths_ptr + row, depth)
+        tl.store(widths_ptr + row, width)
 
     if leaf_log_probs_ptr is not None:
         leaf_log_probs_ptr += req_idx * leaves_stride
@@ -128,14 +131,14 @@ def _tree_finish_kernel(
         node = num_nodes + 1 + j
         parent = tl.load(leaf_parents_ptr + source // num_candidates, mask=is_new, other=0)
         tree = req_idx * num_cols
-        depth = tl.load(tree_depths_ptr + tree + parent, mask=is_new, other=0) + 1
+        leaf_depth = tl.load(tree_depths_ptr + tree + parent, mask=is_new, other=0) + 1
         own_bit = tl.full([BEST], 1, tl.int64) << tl.where(is_new, node - 1, 0).to(tl.int64)
         ancestors = tl.load(tree_ancestors_ptr + tree + parent, mask=is_new, other=0) | own_bit
         token = tl.load(leaf_tokens_ptr + source, mask=is_new, other=0)
         score = tl.load(leaf_log_probs_ptr + source, mask=is_new, other=0.0)
         tl.store(tree_tokens_ptr + tree + node, token, mask=is_new)
         tl.store(tree_parents_ptr + tree + node, parent.to(tl.int32), mask=is_new)
-        tl.store(tree_depths_ptr + tree + node, depth, mask=is_new)
+        tl.store(tree_depths_ptr + tree + node, leaf_depth, mask=is_new)
         tl.store(tree_ancestors_ptr + tree + node, ancestors, mask=is_new)
         tl.store(tree_log_probs_ptr + tree + node, score, mask=is_new)
         num_nodes += num_leaves

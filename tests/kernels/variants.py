@@ -32,6 +32,7 @@ from vidspec_kernels.warm_up import floats, i32, i64
 
 HEADS, KV_HEADS, HEAD_SIZE, HIDDEN = 28, 4, 128, 3584
 MAX_REQS, MAX_CONTEXT, NUM_DRAFTS, WIDTH, CANDIDATES, TOP_N = 96, 32_768, 25, 10, 10, 10
+NUM_SHARDS = 2
 KEYS, VALUES = cache_views(KV_HEADS, HEAD_SIZE, BF16)
 with compile_report.pretending(90):
     SCRATCH = kernels.TreeAttentionScratch(HEAD_SIZE, torch.device("meta"))
@@ -58,12 +59,11 @@ def warm() -> None:
     warm_up.warm_static_trees(BUFFERS.tree, TEMPLATE, CANDIDATES)
     warm_up.warm_adaptive_trees(BUFFERS, TEMPLATE, lookahead=True, fills=True)
     warm_up.warm_begin_step(TABLES, STEP, is_greedy=False)
-    for num_cols in (0, NUM_DRAFTS + 1):
-        warm_up.warm_next_level(STEP, LEVEL, TABLES.fed, num_cols)
+    warm_up.warm_next_level(STEP, LEVEL, TABLES.fed, NUM_DRAFTS + 1)
     warm_up.warm_draw(NOISE, DRAWS, BF16)
     warm_up.warm_candidates(NOISE, DRAWS, BF16, with_log_probs=True)
     warm_up.warm_guidance_scores([(KEYS, HEADS)], TABLE, BF16)
-    warm_up.warm_visual_relevance(*STORE, BF16, TOP_N, NUM_DRAFTS + 1)
+    warm_up.warm_visual_relevance(*STORE, BF16, TOP_N, NUM_DRAFTS + 1, NUM_SHARDS)
 
 
 def cut(tensor: torch.Tensor, rng: random.Random) -> torch.Tensor:
@@ -111,6 +111,28 @@ def step(rng: random.Random) -> None:
     kernels.visual_relevance(
         floats(rows, HIDDEN, dtype=BF16), tokens[2], vectors[0], *STORE, TOP_N, NUM_DRAFTS + 1, rng.randint(1, 800)
     )
+    kernels.merge_relevance(floats(NUM_SHARDS, rows, TOP_N))
+
+
+def grow_trees(rows: torch.Tensor, num_accepted: torch.Tensor, width: int, rng: random.Random) -> None:
+    """Make the launches of static and adaptive trees of a step, with a level of some width."""
+    num_reqs, budget = len(rows), rng.randint(0, NUM_DRAFTS)
+    tree_begin(BUFFERS.tree, TEMPLATE, num_reqs)
+    placed, fed = rng.randint(1, NUM_DRAFTS), rng.randint(0, width)
+    level = PlacedLevel(i64(placed), i64(placed), i64(fed), i64(MAX_REQS, fed))
+    tree_place(BUFFERS.tree, level, num_reqs, i64(num_reqs * width, CANDIDATES))
+    tree_begin(BUFFERS.tree, TEMPLATE, num_reqs, BUFFERS, rows, num_accepted)
+    tree_plan(BUFFERS.plans, rows, floats(num_reqs, CANDIDATES), adopts=False)
+    tree_grow(
+        BUFFERS, rows, floats(num_reqs * width, CANDIDATES), i64(num_reqs * width, CANDIDATES),
+        level=rng.randint(0, 7), budget=budget, first_parent=rng.randint(0, 60), num_next=rng.randint(1, width),
+    )  # fmt: skip
+    num_parents = rng.randint(1, BUFFERS.max_parents)
+    leaves = Leaves(*(part[:num_reqs, :num_parents] for part in BUFFERS.leftover))
+    tree_finish(
+        BUFFERS.tree, num_reqs, next_free=BUFFERS.next_free, leaves=leaves, max_nodes=budget,
+        plans=BUFFERS.plans, rows=rows,
+    )  # fmt: skip
 
 
 def draft_step(rng: random.Random, num_reqs: int, width: int) -> None:
@@ -139,27 +161,6 @@ def draft_step(rng: random.Random, num_reqs: int, width: int) -> None:
     kernels.candidates(
         logits, floats(MAX_REQS), i64(MAX_REQS), *vectors[2:], log_probs=floats(MAX_REQS * WIDTH, CANDIDATES)[first:],
         ids=i64(MAX_REQS * WIDTH, CANDIDATES)[first:], width=WIDTH, first=first, **options,
-    )  # fmt: skip
-
-
-def grow_trees(rows: torch.Tensor, num_accepted: torch.Tensor, width: int, rng: random.Random) -> None:
-    """Make the launches of static and adaptive trees of a step, with a level of some width."""
-    num_reqs, budget = len(rows), rng.randint(0, NUM_DRAFTS)
-    tree_begin(BUFFERS.tree, TEMPLATE, num_reqs)
-    placed, fed = rng.randint(1, NUM_DRAFTS), rng.randint(0, width)
-    level = PlacedLevel(i64(placed), i64(placed), i64(fed), i64(MAX_REQS, fed))
-    tree_place(BUFFERS.tree, level, num_reqs, i64(num_reqs * width, CANDIDATES))
-    tree_begin(BUFFERS.tree, TEMPLATE, num_reqs, BUFFERS, rows, num_accepted)
-    tree_plan(BUFFERS.plans, rows, floats(num_reqs, CANDIDATES), adopts=False)
-    tree_grow(
-        BUFFERS, rows, floats(num_reqs * width, CANDIDATES), i64(num_reqs * width, CANDIDATES),
-        level=rng.randint(0, 7), budget=budget, first_parent=rng.randint(0, 60), num_next=rng.randint(1, width),
-    )  # fmt: skip
-    num_parents = rng.randint(1, BUFFERS.max_parents)
-    leaves = Leaves(*(part[:num_reqs, :num_parents] for part in BUFFERS.leftover))
-    tree_finish(
-        BUFFERS.tree, num_reqs, next_free=BUFFERS.next_free, leaves=leaves, max_nodes=budget,
-        plans=BUFFERS.plans, rows=rows,
     )  # fmt: skip
 
 

@@ -65,7 +65,7 @@ class AdaptiveTree:
     - Trees grow by levels, not depth first, since a level is one draft forward. Within one, better paths come first,
       and at most `max_frontier` = W_max nodes go on to the next (the paper bounds the number of nodes only).
     - With lookahead, step t's plan for t + 1 is made in `finish`: the host then knows the batch's largest depth
-      without waiting for the device. History that `observe` adds takes effect with the plan that follows it.
+      without waiting for the device. History that `begin` adds takes effect with the plan that follows it.
     - Without lookahead the root's distribution shapes its own tree, and every step takes D_max draft forwards.
 
     Args:
@@ -187,7 +187,7 @@ class AdaptiveTree:
         return self._leaves[key]
 
     def _shape(self, max_nodes: int) -> "_Shape":
-        """Return what follows from a budget; a frontier's greedy node leaves what is not the greedy path's room."""
+        """Return what follows from a budget: a frontier is the greedy node, and at most all nodes off its path."""
         budget = max(0, min(max_nodes, self.max_nodes))
         if budget not in self._shapes:
             max_others, widths = budget - min(self.knobs.depth_min, budget), [1]
