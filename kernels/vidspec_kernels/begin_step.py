@@ -300,12 +300,12 @@ def begin_step_reference(
         last = here.path[batch_places(m, tables.device), at_most(accepted, here.path.shape[1] - 1)]
     is_missing = (accepted > 0) & ((table.fed[row] >> at_least(last - 1, 0)) & 1 == 0)
     table.fed[row] = 0
-    pos = here.root_pos[:m] + here.pos_delta[:m]
-    slots = here.slot_mapping
-    slots[: 2 * m : 2] = xp.where(is_missing, physical_slots(out, root - 1, block_size), 0)
-    slots[1 : 2 * m : 2] = physical_slots(out, root, block_size)
-    here.positions[:, : 2 * m : 2] = at_most(pos - 1, max_position)
-    here.positions[:, 1 : 2 * m : 2] = at_most(pos, max_position)
+    back = batch_places(2, tables.device) - 1  # of the two tokens from the root
+    slots = physical_slots(out, root[:, None] + back, block_size)
+    slots[:, 0] *= is_missing
+    here.slot_mapping[: 2 * m] = slots.reshape(-1)
+    pos = (here.root_pos[:m] + here.pos_delta[:m])[:, None] + back
+    here.positions[:, : 2 * m] = at_most(pos, max_position).reshape(-1)
     here.input_ids[: 2 * m : 2] = table.text[row, at_least(num_tokens - 2, 0)]
     here.input_ids[1 : 2 * m : 2] = table.last_sampled[row, 0]
     if m < size:
