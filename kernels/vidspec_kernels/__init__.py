@@ -9,7 +9,6 @@ from vidspec_kernels.kv_compact import CacheList, kv_compact, kv_compact_referen
 from vidspec_kernels.next_level import next_level, next_level_reference
 from vidspec_kernels.place_trees import TreePlaces, place_trees, place_trees_reference
 from vidspec_kernels.sampling import Noise, SampleScratch
-from vidspec_kernels.step import step, step_reference
 from vidspec_kernels.step_buffers import LevelBuffers, StepBuffers, StepTables
 from vidspec_kernels.tree_attention import TreeAttentionScratch, tree_attention
 from vidspec_kernels.tree_attention_reference import tree_attention_reference
@@ -54,8 +53,6 @@ __all__ = [
     "next_level_reference",
     "place_trees",
     "place_trees_reference",
-    "step",
-    "step_reference",
     "storage_scale",
     "store_states",
     "tree_attention",

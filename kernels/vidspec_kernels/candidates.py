@@ -47,7 +47,7 @@ def _shift(maximum):
 
 @triton.jit(
     do_not_specialize=["salt", "first", "width"],
-    do_not_specialize_on_alignment=["logits_ptr", "temperature_ptr", "seeds_ptr", "pos_ptr"],
+    do_not_specialize_on_alignment=["temperature_ptr", "seeds_ptr", "pos_ptr"],
 )
 def _candidates_kernel(
     # [n, vocab_size]

@@ -9,9 +9,7 @@ from vidspec_kernels.dispatch import Impl, check_vector, launcher, use_triton
 from vidspec_kernels.sampling import BLOCK, Noise, SampleScratch, check_logits, noised_scores, scores_reference
 
 
-@triton.jit(
-    do_not_specialize=["salt"], do_not_specialize_on_alignment=["logits_ptr", "temperature_ptr", "seeds_ptr", "pos_ptr"]
-)
+@triton.jit(do_not_specialize=["salt"], do_not_specialize_on_alignment=["temperature_ptr", "seeds_ptr", "pos_ptr"])
 def _draw_kernel(
     # [n, vocab_size]
     logits_ptr,

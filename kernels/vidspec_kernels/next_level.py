@@ -136,7 +136,7 @@ def next_level(
 
     Args:
         step: The step, as `begin_step` left it.
-        out: Written; with input_ids and masks for trees, without for chains.
+        out: Written; trees need its input_ids and masks, which chains leave alone.
         fed: In and out, int64 [max_reqs + 1]: bit j - 1 of a request is set for node j. `step.rows` is max_reqs where
             there is padding.
         nodes: int64 [size, F], tree node fed at each place, at most once a step, unit stride in its rows; 0 = no node
@@ -156,7 +156,9 @@ def next_level(
     device, width = step.device, 1
     check_vector("fed", fed, torch.int64, device, 1)
     assert size <= step.max_batch and size <= out.seq_lens.shape[0], f"size {size}"
-    assert (nodes is None) == (tokens is None) == (ancestors is None) == (out.masks is None), "nodes: chains or trees"
+    is_tree = nodes is not None
+    assert (tokens is not None) == (ancestors is not None) == is_tree, "nodes, tokens, ancestors: all or none"
+    assert out.masks is not None or not is_tree, "out: buffers of chains"
     if nodes is not None and tokens is not None and ancestors is not None and out.masks is not None:
         width = nodes.shape[1]
         for name, tensor in (("nodes", nodes), ("tokens", tokens), ("ancestors", ancestors)):
