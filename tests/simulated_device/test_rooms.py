@@ -14,6 +14,7 @@ from tests.kernels import (
     accept_requests,
     test_guidance_scores,
     test_kv_compact,
+    test_loosen,
     test_uv_scores,
     test_visual_relevance,
 )
@@ -30,7 +31,9 @@ from vidspec_kernels import (
     begin_step,
     guidance_scores,
     kv_compact,
+    loosen,
     next_level,
+    random_scores,
     uv_text_sum,
     uv_video_scores,
     visual_relevance,
@@ -39,7 +42,7 @@ from vidspec_kernels.tree_plan import confidence
 from vllm_vidspec.drafting import StaticTree, candidates, topology_tables
 from vllm_vidspec.drafting.tree import DraftTree
 from vllm_vidspec.pruning import PruneInputs, TokenGrid, get_pruner, pruner_names
-from vllm_vidspec.scoring import normalized_entropy, random_scores
+from vllm_vidspec.scoring import normalized_entropy
 
 CPU = torch.device("cpu")
 quick = settings(max_examples=15, deadline=None)
@@ -90,6 +93,12 @@ def test_acceptance(seed):
     for mode in itertools.product((False, True), repeat=2):
         requests = accept_requests.random_requests(9, 8, *mode, seed=seed)
         same_on_both(accept, **accept_requests.pack(requests, 8, CPU, *mode))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_looseness(seed):
+    for in_trees, is_measured in itertools.product((False, True), repeat=2):
+        same_on_both(loosen, **test_loosen.make_inputs(CPU, in_trees, is_measured, seed), impl="torch")
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -41,6 +41,9 @@ def prepare(runner: Any) -> None:
     warm_up.warm_accept(
         num_drafts, runner.max_num_reqs, in_trees, parts.rules is not None, runner.counters.counts_requests
     )
+    if parts.rules is not None:
+        is_measured = parts.visual is not None
+        warm_up.warm_loosen(num_drafts, parts.rules.protected, torch.float32, in_trees, is_measured)
     if in_trees:
         _prepare_attention(parts.trees.attention, block_table, runner.vllm_config, num_drafts + 1)
         warm_up.warm_kv_compact(parts.trees.caches, block_table, num_drafts)
