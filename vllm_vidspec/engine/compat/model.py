@@ -33,9 +33,9 @@ class _RowSums:
         wrap(backend, "flash_attn_varlen_func", self._call, "q", "max_seqlen_q", "return_softmax_lse", "fa_version")
 
     def _call(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        is_asked = self._heard is not None and not kwargs.get("return_softmax_lse")
+        has_own = kwargs.get("return_softmax_lse") or kwargs.get("fa_version") not in (2, 3)
         # Of single rows version 2 folds heads into rows, and the sums come back in an order of their own.
-        if not is_asked or kwargs.get("fa_version") not in (2, 3) or kwargs.get("max_seqlen_q", 1) <= 1:
+        if self._heard is None or has_own or kwargs.get("max_seqlen_q", 1) <= 1:
             return original(*args, **kwargs)
         out, lse = original(*args, **kwargs, return_softmax_lse=True)
         self._heard.append(lse)
@@ -44,7 +44,8 @@ class _RowSums:
     @contextlib.contextmanager
     def heard(self) -> Iterator[list[torch.Tensor]]:
         """Listen to the calls made meanwhile: yields the list that their `[num_heads, num_rows]` sums go to."""
-        self._heard = heard = []
+        heard: list[torch.Tensor] = []
+        self._heard = heard
         try:
             yield heard
         finally:
