@@ -46,6 +46,8 @@ _COUNTERS = {
     "draft_depth": "Depth of the drafts verified: what could stand at most.",
     "draft_steps": "Batches drafted for.",
     "draft_forwards": "Forwards of the draft model in them.",
+    "draft_eager_steps": "Batches drafted for without CUDA graphs though the target has them: too large for any graph.",
+    "undrafted_steps": "Batches that were too large for drafts to pay.",
     "prompts": "Prompts that the draft has prefilled.",
     "text_tokens": "Text tokens of the prompts that the draft has prefilled.",
     "draft_encoder_hits": "Images and videos that the draft's tower had looked at.",
@@ -102,7 +104,7 @@ _SLOT = {name: slot for slot, name in enumerate(NAMES)}
 _NUM_REQUESTS = 4096
 
 _MAGIC = int.from_bytes(b"vidspec\0", "little")
-_VERSION = 6
+_VERSION = 7
 _HEADER = 8  # int64 words: magic, version, number of slots, sequence, four spare
 _SEQUENCE = 3  # odd while a writer is between values that belong together
 _NUM_TRIES = 50  # of a reader that meets such a writer; one that died there must not keep it

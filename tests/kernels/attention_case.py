@@ -1,21 +1,26 @@
 """Inputs of `tree_attention`, and a float64 loop over entries that says what it must write."""
 
+import dataclasses
 import importlib
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 
 from tests.kernels.caches import make_cache
-from vidspec_kernels import tree_attention
+from vidspec_kernels import TreeAttentionScratch, tree_attention
+from vidspec_kernels.dispatch import DeviceLimits
 
 # The package exports a function of the module's name.
 module = importlib.import_module("vidspec_kernels.tree_attention")
+reference = importlib.import_module("vidspec_kernels.tree_attention_reference")
 
 IMPLS = ["triton", "torch"]
 NAN, INF = float("nan"), float("inf")
 SENTINEL = 3.0
 # Entries of one tile under the interpreter at these sizes, see test_sizes_of_the_prefix.
 BLOCK = 64
+LIMITS = DeviceLimits(132, 228 * 1024, 227 * 1024, 90)
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
@@ -114,7 +119,6 @@ class Case:
             "masks": self.words,
             "scale": self.scale,
             "max_queries": self.max_queries,
-            "max_prefix_len": max([0, *prefix_lens]),
         }
 
     def expect(self, nodes=True, prefix=True):
@@ -142,12 +146,24 @@ class Case:
         return out, lse
 
 
+def make_scratch(head_size, device, num_sms=3):
+    """Return scratch for so many multiprocessors, of two programs each or one, in memory that holds anything."""
+    limits = dataclasses.replace(LIMITS, num_sms=num_sms)
+    with mock.patch.object(module, "device_limits", lambda _: limits):
+        scratch = TreeAttentionScratch(head_size, device)
+    for memory in (scratch.part_out, scratch.part_lse):
+        memory.fill_(NAN)
+    return scratch
+
+
 def run(case, impl, attention=tree_attention, **changes):
-    """Return output and LSE of a call on tensors full of sentinels."""
-    arguments = case.arguments() | changes
+    """Return output and LSE of a call on tensors full of sentinels; the scratch is as clean afterwards as before."""
+    scratch = make_scratch(case.query.shape[2], case.device)
+    arguments = case.arguments() | {"scratch": scratch} | changes
     out = torch.full_like(arguments["query"], SENTINEL)
     lse = torch.full(out.shape[1::-1], SENTINEL, device=case.device)
     attention(**({"out": out, "lse": lse} | arguments), impl=impl)
+    assert not arguments["scratch"].arrivals.any()
     return out, lse
 
 

@@ -9,6 +9,7 @@ from tests.kernels.attention_case import (
     BLOCK,
     IMPLS,
     INF,
+    LIMITS,
     MIXED,
     NAN,
     SENTINEL,
@@ -16,7 +17,9 @@ from tests.kernels.attention_case import (
     Request,
     check,
     external_prefix,
+    make_scratch,
     module,
+    reference,
     requests_of,
     run,
 )  # fmt: skip
@@ -24,9 +27,9 @@ from vidspec_kernels import tree_attention
 
 
 @pytest.fixture
-def small_splits(monkeypatch):
-    """Splits of at least one tile, so that prefixes of a few hundred entries have several."""
-    monkeypatch.setattr(module, "_KEYS_PER_SPLIT", BLOCK)
+def small_shares(monkeypatch):
+    """Shares of at least one tile, so that prefixes of a few hundred entries have parts in several programs."""
+    monkeypatch.setattr(module, "_MIN_UNITS", 1)
 
 
 # ---- literal facts -------------------------------------------------------------------------------------------------
@@ -54,10 +57,10 @@ def test_equal_keys_by_hand(device, impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("splits", [False, True])
-def test_nothing_to_attend_to(device, impl, splits, monkeypatch):
-    """Prefix 0 and mask 0: zeros and -inf, beside a request that has a prefix (and so splits)."""
-    monkeypatch.setattr(module, "_KEYS_PER_SPLIT", BLOCK if splits else 10**6)
+@pytest.mark.parametrize("min_units", [1, 10**6])
+def test_nothing_to_attend_to(device, impl, min_units, monkeypatch):
+    """Prefix 0 and mask 0: zeros and -inf, beside a request whose prefix has parts, or whose item has one program."""
+    monkeypatch.setattr(module, "_MIN_UNITS", min_units)
     case = Case(device, [Request(0, [0, 0b10, 0]), Request(200, [0, 1])])
     check(case, impl)
     out, lse = run(case, impl)
@@ -74,7 +77,7 @@ def test_nothing_to_attend_to(device, impl, splits, monkeypatch):
 @pytest.mark.parametrize("poison", [7.0, NAN])
 def test_sizes_of_the_prefix(device, impl, prefix_len, poison):
     """Catches: a missing tail mask, a lost or doubled entry at a block's or a tile's end, an empty prefix's NaN."""
-    assert module._tile(16, 32 * 4, 227 * 1024) == BLOCK
+    assert module.tile_shape(6, 32, True, True, LIMITS).block_keys == BLOCK
     check(Case(device, requests_of((3, prefix_len), (2, 5)), poison=poison), impl)
 
 
@@ -103,10 +106,10 @@ def test_one_query_that_sees_several_nodes(device, impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_requests_of_different_shapes(device, impl, small_splits):
-    """Ragged rows and prefixes in one call, a request without rows among them, bounds larger than needed."""
+def test_requests_of_different_shapes(device, impl, small_shares):
+    """Ragged rows and prefixes in one call, a request without rows among them, a bound larger than needed."""
     check(Case(device, requests_of(*MIXED, (17, 130))), impl)
-    check(Case(device, requests_of(*MIXED), spare_queries=2, poison=NAN), impl, max_prefix_len=300)
+    check(Case(device, requests_of(*MIXED), spare_queries=2, poison=NAN), impl)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -128,7 +131,7 @@ def test_head_and_block_sizes(device, impl, head_size, block_size, layout):
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(("dtype", "layout"), [(torch.float16, "cpu"), (torch.bfloat16, "flash")])
-def test_half_precision(device, impl, dtype, layout, small_splits):
+def test_half_precision(device, impl, dtype, layout, small_shares):
     """Catches: softmax, sums or partial results in the inputs' dtype.
 
     Seen to fail: partial results rounded to bfloat16.
@@ -145,24 +148,16 @@ def test_mixed_dtypes(device, impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("num_splits", [2, 3, 16, 17])
-def test_splits(device, impl, num_splits, monkeypatch):
-    """Splits of several tiles, of one, and empty ones; more of them than the merge takes at once.
+@pytest.mark.parametrize("num_sms", [1, 2, 5, 12])
+def test_shares(device, impl, num_sms, monkeypatch):
+    """Items in one program or up to 20, whose parts one program merges or several do before it.
 
-    Seen to fail: parts weighted equally; a split that starts a tile late; the nodes in every split.
+    Seen to fail: parts weighted equally; a share that starts a tile late; the nodes in every part; a merge of a merge
+    that takes the parts one by one.
     """
-    monkeypatch.setattr(module, "_num_splits", lambda *_: num_splits)
-    assert module._MERGE_SPLITS == 16
-    check(Case(device, requests_of((3, 400), (2, 65), (1, 0)), num_heads=2, num_kv_heads=1), impl)
-
-
-def test_number_of_splits():
-    """Catches: splits where the batch fills the GPU already, too few for a single request, more than there are keys."""
-    assert module._num_splits(12, 1, 264) == 1
-    assert module._num_splits(264, 100, 264) == 1
-    assert module._num_splits(2640, 100, 264) == 1
-    assert 19 <= module._num_splits(12, 100, 264) <= 22
-    assert module._num_splits(4, 10, 264) in (9, 10)
+    monkeypatch.setattr(module, "_MIN_UNITS", 1)
+    case = Case(device, requests_of((3, 19 * BLOCK), (2, 65), (0, 70), (1, 0)), num_heads=2, num_kv_heads=1)
+    check(case, impl, scratch=make_scratch(32, device, num_sms))
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -172,7 +167,7 @@ def test_strips_of_the_reference(device, impl, monkeypatch):
     Seen to fail: every strip with the first one's blocks, or with the first one's masks.
     """
     for entries in (1, 2 * 4 * 9 * 160):
-        monkeypatch.setattr(module, "_STRIP_ENTRIES", entries)
+        monkeypatch.setattr(reference, "_STRIP_ENTRIES", entries)
         check(Case(device, requests_of(*MIXED)), impl)
 
 
@@ -251,7 +246,7 @@ def test_garbage_in_the_table(device, impl, unused_block):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_large_logits(device, impl, small_splits):
+def test_large_logits(device, impl, small_shares):
     """Catches: exp without the row's maximum, in a tile or in the merge (logits of 1e4)."""
     case = Case(device, requests_of((3, 200), (2, 5)))
     case.query *= 3e3
@@ -266,7 +261,7 @@ def test_large_logits(device, impl, small_splits):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_equal_bits_twice(device, impl, small_splits):
+def test_equal_bits_twice(device, impl, small_shares):
     """Catches: atomic adds, or an order of summation that depends on anything but the inputs."""
     case = Case(device, requests_of((9, 300), (3, 70)))
     assert all(torch.equal(a, b) for a, b in zip(run(case, impl), run(case, impl), strict=True))
@@ -293,25 +288,6 @@ def test_dispatch(device, branches, impl):
     assert ran == [automatic if impl == "auto" else impl]
 
 
-def test_merge_runs_for_splits_only(device, monkeypatch):
-    """Catches: partial results and a second launch where one program sees everything; tests of splits that had none."""
-    merges = []
-    kernel = module._merge_splits_kernel
-
-    class Watched:
-        def __getitem__(self, grid):
-            merges.append(grid)
-            return kernel[grid]
-
-    monkeypatch.setattr(module, "_merge_splits_kernel", Watched())
-    case = Case(device, requests_of((3, 300)))
-    run(case, "triton", prefix=external_prefix(case))
-    run(case, "triton", max_prefix_len=module._KEYS_PER_SPLIT)
-    assert merges == []
-    run(case, "triton")
-    assert merges == [(3, 4)]
-
-
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -334,7 +310,7 @@ def test_merge_runs_for_splits_only(device, monkeypatch):
         ("masks", lambda t: t[:, :2]),
         ("masks", lambda t: t.T.contiguous().T),
         ("max_queries", lambda _: -1),
-        ("max_prefix_len", lambda _: -1),
+        ("scratch", lambda s: make_scratch(s.head_size // 2, s.part_out.device)),
         ("out", lambda t: t.half()),
         ("out", lambda t: t[:-1]),
         ("lse", lambda t: t.double()),
@@ -349,6 +325,7 @@ def test_wrapper_refuses(device, name, change):
     query = case.query.to(device)
     lse = torch.zeros(query.shape[1::-1], device=device)
     arguments = case.arguments() | {"out": query.clone(), "lse": lse, "prefix": (query, lse)}
+    arguments["scratch"] = make_scratch(query.shape[2], device)
     arguments[name] = change(arguments[name])
     with pytest.raises(AssertionError, match=name):
         tree_attention(**arguments)

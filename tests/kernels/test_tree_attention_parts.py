@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.kernels.attention_case import (
-    BLOCK,
     IMPLS,
     MIXED,
     NAN,
@@ -17,6 +16,7 @@ from tests.kernels.attention_case import (
     check,
     external_prefix,
     module,
+    reference,
     requests_of,
     run,
 )  # fmt: skip
@@ -74,9 +74,9 @@ def test_parts_add_up(device, impl):
 # ---- mutations -----------------------------------------------------------------------------------------------------
 
 
-def mutant(tmp_path, impl, edits):
-    """Return `tree_attention` of a copy of the module with some text replaced, every occurrence."""
-    source = Path(module.__file__).read_text()
+def mutant(tmp_path, monkeypatch, impl, edits):
+    """Return `tree_attention` with some text of the kernel's or the reference's module replaced, every occurrence."""
+    source = Path((module if impl == "triton" else reference).__file__).read_text()
     for old, new in edits:
         assert old in source, f"the mutation no longer applies: {old}"
         source = source.replace(old, new)
@@ -85,28 +85,31 @@ def mutant(tmp_path, impl, edits):
     spec = importlib.util.spec_from_file_location(path.stem, path)
     changed = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(changed)
-    changed._KEYS_PER_SPLIT = BLOCK
+    if impl == "torch":
+        monkeypatch.setattr(module, "tree_attention_reference", changed.tree_attention_reference)
+        return module.tree_attention
+    changed._MIN_UNITS = 1
     return changed.tree_attention
 
 
 MUTATIONS = {
     "nothing changed": {"triton": [], "torch": []},
     "a sibling's bit leaks into the mask": {
-        "triton": [("(bits[:, None] >> node[None, :]) & 1", "(bits[:, None] >> node[None, :]) & 3")],
+        "triton": [("(word[:, None] >> node[None, :]) & 1", "(word[:, None] >> node[None, :]) & 3")],
         "torch": [("& _BITS[:num_nodes].to(rows.device)", "& (_BITS | _BITS << 1)[:num_nodes].to(rows.device)")],
     },
     "a prefix one entry short": {
-        "triton": [("tl.minimum(prefix_len, max_entries)", "tl.minimum(prefix_len - 1, max_entries)")],
+        "triton": [("entry_mask = entries < num_keys", "entry_mask = entries < num_keys - 1")],
         "torch": [("entry < prefix_end", "entry < prefix_end - 1")],
     },
     "a prefix one entry long": {
-        "triton": [("tl.minimum(prefix_len, max_entries)", "tl.minimum(prefix_len + 1, max_entries)")],
-        "torch": [("prefix_lens[:num_reqs, None].to(torch.int64)", "prefix_lens[:num_reqs, None].to(torch.int64) + 1")],
+        "triton": [("entry_mask = entries < num_keys", "entry_mask = entries < num_keys + 1")],
+        "torch": [("valid[:, 0])[:, None].to(torch.int64)", "valid[:, 0])[:, None].to(torch.int64) + 1")],
     },
     "parts averaged, not weighted by their LSE": {
         "triton": [
-            ("weights = tl.exp2(part_lse - shift)", "weights = tl.where(split_mask, 1.0, 0.0)"),
-            ("correction = tl.exp2(top - shift)", "correction = 1.0"),
+            ("weights = tl.exp2(part_lse - shift)", "weights = tl.where(part_lse == float('-inf'), 0.0, 1.0)"),
+            ("correction = tl.exp2(top - shift)", "correction = tl.full([MERGE_ROWS], 1.0, tl.float32)"),
             ('row_max = tl.where(row_max == float("inf"), float("-inf"), row_max)', "row_max = tl.zeros_like(row_max)"),
         ],
         "torch": [("return out * weight + prefix_out * prefix_weight", "return out * 0.5 + prefix_out * 0.5")],
@@ -114,7 +117,7 @@ MUTATIONS = {
     "heads of a group spread over the KV heads": {
         "triton": [
             ("first_head = kv_head * GROUP", "first_head = kv_head"),
-            ("head = row % GROUP", "head = row % GROUP * (num_heads // GROUP)"),
+            ("head = row % GROUP", "head = row % GROUP * 2"),
         ],
         "torch": [(
             "view(num_reqs, max_queries, num_kv_heads, -1, head_size).permute(0, 2, 3, 1, 4)",
@@ -126,23 +129,22 @@ MUTATIONS = {
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_mutations_are_caught(device, impl, mutation, tmp_path):
+def test_mutations_are_caught(device, impl, mutation, tmp_path, monkeypatch):
     """`check`, which every test above rests on, fails for each of these changes of kernel and reference, and only then.
 
     The module's source is changed and run: a sibling's bit leaking into the mask (shift & 3), a prefix off by one
     (either way), an LSE merge without weights (a plain average of splits, and of external prefix and nodes), heads of a
     GQA group taken with a stride (head h on KV head h % num_kv_heads).
     """
-    attention = mutant(tmp_path, impl, MUTATIONS[mutation][impl])
+    attention = mutant(tmp_path, monkeypatch, impl, MUTATIONS[mutation][impl])
     case = Case(device, requests_of((5, 150), (6, 20)), num_heads=6, num_kv_heads=2, poison=1.0)
-    # A bound with room: a longer prefix must give a wrong result, no index out of range.
-    whole, external = {"max_prefix_len": 160}, {"prefix": external_prefix(case)}
+    external: dict = {"prefix": external_prefix(case)}
     if mutation == "nothing changed":
-        check(case, impl, attention, **whole)
+        check(case, impl, attention)
         check(case, impl, attention, **external)
         return
-    # Only the kernel merges splits; both merge an external prefix.
-    merges = [external] if impl == "torch" else [whole, external]
-    for changes in merges if "LSE" in mutation else [whole]:
+    # Only the kernel merges parts; both merge an external prefix.
+    merges = [external] if impl == "torch" else [{}, external]
+    for changes in merges if "LSE" in mutation else [{}]:
         with pytest.raises(AssertionError, match="Tensor-likes are not close"):
             check(case, impl, attention, **changes)

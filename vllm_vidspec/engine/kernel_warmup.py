@@ -13,7 +13,6 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 
 from vidspec_kernels import warm_up
-from vllm_vidspec.drafting.adaptive import AdaptiveTree
 from vllm_vidspec.engine.draft.drafter import Drafter
 from vllm_vidspec.engine.kv_views import distinct_views
 from vllm_vidspec.engine.listen.attention import AttentionGuidance
@@ -39,10 +38,13 @@ def prepare(runner: Any) -> None:
     """Call what prepares each kernel, for the parts that this runner has."""
     config, num_drafts, parts = runner.knobs.now, runner.num_speculative_steps, runner.parts
     in_trees, block_table = parts.trees is not None, runner.block_tables.input_block_tables[0]
-    warm_up.warm_accept(num_drafts, runner.max_num_reqs, in_trees, is_loose=parts.rules is not None)
+    warm_up.warm_accept(
+        num_drafts, runner.max_num_reqs, in_trees, parts.rules is not None, runner.counters.counts_requests
+    )
     if in_trees:
         _prepare_attention(parts.trees.attention, block_table, runner.vllm_config, num_drafts + 1)
         warm_up.warm_kv_compact(parts.trees.caches, block_table, num_drafts)
+        warm_up.warm_place_trees(*parts.trees.placing(runner.input_buffers.positions, runner.model_state))
     if isinstance(parts.guidance, AttentionGuidance):
         heads = [(keys, num_heads) for keys, _, num_heads in distinct_views(parts.guidance.attention.values())]
         warm_up.warm_guidance_scores(heads, block_table, runner.dtype)
@@ -57,18 +59,12 @@ def prepare(runner: Any) -> None:
 def _prepare_drafter(drafter: Drafter, runner: Any) -> None:
     """Prepare the draft's own launches."""
     kv, trees = drafter.kv, drafter.trees
-    width = 0 if trees is None else trees.policy.max_frontier  # of a level, 0 for chains
-    levels = [(0, drafter.roots.inputs)] + ([] if trees is None else [(width, trees.inputs)])
-    for level_width, inputs in levels:
-        lens = inputs.seq_lens  # any vectors of their kinds
-        warm_up.warm_step(
-            level_width, rows=inputs.logical_pos[:1], num_slots=lens, num_tokens=lens, level=1, **inputs.fixed
-        )
+    drafter.warm_up()
     if trees is None:
         return
-    if isinstance(trees.policy, AdaptiveTree):
-        warm_up.warm_tree_grow(trees.policy._growth, width)
-    _prepare_attention(trees.attention, kv.block_tables, drafter.model.config, width)
+    trees.policy.warm_up(trees.fills)
+    assert drafter.attention is not None
+    _prepare_attention(drafter.attention, kv.block_tables, drafter.model.config, trees.policy.max_frontier)
     assert kv.caches is not None
     warm_up.warm_kv_compact(kv.caches, kv.block_tables, runner.num_speculative_steps)
 
@@ -77,6 +73,6 @@ def _prepare_attention(
     attention: TreeAttention, block_table: torch.Tensor, config: VllmConfig, max_queries: int
 ) -> None:
     """Prepare the tree attention of a model's layers."""
-    model = config.model_config
+    dtype = config.model_config.dtype
     for keys, values, num_heads in distinct_views(attention.layers):
-        warm_up.warm_tree_attention(keys, values, block_table, num_heads, model.dtype, max_queries, model.max_model_len)
+        warm_up.warm_tree_attention(keys, values, block_table, num_heads, dtype, max_queries, attention.scratch)

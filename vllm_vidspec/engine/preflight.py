@@ -69,8 +69,8 @@ def translate(args: Any) -> VidSpecConfig | None:
         "model": draft,
         "num_speculative_tokens": config.num_speculative_tokens,
     }
-    if config.draft_shape == "auto":
-        args.speculative_config["num_speculative_tokens_per_batch_size"] = _schedule(args, config, passed)
+    if config.changes_with_load:
+        args.speculative_config["num_speculative_tokens_per_batch_size"] = _schedule(args, config)
     args.additional_config = {**(args.additional_config or {}), METHOD: config.model_dump()}
     args.worker_cls = _WORKERS[current_platform.is_cpu()]
     return config
@@ -89,7 +89,6 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
     check = functools.partial(choose, knobs=config.score)  # pickled for the workers
     api.mark_as_ours(vllm_config.speculative_config, check)
     api.hear_request_choices(PREFIX, CALLS_TOOLS, check)
-    keep_attention_out_of_graphs(vllm_config, config)
     server_counters.publish(vllm_config)
     logger.info("vidspec is active: %s", config.summary())
 
@@ -124,6 +123,8 @@ def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
             yield "--enable-batch-sharded-sampling shows a rank its own requests only: draft chains, not trees"
         if vllm_config.kv_transfer_config is not None:
             yield "KV connectors may take a tree's entries before they are in order: draft chains, not trees"
+        if vllm_config.parallel_config.use_ubatching:
+            yield "--enable-dbo cuts a batch in two, and trees are known by their row in the whole: draft chains"
     if config.score.scorers != {"strict"}:
         if is_sharded:
             yield "--enable-batch-sharded-sampling shows a rank its own requests only: use the strict scorer"
@@ -231,32 +232,19 @@ def _warn(vllm_config: Any, config: VidSpecConfig) -> None:
             draft_len,
             target_len,
         )
+    if not any(row.plan.num_tokens for row in config.plans):
+        logger.warning("vidspec: nothing is ever drafted: the plan of every batch size has 0 tokens")
     if lossy := ", ".join(sorted(config.score.scorers - {"strict"})):
         logger.warning("vidspec: requests may be verified by %s: their output can differ from the target's", lossy)
 
 
-def keep_attention_out_of_graphs(vllm_config: Any, config: VidSpecConfig) -> None:
-    """Let attention run between captured pieces where drafts can be trees.
-
-    Why: a whole captured forward would replay the masks of its capture.
-    """
-    from vllm.config import CUDAGraphMode
-
-    mode = vllm_config.compilation_config.cudagraph_mode
-    if config.shapes - {"chain"} and mode.has_full_cudagraphs():
-        # A model that was not to be captured in pieces has not been split for it either.
-        pieces = CUDAGraphMode.PIECEWISE if mode.has_piecewise_cudagraphs() else CUDAGraphMode.NONE
-        logger.info("vidspec: drafts are trees, so cudagraph_mode is %s, not %s", pieces.name, mode.name)
-        vllm_config.compilation_config.cudagraph_mode = pieces
-
-
-def _schedule(args: Any, config: VidSpecConfig, passed: dict[str, Any]) -> list[tuple[int, int, int]]:
-    """Return vLLM's own schedule of tokens per batch size, so that it verifies as many as the table's shapes have."""
-    if passed.get("num_speculative_tokens_per_batch_size"):
-        raise VidSpecError("num_speculative_tokens_per_batch_size and draft auto: the draft_table sets both, drop one")
+def _schedule(args: Any, config: VidSpecConfig) -> list[tuple[int, int, int]]:
+    """Return vLLM's own schedule of tokens per batch size: the plans', so that the scheduler and the draft agree."""
     if args.data_parallel_size > 1:
-        raise VidSpecError("draft auto changes the number of tokens by batch size, which data parallelism cannot")
-    return [(first, last, num_tokens) for first, last, _, num_tokens in config.draft_table or ()]
+        raise VidSpecError(
+            "the number of tokens cannot change with the batch size under data parallelism: name a shape"
+        )
+    return [(row.first, row.last, row.plan.num_tokens) for row in config.plans]
 
 
 def _requested(args: Any) -> dict[str, Any] | None:

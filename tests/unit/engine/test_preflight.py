@@ -109,7 +109,7 @@ def finished(**changed) -> SimpleNamespace:
     """Return what we read of a finished `VllmConfig`, which nothing in it forbids but what is changed."""
     absent = (
         *("lora_config", "watermark_config", "multimodal_config", "kv_transfer_config", "is_encoder_decoder"),
-        *("is_hybrid", "enable_batch_sharded_sampling", "skip_tokenizer_init"),
+        *("is_hybrid", "enable_batch_sharded_sampling", "skip_tokenizer_init", "use_ubatching"),
     )
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 2048, "offload_group_size": 0}
     runs = {"offload_backend": "auto", "use_v2_model_runner": True}
@@ -145,6 +145,7 @@ SHARDED = {"enable_batch_sharded_sampling": True}
         ({}, {"watermark_config": True}, "watermarking is not supported"),
         (TREE, SHARDED, "--enable-batch-sharded-sampling shows a rank its own requests only: draft chains"),
         (TREE, {"kv_transfer_config": True}, "KV connectors may take a tree's entries"),
+        (TREE, {"use_ubatching": True}, "--enable-dbo cuts a batch in two"),
         ({}, {"offload_backend": "prefetch", "offload_group_size": 2}, "--offload-backend prefetch holds one model"),
         ({}, {"offload_group_size": 2}, "--offload-backend prefetch holds one model"),
         ({}, NARROW, "drafting takes two tokens of every request: .* 300 .* 151;"),
@@ -162,30 +163,23 @@ def test_targets_and_engines_that_drafts_cannot_live_in(knobs, changed, message)
         assert not refused(finished(**changed))
 
 
-def test_auto_becomes_vllms_own_schedule():
-    """Catches: a scheduler that plans another number of drafts than the shape has; two owners of one schedule."""
-    table = [[1, 2, "tree-static", 25], [3, 16, "chain", 4]]
-    spec = {"draft": "auto", "draft_table": table, "num_speculative_tokens": 25}
+@pytest.mark.parametrize(
+    ("more", "schedule"),
+    [
+        ({}, [(1, 2, 25), (3, 16, 4), (17, 32, 0)]),
+        ({"num_speculative_tokens_per_batch_size": [[1, 8, 3]]}, [(1, 2, 3), (3, 16, 3), (17, 32, 0)]),
+        ({"draft": "chain", "num_speculative_tokens_per_batch_size": [[1, 8, 3], [20, 30, 0]]},
+         [(1, 19, 3), (20, 30, 0)]),
+    ],
+)  # fmt: skip
+def test_what_is_drafted_by_load_becomes_vllms_own_schedule(more, schedule):
+    """Catches: a scheduler that plans another number of drafts than the draft makes; two owners of one schedule."""
+    table = [[1, 2, "tree-static", 25], [3, 16, "chain", 4], [17, 32, "none", 0]]
+    spec = {"draft": "auto", "draft_table": table, "num_speculative_tokens": 25} | more
     args = engine_args(spec=spec)
     preflight.translate(args)
-    assert args.speculative_config["num_speculative_tokens_per_batch_size"] == [(1, 2, 25), (3, 16, 4)]
-    assert "drop one" in refusal(spec=spec | {"num_speculative_tokens_per_batch_size": [(1, 4, 3)]})
-    assert "data parallelism cannot" in refusal(spec=spec, data_parallel_size=2)
-
-
-def test_trees_keep_attention_out_of_captured_graphs():
-    """Catches: a captured forward that replays the masks of its capture."""
-    from vllm.config import CUDAGraphMode
-
-    for shape, given, expected in (
-        ("chain", "FULL_AND_PIECEWISE", "FULL_AND_PIECEWISE"),
-        ("tree-static", "FULL_AND_PIECEWISE", "PIECEWISE"),
-        ("tree-static", "FULL", "NONE"),
-        ("tree-static", "NONE", "NONE"),
-    ):
-        engine = finished(cudagraph_mode=CUDAGraphMode[given])
-        preflight.keep_attention_out_of_graphs(engine, make_knobs(draft=shape, num_speculative_tokens=25).now)
-        assert engine.cudagraph_mode.name == expected, (shape, given)
+    assert args.speculative_config["num_speculative_tokens_per_batch_size"] == schedule
+    assert "under data parallelism" in refusal(spec=spec, data_parallel_size=2)
 
 
 def test_fp8_states_need_a_gpu_that_converts_them(monkeypatch):
