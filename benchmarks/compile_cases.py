@@ -66,12 +66,14 @@ def relevance(
     )  # fmt: skip
 
 
-def guide(shape: tuple[int, int, int], num_queries: int, context: int, dtype: torch.dtype = BF16) -> None:
+def guide(
+    shape: tuple[int, int, int], num_queries: int, context: int, dtype: torch.dtype = BF16, lse: bool = False
+) -> None:
     num_heads, num_kv_heads, head_size = shape
     kernels.guidance_scores(
         floats(num_queries, num_heads, head_size, dtype=dtype), cache_views(num_kv_heads, head_size, dtype)[0],
         i32(1, -(-context // BLOCK_SIZE)), i32(2), i32(num_queries), floats(1, context), i64(1), i32(1),
-        head_size**-0.5,
+        head_size**-0.5, lse=floats(num_heads, num_queries).T if lse else None,
     )  # fmt: skip
 
 
@@ -177,6 +179,7 @@ def cases() -> tuple[Case, ...]:
     add("visual_relevance", "3584 Q65 100k fp8", relevance, 3584, 65, 100_000, FP8, not_on=(80,))
     for name in ("28/4", "14/2 d64"):
         add("guidance_scores", f"{name} nq32 25k", guide, MODELS[name], 32, 25_000)
+        add("guidance_scores", f"{name} nq32 25k, LSE given", guide, MODELS[name], 32, 25_000, lse=True)
     add("guidance_scores", "10/2 d80 nq32 1k fp16", guide, (10, 2, 80), 32, 1_000, FP16)
     add("guidance_scores", "14/2 d64 nq32 1k fp32", guide, (14, 2, 64), 32, 1_000, FP32)
     for num_drafts, in_trees, is_loose in itertools.product((10, 25, 64), (False, True), (False, True)):

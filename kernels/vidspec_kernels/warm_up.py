@@ -236,14 +236,18 @@ def finish_once(growth: TreeGrowBuffers, adopts: bool, fills: bool) -> None:
 
 
 def warm_guidance_scores(layers: Iterable[tuple[Tensor, int]], block_table: Tensor, dtype: torch.dtype) -> None:
-    """Prepare `guidance_scores` for layers given by their keys and their number of query heads."""
+    """Prepare `guidance_scores` for layers given by their keys and their number of query heads.
+
+    With the layer's own log-sum-exps and without: a backend may tell them in one step and not in another.
+    """
     columns = block_table.shape[1]
     for keys, num_heads in layers:
         query = floats(1, num_heads, keys.shape[3], dtype=dtype)
-        guidance_scores(
-            query, as_meta(keys), i32(1, columns), i32(2), i32(1), floats(1, 1), i64(1), i32(1), 1.0,
-            max_queries_per_req=1,
-        )  # fmt: skip
+        for lse in (None, floats(num_heads, 1).T):
+            guidance_scores(
+                query, as_meta(keys), i32(1, columns), i32(2), i32(1), floats(1, 1), i64(1), i32(1), 1.0, lse=lse,
+                max_queries_per_req=1,
+            )  # fmt: skip
 
 
 def warm_visual_relevance(

@@ -106,7 +106,7 @@ def step(rng: random.Random) -> None:
     kernels.guidance_scores(
         floats(rows, HEADS, HEAD_SIZE, dtype=BF16), KEYS, i32(listening, TABLE.shape[1]), i32(listening + 1),
         i32(rows), floats(listening, context), i64(listening), i32(listening), 0.1,
-        max_queries_per_req=rng.randint(1, rows),
+        lse=rng.choice((None, floats(HEADS, rows).T)), max_queries_per_req=rng.randint(1, rows),
     )  # fmt: skip
     kernels.visual_relevance(
         floats(rows, HIDDEN, dtype=BF16), tokens[2], vectors[0], *STORE, TOP_N, NUM_DRAFTS + 1, rng.randint(1, 800)
