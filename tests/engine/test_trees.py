@@ -1,6 +1,5 @@
 """Trees: branches behind decoys, planted bugs, and shapes that change while requests run."""
 
-import dataclasses
 from unittest import mock
 
 import pytest
@@ -8,10 +7,10 @@ import torch
 
 from tests.engine import harness
 from tests.engine.conftest import SCENARIOS
+from tests.engine.full_graphs import captured
 from tests.engine.harness import LLAVA, QWEN, assert_all_stands, assert_begins, token_ids
-from tests.engine.seams import TargetTrees, tree_drafter
+from tests.engine.seams import CoupledSampler, TargetTrees
 from vllm_vidspec import metrics
-from vllm_vidspec.scoring import Scored
 from vllm_vidspec.scoring import rules as scorers
 
 pytestmark = pytest.mark.engine
@@ -33,13 +32,15 @@ def decoys(reference):
 
 def check_decoys(engine, reference) -> None:
     """Every step accepts the three tokens behind the decoys; the output is vanilla's, greedy and sampled."""
-    original = tree_drafter.candidates
+    original = CoupledSampler.candidates_into
 
-    def decoy_first(*arguments):
-        return tuple(ranked.flip(1) for ranked in original(*arguments))
+    def decoy_first(self, *args, log_probs, ids, **kwargs):
+        original(self, *args, log_probs=log_probs, ids=ids, **kwargs)
+        for ranked in (log_probs, ids):
+            ranked.copy_(ranked.flip(1))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_drafter, "candidates", decoy_first)
+        patch.setattr(CoupledSampler, "candidates_into", decoy_first)
         for scenario in ("videos", "sampled"):
             outputs, counted = engine.measured(SCENARIOS[scenario](engine.family))
             assert token_ids(outputs) == token_ids(reference(engine.family, scenario))
@@ -51,32 +52,43 @@ def test_branches_behind_decoys_are_accepted(decoys, reference):
     check_decoys(decoys, reference)
 
 
+def test_whole_forwards_are_captured(decoys, reference):
+    """Grids of trees replay what was captured at other batches, padding and all, and the output is vanilla's.
+
+    Catches: a mask, a position or a prefix that is not where the capture found it; a host number of the capture.
+    """
+    with captured(decoys.runner, [1, 3, 8]) as replayed:
+        check_decoys(decoys, reference)
+    assert any(padded > real for padded, real in replayed) and any(padded == real for padded, real in replayed)
+    assert replayed.total() > 10
+
+
 def no_depth_positions(patch) -> None:
     """Nodes keep the position of their slot."""
-    original = TargetTrees._find
+    original = TargetTrees._place
 
-    def by_slot(self, batch, chosen):
-        step = original(self, batch, chosen)
-        return dataclasses.replace(step, depths=torch.arange(step.depths.shape[1]).expand_as(step.depths))
+    def by_slot(self, batch, positions, out=None):
+        before = positions.clone()
+        original(self, batch, positions, out)
+        (positions if out is None else out).copy_(before)
 
-    patch.setattr(TargetTrees, "_find", by_slot)
+    patch.setattr(TargetTrees, "_place", by_slot)
 
 
 def no_compaction(patch) -> None:
     """The accepted path's KV stays where the nodes were."""
-    patch.setattr(TargetTrees, "compact", lambda self, num_accepted: None)
+    patch.setattr(TargetTrees, "compact", lambda self: None)
 
 
 def leaking_sibling(patch) -> None:
     """Every node also attends to the node before it."""
-    original = TargetTrees._find
+    original = TargetTrees._place
 
-    def leaking(self, batch, chosen):
-        step = original(self, batch, chosen)
-        step.attention.masks.bitwise_or_(step.attention.masks.roll(1, dims=1))
-        return step
+    def leaking(self, *arguments):
+        original(self, *arguments)
+        self.places.masks.bitwise_or_(self.places.masks.roll(1, dims=1))
 
-    patch.setattr(TargetTrees, "_find", leaking)
+    patch.setattr(TargetTrees, "_place", leaking)
 
 
 def wrong_branch(patch) -> None:
@@ -84,9 +96,9 @@ def wrong_branch(patch) -> None:
     original = scorers.accept
 
     def first_branch(*args):
-        scored = Scored(*original(*args))
-        in_order = torch.arange(scored.path.shape[1], dtype=torch.int32)
-        return scored.sampled, scored.num_sampled, in_order.expand_as(scored.path), None
+        results, tally = original(*args), args[-1]
+        tally.path[tally.rows] = torch.arange(tally.path.shape[1], dtype=torch.int32)
+        return results
 
     patch.setattr(scorers, "accept", first_branch)
 
@@ -116,13 +128,13 @@ def untruncated(patch) -> None:
     """The verifier takes every tree for whole: its last nodes' rows belong to the next request."""
     original = scorers.accept
 
-    def whole(target_tokens, draft_tokens, cu_num_logits, max_drafts, trees, _looseness):
+    def whole(target_tokens, draft_tokens, cu_num_logits, max_drafts, trees, _looseness, tally):
         pad = torch.zeros(max_drafts + 1, dtype=torch.int64)
         starts = cu_num_logits[:-1]
-        targets, drafts = torch.cat((target_tokens, pad)), torch.cat((draft_tokens, pad))
+        targets, drafts = torch.cat((target_tokens, pad)), torch.cat((draft_tokens, pad.int()))
         rows = (starts[:, None] + torch.arange(max_drafts + 1)).flatten()
         bounds = torch.arange(len(starts) + 1, dtype=torch.int32) * (max_drafts + 1)
-        return original(targets[rows], drafts[rows], bounds, max_drafts, trees)
+        return original(targets[rows], drafts[rows], bounds, max_drafts, trees, None, tally)
 
     patch.setattr(scorers, "accept", whole)
 

@@ -26,7 +26,10 @@ def test_imports_neither_vllm_nor_the_plugins_engine():
 # The sizes of each kernel's cases, and what is measured beside ours, or says why it does not run here.
 BENCHMARKS = {
     "accept": (["num_reqs=1,5"], []),
-    "step": (["num_reqs=1,5"], []),
+    "begin_step": (["num_reqs=1,5"], []),
+    "next_level": (["num_reqs=1,5"], []),
+    "draw": (["num_reqs=1,3", "vocab_size=300"], []),
+    "candidates": (["num_reqs=1,3", "vocab_size=300"], []),
     "kv_compact": (["num_reqs=1,5"], []),
     "tree_grow": (["num_reqs=1,5"], []),
     "tree_attention": (

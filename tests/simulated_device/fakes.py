@@ -131,10 +131,10 @@ class FakeDraft:
 class FakeAttention:
     """Stands in for `TreeAttention`: one layer whose keys are the cache, and whose values follow them."""
 
-    def __init__(self, layers: Any):
+    def __init__(self, layers: Any, device: torch.device):
         [self._cache] = layers
+        self.layers = [SimpleNamespace(layer_name="layer")]
         self.step: Any = None
-        self.block_table: torch.Tensor
 
     def caches(self) -> CacheList:
         return CacheList([(self._cache[..., :1], self._cache[..., 1:])])
@@ -220,18 +220,21 @@ class GrowLaunch:
 
     def __init__(self, world: Any):
         self._world = world
+        self._on_host: dict[int, Any] = {}  # the same memory by the buffers' id
 
-    def __call__(self, buffers: Any, *tensors: torch.Tensor, num_next: int, **numbers: int) -> tuple:
-        on_host = copy.copy(buffers)
-        on_host.device, on_host.tensors = CPU, sim.to_host(buffers.tensors)
-        on_host._arrays = tuple(tensor.numpy() for tensor in on_host.tensors)
-
-        def grow(*tensors: torch.Tensor) -> tuple:
-            nodes, tokens, log_probs = tree_grow(on_host, *tensors, num_next=num_next, impl="torch", **numbers)
-            more = (0, num_next - nodes.shape[1])
-            pad = torch.nn.functional.pad
-            return pad(nodes, more), pad(tokens, more), pad(log_probs, more, value=-torch.inf)
-
-        grown = self._world.launch(grow)(*tensors)
-        buffers._plan = on_host._plan
-        return grown
+    def __call__(self, buffers: Any, *tensors: torch.Tensor, num_next: int, trims: bool, **numbers: int) -> int:
+        assert not trims
+        if id(buffers) not in self._on_host:
+            host = self._on_host[id(buffers)] = copy.copy(buffers)
+            host.device = CPU
+            for name in ("tree_arrays", "planned_arrays", "rule_arrays", "frontier_arrays", "leftover_arrays"):
+                setattr(host, name, tuple(tensor.numpy() for tensor in sim.to_host(getattr(buffers, name))))
+            host.next_free, host.next_free_array = (
+                sim.to_host(buffers.next_free),
+                sim.to_host(buffers.next_free).numpy(),
+            )
+        host = self._on_host[id(buffers)]
+        self._world.launch(lambda *tensors: tree_grow(host, *tensors, num_next=num_next, impl="torch", **numbers))(
+            *tensors
+        )
+        return num_next

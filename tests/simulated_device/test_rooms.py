@@ -29,8 +29,8 @@ from vidspec_kernels import (
     uv_video_scores,
     visual_relevance,
 )
+from vidspec_kernels.tree_plan import confidence
 from vllm_vidspec.drafting import StaticTree, candidates, topology_tables
-from vllm_vidspec.drafting.adaptive import confidence
 from vllm_vidspec.drafting.tree import DraftTree
 from vllm_vidspec.pruning import PruneInputs, TokenGrid, get_pruner, pruner_names
 from vllm_vidspec.scoring import normalized_entropy, random_scores
@@ -132,16 +132,15 @@ def test_leaves(seed, num_reqs, num_parents, num_candidates):
 
 def test_static_trees_and_chains():
     draft = FakeDraft(1, StaticTree(1, CPU).num_candidates)
-    rows = np.array([2, 0])
 
     def grow(log_probs, tokens):
         policy = StaticTree(3, log_probs.device)
-        num_levels = policy.begin(torch.arange(2, device=log_probs.device), rows, 25)
-        width = 1
-        for level in range(num_levels):
-            frontier = policy.extend(level, log_probs[: 2 * width], tokens[: 2 * width])
-            width = 1 if frontier is None else frontier[0].shape[1]
-        policy.finish(True)
+        rows, told = torch.arange(2, device=log_probs.device), torch.zeros(2, dtype=torch.int32, device=tokens.device)
+        policy.begin(rows, told, 25)
+        for level in range(policy.depth(25)):
+            num = 2 * policy.width(level, 25)
+            policy.extend(level, log_probs[:num], tokens[:num], rows=rows, max_nodes=25)
+        policy.finish(True, rows=rows, max_nodes=25)
         chain = topology_tables(list(range(5)), log_probs.device)
         return policy.tree.tokens, policy.tree.parents, policy.tree.num_nodes, *chain
 

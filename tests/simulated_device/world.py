@@ -34,6 +34,7 @@ from tests.simulated_device.fakes import (
     hashed,
     target_logits,
 )
+from tests.unit.engine import fakes
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.drafting import adaptive
 from vllm_vidspec.engine import parts, speculator
@@ -66,9 +67,6 @@ class World:
     max_num_reqs, vocab_size, model = MAX_REQS, VOCAB, None
     agreement = Agreement(SimpleNamespace(rank_in_group=0, world_size=1))
     kv_cache_config = SimpleNamespace(kv_cache_groups=[None])
-    model_state = SimpleNamespace(
-        prepare_inputs=lambda input_batch, req_states: {}, prepare_dummy_inputs=lambda num_reqs, num_tokens: {}
-    )
 
     def __init__(
         self,
@@ -105,6 +103,7 @@ class World:
         self.speculative_config = SimpleNamespace(
             num_speculative_tokens=self.K, enable_adaptive_verification=False, rejection_sample_method="standard"
         )
+        self.model_state = fakes.model_state()
         self.counters = counters.Counters(self.vllm_config, device, MAX_REQS, self.K, self.requests)
         made = parts.RunnerParts(self)
         self.trees, self.rules, self.verifier, self.listeners = made.trees, made.rules, made.verifier, made.listeners
@@ -177,6 +176,7 @@ class World:
         return SimpleNamespace(
             req_ids=[str(row) for row in rows],
             num_reqs=len(rows),
+            num_reqs_after_padding=len(rows),
             num_tokens=int(starts[-1]),
             idx_mapping=self.put(rows_np.astype(np.int64)),
             idx_mapping_np=rows_np,
@@ -187,6 +187,7 @@ class World:
             is_prefilling_np=np.zeros(len(rows), dtype=bool),
             seq_lens_cpu_upper_bound=torch.from_numpy(before + drafts),
             seq_lens=self.put((before + drafts).astype(np.int32)),
+            query_start_loc=self.put(starts),
             query_start_loc_np=starts,
             positions=self.put(np.repeat(before - 1, counts) + local),
             cu_num_logits=self.put(starts),
@@ -221,11 +222,11 @@ class World:
         positions, step = batch.positions, None
         self.listeners.before_forward(batch)
         if self.trees is not None:
-            positions = self.trees._adjust(positions.repeat(3, 1))[0]
-            step = as_dict(self.trees.attention.step)
+            positions = self.trees._adjust(batch, positions.repeat(3, 1))[0]
         block_table = self.launch(lambda table, rows: table[rows])(self.target_table, batch.idx_mapping)
+        self.model_state.prepare_attn(batch, None, [block_table], None, None, None)
         if self.trees is not None:
-            self.trees.attention.block_table = block_table
+            step = as_dict(self.trees.attention.step)
 
         def run(drafts, last, cache, table, rows, positions, entries, local, seq_lens, step):
             tokens = torch.where(local == 0, last[rows, 0], drafts[rows, (local - 1).clamp(min=0)])
@@ -253,13 +254,13 @@ class World:
             relevance = measure(batch.by_token, batch.positions)
         step.open(batch.cu_num_logits_np, relevance)
         verifier.begin(step)
-        invalid = self.launch(lambda local, tokens: torch.where(local == 0, -1, tokens))
+        invalid = self.launch(lambda local, tokens: torch.where(local == 0, -1, tokens).int())
         _, sampled, num_sampled = verifier._verify(
             logits, None, tokens, batch.positions, batch.cu_num_logits, batch.idx_mapping, rows_np, batch.by_token,
             batch.local, batch.seq_lens_cpu_upper_bound.numpy(), invalid(batch.local, tokens),
         )  # fmt: skip
         if self.trees is not None:
-            self.trees.compact(num_sampled - 1)
+            self.trees.compact()
         return sampled, num_sampled
 
     def _commit(self, batch: SimpleNamespace, sampled: torch.Tensor, num_sampled: torch.Tensor) -> None:

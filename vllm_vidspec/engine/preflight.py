@@ -89,7 +89,6 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
     check = functools.partial(choose, knobs=config.score)  # pickled for the workers
     api.mark_as_ours(vllm_config.speculative_config, check)
     api.hear_request_choices(PREFIX, CALLS_TOOLS, check)
-    keep_attention_out_of_graphs(vllm_config, config)
     server_counters.publish(vllm_config)
     logger.info("vidspec is active: %s", config.summary())
 
@@ -124,6 +123,8 @@ def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
             yield "--enable-batch-sharded-sampling shows a rank its own requests only: draft chains, not trees"
         if vllm_config.kv_transfer_config is not None:
             yield "KV connectors may take a tree's entries before they are in order: draft chains, not trees"
+        if vllm_config.parallel_config.use_ubatching:
+            yield "--enable-dbo cuts a batch in two, and trees are known by their row in the whole: draft chains"
     if config.score.scorers != {"strict"}:
         if is_sharded:
             yield "--enable-batch-sharded-sampling shows a rank its own requests only: use the strict scorer"
@@ -235,21 +236,6 @@ def _warn(vllm_config: Any, config: VidSpecConfig) -> None:
         logger.warning("vidspec: nothing is ever drafted: the plan of every batch size has 0 tokens")
     if lossy := ", ".join(sorted(config.score.scorers - {"strict"})):
         logger.warning("vidspec: requests may be verified by %s: their output can differ from the target's", lossy)
-
-
-def keep_attention_out_of_graphs(vllm_config: Any, config: VidSpecConfig) -> None:
-    """Let attention run between captured pieces where drafts can be trees.
-
-    Why: a whole captured forward would replay the masks of its capture.
-    """
-    from vllm.config import CUDAGraphMode
-
-    mode = vllm_config.compilation_config.cudagraph_mode
-    if config.shapes - {"chain"} and mode.has_full_cudagraphs():
-        # A model that was not to be captured in pieces has not been split for it either.
-        pieces = CUDAGraphMode.PIECEWISE if mode.has_piecewise_cudagraphs() else CUDAGraphMode.NONE
-        logger.info("vidspec: drafts are trees, so cudagraph_mode is %s, not %s", pieces.name, mode.name)
-        vllm_config.compilation_config.cudagraph_mode = pieces
 
 
 def _schedule(args: Any, config: VidSpecConfig) -> list[tuple[int, int, int]]:

@@ -19,10 +19,10 @@ class TreeStep:
 
     Attributes:
         rows: `[n]` int64 row of each tree in the forward's block table.
-        query_start: `[n]` int32 its first query row.
-        num_queries: `[n]` int32 its query rows.
-        prefix_lens: `[n]` int32 KV entries that all its rows attend to, the root's included.
-        masks: `[n, >= max_queries]` int64; bit j: the row attends to entry prefix_lens + j (tree node j + 1).
+        query_start: `[>= n]` int32 its first query row.
+        num_queries: `[>= n]` int32 its query rows; 0: it is no tree.
+        prefix_lens: `[>= n]` int32 KV entries that all its rows attend to, the root's included.
+        masks: `[>= n, >= max_queries]` int64; bit j: the row attends to entry prefix_lens + j (tree node j + 1).
         max_queries: Most query rows of a tree.
         is_whole_batch: Whether every row of the forward belongs to a tree, so that vLLM's own attention can stay out.
     """
@@ -46,9 +46,8 @@ class TreeAttention:
 
     def __init__(self, layers: Iterable[Any], device: torch.device):
         self.layers = list(layers)
-        self.scratch = TreeAttentionScratch(max(layer.impl.head_size for layer in self.layers), device)
+        self.scratch = TreeAttentionScratch(max((layer.impl.head_size for layer in self.layers), default=1), device)
         self.step: TreeStep | None = None  # of the forward that runs next
-        self.block_table: torch.Tensor  # [num_reqs, max_blocks] int32 of the last forward with trees
         for layer in self.layers:
             check_readable(layer, *REFUSAL)
             compat.intercept_attention(layer, self._forward)
@@ -81,7 +80,6 @@ class TreeAttention:
             return original(layer, query, key, value, kv_cache, metadata, output, *args, **kwargs)
         if not step.is_whole_batch:
             original(layer, query, key, value, kv_cache, metadata, output, *args, **kwargs)
-        self.block_table = metadata.block_table
         impl = layer.impl
         shape = (-1, impl.num_heads, impl.head_size)
         tree_attention(

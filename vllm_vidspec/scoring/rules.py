@@ -28,8 +28,7 @@ def score(inputs: ScoreInputs) -> Scored:
     Returns:
         What stands, and why; of equally long paths the first.
     """
-    tokens = (inputs.target_tokens, inputs.draft_tokens, inputs.cu_num_logits)
-    return Scored(*accept(*tokens, inputs.max_drafts, inputs.trees, inputs.looseness))
+    return Scored(*accept(*inputs))
 
 
 def normalized_entropy(logits: Tensor, top_k: int = 0) -> Tensor:

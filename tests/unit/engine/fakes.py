@@ -95,3 +95,36 @@ def batch_of(*rows: int, start: int = 0, count: int = NUM_TOKENS) -> SimpleNames
         num_scheduled_tokens=np.full(num_reqs, count),
         query_start_loc_np=np.arange(num_reqs + 1) * count,
     )
+
+
+def attention_layer(num_heads: int = 2, num_kv_heads: int = 1, head_size: int = 4) -> SimpleNamespace:
+    """Return an attention layer of a GPU backend, "layer", whose own forward writes -1 everywhere."""
+
+    def forward(layer, query, key, value, kv_cache, attn_metadata, output):
+        output.fill_(-1)
+        return output
+
+    backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN", forward_includes_kv_cache_update=False)
+    sizes = SimpleNamespace(num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, scale=0.5)
+    return SimpleNamespace(
+        layer_name="layer",
+        impl=SimpleNamespace(forward=forward, **vars(sizes)),
+        get_attn_backend=lambda: backend,
+        kv_cache_dtype="auto",
+    )
+
+
+def model_state(positions: torch.Tensor | None = None) -> SimpleNamespace:
+    """Return what `TargetTrees` wraps of a runner's model state; `positions` where it has several axes."""
+    inputs = {} if positions is None else {"positions": positions}
+
+    def prepare_attn(
+        input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, kv_cache_config, for_capture=False
+    ):
+        return {"layer": SimpleNamespace(block_table=block_tables[0])}
+
+    return SimpleNamespace(
+        prepare_inputs=lambda input_batch, req_states: inputs,
+        prepare_dummy_inputs=lambda num_reqs, num_tokens: inputs,
+        prepare_attn=prepare_attn,
+    )

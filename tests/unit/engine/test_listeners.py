@@ -230,10 +230,9 @@ def test_the_store_drops_what_nobody_uses_the_oldest_first():
 
 
 def make_trees(requests: RequestRows) -> TargetTrees:
-    state = SimpleNamespace(
-        prepare_inputs=lambda input_batch, req_states: {}, prepare_dummy_inputs=lambda num_reqs, num_tokens: {}
+    return TargetTrees(
+        [fakes.attention_layer()], fakes.model_state(), requests, max_nodes=3, max_num_tokens=16, device=CPU
     )
-    return TargetTrees([], state, requests, max_nodes=3, max_num_tokens=16, device=CPU)
 
 
 def test_a_row_is_a_chain_again_after_its_request():

@@ -109,7 +109,7 @@ def finished(**changed) -> SimpleNamespace:
     """Return what we read of a finished `VllmConfig`, which nothing in it forbids but what is changed."""
     absent = (
         *("lora_config", "watermark_config", "multimodal_config", "kv_transfer_config", "is_encoder_decoder"),
-        *("is_hybrid", "enable_batch_sharded_sampling", "skip_tokenizer_init"),
+        *("is_hybrid", "enable_batch_sharded_sampling", "skip_tokenizer_init", "use_ubatching"),
     )
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 2048, "offload_group_size": 0}
     runs = {"offload_backend": "auto", "use_v2_model_runner": True}
@@ -145,6 +145,7 @@ SHARDED = {"enable_batch_sharded_sampling": True}
         ({}, {"watermark_config": True}, "watermarking is not supported"),
         (TREE, SHARDED, "--enable-batch-sharded-sampling shows a rank its own requests only: draft chains"),
         (TREE, {"kv_transfer_config": True}, "KV connectors may take a tree's entries"),
+        (TREE, {"use_ubatching": True}, "--enable-dbo cuts a batch in two"),
         ({}, {"offload_backend": "prefetch", "offload_group_size": 2}, "--offload-backend prefetch holds one model"),
         ({}, {"offload_group_size": 2}, "--offload-backend prefetch holds one model"),
         ({}, NARROW, "drafting takes two tokens of every request: .* 300 .* 151;"),
@@ -179,21 +180,6 @@ def test_what_is_drafted_by_load_becomes_vllms_own_schedule(more, schedule):
     preflight.translate(args)
     assert args.speculative_config["num_speculative_tokens_per_batch_size"] == schedule
     assert "under data parallelism" in refusal(spec=spec, data_parallel_size=2)
-
-
-def test_trees_keep_attention_out_of_captured_graphs():
-    """Catches: a captured forward that replays the masks of its capture."""
-    from vllm.config import CUDAGraphMode
-
-    for shape, given, expected in (
-        ("chain", "FULL_AND_PIECEWISE", "FULL_AND_PIECEWISE"),
-        ("tree-static", "FULL_AND_PIECEWISE", "PIECEWISE"),
-        ("tree-static", "FULL", "NONE"),
-        ("tree-static", "NONE", "NONE"),
-    ):
-        engine = finished(cudagraph_mode=CUDAGraphMode[given])
-        preflight.keep_attention_out_of_graphs(engine, make_knobs(draft=shape, num_speculative_tokens=25).now)
-        assert engine.cudagraph_mode.name == expected, (shape, given)
 
 
 def test_fp8_states_need_a_gpu_that_converts_them(monkeypatch):

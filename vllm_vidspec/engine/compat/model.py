@@ -68,8 +68,9 @@ def adjust_positions(model_state: Any, adjust: Callable, dummy: Callable) -> Non
 
     Args:
         model_state: The runner's; two methods are wrapped on the object.
-        adjust: `[num_tokens]` or `[num_axes, num_tokens]` positions -> those to use.
-        dummy: Number of tokens -> positions of a dummy run, where the model has 1-D positions.
+        adjust: `(input_batch, positions)`, `[num_tokens]` or `[num_axes, num_tokens]` -> those to use. Called right
+            before every forward and every replay, dummy ones included.
+        dummy: Number of tokens -> positions of a forward that is captured, where the model has 1-D positions.
     """
     prepare_inputs, prepare_dummy_inputs = model_state.prepare_inputs, model_state.prepare_dummy_inputs
     expect_parameters(prepare_inputs, "input_batch", "req_states")
@@ -77,13 +78,35 @@ def adjust_positions(model_state: Any, adjust: Callable, dummy: Callable) -> Non
 
     def prepare(input_batch, req_states):
         inputs = prepare_inputs(input_batch, req_states)
-        return {**inputs, "positions": adjust(inputs.get("positions", input_batch.positions))}
+        return {**inputs, "positions": adjust(input_batch, inputs.get("positions", input_batch.positions))}
 
     def prepare_dummy(num_reqs, num_tokens):
         inputs = prepare_dummy_inputs(num_reqs, num_tokens)
         return inputs if "positions" in inputs else {**inputs, "positions": dummy(num_tokens)}
 
     model_state.prepare_inputs, model_state.prepare_dummy_inputs = prepare, prepare_dummy
+
+
+def hear_attention_metadata(model_state: Any, hear: Callable) -> None:
+    """Call `hear(input_batch, metadata_by_layer, for_capture)` once the attention metadata of a forward is there.
+
+    Why: a whole forward that is captured calls our layers once, and must then do what every replay needs. Nothing else
+    tells it from other dummy runs.
+
+    Args:
+        model_state: The runner's; one method is wrapped on the object.
+        hear: Called before every forward that attends, whether it runs, is captured or replayed.
+    """
+    prepare_attn = model_state.prepare_attn
+    expect_parameters(prepare_attn, "input_batch", "cudagraph_mode", "block_tables", "slot_mappings", "for_capture")
+
+    @functools.wraps(prepare_attn)
+    def prepare(input_batch, *args, for_capture=False, **kwargs):
+        metadata = prepare_attn(input_batch, *args, for_capture=for_capture, **kwargs)
+        hear(input_batch, metadata, for_capture)
+        return metadata
+
+    model_state.prepare_attn = prepare
 
 
 def expose_hidden_states(target: Any, layers: tuple[int, ...]) -> None:

@@ -19,7 +19,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft.kv import DraftKV
 from vllm_vidspec.engine.draft.messages import Prefilled, PrefillMessage, PrefillStep
-from vllm_vidspec.engine.draft.model import DraftModel
+from vllm_vidspec.engine.draft.model import DraftModel, Layout
 from vllm_vidspec.engine.draft.prefill_job import PrefillJob, PrefillPiece, ReadPrompt
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
 from vllm_vidspec.engine.knobs import Knobs
@@ -320,12 +320,12 @@ class DraftPrefill:
         counts = [piece.end - piece.start for piece in pieces]
         ends = [piece.end for piece in pieces]
         query_start_loc_np = np.cumsum([0, *counts], dtype=np.int32)
+        query_start_loc = async_tensor_h2d(query_start_loc_np, device=device)
         rows = [piece.job.req_state_idx for piece in pieces]
         self.model.forward(
             self._embed(pieces, query_start_loc_np, text),
             async_tensor_h2d(torch.cat([piece.positions() for piece in pieces], dim=1), device=device),
-            query_start_loc=async_tensor_h2d(query_start_loc_np, device=device),
-            query_start_loc_np=query_start_loc_np,
+            Layout(query_start_loc, query_start_loc_np, query_start_loc[1:] - query_start_loc[:-1], max(counts)),
             seq_lens=async_tensor_h2d(ends, device=device, dtype=torch.int32),
             seq_lens_upper_bound=np.array(ends),
             block_table=self._kv.block_tables[async_tensor_h2d(rows, device=device)],

@@ -1,25 +1,27 @@
 """The target's side of tree drafts: their shapes by persistent row, what its forward needs, and its KV afterwards.
 
+What a forward needs lies in memory whose addresses stay (`TreePlaces`, the model's positions), and one launch before it
+writes all of it. So a whole forward can be one CUDA graph: it holds tree attention whatever is drafted, and a chain is
+a tree of width 1.
+
 This listener writes: positions and masks of the forward's tree nodes, and the accepted paths' KV. Its failures are not
 survived, because the answer would be wrong.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 
-from vidspec_kernels import kv_compact
+from vidspec_kernels import TreePlaces, kv_compact, place_trees
 from vllm_vidspec.drafting import DraftTree, topology_tables
 from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.listen.protocol import Forward, TargetListener
 from vllm_vidspec.engine.requests import RequestRows
 from vllm_vidspec.engine.tree_attention import TreeAttention, TreeStep
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.scoring import TreeShapes
+from vllm_vidspec.scoring import Tally, TreeShapes
 
 
 class TargetTrees(TargetListener):
@@ -49,7 +51,6 @@ class TargetTrees(TargetListener):
         max_num_tokens: int,
         device: torch.device,
     ):
-        self.device = device
         self._is_tree = requests.is_tree
         max_num_reqs = len(self._is_tree)
         # [max_num_reqs, K + 1] each; a chain wherever no tree was drafted
@@ -58,14 +59,19 @@ class TargetTrees(TargetListener):
             table.expand(max_num_reqs, -1).contiguous() for table in self._chain
         )
         # [max_num_reqs, K + 1] int32 node behind each output of the last verify step; the drafter reads it
-        self._in_order = torch.arange(max_nodes + 1, dtype=torch.int32, device=device)
-        self.path = self._in_order.repeat(max_num_reqs, 1)
+        self.path = torch.arange(max_nodes + 1, dtype=torch.int32, device=device).repeat(max_num_reqs, 1)
+        self.num_accepted = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)  # drafts on these paths
         self.attention = TreeAttention(layers, device)
+        self.places = TreePlaces.empty(max_num_reqs, max_nodes + 1, device)  # of the forward that runs next
+        self._rows = torch.arange(max_num_reqs, device=device)
         # Models with 1-D positions read the batch's own buffer, which must not change: they get a copy.
         self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
-        self._step: _Step | None = None
-        self._grids: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}  # see `_grid`
+        self._steps: dict[tuple[int, int, bool], TreeStep] = {}  # by (requests, query rows of each, whether all trees)
+        self._planned: TreeStep | None = None  # what the layers of the batch in flight do
+        self._batch: Any = None  # the batch in flight, where it holds a tree
+        self._block_table: torch.Tensor  # [num_reqs, max_blocks] int32 of the last forward's layers
         compat.adjust_positions(model_state, self._adjust, lambda num_tokens: self._positions[:num_tokens])
+        compat.hear_attention_metadata(model_state, self._hear)
 
     def init_kv(self, runner: Any) -> None:
         """Find the caches; see `TargetListener`."""
@@ -97,121 +103,105 @@ class TargetTrees(TargetListener):
     # ---- the forward -----------------------------------------------------------------------------------------------
 
     def before_forward(self, batch: Any) -> None:
-        """Find the trees among a batch's scheduled drafts, of which the scheduler may have dropped the last ones."""
-        self._step = self.attention.step = None
+        """Find out whether a batch's scheduled drafts are trees; the scheduler may have dropped a tree's last nodes."""
+        self._planned = self._batch = None
         num_drafts = batch.num_draft_tokens_per_req
         if num_drafts is None:
             return
-        chosen = np.flatnonzero((num_drafts > 0) & self._is_tree[batch.idx_mapping_np] & ~batch.is_prefilling_np)
-        if len(chosen):
-            self._step = self._find(batch, chosen)
-            self.attention.step = self._step.attention
+        step = self._step(batch, int(batch.num_scheduled_tokens.max()))
+        if ((num_drafts > 0) & self._is_tree[batch.idx_mapping_np] & ~batch.is_prefilling_np).any():
+            self._batch = batch
+        if self._batch is not None or step.is_whole_batch:
+            self._planned = step
 
-    def _find(self, batch: Any, chosen: np.ndarray) -> "_Step":
-        counts = batch.num_draft_tokens_per_req[chosen] + 1  # [n] with the root
-        total, max_queries, min_queries = int(counts.sum()), int(counts.max()), int(counts.min())
-        is_whole_batch = total == batch.num_tokens
-        if is_whole_batch and max_queries == min_queries:  # the usual decode step: a grid, nothing to look up
-            rows, query_start, num_queries = self._grid(len(chosen), max_queries)
-            state_rows, tokens, root_tokens = batch.idx_mapping, None, None
-            depths = self.depths[state_rows, :max_queries]
-        else:
-            starts = batch.query_start_loc_np[chosen + 1] - counts  # [n]
-            node = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)  # [total] node of each token
-            by_token = (np.repeat(starts, counts), node, np.repeat(batch.idx_mapping_np[chosen], counts))
-            packed = np.concatenate((chosen, starts, counts, *by_token)).astype(np.int32)
-            by_tree, by_token = async_tensor_h2d(packed, device=self.device).tensor_split((3 * len(chosen),))
-            rows, query_start, num_queries = by_tree.view(3, -1)
-            root_tokens, nodes, token_rows = by_token.view(3, -1).long()
-            rows = rows.long()
-            state_rows, tokens = batch.idx_mapping[rows], root_tokens + nodes
-            depths = self.depths[token_rows, nodes]
-        attention = TreeStep(
-            rows=rows,
-            query_start=query_start,
-            num_queries=num_queries,
-            prefix_lens=batch.seq_lens[rows] - num_queries + 1,
-            masks=self.ancestors[state_rows, :max_queries],
-            max_queries=max_queries,
-            is_whole_batch=is_whole_batch,
-        )
-        return _Step(attention, state_rows, depths, tokens, root_tokens)
+    def _step(self, batch: Any, max_query_len: int) -> TreeStep:
+        """Return what the layers do with a batch of at most so many query rows a request.
 
-    def _grid(self, num_trees: int, num_queries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return rows, first queries and numbers of queries of a batch of equal trees, `[num_trees]` each."""
-        if (num_trees, num_queries) not in self._grids:
-            rows = torch.arange(num_trees, device=self.device)
-            starts = (rows * num_queries).to(torch.int32)
-            self._grids[num_trees, num_queries] = (rows, starts, torch.full_like(starts, num_queries))
-        return self._grids[num_trees, num_queries]
+        A grid of equal, short requests (the usual decode step) is all tree attention's. Of any other batch vLLM's own
+        comes first, and tree attention takes its short requests again: chains and ends of prompts among them come out
+        as they were.
+        """
+        num_cols = self.ancestors.shape[1]
+        is_whole_batch = max_query_len <= num_cols and max_query_len * batch.num_reqs == batch.num_tokens
+        key = (batch.num_reqs, max_query_len if is_whole_batch else num_cols, is_whole_batch)
+        if key not in self._steps:
+            self._steps[key] = TreeStep(
+                rows=self._rows[: batch.num_reqs],
+                query_start=self.places.query_start,
+                num_queries=self.places.num_queries,
+                prefix_lens=self.places.prefix_lens,
+                masks=self.places.masks,
+                max_queries=key[1],
+                is_whole_batch=is_whole_batch,
+            )
+        return self._steps[key]
 
-    def _adjust(self, positions: torch.Tensor) -> torch.Tensor:
+    def _hear(self, batch: Any, metadata: dict[str, Any], for_capture: bool) -> None:
+        """Plan the layers' part of a forward; a captured one is planned for whatever batch it may be replayed on."""
+        self._block_table = metadata[self.attention.layers[0].layer_name].block_table
+        self.attention.step = self._planned
+        if for_capture:
+            # What a batch of before has left there lies past the end of this one.
+            self._place(batch, self._positions[: batch.num_tokens])
+            self.attention.step = self._step(batch, batch.max_query_len or int(batch.num_scheduled_tokens.max()))
+
+    def _adjust(self, batch: Any, positions: torch.Tensor) -> torch.Tensor:
         """Return `[num_tokens]` or `[num_axes, num_tokens]` positions with every tree node at root + depth."""
-        if positions.ndim == 1:
-            positions = self._positions[: positions.shape[0]].copy_(positions)
-        step = self._step
-        if step is None:
-            return positions
-        if step.tokens is None:
-            num_trees, num_queries = step.depths.shape
-            grid = positions[..., : num_trees * num_queries].unflatten(-1, (num_trees, num_queries))
-            grid.copy_(grid[..., :1] + step.depths)
-        else:
-            positions[..., step.tokens] = positions[..., step.root_tokens] + step.depths
-        return positions
+        out = self._positions[: len(positions)] if positions.ndim == 1 else None
+        self._place(batch, positions, out)
+        return positions if out is None else out
+
+    def _place(self, batch: Any, positions: torch.Tensor, out: torch.Tensor | None = None) -> None:
+        """Write a batch's places, those of its padding too, and its positions, into `out` if there is one."""
+        place_trees(
+            batch.idx_mapping,
+            batch.query_start_loc,
+            batch.seq_lens,
+            self.depths,
+            self.ancestors,
+            positions,
+            self.places,
+            size=batch.num_reqs_after_padding,
+            out_positions=out,
+        )
+
+    def placing(self, positions: torch.Tensor, model_state: Any) -> tuple[Any, ...]:
+        """Return depths, ancestors, places and both positions as `_place` passes them; `positions` are the batch's."""
+        rope_state = getattr(model_state, "rope_state", None)
+        where = (positions, self._positions) if rope_state is None else (rope_state.positions, None)
+        return self.depths, self.ancestors, self.places, *where
 
     def after_forward(self, forward: Forward) -> None:
         """Leave other forwards (dummy runs, other graphs) alone."""
-        self.attention.step = None
+        self._planned = self.attention.step = None
 
     # ---- scoring ---------------------------------------------------------------------------------------------------
 
     @property
     def is_active(self) -> bool:
         """Whether the batch that is being verified holds a tree."""
-        return self._step is not None
+        return self._batch is not None
 
     def shapes(self, idx_mapping: torch.Tensor) -> TreeShapes:
         """Return the shapes of `[num_reqs]` persistent rows, for a scorer."""
         return TreeShapes(idx_mapping, self.parents, self.depths, self.ancestors)
 
-    def remember(self, idx_mapping: torch.Tensor, path: torch.Tensor | None) -> None:
-        """Keep the accepted paths for the drafter: `[num_reqs]` persistent rows, `Scored.path`; None for chains."""
-        self.path[idx_mapping] = self._in_order if path is None else path
+    def remember(self, tally: Tally) -> Tally:
+        """Return a scorer's tally that keeps the accepted paths too: for `compact`, and for the drafter."""
+        return tally._replace(path=self.path, num_accepted=self.num_accepted)
 
-    def compact(self, num_accepted: torch.Tensor) -> None:
-        """Move the accepted paths' KV together, so that the committed text is contiguous.
-
-        Args:
-            num_accepted: `[num_reqs]` int32 accepted drafts by batch row.
-        """
-        step, self._step = self._step, None
-        if step is None:
+    def compact(self) -> None:
+        """Move the accepted paths' KV together, so that the committed text is contiguous."""
+        batch, self._batch = self._batch, None
+        if batch is None:
             return
-        attention = step.attention
+        num_reqs = batch.num_reqs
         kv_compact(
             self.caches,
-            self.attention.block_table,
-            attention.rows,
-            attention.prefix_lens - 1,
-            self.path[step.state_rows],
-            num_accepted[attention.rows],
+            self._block_table,
+            self._rows[:num_reqs],
+            self.places.roots[:num_reqs],
+            self.path,
+            self.num_accepted,
+            batch.idx_mapping,
         )
-
-
-@dataclass(frozen=True)
-class _Step:
-    """The trees of the batch in flight.
-
-    Attributes:
-        attention: What the layers need.
-        state_rows: `[n]` int64 persistent row of each tree.
-        depths: `[total]` int32 of each tree token; `[n, num_queries]` where the batch is a grid of equal trees.
-        tokens: `[total]` int64 place of each tree token in the batch, `root_tokens` that of its root; None in a grid.
-    """
-
-    attention: TreeStep
-    state_rows: torch.Tensor
-    depths: torch.Tensor
-    tokens: torch.Tensor | None
-    root_tokens: torch.Tensor | None

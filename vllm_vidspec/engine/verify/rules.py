@@ -174,7 +174,7 @@ class LooseRules:
         """Return `[num_logits]` bool: no parameter of the request forbids the draft, and neither it nor the target's
         token is protected.
         """
-        draft = part.drafts.clamp(min=0)
+        draft = part.drafts.clamp(min=0).long()
         may = torch.isfinite(logits[parent, draft])
         for table, tokens in (
             (self._protected, draft),

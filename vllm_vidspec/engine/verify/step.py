@@ -20,7 +20,7 @@ class VerifySlice:
         expanded_idx_mapping: `[num_logits]` persistent row of each row's request.
         nodes: `[num_logits]` each row's node in the request's draft.
         pos: `[num_logits]` position of each row's input token in the text that it belongs to.
-        drafts: `[num_logits]` int64 that input token; -1 where it is an invalid draft.
+        drafts: `[num_logits]` int32 that input token; -1 where it is an invalid draft.
         relevance: `[num_logits]` float32 visual relevance of each row's own state, NaN where it could not be measured;
             None if no request needs it.
         shapes: Of the drafts; None where all are chains.
