@@ -279,8 +279,8 @@ def _tree_attention_kernel(
     if program >= num_programs:
         return
     # Units fit into 32 bits, their products with programs into 64.
-    unit = (total.to(tl.int64) * program // num_programs).to(tl.int32)
-    end = (total.to(tl.int64) * (program + 1) // num_programs).to(tl.int32)
+    unit = (program.to(tl.int64) * total // num_programs).to(tl.int32)
+    end = ((program + 1).to(tl.int64) * total // num_programs).to(tl.int32)
 
     dims = tl.arange(0, BLOCK_DIM)
     dim_mask = dims < HEAD_SIZE
@@ -379,7 +379,9 @@ def _tree_attention_kernel(
             # ---- the nodes ------------------------------------------------------------------------------------------
             if last_unit == item_units:
                 # Words of 32 bits, low one first: with 64 bits a pair of row and node there are not enough registers.
-                words_ptr = (masks_ptr + req_idx.to(tl.int64) * masks_stride).to(tl.pointer_type(tl.int32)) + 2 * query
+                words_ptr = (masks_ptr + tl.cast(req_idx, tl.int64) * masks_stride).to(
+                    tl.pointer_type(tl.int32)
+                ) + 2 * query
                 high = tl.load(words_ptr + 1, mask=row_mask, other=0)
                 last_node = tl.where(tl.max((high != 0).to(tl.int32), axis=0) != 0, 64, 32)
                 for first_node in tl.range(0, last_node, BLOCK_NODES):
