@@ -22,6 +22,8 @@ TWO_RANKS = {
     "worker_extension_cls": "null_gpu.probe.WorkerProbe",
 }
 GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}}
+# One tree of 64 nodes, or four of 25.
+WIDE_GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [4, 65, 104]}}
 COMPILED = {"enforce_eager": False, "compilation_config": {"mode": 3, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}}
 
 
@@ -125,11 +127,12 @@ _ALL = (
     Case("uv", {"pruner": "uv"}, most_launches=400),
     Case("self", {"draft": "target"}, most_launches=470),
     Case("vanilla graphs", overrides=GRAPHS),
-    Case("vanilla batch graphs", batch=4, overrides=GRAPHS),
     Case("chain graphs", {}, "vanilla graphs", overrides=GRAPHS, most_launches=345),
     Case("static graphs", _STATIC, "vanilla graphs", overrides=GRAPHS, most_launches=480),
-    Case("static batch graphs", _STATIC, "vanilla batch graphs", overrides=GRAPHS, batch=4, most_launches=480),
-    Case("adaptive graphs", _ADAPTIVE, "vanilla graphs", overrides=GRAPHS, **_PLANNED, most_launches=660),
+    Case("adaptive graphs", _ADAPTIVE, "vanilla graphs", overrides=WIDE_GRAPHS, **_PLANNED, most_launches=660),
+    # Three requests in a graph of four.
+    Case("vanilla batch graphs", overrides=WIDE_GRAPHS, batch=3),
+    Case("static batch graphs", _STATIC, "vanilla batch graphs", overrides=WIDE_GRAPHS, batch=3, most_launches=480),
     Case("vanilla pieces", overrides=COMPILED),
     Case("static pieces", _STATIC, "vanilla pieces", overrides=COMPILED, most_launches=480),
     # The Qwen pair's three vision heads are not for two ranks.
