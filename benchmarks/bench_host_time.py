@@ -145,7 +145,7 @@ class HostTime:
 
     def _wrap_parts(self, runner: Any) -> None:
         """Time the parts of what is ours."""
-        from vllm_vidspec.drafting import adaptive
+        from vllm_vidspec.drafting import adaptive, static
         from vllm_vidspec.engine.draft import kv, levels, noise
         from vllm_vidspec.engine.draft import trees as tree_drafter
         from vllm_vidspec.engine.listen import trees as target_trees
@@ -178,10 +178,10 @@ class HostTime:
                 (trees, "draft", "draft: tree loop"),
                 (trees, "_feed", "draft: feed nodes"),
                 (drafts.kv, "remember_fed_nodes", "draft: remember fed"),
-                *((trees.policy, name, f"policy.{name}") for name in ("observe", "begin", "extend", "finish")),
-                (trees.policy.tree, "append_leaves", "policy: append_leaves"),
+                *((trees.policy, name, f"policy.{name}") for name in ("begin", "extend", "send", "finish")),
                 (tree_drafter, "candidates", "draft: candidates"),
-                (adaptive, "tree_grow", KERNEL + "tree_grow"),
+                *((adaptive, name, KERNEL + name) for name in ("tree_begin", "tree_plan", "tree_grow", "tree_finish")),
+                *((static, name, KERNEL + name) for name in ("tree_begin", "tree_place")),
                 (kv, "kv_compact", KERNEL + "kv_compact (draft)"),
                 (target_trees, "kv_compact", KERNEL + "kv_compact (target)"),
             ]

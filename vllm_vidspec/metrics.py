@@ -9,7 +9,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ _COUNTERS = {
     "draft_depth": "Depth of the drafts verified: what could stand at most.",
     "draft_steps": "Batches drafted for.",
     "draft_forwards": "Forwards of the draft model in them.",
+    "draft_eager_steps": "Batches drafted for without CUDA graphs though the target has them: too large for any graph.",
+    "undrafted_steps": "Batches that were too large for drafts to pay.",
     "prompts": "Prompts that the draft has prefilled.",
     "text_tokens": "Text tokens of the prompts that the draft has prefilled.",
     "draft_encoder_hits": "Images and videos that the draft's tower had looked at.",
@@ -102,7 +104,7 @@ _SLOT = {name: slot for slot, name in enumerate(NAMES)}
 _NUM_REQUESTS = 4096
 
 _MAGIC = int.from_bytes(b"vidspec\0", "little")
-_VERSION = 6
+_VERSION = 7
 _HEADER = 8  # int64 words: magic, version, number of slots, sequence, four spare
 _SEQUENCE = 3  # odd while a writer is between values that belong together
 _NUM_TRIES = 50  # of a reader that meets such a writer; one that died there must not keep it
@@ -188,14 +190,10 @@ class MetricsFile:
         """Set one gauge; `KeyError` for a name outside `NAMES`."""
         self._values[_SLOT[name]] = value
 
-    def add_accepted_per_position(self, counts: np.ndarray) -> None:
-        """Add to the accepted counts of the first positions at once.
-
-        Args:
-            counts: `[n]` integers, n <= MAX_POSITIONS; `counts[i]` requests accepted their draft token i in this step.
-        """
-        first = _SLOT["accepted_at_pos_0"]
-        self._values[first : first + len(counts)] += counts
+    def add_all(self, slots: np.ndarray, counts: np.ndarray) -> None:
+        """Add `[n]` integers to the counters in `[n]` distinct `slots_of` them; readers see all of it or nothing."""
+        with self.at_once():
+            self._values[slots] += counts
 
     def begin_request(self, req_id: str, busy: Container[int]) -> int:
         """Return the slot of a new request, the oldest that is not `busy`; its counts begin at zero.
@@ -248,6 +246,11 @@ class MetricsFile:
     def refusal(self) -> str | None:
         """Return what `refuse` left, or None."""
         return self._refusal.tobytes().rstrip(b"\0").decode(errors="ignore") or None
+
+
+def slots_of(names: Iterable[str]) -> np.ndarray:
+    """Return `[n]` places of counters in a file, for `MetricsFile.add_all`; `KeyError` for a name outside `NAMES`."""
+    return np.array([_SLOT[name] for name in names])
 
 
 def _digest(req_id: str) -> int:

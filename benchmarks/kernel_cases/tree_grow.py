@@ -1,4 +1,4 @@
-"""tree_grow: the second level of a step of adaptive trees; the reference works on CPU tensors, also beside a GPU."""
+"""tree_grow: a step of adaptive trees of two levels; the reference works on CPU tensors, also beside a GPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,15 +6,18 @@ from typing import Any
 import torch
 from bench_kernels import DEVICE, Case, against_reference
 
+from vidspec_kernels.tree_begin import tree_begin
 from vidspec_kernels.tree_grow import TreeGrowBuffers, tree_grow
+from vidspec_kernels.tree_state import PlanRules, TreePlans
+from vllm_vidspec.drafting import DraftTree
 
 AXES: dict[str, list[Any]] = {"num_reqs": [1, 8, 64, 256, 1024]}
 ROUNDS = 100
 MAX_NODES, FRONTIER, CANDIDATES, LEVELS = 64, 10, 10, 2
-NUM_NEW = 30
-# Per request in: 12 a candidate, 16 a frontier node, 8 row, 16 plan, 8 next free; out: 12 a leftover, 8 a parent, 28 a
-# node (and 8 for its parent's mask), 20 a place of the next frontier, 8 next free.
-BYTES_PER_REQ = 24 * FRONTIER * CANDIDATES + (16 + 8 + 20) * FRONTIER + 36 * NUM_NEW + 40
+NUM_NEW, NUM_PARENTS = 40, 1 + FRONTIER
+# Per request out: 28 a column and 4 a leftover as it begins; then 12 a leftover, 8 a parent, 28 a node (and 8 for its
+# parent's mask), 20 a place of the next frontier; in: 12 a candidate, 16 a frontier node. About 100 beside.
+BYTES_PER_REQ = 28 * (MAX_NODES + 1) + NUM_PARENTS * (28 * CANDIDATES + 24 + 20) + 36 * NUM_NEW + 100
 
 
 def case(num_reqs: int) -> Case:
@@ -26,32 +29,27 @@ def case(num_reqs: int) -> Case:
 
     def bind(impl: Any) -> Callable[[], Any]:
         device = DEVICE if impl == "triton" else torch.device("cpu")
-        shape = (num_reqs, MAX_NODES + 1)
-        tensors = (
-            torch.full(shape, -1),
-            torch.zeros(shape, dtype=torch.int32),
-            torch.zeros(shape, dtype=torch.int32),
-            torch.zeros(shape, dtype=torch.int64),
-            torch.zeros(shape),
-            torch.full((num_reqs,), LEVELS + 1),
-            torch.zeros(num_reqs, dtype=torch.int64),
-            torch.full((LEVELS + 2, LEVELS), -8.0),
-            torch.full((1, LEVELS, CANDIDATES), -torch.inf),
-        )
-        buffers = TreeGrowBuffers(*(tensor.to(device) for tensor in tensors), max_parents=1 + FRONTIER)
+        tree, shape = DraftTree(num_reqs, MAX_NODES, device), (LEVELS + 2, LEVELS)
+        plans = TreePlans(num_reqs, PlanRules(1, LEVELS + 1, 1, 1, 2, 0, 0.0, 0.0), device)
+        plans.depths.fill_(LEVELS + 1)
+        bounds = torch.full((1, LEVELS, CANDIDATES), -torch.inf, device=device)
+        thresholds = torch.full(shape, -8.0, device=device)
+        buffers = TreeGrowBuffers(tree, plans, thresholds, bounds, max_parents=1 + FRONTIER, max_frontier=FRONTIER)
         rows = torch.arange(num_reqs, device=device)
-        roots = torch.zeros(num_reqs, 1, dtype=torch.int64, device=device)
         tables = [
             (scores[: num_reqs * width].contiguous().to(device), tokens[: num_reqs * width].contiguous().to(device))
             for scores, tokens, width in zip(log_probs, ids, (1, FRONTIER), strict=True)
         ]
-        nodes, _, path = tree_grow(
-            buffers, rows, roots, roots.float(), *tables[0],
-            level=0, budget=MAX_NODES, first_parent=0, num_next=FRONTIER, impl=impl,
-        )  # fmt: skip
-        return lambda: tree_grow(
-            buffers, rows, nodes, path, *tables[1],
-            level=1, budget=MAX_NODES, first_parent=1, num_next=FRONTIER, impl=impl,
-        )  # fmt: skip
+        told = torch.full((num_reqs,), -1, dtype=torch.int32, device=device)
+
+        def grow() -> None:
+            tree_begin(tree, tree.empty, num_reqs, buffers, rows, told, impl=impl)
+            for level, table in enumerate(tables):
+                tree_grow(
+                    buffers, rows, *table, level=level, budget=MAX_NODES, first_parent=level, num_next=FRONTIER,
+                    impl=impl,
+                )  # fmt: skip
+
+        return grow
 
     return Case(against_reference(bind), num_reqs * BYTES_PER_REQ)

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, as_meta, check_vector, launcher, use_triton
+from vidspec_kernels.dispatch import Impl, as_array, as_meta, check_vector, launcher, use_triton
+from vidspec_kernels.tree_state import TreePlans, TreeTables, check
 
 # Comparisons that one program makes at a time.
 _NUM_COMPARED = 4096
@@ -17,21 +18,21 @@ _OWN_BITS = np.concatenate(([0], np.left_shift(1, np.arange(64)))).astype(np.int
 class TreeGrowBuffers:
     """The tensors that growth reads and writes in every step; checked once, here, instead of in every launch.
 
+    All of a step that later levels need lies here, at addresses that never change.
+
     Args:
-        tokens: Out, int64 [max_num_reqs, K + 1], one tree a batch row, column 0 the root; contiguous as all of these.
-        parents: Out, int32 [max_num_reqs, K + 1].
-        depths: Out, int32 [max_num_reqs, K + 1].
-        ancestors: In and out, int64 [max_num_reqs, K + 1]; bit j - 1 of node i is set iff node j is i or an ancestor
-            of i.
-        log_probs: Out, float32 [max_num_reqs, K + 1], of the path.
-        planned_depths: int64 [max_num_reqs] by persistent row, levels that a request's tree gets.
-        planned_widths: int64 [max_num_reqs] by persistent row, selects `width_bounds`.
+        tree: In and out.
+        plans: Depths and widths by persistent row: levels that a request's tree gets, and what selects `width_bounds`.
         log_thresholds: float32 [max_depth + 1, L], by depth and level: the log-probability a path must exceed.
         width_bounds: float32 [max_width + 1, L, C], by width, level and rank: the log-probability that a parent's path
             must reach for its child of that rank.
         max_parents: P, frontier nodes of all levels of a step together.
+        max_frontier: F_max, the most nodes of a frontier.
 
     Attributes:
+        frontier_nodes: int64 [max_num_reqs, F_max] by batch row, the nodes that the next level grows from.
+        frontier_tokens: int64 [max_num_reqs, F_max].
+        frontier_log_probs: float32 [max_num_reqs, F_max], of the path.
         next_free: int64 [max_num_reqs] by batch row, the first node index beyond the greedy path that is free.
         leftover_log_probs: float32 [max_num_reqs, P, C], path log-probability of every candidate of the step; -inf once
             it is a node.
@@ -41,54 +42,58 @@ class TreeGrowBuffers:
 
     def __init__(
         self,
-        tokens: Tensor,
-        parents: Tensor,
-        depths: Tensor,
-        ancestors: Tensor,
-        log_probs: Tensor,
-        planned_depths: Tensor,
-        planned_widths: Tensor,
+        tree: TreeTables,
+        plans: TreePlans,
         log_thresholds: Tensor,
         width_bounds: Tensor,
         max_parents: int,
+        max_frontier: int,
     ):
-        device, (max_num_reqs, self.num_cols) = tokens.device, tokens.shape
-        _, self.num_levels, self.num_candidates = width_bounds.shape
-        self.device, self.max_parents = device, max_parents
-        self.next_free = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
+        self.tree, self.plans, self.device = tree, plans, tree.device
+        num_widths, self.num_levels, self.num_candidates = width_bounds.shape
+        self.max_parents, self.max_frontier = max_parents, max_frontier
+        check("log_thresholds", log_thresholds, torch.float32, self.device, (len(log_thresholds), self.num_levels))
+        shape = (num_widths, self.num_levels, self.num_candidates)
+        check("width_bounds", width_bounds, torch.float32, self.device, shape)
+        assert plans.device == self.device, f"plans: expected {self.device}"
+        max_num_reqs = len(tree.num_nodes)
+
+        def numbers(*shape: int) -> Tensor:
+            return torch.zeros(max_num_reqs, *shape, dtype=torch.int64, device=self.device)
+
+        self.frontier_nodes, self.frontier_tokens = numbers(max_frontier), numbers(max_frontier)
+        self.frontier_log_probs = torch.zeros(max_num_reqs, max_frontier, device=self.device)
+        self.next_free = numbers()
         shape = (max_num_reqs, max_parents, self.num_candidates)
-        self.leftover_log_probs = torch.full(shape, -torch.inf, device=device)
-        self.leftover_tokens = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.leftover_parents = torch.zeros(shape[:2], dtype=torch.int64, device=device)
+        self.leftover_log_probs = torch.full(shape, -torch.inf, device=self.device)
+        self.leftover_tokens, self.leftover_parents = numbers(*shape[1:]), numbers(max_parents)
         # In the kernel's order.
-        self.tensors = (
-            planned_depths, planned_widths, log_thresholds, width_bounds, self.next_free,
-            tokens, parents, depths, ancestors, log_probs,
-            self.leftover_log_probs, self.leftover_tokens, self.leftover_parents,
-        )  # fmt: skip
-        for name, tensor, dtype, ndim in (
-            ("tokens", tokens, torch.int64, 2),
-            ("parents", parents, torch.int32, 2),
-            ("depths", depths, torch.int32, 2),
-            ("ancestors", ancestors, torch.int64, 2),
-            ("log_probs", log_probs, torch.float32, 2),
-            ("planned_depths", planned_depths, torch.int64, 1),
-            ("planned_widths", planned_widths, torch.int64, 1),
-            ("log_thresholds", log_thresholds, torch.float32, 2),
-            ("width_bounds", width_bounds, torch.float32, 3),
-        ):
-            assert tensor.dtype == dtype and tensor.ndim == ndim, f"{name}: expected {dtype} of {ndim} dimensions"
-            assert tensor.device == device and tensor.is_contiguous(), f"{name}: expected contiguous, on {device}"
-            assert ndim != 2 or name == "log_thresholds" or tensor.shape == tokens.shape, f"{name}: other shape"
-        assert log_thresholds.shape[1] == self.num_levels, "log_thresholds, width_bounds: unequal numbers of levels"
-        # The reference works on the memory itself; the plan of a step is looked up once, on level 0.
-        self._arrays = tuple(tensor.numpy() for tensor in self.tensors) if device.type == "cpu" else ()
-        self._plan: tuple[np.ndarray, ...] = ()
+        self.rules = (log_thresholds, width_bounds)
+        self.frontier = (self.frontier_nodes, self.frontier_tokens, self.frontier_log_probs)
+        self.leftover = (self.leftover_log_probs, self.leftover_tokens, self.leftover_parents)
+        # The references work on the memory itself; the plan of a step is looked up once, on level 0.
+        self.tree_arrays = tuple(as_array(table).reshape(-1) for table in tree.tensors[:5])
+        self.planned_arrays = (as_array(plans.depths), as_array(plans.widths))
+        self.rule_arrays = tuple(map(as_array, self.rules))
+        self.next_free_array = as_array(self.next_free)
+        self.frontier_arrays = tuple(map(as_array, self.frontier))
+        self.leftover_arrays = tuple(map(as_array, self.leftover))
+        self.plan_of_step: tuple[np.ndarray, ...] = ()
+        self._frontiers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by (requests, width), both bounded
+
+    def frontier_of(self, num_reqs: int, width: int) -> tuple[Tensor, Tensor]:
+        """Return nodes and tokens int64 [num_reqs, width] of a frontier; each size is cut once."""
+        key = (num_reqs, width)
+        if key not in self._frontiers:
+            self._frontiers[key] = self.frontier_nodes[:num_reqs, :width], self.frontier_tokens[:num_reqs, :width]
+        return self._frontiers[key]
 
     def as_meta(self) -> "TreeGrowBuffers":
         """Return the same buffers without memory, for `warm_up`."""
-        plan, out = self.tensors[:4], self.tensors[5:10]
-        return TreeGrowBuffers(*map(as_meta, out), *map(as_meta, plan), self.max_parents)  # type: ignore[call-arg]
+        return TreeGrowBuffers(
+            self.tree.tables_as_meta(), self.plans.as_meta(), as_meta(self.rules[0]), as_meta(self.rules[1]),
+            self.max_parents, self.max_frontier,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -112,17 +117,17 @@ def _score(
     return score, (score > log_threshold) & (parent >= bound) & (index > 0)
 
 
-@triton.jit(do_not_specialize=["num_next", "first_parent", "num_frontier", "level", "budget"])
+@triton.jit(
+    do_not_specialize=["num_next", "first_parent", "num_frontier", "level", "budget"],
+    do_not_specialize_on_alignment=["rows_ptr"],
+)
 def _tree_grow_kernel(
     # [R * F, C]
     log_probs_ptr,
     token_ids_ptr,
-    # [R, F]
-    frontier_nodes_ptr,
-    frontier_log_probs_ptr,
     # [R]
     rows_ptr,
-    # [max_reqs]
+    # [max_reqs + 1]
     depths_ptr,
     widths_ptr,
     # [max_depth + 1, num_levels]
@@ -142,14 +147,15 @@ def _tree_grow_kernel(
     leftover_token_ids_ptr,
     # [R, num_parents]
     leftover_parents_ptr,
-    # [R, num_next]
-    next_nodes_ptr,
-    next_tokens_ptr,
-    next_log_probs_ptr,
+    # [R, max_frontier], in: this level's; out: the next one's
+    frontier_nodes_ptr,
+    frontier_tokens_ptr,
+    frontier_log_probs_ptr,
     num_candidates,
     num_levels,
     num_cols,
     num_parents,
+    max_frontier,
     num_next,
     first_parent,
     num_frontier,
@@ -171,8 +177,12 @@ def _tree_grow_kernel(
 
     total = num_frontier * num_candidates
     log_probs_ptr += req_idx * total
-    frontier_log_probs_ptr += req_idx * num_frontier
+    frontier_nodes_ptr += req_idx * max_frontier
+    frontier_tokens_ptr += req_idx * max_frontier
+    frontier_log_probs_ptr += req_idx * max_frontier
     i = tl.arange(0, BLOCK)
+    parent = tl.load(frontier_nodes_ptr + i // num_candidates, mask=i < total, other=0)
+    token = tl.load(token_ids_ptr + req_idx * total + i, mask=i < total, other=0)
     score, allowed = _score(
         i, num_candidates, total, log_probs_ptr, frontier_log_probs_ptr, bounds_ptr, log_threshold
     )  # fmt: skip
@@ -191,12 +201,10 @@ def _tree_grow_kernel(
     chosen = chosen | (i < num_greedy)
     node = tl.where(i == 0, level + 1, next_free + place)
     next_free += num_chosen
+    # All threads have read the frontier and `next_free` before any writes the next ones over them.
+    tl.debug_barrier()
     tl.store(next_free_ptr + req_idx, next_free)
 
-    parent = tl.load(
-        frontier_nodes_ptr + req_idx * num_frontier + i // num_candidates, mask=i < total, other=0
-    )  # fmt: skip
-    token = tl.load(token_ids_ptr + req_idx * total + i, mask=i < total, other=0)
     tree = req_idx * num_cols
     own_bit = tl.full([BLOCK], 1, tl.int64) << tl.where(chosen, node - 1, 0).to(tl.int64)
     ancestors = tl.load(tree_ancestors_ptr + tree + parent, mask=chosen, other=0) | own_bit
@@ -217,21 +225,18 @@ def _tree_grow_kernel(
     num_alive = tl.where(level + 1 < depth, 1 + num_others, 0)
     column = tl.where(i == 0, 0, place + 1)
     alive = chosen & (column < num_alive)
-    out = req_idx * num_next
-    tl.store(next_nodes_ptr + out + column, node.to(tl.int64), mask=alive)
-    tl.store(next_tokens_ptr + out + column, token, mask=alive)
-    tl.store(next_log_probs_ptr + out + column, score, mask=alive)
+    tl.store(frontier_nodes_ptr + column, node.to(tl.int64), mask=alive)
+    tl.store(frontier_tokens_ptr + column, token, mask=alive)
+    tl.store(frontier_log_probs_ptr + column, score, mask=alive)
     absent = (i >= num_alive) & (i < num_next)
-    tl.store(next_nodes_ptr + out + i, tl.zeros([BLOCK], dtype=tl.int64), mask=absent)
-    tl.store(next_tokens_ptr + out + i, tl.zeros([BLOCK], dtype=tl.int64), mask=absent)
-    tl.store(next_log_probs_ptr + out + i, tl.full([BLOCK], -float("inf"), tl.float32), mask=absent)
+    tl.store(frontier_nodes_ptr + i, tl.zeros([BLOCK], dtype=tl.int64), mask=absent)
+    tl.store(frontier_tokens_ptr + i, tl.zeros([BLOCK], dtype=tl.int64), mask=absent)
+    tl.store(frontier_log_probs_ptr + i, tl.full([BLOCK], -float("inf"), tl.float32), mask=absent)
 
 
 def tree_grow(
     buffers: TreeGrowBuffers,
     rows: Tensor,
-    frontier_nodes: Tensor,
-    frontier_log_probs: Tensor,
     log_probs: Tensor,
     token_ids: Tensor,
     *,
@@ -239,8 +244,9 @@ def tree_grow(
     budget: int,
     first_parent: int,
     num_next: int,
+    trims: bool = False,
     impl: Impl = "auto",
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> int:
     """Append one level of children to every tree of a batch, and choose the nodes to expand next.
 
     SAGE's dynamic tree construction (section 3.2, eq. 12 and after), level by level. A candidate becomes a node iff its
@@ -249,73 +255,59 @@ def tree_grow(
     by descending path probability, of equal ones the lower index first, while the budget lasts. Candidate 0, the
     greedy child of the greedy node, is exempt from all tests: it becomes node level + 1, which is reserved for it.
 
+    The frontier of batch row r, its first F columns in `buffers`, is replaced by the next one's first F' columns: the
+    greedy node, then the best other new nodes (none where the budget is spent); node 0, token 0 and log-probability
+    -inf elsewhere, hence everywhere once a request has its depth. Before level 0 it is the root (`tree_begin`).
+
     Args:
         buffers: In and out.
         rows: int64 [R], persistent row of each batch row.
-        frontier_nodes: int64 [R, F]; 0 = no node at this place, but on level 0 the root, F = 1.
-        frontier_log_probs: float32 [R, F], of the path to the node; -inf = no node at this place. It is so everywhere
-            in a request that has its depth.
         log_probs: float32 [R * F, C], candidates of each frontier node, of the token alone, <= 0 or NaN.
         token_ids: int64 [R * F, C].
-        level: In [0, L); children get depth level + 1. On level 0 the requests' plans are read.
+        level: In [0, L); children get depth level + 1. Level 0 reads the requests' plans.
         budget: Draft nodes that a tree may have, in [0, K]. A planned depth above it counts as the budget.
-        first_parent: Frontier nodes of the levels before, in [0, P - F].
-        num_next: Most columns of the next frontier, in [1, F * C].
+        first_parent: Where the candidates are kept among the leftovers, in [0, P - F].
+        num_next: Most columns of the next frontier, in [1, min(F * C, F_max)].
+        trims: Whether the reference, not the kernel, writes the columns in use only, at least one: counting is free.
         impl: See `dispatch.use_triton`. The reference takes CPU tensors only.
 
     Returns:
-        nodes: int64 [R, F'], the next frontier: the greedy node, then the best other new nodes (none where the budget
-            is spent); 0 elsewhere, hence everywhere once a request has its depth. F' is `num_next`; the reference, for
-            which counting costs no wait, returns as many columns as are in use, at least one.
-        token_ids: int64 [R, F'], their tokens; 0 elsewhere.
-        log_probs: float32 [R, F'], of the path; -inf elsewhere.
+        F': `num_next`, or fewer where it is trimmed.
 
     Raises:
         AssertionError: A dtype, device, shape or stride is not as above.
     """
-    device, num_reqs, num_frontier = buffers.device, frontier_nodes.shape[0], frontier_nodes.shape[1]
-    num_rows, num_candidates = num_reqs * num_frontier, buffers.num_candidates
-    check_vector("rows", rows, torch.int64, device)
-    _check("frontier_nodes", frontier_nodes, torch.int64, device, (num_reqs, num_frontier))
-    _check("frontier_log_probs", frontier_log_probs, torch.float32, device, (num_reqs, num_frontier))
-    _check("log_probs", log_probs, torch.float32, device, (num_rows, num_candidates))
-    _check("token_ids", token_ids, torch.int64, device, (num_rows, num_candidates))
-    assert len(rows) == num_reqs <= len(buffers.next_free), f"{len(rows)} rows, {num_reqs} requests"
+    num_reqs, num_candidates = len(rows), buffers.num_candidates
+    check_vector("rows", rows, torch.int64, buffers.device)
+    assert num_reqs <= len(buffers.next_free), f"{num_reqs} rows, {len(buffers.next_free)} fit"
+    num_frontier = len(log_probs) // max(num_reqs, 1)
+    shape = (num_reqs * num_frontier, num_candidates)
+    check("log_probs", log_probs, torch.float32, buffers.device, shape)
+    check("token_ids", token_ids, torch.int64, buffers.device, shape)
     assert 0 <= level < buffers.num_levels, f"level {level} of {buffers.num_levels}"
-    assert 0 <= budget < buffers.num_cols, f"budget {budget}, {buffers.num_cols - 1} nodes fit"
+    assert 0 <= budget < buffers.tree.num_cols, f"budget {budget}, {buffers.tree.num_cols - 1} nodes fit"
+    assert num_frontier <= buffers.max_frontier, f"log_probs: {num_frontier} nodes a request"
     assert 0 <= first_parent <= buffers.max_parents - num_frontier, f"first_parent {first_parent}"
-    assert 1 <= num_next <= num_frontier * num_candidates, f"num_next {num_next}"
-    if not use_triton(impl, device):
-        return tree_grow_reference(
-            buffers, rows, frontier_nodes, frontier_log_probs, log_probs, token_ids,
-            level=level, budget=budget, first_parent=first_parent, num_next=num_next,
-        )  # fmt: skip
-    next_nodes = token_ids.new_empty(num_reqs, num_next)
-    next_tokens = token_ids.new_empty(num_reqs, num_next)
-    next_log_probs = log_probs.new_empty(num_reqs, num_next)
-    if num_reqs > 0:
-        block = triton.next_power_of_2(num_frontier * num_candidates)
-        launcher(_tree_grow_kernel, (num_reqs,), device)(
-            log_probs, token_ids, frontier_nodes, frontier_log_probs, rows, *buffers.tensors,
-            next_nodes, next_tokens, next_log_probs,
-            num_candidates, buffers.num_levels, buffers.num_cols, buffers.max_parents, num_next,
-            first_parent, num_frontier, level, budget,
-            BLOCK=block, CHUNK=max(2, min(32, _NUM_COMPARED // block)),
-        )  # fmt: skip
-    return next_nodes, next_tokens, next_log_probs
-
-
-def _check(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...]) -> None:
-    assert tensor.dtype == dtype and tensor.device == device, f"{name}: expected {dtype} on {device}"
-    assert tensor.shape == shape, f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}"
-    assert tensor.is_contiguous(), f"{name}: expected contiguous rows"
+    if num_reqs == 0:
+        return 1 if trims else num_next
+    assert 1 <= num_next <= min(buffers.max_frontier, num_frontier * num_candidates), f"num_next {num_next}"
+    if not use_triton(impl, buffers.device):
+        sizes = {"budget": budget, "first_parent": first_parent, "num_next": num_next}
+        return tree_grow_reference(buffers, rows, log_probs, token_ids, level=level, trims=trims, **sizes)
+    block = triton.next_power_of_2(num_frontier * num_candidates)
+    launcher(_tree_grow_kernel, (num_reqs,), buffers.device)(
+        log_probs, token_ids, rows, buffers.plans.depths, buffers.plans.widths, *buffers.rules, buffers.next_free,
+        *buffers.tree.tensors[:5], *buffers.leftover, *buffers.frontier,
+        num_candidates, buffers.num_levels, buffers.tree.num_cols, buffers.max_parents, buffers.max_frontier,
+        num_next, first_parent, num_frontier, level, budget,
+        BLOCK=block, CHUNK=max(2, min(32, _NUM_COMPARED // block)),
+    )  # fmt: skip
+    return num_next
 
 
 def tree_grow_reference(
     buffers: TreeGrowBuffers,
     rows: Tensor,
-    frontier_nodes: Tensor,
-    frontier_log_probs: Tensor,
     log_probs: Tensor,
     token_ids: Tensor,
     *,
@@ -323,29 +315,22 @@ def tree_grow_reference(
     budget: int,
     first_parent: int,
     num_next: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    trims: bool = False,
+) -> int:
     """Do what `tree_grow` does, in numpy on the memory of CPU tensors. Same arguments and results.
 
     Numpy, because the arrays are tiny and the steps many: a call costs a third of torch's, and there are 50 in a level.
     """
     assert buffers.device.type == "cpu", "the reference of tree_grow works on CPU tensors"
-    (
-        planned_depths, planned_widths, log_thresholds, width_bounds, next_free, tree_tokens, tree_parents, tree_depths,
-        tree_ancestors, tree_log_probs, leftover_log_probs, leftover_tokens, leftover_parents,
-    ) = buffers._arrays  # fmt: skip
-    num_reqs, num_frontier = frontier_nodes.shape
-    num_candidates, num_cols = buffers.num_candidates, buffers.num_cols
-    if num_reqs == 0:
-        return frontier_nodes.new_zeros(0, 1), frontier_nodes.new_zeros(0, 1), frontier_log_probs.new_zeros(0, 1)
-    nodes, path_log_probs = frontier_nodes.numpy(), frontier_log_probs.numpy()[:, :, None]
-    free = next_free[:num_reqs]
+    num_reqs, num_candidates = len(rows), buffers.num_candidates
+    num_frontier = len(log_probs) // num_reqs
+    frontier_nodes, _, frontier_log_probs = buffers.frontier_arrays
+    nodes, path_log_probs = frontier_nodes[:num_reqs, :num_frontier], frontier_log_probs[:num_reqs, :num_frontier, None]
+    free = buffers.next_free_array[:num_reqs]
     if level == 0:
-        row_idx = rows.numpy()
-        depth = np.minimum(planned_depths[row_idx], budget)
-        # [R], [R, L, 1, 1], [R, L, 1, C]
-        buffers._plan = depth, log_thresholds[depth, :, None, None], width_bounds[planned_widths[row_idx], :, None]
-        np.add(depth, 1, out=free)
-    depth, thresholds, bounds = buffers._plan
+        buffers.plan_of_step = _look_up(buffers, rows.numpy(), budget)
+        np.add(buffers.plan_of_step[0], 1, out=free)
+    depth, thresholds, bounds = buffers.plan_of_step
 
     # [R, F, C]
     scores = log_probs.numpy().reshape(num_reqs, num_frontier, num_candidates) + path_log_probs
@@ -376,31 +361,59 @@ def tree_grow_reference(
         np.minimum(free, budget + 1, out=free)
 
     parent, token = nodes.reshape(-1)[which // num_candidates], tokens.reshape(-1)[which]
-    first_col = req * num_cols
-    column = first_col + node
-    ancestors = tree_ancestors.reshape(-1)
-    ancestors[column] = ancestors[first_col + parent] | _OWN_BITS[node]
-    tree_tokens.reshape(-1)[column] = token
-    tree_parents.reshape(-1)[column] = parent
-    tree_depths.reshape(-1)[column] = level + 1
-    tree_log_probs.reshape(-1)[column] = score
-
-    last_parent = first_parent + num_frontier
+    _enter_nodes(buffers, level, req, node, parent, token, score)
     scores.reshape(-1)[which] = -np.inf
-    leftover_log_probs[:num_reqs, first_parent:last_parent] = scores
-    leftover_tokens[:num_reqs, first_parent:last_parent] = tokens
-    leftover_parents[:num_reqs, first_parent:last_parent] = nodes
+    last_parent = first_parent + num_frontier
+    for kept, values in zip(buffers.leftover_arrays, (scores, tokens, nodes), strict=True):
+        kept[:num_reqs, first_parent:last_parent] = values
 
     width = np.where(free <= budget, num_next, 1)  # no room: no children but the greedy one
     width *= depth > level + 1
     alive = (place < width[req]).nonzero()[0]
     place = place[alive]
-    num_next = int(place.max()) + 1 if len(place) else 1
-    target = req[alive] * num_next + place
-    next_nodes = np.zeros((num_reqs, num_next), dtype=np.int64)
-    next_tokens = np.zeros((num_reqs, num_next), dtype=np.int64)
-    next_log_probs = np.full((num_reqs, num_next), -np.inf, dtype=np.float32)
-    next_nodes.reshape(-1)[target] = node[alive]
-    next_tokens.reshape(-1)[target] = token[alive]
-    next_log_probs.reshape(-1)[target] = score[alive]
-    return torch.from_numpy(next_nodes), torch.from_numpy(next_tokens), torch.from_numpy(next_log_probs)
+    if trims:
+        num_next = int(place.max()) + 1 if len(place) else 1
+    _replace_frontier(buffers, num_reqs, num_next, req[alive], place, (node[alive], token[alive], score[alive]))
+    return num_next
+
+
+def _look_up(buffers: TreeGrowBuffers, rows: np.ndarray, budget: int) -> tuple[np.ndarray, ...]:
+    """Return the depths [R], thresholds [R, L, 1, 1] and bounds [R, L, 1, C] of a step's trees."""
+    (planned_depths, planned_widths), (log_thresholds, width_bounds) = buffers.planned_arrays, buffers.rule_arrays
+    depth = np.minimum(planned_depths[rows], budget)
+    return depth, log_thresholds[depth, :, None, None], width_bounds[planned_widths[rows], :, None]
+
+
+def _enter_nodes(
+    buffers: TreeGrowBuffers,
+    level: int,
+    req: np.ndarray,
+    node: np.ndarray,
+    parent: np.ndarray,
+    token: np.ndarray,
+    score: np.ndarray,
+) -> None:
+    """Write new nodes [E], of batch rows `req`, into the trees."""
+    tokens, parents, depths, ancestors, log_probs = buffers.tree_arrays
+    first_col = req * buffers.tree.num_cols
+    column = first_col + node
+    ancestors[column] = ancestors[first_col + parent] | _OWN_BITS[node]
+    tokens[column] = token
+    parents[column] = parent
+    depths[column] = level + 1
+    log_probs[column] = score
+
+
+def _replace_frontier(
+    buffers: TreeGrowBuffers,
+    num_reqs: int,
+    num_next: int,
+    req: np.ndarray,
+    place: np.ndarray,
+    entries: tuple[np.ndarray, np.ndarray, np.ndarray],
+) -> None:
+    """Write the next frontiers: nodes, tokens and log-probabilities [E] at `place` of batch rows `req`."""
+    target = req * buffers.max_frontier + place
+    for part, values, nothing in zip(buffers.frontier_arrays, entries, (0, 0, -np.inf), strict=True):
+        part[:num_reqs, :num_next] = nothing
+        part.reshape(-1)[target] = values

@@ -8,6 +8,7 @@ on the rollback, and every full acceptance on the re-fed token.
 """
 
 import contextlib
+import dataclasses
 import logging
 
 import pytest
@@ -17,12 +18,11 @@ from tests.engine import harness
 from tests.engine.conftest import SCENARIOS
 from tests.engine.harness import FAMILIES
 from tests.engine.seams import (
-    ChainDrafter,
     CoupledSampler,
     CoupledVerifier,
     Drafter,
     DraftModel,
-    levels,
+    drafter,
     score_blocks,
 )
 from vllm_vidspec.engine.report.acceptance_alarm import WINDOW
@@ -76,16 +76,20 @@ def logits_compared():
     """
     differences: list[float] = []
     proposed: dict[int, list[torch.Tensor]] = {}  # persistent row -> the draft's logits by level
-    sample, draft, verify = CoupledSampler.__call__, Drafter.draft, CoupledVerifier._verify
+    sample, draft, verify = CoupledSampler.draw_into, Drafter.draft, CoupledVerifier._verify
+    order: list[int] = []  # persistent rows whose logits come next, round after round
 
     def recording_draft(self, message):
         proposed.update({int(row): [] for row in message.idx_mapping_np})
+        order[:] = message.idx_mapping_np.tolist()
         return draft(self, message)
 
-    def recording_sample(self, logits, rows, rows_np, pos, input_ids):
-        for row, row_logits in zip(rows_np, logits, strict=True):
-            proposed[int(row)].append(row_logits.clone())
-        return sample(self, logits, rows, rows_np, pos, input_ids)
+    def recording_sample(self, logits, *args, **kwargs):
+        for row_logits in logits:
+            row = order.pop(0)
+            proposed[row].append(row_logits.clone())
+            order.append(row)
+        return sample(self, logits, *args, **kwargs)
 
     def comparing_verify(self, logits, draft_logits, draft_sampled, pos, cu_num_logits, idx_mapping, *rest):
         raw = logits.clone()
@@ -97,7 +101,7 @@ def logits_compared():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Drafter, "draft", recording_draft)
-        patch.setattr(CoupledSampler, "__call__", recording_sample)
+        patch.setattr(CoupledSampler, "draw_into", recording_sample)
         patch.setattr(CoupledVerifier, "_verify", comparing_verify)
         yield differences
 
@@ -141,27 +145,31 @@ def drop_video(monkeypatch) -> None:
 
 def skip_rollback(monkeypatch) -> None:
     """KV entries of rejected drafts stay: new tokens are appended after them."""
-    original, highest = levels.step, {}
+    original, stale = drafter.begin_step, {}
 
-    def appending(rows, num_slots, *args, level, **kwargs):
-        if level == 0 and "end" in highest:
-            num_slots = torch.maximum(num_slots, highest["end"])
-        highest["end"] = torch.maximum(highest.get("end", num_slots), num_slots + level)
-        original(rows, num_slots, *args, level=level, **kwargs)
+    def appending(batch_rows, picked, num_sampled, is_told, temperature, seeds, tables, out, **kwargs):
+        num_dropped = tables.num_dropped.clone()
+        rows = batch_rows if picked is None else batch_rows[picked]
+        told = torch.ones(len(rows), dtype=torch.bool) if is_told is None else is_told
+        for row, sampled, is_true in zip(rows.tolist(), num_sampled.tolist(), told.tolist(), strict=False):
+            stale[row] = stale.get(row, 0) + (K + 1 - sampled) * is_true
+            num_dropped[row] -= stale[row]
+        tables = dataclasses.replace(tables, num_dropped=num_dropped)
+        original(batch_rows, picked, num_sampled, is_told, temperature, seeds, tables, out, **kwargs)
 
-    monkeypatch.setattr(levels, "step", appending)
+    monkeypatch.setattr(drafter, "begin_step", appending)
 
 
 def skip_refeed(monkeypatch) -> None:
     """The last draft token of a fully accepted chain never gets its KV entry."""
-    original = ChainDrafter.draft
+    original = Drafter.draft
 
     def forgetful(self, message):
         drafts = original(self, message)
-        self._roots.kv.fed[message.idx_mapping] = (1 << K) - 1
+        self.kv.fed[drafts.rows] = (1 << K) - 1
         return drafts
 
-    monkeypatch.setattr(ChainDrafter, "draft", forgetful)
+    monkeypatch.setattr(Drafter, "draft", forgetful)
 
 
 @pytest.mark.parametrize("mutation", [shift_positions, drop_video, skip_rollback, skip_refeed])
@@ -180,11 +188,13 @@ def test_noise_position_off_by_one_is_caught(drafted, monkeypatch):
     _, counted = engine.measured(requests(engine.family))
     assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
 
-    original = CoupledSampler.__call__
+    original = CoupledSampler.draw_into
     monkeypatch.setattr(
         CoupledSampler,
-        "__call__",
-        lambda self, logits, rows, rows_np, pos, input_ids: original(self, logits, rows, rows_np, pos + 1, input_ids),
+        "draw_into",
+        lambda self, logits, temperature, seeds, pos, **outputs: original(
+            self, logits, temperature, seeds, pos + 1, **outputs
+        ),
     )
     _, counted = engine.measured(requests(engine.family))
     assert counted["accepted_tokens"] < counted["draft_tokens"]
@@ -199,8 +209,10 @@ def test_drafts_that_never_stand_raise_the_alarm(drafted, monkeypatch, caplog):
     _, sound = engine.measured(requests(engine.family))
     assert sound["drafts"] > 0 and sound["low_acceptance_windows"] == 0
 
-    original = CoupledSampler.__call__
-    monkeypatch.setattr(CoupledSampler, "__call__", lambda self, logits, *rest: original(self, -logits, *rest))
+    original = CoupledSampler.draw_into
+    monkeypatch.setattr(
+        CoupledSampler, "draw_into", lambda self, logits, *rest, **more: original(self, -logits, *rest, **more)
+    )
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     # Twice, so that a whole window is useless wherever the last one had begun.
     _, useless = engine.measured(2 * requests(engine.family))

@@ -3,6 +3,7 @@
 import contextlib
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -10,6 +11,7 @@ from tests.engine import harness
 from tests.engine.conftest import QUESTION, SCENARIOS
 from tests.engine.harness import LLAVA, NO_CACHE, QWEN, TREES, assert_all_stands, assert_begins, skipped, token_ids
 from tests.engine.seams import Drafter, DraftModel
+from vllm_vidspec import metrics
 from vllm_vidspec.tools import pairs
 
 pytestmark = pytest.mark.engine
@@ -69,6 +71,39 @@ def test_vllms_own_schedule_of_draft_lengths(reference):
     assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
     assert counted["accepted_at_pos_4"] > 0
     assert counted["accepted_at_pos_0"] > counted["accepted_at_pos_4"]
+
+
+def test_who_rests_misses_nothing(reference):
+    """Three requests are drafted for, five join them and nobody is, until they end; a scheduler that runs ahead.
+
+    Catches: a gap in the text that the draft has of who rested, from drafts that were in flight on; text that it never
+    catches up on; a forward of the draft that nobody wants.
+    """
+    expected = token_ids(reference(QWEN, "endless"))
+    requests = harness.videos(QWEN, 3, max_tokens=60, ignore_eos=True) + harness.videos(QWEN, 5, max_tokens=9)
+    schedule = [(1, 3, 5), (4, 64, 0)]
+    with (
+        harness.async_scheduling(),
+        harness.engine(QWEN, "target", pruner="none", num_speculative_tokens_per_batch_size=schedule) as engine,
+    ):
+        start = engine.counters()
+        engine.begin(requests[:3], steps=6)
+        before = engine.counters()
+        engine.begin(requests[3:], steps=8)
+        with mock.patch.object(engine.draft, "forward", side_effect=AssertionError("nobody wants it")):
+            amid = engine.counters()
+            engine.core.step()
+        answers = {}
+        while engine.core.has_unfinished_requests():
+            done = [output for output in engine.core.step() if output.finished]
+            answers |= {int(output.request_id): list(output.outputs[0].token_ids) for output in done}
+        counted = metrics.difference(start, engine.counters())
+        assert engine.used_blocks() == 0
+    assert [len(answers[i]) for i in range(3)] == [60] * 3
+    assert all(answers[i] == expected[i][0][:60] for i in range(3))
+    assert 0 < before["drafts"] - start["drafts"] < counted["drafts"] - 9
+    assert amid["undrafted_steps"] >= 6 and counted["undrafted_steps"] <= 12
+    assert counted["accepted_tokens"] == counted["draft_tokens"] == 5 * counted["drafts"]
 
 
 @pytest.mark.parametrize("is_covered", [False, True], ids=["part-of-the-video", "the-whole-video"])

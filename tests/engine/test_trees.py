@@ -1,5 +1,7 @@
 """Trees: branches behind decoys, planted bugs, and shapes that change while requests run."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -7,9 +9,8 @@ from tests.engine import harness
 from tests.engine.conftest import SCENARIOS
 from tests.engine.full_graphs import captured
 from tests.engine.harness import LLAVA, QWEN, assert_all_stands, assert_begins, token_ids
-from tests.engine.seams import TargetTrees, tree_drafter
+from tests.engine.seams import CoupledSampler, TargetTrees
 from vllm_vidspec import metrics
-from vllm_vidspec.scoring import Scored
 from vllm_vidspec.scoring import rules as scorers
 
 pytestmark = pytest.mark.engine
@@ -31,13 +32,15 @@ def decoys(reference):
 
 def check_decoys(engine, reference) -> None:
     """Every step accepts the three tokens behind the decoys; the output is vanilla's, greedy and sampled."""
-    original = tree_drafter.candidates
+    original = CoupledSampler.candidates_into
 
-    def decoy_first(*arguments):
-        return tuple(ranked.flip(1) for ranked in original(*arguments))
+    def decoy_first(self, *args, log_probs, ids, **kwargs):
+        original(self, *args, log_probs=log_probs, ids=ids, **kwargs)
+        for ranked in (log_probs, ids):
+            ranked.copy_(ranked.flip(1))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_drafter, "candidates", decoy_first)
+        patch.setattr(CoupledSampler, "candidates_into", decoy_first)
         for scenario in ("videos", "sampled"):
             outputs, counted = engine.measured(SCENARIOS[scenario](engine.family))
             assert token_ids(outputs) == token_ids(reference(engine.family, scenario))
@@ -74,7 +77,7 @@ def no_depth_positions(patch) -> None:
 
 def no_compaction(patch) -> None:
     """The accepted path's KV stays where the nodes were."""
-    patch.setattr(TargetTrees, "compact", lambda self, num_accepted: None)
+    patch.setattr(TargetTrees, "compact", lambda self: None)
 
 
 def leaking_sibling(patch) -> None:
@@ -93,9 +96,9 @@ def wrong_branch(patch) -> None:
     original = scorers.accept
 
     def first_branch(*args):
-        scored = Scored(*original(*args))
-        in_order = torch.arange(scored.path.shape[1], dtype=torch.int32)
-        return scored.sampled, scored.num_sampled, in_order.expand_as(scored.path), None
+        results, tally = original(*args), args[-1]
+        tally.path[tally.rows] = torch.arange(tally.path.shape[1], dtype=torch.int32)
+        return results
 
     patch.setattr(scorers, "accept", first_branch)
 
@@ -125,13 +128,13 @@ def untruncated(patch) -> None:
     """The verifier takes every tree for whole: its last nodes' rows belong to the next request."""
     original = scorers.accept
 
-    def whole(target_tokens, draft_tokens, cu_num_logits, max_drafts, trees, _looseness):
+    def whole(target_tokens, draft_tokens, cu_num_logits, max_drafts, trees, _looseness, tally):
         pad = torch.zeros(max_drafts + 1, dtype=torch.int64)
         starts = cu_num_logits[:-1]
-        targets, drafts = torch.cat((target_tokens, pad)), torch.cat((draft_tokens, pad))
+        targets, drafts = torch.cat((target_tokens, pad)), torch.cat((draft_tokens, pad.int()))
         rows = (starts[:, None] + torch.arange(max_drafts + 1)).flatten()
         bounds = torch.arange(len(starts) + 1, dtype=torch.int32) * (max_drafts + 1)
-        return original(targets[rows], drafts[rows], bounds, max_drafts, trees)
+        return original(targets[rows], drafts[rows], bounds, max_drafts, trees, None, tally)
 
     patch.setattr(scorers, "accept", whole)
 
@@ -152,15 +155,17 @@ def test_a_cut_tree_taken_for_a_whole_one_is_caught(reference):
 
 
 def test_auto_follows_its_table(reference):
-    """`auto`: trees while few requests run, chains while many do, there and back, in one engine, without a seam.
+    """`auto`: trees while few requests run, chains while many do, nothing while all do, there and back, in one engine,
+    without a seam.
 
     Two requests begin, six join them, and all end at different times. Catches: a chain verified under a tree's mask, KV
-    that a change of shape leaves behind, a path of an earlier tree that a chain's acceptance is looked up in.
+    that a change of shape leaves behind, a path of an earlier tree that a chain's acceptance is looked up in; nodes of
+    a last tree before a rest that nobody has moved together; a forward of the draft at rest.
     """
     expected = [ids[0] for ids in token_ids(reference(QWEN, "videos"))]
     lengths = [28, 28, 4, 4, 2, 2, 4, 4]
     requests = [(p, {**a, "max_tokens": n}) for (p, a), n in zip(SCENARIOS["videos"](QWEN), lengths, strict=True)]
-    table = [[1, 4, "tree-static", 25], [5, 64, "chain", 5]]
+    table = [[1, 4, "tree-static", 25], [5, 6, "chain", 5], [7, 64, "none", 0]]
     with harness.engine(
         QWEN, "target", drafting="auto", draft_table=table, num_speculative_tokens=25, pruner="none"
     ) as engine:
@@ -168,11 +173,15 @@ def test_auto_follows_its_table(reference):
 
         def step() -> None:
             before = engine.counters()
-            done = [output for output in engine.core.step() if output.finished]
+            with mock.patch.object(engine.draft, "forward", wraps=engine.draft.forward) as forward:
+                done = [output for output in engine.core.step() if output.finished]
             answers.update({int(output.request_id): list(output.outputs[0].token_ids) for output in done})
             gained = metrics.difference(before, engine.counters())
+            assert not (gained["undrafted_steps"] and forward.called)
             if gained["drafts"]:
                 shapes.append("chain" if gained["draft_tokens"] == gained["draft_depth"] else "tree")
+            elif gained["undrafted_steps"]:
+                shapes.append("none")
 
         start = engine.counters()
         engine.begin(requests[:2])
@@ -187,4 +196,4 @@ def test_auto_follows_its_table(reference):
     ]
     assert counted["accepted_tokens"] == counted["draft_depth"] == 5 * counted["drafts"]
     changes = [shape for i, shape in enumerate(shapes) if i == 0 or shapes[i - 1] != shape]
-    assert changes == ["tree", "chain", "tree"]
+    assert changes == ["tree", "none", "chain", "tree"]

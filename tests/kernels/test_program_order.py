@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-LEVEL, LOOSE_TREES = {"level": 1, "num_pos_axes": 3}, {"in_trees": True, "is_loose": True}
+LEVEL, LOOSE_TREES = {"impl": "triton", "num_pos_axes": 3}, {"in_trees": True, "is_loose": True}
 # Kernels (and what is special), their modules' tests that are run again, and those tests' parameters.
 CASES = {
     "accept": ("test_kernel_equals_references_at_a_real_size", {"in_trees": False, "is_loose": False}),
@@ -16,10 +16,23 @@ CASES = {
     "guidance_scores": ("test_numbers_of_rows", {"impl": "triton", "num_queries": 33}),
     "kv_compact": ("test_equals_the_loop", {"impl": "triton", "max_drafts": 25, "layout": "NHD"}),
     "place_trees": ("test_equals_the_loop", {"impl": "triton", "batch": "cut", "num_axes": 3, "out_of_place": False}),
-    "step": ("test_kernel_and_reference_equal_the_oracles", LEVEL | {"num_rows": 300, "frontier": 0}),
-    "step of trees": ("test_kernel_and_reference_equal_the_oracles", LEVEL | {"num_rows": 43, "frontier": 3}),
+    "begin_step": ("test_equals_the_loop", {"impl": "triton", "in_trees": True, "num_reqs": 9, "num_picked": 4}),
+    "candidates": ("test_noise", {"impl": "triton", "width": 3, "first": 2, "apply_temperature": True}),
+    "draw": ("test_equals_the_argmax", {"impl": "triton", "vocab_size": 2100, "dtype": torch.bfloat16}),
+    "next_level": ("test_equals_the_loop", LEVEL | {"size": 129, "frontier": 0}),
+    "next_level of trees": ("test_equals_the_loop", LEVEL | {"size": 43, "frontier": 3}),
     "tree_attention": ("test_shares", {"impl": "triton", "num_sms": 12}),
+    "tree_begin": ("test_trees_become_their_template", {"impl": "triton", "num_reqs": 3, "max_nodes": 7}),
+    "tree_finish": (
+        "test_leaves_are_the_best_candidates",
+        {"impl": "triton", "num_nodes": [2, 5], "num_parents": 3, "num_candidates": 5, "max_nodes": 7, "width": 9},
+    ),
     "tree_grow": ("test_kernel_equals_reference_at_a_real_size", {"num_reqs": 3}),
+    "tree_place": (
+        "test_equals_the_loop",
+        {"impl": "triton", "num_reqs": 3, "frontier": 4, "num_candidates": 5, "num_placed": 9, "num_fed": 4},
+    ),
+    "tree_plan": ("test_kernel_equals_reference_at_a_real_size", {}),
     "visual_relevance": ("test_splits_with_ties", {"num_slots": 3, "top_n": 3}),
 }
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from vidspec_kernels.tree_grow import TreeGrowBuffers, tree_grow
+from vidspec_kernels.tree_state import PlanRules, TreePlans, TreeTables
 
 NEVER = float("inf")
 NONE = -float("inf")
@@ -17,23 +18,29 @@ def buffers_for(
     own_bits = [0, *(1 << node for node in range(min(max_nodes, 63))), *[-(2**63)] * (max_nodes // 64)]
     depths = torch.tensor([depth for depth, _ in plans])
     widths = torch.tensor([width for _, width in plans])
-    tensors = (
+    tables = (
         torch.full((num_reqs, max_nodes + 1), -1),
         torch.tensor([-1] + [0] * max_nodes, dtype=torch.int32).repeat(num_reqs, 1),
         torch.tensor([0] + [1] * max_nodes, dtype=torch.int32).repeat(num_reqs, 1),
         torch.tensor(own_bits).repeat(num_reqs, 1),
         torch.zeros(num_reqs, max_nodes + 1),
-        depths,
-        widths,
+        torch.zeros(num_reqs, dtype=torch.int32),
+    )
+    planned = TreePlans(num_reqs, PlanRules(1, 9, 1, 9, 2, 0, 0.0, 0.0), device)
+    planned.depths[:-1], planned.widths[:-1] = depths, widths
+    rules = (
         torch.full((num_levels + 1, num_levels), NONE) if thresholds is None else thresholds,
         torch.full((int(widths.max()) + 1, num_levels, num_candidates), NONE) if bounds is None else bounds,
     )
-    return TreeGrowBuffers(*(tensor.to(device) for tensor in tensors), max_parents=1 + num_levels * max_frontier)
+    return TreeGrowBuffers(
+        TreeTables(*(tensor.to(device) for tensor in tables)), planned, *(tensor.to(device) for tensor in rules),
+        max_parents=1 + num_levels * max_frontier, max_frontier=max_frontier,
+    )  # fmt: skip
 
 
-def start(num_reqs, device):
-    """Return the frontier of roots."""
-    return torch.zeros(num_reqs, 1, dtype=torch.int64, device=device), torch.zeros(num_reqs, 1, device=device)
+def start(buffers):
+    """Make the frontier the roots, as `tree_begin` does."""
+    buffers.frontier_nodes[:, 0], buffers.frontier_log_probs[:, 0] = 0, 0.0
 
 
 def table(num_rows, num_candidates, seed, device):
@@ -49,23 +56,26 @@ def reference_device(device, impl):
     return torch.device("cpu") if impl == "torch" else device
 
 
-def run_step(buffers, rows, device, impl, *, budget, num_levels=4, max_frontier=6, seed=0):
+def run_step(buffers, rows, device, impl, *, budget, num_levels=4, max_frontier=6, seed=0, trims=False):
     """Run a whole step; return the frontiers `[level][request]` as lists of (node, token, log-probability)."""
     rows, num_reqs = torch.tensor(rows, dtype=torch.int64, device=device), len(rows)
-    frontier, fed, first_parent = start(num_reqs, device), [], 0
+    start(buffers)
+    width, fed, first_parent = 1, [], 0
     for level in range(num_levels):
-        width = frontier[0].shape[1]
         # The same candidates for a node, however wide its frontier is.
         by_place = [
             table(num_reqs, buffers.num_candidates, 1000 * seed + 10 * level + place, device) for place in range(width)
         ]
         log_probs, tokens = (torch.stack(parts, dim=1).flatten(0, 1) for parts in zip(*by_place, strict=True))
-        nodes, next_tokens, next_log_probs = tree_grow(
-            buffers, rows, *frontier, log_probs, tokens, level=level, budget=budget, first_parent=first_parent,
-            num_next=min(max_frontier, width * buffers.num_candidates), impl=impl,
+        num_next = min(max_frontier, width * buffers.num_candidates)
+        following = tree_grow(
+            buffers, rows, log_probs, tokens, level=level, budget=budget, first_parent=first_parent,
+            num_next=num_next, trims=trims, impl=impl,
         )  # fmt: skip
-        assert nodes.dtype == next_tokens.dtype == torch.int64 and next_log_probs.dtype == torch.float32
-        frontier, first_parent = (nodes, next_log_probs), first_parent + width
+        first_parent += width
+        width = following
+        assert width == num_next or (trims and impl == "torch" and 1 <= width < num_next)
+        nodes, next_tokens, next_log_probs = (part[:num_reqs, :width] for part in buffers.frontier)
         fed.append([])
         for entries in zip(nodes.tolist(), next_tokens.tolist(), next_log_probs.tolist(), strict=True):
             places = list(zip(*entries, strict=True))
@@ -109,8 +119,7 @@ def loop_step(plans, rows, *, num_candidates, budget, thresholds, bounds, num_le
 
 def nodes_of(buffers, row, nodes):
     """Return the same of a row of the buffers, masks without sign."""
-    _, _, _, _, _, *tree = buffers.tensors
-    columns = [buffer[row].tolist() for buffer in tree[:5]]
+    columns = [buffer[row].tolist() for buffer in buffers.tree.tensors[:5]]
     return {
         node: (columns[0][node], columns[1][node], columns[2][node], columns[3][node] % 2**64, columns[4][node])
         for node in nodes
@@ -132,26 +141,23 @@ def test_a_hand_computed_level(device, impl):
     rows = torch.zeros(1, dtype=torch.int64, device=device)
     log_probs = torch.tensor([[-2.0, -1.0, -1.5]], device=device)
     tokens = torch.tensor([[7, 8, 9]], device=device)
-    frontier = tree_grow(
-        buffers, rows, *start(1, device), log_probs, tokens, level=0, budget=8, first_parent=0, num_next=3, impl=impl
-    )
+    start(buffers)
+    tree_grow(buffers, rows, log_probs, tokens, level=0, budget=8, first_parent=0, num_next=3, impl=impl)
     # The greedy child is below the threshold and stays; -1.5 is not above it.
-    assert frontier[0][:, :2].tolist() == [[1, 3]] and not frontier[0][:, 2:].any()
+    assert buffers.frontier_nodes[0, :3].tolist() == [1, 3, 0] and buffers.frontier_tokens[0, :3].tolist() == [7, 8, 0]
+    assert buffers.frontier_log_probs[0, :3].tolist() == [-2.0, -1.0, NONE]
     assert nodes_of(buffers, 0, [1, 3]) == {1: (7, 0, 1, 0b001, -2.0), 3: (8, 0, 1, 0b100, -1.0)}
     log_probs = torch.tensor([[-9.0, -0.5, -0.5], [-1.5, -0.25, -0.5]], device=device)
     tokens = torch.tensor([[4, 5, 6], [1, 2, 3]], device=device)
-    inputs = [part[:, :2].contiguous() for part in (frontier[0], frontier[2])]
-    last = tree_grow(
-        buffers, rows, *inputs, log_probs, tokens, level=1, budget=8, first_parent=1, num_next=6, impl=impl
-    )
+    tree_grow(buffers, rows, log_probs, tokens, level=1, budget=8, first_parent=1, num_next=6, impl=impl)
     # Of node 1 (-2.0) only the greedy child; of node 3 (-1.0) rank 0 (-2.5) and rank 1 (-1.25), not rank 2.
-    assert not last[0].any() and not last[1].any()
+    assert not buffers.frontier_nodes.any() and not buffers.frontier_tokens.any()
     expected = {
         2: (4, 1, 2, 0b00011, -11.0), 4: (2, 3, 2, 0b01100, -1.25), 5: (1, 3, 2, 0b10100, -2.5), 6: (-1, 0, 1, 32, 0.0)
     }  # fmt: skip
     assert nodes_of(buffers, 0, expected) == expected
     assert buffers.next_free.tolist() == [6]
-    left, left_tokens, left_parents = (part[0, :3].tolist() for part in buffers.tensors[-3:])
+    left, left_tokens, left_parents = (part[0, :3].tolist() for part in buffers.leftover)
     assert left == [[NONE, NONE, -1.5], [NONE, -2.5, -2.5], [NONE, NONE, -1.5]]
     assert left_tokens == [[7, 8, 9], [4, 5, 6], [1, 2, 3]] and left_parents == [0, 1, 3]
 
@@ -174,11 +180,10 @@ def test_equals_the_loop(device, impl, num_candidates, budget):
     shapes = dict(num_candidates=num_candidates, thresholds=thresholds, bounds=bounds)
     buffers = buffers_for(plans, device, **shapes)
     for seed in range(2):  # the second step on the same buffers
-        for buffer, empty in zip(
-            buffers.tensors[5:10], buffers_for(plans, device, **shapes).tensors[5:10], strict=True
-        ):
-            buffer.copy_(empty)
-        fed = run_step(buffers, rows, device, impl, budget=budget, seed=seed)
+        empty = buffers_for(plans, device, **shapes).tree.tensors
+        for buffer, values in zip(buffers.tree.tensors, empty, strict=True):
+            buffer.copy_(values)
+        fed = run_step(buffers, rows, device, impl, budget=budget, seed=seed, trims=seed == 1)
         trees, expected_fed = loop_step(plans, rows, budget=budget, seed=seed, **shapes)
         assert fed == expected_fed
         empty = nodes_of(buffers, len(rows), range(65))
@@ -198,7 +203,8 @@ def test_kernel_equals_reference_at_a_real_size(device, num_reqs):
         where = reference_device(device, impl)
         buffers = buffers_for(plans, where, 10, max_frontier=10, thresholds=torch.full((5, 4), -2.0))
         fed = run_step(buffers, rows, where, impl, budget=50, max_frontier=10)
-        results.append((fed, [tensor.cpu()[:num_reqs] for tensor in buffers.tensors[4:10]]))
+        written = (buffers.next_free, *buffers.tree.tensors, *buffers.leftover, *buffers.frontier)
+        results.append((fed, [tensor.cpu()[:num_reqs] for tensor in written]))
     assert results[0][0] == results[1][0]
     assert all(torch.equal(first, second) for first, second in zip(results[0][1], results[1][1], strict=True))
     if num_reqs > 1:
@@ -224,25 +230,13 @@ def test_nan_and_impossible_candidates(device, impl):
     rows = torch.zeros(1, dtype=torch.int64, device=device)
     log_probs = torch.tensor([[float("nan"), -2.0, float("nan"), -1.0]], device=device)
     tokens = torch.tensor([[1, 2, 3, 4]], device=device)
-    nodes, _, path = tree_grow(
-        buffers, rows, *start(1, device), log_probs, tokens, level=0, budget=64, first_parent=0, num_next=4, impl=impl
-    )
-    assert nodes[0, :3].tolist() == [1, 3, 4] and buffers.tensors[5][0, 1:5].tolist() == [1, -1, 4, 2]
+    start(buffers)
+    tree_grow(buffers, rows, log_probs, tokens, level=0, budget=64, first_parent=0, num_next=3, impl=impl)
+    assert buffers.frontier_nodes[0, :3].tolist() == [1, 3, 4]
+    assert buffers.tree.tokens[0, 1:5].tolist() == [1, -1, 4, 2]
     log_probs = torch.tensor([[0.0] * 4, [NONE] * 4, [float("nan")] * 4], device=device)
-    inputs = (nodes[:, :3].contiguous(), path[:, :3].contiguous())
-    tree_grow(
-        buffers,
-        rows,
-        *inputs,
-        log_probs,
-        tokens.repeat(3, 1),
-        level=1,
-        budget=64,
-        first_parent=1,
-        num_next=5,
-        impl=impl,
-    )
-    assert buffers.tensors[5][0, 2] == 1 and buffers.next_free.tolist() == [5]
+    tree_grow(buffers, rows, log_probs, tokens.repeat(3, 1), level=1, budget=64, first_parent=1, num_next=5, impl=impl)
+    assert buffers.tree.tokens[0, 2] == 1 and buffers.next_free.tolist() == [5]
 
 
 # --- dispatch and checks ---
@@ -263,23 +257,25 @@ def test_wrapper_refuses(device):
     buffers = buffers_for([(2, 0), (2, 0)], device, 4, num_levels=2, max_frontier=2)
     rows = torch.tensor([1, 0], device=device)
     log_probs, tokens = table(2, 4, 0, device)
-    good = (rows, *start(2, device), log_probs, tokens)
-    sizes = dict(level=0, budget=9, first_parent=0, num_next=4)
+    good = (rows, log_probs, tokens)
+    sizes = dict(level=0, budget=9, first_parent=0, num_next=2)
     tree_grow(buffers, *good, **sizes)
     for place, wrong, message in (
         (0, rows.int(), "rows"),
-        (0, rows[:1], "1 rows, 2 requests"),
-        (1, good[1].int(), "frontier_nodes"),
-        (2, good[2].double(), "frontier_log_probs"),
-        (2, good[2].repeat(1, 2), "frontier_log_probs: expected shape"),
-        (3, log_probs.half(), "log_probs"),
-        (3, log_probs.t().contiguous().t(), "log_probs: expected contiguous"),
-        (3, log_probs[:, :3].contiguous(), "log_probs: expected shape"),
-        (4, tokens[:1], "token_ids: expected shape"),
+        (0, rows.repeat(2), "4 rows, 2 fit"),
+        (1, log_probs.half(), "log_probs"),
+        (1, log_probs.t().contiguous().t(), "log_probs: expected contiguous"),
+        (1, log_probs[:, :3].contiguous(), "log_probs: expected shape"),
+        (1, log_probs.repeat(2, 1)[:3], "log_probs: expected shape"),
+        (1, log_probs.repeat(3, 1), "token_ids: expected shape"),
+        (2, tokens[:1], "token_ids: expected shape"),
+        (2, tokens.int(), "token_ids"),
     ):
         with pytest.raises(AssertionError, match=message):
             tree_grow(buffers, *good[:place], wrong, *good[place + 1 :], **sizes)
-    for wrong in (dict(level=2), dict(level=-1), dict(budget=65), dict(first_parent=5), dict(num_next=5)):
+    with pytest.raises(AssertionError, match="3 nodes a request"):
+        tree_grow(buffers, rows, log_probs.repeat(3, 1), tokens.repeat(3, 1), **sizes)
+    for wrong in (dict(level=2), dict(level=-1), dict(budget=65), dict(first_parent=5), dict(num_next=3)):
         with pytest.raises(AssertionError, match=next(iter(wrong))):
             tree_grow(buffers, *good, **{**sizes, **wrong})
     with pytest.raises(ValueError, match="auto, triton or torch"):
@@ -288,23 +284,25 @@ def test_wrapper_refuses(device):
 
 def test_buffers_refuse(device):
     """Catches: a dropped check of what every launch trusts."""
-    names = (
-        "tokens",
-        "parents",
-        "depths",
-        "ancestors",
-        "log_probs",
-        "planned_depths",
-        "planned_widths",
-        "log_thresholds",
-    )
-    tensors = buffers_for([(2, 0)], device, 4).tensors
-    good = dict(zip(names, (*tensors[5:10], *tensors[:3]), strict=True), width_bounds=tensors[3], max_parents=9)
+    buffers = buffers_for([(2, 0)], device, 4)
+    names = ("tokens", "parents", "depths", "ancestors", "log_probs", "num_nodes")
+    tables = dict(zip(names, buffers.tree.tensors, strict=True))
+    TreeTables(**tables)
+    for name in names:
+        with pytest.raises(AssertionError, match=name):
+            TreeTables(**{**tables, name: tables[name].double()})
+    with pytest.raises(AssertionError, match="parents"):
+        TreeTables(**{**tables, "parents": tables["parents"][:, :9].contiguous()})
+    two_rows = {name: table.repeat(2, *[1] * (table.ndim - 1)) for name, table in tables.items()}
+    with pytest.raises(AssertionError, match="ancestors: expected contiguous"):
+        TreeTables(**{**two_rows, "ancestors": two_rows["ancestors"].t().contiguous().t()})
+    good = dict(
+        tree=buffers.tree, plans=buffers.plans, log_thresholds=buffers.rules[0], width_bounds=buffers.rules[1],
+        max_parents=9, max_frontier=2,
+    )  # fmt: skip
     TreeGrowBuffers(**good)
-    for name in (*names, "width_bounds"):
+    for name in ("log_thresholds", "width_bounds"):
         with pytest.raises(AssertionError, match=name):
             TreeGrowBuffers(**{**good, name: good[name].double()})
-    with pytest.raises(AssertionError, match="parents"):
-        TreeGrowBuffers(**{**good, "parents": good["parents"][:, :9].contiguous()})
-    with pytest.raises(AssertionError, match="numbers of levels"):
+    with pytest.raises(AssertionError, match="log_thresholds"):
         TreeGrowBuffers(**{**good, "log_thresholds": good["log_thresholds"][:, :1].contiguous()})

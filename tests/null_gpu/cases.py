@@ -22,9 +22,19 @@ TWO_RANKS = {
     "worker_extension_cls": "null_gpu.probe.WorkerProbe",
 }
 GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}}
-# One tree of 64 nodes, or four of 25.
-WIDE_GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [4, 65, 104]}}
-COMPILED = {"enforce_eager": False, "compilation_config": {"mode": 3, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}}
+GRAPHS_SIXTEEN = {
+    "enforce_eager": False,
+    "max_num_seqs": 16,
+    "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 96]},
+}
+# Room for one tree of 64 nodes and its root.
+GRAPHS_65 = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 65]}}
+# Room for four of 25: three requests are padded.
+GRAPHS_104 = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 4, 104]}}
+PIECES = {
+    "enforce_eager": False,
+    "compilation_config": {"mode": 3, "cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]},
+}
 
 
 @dataclass(frozen=True)
@@ -127,14 +137,22 @@ _ALL = (
     Case("uv", {"pruner": "uv"}, most_launches=400),
     Case("self", {"draft": "target"}, most_launches=470),
     Case("vanilla graphs", overrides=GRAPHS),
-    Case("chain graphs", {}, "vanilla graphs", overrides=GRAPHS, most_launches=345),
-    Case("static graphs", _STATIC, "vanilla graphs", overrides=GRAPHS, most_launches=480),
-    Case("adaptive graphs", _ADAPTIVE, "vanilla graphs", overrides=WIDE_GRAPHS, **_PLANNED, most_launches=660),
-    # Three requests in a graph of four.
-    Case("vanilla batch graphs", overrides=WIDE_GRAPHS, batch=3),
-    Case("static batch graphs", _STATIC, "vanilla batch graphs", overrides=WIDE_GRAPHS, batch=3, most_launches=480),
-    Case("vanilla pieces", overrides=COMPILED),
-    Case("static pieces", _STATIC, "vanilla pieces", overrides=COMPILED, most_launches=480),
+    Case("vanilla graphs batch", overrides=GRAPHS, batch=3),
+    Case("vanilla graphs sampled", overrides=GRAPHS, sampling=_WARM),
+    Case("chain graphs", {}, "vanilla graphs", overrides=GRAPHS, most_launches=60),
+    Case("chain graphs batch", {}, "vanilla graphs batch", overrides=GRAPHS, batch=3, most_launches=60),
+    Case("chain graphs sampled", {}, "vanilla graphs sampled", overrides=GRAPHS, sampling=_WARM, most_launches=60),
+    Case(
+        "chain graphs processed", {}, "vanilla graphs sampled", overrides=GRAPHS, sampling=_SAMPLED, most_launches=160
+    ),
+    Case("static graphs", _STATIC, "vanilla graphs", overrides=GRAPHS, most_launches=70),
+    Case("static graphs batch", _STATIC, "vanilla graphs batch", overrides=GRAPHS_104, batch=3, most_launches=70),
+    Case("adaptive graphs", _ADAPTIVE, "vanilla graphs", overrides=GRAPHS_65, **_PLANNED, most_launches=80),
+    Case("self graphs", {"draft": "target"}, "vanilla graphs", overrides=GRAPHS, most_launches=60),
+    Case("vanilla graphs sixteen", overrides=GRAPHS_SIXTEEN, batch=16),
+    Case("chain graphs sixteen", {}, "vanilla graphs sixteen", overrides=GRAPHS_SIXTEEN, batch=16, most_launches=60),
+    Case("vanilla pieces", overrides=PIECES),
+    Case("static pieces", _STATIC, "vanilla pieces", overrides=PIECES, most_launches=480),
     # The Qwen pair's three vision heads are not for two ranks.
     Case("vanilla two ranks", family=LLAVA, overrides=TWO_RANKS),
     Case("chain two ranks", {}, "vanilla two ranks", LLAVA, overrides=TWO_RANKS, most_launches=380),

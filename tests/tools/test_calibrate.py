@@ -58,6 +58,7 @@ def test_candidates_are_few_distinct_and_exist(num_layers):
     assert layers[-1] == num_layers
 
 
+BY_POSITION = {f"accepted_at_pos_{i}": accepted for i, accepted in enumerate((9, 7, 3, 1, 0))}
 STEP_S = {"chain": 0.020, "tree-static": 0.016, "tree-adaptive": 0.018}
 
 
@@ -83,8 +84,11 @@ def time_steps(session, command):
     for batch in command["batches"]:
         size, counters, step_s = len(batch), None, 0.010
         if spec:
-            counters = dict.fromkeys(NAMES, 0) | {"drafts": 10, "draft_tokens": 50, "accepted_tokens": 20}
-            step_s = STEP_S[spec["draft"]] * (1 if spec["draft"] == "chain" or size < 8 else 2)
+            is_short = spec["num_speculative_tokens"] == 1
+            counters = dict.fromkeys(NAMES, 0) | {"drafts": 10, "draft_tokens": 50}
+            counters |= {"accepted_tokens": 9} if is_short else {"accepted_tokens": 20} | BY_POSITION
+            is_slow = size > 8 or (size == 8 and spec["draft"] != "chain")
+            step_s = STEP_S[spec["draft"]] * (2 if is_slow else 1) * (0.6 if is_short else 1)
         runs.append({"batch_size": size, "step_s": [step_s, step_s, 1.0], "metrics": counters})
     return {"runs": runs}
 
@@ -179,8 +183,8 @@ def test_layer_names():
 
 
 def cost(shape, size, tokens_per_s):
-    num_tokens = {"vanilla": 0, "chain": 5, "tree-static": 25, "tree-adaptive": 64}[shape]
-    return Cost(shape, size, num_tokens, 2.0, 1.0, tokens_per_s, 9)
+    num_tokens = {"vanilla": 0, "chain": 5, "tree-static": 25, "tree-adaptive": 64, "chain-2": 2}[shape]
+    return Cost(shape.removesuffix("-2"), size, num_tokens, 2.0, 1.0, tokens_per_s, 9)
 
 
 def costs_of(**speeds):
@@ -202,11 +206,40 @@ def costs_of(**speeds):
 )
 def test_draft_table_has_what_is_fastest(speeds, table):
     names = ("chain", "tree_static", "tree_adaptive")
-    found = draft_table(costs_of(vanilla=[99] * len(speeds[0]), **dict(zip(names, speeds, strict=True))))
+    found = draft_table(costs_of(vanilla=[1] * len(speeds[0]), **dict(zip(names, speeds, strict=True))))
     assert found == table
     raw = {"model": "self", "num_speculative_tokens": 64, "draft": "auto", "draft_table": found}
     config, _ = parse_config(raw)
-    assert config.shape_for(100) == table[-1][2]
+    assert config.plan_for(100) == table[-1][2:]
+
+
+@pytest.mark.parametrize(
+    ("vanilla", "chain", "short_chain", "tree", "table"),
+    [
+        ([1, 1, 7], [5, 5, 5], [4, 6, 6], [2, 2, 2], [(1, 1, "chain", 5), (2, 2, "chain", 2), (3, 4, "none", 0)]),
+        ([1, 5, 5], [5, 5, 5], [4, 4, 4], [2, 2, 2], [(1, 1, "chain", 5), (2, 4, "none", 0)]),  # no gain is no reason
+        ([1, 5], [5, 5], [5, 5], [9, 9], [(1, 2, "tree-static", 25)]),
+        ([1, 1], [5, 5], [5, 5], [4, 4], [(1, 2, "chain", 2)]),  # of two equal ones the cheaper
+        ([9, 9], [5, 5], [5, 5], [4, 4], [(1, 2, "none", 0)]),
+    ],
+)
+def test_draft_table_has_the_length_that_pays_and_none_where_none_does(vanilla, chain, short_chain, tree, table):
+    costs = costs_of(tree_adaptive=[1] * len(tree), tree_static=tree, chain=chain, chain_2=short_chain, vanilla=vanilla)
+    assert draft_table(costs) == table
+    parse_config({"model": "self", "num_speculative_tokens": 64, "draft": "auto", "draft_table": table})
+
+
+def test_chains_between_two_that_were_measured():
+    """Catches: tokens of positions that a shorter chain does not have, or one too few; a time off the line."""
+    counters = {"drafts": 10, **BY_POSITION}
+    ends = (Cost("chain", 2, 1, 1.9, 12.0, 90.0, 9), Cost("chain", 2, 5, 3.0, 20.0, 90.0, 9))
+    between = costs.chains_between(*ends, [{"metrics": counters}] * 2)
+    assert [(one.num_speculative_tokens, one.acceptance_length, one.step_ms) for one in between] == [
+        *((2, 2.6, 14.0), (3, 2.9, 16.0), (4, 3.0, 18.0))
+    ]
+    assert all((one.shape, one.batch_size, one.num_steps) == ("chain", 2, 0) for one in between)
+    assert between[0].tokens_per_s == pytest.approx(2 * 2.6 / 0.014)
+    assert costs.chains_between(ends[1], ends[1], []) == []
 
 
 def test_batches_of_a_round():
@@ -217,15 +250,19 @@ def test_batches_of_a_round():
     whole = Costs(Calibration())
     assert [len(batch) for batch in whole.batches(0)] == [1, 1, 1, 1, 2, 2, 4, 8, 16]
     assert whole.batches(1)[0] == [4], "other videos in another round"
-    job = whole.job("tree-static")
+    assert [(shape, k) for shape, k in whole.drafts] == [
+        *(("vanilla", 0), ("chain", 1), ("chain", 5), ("tree-static", 25), ("tree-adaptive", 64))
+    ]
+    assert len(Costs(Calibration(num_speculative_tokens=1)).drafts) == 4, "a chain of one is no two"
+    job = whole.job(whole.drafts[3])
     assert job["prompts"]["held_out"] == list(range(1000, 1016))
     assert job["llm"]["max_num_seqs"] == 16
     spec = job["llm"]["speculative_config"]
     assert (spec["draft"], spec["num_speculative_tokens"]) == ("tree-static", 25)
-    assert "speculative_config" not in whole.job("vanilla")["llm"]
+    assert "speculative_config" not in whole.job(whole.drafts[0])["llm"]
 
 
-TABLE = [[1, 4, "tree-static", 25], [5, 16, "chain", 5]]
+TABLE = [[1, 4, "tree-static", 25], [5, 8, "chain", 2], [9, 16, "none", 0]]
 
 
 def test_costs_are_written_alone(sessions, tmp_path):
@@ -236,16 +273,29 @@ def test_costs_are_written_alone(sessions, tmp_path):
     assert written["config"] == {"draft_table": TABLE}
     assert {"target", "draft", "costs", "provenance"} <= set(written)
     shapes = [session.job["llm"].get("speculative_config", {}).get("draft") for session in sessions]
-    assert shapes == [None, "chain", "tree-static", "tree-adaptive"] * 2, "in turn"
-    (row,) = (row for row in written["costs"] if row["shape"] == "chain" and row["batch_size"] == 2)
+    assert shapes == [None, "chain", "chain", "tree-static", "tree-adaptive"] * 2, "in turn"
+    (row,) = (row for row in written["costs"] if (row["num_speculative_tokens"], row["batch_size"]) == (5, 2))
     assert (row["acceptance_length"], row["step_ms"], row["num_steps"]) == (3.0, 20.0, 2 * 2 * 3)
     assert row["tokens_per_s"] == pytest.approx(2 * 3.0 / 0.020)
-    for words in ("188*", "3.00 in 16.0 ms", "1200*", "1.00 in 10.0 ms"):
+    for words in (
+        "188*",
+        "3.00 in",
+        "16.0 ms",
+        "1486*~",
+        "2.60 in",
+        "14.0 ms",
+        "1600*",
+        "1.00 in",
+        "10.0 ms",
+        "chain 1",
+    ):
         assert words in result.stdout, words
-    assert "1 to 4 requests: tree-static (25 tokens per step)" in result.stdout
+    assert "chain 3" not in result.stdout
+    for words in ("1 to 4 requests: tree-static (25 tokens per step)", "9 to 16 requests: no drafts."):
+        assert words in result.stdout
     raw = {"model": "self", "num_speculative_tokens": 64, "draft": "auto", "calibration": str(out)}
     config, _ = parse_config(raw)
-    assert [config.shape_for(n) for n in (1, 4, 5, 99)] == ["tree-static", "tree-static", "chain", "chain"]
+    assert [config.plan_for(n)[1] for n in (1, 4, 5, 99)] == [25, 25, 2, 0]
 
 
 def test_costs_are_added_to_a_calibration(sessions, tmp_path):
@@ -262,7 +312,7 @@ def test_costs_are_added_to_a_calibration(sessions, tmp_path):
     }
     assert after["costs_provenance"]["versions"]
     specs = [session.job["llm"].get("speculative_config", {}) for session in sessions[1:]]
-    assert [spec.get("calibration") for spec in specs] == [None, *[str(out)] * 3], "its knobs are in force"
+    assert [spec.get("calibration") for spec in specs] == [None, *[str(out)] * 4], "its knobs are in force"
 
     assert invoke(*arguments, "--costs", "--rounds", "1").exit_code == 0, "and again"
     result = invoke(*arguments, "--costs", "--family", "llava-onevision")
@@ -275,7 +325,7 @@ def test_what_was_not_drafted_for_is_no_cost(fake_engines):
     fake_engines(
         lambda session, _: {"runs": [run | ({} if "speculative_config" in session.job["llm"] else {"metrics": None})]}
     )
-    with pytest.raises(VidSpecError, match=r"chain, batch size 1: requests ran without speculation \(pool_full\)"):
+    with pytest.raises(VidSpecError, match=r"chain 1, batch size 1: requests ran without speculation \(pool_full\)"):
         costs.run(Costs(Calibration()))
     fake_engines(lambda *_: {"runs": [run | {"step_s": [], "metrics": None}]})
     with pytest.raises(VidSpecError, match="vanilla: no step decoded for 1 requests at once"):

@@ -34,7 +34,8 @@ def test_defaults():
     assert passed == {}
     assert config.flat() == {
         "model": "draft", "num_speculative_tokens": 5, "draft_shape": "chain", "draft_table": None,
-        "draft_noise": "shared", "max_draft_len": None, "on_draft_error": "skip", "calibration": None,
+        "num_speculative_tokens_per_batch_size": None, "draft_noise": "shared", "max_draft_len": None,
+        "on_draft_error": "skip", "calibration": None,
         # prune
         "prune_ratio": 0.9, "image_prune_ratio": None, "pruner": "specvlm", "lambda_r": 0.4, "guidance_layers": "all",
         "uv_layer": None, "guidance_bytes": None, "prune_seed": 0, "draft_positions": "original",
@@ -108,6 +109,7 @@ NEAREST = {
     "prunes": "prune",
 }
 TABLE = [[1, 4, "tree-static", 25], [5, 16, "chain", 5]]
+SCHEDULE = "num_speculative_tokens_per_batch_size"
 TWO_TREES = [[1, 4, "tree-static", 5], [5, 16, "tree-adaptive", 5]]
 STATIC = {"draft": "tree-static"}
 # Changes, and what the message says of them.
@@ -149,6 +151,21 @@ REFUSED = [
     ({"draft": "auto", "draft_table": [[2, 4, "chain", 5]]}, "must follow each other"),
     ({"draft": "auto", "draft_table": TABLE}, "num_speculative_tokens is 5"),
     ({"draft": "auto", "draft_table": TWO_TREES}, "one tree shape"),
+    # Catches: a row that drafts nothing in some shape, or something in none.
+    *(
+        ({"draft": "auto", "draft_table": [[1, 4, *row]]}, f"got {row[0]} with {row[1]}")
+        for row in (("chain", 0), ("none", 3))
+    ),
+    # Catches: a batch size for which vLLM and the draft would look in different rows.
+    *(
+        ({SCHEDULE: rows}, f"{SCHEDULE}: batch sizes must {message}")
+        for rows, message in (
+            ([], "begin at 1"),
+            ([[2, 4, 5]], "begin at 1"),
+            ([[1, 4, 5], [4, 8, 2]], "ascend, each in one row: 1 to 4"),
+            ([[1, 2, 5], [4, 3, 2]], "ascend, each in one row: 4 to 3"),
+        )
+    ),
 ]
 
 
@@ -167,6 +184,7 @@ RANGES = {
     "num_speculative_tokens": ((0, -1, 65, "many", 1.5), (1, 64)),
     "draft_shape": (("forest",), ("chain",)),
     "draft_table": (("odd",), (((1, 4, "chain", 5),),)),
+    "num_speculative_tokens_per_batch_size": (("odd", [[0, 4, 5]]), (((1, 4, 5), (5, 8, 0)),)),
     "draft_noise": (("loud",), ("shared", "independent", "greedy")),
     "max_draft_len": ((0,), (1,)),
     "on_draft_error": (("shrug",), ("skip", "raise")),
@@ -306,5 +324,41 @@ def test_the_shapes_of_a_draft():
     config = parsed(draft_shape="tree-static", tree_paths=[[0], [1], [0, 0]], num_speculative_tokens=3)
     assert config.tree.static_paths == ((0,), (1,), (0, 0)) and config.max_path == 2
     config = parsed(num_speculative_tokens=25, draft="auto", draft_table=TABLE)
-    assert [config.shape_for(n) for n in (1, 4, 5, 16, 99)] == ["tree-static"] * 2 + ["chain"] * 3
+    tree, chain, none = ("tree-static", 25), ("chain", 5), ("none", 0)
+    assert [config.plan_for(n) for n in (1, 4, 5, 16, 99)] == [tree] * 2 + [chain] * 3
     assert config.shapes == {"tree-static", "chain"} and config.max_path == 5
+    config = parsed(num_speculative_tokens=25, draft="auto", draft_table=[*TABLE, [17, 20, *none]])
+    assert [config.plan_for(n) for n in (4, 16, 17, 20, 99)] == [tree, chain] + [none] * 3
+    assert config.shapes == {"tree-static", "chain"} and config.max_path == 5
+    idle = parsed(draft="auto", draft_table=[[1, 16, *none]])
+    assert idle.shapes == {"chain"} and idle.max_path == 1 and idle.plan_for(1) == idle.plan_for(99) == none
+
+
+@pytest.mark.parametrize(
+    ("changes", "schedule"),
+    [
+        ({}, [(4, "chain", 5), (10, "chain", 2), (99, "none", 0)]),
+        ({"num_speculative_tokens": 3}, [(4, "chain", 3), (10, "chain", 2), (99, "none", 0)]),
+        ({"num_speculative_tokens": 25, "draft": "auto",
+          "draft_table": [[1, 2, "tree-static", 25], [3, 9, "chain", 3]]},
+         [(2, "tree-static", 5), (4, "chain", 3), (10, "chain", 2), (99, "none", 0)]),
+        ({"draft": "auto", "draft_table": [[1, 6, "chain", 1], [7, 20, "none", 0]]},
+         [(6, "chain", 1), (99, "none", 0)]),
+    ],
+)  # fmt: skip
+def test_vllms_schedule_caps_what_is_drafted(changes, schedule):
+    """Its rows out of order and with a gap, as vLLM takes them: every batch size has the smaller number of the two.
+
+    Catches: a step that drafts more than the scheduler plans for; a gap that vLLM and the draft fill from other sides.
+    """
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    given = [[9, 10, 2], [11, 12, 0], [1, 4, 5], [5, 6, 2]]
+    config = parsed(**{SCHEDULE: given}, **changes)
+    assert config.changes_with_load and not parsed().changes_with_load
+    expected = [next(row[1:] for row in schedule if size <= row[0]) for size in range(1, 21)]
+    assert [config.plan_for(size) for size in range(1, 21)] == expected
+    theirs = [(row.first, row.last, row.plan.num_tokens) for row in config.plans]
+    assert build_dynamic_sd_schedule_lookup(theirs, 20, config.num_speculative_tokens)[1:] == [k for _, k in expected]
+    if not changes:  # and alone vLLM reads the same in it
+        assert build_dynamic_sd_schedule_lookup(given, 20, 5)[1:] == [k for _, k in expected]

@@ -30,9 +30,9 @@ def calibrate(
     out: Annotated[str, typer.Option(metavar="PATH", help="The calibration file to write.")] = "calibration.json",
     plot: Annotated[str | None, typer.Option(metavar="PATH", help="Plot the measurements to a file.")] = None,
     costs: Annotated[
-        bool, typer.Option("--costs", help="Measure which shape of draft pays on this machine, by batch size, instead.")
+        bool, typer.Option("--costs", help="Measure which drafts pay on this machine, by batch size, instead.")
     ] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="With --costs: engines of each shape, in turn.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="With --costs: engines of each draft, in turn.")] = 3,
 ) -> None:
     """Choose a pair's pruning knobs by measured acceptance length; write them for the key `calibration`.
 

@@ -1,13 +1,24 @@
 """VidSpecConfig: one speculative configuration, given flat, in groups or both; needs pydantic only."""
 
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from vllm_vidspec.config.groups import Group, PoolKnobs, PruneKnobs, ScoreKnobs, TreeKnobs, nearest
+from vllm_vidspec.config.plans import NONE, Cap, Plan, PlanRow, capped, without_gaps
 from vllm_vidspec.errors import VidSpecError
 
 METHOD = "vidspec"
@@ -17,9 +28,7 @@ SELF = "self"
 CALIBRATED_KEYS = frozenset({"lambda_r", "guidance_layers", "uv_layer", "draft_table"})
 
 # Keys of vLLM's own speculative config that pass through unchanged.
-PASS_THROUGH_KEYS = frozenset(
-    {"quantization", "revision", "code_revision", "draft_load_config", "num_speculative_tokens_per_batch_size"}
-)
+PASS_THROUGH_KEYS = frozenset({"quantization", "revision", "code_revision", "draft_load_config"})
 
 GROUPS: dict[str, type[Group]] = {"prune": PruneKnobs, "tree": TreeKnobs, "score": ScoreKnobs, "pool": PoolKnobs}
 # Other spellings of a knob's name.
@@ -27,7 +36,7 @@ _ALIASES = {"draft": "draft_shape", "drafting": "draft_shape"}
 # The group of each knob that is in one, and its name there, by its flat name.
 _PLACES = {flat: (group, name) for group, knobs in GROUPS.items() for name, flat in knobs.flat_names().items()}
 
-Shape = Literal["chain", "tree-static", "tree-adaptive"]
+Shape = Literal["chain", "tree-static", "tree-adaptive", "none"]
 
 
 class VidSpecConfig(BaseModel):
@@ -45,9 +54,13 @@ class VidSpecConfig(BaseModel):
     (`tree_paths`); `tree-adaptive` (SAGE) at most K, deep and narrow where the draft is confident, shallow and wide
     where it is not; `auto` one of these by batch size (`draft_table`). Requests with structured outputs draft chains
     only: with trees they run without speculation. `draft` and `drafting` are other names of this key."""
-    draft_table: tuple[tuple[PositiveInt, PositiveInt, Shape, PositiveInt], ...] | None = None
+    draft_table: tuple[tuple[PositiveInt, PositiveInt, Shape, NonNegativeInt], ...] | None = None
     """`auto`: rows `[first batch size, last, shape, tokens per step]`, as `vidspec calibrate --costs` measures them on
-    a machine. One tree shape at most beside `chain`."""
+    a machine. One tree shape at most beside `chain`. `none` with 0 tokens: batches of these sizes run without
+    speculation, and take it up again when fewer requests run."""
+    num_speculative_tokens_per_batch_size: tuple[tuple[PositiveInt, PositiveInt, NonNegativeInt], ...] | None = None
+    """vLLM's own schedule: rows `[first batch size, last, tokens per step]` that no step exceeds, whatever the shape. 0
+    is `none`, as in `draft_table`."""
     draft_noise: Literal["shared", "independent", "greedy"] = Field(
         "shared", json_schema_extra={"instruments": ["greedy"]}
     )
@@ -76,6 +89,11 @@ class VidSpecConfig(BaseModel):
             (grouped.setdefault(group, {}) if group else grouped)[name] = value
         return grouped
 
+    @field_validator("num_speculative_tokens_per_batch_size")
+    @classmethod
+    def _whole_schedule(cls, caps: tuple[Cap, ...] | None) -> tuple[Cap, ...] | None:
+        return None if caps is None else without_gaps(caps)
+
     @model_validator(mode="after")
     def _whole_table(self) -> "VidSpecConfig":
         if self.draft_shape != "auto":
@@ -86,7 +104,7 @@ class VidSpecConfig(BaseModel):
                 "calibration"
             )
         end = 0
-        for first, last, _, num_tokens in self.draft_table:
+        for first, last, shape, num_tokens in self.draft_table:
             if first != end + 1 or last < first:
                 raise ValueError(f"draft_table: batch sizes must follow each other from 1 on, got {first} to {last}")
             end = last
@@ -94,6 +112,8 @@ class VidSpecConfig(BaseModel):
                 raise ValueError(
                     f"draft_table: {num_tokens} tokens a step, num_speculative_tokens is {self.num_speculative_tokens}"
                 )
+            if (shape == NONE) != (num_tokens == 0):
+                raise ValueError(f"draft_table: 0 tokens a step are the shape none, got {shape} with {num_tokens}")
         if len(self.shapes - {"chain"}) > 1:
             raise ValueError("draft_table: chain and one tree shape, not two")
         return self
@@ -124,24 +144,35 @@ class VidSpecConfig(BaseModel):
 
     @property
     def shapes(self) -> frozenset[str]:
-        """Every shape that this configuration can draft."""
-        return frozenset(shape for _, _, shape, _ in self._rows)
+        """Every shape that this configuration can draft; the chain's where it never drafts."""
+        return frozenset(row.plan.shape for row in self.plans if row.plan.num_tokens) or frozenset({"chain"})
 
     @property
     def max_path(self) -> int:
         """The most drafts that can follow each other in one step."""
         return max(
             {
+                NONE: lambda num_tokens: 1,
                 "chain": lambda num_tokens: num_tokens,
                 "tree-static": lambda num_tokens: max(map(len, self.tree.static_paths)),
                 "tree-adaptive": lambda num_tokens: min(num_tokens, self.tree.depth_max),
-            }[shape](num_tokens)
-            for _, _, shape, num_tokens in self._rows
+            }[row.plan.shape](row.plan.num_tokens)
+            for row in self.plans
         )
 
-    def shape_for(self, num_reqs: int) -> str:
-        """Return the shape that a batch of so many requests drafts; past the table's end its last row holds."""
-        return next((shape for _, last, shape, _ in self._rows if num_reqs <= last), self._rows[-1][2])
+    @functools.cached_property
+    def plans(self) -> tuple[PlanRow, ...]:
+        """What is drafted by batch size, which is also vLLM's schedule of tokens; past the end the last row holds."""
+        return capped(self._rows, self.num_speculative_tokens_per_batch_size)
+
+    @property
+    def changes_with_load(self) -> bool:
+        """Whether the number of tokens depends on the batch size."""
+        return self.draft_shape == "auto" or self.num_speculative_tokens_per_batch_size is not None
+
+    def plan_for(self, num_reqs: int) -> Plan:
+        """Return what a step of so many requests drafts for each."""
+        return next((row.plan for row in self.plans if num_reqs <= row.last), self.plans[-1].plan)
 
     @property
     def is_self_draft(self) -> bool:

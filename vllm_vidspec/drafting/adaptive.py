@@ -1,42 +1,19 @@
 """The adaptive tree (SAGE): deep and narrow where the draft is sure, shallow and wide where it is not; pure torch."""
 
-import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vidspec_kernels.dispatch import array_module, as_array
+from vidspec_kernels.tree_begin import tree_begin
+from vidspec_kernels.tree_finish import Leaves, tree_finish
 from vidspec_kernels.tree_grow import TreeGrowBuffers, tree_grow
+from vidspec_kernels.tree_plan import tree_plan
+from vidspec_kernels.tree_state import PlanRules, TreePlans
+from vidspec_kernels.warm_up import warm_adaptive_trees
 from vllm_vidspec.config import TreeKnobs
 from vllm_vidspec.drafting.tree import DraftTree
-
-# Stands for less (-inf, NaN): its exp vanishes beside 1, and so does the product of both.
-_LEAST_LOGIT = -80.0
-
-
-def confidence(log_probs: Tensor, top_k: int) -> Tensor:
-    """Return how sure the draft is: alpha = 1 - H / log k of its top-k probabilities, renormalised (SAGE eq. 7-9).
-
-    It bounds the best token's share from below: p_1 >= e^-H = k^(alpha - 1). (The paper's lemma 4.3 claims
-    p_1 >= 1 / k + alpha (k - 1) / k, which two equally likely tokens contradict.)
-
-    Args:
-        log_probs: float32 [n, C >= k], descending.
-        top_k: k >= 2.
-
-    Returns:
-        float32 [n], in [0, 1]: 0 where all k are equally likely, and for a row without probabilities (NaN); 1 where
-        one token has everything.
-    """
-    xp = array_module(log_probs.device)
-    logits = as_array(log_probs)[:, :top_k]
-    logits = logits - logits[:, :1]
-    logits = xp.where(logits > _LEAST_LOGIT, logits, _LEAST_LOGIT)
-    weights = xp.exp(logits)
-    total = weights.sum(1)
-    entropy = xp.log(total) - (weights * logits).sum(1) / total
-    return torch.as_tensor((1.0 - entropy / math.log(top_k)).clip(0.0, 1.0))
 
 
 def log_thresholds(knobs: TreeKnobs) -> Tensor:
@@ -88,7 +65,7 @@ class AdaptiveTree:
     - Trees grow by levels, not depth first, since a level is one draft forward. Within one, better paths come first,
       and at most `max_frontier` = W_max nodes go on to the next (the paper bounds the number of nodes only).
     - With lookahead, step t's plan for t + 1 is made in `finish`: the host then knows the batch's largest depth
-      without waiting for the device. History that `observe` adds takes effect with the plan that follows it.
+      without waiting for the device. History that `begin` adds takes effect with the plan that follows it.
     - Without lookahead the root's distribution shapes its own tree, and every step takes D_max draft forwards.
 
     Args:
@@ -98,6 +75,9 @@ class AdaptiveTree:
         knobs: All but its `paths` and `fill`.
     """
 
+    needs_log_probs = True
+    has_fixed_levels = False
+
     def __init__(self, max_num_reqs: int, max_nodes: int, device: torch.device | str, knobs: TreeKnobs | None = None):
         self.knobs = knobs = knobs or TreeKnobs()
         self.tree = tree = DraftTree(max_num_reqs, max_nodes, device)
@@ -105,123 +85,123 @@ class AdaptiveTree:
         self.max_depth = min(knobs.depth_max, max_nodes)
         self.num_candidates = max(knobs.width_max, knobs.entropy_top_k)
         self.max_frontier = knobs.width_max
-        self.needs_log_probs = True
-        device = tree.device
-
-        # State by persistent row; the depth and the width are the plan of the row's next tree.
-        self.confidence = torch.zeros(max_num_reqs, device=device)
-        self.max_depths = torch.zeros(max_num_reqs, device=device)  # D_r, float32 as alpha
-        # [max_num_reqs, knobs.history] acceptance lengths, the newest last; -1 = none yet
-        self._history = torch.zeros(max_num_reqs, knobs.history, dtype=torch.int64, device=device)
-        self._depths = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
-        self._widths = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
-        self._host_depths = _HostCopy(max_num_reqs, device)
-
-        # State of a step by batch row.
-        self._growth = TreeGrowBuffers(
-            tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.log_probs, self._depths, self._widths,
-            log_thresholds(knobs).to(device), width_bounds(knobs, self.num_candidates).to(device),
-            max_parents=1 + (self.max_depth - 1) * self.max_frontier,
+        self.trims = tree.device.type == "cpu"
+        rules = PlanRules(
+            knobs.depth_min, knobs.depth_max, knobs.width_min, knobs.width_max, knobs.entropy_top_k, knobs.history,
+            knobs.history_low, knobs.history_high,
         )  # fmt: skip
-        self._roots = torch.zeros(max_num_reqs, 1, dtype=torch.int64, device=device)
-        self._root_log_probs = torch.zeros(max_num_reqs, 1, device=device)
-        self.admit(np.arange(max_num_reqs))
+        self._plans = TreePlans(max_num_reqs, rules, tree.device)
+        self.confidence, self.max_depths = self._plans.confidence, self._plans.max_depths
+        self.growth = TreeGrowBuffers(
+            tree, self._plans, log_thresholds(knobs).to(tree.device),
+            width_bounds(knobs, self.num_candidates).to(tree.device),
+            max_parents=1 + (self.max_depth - 1) * self.max_frontier, max_frontier=self.max_frontier,
+        )  # fmt: skip
+        self._host_depths = _HostCopy(max_num_reqs + 1, tree.device)
+        self._shapes: dict[int, _Shape] = {}  # by budget
+        self._leaves: dict[tuple[int, int], Leaves] = {}  # by (requests, parents), both bounded
+        self.admit(np.arange(max_num_reqs + 1))
 
     def admit(self, rows_np: np.ndarray) -> None:
         """Start these rows with confidence 0.5 and no history; see `TreePolicy`."""
-        knobs, alpha = self.knobs, 0.5
+        knobs, plans, alpha = self.knobs, self._plans, 0.5
         rows_np = np.asarray(rows_np, dtype=np.int64)
         rows = torch.from_numpy(rows_np).to(self.tree.device, non_blocking=True)
         depth = int(knobs.depth_min + alpha * (knobs.depth_max - knobs.depth_min))
         width = int(knobs.width_min + (1.0 - alpha) * (knobs.width_max - knobs.width_min))
-        self.confidence.index_fill_(0, rows, alpha)
-        self.max_depths.index_fill_(0, rows, knobs.depth_max)
-        self._history.index_fill_(0, rows, -1)
-        self._depths.index_fill_(0, rows, depth)
-        self._widths.index_fill_(0, rows, width)
+        plans.confidence.index_fill_(0, rows, alpha)
+        plans.max_depths.index_fill_(0, rows, knobs.depth_max)
+        plans.history.index_fill_(0, rows, 0)
+        plans.num_told.index_fill_(0, rows, 0)
+        plans.depths.index_fill_(0, rows, depth)
+        plans.widths.index_fill_(0, rows, width)
         self._host_depths.read()[rows_np] = depth
 
-    def observe(self, rows: Tensor, num_accepted: Tensor) -> None:
-        """Move the maximum depths by the mean of the last acceptance lengths (SAGE, section 3.3); see `TreePolicy`."""
-        knobs = self.knobs
-        if knobs.history == 0:
-            return
-        xp, rows, num_accepted = array_module(self.tree.device), as_array(rows), as_array(num_accepted)
-        history, max_depths = as_array(self._history), as_array(self.max_depths)
-        is_told = num_accepted >= 0  # [R]
-        past = history[rows]  # [R, window]
-        now = xp.where(is_told[:, None], xp.concatenate((past[:, 1:], num_accepted[:, None]), 1), past)
-        history[rows] = now
-        is_known = now >= 0
-        total, count = (now * is_known).sum(1), is_known.sum(1)
-        is_high, is_low = total > knobs.history_high * count, total < knobs.history_low * count
-        change = (is_high * 1 - is_low * 1) * is_told
-        max_depths[rows] = (max_depths[rows] + change).clip(knobs.depth_min, knobs.depth_max)
+    def prepare(self, max_nodes: int) -> None:
+        """Do nothing: budgets are numbers here."""
 
-    def begin(self, rows: Tensor, rows_np: np.ndarray, max_nodes: int) -> int:
-        """Start a step; see `TreePolicy`. With lookahead as many forwards as the deepest planned tree needs."""
-        self._num_reqs, self._rows, self._rows_np = len(rows_np), rows, rows_np
-        self._budget = budget = max(0, min(max_nodes, self.max_nodes))
-        self.tree.clear(self._num_reqs)
-        low, high = self.knobs.depth_min, self.knobs.depth_max
-        if self.knobs.lookahead and self._num_reqs > 0:
+    def warm_up(self, fill: bool) -> None:
+        """Compile and load what steps launch; see `TreePolicy`."""
+        warm_adaptive_trees(self.growth, self.tree.empty, self.knobs.lookahead, fill)
+
+    def depth(self, max_nodes: int) -> int:
+        """Return the depth of the deepest tree; see `TreePolicy`."""
+        return len(self._shape(max_nodes).widths)
+
+    def width(self, level: int, max_nodes: int) -> int:
+        """Return the columns of the widest tree's frontier; see `TreePolicy`."""
+        return self._shape(max_nodes).widths[level]
+
+    def num_levels(self, rows_np: np.ndarray, max_nodes: int) -> int:
+        """Return the depth of the batch's deepest tree with lookahead, else the greatest; see `TreePolicy`."""
+        deepest = self.knobs.depth_max
+        if self.knobs.lookahead and len(rows_np) > 0:
             # Clipped, because the device's word sizes the host's loops: no draft may lead them astray.
-            planned = self._host_depths.read()[rows_np].clip(low, high)
-            low, high = int(planned.min()), int(planned.max())
-        self._num_levels = max(1, min(high, budget))
-        self._max_others = budget - min(low, budget)
-        self._num_parents = 0
-        self._frontier = (self._roots[: self._num_reqs], self._root_log_probs[: self._num_reqs])
-        return self._num_levels
+            deepest = min(max(int(self._host_depths.read()[rows_np].max()), self.knobs.depth_min), deepest)
+        return min(deepest, self.depth(max_nodes))
 
-    def extend(self, level: int, log_probs: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor] | None:
+    def begin(self, rows: Tensor, num_accepted: Tensor, max_nodes: int) -> None:
+        """Start a step; see `TreePolicy`. The last acceptance lengths move the maximum depths (SAGE, section 3.3)."""
+        tree_begin(self.tree, self.tree.empty, len(rows), self.growth, rows, num_accepted)
+
+    def extend(
+        self, level: int, log_probs: Tensor, token_ids: Tensor, *, rows: Tensor, max_nodes: int
+    ) -> tuple[Tensor, Tensor] | None:
         """Grow one level; see `TreePolicy`."""
         if level == 0:
-            self._plan(confidence(log_probs, self.knobs.entropy_top_k))
-            if self.knobs.lookahead:
-                # Sent while the deeper levels are still to come, so that the next step finds it there.
-                self._host_depths.send(self._rows_np, self._planned[0])
-            else:
-                self._adopt()
-        num_frontier = self._frontier[0].shape[1]
-        nodes, tokens, path_log_probs = tree_grow(
-            self._growth, self._rows, *self._frontier, log_probs, token_ids,
-            level=level, budget=self._budget, first_parent=self._num_parents,
-            num_next=min(self.max_frontier, num_frontier * self.num_candidates, 1 + self._max_others),
+            tree_plan(self._plans, rows, log_probs, adopts=not self.knobs.lookahead)
+        shape, num_reqs, growth = self._shape(max_nodes), len(rows), self.growth
+        is_last = level + 1 == len(shape.widths)
+        width = tree_grow(
+            growth, rows, log_probs, token_ids, level=level, budget=shape.budget,
+            first_parent=sum(shape.widths[:level]), num_next=1 if is_last else shape.widths[level + 1],
+            trims=self.trims,
         )  # fmt: skip
-        self._num_parents += num_frontier
-        self._frontier = (nodes, path_log_probs)
-        return (nodes, tokens) if level + 1 < self._num_levels else None
+        if is_last:
+            return None
+        return growth.frontier_of(num_reqs, width)
 
-    def finish(self, fill: bool) -> None:
-        """End the step; with lookahead, its roots' plan is the next one's from here on; see `TreePolicy`."""
-        num_reqs, growth = self._num_reqs, self._growth
-        as_array(self.tree.num_nodes)[:num_reqs] = as_array(growth.next_free)[:num_reqs] - 1
-        if fill:
-            leftover = (growth.leftover_log_probs, growth.leftover_tokens, growth.leftover_parents)
-            used = (part[:num_reqs, : self._num_parents] for part in leftover)
-            self.tree.append_leaves(num_reqs, self._budget, *used)
-        if self.knobs.lookahead:
-            self._adopt()
+    def send(self, rows_np: np.ndarray) -> None:
+        """Send the planned depths with lookahead; see `TreePolicy`.
 
-    def _plan(self, confidences: Tensor) -> None:
-        """Turn the confidence of this step's roots into depths and widths (SAGE eq. 10, 11).
-
-        Both are at least their minimum, so truncation rounds down.
+        While the deeper levels are still to come, so that the next step finds them there.
         """
-        knobs, xp = self.knobs, array_module(self.tree.device)
-        alpha, rows = as_array(confidences), as_array(self._rows)
-        reach = as_array(self.max_depths)[rows] - knobs.depth_min
-        depths = xp.asarray(knobs.depth_min + alpha * reach, dtype=xp.int64)
-        widths = xp.asarray(knobs.width_min + (1.0 - alpha) * (knobs.width_max - knobs.width_min), dtype=xp.int64)
-        self._alpha, self._planned = alpha, (torch.as_tensor(depths), torch.as_tensor(widths))
+        if self.knobs.lookahead:
+            self._host_depths.send(rows_np, self._plans.next_depths[: len(rows_np)])
 
-    def _adopt(self) -> None:
-        """Let the plan shape trees: the rows' depths and widths are read on every level."""
-        rows, (depths, widths) = as_array(self._rows), self._planned
-        as_array(self.confidence)[rows] = self._alpha
-        as_array(self._depths)[rows] = as_array(depths)
-        as_array(self._widths)[rows] = as_array(widths)
+    def finish(self, fill: bool, *, rows: Tensor, max_nodes: int) -> None:
+        """End the step; with lookahead, its roots' plan is the next one's from here on; see `TreePolicy`."""
+        num_reqs, growth, shape = len(rows), self.growth, self._shape(max_nodes)
+        # All levels' candidates, also of those that this step did not run: they are cleared as it begins.
+        leaves = self._leaves_of(num_reqs, sum(shape.widths)) if fill else None
+        tree_finish(
+            self.tree, num_reqs, next_free=growth.next_free, leaves=leaves, max_nodes=shape.budget,
+            plans=self._plans if self.knobs.lookahead else None, rows=rows,
+        )  # fmt: skip
+
+    def _leaves_of(self, num_reqs: int, num_parents: int) -> Leaves:
+        """Return what is left over of so many requests and frontier nodes, the same object every time."""
+        key = (num_reqs, num_parents)
+        if key not in self._leaves:
+            self._leaves[key] = Leaves(*(part[:num_reqs, :num_parents] for part in self.growth.leftover))
+        return self._leaves[key]
+
+    def _shape(self, max_nodes: int) -> "_Shape":
+        """Return what follows from a budget: a frontier is the greedy node, and at most all nodes off its path."""
+        budget = max(0, min(max_nodes, self.max_nodes))
+        if budget not in self._shapes:
+            max_others, widths = budget - min(self.knobs.depth_min, budget), [1]
+            while len(widths) < min(self.max_depth, budget):
+                widths.append(min(self.max_frontier, widths[-1] * self.num_candidates, 1 + max_others))
+            self._shapes[budget] = _Shape(budget, tuple(widths))
+        return self._shapes[budget]
+
+
+class _Shape(NamedTuple):
+    """What a step's launches take from its budget: the budget that counts, and the frontier's columns by level."""
+
+    budget: int
+    widths: tuple[int, ...]
 
 
 class _HostCopy:

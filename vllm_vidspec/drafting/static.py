@@ -1,12 +1,16 @@
 """The static tree (SpecVLM): one topology for every request and step, so only tokens move; pure torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vidspec_kernels.tree_begin import tree_begin
+from vidspec_kernels.tree_place import PlacedLevel, tree_place
+from vidspec_kernels.tree_state import TreeTemplate
+from vidspec_kernels.warm_up import warm_static_trees
 from vllm_vidspec.config.paths import SPECVLM_PATHS, Path, parse_paths
 from vllm_vidspec.drafting.tree import DraftTree, topology_tables
 
@@ -50,38 +54,29 @@ def topology_of(paths: Sequence[Path]) -> Topology:
 
 
 @dataclass(frozen=True)
-class _Level:
-    """What one level of a topology does, as index tensors on the device.
+class _Plan:
+    """A topology cut to a budget.
 
     Attributes:
-        frontier: int64 [max_num_reqs, F], the nodes with children on this level: the greedy one first.
-        sources: int64 [m], of the frontier's candidates (flat, F * C) those that become nodes.
-        nodes: int64 [m], the nodes that they become.
+        template: What its trees begin as.
+        levels: What each level does.
+        frontiers: int64 [max_num_reqs, F] the nodes with children of each level: the greedy one first.
+        fed: What `extend` returned, by (requests, level), both bounded.
     """
 
-    frontier: Tensor
-    sources: Tensor
-    nodes: Tensor
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """A topology cut to a budget: its tables (see `DraftTree`) and its levels."""
-
-    num_nodes: int
-    parents: Tensor
-    depths: Tensor
-    ancestors: Tensor
-    levels: tuple[_Level, ...]
+    template: TreeTemplate
+    levels: tuple[PlacedLevel, ...]
+    frontiers: tuple[Tensor, ...]
+    fed: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 class StaticTree:
     """A `TreePolicy` whose topology is fixed (SpecVLM, section 3; EAGLE-style), by default SpecVLM's 25 nodes.
 
-    Parents, depths and masks are constants of the buffers; a step writes tokens only. `tree.log_probs` is never filled
-    in, because nothing in a fixed topology asks for it. A step with a budget below the topology gets its first nodes,
-    and no forward that these do not need. Nothing is remembered of a request, and `finish` appends nothing: a fixed
-    topology is full, or its budget is.
+    Parents, depths, masks and the number of nodes are constants of a budget, copied into the buffers as a step begins;
+    then it writes tokens only. `tree.log_probs` is never filled in, because nothing in a fixed topology asks for it. A
+    step with a budget below the topology gets its first nodes, and no forward that these do not need. Nothing is
+    remembered of a request, and `finish` appends nothing: a fixed topology is full, or its budget is.
 
     Args:
         max_num_reqs: Most requests of a batch.
@@ -92,6 +87,10 @@ class StaticTree:
     Raises:
         VidSpecError: The paths are no tree.
     """
+
+    needs_log_probs = False
+    has_fixed_levels = True
+    trims = False  # there is nothing to trim
 
     def __init__(
         self,
@@ -108,67 +107,82 @@ class StaticTree:
         frontiers = self.topology.frontiers()
         self.max_depth = len(frontiers)
         self.max_frontier = max(map(len, frontiers))
-        self.needs_log_probs = False
-        self._plans: dict[int, _Plan] = {}
-        self._budget = -1  # whose plan is in the buffers
-        self._use(self.max_nodes)
-        self._num_reqs = 0
+        self._plans: dict[int, _Plan] = {}  # by budget
+        self.prepare(self.max_nodes)
 
     def admit(self, rows_np: np.ndarray) -> None:
         """Do nothing: a fixed topology remembers nothing."""
 
-    def observe(self, rows: Tensor, num_accepted: Tensor) -> None:
-        """Do nothing: a fixed topology learns nothing."""
+    def prepare(self, max_nodes: int) -> None:
+        """Upload the tables of a budget; see `TreePolicy`. It rarely changes, mostly near a text's end."""
+        self._plan(max_nodes)
 
-    def begin(self, rows: Tensor, rows_np: np.ndarray, max_nodes: int) -> int:
-        """Start a step; see `TreePolicy`. Tokens of the last step stay until the levels overwrite them."""
-        self._num_reqs = len(rows_np)
-        self._use(max_nodes)
-        self.tree.num_nodes[: self._num_reqs] = 0
-        return len(self._plan.levels)
+    def warm_up(self, fill: bool) -> None:
+        """Compile and load what steps launch; see `TreePolicy`."""
+        warm_static_trees(self.tree, self.tree.empty, self.num_candidates)
 
-    def extend(self, level: int, log_probs: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Scatter the tokens of one level; see `TreePolicy`. `log_probs` is not looked at."""
-        here, tokens = self._plan.levels[level], self.tree.tokens[: self._num_reqs]
-        tokens.index_copy_(1, here.nodes, token_ids.view(self._num_reqs, -1).index_select(1, here.sources))
-        if level + 1 == len(self._plan.levels):
+    def depth(self, max_nodes: int) -> int:
+        """Return the levels that the budget's nodes need; see `TreePolicy`."""
+        return len(self._plan(max_nodes).levels)
+
+    def width(self, level: int, max_nodes: int) -> int:
+        """Return the number of nodes with children on a level; see `TreePolicy`."""
+        return self._plan(max_nodes).frontiers[level].shape[1]
+
+    def num_levels(self, rows_np: np.ndarray, max_nodes: int) -> int:
+        """Return the levels that the budget's nodes need; see `TreePolicy`."""
+        return self.depth(max_nodes)
+
+    def begin(self, rows: Tensor, num_accepted: Tensor, max_nodes: int) -> None:
+        """Make the trees the budget's, without tokens; see `TreePolicy`. What was accepted is not looked at."""
+        tree_begin(self.tree, self._plan(max_nodes).template, len(rows))
+
+    def extend(
+        self, level: int, log_probs: Tensor, token_ids: Tensor, *, rows: Tensor, max_nodes: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """Enter the tokens of one level; see `TreePolicy`. `log_probs` is not looked at."""
+        plan, num_reqs = self._plan(max_nodes), len(rows)
+        tree_place(self.tree, plan.levels[level], num_reqs, token_ids)
+        if level + 1 == len(plan.levels):
             return None
-        frontier = self._plan.levels[level + 1].frontier
-        return frontier[: self._num_reqs], tokens.index_select(1, frontier[0])
+        if (num_reqs, level) not in plan.fed:
+            plan.fed[num_reqs, level] = (
+                plan.frontiers[level + 1][:num_reqs], plan.levels[level].fed_tokens[:num_reqs]
+            )  # fmt: skip
+        return plan.fed[num_reqs, level]
 
-    def finish(self, fill: bool) -> None:
-        """Set the number of nodes; see `TreePolicy`."""
-        self.tree.num_nodes[: self._num_reqs] = self._plan.num_nodes
+    def send(self, rows_np: np.ndarray) -> None:
+        """Do nothing: the host knows the levels."""
 
-    def _make_plan(self, topology: Topology) -> _Plan:
-        device, levels = self.tree.device, []
-        for frontier in topology.frontiers():
-            sources, nodes = [], []
-            for node, (path, parent) in enumerate(zip(topology.paths, topology.parents, strict=True), start=1):
-                if parent in frontier:
-                    sources.append(frontier.index(parent) * self.num_candidates + path[-1])
-                    nodes.append(node)
-            levels.append(
-                _Level(
-                    torch.tensor(frontier, device=device).repeat(self.tree.max_num_reqs, 1),
-                    torch.tensor(sources, dtype=torch.int64, device=device),
-                    torch.tensor(nodes, dtype=torch.int64, device=device),
-                )
-            )
-        num_nodes = len(topology.paths)
-        parents = [*topology.parents, *[0] * (self.max_nodes - num_nodes)]  # leaves under the root past the nodes
-        return _Plan(num_nodes, *topology_tables(parents, device), tuple(levels))
+    def finish(self, fill: bool, *, rows: Tensor, max_nodes: int) -> None:
+        """Do nothing: the number of nodes was set as the step began."""
 
-    def _use(self, budget: int) -> None:
-        """Bring the constants of a budget's plan into every batch row; it rarely changes, mostly near a text's end."""
-        budget = max(0, min(budget, len(self.topology.paths)))
-        if budget == self._budget:
-            return
+    def _plan(self, max_nodes: int) -> _Plan:
+        budget = max(0, min(max_nodes, len(self.topology.paths)))
         if budget not in self._plans:
             self._plans[budget] = self._make_plan(self.topology.cut(budget))
-        self._budget, self._plan = budget, self._plans[budget]
-        plan = self._plan
-        self.tree.parents.copy_(plan.parents)
-        self.tree.depths.copy_(plan.depths)
-        self.tree.ancestors.copy_(plan.ancestors)
-        self.tree.tokens[:, 1 + plan.num_nodes :] = -1
+        return self._plans[budget]
+
+    def _make_plan(self, topology: Topology) -> _Plan:
+        tree, levels, fed, frontiers = self.tree, [], [], topology.frontiers()
+        device, max_num_reqs = tree.device, tree.max_num_reqs
+        for frontier, following in zip(frontiers, [*frontiers[1:], []], strict=True):
+            # By node, which of the frontier's candidates it is.
+            source = {
+                node: frontier.index(parent) * self.num_candidates + path[-1]
+                for node, (path, parent) in enumerate(zip(topology.paths, topology.parents, strict=True), start=1)
+                if parent in frontier
+            }
+            levels.append(
+                PlacedLevel(
+                    torch.tensor(list(source.values()), dtype=torch.int64, device=device),
+                    torch.tensor(list(source), dtype=torch.int64, device=device),
+                    torch.tensor([source[node] for node in following], dtype=torch.int64, device=device),
+                    torch.zeros(max_num_reqs, len(following), dtype=torch.int64, device=device),
+                )
+            )
+            fed.append(torch.tensor(frontier, device=device).repeat(max_num_reqs, 1))
+        num_nodes = len(topology.paths)
+        parents = [*topology.parents, *[0] * (self.max_nodes - num_nodes)]  # leaves under the root past the nodes
+        template = TreeTemplate(*topology_tables(parents, device), tree.empty.log_probs, num_nodes)
+        return _Plan(template, tuple(levels), tuple(fed))

@@ -9,20 +9,19 @@ Node 0 of a tree is the root, the last committed token; nodes 1 to K are drafts.
   the chain.
 """
 
-from types import SimpleNamespace
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vidspec_kernels.dispatch import array_module, as_array
+from vidspec_kernels.tree_begin import tree_begin
+from vidspec_kernels.tree_finish import Leaves, tree_finish
+from vidspec_kernels.tree_state import TreeTables, TreeTemplate
 from vllm_vidspec.config.paths import MAX_NODES
 
-_INF_BITS = 0x7F800000
 
-
-class DraftTree:
+class DraftTree(TreeTables):
     """The trees of a batch, one batch row each; allocated once and filled in place, so that CUDA graphs can read it.
 
     A column past `num_nodes` holds a leaf under the root that nothing accepts: token -1, parent 0, depth 1, its own
@@ -40,42 +39,24 @@ class DraftTree:
         ancestors: int64 [max_num_reqs, K + 1]; bit j - 1 of node i is set iff node j is i or an ancestor of i. The
             root is every node's ancestor and has no bit.
         log_probs: float32 [max_num_reqs, K + 1], the draft's log-probability of the path to the node; root 0.
-        num_nodes: int32 [max_num_reqs], draft nodes of the tree, set by `TreePolicy.finish`.
+        num_nodes: int32 [max_num_reqs], draft nodes of the tree; it holds after `TreePolicy.finish`.
+        empty: [K + 1] a tree without nodes.
     """
 
     def __init__(self, max_num_reqs: int, max_nodes: int, device: torch.device | str):
         assert 1 <= max_nodes <= MAX_NODES, f"max_nodes must be in [1, {MAX_NODES}], got {max_nodes}"
         self.max_num_reqs = max_num_reqs
         self.max_nodes = max_nodes
-        self.device = torch.device(device)
-        # [K + 1] a tree without nodes: leaves under the root
-        empty = dict(zip(("parents", "depths", "ancestors"), topology_tables([0] * max_nodes, device), strict=True))
-        empty["tokens"] = torch.full((max_nodes + 1,), -1, dtype=torch.int64, device=device)
-        empty["log_probs"] = torch.tensor([0.0] + [-torch.inf] * max_nodes, dtype=torch.float32, device=device)
-        buffers = {name: values.repeat(max_num_reqs, 1) for name, values in empty.items()}
-        self.tokens = buffers["tokens"]
-        self.parents = buffers["parents"]
-        self.depths = buffers["depths"]
-        self.ancestors = buffers["ancestors"]
-        self.log_probs = buffers["log_probs"]
-        self.num_nodes = torch.zeros(max_num_reqs, dtype=torch.int32, device=self.device)
-        self._empty = SimpleNamespace(**{name: as_array(values) for name, values in empty.items()})
-        self._arrays = SimpleNamespace(
-            **{name: as_array(values) for name, values in buffers.items()}, num_nodes=as_array(self.num_nodes)
-        )
-        # Keyword arguments of array constructors: numpy knows no devices but its own.
-        self._on_device = {} if self.device.type == "cpu" else {"device": self.device}
-        self._places = as_array(torch.arange(max_nodes, device=self.device))
+        log_probs = torch.tensor([0.0] + [-torch.inf] * max_nodes, dtype=torch.float32, device=device)
+        self.empty = TreeTemplate(*topology_tables([0] * max_nodes, device), log_probs)
+        tokens = torch.full((max_num_reqs, max_nodes + 1), -1, dtype=torch.int64, device=device)
+        num_nodes = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        parents, depths, ancestors, log_probs = (table.repeat(max_num_reqs, 1) for table in self.empty.tensors)
+        super().__init__(tokens, parents, depths, ancestors, log_probs, num_nodes)
 
     def clear(self, num_reqs: int) -> None:
         """Empty the trees of batch rows 0 to num_reqs - 1; the root's token stays."""
-        here, empty = self._arrays, self._empty
-        here.tokens[:num_reqs, 1:] = -1
-        here.parents[:num_reqs] = empty.parents
-        here.depths[:num_reqs] = empty.depths
-        here.ancestors[:num_reqs] = empty.ancestors
-        here.log_probs[:num_reqs] = empty.log_probs
-        here.num_nodes[:num_reqs] = 0
+        tree_begin(self, self.empty, num_reqs)
 
     def append_leaves(
         self, num_reqs: int, max_nodes: int, log_probs: Tensor, token_ids: Tensor, parents: Tensor
@@ -92,38 +73,7 @@ class DraftTree:
             token_ids: int64 [R, P, C].
             parents: int64 [R, P], node index of each C candidates' parent.
         """
-        xp, here = array_module(self.device), self._arrays
-        num_candidates = log_probs.shape[2]
-        total = log_probs.shape[1] * num_candidates
-        scores = as_array(log_probs).reshape(num_reqs, total)
-        # Keys that no two candidates share, so that every device takes the same: of numbers <= 0 the bits without the
-        # sign rise as the number falls, and the index decides between equal ones.
-        shift = total.bit_length()
-        keys = xp.asarray(xp.abs(scores).view(xp.int32), dtype=xp.int64) << shift
-        keys |= xp.arange(total, **self._on_device)
-        # [R, M]; numpy would have to sort them all
-        best = as_array(torch.as_tensor(keys).topk(min(total, self.max_nodes), dim=1, largest=False).values)
-        num_nodes = here.num_nodes[:num_reqs, None]
-        available = (best < _INF_BITS << shift).sum(1)[:, None]
-        end = (num_nodes + available).clip(None, max_nodes)  # [R, 1]
-
-        # [R, K]: which leaf each column gets. No scatter, whose targets would have to be counted.
-        place = self._places - num_nodes
-        is_new = (place >= 0) & (self._places < end)
-        request = xp.arange(num_reqs, **self._on_device)[:, None]
-        source = (best & ((1 << shift) - 1)).reshape(-1)[request * best.shape[1] + place.clip(0, best.shape[1] - 1)]
-        source += request * total
-        parent = as_array(parents).reshape(-1)[source // num_candidates]
-        parent_column = request * (self.max_nodes + 1) + parent
-        for buffer, leaves in (
-            (here.tokens, as_array(token_ids).reshape(-1)[source]),
-            (here.parents, xp.asarray(parent, dtype=xp.int32)),
-            (here.depths, here.depths.reshape(-1)[parent_column] + 1),
-            (here.ancestors, here.ancestors.reshape(-1)[parent_column] | self._empty.ancestors[1:]),
-            (here.log_probs, scores.reshape(-1)[source]),
-        ):
-            buffer[:num_reqs, 1:] = xp.where(is_new, leaves, buffer[:num_reqs, 1:])
-        here.num_nodes[:num_reqs] = end[:, 0]
+        tree_finish(self, num_reqs, leaves=Leaves(log_probs, token_ids, parents), max_nodes=max_nodes)
 
 
 class TreePolicy(Protocol):
@@ -131,15 +81,25 @@ class TreePolicy(Protocol):
 
     The engine's drafter drives it, one step at a time:
 
-        num_levels = policy.begin(rows, rows_np, max_nodes)
+        num_levels = policy.num_levels(rows_np, max_nodes)
+        policy.begin(rows, num_accepted, max_nodes)
         frontier = the roots
         for level in range(num_levels):
-            frontier = policy.extend(level, *candidates(draft_logits(frontier), policy.num_candidates))
-        policy.finish(fill)
+            found = candidates(draft_logits(frontier), policy.num_candidates)
+            frontier = policy.extend(level, *found, rows=rows, max_nodes=max_nodes)
+            if level == 0:
+                policy.send(rows_np)
+        policy.finish(fill, rows=rows, max_nodes=max_nodes)
 
     "Row" is a request's persistent row (`req_state_idx`), R the batch size; batch row r of `tree` belongs to `rows[r]`.
+    `rows` may end with rows `max_num_reqs`, one past the last: padding, whose trees are garbage and harm no other.
     No method waits for work that the device was given in the same step. Nothing that a request gets depends on the
     others of its batch.
+
+    `begin`, `extend` and `finish` can be captured in CUDA graphs, one by one or together, once `prepare` was called for
+    their `max_nodes`: what they launch depends on R, `level`, `max_nodes` and `fill` alone, nothing crosses between
+    host and device, and what passes from one to the next lies in memory that stays. Captures for other R or `max_nodes`
+    may take turns between steps.
 
     Attributes:
         tree: The buffers.
@@ -148,6 +108,9 @@ class TreePolicy(Protocol):
         num_candidates: C, candidates that `extend` wants for each frontier node.
         max_frontier: The most nodes of a request that one draft forward feeds.
         needs_log_probs: Whether `extend` looks at the candidates' log-probabilities.
+        has_fixed_levels: Whether `num_levels` follows from `max_nodes` alone: all levels fit one graph.
+        trims: Whether `extend` may return fewer columns than `width` says, where counting costs no wait: on the CPU.
+            Set it False where steps are captured.
     """
 
     tree: DraftTree
@@ -156,54 +119,80 @@ class TreePolicy(Protocol):
     num_candidates: int
     max_frontier: int
     needs_log_probs: bool
+    has_fixed_levels: bool
+    trims: bool
 
     def admit(self, rows_np: np.ndarray) -> None:
         """Forget what is known of these rows, `[n]` int64 on the host: requests that begin, or begin anew, on them."""
 
-    def observe(self, rows: Tensor, num_accepted: Tensor) -> None:
-        """Learn what became of the last trees.
+    def prepare(self, max_nodes: int) -> None:
+        """Upload what steps with this budget read; else the first such step does it, and waits."""
+
+    def warm_up(self, fill: bool) -> None:
+        """Compile and load what steps launch on CUDA; `fill` as they will give it to `finish`."""
+
+    def depth(self, max_nodes: int) -> int:
+        """Return the most that `num_levels` says under this budget; >= 1."""
+
+    def width(self, level: int, max_nodes: int) -> int:
+        """Return F, the columns of the frontier that is fed on a level below `depth(max_nodes)`; 1 on level 0."""
+
+    def num_levels(self, rows_np: np.ndarray, max_nodes: int) -> int:
+        """Return the draft forwards of the step that begins, the root's included, in [1, depth(max_nodes)].
 
         Args:
-            rows: int64 [R], each row once.
+            rows_np: int64 [n], the rows that draft, on the host.
+            max_nodes: Draft nodes that each tree may have in this step; more than K counts as K.
+        """
+
+    def begin(self, rows: Tensor, num_accepted: Tensor, max_nodes: int) -> None:
+        """Start a step: learn what became of the last trees, and empty those of batch rows 0 to R - 1.
+
+        Args:
+            rows: int64 [R], each row once, but for padding.
             num_accepted: int32 [R], accepted draft tokens, without the target's own; -1 = the request had no verify
                 step, its history stays.
+            max_nodes: As in `num_levels`.
         """
 
-    def begin(self, rows: Tensor, rows_np: np.ndarray, max_nodes: int) -> int:
-        """Start a step: empty the trees of batch rows 0 to R - 1.
-
-        Args:
-            rows: int64 [R]; it must keep its values until `finish`.
-            rows_np: The same on the host.
-            max_nodes: Draft nodes that each tree may have in this step; more than K counts as K.
-
-        Returns:
-            Draft forwards of this step, the root's included; >= 1.
-        """
-
-    def extend(self, level: int, log_probs: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor] | None:
+    def extend(
+        self, level: int, log_probs: Tensor, token_ids: Tensor, *, rows: Tensor, max_nodes: int
+    ) -> tuple[Tensor, Tensor] | None:
         """Append the chosen ones of a frontier's candidate children to `tree`.
 
         Args:
-            level: 0 for children of the roots (F = 1), then one more each call, below the number `begin` returned.
+            level: 0 for children of the roots (F = 1), then one more each call, below `num_levels`.
             log_probs: float32 [R * F, C], of each frontier node's candidates, descending, <= 0; row-major over the
                 frontier [R, F] that the previous call returned. What is given where it had no node is not used.
             token_ids: int64 [R * F, C], distinct in a row.
+            rows: As in `begin`.
+            max_nodes: As in `begin`.
 
         Returns:
             nodes: int64 [R, F'], the nodes that the next forward feeds; 0 = no node at this place. Column 0 is the
-                greedy node while the request's greedy path still grows.
+                greedy node while the request's greedy path still grows. F' is `width(level + 1, max_nodes)`, or fewer
+                with `trims`.
             token_ids: int64 [R, F'], their tokens.
-            None after the last level.
+            Both are views of memory that stays: the same for the same level, R and `max_nodes`, overwritten by the next
+            call. None where `depth(max_nodes)` is reached.
         """
 
-    def finish(self, fill: bool) -> None:
+    def send(self, rows_np: np.ndarray) -> None:
+        """Start what brings the next step's `num_levels` to the host, after level 0; never captured.
+
+        Args:
+            rows_np: int64 [n], the first n of `rows` on the host: all but the padding.
+        """
+
+    def finish(self, fill: bool, *, rows: Tensor, max_nodes: int) -> None:
         """End the step: set `tree.num_nodes`.
 
         Args:
             fill: Where a tree has fewer nodes than the step allows, append the most probable of the candidates that
                 were not taken, as leaves, best first, as far as candidates reach. For async scheduling, which fixes
                 the number of drafts. A topology that is fixed has nothing to append.
+            rows: As in `begin`.
+            max_nodes: As in `begin`.
         """
 
 

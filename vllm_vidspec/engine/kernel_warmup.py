@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 
 from vidspec_kernels import warm_up
-from vllm_vidspec.drafting.adaptive import AdaptiveTree
 from vllm_vidspec.engine.draft.drafter import Drafter
 from vllm_vidspec.engine.kv_views import distinct_views
 from vllm_vidspec.engine.listen.attention import AttentionGuidance
@@ -38,7 +38,12 @@ def prepare(runner: Any) -> None:
     """Call what prepares each kernel, for the parts that this runner has."""
     config, num_drafts, parts = runner.knobs.now, runner.num_speculative_steps, runner.parts
     in_trees, block_table = parts.trees is not None, runner.block_tables.input_block_tables[0]
-    warm_up.warm_accept(num_drafts, runner.max_num_reqs, in_trees, is_loose=parts.rules is not None)
+    warm_up.warm_accept(
+        num_drafts, runner.max_num_reqs, in_trees, parts.rules is not None, runner.counters.counts_requests
+    )
+    if parts.rules is not None:
+        is_measured = parts.visual is not None
+        warm_up.warm_loosen(num_drafts, parts.rules.protected, torch.float32, in_trees, is_measured)
     if in_trees:
         _prepare_attention(parts.trees.attention, block_table, runner.vllm_config, num_drafts + 1)
         warm_up.warm_kv_compact(parts.trees.caches, block_table, num_drafts)
@@ -49,25 +54,20 @@ def prepare(runner: Any) -> None:
     if parts.visual is not None:
         store = parts.visual.store
         tables = (store.pool, store.block_fill, store.block_table, store.num_blocks)
-        warm_up.warm_visual_relevance(*tables, runner.dtype, config.score.top_n, num_drafts + 1)
+        num_shards = get_tensor_model_parallel_world_size()
+        warm_up.warm_visual_relevance(*tables, runner.dtype, config.score.top_n, num_drafts + 1, num_shards)
     _prepare_drafter(runner.speculator.drafter, runner)
 
 
 def _prepare_drafter(drafter: Drafter, runner: Any) -> None:
     """Prepare the draft's own launches."""
     kv, trees = drafter.kv, drafter.trees
-    width = 0 if trees is None else trees.policy.max_frontier  # of a level, 0 for chains
-    levels = [(0, drafter.roots.inputs)] + ([] if trees is None else [(width, trees.inputs)])
-    for level_width, inputs in levels:
-        lens = inputs.seq_lens  # any vectors of their kinds
-        warm_up.warm_step(
-            level_width, rows=inputs.logical_pos[:1], num_slots=lens, num_tokens=lens, level=1, **inputs.fixed
-        )
+    drafter.warm_up()
     if trees is None:
         return
-    if isinstance(trees.policy, AdaptiveTree):
-        warm_up.warm_tree_grow(trees.policy._growth, width)
-    _prepare_attention(trees.attention, kv.block_tables, drafter.model.config, width)
+    trees.policy.warm_up(trees.fills)
+    assert drafter.attention is not None
+    _prepare_attention(drafter.attention, kv.block_tables, drafter.model.config, trees.policy.max_frontier)
     assert kv.caches is not None
     warm_up.warm_kv_compact(kv.caches, kv.block_tables, runner.num_speculative_steps)
 

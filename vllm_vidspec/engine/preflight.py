@@ -69,8 +69,8 @@ def translate(args: Any) -> VidSpecConfig | None:
         "model": draft,
         "num_speculative_tokens": config.num_speculative_tokens,
     }
-    if config.draft_shape == "auto":
-        args.speculative_config["num_speculative_tokens_per_batch_size"] = _schedule(args, config, passed)
+    if config.changes_with_load:
+        args.speculative_config["num_speculative_tokens_per_batch_size"] = _schedule(args, config)
     args.additional_config = {**(args.additional_config or {}), METHOD: config.model_dump()}
     args.worker_cls = _WORKERS[current_platform.is_cpu()]
     return config
@@ -232,17 +232,19 @@ def _warn(vllm_config: Any, config: VidSpecConfig) -> None:
             draft_len,
             target_len,
         )
+    if not any(row.plan.num_tokens for row in config.plans):
+        logger.warning("vidspec: nothing is ever drafted: the plan of every batch size has 0 tokens")
     if lossy := ", ".join(sorted(config.score.scorers - {"strict"})):
         logger.warning("vidspec: requests may be verified by %s: their output can differ from the target's", lossy)
 
 
-def _schedule(args: Any, config: VidSpecConfig, passed: dict[str, Any]) -> list[tuple[int, int, int]]:
-    """Return vLLM's own schedule of tokens per batch size, so that it verifies as many as the table's shapes have."""
-    if passed.get("num_speculative_tokens_per_batch_size"):
-        raise VidSpecError("num_speculative_tokens_per_batch_size and draft auto: the draft_table sets both, drop one")
+def _schedule(args: Any, config: VidSpecConfig) -> list[tuple[int, int, int]]:
+    """Return vLLM's own schedule of tokens per batch size: the plans', so that the scheduler and the draft agree."""
     if args.data_parallel_size > 1:
-        raise VidSpecError("draft auto changes the number of tokens by batch size, which data parallelism cannot")
-    return [(first, last, num_tokens) for first, last, _, num_tokens in config.draft_table or ()]
+        raise VidSpecError(
+            "the number of tokens cannot change with the batch size under data parallelism: name a shape"
+        )
+    return [(row.first, row.last, row.plan.num_tokens) for row in config.plans]
 
 
 def _requested(args: Any) -> dict[str, Any] | None:

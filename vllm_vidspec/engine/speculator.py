@@ -5,6 +5,7 @@
     for each request that the draft knows:                                                  reserve
         make room for the committed text and K drafts, else give the request up
     for the first in line: read a bounded piece of their pruned prompts                     prefill
+    where drafting does not pay at this many requests: nothing of these two                 rest
     for each request that the draft has read, all in one batch:                             draft
         roll back to the committed length, feed its last two tokens, then a level at a time:
             logits -> the target's own noise -> the next tokens of a chain, or nodes of a tree
@@ -25,18 +26,21 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from vidspec_kernels.dispatch import as_array
+from vllm_vidspec.config import Plan
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft.drafter import Drafter
+from vllm_vidspec.engine.draft.graphs import DraftGraphs
 from vllm_vidspec.engine.draft.memory import DraftMemory
-from vllm_vidspec.engine.draft.messages import DraftMessage, PrefillMessage, PrefillStep
+from vllm_vidspec.engine.draft.messages import Committed, DraftMessage, Drafts, PrefillMessage, PrefillStep
 from vllm_vidspec.engine.draft.model import DraftModel, kv_bytes_per_token
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.engine.knobs import Knobs
+from vllm_vidspec.engine.kv_views import attention_layers
 from vllm_vidspec.engine.listen.prompts import Guidance, PendingScores
 from vllm_vidspec.engine.listen.trees import TargetTrees
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import Arrival, Phase, RequestRows
+from vllm_vidspec.engine.tree_attention import TreeAttention
 
 logger = init_logger("vllm.vidspec")
 
@@ -49,27 +53,25 @@ class Step:
         batch: vLLM's `InputBatch`.
         is_done: `[num_reqs]` bool: the target's prefill is complete, so that this step sampled a token.
         bound: `[num_reqs]` int64 host bound of the committed lengths, the target's last token included.
-        last_sampled: `[max_num_reqs, 1]` int64 the target's last token by persistent row.
         num_sampled: `[num_reqs]` int32 accepted drafts and the target's own token.
-        max_drafts: Draft tokens to propose at most.
+        plan: What to draft.
     """
 
     batch: Any
     is_done: np.ndarray
     bound: np.ndarray
-    last_sampled: torch.Tensor
     num_sampled: torch.Tensor
-    max_drafts: int
+    plan: Plan
 
     @classmethod
-    def of(cls, batch: Any, last_sampled: torch.Tensor, num_sampled: torch.Tensor, max_drafts: int) -> "Step":
+    def of(cls, batch: Any, num_sampled: torch.Tensor, plan: Plan) -> "Step":
         """Read a step from vLLM's batch; nothing here waits for the device."""
         computed = batch.num_computed_tokens_np + batch.num_scheduled_tokens
         if batch.num_draft_tokens_per_req is not None:
             computed = computed - batch.num_draft_tokens_per_req
         # The last draft of this step may commit K more tokens and the target one.
         bound = batch.seq_lens_cpu_upper_bound.numpy()[: batch.num_reqs].astype(np.int64) + 1
-        return cls(batch, computed >= batch.prefill_len_np, bound, last_sampled, num_sampled, max_drafts)
+        return cls(batch, computed >= batch.prefill_len_np, bound, num_sampled, plan)
 
 
 class VidSpecSpeculator(BaseSpeculator):
@@ -91,6 +93,7 @@ class VidSpecSpeculator(BaseSpeculator):
     supports_mm_inputs = False  # the target's embeddings are of no use to the draft: it has a vision tower of its own
     draft_logits = None
     num_extra_query_per_req = 0
+    graphs_class = DraftGraphs
 
     def __init__(
         self,
@@ -116,6 +119,8 @@ class VidSpecSpeculator(BaseSpeculator):
         self._counters = counters
         self._agreement = agreement
         self._device = draft_model.device
+        self.graphs: Any = None  # vLLM's memory profile looks for managers among our attributes, and drops them
+        self._attention: TreeAttention | None = None  # of the draft's layers, where drafts can be trees
         self._drafter: Drafter | None = None  # until the KV pool exists
         self._arrivals: dict[int, Arrival] = {}  # by row, until the target has seen the prompt
         # By row, the prompts whose scores are on their way to the host.
@@ -147,14 +152,22 @@ class VidSpecSpeculator(BaseSpeculator):
         self._memory = DraftMemory.plan(self._knobs.now, self._vllm_config, self.draft_model, available_bytes)
         return self._memory.num_bytes
 
-    def init_kv(self, encoder_cache: Any, allocation: Callable[[], AbstractContextManager]) -> None:
+    def init_kv(
+        self, encoder_cache: Any, allocation: Callable[[], AbstractContextManager], is_profiling: bool = False
+    ) -> None:
         """Allocate what was reserved; the drafter is ready afterwards.
 
         Args:
             encoder_cache: vLLM's, of the target; None for a target without media.
             allocation: Makes what is entered while memory is taken.
+            is_profiling: Allocate the least with which graphs can be captured, as nothing is reserved yet.
         """
+        if is_profiling:
+            self._memory = DraftMemory.least(self.draft_model)
         model, config, vllm_config = self.draft_model, self._knobs.now, self._vllm_config
+        states = self._req_states
+        if self._attention is None and config.shapes - {"chain"}:
+            self._attention = TreeAttention(attention_layers(model.config).values(), self._device)
         with allocation():
             cache = model.make_vision_cache(self._memory.vision_bytes)
         num_blocks = model.init_kv(self._memory.pool_bytes, allocation())
@@ -170,6 +183,14 @@ class VidSpecSpeculator(BaseSpeculator):
             vllm_config.model_config.max_model_len,
             cache,
             self._agreement,
+            Committed(
+                states.total_len.gpu,
+                states.all_token_ids.gpu,
+                states.last_sampled_tokens,
+                None if self._trees is None else self._trees.path,
+            ),
+            self.graphs,
+            self._attention,
             shared=encoder_cache.encoder_outputs if shares else {},
             fills_trees=is_async if config.tree.fill is None else config.tree.fill,
         )
@@ -183,10 +204,15 @@ class VidSpecSpeculator(BaseSpeculator):
             self._counters.set(name, value)
 
     def init_cudagraph_manager(self, cudagraph_mode) -> None:
-        """The draft's forwards are not captured."""
+        """Take the mode that vLLM has resolved; it comes before the KV cache, whose builders ask for it."""
+        self._drafter = None  # that of vLLM's memory profile, whose graphs are gone
+        self.draft_model.use_cudagraph_mode(cudagraph_mode)
+        self.graphs = self.graphs_class(self._vllm_config, self._device, cudagraph_mode, len(self._requests.phase))
 
     def capture(self) -> None:
-        """The draft's forwards are not captured."""
+        """Capture the parts of a draft step."""
+        if self._drafter is not None:
+            self._drafter.capture()
 
     # ---- both ends of a request's life -----------------------------------------------------------------------------
 
@@ -248,23 +274,26 @@ class VidSpecSpeculator(BaseSpeculator):
 
         vLLM has already committed this step: `total_len` and `all_token_ids` include its tokens.
         """
-        output = self._draft_tokens[: input_batch.num_reqs].zero_()
         if dummy_run:
             if is_profile:
                 self.draft_model.profile()
-            return output
-        max_drafts = (
-            self._knobs.now.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
-        )
-        step = Step.of(input_batch, last_sampled, num_sampled, max_drafts)
+            return self._draft_tokens[: input_batch.num_reqs].zero_()
+        plan = self._knobs.now.plan_for(input_batch.num_reqs)
+        if num_speculative_tokens is not None:  # the same number, from the same plans, but for vLLM's warm-up
+            plan = plan._replace(num_tokens=min(plan.num_tokens, num_speculative_tokens))
+        step = Step.of(input_batch, num_sampled, plan)
         self._start(step)
         self._reserve(step)
-        self._prefill(step)
-        num_nodes = self._draft(step, output)
+        if plan.num_tokens:
+            self._prefill(step)
+            tokens, num_nodes = self._draft(step)
+        else:
+            self._rest(step)
+            tokens, num_nodes = self._draft_tokens[: input_batch.num_reqs].zero_(), None
         self._requests.publish(
             input_batch.idx_mapping, input_batch.idx_mapping_np, self._are_in(step, Phase.DRAFTING), num_nodes
         )
-        return output
+        return tokens
 
     def _are_in(self, step: Step, *phases: Phase) -> np.ndarray:
         """Return `[num_reqs]` bool: the requests of a step that are in a phase and whose target prefill is done."""
@@ -365,6 +394,19 @@ class VidSpecSpeculator(BaseSpeculator):
         for i in known[~fits]:
             self._skip(step, i, "pool_full", "it outgrew the draft's KV pool")
 
+    # ---- rest ------------------------------------------------------------------------------------------------------
+
+    def _rest(self, step: Step) -> None:
+        """Draft nothing: requests that were drafted for get back in line, to read on when drafting pays again."""
+        indices = np.flatnonzero(self._are_in(step, Phase.DRAFTING))
+        rows = step.batch.idx_mapping_np[indices]
+        # What the draft has surely read: its last step began at the length that the target's own began at, of which the
+        # host knows a bound, since the scheduler may run ahead of the verification of K drafts.
+        was_committed = step.batch.num_computed_tokens_np[indices] - self._knobs.now.num_speculative_tokens
+        self.drafter.rest(rows, was_committed)
+        self._requests.phase[rows] = Phase.PREFILLING
+        self._counters.add("undrafted_steps")
+
     # ---- prefill ---------------------------------------------------------------------------------------------------
 
     def _prefill(self, step: Step) -> None:
@@ -383,24 +425,33 @@ class VidSpecSpeculator(BaseSpeculator):
 
     # ---- draft -----------------------------------------------------------------------------------------------------
 
-    def _draft(self, step: Step, output: torch.Tensor) -> torch.Tensor | None:
-        """Draft for every request that the draft has read; return `[num_drafted]` nodes of trees, None for chains."""
-        num_nodes: list[torch.Tensor] = []
-        indices = np.flatnonzero(self._are_in(step, Phase.DRAFTING))
-        self._guarded("drafting", self._propose, step, indices, output, num_nodes)
-        return num_nodes[0] if num_nodes else None
+    def _draft(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Draft for every request that the draft has read.
 
-    def _propose(self, step: Step, batch_indices: np.ndarray, output: torch.Tensor, num_nodes: list) -> None:
-        """Fill the rows of `output` `[num_reqs, K]` of these requests."""
-        batch, states = step.batch, self._req_states
-        is_whole_batch = len(batch_indices) == batch.num_reqs
+        Returns:
+            `[num_reqs, K]` int64 drafts, zeros of requests without, and `[num_drafted]` nodes of trees, None of chains.
+        """
+        proposals: list[tuple[Drafts, torch.Tensor | None]] = []
+        indices = np.flatnonzero(self._are_in(step, Phase.DRAFTING))
+        self._guarded("drafting", self._propose, step, indices, proposals)
+        if not proposals:
+            return self._draft_tokens[: step.batch.num_reqs].zero_(), None
+        drafts, picked = proposals[0]
+        num_nodes = None if drafts.tree is None else drafts.tree.num_nodes[: len(indices)]
+        if picked is None:
+            return drafts.tokens, num_nodes
+        tokens = self._draft_tokens[: step.batch.num_reqs].zero_()
+        tokens[picked] = drafts.tokens
+        return tokens, num_nodes
+
+    def _propose(self, step: Step, batch_indices: np.ndarray, proposals: list) -> None:
+        """Draft for these requests, and append what is proposed and to which of the batch's, None for all."""
+        batch = step.batch
         # The usual step is of the whole batch, and uploads nothing.
-        indices = None if is_whole_batch else async_tensor_h2d(batch_indices, device=self._device)
-        idx_mapping = batch.idx_mapping if indices is None else batch.idx_mapping[indices]
+        picked = None
+        if len(batch_indices) < batch.num_reqs:
+            picked = async_tensor_h2d(batch_indices, device=self._device)
         idx_mapping_np = batch.idx_mapping_np[batch_indices]
-        num_tokens = states.total_len.gpu
-        row, text = as_array(idx_mapping), as_array(states.all_token_ids.gpu)
-        previous = torch.as_tensor(text[row, as_array(num_tokens)[row] - 2])
         num_verified = batch.num_draft_tokens_per_req
         # The rows still speak of the drafts that this step has verified; without one they are vLLM's placeholders.
         was_verified = self._requests.has_draft_np[idx_mapping_np] & (
@@ -408,23 +459,15 @@ class VidSpecSpeculator(BaseSpeculator):
         )
         drafts = self.drafter.draft(
             DraftMessage(
-                idx_mapping=idx_mapping,
+                batch_rows=batch.idx_mapping,
+                picked=picked,
                 idx_mapping_np=idx_mapping_np,
-                last_tokens=torch.stack((previous.to(torch.int64), step.last_sampled[idx_mapping, 0]), dim=1),
-                num_tokens=num_tokens,
-                num_tokens_upper_bound=step.bound[batch_indices],
-                num_accepted=(step.num_sampled if indices is None else step.num_sampled[indices]) - 1,
+                num_sampled=step.num_sampled,
                 was_verified=None if was_verified.all() else async_tensor_h2d(was_verified, device=self._device),
-                path=None if self._trees is None else self._trees.path[idx_mapping],
-                max_drafts=step.max_drafts,
-                shape=self._knobs.now.shape_for(batch.num_reqs),
+                max_drafts=step.plan.num_tokens,
+                shape=step.plan.shape,
             )
         )
-        if indices is None:
-            output[:, : drafts.tokens.shape[1]] = drafts.tokens
-        else:
-            output[indices, : drafts.tokens.shape[1]] = drafts.tokens
         if self._trees is not None:
-            self._trees.store(idx_mapping, idx_mapping_np, drafts.tree)
-        if drafts.tree is not None:
-            num_nodes.append(drafts.tree.num_nodes[: len(idx_mapping_np)])
+            self._trees.store(drafts.rows, idx_mapping_np, drafts.tree)
+        proposals.append((drafts, picked))

@@ -23,7 +23,7 @@ class TreeStep:
         num_queries: `[>= n]` int32 its query rows; 0: it is no tree.
         prefix_lens: `[>= n]` int32 KV entries that all its rows attend to, the root's included.
         masks: `[>= n, >= max_queries]` int64; bit j: the row attends to entry prefix_lens + j (tree node j + 1).
-        max_queries: Most query rows of a tree; `max_prefix_len` host bound of `prefix_lens`.
+        max_queries: Most query rows of a tree.
         is_whole_batch: Whether every row of the forward belongs to a tree, so that vLLM's own attention can stay out.
     """
 
@@ -46,7 +46,7 @@ class TreeAttention:
 
     def __init__(self, layers: Iterable[Any], device: torch.device):
         self.layers = list(layers)
-        self.scratch = TreeAttentionScratch(max(layer.impl.head_size for layer in self.layers), device)
+        self.scratch = TreeAttentionScratch(max((layer.impl.head_size for layer in self.layers), default=1), device)
         self.step: TreeStep | None = None  # of the forward that runs next
         for layer in self.layers:
             check_readable(layer, *REFUSAL)

@@ -7,6 +7,9 @@ from typing import Any
 
 from rich.table import Table
 
+from vllm_vidspec.config import NONE
+from vllm_vidspec.tools import costs
+from vllm_vidspec.tools.costs import CHAIN, TREES, VANILLA
 from vllm_vidspec.tools.tables import by_columns, number, percent
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#8c564b", "#bcbd22", "#000000")
@@ -63,37 +66,38 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def costs_table(result: dict[str, Any]) -> Table:
-    """Return tokens per second by batch size and shape, and what makes them; what `draft_table` says is marked."""
-    rows = {(row["shape"], row["batch_size"]): row for row in result["costs"]}
+    """Return tokens per second by batch size and draft, and what makes them; what `draft_table` says is marked.
 
-    def cell(shape: str, size: int) -> str:
-        row, chosen = (
-            rows[shape, size],
-            next(name for _, last, name, _ in result["config"]["draft_table"] if size <= last),
-        )
-        steps = f"[dim]{row['acceptance_length']:.2f} in {row['step_ms']:.1f} ms[/dim]"
-        return f"{row['tokens_per_s']:.0f}{'*' if shape == chosen else ''}\n{steps}"
+    Of the chains that follow from others those are shown that it names.
+    """
+    rows = {(row["shape"], row["num_speculative_tokens"], row["batch_size"]): row for row in result["costs"]}
+    table = [(last, VANILLA if shape == NONE else shape, k) for _, last, shape, k in result["config"]["draft_table"]]
 
-    shapes = dict.fromkeys(shape for shape, _ in rows)
+    def cell(shape: str, k: int, size: int) -> str:
+        row, chosen = rows[shape, k, size], next(draft for last, *draft in table if size <= last)
+        steps = f"[dim]{row['acceptance_length']:.2f} in\n{row['step_ms']:.1f} ms[/dim]"
+        marks = "*" * (chosen == [shape, k]) + "~" * (row["num_steps"] == 0)
+        return f"{row['tokens_per_s']:.0f}{marks}\n{steps}"
+
+    shown = sorted({(shape, k) for (shape, k, _), row in rows.items() if row["num_steps"]} | {row[1:] for row in table})
+    shown.sort(key=lambda draft: [VANILLA, CHAIN, *TREES].index(draft[0]))
     return by_columns(
-        {"batch": str} | {shape: functools.partial(cell, shape) for shape in shapes},
-        dict.fromkeys(size for _, size in rows),
+        {"batch": str} | {costs.label(*draft): functools.partial(cell, *draft) for draft in shown},
+        dict.fromkeys(size for _, _, size in rows),
         num_words=0,
         title="Tokens per second, and tokens per verify step in its time",
-        caption=f"{result['rounds']} rounds, {result['provenance']['device']}; * is in draft_table",
+        caption=f"{result['rounds']} rounds, {result['provenance']['device']}; * is in draft_table, ~ follows from "
+        "other chains",
     )
 
 
 def costs_summary(result: dict[str, Any]) -> str:
-    """Return the table of shapes in words, and where no draft pays."""
-    rows = {(row["shape"], row["batch_size"]): row["tokens_per_s"] for row in result["costs"]}
-    parts, slower = [], []
-    for first, last, shape, num_tokens in result["config"]["draft_table"]:
-        sizes = [size for name, size in rows if name == "vanilla" and first <= size <= last]
-        parts.append(f"{first} to {last} requests: {shape} ({num_tokens} tokens per step)")
-        slower += [str(size) for size in sizes if rows[shape, size] <= rows["vanilla", size]]
-    text = ", ".join(parts) + "."
-    return text + (f" Vanilla is no slower at {', '.join(slower)} requests." if slower else "")
+    """Return the table of drafts in words."""
+    parts = [
+        f"{first} to {last} requests: " + ("no drafts" if shape == NONE else f"{shape} ({num_tokens} tokens per step)")
+        for first, last, shape, num_tokens in result["config"]["draft_table"]
+    ]
+    return ", ".join(parts) + "."
 
 
 def plot(result: dict[str, Any], path: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""`vidspec calibrate --costs`: which shape of draft pays on this machine, by batch size; engines are subprocesses."""
+"""`vidspec calibrate --costs`: which drafts pay on this machine, by batch size, if any; engines are subprocesses."""
 
 import json
 import statistics
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_vidspec.config import parse_config
+from vllm_vidspec.config import NONE, Plan, parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.calibrate import FIRST_VIDEO, Calibration
@@ -33,8 +33,8 @@ class Costs:
     """What to measure.
 
     Attributes:
-        calibration: The pair, the videos and the knobs; `num_speculative_tokens` is the chain's.
-        rounds: How often every shape takes its turn, each time in a new engine.
+        calibration: The pair, the videos and the knobs; `num_speculative_tokens` is the longest chain's.
+        rounds: How often every draft takes its turn, each time in a new engine.
         knobs: The calibration file that the table will be added to, or None.
     """
 
@@ -48,19 +48,20 @@ class Costs:
         most = self.calibration.engine_args.get("max_num_seqs", BATCH_SIZES[-1])
         return tuple(size for size in BATCH_SIZES if size <= most)
 
-    def num_speculative_tokens(self, shape: str) -> int:
-        """Return K of a shape."""
-        if shape == CHAIN:
-            return self.calibration.num_speculative_tokens
-        return pairs.num_speculative_tokens(shape)
+    @property
+    def drafts(self) -> tuple[Plan, ...]:
+        """What is measured: vanilla, chains of one token and of K, between which the others lie, and trees."""
+        chains = sorted({1, self.calibration.num_speculative_tokens})
+        trees = (Plan(shape, pairs.num_speculative_tokens(shape)) for shape in TREES)
+        return (Plan(VANILLA, 0), *(Plan(CHAIN, num_tokens) for num_tokens in chains), *trees)
 
-    def job(self, shape: str) -> dict[str, Any]:
+    def job(self, draft: Plan) -> dict[str, Any]:
         """Return what `session_job` reads."""
         what, spec = self.calibration, {} if self.knobs is None else {"calibration": self.knobs}
         # `drafting` is the knob `draft` under the name that `pairs` gives it.
         name = "drafting" if what.target is None else "draft"
-        job = what.job(**spec, **{name: shape}, num_speculative_tokens=self.num_speculative_tokens(shape))
-        if shape == VANILLA:
+        job = what.job(**spec, **{name: draft.shape}, num_speculative_tokens=draft.num_tokens)
+        if draft.shape == VANILLA:
             del job["llm"]["speculative_config"]
         job["llm"] |= {"max_num_seqs": BATCH_SIZES[-1], **what.engine_args}
         if not what.videos:
@@ -73,7 +74,7 @@ class Costs:
         return len(self.calibration.videos) or max(self.calibration.prompts, self.batch_sizes[-1])
 
     def batches(self, number: int) -> list[list[int]]:
-        """Return the batches of a round, as indices of prompts: the same for every shape."""
+        """Return the batches of a round, as indices of prompts: the same for every draft."""
         first = number * _REQUESTS_PER_ROUND
         starts = [
             (start, size) for size in self.batch_sizes for start in range(0, max(size, _REQUESTS_PER_ROUND), size)
@@ -83,7 +84,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a shape costs and brings at one batch size.
+    """What a draft costs and brings at one batch size.
 
     Attributes:
         shape: One of TREES, "chain" or "vanilla".
@@ -92,7 +93,7 @@ class Cost:
         acceptance_length: Tokens that a verify step of a request emits, over all rounds.
         step_ms: Median wall time of a step in which all requests decode.
         tokens_per_s: Of the whole batch: what of these two follows.
-        num_steps: Steps that were timed.
+        num_steps: Steps that were timed; 0 where time and acceptance follow from those of other chains.
     """
 
     shape: str
@@ -115,8 +116,9 @@ def check(costs: Costs, out: str | None = None) -> None:
         raise VidSpecError("--rounds must be at least 1")
     if not costs.batch_sizes:
         raise VidSpecError("--engine-args: max_num_seqs must be at least 1")
-    for shape in (CHAIN, *TREES):
-        parse_config(costs.job(shape)["llm"]["speculative_config"])
+    for draft in costs.drafts:
+        if draft.num_tokens:
+            parse_config(costs.job(draft)["llm"]["speculative_config"])
 
 
 def read_file(path: str, calibration: Calibration) -> dict[str, Any]:
@@ -139,32 +141,35 @@ def read_file(path: str, calibration: Calibration) -> dict[str, Any]:
 
 
 def run(costs: Costs, report: Report = silent) -> dict[str, Any]:
-    """Measure every shape in turn, round by round, and make the table.
+    """Measure every draft in turn, round by round, and make the table.
 
     Args:
         costs: What to measure.
         report: Called with "plan", "loading" and "measured", as `progress.View` takes them.
 
     Returns:
-        `config` (the table), the pair, `costs` (one row per shape and batch size), and `provenance`.
+        `config` (the table), the pair, `costs` (one row per draft and batch size), and `provenance`.
 
     Raises:
         VidSpecError: A wrong value, an engine that stopped, or prompts that were not drafted for.
     """
     check(costs)
-    shapes = (VANILLA, CHAIN, *TREES)
-    report("plan", {"total": costs.rounds * len(shapes)})
-    runs: dict[str, list[dict[str, Any]]] = {shape: [] for shape in shapes}
+    report("plan", {"total": costs.rounds * len(costs.drafts)})
+    runs: dict[Plan, list[dict[str, Any]]] = {draft: [] for draft in costs.drafts}
     for number in range(costs.rounds):
-        for shape in shapes:
-            report("loading", {"label": f"round {number + 1}: {shape}"})
-            with EngineSession(costs.job(shape)) as session:
+        for draft in costs.drafts:
+            report("loading", {"label": f"round {number + 1}: {label(*draft)}"})
+            with EngineSession(costs.job(draft)) as session:
                 command = {"batches": costs.batches(number), "max_tokens": costs.calibration.max_tokens}
                 answer = session.ask({"command": "cost"} | command)
-            runs[shape] += _checked(shape, answer["runs"])
+            runs[draft] += _checked(label(*draft), answer["runs"])
             report("measured", {})
-    k = {shape: 0 if shape == VANILLA else costs.num_speculative_tokens(shape) for shape in shapes}
-    measured = [cost_of(shape, size, k[shape], runs[shape]) for size in costs.batch_sizes for shape in shapes]
+    measured: list[Cost] = []
+    for size in costs.batch_sizes:
+        ours = {draft: [found for found in runs[draft] if found["batch_size"] == size] for draft in costs.drafts}
+        measured += [cost_of(draft, size, ours[draft]) for draft in costs.drafts]
+        chains = [cost for cost in measured if cost.batch_size == size and cost.shape == CHAIN]
+        measured += chains_between(chains[0], chains[-1], ours[Plan(CHAIN, costs.calibration.num_speculative_tokens)])
     what = costs.calibration
     return {
         "config": {"draft_table": draft_table(measured)},
@@ -178,7 +183,12 @@ def run(costs: Costs, report: Report = silent) -> dict[str, Any]:
     }
 
 
-def _checked(shape: str, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def label(shape: str, num_tokens: int) -> str:
+    """Return a draft's name: a tree's has its shape alone, as it has one number of tokens."""
+    return f"{CHAIN} {num_tokens}" if shape == CHAIN else shape
+
+
+def _checked(name: str, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the runs of an engine.
 
     Raises:
@@ -188,57 +198,85 @@ def _checked(shape: str, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         counters, size = found["metrics"], found["batch_size"]
         if counters and ((skipped := reasons(counters, "skipped_")) or not counters["drafts"]):
             why = skipped or "their answers are too short"
-            raise VidSpecError(f"{shape}, batch size {size}: requests ran without speculation ({why})")
+            raise VidSpecError(f"{name}, batch size {size}: requests ran without speculation ({why})")
         if not found["step_s"]:
             raise VidSpecError(
-                f"{shape}: no step decoded for {size} requests at once: longer answers (--max-tokens) or a smaller "
+                f"{name}: no step decoded for {size} requests at once: longer answers (--max-tokens) or a smaller "
                 "max_num_seqs (--engine-args) are needed"
             )
     return runs
 
 
-def cost_of(shape: str, batch_size: int, num_tokens: int, runs: Sequence[Mapping[str, Any]]) -> Cost:
-    """Sum up the runs of one shape at one batch size.
+def cost_of(draft: Plan, batch_size: int, runs: Sequence[Mapping[str, Any]]) -> Cost:
+    """Sum up the runs of one draft at one batch size.
 
     Args:
-        shape: As in `Cost`.
-        batch_size: Whose runs to take.
-        num_tokens: K.
-        runs: Each with `batch_size`, `step_s` (of every step that decoded for all) and `metrics` (None for vanilla).
+        draft: Its shape and K.
+        batch_size: Of all these runs.
+        runs: Each with `step_s` (of every step that decoded for all) and `metrics` (None for vanilla).
     """
-    ours = [found for found in runs if found["batch_size"] == batch_size]
-    steps = [seconds for found in ours for seconds in found["step_s"]]
+    steps = [seconds for found in runs for seconds in found["step_s"]]
     length = 1.0
-    if shape != VANILLA:
-        drafts, accepted = (sum(found["metrics"][name] for found in ours) for name in ("drafts", "accepted_tokens"))
+    if draft.num_tokens:
+        drafts, accepted = (sum(found["metrics"][name] for found in runs) for name in ("drafts", "accepted_tokens"))
         length += accepted / drafts
-    step_s = statistics.median(steps)
-    return Cost(shape, batch_size, num_tokens, length, 1e3 * step_s, batch_size * length / step_s, len(steps))
+    return _cost(draft, batch_size, length, statistics.median(steps), len(steps))
+
+
+def chains_between(first: Cost, last: Cost, runs: Sequence[Mapping[str, Any]]) -> list[Cost]:
+    """Return what shorter chains than the longest would cost and bring: measured ends, a straight line between them.
+
+    Each further token costs a draft forward and a row of the target's, the same each time. A chain that is cut off
+    behind its k-th token accepts of each draft what the longest accepts of its first k.
+
+    Args:
+        first: Of the shortest chain at one batch size; `last` of the longest there.
+        runs: The longest chain's, with `metrics` that tell the accepted tokens by position.
+    """
+    low, high = first.num_speculative_tokens, last.num_speculative_tokens
+    found = []
+    for num_tokens in range(low + 1, high):
+        step_ms = first.step_ms + (last.step_ms - first.step_ms) * (num_tokens - low) / (high - low)
+        accepted = sum(run["metrics"][f"accepted_at_pos_{i}"] for i in range(num_tokens) for run in runs)
+        length = 1.0 + accepted / sum(run["metrics"]["drafts"] for run in runs)
+        found.append(_cost(Plan(CHAIN, num_tokens), last.batch_size, length, step_ms / 1e3, 0))
+    return found
+
+
+def _cost(draft: Plan, batch_size: int, length: float, step_s: float, num_steps: int) -> Cost:
+    return Cost(
+        draft.shape, batch_size, draft.num_tokens, length, 1e3 * step_s, batch_size * length / step_s, num_steps
+    )
 
 
 def draft_table(costs: Sequence[Cost]) -> list[TableRow]:
     """Return the rows of the knob `draft_table`: at each batch size what emits the most tokens per second.
 
-    An engine drafts chains and one kind of tree at most: the one that is the fastest of all at more batch sizes, and of
-    two that are so equally often the one with the greater gain over the chain, summed over batch sizes. What was not
-    measured belongs to the next larger batch size that was.
+    That is no draft at all where none is faster than vanilla. An engine drafts chains and one kind of tree at most: the
+    one that is the fastest of all at more batch sizes, and of two that are so equally often the one with the greater
+    gain over the chain, summed over batch sizes. What was not measured belongs to the next larger batch size that was.
 
     Args:
-        costs: Of the chain and both trees at every batch size; what is vanilla's is not looked at.
+        costs: Of vanilla, chains and both trees at every batch size.
     """
-    speed = {(cost.shape, cost.batch_size): cost.tokens_per_s for cost in costs}
-    num_tokens = {cost.shape: cost.num_speculative_tokens for cost in costs}
     sizes = sorted({cost.batch_size for cost in costs})
+    # Of equally fast ones the first: nothing before chains before trees, short chains before long ones.
+    order = (VANILLA, CHAIN, *TREES)
+    costs = sorted(costs, key=lambda cost: (order.index(cost.shape), cost.num_speculative_tokens))
 
-    def fastest(size: int, shapes: Sequence[str]) -> str:
-        return max(shapes, key=lambda shape: speed[shape, size])  # of equal ones the first: the chain
+    def fastest(size: int, shapes: Sequence[str]) -> Cost:
+        here = [cost for cost in costs if cost.batch_size == size and cost.shape in shapes]
+        return max(here, key=lambda cost: cost.tokens_per_s)
 
-    wins = [fastest(size, (CHAIN, *TREES)) for size in sizes]
-    gains = {tree: sum(speed[tree, size] / speed[CHAIN, size] for size in sizes) for tree in TREES}
-    tree = max(TREES, key=lambda shape: (wins.count(shape), gains[shape]))
+    def gain(size: int, tree: str) -> float:
+        return fastest(size, (tree,)).tokens_per_s / fastest(size, (CHAIN,)).tokens_per_s
+
+    wins = [fastest(size, order).shape for size in sizes]
+    tree = max(TREES, key=lambda shape: (wins.count(shape), sum(gain(size, shape) for size in sizes)))
     table: list[TableRow] = []
     for last, size in zip([0, *sizes], sizes, strict=False):
-        shape = fastest(size, (CHAIN, tree))
-        first = table.pop()[0] if table and table[-1][2] == shape else last + 1
-        table.append((first, size, shape, num_tokens[shape]))
+        best = fastest(size, (VANILLA, CHAIN, tree))
+        plan = Plan(NONE if best.shape == VANILLA else best.shape, best.num_speculative_tokens)
+        first = table.pop()[0] if table and table[-1][2:] == plan else last + 1
+        table.append((first, size, *plan))
     return table

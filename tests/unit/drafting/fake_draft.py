@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from hypothesis import settings
 
-from vllm_vidspec.drafting import adaptive as adaptive_module
-from vllm_vidspec.drafting import tree as tree_module
+from vidspec_kernels import tree_begin, tree_finish, tree_place, tree_plan, tree_state
 
 quick = settings(max_examples=60, deadline=None)
 
@@ -47,36 +46,47 @@ def paths_of(tree, row, num_nodes):
     return paths
 
 
-def drive(policy, rows, candidates_of, max_nodes=64, fill=False):
+def drive(policy, rows, candidates_of, max_nodes=64, fill=False, num_accepted=None):
     """Drive one step; return its number of draft forwards.
 
     `candidates_of(level, nodes [R, F])` returns log-probabilities and token ids of the nodes' candidates, `[R * F, C]`.
+    `num_accepted` int32 `[R]` is what came of the last trees; None: nothing is told.
     """
     device = policy.tree.device
     rows_np = np.array(rows)
-    num_levels = policy.begin(torch.tensor(rows, device=device), rows_np, max_nodes)
-    assert 1 <= num_levels <= policy.max_depth
+    rows = torch.tensor(rows, device=device)
+    num_levels = policy.num_levels(rows_np, max_nodes)
+    assert 1 <= num_levels <= policy.depth(max_nodes) <= policy.max_depth
+    if num_accepted is None:
+        num_accepted = torch.full((len(rows),), -1, dtype=torch.int32, device=device)
+    policy.begin(rows, num_accepted, max_nodes)
     frontier = torch.zeros(len(rows), 1, dtype=torch.int64, device=device)
     for level in range(num_levels):
-        result = policy.extend(level, *candidates_of(level, frontier))
-        assert (result is None) == (level + 1 == num_levels)
-        if result is not None:
+        result = policy.extend(level, *candidates_of(level, frontier), rows=rows, max_nodes=max_nodes)
+        if level == 0:
+            policy.send(rows_np)
+        assert (result is None) == (level + 1 == policy.depth(max_nodes))
+        if result is not None and level + 1 < num_levels:
             frontier, tokens = result
             assert frontier.dtype == tokens.dtype == torch.int64
             assert frontier.shape == tokens.shape and frontier.shape[0] == len(rows)
-            assert 1 <= frontier.shape[1] <= policy.max_frontier
+            width = policy.width(level + 1, max_nodes)
+            assert frontier.shape[1] == width or (policy.trims and 1 <= frontier.shape[1] <= width)
+            assert width <= policy.max_frontier
             at_nodes = policy.tree.tokens[: len(rows)].gather(1, frontier)
             assert torch.equal(tokens[frontier > 0], at_nodes[frontier > 0])
             assert policy.tree.depths[: len(rows)].gather(1, frontier)[frontier > 0].eq(level + 1).all()
-    policy.finish(fill)
+    policy.finish(fill, rows=rows, max_nodes=max_nodes)
     return num_levels
 
 
-def grow(policy, drafts, rows, max_nodes=64, fill=False):
-    """Drive one step with fake drafts; return the frontiers that were fed, `[num_levels][R]` lists of paths."""
-    fed = []
+def candidates_of(policy, drafts, fed):
+    """Return what `drive` asks for the nodes of these drafts; garbage for places and requests that there are not.
 
-    def candidates_of(level, frontier):
+    `fed` gets the frontiers, `[num_levels][R]` lists of paths.
+    """
+
+    def candidates_of_level(level, frontier):
         log_probs = torch.full((*frontier.shape, policy.num_candidates), float("nan"))
         token_ids = torch.full((*frontier.shape, policy.num_candidates), -7)
         fed.append([])
@@ -91,7 +101,13 @@ def grow(policy, drafts, rows, max_nodes=64, fill=False):
                 token_ids[row, column] = torch.from_numpy(own_tokens)
         return log_probs.flatten(0, 1), token_ids.flatten(0, 1)
 
-    drive(policy, rows, candidates_of, max_nodes, fill)
+    return candidates_of_level
+
+
+def grow(policy, drafts, rows, max_nodes=64, fill=False, num_accepted=None):
+    """Drive one step with fake drafts; return the frontiers that were fed, `[num_levels][R]` lists of paths."""
+    fed = []
+    drive(policy, rows, candidates_of(policy, drafts, fed), max_nodes, fill, num_accepted)
     return fed
 
 
@@ -127,20 +143,23 @@ def check_greedy_first(tree, row, draft, depth):
 
 def work_in_torch(patch):
     """Let CPU tensors be worked on in torch, as another device's are."""
-    for module in (tree_module, adaptive_module):
-        patch.setattr(module, "array_module", lambda device: torch)
-        patch.setattr(module, "as_array", lambda tensor: tensor)
+    for module in (tree_state, tree_begin, tree_place, tree_plan, tree_finish):
+        for name, stand_in in (("array_module", lambda device: torch), ("as_array", lambda tensor: tensor)):
+            if hasattr(module, name):
+                patch.setattr(module, name, stand_in)
 
 
 def plans_of(policy, rows):
     """Return the (depth, width) that the next trees of these rows will have."""
-    return list(zip(policy._depths[rows].tolist(), policy._widths[rows].tolist(), strict=True))
+    plans = policy.growth.plans
+    return list(zip(plans.depths[rows].tolist(), plans.widths[rows].tolist(), strict=True))
 
 
 def set_plans(policy, plans):
     """Give rows 0, 1, ... these plans, as a `finish` would."""
     depths = torch.tensor([depth for depth, _ in plans])
-    policy._depths[: len(plans)], policy._widths[: len(plans)] = depths, torch.tensor([width for _, width in plans])
+    here = policy.growth.plans
+    here.depths[: len(plans)], here.widths[: len(plans)] = depths, torch.tensor([width for _, width in plans])
     policy._host_depths.send(np.arange(len(plans)), depths)
 
 

@@ -23,6 +23,7 @@ from tests.unit.drafting.fake_draft import (
     work_in_torch,
 )
 from vidspec_kernels import tree_grow as tree_grow_module
+from vidspec_kernels.tree_plan import confidence
 from vllm_vidspec.config import TreeKnobs
 from vllm_vidspec.drafting import AdaptiveTree, StaticTree, candidates
 from vllm_vidspec.drafting import adaptive as adaptive_module
@@ -130,12 +131,10 @@ def test_a_batch_is_its_requests(seed, fill, budget, num_steps, lookahead):
         rows = rng.permutation(8).tolist()
         num_accepted = torch.from_numpy(rng.integers(-1, 7, 8).astype(np.int32))
         drafts = [FakeDraft(int(rng.integers(10**6)), 10, rng.choice([0.2, 1.0, 4.0])) for _ in rows]
-        together.observe(torch.tensor(rows), num_accepted)
-        grow(together, drafts, rows, budget, fill)
+        grow(together, drafts, rows, budget, fill, num_accepted)
         for place, row in enumerate(rows):
             own = alone[row]
-            own.observe(torch.tensor([row]), num_accepted[place : place + 1])
-            grow(own, drafts[place : place + 1], [row], budget, fill)
+            grow(own, drafts[place : place + 1], [row], budget, fill, num_accepted[place : place + 1])
             for name in BUFFERS:
                 assert torch.equal(getattr(together.tree, name)[place], getattr(own.tree, name)[0])
     for row, own in enumerate(alone):
@@ -155,8 +154,8 @@ def test_torch_and_numpy_arrays_agree(seed, budget, fill):
             prepare(patch)
             policies.append(AdaptiveTree(4, 64, "cpu"))
             for num_accepted in states:
-                policies[-1].observe(torch.tensor([3, 0, 1]), num_accepted)
-                grow(policies[-1], [FakeDraft(seed + row, 10) for row in range(3)], [3, 0, 1], budget, fill)
+                drafts = [FakeDraft(seed + row, 10) for row in range(3)]
+                grow(policies[-1], drafts, [3, 0, 1], budget, fill, num_accepted)
     first, second = policies
     for name in BUFFERS:
         assert torch.equal(getattr(first.tree, name)[:3], getattr(second.tree, name)[:3])
@@ -209,7 +208,7 @@ def test_growth_without_lookahead_is_the_specification(seed, sureness, budget):
     fed = grow(policy, drafts, [2, 0, 1], budget)
     assert len(fed) == max(1, min(8, budget))
     for row, draft in enumerate(drafts):
-        alpha = adaptive_module.confidence(torch.from_numpy(draft(())[0])[None], 10)[0]
+        alpha = confidence(torch.from_numpy(draft(())[0])[None], 10)[0]
         check_grown(policy, row, draft, (int(3 + alpha * 5), int(2 + (1 - alpha) * 8)), budget, False, fed)
 
 
@@ -301,8 +300,8 @@ def test_logits_that_are_no_numbers(make, works_in_torch, seed, poison, share, f
             work_in_torch(patch)
         policy = make()
         for num_accepted in ([-1, 3], [0, 5], [2, -1]):
-            policy.observe(torch.tensor(rows), torch.tensor(num_accepted, dtype=torch.int32))
-            drive(policy, rows, candidates_of, policy.max_nodes, fill)
+            told = torch.tensor(num_accepted, dtype=torch.int32)
+            drive(policy, rows, candidates_of, policy.max_nodes, fill, told)
             for row in range(len(rows)):
                 check_tree(policy.tree, row)
                 used = policy.tree.tokens[row, 1 : 1 + int(policy.tree.num_nodes[row])]
@@ -330,7 +329,6 @@ def test_the_gpu_grows_the_same_trees(lookahead):
                 at = (torch.arange(3)[:, None], level, nodes.cpu())
                 return log_probs[at].flatten(0, 1).to(device), ids[at].flatten(0, 1).to(device)
 
-            policy.observe(torch.tensor(rows, device=device), num_accepted.to(device))
-            drive(policy, rows, candidates_of, fill=step % 2 == 0)
+            drive(policy, rows, candidates_of, fill=step % 2 == 0, num_accepted=num_accepted.to(device))
             trees.append([getattr(policy.tree, name).cpu() for name in ("tokens", "parents", "ancestors", "num_nodes")])
         assert all(torch.equal(first, second) for first, second in zip(*trees, strict=True))

@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.drafting.fake_draft import drive, plans_of, quick, width_by_hand
+from vidspec_kernels.tree_plan import confidence
 from vllm_vidspec.config import TreeKnobs
 from vllm_vidspec.drafting import AdaptiveTree
 from vllm_vidspec.drafting import adaptive as adaptive_module
@@ -71,7 +72,7 @@ def test_confidence_is_one_minus_the_normalised_entropy(seed, scale, top_k, num_
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(seed)) * scale
     log_probs = logits.log_softmax(1).sort(dim=1, descending=True).values[:, :10].contiguous()
     log_probs[:, 10 - num_lost :] = -float("inf")
-    alpha = adaptive_module.confidence(log_probs, top_k)
+    alpha = confidence(log_probs, top_k)
     assert alpha.dtype == torch.float32 and alpha.min() >= 0 and alpha.max() <= 1
     for row in range(3):
         assert alpha[row].item() == pytest.approx(confidence_by_hand(log_probs[row].tolist(), top_k), abs=2e-6)
@@ -82,7 +83,7 @@ def test_confidence_is_one_minus_the_normalised_entropy(seed, scale, top_k, num_
 def test_the_papers_bound_does_not_hold():
     """Two equal tokens of ten: alpha is 1 - log 2 / log 10, p_1 is 0.5 = k^(alpha - 1), and SAGE's lemma 4.3 (eq. 13)
     would promise 1 / k + alpha (k - 1) / k = 0.73. So nothing here relies on it."""
-    alpha = adaptive_module.confidence(torch.tensor([[math.log(0.5)] * 2 + [-float("inf")] * 8]), 10).item()
+    alpha = confidence(torch.tensor([[math.log(0.5)] * 2 + [-float("inf")] * 8]), 10).item()
     assert 10 ** (alpha - 1) == pytest.approx(0.5, abs=1e-5)
     assert 0.1 + alpha * 0.9 > 0.72
 
@@ -91,7 +92,7 @@ def test_confidence_at_its_ends():
     """Catches: a uniform or certain distribution beyond [0, 1] by rounding, NaN from NaN."""
     inf = float("inf")
     log_probs = torch.tensor([[-2.3] * 10, [0.0] + [-inf] * 9, [float("nan")] * 10, [0.0] + [-90.0] * 9])
-    alpha = adaptive_module.confidence(log_probs, 10)
+    alpha = confidence(log_probs, 10)
     assert alpha.tolist() == pytest.approx([0.0, 1.0, 0.0, 1.0], abs=1e-6)
     assert alpha[1] == alpha[3] == 1.0
 
@@ -108,7 +109,7 @@ def test_a_plan_follows_confidence(sureness, low, high):
     assert plans_of(policy, [0]) == [((low + high) // 2, (low + high) // 2)]  # alpha 0.5
     step_with(policy, sureness, rows=(2,))
     alpha = policy.confidence[2]
-    assert alpha == adaptive_module.confidence(sure_table(1, policy.num_candidates, sureness)[0], 10)[0]
+    assert alpha == confidence(sure_table(1, policy.num_candidates, sureness)[0], 10)[0]
     expected = int(low + alpha * (high - low)), int(low + (1 - alpha) * (high - low))
     assert plans_of(policy, [0, 2]) == [((low + high) // 2, (low + high) // 2), expected]
     assert step_with(policy, sureness, rows=(2,)) == expected[0]
@@ -147,9 +148,8 @@ def history_by_hand(lengths, knobs):
 def tell(policy, length, rows=(0,), times=1):
     """Tell these rows the acceptance length of a step, None for a step without verification."""
     for _ in range(times):
-        policy.observe(
-            torch.tensor(rows), torch.full((len(rows),), -1 if length is None else length, dtype=torch.int32)
-        )
+        told = torch.full((len(rows),), -1 if length is None else length, dtype=torch.int32)
+        policy.begin(torch.tensor(rows), told, 64)
 
 
 def check_history(policy, row, lengths):
@@ -184,9 +184,9 @@ def test_history_by_hand():
     check_history(policy, 0, lengths)
     assert history_by_hand(lengths, policy.knobs) == [7, 6, 5, 5, 5, 5, 6]
     tell(policy, 0, times=20)
-    assert policy.max_depths.tolist() == [3]
+    assert policy.max_depths[:1].tolist() == [3]
     tell(policy, 5, times=20)
-    assert policy.max_depths.tolist() == [8]
+    assert policy.max_depths[:1].tolist() == [8]
 
 
 def test_history_limits_the_next_plan():
@@ -208,7 +208,7 @@ def test_admit_forgets():
     step_with(policy, 1.0, rows=(0, 2))
     policy.admit(np.array([2]))
     assert policy.confidence[[0, 2]].tolist() == [1.0, 0.5]
-    assert policy.max_depths.tolist() == [3, 8, 8]
+    assert policy.max_depths[:3].tolist() == [3, 8, 8]
     assert plans_of(policy, [0, 2]) == [(3, 2), (5, 6)]
     assert step_with(policy, 0.5, rows=(0,)) == 3
     assert step_with(policy, 0.5, rows=(2,)) == 5
@@ -229,18 +229,20 @@ def test_the_plan_is_sent_after_the_first_forward():
     that changes the tree whose root made it."""
     policy = AdaptiveTree(1, 64, "cpu")
     before = plans_of(policy, [0])
-    policy.begin(torch.tensor([0]), np.array([0]), 64)
-    policy.extend(0, *sure_table(1, policy.num_candidates, 1.0))
+    rows = torch.tensor([0])
+    policy.begin(rows, torch.tensor([-1], dtype=torch.int32), 64)
+    policy.extend(0, *sure_table(1, policy.num_candidates, 1.0), rows=rows, max_nodes=64)
+    policy.send(np.array([0]))
     assert policy._host_depths.read()[0] == policy.knobs.depth_max != before[0][0]
     assert plans_of(policy, [0]) == before
-    policy.finish(False)
+    policy.finish(False, rows=rows, max_nodes=64)
     assert plans_of(policy, [0]) == [(policy.knobs.depth_max, policy.knobs.width_min)]
 
 
 def test_mutation_the_targets_own_token_counts(monkeypatch):
     """Mutation: acceptance lengths with the target's own token. Seen to fail `check_history`."""
     policy = AdaptiveTree(1, 64, "cpu")
-    right = policy.observe
-    monkeypatch.setattr(policy, "observe", lambda rows, num_accepted: right(rows, num_accepted + 1))
+    right = policy.begin
+    monkeypatch.setattr(policy, "begin", lambda rows, num_accepted, *rest: right(rows, num_accepted + 1, *rest))
     with pytest.raises(AssertionError):
         check_history(policy, 0, [1, 1, 3, 4, 2])

@@ -174,7 +174,9 @@ def test_leaves_are_the_best_candidates(arrays, seed, num_reqs, num_parents, num
         scores = torch.from_numpy(-rng.integers(0, 9, shape).astype(np.float32) / 4)
         scores[torch.from_numpy(rng.random(shape) < 0.2)] = -float("inf")
         scores[torch.from_numpy(rng.random(shape) < 0.1)] = float("nan")
-        tokens = torch.from_numpy(rng.permuted(np.tile(np.arange(99), (*shape[:2], 1)), axis=2)[:, :, :num_candidates])
+        tokens = torch.from_numpy(
+            rng.permuted(np.tile(np.arange(99), (*shape[:2], 1)), axis=2)[:, :, :num_candidates].copy()
+        )
         leaf_parents = torch.from_numpy(rng.permuted(np.tile(np.arange(num_parents), (num_reqs, 1)), axis=1))
         max_nodes = data.draw(st.integers(max(num_nodes), 64))
         expected = [leaves_by_sorting(tree, row, max_nodes, scores, tokens, leaf_parents) for row in range(num_reqs)]

@@ -52,8 +52,8 @@ class NotingModel:
             embeds.index_copy_(0, where, torch.cat(media))
         return embeds
 
-    def forward(self, embeds, positions, *, seq_lens, query_start_loc_np, slot_mapping, **_):
-        assert len(embeds) == positions.shape[1] == len(slot_mapping) == query_start_loc_np[-1]
+    def forward(self, embeds, positions, layout, *, seq_lens, slot_mapping, **_):
+        assert len(embeds) == positions.shape[1] == len(slot_mapping) == layout.query_start_loc_np[-1]
         self.forwards.append(len(embeds))
         self.slots.update(
             zip(slot_mapping.tolist(), zip(embeds[:, 0].tolist(), positions[0].tolist(), strict=True), strict=True)
@@ -88,8 +88,11 @@ class Line:
 
     def held(self, row: int, count: int) -> list[tuple[float, int]]:
         """Return (embedding, position) of a row's first KV entries."""
-        slots = [int(self.kv.block_tables[row, i // BLOCK]) * BLOCK + i % BLOCK for i in range(count)]
-        return [self.model.slots[slot] for slot in slots]
+        return [self.model.slots[slot] for slot in self.slots(row, count)]
+
+    def slots(self, row: int, count: int) -> list[int]:
+        """Return the slots of a row's first KV entries."""
+        return [int(self.kv.block_tables[row, i // BLOCK]) * BLOCK + i % BLOCK for i in range(count)]
 
 
 def clip(name: str, offset: int, length: int, shade: float = 0.0, **data: Any) -> Any:
@@ -171,6 +174,38 @@ def test_text_that_is_longer_than_a_step_is_read_at_once_when_its_turn_comes():
     assert line.step({1: 65 + 101}).ready == [1]
     assert line.model.forwards == [64, 37]
     assert [value for value, _ in line.held(1, 165)] == [1.0] * 64 + [float(i) for i in range(101)]
+
+
+def test_who_has_rested_catches_up_on_its_text():
+    """A pruned prompt drafted for, 30 tokens committed while nothing was, another request in line: text only is read.
+
+    From the bound that the host knows on, so a little of it twice, never of the prompt. Rested at once, its whole text;
+    twice, what came since; forgotten at rest, nothing. Catches: a prompt that is shown again, entries off by what was
+    dropped, a gap between what was read and what is read on from, rests that starve who is in line.
+    """
+    line, prompt = Line(), [1] * 10 + [999] * 40 + [2] * 10  # 20 of them dropped: the text begins at entry 40
+    line.text[0, 60:] = torch.arange(MAX_LEN - 60) % 1000
+    line.admit(0, prompt, (clip("a", 10, 40, shade=0.5),))
+    assert line.step({0: 66}).ready == [0]
+    text = [(float(i), 60 + i) for i in range(100)]
+    line.model.slots.clear()
+    line.prefills.rest(np.array([0]), np.array([62]))
+    line.admit(1, [1] * 50)
+    assert line.step({0: 90, 1: 51}).ready == [0]
+    assert line.model.forwards == [27 + 37] and len(line.model.encoded) == 1
+    assert [line.model.slots.get(slot) for slot in line.slots(0, 70)] == [None] * 42 + text[2:29] + [None]
+    assert line.step({0: 91, 1: 53}).ready == [1]
+    line.model.slots.clear()
+    line.prefills.rest(np.array([0]), np.array([50]))  # the prompt is 60: all that it lacks is text
+    assert line.step({0: 100}).ready == [0]
+    assert [line.model.slots.get(slot) for slot in line.slots(0, 80)] == [None] * 40 + text[:39] + [None]
+    line.prefills.rest(np.array([0, 1]), np.array([99, 53]))
+    line.prefills.forget(1)
+    assert line.step({0: 300, 1: 60}).ready == [0]
+    assert line.model.forwards == [64, 64, 64, 8]
+    assert [line.model.slots.get(slot) for slot in line.slots(0, 279)[79:]] == [
+        (float(i), 60 + i) for i in range(39, 239)
+    ]
 
 
 def test_the_tower_has_a_budget_of_its_own():

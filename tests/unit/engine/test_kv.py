@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.simulated_device.fakes import StagedWrites
-from vidspec_kernels import CacheList
+from vidspec_kernels import CacheList, StepTables, begin_step
 from vllm_vidspec.engine.draft import kv as kv_module
+from vllm_vidspec.engine.draft.buffers import DraftBuffers
+from vllm_vidspec.engine.draft.forwards import Forwards
 from vllm_vidspec.engine.draft.kv import NULL_BLOCK, DraftKV
 
 CPU = torch.device("cpu")
@@ -78,52 +80,12 @@ def test_slots_follow_the_table():
     assert kv.slots([0, 2], [3, 7], [2, 2]).tolist() == expected
 
 
-def step(rows, num_accepted, path=None, num_tokens=None) -> SimpleNamespace:
-    """Return what of a `DraftMessage` the memory reads."""
-    return SimpleNamespace(
-        idx_mapping=torch.tensor(rows),
-        idx_mapping_np=np.array(rows),
-        num_accepted=torch.tensor(num_accepted, dtype=torch.int32),
-        path=None if path is None else torch.tensor(path, dtype=torch.int32),
-        num_tokens=None if num_tokens is None else torch.tensor(num_tokens, dtype=torch.int32),
-        num_tokens_upper_bound=None if num_tokens is None else np.array(num_tokens)[rows] + 2,
-    )
-
-
-def test_entries_follow_the_committed_length():
-    """Rollback: what a step reads and writes depends on the committed length alone, whatever was drafted before."""
+def test_a_request_that_ends_has_fed_nothing():
+    """Catches: the next owner of a row whose last draft looks fed, and its padding row touched."""
     kv = make()
-    kv.begin(1, 6, 3)
-    kv.begin(3, 0, -2)
-    kv.apply()
-    message = step([3, 1], [0, 0], num_tokens=[0, 20, 0, 9, 0])
-    assert kv.num_slots(message)[message.idx_mapping].tolist() == [8, 13]
-    assert kv.slots_bound(message).tolist() == [11, 16]
-    assert kv.num_dropped.tolist() == [0, 6, 0, 0, 0] and kv.pos_delta.tolist() == [0, 3, 0, -2, 0]
-
-
-@pytest.mark.parametrize("num_fed", [0, 1, 4, 63])
-def test_a_chain_lacks_its_last_draft_alone(num_fed):
-    """Catches: a token fed twice over a good entry, or never; an accepted end of a chain taken for fed."""
-    kv = make()
-    kv.remember_fed(torch.tensor([4, 2]), num_fed)
-    for num_accepted in {0, 1, num_fed, num_fed + 1}:
-        missing = kv.is_missing(step([2, 4], [num_accepted] * 2)).tolist()
-        assert missing == [num_accepted == num_fed + 1] * 2 or num_accepted not in (0, num_fed, num_fed + 1)
+    kv.fed.fill_(7)
     kv.forget(2)
-    assert kv.fed[2] == 0 and kv.fed[4] == (1 << num_fed) - 1
-
-
-def test_a_tree_lacks_the_leaves_that_were_not_fed():
-    kv = make()
-    levels = [torch.tensor([[1, 2], [3, 0]]), torch.tensor([[4], [0]])]
-    kv.remember_fed_nodes(torch.tensor([0, 3]), levels)
-    assert kv.fed[[0, 3]].tolist() == [0b1011, 0b100]
-    path = [[0, 2, 4, 5], [0, 3, 6, 0]]
-    by_accepted = [kv.is_missing(step([0, 3], [n, min(n, 2)], path)).tolist() for n in range(4)]
-    assert by_accepted == [[False, False], [False, False], [False, True], [True, True]]
-    kv.remember_fed_nodes(torch.tensor([0, 3]), [])
-    assert not kv.fed.any()
+    assert kv.fed.tolist() == [7, 7, 0, 7, 7, 7]
 
 
 def test_accepted_nodes_move_together_behind_the_last_root():
@@ -134,14 +96,28 @@ def test_accepted_nodes_move_together_behind_the_last_root():
     kv.begin(1, 5, 0)
     kv.begin(3, 0, 0)
     kv.apply()
+    model = SimpleNamespace(
+        device=torch.device("cpu"), num_axes=1, hidden_size=1, dtype=torch.float32, num_positions=99, max_num_tokens=99,
+        embed=lambda ids, *_: ids[:, None].float(), forward=lambda embeds, *_, **__: embeds,
+    )  # fmt: skip
+    buffers = DraftBuffers(model, kv, 5, tree_width=2, max_drafts=2)
+    path = torch.zeros(5, 3, dtype=torch.int32)
+    path[3], path[1] = torch.tensor([0, 4, 0]), torch.tensor([0, 3, 6])
+    num_tokens = torch.tensor([2, 14, 2, 11, 2], dtype=torch.int32)
+    text, last = torch.zeros(5, 20, dtype=torch.int32), torch.zeros(5, 1, dtype=torch.int64)
+    tables = StepTables(num_tokens, text, last, kv.num_dropped, kv.pos_delta, kv.block_tables, kv.fed, path)
 
     def entries(row: int) -> list[float]:
         flat = cache.flatten()
         return [float(flat[slot]) for slot in kv.slots([row], [0], [16])]
 
     before = {row: entries(row) for row in (1, 3)}
+    num_sampled = torch.tensor([2, 3], dtype=torch.int32)
+    sizes = {"size": 3, "block_size": BLOCK, "max_position": 98, "max_drafts": 2}
+    seeds = torch.zeros(5, dtype=torch.int64)
+    begin_step(torch.tensor([3, 1]), None, num_sampled, None, None, seeds, tables, buffers.step, **sizes)
+    Forwards(model, kv, buffers, None).roots(3)
     # Row 1: root at entry 14 - 2 - 2 - 5 = 5, nodes 3 and 6 stand; row 3: root at entry 8, node 4 stands.
-    kv.gather_accepted(step([3, 1], [1, 2], [[0, 4, 0], [0, 3, 6]], [0, 14, 0, 11, 0]))
     expected = {row: list(values) for row, values in before.items()}
     expected[1][6:8] = before[1][8], before[1][11]
     expected[3][9] = before[3][12]

@@ -1,15 +1,19 @@
 """The draft's sampler by itself."""
 
+import functools
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from vidspec_kernels import candidates, draw
+from vllm_vidspec.engine.compat.contract import MARK
 from vllm_vidspec.engine.cpu.kernels import GumbelTwin
 from vllm_vidspec.engine.draft import noise
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB_SIZE = 1030  # one block of the kernel, and a few tokens of the next
 
 
@@ -46,3 +50,162 @@ def test_tokens_of_logits_that_are_no_numbers(monkeypatch, poison, temperature):
             with monkeypatch.context() as patch:
                 patch.setattr(noise.gumbel, "gumbel_sample", lambda *args, **kwargs: torch.tensor([2 * 1024 - 1]))
                 assert 0 <= draw().item() < VOCAB_SIZE
+
+
+def gumbel_kernel():
+    """Return vLLM's own kernel, where the CPU engine has put a twin in its place too."""
+    return getattr(noise.gumbel._gumbel_sample_kernel, MARK, noise.gumbel._gumbel_sample_kernel)
+
+
+PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+
+
+def make_any_sampler(noise: str = "shared", use_fp64: bool = False, **tables) -> CoupledSampler:
+    """Return the draft's sampler on eight requests; `tables` change what the first few ask for."""
+    asked = {
+        "temperature": np.zeros(8, dtype=np.float32), "min_p": np.zeros(8), "top_k": np.full(8, VOCAB_SIZE),
+        "top_p": np.ones(8), "use_logit_bias": np.zeros(8, dtype=bool), "use_penalty": np.zeros(8, dtype=bool),
+        "num_bad_words": np.zeros(8, dtype=int), "use_thinking_budget": np.zeros(8, dtype=bool),
+        "repetition_penalty": np.full(8, 1.2), "frequency_penalty": np.zeros(8), "presence_penalty": np.zeros(8),
+    }  # fmt: skip
+    for name, values in tables.items():
+        if name in asked:
+            asked[name][: len(values)] = values
+    heat = asked["temperature"]
+    # As vLLM's `add_request` has it.
+    flags = (heat != 0) & ((heat != 1) | (asked["min_p"] != 0) | (asked["top_k"] != VOCAB_SIZE) | (asked["top_p"] != 1))
+    for name in ("use_logit_bias", "use_penalty", "num_bad_words", "use_thinking_budget"):
+        flags = flags | (asked[name] != 0)
+    custom = tables.get("custom", [])
+    states = {name: SimpleNamespace(np=asked[name]) for name in ("temperature", "min_p", "top_k", "top_p")}
+    return CoupledSampler(
+        SimpleNamespace(
+            sampling_states=SimpleNamespace(**states, vocab_size=VOCAB_SIZE),
+            needs_logits_processing=flags | bool(custom),
+            use_fp64_gumbel=use_fp64,
+            logits_processors=[
+                SimpleNamespace(use_logit_bias=asked["use_logit_bias"]),
+                SimpleNamespace(
+                    use_penalty=asked["use_penalty"],
+                    **{name: SimpleNamespace(np=asked[name]) for name in PENALTIES},
+                ),
+                SimpleNamespace(num_bad_words=SimpleNamespace(np=asked["num_bad_words"])),
+                *custom,
+            ],
+            thinking_budget_state=SimpleNamespace(
+                enabled=tables.get("enabled", True), use_thinking_budget=asked["use_thinking_budget"]
+            ),
+        ),
+        noise,
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("top_p", 0.9), ("top_k", 19), ("min_p", 0.1), ("use_logit_bias", True), ("use_penalty", True),
+        ("num_bad_words", 2), ("use_thinking_budget", True),
+    ],
+)  # fmt: skip
+def test_steps_that_cannot_be_fused(name, value, temperature):
+    """Catches: a parameter that a fused step would leave out, a step that is split for a temperature alone, or for a
+    request that is not in it."""
+    sampler = make_any_sampler(temperature=[0.7, temperature, 1.0], **{name: [0 if name != "top_p" else 1, value]})
+    if name == "top_k":
+        sampler._sampler.sampling_states.top_k.np[0] = VOCAB_SIZE
+    is_ignored = temperature == 0.0 and name in ("top_p", "top_k", "min_p")  # by vLLM, of a greedy request
+    assert sampler.needs_processors(np.array([2, 1, 0])) == (not is_ignored)
+    assert not sampler.needs_processors(np.array([0, 2, 3]))
+    sampler._noise = "greedy"
+    assert not sampler.needs_processors(np.array([1]))
+
+
+@pytest.mark.parametrize(
+    ("tables", "is_mild"),
+    [
+        ({"use_penalty": [True], "repetition_penalty": [1.05]}, True),
+        ({"use_penalty": [True], "repetition_penalty": [1 / 1.05], "temperature": [0.01]}, True),
+        ({"use_penalty": [True], "repetition_penalty": [1.06]}, False),
+        ({"use_penalty": [True], "repetition_penalty": [0.9]}, False),
+        ({"use_penalty": [True], "repetition_penalty": [1.05], "temperature": [0.7]}, False),
+        ({"use_penalty": [True], "repetition_penalty": [1.0], "presence_penalty": [0.1]}, False),
+        ({"use_penalty": [True], "repetition_penalty": [1.0], "frequency_penalty": [-0.1]}, False),
+        ({"temperature": [1.0], "top_k": [20]}, True),
+        ({"temperature": [1.0], "top_p": [0.95]}, True),
+        ({"temperature": [1.0], "top_p": [0.94]}, False),
+    ],
+)
+def test_mild_parameters_do_not_split_a_step(tables, is_mild):
+    """Catches: Qwen2.5-VL's own defaults that cost a fused step, a strong penalty that drafts do not follow."""
+    assert make_any_sampler(**tables).needs_processors(np.array([0])) == (not is_mild)
+
+
+def test_processors_of_the_users_may_want_any_request():
+    """Catches: a custom logits processor that is left out."""
+    assert make_any_sampler(temperature=[0.7], custom=[object()]).needs_processors(np.array([0]))
+    thinking = make_any_sampler(temperature=[0.7], use_thinking_budget=[False, True], enabled=False)
+    assert not thinking.needs_processors(np.array([0]))
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "noise_name", "apply_temperature", "use_fp64", "dtype"),
+    [
+        (1, "shared", True, False, torch.float32),
+        (1023, "shared", True, False, torch.bfloat16),
+        (1300, "shared", True, False, torch.float32),
+        (1300, "independent", True, False, torch.float32),
+        (1300, "shared", False, False, torch.float32),
+        (1300, "independent", True, True, torch.bfloat16),
+    ],
+)
+def test_draws_are_vllms(monkeypatch, vocab_size, noise_name, apply_temperature, use_fp64, dtype):
+    """Catches: a bit of the noise, of the temperature or of their order that differs from the target's sampler; also
+    between the kernel and its reference. Scores in steps, so that many tie."""
+    kernel = gumbel_kernel()
+    monkeypatch.setattr(noise.gumbel, "_gumbel_sample_kernel", kernel)
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = (20 * torch.randn(6, vocab_size, generator=generator)).round().div(8).to(DEVICE, dtype)
+    temperature = torch.tensor([0.0, 1.0, 0.7, 1.3, 0.0, 0.1], device=DEVICE)
+    seeds = torch.tensor([5, -3, 2**40 + 7, 2**62, 1, -(2**50)], device=DEVICE)
+    rows, pos = torch.arange(6, device=DEVICE), torch.arange(6, device=DEVICE) * 100_003 + 3
+    expected = noise.gumbel.gumbel_sample(
+        logits, rows, temperature, seeds, pos, apply_temperature, noise_name == "independent", use_fp64=use_fp64
+    )
+    sampler = make_any_sampler(noise_name, use_fp64)
+    sampler.reserve(6, vocab_size, DEVICE, min(4, vocab_size))
+    for impl in ("triton", "torch"):
+        tokens, ids = (
+            torch.zeros(6, 2, dtype=torch.int64, device=DEVICE),
+            torch.zeros(6, dtype=torch.int32, device=DEVICE),
+        )
+        monkeypatch.setattr(noise, "draw", functools.partial(draw, impl=impl))
+        sampler.draw_into(
+            logits, temperature, seeds, pos, level=1, out_tokens=tokens, out_ids=ids, is_processed=not apply_temperature
+        )
+        assert torch.equal(tokens[:, 1], expected) and torch.equal(ids.long(), expected), impl
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("noise_name", ["shared", "independent"])
+def test_the_best_candidate_is_the_draw(monkeypatch, noise_name, impl):
+    """Catches: candidates of other noise than a chain's; log-probabilities of the scores without it."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(4, VOCAB_SIZE, generator=generator).to(DEVICE)
+    temperature = torch.tensor([0.9, 0.0], device=DEVICE)
+    seeds, pos = torch.tensor([5, 2**60], device=DEVICE), torch.arange(4, device=DEVICE) + 100
+    sampler = make_any_sampler(noise_name)
+    sampler.reserve(4, VOCAB_SIZE, DEVICE, 3)
+    log_probs, ids = torch.zeros(4, 3, device=DEVICE), torch.zeros(4, 3, dtype=torch.int64, device=DEVICE)
+    monkeypatch.setattr(noise, "candidates", functools.partial(candidates, impl=impl))
+    sampler.candidates_into(logits, temperature, seeds, pos, log_probs=log_probs, ids=ids, width=2)
+    tokens, next_ids = (
+        torch.zeros(4, 1, dtype=torch.int64, device=DEVICE),
+        torch.zeros(4, dtype=torch.int32, device=DEVICE),
+    )
+    by_row = (temperature.repeat_interleave(2), seeds.repeat_interleave(2))
+    sampler.draw_into(logits, *by_row, pos, level=0, out_tokens=tokens, out_ids=next_ids)
+    assert torch.equal(ids[:, 0], tokens[:, 0])
+    greedy = torch.log_softmax(logits[2:], 1).topk(3)
+    torch.testing.assert_close(log_probs[2:], greedy.values)
+    assert torch.equal(ids[2:], greedy.indices) and not torch.equal(ids[:2, 0], logits[:2].argmax(1))

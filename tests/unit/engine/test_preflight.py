@@ -163,15 +163,23 @@ def test_targets_and_engines_that_drafts_cannot_live_in(knobs, changed, message)
         assert not refused(finished(**changed))
 
 
-def test_auto_becomes_vllms_own_schedule():
-    """Catches: a scheduler that plans another number of drafts than the shape has; two owners of one schedule."""
-    table = [[1, 2, "tree-static", 25], [3, 16, "chain", 4]]
-    spec = {"draft": "auto", "draft_table": table, "num_speculative_tokens": 25}
+@pytest.mark.parametrize(
+    ("more", "schedule"),
+    [
+        ({}, [(1, 2, 25), (3, 16, 4), (17, 32, 0)]),
+        ({"num_speculative_tokens_per_batch_size": [[1, 8, 3]]}, [(1, 2, 3), (3, 16, 3), (17, 32, 0)]),
+        ({"draft": "chain", "num_speculative_tokens_per_batch_size": [[1, 8, 3], [20, 30, 0]]},
+         [(1, 19, 3), (20, 30, 0)]),
+    ],
+)  # fmt: skip
+def test_what_is_drafted_by_load_becomes_vllms_own_schedule(more, schedule):
+    """Catches: a scheduler that plans another number of drafts than the draft makes; two owners of one schedule."""
+    table = [[1, 2, "tree-static", 25], [3, 16, "chain", 4], [17, 32, "none", 0]]
+    spec = {"draft": "auto", "draft_table": table, "num_speculative_tokens": 25} | more
     args = engine_args(spec=spec)
     preflight.translate(args)
-    assert args.speculative_config["num_speculative_tokens_per_batch_size"] == [(1, 2, 25), (3, 16, 4)]
-    assert "drop one" in refusal(spec=spec | {"num_speculative_tokens_per_batch_size": [(1, 4, 3)]})
-    assert "data parallelism cannot" in refusal(spec=spec, data_parallel_size=2)
+    assert args.speculative_config["num_speculative_tokens_per_batch_size"] == schedule
+    assert "under data parallelism" in refusal(spec=spec, data_parallel_size=2)
 
 
 def test_fp8_states_need_a_gpu_that_converts_them(monkeypatch):

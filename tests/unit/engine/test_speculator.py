@@ -10,6 +10,7 @@ import torch
 
 from tests.unit.engine.fakes import ALONE, CPU, NUM_ROWS, Calls, arrival_of, make_knobs
 from tests.unit.engine.fakes import NUM_TOKENS as PROMPT_LEN
+from vllm_vidspec.config import Plan
 from vllm_vidspec.engine.draft.messages import Drafts, Prefilled
 from vllm_vidspec.engine.requests import Phase, RequestRows
 from vllm_vidspec.engine.speculator import Step, VidSpecSpeculator
@@ -22,7 +23,9 @@ def recording_drafter() -> mock.Mock:
     drafter = mock.Mock(**{"admit.return_value": True})
     drafter.holds = drafter.reserve = lambda rows, bound: np.ones(len(rows), dtype=bool)
     drafter.prefill = lambda step: Prefilled(ready=step.idx_mapping_np.tolist(), failed=[])
-    drafter.draft.side_effect = lambda message: Drafts(torch.ones(len(message.idx_mapping_np), K, dtype=torch.int64))
+    drafter.draft.side_effect = lambda message: Drafts(
+        torch.from_numpy(message.idx_mapping_np), torch.ones(len(message.idx_mapping_np), K, dtype=torch.int64)
+    )
     return drafter
 
 
@@ -105,6 +108,30 @@ def test_placeholders_are_no_drafts():
     assert world.was_verified() == [False, True, True]
 
 
+def test_a_batch_too_large_for_drafts_rests():
+    """Three requests draft nothing, two draft: the draft is not called at all in between, and told where to go on.
+
+    Catches: a draft forward in a step whose drafts nobody wants; a request that drafts on text which it has not read; a
+    draft's length that is known for sure only where the scheduler does not run ahead.
+    """
+    table = [[1, 1, "tree-static", K], [2, 2, "chain", 1], [3, 4, "none", 0]]
+    world = World(draft="auto", draft_table=table, tree_paths=[[0], [1], [2]])
+    world.propose([2, 0])
+    world.propose([2])
+    shapes = [(message.shape, message.max_drafts) for (message,), _ in world.drafter.draft.call_args_list]
+    assert shapes == [("chain", 1), ("tree-static", K)]
+    world.drafter.prefill = world.drafter.draft = mock.Mock(side_effect=AssertionError("nothing is to be run"))
+    for _ in range(2):
+        assert not np.any(world.propose([2, 0, 1], [1, 1, 0]))
+    assert world.requests.phase.tolist() == [Phase.PREFILLING] * 3 + [Phase.UNSEEN]
+    assert not world.requests.has_draft.any() and not world.requests.num_drafts(K).any()
+    rests = [[argument.tolist() for argument in call.args] for call in world.drafter.rest.call_args_list]
+    assert rests == [[[2, 0], [PROMPT_LEN - 1 - K] * 2], [[], []]]
+    world.drafter.prefill, world.drafter.draft = recording_drafter().prefill, recording_drafter().draft
+    assert world.propose([2, 0], [0, 0]) == [[1] * K] * 2 and world.was_verified() == [False, False]
+    assert world.requests.phase.tolist() == [Phase.DRAFTING, Phase.PREFILLING, Phase.DRAFTING, Phase.UNSEEN]
+
+
 @pytest.mark.parametrize(
     ("change", "reason", "is_counted"),
     [
@@ -153,7 +180,7 @@ def test_a_step_that_verifies_drafts_is_done_with_its_prefill():
         prefill_len_np=np.array([8, 8]),
         seq_lens_cpu_upper_bound=torch.tensor([10, 8]),
     )
-    step = Step.of(batch, None, None, K)
+    step = Step.of(batch, None, Plan("chain", K))
     assert step.is_done.tolist() == [True, False] and step.bound.tolist() == [11, 9]
 
 

@@ -146,18 +146,25 @@ def bad_words(
         logits.numpy()[rows, ids[reqs[rows], end[rows] - 1]] = -np.inf
 
 
-def gumbel_noise(seeds: np.ndarray, positions: np.ndarray, keys: np.ndarray) -> np.ndarray:
+def gumbel_noise(seeds: np.ndarray, positions: np.ndarray, keys: np.ndarray, use_fp64: bool = False) -> np.ndarray:
     """Return vLLM's stateless Gumbel noise.
 
     Args:
         seeds: `[n]` int64 request seeds.
         positions: `[n]` int64 positions of the input tokens.
         keys: `[vocab_size]` uint32 token ids.
+        use_fp64: Whether to make it of 53 random bits.
 
     Returns:
-        `[n, vocab_size]` float32.
+        `[n, vocab_size]` float32, or float64.
     """
-    random32 = _murmur3(seeds.astype(np.int64), positions.astype(np.int64), keys)
+    if use_fp64:
+        words = [_murmur3(seeds, positions, keys, domain).astype(np.uint64) for domain in (_U32(0x9E3779B9), _U32(0))]
+        random53 = ((words[0] << np.uint64(32)) | words[1]) >> np.uint64(11)
+        wide = (random53.astype(np.float64) + 0.5) * 1.1102230246251565e-16
+        # The largest midpoint rounds to 1.
+        return -np.log(-np.log(np.where(wide == 1.0, wide - 1.1102230246251565e-16, wide)))
+    random32 = _murmur3(seeds, positions, keys)
     high, low = (random32 >> _U32(16)).astype(_F32), (random32 & _U32(0xFFFF)).astype(_F32)
     uniform = high * _F32(1.52587890625e-05) + (low + _F32(0.5)) * _F32(2.3283064365386963e-10)
     return -np.log(-_log1p_neg(uniform))
@@ -172,10 +179,10 @@ def _log1p_neg(value: np.ndarray) -> np.ndarray:
     return np.where(value < _F32(0.25), -value * polynomial, direct)
 
 
-def _murmur3(seeds: np.ndarray, positions: np.ndarray, keys: np.ndarray) -> np.ndarray:
+def _murmur3(seeds: np.ndarray, positions: np.ndarray, keys: np.ndarray, domain: np.uint32 = _U32(0)) -> np.ndarray:
     """MurmurHash3 (32 bits) of the four words (seed low, seed high, position low, key): `[n, vocab_size]` uint32."""
     low = np.int64(0xFFFFFFFF)
-    h = np.zeros(len(seeds), dtype=_U32)
+    h = np.full(len(seeds), domain, dtype=_U32)
     for word in (seeds & low, (seeds >> 32) & low, positions & low):
         h = _mix(h, word.astype(_U32))
     h = _mix(h[:, None], keys[None, :]) ^ _U32(16)

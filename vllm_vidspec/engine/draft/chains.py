@@ -1,111 +1,93 @@
-"""Drafts chains: one token of every request per forward; and the first forward, which trees share."""
+"""Drafts chains: one token of every request per forward, all of them in one graph where a step allows it."""
 
-import numpy as np
-import torch
+import functools
 
-from vllm_vidspec.engine.draft.kv import NULL_BLOCK, DraftKV
-from vllm_vidspec.engine.draft.levels import LevelInputs
-from vllm_vidspec.engine.draft.messages import DraftMessage, Drafts
-from vllm_vidspec.engine.draft.model import DraftModel
-from vllm_vidspec.engine.draft.noise import CoupledSampler
-from vllm_vidspec.engine.draft.score_blocks import in_blocks
-
-
-class RootFeeder:
-    """Feeds the committed text's last two tokens, with which every step of drafting begins.
-
-    Args:
-        model: The draft.
-        kv: Its KV memory.
-        max_num_reqs: Persistent rows.
-    """
-
-    def __init__(self, model: DraftModel, kv: DraftKV, max_num_reqs: int):
-        self.model = model
-        self.kv = kv
-        self.inputs = LevelInputs(model, kv, max_num_reqs, width=1)
-        self.arange = torch.arange(max_num_reqs + 1, dtype=torch.int32, device=model.device)
-        self.arange_np = np.arange(max_num_reqs + 1, dtype=np.int32)
-        self.pairs, self.pairs_np = self.arange * 2, self.arange_np * np.int32(2)
-
-    def feed(
-        self, message: DraftMessage, num_slots: torch.Tensor, slots_bound: np.ndarray, block_table: torch.Tensor
-    ) -> torch.Tensor:
-        """Run two tokens of each request, the second of which is the root, the target's own last token.
-
-        The first is the token before it, whose KV is missing exactly when it is a draft that was proposed but not fed
-        (the end of a chain, a leaf of a tree); otherwise its KV stands and this copy goes to the null block. So the
-        batch has one shape whatever was accepted, and the host need not know.
-
-        Returns:
-            `[num_reqs, hidden_size]` hidden states of the roots; the buffers are left at the roots.
-        """
-        num_reqs, inputs = len(message.idx_mapping_np), self.inputs
-        inputs.place(message.idx_mapping, 0, num_slots - 1, message.num_tokens - 1)
-        previous_slots = torch.where(self.kv.is_missing(message), inputs.slot_mapping[:num_reqs], NULL_BLOCK)
-        previous_positions = inputs.positions[:, :num_reqs].clone()
-        inputs.place(message.idx_mapping, 0, num_slots, message.num_tokens)
-        hidden = self.model.forward(
-            self.model.embed(message.last_tokens.flatten().to(torch.int32), [], None),
-            torch.stack((previous_positions, inputs.positions[:, :num_reqs]), dim=-1).flatten(1),
-            query_start_loc=self.pairs[: num_reqs + 1],
-            query_start_loc_np=self.pairs_np[: num_reqs + 1],
-            seq_lens=inputs.seq_lens[:num_reqs],
-            seq_lens_upper_bound=slots_bound,
-            block_table=block_table,
-            slot_mapping=torch.stack((previous_slots, inputs.slot_mapping[:num_reqs]), dim=-1).flatten(),
-        )
-        return hidden[1::2]
+from vllm_vidspec.engine.draft.forwards import Forwards
+from vllm_vidspec.engine.draft.graphs import DraftGraphs, Part, Run, part
+from vllm_vidspec.engine.draft.noise import CoupledSampler, Processed
+from vllm_vidspec.engine.draft.score_blocks import blocks
 
 
 class ChainDrafter:
     """Proposes K tokens one after another.
 
     Args:
-        roots: The first forward.
+        forwards: The draft's, with the step's buffers.
         sample: The draft's sampler.
+        graphs: What runs the parts of a step.
     """
 
-    def __init__(self, roots: RootFeeder, sample: CoupledSampler):
-        self._roots = roots
+    def __init__(self, forwards: Forwards, sample: CoupledSampler, graphs: DraftGraphs):
+        self._forwards = forwards
+        self._buffers = forwards.buffers
         self._sample = sample
+        self._graphs = graphs
 
-    def draft(self, message: DraftMessage) -> tuple[Drafts, int]:
-        """Return the chains `[num_reqs, max_drafts]` and the number of forwards."""
-        roots, inputs, model = self._roots, self._roots.inputs, self._roots.model
-        rows, num_reqs, num_levels = message.idx_mapping, len(message.idx_mapping_np), message.max_drafts
-        num_slots, slots_bound = roots.kv.num_slots(message), roots.kv.slots_bound(message)
-        block_table = roots.kv.block_tables[rows]  # [num_reqs, max_blocks]
-        hidden = roots.feed(message, num_slots, slots_bound, block_table)
-        tokens, drafts = message.last_tokens[:, 1], []
-        for level in range(num_levels):
-            if level > 0:
-                inputs.place(rows, level, num_slots, message.num_tokens)
-                hidden = model.forward(
-                    model.embed(tokens.to(torch.int32), [], None),
-                    inputs.positions[:, :num_reqs],
-                    query_start_loc=roots.arange[: num_reqs + 1],
-                    query_start_loc_np=roots.arange_np[: num_reqs + 1],
-                    seq_lens=inputs.seq_lens[:num_reqs],
-                    seq_lens_upper_bound=slots_bound + level,
-                    block_table=block_table,
-                    slot_mapping=inputs.slot_mapping[:num_reqs],
-                )
-            tokens = self._choose(hidden, message, tokens)
-            drafts.append(tokens)
-        roots.kv.remember_fed(rows, max(num_levels - 1, 0))  # all but the last
-        if not drafts:
-            return Drafts(message.last_tokens.new_empty(num_reqs, 0)), 1
-        return Drafts(torch.stack(drafts, dim=1)), num_levels
+    def draft(self, num_reqs: int, num_drafts: int, processed: Processed | None) -> bool:
+        """Write `num_drafts` tokens of each of `num_reqs` requests, padding included, into the buffers' `drafts`.
 
-    def _choose(self, hidden: torch.Tensor, message: DraftMessage, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the `[num_reqs]` int64 tokens after `tokens`, whose hidden states are `[num_reqs, hidden_size]`."""
-        model, logical_pos = self._roots.model, self._roots.inputs.logical_pos
+        Args:
+            num_reqs: R.
+            num_drafts: In [0, K].
+            processed: What vLLM's processors need, if the logits of any request need them; they run between graphs.
 
-        def draw(block: slice) -> torch.Tensor:
-            rows, rows_np = message.idx_mapping[block], message.idx_mapping_np[block]
-            return self._sample(
-                model.compute_logits(hidden[block]), rows, rows_np, logical_pos[: len(hidden)][block], tokens[block]
+        Returns:
+            Whether graphs ran all that can be captured.
+        """
+        if processed is None:
+            key = part("chain", num_reqs, max_drafts=num_drafts)
+            return self._graphs.run(key, functools.partial(self._chain, num_reqs, num_drafts))
+        is_whole = True
+        for level in range(max(num_drafts, 1)):
+            is_whole &= self._feed(num_reqs, level)
+            if level < num_drafts:
+                self._draw(num_reqs, level, processed)
+        return is_whole
+
+    def parts(self, num_reqs: int, num_drafts: int) -> dict[Part, Run]:
+        """Return the functions that can be captured, for so many requests and drafts."""
+        run = {part("chain", num_reqs, max_drafts=num_drafts): functools.partial(self._chain, num_reqs, num_drafts)}
+        return run | {self._key(num_reqs, level): self._function(num_reqs, level) for level in (0, 1)}
+
+    def _chain(self, num_reqs: int, num_drafts: int) -> None:
+        for level in range(max(num_drafts, 1)):
+            self._feed(num_reqs, level)
+            if level < num_drafts:
+                self._draw(num_reqs, level, None)
+
+    # ---- a level: of which distance from the root, the device knows -------------------------------------------------
+
+    def _feed(self, num_reqs: int, level: int) -> bool:
+        return self._graphs.run(self._key(num_reqs, level), self._function(num_reqs, level))
+
+    @staticmethod
+    def _key(num_reqs: int, level: int) -> Part:
+        return part("token" if level else "roots", num_reqs)
+
+    def _function(self, num_reqs: int, level: int) -> Run:
+        return functools.partial(self._next if level else self._forwards.roots, num_reqs)
+
+    def _next(self, num_reqs: int) -> None:
+        """Feed what was drawn last."""
+        self._buffers.step.level.add_(1)
+        self._buffers.place(num_reqs)
+        self._forwards.tokens(num_reqs)
+
+    def _draw(self, num_reqs: int, level: int, processed: Processed | None) -> None:
+        """Draw the next token of each request after the one that was fed last."""
+        buffers, forwards = self._buffers, self._forwards
+        step, (logical_pos, input_ids) = buffers.step, forwards.fed(level)
+        for block in blocks(num_reqs if processed is None else processed.num_reqs, forwards.model.vocab_size):
+            logits = forwards.logits(block)
+            if processed is not None:
+                logits = processed(logits, block, logical_pos[block], input_ids[block])
+            self._sample.draw_into(
+                logits,
+                step.temperature[block],
+                step.seeds[block],
+                logical_pos[block],
+                level=step.level,
+                out_tokens=buffers.drafts[block],
+                out_ids=buffers.token_ids[block],
+                is_processed=processed is not None,
             )
-
-        return in_blocks(draw, len(hidden), model.vocab_size)

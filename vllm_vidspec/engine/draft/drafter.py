@@ -1,26 +1,34 @@
 """The drafter: prefills pruned prompts and proposes drafts; it takes messages and never sees the model runner."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
+from vllm.logger import init_logger
 
+from vidspec_kernels import StepTables, begin_step, warm_up
+from vllm_vidspec.config import Plan
 from vllm_vidspec.drafting import make_policy
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.draft.chains import ChainDrafter, RootFeeder
+from vllm_vidspec.engine.draft.buffers import DraftBuffers
+from vllm_vidspec.engine.draft.chains import ChainDrafter
+from vllm_vidspec.engine.draft.forwards import Forwards
+from vllm_vidspec.engine.draft.graphs import DraftGraphs, Part, Run
 from vllm_vidspec.engine.draft.kv import DraftKV
 from vllm_vidspec.engine.draft.memory import max_slots_per_request
-from vllm_vidspec.engine.draft.messages import DraftMessage, Drafts, Prefilled, PrefillMessage, PrefillStep
+from vllm_vidspec.engine.draft.messages import Committed, DraftMessage, Drafts, Prefilled, PrefillMessage, PrefillStep
 from vllm_vidspec.engine.draft.model import DraftModel
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.engine.draft.prefill import DraftPrefill
+from vllm_vidspec.engine.draft.score_blocks import rows_per_block
 from vllm_vidspec.engine.draft.trees import TreeDrafter
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
 from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.kv_views import attention_layers
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.tree_attention import TreeAttention
+
+logger = init_logger("vllm.vidspec")
 
 
 class Drafter:
@@ -36,6 +44,9 @@ class Drafter:
         max_model_len: The target's context length.
         cache: The draft's vision embeddings of what was shown lately.
         agreement: Of the tensor-parallel ranks, for prefills.
+        committed: The target's tables.
+        graphs: What runs the parts of a draft step.
+        attention: Of the draft's layers, for trees; None where drafts are chains.
         shared: The target's own, by identifier, where it drafts for itself; else empty.
         fills_trees: See `TreeDrafter`.
     """
@@ -51,41 +62,63 @@ class Drafter:
         max_model_len: int,
         cache: VisionCache,
         agreement: Agreement,
+        committed: Committed,
+        graphs: DraftGraphs,
+        attention: TreeAttention | None,
         shared: Mapping[str, torch.Tensor],
         fills_trees: bool = False,
     ):
         config = knobs.now
         self.model = model
         self.counters = counters
+        self._knobs = knobs
         self._max_model_len = max_model_len
         self._num_speculative_tokens = config.num_speculative_tokens
         max_slots = max_slots_per_request(max_model_len, config.num_speculative_tokens)
         tree_shapes = config.shapes - {"chain"}
-        attention = caches = None
-        if tree_shapes:
-            attention = TreeAttention(attention_layers(model.config).values(), model.device)
-            caches = attention.caches()
+        caches = None if attention is None else attention.caches()
         self.kv = DraftKV(num_blocks, model.block_size, max_num_reqs, max_slots, model.device, caches)
         self.prefills = DraftPrefill(model, knobs, counters, self.kv, cache, shared, agreement)
-        self.roots = RootFeeder(model, self.kv, max_num_reqs)
-        self.chains = ChainDrafter(self.roots, sample)
-        self.trees: TreeDrafter | None = None
-        if attention is not None:
-            policy = make_policy(next(iter(tree_shapes)), config, max_num_reqs, model.device)
-            self.trees = TreeDrafter(self.roots, sample, policy, attention, fills_trees)
+        policy = make_policy(next(iter(tree_shapes)), config, max_num_reqs, model.device) if tree_shapes else None
+        width = 0 if policy is None else policy.max_frontier
+        self.buffers = DraftBuffers(model, self.kv, max_num_reqs, width, config.num_speculative_tokens)
+        self._tables = StepTables(
+            committed.num_tokens,
+            committed.text,
+            committed.last_sampled,
+            self.kv.num_dropped,
+            self.kv.pos_delta,
+            self.kv.block_tables,
+            self.kv.fed,
+            committed.path,
+        )
+        num_rows = max_num_reqs * max(width, 1)
+        num_candidates = 0 if policy is None else policy.num_candidates
+        sample.reserve(min(num_rows, rows_per_block(model.vocab_size)), model.vocab_size, model.device, num_candidates)
+        forwards = Forwards(model, self.kv, self.buffers, attention)
+        self.attention = attention
+        self._graphs = graphs
+        self._sample = sample
+        self.chains = ChainDrafter(forwards, sample, graphs) if "chain" in config.shapes else None
+        self.trees = None if policy is None else TreeDrafter(forwards, sample, graphs, policy, fills_trees)
 
     # ---- prefill ---------------------------------------------------------------------------------------------------
 
     def admit(self, message: PrefillMessage) -> bool:
         """Take a request in; return whether it will be drafted for (else it is counted by reason)."""
-        return self.prefills.admit(message)
+        is_in = self.prefills.admit(message)
+        if is_in and self.trees is not None:
+            self.trees.policy.admit(np.array([message.req_state_idx]))
+        return is_in
+
+    def rest(self, idx_mapping_np: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Put `[n]` rows that were drafted for back in line; the draft has read `[n]` tokens of their text at least."""
+        self.prefills.rest(idx_mapping_np, num_tokens)
 
     def prefill(self, step: PrefillStep) -> Prefilled:
         """Show the draft what fits into this step of the prompts that it has not seen whole."""
         start = time.perf_counter()
         done = self.prefills.step(step)
-        if self.trees is not None and done.ready:
-            self.trees.policy.admit(np.array(done.ready))
         self.counters.add("draft_prefill_us", int(1e6 * (time.perf_counter() - start)))
         return done
 
@@ -119,16 +152,97 @@ class Drafter:
     def draft(self, message: DraftMessage) -> Drafts:
         """Propose drafts in the shape that the message names, for all its requests at once."""
         start = time.perf_counter()
-        self.kv.gather_accepted(message)
+        buffers, rows_np = self.buffers, message.idx_mapping_np
+        num_reqs = self._graphs.size_for(len(rows_np))
+        self._begin(message.batch_rows, message.picked, message.num_sampled, message.was_verified, num_reqs)
+        rows = buffers.step.rows[: len(rows_np)]
+        processed = self._sample.processed(rows, rows_np)
+        num_drafts, tree, num_forwards = message.max_drafts, None, max(1, message.max_drafts)
         if message.shape == "chain":
-            drafts, num_forwards = self.chains.draft(message)
+            assert self.chains is not None
+            is_graph = self.chains.draft(num_reqs, num_drafts, processed)
         else:
             assert self.trees is not None
-            drafts, num_forwards = self.trees.draft(message)
+            tree = self.trees.policy.tree
+            num_forwards, is_graph = self.trees.draft(num_reqs, num_drafts, rows_np, processed)
         self.counters.add("draft_steps")
         self.counters.add("draft_forwards", num_forwards)
+        if self._graphs.is_on and not is_graph:
+            self.counters.add("draft_eager_steps")
         self.counters.add("draft_decode_us", int(1e6 * (time.perf_counter() - start)))
-        return drafts
+        return Drafts(rows, buffers.drafts[: len(rows_np)], tree)
+
+    def _begin(
+        self,
+        batch_rows: torch.Tensor,
+        picked: torch.Tensor | None,
+        num_sampled: torch.Tensor,
+        was_verified: torch.Tensor | None,
+        num_reqs: int,
+    ) -> None:
+        """Write a step's requests into the buffers, and padding behind them, in one launch."""
+        begin_step(
+            batch_rows,
+            picked,
+            num_sampled,
+            was_verified,
+            self._sample.temperature,
+            self._sample.seeds,
+            self._tables,
+            self.buffers.step,
+            size=num_reqs,
+            block_size=self.kv.block_size,
+            max_position=self.model.num_positions - 1,
+            max_drafts=self._num_speculative_tokens,
+        )
+
+    def warm_up(self) -> None:
+        """Compile and load what every step launches of its own, on CUDA."""
+        step, level, trees = self.buffers.step, self.buffers.level, self.trees
+        warm_up.warm_begin_step(self._tables, step, self._sample.temperature is None)
+        if self.chains is not None:
+            warm_up.warm_next_level(step, level, self.kv.fed)
+        if trees is not None:
+            warm_up.warm_next_level(step, level, self.kv.fed, trees.policy.tree.num_cols)
+        needs_log_probs = None if trees is None else trees.policy.needs_log_probs
+        self._sample.warm_up(self.model.dtype, self.chains is not None, needs_log_probs)
+
+    # ---- graphs ----------------------------------------------------------------------------------------------------
+
+    def capture(self) -> None:
+        """Capture every part of a step that a step of this configuration can take."""
+        if not self._graphs.is_on:
+            return
+        if not self.model.updates_in_graphs:
+            logger.warning_once(
+                "vidspec: the draft's attention backend plans its work on the host: drafts run without CUDA graphs"
+            )
+            return
+        parts: dict[Part, Run] = {}
+        for num_reqs, plan in self._plans():
+            drafter = self.chains if plan.shape == "chain" else self.trees
+            assert drafter is not None
+            parts |= drafter.parts(num_reqs, plan.num_tokens)
+
+        nobody = self.buffers.step.rows[:0]
+
+        def prepare(key: Part) -> Run:
+            self._begin(nobody, None, nobody.int(), None, key.num_tokens)
+            return parts[key]
+
+        self._graphs.capture_parts(parts, prepare)
+
+    def _plans(self) -> Iterator[tuple[int, Plan]]:
+        """Yield padded numbers of requests with what their steps may draft: the plan of as many requests or more, as
+        some of a batch may not be drafted for.
+        """
+        low = 1
+        for size in self._graphs.sizes:
+            plans = self._knobs.now.plans
+            for plan in {row.plan for row in plans if row.last >= low or row is plans[-1]}:
+                if plan.num_tokens:
+                    yield size, plan
+            low = size + 1
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 

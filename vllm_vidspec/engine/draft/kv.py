@@ -8,10 +8,11 @@ entry root + i, the root being the last committed token.
 committed: entries past it, the drafts that it rejected, are stale, no mask reaches them, and the step's own forwards
 write over them. Two things are left to do for what was accepted, both on the device and without a wait:
 
-- accepted nodes of a tree may lie apart, so `gather_accepted` moves them together behind the last step's root;
+- accepted nodes of a tree may lie apart, so `kv_compact` moves them together behind the last step's root. Nodes that
+  were not fed move garbage, which the first forward of the step replaces;
 - an accepted draft that was proposed but never fed (the end of a chain, a leaf of a tree) has no entry yet. `fed` says
   which nodes have, and the step's first forward feeds the committed text's last two tokens: the older one's copy goes
-  to the null block where its entry stands.
+  to the null block where its entry stands (`begin_step`).
 
 A request that ends, however it ends, gives its blocks back in `forget`; the next owner writes before it reads.
 """
@@ -23,9 +24,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
-from vidspec_kernels import CacheList, kv_compact
-from vidspec_kernels.dispatch import as_array, at_least
-from vllm_vidspec.engine.draft.messages import DraftMessage
+from vidspec_kernels import CacheList
 
 NULL_BLOCK = 0  # never handed out; tokens whose KV is already there write here
 
@@ -66,9 +65,9 @@ class DraftKV:
         self._pos_delta = StagedWriteTensor(max_num_reqs, dtype=torch.int64, device=device)
         self.num_dropped_np = np.zeros(max_num_reqs, dtype=np.int64)  # [max_num_reqs] the same on the host
         self.pos_delta_np = np.zeros(max_num_reqs, dtype=np.int64)
-        # [max_num_reqs] nodes of the last drafts that were fed, so that their entries stand: bit j - 1 is node j
-        self.fed = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
-        self._arange = torch.arange(max_num_reqs, device=device)
+        # [max_num_reqs + 1] nodes of the last drafts that were fed, so that their entries stand: bit j - 1 is node j;
+        # the last row is that of a batch's padding
+        self.fed = torch.zeros(max_num_reqs + 1, dtype=torch.int64, device=device)
 
     @property
     def block_tables(self) -> torch.Tensor:
@@ -139,15 +138,7 @@ class DraftKV:
         self._capacity[req_state_idx] = 0
         self.fed[req_state_idx : req_state_idx + 1].zero_()
 
-    # ---- where a step reads and writes -----------------------------------------------------------------------------
-
-    def num_slots(self, message: DraftMessage) -> torch.Tensor:
-        """Return `[max_num_reqs]` int32 entries before the root: the committed length, in entries, without its last."""
-        return message.num_tokens - 1 - self.num_dropped
-
-    def slots_bound(self, message: DraftMessage) -> np.ndarray:
-        """Return `[num_reqs]` host bound of the entries up to the root."""
-        return message.num_tokens_upper_bound - self.num_dropped_np[message.idx_mapping_np]
+    # ---- where a prefill writes ------------------------------------------------------------------------------------
 
     def slots(self, idx_mapping: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
         """Return the physical slots of one segment per persistent row, concatenated.
@@ -167,40 +158,3 @@ class DraftKV:
         entry = async_tensor_h2d(entry_np, device=self.fed.device)
         block = self.block_tables[row, entry // self.block_size].to(torch.int64)
         return block * self.block_size + entry % self.block_size
-
-    # ---- what became of the last drafts ----------------------------------------------------------------------------
-
-    def gather_accepted(self, message: DraftMessage) -> None:
-        """Move the accepted nodes of trees together behind the last step's root.
-
-        Nodes that were not fed move garbage, which the first forward of this step replaces.
-        """
-        if message.path is None:
-            return
-        assert self.caches is not None
-        rows, num_accepted = as_array(message.idx_mapping), as_array(message.num_accepted)
-        last_roots = as_array(message.num_tokens)[rows] - num_accepted - 2 - as_array(self.num_dropped)[rows]
-        last_roots = torch.as_tensor(last_roots)
-        kv_compact(self.caches, self.block_tables, message.idx_mapping, last_roots, message.path, message.num_accepted)
-
-    def is_missing(self, message: DraftMessage) -> torch.Tensor:
-        """Return `[num_reqs]` bool: the last accepted draft was not fed, so that its entry is missing."""
-        num_accepted, fed = as_array(message.num_accepted), as_array(self.fed)[as_array(message.idx_mapping)]
-        last = num_accepted
-        if message.path is not None:
-            last = as_array(message.path)[as_array(self._arange)[: len(fed)], num_accepted]
-        return torch.as_tensor((num_accepted > 0) & ((fed >> at_least(last - 1, 0)) & 1 == 0))
-
-    def remember_fed(self, idx_mapping: torch.Tensor, num_fed: int) -> None:
-        """Note that the first `num_fed` nodes, fewer than 64, of `[num_reqs]` rows have entries."""
-        # `fed[rows] = number` would copy the number from the host and wait for it.
-        self.fed.index_fill_(0, idx_mapping, (1 << num_fed) - 1)
-
-    def remember_fed_nodes(self, idx_mapping: torch.Tensor, levels: list[torch.Tensor]) -> None:
-        """Note which nodes have entries: `levels` `[num_reqs, width]` each, 0 for none, every node at most once."""
-        if not levels:
-            self.remember_fed(idx_mapping, 0)
-            return
-        nodes = as_array(torch.cat(levels, dim=1))
-        bits = (nodes > 0) * (1 << at_least(nodes - 1, 0))
-        as_array(self.fed)[as_array(idx_mapping)] = bits.sum(1)

@@ -43,6 +43,11 @@ class DraftMemory:
         return self.pool_bytes + self.vision_bytes
 
     @classmethod
+    def least(cls, model: DraftModel) -> "DraftMemory":
+        """Return what padding needs: the null block, and one that a row could have."""
+        return cls(2 * model.bytes_per_block, 0)
+
+    @classmethod
     def plan(cls, config: VidSpecConfig, vllm_config: Any, model: DraftModel, available_bytes: int) -> "DraftMemory":
         """Choose the sizes.
 

@@ -59,41 +59,57 @@ class Prefilled:
 
 
 @dataclass(frozen=True)
-class DraftMessage:
-    """A step of the running requests; its `num_tokens` commit what the target accepted.
+class Committed:
+    """The target's tables of what is committed, by persistent row, on the device; the drafter reads them.
 
     Attributes:
-        idx_mapping: `[num_reqs]` int64 persistent rows; `idx_mapping_np` the same on the host.
-        last_tokens: `[num_reqs, 2]` int64, the committed text's last two tokens.
-        num_tokens: `[max_num_reqs]` int32 committed length by persistent row, the target's last token included.
-        num_tokens_upper_bound: `[num_reqs]` host bound of `num_tokens`.
-        num_accepted: `[num_reqs]` int32 drafts of the last step that stand.
-        was_verified: `[num_reqs]` bool: the last step had drafts to verify, so that `num_accepted` tells something;
-            None where it does of all.
-        path: `[num_reqs, K + 1]` int32 their nodes, from output 1 on; None where only chains are drafted.
-        max_drafts: Draft tokens to propose at most; `shape` in which shape ("chain", "tree-static", "tree-adaptive").
+        num_tokens: `[max_num_reqs]` int32 committed length, the target's last token included.
+        text: `[max_num_reqs, max_model_len]` int32 committed text.
+        last_sampled: `[max_num_reqs, 1]` int64 its last token.
+        path: `[max_num_reqs, K + 1]` int32 nodes of the last trees that stand, from output 1 on; None where only chains
+            are drafted.
     """
 
-    idx_mapping: torch.Tensor
-    idx_mapping_np: np.ndarray
-    last_tokens: torch.Tensor
     num_tokens: torch.Tensor
-    num_tokens_upper_bound: np.ndarray
-    num_accepted: torch.Tensor
-    was_verified: torch.Tensor | None
+    text: torch.Tensor
+    last_sampled: torch.Tensor
     path: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class DraftMessage:
+    """A step of the running requests. What the target has committed stands in its tables (`Committed`).
+
+    Attributes:
+        batch_rows: `[num_reqs]` int64 persistent rows of the target's batch.
+        picked: `[n]` int64 batch rows of the requests that are drafted for; None: all of them are.
+        idx_mapping_np: `[n]` their persistent rows on the host.
+        num_sampled: `[num_reqs]` int32 drafts of the last step that stand, and the target's own token.
+        was_verified: `[n]` bool: the last step had drafts to verify, so that `num_sampled` tells something; None where
+            it does of all.
+        max_drafts: Draft tokens to propose at most.
+        shape: In which shape ("chain", "tree-static", "tree-adaptive").
+    """
+
+    batch_rows: torch.Tensor
+    picked: torch.Tensor | None
+    idx_mapping_np: np.ndarray
+    num_sampled: torch.Tensor
+    was_verified: torch.Tensor | None
     max_drafts: int
     shape: str = "chain"
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """What was proposed.
+    """What was proposed; it lives in the drafter's buffers, until its next step.
 
     Attributes:
-        tokens: `[num_reqs, <= K]` int64.
-        tree: Their shapes, by batch row; None for chains.
+        rows: `[n]` int64 persistent rows.
+        tokens: `[n, K]` int64; of chains `max_drafts` columns, of trees as many as there are nodes, mean something.
+        tree: Their shapes, by place in `rows`; None for chains.
     """
 
+    rows: torch.Tensor
     tokens: torch.Tensor
     tree: DraftTree | None = None

@@ -3,6 +3,7 @@
 import copy
 import gc
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,29 @@ def held_bytes(device: torch.device) -> int:
     return psutil.Process().memory_info().rss
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How the tokens of a forward belong to its requests.
+
+    Attributes:
+        query_start_loc: `[num_reqs + 1]` int32; `query_start_loc_np` the same on the host.
+        num_queries: `[num_reqs]` int32 tokens of each request.
+        max_queries: The most tokens of a request.
+    """
+
+    query_start_loc: torch.Tensor
+    query_start_loc_np: np.ndarray
+    num_queries: torch.Tensor
+    max_queries: int
+
+    @classmethod
+    def uniform(cls, num_reqs: int, width: int, device: torch.device) -> "Layout":
+        """Return the layout of requests with `width` tokens each."""
+        starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * width
+        starts_np = np.arange(num_reqs + 1, dtype=np.int32) * np.int32(width)
+        return cls(starts, starts_np, torch.full_like(starts[1:], width), width)
+
+
 class DraftModel:
     """A model that vLLM's KV manager does not see.
 
@@ -107,7 +131,16 @@ class DraftModel:
         # target's network shares that code. One column more than any batch keeps the slices non-contiguous.
         self._positions = torch.zeros(self.num_axes, self.max_num_tokens + 1, dtype=torch.int64, device=self.device)
         # [max_num_seqs] on the host; the draft's own prefills need no flag, their chunks are ordinary segments
-        self._never_prefilling = torch.zeros(self.config.scheduler_config.max_num_seqs, dtype=torch.bool)
+        max_num_seqs = self.config.scheduler_config.max_num_seqs
+        self._never_prefilling = torch.zeros(max_num_seqs, dtype=torch.bool)
+        self._longest = torch.zeros(max_num_seqs, dtype=torch.int32)  # bounds of what the host does not know
+
+    def use_cudagraph_mode(self, mode: CUDAGraphMode) -> None:
+        """Take the mode that vLLM has resolved for the target's attention, for the draft's metadata builders."""
+        resolved, ours = self.target_config.compilation_config, self.config.compilation_config
+        ours.cudagraph_mode = mode
+        ours.cudagraph_capture_sizes = resolved.cudagraph_capture_sizes
+        ours.max_cudagraph_capture_size = resolved.max_cudagraph_capture_size
 
     def _draft_config(self) -> VllmConfig:
         base = self.target_config
@@ -129,6 +162,28 @@ class DraftModel:
         config.load_config = get_draft_load_config(base)
         config.quant_config = VllmConfig.get_quantization_config(config.model_config, config.load_config)
         return config
+
+    @property
+    def hidden_size(self) -> int:
+        """Of the final hidden states."""
+        return self.config.model_config.get_hidden_size()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of hidden states."""
+        return self.config.model_config.dtype
+
+    @property
+    def updates_in_graphs(self) -> bool:
+        """Whether the attention backend computes its metadata on the device, so that a graph can hold several
+        forwards of growing lengths. The KV cache must exist.
+        """
+        return all(
+            builder.supports_draft_decode_metadata_update
+            for groups in self._attn_groups
+            for group in groups
+            for builder in group.metadata_builders
+        )
 
     @property
     def hf_config(self) -> Any:
@@ -198,44 +253,51 @@ class DraftModel:
         self,
         embeds: torch.Tensor,
         positions: torch.Tensor,
+        layout: Layout,
         *,
-        query_start_loc: torch.Tensor,
-        query_start_loc_np: np.ndarray,
         seq_lens: torch.Tensor,
-        seq_lens_upper_bound: np.ndarray,
         block_table: torch.Tensor,
         slot_mapping: torch.Tensor,
+        seq_lens_upper_bound: np.ndarray | None = None,
     ) -> torch.Tensor:
         """Run one paged forward over a batch of segments.
+
+        It can be captured: without a bound of its own no number of the host follows from the step, and what metadata
+        the backend computes on the device is computed in the graph.
 
         Args:
             embeds: `[num_tokens, hidden_size]` input embeddings.
             positions: `[num_axes, num_tokens]` int64 rope positions.
-            query_start_loc: `[num_reqs + 1]` int32; `query_start_loc_np` the same on the host, int32 too.
+            layout: Of the tokens.
             seq_lens: `[num_reqs]` int32 KV entries of each request after this forward.
-            seq_lens_upper_bound: `[num_reqs]` host bound of it (the device value may not be known to the host).
             block_table: `[num_reqs, max_blocks]` int32.
             slot_mapping: `[num_tokens]` int64 physical slots.
+            seq_lens_upper_bound: `[num_reqs]` host bound of `seq_lens`; None: what the block table holds.
 
         Returns:
             `[num_tokens, hidden_size]` final hidden states.
         """
-        num_reqs = len(seq_lens_upper_bound)
-        upper_bound = seq_lens_upper_bound.astype(np.int32)
+        num_reqs = len(seq_lens)
+        if seq_lens_upper_bound is None:
+            bound = self._longest[:num_reqs].fill_(block_table.shape[1] * self.block_size)
+            max_seq_len = block_table.shape[1] * self.block_size
+        else:
+            bound = torch.from_numpy(seq_lens_upper_bound.astype(np.int32))
+            max_seq_len = int(seq_lens_upper_bound.max())
         slot_mappings = slot_mapping[None]
         metadata = build_attn_metadata(
             attn_groups=self._attn_groups,
             num_reqs=num_reqs,
             num_tokens=embeds.shape[0],
-            query_start_loc_gpu=query_start_loc,
-            query_start_loc_cpu=torch.from_numpy(query_start_loc_np),
-            max_query_len=int((query_start_loc_np[1:] - query_start_loc_np[:-1]).max()),
+            query_start_loc_gpu=layout.query_start_loc,
+            query_start_loc_cpu=torch.from_numpy(layout.query_start_loc_np),
+            max_query_len=layout.max_queries,
             seq_lens=seq_lens,
-            max_seq_len=int(upper_bound.max()),
+            max_seq_len=max_seq_len,
             block_tables=[block_table],
             slot_mappings=slot_mappings,
             kv_cache_config=self._kv_config,
-            seq_lens_cpu_upper_bound=torch.from_numpy(upper_bound),
+            seq_lens_cpu_upper_bound=bound,
             is_prefilling=self._never_prefilling[:num_reqs],
         )
         slots = build_slot_mappings_by_layer(slot_mappings, self._kv_config)

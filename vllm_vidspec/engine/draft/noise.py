@@ -1,5 +1,7 @@
 """How the draft samples: with the target's own sampling parameters and noise, so that both tend to the same token."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 import triton
@@ -7,11 +9,18 @@ import triton.language as tl
 from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
+from vidspec_kernels import Noise, SampleScratch, candidates, draw, warm_up
+
 _BLOCK = 1024
 # Added to positions by vLLM's sampler where a draft's noise is its own (`is_drafting`).
 DRAFT_NOISE_SALT = 1 << 30
+# Up to here drafts that ignore a parameter stand as often, to within a hundredth (benchmarks/bench_draft_parameters.py,
+# docs/architecture.md), and a step of them is one graph.
+MOST_REPETITION, NEARLY_GREEDY = 1.05, 0.01
+LEAST_TOP_K, LEAST_TOP_P = 20, 0.95
 _log1p_neg_stable = gumbel._log1p_neg_stable
 murmur3_uniform32 = gumbel.murmur3_uniform32
+murmur3_uniform64 = gumbel.murmur3_uniform64
 
 
 @triton.jit
@@ -43,6 +52,53 @@ def _add_noise_kernel(
     tl.store(logits_ptr + idx * logits_stride + block, logits + noise, mask=mask)
 
 
+@triton.jit
+def gumbel_noised(scores, token_ids, seed, pos, USE_FP64: tl.constexpr):
+    """Add vLLM's Gumbel noise to a block of scores: its `gumbel_noised_argmax` in its own words, for the same bits."""
+    if USE_FP64:
+        uniform = murmur3_uniform64(seed, pos, token_ids)
+        noise = -tl.log(-tl.log(uniform))
+    else:
+        uniform = murmur3_uniform32(seed, pos, token_ids)
+        noise = -tl.log(-_log1p_neg_stable(uniform))
+    return scores + noise
+
+
+def _noise_on_host(seeds: np.ndarray, positions: np.ndarray, token_ids: np.ndarray, use_fp64: bool) -> np.ndarray:
+    """Return the noise that `gumbel_noised` adds, on the CPU engine."""
+    from vllm_vidspec.engine.cpu import kernels as cpu_kernels
+
+    return cpu_kernels.gumbel_noise(seeds, positions, token_ids, use_fp64)
+
+
+@dataclass(frozen=True)
+class Processed:
+    """What vLLM's processors of logits need of a step's requests, padding left out; they have branches on the host.
+
+    Attributes:
+        sampler: Ours.
+        rows: `[num_reqs]` int64 persistent rows; `rows_np` the same on the host.
+    """
+
+    sampler: "CoupledSampler"
+    rows: torch.Tensor
+    rows_np: np.ndarray
+
+    @property
+    def num_reqs(self) -> int:
+        """Requests of the step."""
+        return len(self.rows_np)
+
+    def __call__(
+        self, logits: torch.Tensor, block: slice, pos: torch.Tensor, input_ids: torch.Tensor, width: int = 1
+    ) -> torch.Tensor:
+        """Return the `[n, vocab_size]` logits of a block of places, `width` of each request, under its parameters."""
+        rows, rows_np = self.rows, self.rows_np
+        if width > 1:
+            rows, rows_np = rows.repeat_interleave(width), np.repeat(rows_np, width)
+        return self.sampler.process(logits, rows[block], rows_np[block], pos, input_ids)
+
+
 class CoupledSampler:
     """Draws draft tokens under the target sampler's per-request state (shared-noise coupling).
 
@@ -59,6 +115,121 @@ class CoupledSampler:
     def __init__(self, sampler: Sampler, noise: str):
         self._sampler = sampler
         self._noise = noise
+        salt = DRAFT_NOISE_SALT if noise == "independent" else 0
+        self.noise = Noise(gumbel_noised, _noise_on_host, salt, sampler.use_fp64_gumbel)
+        self._scratch: SampleScratch | None = None
+
+    # ---- as the target's state is read, before a step ---------------------------------------------------------------
+
+    def reserve(self, max_rows: int, vocab_size: int, device: torch.device, num_candidates: int = 0) -> None:
+        """Make room for draws from so many rows of logits at once, and for candidates of each; once, before use."""
+        self._scratch = SampleScratch(max_rows, vocab_size, device, num_candidates, self.noise.use_fp64)
+
+    @property
+    def temperature(self) -> torch.Tensor | None:
+        """`[max_num_reqs]` float32 for `begin_step`; None: drafts are greedy. Its address changes from step to step."""
+        return None if self._noise == "greedy" else self._sampler.sampling_states.temperature.gpu
+
+    @property
+    def seeds(self) -> torch.Tensor:
+        """`[max_num_reqs]` int64 for `begin_step`. Its address changes from step to step."""
+        return self._sampler.sampling_states.seeds.gpu
+
+    def needs_processors(self, rows_np: np.ndarray) -> bool:
+        """Whether the logits of any of `[n]` persistent rows need more than a temperature and noise; host tables only.
+
+        Parameters so mild that drafts stand as often without them are the target's alone.
+        """
+        sampler, states = self._sampler, self._sampler.sampling_states
+        if self._noise == "greedy":
+            return False
+        # vLLM's own flag also counts a temperature, which a draw applies itself.
+        rows = rows_np[sampler.needs_logits_processing[rows_np]]
+        if not len(rows):
+            return False
+        bias, penalties, bad_words, *custom = sampler.logits_processors
+        thinking = sampler.thinking_budget_state
+        return bool(
+            custom  # nobody knows of which requests these want something
+            or np.any(bias.use_logit_bias[rows])
+            or np.any(bad_words.num_bad_words.np[rows])
+            or self._has_penalties(rows[penalties.use_penalty[rows]])
+            or np.any(states.min_p.np[rows])
+            or np.any((states.top_k.np[rows] < LEAST_TOP_K) | (states.top_p.np[rows] < LEAST_TOP_P))
+            or (thinking.enabled and np.any(thinking.use_thinking_budget[rows]))
+        )
+
+    def _has_penalties(self, rows: np.ndarray) -> bool:
+        """Whether any of `[n]` rows with penalties has more than a repetition penalty near 1 while nearly greedy."""
+        if not len(rows):
+            return False
+        penalties, temperature = self._sampler.logits_processors[1], self._sampler.sampling_states.temperature.np[rows]
+        repetition = penalties.repetition_penalty.np[rows]
+        is_mild = (np.maximum(repetition, 1 / repetition) <= MOST_REPETITION) & (temperature <= NEARLY_GREEDY)
+        is_mild &= (penalties.frequency_penalty.np[rows] == 0.0) & (penalties.presence_penalty.np[rows] == 0.0)
+        return not is_mild.all()
+
+    def processed(self, rows: torch.Tensor, rows_np: np.ndarray) -> Processed | None:
+        """Return what processes the logits of `[n]` rows between graphs; None where a temperature and noise are all."""
+        return Processed(self, rows, rows_np) if self.needs_processors(rows_np) else None
+
+    # ---- inside a captured step --------------------------------------------------------------------------------------
+
+    def draw_into(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        pos: torch.Tensor,
+        *,
+        level: int | torch.Tensor,
+        out_tokens: torch.Tensor,
+        out_ids: torch.Tensor,
+        is_processed: bool = False,
+    ) -> None:
+        """Draw a token of every row, as the kernel `draw` says; no decision here depends on a request.
+
+        `is_processed`: the logits come from `process`, which has applied the temperature.
+        """
+        assert self._scratch is not None, "reserve comes first"
+        draw(
+            logits, temperature, seeds, pos, self.noise, level=level, out_tokens=out_tokens, out_ids=out_ids,
+            scratch=self._scratch, apply_temperature=not is_processed,
+        )  # fmt: skip
+
+    def candidates_into(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        pos: torch.Tensor,
+        *,
+        log_probs: torch.Tensor,
+        ids: torch.Tensor,
+        width: int = 1,
+        first: int = 0,
+        with_log_probs: bool = True,
+        is_processed: bool = False,
+    ) -> None:
+        """Choose candidates of every row, as the kernel `candidates` says; no decision here depends on a request.
+
+        `is_processed`: the logits come from `process`, which has applied the temperature.
+        """
+        assert self._scratch is not None, "reserve comes first"
+        candidates(
+            logits, temperature, seeds, pos, self.noise, log_probs=log_probs, ids=ids, scratch=self._scratch,
+            width=width, first=first, with_log_probs=with_log_probs, apply_temperature=not is_processed,
+        )  # fmt: skip
+
+    def warm_up(self, dtype: torch.dtype, draws: bool, needs_log_probs: bool | None) -> None:
+        """Compile and load what is launched on logits of a dtype: draws, and candidates unless that is None."""
+        assert self._scratch is not None, "reserve comes first"
+        if draws:
+            warm_up.warm_draw(self.noise, self._scratch, dtype)
+        if needs_log_probs is not None:
+            warm_up.warm_candidates(self.noise, self._scratch, dtype, needs_log_probs)
+
+    # ---- eager -------------------------------------------------------------------------------------------------------
 
     def __call__(
         self, logits: torch.Tensor, rows: torch.Tensor, rows_np: np.ndarray, pos: torch.Tensor, input_ids: torch.Tensor
@@ -78,7 +249,7 @@ class CoupledSampler:
             return logits.argmax(dim=-1)
         sampler, states = self._sampler, self._sampler.sampling_states
         tokens = gumbel.gumbel_sample(
-            self._process(logits, rows, rows_np, pos, input_ids),
+            self.process(logits, rows, rows_np, pos, input_ids),
             rows,
             states.temperature.gpu,
             states.seeds.gpu,
@@ -100,7 +271,7 @@ class CoupledSampler:
         `__call__`; `logits` may be overwritten.
         """
         states = self._sampler.sampling_states
-        processed = self._process(logits, rows, rows_np, pos, input_ids).float()
+        processed = self.process(logits, rows, rows_np, pos, input_ids).float()
         salt = DRAFT_NOISE_SALT if self._noise == "independent" else 0
         if processed.device.type == "cpu":
             from vllm_vidspec.engine.cpu import kernels as cpu_kernels
@@ -131,10 +302,13 @@ class CoupledSampler:
         is_greedy = not np.any(sampler.sampling_states.temperature.np[rows_np])
         return self._noise == "greedy" or (is_greedy and not np.any(sampler.needs_logits_processing[rows_np]))
 
-    def _process(
+    def process(
         self, logits: torch.Tensor, rows: torch.Tensor, rows_np: np.ndarray, pos: torch.Tensor, input_ids: torch.Tensor
     ) -> torch.Tensor:
-        """Apply the target's sampling parameters."""
+        """Return the `[n, vocab_size]` logits under the target's sampling parameters, the temperature included.
+
+        Same arguments as `__call__`. A copy, or the logits where no row asks for anything but a temperature of 0 or 1.
+        """
         return self._sampler.apply_sampling_params(
             logits,
             rows,

@@ -19,14 +19,14 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft.kv import DraftKV
 from vllm_vidspec.engine.draft.messages import Prefilled, PrefillMessage, PrefillStep
-from vllm_vidspec.engine.draft.model import DraftModel
-from vllm_vidspec.engine.draft.prefill_job import PrefillJob, PrefillPiece
+from vllm_vidspec.engine.draft.model import DraftModel, Layout
+from vllm_vidspec.engine.draft.prefill_job import PrefillJob, PrefillPiece, ReadPrompt
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.families import adapter_for
 from vllm_vidspec.pruning import get_pruner
-from vllm_vidspec.pruning.prompt import PromptItem, UnsupportedPrompt, choose_kept, plan_prompt, prune
+from vllm_vidspec.pruning.prompt import PromptItem, PromptPlan, UnsupportedPrompt, choose_kept, plan_prompt, prune
 
 logger = init_logger("vllm.vidspec")
 
@@ -64,6 +64,7 @@ class DraftPrefill:
         self._adapter = adapter_for(model.hf_config)
         self._compares = "features" in get_pruner(knobs.now.prune.pruner).needs
         self._jobs: dict[int, PrefillJob] = {}  # by row, in order of admission
+        self._read: dict[int, ReadPrompt] = {}  # by row, of the requests that have left the line
         self._failed: list[int] = []  # rows, of the step that runs
         # What was chosen and why, for tools that look at pruning; None while nobody looks.
         self._watched: list[dict[str, Any]] | None = None
@@ -87,6 +88,7 @@ class DraftPrefill:
             self._count_error(message.req_id, error)
             return False
         plan, limit = job.plan, self._knobs.now.max_draft_len
+        assert isinstance(plan, PromptPlan)
         if limit is not None and plan.num_kept > limit:
             detail = f"its pruned prompt has {plan.num_kept} tokens, max_draft_len is {limit}"
             self.counters.skip("too_long", message.req_id, detail)
@@ -129,6 +131,12 @@ class DraftPrefill:
     def forget(self, req_state_idx: int) -> None:
         """Forget a row's request: finished, aborted, preempted or given up."""
         self._jobs.pop(req_state_idx, None)
+        self._read.pop(req_state_idx, None)
+
+    def rest(self, idx_mapping_np: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Put `[n]` rows that have left the line back into it: they lack text from `[n]` committed tokens on."""
+        for row, length in zip(idx_mapping_np.tolist(), num_tokens.tolist(), strict=True):
+            self._jobs[row] = self._read.pop(row).text_job(length)
 
     def watch(self, on: bool) -> list[dict[str, Any]]:
         """Return what was pruned since watching began, and go on watching or not; see `worker.vidspec_watch`."""
@@ -155,6 +163,7 @@ class DraftPrefill:
         ready = [job for job in ready if self._is_alive(job)]
         for job in ready:
             del self._jobs[job.req_state_idx]
+            self._read[job.req_state_idx] = ReadPrompt.of(job)
         return Prefilled(ready=[job.req_state_idx for job in ready], failed=self._failed)
 
     def _is_alive(self, job: PrefillJob) -> bool:
@@ -187,7 +196,7 @@ class DraftPrefill:
         for job in due:
             if ahead >= self.model.max_num_tokens:
                 break
-            ahead += job.plan.num_kept - job.num_done
+            ahead += max(0, job.plan.num_kept - job.num_done)
             for i in job.unseen():
                 item = job.plan.items[i]
                 if item.name in wanted:
@@ -282,9 +291,9 @@ class DraftPrefill:
             plan, start = job.plan, job.num_done
             # The first draft feeds the last committed token, so all before it must be there.
             last = bounds[job.req_state_idx] - 1 - plan.num_dropped
-            end = min(start + left, plan.num_kept)
+            end = max(start, min(start + left, plan.num_kept))
             # Text after the prompt is caught up on in one step: next time the bound on it is another.
-            if end == plan.num_kept and (last - start <= left or (not pieces and start == plan.num_kept)):
+            if end >= plan.num_kept and (last - start <= left or (not pieces and start >= plan.num_kept)):
                 end = last
                 ready.append(job)
             if end > start:
@@ -311,12 +320,12 @@ class DraftPrefill:
         counts = [piece.end - piece.start for piece in pieces]
         ends = [piece.end for piece in pieces]
         query_start_loc_np = np.cumsum([0, *counts], dtype=np.int32)
+        query_start_loc = async_tensor_h2d(query_start_loc_np, device=device)
         rows = [piece.job.req_state_idx for piece in pieces]
         self.model.forward(
             self._embed(pieces, query_start_loc_np, text),
             async_tensor_h2d(torch.cat([piece.positions() for piece in pieces], dim=1), device=device),
-            query_start_loc=async_tensor_h2d(query_start_loc_np, device=device),
-            query_start_loc_np=query_start_loc_np,
+            Layout(query_start_loc, query_start_loc_np, query_start_loc[1:] - query_start_loc[:-1], max(counts)),
             seq_lens=async_tensor_h2d(ends, device=device, dtype=torch.int32),
             seq_lens_upper_bound=np.array(ends),
             block_table=self._kv.block_tables[async_tensor_h2d(rows, device=device)],
@@ -327,6 +336,7 @@ class DraftPrefill:
 
     def _prune(self, job: PrefillJob) -> None:
         """Put a prompt together once all its items are there."""
+        assert isinstance(job.plan, PromptPlan)
         kept = [indices for indices in job.kept if indices is not None]
         job.prompt = prune(job.plan, kept)
         media = [embeds for embeds in job.media if embeds is not None]

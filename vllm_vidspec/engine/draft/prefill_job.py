@@ -1,21 +1,57 @@
-"""PrefillJob, PrefillPiece: how far the draft's prefill of a request has come, and a part of it; pure data."""
+"""How far the draft's prefill of a request has come, a part of it, and what is left to know of it; pure data."""
 
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from vllm_vidspec.pruning.prompt import PromptPlan, PrunedPrompt
+from vllm_vidspec.pruning.prompt import PromptItem, PromptPlan, PrunedPrompt
 
 
-@dataclass(eq=False)
-class PrefillJob:
-    """A request whose prompt the draft has not seen whole.
+@dataclass(frozen=True)
+class ReadPrompt:
+    """What a prompt that was read leaves: enough to place the text after it. Named as in `PromptPlan`.
 
     Attributes:
         req_id: vLLM's request id.
         req_state_idx: Its persistent row.
-        plan: Its prompt.
+        num_kept: KV entries of the prompt; `num_dropped` tokens of it have none.
+        pos_delta: Rope position minus logical position of the text; `num_axes` of these positions.
+        items: None.
+    """
+
+    req_id: str
+    req_state_idx: int
+    num_kept: int
+    num_dropped: int
+    pos_delta: int
+    num_axes: int
+    items: tuple[PromptItem, ...] = ()
+
+    @classmethod
+    def of(cls, job: "PrefillJob") -> "ReadPrompt":
+        """Return what is left of a request's job."""
+        plan = job.plan
+        return cls(
+            job.req_id, job.req_state_idx, plan.num_kept, plan.num_dropped, plan.pos_delta, plan.num_axes
+        )  # fmt: skip
+
+    def text_job(self, num_tokens: int) -> "PrefillJob":
+        """Return the job of reading the text from `num_tokens` committed tokens on, none of them the prompt's."""
+        nothing = torch.zeros(0, dtype=torch.int64)
+        prompt = PrunedPrompt(nothing.int(), nothing.expand(self.num_axes, 0), nothing)
+        start = max(self.num_kept, num_tokens - self.num_dropped)
+        return PrefillJob(self.req_id, self.req_state_idx, self, None, [], [], [], prompt, num_done=start)
+
+
+@dataclass(eq=False)
+class PrefillJob:
+    """A request whose prompt, or whose text after it, the draft has not seen whole.
+
+    Attributes:
+        req_id: vLLM's request id.
+        req_state_idx: Its persistent row.
+        plan: Its prompt, or what a prompt that was read has left.
         scores: The target's guidance by item, or None.
         kept: By item which embeddings stay, None until that is known.
         media: By item those embeddings `[num_keep, hidden_size]`, None until the tower has made them.
@@ -26,7 +62,7 @@ class PrefillJob:
 
     req_id: str
     req_state_idx: int
-    plan: PromptPlan
+    plan: PromptPlan | ReadPrompt
     scores: list[torch.Tensor] | None
     kept: list[torch.Tensor | None]
     media: list[torch.Tensor | None]

@@ -1,17 +1,17 @@
 """Drafts trees: one forward per level over the frontiers of all requests, under a tree mask on the draft's paged KV."""
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_vidspec.drafting import TreePolicy, candidates
-from vllm_vidspec.engine.draft.chains import RootFeeder
-from vllm_vidspec.engine.draft.levels import LevelInputs
-from vllm_vidspec.engine.draft.messages import DraftMessage, Drafts
-from vllm_vidspec.engine.draft.noise import CoupledSampler
-from vllm_vidspec.engine.draft.score_blocks import in_blocks
-from vllm_vidspec.engine.tree_attention import TreeAttention, TreeStep
+from vllm_vidspec.drafting import TreePolicy
+from vllm_vidspec.engine.draft.forwards import Forwards
+from vllm_vidspec.engine.draft.graphs import DraftGraphs, Part, Run, part
+from vllm_vidspec.engine.draft.noise import CoupledSampler, Processed
+from vllm_vidspec.engine.draft.score_blocks import blocks
 
 
 class TreeDrafter:
@@ -19,151 +19,148 @@ class TreeDrafter:
 
     Node i of a tree has KV entry root + i, whatever its depth: the same layout as on the target's side.
 
+    A graph holds a level: place its nodes, run the draft, find candidates, let the policy choose. Levels of which a
+    policy knows beforehand how many there are, are one graph.
+
     Args:
-        roots: The first forward.
+        forwards: The draft's, with the step's buffers.
         sample: The draft's sampler.
+        graphs: What runs the parts of a step.
         policy: What shapes the trees.
-        attention: Of the draft's layers.
         fills: Whether every tree is filled up to the budget, because vLLM will verify that many tokens anyway (async
             scheduling).
     """
 
     def __init__(
-        self, roots: RootFeeder, sample: CoupledSampler, policy: TreePolicy, attention: TreeAttention, fills: bool
+        self, forwards: Forwards, sample: CoupledSampler, graphs: DraftGraphs, policy: TreePolicy, fills: bool
     ):
-        self._roots = roots
+        self._forwards = forwards
+        self._buffers = forwards.buffers
         self._sample = sample
+        self._graphs = graphs
         self.policy = policy
-        self.attention = attention
-        self._fills = fills
-        self.inputs = LevelInputs(roots.model, roots.kv, len(roots.inputs.seq_lens), policy.max_frontier)
-        self._layouts: dict[tuple[int, int], _Layout] = {}  # by (requests, nodes of each), both bounded
+        self.fills = fills
+        policy.trims &= not graphs.is_on
+        # Of a level: its nodes `[R, F]` and their tokens. A graph that was captured goes on writing there.
+        self._frontiers: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        device, places = forwards.model.device, forwards.buffers.max_num_reqs * policy.max_frontier
+        self._log_probs = torch.zeros(places, policy.num_candidates, dtype=torch.float32, device=device)
+        self._token_ids = torch.zeros(places, policy.num_candidates, dtype=torch.int64, device=device)
 
-    def draft(self, message: DraftMessage) -> tuple[Drafts, int]:
-        """Return the trees `[num_reqs, K]` and the number of forwards."""
-        roots, policy = self._roots, self.policy
-        rows, num_reqs = message.idx_mapping, len(message.idx_mapping_np)
-        told = message.was_verified
-        policy.observe(rows, message.num_accepted if told is None else message.num_accepted.where(told, -1))
-        num_levels = policy.begin(rows, message.idx_mapping_np, message.max_drafts)
-        num_slots, slots_bound = roots.kv.num_slots(message), roots.kv.slots_bound(message)
-        block_table = roots.kv.block_tables[rows]  # [num_reqs, max_blocks]
-        hidden = roots.feed(message, num_slots, slots_bound, block_table)
-        logical_pos, tokens = roots.inputs.logical_pos[:num_reqs], message.last_tokens[:, 1]
-        fed, is_plain = [], self._sample.is_plain(message.idx_mapping_np)
-        for level in range(num_levels):
-            found = self._candidates(hidden, message, logical_pos, tokens, is_plain)
-            frontier = policy.extend(level, *found)
-            if frontier is None:
-                break
-            nodes, node_tokens = frontier  # [num_reqs, F]
-            width = nodes.shape[1]
-            fed.append(nodes)
-            tokens = node_tokens.flatten()
-            self.inputs.place(rows, level + 1, num_slots, message.num_tokens, nodes)
-            logical_pos = self.inputs.logical_pos[: num_reqs * width]
-            hidden = self._feed(nodes, tokens, slots_bound, block_table)
-        policy.finish(self._fills)
-        roots.kv.remember_fed_nodes(rows, fed)
-        tree = policy.tree
-        # Unused columns hold -1; they are never scheduled, or verified as a leaf that is as good as any.
-        return Drafts(tree.tokens[:num_reqs, 1:].clamp(min=0), tree), 1 + len(fed)
-
-    def _candidates(
-        self,
-        hidden: torch.Tensor,
-        message: DraftMessage,
-        logical_pos: torch.Tensor,
-        tokens: torch.Tensor,
-        is_plain: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `candidates` after each of a frontier's `[num_reqs * width]` tokens.
+    def draft(
+        self, num_reqs: int, max_nodes: int, rows_np: np.ndarray, processed: Processed | None
+    ) -> tuple[int, bool]:
+        """Write trees of at most `max_nodes` nodes, and their tokens into the buffers' `drafts`.
 
         Args:
-            hidden: `[num_reqs * width, hidden_size]` their hidden states.
-            message: The step.
-            logical_pos: `[num_reqs * width]` int64 their logical positions.
-            tokens: `[num_reqs * width]` int64.
-            is_plain: Whether logits are scores.
+            num_reqs: R, padding included.
+            max_nodes: In [0, K].
+            rows_np: `[n]` persistent rows without padding, on the host.
+            processed: What vLLM's processors need, if the logits of any request need them; they run between graphs.
+
+        Returns:
+            Forwards of the draft, and whether graphs ran all that can be captured.
         """
-        model, policy = self._roots.model, self.policy
-        width = len(hidden) // len(message.idx_mapping_np)
-        if not is_plain:
-            by_node, by_node_np = message.idx_mapping.repeat_interleave(width), np.repeat(message.idx_mapping_np, width)
+        policy, size = self.policy, (num_reqs, max_nodes)
+        policy.prepare(max_nodes)
+        num_levels = policy.num_levels(rows_np, max_nodes)
+        if processed is None and policy.has_fixed_levels:
+            return num_levels, self._run("tree", self._tree, *size)
+        is_whole = True
+        for level in range(num_levels):
+            if processed is None:
+                is_whole &= self._run("level", self._level, *size, level)
+            else:
+                is_whole &= self._feed(*size, level)
+                self._grow(*size, level, processed)
+            if level == 0:
+                policy.send(rows_np)
+        return num_levels, self._run("finish", self._finish, *size) and is_whole
 
-        def find(block: slice) -> tuple[torch.Tensor, torch.Tensor]:
-            scores = model.compute_logits(hidden[block])
-            if not is_plain:
-                scores = self._sample.scores(
-                    scores, by_node[block], by_node_np[block], logical_pos[block], tokens[block]
-                )
-            return candidates(scores, policy.num_candidates, policy.needs_log_probs)
+    def parts(self, num_reqs: int, max_nodes: int) -> dict[Part, Run]:
+        """Return the functions that can be captured, for so many requests and nodes."""
+        self.policy.prepare(max_nodes)
+        levels = range(self.policy.depth(max_nodes))
+        # A level's frontier is what the capture of the level before it has returned, so these come first.
+        found: list[tuple[Any, ...]] = [("level", self._level, level) for level in levels]
+        if self.policy.has_fixed_levels:
+            found = [("tree", self._tree)]
+        found += [("finish", self._finish), ("first", self._first)]
+        found += [("nodes", self._nodes, level) for level in levels[1:]]
+        return dict(self._part(name, function, num_reqs, max_nodes, *at) for name, function, *at in found)
 
-        return in_blocks(find, len(hidden), model.vocab_size)
+    @staticmethod
+    def _part(
+        name: str, function: Callable[..., None], num_reqs: int, max_nodes: int, level: int | None = None
+    ) -> tuple[Part, Run]:
+        """Return a part's key and what it runs; `level` of one that is a level."""
+        size = (num_reqs, max_nodes) if level is None else (num_reqs, max_nodes, level)
+        return part(name, num_reqs, level or 0, max_nodes), functools.partial(function, *size)
 
-    def _feed(
-        self, nodes: torch.Tensor, tokens: torch.Tensor, slots_bound: np.ndarray, block_table: torch.Tensor
-    ) -> torch.Tensor:
-        """Run one level: `[num_reqs, F]` nodes -> `[num_reqs * F, hidden_size]` hidden states."""
-        model = self._roots.model
-        num_reqs, width = nodes.shape
-        masks = self.policy.tree.ancestors[:num_reqs].gather(1, nodes)
-        embeds = model.embed(tokens.to(torch.int32), [], None)
-        per_forward = max(1, model.max_num_tokens // width)  # requests; usually all of them
-        parts = []
-        for low in range(0, num_reqs, per_forward):
-            high = min(low + per_forward, num_reqs)
-            places, layout = slice(low * width, high * width), self._layout(high - low, width)
-            prefix_lens = self.inputs.seq_lens[low:high]
-            self.attention.step = TreeStep(
-                rows=layout.rows,
-                query_start=layout.query_start_loc[:-1],
-                num_queries=layout.num_queries,
-                prefix_lens=prefix_lens,
-                masks=masks[low:high],
-                max_queries=width,
-                is_whole_batch=True,
+    def _run(self, *which: Any) -> bool:
+        return self._graphs.run(*self._part(*which))
+
+    # ---- what graphs hold ------------------------------------------------------------------------------------------
+
+    def _tree(self, num_reqs: int, max_nodes: int) -> None:
+        for level in range(self.policy.depth(max_nodes)):
+            self._level(num_reqs, max_nodes, level)
+        self._finish(num_reqs, max_nodes)
+
+    def _level(self, num_reqs: int, max_nodes: int, level: int) -> None:
+        self._feed(num_reqs, max_nodes, level)
+        self._grow(num_reqs, max_nodes, level, None)
+
+    def _finish(self, num_reqs: int, max_nodes: int) -> None:
+        """End the trees, and say what is proposed: an unused column is never scheduled, or verified as a leaf that is
+        as good as any.
+        """
+        self.policy.finish(self.fills, rows=self._buffers.step.rows[:num_reqs], max_nodes=max_nodes)
+        torch.clamp(self.policy.tree.tokens[:num_reqs, 1:], min=0, out=self._buffers.drafts[:num_reqs])
+
+    # ---- a level ---------------------------------------------------------------------------------------------------
+
+    def _feed(self, num_reqs: int, max_nodes: int, level: int) -> bool:
+        if level == 0:
+            return self._run("first", self._first, num_reqs, max_nodes)
+        return self._run("nodes", self._nodes, num_reqs, max_nodes, level)
+
+    def _first(self, num_reqs: int, max_nodes: int) -> None:
+        """Begin the trees, and feed the roots."""
+        step = self._buffers.step
+        self.policy.begin(step.rows[:num_reqs], step.num_accepted[:num_reqs], max_nodes)
+        self._forwards.roots(num_reqs)
+
+    def _nodes(self, num_reqs: int, max_nodes: int, level: int) -> None:
+        """Feed the frontier that the level before has left."""
+        nodes, tokens = self._frontiers[num_reqs, max_nodes, level]
+        self._buffers.place(num_reqs, level, nodes, tokens, self.policy.tree.ancestors[:num_reqs])
+        self._forwards.nodes(num_reqs, nodes.shape[1])
+
+    def _grow(self, num_reqs: int, max_nodes: int, level: int, processed: Processed | None) -> None:
+        """Find candidates after each node of the frontier, and let the policy choose among them."""
+        policy, model, step = self.policy, self._forwards.model, self._buffers.step
+        width = self._frontiers[num_reqs, max_nodes, level][0].shape[1] if level else 1
+        num_places = num_reqs * width
+        logical_pos, input_ids = self._forwards.fed(level)
+        # vLLM's processors know no padding: what was found after it stays what it was.
+        for block in blocks(num_places if processed is None else processed.num_reqs * width, model.vocab_size):
+            logits = self._forwards.logits(block)
+            if processed is not None:
+                logits = processed(logits, block, logical_pos[block], input_ids[block], width)
+            self._sample.candidates_into(
+                logits,
+                step.temperature,
+                step.seeds,
+                logical_pos[block],
+                log_probs=self._log_probs[block],
+                ids=self._token_ids[block],
+                width=width,
+                first=block.start,
+                with_log_probs=policy.needs_log_probs,
+                is_processed=processed is not None,
             )
-            try:
-                hidden = model.forward(
-                    embeds[places],
-                    self.inputs.positions[:, places],
-                    query_start_loc=layout.query_start_loc,
-                    query_start_loc_np=layout.query_start_loc_np,
-                    seq_lens=prefix_lens + width,
-                    seq_lens_upper_bound=slots_bound[low:high] + width,
-                    block_table=block_table[low:high],
-                    slot_mapping=self.inputs.slot_mapping[places],
-                )
-            finally:
-                self.attention.step = None
-            parts.append(hidden)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _layout(self, num_reqs: int, width: int) -> "_Layout":
-        """Return the constants of a forward with so many nodes of so many requests."""
-        if (num_reqs, width) not in self._layouts:
-            starts = self._roots.arange[: num_reqs + 1] * width
-            self._layouts[num_reqs, width] = _Layout(
-                rows=self._roots.arange[:num_reqs].long(),
-                query_start_loc=starts,
-                query_start_loc_np=self._roots.arange_np[: num_reqs + 1] * np.int32(width),
-                num_queries=torch.full_like(starts[1:], width),
-            )
-        return self._layouts[num_reqs, width]
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """Constants of one level's forward.
-
-    Attributes:
-        rows: `[num_reqs]` int64, 0 to num_reqs - 1.
-        query_start_loc: `[num_reqs + 1]` int32; `query_start_loc_np` the same on the host.
-        num_queries: `[num_reqs]` int32, the width everywhere.
-    """
-
-    rows: torch.Tensor
-    query_start_loc: torch.Tensor
-    query_start_loc_np: np.ndarray
-    num_queries: torch.Tensor
+        found = self._log_probs[:num_places], self._token_ids[:num_places]
+        frontier = policy.extend(level, *found, rows=step.rows[:num_reqs], max_nodes=max_nodes)
+        if frontier is not None:
+            self._frontiers[num_reqs, max_nodes, level + 1] = frontier

@@ -21,7 +21,7 @@ from vllm_vidspec.engine.listen.protocol import Forward, TargetListener
 from vllm_vidspec.engine.requests import RequestRows
 from vllm_vidspec.engine.tree_attention import TreeAttention, TreeStep
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.scoring import TreeShapes
+from vllm_vidspec.scoring import Tally, TreeShapes
 
 
 class TargetTrees(TargetListener):
@@ -59,8 +59,8 @@ class TargetTrees(TargetListener):
             table.expand(max_num_reqs, -1).contiguous() for table in self._chain
         )
         # [max_num_reqs, K + 1] int32 node behind each output of the last verify step; the drafter reads it
-        self._in_order = torch.arange(max_nodes + 1, dtype=torch.int32, device=device)
-        self.path = self._in_order.repeat(max_num_reqs, 1)
+        self.path = torch.arange(max_nodes + 1, dtype=torch.int32, device=device).repeat(max_num_reqs, 1)
+        self.num_accepted = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)  # drafts on these paths
         self.attention = TreeAttention(layers, device)
         self.places = TreePlaces.empty(max_num_reqs, max_nodes + 1, device)  # of the forward that runs next
         self._rows = torch.arange(max_num_reqs, device=device)
@@ -186,16 +186,12 @@ class TargetTrees(TargetListener):
         """Return the shapes of `[num_reqs]` persistent rows, for a scorer."""
         return TreeShapes(idx_mapping, self.parents, self.depths, self.ancestors)
 
-    def remember(self, idx_mapping: torch.Tensor, path: torch.Tensor | None) -> None:
-        """Keep the accepted paths for the drafter: `[num_reqs]` persistent rows, `Scored.path`; None for chains."""
-        self.path[idx_mapping] = self._in_order if path is None else path
+    def remember(self, tally: Tally) -> Tally:
+        """Return a scorer's tally that keeps the accepted paths too: for `compact`, and for the drafter."""
+        return tally._replace(path=self.path, num_accepted=self.num_accepted)
 
-    def compact(self, num_accepted: torch.Tensor) -> None:
-        """Move the accepted paths' KV together, so that the committed text is contiguous.
-
-        Args:
-            num_accepted: `[num_reqs]` int32 accepted drafts by batch row.
-        """
+    def compact(self) -> None:
+        """Move the accepted paths' KV together, so that the committed text is contiguous."""
         batch, self._batch = self._batch, None
         if batch is None:
             return
@@ -205,6 +201,7 @@ class TargetTrees(TargetListener):
             self._block_table,
             self._rows[:num_reqs],
             self.places.roots[:num_reqs],
-            self.path[batch.idx_mapping],
-            num_accepted,
+            self.path,
+            self.num_accepted,
+            batch.idx_mapping,
         )

@@ -1,0 +1,37 @@
+"""The largest of a tile's keys in order: bitonic top-k inside a Triton kernel."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def merge_groups(x, DIMS: tl.constexpr, STAGE: tl.constexpr, DESCENDING: tl.constexpr):
+    """Order groups of 2 ** STAGE bitonic int64 entries of x, [2] * DIMS: the last axis is bit 0 of an entry's index.
+
+    DESCENDING is 0, 1, or None where the order alternates from group to group. The network is tl.sort's own, whose xor
+    reductions take the interpreter half a second a tile.
+    """
+    flip = DESCENDING
+    if DESCENDING is None:
+        flip = tl.reshape(tl.arange(0, 2), [1] * (DIMS - 1 - STAGE) + [2] + [1] * STAGE)
+    for i in tl.static_range(STAGE):
+        # A pair's sum less one of it is the other, modulo 2**64.
+        other = tl.sum(x, axis=DIMS - STAGE + i, keep_dims=True) - x
+        is_right = tl.reshape(tl.arange(0, 2), [1] * (DIMS - STAGE + i) + [2] + [1] * (STAGE - 1 - i))
+        x = tl.where((x > other) != (is_right ^ flip).to(tl.int1), other, x)
+    return x
+
+
+@triton.jit
+def largest(keys, LOG_SIZE: tl.constexpr, LOG_TOP: tl.constexpr, DESCENDING: tl.constexpr):
+    """Return the 2 ** LOG_TOP largest of 2 ** LOG_SIZE int64 keys in order, [2] * LOG_TOP; LOG_TOP >= 1.
+
+    Bitonic top-k: of two groups, one ordered the other way round, the larger of each pair are the largest of both.
+    """
+    x = tl.reshape(keys, [2] * LOG_SIZE)
+    for i in tl.static_range(1, LOG_TOP + 1):
+        x = merge_groups(x, LOG_SIZE, i, None if i < LOG_SIZE else DESCENDING)
+    for i in tl.static_range(LOG_TOP + 1, LOG_SIZE + 1):
+        x = tl.max(x, axis=LOG_SIZE - i)
+        x = merge_groups(x, LOG_SIZE - i + LOG_TOP, LOG_TOP, None if i < LOG_SIZE else DESCENDING)
+    return x

@@ -1,0 +1,93 @@
+"""Kernel launches as entries of a graph: our wrappers, and the numpy twins of vLLM's kernels.
+
+A wrapper runs its reference on the CPU, in numpy, which no mode of torch sees. Under capture each call is one entry,
+done again as a whole on replay, with its tensors' contents of then and its numbers of the capture. Outside the kernels
+the product must run the text that GPUs run, torch, for numpy would go unseen.
+"""
+
+import contextlib
+import functools
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
+from unittest import mock
+
+import torch
+
+import vidspec_kernels
+from tests.graph_emulator.recorder import Recording
+
+_NO_KERNELS = {"dispatch", "warm_up"}
+
+
+def entry(function: Callable) -> Callable:
+    """Return a function that is one entry wherever it is called under capture."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        recording = Recording.current
+        if recording is None:
+            return function(*args, **kwargs)
+        return recording.launch(function.__qualname__, function, tensors_of((args, kwargs)), *args, **kwargs)
+
+    call.is_entry = True
+    return call
+
+
+def tensors_of(tree: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+    """Yield all tensors that a function can reach from its arguments: of containers, and of the product's objects."""
+    seen = set() if seen is None else seen
+    if id(tree) in seen:
+        return
+    seen.add(id(tree))
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from tensors_of(value, seen)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from tensors_of(value, seen)
+    elif type(tree).__module__.startswith(("vidspec_kernels", "vllm_vidspec")):
+        yield from tensors_of(getattr(tree, "__dict__", {}), seen)
+
+
+def wrappers() -> dict[FunctionType, Callable]:
+    """Return every public wrapper of our kernels with its stand-in."""
+    found = {}
+    for info in pkgutil.iter_modules(vidspec_kernels.__path__):
+        if info.name in _NO_KERNELS or info.name.startswith("_"):
+            continue
+        module = importlib.import_module(f"vidspec_kernels.{info.name}")
+        for name, value in vars(module).items():
+            is_own = inspect.isfunction(value) and value.__module__ == module.__name__
+            if is_own and not name.startswith("_") and not name.endswith("_reference"):
+                found[value] = entry(value)
+    return found
+
+
+@contextlib.contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Let kernels be entries, and let the product work with torch outside of them; before an engine is built."""
+    importlib.import_module("vllm_vidspec.engine.runner")  # what is imported later is not replaced
+    from vllm_vidspec.engine.cpu import kernels as twins
+
+    stand_ins = wrappers()
+    with contextlib.ExitStack() as stack:
+        for module_name, module in list(sys.modules.items()):
+            if not module_name.startswith(("vllm_vidspec", "vidspec_kernels")):
+                continue
+            for name, value in list(vars(module).items()):
+                if inspect.isfunction(value) and value in stand_ins:
+                    stack.enter_context(mock.patch.object(module, name, stand_ins[value]))
+            if module_name.startswith("vllm_vidspec"):
+                for name, value in (("as_array", lambda tensor: tensor), ("array_module", lambda device: torch)):
+                    if hasattr(module, name):
+                        stack.enter_context(mock.patch.object(module, name, value))
+        for twin in (twins.Twin, twins.GumbelTwin):
+            stack.enter_context(mock.patch.object(twin, "_launch", entry(twin._launch)))
+        yield

@@ -1,0 +1,80 @@
+"""DraftGraphs: which parts are captured, which run by their graph, and what a step is padded to."""
+
+from types import SimpleNamespace
+
+import pytest
+from vllm.config.compilation import CUDAGraphMode
+
+from tests.unit.engine.fakes import CPU
+from vllm_vidspec.engine.draft import graphs as draft_graphs
+from vllm_vidspec.engine.draft.graphs import DraftGraphs, batch_sizes, part
+
+
+@pytest.mark.parametrize(
+    ("sizes", "max_num_reqs", "expected"),
+    [
+        ([1, 2, 4, 8, 16], 8, [1, 2, 4, 8]),
+        ([16, 8, 1], 5, [1, 5]),  # the size above holds the rest, and no more than there can be
+        ([1, 2, 4], 64, [1, 2, 4]),  # larger steps have no graph
+        ([], 8, []),
+    ],
+)
+def test_sizes_are_vllms_up_to_all_requests(sizes, max_num_reqs, expected):
+    assert batch_sizes(sizes, max_num_reqs) == expected
+
+
+class Recorded(DraftGraphs):
+    """Captures by running twice, as vLLM does, and replays by noting so."""
+
+    def __init__(self, mode=CUDAGraphMode.FULL_AND_PIECEWISE, sizes=(1, 2, 4), max_num_reqs=4):
+        compilation = SimpleNamespace(cudagraph_capture_sizes=sizes)
+        self.graphs, self.replayed = {}, []
+        with pytest.MonkeyPatch.context() as patch:
+            init = lambda self, config, *args, **kwargs: setattr(self, "compilation_config", config.compilation_config)  # noqa: E731
+            patch.setattr(draft_graphs.CudaGraphManager, "__init__", init)
+            super().__init__(SimpleNamespace(compilation_config=compilation), CPU, mode, max_num_reqs)
+
+    def capture(self, create_forward_fn, progress_bar_desc=""):
+        for key in self._capture_descs[CUDAGraphMode.FULL]:
+            for warmup in (True, False):
+                create_forward_fn(key, warmup)(CUDAGraphMode.NONE)
+            self.graphs[key] = True
+
+    def run_fullgraph(self, desc):
+        self.replayed.append(desc.name)
+
+
+def test_a_step_is_padded_to_the_next_size_that_has_graphs():
+    graphs = Recorded()
+    assert [graphs.size_for(n) for n in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, 5]
+    assert graphs.is_on
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE])
+def test_without_graphs_of_whole_forwards_nothing_is_padded(mode):
+    graphs = Recorded(mode)
+    assert not graphs.is_on
+    assert graphs.size_for(3) == 3
+
+
+def test_a_part_runs_by_its_graph_and_inside_a_capture_as_itself():
+    """Catches: a replay under capture, which CUDA refuses, and a part that is captured for another size."""
+    graphs, ran = Recorded(), []
+
+    def inner() -> None:
+        ran.append("inner")
+
+    def outer() -> None:
+        ran.append("outer")
+        assert not graphs.run(part("inner", 2), inner)
+
+    parts = {part("inner", 2): inner, part("outer", 2): outer}
+    graphs.capture_parts(parts, parts.__getitem__)
+    assert ran.count("inner") == 4
+    assert not graphs.replayed
+
+    ran.clear()
+    assert graphs.run(part("outer", 2), outer)
+    assert not graphs.run(part("outer", 4), lambda: ran.append("larger"))
+    assert graphs.replayed == ["outer"]
+    assert ran == ["larger"]

@@ -1,0 +1,63 @@
+"""Plans: what a step drafts by how many requests are in it, from a table and vLLM's own schedule; plain Python."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+NONE = "none"  # the shape of a step that drafts nothing
+
+# First batch size, last, most tokens per step: vLLM's `num_speculative_tokens_per_batch_size`.
+Cap = tuple[int, int, int]
+
+
+class Plan(NamedTuple):
+    """What a step drafts for each of its requests.
+
+    Attributes:
+        shape: "chain", "tree-static", "tree-adaptive", or "none".
+        num_tokens: At most so many; 0 exactly where the shape is "none".
+    """
+
+    shape: str
+    num_tokens: int
+
+
+class PlanRow(NamedTuple):
+    """The plan of the batch sizes `first` to `last`."""
+
+    first: int
+    last: int
+    plan: Plan
+
+
+def without_gaps(caps: Sequence[Cap]) -> tuple[Cap, ...]:
+    """Return vLLM's schedule in order, each row up to the next: in a gap vLLM goes on with the row before it.
+
+    Raises:
+        ValueError: Batch sizes that have two rows, or the first of which has none.
+    """
+    rows = sorted(caps)
+    if not rows or rows[0][0] != 1:
+        raise ValueError("batch sizes must begin at 1")
+    for (first, last, _), (following, _, _) in zip(rows, [*rows[1:], (rows[-1][1] + 1, 0, 0)], strict=True):
+        if not first <= last < following:
+            raise ValueError(f"batch sizes must ascend, each in one row: {first} to {last} does not")
+    ends = [row[0] - 1 for row in rows[1:]] + [rows[-1][1]]
+    return tuple((first, end, num_tokens) for (first, _, num_tokens), end in zip(rows, ends, strict=True))
+
+
+def capped(table: Sequence[tuple[int, int, str, int]], caps: Sequence[Cap] | None) -> tuple[PlanRow, ...]:
+    """Return the plans of a table, of which no row drafts more than vLLM's schedule allows.
+
+    Args:
+        table: Rows `(first, last, shape, tokens)` that follow each other from 1 on. Past the end the last one holds.
+        caps: The same of vLLM's schedule, without gaps; None: no cap.
+    """
+    rows: list[PlanRow] = []
+    caps = caps or [(1, 1, max(row[3] for row in table))]
+    for last in sorted({row[1] for row in table} | {row[1] for row in caps}):
+        _, _, shape, num_tokens = next((row for row in table if last <= row[1]), table[-1])
+        num_tokens = min(num_tokens, next((row for row in caps if last <= row[1]), caps[-1])[2])
+        plan = Plan(shape if num_tokens else NONE, num_tokens)
+        first = rows.pop().first if rows and rows[-1].plan == plan else (rows[-1].last + 1 if rows else 1)
+        rows.append(PlanRow(first, last, plan))
+    return tuple(rows)
