@@ -84,6 +84,11 @@ class Case:
         """Tensor-parallel ranks, each a process of its own if there are several."""
         return self.overrides.get("tensor_parallel_size", 1)
 
+    @property
+    def has_whole_graphs(self) -> bool:
+        """Whether decode steps of the target are captured whole."""
+        return "compilation_config" in self.overrides and "cudagraph_mode" not in self.overrides["compilation_config"]
+
     def shares_engine(self, other: "Case") -> bool:
         """Return whether an engine of this case is one of the other's, too."""
         same = (self.spec, self.family, self.overrides) == (other.spec, other.family, other.overrides)
