@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from null_gpu.plants import allocate_while_capturing, plant_each
-from null_gpu.situations import peak_of_a_prompt, sleep_and_wake
+from null_gpu.situations import peak_of_a_prompt, sleep_and_wake, sums_of_guidance
 from vllm_vidspec.tools import pairs
 
 QWEN, LLAVA = pairs.FAMILIES
@@ -130,7 +130,7 @@ _ALL = (
     Case("vanilla"),
     Case("vanilla batch", batch=4),
     Case("vanilla sampled", sampling=_SAMPLED),
-    Case("chain", {}, most_launches=400),
+    Case("chain", {}, most_launches=400, after=sums_of_guidance),
     Case("chain batch", {}, "vanilla batch", batch=4, most_launches=410),
     Case("chain sampled", {}, "vanilla sampled", sampling=_SAMPLED, most_launches=475),
     Case("planted", {}, steps=4, timed_steps=0, after=plant_each, is_planted=True),

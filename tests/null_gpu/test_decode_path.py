@@ -146,6 +146,16 @@ def test_sleep_gives_memory_back(measured, level):
     assert asleep > again >= awake
 
 
+# ---- guidance
+
+
+@pytest.mark.cases("chain")
+def test_guidance_is_told_the_sums_of_the_layers_own_attention(measured):
+    """Catches: a pass over all keys of each layer that FlashAttention has made already."""
+    told = measured["chain"]["extra"]["told"]
+    assert told and all(shape is not None and shape[:2] == shape[2:] for shape in told), told
+
+
 # ---- the tests above are seen to fail
 
 
