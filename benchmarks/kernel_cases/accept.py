@@ -5,19 +5,20 @@ from typing import Any
 import torch
 from bench_kernels import DEVICE, Case, against_reference
 
-from vidspec_kernels import LOWEST, SHIFT, WINDOW, Looseness, TreeShapes, accept
+from vidspec_kernels import LOWEST, SHIFT, WINDOW, Looseness, Tally, TreeShapes, accept
 
 AXES: dict[str, list[Any]] = {
     "kind": ["strict chain", "strict tree", "loose chain", "loose tree"],
     "num_reqs": [1, 8, 64, 256, 1024],
 }
 ROUNDS = 100
-# Per request in: one bound 4; out: count 4. Per column in: target and draft tokens 8 + 8; out: sampled 8.
-REQ_BYTES, COLUMN_BYTES = 4 + 4, 8 + 8 + 8
-# Of trees, a row 8 and per column parent, depth and ancestors 4 + 4 + 8, out path 4.
-TREE_REQ_BYTES, TREE_COLUMN_BYTES = 8, 4 + 4 + 8 + 4
-# Of loose requests, row, rule, share and window 8 + 4 + 4 + 4, per column score, entropy, a flag 4 + 4 + 1, out kind 1.
-LOOSE_REQ_BYTES, LOOSE_COLUMN_BYTES = 8 + 4 + 4 + 4, 4 + 4 + 1 + 1
+# Per request in: one bound 4, row 8, whether its drafts are real 1; out: count 4. Per column in: target and draft
+# tokens 8 + 4; out: sampled 8. The totals, added to by all requests, stay in the L2 cache.
+REQ_BYTES, COLUMN_BYTES = 4 + 8 + 1 + 4, 8 + 4 + 8
+# Of trees, out accepted drafts 4, and per column parent, depth and ancestors 4 + 4 + 8, out path 4, twice.
+TREE_REQ_BYTES, TREE_COLUMN_BYTES = 4, 4 + 4 + 8 + 4 + 4
+# Of loose requests, rule, share and window 4 + 4 + 4, per column score, entropy, a flag 4 + 4 + 1, out kind 1.
+LOOSE_REQ_BYTES, LOOSE_COLUMN_BYTES = 4 + 4 + 4, 4 + 4 + 1 + 1
 
 
 def shapes(num_reqs: int, num_cols: int, rows: torch.Tensor, generator: torch.Generator) -> TreeShapes:
@@ -40,7 +41,7 @@ def case(kind: str, num_reqs: int) -> Case:
     num_rows = num_reqs * num_cols
     tokens = (
         torch.randint(0, 2, (num_rows,), generator=generator).to(DEVICE),
-        torch.randint(0, 2, (num_rows,), generator=generator).to(DEVICE),
+        torch.randint(0, 2, (num_rows,), generator=generator, dtype=torch.int32).to(DEVICE),
         torch.arange(0, num_rows + 1, num_cols, dtype=torch.int32, device=DEVICE),
     )
     rows = torch.randperm(num_reqs, generator=generator).to(DEVICE)
@@ -56,7 +57,12 @@ def case(kind: str, num_reqs: int) -> Case:
         min_entropy=0.2,
     )
     trees = shapes(num_reqs, num_cols, rows, generator) if in_trees else None
-    arguments = (*tokens, num_cols - 1, trees, looseness if is_loose else None)
+    has_draft = torch.ones(num_reqs, dtype=torch.bool, device=DEVICE)
+    tally = Tally(rows, has_draft, torch.zeros(7 + num_cols, dtype=torch.int64, device=DEVICE))
+    if in_trees:
+        kept = torch.zeros(num_reqs, num_cols, dtype=torch.int32, device=DEVICE)
+        tally = tally._replace(path=kept, num_accepted=torch.zeros(num_reqs, dtype=torch.int32, device=DEVICE))
+    arguments = (*tokens, num_cols - 1, trees, looseness if is_loose else None, tally)
     per_req = REQ_BYTES + TREE_REQ_BYTES * in_trees + LOOSE_REQ_BYTES * is_loose
     per_column = COLUMN_BYTES + TREE_COLUMN_BYTES * in_trees + LOOSE_COLUMN_BYTES * is_loose
     return Case(

@@ -1,15 +1,15 @@
 """vidspec_kernels: Triton kernels beside their torch references; needs torch, triton and numpy only."""
 
-from vidspec_kernels.accept import LOWEST, SHIFT, WINDOW, Looseness, TreeShapes, accept, accept_reference
+from vidspec_kernels.accept import LOWEST, SHIFT, WINDOW, Looseness, Tally, TreeShapes, accept, accept_reference
 from vidspec_kernels.begin_step import begin_step, begin_step_reference
 from vidspec_kernels.candidates import candidates, candidates_reference
 from vidspec_kernels.draw import draw, draw_reference
 from vidspec_kernels.guidance_scores import guidance_scores, guidance_scores_reference
 from vidspec_kernels.kv_compact import CacheList, kv_compact, kv_compact_reference
+from vidspec_kernels.loosen import CHANCE, RELEVANCE, LooseTables, loosen, loosen_reference, random_scores
 from vidspec_kernels.next_level import next_level, next_level_reference
 from vidspec_kernels.place_trees import TreePlaces, place_trees, place_trees_reference
 from vidspec_kernels.sampling import Noise, SampleScratch
-from vidspec_kernels.step import step, step_reference
 from vidspec_kernels.step_buffers import LevelBuffers, StepBuffers, StepTables
 from vidspec_kernels.tree_attention import TreeAttentionScratch, tree_attention
 from vidspec_kernels.tree_attention_reference import tree_attention_reference
@@ -23,16 +23,20 @@ from vidspec_kernels.visual_relevance import (
 )
 
 __all__ = [
+    "CHANCE",
     "LOWEST",
+    "RELEVANCE",
     "SHIFT",
     "WINDOW",
     "CacheList",
     "LevelBuffers",
+    "LooseTables",
     "Looseness",
     "Noise",
     "SampleScratch",
     "StepBuffers",
     "StepTables",
+    "Tally",
     "TreeAttentionScratch",
     "TreePlaces",
     "TreeShapes",
@@ -48,13 +52,14 @@ __all__ = [
     "guidance_scores_reference",
     "kv_compact",
     "kv_compact_reference",
+    "loosen",
+    "loosen_reference",
     "merge_relevance",
     "next_level",
     "next_level_reference",
     "place_trees",
     "place_trees_reference",
-    "step",
-    "step_reference",
+    "random_scores",
     "storage_scale",
     "store_states",
     "tree_attention",

@@ -1,9 +1,10 @@
-"""accept: which drafts of chains and trees stand, strictly or by each request's own rules; one program a request."""
+"""accept: which drafts stand, strictly or by each request's rules, and what is counted; one program a request."""
 
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -64,6 +65,32 @@ class Looseness(NamedTuple):
     min_entropy: float
 
 
+class Tally(NamedTuple):
+    """What a step adds to running totals, and what is kept of each request until its next step.
+
+    Attributes:
+        rows: int64 [R], persistent row of each request.
+        has_draft: bool [max_reqs], whether a request's drafts are real; those of others are not counted.
+        totals: int64 [>= 7 + K], added to. Of the requests with drafts: how many, their drafts, those that stand, the
+            depth of their deepest drafts, those that stand by kind (1, 2, 3), and those that stand at each depth.
+        by_kind: int64 [R, 3], written: each request's drafts that stand, by kind. None: nobody asks.
+        path: int32 [max_reqs, >= K + 1], unit stride in its rows, written: each request's accepted path, as `accept`
+            returns it of trees; of a chain each column's own index. None where all drafts are chains for good.
+        num_accepted: int32 [max_reqs], written: how many drafts are on the path; -1 of a request without rows. Comes
+            and is missing with `path`.
+    """
+
+    rows: Tensor
+    has_draft: Tensor
+    totals: Tensor
+    by_kind: Tensor | None = None
+    path: Tensor | None = None
+    num_accepted: Tensor | None = None
+
+
+_NUM_SUMS = 7  # of `Tally.totals` before those by depth
+
+
 @triton.jit
 def _popcount(word):
     """Return how many bits of each 64-bit word are set."""
@@ -87,12 +114,18 @@ def _accept_kernel(
     draft_tokens_ptr,
     # [R + 1]
     cu_num_logits_ptr,
-    # [R]; None for strict chains
+    # [R]; None for strict chains that nobody counts
     rows_ptr,
     # Parents, depths, ancestors, [max_reqs, num_cols] each, their row stride; out: path [R, num_cols]. None for chains
     tree,
     # Rules, shares, windows, [max_reqs] each, the least entropy; out: kinds [R, num_cols]. None where all is strict
     loose,
+    # Which rows have drafts [max_reqs]; in and out: totals [NUM_SUMS + num_cols - 1]. None where nobody counts
+    sums,
+    # Out: [R, 3]; None where nobody asks
+    by_kind_ptr,
+    # Out: paths by row, [max_reqs, num_cols], their stride, accepted drafts by row [max_reqs]. None where nobody asks
+    kept,
     # [N]; None where all is strict, as the next two
     scores_ptr,
     entropies_ptr,
@@ -105,6 +138,7 @@ def _accept_kernel(
     BLOCK: tl.constexpr,
     # LOWEST, WINDOW, SHIFT, _EPSILON; None where all is strict
     FLAGS: tl.constexpr,
+    NUM_SUMS: tl.constexpr,
 ):
     """One request. Entries are its drafts, nodes 1 to BLOCK; what concerns pairs of them has 32 bits a pair at most.
 
@@ -208,6 +242,44 @@ def _accept_kernel(
         tl.store(kinds_ptr, 0, mask=last_depth == 0)
         tl.store(kinds_ptr + node, tl.zeros([BLOCK], tl.int8), mask=is_column & (node >= last_depth))
 
+    if kept is not None:
+        kept_path_ptr, kept_stride, kept_count_ptr = kept
+        kept_path_ptr += req_state_idx * kept_stride
+        tl.store(kept_path_ptr, 0)
+        if tree is not None:
+            tl.store(kept_path_ptr + depth, node, mask=on_path)
+            tl.store(kept_path_ptr + node, node, mask=is_column & (node > last_depth))
+        else:
+            tl.store(kept_path_ptr + node, node, mask=is_column)
+        tl.store(kept_count_ptr + req_state_idx, tl.minimum(last_depth + 1, num_logits) - 1)
+    if sums is not None:
+        has_draft_ptr, totals_ptr = sums
+        num_drafts = tl.maximum(num_logits - 1, 0)
+        num_drafts = tl.where(tl.load(has_draft_ptr + req_state_idx) != 0, num_drafts, 0)
+        is_counted = num_drafts > 0
+        num_accepted = tl.where(is_counted, last_depth, 0)
+        if tree is not None:
+            deepest = tl.where(is_counted, tl.max(tl.where(is_draft, depth, 0), axis=0), 0)
+        else:
+            deepest = num_drafts
+        loosened, shifted = 0, 0
+        if loose is not None:
+            loosened = tl.where(is_counted, tl.sum((on_path & (kind == 2)).to(tl.int32), axis=0), 0)
+            shifted = tl.where(is_counted, tl.sum((on_path & (kind == 3)).to(tl.int32), axis=0), 0)
+        exact = num_accepted - loosened - shifted
+        place = tl.arange(0, 8)
+        first = tl.where(place == 0, is_counted.to(tl.int32), tl.where(place == 1, num_drafts, 0))
+        middle = tl.where(place == 2, num_accepted, tl.where(place == 3, deepest, 0))
+        last = tl.where(place == 4, exact, tl.where(place == 5, loosened, tl.where(place == 6, shifted, 0)))
+        found = (first + middle + last).to(tl.int64)
+        # Sums of integers: the order in which programs add does not show.
+        tl.atomic_add(totals_ptr + place, found, mask=(place < NUM_SUMS) & (found != 0), sem="relaxed")
+        one = tl.full([BLOCK], 1, tl.int64)
+        tl.atomic_add(totals_ptr + NUM_SUMS + place_of_bit, one, mask=place_of_bit < num_accepted, sem="relaxed")
+        if by_kind_ptr is not None:
+            by_kind_ptr += req_idx * 3
+            tl.store(by_kind_ptr + place - 4, found, mask=(place >= 4) & (place < 7))
+
 
 def accept(
     target_tokens: Tensor,
@@ -216,6 +288,7 @@ def accept(
     max_drafts: int,
     trees: TreeShapes | None = None,
     looseness: Looseness | None = None,
+    tally: Tally | None = None,
     impl: Impl = "auto",
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Accept each request's longest path of drafts that match the target's samples or may differ from them.
@@ -236,12 +309,13 @@ def accept(
 
     Args:
         target_tokens: int64 [N], the target's sample at each logits row.
-        draft_tokens: int64 [N], input token of each logits row: row i of a request is its node i, row 0 its root; -1 =
+        draft_tokens: int32 [N], input token of each logits row: row i of a request is its node i, row 0 its root; -1 =
             not a draft, never stands.
         cu_num_logits: int32 [R + 1], first logits row of each request; at most max_drafts + 1 rows a request.
         max_drafts: K, 0 to 64; of trees and loose requests at least 1.
         trees: None: all are chains.
-        looseness: None: no mismatch stands. Its rows are those of the trees.
+        looseness: None: no mismatch stands. Its rows are those of the trees, and of the tally.
+        tally: What is counted and kept of the step; None: nothing.
         impl: See `dispatch.use_triton`.
 
     Returns:
@@ -255,13 +329,13 @@ def accept(
     Raises:
         AssertionError: A dtype, device, shape or stride is not as above.
     """
-    _check(target_tokens, draft_tokens, cu_num_logits, max_drafts, trees, looseness)
+    _check(target_tokens, draft_tokens, cu_num_logits, max_drafts, trees, looseness, tally)
     device, num_reqs, num_cols = target_tokens.device, cu_num_logits.shape[0] - 1, max_drafts + 1
     if not use_triton(impl, device):
-        return accept_reference(target_tokens, draft_tokens, cu_num_logits, max_drafts, trees, looseness)
+        return accept_reference(target_tokens, draft_tokens, cu_num_logits, max_drafts, trees, looseness, tally)
     sampled = target_tokens.new_empty(num_reqs, num_cols)
     num_sampled = cu_num_logits.new_empty(num_reqs)
-    rows = path = kinds = tree = loose = None
+    rows = path = kinds = tree = loose = sums = by_kind = kept = None
     signals: Sequence[Tensor | None] = (None,) * 3
     if trees is not None:
         path = cu_num_logits.new_empty(num_reqs, num_cols)
@@ -271,6 +345,10 @@ def accept(
         kinds = cu_num_logits.new_empty(num_reqs, num_cols, dtype=torch.int8)
         rows, *settings = looseness
         loose, signals = (*settings[:3], float(looseness.min_entropy), kinds), settings[3:6]
+    if tally is not None:
+        rows, by_kind, sums = tally.rows, tally.by_kind, (tally.has_draft, tally.totals)
+        if tally.path is not None:
+            kept = (tally.path, tally.path.stride(0), tally.num_accepted)
     if num_reqs > 0:
         block = max(2, triton.next_power_of_2(max_drafts))
         launcher(_accept_kernel, (num_reqs,), device)(
@@ -280,12 +358,16 @@ def accept(
             rows,
             tree,
             loose,
+            sums,
+            by_kind,
+            kept,
             *signals,
             sampled,
             num_sampled,
             num_cols,
             BLOCK=block,
             FLAGS=None if loose is None else (LOWEST, WINDOW, SHIFT, _EPSILON),
+            NUM_SUMS=_NUM_SUMS,
             **({"num_warps": 8} if loose is not None and block > 32 else {}),
         )
     return sampled, num_sampled, path, kinds
@@ -298,17 +380,18 @@ def _check(
     max_drafts: int,
     trees: TreeShapes | None,
     looseness: Looseness | None,
+    tally: Tally | None,
 ) -> None:
     """Assert what `accept` says of its arguments."""
     device, num_rows = target_tokens.device, target_tokens.shape[0]
     check_vector("target_tokens", target_tokens, torch.int64, device)
-    check_vector("draft_tokens", draft_tokens, torch.int64, device)
+    check_vector("draft_tokens", draft_tokens, torch.int32, device)
     check_vector("cu_num_logits", cu_num_logits, torch.int32, device, min_len=1)
     assert draft_tokens.shape[0] == num_rows, f"{num_rows} target rows, {draft_tokens.shape[0]} drafts"
     least = 0 if trees is None and looseness is None else 1
     assert least <= max_drafts <= MAX_DRAFTS, f"max_drafts {max_drafts}"
     num_reqs = cu_num_logits.shape[0] - 1
-    for given in (trees, looseness):
+    for given in (trees, looseness, tally):
         if given is not None:
             check_vector("rows", given.rows, torch.int64, device)
             assert given.rows.shape[0] == num_reqs, f"rows: expected {num_reqs} entries, got {given.rows.shape[0]}"
@@ -338,6 +421,24 @@ def _check(
             vector = getattr(looseness, name)
             check_vector(name, vector, dtype, device)
             assert vector.shape[0] == length, f"{name}: expected {length} entries, got {vector.shape[0]}"
+    if tally is not None:
+        _check_tally(tally, max_drafts, device)
+
+
+def _check_tally(tally: Tally, max_drafts: int, device: torch.device) -> None:
+    """Assert what `Tally` says of its tensors, but of its rows."""
+    check_vector("has_draft", tally.has_draft, torch.bool, device)
+    check_vector("totals", tally.totals, torch.int64, device, _NUM_SUMS + max_drafts)
+    if (by_kind := tally.by_kind) is not None:
+        assert by_kind.dtype == torch.int64 and by_kind.device == device, f"by_kind: {by_kind.dtype}, {by_kind.device}"
+        assert by_kind.shape == (len(tally.rows), 3) and by_kind.is_contiguous(), f"by_kind: {list(by_kind.shape)}"
+    assert (tally.path is None) == (tally.num_accepted is None), "path and num_accepted: one without the other"
+    if tally.path is not None and tally.num_accepted is not None:
+        check_vector("num_accepted", tally.num_accepted, torch.int32, device)
+        path, max_reqs = tally.path, tally.num_accepted.shape[0]
+        assert path.dtype == torch.int32 and path.device == device and path.ndim == 2, "path: int32 of two dims"
+        assert path.shape[0] == max_reqs, f"path: {path.shape[0]} rows, num_accepted {max_reqs}"
+        assert path.shape[1] > max_drafts and path.stride(1) == 1, f"path: {list(path.shape)}, {path.stride()}"
 
 
 def accept_reference(
@@ -347,82 +448,136 @@ def accept_reference(
     max_drafts: int,
     trees: TreeShapes | None = None,
     looseness: Looseness | None = None,
+    tally: Tally | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Do what `accept` does, in numpy or torch without a loop: the specification. Same arguments and results."""
     device = target_tokens.device
-    xp = array_module(device)
-    num_cols, num_rows = max_drafts + 1, target_tokens.shape[0]
-    bounds = xp.asarray(as_array(cu_num_logits), dtype=xp.int64)[:, None]  # [R + 1, 1]
-    num_logits = bounds[1:] - bounds[:-1]  # [R, 1]
-    col = as_array(torch.arange(num_cols, device=device))  # [K + 1]
+    xp, num_cols = array_module(device), max_drafts + 1
+    col = _arange(num_cols, device)
     node = col[1:]  # [K]
-    row = at_most(bounds[:-1] + col, max(num_rows - 1, 0))  # [R, K + 1]; zeros where there are no rows
-    if num_rows == 0:
-        path, kinds = None if trees is None else row + col, None if looseness is None else row
-        return _results(row, num_logits, path, kinds)
-    target, fed = as_array(target_tokens)[row], as_array(draft_tokens)[row]
-    draft = fed[:, 1:]  # [R, K], as all of the drafts; or [1, K] where it is the same in every chain
-
-    # Nodes without a row may say anything; none is the ancestor of one that has a row.
-    has_row = node < num_logits
-    if trees is None:
-        parent, depth, above = col[None, :-1], node[None], (2 << col[None, :-1]) - 1
-        expected = target[:, :-1]
-    else:
-        req_idx = as_array(torch.arange(len(row), device=device))[:, None]
-        state_row = as_array(trees.rows)
-        words = as_array(trees.ancestors)[state_row]  # [R, >= K + 1]; of the root and the drafts
-        parent, depth = (as_array(table)[state_row][:, 1:num_cols] for table in (trees.parents, trees.depths))
-        parent, depth = at_most(at_least(parent, 0), max_drafts), xp.asarray(depth, dtype=xp.int64)
-        above, expected = words[:, 1:num_cols], target[req_idx, parent]
-    stands = (draft >= 0) & (draft == expected)
+    place = _places(xp, cu_num_logits, target_tokens.shape[0], col)
+    target, draft = place.spread(target_tokens), place.spread(draft_tokens)[:, 1:]  # [R, K + 1] and [R, K]
+    shape = _shapes(xp, trees, place, col)
+    expected = target[shape.parent_index]
+    stands = (draft >= 0) & (draft == expected) & place.has_row
+    kind = mismatches = path = kinds = None
     if looseness is not None:
-        parent_row = row[:, :-1] if trees is None else row[req_idx, parent]
-        kind, mismatches = _judge(xp, looseness, node, depth, above, has_row, draft, expected, row[:, 1:], parent_row)
+        kind, mismatches = _judge(xp, looseness, node, shape, place, draft, expected)
         stands = kind != 0
-    path = None
     if trees is None:
-        num_accepted = (stands & has_row).cumprod(1).sum(1)[:, None]  # [R, 1]
+        num_accepted = stands.cumprod(1).sum(1)[:, None]  # [R, 1]
     else:
-        bit = 1 << col[:-1]  # [K]
-        alive = has_row & ((above & ~(stands * bit).sum(1)[:, None]) == 0)  # distinct bits: their sum is their union
-        # One maximum for the greatest depth, within it the fewest mismatches, then the lowest node; 0 for the root.
-        key = depth * num_cols**2 - node
-        if looseness is not None:
-            key -= mismatches * num_cols
-        key = xp.amax(alive * key, 1)[:, None]
-        num_accepted = (key + (num_cols**2 - 1)) // num_cols**2
-        last = -key % num_cols
-        on_path = (words[req_idx, last] & bit) != 0
-        path = col + xp.zeros_like(row)
-        # A node that is not on the path writes what is there already, the root at depth 0.
-        path[req_idx, depth * on_path] = node * on_path
-        target = target[req_idx, path]
-    num_sampled = xp.minimum(num_accepted + 1, num_logits)
-    sampled, kinds = target * (col < num_sampled), None
-    if looseness is not None:
+        num_accepted, path = _deepest(xp, shape, stands, mismatches, place.has_row, col)
+        target = target[shape.req_idx, path]
+    num_sampled = num_accepted + 1
+    if place.num_logits is not None:
+        num_sampled = xp.minimum(num_sampled, place.num_logits)
+    sampled = target * (col < num_sampled)
+    if kind is not None:
         is_accepted = node <= num_accepted
         if path is not None:
-            draft, kind = draft[req_idx, path[:, 1:] - 1], kind[req_idx, path[:, 1:] - 1]
+            draft, kind = draft[shape.req_idx, path[:, 1:] - 1], kind[shape.req_idx, path[:, 1:] - 1]
         sampled[:, :-1] = xp.where(is_accepted, draft, sampled[:, :-1])
-        kinds = 0 * row
+        kinds = 0 * target
         kinds[:, :-1] = kind * is_accepted
-    return _results(sampled, num_sampled, path, kinds)
+    results = (
+        torch.as_tensor(sampled),
+        _as(torch.int32, num_sampled[:, 0]),
+        None if path is None else _as(torch.int32, path),
+        None if kinds is None else _as(torch.int8, kinds),
+    )
+    if tally is not None:
+        _count(xp, tally, place.has_row, None if trees is None else shape.depth, num_accepted, kinds, col)
+        if tally.path is not None and tally.num_accepted is not None:
+            state_row, kept = as_array(tally.rows), _as(torch.int32, col) if results[2] is None else results[2]
+            as_array(tally.path)[state_row, :num_cols] = as_array(kept)
+            as_array(tally.num_accepted)[state_row] = as_array(results[1]) - 1
+    return results
+
+
+class _Places(NamedTuple):
+    """Where the logits rows of each request are, for the reference.
+
+    Attributes:
+        row: int [R, K + 1], the row of each node, of one without a row any; None where all have one.
+        num_logits: int [R, 1], rows of each request; None where it is K + 1 of all.
+        has_row: bool [R, K] or [1, K], whether a draft has a row.
+        shape: Of a row for each node.
+    """
+
+    row: Any
+    num_logits: Any
+    has_row: Any
+    shape: tuple[int, int]
+
+    def spread(self, vector: Tensor) -> Any:
+        """Return what a vector says of each node's row, [R, K + 1]."""
+        if self.row is None:
+            return as_array(vector).reshape(self.shape)
+        return as_array(vector if len(vector) else vector.new_zeros(1))[self.row]
+
+
+def _places(xp: ModuleType, cu_num_logits: Tensor, num_rows: int, col: Any) -> _Places:
+    shape = (cu_num_logits.shape[0] - 1, len(col))
+    if num_rows == shape[0] * shape[1]:  # the usual decode step
+        return _Places(None, None, col[None, 1:] > 0, shape)
+    bounds = xp.asarray(as_array(cu_num_logits), dtype=xp.int64)[:, None]  # [R + 1, 1]
+    num_logits = bounds[1:] - bounds[:-1]
+    return _Places(at_most(bounds[:-1] + col, max(num_rows - 1, 0)), num_logits, col[1:] < num_logits, shape)
+
+
+class _Shapes(NamedTuple):
+    """The drafts' shapes for the reference, [R, K] each, or [1, K] where it is the same in every chain.
+
+    Attributes:
+        parent_index: Index of each draft's parent in [R, K + 1].
+        depth: Of each draft.
+        above: Its ancestors.
+        words: int64 [R, K + 1], ancestors of each node, the root's too; None for chains.
+        req_idx: [R, 1], each request's own place; None for chains.
+    """
+
+    parent_index: Any
+    depth: Any
+    above: Any
+    words: Any
+    req_idx: Any
+
+
+def _shapes(xp: ModuleType, trees: TreeShapes | None, place: _Places, col: Any) -> _Shapes:
+    if trees is None:
+        return _Shapes((slice(None), slice(-1)), col[None, 1:], (2 << col[None, :-1]) - 1, None, None)
+    num_reqs, num_cols = place.shape
+    state_row, req_idx = as_array(trees.rows), _arange(num_reqs, trees.rows.device)[:, None]
+    words = as_array(trees.ancestors)[state_row][:, :num_cols]
+    parent, depth = (as_array(table)[state_row][:, 1:num_cols] for table in (trees.parents, trees.depths))
+    if place.row is not None:  # nodes without a row may say anything; none is the ancestor of one that has a row
+        parent = at_most(at_least(parent, 0), num_cols - 1)
+    return _Shapes((req_idx, parent), depth, words[:, 1:], words, req_idx)
+
+
+def _deepest(xp: ModuleType, shape: _Shapes, stands: Any, mismatches: Any, has_row: Any, col: Any) -> tuple[Any, Any]:
+    """Return how many drafts of trees are accepted, [R, 1], and the path to the last, [R, K + 1]."""
+    num_cols, bit = len(col), 1 << col[:-1]
+    alive = has_row & ((shape.above & ~(stands * bit).sum(1)[:, None]) == 0)  # distinct bits: the sum is the union
+    # One maximum for the greatest depth, within it the fewest mismatches, then the lowest node; 0 for the root.
+    key = shape.depth * num_cols**2 - col[1:]
+    if mismatches is not None:
+        key = key - mismatches * num_cols
+    key = xp.amax(alive * key, 1)[:, None]
+    last = -key % num_cols
+    on_path = (shape.words[shape.req_idx, last] & bit) != 0
+    path = col + 0 * shape.words
+    # A node that is not on the path writes what is there already, the root at depth 0.
+    path[shape.req_idx, shape.depth * on_path] = col[1:] * on_path
+    return (key + (num_cols**2 - 1)) // num_cols**2, path
 
 
 def _judge(
-    xp: ModuleType,
-    looseness: Looseness,
-    node: Any,
-    depth: Any,
-    above: Any,
-    has_row: Any,
-    draft: Any,
-    expected: Any,
-    draft_row: Any,
-    parent_row: Any,
+    xp: ModuleType, looseness: Looseness, node: Any, shape: _Shapes, place: _Places, draft: Any, expected: Any
 ) -> tuple[Any, Any]:
     """Return the kind of each draft, [R, K], and how many mismatches are on the way to it, by `Looseness`."""
+    has_row, depth, above = place.has_row, shape.depth, shape.above
     state_row = as_array(looseness.rows)
     rule = as_array(looseness.rules)[state_row][:, None]  # [R, 1]
     valid = has_row & (draft >= 0)
@@ -434,30 +589,52 @@ def _judge(
     branch = above & -above
     peers = valid[:, None] & (branch[:, :, None] == branch[:, None])
 
-    score = as_array(looseness.scores)[draft_row]
+    score = place.spread(looseness.scores)[:, 1:]
     score = xp.where(score == score, score, float("inf"))[:, None]  # [R, 1, K]
     mine = score.swapaxes(1, 2)  # [R, K, 1]
-    place = (peers & xp.where(node <= node[:, None], score <= mine, score < mine)).sum(2)
+    rank = (peers & xp.where(node <= node[:, None], score <= mine, score < mine)).sum(2)
     share = xp.asarray(as_array(looseness.shares)[state_row], dtype=xp.float64)[:, None]
-    loosened = (place <= share * peers.sum(2) + _EPSILON) & ((rule & LOWEST) != 0)
+    loosened = (rank <= share * peers.sum(2) + _EPSILON) & ((rule & LOWEST) != 0)
     # No more mismatches on the way to a node W further down: all between match.
     window = as_array(looseness.windows)[state_row][:, None, None]
     ends = on_way & has_row[:, :, None] & (mismatches[:, :, None] == mismatches[:, None])
     in_window = (ends & (depth[:, :, None] - depth[:, None] == window)).any(1)
-    unsure = as_array(looseness.entropies)[parent_row] > looseness.min_entropy
+    unsure = place.spread(looseness.entropies)[shape.parent_index] > looseness.min_entropy
     loosened |= in_window & unsure & ((rule & WINDOW) != 0)
     shifted = (peers & (draft[:, None] == expected[:, :, None])).any(2) & ((rule & SHIFT) != 0)
-    may = valid & as_array(looseness.may_loosen)[draft_row]
+    may = valid & place.spread(looseness.may_loosen)[:, 1:]
     return xp.where(exact, 1, may * xp.where(loosened, 2, shifted * 3)), mismatches
 
 
-def _results(
-    sampled: Any, num_sampled: Any, path: Any, kinds: Any
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return arrays as the tensors of `accept`."""
-    path = None if path is None else _as(torch.int32, path)
-    kinds = None if kinds is None else _as(torch.int8, kinds)
-    return torch.as_tensor(sampled), _as(torch.int32, num_sampled[:, 0]), path, kinds
+def _count(xp: ModuleType, tally: Tally, has_row: Any, depth: Any, num_accepted: Any, kinds: Any, col: Any) -> None:
+    """Add to the tally's totals, and write its counts by kind.
+
+    Args:
+        xp: numpy or torch.
+        tally: The caller's.
+        has_row: bool [R, K] or [1, K].
+        depth: [R, K]; None for chains.
+        num_accepted: [R, 1].
+        kinds: [R, K + 1]; None where all that stands is exact.
+        col: [K + 1].
+    """
+    num_drafts = has_row.sum(1) * as_array(tally.has_draft)[as_array(tally.rows)]  # [R]
+    is_counted = num_drafts > 0
+    accepted = num_accepted[:, 0] * is_counted
+    deepest = num_drafts if depth is None else xp.amax(depth * has_row, 1) * is_counted
+    loosened = shifted = 0 * accepted
+    if kinds is not None:
+        loosened, shifted = ((kinds == kind).sum(1) * is_counted for kind in (2, 3))
+    exact = accepted - loosened - shifted
+    sums = xp.stack((is_counted, num_drafts, accepted, deepest, exact, loosened, shifted), 1)
+    as_array(tally.totals)[: _NUM_SUMS + len(col) - 1] += xp.concatenate((sums, col[:-1] < accepted[:, None]), 1).sum(0)
+    if tally.by_kind is not None:
+        as_array(tally.by_kind)[:] = sums[:, 4:]
+
+
+def _arange(length: int, device: torch.device) -> Any:
+    """Return 0 to `length` - 1 as an array of the device's module."""
+    return np.arange(length) if array_module(device) is np else torch.arange(length, device=device)
 
 
 def _as(dtype: torch.dtype, array: Any) -> Tensor:

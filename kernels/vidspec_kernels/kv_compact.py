@@ -72,7 +72,7 @@ class CacheList:
         return CacheList((as_meta(group.views[0]), as_meta(group.views[-1])) for group in self.groups)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "starts_ptr", "num_accepted_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "starts_ptr", "num_accepted_ptr", "path_rows_ptr"])
 def _kv_compact_kernel(
     # [num_views], addresses of [num_blocks, block_size, num_kv_heads, HEAD_SIZE]
     addresses_ptr,
@@ -88,12 +88,14 @@ def _kv_compact_kernel(
     rows_ptr,
     # [R]
     starts_ptr,
-    # [R, num_cols]
+    # [P, num_cols]
     path_ptr,
     path_stride,
     num_cols,
-    # [R]
+    # [P]
     num_accepted_ptr,
+    # [R]; None where P is R
+    path_rows_ptr,
     block_size,
     WORD: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
@@ -103,8 +105,11 @@ def _kv_compact_kernel(
     BLOCK_MOVES: tl.constexpr,
 ):
     req_idx = tl.program_id(0).to(tl.int64)
-    path_ptr += req_idx * path_stride
-    num_accepted = tl.minimum(tl.load(num_accepted_ptr + req_idx), num_cols - 1)
+    path_row = req_idx
+    if path_rows_ptr is not None:
+        path_row = tl.load(path_rows_ptr + req_idx)
+    path_ptr += path_row * path_stride
+    num_accepted = tl.minimum(tl.load(num_accepted_ptr + path_row), num_cols - 1)
     col = tl.arange(0, BLOCK_COLS)
     node = tl.load(path_ptr + col, mask=col <= num_accepted, other=0)
     is_moved = (col >= 1) & (col <= num_accepted) & (node != col)
@@ -145,23 +150,25 @@ def kv_compact(
     starts: Tensor,
     path: Tensor,
     num_accepted: Tensor,
+    path_rows: Tensor | None = None,
     impl: Impl = "auto",
 ) -> None:
     """Move the KV entries of each request's accepted path to where the entries of a chain would be.
 
-    Entry starts[r] + path[r, j] becomes entry starts[r] + j, for j = 1..num_accepted[r], in every view of `caches`;
-    each source is read as it was before the call. Entry e of a request lies in block block_table[rows[r], e //
-    block_size] at offset e % block_size. A source beyond the block table is not moved. Requests share no block
-    that a move touches.
+    Entry starts[r] + path[p, j] becomes entry starts[r] + j, for j = 1..num_accepted[p] and p = path_rows[r], in every
+    view of `caches`; each source is read as it was before the call. Entry e of a request lies in block
+    block_table[rows[r], e // block_size] at offset e % block_size. A source beyond the block table is not moved.
+    Requests share no block that a move touches.
 
     Args:
         caches: Keys and values of all layers.
         block_table: int32 [max_table_rows, max_blocks], unit stride in its rows.
         rows: int64 [R], row of each request in the block table.
         starts: int32 [R], entry of the root.
-        path: int32 [R, K + 1], accepted node at each depth, unit stride in its rows: path[r, j] >= j, ascending.
-            Column 0 and those past num_accepted[r] are not read.
-        num_accepted: int32 [R], accepted drafts; below 1 = nothing to move.
+        path: int32 [P, K + 1], accepted node at each depth, unit stride in its rows: path[p, j] >= j, ascending.
+            Column 0 and those past num_accepted[p] are not read.
+        num_accepted: int32 [P], accepted drafts; below 1 = nothing to move.
+        path_rows: int64 [R], row of each request in these two; None: p is r.
         impl: See `dispatch.use_triton`.
 
     Raises:
@@ -171,17 +178,23 @@ def kv_compact(
     num_reqs = rows.shape[0]
     check_vector("rows", rows, torch.int64, device)
     check_vector("starts", starts, torch.int32, device, num_reqs)
-    check_vector("num_accepted", num_accepted, torch.int32, device, num_reqs)
+    check_vector("num_accepted", num_accepted, torch.int32, device)
     assert block_table.dtype == torch.int32 and block_table.device == device and block_table.ndim == 2, "block_table"
     assert block_table.shape[1] <= 1 or block_table.stride(1) == 1, "block_table: expected unit stride in a row"
     assert path.dtype == torch.int32 and path.device == device and path.ndim == 2, "path"
     assert path.shape[1] <= 1 or path.stride(1) == 1, "path: expected unit stride in a row"
-    for name, tensor in (("starts", starts), ("path", path), ("num_accepted", num_accepted)):
-        assert tensor.shape[0] == num_reqs, f"{name}: expected {num_reqs} rows, got {tensor.shape[0]}"
+    num_paths = path.shape[0] if path_rows is not None else num_reqs
+    if path_rows is not None:
+        check_vector("path_rows", path_rows, torch.int64, device)
+        assert path_rows.shape[0] == num_reqs, f"path_rows: expected {num_reqs} rows, got {path_rows.shape[0]}"
+    for name, tensor, length in (
+        ("starts", starts, num_reqs), ("path", path, num_paths), ("num_accepted", num_accepted, num_paths)
+    ):  # fmt: skip
+        assert tensor.shape[0] == length, f"{name}: expected {length} rows, got {tensor.shape[0]}"
     if num_reqs == 0 or path.shape[1] <= 1:
         return
     if not use_triton(impl, device):
-        kv_compact_reference(caches, block_table, rows, starts, path, num_accepted)
+        kv_compact_reference(caches, block_table, rows, starts, path, num_accepted, path_rows)
         return
     block_cols = triton.next_power_of_2(path.shape[1])
     for group in caches.groups:
@@ -199,6 +212,7 @@ def kv_compact(
             path.stride(0),
             path.shape[1],
             num_accepted,
+            path_rows,
             caches.block_size,
             WORD=_WORDS[view.element_size()],
             IS_ALIGNED=group.is_aligned,
@@ -210,21 +224,29 @@ def kv_compact(
 
 
 def kv_compact_reference(
-    caches: CacheList, block_table: Tensor, rows: Tensor, starts: Tensor, path: Tensor, num_accepted: Tensor
+    caches: CacheList,
+    block_table: Tensor,
+    rows: Tensor,
+    starts: Tensor,
+    path: Tensor,
+    num_accepted: Tensor,
+    path_rows: Tensor | None = None,
 ) -> None:
     """Do what `kv_compact` does, in numpy or torch, a view at a time: the specification. Same arguments.
 
     Without moves it is a handful of small operations; on a GPU the count of moves is read back.
     """
     xp = array_module(path.device)
-    node, count = as_array(path)[:, 1:], as_array(num_accepted)
-    j = as_array(torch.arange(1, path.shape[1], dtype=torch.int32, device=path.device))  # [K]
-    moves = (node != j) & (j <= count[:, None])
+    nodes, counts = as_array(path), as_array(num_accepted)
+    if path_rows is not None:
+        nodes, counts = nodes[as_array(path_rows)], counts[as_array(path_rows)]
+    j = as_array(torch.arange(path.shape[1], dtype=torch.int32, device=path.device))  # [K + 1]
+    moves = (nodes != j) & (j <= counts[:, None]) & (j > 0)
     if not moves.any():
         return
     req_idx, col = xp.where(moves)  # [moves]
     first = as_array(starts)[req_idx]
-    source, target = first + node[req_idx, col], first + j[col]
+    source, target = first + nodes[req_idx, col], first + j[col]
     in_table = source < block_table.shape[1] * caches.block_size
     source, target, row = source[in_table], target[in_table], as_array(rows)[req_idx[in_table]]
     table, size = as_array(block_table), caches.block_size

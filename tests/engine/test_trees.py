@@ -7,10 +7,10 @@ import torch
 
 from tests.engine import harness
 from tests.engine.conftest import SCENARIOS
+from tests.engine.full_graphs import captured
 from tests.engine.harness import LLAVA, QWEN, assert_all_stands, assert_begins, token_ids
 from tests.engine.seams import CoupledSampler, TargetTrees
 from vllm_vidspec import metrics
-from vllm_vidspec.scoring import Scored
 from vllm_vidspec.scoring import rules as scorers
 
 pytestmark = pytest.mark.engine
@@ -52,6 +52,17 @@ def test_branches_behind_decoys_are_accepted(decoys, reference):
     check_decoys(decoys, reference)
 
 
+def test_whole_forwards_are_captured(decoys, reference):
+    """Grids of trees replay what was captured at other batches, padding and all, and the output is vanilla's.
+
+    Catches: a mask, a position or a prefix that is not where the capture found it; a host number of the capture.
+    """
+    with captured(decoys.runner, [1, 3, 8]) as replayed:
+        check_decoys(decoys, reference)
+    assert {padded > real for _, padded, real in replayed} == {True, False}
+    assert replayed.total() > 10
+
+
 def no_depth_positions(patch) -> None:
     """Nodes keep the position of their slot."""
     original = TargetTrees._place
@@ -66,7 +77,7 @@ def no_depth_positions(patch) -> None:
 
 def no_compaction(patch) -> None:
     """The accepted path's KV stays where the nodes were."""
-    patch.setattr(TargetTrees, "compact", lambda self, num_accepted: None)
+    patch.setattr(TargetTrees, "compact", lambda self: None)
 
 
 def leaking_sibling(patch) -> None:
@@ -85,9 +96,9 @@ def wrong_branch(patch) -> None:
     original = scorers.accept
 
     def first_branch(*args):
-        scored = Scored(*original(*args))
-        in_order = torch.arange(scored.path.shape[1], dtype=torch.int32)
-        return scored.sampled, scored.num_sampled, in_order.expand_as(scored.path), None
+        results, tally = original(*args), args[-1]
+        tally.path[tally.rows] = torch.arange(tally.path.shape[1], dtype=torch.int32)
+        return results
 
     patch.setattr(scorers, "accept", first_branch)
 
@@ -117,13 +128,13 @@ def untruncated(patch) -> None:
     """The verifier takes every tree for whole: its last nodes' rows belong to the next request."""
     original = scorers.accept
 
-    def whole(target_tokens, draft_tokens, cu_num_logits, max_drafts, trees, _looseness):
+    def whole(target_tokens, draft_tokens, cu_num_logits, max_drafts, trees, _looseness, tally):
         pad = torch.zeros(max_drafts + 1, dtype=torch.int64)
         starts = cu_num_logits[:-1]
-        targets, drafts = torch.cat((target_tokens, pad)), torch.cat((draft_tokens, pad))
+        targets, drafts = torch.cat((target_tokens, pad)), torch.cat((draft_tokens, pad.int()))
         rows = (starts[:, None] + torch.arange(max_drafts + 1)).flatten()
         bounds = torch.arange(len(starts) + 1, dtype=torch.int32) * (max_drafts + 1)
-        return original(targets[rows], drafts[rows], bounds, max_drafts, trees)
+        return original(targets[rows], drafts[rows], bounds, max_drafts, trees, None, tally)
 
     patch.setattr(scorers, "accept", whole)
 
@@ -145,7 +156,7 @@ def test_a_cut_tree_taken_for_a_whole_one_is_caught(reference):
 
 def test_auto_follows_its_table(reference):
     """`auto`: trees while few requests run, chains while many do, nothing while all do, there and back, in one engine,
-    without a seam.
+    without a seam; whole forwards of both shapes are captured.
 
     Two requests begin, six join them, and all end at different times. Catches: a chain verified under a tree's mask, KV
     that a change of shape leaves behind, a path of an earlier tree that a chain's acceptance is looked up in; nodes of
@@ -155,9 +166,12 @@ def test_auto_follows_its_table(reference):
     lengths = [28, 28, 4, 4, 2, 2, 4, 4]
     requests = [(p, {**a, "max_tokens": n}) for (p, a), n in zip(SCENARIOS["videos"](QWEN), lengths, strict=True)]
     table = [[1, 4, "tree-static", 25], [5, 6, "chain", 5], [7, 64, "none", 0]]
-    with harness.engine(
-        QWEN, "target", drafting="auto", draft_table=table, num_speculative_tokens=25, pruner="none"
-    ) as engine:
+    with (
+        harness.engine(
+            QWEN, "target", drafting="auto", draft_table=table, num_speculative_tokens=25, pruner="none"
+        ) as engine,
+        captured(engine.runner, [1, 3, 8]) as replayed,
+    ):
         answers, shapes = {}, []
 
         def step() -> None:
@@ -186,3 +200,4 @@ def test_auto_follows_its_table(reference):
     assert counted["accepted_tokens"] == counted["draft_depth"] == 5 * counted["drafts"]
     changes = [shape for i, shape in enumerate(shapes) if i == 0 or shapes[i - 1] != shape]
     assert changes == ["tree", "none", "chain", "tree"]
+    assert {num_rows for num_rows, padded, real in replayed if padded > real} == {6, 26}, replayed

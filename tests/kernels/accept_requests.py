@@ -142,7 +142,7 @@ def pack(requests, max_drafts, device, in_trees=True, is_loose=True):
     )  # fmt: skip
     return dict(
         target_tokens=rows_of("target", torch.int64),
-        draft_tokens=rows_of("fed", torch.int64),
+        draft_tokens=rows_of("fed", torch.int32),
         cu_num_logits=torch.tensor(bounds, dtype=torch.int32, device=device),
         max_drafts=max_drafts,
         trees=TreeShapes(rows, parents.int().to(device), depths.int().to(device), ancestors.to(device))

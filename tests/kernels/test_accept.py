@@ -384,7 +384,7 @@ def wide(tensor):
     [
         ("target_tokens", lambda t: t.int(), "target_tokens"),
         ("target_tokens", lambda t: t.repeat(2)[::2], "target_tokens: expected stride 1"),
-        ("draft_tokens", lambda t: t.int(), "draft_tokens"),
+        ("draft_tokens", lambda t: t.long(), "draft_tokens"),
         ("draft_tokens", lambda t: t[:1], "target rows"),
         ("cu_num_logits", lambda t: t.long(), "cu_num_logits"),
         ("cu_num_logits", lambda t: t[:0], "cu_num_logits"),

@@ -145,7 +145,7 @@ def first_of_the_longest(run, **arguments):
     # What stands is given tokens that match: then the paths differ in depth alone.
     trees, tokens = arguments["trees"], arguments["draft_tokens"]
     expected = arguments["target_tokens"][trees.parents[int(trees.rows[0]), 1:21].long()]
-    told = arguments | {"draft_tokens": torch.cat([tokens[:1], expected])}  # share 1 lets all through
+    told = arguments | {"draft_tokens": torch.cat([tokens[:1], expected.int()])}  # share 1 lets all through
     sampled, num_sampled, path, kinds = run(**told)
     nodes = path[0, 1:].long()
     is_draft = torch.arange(20, device=tokens.device) < num_sampled[0] - 1

@@ -193,6 +193,22 @@ def test_what_accept_returns(device, impl):
 
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_paths_by_rows_of_their_own(device, impl):
+    """Catches: paths or counts read in the requests' order, or by the rows of the block table."""
+    inputs = make_inputs(6, 10, device, seed=5)
+    path_rows = torch.tensor([3, 8, 0, 5, 1, 7], device=device)
+    path = torch.full((9, 11), 10, dtype=torch.int32, device=device)
+    num_accepted = torch.full((9,), 10, dtype=torch.int32, device=device)
+    path[path_rows], num_accepted[path_rows] = inputs["path"], inputs["num_accepted"]
+    tables = {"path": path, "num_accepted": num_accepted, "path_rows": path_rows}
+
+    def by_rows(caches, **inputs):
+        kv_compact(caches, **inputs | tables, impl=impl)
+
+    check(by_rows, make_bases(device, 2, (num_blocks_of(inputs), 4, 2, 8)), "NHD", inputs)
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
 def test_nothing_moves(device, impl):
     """Catches: an entry touched where paths are identities; an empty batch or a path of the root alone refused."""
     inputs = make_inputs(3, 6, device)

@@ -122,7 +122,8 @@ class VidSpecModelRunner(GPUModelRunner):
         return batch
 
     def execute_model(self, scheduler_output, *args, **kwargs):
-        self.counters.flush()
+        if not scheduler_output.total_num_scheduled_tokens:
+            self.counters.flush()  # the last step's, which no later one publishes
         output = super().execute_model(scheduler_output, *args, **kwargs)
         state = self.execute_model_state
         self.listeners.after_forward(
@@ -135,7 +136,7 @@ class VidSpecModelRunner(GPUModelRunner):
         output, num_sampled, num_rejected = super().sample(hidden_states, input_batch, grammar_output)
         self.rejection_sampler.end()
         if self.trees is not None:
-            self.trees.compact(num_sampled - 1)  # before anything counts the accepted tokens as computed
+            self.trees.compact()  # before anything counts the accepted tokens as computed
         return output, num_sampled, num_rejected
 
     def sample_tokens(self, grammar_output):

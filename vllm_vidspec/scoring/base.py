@@ -1,25 +1,25 @@
 """What scoring is given and returns."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
-from vidspec_kernels import Looseness, TreeShapes
+from vidspec_kernels import Looseness, Tally, TreeShapes
 
 
-@dataclass(frozen=True)
-class ScoreInputs:
+class ScoreInputs(NamedTuple):
     """One verify step of a batch.
 
     A request has one logits row for its root (the last committed token) and one for each draft token, in node order.
 
     Attributes:
         target_tokens: `[num_logits]` int64, what the target samples after the row's input token, under vanilla's noise.
-        draft_tokens: `[num_logits]` int64 input token of each row; a draft row of -1 is invalid and never stands.
+        draft_tokens: `[num_logits]` int32 input token of each row; a draft row of -1 is invalid and never stands.
         cu_num_logits: `[num_reqs + 1]` int32, where each request's rows begin.
         max_drafts: K, the most drafts that a request can have.
         trees: The drafts' shapes; None where all are chains.
         looseness: What may stand though it is not what the target samples; None: nothing.
+        tally: What is counted of the step, and kept of each row; None: nothing.
     """
 
     target_tokens: Tensor
@@ -28,10 +28,10 @@ class ScoreInputs:
     max_drafts: int
     trees: TreeShapes | None = None
     looseness: Looseness | None = None
+    tally: Tally | None = None
 
 
-@dataclass(frozen=True)
-class Scored:
+class Scored(NamedTuple):
     """What stands.
 
     Attributes:

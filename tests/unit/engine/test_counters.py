@@ -77,7 +77,7 @@ def worker_counters(config, engine: int = 0, suffix: str = "") -> Counters:
     mine = vllm_config(config.instance_id + suffix, data_parallel_index=engine)
     requests = RequestRows(NUM_ROWS, torch.device("cpu"))
     requests.has_draft.fill_(True)
-    return Counters(mine, torch.device("cpu"), NUM_ROWS, K, requests)
+    return Counters(mine, torch.device("cpu"), NUM_ROWS, metrics.MAX_POSITIONS, requests)
 
 
 def begin(counters: Counters, req_state_idx: int, req_id: str) -> None:
@@ -89,8 +89,10 @@ def verify(counters: Counters, accepted: list[int], num_drafts: int = K, rows: t
     """Count one step in which request i, on row i or on `rows[i]`, accepted `accepted[i]` of `num_drafts` tokens."""
     idx_mapping = torch.tensor(rows) if rows else torch.arange(len(accepted))
     bounds = torch.arange(len(accepted) + 1, dtype=torch.int32) * (num_drafts + 1)
-    num_sampled = torch.tensor(accepted, dtype=torch.int32) + 1
-    counters.observe(idx_mapping, idx_mapping.numpy(), num_sampled, bounds)
+    drafts = torch.tensor([[9] + [int(place < count) for place in range(num_drafts)] for count in accepted]).int()
+    tally = counters.tally(idx_mapping)
+    score(ScoreInputs(torch.ones(drafts.numel()).long(), drafts.flatten(), bounds, num_drafts, tally=tally))
+    counters.counted(idx_mapping.numpy(), tally)
     if publish := counters.publisher():
         publish()
     counters.flush()
@@ -127,13 +129,14 @@ def test_the_kinds_that_the_scorer_writes_are_the_ones_that_are_counted(server):
         min_entropy=0.0,
     )
     # Expected are 5, 8 and 5; 6 has the lowest score, and the 5 behind it is drafted elsewhere.
-    target, drafts, bounds = torch.tensor([5, 8, 5, 1]), torch.tensor([0, 5, 6, 7]), torch.tensor([0, 4]).int()
-    scored = score(ScoreInputs(target, drafts, bounds, K, looseness=looseness))
-    kinds = [metrics.Kind(kind) for kind in scored.kinds[0].tolist()]
-    assert kinds == [metrics.Kind.EXACT, metrics.Kind.LOOSENED, metrics.Kind.SHIFTED, metrics.Kind.OWN]
+    target, drafts, bounds = torch.tensor([5, 8, 5, 1]), torch.tensor([0, 5, 6, 7]).int(), torch.tensor([0, 4]).int()
     counters = worker_counters(server())
     begin(counters, 0, "a")
-    counters.observe(looseness.rows, looseness.rows.numpy(), scored.num_sampled, bounds, kinds=scored.kinds)
+    tally = counters.tally(looseness.rows)
+    scored = score(ScoreInputs(target, drafts, bounds, K, looseness=looseness, tally=tally))
+    kinds = [metrics.Kind(kind) for kind in scored.kinds[0].tolist()]
+    assert kinds == [metrics.Kind.EXACT, metrics.Kind.LOOSENED, metrics.Kind.SHIFTED, metrics.Kind.OWN]
+    counters.counted(looseness.rows.numpy(), tally)
     counters.publisher()()
     assert server_counters._current.request("a") == {"exact": 1, "loosened": 1, "shifted": 1}
 

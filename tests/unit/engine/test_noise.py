@@ -57,12 +57,16 @@ def gumbel_kernel():
     return getattr(noise.gumbel._gumbel_sample_kernel, MARK, noise.gumbel._gumbel_sample_kernel)
 
 
+PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+
+
 def make_any_sampler(noise: str = "shared", use_fp64: bool = False, **tables) -> CoupledSampler:
     """Return the draft's sampler on eight requests; `tables` change what the first few ask for."""
     asked = {
         "temperature": np.zeros(8, dtype=np.float32), "min_p": np.zeros(8), "top_k": np.full(8, VOCAB_SIZE),
         "top_p": np.ones(8), "use_logit_bias": np.zeros(8, dtype=bool), "use_penalty": np.zeros(8, dtype=bool),
         "num_bad_words": np.zeros(8, dtype=int), "use_thinking_budget": np.zeros(8, dtype=bool),
+        "repetition_penalty": np.full(8, 1.2), "frequency_penalty": np.zeros(8), "presence_penalty": np.zeros(8),
     }  # fmt: skip
     for name, values in tables.items():
         if name in asked:
@@ -81,7 +85,10 @@ def make_any_sampler(noise: str = "shared", use_fp64: bool = False, **tables) ->
             use_fp64_gumbel=use_fp64,
             logits_processors=[
                 SimpleNamespace(use_logit_bias=asked["use_logit_bias"]),
-                SimpleNamespace(use_penalty=asked["use_penalty"]),
+                SimpleNamespace(
+                    use_penalty=asked["use_penalty"],
+                    **{name: SimpleNamespace(np=asked[name]) for name in PENALTIES},
+                ),
                 SimpleNamespace(num_bad_words=SimpleNamespace(np=asked["num_bad_words"])),
                 *custom,
             ],
@@ -97,7 +104,7 @@ def make_any_sampler(noise: str = "shared", use_fp64: bool = False, **tables) ->
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("top_p", 0.9), ("top_k", 20), ("min_p", 0.1), ("use_logit_bias", True), ("use_penalty", True),
+        ("top_p", 0.9), ("top_k", 19), ("min_p", 0.1), ("use_logit_bias", True), ("use_penalty", True),
         ("num_bad_words", 2), ("use_thinking_budget", True),
     ],
 )  # fmt: skip
@@ -112,6 +119,26 @@ def test_steps_that_cannot_be_fused(name, value, temperature):
     assert not sampler.needs_processors(np.array([0, 2, 3]))
     sampler._noise = "greedy"
     assert not sampler.needs_processors(np.array([1]))
+
+
+@pytest.mark.parametrize(
+    ("tables", "is_mild"),
+    [
+        ({"use_penalty": [True], "repetition_penalty": [1.05]}, True),
+        ({"use_penalty": [True], "repetition_penalty": [1 / 1.05], "temperature": [0.01]}, True),
+        ({"use_penalty": [True], "repetition_penalty": [1.06]}, False),
+        ({"use_penalty": [True], "repetition_penalty": [0.9]}, False),
+        ({"use_penalty": [True], "repetition_penalty": [1.05], "temperature": [0.7]}, False),
+        ({"use_penalty": [True], "repetition_penalty": [1.0], "presence_penalty": [0.1]}, False),
+        ({"use_penalty": [True], "repetition_penalty": [1.0], "frequency_penalty": [-0.1]}, False),
+        ({"temperature": [1.0], "top_k": [20]}, True),
+        ({"temperature": [1.0], "top_p": [0.95]}, True),
+        ({"temperature": [1.0], "top_p": [0.94]}, False),
+    ],
+)
+def test_mild_parameters_do_not_split_a_step(tables, is_mild):
+    """Catches: Qwen2.5-VL's own defaults that cost a fused step, a strong penalty that drafts do not follow."""
+    assert make_any_sampler(**tables).needs_processors(np.array([0])) == (not is_mild)
 
 
 def test_processors_of_the_users_may_want_any_request():

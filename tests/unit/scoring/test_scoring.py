@@ -12,7 +12,7 @@ def score(requests: list[tuple[list[int], list[int]]], max_drafts: int) -> list[
     target = [token for rows, _ in requests for token in rows]
     draft = [token for rows, drafts in requests for token in [7777, *drafts][: len(rows)]]
     ends = torch.tensor([0, *(len(rows) for rows, _ in requests)]).cumsum(0).to(torch.int32)
-    scored = scoring.score(ScoreInputs(torch.tensor(target), torch.tensor(draft), ends, max_drafts))
+    scored = scoring.score(ScoreInputs(torch.tensor(target), torch.tensor(draft).int(), ends, max_drafts))
     assert scored.path is None
     return [row[:count].tolist() for row, count in zip(scored.sampled, scored.num_sampled, strict=True)]
 
@@ -44,7 +44,7 @@ def test_the_longest_path_of_a_tree_and_the_nodes_behind_it():
     ancestors = torch.tensor([0, 0b001, 0b010, 0b110]).repeat(5, 1)
     trees = TreeShapes(torch.tensor([4, 0]), parents, depths, ancestors)
     target = torch.tensor([7, 1, 8, 9, 7, 1, 8])
-    drafts = torch.tensor([5, 7, 7, 8, 5, 6, 7])  # both children of the first root are right, the second goes on
+    drafts = torch.tensor([5, 7, 7, 8, 5, 6, 7]).int()  # both children of the first root are right, the second goes on
     scored = scoring.score(ScoreInputs(target, drafts, torch.tensor([0, 4, 7], dtype=torch.int32), 3, trees))
     assert scored.sampled.tolist() == [[7, 8, 9, 0], [7, 8, 0, 0]]
     assert scored.num_sampled.tolist() == [3, 2]

@@ -14,6 +14,10 @@ from vidspec_kernels import Noise, SampleScratch, candidates, draw, warm_up
 _BLOCK = 1024
 # Added to positions by vLLM's sampler where a draft's noise is its own (`is_drafting`).
 DRAFT_NOISE_SALT = 1 << 30
+# Up to here drafts that ignore a parameter stand as often, to within a hundredth (benchmarks/bench_draft_parameters.py,
+# docs/architecture.md), and a step of them is one graph.
+MOST_REPETITION, NEARLY_GREEDY = 1.05, 0.01
+LEAST_TOP_K, LEAST_TOP_P = 20, 0.95
 _log1p_neg_stable = gumbel._log1p_neg_stable
 murmur3_uniform32 = gumbel.murmur3_uniform32
 murmur3_uniform64 = gumbel.murmur3_uniform64
@@ -134,25 +138,36 @@ class CoupledSampler:
     def needs_processors(self, rows_np: np.ndarray) -> bool:
         """Whether the logits of any of `[n]` persistent rows need more than a temperature and noise; host tables only.
 
-        vLLM's own flag also counts a temperature, which `draw` applies itself.
+        Parameters so mild that drafts stand as often without them are the target's alone.
         """
         sampler, states = self._sampler, self._sampler.sampling_states
         if self._noise == "greedy":
             return False
+        # vLLM's own flag also counts a temperature, which a draw applies itself.
         rows = rows_np[sampler.needs_logits_processing[rows_np]]
         if not len(rows):
             return False
         bias, penalties, bad_words, *custom = sampler.logits_processors
-        thinking, temperature = sampler.thinking_budget_state, states.temperature.np[rows]
+        thinking = sampler.thinking_budget_state
         return bool(
             custom  # nobody knows of which requests these want something
-            or np.any((temperature == 0.0) | (temperature == 1.0))  # then the flag is another's
-            or np.any(bias.use_logit_bias[rows] | penalties.use_penalty[rows])
+            or np.any(bias.use_logit_bias[rows])
             or np.any(bad_words.num_bad_words.np[rows])
+            or self._has_penalties(rows[penalties.use_penalty[rows]])
             or np.any(states.min_p.np[rows])
-            or np.any((states.top_k.np[rows] != states.vocab_size) | (states.top_p.np[rows] != 1.0))
+            or np.any((states.top_k.np[rows] < LEAST_TOP_K) | (states.top_p.np[rows] < LEAST_TOP_P))
             or (thinking.enabled and np.any(thinking.use_thinking_budget[rows]))
         )
+
+    def _has_penalties(self, rows: np.ndarray) -> bool:
+        """Whether any of `[n]` rows with penalties has more than a repetition penalty near 1 while nearly greedy."""
+        if not len(rows):
+            return False
+        penalties, temperature = self._sampler.logits_processors[1], self._sampler.sampling_states.temperature.np[rows]
+        repetition = penalties.repetition_penalty.np[rows]
+        is_mild = (np.maximum(repetition, 1 / repetition) <= MOST_REPETITION) & (temperature <= NEARLY_GREEDY)
+        is_mild &= (penalties.frequency_penalty.np[rows] == 0.0) & (penalties.presence_penalty.np[rows] == 0.0)
+        return not is_mild.all()
 
     def processed(self, rows: torch.Tensor, rows_np: np.ndarray) -> Processed | None:
         """Return what processes the logits of `[n]` rows between graphs; None where a temperature and noise are all."""

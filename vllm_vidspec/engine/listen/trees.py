@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from vidspec_kernels import TreePlaces, kv_compact, place_trees
+from vidspec_kernels import TreePlaces, kv_compact, place_trees, warm_up
 from vllm_vidspec.drafting import DraftTree, topology_tables
 from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.listen.protocol import Forward, TargetListener
 from vllm_vidspec.engine.requests import RequestRows
 from vllm_vidspec.engine.tree_attention import TreeAttention, TreeStep
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.scoring import TreeShapes
+from vllm_vidspec.scoring import Tally, TreeShapes
 
 
 class TargetTrees(TargetListener):
@@ -59,8 +59,8 @@ class TargetTrees(TargetListener):
             table.expand(max_num_reqs, -1).contiguous() for table in self._chain
         )
         # [max_num_reqs, K + 1] int32 node behind each output of the last verify step; the drafter reads it
-        self._in_order = torch.arange(max_nodes + 1, dtype=torch.int32, device=device)
-        self.path = self._in_order.repeat(max_num_reqs, 1)
+        self.path = torch.arange(max_nodes + 1, dtype=torch.int32, device=device).repeat(max_num_reqs, 1)
+        self.num_accepted = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)  # drafts on these paths
         self.attention = TreeAttention(layers, device)
         self.places = TreePlaces.empty(max_num_reqs, max_nodes + 1, device)  # of the forward that runs next
         self._rows = torch.arange(max_num_reqs, device=device)
@@ -143,7 +143,9 @@ class TargetTrees(TargetListener):
         if for_capture:
             # What a batch of before has left there lies past the end of this one.
             self._place(batch, self._positions[: batch.num_tokens])
-            self.attention.step = self._step(batch, batch.max_query_len or int(batch.num_scheduled_tokens.max()))
+            longest = batch.max_query_len or int(batch.num_scheduled_tokens.max())
+            # A root alone is vLLM's: nothing is drafted for such batches.
+            self.attention.step = self._step(batch, longest) if longest > 1 else None
 
     def _adjust(self, batch: Any, positions: torch.Tensor) -> torch.Tensor:
         """Return `[num_tokens]` or `[num_axes, num_tokens]` positions with every tree node at root + depth."""
@@ -165,6 +167,13 @@ class TargetTrees(TargetListener):
             out_positions=out,
         )
 
+    def warm_up(self, runner: Any) -> None:
+        """Prepare the launch before each forward, before anything is captured."""
+        rope_state = getattr(runner.model_state, "rope_state", None)
+        positions = runner.input_buffers.positions if rope_state is None else rope_state.positions
+        out = self._positions if rope_state is None else None
+        warm_up.warm_place_trees(self.depths, self.ancestors, self.places, positions, out)
+
     def after_forward(self, forward: Forward) -> None:
         """Leave other forwards (dummy runs, other graphs) alone."""
         self._planned = self.attention.step = None
@@ -180,16 +189,12 @@ class TargetTrees(TargetListener):
         """Return the shapes of `[num_reqs]` persistent rows, for a scorer."""
         return TreeShapes(idx_mapping, self.parents, self.depths, self.ancestors)
 
-    def remember(self, idx_mapping: torch.Tensor, path: torch.Tensor | None) -> None:
-        """Keep the accepted paths for the drafter: `[num_reqs]` persistent rows, `Scored.path`; None for chains."""
-        self.path[idx_mapping] = self._in_order if path is None else path
+    def remember(self, tally: Tally) -> Tally:
+        """Return a scorer's tally that keeps the accepted paths too: for `compact`, and for the drafter."""
+        return tally._replace(path=self.path, num_accepted=self.num_accepted)
 
-    def compact(self, num_accepted: torch.Tensor) -> None:
-        """Move the accepted paths' KV together, so that the committed text is contiguous.
-
-        Args:
-            num_accepted: `[num_reqs]` int32 accepted drafts by batch row.
-        """
+    def compact(self) -> None:
+        """Move the accepted paths' KV together, so that the committed text is contiguous."""
         batch, self._batch = self._batch, None
         if batch is None:
             return
@@ -199,6 +204,7 @@ class TargetTrees(TargetListener):
             self._block_table,
             self._rows[:num_reqs],
             self.places.roots[:num_reqs],
-            self.path[batch.idx_mapping],
-            num_accepted,
+            self.path,
+            self.num_accepted,
+            batch.idx_mapping,
         )

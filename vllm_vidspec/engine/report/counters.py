@@ -9,16 +9,16 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
-from vidspec_kernels.dispatch import array_module, as_array
 from vllm_vidspec import metrics
 from vllm_vidspec.engine.report.acceptance_alarm import AcceptanceAlarm
 from vllm_vidspec.engine.requests import Arrival, RequestRows
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.scoring import TreeShapes
+from vllm_vidspec.scoring import Tally
 
 logger = init_logger("vllm.vidspec")
 
 _TOTALS = ("drafts", "draft_tokens", "accepted_tokens", "draft_depth", *(f"{kind}_tokens" for kind in metrics.KINDS))
+_DRAFTS, _ACCEPTED = _TOTALS.index("drafts"), _TOTALS.index("accepted_tokens")
 
 
 class Counters:
@@ -40,22 +40,25 @@ class Counters:
         num_speculative_tokens: int,
         requests: RequestRows,
     ):
-        # [7 + K]: verify steps with drafts, drafted, accepted, the drafts' depth, accepted by kind and at each position
+        # [7 + K] see `Tally.totals`
         self._totals = torch.zeros(len(_TOTALS) + num_speculative_tokens, dtype=torch.int64, device=device)
-        self._positions = torch.arange(num_speculative_tokens + 1, device=device)  # [K + 1]
         self._requests = requests
         self._on_gpu = device.type == "cuda"
-        self._host = torch.zeros_like(self._totals, device="cpu", pin_memory=self._on_gpu)
+        # On the host: the totals themselves, or where a copy of them goes.
+        self._host = torch.zeros_like(self._totals, device="cpu", pin_memory=True) if self._on_gpu else self._totals
+        self._host_np = self._host.numpy()
         self._copied = torch.cuda.Event() if self._on_gpu else None
-        self._has_news = False  # since the copy to `_host` was begun: one a step, however often it is flushed
+        self._has_news = self._is_copying = False  # since the last copy was begun; whether one is under way
         self._published = np.zeros(len(self._host), dtype=np.int64)
+        positions = (f"accepted_at_pos_{i}" for i in range(num_speculative_tokens))
+        self._file_slots = metrics.slots_of((*_TOTALS, *positions))  # of each total
         self._file = self._open(vllm_config)
         self._logged: set[str] = set()
         self._alarm = AcceptanceAlarm()
         self._is_paused = False
         # What a response says of its own request, where the server was asked for that.
         level = vllm_config.observability_config.per_request_spec_decode_metrics
-        self._counts_requests = self._file is not None and level != "none"
+        self.counts_requests = self._file is not None and level != "none"
         self._slots = np.zeros(max_num_reqs, dtype=np.int64)  # [max_num_reqs] in the file, by persistent row
         self._held: dict[str, int] = {}  # slots of requests that have not finished, running or preempted
         self._pending: list[tuple[np.ndarray, torch.Tensor]] = []  # slots and counts of the step in flight
@@ -84,50 +87,28 @@ class Counters:
             self._pending.clear()
             self._is_paused = False
 
-    def observe(
-        self,
-        idx_mapping: torch.Tensor,
-        idx_mapping_np: np.ndarray,
-        num_sampled: torch.Tensor,
-        cu_num_logits: torch.Tensor,
-        shapes: TreeShapes | None = None,
-        kinds: torch.Tensor | None = None,
-    ) -> None:
-        """Add one verify step.
+    def tally(self, idx_mapping: torch.Tensor) -> Tally:
+        """Return what the scorer is to count of a verify step, or of a slice of its batch.
 
         Args:
-            idx_mapping: `[num_reqs]` int64 persistent rows; `idx_mapping_np` the same on the host.
-            num_sampled: `[num_reqs]` int32, accepted drafts plus the target's own token.
-            cu_num_logits: `[num_reqs + 1]` int32; a request has one logits row more than drafts.
-            shapes: Of the drafts; None where all are chains.
-            kinds: `[num_reqs, K + 1]` int8 why each output stands (`Scored.kinds`); None: all drafts are exact.
+            idx_mapping: `[num_reqs]` int64 persistent rows.
         """
-        xp, rows, bounds = array_module(idx_mapping.device), as_array(idx_mapping), as_array(cu_num_logits)
-        num_drafts = (bounds[1:] - bounds[:-1] - 1) * as_array(self._requests.has_draft)[rows]  # [num_reqs]
-        depth, positions = num_drafts, as_array(self._positions)
-        if shapes is not None:
-            depth = xp.amax(as_array(shapes.depths)[rows] * (positions <= num_drafts[:, None]), 1)
-        counted = num_drafts > 0
-        accepted = (as_array(num_sampled) - 1) * counted
-        reached = positions[:-1] < accepted[:, None]  # [num_reqs, K]
-        loosened = shifted = accepted * 0
-        if kinds is not None:
-            why = as_array(kinds)
-            loosened, shifted = (
-                (why == kind).sum(1) * counted for kind in (metrics.Kind.LOOSENED, metrics.Kind.SHIFTED)
-            )
-        by_kind = (accepted - loosened - shifted, loosened, shifted)
-        by_request = xp.stack((counted, num_drafts, accepted, depth, *by_kind), 1)
-        if self._counts_requests and not self._is_paused:
-            self._count_requests(idx_mapping_np, torch.as_tensor(xp.stack(by_kind, 1)))
+        by_kind = None
+        if self.counts_requests and not self._is_paused:
+            by_kind = self._totals.new_empty(len(idx_mapping), len(metrics.KINDS))
+        return Tally(idx_mapping, self._requests.has_draft, self._totals, by_kind)
+
+    def counted(self, idx_mapping_np: np.ndarray, tally: Tally) -> None:
+        """Take note of a tally that has been made, for `[num_reqs]` persistent rows."""
         self._has_news = True
-        as_array(self._totals)[:] += xp.concatenate((by_request, reached), 1).sum(0)
+        if tally.by_kind is not None:
+            self._count_requests(idx_mapping_np, tally.by_kind)
 
     # ---- by request ------------------------------------------------------------------------------------------------
 
     def admit(self, arrival: Arrival) -> None:
         """Count a request's draft tokens from here on. One that was preempted goes on where it was."""
-        if self._counts_requests and not self._is_paused:
+        if self.counts_requests and not self._is_paused:
             assert self._file is not None
             req_id = arrival.req_id
             if req_id not in self._held:
@@ -164,26 +145,33 @@ class Counters:
     # ---- totals ----------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Publish what the device has counted, on a GPU what it had counted when the last copy finished."""
+        """Publish what has been counted; on a GPU what a copy has brought by now, and begin the next copy."""
         if self._file is None or self._is_paused:
             return
         if self._copied is None:
-            self._host.copy_(self._totals)
-        elif not self._copied.query():
+            if self._has_news:
+                self._has_news = False
+                self._publish()
             return
-        gained = self._host.numpy() - self._published
-        if gained.any():
-            with self._file.at_once():
-                for name, value in zip(_TOTALS, gained.tolist(), strict=False):
-                    self._file.add(name, value)
-                self._file.add_accepted_per_position(gained[len(_TOTALS) :])
-            self._published += gained
-            if self._alarm.hear(*(int(gained[_TOTALS.index(name)]) for name in ("drafts", "accepted_tokens"))):
-                self._file.add("low_acceptance_windows")
-        if self._copied is not None and self._has_news:
+        if self._is_copying and self._copied.query():
+            self._is_copying = False
+            self._publish()
+        if self._has_news and not self._is_copying:
             self._host.copy_(self._totals, non_blocking=True)
             self._copied.record()
-            self._has_news = False
+            self._has_news, self._is_copying = False, True
+
+    def _publish(self) -> None:
+        """Add to the file what the totals on the host have gained."""
+        assert self._file is not None
+        gained = self._host_np - self._published
+        num_steps = int(gained[_DRAFTS])
+        if not num_steps:  # nothing else is counted without
+            return
+        self._file.add_all(self._file_slots, gained)
+        self._published += gained
+        if self._alarm.hear(num_steps, int(gained[_ACCEPTED])):
+            self._file.add("low_acceptance_windows")
 
     def add(self, name: str, value: int = 1) -> None:
         """Add to a host-side counter."""

@@ -130,7 +130,7 @@ class CoupledVerifier(RejectionSampler):
             expanded_idx_mapping,
             expanded_local_pos,
             pos,
-            verify_draft_sampled.to(torch.int64),
+            verify_draft_sampled,
             relevance,
             shapes,
         )
@@ -152,17 +152,23 @@ class CoupledVerifier(RejectionSampler):
         looseness = None
         if self._rules is not None and self._rules.any_loose(part.idx_mapping_np):
             looseness = self._rules.looseness(part, target_tokens, logits)
-        max_drafts = self.num_speculative_steps
+        tally = self._counters.tally(part.idx_mapping)
+        if self._trees is not None:
+            tally = self._trees.remember(tally)
         scored = self._score(
-            ScoreInputs(target_tokens, part.drafts, part.cu_num_logits, max_drafts, part.shapes, looseness)
+            ScoreInputs(
+                target_tokens,
+                part.drafts,
+                part.cu_num_logits,
+                self.num_speculative_steps,
+                part.shapes,
+                looseness,
+                tally,
+            )
         )
-        self._counters.observe(
-            part.idx_mapping, part.idx_mapping_np, scored.num_sampled, part.cu_num_logits, part.shapes, scored.kinds
-        )
+        self._counters.counted(part.idx_mapping_np, tally)
         if self._watch is not None:
             self._watch.see(part, scored)
-        if self._trees is not None:
-            self._trees.remember(part.idx_mapping, scored.path)
         return scored
 
     def _get_logprobs_tensors(self, sampled, num_sampled, logits, *args):

@@ -1,0 +1,165 @@
+"""accept's tally: totals, counts by kind and what is kept of each row, against plain sums over the oracle's paths."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels.accept_requests import (
+    IMPLS,
+    MODES,
+    Request,
+    accept_with,
+    accepted,
+    chain,
+    changed,
+    pack,
+    random_requests,
+    way,
+)
+from vidspec_kernels import Tally, accept
+
+NUM_SUMS = 7
+GARBAGE = 77
+
+
+def tally_of(arguments, has_draft, max_drafts, wants_kinds=True, keeps=True):
+    """A tally for packed arguments, over what is there already."""
+    device, num_reqs = arguments["target_tokens"].device, len(arguments["cu_num_logits"]) - 1
+    given = arguments["trees"] or arguments["looseness"]
+    rows = torch.randperm(num_reqs + 3)[:num_reqs].to(device) if given is None else given.rows
+    real = torch.zeros(num_reqs + 3, dtype=torch.bool, device=device)
+    real[rows] = torch.tensor(has_draft, dtype=torch.bool, device=device)
+    return Tally(
+        rows,
+        real,
+        torch.arange(NUM_SUMS + max_drafts, device=device) << 33,
+        torch.full((num_reqs, 3), GARBAGE, device=device) if wants_kinds else None,
+        torch.full((num_reqs + 3, max_drafts + 2), GARBAGE, dtype=torch.int32, device=device) if keeps else None,
+        torch.full((num_reqs + 3,), GARBAGE, dtype=torch.int32, device=device) if keeps else None,
+    )
+
+
+def sums_of(request, max_drafts, is_real):
+    """What one request adds to the totals, by the oracle."""
+    nodes, kinds = accepted(request)
+    drafts = range(1, len(request.target)) if is_real else ()
+    on_path = [kinds[node] for node in nodes[1:]] if len(drafts) else []
+    depth = max((len(way(request.tree, node)) for node in drafts), default=0)
+    kinds_of = [on_path.count(kind) for kind in (1, 2, 3)]
+    at_depth = [int(place < len(on_path)) for place in range(max_drafts)]
+    return [int(bool(drafts)), len(drafts), len(on_path), depth, *kinds_of, *at_depth]
+
+
+def check_tally(run, requests, device, max_drafts, in_trees, is_loose, has_draft, **wishes):
+    """Assert that `run` counts and keeps what the oracle says, and touches nothing else."""
+    arguments = pack(requests, max_drafts, device, in_trees, is_loose)
+    tally = tally_of(arguments, has_draft, max_drafts, **wishes)
+    before = tally.totals.clone()
+    results = run(**arguments, tally=tally)
+    plain = accept(**arguments, impl="torch")
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(results, plain, strict=True))
+    sums = np.array(
+        [sums_of(request, max_drafts, real) for request, real in zip(requests, has_draft, strict=True)]
+    ).reshape(len(requests), NUM_SUMS + max_drafts)
+    assert (tally.totals - before).tolist() == sums.sum(0).tolist()
+    if tally.by_kind is not None:
+        assert tally.by_kind.tolist() == sums[:, 4:7].tolist()
+    if tally.path is None:
+        return
+    rows = tally.rows.tolist()
+    for row in range(len(requests) + 3):
+        if row not in rows:
+            assert (tally.path[row] == GARBAGE).all() and tally.num_accepted[row] == GARBAGE
+            continue
+        nodes = accepted(requests[rows.index(row)])[0]
+        path = nodes + list(range(len(nodes), max_drafts + 1)) if in_trees else list(range(max_drafts + 1))
+        assert tally.path[row].tolist() == [*path, GARBAGE]
+        assert tally.num_accepted[row] == len(nodes) - 1
+
+
+@pytest.mark.parametrize(("num_reqs", "max_drafts"), [(0, 8), (1, 8), (16, 1), (16, 8), (16, 25), (5, 64)])
+@pytest.mark.parametrize(("in_trees", "is_loose"), MODES)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_equals_sums_over_the_oracles_paths(device, impl, in_trees, is_loose, num_reqs, max_drafts):
+    """Catches: placeholders counted, counts of batch rows, a depth of nodes without a row, totals that are replaced, a
+    table written beyond its rows or columns, results that change where somebody counts."""
+    requests = random_requests(num_reqs, max_drafts, in_trees, is_loose, seed=max_drafts)
+    has_draft = (np.random.default_rng(num_reqs).random(num_reqs) < 0.7).tolist()
+    check_tally(accept_with(impl), requests, device, max_drafts, in_trees, is_loose, has_draft)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("wishes", [dict(wants_kinds=False), dict(keeps=False), dict(wants_kinds=False, keeps=False)])
+def test_what_nobody_asks_for(device, impl, wishes):
+    for in_trees, is_loose in ((False, False), (True, True)):
+        requests = random_requests(4, 5, in_trees, is_loose)
+        check_tally(accept_with(impl), requests, device, 5, in_trees, is_loose, [True] * 4, **wishes)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_every_request_has_all_of_its_rows(device, impl):
+    """The usual decode step, which the reference takes without looking rows up."""
+    for in_trees, is_loose in ((False, False), (True, False), (False, True), (True, True)):
+        tree = [-1, 0, 0, 1, 2, 2, 5] if in_trees else list(range(-1, 6))
+        requests = [
+            Request(tree, [4] * 7, [7, *drafts], rule=7 * is_loose, share=0.5)
+            for drafts in ([4] * 6, [4, 4, 9, 4, 4, 4], [9] * 6)
+        ]
+        check_tally(accept_with(impl), requests, device, 6, in_trees, is_loose, [True, False, True])
+
+
+def counts_placeholders(run, tally, **arguments):
+    return run(tally=tally._replace(has_draft=torch.ones_like(tally.has_draft)), **arguments)
+
+
+def counts_by_batch_row(run, tally, **arguments):
+    in_order = torch.arange(len(tally.rows), device=tally.rows.device)
+    return run(tally=tally._replace(rows=in_order), **arguments)
+
+
+def depth_of_all_nodes(run, tally, **arguments):
+    """The depth of a cut tree is that of the whole one."""
+    results = run(tally=tally, **arguments)
+    tally.totals[3] += 1
+    return results
+
+
+MUTANTS = {
+    "placeholders": (counts_placeholders, [True, False]),
+    "batch rows": (counts_by_batch_row, [True, False]),
+    "depth": (depth_of_all_nodes, [True, True]),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutations(device, name):
+    mutant, has_draft = MUTANTS[name]
+    requests = [chain([5, 6, 7], [5, 6]), chain([5, 6, 7], [5, 9])]
+    run, mode = accept_with("torch"), dict(in_trees=True, is_loose=True, has_draft=has_draft)
+    check_tally(run, requests, device, 2, **mode)
+    with pytest.raises(AssertionError):
+        check_tally(lambda **arguments: mutant(run, **arguments), requests, device, 2, **mode)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("rows", lambda t: t[:0], "rows"),
+        ("has_draft", lambda t: t.int(), "has_draft"),
+        ("totals", lambda t: t.int(), "totals"),
+        ("totals", lambda t: t[:-1], "totals"),
+        ("by_kind", lambda t: t[:1], "by_kind"),
+        ("by_kind", lambda t: t.int(), "by_kind"),
+        ("path", lambda t: t[:, :2], "path"),
+        ("path", lambda t: t.long(), "path"),
+        ("path", lambda t: t[:1], "path"),
+        ("path", lambda t: None, "path and num_accepted"),
+        ("num_accepted", lambda t: t.long(), "num_accepted"),
+    ],
+)
+def test_wrapper_refuses(device, name, change, message):
+    """Catches: a dropped dtype, stride or shape check (the kernel would write through a wrong pointer)."""
+    arguments = pack([chain([5, 6, 7], [5, 6])] * 2, 2, device)
+    tally = tally_of(arguments, [True] * 2, 2)
+    with pytest.raises(AssertionError, match=message):
+        accept(**changed(arguments | {"tally": tally}, "tally", **{name: change(getattr(tally, name))}))
