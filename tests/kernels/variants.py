@@ -36,6 +36,8 @@ with compile_report.pretending(90):
 CACHES = kernels.CacheList([(KEYS, VALUES)])
 TABLE = i32(MAX_REQS, MAX_CONTEXT // 16 + 2)
 TREES = (i32(MAX_REQS, NUM_DRAFTS + 1), i32(MAX_REQS, NUM_DRAFTS + 1), i64(MAX_REQS, NUM_DRAFTS + 1))
+VOCAB, WORDS = 152_000, i32(MAX_REQS, 4_750)
+LOOSE = kernels.LooseTables(WORDS, WORDS, i32(MAX_REQS), i64(MAX_REQS))
 KEPT, TOTALS = (i32(MAX_REQS, NUM_DRAFTS + 1), i32(MAX_REQS)), i64(7 + NUM_DRAFTS)
 BUFFERS, TEMPLATE = grow_buffers(WIDTH, CANDIDATES, NUM_DRAFTS, MAX_REQS), template(NUM_DRAFTS + 1)
 STORE = (floats(64, 64, HIDDEN, dtype=BF16), i32(64), i32(MAX_REQS, 800), i32(MAX_REQS))
@@ -46,6 +48,7 @@ def warm() -> None:
     warm_up.warm_tree_attention(KEYS, VALUES, TABLE, HEADS, BF16, NUM_DRAFTS + 1, SCRATCH)
     warm_up.warm_kv_compact(CACHES, TABLE, NUM_DRAFTS)
     warm_up.warm_accept(NUM_DRAFTS, MAX_REQS, in_trees=True, is_loose=True, by_request=True)
+    warm_up.warm_loosen(NUM_DRAFTS, WORDS, torch.float32, in_trees=True, is_measured=True)
     warm_up.warm_step(**CHAIN)
     warm_up.warm_step(WIDTH, **TREE)
     warm_up.warm_static_trees(BUFFERS.tree, TEMPLATE, CANDIDATES)
@@ -81,6 +84,9 @@ def step(rng: random.Random) -> None:
     tally = kernels.Tally(vectors[0], floats(MAX_REQS, dtype=torch.bool), TOTALS, i64(num_reqs, 3), *KEPT)
     for mode in itertools.product((None, trees), (None, looseness)):
         kernels.accept(*tokens, NUM_DRAFTS, *mode, tally)
+    vectors_of_rows = (tokens[0], tokens[1], floats(rows, VOCAB), *(cut(i(rows), rng) for i in (i64, i32, i64)))
+    for parents, relevance in itertools.product((None, TREES[0]), (None, signals[0])):
+        kernels.loosen(*vectors_of_rows, LOOSE, parents, relevance, is_predicting=rng.random() < 0.5)
     kernels.step(**CHAIN | {"rows": i64(num_reqs), "level": rng.randint(0, 9)})
     kernels.step(**TREE | {"rows": i64(num_reqs), "level": rng.randint(1, 9)}, nodes=i64(num_reqs, width))
     grow_trees(vectors[0], vectors[1], width, rng)
