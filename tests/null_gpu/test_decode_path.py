@@ -36,7 +36,10 @@ def measured(request, tmp_path_factory):
             folders = [tmp_path_factory.mktemp("null_gpu") for _ in parts]
             for found in pool.map(run, folders, parts, [num_ranks] * len(parts)):
                 rows += found
-    request.config.stash[RESULTS] = [report.summary(row) for row in rows if not row["error"] and row["host_ms"]]
+    timed = {row["name"]: row for row in rows if not row["error"] and row["host_ms"]}
+    beside = {name: timed.get(CASES[name].vanilla if CASES[name].spec is not None else name) for name in timed}
+    found = [report.summary(row, beside[name]) for name, row in timed.items() if beside[name] is not None]
+    request.config.stash[RESULTS] = found
     if target:
         write_results(Path(target), request.config.stash[RESULTS])
     return {row["name"]: row for row in rows}
