@@ -154,7 +154,7 @@ def level_of_python(patch) -> None:
 
 
 def note_of_host(patch) -> dict:
-    """Return a dictionary that holds, whenever a step of the draft begins, its longest request: a number of the host."""
+    """Return a dictionary that holds a step's longest request, a number of the host, once it has begun."""
     begin, noted = Drafter._begin, {}
 
     def begin_and_look(self, *args):
