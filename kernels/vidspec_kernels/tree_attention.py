@@ -46,9 +46,9 @@ _PROGRAMS_PER_SM = 2
 # Requests that a program looks at at once to find its share.
 _BLOCK_REQS = 128
 # A share of fewer tiles of keys writes about as much of its partial results as it reads of K and V.
-_MIN_UNITS = 4
+MIN_UNITS = 4
 # Up to so many parts one program merges alone.
-_DIRECT_PARTS = 8
+DIRECT_PARTS = 8
 # Rows that it merges at a time, and parts of them that are under way.
 _MERGE_ROWS = 16
 _MERGE_PARTS = 4
@@ -278,9 +278,9 @@ def _tree_attention_kernel(
         num_programs -= num_programs % num_row_tiles
     if program >= num_programs:
         return
-    # Units fit into 32 bits, products with programs into 64.
-    unit = (total.to(tl.int64) * program // num_programs).to(tl.int32)
-    end = (total.to(tl.int64) * (program + 1) // num_programs).to(tl.int32)
+    # Units fit into 32 bits, their products with programs into 64.
+    unit = (program.to(tl.int64) * total // num_programs).to(tl.int32)
+    end = ((program + 1).to(tl.int64) * total // num_programs).to(tl.int32)
 
     dims = tl.arange(0, BLOCK_DIM)
     dim_mask = dims < HEAD_SIZE
@@ -289,29 +289,25 @@ def _tree_attention_kernel(
         if unit < end:
             # ---- the item: first by row tile, then by request, then by KV head --------------------------------------
             row_tile = 0
+            req_idx = -1
             first_req = 0
             left = unit
-            num_tiles, num_units = _units(
-                some_reqs, num_reqs, num_queries_ptr, prefix_lens_ptr, max_queries, max_entries,
-                reads_prefix, GROUP, BLOCK_ROWS, BLOCK_KEYS,
-            )  # fmt: skip
-            units = tl.where(num_tiles > row_tile, num_units, 0) * num_kv_heads
-            here = tl.sum(units, axis=0)
-            while left >= here:
-                left -= here
-                first_req += BLOCK_REQS
-                if first_req >= num_reqs:
-                    first_req = 0
-                    row_tile += 1
+            while req_idx < 0:
                 num_tiles, num_units = _units(
                     first_req + some_reqs, num_reqs, num_queries_ptr, prefix_lens_ptr, max_queries, max_entries,
                     reads_prefix, GROUP, BLOCK_ROWS, BLOCK_KEYS,
                 )  # fmt: skip
-                units = tl.where(num_tiles > row_tile, num_units, 0) * num_kv_heads
-                here = tl.sum(units, axis=0)
-            ends = tl.cumsum(units, axis=0)
-            req_idx = first_req + tl.sum((ends <= left).to(tl.int32), axis=0)
-            left -= tl.max(tl.where(ends <= left, ends, 0), axis=0)
+                ends = tl.cumsum(tl.where(num_tiles > row_tile, num_units, 0) * num_kv_heads, axis=0)
+                is_over = ends <= left
+                num_over = tl.sum(is_over.to(tl.int32), axis=0)
+                left -= tl.max(tl.where(is_over, ends, 0), axis=0)
+                if num_over < BLOCK_REQS:
+                    req_idx = first_req + num_over
+                else:
+                    first_req += BLOCK_REQS
+                    if first_req >= num_reqs:
+                        first_req = 0
+                        row_tile += 1
             num_rows, prefix_len, kv_head, item_units, first_unit = _item(
                 left,
                 req_idx,
@@ -330,7 +326,8 @@ def _tree_attention_kernel(
             # A KV head's rows are its GROUP heads of one query, then those of the next.
             row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
             row_mask = row < num_rows
-            # Offsets of 64 bits are scalars: those of rows, counted from the request's first, fit into half the registers.
+            # Offsets of 64 bits are scalars: those of rows, counted from the request's first, fit into half the
+            # registers.
             query = row // GROUP
             head = row % GROUP
             first_token = tl.load(query_start_ptr + req_idx)
@@ -365,7 +362,8 @@ def _tree_attention_kernel(
                 # A part of one entry: its score is the prefix's LSE (times log2 e), its value the prefix's output.
                 lse_offset = head * prefix_lse_head_stride + query * prefix_lse_stride
                 row_max = tl.load(
-                    prefix_lse_ptr + first_head * prefix_lse_head_stride + first_token.to(tl.int64) * prefix_lse_stride + lse_offset,
+                    prefix_lse_ptr + first_head * prefix_lse_head_stride
+                    + first_token.to(tl.int64) * prefix_lse_stride + lse_offset,
                     mask=row_mask, other=float("-inf"),
                 ) * 1.4426950408889634  # fmt: skip
                 # Either infinity: no prefix.
@@ -381,7 +379,9 @@ def _tree_attention_kernel(
             # ---- the nodes ------------------------------------------------------------------------------------------
             if last_unit == item_units:
                 # Words of 32 bits, low one first: with 64 bits a pair of row and node there are not enough registers.
-                words_ptr = (masks_ptr + req_idx.to(tl.int64) * masks_stride).to(tl.pointer_type(tl.int32)) + 2 * query
+                words_ptr = (masks_ptr + tl.cast(req_idx, tl.int64) * masks_stride).to(
+                    tl.pointer_type(tl.int32)
+                ) + 2 * query
                 high = tl.load(words_ptr + 1, mask=row_mask, other=0)
                 last_node = tl.where(tl.max((high != 0).to(tl.int32), axis=0) != 0, 64, 32)
                 for first_node in tl.range(0, last_node, BLOCK_NODES):
@@ -428,8 +428,8 @@ def _tree_attention_kernel(
             row_mask = row < num_rows - first_row
             if last_unit - first_unit == item_units:
                 _write_rows(
-                    first_row + row, row_mask, row_lse, acc, request_out_ptr, out_stride, out_head_stride, request_lse_ptr,
-                    lse_head_stride, lse_stride, GROUP, HEAD_SIZE, BLOCK_DIM,
+                    first_row + row, row_mask, row_lse, acc, request_out_ptr, out_stride, out_head_stride,
+                    request_lse_ptr, lse_head_stride, lse_stride, GROUP, HEAD_SIZE, BLOCK_DIM,
                 )  # fmt: skip
             elif reads_prefix:
                 # Program p has the units from total * p // num_programs on.
@@ -666,7 +666,8 @@ def tile_shape(num_rows: int, head_size: int, widen: bool, reads_prefix: bool, l
     else:
         block_rows = min(block_rows, _MAX_BLOCK_ROWS)
     has_many_warps = widen or line_bytes > 256 or block_rows > _SHARED_BLOCK_ROWS
-    programs_per_sm = 1 if line_bytes * block_rows > 256 * _SHARED_BLOCK_ROWS and not widen else _PROGRAMS_PER_SM
+    is_alone = block_rows > _SHARED_BLOCK_ROWS or (block_rows == _SHARED_BLOCK_ROWS and line_bytes > 256)
+    programs_per_sm = 1 if is_alone else _PROGRAMS_PER_SM
     block_keys = _tile(block_rows, line_bytes, shared_bytes_per_program(limits, programs_per_sm))
     num_stages, block_nodes = _NUM_STAGES, min(block_keys, _BLOCK_NODES)
     if reads_prefix:
@@ -716,7 +717,7 @@ def _launch(
     lse: Tensor | None,
 ) -> None:
     """Launch the kernel; the grid comes from shapes and bounds alone."""
-    # The kernel counts a request's rows in 32 bits.
+    # The kernel counts a request's rows, and units of work, in 32 bits.
     assert max_queries * max(query.stride(0), out.stride(0)) < 2**31, f"strides {query.stride(0)}, {out.stride(0)}"
     num_reqs, (_, num_heads, head_size) = rows.shape[0], query.shape
     _, block_size, num_kv_heads, _ = key_cache.shape
@@ -736,7 +737,7 @@ def _launch(
         triton.cdiv(max_queries * group, tile.block_rows),
         GROUP=group, HEAD_SIZE=head_size, BLOCK_SIZE=block_size, BLOCK_DIM=_padded(head_size),
         BLOCK_ROWS=tile.block_rows, BLOCK_KEYS=tile.block_keys, BLOCK_NODES=tile.block_nodes, BLOCK_REQS=_BLOCK_REQS,
-        MIN_UNITS=_MIN_UNITS, DIRECT_PARTS=_DIRECT_PARTS, MERGE_ROWS=_MERGE_ROWS, MERGE_PARTS=_MERGE_PARTS, WIDEN=widen,
+        MIN_UNITS=MIN_UNITS, DIRECT_PARTS=DIRECT_PARTS, MERGE_ROWS=_MERGE_ROWS, MERGE_PARTS=_MERGE_PARTS, WIDEN=widen,
         num_stages=tile.num_stages, num_warps=tile.num_warps,
     )  # fmt: skip
 

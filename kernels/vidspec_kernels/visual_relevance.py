@@ -202,32 +202,41 @@ def _visual_relevance_kernel(
     more_ptrs = queries_ptr + (start + more).to(tl.int64)[:, None] * queries_stride + dims[None, :]
     best = tl.full([2**LOG_QUERIES, TOP], float("-inf"), tl.float32)
     best_more = tl.full([2**LOG_REST, TOP], float("-inf"), tl.float32)
+    acc = tl.zeros([BLOCK_KEYS, 2**LOG_QUERIES], tl.float32)
+    acc_more = tl.zeros([BLOCK_KEYS, 2**LOG_REST], tl.float32)
+    valid = tl.zeros([BLOCK_KEYS], tl.int1)
+    key_ptrs = store_ptr + tl.zeros([BLOCK_KEYS], tl.int64)[:, None] + dims[None, :]
     # One loop over tiles and their chunks: copies of the next tile are on their way while one is selected from.
-    for first_key in tl.range(first, last, BLOCK_KEYS, flatten=True):
-        entry = first_key + tl.arange(0, BLOCK_KEYS)
-        listed = entry < last
-        block = tl.load(block_table_ptr + entry // BLOCK_ROWS, mask=listed, other=0)
-        # Of a block that is not full the rest is from an earlier request: neither read nor counted.
-        valid = entry % BLOCK_ROWS < tl.load(block_fill_ptr + block, mask=listed, other=0)
-        # int64 before the product: a row's offset passes 2**31 in a large store.
-        key_ptrs = store_ptr + (block.to(tl.int64) * BLOCK_ROWS + entry % BLOCK_ROWS)[:, None] * HIDDEN + dims[None, :]
+    NUM_CHUNKS: tl.constexpr = (HIDDEN + BLOCK_DIM - 1) // BLOCK_DIM
+    for step in range(tl.cdiv(last - first, BLOCK_KEYS) * NUM_CHUNKS):
+        chunk = step % NUM_CHUNKS
+        if chunk == 0:
+            entry = first + step // NUM_CHUNKS * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+            listed = entry < last
+            block = tl.load(block_table_ptr + entry // BLOCK_ROWS, mask=listed, other=0)
+            # Of a block that is not full the rest is from an earlier request: neither read nor counted.
+            valid = entry % BLOCK_ROWS < tl.load(block_fill_ptr + block, mask=listed, other=0)
+            # int64 before the product: a row's offset passes 2**31 in a large store.
+            row = block.to(tl.int64) * BLOCK_ROWS + entry % BLOCK_ROWS
+            key_ptrs = store_ptr + row[:, None] * HIDDEN + dims[None, :]
+        dim = chunk * BLOCK_DIM
+        key_mask = valid[:, None]
+        query_mask = (query < num_queries)[:, None]
+        more_mask = (more < num_queries)[:, None]
+        if HIDDEN % BLOCK_DIM != 0:
+            inside = (dim + dims < HIDDEN)[None, :]
+            key_mask, query_mask, more_mask = key_mask & inside, query_mask & inside, more_mask & inside
         # Stored rows are the side of 64 that tensor cores need; there are far fewer queries.
-        acc = tl.zeros([BLOCK_KEYS, 2**LOG_QUERIES], tl.float32)
-        acc_more = tl.zeros([BLOCK_KEYS, 2**LOG_REST], tl.float32)
-        for dim in range(0, HIDDEN, BLOCK_DIM):
-            key_mask = valid[:, None]
-            query_mask = (query < num_queries)[:, None]
-            more_mask = (more < num_queries)[:, None]
-            if HIDDEN % BLOCK_DIM != 0:
-                inside = (dim + dims < HIDDEN)[None, :]
-                key_mask, query_mask, more_mask = key_mask & inside, query_mask & inside, more_mask & inside
-            k = tl.load(key_ptrs + dim, mask=key_mask, other=0.0)
-            acc = _multiply(acc, k, query_ptrs + dim, query_mask, WIDEN)
-            if HAS_MORE:
-                acc_more = _multiply(acc_more, k, more_ptrs + dim, more_mask, WIDEN)
-        best = _better(best, acc, valid, top_n, LOG_QUERIES, LOG_KEYS, LOG_TOP)
+        k = tl.load(key_ptrs + dim, mask=key_mask, other=0.0)
+        acc = _multiply(acc, k, query_ptrs + dim, query_mask, WIDEN)
         if HAS_MORE:
-            best_more = _better(best_more, acc_more, valid, top_n, LOG_REST, LOG_KEYS, LOG_TOP)
+            acc_more = _multiply(acc_more, k, more_ptrs + dim, more_mask, WIDEN)
+        if chunk == NUM_CHUNKS - 1:
+            best = _better(best, acc, valid, top_n, LOG_QUERIES, LOG_KEYS, LOG_TOP)
+            acc = tl.zeros([BLOCK_KEYS, 2**LOG_QUERIES], tl.float32)
+            if HAS_MORE:
+                best_more = _better(best_more, acc_more, valid, top_n, LOG_REST, LOG_KEYS, LOG_TOP)
+                acc_more = tl.zeros([BLOCK_KEYS, 2**LOG_REST], tl.float32)
     # Every second one the other way round: the merge takes them in pairs.
     column = tl.arange(0, TOP)
     goal = split.to(tl.int64) * TOP + tl.where(split % 2 == 0, column, TOP - 1 - column)

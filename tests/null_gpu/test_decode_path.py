@@ -36,7 +36,10 @@ def measured(request, tmp_path_factory):
             folders = [tmp_path_factory.mktemp("null_gpu") for _ in parts]
             for found in pool.map(run, folders, parts, [num_ranks] * len(parts)):
                 rows += found
-    request.config.stash[RESULTS] = [report.summary(row) for row in rows if not row["error"] and row["host_ms"]]
+    timed = {row["name"]: row for row in rows if not row["error"] and row["host_ms"]}
+    beside = {name: timed.get(CASES[name].vanilla if CASES[name].spec is not None else name) for name in timed}
+    found = [report.summary(row, beside[name]) for name, row in timed.items() if beside[name] is not None]
+    request.config.stash[RESULTS] = found
     if target:
         write_results(Path(target), request.config.stash[RESULTS])
     return {row["name"]: row for row in rows}
@@ -144,6 +147,16 @@ def test_sleep_gives_memory_back(measured, level):
     """Level 2 is level 1 here, because nothing reloads the draft's weights."""
     awake, asleep, again = measured["sleep"]["extra"]["free"][level]
     assert asleep > again >= awake
+
+
+# ---- guidance
+
+
+@pytest.mark.cases("chain")
+def test_guidance_is_told_the_sums_of_the_layers_own_attention(measured):
+    """Catches: a pass over all keys of each layer that FlashAttention has made already."""
+    told = measured["chain"]["extra"]["told"]
+    assert told and all(shape is not None and shape[:2] == shape[2:] for shape in told), told
 
 
 # ---- the tests above are seen to fail

@@ -331,6 +331,8 @@ class VidSpecSpeculator(BaseSpeculator):
 
     def _start(self, step: Step) -> None:
         """Hand the drafter the requests whose target prefill has finished, once their scores are on the host."""
+        if not (self._arrivals or self._waiting):
+            return
         unseen = np.flatnonzero(self._are_in(step, Phase.UNSEEN))
         self._guarded("start of drafts", self._admit, step, unseen, is_careful=True)
 
@@ -385,6 +387,8 @@ class VidSpecSpeculator(BaseSpeculator):
     def _reserve(self, step: Step) -> None:
         """Reserve the blocks of this step; requests that no longer fit go on without speculation."""
         idx_mapping_np = step.batch.idx_mapping_np
+        if self.drafter.has_room(idx_mapping_np, step.bound):
+            return
         known = np.flatnonzero(self._are_in(step, Phase.PREFILLING, Phase.DRAFTING))
         held = self.drafter.holds(idx_mapping_np[known], step.bound[known])
         for i in known[~held]:
@@ -411,6 +415,8 @@ class VidSpecSpeculator(BaseSpeculator):
 
     def _prefill(self, step: Step) -> None:
         """Let the drafter read on in the prompts that it has not seen whole."""
+        if not self.drafter.is_reading:
+            return
         in_line = np.flatnonzero(self._are_in(step, Phase.PREFILLING))
         self._guarded("draft prefill", self._read_on, step, in_line, is_careful=True)
 

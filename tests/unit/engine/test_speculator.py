@@ -21,6 +21,7 @@ K = 3
 def recording_drafter() -> mock.Mock:
     """Return a drafter that has room for everything and answers with chains of ones."""
     drafter = mock.Mock(**{"admit.return_value": True})
+    drafter.has_room = lambda rows, bound: False
     drafter.holds = drafter.reserve = lambda rows, bound: np.ones(len(rows), dtype=bool)
     drafter.prefill = lambda step: Prefilled(ready=step.idx_mapping_np.tolist(), failed=[])
     drafter.draft.side_effect = lambda message: Drafts(
