@@ -205,7 +205,9 @@ def cases() -> tuple[Case, ...]:
     for num_axes in (1, 3):
         step = step_buffers(num_axes)[1]
         out = kernels.LevelBuffers.allocate(MAX_REQS, i64(num_axes, 8 * MAX_REQS), 8)
-        add("next_level", f"K25, axes {num_axes}", warm_up.warm_next_level, step, out, i64(MAX_REQS + 1), num_cols=26)
+        for kind, num_cols in (("chain K10", 0), ("tree K25", 26)):
+            label = f"{kind}, axes {num_axes}"
+            add("next_level", label, warm_up.warm_next_level, step, out, i64(MAX_REQS + 1), num_cols=num_cols)
     for dtype, vocab_size in ((BF16, 152_064), (FP32, 32_000)):
         scratch = kernels.SampleScratch(64, vocab_size, i64(1).device)
         add("draw", f"{vocab_size // 1000}k {dtype}", warm_up.warm_draw, sampling(), scratch, dtype)

@@ -9,7 +9,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -190,14 +190,10 @@ class MetricsFile:
         """Set one gauge; `KeyError` for a name outside `NAMES`."""
         self._values[_SLOT[name]] = value
 
-    def add_accepted_per_position(self, counts: np.ndarray) -> None:
-        """Add to the accepted counts of the first positions at once.
-
-        Args:
-            counts: `[n]` integers, n <= MAX_POSITIONS; `counts[i]` requests accepted their draft token i in this step.
-        """
-        first = _SLOT["accepted_at_pos_0"]
-        self._values[first : first + len(counts)] += counts
+    def add_all(self, slots: np.ndarray, counts: np.ndarray) -> None:
+        """Add `[n]` integers to the counters in `[n]` distinct `slots_of` them; readers see all of it or nothing."""
+        with self.at_once():
+            self._values[slots] += counts
 
     def begin_request(self, req_id: str, busy: Container[int]) -> int:
         """Return the slot of a new request, the oldest that is not `busy`; its counts begin at zero.
@@ -250,6 +246,11 @@ class MetricsFile:
     def refusal(self) -> str | None:
         """Return what `refuse` left, or None."""
         return self._refusal.tobytes().rstrip(b"\0").decode(errors="ignore") or None
+
+
+def slots_of(names: Iterable[str]) -> np.ndarray:
+    """Return `[n]` places of counters in a file, for `MetricsFile.add_all`; `KeyError` for a name outside `NAMES`."""
+    return np.array([_SLOT[name] for name in names])
 
 
 def _digest(req_id: str) -> int:

@@ -6,6 +6,7 @@ from vidspec_kernels.candidates import candidates, candidates_reference
 from vidspec_kernels.draw import draw, draw_reference
 from vidspec_kernels.guidance_scores import guidance_scores, guidance_scores_reference
 from vidspec_kernels.kv_compact import CacheList, kv_compact, kv_compact_reference
+from vidspec_kernels.loosen import CHANCE, RELEVANCE, LooseTables, loosen, loosen_reference, random_scores
 from vidspec_kernels.next_level import next_level, next_level_reference
 from vidspec_kernels.place_trees import TreePlaces, place_trees, place_trees_reference
 from vidspec_kernels.sampling import Noise, SampleScratch
@@ -22,11 +23,14 @@ from vidspec_kernels.visual_relevance import (
 )
 
 __all__ = [
+    "CHANCE",
     "LOWEST",
+    "RELEVANCE",
     "SHIFT",
     "WINDOW",
     "CacheList",
     "LevelBuffers",
+    "LooseTables",
     "Looseness",
     "Noise",
     "SampleScratch",
@@ -48,11 +52,14 @@ __all__ = [
     "guidance_scores_reference",
     "kv_compact",
     "kv_compact_reference",
+    "loosen",
+    "loosen_reference",
     "merge_relevance",
     "next_level",
     "next_level_reference",
     "place_trees",
     "place_trees_reference",
+    "random_scores",
     "storage_scale",
     "store_states",
     "tree_attention",

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, at_least, at_most, check_vector, launcher, use_triton
+from vidspec_kernels.dispatch import Impl, array_module, as_array, at_least, at_most, check_vector, launch, use_triton
 from vidspec_kernels.step_buffers import LevelBuffers, StepBuffers, batch_places, physical_slots
 
 _BLOCK = 128
@@ -16,7 +16,7 @@ _BLOCK = 128
         "nodes_stride", "tokens_stride", "ancestors_stride", "masks_stride", "num_places", "frontier", "padding_row",
         "level", "max_position",
     ],
-    do_not_specialize_on_alignment=["nodes_ptr", "tokens_ptr", "ancestors_ptr"],
+    do_not_specialize_on_alignment=["fed_ptr", "nodes_ptr", "tokens_ptr", "ancestors_ptr", "level_ptr"],
 )  # fmt: skip
 def _next_level_kernel(
     # [M]
@@ -236,7 +236,7 @@ def _launch(
 ) -> None:
     frontier = 1 if nodes is None else nodes.shape[1]
     level_ptr, level_value = (level, 0) if isinstance(level, Tensor) else (None, level)
-    launcher(_next_level_kernel, (triton.cdiv(size * frontier, _BLOCK),), step.device)(
+    args = (
         step.rows,
         step.root_slot,
         step.root_pos,
@@ -267,6 +267,8 @@ def _launch(
         level_value,
         block_size,
         max_position,
-        NUM_POS_AXES=out.positions.shape[0],
-        BLOCK=_BLOCK,
     )
+    constants = {"NUM_POS_AXES": out.positions.shape[0], "BLOCK": _BLOCK}
+    key = (step, nodes is None, level_ptr is None, block_size)
+    grid = (triton.cdiv(size * frontier, _BLOCK),)
+    launch(_next_level_kernel, grid, step.device, args, constants, out.plans, key)

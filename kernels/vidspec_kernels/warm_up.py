@@ -19,6 +19,7 @@ from vidspec_kernels.dispatch import as_meta
 from vidspec_kernels.draw import draw
 from vidspec_kernels.guidance_scores import guidance_scores
 from vidspec_kernels.kv_compact import CacheList, kv_compact
+from vidspec_kernels.loosen import LooseTables, loosen
 from vidspec_kernels.next_level import next_level
 from vidspec_kernels.place_trees import TreePlaces, place_trees
 from vidspec_kernels.sampling import Noise, SampleScratch
@@ -120,6 +121,25 @@ def accept_once(
     if keeps:
         tally = tally._replace(path=i32(max_reqs, rows), num_accepted=i32(max_reqs))
     accept(i64(rows), i32(rows), i32(2), num_drafts, trees, looseness, tally)
+
+
+def warm_loosen(num_drafts: int, protected: Tensor, dtype: torch.dtype, in_trees: bool, is_measured: bool) -> None:
+    """Prepare `loosen`, of drafts that are chains and trees, with relevance and without.
+
+    Args:
+        num_drafts: K.
+        protected: Bit tables [max_reqs, num_words], as the engine has them.
+        dtype: Of the logits that are sampled from.
+        in_trees: Whether drafts can be trees.
+        is_measured: Whether relevance can be measured.
+    """
+    rows, (max_reqs, num_words) = num_drafts + 1, protected.shape
+    vectors = (i64(rows), i32(rows), floats(rows, 32 * num_words, dtype=dtype), i64(rows), i32(rows), i64(rows))
+    tables = LooseTables(as_meta(protected), as_meta(protected), i32(max_reqs), i64(max_reqs))
+    trees, measures = {None, rows if in_trees else None}, {False, is_measured}
+    for num_cols, has_scores, is_predicting in itertools.product(trees, measures, (False, True)):
+        parents = None if num_cols is None else i32(max_reqs, num_cols)
+        loosen(*vectors, tables, parents, floats(rows) if has_scores else None, is_predicting=is_predicting)
 
 
 def warm_begin_step(tables: StepTables, out: StepBuffers, is_greedy: bool) -> None:

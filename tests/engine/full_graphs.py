@@ -1,7 +1,8 @@
 """The target's whole forwards as CUDA graphs would replay them, on the CPU engine.
 
 vLLM's own manager dispatches, prepares and captures. In a graph's place stands the call that was captured, made once
-more: every tensor is its capture's, and so is every number that Python has seen.
+more: every tensor is its capture's, and so is every number that Python has seen. What is left to vLLM's own attention
+(steps without drafts) is not captured: the CPU's backend plans on the host.
 """
 
 import contextlib
@@ -32,7 +33,11 @@ class Replay:
 
 @contextlib.contextmanager
 def captured(runner: Any, num_reqs: Sequence[int], mode: str = "FULL_DECODE_ONLY") -> Iterator[Counter]:
-    """Let a runner replay decode steps of up to so many requests each; yield a counter of (padded, real) requests."""
+    """Let a runner replay decode steps of up to so many requests each.
+
+    Yields:
+        A counter of (rows of each request, requests with padding, requests).
+    """
     sizes = [count * (runner.num_speculative_steps + 1) for count in num_reqs]
     config, replayed = runner.compilation_config, Counter()
     prepare = type(runner).prepare_inputs
@@ -47,7 +52,8 @@ def captured(runner: Any, num_reqs: Sequence[int], mode: str = "FULL_DECODE_ONLY
 
     def counting(self, scheduler_output, batch_req_state, batch_desc, *args):
         if batch_desc.cg_mode == CUDAGraphMode.FULL:
-            replayed[batch_desc.num_reqs, len(batch_req_state.req_ids)] += 1
+            per_request = batch_desc.num_tokens // batch_desc.num_reqs
+            replayed[per_request, batch_desc.num_reqs, len(batch_req_state.req_ids)] += 1
         return prepare(self, scheduler_output, batch_req_state, batch_desc, *args)
 
     with contextlib.ExitStack() as stack:
@@ -62,6 +68,8 @@ def captured(runner: Any, num_reqs: Sequence[int], mode: str = "FULL_DECODE_ONLY
         manager = cudagraph_utils.ModelCudaGraphManager(
             runner.vllm_config, runner.device, CUDAGraphMode[mode], runner.decode_query_len
         )
+        for descs in (*manager._capture_descs.values(), *manager._candidates.values()):
+            descs[:] = [desc for desc in descs if desc.uniform_token_count != 1]
         parts = (runner.model, runner.model_state, runner.input_buffers, None, runner.block_tables)
         with torch.inference_mode():
             manager.capture(*parts, runner.attn_groups, runner.kv_cache_config)

@@ -13,6 +13,7 @@ from tests.engine import harness, loose_reference
 from tests.engine.conftest import SCENARIOS
 from tests.engine.harness import CHUNK_SIZES, FAMILIES, LLAVA, NO_CACHE, QWEN, assert_same_answers, token_ids
 from tests.engine.seams import rules, state_store, visual_states
+from vidspec_kernels import LooseTables
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.scoring import rules as scorers
 from vllm_vidspec.tools import pairs
@@ -251,7 +252,9 @@ def test_planted_bug_is_caught(engine, plant):
 def test_loosening_the_end_of_the_text_is_caught(engine):
     """The planted bug: nothing is protected."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rules, "has_token", lambda table, rows, tokens: torch.zeros(len(tokens), dtype=torch.bool))
+        patch.setattr(
+            rules, "LooseTables", lambda *tables: LooseTables(*(0 * table for table in tables[:2]), *tables[2:])
+        )
         with pytest.raises(AssertionError):
             protected_words_kept(engine)
 

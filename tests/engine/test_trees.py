@@ -59,7 +59,7 @@ def test_whole_forwards_are_captured(decoys, reference):
     """
     with captured(decoys.runner, [1, 3, 8]) as replayed:
         check_decoys(decoys, reference)
-    assert any(padded > real for padded, real in replayed) and any(padded == real for padded, real in replayed)
+    assert {padded > real for _, padded, real in replayed} == {True, False}
     assert replayed.total() > 10
 
 
@@ -156,7 +156,7 @@ def test_a_cut_tree_taken_for_a_whole_one_is_caught(reference):
 
 def test_auto_follows_its_table(reference):
     """`auto`: trees while few requests run, chains while many do, nothing while all do, there and back, in one engine,
-    without a seam.
+    without a seam; whole forwards of both shapes are captured.
 
     Two requests begin, six join them, and all end at different times. Catches: a chain verified under a tree's mask, KV
     that a change of shape leaves behind, a path of an earlier tree that a chain's acceptance is looked up in; nodes of
@@ -166,9 +166,12 @@ def test_auto_follows_its_table(reference):
     lengths = [28, 28, 4, 4, 2, 2, 4, 4]
     requests = [(p, {**a, "max_tokens": n}) for (p, a), n in zip(SCENARIOS["videos"](QWEN), lengths, strict=True)]
     table = [[1, 4, "tree-static", 25], [5, 6, "chain", 5], [7, 64, "none", 0]]
-    with harness.engine(
-        QWEN, "target", drafting="auto", draft_table=table, num_speculative_tokens=25, pruner="none"
-    ) as engine:
+    with (
+        harness.engine(
+            QWEN, "target", drafting="auto", draft_table=table, num_speculative_tokens=25, pruner="none"
+        ) as engine,
+        captured(engine.runner, [1, 3, 8]) as replayed,
+    ):
         answers, shapes = {}, []
 
         def step() -> None:
@@ -197,3 +200,4 @@ def test_auto_follows_its_table(reference):
     assert counted["accepted_tokens"] == counted["draft_depth"] == 5 * counted["drafts"]
     changes = [shape for i, shape in enumerate(shapes) if i == 0 or shapes[i - 1] != shape]
     assert changes == ["tree", "none", "chain", "tree"]
+    assert {num_rows for num_rows, padded, real in replayed if padded > real} == {6, 26}, replayed

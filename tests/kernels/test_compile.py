@@ -54,7 +54,7 @@ def test_every_form_compiles_for_hopper(forms):
     tiles of which two do not fit a multiprocessor; stored rows that are not copied in full lines ahead of their
     product."""
     assert {row["kernel"] for row in forms} >= {
-        *("accept", "begin_step", "next_level", "draw", "merge_draws", "candidates", "merge_candidates", "kv_compact"),
+        *("accept", "begin_step", "next_level", "draw", "choose_draw", "candidates", "merge_candidates", "kv_compact"),
         *("tree_begin", "tree_place", "tree_plan", "tree_grow", "tree_finish"),
     }
     by_case = {(row["kernel"], row["case"]): row for row in forms}
@@ -105,7 +105,7 @@ def test_nothing_spills(rows, arch):
     assert {row["kernel"] for row in rows} == {
         *("tree_attention", "visual_relevance", "row_stats", "guidance_scores"),
         *("accept", "tree_grow", "tree_finish", "place_trees"),
-        *("begin_step", "next_level", "draw", "merge_draws", "candidates", "merge_candidates"),
+        *("begin_step", "next_level", "draw", "choose_draw", "candidates", "merge_candidates"),
     }
     assert [(row["kernel"], row["case"], row["spill_bytes"]) for row in rows if row["spill_bytes"]] == []
 
@@ -135,11 +135,11 @@ def test_cold_compilation_is_bounded(rows):
 def test_every_variant_that_steps_use_is_warmed():
     """150 random steps, with vectors cut out of others at any offset: nothing is left to compile while serving.
 
-    Catches: a size that changes from step to step, or the alignment of a slice, that makes a variant of its own
-    (without the decorators' exceptions these steps use 359 variants); a wrapper that the warm-up forgets.
+    Catches: a size that changes from step to step, or the alignment of a slice, that makes a variant of its own; a
+    wrapper that the warm-up forgets; a launch taken for a known one whose variant is another.
     """
     found = run("tests/kernels/variants.py")
-    assert found["missing"] == []
+    assert found["missing"] == [] and found["ambiguous"] == []
     assert found["used"].keys() == found["warmed"].keys() and len(found["used"]) == 20
     assert sum(found["warmed"].values()) <= 45, found["warmed"]
 

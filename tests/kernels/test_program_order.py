@@ -21,7 +21,7 @@ CASES = {
     "draw": ("test_equals_the_argmax", {"impl": "triton", "vocab_size": 2100, "dtype": torch.bfloat16}),
     "next_level": ("test_equals_the_loop", LEVEL | {"size": 129, "frontier": 0}),
     "next_level of trees": ("test_equals_the_loop", LEVEL | {"size": 43, "frontier": 3}),
-    "tree_attention": ("test_shares", {"impl": "triton", "num_sms": 12}),
+    "tree_attention": ("test_shares", {"impl": "triton", "num_sms": 5}),
     "tree_begin": ("test_trees_become_their_template", {"impl": "triton", "num_reqs": 3, "max_nodes": 7}),
     "tree_finish": (
         "test_leaves_are_the_best_candidates",

@@ -1,9 +1,11 @@
 """Run as a program, without the interpreter: which variants of the kernels are warmed, which ones steps use.
 
-Prints JSON: `warmed`, how many variants of each kernel, and `missing`, variants that steps used and nobody warmed.
+Prints JSON: `warmed`, how many variants of each kernel; `missing`, variants that steps used and nobody warmed; and
+`ambiguous`, kernels of which a key of `dispatch.launch` does not settle the variant.
 Nothing is compiled.
 """
 
+import contextlib
 import itertools
 import json
 import random
@@ -20,7 +22,7 @@ from compile_cases import BF16, cache_views, grow_buffers, sampling, step_buffer
 from triton.runtime.jit import JITFunction
 
 import vidspec_kernels as kernels
-from vidspec_kernels import warm_up
+from vidspec_kernels import dispatch, warm_up
 from vidspec_kernels.tree_begin import tree_begin
 from vidspec_kernels.tree_finish import Leaves, tree_finish
 from vidspec_kernels.tree_grow import tree_grow
@@ -40,12 +42,12 @@ TREES = (i32(MAX_REQS, NUM_DRAFTS + 1), i32(MAX_REQS, NUM_DRAFTS + 1), i64(MAX_R
 KEPT, TOTALS = (i32(MAX_REQS, NUM_DRAFTS + 1), i32(MAX_REQS)), i64(7 + NUM_DRAFTS)
 BUFFERS, TEMPLATE = grow_buffers(WIDTH, CANDIDATES, NUM_DRAFTS, MAX_REQS), template(NUM_DRAFTS + 1)
 STORE = (floats(64, 64, HIDDEN, dtype=BF16), i32(64), i32(MAX_REQS, 800), i32(MAX_REQS))
-PLACES = (*TREES[1:], kernels.TreePlaces(*(i32(MAX_REQS) for _ in range(4)), i64(MAX_REQS, NUM_DRAFTS + 1)))
-POSITIONS = [(i64(3, 8193), None), (i64(8192), i64(8192))]  # of several axes in place, and of one into a copy
 TABLES, STEP = step_buffers(path_cols=NUM_DRAFTS + 1, max_batch=MAX_REQS, max_blocks=TABLE.shape[1])
 LEVEL = kernels.LevelBuffers.allocate(MAX_REQS, i64(3, MAX_REQS * WIDTH), WIDTH)
 VOCAB_SIZE, NOISE = 151_936, sampling()
 DRAWS = kernels.SampleScratch(MAX_REQS * WIDTH, VOCAB_SIZE, torch.device("meta"), CANDIDATES)
+PLACES = (*TREES[1:], kernels.TreePlaces(*(i32(MAX_REQS) for _ in range(4)), i64(MAX_REQS, NUM_DRAFTS + 1)))
+POSITIONS = [(i64(3, 8193), None), (i64(8192), i64(8192))]  # of several axes in place, and of one into a copy
 
 
 def warm() -> None:
@@ -179,17 +181,38 @@ def variants(run) -> set[tuple[str, str]]:
     return found
 
 
+def ambiguous_plans(run) -> list[str]:
+    """Return the kernels that one key of `dispatch.launch` stands for several variants of."""
+    found: dict[tuple[str, int, str], set] = {}
+
+    def launch(kernel, grid, device, args, constants, plans, key=None):
+        kernel.device_caches.clear()  # so that every launch asks for its variant
+        asked = variants(lambda: dispatch.launcher(kernel, grid, device)(*args, **constants))
+        found.setdefault((kernel.__name__, id(plans), str(key)), set()).update(asked)
+
+    kernel_modules = [module for name, module in sys.modules.items() if name.startswith("vidspec_kernels.")]
+    with contextlib.ExitStack() as stack:
+        for module in kernel_modules:
+            if hasattr(module, "launch"):
+                stack.enter_context(mock.patch.object(module, "launch", launch))
+        run()
+    assert found
+    return sorted({name for (name, _, _), several in found.items() if len(several) > 1})
+
+
 def main() -> None:
     rng = random.Random(0)
     with compile_report.pretending(90):
         warmed = variants(warm)
         used = variants(lambda: [step(rng) for _ in range(150)])
+        ambiguous = ambiguous_plans(lambda: [draft_step(rng, rng.randint(1, MAX_REQS), WIDTH) for _ in range(40)])
     print(
         json.dumps(
             {
                 "warmed": Counter(f"{module}.{name}" for name, module, _ in warmed),
                 "used": Counter(f"{module}.{name}" for name, module, _ in used),
                 "missing": sorted(used - warmed),
+                "ambiguous": ambiguous,
             }
         )
     )

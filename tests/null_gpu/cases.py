@@ -29,7 +29,12 @@ GRAPHS_SIXTEEN = {
 }
 # Room for one tree of 64 nodes and its root.
 GRAPHS_65 = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 65]}}
-COMPILED = {"enforce_eager": False, "compilation_config": {"mode": 3, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}}
+# Room for four of 25: three requests are padded.
+GRAPHS_104 = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 4, 104]}}
+PIECES = {
+    "enforce_eager": False,
+    "compilation_config": {"mode": 3, "cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]},
+}
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,11 @@ class Case:
     def num_ranks(self) -> int:
         """Tensor-parallel ranks, each a process of its own if there are several."""
         return self.overrides.get("tensor_parallel_size", 1)
+
+    @property
+    def has_whole_graphs(self) -> bool:
+        """Whether decode steps of the target are captured whole."""
+        return "compilation_config" in self.overrides and "cudagraph_mode" not in self.overrides["compilation_config"]
 
     def shares_engine(self, other: "Case") -> bool:
         """Return whether an engine of this case is one of the other's, too."""
@@ -141,13 +151,13 @@ _ALL = (
         "chain graphs processed", {}, "vanilla graphs sampled", overrides=GRAPHS, sampling=_SAMPLED, most_launches=160
     ),
     Case("static graphs", _STATIC, "vanilla graphs", overrides=GRAPHS, most_launches=70),
-    Case("static graphs batch", _STATIC, "vanilla graphs batch", overrides=GRAPHS, batch=3, most_launches=70),
+    Case("static graphs batch", _STATIC, "vanilla graphs batch", overrides=GRAPHS_104, batch=3, most_launches=70),
     Case("adaptive graphs", _ADAPTIVE, "vanilla graphs", overrides=GRAPHS_65, **_PLANNED, most_launches=80),
     Case("self graphs", {"draft": "target"}, "vanilla graphs", overrides=GRAPHS, most_launches=60),
     Case("vanilla graphs sixteen", overrides=GRAPHS_SIXTEEN, batch=16),
     Case("chain graphs sixteen", {}, "vanilla graphs sixteen", overrides=GRAPHS_SIXTEEN, batch=16, most_launches=60),
-    Case("vanilla pieces", overrides=COMPILED),
-    Case("static pieces", _STATIC, "vanilla pieces", overrides=COMPILED, most_launches=480),
+    Case("vanilla pieces", overrides=PIECES),
+    Case("static pieces", _STATIC, "vanilla pieces", overrides=PIECES, most_launches=480),
     # The Qwen pair's three vision heads are not for two ranks.
     Case("vanilla two ranks", family=LLAVA, overrides=TWO_RANKS),
     Case("chain two ranks", {}, "vanilla two ranks", LLAVA, overrides=TWO_RANKS, most_launches=380),

@@ -117,6 +117,12 @@ def test_launches_stay_in_the_budget(row, name):
     assert row["timed"]["launch"] / len(row["host_ms"]) == pytest.approx(judge.per_step(row, "launch"), rel=0.05)
 
 
+@pytest.mark.parametrize("name", [name for name in OURS if CASES[name].has_whole_graphs])
+def test_the_target_is_one_graph(row, name):
+    """Whatever is drafted, and in a padded batch too. Catches: trees that fall back to pieces, or to no graph."""
+    assert judge.replays(row, "execute_model") == len(row["steps"]), judge.culprits(row, "graph.launch")
+
+
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_ranks_do_the_same(row, name):
     launches = row["extra"]["launches_by_rank"]

@@ -1,6 +1,7 @@
 """The pure rooms on a device that is not the host: what the torch text computes there is what the CPU gets."""
 
 import copy
+import dataclasses
 import itertools
 
 import numpy as np
@@ -13,18 +14,26 @@ from tests.kernels import (
     accept_requests,
     test_guidance_scores,
     test_kv_compact,
-    test_step,
+    test_loosen,
     test_uv_scores,
     test_visual_relevance,
 )
+from tests.kernels.step_case import BLOCK_SIZE, MAX_POSITION, StepCase
+from tests.kernels.test_next_level import LevelCase
 from tests.simulated_device import device as sim
 from tests.unit.drafting.fake_draft import FakeDraft
 from vidspec_kernels import (
     CacheList,
+    LevelBuffers,
+    StepBuffers,
+    StepTables,
     accept,
+    begin_step,
     guidance_scores,
     kv_compact,
-    step,
+    loosen,
+    next_level,
+    random_scores,
     uv_text_sum,
     uv_video_scores,
     visual_relevance,
@@ -33,7 +42,7 @@ from vidspec_kernels.tree_plan import confidence
 from vllm_vidspec.drafting import StaticTree, candidates, topology_tables
 from vllm_vidspec.drafting.tree import DraftTree
 from vllm_vidspec.pruning import PruneInputs, TokenGrid, get_pruner, pruner_names
-from vllm_vidspec.scoring import normalized_entropy, random_scores
+from vllm_vidspec.scoring import normalized_entropy
 
 CPU = torch.device("cpu")
 quick = settings(max_examples=15, deadline=None)
@@ -56,11 +65,27 @@ def same_on_both(function, *args, **kwargs):
 # ---- kernels' references ---------------------------------------------------------------------------------------------
 
 
+def tensors_of(buffers) -> dict[str, torch.Tensor | None]:
+    return {field.name: getattr(buffers, field.name) for field in dataclasses.fields(buffers)}
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_steps(seed):
-    for frontier, level in ((0, seed), (4, 1)):
-        inputs = test_step.make_inputs(7, frontier, CPU, seed=seed, level=level)
-        same_on_both(step, **inputs, **test_step.make_outputs(7, frontier, CPU))
+    def begin(tables, out, *step, **sizes):
+        begin_step(*step, StepTables(**tables), StepBuffers(**out), **sizes)
+
+    for picked in (None, 4):
+        case = StepCase(CPU, 7, picked, in_trees=seed > 0, seed=seed)
+        sizes = case.sizes | {"size": case.size}
+        same_on_both(begin, tensors_of(case.tables), tensors_of(case.buffers()), *case.step.values(), **sizes)
+
+    def level(step, out, **arguments):
+        next_level(StepBuffers(**step), LevelBuffers(**out), **arguments)
+
+    for frontier in (0, 4):
+        case = LevelCase(7, frontier, CPU, seed=seed)
+        sizes = {"size": 7, "level": 1 + seed, "block_size": BLOCK_SIZE, "max_position": MAX_POSITION}
+        same_on_both(level, tensors_of(case.step), tensors_of(case.out()), fed=case.fed, **case.trees, **sizes)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -68,6 +93,12 @@ def test_acceptance(seed):
     for mode in itertools.product((False, True), repeat=2):
         requests = accept_requests.random_requests(9, 8, *mode, seed=seed)
         same_on_both(accept, **accept_requests.pack(requests, 8, CPU, *mode))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_looseness(seed):
+    for in_trees, is_measured in itertools.product((False, True), repeat=2):
+        same_on_both(loosen, **test_loosen.make_inputs(CPU, in_trees, is_measured, seed), impl="torch")
 
 
 @pytest.mark.parametrize("seed", range(3))

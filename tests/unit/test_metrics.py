@@ -23,6 +23,11 @@ def file(tmp_path):
     return MetricsFile.create(tmp_path / "m")
 
 
+def add_accepted(file: MetricsFile, counts: np.ndarray) -> None:
+    """Add to the accepted counts of the first positions."""
+    file.add_all(metrics.slots_of(f"accepted_at_pos_{i}" for i in range(len(counts))), counts)
+
+
 def printed_by(*lines: str) -> str:
     """What a Python process of its own prints."""
     code = "\n".join(["import os, sys", "from vllm_vidspec.metrics import MetricsFile", *lines])
@@ -37,16 +42,18 @@ def test_add_set_values(file):
     file.add("drafts")
     file.add("drafts", 2**40)
     file.set("draft_pool_bytes", 7)
-    file.add_accepted_per_position(np.arange(1, 65))
+    add_accepted(file, np.arange(1, 65))
     values = read_metrics(file.path)
     assert values["drafts"] == 2**40 + 1
     assert values["draft_pool_bytes"] == 7
     assert [values[f"accepted_at_pos_{i}"] for i in range(64)] == list(range(1, 65))
     assert sum(values.values()) == 2**40 + 1 + 7 + sum(range(65))
-    file.add_accepted_per_position(np.array([3, 2, 1]))
+    add_accepted(file, np.array([3, 2, 1]))
     assert [file.values()[f"accepted_at_pos_{i}"] for i in range(4)] == [4, 4, 4, 4]
     with pytest.raises(KeyError):
         file.add("draft")
+    with pytest.raises(KeyError):
+        metrics.slots_of(["drafts", "draft"])
     assert set(MetricsFile.create(file.path).values().values()) == {0}, "create replaces what was there"
 
 
@@ -202,7 +209,7 @@ def test_what_prometheus_sees(file, tmp_path, sample):
     collector = metrics.register_collector({0: file, 1: other}, "m")
     file.add("drafts", 4)
     file.add("accepted_tokens", 3)
-    file.add_accepted_per_position(np.array([2, 1]))
+    add_accepted(file, np.array([2, 1]))
     file.add("skipped_pool_full", 3)
     file.add("draft_prefill_us", 1_500_000)
     file.set("draft_pool_blocks_used", 5)
@@ -243,7 +250,7 @@ def test_histogram_of_acceptance_lengths(file, sample):
     """Of 10 steps 4 accept nothing, 3 one token, 3 four; the sum over the count is the acceptance length."""
     file.add("drafts", 10)
     file.add("accepted_tokens", 3 * 1 + 3 * 4)
-    file.add_accepted_per_position(np.array([6, 3, 3, 3]))
+    add_accepted(file, np.array([6, 3, 3, 3]))
     metrics.register_collector({0: file}, "m")
     assert [sample("acceptance_length_bucket", le=str(n)) for n in range(1, 7)] == [4, 7, 7, 7, 10, 10]
     assert sample("acceptance_length_bucket", le="+Inf") == sample("acceptance_length_count") == 10

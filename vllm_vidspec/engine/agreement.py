@@ -32,6 +32,7 @@ _READY, _DONE, _FAILED, _TORN = range(4)
 _NUM_HEADERS = 5  # int64: steps so far, phase, one of the above, where it failed, number of flags
 _MAX_FLAGS = 64  # of one message
 _TAG = 0x51D  # of our messages among others of the group
+_FREELY = contextlib.nullcontext()
 
 
 class OthersFailed(Exception):
@@ -111,16 +112,16 @@ class Agreement:
             self._running.pop()
             self._phase, self._is_torn = outer
 
-    @contextlib.contextmanager
-    def collective(self) -> Iterator[None]:
-        """Enter collectives; in a careful step once all ranks are ready for them.
+    def collective(self) -> contextlib.AbstractContextManager[None]:
+        """Return what collectives are entered under; in a careful step all ranks are ready for them first.
 
         Raises:
-            OthersFailed: A rank is not.
+            OthersFailed: Where it is entered: a rank is not ready.
         """
-        if not self._phase:
-            yield
-            return
+        return self._together() if self._phase else _FREELY
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
         self._exchange(self._phase, _READY)
         self._is_torn = True
         yield

@@ -41,10 +41,13 @@ def prepare(runner: Any) -> None:
     warm_up.warm_accept(
         num_drafts, runner.max_num_reqs, in_trees, parts.rules is not None, runner.counters.counts_requests
     )
+    if parts.rules is not None:
+        is_measured = parts.visual is not None
+        warm_up.warm_loosen(num_drafts, parts.rules.protected, torch.float32, in_trees, is_measured)
     if in_trees:
         _prepare_attention(parts.trees.attention, block_table, runner.vllm_config, num_drafts + 1)
         warm_up.warm_kv_compact(parts.trees.caches, block_table, num_drafts)
-        warm_up.warm_place_trees(*parts.trees.placing(runner.input_buffers.positions, runner.model_state))
+        parts.trees.warm_up(runner)
     if isinstance(parts.guidance, AttentionGuidance):
         heads = [(keys, num_heads) for keys, _, num_heads in distinct_views(parts.guidance.attention.values())]
         warm_up.warm_guidance_scores(heads, block_table, runner.dtype)

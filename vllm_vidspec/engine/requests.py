@@ -5,7 +5,6 @@ about to be added again). Every table that knows something of a row registers he
 time than the others.
 """
 
-import functools
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol
@@ -56,12 +55,12 @@ class RowTable(Protocol):
 
 
 class Phase(IntEnum):
-    """What a row is doing."""
+    """What a row is doing; a bit each, so that one operation asks for several."""
 
-    UNSEEN = 0  # the target's prefill is under way, or its scores are on their way to the host
-    PREFILLING = 1  # the draft reads its prompt
-    DRAFTING = 2
-    SKIPPED = 3  # it runs without speculation, for good
+    UNSEEN = 1  # the target's prefill is under way, or its scores are on their way to the host
+    PREFILLING = 2  # the draft reads its prompt
+    DRAFTING = 4
+    SKIPPED = 8  # it runs without speculation, for good
 
 
 class RequestRows:
@@ -106,8 +105,7 @@ class RequestRows:
 
     def are_in(self, idx_mapping_np: np.ndarray, *phases: Phase) -> np.ndarray:
         """Return `[n]` bool: which of `[n]` rows are in one of these phases."""
-        found = self.phase[idx_mapping_np]
-        return functools.reduce(np.logical_or, (found == phase for phase in phases))
+        return self.phase[idx_mapping_np] & sum(phases) != 0
 
     def skip(self, req_state_idx: int, reason: str) -> None:
         """Let a row's request go on without speculation, for good."""

@@ -122,7 +122,8 @@ class VidSpecModelRunner(GPUModelRunner):
         return batch
 
     def execute_model(self, scheduler_output, *args, **kwargs):
-        self.counters.flush()
+        if not scheduler_output.total_num_scheduled_tokens:
+            self.counters.flush()  # the last step's, which no later one publishes
         output = super().execute_model(scheduler_output, *args, **kwargs)
         state = self.execute_model_state
         self.listeners.after_forward(

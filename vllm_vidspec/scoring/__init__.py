@@ -1,7 +1,7 @@
 """Scoring: which draft tokens stand; pure torch, tensors in and tensors out, never touches vLLM."""
 
 from vllm_vidspec.scoring.base import Looseness, Scored, ScoreInputs, Tally, TreeShapes
-from vllm_vidspec.scoring.rules import RULES, normalized_entropy, random_scores, score
+from vllm_vidspec.scoring.rules import RULES, normalized_entropy, score
 
 __all__ = [
     "RULES",
@@ -11,6 +11,5 @@ __all__ = [
     "Tally",
     "TreeShapes",
     "normalized_entropy",
-    "random_scores",
     "score",
 ]

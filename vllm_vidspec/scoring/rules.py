@@ -1,5 +1,7 @@
 """The scorers: strict, and LVSpec's, FLy's and a random one that let mismatches stand; one walk, rules by request."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -48,18 +50,10 @@ def normalized_entropy(logits: Tensor, top_k: int = 0) -> Tensor:
     if num_tokens == 1:
         return kept.new_zeros(len(kept))
     probs = kept.softmax(dim=1)
-    return torch.special.entr(probs).sum(dim=1) / torch.log(torch.tensor(float(num_tokens)))
+    return torch.special.entr(probs).sum(dim=1) / _log(num_tokens)
 
 
-def random_scores(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Return `[n]` float32 uniform in [0, 1): a hash of each row's seed and position, so that runs repeat.
-
-    Args:
-        seeds: `[n]` int64 of the rows' requests.
-        positions: `[n]` int64.
-    """
-    word = seeds.to(torch.int64) + positions.to(torch.int64) * 0x1E3779B97F4A7C15  # splitmix64's steps, modulo 2 ** 64
-    word = (word ^ ((word >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
-    word = (word ^ ((word >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
-    word = word ^ ((word >> 31) & 0x1FFFFFFFF)
-    return ((word >> 40) & 0xFFFFFF).float() / 2**24
+@functools.cache
+def _log(number: int) -> float:
+    """Return the logarithm in float32."""
+    return float(torch.log(torch.tensor(float(number))))

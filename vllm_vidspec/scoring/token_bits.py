@@ -3,9 +3,6 @@
 from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
-import torch
-
-from vidspec_kernels.dispatch import as_array
 
 _WORD_BITS = 32
 
@@ -20,13 +17,6 @@ def pack_ids(ids: Iterable[int], num_words: int) -> np.ndarray:
     bits = np.zeros(num_words * _WORD_BITS, dtype=bool)
     bits[[i for i in ids if i < len(bits)]] = True
     return np.packbits(bits, bitorder="little").view(np.int32).copy()
-
-
-def has_token(table: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return `[n]` bool: whether the set in row `rows` of `[max_num_reqs, num_words]` has `tokens`, `[n]` each."""
-    token = as_array(tokens)
-    words = as_array(table)[as_array(rows), token // _WORD_BITS]
-    return torch.as_tensor((words >> (token % _WORD_BITS)) & 1 != 0)
 
 
 def ids_of_words(

@@ -70,10 +70,19 @@ def part(drafts: list[int], relevance: list[float] | None = None) -> VerifySlice
     """Return a chain of row 1, the first of `drafts` its root."""
     n = len(drafts)
     measured = None if relevance is None else torch.tensor(relevance)
-    rows, nodes = torch.ones(n, dtype=torch.int64), torch.arange(n)
+    rows, nodes = torch.ones(n, dtype=torch.int64), torch.arange(n, dtype=torch.int32)
     ends = torch.tensor([0, n], dtype=torch.int32)
     return VerifySlice(
-        rows[:1], np.array([1]), ends, np.array([n]), rows, nodes, nodes + 7, torch.tensor(drafts), measured, None
+        rows[:1],
+        np.array([1]),
+        ends,
+        np.array([n]),
+        rows,
+        nodes,
+        nodes.long() + 7,
+        torch.tensor(drafts).int(),
+        measured,
+        None,
     )
 
 

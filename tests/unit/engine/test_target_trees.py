@@ -250,6 +250,8 @@ def test_a_dummy_run_is_nobodys(captured):
     assert captured.trees.attention.step is None
     captured.trees.places.num_queries.fill_(K + 1)
     captured.trees.places.query_start.fill_(999)
+    captured.prepare(captured.batch([0, 1, 2, 3], [2] * 4, num_drafts=None), for_capture=True)
+    assert captured.trees.places.query_start.tolist() == [0, 2, 4, 6]
+    assert captured.trees.places.num_queries.tolist() == [2] * 4
     captured.prepare(captured.batch([0, 1, 2, 3], [1] * 4, num_drafts=None), for_capture=True)
-    assert captured.trees.places.query_start.tolist() == [0, 1, 2, 3]
-    assert captured.trees.places.num_queries.tolist() == [1] * 4
+    assert captured.trees.attention.step is None  # no drafts: vLLM's own attention

@@ -153,19 +153,21 @@ class CoupledSampler:
             custom  # nobody knows of which requests these want something
             or np.any(bias.use_logit_bias[rows])
             or np.any(bad_words.num_bad_words.np[rows])
-            or np.any(penalties.use_penalty[rows] & ~self._has_mild_penalties(rows))
+            or self._has_penalties(rows[penalties.use_penalty[rows]])
             or np.any(states.min_p.np[rows])
             or np.any((states.top_k.np[rows] < LEAST_TOP_K) | (states.top_p.np[rows] < LEAST_TOP_P))
             or (thinking.enabled and np.any(thinking.use_thinking_budget[rows]))
         )
 
-    def _has_mild_penalties(self, rows: np.ndarray) -> np.ndarray:
-        """Return `[n]` bool: nearly greedy, with a repetition penalty near 1 and no other (Qwen2.5-VL's defaults)."""
-        penalties = self._sampler.logits_processors[1]
+    def _has_penalties(self, rows: np.ndarray) -> bool:
+        """Whether any of `[n]` rows with penalties has more than a repetition penalty near 1 while nearly greedy."""
+        if not len(rows):
+            return False
+        penalties, temperature = self._sampler.logits_processors[1], self._sampler.sampling_states.temperature.np[rows]
         repetition = penalties.repetition_penalty.np[rows]
-        is_mild = np.maximum(repetition, 1 / repetition) <= MOST_REPETITION
-        is_mild &= self._sampler.sampling_states.temperature.np[rows] <= NEARLY_GREEDY
-        return is_mild & (penalties.frequency_penalty.np[rows] == 0.0) & (penalties.presence_penalty.np[rows] == 0.0)
+        is_mild = (np.maximum(repetition, 1 / repetition) <= MOST_REPETITION) & (temperature <= NEARLY_GREEDY)
+        is_mild &= (penalties.frequency_penalty.np[rows] == 0.0) & (penalties.presence_penalty.np[rows] == 0.0)
+        return not is_mild.all()
 
     def processed(self, rows: torch.Tensor, rows_np: np.ndarray) -> Processed | None:
         """Return what processes the logits of `[n]` rows between graphs; None where a temperature and noise are all."""

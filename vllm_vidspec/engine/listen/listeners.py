@@ -1,6 +1,6 @@
 """TargetListeners: the list of what hears the target, and the one place where each is guarded."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.logger import init_logger
@@ -71,28 +71,29 @@ class TargetListeners:
 
     def admit(self, arrival: Arrival) -> None:
         """Take a request in that has just got its row."""
-        self._tell(lambda listener: listener.arrive(arrival))
+        self._tell("arrive", arrival)
 
     def before_forward(self, batch: Any) -> None:
         """Let each plan a step, given vLLM's `InputBatch`."""
-        self._tell(lambda listener: listener.before_forward(batch))
+        self._tell("before_forward", batch)
 
     def after_forward(self, forward: Forward) -> None:
         """Let each collect what the step showed."""
-        self._tell(lambda listener: listener.after_forward(forward))
+        self._tell("after_forward", forward)
 
     def forget(self, req_state_idx: int) -> None:
         """Forget a row, whose request has ended or lost it."""
-        self._tell(lambda listener: listener.release(req_state_idx))
+        self._tell("release", req_state_idx)
 
     def forget_kv(self) -> None:
         """Give up what lies in KV memory, because its contents are about to be lost."""
-        self._tell(lambda listener: listener.forget_kv())
+        self._tell("forget_kv")
 
-    def _tell(self, hear: Callable[[TargetListener], None]) -> None:
+    def _tell(self, what: str, *args: Any) -> None:
+        """Call a method of each, by its name."""
         for listener, guard in self._guarded:
             try:
-                hear(listener)
+                getattr(listener, what)(*args)
             except Exception as error:
                 guard.survive(error)
                 listener.fail(error)

@@ -185,6 +185,8 @@ def prefills(batch: Any, prompts: Mapping[int, Any]) -> Iterator[tuple[int, Any,
         batch: vLLM's `InputBatch`.
         prompts: By persistent row; each with the `num_tokens` of its prompt.
     """
+    if not prompts:  # the usual decode step
+        return
     for req_idx in np.flatnonzero(batch.is_prefilling_np).tolist():
         prompt = prompts.get(int(batch.idx_mapping_np[req_idx]))
         if prompt is not None:

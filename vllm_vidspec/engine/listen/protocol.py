@@ -1,15 +1,13 @@
 """TargetListener: what hears the target at work. It reads; if one writes, its own docstring says what and why."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from vllm_vidspec.engine.requests import Arrival
 
 
-@dataclass(frozen=True)
-class Forward:
+class Forward(NamedTuple):
     """What a forward of the target left.
 
     Attributes:

@@ -18,6 +18,7 @@ from vllm_vidspec.scoring import Tally
 logger = init_logger("vllm.vidspec")
 
 _TOTALS = ("drafts", "draft_tokens", "accepted_tokens", "draft_depth", *(f"{kind}_tokens" for kind in metrics.KINDS))
+_DRAFTS, _ACCEPTED = _TOTALS.index("drafts"), _TOTALS.index("accepted_tokens")
 
 
 class Counters:
@@ -43,10 +44,14 @@ class Counters:
         self._totals = torch.zeros(len(_TOTALS) + num_speculative_tokens, dtype=torch.int64, device=device)
         self._requests = requests
         self._on_gpu = device.type == "cuda"
-        self._host = torch.zeros_like(self._totals, device="cpu", pin_memory=self._on_gpu)
+        # On the host: the totals themselves, or where a copy of them goes.
+        self._host = torch.zeros_like(self._totals, device="cpu", pin_memory=True) if self._on_gpu else self._totals
+        self._host_np = self._host.numpy()
         self._copied = torch.cuda.Event() if self._on_gpu else None
-        self._has_news = False  # since the copy to `_host` was begun: one a step, however often it is flushed
+        self._has_news = self._is_copying = False  # since the last copy was begun; whether one is under way
         self._published = np.zeros(len(self._host), dtype=np.int64)
+        positions = (f"accepted_at_pos_{i}" for i in range(num_speculative_tokens))
+        self._file_slots = metrics.slots_of((*_TOTALS, *positions))  # of each total
         self._file = self._open(vllm_config)
         self._logged: set[str] = set()
         self._alarm = AcceptanceAlarm()
@@ -140,26 +145,33 @@ class Counters:
     # ---- totals ----------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Publish what the device has counted, on a GPU what it had counted when the last copy finished."""
+        """Publish what has been counted; on a GPU what a copy has brought by now, and begin the next copy."""
         if self._file is None or self._is_paused:
             return
         if self._copied is None:
-            self._host.copy_(self._totals)
-        elif not self._copied.query():
+            if self._has_news:
+                self._has_news = False
+                self._publish()
             return
-        gained = self._host.numpy() - self._published
-        if gained.any():
-            with self._file.at_once():
-                for name, value in zip(_TOTALS, gained.tolist(), strict=False):
-                    self._file.add(name, value)
-                self._file.add_accepted_per_position(gained[len(_TOTALS) :])
-            self._published += gained
-            if self._alarm.hear(*(int(gained[_TOTALS.index(name)]) for name in ("drafts", "accepted_tokens"))):
-                self._file.add("low_acceptance_windows")
-        if self._copied is not None and self._has_news:
+        if self._is_copying and self._copied.query():
+            self._is_copying = False
+            self._publish()
+        if self._has_news and not self._is_copying:
             self._host.copy_(self._totals, non_blocking=True)
             self._copied.record()
-            self._has_news = False
+            self._has_news, self._is_copying = False, True
+
+    def _publish(self) -> None:
+        """Add to the file what the totals on the host have gained."""
+        assert self._file is not None
+        gained = self._host_np - self._published
+        num_steps = int(gained[_DRAFTS])
+        if not num_steps:  # nothing else is counted without
+            return
+        self._file.add_all(self._file_slots, gained)
+        self._published += gained
+        if self._alarm.hear(num_steps, int(gained[_ACCEPTED])):
+            self._file.add("low_acceptance_windows")
 
     def add(self, name: str, value: int = 1) -> None:
         """Add to a host-side counter."""

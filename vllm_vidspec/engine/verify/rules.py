@@ -7,18 +7,16 @@ import torch
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vidspec_kernels import SHIFT, WINDOW
+from vidspec_kernels import CHANCE, RELEVANCE, SHIFT, WINDOW, LooseTables, loosen
 from vllm_vidspec.config import DIGITS, PROTECTED_TOKENS, VidSpecConfig
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import Arrival
 from vllm_vidspec.engine.verify.step import VerifySlice
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.scoring import RULES, Looseness, normalized_entropy, random_scores
+from vllm_vidspec.scoring import RULES, Looseness, normalized_entropy
 from vllm_vidspec.scoring.choices import Choice, choose, strict_reason
-from vllm_vidspec.scoring.token_bits import has_token, ids_of_words, num_words, pack_ids
-
-_RELEVANCE, _CHANCE = 1, 2  # where a request's scores come from
+from vllm_vidspec.scoring.token_bits import ids_of_words, num_words, pack_ids
 
 
 class LooseRules:
@@ -43,7 +41,8 @@ class LooseRules:
         self._choices: dict[int, Choice] = {}  # by row, of requests that are not strict
         # [4, max_num_reqs]: rules, windows, the bits of the float32 shares, and where the scores come from
         self._table_np = np.zeros((4, max_num_reqs), dtype=np.int32)
-        self._table: torch.Tensor | None = None  # the same on the device, until a request comes or goes
+        self._loose: set[int] = set()  # rows whose rule is not 0
+        self._table: tuple[torch.Tensor, ...] | None = None  # the same on the device, until a request comes or goes
         self._model_config = vllm_config.model_config
         self._shape = (max_num_reqs, num_words(vocab_size))
         self._protect_words(knobs.now)
@@ -53,7 +52,7 @@ class LooseRules:
         """Make the tables of what no request may gain or lose."""
         self._base = pack_ids(protected_ids(config, self._model_config), self._shape[1])  # [num_words]
         # [max_num_reqs, num_words] int32: bit v of a row: token v is protected; the request ends with token v
-        self._protected = async_tensor_h2d(np.tile(self._base, (self._shape[0], 1)), device=self._device)
+        self.protected = async_tensor_h2d(np.tile(self._base, (self._shape[0], 1)), device=self._device)
         self._ends = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
         self._stop_ids: dict[int, frozenset[int]] = {}  # by row, what its two table rows hold
 
@@ -95,20 +94,22 @@ class LooseRules:
         if self._choices.pop(req_state_idx, None) is not None and self._table_np[0, req_state_idx]:
             self._table_np[:, req_state_idx] = 0
             self._table = None
+            self._loose.discard(req_state_idx)
 
     def _set(self, req_state_idx: int) -> None:
         (scorer, share), config = self._choices[req_state_idx], self._knobs.now
         shift = SHIFT if scorer == "loose" and config.score.position_shift else 0
         window = config.score.fly_window if scorer == "fly" else 0
-        source = {"loose": _RELEVANCE, "random": _CHANCE}.get(scorer, 0)
+        source = {"loose": RELEVANCE, "random": CHANCE}.get(scorer, 0)
         self._table_np[:, req_state_idx] = (RULES[scorer] | shift, window, np.float32(share).view(np.int32), source)
         self._table = None
+        self._loose.add(req_state_idx)
 
     def _protect_stops(self, req_state_idx: int, stops: frozenset[int]) -> None:
         """Write a request's stop tokens, if they are not what the row has already."""
         if self._stop_ids.get(req_state_idx) != stops:
             ends = pack_ids(stops, self._shape[1])
-            self._protected[req_state_idx], self._ends[req_state_idx] = async_tensor_h2d(
+            self.protected[req_state_idx], self._ends[req_state_idx] = async_tensor_h2d(
                 np.stack((self._base | ends, ends)), device=self._device
             )
             self._stop_ids[req_state_idx] = stops
@@ -122,11 +123,11 @@ class LooseRules:
 
     def any_loose(self, idx_mapping_np: np.ndarray) -> bool:
         """Whether a mismatch of any of `[num_reqs]` persistent rows may stand."""
-        return bool(self._table_np[0, idx_mapping_np].any())
+        return bool(self._loose) and bool(self._table_np[0, idx_mapping_np].any())
 
     def any_by_relevance(self, idx_mapping_np: np.ndarray) -> bool:
         """Whether any of `[num_reqs]` persistent rows is verified by LVSpec's rule."""
-        return bool((self._table_np[3, idx_mapping_np] == _RELEVANCE).any())
+        return bool(self._loose) and bool((self._table_np[3, idx_mapping_np] == RELEVANCE).any())
 
     def looseness(self, part: VerifySlice, target_tokens: torch.Tensor, logits: torch.Tensor) -> Looseness:
         """Return what may stand of the drafts that are verified at once.
@@ -136,57 +137,31 @@ class LooseRules:
             target_tokens: `[num_logits]` int64, what the target samples after each row.
             logits: `[num_logits, vocab_size]` as sampled from: -inf where the request forbids a token.
         """
-        config, of_logits = self._knobs.now, part.expanded_idx_mapping
-        parent = self._parents(part)
-        may = self._may_mismatch(part, parent, target_tokens, logits)
-        rules, windows, shares, sources = self._on_device()
-        entropies = scores = torch.zeros(len(part.drafts), device=self._device)
+        config, (rules, windows, shares, sources) = self._knobs.now, self._on_device()
+        scores, may_loosen = loosen(
+            target_tokens,
+            part.drafts,
+            logits,
+            part.expanded_idx_mapping,
+            part.nodes,
+            part.pos,
+            LooseTables(self.protected, self._ends, sources, self._sampler.sampling_states.seeds.gpu),
+            None if part.shapes is None else part.shapes.parents,
+            part.relevance,
+            is_predicting=self.is_predicting,
+        )
+        entropies = scores  # any: nobody reads them
         if (self._table_np[0, part.idx_mapping_np] & WINDOW).any():
             entropies = normalized_entropy(logits, config.score.fly_top_k)
-        if part.relevance is not None:
-            scores = part.relevance[parent] if self.is_predicting else part.relevance
-            # NaN: it could not be measured, and who asks for it is verified strictly.
-            may &= ~(scores.isnan() & (sources[of_logits] == _RELEVANCE))
-        if (self._table_np[3, part.idx_mapping_np] == _CHANCE).any():
-            by_chance = random_scores(self._sampler.sampling_states.seeds.gpu[of_logits], part.pos)
-            scores = torch.where(sources[of_logits] == _CHANCE, by_chance, scores)
         return Looseness(
-            rows=part.idx_mapping,
-            rules=rules,
-            shares=shares.view(torch.float32),
-            windows=windows,
-            scores=scores,
-            entropies=entropies,
-            may_loosen=may,
-            min_entropy=config.score.fly_entropy,
+            part.idx_mapping, rules, shares, windows, scores, entropies, may_loosen, config.score.fly_entropy
         )
 
-    def _parents(self, part: VerifySlice) -> torch.Tensor:
-        """Return `[num_logits]` int64: the row of each node's parent, of a root its own."""
-        index = torch.arange(len(part.drafts), device=self._device)
-        if part.shapes is None:
-            return index - (part.nodes > 0).long()
-        return index - part.nodes + part.shapes.parents[part.expanded_idx_mapping, part.nodes].clamp(min=0)
-
-    def _may_mismatch(
-        self, part: VerifySlice, parent: torch.Tensor, target_tokens: torch.Tensor, logits: torch.Tensor
-    ) -> torch.Tensor:
-        """Return `[num_logits]` bool: no parameter of the request forbids the draft, and neither it nor the target's
-        token is protected.
-        """
-        draft = part.drafts.clamp(min=0).long()
-        may = torch.isfinite(logits[parent, draft])
-        for table, tokens in (
-            (self._protected, draft),
-            (self._protected, target_tokens[parent]),
-            (self._ends, draft[parent]),  # after the end of the text there is nothing to gain
-        ):
-            may &= ~has_token(table, part.expanded_idx_mapping, tokens)
-        return may
-
-    def _on_device(self) -> torch.Tensor:
+    def _on_device(self) -> tuple[torch.Tensor, ...]:
+        """Return `[max_num_reqs]` rules, windows, float32 shares and sources of scores on the device."""
         if self._table is None:
-            self._table = async_tensor_h2d(self._table_np.copy(), device=self._device)
+            rules, windows, shares, sources = async_tensor_h2d(self._table_np.copy(), device=self._device)
+            self._table = rules, windows, shares.view(torch.float32), sources
         return self._table
 
 

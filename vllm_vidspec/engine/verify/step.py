@@ -1,6 +1,6 @@
 """VerifyStep and VerifySlice: what the verifier knows of a batch, and of the part of it that it sees at once."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -8,8 +8,7 @@ import torch
 from vllm_vidspec.scoring import TreeShapes
 
 
-@dataclass(frozen=True)
-class VerifySlice:
+class VerifySlice(NamedTuple):
     """Requests that are verified at once: one row of logits for a request's root, one for each node of its draft.
 
     Attributes:
@@ -48,7 +47,7 @@ class VerifyStep:
     def __init__(self, hidden_states: torch.Tensor | None = None):
         self.hidden_states = hidden_states
         self.output_order: torch.Tensor | None = None  # [num_logits] row behind each output of the last slice
-        self._cu_num_logits_np = np.zeros(1, dtype=np.int32)
+        self._cu_num_logits_np: np.ndarray | None = None  # of the requests whose slices come next
         self._relevance: torch.Tensor | None = None
 
     def open(self, cu_num_logits_np: np.ndarray, relevance: torch.Tensor | None) -> None:
@@ -63,8 +62,10 @@ class VerifyStep:
 
     def advance(self, num_reqs: int, num_logits: int) -> tuple[np.ndarray, torch.Tensor | None]:
         """Return `[num_reqs]` rows of each of the next requests, and their `[num_logits]` relevance."""
-        num_logits_np = np.diff(self._cu_num_logits_np[: num_reqs + 1])
-        self._cu_num_logits_np = self._cu_num_logits_np[num_reqs:]
+        bounds = self._cu_num_logits_np
+        assert bounds is not None, "a slice of a batch that was not opened"
+        num_logits_np = bounds[1 : num_reqs + 1] - bounds[:num_reqs]
+        self._cu_num_logits_np = bounds[num_reqs:]
         relevance, self.output_order = self._relevance, None
         if relevance is not None:
             relevance, self._relevance = relevance.tensor_split((num_logits,))
