@@ -154,7 +154,7 @@ def test_tiles_count_scratch_and_the_drivers_share(capability, keys, stages):
     room = dispatch.shared_bytes_per_program(limits, 2)
     assert 2 * (room + 1024) == shared_kb * 1024
     assert _tile(64, 256, room) == keys and _held_bytes(64, 256, 16) <= room
-    assert _pipeline(64, 256, keys, limits)[0] == stages
+    assert _pipeline(64, 256, keys, 2, limits)[0] == stages
 
 
 def test_float8_is_refused_before_ada(monkeypatch):
