@@ -98,7 +98,7 @@ def test_every_situation_at_once(captured):
     assert got == [ids[: len(one)] for (ids,), one in zip(harness.token_ids(expected), got, strict=True)]
     assert_all_stands(counted)
     assert preempted and not harness.skipped(counted) and counted["draft_eager_steps"] == 0
-    assert seen.keys() - set(SIZES) and len(seen) > 5, "the situation did not arise"
+    assert {3, 5, 6, 7} & seen.keys(), "nothing was padded"
     graphs = engine.speculator.graphs.graphs
     used = {key.num_tokens for key, graph in graphs.items() if key.name == WHOLE[shape] and graph.recording.num_replays}
     assert used == set(SIZES)
