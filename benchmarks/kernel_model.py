@@ -307,9 +307,9 @@ def small_kernels() -> list[Small]:
     moved = 4 * LAYERS * 4 * 128 * 2 * 2 * 2  # nodes, layers, KV heads, head size, K and V, bytes, read and written
     return [
         Small("begin_step", "tree K64, axes 3", lambda n: n * 8, lambda n: n * (2 * table + 3 * rows), 4),
-        Small("next_level", "K25, axes 3", lambda n: n, lambda n: n * 3 * rows, 3),
+        Small("next_level", "tree K25, axes 3", lambda n: n, lambda n: n * 3 * rows, 3),
         Small("draw", "152k torch.bfloat16", lambda n: n * blocks, lambda n: n * VOCAB * 2, 2),
-        Small("merge_draws", "152k torch.bfloat16", lambda n: n, lambda n: n * blocks * 8, 2),
+        Small("choose_draw", "152k torch.bfloat16", lambda n: n, lambda n: n * blocks * 8, 2),
         Small("candidates", "C10 152k torch.bfloat16", lambda n: 8 * n * blocks, lambda n: 8 * n * VOCAB * 2, 2),
         Small("merge_candidates", "C10 152k torch.bfloat16", lambda n: 8 * n, lambda n: 8 * n * blocks * 136, 2),
         Small("tree_begin", "adaptive K64", lambda n: n, lambda n: n * 4 * rows, 3),

@@ -154,7 +154,7 @@ def level_of_python(patch) -> None:
 
 
 def note_of_host(patch) -> dict:
-    """Return a dictionary that holds, whenever a step of the draft begins, its longest request: a number of the host."""
+    """Return what is noted on the host whenever a step of the draft begins: its longest request."""
     begin, noted = Drafter._begin, {}
 
     def begin_and_look(self, *args):

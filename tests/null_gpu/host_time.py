@@ -49,6 +49,7 @@ class Samples:
             stack.append(frame.f_code)
             frame = frame.f_back
         self.stacks[tuple(stack)] += 1
+        signal.setitimer(signal.ITIMER_REAL, INTERVAL_S)  # not before: a slow machine would never leave this method
 
     def shares(self, is_by_entry: bool = False) -> dict[str, float]:
         """Return the share of the time by owner: `VANILLA`, `FORWARD`, or `file.py function` of ours; see `owner`."""
@@ -85,10 +86,11 @@ def owner(stack: tuple[CodeType, ...], is_by_entry: bool = False) -> str:
 def sampling(seen: Samples) -> Iterator[None]:
     """Sample the main thread's stack."""
     before = signal.signal(signal.SIGALRM, seen.note)
-    signal.setitimer(signal.ITIMER_REAL, INTERVAL_S, INTERVAL_S)
+    signal.setitimer(signal.ITIMER_REAL, INTERVAL_S)
     try:
         yield
     finally:
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
