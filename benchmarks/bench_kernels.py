@@ -1,6 +1,6 @@
 """Measure the kernels against their peers, beside the floor of the device.
 
-python benchmarks/bench_kernels.py [accept step ...] [--sizes num_reqs=1,8 "kind=strict chain"] [--csv FILE] [--json]
+python benchmarks/bench_kernels.py [accept draw ...] [--sizes num_reqs=1,8 "kind=strict chain"] [--csv FILE] [--json]
 
 A kernel's cases are a file of `kernel_cases/`: its axes with the sizes for this device, which `--sizes` replaces, and
 what it is measured against. On a GPU "triton" is the kernel, on a CPU "torch" is its reference. A case's
@@ -32,7 +32,10 @@ from vllm_vidspec.tools.provenance import provenance
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-KERNELS = ("accept", "step", "kv_compact", "tree_grow", "tree_attention", "guidance_scores", "visual_relevance")
+KERNELS = (
+    *("accept", "begin_step", "next_level", "draw", "candidates", "kv_compact", "tree_grow"),
+    *("tree_attention", "guidance_scores", "visual_relevance"),
+)
 _COPY_BYTES, _PRODUCT_SIZE = 256 * 2**20, 1024
 
 

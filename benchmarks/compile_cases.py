@@ -66,12 +66,14 @@ def relevance(
     )  # fmt: skip
 
 
-def guide(shape: tuple[int, int, int], num_queries: int, context: int, dtype: torch.dtype = BF16) -> None:
+def guide(
+    shape: tuple[int, int, int], num_queries: int, context: int, dtype: torch.dtype = BF16, lse: bool = False
+) -> None:
     num_heads, num_kv_heads, head_size = shape
     kernels.guidance_scores(
         floats(num_queries, num_heads, head_size, dtype=dtype), cache_views(num_kv_heads, head_size, dtype)[0],
         i32(1, -(-context // BLOCK_SIZE)), i32(2), i32(num_queries), floats(1, context), i64(1), i32(1),
-        head_size**-0.5,
+        head_size**-0.5, lse=floats(num_heads, num_queries).T if lse else None,
     )  # fmt: skip
 
 
@@ -97,17 +99,12 @@ def template(num_cols: int) -> TreeTemplate:
     return TreeTemplate(i32(num_cols), i32(num_cols), i64(num_cols), floats(num_cols))
 
 
-def step_arguments(
-    width: int, max_reqs: int = MAX_REQS, max_blocks: int = MAX_BLOCKS, num_axes: int = 3
-) -> dict[str, Any]:
-    """Return the arguments of `step` but `nodes`, with room for `width` places a request."""
-    places = max_reqs * width
-    return {
-        "rows": i64(1), "num_slots": i32(max_reqs), "num_tokens": i32(max_reqs), "pos_delta": i64(max_reqs),
-        "block_table": i32(max_reqs, max_blocks), "block_size": BLOCK_SIZE, "level": 1, "max_position": 100_000,
-        "positions": i64(num_axes, places), "logical_pos": i64(places), "seq_lens": i32(max_reqs),
-        "slot_mapping": i64(places),
-    }  # fmt: skip
+def place(num_drafts: int, num_axes: int) -> None:
+    """Place trees of a model with so many axes of positions; with one they go into a copy."""
+    rows = num_drafts + 1
+    places = kernels.TreePlaces(*(i32(MAX_REQS) for _ in range(4)), i64(MAX_REQS, rows))
+    positions, copy = i64(num_axes, 8193), i64(num_axes, 8193) if num_axes == 1 else None
+    warm_up.warm_place_trees(i32(MAX_REQS, rows), i64(MAX_REQS, rows), places, positions, copy)
 
 
 def step_buffers(
@@ -136,7 +133,11 @@ def noise_of_draws(scores, token_ids, seed, pos, USE_FP64: tl.constexpr):
 
 def sampling(use_fp64: bool = False) -> kernels.Noise:
     """Return the noise of the report."""
-    return kernels.Noise(noise_of_draws, lambda *_: np.empty(0), use_fp64=use_fp64)
+
+    def reference(seeds: np.ndarray, positions: np.ndarray, token_ids: np.ndarray, _: bool) -> np.ndarray:
+        return np.random.default_rng(0).gumbel(size=(len(seeds), len(token_ids)))
+
+    return kernels.Noise(noise_of_draws, reference, use_fp64=use_fp64)
 
 
 MODELS = {
@@ -167,7 +168,10 @@ def cases() -> tuple[Case, ...]:
     for rows, num_tokens in itertools.product((6, 26, 65), (25_000, 100_000)):
         add("visual_relevance", f"3584 Q{rows} {num_tokens // 1000}k", relevance, 3584, rows, num_tokens)
     add("visual_relevance", "5120 Q26 25k", relevance, 5120, 26, 25_000)
-    add("visual_relevance", "3584 Q11 25k top 10", relevance, 3584, 11, 25_000, top_n=10)
+    for rows in (11, 26, 65):
+        add("visual_relevance", f"3584 Q{rows} 25k top 10", relevance, 3584, rows, 25_000, top_n=10)
+    add("visual_relevance", "3584 Q65 25k top 128", relevance, 3584, 65, 25_000, top_n=128)
+    add("visual_relevance", "merge of 4 ranks, top 10", kernels.merge_relevance, floats(4, 26, 10))
     add("visual_relevance", "200 Q11 1k fp16 top 2", relevance, 200, 11, 1_000, FP16, 2, dtype=FP16)
     add("visual_relevance", "96 Q11 1k fp32", relevance, 96, 11, 1_000, FP32, 10, dtype=FP32)
     # fp8 needs a tensor core that knows it.
@@ -175,6 +179,7 @@ def cases() -> tuple[Case, ...]:
     add("visual_relevance", "3584 Q65 100k fp8", relevance, 3584, 65, 100_000, FP8, not_on=(80,))
     for name in ("28/4", "14/2 d64"):
         add("guidance_scores", f"{name} nq32 25k", guide, MODELS[name], 32, 25_000)
+        add("guidance_scores", f"{name} nq32 25k, LSE given", guide, MODELS[name], 32, 25_000, lse=True)
     add("guidance_scores", "10/2 d80 nq32 1k fp16", guide, (10, 2, 80), 32, 1_000, FP16)
     add("guidance_scores", "14/2 d64 nq32 1k fp32", guide, (14, 2, 64), 32, 1_000, FP32)
     for num_drafts, in_trees, is_loose in itertools.product((10, 25, 64), (False, True), (False, True)):
@@ -195,16 +200,16 @@ def cases() -> tuple[Case, ...]:
     add("tree_finish", "count K64", warm_up.finish_once, growth, True, False)
     add("tree_finish", "fill F10 C10 K64", warm_up.finish_once, growth, True, True)
     for num_axes in (1, 3):
-        add("step", f"chain, axes {num_axes}", warm_up.warm_step, **step_arguments(1, num_axes=num_axes))
-        add("step", f"tree, axes {num_axes}", kernels.step, nodes=i64(1, 8), **step_arguments(8, num_axes=num_axes))
+        add("place_trees", f"K25, axes {num_axes}", place, 25, num_axes)
     for num_axes, path_cols in ((1, 0), (3, 0), (3, 26), (3, 65)):
         label = f"{'tree' if path_cols else 'chain'} K{path_cols - 1 if path_cols else 10}, axes {num_axes}"
         add("begin_step", label, warm_up.warm_begin_step, *step_buffers(num_axes, path_cols), is_greedy=False)
-    for num_axes, width in itertools.product((1, 3), (0, 8)):
+    for num_axes in (1, 3):
         step = step_buffers(num_axes)[1]
-        out = kernels.LevelBuffers.allocate(MAX_REQS, i64(num_axes, MAX_REQS * max(width, 1)), width)
-        label = f"{'tree' if width else 'chain'}, axes {num_axes}"
-        add("next_level", label, warm_up.warm_next_level, step, out, i64(MAX_REQS + 1), num_cols=26)
+        out = kernels.LevelBuffers.allocate(MAX_REQS, i64(num_axes, 8 * MAX_REQS), 8)
+        for kind, num_cols in (("chain K10", 0), ("tree K25", 26)):
+            label = f"{kind}, axes {num_axes}"
+            add("next_level", label, warm_up.warm_next_level, step, out, i64(MAX_REQS + 1), num_cols=num_cols)
     for dtype, vocab_size in ((BF16, 152_064), (FP32, 32_000)):
         scratch = kernels.SampleScratch(64, vocab_size, i64(1).device)
         add("draw", f"{vocab_size // 1000}k {dtype}", warm_up.warm_draw, sampling(), scratch, dtype)
@@ -213,5 +218,5 @@ def cases() -> tuple[Case, ...]:
             label = f"C{num_candidates} {vocab_size // 1000}k {dtype}"
             add("candidates", label, warm_up.warm_candidates, sampling(), scratch, dtype, with_log_probs=True)
     scratch = kernels.SampleScratch(64, 152_064, i64(1).device, use_fp64=True)
-    add("draw", "152k, noise of 64 bits", warm_up.warm_draw, sampling(use_fp64=True), scratch, BF16)
+    add("draw", "152k noise of 64 bits", warm_up.warm_draw, sampling(use_fp64=True), scratch, BF16)
     return tuple(found)

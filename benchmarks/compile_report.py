@@ -137,7 +137,9 @@ class Compiler:
         known = self.folder / f"{compiled.hash}.json"
         if log.getvalue():  # of the assembler: it has run
             known.write_text(json.dumps(self._measure(kernel, compiled, log.getvalue(), seconds)))
-        self.rows.append(json.loads(known.read_text()) | {"key": compiled.hash, "grid": [int(n) for n in grid]})
+        loops = compiled.asm["ttgir"].count("scf.for ")
+        found = {"key": compiled.hash, "grid": [int(n) for n in grid], "loops": loops}
+        self.rows.append(json.loads(known.read_text()) | found)
 
     def _measure(self, kernel: JITFunction, compiled: Any, log: str, seconds: float) -> dict[str, Any]:
         metadata, ptx = compiled.metadata, compiled.asm["ptx"]

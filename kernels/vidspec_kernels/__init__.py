@@ -10,7 +10,6 @@ from vidspec_kernels.loosen import CHANCE, RELEVANCE, LooseTables, loosen, loose
 from vidspec_kernels.next_level import next_level, next_level_reference
 from vidspec_kernels.place_trees import TreePlaces, place_trees, place_trees_reference
 from vidspec_kernels.sampling import Noise, SampleScratch
-from vidspec_kernels.step import step, step_reference
 from vidspec_kernels.step_buffers import LevelBuffers, StepBuffers, StepTables
 from vidspec_kernels.tree_attention import TreeAttentionScratch, tree_attention
 from vidspec_kernels.tree_attention_reference import tree_attention_reference
@@ -61,8 +60,6 @@ __all__ = [
     "place_trees",
     "place_trees_reference",
     "random_scores",
-    "step",
-    "step_reference",
     "storage_scale",
     "store_states",
     "tree_attention",

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, at_least, at_most, check_vector, launcher, use_triton
+from vidspec_kernels.dispatch import Impl, array_module, as_array, at_least, at_most, check_vector, launch, use_triton
 from vidspec_kernels.step_buffers import StepBuffers, StepTables, batch_places, physical_slots
 
 _BLOCK = 1024
@@ -300,12 +300,12 @@ def begin_step_reference(
         last = here.path[batch_places(m, tables.device), at_most(accepted, here.path.shape[1] - 1)]
     is_missing = (accepted > 0) & ((table.fed[row] >> at_least(last - 1, 0)) & 1 == 0)
     table.fed[row] = 0
-    pos = here.root_pos[:m] + here.pos_delta[:m]
-    slots = here.slot_mapping
-    slots[: 2 * m : 2] = xp.where(is_missing, physical_slots(out, root - 1, block_size), 0)
-    slots[1 : 2 * m : 2] = physical_slots(out, root, block_size)
-    here.positions[:, : 2 * m : 2] = at_most(pos - 1, max_position)
-    here.positions[:, 1 : 2 * m : 2] = at_most(pos, max_position)
+    back = batch_places(2, tables.device) - 1  # of the two tokens from the root
+    slots = physical_slots(out, root[:, None] + back, block_size)
+    slots[:, 0] *= is_missing
+    here.slot_mapping[: 2 * m] = slots.reshape(-1)
+    pos = (here.root_pos[:m] + here.pos_delta[:m])[:, None] + back
+    here.positions[:, : 2 * m] = at_most(pos, max_position).reshape(-1)
     here.input_ids[: 2 * m : 2] = table.text[row, at_least(num_tokens - 2, 0)]
     here.input_ids[1 : 2 * m : 2] = table.last_sampled[row, 0]
     if m < size:
@@ -343,7 +343,7 @@ def _launch(
     num_reqs = batch_rows.shape[0] if picked is None else picked.shape[0]
     max_blocks = tables.block_table.shape[1]
     path_stride, num_cols = (0, 0) if tables.path is None else (tables.path.stride(0), tables.path.shape[1])
-    launcher(_begin_step_kernel, (size, max(triton.cdiv(max_blocks, _BLOCK), 1)), tables.device)(
+    args = (
         batch_rows,
         picked,
         num_sampled,
@@ -388,7 +388,12 @@ def _launch(
         block_size,
         max_position,
         max_drafts,
-        NUM_POS_AXES=out.positions.shape[0],
-        BLOCK=_BLOCK,
-        BLOCK_PATH=triton.next_power_of_2(max(num_cols, 1)),
     )
+    constants = {
+        "NUM_POS_AXES": out.positions.shape[0],
+        "BLOCK": _BLOCK,
+        "BLOCK_PATH": triton.next_power_of_2(max(num_cols, 1)),
+    }
+    key = (tables, picked is None, is_told is None, temperature is None, block_size)
+    grid = (size, max(triton.cdiv(max_blocks, _BLOCK), 1))
+    launch(_begin_step_kernel, grid, tables.device, args, constants, out.plans, key)

@@ -1,12 +1,15 @@
 """candidates: the most probable tokens of every row of logits, and how probable they are, in two launches."""
 
+from typing import Any
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from vidspec_kernels.bitonic import largest, merge_groups
-from vidspec_kernels.dispatch import Impl, check_vector, launcher, use_triton
+from vidspec_kernels.dispatch import Impl, check_vector, launch, use_triton
 from vidspec_kernels.sampling import (
     BLOCK,
     MAX_CANDIDATES,
@@ -14,6 +17,7 @@ from vidspec_kernels.sampling import (
     SampleScratch,
     check_logits,
     log_top,
+    logits_key,
     noised_scores,
     scores_reference,
 )
@@ -47,7 +51,7 @@ def _shift(maximum):
 
 @triton.jit(
     do_not_specialize=["salt", "first", "width"],
-    do_not_specialize_on_alignment=["logits_ptr", "temperature_ptr", "seeds_ptr", "pos_ptr"],
+    do_not_specialize_on_alignment=["temperature_ptr", "seeds_ptr", "pos_ptr"],
 )
 def _candidates_kernel(
     # [n, vocab_size]
@@ -220,39 +224,27 @@ def candidates(
         return
     maxima, sums = (scratch.maxima, scratch.sums) if with_log_probs else (None, None)
     num_blocks, log_kept = scratch.num_blocks, log_top(num_candidates)
-    launcher(_candidates_kernel, (num_rows, num_blocks), device)(
-        logits,
-        logits.stride(0),
-        temperature,
-        seeds,
-        pos,
-        scratch.keys,
-        maxima,
-        sums,
-        vocab_size,
-        0 if noise is None else noise.salt,
-        first,
-        width,
-        NOISE=None if noise is None else noise.function,
-        APPLY_TEMPERATURE=apply_temperature,
-        LOG_BLOCK=BLOCK.bit_length() - 1,
-        LOG_TOP=log_kept,
-    )
+    function, salt = (None, 0) if noise is None else (noise.function, noise.salt)
+    key = (with_log_probs, log_kept)
+    args: tuple[Any, ...] = (
+        logits, logits.stride(0), temperature, seeds, pos, scratch.keys, maxima, sums, vocab_size, salt, first, width
+    )  # fmt: skip
+    constants = {
+        "NOISE": function, "APPLY_TEMPERATURE": apply_temperature, "LOG_BLOCK": BLOCK.bit_length() - 1,
+        "LOG_TOP": log_kept,
+    }  # fmt: skip
+    launch(
+        _candidates_kernel, (num_rows, num_blocks), device, args, constants, scratch.plans,
+        (*key, *logits_key(logits, apply_temperature), noise),
+    )  # fmt: skip
     log_keys = (triton.next_power_of_2(num_blocks) << log_kept).bit_length() - 1
-    launcher(_merge_candidates_kernel, (num_rows,), device)(
-        scratch.keys,
-        maxima,
-        sums,
-        log_probs,
-        log_probs.stride(0),
-        ids,
-        ids.stride(0),
-        num_blocks,
-        num_candidates,
-        BLOCK=triton.next_power_of_2(num_blocks),
-        LOG_MERGE=min(log_keys, _LOG_MERGE),
-        LOG_TOP=log_kept,
-    )
+    args = (
+        scratch.keys, maxima, sums, log_probs, log_probs.stride(0), ids, ids.stride(0), num_blocks, num_candidates
+    )  # fmt: skip
+    constants = {
+        "BLOCK": triton.next_power_of_2(num_blocks), "LOG_MERGE": min(log_keys, _LOG_MERGE), "LOG_TOP": log_kept
+    }  # fmt: skip
+    launch(_merge_candidates_kernel, (num_rows,), device, args, constants, scratch.plans, key)
 
 
 def candidates_reference(
@@ -270,16 +262,15 @@ def candidates_reference(
     apply_temperature: bool = True,
 ) -> None:
     """Do what `candidates` does, in torch: the specification. Same arguments; noise is made on the host."""
-    num_rows = logits.shape[0]
-    scores = logits.float()
+    num_rows, scores = logits.shape[0], logits.float()
     if temperature is not None and seeds is not None and pos is not None and noise is not None:
-        req_idx = torch.arange(first, first + num_rows, device=logits.device) // width
-        noisy, noised = scores_reference(
-            logits, temperature[req_idx], seeds[req_idx], pos[:num_rows], noise, apply_temperature
-        )
-        if len(noisy):
-            scores = scores.clone() if scores.data_ptr() == logits.data_ptr() else scores
-            scores[torch.from_numpy(noisy).to(scores.device)] = torch.from_numpy(noised).to(scores)
+        req_idx = np.arange(first, first + num_rows) // width
+        noisy, noised = scores_reference(logits, temperature, seeds, pos, noise, apply_temperature, req_idx)
+        if len(noisy) == num_rows:
+            scores = torch.from_numpy(noised).to(scores)
+        elif len(noisy):
+            index = torch.from_numpy(noisy).to(scores.device)
+            scores = scores.index_copy(0, index, torch.from_numpy(noised).to(scores))
     values, chosen = scores.topk(ids.shape[1], dim=-1)
     best = scores.argmax(dim=-1, keepdim=True)  # [n, 1]
     # The two change places; where top-k missed the best, the token it had put first goes. Tied values: none to swap.

@@ -1,7 +1,7 @@
 """Dispatch: whether a wrapper launches its Triton kernel or runs its reference, and what both of them share."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
@@ -39,6 +39,41 @@ def launcher(kernel: Any, grid: tuple[int, ...], device: torch.device) -> Callab
     """
     run = functools.partial(_prepare, kernel, grid) if device.type == "meta" else kernel[grid]
     return functools.partial(run, enable_fp_fusion=True)
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    device: torch.device,
+    args: tuple[Any, ...],
+    constants: dict[str, Any],
+    plans: dict[Any, Any],
+    key: Hashable = None,
+) -> None:
+    """Launch a kernel as `launcher` does; a launch that is known already goes to the compiled kernel itself.
+
+    Triton finds the variant of a launch by looking at every argument, which takes the host longer than the launch. What
+    holds a kernel's persistent tensors keeps the variants of its launches.
+
+    Args:
+        kernel: Jitted.
+        grid: Programs.
+        device: Of the tensors.
+        args: What is not known when it is compiled, in the kernel's order.
+        constants: What is, in the kernel's order, behind `args`.
+        plans: Of the holder; filled here.
+        key: With the holder and the constants' values it must settle all that Triton's variants depend on: which
+            arguments are None, their dtypes, and of those that are not exempt (`do_not_specialize...`) the alignment,
+            or the number.
+    """
+    if device.type == "cuda":
+        known = plans.get((kernel, key))
+        if known is not None:
+            known[(*grid, 1, 1)[:3]](*args, *constants.values())
+            return
+    compiled = launcher(kernel, grid, device)(*args, **constants)
+    if device.type == "cuda" and compiled is not None:
+        plans[kernel, key] = compiled
 
 
 def _prepare(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:

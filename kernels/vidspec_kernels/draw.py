@@ -1,17 +1,25 @@
 """draw: the next token of every chain, from logits to persistent buffers, in two launches."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, check_vector, launcher, use_triton
-from vidspec_kernels.sampling import BLOCK, Noise, SampleScratch, check_logits, noised_scores, scores_reference
-
-
-@triton.jit(
-    do_not_specialize=["salt"], do_not_specialize_on_alignment=["logits_ptr", "temperature_ptr", "seeds_ptr", "pos_ptr"]
+from vidspec_kernels.dispatch import Impl, check_vector, launch, use_triton
+from vidspec_kernels.sampling import (
+    BLOCK,
+    Noise,
+    SampleScratch,
+    check_logits,
+    logits_key,
+    noised_scores,
+    scores_reference,
 )
+
+
+@triton.jit(do_not_specialize=["salt"], do_not_specialize_on_alignment=["temperature_ptr", "seeds_ptr", "pos_ptr"])
 def _draw_kernel(
     # [n, vocab_size]
     logits_ptr,
@@ -54,9 +62,9 @@ def _draw_kernel(
 
 @triton.jit(
     do_not_specialize=["num_blocks", "level", "tokens_stride"],
-    do_not_specialize_on_alignment=["tokens_ptr", "ids_ptr"],
+    do_not_specialize_on_alignment=["tokens_ptr", "ids_ptr", "level_ptr"],
 )
-def _merge_draws_kernel(
+def _choose_draw_kernel(
     # [n, num_blocks]
     best_ptr,
     best_ids_ptr,
@@ -139,34 +147,20 @@ def draw(
             level=level, out_tokens=out_tokens, out_ids=out_ids, apply_temperature=apply_temperature,
         )  # fmt: skip
         return
-    num_blocks = scratch.num_blocks
-    launcher(_draw_kernel, (num_rows, num_blocks), device)(
-        logits,
-        logits.stride(0),
-        temperature,
-        seeds,
-        pos,
-        scratch.best,
-        scratch.best_ids,
-        logits.shape[1],
-        noise.salt,
-        NOISE=noise.function,
-        USE_FP64=noise.use_fp64,
-        APPLY_TEMPERATURE=apply_temperature,
-        BLOCK=BLOCK,
-    )
+    num_blocks, key = scratch.num_blocks, (*logits_key(logits, apply_temperature), noise)
+    args: tuple[Any, ...] = (
+        logits, logits.stride(0), temperature, seeds, pos, scratch.best, scratch.best_ids, logits.shape[1], noise.salt
+    )  # fmt: skip
+    constants = {
+        "NOISE": noise.function, "USE_FP64": noise.use_fp64, "APPLY_TEMPERATURE": apply_temperature, "BLOCK": BLOCK
+    }  # fmt: skip
+    launch(_draw_kernel, (num_rows, num_blocks), device, args, constants, scratch.plans, key)
     level_ptr, level_value = (level, 0) if isinstance(level, Tensor) else (None, level)
-    launcher(_merge_draws_kernel, (num_rows,), device)(
-        scratch.best,
-        scratch.best_ids,
-        out_tokens,
-        out_tokens.stride(0),
-        out_ids,
-        level_ptr,
-        num_blocks,
-        level_value,
-        BLOCK=triton.next_power_of_2(num_blocks),
-    )
+    args = (
+        scratch.best, scratch.best_ids, out_tokens, out_tokens.stride(0), out_ids, level_ptr, num_blocks, level_value
+    )  # fmt: skip
+    constants = {"BLOCK": triton.next_power_of_2(num_blocks)}
+    launch(_choose_draw_kernel, (num_rows,), device, args, constants, scratch.plans, level_ptr is None)
 
 
 def draw_reference(

@@ -1,7 +1,8 @@
 """guidance_scores: attention weight that text queries give each key of a paged cache, summed over queries and heads.
 
-The weights are never held: on the GPU two passes over key tiles (softmax statistics of every row, then column sums), on
-the CPU strips of whole rows of bounded size. Each element of the result has one owner: equal inputs give equal bits.
+The weights are never held: on the GPU two passes over key tiles (softmax statistics of every row, then column sums), or
+the second alone where the model's own attention tells the statistics; on the CPU strips of whole rows of bounded size.
+Each element of the result has one owner: equal inputs give equal bits.
 """
 
 import itertools
@@ -18,8 +19,8 @@ _BLOCK_ROWS = 64
 _BLOCK_ROWS_WIDE = 32
 _BLOCK_KEYS = 64
 # The first pass splits the keys, so that a few text queries over a long video still fill the GPU.
-_KEYS_PER_SPLIT = 2048
-_MAX_SPLITS = 16
+_KEYS_PER_SPLIT = 512
+_MAX_SPLITS = 64
 # float32 entries of one strip on the CPU, 8 MB of logits and as much of weights: shorter strips make slower products.
 _STRIP_ENTRIES = 2**21
 _LOG2E = 1.4426950408889634
@@ -134,7 +135,7 @@ def _row_stats_kernel(
     tl.store(row_sum_ptr + offset, row_sum, mask=row_mask)
 
 
-@triton.jit(do_not_specialize=["out_stride", "max_keys"])
+@triton.jit(do_not_specialize=["out_stride", "max_keys", "row_shift_head_stride"])
 def _guidance_scores_kernel(
     # [num_queries, num_heads, HEAD_DIM]
     query_ptr,
@@ -154,10 +155,14 @@ def _guidance_scores_kernel(
     query_start_loc_ptr,
     # [num_queries]
     query_pos_ptr,
-    # [num_queries, num_heads]
-    row_max_ptr,
-    # [num_queries, num_heads], query weight / sum
+    # [num_queries, num_heads]: maxima of logits times log2 e, or where there is no factor log-sum-exps
+    row_shift_ptr,
+    row_shift_stride,
+    row_shift_head_stride,
+    # [num_queries, num_heads], query weight / sum; or None
     row_factor_ptr,
+    # [num_queries] factors where there are no others; or None
+    query_weight_ptr,
     # [num_out_rows, max_keys]
     out_ptr,
     out_stride,
@@ -215,16 +220,22 @@ def _guidance_scores_kernel(
             q = _row_tile(
                 query_ptr, query_stride, query_head_stride, query_dim_stride, query, head, row_mask, dims, dim_mask
             )  # fmt: skip
-            offset = query.to(tl.int64) * num_heads + head
-            row_max = tl.load(row_max_ptr + offset, mask=row_mask, other=0.0)
-            row_factor = tl.load(row_factor_ptr + offset, mask=row_mask, other=0.0)
+            shift_ptrs = row_shift_ptr + query.to(tl.int64) * row_shift_stride + head * row_shift_head_stride
+            shift = tl.load(shift_ptrs, mask=row_mask, other=0.0)
+            if row_factor_ptr is None:
+                shift *= 1.4426950408889634
             if WIDEN:
                 logits = tl.dot(q.to(tl.float32), k.to(tl.float32), input_precision="tf32x3")
             else:
                 logits = tl.dot(q, k)
             seen = keys[None, :] <= pos[:, None]
-            weights = tl.exp2(tl.where(seen, logits * scale_log2 - row_max[:, None], float("-inf")))
-            total += tl.sum(weights * row_factor[:, None], axis=0)
+            weights = tl.exp2(tl.where(seen, logits * scale_log2 - shift[:, None], float("-inf")))
+            if row_factor_ptr is not None:
+                factor = tl.load(row_factor_ptr + query.to(tl.int64) * num_heads + head, mask=row_mask, other=0.0)
+                weights *= factor[:, None]
+            elif query_weight_ptr is not None:
+                weights *= tl.load(query_weight_ptr + query, mask=row_mask, other=0.0)[:, None]
+            total += tl.sum(weights, axis=0)
     out_ptrs = out_ptr + tl.load(out_row_ptr + req_idx).to(tl.int64) * out_stride + keys
     tl.store(out_ptrs, tl.load(out_ptrs, mask=key_mask, other=0.0) + total, mask=key_mask)
 
@@ -241,6 +252,7 @@ def guidance_scores(
     scale: float,
     *,
     query_weight: Tensor | None = None,
+    lse: Tensor | None = None,
     max_queries_per_req: int | None = None,
     impl: Impl = "auto",
 ) -> None:
@@ -264,6 +276,8 @@ def guidance_scores(
         num_keys: int32 [num_reqs]; only keys below it (and below max_keys) are written, which changes no weight.
         scale: Factor of the logits, as in the model's attention.
         query_weight: float32 [num_queries], factor of each query's weights; 1 where None.
+        lse: float32 [num_queries, num_heads], any strides: log of the sum of exp(scale * q . k) over a row's keys, as
+            fused attention computes it on its way. Saves the GPU the pass that finds it.
         max_queries_per_req: Host-known bound of a request's queries, which makes the grid smaller; num_queries if None.
         impl: See `dispatch.use_triton`. The kernels never synchronise with the host; the torch path reads the lengths.
 
@@ -288,11 +302,14 @@ def guidance_scores(
     check_vector("num_keys", num_keys, torch.int32, device, num_reqs)
     if query_weight is not None:
         check_vector("query_weight", query_weight, torch.float32, device, num_queries)
+    if lse is not None:
+        assert lse.dtype == torch.float32 and lse.device == device, f"lse: {lse.dtype} on {lse.device}"
+        assert lse.shape == (num_queries, num_heads), f"lse: {list(lse.shape)} for {num_queries} queries"
     if num_queries == 0 or num_reqs == 0 or out.shape[1] == 0:
         return
     launch = _launch if use_triton(impl, device) else _guidance_scores_torch
     launch(
-        query, key_cache, block_table, query_start_loc, query_pos, out, out_row, num_keys, scale, query_weight,
+        query, key_cache, block_table, query_start_loc, query_pos, out, out_row, num_keys, scale, query_weight, lse,
         max_queries_per_req or num_queries,
     )  # fmt: skip
 
@@ -308,49 +325,62 @@ def _launch(
     num_keys: Tensor,
     scale: float,
     query_weight: Tensor | None,
+    lse: Tensor | None,
     max_queries_per_req: int,
 ) -> None:
-    """Launch both passes; the grids come from shapes alone."""
-    num_queries, num_heads, head_dim = query.shape
-    num_reqs, max_blocks = block_table.shape
+    """Launch both passes, or the second alone; the grids come from shapes alone."""
+    _, num_heads, head_dim = query.shape
+    num_reqs = block_table.shape[0]
     _, block_size, num_kv_heads, _ = key_cache.shape
-    group = num_heads // num_kv_heads
-    num_splits = min(triton.cdiv(max_blocks * block_size, _KEYS_PER_SPLIT), _MAX_SPLITS)
     # Products of float32, or of two dtypes, keep float32's precision. bfloat16 is widened where a CPU tensor shows that
     # this is the interpreter, whose dot multiplies bfloat16's bit patterns as integers.
     interpreted_bf16 = query.dtype == torch.bfloat16 and query.device.type == "cpu"
     widen = query.dtype == torch.float32 or query.dtype != key_cache.dtype or interpreted_bf16
-    block_rows = _BLOCK_ROWS_WIDE if widen else _BLOCK_ROWS
-    num_row_tiles = triton.cdiv(max_queries_per_req * group, block_rows)
     inputs = (
         query, *query.stride(), key_cache, *key_cache.stride(), block_table, block_table.stride(0),
         query_start_loc, query_pos,
     )  # fmt: skip
     tiles = {
-        "GROUP": group,
+        "GROUP": num_heads // num_kv_heads,
         "HEAD_DIM": head_dim,
         "BLOCK_DIM": max(16, triton.next_power_of_2(head_dim)),
-        "BLOCK_ROWS": block_rows,
+        "BLOCK_ROWS": _BLOCK_ROWS_WIDE if widen else _BLOCK_ROWS,
         "BLOCK_KEYS": _BLOCK_KEYS,
         "WIDEN": widen,
         "num_stages": 2 if widen else 3,
     }
+    scale_log2 = scale * _LOG2E
+    shift, factor = lse, None
+    if shift is None:
+        shift, factor = _row_stats(query, key_cache, block_table, inputs, scale_log2, max_queries_per_req, tiles)
+        if query_weight is not None:
+            factor *= query_weight[: len(query), None]
+            query_weight = None
+    launcher(_guidance_scores_kernel, (triton.cdiv(out.shape[1], _BLOCK_KEYS), num_reqs), query.device)(
+        *inputs, shift, *shift.stride(), factor, query_weight, out, out.stride(0), out_row, num_keys, num_heads,
+        num_kv_heads, block_size, scale_log2, out.shape[1], **tiles,
+    )  # fmt: skip
+
+
+def _row_stats(
+    query: Tensor, key_cache: Tensor, block_table: Tensor, inputs: tuple, scale_log2: float, max_queries_per_req: int,
+    tiles: dict[str, int],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return maxima of the rows' logits times log2 e, and 1 / sums: float32 [num_queries, num_heads] each."""
+    num_queries, num_heads, _ = query.shape
+    num_reqs, max_blocks = block_table.shape
+    _, block_size, num_kv_heads, _ = key_cache.shape
+    num_splits = min(triton.cdiv(max_blocks * block_size, _KEYS_PER_SPLIT), _MAX_SPLITS)
+    num_row_tiles = triton.cdiv(max_queries_per_req * tiles["GROUP"], tiles["BLOCK_ROWS"])
     row_max = torch.empty(num_splits, num_queries, num_heads, dtype=torch.float32, device=query.device)
     row_sum = torch.empty_like(row_max)
-    scale_log2 = scale * _LOG2E
     launcher(_row_stats_kernel, (num_reqs * num_row_tiles, num_kv_heads, num_splits), query.device)(
         *inputs, row_max, row_sum, row_max.stride(0), num_heads, num_row_tiles, num_splits, block_size, scale_log2,
         **tiles,
     )  # fmt: skip
     # Splits without keys hold (-inf, 0) and add nothing.
-    top = row_max.amax(dim=0)  # [num_queries, num_heads]
-    factor = (row_sum * torch.exp2(row_max - top)).sum(dim=0).reciprocal_()
-    if query_weight is not None:
-        factor *= query_weight[:num_queries, None]
-    launcher(_guidance_scores_kernel, (triton.cdiv(out.shape[1], _BLOCK_KEYS), num_reqs), query.device)(
-        *inputs, top, factor, out, out.stride(0), out_row, num_keys, num_heads, num_kv_heads, block_size, scale_log2,
-        out.shape[1], **tiles,
-    )  # fmt: skip
+    top = row_max.amax(dim=0)
+    return top, (row_sum * torch.exp2(row_max - top)).sum(dim=0).reciprocal_()
 
 
 def _guidance_scores_torch(
@@ -364,6 +394,7 @@ def _guidance_scores_torch(
     num_keys: Tensor,
     scale: float,
     query_weight: Tensor | None,
+    lse: Tensor | None,
     max_queries_per_req: int,
 ) -> None:
     """Do the same with matrix products over strips of whole rows: each logit is computed once, not twice.
@@ -392,16 +423,21 @@ def _guidance_scores_torch(
         logits = query.new_empty(strip, num_seen, dtype=torch.float32)
         weights = torch.empty_like(logits)
         for kv_head in range(num_kv_heads):
+            heads = slice(kv_head * group, (kv_head + 1) * group)
             # [head_dim, keys]: of a cache that holds blocks as [head_dim, block_size], this order copies fastest.
             keys = key_cache[:, :, kv_head].transpose(1, 2).index_select(0, blocks).permute(1, 0, 2)
             keys = keys.reshape(head_dim, -1)[:, :num_seen].to(torch.float32)
-            rows = query[start:end, kv_head * group : (kv_head + 1) * group].reshape(-1, head_dim)
+            rows = query[start:end, heads].reshape(-1, head_dim)
             rows = rows.to(torch.float32) * scale
             for top in range(0, len(pos), strip):
                 size = min(strip, len(pos) - top)
                 torch.mm(rows[top : top + size], keys, out=logits[:size])
                 logits[:size, first_limit:].masked_fill_(hidden[top : top + size], float("-inf"))
-                torch.softmax(logits[:size], dim=1, out=weights[:size])
+                if lse is None:
+                    torch.softmax(logits[:size], dim=1, out=weights[:size])
+                else:
+                    shift = lse[start:end, heads].reshape(-1, 1)[top : top + size]
+                    torch.exp(logits[:size] - shift, out=weights[:size])
                 sums += factor[top : top + size] @ weights[:size, :num_written]
 
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, at_least, at_most, check_vector, launcher, use_triton
+from vidspec_kernels.dispatch import Impl, array_module, as_array, at_least, at_most, check_vector, launch, use_triton
 from vidspec_kernels.step_buffers import LevelBuffers, StepBuffers, batch_places, physical_slots
 
 _BLOCK = 128
@@ -16,7 +16,7 @@ _BLOCK = 128
         "nodes_stride", "tokens_stride", "ancestors_stride", "masks_stride", "num_places", "frontier", "padding_row",
         "level", "max_position",
     ],
-    do_not_specialize_on_alignment=["nodes_ptr", "tokens_ptr", "ancestors_ptr"],
+    do_not_specialize_on_alignment=["fed_ptr", "nodes_ptr", "tokens_ptr", "ancestors_ptr", "level_ptr"],
 )  # fmt: skip
 def _next_level_kernel(
     # [M]
@@ -136,7 +136,7 @@ def next_level(
 
     Args:
         step: The step, as `begin_step` left it.
-        out: Written; with input_ids and masks for trees, without for chains.
+        out: Written; trees need its input_ids and masks, which chains leave alone.
         fed: In and out, int64 [max_reqs + 1]: bit j - 1 of a request is set for node j. `step.rows` is max_reqs where
             there is padding.
         nodes: int64 [size, F], tree node fed at each place, at most once a step, unit stride in its rows; 0 = no node
@@ -156,7 +156,9 @@ def next_level(
     device, width = step.device, 1
     check_vector("fed", fed, torch.int64, device, 1)
     assert size <= step.max_batch and size <= out.seq_lens.shape[0], f"size {size}"
-    assert (nodes is None) == (tokens is None) == (ancestors is None) == (out.masks is None), "nodes: chains or trees"
+    is_tree = nodes is not None
+    assert (tokens is not None) == (ancestors is not None) == is_tree, "nodes, tokens, ancestors: all or none"
+    assert out.masks is not None or not is_tree, "out: buffers of chains"
     if nodes is not None and tokens is not None and ancestors is not None and out.masks is not None:
         width = nodes.shape[1]
         for name, tensor in (("nodes", nodes), ("tokens", tokens), ("ancestors", ancestors)):
@@ -234,7 +236,7 @@ def _launch(
 ) -> None:
     frontier = 1 if nodes is None else nodes.shape[1]
     level_ptr, level_value = (level, 0) if isinstance(level, Tensor) else (None, level)
-    launcher(_next_level_kernel, (triton.cdiv(size * frontier, _BLOCK),), step.device)(
+    args = (
         step.rows,
         step.root_slot,
         step.root_pos,
@@ -265,6 +267,8 @@ def _launch(
         level_value,
         block_size,
         max_position,
-        NUM_POS_AXES=out.positions.shape[0],
-        BLOCK=_BLOCK,
     )
+    constants = {"NUM_POS_AXES": out.positions.shape[0], "BLOCK": _BLOCK}
+    key = (step, nodes is None, level_ptr is None, block_size)
+    grid = (triton.cdiv(size * frontier, _BLOCK),)
+    launch(_next_level_kernel, grid, step.device, args, constants, out.plans, key)

@@ -10,7 +10,7 @@ from torch import Tensor
 from vidspec_kernels.dispatch import Impl, array_module, as_array, at_most, check_vector, launcher, use_triton
 
 # Tokens that a program copies at a time, past the first nodes.
-_BLOCK_TOKENS = 1024
+_BLOCK_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ def _place_trees_kernel(
             tl.store(out_ptr + node, tl.where(is_moved, pos, old_pos), mask=is_token)
             for first_token in range(BLOCK_COLS, num_tokens, BLOCK_TOKENS):
                 token = first_token + tl.arange(0, BLOCK_TOKENS)
-                is_token = token < num_tokens
-                tl.store(out_ptr + token, tl.load(first_ptr + token, mask=is_token, other=0), mask=is_token)
+                is_more = token < num_tokens
+                tl.store(out_ptr + token, tl.load(first_ptr + token, mask=is_more, other=0), mask=is_more)
 
 
 def place_trees(

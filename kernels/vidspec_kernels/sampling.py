@@ -16,7 +16,7 @@ MAX_CANDIDATES = 64
 _LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Noise:
     """Noise that makes the argmax of logits / temperature + noise a sample: a function of seed, position and token.
 
@@ -58,6 +58,7 @@ class SampleScratch:
         # [max_rows, num_blocks] each block's maximum and the sum of its exponentials, and its best keys
         self.maxima = torch.empty(shape if num_candidates else (0, 0), dtype=torch.float32, device=device)
         self.sums = torch.empty_like(self.maxima)
+        self.plans: dict[Any, Any] = {}  # of launches that write these (see `dispatch.launch`)
         self.keys = torch.empty(*self.maxima.shape, 2 ** log_top(num_candidates), dtype=torch.int64, device=device)
 
     def as_meta(self) -> "SampleScratch":
@@ -70,6 +71,11 @@ class SampleScratch:
 def log_top(num_candidates: int) -> int:
     """Return the logarithm of how many keys a block keeps for so many candidates."""
     return max(num_candidates - 1, 1).bit_length()
+
+
+def logits_key(logits: Tensor, apply_temperature: bool) -> tuple[Any, ...]:
+    """Return what the variant of a kernel that reads logits depends on, beside its scratch memory and noise."""
+    return logits.dtype, logits.stride(0), logits.data_ptr() % 16, apply_temperature
 
 
 @triton.jit
@@ -107,19 +113,27 @@ def check_logits(logits: Tensor, scratch: SampleScratch) -> None:
 
 
 def scores_reference(
-    logits: Tensor, temperature: Tensor, seeds: Tensor, pos: Tensor, noise: Noise, apply_temperature: bool
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    pos: Tensor,
+    noise: Noise,
+    apply_temperature: bool,
+    req_idx: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return which rows of logits `[n, V]` have noise, and those rows' scores: the specification of `noised_scores`.
 
     Args:
         logits: float [n, V].
-        temperature: float32 [>= n].
-        seeds: int64 [>= n].
+        temperature: float32 by request.
+        seeds: int64 by request.
         pos: int64 [>= n].
         noise: What is added.
         apply_temperature: Whether the logits are still to be divided by the temperature.
+        req_idx: [n] request of each row; None: each is one.
     """
-    temperatures = temperature[: len(logits)].cpu().numpy()
+    requests = slice(0, len(logits)) if req_idx is None else req_idx
+    temperatures = temperature.cpu().numpy()[requests]
     noisy = np.flatnonzero(temperatures)
     if not len(noisy):
         return noisy, np.empty((0, logits.shape[1]), dtype=np.float32)
@@ -129,4 +143,5 @@ def scores_reference(
         scores = scores / temperatures[noisy, None]
     token_ids = np.arange(logits.shape[1], dtype=np.uint32)
     positions = pos.cpu().numpy()[noisy] + noise.salt
-    return noisy, scores + noise.reference(seeds.cpu().numpy()[noisy], positions, token_ids, noise.use_fp64)
+    added = noise.reference(seeds.cpu().numpy()[requests][noisy], positions, token_ids, noise.use_fp64)
+    return noisy, scores + added

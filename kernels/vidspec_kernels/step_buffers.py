@@ -24,6 +24,11 @@ class _Tensors:
         return self._fields()[0][1].device  # type: ignore[union-attr]
 
     @functools.cached_property
+    def plans(self) -> dict[Any, Any]:
+        """Of launches that write these (see `dispatch.launch`)."""
+        return {}
+
+    @functools.cached_property
     def arrays(self) -> SimpleNamespace:
         """The tensors as references work on them: arrays on the same memory."""
         return SimpleNamespace(**{name: value if value is None else as_array(value) for name, value in self._fields()})
@@ -48,7 +53,7 @@ def _check_positions(positions: Tensor, device: torch.device, num_columns: int) 
     assert positions.shape[1] >= num_columns, f"positions: expected at least {num_columns} columns"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepTables(_Tensors):
     """What is known of requests, by persistent row (`req_state_idx`).
 
@@ -91,7 +96,7 @@ class StepTables(_Tensors):
         return self.block_table.shape[0]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepBuffers(_Tensors):
     """A step by batch row, and the inputs of its first forward, which feeds two tokens a request; `begin_step` writes.
 
@@ -168,7 +173,7 @@ class StepBuffers(_Tensors):
         return self.rows.shape[0]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LevelBuffers(_Tensors):
     """The inputs of a level's forward; `next_level` writes. Place f of batch row b, of F, is entry b * F + f.
 

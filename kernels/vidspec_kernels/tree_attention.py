@@ -46,9 +46,9 @@ _PROGRAMS_PER_SM = 2
 # Requests that a program looks at at once to find its share.
 _BLOCK_REQS = 128
 # A share of fewer tiles of keys writes about as much of its partial results as it reads of K and V.
-_MIN_UNITS = 4
+MIN_UNITS = 4
 # Up to so many parts one program merges alone.
-_DIRECT_PARTS = 8
+DIRECT_PARTS = 8
 # Rows that it merges at a time, and parts of them that are under way.
 _MERGE_ROWS = 16
 _MERGE_PARTS = 4
@@ -109,6 +109,23 @@ def _units(
         num_keys = tl.minimum(tl.load(prefix_lens_ptr + req_idx, mask=mask, other=0), max_entries)
         num_units += tl.cdiv(tl.maximum(num_keys, 0), BLOCK_KEYS)
     return tl.cdiv(num_queries * GROUP, BLOCK_ROWS), num_units
+
+
+@triton.jit
+def _item(
+    left, req_idx, num_queries_ptr, prefix_lens_ptr, max_queries, max_entries,
+    READS_PREFIX: tl.constexpr, GROUP: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Return what unit `left` of a request's row tile belongs to: rows of the request, prefix, KV head, units, place.
+
+    From memory each time: called twice, less is kept in registers from one call to the next.
+    """
+    num_rows = tl.minimum(tl.load(num_queries_ptr + req_idx, volatile=True), max_queries) * GROUP
+    prefix_len = tl.maximum(tl.load(prefix_lens_ptr + req_idx, volatile=True), 0)
+    num_units = 1
+    if READS_PREFIX:
+        num_units += tl.cdiv(tl.minimum(prefix_len, max_entries), BLOCK_KEYS)
+    return num_rows, prefix_len, (left // num_units).to(tl.int64), num_units, left % num_units
 
 
 @triton.jit
@@ -240,18 +257,20 @@ def _tree_attention_kernel(
     WIDEN: tl.constexpr,
 ):
     """An equal share of all the work: units of consecutive items, an item being a row tile of a request's KV head."""
-    program = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0)
     reads_prefix: tl.constexpr = prefix_out_ptr is None
     some_reqs = tl.arange(0, BLOCK_REQS)
-    total = tl.program_id(0).to(tl.int64) * 0
-    num_items = tl.program_id(0) * 0
+    total = 0
+    num_items = 0
+    smallest = 2**30
     for first_req in range(0, num_reqs, BLOCK_REQS):
         num_tiles, num_units = _units(
             first_req + some_reqs, num_reqs, num_queries_ptr, prefix_lens_ptr, max_queries, max_entries,
             reads_prefix, GROUP, BLOCK_ROWS, BLOCK_KEYS,
         )  # fmt: skip
-        total += tl.sum(num_tiles * num_units, axis=0).to(tl.int64) * num_kv_heads
+        total += tl.sum(num_tiles * num_units, axis=0) * num_kv_heads
         num_items += tl.sum(num_tiles, axis=0) * num_kv_heads
+        smallest = tl.minimum(smallest, tl.min(tl.where(num_tiles > 0, num_units, 2**30), axis=0))
     # Fewer programs where shares would be too small to be worth merging. A multiple of the row tiles: where all
     # requests have as many, the programs of a key's row tiles read it at the same time.
     num_programs = tl.minimum(tl.num_programs(0), tl.maximum(total // MIN_UNITS, num_items))
@@ -259,189 +278,211 @@ def _tree_attention_kernel(
         num_programs -= num_programs % num_row_tiles
     if program >= num_programs:
         return
-    unit = total * program // num_programs
-    end = total * (program + 1) // num_programs
+    # Units fit into 32 bits, their products with programs into 64.
+    unit = (program.to(tl.int64) * total // num_programs).to(tl.int32)
+    end = ((program + 1).to(tl.int64) * total // num_programs).to(tl.int32)
 
     dims = tl.arange(0, BLOCK_DIM)
     dim_mask = dims < HEAD_SIZE
-    while unit < end:
-        # ---- the item: first by row tile, then by request, then by KV head --------------------------------------
-        row_tile = tl.program_id(0) * 0
-        first_req = tl.program_id(0) * 0
-        left = unit
-        num_tiles, num_units = _units(
-            some_reqs, num_reqs, num_queries_ptr, prefix_lens_ptr, max_queries, max_entries,
-            reads_prefix, GROUP, BLOCK_ROWS, BLOCK_KEYS,
-        )  # fmt: skip
-        units = tl.where(num_tiles > row_tile, num_units, 0) * num_kv_heads
-        here = tl.sum(units, axis=0)
-        while left >= here:
-            left -= here
-            first_req += BLOCK_REQS
-            if first_req >= num_reqs:
-                first_req = 0
-                row_tile += 1
-            num_tiles, num_units = _units(
-                first_req + some_reqs, num_reqs, num_queries_ptr, prefix_lens_ptr, max_queries, max_entries,
-                reads_prefix, GROUP, BLOCK_ROWS, BLOCK_KEYS,
-            )  # fmt: skip
-            units = tl.where(num_tiles > row_tile, num_units, 0) * num_kv_heads
-            here = tl.sum(units, axis=0)
-        unit_in_group = left.to(tl.int32)
-        ends = tl.cumsum(units, axis=0)
-        req_idx = first_req + tl.sum((ends <= unit_in_group).to(tl.int32), axis=0)
-        unit_in_group -= tl.max(tl.where(ends <= unit_in_group, ends, 0), axis=0)
-        prefix_len = tl.maximum(tl.load(prefix_lens_ptr + req_idx), 0)
-        num_keys = tl.minimum(prefix_len, max_entries)
-        item_units = 1
-        if reads_prefix:
-            item_units += tl.cdiv(num_keys, BLOCK_KEYS)
-        kv_head = (unit_in_group // item_units).to(tl.int64)
-        first_unit = unit_in_group % item_units
-        last_unit = tl.minimum(item_units, first_unit + end - unit).to(tl.int32)
-
-        # ---- its rows -------------------------------------------------------------------------------------------
-        num_rows = tl.minimum(tl.load(num_queries_ptr + req_idx), max_queries) * GROUP
-        # A KV head's rows are its GROUP heads of one query, then those of the next.
-        row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        row_mask = row < num_rows
-        # Offsets of 64 bits are scalars: those of rows, counted from the request's first, fit into half the registers.
-        query = row // GROUP
-        head = row % GROUP
-        first_token = tl.load(query_start_ptr + req_idx).to(tl.int64)
-        first_head = kv_head * GROUP
-        mask = row_mask[:, None] & dim_mask[None, :]
-        query_offset = query * query_stride + head * query_head_stride
-        q = tl.load(
-            query_ptr + first_token * query_stride + first_head * query_head_stride
-            + query_offset[:, None] + dims[None, :], mask=mask, other=0.0,
-        )  # fmt: skip
-        table_ptr = block_table_ptr + tl.load(rows_ptr + req_idx) * block_table_stride
-        key_ptr = key_cache_ptr + kv_head * key_head_stride
-        value_ptr = value_cache_ptr + kv_head * value_head_stride
-
-        # ---- the prefix -----------------------------------------------------------------------------------------
-        if reads_prefix:
-            row_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-            row_sum = tl.zeros([BLOCK_ROWS], tl.float32)
-            acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
-            for first_key in range(first_unit * BLOCK_KEYS, tl.minimum(last_unit * BLOCK_KEYS, num_keys), BLOCK_KEYS):
-                entries = first_key + tl.arange(0, BLOCK_KEYS)
-                entry_mask = entries < num_keys
-                row_max, row_sum, acc = _attend_tile(
-                    q, row_max, row_sum, acc, entries, entry_mask, entry_mask[None, :], table_ptr,
-                    key_ptr, key_block_stride, key_slot_stride, key_dim_stride,
-                    value_ptr, value_block_stride, value_slot_stride, value_dim_stride,
-                    scale_log2, dims, dim_mask, BLOCK_SIZE, WIDEN,
+    # Of what a loop around everything keeps in registers there is too much, if it may: layouts of tiles and of parts.
+    for _ in tl.range(0, tl.minimum(num_items, (end - unit) // smallest + 2), disable_licm=True):
+        if unit < end:
+            # ---- the item: first by row tile, then by request, then by KV head --------------------------------------
+            row_tile = 0
+            req_idx = -1
+            first_req = 0
+            left = unit
+            while req_idx < 0:
+                num_tiles, num_units = _units(
+                    first_req + some_reqs, num_reqs, num_queries_ptr, prefix_lens_ptr, max_queries, max_entries,
+                    reads_prefix, GROUP, BLOCK_ROWS, BLOCK_KEYS,
                 )  # fmt: skip
-        else:
-            # A part of one entry: its score is the prefix's LSE (times log2 e), its value the prefix's output.
-            lse_offset = head * prefix_lse_head_stride + query * prefix_lse_stride
-            row_max = tl.load(
-                prefix_lse_ptr + first_head * prefix_lse_head_stride + first_token * prefix_lse_stride + lse_offset,
-                mask=row_mask, other=float("-inf"),
-            ) * 1.4426950408889634  # fmt: skip
-            # Either infinity: no prefix.
-            row_max = tl.where(row_max == float("inf"), float("-inf"), row_max)
-            row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
-            prefix_offset = query * prefix_out_stride + head * prefix_out_head_stride
-            acc = tl.load(
-                prefix_out_ptr + first_token * prefix_out_stride + first_head * prefix_out_head_stride
-                + prefix_offset[:, None] + dims[None, :], mask=mask, other=0.0,
-            ).to(tl.float32)  # fmt: skip
-            acc = tl.where(row_sum[:, None] == 0.0, 0.0, acc)
-
-        # ---- the nodes ------------------------------------------------------------------------------------------
-        if last_unit == item_units:
-            # Words of 32 bits, low one first: with 64 bits a pair of row and node there are not enough registers.
-            words_ptr = (masks_ptr + req_idx.to(tl.int64) * masks_stride).to(tl.pointer_type(tl.int32)) + 2 * query
-            high = tl.load(words_ptr + 1, mask=row_mask, other=0)
-            last_node = tl.where(tl.max((high != 0).to(tl.int32), axis=0) != 0, 64, 32)
-            for first_node in tl.range(0, last_node, BLOCK_NODES):
-                node = tl.arange(0, BLOCK_NODES)
-                word = tl.load(words_ptr + first_node // 32, mask=row_mask, other=0) >> (first_node % 32)
-                entries = prefix_len + first_node + node
-                seen = ((word[:, None] >> node[None, :]) & 1) != 0
-                seen = seen & (entries < max_entries)[None, :]
-                entry_mask = tl.max(seen.to(tl.int32), axis=0) != 0
-                row_max, row_sum, acc = _attend_tile(
-                    q, row_max, row_sum, acc, entries, entry_mask, seen, table_ptr,
-                    key_ptr, key_block_stride, key_slot_stride, key_dim_stride,
-                    value_ptr, value_block_stride, value_slot_stride, value_dim_stride,
-                    scale_log2, dims, dim_mask, BLOCK_SIZE, WIDEN,
-                )  # fmt: skip
-
-        # Of a row that attends to nothing: zeros and -inf.
-        row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
-        acc = acc / row_sum[:, None]
-        row_lse = row_max + tl.log2(row_sum)
-
-        # ---- the result, or a part of it ------------------------------------------------------------------------
-        request_out_ptr = out_ptr + first_token * out_stride + first_head * out_head_stride
-        request_lse_ptr = lse_ptr
-        if lse_ptr is not None:
-            request_lse_ptr += first_head * lse_head_stride + first_token * lse_stride
-        # The rows once more, from 0 that the compiler cannot know: else it keeps those above in registers all the way.
-        first_row = row_tile * BLOCK_ROWS + tl.load(query_start_ptr + req_idx, volatile=True) - first_token.to(tl.int32)
-        row = tl.arange(0, BLOCK_ROWS)
-        row_mask = row < num_rows - first_row
-        if last_unit - first_unit == item_units:
-            _write_rows(
-                first_row + row, row_mask, row_lse, acc, request_out_ptr, out_stride, out_head_stride, request_lse_ptr,
-                lse_head_stride, lse_stride, GROUP, HEAD_SIZE, BLOCK_DIM,
-            )  # fmt: skip
-        elif reads_prefix:
-            # Program p has the units from total * p // num_programs on.
-            item_begin = unit - first_unit
-            first_program = ((item_begin + 1) * num_programs - 1) // total
-            num_parts = (((item_begin + item_units) * num_programs - 1) // total - first_program + 1).to(tl.int32)
-            part = (program - first_program).to(tl.int32)
-            first_program = first_program.to(tl.int32)
-            place = _place(first_program, part)
-            tl.store(part_lse_ptr + place * BLOCK_ROWS + row, row_lse, mask=row_mask)
-            offset = row[:, None] * BLOCK_DIM + dims[None, :]
-            tl.store(part_out_ptr + place * (BLOCK_ROWS * BLOCK_DIM) + offset, acc, mask=row_mask[:, None])
-            # Many parts are merged by several programs, each some, before one merges the rest: twice their root.
-            fan_in = tl.ceil(tl.sqrt(num_parts.to(tl.float32))).to(tl.int32)
-            fan_in = tl.where(num_parts <= DIRECT_PARTS, num_parts, fan_in)
-            span = 1
-            level_ptr = arrivals_ptr
-            while num_parts > 1:
-                # All threads' stores come before the arrival, which releases them and acquires the others'.
-                tl.debug_barrier()
-                leader = part - part % fan_in
-                members = tl.minimum(fan_in, num_parts - leader)
-                place = _place(first_program, leader * span)
-                if tl.atomic_add(level_ptr + place, 1, sem="acq_rel", scope="gpu") == members - 1:
-                    # The last to arrive merges, in the order of the parts; nobody else comes before the next call.
-                    tl.store(level_ptr + place, 0)
-                    part = part // fan_in
-                    num_parts = tl.cdiv(num_parts, fan_in)
-                    for begin in range(0, tl.minimum(num_rows - first_row, BLOCK_ROWS), MERGE_ROWS):
-                        some = begin + tl.arange(0, MERGE_ROWS)
-                        some_lse, some_out = _merge_rows(
-                            some, part_out_ptr, part_lse_ptr, first_program, leader * span, members, span,
-                            BLOCK_ROWS, BLOCK_DIM, MERGE_ROWS, MERGE_PARTS,
-                        )  # fmt: skip
-                        some_mask = some < num_rows - first_row
-                        if num_parts == 1:
-                            _write_rows(
-                                first_row + some, some_mask, some_lse, some_out, request_out_ptr, out_stride,
-                                out_head_stride, request_lse_ptr, lse_head_stride, lse_stride,
-                                GROUP, HEAD_SIZE, BLOCK_DIM,
-                            )  # fmt: skip
-                        else:
-                            # The leader's place is written again once all threads have read it.
-                            tl.debug_barrier()
-                            tl.store(part_lse_ptr + place * BLOCK_ROWS + some, some_lse, mask=some_mask)
-                            some_offset = some[:, None] * BLOCK_DIM + dims[None, :]
-                            some_ptr = part_out_ptr + place * (BLOCK_ROWS * BLOCK_DIM) + some_offset
-                            tl.store(some_ptr, some_out, mask=some_mask[:, None])
-                    span *= fan_in
-                    level_ptr += 2 * tl.num_programs(0)
+                ends = tl.cumsum(tl.where(num_tiles > row_tile, num_units, 0) * num_kv_heads, axis=0)
+                is_over = ends <= left
+                num_over = tl.sum(is_over.to(tl.int32), axis=0)
+                left -= tl.max(tl.where(is_over, ends, 0), axis=0)
+                if num_over < BLOCK_REQS:
+                    req_idx = first_req + num_over
                 else:
-                    num_parts = 0
-        unit += last_unit - first_unit
+                    first_req += BLOCK_REQS
+                    if first_req >= num_reqs:
+                        first_req = 0
+                        row_tile += 1
+            num_rows, prefix_len, kv_head, item_units, first_unit = _item(
+                left,
+                req_idx,
+                num_queries_ptr,
+                prefix_lens_ptr,
+                max_queries,
+                max_entries,
+                reads_prefix,
+                GROUP,
+                BLOCK_KEYS,
+            )
+            num_keys = tl.minimum(prefix_len, max_entries)
+            last_unit = tl.minimum(item_units, first_unit + end - unit)
+
+            # ---- its rows -------------------------------------------------------------------------------------------
+            # A KV head's rows are its GROUP heads of one query, then those of the next.
+            row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+            row_mask = row < num_rows
+            # Offsets of 64 bits are scalars: those of rows, counted from the request's first, fit into half the
+            # registers.
+            query = row // GROUP
+            head = row % GROUP
+            first_token = tl.load(query_start_ptr + req_idx)
+            first_head = kv_head * GROUP
+            mask = row_mask[:, None] & dim_mask[None, :]
+            query_offset = query * query_stride + head * query_head_stride
+            q = tl.load(
+                query_ptr + first_token.to(tl.int64) * query_stride + first_head * query_head_stride
+                + query_offset[:, None] + dims[None, :], mask=mask, other=0.0,
+            )  # fmt: skip
+            table_ptr = block_table_ptr + tl.load(rows_ptr + req_idx) * block_table_stride
+            key_ptr = key_cache_ptr + kv_head * key_head_stride
+            value_ptr = value_cache_ptr + kv_head * value_head_stride
+
+            # ---- the prefix -----------------------------------------------------------------------------------------
+            if reads_prefix:
+                row_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+                row_sum = tl.zeros([BLOCK_ROWS], tl.float32)
+                acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
+                for first_key in range(
+                    first_unit * BLOCK_KEYS, tl.minimum(last_unit * BLOCK_KEYS, num_keys), BLOCK_KEYS
+                ):
+                    entries = first_key + tl.arange(0, BLOCK_KEYS)
+                    entry_mask = entries < num_keys
+                    row_max, row_sum, acc = _attend_tile(
+                        q, row_max, row_sum, acc, entries, entry_mask, entry_mask[None, :], table_ptr,
+                        key_ptr, key_block_stride, key_slot_stride, key_dim_stride,
+                        value_ptr, value_block_stride, value_slot_stride, value_dim_stride,
+                        scale_log2, dims, dim_mask, BLOCK_SIZE, WIDEN,
+                    )  # fmt: skip
+            else:
+                # A part of one entry: its score is the prefix's LSE (times log2 e), its value the prefix's output.
+                lse_offset = head * prefix_lse_head_stride + query * prefix_lse_stride
+                row_max = tl.load(
+                    prefix_lse_ptr + first_head * prefix_lse_head_stride
+                    + first_token.to(tl.int64) * prefix_lse_stride + lse_offset,
+                    mask=row_mask, other=float("-inf"),
+                ) * 1.4426950408889634  # fmt: skip
+                # Either infinity: no prefix.
+                row_max = tl.where(row_max == float("inf"), float("-inf"), row_max)
+                row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
+                prefix_offset = query * prefix_out_stride + head * prefix_out_head_stride
+                acc = tl.load(
+                    prefix_out_ptr + first_token.to(tl.int64) * prefix_out_stride + first_head * prefix_out_head_stride
+                    + prefix_offset[:, None] + dims[None, :], mask=mask, other=0.0,
+                ).to(tl.float32)  # fmt: skip
+                acc = tl.where(row_sum[:, None] == 0.0, 0.0, acc)
+
+            # ---- the nodes ------------------------------------------------------------------------------------------
+            if last_unit == item_units:
+                # Words of 32 bits, low one first: with 64 bits a pair of row and node there are not enough registers.
+                words_ptr = (masks_ptr + tl.cast(req_idx, tl.int64) * masks_stride).to(
+                    tl.pointer_type(tl.int32)
+                ) + 2 * query
+                high = tl.load(words_ptr + 1, mask=row_mask, other=0)
+                last_node = tl.where(tl.max((high != 0).to(tl.int32), axis=0) != 0, 64, 32)
+                for first_node in tl.range(0, last_node, BLOCK_NODES):
+                    node = tl.arange(0, BLOCK_NODES)
+                    word = tl.load(words_ptr + first_node // 32, mask=row_mask, other=0) >> (first_node % 32)
+                    entries = prefix_len + first_node + node
+                    seen = ((word[:, None] >> node[None, :]) & 1) != 0
+                    seen = seen & (entries < max_entries)[None, :]
+                    entry_mask = tl.max(seen.to(tl.int32), axis=0) != 0
+                    row_max, row_sum, acc = _attend_tile(
+                        q, row_max, row_sum, acc, entries, entry_mask, seen, table_ptr,
+                        key_ptr, key_block_stride, key_slot_stride, key_dim_stride,
+                        value_ptr, value_block_stride, value_slot_stride, value_dim_stride,
+                        scale_log2, dims, dim_mask, BLOCK_SIZE, WIDEN,
+                    )  # fmt: skip
+
+            # Of a row that attends to nothing: zeros and -inf.
+            row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
+            acc = acc / row_sum[:, None]
+            row_lse = row_max + tl.log2(row_sum)
+
+            # ---- the result, or a part of it ------------------------------------------------------------------------
+            num_rows, prefix_len, kv_head, item_units, first_unit = _item(
+                left,
+                req_idx,
+                num_queries_ptr,
+                prefix_lens_ptr,
+                max_queries,
+                max_entries,
+                reads_prefix,
+                GROUP,
+                BLOCK_KEYS,
+            )
+            last_unit = tl.minimum(item_units, first_unit + end - unit)
+            first_head = kv_head * GROUP
+            token = tl.load(query_start_ptr + req_idx, volatile=True)
+            # Their difference is 0, which the compiler cannot know: else it keeps rows in registers all the way.
+            first_row = row_tile * BLOCK_ROWS + token - first_token
+            request_out_ptr = out_ptr + token.to(tl.int64) * out_stride + first_head * out_head_stride
+            request_lse_ptr = lse_ptr
+            if lse_ptr is not None:
+                request_lse_ptr += token.to(tl.int64) * lse_stride + first_head * lse_head_stride
+            row = tl.arange(0, BLOCK_ROWS)
+            row_mask = row < num_rows - first_row
+            if last_unit - first_unit == item_units:
+                _write_rows(
+                    first_row + row, row_mask, row_lse, acc, request_out_ptr, out_stride, out_head_stride,
+                    request_lse_ptr, lse_head_stride, lse_stride, GROUP, HEAD_SIZE, BLOCK_DIM,
+                )  # fmt: skip
+            elif reads_prefix:
+                # Program p has the units from total * p // num_programs on.
+                item_begin = unit - first_unit
+                first_program = (((item_begin + 1).to(tl.int64) * num_programs - 1) // total).to(tl.int32)
+                last_program = (((item_begin + item_units).to(tl.int64) * num_programs - 1) // total).to(tl.int32)
+                num_parts = last_program - first_program + 1
+                part = program - first_program
+                place = _place(first_program, part)
+                tl.store(part_lse_ptr + place * BLOCK_ROWS + row, row_lse, mask=row_mask)
+                offset = row[:, None] * BLOCK_DIM + dims[None, :]
+                tl.store(part_out_ptr + place * (BLOCK_ROWS * BLOCK_DIM) + offset, acc, mask=row_mask[:, None])
+                # Many parts are merged by several programs, each some, before one merges the rest: twice their root.
+                fan_in = tl.ceil(tl.sqrt(num_parts.to(tl.float32))).to(tl.int32)
+                fan_in = tl.where(num_parts <= DIRECT_PARTS, num_parts, fan_in)
+                span = 1
+                level_ptr = arrivals_ptr
+                while num_parts > 1:
+                    # All threads' stores come before the arrival, which releases them and acquires the others'.
+                    tl.debug_barrier()
+                    leader = part - part % fan_in
+                    members = tl.minimum(fan_in, num_parts - leader)
+                    place = _place(first_program, leader * span)
+                    if tl.atomic_add(level_ptr + place, 1, sem="acq_rel", scope="gpu") == members - 1:
+                        # The last to arrive merges, in the order of the parts; nobody else comes before the next call.
+                        tl.store(level_ptr + place, 0)
+                        part = part // fan_in
+                        num_parts = tl.cdiv(num_parts, fan_in)
+                        for begin in range(0, tl.minimum(num_rows - first_row, BLOCK_ROWS), MERGE_ROWS):
+                            some = begin + tl.arange(0, MERGE_ROWS)
+                            some_lse, some_out = _merge_rows(
+                                some, part_out_ptr, part_lse_ptr, first_program, leader * span, members, span,
+                                BLOCK_ROWS, BLOCK_DIM, MERGE_ROWS, MERGE_PARTS,
+                            )  # fmt: skip
+                            some_mask = some < num_rows - first_row
+                            if num_parts == 1:
+                                _write_rows(
+                                    first_row + some, some_mask, some_lse, some_out, request_out_ptr, out_stride,
+                                    out_head_stride, request_lse_ptr, lse_head_stride, lse_stride,
+                                    GROUP, HEAD_SIZE, BLOCK_DIM,
+                                )  # fmt: skip
+                            else:
+                                # The leader's place is written again once all threads have read it.
+                                tl.debug_barrier()
+                                tl.store(part_lse_ptr + place * BLOCK_ROWS + some, some_lse, mask=some_mask)
+                                some_offset = some[:, None] * BLOCK_DIM + dims[None, :]
+                                some_ptr = part_out_ptr + place * (BLOCK_ROWS * BLOCK_DIM) + some_offset
+                                tl.store(some_ptr, some_out, mask=some_mask[:, None])
+                        span *= fan_in
+                        level_ptr += 2 * tl.num_programs(0)
+                    else:
+                        num_parts = 0
+            unit += last_unit - first_unit
 
 
 class TreeAttentionScratch:
@@ -625,11 +666,12 @@ def tile_shape(num_rows: int, head_size: int, widen: bool, reads_prefix: bool, l
     else:
         block_rows = min(block_rows, _MAX_BLOCK_ROWS)
     has_many_warps = widen or line_bytes > 256 or block_rows > _SHARED_BLOCK_ROWS
-    programs_per_sm = 1 if line_bytes * block_rows > 256 * _SHARED_BLOCK_ROWS and not widen else _PROGRAMS_PER_SM
+    is_alone = block_rows > _SHARED_BLOCK_ROWS or (block_rows == _SHARED_BLOCK_ROWS and line_bytes > 256)
+    programs_per_sm = 1 if is_alone else _PROGRAMS_PER_SM
     block_keys = _tile(block_rows, line_bytes, shared_bytes_per_program(limits, programs_per_sm))
     num_stages, block_nodes = _NUM_STAGES, min(block_keys, _BLOCK_NODES)
     if reads_prefix:
-        num_stages, block_nodes = _pipeline(block_rows, line_bytes, block_keys, limits)
+        num_stages, block_nodes = _pipeline(block_rows, line_bytes, block_keys, programs_per_sm, limits)
     return TileShape(block_rows, block_keys, block_nodes, num_stages, 8 if has_many_warps else 4, programs_per_sm)
 
 
@@ -644,9 +686,11 @@ def _held_bytes(block_rows: int, line_bytes: int, block_keys: int) -> int:
     return (block_rows + 2 * _TILES_HELD * block_keys) * line_bytes + _SCRATCH_BYTES
 
 
-def _pipeline(block_rows: int, line_bytes: int, block_keys: int, limits: DeviceLimits) -> tuple[int, int]:
+def _pipeline(
+    block_rows: int, line_bytes: int, block_keys: int, programs_per_sm: int, limits: DeviceLimits
+) -> tuple[int, int]:
     """Return the stages of the loops and the nodes of a tile."""
-    shared_bytes = shared_bytes_per_program(limits, _PROGRAMS_PER_SM)
+    shared_bytes = shared_bytes_per_program(limits, programs_per_sm)
     # Blackwell's products take a few bytes more, to wait on, and more registers.
     waits = _WAIT_BYTES if limits.capability >= 100 else 0
     if _held_bytes(block_rows, line_bytes, block_keys) + waits > shared_bytes:
@@ -673,7 +717,7 @@ def _launch(
     lse: Tensor | None,
 ) -> None:
     """Launch the kernel; the grid comes from shapes and bounds alone."""
-    # The kernel counts a request's rows in 32 bits.
+    # The kernel counts a request's rows, and units of work, in 32 bits.
     assert max_queries * max(query.stride(0), out.stride(0)) < 2**31, f"strides {query.stride(0)}, {out.stride(0)}"
     num_reqs, (_, num_heads, head_size) = rows.shape[0], query.shape
     _, block_size, num_kv_heads, _ = key_cache.shape
@@ -693,7 +737,7 @@ def _launch(
         triton.cdiv(max_queries * group, tile.block_rows),
         GROUP=group, HEAD_SIZE=head_size, BLOCK_SIZE=block_size, BLOCK_DIM=_padded(head_size),
         BLOCK_ROWS=tile.block_rows, BLOCK_KEYS=tile.block_keys, BLOCK_NODES=tile.block_nodes, BLOCK_REQS=_BLOCK_REQS,
-        MIN_UNITS=_MIN_UNITS, DIRECT_PARTS=_DIRECT_PARTS, MERGE_ROWS=_MERGE_ROWS, MERGE_PARTS=_MERGE_PARTS, WIDEN=widen,
+        MIN_UNITS=MIN_UNITS, DIRECT_PARTS=DIRECT_PARTS, MERGE_ROWS=_MERGE_ROWS, MERGE_PARTS=_MERGE_PARTS, WIDEN=widen,
         num_stages=tile.num_stages, num_warps=tile.num_warps,
     )  # fmt: skip
 

@@ -59,11 +59,24 @@ def _tree_begin_kernel(
     req_idx = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     in_tree, tree = col < num_cols, req_idx * num_cols + col
+    # All loads before the first store, so that their waits overlap.
+    parents = tl.load(own_parents_ptr + col, mask=in_tree)
+    depths = tl.load(own_depths_ptr + col, mask=in_tree)
+    ancestors = tl.load(own_ancestors_ptr + col, mask=in_tree)
+    log_probs = tl.load(own_log_probs_ptr + col, mask=in_tree)
+    if history_ptr is not None:
+        row = tl.load(rows_ptr + req_idx)
+        accepted = tl.load(num_accepted_ptr + req_idx).to(tl.int64)
+        num_told = tl.load(num_told_ptr + row)
+        max_depth = tl.load(max_depths_ptr + row)
+        i = tl.arange(0, BLOCK_WINDOW)
+        past = tl.load(history_ptr + row * WINDOW + i, mask=i < WINDOW, other=0)
+
     tl.store(tree_tokens_ptr + tree, tl.full([BLOCK], -1, tl.int64), mask=in_tree & (col > 0))
-    tl.store(tree_parents_ptr + tree, tl.load(own_parents_ptr + col, mask=in_tree), mask=in_tree)
-    tl.store(tree_depths_ptr + tree, tl.load(own_depths_ptr + col, mask=in_tree), mask=in_tree)
-    tl.store(tree_ancestors_ptr + tree, tl.load(own_ancestors_ptr + col, mask=in_tree), mask=in_tree)
-    tl.store(tree_log_probs_ptr + tree, tl.load(own_log_probs_ptr + col, mask=in_tree), mask=in_tree)
+    tl.store(tree_parents_ptr + tree, parents, mask=in_tree)
+    tl.store(tree_depths_ptr + tree, depths, mask=in_tree)
+    tl.store(tree_ancestors_ptr + tree, ancestors, mask=in_tree)
+    tl.store(tree_log_probs_ptr + tree, log_probs, mask=in_tree)
     tl.store(tree_num_nodes_ptr + req_idx, num_nodes)
 
     if frontier_nodes_ptr is not None:
@@ -71,20 +84,14 @@ def _tree_begin_kernel(
         tl.store(frontier_log_probs_ptr + req_idx * max_frontier, 0.0)
         nothing = tl.full([CHUNK], -float("inf"), tl.float32)
         for first in range(0, num_leftovers, CHUNK):
-            i = first + tl.arange(0, CHUNK)
-            tl.store(leftover_log_probs_ptr + req_idx * num_leftovers + i, nothing, mask=i < num_leftovers)
+            j = first + tl.arange(0, CHUNK)
+            tl.store(leftover_log_probs_ptr + req_idx * num_leftovers + j, nothing, mask=j < num_leftovers)
 
     if history_ptr is not None:
-        row = tl.load(rows_ptr + req_idx)
-        accepted = tl.load(num_accepted_ptr + req_idx).to(tl.int64)
         is_told = accepted >= 0
-        num_told = tl.load(num_told_ptr + row)
         place = num_told % WINDOW
-        i = tl.arange(0, BLOCK_WINDOW)
-        past = tl.load(history_ptr + row * WINDOW + i, mask=i < WINDOW, other=0)
         total = tl.sum(tl.where(i == place, accepted, past), axis=0).to(tl.float32)
         count = tl.minimum(num_told + 1, WINDOW).to(tl.float32)
-        max_depth = tl.load(max_depths_ptr + row)
         max_depth += tl.where(total > history_high * count, 1.0, 0.0) - tl.where(total < history_low * count, 1.0, 0.0)
         max_depth = tl.minimum(tl.maximum(max_depth, depth_min), depth_max)
         tl.store(history_ptr + row * WINDOW + place, accepted, mask=is_told)

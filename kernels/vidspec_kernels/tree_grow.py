@@ -72,13 +72,21 @@ class TreeGrowBuffers:
         self.frontier = (self.frontier_nodes, self.frontier_tokens, self.frontier_log_probs)
         self.leftover = (self.leftover_log_probs, self.leftover_tokens, self.leftover_parents)
         # The references work on the memory itself; the plan of a step is looked up once, on level 0.
-        self.tree_arrays = tuple(map(as_array, tree.tensors))
+        self.tree_arrays = tuple(as_array(table).reshape(-1) for table in tree.tensors[:5])
         self.planned_arrays = (as_array(plans.depths), as_array(plans.widths))
         self.rule_arrays = tuple(map(as_array, self.rules))
         self.next_free_array = as_array(self.next_free)
         self.frontier_arrays = tuple(map(as_array, self.frontier))
         self.leftover_arrays = tuple(map(as_array, self.leftover))
         self.plan_of_step: tuple[np.ndarray, ...] = ()
+        self._frontiers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by (requests, width), both bounded
+
+    def frontier_of(self, num_reqs: int, width: int) -> tuple[Tensor, Tensor]:
+        """Return nodes and tokens int64 [num_reqs, width] of a frontier; each size is cut once."""
+        key = (num_reqs, width)
+        if key not in self._frontiers:
+            self._frontiers[key] = self.frontier_nodes[:num_reqs, :width], self.frontier_tokens[:num_reqs, :width]
+        return self._frontiers[key]
 
     def as_meta(self) -> "TreeGrowBuffers":
         """Return the same buffers without memory, for `warm_up`."""
@@ -256,12 +264,11 @@ def tree_grow(
         rows: int64 [R], persistent row of each batch row.
         log_probs: float32 [R * F, C], candidates of each frontier node, of the token alone, <= 0 or NaN.
         token_ids: int64 [R * F, C].
-        level: In [0, L); children get depth level + 1. On level 0 the requests' plans are read.
+        level: In [0, L); children get depth level + 1. Level 0 reads the requests' plans.
         budget: Draft nodes that a tree may have, in [0, K]. A planned depth above it counts as the budget.
         first_parent: Where the candidates are kept among the leftovers, in [0, P - F].
         num_next: Most columns of the next frontier, in [1, min(F * C, F_max)].
-        trims: Whether the reference, for which counting costs no wait, writes as many columns as are in use, at least
-            one. The kernel never does.
+        trims: Whether the reference, not the kernel, writes the columns in use only, at least one: counting is free.
         impl: See `dispatch.use_triton`. The reference takes CPU tensors only.
 
     Returns:
@@ -285,10 +292,8 @@ def tree_grow(
         return 1 if trims else num_next
     assert 1 <= num_next <= min(buffers.max_frontier, num_frontier * num_candidates), f"num_next {num_next}"
     if not use_triton(impl, buffers.device):
-        return tree_grow_reference(
-            buffers, rows, log_probs, token_ids,
-            level=level, budget=budget, first_parent=first_parent, num_next=num_next, trims=trims,
-        )  # fmt: skip
+        sizes = {"budget": budget, "first_parent": first_parent, "num_next": num_next}
+        return tree_grow_reference(buffers, rows, log_probs, token_ids, level=level, trims=trims, **sizes)
     block = triton.next_power_of_2(num_frontier * num_candidates)
     launcher(_tree_grow_kernel, (num_reqs,), buffers.device)(
         log_probs, token_ids, rows, buffers.plans.depths, buffers.plans.widths, *buffers.rules, buffers.next_free,
@@ -317,21 +322,14 @@ def tree_grow_reference(
     Numpy, because the arrays are tiny and the steps many: a call costs a third of torch's, and there are 50 in a level.
     """
     assert buffers.device.type == "cpu", "the reference of tree_grow works on CPU tensors"
-    tree_tokens, tree_parents, tree_depths, tree_ancestors, tree_log_probs, _ = buffers.tree_arrays
-    num_reqs, num_candidates, num_cols = len(rows), buffers.num_candidates, buffers.tree.num_cols
+    num_reqs, num_candidates = len(rows), buffers.num_candidates
     num_frontier = len(log_probs) // num_reqs
-    frontier_nodes, frontier_tokens, frontier_log_probs = (part[:num_reqs] for part in buffers.frontier_arrays)
-    nodes, path_log_probs = frontier_nodes[:, :num_frontier], frontier_log_probs[:, :num_frontier, None]
+    frontier_nodes, _, frontier_log_probs = buffers.frontier_arrays
+    nodes, path_log_probs = frontier_nodes[:num_reqs, :num_frontier], frontier_log_probs[:num_reqs, :num_frontier, None]
     free = buffers.next_free_array[:num_reqs]
     if level == 0:
-        row_idx, (log_thresholds, width_bounds) = rows.numpy(), buffers.rule_arrays
-        planned_depths, planned_widths = buffers.planned_arrays
-        depth = np.minimum(planned_depths[row_idx], budget)
-        # [R], [R, L, 1, 1], [R, L, 1, C]
-        buffers.plan_of_step = (
-            depth, log_thresholds[depth, :, None, None], width_bounds[planned_widths[row_idx], :, None]
-        )  # fmt: skip
-        np.add(depth, 1, out=free)
+        buffers.plan_of_step = _look_up(buffers, rows.numpy(), budget)
+        np.add(buffers.plan_of_step[0], 1, out=free)
     depth, thresholds, bounds = buffers.plan_of_step
 
     # [R, F, C]
@@ -363,15 +361,7 @@ def tree_grow_reference(
         np.minimum(free, budget + 1, out=free)
 
     parent, token = nodes.reshape(-1)[which // num_candidates], tokens.reshape(-1)[which]
-    first_col = req * num_cols
-    column = first_col + node
-    ancestors = tree_ancestors.reshape(-1)
-    ancestors[column] = ancestors[first_col + parent] | _OWN_BITS[node]
-    tree_tokens.reshape(-1)[column] = token
-    tree_parents.reshape(-1)[column] = parent
-    tree_depths.reshape(-1)[column] = level + 1
-    tree_log_probs.reshape(-1)[column] = score
-
+    _enter_nodes(buffers, level, req, node, parent, token, score)
     scores.reshape(-1)[which] = -np.inf
     last_parent = first_parent + num_frontier
     for kept, values in zip(buffers.leftover_arrays, (scores, tokens, nodes), strict=True):
@@ -383,12 +373,47 @@ def tree_grow_reference(
     place = place[alive]
     if trims:
         num_next = int(place.max()) + 1 if len(place) else 1
-    target = req[alive], place
-    for part, values, nothing in (
-        (frontier_nodes, node, 0),
-        (frontier_tokens, token, 0),
-        (frontier_log_probs, score, -np.inf),
-    ):
-        part[:, :num_next] = nothing
-        part[target] = values[alive]
+    _replace_frontier(buffers, num_reqs, num_next, req[alive], place, (node[alive], token[alive], score[alive]))
     return num_next
+
+
+def _look_up(buffers: TreeGrowBuffers, rows: np.ndarray, budget: int) -> tuple[np.ndarray, ...]:
+    """Return the depths [R], thresholds [R, L, 1, 1] and bounds [R, L, 1, C] of a step's trees."""
+    (planned_depths, planned_widths), (log_thresholds, width_bounds) = buffers.planned_arrays, buffers.rule_arrays
+    depth = np.minimum(planned_depths[rows], budget)
+    return depth, log_thresholds[depth, :, None, None], width_bounds[planned_widths[rows], :, None]
+
+
+def _enter_nodes(
+    buffers: TreeGrowBuffers,
+    level: int,
+    req: np.ndarray,
+    node: np.ndarray,
+    parent: np.ndarray,
+    token: np.ndarray,
+    score: np.ndarray,
+) -> None:
+    """Write new nodes [E], of batch rows `req`, into the trees."""
+    tokens, parents, depths, ancestors, log_probs = buffers.tree_arrays
+    first_col = req * buffers.tree.num_cols
+    column = first_col + node
+    ancestors[column] = ancestors[first_col + parent] | _OWN_BITS[node]
+    tokens[column] = token
+    parents[column] = parent
+    depths[column] = level + 1
+    log_probs[column] = score
+
+
+def _replace_frontier(
+    buffers: TreeGrowBuffers,
+    num_reqs: int,
+    num_next: int,
+    req: np.ndarray,
+    place: np.ndarray,
+    entries: tuple[np.ndarray, np.ndarray, np.ndarray],
+) -> None:
+    """Write the next frontiers: nodes, tokens and log-probabilities [E] at `place` of batch rows `req`."""
+    target = req * buffers.max_frontier + place
+    for part, values, nothing in zip(buffers.frontier_arrays, entries, (0, 0, -np.inf), strict=True):
+        part[:num_reqs, :num_next] = nothing
+        part.reshape(-1)[target] = values

@@ -5,35 +5,54 @@ largest values kept in registers; the cosines themselves are never held. Each el
 depends on values alone, not on an order of summation over tiles: equal inputs give equal bits.
 """
 
+import functools
 import math
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, check_vector, device_limits, launcher, use_triton
+from vidspec_kernels.dispatch import (
+    DeviceLimits,
+    Impl,
+    array_module,
+    as_array,
+    check_vector,
+    device_limits,
+    launcher,
+    shared_bytes_per_program,
+    use_triton,
+)
 
 MAX_TOP_N = 128
 MAX_QUERIES = 128
-# Stored rows of a tile. Tiles of 128 load the queries half as often; both are products of the same instruction, so a
-# row's cosines do not depend on the choice.
-_BLOCK_KEYS = 128
-_BLOCK_KEYS_SHORT = 64
-_FEW_QUERIES = 64
-_FEW_QUERIES_BLACKWELL = 16
-_BLOCK_DIM = 128
-# Products of float32 without tensor cores need many more registers a row.
-_BLOCK_DIM_WIDE = 32
+# Queries that one program takes: a tree of 64 nodes and its root, rounded up; where the largest values of a query are
+# many, what leaves registers for them.
+_MOST_QUERIES = 80
+_MOST_QUERIES_LONG_TOP = 32
+_LONG_TOP = 32
 _MIN_BLOCK_QUERIES = 16
-# Half of an SM's shared memory, less what each program takes for itself.
-_STAGE_BYTES = 112 * 1024
-_PROGRAMS_PER_SM = 2
+# Stored rows of a tile. Larger tiles load the queries less often, and beside many queries Ampere has no registers for
+# them. A row's cosines do not depend on the choice: both are products of the same instruction.
+_BLOCK_KEYS = 128
+_BLOCK_KEYS_AMPERE = 64
+# Up to so many queries, two programs of four warps share a multiprocessor; with more, one of eight has it.
+_FEW_QUERIES = 32
+# A line of 128 bytes; products of float32 without tensor cores need many more registers a row.
+_BLOCK_DIM = 64
+_BLOCK_DIM_WIDE = 32
+_MIN_STAGES = 3
+_MAX_STAGES = 5
+# Of shared memory, for what is selected from and what Blackwell waits on.
+_SCRATCH_BYTES = 4096 + 64
+# Partial results of a query are merged in one pass: so many of the default top_n, of 16 entries each.
+_MAX_SPLITS = 256
+_LEAST_SHARE = 64
 # Batches are ragged: splits for all requests as if one of them had all the video, up to so many waves of programs.
 _MAX_WAVES = 8
-# Partial results of a row that are ordered at once.
 _MERGE_ENTRIES = 4096
-_MERGE_ENTRIES_SHORT = 512
 _MERGE_DIM = 1024
 _BLOCK_REQS = 256
 # float32 copies of store_states.
@@ -88,6 +107,35 @@ def _top(
     return x
 
 
+@triton.jit
+def _share(num_keys, num_splits, LEAST: tl.constexpr):
+    """Return how many stored rows each split of a request takes: the same number, however many there are."""
+    return tl.maximum(tl.cdiv(num_keys, num_splits), LEAST)
+
+
+@triton.jit
+def _better(best, acc, valid, top_n, LOG_QUERIES: tl.constexpr, LOG_KEYS: tl.constexpr, LOG_TOP: tl.constexpr):
+    """Return the largest of `best` [queries, top] and of a tile's products [keys, queries], in order."""
+    products = tl.trans(tl.where(valid[:, None], acc, float("-inf")))
+    # Later tiles seldom hold a value that counts.
+    least = tl.min(tl.where((tl.arange(0, 2**LOG_TOP) < top_n)[None, :], best, float("inf")), axis=1)
+    if tl.max((products > least[:, None]).to(tl.int32)) > 0:
+        cube = tl.reshape(products, [2] * (LOG_QUERIES + LOG_KEYS))
+        found = _top(cube, LOG_QUERIES + LOG_KEYS, LOG_KEYS, LOG_TOP, 0, False)
+        both = tl.maximum(tl.reshape(best, [2] * (LOG_QUERIES + LOG_TOP)), found)
+        best = tl.reshape(_bitonic_merge(both, LOG_QUERIES + LOG_TOP, LOG_TOP, 1), [2**LOG_QUERIES, 2**LOG_TOP])
+    return best
+
+
+@triton.jit
+def _multiply(acc, k, query_ptrs, mask, WIDEN: tl.constexpr):
+    """Add the products of stored rows [keys, dims] and queries [queries, dims] to `acc` [keys, queries]."""
+    q = tl.load(query_ptrs, mask=mask, other=0.0)
+    if WIDEN:
+        return tl.dot(k.to(tl.float32), tl.trans(q).to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(k.to(q.dtype), tl.trans(q), acc)
+
+
 @triton.jit(
     do_not_specialize=["max_queries", "top_n"], do_not_specialize_on_alignment=["cu_num_logits_ptr", "rows_ptr"]
 )
@@ -114,68 +162,90 @@ def _visual_relevance_kernel(
     top_n,
     HIDDEN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    LEAST_SHARE: tl.constexpr,
     LOG_QUERIES: tl.constexpr,
+    LOG_MORE: tl.constexpr,
     LOG_KEYS: tl.constexpr,
     LOG_TOP: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     WIDEN: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
 ):
-    """Largest products of one request's queries with every num_splits-th tile of its stored rows, not yet cosines."""
-    BLOCK_QUERIES: tl.constexpr = 2**LOG_QUERIES
+    """Largest products of a group of one request's queries with one share of its stored rows, not yet cosines.
+
+    Queries are 2 ** LOG_QUERIES and, where LOG_MORE is not None, 2 ** LOG_MORE more.
+    """
     BLOCK_KEYS: tl.constexpr = 2**LOG_KEYS
     TOP: tl.constexpr = 2**LOG_TOP
-    req_idx = tl.program_id(0)
+    HAS_MORE: tl.constexpr = LOG_MORE is not None
+    LOG_REST: tl.constexpr = LOG_MORE if HAS_MORE else 0
+    req_idx = tl.program_id(0) // NUM_GROUPS
+    group_start = tl.program_id(0) % NUM_GROUPS * (2**LOG_QUERIES + HAS_MORE * 2**LOG_REST)
     split = tl.program_id(1)
     num_splits = tl.num_programs(1)
     start = tl.load(cu_num_logits_ptr + req_idx)
-    num_queries = tl.minimum(tl.load(cu_num_logits_ptr + req_idx + 1) - start, max_queries)
+    num_queries = tl.minimum(tl.load(cu_num_logits_ptr + req_idx + 1) - start, max_queries) - group_start
+    start += group_start
     req_state_idx = tl.load(rows_ptr + req_idx)
-    num_blocks = tl.load(num_blocks_ptr + req_state_idx)
-    num_tiles = tl.cdiv(num_blocks * BLOCK_ROWS, BLOCK_KEYS)
-    if (num_queries <= 0) | (split >= num_tiles):
+    num_keys = tl.load(num_blocks_ptr + req_state_idx) * BLOCK_ROWS
+    share = _share(num_keys, num_splits, LEAST_SHARE)
+    first = split * share
+    last = tl.minimum(first + share, num_keys)
+    if (num_queries <= 0) | (first >= last):
         return
     block_table_ptr += req_state_idx * block_table_stride
 
     dims = tl.arange(0, BLOCK_DIM)
-    query = tl.arange(0, BLOCK_QUERIES)
-    query_mask = query < num_queries
+    query = tl.arange(0, 2**LOG_QUERIES)
+    more = 2**LOG_QUERIES + tl.arange(0, 2**LOG_REST)
     query_ptrs = queries_ptr + (start + query).to(tl.int64)[:, None] * queries_stride + dims[None, :]
-    column = tl.arange(0, TOP)
-    best = tl.full([BLOCK_QUERIES, TOP], float("-inf"), tl.float32)
-    for tile in range(split, num_tiles, num_splits):
-        entry = tile * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
-        listed = entry < num_blocks * BLOCK_ROWS
-        block = tl.load(block_table_ptr + entry // BLOCK_ROWS, mask=listed, other=0)
-        # Of a block that is not full the rest is from an earlier request: neither read nor counted.
-        valid = entry % BLOCK_ROWS < tl.load(block_fill_ptr + block, mask=listed, other=0)
-        # int64 before the product: a row's offset passes 2**31 in a large store.
-        key_ptrs = store_ptr + (block.to(tl.int64) * BLOCK_ROWS + entry % BLOCK_ROWS)[:, None] * HIDDEN + dims[None, :]
+    more_ptrs = queries_ptr + (start + more).to(tl.int64)[:, None] * queries_stride + dims[None, :]
+    best = tl.full([2**LOG_QUERIES, TOP], float("-inf"), tl.float32)
+    best_more = tl.full([2**LOG_REST, TOP], float("-inf"), tl.float32)
+    acc = tl.zeros([BLOCK_KEYS, 2**LOG_QUERIES], tl.float32)
+    acc_more = tl.zeros([BLOCK_KEYS, 2**LOG_REST], tl.float32)
+    valid = tl.zeros([BLOCK_KEYS], tl.int1)
+    key_ptrs = store_ptr + tl.zeros([BLOCK_KEYS], tl.int64)[:, None] + dims[None, :]
+    # One loop over tiles and their chunks: copies of the next tile are on their way while one is selected from.
+    NUM_CHUNKS: tl.constexpr = (HIDDEN + BLOCK_DIM - 1) // BLOCK_DIM
+    for step in range(tl.cdiv(last - first, BLOCK_KEYS) * NUM_CHUNKS):
+        chunk = step % NUM_CHUNKS
+        if chunk == 0:
+            entry = first + step // NUM_CHUNKS * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+            listed = entry < last
+            block = tl.load(block_table_ptr + entry // BLOCK_ROWS, mask=listed, other=0)
+            # Of a block that is not full the rest is from an earlier request: neither read nor counted.
+            valid = entry % BLOCK_ROWS < tl.load(block_fill_ptr + block, mask=listed, other=0)
+            # int64 before the product: a row's offset passes 2**31 in a large store.
+            row = block.to(tl.int64) * BLOCK_ROWS + entry % BLOCK_ROWS
+            key_ptrs = store_ptr + row[:, None] * HIDDEN + dims[None, :]
+        dim = chunk * BLOCK_DIM
+        key_mask = valid[:, None]
+        query_mask = (query < num_queries)[:, None]
+        more_mask = (more < num_queries)[:, None]
+        if HIDDEN % BLOCK_DIM != 0:
+            inside = (dim + dims < HIDDEN)[None, :]
+            key_mask, query_mask, more_mask = key_mask & inside, query_mask & inside, more_mask & inside
         # Stored rows are the side of 64 that tensor cores need; there are far fewer queries.
-        acc = tl.zeros([BLOCK_KEYS, BLOCK_QUERIES], tl.float32)
-        for dim in range(0, HIDDEN, BLOCK_DIM):
-            key_mask = valid[:, None]
-            q_mask = query_mask[:, None]
-            if HIDDEN % BLOCK_DIM != 0:
-                key_mask = key_mask & (dim + dims < HIDDEN)[None, :]
-                q_mask = q_mask & (dim + dims < HIDDEN)[None, :]
-            k = tl.load(key_ptrs + dim, mask=key_mask, other=0.0)
-            q = tl.load(query_ptrs + dim, mask=q_mask, other=0.0)
-            if WIDEN:
-                acc = tl.dot(k.to(tl.float32), tl.trans(q).to(tl.float32), acc, input_precision="ieee")
-            else:
-                acc = tl.dot(k.to(q.dtype), tl.trans(q), acc)
-        products = tl.trans(tl.where(valid[:, None], acc, float("-inf")))  # [BLOCK_QUERIES, BLOCK_KEYS]
-        # Later tiles seldom hold a value that counts.
-        least = tl.min(tl.where((column < top_n)[None, :], best, float("inf")), axis=1)
-        if tl.max((products > least[:, None]).to(tl.int32)) > 0:
-            cube = tl.reshape(products, [2] * (LOG_QUERIES + LOG_KEYS))
-            found = _top(cube, LOG_QUERIES + LOG_KEYS, LOG_KEYS, LOG_TOP, 0, False)
-            both = tl.maximum(tl.reshape(best, [2] * (LOG_QUERIES + LOG_TOP)), found)
-            best = tl.reshape(_bitonic_merge(both, LOG_QUERIES + LOG_TOP, LOG_TOP, 1), [BLOCK_QUERIES, TOP])
-    part_row = (start + query).to(tl.int64) * num_splits + split
+        k = tl.load(key_ptrs + dim, mask=key_mask, other=0.0)
+        acc = _multiply(acc, k, query_ptrs + dim, query_mask, WIDEN)
+        if HAS_MORE:
+            acc_more = _multiply(acc_more, k, more_ptrs + dim, more_mask, WIDEN)
+        if chunk == NUM_CHUNKS - 1:
+            best = _better(best, acc, valid, top_n, LOG_QUERIES, LOG_KEYS, LOG_TOP)
+            acc = tl.zeros([BLOCK_KEYS, 2**LOG_QUERIES], tl.float32)
+            if HAS_MORE:
+                best_more = _better(best_more, acc_more, valid, top_n, LOG_REST, LOG_KEYS, LOG_TOP)
+                acc_more = tl.zeros([BLOCK_KEYS, 2**LOG_REST], tl.float32)
     # Every second one the other way round: the merge takes them in pairs.
-    goal = tl.where(split % 2 == 0, column, TOP - 1 - column)
-    tl.store(part_ptr + part_row[:, None] * TOP + goal[None, :], best, mask=query_mask[:, None])
+    column = tl.arange(0, TOP)
+    goal = split.to(tl.int64) * TOP + tl.where(split % 2 == 0, column, TOP - 1 - column)
+    row_stride = num_splits.to(tl.int64) * TOP
+    part_ptrs = part_ptr + (start + query)[:, None] * row_stride + goal[None, :]
+    tl.store(part_ptrs, best, mask=(query < num_queries)[:, None])
+    if HAS_MORE:
+        part_ptrs = part_ptr + (start + more)[:, None] * row_stride + goal[None, :]
+        tl.store(part_ptrs, best_more, mask=(more < num_queries)[:, None])
 
 
 @triton.jit(
@@ -203,7 +273,7 @@ def _merge_splits_kernel(
     top_n,
     HIDDEN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
+    LEAST_SHARE: tl.constexpr,
     LOG_TOP: tl.constexpr,
     LOG_ENTRIES: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -221,10 +291,10 @@ def _merge_splits_kernel(
     in_batch = req_idx < num_reqs
     start = tl.load(cu_num_logits_ptr + req_idx)
     req_state_idx = tl.load(rows_ptr + req_idx, mask=in_batch, other=0)
-    num_tiles = tl.cdiv(tl.load(num_blocks_ptr + req_state_idx) * BLOCK_ROWS, BLOCK_KEYS)
+    num_keys = tl.load(num_blocks_ptr + req_state_idx) * BLOCK_ROWS
     in_batch = in_batch & (row >= start) & (row - start < max_queries)
-    # Programs without a tile wrote nothing.
-    num_entries = tl.where(in_batch, tl.minimum(num_tiles, num_splits), 0) * TOP
+    # Programs without stored rows wrote nothing.
+    num_entries = tl.where(in_batch, tl.cdiv(num_keys, _share(num_keys, num_splits, LEAST_SHARE)), 0) * TOP
     part_ptr += row.to(tl.int64) * num_splits * TOP
     best = tl.full([2] * LOG_TOP, float("-inf"), tl.float32)
     for first in range(0, num_entries, ENTRIES):
@@ -244,6 +314,33 @@ def _merge_splits_kernel(
     factor = unscale / tl.where(norm > 0.0, norm, 1.0)
     column = tl.arange(0, TOP)
     tl.store(out_ptr + row.to(tl.int64) * top_n + column, tl.reshape(best, [TOP]) * factor, mask=column < top_n)
+
+
+@triton.jit(do_not_specialize=["shard_stride", "top_n"])
+def _merge_relevance_kernel(
+    # [NUM_SHARDS, num_rows, top_n], unit stride in top_n
+    partials_ptr,
+    shard_stride,
+    row_stride,
+    # [num_rows]
+    out_ptr,
+    top_n,
+    NUM_SHARDS: tl.constexpr,
+    LOG_ENTRIES: tl.constexpr,
+    LOG_TOP: tl.constexpr,
+):
+    """Mean of one row's largest cosines over all shards, in descending order; NaN where there is one."""
+    row = tl.program_id(0).to(tl.int64)
+    entry = tl.arange(0, 2**LOG_ENTRIES)
+    shard, column = entry >> LOG_TOP, entry & (2**LOG_TOP - 1)
+    inside = (shard < NUM_SHARDS) & (column < top_n)
+    value = tl.load(partials_ptr + shard * shard_stride + row * row_stride + column, inside, float("-inf"))
+    is_nan = value != value
+    cube = tl.reshape(tl.where(is_nan, float("-inf"), value), [2] * LOG_ENTRIES)
+    top = tl.reshape(_top(cube, LOG_ENTRIES, LOG_ENTRIES, LOG_TOP, 1, False), [2**LOG_TOP])
+    exists = (tl.arange(0, 2**LOG_TOP) < top_n) & (top != float("-inf"))
+    mean = tl.sum(tl.where(exists, top, 0.0)) / tl.maximum(tl.sum(exists.to(tl.int32)), 1)
+    tl.store(out_ptr + row, tl.where(tl.max(is_nan.to(tl.int32)) > 0, float("nan"), mean))
 
 
 def storage_scale(dtype: torch.dtype, hidden_size: int) -> float:
@@ -389,42 +486,66 @@ def _check(
     assert 0 <= max_queries <= MAX_QUERIES, f"max_queries {max_queries}"
 
 
-def _num_slots(device: torch.device) -> int:
-    """Return how many programs run at once."""
-    return _PROGRAMS_PER_SM * device_limits(device).num_sms
+@dataclass(frozen=True)
+class _Tile:
+    """How a launch deals its work to programs.
+
+    Attributes:
+        constants: Of the kernel.
+        options: Of the compiler.
+        num_groups: Programs that share the queries of a request, each over all of its stored rows.
+        programs_per_sm: How many programs a multiprocessor holds.
+    """
+
+    constants: dict[str, int | bool | None]
+    options: dict[str, int]
+    num_groups: int
+    programs_per_sm: int
 
 
-def _num_splits(num_reqs: int, num_tiles: int, num_slots: int) -> int:
-    """Return the programs of each request, for tiles of the longest: it may be the only one with a video."""
-    return max(1, min(num_tiles, num_slots, _MAX_WAVES * num_slots // num_reqs))
+def _num_splits(num_reqs: int, max_entries: int, num_slots: int) -> int:
+    """Return the shares of each request's rows, for the longest video: it may be the only one."""
+    by_rows = min(triton.cdiv(max_entries, _LEAST_SHARE), _MAX_SPLITS, num_slots)
+    return max(1, min(by_rows, _MAX_WAVES * num_slots // num_reqs))
 
 
+def _query_blocks(num_queries: int) -> tuple[int, int | None]:
+    """Return the logarithms of two powers of two, or of one, that together are the queries as a multiple of 16."""
+    padded = triton.cdiv(max(num_queries, 1), _MIN_BLOCK_QUERIES) * _MIN_BLOCK_QUERIES
+    first = padded.bit_length() - 1
+    rest = padded - 2**first
+    return first, (rest - 1).bit_length() if rest else None
+
+
+@functools.cache
 def _tile(
-    query_dtype: torch.dtype, store_dtype: torch.dtype, max_queries: int, log_top: int, max_entries: int,
-    num_slots: int, interpreted: bool, capability: int = 90,
-) -> tuple[dict[str, int | bool], dict[str, int]]:  # fmt: skip
-    """Return the kernel's tile constants and its compiler options."""
+    query_dtype: torch.dtype, store_dtype: torch.dtype, max_queries: int, log_top: int, limits: DeviceLimits,
+    interpreted: bool,
+) -> _Tile:  # fmt: skip
+    """Return the tiles of a launch: the same for videos of any length."""
     # Products of float32, or of two dtypes, keep float32's precision, but float8 becomes any of them exactly. bfloat16
     # is widened in the interpreter, whose dot multiplies bfloat16's bit patterns as integers.
     mixed = store_dtype not in (query_dtype, torch.float8_e4m3fn)
     widen = query_dtype == torch.float32 or mixed or (interpreted and query_dtype == torch.bfloat16)
-    block_queries = max(_MIN_BLOCK_QUERIES, triton.next_power_of_2(max_queries))
-    # Beside more queries a tile of 128 keys leaves no registers.
-    is_few = block_queries <= (_FEW_QUERIES_BLACKWELL if capability >= 100 else _FEW_QUERIES)
-    fills = triton.cdiv(max_entries, _BLOCK_KEYS) >= num_slots
-    block_keys = max(_BLOCK_KEYS if fills and is_few else _BLOCK_KEYS_SHORT, 2**log_top)
+    most = _MOST_QUERIES_LONG_TOP if 2**log_top > _LONG_TOP else _MOST_QUERIES
+    num_queries = max_queries if max_queries <= most else _MOST_QUERIES_LONG_TOP
+    log_queries, log_more = _query_blocks(num_queries)
+    padded = 2**log_queries + (0 if log_more is None else 2**log_more)
+    is_few = padded <= _FEW_QUERIES
+    block_keys = _BLOCK_KEYS if is_few or limits.capability >= 90 else _BLOCK_KEYS_AMPERE
     block_dim = _BLOCK_DIM_WIDE if widen else _BLOCK_DIM
-    stage_bytes = block_dim * (block_keys * store_dtype.itemsize + block_queries * query_dtype.itemsize)
-    constants: dict[str, int | bool] = {
-        "LOG_QUERIES": block_queries.bit_length() - 1,
-        "LOG_KEYS": block_keys.bit_length() - 1,
-        "LOG_TOP": log_top,
-        "BLOCK_DIM": block_dim,
-        "WIDEN": widen,
-    }
-    wide_tile = block_queries * block_keys > 4096
-    options = {"num_stages": max(2, min(_STAGE_BYTES // stage_bytes, 5)), "num_warps": 8 if wide_tile else 4}
-    return constants, options
+    stage_bytes = block_dim * (block_keys * store_dtype.itemsize + padded * query_dtype.itemsize)
+
+    def stages(num_programs: int) -> int:
+        return min((shared_bytes_per_program(limits, num_programs) - _SCRATCH_BYTES) // stage_bytes, _MAX_STAGES)
+
+    programs_per_sm = 2 if is_few and stages(2) >= _MIN_STAGES else 1
+    constants = {
+        "LOG_QUERIES": log_queries, "LOG_MORE": log_more, "LOG_KEYS": block_keys.bit_length() - 1, "LOG_TOP": log_top,
+        "BLOCK_DIM": block_dim, "WIDEN": widen,
+    }  # fmt: skip
+    options = {"num_stages": stages(programs_per_sm), "num_warps": 4 if is_few else 8}
+    return _Tile(constants, options, triton.cdiv(max(max_queries, 1), padded), programs_per_sm)
 
 
 def _launch(
@@ -440,32 +561,27 @@ def _launch(
     max_blocks: int,
 ) -> Tensor:
     """Launch both kernels; the grids come from shapes and bounds alone."""
-    capability = device_limits(queries.device).capability
-    if store.dtype == torch.float8_e4m3fn and capability < _FP8_CAPABILITY:
+    limits = device_limits(queries.device)
+    if store.dtype == torch.float8_e4m3fn and limits.capability < _FP8_CAPABILITY:
         raise ValueError("a float8 store needs compute capability 8.9 (Ada) or later: store bfloat16")
     (num_rows, hidden_size), num_reqs, block_rows = queries.shape, rows.shape[0], store.shape[1]
-    num_slots, max_entries = _num_slots(queries.device), max_blocks * block_rows
     # Two at least: a single entry would be a tensor without axes.
     log_top = max(1, (top_n - 1).bit_length())
-    interpreted = queries.device.type == "cpu"
-    tile, options = _tile(
-        queries.dtype, store.dtype, max_queries, log_top, max_entries, num_slots, interpreted, capability
-    )
-    block_keys = 2 ** tile["LOG_KEYS"]
-    num_splits = _num_splits(num_reqs, triton.cdiv(max_entries, block_keys), num_slots)
+    tile = _tile(queries.dtype, store.dtype, max_queries, log_top, limits, queries.device.type == "cpu")
+    num_slots = tile.programs_per_sm * limits.num_sms
+    num_splits = _num_splits(num_reqs * tile.num_groups, max_blocks * block_rows, num_slots)
     part = queries.new_empty(num_rows, num_splits, 2**log_top, dtype=torch.float32)
     out = queries.new_empty(num_rows, top_n, dtype=torch.float32)
-    launcher(_visual_relevance_kernel, (num_reqs, num_splits), queries.device)(
+    shared = {"HIDDEN": hidden_size, "BLOCK_ROWS": block_rows, "LEAST_SHARE": _LEAST_SHARE}
+    launcher(_visual_relevance_kernel, (num_reqs * tile.num_groups, num_splits), queries.device)(
         queries, queries.stride(0), cu_num_logits, rows, store, block_fill, block_table, block_table.stride(0),
-        num_blocks, part, max_queries, top_n, HIDDEN=hidden_size, BLOCK_ROWS=block_rows, **tile, **options,
+        num_blocks, part, max_queries, top_n, NUM_GROUPS=tile.num_groups, **shared, **tile.constants, **tile.options,
     )  # fmt: skip
-    few = num_splits * 2**log_top <= _MERGE_ENTRIES_SHORT
-    entries = _MERGE_ENTRIES_SHORT if few else _MERGE_ENTRIES
     launcher(_merge_splits_kernel, (num_rows,), queries.device)(
         part, queries, queries.stride(0), cu_num_logits, rows, num_blocks, out,
-        1 / storage_scale(store.dtype, hidden_size), num_reqs, num_splits, max_queries, top_n, HIDDEN=hidden_size,
-        BLOCK_ROWS=block_rows, BLOCK_KEYS=block_keys, LOG_TOP=log_top, LOG_ENTRIES=entries.bit_length() - 1,
-        BLOCK_DIM=_MERGE_DIM, BLOCK_REQS=_BLOCK_REQS, num_warps=4 if few else 8,
+        1 / storage_scale(store.dtype, hidden_size), num_reqs, num_splits, max_queries, top_n, **shared,
+        LOG_TOP=log_top, LOG_ENTRIES=_MERGE_ENTRIES.bit_length() - 1, BLOCK_DIM=_MERGE_DIM, BLOCK_REQS=_BLOCK_REQS,
+        num_warps=8,
     )  # fmt: skip
     return out
 
@@ -522,12 +638,13 @@ def visual_relevance_reference(
     return top.index_select(0, at) if scale == 1 else top.index_select(0, at) / scale
 
 
-def merge_relevance(partials: Tensor) -> Tensor:
+def merge_relevance(partials: Tensor, impl: Impl = "auto") -> Tensor:
     """Return the visual relevance of each row: the mean of the top_n largest cosines over all shards (eq. 7-8).
 
     Args:
-        partials: float32 [num_shards, num_rows, top_n], results of `visual_relevance` on disjoint parts of the video
-            tokens: descending, -inf where there are none.
+        partials: float32 [num_shards, num_rows, top_n], unit stride in a row, results of `visual_relevance` on disjoint
+            parts of the video tokens: descending, -inf where there are none.
+        impl: See `dispatch.use_triton`. Neither path synchronises with the host.
 
     Returns:
         float32 [num_rows]; the mean of all there are where they are fewer than top_n, 0 where there is none, NaN where
@@ -538,8 +655,25 @@ def merge_relevance(partials: Tensor) -> Tensor:
         AssertionError: The dtype or the shape is not as above.
     """
     assert partials.dtype == torch.float32 and partials.ndim == 3, f"partials: {partials.dtype} {list(partials.shape)}"
-    num_shards, _, top_n = partials.shape
+    num_shards, num_rows, top_n = partials.shape
     assert num_shards >= 1 and top_n >= 1, f"partials: {list(partials.shape)}"
+    assert top_n == 1 or partials.stride(2) == 1, "partials: expected unit stride in a row"
+    if not use_triton(impl, partials.device):
+        return _merge_relevance_torch(partials)
+    out = partials.new_empty(num_rows)
+    if num_rows:
+        log_top = max(1, (top_n - 1).bit_length())
+        log_entries = log_top + (num_shards - 1).bit_length()
+        launcher(_merge_relevance_kernel, (num_rows,), partials.device)(
+            partials, partials.stride(0), partials.stride(1), out, top_n, NUM_SHARDS=num_shards,
+            LOG_ENTRIES=log_entries, LOG_TOP=log_top, num_warps=1 if log_entries <= 6 else 4,
+        )  # fmt: skip
+    return out
+
+
+def _merge_relevance_torch(partials: Tensor) -> Tensor:
+    """Do the same with torch."""
+    num_shards, _, top_n = partials.shape
     if num_shards == 1:
         top = partials[0].contiguous()
     else:

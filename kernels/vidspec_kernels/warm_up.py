@@ -21,8 +21,8 @@ from vidspec_kernels.guidance_scores import guidance_scores
 from vidspec_kernels.kv_compact import CacheList, kv_compact
 from vidspec_kernels.loosen import LooseTables, loosen
 from vidspec_kernels.next_level import next_level
+from vidspec_kernels.place_trees import TreePlaces, place_trees
 from vidspec_kernels.sampling import Noise, SampleScratch
-from vidspec_kernels.step import step
 from vidspec_kernels.step_buffers import LevelBuffers, StepBuffers, StepTables
 from vidspec_kernels.tree_attention import TreeAttentionScratch, tree_attention
 from vidspec_kernels.tree_begin import tree_begin
@@ -31,7 +31,7 @@ from vidspec_kernels.tree_grow import TreeGrowBuffers, tree_grow
 from vidspec_kernels.tree_place import PlacedLevel, tree_place
 from vidspec_kernels.tree_plan import tree_plan
 from vidspec_kernels.tree_state import TreeTables, TreeTemplate
-from vidspec_kernels.visual_relevance import visual_relevance
+from vidspec_kernels.visual_relevance import merge_relevance, visual_relevance
 
 
 def i32(*shape: int) -> Tensor:
@@ -78,6 +78,17 @@ def warm_kv_compact(caches: CacheList, block_table: Tensor, num_drafts: int) -> 
     """Prepare `kv_compact` for paths of `num_drafts` + 1 columns, in the requests' order and not."""
     for path_rows in (None, i64(1)):
         kv_compact(caches.as_meta(), as_meta(block_table), i64(1), i32(1), i32(1, num_drafts + 1), i32(1), path_rows)
+
+
+def warm_place_trees(
+    depths: Tensor, ancestors: Tensor, places: TreePlaces, positions: Tensor, out_positions: Tensor | None
+) -> None:
+    """Prepare `place_trees` for its own tables and these positions, real tensors of any values."""
+    names = ("query_start", "num_queries", "prefix_lens", "roots", "masks")
+    places = TreePlaces(*(as_meta(getattr(places, name)) for name in names))
+    out_positions = None if out_positions is None else as_meta(out_positions)
+    tables = (as_meta(depths), as_meta(ancestors), as_meta(positions), places)
+    place_trees(i64(1), i32(2), i32(1), *tables, size=1, out_positions=out_positions)
 
 
 def warm_accept(num_drafts: int, max_reqs: int, in_trees: bool, is_loose: bool, by_request: bool) -> None:
@@ -131,18 +142,6 @@ def warm_loosen(num_drafts: int, protected: Tensor, dtype: torch.dtype, in_trees
         loosen(*vectors, tables, parents, floats(rows) if has_scores else None, is_predicting=is_predicting)
 
 
-def warm_step(max_width: int = 0, **arguments: Tensor | int) -> None:
-    """Prepare `step` for its arguments of one step, real tensors of any values.
-
-    Args:
-        max_width: Prepare levels of trees with 1 to so many nodes a request; 0: of chains.
-        **arguments: Those of `step` but `nodes`.
-    """
-    arguments = {name: as_meta(value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
-    for nodes in [i64(1, width) for width in range(1, max_width + 1)] or [None]:
-        step(**arguments, nodes=nodes)  # type: ignore[arg-type]
-
-
 def warm_begin_step(tables: StepTables, out: StepBuffers, is_greedy: bool) -> None:
     """Prepare `begin_step`: of whole batches and of some requests of one, told of their drafts or not.
 
@@ -161,13 +160,13 @@ def warm_begin_step(tables: StepTables, out: StepBuffers, is_greedy: bool) -> No
 
 
 def warm_next_level(step: StepBuffers, out: LevelBuffers, fed: Tensor, num_cols: int = 0) -> None:
-    """Prepare `next_level`: of chains, whose level may lie on the device, or of trees with `num_cols` columns."""
+    """Prepare `next_level`: of chains, whose level may lie on the device, and of trees with `num_cols` columns."""
     step, out, fed = step.as_meta(), out.as_meta(), as_meta(fed)
-    is_tree = num_cols > 0
-    trees = (i64(1, 1), i64(1, 1), i64(1, num_cols)) if is_tree else ()
-    levels: tuple[int | Tensor, ...] = (1,) if is_tree else (1, i32(1))
-    for level in levels:
-        next_level(step, out, fed, *trees, size=1, level=level, block_size=16, max_position=1)
+    kinds: list[tuple[int | Tensor, tuple[Tensor, ...]]] = [(1, ()), (i32(1), ())]
+    if num_cols:
+        kinds.append((1, (i64(1, 1), i64(1, 1), i64(1, num_cols))))
+    for level, tree in kinds:
+        next_level(step, out, fed, *tree, size=1, level=level, block_size=16, max_position=1)
 
 
 def warm_draw(noise: Noise, scratch: SampleScratch, dtype: torch.dtype) -> None:
@@ -237,28 +236,28 @@ def finish_once(growth: TreeGrowBuffers, adopts: bool, fills: bool) -> None:
 
 
 def warm_guidance_scores(layers: Iterable[tuple[Tensor, int]], block_table: Tensor, dtype: torch.dtype) -> None:
-    """Prepare `guidance_scores` for layers given by their keys and their number of query heads."""
+    """Prepare `guidance_scores` for layers given by their keys and their number of query heads.
+
+    With the layer's own log-sum-exps and without: a backend may tell them in one step and not in another.
+    """
     columns = block_table.shape[1]
     for keys, num_heads in layers:
         query = floats(1, num_heads, keys.shape[3], dtype=dtype)
-        guidance_scores(
-            query, as_meta(keys), i32(1, columns), i32(2), i32(1), floats(1, 1), i64(1), i32(1), 1.0,
-            max_queries_per_req=1,
-        )  # fmt: skip
+        for lse in (None, floats(num_heads, 1).T):
+            guidance_scores(
+                query, as_meta(keys), i32(1, columns), i32(2), i32(1), floats(1, 1), i64(1), i32(1), 1.0, lse=lse,
+                max_queries_per_req=1,
+            )  # fmt: skip
 
 
 def warm_visual_relevance(
     store: Tensor, block_fill: Tensor, block_table: Tensor, num_blocks: Tensor, dtype: torch.dtype, top_n: int,
-    max_queries: int,
+    max_queries: int, num_shards: int,
 ) -> None:  # fmt: skip
-    """Prepare `visual_relevance` for videos of any length; see its arguments."""
-    max_reqs, max_blocks = block_table.shape
+    """Prepare `visual_relevance` for videos of any length, and its merge over shards; see their arguments."""
     store, block_fill, block_table, num_blocks = map(as_meta, (store, block_fill, block_table, num_blocks))
-    lengths = {min(2**i, max_blocks) for i in range(max_blocks.bit_length() + 1)}
-    for num_reqs in {1, max_reqs}:
-        for length in sorted(lengths):
-            queries = floats(num_reqs, store.shape[2], dtype=dtype)
-            visual_relevance(
-                queries, i32(num_reqs + 1), i64(num_reqs), store, block_fill, block_table, num_blocks, top_n,
-                max_queries, length,
-            )  # fmt: skip
+    cosines = visual_relevance(
+        floats(1, store.shape[2], dtype=dtype), i32(2), i64(1), store, block_fill, block_table, num_blocks, top_n,
+        max_queries, block_table.shape[1],
+    )  # fmt: skip
+    merge_relevance(cosines[None].expand(num_shards, -1, -1))

@@ -1,7 +1,9 @@
 """What tests of the engine replace, by the names that they call it: one place to follow where the engine's names go."""
 
 # ruff: noqa: F401
+from vllm_vidspec.engine import tree_attention
 from vllm_vidspec.engine.draft import drafter, score_blocks
+from vllm_vidspec.engine.draft.chains import ChainDrafter
 from vllm_vidspec.engine.draft.drafter import Drafter
 from vllm_vidspec.engine.draft.model import DraftModel
 from vllm_vidspec.engine.draft.noise import CoupledSampler

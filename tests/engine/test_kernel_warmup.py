@@ -34,9 +34,10 @@ def test_every_part_is_prepared(monkeypatch):
         width = engine.config.tree.width_max
     # Target and draft have the same attention kernel, and the same one that moves accepted nodes.
     assert set(prepared) == {
-        *("_accept_kernel", "_kv_compact_kernel", "_step_kernel"),
+        *("_accept_kernel", "_kv_compact_kernel", "_place_trees_kernel", "_begin_step_kernel", "_next_level_kernel"),
         *("_tree_begin_kernel", "_tree_plan_kernel", "_tree_grow_kernel", "_tree_finish_kernel"),
-        *("_tree_attention_kernel", "_visual_relevance_kernel"),
+        *("_candidates_kernel", "_merge_candidates_kernel"),
+        *("_tree_attention_kernel", "_visual_relevance_kernel", "_merge_relevance_kernel"),
         *("_row_stats_kernel", "_guidance_scores_kernel"),
     }
     assert prepared["_kv_compact_kernel"] >= 2

@@ -7,6 +7,7 @@ import torch
 
 from tests.engine import harness
 from tests.engine.conftest import SCENARIOS
+from tests.engine.full_graphs import captured
 from tests.engine.harness import LLAVA, QWEN, assert_all_stands, assert_begins, token_ids
 from tests.engine.seams import CoupledSampler, TargetTrees
 from vllm_vidspec import metrics
@@ -49,6 +50,17 @@ def check_decoys(engine, reference) -> None:
 def test_branches_behind_decoys_are_accepted(decoys, reference):
     """Catches: every mutation below."""
     check_decoys(decoys, reference)
+
+
+def test_whole_forwards_are_captured(decoys, reference):
+    """Grids of trees replay what was captured at other batches, padding and all, and the output is vanilla's.
+
+    Catches: a mask, a position or a prefix that is not where the capture found it; a host number of the capture.
+    """
+    with captured(decoys.runner, [1, 3, 8]) as replayed:
+        check_decoys(decoys, reference)
+    assert {padded > real for _, padded, real in replayed} == {True, False}
+    assert replayed.total() > 10
 
 
 def no_depth_positions(patch) -> None:
@@ -144,7 +156,7 @@ def test_a_cut_tree_taken_for_a_whole_one_is_caught(reference):
 
 def test_auto_follows_its_table(reference):
     """`auto`: trees while few requests run, chains while many do, nothing while all do, there and back, in one engine,
-    without a seam.
+    without a seam; whole forwards of both shapes are captured.
 
     Two requests begin, six join them, and all end at different times. Catches: a chain verified under a tree's mask, KV
     that a change of shape leaves behind, a path of an earlier tree that a chain's acceptance is looked up in; nodes of
@@ -154,9 +166,12 @@ def test_auto_follows_its_table(reference):
     lengths = [28, 28, 4, 4, 2, 2, 4, 4]
     requests = [(p, {**a, "max_tokens": n}) for (p, a), n in zip(SCENARIOS["videos"](QWEN), lengths, strict=True)]
     table = [[1, 4, "tree-static", 25], [5, 6, "chain", 5], [7, 64, "none", 0]]
-    with harness.engine(
-        QWEN, "target", drafting="auto", draft_table=table, num_speculative_tokens=25, pruner="none"
-    ) as engine:
+    with (
+        harness.engine(
+            QWEN, "target", drafting="auto", draft_table=table, num_speculative_tokens=25, pruner="none"
+        ) as engine,
+        captured(engine.runner, [1, 3, 8]) as replayed,
+    ):
         answers, shapes = {}, []
 
         def step() -> None:
@@ -185,3 +200,4 @@ def test_auto_follows_its_table(reference):
     assert counted["accepted_tokens"] == counted["draft_depth"] == 5 * counted["drafts"]
     changes = [shape for i, shape in enumerate(shapes) if i == 0 or shapes[i - 1] != shape]
     assert changes == ["tree", "none", "chain", "tree"]
+    assert {num_rows for num_rows, padded, real in replayed if padded > real} == {6, 26}, replayed

@@ -243,16 +243,16 @@ def test_a_size_that_changes_is_an_error():
 
 def test_every_kernel_of_ours_is_an_entry():
     """Catches: a wrapper that the engine calls past the recorder."""
-    from vidspec_kernels import kv_compact, step, tree_attention
+    import vidspec_kernels
+    from vidspec_kernels import dispatch
+    from vllm_vidspec.engine.draft import buffers, drafter, forwards
+    from vllm_vidspec.engine.listen import trees
+
+    def ours() -> tuple:
+        return vidspec_kernels.tree_attention, buffers.next_level, drafter.begin_step, forwards.kv_compact
 
     with launches.as_on_a_gpu():
-        import vidspec_kernels
-        from vllm_vidspec.engine.draft import kv, levels
-
-        for function in (vidspec_kernels.tree_attention, levels.step, kv.kv_compact):
-            assert function.is_entry
-        assert kv.as_array(torch.ones(1)).__class__ is torch.Tensor
-        from vidspec_kernels import dispatch
-
+        assert all(function.is_entry for function in ours())
+        assert trees.place_trees.is_entry
         assert isinstance(dispatch.as_array(torch.ones(1)), np.ndarray), "references run in numpy"
-    assert not any(hasattr(function, "is_entry") for function in (kv_compact, step, tree_attention, levels.step))
+    assert not any(hasattr(function, "is_entry") for function in ours())

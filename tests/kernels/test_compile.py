@@ -16,9 +16,14 @@ from vidspec_kernels.tree_attention import _held_bytes, _pipeline, _tile
 
 ROOT = Path(__file__).parents[2]
 # The heaviest shapes of each kernel; benchmarks/compile_report.py without arguments compiles all.
-HEAVIEST = "28/4 Q9$|28/4 Q26$|Q26, prefix given|tree K64|Q65 100k$|28/4 nq32|F10 C10"
+HEAVIEST = (
+    "28/4 Q9$|28/4 Q26$|Q26, prefix given|tree K64|Q65 100k$|top 128|28/4 nq32|F10 C10|K25, axes 3|C64 152k|152k noise"
+)
 # Other dtypes, padded sizes and small launches: once, for Hopper. Each kernel's least sizes are among them.
-FORMS = "d80|fp32|fp16 top 2|top 10|Q26 25k fp8|chain K10|tree K1$|bits|axes|F8|static K64|adaptive K64|roots|count K64"
+FORMS = (
+    "d80|fp32|fp16 top 2|Q11 25k top 10|Q26 25k fp8|chain K10|tree K1$|bits|axes|F8|static K64|adaptive K64|roots|"
+    "count K64|152k"
+)
 ARCHS = (80, 89, 90, 100)
 
 pytestmark = pytest.mark.skipif(
@@ -49,7 +54,8 @@ def test_every_form_compiles_for_hopper(forms):
     tiles of which two do not fit a multiprocessor; stored rows that are not copied in full lines ahead of their
     product."""
     assert {row["kernel"] for row in forms} >= {
-        *("accept", "loosen", "step", "kv_compact"),
+        *("accept", "begin_step", "next_level", "draw", "choose_draw", "candidates", "merge_candidates", "kv_compact"),
+        "loosen",
         *("tree_begin", "tree_place", "tree_plan", "tree_grow", "tree_finish"),
     }
     by_case = {(row["kernel"], row["case"]): row for row in forms}
@@ -61,7 +67,9 @@ def test_every_form_compiles_for_hopper(forms):
             assert (row["tensor_cores"] == "none") == ("fp32" in case), row
         if kernel in ("tree_attention", "visual_relevance", "guidance_scores", "row_stats"):
             assert row["tensor_cores"] == "wgmma" or "fp32" in case, row
-        assert row["copies_ahead"] or kernel != "visual_relevance", row
+        if kernel == "visual_relevance":
+            # One loop over tiles and their chunks: with one loop in another the copies drain at each tile.
+            assert row["copies_ahead"] and row["loops"] == 1, row
     assert {case for kernel, case in by_case if kernel == "tree_attention"} == {
         "10/2 d80 Q9 fp16, prefix given", "4/2 d32 Q9 fp32"
     }  # fmt: skip
@@ -73,7 +81,7 @@ def test_moves_are_read_before_they_are_written(forms):
     """Catches: a load of a turn of `kv_compact` after its barrier, or a store before it; words moved one by one where
     they lie side by side."""
     rows = [row for row in forms if row["kernel"] == "kv_compact"]
-    assert len(rows) == 5
+    assert len(rows) == 10  # words of five kinds, with the path in the order of the requests and not
     for row in rows:
         loads, stores = "ld", "st"
         if "strided" not in row["case"]:
@@ -82,13 +90,23 @@ def test_moves_are_read_before_they_are_written(forms):
         assert not any(name.startswith("st") for name in row["memory"][:-1]), row
 
 
+def test_frontiers_are_read_before_they_are_written(rows):
+    """Catches: a level's frontier that a thread overwrites with the next one before another has read it."""
+    rows = [row for row in rows if row["kernel"] == "tree_grow"]
+    assert rows
+    for row in rows:
+        first = row["memory"].index("st")
+        assert row["memory"][first - 1] == "bar" and "ld" in row["memory"][: first - 1], row
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_nothing_spills(rows, arch):
     """Catches: more values held at a time than there are registers; each spilled one costs a round through memory."""
     rows = [row for row in rows if row["arch"] == arch]
     assert {row["kernel"] for row in rows} == {
-        *("tree_attention", "visual_relevance", "row_stats", "guidance_scores"),
-        *("accept", "tree_grow", "tree_finish"),
+        *("tree_attention", "visual_relevance", "merge_splits", "row_stats", "guidance_scores"),
+        *("accept", "tree_grow", "tree_finish", "place_trees"),
+        *("begin_step", "next_level", "draw", "choose_draw", "candidates", "merge_candidates"),
     }
     assert [(row["kernel"], row["case"], row["spill_bytes"]) for row in rows if row["spill_bytes"]] == []
 
@@ -118,13 +136,13 @@ def test_cold_compilation_is_bounded(rows):
 def test_every_variant_that_steps_use_is_warmed():
     """150 random steps, with vectors cut out of others at any offset: nothing is left to compile while serving.
 
-    Catches: a size that changes from step to step, or the alignment of a slice, that makes a variant of its own
-    (without the decorators' exceptions these steps use 359 variants); a wrapper that the warm-up forgets.
+    Catches: a size that changes from step to step, or the alignment of a slice, that makes a variant of its own; a
+    wrapper that the warm-up forgets; a launch taken for a known one whose variant is another.
     """
     found = run("tests/kernels/variants.py")
-    assert found["missing"] == []
-    assert found["used"].keys() == found["warmed"].keys() and len(found["used"]) == 13
-    assert sum(found["warmed"].values()) <= 30, found["warmed"]
+    assert found["missing"] == [] and found["ambiguous"] == []
+    assert found["used"].keys() == found["warmed"].keys() and len(found["used"]) == 21
+    assert sum(found["warmed"].values()) <= 45, found["warmed"]
 
 
 @pytest.mark.parametrize(("capability", "keys", "stages"), [(90, 64, 5), (100, 64, 4), (80, 32, 5), (89, 16, 5)])

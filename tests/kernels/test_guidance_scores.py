@@ -291,6 +291,51 @@ def test_query_weight(device, impl):
     assert got.sum(dim=1)[inputs["out_row"]].tolist() == pytest.approx([4 * 1.25, 4 * 6.0], rel=1e-5)
 
 
+def own_lse(inputs):
+    """What the layer's own attention tells: heads before tokens, and of every token of the forward."""
+    wide = {name: inputs[name].double() for name in ("query", "key_cache")}
+    group = inputs["query"].shape[1] // inputs["key_cache"].shape[2]
+    found = []
+    for req_idx, (start, end) in enumerate(itertools.pairwise(inputs["query_start_loc"].tolist())):
+        for i in range(start, end):
+            index = torch.arange(int(inputs["query_pos"][i]) + 1, device=inputs["query"].device)
+            block = inputs["block_table"][req_idx].long()[index // inputs["key_cache"].shape[1]]
+            keys = wide["key_cache"][block, index % inputs["key_cache"].shape[1]].repeat_interleave(group, dim=1)
+            logits = torch.einsum("hd,khd->hk", wide["query"][i], keys) * inputs["scale"]
+            found.append(logits.logsumexp(dim=1))
+    return torch.stack(found, dim=1).float()  # [num_heads, num_queries]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_lse_of_the_layer(device, branches, impl, dtype, is_weighted):
+    """Told the log-sum-exps, the scores are the reference's, within what float32 says of them, and one pass runs.
+
+    Catches: logarithms of the wrong base; strides of heads before tokens; query weights lost with the factor.
+    """
+    inputs = make_inputs(device, num_heads=14, head_dim=64, dtype=dtype)
+    weight = {"query_weight": torch.rand(14, device=device)} if is_weighted else {}
+    ran = branches(
+        "guidance_scores", kernels=("_row_stats_kernel", "_guidance_scores_kernel"), other="_guidance_scores_torch"
+    )
+    lse = own_lse(inputs).T
+    assert not lse.is_contiguous()
+    got = run(inputs, impl, lse=lse, **weight)
+    assert_close(got, expect(inputs, **weight), rtol=1e-5)
+    assert_close(got, run(inputs, impl, **weight).double(), rtol=1e-5)
+    assert ran == ([impl] * 2 if impl == "torch" else [impl] * 3)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("mistake", [lambda lse: lse * math.log2(math.e), lambda lse: lse.roll(1, 0), lambda lse: -lse])
+def test_wrong_lse_is_seen(device, impl, mistake):
+    """Mutations of the test above: another base, the neighbour's rows, another sign."""
+    inputs = make_inputs(device, num_heads=14, head_dim=64)
+    with pytest.raises(AssertionError):
+        assert_close(run(inputs, impl, lse=mistake(own_lse(inputs).T)), expect(inputs), rtol=1e-5)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("bound", [9, 50])
 def test_bound_of_queries(device, impl, bound):
@@ -433,12 +478,15 @@ def test_dispatch(device, branches, impl):
         ("out", lambda t: t.double()),
         ("out", lambda t: t.T.contiguous().T),
         ("query_weight", lambda t: t[:-1]),
+        ("lse", lambda t: t[:-1]),
+        ("lse", lambda t: t.double()),
     ],
 )
 def test_wrapper_refuses(device, name, change):
     """Catches: a dropped dtype, stride or length check (the kernel would read through a wrong pointer)."""
     inputs = make_inputs(device)
     arguments = inputs | {"out": make_out(inputs), "query_weight": torch.ones(14, device=device)}
+    arguments["lse"] = torch.zeros(14, 4, device=device)
     arguments[name] = change(arguments[name])
     with pytest.raises(AssertionError, match=name):
         guidance_scores(**arguments)

@@ -138,6 +138,18 @@ def test_addresses_beyond_int32(device, impl, frontier):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_chains_in_buffers_of_trees(device, impl):
+    """Catches: tokens of chains, which `draw` has written, replaced; places counted by the width of the buffers."""
+    case = LevelCase(5, 0, device)
+    out = LevelCase(5, 3, device).out()
+    expected = case.by_hand()[0]
+    case.run(impl, out=out)
+    for name in ("logical_pos", "positions", "slot_mapping", "seq_lens"):
+        assert torch.equal(getattr(out, name)[..., :8], getattr(expected, name)[..., :8]), name
+    assert (out.input_ids == SENTINEL).all() and (out.masks == SENTINEL).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_the_last_node(device, impl):
     """Catches: the bit of node 64, which is the sign, lost or shifted out."""
     case = LevelCase(2, 1, device)
@@ -195,11 +207,11 @@ def test_wrapper_refuses(device, name, change):
         case.run("auto", **{name: change(given[name])})
 
 
-def test_wrapper_refuses_chains_in_buffers_of_trees(device):
-    """Catches: masks and tokens that nothing writes."""
+def test_wrapper_refuses_other_buffers(device):
+    """Catches: trees written where there is no room for masks, or for their nodes."""
     case = LevelCase(3, 2, device)
-    with pytest.raises(AssertionError, match="chains or trees"):
-        case.run("auto", nodes=None, tokens=None, ancestors=None)
+    with pytest.raises(AssertionError, match="buffers of chains"):
+        case.run("auto", out=LevelCase(3, 0, device).out())
     short = case.out()
     values = {name: getattr(short, name)[:5] for name in ("logical_pos", "slot_mapping", "input_ids")}
     with pytest.raises(AssertionError, match="no room"):

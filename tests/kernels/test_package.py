@@ -26,12 +26,15 @@ def test_imports_neither_vllm_nor_the_plugins_engine():
 # The sizes of each kernel's cases, and what is measured beside ours, or says why it does not run here.
 BENCHMARKS = {
     "accept": (["num_reqs=1,5"], []),
-    "step": (["num_reqs=1,5"], []),
+    "begin_step": (["num_reqs=1,5"], []),
+    "next_level": (["num_reqs=1,5"], []),
+    "draw": (["num_reqs=1,3", "vocab_size=300"], []),
+    "candidates": (["num_reqs=1,3", "vocab_size=300"], []),
     "kv_compact": (["num_reqs=1,5"], []),
     "tree_grow": (["num_reqs=1,5"], []),
     "tree_attention": (
         ["context=40,100", "num_reqs=2", "nodes=5", "shape=4x2x32"],
-        ["sdpa", "flex_attention", "xformers"],
+        ["flash_and_nodes", "sdpa", f"flex_attention{'' if torch.cuda.is_available() else '_eager'}", "xformers"],
     ),
     "guidance_scores": (["num_keys=64,100", "num_queries=3", "shape=8x2x64"], ["materialised"]),
     "visual_relevance": (

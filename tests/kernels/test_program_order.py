@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-LEVEL, LOOSE_TREES = {"level": 1, "num_pos_axes": 3}, {"in_trees": True, "is_loose": True}
+LEVEL, LOOSE_TREES = {"impl": "triton", "num_pos_axes": 3}, {"in_trees": True, "is_loose": True}
 # Kernels (and what is special), their modules' tests that are run again, and those tests' parameters.
 CASES = {
     "accept": ("test_kernel_equals_references_at_a_real_size", {"in_trees": False, "is_loose": False}),
@@ -15,9 +15,13 @@ CASES = {
     "accept loose trees": ("test_equals_the_oracle", LOOSE_TREES | {"impl": "triton", "num_reqs": 16, "max_drafts": 8}),
     "guidance_scores": ("test_numbers_of_rows", {"impl": "triton", "num_queries": 33}),
     "kv_compact": ("test_equals_the_loop", {"impl": "triton", "max_drafts": 25, "layout": "NHD"}),
-    "step": ("test_kernel_and_reference_equal_the_oracles", LEVEL | {"num_rows": 300, "frontier": 0}),
-    "step of trees": ("test_kernel_and_reference_equal_the_oracles", LEVEL | {"num_rows": 43, "frontier": 3}),
-    "tree_attention": ("test_shares", {"impl": "triton", "num_sms": 12}),
+    "place_trees": ("test_equals_the_loop", {"impl": "triton", "batch": "cut", "num_axes": 3, "out_of_place": False}),
+    "begin_step": ("test_equals_the_loop", {"impl": "triton", "in_trees": True, "num_reqs": 9, "num_picked": 4}),
+    "candidates": ("test_noise", {"impl": "triton", "width": 3, "first": 2, "apply_temperature": True}),
+    "draw": ("test_equals_the_argmax", {"impl": "triton", "vocab_size": 2100, "dtype": torch.bfloat16}),
+    "next_level": ("test_equals_the_loop", LEVEL | {"size": 129, "frontier": 0}),
+    "next_level of trees": ("test_equals_the_loop", LEVEL | {"size": 43, "frontier": 3}),
+    "tree_attention": ("test_shares", {"impl": "triton", "num_sms": 5}),
     "tree_begin": ("test_trees_become_their_template", {"impl": "triton", "num_reqs": 3, "max_nodes": 7}),
     "tree_finish": (
         "test_leaves_are_the_best_candidates",

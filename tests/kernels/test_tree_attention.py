@@ -29,7 +29,7 @@ from vidspec_kernels import tree_attention
 @pytest.fixture
 def small_shares(monkeypatch):
     """Shares of at least one tile, so that prefixes of a few hundred entries have parts in several programs."""
-    monkeypatch.setattr(module, "_MIN_UNITS", 1)
+    monkeypatch.setattr(module, "MIN_UNITS", 1)
 
 
 # ---- literal facts -------------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def test_equal_keys_by_hand(device, impl):
 @pytest.mark.parametrize("min_units", [1, 10**6])
 def test_nothing_to_attend_to(device, impl, min_units, monkeypatch):
     """Prefix 0 and mask 0: zeros and -inf, beside a request whose prefix has parts, or whose item has one program."""
-    monkeypatch.setattr(module, "_MIN_UNITS", min_units)
+    monkeypatch.setattr(module, "MIN_UNITS", min_units)
     case = Case(device, [Request(0, [0, 0b10, 0]), Request(200, [0, 1])])
     check(case, impl)
     out, lse = run(case, impl)
@@ -155,7 +155,7 @@ def test_shares(device, impl, num_sms, monkeypatch):
     Seen to fail: parts weighted equally; a share that starts a tile late; the nodes in every part; a merge of a merge
     that takes the parts one by one.
     """
-    monkeypatch.setattr(module, "_MIN_UNITS", 1)
+    monkeypatch.setattr(module, "MIN_UNITS", 1)
     case = Case(device, requests_of((3, 19 * BLOCK), (2, 65), (0, 70), (1, 0)), num_heads=2, num_kv_heads=1)
     check(case, impl, scratch=make_scratch(32, device, num_sms))
 

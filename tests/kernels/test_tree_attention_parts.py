@@ -88,7 +88,7 @@ def mutant(tmp_path, monkeypatch, impl, edits):
     if impl == "torch":
         monkeypatch.setattr(module, "tree_attention_reference", changed.tree_attention_reference)
         return module.tree_attention
-    changed._MIN_UNITS = 1
+    changed.MIN_UNITS = 1
     return changed.tree_attention
 
 

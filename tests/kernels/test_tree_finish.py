@@ -1,5 +1,7 @@
 """tree_finish: numbers of nodes, leaves and adopted plans, kernel and reference against sorting."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -43,7 +45,7 @@ def row_of(tree, row):
 
 def filled_by_sorting(nodes, leaves, row, max_nodes):
     """Return a row's nodes and the leaves that it must get."""
-    log_probs, tokens, parents = (part[row].tolist() for part in leaves)
+    log_probs, tokens, parents = (part[row].tolist() for part in (leaves.log_probs, leaves.token_ids, leaves.parents))
     ranked = sorted(
         (-value, place, rank)
         for place, values in enumerate(log_probs)
@@ -125,13 +127,18 @@ def test_wrapper_refuses(device):
         (dict(num_reqs=3), "3 requests, 2 fit"),
         (dict(next_free=rows.int()), "next_free"),
         (dict(leaves=good, max_nodes=5), "max_nodes 5, 4 fit"),
-        (dict(leaves=good._replace(log_probs=good.log_probs.double())), "log_probs"),
-        (dict(leaves=good._replace(token_ids=good.token_ids[:1])), "token_ids: expected shape"),
-        (dict(leaves=good._replace(token_ids=good.token_ids.contiguous())), "token_ids: another stride"),
-        (dict(leaves=good._replace(parents=good.parents.int())), "parents"),
-        (dict(leaves=good._replace(parents=good.parents.t().contiguous().t())), "parents: expected contiguous"),
+        (dict(num_reqs=1, leaves=good), "leaves: of 2 requests, not 1"),
         (dict(plans=plans), "rows: None"),
         (dict(plans=plans, rows=rows[:1]), "1 rows, 2 requests"),
     ):
         with pytest.raises(AssertionError, match=message):
             tree_finish(tree, **{"num_reqs": 2, **arguments})
+    for wrong, message in (
+        (dict(log_probs=good.log_probs.double()), "log_probs"),
+        (dict(token_ids=good.token_ids[:1]), "token_ids: expected shape"),
+        (dict(token_ids=good.token_ids.contiguous()), "token_ids: another stride"),
+        (dict(parents=good.parents.int()), "parents"),
+        (dict(parents=good.parents.t().contiguous().t()), "parents: expected contiguous"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            replace(good, **wrong)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.relevance_inputs import DEVICE, FP8, IMPLS, NAN, check, expect, make_inputs
 from vidspec_kernels import merge_relevance, visual_relevance
+from vidspec_kernels.dispatch import DeviceLimits
 
 # The package exports a function of the module's name.
 module = importlib.import_module("vidspec_kernels.visual_relevance")
@@ -51,32 +52,61 @@ def test_top_n(impl, top_n):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("hidden", [1, 32, 33, 128, 200])
+@pytest.mark.parametrize("hidden", [1, 32, 33, 64, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_hidden_sizes(impl, hidden, dtype):
     """Around the chunks of both kinds of product. Catches: the last chunk read into the next row."""
-    assert (module._BLOCK_DIM_WIDE, module._BLOCK_DIM) == (32, 128)
+    assert (module._BLOCK_DIM_WIDE, module._BLOCK_DIM) == (32, 64)
     requests = ((1, (16, 9)), (1, (3,)))
     check(make_inputs(requests, hidden=hidden, query_dtype=dtype, store_dtype=dtype), 3, impl)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("num_tokens", [0, 1, 63, 64, 65, 129])
+@pytest.mark.parametrize("num_tokens", [0, 1, 63, 64, 65, 127, 128, 129])
 @pytest.mark.parametrize("block_rows", [1, 256])
-def test_numbers_of_video_tokens(impl, num_tokens, block_rows):
-    """Around tiles of 64 rows, in blocks much smaller and larger than a tile."""
-    assert module._BLOCK_KEYS_SHORT == 64
+def test_numbers_of_video_tokens(impl, num_tokens, block_rows, monkeypatch):
+    """Around shares of 64 rows and tiles of 128, in blocks much smaller and larger than a tile."""
+    assert (module._LEAST_SHARE, module._BLOCK_KEYS) == (64, 128)
+    if num_tokens > 65:
+        monkeypatch.setattr(module, "_MAX_SPLITS", 1)
     fills = (1,) * num_tokens if block_rows == 1 else (num_tokens,)
     got = check(make_inputs(((1, fills),), hidden=16, block_rows=block_rows), 4, impl)
     assert int(got.isfinite().sum()) == min(num_tokens, 4)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("num_queries", [16, 17, 65])
-def test_numbers_of_queries(impl, num_queries, monkeypatch):
-    """Around the least tile of queries, and the largest tree with its root."""
-    monkeypatch.setattr(module, "_MERGE_ENTRIES_SHORT", 16)
-    check(make_inputs(((num_queries, (16, 8)), (1, (5,))), hidden=16), 2, impl)
+@pytest.mark.parametrize(("num_queries", "top_n"), [(16, 2), (17, 2), (48, 2), (65, 2), (81, 2), (33, 33)])
+def test_numbers_of_queries(impl, num_queries, top_n, monkeypatch):
+    """Around the least tile of queries; two tiles of different sizes, as the largest tree has; groups of queries."""
+    monkeypatch.setattr(module, "_MERGE_ENTRIES", 64)
+    check(make_inputs(((num_queries, (16, 8)), (1, (5,))), hidden=16), top_n, impl)
+
+
+@pytest.mark.parametrize(
+    ("num_queries", "expected"),
+    [(0, (4, None)), (1, (4, None)), (17, (5, None)), (33, (5, 4)), (49, (6, None)), (65, (6, 4)), (80, (6, 4))],
+)
+def test_queries_are_padded_to_16(num_queries, expected):
+    """Catches: the next power of two, which loads and multiplies up to twice the rows."""
+    log_queries, log_more = module._query_blocks(num_queries)
+    assert (log_queries, log_more) == expected
+    padded = 2**log_queries + (2**log_more if log_more is not None else 0)
+    assert padded == max(16, -(-num_queries // 16) * 16)
+
+
+@pytest.mark.parametrize("arch", [(80, 108, 164, 163), (89, 142, 100, 99), (90, 132, 228, 227), (100, 148, 228, 227)])
+@pytest.mark.parametrize(("max_queries", "top_n"), [(1, 10), (26, 10), (65, 10), (65, 128), (128, 10)])
+def test_tiles_have_stages_and_take_all_queries(arch, max_queries, top_n):
+    """Three stages at least, of what fits so many programs; each query in one group. Rows are no part of a variant."""
+    capability, num_sms, shared_kb, most_kb = arch
+    limits = DeviceLimits(num_sms, shared_kb * 1024, most_kb * 1024, capability)
+    bf16, log_top = torch.bfloat16, (top_n - 1).bit_length()
+    tile = module._tile(bf16, bf16, max_queries, log_top, limits, False)
+    assert tile.options["num_stages"] >= 3
+    padded = 2 ** tile.constants["LOG_QUERIES"] + 2 ** (tile.constants["LOG_MORE"] or -math.inf)
+    assert (tile.num_groups - 1) * padded < max_queries <= tile.num_groups * padded
+    assert tile.num_groups == 1 or top_n > 32 or max_queries > 80
+    assert 2 ** tile.constants["LOG_KEYS"] >= 2**log_top
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 100])
@@ -86,7 +116,7 @@ def test_splits_with_ties(monkeypatch, num_slots, top_n):
 
     Catches: duplicates within a tile or across splits counted once; a split that starts a tile late.
     """
-    monkeypatch.setattr(module, "_num_slots", lambda device: num_slots)
+    monkeypatch.setattr(module, "_MAX_SPLITS", num_slots)
     generator = torch.Generator().manual_seed(0)
     distinct = torch.randn(4, 16, generator=generator, dtype=torch.float64)
 
@@ -99,9 +129,8 @@ def test_splits_with_ties(monkeypatch, num_slots, top_n):
 
 def test_many_splits_are_merged_in_chunks(monkeypatch):
     """Catches: only the first chunk of a row's partial results read."""
-    monkeypatch.setattr(module, "_MERGE_ENTRIES_SHORT", 8)
     monkeypatch.setattr(module, "_MERGE_ENTRIES", 16)
-    # 64-row tiles in 11 splits of 4 entries; a descending walk through the tiles finds something in each.
+    # 64-row shares in 11 splits of 4 entries; a descending walk through the tiles finds something in each.
     inputs = make_inputs(((1, (64,) * 11), (2, (64,) * 3)), hidden=16, block_rows=64)
     check(inputs, 4, "triton")
 
@@ -115,23 +144,40 @@ def test_strips_of_the_torch_path(monkeypatch, entries):
     check(inputs, 10)
 
 
-@pytest.mark.parametrize("num_slots", [1, 4])
-def test_tiles_of_128(monkeypatch, num_slots):
-    """A long video takes the taller tiles: the same cosines."""
-    monkeypatch.setattr(module, "_num_slots", lambda device: num_slots)
-    inputs = make_inputs(((2, (64, 64, 3, 64, 64, 64, 64, 64, 10)),), hidden=32, block_rows=64)
-    short, _ = module._tile(torch.float32, torch.float32, 2, 3, 64 * 9, 264, False)
-    tall, _ = module._tile(torch.float32, torch.float32, 2, 3, 64 * 9, num_slots, False)
-    assert (short["LOG_KEYS"], tall["LOG_KEYS"]) == (6, 7)
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_tiles_of_both_sizes(monkeypatch, capability, num_splits):
+    """Ampere takes shorter tiles beside many queries: the same cosines, from one share or several."""
+    limits = DeviceLimits(132, 164 * 1024, 163 * 1024, capability)
+    monkeypatch.setattr(module, "device_limits", lambda device: limits)
+    monkeypatch.setattr(module, "_MAX_SPLITS", num_splits)
+    inputs = make_inputs(((33, (64, 64, 3, 64, 10)),), hidden=16, block_rows=64)
+    tile = module._tile(torch.float32, torch.float32, 33, 3, limits, True)
+    assert tile.constants["LOG_KEYS"] == (6 if capability == 80 else 7)
     check(inputs, 5, "triton")
 
 
 @pytest.mark.parametrize(
-    ("num_reqs", "num_tiles", "expected"),
-    [(1, 1000, 264), (1, 5, 5), (1, 0, 1), (8, 1000, 264), (64, 1000, 33), (10**4, 9, 1)],
+    ("num_reqs", "num_rows", "expected"),
+    [(1, 64_000, 256), (1, 300, 5), (1, 0, 1), (8, 64_000, 256), (64, 64_000, 33), (10**4, 600, 1)],
 )
-def test_number_of_splits(num_reqs, num_tiles, expected):
-    assert module._num_splits(num_reqs, num_tiles, 264) == expected
+def test_number_of_splits(num_reqs, num_rows, expected):
+    assert module._num_splits(num_reqs, num_rows, 264) == expected
+
+
+@pytest.mark.parametrize("num_rows", [25_000, 100_000])
+@pytest.mark.parametrize("num_slots", [132, 216, 264, 296])
+def test_one_wave_and_one_pass_of_the_merge(num_rows, num_slots):
+    """A long video fills the multiprocessors once, no share is a row longer than it must be, and the largest values of
+    all shares are ordered at once.
+
+    Catches: tiles dealt whole, of which some programs get two and others one; more entries than a pass takes.
+    """
+    num_splits = module._num_splits(1, num_rows, num_slots)
+    assert min(num_slots, 256) == num_splits <= num_slots
+    assert -(-num_rows // num_splits) <= num_rows / num_splits + 1
+    default_top_n = 16  # 10, as a power of two
+    assert num_splits * default_top_n <= module._MERGE_ENTRIES
 
 
 @pytest.mark.parametrize("impl", IMPLS)

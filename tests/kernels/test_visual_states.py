@@ -1,5 +1,6 @@
 """visual_relevance's surroundings: how states are stored, and how the partial results of ranks become one."""
 
+import functools
 import importlib
 import math
 
@@ -45,9 +46,9 @@ def exact(rows, hidden, generator=torch.Generator().manual_seed(5)):
 
 
 def check_shards(inputs, num_shards, requests, top_n, impl, equal, merge=merge_relevance):
-    whole = merge_relevance(visual_relevance(**inputs, top_n=top_n, impl=impl)[None])
+    whole = merge_relevance(visual_relevance(**inputs, top_n=top_n, impl=impl)[None], impl=impl)
     partials = [visual_relevance(**part, top_n=top_n, impl=impl) for part in shards(inputs, num_shards, requests)]
-    got = merge(torch.stack(partials))
+    got = merge(torch.stack(partials), impl=impl)
     torch.testing.assert_close(got, whole, rtol=0, atol=0 if equal else 1e-6)
     for index, row in enumerate(expect(inputs, top_n)):
         finite = [value for value in row.tolist() if value > -math.inf]
@@ -72,7 +73,7 @@ def test_mutation_mean_of_shard_means():
     requests = ((2, (16, 5, 16)),)
     inputs = make_inputs(requests)
 
-    def mean_of_means(partials):
+    def mean_of_means(partials, impl):
         return torch.stack([merge_relevance(part[None]) for part in partials]).mean(0)
 
     check_shards(inputs, 2, requests, 5, "torch", equal=False)
@@ -80,28 +81,47 @@ def test_mutation_mean_of_shard_means():
         check_shards(inputs, 2, requests, 5, "torch", equal=False, merge=mean_of_means)
 
 
-def test_merge_by_hand():
+@pytest.mark.parametrize("impl", IMPLS)
+def test_merge_by_hand(impl):
+    merge = functools.partial(merge_relevance, impl=impl)
     inf = math.inf
     partials = torch.tensor(
         [[[0.9, 0.5], [0.25, -inf], [-inf, -inf]], [[0.7, 0.6], [-inf, -inf], [-inf, -inf]]], device=DEVICE
     )
-    assert merge_relevance(partials).tolist() == pytest.approx([0.8, 0.25, 0.0])
-    assert merge_relevance(partials[:1]).tolist() == pytest.approx([0.7, 0.25, 0.0])
-    assert merge_relevance(partials[:, :0]).shape == (0,)
+    assert merge(partials).tolist() == pytest.approx([0.8, 0.25, 0.0])
+    assert merge(partials[:1]).tolist() == pytest.approx([0.7, 0.25, 0.0])
+    assert merge(partials[:, :0]).shape == (0,)
     unmeasured = torch.stack((partials[0], torch.full_like(partials[1], NAN)))  # one shard could not
-    assert merge_relevance(unmeasured).isnan().all() and merge_relevance(unmeasured[1:]).isnan().all()
+    assert merge(unmeasured).isnan().all() and merge(unmeasured[1:]).isnan().all()
 
 
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("num_shards", [2, 4, 7])
-def test_merge_does_not_depend_on_the_dealing(num_shards):
+def test_merge_does_not_depend_on_the_dealing(num_shards, impl):
     """Equal values give equal bits, however they are dealt. Catches: no order before the sum."""
     generator = torch.Generator().manual_seed(0)
-    values = torch.rand(50, 128, generator=generator).sort(dim=1, descending=True).values.to(DEVICE)
-    dealt = torch.full((num_shards, 50, 128), -math.inf, device=DEVICE)
+    num_rows = 50 if impl == "torch" else 3
+    values = torch.rand(num_rows, 128, generator=generator).sort(dim=1, descending=True).values.to(DEVICE)
+    dealt = torch.full((num_shards, num_rows, 128), -math.inf, device=DEVICE)
     for shard in range(num_shards):
         mine = values[:, shard::num_shards]
         dealt[shard, :, : mine.shape[1]] = mine
-    assert torch.equal(merge_relevance(dealt), merge_relevance(values[None]))
+    assert torch.equal(merge_relevance(dealt, impl), merge_relevance(values[None], impl))
+
+
+@pytest.mark.parametrize("top_n", [1, 10, 33])
+def test_merges_are_the_same(top_n, branches):
+    """The kernel against torch: rows of any number of values, one with NaN, strides of a gathered batch."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(3, 6, top_n, generator=generator).sort(dim=2, descending=True).values
+    rows[0, 1], rows[:, 2], rows[1, 3, -1] = -math.inf, -math.inf, NAN
+    wide = torch.full((6, 3, top_n + 5), 9.0)
+    wide[:, :, :top_n] = rows.transpose(0, 1)
+    partials = wide.to(DEVICE).transpose(0, 1)[:, :, :top_n]
+    ran = branches("visual_relevance", kernels=("_merge_relevance_kernel",), other="_merge_relevance_torch")
+    got, expected = (merge_relevance(partials, impl=impl) for impl in ("triton", "torch"))
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-6, equal_nan=True)
+    assert ran == ["triton", "torch"] and got.isnan().tolist() == [index == 3 for index in range(6)]
 
 
 # ---- storage -------------------------------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
 """Run as a program, without the interpreter: which variants of the kernels are warmed, which ones steps use.
 
-Prints JSON: `warmed`, how many variants of each kernel, and `missing`, variants that steps used and nobody warmed.
+Prints JSON: `warmed`, how many variants of each kernel; `missing`, variants that steps used and nobody warmed; and
+`ambiguous`, kernels of which a key of `dispatch.launch` does not settle the variant.
 Nothing is compiled.
 """
 
+import contextlib
 import itertools
 import json
 import random
@@ -16,11 +18,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import compile_report
 import torch
-from compile_cases import BF16, cache_views, grow_buffers, step_arguments, template
+from compile_cases import BF16, cache_views, grow_buffers, sampling, step_buffers, template
 from triton.runtime.jit import JITFunction
 
 import vidspec_kernels as kernels
-from vidspec_kernels import warm_up
+from vidspec_kernels import dispatch, warm_up
 from vidspec_kernels.tree_begin import tree_begin
 from vidspec_kernels.tree_finish import Leaves, tree_finish
 from vidspec_kernels.tree_grow import tree_grow
@@ -30,6 +32,7 @@ from vidspec_kernels.warm_up import floats, i32, i64
 
 HEADS, KV_HEADS, HEAD_SIZE, HIDDEN = 28, 4, 128, 3584
 MAX_REQS, MAX_CONTEXT, NUM_DRAFTS, WIDTH, CANDIDATES, TOP_N = 96, 32_768, 25, 10, 10, 10
+NUM_SHARDS = 2
 KEYS, VALUES = cache_views(KV_HEADS, HEAD_SIZE, BF16)
 with compile_report.pretending(90):
     SCRATCH = kernels.TreeAttentionScratch(HEAD_SIZE, torch.device("meta"))
@@ -41,20 +44,29 @@ LOOSE = kernels.LooseTables(WORDS, WORDS, i32(MAX_REQS), i64(MAX_REQS))
 KEPT, TOTALS = (i32(MAX_REQS, NUM_DRAFTS + 1), i32(MAX_REQS)), i64(7 + NUM_DRAFTS)
 BUFFERS, TEMPLATE = grow_buffers(WIDTH, CANDIDATES, NUM_DRAFTS, MAX_REQS), template(NUM_DRAFTS + 1)
 STORE = (floats(64, 64, HIDDEN, dtype=BF16), i32(64), i32(MAX_REQS, 800), i32(MAX_REQS))
-CHAIN, TREE = (step_arguments(width, MAX_REQS, TABLE.shape[1]) for width in (1, WIDTH))
+TABLES, STEP = step_buffers(path_cols=NUM_DRAFTS + 1, max_batch=MAX_REQS, max_blocks=TABLE.shape[1])
+LEVEL = kernels.LevelBuffers.allocate(MAX_REQS, i64(3, MAX_REQS * WIDTH), WIDTH)
+VOCAB_SIZE, NOISE = 151_936, sampling()
+DRAWS = kernels.SampleScratch(MAX_REQS * WIDTH, VOCAB_SIZE, torch.device("meta"), CANDIDATES)
+PLACES = (*TREES[1:], kernels.TreePlaces(*(i32(MAX_REQS) for _ in range(4)), i64(MAX_REQS, NUM_DRAFTS + 1)))
+POSITIONS = [(i64(3, 8193), None), (i64(8192), i64(8192))]  # of several axes in place, and of one into a copy
 
 
 def warm() -> None:
     warm_up.warm_tree_attention(KEYS, VALUES, TABLE, HEADS, BF16, NUM_DRAFTS + 1, SCRATCH)
     warm_up.warm_kv_compact(CACHES, TABLE, NUM_DRAFTS)
+    for positions in POSITIONS:
+        warm_up.warm_place_trees(*PLACES, *positions)
     warm_up.warm_accept(NUM_DRAFTS, MAX_REQS, in_trees=True, is_loose=True, by_request=True)
     warm_up.warm_loosen(NUM_DRAFTS, WORDS, torch.float32, in_trees=True, is_measured=True)
-    warm_up.warm_step(**CHAIN)
-    warm_up.warm_step(WIDTH, **TREE)
     warm_up.warm_static_trees(BUFFERS.tree, TEMPLATE, CANDIDATES)
     warm_up.warm_adaptive_trees(BUFFERS, TEMPLATE, lookahead=True, fills=True)
+    warm_up.warm_begin_step(TABLES, STEP, is_greedy=False)
+    warm_up.warm_next_level(STEP, LEVEL, TABLES.fed, NUM_DRAFTS + 1)
+    warm_up.warm_draw(NOISE, DRAWS, BF16)
+    warm_up.warm_candidates(NOISE, DRAWS, BF16, with_log_probs=True)
     warm_up.warm_guidance_scores([(KEYS, HEADS)], TABLE, BF16)
-    warm_up.warm_visual_relevance(*STORE, BF16, TOP_N, NUM_DRAFTS + 1)
+    warm_up.warm_visual_relevance(*STORE, BF16, TOP_N, NUM_DRAFTS + 1, NUM_SHARDS)
 
 
 def cut(tensor: torch.Tensor, rng: random.Random) -> torch.Tensor:
@@ -77,6 +89,13 @@ def step(rng: random.Random) -> None:
     )  # fmt: skip
     kernels.kv_compact(CACHES, TABLE, *vectors[:2], i32(num_reqs, NUM_DRAFTS + 1), vectors[2])
     kernels.kv_compact(CACHES, TABLE, *vectors[:2], KEPT[0], KEPT[1], vectors[0])
+    for positions, copy in POSITIONS:
+        seen, copy = positions[..., :rows], copy if copy is None else copy[:rows]
+        begins, lens = cut(i32(num_reqs + 1), rng), vectors[1]
+        kernels.place_trees(
+            vectors[0], begins, lens, *PLACES[:2], seen, PLACES[2], size=rng.randint(num_reqs, MAX_REQS),
+            out_positions=copy,
+        )  # fmt: skip
     tokens = (cut(i64(rows), rng), cut(i32(rows), rng), cut(i32(num_reqs + 1), rng))
     settings = (vectors[0], i32(MAX_REQS), floats(MAX_REQS), i32(MAX_REQS))
     signals = (cut(floats(rows), rng), cut(floats(rows), rng), cut(floats(rows, dtype=torch.bool), rng))
@@ -84,21 +103,21 @@ def step(rng: random.Random) -> None:
     tally = kernels.Tally(vectors[0], floats(MAX_REQS, dtype=torch.bool), TOTALS, i64(num_reqs, 3), *KEPT)
     for mode in itertools.product((None, trees), (None, looseness)):
         kernels.accept(*tokens, NUM_DRAFTS, *mode, tally)
+    draft_step(rng, num_reqs, width)
     vectors_of_rows = (tokens[0], tokens[1], floats(rows, VOCAB), *(cut(i(rows), rng) for i in (i64, i32, i64)))
     for parents, relevance in itertools.product((None, TREES[0]), (None, signals[0])):
         kernels.loosen(*vectors_of_rows, LOOSE, parents, relevance, is_predicting=rng.random() < 0.5)
-    kernels.step(**CHAIN | {"rows": i64(num_reqs), "level": rng.randint(0, 9)})
-    kernels.step(**TREE | {"rows": i64(num_reqs), "level": rng.randint(1, 9)}, nodes=i64(num_reqs, width))
     grow_trees(vectors[0], vectors[1], width, rng)
     listening = rng.randint(1, 8)
     kernels.guidance_scores(
         floats(rows, HEADS, HEAD_SIZE, dtype=BF16), KEYS, i32(listening, TABLE.shape[1]), i32(listening + 1),
         i32(rows), floats(listening, context), i64(listening), i32(listening), 0.1,
-        max_queries_per_req=rng.randint(1, rows),
+        lse=rng.choice((None, floats(HEADS, rows).T)), max_queries_per_req=rng.randint(1, rows),
     )  # fmt: skip
     kernels.visual_relevance(
         floats(rows, HIDDEN, dtype=BF16), tokens[2], vectors[0], *STORE, TOP_N, NUM_DRAFTS + 1, rng.randint(1, 800)
     )
+    kernels.merge_relevance(floats(NUM_SHARDS, rows, TOP_N))
 
 
 def grow_trees(rows: torch.Tensor, num_accepted: torch.Tensor, width: int, rng: random.Random) -> None:
@@ -122,6 +141,35 @@ def grow_trees(rows: torch.Tensor, num_accepted: torch.Tensor, width: int, rng: 
     )  # fmt: skip
 
 
+def draft_step(rng: random.Random, num_reqs: int, width: int) -> None:
+    """Begin a step, place a level of chains and one of trees, and draw after each; some logits are processed."""
+    picked, is_told = cut(i64(num_reqs), rng), cut(floats(num_reqs, dtype=torch.bool), rng)
+    kernels.begin_step(
+        cut(i64(num_reqs), rng), rng.choice((None, picked)), cut(i32(num_reqs), rng), rng.choice((None, is_told)),
+        floats(TABLES.max_reqs), i64(TABLES.max_reqs), TABLES, STEP, size=rng.randint(num_reqs, MAX_REQS),
+        block_size=16, max_position=rng.randint(1, 10**6), max_drafts=rng.randint(0, NUM_DRAFTS),
+    )  # fmt: skip
+    sizes = {"size": num_reqs, "block_size": 16, "max_position": rng.randint(1, 10**6)}
+    nodes = [i64(num_reqs + 1, WIDTH + 1)[rng.randint(0, 1) :, rng.randint(0, 1) :][:, :width] for _ in range(2)]
+    kernels.next_level(STEP, LEVEL, TABLES.fed, level=rng.choice((rng.randint(1, 9), STEP.level)), **sizes)
+    kernels.next_level(
+        STEP, LEVEL, TABLES.fed, *nodes, i64(num_reqs, NUM_DRAFTS + 1), level=rng.randint(1, 9), **sizes
+    )  # fmt: skip
+    is_processed = rng.random() < 0.5
+    logits = floats(num_reqs, VOCAB_SIZE, dtype=torch.float32 if is_processed else BF16)
+    vectors = (cut(floats(num_reqs), rng), cut(i64(num_reqs), rng), cut(i64(num_reqs), rng), NOISE)
+    options = {"scratch": DRAWS, "apply_temperature": not is_processed}
+    kernels.draw(
+        logits, *vectors, level=rng.choice((rng.randint(0, 4), STEP.level)), out_ids=cut(i32(num_reqs), rng),
+        out_tokens=i64(MAX_REQS, rng.choice((5, NUM_DRAFTS)))[rng.randint(0, MAX_REQS - num_reqs) :], **options,
+    )  # fmt: skip
+    first = rng.randint(0, MAX_REQS * WIDTH - num_reqs)
+    kernels.candidates(
+        logits, floats(MAX_REQS), i64(MAX_REQS), *vectors[2:], log_probs=floats(MAX_REQS * WIDTH, CANDIDATES)[first:],
+        ids=i64(MAX_REQS * WIDTH, CANDIDATES)[first:], width=WIDTH, first=first, **options,
+    )  # fmt: skip
+
+
 def variants(run) -> set[tuple[str, str]]:
     """Return the variants that a function prepares."""
     found = set()
@@ -139,17 +187,38 @@ def variants(run) -> set[tuple[str, str]]:
     return found
 
 
+def ambiguous_plans(run) -> list[str]:
+    """Return the kernels that one key of `dispatch.launch` stands for several variants of."""
+    found: dict[tuple[str, int, str], set] = {}
+
+    def launch(kernel, grid, device, args, constants, plans, key=None):
+        kernel.device_caches.clear()  # so that every launch asks for its variant
+        asked = variants(lambda: dispatch.launcher(kernel, grid, device)(*args, **constants))
+        found.setdefault((kernel.__name__, id(plans), str(key)), set()).update(asked)
+
+    kernel_modules = [module for name, module in sys.modules.items() if name.startswith("vidspec_kernels.")]
+    with contextlib.ExitStack() as stack:
+        for module in kernel_modules:
+            if hasattr(module, "launch"):
+                stack.enter_context(mock.patch.object(module, "launch", launch))
+        variants(run)  # other launches compile nothing
+    assert found
+    return sorted({name for (name, _, _), several in found.items() if len(several) > 1})
+
+
 def main() -> None:
     rng = random.Random(0)
     with compile_report.pretending(90):
         warmed = variants(warm)
         used = variants(lambda: [step(rng) for _ in range(150)])
+        ambiguous = ambiguous_plans(lambda: [step(rng) for _ in range(20)])
     print(
         json.dumps(
             {
                 "warmed": Counter(f"{module}.{name}" for name, module, _ in warmed),
                 "used": Counter(f"{module}.{name}" for name, module, _ in used),
                 "missing": sorted(used - warmed),
+                "ambiguous": ambiguous,
             }
         )
     )

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from null_gpu.plants import allocate_while_capturing, plant_each
-from null_gpu.situations import peak_of_a_prompt, sleep_and_wake
+from null_gpu.situations import peak_of_a_prompt, sleep_and_wake, sums_of_guidance
 from vllm_vidspec.tools import pairs
 
 QWEN, LLAVA = pairs.FAMILIES
@@ -21,7 +21,7 @@ TWO_RANKS = {
     "disable_custom_all_reduce": True,  # it reads another process's device memory
     "worker_extension_cls": "null_gpu.probe.WorkerProbe",
 }
-GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}}
+GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}}
 GRAPHS_SIXTEEN = {
     "enforce_eager": False,
     "max_num_seqs": 16,
@@ -29,7 +29,12 @@ GRAPHS_SIXTEEN = {
 }
 # Room for one tree of 64 nodes and its root.
 GRAPHS_65 = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 65]}}
-COMPILED = {"enforce_eager": False, "compilation_config": {"mode": 3, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}}
+# Room for four of 25: three requests are padded.
+GRAPHS_104 = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 4, 104]}}
+PIECES = {
+    "enforce_eager": False,
+    "compilation_config": {"mode": 3, "cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]},
+}
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,11 @@ class Case:
     def num_ranks(self) -> int:
         """Tensor-parallel ranks, each a process of its own if there are several."""
         return self.overrides.get("tensor_parallel_size", 1)
+
+    @property
+    def has_whole_graphs(self) -> bool:
+        """Whether decode steps of the target are captured whole."""
+        return "compilation_config" in self.overrides and "cudagraph_mode" not in self.overrides["compilation_config"]
 
     def shares_engine(self, other: "Case") -> bool:
         """Return whether an engine of this case is one of the other's, too."""
@@ -139,7 +149,7 @@ _ALL = (
     Case("vanilla"),
     Case("vanilla batch", batch=4),
     Case("vanilla sampled", sampling=_SAMPLED),
-    Case("chain", {}, most_launches=400),
+    Case("chain", {}, most_launches=400, after=sums_of_guidance),
     Case("chain batch", {}, "vanilla batch", batch=4, most_launches=410),
     Case("chain sampled", {}, "vanilla sampled", sampling=_SAMPLED, most_launches=475),
     Case("planted", {}, steps=4, timed_steps=0, sampled_steps=0, after=plant_each, is_planted=True),
@@ -160,13 +170,13 @@ _ALL = (
         "chain graphs processed", {}, "vanilla graphs sampled", overrides=GRAPHS, sampling=_SAMPLED, most_launches=160
     ),
     Case("static graphs", _STATIC, "vanilla graphs", overrides=GRAPHS, most_launches=70),
-    Case("static graphs batch", _STATIC, "vanilla graphs batch", overrides=GRAPHS, batch=3, most_launches=70),
+    Case("static graphs batch", _STATIC, "vanilla graphs batch", overrides=GRAPHS_104, batch=3, most_launches=70),
     Case("adaptive graphs", _ADAPTIVE, "vanilla graphs", overrides=GRAPHS_65, **_PLANNED, most_launches=80),
     Case("self graphs", {"draft": "target"}, "vanilla graphs", overrides=GRAPHS, most_launches=60),
     Case("vanilla graphs sixteen", overrides=GRAPHS_SIXTEEN, batch=16),
     Case("chain graphs sixteen", {}, "vanilla graphs sixteen", overrides=GRAPHS_SIXTEEN, batch=16, most_launches=60),
-    Case("vanilla pieces", overrides=COMPILED),
-    Case("static pieces", _STATIC, "vanilla pieces", overrides=COMPILED, most_launches=480),
+    Case("vanilla pieces", overrides=PIECES),
+    Case("static pieces", _STATIC, "vanilla pieces", overrides=PIECES, most_launches=480),
     # The Qwen pair's three vision heads are not for two ranks.
     Case("vanilla two ranks", family=LLAVA, overrides=TWO_RANKS),
     Case("chain two ranks", {}, "vanilla two ranks", LLAVA, overrides=TWO_RANKS, most_launches=380),

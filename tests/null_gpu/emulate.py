@@ -18,6 +18,7 @@ import torch
 import triton.runtime.interpreter as triton_interpreter
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
+from triton.compiler.compiler import CompiledKernel
 from triton.runtime.interpreter import InterpretedFunction, _patch_lang
 from triton.runtime.jit import JITFunction
 
@@ -25,7 +26,7 @@ from null_gpu import device
 
 # Kernels whose numbers no host code looks at, and that take long in the interpreter; top-p never ends without numbers.
 _LEAVE_KERNELS = re.compile(
-    r"mrope|rotary|^triton_|_attn_|attention|merge|relevance|guidance|row_stats|visual|rms|silu|topp"
+    r"mrope|rotary|^triton_|_attn_|attention|merge|relevance|guidance|row_stats|visual|rms|silu|topp|candidates"
 )
 _LEAVE_OPERATORS = re.compile(
     r"aten::(empty|new_empty|resize|set_|record_stream|_pin|is_pinned|_local_scalar|detach|alias|lift|_unsafe_view"
@@ -100,7 +101,7 @@ def _check_pointers(pointers, mask) -> None:
         raise RuntimeError("a pointer outside all device and pinned memory")
 
 
-_run, _call = JITFunction.run, JITFunction.__call__
+_run, _call, _launch = JITFunction.run, JITFunction.__call__, CompiledKernel.__getitem__
 _interpreted: dict[int, tuple] = {}
 _depth = 0  # of interpreted kernels that call each other
 
@@ -109,6 +110,7 @@ def _install() -> None:
     if JITFunction.run is _run:
         triton_interpreter._interpreter = _Guarded(triton_interpreter._interpreter)
         JITFunction.run, JITFunction.__call__ = _run_both, _call_inside
+        CompiledKernel.__getitem__ = _launch_both
 
 
 def _interpret(function: JITFunction) -> InterpretedFunction:
@@ -119,13 +121,30 @@ def _interpret(function: JITFunction) -> InterpretedFunction:
 
 def _run_both(self, *args, grid, warmup, **kwargs):
     """Launch a kernel on the null GPU, then interpret it."""
-    global _depth
     if _depth:
         return _interpret(self).run(*args, grid=grid, warmup=False, **kwargs)
     kernel = _run(self, *args, grid=grid, warmup=warmup, **kwargs)
-    name = self.fn.__name__
-    if warmup or not _is_on or torch.cuda.is_current_stream_capturing() or _LEAVE_KERNELS.search(name):
-        return kernel
+    if not warmup:
+        _emulate(self, grid, args, kwargs)
+    return kernel
+
+
+def _launch_both(self, grid):
+    """Return what launches a compiled kernel on the null GPU, then interprets it."""
+
+    def launch(*args, stream=None):
+        _launch(self, grid)(*args, stream=stream)
+        _emulate(self.src.fn, grid, args, {})
+
+    return launch
+
+
+def _emulate(function: JITFunction, grid: tuple[int, ...], args: tuple, kwargs: dict) -> None:
+    """Interpret a kernel that has been launched."""
+    global _depth
+    name = function.fn.__name__
+    if not _is_on or torch.cuda.is_current_stream_capturing() or _LEAVE_KERNELS.search(name):
+        return
 
     def on_host(value):
         return alias(value) if isinstance(value, torch.Tensor) and value.is_cuda else value
@@ -134,12 +153,11 @@ def _run_both(self, *args, grid, warmup, **kwargs):
     try:
         with _disable_current_modes():
             values, named = tree_map(on_host, (args, kwargs))  # tensors may come in tuples
-            _interpret(self).run(*values, grid=grid, warmup=False, **named)
+            _interpret(function).run(*values, grid=grid, warmup=False, **named)
     except Exception as error:
         _note(name, error.__cause__ or error)
     finally:
         _depth -= 1
-    return kernel
 
 
 def _call_inside(self, *args, **kwargs):

@@ -83,6 +83,12 @@ def crossings_of_ours(measured: dict[str, Any], known: Sequence[str]) -> list[st
     return found
 
 
+def replays(measured: dict[str, Any], function: str) -> int:
+    """Return how many graphs a function has launched in the counted steps, directly or not."""
+    launched = culprits(measured, "graph.launch")
+    return sum(times for times, line in launched if any(frame.endswith(f" {function}") for frame in line.split(" < ")))
+
+
 def faults(measured: dict[str, Any]) -> list[str]:
     """Return what a device would have refused at any time."""
     everything = [measured["start"], measured["prefill"], *measured["steps"]]

@@ -10,7 +10,7 @@ from null_gpu import device, emulate
 # The stand-in of cuDNN has no plans for a convolution to offer: PyTorch's own is launched in its place.
 torch.backends.cudnn.enabled = False
 
-TRACED = ("sync", "copy", "alloc", "illegal")
+TRACED = ("sync", "copy", "alloc", "illegal", "graph")
 
 
 class Probe:

@@ -1,6 +1,7 @@
-"""What a running engine goes through beside decoding: long prompts, sleep; each returns what the tests look at."""
+"""What a running engine goes through beside decoding: prompts, sleep; each returns what the tests look at."""
 
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -19,6 +20,21 @@ def peak_of_a_prompt(session: Any) -> dict[str, int]:
     with session.decoding():
         most = torch.cuda.max_memory_allocated()
     return {"peak": most - before, "profiled": int(worker.peak_activation_memory)}
+
+
+def sums_of_guidance(session: Any) -> dict[str, list[list[int] | None]]:
+    """Prefill a prompt; return by layer the shape of the log-sum-exps that guidance was told, None where it was not."""
+    from vllm_vidspec.engine.listen import attention
+
+    told, scores = [], attention.guidance_scores
+
+    def listen(query: torch.Tensor, *args: Any, lse: torch.Tensor | None, **kwargs: Any) -> None:
+        told.append(None if lse is None else [*lse.shape, *query.shape[:2]])
+        scores(query, *args, lse=lse, **kwargs)
+
+    with mock.patch.object(attention, "guidance_scores", listen), session.decoding():
+        pass
+    return {"told": told}
 
 
 def sleep_and_wake(session: Any) -> dict[str, Any]:

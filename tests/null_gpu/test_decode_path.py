@@ -120,6 +120,12 @@ def test_launches_stay_in_the_budget(row, name):
     assert row["timed"]["launch"] / len(row["host_ms"]) == pytest.approx(judge.per_step(row, "launch"), rel=0.05)
 
 
+@pytest.mark.parametrize("name", [name for name in OURS if CASES[name].has_whole_graphs])
+def test_the_target_is_one_graph(row, name):
+    """Whatever is drafted, and in a padded batch too. Catches: trees that fall back to pieces, or to no graph."""
+    assert judge.replays(row, "execute_model") == len(row["steps"]), judge.culprits(row, "graph.launch")
+
+
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_ranks_do_the_same(row, name):
     launches = row["extra"]["launches_by_rank"]
@@ -141,6 +147,16 @@ def test_sleep_gives_memory_back(measured, level):
     """Level 2 is level 1 here, because nothing reloads the draft's weights."""
     awake, asleep, again = measured["sleep"]["extra"]["free"][level]
     assert asleep > again >= awake
+
+
+# ---- guidance
+
+
+@pytest.mark.cases("chain")
+def test_guidance_is_told_the_sums_of_the_layers_own_attention(measured):
+    """Catches: a pass over all keys of each layer that FlashAttention has made already."""
+    told = measured["chain"]["extra"]["told"]
+    assert told and all(shape is not None and shape[:2] == shape[2:] for shape in told), told
 
 
 # ---- the tests above are seen to fail

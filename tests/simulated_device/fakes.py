@@ -57,6 +57,8 @@ def attend(
             else:
                 seen = range(int(seq_lens[request]) - (high - query) + 1)
             seen = np.fromiter(seen, dtype=np.int64)
+            if not len(seen):  # padding
+                continue
             entries = flat[table[request, seen // BLOCK_SIZE] * BLOCK_SIZE + seen % BLOCK_SIZE]
             last = entries[-2:, 0]
             hidden[query] = hashed(entries[:, 0], entries[:, 1], 7).sum() >> 8, last[0], last[-1]
@@ -91,6 +93,7 @@ class FakeDraft:
     num_axes, block_size = 3, BLOCK_SIZE
     max_num_tokens = 24  # so that wide levels are fed in parts
     vocab_size, max_model_len, num_positions = VOCAB, MAX_LEN, MAX_LEN
+    hidden_size, dtype = 3, torch.int64
     hf_config = full_positions = None
     bytes_per_block, is_self_draft = 0, True
 
@@ -113,12 +116,10 @@ class FakeDraft:
         assert token_ids.device == self.device
         return token_ids.long()[:, None]
 
-    def forward(self, embeds, positions, **arguments: Any) -> torch.Tensor:
+    def forward(self, embeds, positions, layout, **arguments: Any) -> torch.Tensor:
         assert bool(sim.to_host(positions[0] == positions[2]).all())
-        bound, lens = arguments.pop("seq_lens_upper_bound"), sim.to_host(arguments["seq_lens"]).numpy()
-        assert (lens <= bound).all(), f"{lens} KV entries, the host expects at most {bound}"
-        starts = arguments.pop("query_start_loc_np")
-        assert np.array_equal(starts, sim.to_host(arguments.pop("query_start_loc")).numpy())
+        starts = layout.query_start_loc_np
+        assert np.array_equal(starts, sim.to_host(layout.query_start_loc).numpy())
         step = None if self.attention is None else as_dict(self.attention.step)
         return self._launch(attend)(
             self.cache, embeds[:, 0], positions[1], query_start_loc=starts, step=step, **arguments
@@ -152,13 +153,18 @@ class FakeSampler:
         heat = np.full(MAX_REQS, temperature, dtype=np.float32)
         heat[1::2] = 0.0  # greedy requests beside the others
         self.needs_logits_processing = heat > 0
+        nobody = np.zeros(MAX_REQS, dtype=bool)
         self.sampling_states = SimpleNamespace(
             temperature=SimpleNamespace(np=heat, gpu=world.put(heat)),
             seeds=SimpleNamespace(gpu=world.put(np.arange(MAX_REQS) * 2**40 + 11)),
+            min_p=SimpleNamespace(np=np.zeros(MAX_REQS)),
+            top_k=SimpleNamespace(np=np.full(MAX_REQS, VOCAB)),
+            top_p=SimpleNamespace(np=np.ones(MAX_REQS)),
+            vocab_size=VOCAB,
         )
-        penalties = SimpleNamespace(use_penalty=np.zeros(MAX_REQS, dtype=bool))
+        bias, penalties = SimpleNamespace(use_logit_bias=nobody), SimpleNamespace(use_penalty=nobody)
         bad_words = SimpleNamespace(num_bad_words=SimpleNamespace(np=np.zeros(MAX_REQS, dtype=np.int32)))
-        self.logits_processors = [None, penalties, bad_words]
+        self.logits_processors = [bias, penalties, bad_words]
         self._world = world
 
     def get_logprobs_dims(self, rows_np: np.ndarray, include_token_ids: bool) -> None:

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-from vllm_vidspec.engine.draft.levels import LevelInputs
 
 from tests.simulated_device import device as sim
 from tests.simulated_device.fakes import MAX_REQS, VOCAB
 from tests.simulated_device.world import World, world
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.drafting.static import StaticTree
-from vllm_vidspec.engine.draft import chains as chain_drafter
+from vllm_vidspec.engine.draft.drafter import Drafter
+from vllm_vidspec.engine.draft.forwards import Forwards
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.verify import verifier as scorer
 
@@ -123,25 +123,25 @@ def test_a_decode_step_equals_the_cpus_and_crosses_what_it_must(tmp_path, name, 
 
 
 PLANTED = {
-    "item": (sim.ITEM, lambda message, kv: message.num_tokens.max().item()),
-    "host index": (sim.HOST_INDEX, lambda message, kv: message.num_tokens[torch.from_numpy(message.idx_mapping_np)]),
-    "scalar index assignment": (sim.SCALAR_UPLOAD, lambda message, kv: kv.fed.__setitem__(message.idx_mapping, 3)),
-    "mask": (sim.MASK, lambda message, kv: message.num_tokens[message.num_tokens > 0]),
-    "tensor of a list": (sim.BLOCKING_UPLOAD, lambda message, kv: torch.tensor([1], device=message.idx_mapping.device)),
+    "item": (sim.ITEM, lambda rows, rows_np, kv: kv.num_dropped.max().item()),
+    "host index": (sim.HOST_INDEX, lambda rows, rows_np, kv: kv.num_dropped[torch.from_numpy(rows_np)]),
+    "scalar index assignment": (sim.SCALAR_UPLOAD, lambda rows, rows_np, kv: kv.fed.__setitem__(rows, 3)),
+    "mask": (sim.MASK, lambda rows, rows_np, kv: kv.num_dropped[kv.num_dropped > 0]),
+    "tensor of a list": (sim.BLOCKING_UPLOAD, lambda rows, rows_np, kv: torch.tensor([1], device=rows.device)),
 }
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_crossing_is_caught_by_name(tmp_path, monkeypatch, name):
     kind, cross = PLANTED[name]
-    draft = chain_drafter.ChainDrafter.draft
+    draft = Drafter.draft
 
     def draft_and_cross(self, message):
         drafts = draft(self, message)
-        cross(message, self._roots.kv)
+        cross(drafts.rows, message.idx_mapping_np, self.kv)
         return drafts
 
-    monkeypatch.setattr(chain_drafter.ChainDrafter, "draft", draft_and_cross)
+    monkeypatch.setattr(Drafter, "draft", draft_and_cross)
     _, wrong = run(tmp_path, "chain", 1, on_device=True)
     assert wrong and all(line.startswith(f"{kind} in ") for line in wrong)
     assert cross.__code__.co_qualname in wrong[0] or "draft_and_cross" in wrong[0]
@@ -149,12 +149,13 @@ def test_a_planted_crossing_is_caught_by_name(tmp_path, monkeypatch, name):
 
 def test_planted_host_tensors_raise(tmp_path, monkeypatch):
     """A tensor that was made on the host by mistake stops the step on this device, as on CUDA."""
-    place = LevelInputs.place
+    fed = Forwards.fed
 
-    def place_with_host_tensor(self, rows, level, num_slots, num_tokens):
-        place(self, rows, level, num_slots + torch.zeros(len(num_slots), dtype=torch.int32), num_tokens)
+    def fed_on_the_host(self, level):
+        logical_pos, input_ids = fed(self, level)
+        return logical_pos + torch.zeros(len(logical_pos), dtype=torch.int64), input_ids
 
-    monkeypatch.setattr(LevelInputs, "place", place_with_host_tensor)
+    monkeypatch.setattr(Forwards, "fed", fed_on_the_host)
     with pytest.raises(RuntimeError, match="same device"):
         run(tmp_path, "chain", 1, on_device=True)
 

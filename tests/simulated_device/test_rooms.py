@@ -1,6 +1,7 @@
 """The pure rooms on a device that is not the host: what the torch text computes there is what the CPU gets."""
 
 import copy
+import dataclasses
 import itertools
 
 import numpy as np
@@ -14,20 +15,25 @@ from tests.kernels import (
     test_guidance_scores,
     test_kv_compact,
     test_loosen,
-    test_step,
     test_uv_scores,
     test_visual_relevance,
 )
+from tests.kernels.step_case import BLOCK_SIZE, MAX_POSITION, StepCase
+from tests.kernels.test_next_level import LevelCase
 from tests.simulated_device import device as sim
 from tests.unit.drafting.fake_draft import FakeDraft
 from vidspec_kernels import (
     CacheList,
+    LevelBuffers,
+    StepBuffers,
+    StepTables,
     accept,
+    begin_step,
     guidance_scores,
     kv_compact,
     loosen,
+    next_level,
     random_scores,
-    step,
     uv_text_sum,
     uv_video_scores,
     visual_relevance,
@@ -59,11 +65,27 @@ def same_on_both(function, *args, **kwargs):
 # ---- kernels' references ---------------------------------------------------------------------------------------------
 
 
+def tensors_of(buffers) -> dict[str, torch.Tensor | None]:
+    return {field.name: getattr(buffers, field.name) for field in dataclasses.fields(buffers)}
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_steps(seed):
-    for frontier, level in ((0, seed), (4, 1)):
-        inputs = test_step.make_inputs(7, frontier, CPU, seed=seed, level=level)
-        same_on_both(step, **inputs, **test_step.make_outputs(7, frontier, CPU))
+    def begin(tables, out, *step, **sizes):
+        begin_step(*step, StepTables(**tables), StepBuffers(**out), **sizes)
+
+    for picked in (None, 4):
+        case = StepCase(CPU, 7, picked, in_trees=seed > 0, seed=seed)
+        sizes = case.sizes | {"size": case.size}
+        same_on_both(begin, tensors_of(case.tables), tensors_of(case.buffers()), *case.step.values(), **sizes)
+
+    def level(step, out, **arguments):
+        next_level(StepBuffers(**step), LevelBuffers(**out), **arguments)
+
+    for frontier in (0, 4):
+        case = LevelCase(7, frontier, CPU, seed=seed)
+        sizes = {"size": 7, "level": 1 + seed, "block_size": BLOCK_SIZE, "max_position": MAX_POSITION}
+        same_on_both(level, tensors_of(case.step), tensors_of(case.out()), fed=case.fed, **case.trees, **sizes)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -27,20 +27,19 @@ from tests.simulated_device.fakes import (
     FakeSampler,
     GrowLaunch,
     StagedWrites,
-    add_noise,
     as_dict,
     attend,
-    gumbel_sample,
     hashed,
     target_logits,
 )
 from tests.unit.engine import fakes
+from vidspec_kernels import candidates_reference, draw_reference
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.drafting import adaptive
 from vllm_vidspec.engine import parts, speculator
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.draft import drafter, noise
 from vllm_vidspec.engine.draft import kv as kv_pool
+from vllm_vidspec.engine.draft import noise
 from vllm_vidspec.engine.draft import prefill as draft_prefill
 from vllm_vidspec.engine.draft.memory import DraftMemory
 from vllm_vidspec.engine.knobs import Knobs
@@ -91,7 +90,9 @@ class World:
         self.target_cache = self.zeros(NUM_BLOCKS, BLOCK_SIZE, 1, 2, dtype=torch.int64)
         self.sampler = FakeSampler(self, temperature)
         self.req_states = SimpleNamespace(
-            total_len=SimpleNamespace(gpu=self.total_len), all_token_ids=SimpleNamespace(gpu=self.text)
+            total_len=SimpleNamespace(gpu=self.total_len),
+            all_token_ids=SimpleNamespace(gpu=self.text),
+            last_sampled_tokens=self.last_sampled,
         )
         self.vllm_config = SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_seqs=MAX_REQS, async_scheduling=fills_trees),
@@ -109,10 +110,10 @@ class World:
         self.trees, self.rules, self.verifier, self.listeners = made.trees, made.rules, made.verifier, made.listeners
         self.speculator, self.draft = made.speculator, made.speculator.draft_model
         self.listeners.init_kv(self)
+        self.speculator.graphs = PaddedGraphs()
         self.speculator._memory = DraftMemory(pool_bytes=0, vision_bytes=1)
         self.speculator.init_kv(None, contextlib.nullcontext)
-        trees = self.speculator.drafter.trees
-        self.draft.attention = None if trees is None else trees.attention
+        self.draft.attention = self.speculator.drafter.attention
         self.log: list[Any] = []
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -282,6 +283,27 @@ class World:
         self.num_drafts[rows] = np.where(live, self.K if max_drafts is None else max_drafts, 0)
 
 
+def launched(launch: Callable, reference: Callable) -> Callable:
+    """Return a kernel of the draft's sampler as one launch of its reference, which reads noise back."""
+    return lambda *args, scratch, **more: launch(reference)(*args, **more)
+
+
+class PaddedGraphs:
+    """Stands in for `DraftGraphs`: every step is padded as if it had a graph, and its parts run as functions."""
+
+    is_on = True
+
+    def __init__(self, *_: Any):
+        """Nothing is captured."""
+
+    def size_for(self, num_reqs: int, _width: int) -> int:
+        return num_reqs + num_reqs % 2
+
+    def run(self, _key: Any, function: Callable[[], None]) -> bool:
+        function()
+        return False
+
+
 @contextlib.contextmanager
 def world(device: sim.SimulatedDevice | None, tmp_path: Any, config: VidSpecConfig, **more: Any) -> Iterator[World]:
     """Build a world on the simulated device, or on the CPU."""
@@ -295,12 +317,12 @@ def world(device: sim.SimulatedDevice | None, tmp_path: Any, config: VidSpecConf
             (parts, "VisualStates", lambda *_: None),  # `_verify` says what they would
             (speculator, "kv_bytes_per_token", lambda _: 0),
             (draft_prefill, "adapter_for", lambda *_: None),
-            *((module, "attention_layers", lambda config: {"layer": config.cache}) for module in (drafter, parts)),
-            *((module, "TreeAttention", FakeAttention) for module in (drafter, target_trees)),
+            *((module, "attention_layers", lambda config: {"layer": config.cache}) for module in (speculator, parts)),
+            *((module, "TreeAttention", FakeAttention) for module in (speculator, target_trees)),
             (kv_pool, "StagedWriteTensor", StagedWrites),
             (looseness, "protected_ids", lambda *_: {0, 9}),
-            (noise.gumbel, "gumbel_sample", launch(gumbel_sample)),
-            (noise, "_add_noise_kernel", mock.MagicMock(**{"__getitem__.return_value": launch(add_noise)})),
+            (noise, "draw", launched(launch, draw_reference)),
+            (noise, "candidates", launched(launch, candidates_reference)),
         ):
             stack.enter_context(mock.patch.object(module, name, stand_in))
         here = World(CPU if device is None else sim.DEVICE, launch, config, **more)

@@ -65,7 +65,7 @@ class AdaptiveTree:
     - Trees grow by levels, not depth first, since a level is one draft forward. Within one, better paths come first,
       and at most `max_frontier` = W_max nodes go on to the next (the paper bounds the number of nodes only).
     - With lookahead, step t's plan for t + 1 is made in `finish`: the host then knows the batch's largest depth
-      without waiting for the device. History that `observe` adds takes effect with the plan that follows it.
+      without waiting for the device. History that `begin` adds takes effect with the plan that follows it.
     - Without lookahead the root's distribution shapes its own tree, and every step takes D_max draft forwards.
 
     Args:
@@ -99,6 +99,7 @@ class AdaptiveTree:
         )  # fmt: skip
         self._host_depths = _HostCopy(max_num_reqs + 1, tree.device)
         self._shapes: dict[int, _Shape] = {}  # by budget
+        self._leaves: dict[tuple[int, int], Leaves] = {}  # by (requests, parents), both bounded
         self.admit(np.arange(max_num_reqs + 1))
 
     def admit(self, rows_np: np.ndarray) -> None:
@@ -158,7 +159,7 @@ class AdaptiveTree:
         )  # fmt: skip
         if is_last:
             return None
-        return growth.frontier_nodes[:num_reqs, :width], growth.frontier_tokens[:num_reqs, :width]
+        return growth.frontier_of(num_reqs, width)
 
     def send(self, rows_np: np.ndarray) -> None:
         """Send the planned depths with lookahead; see `TreePolicy`.
@@ -172,14 +173,21 @@ class AdaptiveTree:
         """End the step; with lookahead, its roots' plan is the next one's from here on; see `TreePolicy`."""
         num_reqs, growth, shape = len(rows), self.growth, self._shape(max_nodes)
         # All levels' candidates, also of those that this step did not run: they are cleared as it begins.
-        leaves = Leaves(*(part[:num_reqs, : sum(shape.widths)] for part in growth.leftover)) if fill else None
+        leaves = self._leaves_of(num_reqs, sum(shape.widths)) if fill else None
         tree_finish(
             self.tree, num_reqs, next_free=growth.next_free, leaves=leaves, max_nodes=shape.budget,
             plans=self._plans if self.knobs.lookahead else None, rows=rows,
         )  # fmt: skip
 
+    def _leaves_of(self, num_reqs: int, num_parents: int) -> Leaves:
+        """Return what is left over of so many requests and frontier nodes, the same object every time."""
+        key = (num_reqs, num_parents)
+        if key not in self._leaves:
+            self._leaves[key] = Leaves(*(part[:num_reqs, :num_parents] for part in self.growth.leftover))
+        return self._leaves[key]
+
     def _shape(self, max_nodes: int) -> "_Shape":
-        """Return what follows from a budget; a frontier's greedy node leaves what is not the greedy path's room."""
+        """Return what follows from a budget: a frontier is the greedy node, and at most all nodes off its path."""
         budget = max(0, min(max_nodes, self.max_nodes))
         if budget not in self._shapes:
             max_others, widths = budget - min(self.knobs.depth_min, budget), [1]

@@ -1,7 +1,7 @@
 """The static tree (SpecVLM): one topology for every request and step, so only tokens move; pure torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -61,11 +61,13 @@ class _Plan:
         template: What its trees begin as.
         levels: What each level does.
         frontiers: int64 [max_num_reqs, F] the nodes with children of each level: the greedy one first.
+        fed: What `extend` returned, by (requests, level), both bounded.
     """
 
     template: TreeTemplate
     levels: tuple[PlacedLevel, ...]
     frontiers: tuple[Tensor, ...]
+    fed: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 class StaticTree:
@@ -143,7 +145,11 @@ class StaticTree:
         tree_place(self.tree, plan.levels[level], num_reqs, token_ids)
         if level + 1 == len(plan.levels):
             return None
-        return plan.frontiers[level + 1][:num_reqs], plan.levels[level].fed_tokens[:num_reqs]
+        if (num_reqs, level) not in plan.fed:
+            plan.fed[num_reqs, level] = (
+                plan.frontiers[level + 1][:num_reqs], plan.levels[level].fed_tokens[:num_reqs]
+            )  # fmt: skip
+        return plan.fed[num_reqs, level]
 
     def send(self, rows_np: np.ndarray) -> None:
         """Do nothing: the host knows the levels."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 
 from vidspec_kernels import warm_up
@@ -46,13 +47,15 @@ def prepare(runner: Any) -> None:
     if in_trees:
         _prepare_attention(parts.trees.attention, block_table, runner.vllm_config, num_drafts + 1)
         warm_up.warm_kv_compact(parts.trees.caches, block_table, num_drafts)
+        parts.trees.warm_up(runner)
     if isinstance(parts.guidance, AttentionGuidance):
         heads = [(keys, num_heads) for keys, _, num_heads in distinct_views(parts.guidance.attention.values())]
         warm_up.warm_guidance_scores(heads, block_table, runner.dtype)
     if parts.visual is not None:
         store = parts.visual.store
         tables = (store.pool, store.block_fill, store.block_table, store.num_blocks)
-        warm_up.warm_visual_relevance(*tables, runner.dtype, config.score.top_n, num_drafts + 1)
+        num_shards = get_tensor_model_parallel_world_size()
+        warm_up.warm_visual_relevance(*tables, runner.dtype, config.score.top_n, num_drafts + 1, num_shards)
     _prepare_drafter(runner.speculator.drafter, runner)
 
 

@@ -242,7 +242,8 @@ def _schedule(args: Any, config: VidSpecConfig) -> list[tuple[int, int, int]]:
     """Return vLLM's own schedule of tokens per batch size: the plans', so that the scheduler and the draft agree."""
     if args.data_parallel_size > 1:
         raise VidSpecError(
-            "the number of tokens cannot change with the batch size under data parallelism: name a shape"
+            "data parallelism needs one number of tokens at every batch size: drop draft auto and "
+            "num_speculative_tokens_per_batch_size"
         )
     return [(row.first, row.last, row.plan.num_tokens) for row in config.plans]
 

@@ -120,9 +120,7 @@ class VidSpecSpeculator(BaseSpeculator):
         self._agreement = agreement
         self._device = draft_model.device
         self.graphs: Any = None  # vLLM's memory profile looks for managers among our attributes, and drops them
-        self._attention = None
-        if knobs.now.shapes - {"chain"}:
-            self._attention = TreeAttention(attention_layers(draft_model.config).values(), draft_model.device)
+        self._attention: TreeAttention | None = None  # of the draft's layers, where drafts can be trees
         self._drafter: Drafter | None = None  # until the KV pool exists
         self._arrivals: dict[int, Arrival] = {}  # by row, until the target has seen the prompt
         # By row, the prompts whose scores are on their way to the host.
@@ -168,6 +166,8 @@ class VidSpecSpeculator(BaseSpeculator):
             self._memory = DraftMemory.least(self.draft_model)
         model, config, vllm_config = self.draft_model, self._knobs.now, self._vllm_config
         states = self._req_states
+        if self._attention is None and config.shapes - {"chain"}:
+            self._attention = TreeAttention(attention_layers(model.config).values(), self._device)
         with allocation():
             cache = model.make_vision_cache(self._memory.vision_bytes)
         num_blocks = model.init_kv(self._memory.pool_bytes, allocation())
@@ -331,6 +331,8 @@ class VidSpecSpeculator(BaseSpeculator):
 
     def _start(self, step: Step) -> None:
         """Hand the drafter the requests whose target prefill has finished, once their scores are on the host."""
+        if not (self._arrivals or self._waiting):
+            return
         unseen = np.flatnonzero(self._are_in(step, Phase.UNSEEN))
         self._guarded("start of drafts", self._admit, step, unseen, is_careful=True)
 
@@ -385,6 +387,8 @@ class VidSpecSpeculator(BaseSpeculator):
     def _reserve(self, step: Step) -> None:
         """Reserve the blocks of this step; requests that no longer fit go on without speculation."""
         idx_mapping_np = step.batch.idx_mapping_np
+        if self.drafter.has_room(idx_mapping_np, step.bound):
+            return
         known = np.flatnonzero(self._are_in(step, Phase.PREFILLING, Phase.DRAFTING))
         held = self.drafter.holds(idx_mapping_np[known], step.bound[known])
         for i in known[~held]:
@@ -411,6 +415,8 @@ class VidSpecSpeculator(BaseSpeculator):
 
     def _prefill(self, step: Step) -> None:
         """Let the drafter read on in the prompts that it has not seen whole."""
+        if not self.drafter.is_reading:
+            return
         in_line = np.flatnonzero(self._are_in(step, Phase.PREFILLING))
         self._guarded("draft prefill", self._read_on, step, in_line, is_careful=True)
 

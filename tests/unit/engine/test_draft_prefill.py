@@ -52,8 +52,8 @@ class NotingModel:
             embeds.index_copy_(0, where, torch.cat(media))
         return embeds
 
-    def forward(self, embeds, positions, *, seq_lens, query_start_loc_np, slot_mapping, **_):
-        assert len(embeds) == positions.shape[1] == len(slot_mapping) == query_start_loc_np[-1]
+    def forward(self, embeds, positions, layout, *, seq_lens, slot_mapping, **_):
+        assert len(embeds) == positions.shape[1] == len(slot_mapping) == layout.query_start_loc_np[-1]
         self.forwards.append(len(embeds))
         self.slots.update(
             zip(slot_mapping.tolist(), zip(embeds[:, 0].tolist(), positions[0].tolist(), strict=True), strict=True)

@@ -111,13 +111,13 @@ def test_an_observer_never_leaves_the_forward_and_is_missed_there(monkeypatch):
     listeners = in_list(guidance)
     listeners.admit(arrival_of(1))
     listeners.before_forward(batch_of(1))
-    guidance._observe(0, None, None, None, object())  # a layer without a query
+    guidance._observe(0, None, None, None, object(), None)  # a layer without a query
     guidance._step.num_observed += 1
     listeners.after_forward(NOTHING)
     assert guidance.take(1).wait().outcome == ("unguided_error",)
     assert outcome(listeners, guidance) == ("guided_prompts",)
     raising = in_list(guidance, on_draft_error="raise")
-    guidance._observe(0, None, None, None, object())  # no step, no error
+    guidance._observe(0, None, None, None, object(), None)  # no step, no error
     raising.after_forward(NOTHING)
     raising.admit(arrival_of(2, "unheard"))
     raising.before_forward(batch_of(2))

@@ -9,7 +9,6 @@ import torch
 
 from vidspec_kernels import candidates, draw
 from vllm_vidspec.engine.compat.contract import MARK
-from vllm_vidspec.engine.cpu.kernels import GumbelTwin
 from vllm_vidspec.engine.draft import noise
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 
@@ -35,26 +34,22 @@ def make_sampler(temperature: float) -> CoupledSampler:
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_tokens_of_logits_that_are_no_numbers(monkeypatch, poison, temperature):
-    """Catches: a token behind the vocabulary, which the draft's embedding would read past its end on a device.
-
-    A device's reduction over NaN may end in the padding of its last block, so one that does stands in for it.
-    """
-    if not torch.cuda.is_available():  # as on the CPU engine; the interpreter itself gives up at NaN
-        monkeypatch.setattr(noise.gumbel, "_gumbel_sample_kernel", GumbelTwin(None))
-    rows, pos = torch.tensor([0]), torch.tensor([9])
-    for logits in (torch.full((1, VOCAB_SIZE), poison), torch.randn(1, VOCAB_SIZE).index_fill_(1, rows + 3, poison)):
-        draw = lambda logits=logits: make_sampler(temperature)(logits, rows, np.array([0]), pos, rows)  # noqa: E731
-        assert 0 <= draw().item() < VOCAB_SIZE
-        if temperature:
-            with monkeypatch.context() as patch:
-                patch.setattr(noise.gumbel, "gumbel_sample", lambda *args, **kwargs: torch.tensor([2 * 1024 - 1]))
-                assert 0 <= draw().item() < VOCAB_SIZE
+def test_tokens_of_logits_that_are_no_numbers(poison, temperature):
+    """Catches: a token behind the vocabulary, which the draft's embedding would read past its end on a device."""
+    sampler, vectors = make_sampler(temperature), (torch.full((1,), temperature), torch.tensor([7]), torch.tensor([9]))
+    sampler.reserve(1, VOCAB_SIZE, torch.device("cpu"))
+    for logits in (torch.full((1, VOCAB_SIZE), poison), torch.randn(1, VOCAB_SIZE).index_fill_(1, vectors[1], poison)):
+        tokens, ids = torch.full((1, 3), -1), torch.full((1,), -1, dtype=torch.int32)
+        sampler.draw_into(logits, *vectors, level=1, out_tokens=tokens, out_ids=ids)
+        assert 0 <= tokens[0, 1] == ids[0] < VOCAB_SIZE and tokens[0, [0, 2]].tolist() == [-1, -1]
 
 
 def gumbel_kernel():
     """Return vLLM's own kernel, where the CPU engine has put a twin in its place too."""
     return getattr(noise.gumbel._gumbel_sample_kernel, MARK, noise.gumbel._gumbel_sample_kernel)
+
+
+PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
 def make_any_sampler(noise: str = "shared", use_fp64: bool = False, **tables) -> CoupledSampler:
@@ -63,6 +58,7 @@ def make_any_sampler(noise: str = "shared", use_fp64: bool = False, **tables) ->
         "temperature": np.zeros(8, dtype=np.float32), "min_p": np.zeros(8), "top_k": np.full(8, VOCAB_SIZE),
         "top_p": np.ones(8), "use_logit_bias": np.zeros(8, dtype=bool), "use_penalty": np.zeros(8, dtype=bool),
         "num_bad_words": np.zeros(8, dtype=int), "use_thinking_budget": np.zeros(8, dtype=bool),
+        "repetition_penalty": np.full(8, 1.2), "frequency_penalty": np.zeros(8), "presence_penalty": np.zeros(8),
     }  # fmt: skip
     for name, values in tables.items():
         if name in asked:
@@ -81,7 +77,10 @@ def make_any_sampler(noise: str = "shared", use_fp64: bool = False, **tables) ->
             use_fp64_gumbel=use_fp64,
             logits_processors=[
                 SimpleNamespace(use_logit_bias=asked["use_logit_bias"]),
-                SimpleNamespace(use_penalty=asked["use_penalty"]),
+                SimpleNamespace(
+                    use_penalty=asked["use_penalty"],
+                    **{name: SimpleNamespace(np=asked[name]) for name in PENALTIES},
+                ),
                 SimpleNamespace(num_bad_words=SimpleNamespace(np=asked["num_bad_words"])),
                 *custom,
             ],
@@ -97,7 +96,7 @@ def make_any_sampler(noise: str = "shared", use_fp64: bool = False, **tables) ->
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("top_p", 0.9), ("top_k", 20), ("min_p", 0.1), ("use_logit_bias", True), ("use_penalty", True),
+        ("top_p", 0.9), ("top_k", 19), ("min_p", 0.1), ("use_logit_bias", True), ("use_penalty", True),
         ("num_bad_words", 2), ("use_thinking_budget", True),
     ],
 )  # fmt: skip
@@ -112,6 +111,26 @@ def test_steps_that_cannot_be_fused(name, value, temperature):
     assert not sampler.needs_processors(np.array([0, 2, 3]))
     sampler._noise = "greedy"
     assert not sampler.needs_processors(np.array([1]))
+
+
+@pytest.mark.parametrize(
+    ("tables", "is_mild"),
+    [
+        ({"use_penalty": [True], "repetition_penalty": [1.05]}, True),
+        ({"use_penalty": [True], "repetition_penalty": [1 / 1.05], "temperature": [0.01]}, True),
+        ({"use_penalty": [True], "repetition_penalty": [1.06]}, False),
+        ({"use_penalty": [True], "repetition_penalty": [0.9]}, False),
+        ({"use_penalty": [True], "repetition_penalty": [1.05], "temperature": [0.7]}, False),
+        ({"use_penalty": [True], "repetition_penalty": [1.0], "presence_penalty": [0.1]}, False),
+        ({"use_penalty": [True], "repetition_penalty": [1.0], "frequency_penalty": [-0.1]}, False),
+        ({"temperature": [1.0], "top_k": [20]}, True),
+        ({"temperature": [1.0], "top_p": [0.95]}, True),
+        ({"temperature": [1.0], "top_p": [0.94]}, False),
+    ],
+)
+def test_mild_parameters_do_not_split_a_step(tables, is_mild):
+    """Catches: Qwen2.5-VL's own defaults that cost a fused step, a strong penalty that drafts do not follow."""
+    assert make_any_sampler(**tables).needs_processors(np.array([0])) == (not is_mild)
 
 
 def test_processors_of_the_users_may_want_any_request():

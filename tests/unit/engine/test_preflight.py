@@ -179,7 +179,7 @@ def test_what_is_drafted_by_load_becomes_vllms_own_schedule(more, schedule):
     args = engine_args(spec=spec)
     preflight.translate(args)
     assert args.speculative_config["num_speculative_tokens_per_batch_size"] == schedule
-    assert "under data parallelism" in refusal(spec=spec, data_parallel_size=2)
+    assert "needs one number of tokens" in refusal(spec=spec, data_parallel_size=2)
 
 
 def test_fp8_states_need_a_gpu_that_converts_them(monkeypatch):

@@ -3,14 +3,14 @@
 import weakref
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vllm_vidspec.drafting import candidates
 from vllm_vidspec.engine.draft import score_blocks
 from vllm_vidspec.engine.draft.chains import ChainDrafter
-from vllm_vidspec.engine.draft.score_blocks import SCORE_BYTES, in_blocks
+from vllm_vidspec.engine.draft.score_blocks import SCORE_BYTES, blocks
 from vllm_vidspec.engine.draft.trees import TreeDrafter
 
 NUM_REQS, WIDTH, VOCAB_SIZE, HIDDEN_SIZE = 1024, 8, 152_064, 16
@@ -48,18 +48,38 @@ class LiveBytes(TorchDispatchMode):
 
 
 class Sampler:
-    """Copies to float32, as sampling parameters make vLLM do, then takes the best or gives the scores."""
+    """Copies to float32, as sampling parameters make vLLM do, then takes the best or the best few."""
 
-    def __call__(self, logits, rows, rows_np, pos, input_ids):
-        assert len(logits) == len(rows) == len(rows_np) == len(pos) == len(input_ids)
-        return self.scores(logits, rows, rows_np, pos, input_ids).argmax(-1)
+    def draw_into(self, logits, temperature, seeds, pos, *, level, out_tokens, out_ids, is_processed):
+        assert len(logits) == len(temperature) == len(seeds) == len(pos) == len(out_tokens) == len(out_ids)
+        out_tokens[:, 0] = self._scores(logits, pos).argmax(-1)
 
-    def scores(self, logits, rows, rows_np, pos, input_ids):
-        assert len(logits) == len(rows) == len(rows_np) == len(pos) == len(input_ids)
-        return torch.empty_like(logits, dtype=torch.float32).copy_(logits).add_((rows + pos + input_ids)[:, None] % 3)
+    def candidates_into(
+        self, logits, temperature, seeds, pos, *, log_probs, ids, width, first, with_log_probs, is_processed
+    ):
+        assert len(logits) == len(pos) == len(log_probs) == len(ids)
+        found = candidates(self._scores(logits, pos), ids.shape[1], with_log_probs)
+        log_probs.copy_(found[0])
+        ids.copy_(found[1])
+
+    @staticmethod
+    def _scores(logits, pos):
+        return torch.empty_like(logits, dtype=torch.float32).copy_(logits).add_(pos[:, None] % 3)
 
 
-def draft(drafter, num_reqs: int, width: int, device: str, vocab_size: int, dtype: torch.dtype, is_plain: bool = False):
+class Policy:
+    """Wants ten candidates a node, and keeps what it is given."""
+
+    num_candidates, needs_log_probs, trims = 10, True, False
+
+    def __init__(self, width: int):
+        self.max_frontier = width
+
+    def extend(self, level, log_probs, token_ids, **_):
+        self.found = log_probs, token_ids
+
+
+def draft(drafter, num_reqs: int, width: int, device: str, vocab_size: int, dtype: torch.dtype):
     """Return what one level of so many requests gives: a chain's tokens, or a tree's candidates."""
     num_rows, is_meta = num_reqs * width, device == "meta"
 
@@ -72,16 +92,24 @@ def draft(drafter, num_reqs: int, width: int, device: str, vocab_size: int, dtyp
         return h @ head if is_meta else torch.stack([(row[:, None] * head).sum(0) for row in h])
 
     head, hidden = random(0, HIDDEN_SIZE, vocab_size), random(1, num_rows, HIDDEN_SIZE)
-    rows = torch.arange(num_rows, device=device)
-    made = object.__new__(drafter)
-    made._sample = Sampler()
-    model = SimpleNamespace(compute_logits=product, vocab_size=vocab_size)
-    made._roots = SimpleNamespace(model=model, inputs=SimpleNamespace(logical_pos=rows))
-    made.policy = SimpleNamespace(num_candidates=10, needs_log_probs=True)
-    message = SimpleNamespace(idx_mapping=torch.arange(num_reqs, device=device), idx_mapping_np=np.arange(num_reqs))
+    places, reqs = torch.arange(num_rows, device=device), torch.zeros(num_reqs, device=device)
+    step = SimpleNamespace(rows=reqs, temperature=reqs, seeds=reqs, level=None)
+    buffers = SimpleNamespace(
+        step=step, max_num_reqs=num_reqs, token_ids=places.int(), drafts=torch.zeros(num_reqs, 2, device=device).long()
+    )
+    forwards = SimpleNamespace(
+        model=SimpleNamespace(vocab_size=vocab_size, device=device),
+        buffers=buffers,
+        logits=lambda block: product(hidden[block]),
+        fed=lambda level: (places, places),
+    )
     if drafter is ChainDrafter:
-        return (made._choose(hidden, message, rows * 7),)
-    return made._candidates(hidden, message, rows, rows * 7, is_plain)
+        ChainDrafter(forwards, Sampler(), None)._draw(num_reqs, 1, None)
+        return (buffers.drafts[:, 0].clone(),)
+    made = TreeDrafter(forwards, Sampler(), SimpleNamespace(is_on=True), Policy(width), fills=False)
+    made._frontiers[num_reqs, 0, 1] = (places.view(num_reqs, width), None)
+    made._grow(num_reqs, 0, 1, None)
+    return made.policy.found
 
 
 @pytest.mark.parametrize(("drafter", "width"), [(ChainDrafter, 1), (TreeDrafter, 1), (TreeDrafter, 3)])
@@ -97,28 +125,19 @@ def test_blocks_change_nothing(monkeypatch, drafter, width, rows_per_block):
 def test_blocks_cover_every_row_once(monkeypatch):
     """Catches: an empty block, a row twice, a vocabulary too large for one block."""
     monkeypatch.setattr(score_blocks, "SCORE_BYTES", 100)
-    blocks: list[range] = []
     for num_rows, vocab_size, expected in ((1, 1000, 1), (3, 1000, 3), (5, 5, 1), (6, 5, 2)):
-        blocks.clear()
-
-        def remember(block: slice) -> torch.Tensor:
-            blocks.append(range(block.start, block.stop))
-            return torch.arange(block.start, block.stop)
-
-        assert in_blocks(remember, num_rows, vocab_size).tolist() == list(range(num_rows))
-        assert len(blocks) == expected
+        found = blocks(num_rows, vocab_size)
+        assert [row for block in found for row in range(block.start, block.stop)] == list(range(num_rows))
+        assert len(found) == expected
 
 
-@pytest.mark.parametrize(
-    ("drafter", "width", "is_plain"),
-    [(ChainDrafter, 1, False), (TreeDrafter, WIDTH, False), (TreeDrafter, WIDTH, True)],
-)
-def test_memory_of_a_large_batch(monkeypatch, drafter, width, is_plain):
+@pytest.mark.parametrize(("drafter", "width"), [(ChainDrafter, 1), (TreeDrafter, WIDTH)])
+def test_memory_of_a_large_batch(monkeypatch, drafter, width):
     """1,024 requests, 152,064 tokens: at most three times the stated bytes at once; in one piece it would be gigabytes.
 
     Counted on meta tensors, which have sizes and no memory. Catches: scores of a whole batch, blocks kept alive.
     """
-    args = (drafter, NUM_REQS, width, "meta", VOCAB_SIZE, torch.bfloat16, is_plain)
+    args = (drafter, NUM_REQS, width, "meta", VOCAB_SIZE, torch.bfloat16)
     with LiveBytes() as bounded:
         draft(*args)
     assert SCORE_BYTES <= bounded.peak <= 3 * SCORE_BYTES

@@ -21,9 +21,12 @@ K = 3
 def recording_drafter() -> mock.Mock:
     """Return a drafter that has room for everything and answers with chains of ones."""
     drafter = mock.Mock(**{"admit.return_value": True})
+    drafter.has_room = lambda rows, bound: False
     drafter.holds = drafter.reserve = lambda rows, bound: np.ones(len(rows), dtype=bool)
     drafter.prefill = lambda step: Prefilled(ready=step.idx_mapping_np.tolist(), failed=[])
-    drafter.draft.side_effect = lambda message: Drafts(torch.ones(len(message.idx_mapping_np), K, dtype=torch.int64))
+    drafter.draft.side_effect = lambda message: Drafts(
+        torch.from_numpy(message.idx_mapping_np), torch.ones(len(message.idx_mapping_np), K, dtype=torch.int64)
+    )
     return drafter
 
 
@@ -178,7 +181,7 @@ def test_a_step_that_verifies_drafts_is_done_with_its_prefill():
         prefill_len_np=np.array([8, 8]),
         seq_lens_cpu_upper_bound=torch.tensor([10, 8]),
     )
-    step = Step.of(batch, None, None, Plan("chain", K))
+    step = Step.of(batch, None, Plan("chain", K))
     assert step.is_done.tolist() == [True, False] and step.bound.tolist() == [11, 9]
 
 

@@ -1,21 +1,62 @@
 """Patches of a loaded target and its runner's parts: attention, positions, hidden states, noise, KV connector.
 
-Each sits on one object, so that the draft's and every other engine's stay untouched.
+Each sits on one object, so that the draft's and every other engine's stay untouched; `_RowSums` alone sits on a module,
+and does nothing but while a layer listens.
 """
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from vllm_vidspec.engine.compat.contract import NEEDED_VLLM, expect_parameters
+import torch
+
+from vllm_vidspec.engine.compat.contract import NEEDED_VLLM, expect_parameters, wrap
 from vllm_vidspec.errors import VidSpecError
 
 _ATTENTION_FORWARD = ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
 
 
+class _RowSums:
+    """Takes the log-sum-exp of its rows from FlashAttention, which computes it in any case and is not asked for it.
+
+    Why: guidance would have to find it again, in a pass over all keys. The call's results stay what they are: versions
+    2 and 3 only hand one tensor more back. Version 4 would be compiled once more for it, and is left alone.
+    """
+
+    def __init__(self) -> None:
+        self._heard: list[torch.Tensor] | None = None
+
+    def install(self, backend: Any) -> None:
+        """Patch the name that vLLM's FlashAttention calls, in its module."""
+        wrap(backend, "flash_attn_varlen_func", self._call, "q", "max_seqlen_q", "return_softmax_lse", "fa_version")
+
+    def _call(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        has_own = kwargs.get("return_softmax_lse") or kwargs.get("fa_version") not in (2, 3)
+        # Of single rows version 2 folds heads into rows, and the sums come back in an order of their own.
+        if self._heard is None or has_own or kwargs.get("max_seqlen_q", 1) <= 1:
+            return original(*args, **kwargs)
+        out, lse = original(*args, **kwargs, return_softmax_lse=True)
+        self._heard.append(lse)
+        return out
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[list[torch.Tensor]]:
+        """Listen to the calls made meanwhile: yields the list that their `[num_heads, num_rows]` sums go to."""
+        heard: list[torch.Tensor] = []
+        self._heard = heard
+        try:
+            yield heard
+        finally:
+            self._heard = None
+
+
+_row_sums = _RowSums()
+
+
 def observe_attention(layer: Any, observer: Callable) -> None:
-    """Call `observer(layer, query, kv_cache, attn_metadata)` after each forward of a target's attention layer.
+    """Call `observer(layer, query, kv_cache, attn_metadata, lse)` after each forward of a target's attention layer.
 
     Why: fused attention keeps its weights to itself; q and the paged keys meet here and nowhere else. The wrapper sits
     on one layer's implementation object, so the draft's layers and every other engine of the process stay untouched; it
@@ -23,15 +64,19 @@ def observe_attention(layer: Any, observer: Callable) -> None:
 
     Args:
         layer: vLLM's `Attention`.
-        observer: Reads only.
+        observer: Reads only. `lse` is float32 `[num_heads, num_tokens]`, the log-sum-exp of each row, or None where the
+            backend does not tell it: not FlashAttention 2 or 3, or not in one call.
     """
     original = layer.impl.forward
     expect_parameters(original, *_ATTENTION_FORWARD)
+    if layer.get_attn_backend().get_name() == "FLASH_ATTN":
+        _row_sums.install(sys.modules[type(layer.impl).__module__])
 
     @functools.wraps(original)
     def forward(attn_layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs):
-        result = original(attn_layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
-        observer(attn_layer, query, kv_cache, attn_metadata)
+        with _row_sums.heard() as heard:
+            result = original(attn_layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
+        observer(attn_layer, query, kv_cache, attn_metadata, heard[0] if len(heard) == 1 else None)
         return result
 
     layer.impl.forward = forward

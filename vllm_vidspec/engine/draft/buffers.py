@@ -37,9 +37,8 @@ class DraftBuffers:
         self.max_num_reqs = max_num_reqs
         self.step = StepBuffers.allocate(max_num_reqs, kv.max_blocks, positions, max_drafts + 1 if tree_width else 0)
         self.level = LevelBuffers.allocate(max_num_reqs, positions, tree_width)
-        self.token_ids = self.level.input_ids
-        if self.token_ids is None:
-            self.token_ids = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        token_ids = self.level.input_ids  # None: of chains
+        self.token_ids = torch.zeros(max_num_reqs, dtype=torch.int32, device=device) if token_ids is None else token_ids
         self.drafts = torch.zeros(max_num_reqs, max_drafts, dtype=torch.int64, device=device)
         self.hidden_states = torch.zeros(num_places, model.hidden_size, dtype=model.dtype, device=device)
         self.layout = cache(lambda num_reqs, width: Layout.uniform(num_reqs, width, device))

@@ -30,6 +30,8 @@ from vllm_vidspec.engine.tree_attention import TreeAttention
 
 logger = init_logger("vllm.vidspec")
 
+_NO_END = 1 << 60
+
 
 class Drafter:
     """Owns what the draft keeps of every persistent row: its KV, its place in the line of prefills, its policy.
@@ -97,6 +99,8 @@ class Drafter:
         sample.reserve(min(num_rows, rows_per_block(model.vocab_size)), model.vocab_size, model.device, num_candidates)
         forwards = Forwards(model, self.kv, self.buffers, attention)
         self.attention = attention
+        # [max_num_reqs] see `has_room`; rows that nobody drafts for need none
+        self._room_until = np.full(max_num_reqs, _NO_END, dtype=np.int64)
         self._graphs = graphs
         self._sample = sample
         self.chains = ChainDrafter(forwards, sample, graphs) if "chain" in config.shapes else None
@@ -107,13 +111,20 @@ class Drafter:
     def admit(self, message: PrefillMessage) -> bool:
         """Take a request in; return whether it will be drafted for (else it is counted by reason)."""
         is_in = self.prefills.admit(message)
-        if is_in and self.trees is not None:
-            self.trees.policy.admit(np.array([message.req_state_idx]))
+        if is_in:
+            self._room_until[message.req_state_idx] = -1
+            if self.trees is not None:
+                self.trees.policy.admit(np.array([message.req_state_idx]))
         return is_in
 
     def rest(self, idx_mapping_np: np.ndarray, num_tokens: np.ndarray) -> None:
         """Put `[n]` rows that were drafted for back in line; the draft has read `[n]` tokens of their text at least."""
         self.prefills.rest(idx_mapping_np, num_tokens)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether any request is in the line of prefills."""
+        return self.prefills.is_reading
 
     def prefill(self, step: PrefillStep) -> Prefilled:
         """Show the draft what fits into this step of the prompts that it has not seen whole."""
@@ -147,13 +158,26 @@ class Drafter:
         num_slots = num_tokens_upper_bound - self.kv.num_dropped_np[idx_mapping_np] + self._num_speculative_tokens
         fits = self.kv.reserve(idx_mapping_np, num_slots)
         self.kv.apply()
+        self._room_until[idx_mapping_np] = self._find_room(idx_mapping_np)
         return fits
+
+    def has_room(self, idx_mapping_np: np.ndarray, num_tokens_upper_bound: np.ndarray) -> bool:
+        """Return whether `holds` and `reserve` have nothing to do for `[n]` rows: for most steps a look at a table."""
+        return not (num_tokens_upper_bound > self._room_until[idx_mapping_np]).any()
+
+    def _find_room(self, idx_mapping_np: np.ndarray) -> np.ndarray:
+        """Return `[n]` int64: up to which bound of the committed length the next step has entries and a context."""
+        kv, model, longest = self.kv, self.model, self._max_model_len
+        dropped, delta = kv.num_dropped_np[idx_mapping_np], kv.pos_delta_np[idx_mapping_np]
+        ends = np.stack((model.max_model_len + dropped, model.num_positions - delta))
+        ends = np.where(ends >= longest, _NO_END, ends)  # what the target's context does not reach is no end
+        return np.minimum(ends.min(axis=0), kv.capacity_np[idx_mapping_np] + dropped) - self._num_speculative_tokens
 
     def draft(self, message: DraftMessage) -> Drafts:
         """Propose drafts in the shape that the message names, for all its requests at once."""
         start = time.perf_counter()
         buffers, rows_np = self.buffers, message.idx_mapping_np
-        num_reqs = self._graphs.size_for(len(rows_np))
+        num_reqs = self._graphs.size_for(len(rows_np), self._width(message.shape))
         self._begin(message.batch_rows, message.picked, message.num_sampled, message.was_verified, num_reqs)
         rows = buffers.step.rows[: len(rows_np)]
         processed = self._sample.processed(rows, rows_np)
@@ -236,13 +260,18 @@ class Drafter:
         """Yield padded numbers of requests with what their steps may draft: the plan of as many requests or more, as
         some of a batch may not be drafted for.
         """
-        low = 1
-        for size in self._graphs.sizes:
-            plans = self._knobs.now.plans
-            for plan in {row.plan for row in plans if row.last >= low or row is plans[-1]}:
-                if plan.num_tokens:
-                    yield size, plan
-            low = size + 1
+        plans = self._knobs.now.plans
+        for shape in sorted({row.plan.shape for row in plans if row.plan.num_tokens}):
+            low = 1
+            for size in self._graphs.sizes_of(self._width(shape)):
+                for plan in {row.plan for row in plans if row.last >= low or row is plans[-1]}:
+                    if plan.shape == shape:
+                        yield size, plan
+                low = size + 1
+
+    def _width(self, shape: str) -> int:
+        """Return the most tokens of a request in a forward of the draft: two in the first."""
+        return 2 if self.trees is None or shape == "chain" else max(2, self.trees.policy.max_frontier)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
@@ -250,6 +279,7 @@ class Drafter:
         """Forget a row: finished, aborted, preempted or given up. Its blocks go back to the pool."""
         self.prefills.forget(req_state_idx)
         self.kv.forget(req_state_idx)
+        self._room_until[req_state_idx] = _NO_END
         self.counters.set("draft_pool_blocks_used", self.kv.num_used_blocks)
 
     def forget_media(self) -> None:

@@ -58,7 +58,7 @@ class DraftKV:
         self.caches = caches
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._blocks: list[list[int]] = [[] for _ in range(max_num_reqs)]
-        self._capacity = np.zeros(max_num_reqs, dtype=np.int64)  # [max_num_reqs] entries that the row's blocks hold
+        self.capacity_np = np.zeros(max_num_reqs, dtype=np.int64)  # [max_num_reqs] entries that the row's blocks hold
         # Written on the host, read on the device after `apply`; rows that do not draft keep whatever they had.
         self._block_tables = StagedWriteTensor((max_num_reqs, self.max_blocks), dtype=torch.int32, device=device)
         self._num_dropped = StagedWriteTensor(max_num_reqs, dtype=torch.int32, device=device)
@@ -111,7 +111,7 @@ class DraftKV:
             `[n]` bool, False where the pool or the row's table is full; such a row keeps what it had.
         """
         fits = np.ones(len(idx_mapping_np), dtype=bool)
-        for i in np.flatnonzero(num_slots > self._capacity[idx_mapping_np]):
+        for i in np.flatnonzero(num_slots > self.capacity_np[idx_mapping_np]):
             fits[i] = self._extend(int(idx_mapping_np[i]), int(num_slots[i]))
         return fits
 
@@ -123,7 +123,7 @@ class DraftKV:
         new = [self._free.pop() for _ in range(missing)]
         self._block_tables.stage_write(req_state_idx, len(blocks), new)
         blocks.extend(new)
-        self._capacity[req_state_idx] = len(blocks) * self.block_size
+        self.capacity_np[req_state_idx] = len(blocks) * self.block_size
         return True
 
     def apply(self) -> None:
@@ -135,7 +135,7 @@ class DraftKV:
         """Give a row's blocks back, and forget which drafts were fed: the row's next request has had none."""
         self._free.extend(reversed(self._blocks[req_state_idx]))
         self._blocks[req_state_idx] = []
-        self._capacity[req_state_idx] = 0
+        self.capacity_np[req_state_idx] = 0
         self.fed[req_state_idx : req_state_idx + 1].zero_()
 
     # ---- where a prefill writes ------------------------------------------------------------------------------------

@@ -138,6 +138,11 @@ class DraftPrefill:
         for row, length in zip(idx_mapping_np.tolist(), num_tokens.tolist(), strict=True):
             self._jobs[row] = self._read.pop(row).text_job(length)
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether any request is in line."""
+        return bool(self._jobs)
+
     def watch(self, on: bool) -> list[dict[str, Any]]:
         """Return what was pruned since watching began, and go on watching or not; see `worker.vidspec_watch`."""
         watched, self._watched = self._watched or [], [] if on else None

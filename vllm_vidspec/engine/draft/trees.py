@@ -80,24 +80,22 @@ class TreeDrafter:
     def parts(self, num_reqs: int, max_nodes: int) -> dict[Part, Run]:
         """Return the functions that can be captured, for so many requests and nodes."""
         self.policy.prepare(max_nodes)
-        levels = [(level,) for level in range(self.policy.depth(max_nodes))]
+        levels = range(self.policy.depth(max_nodes))
         # A level's frontier is what the capture of the level before it has returned, so these come first.
+        found: list[tuple[Any, ...]] = [("level", self._level, level) for level in levels]
         if self.policy.has_fixed_levels:
-            found = [("tree", self._tree, ())]
-        else:
-            found = [("level", self._level, level) for level in levels]
-        found += [
-            ("finish", self._finish, ()),
-            ("first", self._first, ()),
-            *(("nodes", self._nodes, level) for level in levels[1:]),
-        ]
-        return dict(self._part(name, function, num_reqs, max_nodes, *level) for name, function, level in found)
+            found = [("tree", self._tree)]
+        found += [("finish", self._finish), ("first", self._first)]
+        found += [("nodes", self._nodes, level) for level in levels[1:]]
+        return dict(self._part(name, function, num_reqs, max_nodes, *at) for name, function, *at in found)
 
     @staticmethod
-    def _part(name: str, function: Callable[..., None], num_reqs: int, max_nodes: int, *level: int) -> tuple[Part, Run]:
-        return part(name, num_reqs, *(level or (0,)), max_nodes), functools.partial(
-            function, num_reqs, max_nodes, *level
-        )
+    def _part(
+        name: str, function: Callable[..., None], num_reqs: int, max_nodes: int, level: int | None = None
+    ) -> tuple[Part, Run]:
+        """Return a part's key and what it runs; `level` of one that is a level."""
+        size = (num_reqs, max_nodes) if level is None else (num_reqs, max_nodes, level)
+        return part(name, num_reqs, level or 0, max_nodes), functools.partial(function, *size)
 
     def _run(self, *which: Any) -> bool:
         return self._graphs.run(*self._part(*which))

@@ -138,7 +138,10 @@ class AttentionGuidance(Guidance):
         except Exception as error:
             self._error = error
 
-    def observe(self, index: int, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any) -> None:
+    def observe(
+        self, index: int, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any,
+        lse: torch.Tensor | None,
+    ) -> None:  # fmt: skip
         """Add one layer's weights, after its own attention, from a cache that holds this step's keys.
 
         Args:
@@ -160,6 +163,7 @@ class AttentionGuidance(Guidance):
             step.out_rows,
             step.num_keys,
             impl.scale,
+            lse=lse if lse is None else lse.index_select(1, step.query_rows).T,
             max_queries_per_req=step.max_queries,
         )
         step.num_observed += 1

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vidspec_kernels import TreePlaces, kv_compact, place_trees
+from vidspec_kernels import TreePlaces, kv_compact, place_trees, warm_up
 from vllm_vidspec.drafting import DraftTree, topology_tables
 from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.listen.protocol import Forward, TargetListener
@@ -143,7 +143,9 @@ class TargetTrees(TargetListener):
         if for_capture:
             # What a batch of before has left there lies past the end of this one.
             self._place(batch, self._positions[: batch.num_tokens])
-            self.attention.step = self._step(batch, batch.max_query_len or int(batch.num_scheduled_tokens.max()))
+            longest = batch.max_query_len or int(batch.num_scheduled_tokens.max())
+            # A root alone is vLLM's: nothing is drafted for such batches.
+            self.attention.step = self._step(batch, longest) if longest > 1 else None
 
     def _adjust(self, batch: Any, positions: torch.Tensor) -> torch.Tensor:
         """Return `[num_tokens]` or `[num_axes, num_tokens]` positions with every tree node at root + depth."""
@@ -164,6 +166,13 @@ class TargetTrees(TargetListener):
             size=batch.num_reqs_after_padding,
             out_positions=out,
         )
+
+    def warm_up(self, runner: Any) -> None:
+        """Prepare the launch before each forward, before anything is captured."""
+        rope_state = getattr(runner.model_state, "rope_state", None)
+        positions = runner.input_buffers.positions if rope_state is None else rope_state.positions
+        out = self._positions if rope_state is None else None
+        warm_up.warm_place_trees(self.depths, self.ancestors, self.places, positions, out)
 
     def after_forward(self, forward: Forward) -> None:
         """Leave other forwards (dummy runs, other graphs) alone."""

@@ -1,0 +1,30 @@
+"""draw: one token of every request from bfloat16 logits, greedy or with noise of vLLM's weight."""
+
+from typing import Any
+
+import torch
+from bench_kernels import DEVICE, Case, against_reference
+from compile_cases import sampling
+
+from vidspec_kernels import SampleScratch, draw
+
+AXES: dict[str, list[Any]] = {"temperature": [0.0, 0.8], "num_reqs": [1, 8, 64, 256], "vocab_size": [152_064]}
+ROUNDS = 50
+
+
+def case(temperature: float, num_reqs: int, vocab_size: int) -> Case:
+    """Return the case of this batch size; an argmax and a copy are what greedy drafts would need without it."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(num_reqs, vocab_size, generator=generator).to(DEVICE, torch.bfloat16)
+    heat = torch.full((num_reqs,), temperature, device=DEVICE)
+    seeds, pos = (torch.randint(0, 2**40, (num_reqs,), generator=generator).to(DEVICE) for _ in range(2))
+    vectors = (heat, seeds, pos, sampling())
+    arguments: dict[str, Any] = {
+        "out_tokens": torch.zeros(num_reqs, 5, dtype=torch.int64, device=DEVICE),
+        "out_ids": torch.zeros(num_reqs, dtype=torch.int32, device=DEVICE),
+        "scratch": SampleScratch(num_reqs, vocab_size, DEVICE),
+    }
+    return Case(
+        against_reference(lambda impl: lambda: draw(logits, *vectors, level=1, **arguments, impl=impl)),
+        logits.numel() * logits.element_size(),
+    )

@@ -1,0 +1,1 @@
+"""Others that do what we do, measured beside ours in the same run."""

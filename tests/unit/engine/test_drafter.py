@@ -1,0 +1,64 @@
+"""The drafter's look at what a step needs, without models."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.simulated_device.fakes import StagedWrites
+from vllm_vidspec.engine.draft import kv as kv_module
+from vllm_vidspec.engine.draft.drafter import _NO_END, Drafter
+from vllm_vidspec.engine.draft.kv import DraftKV
+
+CPU, K, BLOCK, ROWS, LONGEST = torch.device("cpu"), 5, 4, 6, 60
+
+
+@pytest.fixture(autouse=True, scope="module")
+def staged_writes():
+    """vLLM's go through memory that the device maps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_module, "StagedWriteTensor", StagedWrites)
+        yield
+
+
+def make_drafter(max_model_len: int, num_positions: int) -> Drafter:
+    """Return a drafter's tables."""
+    made = object.__new__(Drafter)
+    made.kv = DraftKV(80, BLOCK, ROWS, LONGEST + K + 1, CPU)
+    made.model = SimpleNamespace(max_model_len=max_model_len, num_positions=num_positions)
+    made._max_model_len, made._num_speculative_tokens = LONGEST, K
+    made._room_until = np.full(ROWS, _NO_END, dtype=np.int64)
+    return made
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(20, 90), st.integers(20, 90), st.lists(st.tuples(st.integers(0, 12), st.integers(-9, 30)), max_size=4)
+)
+def test_a_step_is_looked_at_whenever_it_needs_something(max_model_len, num_positions, prompts):
+    """Texts grow by every length: whoever `has_room` is held by the context and owns the blocks.
+
+    Catches: a block or an end of the context that a steady step passes by; a row that nobody drafts for that makes
+    every step look.
+    """
+    drafter, rows = make_drafter(max_model_len, num_positions), np.arange(len(prompts))
+    for row, (num_dropped, pos_delta) in enumerate(prompts):
+        drafter.kv.begin(row, num_dropped, pos_delta)
+        drafter._room_until[row] = -1
+    steps_with_room = 0
+    for bound in range(13, LONGEST + 1):
+        bounds = np.full(len(rows), bound)
+        needed = bounds - drafter.kv.num_dropped_np[rows] + K
+        has_room = drafter.has_room(np.arange(ROWS), np.full(ROWS, bound))
+        if has_room:
+            steps_with_room += 1
+            assert drafter.holds(rows, bounds).all() and (drafter.kv.capacity_np[rows] >= needed).all()
+        drafter.reserve(rows, bounds)
+    if prompts and max_model_len >= LONGEST and num_positions >= LONGEST + 30:
+        assert steps_with_room >= (LONGEST - 13) // 2
+    for row in rows:
+        drafter._room_until[row] = _NO_END
+    assert drafter.has_room(np.arange(ROWS), np.full(ROWS, LONGEST))
