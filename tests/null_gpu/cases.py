@@ -21,7 +21,10 @@ TWO_RANKS = {
     "disable_custom_all_reduce": True,  # it reads another process's device memory
     "worker_extension_cls": "null_gpu.probe.WorkerProbe",
 }
-GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}}
+GRAPHS = {
+    "enforce_eager": False,
+    "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]},
+}
 GRAPHS_SIXTEEN = {
     "enforce_eager": False,
     "max_num_seqs": 16,
