@@ -1,8 +1,8 @@
 """guidance_scores: one layer of one request, against attention whose weights are all held at once, in time and memory.
 
 `num_queries` text queries are the last of `num_keys` cached keys. On a GPU a second row is told the rows' log-sum-exps,
-as FlashAttention tells them to the engine, and makes one pass. The floor counts one pass. Memory of MKL's own buffers is
-not counted.
+as FlashAttention tells them to the engine, and makes one pass. The floor counts one pass. Memory of MKL's own buffers
+is not counted.
 """
 
 from typing import Any

@@ -34,10 +34,10 @@ _MOST_QUERIES = 80
 _MOST_QUERIES_LONG_TOP = 32
 _LONG_TOP = 32
 _MIN_BLOCK_QUERIES = 16
-# Stored rows of a tile. Larger tiles load the queries less often, and beside many queries Ampere has no registers for
-# them. A row's cosines do not depend on the choice: both are products of the same instruction.
+# Stored rows of a tile. Larger tiles load the queries less often; Ada has no shared memory for them, and beside many
+# queries Ampere no registers. A row's cosines do not depend on the choice: both are products of the same instruction.
 _BLOCK_KEYS = 128
-_BLOCK_KEYS_AMPERE = 64
+_BLOCK_KEYS_SHORT = 64
 # Up to so many queries, two programs of four warps share a multiprocessor; with more, one of eight has it.
 _FEW_QUERIES = 32
 # A line of 128 bytes; products of float32 without tensor cores need many more registers a row.
@@ -202,32 +202,41 @@ def _visual_relevance_kernel(
     more_ptrs = queries_ptr + (start + more).to(tl.int64)[:, None] * queries_stride + dims[None, :]
     best = tl.full([2**LOG_QUERIES, TOP], float("-inf"), tl.float32)
     best_more = tl.full([2**LOG_REST, TOP], float("-inf"), tl.float32)
+    acc = tl.zeros([BLOCK_KEYS, 2**LOG_QUERIES], tl.float32)
+    acc_more = tl.zeros([BLOCK_KEYS, 2**LOG_REST], tl.float32)
+    valid = tl.zeros([BLOCK_KEYS], tl.int1)
+    key_ptrs = store_ptr + tl.zeros([BLOCK_KEYS], tl.int64)[:, None] + dims[None, :]
     # One loop over tiles and their chunks: copies of the next tile are on their way while one is selected from.
-    for first_key in tl.range(first, last, BLOCK_KEYS, flatten=True):
-        entry = first_key + tl.arange(0, BLOCK_KEYS)
-        listed = entry < last
-        block = tl.load(block_table_ptr + entry // BLOCK_ROWS, mask=listed, other=0)
-        # Of a block that is not full the rest is from an earlier request: neither read nor counted.
-        valid = entry % BLOCK_ROWS < tl.load(block_fill_ptr + block, mask=listed, other=0)
-        # int64 before the product: a row's offset passes 2**31 in a large store.
-        key_ptrs = store_ptr + (block.to(tl.int64) * BLOCK_ROWS + entry % BLOCK_ROWS)[:, None] * HIDDEN + dims[None, :]
+    NUM_CHUNKS: tl.constexpr = (HIDDEN + BLOCK_DIM - 1) // BLOCK_DIM
+    for step in range(tl.cdiv(last - first, BLOCK_KEYS) * NUM_CHUNKS):
+        chunk = step % NUM_CHUNKS
+        if chunk == 0:
+            entry = first + step // NUM_CHUNKS * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+            listed = entry < last
+            block = tl.load(block_table_ptr + entry // BLOCK_ROWS, mask=listed, other=0)
+            # Of a block that is not full the rest is from an earlier request: neither read nor counted.
+            valid = entry % BLOCK_ROWS < tl.load(block_fill_ptr + block, mask=listed, other=0)
+            # int64 before the product: a row's offset passes 2**31 in a large store.
+            row = block.to(tl.int64) * BLOCK_ROWS + entry % BLOCK_ROWS
+            key_ptrs = store_ptr + row[:, None] * HIDDEN + dims[None, :]
+        dim = chunk * BLOCK_DIM
+        key_mask = valid[:, None]
+        query_mask = (query < num_queries)[:, None]
+        more_mask = (more < num_queries)[:, None]
+        if HIDDEN % BLOCK_DIM != 0:
+            inside = (dim + dims < HIDDEN)[None, :]
+            key_mask, query_mask, more_mask = key_mask & inside, query_mask & inside, more_mask & inside
         # Stored rows are the side of 64 that tensor cores need; there are far fewer queries.
-        acc = tl.zeros([BLOCK_KEYS, 2**LOG_QUERIES], tl.float32)
-        acc_more = tl.zeros([BLOCK_KEYS, 2**LOG_REST], tl.float32)
-        for dim in range(0, HIDDEN, BLOCK_DIM):
-            key_mask = valid[:, None]
-            query_mask = (query < num_queries)[:, None]
-            more_mask = (more < num_queries)[:, None]
-            if HIDDEN % BLOCK_DIM != 0:
-                inside = (dim + dims < HIDDEN)[None, :]
-                key_mask, query_mask, more_mask = key_mask & inside, query_mask & inside, more_mask & inside
-            k = tl.load(key_ptrs + dim, mask=key_mask, other=0.0)
-            acc = _multiply(acc, k, query_ptrs + dim, query_mask, WIDEN)
-            if HAS_MORE:
-                acc_more = _multiply(acc_more, k, more_ptrs + dim, more_mask, WIDEN)
-        best = _better(best, acc, valid, top_n, LOG_QUERIES, LOG_KEYS, LOG_TOP)
+        k = tl.load(key_ptrs + dim, mask=key_mask, other=0.0)
+        acc = _multiply(acc, k, query_ptrs + dim, query_mask, WIDEN)
         if HAS_MORE:
-            best_more = _better(best_more, acc_more, valid, top_n, LOG_REST, LOG_KEYS, LOG_TOP)
+            acc_more = _multiply(acc_more, k, more_ptrs + dim, more_mask, WIDEN)
+        if chunk == NUM_CHUNKS - 1:
+            best = _better(best, acc, valid, top_n, LOG_QUERIES, LOG_KEYS, LOG_TOP)
+            acc = tl.zeros([BLOCK_KEYS, 2**LOG_QUERIES], tl.float32)
+            if HAS_MORE:
+                best_more = _better(best_more, acc_more, valid, top_n, LOG_REST, LOG_KEYS, LOG_TOP)
+                acc_more = tl.zeros([BLOCK_KEYS, 2**LOG_REST], tl.float32)
     # Every second one the other way round: the merge takes them in pairs.
     column = tl.arange(0, TOP)
     goal = split.to(tl.int64) * TOP + tl.where(split % 2 == 0, column, TOP - 1 - column)
@@ -523,19 +532,20 @@ def _tile(
     log_queries, log_more = _query_blocks(num_queries)
     padded = 2**log_queries + (0 if log_more is None else 2**log_more)
     is_few = padded <= _FEW_QUERIES
-    block_keys = _BLOCK_KEYS if is_few or limits.capability >= 90 else _BLOCK_KEYS_AMPERE
     block_dim = _BLOCK_DIM_WIDE if widen else _BLOCK_DIM
-    stage_bytes = block_dim * (block_keys * store_dtype.itemsize + padded * query_dtype.itemsize)
 
-    def stages(num_programs: int) -> int:
+    def stages(num_programs: int, block_keys: int) -> int:
+        stage_bytes = block_dim * (block_keys * store_dtype.itemsize + padded * query_dtype.itemsize)
         return min((shared_bytes_per_program(limits, num_programs) - _SCRATCH_BYTES) // stage_bytes, _MAX_STAGES)
 
-    programs_per_sm = 2 if is_few and stages(2) >= _MIN_STAGES else 1
+    has_room = stages(2, _BLOCK_KEYS) >= _MIN_STAGES if is_few else limits.capability >= 90
+    block_keys = _BLOCK_KEYS if has_room or 2**log_top > _BLOCK_KEYS_SHORT else _BLOCK_KEYS_SHORT
+    programs_per_sm = 2 if is_few and stages(2, block_keys) >= _MIN_STAGES else 1
     constants = {
         "LOG_QUERIES": log_queries, "LOG_MORE": log_more, "LOG_KEYS": block_keys.bit_length() - 1, "LOG_TOP": log_top,
         "BLOCK_DIM": block_dim, "WIDEN": widen,
     }  # fmt: skip
-    options = {"num_stages": stages(programs_per_sm), "num_warps": 4 if is_few else 8}
+    options = {"num_stages": stages(programs_per_sm, block_keys), "num_warps": 4 if is_few else 8}
     return _Tile(constants, options, triton.cdiv(max(max_queries, 1), padded), programs_per_sm)
 
 

@@ -52,7 +52,7 @@ def emulated_graphs() -> Iterator[None]:
 
     def init_with_graphs(self: Any, _mode: CUDAGraphMode) -> None:
         compilation = self._vllm_config.compilation_config
-        compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = list(SIZES), max(SIZES)
+        compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = list(SIZES), 512
         init(self, CUDAGraphMode.FULL_DECODE_ONLY)
 
     with contextlib.ExitStack() as stack:
