@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import kernel_model_tree_attention as attention_model
 import torch
 
 from vidspec_kernels.dispatch import DeviceLimits
 
 # The package exports functions of the modules' names.
-attention = importlib.import_module("vidspec_kernels.tree_attention")
 relevance = importlib.import_module("vidspec_kernels.visual_relevance")
 guidance = importlib.import_module("vidspec_kernels.guidance_scores")
 
@@ -54,15 +54,18 @@ class Device:
         return self.limits.num_sms
 
 
-H100 = Device("H100 SXM", 3.35e12, 989e12, 5.5e12, 1.755e9, DeviceLimits(132, 228 * 1024, 227 * 1024, 90))
-A100 = Device("A100 SXM 80 GB", 2.04e12, 312e12, 4.0e12, 1.41e9, DeviceLimits(108, 164 * 1024, 163 * 1024, 80))
+def _device(name: str, arch: int, clock: float) -> Device:
+    card = attention_model.CARDS[arch]
+    return Device(name, card.memory, card.products, card.cache, clock, card.limits)
+
+
+H100, A100 = _device("H100 SXM", 90, 1.755e9), _device("A100 SXM 80 GB", 80, 1.41e9)
 
 # Assumptions, all of them: shares of the peaks that good kernels reach, and latencies.
-MEMORY_SHARE = 0.90
-TENSOR_SHARE = 0.55  # of products between which a softmax stands
+MEMORY_SHARE, TENSOR_SHARE = attention_model.MEMORY_REACHED, attention_model.PRODUCTS_REACHED
 ISSUE_SHARE = 0.80  # of one instruction a scheduler and cycle
 LATENCY = 0.8e-6  # of a load from memory under load
-LAUNCH = 1.5e-6  # from the end of one kernel to the start of the next, in a graph
+LAUNCH = attention_model.LAUNCH  # from the end of one kernel to the start of the next, in a graph
 SCHEDULERS = 4
 
 
@@ -160,33 +163,11 @@ SHAPES = {"28/4": (28, 4, 128), "14/2 d64": (14, 2, 64)}
 CONTEXTS, BATCHES, QUERIES = (1_000, 8_000, 25_000, 100_000), (1, 8, 32), (6, 26, 65)
 
 
-def tree_attention(device: Device, compiled: Compiled, shape: str, queries: int, batch: int, context: int) -> Call:
-    """Model one layer of a decode step: every program takes an equal share of all tiles of keys (stream-K)."""
-    heads, kv_heads, head_size = SHAPES[shape]
-    rows = queries * heads // kv_heads
-    tile = attention.tile_shape(rows, head_size, False, True, device.limits)
-    per_sm = compiled.per_sm("tree_attention", f"{shape} Q{9 if queries == 6 else queries}", device)
-    line = 2 * head_size
-    cache = 2 * batch * context * kv_heads * line
-    ends = 2 * batch * queries * heads * line  # queries and outputs
-    row_tiles = -(-rows // tile.block_rows)
-    units = batch * kv_heads * row_tiles * (-(-context // tile.block_keys) + 1)  # and one of nodes
-    per_program = max(-(-units // (tile.programs_per_sm * device.num_sms)), attention._MIN_UNITS)
-    programs = -(-units // per_program)
-    # Parts of a tile's results: what shares that end within a tile write, and its last program reads.
-    parts = 2 * programs * tile.block_rows * (head_size + 1) * 4 * 2
-    unit_bytes = 2 * tile.block_keys * line
-    launch = Launch(
-        programs=programs,
-        per_sm=min(per_sm, tile.programs_per_sm),
-        memory_bytes=cache + ends,
-        l2_bytes=row_tiles * cache + ends + parts,
-        operations=4 * programs * per_program * tile.block_rows * tile.block_keys * head_size,
-        in_flight=(attention._TILES_HELD - 1) * unit_bytes,
-        rounds=5,  # lengths, share, table, keys; the arrival and the parts behind it
-        tail=parts / device.l2,
-    )
-    return Call(cache + ends, 4 * batch * queries * heads * context * head_size, (launch,))
+def tree_attention(device: Device, shape: str, queries: int, batch: int, context: int) -> str:
+    """Return the cell of one layer of a decode step, by the model of its own decomposition."""
+    found = attention_model.predict(context, batch, queries, *SHAPES[shape], device.limits.capability)
+    bound = found["floor_by"][0].upper()
+    return figures(found["programs"], found["floor_us"], found["predicted_us"], bound)
 
 
 # ---- visual_relevance ------------------------------------------------------------------------------------------------
@@ -196,11 +177,16 @@ HIDDEN, TOP_N = 3584, 10
 SELECT_INSTRUCTIONS, SELECT_CYCLES = 1500, 2
 
 
+def relevance_case(queries: int) -> str:
+    """Return the case of the compile report that has the tiles of so many queries."""
+    return f"3584 Q{11 if queries <= 16 else queries} 25k top 10"
+
+
 def visual_relevance(device: Device, compiled: Compiled, queries: int, batch: int, tokens: int) -> Call:
     """Model one step's relevance of bf16 states of a 7B target, and its merge."""
     bf16, log_top = torch.bfloat16, (TOP_N - 1).bit_length()
     tile = relevance._tile(bf16, bf16, queries, log_top, device.limits, False)
-    case = f"3584 Q{ {6: 11}.get(queries, queries) } 25k top 10"
+    case = relevance_case(queries)
     per_sm = min(compiled.per_sm("visual_relevance", case, device), tile.programs_per_sm)
     splits = relevance._num_splits(batch, tokens, tile.programs_per_sm * device.num_sms)
     share = max(-(-tokens // splits), relevance._LEAST_SHARE)
@@ -232,8 +218,9 @@ def visual_relevance(device: Device, compiled: Compiled, queries: int, batch: in
 
 # ---- guidance_scores -------------------------------------------------------------------------------------------------
 
-# Instructions of one warp for a tile of 64 rows and 64 keys, from the assembler's listing (sm_90).
-TILE_INSTRUCTIONS, WARPS = 700, 4
+# Instructions of one warp for a tile of 64 rows and 64 keys of 128, from the assembler's listings (sm_90): of the pass
+# that finds the statistics, and of the one that sums, by them or by log-sum-exps.
+STATS_INSTRUCTIONS, SUMS_INSTRUCTIONS, LSE_INSTRUCTIONS, WARPS = 720, 690, 600, 4
 TEXT_QUERIES = 32
 
 
@@ -248,19 +235,20 @@ def guidance_scores(device: Device, compiled: Compiled, shape: str, has_lse: boo
     work = {
         "memory_bytes": keys_bytes,
         "operations": 2 * tiles * guidance._BLOCK_ROWS * guidance._BLOCK_KEYS * head_size,
-        "instructions": tiles * TILE_INSTRUCTIONS * WARPS,
         "rounds": 4,
     }
     splits = min(-(-context // guidance._KEYS_PER_SPLIT), guidance._MAX_SPLITS)
     stats = Launch(
         batch * row_tiles * kv_heads * splits, compiled.per_sm("row_stats", case, device),
-        l2_bytes=row_tiles * keys_bytes, **work,
+        l2_bytes=row_tiles * keys_bytes, instructions=tiles * STATS_INSTRUCTIONS * WARPS, **work,
     )  # fmt: skip
     # What torch makes of the splits' statistics: six small operations.
     between = (Launch(1, 1, rounds=1),) * 6
     case += ", LSE given" if has_lse else ""
+    instructions = tiles * WARPS * (LSE_INSTRUCTIONS if has_lse else SUMS_INSTRUCTIONS)
     sums = Launch(
-        batch * key_tiles, compiled.per_sm("guidance_scores", case, device), l2_bytes=keys_bytes, **work
+        batch * key_tiles, compiled.per_sm("guidance_scores", case, device), l2_bytes=keys_bytes,
+        instructions=instructions, **work,
     )  # fmt: skip
     launches = (sums,) if has_lse else (stats, *between, sums)
     return Call(keys_bytes, 2 * batch * TEXT_QUERIES * heads * context * head_size, launches)
@@ -329,8 +317,12 @@ def small_kernels() -> list[Small]:
 def cell(call: Call, device: Device) -> str:
     """Return a call's programs, floor, model, share and bound."""
     least, bound = floor(call, device)
-    time = modelled(call, device)
-    return f"{call.programs}: {1e6 * least:.1f} → {1e6 * time:.1f} ({100 * least / time:.0f} % {bound})"
+    return figures(call.programs, 1e6 * least, 1e6 * modelled(call, device), bound)
+
+
+def figures(programs: int, least: float, time: float, bound: str) -> str:
+    """Return a cell: programs, floor and model in microseconds, share and bound."""
+    return f"{programs}: {least:.1f} → {time:.1f} ({100 * least / time:.0f} % {bound})"
 
 
 def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -345,13 +337,14 @@ def big_tables(device: Device, compiled: Compiled) -> str:
     contexts = [f"{context // 1000}k" for context in CONTEXTS]
     attend = [
         [shape, str(queries), str(batch)]
-        + [cell(tree_attention(device, compiled, shape, queries, batch, context), device) for context in CONTEXTS]
+        + [str(compiled.per_sm("tree_attention", f"{shape} Q{9 if queries == 6 else queries}", device))]
+        + [tree_attention(device, shape, queries, batch, context) for context in CONTEXTS]
         for shape in SHAPES
         for queries in QUERIES
         for batch in BATCHES
     ]
     relate = [
-        [str(queries), str(batch)]
+        [str(queries), str(batch), str(compiled.per_sm("visual_relevance", relevance_case(queries), device))]
         + [cell(visual_relevance(device, compiled, queries, batch, context), device) for context in CONTEXTS]
         for queries in QUERIES
         for batch in BATCHES
@@ -366,9 +359,9 @@ def big_tables(device: Device, compiled: Compiled) -> str:
     return "\n\n".join(
         [
             f"**{device.name}, `tree_attention`**, one layer (MODELLED)",
-            table(["heads", "Q", "batch", *contexts], attend),
+            table(["heads", "Q", "batch", "programs an SM", *contexts], attend),
             f"**{device.name}, `visual_relevance`** and its merge, rows of {HIDDEN}, top {TOP_N} (MODELLED)",
-            table(["Q", "batch", *contexts], relate),
+            table(["Q", "batch", "programs an SM", *contexts], relate),
             f"**{device.name}, `guidance_scores`**, one layer, {TEXT_QUERIES} text queries a request (MODELLED)",
             table(["heads", "LSE", "batch", *contexts], guide),
         ]

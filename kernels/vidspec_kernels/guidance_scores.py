@@ -336,6 +336,7 @@ def _launch(
     # this is the interpreter, whose dot multiplies bfloat16's bit patterns as integers.
     interpreted_bf16 = query.dtype == torch.bfloat16 and query.device.type == "cpu"
     widen = query.dtype == torch.float32 or query.dtype != key_cache.dtype or interpreted_bf16
+    block_dim = max(16, triton.next_power_of_2(head_dim))
     inputs = (
         query, *query.stride(), key_cache, *key_cache.stride(), block_table, block_table.stride(0),
         query_start_loc, query_pos,
@@ -343,11 +344,12 @@ def _launch(
     tiles = {
         "GROUP": num_heads // num_kv_heads,
         "HEAD_DIM": head_dim,
-        "BLOCK_DIM": max(16, triton.next_power_of_2(head_dim)),
+        "BLOCK_DIM": block_dim,
         "BLOCK_ROWS": _BLOCK_ROWS_WIDE if widen else _BLOCK_ROWS,
         "BLOCK_KEYS": _BLOCK_KEYS,
         "WIDEN": widen,
-        "num_stages": 2 if widen else 3,
+        # Padded heads are masked, which takes registers that a third stage has not left.
+        "num_stages": 2 if widen or head_dim != block_dim else 3,
     }
     scale_log2 = scale * _LOG2E
     shift, factor = lse, None

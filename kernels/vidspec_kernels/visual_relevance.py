@@ -34,10 +34,10 @@ _MOST_QUERIES = 80
 _MOST_QUERIES_LONG_TOP = 32
 _LONG_TOP = 32
 _MIN_BLOCK_QUERIES = 16
-# Stored rows of a tile. Larger tiles load the queries less often, and beside many queries Ampere has no registers for
-# them. A row's cosines do not depend on the choice: both are products of the same instruction.
+# Stored rows of a tile. Larger tiles load the queries less often; Ada has no shared memory for them, and beside many
+# queries Ampere no registers. A row's cosines do not depend on the choice: both are products of the same instruction.
 _BLOCK_KEYS = 128
-_BLOCK_KEYS_AMPERE = 64
+_BLOCK_KEYS_SHORT = 64
 # Up to so many queries, two programs of four warps share a multiprocessor; with more, one of eight has it.
 _FEW_QUERIES = 32
 # A line of 128 bytes; products of float32 without tensor cores need many more registers a row.
@@ -532,19 +532,20 @@ def _tile(
     log_queries, log_more = _query_blocks(num_queries)
     padded = 2**log_queries + (0 if log_more is None else 2**log_more)
     is_few = padded <= _FEW_QUERIES
-    block_keys = _BLOCK_KEYS if is_few or limits.capability >= 90 else _BLOCK_KEYS_AMPERE
     block_dim = _BLOCK_DIM_WIDE if widen else _BLOCK_DIM
-    stage_bytes = block_dim * (block_keys * store_dtype.itemsize + padded * query_dtype.itemsize)
 
-    def stages(num_programs: int) -> int:
+    def stages(num_programs: int, block_keys: int) -> int:
+        stage_bytes = block_dim * (block_keys * store_dtype.itemsize + padded * query_dtype.itemsize)
         return min((shared_bytes_per_program(limits, num_programs) - _SCRATCH_BYTES) // stage_bytes, _MAX_STAGES)
 
-    programs_per_sm = 2 if is_few and stages(2) >= _MIN_STAGES else 1
+    has_room = stages(2, _BLOCK_KEYS) >= _MIN_STAGES if is_few else limits.capability >= 90
+    block_keys = _BLOCK_KEYS if has_room or 2**log_top > _BLOCK_KEYS_SHORT else _BLOCK_KEYS_SHORT
+    programs_per_sm = 2 if is_few and stages(2, block_keys) >= _MIN_STAGES else 1
     constants = {
         "LOG_QUERIES": log_queries, "LOG_MORE": log_more, "LOG_KEYS": block_keys.bit_length() - 1, "LOG_TOP": log_top,
         "BLOCK_DIM": block_dim, "WIDEN": widen,
     }  # fmt: skip
-    options = {"num_stages": stages(programs_per_sm), "num_warps": 4 if is_few else 8}
+    options = {"num_stages": stages(programs_per_sm, block_keys), "num_warps": 4 if is_few else 8}
     return _Tile(constants, options, triton.cdiv(max(max_queries, 1), padded), programs_per_sm)
 
 

@@ -33,7 +33,7 @@ PROCESSED = (2, 3, 6, 11)
 WHOLE = {"chain": "chain", "tree-static": "tree", "tree-adaptive": "level"}  # the part that every step runs
 
 
-@pytest.fixture(scope="module", params=[(family, shape) for family in FAMILIES for shape in ("chain", *TREES)], ids=str)
+@pytest.fixture(scope="module", params=[(family, shape) for family in FAMILIES for shape in ("chain", *TREES)], ids=" ".join)
 def captured(request, reference) -> Iterator[tuple[Engine, str, dict]]:
     """An engine whose draft steps are captured, and vanilla's answers; one of them schedules a step ahead."""
     family, shape = request.param
@@ -98,7 +98,7 @@ def test_every_situation_at_once(captured):
     assert got == [ids[: len(one)] for (ids,), one in zip(harness.token_ids(expected), got, strict=True)]
     assert_all_stands(counted)
     assert preempted and not harness.skipped(counted) and counted["draft_eager_steps"] == 0
-    assert seen.keys() - set(SIZES) and len(seen) > 5, "the situation did not arise"
+    assert {3, 5, 6, 7} & seen.keys(), "nothing was padded"
     graphs = engine.speculator.graphs.graphs
     used = {key.num_tokens for key, graph in graphs.items() if key.name == WHOLE[shape] and graph.recording.num_replays}
     assert used == set(SIZES)
@@ -154,7 +154,7 @@ def level_of_python(patch) -> None:
 
 
 def note_of_host(patch) -> dict:
-    """Return a dictionary that holds a step's longest request, a number of the host, once it has begun."""
+    """Return what is noted on the host whenever a step of the draft begins: its longest request."""
     begin, noted = Drafter._begin, {}
 
     def begin_and_look(self, *args):

@@ -142,7 +142,7 @@ def test_every_variant_that_steps_use_is_warmed():
     found = run("tests/kernels/variants.py")
     assert found["missing"] == [] and found["ambiguous"] == []
     assert found["used"].keys() == found["warmed"].keys() and len(found["used"]) == 21
-    assert sum(found["warmed"].values()) <= 45, found["warmed"]
+    assert sum(found["warmed"].values()) <= 50, found["warmed"]
 
 
 @pytest.mark.parametrize(("capability", "keys", "stages"), [(90, 64, 5), (100, 64, 4), (80, 32, 5), (89, 16, 5)])
@@ -154,7 +154,7 @@ def test_tiles_count_scratch_and_the_drivers_share(capability, keys, stages):
     room = dispatch.shared_bytes_per_program(limits, 2)
     assert 2 * (room + 1024) == shared_kb * 1024
     assert _tile(64, 256, room) == keys and _held_bytes(64, 256, 16) <= room
-    assert _pipeline(64, 256, keys, limits)[0] == stages
+    assert _pipeline(64, 256, keys, 2, limits)[0] == stages
 
 
 def test_float8_is_refused_before_ada(monkeypatch):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from null_gpu.plants import allocate_while_capturing, plant_each
-from null_gpu.situations import peak_of_a_prompt, sleep_and_wake, sums_of_guidance
+from null_gpu.situations import kernels_of_drafts, peak_of_a_prompt, sleep_and_wake, sums_of_guidance
 from vllm_vidspec.tools import pairs
 
 QWEN, LLAVA = pairs.FAMILIES
@@ -166,15 +166,23 @@ _ALL = (
     Case("vanilla graphs", overrides=GRAPHS),
     Case("vanilla graphs batch", overrides=GRAPHS, batch=3),
     Case("vanilla graphs sampled", overrides=GRAPHS, sampling=_WARM),
-    Case("chain graphs", {}, "vanilla graphs", overrides=GRAPHS, most_launches=60),
+    Case("chain graphs", {}, "vanilla graphs", overrides=GRAPHS, most_launches=60, after=kernels_of_drafts),
     Case("chain graphs batch", {}, "vanilla graphs batch", overrides=GRAPHS, batch=3, most_launches=60),
     Case("chain graphs sampled", {}, "vanilla graphs sampled", overrides=GRAPHS, sampling=_WARM, most_launches=60),
     Case(
         "chain graphs processed", {}, "vanilla graphs sampled", overrides=GRAPHS, sampling=_SAMPLED, most_launches=160
     ),
-    Case("static graphs", _STATIC, "vanilla graphs", overrides=GRAPHS, most_launches=70),
+    Case("static graphs", _STATIC, "vanilla graphs", overrides=GRAPHS, most_launches=70, after=kernels_of_drafts),
     Case("static graphs batch", _STATIC, "vanilla graphs batch", overrides=GRAPHS_104, batch=3, most_launches=70),
-    Case("adaptive graphs", _ADAPTIVE, "vanilla graphs", overrides=GRAPHS_65, **_PLANNED, most_launches=80),
+    Case(
+        "adaptive graphs",
+        _ADAPTIVE,
+        "vanilla graphs",
+        overrides=GRAPHS_65,
+        **_PLANNED,
+        most_launches=80,
+        after=kernels_of_drafts,
+    ),
     Case("self graphs", {"draft": "target"}, "vanilla graphs", overrides=GRAPHS, most_launches=60),
     Case("vanilla graphs sixteen", overrides=GRAPHS_SIXTEEN, batch=16),
     Case("chain graphs sixteen", {}, "vanilla graphs sixteen", overrides=GRAPHS_SIXTEEN, batch=16, most_launches=60),

@@ -110,8 +110,8 @@ class DraftGraphs(CudaGraphManager):
 def batch_sizes(capture_sizes: Sequence[int], max_num_reqs: int) -> list[int]:
     """Return the numbers of requests that have graphs.
 
-    Those of vLLM's sizes that are a third more than the one before, up to what holds `max_num_reqs`: a step of the draft
-    is several graphs where vLLM has one, and reads the weights however many rows are padding.
+    Those of vLLM's sizes that are a third more than the one before, up to what holds `max_num_reqs`: a draft step is
+    several graphs where vLLM has one, and reads the weights however many rows are padding.
     """
     most, sizes = min(max_num_reqs, max(capture_sizes, default=0)), [0]
     for size in sorted(capture_sizes):
