@@ -46,7 +46,7 @@ _COUNTERS = {
     "draft_depth": "Depth of the drafts verified: what could stand at most.",
     "draft_steps": "Batches drafted for.",
     "draft_forwards": "Forwards of the draft model in them.",
-    "draft_eager_steps": "Batches drafted for without CUDA graphs though the target has them: too large for any graph.",
+    "draft_eager_steps": "Batches drafted for without CUDA graphs though graphs are on: larger than any graph.",
     "undrafted_steps": "Batches that were too large for drafts to pay.",
     "prompts": "Prompts that the draft has prefilled.",
     "text_tokens": "Text tokens of the prompts that the draft has prefilled.",

@@ -35,7 +35,8 @@ SHAPES: dict[str, dict[str, Any] | None] = {
 VOCAB = 152_064
 FIGURES = ("step_ms", "propose_ms", "propose_host_ms")
 _WORDS = range(3, 60)  # token ids that stand for words in every vocabulary here
-_SKIP = 4  # steps after the first tokens, before one is timed
+_STEP_TOKENS = 2048  # of a step, at most, of prompts
+_SKIP = 4  # steps in which all requests draft, before one is timed
 _TIMEOUT_S = 1800
 
 
@@ -62,14 +63,17 @@ def make_checkpoints(folder: Path, shape: str) -> dict[str, str]:
 
 
 def job_of(method: str, models: dict[str, str], options: Any) -> dict[str, Any]:
-    """Return what a process is told: `llm`, `batch_sizes`, `context`, `steps` and `around`."""
-    num_tokens = options.context + (_SKIP + options.steps + 8) * (options.num_tokens + 1)
+    """Return what a process is told: `llm`, `method`, `batch_sizes`, `context`, `around`, and steps: `steps` that are
+    timed, at most `wait` until all requests draft.
+    """
+    wait = 16 + 4 * options.context * max(options.batch) // _STEP_TOKENS
+    num_tokens = options.context + (wait + _SKIP + options.steps) * (options.num_tokens + 1)
     llm = {
         "model": models[OURS],
         "load_format": "dummy",
         "max_model_len": num_tokens,
         "max_num_seqs": max(options.batch),
-        "max_num_batched_tokens": max(2048, 4 * max(options.batch)),
+        "max_num_batched_tokens": max(_STEP_TOKENS, 4 * max(options.batch)),
         "enable_prefix_caching": False,
         "limit_mm_per_prompt": {"video": 0, "image": 0},
         "seed": 0,
@@ -80,8 +84,10 @@ def job_of(method: str, models: dict[str, str], options: Any) -> dict[str, Any]:
         llm["speculative_config"] = spec | ({"pruner": "none", "on_draft_error": "raise"} if method == OURS else {})
     return {
         "llm": llm,
+        "method": method,
         "batch_sizes": options.batch,
         "context": options.context,
+        "wait": wait,
         "steps": options.steps,
         "around": options.around,
     }
@@ -162,6 +168,10 @@ def summary(found: dict[str, list[list[dict[str, Any]]]], method: str, index: in
 # ---- the process of an engine ----------------------------------------------------------------------------------------
 
 
+def _runner(engine: Any) -> Any:
+    return engine.model_executor.driver_worker.worker.model_runner
+
+
 class Clock:
     """Times a speculator's `propose`; on a GPU also between events, so that nothing waits while steps run."""
 
@@ -198,10 +208,10 @@ class Clock:
 
 
 def time_steps(engine: Any, clock: Clock, batch_size: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Return what a decode step of so many requests takes.
+    """Return what a decode step of so many requests takes, all of which draft.
 
     Raises:
-        RuntimeError: They do not decode.
+        RuntimeError: They never do, or one ends before the others have been timed.
     """
     from vllm import SamplingParams
 
@@ -210,12 +220,14 @@ def time_steps(engine: Any, clock: Clock, batch_size: int, job: dict[str, Any]) 
     for name in names:
         engine.add_request(name, {"prompt_token_ids": words.choices(_WORDS, k=job["context"])}, params)
     begun: set[str] = set()
-    for _ in range(50 + job["context"] * batch_size // 256):
-        if len(begun) == batch_size:
-            break
+    # Our draft reads a prompt when the target has; others' read it with the target.
+    rows = _runner(engine).requests if job["method"] == OURS else None
+    for _ in range(job["wait"]):
         begun |= {output.request_id for output in engine.step() if output.outputs[0].token_ids}
+        if len(begun) == batch_size and (rows is None or rows.has_draft_np.sum() == batch_size):
+            break
     else:
-        raise RuntimeError("RuntimeError: the requests do not decode")
+        raise RuntimeError("the requests do not come to draft")
     for _ in range(_SKIP):
         engine.step()
     clock.take()
@@ -225,6 +237,8 @@ def time_steps(engine: Any, clock: Clock, batch_size: int, job: dict[str, Any]) 
         engine.step()
         times.append(1e3 * (time.perf_counter() - start))
     row = {"batch_size": batch_size, "step_ms": statistics.median(times), **clock.take()}
+    if engine.get_num_unfinished_requests() != batch_size:
+        raise RuntimeError("a request has ended before its steps were timed")
     engine.abort_request(names)
     while engine.has_unfinished_requests():
         engine.step()
@@ -249,7 +263,7 @@ def main(argv: Sequence[str]) -> None:
         from vllm import LLM
 
         engine = LLM(**job["llm"]).llm_engine
-        clock = Clock(engine.model_executor.driver_worker.worker.model_runner.speculator)
+        clock = Clock(_runner(engine).speculator)
         rows = [time_steps(engine, clock, size, job) for size in job["batch_sizes"]]
         Path(argv[1]).write_text(json.dumps(rows))
         engine.engine_core.shutdown()

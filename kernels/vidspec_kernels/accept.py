@@ -10,7 +10,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, at_least, at_most, check_vector, launcher, use_triton
+from vidspec_kernels.dispatch import (
+    Impl,
+    array_module,
+    as_array,
+    at_least,
+    at_most,
+    check_vector,
+    launch,
+    launcher,
+    use_triton,
+)
 
 # Flags of `Looseness.rules`.
 LOWEST = 1  # LVSpec eq. 9-10: the share of the drafts with the lowest scores
@@ -78,6 +88,8 @@ class Tally(NamedTuple):
             returns it of trees; of a chain each column's own index. None where all drafts are chains for good.
         num_accepted: int32 [max_reqs], written: how many drafts are on the path; -1 of a request without rows. Comes
             and is missing with `path`.
+        known: Launches that were checked and compiled before (see `dispatch.launch`), of a caller whose tables, those
+            of shapes and rules among them, are the same in every step. None: each is checked anew.
     """
 
     rows: Tensor
@@ -86,6 +98,7 @@ class Tally(NamedTuple):
     by_kind: Tensor | None = None
     path: Tensor | None = None
     num_accepted: Tensor | None = None
+    known: dict[Any, Any] | None = None
 
 
 _NUM_SUMS = 7  # of `Tally.totals` before those by depth
@@ -329,7 +342,13 @@ def accept(
     Raises:
         AssertionError: A dtype, device, shape or stride is not as above.
     """
-    _check(target_tokens, draft_tokens, cu_num_logits, max_drafts, trees, looseness, tally)
+    key = known = None
+    if tally is not None and (known := tally.known) is not None:
+        key = (max_drafts, trees is None, looseness is None, tally.by_kind is None, tally.path is None)
+    if known is None or key not in known:
+        _check(target_tokens, draft_tokens, cu_num_logits, max_drafts, trees, looseness, tally)
+        if known is not None:
+            known[key] = True
     device, num_reqs, num_cols = target_tokens.device, cu_num_logits.shape[0] - 1, max_drafts + 1
     if not use_triton(impl, device):
         return accept_reference(target_tokens, draft_tokens, cu_num_logits, max_drafts, trees, looseness, tally)
@@ -351,25 +370,14 @@ def accept(
             kept = (tally.path, tally.path.stride(0), tally.num_accepted)
     if num_reqs > 0:
         block = max(2, triton.next_power_of_2(max_drafts))
-        launcher(_accept_kernel, (num_reqs,), device)(
-            target_tokens,
-            draft_tokens,
-            cu_num_logits,
-            rows,
-            tree,
-            loose,
-            sums,
-            by_kind,
-            kept,
-            *signals,
-            sampled,
-            num_sampled,
-            num_cols,
-            BLOCK=block,
-            FLAGS=None if loose is None else (LOWEST, WINDOW, SHIFT, _EPSILON),
-            NUM_SUMS=_NUM_SUMS,
-            **({"num_warps": 8} if loose is not None and block > 32 else {}),
-        )
+        vectors = (target_tokens, draft_tokens, cu_num_logits, rows)
+        args = (*vectors, tree, loose, sums, by_kind, kept, *signals, sampled, num_sampled, num_cols)
+        flags = None if loose is None else (LOWEST, WINDOW, SHIFT, _EPSILON)
+        constants = {"BLOCK": block, "FLAGS": flags, "NUM_SUMS": _NUM_SUMS}
+        if loose is not None and block > 32:
+            launcher(_accept_kernel, (num_reqs,), device)(*args, **constants, num_warps=8)
+        else:
+            launch(_accept_kernel, (num_reqs,), device, args, constants, {} if known is None else known, key)
     return sampled, num_sampled, path, kinds
 
 

@@ -49,6 +49,7 @@ def launch(
     constants: dict[str, Any],
     plans: dict[Any, Any],
     key: Hashable = None,
+    options: dict[str, int] | None = None,
 ) -> None:
     """Launch a kernel as `launcher` does; a launch that is known already goes to the compiled kernel itself.
 
@@ -65,13 +66,14 @@ def launch(
         key: With the holder and the constants' values it must settle all that Triton's variants depend on: which
             arguments are None, their dtypes, and of those that are not exempt (`do_not_specialize...`) the alignment,
             or the number.
+        options: Triton's, as num_warps; settled by the key too.
     """
     if device.type == "cuda":
         known = plans.get((kernel, key))
         if known is not None:
             known[(*grid, 1, 1)[:3]](*args, *constants.values())
             return
-    compiled = launcher(kernel, grid, device)(*args, **constants)
+    compiled = launcher(kernel, grid, device)(*args, **constants, **(options or {}))
     if device.type == "cuda" and compiled is not None:
         plans[kernel, key] = compiled
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, as_meta, check_vector, launcher, use_triton
+from vidspec_kernels.dispatch import Impl, array_module, as_array, as_meta, check_vector, launch, use_triton
 
 # Entries that a program holds at once; more are moved in turns.
 _BLOCK_MOVES = 16
@@ -26,6 +26,11 @@ class CacheGroup:
     views: tuple[Tensor, ...]
     addresses: Tensor
     is_aligned: bool  # every address divides by 16
+
+    @functools.cached_property
+    def plans(self) -> dict[Any, Any]:
+        """Of launches that move these (see `dispatch.launch`)."""
+        return {}
 
     @functools.cached_property
     def arrays(self) -> tuple[Any, ...]:
@@ -197,30 +202,20 @@ def kv_compact(
         kv_compact_reference(caches, block_table, rows, starts, path, num_accepted, path_rows)
         return
     block_cols = triton.next_power_of_2(path.shape[1])
+    tables = (block_table, block_table.stride(0), block_table.shape[1], rows, starts)
+    paths = (path, path.stride(0), path.shape[1], num_accepted, path_rows, caches.block_size)
+    # Of what is not exempt from specialisation, that which no group settles.
+    key = (*tables[1:3], *paths[1:3], block_table.data_ptr() % 16, path.data_ptr() % 16, path_rows is None)
     for group in caches.groups:
         view = group.views[0]
         num_kv_heads, head_size = view.shape[2:]
-        launcher(_kv_compact_kernel, (num_reqs, len(group.views), num_kv_heads), device)(
-            group.addresses,
-            *view.stride(),
-            block_table,
-            block_table.stride(0),
-            block_table.shape[1],
-            rows,
-            starts,
-            path,
-            path.stride(0),
-            path.shape[1],
-            num_accepted,
-            path_rows,
-            caches.block_size,
-            WORD=_WORDS[view.element_size()],
-            IS_ALIGNED=group.is_aligned,
-            HEAD_SIZE=head_size,
-            BLOCK_DIM=triton.next_power_of_2(head_size),
-            BLOCK_COLS=block_cols,
-            BLOCK_MOVES=min(block_cols, _BLOCK_MOVES),
-        )
+        constants = {
+            "WORD": _WORDS[view.element_size()], "IS_ALIGNED": group.is_aligned, "HEAD_SIZE": head_size,
+            "BLOCK_DIM": triton.next_power_of_2(head_size), "BLOCK_COLS": block_cols,
+            "BLOCK_MOVES": min(block_cols, _BLOCK_MOVES),
+        }  # fmt: skip
+        grid, args = (num_reqs, len(group.views), num_kv_heads), (group.addresses, *view.stride(), *tables, *paths)
+        launch(_kv_compact_kernel, grid, device, args, constants, group.plans, key)
 
 
 def kv_compact_reference(

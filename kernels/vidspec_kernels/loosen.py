@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, at_least, at_most, check_vector, launcher, use_triton
+from vidspec_kernels.dispatch import Impl, array_module, as_array, at_least, at_most, check_vector, launch, use_triton
 
 # Where the scores of a request come from, `LooseTables.sources`.
 RELEVANCE = 1  # the caller's
@@ -25,12 +25,15 @@ class LooseTables(NamedTuple):
         ends: int32, the same shape: the text ends with token v.
         sources: int32 [max_reqs], RELEVANCE, CHANCE, or 0: no scores.
         seeds: int64 [max_reqs].
+        known: Launches that were checked and compiled before (see `dispatch.launch`), of a caller whose tables are the
+            same in every step. None: each is checked anew.
     """
 
     protected: Tensor
     ends: Tensor
     sources: Tensor
     seeds: Tensor
+    known: dict[Any, Any] | None = None
 
 
 @triton.jit
@@ -150,7 +153,11 @@ def loosen(
     Raises:
         AssertionError: A dtype, device, shape or stride is not as above.
     """
-    _check(target_tokens, draft_tokens, logits, req_rows, nodes, pos, tables, parents, relevance)
+    known, key = tables.known, (logits.dtype, logits.stride(0), parents is None, relevance is None, is_predicting)
+    if known is None or key not in known:
+        _check(target_tokens, draft_tokens, logits, req_rows, nodes, pos, tables, parents, relevance)
+        if known is not None:
+            known[key] = True
     device, num_rows = target_tokens.device, target_tokens.shape[0]
     if not use_triton(impl, device):
         return loosen_reference(
@@ -159,25 +166,13 @@ def loosen(
     scores = torch.empty(num_rows, dtype=torch.float32, device=device)
     may_loosen = torch.empty(num_rows, dtype=torch.bool, device=device)
     if num_rows > 0:
-        launcher(_loosen_kernel, (triton.cdiv(num_rows, _BLOCK),), device)(
-            target_tokens,
-            draft_tokens,
-            req_rows,
-            nodes,
-            pos,
-            logits,
-            logits.stride(0),
-            (tables.protected, tables.ends, tables.protected.stride(0), tables.sources, tables.seeds),
-            None if parents is None else (parents, parents.stride(0)),
-            relevance,
-            scores,
-            may_loosen,
-            num_rows,
-            IS_PREDICTING=is_predicting,
-            RELEVANCE=RELEVANCE,
-            CHANCE=CHANCE,
-            BLOCK=_BLOCK,
-        )
+        words = (tables.protected, tables.ends, tables.protected.stride(0), tables.sources, tables.seeds)
+        by_node = None if parents is None else (parents, parents.stride(0))
+        vectors = (target_tokens, draft_tokens, req_rows, nodes, pos, logits)
+        args = (*vectors, logits.stride(0), words, by_node, relevance, scores, may_loosen, num_rows)
+        constants = {"IS_PREDICTING": is_predicting, "RELEVANCE": RELEVANCE, "CHANCE": CHANCE, "BLOCK": _BLOCK}
+        grid = (triton.cdiv(num_rows, _BLOCK),)
+        launch(_loosen_kernel, grid, device, args, constants, {} if known is None else known, key)
     return scores, may_loosen
 
 

@@ -1,16 +1,18 @@
 """place_trees: where the trees of a target's forward lie, their masks and their positions, in one launch."""
 
+import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, at_most, check_vector, launcher, use_triton
+from vidspec_kernels.dispatch import Impl, array_module, as_array, at_most, check_vector, launch, use_triton
 
 # Tokens that a program copies at a time, past the first nodes.
-_BLOCK_TOKENS = 256
+_BLOCK_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,11 @@ class TreePlaces:
     roots: Tensor
     masks: Tensor
 
+    @functools.cached_property
+    def plans(self) -> dict[Any, Any]:
+        """Known launches that write these, see `dispatch.launch`."""
+        return {}
+
     @classmethod
     def empty(cls, max_reqs: int, num_cols: int, device: torch.device | str) -> "TreePlaces":
         """Return the places of no trees, with room for `max_reqs` of `num_cols` nodes, the root counted."""
@@ -42,7 +49,13 @@ class TreePlaces:
 
 @triton.jit(
     do_not_specialize=["num_reqs", "positions_stride", "out_positions_stride"],
-    do_not_specialize_on_alignment=["idx_mapping_ptr", "query_start_loc_ptr", "seq_lens_ptr", "positions_ptr"],
+    do_not_specialize_on_alignment=[
+        "idx_mapping_ptr",
+        "query_start_loc_ptr",
+        "seq_lens_ptr",
+        "positions_ptr",
+        "out_positions_ptr",
+    ],
 )
 def _place_trees_kernel(
     # [num_reqs]
@@ -160,13 +173,18 @@ def place_trees(
             size=size, out_positions=out_positions,
         )  # fmt: skip
         return
-    launcher(_place_trees_kernel, (size,), idx_mapping.device)(
+    args = (
         idx_mapping, num_reqs, query_start_loc, seq_lens, depths, ancestors, num_cols,
         positions, positions.stride(0), out_positions, 0 if out_positions is None else out_positions.stride(0),
         places.query_start, places.num_queries, places.prefix_lens, places.roots, places.masks,
-        NUM_AXES=positions.shape[0], BLOCK_COLS=triton.next_power_of_2(num_cols), BLOCK_TOKENS=_BLOCK_TOKENS,
-        num_warps=1,
     )  # fmt: skip
+    constants = {
+        "NUM_AXES": positions.shape[0],
+        "BLOCK_COLS": triton.next_power_of_2(num_cols),
+        "BLOCK_TOKENS": _BLOCK_TOKENS,
+    }
+    key = (positions.shape[0], out_positions is None, num_cols)
+    launch(_place_trees_kernel, (size,), idx_mapping.device, args, constants, places.plans, key)
 
 
 def _check(

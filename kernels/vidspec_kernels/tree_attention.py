@@ -9,6 +9,7 @@ splits of a fixed length would need partial results of every split of every requ
 
 import copy
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from vidspec_kernels.dispatch import (
     as_meta,
     check_vector,
     device_limits,
-    launcher,
+    launch,
     shared_bytes_per_program,
     use_triton,
 )
@@ -53,6 +54,8 @@ DIRECT_PARTS = 8
 _MERGE_ROWS = 16
 _MERGE_PARTS = 4
 _LOG2E = 1.4426950408889634
+# Shapes of calls that are remembered as checked: most are of a few batch sizes.
+_MAX_PLANS = 1024
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -505,11 +508,14 @@ class TreeAttentionScratch:
         self.part_lse = torch.empty(num_rows, dtype=torch.float32, device=device)
         # Two levels of merges, two items that a program can have a part of.
         self.arrivals = torch.zeros(4 * _PROGRAMS_PER_SM * self.num_sms, dtype=torch.int32, device=device)
+        self.plans: dict[tuple[Any, ...], Callable[..., None]] = {}  # checked launches, by `_signature`
+        self.variants: dict[Any, Any] = {}  # see `dispatch.launch`
 
     def as_meta(self) -> "TreeAttentionScratch":
         """Return what a launch is prepared with: the same, without memory."""
         other = copy.copy(self)
         other.part_out, other.part_lse, other.arrivals = map(as_meta, (self.part_out, self.part_lse, self.arrivals))
+        other.plans, other.variants = {}, {}
         return other
 
 
@@ -568,16 +574,28 @@ def tree_attention(
     Raises:
         AssertionError: A dtype, device, shape or stride is not as above.
     """
-    _check(query, key_cache, value_cache, block_table, rows, query_start, num_queries, prefix_lens, masks, out,
-           max_queries, scratch, prefix, lse)  # fmt: skip
+    arguments = (query, key_cache, value_cache, block_table, rows, query_start, num_queries, prefix_lens, masks, out)
+    signature = _signature(max_queries, *arguments, lse, *(prefix or (None, None)))
+    plan = scratch.plans.get(signature)
+    if plan is None:
+        _check(*arguments, max_queries, scratch, prefix, lse)
+        if len(scratch.plans) >= _MAX_PLANS:
+            scratch.plans.clear()
+        plan = scratch.plans[signature] = _plan(*arguments, scratch, max_queries, prefix, lse)
     if rows.shape[0] == 0 or max_queries == 0 or query.shape[0] == 0:
         return
-    arguments = (query, key_cache, value_cache, block_table, rows, query_start, num_queries, prefix_lens, masks, out)
-    options: dict[str, Any] = {"scale": scale, "max_queries": max_queries, "prefix": prefix, "lse": lse}
     if use_triton(impl, query.device):
-        _launch(*arguments, scratch, **options)
+        plan(*arguments, scale, prefix, lse)
     else:
-        tree_attention_reference(*arguments, **options)
+        tree_attention_reference(*arguments, scale=scale, max_queries=max_queries, prefix=prefix, lse=lse)
+
+
+def _signature(max_queries: int, *tensors: Tensor | None) -> tuple[Any, ...]:
+    """Return what checks and launch depend on, beside the device, which is the scratch's."""
+    found: list[Any] = [max_queries]
+    for tensor in tensors:
+        found += (None,) if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype)
+    return tuple(found)
 
 
 def _check(
@@ -698,7 +716,7 @@ def _pipeline(
     return _NUM_STAGES, min(block_keys, _BLOCK_NODES)
 
 
-def _launch(
+def _plan(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
@@ -710,37 +728,57 @@ def _launch(
     masks: Tensor,
     out: Tensor,
     scratch: TreeAttentionScratch,
-    *,
-    scale: float,
     max_queries: int,
     prefix: tuple[Tensor, Tensor] | None,
     lse: Tensor | None,
-) -> None:
-    """Launch the kernel; the grid comes from shapes and bounds alone."""
-    # The kernel counts a request's rows, and units of work, in 32 bits.
+) -> Callable[..., None]:
+    """Return what launches the kernel for arguments that look like these: tensors, scale, prefix and `lse`."""
+    # The kernel counts a request's rows in 32 bits.
     assert max_queries * max(query.stride(0), out.stride(0)) < 2**31, f"strides {query.stride(0)}, {out.stride(0)}"
-    num_reqs, (_, num_heads, head_size) = rows.shape[0], query.shape
+    device, num_reqs, (_, num_heads, head_size) = query.device, rows.shape[0], query.shape
     _, block_size, num_kv_heads, _ = key_cache.shape
     group = num_heads // num_kv_heads
     # Products of float32, or of two dtypes, keep float32's precision. bfloat16 is widened where a CPU tensor shows that
     # this is the interpreter, whose dot multiplies bfloat16's bit patterns as integers.
-    interpreted_bf16 = query.dtype == torch.bfloat16 and query.device.type == "cpu"
+    interpreted_bf16 = query.dtype == torch.bfloat16 and device.type == "cpu"
     widen = query.dtype == torch.float32 or query.dtype != key_cache.dtype or interpreted_bf16
-    tile = tile_shape(max_queries * group, head_size, widen, prefix is None, device_limits(query.device))
-    prefix_out, prefix_lse = prefix or (None, None)
-    launcher(_tree_attention_kernel, (tile.programs_per_sm * scratch.num_sms,), query.device)(
-        query, *_strides(query, 2), key_cache, *key_cache.stride(), value_cache, *value_cache.stride(),
-        block_table, block_table.stride(0), rows, query_start, num_queries, prefix_lens, masks, masks.stride(0),
-        prefix_out, *_strides(prefix_out, 2), prefix_lse, *_strides(prefix_lse, 2), out, *_strides(out, 2),
-        lse, *_strides(lse, 2), scratch.part_out, scratch.part_lse, scratch.arrivals,
-        scale * _LOG2E, num_reqs, num_kv_heads, block_table.shape[1] * block_size, max_queries,
-        triton.cdiv(max_queries * group, tile.block_rows),
-        GROUP=group, HEAD_SIZE=head_size, BLOCK_SIZE=block_size, BLOCK_DIM=_padded(head_size),
-        BLOCK_ROWS=tile.block_rows, BLOCK_KEYS=tile.block_keys, BLOCK_NODES=tile.block_nodes, BLOCK_REQS=_BLOCK_REQS,
-        MIN_UNITS=MIN_UNITS, DIRECT_PARTS=DIRECT_PARTS, MERGE_ROWS=_MERGE_ROWS, MERGE_PARTS=_MERGE_PARTS, WIDEN=widen,
-        num_stages=tile.num_stages, num_warps=tile.num_warps,
-    )  # fmt: skip
+    tile = tile_shape(max_queries * group, head_size, widen, prefix is None, device_limits(device))
+    num_row_tiles = triton.cdiv(max_queries * group, tile.block_rows)
+    table_strides, mask_strides = (block_table.stride(0),), (masks.stride(0),)
+    per_tensor = (query, key_cache, value_cache, *(prefix or (None, None)), out, lse)
+    strides = [_strides(tensor) for tensor in per_tensor]
+    # A key's dimensions may lie anywhere, those of queries and outputs are side by side.
+    query_strides, keys, values, prefix_out, prefix_lse, outs, lses = (
+        found if i in (1, 2) else found[:2] for i, found in enumerate(strides)
+    )
+    numbers = (num_reqs, num_kv_heads, block_table.shape[1] * block_size, max_queries, num_row_tiles)
+    grid = (tile.programs_per_sm * scratch.num_sms,)
+    constants = {
+        "GROUP": group, "HEAD_SIZE": head_size, "BLOCK_SIZE": block_size, "BLOCK_DIM": _padded(head_size),
+        "BLOCK_ROWS": tile.block_rows, "BLOCK_KEYS": tile.block_keys, "BLOCK_NODES": tile.block_nodes,
+        "BLOCK_REQS": _BLOCK_REQS, "MIN_UNITS": MIN_UNITS, "DIRECT_PARTS": DIRECT_PARTS, "MERGE_ROWS": _MERGE_ROWS,
+        "MERGE_PARTS": _MERGE_PARTS, "WIDEN": widen,
+    }  # fmt: skip
+    options = {"num_stages": tile.num_stages, "num_warps": tile.num_warps}
+    variant = (query.dtype, key_cache.dtype, prefix is None, lse is None, num_kv_heads, *strides, *table_strides, tile)
+
+    def launch_one(
+        query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, rows: Tensor, query_start: Tensor,
+        num_queries: Tensor, prefix_lens: Tensor, masks: Tensor, out: Tensor, scale: float,
+        prefix: tuple[Tensor, Tensor] | None, lse: Tensor | None,
+    ) -> None:  # fmt: skip
+        before, before_lse = prefix or (None, None)
+        args = (
+            query, *query_strides, key_cache, *keys, value_cache, *values, block_table, *table_strides, rows,
+            query_start, num_queries, prefix_lens, masks, *mask_strides, before, *prefix_out, before_lse, *prefix_lse,
+            out, *outs, lse, *lses, scratch.part_out, scratch.part_lse, scratch.arrivals, scale * _LOG2E, *numbers,
+        )  # fmt: skip
+        aligned = (query, key_cache, value_cache, block_table, before, before_lse, out, lse)
+        key = (variant, *(tensor is not None and tensor.data_ptr() % 16 for tensor in aligned))
+        launch(_tree_attention_kernel, grid, device, args, constants, scratch.variants, key, options)
+
+    return launch_one
 
 
-def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
-    return (0,) * count if tensor is None else tensor.stride()[:count]
+def _strides(tensor: Tensor | None) -> tuple[int, ...]:
+    return (0, 0) if tensor is None else tensor.stride()

@@ -81,7 +81,7 @@ def test_unseeded_output_follows_the_target(monkeypatch):
             target, drafts = inputs.target_tokens.clone(), inputs.draft_tokens
             lucky = (torch.rand(len(drafts) - 1, generator=coin) < 0.25) & (drafts[1:] >= 0)
             lucky[inputs.cu_num_logits[1:-1].long() - 1] = False  # the next row is another request's root
-            target[:-1][lucky] = drafts[1:][lucky]
+            target[:-1][lucky] = drafts[1:][lucky].long()
             return score(inputs._replace(target_tokens=target))
 
         monkeypatch.setattr(engine.verifier, "_score", lenient)

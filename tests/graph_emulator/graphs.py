@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from tests.graph_emulator.attention import attention_as_on_a_gpu
-from tests.graph_emulator.launches import as_on_a_gpu
+from tests.graph_emulator.launches import kernels_as_entries
 from tests.graph_emulator.recorder import Recording
 from vllm_vidspec.engine.speculator import VidSpecSpeculator
 
@@ -52,7 +52,7 @@ def emulated_graphs() -> Iterator[None]:
 
     def init_with_graphs(self: Any, _mode: CUDAGraphMode) -> None:
         compilation = self._vllm_config.compilation_config
-        compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = list(SIZES), max(SIZES)
+        compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = list(SIZES), 512
         init(self, CUDAGraphMode.FULL_DECODE_ONLY)
 
     with contextlib.ExitStack() as stack:
@@ -66,6 +66,6 @@ def emulated_graphs() -> Iterator[None]:
             (type(current_platform), "get_global_graph_pool", lambda *_: None),
         ):
             stack.enter_context(mock.patch.object(owner, name, stand_in))
-        stack.enter_context(as_on_a_gpu())
+        stack.enter_context(kernels_as_entries())
         stack.enter_context(attention_as_on_a_gpu())
         yield

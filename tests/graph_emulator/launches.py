@@ -1,8 +1,7 @@
 """Kernel launches as entries of a graph: our wrappers, and the numpy twins of vLLM's kernels.
 
 A wrapper runs its reference on the CPU, in numpy, which no mode of torch sees. Under capture each call is one entry,
-done again as a whole on replay, with its tensors' contents of then and its numbers of the capture. Outside the kernels
-the product must run the text that GPUs run, torch, for numpy would go unseen.
+done again as a whole on replay, with its tensors' contents of then and its numbers of the capture.
 """
 
 import contextlib
@@ -71,8 +70,8 @@ def wrappers() -> dict[FunctionType, Callable]:
 
 
 @contextlib.contextmanager
-def as_on_a_gpu() -> Iterator[None]:
-    """Let kernels be entries, and let the product work with torch outside of them; before an engine is built."""
+def kernels_as_entries() -> Iterator[None]:
+    """Let kernels be entries wherever the product calls them; before an engine is built."""
     importlib.import_module("vllm_vidspec.engine.runner")  # what is imported later is not replaced
     from vllm_vidspec.engine.cpu import kernels as twins
 
@@ -84,10 +83,6 @@ def as_on_a_gpu() -> Iterator[None]:
             for name, value in list(vars(module).items()):
                 if inspect.isfunction(value) and value in stand_ins:
                     stack.enter_context(mock.patch.object(module, name, stand_ins[value]))
-            if module_name.startswith("vllm_vidspec"):
-                for name, value in (("as_array", lambda tensor: tensor), ("array_module", lambda device: torch)):
-                    if hasattr(module, name):
-                        stack.enter_context(mock.patch.object(module, name, value))
         for twin in (twins.Twin, twins.GumbelTwin):
             stack.enter_context(mock.patch.object(twin, "_launch", entry(twin._launch)))
         yield

@@ -180,52 +180,44 @@ def test_a_tensor_handed_from_graph_to_graph_is_refused():
 
 
 class Step:
-    """A step of a small engine: it looks entries up through a table, and writes to slots."""
+    """A step of a small engine: what two requests write to a cache, through a table, at a level."""
 
     def __init__(self):
-        self.table, self.rows, self.cache = torch.arange(4), torch.zeros(2, dtype=torch.int64), torch.zeros(5)
-        self.level = torch.zeros(1, dtype=torch.int64)
-        self.lens, self.python_level, self.out = torch.zeros(2, dtype=torch.int64), 0, torch.zeros(2)
+        self.table, self.rows, self.level = torch.arange(4), torch.zeros(2, dtype=torch.int64), torch.zeros(1).long()
+        self.lens, self.out = torch.zeros(2, dtype=torch.int64), torch.zeros(2)
 
-    def run(self, level=None, num_splits=None, table=None):
-        slots = (self.table if table is None else table)[self.rows] + (self.level if level is None else level)
-        self.cache.index_add_(0, slots, torch.ones(2))
-        if num_splits is not None:
-            launches.entry(lambda lens, out, most: out.copy_(lens.clamp(max=most)))(self.lens, self.out, num_splits)
+    def slots(self, level=None):
+        """Write where the requests stand."""
+        self.out.copy_(self.table[self.rows] + (self.level if level is None else level))
+
+    def lengths(self, most):
+        """Write how much of its length is read of each request."""
+        launches.entry(lambda lens, out, most: out.copy_(lens.clamp(max=most)))(self.lens, self.out, most)
+
+    def replayed(self, graph):
+        graph.replay()
+        return self.out.tolist()
 
 
-def test_the_four_mutations_in_small():
-    """A table that is allocated anew, a level or a split count of Python's, padding that writes: each is seen."""
+def test_bugs_that_only_a_graph_shows_in_small():
+    """A table that is allocated anew, a level or a split count of Python's; test_drafters.py has them in an engine."""
     step = Step()
-    graph = captured(step.run)
-    step.level.fill_(1)
+    graph, by_python = captured(step.slots), captured(step.slots, 0)
     step.rows.copy_(torch.tensor([0, 3]))
-    step.cache.zero_()
-    graph.replay()
-    assert step.cache.tolist() == [0, 1, 0, 0, 1]
+    step.level.fill_(1)
+    assert step.replayed(graph) == [1, 4]
+    assert step.replayed(by_python) == [0, 3]
     step.table.copy_(torch.tensor([3, 0, 0, 1]))
-    step.cache.zero_()
-    graph.replay()
-    assert step.cache.tolist() == [0, 0, 1, 0, 1]
-
-    step.table = torch.arange(4)  # allocated anew
-    step.cache.zero_()
-    graph.replay()
-    assert step.cache.tolist() == [0, 0, 1, 0, 1] != [0, 1, 0, 0, 1]
-
-    graph = captured(step.run, step.python_level)
-    step.python_level = 1
-    step.cache.zero_()
-    graph.replay()
-    assert step.cache.tolist() == [1, 0, 0, 1, 0] != [0, 1, 0, 0, 1]
+    assert step.replayed(graph) == [4, 2]
+    step.table = torch.arange(4)
+    assert step.replayed(graph) == [4, 2] != [1, 4]
 
     step.lens.fill_(3)
     with pytest.raises(CaptureError, match=r"\.__int__\(\)"):
-        captured(lambda: step.run(num_splits=int(step.lens.max())))
-    graph = captured(step.run, None, int(step.lens.max()))
+        captured(lambda: step.lengths(int(step.lens.max())))
+    graph = captured(step.lengths, int(step.lens.max()))
     step.lens.fill_(9)
-    graph.replay()
-    assert step.out.tolist() == [3, 3]
+    assert step.replayed(graph) == [3, 3]
 
 
 def test_a_size_that_changes_is_an_error():
@@ -243,16 +235,16 @@ def test_a_size_that_changes_is_an_error():
 
 def test_every_kernel_of_ours_is_an_entry():
     """Catches: a wrapper that the engine calls past the recorder."""
-    from vidspec_kernels import kv_compact, step, tree_attention
+    from vllm_vidspec.drafting import adaptive
+    from vllm_vidspec.engine import tree_attention
+    from vllm_vidspec.engine.draft import buffers, drafter, forwards, noise
 
-    with launches.as_on_a_gpu():
-        import vidspec_kernels
-        from vllm_vidspec.engine.draft import kv, levels
+    def called():
+        return (
+            *(drafter.begin_step, forwards.kv_compact, buffers.next_level, noise.draw, noise.candidates),
+            *(adaptive.tree_grow, tree_attention.tree_attention),
+        )
 
-        for function in (vidspec_kernels.tree_attention, levels.step, kv.kv_compact):
-            assert function.is_entry
-        assert kv.as_array(torch.ones(1)).__class__ is torch.Tensor
-        from vidspec_kernels import dispatch
-
-        assert isinstance(dispatch.as_array(torch.ones(1)), np.ndarray), "references run in numpy"
-    assert not any(hasattr(function, "is_entry") for function in (kv_compact, step, tree_attention, levels.step))
+    with launches.kernels_as_entries():
+        assert all(function.is_entry for function in called())
+    assert not any(hasattr(function, "is_entry") for function in called())

@@ -55,6 +55,7 @@ def test_every_form_compiles_for_hopper(forms):
     product."""
     assert {row["kernel"] for row in forms} >= {
         *("accept", "begin_step", "next_level", "draw", "choose_draw", "candidates", "merge_candidates", "kv_compact"),
+        "loosen",
         *("tree_begin", "tree_place", "tree_plan", "tree_grow", "tree_finish"),
     }
     by_case = {(row["kernel"], row["case"]): row for row in forms}
@@ -80,7 +81,7 @@ def test_moves_are_read_before_they_are_written(forms):
     """Catches: a load of a turn of `kv_compact` after its barrier, or a store before it; words moved one by one where
     they lie side by side."""
     rows = [row for row in forms if row["kernel"] == "kv_compact"]
-    assert len(rows) == 5
+    assert len(rows) == 10  # words of five kinds, with the path in the order of the requests and not
     for row in rows:
         loads, stores = "ld", "st"
         if "strided" not in row["case"]:
@@ -103,7 +104,7 @@ def test_nothing_spills(rows, arch):
     """Catches: more values held at a time than there are registers; each spilled one costs a round through memory."""
     rows = [row for row in rows if row["arch"] == arch]
     assert {row["kernel"] for row in rows} == {
-        *("tree_attention", "visual_relevance", "row_stats", "guidance_scores"),
+        *("tree_attention", "visual_relevance", "merge_splits", "row_stats", "guidance_scores"),
         *("accept", "tree_grow", "tree_finish", "place_trees"),
         *("begin_step", "next_level", "draw", "choose_draw", "candidates", "merge_candidates"),
     }
@@ -140,8 +141,8 @@ def test_every_variant_that_steps_use_is_warmed():
     """
     found = run("tests/kernels/variants.py")
     assert found["missing"] == [] and found["ambiguous"] == []
-    assert found["used"].keys() == found["warmed"].keys() and len(found["used"]) == 20
-    assert sum(found["warmed"].values()) <= 45, found["warmed"]
+    assert found["used"].keys() == found["warmed"].keys() and len(found["used"]) == 21
+    assert sum(found["warmed"].values()) <= 50, found["warmed"]
 
 
 @pytest.mark.parametrize(("capability", "keys", "stages"), [(90, 64, 5), (100, 64, 4), (80, 32, 5), (89, 16, 5)])
@@ -153,7 +154,7 @@ def test_tiles_count_scratch_and_the_drivers_share(capability, keys, stages):
     room = dispatch.shared_bytes_per_program(limits, 2)
     assert 2 * (room + 1024) == shared_kb * 1024
     assert _tile(64, 256, room) == keys and _held_bytes(64, 256, 16) <= room
-    assert _pipeline(64, 256, keys, limits)[0] == stages
+    assert _pipeline(64, 256, keys, 2, limits)[0] == stages
 
 
 def test_float8_is_refused_before_ada(monkeypatch):

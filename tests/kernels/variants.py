@@ -39,6 +39,8 @@ with compile_report.pretending(90):
 CACHES = kernels.CacheList([(KEYS, VALUES)])
 TABLE = i32(MAX_REQS, MAX_CONTEXT // 16 + 2)
 TREES = (i32(MAX_REQS, NUM_DRAFTS + 1), i32(MAX_REQS, NUM_DRAFTS + 1), i64(MAX_REQS, NUM_DRAFTS + 1))
+VOCAB, WORDS = 152_000, i32(MAX_REQS, 4_750)
+LOOSE = kernels.LooseTables(WORDS, WORDS, i32(MAX_REQS), i64(MAX_REQS))
 KEPT, TOTALS = (i32(MAX_REQS, NUM_DRAFTS + 1), i32(MAX_REQS)), i64(7 + NUM_DRAFTS)
 BUFFERS, TEMPLATE = grow_buffers(WIDTH, CANDIDATES, NUM_DRAFTS, MAX_REQS), template(NUM_DRAFTS + 1)
 STORE = (floats(64, 64, HIDDEN, dtype=BF16), i32(64), i32(MAX_REQS, 800), i32(MAX_REQS))
@@ -56,6 +58,7 @@ def warm() -> None:
     for positions in POSITIONS:
         warm_up.warm_place_trees(*PLACES, *positions)
     warm_up.warm_accept(NUM_DRAFTS, MAX_REQS, in_trees=True, is_loose=True, by_request=True)
+    warm_up.warm_loosen(NUM_DRAFTS, WORDS, torch.float32, in_trees=True, is_measured=True)
     warm_up.warm_static_trees(BUFFERS.tree, TEMPLATE, CANDIDATES)
     warm_up.warm_adaptive_trees(BUFFERS, TEMPLATE, lookahead=True, fills=True)
     warm_up.warm_begin_step(TABLES, STEP, is_greedy=False)
@@ -101,6 +104,9 @@ def step(rng: random.Random) -> None:
     for mode in itertools.product((None, trees), (None, looseness)):
         kernels.accept(*tokens, NUM_DRAFTS, *mode, tally)
     draft_step(rng, num_reqs, width)
+    vectors_of_rows = (tokens[0], tokens[1], floats(rows, VOCAB), *(cut(i(rows), rng) for i in (i64, i32, i64)))
+    for parents, relevance in itertools.product((None, TREES[0]), (None, signals[0])):
+        kernels.loosen(*vectors_of_rows, LOOSE, parents, relevance, is_predicting=rng.random() < 0.5)
     grow_trees(vectors[0], vectors[1], width, rng)
     listening = rng.randint(1, 8)
     kernels.guidance_scores(
@@ -195,7 +201,7 @@ def ambiguous_plans(run) -> list[str]:
         for module in kernel_modules:
             if hasattr(module, "launch"):
                 stack.enter_context(mock.patch.object(module, "launch", launch))
-        run()
+        variants(run)  # other launches compile nothing
     assert found
     return sorted({name for (name, _, _), several in found.items() if len(several) > 1})
 
@@ -205,7 +211,7 @@ def main() -> None:
     with compile_report.pretending(90):
         warmed = variants(warm)
         used = variants(lambda: [step(rng) for _ in range(150)])
-        ambiguous = ambiguous_plans(lambda: [draft_step(rng, rng.randint(1, MAX_REQS), WIDTH) for _ in range(40)])
+        ambiguous = ambiguous_plans(lambda: [step(rng) for _ in range(20)])
     print(
         json.dumps(
             {

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from null_gpu.plants import allocate_while_capturing, plant_each
-from null_gpu.situations import peak_of_a_prompt, sleep_and_wake, sums_of_guidance
+from null_gpu.situations import kernels_of_drafts, peak_of_a_prompt, sleep_and_wake, sums_of_guidance
 from vllm_vidspec.tools import pairs
 
 QWEN, LLAVA = pairs.FAMILIES
@@ -21,7 +21,10 @@ TWO_RANKS = {
     "disable_custom_all_reduce": True,  # it reads another process's device memory
     "worker_extension_cls": "null_gpu.probe.WorkerProbe",
 }
-GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}}
+GRAPHS = {
+    "enforce_eager": False,
+    "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]},
+}
 GRAPHS_SIXTEEN = {
     "enforce_eager": False,
     "max_num_seqs": 16,
@@ -53,6 +56,7 @@ class Case:
         skip: Steps after the first token that are not counted.
         steps: Steps that are counted.
         timed_steps: Steps that are timed afterwards.
+        sampled_steps: Steps after these in which it is seen whose code the host runs.
         allowed: `file.py function` of lines that may wait once per step, for a good reason.
         crossings: `file.py function` of lines of ours that may copy between host and device once per step.
         most_launches: Budget of launches per step, counted ones plus a little.
@@ -71,7 +75,8 @@ class Case:
     sampling: dict[str, Any] = field(default_factory=dict)
     skip: int = 6
     steps: int = 10
-    timed_steps: int = 20
+    timed_steps: int = 12
+    sampled_steps: int = 8
     allowed: tuple[str, ...] = ()
     crossings: tuple[str, ...] = CROSSINGS
     most_launches: int = 0
@@ -125,15 +130,32 @@ _WARM = {"temperature": 1.0}
 # Those with the same engine follow each other and share it.
 _ALL = (
     # First, while no earlier engine has left anything in the process.
-    Case("vanilla eight clips", overrides=_EIGHT_CLIPS, num_videos=8, steps=1, timed_steps=0, after=peak_of_a_prompt),
-    Case("eight clips", {}, overrides=_EIGHT_CLIPS, num_videos=8, steps=1, timed_steps=0, after=peak_of_a_prompt),
+    Case(
+        "vanilla eight clips",
+        overrides=_EIGHT_CLIPS,
+        num_videos=8,
+        steps=1,
+        timed_steps=0,
+        sampled_steps=0,
+        after=peak_of_a_prompt,
+    ),
+    Case(
+        "eight clips",
+        {},
+        overrides=_EIGHT_CLIPS,
+        num_videos=8,
+        steps=1,
+        timed_steps=0,
+        sampled_steps=0,
+        after=peak_of_a_prompt,
+    ),
     Case("vanilla"),
     Case("vanilla batch", batch=4),
     Case("vanilla sampled", sampling=_SAMPLED),
     Case("chain", {}, most_launches=400, after=sums_of_guidance),
     Case("chain batch", {}, "vanilla batch", batch=4, most_launches=410),
     Case("chain sampled", {}, "vanilla sampled", sampling=_SAMPLED, most_launches=475),
-    Case("planted", {}, steps=4, timed_steps=0, after=plant_each, is_planted=True),
+    Case("planted", {}, steps=4, timed_steps=0, sampled_steps=0, after=plant_each, is_planted=True),
     Case("static", _STATIC, most_launches=480),
     Case("adaptive", _ADAPTIVE, **_PLANNED, most_launches=660),
     Case("adaptive batch", _ADAPTIVE, "vanilla batch", batch=4, **_PLANNED, most_launches=660),
@@ -144,15 +166,23 @@ _ALL = (
     Case("vanilla graphs", overrides=GRAPHS),
     Case("vanilla graphs batch", overrides=GRAPHS, batch=3),
     Case("vanilla graphs sampled", overrides=GRAPHS, sampling=_WARM),
-    Case("chain graphs", {}, "vanilla graphs", overrides=GRAPHS, most_launches=60),
+    Case("chain graphs", {}, "vanilla graphs", overrides=GRAPHS, most_launches=60, after=kernels_of_drafts),
     Case("chain graphs batch", {}, "vanilla graphs batch", overrides=GRAPHS, batch=3, most_launches=60),
     Case("chain graphs sampled", {}, "vanilla graphs sampled", overrides=GRAPHS, sampling=_WARM, most_launches=60),
     Case(
         "chain graphs processed", {}, "vanilla graphs sampled", overrides=GRAPHS, sampling=_SAMPLED, most_launches=160
     ),
-    Case("static graphs", _STATIC, "vanilla graphs", overrides=GRAPHS, most_launches=70),
+    Case("static graphs", _STATIC, "vanilla graphs", overrides=GRAPHS, most_launches=70, after=kernels_of_drafts),
     Case("static graphs batch", _STATIC, "vanilla graphs batch", overrides=GRAPHS_104, batch=3, most_launches=70),
-    Case("adaptive graphs", _ADAPTIVE, "vanilla graphs", overrides=GRAPHS_65, **_PLANNED, most_launches=80),
+    Case(
+        "adaptive graphs",
+        _ADAPTIVE,
+        "vanilla graphs",
+        overrides=GRAPHS_65,
+        **_PLANNED,
+        most_launches=80,
+        after=kernels_of_drafts,
+    ),
     Case("self graphs", {"draft": "target"}, "vanilla graphs", overrides=GRAPHS, most_launches=60),
     Case("vanilla graphs sixteen", overrides=GRAPHS_SIXTEEN, batch=16),
     Case("chain graphs sixteen", {}, "vanilla graphs sixteen", overrides=GRAPHS_SIXTEEN, batch=16, most_launches=60),
@@ -161,7 +191,15 @@ _ALL = (
     # The Qwen pair's three vision heads are not for two ranks.
     Case("vanilla two ranks", family=LLAVA, overrides=TWO_RANKS),
     Case("chain two ranks", {}, "vanilla two ranks", LLAVA, overrides=TWO_RANKS, most_launches=380),
-    Case("sleep", {}, overrides={"enable_sleep_mode": True}, steps=1, timed_steps=0, after=sleep_and_wake),
+    Case(
+        "sleep",
+        {},
+        overrides={"enable_sleep_mode": True},
+        steps=1,
+        timed_steps=0,
+        sampled_steps=0,
+        after=sleep_and_wake,
+    ),
     # The last of its process: the plant stays.
     Case("planted capture", {}, overrides=GRAPHS, before=allocate_while_capturing, is_planted=True),
 )

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 
 # In the order of core.h.
-CATEGORIES = ("sync", "copy", "alloc", "launch", "illegal", "query", "stub", "graph")
+CATEGORIES = ("sync", "copy", "alloc", "launch", "illegal", "query", "stub", "graph", "replay")
 _PAGEABLE, PINNED, DEVICE = range(3)
 # Frames of these say nothing about who asked for an event.
 _NOBODY = re.compile(r"/torch/|/triton/|/numba/|/null_gpu/(device|emulate)\.py|<frozen|<string>|contextlib\.py")
@@ -86,5 +86,17 @@ def trace(*categories: str) -> Iterator[Trace]:
     _library.ng_set_callback(callback, sum(1 << CATEGORIES.index(category) for category in categories))
     try:
         yield seen
+    finally:
+        _library.ng_set_callback(_Callback(), 0)
+
+
+@contextlib.contextmanager
+def in_order(*categories: str) -> Iterator[list[str]]:
+    """Yield a list that gains the names of events of `CATEGORIES`, in their order; one trace at a time."""
+    names: list[str] = []
+    callback = _Callback(lambda _category, name, _size: names.append(name.decode(errors="replace")))
+    _library.ng_set_callback(callback, sum(1 << CATEGORIES.index(category) for category in categories))
+    try:
+        yield names
     finally:
         _library.ng_set_callback(_Callback(), 0)

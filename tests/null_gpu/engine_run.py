@@ -22,7 +22,7 @@ from unittest import mock
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
-from null_gpu import device
+from null_gpu import device, host_time
 from null_gpu.cases import CASES, Case
 from null_gpu.probe import Probe
 
@@ -44,6 +44,7 @@ class Measured:
         lines: `event|line` to `[times, bytes]`, of the counted steps.
         tokens: Output tokens of the counted steps.
         host_ms: Of each timed step, nothing emulated.
+        shares: Of the host time of further steps, by owner (see `host_time.owner`); of one rank alone.
         timed: What the timed steps counted together.
         not_emulated: What the emulation could not do.
         extra: What the case itself measured.
@@ -59,6 +60,7 @@ class Measured:
     lines: dict[str, list[int]] = field(default_factory=dict)
     tokens: int = 0
     host_ms: list[float] = field(default_factory=list)
+    shares: dict[str, float] = field(default_factory=dict)
     timed: dict[str, int] = field(default_factory=dict)
     not_emulated: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
@@ -153,7 +155,7 @@ def start(case: Case, out: Measured) -> Session:
 
 
 def measure(session: Session, out: Measured) -> None:
-    """Count the decode steps of the session's case under emulation, time some without."""
+    """Count the decode steps of the session's case under emulation, time some without, and sample more."""
     case = session.case
     before = session.probe("counters")
     with session.decoding(**case.sampling):
@@ -166,6 +168,11 @@ def measure(session: Session, out: Measured) -> None:
             session.step()
             out.host_ms.append(round((time.perf_counter() - begun) * 1e3, 3))
         out.timed = dict(gained(before, session.probe("counters"))[0])
+        seen = host_time.Samples()
+        with host_time.sampling(seen):
+            for _ in range(case.sampled_steps if case.num_ranks == 1 else 0):
+                session.step()
+        out.shares = seen.shares()
     out.not_emulated = session.probe("not_emulated")[0]
     if case.after is not None:
         out.extra |= case.after(session)

@@ -20,7 +20,8 @@ from typing import Any
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 # Between two samples; a sample takes some 3 us itself.
-INTERVAL_S = 1e-4
+INTERVAL_S = 5e-5
+_STEPS_AT_ONCE = 10  # of one set of requests, which must not end meanwhile
 _OURS = ("/vllm_vidspec/", "/vidspec_kernels/")
 # Ours that wrap vLLM's own work of a step: what vLLM does inside them is vanilla's as well.
 _WRAPPERS = {
@@ -48,6 +49,7 @@ class Samples:
             stack.append(frame.f_code)
             frame = frame.f_back
         self.stacks[tuple(stack)] += 1
+        signal.setitimer(signal.ITIMER_REAL, INTERVAL_S)  # not before: a slow machine would never leave this method
 
     def shares(self, is_by_entry: bool = False) -> dict[str, float]:
         """Return the share of the time by owner: `VANILLA`, `FORWARD`, or `file.py function` of ours; see `owner`."""
@@ -81,14 +83,14 @@ def owner(stack: tuple[CodeType, ...], is_by_entry: bool = False) -> str:
 
 
 @contextlib.contextmanager
-def sampling() -> Iterator[Samples]:
+def sampling(seen: Samples) -> Iterator[None]:
     """Sample the main thread's stack."""
-    seen = Samples()
     before = signal.signal(signal.SIGALRM, seen.note)
-    signal.setitimer(signal.ITIMER_REAL, INTERVAL_S, INTERVAL_S)
+    signal.setitimer(signal.ITIMER_REAL, INTERVAL_S)
     try:
-        yield seen
+        yield
     finally:
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
@@ -100,16 +102,17 @@ def own_ms(shares: dict[str, float], step_ms: float) -> float:
 
 def profile(session: Any, num_steps: int) -> tuple[float, Samples]:
     """Return the median milliseconds of a session's decode step, not sampled, and samples of others."""
-    with session.decoding(**session.case.sampling):
-        session.probe("emulate", False)
-        times = []
-        for _ in range(num_steps):
-            begun = time.perf_counter()
-            session.step()
-            times.append((time.perf_counter() - begun) * 1e3)
-        with sampling() as seen:
-            for _ in range(num_steps):
+    times, seen = [], Samples()
+    while len(times) < num_steps:
+        with session.decoding(**session.case.sampling):
+            session.probe("emulate", False)
+            for _ in range(_STEPS_AT_ONCE):
+                begun = time.perf_counter()
                 session.step()
+                times.append((time.perf_counter() - begun) * 1e3)
+            with sampling(seen):
+                for _ in range(_STEPS_AT_ONCE):
+                    session.step()
     return statistics.median(times), seen
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from null_gpu import judge
+from null_gpu import host_time, judge
 
 BEGIN, END = "<!-- null-gpu -->", "<!-- /null-gpu -->"
 # What a row says per step, and the counters that it adds up.
@@ -31,15 +31,22 @@ PER_STEP = {
 }
 
 
-def summary(measured: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration's row: medians per decode step, allocations of all counted steps, host ms."""
-    times = sorted(measured["host_ms"])
+def summary(measured: dict[str, Any], vanilla: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration's row: medians per decode step, allocations of all counted steps, host ms.
+
+    Args:
+        measured: A configuration.
+        vanilla: Vanilla vLLM in the same mode and run, itself for vanilla vLLM.
+    """
+    times, shares = sorted(measured["host_ms"]), measured["shares"]
     return {
         "name": measured["name"],
         "steps": len(measured["steps"]),
         **{name: sum(judge.per_step(measured, counter) for counter in counters) for name, counters in PER_STEP.items()},
         "allocations": sum(judge.total(measured, name) for name in judge.WAITS if name.startswith("alloc")),
         "host_ms": round(statistics.median(times), 2),
+        "vanilla_host_ms": round(statistics.median(vanilla["host_ms"]), 2),
+        "own_host_ms": round(host_time.own_ms(shares, statistics.median(times)), 3) if shares else None,
         "host_ms_p20": times[len(times) // 5],
         "host_ms_p80": times[len(times) * 4 // 5],
         "start_s": measured["start_s"],
@@ -55,14 +62,18 @@ COLUMNS = {
     "pinned copies up / down": "{pinned_h2d:g} / {pinned_d2h:g}",
     "device copies": "{d2d:g}",
     "allocations": "{allocations:g}",
-    "host ms": "{host_ms:.1f}",
+    "host ms (vanilla's)": "{host_ms:.1f} ({vanilla_host_ms:.1f})",
+    "ours": "{own}",
 }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows of `summary` as a Markdown table."""
     lines = [f"| per decode step | {' | '.join(COLUMNS)} |", "| --- |" + " ---: |" * len(COLUMNS)]
-    lines += [f"| {row['name']} | {' | '.join(cell.format(**row) for cell in COLUMNS.values())} |" for row in rows]
+    for row in rows:
+        own = row.get("own_host_ms")
+        cells = row | {"own": "" if own is None else f"{own:.2f}"}
+        lines.append(f"| {row['name']} | {' | '.join(cell.format(**cells) for cell in COLUMNS.values())} |")
     return "\n".join(lines)
 
 

@@ -37,6 +37,31 @@ def sums_of_guidance(session: Any) -> dict[str, list[list[int] | None]]:
     return {"told": told}
 
 
+def kernels_of_drafts(session: Any) -> dict[str, list[str]]:
+    """Draft with graphs and without; return the kernels of one step each, in their order."""
+    from null_gpu import device
+    from vllm_vidspec.engine.draft.drafter import Drafter
+
+    found: dict[str, list[str]] = {}
+    draft, graphs = Drafter.draft, session.worker.model_runner.speculator.graphs
+    captured = graphs.graphs
+
+    def noting(self: Drafter, message: Any) -> Any:
+        # A step of its own each: what it is to draft follows from the step before.
+        name = "replayed" if "replayed" not in found else "launched"
+        graphs.graphs = captured if name == "replayed" else {}
+        with device.in_order("launch", "replay") as kernels:
+            drafts = draft(self, message)
+        found[name] = kernels
+        graphs.graphs = captured
+        return drafts
+
+    with session.decoding(), mock.patch.object(Drafter, "draft", noting):
+        for _ in range(2):
+            session.step()
+    return found
+
+
 def sleep_and_wake(session: Any) -> dict[str, Any]:
     """Sleep at both levels, and decode after each; return the free bytes awake, asleep and awake again, by level."""
     free = {}

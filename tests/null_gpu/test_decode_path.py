@@ -13,6 +13,7 @@ from null_gpu import judge, report
 from null_gpu.cases import CASES
 from null_gpu.conftest import RESULTS
 from null_gpu.plants import PLANTS, line_of
+from null_gpu.situations import kernels_of_drafts
 
 TWO_RANKS = [name for name, case in CASES.items() if case.num_ranks > 1]
 RUN = [name for name, case in CASES.items() if not case.is_planted]
@@ -36,7 +37,10 @@ def measured(request, tmp_path_factory):
             folders = [tmp_path_factory.mktemp("null_gpu") for _ in parts]
             for found in pool.map(run, folders, parts, [num_ranks] * len(parts)):
                 rows += found
-    request.config.stash[RESULTS] = [report.summary(row) for row in rows if not row["error"] and row["host_ms"]]
+    timed = {row["name"]: row for row in rows if not row["error"] and row["host_ms"]}
+    beside = {name: timed.get(CASES[name].vanilla if CASES[name].spec is not None else name) for name in timed}
+    found = [report.summary(row, beside[name]) for name, row in timed.items() if beside[name] is not None]
+    request.config.stash[RESULTS] = found
     if target:
         write_results(Path(target), request.config.stash[RESULTS])
     return {row["name"]: row for row in rows}
@@ -189,3 +193,13 @@ def test_without_the_plants_it_is_clean(measured):
 @pytest.mark.cases("planted capture")
 def test_an_allocation_under_capture_is_seen(measured):
     assert "operation failed due to a previous error during capture" in measured["planted capture"]["error"]
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES.values() if case.after is kernels_of_drafts])
+def test_graphs_hold_the_kernels_of_the_same_step_without_them(measured, name):
+    """The same kernels in the same order, launched one by one and replayed.
+
+    Catches: a branch that is taken under capture only, a launch that a graph lacks.
+    """
+    launched, replayed = (measured[name]["extra"][how] for how in ("launched", "replayed"))
+    assert len(launched) > 50 and launched == replayed

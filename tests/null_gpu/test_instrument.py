@@ -4,13 +4,14 @@ import ctypes
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from null_gpu import device, emulate
+from null_gpu import device, emulate, host_time
 from tests.simulated_device import device as sim
 from tests.simulated_device.crossings import EACH_CROSSING
 
@@ -363,3 +364,51 @@ def test_collectives_between_two_processes(tmp_path):
     errors = outputs[0][1]
     assert "rank 0 of 2: ncclAllReduce of 8 bytes, but rank 1 calls ncclBroadcast of 8" in errors
     assert "rank 0 of 2: ncclAllReduce: rank 1 did not come within 3 s" in errors
+
+
+# ---- whose host time it is
+
+RUNNER, VERIFIER, NETWORK = (
+    f"/w/vllm_vidspec/engine/{name}.py" for name in ("runner", "verify/verifier", "draft/model")
+)
+KERNEL, DISPATCH = (f"/w/kernels/vidspec_kernels/{name}.py" for name in ("accept", "dispatch"))
+VLLM, TORCH = "/s/site-packages/vllm/v1/worker/gpu/model_runner.py", "/s/site-packages/torch/_ops.py"
+ENTERED = [(VLLM, "sample"), (RUNNER, "sample"), (VLLM, "sample_tokens")]
+
+
+@pytest.mark.parametrize(
+    ("stack", "innermost", "called"),
+    [
+        (ENTERED, host_time.VANILLA, host_time.VANILLA),
+        ([(VLLM, "step")], host_time.VANILLA, host_time.VANILLA),
+        ([(RUNNER, "sample"), (VLLM, "sample_tokens")], "runner.py sample", "runner.py sample"),
+        ([(TORCH, "add"), (VERIFIER, "_verify"), *ENTERED], "verifier.py _verify", "verifier.py _verify"),
+        ([(VLLM, "upload"), (VERIFIER, "_judge"), (VERIFIER, "_verify"), *ENTERED],
+         "verifier.py _judge", "verifier.py _verify"),
+        ([(DISPATCH, "launcher"), (KERNEL, "accept"), (VERIFIER, "_verify"), *ENTERED],
+         "accept.py accept", "verifier.py _verify"),
+        ([(TORCH, "mm"), (VLLM, "layer"), (NETWORK, "_run"), (NETWORK, "forward"), *ENTERED],
+         host_time.FORWARD, host_time.FORWARD),
+    ],
+)  # fmt: skip
+def test_a_sample_belongs_to_one_owner(stack, innermost, called):
+    """Catches: vLLM's own work inside our wrappers counted as ours, ours counted as vLLM's where it calls vLLM back."""
+    empty = compile("", "?", "exec")
+    codes = tuple(empty.replace(co_filename=path, co_name=name) for path, name in stack)
+    assert (host_time.owner(codes), host_time.owner(codes, is_by_entry=True)) == (innermost, called)
+
+
+def test_time_is_sampled_where_it_is_spent():
+    source = "def spend(seconds, clock):\n    end = clock() + seconds\n    while clock() < end:\n        pass\n"
+    names: dict = {}
+    exec(compile(source, "/w/vllm_vidspec/engine/report/counters.py", "exec"), names)
+    seen = host_time.Samples()
+    with host_time.sampling(seen):
+        names["spend"](0.06, time.perf_counter)
+        end = time.perf_counter() + 0.02
+        while time.perf_counter() < end:
+            pass
+    shares = seen.shares()
+    assert seen.stacks.total() > 100 and set(shares) <= {"counters.py spend", host_time.VANILLA}
+    assert 0.6 < shares["counters.py spend"] < 0.9
+    assert host_time.own_ms(shares, 8.0) == pytest.approx(8 * shares["counters.py spend"])

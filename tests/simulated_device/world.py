@@ -296,7 +296,7 @@ class PaddedGraphs:
     def __init__(self, *_: Any):
         """Nothing is captured."""
 
-    def size_for(self, num_reqs: int) -> int:
+    def size_for(self, num_reqs: int, _width: int) -> int:
         return num_reqs + num_reqs % 2
 
     def run(self, _key: Any, function: Callable[[], None]) -> bool:

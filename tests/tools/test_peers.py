@@ -71,6 +71,7 @@ def test_engines_of_a_round_are_alike(run, tmp_path):
     options = run.arguments(["--draft-shape", "0.5b", "--num-tokens", "4"])
     models = run.engines.make_checkpoints(tmp_path, options.draft_shape)
     jobs = {method: run.engines.job_of(method, models, options) for method in options.methods}
+    assert [job.pop("method") for job in jobs.values()] == options.methods
     specs = {method: job["llm"].pop("speculative_config", None) for method, job in jobs.items()}
     assert len({json.dumps(job) for job in jobs.values()}) == 1, "all but the drafts is the same"
     assert specs.pop("vanilla") is None

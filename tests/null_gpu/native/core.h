@@ -7,7 +7,7 @@
 #include <vector>
 
 // What a trace can ask for.
-enum Category { SYNC, COPY, ALLOC, LAUNCH, ILLEGAL, QUERY, STUB, GRAPH };
+enum Category { SYNC, COPY, ALLOC, LAUNCH, ILLEGAL, QUERY, STUB, GRAPH, REPLAY };
 enum NodeKind { KERNEL_NODE, MEMCPY_NODE, MEMSET_NODE, HOST_NODE, OTHER_NODE };
 enum MemoryKind { PAGEABLE, PINNED, DEVICE };
 // cudaStreamCaptureMode; also what a thread forbids itself while anyone captures.

@@ -184,7 +184,10 @@ int ng_graph_launch(Graph* graph, void* handle) {
   ng_event(GRAPH, "cudaGraphLaunch", graph->nodes.size());
   uint64_t num_kernels = 0;
   for (Node* part : graph->nodes) {
-    num_kernels += part->kind == KERNEL_NODE;
+    if (part->kind == KERNEL_NODE) {
+      num_kernels++;
+      ng_event(REPLAY, part->name, 0);
+    }
     ng_run_node(part);
   }
   COUNT_N("graph.kernels", num_kernels);

@@ -14,6 +14,7 @@ from vllm_vidspec.engine.draft.graphs import DraftGraphs, batch_sizes, part
     ("sizes", "max_num_reqs", "expected"),
     [
         ([1, 2, 4, 8, 16], 8, [1, 2, 4, 8]),
+        ([1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)], 200, [1, 2, 4, 8, 16, 24, 32, 48, 64, 88, 120, 160, 200]),
         ([16, 8, 1], 5, [1, 5]),  # the size above holds the rest, and no more than there can be
         ([1, 2, 4], 64, [1, 2, 4]),  # larger steps have no graph
         ([], 8, []),
@@ -27,7 +28,7 @@ class Recorded(DraftGraphs):
     """Captures by running twice, as vLLM does, and replays by noting so."""
 
     def __init__(self, mode=CUDAGraphMode.FULL_AND_PIECEWISE, sizes=(1, 2, 4), max_num_reqs=4):
-        compilation = SimpleNamespace(cudagraph_capture_sizes=sizes)
+        compilation = SimpleNamespace(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes))
         self.graphs, self.replayed = {}, []
         with pytest.MonkeyPatch.context() as patch:
             init = lambda self, config, *args, **kwargs: setattr(self, "compilation_config", config.compilation_config)  # noqa: E731
@@ -46,7 +47,9 @@ class Recorded(DraftGraphs):
 
 def test_a_step_is_padded_to_the_next_size_that_has_graphs():
     graphs = Recorded()
-    assert [graphs.size_for(n) for n in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, 5]
+    assert [graphs.size_for(n, 1) for n in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, 5]
+    # No forward has more tokens than the target's largest graph.
+    assert [graphs.size_for(n, 2) for n in (1, 2, 3)] == [1, 2, 3]
     assert graphs.is_on
 
 
@@ -54,7 +57,7 @@ def test_a_step_is_padded_to_the_next_size_that_has_graphs():
 def test_without_graphs_of_whole_forwards_nothing_is_padded(mode):
     graphs = Recorded(mode)
     assert not graphs.is_on
-    assert graphs.size_for(3) == 3
+    assert graphs.size_for(3, 2) == 3
 
 
 def test_a_part_runs_by_its_graph_and_inside_a_capture_as_itself():

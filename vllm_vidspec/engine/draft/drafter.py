@@ -177,7 +177,7 @@ class Drafter:
         """Propose drafts in the shape that the message names, for all its requests at once."""
         start = time.perf_counter()
         buffers, rows_np = self.buffers, message.idx_mapping_np
-        num_reqs = self._graphs.size_for(len(rows_np))
+        num_reqs = self._graphs.size_for(len(rows_np), self._width(message.shape))
         self._begin(message.batch_rows, message.picked, message.num_sampled, message.was_verified, num_reqs)
         rows = buffers.step.rows[: len(rows_np)]
         processed = self._sample.processed(rows, rows_np)
@@ -260,13 +260,18 @@ class Drafter:
         """Yield padded numbers of requests with what their steps may draft: the plan of as many requests or more, as
         some of a batch may not be drafted for.
         """
-        low = 1
-        for size in self._graphs.sizes:
-            plans = self._knobs.now.plans
-            for plan in {row.plan for row in plans if row.last >= low or row is plans[-1]}:
-                if plan.num_tokens:
-                    yield size, plan
-            low = size + 1
+        plans = self._knobs.now.plans
+        for shape in sorted({row.plan.shape for row in plans if row.plan.num_tokens}):
+            low = 1
+            for size in self._graphs.sizes_of(self._width(shape)):
+                for plan in {row.plan for row in plans if row.last >= low or row is plans[-1]}:
+                    if plan.shape == shape:
+                        yield size, plan
+                low = size + 1
+
+    def _width(self, shape: str) -> int:
+        """Return the most tokens of a request in a forward of the draft: two in the first."""
+        return 2 if self.trees is None or shape == "chain" else max(2, self.trees.policy.max_frontier)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 

@@ -56,7 +56,9 @@ class DraftGraphs(CudaGraphManager):
             decode_query_len=1,
         )
         self._is_capturing = False
-        self.sizes = batch_sizes(self.compilation_config.cudagraph_capture_sizes or (), max_num_reqs) if is_on else []
+        sizes = self.compilation_config.cudagraph_capture_sizes or () if is_on else ()
+        self.sizes = batch_sizes(sizes, max_num_reqs)
+        self.max_tokens = self.compilation_config.max_cudagraph_capture_size or 0
 
     def _init_candidates(self) -> None:
         """Do nothing: the drafter says which parts there are, and which one runs."""
@@ -66,9 +68,16 @@ class DraftGraphs(CudaGraphManager):
         """Whether parts are captured, so that they must not depend on a step's Python numbers."""
         return bool(self.sizes)
 
-    def size_for(self, num_reqs: int) -> int:
+    def sizes_of(self, width: int) -> list[int]:
+        """Return the numbers of requests that have graphs, of steps whose widest forward has `width` tokens of each.
+
+        No forward in a graph has more tokens than the target's may have.
+        """
+        return [size for size in self.sizes if size * width <= self.max_tokens]
+
+    def size_for(self, num_reqs: int, width: int) -> int:
         """Return to how many requests a step of `num_reqs` is padded: not at all without a graph that holds them."""
-        return next((size for size in self.sizes if size >= num_reqs), num_reqs)
+        return next((size for size in self.sizes_of(width) if size >= num_reqs), num_reqs)
 
     def capture_parts(self, parts: Iterable[Part], prepare: Callable[[Part], Run]) -> None:
         """Capture parts.
@@ -99,6 +108,13 @@ class DraftGraphs(CudaGraphManager):
 
 
 def batch_sizes(capture_sizes: Sequence[int], max_num_reqs: int) -> list[int]:
-    """Return the numbers of requests that have graphs: vLLM's sizes up to the first that holds `max_num_reqs`."""
-    most = min(max_num_reqs, max(capture_sizes, default=0))
-    return sorted({min(size, most) for size in capture_sizes if most})
+    """Return the numbers of requests that have graphs.
+
+    Those of vLLM's sizes that are a third more than the one before, up to what holds `max_num_reqs`: a draft step is
+    several graphs where vLLM has one, and reads the weights however many rows are padding.
+    """
+    most, sizes = min(max_num_reqs, max(capture_sizes, default=0)), [0]
+    for size in sorted(capture_sizes):
+        if size < most and 3 * size >= 4 * sizes[-1]:
+            sizes.append(size)
+    return sizes[1:] + [most] * (most > 0)

@@ -43,6 +43,7 @@ class Counters:
         # [7 + K] see `Tally.totals`
         self._totals = torch.zeros(len(_TOTALS) + num_speculative_tokens, dtype=torch.int64, device=device)
         self._requests = requests
+        self._launches: dict = {}  # see `Tally.known`
         self._on_gpu = device.type == "cuda"
         # On the host: the totals themselves, or where a copy of them goes.
         self._host = torch.zeros_like(self._totals, device="cpu", pin_memory=True) if self._on_gpu else self._totals
@@ -96,7 +97,7 @@ class Counters:
         by_kind = None
         if self.counts_requests and not self._is_paused:
             by_kind = self._totals.new_empty(len(idx_mapping), len(metrics.KINDS))
-        return Tally(idx_mapping, self._requests.has_draft, self._totals, by_kind)
+        return Tally(idx_mapping, self._requests.has_draft, self._totals, by_kind, known=self._launches)
 
     def counted(self, idx_mapping_np: np.ndarray, tally: Tally) -> None:
         """Take note of a tally that has been made, for `[num_reqs]` persistent rows."""

@@ -41,6 +41,7 @@ class LooseRules:
         self._choices: dict[int, Choice] = {}  # by row, of requests that are not strict
         # [4, max_num_reqs]: rules, windows, the bits of the float32 shares, and where the scores come from
         self._table_np = np.zeros((4, max_num_reqs), dtype=np.int32)
+        self._launches: dict = {}  # see `LooseTables.known`
         self._loose: set[int] = set()  # rows whose rule is not 0
         self._table: tuple[torch.Tensor, ...] | None = None  # the same on the device, until a request comes or goes
         self._model_config = vllm_config.model_config
@@ -145,7 +146,7 @@ class LooseRules:
             part.expanded_idx_mapping,
             part.nodes,
             part.pos,
-            LooseTables(self.protected, self._ends, sources, self._sampler.sampling_states.seeds.gpu),
+            LooseTables(self.protected, self._ends, sources, self._sampler.sampling_states.seeds.gpu, self._launches),
             None if part.shapes is None else part.shapes.parents,
             part.relevance,
             is_predicting=self.is_predicting,
