@@ -732,7 +732,7 @@ def _plan(
     lse: Tensor | None,
 ) -> Callable[..., None]:
     """Return what launches the kernel for arguments that look like these: tensors, scale, prefix and `lse`."""
-    # The kernel counts a request's rows in 32 bits.
+    # The kernel counts a request's rows, and units of work, in 32 bits.
     assert max_queries * max(query.stride(0), out.stride(0)) < 2**31, f"strides {query.stride(0)}, {out.stride(0)}"
     device, num_reqs, (_, num_heads, head_size) = query.device, rows.shape[0], query.shape
     _, block_size, num_kv_heads, _ = key_cache.shape
@@ -743,6 +743,8 @@ def _plan(
     widen = query.dtype == torch.float32 or query.dtype != key_cache.dtype or interpreted_bf16
     tile = tile_shape(max_queries * group, head_size, widen, prefix is None, device_limits(device))
     num_row_tiles = triton.cdiv(max_queries * group, tile.block_rows)
+    most_units = num_reqs * num_kv_heads * num_row_tiles * (block_table.shape[1] * block_size // tile.block_keys + 2)
+    assert most_units < 2**31, f"{most_units} units of work"
     table_strides, mask_strides = (block_table.stride(0),), (masks.stride(0),)
     per_tensor = (query, key_cache, value_cache, *(prefix or (None, None)), out, lse)
     strides = [_strides(tensor) for tensor in per_tensor]
