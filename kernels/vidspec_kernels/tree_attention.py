@@ -683,14 +683,13 @@ def tile_shape(num_rows: int, head_size: int, widen: bool, reads_prefix: bool, l
         block_rows = min(block_rows, _SHARED_BLOCK_ROWS)
     else:
         block_rows = min(block_rows, _MAX_BLOCK_ROWS)
-    has_many_warps = widen or line_bytes > 256 or block_rows > _SHARED_BLOCK_ROWS
     is_alone = block_rows > _SHARED_BLOCK_ROWS or (block_rows == _SHARED_BLOCK_ROWS and line_bytes > 256)
     programs_per_sm = 1 if is_alone else _PROGRAMS_PER_SM
     block_keys = _tile(block_rows, line_bytes, shared_bytes_per_program(limits, programs_per_sm))
     num_stages, block_nodes = _NUM_STAGES, min(block_keys, _BLOCK_NODES)
     if reads_prefix:
         num_stages, block_nodes = _pipeline(block_rows, line_bytes, block_keys, programs_per_sm, limits)
-    return TileShape(block_rows, block_keys, block_nodes, num_stages, 8 if has_many_warps else 4, programs_per_sm)
+    return TileShape(block_rows, block_keys, block_nodes, num_stages, 8 if widen or is_alone else 4, programs_per_sm)
 
 
 def _tile(block_rows: int, line_bytes: int, shared_bytes: int) -> int:

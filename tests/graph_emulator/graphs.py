@@ -21,6 +21,7 @@ from tests.graph_emulator.recorder import Recording
 from vllm_vidspec.engine.speculator import VidSpecSpeculator
 
 SIZES = (1, 2, 4, 8)  # numbers of requests that are captured
+MAX_TOKENS = 512  # of a forward in a graph
 
 
 class Graph:
