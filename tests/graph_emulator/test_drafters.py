@@ -33,7 +33,9 @@ PROCESSED = (2, 3, 6, 11)
 WHOLE = {"chain": "chain", "tree-static": "tree", "tree-adaptive": "level"}  # the part that every step runs
 
 
-@pytest.fixture(scope="module", params=[(family, shape) for family in FAMILIES for shape in ("chain", *TREES)], ids=" ".join)
+@pytest.fixture(
+    scope="module", params=[(family, shape) for family in FAMILIES for shape in ("chain", *TREES)], ids=" ".join
+)
 def captured(request, reference) -> Iterator[tuple[Engine, str, dict]]:
     """An engine whose draft steps are captured, and vanilla's answers; one of them schedules a step ahead."""
     family, shape = request.param
