@@ -26,7 +26,6 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from vllm_vidspec.config import Plan
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft.drafter import Drafter
 from vllm_vidspec.engine.draft.graphs import DraftGraphs
@@ -40,38 +39,10 @@ from vllm_vidspec.engine.listen.prompts import Guidance, PendingScores
 from vllm_vidspec.engine.listen.trees import TargetTrees
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import Arrival, Phase, RequestRows
+from vllm_vidspec.engine.target_step import Step
 from vllm_vidspec.engine.tree_attention import TreeAttention
 
 logger = init_logger("vllm.vidspec")
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """A step that the target has committed, as the draft's side sees it.
-
-    Attributes:
-        batch: vLLM's `InputBatch`.
-        is_done: `[num_reqs]` bool: the target's prefill is complete, so that this step sampled a token.
-        bound: `[num_reqs]` int64 host bound of the committed lengths, the target's last token included.
-        num_sampled: `[num_reqs]` int32 accepted drafts and the target's own token.
-        plan: What to draft.
-    """
-
-    batch: Any
-    is_done: np.ndarray
-    bound: np.ndarray
-    num_sampled: torch.Tensor
-    plan: Plan
-
-    @classmethod
-    def of(cls, batch: Any, num_sampled: torch.Tensor, plan: Plan) -> "Step":
-        """Read a step from vLLM's batch; nothing here waits for the device."""
-        computed = batch.num_computed_tokens_np + batch.num_scheduled_tokens
-        if batch.num_draft_tokens_per_req is not None:
-            computed = computed - batch.num_draft_tokens_per_req
-        # The last draft of this step may commit K more tokens and the target one.
-        bound = batch.seq_lens_cpu_upper_bound.numpy()[: batch.num_reqs].astype(np.int64) + 1
-        return cls(batch, computed >= batch.prefill_len_np, bound, num_sampled, plan)
 
 
 class VidSpecSpeculator(BaseSpeculator):

@@ -13,7 +13,8 @@ from tests.unit.engine.fakes import NUM_TOKENS as PROMPT_LEN
 from vllm_vidspec.config import Plan
 from vllm_vidspec.engine.draft.messages import Drafts, Prefilled
 from vllm_vidspec.engine.requests import Phase, RequestRows
-from vllm_vidspec.engine.speculator import Step, VidSpecSpeculator
+from vllm_vidspec.engine.speculator import VidSpecSpeculator
+from vllm_vidspec.engine.target_step import Step
 
 K = 3
 

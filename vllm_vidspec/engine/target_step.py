@@ -1,0 +1,38 @@
+"""Step: what the draft's side is told of a step of the target's."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_vidspec.config import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step that the target has committed, as the draft's side sees it.
+
+    Attributes:
+        batch: vLLM's `InputBatch`.
+        is_done: `[num_reqs]` bool: the target's prefill is complete, so that this step sampled a token.
+        bound: `[num_reqs]` int64 host bound of the committed lengths, the target's last token included.
+        num_sampled: `[num_reqs]` int32 accepted drafts and the target's own token.
+        plan: What to draft.
+    """
+
+    batch: Any
+    is_done: np.ndarray
+    bound: np.ndarray
+    num_sampled: torch.Tensor
+    plan: Plan
+
+    @classmethod
+    def of(cls, batch: Any, num_sampled: torch.Tensor, plan: Plan) -> "Step":
+        """Read a step from vLLM's batch; nothing here waits for the device."""
+        computed = batch.num_computed_tokens_np + batch.num_scheduled_tokens
+        if batch.num_draft_tokens_per_req is not None:
+            computed = computed - batch.num_draft_tokens_per_req
+        # The last draft of this step may commit K more tokens and the target one.
+        bound = batch.seq_lens_cpu_upper_bound.numpy()[: batch.num_reqs].astype(np.int64) + 1
+        return cls(batch, computed >= batch.prefill_len_np, bound, num_sampled, plan)
