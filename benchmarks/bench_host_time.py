@@ -129,7 +129,6 @@ class HostTime:
     def _wrap_foreign(self, runner: Any) -> None:
         """Time what our code calls that is not ours."""
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-        from vllm.v1.worker.gpu.sample import gumbel
 
         from vllm_vidspec.engine.draft import model as draft_model
 
@@ -137,7 +136,6 @@ class HostTime:
             (runner.speculator.draft_model, ("_run", "compute_logits", "embed")),
             (draft_model, ("build_attn_metadata", "build_slot_mappings_by_layer")),
             (runner.sampler, ("sample", "apply_sampling_params")),
-            (gumbel, ("gumbel_sample",)),
             (GPUModelRunner, ("take_draft_token_ids",)),
         ):
             for name in names:
@@ -146,9 +144,9 @@ class HostTime:
     def _wrap_parts(self, runner: Any) -> None:
         """Time the parts of what is ours."""
         from vllm_vidspec.drafting import adaptive, static
-        from vllm_vidspec.engine.draft import kv, levels, noise
-        from vllm_vidspec.engine.draft import trees as tree_drafter
+        from vllm_vidspec.engine.draft import buffers, drafter, forwards, noise
         from vllm_vidspec.engine.listen import trees as target_trees
+        from vllm_vidspec.engine.verify import rules
         from vllm_vidspec.scoring import rules as scorers
 
         speculator, drafts = runner.speculator, runner.speculator.drafter
@@ -156,34 +154,36 @@ class HostTime:
         parts = [
             (speculator, "_reserve", "propose: reserve blocks"),
             (speculator, "_propose", "propose: message"),
+            (speculator, "_are_in", "propose: who is where"),
             (runner.requests, "publish", "propose: publish"),
             (drafts, "draft", "draft: rest"),
-            (drafts.kv, "gather_accepted", "draft: gather accepted"),
-            (drafts.kv, "remember_fed", "draft: remember fed"),
+            (drafts.kv, "apply", "draft: block tables"),
             (drafts.model, "forward", "draft: forward inputs"),
-            (chains, "draft", "draft: chain loop"),
-            (drafts.roots, "feed", "draft: feed roots"),
-            (levels.LevelInputs, "place", "draft: place"),
-            (noise.CoupledSampler, "__call__", "draft: sample"),
-            (noise.CoupledSampler, "scores", "draft: scores"),
+            (drafts.buffers, "place", "draft: place"),
+            (noise.CoupledSampler, "processed", "draft: who needs processors"),
+            (noise.CoupledSampler, "draw_into", "draft: draw"),
+            (noise.CoupledSampler, "candidates_into", "draft: candidates"),
             (runner.rejection_sampler, "_score", "verify: score"),
-            (runner.counters, "observe", "counters.observe"),
             (runner.counters, "add", "counters.add"),
-            (levels, "step", KERNEL + "step"),
+            (drafter, "begin_step", KERNEL + "begin_step"),
+            (buffers, "next_level", KERNEL + "next_level"),
+            (noise, "draw", KERNEL + "draw"),
+            (noise, "candidates", KERNEL + "candidates"),
+            (rules, "loosen", KERNEL + "loosen"),
             (scorers, "accept", KERNEL + "accept"),
         ]
+        if chains is not None:
+            parts.append((chains, "draft", "draft: chain loop"))
         if trees is not None:
             parts += [
                 (runner.trees, "store", "propose: store"),
                 (trees, "draft", "draft: tree loop"),
-                (trees, "_feed", "draft: feed nodes"),
-                (drafts.kv, "remember_fed_nodes", "draft: remember fed"),
                 *((trees.policy, name, f"policy.{name}") for name in ("begin", "extend", "send", "finish")),
-                (tree_drafter, "candidates", "draft: candidates"),
                 *((adaptive, name, KERNEL + name) for name in ("tree_begin", "tree_plan", "tree_grow", "tree_finish")),
                 *((static, name, KERNEL + name) for name in ("tree_begin", "tree_place")),
-                (kv, "kv_compact", KERNEL + "kv_compact (draft)"),
+                (forwards, "kv_compact", KERNEL + "kv_compact (draft)"),
                 (target_trees, "kv_compact", KERNEL + "kv_compact (target)"),
+                (target_trees, "place_trees", KERNEL + "place_trees"),
             ]
         for owner, name, label in parts:
             self.watch.wrap(owner, name, label, fine=True)

@@ -110,9 +110,9 @@ def programs_per_sm(registers: int, num_warps: int, shared_bytes: int, arch: int
 
 
 def memory_operations(ptx: str) -> list[str]:
-    """Return the kernel's global loads and stores (".v": several words at once) and barriers, in order, runs as one."""
-    found = re.findall(r"\b(?:(ld|st)\.global\S*?(\.v\d)?\.[bsuf]\d+|(bar)\.sync)", ptx)
-    names = [barrier or operation + (".v" if vector else "") for operation, vector, barrier in found]
+    """Return global loads, stores (".v": several words at once), atomics and barriers in their order, runs as one."""
+    found = re.findall(r"\b(?:(ld|st)\.global\S*?(\.v\d)?\.[bsuf]\d+|(bar)\.sync|(atom)\.global)", ptx)
+    names = [other or atomic or name + (".v" if vector else "") for name, vector, other, atomic in found]
     return [name for name, _ in itertools.groupby(names)]
 
 
@@ -179,7 +179,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     """Run the report and return its rows."""
     arguments = parser().parse_args(argv)
     # A cache of its own: every binary in it has its row.
-    root = Path(tempfile.mkdtemp()) if arguments.cold else Path(knobs.cache.dir) / "vidspec-compile-report-2"
+    root = Path(tempfile.mkdtemp()) if arguments.cold else Path(knobs.cache.dir) / "vidspec-compile-report-3"
     knobs.cache.dir, knobs.nvidia.dump_ptxas_log = str(root), True
     folder = root / "rows"
     folder.mkdir(parents=True, exist_ok=True)

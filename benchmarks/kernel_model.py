@@ -1,9 +1,10 @@
 """What the kernels should take on a GPU, from bytes, products and compile data: a model, nothing is measured.
 
-python benchmarks/kernel_model.py docs/results/kernels-compiled.json                   # print the sections
-python benchmarks/kernel_model.py docs/results/kernels-compiled.json docs/kernels.md   # and write them into the page
+python benchmarks/compile_report.py --json --archs 80,90 --cases "$(python benchmarks/kernel_model.py)" > COMPILED.json
+python benchmarks/kernel_model.py COMPILED.json            # print the sections
+python benchmarks/kernel_model.py COMPILED.json PAGE.md    # and write them between the page's marks
 
-The JSON is `python benchmarks/compile_report.py --json`. Tiles and grids are the wrappers' own: the model calls the
+Without arguments it prints which cases it needs. Tiles and grids are the wrappers' own: the model calls the
 functions that they launch by. A kernel's floor is the larger of two times: what it must move at the memory's peak, and
 what it must multiply at the tensor cores' peak. The model adds what a launch takes on top: waves of programs, copies
 under way, second reads through L2, padded rows, dependent loads, and the launch itself.
@@ -143,6 +144,13 @@ def seconds(launch: Launch, device: Device) -> float:
 def modelled(call: Call, device: Device) -> float:
     """Return what a call takes by the model, in seconds."""
     return sum(seconds(launch, device) for launch in call.launches)
+
+
+# Cases of the compile report that the model stands on.
+CASES = (
+    r"^(28/4|14/2 d64) Q(9|26|65)$|^3584 Q(11|26|65) 25k top 10$|merge of 4|^(28/4|14/2 d64) nq32 25k|tree K64, axes 3|"
+    r"K25, axes 3|152k torch.bfloat16$|adaptive K64|F10 C10|(strict chain|loose tree) K64$|d128 16 bits$"
+)
 
 
 class Compiled:
@@ -412,7 +420,10 @@ def sections(data: dict[str, Any]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Print the sections; with a page, write them there."""
+    """Print the sections, and with a page write them there; without compile data, the cases that are needed."""
+    if not sys.argv[1:]:
+        print(CASES)
+        return
     found = sections(json.loads(Path(sys.argv[1]).read_text()))
     for name, text in found.items():
         print(f"<!-- {name} -->\n{text}\n<!-- /{name} -->\n")

@@ -104,7 +104,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     options.methods = options.methods.split(",")
     options.engine_args = ({} if ON_GPU else {"dtype": "float32"}) | json.loads(options.engine_args)
     if options.dry_run:
-        options.draft_shape, options.batch, options.context, options.steps = "tiny", [2], 64, 3
+        options.draft_shape, options.batch, options.context, options.steps = "tiny", [1], 32, 2
         options.rounds = options.calls = 1
     return options
 

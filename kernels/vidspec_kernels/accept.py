@@ -630,14 +630,19 @@ def _count(xp: ModuleType, tally: Tally, has_row: Any, depth: Any, num_accepted:
     is_counted = num_drafts > 0
     accepted = num_accepted[:, 0] * is_counted
     deepest = num_drafts if depth is None else xp.amax(depth * has_row, 1) * is_counted
-    loosened = shifted = 0 * accepted
+    num_sums = _NUM_SUMS + len(col) - 1
+    found = as_array(
+        tally.totals.new_empty(len(accepted), num_sums)
+    )  # column by column: no call takes them all at once
+    found[:, 0], found[:, 1], found[:, 2], found[:, 3] = is_counted, num_drafts, accepted, deepest
+    found[:, 4], found[:, 5:_NUM_SUMS], found[:, _NUM_SUMS:] = accepted, 0, col[:-1] < accepted[:, None]
     if kinds is not None:
-        loosened, shifted = ((kinds == kind).sum(1) * is_counted for kind in (2, 3))
-    exact = accepted - loosened - shifted
-    sums = xp.stack((is_counted, num_drafts, accepted, deepest, exact, loosened, shifted), 1)
-    as_array(tally.totals)[: _NUM_SUMS + len(col) - 1] += xp.concatenate((sums, col[:-1] < accepted[:, None]), 1).sum(0)
+        for kind in (2, 3):
+            found[:, 3 + kind] = (kinds == kind).sum(1) * is_counted
+        found[:, 4] -= found[:, 5] + found[:, 6]
+    as_array(tally.totals)[:num_sums] += found.sum(0)
     if tally.by_kind is not None:
-        as_array(tally.by_kind)[:] = sums[:, 4:]
+        as_array(tally.by_kind)[:] = found[:, 4:_NUM_SUMS]
 
 
 def _arange(length: int, device: torch.device) -> Any:

@@ -683,14 +683,13 @@ def tile_shape(num_rows: int, head_size: int, widen: bool, reads_prefix: bool, l
         block_rows = min(block_rows, _SHARED_BLOCK_ROWS)
     else:
         block_rows = min(block_rows, _MAX_BLOCK_ROWS)
-    has_many_warps = widen or line_bytes > 256 or block_rows > _SHARED_BLOCK_ROWS
     is_alone = block_rows > _SHARED_BLOCK_ROWS or (block_rows == _SHARED_BLOCK_ROWS and line_bytes > 256)
     programs_per_sm = 1 if is_alone else _PROGRAMS_PER_SM
     block_keys = _tile(block_rows, line_bytes, shared_bytes_per_program(limits, programs_per_sm))
     num_stages, block_nodes = _NUM_STAGES, min(block_keys, _BLOCK_NODES)
     if reads_prefix:
         num_stages, block_nodes = _pipeline(block_rows, line_bytes, block_keys, programs_per_sm, limits)
-    return TileShape(block_rows, block_keys, block_nodes, num_stages, 8 if has_many_warps else 4, programs_per_sm)
+    return TileShape(block_rows, block_keys, block_nodes, num_stages, 8 if widen or is_alone else 4, programs_per_sm)
 
 
 def _tile(block_rows: int, line_bytes: int, shared_bytes: int) -> int:
@@ -733,7 +732,7 @@ def _plan(
     lse: Tensor | None,
 ) -> Callable[..., None]:
     """Return what launches the kernel for arguments that look like these: tensors, scale, prefix and `lse`."""
-    # The kernel counts a request's rows in 32 bits.
+    # The kernel counts a request's rows, and units of work, in 32 bits.
     assert max_queries * max(query.stride(0), out.stride(0)) < 2**31, f"strides {query.stride(0)}, {out.stride(0)}"
     device, num_reqs, (_, num_heads, head_size) = query.device, rows.shape[0], query.shape
     _, block_size, num_kv_heads, _ = key_cache.shape
@@ -744,6 +743,8 @@ def _plan(
     widen = query.dtype == torch.float32 or query.dtype != key_cache.dtype or interpreted_bf16
     tile = tile_shape(max_queries * group, head_size, widen, prefix is None, device_limits(device))
     num_row_tiles = triton.cdiv(max_queries * group, tile.block_rows)
+    most_units = num_reqs * num_kv_heads * num_row_tiles * (block_table.shape[1] * block_size // tile.block_keys + 2)
+    assert most_units < 2**31, f"{most_units} units of work"
     table_strides, mask_strides = (block_table.stride(0),), (masks.stride(0),)
     per_tensor = (query, key_cache, value_cache, *(prefix or (None, None)), out, lse)
     strides = [_strides(tensor) for tensor in per_tensor]

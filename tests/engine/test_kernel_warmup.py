@@ -34,14 +34,15 @@ def test_every_part_is_prepared(monkeypatch):
         width = engine.config.tree.width_max
     # Target and draft have the same attention kernel, and the same one that moves accepted nodes.
     assert set(prepared) == {
-        *("_accept_kernel", "_kv_compact_kernel", "_place_trees_kernel", "_begin_step_kernel", "_next_level_kernel"),
+        *("_accept_kernel", "_loosen_kernel", "_kv_compact_kernel"),
+        *("_place_trees_kernel", "_begin_step_kernel", "_next_level_kernel"),
         *("_tree_begin_kernel", "_tree_plan_kernel", "_tree_grow_kernel", "_tree_finish_kernel"),
         *("_candidates_kernel", "_merge_candidates_kernel"),
-        *("_tree_attention_kernel", "_visual_relevance_kernel", "_merge_relevance_kernel"),
+        *("_tree_attention_kernel", "_visual_relevance_kernel", "_merge_splits_kernel", "_merge_relevance_kernel"),
         *("_row_stats_kernel", "_guidance_scores_kernel"),
     }
     assert prepared["_kv_compact_kernel"] >= 2
-    # Chains and trees, strict and loose; levels of chains, and of trees of each width.
-    assert prepared["_accept_kernel"] == 4 and prepared["_step_kernel"] == 1 + width
+    # Chains and trees, strict and loose; a level of a tree, its frontier of any width.
+    assert prepared["_accept_kernel"] == 4 and prepared["_next_level_kernel"] >= 1
     # 9 rows of the target, and levels of up to 10 nodes of the draft.
     assert prepared["_tree_attention_kernel"] == 9 + width

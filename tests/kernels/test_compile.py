@@ -112,11 +112,30 @@ def test_nothing_spills(rows, arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_two_programs_share_a_multiprocessor(rows, arch):
-    """Catches: a tile that counts on the driver's share of shared memory, which leaves half of the programs waiting."""
+def test_programs_fill_a_multiprocessor(rows, arch):
+    """Two programs of 4 warps, or one of 8 that has as many rows as both.
+
+    Catches: a tile that counts on the driver's share of shared memory, which leaves half of the programs waiting.
+    """
     attention = [row for row in rows if row["arch"] == arch and row["kernel"] in ("tree_attention", "row_stats")]
     assert len(attention) >= 4
-    assert all(row["programs_per_sm"] >= 2 for row in attention), attention
+    assert all(row["programs_per_sm"] * row["num_warps"] >= 8 for row in attention), attention
+    assert all(row["programs_per_sm"] >= 2 or row["case"].startswith("28/4 Q26") for row in attention), attention
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_parts_are_written_before_they_are_announced(rows, arch):
+    """Stores, a barrier of the program, the arrival, a barrier, and only then loads of the other programs' parts.
+
+    Catches: an arrival of one thread before the stores of the others; a load of a part that is not there yet.
+    """
+    attention = [row for row in rows if row["arch"] == arch and row["kernel"] == "tree_attention"]
+    splitting = [row for row in attention if "atom" in row["memory"]]
+    assert {row["case"] for row in splitting} == {"28/4 Q9", "28/4 Q26"} and len(attention) == 3
+    for row in splitting:
+        assert row["memory"].count("atom") == 1
+        stored, *arrival = row["memory"][row["memory"].index("atom") - 2 :][:4]
+        assert stored.startswith("st") and arrival == ["bar", "atom", "bar"], row
 
 
 def test_products_take_tensor_cores_and_fuse(rows):

@@ -75,7 +75,7 @@ class Case:
     sampling: dict[str, Any] = field(default_factory=dict)
     skip: int = 6
     steps: int = 10
-    timed_steps: int = 12
+    timed_steps: int = 20
     sampled_steps: int = 8
     allowed: tuple[str, ...] = ()
     crossings: tuple[str, ...] = CROSSINGS

@@ -193,7 +193,7 @@ class World:
             positions=self.put(np.repeat(before - 1, counts) + local),
             cu_num_logits=self.put(starts),
             cu_num_logits_np=starts,
-            local=self.put(local),
+            local=self.put(local.astype(np.int32)),
             by_token=self.put(np.repeat(rows_np.astype(np.int64), counts)),
         )
 

@@ -241,6 +241,7 @@ class Drafter:
             logger.warning_once(
                 "vidspec: the draft's attention backend plans its work on the host: drafts run without CUDA graphs"
             )
+            self._graphs.give_up()
             return
         parts: dict[Part, Run] = {}
         for num_reqs, plan in self._plans():

@@ -68,6 +68,10 @@ class DraftGraphs(CudaGraphManager):
         """Whether parts are captured, so that they must not depend on a step's Python numbers."""
         return bool(self.sizes)
 
+    def give_up(self) -> None:
+        """Have no graphs: steps run as functions, without padding."""
+        self.sizes = []
+
     def sizes_of(self, width: int) -> list[int]:
         """Return the numbers of requests that have graphs, of steps whose widest forward has `width` tokens of each.
 
