@@ -101,6 +101,7 @@ def test_every_situation_at_once(captured):
     assert_all_stands(counted)
     assert preempted and not harness.skipped(counted) and counted["draft_eager_steps"] == 0
     assert {3, 5, 6, 7} & seen.keys(), "nothing was padded"
+    assert shape != "tree-static" or counted["draft_tokens"] < 25 * counted["drafts"], "no tree was cut"
     graphs = engine.speculator.graphs.graphs
     used = {key.num_tokens for key, graph in graphs.items() if key.name == WHOLE[shape] and graph.recording.num_replays}
     assert used == set(SIZES)
