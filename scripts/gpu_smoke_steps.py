@@ -36,8 +36,8 @@ _VISION = dict(
 )  # 32 layers in the real one: the tower runs once a prompt, and is not what is looked at
 _VOCAB = 151936
 _KERNEL_TESTS = (
-    "real_size or equals_the_oracle or equal_the_oracles or equals_the_loop or half_precision or different_shapes "
-    "or test_dtypes or groups_and_layouts"
+    "real_size or equals_the_oracle or equals_the_loop or equals_the_order or equals_the_argmax or are_the_best "
+    "or half_precision or different_shapes or test_dtypes or groups_and_layouts"
 )
 
 

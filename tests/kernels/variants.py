@@ -191,9 +191,9 @@ def ambiguous_plans(run) -> list[str]:
     """Return the kernels that one key of `dispatch.launch` stands for several variants of."""
     found: dict[tuple[str, int, str], set] = {}
 
-    def launch(kernel, grid, device, args, constants, plans, key=None):
+    def launch(kernel, grid, device, args, constants, plans, key=None, options=None):
         kernel.device_caches.clear()  # so that every launch asks for its variant
-        asked = variants(lambda: dispatch.launcher(kernel, grid, device)(*args, **constants))
+        asked = variants(lambda: dispatch.launcher(kernel, grid, device)(*args, **constants, **options or {}))
         found.setdefault((kernel.__name__, id(plans), str(key)), set()).update(asked)
 
     kernel_modules = [module for name, module in sys.modules.items() if name.startswith("vidspec_kernels.")]

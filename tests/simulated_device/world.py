@@ -138,8 +138,7 @@ class World:
         here.kv.begin(row, num_dropped, 0)
         assert here.kv.reserve(np.array([row]), np.array([len(tokens) - num_dropped + self.K]))[0]
         here.kv.apply()
-        if here.trees is not None:
-            here.trees.policy.admit(np.array([row]))
+        here.enter(row)
         kept, positions = prompt[num_dropped:], np.arange(num_dropped, len(prompt))
         self._fill(self.draft.cache, here.kv.block_tables, row, kept, positions)
         self._fill(self.target_cache, self.target_table, row, prompt, np.arange(len(prompt)))

@@ -112,10 +112,14 @@ class Drafter:
         """Take a request in; return whether it will be drafted for (else it is counted by reason)."""
         is_in = self.prefills.admit(message)
         if is_in:
-            self._room_until[message.req_state_idx] = -1
-            if self.trees is not None:
-                self.trees.policy.admit(np.array([message.req_state_idx]))
+            self.enter(message.req_state_idx)
         return is_in
+
+    def enter(self, req_state_idx: int) -> None:
+        """Expect steps of a row's new request: they look for room, and its trees begin anew."""
+        self._room_until[req_state_idx] = -1
+        if self.trees is not None:
+            self.trees.policy.admit(np.array([req_state_idx]))
 
     def rest(self, idx_mapping_np: np.ndarray, num_tokens: np.ndarray) -> None:
         """Put `[n]` rows that were drafted for back in line; the draft has read `[n]` tokens of their text at least."""
