@@ -51,6 +51,8 @@ DRAWS = kernels.SampleScratch(MAX_REQS * WIDTH, VOCAB_SIZE, torch.device("meta")
 PLACES = (*TREES[1:], kernels.TreePlaces(*(i32(MAX_REQS) for _ in range(4)), i64(MAX_REQS, NUM_DRAFTS + 1)))
 POSITIONS = [(i64(3, 8193), None), (i64(8192), i64(8192))]  # of several axes in place, and of one into a copy
 
+ACCEPTS: dict = {}  # launches of `accept` that are known
+
 
 def warm() -> None:
     warm_up.warm_tree_attention(KEYS, VALUES, TABLE, HEADS, BF16, NUM_DRAFTS + 1, SCRATCH)
@@ -100,7 +102,7 @@ def step(rng: random.Random) -> None:
     settings = (vectors[0], i32(MAX_REQS), floats(MAX_REQS), i32(MAX_REQS))
     signals = (cut(floats(rows), rng), cut(floats(rows), rng), cut(floats(rows, dtype=torch.bool), rng))
     trees, looseness = kernels.TreeShapes(vectors[0], *TREES), kernels.Looseness(*settings, *signals, rng.random())
-    tally = kernels.Tally(vectors[0], floats(MAX_REQS, dtype=torch.bool), TOTALS, i64(num_reqs, 3), *KEPT)
+    tally = kernels.Tally(vectors[0], floats(MAX_REQS, dtype=torch.bool), TOTALS, i64(num_reqs, 3), *KEPT, ACCEPTS)
     for mode in itertools.product((None, trees), (None, looseness)):
         kernels.accept(*tokens, NUM_DRAFTS, *mode, tally)
     draft_step(rng, num_reqs, width)
