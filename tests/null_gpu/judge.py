@@ -85,7 +85,7 @@ def crossings_of_ours(measured: dict[str, Any], known: Sequence[str]) -> list[st
 
 def replays(measured: dict[str, Any], function: str) -> int:
     """Return how many graphs a function has launched in the counted steps, directly or not."""
-    launched = culprits(measured, "graph.launch")
+    launched = culprits(measured, "cudaGraphLaunch")
     return sum(times for times, line in launched if any(frame.endswith(f" {function}") for frame in line.split(" < ")))
 
 
