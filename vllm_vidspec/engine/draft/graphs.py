@@ -1,5 +1,6 @@
 """DraftGraphs: the parts of a draft step as CUDA graphs, in vLLM's own graph manager; without graphs, functions."""
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ class Part(BatchExecutionDescriptor):
     max_drafts: int = 0
 
 
+@functools.cache
 def part(name: str, num_reqs: int, level: int = 0, max_drafts: int = 0) -> Part:
     """Return the key of a part for `num_reqs` requests, padding included."""
     return Part(CUDAGraphMode.FULL, num_reqs, num_reqs, name=name, level=level, max_drafts=max_drafts)

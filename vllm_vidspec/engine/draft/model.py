@@ -1,6 +1,7 @@
 """The draft network: its own forward context, KV layers and attention metadata, beside the target in one process."""
 
 import copy
+import functools
 import gc
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -206,7 +207,7 @@ class DraftModel:
         num_bytes = _smallest_of_ranks(num_bytes)
         return VisionCache(num_bytes, model_config.get_inputs_embeds_size(), model_config.dtype, self.device)
 
-    @property
+    @functools.cached_property
     def block_size(self) -> int:
         """Tokens per KV block."""
         return self._kv_groups()[0].kv_cache_spec.block_size
@@ -279,8 +280,8 @@ class DraftModel:
         """
         num_reqs = len(seq_lens)
         if seq_lens_upper_bound is None:
-            bound = self._longest[:num_reqs].fill_(block_table.shape[1] * self.block_size)
             max_seq_len = block_table.shape[1] * self.block_size
+            bound = self._longest[:num_reqs].fill_(max_seq_len)
         else:
             bound = torch.from_numpy(seq_lens_upper_bound.astype(np.int32))
             max_seq_len = int(seq_lens_upper_bound.max())
