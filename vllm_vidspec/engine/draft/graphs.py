@@ -7,10 +7,7 @@ from typing import Any
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
-from vllm.logger import init_logger
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
-
-logger = init_logger("vllm.vidspec")
 
 Run = Callable[[], None]
 
