@@ -12,6 +12,11 @@ BENCH_ARGS ?=
 DEMO_ARGS ?=
 SMOKE_ARGS ?=
 
+# The null GPU's environment, and what follows run by its Python.
+CUDA_HOST = python=$$(command -v python3.11 || command -v python3 || command -v python) || \
+  { echo "[setup] error: no Python found; install python3.11" >&2; exit 1; }; \
+  $$python scripts/setup_cuda_host.py
+
 # The clone that make runs in is the one that is tested, even if another clone re-points the shared environment meanwhile.
 export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels$(if $(PYTHONPATH),:$(PYTHONPATH))
 # One thread per process: unpinned OpenMP threads on shared cores are up to ten times slower.
@@ -25,7 +30,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PYTHONUNBUFFERED ?= 1
 
-.PHONY: help setup demo test test-cuda-host check format bench doctor gpu-smoke clean distclean
+.PHONY: help setup demo test setup-cuda-host test-cuda-host check format bench doctor gpu-smoke clean distclean
 
 help: ## Show this list.
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -46,10 +51,11 @@ else
 	@$(PY) -m pytest --durations=3 $(BOTH_CORES)
 endif
 
+setup-cuda-host: ## Prepare the environment of test-cuda-host only.
+	@$(CUDA_HOST)
+
 test-cuda-host: ## Run the host side of the CUDA path on a null GPU (its own environment; no GPU needed).
-	@python=$$(command -v python3.11 || command -v python3 || command -v python) || \
-	  { echo "[setup] error: no Python found; install python3.11" >&2; exit 1; }; \
-	$$python scripts/setup_cuda_host.py -m pytest --durations=5 tests/null_gpu $(PYTEST_ARGS)
+	@$(CUDA_HOST) -m pytest --durations=5 tests/null_gpu $(PYTEST_ARGS)
 
 check: setup ## Check format, lint and types.
 	@$(PY) -m ruff format --check .

@@ -21,7 +21,7 @@ from typing import Any
 
 import result_tables as tables
 
-from vllm_vidspec.tools import plots
+from vllm_vidspec.tools import plots, race_views
 from vllm_vidspec.tools import quality_views as views
 from vllm_vidspec.tools.bench.acceptance import UNPRUNED
 
@@ -92,7 +92,7 @@ def merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
         return {"calibrations": {part["target"].split("/")[0]: part for part in parts}, "provenance": origin}
     lists = {name: [row for part in parts for row in part.get(name, [])] for name in ("rows", "failures")}
     families = list(dict.fromkeys(row["family"] for row in lists["rows"]))
-    if "method" in lists["rows"][0]:
+    if "retention" in lists["rows"][0]:
         # Every command measures the target, the draft and strict for itself: once is enough.
         by_setting = {views.setting_key(row): row for row in reversed(lists["rows"])}
         lists["rows"] = [row for row in lists["rows"] if by_setting[views.setting_key(row)] is row]
@@ -107,6 +107,9 @@ def write(path: Path, result: dict[str, Any]) -> None:
     if path.stem == "R12":
         views.write_csv(csv_path, result)
         views.draw(result["rows"], figure_path)
+    if path.stem == "R14-parallel":
+        race_views.write_csv(csv_path, result)
+        race_views.draw(result["rows"], figure_path)
     if path.stem in tables.BY_SHAPE:
         plots.write_csv(csv_path, result)
     if path.stem == "R9":

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_vidspec.assets import FAMILIES
 from vllm_vidspec.shapeworld.captions import GROUPS
-from vllm_vidspec.tools import plots
+from vllm_vidspec.tools import plots, race_views
 from vllm_vidspec.tools import quality_views as views
 from vllm_vidspec.tools.bench.acceptance import AXES as SWEEP_AXES
 from vllm_vidspec.tools.bench.acceptance import UNPRUNED, canonical, measured_itself
@@ -99,11 +99,15 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], num_words
 
 
 class _Formatter(string.Formatter):
-    """Formats a row's figures: None as a dash, `%` as a share that may be more than 100, `p` as one that may not."""
+    """Formats a row's figures: None as a dash, `%` as a share that may be more than 100 (`n%`: its number alone),
+    `p` as one that may not.
+    """
 
     def format_field(self, value: Any, spec: str) -> str:
         if value is None:
             return "-"
+        if spec == "n%":
+            return share(value).removesuffix(" %")
         return {"%": share, "p": percent}[spec](value) if spec in ("%", "p") else format(value, spec)
 
 
@@ -125,8 +129,8 @@ def overhead_table(result: dict[str, Any]) -> str:
         "pruner | video tokens | prefill (ms) | with guidance (ms) | share | min to max | own clock (ms) | "
         "share by own clock",
         "`{pruner}` | {video_tokens:,} | {prefill_ms:.1f} | {guided_prefill_ms:.1f} | {share:%} | "
-        "{percent_min:.1f} to {share_max:%} | {inside_ms:.2f} | {inside_share:%}",
-        [row | {"percent_min": 100 * row["share_min"]} for row in result["rows"]],
+        "{share_min:n%} to {share_max:%} | {inside_ms:.2f} | {inside_share:%}",
+        result["rows"],
     )
 
 
@@ -135,9 +139,9 @@ def relevance_overhead_table(result: dict[str, Any]) -> str:
     return table(
         "video tokens | step (ms) | with relevance (ms) | share | min to max | inside (ms) | share of it | "
         "kept states (bytes)",
-        "{video_tokens:,} | {step_ms:.1f} | {loose_step_ms:.1f} | {share:%} | {percent_min:.1f} to {share_max:%} | "
+        "{video_tokens:,} | {step_ms:.1f} | {loose_step_ms:.1f} | {share:%} | {share_min:n%} to {share_max:%} | "
         "{inside_ms:.2f} | {inside_share:%} | {store_bytes:,}",
-        [row | {"percent_min": 100 * row["share_min"]} for row in result["rows"]],
+        result["rows"],
         num_words=0,
     )
 
@@ -355,6 +359,22 @@ def demo_table(result: dict[str, Any]) -> str:
     return markdown_table([result["family"], "vanilla vLLM", "vLLM + vidspec"], rows) + f"> {ours['text'].strip()}\n\n"
 
 
+def race_tables(result: dict[str, Any]) -> str:
+    """Return a Markdown table per family and ratio of `bench parallel`, and a list of what did not run."""
+    text = ""
+    for (family, ratio), rows in race_views.groups(result["rows"]).items():
+        first, asked = rows[0], f"T_t / T_d asked for: {ratio:g}" if ratio else "the pair as it is"
+        text += f"`{family}`, {asked}" + (f" ({first['label']})" if first["label"] else "")
+        text += f"; {first['rounds']} rounds of {first['requests']} requests, one at a time."
+        text += f" Published: {first['published_pair']}.\n\n" if "published_pair" in first else "\n\n"
+        columns = race_views.columns(rows)
+        heads = [" ".join(head.split()) for head in columns]
+        text += markdown_table(heads, [[show(row) for show in columns.values()] for row in rows]) + "\n"
+    failed = [f"{one['method']} ({one['family']}, {one['inflate']:g}): {one['reason']}" for one in result["failures"]]
+    text += f"Did not run: {'; '.join(failed)}.\n\n" if failed else ""
+    return text + figure_link("R14-parallel.png", "decode speed over vanilla's, by ratio and method")
+
+
 # What has a table of its own.
 BODIES: dict[str, Callable[[dict[str, Any]], str]] = {
     "R6": demo_table,
@@ -365,6 +385,7 @@ BODIES: dict[str, Callable[[dict[str, Any]], str]] = {
     "R12": quality_tables,
     "R12-relevance": relevance_table,
     "R13": relevance_overhead_table,
+    "R14-parallel": race_tables,
 }
 
 

@@ -7,7 +7,6 @@ libraries that NVIDIA's wheels and driver would bring are built from tests/null_
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -104,20 +103,14 @@ def prepare() -> Path:
     key = environment_key()
     home, log = top / f"cuda-host-{key}", top / f"cuda-host-{key}.log"
     venv = home / "venv"
-    with open(top / f"cuda-host-{key}.lock", "w") as guard:
-        try:
-            fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("another set-up of this environment is running, waiting for it")
-            fcntl.flock(guard, fcntl.LOCK_EX)
+    with base.alone(top / f"cuda-host-{key}.lock", "another set-up of this environment is running"):
         stamp = base.read_stamp(venv)
         if stamp is None:
             say("engine: vLLM for CUDA without a GPU (first time: minutes, 1.1 GB to download, 5 GB on disk)")
             build(home, log)
         state = base.clone_state()
         if stamp is None or stamp.get("clone_state") != state:
-            label = "pointing the environment to this clone"
-            base.pip(venv / "bin" / "python", label, log, "--no-deps", "--no-build-isolation", "-e", ".")
+            base.point_to_clone(venv / "bin" / "python", log)
             base.write_stamp(venv, {"engine": "cuda-host", "clone": str(ROOT), "clone_state": state})
         set_real_runtimes_aside(home)
         build_libraries(home)

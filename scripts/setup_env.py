@@ -10,6 +10,7 @@ changed requirement gets a new one. A stamp, written last, tells a finished envi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -193,18 +195,32 @@ def build(venv: Path, engine: str, log: Path) -> None:
         pip(python, "installing vLLM for CPU", log, "-e", ".[cpu,bench,dev]", "setuptools>=77")
 
 
+@contextlib.contextmanager
+def alone(lock: Path, what: str) -> Iterator[None]:
+    """Hold a lock; where another process holds it, say what is running and wait for it."""
+    with open(lock, "w") as guard:
+        try:
+            fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"{what}, waiting for it")
+            fcntl.flock(guard, fcntl.LOCK_EX)
+        yield
+
+
+def point_to_clone(python: Path, log: Path) -> None:
+    """Install this clone, editable, in an environment: one at a time, as pip writes into the clone."""
+    with alone(environments_home() / "editable.lock", "another environment is being pointed to a clone"):
+        label = "pointing the environment to this clone"
+        pip(python, label, log, "--no-deps", "--no-build-isolation", "-e", ".")
+
+
 def prepare(engine: str) -> Path:
     """Make sure that this clone's environment is complete, and return its folder."""
     home = environments_home()
     home.mkdir(parents=True, exist_ok=True)
     key = environment_key(engine)
     venv, log = home / f"venv-{key}", home / f"venv-{key}.log"
-    with open(home / f"venv-{key}.lock", "w") as guard:
-        try:
-            fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("another set-up of this environment is running, waiting for it")
-            fcntl.flock(guard, fcntl.LOCK_EX)
+    with alone(home / f"venv-{key}.lock", "another set-up of this environment is running"):
         stamp = read_stamp(venv)
         if stamp is None:
             say(f"engine: vLLM for {'CUDA' if engine == 'gpu' else 'CPU'} (first time: a few minutes, about 4 GB)")
@@ -212,7 +228,7 @@ def prepare(engine: str) -> Path:
         state = clone_state()
         if stamp is None or stamp.get("clone_state") != state:
             python = venv / "bin" / "python"
-            pip(python, "pointing the environment to this clone", log, "--no-deps", "--no-build-isolation", "-e", ".")
+            point_to_clone(python, log)
             say("fix-ups:")
             if subprocess.run([str(python), "-m", "vllm_vidspec.setup"], cwd=home, stdin=subprocess.DEVNULL).returncode:
                 raise SetupError("the fix-ups failed, see the line above")

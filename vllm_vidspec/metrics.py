@@ -48,6 +48,10 @@ _COUNTERS = {
     "draft_forwards": "Forwards of the draft model in them.",
     "draft_eager_steps": "Batches drafted for without CUDA graphs though graphs are on: larger than any graph.",
     "undrafted_steps": "Batches that were too large for drafts to pay.",
+    "stream_tokens": "Tokens that a drafter with a process of its own has drawn.",
+    "late_drafts": "Steps of requests whose stream was not ahead of the target, so that nothing was verified.",
+    "stale_streams": "Steps of requests whose stream said something else than the target had committed by then.",
+    "drafter_restarts": "Starts of the drafter's process after its first.",
     "prompts": "Prompts that the draft has prefilled.",
     "text_tokens": "Text tokens of the prompts that the draft has prefilled.",
     "draft_encoder_hits": "Images and videos that the draft's tower had looked at.",
@@ -104,7 +108,7 @@ _SLOT = {name: slot for slot, name in enumerate(NAMES)}
 _NUM_REQUESTS = 4096
 
 _MAGIC = int.from_bytes(b"vidspec\0", "little")
-_VERSION = 7
+_VERSION = 8
 _HEADER = 8  # int64 words: magic, version, number of slots, sequence, four spare
 _SEQUENCE = 3  # odd while a writer is between values that belong together
 _NUM_TRIES = 50  # of a reader that meets such a writer; one that died there must not keep it

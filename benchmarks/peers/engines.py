@@ -258,15 +258,15 @@ def _around(name: str | None) -> Iterator[None]:
 
 def main(argv: Sequence[str]) -> None:
     """Run one engine: read a job, write its rows."""
-    job = json.loads(Path(argv[0]).read_text())
-    with _around(job["around"]):
-        from vllm import LLM
+    from vllm import LLM
 
-        engine = LLM(**job["llm"]).llm_engine
-        clock = Clock(_runner(engine).speculator)
+    job = json.loads(Path(argv[0]).read_text())
+    engine = LLM(**job["llm"]).llm_engine
+    clock = Clock(_runner(engine).speculator)
+    with _around(job["around"]):
         rows = [time_steps(engine, clock, size, job) for size in job["batch_sizes"]]
-        Path(argv[1]).write_text(json.dumps(rows))
-        engine.engine_core.shutdown()
+    Path(argv[1]).write_text(json.dumps(rows))
+    engine.engine_core.shutdown()
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=8000 if ON_GPU else 64, help="prompt tokens")
     parser.add_argument("--steps", type=int, default=50 if ON_GPU else 5, help="decode steps that are timed")
     parser.add_argument("--engine-args", default="{}", help="arguments of vllm.LLM, a JSON object")
-    parser.add_argument("--around", help="MODULE:NAME of a context manager that engines run in")
+    parser.add_argument("--around", help="MODULE:NAME of a context manager that steps run in")
     options = parser.parse_args(argv)
     options.batch = [int(size) for size in options.batch.split(",")]
     options.methods = options.methods.split(",")

@@ -1,6 +1,6 @@
 """accept: which drafts stand, strictly or by each request's rules, and what is counted; one program a request."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from vidspec_kernels.dispatch import (
     at_least,
     at_most,
     check_vector,
+    known,
     launch,
     launcher,
     use_triton,
@@ -29,6 +30,11 @@ SHIFT = 4  # LVSpec eq. 11: the target's token is drafted at another position
 
 MAX_DRAFTS = 64  # a node's ancestors are the bits of one word
 _EPSILON = 1e-4  # 0.7 of 10 is 7, though 0.7 in float32 is less
+# Arguments of a launch that the tally does not settle.
+_CHANGING = (
+    *("target_tokens_ptr", "draft_tokens_ptr", "cu_num_logits_ptr", "rows_ptr", "tree", "loose", "by_kind_ptr"),
+    *("scores_ptr", "entropies_ptr", "may_loosen_ptr", "sampled_ptr", "num_sampled_ptr"),
+)
 
 
 class TreeShapes(NamedTuple):
@@ -342,19 +348,18 @@ def accept(
     Raises:
         AssertionError: A dtype, device, shape or stride is not as above.
     """
-    key = known = None
-    if tally is not None and (known := tally.known) is not None:
-        key = (max_drafts, trees is None, looseness is None, tally.by_kind is None, tally.path is None)
-    if known is None or key not in known:
+    plans, key = _plans(max_drafts, trees, looseness, tally)
+    plan = None if impl == "torch" else known(plans, _accept_kernel, key)
+    if plan is None and (key is None or key not in plans):
         _check(target_tokens, draft_tokens, cu_num_logits, max_drafts, trees, looseness, tally)
-        if known is not None:
-            known[key] = True
-    device, num_reqs, num_cols = target_tokens.device, cu_num_logits.shape[0] - 1, max_drafts + 1
-    if not use_triton(impl, device):
+        if key is not None:
+            plans[key] = True
+    if plan is None and not use_triton(impl, target_tokens.device):
         return accept_reference(target_tokens, draft_tokens, cu_num_logits, max_drafts, trees, looseness, tally)
+    num_reqs, num_cols = cu_num_logits.shape[0] - 1, max_drafts + 1
     sampled = target_tokens.new_empty(num_reqs, num_cols)
     num_sampled = cu_num_logits.new_empty(num_reqs)
-    rows = path = kinds = tree = loose = sums = by_kind = kept = None
+    rows = path = kinds = tree = loose = by_kind = None
     signals: Sequence[Tensor | None] = (None,) * 3
     if trees is not None:
         path = cu_num_logits.new_empty(num_reqs, num_cols)
@@ -365,20 +370,57 @@ def accept(
         rows, *settings = looseness
         loose, signals = (*settings[:3], float(looseness.min_entropy), kinds), settings[3:6]
     if tally is not None:
-        rows, by_kind, sums = tally.rows, tally.by_kind, (tally.has_draft, tally.totals)
+        rows, by_kind = tally.rows, tally.by_kind
+    if num_reqs > 0:
+        step = (target_tokens, draft_tokens, cu_num_logits, rows, tree, loose, by_kind, *signals, sampled, num_sampled)
+        if plan is not None:
+            plan((num_reqs,), *step)
+        else:
+            _launch(step, max_drafts, loose is not None, tally, plans, key)
+    return sampled, num_sampled, path, kinds
+
+
+def _plans(
+    max_drafts: int, trees: TreeShapes | None, looseness: Looseness | None, tally: Tally | None
+) -> tuple[dict[Any, Any], Hashable]:
+    """Return the launches that are known, and the key of these arguments among them; None where nobody keeps any.
+
+    What stays of a launch is the tally's, by its identity: the plan keeps it alive, so that nothing else can have it.
+    """
+    if tally is None or tally.known is None:
+        return {}, None
+    kept = (tally.has_draft, tally.totals, tally.path, tally.num_accepted)
+    return tally.known, (max_drafts, trees is None, looseness is None, tally.by_kind is None, *map(id, kept))
+
+
+def _launch(
+    step: tuple[Any, ...],
+    max_drafts: int,
+    is_loose: bool,
+    tally: Tally | None,
+    plans: dict[Any, Any],
+    key: Hashable,
+) -> None:
+    """Launch what no plan is known of; `step` is what changes from step to step."""
+    sums = kept = None
+    if tally is not None:
+        sums = (tally.has_draft, tally.totals)
         if tally.path is not None:
             kept = (tally.path, tally.path.stride(0), tally.num_accepted)
-    if num_reqs > 0:
-        block = max(2, triton.next_power_of_2(max_drafts))
-        vectors = (target_tokens, draft_tokens, cu_num_logits, rows)
-        args = (*vectors, tree, loose, sums, by_kind, kept, *signals, sampled, num_sampled, num_cols)
-        flags = None if loose is None else (LOWEST, WINDOW, SHIFT, _EPSILON)
-        constants = {"BLOCK": block, "FLAGS": flags, "NUM_SUMS": _NUM_SUMS}
-        if loose is not None and block > 32:
-            launcher(_accept_kernel, (num_reqs,), device)(*args, **constants, num_warps=8)
-        else:
-            launch(_accept_kernel, (num_reqs,), device, args, constants, {} if known is None else known, key)
-    return sampled, num_sampled, path, kinds
+    *vectors, tree, loose, by_kind, scores, entropies, may_loosen, sampled, num_sampled = step
+    signals = (scores, entropies, may_loosen)
+    args = (*vectors, tree, loose, sums, by_kind, kept, *signals, sampled, num_sampled, max_drafts + 1)
+    block = max(2, triton.next_power_of_2(max_drafts))
+    constants = {
+        "BLOCK": block,
+        "FLAGS": (LOWEST, WINDOW, SHIFT, _EPSILON) if is_loose else None,
+        "NUM_SUMS": _NUM_SUMS,
+    }
+    grid, device = (num_sampled.shape[0],), num_sampled.device
+    if is_loose and block > 32:
+        launcher(_accept_kernel, grid, device)(*args, **constants, num_warps=8)
+    else:
+        launch(_accept_kernel, grid, device, args, constants, plans, key, changing=_CHANGING)
 
 
 def _check(

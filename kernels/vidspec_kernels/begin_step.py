@@ -8,10 +8,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, at_least, at_most, check_vector, launch, use_triton
+from vidspec_kernels.dispatch import (
+    Impl,
+    array_module,
+    as_array,
+    at_least,
+    at_most,
+    check_vector,
+    known,
+    launch,
+    use_triton,
+)
 from vidspec_kernels.step_buffers import StepBuffers, StepTables, batch_places, physical_slots
 
 _BLOCK = 1024
+# Arguments of a launch that tables and buffers do not settle: the tensors of its own step, and its numbers.
+_CHANGING = (
+    *("batch_rows_ptr", "picked_ptr", "num_sampled_ptr", "is_told_ptr", "temperature_ptr", "seeds_ptr"),
+    *("num_reqs", "max_position", "max_drafts"),
+)
 
 
 @triton.jit
@@ -229,19 +244,24 @@ def begin_step(
     Raises:
         AssertionError: A dtype, device, shape or stride is not as above.
     """
+    num_reqs = batch_rows.shape[0] if picked is None else picked.shape[0]
+    assert num_reqs <= size <= out.max_batch, f"size {size}, {num_reqs} requests, room for {out.max_batch}"
+    key = (tables, picked is None, is_told is None, temperature is None, block_size)
+    plan = None if impl == "torch" else known(out.plans, _begin_step_kernel, key)
+    if plan is not None and size:
+        step = (batch_rows, picked, num_sampled, is_told, temperature, seeds, num_reqs, max_position, max_drafts)
+        plan((size, _num_chunks(tables)), *step)
+        return
     device = tables.device
     check_vector("batch_rows", batch_rows, torch.int64, device)
     check_vector("num_sampled", num_sampled, torch.int32, device, batch_rows.shape[0])
     check_vector("seeds", seeds, torch.int64, device, tables.max_reqs)
-    num_reqs = batch_rows.shape[0]
     if picked is not None:
         check_vector("picked", picked, torch.int64, device)
-        num_reqs = picked.shape[0]
     if is_told is not None:
         check_vector("is_told", is_told, torch.bool, device, num_reqs)
     if temperature is not None:
         check_vector("temperature", temperature, torch.float32, device, tables.max_reqs)
-    assert num_reqs <= size <= out.max_batch, f"size {size}, {num_reqs} requests, room for {out.max_batch}"
     assert out.device == device, f"out: expected device {device}, got {out.device}"
     assert out.batch_table.shape[1] == tables.block_table.shape[1], "batch_table, block_table: other widths"
     assert (out.path is None) == (tables.path is None), "path: in both or in neither"
@@ -395,5 +415,10 @@ def _launch(
         "BLOCK_PATH": triton.next_power_of_2(max(num_cols, 1)),
     }
     key = (tables, picked is None, is_told is None, temperature is None, block_size)
-    grid = (size, max(triton.cdiv(max_blocks, _BLOCK), 1))
-    launch(_begin_step_kernel, grid, tables.device, args, constants, out.plans, key)
+    grid = (size, _num_chunks(tables))
+    launch(_begin_step_kernel, grid, tables.device, args, constants, out.plans, key, changing=_CHANGING)
+
+
+def _num_chunks(tables: StepTables) -> int:
+    """Return how many programs copy a request's block table."""
+    return max(-(-tables.block_table.shape[1] // _BLOCK), 1)

@@ -104,7 +104,7 @@ def _candidates_kernel(
         tl.store(maxima_ptr + part, maximum)
         tl.store(sums_ptr + part, tl.sum(tl.exp(scores - _shift(maximum)), axis=0))
     keys = tl.where(mask, _key(scores, token_ids), -(2**63))
-    best = tl.reshape(largest(keys, LOG_BLOCK, LOG_TOP, 1), [TOP])
+    best = tl.reshape(largest(tl.reshape(keys, [2] * LOG_BLOCK), LOG_BLOCK, LOG_BLOCK, LOG_TOP, 1, False), [TOP])
     tl.store(keys_ptr + part * TOP + tl.arange(0, TOP), best)
 
 
@@ -140,7 +140,7 @@ def _merge_candidates_kernel(
         i = begin + tl.arange(0, MERGE)
         keys = tl.load(keys_ptr + i, mask=i < num_keys, other=-(2**63))
         # Ordered the other way round: the larger of each pair are the largest of both.
-        best = tl.maximum(best, largest(keys, LOG_MERGE, LOG_TOP, 0))
+        best = tl.maximum(best, largest(tl.reshape(keys, [2] * LOG_MERGE), LOG_MERGE, LOG_MERGE, LOG_TOP, 0, False))
         best = merge_groups(best, LOG_TOP, LOG_TOP, 1)
     keys = tl.reshape(best, [TOP])
     scores = _score_of(keys)

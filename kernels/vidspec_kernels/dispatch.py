@@ -1,7 +1,7 @@
 """Dispatch: whether a wrapper launches its Triton kernel or runs its reference, and what both of them share."""
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
@@ -9,6 +9,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
 
 Impl = Literal["auto", "triton", "torch"]
 
@@ -41,6 +43,80 @@ def launcher(kernel: Any, grid: tuple[int, ...], device: torch.device) -> Callab
     return functools.partial(run, enable_fp_fusion=True)
 
 
+class LaunchPlan:
+    """A launch that was made before: its compiled kernel, and what stays of its arguments.
+
+    Triton finds the variant of a launch by looking at every argument, which takes the host longer than the launch.
+    What holds a kernel's persistent tensors therefore keeps plans of its launches, by kernel and key (see `launch`). A
+    plan goes to the compiled kernel itself. It keeps the tensors that stay alive, and hands over their addresses.
+
+    Args:
+        kernel: Jitted.
+        compiled: Its variant, loaded.
+        device: Index of the CUDA device.
+        args: Of the launch, in the kernel's order.
+        constants: What was known when it was compiled, behind `args`.
+        changing: Places in `args` of what is given anew at every launch.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        compiled: Any,
+        device: int,
+        args: tuple[Any, ...],
+        constants: tuple[Any, ...],
+        changing: Sequence[int],
+    ):
+        self.kernel = kernel
+        self.compiled = compiled
+        self.changing = changing
+        self._device = device
+        self._args = [None if place in changing else arg for place, arg in enumerate(args)] + [*constants]
+        self._packed = [_address(arg) for arg in self._args]
+
+    def __call__(self, grid: tuple[int, ...], *changing: Any) -> None:
+        """Launch on the current stream, with new values of what changes."""
+        args, compiled = self._packed.copy(), self.compiled
+        for place, value in zip(self.changing, changing, strict=True):
+            args[place] = value
+        if _is_hooked():
+            compiled[(*grid, 1, 1)[:3]](*args)
+            return
+        x, y, z = (*grid, 1, 1)[:3]
+        stream = driver.active.get_current_stream(self._device)
+        # As Triton's own `run` ends, without what only hooks look at.
+        compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
+
+    def arguments(self, *changing: Any) -> list[Any]:
+        """Return all arguments of a launch, tensors as tensors: for what emulates kernels."""
+        args = self._args.copy()
+        for place, value in zip(self.changing, changing, strict=True):
+            args[place] = value
+        return args
+
+
+def known(plans: dict[Any, Any], kernel: Any, key: Hashable) -> LaunchPlan | None:
+    """Return the plan of a launch that `launch` has made under a key, None where it has not.
+
+    Kernels by their identity, which a plan keeps alive: Triton's own hash of one costs as much as a launch.
+    """
+    return plans.get((id(kernel), key))
+
+
+def _address(value: Any) -> Any:
+    """Return an argument as a compiled kernel takes it, a tensor as its address; tuples of arguments are arguments."""
+    if isinstance(value, tuple):
+        return tuple(map(_address, value))
+    return value.data_ptr() if isinstance(value, Tensor) else value
+
+
+def _is_hooked() -> bool:
+    """Return whether anybody, a profiler say, asks Triton to be told of launches."""
+    runtime = knobs.runtime
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, ...],
@@ -50,11 +126,12 @@ def launch(
     plans: dict[Any, Any],
     key: Hashable = None,
     options: dict[str, int] | None = None,
+    changing: tuple[str, ...] | None = None,
 ) -> None:
-    """Launch a kernel as `launcher` does; a launch that is known already goes to the compiled kernel itself.
+    """Launch a kernel as `launcher` does; a launch that is known already goes by its `LaunchPlan`.
 
-    Triton finds the variant of a launch by looking at every argument, which takes the host longer than the launch. What
-    holds a kernel's persistent tensors keeps the variants of its launches.
+    A wrapper that knows what stays of its arguments may ask `known` first, and leave out making, and checking, all the
+    others.
 
     Args:
         kernel: Jitted.
@@ -67,15 +144,18 @@ def launch(
             arguments are None, their dtypes, and of those that are not exempt (`do_not_specialize...`) the alignment,
             or the number.
         options: Triton's, as num_warps; settled by the key too.
+        changing: Names in the kernel of those `args` that the holder and the key do not settle; None: all.
     """
     if device.type == "cuda":
-        known = plans.get((kernel, key))
-        if known is not None:
-            known[(*grid, 1, 1)[:3]](*args, *constants.values())
+        plan = known(plans, kernel, key)
+        if plan is not None:
+            plan(grid, *(args if changing is None else (args[place] for place in plan.changing)))
             return
     compiled = launcher(kernel, grid, device)(*args, **constants, **(options or {}))
     if device.type == "cuda" and compiled is not None:
-        plans[kernel, key] = compiled
+        places = range(len(args)) if changing is None else [kernel.arg_names.index(name) for name in changing]
+        index = driver.active.get_current_device() if device.index is None else device.index
+        plans[id(kernel), key] = LaunchPlan(kernel, compiled, index, args, tuple(constants.values()), places)
 
 
 def _prepare(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:

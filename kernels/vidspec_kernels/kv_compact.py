@@ -10,10 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, as_meta, check_vector, launch, use_triton
+from vidspec_kernels.dispatch import Impl, array_module, as_array, as_meta, check_vector, known, launch, use_triton
 
 # Entries that a program holds at once; more are moved in turns.
 _BLOCK_MOVES = 16
+# Arguments of a launch that the caches do not settle; the strides of tables and paths do not change with them.
+_CHANGING = ("block_table_ptr", "rows_ptr", "starts_ptr", "path_ptr", "num_accepted_ptr", "path_rows_ptr")
 # Entries are moved as integers of their size: every bit pattern survives, and no dtype needs a kernel of its own.
 _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 _INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -31,6 +33,10 @@ class CacheGroup:
     def plans(self) -> dict[Any, Any]:
         """Of launches that move these (see `dispatch.launch`)."""
         return {}
+
+    def grid(self, num_reqs: int) -> tuple[int, int, int]:
+        """Return the programs that move entries of so many requests."""
+        return num_reqs, len(self.views), self.views[0].shape[2]
 
     @functools.cached_property
     def arrays(self) -> tuple[Any, ...]:
@@ -179,14 +185,27 @@ def kv_compact(
     Raises:
         AssertionError: A dtype, device, shape or stride is not as above.
     """
-    device = caches.device
     num_reqs = rows.shape[0]
+    assert block_table.ndim == 2, f"block_table: expected two dimensions, got shape {list(block_table.shape)}"
+    assert path.ndim == 2, f"path: expected two dimensions, got shape {list(path.shape)}"
+    # Of what is not exempt from specialisation, that which no group settles.
+    key = (
+        *(block_table.stride(0), block_table.shape[1], block_table.data_ptr() % 16),
+        *(path.stride(0), path.shape[1], path.data_ptr() % 16, path_rows is None),
+    )
+    plans = [] if impl == "torch" else [known(group.plans, _kv_compact_kernel, key) for group in caches.groups]
+    made = [plan for plan in plans if plan is not None]
+    if num_reqs and len(made) == len(caches.groups):
+        for group, plan in zip(caches.groups, made, strict=True):
+            plan(group.grid(num_reqs), block_table, rows, starts, path, num_accepted, path_rows)
+        return
+    device = caches.device
     check_vector("rows", rows, torch.int64, device)
     check_vector("starts", starts, torch.int32, device, num_reqs)
     check_vector("num_accepted", num_accepted, torch.int32, device)
-    assert block_table.dtype == torch.int32 and block_table.device == device and block_table.ndim == 2, "block_table"
+    assert block_table.dtype == torch.int32 and block_table.device == device, "block_table"
     assert block_table.shape[1] <= 1 or block_table.stride(1) == 1, "block_table: expected unit stride in a row"
-    assert path.dtype == torch.int32 and path.device == device and path.ndim == 2, "path"
+    assert path.dtype == torch.int32 and path.device == device, "path"
     assert path.shape[1] <= 1 or path.stride(1) == 1, "path: expected unit stride in a row"
     num_paths = path.shape[0] if path_rows is not None else num_reqs
     if path_rows is not None:
@@ -204,18 +223,16 @@ def kv_compact(
     block_cols = triton.next_power_of_2(path.shape[1])
     tables = (block_table, block_table.stride(0), block_table.shape[1], rows, starts)
     paths = (path, path.stride(0), path.shape[1], num_accepted, path_rows, caches.block_size)
-    # Of what is not exempt from specialisation, that which no group settles.
-    key = (*tables[1:3], *paths[1:3], block_table.data_ptr() % 16, path.data_ptr() % 16, path_rows is None)
     for group in caches.groups:
         view = group.views[0]
-        num_kv_heads, head_size = view.shape[2:]
+        head_size = view.shape[3]
         constants = {
             "WORD": _WORDS[view.element_size()], "IS_ALIGNED": group.is_aligned, "HEAD_SIZE": head_size,
             "BLOCK_DIM": triton.next_power_of_2(head_size), "BLOCK_COLS": block_cols,
             "BLOCK_MOVES": min(block_cols, _BLOCK_MOVES),
         }  # fmt: skip
-        grid, args = (num_reqs, len(group.views), num_kv_heads), (group.addresses, *view.stride(), *tables, *paths)
-        launch(_kv_compact_kernel, grid, device, args, constants, group.plans, key)
+        grid, args = group.grid(num_reqs), (group.addresses, *view.stride(), *tables, *paths)
+        launch(_kv_compact_kernel, grid, device, args, constants, group.plans, key, changing=_CHANGING)
 
 
 def kv_compact_reference(

@@ -215,7 +215,7 @@ def _check(
         assert table.stride() == strides and strides[1] == 1, f"{name}: expected equal strides, unit in rows"
     if parents is not None:
         assert parents.dtype == torch.int32 and parents.device == device and parents.ndim == 2, "parents: int32"
-        assert parents.shape[0] == max_reqs and parents.stride(1) == 1, f"parents: {list(parents.shape)}"
+        assert parents.shape[0] >= max_reqs and parents.stride(1) == 1, f"parents: {list(parents.shape)}"
 
 
 def loosen_reference(

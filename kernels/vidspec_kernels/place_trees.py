@@ -9,10 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, at_most, check_vector, launch, use_triton
+from vidspec_kernels.dispatch import Impl, array_module, as_array, at_most, check_vector, known, launch, use_triton
 
 # Tokens that a program copies at a time, past the first nodes.
 _BLOCK_TOKENS = 1024
+# Arguments of a launch that tables and places do not settle.
+_CHANGING = (
+    *("idx_mapping_ptr", "num_reqs", "query_start_loc_ptr", "seq_lens_ptr"),
+    *("positions_ptr", "positions_stride", "out_positions_ptr", "out_positions_stride"),
+)
 
 
 @dataclass(frozen=True)
@@ -162,9 +167,16 @@ def place_trees(
     positions = positions[None] if positions.ndim == 1 else positions
     if out_positions is not None and out_positions.ndim == 1:
         out_positions = out_positions[None]
-    num_reqs, num_cols = _check(
-        idx_mapping, query_start_loc, seq_lens, depths, ancestors, positions, places, size, out_positions
-    )
+    num_reqs, num_axes = idx_mapping.shape[0], positions.shape[0]
+    stride, out_stride = positions.stride(0), 0 if out_positions is None else out_positions.stride(0)
+    # Tables by their identity: the plan keeps them alive, so that no other can have it.
+    key = (id(depths), id(ancestors), num_axes, out_positions is None)
+    plan = None if impl == "torch" else known(places.plans, _place_trees_kernel, key)
+    if plan is not None and num_reqs <= size <= places.roots.shape[0]:
+        vectors = (idx_mapping, num_reqs, query_start_loc, seq_lens)
+        plan((size,), *vectors, positions, stride, out_positions, out_stride)
+        return
+    num_cols = _check(idx_mapping, query_start_loc, seq_lens, depths, ancestors, positions, places, size, out_positions)
     if size == 0:
         return
     if not use_triton(impl, idx_mapping.device):
@@ -175,16 +187,17 @@ def place_trees(
         return
     args = (
         idx_mapping, num_reqs, query_start_loc, seq_lens, depths, ancestors, num_cols,
-        positions, positions.stride(0), out_positions, 0 if out_positions is None else out_positions.stride(0),
+        positions, stride, out_positions, out_stride,
         places.query_start, places.num_queries, places.prefix_lens, places.roots, places.masks,
     )  # fmt: skip
     constants = {
-        "NUM_AXES": positions.shape[0],
+        "NUM_AXES": num_axes,
         "BLOCK_COLS": triton.next_power_of_2(num_cols),
         "BLOCK_TOKENS": _BLOCK_TOKENS,
     }
-    key = (positions.shape[0], out_positions is None, num_cols)
-    launch(_place_trees_kernel, (size,), idx_mapping.device, args, constants, places.plans, key)
+    launch(
+        _place_trees_kernel, (size,), idx_mapping.device, args, constants, places.plans, key, changing=_CHANGING
+    )  # fmt: skip
 
 
 def _check(
@@ -197,8 +210,8 @@ def _check(
     places: TreePlaces,
     size: int,
     out_positions: Tensor | None,
-) -> tuple[int, int]:
-    """Assert what `place_trees` asks for; return the numbers of requests and of columns of the tables."""
+) -> int:
+    """Assert what `place_trees` asks for; return the columns of the tables."""
     device, num_reqs, num_cols = idx_mapping.device, idx_mapping.shape[0], depths.shape[1]
     check_vector("idx_mapping", idx_mapping, torch.int64, device)
     check_vector("query_start_loc", query_start_loc, torch.int32, device, num_reqs + 1)
@@ -221,7 +234,7 @@ def _check(
         assert tensor.dtype == torch.int64 and tensor.device == device and tensor.ndim == 2, f"{name}: {tensor.dtype}"
         assert tensor.shape[0] == positions.shape[0] and tensor.shape[1] >= positions.shape[1], f"{name}: shape"
         assert tensor.stride(1) == 1 or tensor.shape[1] <= 1, f"{name}: expected unit stride"
-    return num_reqs, num_cols
+    return num_cols
 
 
 def place_trees_reference(

@@ -312,16 +312,9 @@ def _tree_attention_kernel(
                         first_req = 0
                         row_tile += 1
             num_rows, prefix_len, kv_head, item_units, first_unit = _item(
-                left,
-                req_idx,
-                num_queries_ptr,
-                prefix_lens_ptr,
-                max_queries,
-                max_entries,
-                reads_prefix,
-                GROUP,
-                BLOCK_KEYS,
-            )
+                left, req_idx, num_queries_ptr, prefix_lens_ptr, max_queries, max_entries,
+                reads_prefix, GROUP, BLOCK_KEYS,
+            )  # fmt: skip
             num_keys = tl.minimum(prefix_len, max_entries)
             last_unit = tl.minimum(item_units, first_unit + end - unit)
 
@@ -408,16 +401,9 @@ def _tree_attention_kernel(
 
             # ---- the result, or a part of it ------------------------------------------------------------------------
             num_rows, prefix_len, kv_head, item_units, first_unit = _item(
-                left,
-                req_idx,
-                num_queries_ptr,
-                prefix_lens_ptr,
-                max_queries,
-                max_entries,
-                reads_prefix,
-                GROUP,
-                BLOCK_KEYS,
-            )
+                left, req_idx, num_queries_ptr, prefix_lens_ptr, max_queries, max_entries,
+                reads_prefix, GROUP, BLOCK_KEYS,
+            )  # fmt: skip
             last_unit = tl.minimum(item_units, first_unit + end - unit)
             first_head = kv_head * GROUP
             token = tl.load(query_start_ptr + req_idx, volatile=True)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vidspec_kernels.bitonic import largest, merge_groups
 from vidspec_kernels.dispatch import (
     DeviceLimits,
     Impl,
@@ -66,48 +67,6 @@ _FP8_CAPABILITY = 89
 
 
 @triton.jit
-def _bitonic_merge(x, DIMS: tl.constexpr, STAGE: tl.constexpr, DESCENDING: tl.constexpr):
-    """Order groups of 2 ** STAGE bitonic entries of x, [2] * DIMS: the last axis is bit 0 of an entry's index.
-
-    DESCENDING is 0, 1, or None where the order alternates from group to group. The network is tl.sort's own, whose xor
-    reductions take the interpreter half a second a tile.
-    """
-    flip = DESCENDING
-    if DESCENDING is None:
-        flip = tl.reshape(tl.arange(0, 2), [1] * (DIMS - 1 - STAGE) + [2] + [1] * STAGE)
-    for i in tl.static_range(STAGE):
-        bits = x.to(tl.int32, bitcast=True)
-        # A pair's sum less one of it is the other, modulo 2**32: this moves bits, it does not round.
-        other = (tl.sum(bits, axis=DIMS - STAGE + i, keep_dims=True) - bits).to(tl.float32, bitcast=True)
-        is_right = tl.reshape(tl.arange(0, 2), [1] * (DIMS - STAGE + i) + [2] + [1] * (STAGE - 1 - i))
-        x = tl.where((x > other) != (is_right ^ flip).to(tl.int1), other, x)
-    return x
-
-
-@triton.jit
-def _top(
-    x,
-    DIMS: tl.constexpr,
-    LOG_WIDTH: tl.constexpr,
-    LOG_TOP: tl.constexpr,
-    DESCENDING: tl.constexpr,
-    ALTERNATE: tl.constexpr,
-):
-    """Return the 2 ** LOG_TOP largest of each 2 ** LOG_WIDTH entries in order, [2] * (DIMS - LOG_WIDTH + LOG_TOP).
-
-    Bitonic top-k: of two groups, one ordered the other way round, the larger of each pair are the largest of both.
-    ALTERNATE says that groups of 2 ** LOG_TOP entries are ordered so already.
-    """
-    if not ALTERNATE:
-        for i in tl.static_range(1, LOG_TOP + 1):
-            x = _bitonic_merge(x, DIMS, i, None if i < LOG_WIDTH else DESCENDING)
-    for i in tl.static_range(LOG_TOP + 1, LOG_WIDTH + 1):
-        x = tl.max(x, axis=DIMS - i)
-        x = _bitonic_merge(x, DIMS - i + LOG_TOP, LOG_TOP, None if i < LOG_WIDTH else DESCENDING)
-    return x
-
-
-@triton.jit
 def _share(num_keys, num_splits, LEAST: tl.constexpr):
     """Return how many stored rows each split of a request takes: the same number, however many there are."""
     return tl.maximum(tl.cdiv(num_keys, num_splits), LEAST)
@@ -121,9 +80,9 @@ def _better(best, acc, valid, top_n, LOG_QUERIES: tl.constexpr, LOG_KEYS: tl.con
     least = tl.min(tl.where((tl.arange(0, 2**LOG_TOP) < top_n)[None, :], best, float("inf")), axis=1)
     if tl.max((products > least[:, None]).to(tl.int32)) > 0:
         cube = tl.reshape(products, [2] * (LOG_QUERIES + LOG_KEYS))
-        found = _top(cube, LOG_QUERIES + LOG_KEYS, LOG_KEYS, LOG_TOP, 0, False)
+        found = largest(cube, LOG_QUERIES + LOG_KEYS, LOG_KEYS, LOG_TOP, 0, False)
         both = tl.maximum(tl.reshape(best, [2] * (LOG_QUERIES + LOG_TOP)), found)
-        best = tl.reshape(_bitonic_merge(both, LOG_QUERIES + LOG_TOP, LOG_TOP, 1), [2**LOG_QUERIES, 2**LOG_TOP])
+        best = tl.reshape(merge_groups(both, LOG_QUERIES + LOG_TOP, LOG_TOP, 1), [2**LOG_QUERIES, 2**LOG_TOP])
     return best
 
 
@@ -300,8 +259,8 @@ def _merge_splits_kernel(
     for first in range(0, num_entries, ENTRIES):
         entry = first + tl.arange(0, ENTRIES)
         products = tl.load(part_ptr + entry, mask=entry < num_entries, other=float("-inf"))
-        found = _top(tl.reshape(products, [2] * LOG_ENTRIES), LOG_ENTRIES, LOG_ENTRIES, LOG_TOP, 0, True)
-        best = _bitonic_merge(tl.maximum(best, found), LOG_TOP, LOG_TOP, 1)
+        found = largest(tl.reshape(products, [2] * LOG_ENTRIES), LOG_ENTRIES, LOG_ENTRIES, LOG_TOP, 0, True)
+        best = merge_groups(tl.maximum(best, found), LOG_TOP, LOG_TOP, 1)
 
     queries_ptr += row.to(tl.int64) * queries_stride
     square = tl.zeros([BLOCK_DIM], tl.float32)
@@ -337,7 +296,7 @@ def _merge_relevance_kernel(
     value = tl.load(partials_ptr + shard * shard_stride + row * row_stride + column, inside, float("-inf"))
     is_nan = value != value
     cube = tl.reshape(tl.where(is_nan, float("-inf"), value), [2] * LOG_ENTRIES)
-    top = tl.reshape(_top(cube, LOG_ENTRIES, LOG_ENTRIES, LOG_TOP, 1, False), [2**LOG_TOP])
+    top = tl.reshape(largest(cube, LOG_ENTRIES, LOG_ENTRIES, LOG_TOP, 1, False), [2**LOG_TOP])
     exists = (tl.arange(0, 2**LOG_TOP) < top_n) & (top != float("-inf"))
     mean = tl.sum(tl.where(exists, top, 0.0)) / tl.maximum(tl.sum(exists.to(tl.int32)), 1)
     tl.store(out_ptr + row, tl.where(tl.max(is_nan.to(tl.int32)) > 0, float("nan"), mean))

@@ -1,6 +1,5 @@
 """Requests for `accept`: how they become its arguments, and the oracle that walks over all paths of plain lists."""
 
-import importlib
 import math
 from dataclasses import dataclass, field
 
@@ -8,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.kernels.impls import by
 from vidspec_kernels import LOWEST, SHIFT, WINDOW, Looseness, TreeShapes, accept
 
-IMPLS = ["triton", "torch", "torch on a GPU"]
 # Whether drafts are trees, and whether some may stand loosely.
 MODES = [
     pytest.param(False, False, id="strict chains"),
@@ -158,17 +157,8 @@ def changed(arguments, name, **changes):
 
 
 def accept_with(impl):
-    """`accept` by an implementation; the last of `IMPLS` is the text that GPUs run, on tensors of the CPU."""
-
-    def run(**arguments):
-        with pytest.MonkeyPatch.context() as patch:
-            if impl == "torch on a GPU":
-                module = importlib.import_module("vidspec_kernels.accept")
-                patch.setattr(module, "array_module", lambda device: torch)
-                patch.setattr(module, "as_array", lambda tensor: tensor)
-            return accept(**arguments, impl="triton" if impl == "triton" else "torch")
-
-    return run
+    """`accept` by one of `IMPLS`."""
+    return by(impl, accept)
 
 
 def check(run, requests, device, max_drafts=None, in_trees=True, is_loose=True):

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from tests.kernels import oracles
 from tests.kernels.accept_requests import (
-    IMPLS,
     INF,
     MODES,
     NAN,
@@ -27,6 +26,7 @@ from tests.kernels.accept_requests import (
     random_requests,
     way,
 )
+from tests.kernels.impls import IMPLS
 from vidspec_kernels import LOWEST, SHIFT, WINDOW, accept, accept_reference
 
 # ---- by hand -------------------------------------------------------------------------------------------------------

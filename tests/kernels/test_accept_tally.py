@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from tests.kernels.accept_requests import (
-    IMPLS,
     MODES,
     Request,
     accept_with,
@@ -16,6 +15,7 @@ from tests.kernels.accept_requests import (
     random_requests,
     way,
 )
+from tests.kernels.impls import IMPLS
 from vidspec_kernels import Tally, accept
 
 NUM_SUMS = 7

@@ -1,4 +1,4 @@
-"""Kernels compiled without a GPU: what they take on four architectures, and how many variants of them there are."""
+"""Kernels compiled without a GPU: what they take and how many variants of them there are."""
 
 import importlib
 import json
@@ -24,7 +24,7 @@ FORMS = (
     "d80|fp32|fp16 top 2|Q11 25k top 10|Q26 25k fp8|chain K10|tree K1$|bits|axes|F8|static K64|adaptive K64|roots|"
     "count K64|152k"
 )
-ARCHS = (80, 89, 90, 100)
+ARCHS = (80, 90)  # the report has 89 and 100, too
 
 pytestmark = pytest.mark.skipif(
     not (Path(triton.__file__).parent / "backends/nvidia/bin/ptxas").exists(), reason="this Triton has no ptxas"
@@ -41,7 +41,9 @@ def run(*command: str) -> dict:
 
 @pytest.fixture(scope="module")
 def rows():
-    return run("benchmarks/compile_report.py", "--json", "--cases", HEAVIEST)["rows"]
+    return run("benchmarks/compile_report.py", "--json", "--archs", ",".join(map(str, ARCHS)), "--cases", HEAVIEST)[
+        "rows"
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -156,10 +158,10 @@ def test_every_variant_that_steps_use_is_warmed():
     """150 random steps, with vectors cut out of others at any offset: nothing is left to compile while serving.
 
     Catches: a size that changes from step to step, or the alignment of a slice, that makes a variant of its own; a
-    wrapper that the warm-up forgets; a launch taken for a known one whose variant is another.
+    wrapper that the warm-up forgets; a launch taken for a known one whose variant, or what stays of it, is another.
     """
     found = run("tests/kernels/variants.py")
-    assert found["missing"] == [] and found["ambiguous"] == []
+    assert found["missing"] == [] and found["ambiguous"] == [] and found["stale"] == []
     assert found["used"].keys() == found["warmed"].keys() and len(found["used"]) == 21
     assert sum(found["warmed"].values()) <= 50, found["warmed"]
 

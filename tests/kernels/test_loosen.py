@@ -1,15 +1,14 @@
 """loosen: what may stand and its scores, against a plain loop over rows; planted mistakes; refusals."""
 
-import importlib
 import math
 
 import numpy as np
 import pytest
 import torch
 
+from tests.kernels.impls import IMPLS, by
 from vidspec_kernels.loosen import CHANCE, RELEVANCE, LooseTables, loosen, random_scores
 
-IMPLS = ["triton", "torch", "torch on a GPU"]
 VOCAB, MAX_REQS, NUM_COLS = 70, 6, 6
 NAN, INF = math.nan, math.inf
 
@@ -75,15 +74,6 @@ def expected(inputs, is_predicting):
     return scores, may
 
 
-def run_with(impl, **arguments):
-    with pytest.MonkeyPatch.context() as patch:
-        if impl == "torch on a GPU":
-            module = importlib.import_module("vidspec_kernels.loosen")
-            patch.setattr(module, "array_module", lambda device: torch)
-            patch.setattr(module, "as_array", lambda tensor: tensor)
-        return loosen(**arguments, impl="triton" if impl == "triton" else "torch")
-
-
 def check(run, inputs, is_predicting):
     scores, may = run(**inputs, is_predicting=is_predicting)
     assert scores.dtype == torch.float32 and may.dtype == torch.bool
@@ -100,8 +90,8 @@ def test_equals_the_loop(device, impl, in_trees, is_measured, is_predicting):
     """Catches: a bit of a neighbouring token or row, the row before taken for a tree's parent, a hash that differs."""
     for seed in range(4):
         inputs = make_inputs(device, in_trees, is_measured, seed)
-        check(lambda **arguments: run_with(impl, **arguments), inputs, is_predicting)
-    assert [len(part) for part in run_with(impl, **make_inputs(device, in_trees, is_measured, num_reqs=0))] == [0, 0]
+        check(by(impl, loosen), inputs, is_predicting)
+    assert [len(part) for part in by(impl, loosen)(**make_inputs(device, in_trees, is_measured, num_reqs=0))] == [0, 0]
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -110,9 +100,9 @@ def test_more_rows_than_a_program_takes(device, impl):
     times = 40
     offset = len(inputs["nodes"])
     many = {name: torch.cat([inputs[name]] * times) for name in inputs if name not in ("tables", "parents")}
-    scores, may = run_with(impl, **inputs | many)
+    scores, may = by(impl, loosen)(**inputs | many)
     assert len(may) > 128
-    alone = run_with(impl, **inputs)
+    alone = by(impl, loosen)(**inputs)
     assert torch.equal(scores.nan_to_num(7).view(times, offset), alone[0].nan_to_num(7).expand(times, offset))
     assert torch.equal(may.view(times, offset), alone[1].expand(times, offset))
 

@@ -1,7 +1,8 @@
 """Run as a program, without the interpreter: which variants of the kernels are warmed, which ones steps use.
 
-Prints JSON: `warmed`, how many variants of each kernel; `missing`, variants that steps used and nobody warmed; and
-`ambiguous`, kernels of which a key of `dispatch.launch` does not settle the variant.
+Prints JSON: `warmed`, how many variants of each kernel; `missing`, variants that steps used and nobody warmed;
+`ambiguous`, kernels of which a key of `dispatch.launch` does not settle the variant; and `stale`, kernels of which it
+does not settle what a launch plan keeps.
 Nothing is compiled.
 """
 
@@ -189,14 +190,23 @@ def variants(run) -> set[tuple[str, str]]:
     return found
 
 
-def ambiguous_plans(run) -> list[str]:
-    """Return the kernels that one key of `dispatch.launch` stands for several variants of."""
+def ambiguous_plans(run) -> tuple[list[str], list[str]]:
+    """Return the kernels that one key of `dispatch.launch` stands for several variants of, and those whose plans would
+    be stale: what is said to stay does not.
+    """
     found: dict[tuple[str, int, str], set] = {}
+    stays: dict[tuple[str, int, str], list] = {}
+    stale = set()
 
-    def launch(kernel, grid, device, args, constants, plans, key=None, options=None):
+    def launch(kernel, grid, device, args, constants, plans, key=None, options=None, changing=None):
         kernel.device_caches.clear()  # so that every launch asks for its variant
         asked = variants(lambda: dispatch.launcher(kernel, grid, device)(*args, **constants, **options or {}))
-        found.setdefault((kernel.__name__, id(plans), str(key)), set()).update(asked)
+        plan = (kernel.__name__, id(plans), str(key))
+        found.setdefault(plan, set()).update(asked)
+        named = zip(kernel.arg_names, args, strict=False)
+        kept = [arg for name, arg in named if changing is not None and name not in changing]
+        if not same(kept, stays.setdefault(plan, kept)):
+            stale.add(kernel.__name__)
 
     kernel_modules = [module for name, module in sys.modules.items() if name.startswith("vidspec_kernels.")]
     with contextlib.ExitStack() as stack:
@@ -204,8 +214,15 @@ def ambiguous_plans(run) -> list[str]:
             if hasattr(module, "launch"):
                 stack.enter_context(mock.patch.object(module, "launch", launch))
         variants(run)  # other launches compile nothing
-    assert found
-    return sorted({name for (name, _, _), several in found.items() if len(several) > 1})
+    assert found and any(stays.values())
+    return sorted({name for (name, _, _), several in found.items() if len(several) > 1}), sorted(stale)
+
+
+def same(values, others) -> bool:
+    """Return whether two arguments are the same number, or the same tensor itself; of tuples, all in them."""
+    if isinstance(values, list | tuple):
+        return len(values) == len(others) and all(map(same, values, others))
+    return values is others if isinstance(values, torch.Tensor) else values == others
 
 
 def main() -> None:
@@ -213,7 +230,7 @@ def main() -> None:
     with compile_report.pretending(90):
         warmed = variants(warm)
         used = variants(lambda: [step(rng) for _ in range(150)])
-        ambiguous = ambiguous_plans(lambda: [step(rng) for _ in range(20)])
+        ambiguous, stale = ambiguous_plans(lambda: [step(rng) for _ in range(20)])
     print(
         json.dumps(
             {
@@ -221,6 +238,7 @@ def main() -> None:
                 "used": Counter(f"{module}.{name}" for name, module, _ in used),
                 "missing": sorted(used - warmed),
                 "ambiguous": ambiguous,
+                "stale": stale,
             }
         )
     )

@@ -90,6 +90,11 @@ class Case:
         return self.overrides.get("tensor_parallel_size", 1)
 
     @property
+    def num_devices(self) -> int:
+        """Devices of the machine."""
+        return 2 if (self.spec or {}).get("parallel") else self.num_ranks
+
+    @property
     def has_whole_graphs(self) -> bool:
         """Whether decode steps of the target are captured whole."""
         return "compilation_config" in self.overrides and "cudagraph_mode" not in self.overrides["compilation_config"]
@@ -115,40 +120,35 @@ class Case:
         return [pairs.media_prompt(self.family, pairs.DEFAULT_QUESTION, videos=list(clips)) for clips in videos]
 
 
+_ONE_STEP = {"steps": 1, "timed_steps": 0, "sampled_steps": 0}
 # Small steps, so that eight clips are far more than the target encodes at a time.
 _EIGHT_CLIPS = {
-    "limit_mm_per_prompt": {"video": 8, "image": 0},
-    "max_num_batched_tokens": 256,
-    "kv_cache_memory_bytes": None,
-    "gpu_memory_utilization": 0.02,
+    "overrides": {
+        "limit_mm_per_prompt": {"video": 8, "image": 0},
+        "max_num_batched_tokens": 256,
+        "kv_cache_memory_bytes": None,
+        "gpu_memory_utilization": 0.02,
+    },
+    "num_videos": 8,
+    "after": peak_of_a_prompt,
+    **_ONE_STEP,
 }
 _PLANNED = {"allowed": (PLANNED_DEPTHS,), "crossings": (*CROSSINGS, "adaptive.py send")}
 _STATIC, _ADAPTIVE = {"drafting": "tree-static"}, {"drafting": "tree-adaptive"}
+# The drafter on a second device, in a process that nobody measures here.
+_PARALLEL = {"parallel": {"device": "cuda:1"}, "pruner": "uniform"}
+# A thread of its own waits for what a step has sampled, and for what it has taken of streams.
+_COMMITS = ("commits.py _write_down", "commits.py _write_down")
+# What was sampled on its way to the drafter, what it says on its way to the device.
+_STREAMS = ("commits.py _send", "speculator.py _take")
 _SAMPLED = {"temperature": 1.0, "top_p": 0.9}
 _WARM = {"temperature": 1.0}
 # Launches grow with the layers of target and draft: these budgets are those of the bundled pair, counted plus a little.
 # Those with the same engine follow each other and share it.
 _ALL = (
     # First, while no earlier engine has left anything in the process.
-    Case(
-        "vanilla eight clips",
-        overrides=_EIGHT_CLIPS,
-        num_videos=8,
-        steps=1,
-        timed_steps=0,
-        sampled_steps=0,
-        after=peak_of_a_prompt,
-    ),
-    Case(
-        "eight clips",
-        {},
-        overrides=_EIGHT_CLIPS,
-        num_videos=8,
-        steps=1,
-        timed_steps=0,
-        sampled_steps=0,
-        after=peak_of_a_prompt,
-    ),
+    Case("vanilla eight clips", **_EIGHT_CLIPS),
+    Case("eight clips", {}, **_EIGHT_CLIPS),
     Case("vanilla"),
     Case("vanilla batch", batch=4),
     Case("vanilla sampled", sampling=_SAMPLED),
@@ -163,6 +163,7 @@ _ALL = (
     Case("loose", {"scorer": "loose"}, most_launches=361),
     Case("uv", {"pruner": "uv"}, most_launches=357),
     Case("self", {"draft": "target"}, most_launches=429),
+    Case("parallel", _PARALLEL, allowed=_COMMITS, crossings=(*CROSSINGS, *_STREAMS), most_launches=132),
     Case("vanilla graphs", overrides=GRAPHS),
     Case("vanilla graphs batch", overrides=GRAPHS, batch=3),
     Case("vanilla graphs sampled", overrides=GRAPHS, sampling=_WARM),
@@ -172,7 +173,7 @@ _ALL = (
     Case(
         "chain graphs processed", {}, "vanilla graphs sampled", overrides=GRAPHS, sampling=_SAMPLED, most_launches=105
     ),
-    Case("static graphs", _STATIC, "vanilla graphs", overrides=GRAPHS, most_launches=38, after=kernels_of_drafts),
+    Case("static graphs", _STATIC, "vanilla graphs", overrides=GRAPHS, most_launches=36, after=kernels_of_drafts),
     Case("static graphs batch", _STATIC, "vanilla graphs batch", overrides=GRAPHS_104, batch=3, most_launches=39),
     Case(
         "adaptive graphs",
@@ -191,15 +192,7 @@ _ALL = (
     # The Qwen pair's three vision heads are not for two ranks.
     Case("vanilla two ranks", family=LLAVA, overrides=TWO_RANKS),
     Case("chain two ranks", {}, "vanilla two ranks", LLAVA, overrides=TWO_RANKS, most_launches=337),
-    Case(
-        "sleep",
-        {},
-        overrides={"enable_sleep_mode": True},
-        steps=1,
-        timed_steps=0,
-        sampled_steps=0,
-        after=sleep_and_wake,
-    ),
+    Case("sleep", {}, overrides={"enable_sleep_mode": True}, after=sleep_and_wake, **_ONE_STEP),
     # The last of its process: the plant stays.
     Case("planted capture", {}, overrides=GRAPHS, before=allocate_while_capturing, is_planted=True),
 )

@@ -1,9 +1,17 @@
 """Everything here runs in the null GPU's own environment (make test-cuda-host), and nowhere else."""
 
+import json
 import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 1200
+GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}}
 RESULTS = pytest.StashKey[list]()  # rows of report.summary
 IN_ENVIRONMENT = "VIDSPEC_NULL_GPU" in os.environ
 collect_ignore_glob = [] if IN_ENVIRONMENT else ["test_*.py"]
@@ -22,6 +30,32 @@ def pytest_sessionstart(session):
 
     if torch.cuda.get_device_name(0) != "Null H100":
         pytest.exit("the null GPU's libraries are not the ones that torch has loaded", returncode=3)
+
+
+@pytest.fixture(scope="session")
+def dry_run(tmp_path_factory):
+    """Start the benchmark beside others; return its process, where it writes, and what it prints."""
+    out = tmp_path_factory.mktemp("peers") / "peers.json"
+    arguments = ["--dry-run", "--out", str(out), "--around", "null_gpu.emulate:emulating"]
+    command = [sys.executable, str(ROOT / "benchmarks/peers/run.py"), *arguments, "--engine-args", json.dumps(GRAPHS)]
+    log = out.with_name("log")
+    environment = os.environ | {"VLLM_LOGGING_LEVEL": "WARNING"}
+    with (
+        log.open("w") as file,
+        subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True) as process,
+    ):
+        try:
+            yield process, out, log
+        finally:
+            if process.poll() is None:  # with the engine that it runs
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def dry_run_from_the_start(request):
+    """Let the benchmark run beside the other tests, if it is asked for, and no times are that can be reported."""
+    if any("dry_run" in item.fixturenames for item in request.session.items) and not os.environ.get("NULL_GPU_RESULTS"):
+        request.getfixturevalue("dry_run")
 
 
 def pytest_terminal_summary(terminalreporter, config):

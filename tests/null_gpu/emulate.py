@@ -18,15 +18,15 @@ import torch
 import triton.runtime.interpreter as triton_interpreter
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
-from triton.compiler.compiler import CompiledKernel
 from triton.runtime.interpreter import InterpretedFunction, _patch_lang
 from triton.runtime.jit import JITFunction
 
 from null_gpu import device
+from vidspec_kernels.dispatch import LaunchPlan
 
 # Kernels whose numbers no host code looks at, and that take long in the interpreter; top-p never ends without numbers.
 _LEAVE_KERNELS = re.compile(
-    r"mrope|rotary|^triton_|_attn_|attention|merge|relevance|guidance|row_stats|visual|rms|silu|topp|candidates"
+    r"mrope|rotary|^triton_|_attn_|attention|merge|relevance|guidance|row_stats|visual|rms|silu|topp|candidates|mm_input"
 )
 _LEAVE_OPERATORS = re.compile(
     r"aten::(empty|new_empty|resize|set_|record_stream|_pin|is_pinned|_local_scalar|detach|alias|lift|_unsafe_view"
@@ -101,7 +101,7 @@ def _check_pointers(pointers, mask) -> None:
         raise RuntimeError("a pointer outside all device and pinned memory")
 
 
-_run, _call, _launch = JITFunction.run, JITFunction.__call__, CompiledKernel.__getitem__
+_run, _call, _launch = JITFunction.run, JITFunction.__call__, LaunchPlan.__call__
 _interpreted: dict[int, tuple] = {}
 _depth = 0  # of interpreted kernels that call each other
 
@@ -110,7 +110,7 @@ def _install() -> None:
     if JITFunction.run is _run:
         triton_interpreter._interpreter = _Guarded(triton_interpreter._interpreter)
         JITFunction.run, JITFunction.__call__ = _run_both, _call_inside
-        CompiledKernel.__getitem__ = _launch_both
+        LaunchPlan.__call__ = _launch_both
 
 
 def _interpret(function: JITFunction) -> InterpretedFunction:
@@ -129,14 +129,10 @@ def _run_both(self, *args, grid, warmup, **kwargs):
     return kernel
 
 
-def _launch_both(self, grid):
-    """Return what launches a compiled kernel on the null GPU, then interprets it."""
-
-    def launch(*args, stream=None):
-        _launch(self, grid)(*args, stream=stream)
-        _emulate(self.src.fn, grid, args, {})
-
-    return launch
+def _launch_both(self, grid, *changing):
+    """Launch a kernel of ours that is known on the null GPU, then interpret it."""
+    _launch(self, grid, *changing)
+    _emulate(self.compiled.src.fn, grid, tuple(self.arguments(*changing)), {})
 
 
 def _emulate(function: JITFunction, grid: tuple[int, ...], args: tuple, kwargs: dict) -> None:

@@ -29,13 +29,13 @@ def measured(request, tmp_path_factory):
     wanted = set().union(*(_cases_of(item) for item in request.session.items))
     wanted |= {CASES[name].vanilla for name in wanted}
     target, rows = os.environ.get("NULL_GPU_RESULTS"), []
-    for num_ranks in sorted({CASES[name].num_ranks for name in wanted}):
-        names = [name for name in CASES if name in wanted and CASES[name].num_ranks == num_ranks]
+    for num_devices in sorted({CASES[name].num_devices for name in wanted}):
+        names = [name for name in CASES if name in wanted and CASES[name].num_devices == num_devices]
         # Side by side on two cores, unless times are wanted that can be reported.
-        parts = [names] if target or num_ranks > 1 else halves(names)
+        parts = [names] if target or num_devices > 1 else halves(names)
         with ThreadPoolExecutor() as pool:
             folders = [tmp_path_factory.mktemp("null_gpu") for _ in parts]
-            for found in pool.map(run, folders, parts, [num_ranks] * len(parts)):
+            for found in pool.map(run, folders, parts, [num_devices] * len(parts)):
                 rows += found
     timed = {row["name"]: row for row in rows if not row["error"] and row["host_ms"]}
     beside = {name: timed.get(CASES[name].vanilla if CASES[name].spec is not None else name) for name in timed}
@@ -61,10 +61,10 @@ def _cases_of(item):
     return {*marks, *([name] if name in CASES else [])}
 
 
-def run(folder, names, num_ranks):
+def run(folder, names, num_devices):
     """Run cases in a process of their own and return what it measured."""
     path = folder / "results.json"
-    environment = os.environ | {"NULLGPU_DEVICES": str(num_ranks), "VLLM_LOGGING_LEVEL": "WARNING"}
+    environment = os.environ | {"NULLGPU_DEVICES": str(num_devices), "VLLM_LOGGING_LEVEL": "WARNING"}
     done = subprocess.run(
         [sys.executable, "-m", "null_gpu.engine_run", str(path), *names],
         env=environment,

@@ -1,29 +1,15 @@
 """The benchmark beside others goes its whole way on the null GPU: what fails there would cost minutes of a real one."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 1200
-GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}}
+from null_gpu.conftest import TIMEOUT_S
 
 
-def test_one_command_fills_both_tables(tmp_path):
+def test_one_command_fills_both_tables(dry_run):
     """Catches: a peer that no longer fits its library, an engine that does not start beside ours; numbers of a dry run
     that look like measurements."""
-    out = tmp_path / "peers.json"
-    arguments = ["--dry-run", "--out", str(out), "--around", "null_gpu.emulate:emulating"]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks/peers/run.py"), *arguments, "--engine-args", json.dumps(GRAPHS)],
-        env=os.environ | {"VLLM_LOGGING_LEVEL": "WARNING"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    process, out, log = dry_run
+    assert process.wait(TIMEOUT_S) == 0, log.read_text()[-4000:]
     found = json.loads(out.read_text())
     assert "these numbers mean nothing" in found["note"] and found["note"] in out.with_suffix(".md").read_text()
     notes = {row["impl"]: row["note"] for row in found["attention"]}

@@ -45,6 +45,7 @@ from vllm_vidspec.engine.draft.memory import DraftMemory
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.listen import trees as target_trees
 from vllm_vidspec.engine.listen.protocol import Forward
+from vllm_vidspec.engine.parallel.timeline import Timeline
 from vllm_vidspec.engine.report import counters
 from vllm_vidspec.engine.requests import Arrival, Phase, RequestRows
 from vllm_vidspec.engine.verify import rules as looseness
@@ -76,6 +77,7 @@ class World:
         fills_trees: bool = True,
     ):
         self.device, self.launch = device, launch
+        self.timeline = Timeline()
         self.knobs, self.requests = Knobs(config), RequestRows(MAX_REQS, device)
         self.K = self.num_speculative_steps = config.num_speculative_tokens
         self.max_num_tokens = MAX_REQS * (self.K + 1)
@@ -151,7 +153,7 @@ class World:
         self.requests.admit(arrival)
         if self.rules is not None and self.rules.needs_relevance(row):
             self.rules.ready(row)
-        self.requests.phase[row] = Phase.DRAFTING
+        self.requests.enter(row, Phase.DRAFTING)
 
     @staticmethod
     def _fill(cache: torch.Tensor, table: torch.Tensor, row: int, tokens: np.ndarray, positions: np.ndarray) -> None:

@@ -66,6 +66,18 @@ SURFACE = {
         --requests:int>=1=64 --batch-size:int>=1=16 --max-tokens:int>=2=256 --seed:int=0 --knob:list --csv:str
         --plot:str --json:str
     """,
+    "bench parallel": """
+        --family:str=qwen2.5-vl --inflate:str=0 --modes:str=vanilla,sequential,parallel --pruner:str=uv
+        --prune-ratio:float=0.9 --num-speculative-tokens:int>=1 --requests:int>=1=4 --max-tokens:int>=2=128
+        --rounds:int>=1=5 --temperature:float=0.0 --seed:int=0 --table:bool=False --draft-device:str=cpu
+        --knob:list --csv:str --plot:str --json:str
+    """,
+    "bench timeline": """
+        --family:str=qwen2.5-vl --inflate:float=0.0 --modes:str=sequential,parallel --pruner:str=uv
+        --prune-ratio:float=0.9 --num-speculative-tokens:int>=1 --requests:int>=1=2 --max-tokens:int>=2=32
+        --temperature:float=0.0 --seed:int=0 --draft-device:str=cpu --knob:list --out:str=timeline.png --trace:str
+        --json:str
+    """,
 }
 
 

@@ -12,7 +12,7 @@ from vllm_vidspec.tools import pairs, plots
 from vllm_vidspec.tools.bench import acceptance
 
 COMMANDS = ["R1", "R2", "R3", "R4", "R5", "R6", "R7", "R8", "R9", "R9-sage", "R10", "R11", "R12", "R12-relevance"]
-COMMANDS.append("R13")
+COMMANDS += ["R13", "R14-parallel"]
 
 
 @pytest.fixture

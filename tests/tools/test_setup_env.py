@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 
 import pytest
 
@@ -58,6 +59,21 @@ def test_second_run_does_nothing_and_another_clone_repoints_the_environment(setu
     monkeypatch.setattr(setup_env, "LOCK_CPU", other / "requirements" / "lock-cpu.txt")
     assert setup_env.prepare("cpu") == venv
     assert record.steps == ["pointing the environment to this clone"]
+
+
+def test_one_environment_at_a_time_is_pointed_to_a_clone(setup_env, monkeypatch, capsys):
+    """The two environments are set up side by side. Catches: two pips that write into a clone at once."""
+    record = Installer(monkeypatch, setup_env, setup_env)
+    home = setup_env.environments_home()
+    home.mkdir(parents=True)
+    other = threading.Thread(target=setup_env.point_to_clone, args=(home / "bin" / "python", home / "log"))
+    with setup_env.alone(home / "editable.lock", "this test is running"):
+        other.start()
+        other.join(0.3)
+        assert other.is_alive() and record.steps == []
+    other.join(10)
+    assert record.steps == ["pointing the environment to this clone"]
+    assert "another environment is being pointed to a clone, waiting for it" in capsys.readouterr().out
 
 
 def test_missing_cpu_torch_says_what_to_do(setup_env, monkeypatch):

@@ -49,8 +49,20 @@ def test_defaults():
         "fly_entropy": 0.2, "fly_window": 4, "fly_top_k": 0, "protected_tokens": None,
         # pool
         "draft_kv_fraction": None, "draft_kv_bytes": None, "draft_encoder_bytes": None,
+        # parallel
+        "parallel_device": None, "parallel_tensor_parallel_size": 1, "parallel_cpu_cores": None,
+        "parallel_max_ahead": 24, "parallel_wait_us": 0,
     }  # fmt: skip
-    assert not config.is_self_draft
+    assert not config.is_self_draft and not config.is_parallel
+
+
+def test_parallel_drafting_is_of_chains():
+    """Catches: a tree that is accepted and then streamed; cores that are read off by one."""
+    config = parsed(parallel={"device": "cuda:2", "cpu_cores": "1,4-6"})
+    assert config.is_parallel and config.parallel.cores == (1, 4, 5, 6)
+    for shape, number in (("tree-static", 25), ("tree-adaptive", 64)):
+        message = refused(parallel={"device": "cpu"}, draft=shape, num_speculative_tokens=number)
+        assert "parallel drafting streams a chain" in message and "\n" not in message
 
 
 def test_every_knob_is_documented():
@@ -181,6 +193,11 @@ def test_refused(case):
 # Of each knob: values that are refused, values that are taken.
 RANGES = {
     "model": ((None, 3), ("some/path",)),
+    "parallel_device": (("tpu", "cuda:x", 2), ("cpu", "cuda", "cuda:3", None)),
+    "parallel_tensor_parallel_size": ((0, 65), (1, 64)),
+    "parallel_cpu_cores": (("a", "1-", "1;2"), ("1", "2-5,8", None)),
+    "parallel_max_ahead": ((0, 1025), (1, 1024)),
+    "parallel_wait_us": ((-1, 1_000_001), (0, 1_000_000)),
     "num_speculative_tokens": ((0, -1, 65, "many", 1.5), (1, 64)),
     "draft_shape": (("forest",), ("chain",)),
     "draft_table": (("odd",), (((1, 4, "chain", 5),),)),

@@ -4,7 +4,17 @@ from collections.abc import Callable
 
 import typer
 
-from vllm_vidspec.cli import acceptance, calibrate, demo, doctor, quality, show_pruning, show_relevance
+from vllm_vidspec.cli import (
+    acceptance,
+    calibrate,
+    demo,
+    doctor,
+    parallel,
+    quality,
+    show_pruning,
+    show_relevance,
+    timeline,
+)
 from vllm_vidspec.cli.running import user_errors
 
 app = typer.Typer(
@@ -26,3 +36,5 @@ for _command in _commands:
     app.command()(user_errors(_command))
 bench_app.command()(user_errors(acceptance.acceptance))
 bench_app.command()(user_errors(quality.quality))
+bench_app.command()(user_errors(parallel.parallel))
+bench_app.command()(user_errors(timeline.timeline))

@@ -250,3 +250,30 @@ class PoolKnobs(Group):
         if self.kv_bytes is not None and self.kv_fraction is not None:
             raise ValueError("give draft_kv_fraction or draft_kv_bytes, not both")
         return self
+
+
+class ParallelKnobs(Group):
+    """The drafter in a process of its own, which runs ahead while the target verifies (ParallelVLM)."""
+
+    prefix: ClassVar[str] = "parallel_"
+
+    device: str | None = Field(default=None, pattern=r"^(cpu|cuda(:\d+)?)$")
+    """Where the drafter's process runs: `cuda:2` counts as the server counts its devices, `cpu` is the CPU engine's.
+    Given, drafting and verifying overlap; drafts are chains then. Default: draft and target take turns in one
+    process."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Ranks of the drafter, on as many devices from `parallel_device` on; it need not be the target's number."""
+    cpu_cores: str | None = Field(default=None, pattern=r"^\d+(-\d+)?(,\d+(-\d+)?)*$")
+    """Cores of the drafter's process, as `1` or `2-5,8`. Default: those of the server."""
+    max_ahead: int = Field(default=24, ge=1, le=1024)
+    """Tokens that a request's stream may be ahead of what the target has committed."""
+    wait_us: int = Field(default=0, ge=0, le=1_000_000)
+    """Longest wait of a target step for streams that are too short, in microseconds; a wait delays every request."""
+
+    @property
+    def cores(self) -> tuple[int, ...]:
+        """The numbers in `cpu_cores`."""
+        if self.cpu_cores is None:
+            return ()
+        ends = [[int(end) for end in part.split("-")] for part in self.cpu_cores.split(",")]
+        return tuple(core for first, *last in ends for core in range(first, (last or [first])[0] + 1))

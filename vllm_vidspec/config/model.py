@@ -17,7 +17,15 @@ from pydantic import (
     model_validator,
 )
 
-from vllm_vidspec.config.groups import Group, PoolKnobs, PruneKnobs, ScoreKnobs, TreeKnobs, nearest
+from vllm_vidspec.config.groups import (
+    Group,
+    ParallelKnobs,
+    PoolKnobs,
+    PruneKnobs,
+    ScoreKnobs,
+    TreeKnobs,
+    nearest,
+)
 from vllm_vidspec.config.plans import NONE, Cap, Plan, PlanRow, capped, without_gaps
 from vllm_vidspec.errors import VidSpecError
 
@@ -30,7 +38,13 @@ CALIBRATED_KEYS = frozenset({"lambda_r", "guidance_layers", "uv_layer", "draft_t
 # Keys of vLLM's own speculative config that pass through unchanged.
 PASS_THROUGH_KEYS = frozenset({"quantization", "revision", "code_revision", "draft_load_config"})
 
-GROUPS: dict[str, type[Group]] = {"prune": PruneKnobs, "tree": TreeKnobs, "score": ScoreKnobs, "pool": PoolKnobs}
+GROUPS: dict[str, type[Group]] = {
+    "prune": PruneKnobs,
+    "tree": TreeKnobs,
+    "score": ScoreKnobs,
+    "pool": PoolKnobs,
+    "parallel": ParallelKnobs,
+}
 # Other spellings of a knob's name.
 _ALIASES = {"draft": "draft_shape", "drafting": "draft_shape"}
 # The group of each knob that is in one, and its name there, by its flat name.
@@ -78,6 +92,7 @@ class VidSpecConfig(BaseModel):
     tree: TreeKnobs = TreeKnobs()
     score: ScoreKnobs = ScoreKnobs()
     pool: PoolKnobs = PoolKnobs()
+    parallel: ParallelKnobs = ParallelKnobs()
 
     @model_validator(mode="before")
     @classmethod
@@ -173,6 +188,20 @@ class VidSpecConfig(BaseModel):
     def plan_for(self, num_reqs: int) -> Plan:
         """Return what a step of so many requests drafts for each."""
         return next((row.plan for row in self.plans if num_reqs <= row.last), self.plans[-1].plan)
+
+    @model_validator(mode="after")
+    def _chains_in_parallel(self) -> "VidSpecConfig":
+        if self.is_parallel and self.shapes != {"chain"}:
+            raise ValueError(
+                "parallel drafting streams a chain: a tree would be of text that the target has not reached; use "
+                "draft_shape chain, or drop parallel"
+            )
+        return self
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether the drafter runs in a process of its own."""
+        return self.parallel.device is not None
 
     @property
     def is_self_draft(self) -> bool:

@@ -68,6 +68,11 @@ class Agreement:
         self._is_torn = False  # whether an exception now would leave the others in a collective
 
     @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank, which speaks for all."""
+        return self._rank == 0
+
+    @property
     def is_alone(self) -> bool:
         """Whether there is no other rank."""
         return self._size == 1

@@ -56,7 +56,8 @@ def prepare(runner: Any) -> None:
         tables = (store.pool, store.block_fill, store.block_table, store.num_blocks)
         num_shards = get_tensor_model_parallel_world_size()
         warm_up.warm_visual_relevance(*tables, runner.dtype, config.score.top_n, num_drafts + 1, num_shards)
-    _prepare_drafter(runner.speculator.drafter, runner)
+    if not config.is_parallel:  # a drafter with a process of its own prepares itself
+        _prepare_drafter(runner.speculator.drafter, runner)
 
 
 def _prepare_drafter(drafter: Drafter, runner: Any) -> None:

@@ -26,6 +26,11 @@ class Knobs:
         self.now = self._first = config
         self._hearers: list[Callable[[VidSpecConfig], None]] = []
 
+    @property
+    def pruning(self) -> dict[str, Any]:
+        """What may always change, by flat name."""
+        return {name: value for name, value in self.now.flat().items() if name in _PRUNING}
+
     def on_change(self, hear: Callable[[VidSpecConfig], None]) -> None:
         """Call `hear` with every later configuration, for what is derived from knobs once and kept."""
         self._hearers.append(hear)

@@ -9,6 +9,7 @@ from vllm_vidspec.engine.listen.guidance import make_guidance
 from vllm_vidspec.engine.listen.listeners import TargetListeners
 from vllm_vidspec.engine.listen.trees import TargetTrees
 from vllm_vidspec.engine.listen.visual_states import VisualStates
+from vllm_vidspec.engine.parallel.speculator import ParallelSpeculator
 from vllm_vidspec.engine.speculator import VidSpecSpeculator
 from vllm_vidspec.engine.verify.rules import LooseRules
 from vllm_vidspec.engine.verify.verifier import CoupledVerifier
@@ -28,10 +29,12 @@ class RunnerParts:
         vllm_config, device, model = runner.vllm_config, runner.device, runner.model
         knobs, counters, agreement, requests = runner.knobs, runner.counters, runner.agreement, runner.requests
         config = knobs.now
-        draft_model = DraftModel(vllm_config, device, config.is_self_draft, agreement)
-        before = held_bytes(device)
-        draft_model.load(model)
-        counters.set("draft_load_bytes", max(0, held_bytes(device) - before))
+        draft_model = None
+        if not config.is_parallel:
+            draft_model = DraftModel(vllm_config, device, config.is_self_draft, agreement)
+            before = held_bytes(device)
+            draft_model.load(model)
+            counters.set("draft_load_bytes", max(0, held_bytes(device) - before))
         self.trees: TargetTrees | None = None
         if config.shapes - {"chain"}:
             layers, K = attention_layers(vllm_config).values(), runner.num_speculative_steps
@@ -57,17 +60,32 @@ class RunnerParts:
             self.rules,
             self.visual,
         )
-        self.speculator = VidSpecSpeculator(
-            vllm_config,
-            knobs,
-            draft_model,
-            requests,
-            runner.req_states,
-            CoupledSampler(runner.sampler, config.draft_noise),
-            self.guidance,
-            self.trees,
-            counters,
-            agreement,
-        )
+        self.speculator: VidSpecSpeculator | ParallelSpeculator
+        if draft_model is None:
+            self.speculator = ParallelSpeculator(
+                vllm_config,
+                knobs,
+                runner.drafter_client,
+                requests,
+                runner.req_states,
+                runner.sampler,
+                self.guidance,
+                counters,
+                device,
+            )
+        else:
+            self.speculator = VidSpecSpeculator(
+                vllm_config,
+                knobs,
+                draft_model,
+                requests,
+                runner.req_states,
+                CoupledSampler(runner.sampler, config.draft_noise),
+                self.guidance,
+                self.trees,
+                counters,
+                agreement,
+                runner.timeline,
+            )
         tables = (counters, self.rules, self.listeners, self.speculator)
         requests.register(*(table for table in tables if table is not None))

@@ -125,6 +125,14 @@ def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
             yield "KV connectors may take a tree's entries before they are in order: draft chains, not trees"
         if vllm_config.parallel_config.use_ubatching:
             yield "--enable-dbo cuts a batch in two, and trees are known by their row in the whole: draft chains"
+    if config.is_parallel:
+        from vllm.platforms import current_platform
+
+        wanted = config.parallel.device or ""
+        if current_platform.is_cpu() != (wanted == "cpu"):
+            yield f"parallel device {wanted}: the drafter runs on the target's platform, {current_platform.device_name}"
+        if vllm_config.parallel_config.data_parallel_size > 1:
+            yield "parallel: every data-parallel engine would start its drafter on the same device; use one engine"
     if config.score.scorers != {"strict"}:
         if is_sharded:
             yield "--enable-batch-sharded-sampling shows a rank its own requests only: use the strict scorer"
@@ -278,7 +286,9 @@ def _check_pair(args: Any, config: VidSpecConfig, draft_revision: str | None) ->
         return
     draft = _hf_config(config.model, draft_revision, args, "draft")
     families.check_pair(target, draft)
-    families.check_ranks(draft, args.tensor_parallel_size)
+    families.check_ranks(
+        draft, config.parallel.tensor_parallel_size if config.is_parallel else args.tensor_parallel_size
+    )
 
 
 def _hf_config(model: str, revision: str | None, args: Any, role: str) -> Any:

@@ -5,9 +5,10 @@ about to be added again). Every table that knows something of a row registers he
 time than the others.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -63,6 +64,28 @@ class Phase(IntEnum):
     SKIPPED = 8  # it runs without speculation, for good
 
 
+class Cohort(NamedTuple):
+    """Who of a batch is drafted for. One object as long as neither the batch nor any row has changed, so that what
+    follows from these rows alone can be kept beside it, and is compared by `is`.
+
+    Attributes:
+        rows_np: `[num_reqs]` persistent rows of the batch.
+        places_np: `[n]` int64 places in the batch of the requests that are drafted for.
+        drafted_np: `[n]` their persistent rows.
+        is_drafted: `[num_reqs]` bool: the same as a mask.
+    """
+
+    rows_np: np.ndarray
+    places_np: np.ndarray
+    drafted_np: np.ndarray
+    is_drafted: np.ndarray
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the whole batch is drafted for."""
+        return len(self.places_np) == len(self.rows_np)
+
+
 class RequestRows:
     """What every persistent row is doing, and what its draft in flight is.
 
@@ -72,7 +95,9 @@ class RequestRows:
     """
 
     def __init__(self, max_num_reqs: int, device: torch.device):
-        self.phase = np.full(max_num_reqs, Phase.UNSEEN, dtype=np.int8)  # [max_num_reqs]
+        self._phase = np.full(max_num_reqs, Phase.UNSEEN, dtype=np.int8)
+        self.phase = self._phase.view()  # [max_num_reqs]; `enter` and `skip` write
+        self.phase.flags.writeable = False
         self.skip_reason: list[str | None] = [None] * max_num_reqs  # why a row is SKIPPED
         # [max_num_reqs] whether the row's scheduled draft tokens are real (vLLM pads rows without drafts), and the same
         # on the host, which knows it a step earlier
@@ -82,6 +107,8 @@ class RequestRows:
         # Rows of the last step's trees and their nodes, which the device knows; None for chains.
         self._tree_nodes: tuple[np.ndarray, torch.Tensor] | None = None
         self._tables: list[RowTable] = []
+        self._cohort: Cohort | None = None  # of the last step; None once a row has changed
+        self._published: Cohort | None = None  # whose drafts are in flight, all of them and no others of its batch
 
     def register(self, *tables: RowTable) -> None:
         """Tell tables of every row's ends from here on, in the order of registration."""
@@ -91,6 +118,7 @@ class RequestRows:
 
     def admit(self, arrival: Arrival) -> None:
         """Take a request in, in every table."""
+        self._cohort = None
         for table in self._tables:
             table.admit(arrival)
 
@@ -99,37 +127,60 @@ class RequestRows:
         for table in self._tables:
             table.forget(req_state_idx)
         self._forget_draft(req_state_idx)
-        self.phase[req_state_idx], self.skip_reason[req_state_idx] = Phase.UNSEEN, None
+        self.enter(req_state_idx, Phase.UNSEEN)
+        self.skip_reason[req_state_idx] = None
 
     # ---- in between ------------------------------------------------------------------------------------------------
 
     def are_in(self, idx_mapping_np: np.ndarray, *phases: Phase) -> np.ndarray:
         """Return `[n]` bool: which of `[n]` rows are in one of these phases."""
-        return self.phase[idx_mapping_np] & sum(phases) != 0
+        return self._phase[idx_mapping_np] & sum(phases) != 0
+
+    def cohort(self, idx_mapping_np: np.ndarray, is_done: np.ndarray) -> Cohort:
+        """Return which of a step's requests are drafted for: the last step's answer where that has not changed.
+
+        Args:
+            idx_mapping_np: `[num_reqs]` persistent rows.
+            is_done: `[num_reqs]` bool: the target's prefill is complete.
+        """
+        last, is_done_all = self._cohort, bool(is_done.all())
+        if last is not None and is_done_all and _are_equal(last.rows_np, idx_mapping_np):
+            return last
+        is_drafted = is_done & self.are_in(idx_mapping_np, Phase.DRAFTING)
+        places_np = np.flatnonzero(is_drafted)
+        found = Cohort(idx_mapping_np.copy(), places_np, idx_mapping_np[places_np], is_drafted)
+        # A prefill that goes on changes no row, and does change the answer.
+        self._cohort = found if is_done_all else None
+        return found
+
+    def enter(self, rows: int | Sequence[int] | np.ndarray, phase: Phase) -> None:
+        """Let rows be in a phase from here on."""
+        self._phase[rows], self._cohort = phase, None
 
     def skip(self, req_state_idx: int, reason: str) -> None:
         """Let a row's request go on without speculation, for good."""
         self._forget_draft(req_state_idx)
-        self.phase[req_state_idx], self.skip_reason[req_state_idx] = Phase.SKIPPED, reason
+        self.enter(req_state_idx, Phase.SKIPPED)
+        self.skip_reason[req_state_idx] = reason
 
-    def publish(
-        self,
-        idx_mapping: torch.Tensor,
-        idx_mapping_np: np.ndarray,
-        is_drafted: np.ndarray,
-        num_nodes: torch.Tensor | None,
-    ) -> None:
+    def publish(self, idx_mapping: torch.Tensor, cohort: Cohort, num_nodes: torch.Tensor | None) -> None:
         """Note which of a step's requests have a draft in flight from here on.
 
         Args:
-            idx_mapping: `[num_reqs]` int64 persistent rows; `idx_mapping_np` the same on the host.
-            is_drafted: `[num_reqs]` bool.
-            num_nodes: `[num_drafted]` int nodes of their trees on the device; None for chains.
+            idx_mapping: `[num_reqs]` int64 persistent rows of the batch on the device.
+            cohort: Those that were drafted for.
+            num_nodes: `[n]` int nodes of their trees on the device; None for chains.
         """
-        if (self.has_draft_np[idx_mapping_np] != is_drafted).any():  # seldom: the usual step uploads nothing
-            self.has_draft_np[idx_mapping_np] = is_drafted
-            self.has_draft[idx_mapping] = async_tensor_h2d(is_drafted, device=self.has_draft.device)
-        self._tree_nodes = None if num_nodes is None else (idx_mapping_np[is_drafted], num_nodes)
+        if cohort is not self._published:
+            self._published, rows_np, is_drafted = cohort, cohort.rows_np, cohort.is_drafted
+            if (self.has_draft_np[rows_np] != is_drafted).any():  # seldom: the usual step uploads nothing
+                self.has_draft_np[rows_np] = is_drafted
+                self.has_draft[idx_mapping] = async_tensor_h2d(is_drafted, device=self.has_draft.device)
+        self._tree_nodes = None if num_nodes is None else (cohort.drafted_np, num_nodes)
+
+    def was_drafted(self, cohort: Cohort) -> np.ndarray | bool:
+        """Return `[n]` bool: the rows of a cohort whose drafts are in flight; True for all."""
+        return True if cohort is self._published else self.has_draft_np[cohort.drafted_np]
 
     def num_drafts(self, num_speculative_tokens: int) -> np.ndarray:
         """Return `[max_num_reqs]` draft tokens in flight, of trees as many as they have nodes; waits for the device."""
@@ -145,3 +196,8 @@ class RequestRows:
             # vLLM may pad the row's next request with placeholders for drafts: nobody has proposed those.
             self.has_draft_np[req_state_idx] = False
             self.has_draft[req_state_idx : req_state_idx + 1].zero_()
+
+
+def _are_equal(rows_np: np.ndarray, others_np: np.ndarray) -> bool:
+    """Return whether two `[n]` arrays of rows are the same; a tenth of what numpy's own comparison takes."""
+    return len(rows_np) == len(others_np) and rows_np.tobytes() == others_np.tobytes()

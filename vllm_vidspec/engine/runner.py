@@ -7,6 +7,7 @@ told once to `RequestRows`), `prepare_inputs` (listeners plan), the forward, `ex
 
 import contextlib
 import copy
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +17,17 @@ from vllm.utils.mem_utils import DeviceMemoryProfiler
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from vllm_vidspec import metrics
 from vllm_vidspec.config import METHOD, VidSpecConfig
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.listen.hidden_states import HiddenStateGuidance
 from vllm_vidspec.engine.listen.protocol import Forward
+from vllm_vidspec.engine.parallel import launch
+from vllm_vidspec.engine.parallel.client import DrafterClient
+from vllm_vidspec.engine.parallel.speculator import ParallelSpeculator, sizes_of
+from vllm_vidspec.engine.parallel.timeline import EventKind, Timeline
 from vllm_vidspec.engine.parts import RunnerParts
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.report.request_metrics import PublishingOutput
@@ -42,10 +48,15 @@ class VidSpecModelRunner(GPUModelRunner):
         self.requests = RequestRows(self.max_num_reqs, device)
         self.counters = Counters(vllm_config, device, self.max_num_reqs, self.num_speculative_steps, self.requests)
         self.agreement = Agreement(get_tp_group())
+        self.timeline = Timeline()
+        self._step_start = 0.0
+        self.drafter_client: DrafterClient | None = None  # of the first rank, where the draft is another process's
 
     # ---- set-up ----------------------------------------------------------------------------------------------------
 
     def load_model(self, *args, **kwargs) -> None:
+        if self.knobs.now.is_parallel and self.agreement.is_first:
+            self._start_drafter()  # it loads while the target does
         super().load_model(*args, **kwargs)
         compat.keep_shared_noise(self.sampler)
         with DeviceMemoryProfiler() as profiler:
@@ -54,6 +65,20 @@ class VidSpecModelRunner(GPUModelRunner):
         self.listeners, self.trees = self.parts.listeners, self.parts.trees
         self.speculator, self.rejection_sampler = self.parts.speculator, self.parts.verifier
         self.use_aux_hidden_state_outputs = isinstance(self.parts.guidance, HiddenStateGuidance)
+
+    def _start_drafter(self) -> None:
+        config = self.knobs.now
+        sizes = sizes_of(config, self.max_num_reqs, self.max_model_len, len(metrics.NAMES))
+        self.drafter_client = DrafterClient(
+            launch.pack_config(self.vllm_config, config), config, sizes, self.vocab_size
+        )
+        self.drafter_client.start()
+
+    def shutdown(self) -> None:
+        if self.drafter_client is not None:
+            self.drafter_client.close()
+            self.drafter_client = None
+        super().shutdown()
 
     def reserve(self, available_bytes: int) -> int:
         """Return how many of a rank's bytes of KV memory are not for the target's cache.
@@ -122,6 +147,7 @@ class VidSpecModelRunner(GPUModelRunner):
         return batch
 
     def execute_model(self, scheduler_output, *args, **kwargs):
+        self._step_start = time.monotonic()
         if not scheduler_output.total_num_scheduled_tokens:
             self.counters.flush()  # the last step's, which no later one publishes
         output = super().execute_model(scheduler_output, *args, **kwargs)
@@ -137,6 +163,9 @@ class VidSpecModelRunner(GPUModelRunner):
         self.rejection_sampler.end()
         if self.trees is not None:
             self.trees.compact()  # before anything counts the accepted tokens as computed
+        if self.timeline.is_on:
+            kind = EventKind.PREFILL if input_batch.is_prefilling_np.any() else EventKind.DECODE
+            self.timeline.note("target", kind, self._step_start, input_batch.num_reqs, input_batch.num_tokens)
         return output, num_sampled, num_rejected
 
     def sample_tokens(self, grammar_output):
@@ -166,6 +195,13 @@ class VidSpecModelRunner(GPUModelRunner):
     def retune(self, changes: dict[str, Any]) -> None:
         """Change knobs between requests; see `worker.vidspec_retune`."""
         self.knobs.retune(changes)
+
+    def watch_timeline(self, on: bool) -> list[dict[str, Any]]:
+        """Return what target and draft did since watching began, and go on or not; see the worker."""
+        events = self.timeline.watch(on)
+        if isinstance(self.speculator, ParallelSpeculator):
+            events += self.speculator.watch_timeline(on)
+        return sorted(events, key=lambda event: event["start_s"])
 
     def watch_scores(self, on: bool) -> list[dict[str, Any]]:
         """Return what became of every token since watching began, and go on or not; see the worker."""

@@ -16,6 +16,7 @@ on the draft's side becomes a counter.
 """
 
 import dataclasses
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -37,8 +38,9 @@ from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.kv_views import attention_layers
 from vllm_vidspec.engine.listen.prompts import Guidance, PendingScores
 from vllm_vidspec.engine.listen.trees import TargetTrees
+from vllm_vidspec.engine.parallel.timeline import EventKind, Timeline
 from vllm_vidspec.engine.report.counters import Counters
-from vllm_vidspec.engine.requests import Arrival, Phase, RequestRows
+from vllm_vidspec.engine.requests import Arrival, Cohort, Phase, RequestRows
 from vllm_vidspec.engine.target_step import Step
 from vllm_vidspec.engine.tree_attention import TreeAttention
 
@@ -59,6 +61,7 @@ class VidSpecSpeculator(BaseSpeculator):
         trees: The target's side of tree drafts; None where drafts are chains.
         counters: Told what is drafted and what is not.
         agreement: Of the tensor-parallel ranks.
+        timeline: Told what took the time, while a tool watches.
     """
 
     supports_mm_inputs = False  # the target's embeddings are of no use to the draft: it has a vision tower of its own
@@ -78,7 +81,9 @@ class VidSpecSpeculator(BaseSpeculator):
         trees: TargetTrees | None,
         counters: Counters,
         agreement: Agreement,
+        timeline: Timeline,
     ):
+        self._timeline = timeline
         self.draft_model = draft_model
         self._vllm_config = vllm_config
         self._knobs = knobs
@@ -164,6 +169,7 @@ class VidSpecSpeculator(BaseSpeculator):
             self._attention,
             shared=encoder_cache.encoder_outputs if shares else {},
             fills_trees=is_async if config.tree.fill is None else config.tree.fill,
+            take_trees=None if self._trees is None else self._trees.take,
         )
         for name, value in (
             ("draft_pool_blocks_total", num_blocks - 1),
@@ -256,15 +262,23 @@ class VidSpecSpeculator(BaseSpeculator):
         self._start(step)
         self._reserve(step)
         if plan.num_tokens:
+            start = time.monotonic()
             self._prefill(step)
+            drafted = time.monotonic()
             tokens, num_nodes = self._draft(step)
+            if self._timeline.is_on:
+                num_drafted = int(self._are_in(step, Phase.DRAFTING).sum())
+                self._timeline.note("drafter", EventKind.PREFILL, start, 0, 0, drafted)
+                self._timeline.note("drafter", EventKind.DRAFT, drafted, num_drafted, num_drafted * plan.num_tokens)
         else:
             self._rest(step)
             tokens, num_nodes = self._draft_tokens[: input_batch.num_reqs].zero_(), None
-        self._requests.publish(
-            input_batch.idx_mapping, input_batch.idx_mapping_np, self._are_in(step, Phase.DRAFTING), num_nodes
-        )
+        self._requests.publish(input_batch.idx_mapping, self._cohort(step), num_nodes)
         return tokens
+
+    def _cohort(self, step: Step) -> Cohort:
+        """Return who of a step is drafted for, at this point of it."""
+        return self._requests.cohort(step.batch.idx_mapping_np, step.is_done)
 
     def _are_in(self, step: Step, *phases: Phase) -> np.ndarray:
         """Return `[num_reqs]` bool: the requests of a step that are in a phase and whose target prefill is done."""
@@ -315,7 +329,7 @@ class VidSpecSpeculator(BaseSpeculator):
             messages, admitted, self._agreement.settle("draft prefill", admitted), strict=True
         ):
             if is_in_everywhere:
-                self._requests.phase[message.req_state_idx] = Phase.PREFILLING
+                self._requests.enter(message.req_state_idx, Phase.PREFILLING)
             else:
                 self._give_up(message.req_state_idx, "draft_error" if is_in else "refused")
                 if is_in:
@@ -373,13 +387,13 @@ class VidSpecSpeculator(BaseSpeculator):
 
     def _rest(self, step: Step) -> None:
         """Draft nothing: requests that were drafted for get back in line, to read on when drafting pays again."""
-        indices = np.flatnonzero(self._are_in(step, Phase.DRAFTING))
-        rows = step.batch.idx_mapping_np[indices]
+        cohort = self._cohort(step)
+        indices, rows = cohort.places_np, cohort.drafted_np
         # What the draft has surely read: its last step began at the length that the target's own began at, of which the
         # host knows a bound, since the scheduler may run ahead of the verification of K drafts.
         was_committed = step.batch.num_computed_tokens_np[indices] - self._knobs.now.num_speculative_tokens
         self.drafter.rest(rows, was_committed)
-        self._requests.phase[rows] = Phase.PREFILLING
+        self._requests.enter(rows, Phase.PREFILLING)
         self._counters.add("undrafted_steps")
 
     # ---- prefill ---------------------------------------------------------------------------------------------------
@@ -396,7 +410,7 @@ class VidSpecSpeculator(BaseSpeculator):
         done = self.drafter.prefill(
             PrefillStep(idx_mapping_np, step.bound[indices], self._req_states.all_token_ids.gpu)
         )
-        self._requests.phase[done.ready] = Phase.DRAFTING
+        self._requests.enter(done.ready, Phase.DRAFTING)
         for req_state_idx in done.failed:
             self._give_up(req_state_idx, "draft_error")
 
@@ -409,42 +423,41 @@ class VidSpecSpeculator(BaseSpeculator):
             `[num_reqs, K]` int64 drafts, zeros of requests without, and `[num_drafted]` nodes of trees, None of chains.
         """
         proposals: list[tuple[Drafts, torch.Tensor | None]] = []
-        indices = np.flatnonzero(self._are_in(step, Phase.DRAFTING))
-        self._guarded("drafting", self._propose, step, indices, proposals)
+        cohort = self._cohort(step)
+        self._guarded("drafting", self._propose, step, cohort.places_np, cohort, proposals)
         if not proposals:
             return self._draft_tokens[: step.batch.num_reqs].zero_(), None
         drafts, picked = proposals[0]
-        num_nodes = None if drafts.tree is None else drafts.tree.num_nodes[: len(indices)]
+        num_nodes = None if drafts.tree is None else drafts.tree.num_nodes[: len(cohort.places_np)]
         if picked is None:
             return drafts.tokens, num_nodes
         tokens = self._draft_tokens[: step.batch.num_reqs].zero_()
         tokens[picked] = drafts.tokens
         return tokens, num_nodes
 
-    def _propose(self, step: Step, batch_indices: np.ndarray, proposals: list) -> None:
+    def _propose(self, step: Step, places_np: np.ndarray, cohort: Cohort, proposals: list) -> None:
         """Draft for these requests, and append what is proposed and to which of the batch's, None for all."""
         batch = step.batch
         # The usual step is of the whole batch, and uploads nothing.
-        picked = None
-        if len(batch_indices) < batch.num_reqs:
-            picked = async_tensor_h2d(batch_indices, device=self._device)
-        idx_mapping_np = batch.idx_mapping_np[batch_indices]
+        picked = None if cohort.is_whole else async_tensor_h2d(places_np, device=self._device)
         num_verified = batch.num_draft_tokens_per_req
         # The rows still speak of the drafts that this step has verified; without one they are vLLM's placeholders.
-        was_verified = self._requests.has_draft_np[idx_mapping_np] & (
-            False if num_verified is None else num_verified[batch_indices] > 0
-        )
+        had_rows = np.zeros(len(places_np), dtype=bool) if num_verified is None else num_verified[places_np] > 0
+        was_verified = had_rows & self._requests.was_drafted(cohort)
+        if self._trees is not None and step.plan.shape != "chain":
+            self._trees.expect(cohort.drafted_np)
         drafts = self.drafter.draft(
             DraftMessage(
                 batch_rows=batch.idx_mapping,
                 picked=picked,
-                idx_mapping_np=idx_mapping_np,
+                idx_mapping_np=cohort.drafted_np,
                 num_sampled=step.num_sampled,
                 was_verified=None if was_verified.all() else async_tensor_h2d(was_verified, device=self._device),
                 max_drafts=step.plan.num_tokens,
                 shape=step.plan.shape,
+                cohort=cohort,
             )
         )
-        if self._trees is not None:
-            self._trees.store(drafts.rows, idx_mapping_np, drafts.tree)
+        if self._trees is not None and drafts.tree is None:
+            self._trees.take_chains(drafts.rows, cohort.drafted_np)
         proposals.append((drafts, picked))

@@ -1,7 +1,6 @@
 """Step: what the draft's side is told of a step of the target's."""
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -9,8 +8,7 @@ import torch
 from vllm_vidspec.config import Plan
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """A step that the target has committed, as the draft's side sees it.
 
     Attributes:
@@ -34,5 +32,5 @@ class Step:
         if batch.num_draft_tokens_per_req is not None:
             computed = computed - batch.num_draft_tokens_per_req
         # The last draft of this step may commit K more tokens and the target one.
-        bound = batch.seq_lens_cpu_upper_bound.numpy()[: batch.num_reqs].astype(np.int64) + 1
+        bound = np.add(batch.seq_lens_cpu_upper_bound.numpy()[: batch.num_reqs], 1, dtype=np.int64)
         return cls(batch, computed >= batch.prefill_len_np, bound, num_sampled, plan)

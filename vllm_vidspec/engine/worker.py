@@ -94,7 +94,12 @@ class VidSpecWorker:
         Returns:
             Per prompt `req_id`, and per item `grids`, `kept_indices`, `scores`, `embeddings` (None if not measured).
             With `as_lists` only the indices and scores, as numbers: an engine in another process cannot send tensors.
+
+        Raises:
+            VidSpecError: The drafter has a process of its own.
         """
+        if self.model_runner.knobs.now.is_parallel:  # type: ignore[attr-defined]
+            raise VidSpecError("what is pruned happens in the drafter's process: drop parallel to watch it")
         watched = self.model_runner.speculator.drafter.prefills.watch(on)  # type: ignore[attr-defined]
         if not as_lists:
             return watched
@@ -112,6 +117,15 @@ class VidSpecWorker:
             target's own, 1 an exact draft, 2 a loosened one, 3 a shifted one.
         """
         return self.model_runner.watch_scores(on)  # type: ignore[attr-defined]
+
+    def vidspec_timeline(self, on: bool) -> list[dict[str, Any]]:
+        """Return what target and draft did since watching began, and go on watching or not; over `collective_rpc`.
+
+        Returns:
+            Events in order of their start: `lane` ("target", "drafter"), `kind`, `start_s` and `end_s` of
+            CLOCK_MONOTONIC, `num_reqs`, `num_tokens`.
+        """
+        return self.model_runner.watch_timeline(on)  # type: ignore[attr-defined]
 
     def vidspec_retune(self, knobs: dict[str, Any]) -> None:
         """Change knobs of pruning and scoring between requests; for tools, over `collective_rpc`.

@@ -27,6 +27,11 @@ def top_p_size(ordered_scores: Tensor, lambda_r: float) -> int:
     return int((sums < lambda_r * sums[-1]).sum())
 
 
+def default_uv_layer(num_layers: int) -> int:
+    """Return the paper's Lmax, 20 of 28 layers and more, or as far into a shallower model."""
+    return max(1, min(20, round(0.7 * num_layers)))
+
+
 def _select_top_k(inputs: PruneInputs) -> Tensor:
     """Keep the highest scores. Of equal ones the lower index wins."""
     return top_k_indices(inputs.scores, inputs.num_keep)

@@ -18,6 +18,8 @@ from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.progress import Report, silent
 
 WARM_UP_TOKENS = 8
+# What `clock` tells of each step.
+_VERIFIED = ("draft_tokens", "accepted_tokens", "stale_streams")
 
 
 def main() -> int:
@@ -46,14 +48,18 @@ def _answers(commands: Iterator[dict[str, Any]], report: Report) -> Iterator[dic
 
     The first, the job, holds `llm` (arguments of LLM) and `prompts`: `family` (None: a pair of the user's own, asked
     through its chat template), `videos` (paths) or `held_out` (indices of shape-world videos), `question`, and
-    `warm_up` (the index of one more video: what happens once, as lazy imports do, is then part of no figure).
+    `warm_up` (the index of one more video: what happens once, as lazy imports do, is then part of no figure). `cpus`
+    are the cores that the process may use; where there is none, any.
     """
+    job = next(commands)
+    if "cpus" in job:
+        _pin(job["cpus"])
+
     from vllm import LLM
 
-    job = next(commands)
     llm, prompts = LLM(**job["llm"]), job["prompts"]
 
-    from vllm_vidspec.engine.listen.hidden_states import default_uv_layer
+    from vllm_vidspec.pruning.guided import default_uv_layer
 
     vllm_config = llm.llm_engine.vllm_config
     if not vllm_config.use_v2_model_runner:  # V1's sampler draws other noise: a comparison with it says nothing
@@ -70,12 +76,31 @@ def _answers(commands: Iterator[dict[str, Any]], report: Report) -> Iterator[dic
         "default_uv_layer": default_uv_layer(num_layers),
         "scheduling": "async" if vllm_config.scheduler_config.async_scheduling else "sync",
     }
-    answers: dict[str, Callable] = {"answer": engine.answer, "look": engine.look, "cost": engine.cost}
+    if "cpus" in job and (cores := _cores_of_threads()) != set(job["cpus"]):
+        raise VidSpecError(f"the engine was to run on cores {job['cpus']} and may run on {sorted(cores)}")
+    answers: dict[str, Callable] = {
+        "answer": engine.answer,
+        "look": engine.look,
+        "cost": engine.cost,
+        "clock": engine.clock,
+        "timeline": engine.timeline,
+    }
     for command in commands:
         # Guidance must come from each command's own prefill, not from what an earlier one left.
         if not llm.reset_prefix_cache():
             raise VidSpecError("the prefix cache cannot be emptied between measurements")
         yield answers[command.pop("command")](**command)
+
+
+def _pin(cpus: list[int]) -> None:
+    """Let this process and the threads that it will start use these cores only; vLLM would bind them anew."""
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    os.sched_setaffinity(0, cpus)
+
+
+def _cores_of_threads() -> set[int]:
+    """Return every core that a thread of this process may use."""
+    return {core for thread in os.listdir("/proc/self/task") for core in os.sched_getaffinity(int(thread))}
 
 
 def _bundled_requests(prompts: dict[str, Any]) -> list[Any]:
@@ -198,6 +223,45 @@ class Engine:
             if number > 0:  # the first is there for what happens once
                 runs.append({"batch_size": len(indices), "step_s": step_s, "metrics": _gain(before, now)})
         return {"runs": runs}
+
+    def clock(self, index: int, sampling: dict[str, Any], seed: int | None) -> dict[str, Any]:
+        """Answer one request alone; return when its tokens came.
+
+        Returns:
+            `token_ids`; `ttft_s`, from handing the request in (its video still to be preprocessed) to the first token;
+            `decode_s`, from the first token to the last; `step_s`, the wall time of each step in between; `verified`,
+            what our counters gained in each of these steps: drafts verified, drafts that stand, stale streams (nothing
+            for vanilla); `metrics`; `start_s`, when it was handed in, by time.monotonic().
+        """
+        enqueue = self.llm.enqueue_chat if self.is_chat else self.llm.enqueue
+        engine, steps, outputs = self.llm.llm_engine, [], []
+        counted: list[dict[str, int] | None] = []
+        before, start = self.counters(), time.monotonic()
+        enqueue([self.requests[index]], _params(sampling, seed=seed), use_tqdm=False)
+        while engine.has_unfinished_requests():
+            begin = time.monotonic()
+            outputs += engine.step()
+            steps.append((begin, time.monotonic()))
+            counted.append(self.counters())
+        # What vLLM notes of a request: times of time.monotonic(), as each of its steps ends.
+        noted = outputs[-1].metrics
+        return {
+            "token_ids": list(outputs[-1].outputs[0].token_ids),
+            "start_s": start,
+            "ttft_s": noted.first_token_ts - start,
+            "decode_s": noted.last_token_ts - noted.first_token_ts,
+            "step_s": [end - begin for begin, end in steps if begin >= noted.first_token_ts],
+            "verified": [
+                [gained.get(name, 0) for name in _VERIFIED]
+                for (begin, _), *readings in zip(steps, [before, *counted], counted, strict=False)
+                if begin >= noted.first_token_ts and (gained := _gain(*readings)) is not None
+            ],
+            "metrics": _gain(before, self.counters()),
+        }
+
+    def timeline(self, on: bool) -> dict[str, Any]:
+        """Return what target and drafter have done since watching began, as `events`, and go on watching or not."""
+        return {"events": self.llm.collective_rpc("vidspec_timeline", args=(on,))[0]}
 
 
 def _params(sampling: dict[str, Any], **more: Any) -> Any:

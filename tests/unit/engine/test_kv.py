@@ -50,6 +50,17 @@ def test_a_row_that_does_not_fit_keeps_what_it_had():
     assert reserve(kv, r0=12) == [True] and reserve(kv, r0=13) == [False]  # the table is full
 
 
+def test_blocks_are_taken_ahead_of_need_and_never_where_another_may_need_them():
+    """Catches: a row that grows in every step; more ahead than an eighth of a pool, past a table, of a full pool."""
+    kv = make(num_blocks=161, max_slots=400)
+    assert reserve(kv, r0=1) == [True] and len(kv._blocks[0]) == 1 + 161 // (8 * ROWS)
+    assert reserve(kv, r0=5 * BLOCK) == [True] and len(kv._blocks[0]) == 5
+    assert reserve(kv, r1=80 * BLOCK) == [True] and len(kv._blocks[1]) == 80  # half of the pool
+    assert reserve(kv, r0=5 * BLOCK + 1) == [True] and len(kv._blocks[0]) == 6
+    short = make(num_blocks=161, max_slots=2 * BLOCK)
+    assert reserve(short, r0=1) == [True] and len(short._blocks[0]) == 2
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, ROWS - 1), st.integers(0, 40)), max_size=40))
 def test_no_block_has_two_owners(calls):

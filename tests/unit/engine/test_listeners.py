@@ -243,11 +243,12 @@ def test_a_row_is_a_chain_again_after_its_request():
     rows = np.array([1, 3])
     tree = DraftTree(2, 3, CPU)  # three leaves under the root
     listeners = in_list(trees, on_draft_error="raise")
-    trees.store(torch.from_numpy(rows), rows, tree)
+    trees.expect(rows)
+    trees.take(torch.from_numpy(rows), tree)
     assert requests.is_tree.tolist() == [False, True, False, True] and trees.parents[3].tolist() == [-1, 0, 0, 0]
     listeners.forget(3)
     assert requests.is_tree.tolist() == [False, True, False, False] and trees.parents[3].equal(chains[0][3])
-    trees.store(torch.tensor([1]), np.array([1]), None)
+    trees.take_chains(torch.tensor([1]), np.array([1]))
     assert not requests.is_tree.any()
     assert all(map(torch.equal, (trees.parents, trees.depths, trees.ancestors), chains))
 

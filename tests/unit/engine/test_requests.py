@@ -27,9 +27,10 @@ def test_a_row_begins_anew():
     """Catches: a phase, a reason or a draft in flight that the row's next request inherits."""
     requests = RequestRows(3, CPU)
     rows = np.array([2, 0])
-    requests.phase[rows] = Phase.DRAFTING
+    requests.enter(rows, Phase.DRAFTING)
     requests.is_tree[2] = True
-    requests.publish(torch.from_numpy(rows), rows, np.array([True, True]), torch.tensor([5, 3]))
+    cohort = requests.cohort(rows, np.array([True, True]))
+    requests.publish(torch.from_numpy(rows), cohort, torch.tensor([5, 3]))
     assert requests.num_drafts(8).tolist() == [3, 0, 5]
     requests.skip(0, "pool_full")
     assert requests.skip_reason[0] == "pool_full" and requests.has_draft.tolist() == [False, False, True]
@@ -46,14 +47,77 @@ def test_a_step_without_news_uploads_nothing(monkeypatch):
         lambda values, device: uploads.append(1) or torch.tensor(values),
     )
     rows = np.array([1, 0])
-    for is_drafted in ([True, False], [True, False], [True, True]):
-        requests.publish(torch.from_numpy(rows), rows, np.array(is_drafted), None)
+    requests.enter(1, Phase.DRAFTING)
+    for newcomers in ([], [], [0]):
+        requests.enter(newcomers, Phase.DRAFTING)
+        requests.publish(torch.from_numpy(rows), requests.cohort(rows, np.ones(2, dtype=bool)), None)
     assert len(uploads) == 2 and requests.has_draft.tolist() == [True, True]
+
+
+ALL_DONE = np.array([True, True])
+ROWS = np.array([2, 0])
+
+
+def drafting() -> RequestRows:
+    """Return rows of which three are drafted for."""
+    requests = RequestRows(5, CPU)
+    requests.enter([0, 1, 2], Phase.DRAFTING)
+    return requests
+
+
+CHANGES = {
+    "a request comes": lambda requests: requests.admit(arrival_of(4)),
+    "a request goes": lambda requests: requests.forget(1),
+    "a request is skipped": lambda requests: requests.skip(1, "pool_full"),
+    "a request is drafted for": lambda requests: requests.enter(3, Phase.DRAFTING),
+    "the batch has another order": lambda requests: requests.cohort(ROWS[::-1], ALL_DONE),
+    "the batch has more requests": lambda requests: requests.cohort(np.array([2, 0, 1]), np.ones(3, dtype=bool)),
+    "a prefill goes on": lambda requests: requests.cohort(ROWS, np.array([True, False])),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_cohort_lasts_until_something_changes(change):
+    """Catches: what is kept of a batch's rows, and used for others, or for the row's next request."""
+    requests = drafting()
+    before = requests.cohort(ROWS, ALL_DONE)
+    assert requests.cohort(ROWS.copy(), ALL_DONE) is before
+    CHANGES[change](requests)
+    after = requests.cohort(ROWS, ALL_DONE)
+    assert after is not before and requests.cohort(ROWS, ALL_DONE) is after
+    assert after.is_whole and after.drafted_np.tolist() == [2, 0] and after.is_drafted.tolist() == [True, True]
+
+
+def test_a_cohort_is_of_those_that_are_drafted_for():
+    requests = drafting()
+    requests.enter(2, Phase.PREFILLING)
+    found = requests.cohort(np.array([1, 2, 0]), np.array([True, True, False]))
+    assert found.places_np.tolist() == [0] and found.drafted_np.tolist() == [1] and not found.is_whole
+    assert requests.cohort(np.array([1, 2, 0]), np.ones(3, dtype=bool)).drafted_np.tolist() == [1, 0]
+    with pytest.raises(ValueError, match="read-only"):
+        requests.phase[2] = Phase.DRAFTING
+
+
+def test_drafts_in_flight_are_those_of_the_rows_own_requests():
+    """Catches: the next request of a row taken for the one whose drafts were verified, one batch for another."""
+    requests, device_rows = drafting(), torch.from_numpy(ROWS)
+    assert requests.was_drafted(requests.cohort(ROWS, ALL_DONE)).tolist() == [False, False]
+    requests.publish(device_rows, requests.cohort(ROWS, ALL_DONE), None)
+    assert requests.was_drafted(requests.cohort(ROWS, ALL_DONE)) is True
+    requests.forget(2)
+    requests.admit(arrival_of(2))
+    requests.enter(2, Phase.DRAFTING)
+    assert requests.was_drafted(requests.cohort(ROWS, ALL_DONE)).tolist() == [False, True]
+    requests.publish(device_rows, requests.cohort(ROWS, ALL_DONE), None)
+    other = np.array([1, 0])
+    assert requests.was_drafted(requests.cohort(other, ALL_DONE)).tolist() == [False, True]
+    requests.publish(torch.from_numpy(other), requests.cohort(other, ALL_DONE), None)
+    assert requests.has_draft.tolist() == [True, True, True, False, False]
 
 
 def test_which_rows_are_in_a_phase():
     requests = RequestRows(4, CPU)
-    requests.phase[:] = [Phase.UNSEEN, Phase.PREFILLING, Phase.DRAFTING, Phase.SKIPPED]
+    requests.enter(slice(None), [Phase.UNSEEN, Phase.PREFILLING, Phase.DRAFTING, Phase.SKIPPED])
     assert requests.are_in(np.array([3, 2, 1]), Phase.DRAFTING, Phase.PREFILLING).tolist() == [False, True, True]
     assert requests.are_in(np.array([], dtype=np.int64), Phase.DRAFTING).tolist() == []
 

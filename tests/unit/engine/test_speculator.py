@@ -12,6 +12,7 @@ from tests.unit.engine.fakes import ALONE, CPU, NUM_ROWS, Calls, arrival_of, mak
 from tests.unit.engine.fakes import NUM_TOKENS as PROMPT_LEN
 from vllm_vidspec.config import Plan
 from vllm_vidspec.engine.draft.messages import Drafts, Prefilled
+from vllm_vidspec.engine.parallel.timeline import Timeline
 from vllm_vidspec.engine.requests import Phase, RequestRows
 from vllm_vidspec.engine.speculator import VidSpecSpeculator
 from vllm_vidspec.engine.target_step import Step
@@ -44,7 +45,7 @@ class World:
         )
         knobs, model = make_knobs(**config), SimpleNamespace(device=CPU)
         self.speculator = VidSpecSpeculator(
-            None, knobs, model, self.requests, req_states, None, None, None, self.counters, ALONE
+            None, knobs, model, self.requests, req_states, None, None, None, self.counters, ALONE, Timeline()
         )  # fmt: skip
         self.speculator._drafter = self.drafter
         self.requests.register(self.speculator)
@@ -172,6 +173,39 @@ def test_a_request_that_is_given_up_goes_on_without_drafts(what):
             strict.propose([1])
 
 
+def test_rows_are_trees_before_a_draft_that_may_fail():
+    """Catches: half a tree that a failed draft has left, verified as the shape of the row's next chain."""
+    world = World(drafting="tree-static", num_speculative_tokens=25)
+    world.speculator._trees = trees = mock.Mock()
+    world.drafter.draft.side_effect = ValueError("no")
+    world.propose([1])
+    assert [name for name, *_ in trees.mock_calls] == ["expect", "release"]
+
+
+def test_what_follows_from_a_batch_is_told_by_its_cohort():
+    """A request goes and another takes its row, or the batch changes: the drafter must not keep what it knew.
+
+    Catches: a cohort of rows whose requests are others; the drafts of the one before told to be the next one's.
+    """
+    world = World()
+    cohorts = []
+
+    def propose(rows: list[int]) -> None:
+        world.drafter.draft.reset_mock()
+        world.propose(rows, num_drafts=[K] * len(rows))
+        cohorts.append(world.drafter.draft.call_args.args[0].cohort)
+
+    for rows in ([2, 0], [2, 0], [2, 0]):
+        propose(rows)
+    assert cohorts[1] is cohorts[2] and world.was_verified() == [True, True]
+    world.requests.forget(0)
+    world.requests.admit(arrival_of(0, ""))
+    propose([2, 0])
+    assert cohorts[3] is not cohorts[2] and world.was_verified() == [True, False]
+    propose([0, 2])
+    assert cohorts[4] is not cohorts[3] and world.was_verified() == [True, True]
+
+
 def test_a_step_that_verifies_drafts_is_done_with_its_prefill():
     """Catches: drafts counted as prompt, so that a request in its last chunk counts as prefilled."""
     batch = SimpleNamespace(
@@ -189,7 +223,7 @@ def test_a_step_that_verifies_drafts_is_done_with_its_prefill():
 def test_running_requests_are_given_up():
     """Catches: rows that keep blocks, or draft on; rows that have not begun and are given up too."""
     world = World()
-    world.requests.phase[:] = [Phase.DRAFTING, Phase.UNSEEN, Phase.SKIPPED, Phase.PREFILLING]
+    world.requests.enter(slice(None), [Phase.DRAFTING, Phase.UNSEEN, Phase.SKIPPED, Phase.PREFILLING])
     heard = [Calls(), Calls(), Calls()]
     world.speculator._drafter, world.speculator._guidance, world.speculator._trees = heard
     world.speculator.give_up_all()

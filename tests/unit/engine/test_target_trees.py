@@ -48,7 +48,8 @@ class Target:
         """Let a row's draft in flight be a tree."""
         tree = DraftTree(1, K, CPU)
         tree.parents[:], tree.depths[:], tree.ancestors[:] = topology_tables(parents, CPU)
-        self.trees.store(torch.tensor([row]), np.array([row]), tree)
+        self.trees.expect(np.array([row]))
+        self.trees.take(torch.tensor([row]), tree)
 
     def batch(self, rows: list[int], counts: list[int], padded: int | None = None, num_drafts: int | None = K):
         """Return a batch of so many query rows each, behind 9 + row committed tokens, as vLLM would prepare it."""

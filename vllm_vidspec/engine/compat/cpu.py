@@ -4,12 +4,14 @@ Imported on the CPU only.
 """
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Iterator
 
 import torch
 
-from vllm_vidspec.engine.compat.contract import expect_parameters, replace
-from vllm_vidspec.engine.cpu import kernels
+from vllm_vidspec.engine.compat.contract import MARK, expect_parameters, replace
+from vllm_vidspec.engine.cpu import batch_kernels, kernels, logprob_kernels
 
 
 @contextlib.contextmanager
@@ -58,7 +60,9 @@ def speed_up_interpreter_kernels() -> None:
     """
     import vllm.v1.worker.gpu.sample.bad_words as bad_words
     import vllm.v1.worker.gpu.sample.gumbel as gumbel
+    import vllm.v1.worker.gpu.sample.logprob as logprob
     import vllm.v1.worker.gpu.sample.penalties as penalties
+    import vllm.v1.worker.gpu.spec_decode.rejection_sampler as rejection_sampler
 
     replace(
         gumbel,
@@ -84,6 +88,48 @@ def speed_up_interpreter_kernels() -> None:
         *("num_bad_words_ptr", "all_token_ids_ptr", "prompt_len_ptr", "total_len_ptr"),
         *("input_ids_ptr", "expanded_local_pos_ptr"),
     )
+    replace(
+        logprob,
+        "_topk_log_softmax_kernel",
+        lambda _: kernels.Twin(logprob_kernels.topk_log_softmax),
+        *("output_ptr", "logits_ptr", "topk_ids_ptr", "topk", "vocab_size", "BLOCK_SIZE"),
+    )
+    replace(
+        logprob,
+        "_ranks_kernel",
+        lambda _: kernels.Twin(logprob_kernels.ranks),
+        *("output_ptr", "logits_ptr", "token_ids_ptr", "vocab_size", "BLOCK_SIZE"),
+    )
+    replace(
+        rejection_sampler,
+        "_flatten_sampled_kernel",
+        lambda _: kernels.Twin(logprob_kernels.flatten_sampled),
+        *("flat_sampled_ptr", "sampled_ptr", "num_sampled_ptr", "cu_num_logits_ptr"),
+    )
+    speed_up_batch_kernels()
+
+
+def speed_up_batch_kernels() -> None:
+    """Replace interpreted kernels that every step of vLLM runs, a program per request, by bit-equal numpy twins."""
+    import vllm.v1.worker.gpu.block_table as block_table
+    import vllm.v1.worker.gpu.buffer_utils as buffer_utils
+    import vllm.v1.worker.gpu.input_batch as input_batch
+    import vllm.v1.worker.gpu.mm.rope as rope
+
+    for module, names in (
+        (buffer_utils, ("apply_write",)),
+        (block_table, ("gather_block_tables", "compute_slot_mappings")),
+        (input_batch, ("prepare_pos_seq_lens", "combine_sampled_and_draft_tokens")),
+        (input_batch, ("get_num_sampled_and_rejected", "post_update")),
+        (rope, ("prepare_rope_positions",)),
+    ):
+        for name in names:
+            run, kernel = getattr(batch_kernels, name), getattr(module, f"_{name}_kernel")
+            if hasattr(kernel, MARK):
+                continue
+            taken = inspect.signature(kernel.fn).parameters
+            wanted = [name if name in taken else f"{name}_ptr" for name in list(inspect.signature(run).parameters)[1:]]
+            replace(module, f"_{name}_kernel", functools.partial(batch_kernels.WholeTwin, run), *wanted)
 
 
 def _apply_grammar_bitmask(self, logits, input_batch, grammar_req_ids, grammar_bitmask) -> None:

@@ -29,6 +29,7 @@ class DraftBuffers:
         drafts: `[M, K]` int64 the proposal.
         hidden_states: `[M * W, hidden_size]` of the last forward, of the first one its roots'.
         layout: `(num_reqs, width) -> Layout` of a forward; made once each.
+        of: `num_reqs -> (rows, drafts)`: the persistent rows and the proposal of so many requests; made once each.
     """
 
     def __init__(self, model: DraftModel, kv: DraftKV, max_num_reqs: int, tree_width: int, max_drafts: int):
@@ -42,6 +43,7 @@ class DraftBuffers:
         self.drafts = torch.zeros(max_num_reqs, max_drafts, dtype=torch.int64, device=device)
         self.hidden_states = torch.zeros(num_places, model.hidden_size, dtype=model.dtype, device=device)
         self.layout = cache(lambda num_reqs, width: Layout.uniform(num_reqs, width, device))
+        self.of = cache(lambda num_reqs: (self.step.rows[:num_reqs], self.drafts[:num_reqs]))
         self._fed, self._block_size = kv.fed, kv.block_size
         # Only drafts behind the end of the target's context reach it, and those are never committed.
         self._max_position = model.num_positions - 1

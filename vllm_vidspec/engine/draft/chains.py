@@ -35,30 +35,29 @@ class ChainDrafter:
             Whether graphs ran all that can be captured.
         """
         if processed is None:
-            key = part("chain", num_reqs, max_drafts=num_drafts)
-            return self._graphs.run(key, functools.partial(self._chain, num_reqs, num_drafts))
+            return self._graphs.run(*self._whole(num_reqs, num_drafts))
+        return self._chain(num_reqs, num_drafts, processed)
+
+    def parts(self, num_reqs: int, num_drafts: int) -> dict[Part, Run]:
+        """Return the functions that can be captured, for so many requests and drafts."""
+        levels = {self._key(num_reqs, level): self._function(num_reqs, level) for level in (0, 1)}
+        return dict([self._whole(num_reqs, num_drafts)]) | levels
+
+    def _whole(self, num_reqs: int, num_drafts: int) -> tuple[Part, Run]:
+        """Return the part that is a whole chain of unprocessed logits."""
+        key = part("chain", num_reqs, max_drafts=num_drafts)
+        return key, functools.partial(self._chain, num_reqs, num_drafts, None)
+
+    def _chain(self, num_reqs: int, num_drafts: int, processed: Processed | None) -> bool:
+        """Feed and draw, level after level; return whether graphs ran every level."""
         is_whole = True
         for level in range(max(num_drafts, 1)):
-            is_whole &= self._feed(num_reqs, level)
+            is_whole &= self._graphs.run(self._key(num_reqs, level), self._function(num_reqs, level))
             if level < num_drafts:
                 self._draw(num_reqs, level, processed)
         return is_whole
 
-    def parts(self, num_reqs: int, num_drafts: int) -> dict[Part, Run]:
-        """Return the functions that can be captured, for so many requests and drafts."""
-        run = {part("chain", num_reqs, max_drafts=num_drafts): functools.partial(self._chain, num_reqs, num_drafts)}
-        return run | {self._key(num_reqs, level): self._function(num_reqs, level) for level in (0, 1)}
-
-    def _chain(self, num_reqs: int, num_drafts: int) -> None:
-        for level in range(max(num_drafts, 1)):
-            self._feed(num_reqs, level)
-            if level < num_drafts:
-                self._draw(num_reqs, level, None)
-
     # ---- a level: of which distance from the root, the device knows -------------------------------------------------
-
-    def _feed(self, num_reqs: int, level: int) -> bool:
-        return self._graphs.run(self._key(num_reqs, level), self._function(num_reqs, level))
 
     @staticmethod
     def _key(num_reqs: int, level: int) -> Part:

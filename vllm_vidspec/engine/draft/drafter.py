@@ -19,10 +19,10 @@ from vllm_vidspec.engine.draft.kv import DraftKV
 from vllm_vidspec.engine.draft.memory import max_slots_per_request
 from vllm_vidspec.engine.draft.messages import Committed, DraftMessage, Drafts, Prefilled, PrefillMessage, PrefillStep
 from vllm_vidspec.engine.draft.model import DraftModel
-from vllm_vidspec.engine.draft.noise import CoupledSampler
+from vllm_vidspec.engine.draft.noise import CoupledSampler, Processed
 from vllm_vidspec.engine.draft.prefill import DraftPrefill
 from vllm_vidspec.engine.draft.score_blocks import rows_per_block
-from vllm_vidspec.engine.draft.trees import TreeDrafter
+from vllm_vidspec.engine.draft.trees import TakeTrees, TreeDrafter
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters
@@ -50,7 +50,7 @@ class Drafter:
         graphs: What runs the parts of a draft step.
         attention: Of the draft's layers, for trees; None where drafts are chains.
         shared: The target's own, by identifier, where it drafts for itself; else empty.
-        fills_trees: See `TreeDrafter`.
+        fills_trees: See `TreeDrafter`; `take_trees` too.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class Drafter:
         attention: TreeAttention | None,
         shared: Mapping[str, torch.Tensor],
         fills_trees: bool = False,
+        take_trees: TakeTrees | None = None,
     ):
         config = knobs.now
         self.model = model
@@ -103,8 +104,10 @@ class Drafter:
         self._room_until = np.full(max_num_reqs, _NO_END, dtype=np.int64)
         self._graphs = graphs
         self._sample = sample
+        self._cohort: object | None = None  # of the last step; below, whether its logits go through vLLM's processors
+        self._is_processed = False
         self.chains = ChainDrafter(forwards, sample, graphs) if "chain" in config.shapes else None
-        self.trees = None if policy is None else TreeDrafter(forwards, sample, graphs, policy, fills_trees)
+        self.trees = None if policy is None else TreeDrafter(forwards, sample, graphs, policy, fills_trees, take_trees)
 
     # ---- prefill ---------------------------------------------------------------------------------------------------
 
@@ -183,8 +186,10 @@ class Drafter:
         buffers, rows_np = self.buffers, message.idx_mapping_np
         num_reqs = self._graphs.size_for(len(rows_np), self._width(message.shape))
         self._begin(message.batch_rows, message.picked, message.num_sampled, message.was_verified, num_reqs)
-        rows = buffers.step.rows[: len(rows_np)]
-        processed = self._sample.processed(rows, rows_np)
+        rows, drafts = buffers.of(len(rows_np))
+        if message.cohort is None or message.cohort is not self._cohort:
+            self._cohort, self._is_processed = message.cohort, self._sample.needs_processors(rows_np)
+        processed = Processed(self._sample, rows, rows_np) if self._is_processed else None
         num_drafts, tree, num_forwards = message.max_drafts, None, max(1, message.max_drafts)
         if message.shape == "chain":
             assert self.chains is not None
@@ -198,7 +203,7 @@ class Drafter:
         if self._graphs.is_on and not is_graph:
             self.counters.add("draft_eager_steps")
         self.counters.add("draft_decode_us", int(1e6 * (time.perf_counter() - start)))
-        return Drafts(rows, buffers.drafts[: len(rows_np)], tree)
+        return Drafts(rows, drafts, tree)
 
     def _begin(
         self,

@@ -9,7 +9,7 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
-Run = Callable[[], None]
+Run = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class DraftGraphs(CudaGraphManager):
         """
         self._capture_descs = {CUDAGraphMode.FULL: sorted(parts, key=lambda key: -key.num_tokens)}
 
-        def create(key: Part, warmup: bool) -> Callable[[CUDAGraphMode], None]:
+        def create(key: Part, warmup: bool) -> Callable[[CUDAGraphMode], object]:
             run = prepare(key)
             return lambda _: run()
 

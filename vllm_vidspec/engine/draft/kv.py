@@ -26,6 +26,9 @@ from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
 from vidspec_kernels import CacheList
 
+# A row that needs a block gets so many more, while half of the pool is free: each growth costs a step some uploads. All
+# rows' together are at most an eighth of the pool.
+_MOST_AHEAD, _AHEAD_SHARE = 16, 8
 NULL_BLOCK = 0  # never handed out; tokens whose KV is already there write here
 
 
@@ -56,6 +59,7 @@ class DraftKV:
         self.block_size = block_size
         self.max_blocks = -(-max_slots // block_size)
         self.caches = caches
+        self._ahead = min(_MOST_AHEAD, num_blocks // (_AHEAD_SHARE * max_num_reqs))
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._blocks: list[list[int]] = [[] for _ in range(max_num_reqs)]
         self.capacity_np = np.zeros(max_num_reqs, dtype=np.int64)  # [max_num_reqs] entries that the row's blocks hold
@@ -120,6 +124,8 @@ class DraftKV:
         missing = -(-num_slots // self.block_size) - len(blocks)
         if missing > len(self._free) or len(blocks) + missing > self.max_blocks:
             return False
+        if len(self._free) - missing > self.num_blocks // 2:
+            missing = min(missing + self._ahead, self.max_blocks - len(blocks))
         new = [self._free.pop() for _ in range(missing)]
         self._block_tables.stage_write(req_state_idx, len(blocks), new)
         blocks.extend(new)

@@ -1,7 +1,7 @@
 """What the drafter is told and answers; no runner object crosses, so that it can live in another process."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -76,8 +76,7 @@ class Committed:
     path: torch.Tensor | None
 
 
-@dataclass(frozen=True)
-class DraftMessage:
+class DraftMessage(NamedTuple):
     """A step of the running requests. What the target has committed stands in its tables (`Committed`).
 
     Attributes:
@@ -89,6 +88,8 @@ class DraftMessage:
             it does of all.
         max_drafts: Draft tokens to propose at most.
         shape: In which shape ("chain", "tree-static", "tree-adaptive").
+        cohort: Stands for these rows and all that is known of them: what follows from it may be kept as long as it is
+            the same object. None: nothing may.
     """
 
     batch_rows: torch.Tensor
@@ -98,10 +99,10 @@ class DraftMessage:
     was_verified: torch.Tensor | None
     max_drafts: int
     shape: str = "chain"
+    cohort: object | None = None
 
 
-@dataclass(frozen=True)
-class Drafts:
+class Drafts(NamedTuple):
     """What was proposed; it lives in the drafter's buffers, until its next step.
 
     Attributes:

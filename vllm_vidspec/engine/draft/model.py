@@ -15,6 +15,7 @@ from vllm.compilation.backends import set_model_tag
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed import get_tp_group
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader import get_model
@@ -23,6 +24,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
 from vllm.utils.torch_utils import PIN_MEMORY
+from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.worker.gpu.attn_utils import (
     build_attn_metadata,
@@ -216,6 +218,13 @@ class DraftModel:
     def bytes_per_block(self) -> int:
         """Bytes of one KV block on this rank, over all layers."""
         return kv_bytes_per_token(self.config) * self.block_size
+
+    def resolve_layout(self) -> None:
+        """Choose the KV cache's layout where no engine has: the draft is all that its process runs."""
+        layouts = get_supported_kv_cache_layouts(get_current_attn_backends(self.config))
+        resolve_kv_cache_layout(
+            self.config, [[layout.name for layout in layouts]], get_kv_cache_spec(self.config).values()
+        )
 
     def _kv_groups(self) -> list[Any]:
         groups = get_kv_cache_groups(self.config, get_kv_cache_spec(self.config))

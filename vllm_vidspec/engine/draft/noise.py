@@ -139,10 +139,6 @@ class CoupledSampler:
         is_mild &= (penalties.frequency_penalty.np[rows] == 0.0) & (penalties.presence_penalty.np[rows] == 0.0)
         return not is_mild.all()
 
-    def processed(self, rows: torch.Tensor, rows_np: np.ndarray) -> Processed | None:
-        """Return what processes the logits of `[n]` rows between graphs; None where a temperature and noise are all."""
-        return Processed(self, rows, rows_np) if self.needs_processors(rows_np) else None
-
     # ---- inside a captured step --------------------------------------------------------------------------------------
 
     def draw_into(

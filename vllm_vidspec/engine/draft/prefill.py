@@ -8,6 +8,7 @@ scheduling); what is fed past the committed text is stale like any rejected draf
 looked at. Every decision follows from what the host knows, so tensor-parallel ranks take the same ones.
 """
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -109,7 +110,7 @@ class DraftPrefill:
         self.counters.set("draft_pool_blocks_used", self._kv.num_used_blocks)
         return True
 
-    def _plan(self, message: PrefillMessage) -> PrefillJob:
+    def _plan(self, message: PrefillMessage, is_ahead: bool = False) -> PrefillJob:
         plan = plan_prompt(
             message.token_ids,
             message.features,
@@ -120,7 +121,7 @@ class DraftPrefill:
         scores = message.scores
         kept = [
             None
-            if self._compares and item.is_choice
+            if (self._compares or is_ahead) and item.is_choice
             else choose_kept(item, self._knobs.now.prune, None if scores is None else scores[i], None)
             for i, item in enumerate(plan.items)
         ]
@@ -190,6 +191,25 @@ class DraftPrefill:
         logger.debug("vidspec: the draft failed for request %s", req_id, exc_info=error)
 
     # ---- vision ----------------------------------------------------------------------------------------------------
+
+    def look_ahead(self, message: PrefillMessage) -> None:
+        """Let the tower look at a prompt's media before what guides the pruning is known; the cache keeps what it can.
+
+        What goes wrong here goes wrong again in `step`, where it has an owner.
+        """
+        with contextlib.suppress(Exception):
+            items = self._plan(message, is_ahead=True).plan.items
+            unknown = {
+                item.name: item
+                for item in items
+                if item.num_keep
+                and self.cache.can_keep(item.num_tokens)
+                and self.cache.read(item.name, item.num_tokens, np.zeros(0, dtype=np.int64)) is None
+            }
+            for item, found in zip(unknown.values(), self._run_tower(list(unknown.values())), strict=True):
+                if not isinstance(found, Exception) and self.cache.keep(item.name, found):
+                    self.counters.add("draft_encoder_misses")
+            self.counters.set("draft_encoder_bytes_used", self.cache.num_used_bytes)
 
     def _look(self, due: list[PrefillJob]) -> None:
         """Get the vision embeddings that the first requests in line lack.

@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_vidspec.drafting import TreePolicy
+from vllm_vidspec.drafting import DraftTree, TreePolicy
 from vllm_vidspec.engine.draft.forwards import Forwards
 from vllm_vidspec.engine.draft.graphs import DraftGraphs, Part, Run, part
 from vllm_vidspec.engine.draft.noise import CoupledSampler, Processed
 from vllm_vidspec.engine.draft.score_blocks import blocks
+
+TakeTrees = Callable[[torch.Tensor, DraftTree], None]
 
 
 class TreeDrafter:
@@ -29,15 +31,24 @@ class TreeDrafter:
         policy: What shapes the trees.
         fills: Whether every tree is filled up to the budget, because vLLM will verify that many tokens anyway (async
             scheduling).
+        take: Who verifies the trees: told their shapes by `[R]` persistent rows, padding's among them, in the last part
+            of a step. None: nobody.
     """
 
     def __init__(
-        self, forwards: Forwards, sample: CoupledSampler, graphs: DraftGraphs, policy: TreePolicy, fills: bool
+        self,
+        forwards: Forwards,
+        sample: CoupledSampler,
+        graphs: DraftGraphs,
+        policy: TreePolicy,
+        fills: bool,
+        take: TakeTrees | None = None,
     ):
         self._forwards = forwards
         self._buffers = forwards.buffers
         self._sample = sample
         self._graphs = graphs
+        self._take = take
         self.policy = policy
         self.fills = fills
         policy.trims &= not graphs.is_on
@@ -115,8 +126,11 @@ class TreeDrafter:
         """End the trees, and say what is proposed: an unused column is never scheduled, or verified as a leaf that is
         as good as any.
         """
-        self.policy.finish(self.fills, rows=self._buffers.step.rows[:num_reqs], max_nodes=max_nodes)
-        torch.clamp(self.policy.tree.tokens[:num_reqs, 1:], min=0, out=self._buffers.drafts[:num_reqs])
+        tree, rows = self.policy.tree, self._buffers.step.rows[:num_reqs]
+        self.policy.finish(self.fills, rows=rows, max_nodes=max_nodes)
+        torch.clamp(tree.tokens[:num_reqs, 1:], min=0, out=self._buffers.drafts[:num_reqs])
+        if self._take is not None:
+            self._take(rows, tree)
 
     # ---- a level ---------------------------------------------------------------------------------------------------
 

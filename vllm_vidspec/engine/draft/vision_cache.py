@@ -61,12 +61,16 @@ class VisionCache:
         self._items.move_to_end(name)
         return self._store[self._places(pages, np.arange(num_rows) if chosen is None else chosen)]
 
+    def can_keep(self, num_rows: int) -> bool:
+        """Return whether an item of so many rows fits at all."""
+        return 0 < -(-num_rows // PAGE_ROWS) * PAGE_ROWS <= self._store.shape[0]
+
     def keep(self, name: str, embeddings: torch.Tensor) -> bool:
         """Copy an item `[m, hidden_size]` in; return False for one that the whole cache cannot hold."""
         num_rows = len(embeddings)
         num_pages = -(-num_rows // PAGE_ROWS)
         self._drop(name)
-        if not num_rows or num_pages * PAGE_ROWS > self._store.shape[0]:
+        if not self.can_keep(num_rows):
             return False
         while len(self._free) < num_pages:
             self._drop(next(iter(self._items)))

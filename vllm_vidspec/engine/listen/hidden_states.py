@@ -15,6 +15,7 @@ from vllm_vidspec.engine.listen.prompts import Guidance, Guided, HeardPrompt, Pe
 from vllm_vidspec.engine.listen.protocol import Forward
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.pruning.guided import default_uv_layer
 
 
 @dataclass(eq=False)
@@ -164,8 +165,3 @@ class HiddenStateGuidance(Guidance):
             return self._finish(prompt, [part if whole else None for part, whole in zip(parts, agreed, strict=True)])
 
         return PendingScores(scores, finish)
-
-
-def default_uv_layer(num_layers: int) -> int:
-    """Return the paper's Lmax, 20 of 28 layers and more, or as far into a shallower model."""
-    return max(1, min(20, round(0.7 * num_layers)))

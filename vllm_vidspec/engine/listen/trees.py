@@ -53,10 +53,10 @@ class TargetTrees(TargetListener):
     ):
         self._is_tree = requests.is_tree
         max_num_reqs = len(self._is_tree)
-        # [max_num_reqs, K + 1] each; a chain wherever no tree was drafted
+        # [max_num_reqs + 1, K + 1] each; a chain wherever no tree was drafted. The last row is the draft's padding's.
         self._chain = topology_tables(list(range(max_nodes)), device)
         self.parents, self.depths, self.ancestors = (
-            table.expand(max_num_reqs, -1).contiguous() for table in self._chain
+            table.expand(max_num_reqs + 1, -1).contiguous() for table in self._chain
         )
         # [max_num_reqs, K + 1] int32 node behind each output of the last verify step; the drafter reads it
         self.path = torch.arange(max_nodes + 1, dtype=torch.int32, device=device).repeat(max_num_reqs, 1)
@@ -83,20 +83,31 @@ class TargetTrees(TargetListener):
 
     # ---- what was drafted ------------------------------------------------------------------------------------------
 
-    def store(self, idx_mapping: torch.Tensor, idx_mapping_np: np.ndarray, tree: DraftTree | None) -> None:
-        """Remember the shapes of a batch's drafts, `[num_reqs]` persistent rows; None: they are chains."""
-        if tree is None and not self._is_tree[idx_mapping_np].any():
-            return
-        num_reqs = len(idx_mapping_np)
-        shapes = self._chain if tree is None else (tree.parents, tree.depths, tree.ancestors)
-        for table, shape in zip((self.parents, self.depths, self.ancestors), shapes, strict=True):
-            table[idx_mapping] = shape if tree is None else shape[:num_reqs]
-        self._is_tree[idx_mapping_np] = tree is not None
+    def expect(self, rows_np: np.ndarray) -> None:
+        """Expect trees of `[n]` persistent rows from here on. It comes before `take`, which may fail half way."""
+        self._is_tree[rows_np] = True
+
+    def take(self, rows: torch.Tensor, tree: DraftTree) -> None:
+        """Remember the shapes of drafts by `[R]` persistent rows, padding's among them: the last part of a captured
+        draft.
+        """
+        for table, shape in zip(self._tables(), (tree.parents, tree.depths, tree.ancestors), strict=True):
+            table[rows] = shape[: len(rows)]
+
+    def take_chains(self, rows: torch.Tensor, rows_np: np.ndarray) -> None:
+        """Remember that the drafts of `[n]` persistent rows are chains; `rows_np` the same on the host."""
+        if self._is_tree[rows_np].any():
+            for table, shape in zip(self._tables(), self._chain, strict=True):
+                table[rows] = shape
+            self._is_tree[rows_np] = False
+
+    def _tables(self) -> tuple[torch.Tensor, ...]:
+        return self.parents, self.depths, self.ancestors
 
     def release(self, req_state_idx: int) -> None:
         """Let a row be a chain again: its request ended, or drafts no more."""
         if self._is_tree[req_state_idx]:
-            for table, shape in zip((self.parents, self.depths, self.ancestors), self._chain, strict=True):
+            for table, shape in zip(self._tables(), self._chain, strict=True):
                 table[req_state_idx] = shape
             self._is_tree[req_state_idx] = False
 

@@ -1,0 +1,182 @@
+"""The drafter in a process of its own: the output stays vanilla's, whatever becomes of that process."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests.engine import harness
+from tests.engine.conftest import SCENARIOS
+from tests.engine.harness import LLAVA, Engine, assert_all_stands, assert_same_answers, skipped, token_ids
+from vllm_vidspec import metrics
+from vllm_vidspec.engine.parallel import client
+
+pytestmark = pytest.mark.engine
+
+PARALLEL = {"device": "cpu"}
+
+
+def drafter(engine: Engine) -> client.DrafterClient:
+    return engine.runner.drafter_client
+
+
+def wait_until(is_so: Callable[[], bool], engine: Engine, timeout_s: float = 90.0) -> None:
+    """Let the engine's loop look after the drafter until something holds."""
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, "it never came to pass"
+        engine.idle()
+        time.sleep(0.05)
+
+
+def let_drafts_come(engine: Engine, seconds: float = 0.02) -> contextlib.AbstractContextManager:
+    """Give the drafter time before each of the target's steps: on a busy machine it has none else."""
+    propose = engine.speculator.propose
+
+    def slow(*args, **kwargs):
+        time.sleep(seconds)
+        return propose(*args, **kwargs)
+
+    return mock.patch.object(engine.speculator, "propose", slow)
+
+
+@pytest.fixture(scope="module")
+def own(reference) -> Iterator[Engine]:
+    """The target's own checkpoint as the draft, unpruned: it is always right. One for all tests."""
+    for scenario in ("videos", "sampled", "mixed", "endless"):
+        reference(LLAVA, scenario)  # before: two engines of one process are one too many
+    with harness.engine(
+        LLAVA, "target", pruner="none", parallel=PARALLEL, on_draft_error="skip", overrides=harness.NO_CACHE
+    ) as engine:
+        yield engine
+
+
+def test_a_draft_equal_to_the_target_is_never_cut(reference, own):
+    """Greedy and T = 1: every window stands whole, and streams go on through all of an answer.
+
+    Catches: a wrong position or slot, other noise than the target's, a window that is out of date, a stream that a new
+    request inherits, KV that is rolled back to the wrong place.
+    """
+    for scenario in ("videos", "sampled"):
+        with let_drafts_come(own):
+            outputs, counted = own.measured(SCENARIOS[scenario](LLAVA))
+        assert_same_answers(reference(LLAVA, scenario), outputs)
+        assert_all_stands(counted)
+        assert counted["accepted_tokens"] == counted["draft_tokens"]
+        assert counted["stale_streams"] == 0
+        assert skipped(counted) == {}
+
+
+def test_streams_outgrow_windows(reference, own):
+    """A stream that is never cut: more of it is accepted than two windows hold, and most steps have one."""
+    requests = harness.videos(LLAVA, 2, max_tokens=100, ignore_eos=True)
+    with let_drafts_come(own, 0.1):
+        outputs, counted = own.measured(requests)
+    assert token_ids(outputs) == [[ids[0][:100]] for ids in token_ids(reference(LLAVA, "endless"))[:2]]
+    assert counted["accepted_tokens"] == counted["draft_tokens"] > 2 * 2 * own.config.num_speculative_tokens
+    assert counted["accepted_tokens"] > 2 * counted["drafts"]
+
+
+def test_every_sampling_parameter(reference, own):
+    """Penalties, bad words, logprobs, n, stop strings: all as vanilla has them."""
+    with let_drafts_come(own, 0.0):
+        outputs, counted = own.measured(SCENARIOS["mixed"](LLAVA))
+    assert_same_answers(reference(LLAVA, "mixed"), outputs)
+    assert counted["accepted_tokens"] > 0
+
+
+def test_rows_change_hands(reference, own):
+    """Requests are aborted in the middle; who gets their rows has streams of its own."""
+    expected = reference(LLAVA, "videos")
+    for steps in (1, 6):
+        own.begin(harness.videos(LLAVA, 5, ignore_eos=True), steps=steps)
+        own.abort()
+        with let_drafts_come(own):
+            outputs, counted = own.measured(SCENARIOS["videos"](LLAVA))
+        assert_same_answers(expected, outputs)
+        assert_all_stands(counted)
+    own.idle()
+    assert (drafter(own).tables.epoch > 0).sum() <= 1  # vLLM tells of the end of a request with its next step
+
+
+def test_a_killed_drafter_costs_drafts_and_nothing_else(reference, own):
+    """SIGKILL in the middle of requests, others of which come after: answers are vanilla's, and drafts come back."""
+    with mock.patch.object(client, "_BACKOFF_S", (0.2,)):
+        wait_until(lambda: drafter(own).is_up, own)
+        requests = SCENARIOS["videos"](LLAVA)
+        own.begin(harness.videos(LLAVA, 4, max_tokens=40, ignore_eos=True), steps=4)
+        (pid,) = drafter(own).pids
+        restarts = drafter(own).num_restarts
+        os.kill(pid, signal.SIGKILL)
+        outputs, _ = own.measured(requests)
+        assert_same_answers(reference(LLAVA, "videos"), outputs[-len(requests) :])
+        wait_until(lambda: drafter(own).is_up, own)
+        assert drafter(own).num_restarts == restarts + 1
+        with let_drafts_come(own):
+            outputs, counted = own.measured(requests)
+    assert_same_answers(reference(LLAVA, "videos"), outputs)
+    assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
+
+
+def test_running_requests_get_their_drafts_back(reference, own):
+    """The drafter is killed and comes back while requests run: they are drafted for again, where they are by then."""
+    with mock.patch.object(client, "_BACKOFF_S", (0.0,)):
+        wait_until(lambda: drafter(own).is_up, own)
+        requests = harness.videos(LLAVA, 2, max_tokens=200, ignore_eos=True)
+        own.begin(requests, steps=4)
+        os.kill(drafter(own).pids[0], signal.SIGKILL)
+        ups = drafter(own).num_ups
+        while drafter(own).num_ups == ups:
+            drafter(own).poll()
+            time.sleep(0.02)
+        before = own.counters()
+        answers = {}
+        with let_drafts_come(own):
+            while own.core.has_unfinished_requests():
+                for output in own.core.step():
+                    if output.finished:
+                        answers[int(output.request_id)] = list(output.outputs[0].token_ids)
+    counted = metrics.difference(before, own.counters())
+    expected = [ids[0] for ids in token_ids(reference(LLAVA, "endless"))[:2]]
+    assert [answers[key] for key in sorted(answers)] == expected
+    assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
+
+
+def test_a_stopped_drafter_delays_nobody(reference, own):
+    """SIGSTOP: streams run dry and answers go on; SIGCONT: it catches up. One that hangs for long is started again."""
+    wait_until(lambda: drafter(own).is_up, own)
+    (pid,) = drafter(own).pids
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        outputs, counted = own.measured(SCENARIOS["videos"](LLAVA))
+        assert_same_answers(reference(LLAVA, "videos"), outputs)
+        assert counted["draft_tokens"] == 0
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    with let_drafts_come(own, 0.05):
+        outputs, counted = own.measured(SCENARIOS["videos"](LLAVA))
+    assert_same_answers(reference(LLAVA, "videos"), outputs)
+    assert_all_stands(counted)
+    with mock.patch.object(client, "STALL_S", 0.3), mock.patch.object(client, "_BACKOFF_S", (0.1,)):
+        restarts = drafter(own).num_restarts
+        os.kill(drafter(own).pids[0], signal.SIGSTOP)
+        own.begin(harness.videos(LLAVA, 1, max_tokens=60, ignore_eos=True))
+        while own.core.has_unfinished_requests():
+            own.core.step()
+            time.sleep(0.02)
+        wait_until(lambda: drafter(own).is_up and drafter(own).num_restarts > restarts, own)
+
+
+def test_nothing_is_left_behind(own):
+    """Memory and sockets have no names: what the processes hold is gone with them."""
+    wait_until(lambda: drafter(own).is_up, own)
+    names = {os.readlink(f"/proc/{pid}/fd/{fd}") for pid in drafter(own).pids for fd in os.listdir(f"/proc/{pid}/fd")}
+    assert any("memfd:vidspec-tables" in name for name in names)
+    assert not [path for path in Path("/dev/shm").iterdir() if "vidspec" in path.name]
+    environment = Path(f"/proc/{drafter(own).pids[0]}/environ").read_bytes()
+    assert b"RANK=" not in environment.replace(b"PYTHONRANK", b"")

@@ -1,0 +1,154 @@
+"""Inflated checkpoints without an engine: their files, names, sizes and configuration."""
+
+import json
+import shutil
+
+import pytest
+
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.tools import inflation, pairs
+
+torch = pytest.importorskip("torch")
+safetensors = pytest.importorskip("safetensors.torch")
+PREFIXES = {"qwen2.5-vl": "model.layers.", "llava-onevision": "language_model.model.layers."}
+
+
+def tensors(folder):
+    """All tensors of a checkpoint as a loader finds them: through the index where there is one."""
+    index = folder / inflation.INDEX
+    files = [folder / "model.safetensors"]
+    if index.exists():
+        files = [folder / name for name in set(json.loads(index.read_text())["weight_map"].values())]
+    return {name: tensor for path in files for name, tensor in safetensors.load_file(path).items()}
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    """The LLaVA target in two shards."""
+    source, folder = pairs.checkpoint("llava-onevision", "target"), tmp_path / "sharded"
+    shutil.copytree(source, folder)
+    whole = safetensors.load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    weight_map = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(sorted(whole))}
+    for file in set(weight_map.values()):
+        safetensors.save_file({name: whole[name] for name, of in weight_map.items() if of == file}, folder / file)
+    (folder / inflation.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def text_config(folder):
+    return json.loads((folder / "config.json").read_text())["text_config"]
+
+
+@pytest.mark.parametrize("family", pairs.FAMILIES)
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_appended_layers_cost_and_say_nothing(tmp_path, family, role):
+    """Catches: outputs that are not zero, weights that are, layers under a wrong number, too few bytes."""
+    original = pairs.checkpoint(family, role)
+    count = inflation.num_layers(original)
+    copy = inflation.inflate(original, 5, tmp_path)
+    before, after = tensors(inflation.Path(original)), tensors(copy)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    new = {name: tensor for name, tensor in after.items() if name not in before}
+    per_layer = [name for name in before if name.startswith(f"{PREFIXES[family]}0.")]
+    numbers = range(count, count + 5)
+    assert set(new) == {name.replace("layers.0.", f"layers.{number}.") for number in numbers for name in per_layer}
+    for name, tensor in new.items():
+        is_output = name.endswith(("self_attn.o_proj.weight", "mlp.down_proj.weight"))
+        assert bool(tensor.any()) is not is_output, name
+        assert tensor.isfinite().all()
+        number = int(name.removeprefix(PREFIXES[family]).split(".")[0])
+        twin = before[name.replace(f"layers.{number}.", f"layers.{(number - count) % count}.")]
+        assert tensor.shape == twin.shape and tensor.dtype == twin.dtype
+        assert is_output or torch.equal(tensor, twin)
+    config = text_config(copy)
+    d, inner, heads, kv_heads = (
+        config[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    )
+    kv = d // heads * kv_heads
+    numbers_per_layer = 2 * d * d + 2 * d * kv + (d + 2 * kv) + 3 * d * inner + 2 * d  # biases of q, k, v; two norms
+    assert inflation.appended_bytes(copy) == 5 * 2 * numbers_per_layer
+    assert inflation.appended_bytes(inflation.Path(original)) == 0
+
+
+@pytest.mark.parametrize("family", pairs.FAMILIES)
+def test_configuration_has_more_layers_and_nothing_else(tmp_path, family):
+    original = inflation.Path(pairs.checkpoint(family, "target"))
+    before, copy = json.loads((original / "config.json").read_text()), inflation.inflate(original, 90, tmp_path)
+    after = json.loads((copy / "config.json").read_text())
+    text, old = after.pop("text_config"), before.pop("text_config")
+    assert after == before
+    assert text.pop("num_hidden_layers") == 94 and old.pop("num_hidden_layers") == 4
+    assert text.pop("layer_types") == 94 * ["full_attention"] and len(old.pop("layer_types")) == 4
+    assert text.pop("max_window_layers") == 94 and old.pop("max_window_layers") in (28, 80)
+    assert text == old
+    others = {path.name for path in original.iterdir()} - {"config.json"}
+    assert {path.name for path in copy.iterdir()} == others | {"config.json", inflation.INDEX, inflation.APPENDED}
+
+
+def test_windows_stay_where_they_were():
+    """A layer that had a sliding window keeps it; a configuration of before `text_config` is one, too."""
+    old = {"num_hidden_layers": 4, "max_window_layers": 2}
+    assert inflation.with_layers(old, 3) == {"num_hidden_layers": 7, "max_window_layers": 2}
+    assert inflation.with_layers({"num_hidden_layers": 4, "max_window_layers": 4}, 3)["max_window_layers"] == 7
+    assert old == {"num_hidden_layers": 4, "max_window_layers": 2}, "a copy is changed"
+
+
+def test_shards_are_one_checkpoint(sharded, tmp_path):
+    copy = inflation.inflate(sharded, 2, tmp_path / "cache")
+    whole = inflation.inflate(pairs.checkpoint("llava-onevision", "target"), 2, tmp_path / "other")
+    found, expected = tensors(copy), tensors(whole)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_a_copy_is_made_once_and_whole(sharded, tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    copy = inflation.inflate(sharded, 2, cache)
+    monkeypatch.setattr(inflation, "_write", lambda *_: pytest.fail("made again"))
+    assert inflation.inflate(sharded, 2, cache) == copy
+    assert inflation.inflate(sharded, 0, cache) == sharded, "nothing to append"
+    monkeypatch.undo()
+    (sharded / "config.json").write_text(json.dumps(json.loads((sharded / "config.json").read_text()) | {"a": 1}))
+    assert inflation.inflate(sharded, 2, cache) != copy, "another checkpoint"
+
+    def interrupted(original, folder, *_):
+        (folder / "config.json").write_text("{")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(inflation, "_write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        inflation.inflate(sharded, 3, cache)
+    assert len(list(cache.iterdir())) == 2, "nothing half made is left"
+
+
+def test_guidance_looks_at_the_originals_layers():
+    target = pairs.checkpoint("llava-onevision", "target")
+    assert inflation.guidance_knobs(target, {}) == {"guidance_layers": [0, 1, 2, 3], "uv_layer": 3}
+    given = {"guidance_layers": [3], "uv_layer": 2, "lambda_r": 0.5}
+    assert inflation.guidance_knobs(target, given) == given
+
+
+def test_what_cannot_be_inflated_is_one_line(sharded, tmp_path):
+    def refused(words, number=1):
+        with pytest.raises(VidSpecError, match=words) as caught:
+            inflation.inflate(sharded, number, tmp_path / "cache")
+        assert "\n" not in str(caught.value)
+
+    refused("cannot append -1 layers", -1)
+    shard = sharded / "model-0.safetensors"
+    weights = safetensors.load_file(shard)
+    name = next(name for name in weights if ".layers.0.mlp.up_proj" in name or ".layers.0.self_attn.q_proj" in name)
+    weights[name][..., 0] = float("inf")
+    safetensors.save_file(weights, shard)
+    refused("holds numbers that are not finite")
+    config = json.loads((sharded / "config.json").read_text())
+    config["text_config"]["num_hidden_layers"] = 5
+    (sharded / "config.json").write_text(json.dumps(config))
+    refused("config.json says 5 layers, the weights have 4")
+    index = json.loads((sharded / inflation.INDEX).read_text())
+    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if "o_proj" not in name}
+    (sharded / inflation.INDEX).write_text(json.dumps(index))
+    refused("cannot append layers: the weights have 0 stacks")
+    (sharded / "config.json").unlink()
+    refused("has no config.json")

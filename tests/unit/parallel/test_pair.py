@@ -1,0 +1,195 @@
+"""Streams and windows on a target and a drafter whose every token is known, in any order of events.
+
+Whatever happens, a window is what the drafter says after exactly the committed text. Planted bugs are seen: a window
+that is out of date, KV that is rolled back to the wrong place, a lost commit, the stream of a row's last request.
+"""
+
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.unit.parallel import pair as pairs
+from tests.unit.parallel.pair import MAX_LEN, MAX_REQS, MOST, Pair
+from vllm_vidspec.parallel import Streams, Tables
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def run(pair: Pair, steps: int, turns: int) -> None:
+    """Let the target make steps, and the drafter so many turns within each."""
+    for _ in range(steps):
+        pair.turn(turns)
+        pair.step()
+
+
+def test_a_drafter_that_never_errs_is_never_cut():
+    """Every token that it draws is emitted: the accepted stream grows without bound, far past two windows."""
+    pair = Pair(errs=0)
+    pair.add(0, PROMPT)
+    run(pair, 10, turns=MOST + 1)
+    assert pair.num_accepted == pair.num_verified == 9 * MOST
+    assert len(pair.requests[0].text) == len(PROMPT) + pair.num_accepted + pair.num_steps
+    streams = pair.lead.streams
+    assert streams.text[0, : len(pair.requests[0].text)].tolist() == pair.requests[0].text
+
+
+def test_the_draft_of_a_slow_target_waits():
+    """No stream is further ahead than it may be, and nothing is drawn that cannot be kept."""
+    pair = Pair(errs=0)
+    pair.add(0, PROMPT)
+    pair.turn(50)
+    assert pair.tables.end[0] - len(PROMPT) == pairs.SIZES.max_ahead
+    assert pair.rank.num_draws == pairs.SIZES.max_ahead
+
+
+def test_a_drafter_that_is_passed_catches_up():
+    """While it stands still the target decodes alone; then the text in between is read, not drawn."""
+    pair = Pair(errs=3)
+    pair.add(0, PROMPT)
+    run(pair, 4, turns=3)
+    before = len(pair.requests[0].text)
+    run(pair, 20, turns=0)
+    assert len(pair.requests[0].text) >= before + 20
+    verified, draws = pair.num_verified, pair.rank.num_draws
+    run(pair, 6, turns=6)
+    assert pair.num_verified > verified
+    assert pair.rank.num_draws <= draws + 36
+
+
+def test_the_shortest_streams_come_first():
+    """Of more requests than a forward holds, those are drawn for whose stream is shortest."""
+    pair = Pair(errs=0)
+    pair.lead._max_rows = 1
+    for row in range(MAX_REQS):
+        pair.add(row, PROMPT[row:])
+    pair.turn(4 * MAX_REQS)
+    ahead = pair.lead.streams.length - pair.lead.streams.agreed
+    assert ahead.max() - ahead.min() <= 1
+
+
+def test_a_text_ends_where_its_limit_is():
+    """Nothing is drawn past the longest text that a request can have."""
+    pair = Pair(errs=0)
+    pair.add(0, list(np.arange(MAX_LEN - 4) % pairs.VOCAB))
+    pair.turn(60)
+    assert pair.lead.streams.length[0] == MAX_LEN
+
+
+class Events(RuleBasedStateMachine):
+    """Requests come, run, go and come back; the drafter turns when it likes, stops and is started again."""
+
+    @initialize(errs=st.sampled_from([0, 2, 3, 9]))
+    def begin(self, errs):
+        self.pair = Pair(errs)
+
+    @precondition(lambda self: len(self.pair.requests) < MAX_REQS)
+    @rule(text=st.lists(st.integers(0, pairs.VOCAB - 1), min_size=2, max_size=20), place=st.integers(0, MAX_REQS - 1))
+    def add(self, text, place):
+        free = [row for row in range(MAX_REQS) if row not in self.pair.requests]
+        self.pair.add(free[place % len(free)], text)
+
+    @rule(wanted=st.integers(0, MOST))
+    def step(self, wanted):
+        for row, request in list(self.pair.requests.items()):
+            if len(request.text) + MOST + 1 >= MAX_LEN:
+                self.pair.end(row)
+        self.pair.step(wanted)
+
+    @rule(count=st.integers(1, 9))
+    def turn(self, count):
+        self.pair.turn(count)
+
+    @precondition(lambda self: self.pair.requests)
+    @rule(place=st.integers(0, MAX_REQS - 1), comes_back=st.booleans())
+    def end(self, place, comes_back):
+        rows = sorted(self.pair.requests)
+        request = self.pair.end(rows[place % len(rows)])
+        if comes_back:  # preempted: its text so far is its prompt
+            self.pair.add(request.row, request.text)
+
+    @rule()
+    def restart(self):
+        self.pair.restart()
+
+    @invariant()
+    def texts_are_the_targets(self):
+        for request in getattr(self, "pair", Pair(0)).requests.values():
+            assert len(request.text) < MAX_LEN
+
+
+TestEvents = Events.TestCase
+TestEvents.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
+
+
+# ---- planted bugs ---------------------------------------------------------------------------------------------------
+
+
+def _scenario(errs: int = 3) -> None:
+    """Two requests, one of which gives its row to another, with a drafter that now runs and now does not."""
+    pair = Pair(errs)
+    pair.add(0, PROMPT)
+    pair.add(1, PROMPT[::-1])
+    for turns in (4, 1, 6, 0, 0, 9, 2, 7, 1, 5):
+        run(pair, 1, turns)
+    pair.end(0)
+    pair.add(0, PROMPT[2:])
+    pair.step()
+    for turns in (1, 3, 8, 2, 0, 6, 6):
+        run(pair, 1, turns)
+    assert pair.num_accepted > 15
+
+
+def test_the_scenario_passes():
+    _scenario()
+
+
+def _never_stale(streams, lengths, text, rows, most):
+    """Skip the comparison with what was committed."""
+    fresh = streams.clone()
+    fresh[:, 1] = lengths
+    return pairs_take(fresh, lengths, text, rows, most)
+
+
+pairs_take = pairs.take_windows
+
+
+def _later_rollback(self):
+    heard = _hear(self)
+    self.fed[heard.rows[heard.cut]] += 1
+    return heard
+
+
+_hear, _commit, _snapshot, _forget = Streams.hear, Tables.commit, pairs.snapshot, Streams.forget
+
+
+def _lost_commit(self, rows, lengths, tails):
+    """Lose every fourth commit's tokens."""
+    self.lost = getattr(self, "lost", 0) + 1
+    if self.lost % 4 == 0:
+        tails = np.zeros_like(tails)
+    _commit(self, rows, lengths, tails)
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "bug"),
+    [
+        (pairs, "take_windows", _never_stale),
+        (Streams, "hear", _later_rollback),
+        (Tables, "commit", _lost_commit),
+        (
+            pairs,
+            "snapshot",
+            lambda tables, rows, epochs, wanted: _snapshot(tables, rows, tables.stream_epoch[rows], wanted),
+        ),
+    ],
+    ids=["a stale window after a rejection", "a rollback off by one", "a lost commit", "the row's last request"],
+)
+def test_planted_bugs_are_seen(where, name, bug):
+    with mock.patch.object(where, name, bug), pytest.raises(AssertionError):
+        _scenario()

@@ -1,0 +1,143 @@
+"""Channel: messages between two processes over a socket without a name, what is large in memory without a name.
+
+vLLM's own msgpack encoder writes them, tensors and multimodal features among them, and nothing is unpickled. Neither
+memory nor socket has a name in a file system: when both processes are gone, however they went, so is all of it. Sending
+never waits: what the other end does not take yet stays in line here.
+"""
+
+import array
+import collections
+import mmap
+import os
+import select
+import socket
+import struct
+from typing import Any
+
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+_INLINE_BYTES = 16 << 10  # a longer message travels as memory
+_ALIGNMENT = 64  # bytes, of tensors in it
+_RECEIVE_BYTES = 64 << 10
+_COUNT = struct.Struct("<q")
+
+
+class Channel:
+    """One end.
+
+    Args:
+        end: A connected `SOCK_SEQPACKET` socket; it is closed with the channel.
+        kinds: Union of the message types that this end receives.
+    """
+
+    def __init__(self, end: socket.socket, kinds: Any):
+        self._socket = end
+        end.setblocking(False)
+        self._encoder, self._decoder = MsgpackEncoder(), MsgpackDecoder(kinds)
+        # In line to be sent: bytes, and the descriptor of the memory that holds the message itself, or None.
+        self._line: collections.deque[tuple[bytes, int | None]] = collections.deque()
+        self.is_closed = False
+
+    @classmethod
+    def pair(cls, kinds: Any) -> tuple["Channel", socket.socket]:
+        """Return an end, and the socket of the other one."""
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return cls(here, kinds), there
+
+    def send(self, message: Any) -> None:
+        """Send a message as soon as the other end takes it; nothing is sent to one that is gone."""
+        if self.is_closed:
+            return
+        buffers = [memoryview(buffer).cast("B") for buffer in self._encoder.encode(message)]
+        if len(buffers) == 1 and buffers[0].nbytes <= _INLINE_BYTES:
+            self._line.append((bytes(buffers[0]), None))
+        else:
+            self._line.append((b"", _into_memory(buffers)))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is in line, as far as the other end takes it."""
+        while self._line and not self.is_closed:
+            data, memory = self._line[0]
+            try:
+                if memory is None:
+                    self._socket.send(data)
+                else:
+                    # An empty packet would be the end of the line.
+                    self._socket.sendmsg([b"m"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [memory]))])
+            except BlockingIOError:
+                return
+            except OSError:
+                self.close()
+                return
+            self._line.popleft()
+            if memory is not None:
+                os.close(memory)
+
+    def receive(self) -> list[Any]:
+        """Return the messages that have come; without the other end, `is_closed` holds afterwards."""
+        messages = []
+        while not self.is_closed:
+            try:
+                data, extra, _, _ = self._socket.recvmsg(_RECEIVE_BYTES, socket.CMSG_SPACE(4))
+            except BlockingIOError:
+                break
+            except OSError:
+                data, extra = b"", []
+            if not data:
+                self.close()
+                break
+            if not extra:
+                messages.append(self._decoder.decode(data))
+                continue
+            (_, _, descriptor) = extra[0]
+            messages.append(self._decoder.decode(_from_memory(array.array("i", descriptor)[0])))
+        return messages
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until a message comes, or the other end goes, or for so long."""
+        if not self.is_closed:
+            select.select([self._socket], [], [], timeout_s)
+
+    def close(self) -> None:
+        """Hang up; nobody waits for what is in line."""
+        self.is_closed = True
+        self._socket.close()
+        for _, memory in self._line:
+            if memory is not None:
+                os.close(memory)
+        self._line.clear()
+
+
+def _into_memory(buffers: list[memoryview]) -> int:
+    """Write buffers into new memory, their number and sizes first; return its descriptor."""
+    sizes = [buffer.nbytes for buffer in buffers]
+    starts, end = [], _rounded(_COUNT.size * (1 + len(sizes)))
+    for size in sizes:
+        starts.append(end)
+        end = _rounded(end + size)
+    descriptor = os.memfd_create("vidspec-message", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, end)
+    with mmap.mmap(descriptor, end) as memory:
+        struct.pack_into(f"<{1 + len(sizes)}q", memory, 0, len(sizes), *sizes)
+        for start, size, buffer in zip(starts, sizes, buffers, strict=True):
+            memory[start : start + size] = buffer
+    return descriptor
+
+
+def _from_memory(descriptor: int) -> list[memoryview]:
+    """Return the buffers that a descriptor's memory holds, which live as long as what is made of them."""
+    with os.fdopen(descriptor, "rb") as file:
+        # Private: tensors on it may be written, and nobody else sees that.
+        memory = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+    (count,) = _COUNT.unpack_from(memory, 0)
+    sizes = struct.unpack_from(f"<{count}q", memory, _COUNT.size)
+    buffers, end = [], _rounded(_COUNT.size * (1 + count))
+    for size in sizes:
+        buffers.append(memory[end : end + size])
+        end = _rounded(end + size)
+    return buffers
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,149 @@
+"""Commits: what each step of the target has sampled, on its way into the shared tables, and what it tells of drafts.
+
+On the CPU engine that is a copy. On a GPU the tokens are on the device when the host is at this point: they are copied
+into pinned memory behind what is queued, and a thread that waits for that writes them down. So the drafter knows of a
+step as soon as the host can, and the target's loop waits for nothing.
+"""
+
+import queue
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_vidspec import metrics
+from vllm_vidspec.engine.report.counters import Counters
+from vllm_vidspec.engine.target_step import Step
+from vllm_vidspec.parallel import Tables, WindowRule, Windows
+
+_NEW_SHARE = 0.2  # of a step's accepted drafts in a request's mean
+_POLL_S = 20e-6
+
+
+class Commits:
+    """Of the target's first rank.
+
+    Args:
+        tables: Shared with the drafter.
+        rule: Told what stands.
+        counters: Told what was late or out of date, and what the drafter counts.
+        device: Of the target.
+        most: K.
+    """
+
+    def __init__(self, tables: Tables, rule: WindowRule, counters: Counters, device: torch.device, most: int):
+        self._tables, self._rule, self._counters = tables, rule, counters
+        num_rows = len(tables.epoch)
+        self._steps_back = torch.arange(most + 1, 0, -1, device=device)
+        self._in_flight = np.zeros(num_rows, dtype=np.int64)  # [max_num_reqs] drafts that the present step verifies
+        self._reach = np.full(num_rows, float(most))  # [max_num_reqs] drafts that stand, on average
+        self._of_epoch = np.zeros(num_rows, dtype=np.int64)  # whose average it is
+        self._most = most
+        self._published = np.zeros(len(tables.counters), dtype=np.int64)
+        self._num_late = self._num_stale = 0  # since they were published
+        self._on_gpu = device.type == "cuda"
+        if self._on_gpu:
+            self._line: queue.SimpleQueue = queue.SimpleQueue()
+            threading.Thread(target=self._write_down, name="vidspec-commits", daemon=True).start()
+
+    # ---- what was sampled ------------------------------------------------------------------------------------------
+
+    def add(self, step: Step, states: Any) -> None:
+        """Commit a step: the lengths of its requests' texts, and their last tokens."""
+        batch, is_done = step.batch, step.is_done
+        if not is_done.any():
+            return
+        rows = batch.idx_mapping
+        lengths = states.total_len.gpu[rows].long()
+        cols = (lengths[:, None] - self._steps_back).clamp(min=0)
+        tails = states.all_token_ids.gpu[rows[:, None], cols]
+        rows_np = batch.idx_mapping_np.copy()
+        epochs = self._tables.epoch[rows_np].copy()
+        if not self._on_gpu:
+            self._commit(rows_np, epochs, is_done, lengths.numpy(), tails.numpy())
+            return
+        packed = torch.cat((lengths[:, None].int(), tails), dim=1)
+        self._send(
+            packed, lambda host: self._commit(rows_np, epochs, is_done, host[:, 0].astype(np.int64), host[:, 1:])
+        )
+
+    def _commit(
+        self, rows: np.ndarray, epochs: np.ndarray, is_done: np.ndarray, lengths: np.ndarray, tails: np.ndarray
+    ) -> None:
+        """Write `[n]` rows down, but for those that have another request by now."""
+        is_ours = is_done & (self._tables.epoch[rows] == epochs) & (epochs >= 0)
+        rows, lengths, tails = rows[is_ours], lengths[is_ours], tails[is_ours]
+        before, drafts = self._tables.committed[rows], self._in_flight[rows]
+        is_new = self._of_epoch[rows] != epochs[is_ours]
+        self._reach[rows[is_new]] = self._most
+        self._of_epoch[rows] = epochs[is_ours]
+        self._tables.commit(rows, lengths, tails)
+        has_drafts = drafts > 0
+        if has_drafts.any():
+            accepted = np.clip(lengths - before - 1, 0, drafts)[has_drafts]
+            self._reach[rows[has_drafts]] += _NEW_SHARE * (accepted - self._reach[rows[has_drafts]])
+            self._rule.hear_acceptance(int(accepted.sum()), int(drafts.sum()))
+        self._in_flight[rows] = 0
+
+    # ---- what was taken --------------------------------------------------------------------------------------------
+
+    def wanted(self, rows: np.ndarray, window: int) -> np.ndarray:
+        """Return `[n]` int64 tokens that each request's window may have: fewer where few stand."""
+        return np.minimum(window, np.ceil(2 * self._reach[rows]).astype(np.int64) + 1)
+
+    def took(self, rows: np.ndarray, is_drafted: np.ndarray, windows: Windows) -> None:
+        """Note what was taken of the streams of `[n]` rows."""
+        if not self._on_gpu:
+            self._note(rows, is_drafted, windows.counts.numpy(), windows.is_stale.numpy())
+            return
+        rows = rows.copy()
+        packed = torch.stack((windows.counts, windows.is_stale.int()), dim=1)
+        self._send(packed, lambda host: self._note(rows, is_drafted, host[:, 0], host[:, 1] != 0))
+
+    def _note(self, rows: np.ndarray, is_drafted: np.ndarray, counts: np.ndarray, is_stale: np.ndarray) -> None:
+        self._in_flight[rows] = counts * is_drafted
+        self._num_stale += int((is_stale & is_drafted).sum())
+        self._num_late += int(((counts == 0) & ~is_stale & is_drafted).sum())
+
+    def wait_for(self, rows: np.ndarray, epochs: np.ndarray, wanted: np.ndarray, wait_us: int) -> None:
+        """Wait until the streams of `[n]` rows are as long as is wanted, or for so long."""
+        tables, deadline = self._tables, time.monotonic() + 1e-6 * wait_us
+        while time.monotonic() < deadline:
+            is_streaming = (tables.stream_epoch[rows] == epochs) & (tables.end[rows] > 0)
+            if not (is_streaming & (tables.end[rows] - tables.committed[rows] < wanted)).any():
+                return
+            time.sleep(_POLL_S)
+
+    # ---- counters --------------------------------------------------------------------------------------------------
+
+    def publish_counters(self) -> None:
+        """Add what the drafter has counted, and what was late or out of date, to the engine's counters."""
+        for name, attribute in (("late_drafts", "_num_late"), ("stale_streams", "_num_stale")):
+            if count := getattr(self, attribute):
+                self._counters.add(name, count)
+                setattr(self, attribute, 0)
+        now = self._tables.counters.copy()
+        for slot in np.flatnonzero(now != self._published).tolist():
+            name = metrics.NAMES[slot]
+            if name in metrics.GAUGES:
+                self._counters.set(name, int(now[slot]))
+            else:
+                self._counters.add(name, int(now[slot] - self._published[slot]))
+        self._published = now
+
+    # ---- on a GPU --------------------------------------------------------------------------------------------------
+
+    def _send(self, packed: torch.Tensor, write: Any) -> None:
+        host = torch.empty_like(packed, device="cpu", pin_memory=True)
+        host.copy_(packed, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._line.put((event, host, write))
+
+    def _write_down(self) -> None:
+        while True:
+            event, host, write = self._line.get()
+            event.synchronize()
+            write(host.numpy())

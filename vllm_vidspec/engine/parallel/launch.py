@@ -1,0 +1,129 @@
+"""How the drafter's processes are started: what they are handed, where they run."""
+
+import json
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import cloudpickle
+
+from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.parallel import Sizes, Tables
+
+MODULE = "vllm_vidspec.engine.parallel.process"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a rank of the drafter is told as it starts, as JSON in its arguments.
+
+    Attributes:
+        rank: Of the drafter's ranks; its number of ranks is the configuration's.
+        parent: The process that it ends with.
+        sizes: Of the tables.
+        tables: Descriptor of their memory.
+        config: Descriptor of the memory that holds vLLM's configuration, which this process's parent has written.
+        channel: Descriptor of the socket to the target; None of every rank but the first.
+        init_method: Where the drafter's ranks meet.
+        vocab_size: Of the target.
+        max_num_reqs: Persistent rows.
+    """
+
+    rank: int
+    parent: int
+    sizes: dict[str, int]
+    tables: int
+    config: int
+    channel: int | None
+    init_method: str
+    vocab_size: int
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What the process inherits."""
+        return tuple(fd for fd in (self.tables, self.config, self.channel) if fd is not None)
+
+
+def write_memory(data: bytes, name: str) -> int:
+    """Return the descriptor of new memory that holds `data`."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    view = memoryview(data)
+    while len(view):
+        view = view[os.write(descriptor, view) :]
+    return descriptor
+
+
+def read_memory(descriptor: int) -> bytes:
+    """Return what `write_memory` wrote."""
+    size = os.fstat(descriptor).st_size
+    return os.pread(descriptor, size, 0)
+
+
+def make_tables(sizes: Sizes) -> tuple[int, Tables]:
+    """Return a descriptor of new shared tables, and the tables, all zeros."""
+    descriptor = os.memfd_create("vidspec-tables", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, Tables.num_bytes(sizes))
+    return descriptor, map_tables(descriptor, sizes)
+
+
+def map_tables(descriptor: int, sizes: Sizes) -> Tables:
+    """Return the tables in a descriptor's memory."""
+    return Tables(mmap.mmap(descriptor, Tables.num_bytes(sizes)), sizes)
+
+
+def pack_config(vllm_config: Any, config: VidSpecConfig) -> bytes:
+    """Return what the drafter's processes are configured by: their parent's objects, as vLLM's workers get them."""
+    return cloudpickle.dumps((vllm_config, config.model_dump()))
+
+
+def unpack_config(data: bytes) -> tuple[Any, VidSpecConfig]:
+    """Return what `pack_config` packed."""
+    vllm_config, knobs = cloudpickle.loads(data)
+    return vllm_config, VidSpecConfig(**knobs)
+
+
+def start(plan: Plan, environment: dict[str, str]) -> subprocess.Popen:
+    """Start a rank."""
+    return subprocess.Popen(
+        [sys.executable, "-m", MODULE, json.dumps(asdict(plan))],
+        env=environment,
+        pass_fds=plan.descriptors,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # a terminal's interrupt is the server's to handle: it ends us
+    )
+
+
+def environment_for(config: VidSpecConfig, devices: Sequence[str]) -> dict[str, str]:
+    """Return the environment of the drafter's processes.
+
+    Args:
+        config: The knobs.
+        devices: Names that the driver gives the drafter's devices, by rank; empty on the CPU.
+    """
+    env = dict(os.environ)
+    for name in ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_DP_RANK", "VLLM_DP_SIZE", "LOCAL_RANK", "RANK", "WORLD_SIZE"):
+        env.pop(name, None)  # the server's own
+    if devices:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    cores = config.parallel.cores
+    if cores:
+        env.setdefault("OMP_NUM_THREADS", str(max(1, len(cores) // config.parallel.tensor_parallel_size)))
+    return env
+
+
+def devices_of(config: VidSpecConfig, visible: str | None) -> list[str]:
+    """Return the drafter's devices as the server's `CUDA_VISIBLE_DEVICES`, `visible`, names them; [] on the CPU."""
+    device = config.parallel.device
+    assert device is not None
+    if device == "cpu":
+        return []
+    first = int(device.partition(":")[2] or 0)
+    count = config.parallel.tensor_parallel_size
+    if not visible:
+        return [str(first + i) for i in range(count)]
+    names = visible.split(",")
+    return names[first : first + count]

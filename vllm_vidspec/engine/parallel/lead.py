@@ -1,0 +1,188 @@
+"""DrafterLead: the drafter's loop. It listens to the target, decides what is read and drawn, and publishes streams.
+
+    hear what the target says:    requests that arrive, begin and go                        messages
+    hear what it has committed:   streams that said otherwise are cut                       tables
+    read a bounded piece of the prompts in line, show the tower one that waits              read, look
+    draw the next tokens of the shortest streams, all in one batch                          draw
+
+A turn is one forward of decoding, so that what is cut is not drawn on for long. Only the first rank has a lead; it
+hands its decisions to the others as commands.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from vllm.logger import init_logger
+
+from vllm_vidspec.engine.parallel import messages as said
+from vllm_vidspec.engine.parallel.channel import Channel
+from vllm_vidspec.engine.parallel.timeline import EventKind, Recorder
+from vllm_vidspec.parallel import Streams, Tables
+
+logger = init_logger("vllm.vidspec")
+
+_IDLE_S = 0.2  # nobody is there: a message wakes the loop
+# Streams are as far ahead as they may be: how long until their commits are looked at again, at least, and as a share of
+# the time that there has been nothing to do. vLLM tells of a request's end with its next step, which may be long.
+_ALERT_S, _ALERT_SHARE = 100e-6, 0.05
+_NEW_SHARE = 0.1  # of a new time in the mean
+
+
+class DrafterLead:
+    """The loop.
+
+    Args:
+        do: Carries a command out on every rank, and returns what it returns here; see `DrafterRank`.
+        tables: Shared with the target.
+        channel: To the target.
+        max_rows: Most requests of a forward.
+    """
+
+    def __init__(self, do: Callable[[Any], Any], tables: Tables, channel: Channel, max_rows: int):
+        self._do = do
+        self._tables = tables
+        self._channel = channel
+        self._max_rows = max_rows
+        self.streams = Streams(tables)
+        self._waiting: dict[int, said.Arrive] = {}  # by row: arrived, and not looked at
+        self._num_known: dict[int, int] = {}  # by row: arrived, and tokens of its text that the ranks know
+        self._reading: dict[int, int] = {}  # by row: in line, and tokens of its text that the ranks know
+        self._recorder = Recorder(tables)
+        self._is_over = False
+        self._worked = time.monotonic()  # when there was something to do last
+
+    def run(self) -> None:
+        """Go on until the target's process says so, or is gone."""
+        while not self._is_over:
+            self._tables.beat[0] += 1
+            self._channel.flush()
+            for message in self._channel.receive():
+                self._hear(message)
+            self._is_over |= self._channel.is_closed
+            if self._is_over:
+                return
+            if self.turn():
+                self._worked = time.monotonic()
+            else:
+                self._sleep()
+
+    def _sleep(self) -> None:
+        start = time.monotonic()
+        is_alert = self.streams.is_on.any() or self._reading
+        alert_s = max(_ALERT_S, _ALERT_SHARE * (start - self._worked))
+        self._channel.wait(min(alert_s, _IDLE_S) if is_alert else _IDLE_S)
+        self._recorder.note(EventKind.WAIT, start, 0, 0)
+
+    # ---- messages --------------------------------------------------------------------------------------------------
+
+    def _hear(self, message: Any) -> None:
+        match message:
+            case said.Arrive(req_state_idx=row):
+                # `Streams` first: the ranks work on what the target has given the row to by now.
+                self.streams.admit(row, message.epoch, message.limit)
+                self._do(message)
+                self._num_known[row] = len(message.token_ids)
+                if message.features:
+                    self._waiting[row] = message
+            case said.Begin(req_state_idx=row) if self.streams.epoch[row] == message.epoch:
+                self._waiting.pop(row, None)
+                refusal = self._do(message)
+                if refusal is None:
+                    self._reading[row] = self._num_known.pop(row)
+                else:
+                    self._refuse(row, *refusal)
+            case said.Release(req_state_idx=row) if self.streams.epoch[row] == message.epoch:
+                self._forget(row)
+                self._do(message)
+            case said.ForgetMedia() | said.Retune():
+                self._do(message)
+            case said.Stop():
+                self._is_over = True
+
+    def _forget(self, row: int) -> None:
+        self.streams.forget(row)
+        for table in (self._waiting, self._num_known, self._reading):
+            table.pop(row, None)
+
+    def _refuse(self, row: int, reason: str, detail: str) -> None:
+        """Let a row's request go on undrafted, and say why."""
+        epoch = int(self.streams.epoch[row])
+        self._forget(row)
+        self._do(said.Release(row, epoch))
+        self.streams.refuse(row, epoch)
+        self._channel.send(said.Refused(row, epoch, reason, detail))
+
+    # ---- a turn ----------------------------------------------------------------------------------------------------
+
+    def turn(self) -> bool:
+        """Do what there is to do; return whether there was anything."""
+        self.streams.hear()
+        did = self._read() if self._reading else False
+        did |= self._look() if self._waiting and not did else False
+        return self._draw() or did
+
+    def _look(self) -> bool:
+        """Let the tower look at one request's media, before its scores are known."""
+        row, arrived = self._waiting.popitem()
+        start = time.monotonic()
+        self._do(said.Look(row))
+        self._recorder.note(EventKind.VISION, start, 1, sum(item.mm_position.length for item in arrived.features))
+        return True
+
+    def _read(self) -> bool:
+        """Read on in the prompts in line."""
+        rows = np.array([row for row in self._reading if self.streams.live(np.array([row]))[0]], dtype=np.int64)
+        if not len(rows):
+            return False
+        start = time.monotonic()
+        tables, lengths = self._tables, self._tables.committed[rows].copy()
+        new_text = []
+        for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
+            new_text.append((self._reading[row], tables.text[row, self._reading[row] : length].copy()))
+            self._reading[row] = length
+        progress = self._do(said.Read(rows, lengths, new_text))
+        for row, reason, detail in progress.refused:
+            self._refuse(row, reason, detail)
+        ready = np.array([row for row in progress.ready if row in self._reading], dtype=np.int64)
+        if len(ready):
+            at = dict(zip(rows.tolist(), lengths.tolist(), strict=True))
+            self.streams.start(ready, np.array([at[row] for row in ready.tolist()], dtype=np.int64))
+            for row in ready.tolist():
+                del self._reading[row]
+        self._recorder.note(EventKind.PREFILL, start, len(rows), 0)
+        return True
+
+    def _draw(self) -> bool:
+        """Draw on in the shortest streams."""
+        streams = self.streams
+        rows = streams.due(self._max_rows)
+        missing = streams.missing(rows)
+        behind = rows[missing > 1]
+        if len(behind):
+            # The target went on without the stream: its text is read like a prompt's.
+            self._do(said.Rest(behind, streams.fed[behind]))
+            streams.pause(behind)
+            self._reading |= {row: int(streams.fed[row]) for row in behind.tolist()}
+            rows, missing = rows[missing <= 1], missing[missing <= 1]
+        if not len(rows):
+            return bool(len(behind))
+        start = time.monotonic()
+        lengths = streams.length[rows]
+        last = streams.text[rows[:, None], lengths[:, None] + (-2, -1)]
+        tokens, refused = self._do(said.Draw(rows, lengths, last, missing > 0))
+        for row, reason, detail in refused:
+            self._refuse(row, reason, detail)
+        if refused:
+            rows = rows[streams.is_on[rows]]
+        streams.extend(rows, tokens)
+        self._time(len(rows), tokens.shape[1], start)
+        return True
+
+    def _time(self, num_reqs: int, num_forwards: int, start: float) -> None:
+        self._recorder.note(EventKind.DRAFT, start, num_reqs, num_reqs * num_forwards)
+        took = 1e6 * (time.monotonic() - start) / num_forwards
+        known = self._tables.draft_us
+        before = known[num_reqs]
+        known[num_reqs] = before + _NEW_SHARE * (min(took, 4 * before) - before) if before else took

@@ -1,0 +1,227 @@
+"""DrafterRank: the draft network and its memory in the drafter's process; it does what the first rank decides.
+
+Every tensor-parallel rank of the drafter runs one, with the same commands in the same order.
+"""
+
+import json
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.states import RequestState
+
+from vllm_vidspec.engine.draft.drafter import Drafter
+from vllm_vidspec.engine.draft.messages import Committed, DraftMessage, PrefillMessage, PrefillStep
+from vllm_vidspec.engine.draft.noise import CoupledSampler
+from vllm_vidspec.engine.knobs import Knobs
+from vllm_vidspec.engine.parallel import messages as said
+from vllm_vidspec.engine.parallel.tally import DrafterCounters
+
+logger = init_logger("vllm.vidspec")
+
+
+class Progress(NamedTuple):
+    """What came of reading.
+
+    Attributes:
+        ready: Rows that can be drafted for.
+        refused: Rows that will not be, each with a reason and what to say of it.
+    """
+
+    ready: list[int]
+    refused: list[tuple[int, str, str]]
+
+
+class TargetMirror:
+    """The target's sampling parameters and committed text, by the same persistent rows, on the draft's device.
+
+    Args:
+        vllm_config: vLLM's.
+        max_num_reqs: Persistent rows.
+        vocab_size: Of the target.
+        device: Of the draft.
+        burst: Tokens that are drawn at a time.
+    """
+
+    def __init__(self, vllm_config: Any, max_num_reqs: int, vocab_size: int, device: torch.device, burst: int):
+        self.states = RequestState(
+            max_num_reqs,
+            vllm_config.model_config.max_model_len,
+            vllm_config.scheduler_config.max_num_batched_tokens,
+            burst,
+            vocab_size,
+            device,
+        )
+        self.sampler = Sampler(
+            vllm_config,
+            max_num_reqs,
+            vocab_size,
+            device,
+            self.states,
+            num_speculative_tokens=burst,
+            use_fp64_gumbel=vllm_config.model_config.use_fp64_gumbel,
+        )
+        states = self.states
+        # The text's own, as `RequestState` may keep its on the host.
+        self.text = torch.zeros(max_num_reqs, states.max_model_len, dtype=torch.int32, device=device)
+        self.num_tokens = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self._counted = np.zeros(max_num_reqs, dtype=np.int64)  # tokens of a text that penalties know of
+
+    def add(self, message: said.Arrive) -> None:
+        """Take a request in."""
+        states, row = self.states, message.req_state_idx
+        states.free_indices = [row]
+        token_ids = message.token_ids.tolist()
+        states.add_request(message.req_id, message.prompt_len, token_ids, 0, message.limit - message.prompt_len)
+        self.sampler.add_request(row, message.sampling)
+        states.apply_staged_writes()
+        self.sampler.apply_staged_writes()
+        self.text[row, : len(token_ids)] = async_tensor_h2d(message.token_ids.copy(), device=self.text.device)
+        self._counted[row] = len(token_ids)
+
+    def remove(self, req_state_idx: int) -> None:
+        """Forget a row's request."""
+        self.states.remove_request(self.states.index_to_req_id.get(req_state_idx, ""))
+
+    def append(self, row: int, start: int, tokens: np.ndarray) -> None:
+        """Write `[m]` int32 tokens of a row's text, from position `start` on."""
+        self.text[row, start : start + len(tokens)] = async_tensor_h2d(tokens.copy(), device=self.text.device)
+
+    def place(self, message: said.Draw) -> torch.Tensor:
+        """Write where texts end and their last two tokens; return the `[n]` int64 rows on the device."""
+        packed = np.concatenate((message.rows[:, None], message.lengths[:, None], message.last), axis=1).T
+        rows, lengths, before, last = async_tensor_h2d(np.ascontiguousarray(packed), device=self.text.device)
+        self.num_tokens[rows] = lengths.int()
+        self.text[rows, lengths - 2] = before.int()
+        self.text[rows, lengths - 1] = last.int()
+        self.states.last_sampled_tokens[rows, 0] = last
+        return rows
+
+
+class DrafterRank:
+    """Carries out commands.
+
+    Args:
+        drafter: The drafter, ready; made by `make_drafter`.
+        mirror: What it draws by.
+        knobs: The configuration.
+        counters: What the drafter counts.
+        burst: Tokens to draw at a time.
+    """
+
+    def __init__(self, drafter: Drafter, mirror: TargetMirror, knobs: Knobs, counters: DrafterCounters, burst: int):
+        self.drafter = drafter
+        self._mirror = mirror
+        self._knobs = knobs
+        self._counters = counters
+        self._burst = burst
+        self._arrived: dict[int, said.Arrive] = {}  # by row, until they begin
+        self._told_once: torch.Tensor | None = None
+
+    def arrive(self, message: said.Arrive) -> None:
+        """Take a request in that may be looked at, and begins when its scores are known."""
+        self._arrived[message.req_state_idx] = message
+        self._mirror.add(message)
+
+    def look(self, message: said.Look) -> None:
+        """Show the tower what a request brings, so that its prompt need not wait for that."""
+        arrived = self._arrived.get(message.req_state_idx)
+        if arrived is not None:
+            self.drafter.prefills.look_ahead(self._prompt(arrived))
+
+    def begin(self, message: said.Begin) -> tuple[str, str] | None:
+        """Put a request in line; return why not and what to say of it, or None."""
+        arrived = self._arrived.pop(message.req_state_idx)
+        prompt = self._prompt(arrived, message.scores, tuple(message.outcome))
+        return None if self.drafter.admit(prompt) else self._counters.reason_for(arrived.req_id)
+
+    @staticmethod
+    def _prompt(
+        arrived: said.Arrive, scores: list[torch.Tensor] | None = None, outcome: tuple[str, ...] = ()
+    ) -> PrefillMessage:
+        token_ids = arrived.token_ids.tolist()
+        return PrefillMessage(arrived.req_id, arrived.req_state_idx, token_ids, arrived.features, scores, outcome)
+
+    def release(self, message: said.Release) -> None:
+        """Forget a row's request."""
+        self._arrived.pop(message.req_state_idx, None)
+        self._mirror.remove(message.req_state_idx)
+        self.drafter.forget(message.req_state_idx)
+
+    def forget_media(self, _: said.ForgetMedia) -> None:
+        """Drop the draft's vision embeddings."""
+        self.drafter.forget_media()
+
+    def retune(self, message: said.Retune) -> None:
+        """Change knobs between requests."""
+        self._knobs.change(self._knobs.now.changed(json.loads(message.knobs)))
+
+    def rest(self, message: said.Rest) -> None:
+        """Put rows back in line."""
+        self.drafter.rest(message.rows, message.num_fed)
+
+    def read(self, message: said.Read) -> Progress:
+        """Read a bounded piece of the prompts in line."""
+        for row, (start, tokens) in zip(message.rows.tolist(), message.new_text, strict=True):
+            if len(tokens):
+                self._mirror.append(row, start, tokens)
+        refused = self._reserve(message.rows, message.lengths)
+        lost = {row for row, _, _ in refused}
+        keeps = np.array([row not in lost for row in message.rows.tolist()], dtype=bool)
+        done = self.drafter.prefill(PrefillStep(message.rows[keeps], message.lengths[keeps], self._mirror.text))
+        for row in done.failed:
+            req_id = self._mirror.states.index_to_req_id[row]
+            refused.append((row, *(self._counters.reason_for(req_id))))
+        return Progress(done.ready, refused)
+
+    def draw(self, message: said.Draw) -> tuple[np.ndarray, list[tuple[int, str, str]]]:
+        """Draw the next tokens; return `[m, burst]` int64 of the rows that are not refused, and those that are."""
+        refused = self._reserve(message.rows, message.lengths)
+        if refused:
+            lost = {row for row, _, _ in refused}
+            keeps = np.array([row not in lost for row in message.rows.tolist()], dtype=bool)
+            message = said.Draw(
+                *(field[keeps] for field in (message.rows, message.lengths, message.last, message.missing))
+            )
+            if not len(message.rows):
+                return np.zeros((0, self._burst), dtype=np.int64), refused
+        rows = self._mirror.place(message)
+        device = rows.device
+        # As if the target had accepted the token before the root, which `begin_step` then feeds; `fed` forgets that it
+        # was proposed.
+        if message.missing.any():
+            num_sampled = async_tensor_h2d(1 + message.missing.astype(np.int32), device=device)
+            self.drafter.kv.fed[rows] = 0
+        else:
+            num_sampled = self._ones(len(rows), device)
+        drafts = self.drafter.draft(DraftMessage(rows, None, message.rows, num_sampled, None, self._burst, "chain"))
+        self._counters.add("stream_tokens", len(rows) * self._burst)
+        return drafts.tokens[:, : self._burst].cpu().numpy(), refused
+
+    def _ones(self, count: int, device: torch.device) -> torch.Tensor:
+        if self._told_once is None:
+            self._told_once = torch.ones(self._mirror.states.max_num_reqs, dtype=torch.int32, device=device)
+        return self._told_once[:count]
+
+    def _reserve(self, rows: np.ndarray, lengths: np.ndarray) -> list[tuple[int, str, str]]:
+        """Make room for `[n]` rows, and a burst past them; return those without, why, and what to say of it."""
+        drafter = self.drafter
+        if drafter.has_room(rows, lengths):
+            return []
+        held = drafter.holds(rows, lengths)
+        refused = [(int(row), "too_long", drafter.context_detail) for row in rows[~held]]
+        fits = drafter.reserve(rows[held], lengths[held])
+        return refused + [(int(row), "pool_full", "it outgrew the draft's KV pool") for row in rows[held][~fits]]
+
+
+def make_mirror_tables(mirror: TargetMirror) -> Committed:
+    """Return the mirror as the drafter reads it."""
+    return Committed(mirror.num_tokens, mirror.text, mirror.states.last_sampled_tokens, None)
+
+
+def make_sampler(mirror: TargetMirror, noise: str) -> CoupledSampler:
+    """Return a sampler under the mirror's parameters."""
+    return CoupledSampler(mirror.sampler, noise)

@@ -1,0 +1,64 @@
+"""Ranks: the drafter's tensor-parallel ranks carry out one list of commands, which the first one writes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed
+from vllm.distributed import get_tp_group
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from vllm_vidspec.engine.parallel import messages as said
+from vllm_vidspec.engine.parallel.rank import DrafterRank
+
+
+class Ranks:
+    """Hands commands to the other ranks; a single one has nobody to hand them to.
+
+    Args:
+        rank: This process's.
+    """
+
+    def __init__(self, rank: DrafterRank):
+        self._group = get_tp_group()
+        self._encoder, self._decoder = MsgpackEncoder(), MsgpackDecoder(said.ToRanks)
+        self._methods: dict[Any, Callable[[Any], Any]] = {
+            said.Arrive: rank.arrive,
+            said.Begin: rank.begin,
+            said.Release: rank.release,
+            said.ForgetMedia: rank.forget_media,
+            said.Retune: rank.retune,
+            said.Look: rank.look,
+            said.Read: rank.read,
+            said.Rest: rank.rest,
+            said.Draw: rank.draw,
+            said.Stop: lambda _: None,
+        }
+
+    def do(self, command: Any) -> Any:
+        """Carry a command out on every rank; return what it returns here."""
+        if self._group.world_size > 1:
+            self._send(command)
+        return self._methods[type(command)](command)
+
+    def follow(self) -> None:
+        """Carry out what the first rank does, until it stops."""
+        while not isinstance(command := self._receive(), said.Stop):
+            self._methods[type(command)](command)
+
+    def _send(self, command: Any) -> None:
+        buffers = [memoryview(buffer).cast("B") for buffer in self._encoder.encode(command)]
+        self._broadcast(torch.tensor([len(buffers)]))
+        self._broadcast(torch.tensor([buffer.nbytes for buffer in buffers]))
+        self._broadcast(torch.frombuffer(bytearray().join(buffers), dtype=torch.uint8))
+
+    def _receive(self) -> Any:
+        (count,) = self._broadcast(torch.zeros(1, dtype=torch.int64)).tolist()
+        sizes = self._broadcast(torch.zeros(count, dtype=torch.int64)).tolist()
+        data = memoryview(self._broadcast(torch.empty(sum(sizes), dtype=torch.uint8)).numpy())
+        starts = [sum(sizes[:i]) for i in range(count)]
+        return self._decoder.decode([data[start : start + size] for start, size in zip(starts, sizes, strict=True)])
+
+    def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        torch.distributed.broadcast(tensor, self._group.ranks[0], group=self._group.cpu_group)
+        return tensor

@@ -1,0 +1,372 @@
+"""ParallelSpeculator: takes drafts from streams that the drafter's process keeps ahead of the target (ParallelVLM).
+
+    hear:    what the drafter refuses; whether it is there; requests whose scores are known begin
+    commit:  what this step has sampled goes into the shared tables
+    take:    of each stream that agrees with it, the next window
+    publish: the target verifies the windows in its next step
+
+Nothing here waits for the drafter: a stream that is short or out of date means fewer drafts.
+"""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.distributed import get_tp_group
+from vllm.logger import init_logger
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.engine.knobs import Knobs
+from vllm_vidspec.engine.listen.prompts import Guidance, PendingScores
+from vllm_vidspec.engine.parallel import messages as said
+from vllm_vidspec.engine.parallel.client import DrafterClient
+from vllm_vidspec.engine.parallel.commits import Commits
+from vllm_vidspec.engine.parallel.timeline import drafter_events
+from vllm_vidspec.engine.report.counters import Counters
+from vllm_vidspec.engine.requests import Arrival, Cohort, Phase, RequestRows
+from vllm_vidspec.engine.target_step import Step
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.parallel import NUM_HEADERS, Sizes, StreamState, WindowRule, snapshot, take_windows
+
+logger = init_logger("vllm.vidspec")
+
+BURST = 1  # tokens that the drafter draws before it looks again at what was committed
+
+
+def sizes_of(config: VidSpecConfig, max_num_reqs: int, max_model_len: int, num_counters: int) -> Sizes:
+    """Return the sizes of the shared tables."""
+    return Sizes(max_num_reqs, max_model_len, config.parallel.max_ahead, BURST, num_counters)
+
+
+@dataclasses.dataclass(eq=False)
+class _Known:
+    """A request that the drafter knows, or is to know when it is there again.
+
+    Attributes:
+        arrival: The request.
+        scores: What guides its pruning, once that is known.
+        has_begun: Whether it is.
+    """
+
+    arrival: Arrival
+    scores: Any = None
+    has_begun: bool = False
+
+
+class ParallelSpeculator(BaseSpeculator):
+    """Stands where `VidSpecSpeculator` does, which drafts in the target's process. A `RowTable`.
+
+    Args:
+        vllm_config: vLLM's.
+        knobs: The configuration.
+        client: The drafter's process; None on every tensor-parallel rank but the first.
+        requests: What each row is doing.
+        req_states: The runner's tables of committed text.
+        sampler: The target's, for each request's seed.
+        guidance: Scores visual tokens for the pruner; None where the pruner needs none.
+        counters: Told what is drafted and what is not.
+        device: Of the target.
+    """
+
+    supports_mm_inputs = False
+    draft_logits = None
+    num_extra_query_per_req = 0
+    model = None  # the draft's weights are another process's
+    graphs = None
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        knobs: Knobs,
+        client: DrafterClient | None,
+        requests: RequestRows,
+        req_states: Any,
+        sampler: Any,
+        guidance: Guidance | None,
+        counters: Counters,
+        device: torch.device,
+    ):
+        config = knobs.now
+        self._knobs, self._client, self._requests, self._req_states = knobs, client, requests, req_states
+        self._sampler, self._guidance, self._counters, self._device = sampler, guidance, counters, device
+        self._group = get_tp_group()
+        self._most = config.num_speculative_tokens
+        num_rows = len(requests.phase)
+        self._width = NUM_HEADERS + sizes_of(config, num_rows, 1, 0).ring
+        self._known: dict[int, _Known] = {}  # by row
+        self._waiting: dict[int, PendingScores] = {}  # by row, scores on their way to the host
+        self._refused: dict[int, str] = {}  # by row, heard and not yet acted on, as all ranks do at once
+        self._epochs = np.full(num_rows, -1, dtype=np.int64)
+        self._last_epoch = 0
+        self._num_ups = 0  # of the drafter, that it was told of running requests after
+        self._rule = WindowRule(self._most)
+        self._last_step = (0.0, 0)  # when the last one of pure decoding was committed, and its requests
+        self._commits = None if client is None else Commits(client.tables, self._rule, counters, device, self._most)
+        self._watches = False
+        # [max_num_reqs, K]
+        self._draft_tokens = torch.zeros(num_rows, self._most, dtype=torch.int64, device=device)
+        knobs.on_change(self._tell)
+
+    # ---- set-up ----------------------------------------------------------------------------------------------------
+
+    def reserve(self, available_bytes: int) -> int:
+        """Return how many bytes of this rank's KV memory the draft takes: none."""
+        return 0
+
+    def init_kv(
+        self, encoder_cache: Any, allocation: Callable[[], AbstractContextManager], is_profiling: bool = False
+    ) -> None:
+        """Wait for the drafter, which has loaded beside the target.
+
+        Raises:
+            VidSpecError: It has not.
+        """
+        if self._client is not None and not is_profiling:
+            self._client.wait_ready()
+            logger.info("vidspec: the drafter's process is up (%s)", ", ".join(map(str, self._client.pids)))
+
+    def init_cudagraph_manager(self, cudagraph_mode) -> None:
+        """Have no graphs: the draft's are the drafter's."""
+
+    def capture(self) -> None:
+        """Capture nothing."""
+
+    def shutdown(self) -> None:
+        """End the drafter."""
+        if self._client is not None:
+            self._client.close()
+
+    # ---- both ends of a request's life -----------------------------------------------------------------------------
+
+    def admit(self, arrival: Arrival) -> None:
+        """Let the drafter know of a request, and begin, if nothing is to guide its pruning."""
+        if self._counters.is_paused:
+            return
+        row = arrival.req_state_idx
+        if arrival.has_embeds or arrival.sampling is None:
+            self._requests.skip(row, "unsupported")
+            self._counters.skip("unsupported", arrival.req_id, "its prompt is one of embeddings, made for the target")
+            return
+        self._known[row] = known = _Known(arrival, has_begun=self._guidance is None)
+        if self._client is not None:
+            self._arrive(row, known, np.asarray(arrival.token_ids, dtype=np.int32))
+        if known.has_begun:
+            self._begin(row, known)
+
+    def _arrive(self, row: int, known: _Known, token_ids: np.ndarray) -> None:
+        """Give a row to a request in the tables, and tell the drafter, of a text of `[n]` int32 tokens so far."""
+        assert self._client is not None
+        self._last_epoch += 1
+        self._epochs[row] = self._last_epoch
+        self._client.tables.begin(row, self._last_epoch, token_ids)
+        arrival, states = known.arrival, self._req_states
+        sampling = arrival.sampling.clone()
+        sampling.seed = int(self._sampler.sampling_states.seeds.np[row])  # vLLM's own, where the request has none
+        self._client.send(
+            said.Arrive(
+                arrival.req_id,
+                row,
+                self._last_epoch,
+                token_ids,
+                int(states.prompt_len.np[row]),
+                int(min(states.max_seq_len[row], states.max_model_len)),
+                arrival.features,
+                sampling,
+            )
+        )
+
+    def _begin(self, row: int, known: _Known) -> None:
+        """Let the drafter read a prompt."""
+        known.has_begun = True
+        self._requests.enter(row, Phase.PREFILLING)
+        if self._client is not None:
+            scores, outcome = known.scores if known.scores is not None else (None, ())
+            self._client.send(said.Begin(row, int(self._epochs[row]), scores, list(outcome)))
+
+    def forget(self, req_state_idx: int) -> None:
+        """Take a row from its request, here and in the drafter."""
+        self._waiting.pop(req_state_idx, None)
+        self._refused.pop(req_state_idx, None)
+        if self._known.pop(req_state_idx, None) is not None and self._client is not None:
+            self._client.tables.finish(req_state_idx)
+            self._client.send(said.Release(req_state_idx, int(self._epochs[req_state_idx])))
+            self._epochs[req_state_idx] = -1
+
+    def give_up_all(self) -> None:
+        """Do nothing: the draft's memory is not the engine's that sleeps."""
+
+    def forget_media(self) -> None:
+        """Let the drafter drop its vision embeddings."""
+        if self._client is not None:
+            self._client.send(said.ForgetMedia())
+
+    def _tell(self, _: VidSpecConfig) -> None:
+        if self._client is not None:
+            self._client.send(said.Retune(json.dumps(self._knobs.pruning)))
+
+    # ---- a step ----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch,
+        attn_metadata,
+        slot_mappings,
+        last_hidden_states,
+        aux_hidden_states,
+        num_sampled,
+        num_rejected,
+        last_sampled,
+        next_prefill_tokens,
+        temperature,
+        seeds,
+        dp_sync_state=None,
+        dummy_run: bool = False,
+        skip_attn_for_dummy_run: bool = False,
+        mm_inputs=None,
+        is_profile: bool = False,
+        num_speculative_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """Return `[num_reqs, K]` int64 draft tokens; zeros behind each stream's window. See `VidSpecSpeculator`."""
+        num_reqs = input_batch.num_reqs
+        if dummy_run:
+            return self._draft_tokens[:num_reqs].zero_()
+        plan = self._knobs.now.plan_for(num_reqs)
+        most = plan.num_tokens if num_speculative_tokens is None else min(plan.num_tokens, num_speculative_tokens)
+        step = Step.of(input_batch, num_sampled, plan)
+        if self._guidance is not None:
+            self._begin_guided(step, self._guidance)
+        streams = self._exchange(step, most)
+        tokens, counts, cohort = self._take(step, streams)
+        self._requests.publish(input_batch.idx_mapping, cohort, counts)
+        return tokens
+
+    def _begin_guided(self, step: Step, guidance: Guidance) -> None:
+        """Let the drafter read the prompts whose scores have come."""
+        unseen = step.is_done & self._requests.are_in(step.batch.idx_mapping_np, Phase.UNSEEN)
+        for row in step.batch.idx_mapping_np[unseen].tolist():
+            known = self._known.get(row)
+            if known is None:
+                continue
+            pending = self._waiting.pop(row, None)
+            if pending is None:
+                pending = guidance.take(row)
+                if pending is not None and not pending.is_here:
+                    self._waiting[row] = pending
+                    continue
+            known.scores = None if pending is None else tuple(pending.wait())
+            self._begin(row, known)
+
+    def _exchange(self, step: Step, most: int) -> torch.Tensor:
+        """Return `[num_reqs, NUM_HEADERS + R]` int32 on the host: what streams say, the same on every rank."""
+        rows, num_reqs = step.batch.idx_mapping_np, step.batch.num_reqs
+        if self._client is None:
+            streams = torch.empty(num_reqs, self._width, dtype=torch.int32)
+        else:
+            streams = torch.from_numpy(self._ask(step, rows, most))
+        if self._group.world_size > 1:
+            torch.distributed.broadcast(streams, self._group.ranks[0], group=self._group.cpu_group)
+        return streams
+
+    def _ask(self, step: Step, rows: np.ndarray, most: int) -> np.ndarray:
+        """Commit a step on the first rank, and look at the streams."""
+        client, commits = self._client, self._commits
+        assert client is not None and commits is not None
+        self._hear(client)
+        if client.num_ups > self._num_ups:
+            self._num_ups = client.num_ups
+            if self._num_ups > 1:
+                self._counters.add("drafter_restarts")
+                self._arrive_again(client)
+        self._time(step)
+        commits.add(step, self._req_states)
+        wanted = np.minimum(commits.wanted(rows, self._window(client, rows)), most)
+        if self._knobs.now.parallel.wait_us:
+            commits.wait_for(rows, self._epochs[rows], wanted, self._knobs.now.parallel.wait_us)
+        streams = snapshot(client.tables, rows, self._epochs[rows], wanted)
+        # A refusal is acted on once its reason is here, by all ranks in one step.
+        is_refused = np.array([row in self._refused for row in rows.tolist()]) if self._refused else False
+        streams[:, 0] = np.where(is_refused, StreamState.REFUSED, np.minimum(streams[:, 0], StreamState.STREAMING))
+        return streams
+
+    def _hear(self, client: DrafterClient) -> None:
+        for refusal in client.poll():
+            row = refusal.req_state_idx
+            if self._epochs[row] == refusal.epoch:
+                self._refused[row] = refusal.reason
+                self._counters.skip(refusal.reason, self._known[row].arrival.req_id, refusal.detail)
+                if refusal.reason == "draft_error" and self._knobs.now.on_draft_error == "raise":
+                    raise VidSpecError(refusal.detail)
+        commits = self._commits
+        assert commits is not None
+        commits.publish_counters()
+
+    def _arrive_again(self, client: DrafterClient) -> None:
+        """Tell a drafter that has just come up of all running requests, as far as they have come."""
+        tables = client.tables
+        for row, known in self._known.items():
+            token_ids = tables.text[row, : tables.committed[row]].copy()
+            self._arrive(row, known, token_ids)
+            if known.has_begun:
+                self._begin(row, known)
+
+    def _time(self, step: Step) -> None:
+        now, num_reqs = time.monotonic(), step.batch.num_reqs
+        before, num_before = self._last_step
+        if num_before == num_reqs and step.is_done.all():
+            self._rule.hear_step(num_reqs, 1e6 * (now - before))
+        self._last_step = (now, num_reqs if step.is_done.all() else 0)
+
+    def _window(self, client: DrafterClient, rows: np.ndarray) -> int:
+        """Return the window of a step: what the draft draws while the target verifies."""
+        num_streams = int((client.tables.state[rows] == StreamState.STREAMING).sum())
+        return self._rule.window(len(rows), float(client.tables.draft_us[num_streams]))
+
+    def _take(self, step: Step, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, Cohort]:
+        """Return `[num_reqs, K]` drafts, `[num_drafted]` how many of them mean something, and whose these are."""
+        batch, state = step.batch, streams[:, 0].numpy()
+        rows = batch.idx_mapping_np
+        for i in np.flatnonzero(state == StreamState.REFUSED).tolist():
+            self._requests.skip(int(rows[i]), self._refused.pop(int(rows[i]), "draft_error"))
+        is_streaming = state == StreamState.STREAMING
+        for phase, is_new in (
+            (Phase.DRAFTING, is_streaming & self._requests.are_in(rows, Phase.PREFILLING)),
+            (Phase.PREFILLING, ~is_streaming & self._requests.are_in(rows, Phase.DRAFTING)),
+        ):
+            if is_new.any():
+                self._requests.enter(rows[is_new], phase)
+        cohort = self._requests.cohort(rows, step.is_done)
+        if not len(cohort.places_np):
+            return self._draft_tokens[: batch.num_reqs].zero_(), None, cohort
+        on_device = streams if self._device.type == "cpu" else async_tensor_h2d(streams, device=self._device)
+        states = self._req_states
+        lengths = states.total_len.gpu[batch.idx_mapping]
+        windows = take_windows(on_device, lengths, states.all_token_ids.gpu, batch.idx_mapping, self._most)
+        if self._commits is not None:
+            self._commits.took(rows, cohort.is_drafted, windows)
+        if cohort.is_whole:
+            return windows.tokens, windows.counts, cohort
+        places = async_tensor_h2d(cohort.places_np, device=self._device)
+        tokens = self._draft_tokens[: batch.num_reqs].zero_()
+        tokens[places] = windows.tokens[places]
+        return tokens, windows.counts[places], cohort
+
+    # ---- tools -----------------------------------------------------------------------------------------------------
+
+    def watch_timeline(self, on: bool) -> list[dict[str, Any]]:
+        """Return the drafter's events since watching began, and go on watching or not."""
+        if self._client is None:
+            return []
+        tables = self._client.tables
+        events = drafter_events(tables) if tables.watching[0] else []
+        tables.watching[0] = 0
+        tables.num_events[0] = 0
+        tables.watching[0] = int(on)
+        return events

@@ -1,0 +1,150 @@
+"""Start-up of a rank of the drafter: vLLM's distributed state, the draft's weights, its KV pool, its graphs."""
+
+import copy
+from typing import Any
+
+import torch
+import vllm.ir
+from vllm.config import set_current_vllm_config
+from vllm.config.compilation import CUDAGraphMode
+from vllm.distributed import get_tp_group
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
+from vllm.v1.worker.workspace import init_workspace_manager
+
+from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.draft.drafter import Drafter
+from vllm_vidspec.engine.draft.graphs import DraftGraphs
+from vllm_vidspec.engine.draft.memory import DraftMemory
+from vllm_vidspec.engine.draft.model import DraftModel, held_bytes, kv_bytes_per_token
+from vllm_vidspec.engine.knobs import Knobs
+from vllm_vidspec.engine.parallel.launch import Plan
+from vllm_vidspec.engine.parallel.rank import DrafterRank, TargetMirror, make_mirror_tables, make_sampler
+from vllm_vidspec.engine.parallel.tally import DrafterCounters
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.parallel import Tables
+
+
+def build(plan: Plan, vllm_config: Any, config: VidSpecConfig, tables: Tables) -> DrafterRank:
+    """Return a rank that is ready.
+
+    Raises:
+        VidSpecError: A knob asks for too much memory, or for too little.
+    """
+    vllm_config = _own_config(vllm_config, config, plan.rank)
+    # A turn is a burst: so many tokens are drawn, and have room, at a time.
+    config = config.changed(
+        {"num_speculative_tokens": plan.sizes["burst"], "num_speculative_tokens_per_batch_size": None}
+    )
+    device = _device(plan.rank)
+    # As vLLM's workers begin.
+    vllm_config.kernel_config.ir_op_priority.set_default()
+    vllm.ir.set_default_torch_wrap(vllm_config.compilation_config.ir_enable_torch_wrap)
+    with set_current_vllm_config(vllm_config):
+        init_worker_distributed_environment(
+            vllm_config, plan.rank, plan.init_method, plan.rank, current_platform.dist_backend
+        )
+        init_workspace_manager(device)
+        knobs, counters = Knobs(config), DrafterCounters(tables.counters if plan.rank == 0 else None)
+        agreement = Agreement(get_tp_group())
+        model = DraftModel(vllm_config, device, is_self_draft=False, agreement=agreement)
+        before = held_bytes(device)
+        model.load(None)
+        counters.set("draft_load_bytes", max(0, held_bytes(device) - before))
+        drafter, mirror = _make_drafter(plan, vllm_config, knobs, counters, model, agreement)
+        drafter.capture()
+    return DrafterRank(drafter, mirror, knobs, counters, plan.sizes["burst"])
+
+
+def _make_drafter(
+    plan: Plan, vllm_config: Any, knobs: Knobs, counters: DrafterCounters, model: DraftModel, agreement: Agreement
+) -> tuple[Drafter, TargetMirror]:
+    max_num_reqs, max_model_len = plan.sizes["max_num_reqs"], vllm_config.model_config.max_model_len
+    mode = vllm_config.compilation_config.cudagraph_mode or CUDAGraphMode.NONE
+    if model.device.type == "cpu":
+        mode = CUDAGraphMode.NONE
+    model.use_cudagraph_mode(mode)
+    graphs = DraftGraphs(vllm_config, model.device, mode, max_num_reqs)
+    memory = DraftMemory.plan(knobs.now, vllm_config, model, _available_bytes(vllm_config, model))
+    cache = model.make_vision_cache(memory.vision_bytes)
+    model.resolve_layout()
+    num_blocks = model.init_kv(memory.pool_bytes, torch.no_grad())
+    mirror = TargetMirror(vllm_config, max_num_reqs, plan.vocab_size, model.device, plan.sizes["burst"])
+    drafter = Drafter(
+        model,
+        knobs,
+        make_sampler(mirror, knobs.now.draft_noise),
+        counters,  # type: ignore[arg-type]
+        num_blocks,
+        max_num_reqs,
+        max_model_len,
+        cache,
+        agreement,
+        make_mirror_tables(mirror),
+        graphs,
+        None,
+        shared={},
+    )
+    for name, value in (
+        ("draft_pool_blocks_total", num_blocks - 1),
+        ("draft_pool_bytes", num_blocks * model.bytes_per_block),
+        ("draft_encoder_bytes", cache.num_bytes),
+        ("draft_kv_bytes_per_token", kv_bytes_per_token(model.config)),
+    ):
+        counters.set(name, value)
+    if model.device.type == "cuda":
+        drafter.warm_up()
+    return drafter, mirror
+
+
+def _own_config(base: Any, config: VidSpecConfig, rank: int) -> Any:
+    """Return the target's configuration with the drafter's own ranks in it."""
+    own = copy.copy(base)
+    own.parallel_config = _own_ranks(base.parallel_config, config, rank)
+    own.cache_config = copy.copy(base.cache_config)
+    own.speculative_config = copy.copy(base.speculative_config)
+    own.speculative_config.draft_parallel_config = _own_ranks(
+        base.speculative_config.draft_parallel_config, config, rank
+    )
+    return own
+
+
+def _own_ranks(base: Any, config: VidSpecConfig, rank: int) -> Any:
+    own, size = copy.copy(base), config.parallel.tensor_parallel_size
+    own.tensor_parallel_size = own.world_size = size
+    own.pipeline_parallel_size = own.data_parallel_size = 1
+    own.data_parallel_rank = own.data_parallel_index = 0
+    own.rank, own.assigned_physical_gpu_ids = rank, None
+    own.disable_custom_all_reduce = base.disable_custom_all_reduce or current_platform.is_cpu()
+    return own
+
+
+def _device(rank: int) -> torch.device:
+    if current_platform.is_cpu():
+        # vLLM's CPU engine replaces parts of torch as it is imported; the draft's buffers rely on them.
+        import vllm_vidspec.engine.cpu.worker  # noqa: F401
+
+        return torch.device("cpu")
+    device = torch.device(f"cuda:{rank}")
+    torch.cuda.set_device(device)
+    return device
+
+
+def _available_bytes(vllm_config: Any, model: DraftModel) -> int:
+    """Return the KV memory that the drafter may take: of its own device, or as much as the target has of the CPU's.
+
+    Raises:
+        VidSpecError: Nothing is left on its device.
+    """
+    cache = vllm_config.cache_config
+    if model.device.type == "cpu":
+        from vllm import envs
+
+        return cache.kv_cache_memory_bytes or (envs.VLLM_CPU_KVCACHE_SPACE or 4) << 30
+    model.profile()
+    free, total = torch.cuda.mem_get_info(model.device)
+    available = free - int((1 - cache.gpu_memory_utilization) * total)
+    if available <= 0:
+        raise VidSpecError(f"parallel: the drafter's device has {free} of {total} bytes left; nothing for its KV cache")
+    return available

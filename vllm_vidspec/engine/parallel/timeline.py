@@ -1,0 +1,87 @@
+"""What target and drafter did when: kept while a tool watches, on the clock that both share."""
+
+import time
+from collections import deque
+from enum import IntEnum
+from typing import Any
+
+from vllm_vidspec.parallel.tables import NUM_EVENTS, Tables
+
+LANES = ("target", "drafter")
+
+
+class EventKind(IntEnum):
+    """What took the time."""
+
+    PREFILL = 0
+    DECODE = 1
+    VISION = 2
+    DRAFT = 3
+    WAIT = 4
+
+
+def event(lane: str, kind: int, start_s: float, end_s: float, num_reqs: int, num_tokens: int) -> dict[str, Any]:
+    """Return one event as tools read it; times are of CLOCK_MONOTONIC, in seconds."""
+    return {
+        "lane": lane,
+        "kind": EventKind(int(kind)).name.lower(),
+        "start_s": float(start_s),
+        "end_s": float(end_s),
+        "num_reqs": int(num_reqs),
+        "num_tokens": int(num_tokens),
+    }
+
+
+class Recorder:
+    """The drafter's, in the shared tables.
+
+    Args:
+        tables: Where events go, the oldest first to be written over.
+    """
+
+    def __init__(self, tables: Tables):
+        self._tables = tables
+
+    def note(self, kind: EventKind, start_s: float, num_reqs: int, num_tokens: int) -> None:
+        """Keep what began at `start_s` and ends now, if anybody watches."""
+        tables = self._tables
+        if tables.watching[0]:
+            count = int(tables.num_events[0])
+            tables.events[count % NUM_EVENTS] = (kind, start_s, time.monotonic(), num_reqs, num_tokens)
+            tables.num_events[0] = count + 1
+
+
+def drafter_events(tables: Tables) -> list[dict[str, Any]]:
+    """Return the drafter's events since watching began, the last NUM_EVENTS of them at most."""
+    count = int(tables.num_events[0])
+    places = [i % NUM_EVENTS for i in range(max(0, count - NUM_EVENTS), count)]
+    return [event("drafter", *tables.events[place]) for place in places]
+
+
+class Timeline:
+    """The target's process keeps its own events, and of a drafter in it."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._events: deque[dict[str, Any]] = deque(maxlen=NUM_EVENTS)
+
+    def watch(self, on: bool) -> list[dict[str, Any]]:
+        """Return what was kept since watching began, and go on watching or not."""
+        kept = list(self._events)
+        self._events.clear()
+        self.is_on = on
+        return kept
+
+    def note(
+        self,
+        lane: str,
+        kind: EventKind,
+        start_s: float,
+        num_reqs: int,
+        num_tokens: int,
+        end_s: float | None = None,
+    ) -> None:
+        """Keep what began at `start_s` and ended at `end_s`, now if None, while somebody watches."""
+        if self.is_on:
+            end_s = time.monotonic() if end_s is None else end_s
+            self._events.append(event(lane, kind, start_s, end_s, num_reqs, num_tokens))

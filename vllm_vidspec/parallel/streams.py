@@ -1,0 +1,145 @@
+"""Streams: what the drafter thinks comes next, of every request, and how that follows what the target commits.
+
+A row's text is what the target has committed and, behind it, the stream. The drafter draws on at its end. When the
+target has committed more, either the stream said the same, and goes on as it is (the paper's post-verify mode, whose
+accepted length grows without bound), or it is cut at the first token that differs and goes on from the target's own
+(pre-verify: what the target verifies next begins with the first token drawn after that). ParallelVLM, section 4.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_vidspec.parallel.tables import StreamState, Tables
+
+NOBODY = -1  # the epoch of a row without a stream
+
+
+class Heard(NamedTuple):
+    """What the committed text has told.
+
+    Attributes:
+        rows: `[n]` int64 rows with new text.
+        cut: `[n]` bool: the stream had said something else.
+        passed: `[n]` bool: the target has gone past the stream's end, which agreed up to there.
+    """
+
+    rows: np.ndarray
+    cut: np.ndarray
+    passed: np.ndarray
+
+
+class Streams:
+    """The drafter's side of the tables, by persistent row.
+
+    Args:
+        tables: Shared with the target.
+
+    Attributes:
+        is_on: bool [M], the drafter has read the prompt: the row draws.
+        length: int64 [M], tokens of text and stream.
+        agreed: int64 [M], tokens of them that are committed, as far as was heard.
+        fed: int64 [M], logical tokens from the start whose draft KV stands.
+        limit: int64 [M], longest text that the request can have.
+        text: int32 [M, max_model_len].
+    """
+
+    def __init__(self, tables: Tables):
+        self.tables = tables
+        num_rows, max_len = tables.text.shape
+        self.epoch = np.full(num_rows, NOBODY, dtype=np.int64)
+        self.is_on = np.zeros(num_rows, dtype=bool)
+        self.length, self.agreed, self.fed, self.limit = np.zeros((4, num_rows), dtype=np.int64)
+        self.text = np.zeros((num_rows, max_len), dtype=np.int32)
+        self._ring = np.arange(tables.sizes.ring)
+
+    # ---- a request's life ------------------------------------------------------------------------------------------
+
+    def admit(self, req_state_idx: int, epoch: int, limit: int) -> None:
+        """Give a row to a request that the drafter is about to read."""
+        self.epoch[req_state_idx], self.limit[req_state_idx] = epoch, limit
+        self.is_on[req_state_idx] = False
+        self._publish_state(req_state_idx, StreamState.READING)
+        self.tables.end[req_state_idx] = self.tables.checked[req_state_idx] = 0
+        self.tables.stream_epoch[req_state_idx] = epoch
+
+    def refuse(self, req_state_idx: int, epoch: int) -> None:
+        """Say that a row's request goes undrafted; it is forgotten."""
+        self.tables.stream_epoch[req_state_idx] = epoch
+        self._publish_state(req_state_idx, StreamState.REFUSED)
+
+    def forget(self, req_state_idx: int) -> None:
+        """Take a row from its request."""
+        self.tables.stream_epoch[req_state_idx] = NOBODY
+        self._publish_state(req_state_idx, StreamState.NONE)
+        self.epoch[req_state_idx], self.is_on[req_state_idx] = NOBODY, False
+
+    def start(self, rows: np.ndarray, lengths: np.ndarray) -> None:
+        """Let `[n]` rows draw, of whose committed texts, `[n]` tokens, all but the last token are fed."""
+        for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
+            self.text[row, :length] = self.tables.text[row, :length]
+        self.length[rows] = self.agreed[rows] = lengths
+        self.fed[rows] = lengths - 1
+        self.is_on[rows] = True
+        self.tables.checked[rows] = self.tables.end[rows] = lengths
+        self._publish_state(rows, StreamState.STREAMING)
+
+    def pause(self, rows: np.ndarray) -> None:
+        """Let `[n]` rows catch up on text before they draw again."""
+        self.is_on[rows] = False
+
+    def _publish_state(self, rows: np.ndarray | int, state: StreamState) -> None:
+        self.tables.state[rows] = state
+
+    # ---- a turn ----------------------------------------------------------------------------------------------------
+
+    def live(self, rows: np.ndarray) -> np.ndarray:
+        """Return `[n]` bool: which of the rows the target has still given to the drafter's request."""
+        return self.tables.epoch[rows] == self.epoch[rows]
+
+    def hear(self) -> Heard:
+        """Follow what the target has committed since the last turn."""
+        tables = self.tables
+        rows = np.flatnonzero(self.is_on & (tables.epoch == self.epoch) & (tables.committed > self.agreed))
+        if not len(rows):
+            return Heard(rows, np.zeros(0, dtype=bool), np.zeros(0, dtype=bool))
+        committed = tables.committed[rows]
+        length, agreed = self.length[rows], self.agreed[rows]
+        cols = agreed[:, None] + np.arange(int((committed - agreed).max()))
+        is_new = cols < committed[:, None]
+        cols = np.minimum(cols, self.text.shape[1] - 1)
+        said = tables.text[rows[:, None], cols]
+        differs = is_new & ((self.text[rows[:, None], cols] != said) | (cols >= length[:, None]))
+        first = np.where(differs.any(axis=1), agreed + differs.argmax(axis=1), committed)
+        where = np.broadcast_to(rows[:, None], cols.shape)
+        self.text[where[is_new], cols[is_new]] = said[is_new]
+        is_over = first < committed  # the stream ends here, and goes on from the target's last token
+        self.length[rows] = np.where(is_over, committed, length)
+        # What stands of the draft's KV was fed with the same tokens: none from the first different one on.
+        self.fed[rows] = np.minimum(self.fed[rows], np.where(is_over, first, length))
+        self.agreed[rows] = committed
+        tables.end[rows] = self.length[rows]
+        tables.checked[rows] = committed
+        return Heard(rows, is_over & (first < length), is_over & (first >= length))
+
+    def due(self, max_rows: int) -> np.ndarray:
+        """Return `[n]` int64 rows that may draw, at most so many: those with the shortest streams first."""
+        ahead = self.length - self.agreed
+        sizes = self.tables.sizes
+        may = self.is_on & (ahead < sizes.max_ahead) & (self.length + sizes.burst <= self.limit)
+        rows = np.flatnonzero(may & (self.tables.epoch == self.epoch))
+        return rows[np.argsort(ahead[rows], kind="stable")[:max_rows]]
+
+    def missing(self, rows: np.ndarray) -> np.ndarray:
+        """Return `[n]` int64: tokens before the last one whose draft KV is missing."""
+        return self.length[rows] - 1 - self.fed[rows]
+
+    def extend(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """Append `[n, b]` drawn tokens to `[n]` rows; all of the text but the last of them is fed then."""
+        num_new = tokens.shape[1]
+        cols = self.length[rows][:, None] + np.arange(num_new)
+        self.text[rows[:, None], cols] = tokens
+        self.tables.tokens[rows[:, None], cols % self.tables.sizes.ring] = tokens
+        self.length[rows] += num_new
+        self.fed[rows] = self.length[rows] - 1
+        self.tables.end[rows] = self.length[rows]

@@ -1,0 +1,281 @@
+"""`vidspec bench parallel`: vanilla, draft-then-verify and parallel drafting, in turns on the same requests.
+
+The engines of a comparison are alive at once, each in a subprocess, and one of them generates at a time: request by
+request, in an order that changes. A figure is a median over rounds of what a round's turns give, so that what the
+machine does meanwhile meets all of them alike. The target of every mode has one core, the same one.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_vidspec.config import parse_config
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.tools import inflation, pairs
+from vllm_vidspec.tools.bench import ratios
+from vllm_vidspec.tools.bench.race_rows import Turn, make_rows
+from vllm_vidspec.tools.engine_session import EngineSession
+from vllm_vidspec.tools.progress import Report, silent
+from vllm_vidspec.tools.provenance import provenance
+
+VANILLA, SEQUENTIAL, PARALLEL = MODES = ("vanilla", "sequential", "parallel")
+BASELINE_TOKENS = 5  # the window of the paper's baselines
+OURS = "ParallelVLM"
+# The rows that --table adds: method -> the knobs that make it, all of them draft-then-verify.
+BASELINES: dict[str, dict[str, Any]] = {
+    "SD": {"pruner": "none", "num_speculative_tokens": BASELINE_TOKENS},
+    "SD-Tree": {"pruner": "none", "drafting": "tree-static"},
+    "SpecVLM": {"pruner": "specvlm", "prune_ratio": 0.9, "drafting": "tree-static"},
+    "OnSD": {"pruner": "uniform", "prune_ratio": 1.0, "num_speculative_tokens": BASELINE_TOKENS},
+}
+# Engines beside vanilla that are alive at once.
+_AT_ONCE = 2
+# How many requests tell what a step takes, and how long their answers are.
+_TIMED_REQUESTS, _TIMED_TOKENS = 6, 48
+_OWN_OPTIONS = ("pruner", "prune_ratio", "num_speculative_tokens", "parallel", "draft", "drafting", "draft_shape")
+
+
+@dataclass(frozen=True)
+class Race:
+    """What to measure.
+
+    Attributes:
+        families: Bundled pairs.
+        inflate: Ratios of target time to draft time; 0 is the pair as it is.
+        modes: Of MODES; vanilla is always run.
+        pruner: Of our two modes; `prune_ratio` too.
+        num_speculative_tokens: K of both; None: 5 sequentially; in parallel twice the ratio, 5 at least: the
+            greatest window, as a step takes what the ratio that is measured online says.
+        requests: Held-out videos of a round, each asked for alone; every round has its own.
+        max_tokens: Longest answer in tokens.
+        rounds: How many.
+        temperature: Of all requests.
+        seed: Request i of all samples with seed + i.
+        table: Whether the baselines of the paper's Table 1 are run, too.
+        draft_device: Where the parallel drafter runs.
+        knobs: Further knobs of VidSpecConfig; those named parallel_* are of the parallel mode alone.
+        question: What is asked about each video.
+    """
+
+    families: tuple[str, ...] = ("qwen2.5-vl",)
+    inflate: tuple[float, ...] = (0.0,)
+    modes: tuple[str, ...] = MODES
+    pruner: str = "uv"
+    prune_ratio: float = 0.9
+    num_speculative_tokens: int | None = None
+    requests: int = 4
+    max_tokens: int = 128
+    rounds: int = 5
+    temperature: float = 0.0
+    seed: int = 0
+    table: bool = False
+    draft_device: str = "cpu"
+    knobs: dict[str, Any] = field(default_factory=dict)
+    question: str = pairs.DEFAULT_QUESTION
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Arguments of SamplingParams."""
+        return {"temperature": self.temperature, "max_tokens": self.max_tokens}
+
+    def contenders(self, family: str, ratio: float) -> list["Contender"]:
+        """Return what runs beside vanilla, in the order of the rows."""
+        shared = {"pruner": self.pruner, "prune_ratio": self.prune_ratio}
+        found = []
+        for mode in (SEQUENTIAL, PARALLEL):
+            if mode in self.modes:
+                tokens = self.num_speculative_tokens or (
+                    max(BASELINE_TOKENS, round(2 * ratio)) if mode == PARALLEL else BASELINE_TOKENS
+                )
+                method = OURS if mode == PARALLEL else mode
+                found.append(Contender(method, mode, shared | {"num_speculative_tokens": tokens}))
+        if self.table:
+            found += [Contender(name, SEQUENTIAL, dict(spec)) for name, spec in BASELINES.items()]
+        return found
+
+
+@dataclass(frozen=True, eq=False)  # a key, each one itself
+class Contender:
+    """One engine of a comparison; `spec` are knobs of VidSpecConfig, None for vanilla."""
+
+    method: str
+    mode: str
+    spec: dict[str, Any] | None = None
+
+    def knobs(self, race: Race) -> dict[str, Any]:
+        """Return the knobs of this engine; `parallel` names the drafter's place."""
+        ours = {name: value for name, value in race.knobs.items() if not name.startswith("parallel_")}
+        found = {"prune_ratio": race.prune_ratio, "on_draft_error": "raise"} | (self.spec or {}) | ours
+        if self.mode == PARALLEL:
+            place: dict[str, Any] = {"device": race.draft_device}
+            if race.draft_device == "cpu":
+                place["cpu_cores"] = str(cores()[1])
+            more = {
+                name.removeprefix("parallel_"): value
+                for name, value in race.knobs.items()
+                if name.startswith("parallel_")
+            }
+            found["parallel"] = place | more
+        return found
+
+
+@dataclass(frozen=True)
+class Course:
+    """The pair that a comparison is run on: a family with so many layers appended to its checkpoints."""
+
+    family: str
+    ratio: float = 0.0
+    target_layers: int = 0
+    draft_layers: int = 0
+
+    def job(self, race: Race, contender: Contender, held_out: Sequence[int]) -> dict[str, Any]:
+        """Return what `session_job` reads; the first of `held_out` is a warm-up, which is part of no figure."""
+        original, draft = (pairs.checkpoint(self.family, role) for role in ("target", "draft"))
+        target = str(inflation.inflate(original, self.target_layers))
+        if contender.spec is None:
+            llm = pairs.llm_kwargs(self.family, target=target)
+        else:
+            calibrated = json.loads(pairs.calibration(self.family).read_text())["config"]
+            knobs = inflation.guidance_knobs(original, calibrated) | contender.knobs(race)
+            draft = str(inflation.inflate(draft, self.draft_layers))
+            llm = pairs.llm_kwargs(self.family, draft, target=target, **knobs)
+        warm_up, *videos = held_out
+        prompts = {"family": self.family, "question": race.question, "held_out": videos, "warm_up": warm_up}
+        return {"llm": llm, "prompts": prompts, "cpus": [cores()[0]]}
+
+    @property
+    def label(self) -> str:
+        """How results name the pair, "" where it is as it is."""
+        parts = (("target", self.target_layers), ("draft", self.draft_layers))
+        return "; ".join(f"{role} {words}" for role, number in parts if (words := inflation.label(number)))
+
+
+def cores() -> list[int]:
+    """Return the cores that this process may use: the first is every target's, the second the parallel drafter's."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def check(race: Race) -> None:
+    """Refuse a wrong value before an engine starts.
+
+    Raises:
+        VidSpecError: One line naming it.
+    """
+    if min(race.requests, race.rounds) < 1 or race.max_tokens < 2:
+        raise VidSpecError("--requests and --rounds must be at least 1, --max-tokens at least 2")
+    if unknown := [mode for mode in race.modes if mode not in MODES]:
+        raise VidSpecError(f"--modes: {unknown[0]!r} is none of {', '.join(MODES)}")
+    if wrong := [ratio for ratio in race.inflate if ratio and ratio < 1]:
+        raise VidSpecError(f"--inflate {wrong[0]:g}: a ratio of target time to draft time is at least 1 (0: as it is)")
+    for name in race.knobs:
+        if name in _OWN_OPTIONS:
+            raise VidSpecError(f"--knob {name}: it has an option of its own, or is what is compared")
+    if PARALLEL in race.modes and race.draft_device == "cpu" and len(cores()) < 2:
+        raise VidSpecError("the parallel drafter needs a core of its own: this process may use one only")
+    for family in race.families:
+        pairs.pair_for(family)
+        for ratio in race.inflate:
+            for contender in race.contenders(family, ratio):
+                parse_config(pairs.speculative_config(family, "target", **contender.knobs(race)))
+
+
+def run(race: Race, report: Report = silent) -> dict[str, Any]:
+    """Measure everything.
+
+    Args:
+        race: What.
+        report: Called with "plan", "loading", "measuring" and "measured", as `progress.View` takes them.
+
+    Returns:
+        `rows` (vanilla's and one a contender, by family and ratio), `failures` (`family`, `inflate`, `method`,
+        `reason`) and `provenance`.
+
+    Raises:
+        VidSpecError: A wrong value, or a vanilla engine that stopped.
+    """
+    check(race)
+    rows: list[dict[str, Any]] = []
+    failures: list[dict[str, Any]] = []
+    for family in race.families:
+        for ratio in race.inflate:
+            course = course_for(race, family, ratio, report)
+            contenders = race.contenders(family, ratio)
+            for number in range(0, max(1, len(contenders)), _AT_ONCE):
+                turns, failed = _compete(race, course, contenders[number : number + _AT_ONCE], report)
+                failures += [{"family": family, "inflate": ratio, **one} for one in failed]
+                found = make_rows(race, course, turns)
+                # Vanilla is measured beside each two of the others; its row is that beside ours.
+                rows += found if number == 0 else found[1:]
+    return {"rows": rows, "failures": failures, "provenance": provenance() | {"cores": cores()[:2]}}
+
+
+def course_for(race: Race, family: str, ratio: float, report: Report = silent) -> Course:
+    """Return the pair of a family at a ratio; how many layers that takes is measured, and known from then on."""
+    if not ratio:
+        return Course(family)
+    contenders = race.contenders(family, ratio)
+    # The ratio is what our own mode sees: the parallel drafter's forwards where there is one.
+    ours = next((one for one in reversed(contenders) if one.mode == PARALLEL), None) or contenders[0]
+    vanilla = Contender(VANILLA, VANILLA)
+    videos = list(range(_TIMED_REQUESTS + 1))
+
+    def job(drafts: bool, target_layers: int, draft_layers: int) -> dict[str, Any]:
+        pair = Course(family, ratio, target_layers, draft_layers)
+        return pair.job(race, ours if drafts else vanilla, videos)
+
+    knobs = {name: value for name, value in ours.knobs(race).items() if name != "num_speculative_tokens"}
+    key = ratios.key_of([pairs.checkpoint(family, role) for role in ("target", "draft")], [ours.mode, knobs])
+    sampling = {"temperature": 0.0, "max_tokens": _TIMED_TOKENS}
+    path = inflation.cache_folder() / f"steps-{key}.json"
+    times = ratios.step_times(job, path, sampling, _TIMED_REQUESTS, report)
+    return Course(family, ratio, *times.layers_for(ratio))
+
+
+def _compete(
+    race: Race, course: Course, contenders: Sequence[Contender], report: Report
+) -> tuple[dict[Contender, list[list[Turn]]], list[dict[str, Any]]]:
+    """Let vanilla and some others answer every request in turn.
+
+    Returns:
+        The turns of each that went through, `[rounds][requests]`, and of each that did not `method` and `reason`.
+    """
+    vanilla, failures = Contender(VANILLA, VANILLA), []
+    held_out = list(range(race.rounds * race.requests + 1))
+    with ExitStack() as stack:
+        sessions: dict[Contender, EngineSession] = {}
+        for contender in (vanilla, *contenders):
+            report("loading", {"label": f"{course.family} {contender.method} {course.label}".rstrip()})
+            try:
+                job = course.job(race, contender, held_out)
+                sessions[contender] = stack.enter_context(EngineSession(job))
+            except VidSpecError as error:
+                if contender is vanilla:
+                    raise
+                failures.append({"method": contender.method, "reason": str(error)})
+        turns: dict[Contender, list[list[Turn]]] = {one: [[] for _ in range(race.rounds)] for one in sessions}
+        report("plan", {"total": race.rounds * race.requests * len(sessions)})
+        report("measuring", {})
+        for number, index, contender in order(race, list(sessions)):
+            if contender not in sessions:
+                continue
+            command = {"command": "clock", "index": index, "sampling": race.sampling, "seed": race.seed + index}
+            try:
+                turns[contender][number].append(Turn(**sessions[contender].ask(command)))
+            except VidSpecError as error:
+                if contender is vanilla:
+                    raise
+                failures.append({"method": contender.method, "reason": str(error)})
+                del sessions[contender], turns[contender]
+            report("measured", {})
+    return turns, failures
+
+
+def order(race: Race, contenders: Sequence[Contender]) -> Iterator[tuple[int, int, Contender]]:
+    """Yield round, request and whose turn it is; who comes first changes with every request."""
+    for index in range(race.rounds * race.requests):
+        first = index % len(contenders)
+        for contender in (*contenders[first:], *contenders[:first]):
+            yield index // race.requests, index, contender
