@@ -63,7 +63,6 @@ class RunnerParts:
         self.speculator: VidSpecSpeculator | ParallelSpeculator
         if draft_model is None:
             self.speculator = ParallelSpeculator(
-                vllm_config,
                 knobs,
                 runner.drafter_client,
                 requests,

@@ -28,7 +28,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.draft.drafter import Drafter
+from vllm_vidspec.engine.draft.drafter import Drafter, without_room
 from vllm_vidspec.engine.draft.graphs import DraftGraphs
 from vllm_vidspec.engine.draft.memory import DraftMemory
 from vllm_vidspec.engine.draft.messages import Committed, DraftMessage, Drafts, PrefillMessage, PrefillStep
@@ -375,13 +375,8 @@ class VidSpecSpeculator(BaseSpeculator):
         if self.drafter.has_room(idx_mapping_np, step.bound):
             return
         known = np.flatnonzero(self._are_in(step, Phase.PREFILLING, Phase.DRAFTING))
-        held = self.drafter.holds(idx_mapping_np[known], step.bound[known])
-        for i in known[~held]:
-            self._skip(step, i, "too_long", self.drafter.context_detail)
-        known = known[held]
-        fits = self.drafter.reserve(idx_mapping_np[known], step.bound[known])
-        for i in known[~fits]:
-            self._skip(step, i, "pool_full", "it outgrew the draft's KV pool")
+        for i, reason, detail in without_room(self.drafter, idx_mapping_np[known], step.bound[known]):
+            self._skip(step, known[i], reason, detail)
 
     # ---- rest ------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ which the target's own sample refuses as it refuses any other: nothing here can 
 
 from vllm_vidspec.parallel.streams import Streams
 from vllm_vidspec.parallel.tables import Sizes, StreamState, Tables
-from vllm_vidspec.parallel.window import WindowRule
+from vllm_vidspec.parallel.window import WindowRule, running_mean
 from vllm_vidspec.parallel.windows import NUM_HEADERS, Windows, snapshot, take_windows
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Tables",
     "WindowRule",
     "Windows",
+    "running_mean",
     "snapshot",
     "take_windows",
 ]

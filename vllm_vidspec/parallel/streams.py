@@ -21,12 +21,10 @@ class Heard(NamedTuple):
     Attributes:
         rows: `[n]` int64 rows with new text.
         cut: `[n]` bool: the stream had said something else.
-        passed: `[n]` bool: the target has gone past the stream's end, which agreed up to there.
     """
 
     rows: np.ndarray
     cut: np.ndarray
-    passed: np.ndarray
 
 
 class Streams:
@@ -102,7 +100,7 @@ class Streams:
         tables = self.tables
         rows = np.flatnonzero(self.is_on & (tables.epoch == self.epoch) & (tables.committed > self.agreed))
         if not len(rows):
-            return Heard(rows, np.zeros(0, dtype=bool), np.zeros(0, dtype=bool))
+            return Heard(rows, np.zeros(0, dtype=bool))
         committed = tables.committed[rows]
         length, agreed = self.length[rows], self.agreed[rows]
         cols = agreed[:, None] + np.arange(int((committed - agreed).max()))
@@ -120,7 +118,7 @@ class Streams:
         self.agreed[rows] = committed
         tables.end[rows] = self.length[rows]
         tables.checked[rows] = committed
-        return Heard(rows, is_over & (first < length), is_over & (first >= length))
+        return Heard(rows, is_over & (first < length))
 
     def due(self, max_rows: int) -> np.ndarray:
         """Return `[n]` int64 rows that may draw, at most so many: those with the shortest streams first."""

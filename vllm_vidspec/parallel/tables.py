@@ -94,12 +94,12 @@ class Tables:
         for name, dtype, shape in _layout(sizes):
             count = int(np.prod(shape))
             setattr(self, name, np.frombuffer(memory, dtype=dtype, count=count, offset=end).reshape(shape))
-            end += _rounded(count * np.dtype(dtype).itemsize)
+            end += aligned(count * np.dtype(dtype).itemsize)
 
     @staticmethod
     def num_bytes(sizes: Sizes) -> int:
         """Return how much memory the arrays take."""
-        return sum(_rounded(int(np.prod(shape)) * np.dtype(dtype).itemsize) for _, dtype, shape in _layout(sizes))
+        return sum(aligned(int(np.prod(shape)) * np.dtype(dtype).itemsize) for _, dtype, shape in _layout(sizes))
 
     def begin(self, req_state_idx: int, epoch: int, token_ids: np.ndarray) -> None:
         """Give a row to a request, whose committed text so far is `[n]` tokens; the target's."""
@@ -144,5 +144,6 @@ def _layout(sizes: Sizes) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     yield "num_events", "<i8", (1,)
 
 
-def _rounded(num_bytes: int) -> int:
+def aligned(num_bytes: int) -> int:
+    """Return a size with what follows it up to the next cache line."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -3,8 +3,17 @@
 import numpy as np
 
 _NEW_SHARE = 0.1  # of a new measurement in the mean that is kept
+_MOST_TIMES = 4  # the mean: what a longer time counts as
 _HYSTERESIS = 0.75  # a window holds while the rule is less than this away from its middle
 _NUM_BUCKETS = 12  # batch sizes 1, 2, 3-4, 5-8, ...
+
+
+def running_mean(mean: float, new: float) -> float:
+    """Return a mean of times that a new one has entered; 0 stands for none yet.
+
+    A step takes what it usually takes: one that a prompt or a pause has stretched says little.
+    """
+    return mean + _NEW_SHARE * (min(new, _MOST_TIMES * mean) - mean) if mean else new
 
 
 class WindowRule:
@@ -30,19 +39,12 @@ class WindowRule:
     def hear_step(self, num_reqs: int, step_us: float) -> None:
         """Take the time of one of the target's steps, over `num_reqs` requests."""
         bucket = self._bucket(num_reqs)
-        before = self._step_us[bucket]
-        # A step is as long as it usually is: one that a prompt or a pause has stretched says nothing.
-        step_us = min(step_us, 4 * before) if before else step_us
-        self._step_us[bucket] = before + _NEW_SHARE * (step_us - before) if before else step_us
+        self._step_us[bucket] = running_mean(self._step_us[bucket], step_us)
 
     def hear_acceptance(self, num_accepted: int, num_drafts: int) -> None:
         """Take how many of a step's drafts stand."""
         if num_drafts:
             self._acceptance += _NEW_SHARE * (num_accepted / num_drafts - self._acceptance)
-
-    def step_us(self, num_reqs: int) -> float:
-        """Return the mean time of such a step; 0 before the first."""
-        return float(self._step_us[self._bucket(num_reqs)])
 
     def window(self, num_reqs: int, draft_us: float) -> int:
         """Return the window of a step over `num_reqs` requests, where a draft forward takes `draft_us`; 0: unknown."""

@@ -295,3 +295,21 @@ class Drafter:
     def forget_media(self) -> None:
         """Drop the draft's vision embeddings: weights have changed, or the memory that holds them has."""
         self.prefills.cache.clear()
+
+
+def without_room(
+    drafter: Drafter, idx_mapping_np: np.ndarray, num_tokens_upper_bound: np.ndarray
+) -> Iterator[tuple[int, str, str]]:
+    """Make room for the next step of `[n]` rows; yield those of them without any, why, and what to say of each.
+
+    What is too long is yielded first, and its blocks, if the caller frees them, are there for the others.
+    """
+    if drafter.has_room(idx_mapping_np, num_tokens_upper_bound):
+        return
+    is_held = drafter.holds(idx_mapping_np, num_tokens_upper_bound)
+    for i in np.flatnonzero(~is_held).tolist():
+        yield i, "too_long", drafter.context_detail
+    held = np.flatnonzero(is_held)
+    fits = drafter.reserve(idx_mapping_np[held], num_tokens_upper_bound[held])
+    for i in held[~fits].tolist():
+        yield i, "pool_full", "it outgrew the draft's KV pool"

@@ -16,8 +16,9 @@ from typing import Any
 
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from vllm_vidspec.parallel.tables import aligned
+
 _INLINE_BYTES = 16 << 10  # a longer message travels as memory
-_ALIGNMENT = 64  # bytes, of tensors in it
 _RECEIVE_BYTES = 64 << 10
 _COUNT = struct.Struct("<q")
 
@@ -112,10 +113,10 @@ class Channel:
 def _into_memory(buffers: list[memoryview]) -> int:
     """Write buffers into new memory, their number and sizes first; return its descriptor."""
     sizes = [buffer.nbytes for buffer in buffers]
-    starts, end = [], _rounded(_COUNT.size * (1 + len(sizes)))
+    starts, end = [], aligned(_COUNT.size * (1 + len(sizes)))
     for size in sizes:
         starts.append(end)
-        end = _rounded(end + size)
+        end = aligned(end + size)
     descriptor = os.memfd_create("vidspec-message", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, end)
     with mmap.mmap(descriptor, end) as memory:
@@ -132,12 +133,8 @@ def _from_memory(descriptor: int) -> list[memoryview]:
         memory = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
     (count,) = _COUNT.unpack_from(memory, 0)
     sizes = struct.unpack_from(f"<{count}q", memory, _COUNT.size)
-    buffers, end = [], _rounded(_COUNT.size * (1 + count))
+    buffers, end = [], aligned(_COUNT.size * (1 + count))
     for size in sizes:
         buffers.append(memory[end : end + size])
-        end = _rounded(end + size)
+        end = aligned(end + size)
     return buffers
-
-
-def _rounded(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -30,7 +30,6 @@ class Plan:
         channel: Descriptor of the socket to the target; None of every rank but the first.
         init_method: Where the drafter's ranks meet.
         vocab_size: Of the target.
-        max_num_reqs: Persistent rows.
     """
 
     rank: int

@@ -14,20 +14,16 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from vllm.logger import init_logger
 
 from vllm_vidspec.engine.parallel import messages as said
 from vllm_vidspec.engine.parallel.channel import Channel
 from vllm_vidspec.engine.parallel.timeline import EventKind, Recorder
-from vllm_vidspec.parallel import Streams, Tables
-
-logger = init_logger("vllm.vidspec")
+from vllm_vidspec.parallel import Streams, Tables, running_mean
 
 _IDLE_S = 0.2  # nobody is there: a message wakes the loop
 # Streams are as far ahead as they may be: how long until their commits are looked at again, at least, and as a share of
 # the time that there has been nothing to do. vLLM tells of a request's end with its next step, which may be long.
 _ALERT_S, _ALERT_SHARE = 100e-6, 0.05
-_NEW_SHARE = 0.1  # of a new time in the mean
 
 
 class DrafterLead:
@@ -133,7 +129,8 @@ class DrafterLead:
 
     def _read(self) -> bool:
         """Read on in the prompts in line."""
-        rows = np.array([row for row in self._reading if self.streams.live(np.array([row]))[0]], dtype=np.int64)
+        rows = np.fromiter(self._reading, dtype=np.int64)
+        rows = rows[self.streams.live(rows)]
         if not len(rows):
             return False
         start = time.monotonic()
@@ -184,5 +181,4 @@ class DrafterLead:
         self._recorder.note(EventKind.DRAFT, start, num_reqs, num_reqs * num_forwards)
         took = 1e6 * (time.monotonic() - start) / num_forwards
         known = self._tables.draft_us
-        before = known[num_reqs]
-        known[num_reqs] = before + _NEW_SHARE * (min(took, 4 * before) - before) if before else took
+        known[num_reqs] = running_mean(known[num_reqs], took)

@@ -8,19 +8,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_vidspec.engine.draft.drafter import Drafter
-from vllm_vidspec.engine.draft.messages import Committed, DraftMessage, PrefillMessage, PrefillStep
-from vllm_vidspec.engine.draft.noise import CoupledSampler
+from vllm_vidspec.engine.draft.drafter import Drafter, without_room
+from vllm_vidspec.engine.draft.messages import DraftMessage, PrefillMessage, PrefillStep
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.parallel import messages as said
 from vllm_vidspec.engine.parallel.tally import DrafterCounters
-
-logger = init_logger("vllm.vidspec")
 
 
 class Progress(NamedTuple):
@@ -119,7 +115,7 @@ class DrafterRank:
         self._counters = counters
         self._burst = burst
         self._arrived: dict[int, said.Arrive] = {}  # by row, until they begin
-        self._told_once: torch.Tensor | None = None
+        self._ones = torch.ones(mirror.states.max_num_reqs, dtype=torch.int32, device=mirror.text.device)
 
     def arrive(self, message: said.Arrive) -> None:
         """Take a request in that may be looked at, and begins when its scores are known."""
@@ -196,32 +192,11 @@ class DrafterRank:
             num_sampled = async_tensor_h2d(1 + message.missing.astype(np.int32), device=device)
             self.drafter.kv.fed[rows] = 0
         else:
-            num_sampled = self._ones(len(rows), device)
+            num_sampled = self._ones[: len(rows)]
         drafts = self.drafter.draft(DraftMessage(rows, None, message.rows, num_sampled, None, self._burst, "chain"))
         self._counters.add("stream_tokens", len(rows) * self._burst)
         return drafts.tokens[:, : self._burst].cpu().numpy(), refused
 
-    def _ones(self, count: int, device: torch.device) -> torch.Tensor:
-        if self._told_once is None:
-            self._told_once = torch.ones(self._mirror.states.max_num_reqs, dtype=torch.int32, device=device)
-        return self._told_once[:count]
-
     def _reserve(self, rows: np.ndarray, lengths: np.ndarray) -> list[tuple[int, str, str]]:
         """Make room for `[n]` rows, and a burst past them; return those without, why, and what to say of it."""
-        drafter = self.drafter
-        if drafter.has_room(rows, lengths):
-            return []
-        held = drafter.holds(rows, lengths)
-        refused = [(int(row), "too_long", drafter.context_detail) for row in rows[~held]]
-        fits = drafter.reserve(rows[held], lengths[held])
-        return refused + [(int(row), "pool_full", "it outgrew the draft's KV pool") for row in rows[held][~fits]]
-
-
-def make_mirror_tables(mirror: TargetMirror) -> Committed:
-    """Return the mirror as the drafter reads it."""
-    return Committed(mirror.num_tokens, mirror.text, mirror.states.last_sampled_tokens, None)
-
-
-def make_sampler(mirror: TargetMirror, noise: str) -> CoupledSampler:
-    """Return a sampler under the mirror's parameters."""
-    return CoupledSampler(mirror.sampler, noise)
+        return [(int(rows[i]), reason, detail) for i, reason, detail in without_room(self.drafter, rows, lengths)]

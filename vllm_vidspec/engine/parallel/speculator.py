@@ -64,7 +64,6 @@ class ParallelSpeculator(BaseSpeculator):
     """Stands where `VidSpecSpeculator` does, which drafts in the target's process. A `RowTable`.
 
     Args:
-        vllm_config: vLLM's.
         knobs: The configuration.
         client: The drafter's process; None on every tensor-parallel rank but the first.
         requests: What each row is doing.
@@ -83,7 +82,6 @@ class ParallelSpeculator(BaseSpeculator):
 
     def __init__(
         self,
-        vllm_config: Any,
         knobs: Knobs,
         client: DrafterClient | None,
         requests: RequestRows,
@@ -109,7 +107,6 @@ class ParallelSpeculator(BaseSpeculator):
         self._rule = WindowRule(self._most)
         self._last_step = (0.0, 0)  # when the last one of pure decoding was committed, and its requests
         self._commits = None if client is None else Commits(client.tables, self._rule, counters, device, self._most)
-        self._watches = False
         # [max_num_reqs, K]
         self._draft_tokens = torch.zeros(num_rows, self._most, dtype=torch.int64, device=device)
         knobs.on_change(self._tell)
@@ -137,11 +134,6 @@ class ParallelSpeculator(BaseSpeculator):
 
     def capture(self) -> None:
         """Capture nothing."""
-
-    def shutdown(self) -> None:
-        """End the drafter."""
-        if self._client is not None:
-            self._client.close()
 
     # ---- both ends of a request's life -----------------------------------------------------------------------------
 

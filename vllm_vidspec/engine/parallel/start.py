@@ -17,10 +17,12 @@ from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft.drafter import Drafter
 from vllm_vidspec.engine.draft.graphs import DraftGraphs
 from vllm_vidspec.engine.draft.memory import DraftMemory
+from vllm_vidspec.engine.draft.messages import Committed
 from vllm_vidspec.engine.draft.model import DraftModel, held_bytes, kv_bytes_per_token
+from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.parallel.launch import Plan
-from vllm_vidspec.engine.parallel.rank import DrafterRank, TargetMirror, make_mirror_tables, make_sampler
+from vllm_vidspec.engine.parallel.rank import DrafterRank, TargetMirror
 from vllm_vidspec.engine.parallel.tally import DrafterCounters
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.parallel import Tables
@@ -74,14 +76,14 @@ def _make_drafter(
     drafter = Drafter(
         model,
         knobs,
-        make_sampler(mirror, knobs.now.draft_noise),
+        CoupledSampler(mirror.sampler, knobs.now.draft_noise),
         counters,  # type: ignore[arg-type]
         num_blocks,
         max_num_reqs,
         max_model_len,
         cache,
         agreement,
-        make_mirror_tables(mirror),
+        Committed(mirror.num_tokens, mirror.text, mirror.states.last_sampled_tokens, None),
         graphs,
         None,
         shared={},
