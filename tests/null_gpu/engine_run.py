@@ -97,7 +97,7 @@ class Session:
 
         self.probe("emulate", True)
         self._prompted, names = self._prompted + 1, []
-        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 1000, "ignore_eos": True, "seed": 1} | sampling)
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 1800, "ignore_eos": True, "seed": 1} | sampling)
         for prompt in self.case.prompts(seed=self._prompted):
             names.append(f"{self._prompted}-{len(names)}")
             self.engine.add_request(names[-1], prompt, params)
@@ -168,14 +168,22 @@ def measure(session: Session, out: Measured) -> None:
             session.step()
             out.host_ms.append(round((time.perf_counter() - begun) * 1e3, 3))
         out.timed = dict(gained(before, session.probe("counters"))[0])
+        _check_running(session)
         seen = host_time.Samples()
         with host_time.sampling(seen):
             for _ in range(case.sampled_steps if case.num_ranks == 1 else 0):
                 session.step()
+        _check_running(session)
         out.shares = seen.shares()
     out.not_emulated = session.probe("not_emulated")[0]
     if case.after is not None:
         out.extra |= case.after(session)
+
+
+def _check_running(session: Session) -> None:
+    """Raise if requests ended: steps that do nothing would count as cheap ones."""
+    if not session.engine.has_unfinished_requests():
+        raise RuntimeError(f"requests ended while steps were measured: {session.tokens}; count or time fewer")
 
 
 def count_steps(session: "Session", out: Measured) -> None:
