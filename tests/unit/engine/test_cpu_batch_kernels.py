@@ -117,6 +117,32 @@ def test_sampled_and_draft_tokens(both, batch):
     )  # fmt: skip
 
 
+def test_rows_of_logits(both, batch):
+    """Catches: a request's rows counted from another's start, its index in the batch for its persistent row."""
+    total = int(batch.cu_num_logits[-1])
+    both(
+        input_batch,
+        "expand_idx_mapping",
+        lambda: input_batch.expand_idx_mapping(batch.rows, total, batch.cu_num_logits, 5),
+    )
+
+
+def test_drafts_and_positions_of_rows(both, batch):
+    """Catches: a placeholder of a step inside the prompt taken for a draft, positions of logits rows for tokens'."""
+    expanded, local = input_batch.expand_idx_mapping(batch.rows, int(batch.cu_num_logits[-1]), batch.cu_num_logits, 5)
+    places = torch.randperm(50, generator=batch.draws.generator)[: len(local)]
+    input_ids, positions = batch.draws.ints(0, 100, 50), batch.draws.ints(0, 30, 50).long()
+    _, drafts, _ = both(
+        rejection_sampler,
+        "gather_draft_sampled",
+        lambda _: rejection_sampler.gather_draft_sampled(
+            input_ids, positions, places, expanded, local, batch.prefill_len
+        ),
+        torch.empty(0),
+    )
+    assert (drafts >= -1).all()
+
+
 def test_numbers_of_sampled_and_rejected(both, batch):
     """Catches: a chunk of a prefill that has sampled."""
     both(

@@ -115,12 +115,14 @@ def speed_up_batch_kernels() -> None:
     import vllm.v1.worker.gpu.buffer_utils as buffer_utils
     import vllm.v1.worker.gpu.input_batch as input_batch
     import vllm.v1.worker.gpu.mm.rope as rope
+    import vllm.v1.worker.gpu.spec_decode.rejection_sampler as rejection_sampler
 
     for module, names in (
         (buffer_utils, ("apply_write",)),
         (block_table, ("gather_block_tables", "compute_slot_mappings")),
         (input_batch, ("prepare_pos_seq_lens", "combine_sampled_and_draft_tokens")),
-        (input_batch, ("get_num_sampled_and_rejected", "post_update")),
+        (input_batch, ("get_num_sampled_and_rejected", "post_update", "expand_idx_mapping")),
+        (rejection_sampler, ("gather_draft_sampled",)),
         (rope, ("prepare_rope_positions",)),
     ):
         for name in names:

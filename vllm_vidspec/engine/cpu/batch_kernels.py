@@ -117,6 +117,32 @@ def combine_sampled_and_draft_tokens(
     return True
 
 
+def expand_idx_mapping(grid, idx_mapping, expanded_idx_mapping, expanded_local_pos, cu_num_logits, BLOCK_SIZE) -> None:
+    """Twin of `vllm.v1.worker.gpu.input_batch._expand_idx_mapping_kernel`: each logits row's request, and place in it."""
+    place, owner, i = _tokens(cu_num_logits, grid[0])
+    expanded_idx_mapping[place], expanded_local_pos[place] = idx_mapping[owner], i
+
+
+def gather_draft_sampled(
+    grid,
+    draft_sampled,  # [num_logits], out
+    pos,  # [num_logits], out
+    input_ids,
+    positions,
+    logits_indices,
+    expanded_idx_mapping,
+    expanded_local_pos,
+    prefill_len,
+    num_logits,
+    BLOCK_SIZE,
+) -> None:
+    """Twin of `vllm.v1.worker.gpu.spec_decode.rejection_sampler._gather_draft_sampled_kernel`."""
+    token, local = logits_indices[:num_logits], expanded_local_pos[:num_logits]
+    pos[:num_logits] = positions[token]
+    is_placeholder = (local > 0) & (positions[token] - local < prefill_len[expanded_idx_mapping[:num_logits]])
+    draft_sampled[:num_logits] = np.where(is_placeholder, -1, input_ids[token])
+
+
 def get_num_sampled_and_rejected(
     grid, num_sampled, num_rejected, seq_lens, cu_num_logits, idx_mapping, prefill_len
 ) -> None:
