@@ -12,12 +12,15 @@ import vllm.v1.worker.gpu.block_table as block_table
 import vllm.v1.worker.gpu.buffer_utils as buffer_utils
 import vllm.v1.worker.gpu.input_batch as input_batch
 import vllm.v1.worker.gpu.mm.rope as rope
+import vllm.v1.worker.gpu.sample.gumbel as gumbel
+import vllm.v1.worker.gpu.sample.logit_bias as logit_bias
 import vllm.v1.worker.gpu.sample.logprob as logprob
+import vllm.v1.worker.gpu.sample.min_p as min_p
 import vllm.v1.worker.gpu.spec_decode.rejection_sampler as rejection_sampler
 
 from tests.unit.engine.test_cpu_kernels import Draws
 from vllm_vidspec.engine.compat.contract import MARK
-from vllm_vidspec.engine.cpu import batch_kernels, logprob_kernels
+from vllm_vidspec.engine.cpu import batch_kernels, logits_kernels, logprob_kernels
 from vllm_vidspec.engine.cpu.kernels import Twin
 
 pytestmark = pytest.mark.skipif(has_gpu(), reason="the twins replace interpreted kernels only")
@@ -34,8 +37,8 @@ def both(monkeypatch):
         attribute = f"_{name}_kernel"
         kernel = getattr(module, attribute)
         kernel, found = getattr(kernel, MARK, kernel), []
-        if hasattr(batch_kernels, name):
-            twin = batch_kernels.WholeTwin(getattr(batch_kernels, name), None)
+        if whole := getattr(batch_kernels, name, None) or getattr(logits_kernels, name, None):
+            twin = batch_kernels.WholeTwin(whole, kernel)
         else:
             twin = Twin(getattr(logprob_kernels, name))
         for impl in (kernel, twin):
@@ -254,3 +257,33 @@ def test_flattened_samples(both, batch):
         kernel[(num_reqs,)](flat, sampled, sampled.stride(0), num_sampled, batch.cu_num_logits, num_warps=1)
 
     both(rejection_sampler, "flatten_sampled", call, torch.zeros(int(batch.cu_num_logits[-1]), dtype=torch.int64))
+
+
+@pytest.mark.parametrize("vocab_size", [5, 1023, 1025, 8193])
+@pytest.mark.parametrize("seed", range(3))
+def test_temperature_and_min_p(both, vocab_size, seed):
+    """Catches: rows at T = 0 and 1 that are divided, a threshold of another row's largest, -inf that becomes NaN."""
+    draws = Draws(seed)
+    logits, rows = 4 * draws.normal(9, vocab_size), draws.ints(0, NUM_ROWS, 9)
+    logits[logits < -6] = -torch.inf
+    heat = torch.tensor([0.0, 1.0, 0.3, 0.7, 1.7, 1.0, 0.9])
+    share = torch.tensor([0.0, 0.05, 0.5, 0.0, 1.0, 0.2, 0.01])
+    both(gumbel, "temperature", lambda logits: gumbel.apply_temperature(logits, rows, heat), logits)
+    both(min_p, "min_p", lambda logits: min_p.apply_min_p(logits, rows, share), logits)
+
+
+@pytest.mark.parametrize("checks_masked", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_biases(both, seed, checks_masked):
+    """Catches: ids of another row, a bias on what is not allowed that revives it, stop tokens banned too long."""
+    draws, vocab_size = Draws(seed), 97
+    logits, rows = draws.normal(9, vocab_size), draws.ints(0, NUM_ROWS, 9)
+    listed = torch.stack([torch.randperm(vocab_size, generator=draws.generator)[:8] for _ in range(NUM_ROWS)]).int()
+    counts = [draws.ints(0, 9, NUM_ROWS) for _ in range(3)]
+    call = lambda logits: logit_bias.apply_logit_bias(  # noqa: E731
+        logits, rows, draws_pos, counts[0], listed, counts[1], listed.flip(0), bias, min_lens, counts[2],
+        restore, listed.flip(1), checks_masked,
+    )  # fmt: skip
+    draws_pos, min_lens = draws.ints(0, 20, 9).long(), draws.ints(0, 20, NUM_ROWS)
+    bias, restore = draws.normal(NUM_ROWS, 8), draws.ints(0, 2, NUM_ROWS).bool()
+    both(logit_bias, "bias", call, logits)

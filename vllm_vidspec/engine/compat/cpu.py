@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from vllm_vidspec.engine.compat.contract import MARK, expect_parameters, replace
-from vllm_vidspec.engine.cpu import batch_kernels, kernels, logprob_kernels
+from vllm_vidspec.engine.cpu import batch_kernels, kernels, logits_kernels, logprob_kernels
 
 
 @contextlib.contextmanager
@@ -115,9 +115,15 @@ def speed_up_batch_kernels() -> None:
     import vllm.v1.worker.gpu.buffer_utils as buffer_utils
     import vllm.v1.worker.gpu.input_batch as input_batch
     import vllm.v1.worker.gpu.mm.rope as rope
+    import vllm.v1.worker.gpu.sample.gumbel as gumbel
+    import vllm.v1.worker.gpu.sample.logit_bias as logit_bias
+    import vllm.v1.worker.gpu.sample.min_p as min_p
     import vllm.v1.worker.gpu.spec_decode.rejection_sampler as rejection_sampler
 
     for module, names in (
+        (gumbel, ("temperature",)),
+        (logit_bias, ("bias",)),
+        (min_p, ("min_p",)),
         (buffer_utils, ("apply_write",)),
         (block_table, ("gather_block_tables", "compute_slot_mappings")),
         (input_batch, ("prepare_pos_seq_lens", "combine_sampled_and_draft_tokens")),
@@ -126,9 +132,10 @@ def speed_up_batch_kernels() -> None:
         (rope, ("prepare_rope_positions",)),
     ):
         for name in names:
-            run, kernel = getattr(batch_kernels, name), getattr(module, f"_{name}_kernel")
+            kernel = getattr(module, f"_{name}_kernel")
             if hasattr(kernel, MARK):
                 continue
+            run = getattr(batch_kernels, name, None) or getattr(logits_kernels, name)
             taken = inspect.signature(kernel.fn).parameters
             wanted = [name if name in taken else f"{name}_ptr" for name in list(inspect.signature(run).parameters)[1:]]
             replace(module, f"_{name}_kernel", functools.partial(batch_kernels.WholeTwin, run), *wanted)

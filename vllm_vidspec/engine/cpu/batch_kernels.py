@@ -118,7 +118,7 @@ def combine_sampled_and_draft_tokens(
 
 
 def expand_idx_mapping(grid, idx_mapping, expanded_idx_mapping, expanded_local_pos, cu_num_logits, BLOCK_SIZE) -> None:
-    """Twin of `vllm.v1.worker.gpu.input_batch._expand_idx_mapping_kernel`: each logits row's request, and place in it."""
+    """Twin of `vllm.v1.worker.gpu.input_batch._expand_idx_mapping_kernel`: each row's request and place."""
     place, owner, i = _tokens(cu_num_logits, grid[0])
     expanded_idx_mapping[place], expanded_local_pos[place] = idx_mapping[owner], i
 
