@@ -119,11 +119,17 @@ def _into_memory(buffers: list[memoryview]) -> int:
         end = aligned(end + size)
     descriptor = os.memfd_create("vidspec-message", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, end)
-    with mmap.mmap(descriptor, end) as memory:
-        struct.pack_into(f"<{1 + len(sizes)}q", memory, 0, len(sizes), *sizes)
-        for start, size, buffer in zip(starts, sizes, buffers, strict=True):
-            memory[start : start + size] = buffer
+    # Written, not mapped: a map's pages would be faulted in one by one, which takes longer than the copy.
+    _write(descriptor, memoryview(struct.pack(f"<{1 + len(sizes)}q", len(sizes), *sizes)), 0)
+    for start, buffer in zip(starts, buffers, strict=True):
+        _write(descriptor, buffer, start)
     return descriptor
+
+
+def _write(descriptor: int, data: memoryview, start: int) -> None:
+    while len(data):
+        count = os.pwrite(descriptor, data, start)
+        data, start = data[count:], start + count
 
 
 def _from_memory(descriptor: int) -> list[memoryview]:
