@@ -27,6 +27,7 @@ _OURS = ("/vllm_vidspec/", "/vidspec_kernels/")
 _WRAPPERS = {
     *("execute_model", "sample_tokens", "sample", "prepare_inputs", "add_requests", "finish_requests"),
     *("_remove_request", "take_draft_token_ids", "__call__", "get_output", "_get_logprobs_tensors"),
+    "prepare",  # of positions and attention metadata, in `compat.model`
 }
 # Where ours enters the draft's network: what its layers take to launch is the draft's.
 _FORWARD = {"_run", "compute_logits", "embed"}
