@@ -19,7 +19,6 @@ class Qwen2_5_VLAdapter(FamilyAdapter):
     model_types = frozenset({"qwen2_5_vl"})
     # Target and draft see the same token ids and the same patchified pixels, and share coordinates in M-RoPE.
     shared = (
-        Field("vocabulary size", ("text_config.vocab_size", "vocab_size")),
         Field("patch size", ("vision_config.patch_size",)),
         _MERGE,
         Field("temporal patch size", ("vision_config.temporal_patch_size",)),

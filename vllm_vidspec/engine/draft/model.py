@@ -198,9 +198,14 @@ class DraftModel:
         """The draft's own context length, at most the target's."""
         return self.config.model_config.max_model_len
 
-    @property
+    @functools.cached_property
     def vocab_size(self) -> int:
-        """Token ids that the draft has embeddings of, and logits of one row."""
+        """Logits of a row: as many as the target's, whose noise and parameters they are sampled under."""
+        return self.target_config.model_config.get_vocab_size()
+
+    @functools.cached_property
+    def num_embeddings(self) -> int:
+        """Token ids that the draft has rows of; both count rows that only pad a vocabulary to a round size."""
         return self.config.model_config.get_vocab_size()
 
     def make_vision_cache(self, num_bytes: int) -> VisionCache:
@@ -358,11 +363,15 @@ class DraftModel:
         return output[0] if isinstance(output, tuple) else output
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return `[n, vocab_size]` logits of `[n, hidden_size]` hidden states."""
-        return self.model.compute_logits(hidden_states)
+        """Return `[n, vocab_size]` logits of `[n, hidden_size]` hidden states; what either has no row of is -inf."""
+        logits = self.model.compute_logits(hidden_states)
+        missing = self.vocab_size - self.num_embeddings
+        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
     def embed(self, token_ids: torch.Tensor, media: list[torch.Tensor], where: torch.Tensor | None) -> torch.Tensor:
         """Return `[n, hidden_size]` input embeddings; `media` fill the places `where`, `[num_media]` int64."""
+        if self.num_embeddings < self.vocab_size:
+            token_ids = token_ids.clamp(max=self.num_embeddings - 1)  # the target's padding, which means nothing
         with self._agreement.collective():
             embeds = self.model.embed_input_ids(token_ids)
         if media:
