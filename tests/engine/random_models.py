@@ -69,7 +69,7 @@ def _config(name: str) -> Any:
         config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **tokens)
         config.architectures = ["Qwen3VLForConditionalGeneration"]
         return config
-    text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+    text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1, "norm_topk_prob": True}
     config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision, **tokens)
     config.architectures = ["Qwen3VLMoeForConditionalGeneration"]
     return config

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 
 from vllm_vidspec.config import METHOD
+from vllm_vidspec.engine.compat.api import is_ours
 from vllm_vidspec.engine.compat.contract import wrap
 from vllm_vidspec.errors import VidSpecError
 
@@ -37,7 +38,7 @@ def hook_engine_config(translate: Callable, finish: Callable) -> None:
         return vllm_config
 
     def unless_ours(original, self):
-        if not ours:
+        if not ours and not is_ours(self):  # configurations are checked again wherever a model is made
             original(self)
 
     wrap(EngineArgs, "create_engine_config", hooked)
