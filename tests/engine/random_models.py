@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from training import tiny_captioner, tiny_models
 
 QWEN2, QWEN3, QWEN3_MOE = NAMES = ("qwen2-vl", "qwen3-vl", "qwen3-vl-moe")
 # Wide enough that other visual features make other tokens likely.
 _SPREAD = 0.12
+_EXPERT_SIZE = 48
 _TEXT = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
@@ -30,7 +32,19 @@ def build(name: str, folder: Path, seed: int = 0) -> str:
     model = getattr(transformers, config.architectures[0])(config).float()
     model.save_pretrained(folder)
     _processor(name).save_pretrained(folder)
+    if name == QWEN3_MOE:
+        _store_experts_as_released(folder / "model.safetensors")
     return str(folder)
+
+
+def _store_experts_as_released(path: Path) -> None:
+    """Turn experts' weights to `[experts, in, out]`, as in released checkpoints; transformers 5 writes the other way."""
+    weights = load_file(path)
+    for name, weight in weights.items():
+        size = {"gate_up_proj": _TEXT["hidden_size"], "down_proj": _EXPERT_SIZE}.get(name.rpartition(".")[2])
+        if ".experts." in name and weight.shape[1] != size:
+            weights[name] = weight.transpose(1, 2).contiguous()
+    save_file(weights, path, metadata={"format": "pt"})
 
 
 def _config(name: str) -> Any:
@@ -69,7 +83,7 @@ def _config(name: str) -> Any:
         config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **tokens)
         config.architectures = ["Qwen3VLForConditionalGeneration"]
         return config
-    text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1, "norm_topk_prob": True}
+    text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": _EXPERT_SIZE, "decoder_sparse_step": 1, "norm_topk_prob": True}
     config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision, **tokens)
     config.architectures = ["Qwen3VLMoeForConditionalGeneration"]
     return config

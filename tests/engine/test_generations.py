@@ -15,8 +15,9 @@ CHUNKED = {"max_num_batched_tokens": 420}
 
 def requests():
     """Videos twice, greedily and not, two of them in one prompt, and images: the prefix cache has the second half."""
-    mixed = harness.mixed_batch(QWEN)
-    once = [*harness.videos(QWEN, 3), *harness.videos(QWEN, 3, temperature=1.0), mixed[6], mixed[7], mixed[8], mixed[9]]
+    # Two images, two videos, and both: without penalties, of which a draft knows the committed text's only.
+    several = [(prompt, {"temperature": 0.0}) for prompt, _ in harness.mixed_batch(QWEN)[7:10]]
+    once = [*harness.videos(QWEN, 3), *harness.videos(QWEN, 3, temperature=1.0), *several]
     return once + once[:6]
 
 
