@@ -77,6 +77,8 @@ def check_pair(target: str, draft: str) -> Check:
             return Check(name, "fail", f"cannot read the {role} {model}: {_line(error)}", _unreadable_remedy(model))
     try:
         adapter = families.adapter_for(configs[0]) if draft == SELF else families.check_pair(*configs)
+        if draft != SELF:
+            families.check_tokens(target, draft)
     except VidSpecError as error:
         return Check(name, "fail", str(error), 'choose a smaller model of the target\'s own family, or "self"')
     return Check(name, "ok", f"compatible, family {adapter.name}")

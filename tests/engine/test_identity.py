@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tests.engine import harness
+from tests.engine import harness, padded
 from tests.engine.conftest import SCENARIOS
 from tests.engine.harness import FAMILIES, LLAVA, QWEN, TREES, assert_all_stands, assert_same_answers
 from vllm_vidspec.engine.report.acceptance_alarm import WINDOW
@@ -51,6 +51,46 @@ def test_a_draft_with_weights_of_its_own_is_accepted(reference, family):
         outputs, counted = engine.measured(SCENARIOS["videos"](family))
     assert_same_answers(expected, outputs)
     assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
+
+
+@pytest.mark.parametrize(("family", "shape"), [(QWEN, "chain"), (LLAVA, "tree-static")])
+def test_rows_that_only_the_draft_has_are_never_drafted(reference, tmp_path, family, shape):
+    """The target's own weights with 66 rows more, whose logits win over every token's: all drafts stand nevertheless.
+
+    Catches: a draft that proposes its padding, which the target's embedding has no row for; noise by another width.
+    """
+    videos, noisy = (reference(family, scenario) for scenario in ("videos", "sampled"))
+    draft = padded.pad(pairs.checkpoint(family, "target"), 66, 4.0, tmp_path)
+    with harness.engine(family, draft, pruner="none", drafting=shape) as engine:
+        outputs, counted = engine.measured(SCENARIOS["videos"](family))
+        sampled, sampled_counted = engine.measured(SCENARIOS["sampled"](family))
+    assert_same_answers(videos, outputs)
+    assert_same_answers(noisy, sampled)
+    assert_all_stands(counted)
+    assert_all_stands(sampled_counted)
+
+
+@pytest.mark.parametrize(("family", "shape"), [(LLAVA, "chain"), (QWEN, "tree-adaptive")])
+def test_rows_that_only_the_target_has_are_its_own(tmp_path, family, shape):
+    """A target with 66 rows more than its draft; one request is made to say some of them.
+
+    Catches: a draft whose noise or parameters are those of fewer rows, an id that the draft's embedding has no row for.
+    """
+    target = padded.pad(pairs.checkpoint(family, "target"), 66, 0.0, tmp_path)
+    requests = [
+        *SCENARIOS["videos"](family)[:3],
+        *SCENARIOS["sampled"](family)[:3],
+        *harness.videos(family, 1, logit_bias={130: 100.0, 171: 100.0}, temperature=1.0),
+    ]
+    with harness.engine(family, overrides={"model": target}) as engine:
+        expected = engine.generate(requests)
+    draft = pairs.checkpoint(family, "target")
+    with harness.engine(family, draft, overrides={"model": target}, pruner="none", drafting=shape) as engine:
+        outputs, counted = engine.measured(requests[:-1])
+        assert_all_stands(counted)
+        outputs += engine.generate(requests[-1:])
+    assert_same_answers(expected, outputs)
+    assert set(expected[-1].outputs[0].token_ids) <= {130, 171}
 
 
 @pytest.mark.parametrize(

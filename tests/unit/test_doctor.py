@@ -28,13 +28,13 @@ def test_pairs(tmp_path):
     shutil.copytree(assets.checkpoint("qwen2.5-vl", "draft"), tmp_path / "draft")
     path = tmp_path / "draft" / "config.json"
     config = json.loads(path.read_text())
-    config.get("text_config", config)["vocab_size"] += 1
+    config["vision_config"]["patch_size"] = 16
     path.write_text(json.dumps(config))
     qwen, llava = (str(assets.checkpoint(family, "target")) for family in assets.FAMILIES)
     assert doctor.check_pair(llava, "self").status == "ok"
     for target, draft, words in (
         (qwen, str(assets.checkpoint("llava-onevision", "draft")), "different families"),
-        (qwen, str(path.parent), "vocab"),
+        (qwen, str(path.parent), "patch size"),
         (f"{path.parent}/nowhere", "self", "does not exist"),
     ):
         check = doctor.check_pair(target, draft)

@@ -286,6 +286,13 @@ def _check_pair(args: Any, config: VidSpecConfig, draft_revision: str | None) ->
         return
     draft = _hf_config(config.model, draft_revision, args, "draft")
     families.check_pair(target, draft)
+    if not args.skip_tokenizer_init:
+        families.check_tokens(
+            args.tokenizer or args.model,
+            config.model,
+            target_revision=args.tokenizer_revision or args.revision,
+            draft_revision=draft_revision,
+        )
     families.check_ranks(
         draft, config.parallel.tensor_parallel_size if config.is_parallel else args.tensor_parallel_size
     )

@@ -48,6 +48,14 @@ class FamilyAdapter(ABC):
     model_types: frozenset[str]
     shared: tuple[Field, ...]
 
+    def num_media_levels(self, hf_config: Any) -> int:
+        """Return how many embeddings the vision tower makes of a visual token, side by side.
+
+        The first is its input embedding; where there are more, each goes to the output of another decoder layer. Those
+        are of one forward: what is embedded must be run before anything else is.
+        """
+        return 1
+
     @abstractmethod
     def item_grid(self, modality: str, data: Mapping[str, Any], num_tokens: int, hf_config: Any) -> TokenGrid:
         """Return how the embedding tokens of one multimodal item are laid out.

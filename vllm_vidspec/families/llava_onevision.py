@@ -20,7 +20,6 @@ class LlavaOnevisionAdapter(FamilyAdapter):
     model_types = frozenset({"llava_onevision"})
     # Target and draft see the same token ids and the same resized, normalised and tiled pixels.
     shared = (
-        Field("vocabulary size", ("text_config.vocab_size", "vocab_size")),
         _IMAGE_SIZE,
         _PATCH_SIZE,
         _POOL_STRIDE,

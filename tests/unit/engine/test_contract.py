@@ -20,6 +20,7 @@ LOGITS_ROWS = (
 ATTENTION_FORWARD = "self layer query key value kv_cache attn_metadata output"
 CONTRACT = {
     "vllm.engine.arg_utils:EngineArgs.create_engine_config": "self usage_context",
+    "vllm.config.speculative:SpeculativeConfig.verify_equal_vocab_size_if_draft_model": "self",
     "vllm.sampling_params:SamplingParams._validate_spec_decode": "self speculative_config",
     "vllm.v1.worker.gpu_worker:Worker._make_model_runner": "self",
     "vllm.v1.worker.cpu_worker:CPUWorker.init_device": "self",

@@ -86,7 +86,7 @@ def test_what_the_draft_cannot_follow(spec, overrides, message):
 
 
 def test_a_draft_that_cannot_be_read_or_followed(tmp_path, monkeypatch):
-    """A Qwen2.5-VL whose patches or vocabulary differ is named with both values.
+    """A Qwen2.5-VL whose patches or tokens differ is named with both values.
 
     Catches: "Invalid repository ID" of a name that is right, and is not cached where there is no network.
     """
@@ -96,10 +96,14 @@ def test_a_draft_that_cannot_be_read_or_followed(tmp_path, monkeypatch):
     assert refusal({"model": str(tmp_path)}).startswith("cannot read the draft model")
     config = json.loads((draft / "config.json").read_text())
     config["vision_config"]["patch_size"] = 16
-    config["text_config"]["vocab_size"] += 1
     (tmp_path / "config.json").write_text(json.dumps(config))
     message = refusal({"model": str(tmp_path)})
-    assert "14" in message and "16" in message and "vocab" in message
+    assert "14" in message and "16" in message
+    shutil.copy(draft / "config.json", tmp_path)
+    tokenizer = (draft / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text(tokenizer.replace('"circle"', '"circus"'))
+    message = refusal({"model": str(tmp_path)})
+    assert message.startswith("the draft's tokenizer is not the target's: token") and "circus" in message
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     message = refusal({"model": "some/draft"})
     assert message.startswith("cannot read the draft model 'some/draft': HF_HUB_OFFLINE=1 is set")

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.families import adapter_for, check_pair, check_ranks, families, register_family
+from vllm_vidspec.families import adapter_for, check_pair, check_ranks, check_tokens, families, register_family
+from vllm_vidspec.families.tokens import difference
 from vllm_vidspec.pruning import TokenGrid
 
+tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 
 PINPOINTS = [[384 * a, 384 * b] for a in range(1, 7) for b in range(1, 7)]
@@ -171,6 +173,9 @@ def test_grids(makers, changes, modality, data, num_tokens, grid):
         *((make(), make()) for make in NAMES),
         # Catches: a comparison of what a smaller draft is meant to differ in.
         (real_qwen(hidden_size=5120, num_hidden_layers=64), real_qwen(hidden_size=3584)),
+        # Catches: vocabularies refused that are padded to other sizes, as every released pair's are.
+        (qwen(), changed(qwen(), text_config__vocab_size=151936)),
+        (llava(), changed(llava(), text_config__vocab_size=152000)),
         # Catches: two spellings of the same pinpoints refused.
         (llava(), changed(llava(), image_grid_pinpoints=tuple(map(tuple, PINPOINTS)))),
         # Catches: sub-configs that are plain dicts read as missing.
@@ -185,7 +190,6 @@ def test_pairs_that_fit(target, draft):
 
 # Which config, which of its values becomes which, what it is called, and how the target's value is shown.
 DIFFERENCES = [
-    (qwen, "text_config__vocab_size", 151936, "vocabulary size", "152064"),
     (qwen, "vision_config__patch_size", 16, "patch size", "14"),
     (qwen, "vision_config__spatial_merge_size", 4, "spatial merge size", "2"),
     (qwen, "vision_config__temporal_patch_size", 1, "temporal patch size", "2"),
@@ -195,7 +199,6 @@ DIFFERENCES = [
     (qwen, "video_token_id", 7, "video token id", "151656"),
     (qwen, "vision_start_token_id", 7, "vision start token id", "151652"),
     (qwen, "vision_end_token_id", None, "vision end token id", "151653"),
-    (llava, "text_config__vocab_size", 152000, "vocabulary size", "152128"),
     (llava, "vision_config__image_size", 336, "frame size in pixels", "384"),
     (llava, "vision_config__patch_size", 16, "patch size", "14"),
     (llava, "vision_config__num_channels", 1, "number of pixel channels", "3"),
@@ -227,14 +230,14 @@ def test_each_difference_is_named(make, path, value, label, shown):
         # Catches: a check that stops at the first problem.
         (
             qwen(),
-            changed(qwen(), text_config__vocab_size=100, vision_config__patch_size=16, video_token_id=7),
-            ("vocabulary size is 152064", "patch size is 14", "video token id is 151656"),
+            changed(qwen(), vision_config__tokens_per_second=4, vision_config__patch_size=16, video_token_id=7),
+            ("tokens per second is 2", "patch size is 14", "video token id is 151656"),
         ),
         # Catches: attribute paths that hold for our namespaces only.
         (
             real_qwen(),
-            changed(real_qwen(vocab_size=151936), vision_config__spatial_merge_size=4),
-            ("vocabulary size is 152064", "spatial merge size is 2 in the target but 4"),
+            changed(real_qwen(), image_token_id=7, vision_config__spatial_merge_size=4),
+            ("image token id is 151655", "spatial merge size is 2 in the target but 4"),
         ),
         (
             real_llava(),
@@ -278,3 +281,34 @@ def test_the_sizes_that_a_draft_works_at_are_named(text, vision_heads, num_ranks
     with pytest.raises(VidSpecError, match=message) as caught:
         check_ranks(draft, num_ranks)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "problem"),
+    [
+        ({"a": 0, "b": 1}, {"a": 0, "b": 1}, None),
+        # Catches: a draft refused that knows fewer markers, or more.
+        ({"a": 0, "b": 1, "<tool>": 2}, {"a": 0, "b": 1}, None),
+        ({"a": 0}, {"a": 0, "<tool>": 2}, None),
+        # Catches: vocabularies of equal size taken for equal.
+        ({"a": 0, "b": 1, "c": 2}, {"a": 0, "c": 1, "b": 2}, "token 1 is 'b' in the target but 'c' in the draft"),
+    ],
+)
+def test_tokens_have_to_agree(target, draft, problem):
+    assert difference(target, draft) == problem
+
+
+def test_tokenizers_are_read_where_there_are_any(tmp_path):
+    """Catches: added tokens that are not compared; a checkpoint without `tokenizer.json` refused."""
+    folders = [tmp_path / name for name in ("target", "draft", "none")]
+    for folder, words in zip(folders, (["<video>"], ["<image>"], None), strict=True):
+        folder.mkdir()
+        if words is not None:
+            tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+            tokenizer.add_special_tokens(words)
+            tokenizer.save(str(folder / "tokenizer.json"))
+    target, draft, none = map(str, folders)
+    check_tokens(target, none)
+    check_tokens(target, target)
+    with pytest.raises(VidSpecError, match="token 1 is '<video>' in the target but '<image>' in the draft"):
+        check_tokens(target, draft)

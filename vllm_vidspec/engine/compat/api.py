@@ -38,6 +38,11 @@ def mark_as_ours(speculative_config: Any, check: Callable) -> None:
     speculative_config._vidspec = check
 
 
+def is_ours(speculative_config: Any) -> bool:
+    """Return whether a `SpeculativeConfig` is the translation of our method."""
+    return hasattr(speculative_config, "_vidspec")
+
+
 @contextlib.contextmanager
 def _clients_error() -> Iterator[None]:
     """Turn a VidSpecError about a request into vLLM's, which the API server answers with a 400."""

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 
 from vllm_vidspec.config import METHOD
+from vllm_vidspec.engine.compat.api import is_ours
 from vllm_vidspec.engine.compat.contract import wrap
 from vllm_vidspec.errors import VidSpecError
 
@@ -19,16 +20,30 @@ def hook_engine_config(translate: Callable, finish: Callable) -> None:
         translate: `EngineArgs -> VidSpecConfig | None`; rewrites the arguments, before vLLM builds its configuration.
         finish: `(VllmConfig, VidSpecConfig) -> None`; checks what vLLM built.
     """
+    from vllm.config import SpeculativeConfig
     from vllm.engine.arg_utils import EngineArgs
 
+    ours = False  # whether the configuration that is being built uses our method
+
     def hooked(original, self, *args, **kwargs):
+        nonlocal ours
         config = translate(self)
-        vllm_config = original(self, *args, **kwargs)
+        ours = config is not None
+        try:
+            vllm_config = original(self, *args, **kwargs)
+        finally:
+            ours = False
         if config is not None:
             finish(vllm_config, config)
         return vllm_config
 
+    def unless_ours(original, self):
+        if not ours and not is_ours(self):  # configurations are checked again wherever a model is made
+            original(self)
+
     wrap(EngineArgs, "create_engine_config", hooked)
+    # Two vocabularies that are padded differently are no reason to refuse a draft of ours.
+    wrap(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", unless_ours, "self")
 
 
 def install_error_line(refusal: Callable[[], str | None]) -> None:

@@ -34,6 +34,7 @@ from vllm.v1.worker.gpu.attn_utils import (
     init_kv_cache,
 )
 
+from vllm_vidspec import families
 from vllm_vidspec.drafting import candidates
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.compat import model as compat
@@ -198,16 +199,26 @@ class DraftModel:
         """The draft's own context length, at most the target's."""
         return self.config.model_config.max_model_len
 
-    @property
+    @functools.cached_property
     def vocab_size(self) -> int:
-        """Token ids that the draft has embeddings of, and logits of one row."""
+        """Logits of a row: as many as the target's, whose noise and parameters they are sampled under."""
+        return self.target_config.model_config.get_vocab_size()
+
+    @functools.cached_property
+    def num_embeddings(self) -> int:
+        """Token ids that the draft has rows of; both count rows that only pad a vocabulary to a round size."""
         return self.config.model_config.get_vocab_size()
+
+    @functools.cached_property
+    def num_media_levels(self) -> int:
+        """Embeddings side by side that the tower makes of a visual token; see `FamilyAdapter`."""
+        return families.adapter_for(self.hf_config).num_media_levels(self.hf_config)
 
     def make_vision_cache(self, num_bytes: int) -> VisionCache:
         """Allocate a cache of vision embeddings, as large as the smallest that any tensor-parallel rank asks for."""
         model_config = self.config.model_config
-        num_bytes = _smallest_of_ranks(num_bytes)
-        return VisionCache(num_bytes, model_config.get_inputs_embeds_size(), model_config.dtype, self.device)
+        width = self.num_media_levels * model_config.get_inputs_embeds_size()
+        return VisionCache(_smallest_of_ranks(num_bytes), width, model_config.dtype, self.device)
 
     @functools.cached_property
     def block_size(self) -> int:
@@ -358,16 +369,32 @@ class DraftModel:
         return output[0] if isinstance(output, tuple) else output
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return `[n, vocab_size]` logits of `[n, hidden_size]` hidden states."""
-        return self.model.compute_logits(hidden_states)
+        """Return `[n, vocab_size]` logits of `[n, hidden_size]` hidden states; what either has no row of is -inf."""
+        logits = self.model.compute_logits(hidden_states)
+        missing = self.vocab_size - self.num_embeddings
+        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
     def embed(self, token_ids: torch.Tensor, media: list[torch.Tensor], where: torch.Tensor | None) -> torch.Tensor:
-        """Return `[n, hidden_size]` input embeddings; `media` fill the places `where`, `[num_media]` int64."""
+        """Return `[n, hidden_size]` input embeddings of the next forward.
+
+        Args:
+            token_ids: `[n]` int64.
+            media: `[m_i, num_media_levels * hidden_size]` embeddings of items. Those of deeper layers wait in the model
+                for the next forward, which takes them.
+            where: `[num_media]` int64 places of the media, None without any.
+        """
+        if self.num_embeddings < self.vocab_size:
+            token_ids = token_ids.clamp(max=self.num_embeddings - 1)  # the target's padding, which means nothing
         with self._agreement.collective():
             embeds = self.model.embed_input_ids(token_ids)
         if media:
             # By index, not by vLLM's mask, which has to become one on the host first.
-            embeds.index_copy_(0, where, torch.cat(media).to(embeds.dtype))
+            features, size = torch.cat(media).to(embeds.dtype), embeds.shape[1]
+            embeds.index_copy_(0, where, features[:, :size])
+            if self.num_media_levels > 1:
+                deeper = embeds.new_zeros(len(embeds), features.shape[1] - size)
+                deeper.index_copy_(0, where, features[:, size:])
+                self.model._set_deepstack_input_embeds(deeper.view(len(embeds), -1, size).transpose(0, 1))
         return embeds
 
     def encode(self, features: list[Any]) -> list[torch.Tensor]:
@@ -377,7 +404,7 @@ class DraftModel:
             features: vLLM's multimodal features, of no more tokens together than the encoder's budget (or one).
 
         Returns:
-            `[m_i, hidden_size]` embeddings of each item, in the order given.
+            `[m_i, num_media_levels * hidden_size]` embeddings of each item, in the order given.
         """
         return self._encode([(feature.modality, feature.data) for feature in features])
 

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: merged (T, H, W) patch grids and M-RoPE. Reads config attributes only."""
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: merged (T, H, W) patch grids and M-RoPE. Reads config attributes only."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,17 +9,22 @@ from vllm_vidspec.families.base import FamilyAdapter, Field, flat_grid, read_fie
 from vllm_vidspec.pruning import TokenGrid
 
 _MERGE = Field("spatial merge size", ("vision_config.spatial_merge_size",))
+_DEEPSTACK = Field("deepstack layers", ("vision_config.deepstack_visual_indexes",), default=())
 
 
-class Qwen2_5_VLAdapter(FamilyAdapter):
-    """The Qwen2.5-VL family. See `FamilyAdapter`."""
+class QwenVLAdapter(FamilyAdapter):
+    """A generation of Qwen's models. See `FamilyAdapter`.
 
-    name = "qwen2.5-vl"
-    architectures = frozenset({"Qwen2_5_VLForConditionalGeneration"})
-    model_types = frozenset({"qwen2_5_vl"})
+    Qwen3-VL writes each frame's time as text between the frames of a video; that text is not the item's embeddings.
+
+    Args:
+        name: What users call it.
+        model_types: Of configs.
+        architectures: Of configs.
+    """
+
     # Target and draft see the same token ids and the same patchified pixels, and share coordinates in M-RoPE.
     shared = (
-        Field("vocabulary size", ("text_config.vocab_size", "vocab_size")),
         Field("patch size", ("vision_config.patch_size",)),
         _MERGE,
         Field("temporal patch size", ("vision_config.temporal_patch_size",)),
@@ -30,6 +35,13 @@ class Qwen2_5_VLAdapter(FamilyAdapter):
         Field("vision start token id", ("vision_start_token_id",)),
         Field("vision end token id", ("vision_end_token_id",)),
     )
+
+    def __init__(self, name: str, model_types: set[str], architectures: set[str]):
+        self.name, self.model_types, self.architectures = name, frozenset(model_types), frozenset(architectures)
+
+    def num_media_levels(self, hf_config: Any) -> int:
+        """Return 1, and one more for each layer that Qwen3-VL's tower feeds (deepstack). See `FamilyAdapter`."""
+        return 1 + len(read_field(hf_config, _DEEPSTACK))
 
     def item_grid(self, modality: str, data: Mapping[str, Any], num_tokens: int, hf_config: Any) -> TokenGrid:
         """Return (T, H / merge, W / merge) from the item's `<modality>_grid_thw`. See `FamilyAdapter`."""

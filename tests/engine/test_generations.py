@@ -1,0 +1,96 @@
+"""Qwen2-VL and Qwen3-VL, dense and with experts: the same promises, on untrained models with the Qwen2.5-VL's prompts."""
+
+import pytest
+import torch
+
+from tests.engine import harness, random_models
+from tests.engine.harness import QWEN, assert_all_stands, assert_same_answers
+from tests.engine.random_models import QWEN3, QWEN3_MOE
+
+pytestmark = pytest.mark.engine
+
+# A step holds one video, and no more than the beginning of another prompt.
+CHUNKED = {"max_num_batched_tokens": 420}
+
+
+def requests():
+    """Videos twice, greedily and not, two of them in one prompt, and images: the prefix cache has the second half."""
+    # Two images, two videos, and both: without penalties, of which a draft knows the committed text's only.
+    several = [(prompt, {"temperature": 0.0}) for prompt, _ in harness.mixed_batch(QWEN)[7:10]]
+    once = [*harness.videos(QWEN, 3), *harness.videos(QWEN, 3, temperature=1.0), *several]
+    return once + once[:6]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """`made(name, seed)` -> the checkpoint; `answers(name)` -> vanilla's answers."""
+    found: dict = {}
+
+    def checkpoint(name, seed=0):
+        if (name, seed) not in found:
+            found[name, seed] = random_models.build(name, tmp_path_factory.mktemp(name), seed)
+        return found[name, seed]
+
+    def answers(name):
+        if name not in found:
+            with harness.engine(QWEN, overrides={"model": checkpoint(name), **CHUNKED}) as engine:
+                found[name] = engine.generate(requests())
+        return found[name]
+
+    checkpoint.answers = answers
+    return checkpoint
+
+
+@pytest.mark.parametrize("name", random_models.NAMES)
+def test_a_draft_equal_to_the_target_is_always_accepted(made, name):
+    """In chunks, with prefix hits, at T = 0 and 1. Catches: deepstack features lost, or of another chunk or prompt."""
+    expected = made.answers(name)
+    with harness.engine(QWEN, "target", {"model": made(name), **CHUNKED}, pruner="none") as engine:
+        outputs, counted = engine.measured(requests())
+    assert_same_answers(expected, outputs)
+    assert_all_stands(counted)
+
+
+def test_deepstack_features_are_looked_at(made, monkeypatch):
+    """The test above sees a draft whose deeper features are those of the token before."""
+    from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration as Target
+
+    original = Target._set_deepstack_input_embeds
+    drafting = False
+
+    def rolled(self, deeper):
+        original(self, torch.roll(deeper, 1, dims=1) if drafting else deeper)
+
+    monkeypatch.setattr(Target, "_set_deepstack_input_embeds", rolled)
+    with harness.engine(QWEN, "target", {"model": made(QWEN3), **CHUNKED}, pruner="none") as engine:
+        embed = engine.draft.embed
+
+        def embedding(*args):
+            nonlocal drafting
+            drafting = True
+            try:
+                return embed(*args)
+            finally:
+                drafting = False
+
+        monkeypatch.setattr(engine.draft, "embed", embedding)
+        outputs, counted = engine.measured(requests())
+    assert_same_answers(made.answers(QWEN3), outputs)
+    assert counted["accepted_tokens"] < counted["draft_depth"]
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "shape", "pruner"),
+    [
+        (QWEN3, QWEN3, "tree-static", "specvlm"),
+        (QWEN3_MOE, QWEN3, "chain", "uv"),
+        (QWEN3_MOE, QWEN3, "tree-adaptive", "dycoke"),
+    ],
+)
+def test_a_small_pruned_draft_changes_nothing(made, target, draft, shape, pruner):
+    """A draft of the family that knows nothing. Catches: features of dropped tokens, a target with experts refused."""
+    spec = {"drafting": shape, "pruner": pruner, "image_prune_ratio": 0.5}
+    with harness.engine(QWEN, made(draft, seed=1), {"model": made(target), **CHUNKED}, **spec) as engine:
+        outputs, counted = engine.measured(requests())
+    assert_same_answers(made.answers(target), outputs)
+    assert counted["drafts"] > 0 and counted["visual_tokens_kept"] < counted["visual_tokens_full"]

@@ -1,0 +1,62 @@
+"""Whether two checkpoints mean the same by a token id; reads `tokenizer.json`, no weights, no vLLM.
+
+Checkpoints of one family share their tokenizer, and yet differ in their vocabulary's size: each pads its embeddings to
+a round number of rows (151,936 in Qwen2.5-VL-3B, 152,064 in the larger ones). Only the tokens have to agree.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from vllm_vidspec.errors import VidSpecError
+
+_FILE = "tokenizer.json"
+
+
+def check_tokens(
+    target: str, draft: str, *, target_revision: str | None = None, draft_revision: str | None = None
+) -> None:
+    """Refuse a draft whose token ids mean something else than the target's.
+
+    What one of them lacks, such as a tool's marker that a later release has added, is no reason: it is never drafted.
+    Without a `tokenizer.json` in either there is nothing to compare.
+
+    Args:
+        target: A directory or a Hugging Face name, of what tokenizes the target's prompts.
+        draft: Likewise.
+        target_revision: Of a Hugging Face name.
+        draft_revision: Likewise.
+
+    Raises:
+        VidSpecError: One line with the first id whose token differs.
+    """
+    paths = _find(target, target_revision), _find(draft, draft_revision)
+    if paths[0] is None or paths[1] is None or paths[0].read_bytes() == paths[1].read_bytes():
+        return
+    if problem := difference(_tokens(paths[0]), _tokens(paths[1])):
+        raise VidSpecError(f"the draft's tokenizer is not the target's: {problem}")
+
+
+def difference(target: Mapping[str, int], draft: Mapping[str, int]) -> str | None:
+    """Return what the first id that stands for two tokens means to either vocabulary, None if there is none."""
+    meant = {i: token for token, i in target.items()}
+    differing = [i for token, i in draft.items() if meant.get(i, token) != token]
+    if not differing:
+        return None
+    first, other = min(differing), {i: token for token, i in draft.items()}
+    return f"token {first} is {meant[first]!r} in the target but {other[first]!r} in the draft"
+
+
+def _find(model: str, revision: str | None) -> Path | None:
+    from transformers.utils import cached_file
+
+    try:
+        found = cached_file(model, _FILE, revision=revision, _raise_exceptions_for_missing_entries=False)
+    except OSError:  # neither a directory nor a name: its configuration is what says so
+        return None
+    return None if found is None else Path(found)
+
+
+def _tokens(path: Path) -> dict[str, int]:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
