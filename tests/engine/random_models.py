@@ -38,7 +38,7 @@ def build(name: str, folder: Path, seed: int = 0) -> str:
 
 
 def _store_experts_as_released(path: Path) -> None:
-    """Turn experts' weights to `[experts, in, out]`, as in released checkpoints; transformers 5 writes the other way."""
+    """Turn experts' weights to `[experts, in, out]`, as released: transformers 5 writes the other way."""
     weights = load_file(path)
     for name, weight in weights.items():
         size = {"gate_up_proj": _TEXT["hidden_size"], "down_proj": _EXPERT_SIZE}.get(name.rpartition(".")[2])
@@ -83,7 +83,13 @@ def _config(name: str) -> Any:
         config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **tokens)
         config.architectures = ["Qwen3VLForConditionalGeneration"]
         return config
-    text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": _EXPERT_SIZE, "decoder_sparse_step": 1, "norm_topk_prob": True}
+    text |= {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": _EXPERT_SIZE,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+    }
     config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision, **tokens)
     config.architectures = ["Qwen3VLMoeForConditionalGeneration"]
     return config
@@ -99,7 +105,10 @@ def _processor(name: str) -> Any:
         return kind(bundled.image_processor, bundled.tokenizer, bundled.video_processor, bundled.chat_template)
     side = 112
     video = transformers.Qwen3VLVideoProcessor(
-        patch_size=14, merge_size=2, temporal_patch_size=2, size={"shortest_edge": 784, "longest_edge": side * side * 64}
+        patch_size=14,
+        merge_size=2,
+        temporal_patch_size=2,
+        size={"shortest_edge": 784, "longest_edge": side * side * 64},
     )
     kind = transformers.Qwen3VLProcessor
     return kind(bundled.image_processor, bundled.tokenizer, video, bundled.chat_template)

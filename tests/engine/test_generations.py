@@ -1,4 +1,4 @@
-"""Qwen2-VL and Qwen3-VL, dense and with experts: the same promises, on untrained models with the Qwen2.5-VL's prompts."""
+"""Qwen2-VL and Qwen3-VL, dense and with experts: the same promises, on untrained models, with Qwen2.5-VL's prompts."""
 
 import pytest
 import torch

@@ -8,6 +8,7 @@ import torch
 from vllm_vidspec.devices import has_gpu
 
 pytest.importorskip("vllm")
+import vllm.model_executor.models.qwen3_vl as qwen3_vl
 import vllm.v1.worker.gpu.block_table as block_table
 import vllm.v1.worker.gpu.buffer_utils as buffer_utils
 import vllm.v1.worker.gpu.input_batch as input_batch
@@ -20,7 +21,8 @@ import vllm.v1.worker.gpu.spec_decode.rejection_sampler as rejection_sampler
 
 from tests.unit.engine.test_cpu_kernels import Draws
 from vllm_vidspec.engine.compat.contract import MARK
-from vllm_vidspec.engine.cpu import batch_kernels, logits_kernels, logprob_kernels
+from vllm_vidspec.engine.compat.cpu import _TWINS
+from vllm_vidspec.engine.cpu import batch_kernels, logprob_kernels
 from vllm_vidspec.engine.cpu.kernels import Twin
 
 pytestmark = pytest.mark.skipif(has_gpu(), reason="the twins replace interpreted kernels only")
@@ -37,8 +39,8 @@ def both(monkeypatch):
         attribute = f"_{name}_kernel"
         kernel = getattr(module, attribute)
         kernel, found = getattr(kernel, MARK, kernel), []
-        if whole := getattr(batch_kernels, name, None) or getattr(logits_kernels, name, None):
-            twin = batch_kernels.WholeTwin(whole, kernel)
+        if whole := [getattr(module, name) for module in _TWINS if hasattr(module, name)]:
+            twin = batch_kernels.WholeTwin(whole[0], kernel)
         else:
             twin = Twin(getattr(logprob_kernels, name))
         for impl in (kernel, twin):
@@ -287,3 +289,15 @@ def test_biases(both, seed, checks_masked):
     draws_pos, min_lens = draws.ints(0, 20, 9).long(), draws.ints(0, 20, NUM_ROWS)
     bias, restore = draws.normal(NUM_ROWS, 8), draws.ints(0, 2, NUM_ROWS).bool()
     both(logit_bias, "bias", call, logits)
+
+
+@pytest.mark.parametrize(("frames", "height", "width"), [(1, 4, 6), (2, 8, 2), (1, 2, 12)])
+@pytest.mark.parametrize("merge", [1, 2])
+def test_position_embeddings(both, frames, height, width, merge):
+    """Catches: rows for columns, patches in another order than the merger's, the grid's last row passed."""
+    table = Draws(frames).normal(7 * 7, 24)
+    both(
+        qwen3_vl,
+        "bilinear_pos_embed",
+        lambda: qwen3_vl.triton_pos_embed_interpolate(table, frames, height, width, 7, merge, torch.float32),
+    )

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 import torch
 
 from vllm_vidspec.engine.compat.contract import MARK, expect_parameters, replace
-from vllm_vidspec.engine.cpu import batch_kernels, kernels, logits_kernels, logprob_kernels
+from vllm_vidspec.engine.cpu import batch_kernels, kernels, logits_kernels, logprob_kernels, vision_kernels
+
+_TWINS = (batch_kernels, logits_kernels, vision_kernels)
 
 
 @contextlib.contextmanager
@@ -110,7 +112,10 @@ def speed_up_interpreter_kernels() -> None:
 
 
 def speed_up_batch_kernels() -> None:
-    """Replace interpreted kernels that every step of vLLM runs, a program per request, by bit-equal numpy twins."""
+    """Replace interpreted kernels that every step of vLLM runs, a program per request, by bit-equal numpy twins; and
+    one of Qwen3-VL's tower, which runs a program per patch.
+    """
+    import vllm.model_executor.models.qwen3_vl as qwen3_vl
     import vllm.v1.worker.gpu.block_table as block_table
     import vllm.v1.worker.gpu.buffer_utils as buffer_utils
     import vllm.v1.worker.gpu.input_batch as input_batch
@@ -130,12 +135,13 @@ def speed_up_batch_kernels() -> None:
         (input_batch, ("get_num_sampled_and_rejected", "post_update", "expand_idx_mapping")),
         (rejection_sampler, ("gather_draft_sampled",)),
         (rope, ("prepare_rope_positions",)),
+        (qwen3_vl, ("bilinear_pos_embed",)),
     ):
         for name in names:
             kernel = getattr(module, f"_{name}_kernel")
             if hasattr(kernel, MARK):
                 continue
-            run = getattr(batch_kernels, name, None) or getattr(logits_kernels, name)
+            (run,) = (getattr(module, name) for module in _TWINS if hasattr(module, name))
             taken = inspect.signature(kernel.fn).parameters
             wanted = [name if name in taken else f"{name}_ptr" for name in list(inspect.signature(run).parameters)[1:]]
             replace(module, f"_{name}_kernel", functools.partial(batch_kernels.WholeTwin, run), *wanted)

@@ -14,8 +14,8 @@ from vllm_vidspec.engine.cpu.kernels import Twin
 
 
 class WholeTwin(Twin):
-    """A twin whose function takes every argument of the kernel, constants by name; where it returns False the
-    interpreted kernel runs.
+    """A twin whose function takes every argument of the kernel, constants by name; where it returns False, and
+    for bfloat16, which numpy does not know, the interpreted kernel runs.
 
     Args:
         run: Serves the whole grid.
@@ -28,8 +28,9 @@ class WholeTwin(Twin):
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         constants.pop("num_warps", None)
-        arrays = [arg.numpy() if isinstance(arg, torch.Tensor) else arg for arg in args]
-        if self._run(grid, *arrays, **constants) is False:
+        is_known = not any(isinstance(arg, torch.Tensor) and arg.dtype == torch.bfloat16 for arg in args)
+        arrays = [arg.numpy() if isinstance(arg, torch.Tensor) else arg for arg in args] if is_known else []
+        if not is_known or self._run(grid, *arrays, **constants) is False:
             self._interpreted[grid](*args, **constants)
 
 
