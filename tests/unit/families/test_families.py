@@ -87,7 +87,7 @@ def test_adapter_for(make, name):
 @pytest.mark.parametrize(
     ("config", "shown"),
     [
-        (SimpleNamespace(architectures=["Qwen2VLForConditionalGeneration"], model_type="qwen2_vl"), "Qwen2VL"),
+        (SimpleNamespace(architectures=["InternVLForConditionalGeneration"], model_type="internvl"), "InternVL"),
         (SimpleNamespace(architectures=None, model_type="llama"), "'llama'"),
         (SimpleNamespace(), "None"),
         # The architecture decides: a derived model with a known model type is another model.
@@ -98,13 +98,13 @@ def test_unknown_family(config, shown):
     """Catches: a neighbour family taken for ours; an error that does not say what is supported."""
     with pytest.raises(VidSpecError, match=f"unsupported model family: .*{shown}") as caught:
         adapter_for(config)
-    assert "supported: qwen2.5-vl, llava-onevision" in str(caught.value)
+    assert "supported: qwen2-vl, qwen2.5-vl, qwen3-vl, llava-onevision" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_registry():
     """Catches: an adapter lost or silently replaced."""
-    assert [adapter.name for adapter in families()] == ["qwen2.5-vl", "llava-onevision"]
+    assert [adapter.name for adapter in families()] == ["qwen2-vl", "qwen2.5-vl", "qwen3-vl", "llava-onevision"]
     with pytest.raises(ValueError, match="registered twice"):
         register_family(families()[0])
 
@@ -312,3 +312,13 @@ def test_tokenizers_are_read_where_there_are_any(tmp_path):
     check_tokens(target, target)
     with pytest.raises(VidSpecError, match="token 1 is '<video>' in the target but '<image>' in the draft"):
         check_tokens(target, draft)
+
+
+def test_only_deepstack_makes_more_of_a_token_than_its_embedding():
+    """Catches: features of deeper layers dropped, or looked for where there are none."""
+    deep = transformers.Qwen3VLConfig(vision_config={"deepstack_visual_indexes": [8, 16, 24]})
+    moe = transformers.Qwen3VLMoeConfig(vision_config={"deepstack_visual_indexes": [5, 11]})
+    deep.architectures, moe.architectures = ["Qwen3VLForConditionalGeneration"], []
+    moe.model_type = "qwen3_vl_moe"
+    for config, levels in ((deep, 4), (moe, 3), (qwen(), 1), (real_qwen(), 1), (llava(), 1)):
+        assert adapter_for(config).num_media_levels(config) == levels
