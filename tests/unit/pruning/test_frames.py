@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_vidspec.config import PruneKnobs
 from vllm_vidspec.pruning import TokenGrid, budget
-from vllm_vidspec.pruning.frames import MAX_TEXT_BETWEEN, PruneUnit, run_grid
+from vllm_vidspec.pruning.frames import MAX_TEXT_BETWEEN, PruneUnit, pruned_together, run_grid
 from vllm_vidspec.pruning.prompt import UnsupportedPrompt, plan_prompt, prune
 
 SMALL, LARGE = TokenGrid(1, 2, 3), TokenGrid(1, 3, 4)
@@ -95,6 +95,16 @@ def test_runs(shown, auto, always):
     assert places(*shown) == auto
     assert places(*shown, frames_as_video="always") == always
     assert places(*shown, frames_as_video="never") == list(range(sum(isinstance(part, TokenGrid) for part in shown)))
+
+
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_a_video_of_one_frame_is_no_image(place):
+    """Catches: a run that takes in a video, as its first item or a later one, because their grids are equal."""
+    modalities = ["image"] * 4
+    modalities[place] = "video"
+    where = [torch.arange(6) + 8 * i for i in range(4)]
+    found = pruned_together(modalities, where, [SMALL] * 4, PruneKnobs())
+    assert found == [(range(i, i + 1), modality) for i, modality in enumerate(modalities)]
 
 
 def test_text_within_an_item_is_not_between_items():

@@ -23,8 +23,8 @@ from vllm_vidspec.pruning import budget
 from vllm_vidspec.pruning.frames import pruned_together
 from vllm_vidspec.pruning.prompt import UnsupportedPrompt, embedding_indices
 
-# Scores that are remembered, in tokens: 64 videos of 25,000, 6.4 MB. A frame that comes as an image has fewer, and counts
-# for some at least, because a tensor takes a kilobyte by itself.
+# Scores that are remembered, in tokens: 64 videos of 25,000, 6.4 MB. A frame that comes as an image has fewer, and
+# counts for some at least, because a tensor takes a kilobyte by itself.
 _MAX_REMEMBERED, _LEAST_REMEMBERED = 64 * 25_000, 256
 
 
