@@ -162,21 +162,23 @@ def frames(count: int, num_tokens: int = 2) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("count", "knobs", "heard"),
+    ("count", "num_tokens", "knobs", "heard"),
     [
-        (3, {}, False),  # of two tokens each at 0 all stay
-        (4, {}, True),
-        (2, {"frames_as_video": "always"}, True),
-        (8, {"frames_as_video": "never"}, False),
-        (4, {"prune_ratio": 1.0}, False),
-        (3, {"image_prune_ratio": 0.5, "prune_ratio": 1.0}, True),
-        (4, {"image_prune_ratio": 0.5, "prune_ratio": 0.0}, False),
+        (3, 2, {}, False),
+        (4, 2, {}, True),
+        (3, 1, {"image_prune_ratio": 0.9}, False),  # one token always stays
+        (4, 1, {"image_prune_ratio": 0.9}, True),
+        (2, 2, {"frames_as_video": "always"}, True),
+        (8, 2, {"frames_as_video": "never"}, False),
+        (4, 2, {"prune_ratio": 1.0}, False),
+        (3, 2, {"image_prune_ratio": 0.5, "prune_ratio": 1.0}, True),
+        (4, 2, {"image_prune_ratio": 0.5, "prune_ratio": 0.0}, False),
     ],
 )
-def test_a_run_of_images_is_heard_as_the_video_it_is(count, knobs, heard, monkeypatch):
+def test_a_run_of_images_is_heard_as_the_video_it_is(count, num_tokens, knobs, heard, monkeypatch):
     """Catches: a run that is pruned uniformly because no image alone would be pruned, or none is a choice."""
     guidance = make_guidance(AttentionGuidance, monkeypatch, **{"image_prune_ratio": 0.0} | knobs)
-    guidance.arrive(frames(count))
+    guidance.arrive(frames(count, num_tokens))
     assert (1 in guidance._prompts) == heard
 
 

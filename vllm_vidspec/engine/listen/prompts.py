@@ -133,7 +133,8 @@ class Guidance(TargetListener):
         except UnsupportedPrompt:
             return []
         knobs = self.knobs.now.prune
-        # Of images as many tokens each are taken for one size: where they are not, a prompt is heard for nothing.
+        # Images of as many tokens each are taken for one size here, where no grid is known. If they are not, a prompt
+        # may be heard for nothing, or, where videos alone keep nothing, its images are pruned uniformly.
         sizes = [len(item) for item in items]
         units = pruned_together([feature.modality for feature in features], items, sizes, knobs)
         full = [sum(sizes[place] for place in places) for places, _ in units]
