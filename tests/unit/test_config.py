@@ -37,8 +37,9 @@ def test_defaults():
         "num_speculative_tokens_per_batch_size": None, "draft_noise": "shared", "max_draft_len": None,
         "on_draft_error": "skip", "calibration": None,
         # prune
-        "prune_ratio": 0.9, "image_prune_ratio": None, "pruner": "specvlm", "lambda_r": 0.4, "guidance_layers": "all",
-        "uv_layer": None, "guidance_bytes": None, "prune_seed": 0, "draft_positions": "original",
+        "prune_ratio": 0.9, "image_prune_ratio": None, "frames_as_video": "auto", "pruner": "specvlm", "lambda_r": 0.4,
+        "guidance_layers": "all", "uv_layer": None, "guidance_bytes": None, "prune_seed": 0,
+        "draft_positions": "original",
         # tree: SAGE's, section 5.1
         "tree_paths": None, "tree_depth_min": 3, "tree_depth_max": 8, "tree_width_min": 2, "tree_width_max": 10,
         "tree_entropy_top_k": 10, "tree_threshold": 0.1, "tree_history": 10, "tree_history_low": 2.0,
@@ -74,6 +75,7 @@ def test_every_knob_is_documented():
     for name, words in {
         "pruner": groups.PRUNERS,
         "image_prune_ratio": [str(groups.IMAGE_PRUNE_RATIO)],
+        "frames_as_video": [f"`{name}`: {least} " for name, least in groups.LEAST_RUN.items()],
         "protected_tokens": [groups.DIGITS],
         "request_scorers": [groups.REQUEST_SCORER],
         "lambda_max": [groups.REQUEST_LAMBDA],
@@ -207,6 +209,7 @@ RANGES = {
     "on_draft_error": (("shrug",), ("skip", "raise")),
     "prune_ratio": ((-0.01, 1.01, 1.5, float("nan"), "much"), (0.0, 1.0, 0.35)),
     "image_prune_ratio": ((-0.01, 1.5), (0.0, 1.0, None)),
+    "frames_as_video": (("sometimes", True, 4, None), ("auto", "never", "always")),
     "pruner": ((3,), groups.PRUNERS),
     "lambda_r": ((-0.1, 1.1), (0.0, 1.0)),
     "guidance_layers": (("some", [], [-1], [0.5]), ("all", (0, 2))),

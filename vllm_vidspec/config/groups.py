@@ -14,6 +14,8 @@ PRUNERS = (
 _PRUNER_ALIASES = {"window": "window:middle"}
 
 IMAGE_PRUNE_RATIO = 0.8  # an image's tokens are fewer and less alike than a video's (SAGE's default)
+# Images in a row that count as a video, by `frames_as_video`: two or three are more often compared than watched.
+LEAST_RUN = {"auto": 4, "always": 2}
 
 DIGITS = "0-9"
 # Small words that turn a sentence into its opposite, and yet have nothing to do with the video (LVSpec, limitations).
@@ -65,7 +67,11 @@ class PruneKnobs(Group):
     image_ratio: float | None = Field(default=None, ge=0.0, le=1.0)
     """The same for image tokens. Default: 0.8, or `prune_ratio` where that is lower or 1. Every image and every video
     of a prompt has a budget of its own: its tokens times 1 - ratio, rounded down, at least one token unless the ratio
-    is 1."""
+    is 1. Images that are a video's frames (`frames_as_video`) are one video here."""
+    frames_as_video: Literal["auto", "never", "always"] = "auto"
+    """Whether images of one size in a row, with little text between them, are pruned as the frames of one video: with
+    one budget, at `prune_ratio`, and compared with each other where the pruner compares frames. `auto`: 4 images and
+    more; `always`: 2 images and more; `never`: each image is one of its own."""
     pruner: str = "specvlm"
     """Which tokens stay: `none`, `specvlm`, `attention`, `uv`, `uniform`, `random`, `window:front`, `window:middle`,
     `window:end`, `frame`, `fastvid`, `dycoke`. `specvlm` and `attention` follow the target's attention, `uv` its hidden
@@ -106,6 +112,11 @@ class PruneKnobs(Group):
         if not layers:
             raise ValueError('guidance_layers names no layer; give at least one, or "all"')
         return tuple(sorted(set(layers)))
+
+    @property
+    def least_run(self) -> int | None:
+        """How many images in a row are a video at least; None where no number is."""
+        return LEAST_RUN.get(self.frames_as_video)
 
     def ratio_for(self, modality: str) -> float:
         """Return the prune ratio of a modality ("video" or "image"); `pruner: none` keeps everything."""

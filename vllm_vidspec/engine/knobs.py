@@ -8,7 +8,7 @@ from vllm_vidspec.config.model import flatten
 from vllm_vidspec.errors import VidSpecError
 
 # What may change while the engine runs: pruning always, verification where any request can be loose.
-_PRUNING = {"lambda_r", "guidance_layers", "prune_ratio", "image_prune_ratio"}
+_PRUNING = {"lambda_r", "guidance_layers", "prune_ratio", "image_prune_ratio", "frames_as_video"}
 _RULES = {
     *("scorer", "lambda_loose", "top_n", "position_shift", "relevance_rows"),
     *("fly_entropy", "fly_window", "fly_top_k", "protected_tokens"),

@@ -92,7 +92,8 @@ class VidSpecWorker:
         """Return what was pruned since watching began, and go on watching or not; for tools, over `collective_rpc`.
 
         Returns:
-            Per prompt `req_id`, and per item `grids`, `kept_indices`, `scores`, `embeddings` (None if not measured).
+            Per prompt `req_id`, and per image, video or run of images that are pruned as one `grids`, `kept_indices`,
+            `scores`, `embeddings` (None if not measured).
             With `as_lists` only the indices and scores, as numbers: an engine in another process cannot send tensors.
 
         Raises:

@@ -9,6 +9,7 @@ import torch
 
 from vllm_vidspec.config import PruneKnobs
 from vllm_vidspec.pruning import SCORE_NEEDS, PruneInputs, TokenGrid, budget, get_pruner
+from vllm_vidspec.pruning.frames import PruneUnit, pruned_together, run_grid
 
 
 class UnsupportedPrompt(Exception):
@@ -17,19 +18,17 @@ class UnsupportedPrompt(Exception):
 
 @dataclass(frozen=True)
 class PromptItem:
-    """An image or video of a prompt.
+    """An image or video of a prompt, as the vision tower looks at it. What is kept of it is its `PruneUnit`'s matter.
 
     Attributes:
         feature: vLLM's, with its pixels.
         where: `[m]` int64 prompt indices that its embeddings fill.
         grid: Its layout.
-        num_keep: How many of them stay.
     """
 
     feature: Any
     where: torch.Tensor
     grid: TokenGrid
-    num_keep: int
 
     @property
     def name(self) -> str:
@@ -40,11 +39,6 @@ class PromptItem:
     def num_tokens(self) -> int:
         """Its embeddings."""
         return len(self.where)
-
-    @property
-    def is_choice(self) -> bool:
-        """Whether pruning has anything to choose in it."""
-        return 0 < self.num_keep < self.num_tokens
 
 
 @dataclass(frozen=True)
@@ -57,6 +51,7 @@ class PromptPlan:
             anew.
         num_axes: Of the rope positions.
         items: Its images and videos in prompt order.
+        units: What of them is pruned together, in the same order; every item is in one.
         pos_delta: Rope position minus logical position of the tokens after the prompt.
     """
 
@@ -64,7 +59,12 @@ class PromptPlan:
     positions: torch.Tensor | None
     num_axes: int
     items: tuple[PromptItem, ...]
+    units: tuple[PruneUnit, ...]
     pos_delta: int
+
+    def unit_of(self, i: int) -> PruneUnit:
+        """Return what an item is pruned in."""
+        return next(unit for unit in self.units if i in unit.places)
 
     @property
     def num_tokens(self) -> int:
@@ -79,7 +79,7 @@ class PromptPlan:
     @property
     def num_dropped(self) -> int:
         """Tokens of the prompt that the draft does not hold."""
-        return sum(item.num_tokens - item.num_keep for item in self.items)
+        return sum(unit.num_tokens - unit.num_keep for unit in self.units)
 
     @property
     def num_kept(self) -> int:
@@ -110,12 +110,13 @@ def plan_prompt(
     item_grid: Callable[[str, dict[str, Any], int], TokenGrid],
     full_positions: Callable[[list[int], list[Any]], tuple[torch.Tensor, int]],
 ) -> PromptPlan:
-    """Look at a prompt, on the host. Every image or video has a budget of its own.
+    """Look at a prompt, on the host. Every image or video has a budget of its own, and so has a run of images that
+    count as one video.
 
     Args:
         token_ids: The full prompt, and after a preemption the output so far.
         features: vLLM's multimodal features in prompt order.
-        knobs: Pruner, ratios and position rule.
+        knobs: Pruner, ratios, what counts as a video and position rule.
         item_grid: `(modality, data, num_tokens) -> grid`, the family's geometry.
         full_positions: `(token_ids, features) -> ([num_axes, num_tokens] int64, delta)` of the full prompt.
 
@@ -127,22 +128,27 @@ def plan_prompt(
         where = embedding_indices(feature)
         data = {key: element.data for key, element in feature.data.items()}
         grid = item_grid(feature.modality, data, len(where))
-        items.append(PromptItem(feature, where, grid, budget(len(where), knobs.ratio_for(feature.modality))))
+        items.append(PromptItem(feature, where, grid))
+    units = []
+    modalities, grids = [item.feature.modality for item in items], [item.grid for item in items]
+    for places, modality in pruned_together(modalities, [item.where for item in items], grids, knobs):
+        grid = grids[places[0]] if len(places) == 1 else run_grid(grids[places[0]], len(places))
+        units.append(PruneUnit(places, grid, budget(grid.num_tokens, knobs.ratio_for(modality))))
     if knobs.positions == "original":
         positions, delta = full_positions(token_ids, features)
         num_axes = positions.shape[0]
     else:
         positions, num_axes = None, full_positions(token_ids[:1], [])[0].shape[0]
-        delta = sum(item.num_keep - item.num_tokens for item in items)
+        delta = sum(unit.num_keep - unit.num_tokens for unit in units)
     ids = torch.tensor(token_ids, dtype=torch.int32)
-    plan = PromptPlan(ids, positions, num_axes, tuple(items), int(delta))
+    plan = PromptPlan(ids, positions, num_axes, tuple(items), tuple(units), int(delta))
     if plan.num_kept <= 0:
         raise UnsupportedPrompt("pruning leaves nothing of its prompt")
     return plan
 
 
 def prune(plan: PromptPlan, kept_indices: Sequence[torch.Tensor]) -> PrunedPrompt:
-    """Return what is left of a prompt, given one `[num_keep]` int64 tensor of kept embeddings per item."""
+    """Return what is left of a prompt, given one `[k_i]` int64 tensor of kept embeddings per item."""
     keep = torch.ones(plan.num_tokens, dtype=torch.bool)
     is_media = torch.zeros(plan.num_tokens, dtype=torch.bool)
     for item, kept in zip(plan.items, kept_indices, strict=True):
@@ -161,22 +167,22 @@ def prune(plan: PromptPlan, kept_indices: Sequence[torch.Tensor]) -> PrunedPromp
 
 
 def choose_kept(
-    item: PromptItem, knobs: PruneKnobs, scores: torch.Tensor | None, embeddings: torch.Tensor | None
+    unit: PruneUnit, knobs: PruneKnobs, scores: torch.Tensor | None, embeddings: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return which of an item's embeddings stay, `[num_keep]` int64 on the CPU.
+    """Return which of a unit's embeddings stay, `[num_keep]` int64 on the CPU.
 
     A pruner that chooses nothing, or lacks its guidance, keeps uniformly.
 
     Args:
-        item: The image or video.
+        unit: The image, video or run of images.
         knobs: Its pruner.
         scores: The target's guidance, float32 `[m]` on the CPU, or None.
         embeddings: The draft's own `[m, hidden_size]`, for the pruners that compare them, or None.
     """
     pruner = get_pruner(knobs.pruner)
-    if not item.is_choice or (pruner.needs & SCORE_NEEDS and scores is None):
+    if not unit.is_choice or (pruner.needs & SCORE_NEEDS and scores is None):
         pruner = get_pruner("uniform")
-    inputs = PruneInputs(item.grid, item.num_keep, scores, embeddings, knobs.lambda_r, knobs.seed)
+    inputs = PruneInputs(unit.grid, unit.num_keep, scores, embeddings, knobs.lambda_r, knobs.seed)
     return pruner(inputs).cpu()
 
 

@@ -147,19 +147,19 @@ def choose(config: VidSpecConfig, records: list[Record]) -> "Tensor":
     import torch
 
     from vllm_vidspec.pruning import SCORE_NEEDS, budget, get_pruner
-    from vllm_vidspec.pruning.prompt import PromptItem, choose_kept
+    from vllm_vidspec.pruning.frames import PruneUnit
+    from vllm_vidspec.pruning.prompt import choose_kept
 
     pruner, grid = get_pruner(config.prune.pruner), records[0].grid
-    num_keep = budget(grid.num_tokens, config.prune.ratio_for("video"))
-    item = PromptItem(None, torch.arange(grid.num_tokens), grid, num_keep)
+    unit = PruneUnit(range(1), grid, budget(grid.num_tokens, config.prune.ratio_for("video")))
     measured = next((r for r in records if pruner.needs and get_pruner(r.pruner).needs == pruner.needs), None)
     scores, features = (measured.scores, measured.features) if measured else (None, None)
     # The engine would make do without; what is shown would then not be what was asked for.
-    if item.is_choice and (
+    if unit.is_choice and (
         (pruner.needs & SCORE_NEEDS and scores is None) or ("features" in pruner.needs and features is None)
     ):
         raise VidSpecError(f"pruner {pruner.name}: the engine measured nothing for it (see vidspec's log lines)")
-    kept = choose_kept(item, config.prune, scores, features)
+    kept = choose_kept(unit, config.prune, scores, features)
     for record in records:
         if record.pruner == config.prune.pruner and not torch.equal(record.kept_indices, kept):
             raise VidSpecError(f"pruner {pruner.name}: the engine kept other tokens than shown; please report this")

@@ -1,5 +1,6 @@
 """Prefilling the draft: how much a step runs of it, what one bad prompt costs, what is looked at once."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,10 +64,10 @@ class NotingModel:
 class Line:
     """A `DraftPrefill` over a noting model, and a committed text by row."""
 
-    def __init__(self, cache_bytes: int = 0, **knobs: Any):
+    def __init__(self, cache_bytes: int = 0, model: NotingModel | None = None, **knobs: Any):
         if current_platform.is_cpu():
             import vllm.v1.worker.cpu.shm  # noqa: F401  # buffers that need no pinned memory, as in every CPU engine
-        self.model, self.counted = NotingModel(), Counts()
+        self.model, self.counted = model or NotingModel(), Counts()
         self.kv = DraftKV(200, BLOCK, 8, MAX_LEN + 4, CPU)
         cache = VisionCache(cache_bytes, HIDDEN, torch.float32, CPU)
         self.shared: dict[str, torch.Tensor] = {}
@@ -74,9 +75,9 @@ class Line:
         self.prefills = DraftPrefill(self.model, chosen, self.counted, self.kv, cache, self.shared, ALONE)  # type: ignore[arg-type]
         self.text = torch.full((8, MAX_LEN), 7_777_777, dtype=torch.int32)  # an id outside the vocabulary
 
-    def admit(self, row: int, token_ids: list[int], features: tuple = ()) -> bool:
+    def admit(self, row: int, token_ids: list[int], features: Sequence[Any] = (), scores: Any = None) -> bool:
         self.text[row, : len(token_ids)] = torch.tensor(token_ids)
-        return self.prefills.admit(PrefillMessage(f"r{row}", row, token_ids, list(features)))
+        return self.prefills.admit(PrefillMessage(f"r{row}", row, token_ids, list(features), scores))
 
     def step(self, bounds: dict[int, int]) -> Any:
         self.model.forwards = []

@@ -1,13 +1,15 @@
 """Guidance of attention and of hidden states: whose prompt it is of, what a failure costs, what came of it."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.multimodal.inputs import PlaceholderRange
 
 from tests.unit.engine import fakes
 from tests.unit.engine.fakes import CPU, HIDDEN, NOTHING, VIDEO, Recorder, arrival_of, batch_of, in_list
-from vllm_vidspec.engine.listen import attention, hidden_states
+from vllm_vidspec.engine.listen import attention, hidden_states, prompts
 from vllm_vidspec.engine.listen.attention import AttentionGuidance
 from vllm_vidspec.engine.listen.hidden_states import HiddenStateGuidance
 from vllm_vidspec.engine.listen.listeners import TargetListeners
@@ -146,6 +148,64 @@ def test_states_beyond_the_bound_are_not_kept(monkeypatch):
     hear(listeners, guidance, batch_of(0, 1))
     assert [guidance.take(row).wait().outcome for row in (0, 1)] == [("guided_prompts",), ("unguided_memory",)]
     assert guidance._num_bytes == 0
+
+
+def frames(count: int, num_tokens: int = 2) -> SimpleNamespace:
+    """Return what arrives in row 1: images of `num_tokens` tokens, a marker before each, two words after the last."""
+    arrival, features = arrival_of(1), []
+    for i in range(count):
+        place = PlaceholderRange(offset=i * (num_tokens + 1) + 1, length=num_tokens)
+        data = {"pixel_values": None}
+        features.append(SimpleNamespace(mm_position=place, modality="image", identifier=f"frame {i}", data=data))
+    token_ids = list(range(count * (num_tokens + 1) + 2))
+    return dataclasses.replace(arrival, features=features, token_ids=token_ids)
+
+
+@pytest.mark.parametrize(
+    ("count", "num_tokens", "knobs", "heard"),
+    [
+        (3, 2, {}, False),
+        (4, 2, {}, True),
+        (3, 1, {"image_prune_ratio": 0.9}, False),  # one token always stays
+        (4, 1, {"image_prune_ratio": 0.9}, True),
+        (2, 2, {"frames_as_video": "always"}, True),
+        (8, 2, {"frames_as_video": "never"}, False),
+        (4, 2, {"prune_ratio": 1.0}, False),
+        (3, 2, {"image_prune_ratio": 0.5, "prune_ratio": 1.0}, True),
+        (4, 2, {"image_prune_ratio": 0.5, "prune_ratio": 0.0}, False),
+    ],
+)
+def test_a_run_of_images_is_heard_as_the_video_it_is(count, num_tokens, knobs, heard, monkeypatch):
+    """Catches: a run that is pruned uniformly because no image alone would be pruned, or none is a choice."""
+    guidance = make_guidance(AttentionGuidance, monkeypatch, **{"image_prune_ratio": 0.0} | knobs)
+    guidance.arrive(frames(count, num_tokens))
+    assert (1 in guidance._prompts) == heard
+
+
+@pytest.mark.parametrize("kind", [AttentionGuidance, HiddenStateGuidance])
+def test_all_frames_of_a_prompt_are_remembered(kind, monkeypatch):
+    """A prompt of 100 images is shown again from the cache: every image has its own scores, in order.
+
+    What is remembered stays below its bound, the oldest goes first. Catches: a bound by number that forgets a prompt's
+    first frames while it takes in its last; scores that are views of the whole prompt's.
+    """
+    guidance = make_guidance(kind, monkeypatch)
+    guidance.reserve(1 << 20)
+    listeners, arrival = in_list(guidance, on_draft_error="raise"), frames(100)
+    listeners.admit(arrival)
+    hear(listeners, guidance, batch_of(1, count=len(arrival.token_ids)))
+    first = guidance.take(1).wait()
+    assert first.outcome == ("guided_prompts",) and [len(scores) for scores in first.scores] == [2] * 100
+    assert all(scores.untyped_storage().nbytes() == 8 for scores in guidance._remembered.values())
+    listeners.admit(arrival)
+    again = guidance.take(1).wait()
+    assert again.outcome == ("guided_prompts", "reused_guidance")
+    assert all(torch.equal(*pair) for pair in zip(again.scores, first.scores, strict=True))
+    monkeypatch.setattr(prompts, "_MAX_REMEMBERED", 10 * prompts._LEAST_REMEMBERED)
+    listeners.admit(arrival)
+    hear(listeners, guidance, batch_of(1, count=len(arrival.token_ids)))
+    guidance.take(1).wait()
+    assert list(guidance._remembered) == [f"frame {i}" for i in range(90, 100)]
 
 
 def test_a_prompt_that_ends_with_its_video_has_no_text_to_ask_with(monkeypatch):

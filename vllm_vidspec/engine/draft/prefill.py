@@ -9,7 +9,7 @@ looked at. Every decision follows from what the host knows, so tensor-parallel r
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -118,13 +118,14 @@ class DraftPrefill:
             lambda modality, data, size: self._adapter.item_grid(modality, data, size, self.model.hf_config),
             self.model.full_positions,
         )
-        scores = message.scores
-        kept = [
-            None
-            if (self._compares or is_ahead) and item.is_choice
-            else choose_kept(item, self._knobs.now.prune, None if scores is None else scores[i], None)
-            for i, item in enumerate(plan.items)
-        ]
+        scores = None if message.scores is None else [unit.joined(message.scores) for unit in plan.units]
+        kept: list[torch.Tensor | None] = []
+        for number, unit in enumerate(plan.units):
+            if (self._compares or is_ahead) and unit.is_choice:
+                kept += [None] * len(unit.places)
+                continue
+            guide = None if scores is None else scores[number]
+            kept += unit.split(choose_kept(unit, self._knobs.now.prune, guide, None))
         return PrefillJob(
             message.req_id, message.req_state_idx, plan, scores, kept, [None] * len(kept), [None] * len(kept)
         )
@@ -198,18 +199,31 @@ class DraftPrefill:
         What goes wrong here goes wrong again in `step`, where it has an owner.
         """
         with contextlib.suppress(Exception):
-            items = self._plan(message, is_ahead=True).plan.items
+            job = self._plan(message, is_ahead=True)
             unknown = {
                 item.name: item
-                for item in items
-                if item.num_keep
-                and self.cache.can_keep(item.num_tokens)
+                for item in (job.plan.items[i] for i in job.unseen())
+                if self.cache.can_keep(item.num_tokens)
                 and self.cache.read(item.name, item.num_tokens, np.zeros(0, dtype=np.int64)) is None
             }
-            for item, found in zip(unknown.values(), self._run_tower(list(unknown.values())), strict=True):
-                if not isinstance(found, Exception) and self.cache.keep(item.name, found):
-                    self.counters.add("draft_encoder_misses")
+            for items in self._encoder_steps(list(unknown.values())):
+                for item, found in zip(items, self._run_tower(items), strict=True):
+                    if not isinstance(found, Exception) and self.cache.keep(item.name, found):
+                        self.counters.add("draft_encoder_misses")
             self.counters.set("draft_encoder_bytes_used", self.cache.num_used_bytes)
+
+    def _encoder_steps(self, items: list[PromptItem]) -> Iterator[list[PromptItem]]:
+        """Yield items in parts that the tower may look at in one call: its budget's tokens, or one larger item."""
+        part: list[PromptItem] = []
+        left = self.model.max_encoder_tokens
+        for item in items:
+            if part and item.num_tokens > left:
+                yield part
+                part, left = [], self.model.max_encoder_tokens
+            part.append(item)
+            left -= item.num_tokens
+        if part:
+            yield part
 
     def _look(self, due: list[PrefillJob]) -> None:
         """Get the vision embeddings that the first requests in line lack.
@@ -288,15 +302,31 @@ class DraftPrefill:
     def _take(self, job: PrefillJob, i: int, embeddings: torch.Tensor) -> None:
         """Give an item's embeddings `[m, hidden_size]` to a request, which keeps what it has chosen of them."""
         try:
-            kept = job.kept[i]
-            if kept is None:
-                kept = job.kept[i] = choose_kept(job.plan.items[i], self._knobs.now.prune, None, embeddings)
             if self._compares and self._watched is not None:
                 job.looks[i] = embeddings.float().cpu()
-            is_whole = len(kept) == len(embeddings)
-            job.media[i] = embeddings if is_whole else embeddings[async_tensor_h2d(kept, device=embeddings.device)]
+            kept = job.kept[i]
+            job.media[i] = embeddings if kept is None else _rows(embeddings, kept)
+            if kept is None:
+                self._choose(job, i)
         except Exception as error:
             self._fail(job, error)
+
+    def _choose(self, job: PrefillJob, i: int) -> None:
+        """Choose what is kept of an item and of all that is pruned with it, once they are all there.
+
+        Items are looked at in the order of the line, so of one unit at most whole embeddings wait for the next step.
+        """
+        assert isinstance(job.plan, PromptPlan)
+        unit = job.plan.unit_of(i)
+        seen = [job.media[place] for place in unit.places]
+        if any(media is None for media in seen):
+            return
+        whole = unit.joined(job.media)  # type: ignore[arg-type]  # none of its own is None
+        kept = choose_kept(unit, self._knobs.now.prune, None, whole)
+        parts = unit.split(kept)
+        media = _rows(whole, kept).split([len(part) for part in parts])
+        for place, part, rows in zip(unit.places, parts, media, strict=True):
+            job.kept[place], job.media[place] = part, rows
 
     # ---- language model --------------------------------------------------------------------------------------------
 
@@ -368,13 +398,14 @@ class DraftPrefill:
         job.embeds = torch.cat(media) if media else None
         job.media = []
         if self._watched is not None:
+            units, looks = job.plan.units, [look for look in job.looks if look is not None]
             self._watched.append(
                 {
                     "req_id": job.req_id,
-                    "grids": tuple(item.grid for item in job.plan.items),
-                    "kept_indices": tuple(kept),
+                    "grids": tuple(unit.grid for unit in units),
+                    "kept_indices": tuple(unit.merged(kept) for unit in units),
                     "scores": job.scores,
-                    "embeddings": None if any(look is None for look in job.looks) else job.looks,
+                    "embeddings": [unit.joined(looks) for unit in units] if len(looks) == len(job.looks) else None,
                 }
             )
 
@@ -401,3 +432,9 @@ class DraftPrefill:
             token_ids.clamp_(0, self.model.vocab_size - 1)
         where = async_tensor_h2d(torch.cat(places), device=device) if places else None
         return self.model.embed(token_ids, media, where)
+
+
+def _rows(embeddings: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Return the rows of `[m, hidden_size]` embeddings that `[k]` indices on the host name, ascending."""
+    is_whole = len(kept) == len(embeddings)
+    return embeddings if is_whole else embeddings[async_tensor_h2d(kept, device=embeddings.device)]

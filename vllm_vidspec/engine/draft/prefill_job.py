@@ -52,9 +52,10 @@ class PrefillJob:
         req_id: vLLM's request id.
         req_state_idx: Its persistent row.
         plan: Its prompt, or what a prompt that was read has left.
-        scores: The target's guidance by item, or None.
+        scores: The target's guidance by what is pruned together (`PromptPlan.units`), or None.
         kept: By item which embeddings stay, None until that is known.
-        media: By item those embeddings `[num_keep, hidden_size]`, None until the tower has made them.
+        media: By item those embeddings `[k_i, hidden_size]`, None until the tower has made them; all of them while
+            the choice waits for other items of its unit.
         looks: By item all its embeddings on the host, for tools that look at pruning.
         prompt: What the draft sees, once every item is there; `embeds` the media of it, `[num_media, hidden_size]`.
         num_done: KV entries that the draft has.
@@ -75,7 +76,8 @@ class PrefillJob:
         """Return the items that the tower has yet to look at; none that keeps nothing."""
         if self.prompt is not None:
             return []
-        return [i for i, item in enumerate(self.plan.items) if item.num_keep and self.media[i] is None]
+        keeps_some = [kept is None or len(kept) > 0 for kept in self.kept]
+        return [i for i, media in enumerate(self.media) if keeps_some[i] and media is None]
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,12 @@ from vllm_vidspec.engine.listen.protocol import TargetListener
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import Arrival
 from vllm_vidspec.pruning import budget
+from vllm_vidspec.pruning.frames import pruned_together
 from vllm_vidspec.pruning.prompt import UnsupportedPrompt, embedding_indices
 
-_MAX_REMEMBERED = 64  # images and videos; 100 kB each at 25,000 tokens
+# Scores that are remembered, in tokens: 64 videos of 25,000, 6.4 MB. A frame that comes as an image has fewer, and
+# counts for some at least, because a tensor takes a kilobyte by itself.
+_MAX_REMEMBERED, _LEAST_REMEMBERED = 64 * 25_000, 256
 
 
 @dataclass(eq=False)
@@ -129,10 +132,14 @@ class Guidance(TargetListener):
             items = [embedding_indices(feature) for feature in features]
         except UnsupportedPrompt:
             return []
-        ratios = [self.knobs.now.prune.ratio_for(feature.modality) for feature in features]
-        kept = [budget(len(item), ratio) for item, ratio in zip(items, ratios, strict=True)]
-        chooses = any(0 < keep < len(item) for keep, item in zip(kept, items, strict=True))
-        return items if chooses else []
+        knobs = self.knobs.now.prune
+        # Images of as many tokens each are taken for one size here, where no grid is known. If they are not, a prompt
+        # may be heard for nothing, or, where videos alone keep nothing, its images are pruned uniformly.
+        sizes = [len(item) for item in items]
+        units = pruned_together([feature.modality for feature in features], items, sizes, knobs)
+        full = [sum(sizes[place] for place in places) for places, _ in units]
+        kept = [budget(size, knobs.ratio_for(modality)) for size, (_, modality) in zip(full, units, strict=True)]
+        return items if any(0 < keep < size for keep, size in zip(kept, full, strict=True)) else []
 
     def take(self, req_state_idx: int) -> PendingScores | None:
         """Send a prefilled request's scores to the host and forget it; None where there was nothing to choose.
@@ -168,10 +175,12 @@ class Guidance(TargetListener):
         ]
         for name, fresh in zip(prompt.names, heard, strict=True):
             if fresh is not None:
-                self._remembered[name] = fresh
+                self._remembered[name] = fresh.clone()  # it may be a view, which would keep the whole prompt's
                 self._remembered.move_to_end(name)
-        while len(self._remembered) > _MAX_REMEMBERED:
-            self._remembered.popitem(last=False)
+        sizes = {name: max(_LEAST_REMEMBERED, len(score)) for name, score in self._remembered.items()}
+        total = sum(sizes.values())
+        while total > _MAX_REMEMBERED:
+            total -= sizes[self._remembered.popitem(last=False)[0]]
         if any(score is None for score in scores):
             return Guided(None, (f"unguided_{prompt.missed or 'cached'}",))
         is_reused = any(fresh is None for fresh in heard)

@@ -1,0 +1,244 @@
+"""A video's frames sent as images: the draft is shown what it would be shown of the video, for every pruner."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.engine.fakes import HIDDEN
+from tests.unit.engine.test_draft_prefill import ENCODER_BUDGET, Line, NotingModel
+from vllm_vidspec.engine.draft.messages import PrefillMessage
+from vllm_vidspec.pruning import PruneInputs, TokenGrid, budget, get_pruner, pruner_names
+
+FRAMES, GRID = 8, TokenGrid(8, 4, 6)  # 24 tokens a frame: the tower's budget of 100 is four frames
+SIZE = GRID.tokens_per_frame
+COMPARING = ("fastvid", "dycoke")
+GUIDED = ("specvlm", "attention", "uv")
+TEXT = 5  # an id; no embedding's first column is an integer
+
+
+class SeeingModel(NotingModel):
+    """A Qwen draft whose tower makes what a feature says it shows."""
+
+    hf_config = SimpleNamespace(
+        model_type="qwen2_5_vl",
+        architectures=["Qwen2_5_VLForConditionalGeneration"],
+        vision_config=SimpleNamespace(spatial_merge_size=2),
+    )
+
+    def encode(self, features):
+        super().encode(features)
+        assert len(features) == 1 or sum(len(feature.shows) for feature in features) <= ENCODER_BUDGET
+        return [feature.shows for feature in features]
+
+
+def measured(seed: int = 0, num_frames: int = FRAMES) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scores `[m]` and embeddings `[m, HIDDEN]` of all frames; the first column numbers the tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(num_frames * SIZE, generator=generator) ** 4
+    embeddings = torch.randn(num_frames * SIZE, HIDDEN, generator=generator)
+    embeddings[:, 0] = (torch.arange(num_frames * SIZE) + 0.5) / 1000
+    return scores, embeddings
+
+
+def shown(modality: str, name: str, offset: int, embeddings: torch.Tensor) -> Any:
+    """Return the feature of one image, or of a video, that shows these embeddings `[m, HIDDEN]`."""
+    thw = torch.tensor([len(embeddings) // SIZE, 2 * GRID.height, 2 * GRID.width])
+    pixels = "pixel_values" if modality == "image" else "pixel_values_videos"
+    data = {pixels: SimpleNamespace(data=None), f"{modality}_grid_thw": SimpleNamespace(data=thw)}
+    place = SimpleNamespace(offset=offset, length=len(embeddings), is_embed=None)
+    return SimpleNamespace(
+        modality=modality, identifier=name, mm_hash=name, data=data, mm_position=place, shade=0.0, shows=embeddings
+    )
+
+
+def as_images(embeddings: torch.Tensor, gap: int = 2, start: int = 3) -> tuple[list[int], list[Any]]:
+    """Return ids and features of a prompt of one image a frame, `gap` tokens of text between them."""
+    offsets = [start + i * (SIZE + gap) for i in range(len(embeddings) // SIZE)]
+    parts = zip(offsets, embeddings.split(SIZE), strict=True)
+    features = [shown("image", f"frame {i}", offset, part) for i, (offset, part) in enumerate(parts)]
+    return [TEXT] * (offsets[-1] + SIZE + 4), features
+
+
+def as_video(embeddings: torch.Tensor, start: int = 3) -> tuple[list[int], list[Any]]:
+    return [TEXT] * (start + len(embeddings) + 4), [shown("video", "video", start, embeddings)]
+
+
+def read(line: Line, row: int, num_tokens: int) -> list[tuple[int, int]]:
+    """Let a request be read, over as many steps as it takes; return number and position of its visual tokens."""
+    for number in range(20):
+        if line.step({row: num_tokens + 1 + number}).ready:
+            num_kept = num_tokens - line.counted["visual_tokens_full"] + line.counted["visual_tokens_kept"]
+            held = line.held(row, num_kept)
+            assert [value for value, _ in held].count(TEXT) == num_tokens - line.counted["visual_tokens_full"]
+            return [(int(value * 1000), position) for value, position in held if value != TEXT]
+    raise AssertionError("it is never ready")
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.9, 0.99])
+@pytest.mark.parametrize("pruner", pruner_names())
+def test_frames_keep_what_the_video_would(pruner, ratio):
+    """8 images and the video of them: the same tokens in the same order, at the places of the images; a video's budget.
+
+    The images are encoded in two steps at least, their scores come image by image.
+
+    Mutations seen to fail: a run's scores and embeddings joined in reverse order of its images; each image's choice
+    made from its own; kept indices that are not counted from the image's first token; a choice made before the last
+    image is there.
+    """
+    scores, embeddings = measured()
+    knobs = {"pruner": pruner, "prune_ratio": ratio, "prune_seed": 7, "image_prune_ratio": 0.2}
+    found = []
+    for make, sizes in ((as_images, SIZE), (as_video, len(scores))):
+        line = Line(model=SeeingModel(), **knobs)
+        token_ids, features = make(embeddings)
+        guide = list(scores.split(sizes)) if pruner in GUIDED else None
+        assert line.admit(0, token_ids, features, guide)
+        kept = read(line, 0, len(token_ids))
+        starts = [feature.mm_position.offset for feature in features]
+        assert [position for _, position in kept] == [starts[i // sizes] + i % sizes for i, _ in kept]
+        found.append([i for i, _ in kept])
+        expected = len(scores) if pruner == "none" else budget(len(scores), ratio)
+        assert (line.counted["visual_tokens_full"], line.counted["visual_tokens_kept"]) == (len(scores), expected)
+    chosen = get_pruner(pruner)(PruneInputs(GRID, expected, scores, embeddings, lambda_r=0.4, seed=7))
+    assert found[0] == found[1] == chosen.tolist()
+
+
+def test_an_image_that_keeps_nothing_is_looked_at_only_to_compare():
+    """Of 8 frames 19 tokens stay: `frame` takes them from one, `fastvid` from two or three, but must see all."""
+    _, embeddings = measured()
+    for pruner, looks in (("frame", 1), ("fastvid", FRAMES)):
+        line = Line(model=SeeingModel(), pruner=pruner)
+        line.prefills._knobs.retune({"prune_ratio": 0.9})
+        token_ids, features = as_images(embeddings)
+        assert line.admit(0, token_ids, features)
+        assert len(read(line, 0, len(token_ids))) == 19
+        assert sum(map(len, line.model.encoded)) == looks
+        assert line.counted["draft_encoder_misses"] == looks
+
+
+def test_a_choice_waits_for_the_last_frame():
+    """At four frames a step a run of 8 is there in the second; text behind it is read before; then it is small.
+
+    Catches: a request that is ready without its media; whole embeddings that are held for longer than the choice.
+    """
+    _, embeddings = measured()
+    line = Line(model=SeeingModel(), pruner="fastvid", prune_ratio=0.9)
+    token_ids, features = as_images(embeddings)
+    assert line.admit(0, token_ids, features) and line.admit(1, [TEXT] * 20)
+    assert line.step({0: len(token_ids) + 1, 1: 21}).ready == [1]
+    job = line.prefills._jobs[0]
+    assert [media is None for media in job.media] == [False] * 4 + [True] * 4 and job.kept == [None] * FRAMES
+    line.prefills._look([job])
+    assert sum(len(kept) for kept in job.kept) == sum(len(media) for media in job.media) == 19
+    assert line.step({0: len(token_ids) + 2}).ready == [0]
+
+
+def test_one_bad_frame_costs_its_request_alone():
+    """Beside it is one that shows three of the same frames."""
+    _, embeddings = measured()
+    line = Line(model=SeeingModel(), pruner="dycoke", prune_ratio=0.5)
+    token_ids, features = as_images(embeddings)
+    features[6].identifier = features[6].mm_hash = "broken"
+    assert line.admit(0, token_ids, features)
+    assert line.admit(1, token_ids[: features[3].mm_position.offset], features[:3])
+    ready, failed = [], []
+    for number in range(8):
+        done = line.step({row: len(token_ids) + 1 + number for row in (0, 1) if row not in ready + failed})
+        ready += done.ready
+        failed += done.failed
+    assert (ready, failed) == ([1], [0])
+    assert line.counted["skipped_draft_error"] == 1 and not line.prefills.is_reading
+
+
+@pytest.mark.parametrize("pruner", ["attention", "fastvid"])
+def test_equal_frames_are_looked_at_once_and_kept_apart(pruner):
+    """A still scene: all 8 images are one, by content. The vision cache has it once, then once more for the next turn.
+
+    Catches: embeddings of the first place that are given to all, a run that never gets its repeated images.
+    """
+    scores, embeddings = measured()
+    still = embeddings[:SIZE].repeat(FRAMES, 1)
+    line = Line(cache_bytes=2**16, model=SeeingModel(), pruner=pruner, prune_ratio=0.9)
+    token_ids, features = as_images(still)
+    for feature in features:
+        feature.identifier = feature.mm_hash = "still"
+    guide = list(scores.split(SIZE)) if pruner == "attention" else None
+    assert line.admit(0, token_ids, features, guide)
+    kept = read(line, 0, len(token_ids))
+    inputs = PruneInputs(GRID, 19, scores, still)
+    chosen = get_pruner(pruner)(inputs).tolist()
+    starts = [feature.mm_position.offset for feature in features]
+    assert kept == [(i % SIZE, starts[i // SIZE] + i % SIZE) for i in chosen]
+    assert line.model.encoded == [["still"]]
+    assert line.admit(1, token_ids, features, guide)
+    line.counted.update(visual_tokens_full=FRAMES * SIZE, visual_tokens_kept=19)  # of this request
+    assert read(line, 1, len(token_ids)) == kept and line.model.encoded == [["still"]]
+
+
+@pytest.mark.parametrize("pruner", ["attention", "fastvid"])
+def test_a_run_beside_a_video_and_a_lone_image(pruner):
+    """A video, much text, an image, much text, a run: three budgets, and each choice from its own measurements.
+
+    What was watched is one record of three. Catches: scores or embeddings of one taken for another's, a run's that are
+    counted from the prompt's first item.
+    """
+    scores, embeddings = measured(1, num_frames=4 + 1 + FRAMES)
+    sizes = [4 * SIZE, SIZE, FRAMES * SIZE]
+    video, image, run = embeddings.split(sizes)
+    features = [shown("video", "video", 2, video), shown("image", "image", 200, image)]
+    token_ids, frames = as_images(run, start=300)
+    knobs = {"prune_ratio": 0.9, "image_prune_ratio": 0.5, "prune_seed": 3}
+    line = Line(model=SeeingModel(), pruner=pruner, **knobs)
+    guide = list(scores.split([*sizes[:2], *[SIZE] * FRAMES])) if pruner == "attention" else None
+    line.prefills.watch(True)
+    assert line.admit(0, token_ids, features + frames, guide)
+    kept = [number for number, _ in read(line, 0, len(token_ids))]
+    grids = [TokenGrid(4, 4, 6), TokenGrid(1, 4, 6), GRID]
+    expected = []
+    for grid, num_keep, score, embeds in zip(
+        grids, (9, 12, 19), scores.split(sizes), embeddings.split(sizes), strict=True
+    ):
+        expected.append(get_pruner(pruner)(PruneInputs(grid, num_keep, score, embeds)))
+    assert kept == torch.cat([part + start for part, start in zip(expected, (0, 96, 120), strict=True)]).tolist()
+    (record,) = line.prefills.watch(False)
+    assert list(record["grids"]) == grids
+    assert all(torch.equal(*pair) for pair in zip(record["kept_indices"], expected, strict=True))
+    name, whole = ("scores", scores) if pruner == "attention" else ("embeddings", embeddings)
+    assert [len(part) for part in record[name]] == sizes and torch.equal(torch.cat(record[name]), whole)
+    assert record["embeddings" if name == "scores" else "scores"] is None
+
+
+def test_a_tower_that_looks_ahead_keeps_to_its_budget():
+    """A drafter that runs ahead looks at 8 images before their scores are known: four a call, each once."""
+    _, embeddings = measured()
+    line = Line(cache_bytes=2**16, model=SeeingModel(), pruner="attention", prune_ratio=0.9)
+    token_ids, features = as_images(embeddings)
+    message = PrefillMessage("r0", 0, token_ids, features)
+    for _ in range(2):
+        line.prefills.look_ahead(message)
+    assert line.model.encoded == [[f"frame {i}" for i in part] for part in (range(4), range(4, 8))]
+    assert line.counted["draft_encoder_misses"] == FRAMES
+    assert line.admit(0, token_ids, features)
+    assert len(read(line, 0, len(token_ids))) == 19 and len(line.model.encoded) == 2
+
+
+def test_knobs_say_what_a_run_is():
+    """By the engine's own knobs, and changed between requests: 8 images at 0.9 or each at 0.5; 3 are no run."""
+    _, embeddings = measured()
+    line = Line(model=SeeingModel(), pruner="uniform", prune_ratio=0.9, image_prune_ratio=0.5)
+
+    def kept(num_frames: int) -> int:
+        before = line.counted.get("visual_tokens_kept", 0)
+        token_ids, features = as_images(embeddings[: num_frames * SIZE])
+        assert line.admit(0, token_ids, features)
+        line.prefills.forget(0)
+        line.kv.forget(0)
+        return line.counted["visual_tokens_kept"] - before
+
+    assert [kept(3), kept(4), kept(8)] == [36, budget(96, 0.9), budget(192, 0.9)]
+    line.prefills._knobs.retune({"frames_as_video": "never"})
+    assert [kept(3), kept(4), kept(8)] == [36, 48, 96]
+    line.prefills._knobs.retune({"frames_as_video": "always"})
+    assert [kept(1), kept(2), kept(8)] == [12, budget(48, 0.9), budget(192, 0.9)]

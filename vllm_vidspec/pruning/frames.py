@@ -1,0 +1,121 @@
+"""What of a prompt is pruned together: an image, a video, or a run of images that are a video's frames. Pure torch."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_vidspec.config import PruneKnobs
+from vllm_vidspec.pruning.grid import TokenGrid
+
+# Text between two frames of a video, in tokens, at most. A chat template puts two markers and a newline there, and a
+# client a label such as "Frame 12 (0:01:12.5):", whose digits may be a token each. More than that is text about the
+# images themselves, which are then no frames.
+MAX_TEXT_BETWEEN = 16
+
+
+@dataclass(frozen=True)
+class PruneUnit:
+    """What has one budget, and what a pruner chooses from at once.
+
+    Attributes:
+        places: Which of the prompt's items are in it, one of which each is looked at alone; several are a run of
+            images of one size.
+        grid: The layout of its tokens, item after item; of a run one frame an image.
+        num_keep: How many of them stay.
+    """
+
+    places: range
+    grid: TokenGrid
+    num_keep: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Its embeddings."""
+        return self.grid.num_tokens
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether pruning has anything to choose in it."""
+        return 0 < self.num_keep < self.num_tokens
+
+    def joined(self, measured: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return what was measured of its tokens, `[num_tokens, ...]`.
+
+        Args:
+            measured: Of each of the prompt's items `[m_i, ...]`.
+        """
+        if len(self.places) == 1:
+            return measured[self.places[0]]
+        return torch.cat([measured[place] for place in self.places])
+
+    def split(self, kept_indices: torch.Tensor) -> list[torch.Tensor]:
+        """Return which tokens of each of its items stay, `[k_i]` int64; none of some of them, perhaps.
+
+        Args:
+            kept_indices: `[num_keep]` int64 on the CPU, ascending, in `[0, num_tokens)`.
+        """
+        if len(self.places) == 1:
+            return [kept_indices]
+        size = self.num_tokens // len(self.places)
+        starts = size * torch.arange(len(self.places))
+        parts = kept_indices.tensor_split(torch.searchsorted(kept_indices, starts[1:]))
+        return [part - start for part, start in zip(parts, starts, strict=True)]
+
+    def merged(self, kept_indices: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return which of its tokens stay, `[num_keep]` int64: `split`, undone.
+
+        Args:
+            kept_indices: Of each of the prompt's items `[k_i]` int64.
+        """
+        size = self.num_tokens // len(self.places)
+        return torch.cat([kept_indices[place] + size * number for number, place in enumerate(self.places)])
+
+
+def pruned_together(
+    modalities: Sequence[str], where: Sequence[torch.Tensor], sizes: Sequence[Hashable], knobs: PruneKnobs
+) -> list[tuple[range, str]]:
+    """Find the runs of images that count as a video each. Images are in a run that follow each other in the prompt,
+    with at most `MAX_TEXT_BETWEEN` tokens of text between one and the next, and are of one size.
+
+    Args:
+        modalities: Of the prompt's items, in its order: "image" or "video".
+        where: Per item the prompt indices `[m_i]` int64 of its embeddings, ascending.
+        sizes: Per item what is equal where two images are of one size.
+        knobs: `frames_as_video`.
+
+    Returns:
+        Which items are pruned together, each in one range, and as what: "image" or "video".
+    """
+
+    def goes_on(i: int) -> bool:
+        """Whether an item follows the one before it in a run."""
+        if modalities[i - 1] != "image" or modalities[i] != "image" or sizes[i - 1] != sizes[i]:
+            return False
+        if not len(where[i - 1]) or not len(where[i]):
+            return False
+        return int(where[i][0]) - int(where[i - 1][-1]) - 1 <= MAX_TEXT_BETWEEN
+
+    least = knobs.least_run
+    found: list[tuple[range, str]] = []
+    start = 0
+    for end in range(1, len(modalities) + 1):
+        if end < len(modalities) and goes_on(end):
+            continue
+        if least is not None and end - start >= least:
+            found.append((range(start, end), "video"))
+        else:
+            found += [(range(i, i + 1), modalities[i]) for i in range(start, end)]
+        start = end
+    return found
+
+
+def run_grid(image: TokenGrid, num_images: int) -> TokenGrid:
+    """Return the layout of a run of images of one layout, a frame each.
+
+    An image of unknown geometry is a row of tokens, and so is one that has more than the rows of a frame. Temporal
+    pruners compare a token with the same place in another frame, which such rows of one length have as well.
+    """
+    if image.num_frames == 1 and image.num_trailing == 0:
+        return TokenGrid(num_images, image.height, image.width)
+    return TokenGrid(num_images, 1, image.num_tokens)
