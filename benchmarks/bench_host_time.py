@@ -160,7 +160,7 @@ class HostTime:
             (drafts.kv, "apply", "draft: block tables"),
             (drafts.model, "forward", "draft: forward inputs"),
             (drafts.buffers, "place", "draft: place"),
-            (noise.CoupledSampler, "processed", "draft: who needs processors"),
+            (noise.CoupledSampler, "needs_processors", "draft: who needs processors"),
             (noise.CoupledSampler, "draw_into", "draft: draw"),
             (noise.CoupledSampler, "candidates_into", "draft: candidates"),
             (runner.rejection_sampler, "_score", "verify: score"),
@@ -176,7 +176,6 @@ class HostTime:
             parts.append((chains, "draft", "draft: chain loop"))
         if trees is not None:
             parts += [
-                (runner.trees, "store", "propose: store"),
                 (trees, "draft", "draft: tree loop"),
                 *((trees.policy, name, f"policy.{name}") for name in ("begin", "extend", "send", "finish")),
                 *((adaptive, name, KERNEL + name) for name in ("tree_begin", "tree_plan", "tree_grow", "tree_finish")),
