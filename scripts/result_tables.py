@@ -330,15 +330,19 @@ def host_time_table(result: dict[str, Any]) -> str:
 
 
 def costs_tables(result: dict[str, Any]) -> str:
-    """Return a Markdown table per family: tokens per second by batch size and shape, and what follows for `auto`."""
+    """Return a Markdown table per family: tokens per second by batch size and plan, and what follows for `auto`."""
     text = ""
     for family, found in result["calibrations"].items():
+        # By shape, in the order measured; chains by their length, some of which stand between two that were measured.
+        shapes = list(dict.fromkeys(row["shape"] for row in found["costs"]))
+        rows = sorted(found["costs"], key=lambda row: (shapes.index(row["shape"]), row["num_speculative_tokens"]))
         lines: dict[int, list[str]] = {}
-        for row in found["costs"]:
+        for row in rows:
             cell = f"{row['tokens_per_s']:.0f} ({row['acceptance_length']:.2f}; {row['step_ms']:.1f} ms)"
             lines.setdefault(row["batch_size"], [str(row["batch_size"])]).append(cell)
-        head = [f"`{family}`, requests", *dict.fromkeys(row["shape"] for row in found["costs"])]
-        text += markdown_table(head, lines.values(), num_words=0)
+        plans = ((row["shape"], row["num_speculative_tokens"]) for row in rows)
+        head = [f"{shape} {count}" if shape == "chain" else shape for shape, count in dict.fromkeys(plans)]
+        text += markdown_table([f"`{family}`, requests", *head], lines.values(), num_words=0)
         text += f"`draft_table`: `{json.dumps(found['config']['draft_table'])}`\n\n"
     return text
 
