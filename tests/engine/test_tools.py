@@ -1,15 +1,14 @@
 """`vidspec calibrate` and `vidspec show-pruning` with real engines, each in a process of its own as in the commands."""
 
-import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.engine import harness
 from tests.engine.harness import QWEN
+from tests.tools.common import load
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import linspace_indices
 from vllm_vidspec.pruning.indices import top_k_indices
@@ -85,10 +84,7 @@ def test_show_pruning_draws_what_the_engine_kept(tmp_path):
 def test_host_time_finds_all_the_parts_that_it_names(monkeypatch, drafting):
     """Catches: a part of ours that was renamed, and that benchmarks/bench_host_time.py would look for in vain."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    path = Path(__file__).resolve().parents[2] / "benchmarks" / "bench_host_time.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    bench = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(bench)
+    bench = load("benchmarks/bench_host_time.py")
     with harness.engine(QWEN, "draft", drafting=drafting) as engine:
         watch = bench.HostTime(engine.llm)
         try:

@@ -21,7 +21,7 @@ import vllm.v1.worker.gpu.spec_decode.rejection_sampler as rejection_sampler
 
 from tests.unit.engine.test_cpu_kernels import Draws
 from vllm_vidspec.engine.compat.contract import MARK
-from vllm_vidspec.engine.compat.cpu import _TWINS
+from vllm_vidspec.engine.compat.cpu import whole_twin
 from vllm_vidspec.engine.cpu import batch_kernels, logprob_kernels
 from vllm_vidspec.engine.cpu.kernels import Twin
 
@@ -39,8 +39,8 @@ def both(monkeypatch):
         attribute = f"_{name}_kernel"
         kernel = getattr(module, attribute)
         kernel, found = getattr(kernel, MARK, kernel), []
-        if whole := [getattr(module, name) for module in _TWINS if hasattr(module, name)]:
-            twin = batch_kernels.WholeTwin(whole[0], kernel)
+        if whole := whole_twin(name):
+            twin = batch_kernels.WholeTwin(whole, kernel)
         else:
             twin = Twin(getattr(logprob_kernels, name))
         for impl in (kernel, twin):

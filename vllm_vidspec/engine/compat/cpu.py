@@ -6,7 +6,7 @@ Imported on the CPU only.
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -111,9 +111,14 @@ def speed_up_interpreter_kernels() -> None:
     speed_up_batch_kernels()
 
 
+def whole_twin(name: str) -> Callable | None:
+    """Return the function that serves the whole grid of a kernel `_<name>_kernel`, None where there is none."""
+    return next((getattr(module, name) for module in _TWINS if hasattr(module, name)), None)
+
+
 def speed_up_batch_kernels() -> None:
-    """Replace interpreted kernels that every step of vLLM runs, a program per request, by bit-equal numpy twins; and
-    one of Qwen3-VL's tower, which runs a program per patch.
+    """Replace interpreted kernels by bit-equal numpy twins that take all of their arguments: those that every step of
+    vLLM runs, those that change logits, and one of Qwen3-VL's tower, which runs a program per patch.
     """
     import vllm.model_executor.models.qwen3_vl as qwen3_vl
     import vllm.v1.worker.gpu.block_table as block_table
@@ -141,7 +146,8 @@ def speed_up_batch_kernels() -> None:
             kernel = getattr(module, f"_{name}_kernel")
             if hasattr(kernel, MARK):
                 continue
-            (run,) = (getattr(module, name) for module in _TWINS if hasattr(module, name))
+            run = whole_twin(name)
+            assert run is not None, name
             taken = inspect.signature(kernel.fn).parameters
             wanted = [name if name in taken else f"{name}_ptr" for name in list(inspect.signature(run).parameters)[1:]]
             replace(module, f"_{name}_kernel", functools.partial(batch_kernels.WholeTwin, run), *wanted)
