@@ -40,7 +40,7 @@ def collate(captioner: Captioner, samples: list[world.Sample]):
     captions = torch.full((len(ids), max(map(len, ids))), -100)
     for row, tokens in enumerate(ids):
         captions[row, : len(tokens)] = torch.tensor(tokens)
-    frames = np.arange(0, world.NUM_FRAMES, 2) if captioner.family == "qwen2.5-vl" else tiny_captioner.LLAVA_FRAMES
+    frames = tiny_captioner.LLAVA_FRAMES if captioner.family == "llava-onevision" else np.arange(0, world.NUM_FRAMES, 2)
     labels = {name: np.stack([s.labels[name][frames] for s in samples]) for name in world.LABELS}
     scenes = np.stack([s.scene_of_frame[frames] for s in samples])  # [batch, 16]
     labels["scene"] = np.repeat(scenes, tiny_captioner.CELLS, 1)

@@ -14,7 +14,9 @@ STRUCTURE_WORDS = ("on", "at", "in", ",", ".", "next", "after", "then", "all")  
 UV_LAYER = 3  # of four, as the paper's 20 of 28
 
 
-def alignment_loss(states: list[torch.Tensor], kept_shows: torch.Tensor, before: int, after: int) -> torch.Tensor:
+def alignment_loss(
+    states: list[torch.Tensor], kept_shows: torch.Tensor, video_at: torch.Tensor, num_prompt: int
+) -> torch.Tensor:
     """Rank tokens that show a shape above others by UV-Prune's score (ParallelVLM eq. 2-4) at UV_LAYER.
 
     In large models visual tokens that matter grow towards the text by themselves; four layers need to be told.
@@ -22,14 +24,15 @@ def alignment_loss(states: list[torch.Tensor], kept_shows: torch.Tensor, before:
     Args:
         states: embeddings and layer outputs [batch, num_tokens, hidden].
         kept_shows: bool [batch, num_kept].
-        before, after: lengths of the prompt around the video.
+        video_at: int64 [batch, num_kept], where the kept video tokens are.
+        num_prompt: tokens of the prompt, these among them.
     """
-    end = before + kept_shows.shape[1]
     scores = torch.zeros(())
     for state, sign in ((states[UV_LAYER], 1), (states[0], -1)):
-        unit = F.normalize(state[:, : end + after].float(), dim=-1)
-        text = unit[:, :before].sum(1) + unit[:, end:].sum(1)  # [batch, hidden]
-        scores = scores + sign * (unit[:, before:end] @ text[:, :, None])[..., 0]
+        unit = F.normalize(state[:, :num_prompt].float(), dim=-1)
+        video = unit[torch.arange(len(unit))[:, None], video_at]
+        text = unit.sum(1) - video.sum(1)  # [batch, hidden]
+        scores = scores + sign * (video @ text[:, :, None])[..., 0]
     margin = scores[:, :, None] - scores[:, None, :]  # [batch, num_kept, num_kept]
     pairs = kept_shows[:, :, None] & ~kept_shows[:, None, :]
     return F.softplus(-margin)[pairs].mean()
@@ -45,12 +48,12 @@ class AuxiliaryHeads(torch.nn.Module):
 
     TEXT_SIZES = (4, world.LABELS["direction"], world.LABELS["turned"])  # scene, direction, turned
 
-    def __init__(self, hidden_size: int, family: str) -> None:
+    def __init__(self, hidden_size: int, family: str, num_levels: int = 1) -> None:
         super().__init__()
         # One LLaVA frame shows no motion: only its text model, which sees several frames, can learn the direction.
-        of_time = ("turned",) if family == "qwen2.5-vl" else ("turned", "direction")
+        of_time = ("turned",) if family != "llava-onevision" else ("turned", "direction")
         self.names = [n for n in world.LABELS if n not in of_time]
-        self.vision = torch.nn.Linear(hidden_size, sum(world.LABELS[n] for n in self.names))
+        self.vision = torch.nn.Linear(num_levels * hidden_size, sum(world.LABELS[n] for n in self.names))
         self.text = torch.nn.Linear(hidden_size, sum(self.TEXT_SIZES))
         self.object = torch.nn.Linear(hidden_size, sum(OBJECT_SIZES))
         self.summary = torch.nn.Linear(hidden_size, sum(SUMMARY_SIZES[len(OBJECT_SIZES) :]))
@@ -65,7 +68,7 @@ class AuxiliaryHeads(torch.nn.Module):
     def vision_loss(
         self, video: torch.Tensor, labels: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Loss and accuracy at object tokens; video [batch, 256, hidden]."""
+        """Loss and accuracy at object tokens; video [batch, 256, num_levels * hidden]."""
         parts = self.vision(video).float().flatten(0, 1).split([world.LABELS[n] for n in self.names], -1)
         loss, accuracy, objects = torch.zeros(()), {}, labels["color"].flatten() > 0
         for name, logits in zip(self.names, parts, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,8 +27,10 @@ LLAVA_VISION_SIZES = {
     "target": dict(num_hidden_layers=3, hidden_size=128, num_attention_heads=4, intermediate_size=256),
     "draft": dict(num_hidden_layers=2, hidden_size=64, num_attention_heads=2, intermediate_size=160),
 }
+DEEPSTACK = {"target": [0, 1], "draft": [0]}  # blocks whose features Qwen3-VL adds to its first layers, one each
 ROPE_THETA = 500.0
 MAX_POSITIONS = 16384
+MAX_FRAMES = 64  # of 112 x 112, before Qwen3-VL's processor shrinks them
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -51,23 +54,25 @@ CHAT_TEMPLATE = """\
 {{ '<|im_start|>assistant\\n' }}
 {%- endif -%}
 """
+_QWEN_TEMPLATE = {
+    "ROLE_END": "\\n",
+    "IMAGE": "<|vision_start|><|image_pad|><|vision_end|>",
+    "VIDEO": "<|vision_start|><|video_pad|><|vision_end|>",
+    "TURN_END": "\\n",
+}
 TEMPLATE_WORDS = {
-    "qwen2.5-vl": {
-        "ROLE_END": "\\n",
-        "IMAGE": "<|vision_start|><|image_pad|><|vision_end|>",
-        "VIDEO": "<|vision_start|><|video_pad|><|vision_end|>",
-        "TURN_END": "\\n",
-    },
+    "qwen2.5-vl": _QWEN_TEMPLATE,
+    "qwen3-vl": _QWEN_TEMPLATE,
     "llava-onevision": {"ROLE_END": " ", "IMAGE": "<image>\\n", "VIDEO": "<video>\\n", "TURN_END": ""},
 }
 
 
 def build_tokenizer(family: str):
-    """A word-level tokenizer whose ids are `tiny_captioner.token_ids()`."""
+    """A word-level tokenizer whose ids are `tiny_captioner.token_ids(family)`."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    ids = token_ids()
+    ids = token_ids(family)
     words = {word: i for word, i in ids.items() if word not in tiny_captioner.SPECIAL_TOKENS}
     inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     inner.normalizer = normalizers.Lowercase()
@@ -82,7 +87,7 @@ def build_tokenizer(family: str):
         clean_up_tokenization_spaces=False,
         model_max_length=MAX_POSITIONS,
     )
-    qwen = family == "qwen2.5-vl"
+    qwen = family != "llava-onevision"
     tokenizer.image_token, tokenizer.video_token = (
         ("<|image_pad|>", "<|video_pad|>") if qwen else ("<image>", "<video>")
     )
@@ -99,6 +104,7 @@ def build_processor(family: str):
     template = CHAT_TEMPLATE
     for name, text in TEMPLATE_WORDS[family].items():
         template = template.replace(name, text)
+    normal = dict(zip(("image_mean", "image_std"), tiny_captioner.NORMALISATION[family].tolist(), strict=True))
     if family == "qwen2.5-vl":
         pixels = dict(min_pixels=28 * 28, max_pixels=side * side)
         return transformers.Qwen2_5_VLProcessor(
@@ -107,11 +113,22 @@ def build_processor(family: str):
             tokenizer=tokenizer,
             chat_template=template,
         )
+    if family == "qwen3-vl":
+        size = dict(shortest_edge=28 * 28, longest_edge=side * side)
+        of_video = dict(size, longest_edge=side * side * MAX_FRAMES)  # a limit of all frames together
+        patches = dict(patch_size=14, merge_size=2, temporal_patch_size=2)
+        return transformers.Qwen3VLProcessor(
+            image_processor=transformers.Qwen2VLImageProcessor(size=size, **patches, **normal),
+            video_processor=transformers.Qwen3VLVideoProcessor(size=of_video, **patches, **normal),
+            tokenizer=tokenizer,
+            chat_template=template,
+        )
     size = dict(height=side, width=side)
-    clip = dict(image_mean=tiny_captioner.IMAGE_MEAN.tolist(), image_std=tiny_captioner.IMAGE_STD.tolist())
     return transformers.LlavaOnevisionProcessor(
-        image_processor=transformers.LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=_pinpoints(), **clip),
-        video_processor=transformers.LlavaOnevisionVideoProcessor(size=size, **clip),
+        image_processor=transformers.LlavaOnevisionImageProcessor(
+            size=size, image_grid_pinpoints=_pinpoints(), **normal
+        ),
+        video_processor=transformers.LlavaOnevisionVideoProcessor(size=size, **normal),
         tokenizer=tokenizer,
         num_image_tokens=64,
         vision_feature_select_strategy="full",
@@ -123,40 +140,55 @@ def build_model(family: str, role: str, seed: int) -> torch.nn.Module:
     """A randomly initialised model in fp32."""
     import transformers
 
-    ids = token_ids()
+    torch.manual_seed(seed)
+    model_class = getattr(transformers, tiny_captioner.MODEL_CLASSES[family])
+    return model_class(build_config(family, role)).float()
+
+
+def build_config(family: str, role: str) -> Any:
+    """A model's configuration."""
+    import transformers
+
+    ids = token_ids(family)
     special = dict(bos_token_id=ids["<|endoftext|>"], eos_token_id=ids["<|im_end|>"], pad_token_id=ids["<|endoftext|>"])
     rope: dict = {"rope_type": "default", "rope_theta": ROPE_THETA}
     if family == "qwen2.5-vl":
         rope["mrope_section"] = [8, 12, 12]
+    if family == "qwen3-vl":
+        rope |= {"mrope_section": [12, 10, 10], "mrope_interleaved": True}
     text = dict(
         TEXT_SIZES[role], **special, vocab_size=len(ids), max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=False, rope_parameters=rope, rms_norm_eps=1e-6,
     )  # fmt: skip
-    torch.manual_seed(seed)
-    if family == "qwen2.5-vl":
-        vision = QWEN_VISION_SIZES[role]
-        config = transformers.Qwen2_5_VLConfig(
-            text_config=text,
+    if family == "llava-onevision":
+        return transformers.LlavaOnevisionConfig(
+            text_config=dict(text, model_type="qwen2"),
             vision_config=dict(
-                vision, out_hidden_size=text["hidden_size"], patch_size=14, spatial_merge_size=2, temporal_patch_size=2,
-                window_size=112, fullatt_block_indexes=list(range(vision["depth"])), tokens_per_second=2,
+                LLAVA_VISION_SIZES[role], model_type="siglip_vision_model", vision_use_head=False,
+                image_size=world.FRAME_SIZE, patch_size=14,
             ),
-            image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"],
-            vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
-            tie_word_embeddings=False,
+            image_token_index=ids["<image>"], video_token_index=ids["<video>"], vision_feature_layer=-1,
+            vision_feature_select_strategy="full", vision_aspect_ratio="anyres_max_9",
+            image_grid_pinpoints=_pinpoints(), tie_word_embeddings=False,
         )  # fmt: skip
-        return transformers.Qwen2_5_VLForConditionalGeneration(config).float()
-    config = transformers.LlavaOnevisionConfig(
-        text_config=dict(text, model_type="qwen2"),
-        vision_config=dict(
-            LLAVA_VISION_SIZES[role], model_type="siglip_vision_model", vision_use_head=False,
-            image_size=world.FRAME_SIZE, patch_size=14,
-        ),
-        image_token_index=ids["<image>"], video_token_index=ids["<video>"], vision_feature_layer=-1,
-        vision_feature_select_strategy="full", vision_aspect_ratio="anyres_max_9", image_grid_pinpoints=_pinpoints(),
+    tokens = dict(
+        image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
         tie_word_embeddings=False,
     )  # fmt: skip
-    return transformers.LlavaOnevisionForConditionalGeneration(config).float()
+    vision = dict(
+        QWEN_VISION_SIZES[role], out_hidden_size=text["hidden_size"], patch_size=14, spatial_merge_size=2,
+        temporal_patch_size=2,
+    )  # fmt: skip
+    if family == "qwen3-vl":
+        patches = (world.FRAME_SIZE // 14) ** 2
+        return transformers.Qwen3VLConfig(
+            text_config=dict(text, head_dim=text["hidden_size"] // text["num_attention_heads"]),
+            vision_config=dict(vision, num_position_embeddings=patches, deepstack_visual_indexes=DEEPSTACK[role]),
+            **tokens,
+        )
+    of_windows = dict(window_size=112, fullatt_block_indexes=list(range(vision["depth"])), tokens_per_second=2)
+    return transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision | of_windows, **tokens)
 
 
 def _pinpoints() -> list[list[int]]:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.optim._muon
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from training import tiny_captioner
@@ -45,6 +46,7 @@ BATCH = 16
 VISION_ONLY_BATCH, VISION_ONLY_FRAMES = 48, 5
 MUON_LR, ADAMW_LR = 3e-3, 1.5e-3
 SUBSET_TOKENS = 96
+HAS_BF16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 HEADS_FILE = "auxiliary_heads.pt"  # only to resume
 VALIDATION_SEED = world.HELD_OUT_SEED - 10_000
 
@@ -65,13 +67,33 @@ def validate(captioner: Captioner, num_videos: int = 16) -> dict[str, float]:
     right, result = [], {}
     for lo in range(0, num_videos, 8):
         part = slice(lo, lo + 8)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with mixed_precision():
             hidden, _, _ = captioner.teacher_forced(captioner.vision(pixels[part]), captions[part], kept)
             right.append(captioner.lm_head(hidden).argmax(-1) == captions[part])
     for name, words in fact_words().items():
         at = torch.isin(captions, torch.tensor([captioner.ids[w] for w in words]))
         result[name] = round(torch.cat(right)[at].float().mean().item(), 3)
     return result
+
+
+def mixed_precision() -> torch.autocast:
+    """bf16 where the CPU computes it; where it does not, bf16 would take five to ten times as long as fp32."""
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=HAS_BF16)
+
+
+def orthogonalise(grad: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> torch.Tensor:
+    """Muon's Newton-Schulz iteration, of which torch's is in bf16 on every CPU: here in fp32."""
+    a, b, c = coefficients
+    x = grad.T if grad.shape[0] > grad.shape[1] else grad
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if grad.shape[0] > grad.shape[1] else x
+
+
+if not HAS_BF16:
+    torch.optim._muon._zeropower_via_newtonschulz = orthogonalise
 
 
 def make_optimizers(captioner: Captioner, heads: AuxiliaryHeads) -> list[tuple[torch.optim.Optimizer, float]]:
@@ -107,7 +129,7 @@ def train_step(
         frames = torch.from_numpy(rng.choice(16, VISION_ONLY_FRAMES, replace=False))  # neighbours look alike
         pixels = pixels.view(pixels.shape[0], 16, 64, -1)[:, frames].flatten(1, 2)
         labels = {k: v.view(-1, 16, tiny_captioner.CELLS)[:, frames].flatten(1) for k, v in labels.items()}
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with mixed_precision():
             video = captioner.vision(pixels)
             loss, accuracy = heads.vision_loss(video[:, : VISION_ONLY_FRAMES * tiny_captioner.CELLS], labels)
         loss.backward()
@@ -119,12 +141,15 @@ def train_step(
         name: gather(torch.nn.functional.pad(v, (0, captioner.num_video_tokens - NUM_CELLS), value=-100), kept)
         for name, v in labels.items()
     }
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with mixed_precision():
         with torch.no_grad():  # the vision tower is done by then
             video = gather(captioner.vision(pixels), kept)
         states: list[torch.Tensor] = []
         hidden, hidden_video, hidden_prompt = captioner.teacher_forced(video, captions, kept, prompt, states)
-        alignment = alignment_loss(states, labels["color"] > 0, len(prompt[0]), len(prompt[1]))
+        segments = captioner.segments(prompt)
+        order, _ = captioner.layout(segments, kept)
+        num_text = sum(map(len, segments))
+        alignment = alignment_loss(states, labels["color"] > 0, order.argsort(-1)[:, num_text:], order.shape[1])
         text_loss, loss = heads.text_loss(hidden_video, labels), caption_loss(captioner, hidden, captions, weights)
         summary = torch.zeros(())
         if hidden_prompt.shape[1] >= world.MAX_OBJECTS:
@@ -140,7 +165,7 @@ def train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     captioner, path = tiny_captioner.load(args.path), Path(args.path)
     role = "target" if captioner.text.config.hidden_size == TEXT_SIZES["target"]["hidden_size"] else "draft"
-    heads = AuxiliaryHeads(captioner.text.config.hidden_size, captioner.family)
+    heads = AuxiliaryHeads(captioner.text.config.hidden_size, captioner.family, captioner.num_levels)
     if args.resume_at and (path / HEADS_FILE).exists():
         heads.resume(torch.load(path / HEADS_FILE))
     optimizers = make_optimizers(captioner, heads)
@@ -189,7 +214,7 @@ def soft_labels(target: Captioner, seed: int, count: int) -> tuple[torch.Tensor,
     for row, ids in enumerate(texts):
         captions[row, : len(ids)] = torch.tensor(ids)
     everything, kept, labels = torch.cat(pixels), torch.arange(target.num_video_tokens), []
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.no_grad(), mixed_precision():
         for lo in range(0, count, 16):
             hidden, _, _ = target.teacher_forced(target.vision(everything[lo : lo + 16]), captions[lo : lo + 16], kept)
             labels.append(target.lm_head(hidden).float().log_softmax(-1).to(torch.bfloat16))
@@ -216,7 +241,7 @@ def distill(args: argparse.Namespace) -> None:
         optimizer.param_groups[0]["lr"] = 5e-4 * min(1, (step + 1) / 20) * max(0.02, 1 - progress)
         rows = torch.from_numpy(rng.choice(len(captions), BATCH, replace=False))
         kept, valid = distillation_view(rng, shows[rows]), captions[rows] >= 0
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with mixed_precision():
             hidden, _, _ = draft.teacher_forced(gather(draft.vision(pixels[rows]), kept), captions[rows], kept)
             log_q = draft.lm_head(hidden).float().log_softmax(-1)
         log_p = labels[rows].float()

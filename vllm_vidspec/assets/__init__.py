@@ -3,7 +3,7 @@
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent
-FAMILIES = ("qwen2.5-vl", "llava-onevision")
+FAMILIES = ("qwen2.5-vl", "llava-onevision", "qwen3-vl")
 ROLES = ("target", "draft")
 SAMPLE_VIDEO: Path = _ROOT / "sample.mp4"
 
