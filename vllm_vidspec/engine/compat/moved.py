@@ -1,4 +1,4 @@
-"""Names that supported versions of vLLM keep in different places; the rest of the engine room imports them from here."""
+"""Names that supported versions of vLLM keep in different places; the engine room imports them from here."""
 
 try:  # 0.33 has moved what plans a KV cache out of its utilities
     from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups
