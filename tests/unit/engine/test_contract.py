@@ -1,5 +1,6 @@
 """What vLLM does as it runs that the engine room relies on; names and signatures are test_vllm_contracts.py's."""
 
+import copy
 import importlib
 import inspect
 from types import SimpleNamespace
@@ -28,6 +29,24 @@ def test_the_shared_encoder_cache_is_still_one():
     outputs = cache.encoder_outputs
     cache.reset_encoder_cache()
     assert cache.encoder_outputs is outputs
+
+
+def test_pixels_stay_with_us_when_vllm_lets_go_of_its_own():
+    """From 0.33 on vLLM drops an item's pixels as soon as the target has looked at it, perhaps before the draft has.
+
+    Catches: an item that is emptied in place, of which the runner's copy is emptied too.
+    """
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+    cache = resolve(f"{GPU}.mm.encoder_cache:EncoderCache")()
+    item = MultiModalFeatureSpec("pixels", "video", "an id", PlaceholderRange(0, 4))
+    given = [item]
+    cache.add_request("r", given)
+    ours = [copy.copy(feature) for feature in given]
+    if hasattr(cache, "update_encoder_inputs"):
+        cache.update_encoder_inputs("r", {0: None})
+        assert cache.mm_features["r"][0].data is None
+    assert ours[0].data == given[0].data == "pixels"
 
 
 def test_a_renamed_parameter_is_one_clear_line():
