@@ -74,7 +74,8 @@ def home_of(version: str) -> Path:
 def sources_of(version: str) -> Path | None:
     """Return the folder of vLLM's sources in a version's environment, None where it is not complete."""
     venv = home_of(version) / "venv"
-    found = sorted(venv.glob("lib/python3*/site-packages/vllm")) if base.read_stamp(venv) else []
+    is_made = base.read_stamp(venv) is not None
+    found = sorted(venv.glob("lib/python3*/site-packages/vllm")) if is_made else []
     return found[0] if found else None
 
 
