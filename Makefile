@@ -16,6 +16,8 @@ SMOKE_ARGS ?=
 CUDA_HOST = python=$$(command -v python3.11 || command -v python3 || command -v python) || \
   { echo "[setup] error: no Python found; install python3.11" >&2; exit 1; }; \
   $$python scripts/setup_cuda_host.py
+# Every case runs on the oldest supported vLLM, some on each; what ours rely on is looked up in each one's sources.
+CUDA_HOST_TESTS = tests/null_gpu tests/unit/engine/test_contract.py tests/unit/engine/test_vllm_contracts.py
 
 # The clone that make runs in is the one that is tested, even if another clone re-points the shared environment meanwhile.
 export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -51,11 +53,12 @@ else
 	@$(PY) -m pytest --durations=3 $(BOTH_CORES)
 endif
 
-setup-cuda-host: ## Prepare the environment of test-cuda-host only.
+setup-cuda-host: ## Prepare the environments of test-cuda-host only, one for each supported vLLM.
 	@$(CUDA_HOST)
 
-test-cuda-host: ## Run the host side of the CUDA path on a null GPU (its own environment; no GPU needed).
-	@$(CUDA_HOST) -m pytest --durations=5 tests/null_gpu $(PYTEST_ARGS)
+test-cuda-host: ## Run the host side of the CUDA path on a null GPU (own environments; no GPU needed).
+	@$(CUDA_HOST) --vllm 0.32 -m pytest --durations=5 tests/null_gpu $(PYTEST_ARGS)
+	@$(CUDA_HOST) --vllm 0.33 -m pytest --durations=5 $(CUDA_HOST_TESTS) $(PYTEST_ARGS)
 
 check: setup ## Check format, lint and types.
 	@$(PY) -m ruff format --check .

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from vllm_vidspec import SUPPORTED_VLLM
 from vllm_vidspec.config import PASS_THROUGH_KEYS, VidSpecConfig
 from vllm_vidspec.config.model import GROUPS
 
@@ -47,7 +48,7 @@ _TAIL = """
 - The draft runs with the target's tensor parallelism, on the same devices.
 - Pipeline parallelism, decode context parallelism, encoder-decoder targets, targets with state-space layers and
   `--video-pruning-rate` are refused at start-up.
-- vLLM is pinned to 0.32; another version is refused in one line.
+- vLLM is {vllm}; another version is refused in one line.
 """
 
 
@@ -56,7 +57,7 @@ def render() -> str:
     groups = "".join(_section(name, group, group.flat_names()) for name, group in GROUPS.items())
     own = {name: name for name in VidSpecConfig.model_fields if name not in GROUPS}
     keys = ", ".join(f"`{key}`" for key in sorted(PASS_THROUGH_KEYS))
-    return _HEAD + _section("", VidSpecConfig, own) + groups + _TAIL.format(keys=keys)
+    return _HEAD + _section("", VidSpecConfig, own) + groups + _TAIL.format(keys=keys, vllm=" or ".join(SUPPORTED_VLLM))
 
 
 def _section(group: str, model: type[BaseModel], flat_names: dict[str, str]) -> str:

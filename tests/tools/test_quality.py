@@ -32,7 +32,7 @@ def test_settings_of_the_default_sweep():
         "strict",
         *("loose 0.2", "loose 0.5", "loose 0.7", "loose 0.9"),
         *("loose 0.2 shift", "loose 0.5 shift", "loose 0.7 shift", "loose 0.9 shift"),
-        *("fly 0.2", "fly-entropy 0.2"),
+        *("fly 0.3", "fly-entropy 0.3"),
         *("random 0.2", "random 0.5", "random 0.7", "random 0.9", "oracle"),
     ]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tools.common import ROOT, Installer, load
+from vllm_vidspec import SUPPORTED_VLLM
 
 
 @pytest.fixture
@@ -26,9 +27,11 @@ def made(setup, monkeypatch):
     return Installer(monkeypatch, setup, setup.base)
 
 
-def test_every_distribution_comes_from_one_lock(setup):
-    shared = {setup._name(line) for line in setup.shared_requirements()}
-    cuda = {setup._name(line) for line in setup._requirements(setup.LOCK_CUDA)}
+@pytest.mark.parametrize("version", SUPPORTED_VLLM)
+def test_every_distribution_comes_from_one_lock(setup, version):
+    shared = {setup._name(line) for line in setup.shared_requirements(version)}
+    cuda = {setup._name(line) for line in setup._requirements(setup.LOCKS_CUDA[version])}
+    assert any(line.startswith(f"vllm=={version}.") for line in setup._requirements(setup.LOCKS_CUDA[version]))
     headers = {setup._name(line) for line in setup._requirements(setup.LOCK_HEADERS)}
     assert not shared & cuda
     assert {"torch", "vllm", "triton"} <= cuda
@@ -39,17 +42,19 @@ def test_every_distribution_comes_from_one_lock(setup):
 
 
 def test_key_follows_the_locks(setup, monkeypatch, tmp_path):
-    key = setup.environment_key()
-    other = tmp_path / "lock.txt"
-    other.write_text(setup.LOCK_CUDA.read_text() + "another==1.0\n")
-    monkeypatch.setattr(setup, "LOCK_CUDA", other)
-    assert setup.environment_key() != key
-    other.write_text("# another comment\n" + (ROOT / "requirements" / "lock-cuda-host.txt").read_text())
-    assert setup.environment_key() == key
+    keys = {version: setup.environment_key(version) for version in SUPPORTED_VLLM}
+    assert len(set(keys.values())) == len(keys)
+    other, lock = tmp_path / "lock.txt", setup.LOCKS_CUDA["0.33"]
+    other.write_text(lock.read_text() + "another==1.0\n")
+    monkeypatch.setitem(setup.LOCKS_CUDA, "0.33", other)
+    assert setup.environment_key("0.33") != keys["0.33"]
+    assert setup.environment_key("0.32") == keys["0.32"]
+    other.write_text("# another comment\n" + lock.read_text())
+    assert setup.environment_key("0.33") == keys["0.33"]
 
 
 def test_headers_stay_out_of_the_environment_and_a_second_run_does_nothing(setup, made):
-    home = setup.prepare()
+    home = setup.prepare("0.33")
     (target,) = (args[args.index("--target") + 1] for args in made.args.values() if "--target" in args)
     assert Path(target).parent == home and not Path(target).is_relative_to(home / "venv")
     assert json.loads((home / "venv" / setup.base.STAMP).read_text())["engine"] == "cuda-host"
@@ -58,8 +63,42 @@ def test_headers_stay_out_of_the_environment_and_a_second_run_does_nothing(setup
         "installing their dependencies",
     ]
     made.steps.clear()
-    assert setup.prepare() == home
+    assert setup.prepare("0.33") == home
     assert made.steps == []
+    assert setup.prepare("0.32") != home
+    assert made.steps[0] == "venv"
+
+
+def test_sources_are_those_of_a_finished_environment(setup):
+    """Catches: contracts that are read from an environment which a set-up has left half made."""
+    folder = setup.home_of("0.33") / "venv" / "lib" / "python3.11" / "site-packages" / "vllm"
+    folder.mkdir(parents=True)
+    assert setup.sources_of("0.33") is None
+    (setup.home_of("0.33") / "venv" / "bin").mkdir()
+    (setup.home_of("0.33") / "venv" / "bin" / "python").touch()
+    setup.base.write_stamp(setup.home_of("0.33") / "venv", {})
+    assert setup.sources_of("0.33") == folder and setup.sources_of("0.32") is None
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ([], (list(SUPPORTED_VLLM), [])),
+        (["--remove"], (list(SUPPORTED_VLLM), ["--remove"])),
+        (["--vllm", "0.33"], (["0.33"], [])),
+        (["--vllm", "0.32", "-m", "pytest"], (["0.32"], ["-m", "pytest"])),
+        (["--vllm", "0.31"], "--vllm takes one of 0.32, 0.33"),
+        (["--vllm"], "--vllm takes one of 0.32, 0.33"),
+        (["-m", "pytest"], "--vllm 0.32 or 0.33"),
+    ],
+    ids=str,
+)
+def test_the_version_comes_first(setup, given, meant):
+    if isinstance(meant, tuple):
+        assert setup.chosen_versions(given) == meant
+        return
+    with pytest.raises(setup.SetupError, match=meant):
+        setup.chosen_versions(given)
 
 
 def test_no_compiler_is_one_line_before_anything_is_downloaded(setup, made, monkeypatch, capsys):

@@ -80,7 +80,7 @@ OF_ONE = {
         ("--top-n 2.5", "--top-n"),
         ("--position-shift maybe", "--position-shift: 'maybe' is neither on nor off"),
         ("--relevance-rows tokens", "relevance_rows"),
-        ("--fly-entropy 2", "fly_entropy"),
+        ("--fly-entropy -1", "fly_entropy"),
         ("--temperature -1", "--temperature: -1 is no temperature"),
         ("--temperature nan", "--temperature"),
         ("--draft-noise loud", "draft_noise"),

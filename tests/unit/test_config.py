@@ -47,7 +47,7 @@ def test_defaults():
         # score
         "scorer": "strict", "request_scorers": None, "lambda_loose": 0.7, "lambda_max": None, "top_n": 10,
         "position_shift": True, "relevance_rows": "token", "relevance_dtype": "auto", "relevance_bytes": None,
-        "fly_entropy": 0.2, "fly_window": 4, "fly_top_k": 0, "protected_tokens": None,
+        "fly_entropy": 0.3, "fly_window": None, "fly_top_k": 3, "protected_tokens": None,
         # pool
         "draft_kv_fraction": None, "draft_kv_bytes": None, "draft_encoder_bytes": None,
         # parallel
@@ -238,7 +238,7 @@ RANGES = {
     "relevance_rows": (("odd",), ("token", "prediction")),
     "relevance_dtype": (("int4",), ("auto", "fp8")),
     "relevance_bytes": ((0,), (1,)),
-    "fly_entropy": ((-0.1, 1.1), (0.0, 1.0)),
+    "fly_entropy": ((-0.1,), (0.0, 3.0)),
     "fly_window": ((0, 65), (1, 64)),
     "fly_top_k": ((-1,), (0, 9)),
     "protected_tokens": ((3,), ((), ("no",))),

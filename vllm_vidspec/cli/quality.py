@@ -18,7 +18,7 @@ def quality(
     top_n: Annotated[str, sweep("loose: video tokens that make a relevance (N).")] = "10",
     position_shift: Annotated[str, sweep("loose: off, on.")] = "off,on",
     relevance_rows: Annotated[str, sweep("loose: token, prediction.")] = "token",
-    fly_entropy: Annotated[str, sweep("Threshold of fly and fly-entropy.")] = "0.2",
+    fly_entropy: Annotated[str, sweep("Threshold of fly and fly-entropy.")] = "0.3",
     temperature: Values = "0",
     draft_noise: Annotated[str, sweep("shared, independent, greedy; at temperature 0 only the first.")] = "shared",
     num_speculative_tokens: options.NumTokens = 10,

@@ -212,13 +212,14 @@ class ScoreKnobs(Group):
     relevance_bytes: int | None = Field(default=None, ge=1)
     """`loose`: memory per rank for these hidden states; it is taken out of the KV memory. Default: a twentieth of that.
     A request that does not fit is verified strictly."""
-    fly_entropy: float = Field(default=0.2, ge=0.0, le=1.0)
-    """`fly`, `fly-entropy`: entropy of the target's distribution, divided by the greatest possible, above which it
-    counts as unsure."""
-    fly_window: int = Field(default=4, ge=1, le=64)
-    """`fly`: drafts after a mismatch that must match exactly."""
-    fly_top_k: int = Field(default=0, ge=0)
-    """`fly`, `fly-entropy`: tokens that the entropy is taken over; 0: the whole vocabulary."""
+    fly_entropy: float = Field(default=0.3, ge=0.0)
+    """`fly`, `fly-entropy`: entropy of the target's distribution, in nats, above which it counts as unsure. Measure
+    and default of this and the next two are those of vLLM's own FLy."""
+    fly_window: int | None = Field(default=None, ge=1, le=64)
+    """`fly`: drafts after a mismatch that must match exactly. Default: 6, or one less than the drafts that can follow
+    each other where that is less."""
+    fly_top_k: int = Field(default=3, ge=0)
+    """`fly`, `fly-entropy`: the most likely tokens, whose part of the entropy counts; 0: the whole vocabulary."""
     protected_tokens: tuple[str, ...] | None = None
     """Words that no mismatch may put in or leave out: every token that is one of them, with or without a space before
     it, in any case; `"0-9"` is every token with a digit. Default: English negations and digits. Special tokens, the end

@@ -31,6 +31,7 @@ from vllm_vidspec.errors import VidSpecError
 
 METHOD = "vidspec"
 SELF = "self"
+MOST_FLY_WINDOW = 6  # of vLLM's own FLy, where none is given
 
 # What `vidspec calibrate` finds out for a pair, and on a machine.
 CALIBRATED_KEYS = frozenset({"lambda_r", "guidance_layers", "uv_layer", "draft_table"})
@@ -174,6 +175,12 @@ class VidSpecConfig(BaseModel):
             }[row.plan.shape](row.plan.num_tokens)
             for row in self.plans
         )
+
+    @property
+    def fly_window(self) -> int:
+        """Drafts after a mismatch that must match exactly for `fly`; by default vLLM's, whose chains are our paths."""
+        given = self.score.fly_window
+        return max(1, min(MOST_FLY_WINDOW, self.max_path - 1)) if given is None else given
 
     @functools.cached_property
     def plans(self) -> tuple[PlanRow, ...]:

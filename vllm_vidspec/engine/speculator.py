@@ -256,7 +256,10 @@ class VidSpecSpeculator(BaseSpeculator):
                 self.draft_model.profile()
             return self._draft_tokens[: input_batch.num_reqs].zero_()
         plan = self._knobs.now.plan_for(input_batch.num_reqs)
-        if num_speculative_tokens is not None:  # the same number, from the same plans, but for vLLM's warm-up
+        pays = plan.num_tokens > 0
+        # The same number, from the same plans, but for vLLM's warm-up, and 0 where it knows that no request of the step
+        # can use drafts (from 0.33 on).
+        if num_speculative_tokens is not None:
             plan = plan._replace(num_tokens=min(plan.num_tokens, num_speculative_tokens))
         step = Step.of(input_batch, num_sampled, plan)
         self._start(step)
@@ -272,6 +275,8 @@ class VidSpecSpeculator(BaseSpeculator):
                 self._timeline.note("drafter", EventKind.DRAFT, drafted, num_drafted, num_drafted * plan.num_tokens)
         else:
             self._rest(step)
+            if not pays:
+                self._counters.add("undrafted_steps")
             tokens, num_nodes = self._draft_tokens[: input_batch.num_reqs].zero_(), None
         self._requests.publish(input_batch.idx_mapping, self._cohort(step), num_nodes)
         return tokens
@@ -389,7 +394,6 @@ class VidSpecSpeculator(BaseSpeculator):
         was_committed = step.batch.num_computed_tokens_np[indices] - self._knobs.now.num_speculative_tokens
         self.drafter.rest(rows, was_committed)
         self._requests.enter(rows, Phase.PREFILLING)
-        self._counters.add("undrafted_steps")
 
     # ---- prefill ---------------------------------------------------------------------------------------------------
 

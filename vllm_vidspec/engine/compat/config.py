@@ -20,7 +20,7 @@ def hook_engine_config(translate: Callable, finish: Callable) -> None:
         translate: `EngineArgs -> VidSpecConfig | None`; rewrites the arguments, before vLLM builds its configuration.
         finish: `(VllmConfig, VidSpecConfig) -> None`; checks what vLLM built.
     """
-    from vllm.config import SpeculativeConfig
+    from vllm.config import SpeculativeConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
     ours = False  # whether the configuration that is being built uses our method
@@ -41,9 +41,16 @@ def hook_engine_config(translate: Callable, finish: Callable) -> None:
         if not ours and not is_ours(self):  # configurations are checked again wherever a model is made
             original(self)
 
+    def unless_of_ours(original, self):
+        if not ours and not is_ours(self.speculative_config):
+            original(self)
+
     wrap(EngineArgs, "create_engine_config", hooked)
     # Two vocabularies that are padded differently are no reason to refuse a draft of ours.
     wrap(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", unless_ours, "self")
+    # From 0.33 on a draft's shorter context would shorten the target's; ours goes on without speculation there.
+    if hasattr(VllmConfig, "_limit_max_model_len_to_draft"):
+        wrap(VllmConfig, "_limit_max_model_len_to_draft", unless_of_ours, "self")
 
 
 def install_error_line(refusal: Callable[[], str | None]) -> None:

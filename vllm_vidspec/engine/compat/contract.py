@@ -9,7 +9,7 @@ from vllm_vidspec import SUPPORTED_VLLM
 from vllm_vidspec.errors import VidSpecError
 
 MARK = "_vidspec_original"  # on a replacement: what it has replaced
-NEEDED_VLLM = f"vllm_vidspec needs vLLM {SUPPORTED_VLLM.rstrip('.')}"
+NEEDED_VLLM = f"vllm_vidspec needs vLLM {' or '.join(SUPPORTED_VLLM)}"
 
 
 def expect_parameters(function: Callable, *names: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
-from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
 
 from vllm_vidspec import metrics
 from vllm_vidspec.counter_files import CounterFiles
@@ -64,3 +64,7 @@ class PublishingOutput(AsyncModelRunnerOutput):
         output = self._inner.get_output()
         self._publish()
         return output
+
+    def get_kv_connector_output(self) -> KVConnectorOutput | None:
+        """Return what a KV connector did in a step whose output has failed; vLLM asks from 0.33 on."""
+        return self._inner.get_kv_connector_output()

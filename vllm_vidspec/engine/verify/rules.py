@@ -14,7 +14,7 @@ from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import Arrival
 from vllm_vidspec.engine.verify.step import VerifySlice
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.scoring import RULES, Looseness, normalized_entropy
+from vllm_vidspec.scoring import RULES, Looseness, top_entropy
 from vllm_vidspec.scoring.choices import Choice, choose, strict_reason
 from vllm_vidspec.scoring.token_bits import ids_of_words, num_words, pack_ids
 
@@ -100,7 +100,7 @@ class LooseRules:
     def _set(self, req_state_idx: int) -> None:
         (scorer, share), config = self._choices[req_state_idx], self._knobs.now
         shift = SHIFT if scorer == "loose" and config.score.position_shift else 0
-        window = config.score.fly_window if scorer == "fly" else 0
+        window = config.fly_window if scorer == "fly" else 0
         source = {"loose": RELEVANCE, "random": CHANCE}.get(scorer, 0)
         self._table_np[:, req_state_idx] = (RULES[scorer] | shift, window, np.float32(share).view(np.int32), source)
         self._table = None
@@ -153,7 +153,7 @@ class LooseRules:
         )
         entropies = scores  # any: nobody reads them
         if (self._table_np[0, part.idx_mapping_np] & WINDOW).any():
-            entropies = normalized_entropy(logits, config.score.fly_top_k)
+            entropies = top_entropy(logits, config.score.fly_top_k)
         return Looseness(
             part.idx_mapping, rules, shares, windows, scores, entropies, may_loosen, config.score.fly_entropy
         )

@@ -33,7 +33,7 @@ DEFAULTS: dict[str, Any] = {
     "top_n": 10,
     "position_shift": False,
     "relevance_rows": "token",
-    "fly_entropy": 0.2,
+    "fly_entropy": 0.3,
 }
 
 
@@ -93,7 +93,7 @@ class Quality:
     top_ns: tuple[int, ...] = (10,)
     position_shifts: tuple[bool, ...] = (False, True)
     relevance_rows: tuple[str, ...] = ("token",)
-    fly_entropies: tuple[float, ...] = (0.2,)
+    fly_entropies: tuple[float, ...] = (0.3,)
     requests: int = 64
     batch_size: int = 16
     num_speculative_tokens: int = 10
