@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_vidspec.assets import FAMILIES
 from vllm_vidspec.shapeworld.captions import GROUPS
 from vllm_vidspec.tools import plots, race_views
 from vllm_vidspec.tools import quality_views as views
@@ -17,6 +16,7 @@ from vllm_vidspec.tools.tables import number, percent
 Row = dict[str, Any]
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "results"
+FAMILIES = {"qwen2.5-vl": "Qwen2.5-VL pair", "llava-onevision": "LLaVA-OneVision pair"}  # of the summary
 # LVSpec's table 3 (VideoDetailCaption, Qwen2.5-VL 32B/7B): tokens per step without the target's own, and what is kept.
 LVSPEC_TABLE_3: dict[str, tuple[float | None, float]] = {
     "strict": (3.41, 1.0),
@@ -411,7 +411,7 @@ def figure(results: dict[str, dict[str, Any]], chosen: Iterable[int] = range(len
             rows = [row_of(results, name, family, [pair.split("=") for pair in where]) for family in FAMILIES]
             cells = ["-" if row is None else _Formatter().vformat(template, (), row) for row in rows]
             lines.append([words, *cells, f"[{name}]({page}#{name.lower()})"])
-    head = ["bundled models, 5 draft tokens per step", "Qwen2.5-VL pair", "LLaVA-OneVision pair", "row"]
+    head = ["bundled models, 5 draft tokens per step", *FAMILIES.values(), "row"]
     return markdown_table(head, lines, end="").replace("---: |\n", "--- |\n", 1)  # names of results are words
 
 

@@ -119,7 +119,9 @@ def build_processor(family: str):
         patches = dict(patch_size=14, merge_size=2, temporal_patch_size=2)
         return transformers.Qwen3VLProcessor(
             image_processor=transformers.Qwen2VLImageProcessor(size=size, **patches, **normal),
-            video_processor=transformers.Qwen3VLVideoProcessor(size=of_video, **patches, **normal),
+            video_processor=transformers.Qwen3VLVideoProcessor(
+                size=of_video, cap_pixels_per_frame=False, **patches, **normal
+            ),
             tokenizer=tokenizer,
             chat_template=template,
         )

@@ -46,18 +46,23 @@ def run(family: str, prompt_ids: list[int], videos: list[np.ndarray]) -> tuple[A
         arguments["video_grid_thw"] = pixels["video_grid_thw"]
         # Given, not derived: this transformers resumes the text at another position than vLLM and Qwen's own code.
         arguments["position_ids"] = _mrope_positions(is_visual, pixels["video_grid_thw"])[:, None]
+    if family == "qwen3-vl":
+        arguments["video_grid_thw"] = pixels["video_grid_thw"]
+        arguments["mm_token_type_ids"] = 2 * is_visual[None].int()
     states: list[torch.Tensor] = []
     decoder = model.model.language_model
     hooks = [
-        decoder.layers[0].register_forward_pre_hook(
+        layer.register_forward_pre_hook(
             lambda _module, args, kwargs: states.append((args[0] if args else kwargs["hidden_states"])[0]),
             with_kwargs=True,
         )
+        for layer in decoder.layers
     ]
-    for layer in decoder.layers:
-        hooks.append(
-            layer.register_forward_hook(lambda _m, _a, out: states.append(out[0] if isinstance(out, tuple) else out))
+    hooks.append(
+        decoder.layers[-1].register_forward_hook(
+            lambda _m, _a, out: states.append(out[0] if isinstance(out, tuple) else out)
         )
+    )
     try:
         output = model(input_ids=ids, output_attentions=True, **arguments)
     finally:

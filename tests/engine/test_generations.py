@@ -1,10 +1,13 @@
-"""Qwen2-VL and Qwen3-VL, dense and with experts: the same promises, on untrained models, with Qwen2.5-VL's prompts."""
+"""Qwen2-VL and Qwen3-VL, dense and with experts: the same promises, on untrained models with Qwen2.5-VL's prompts, and
+on the bundled pair of Qwen3-VL.
+"""
 
 import pytest
 import torch
 
-from tests.engine import harness, random_models
-from tests.engine.harness import QWEN, assert_all_stands, assert_same_answers
+from tests.engine import harness, loose_reference, random_models
+from tests.engine.conftest import SCENARIOS
+from tests.engine.harness import NO_CACHE, QWEN, TREES, assert_all_stands, assert_same_answers
 from tests.engine.random_models import QWEN3, QWEN3_MOE
 
 pytestmark = pytest.mark.engine
@@ -94,3 +97,49 @@ def test_a_small_pruned_draft_changes_nothing(made, target, draft, shape, pruner
         outputs, counted = engine.measured(requests())
     assert_same_answers(made.answers(target), outputs)
     assert counted["drafts"] > 0 and counted["visual_tokens_kept"] < counted["visual_tokens_full"]
+
+
+# ---- the bundled pair -----------------------------------------------------------------------------------------------
+
+BUNDLED = harness.QWEN3
+
+
+@pytest.mark.parametrize("shape", ["chain", *TREES])
+def test_the_bundled_target_drafts_for_itself_without_a_miss(reference, shape):
+    """Greedily and at T = 1, in chunks. Catches: a tree's positions or features by slot."""
+    scenarios = ("videos", "sampled")
+    expected = [reference(BUNDLED, scenario) for scenario in scenarios]
+    chunks = {"max_num_batched_tokens": harness.CHUNK_SIZES[BUNDLED]}
+    with harness.engine(BUNDLED, "target", overrides=chunks, pruner="none", drafting=shape) as engine:
+        for scenario, answers in zip(scenarios, expected, strict=True):
+            outputs, counted = engine.measured(SCENARIOS[scenario](BUNDLED))
+            assert_same_answers(answers, outputs)
+            assert_all_stands(counted)
+
+
+@pytest.mark.parametrize(
+    ("shape", "pruner"), [("chain", "uv"), ("tree-static", "specvlm"), ("tree-adaptive", "dycoke")]
+)
+def test_the_bundled_draft_changes_nothing(reference, shape, pruner):
+    """Twenty requests of every modality and sampling parameter in one batch, the draft at a tenth of the video."""
+    expected = reference(BUNDLED, "mixed")
+    with harness.engine(BUNDLED, "draft", drafting=shape, pruner=pruner, image_prune_ratio=0.9) as engine:
+        outputs, counted = engine.measured(SCENARIOS["mixed"](BUNDLED))
+    assert_same_answers(expected, outputs)
+    assert counted["accepted_tokens"] > 0
+    assert counted["visual_tokens_kept"] <= 0.1 * counted["visual_tokens_full"]
+    assert not any(value for name, value in counted.items() if name.startswith(("skipped_", "unguided_")))
+
+
+def test_the_bundled_pair_verifies_loosely():
+    """Each token is what the record says of it, read back by the Hugging Face model in float64."""
+    spec = {"scorer": "loose", "request_scorers": ["strict", "loose"], "lambda_max": 1.0}
+    spec |= {"num_speculative_tokens": 10, "prune_ratio": 0.95}
+    with (
+        harness.engine(BUNDLED, "draft", **spec, overrides=NO_CACHE) as engine,
+        engine.watched("watch_scores") as records,
+    ):
+        outputs, counted = engine.measured(harness.videos(BUNDLED, 4, max_tokens=80))
+    shown = [[frames] for frames in harness.shown(4)]
+    assert loose_reference.check(BUNDLED, outputs, shown, records) > 0
+    assert counted["loosened_tokens"] + counted["shifted_tokens"] > 0

@@ -1,6 +1,7 @@
 """Guidance against a float64 reference in every scheduling situation, and what happens where it cannot be had."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from tests.engine import guidance_reference, harness
 from tests.engine.conftest import SCENARIOS
-from tests.engine.harness import CHUNK_SIZES, FAMILIES, LLAVA, NO_CACHE, QWEN
+from tests.engine.harness import CHUNK_SIZES, FAMILIES, LLAVA, NO_CACHE, QWEN, QWEN3
 from tests.engine.seams import AttentionGuidance, HiddenStateGuidance
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import PruneInputs, budget, get_pruner
@@ -45,8 +46,9 @@ def check_scores(family: str, outputs: list, videos: list[list[np.ndarray]], rec
         assert error <= TOLERANCE, error
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("situation", ["one-chunk", "many-chunks"])
+@pytest.mark.parametrize(
+    "family,situation", [*itertools.product(FAMILIES, ["one-chunk", "many-chunks"]), (QWEN3, "many-chunks")]
+)
 @pytest.mark.parametrize("pruner,layer", [("specvlm", None), ("uv", 3)], ids=["attention", "uv"])
 def test_scores_equal_the_reference(family, situation, pruner, layer):
     """Several prompts at once: one video, two videos, a question longer than a chunk leaves room for.

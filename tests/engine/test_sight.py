@@ -3,12 +3,12 @@
 import pytest
 
 from tests.engine import harness
-from tests.engine.harness import FAMILIES
+from tests.engine.harness import FAMILIES, QWEN3
 
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, QWEN3])
 def test_guided_beats_unguided_beats_blind(family):
     """Acceptance length over 8 held-out videos. Catches: scores that are shifted, reversed or of another item."""
     requests = harness.videos(family, 8, max_tokens=160)

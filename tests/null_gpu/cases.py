@@ -10,7 +10,7 @@ from null_gpu.plants import allocate_while_capturing, plant_each
 from null_gpu.situations import kernels_of_drafts, peak_of_a_prompt, sleep_and_wake, sums_of_guidance
 from vllm_vidspec.tools import pairs
 
-QWEN, LLAVA = pairs.FAMILIES
+QWEN, LLAVA = pairs.FAMILIES[:2]
 NUM_FRAMES, FRAME_SIZE = 8, 112
 # The host learns how deep the next trees are from the step before; by then this step's target forward is launched.
 PLANNED_DEPTHS = "adaptive.py read"

@@ -14,9 +14,11 @@ from vllm_vidspec.cli import app
 from vllm_vidspec.metrics import NAMES
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.shapeworld.captions import ATTRIBUTE_WORDS
+from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.bench import acceptance
 
 ROOT = Path(__file__).resolve().parents[2]
+FAMILIES = pairs.FAMILIES[:2]  # of what is recorded
 SMALL_AXES = {"pruner": ("none", "random", "uv"), "prune_ratio": (0, 0.9, 1)}
 
 

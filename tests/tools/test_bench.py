@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.common import ROOT, SMALL_AXES, counters, redraw, redraw_errors, sweep
+from tools.common import FAMILIES, ROOT, SMALL_AXES, counters, redraw, redraw_errors, sweep
 from vllm_vidspec.config import PRUNERS as KNOWN_PRUNERS
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs, plots, tables
@@ -58,7 +58,9 @@ def test_each_distinct_configuration_is_run_once():
     families = pairs.FAMILIES
     what = sweep(family=families, pruner=PRUNERS, prune_ratio=RATIOS)
     engines = list(what.engines().values())
-    assert len(engines) == 2 * (1 + 1 + 9 * 5 + 1), "vanilla, unpruned, nine pruners at five ratios, text only"
+    assert len(engines) == len(families) * (1 + 1 + 9 * 5 + 1), (
+        "vanilla, unpruned, nine pruners at five ratios, text only"
+    )
     assert [engine.family for engine in engines if engine.draft is None] == list(families)
     assert engines[0].draft is None
     assert len(list(sweep(pruner=("none",), num_speculative_tokens=(3, 5)).engines())) == 1 + 2
@@ -107,7 +109,7 @@ def test_engines_run_at_once_but_no_more_than_jobs(monkeypatch, engines):
 def test_a_family_without_vanilla_has_no_rows(engines, jobs):
     is_broken = lambda job: job["prompts"]["family"] == "qwen2.5-vl" and "speculative_config" not in job["llm"]  # noqa: E731
     engines.fails = lambda job: VidSpecError("no") if is_broken(job) else None
-    what = sweep(family=pairs.FAMILIES, prune_ratio=(0.2, 0.3, 0.4, 0.5), jobs=jobs)
+    what = sweep(family=FAMILIES, prune_ratio=(0.2, 0.3, 0.4, 0.5), jobs=jobs)
     result = acceptance.run(what)
     assert result["failures"] == [{"family": "qwen2.5-vl", "draft": None, "reason": "no"}]
     assert {row["family"] for row in result["rows"]} == {"llava-onevision"}
@@ -148,7 +150,7 @@ def test_an_interrupt_ends_the_engines(monkeypatch):
 @pytest.fixture
 def result(engines):
     """What a small sweep over both families returns."""
-    return acceptance.run(sweep(family=pairs.FAMILIES, **SMALL_AXES, jobs=2))
+    return acceptance.run(sweep(family=FAMILIES, **SMALL_AXES, jobs=2))
 
 
 def test_csv_round_trip(result, tmp_path):
@@ -178,7 +180,7 @@ SHAPES = ("chain", "tree-static", "tree-adaptive")
 
 def _rows_by_shape(**given) -> list[dict]:
     """Flat rows of all shapes, and of the adaptive tree with another depth."""
-    what = sweep(family=pairs.FAMILIES, num_speculative_tokens=(None,), drafting=SHAPES, **given)
+    what = sweep(family=FAMILIES, num_speculative_tokens=(None,), drafting=SHAPES, **given)
     shallow = dataclasses.replace(what, axes=what.axes | {"drafting": ["tree-adaptive"]}, knobs={"tree_depth_max": 5})
     return [flatten(row) for one in (what, shallow) for row in acceptance.run(one)["rows"]]
 
@@ -220,7 +222,7 @@ def test_figure_is_the_same_from_csv(engines, tmp_path, monkeypatch, given):
     pytest.importorskip("matplotlib")
     rows, suffix = _rows_by_shape(**given), "svg"
     if given is SMALL_AXES:
-        rows, suffix = acceptance.run(sweep(family=pairs.FAMILIES, **given))["rows"], "png"
+        rows, suffix = acceptance.run(sweep(family=FAMILIES, **given))["rows"], "png"
     source, direct, redrawn = (str(tmp_path / name) for name in ("rows.csv", f"a.{suffix}", f"b.{suffix}"))
     plots.write_csv(source, {"rows": rows, "provenance": {}})
     plots.draw(rows, direct)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.common import ROOT, counters, invoke, load, redraw, refuses
+from tools.common import FAMILIES, ROOT, counters, invoke, load, redraw, refuses
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import NAMES
@@ -264,7 +264,7 @@ def test_a_parallel_drafter_needs_a_second_core(clocks, monkeypatch):
 
 @pytest.fixture
 def result(clocks):
-    what = Race(families=pairs.FAMILIES, inflate=(0.0, 5.0), modes=("sequential",), requests=1, rounds=2, table=True)
+    what = Race(families=FAMILIES, inflate=(0.0, 5.0), modes=("sequential",), requests=1, rounds=2, table=True)
     return parallel.run(what)
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tools.common import answer_captions, invoke, redraw, redraw_errors
+from tools.common import FAMILIES, answer_captions, invoke, redraw, redraw_errors
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.shapeworld import world
-from vllm_vidspec.tools import pairs, progress, quality_views
+from vllm_vidspec.tools import progress, quality_views
 from vllm_vidspec.tools.bench import quality
 from vllm_vidspec.tools.bench.quality import DEFAULTS, Quality, Setting, setting_name
 from vllm_vidspec.tools.quality_views import longest_kept, panels
@@ -61,7 +61,7 @@ SMALL = {"requests": 3, "lambdas": (0.5, 0.7), "position_shifts": (False,)}
 
 
 def test_one_engine_per_family_and_noise(sessions):
-    what = Quality(families=pairs.FAMILIES, temperatures=(0.0, 1.0), draft_noises=("shared", "independent"), **SMALL)
+    what = Quality(families=FAMILIES, temperatures=(0.0, 1.0), draft_noises=("shared", "independent"), **SMALL)
     totals, measured = [], []
     result = quality.run(
         what,
@@ -96,7 +96,7 @@ def test_one_engine_per_family_and_noise(sessions):
     ]
     assert list(panels(rows)) == [
         (family, *condition)
-        for family in pairs.FAMILIES
+        for family in FAMILIES
         for condition in ((0.0, "shared"), (1.0, "shared"), (1.0, "independent"))
     ]
 

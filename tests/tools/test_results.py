@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tools.common import ROOT, SMALL_AXES, invoke, load, sweep
-from vllm_vidspec.tools import pairs, plots
+from tools.common import FAMILIES, ROOT, SMALL_AXES, invoke, load, sweep
+from vllm_vidspec.tools import plots
 from vllm_vidspec.tools.bench import acceptance
 
 COMMANDS = ["R1", "R2", "R3", "R4", "R5", "R6", "R7", "R8", "R9", "R9-sage", "R10", "R11", "R12", "R12-relevance"]
@@ -51,7 +51,7 @@ def test_results_by_name(script):
 
 def test_notes_say_what_went_wrong_and_what_was_not_run(script, engines, tmp_path, monkeypatch):
     monkeypatch.setattr(script.tables, "FOLDER", tmp_path)
-    result = acceptance.run(sweep(family=pairs.FAMILIES, **SMALL_AXES, jobs=2))
+    result = acceptance.run(sweep(family=FAMILIES, **SMALL_AXES, jobs=2))
     text = script.tables.body_of("R3", result)
     assert "| `uv` | *5.00* | 3.20 | *3.00* | 64.0 % |" in text
     words = "8 requests of 4 engines, 8 identical. In italics: not run itself, the draft sees the same tokens as with "
@@ -93,7 +93,7 @@ def test_results_of_several_commands_are_one(script, engines, merged, tmp_path):
     shapes = ["chain", "tree-static", "tree-adaptive"]
     shapes.append("tree-adaptive, tree_depth_max 5, tree_depth_min 5, tree_fill true")
     assert [(row["family"], plots.shape_of(row), row["temperature"]) for row in found["rows"]] == list(
-        itertools.product(pairs.FAMILIES, shapes, (0.0, 1.0))
+        itertools.product(FAMILIES, shapes, (0.0, 1.0))
     )
     assert {row["requests"] for row in found["rows"]} == {64}
     assert len(plots.read_csv(str(tmp_path / "R9.csv"))) == len(found["rows"])
@@ -120,7 +120,7 @@ def test_calibrations_of_several_commands_are_one(script):
     found = script.read(script.FOLDER / "R11.json")
     again = script.merge(list(found["calibrations"].values()))
     assert again == found
-    assert tuple(again["calibrations"]) == pairs.FAMILIES
+    assert tuple(again["calibrations"]) == FAMILIES
 
 
 @pytest.mark.parametrize("is_fine", [False, True])

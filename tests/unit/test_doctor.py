@@ -30,7 +30,7 @@ def test_pairs(tmp_path):
     config = json.loads(path.read_text())
     config["vision_config"]["patch_size"] = 16
     path.write_text(json.dumps(config))
-    qwen, llava = (str(assets.checkpoint(family, "target")) for family in assets.FAMILIES)
+    qwen, llava = (str(assets.checkpoint(family, "target")) for family in assets.FAMILIES[:2])
     assert doctor.check_pair(llava, "self").status == "ok"
     for target, draft, words in (
         (qwen, str(assets.checkpoint("llava-onevision", "draft")), "different families"),

@@ -14,6 +14,9 @@ from vllm_vidspec.shapeworld.captions import accuracy, count_right
 from vllm_vidspec.tools.user_files import read_video
 
 NUM_VIDEOS = 16
+QWEN_CHAT = (
+    "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>describe the video<|im_end|>\n<|im_start|>assistant\n"
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +36,7 @@ def family_run(request, samples):
 
 def test_all_together_are_small() -> None:
     total = sum(file.stat().st_size for file in Path(assets.__file__).parent.rglob("*") if file.is_file())
-    assert total < 35 * 2**20
+    assert total < 40 * 10**6
 
 
 def test_unknown_names_are_refused() -> None:
@@ -52,7 +55,9 @@ def test_directory_is_complete(family: str, role: str) -> None:
     assert not {"temperature", "top_p", "top_k", "repetition_penalty", "do_sample"} & set(generation)
     tokenizer = json.loads((path / "tokenizer.json").read_text())
     vocabulary = dict(tokenizer["model"]["vocab"]) | {t["content"]: t["id"] for t in tokenizer["added_tokens"]}
-    assert vocabulary == tiny_captioner.token_ids(), "all four share one"
+    assert vocabulary == tiny_captioner.token_ids(family)
+    shared = tiny_captioner.token_ids()
+    assert list(vocabulary)[:100] == list(shared)[:100] and (vocabulary == shared) == (family != "qwen3-vl")
     config = json.loads((path / "config.json").read_text())
     assert config["text_config"]["vocab_size"] == len(vocabulary) <= 1024
 
@@ -61,21 +66,31 @@ def test_the_fast_forward_equals_hugging_face(family_run, samples) -> None:
     """Hidden states and video embeddings agree with the library's own modules, so accuracy here is the model's."""
     family, target, pixels, outputs = family_run
     captions, kept = torch.tensor([outputs[0]]), torch.arange(target.num_video_tokens)
-    before, after = target.prompt()
     with torch.no_grad():
         video = target.vision(pixels[:1])
         ours, _, _ = target.teacher_forced(video, captions, kept)
-        pieces = [target.embed(torch.tensor([before])), video, target.embed(torch.tensor([after + outputs[0][:-1]]))]
-        positions = target.positions(len(before), len(after) + len(outputs[0]) - 1, kept)[:, None]
+        embeds, positions, deeper, at = target.sequence(video, kept, target.segments(), captions[:, :-1])
+        shows = torch.zeros(embeds.shape[:2], dtype=torch.bool).index_fill(1, at[0], True)
         theirs = target.text(
-            inputs_embeds=torch.cat(pieces, 1),
-            position_ids=positions if family == "qwen2.5-vl" else positions[0],
+            inputs_embeds=embeds,
+            position_ids=positions[0][None] if family == "llava-onevision" else positions[:, None],
             use_cache=False,
+            **({"visual_pos_masks": shows, "deepstack_visual_embeds": [x[shows] for x in deeper]} if deeper else {}),
         ).last_hidden_state[:, -len(outputs[0]) :]
         torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
         torch.testing.assert_close(
             video[0], _library_video_embeddings(family, target, samples[0]), atol=2e-3, rtol=2e-3
         )
+        if family == "qwen3-vl":
+            _assert_library_positions(target, embeds, positions, at)
+
+
+def _assert_library_positions(target: tiny_captioner.Captioner, embeds, positions, at) -> None:
+    """Where the video's parts are, and the rotary positions, are the library's own for the same token ids."""
+    kinds = torch.zeros(embeds.shape[:2], dtype=torch.int32).index_fill(1, at[0], 2)
+    grid = torch.tensor([[tiny_captioner.QWEN_GROUPS, 8, 8]])
+    theirs, _ = target.model.model.get_rope_index(torch.ones_like(kinds).long(), kinds, video_grid_thw=grid)
+    assert torch.equal(theirs[:, 0], positions)
 
 
 def _library_video_embeddings(family: str, target: tiny_captioner.Captioner, sample: world.Sample) -> torch.Tensor:
@@ -83,13 +98,15 @@ def _library_video_embeddings(family: str, target: tiny_captioner.Captioner, sam
     from transformers import AutoProcessor
 
     processor = AutoProcessor.from_pretrained(assets.checkpoint(family, "target"))
-    frames = sample.frames if family == "qwen2.5-vl" else sample.frames[tiny_captioner.LLAVA_FRAMES]
-    inputs = processor.video_processor(videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)], return_tensors="pt")
+    frames = sample.frames[tiny_captioner.LLAVA_FRAMES] if family == "llava-onevision" else sample.frames
+    inputs = processor.video_processor(
+        videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)], do_sample_frames=False, return_tensors="pt"
+    )
     model = target.model.model
-    if family == "qwen2.5-vl":
-        return torch.cat(
-            list(model.get_video_features(inputs["pixel_values_videos"], inputs["video_grid_thw"]).pooler_output)
-        )
+    if family != "llava-onevision":
+        found = model.get_video_features(inputs["pixel_values_videos"], inputs["video_grid_thw"])
+        deeper = [torch.cat(tuple(level)) for level in found.deepstack_features] if family == "qwen3-vl" else []
+        return torch.cat([torch.cat(list(found.pooler_output)), *deeper], -1)
     features = model.get_video_features(
         inputs["pixel_values_videos"], vision_feature_layer=-1, vision_feature_select_strategy="full"
     )
@@ -125,11 +142,8 @@ def test_target_captions_the_sample_video(family_run, samples) -> None:
 @pytest.mark.parametrize(
     "family,rendered",
     [
-        (
-            "qwen2.5-vl",
-            "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>describe the video<|im_end|>\n"
-            "<|im_start|>assistant\n",
-        ),
+        ("qwen2.5-vl", QWEN_CHAT),
+        ("qwen3-vl", QWEN_CHAT),
         ("llava-onevision", "<|im_start|>user <video>\ndescribe the video<|im_end|><|im_start|>assistant\n"),
     ],
 )
@@ -143,7 +157,8 @@ def test_chat_template(family: str, rendered: str, item_type: str) -> None:
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
     )
     assert prompt == rendered
-    ids, words = tokenizer(prompt).input_ids, tiny_captioner.token_ids()
+    ids, words = tokenizer(prompt).input_ids, tiny_captioner.token_ids(family)
     before, after = tiny_captioner.PROMPTS[family]
-    video = "<|video_pad|>" if family == "qwen2.5-vl" else "<video>"
-    assert ids == [words[word] for word in f"{before} {video} {after}".split()]
+    # Of Qwen3-VL's parts of a video each has markers of its own, in their place.
+    video = {"llava-onevision": "<video>", "qwen3-vl": "<|vision_start|> <|video_pad|> <|vision_end|>"}
+    assert ids == [words[word] for word in f"{before} {video.get(family, '<|video_pad|>')} {after}".split()]

@@ -13,7 +13,7 @@ from vllm_vidspec.config import CALIBRATED_KEYS, METHOD, SELF
 from vllm_vidspec.errors import VidSpecError
 
 DEFAULT_QUESTION = "describe the video"
-FRAME_RATE = 2.0  # of the shape-world videos; Qwen2.5-VL's temporal positions depend on it
+FRAME_RATE = 2.0  # of the shape-world videos; Qwen2.5-VL's temporal positions and Qwen3-VL's times depend on it
 MAX_MODEL_LEN = 2048
 MAX_NUM_SEQS = 8
 KV_CACHE_BYTES = 512 * 2**20
@@ -40,22 +40,24 @@ class Pair:
     with_metadata: bool  # whether the family's processor wants the video's frame rate
 
 
+_QWEN = Pair(
+    num_frames=32,
+    visual={
+        "video": "<|vision_start|><|video_pad|><|vision_end|>",
+        "image": "<|vision_start|><|image_pad|><|vision_end|>",
+    },
+    chat="<|im_start|>user\n{visual}{question}<|im_end|>\n<|im_start|>assistant\n",
+    with_metadata=True,
+)
 PAIRS: dict[str, Pair] = {
-    "qwen2.5-vl": Pair(
-        num_frames=32,
-        visual={
-            "video": "<|vision_start|><|video_pad|><|vision_end|>",
-            "image": "<|vision_start|><|image_pad|><|vision_end|>",
-        },
-        chat="<|im_start|>user\n{visual}{question}<|im_end|>\n<|im_start|>assistant\n",
-        with_metadata=True,
-    ),
+    "qwen2.5-vl": _QWEN,
     "llava-onevision": Pair(
         num_frames=16,
         visual={"video": "<video>\n", "image": "<image>\n"},
         chat="<|im_start|>user {visual}{question}<|im_end|><|im_start|>assistant\n",
         with_metadata=False,
     ),
+    "qwen3-vl": _QWEN,
 }
 FAMILIES = tuple(PAIRS)
 
@@ -85,7 +87,7 @@ def calibration(family: str) -> Path:
 
 
 def sample_video() -> Path:
-    """Return the bundled mp4 file, a held-out video at FRAME_RATE; one file for both families."""
+    """Return the bundled mp4 file, a held-out video at FRAME_RATE; one file for all families."""
     from vllm_vidspec import assets
 
     return assets.SAMPLE_VIDEO
@@ -116,7 +118,7 @@ def llm_kwargs(
     """Return the arguments of an in-process `vllm.LLM` on a bundled pair.
 
     Args:
-        family: "qwen2.5-vl" or "llava-onevision".
+        family: One of FAMILIES.
         draft: None for vanilla; otherwise as in `speculative_config`.
         target: A checkpoint in place of the bundled target.
         overrides: `LLM` arguments that replace ours.
@@ -204,7 +206,7 @@ def sample_frames(family: str, frames: np.ndarray) -> tuple[np.ndarray, dict[str
     """Sample a video as vLLM's loader does, and describe it as that loader does.
 
     Args:
-        family: "qwen2.5-vl" or "llava-onevision".
+        family: One of FAMILIES.
         frames: `[total_frames, height, width, 3]` uint8, RGB, at FRAME_RATE.
 
     Returns:
@@ -234,7 +236,7 @@ def media_prompt(
     """Return one prompt of `LLM.generate` with any number of videos, then images, then the question.
 
     Args:
-        family: "qwen2.5-vl" or "llava-onevision".
+        family: One of FAMILIES.
         question: The user's words.
         videos: Each `[num_frames, height, width, 3]` uint8, RGB.
         images: Each `[height, width, 3]` uint8, RGB.
