@@ -1,6 +1,6 @@
 """Measure what frames sent as images cost and bring a draft, beside the same frames as a video, on the bundled pairs.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_frames.py [--clips 6] [--frames 64] [--json docs/results/frames.json]
+    OMP_NUM_THREADS=1 python benchmarks/bench_frames.py [--clips 6] [--frames 64] [--json docs/results/R15-frames.json]
 
 Clients that cannot send a video send its frames as images (lmms-eval up to 64). Three ways, chains of 5, greedy, the
 same frames: the video; its images, joined (`frames_as_video` auto); its images, each with a budget of its own (never).

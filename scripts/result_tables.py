@@ -379,6 +379,23 @@ def race_tables(result: dict[str, Any]) -> str:
     return text + figure_link("R14-parallel.png", "decode speed over vanilla's, by ratio and method")
 
 
+def pair_table(result: dict[str, Any]) -> str:
+    """Return the Markdown table of one pair in every respect."""
+    return acceptance_table(result, ("draft", "drafting", "pruner", "prune_ratio", "temperature"))
+
+
+def frames_table(result: dict[str, Any]) -> str:
+    """Return the Markdown table of frames sent as a video and as images."""
+    rows = [row | {"draft_kv_kib": row["draft_kv_bytes"] / 1024} for row in result["rows"]]
+    return table(
+        "family | frames as | the target's visual tokens | the draft's | draft KV, KiB a prompt | acceptance length | identical",
+        "`{family}` | {way} | {target_visual_tokens:.0f} | {draft_visual_tokens:.0f} | {draft_kv_kib:.0f} | "
+        "{acceptance_length:.2f} | {identical_frac:p}",
+        rows,
+        num_words=2,
+    )
+
+
 # What has a table of its own.
 BODIES: dict[str, Callable[[dict[str, Any]], str]] = {
     "R6": demo_table,
@@ -390,6 +407,8 @@ BODIES: dict[str, Callable[[dict[str, Any]], str]] = {
     "R12-relevance": relevance_table,
     "R13": relevance_overhead_table,
     "R14-parallel": race_tables,
+    "R15": pair_table,
+    "R15-frames": frames_table,
 }
 
 
