@@ -164,7 +164,12 @@ ROWS: tuple[Row, ...] = (
     ),
     *(
         Row(
-            *(kind, "target and draft are such checkpoints", NOT_RUN, rf"accepted \(target {method}, draft {method}\)"),
+            *(
+                kind,
+                "target and draft are such checkpoints",
+                NOT_RUN,
+                rf"accepted \(target \w*{method}, draft \w*{method}\)",
+            ),
             not_run(
                 "no such checkpoint is bundled",
                 accepted(

@@ -73,7 +73,7 @@ def api_servers(folder: Path) -> tuple[dict[str, int], str]:
     return scrapes[0], "; every scrape shows the same"
 
 
-# ---- two nodes: network namespaces of this machine, a cable between them -----------------------------------------------
+# ---- two nodes: network namespaces of this machine, a cable between them ------------------------------------------
 
 _NODES = (("vidspec-a", "vs-a", "10.231.0.1"), ("vidspec-b", "vs-b", "10.231.0.2"))
 
