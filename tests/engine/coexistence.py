@@ -87,17 +87,6 @@ def refused(**arguments: Any) -> Callable[[Path], Seen]:
     return run
 
 
-def compared(
-    overrides: dict | None = None, requests: Callable[[], list] = cases.videos, **spec: Any
-) -> Callable[[Path], Seen]:
-    """Return a row's `run`: vanilla's answers, ours, and how many drafts stand, under one setting."""
-
-    def run(folder: Path) -> Seen:
-        return worked(cases.compare(overrides or {}, requests(), **spec))
-
-    return run
-
-
 def worked(counted: dict[str, int], more: str = "") -> Seen:
     """Return what is said of answers that were vanilla's."""
     stand = f"{counted['accepted_tokens']} of {counted['draft_tokens']} draft tokens stand"
@@ -155,12 +144,12 @@ ROWS: tuple[Row, ...] = (
         refused(draft="target", overrides={"enable_lora": True}),
     ),
     Row(
-        *("INT8 weights", "`--quantization int8_per_channel_weight_only`, bf16", WORKS, "draft tokens stand"),
-        compared({"quantization": "int8_per_channel_weight_only", "dtype": "bfloat16"}, pruner="uniform"),
+        *("INT8 weights", "`--quantization int8_per_channel_weight_only`", WORKS, "in one byte: target"),
+        _said(cases.int8({"quantization": "int8_per_channel_weight_only"})),
     ),
     Row(
-        *("INT8 weights", "the draft's `quantization`, bf16", WORKS, "draft tokens stand"),
-        compared({"dtype": "bfloat16"}, pruner="uniform", quantization="int8_per_channel_weight_only"),
+        *("INT8 weights", "the draft's `quantization`", WORKS, "in one byte: draft"),
+        _said(cases.int8({}, quantization="int8_per_channel_weight_only")),
     ),
     *(
         Row(

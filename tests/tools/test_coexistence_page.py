@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.engine import coexistence
-from tools.common import ROOT, load
+from tools.common import load
 
 
 @pytest.fixture(scope="module")
