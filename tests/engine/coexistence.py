@@ -112,6 +112,7 @@ def accepted(**arguments: Any) -> Callable[[Path], str]:
 
 
 HALF = {"video_pruning_rate": 0.5, "enable_prefix_caching": False}
+INT8 = "int8_per_channel_weight_only"
 NO_FP8 = "vLLM's CPU build has no kernels of it"
 NO_GPU = "needs a GPU"
 
@@ -144,12 +145,16 @@ ROWS: tuple[Row, ...] = (
         refused(draft="target", overrides={"enable_lora": True}),
     ),
     Row(
-        *("INT8 weights", "`--quantization int8_per_channel_weight_only`", WORKS, "in one byte: target"),
-        _said(cases.int8({"quantization": "int8_per_channel_weight_only"})),
-    ),
-    Row(
-        *("INT8 weights", "the draft's `quantization`", WORKS, "in one byte: draft"),
-        _said(cases.int8({}, quantization="int8_per_channel_weight_only")),
+        *(
+            "INT8 weights",
+            "`--quantization int8_per_channel_weight_only`",
+            NOT_RUN,
+            "accepted .target int8_per_channel",
+        ),
+        not_run(
+            "vLLM left every layer of these models as it was",
+            accepted(overrides={"quantization": INT8, "dtype": "bfloat16"}, pruner="uniform", quantization=INT8),
+        ),
     ),
     *(
         Row(

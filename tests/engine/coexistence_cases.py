@@ -66,24 +66,6 @@ def qwen3(folder: Path) -> str:
     return str(made) if made.exists() else random_models.build(random_models.QWEN3, made)
 
 
-def int8(overrides: dict, **spec: Any) -> Callable[[Path], tuple[dict[str, int], str]]:
-    """Return what compares answers in bf16, and says whose weights are stored in one byte."""
-
-    def run(_: Path) -> tuple[dict[str, int], str]:
-        settings = {"dtype": "bfloat16", **overrides}
-        with harness.engine(QWEN, overrides=settings) as engine:
-            expected = engine.generate(videos())
-        with harness.engine(QWEN, "draft", settings, pruner="uniform", **spec) as engine:
-            outputs, counted = engine.measured(videos())
-            models = {"target": engine.runner.model, "draft": engine.draft.model}
-            small = [name for name, model in models.items() if any(p.dtype == torch.int8 for p in model.parameters())]
-        assert harness.token_ids(outputs) == harness.token_ids(expected)
-        assert counted["accepted_tokens"] > 0 and not harness.skipped(counted)
-        return counted, f"; in one byte: {' and '.join(small) or 'nothing'}"
-
-    return run
-
-
 def quantised(role: str, method: str) -> Callable[[Path], str]:
     """Return what makes a bundled checkpoint say that it is quantised; its weights are not, and must not be read."""
     config = {

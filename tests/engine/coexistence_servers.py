@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.engine import harness
 from tests.engine.harness import LLAVA, QWEN
@@ -41,9 +42,15 @@ def _ask(url: str, expected: list[int]) -> None:
 @contextmanager
 def _server(folder: Path, **overrides: Any) -> Iterator[VllmServer]:
     port = free_port()
+    cores = sorted(os.sched_getaffinity(0))
+    # vLLM would give each engine a NUMA node of its own.
+    bind = "|".join(str(cores[i % len(cores)]) for i in range(overrides.get("data_parallel_size", 1)))
     args = pairs.serve_args(QWEN, "draft", port=port, overrides={**SMALL, **overrides}, pruner="uniform")
-    with VllmServer(args, port, folder / "server.log") as server:
-        server.wait_ready(timeout_s=400)
+    with (
+        mock.patch.dict(os.environ, {"VLLM_CPU_OMP_THREADS_BIND": bind, "VLLM_LOGGING_LEVEL": "INFO"}),
+        VllmServer(args, port, folder / "server.log") as server,
+    ):
+        server.wait_ready(timeout_s=240)
         yield server
 
 
