@@ -50,7 +50,7 @@ def _server(folder: Path, **overrides: Any) -> Iterator[VllmServer]:
         mock.patch.dict(os.environ, {"VLLM_CPU_OMP_THREADS_BIND": bind, "VLLM_LOGGING_LEVEL": "INFO"}),
         VllmServer(args, port, folder / "server.log") as server,
     ):
-        server.wait_ready(timeout_s=240)
+        server.wait_ready(timeout_s=400)
         yield server
 
 
