@@ -50,7 +50,7 @@ def _server(folder: Path, **overrides: Any) -> Iterator[VllmServer]:
         mock.patch.dict(os.environ, {"VLLM_CPU_OMP_THREADS_BIND": bind, "VLLM_LOGGING_LEVEL": "INFO"}),
         VllmServer(args, port, folder / "server.log") as server,
     ):
-        server.wait_ready(timeout_s=400)
+        server.wait_ready(timeout_s=800)
         yield server
 
 
@@ -122,7 +122,7 @@ def nodes(folder: Path) -> tuple[dict[str, int], str]:
             stack.callback(node.end)
             node.start([*command, *serve, "--node-rank", str(rank), *(["--headless"] if rank else [])])
         script = ["ip", "netns", "exec", _NODES[0][0], sys.executable, "-m", __spec__.name, str(port)]
-        asked = subprocess.run(script, capture_output=True, text=True, timeout=500)
+        asked = subprocess.run(script, capture_output=True, text=True, timeout=900)
         assert asked.returncode == 0, asked.stderr[-2000:] + (folder / "vidspec-a.log").read_text()[-3000:]
     import json
 
@@ -144,7 +144,7 @@ def _from_inside(port: int) -> None:
             urllib.request.urlopen(f"{url}/health", timeout=5)
             break
         except OSError:
-            if time.monotonic() - start > 450:
+            if time.monotonic() - start > 800:
                 raise
             time.sleep(0.5)
     answer = ask(url, QUESTION, video=pairs.sample_video(), max_tokens=MAX_TOKENS, temperature=0.0)
