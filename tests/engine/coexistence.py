@@ -250,7 +250,7 @@ ROWS: tuple[Row, ...] = (
         refused(overrides={"tensor_parallel_size": 2, "decode_context_parallel_size": 2}),
     ),
     Row(
-        *("Data parallelism", "`--data-parallel-size 2`", WORKS, r"engine 0: \d+ .*engine 1: [1-9]"),
+        *("Data parallelism", "`--data-parallel-size 2`", WORKS, r"engine 0: [1-9]\d*, engine 1: [1-9]"),
         *(_said(servers.data_parallel), "serve"),
     ),
     Row(
