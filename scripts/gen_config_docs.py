@@ -46,8 +46,8 @@ _TAIL = """
 ## What is fixed
 
 - The draft runs with the target's tensor parallelism, on the same devices.
-- Pipeline parallelism, decode context parallelism, encoder-decoder targets, targets with state-space layers and
-  `--video-pruning-rate` are refused at start-up.
+- Pipeline parallelism, decode context parallelism, encoder-decoder targets and targets with state-space layers are
+  refused at start-up. What goes together with vLLM's other features is in [coexistence.md](coexistence.md).
 - vLLM is {vllm}; another version is refused in one line.
 """
 

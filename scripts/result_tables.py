@@ -388,7 +388,8 @@ def frames_table(result: dict[str, Any]) -> str:
     """Return the Markdown table of frames sent as a video and as images."""
     rows = [row | {"draft_kv_kib": row["draft_kv_bytes"] / 1024} for row in result["rows"]]
     return table(
-        "family | frames as | the target's visual tokens | the draft's | draft KV, KiB a prompt | acceptance length | identical",
+        "family | frames as | the target's visual tokens | the draft's | draft KV, KiB a prompt | acceptance length | "
+        "identical",
         "`{family}` | {way} | {target_visual_tokens:.0f} | {draft_visual_tokens:.0f} | {draft_kv_kib:.0f} | "
         "{acceptance_length:.2f} | {identical_frac:p}",
         rows,

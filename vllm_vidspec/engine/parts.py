@@ -11,6 +11,7 @@ from vllm_vidspec.engine.listen.trees import TargetTrees
 from vllm_vidspec.engine.listen.visual_states import VisualStates
 from vllm_vidspec.engine.parallel.speculator import ParallelSpeculator
 from vllm_vidspec.engine.speculator import VidSpecSpeculator
+from vllm_vidspec.engine.target_pruning import places_of
 from vllm_vidspec.engine.verify.rules import LooseRules
 from vllm_vidspec.engine.verify.verifier import CoupledVerifier
 
@@ -85,6 +86,7 @@ class RunnerParts:
                 counters,
                 agreement,
                 runner.timeline,
+                places_of(runner),
             )
         tables = (counters, self.rules, self.listeners, self.speculator)
         requests.register(*(table for table in tables if table is not None))

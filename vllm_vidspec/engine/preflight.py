@@ -13,6 +13,7 @@ from vllm_vidspec.engine import kv_views, tree_attention
 from vllm_vidspec.engine.compat import api
 from vllm_vidspec.engine.listen import attention as attention_guidance
 from vllm_vidspec.engine.report import server_counters
+from vllm_vidspec.engine.target_pruning import prunes_videos
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import get_pruner
 from vllm_vidspec.scoring.choices import CALLS_TOOLS, PREFIX, choose
@@ -103,8 +104,8 @@ def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
         yield "encoder-decoder targets are not supported"
     if model.is_hybrid:
         yield "targets with a hybrid KV cache (state-space layers) are not supported"
-    if model.multimodal_config is not None and model.multimodal_config.video_pruning_rate:
-        yield "--video-pruning-rate prunes the target's own video; unset it (the draft is pruned instead)"
+    if prunes_videos(model):
+        yield from _pruned_twice(model, config)
     if vllm_config.watermark_config is not None:
         yield "watermarking is not supported together with vidspec"
     if 2 * scheduler.max_num_seqs > scheduler.max_num_batched_tokens:
@@ -150,6 +151,20 @@ def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
         yield "vidspec needs Model Runner V2; unset VLLM_USE_V2_MODEL_RUNNER=0"
     if not vllm_config.use_v2_model_runner:
         yield "vidspec needs Model Runner V2, which vLLM does not use here: run `vidspec doctor`"
+
+
+def _pruned_twice(model: Any, config: VidSpecConfig) -> Iterator[str]:
+    """Yield a line for each thing with which no draft sees what is left of a video that the target has pruned."""
+    family = families.adapter_for(model.hf_config)
+    if not family.follows_pruned_videos(model.hf_config):
+        yield (
+            f"--video-pruning-rate: which tokens of a video a {family.name} target keeps cannot be told from outside; "
+            "unset it (the draft is pruned instead)"
+        )
+    if config.is_self_draft:
+        yield '--video-pruning-rate cannot be used with "model": "self"; name a draft model instead'
+    if config.is_parallel:
+        yield "--video-pruning-rate: a drafter with a process of its own is not told what the target keeps; use one"
 
 
 # ---- what attention guidance and trees read of the target ------------------------------------------------------------
@@ -240,6 +255,11 @@ def _warn(vllm_config: Any, config: VidSpecConfig) -> None:
             "speculation",
             draft_len,
             target_len,
+        )
+    if prunes_videos(vllm_config.model_config) and vllm_config.cache_config.enable_prefix_caching:
+        logger.warning(
+            "vidspec: --video-pruning-rate with prefix caching: after a video from the cache vLLM does not correct the "
+            "positions of the text, and fewer drafts stand; --no-enable-prefix-caching avoids it"
         )
     if not any(row.plan.num_tokens for row in config.plans):
         logger.warning("vidspec: nothing is ever drafted: the plan of every batch size has 0 tokens")

@@ -31,7 +31,7 @@ from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft.drafter import Drafter, without_room
 from vllm_vidspec.engine.draft.graphs import DraftGraphs
 from vllm_vidspec.engine.draft.memory import DraftMemory
-from vllm_vidspec.engine.draft.messages import Committed, DraftMessage, Drafts, PrefillMessage, PrefillStep
+from vllm_vidspec.engine.draft.messages import Committed, DraftMessage, Drafts, Placed, PrefillMessage, PrefillStep
 from vllm_vidspec.engine.draft.model import DraftModel, kv_bytes_per_token
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.engine.knobs import Knobs
@@ -62,6 +62,7 @@ class VidSpecSpeculator(BaseSpeculator):
         counters: Told what is drafted and what is not.
         agreement: Of the tensor-parallel ranks.
         timeline: Told what took the time, while a tool watches.
+        placed: `(row, length) -> Placed`, for a target that prunes videos itself; else None.
     """
 
     supports_mm_inputs = False  # the target's embeddings are of no use to the draft: it has a vision tower of its own
@@ -82,7 +83,9 @@ class VidSpecSpeculator(BaseSpeculator):
         counters: Counters,
         agreement: Agreement,
         timeline: Timeline,
+        placed: Callable[[int, int], Placed] | None = None,
     ):
+        self._placed = placed
         self._timeline = timeline
         self.draft_model = draft_model
         self._vllm_config = vllm_config
@@ -354,6 +357,9 @@ class VidSpecSpeculator(BaseSpeculator):
                 self._counters.skip(reason, arrival.req_id, detail)
             return None
         message = PrefillMessage(arrival.req_id, req_state_idx, arrival.token_ids, arrival.features)
+        if self._placed is not None:
+            placed = self._placed(req_state_idx, len(arrival.token_ids))
+            message = dataclasses.replace(message, placed=placed)
         if scores is None:
             return message
         if scores.is_here:

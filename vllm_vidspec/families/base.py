@@ -71,6 +71,16 @@ class FamilyAdapter(ABC):
             out to `num_tokens`. Never raises for odd data: pruning a flat row is still correct.
         """
 
+    def whole_video(self, data: Mapping[str, Any], hf_config: Any) -> tuple[TokenGrid, float] | None:
+        """Return the grid of a video before `--video-pruning-rate`, and the rope positions from a frame to the next;
+        None where the draft cannot follow a target that prunes it, or the data do not tell.
+        """
+        return None
+
+    def follows_pruned_videos(self, hf_config: Any) -> bool:
+        """Return whether the draft can tell which tokens a target has kept that prunes videos itself."""
+        return False
+
     def check_pair(self, target_hf: Any, draft_hf: Any) -> list[str]:
         """Return a short sentence naming both values for each shared property in which the two configs differ."""
         problems = []

@@ -9,6 +9,7 @@ from vllm_vidspec.families.base import FamilyAdapter, Field, flat_grid, read_fie
 from vllm_vidspec.pruning import TokenGrid
 
 _MERGE = Field("spatial merge size", ("vision_config.spatial_merge_size",))
+_PACE = Field("tokens per second", ("vision_config.tokens_per_second",))
 _DEEPSTACK = Field("deepstack layers", ("vision_config.deepstack_visual_indexes",), default=())
 
 
@@ -29,7 +30,7 @@ class QwenVLAdapter(FamilyAdapter):
         _MERGE,
         Field("temporal patch size", ("vision_config.temporal_patch_size",)),
         Field("number of pixel channels", ("vision_config.in_channels", "vision_config.in_chans")),
-        Field("tokens per second", ("vision_config.tokens_per_second",)),
+        _PACE,
         Field("image token id", ("image_token_id",)),
         Field("video token id", ("video_token_id",)),
         Field("vision start token id", ("vision_start_token_id",)),
@@ -51,6 +52,31 @@ class QwenVLAdapter(FamilyAdapter):
             return flat_grid(num_tokens)
         grid = TokenGrid(thw[0], thw[1] // merge, thw[2] // merge)
         return grid if grid.num_tokens == num_tokens else flat_grid(num_tokens)
+
+    def follows_pruned_videos(self, hf_config: Any) -> bool:
+        """Return whether this is Qwen2.5-VL. See `FamilyAdapter`.
+
+        Qwen3-VL's time stamps lie among a pruned video's embeddings, wherever the target's choice has put them: nobody
+        can tell which token is which. vLLM prunes no videos of Qwen2-VL.
+        """
+        return _pace(hf_config) is not None
+
+    def whole_video(self, data: Mapping[str, Any], hf_config: Any) -> tuple[TokenGrid, float] | None:
+        """Return the video's grid and pace as vLLM's Qwen2.5-VL counts them. See `FamilyAdapter`.
+
+        vLLM cuts the seconds of a frame to an integer there.
+        """
+        thw, seconds = _to_ints(data.get("video_grid_thw")), _to_ints(data.get("second_per_grid_ts"))
+        pace = _pace(hf_config)
+        if len(thw) != 3 or len(seconds) != 1 or pace is None:
+            return None
+        merge = read_field(hf_config, _MERGE)
+        return TokenGrid(thw[0], thw[1] // merge, thw[2] // merge), pace * seconds[0]
+
+
+def _pace(hf_config: Any) -> float | None:
+    """Return the rope positions of a second of video; None where they do not follow the clock."""
+    return read_field(hf_config, _PACE)
 
 
 def _to_ints(value: Any) -> list[int]:

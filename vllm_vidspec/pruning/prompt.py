@@ -24,11 +24,13 @@ class PromptItem:
         feature: vLLM's, with its pixels.
         where: `[m]` int64 prompt indices that its embeddings fill.
         grid: Its layout.
+        seen: Which of the tower's embeddings the target has kept, `[m]` int64; None: all of them.
     """
 
     feature: Any
     where: torch.Tensor
     grid: TokenGrid
+    seen: torch.Tensor | None = None
 
     @property
     def name(self) -> str:

@@ -143,6 +143,12 @@ def refused(engine: SimpleNamespace, **knobs) -> list[str]:
     return list(preflight.refusals(engine, make_knobs(**knobs).now))
 
 
+def pruned_video(architecture: str, **vision) -> dict:
+    """Return what is changed where a target prunes videos itself."""
+    hf_config = SimpleNamespace(architectures=[architecture], vision_config=SimpleNamespace(**vision))
+    return {"multimodal_config": SimpleNamespace(video_pruning_rate=0.5), "hf_config": hf_config}
+
+
 TREE = {"draft": "tree-static", "num_speculative_tokens": 25}
 NARROW = {"max_num_batched_tokens": 300, "max_num_seqs": 151}
 SHARDED = {"enable_batch_sharded_sampling": True}
@@ -156,10 +162,13 @@ SHARDED = {"enable_batch_sharded_sampling": True}
         ({"model": "self"}, {"lora_config": True}, "LoRA adapters cannot be used"),
         ({"model": "self"}, {"is_encoder_decoder": True}, "encoder-decoder targets"),
         ({"model": "self"}, {"is_hybrid": True}, "targets with a hybrid KV cache"),
+        ({}, pruned_video("LlavaOnevisionForConditionalGeneration"), "--video-pruning-rate: which .* llava-onevision"),
+        ({}, pruned_video("Qwen3VLForConditionalGeneration"), "--video-pruning-rate: which .* a qwen3-vl target keeps"),
+        ({}, pruned_video("Qwen2_5_VLForConditionalGeneration", tokens_per_second=2), None),
         (
-            {},
-            {"multimodal_config": SimpleNamespace(video_pruning_rate=0.5)},
-            "--video-pruning-rate prunes the target's",
+            {"model": "self"},
+            pruned_video("Qwen2_5_VLForConditionalGeneration", tokens_per_second=2),
+            '--video-pruning-rate cannot be used with "model": "self"',
         ),
         ({}, {"watermark_config": True}, "watermarking is not supported"),
         (TREE, SHARDED, "--enable-batch-sharded-sampling shows a rank its own requests only: draft chains"),

@@ -9,6 +9,18 @@ import torch
 from vllm_vidspec.drafting import DraftTree
 
 
+class Placed(NamedTuple):
+    """Where a target that prunes videos itself (`--video-pruning-rate`) has put a prompt: it decides as it looks.
+
+    Attributes:
+        positions: `[num_axes, num_tokens]` int64 rope positions, on the host.
+        delta: Rope position minus logical position of the text after the prompt.
+    """
+
+    positions: torch.Tensor
+    delta: int
+
+
 @dataclass(frozen=True)
 class PrefillMessage:
     """A request whose target prefill is done.
@@ -20,6 +32,7 @@ class PrefillMessage:
         features: vLLM's multimodal features in prompt order.
         scores: The target's guidance, one float32 `[m]` CPU tensor per feature; None where there is none.
         outcome: Counters to add to once the draft is shown the prompt: what came of the guidance.
+        placed: Where the target has put the prompt, if it prunes videos itself; else None.
     """
 
     req_id: str
@@ -28,6 +41,7 @@ class PrefillMessage:
     features: list[Any]
     scores: list[torch.Tensor] | None = None
     outcome: tuple[str, ...] = ()
+    placed: Placed | None = None
 
 
 @dataclass(frozen=True)

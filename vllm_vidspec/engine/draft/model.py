@@ -437,12 +437,14 @@ def _smallest_of_ranks(value: int) -> int:
 
 def _media_config(target: Any) -> Any:
     """Return the draft's multimodal configuration: the target's, for which its pixels are made, with its
-    `--mm-encoder-*` flags; but without the scales that were measured on the target's own tower.
+    `--mm-encoder-*` flags; but without the scales that were measured on the target's own tower, and without
+    `--video-pruning-rate`: the draft sees what the target has kept, not a choice of its own.
     """
     if target is None:
         return None
     config = copy.copy(target)
     config.mm_encoder_fp8_scale_path = config.mm_encoder_fp8_scale_save_path = None
+    config.video_pruning_rate = None
     return config
 
 

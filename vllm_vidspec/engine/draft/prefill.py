@@ -9,6 +9,7 @@ looked at. Every decision follows from what the host knows, so tensor-parallel r
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -28,6 +29,7 @@ from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.families import adapter_for
 from vllm_vidspec.pruning import get_pruner
 from vllm_vidspec.pruning.prompt import PromptItem, PromptPlan, UnsupportedPrompt, choose_kept, plan_prompt, prune
+from vllm_vidspec.pruning.sampled import kept_places
 
 logger = init_logger("vllm.vidspec")
 
@@ -111,13 +113,16 @@ class DraftPrefill:
         return True
 
     def _plan(self, message: PrefillMessage, is_ahead: bool = False) -> PrefillJob:
+        placed = message.placed
         plan = plan_prompt(
             message.token_ids,
             message.features,
             self._knobs.now.prune,
             lambda modality, data, size: self._adapter.item_grid(modality, data, size, self.model.hf_config),
-            self.model.full_positions,
+            self.model.full_positions if placed is None else lambda *_: placed,
         )
+        if placed is not None:
+            plan = dataclasses.replace(plan, items=tuple(self._as_seen(item, placed.positions) for item in plan.items))
         scores = None if message.scores is None else [unit.joined(message.scores) for unit in plan.units]
         kept: list[torch.Tensor | None] = []
         for number, unit in enumerate(plan.units):
@@ -129,6 +134,22 @@ class DraftPrefill:
         return PrefillJob(
             message.req_id, message.req_state_idx, plan, scores, kept, [None] * len(kept), [None] * len(kept)
         )
+
+    def _as_seen(self, item: PromptItem, positions: torch.Tensor) -> PromptItem:
+        """Return an item with what the target has kept of it, given the `[num_axes, num_tokens]` positions of a prompt.
+
+        Raises:
+            UnsupportedPrompt: Nobody can tell what that is.
+        """
+        feature = item.feature
+        if feature.modality != "video":
+            return item
+        data = {key: element.data for key, element in feature.data.items()}
+        found = self._adapter.whole_video(data, self.model.hf_config)
+        seen = None if found is None else kept_places(positions[:, item.where], *found)
+        if seen is None:
+            raise UnsupportedPrompt("what the target has kept of its video (--video-pruning-rate) is not known")
+        return dataclasses.replace(item, seen=seen)
 
     def forget(self, req_state_idx: int) -> None:
         """Forget a row's request: finished, aborted, preempted or given up."""
@@ -287,7 +308,10 @@ class DraftPrefill:
         made: list[torch.Tensor] = []
 
         def run() -> None:
-            made.extend(self.model.encode([item.feature for item in items]))
+            looks = self.model.encode([item.feature for item in items])
+            made.extend(
+                look if item.seen is None else _rows(look, item.seen) for item, look in zip(items, looks, strict=True)
+            )
             for item, found in zip(items, made, strict=True):
                 if len(found) != item.num_tokens:
                     raise ValueError(f"the tower made {len(found)} embeddings for {item.num_tokens} tokens")

@@ -1,0 +1,271 @@
+"""What the rows of `coexistence` run in this process: vanilla and vidspec under one setting, one engine at a time."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engine import harness, random_models
+from tests.engine.harness import QWEN
+from vllm_vidspec import metrics
+from vllm_vidspec.tools import pairs
+
+RANK = 4
+Requests = list[tuple[dict, dict]]
+
+
+def videos() -> Requests:
+    """Three greedy answers and two sampled ones."""
+    return harness.videos(QWEN, 3) + harness.videos(QWEN, 2, temperature=1.0)
+
+
+def first_reason(error: Exception) -> str:
+    """Return the line of an exception that says why: pydantic puts its own in front."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    line = lines[1] if len(lines) > 1 and "validation error" in lines[0] else lines[0]
+    return line.removeprefix("Value error, ").split(" [type=")[0]
+
+
+def compare(overrides: dict, requests: Requests, draft: str = "draft", **spec: Any) -> dict[str, int]:
+    """Return our counters over requests: answers must be vanilla's under the same setting, and some draft stand."""
+    with harness.engine(QWEN, overrides=overrides) as engine:
+        expected = engine.generate(requests)
+    with harness.engine(QWEN, draft, overrides, **spec) as engine:
+        outputs, counted = engine.measured(requests)
+        assert engine.used_blocks() == 0
+    harness.assert_same_answers(expected, outputs)
+    assert counted["accepted_tokens"] > 0 and not harness.skipped(counted)
+    return counted
+
+
+def evs(_: Path) -> tuple[dict[str, int], str]:
+    """The target prunes half of each video, the draft nine tenths of what is left; then a draft equal to the target."""
+    overrides, requests = {"video_pruning_rate": 0.5, "enable_prefix_caching": False}, videos()
+    with harness.engine(QWEN, overrides=overrides) as engine:
+        expected = engine.generate(requests)
+    with harness.engine(QWEN, "draft", overrides, pruner="specvlm") as engine:
+        outputs, counted = engine.measured(requests)
+    with harness.engine(QWEN, pairs.checkpoint(QWEN, "target"), overrides, pruner="none") as engine:
+        equals, equal = engine.measured(requests)
+    harness.assert_same_answers(expected, outputs)
+    harness.assert_same_answers(expected, equals)
+    assert counted["visual_tokens_full"] == 5 * 128, "the target did not prune"
+    assert counted["guided_prompts"] == counted["prompts"] == 5 and counted["accepted_tokens"] > 0
+    harness.assert_all_stands(equal)
+    return counted, f"; with the target's own weights all of {equal['draft_tokens']}"
+
+
+def qwen3(folder: Path) -> str:
+    """Return an untrained Qwen3-VL."""
+    made = folder / "qwen3-vl"
+    return str(made) if made.exists() else random_models.build(random_models.QWEN3, made)
+
+
+def quantised(role: str, method: str) -> Callable[[Path], str]:
+    """Return what makes a bundled checkpoint say that it is quantised; its weights are not, and must not be read."""
+    config = {
+        "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+        "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
+    }[method]
+
+    def make(folder: Path) -> str:
+        made = folder / f"{role}-{method}"
+        if not made.exists():
+            shutil.copytree(pairs.checkpoint(QWEN, role), made, ignore=shutil.ignore_patterns("*.safetensors"))
+            path = made / "config.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+        return str(made)
+
+    return make
+
+
+def lora(folder: Path) -> tuple[dict[str, int], str]:
+    """A batch of requests without, with and without an adapter of the target's language model."""
+    from vllm.lora.request import LoRARequest
+
+    adapter = LoRARequest("adapter", 1, _random_adapter(folder / "adapter"))
+    wanted = [None, adapter, None]
+    overrides = {"enable_lora": True, "max_lora_rank": 8, "enable_prefix_caching": False}
+    # A place for one adapter more: with one alone vLLM's CPU kernels take no adapter (-1) for the last.
+    overrides["max_loras"] = 2
+    prompts, params = zip(*harness.videos(QWEN, 3), strict=True)
+
+    def ask(engine: harness.Engine, adapters: list) -> list:
+        sampling = [harness._params(**one) for one in params]
+        return engine.llm.generate(list(prompts), sampling, use_tqdm=False, lora_request=adapters)
+
+    with harness.engine(QWEN, overrides=overrides) as engine:
+        plain, expected = ask(engine, [None] * 3), ask(engine, wanted)
+    without, mixed = harness.token_ids(plain), harness.token_ids(expected)
+    assert mixed[::2] == without[::2] and mixed[1] != without[1], "the adapter is not the second request's alone"
+    with harness.engine(QWEN, "draft", overrides, pruner="uniform") as engine:
+        start = engine.counters()
+        outputs = ask(engine, wanted)
+        counted, alone = metrics.difference(start, engine.counters()), engine.counters()
+        adapted = ask(engine, [adapter] * 3)
+        alone = metrics.difference(alone, engine.counters())
+    harness.assert_same_answers(expected, outputs)
+    assert harness.token_ids(adapted)[1] == harness.token_ids(expected)[1]
+    assert counted["prompts"] == 3 and counted["accepted_tokens"] > 0 and not harness.skipped(counted)
+    assert alone["drafts"] > 0
+    return counted, f", {alone['accepted_tokens']} of {alone['draft_tokens']} where all run with the adapter"
+
+
+def _random_adapter(folder: Path) -> str:
+    """Write an adapter of random weights, large enough to change every answer."""
+    base = pairs.checkpoint(QWEN, "target")
+    generator, weights = torch.Generator().manual_seed(0), {}
+    for name, weight in load_file(Path(base) / "model.safetensors").items():
+        if "visual" not in name and name.endswith(("q_proj.weight", "v_proj.weight")):
+            stem = "base_model.model." + name.removesuffix(".weight")
+            for part, shape in (("A", (RANK, weight.shape[1])), ("B", (weight.shape[0], RANK))):
+                weights[f"{stem}.lora_{part}.weight"] = 0.3 * torch.randn(shape, generator=generator)
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["q_proj", "v_proj"]}
+    config |= {"bias": "none", "task_type": "CAUSAL_LM", "base_model_name_or_path": base}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def prefix_caching(_: Path) -> tuple[dict[str, int], str]:
+    """Three prompts, and the same again."""
+    requests, overrides = harness.videos(QWEN, 3), {"enable_prefix_caching": True, "block_size": 32}
+    with harness.engine(QWEN, overrides=overrides) as engine:
+        expected = engine.generate(requests) + engine.generate(requests)
+    with harness.engine(QWEN, "draft", overrides, pruner="specvlm") as engine:
+        first, _counted = engine.measured(requests)
+        again, counted = engine.measured(requests)
+    harness.assert_same_answers(expected, first + again)
+    assert counted["accepted_tokens"] > 0 and counted["prompts"] == counted["guided_prompts"] == 3
+    num_cached = sum(output.num_cached_tokens for output in again)
+    assert num_cached >= 3 * 256
+    return counted, f", {num_cached} tokens from the cache"
+
+
+def transfer(folder: Path | str) -> dict[str, Any]:
+    """Return the setting of a KV connector that keeps entries in a folder."""
+    extra = {"shared_storage_path": str(folder)}
+    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    return {"kv_transfer_config": connector, "enable_prefix_caching": False}
+
+
+def _prefill_then_decode(folder: Path) -> tuple[list, list, dict[str, int]]:
+    """Vanilla prefills in one engine; another of vanilla's and then ours decode from its entries."""
+    requests, overrides = harness.videos(QWEN, 3), transfer(folder)
+    with harness.engine(QWEN, overrides=overrides) as engine:
+        whole = engine.generate(requests)
+    with harness.engine(QWEN, overrides=overrides) as engine:
+        expected = engine.generate(requests)
+    with harness.engine(QWEN, "draft", overrides, pruner="specvlm") as engine:
+        outputs, counted = engine.measured(requests)
+    assert harness.token_ids(whole) == harness.token_ids(expected), "the entries did not arrive"
+    harness.assert_same_answers(expected, outputs)
+    assert all(output.num_cached_tokens >= 128 for output in outputs)
+    return expected, outputs, counted
+
+
+def kv_connector(folder: Path) -> tuple[dict[str, int], str]:
+    """The usual decode side has the pixels: its API server has read the same request."""
+    _, outputs, counted = _prefill_then_decode(folder)
+    assert counted["accepted_tokens"] > 0 and not harness.skipped(counted)
+    return counted, f", {sum(output.num_cached_tokens for output in outputs)} tokens from the other engine"
+
+
+def kv_connector_without_pixels(folder: Path) -> tuple[dict[str, int], str]:
+    """A decode side whose requests bring token ids and no pixels: no drafts, and a counter that says so."""
+    from vllm_vidspec.engine.runner import VidSpecModelRunner
+
+    original = VidSpecModelRunner._arrival
+
+    def blind(self: Any, request: Any) -> Any:
+        arrival = original(self, request)
+        for feature in arrival.features:  # copies: the target's keep theirs
+            feature.data = None
+        return arrival
+
+    with mock.patch.object(VidSpecModelRunner, "_arrival", blind):
+        _, _, counted = _prefill_then_decode(folder)
+    assert counted["draft_tokens"] == 0 and counted["prompts"] == 0
+    return counted, f"; runs without speculation, counted ({_skips(counted)})"
+
+
+def ec_connector(folder: Path) -> tuple[dict[str, int], str]:
+    """An engine encodes the videos; another finds them, and its draft still looks for itself."""
+    extra = {"shared_storage_path": str(folder)}
+
+    def overrides(role: str) -> dict[str, Any]:
+        return {
+            "ec_transfer_config": {
+                "ec_connector": "ECExampleConnector",
+                "ec_role": role,
+                "ec_connector_extra_config": extra,
+            }
+        }
+
+    requests = harness.videos(QWEN, 3)
+    with harness.engine(QWEN, overrides=overrides("ec_both")) as engine:
+        expected = engine.generate(requests)
+    assert len(list(folder.iterdir())) == 3, "nothing was stored"
+    with harness.engine(QWEN, "draft", overrides("ec_both"), pruner="specvlm") as engine:
+        tower = engine.runner.model.visual.forward
+        with mock.patch.object(engine.runner.model.visual, "forward", side_effect=tower) as looks:
+            outputs, counted = engine.measured(requests)
+    harness.assert_same_answers(expected, outputs)
+    assert counted["accepted_tokens"] > 0 and not harness.skipped(counted)
+    assert not looks.call_count
+    return counted, ", none encoded twice by the target"
+
+
+def prompt_embeds(_: Path) -> tuple[dict[str, int], str]:
+    """A prompt of embeddings beside videos: it runs without drafts, counted; they with."""
+    overrides = {"enable_prompt_embeds": True}
+    embeds = torch.randn(12, 128, generator=torch.Generator().manual_seed(0))
+    requests = [*harness.videos(QWEN, 3), ({"prompt_embeds": embeds}, {"temperature": 0.0})]
+    with harness.engine(QWEN, overrides=overrides) as engine:
+        expected = engine.generate(requests)
+    with harness.engine(QWEN, "draft", overrides, pruner="uniform") as engine:
+        outputs, counted = engine.measured(requests)
+    harness.assert_same_answers(expected, outputs)
+    assert counted["accepted_tokens"] > 0 and harness.skipped(counted) == {"unsupported": 1}
+    return counted, f"; the prompt of embeddings runs without speculation, counted ({_skips(counted)})"
+
+
+def media_limit(_: Path) -> tuple[dict[str, int], str]:
+    """One video a prompt; two are the client's error, and the engine goes on."""
+    overrides = {"limit_mm_per_prompt": {"video": 1, "image": 0}}
+    counted = compare(overrides, videos(), pruner="uniform")
+    from vllm.exceptions import VLLMValidationError
+
+    two = harness.mixed_batch(QWEN)[8]
+    with harness.engine(QWEN, "draft", overrides, pruner="uniform") as engine:
+        try:
+            engine.generate([two])
+        except VLLMValidationError as error:
+            assert "At most 1 video" in str(error)
+        else:
+            raise AssertionError("two videos were answered")
+        assert engine.generate(videos())
+    return counted, "; a second video is refused as by vanilla"
+
+
+def ray(_: Path) -> str:
+    """Ray's executor makes its workers by name, and gives each engine's instance a suffix, which the counters cut."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    from vllm_vidspec.engine import preflight
+
+    args = EngineArgs(**pairs.llm_kwargs(QWEN, "draft", overrides={"distributed_executor_backend": "ray"}))
+    assert preflight.translate(args) is not None
+    assert resolve_obj_by_qualname(args.worker_cls).__name__.startswith("VidSpec")
+    return "our side accepts it and gives vLLM's executor our worker by its name; nothing of Ray is used by us"
+
+
+def _skips(counted: dict[str, int]) -> str:
+    return ", ".join(f"{reason}: {number}" for reason, number in harness.skipped(counted).items())

@@ -1,0 +1,157 @@
+"""What the rows of `coexistence` run with servers: data parallelism, several API servers, two nodes."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tests.engine import harness
+from tests.engine.harness import LLAVA, QWEN
+from vllm_vidspec.metrics import difference
+from vllm_vidspec.tools import pairs, user_files
+from vllm_vidspec.tools.demo import ask
+from vllm_vidspec.tools.processes import LoggedProcess, VllmServer, free_port
+
+QUESTION, MAX_TOKENS = pairs.DEFAULT_QUESTION, 40
+SMALL = {"kv_cache_memory_bytes": harness.KV_CACHE_BYTES}
+
+
+def _vanilla(family: str) -> list[int]:
+    """Return vanilla's answer to the bundled video, of one engine."""
+    frames = user_files.read_video(pairs.sample_video())
+    with harness.engine(family, overrides={"max_num_seqs": 4}) as engine:
+        (output,) = engine.generate(
+            [(pairs.video_prompt(family, frames, QUESTION), {"temperature": 0.0, "max_tokens": MAX_TOKENS})]
+        )
+    return list(output.outputs[0].token_ids)
+
+
+def _ask(url: str, expected: list[int]) -> None:
+    answer = ask(url, QUESTION, video=pairs.sample_video(), max_tokens=MAX_TOKENS, temperature=0.0)
+    assert answer.token_ids == expected
+
+
+@contextmanager
+def _server(folder: Path, **overrides: Any) -> Iterator[VllmServer]:
+    port = free_port()
+    cores = sorted(os.sched_getaffinity(0))
+    # vLLM would give each engine a NUMA node of its own.
+    bind = "|".join(str(cores[i % len(cores)]) for i in range(overrides.get("data_parallel_size", 1)))
+    args = pairs.serve_args(QWEN, "draft", port=port, overrides={**SMALL, **overrides}, pruner="uniform")
+    with (
+        mock.patch.dict(os.environ, {"VLLM_CPU_OMP_THREADS_BIND": bind, "VLLM_LOGGING_LEVEL": "INFO"}),
+        VllmServer(args, port, folder / "server.log") as server,
+    ):
+        server.wait_ready(timeout_s=800)
+        yield server
+
+
+def data_parallel(folder: Path) -> tuple[dict[str, int], str]:
+    """Two engines: each has counters of its own on /metrics, and their sum is what was asked."""
+    expected = _vanilla(QWEN)
+    with _server(folder, data_parallel_size=2) as server:
+        before = server.metrics()
+        for _ in range(4):
+            _ask(server.base_url, expected)
+        text, counted = server.metrics_text(), difference(before, server.metrics())
+    found = re.findall(r'^vidspec:prompts_total\{engine="(\d)".*\} (\d+)', text, re.MULTILINE)
+    assert [engine for engine, _ in found] == ["0", "1"], found
+    assert counted["prompts"] == 4 and all(float(number) for _, number in found)
+    return counted, "; prompts of " + ", ".join(f"engine {engine}: {number}" for engine, number in found)
+
+
+def api_servers(folder: Path) -> tuple[dict[str, int], str]:
+    """Two API servers over one engine: whichever answers a scrape shows all counters."""
+    expected = _vanilla(QWEN)
+    with _server(folder, api_server_count=2) as server:
+        before = server.metrics()
+        for _ in range(3):
+            _ask(server.base_url, expected)
+        scrapes = [difference(before, server.metrics()) for _ in range(6)]
+    assert {scrape["prompts"] for scrape in scrapes} == {3}
+    return scrapes[0], "; every scrape shows the same"
+
+
+# ---- two nodes: network namespaces of this machine, a cable between them ------------------------------------------
+
+_NODES = (("vidspec-a", "vs-a", "10.231.0.1"), ("vidspec-b", "vs-b", "10.231.0.2"))
+
+
+@contextmanager
+def _namespaces() -> Iterator[None]:
+    """Make two network namespaces that reach each other; needs root and iproute2."""
+
+    def ip(line: str) -> None:
+        subprocess.run(["ip", *shlex.split(line)], check=True, capture_output=True)
+
+    with ExitStack() as stack:
+        for name, _, _ in _NODES:
+            ip(f"netns add {name}")
+            stack.callback(ip, f"netns del {name}")
+        (a, at_a, _), (b, at_b, _) = _NODES
+        ip(f"link add {at_a} netns {a} type veth peer name {at_b} netns {b}")
+        for name, device, address in _NODES:
+            ip(f"-n {name} addr add {address}/24 dev {device}")
+            ip(f"-n {name} link set {device} up")
+            ip(f"-n {name} link set lo up")
+        yield
+
+
+def nodes(folder: Path) -> tuple[dict[str, int], str]:
+    """A rank of target and draft on each of two nodes, with nothing but a network in common."""
+    expected, port = _vanilla(LLAVA), 8000
+    settings = {"tensor_parallel_size": 2, "nnodes": 2, "master_addr": _NODES[0][2], "master_port": 29555}
+    settings |= SMALL | {"distributed_executor_backend": "mp"}
+    serve = [str(Path(sys.executable).with_name("vllm")), "serve"]
+    serve += pairs.serve_args(LLAVA, "draft", port=port, overrides=settings, pruner="uniform")
+    with _namespaces(), ExitStack() as stack:
+        for rank, (name, device, address) in reversed(list(enumerate(_NODES))):
+            (folder / name).mkdir()
+            where = {"GLOO_SOCKET_IFNAME": device, "VLLM_HOST_IP": address, "TMPDIR": str(folder / name)}
+            where["VLLM_CPU_OMP_THREADS_BIND"] = str(sorted(os.sched_getaffinity(0))[rank])
+            command = ["ip", "netns", "exec", name, "env", *(f"{key}={value}" for key, value in where.items())]
+            node = LoggedProcess(folder / f"{name}.log")
+            stack.callback(node.end)
+            node.start([*command, *serve, "--node-rank", str(rank), *(["--headless"] if rank else [])])
+        script = ["ip", "netns", "exec", _NODES[0][0], sys.executable, "-m", __spec__.name, str(port)]
+        asked = subprocess.run(script, capture_output=True, text=True, timeout=900)
+        assert asked.returncode == 0, asked.stderr[-2000:] + (folder / "vidspec-a.log").read_text()[-3000:]
+    import json
+
+    found = json.loads(asked.stdout.splitlines()[-1])
+    assert found["token_ids"] == expected
+    assert found["counted"]["accepted_tokens"] > 0
+    return found["counted"], "; two network namespaces, a rank in each, counters on the first node's /metrics"
+
+
+def _from_inside(port: int) -> None:
+    """Ask the server that runs in this network namespace; print the answer and our counters."""
+    import json
+
+    from vllm_vidspec.tools.processes import from_prometheus
+
+    url, start = f"http://127.0.0.1:{port}", time.monotonic()
+    while True:
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=5)
+            break
+        except OSError:
+            if time.monotonic() - start > 800:
+                raise
+            time.sleep(0.5)
+    answer = ask(url, QUESTION, video=pairs.sample_video(), max_tokens=MAX_TOKENS, temperature=0.0)
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as page:
+        counted = from_prometheus(page.read().decode())
+    print(json.dumps({"token_ids": answer.token_ids, "counted": counted}))
+
+
+if __name__ == "__main__":
+    _from_inside(int(sys.argv[1]))

@@ -1,0 +1,78 @@
+"""vidspec beside vLLM's other features: every row of docs/coexistence.md that runs in this process, run again."""
+
+import re
+
+import pytest
+
+from tests.engine import coexistence
+from vllm_vidspec.engine import preflight
+from vllm_vidspec.engine.draft import prefill
+from vllm_vidspec.engine.report.counters import Counters
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.mark.parametrize("row", [row for row in coexistence.ROWS if row.kind == "engine"], ids=lambda row: row.name)
+def test_row(row, tmp_path):
+    """Catches: what the page says and is no longer so."""
+    seen = row.run(tmp_path)
+    assert seen.verdict == row.expected, seen
+    assert re.search(row.says, seen.detail), seen
+
+
+# ---- each planted bug makes its row fail -----------------------------------------------------------------------------
+
+
+def drop_refusals(monkeypatch):
+    """Preflight refuses nothing of a configuration."""
+    monkeypatch.setattr(preflight, "refusals", lambda *_: iter(()))
+
+
+def shift_what_the_target_keeps(monkeypatch):
+    """Every token of a pruned video but the first is taken for the one before it."""
+    original = prefill.kept_places
+    monkeypatch.setattr(prefill, "kept_places", lambda *args: (original(*args) - 1).clamp(min=0))
+
+
+def lose_a_placeholder(monkeypatch):
+    """One token fewer than the prompt has places."""
+    original = prefill.kept_places
+    monkeypatch.setattr(prefill, "kept_places", lambda *args: original(*args)[:-1])
+
+
+def forget_the_adapter(monkeypatch):
+    """Our engine answers without the adapter."""
+    from vllm_vidspec.engine.runner import VidSpecModelRunner
+
+    original = VidSpecModelRunner.add_requests
+
+    def without(self, scheduler_output):
+        for request in scheduler_output.scheduled_new_reqs:
+            request.lora_request = None
+        original(self, scheduler_output)
+
+    monkeypatch.setattr(VidSpecModelRunner, "add_requests", without)
+
+
+def skip_silently(monkeypatch):
+    """A request that runs without speculation is not counted."""
+    monkeypatch.setattr(Counters, "skip", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "plant"),
+    [
+        ('LoRA: --enable-lora, "model": "self"', drop_refusals),
+        ("EVS: --video-pruning-rate 0.5", shift_what_the_target_keeps),
+        ("EVS: --video-pruning-rate 0.5", lose_a_placeholder),
+        ("LoRA: --enable-lora, an unadapted draft", forget_the_adapter),
+        ("KV connector: the decode side has no pixels", skip_silently),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_a_planted_bug_is_seen(name, plant, tmp_path, monkeypatch):
+    """The rows above would not pass whatever the product does."""
+    (row,) = [row for row in coexistence.ROWS if row.name == name]
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, ValueError)):
+        test_row(row, tmp_path)

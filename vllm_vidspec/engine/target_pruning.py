@@ -1,0 +1,32 @@
+"""A target that prunes videos itself (`--video-pruning-rate`): whether it does, and where it has put a prompt.
+
+Reads vLLM's rope state and changes nothing.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_vidspec.engine.draft.messages import Placed
+
+
+def prunes_videos(model_config: Any) -> bool:
+    """Return whether a target prunes videos itself, given vLLM's `ModelConfig`."""
+    multimodal = model_config.multimodal_config
+    return multimodal is not None and bool(multimodal.video_pruning_rate)
+
+
+def places_of(runner: Any) -> Callable[[int, int], Placed] | None:
+    """Return what tells where such a target has put the prompt of a row, of so many tokens; None for other targets.
+
+    vLLM writes it as each video passes the target's forward. The host waits for the device once a prompt, as it does
+    where vLLM itself finds these positions.
+    """
+    if not prunes_videos(runner.vllm_config.model_config):
+        return None
+    rope = runner.model_state.rope_state
+
+    def placed(req_state_idx: int, length: int) -> Placed:
+        positions = rope.read_prefill_positions(req_state_idx, length).cpu().long()
+        return Placed(positions, int(rope.prefill_delta.np[req_state_idx]))
+
+    return placed
