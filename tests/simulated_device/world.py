@@ -98,7 +98,7 @@ class World:
         )
         self.vllm_config = SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_seqs=MAX_REQS, async_scheduling=fills_trees),
-            model_config=SimpleNamespace(max_model_len=MAX_LEN),
+            model_config=SimpleNamespace(max_model_len=MAX_LEN, multimodal_config=None),
             observability_config=SimpleNamespace(per_request_spec_decode_metrics="basic"),
             device_config=SimpleNamespace(device=device),
             cache=self.target_cache,
