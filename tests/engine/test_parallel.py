@@ -15,6 +15,7 @@ from tests.engine.conftest import SCENARIOS
 from tests.engine.harness import LLAVA, Engine, assert_all_stands, assert_same_answers, skipped, token_ids
 from vllm_vidspec import metrics
 from vllm_vidspec.engine.parallel import client
+from vllm_vidspec.parallel import StreamState
 
 pytestmark = pytest.mark.engine
 
@@ -34,15 +35,40 @@ def wait_until(is_so: Callable[[], bool], engine: Engine, timeout_s: float = 90.
         time.sleep(0.05)
 
 
-def let_drafts_come(engine: Engine, seconds: float = 0.02) -> contextlib.AbstractContextManager:
-    """Give the drafter time before each of the target's steps: on a busy machine it has none else."""
-    propose = engine.speculator.propose
+def let_drafts_come(engine: Engine, timeout_s: float = 60.0) -> contextlib.AbstractContextManager:
+    """Before each of the target's steps, wait until all streams are as far ahead as they may be.
+
+    What is accepted then depends on no clock: on a busy machine a drafter may not be scheduled for many steps.
+    """
+    speculator = engine.speculator
+    propose = speculator.propose
 
     def slow(*args, **kwargs):
-        time.sleep(seconds)
+        deadline = time.monotonic() + timeout_s
+        while behind := _behind(engine):
+            assert time.monotonic() < deadline, f"the drafter has nothing for {behind}"
+            time.sleep(0.001)
         return propose(*args, **kwargs)
 
-    return mock.patch.object(engine.speculator, "propose", slow)
+    return mock.patch.object(speculator, "propose", slow)
+
+
+def _behind(engine: Engine) -> dict[str, str]:
+    """Return the requests that a drafter which is up was told to begin and could draw on for, and what it has."""
+    speculator, client = engine.speculator, drafter(engine)
+    if not client.is_up or client.num_ups > speculator._num_ups:
+        return {}
+    tables, states = client.tables, engine.runner.req_states
+    behind = {}
+    for row, known in speculator._known.items():
+        if not known.has_begun or tables.state[row] == StreamState.REFUSED:
+            continue
+        end, committed = int(tables.end[row]), int(tables.committed[row])
+        most = min(committed + tables.sizes.max_ahead, int(min(states.max_seq_len[row], states.max_model_len)))
+        if tables.state[row] != StreamState.STREAMING or tables.checked[row] < committed or end < most:
+            state = StreamState(int(tables.state[row])).name
+            behind[known.arrival.req_id] = f"{state}, {end} of {most} tokens, {committed} committed"
+    return behind
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +101,7 @@ def test_a_draft_equal_to_the_target_is_never_cut(reference, own):
 def test_streams_outgrow_windows(reference, own):
     """A stream that is never cut: more of it is accepted than two windows hold, and most steps have one."""
     requests = harness.videos(LLAVA, 2, max_tokens=100, ignore_eos=True)
-    with let_drafts_come(own, 0.1):
+    with let_drafts_come(own):
         outputs, counted = own.measured(requests)
     assert token_ids(outputs) == [[ids[0][:100]] for ids in token_ids(reference(LLAVA, "endless"))[:2]]
     assert counted["accepted_tokens"] == counted["draft_tokens"] > 2 * 2 * own.config.num_speculative_tokens
@@ -84,7 +110,7 @@ def test_streams_outgrow_windows(reference, own):
 
 def test_every_sampling_parameter(reference, own):
     """Penalties, bad words, logprobs, n, stop strings: all as vanilla has them."""
-    with let_drafts_come(own, 0.0):
+    with let_drafts_come(own):
         outputs, counted = own.measured(SCENARIOS["mixed"](LLAVA))
     assert_same_answers(reference(LLAVA, "mixed"), outputs)
     assert counted["accepted_tokens"] > 0
@@ -158,7 +184,7 @@ def test_a_stopped_drafter_delays_nobody(reference, own):
         assert counted["draft_tokens"] == 0
     finally:
         os.kill(pid, signal.SIGCONT)
-    with let_drafts_come(own, 0.05):
+    with let_drafts_come(own):
         outputs, counted = own.measured(SCENARIOS["videos"](LLAVA))
     assert_same_answers(reference(LLAVA, "videos"), outputs)
     assert_all_stands(counted)
