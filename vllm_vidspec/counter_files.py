@@ -1,13 +1,17 @@
 """The counter files of one server, a file an engine: made, opened by its other processes, and leftovers swept."""
 
 import fcntl
+import logging
 import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import MetricsFile, path_for
+
+logger = logging.getLogger("vllm.vidspec")
 
 
 class CounterFiles(dict[int, MetricsFile]):
@@ -55,6 +59,20 @@ def sweep() -> list[Path]:
         except OSError:  # held, gone, or not ours to touch
             continue
     return swept
+
+
+def open_for(vllm_config: Any) -> MetricsFile | None:
+    """Return the counters of the engine that a `VllmConfig` is of; None, and a line in the log, where there are none.
+
+    Another process has made the file: the API server, which may be on another host.
+    """
+    engine = vllm_config.parallel_config.data_parallel_index
+    instance_id = vllm_config.instance_id.removesuffix(f"_dp{engine}")  # Ray's, by which it tells engines apart
+    try:
+        return MetricsFile(path_for(instance_id, engine))
+    except VidSpecError as error:
+        logger.warning("vidspec: counters are not published: %s", error)
+        return None
 
 
 def leave_refusal(instance_id: str, engine: int, reason: str) -> None:

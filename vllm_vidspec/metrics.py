@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.names import PRUNERS
 
 MAX_POSITIONS = 64  # the upper bound of `num_speculative_tokens`
 GUIDANCE_FALLBACKS = ("cached", "memory", "unobserved", "error", "no_text")
@@ -51,6 +52,11 @@ _COUNTERS = {
     "stream_tokens": "Tokens that a drafter with a process of its own has drawn.",
     "late_drafts": "Steps of requests whose stream was not ahead of the target, so that nothing was verified.",
     "stale_streams": "Steps of requests whose stream said something else than the target had committed by then.",
+    "draft_failures": "Exceptions on the draft's side.",
+    "cooldowns": "Times that speculation was switched off for a while because the draft failed too often.",
+    "waiting_drafts": "Times that a request had outgrown the draft's KV pool and waited for room.",
+    "resumed_drafts": "Times that a request was drafted for again because the pool had room.",
+    "token_changes": "Changes of the number of draft tokens, by what pays (adaptive_tokens).",
     "drafter_restarts": "Starts of the drafter's process after its first.",
     "prompts": "Prompts that the draft has prefilled.",
     "text_tokens": "Text tokens of the prompts that the draft has prefilled.",
@@ -76,6 +82,9 @@ GAUGES = {
     "draft_pool_bytes": "Size of the draft's KV pool in bytes per rank.",
     "draft_kv_bytes_per_token": "Draft KV bytes of one token per rank.",
     "target_kv_bytes_per_token": "Target KV bytes of one token per rank.",
+    "speculation_on": "Whether drafts are asked for: 0 while it is switched off or cools down.",
+    "tokens_in_use": "Draft tokens a step that pay best at the last batch size that was measured (adaptive_tokens).",
+    "target_load_bytes": "Memory per rank that the target's weights take.",
     "draft_load_bytes": "Memory per rank that loading the draft took.",
     "draft_encoder_bytes": "Memory per rank for the draft's vision embeddings.",
     "draft_encoder_bytes_used": "How much of it holds some.",
@@ -94,6 +103,9 @@ BY_LABEL: dict[str, tuple[str, str, tuple[str, ...] | range, str]] = {
         *(STRICT_REASONS, "strict_{}"),
     ),
     "skipped_requests": ("Requests run without speculation.", "reason", SKIP_REASONS, "skipped_{}"),
+    "auto_requests": ("Requests that pruner auto has learned from.", "pruner", PRUNERS, "auto_requests_{}"),
+    "auto_verify_steps": ("Their verify steps.", "pruner", PRUNERS, "auto_verify_steps_{}"),
+    "auto_tokens": ("Tokens that these steps emitted.", "pruner", PRUNERS, "auto_tokens_{}"),
     "unguided_prompts": ("Prompts pruned uniformly for want of guidance.", "reason", GUIDANCE_FALLBACKS, "unguided_{}"),
 }
 # The order is the file's layout: raise _VERSION when it changes.
@@ -108,7 +120,7 @@ _SLOT = {name: slot for slot, name in enumerate(NAMES)}
 _NUM_REQUESTS = 4096
 
 _MAGIC = int.from_bytes(b"vidspec\0", "little")
-_VERSION = 8
+_VERSION = 9
 _HEADER = 8  # int64 words: magic, version, number of slots, sequence, four spare
 _SEQUENCE = 3  # odd while a writer is between values that belong together
 _NUM_TRIES = 50  # of a reader that meets such a writer; one that died there must not keep it
@@ -230,6 +242,10 @@ class MetricsFile:
             yield
         finally:
             self._words[_SEQUENCE] += 1
+
+    def value(self, name: str) -> int:
+        """Return one counter or gauge; `KeyError` for a name outside `NAMES`."""
+        return int(self._values[_SLOT[name]])
 
     def values(self) -> dict[str, int]:
         """Return every counter and gauge by name, none of them from the middle of an `at_once`."""

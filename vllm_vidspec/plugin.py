@@ -10,7 +10,7 @@ def register() -> None:
     installed regardless and complains, in one line, when the method is used. The other patches are of the front end,
     of the scheduler, and on the CPU engine of kernels that Triton's interpreter runs.
     """
-    from vllm_vidspec.engine import preflight
+    from vllm_vidspec.engine import preflight, scheduling
     from vllm_vidspec.engine.compat import api, config
     from vllm_vidspec.engine.report import server_counters
 
@@ -19,7 +19,7 @@ def register() -> None:
     if preflight.version_problem() is not None:
         return
     api.allow_sampling_parameters()
-    config.keep_media_of_cached_prefixes()
+    config.hook_scheduler(scheduling.attach)
 
     from vllm.platforms import current_platform
 

@@ -168,6 +168,6 @@ def test_target_and_drafter_have_ranks_of_their_own(vanilla, of_target, of_draft
     # A drafter that is slow beside others may not have read every prompt by the end of its answer.
     assert counted["guided_prompts"] == counted["prompts"] > 0
     assert counted["stream_tokens"] >= counted["accepted_tokens"]
-    assert counted["stream_tokens"] > 0
-    if of_drafter == 1:  # three processes on two cores: two ranks draw too late for answers as short as these
-        assert counted["accepted_tokens"] > 0
+    expected, counted = vanilla[0][0], result["counters_long"]
+    assert result["long"][: len(expected)] == expected
+    assert counted["accepted_tokens"] > 50, "of 400 tokens"

@@ -234,7 +234,7 @@ def test_values_of_one_label_add_up_to_something(file):
     pytest.importorskip("prometheus_client")
     for slot, name in enumerate(NAMES):
         file.set(name, 10**6 * (slot + 1))  # whole seconds where it is a time
-    wholes = {"kind": len(metrics.KINDS), "position": metrics.MAX_POSITIONS, "reason": None, "le": None}
+    wholes = {"kind": len(metrics.KINDS), "position": metrics.MAX_POSITIONS, "reason": None, "pruner": None, "le": None}
     seen = []
     for family in metrics._Collector({0: file}, "m").collect():
         own = {label for sample in family.samples for label in sample.labels} - {"model_name", "engine"}

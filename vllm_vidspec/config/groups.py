@@ -1,17 +1,16 @@
 """The groups of knobs, each of which is what one room takes; needs pydantic only."""
 
 import difflib
+import functools
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from vllm_vidspec.config.paths import SPECVLM_PATHS, Path, parse_paths
+from vllm_vidspec.names import PRUNERS
 
-PRUNERS = (
-    *("none", "specvlm", "attention", "uv", "uniform", "random"),
-    *("window:front", "window:middle", "window:end", "frame", "fastvid", "dycoke"),
-)
 _PRUNER_ALIASES = {"window": "window:middle"}
+AUTO = "auto"  # the pruner that is one of several, by what serves best
 
 IMAGE_PRUNE_RATIO = 0.8  # an image's tokens are fewer and less alike than a video's (SAGE's default)
 # Images in a row that count as a video, by `frames_as_video`: two or three are more often compared than watched.
@@ -35,6 +34,15 @@ def nearest(name: str, known: tuple[str, ...]) -> str:
     """Return a hint at the known name that a wrong one is closest to, "" where none is close."""
     match = difflib.get_close_matches(name, known, n=1)
     return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def _known(pruner: str) -> str:
+    """Return a pruner's name as it is registered; ValueError for an unknown one."""
+    name = _PRUNER_ALIASES.get(pruner, pruner)
+    if name not in PRUNERS:
+        known = (*PRUNERS, AUTO)
+        raise ValueError(f"unknown pruner {name!r}{nearest(name, known)}; known: {', '.join(known)}")
+    return name
 
 
 class Group(BaseModel):
@@ -76,7 +84,15 @@ class PruneKnobs(Group):
     """Which tokens stay: `none`, `specvlm`, `attention`, `uv`, `uniform`, `random`, `window:front`, `window:middle`,
     `window:end`, `frame`, `fastvid`, `dycoke`. `specvlm` and `attention` follow the target's attention, `uv` its hidden
     states; the others look at neither. `none` keeps everything and ignores the ratios; `window` is short for
-    `window:middle`."""
+    `window:middle`. `auto` tries several on the requests that come and learns which serves best."""
+    auto_pruners: tuple[str, ...] = ("specvlm", "attention", "uv", "uniform")
+    """`auto`: the pruners to choose from. Each that needs the target's attention or its hidden states is listened for,
+    for the requests that it is given."""
+    auto_ratios: tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...] | None = None
+    """`auto`: the prune ratios to choose from. Default: `prune_ratio` alone."""
+    auto_file: str | None = None
+    """`auto`: a file that keeps what was learned, read at the start and written as requests end and at shutdown. It is
+    a calibration file too, which names the pruner and the ratio that were best. Default: nothing is kept."""
     lambda_r: float = Field(default=0.4, ge=0.0, le=1.0)
     """`specvlm`: share of the attention whose tokens are kept outright; the rest of the budget is spread evenly over
     the others."""
@@ -99,10 +115,21 @@ class PruneKnobs(Group):
     @field_validator("pruner")
     @classmethod
     def _known_pruner(cls, name: str) -> str:
-        name = _PRUNER_ALIASES.get(name, name)
-        if name not in PRUNERS:
-            raise ValueError(f"unknown pruner {name!r}{nearest(name, PRUNERS)}; known: {', '.join(PRUNERS)}")
-        return name
+        return name if name == AUTO else _known(name)
+
+    @field_validator("auto_pruners")
+    @classmethod
+    def _known_pruners(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if not names:
+            raise ValueError("auto_pruners names none")
+        return tuple(dict.fromkeys(map(_known, names)))
+
+    @field_validator("auto_ratios")
+    @classmethod
+    def _some_ratios(cls, ratios: tuple[float, ...] | None) -> tuple[float, ...] | None:
+        if ratios == ():
+            raise ValueError("auto_ratios names none")
+        return None if ratios is None else tuple(dict.fromkeys(ratios))
 
     @field_validator("guidance_layers", mode="after")
     @classmethod
@@ -112,6 +139,22 @@ class PruneKnobs(Group):
         if not layers:
             raise ValueError('guidance_layers names no layer; give at least one, or "all"')
         return tuple(sorted(set(layers)))
+
+    @functools.cached_property
+    def ways(self) -> tuple["PruneKnobs", ...]:
+        """What a request's prompt may be pruned by: these knobs, or with `auto` each pruner at each ratio."""
+        if self.pruner != AUTO:
+            return (self,)
+        ratios = self.auto_ratios or (self.ratio,)
+        return tuple(
+            self.model_copy(update={"pruner": pruner, "ratio": ratio})
+            for pruner in self.auto_pruners
+            for ratio in ratios
+        )
+
+    def way(self, number: int) -> "PruneKnobs":
+        """Return one of `ways`; the first where there is none of that number, as these knobs may have changed."""
+        return self.ways[number if 0 <= number < len(self.ways) else 0]
 
     @property
     def least_run(self) -> int | None:

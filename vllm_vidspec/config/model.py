@@ -34,7 +34,7 @@ SELF = "self"
 MOST_FLY_WINDOW = 6  # of vLLM's own FLy, where none is given
 
 # What `vidspec calibrate` finds out for a pair, and on a machine.
-CALIBRATED_KEYS = frozenset({"lambda_r", "guidance_layers", "uv_layer", "draft_table"})
+CALIBRATED_KEYS = frozenset({"lambda_r", "guidance_layers", "uv_layer", "draft_table", "pruner", "prune_ratio"})
 
 # Keys of vLLM's own speculative config that pass through unchanged.
 PASS_THROUGH_KEYS = frozenset({"quantization", "revision", "code_revision", "draft_load_config"})
@@ -76,6 +76,10 @@ class VidSpecConfig(BaseModel):
     num_speculative_tokens_per_batch_size: tuple[tuple[PositiveInt, PositiveInt, NonNegativeInt], ...] | None = None
     """vLLM's own schedule: rows `[first batch size, last, tokens per step]` that no step exceeds, whatever the shape. 0
     is `none`, as in `draft_table`."""
+    adaptive_tokens: bool = False
+    """Measure, at each batch size, what a step takes and how many drafts stand with `num_speculative_tokens` drafts,
+    with half of them (chains) and with none, and use what is fastest: drafting stops where it does not pay, and is
+    tried again now and then. The output is the same."""
     draft_noise: Literal["shared", "independent", "greedy"] = Field(
         "shared", json_schema_extra={"instruments": ["greedy"]}
     )
@@ -86,9 +90,16 @@ class VidSpecConfig(BaseModel):
     on_draft_error: Literal["skip", "raise"] = "skip"
     """What an exception on the draft's side does: `skip` logs it, counts it and goes on without speculation for those
     requests; `raise` stops the engine (for tests)."""
+    max_draft_failures: int = Field(default=8, ge=1)
+    """Exceptions on the draft's side within `failure_window_s` seconds after which speculation switches itself off for
+    `cooldown_s` seconds; a batch that fails at once is one."""
+    failure_window_s: float = Field(default=60.0, gt=0.0, allow_inf_nan=False)
+    """See `max_draft_failures`."""
+    cooldown_s: float = Field(default=60.0, gt=0.0, allow_inf_nan=False)
+    """See `max_draft_failures`."""
     calibration: str | None = None
-    """A file that `vidspec calibrate` wrote: its values replace the defaults of `draft_table`, `guidance_layers`,
-    `lambda_r`, `uv_layer`; what is given beside it wins."""
+    """A file that `vidspec calibrate` or `auto_file` wrote: its values replace the defaults of `draft_table`,
+    `guidance_layers`, `lambda_r`, `prune_ratio`, `pruner`, `uv_layer`; what is given beside it wins."""
     prune: PruneKnobs = PruneKnobs()
     tree: TreeKnobs = TreeKnobs()
     score: ScoreKnobs = ScoreKnobs()
@@ -187,10 +198,28 @@ class VidSpecConfig(BaseModel):
         """What is drafted by batch size, which is also vLLM's schedule of tokens; past the end the last row holds."""
         return capped(self._rows, self.num_speculative_tokens_per_batch_size)
 
+    @model_validator(mode="after")
+    def _one_schedule(self) -> "VidSpecConfig":
+        has_own = self.draft_shape == "auto" or self.num_speculative_tokens_per_batch_size is not None
+        if self.adaptive_tokens and has_own:
+            raise ValueError(
+                "adaptive_tokens finds the tokens per batch size out: drop draft_table and "
+                "num_speculative_tokens_per_batch_size"
+            )
+        return self
+
     @property
     def changes_with_load(self) -> bool:
         """Whether the number of tokens depends on the batch size."""
-        return self.draft_shape == "auto" or self.num_speculative_tokens_per_batch_size is not None
+        has_own = self.draft_shape == "auto" or self.num_speculative_tokens_per_batch_size is not None
+        return has_own or self.adaptive_tokens
+
+    @property
+    def token_choices(self) -> tuple[int, ...]:
+        """The numbers of tokens that `adaptive_tokens` chooses from, the most first; chains may be cut in half."""
+        most = self.num_speculative_tokens
+        half = (-(-most // 2),) if self.draft_shape == "chain" and most > 1 else ()
+        return (most, *half, 0)
 
     def plan_for(self, num_reqs: int) -> Plan:
         """Return what a step of so many requests drafts for each."""

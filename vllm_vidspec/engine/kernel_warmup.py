@@ -15,7 +15,6 @@ from vllm.logger import init_logger
 from vidspec_kernels import warm_up
 from vllm_vidspec.engine.draft.drafter import Drafter
 from vllm_vidspec.engine.kv_views import distinct_views
-from vllm_vidspec.engine.listen.attention import AttentionGuidance
 from vllm_vidspec.engine.tree_attention import TreeAttention
 
 logger = init_logger("vllm.vidspec")
@@ -48,7 +47,7 @@ def prepare(runner: Any) -> None:
         _prepare_attention(parts.trees.attention, block_table, runner.vllm_config, num_drafts + 1)
         warm_up.warm_kv_compact(parts.trees.caches, block_table, num_drafts)
         parts.trees.warm_up(runner)
-    if isinstance(parts.guidance, AttentionGuidance):
+    if parts.guidance is not None and parts.guidance.attention:
         heads = [(keys, num_heads) for keys, _, num_heads in distinct_views(parts.guidance.attention.values())]
         warm_up.warm_guidance_scores(heads, block_table, runner.dtype)
     if parts.visual is not None:

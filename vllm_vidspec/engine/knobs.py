@@ -4,15 +4,23 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.config.groups import AUTO
 from vllm_vidspec.config.model import flatten
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.pruning import SCORE_NEEDS, get_pruner
 
-# What may change while the engine runs: pruning always, verification where any request can be loose.
-_PRUNING = {"lambda_r", "guidance_layers", "prune_ratio", "image_prune_ratio", "frames_as_video"}
+# What may change while the engine runs: pruning always, to what is listened for; verification where any request can be
+# loose.
+_PRUNING = {"pruner", "lambda_r", "guidance_layers", "prune_ratio", "image_prune_ratio", "frames_as_video"}
 _RULES = {
     *("scorer", "lambda_loose", "top_n", "position_shift", "relevance_rows"),
     *("fly_entropy", "fly_window", "fly_top_k", "protected_tokens"),
 }
+
+
+def _needs(config: VidSpecConfig) -> frozenset[str]:
+    """Return what the pruners of a configuration need of the target."""
+    return frozenset().union(*(get_pruner(way.pruner).needs for way in config.prune.ways)) & SCORE_NEEDS
 
 
 class Knobs:
@@ -46,6 +54,13 @@ class Knobs:
         if fixed := sorted(set(changes) - tunable):
             raise VidSpecError(f"{fixed[0]} cannot change while the engine runs")
         config = self.now.changed(changes)
+        if config.prune.pruner == AUTO != self._first.prune.pruner:
+            raise VidSpecError("pruner cannot change to auto: start the engine with it")
+        if unheard := _needs(config) - _needs(self._first):
+            raise VidSpecError(
+                f"pruner cannot change to {config.prune.pruner}: this engine does not listen to the target's "
+                f"{' and '.join(sorted(unheard))}"
+            )
         if "loose" in config.score.scorers - self._first.score.scorers:
             raise VidSpecError("scorer cannot change to loose: the engine keeps no hidden states")
         self.change(config)

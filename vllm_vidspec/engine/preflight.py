@@ -180,7 +180,8 @@ def check_reading(vllm_config: Any, config: VidSpecConfig) -> None:
     """
     from vllm.platforms import current_platform
 
-    needs, prune = get_pruner(config.prune.pruner).needs, config.prune
+    prune = config.prune
+    needs = frozenset().union(*(get_pruner(way.pruner).needs for way in prune.ways))
     model, cache = vllm_config.model_config, vllm_config.cache_config
     num_layers = model.get_total_num_hidden_layers()
     readers = []
@@ -271,9 +272,16 @@ def _schedule(args: Any, config: VidSpecConfig) -> list[tuple[int, int, int]]:
     """Return vLLM's own schedule of tokens per batch size: the plans', so that the scheduler and the draft agree."""
     if args.data_parallel_size > 1:
         raise VidSpecError(
-            "data parallelism needs one number of tokens at every batch size: drop draft auto and "
+            "data parallelism needs one number of tokens at every batch size: drop draft auto, adaptive_tokens and "
             "num_speculative_tokens_per_batch_size"
         )
+    if config.adaptive_tokens:
+        # vLLM captures graphs for the numbers that it finds here, at whatever size; the scheduler's table is ours.
+        choices = config.token_choices
+        return [
+            *((size, size, number) for size, number in enumerate(choices, 1)),
+            (len(choices) + 1, 1 << 20, choices[0]),
+        ]
     return [(row.first, row.last, row.plan.num_tokens) for row in config.plans]
 
 

@@ -27,6 +27,7 @@ class Arrival:
         sampling: vLLM's `SamplingParams`; None for a request that samples nothing.
         adapter: Name of its LoRA adapter, "" for none.
         has_embeds: Whether the prompt is one of embeddings, whose `token_ids` mean nothing.
+        way: By which of `PruneKnobs.ways` its prompt is pruned.
     """
 
     req_id: str
@@ -36,6 +37,7 @@ class Arrival:
     sampling: Any
     adapter: str = ""
     has_embeds: bool = False
+    way: int = 0
 
     @property
     def is_structured(self) -> bool:
@@ -62,6 +64,8 @@ class Phase(IntEnum):
     PREFILLING = 2  # the draft reads its prompt
     DRAFTING = 4
     SKIPPED = 8  # it runs without speculation, for good
+    OUTSIDE = 16  # the draft's pool has no room for its prompt yet
+    HELD = 32  # the draft has read some of it, and finds no room to go on
 
 
 class Cohort(NamedTuple):
@@ -135,6 +139,10 @@ class RequestRows:
     def are_in(self, idx_mapping_np: np.ndarray, *phases: Phase) -> np.ndarray:
         """Return `[n]` bool: which of `[n]` rows are in one of these phases."""
         return self._phase[idx_mapping_np] & sum(phases) != 0
+
+    def any_in(self, *phases: Phase) -> bool:
+        """Return whether any row is in one of these phases."""
+        return bool((self._phase & sum(phases)).any())
 
     def cohort(self, idx_mapping_np: np.ndarray, is_done: np.ndarray) -> Cohort:
         """Return which of a step's requests are drafted for: the last step's answer where that has not changed.

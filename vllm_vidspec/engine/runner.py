@@ -22,7 +22,6 @@ from vllm_vidspec.config import METHOD, VidSpecConfig
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.listen.hidden_states import HiddenStateGuidance
 from vllm_vidspec.engine.listen.protocol import Forward
 from vllm_vidspec.engine.parallel import launch
 from vllm_vidspec.engine.parallel.client import DrafterClient
@@ -32,6 +31,7 @@ from vllm_vidspec.engine.parts import RunnerParts
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.report.request_metrics import PublishingOutput
 from vllm_vidspec.engine.requests import Arrival, RequestRows
+from vllm_vidspec.engine.scheduling import way_of
 from vllm_vidspec.engine.verify.step import VerifyStep
 
 
@@ -59,12 +59,14 @@ class VidSpecModelRunner(GPUModelRunner):
             self._start_drafter()  # it loads while the target does
         super().load_model(*args, **kwargs)
         compat.keep_shared_noise(self.sampler)
+        weights = (weight.numel() * weight.element_size() for weight in self.model.parameters())
+        self.counters.set("target_load_bytes", sum(weights))
         with DeviceMemoryProfiler() as profiler:
             self.parts = RunnerParts(self)
         self.model_memory_usage += profiler.consumed_memory
         self.listeners, self.trees = self.parts.listeners, self.parts.trees
         self.speculator, self.rejection_sampler = self.parts.speculator, self.parts.verifier
-        self.use_aux_hidden_state_outputs = isinstance(self.parts.guidance, HiddenStateGuidance)
+        self.use_aux_hidden_state_outputs = self.parts.guidance is not None and self.parts.guidance.reads_hidden_states
 
     def _start_drafter(self) -> None:
         config = self.knobs.now
@@ -116,6 +118,7 @@ class VidSpecModelRunner(GPUModelRunner):
             sampling=request.sampling_params,
             adapter=request.lora_request.lora_name if request.lora_request is not None else "",
             has_embeds=request.prompt_embeds is not None,
+            way=way_of(request.sampling_params),
         )
 
     def _remove_request(self, req_id: str) -> bool:

@@ -31,7 +31,15 @@ from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft.drafter import Drafter, without_room
 from vllm_vidspec.engine.draft.graphs import DraftGraphs
 from vllm_vidspec.engine.draft.memory import DraftMemory
-from vllm_vidspec.engine.draft.messages import Committed, DraftMessage, Drafts, Placed, PrefillMessage, PrefillStep
+from vllm_vidspec.engine.draft.messages import (
+    Admission,
+    Committed,
+    DraftMessage,
+    Drafts,
+    Placed,
+    PrefillMessage,
+    PrefillStep,
+)
 from vllm_vidspec.engine.draft.model import DraftModel, kv_bytes_per_token
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.engine.knobs import Knobs
@@ -43,6 +51,7 @@ from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import Arrival, Cohort, Phase, RequestRows
 from vllm_vidspec.engine.target_step import Step
 from vllm_vidspec.engine.tree_attention import TreeAttention
+from vllm_vidspec.engine.waiting import WaitingRoom
 
 logger = init_logger("vllm.vidspec")
 
@@ -104,6 +113,7 @@ class VidSpecSpeculator(BaseSpeculator):
         self._arrivals: dict[int, Arrival] = {}  # by row, until the target has seen the prompt
         # By row, the prompts whose scores are on their way to the host.
         self._waiting: dict[int, tuple[PrefillMessage, PendingScores]] = {}
+        self._room = WaitingRoom(requests, counters)
         # [max_num_reqs, K]
         self._draft_tokens = torch.zeros(
             len(requests.phase), knobs.now.num_speculative_tokens, dtype=torch.int64, device=self._device
@@ -204,6 +214,7 @@ class VidSpecSpeculator(BaseSpeculator):
         """Free what a row's request holds on the draft's side."""
         self._arrivals.pop(req_state_idx, None)
         self._waiting.pop(req_state_idx, None)
+        self._room.forget(req_state_idx)
         if self._drafter is not None:
             self._drafter.forget(req_state_idx)
 
@@ -218,7 +229,7 @@ class VidSpecSpeculator(BaseSpeculator):
     def give_up_all(self) -> None:
         """Give every running request up, because the contents of the pool and the cache are about to be lost."""
         everyone = np.arange(len(self._requests.phase))
-        for req_state_idx in everyone[self._requests.are_in(everyone, Phase.PREFILLING, Phase.DRAFTING)]:
+        for req_state_idx in everyone[self._requests.are_in(everyone, Phase.PREFILLING, Phase.DRAFTING, Phase.HELD)]:
             self._give_up(int(req_state_idx), "memory_lost")
         self.forget_media()
 
@@ -308,6 +319,7 @@ class VidSpecSpeculator(BaseSpeculator):
         if self._knobs.now.on_draft_error == "raise":
             raise error
         logger.error("vidspec: the draft failed; these requests go on without speculation", exc_info=error)
+        self._counters.add("draft_failures")
         # What other requests have left, a rank may have and another not.
         self.forget_media()
         if self._guidance is not None:
@@ -323,25 +335,33 @@ class VidSpecSpeculator(BaseSpeculator):
     # ---- start -----------------------------------------------------------------------------------------------------
 
     def _start(self, step: Step) -> None:
-        """Hand the drafter the requests whose target prefill has finished, once their scores are on the host."""
-        if not (self._arrivals or self._waiting):
+        """Hand the drafter the requests whose target prefill has finished, once their scores are on the host, and those
+        that it had no room for when there is some.
+        """
+        if not (self._arrivals or self._waiting or self._room.has_callers):
             return
-        unseen = np.flatnonzero(self._are_in(step, Phase.UNSEEN))
-        self._guarded("start of drafts", self._admit, step, unseen, is_careful=True)
+        starters = np.flatnonzero(self._are_in(step, Phase.UNSEEN, Phase.OUTSIDE))
+        self._guarded("start of drafts", self._admit, step, starters, is_careful=True)
 
     def _admit(self, step: Step, indices: np.ndarray) -> None:
-        found = (self._message(int(step.batch.idx_mapping_np[i])) for i in indices)
-        messages = [message for message in found if message is not None]
-        admitted = [self.drafter.admit(message) for message in messages]
-        for message, is_in, is_in_everywhere in zip(
-            messages, admitted, self._agreement.settle("draft prefill", admitted), strict=True
-        ):
-            if is_in_everywhere:
-                self._requests.enter(message.req_state_idx, Phase.PREFILLING)
-            else:
-                self._give_up(message.req_state_idx, "draft_error" if is_in else "refused")
-                if is_in:
+        rows = step.batch.idx_mapping_np[indices]
+        bounds = dict(zip(rows.tolist(), step.bound[indices].tolist(), strict=True))
+        unseen = rows[self._requests.are_in(rows, Phase.UNSEEN)].tolist()
+        found = (self._message(row) for row in unseen)
+        messages = self._room.call_in(rows, self.drafter.kv) + [message for message in found if message is not None]
+        said = [self.drafter.admit(message, bounds[message.req_state_idx]) for message in messages]
+        goes_on = self._agreement.settle("draft prefill", [answer != Admission.REFUSED for answer in said])
+        for message, answer, is_fine_everywhere in zip(messages, said, goes_on, strict=True):
+            row = message.req_state_idx
+            if not is_fine_everywhere:
+                self._give_up(row, "refused" if answer == Admission.REFUSED else "draft_error")
+                if answer != Admission.REFUSED:
                     self._counters.skip("draft_error", message.req_id, "the draft failed on another rank")
+            elif answer == Admission.ADMITTED:
+                self._requests.enter(row, Phase.PREFILLING)
+                self._room.is_in(row)
+            elif not self._room.turn_away(message, self.drafter.kv):
+                self._give_up(row, "pool_full")
 
     def _message(self, req_state_idx: int) -> PrefillMessage | None:
         """Return what the drafter is told of a request; None while its scores are on their way, or if it is skipped."""
@@ -356,7 +376,7 @@ class VidSpecSpeculator(BaseSpeculator):
             if detail:
                 self._counters.skip(reason, arrival.req_id, detail)
             return None
-        message = PrefillMessage(arrival.req_id, req_state_idx, arrival.token_ids, arrival.features)
+        message = PrefillMessage(arrival.req_id, req_state_idx, arrival.token_ids, arrival.features, way=arrival.way)
         if self._placed is not None:
             placed = self._placed(req_state_idx, len(arrival.token_ids))
             message = dataclasses.replace(message, placed=placed)
@@ -381,20 +401,37 @@ class VidSpecSpeculator(BaseSpeculator):
     # ---- reserve ---------------------------------------------------------------------------------------------------
 
     def _reserve(self, step: Step) -> None:
-        """Reserve the blocks of this step; requests that no longer fit go on without speculation."""
+        """Reserve the blocks of this step; requests that no longer fit go on without speculation, if only for now."""
         idx_mapping_np = step.batch.idx_mapping_np
         if self.drafter.has_room(idx_mapping_np, step.bound):
             return
-        known = np.flatnonzero(self._are_in(step, Phase.PREFILLING, Phase.DRAFTING))
+        known = np.flatnonzero(self._are_in(step, Phase.PREFILLING, Phase.DRAFTING, Phase.HELD))
+        is_in = np.zeros(len(idx_mapping_np), dtype=bool)
+        is_in[known] = True
         for i, reason, detail in without_room(self.drafter, idx_mapping_np[known], step.bound[known]):
-            self._skip(step, known[i], reason, detail)
+            is_in[known[i]] = False
+            if reason != "pool_full":
+                self._skip(step, known[i], reason, detail)
+                continue
+            row = int(idx_mapping_np[known[i]])
+            if self._requests.phase[row] == Phase.DRAFTING:
+                self._put_in_line(step, known[i : i + 1])
+            self._room.hold(row)
+        self._room.go_on(idx_mapping_np[is_in & self._are_in(step, Phase.HELD)])
+        stuck = self._room.largest_of_all(idx_mapping_np, self.drafter.kv)
+        if stuck is not None:
+            place = int(np.flatnonzero(idx_mapping_np == stuck)[0])
+            self._skip(step, place, "pool_full", "it outgrew the draft's KV pool, and nobody else is to leave it")
 
     # ---- rest ------------------------------------------------------------------------------------------------------
 
     def _rest(self, step: Step) -> None:
         """Draft nothing: requests that were drafted for get back in line, to read on when drafting pays again."""
-        cohort = self._cohort(step)
-        indices, rows = cohort.places_np, cohort.drafted_np
+        self._put_in_line(step, self._cohort(step).places_np)
+
+    def _put_in_line(self, step: Step, indices: np.ndarray) -> None:
+        """Let the draft go on reading, some time, the text of requests that were drafted for."""
+        rows = step.batch.idx_mapping_np[indices]
         # What the draft has surely read: its last step began at the length that the target's own began at, of which the
         # host knows a bound, since the scheduler may run ahead of the verification of K drafts.
         was_committed = step.batch.num_computed_tokens_np[indices] - self._knobs.now.num_speculative_tokens

@@ -128,6 +128,10 @@ class VidSpecWorker:
         """
         return self.model_runner.watch_timeline(on)  # type: ignore[attr-defined]
 
+    def vidspec_knobs(self) -> dict[str, Any]:
+        """Return every knob that holds, by its flat name; over `collective_rpc`."""
+        return self.model_runner.knobs.now.flat()  # type: ignore[attr-defined]
+
     def vidspec_retune(self, knobs: dict[str, Any]) -> None:
         """Change knobs of pruning and scoring between requests; for tools, over `collective_rpc`.
 

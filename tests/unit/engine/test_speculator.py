@@ -11,7 +11,7 @@ import torch
 from tests.unit.engine.fakes import ALONE, CPU, NUM_ROWS, Calls, arrival_of, make_knobs
 from tests.unit.engine.fakes import NUM_TOKENS as PROMPT_LEN
 from vllm_vidspec.config import Plan
-from vllm_vidspec.engine.draft.messages import Drafts, Prefilled
+from vllm_vidspec.engine.draft.messages import Admission, Drafts, Prefilled
 from vllm_vidspec.engine.parallel.timeline import Timeline
 from vllm_vidspec.engine.requests import Phase, RequestRows
 from vllm_vidspec.engine.speculator import VidSpecSpeculator
@@ -22,7 +22,8 @@ K = 3
 
 def recording_drafter() -> mock.Mock:
     """Return a drafter that has room for everything and answers with chains of ones."""
-    drafter = mock.Mock(**{"admit.return_value": True})
+    drafter = mock.Mock(**{"admit.return_value": Admission.ADMITTED})
+    drafter.kv = SimpleNamespace(num_free_blocks=0, capacity_np=np.array([8, 16, 8, 8]))
     drafter.has_room = lambda rows, bound: False
     drafter.holds = drafter.reserve = lambda rows, bound: np.ones(len(rows), dtype=bool)
     drafter.prefill = lambda step: Prefilled(ready=step.idx_mapping_np.tolist(), failed=[])
@@ -151,14 +152,12 @@ def test_what_is_not_drafted_for(change, reason, is_counted):
     assert [call.args[:2] for call in world.counters.skip.call_args_list] == [(reason, "request-1")] * is_counted
 
 
-@pytest.mark.parametrize("what", ["refused", "pool_full", "draft_error"])
+@pytest.mark.parametrize("what", ["refused", "draft_error"])
 def test_a_request_that_is_given_up_goes_on_without_drafts(what):
     """Catches: blocks of a request that is given up and stays, a flag of drafts that are no more."""
     world = World()
-    world.drafter.admit.return_value = what != "refused"
+    world.drafter.admit.return_value = Admission.REFUSED if what == "refused" else Admission.ADMITTED
     world.propose([1, 3])
-    if what == "pool_full":
-        world.drafter.reserve = lambda rows, bound: np.zeros(len(rows), dtype=bool)
     if what == "draft_error":
         world.drafter.draft.side_effect = ValueError("no")
     world.propose([1, 3])
@@ -171,6 +170,75 @@ def test_a_request_that_is_given_up_goes_on_without_drafts(what):
         strict.drafter.draft.side_effect = ValueError("no")
         with pytest.raises(ValueError, match="no"):
             strict.propose([1])
+
+
+def counted(world: World, name: str) -> int:
+    return sum((call.args[1:] or (1,))[0] for call in world.counters.add.call_args_list if call.args[0] == name)
+
+
+def test_who_outgrows_the_pool_waits_with_its_blocks():
+    """Room for one of three: two wait, holding what they have, and go on where they were when there is room.
+
+    Catches: a decision that is final; blocks given back by who only waits; a request that drafts on text which its draft
+    has not read.
+    """
+    world = World()
+    world.propose([0, 1, 3])
+    world.drafter.reserve = lambda rows, bound: rows == 1
+    drafts = world.propose([0, 1, 3])
+    assert world.requests.phase.tolist() == [Phase.HELD, Phase.DRAFTING, Phase.UNSEEN, Phase.HELD]
+    assert drafts == [[0] * K, [1] * K, [0] * K]
+    assert world.requests.has_draft.tolist() == [False, True, False, False]
+    assert [call.args[0].tolist() for call in world.drafter.rest.call_args_list] == [[0], [3]]
+    world.propose([0, 1, 3])
+    assert counted(world, "waiting_drafts") == 2 and world.forgotten() == []
+    world.drafter.reserve = lambda rows, bound: rows != 0
+    assert world.propose([0, 1, 3]) == [[0] * K, [1] * K, [1] * K]
+    assert counted(world, "resumed_drafts") == 1
+    world.drafter.reserve = lambda rows, bound: np.ones(len(rows), dtype=bool)
+    assert world.propose([0, 1, 3]) == [[1] * K] * 3
+    assert world.drafter.rest.call_count == 2 and world.counters.skip.call_count == 0
+
+
+def test_of_those_who_all_wait_the_largest_gives_up():
+    """Catches: requests that wait for each other for good."""
+    world = World()
+    world.propose([0, 1, 3])
+    world.drafter.reserve = lambda rows, bound: np.zeros(len(rows), dtype=bool)
+    world.propose([0, 1, 3])
+    assert world.requests.phase.tolist() == [Phase.HELD, Phase.SKIPPED, Phase.UNSEEN, Phase.HELD]
+    assert world.forgotten() == [1] and world.requests.skip_reason[1] == "pool_full"
+    assert [call.args[:2] for call in world.counters.skip.call_args_list] == [("pool_full", "request-1")]
+
+
+def test_who_finds_no_room_for_its_prompt_tries_again():
+    """Its prompt is kept, and tried when blocks have come free, not at every step; aborted, it is forgotten.
+
+    Catches: a prompt that is planned in vain at every step, or lost; one that is shown to the draft after its end.
+    """
+    world = World()
+    world.drafter.admit.side_effect = lambda message, bound: Admission.FULL if message.req_state_idx else 1
+    assert world.propose([0, 1, 3]) == [[1] * K, [0] * K, [0] * K]
+    assert world.requests.phase.tolist() == [Phase.DRAFTING, Phase.OUTSIDE, Phase.UNSEEN, Phase.OUTSIDE]
+    assert [call.args[0] for call in world.counters.skip.call_args_list] == ["pool_full"] * 2
+    world.propose([0, 1, 3])
+    assert world.drafter.admit.call_count == 3, "no block has come free"
+    world.drafter.kv.num_free_blocks = 4
+    world.requests.forget(3)
+    world.drafter.admit.side_effect = None
+    assert world.propose([0, 1]) == [[1] * K] * 2
+    message, bound = world.drafter.admit.call_args.args
+    assert message.req_id == "request-1" and bound == PROMPT_LEN + 2
+    assert counted(world, "resumed_drafts") == 1 and world.counters.skip.call_count == 2
+
+
+def test_nobody_tries_for_ever():
+    world = World()
+    world.drafter.admit.return_value = Admission.FULL
+    for blocks in range(40):
+        world.drafter.kv.num_free_blocks = blocks
+        world.propose([1])
+    assert world.requests.phase[1] == Phase.SKIPPED and 10 < world.drafter.admit.call_count < 20
 
 
 def test_rows_are_trees_before_a_draft_that_may_fail():

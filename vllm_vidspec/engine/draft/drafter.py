@@ -17,7 +17,15 @@ from vllm_vidspec.engine.draft.forwards import Forwards
 from vllm_vidspec.engine.draft.graphs import DraftGraphs, Part, Run
 from vllm_vidspec.engine.draft.kv import DraftKV
 from vllm_vidspec.engine.draft.memory import max_slots_per_request
-from vllm_vidspec.engine.draft.messages import Committed, DraftMessage, Drafts, Prefilled, PrefillMessage, PrefillStep
+from vllm_vidspec.engine.draft.messages import (
+    Admission,
+    Committed,
+    DraftMessage,
+    Drafts,
+    Prefilled,
+    PrefillMessage,
+    PrefillStep,
+)
 from vllm_vidspec.engine.draft.model import DraftModel
 from vllm_vidspec.engine.draft.noise import CoupledSampler, Processed
 from vllm_vidspec.engine.draft.prefill import DraftPrefill
@@ -111,12 +119,17 @@ class Drafter:
 
     # ---- prefill ---------------------------------------------------------------------------------------------------
 
-    def admit(self, message: PrefillMessage) -> bool:
-        """Take a request in; return whether it will be drafted for (else it is counted by reason)."""
-        is_in = self.prefills.admit(message)
-        if is_in:
+    def admit(self, message: PrefillMessage, num_tokens: int = 0) -> Admission:
+        """Take a request in, if there is room; one that will not be drafted for is counted by reason.
+
+        Args:
+            message: The request.
+            num_tokens: Bound of its committed length, where that is past the prompt by now.
+        """
+        outcome = self.prefills.admit(message, num_tokens)
+        if outcome == Admission.ADMITTED:
             self.enter(message.req_state_idx)
-        return is_in
+        return outcome
 
     def enter(self, req_state_idx: int) -> None:
         """Expect steps of a row's new request: they look for room, and its trees begin anew."""
@@ -270,7 +283,14 @@ class Drafter:
         """Yield padded numbers of requests with what their steps may draft: the plan of as many requests or more, as
         some of a batch may not be drafted for.
         """
-        plans = self._knobs.now.plans
+        config = self._knobs.now
+        plans = config.plans
+        if config.adaptive_tokens:  # any batch size may be given any of them
+            shape = plans[0].plan.shape
+            for size in self._graphs.sizes_of(self._width(shape)):
+                for num_tokens in filter(None, config.token_choices):
+                    yield size, Plan(shape, num_tokens)
+            return
         for shape in sorted({row.plan.shape for row in plans if row.plan.num_tokens}):
             low = 1
             for size in self._graphs.sizes_of(self._width(shape)):
@@ -295,6 +315,11 @@ class Drafter:
     def forget_media(self) -> None:
         """Drop the draft's vision embeddings: weights have changed, or the memory that holds them has."""
         self.prefills.cache.clear()
+
+
+def no_room_for(message: PrefillMessage) -> str:
+    """Return what to say of a request whose prompt the pool has no room for."""
+    return f"the draft's KV pool has no room for its prompt of {len(message.token_ids)} tokens, pruned"
 
 
 def without_room(

@@ -93,6 +93,11 @@ class DraftKV:
         """Blocks owned by rows."""
         return self.num_blocks - 1 - len(self._free)
 
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks owned by nobody."""
+        return len(self._free)
+
     # ---- a request's life ------------------------------------------------------------------------------------------
 
     def begin(self, req_state_idx: int, num_dropped: int, pos_delta: int) -> None:

@@ -81,7 +81,7 @@ def _pool_bytes(config: VidSpecConfig, vllm_config: Any, model: DraftModel, avai
         wanted = int(config.pool.kv_fraction * available_bytes)
     else:
         draft, target = kv_bytes_per_token(model.config), kv_bytes_per_token(vllm_config)
-        kept = 1 - min(config.prune.ratio_for("video"), config.prune.ratio_for("image"))
+        kept = 1 - min(way.ratio_for(modality) for way in config.prune.ways for modality in ("video", "image"))
         share = min(1.0, kept + _TEXT_SHARE) * draft
         wanted = max(int(available_bytes * share / (target + share)), (blocks_per_req + 1) * per_block)
     if wanted < 2 * per_block:

@@ -1,6 +1,7 @@
 """What the drafter is told and answers; no runner object crosses, so that it can live in another process."""
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ class PrefillMessage:
         scores: The target's guidance, one float32 `[m]` CPU tensor per feature; None where there is none.
         outcome: Counters to add to once the draft is shown the prompt: what came of the guidance.
         placed: Where the target has put the prompt, if it prunes videos itself; else None.
+        way: By which of `PruneKnobs.ways` it is pruned.
     """
 
     req_id: str
@@ -42,6 +44,15 @@ class PrefillMessage:
     scores: list[torch.Tensor] | None = None
     outcome: tuple[str, ...] = ()
     placed: Placed | None = None
+    way: int = 0
+
+
+class Admission(IntEnum):
+    """What the drafter says to a request."""
+
+    REFUSED = 0  # it will not be drafted for, and is counted by reason
+    ADMITTED = 1
+    FULL = 2  # there is no room for its prompt at present
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,13 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft.kv import DraftKV
-from vllm_vidspec.engine.draft.messages import Prefilled, PrefillMessage, PrefillStep
+from vllm_vidspec.engine.draft.messages import Admission, Prefilled, PrefillMessage, PrefillStep
 from vllm_vidspec.engine.draft.model import DraftModel, Layout
 from vllm_vidspec.engine.draft.prefill_job import PrefillJob, PrefillPiece, ReadPrompt
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.families import adapter_for
-from vllm_vidspec.pruning import get_pruner
 from vllm_vidspec.pruning.prompt import PromptItem, PromptPlan, UnsupportedPrompt, choose_kept, plan_prompt, prune
 from vllm_vidspec.pruning.sampled import kept_places
 
@@ -65,7 +64,6 @@ class DraftPrefill:
         self._shared = shared
         self._agreement = agreement
         self._adapter = adapter_for(model.hf_config)
-        self._compares = "features" in get_pruner(knobs.now.prune.pruner).needs
         self._jobs: dict[int, PrefillJob] = {}  # by row, in order of admission
         self._read: dict[int, ReadPrompt] = {}  # by row, of the requests that have left the line
         self._failed: list[int] = []  # rows, of the step that runs
@@ -74,33 +72,32 @@ class DraftPrefill:
 
     # ---- admission: host only --------------------------------------------------------------------------------------
 
-    def admit(self, message: PrefillMessage) -> bool:
+    def admit(self, message: PrefillMessage, num_tokens: int = 0) -> Admission:
         """Put a request in line and stage its blocks; one that cannot be drafted for is counted by reason.
 
         Whatever is wrong with a prompt costs that request alone.
 
-        Returns:
-            Whether it will be drafted for.
+        Args:
+            message: The request.
+            num_tokens: Bound of its committed length, where that is past the prompt by now.
         """
         try:
             job = self._plan(message)
         except UnsupportedPrompt as reason:
             self.counters.skip("unsupported", message.req_id, str(reason))
-            return False
+            return Admission.REFUSED
         except Exception as error:
             self._count_error(message.req_id, error)
-            return False
+            return Admission.REFUSED
         plan, limit = job.plan, self._knobs.now.max_draft_len
         assert isinstance(plan, PromptPlan)
         if limit is not None and plan.num_kept > limit:
             detail = f"its pruned prompt has {plan.num_kept} tokens, max_draft_len is {limit}"
             self.counters.skip("too_long", message.req_id, detail)
-            return False
-        num_slots = plan.num_kept + 1 + self._knobs.now.num_speculative_tokens
+            return Admission.REFUSED
+        num_slots = max(plan.num_kept + 1, num_tokens - plan.num_dropped) + self._knobs.now.num_speculative_tokens
         if not self._kv.reserve(np.array([job.req_state_idx]), np.array([num_slots]))[0]:
-            detail = f"the draft's KV pool has no room for {num_slots} tokens"
-            self.counters.skip("pool_full", message.req_id, detail)
-            return False
+            return Admission.FULL
         self._kv.begin(job.req_state_idx, plan.num_dropped, plan.pos_delta)
         self._jobs[job.req_state_idx] = job
         num_visual_kept = plan.num_visual - plan.num_dropped
@@ -110,30 +107,29 @@ class DraftPrefill:
         self.counters.add("visual_tokens_full", plan.num_visual)
         self.counters.add("visual_tokens_kept", num_visual_kept)
         self.counters.set("draft_pool_blocks_used", self._kv.num_used_blocks)
-        return True
+        return Admission.ADMITTED
 
     def _plan(self, message: PrefillMessage, is_ahead: bool = False) -> PrefillJob:
-        placed = message.placed
+        placed, knobs = message.placed, self._knobs.now.prune.way(message.way)
         plan = plan_prompt(
             message.token_ids,
             message.features,
-            self._knobs.now.prune,
+            knobs,
             lambda modality, data, size: self._adapter.item_grid(modality, data, size, self.model.hf_config),
             self.model.full_positions if placed is None else lambda *_: placed,
         )
         if placed is not None:
             plan = dataclasses.replace(plan, items=tuple(self._as_seen(item, placed.positions) for item in plan.items))
         scores = None if message.scores is None else [unit.joined(message.scores) for unit in plan.units]
-        kept: list[torch.Tensor | None] = []
+        job = PrefillJob(message.req_id, message.req_state_idx, plan, scores, [], [], [], knobs=knobs)
         for number, unit in enumerate(plan.units):
-            if (self._compares or is_ahead) and unit.is_choice:
-                kept += [None] * len(unit.places)
+            if (job.compares or is_ahead) and unit.is_choice:
+                job.kept += [None] * len(unit.places)
                 continue
             guide = None if scores is None else scores[number]
-            kept += unit.split(choose_kept(unit, self._knobs.now.prune, guide, None))
-        return PrefillJob(
-            message.req_id, message.req_state_idx, plan, scores, kept, [None] * len(kept), [None] * len(kept)
-        )
+            job.kept += unit.split(choose_kept(unit, knobs, guide, None))
+        job.media, job.looks = [None] * len(job.kept), [None] * len(job.kept)
+        return job
 
     def _as_seen(self, item: PromptItem, positions: torch.Tensor) -> PromptItem:
         """Return an item with what the target has kept of it, given the `[num_axes, num_tokens]` positions of a prompt.
@@ -208,6 +204,7 @@ class DraftPrefill:
         """Count an error in the draft, and log the first, unless errors are to stop the engine."""
         if self._knobs.now.on_draft_error == "raise":
             raise error
+        self.counters.add("draft_failures")
         first_line = next(iter(str(error).splitlines()), "")[:200]
         self.counters.skip("draft_error", req_id, f"the draft failed ({type(error).__name__}: {first_line})")
         logger.debug("vidspec: the draft failed for request %s", req_id, exc_info=error)
@@ -326,7 +323,7 @@ class DraftPrefill:
     def _take(self, job: PrefillJob, i: int, embeddings: torch.Tensor) -> None:
         """Give an item's embeddings `[m, hidden_size]` to a request, which keeps what it has chosen of them."""
         try:
-            if self._compares and self._watched is not None:
+            if job.compares and self._watched is not None:
                 job.looks[i] = embeddings.float().cpu()
             kept = job.kept[i]
             job.media[i] = embeddings if kept is None else _rows(embeddings, kept)
@@ -340,13 +337,13 @@ class DraftPrefill:
 
         Items are looked at in the order of the line, so of one unit at most whole embeddings wait for the next step.
         """
-        assert isinstance(job.plan, PromptPlan)
+        assert isinstance(job.plan, PromptPlan) and job.knobs is not None
         unit = job.plan.unit_of(i)
         seen = [job.media[place] for place in unit.places]
         if any(media is None for media in seen):
             return
         whole = unit.joined(job.media)  # type: ignore[arg-type]  # none of its own is None
-        kept = choose_kept(unit, self._knobs.now.prune, None, whole)
+        kept = choose_kept(unit, job.knobs, None, whole)
         parts = unit.split(kept)
         media = _rows(whole, kept).split([len(part) for part in parts])
         for place, part, rows in zip(unit.places, parts, media, strict=True):

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from vllm_vidspec.config import PruneKnobs
+from vllm_vidspec.pruning import get_pruner
 from vllm_vidspec.pruning.prompt import PromptItem, PromptPlan, PrunedPrompt
 
 
@@ -59,6 +61,7 @@ class PrefillJob:
         looks: By item all its embeddings on the host, for tools that look at pruning.
         prompt: What the draft sees, once every item is there; `embeds` the media of it, `[num_media, hidden_size]`.
         num_done: KV entries that the draft has.
+        knobs: By which it is pruned; None of text alone.
     """
 
     req_id: str
@@ -71,6 +74,12 @@ class PrefillJob:
     prompt: PrunedPrompt | None = None
     embeds: torch.Tensor | None = None
     num_done: int = 0
+    knobs: PruneKnobs | None = None
+
+    @property
+    def compares(self) -> bool:
+        """Whether what is kept follows from the tower's embeddings."""
+        return self.knobs is not None and "features" in get_pruner(self.knobs.pruner).needs
 
     def unseen(self) -> list[int]:
         """Return the items that the tower has yet to look at; none that keeps nothing."""

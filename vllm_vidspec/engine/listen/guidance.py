@@ -8,9 +8,11 @@ from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.listen.attention import AttentionGuidance
 from vllm_vidspec.engine.listen.hidden_states import HiddenStateGuidance
-from vllm_vidspec.engine.listen.prompts import Guidance
+from vllm_vidspec.engine.listen.prompts import Guidance, PendingScores
+from vllm_vidspec.engine.listen.protocol import Forward
 from vllm_vidspec.engine.report.counters import Counters
-from vllm_vidspec.pruning import get_pruner
+from vllm_vidspec.engine.requests import Arrival
+from vllm_vidspec.pruning import SCORE_NEEDS, get_pruner
 
 
 def make_guidance(
@@ -21,9 +23,87 @@ def make_guidance(
     Raises:
         VidSpecError: The target's attention backend or model class cannot be listened to, or a layer does not exist.
     """
-    needs = get_pruner(knobs.now.prune.pruner).needs
+    needs = {need for way in knobs.now.prune.ways for need in get_pruner(way.pruner).needs & SCORE_NEEDS}
+    kinds: dict[str, Guidance] = {}
     if "attention" in needs:
-        return AttentionGuidance(knobs, vllm_config, counters, agreement)
+        kinds["attention"] = AttentionGuidance(knobs, vllm_config, counters, agreement)
     if "uv" in needs:
-        return HiddenStateGuidance(knobs, target, vllm_config, counters, agreement)
-    return None
+        kinds["uv"] = HiddenStateGuidance(knobs, target, vllm_config, counters, agreement)
+    if len(knobs.now.prune.ways) == 1:
+        return next(iter(kinds.values()), None)
+    return GuidanceByWay(knobs, vllm_config, counters, agreement, kinds) if kinds else None
+
+
+class GuidanceByWay(Guidance):
+    """Listens to each request by what its own pruner needs (`pruner: auto`), and to none whose pruner needs nothing.
+
+    Args:
+        knobs: The configuration.
+        vllm_config: vLLM's.
+        counters: Told how long listening took; `agreement` as in `Guidance`.
+        kinds: By what a pruner needs, who hears it.
+    """
+
+    def __init__(
+        self, knobs: Knobs, vllm_config: Any, counters: Counters, agreement: Agreement, kinds: dict[str, Guidance]
+    ):
+        super().__init__(knobs, counters, vllm_config.device_config.device, agreement)
+        self._kinds = kinds
+        self._heard_by: dict[int, Guidance] = {}  # by persistent row
+        self.attention = next((kind.attention for kind in kinds.values() if kind.attention), {})
+        self.reads_hidden_states = any(kind.reads_hidden_states for kind in kinds.values())
+
+    def reserve(self, available_bytes: int) -> int:
+        """Return the memory that all of them take; see `TargetListener`."""
+        taken = 0
+        for kind in self._kinds.values():
+            taken += kind.reserve(available_bytes - taken)
+        return taken
+
+    def init_kv(self, runner: Any) -> None:
+        """Let each take its memory; see `TargetListener`."""
+        for kind in self._kinds.values():
+            kind.init_kv(runner)
+
+    def arrive(self, arrival: Arrival) -> None:
+        """Let the one listen that the request's pruner needs."""
+        way = self.knobs.now.prune.way(arrival.way)
+        for need in get_pruner(way.pruner).needs & self._kinds.keys():
+            self._heard_by[arrival.req_state_idx] = self._kinds[need]
+            self._kinds[need].arrive(arrival)
+
+    def before_forward(self, batch: Any) -> None:
+        """Let each plan a step."""
+        for kind in self._kinds.values():
+            kind.before_forward(batch)
+
+    def after_forward(self, forward: Forward) -> None:
+        """Let each collect what the step showed."""
+        for kind in self._kinds.values():
+            kind.after_forward(forward)
+
+    def take(self, req_state_idx: int) -> PendingScores | None:
+        """Send a prefilled request's scores to the host and forget it; None where nobody has listened."""
+        kind = self._heard_by.pop(req_state_idx, None)
+        return None if kind is None else kind.take(req_state_idx)
+
+    def release(self, req_state_idx: int) -> None:
+        """Forget a request, whose prefill may not be done."""
+        self._heard_by.pop(req_state_idx, None)
+        for kind in self._kinds.values():
+            kind.release(req_state_idx)
+
+    def forget_kv(self) -> None:
+        """Give up what lies in KV memory."""
+        for kind in self._kinds.values():
+            kind.forget_kv()
+
+    def fail(self, error: Exception) -> None:
+        """Give up the prompts that are being heard, whoever hears them: a step that failed may have been anybody's."""
+        for kind in self._kinds.values():
+            kind.fail(error)
+
+    def forget_scores(self) -> None:
+        """Forget what earlier prompts have shown."""
+        for kind in self._kinds.values():
+            kind.forget_scores()

@@ -48,6 +48,7 @@ class HiddenStateGuidance(Guidance):
     """
 
     _kind = _StatePrompt
+    reads_hidden_states = True
 
     def __init__(
         self, knobs: Knobs, target: torch.nn.Module, vllm_config: Any, counters: Counters, agreement: Agreement

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from vllm_vidspec.config import PruneKnobs
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.listen.protocol import TargetListener
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import Arrival
-from vllm_vidspec.pruning import budget
+from vllm_vidspec.pruning import SCORE_NEEDS, budget, get_pruner
 from vllm_vidspec.pruning.frames import pruned_together
 from vllm_vidspec.pruning.prompt import UnsupportedPrompt, embedding_indices
 
@@ -108,6 +109,7 @@ class Guidance(TargetListener):
     """
 
     _kind = HeardPrompt
+    reads_hidden_states = False  # whether the target's forward must return some beside its last ones
     loss = "guidance failed; these prompts are pruned uniformly (further ones: counted)"
 
     def __init__(self, knobs: Knobs, counters: Counters, device: torch.device, agreement: Agreement):
@@ -115,6 +117,7 @@ class Guidance(TargetListener):
         self.counters = counters
         self.device = device
         self._agreement = agreement
+        self.attention: dict[int, Any] = {}  # the target's attention layers that are heard, by index
         self._prompts: dict[int, Any] = {}  # by persistent row
         self._remembered: OrderedDict[str, torch.Tensor] = OrderedDict()  # identifier -> [m] float32 on the CPU
 
@@ -122,17 +125,19 @@ class Guidance(TargetListener):
         """Begin to listen to a request, if there is anything to choose in it."""
         if arrival.has_embeds:
             return  # its tokens mean nothing, and the draft will refuse it
-        if items := self._listen(arrival.features):
+        way = self.knobs.now.prune.way(arrival.way)
+        if not get_pruner(way.pruner).needs & SCORE_NEEDS:
+            return  # it was changed to one that looks at nothing
+        if items := self._listen(arrival.features, way):
             names = [feature.identifier for feature in arrival.features]
             self._prompts[arrival.req_state_idx] = self._kind(items, names, arrival.token_ids)
 
-    def _listen(self, features: list[Any]) -> list[torch.Tensor]:
+    def _listen(self, features: list[Any], knobs: PruneKnobs) -> list[torch.Tensor]:
         """Return the items' prompt indices; [] where pruning chooses nothing or the draft will refuse the prompt."""
         try:
             items = [embedding_indices(feature) for feature in features]
         except UnsupportedPrompt:
             return []
-        knobs = self.knobs.now.prune
         # Images of as many tokens each are taken for one size here, where no grid is known. If they are not, a prompt
         # may be heard for nothing, or, where videos alone keep nothing, its images are pruned uniformly.
         sizes = [len(item) for item in items]

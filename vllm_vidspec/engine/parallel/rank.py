@@ -12,11 +12,12 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_vidspec.engine.draft.drafter import Drafter, without_room
-from vllm_vidspec.engine.draft.messages import DraftMessage, PrefillMessage, PrefillStep
+from vllm_vidspec.engine.draft.drafter import Drafter, no_room_for, without_room
+from vllm_vidspec.engine.draft.messages import Admission, DraftMessage, PrefillMessage, PrefillStep
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.parallel import messages as said
 from vllm_vidspec.engine.parallel.tally import DrafterCounters
+from vllm_vidspec.engine.scheduling import way_of
 
 
 class Progress(NamedTuple):
@@ -132,14 +133,25 @@ class DrafterRank:
         """Put a request in line; return why not and what to say of it, or None."""
         arrived = self._arrived.pop(message.req_state_idx)
         prompt = self._prompt(arrived, message.scores, tuple(message.outcome))
-        return None if self.drafter.admit(prompt) else self._counters.reason_for(arrived.req_id)
+        outcome = self.drafter.admit(prompt)
+        if outcome == Admission.FULL:
+            return "pool_full", no_room_for(prompt)
+        return None if outcome == Admission.ADMITTED else self._counters.reason_for(arrived.req_id)
 
     @staticmethod
     def _prompt(
         arrived: said.Arrive, scores: list[torch.Tensor] | None = None, outcome: tuple[str, ...] = ()
     ) -> PrefillMessage:
         token_ids = arrived.token_ids.tolist()
-        return PrefillMessage(arrived.req_id, arrived.req_state_idx, token_ids, arrived.features, scores, outcome)
+        return PrefillMessage(
+            arrived.req_id,
+            arrived.req_state_idx,
+            token_ids,
+            arrived.features,
+            scores,
+            outcome,
+            way=way_of(arrived.sampling),
+        )
 
     def release(self, message: said.Release) -> None:
         """Forget a row's request."""

@@ -11,9 +11,9 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import current_stream
 
 from vllm_vidspec import metrics
+from vllm_vidspec.counter_files import open_for
 from vllm_vidspec.engine.report.acceptance_alarm import AcceptanceAlarm
 from vllm_vidspec.engine.requests import Arrival, RequestRows
-from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.scoring import Tally
 
 logger = init_logger("vllm.vidspec")
@@ -54,7 +54,8 @@ class Counters:
         self._published = np.zeros(len(self._host), dtype=np.int64)
         positions = (f"accepted_at_pos_{i}" for i in range(num_speculative_tokens))
         self._file_slots = metrics.slots_of((*_TOTALS, *positions))  # of each total
-        self._file = self._open(vllm_config)
+        # Of the first rank alone: the file has one writer.
+        self._file = open_for(vllm_config) if get_tensor_model_parallel_rank() == 0 else None
         self._logged: set[str] = set()
         self._alarm = AcceptanceAlarm()
         self._is_paused = False
@@ -64,18 +65,6 @@ class Counters:
         self._slots = np.zeros(max_num_reqs, dtype=np.int64)  # [max_num_reqs] in the file, by persistent row
         self._held: dict[str, int] = {}  # slots of requests that have not finished, running or preempted
         self._pending: list[tuple[np.ndarray, torch.Tensor]] = []  # slots and counts of the step in flight
-
-    @staticmethod
-    def _open(vllm_config: Any) -> metrics.MetricsFile | None:
-        if get_tensor_model_parallel_rank() != 0:
-            return None
-        engine = vllm_config.parallel_config.data_parallel_index
-        instance_id = vllm_config.instance_id.removesuffix(f"_dp{engine}")  # Ray's, by which it tells engines apart
-        try:
-            return metrics.MetricsFile(metrics.path_for(instance_id, engine))
-        except VidSpecError as error:  # a worker on another host than the API server
-            logger.warning("vidspec: counters are not published: %s", error)
-            return None
 
     @property
     def is_paused(self) -> bool:

@@ -1,0 +1,76 @@
+"""What is learned while serving: which pruner serves best, and whether drafting pays. Answers stay vanilla's."""
+
+import contextlib
+import json
+import time
+from unittest import mock
+
+import pytest
+
+from tests.engine import harness
+from tests.engine.harness import LLAVA, assert_same_answers, skipped, token_ids
+from vllm_vidspec import metrics
+from vllm_vidspec.config import parse_config
+
+pytestmark = pytest.mark.engine
+
+PRUNERS = ("specvlm", "attention", "uv", "uniform")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_each_request_has_a_pruner_of_its_own(reference, tmp_path, is_async):
+    """Four pruners in one batch: attention and hidden states are heard for those that need them, for nobody else.
+
+    Catches: scores of one kind taken for the other's, a request that is heard twice, a way that is not read, an answer
+    that differs.
+    """
+    expected, path = reference(LLAVA, "videos"), tmp_path / "learned.json"
+    with (
+        harness.async_scheduling() if is_async else contextlib.nullcontext(),
+        harness.engine(LLAVA, "draft", pruner="auto", auto_file=str(path), overrides=harness.NO_CACHE) as engine,
+    ):
+        with engine.watched() as seen:
+            outputs, counted = engine.measured(harness.videos(LLAVA, 8))
+            engine.idle()
+        assert_same_answers(expected, outputs)
+        outputs = engine.generate(harness.videos(LLAVA, 8))
+        assert_same_answers(expected, outputs)
+        after = engine.counters()
+    assert skipped(counted) == {}
+    # The first twelve are given in turn: two of each pruner in the first batch, six of which are guided.
+    assert counted["prompts"] == 8 and counted["guided_prompts"] == 6
+    assert sum(counted[f"unguided_{reason}"] for reason in metrics.GUIDANCE_FALLBACKS) == 0
+    assert [record["scores"] is not None for record in seen] == [True, True, True, False] * 2
+    kept = {json.dumps([part.tolist() for part in record["kept_indices"]]) for record in seen[:4]}
+    assert len({len(json.loads(one)[0]) for one in kept}) == 1, "one budget, whatever the pruner"
+    assert after["auto_requests_specvlm"] > 0 and after["auto_tokens_uv"] > after["auto_verify_steps_uv"] > 0
+    learned = json.loads(path.read_text())
+    assert [arm["pruner"] for arm in learned["learned"]] == list(PRUNERS)
+    assert sum(arm["num_requests"] for arm in learned["learned"]) == 16
+    config, _ = parse_config({"model": "x", "num_speculative_tokens": 5, "calibration": str(path)})
+    assert config.prune.pruner == learned["config"]["pruner"] in PRUNERS
+
+
+def test_drafting_stops_where_it_does_not_pay(reference):
+    """A draft that takes its time is asked for less and then for nothing; one that is quick again is asked again."""
+    requests = harness.videos(LLAVA, 2, max_tokens=200, ignore_eos=True)
+    expected = [[ids[0][:200]] for ids in token_ids(reference(LLAVA, "endless"))[:2]]
+    with harness.engine(LLAVA, "draft", pruner="uniform", adaptive_tokens=True) as engine:
+        drafter = engine.speculator.drafter
+        draft = drafter.draft
+
+        def slow(message):
+            time.sleep(0.02 * message.max_drafts)
+            return draft(message)
+
+        with mock.patch.object(drafter, "draft", slow):
+            before = engine.counters()
+            for _ in range(40):
+                assert token_ids(engine.generate(requests)) == expected
+                if engine.counters()["tokens_in_use"] == 0 and engine.counters()["token_changes"]:
+                    break
+            counted = metrics.difference(before, engine.counters())
+            assert counted["token_changes"] > 0 and counted["tokens_in_use"] == 0
+            outputs, counted = engine.measured(requests)
+            assert token_ids(outputs) == expected
+        assert counted["draft_steps"] < 60, "trials alone: 400 tokens were decoded"

@@ -1,0 +1,256 @@
+"""What sits beside the scheduler: the switch, the breaker, the table of tokens, and who is given which pruner."""
+
+import json
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+from vllm_vidspec.config import METHOD, parse_config
+from vllm_vidspec.engine import scheduling
+from vllm_vidspec.engine.scheduling import SchedulerSide, way_of
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.metrics import MetricsFile, path_for
+
+pytest.importorskip("vllm")
+
+K = 6
+
+
+class World:
+    """A scheduler without an engine: requests come, steps put out tokens, a clock stands still until it is moved."""
+
+    def __init__(self, monkeypatch, tmp_path, data_parallel=1, table=None, has_file=True, **knobs):
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        self.now = 100.0
+        monkeypatch.setattr(scheduling.time, "monotonic", lambda: self.now)
+        self.file = MetricsFile.create(path_for("it", 0)) if has_file else None
+        config, _ = parse_config({"model": "draft", "num_speculative_tokens": K, **knobs})
+        self.scheduler = SimpleNamespace(
+            requests={}, dynamic_sd_lookup=table, scheduler_config=SimpleNamespace(max_num_seqs=8)
+        )
+        vllm_config = SimpleNamespace(
+            additional_config={METHOD: config.model_dump()},
+            instance_id="it",
+            parallel_config=SimpleNamespace(data_parallel_index=0, data_parallel_size=data_parallel),
+        )
+        self.side = SchedulerSide(self.scheduler, vllm_config)
+
+    def add(self, req_id: str, num_visual: int = 100) -> SimpleNamespace:
+        """Let a request come; return it."""
+        features = [SimpleNamespace(mm_position=SimpleNamespace(length=num_visual))] if num_visual else []
+        request = SimpleNamespace(
+            request_id=req_id, mm_features=features, sampling_params=SimpleNamespace(extra_args={"a": 1})
+        )
+        self.side.add(request)
+        self.scheduler.requests[req_id] = request
+        return request
+
+    def step(self, accepted: dict[str, int], num_drafts: int = K, seconds: float = 0.1, new: bool = False) -> None:
+        """Let every request decode; the clock moves on."""
+        self.now += seconds
+        ids = list(accepted)
+        drafts = {req_id: [0] * num_drafts for req_id in ids} if num_drafts else {}
+        self.side.hear(
+            SimpleNamespace(
+                num_scheduled_tokens=dict.fromkeys(ids, 1 + num_drafts),
+                total_num_scheduled_tokens=(1 + num_drafts) * len(ids),
+                scheduled_spec_decode_tokens=drafts,
+                scheduled_new_reqs=[1] if new else [],
+            ),
+            SimpleNamespace(
+                req_id_to_index={req_id: i for i, req_id in enumerate(ids)},
+                sampled_token_ids=[[7] * (1 + count) for count in accepted.values()],
+            ),
+        )
+
+
+@pytest.fixture
+def world(monkeypatch, tmp_path):
+    return lambda **knobs: World(monkeypatch, tmp_path, **knobs)
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    """What was warned of, as text."""
+    warning = mock.Mock()
+    monkeypatch.setattr(scheduling.logger, "warning", warning)
+    return lambda: "\n".join(call.args[0] % call.args[1:] for call in warning.call_args_list)
+
+
+# ---- the switch ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("table", [None, [0, 6, 6, 3, 3, 0, 0, 0, 0]])
+def test_speculation_is_switched_off_and_on(world, table):
+    """Catches: vLLM's own table lost, or exceeded; a gauge that says otherwise; None taken for 0."""
+    it = world(table=table)
+    assert it.scheduler.dynamic_sd_lookup is it.side._table and it.file.value("speculation_on") == 1
+    for most in (0, 2, K):
+        with it.side.retuned({"num_speculative_tokens": most, "prune_ratio": 0.5}) as left:
+            assert left == {"prune_ratio": 0.5}
+        assert it.scheduler.dynamic_sd_lookup == [min(most, number) for number in table or [K] * 9]
+        assert it.file.value("speculation_on") == (most > 0)
+    with it.side.retuned({"num_speculative_tokens": None}):
+        pass
+    assert it.scheduler.dynamic_sd_lookup == table
+    with pytest.raises(ValueError, match="no"), it.side.retuned({"num_speculative_tokens": 0}):
+        raise ValueError("no")
+    assert it.scheduler.dynamic_sd_lookup == table, "what the workers refuse changes nothing"
+
+
+@pytest.mark.parametrize("most", [-1, K + 1, 1.5, "3", True, [1]])
+def test_wrong_numbers_are_refused(world, most):
+    it = world()
+    with (
+        pytest.raises(VidSpecError, match=f"between 0 and {K} while"),
+        it.side.retuned({"num_speculative_tokens": most}),
+    ):
+        pytest.fail("it was entered")
+
+
+def test_data_parallel_engines_keep_one_number(world):
+    it = world(data_parallel=2)
+    with pytest.raises(VidSpecError, match="data-parallel"), it.side.retuned({"num_speculative_tokens": 0}):
+        pytest.fail("it was entered")
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+
+def test_a_draft_that_fails_too_often_rests(world):
+    """Three failures within a minute: off for the cool-down, then on, and three more are needed again.
+
+    Catches: failures that are too long ago, or that came while it was off, counted; a switch that stays off, or forgets
+    what the operator has asked for.
+    """
+    it = world(max_draft_failures=3, failure_window_s=60.0, cooldown_s=30.0)
+    fail = lambda count: it.file.add("draft_failures", count)  # noqa: E731
+    fail(2)
+    it.step({"a": 1}, seconds=1)
+    it.step({"a": 1}, seconds=61)
+    fail(2)
+    it.step({"a": 1}, seconds=1)
+    assert it.scheduler.dynamic_sd_lookup is None, "two of the four were too long ago"
+    fail(1)
+    it.step({"a": 1}, seconds=1)
+    assert it.scheduler.dynamic_sd_lookup == [0] * 9
+    assert (it.file.value("cooldowns"), it.file.value("speculation_on")) == (1, 0)
+    fail(5)
+    it.step({"a": 1}, num_drafts=0, seconds=29)
+    assert it.scheduler.dynamic_sd_lookup == [0] * 9
+    it.step({"a": 1}, num_drafts=0, seconds=2)
+    assert it.scheduler.dynamic_sd_lookup is None and it.file.value("speculation_on") == 1
+    fail(2)
+    it.step({"a": 1}, seconds=1)
+    assert it.scheduler.dynamic_sd_lookup is None
+    with it.side.retuned({"num_speculative_tokens": 2}):
+        pass
+    fail(1)
+    it.step({"a": 1}, seconds=1)
+    assert it.scheduler.dynamic_sd_lookup == [0] * 9 and it.file.value("cooldowns") == 2
+    it.step({"a": 1}, num_drafts=0, seconds=31)
+    assert it.scheduler.dynamic_sd_lookup == [2] * 9
+
+
+def test_without_counters_the_engine_goes_on(world):
+    it = world(has_file=False, adaptive_tokens=True, pruner="auto")
+    it.add("a")
+    it.step({"a": 3})
+    it.side.close()
+
+
+# ---- what pays -------------------------------------------------------------------------------------------------------
+
+
+def test_steps_of_pure_decoding_are_measured(world):
+    """Catches: a step with a prompt, one of another batch, or the first after either, taken for a step's time."""
+    it = world(adaptive_tokens=True)
+    heard = mock.Mock(return_value=False)
+    it.side._tokens._payoff.hear = heard
+    it.step({"a": 2, "b": 0})
+    it.step({"a": 2, "b": 1}, seconds=0.25)
+    ((num_reqs, num_drafts, accepted, seconds),) = (call.args for call in heard.call_args_list)
+    assert (num_reqs, num_drafts, accepted.tolist()) == (2, K, [2, 1]) and seconds == pytest.approx(0.25)
+    it.step({"a": 2, "b": 1}, new=True)
+    it.step({"a": 2, "b": 1})
+    it.step({"a": 2})
+    it.step({"a": 2}, num_drafts=0)
+    assert heard.call_count == 1
+    it.step({"a": 0}, num_drafts=0)
+    assert heard.call_args.args[:2] == (1, 0)
+
+
+def test_the_table_follows_what_pays(world):
+    """Drafts that never stand, at steps of a second each: none are asked for, at this batch size and no other."""
+    it = world(adaptive_tokens=True)
+    assert it.scheduler.dynamic_sd_lookup == [K] * 9
+    for _ in range(1200):
+        num_drafts = it.scheduler.dynamic_sd_lookup[2]
+        it.step({"a": 0, "b": 0}, num_drafts=num_drafts, seconds=1.0 + 0.1 * num_drafts)
+    table = it.scheduler.dynamic_sd_lookup
+    assert it.file.value("tokens_in_use") == 0 and it.file.value("token_changes") >= 1
+    assert table[1] == table[3] == K and it.side._tokens._payoff.in_use(2) == 0
+
+
+# ---- who is pruned how -----------------------------------------------------------------------------------------------
+
+
+def test_requests_are_given_ways(world, tmp_path):
+    """Catches: parameters that several answers share, changed in place; a text request that is given a pruner; tokens
+    of one request counted as another's; an aborted request that nothing is learned from, or that is kept for ever."""
+    path = tmp_path / "learned.json"
+    it = world(pruner="auto", auto_pruners=["uniform", "uv"], auto_file=str(path))
+    shared = SimpleNamespace(extra_args=None)
+    first = SimpleNamespace(request_id="first", mm_features=[], sampling_params=shared)
+    it.side.add(first)
+    assert first.sampling_params is shared and way_of(shared) == 0
+    ways = {}
+    for i in range(40):
+        request = it.add(f"r{i}")
+        ways[f"r{i}"] = way_of(request.sampling_params)
+        assert request.sampling_params.extra_args["a"] == 1
+        for _ in range(10):  # uniform stands, uv does not
+            it.step({"other": 6, f"r{i}": 5 if ways[f"r{i}"] == 0 else 1})
+        del it.scheduler.requests[f"r{i}"]
+    assert list(ways.values())[:6] == [0, 1] * 3 and list(ways.values())[-20:] == [0] * 20
+    it.side.close()
+    learned = json.loads(path.read_text())
+    assert learned["config"] == {"pruner": "uniform", "prune_ratio": 0.9}
+    assert [arm["num_requests"] for arm in learned["learned"]] == [37, 3]
+    assert it.file.value("auto_requests_uniform") == 37 and it.file.value("auto_requests_uv") == 3
+    assert it.file.value("auto_tokens_uniform") == 37 * 10 * 6 and it.file.value("auto_verify_steps_uv") == 30
+    assert not it.side._ways._running
+    later = world(pruner="auto", auto_pruners=["uv", "uniform"], auto_file=str(path))
+    assert later.side._ways._bandit.best() == 1 and later.side._ways._bandit.arms[1].num_requests == 37
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"learned": 3}', "[" * 100_000])
+def test_a_file_that_tells_nothing_is_a_line_in_the_log(world, tmp_path, text, warnings):
+    path = tmp_path / "learned.json"
+    path.write_text(text)
+    it = world(pruner="auto", auto_file=str(path))
+    assert "pruners are tried anew" in warnings()
+    assert way_of(it.add("a").sampling_params) == 0
+
+
+def test_a_folder_that_takes_no_file_costs_the_file_alone(world, tmp_path, warnings):
+    it = world(pruner="auto", auto_file=str(tmp_path / "nowhere" / "learned.json"))
+    it.add("a")
+    it.side.close()
+    assert "is not written" in warnings()
+
+
+def test_ratios_cost(world):
+    """Of two ratios with the same acceptance the draft that reads less is better; bytes are those of the gauges."""
+    it = world(pruner="auto", auto_pruners=["uniform"], auto_ratios=[0.0, 0.9])
+    assert it.side._ways._costs() is None, "before anything is loaded"
+    for name, value in (("target_load_bytes", 1000), ("draft_load_bytes", 100), ("draft_kv_bytes_per_token", 2)):
+        it.file.set(name, value)
+    it.add("a", num_visual=100)
+    assert it.side._ways._costs() == pytest.approx([1 + K * 0.3, 1 + K * 0.12])
+
+
+@pytest.mark.parametrize("args", [None, {}, {"_vidspec_way": "1"}, {"_vidspec_way": None}])
+def test_what_is_no_way_is_the_first(args):
+    assert way_of(SimpleNamespace(extra_args=args)) == 0 == way_of(None)

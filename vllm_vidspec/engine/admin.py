@@ -1,0 +1,110 @@
+"""The admin route: knobs read and changed on a running server, over HTTP, by who has the key.
+
+vLLM offers plugins a way to add routes, and loads them only where its `VLLM_PLUGINS` names them; ours needs a key in
+`VIDSPEC_ADMIN_KEY` besides, and is not there without.
+"""
+
+import hmac
+import json
+import os
+from argparse import Namespace
+from typing import Any
+
+from vllm.logger import init_logger
+
+from vllm_vidspec.config import METHOD, VidSpecConfig
+from vllm_vidspec.engine.compat.config import RETUNE
+from vllm_vidspec.engine.knobs import Knobs
+from vllm_vidspec.errors import VidSpecError
+
+logger = init_logger("vllm.vidspec")
+
+KEY = "VIDSPEC_ADMIN_KEY"
+PATH = "/vidspec/knobs"
+_LIMIT = "num_speculative_tokens"
+_MOST_BYTES = 1 << 16  # of a body
+
+
+class AdminRoutes:
+    """vLLM's `EndpointPlugin`: GET tells the knobs that hold, POST with a JSON object of knobs changes them."""
+
+    name = METHOD
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        self._key = os.environ.get(KEY, "")
+        self._engine: Any = None
+
+    def attach_router(self, app: Any) -> None:
+        """Add the routes, if there is a key."""
+        from fastapi import Request
+
+        if not self._key:
+            logger.warning("vidspec: no admin route: %s is not set", KEY)
+            return
+
+        async def read(request: Request):  # type: ignore[no-untyped-def]
+            return await self._answer(request, change=False)
+
+        async def change(request: Request):  # type: ignore[no-untyped-def]
+            return await self._answer(request, change=True)
+
+        app.add_api_route(PATH, read, methods=["GET"], include_in_schema=False)
+        app.add_api_route(PATH, change, methods=["POST"], include_in_schema=False)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Keep the way to the engine; see vLLM's."""
+        self._engine = engine_client
+
+    async def _answer(self, request: Any, change: bool) -> Any:
+        from fastapi.responses import JSONResponse
+
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), self._key.encode()):
+            return JSONResponse({"error": "unauthorized"}, 401)
+        config = None if self._engine is None else (self._engine.vllm_config.additional_config or {}).get(METHOD)
+        if not config:
+            return JSONResponse({"error": "this server does not use vidspec"}, 404)
+        try:
+            if change:
+                await self._change(VidSpecConfig(**config), await _body(request))
+            (knobs, *_) = await self._engine.collective_rpc("vidspec_knobs")
+        except VidSpecError as error:
+            return JSONResponse({"error": str(error)}, 400)
+        return JSONResponse(knobs)
+
+    async def _change(self, first: VidSpecConfig, changes: dict[str, Any]) -> None:
+        """Change knobs, all or none.
+
+        Raises:
+            VidSpecError: One line for the client, before anything reaches the engine.
+        """
+        knobs = Knobs(first)
+        (now, *_) = await self._engine.collective_rpc("vidspec_knobs")
+        knobs.now = knobs.now.changed({name: value for name, value in now.items() if name != _LIMIT})
+        knobs.retune({name: value for name, value in changes.items() if name != _LIMIT})
+        try:
+            await self._engine.collective_rpc(RETUNE, args=(changes,))
+        except Exception as error:  # what the engine refuses comes back as text
+            raise VidSpecError(str(error).strip().splitlines()[-1]) from None
+        logger.info("vidspec: knobs changed: %s", ", ".join(f"{name}={value!r}" for name, value in changes.items()))
+
+
+async def _body(request: Any) -> dict[str, Any]:
+    """Return the JSON object that a client has sent.
+
+    Raises:
+        VidSpecError: It is none, or too long.
+    """
+    text = b""
+    async for part in request.stream():
+        text += part
+        if len(text) > _MOST_BYTES:
+            raise VidSpecError(f"a body of at most {_MOST_BYTES} bytes is read")
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError):
+        body = None
+    if not isinstance(body, dict):
+        raise VidSpecError("a JSON object of knobs is wanted, as in --speculative-config")
+    return body

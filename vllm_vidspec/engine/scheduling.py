@@ -1,0 +1,340 @@
+"""What sits beside vLLM's scheduler, the one place that sees every step of every request and decides for all ranks.
+
+Here is decided how many drafts a step proposes: as many as was asked for while the engine runs, none for a while after
+the draft has failed too often, what pays (`adaptive_tokens`). And by which pruner a request's prompt is pruned
+(`pruner: auto`). Ranks follow what the scheduler's output says, so they agree without a word.
+"""
+
+import contextlib
+import copy
+import json
+import os
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from vllm.logger import init_logger
+
+from vllm_vidspec import metrics
+from vllm_vidspec.adapt import Bandit, Payoff
+from vllm_vidspec.config import METHOD, PruneKnobs, VidSpecConfig
+from vllm_vidspec.counter_files import open_for
+from vllm_vidspec.errors import VidSpecError
+
+logger = init_logger("vllm.vidspec")
+
+# In `extra_args` of a request on its way to the workers; clients' own is written over, or not looked at.
+_WAY = "_vidspec_way"
+_SAVE_EVERY = 64  # requests between two writings of what was learned
+_LIMIT = "num_speculative_tokens"
+_LOOK_S = 0.2  # between two looks at what the worker has counted
+
+
+def way_of(sampling: Any) -> int:
+    """Return by which of `PruneKnobs.ways` a request is pruned, given its `SamplingParams`."""
+    way = (getattr(sampling, "extra_args", None) or {}).get(_WAY, 0)
+    return way if isinstance(way, int) else 0
+
+
+class SchedulerSide:
+    """Sits on one scheduler.
+
+    Args:
+        scheduler: vLLM's.
+        vllm_config: vLLM's.
+    """
+
+    def __init__(self, scheduler: Any, vllm_config: Any):
+        config = VidSpecConfig(**vllm_config.additional_config[METHOD])
+        self._scheduler = scheduler
+        self._most = config.num_speculative_tokens
+        self._file = open_for(vllm_config)
+        self._ways = _Ways(config, self._file) if len(config.prune.ways) > 1 else None
+        self._tokens = _Tokens(config, scheduler, self._file) if config.adaptive_tokens else None
+        # vLLM's own table of tokens by batch size, or the one that is kept here; None: always K.
+        self._table: list[int] | None = scheduler.dynamic_sd_lookup
+        # Data-parallel engines need one number of tokens in every step.
+        self._is_alone = vllm_config.parallel_config.data_parallel_size == 1
+        self._limit: int | None = None  # what was asked for while the engine runs
+        self._breaker = _Breaker(config, self._file) if self._is_alone and self._file is not None else None
+        self._show()
+
+    def add(self, request: Any) -> None:
+        """See a request before it is queued; it may be given a pruner."""
+        if self._ways is not None:
+            self._ways.harvest(self._scheduler.requests)
+            self._ways.add(request)
+
+    def hear(self, scheduler_output: Any, output: Any) -> None:
+        """Hear what a step has put out."""
+        if self._ways is not None:
+            self._ways.hear(scheduler_output, output)
+        if self._tokens is not None:
+            self._tokens.hear(scheduler_output, output)
+        if self._breaker is not None and self._breaker.look():
+            self._show()
+
+    @contextlib.contextmanager
+    def retuned(self, knobs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Take the knob that is changed here out of those that change: `num_speculative_tokens`, at most so many drafts
+        a step from the next one on, 0 for none; null for as many as was configured.
+
+        Yields:
+            What is left for the workers to change; if that fails, nothing changes here.
+
+        Raises:
+            VidSpecError: It is not in 0 to K, or this engine cannot change it.
+        """
+        left = dict(knobs)
+        has_limit, most = _LIMIT in left, left.pop(_LIMIT, None)
+        if has_limit:
+            self._check(most)
+        yield left
+        if has_limit:
+            self._limit = most
+            self._show()
+
+    def _check(self, most: Any) -> None:
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or not 0 <= most <= self._most):
+            raise VidSpecError(
+                f"num_speculative_tokens: between 0 and {self._most} while the engine runs, got {most!r}"
+            )
+        if not self._is_alone:
+            raise VidSpecError("num_speculative_tokens cannot change while data-parallel engines run")
+
+    def _show(self) -> None:
+        """Let vLLM's table say what holds now."""
+        most = 0 if self._breaker is not None and self._breaker.is_open else self._limit
+        table = self._table
+        if most is not None:
+            size = self._scheduler.scheduler_config.max_num_seqs
+            table = [min(most, number) for number in table or [self._most] * (size + 1)]
+        self._scheduler.dynamic_sd_lookup = table
+        if self._file is not None:
+            self._file.set("speculation_on", int(most != 0))
+
+    def close(self) -> None:
+        """Keep what was learned."""
+        if self._ways is not None:
+            self._ways.harvest({})
+            self._ways.save()
+
+
+class _Breaker:
+    """Switches speculation off for a while where the draft has failed `max_draft_failures` times in a window.
+
+    Args:
+        config: Ours.
+        file: The engine's counters, in which the worker says what failed.
+
+    Attributes:
+        is_open: Whether it is off.
+    """
+
+    def __init__(self, config: VidSpecConfig, file: metrics.MetricsFile):
+        self._file = file
+        self._most, self._window_s, self._rest_s = config.max_draft_failures, config.failure_window_s, config.cooldown_s
+        self.is_open = False
+        self._failures: deque[float] = deque()
+        self._num_known = 0
+        self._until = self._next_look = 0.0
+
+    def look(self) -> bool:
+        """Look at what the worker has counted; return whether `is_open` has changed."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return False
+        self._next_look = now + _LOOK_S
+        if self.is_open:
+            if now < self._until:
+                return False
+            self.is_open, self._num_known = False, self._file.value("draft_failures")
+            self._failures.clear()
+            logger.info("vidspec: speculation is on again")
+            return True
+        count = self._file.value("draft_failures")
+        self._failures.extend([now] * (count - self._num_known))
+        self._num_known = count
+        while self._failures and self._failures[0] < now - self._window_s:
+            self._failures.popleft()
+        if len(self._failures) < self._most:
+            return False
+        self.is_open, self._until = True, now + self._rest_s
+        self._file.add("cooldowns")
+        logger.error(
+            "vidspec: the draft has failed %d times within %g s: speculation is off for %g s",
+            len(self._failures),
+            self._window_s,
+            self._rest_s,
+        )
+        return True
+
+
+class _Tokens:
+    """`adaptive_tokens`: measures steps, and keeps vLLM's table of tokens by batch size.
+
+    Args:
+        config: Ours.
+        scheduler: vLLM's, whose table is replaced.
+        file: The engine's counters, or None.
+    """
+
+    def __init__(self, config: VidSpecConfig, scheduler: Any, file: metrics.MetricsFile | None):
+        self._is_chain = config.draft_shape == "chain"
+        self._payoff = Payoff(config.token_choices, is_prefix=self._is_chain)
+        size = scheduler.scheduler_config.max_num_seqs
+        self.table = scheduler.dynamic_sd_lookup = [config.num_speculative_tokens] * (size + 1)
+        self._file = file
+        self._last = (
+            0.0,
+            0,
+            -1,
+        )  # when the last step ended, its requests, its drafts of each; -1: not of pure decoding
+
+    def hear(self, scheduler_output: Any, output: Any) -> None:
+        """Measure a step of pure decoding that follows one like it, and follow what comes of that."""
+        now, scheduled = time.monotonic(), scheduler_output.num_scheduled_tokens
+        num_reqs = len(scheduled)
+        if not num_reqs:
+            return
+        drafts = scheduler_output.scheduled_spec_decode_tokens.values()
+        # Every request has decoded, all with drafts or all without: otherwise a prompt is being read, or a draft.
+        is_pure = (
+            len(drafts) in (0, num_reqs)
+            and scheduler_output.total_num_scheduled_tokens == num_reqs + sum(map(len, drafts))
+            and not scheduler_output.scheduled_new_reqs
+        )
+        # Trees have as many nodes as they have; chains are as long as was asked for.
+        num_drafts = 0 if not drafts else max(map(len, drafts)) if self._is_chain else self._payoff.choices[0]
+        before, num_before, drafts_before = self._last
+        self._last = (now, num_reqs, num_drafts if is_pure else -1)
+        if not is_pure or (num_before, drafts_before) != (num_reqs, num_drafts):
+            return
+        counts = np.fromiter(map(len, output.sampled_token_ids), dtype=np.int64, count=len(output.sampled_token_ids))
+        if self._payoff.hear(num_reqs, num_drafts, np.maximum(counts - 1, 0), now - before):
+            self._follow(num_reqs)
+
+    def _follow(self, num_reqs: int) -> None:
+        """Let vLLM's table say what the payoff says, and tell of a change."""
+        changes, chosen = self._payoff.num_changes, self._payoff.choose(num_reqs)
+        for size in self._payoff.sizes_of(self._payoff.load_of(num_reqs)):
+            if size < len(self.table):
+                self.table[size] = chosen
+        if self._file is None:
+            return
+        known = self._file.values()["token_changes"]
+        self._file.set("tokens_in_use", self._payoff.in_use(num_reqs))
+        if changes > known:
+            self._file.add("token_changes", changes - known)
+            logger.info(
+                "vidspec: %d draft tokens a step pay best at %d running requests",
+                self._payoff.in_use(num_reqs),
+                num_reqs,
+            )
+
+
+class _Ways:
+    """`pruner: auto`: gives each request a pruner, and learns from what became of it.
+
+    Args:
+        config: Ours.
+        file: The engine's counters, or None.
+    """
+
+    def __init__(self, config: VidSpecConfig, file: metrics.MetricsFile | None):
+        self._prune, self._num_drafts, self._file = config.prune, config.num_speculative_tokens, file
+        self._bandit = Bandit([(way.pruner, way.ratio) for way in config.prune.ways], seed=config.prune.seed)
+        self._running: dict[str, list[int]] = {}  # by request: its way, tokens and verify steps
+        self._num_visual = self._num_media = 0  # tokens of images and videos, of so many requests that had any
+        self._path, self._num_unsaved = config.prune.auto_file, 0
+        if self._path is not None and os.path.exists(self._path):
+            self._restore(self._path)
+
+    def add(self, request: Any) -> None:
+        """Give a request with images or videos a way to be pruned."""
+        if not request.mm_features or request.sampling_params is None:
+            return
+        self._num_visual += sum(feature.mm_position.length for feature in request.mm_features)
+        self._num_media += 1
+        way = self._bandit.choose(self._costs())
+        # A copy: the answers of one prompt may share their parameters.
+        params = copy.copy(request.sampling_params)
+        params.extra_args = {**(params.extra_args or {}), _WAY: way}
+        request.sampling_params = params
+        self._running[request.request_id] = [way, 0, 0]
+
+    def hear(self, scheduler_output: Any, output: Any) -> None:
+        """Count the tokens of requests that had drafts; vLLM goes through the same ones in the same step."""
+        for req_id in scheduler_output.scheduled_spec_decode_tokens.keys() & self._running.keys():
+            place = output.req_id_to_index.get(req_id)
+            if place is None or place >= len(output.sampled_token_ids):
+                continue
+            known = self._running[req_id]
+            known[1] += len(output.sampled_token_ids[place])
+            known[2] += 1
+
+    def harvest(self, requests: Any) -> None:
+        """Learn from those that are no longer among the scheduler's requests."""
+        for req_id in self._running.keys() - requests.keys():
+            way, num_tokens, num_steps = self._running.pop(req_id)
+            if not num_steps:
+                continue
+            self._bandit.hear(way, num_tokens / num_steps, num_steps)
+            self._num_unsaved += 1
+            if self._file is not None:
+                pruner = self._prune.ways[way].pruner
+                for name, count in (("requests", 1), ("verify_steps", num_steps), ("tokens", num_tokens)):
+                    self._file.add(f"auto_{name}_{pruner}", count)
+        if self._num_unsaved >= _SAVE_EVERY:
+            self.save()
+
+    def _costs(self) -> list[float] | None:
+        """Return what a step costs by way over one without drafts, by the bytes that it reads; None if not known."""
+        ratios = {way.ratio for way in self._prune.ways}
+        if self._file is None or len(ratios) == 1:
+            return None
+        known = self._file.values()
+        target, draft = known["target_load_bytes"], known["draft_load_bytes"]
+        if not target:
+            return None
+        visual = self._num_visual / max(1, self._num_media)
+        per_token = known["draft_kv_bytes_per_token"]
+        return [
+            1 + self._num_drafts * (draft + per_token * visual * (1 - way.ratio)) / target for way in self._prune.ways
+        ]
+
+    # ---- what is kept ----------------------------------------------------------------------------------------------
+
+    def _restore(self, path: str) -> None:
+        try:
+            with open(path, encoding="utf-8") as file:
+                self._bandit.restore(json.load(file)["learned"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            logger.warning("vidspec: auto_file %s is not read (%s): pruners are tried anew", path, error)
+
+    def save(self) -> None:
+        """Write what was learned, whole or not at all."""
+        self._num_unsaved = 0
+        if self._path is None:
+            return
+        best: PruneKnobs = self._prune.ways[self._bandit.best(self._costs())]
+        config = {"pruner": best.pruner, "prune_ratio": best.ratio}
+        made = ""
+        try:
+            folder = os.path.dirname(os.path.abspath(self._path))
+            handle, made = tempfile.mkstemp(prefix=".vidspec-auto-", dir=folder)
+            with open(handle, "w", encoding="utf-8") as file:
+                json.dump({"config": config, "learned": self._bandit.state()}, file, indent=1)
+            os.replace(made, self._path)
+        except OSError as error:
+            logger.warning("vidspec: auto_file %s is not written: %s", self._path, error.strerror)
+            with contextlib.suppress(OSError):
+                os.unlink(made)
+
+
+def attach(scheduler: Any, vllm_config: Any) -> SchedulerSide:
+    """Return what sits on the scheduler of an engine that uses our method."""
+    return SchedulerSide(scheduler, vllm_config)
