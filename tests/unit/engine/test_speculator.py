@@ -179,7 +179,7 @@ def counted(world: World, name: str) -> int:
 def test_who_outgrows_the_pool_waits_with_its_blocks():
     """Room for one of three: two wait, holding what they have, and go on where they were when there is room.
 
-    Catches: a decision that is final; blocks given back by who only waits; a request that drafts on text which its draft
+    Catches: a decision that is final; blocks given back by who only waits; a request that drafts on text that its draft
     has not read.
     """
     world = World()
