@@ -1,5 +1,6 @@
 """What `vidspec status` knows: a reading of a running server's /metrics, and the figures made of one or of two."""
 
+import http.client
 import time
 import urllib.error
 import urllib.parse
@@ -149,7 +150,7 @@ def _fetch(url: str) -> str:
             return answer.read().decode(errors="replace")
     except urllib.error.HTTPError as error:
         raise VidSpecError(f"{url} answers {error.code} {error.reason}: is it a vLLM server?") from None
-    except (OSError, ValueError) as error:  # URLError is an OSError; ValueError is a port that is no number
+    except (OSError, ValueError, http.client.HTTPException) as error:  # URLError is an OSError
         reason = " ".join(str(getattr(error, "reason", error)).split())
         raise VidSpecError(f"no server answers at {url} ({reason})") from None
 
