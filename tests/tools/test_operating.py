@@ -99,7 +99,9 @@ def test_every_metric_of_ours_is_shown_or_left_out(tmp_path):
     file = metrics.MetricsFile.create(tmp_path / "m")
     families = list(metrics._Collector({0: file}, "m").collect())
     ours = {family.name.removeprefix("vidspec:") + "_total" * (family.type == "counter") for family in families}
-    used = {re.sub(r"_(bucket|sum|count)$", "", name) for query in QUERIES for name in re.findall(r"vidspec:(\w+)", query)}
+    used = {
+        re.sub(r"_(bucket|sum|count)$", "", name) for query in QUERIES for name in re.findall(r"vidspec:(\w+)", query)
+    }
     assert used | dashboard.LEFT_OUT.keys() == ours and not used & dashboard.LEFT_OUT.keys()
 
 

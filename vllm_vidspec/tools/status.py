@@ -56,7 +56,8 @@ class Reading:
             return None
         engines = {name: difference(before.engines[name], values) for name, values in self.engines.items()}
         vllm = {name: _gained(before.vllm.get(name, {}), values) for name, values in self.vllm.items()}
-        if any(value < 0 for values in (*engines.values(), *vllm.values()) for value in values.values()):
+        gains: list[Mapping[str, float]] = [*engines.values(), *vllm.values()]
+        if any(value < 0 for values in gains for value in values.values()):
             return None
         return Reading(self.at - before.at, engines, vllm)
 

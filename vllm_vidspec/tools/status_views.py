@@ -12,37 +12,35 @@ from vllm_vidspec.tools.tables import number, percent
 
 Figures = dict[str, Any]
 
-# What stands at the left -> a figure's text. One row each, in this order.
-_ROWS: dict[str, Callable[[Figures], str]] = {
-    "acceptance length (tokens per verify step)": lambda f: number(f["acceptance_length"], 2),
+# What stands at the left -> a figure's text, None where the row says nothing. One row each, in this order.
+_ROWS: dict[str, Callable[[Figures], str | None]] = {
+    "acceptance length": lambda f: number(f["acceptance_length"], 2),
     "acceptance rate": lambda f: percent(f["acceptance_rate"]),
-    "stands at position 1, 2, …": lambda f: (
-        " ".join(f"{100 * share:.0f}" for share in f["accepted_by_position"]) + " %"
-        if f["accepted_by_position"]
-        else "-"
-    ),
+    "stands at position 1, 2, …": lambda f: _by_position(f["accepted_by_position"]),
     "verify steps": lambda f: f"{f['verify_steps']}",
-    "draft tokens per verify step": lambda f: number(f["draft_tokens_per_step"], 1),
+    "draft tokens per step": lambda f: number(f["draft_tokens_per_step"], 1),
     "low-acceptance windows": lambda f: f"{f['low_acceptance_windows']}",
-    "prompts drafted for": lambda f: f"{f['prompts']}, {f['guided_prompts']} guided by the target",
+    "prompts, of them guided": lambda f: f"{f['prompts']}, {f['guided_prompts']}",
     "skipped requests": lambda f: _by_reason(f["skipped_requests"]),
     "unguided prompts": lambda f: _by_reason(f["unguided_prompts"]),
     "strict requests": lambda f: _by_reason(f["strict_requests"]),
     "draft pool, blocks": lambda f: _pool(f["pool"]),
-    "draft pool, bytes per rank": lambda f: f"{_mib(f['pool']['used_bytes'])} of {_mib(f['pool']['bytes'])}",
-    "draft time (host)": lambda f: _seconds(f["draft_seconds"]),
-    "draft time per batch, per prompt": lambda f: (
-        f"{_ms(f['draft_seconds_per_step'])}, {_ms(f['draft_seconds_per_prompt'])}"
-    ),
-    "drafter: late, stale, restarts": lambda f: _parallel(f["parallel"]),
-    "vLLM: running, waiting": lambda f: f"{_whole(f['vllm']['running'])}, {_whole(f['vllm']['waiting'])}",
-    "vLLM: first token, between outputs": lambda f: (
-        f"{_ms(f['vllm']['seconds_to_first_token'])}, {_ms(f['vllm']['seconds_per_output'])}"
-    ),
-    "vLLM: tokens generated, per output": lambda f: (
+    "draft pool, per rank": lambda f: f"{_mib(f['pool']['used_bytes'])} of {_mib(f['pool']['bytes'])}",
+    "draft time (host)": lambda f: f"{sum(f['draft_seconds'].values()):.1f} s",
+    "  its phases": lambda f: _shares(f["draft_seconds"]),
+    "  per batch, per prompt": lambda f: f"{_ms(f['draft_seconds_per_step'])}, {_ms(f['draft_seconds_per_prompt'])}",
+    "drafter late, stale": lambda f: _parallel(f["parallel"]),
+    "drafter restarts": lambda f: f"{f['parallel']['drafter_restarts']}" if any(f["parallel"].values()) else None,
+    "vLLM running, waiting": lambda f: f"{_whole(f['vllm']['running'])}, {_whole(f['vllm']['waiting'])}",
+    "vLLM first token": lambda f: _ms(f["vllm"]["seconds_to_first_token"]),
+    "vLLM between outputs": lambda f: _ms(f["vllm"]["seconds_per_output"]),
+    "vLLM tokens, per output": lambda f: (
         f"{_whole(f['vllm']['generation_tokens'])}, {number(f['vllm']['tokens_per_output'], 2)}"
     ),
-    "modelled: decoding is faster, at most": lambda f: _modelled(f["modelled"]),
+    "modelled speed-up, at most": lambda f: f"{f['modelled']['most_speedup']:.2f} times" if f["modelled"] else "-",
+    "  a step, drafting of it": lambda f: (
+        f"{_ms(f['modelled']['step_seconds'])}, {_ms(f['modelled']['draft_seconds'])}" if f["modelled"] else None
+    ),
 }
 
 
@@ -60,10 +58,13 @@ def table(result: dict[str, Any]) -> Table:
         columns[f"last {result['interval_seconds']:.0f} s"] = result["interval"]
     columns |= {f"engine {engine}": figures for engine, figures in result["engines"].items()}
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), title=f"vidspec on {escape(result['server'])}")
-    for head in ("", *columns):
+    shown.add_column("", no_wrap=True)
+    for head in columns:
         shown.add_column(head, overflow="fold")
     for label, text in _ROWS.items():
-        shown.add_row(escape(label), *(escape(text(figures)) for figures in columns.values()))
+        texts = [text(figures) for figures in columns.values()]
+        if any(one is not None for one in texts):
+            shown.add_row(escape(label), *(escape(one or "-") for one in texts))
     return shown
 
 
@@ -87,26 +88,21 @@ def _pool(pool: dict[str, int]) -> str:
     return f"{pool['used_blocks']} of {pool['blocks']} ({percent(share)})"
 
 
-def _seconds(by_phase: dict[str, float]) -> str:
-    """Return the total and each phase's share of it."""
-    total = sum(by_phase.values())
+def _by_position(shares: list[float]) -> str:
+    return " ".join(f"{100 * share:.0f}" for share in shares) + " %" if shares else "-"
+
+
+def _shares(seconds: dict[str, float]) -> str | None:
+    """Return each phase's share of the time."""
+    total = sum(seconds.values())
     if not total:
-        return "none"
-    parts = ", ".join(f"{phase} {100 * value / total:.0f} %" for phase, value in by_phase.items() if value)
-    return f"{total:.1f} s: {parts}"
+        return None
+    return ", ".join(f"{phase} {100 * value / total:.0f} %" for phase, value in seconds.items() if value)
 
 
-def _parallel(counts: dict[str, int]) -> str:
-    if not any(counts.values()):
-        return "not in a process of its own"
-    return f"{counts['late_drafts']}, {counts['stale_streams']}, {counts['drafter_restarts']}"
-
-
-def _modelled(model: dict[str, float] | None) -> str:
-    if model is None:
-        return "-"
-    words = f"{model['most_speedup']:.2f} times ({model['tokens_per_step']:.2f} tokens a step of"
-    return f"{words} {_ms(model['step_seconds'])}, drafting {_ms(model['draft_seconds'])} of it)"
+def _parallel(counts: dict[str, int]) -> str | None:
+    """Return what only a drafter with a process of its own counts."""
+    return f"{counts['late_drafts']}, {counts['stale_streams']}" if any(counts.values()) else None
 
 
 def _ms(seconds: float | None) -> str:
