@@ -56,7 +56,6 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "none",
             (
                 (f"1 + {mean('vidspec:accepted_tokens_total', 'vidspec:drafts_total')}", f"mean {WHO}"),
-                (quantile(0.1, "vidspec:acceptance_length_bucket"), f"10th percentile {WHO}"),
                 (quantile(0.9, "vidspec:acceptance_length_bucket"), f"90th percentile {WHO}"),
             ),
         ),

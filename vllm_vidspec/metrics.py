@@ -378,7 +378,7 @@ class _Collector:
         )
         for engine, values in engines.items():
             # A step emits more than n tokens where its draft token n - 1, counted from 0, stands.
-            bounds = [(str(n), values["drafts"] - values[f"accepted_at_pos_{n - 1}"]) for n in _LENGTHS]
+            bounds = [(f"{n:.1f}", values["drafts"] - values[f"accepted_at_pos_{n - 1}"]) for n in _LENGTHS]
             total = values["drafts"]
             lengths.add_metric(engine, [*bounds, ("+Inf", total)], total + values["accepted_tokens"])
         yield lengths

@@ -277,6 +277,7 @@ def test_every_family_follows_the_conventions_of_prometheus(file):
         for sample in family.samples:
             assert sample.name.endswith("_total") == (family.type == "counter"), sample.name
             assert set(sample.labels) <= LABELS, sample.name
+            assert re.fullmatch(r"[\d.]+\.\d|\+Inf", sample.labels.get("le", "+Inf")), "bounds are floats: 1.0"
         text = family.documentation
         assert re.fullmatch(r"[A-Z].*[^.]\.", text), f"{family.name}: {text!r} is no sentence"
         assert not set(re.findall(r"\w+", text.lower())) & BACK_REFERENCES, f"{family.name}: {text!r} points elsewhere"
@@ -298,7 +299,7 @@ def test_histogram_of_acceptance_lengths(file, sample):
     file.add("accepted_tokens", 3 * 1 + 3 * 4)
     add_accepted(file, np.array([6, 3, 3, 3]))
     metrics.register_collector({0: file}, "m")
-    assert [sample("acceptance_length_bucket", le=str(n)) for n in range(1, 7)] == [4, 7, 7, 7, 10, 10]
+    assert [sample("acceptance_length_bucket", le=f"{n}.0") for n in range(1, 7)] == [4, 7, 7, 7, 10, 10]
     assert sample("acceptance_length_bucket", le="+Inf") == sample("acceptance_length_count") == 10
     mean = sample("acceptance_length_sum") / sample("acceptance_length_count")
     assert mean == summarize(file.values())["acceptance_length"] == 2.5
