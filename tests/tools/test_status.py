@@ -106,13 +106,13 @@ def test_figures_by_hand(sound):
     assert (found["draft_seconds_per_step"], found["draft_seconds_per_prompt"]) == (0.01, 0.02)
     assert found["vllm"]["tokens_per_output"] == 2.8 and found["vllm"]["seconds_per_output"] == 0.04
     # 2.8 tokens in 40 ms of which 10 ms were drafting: without, one token in 30 ms.
-    assert found["modelled"]["most_speedup"] == pytest.approx(2.8 * 30 / 40)
+    assert found["modelled"]["speedup"] == pytest.approx(2.8 * 30 / 40)
     assert json.loads(json.dumps(found)) == found
 
 
 def test_a_parallel_drafter_makes_no_step_wait(sound):
     sound.count(stream_tokens=9000)
-    assert sound.figures()["modelled"]["most_speedup"] == pytest.approx(2.8)
+    assert sound.figures()["modelled"]["speedup"] == pytest.approx(2.8)
 
 
 def test_figures_of_nothing(server):
@@ -275,9 +275,18 @@ def test_what_is_printed(sound, serving):
     for words in ("2.80", "45.0 %", "90 60 30 %", "10 of 50 (20.0 %)", "10.0 MiB of 50.0 MiB", "2.10 times"):
         assert words in result.stdout
     assert "lower num_speculative_tokens to 3" in result.stdout
+    assert "engine 0" not in result.stdout, "one engine is no column of its own"
     printed = json.loads(invoke("status", "--server", serving.url, "--json", "-").stdout)
     assert set(printed) == {"server", "since_start", "interval", "interval_seconds", "engines", "advice"}
     assert printed["since_start"] == sound.figures()
+
+
+def test_several_engines_have_columns(tmp_path, serving):
+    server = Server(tmp_path, num_engines=2)
+    server.count(1, **SOUND)
+    serving.texts = [server.text()]
+    heads = invoke("status", "--server", serving.url).stdout.splitlines()[2]
+    assert all(words in heads for words in ("since start", "engine 0", "engine 1"))
 
 
 def test_status_zero_where_nothing_is_to_change(sound, serving):

@@ -243,15 +243,16 @@ def modelled(ours: Mapping[str, int], vllm: Mapping[str, float]) -> dict[str, fl
     """Estimate what drafting saves in decoding: a model, since nobody ran the same requests without it.
 
     A step took as long as vLLM saw between two outputs of a request, and gave the tokens of an output. Without drafts
-    it would have taken that less the time spent on drafting, and given one token. That is the most it can be: verifying
-    K drafts is taken to cost what a step of one token costs, and on a GPU the device's own time is not counted.
+    it would have taken that less the time spent on drafting, and given one token. So verifying K drafts is taken to
+    cost what a step of one token costs, which flatters; and the time of drafting is the host's, which on a GPU is
+    neither the device's nor always waited for.
 
     Args:
         ours: By the names of `metrics.NAMES`.
         vllm: By the values of `scrape.VLLM`.
 
     Returns:
-        `tokens_per_step`, `step_seconds`, `draft_seconds` of a step, and `most_speedup` of decoding; None where
+        `tokens_per_step`, `step_seconds`, `draft_seconds` of a step, and `speedup` of decoding; None where
         nothing was drafted or vLLM shows no times.
     """
     outputs, seconds = vllm.get("outputs", 0), vllm.get("output_seconds", 0)
@@ -265,7 +266,7 @@ def modelled(ours: Mapping[str, int], vllm: Mapping[str, float]) -> dict[str, fl
         "tokens_per_step": tokens,
         "step_seconds": step_s,
         "draft_seconds": draft_s,
-        "most_speedup": tokens * plain_s / step_s,
+        "speedup": tokens * plain_s / step_s,
     }
 
 

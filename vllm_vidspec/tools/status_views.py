@@ -37,7 +37,7 @@ _ROWS: dict[str, Callable[[Figures], str | None]] = {
     "vLLM tokens, per output": lambda f: (
         f"{_whole(f['vllm']['generation_tokens'])}, {number(f['vllm']['tokens_per_output'], 2)}"
     ),
-    "modelled speed-up, at most": lambda f: f"{f['modelled']['most_speedup']:.2f} times" if f["modelled"] else "-",
+    "modelled speed-up": lambda f: f"{f['modelled']['speedup']:.2f} times" if f["modelled"] else "-",
     "  a step, drafting of it": lambda f: (
         f"{_ms(f['modelled']['step_seconds'])}, {_ms(f['modelled']['draft_seconds'])}" if f["modelled"] else None
     ),
