@@ -187,6 +187,15 @@ def test_a_rule_speaks_when_it_should_and_not_before(sound, rule):
     assert found.remedy and "docs/metrics.md" not in found.remedy, "every reason of today has its own remedy"
 
 
+def test_one_request_in_hundreds_is_an_accident(sound):
+    """Catches: advice about a single skipped request, and an exception that is passed over because it came once."""
+    one = dict.fromkeys(("skipped_pool_full", "skipped_too_long", "skipped_draft_error", "unguided_cached"), 1)
+    sound.count(draft_tokens=-1000, draft_depth=-1000, **one)
+    assert set(rules(sound.figures())) == {"skipped_draft_error"}
+    sound.count(skipped_pool_full=2)
+    assert set(rules(sound.figures())) == {"skipped_draft_error", "skipped_pool_full"}
+
+
 def test_every_rule_has_a_case():
     """Catches: a rule that no case above makes speak."""
     spoken = set()
