@@ -46,7 +46,7 @@ _COUNTERS = {
     "step.",
     "draft_depth": "Depth of the drafts verified: what could stand at most.",
     "draft_steps": "Batches drafted for.",
-    "draft_forwards": "Forwards of the draft model in them.",
+    "draft_forwards": "Forwards of the draft model while drafting.",
     "draft_eager_steps": "Batches drafted for without CUDA graphs though graphs are on: larger than any graph.",
     "undrafted_steps": "Batches that were too large for drafts to pay.",
     "stream_tokens": "Tokens that a drafter with a process of its own has drawn.",
@@ -60,15 +60,15 @@ _COUNTERS = {
     "drafter_restarts": "Starts of the drafter's process after its first.",
     "prompts": "Prompts that the draft has prefilled.",
     "text_tokens": "Text tokens of the prompts that the draft has prefilled.",
-    "draft_encoder_hits": "Images and videos that the draft's tower had looked at.",
-    "draft_encoder_misses": "Images and videos that it looked at.",
+    "draft_encoder_hits": "Images and videos whose embeddings the draft's tower had made before.",
+    "draft_encoder_misses": "Images and videos that the draft's tower looked at.",
     "visual_tokens_full": "Image and video tokens of the prompts that the draft has prefilled.",
-    "visual_tokens_kept": "Those of them that the draft was shown.",
+    "visual_tokens_kept": "Image and video tokens that the draft was shown.",
     "guided_prompts": "Prompts pruned by the target's guidance.",
-    "reused_guidance": "Guided prompts with scores of an earlier prompt's (cached prefix).",
+    "reused_guidance": "Guided prompts with the scores of an earlier prompt (cached prefix).",
     "relevance_prompts": "Prompts whose video's hidden states are kept.",
-    "relevance_tokens": "Image and video tokens of these prompts.",
-    "relevance_reused": "Images and videos among them whose states an earlier prompt left (cached prefix).",
+    "relevance_tokens": "Image and video tokens whose hidden states are kept.",
+    "relevance_reused": "Images and videos whose hidden states an earlier prompt left (cached prefix).",
     # Microseconds here, seconds there.
     "draft_prefill_us": "Time spent on draft prefills.",
     "draft_decode_us": "Time spent on proposing draft tokens.",
@@ -87,7 +87,7 @@ GAUGES = {
     "target_load_bytes": "Memory per rank that the target's weights take.",
     "draft_load_bytes": "Memory per rank that loading the draft took.",
     "draft_encoder_bytes": "Memory per rank for the draft's vision embeddings.",
-    "draft_encoder_bytes_used": "How much of it holds some.",
+    "draft_encoder_bytes_used": "Memory per rank that holds vision embeddings of the draft.",
     "relevance_pool_bytes": "Memory per rank for the video's hidden states.",
     "relevance_bytes_per_token": "Bytes per rank of one video token's hidden state.",
 }
@@ -394,17 +394,25 @@ class _Collector:
         )
         for engine, values in engines.items():
             # A step emits more than n tokens where its draft token n - 1, counted from 0, stands.
-            bounds = [(str(n), values["drafts"] - values[f"accepted_at_pos_{n - 1}"]) for n in _LENGTHS]
+            bounds = [(f"{n:.1f}", values["drafts"] - values[f"accepted_at_pos_{n - 1}"]) for n in _LENGTHS]
             total = values["drafts"]
             lengths.add_metric(engine, [*bounds, ("+Inf", total)], total + values["accepted_tokens"])
         yield lengths
+
+
+# By Prometheus' conventions a unit comes last, and "total" ends counters alone.
+_EXPOSED = {
+    "visual_tokens_full": "visual_tokens",
+    "draft_pool_blocks_total": "draft_pool_blocks",
+    "draft_encoder_bytes_used": "draft_encoder_used_bytes",
+}
 
 
 def exposed(name: str) -> str:
     """Return the name that a counter or gauge without a label of its own has on /metrics, after `vidspec:`."""
     if name.endswith("_us"):
         return f"{name[:-3]}_seconds"
-    return {"visual_tokens_full": "visual_tokens", "draft_pool_blocks_total": "draft_pool_blocks"}.get(name, name)
+    return _EXPOSED.get(name, name)
 
 
 def _unlink(path: str, owner_pid: int) -> None:

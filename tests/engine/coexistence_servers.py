@@ -136,7 +136,7 @@ def _from_inside(port: int) -> None:
     """Ask the server that runs in this network namespace; print the answer and our counters."""
     import json
 
-    from vllm_vidspec.tools.processes import from_prometheus
+    from vllm_vidspec.tools.scrape import from_prometheus
 
     url, start = f"http://127.0.0.1:{port}", time.monotonic()
     while True:

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from tests.engine import harness
+from vllm_vidspec.cli import app
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.metrics import difference
+from vllm_vidspec.metrics import difference, summarize
 from vllm_vidspec.pruning import budget
 from vllm_vidspec.shapeworld import world
-from vllm_vidspec.tools import pairs, user_files
+from vllm_vidspec.tools import pairs, status, user_files
 from vllm_vidspec.tools.demo import ask
 from vllm_vidspec.tools.processes import VllmServer, free_port
 
@@ -98,6 +100,16 @@ def test_counters_on_metrics(server):
     ours = set(re.findall(r"^(vidspec:\w+)", text, re.MULTILINE))
     assert {"vidspec:drafts_total", "vidspec:accepted_tokens_total", "vidspec:skipped_requests_total"} <= ours
     assert not [name for name in ours if "spec_decode" in name]
+
+
+def test_status_reads_a_running_server(server):
+    """Catches: a metric of vLLM's that is called otherwise, and figures that are not those of the counters."""
+    ask(server.base_url, QUESTION, video=pairs.sample_video(), max_tokens=32)
+    figures = status.read(server.base_url).figures()
+    assert figures["acceptance_length"] == summarize(server.metrics())["acceptance_length"] > 1
+    assert figures["modelled"]["tokens_per_step"] > 1 and None not in figures["vllm"].values()
+    shown = CliRunner().invoke(app, ["status", "--server", server.base_url])
+    assert shown.exit_code in (0, 1) and f"{figures['acceptance_length']:.2f}" in shown.stdout
 
 
 @pytest.mark.parametrize("place", ["vllm_xargs", "extra_body"])

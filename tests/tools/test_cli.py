@@ -32,6 +32,9 @@ SURFACE = {
     "doctor": """
         --target:str --draft:str --fix:bool=False --json:str
     """,
+    "status": """
+        --server:str=http://127.0.0.1:8000 --watch:float>=0.1 --json:str
+    """,
     "calibrate": """
         --family:str=qwen2.5-vl --target:str --draft:str --pruner:str=specvlm --video:list
         --question:str=describe_the_video --prompts:int>=1=4 --prune-ratio:float=0.9

@@ -12,7 +12,7 @@ from tools.common import is_gone
 from vllm_vidspec import metrics
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.tools import pairs, processes
+from vllm_vidspec.tools import pairs, processes, scrape
 from vllm_vidspec.tools.provenance import provenance
 
 
@@ -78,17 +78,18 @@ def test_last_error_line(log, line):
 
 
 def test_prometheus_text_round_trip(tmp_path):
+    """Catches: a counter that is not shown, an engine that is not counted, sizes per token that are added up."""
     prometheus_client = pytest.importorskip("prometheus_client")
-    """Catches: a counter that is not shown, an engine that is not counted."""
     values = {name: index + 1 for index, name in enumerate(metrics.NAMES)}
     files = {engine: metrics.MetricsFile.create(tmp_path / f"m{engine}") for engine in (0, 1)}
     for name, value in values.items():
-        files[0].set(name, value // 2)
-        files[1].set(name, value - value // 2)
+        share = value if name.endswith("_per_token") else value // 2
+        files[0].set(name, share)
+        files[1].set(name, value - share)
     registry = prometheus_client.CollectorRegistry()
     registry.register(metrics._Collector(files, 'a "model" {of} ours'))
-    assert processes.from_prometheus(prometheus_client.generate_latest(registry).decode()) == values
-    assert processes.from_prometheus("vllm:num_requests_running 3.0\n") == dict.fromkeys(metrics.NAMES, 0)
+    assert scrape.from_prometheus(prometheus_client.generate_latest(registry).decode()) == values
+    assert scrape.from_prometheus("vllm:num_requests_running 3.0\n") == dict.fromkeys(metrics.NAMES, 0)
 
 
 def test_end_group_ends_children_too():

@@ -3,11 +3,13 @@
 import errno
 import mmap
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -246,13 +248,58 @@ def test_values_of_one_label_add_up_to_something(file):
     assert sorted(seen) == sorted(file.values().values())
 
 
+# Words for what has no base unit in a name: Prometheus wants seconds and bytes, and no short forms.
+SHORT_UNITS = {"ms", "us", "ns", "sec", "secs", "min", "kb", "mb", "gb", "kib", "mib", "gib", "pct", "percent"}
+SHORT_WORDS = {"num", "req", "reqs", "tok", "toks", "pos", "acc", "avg", "spec", "mem", "cnt", "seq", "len"}
+BACK_REFERENCES = {"it", "them", "they", "these", "those", "this", "such"}
+LABELS = {"model_name", "engine", "reason", "kind", "position", "le"}
+
+
+def test_every_family_follows_the_conventions_of_prometheus(file):
+    """Catches: a counter without _total, a unit that is no base unit or stands in the middle, a text that needs its
+    neighbours to be understood. The one departure is the colon after our prefix, which is how vLLM writes its own."""
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from prometheus_client.parser import text_string_to_metric_families
+
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(metrics._Collector({0: file}, "m"))
+    families = list(text_string_to_metric_families(prometheus_client.generate_latest(registry).decode()))
+    assert len(families) == len({family.name for family in families}) > 40
+    for family in families:
+        prefix, _, name = family.name.partition(":")
+        words = name.split("_")
+        assert prefix == "vidspec" and re.fullmatch(r"[a-z]+(_[a-z]+)*", name), family.name
+        assert not set(words) & (SHORT_UNITS | SHORT_WORDS), family.name
+        assert family.type in ("counter", "gauge", "histogram") and family.type not in words, family.name
+        assert "total" not in words, f"{family.name}: that is a counter's ending, which the exposition adds"
+        for unit in {"bytes", "seconds"} & set(words):
+            assert words[-1] == unit or f"_{unit}_per_" in name, f"{family.name}: the unit comes last"
+        for sample in family.samples:
+            assert sample.name.endswith("_total") == (family.type == "counter"), sample.name
+            assert set(sample.labels) <= LABELS, sample.name
+            assert re.fullmatch(r"[\d.]+\.\d|\+Inf", sample.labels.get("le", "+Inf")), "bounds are floats: 1.0"
+        text = family.documentation
+        assert re.fullmatch(r"[A-Z].*[^.]\.", text), f"{family.name}: {text!r} is no sentence"
+        assert not set(re.findall(r"\w+", text.lower())) & BACK_REFERENCES, f"{family.name}: {text!r} points elsewhere"
+
+
+def test_metrics_page_lists_every_family(file):
+    """Catches: a metric that nobody is told of, and one on the page that is gone."""
+    pytest.importorskip("prometheus_client")
+    page = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
+    listed = set(re.findall(r"^\| `vidspec:(\w+)`", page, re.MULTILINE))
+    families = metrics._Collector({0: file}, "m").collect()
+    shown = {family.name + ("_total" if family.type == "counter" else "") for family in families}
+    assert listed == {name.removeprefix("vidspec:") for name in shown}
+
+
 def test_histogram_of_acceptance_lengths(file, sample):
     """Of 10 steps 4 accept nothing, 3 one token, 3 four; the sum over the count is the acceptance length."""
     file.add("drafts", 10)
     file.add("accepted_tokens", 3 * 1 + 3 * 4)
     add_accepted(file, np.array([6, 3, 3, 3]))
     metrics.register_collector({0: file}, "m")
-    assert [sample("acceptance_length_bucket", le=str(n)) for n in range(1, 7)] == [4, 7, 7, 7, 10, 10]
+    assert [sample("acceptance_length_bucket", le=f"{n}.0") for n in range(1, 7)] == [4, 7, 7, 7, 10, 10]
     assert sample("acceptance_length_bucket", le="+Inf") == sample("acceptance_length_count") == 10
     mean = sample("acceptance_length_sum") / sample("acceptance_length_count")
     assert mean == summarize(file.values())["acceptance_length"] == 2.5

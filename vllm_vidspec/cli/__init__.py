@@ -13,6 +13,7 @@ from vllm_vidspec.cli import (
     quality,
     show_pruning,
     show_relevance,
+    status,
     timeline,
 )
 from vllm_vidspec.cli.running import user_errors
@@ -28,6 +29,7 @@ app.add_typer(bench_app, name="bench")
 _commands: tuple[Callable[..., None], ...] = (
     demo.demo,
     doctor.doctor,
+    status.status,
     calibrate.calibrate,
     show_pruning.show_pruning,
     show_relevance.show_relevance,

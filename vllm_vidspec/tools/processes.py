@@ -16,17 +16,10 @@ from types import TracebackType
 from typing import Any
 
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.metrics import BY_LABEL, GAUGES, NAMES, exposed
 from vllm_vidspec.tools.pairs import engine_env
+from vllm_vidspec.tools.scrape import from_prometheus
 
 _OURS = re.compile(r"vidspec: (.+)")
-_OWN_LABELS = {label for _, label, _, _ in BY_LABEL.values()}  # beside those that every metric has
-# Counters that share a metric -> its name, and the value of its label that tells them apart.
-_LABELLED = {
-    name.format(value): (f"{metric}_total", str(value))
-    for metric, (_, _, values, name) in BY_LABEL.items()
-    for value in values
-}
 _PYTHON_ERROR = re.compile(r"(?:^|\s)((?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt)\b: .+)")
 
 
@@ -158,18 +151,3 @@ class VllmServer(LoggedProcess):
     def metrics(self) -> dict[str, int]:
         """Return our counters, by the names of `metrics.NAMES`; zeros where the server runs without us."""
         return from_prometheus(self.metrics_text())
-
-
-def from_prometheus(text: str) -> dict[str, int]:
-    """Turn the text of /metrics back into the counters of `vllm_vidspec.metrics`, all of its engines together."""
-    found: dict[tuple[str, str], float] = {}
-    for name, labels, number in re.findall(r"^vidspec:(\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
-        own = [value for label, value in re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', labels) if label in _OWN_LABELS]
-        key = (name, own[0] if own else "")
-        found[key] = found.get(key, 0.0) + float(number)
-    return {name: round((1e6 if name.endswith("_us") else 1) * found.get(_shown_as(name), 0)) for name in NAMES}
-
-
-def _shown_as(name: str) -> tuple[str, str]:
-    """Return the Prometheus name of a counter, without its prefix, and the value of its own label."""
-    return _LABELLED.get(name) or (exposed(name) if name in GAUGES else f"{exposed(name)}_total", "")

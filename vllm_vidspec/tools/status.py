@@ -1,0 +1,274 @@
+"""What `vidspec status` knows: a reading of a running server's /metrics, and the figures made of one or of two."""
+
+import http.client
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.metrics import (
+    GUIDANCE_FALLBACKS,
+    MAX_POSITIONS,
+    NAMES,
+    SKIP_REASONS,
+    STRICT_REASONS,
+    difference,
+    summarize,
+)
+from vllm_vidspec.tools import scrape
+from vllm_vidspec.tools.status_rules import advise
+
+_TIMEOUT_S = 10.0
+# Host time of ours that is counted, by phase (docs/metrics.md).
+_PHASES = {
+    "prefill": "draft_prefill_us",
+    "decode": "draft_decode_us",
+    "guidance": "guidance_us",
+    "relevance": "relevance_us",
+}
+
+_PARALLEL = ("stream_tokens", "late_drafts", "stale_streams", "drafter_restarts")
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a server showed at one time.
+
+    Attributes:
+        at: Of a clock that does not jump, in seconds.
+        engines: Our counters, by engine.
+        vllm: vLLM's figures, by engine; may be empty.
+    """
+
+    at: float
+    engines: scrape.Engines
+    vllm: scrape.Engines
+
+    def since(self, before: "Reading") -> "Reading | None":
+        """Return what was gained since an earlier reading; None where the server was started anew in between."""
+        if self.engines.keys() != before.engines.keys():
+            return None
+        engines = {name: difference(before.engines[name], values) for name, values in self.engines.items()}
+        vllm = {name: _gained(before.vllm.get(name, {}), values) for name, values in self.vllm.items()}
+        gains: list[Mapping[str, float]] = [*engines.values(), *vllm.values()]
+        if any(value < 0 for values in gains for value in values.values()):
+            return None
+        return Reading(self.at - before.at, engines, vllm)
+
+    def figures(self, engine: str | None = None) -> Figures:
+        """Return the figures of one engine, or of all together."""
+        if engine is not None:
+            return figures(self.engines[engine], self.vllm.get(engine, {}))
+        return figures(scrape.together(self.engines.values()), scrape.together(self.vllm.values()))
+
+
+def _gained(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """Return what vLLM's counters gained; gauges keep their later value."""
+    return {n: value if n in scrape.VLLM_GAUGES else value - before.get(n, 0.0) for n, value in after.items()}
+
+
+def readings(server: str, every_s: float | None) -> Iterator[tuple[Reading, Reading | None]]:
+    """Read a server once, or again and again.
+
+    Args:
+        server: Its address.
+        every_s: Seconds between two readings, None for one reading.
+
+    Yields:
+        A reading, and what was gained since the one before; None at the first, and after a restart of the server.
+
+    Raises:
+        VidSpecError: As `read`.
+    """
+    before = read(server)
+    yield before, None
+    while every_s is not None:
+        time.sleep(every_s)
+        now = read(server)
+        yield now, now.since(before)
+        before = now
+
+
+def result(server: str, reading: Reading, gained: Reading | None = None) -> dict[str, Any]:
+    """Return what `vidspec status` says, as plain data.
+
+    Args:
+        server: Its address.
+        reading: Since the server's start.
+        gained: In the last interval; then it is what the advice is about.
+
+    Returns:
+        `server`, `since_start`, `interval` and its `interval_seconds` (None without one), `engines` by index where
+        there are several, and `advice`.
+    """
+    now = reading.figures()
+    interval = None if gained is None else gained.figures()
+    several = reading.engines if len(reading.engines) > 1 else ()
+    return {
+        "server": server,
+        "since_start": now,
+        "interval": interval,
+        "interval_seconds": None if gained is None else gained.at,
+        "engines": {engine: reading.figures(engine) for engine in several},
+        "advice": [asdict(advice) for advice in advise(now if interval is None else interval)],
+    }
+
+
+def read(server: str) -> Reading:
+    """Read a server's /metrics.
+
+    Args:
+        server: Its address, as `http://127.0.0.1:8000`; what clients append (`/v1`, `/metrics`) may be there.
+
+    Raises:
+        VidSpecError: Nobody answers, or what answers shows no counters of ours; one line.
+    """
+    return parse(_fetch(address(server)), server)
+
+
+def address(server: str) -> str:
+    """Return where a server's metrics are.
+
+    Raises:
+        VidSpecError: It is no address.
+    """
+    url = (server if "://" in server else f"http://{server}").rstrip("/")
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise VidSpecError(f"--server: {server!r} is no address such as http://127.0.0.1:8000")
+    return url.removesuffix("/metrics").removesuffix("/v1") + "/metrics"
+
+
+def _fetch(url: str) -> str:
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
+            return answer.read().decode(errors="replace")
+    except urllib.error.HTTPError as error:
+        raise VidSpecError(f"{url} answers {error.code} {error.reason}: is it a vLLM server?") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:  # URLError is an OSError
+        reason = " ".join(str(getattr(error, "reason", error)).split())
+        raise VidSpecError(f"no server answers at {url} ({reason})") from None
+
+
+def parse(text: str, server: str = "the server", at: float | None = None) -> Reading:
+    """Return what the text of /metrics says.
+
+    Args:
+        text: Prometheus' format.
+        server: For the messages.
+        at: When it was read; default: now.
+
+    Raises:
+        VidSpecError: The text is not Prometheus', or has no counters of ours; one line saying why that may be.
+    """
+    engines, vllm = scrape.ours(text), scrape.vllms(text)
+    if engines:
+        return Reading(time.monotonic() if at is None else at, engines, vllm)
+    if not vllm:
+        raise VidSpecError(f"{server} shows no metrics of vLLM's: is it a vLLM server, with its statistics on?")
+    raise VidSpecError(
+        f"{server} is a vLLM server that shows no counters of vidspec: it runs without (the log has no `vidspec is "
+        "active`), or its log says `nothing is counted`, or its API servers are the Rust front end"
+    )
+
+
+def figures(ours: Mapping[str, int], vllm: Mapping[str, float]) -> Figures:
+    """Turn counters into what an operator looks at; ratios without a denominator are None.
+
+    Args:
+        ours: By the names of `metrics.NAMES`.
+        vllm: By the values of `scrape.VLLM`; may be empty.
+
+    Returns:
+        Plain numbers, lists and dictionaries, as `--json` prints them.
+    """
+    values = dict.fromkeys(NAMES, 0) | dict(ours)
+    drafts = values["drafts"]
+    summary = summarize(values)
+    stood = [values[f"accepted_at_pos_{i}"] for i in range(MAX_POSITIONS)]
+    num_positions = max((i + 1 for i, count in enumerate(stood) if count), default=0)
+    seconds = {phase: values[name] / 1e6 for phase, name in _PHASES.items()}
+    blocks, used = values["draft_pool_blocks_total"], values["draft_pool_blocks_used"]
+    return {
+        "acceptance_length": summary["acceptance_length"],
+        "acceptance_rate": summary["acceptance_rate"],
+        "verify_steps": drafts,
+        "draft_tokens_per_step": _ratio(values["draft_tokens"], drafts),
+        "draft_depth_per_step": _ratio(values["draft_depth"], drafts),
+        "accepted_by_position": [count / drafts for count in stood[:num_positions]] if drafts else [],
+        "prompts": values["prompts"],
+        "guided_prompts": values["guided_prompts"],
+        "skipped_requests": {reason: values[f"skipped_{reason}"] for reason in SKIP_REASONS},
+        "unguided_prompts": {reason: values[f"unguided_{reason}"] for reason in GUIDANCE_FALLBACKS},
+        "strict_requests": {reason: values[f"strict_{reason}"] for reason in STRICT_REASONS},
+        "pool": {
+            "blocks": blocks,
+            "used_blocks": used,
+            "bytes": values["draft_pool_bytes"],
+            "used_bytes": round(values["draft_pool_bytes"] * used / blocks) if blocks else 0,
+        },
+        "draft_steps": values["draft_steps"],
+        "draft_eager_steps": values["draft_eager_steps"],
+        "undrafted_steps": values["undrafted_steps"],
+        "draft_seconds": seconds,
+        "draft_seconds_per_step": _ratio(seconds["decode"], values["draft_steps"]),
+        "draft_seconds_per_prompt": _ratio(seconds["prefill"], values["prompts"]),
+        "low_acceptance_windows": values["low_acceptance_windows"],
+        "parallel": {name: values[name] for name in _PARALLEL},
+        "vllm": _vllm_figures(vllm),
+        "modelled": modelled(values, vllm),
+    }
+
+
+def _vllm_figures(vllm: Mapping[str, float]) -> dict[str, float | None]:
+    outputs, first = vllm.get("outputs", 0), vllm.get("first_tokens", 0)
+    return {
+        "running": vllm.get("running"),
+        "waiting": vllm.get("waiting"),
+        "finished_requests": vllm.get("finished"),
+        "generation_tokens": vllm.get("generation_tokens"),
+        "seconds_to_first_token": _ratio(vllm.get("first_token_seconds", 0), first),
+        "seconds_per_output": _ratio(vllm.get("output_seconds", 0), outputs),
+        "tokens_per_output": _ratio(vllm.get("generation_tokens", 0) - first, outputs),
+    }
+
+
+def modelled(ours: Mapping[str, int], vllm: Mapping[str, float]) -> dict[str, float] | None:
+    """Estimate what drafting saves in decoding: a model, since nobody ran the same requests without it.
+
+    A step took as long as vLLM saw between two outputs of a request, and gave the tokens of an output. Without drafts
+    it would have taken that less the time spent on drafting, and given one token. So verifying K drafts is taken to
+    cost what a step of one token costs, which flatters; and the time of drafting is the host's, which on a GPU is
+    neither the device's nor always waited for.
+
+    Args:
+        ours: By the names of `metrics.NAMES`.
+        vllm: By the values of `scrape.VLLM`.
+
+    Returns:
+        `tokens_per_step`, `step_seconds`, `draft_seconds` of a step, and `speedup` of decoding; None where
+        nothing was drafted or vLLM shows no times.
+    """
+    outputs, seconds = vllm.get("outputs", 0), vllm.get("output_seconds", 0)
+    if not outputs or not seconds or not ours["drafts"]:
+        return None
+    tokens, step_s = (vllm.get("generation_tokens", 0) - vllm.get("first_tokens", 0)) / outputs, seconds / outputs
+    is_parallel = ours["stream_tokens"] > 0  # then no step waits for drafting
+    draft_s = 0.0 if is_parallel else ours["draft_decode_us"] / 1e6 / max(ours["draft_steps"], 1)
+    plain_s = max(step_s - draft_s, 0.0)
+    return {
+        "tokens_per_step": tokens,
+        "step_seconds": step_s,
+        "draft_seconds": draft_s,
+        "speedup": tokens * plain_s / step_s,
+    }
+
+
+def _ratio(value: float, of: float) -> float | None:
+    return value / of if of else None

@@ -1,0 +1,210 @@
+"""What to change on a server, by its figures: a table of rules, each a pure function of `status.figures`."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Level = Literal["info", "warn"]
+
+# Fewer verify steps than a window of the alarm say nothing about acceptance.
+MIN_STEPS = 128
+LOW_LENGTH = 1.5  # the alarm's, too: half a draft token per step
+# Requests that run without speculation, of all, that are no accident.
+MANY_REQUESTS = 0.01
+# A position that stands so seldom costs a draft forward in every step and brings next to nothing.
+SELDOM = 0.02
+FULL_POOL = 0.95
+LATE = 0.2  # of a parallel drafter's steps
+EAGER = 0.05  # of the batches drafted for
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What a rule found. `level` is "warn" where something should be changed, "info" where it is good to know."""
+
+    rule: str
+    level: Level
+    found: str
+    remedy: str
+
+
+Rule = Callable[[dict[str, Any]], Iterator[Advice]]
+
+_SKIPPED = {
+    "pool_full": "raise draft_kv_fraction (or draft_kv_bytes), raise prune_ratio, or lower --max-num-seqs",
+    "too_long": "raise max_draft_len; where the draft's context is the shorter one, lower --max-model-len",
+    "draft_error": "look in the log for the first `runs without speculation: the draft failed`; it has the exception",
+    "unsupported": "nothing: these requests have an input that the draft cannot see",
+    "structured": 'draft chains ("draft_shape": "chain"): trees are not drafted for structured outputs',
+}
+_NEVER_RIGHT = ("draft_error",)  # a single one is worth a look
+_NOBODYS_FAULT = ("unsupported",)
+
+_UNGUIDED = {
+    "cached": "nothing, if rare: the prefix cache held the video, so the target did not look at it again, and no "
+    "earlier scores of it are remembered; where it is usual, a pruner without guidance (uniform) costs less",
+    "memory": "raise guidance_bytes",
+    "unobserved": "use --enforce-eager or the pruner uv: a layer's attention was not heard",
+    "error": "look in the log for `guidance failed`; it has the first exception",
+    "no_text": "put the question after the video: guidance is what the question looks at",
+}
+
+_STRICT = {
+    "cached": "nothing: the prefix cache held the video, and its hidden states are gone",
+    "memory": "raise relevance_bytes",
+    "error": "look in the log for `hidden states were not kept`; it has the first exception",
+}
+
+
+def advise(figures: dict[str, Any]) -> list[Advice]:
+    """Return what the rules find, warnings first.
+
+    Args:
+        figures: As `status.figures` returns them, since the start or of an interval.
+    """
+    found = [advice for rule in RULES for advice in rule(figures)]
+    return sorted(found, key=lambda advice: advice.level != "warn")
+
+
+def nothing_drafted(figures: dict[str, Any]) -> Iterator[Advice]:
+    """Say why no draft was verified."""
+    if figures["verify_steps"]:
+        return
+    skipped = sum(figures["skipped_requests"].values())
+    tokens = figures["vllm"]["generation_tokens"]
+    if not figures["prompts"] and not skipped and not figures["undrafted_steps"] and not tokens:
+        yield Advice("nothing_drafted", "info", "no request has come yet", "send one")
+    elif figures["undrafted_steps"]:
+        found = f"nothing was drafted: {figures['undrafted_steps']} batches were of a size that has no drafts"
+        remedy = "look at draft_table and num_speculative_tokens_per_batch_size; fewer requests at once draft again"
+        yield Advice("nothing_drafted", "warn", found, remedy)
+    elif skipped and not figures["prompts"]:
+        remedy = "see what is said below of their reason"
+        yield Advice("nothing_drafted", "warn", f"nothing was drafted: all {skipped} requests were skipped", remedy)
+    elif figures["parallel"]["late_drafts"]:
+        remedy = "see the drafter's lines in the log; give it cores or a device of its own (docs/parallel.md)"
+        yield Advice("nothing_drafted", "warn", "nothing was drafted: the drafter was never ahead", remedy)
+    else:
+        remedy = "send longer answers: one of a few tokens ends before its drafts; if they are long, look in the log"
+        yield Advice("nothing_drafted", "warn", "requests came and nothing was drafted", remedy)
+
+
+def few_accepted(figures: dict[str, Any]) -> Iterator[Advice]:
+    """Warn of drafts that cost more than they bring."""
+    length = figures["acceptance_length"]
+    if figures["verify_steps"] >= MIN_STEPS and length < LOW_LENGTH:
+        found = f"the acceptance length is {length:.2f}, below {LOW_LENGTH}"
+        remedy = "run `vidspec calibrate`; lower prune_ratio, try another pruner, or lower num_speculative_tokens"
+        yield Advice("few_accepted", "warn", found, remedy)
+    elif figures["low_acceptance_windows"]:
+        found = f"{figures['low_acceptance_windows']} runs of {MIN_STEPS} verify steps in which next to nothing stood"
+        remedy = "one kind of request may be hard to draft for: send each kind alone and look at its acceptance"
+        yield Advice("few_accepted", "info", found, remedy)
+
+
+def last_positions(figures: dict[str, Any]) -> Iterator[Advice]:
+    """Say how many draft tokens are worth their forwards. Chains only: a tree's depth is not its number of tokens."""
+    drafted, depth = figures["draft_tokens_per_step"], figures["draft_depth_per_step"]
+    if figures["verify_steps"] < MIN_STEPS or abs(drafted - depth) > 1e-9:
+        return
+    useful = sum(1 for share in figures["accepted_by_position"] if share >= SELDOM)
+    if 1 <= useful < int(drafted):
+        found = f"of {drafted:.1f} draft tokens per step those after the {_nth(useful)} stand in less than {SELDOM:.0%}"
+        yield Advice("last_positions", "warn", found, f"lower num_speculative_tokens to {useful}")
+
+
+def skipped_requests(figures: dict[str, Any]) -> Iterator[Advice]:
+    """Say what to do about requests that run without speculation, by reason."""
+    skipped = figures["skipped_requests"]
+    # One that is skipped after its prompt was read is in both, so the share is a little low.
+    requests = figures["prompts"] + sum(skipped.values())
+    for reason, count in skipped.items():
+        if not count or (reason not in _NEVER_RIGHT and count <= MANY_REQUESTS * requests):
+            continue
+        found = f"{count} of about {requests} requests ran without speculation: {reason}"
+        remedy = _SKIPPED.get(reason, "see this reason in docs/metrics.md")
+        yield Advice(f"skipped_{reason}", "info" if reason in _NOBODYS_FAULT else "warn", found, remedy)
+
+
+def unguided_prompts(figures: dict[str, Any]) -> Iterator[Advice]:
+    """Say what it means that prompts were pruned uniformly, by reason."""
+    for reason, count in figures["unguided_prompts"].items():
+        if not count or (reason not in ("error", "unobserved") and count <= MANY_REQUESTS * figures["prompts"]):
+            continue
+        found = f"{count} of {figures['prompts']} prompts were pruned uniformly for want of guidance: {reason}"
+        remedy = _UNGUIDED.get(reason, "see this reason in docs/metrics.md")
+        yield Advice(f"unguided_{reason}", "info" if reason in ("cached", "no_text") else "warn", found, remedy)
+
+
+def strict_requests(figures: dict[str, Any]) -> Iterator[Advice]:
+    """Say what keeps requests strict where the scorer is loose; what a request asks for itself is its own affair."""
+    for reason, remedy in _STRICT.items():
+        if count := figures["strict_requests"].get(reason, 0):
+            found = f"{count} requests were verified strictly though their scorer is loose: {reason}"
+            yield Advice(f"strict_{reason}", "info" if reason == "cached" else "warn", found, remedy)
+
+
+def full_pool(figures: dict[str, Any]) -> Iterator[Advice]:
+    """Warn before requests are skipped for want of blocks."""
+    pool = figures["pool"]
+    if pool["blocks"] and pool["used_blocks"] >= FULL_POOL * pool["blocks"]:
+        found = f"{pool['used_blocks']} of {pool['blocks']} blocks of the draft's pool are in use"
+        yield Advice("full_pool", "warn", found, _SKIPPED["pool_full"])
+
+
+def late_drafter(figures: dict[str, Any]) -> Iterator[Advice]:
+    """Say what ails a drafter with a process of its own."""
+    late, stale, restarts = (figures["parallel"][name] for name in ("late_drafts", "stale_streams", "drafter_restarts"))
+    if restarts:
+        remedy = "look in the log for `the drafter's process is gone`; it says why"
+        yield Advice("drafter_restarts", "warn", f"the drafter's process was started again {restarts} times", remedy)
+    steps = figures["verify_steps"] + late
+    if steps >= MIN_STEPS and late > LATE * steps:
+        found = f"in {late / steps:.0%} of the steps the drafter was not ahead of the target"
+        remedy = "give it cores or a device of its own, or let steps wait a little (parallel_wait_us)"
+        yield Advice("late_drafts", "warn", found, remedy)
+    if steps >= MIN_STEPS and stale > LATE * steps:
+        found = f"{stale} streams in {steps} steps said something else than the target had committed"
+        remedy = "lower parallel_max_ahead: what is drawn beyond a mismatch is lost; and see the acceptance length"
+        yield Advice("stale_streams", "info", found, remedy)
+
+
+def eager_steps(figures: dict[str, Any]) -> Iterator[Advice]:
+    """Warn of batches that are larger than any CUDA graph."""
+    if figures["draft_eager_steps"] > EAGER * max(figures["draft_steps"], 1):
+        found = (
+            f"{figures['draft_eager_steps']} of {figures['draft_steps']} batches were drafted for without CUDA graphs"
+        )
+        remedy = "raise --max-cudagraph-capture-size, or lower --max-num-seqs"
+        yield Advice("eager_steps", "warn", found, remedy)
+
+
+def does_not_pay(figures: dict[str, Any]) -> Iterator[Advice]:
+    """Warn where the estimate says that drafting costs more than it saves, though it takes verifying to be free."""
+    model = figures["modelled"]
+    if model is not None and figures["verify_steps"] >= MIN_STEPS and model["speedup"] < 1:
+        found = f"modelled: drafting makes decoding {model['speedup']:.2f} times as fast"
+        remedy = (
+            "measure it (`vidspec calibrate --costs`), then set draft_table; or fewer draft tokens, or a smaller draft"
+        )
+        yield Advice("does_not_pay", "warn", found, remedy)
+
+
+RULES: tuple[Rule, ...] = (
+    nothing_drafted,
+    few_accepted,
+    last_positions,
+    skipped_requests,
+    unguided_prompts,
+    strict_requests,
+    full_pool,
+    late_drafter,
+    eager_steps,
+    does_not_pay,
+)
+
+
+def _nth(number: int) -> str:
+    """Return an ordinal: 1st, 2nd, 11th."""
+    ends = {1: "st", 2: "nd", 3: "rd"}
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else ends.get(number % 10, 'th')}"
