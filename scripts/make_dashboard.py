@@ -97,6 +97,31 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             ),
         ),
         Panel(
+            "Speculation is on",
+            "1 while drafts are asked for; 0 while it is switched off, or cools down after too many failures.",
+            "none",
+            (
+                (f"min {BY} (vidspec:speculation_on)", f"on {WHO}"),
+                (f"sum {BY} (increase(vidspec:cooldowns_total[$__rate_interval]))", f"cool-downs {WHO}"),
+                (f"sum {BY} (increase(vidspec:draft_failures_total[$__rate_interval]))", f"failures {WHO}"),
+                (f"sum {BY} (increase(vidspec:token_changes_total[$__rate_interval]))", f"changes of the number {WHO}"),
+            ),
+        ),
+        Panel(
+            "Acceptance length by pruner",
+            "pruner auto: tokens that a verify step emits, by the pruner that the request was given.",
+            "none",
+            (
+                (
+                    mean(
+                        "vidspec:auto_tokens_total", "vidspec:auto_verify_steps_total", "by (pruner, instance, model_name)"
+                    ),
+                    f"{{{{pruner}}}} {WHO}",
+                ),
+                (per_second("vidspec:auto_requests_total"), f"requests a second {WHO}"),
+            ),
+        ),
+        Panel(
             "Low-acceptance windows",
             "Runs of 128 verify steps in which fewer than half a draft token stood per step. Sound pairs stay at 0.",
             "none",
@@ -253,6 +278,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
 # Metrics of ours that no panel shows, and why.
 LEFT_OUT = {
     "draft_forwards_total": "for benchmarks: forwards per batch follow from the configuration",
+    "tokens_in_use": "of the last batch size measured alone; changes of it are shown",
+    "target_load_bytes": "a constant of the models",
     "text_tokens_total": "the draft sees all of the text",
     "stream_tokens_total": "a stream that is cut shows as stale, and costs the drafter alone",
     "reused_guidance_total": "a part of the guided prompts, as good as the others",
