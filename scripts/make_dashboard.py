@@ -114,11 +114,16 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             (
                 (
                     mean(
-                        "vidspec:auto_tokens_total", "vidspec:auto_verify_steps_total", "by (pruner, instance, model_name)"
+                        "vidspec:auto_tokens_total",
+                        "vidspec:auto_verify_steps_total",
+                        "by (pruner, instance, model_name)",
                     ),
                     f"{{{{pruner}}}} {WHO}",
                 ),
-                (per_second("vidspec:auto_requests_total"), f"requests a second {WHO}"),
+                (
+                    per_second("vidspec:auto_requests_total", "by (pruner, instance, model_name)"),
+                    f"{{{{pruner}}}}, requests a second {WHO}",
+                ),
             ),
         ),
         Panel(
@@ -147,6 +152,15 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                 ),
             ),
             stacked=True,
+        ),
+        Panel(
+            "Drafts that waited for room",
+            "Requests that had outgrown the draft's KV pool, and those that were drafted for again.",
+            "ops",
+            (
+                (per_second("vidspec:waiting_drafts_total"), f"waited {WHO}"),
+                (per_second("vidspec:resumed_drafts_total"), f"went on {WHO}"),
+            ),
         ),
         Panel(
             "Unguided prompts by reason",

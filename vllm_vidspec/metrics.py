@@ -82,7 +82,7 @@ GAUGES = {
     "draft_pool_bytes": "Size of the draft's KV pool in bytes per rank.",
     "draft_kv_bytes_per_token": "Draft KV bytes of one token per rank.",
     "target_kv_bytes_per_token": "Target KV bytes of one token per rank.",
-    "speculation_on": "Whether drafts are asked for: 0 while it is switched off or cools down.",
+    "speculation_on": "Whether drafts are asked for: 0 while speculation is switched off or cools down.",
     "tokens_in_use": "Draft tokens a step that pay best at the last batch size that was measured (adaptive_tokens).",
     "target_load_bytes": "Memory per rank that the target's weights take.",
     "draft_load_bytes": "Memory per rank that loading the draft took.",
@@ -104,8 +104,8 @@ BY_LABEL: dict[str, tuple[str, str, tuple[str, ...] | range, str]] = {
     ),
     "skipped_requests": ("Requests run without speculation.", "reason", SKIP_REASONS, "skipped_{}"),
     "auto_requests": ("Requests that pruner auto has learned from.", "pruner", PRUNERS, "auto_requests_{}"),
-    "auto_verify_steps": ("Their verify steps.", "pruner", PRUNERS, "auto_verify_steps_{}"),
-    "auto_tokens": ("Tokens that these steps emitted.", "pruner", PRUNERS, "auto_tokens_{}"),
+    "auto_verify_steps": ("Verify steps of the requests that pruner auto has learned from.", "pruner", PRUNERS, "auto_verify_steps_{}"),
+    "auto_tokens": ("Tokens that the verify steps emitted which pruner auto has learned from.", "pruner", PRUNERS, "auto_tokens_{}"),
     "unguided_prompts": ("Prompts pruned uniformly for want of guidance.", "reason", GUIDANCE_FALLBACKS, "unguided_{}"),
 }
 # The order is the file's layout: raise _VERSION when it changes.

@@ -93,7 +93,7 @@ def test_metrics_and_labels_of_an_expression_exist(shown, expr):
 def test_labels_of_a_legend_are_there(panel):
     """Catches: a legend with a label that the expression has added away."""
     for expr, legend in panel.queries:
-        grouped = re.match(r".*?(?:sum|max) by \(([^)]*)\)", expr)
+        grouped = re.match(r".*?(?:sum|max|min) by \(([^)]*)\)", expr)
         assert set(re.findall(r"\{\{(\w+)\}\}", legend)) <= set(re.split(r", ", grouped.group(1))), legend
 
 

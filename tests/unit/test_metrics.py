@@ -252,7 +252,7 @@ def test_values_of_one_label_add_up_to_something(file):
 SHORT_UNITS = {"ms", "us", "ns", "sec", "secs", "min", "kb", "mb", "gb", "kib", "mib", "gib", "pct", "percent"}
 SHORT_WORDS = {"num", "req", "reqs", "tok", "toks", "pos", "acc", "avg", "spec", "mem", "cnt", "seq", "len"}
 BACK_REFERENCES = {"it", "them", "they", "these", "those", "this", "such"}
-LABELS = {"model_name", "engine", "reason", "kind", "position", "le"}
+LABELS = {"model_name", "engine", "reason", "kind", "position", "pruner", "le"}
 
 
 def test_every_family_follows_the_conventions_of_prometheus(file):
