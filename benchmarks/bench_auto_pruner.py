@@ -2,10 +2,10 @@
 
 python benchmarks/bench_auto_pruner.py [--family qwen2.5-vl ...] [--learn 200] [--measure 100] [--json auto.json]
 
-First so many requests are given whatever auto gives them, while it learns. Then the next ones, of other videos, are asked
-six times: with auto, which goes on learning, and with each pruner for all of them. A second run of each family has its
-guidance turned upside down (emulated: every score is negated and made positive again), as a target that was never trained
-for guidance might have it: there the guided pruners are the worst choice, and the pair is otherwise the same.
+First so many requests are given whatever auto gives them, while it learns. Then the next ones, of other videos, are
+asked five times: with auto, which goes on learning, and with each pruner for all of them. A second run of each family
+has its guidance turned upside down (emulated: every score is taken from the greatest), as a target that was never
+trained for guidance might have it: there the guided pruners are the worst choice, and the pair is otherwise the same.
 """
 
 import argparse
@@ -68,12 +68,12 @@ def race(family: str, learn: int, measure: int) -> dict[str, Any]:
     while_learning, _ = ask(llm, family, range(learn))
     numbers = range(learn, learn + measure)
     with_auto, answers = ask(llm, family, numbers)
+    counted = metrics.read_metrics(metrics.path_for(llm.llm_engine.vllm_config.instance_id))
     fixed, same = {}, True
     for pruner in pruners:
         llm.collective_rpc("vidspec_retune", args=({"pruner": pruner},))
         fixed[pruner], others = ask(llm, family, numbers)
         same &= others == answers
-    counted = metrics.read_metrics(metrics.path_for(llm.llm_engine.vllm_config.instance_id))
     llm.llm_engine.engine_core.shutdown()
     cleanup_dist_env_and_memory()
     best = max(fixed, key=fixed.__getitem__)

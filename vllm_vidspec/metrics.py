@@ -104,8 +104,18 @@ BY_LABEL: dict[str, tuple[str, str, tuple[str, ...] | range, str]] = {
     ),
     "skipped_requests": ("Requests run without speculation.", "reason", SKIP_REASONS, "skipped_{}"),
     "auto_requests": ("Requests that pruner auto has learned from.", "pruner", PRUNERS, "auto_requests_{}"),
-    "auto_verify_steps": ("Verify steps of the requests that pruner auto has learned from.", "pruner", PRUNERS, "auto_verify_steps_{}"),
-    "auto_tokens": ("Tokens that the verify steps emitted which pruner auto has learned from.", "pruner", PRUNERS, "auto_tokens_{}"),
+    "auto_verify_steps": (
+        "Verify steps of the requests that pruner auto has learned from.",
+        "pruner",
+        PRUNERS,
+        "auto_verify_steps_{}",
+    ),
+    "auto_tokens": (
+        "Tokens that the verify steps emitted which pruner auto has learned from.",
+        "pruner",
+        PRUNERS,
+        "auto_tokens_{}",
+    ),
     "unguided_prompts": ("Prompts pruned uniformly for want of guidance.", "reason", GUIDANCE_FALLBACKS, "unguided_{}"),
 }
 # The order is the file's layout: raise _VERSION when it changes.

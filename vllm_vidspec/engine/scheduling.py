@@ -21,6 +21,8 @@ from vllm.logger import init_logger
 from vllm_vidspec import metrics
 from vllm_vidspec.adapt import Bandit, Payoff
 from vllm_vidspec.config import METHOD, PruneKnobs, VidSpecConfig
+from vllm_vidspec.config.groups import AUTO
+from vllm_vidspec.config.model import flatten
 from vllm_vidspec.counter_files import open_for
 from vllm_vidspec.errors import VidSpecError
 
@@ -96,6 +98,9 @@ class SchedulerSide:
         if has_limit:
             self._limit = most
             self._show()
+        if self._ways is not None and "pruner" in flatten(left):
+            # What one fixed pruner does is not what was chosen here: nothing is learned of it.
+            self._ways.is_on = flatten(left)["pruner"] == AUTO
 
     def _check(self, most: Any) -> None:
         if most is not None and (isinstance(most, bool) or not isinstance(most, int) or not 0 <= most <= self._most):
@@ -247,6 +252,7 @@ class _Ways:
     def __init__(self, config: VidSpecConfig, file: metrics.MetricsFile | None):
         self._prune, self._num_drafts, self._file = config.prune, config.num_speculative_tokens, file
         self._bandit = Bandit([(way.pruner, way.ratio) for way in config.prune.ways], seed=config.prune.seed)
+        self.is_on = True  # whether requests are given ways
         self._running: dict[str, list[int]] = {}  # by request: its way, tokens and verify steps
         self._num_visual = self._num_media = 0  # tokens of images and videos, of so many requests that had any
         self._path, self._num_unsaved = config.prune.auto_file, 0
@@ -255,7 +261,7 @@ class _Ways:
 
     def add(self, request: Any) -> None:
         """Give a request with images or videos a way to be pruned."""
-        if not request.mm_features or request.sampling_params is None:
+        if not self.is_on or not request.mm_features or request.sampling_params is None:
             return
         self._num_visual += sum(feature.mm_position.length for feature in request.mm_features)
         self._num_media += 1

@@ -241,6 +241,18 @@ def test_a_folder_that_takes_no_file_costs_the_file_alone(world, tmp_path, warni
     assert "is not written" in warnings()
 
 
+def test_a_fixed_pruner_teaches_nothing(world):
+    """Catches: what one pruner brings, taken for what another has brought that would have been chosen."""
+    it = world(pruner="auto")
+    with it.side.retuned({"prune": {"pruner": "uniform"}}):
+        pass
+    request = it.add("a")
+    assert request.sampling_params.extra_args == {"a": 1} and not it.side._ways._running
+    with it.side.retuned({"pruner": "auto"}):
+        pass
+    assert "_vidspec_way" in it.add("b").sampling_params.extra_args
+
+
 def test_ratios_cost(world):
     """Of two ratios with the same acceptance the draft that reads less is better; bytes are those of the gauges."""
     it = world(pruner="auto", auto_pruners=["uniform"], auto_ratios=[0.0, 0.9])
