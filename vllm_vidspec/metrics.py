@@ -81,6 +81,8 @@ GAUGES = {
     "draft_encoder_bytes_used": "How much of it holds some.",
     "relevance_pool_bytes": "Memory per rank for the video's hidden states.",
     "relevance_bytes_per_token": "Bytes per rank of one video token's hidden state.",
+    "relevance_bytes_held": "How much of that memory is held for requests, and not only kept for later ones.",
+    "held_requests": "Requests of which our side holds a prompt, scores, states or a rule.",
 }
 # name -> what it says, its label, the values of that and what their counters are called
 BY_LABEL: dict[str, tuple[str, str, tuple[str, ...] | range, str]] = {
@@ -108,7 +110,7 @@ _SLOT = {name: slot for slot, name in enumerate(NAMES)}
 _NUM_REQUESTS = 4096
 
 _MAGIC = int.from_bytes(b"vidspec\0", "little")
-_VERSION = 8
+_VERSION = 9
 _HEADER = 8  # int64 words: magic, version, number of slots, sequence, four spare
 _SEQUENCE = 3  # odd while a writer is between values that belong together
 _NUM_TRIES = 50  # of a reader that meets such a writer; one that died there must not keep it
