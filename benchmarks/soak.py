@@ -46,9 +46,13 @@ SCORERS = {
     "lambda_max": traffic.LAMBDA_MAX,
     "position_shift": False,
 }
-# A cache that is too small for all that runs at a time, so that some are preempted.
+# The target's cache is too small for all that runs at a time, so that some are preempted. That of pixels is too small
+# for all videos, so that it is full, and some are dropped, before memory is judged.
 ENGINE = {
     "kv_cache_memory_bytes": 48 * 2**20,
+    "block_size": 32,
+    "num_gpu_blocks_override": 96,
+    "mm_processor_cache_gb": 0.05,
     "max_num_seqs": 12,
     "limit_mm_per_prompt": {"video": 2, "image": traffic.MAX_IMAGES},
 }
@@ -99,6 +103,7 @@ class Record:
         self.seconds: dict[str, dict[str, list[float]]] = {"vanilla": defaultdict(list), "ours": defaultdict(list)}
         self.slices_s: dict[str, float] = {"vanilla": 0.0, "ours": 0.0}
         self.tokens: dict[str, int] = {"vanilla": 0, "ours": 0}
+        self.resent: dict[str, int] = {"vanilla": 0, "ours": 0}
 
     def add(self, config: str, ask: traffic.Ask, vanilla: list[judge.Reply], ours: list[judge.Reply]) -> None:
         """Judge what both said to one client."""
@@ -116,6 +121,7 @@ class Record:
             if kind:
                 self._note(config, ask, turn, kind, why)
             for name, reply in (("vanilla", expected), ("ours", got)):
+                self.resent[name] += reply.resent
                 self.tokens[name] += sum(len(choice.token_ids) for choice in reply.choices.values())
                 if reply.status == 200 and not reply.is_cut:  # how long a client stays is its own affair
                     self.seconds[name][ask.about].append(reply.seconds)
@@ -200,6 +206,7 @@ class Soak:
     ) -> dict[str, Any]:
         """Send slices to both servers until this configuration's share of the time is over; then look what is left."""
         before, record, first = ours.metrics(), self.record, self.record.requests
+        resent = record.resent["ours"]
         memory = Memory(ours.process.pid)
         memory.start()
         deadline = time.monotonic() + 60 * self._options.minutes / len(self._options.configs)
@@ -224,6 +231,8 @@ class Soak:
         idle = wait_idle(client, ours)
         gained = difference(before, idle)
         failures = {key: gained[key] for key in FAILURES if gained[key]}
+        if (unexplained := record.resent["ours"] - resent - _drifts(ours)) > 0:
+            failures["answers of 500"] = unexplained
         return {
             "config": name,
             "requests": record.requests - first,
@@ -231,6 +240,7 @@ class Soak:
             "failures": failures,
             "rss_slope_mb_per_min": judge.slope_mb_per_min(samples),
             "rss_mb": round(samples[-1][1] / judge.MB) if samples else None,
+            "rss_mb_over_time": [round(size / judge.MB) for _, size in samples[:: max(1, len(samples) // 16)]],
             "preemptions": _total(ours.metrics_text(), "vllm:num_preemptions_total"),
             "counters": {key: gained[key] for key in (*SHOWN, *SHOWN_SKIPS)},
         }
@@ -260,6 +270,7 @@ class Soak:
             **record.latency(),
             "busy_s": {name: round(seconds, 1) for name, seconds in record.slices_s.items()},
             "answer_tokens": record.tokens,
+            "resent": record.resent,
             "kinds": dict(sorted(record.kinds.items())),
             "traits": dict(sorted(record.traits.items())),
             "vanilla_preemptions": preemptions,
@@ -292,6 +303,11 @@ def _total(text: str, name: str) -> int:
     """Return the sum of a metric's samples on a Prometheus page."""
     lines = (line for line in text.splitlines() if line.startswith((name + "{", name + " ")))
     return round(sum(float(line.rsplit(" ", 1)[1]) for line in lines))
+
+
+def _drifts(server: VllmServer) -> int:
+    """Return how often vLLM has asked a client to send its request again; see `soak_traffic`."""
+    return server.log_path.read_text(errors="replace").count("Multi-modal cache miss for request")
 
 
 def _left(processes: list[psutil.Process]) -> int:

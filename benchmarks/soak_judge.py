@@ -30,6 +30,7 @@ class Reply:
         choices: By index.
         seconds: From sending to the last byte.
         is_cut: The client closed the connection in mid-answer.
+        resent: How often it sent the request again, after a 500.
     """
 
     status: int = 0
@@ -37,6 +38,7 @@ class Reply:
     choices: dict[int, Choice] = field(default_factory=dict)
     seconds: float = 0.0
     is_cut: bool = False
+    resent: int = 0
 
 
 # A chosen token's log-probability in two batches of other shapes, fp32.

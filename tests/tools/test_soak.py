@@ -206,10 +206,12 @@ def test_the_client_hears_answers_and_refusals(server):
     assert streamed.choices[0] == Choice([0, 1, 2, 3, 5, 6], "aaaa", "stop") and not streamed.is_cut
     (cut,) = sent(server, body={"stream": True}, close_after=2)
     assert cut.choices[0].token_ids == [0, 1] and cut.is_cut
+    count = len(server.heard)
     (refused,) = sent(server, body={"refuse": True})
+    assert len(server.heard) == count + 1
     assert refused.status == 400 and "no" in refused.error
     (broken,) = sent(server, body={"stream": True, "break": True})
-    assert broken.status == 500 and "it broke" in broken.error
+    assert broken.status == 500 and "it broke" in broken.error and broken.resent == 2
 
 
 def test_a_second_turn_repeats_the_first(server):
