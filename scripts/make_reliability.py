@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -97,6 +98,7 @@ def run_restarts(record: Path, options: argparse.Namespace) -> bool:
             try:
                 seen, is_right = case.run(Path(folder)), True
             except Exception as error:
+                traceback.print_exc()
                 seen, is_right = f"{type(error).__name__}: {error}".replace(folder, "…")[:600], False
         print(f"  {'' if is_right else 'NOT AS EXPECTED: '}{seen}", flush=True)
         good &= is_right
