@@ -176,11 +176,12 @@ class Soak:
             ThreadPoolExecutor(CONCURRENCY) as pool,
             self._server("vanilla", None) as vanilla,
         ):
-            self._ready(vanilla, "vanilla")
             memory = Memory(vanilla.process.pid)
-            memory.start()
             for name in options.configs:
                 with self._server(name, "draft", **CONFIGS[name], **SCORERS) as ours:
+                    if not configs:  # the first two load side by side
+                        self._ready(vanilla, "vanilla")
+                        memory.start()
                     self._ready(ours, name)
                     configs.append(self._soak(name, client, pool, vanilla, ours))
                     processes = psutil.Process(ours.process.pid).children(recursive=True)
