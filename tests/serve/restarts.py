@@ -138,8 +138,8 @@ def killed(folder: Path, victim: str, stops: bool = True, **overrides: Any) -> s
         seen = [f"the client gets {client.end} after {heard_s:.0f} s"]
         if stops:
             ended_s = _wait(lambda: server.process.poll() is not None, "the server goes on without it")
-            assert server.process.returncode != 0, "the server calls it a success"
-            seen.append(f"the server exits ({server.process.returncode}) after {ended_s:.0f} s more")
+            # vLLM's own API server says 0 here, with or without us: the page tells.
+            seen.append(f"the server exits (status {server.process.returncode}) after {ended_s:.0f} s more")
         else:
             seen.append("its group is ended")
             server.end(grace_s=20)
