@@ -5,6 +5,7 @@ where that is not what it should be.
 """
 
 import os
+import re
 import subprocess
 import threading
 import time
@@ -17,6 +18,7 @@ from unittest import mock
 import httpx
 import psutil
 
+from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import difference
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.demo import ask
@@ -236,8 +238,14 @@ _FULL_SHM = (
 
 
 def full_shm(folder: Path) -> str:
-    """Serve with a /dev/shm that is full."""
-    return lacking(folder, {}, _FULL_SHM)
+    """Start with a /dev/shm that is full: vLLM refuses to, with or without us, and says how much it needs."""
+    try:
+        lacking(folder, {}, _FULL_SHM)
+    except VidSpecError as refusal:
+        (line,) = re.findall(r"stopped: (.*) \(log: ", str(refusal))
+        assert "Insufficient space in /dev/shm" in line, line
+        return f"it does not start, and vLLM says why: `{line}`"
+    raise AssertionError("it serves, and vLLM is said to need the room")
 
 
 class Case(NamedTuple):
