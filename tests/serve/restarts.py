@@ -177,28 +177,23 @@ def two_servers(folder: Path) -> str:
     return "each counts its own requests; both files are gone afterwards"
 
 
-def lacking(folder: Path, env: dict[str, str], prefix: Sequence[str] = (), says: str = "", counts: bool = True) -> str:
+def lacking(folder: Path, env: dict[str, str], prefix: Sequence[str] = ()) -> str:
     """Serve and ask where the host lacks something.
 
     Args:
         folder: For logs.
         env: What says so.
         prefix: A command that makes it so.
-        says: What the log must say of it.
-        counts: Whether there are counters on /metrics all the same.
     """
     with _serving(folder, env=env, prefix=prefix) as server:
         assert _ask(server), "no answer"
-        gained = server.metrics()["accepted_tokens"]
-        assert bool(gained) == counts, gained
+        assert server.metrics()["accepted_tokens"] > 0, "nothing is counted"
         log = server.log_path.read_text(errors="replace")  # before it is ended, of which vLLM may leave a trace
     # vLLM logs traces of its own where it cannot keep a cache; in ours is a frame of ours.
     ours = [line for line in log.splitlines() if 'File "' in line and "/vllm_vidspec/" in line]
     assert not ours, ours
-    lines = [line for line in log.splitlines() if says and says in line]
-    assert bool(lines) == bool(says), log[-3000:]
-    told = f"; the log: `{lines[0].split('vidspec: ')[-1].strip()}`" if lines else ""
-    return ("it serves" + ("" if counts else " and counts nothing") + told).replace(str(folder), "…")
+    is_vllms = "Traceback" in log
+    return "it serves and counts" + ("; vLLM logs that it cannot keep a cache of its own" if is_vllms else "")
 
 
 @contextmanager
@@ -224,9 +219,9 @@ def fill(where: Path) -> None:
 
 
 def full_tmp(folder: Path) -> str:
-    """Serve with a temporary directory that is full."""
+    """Serve with a temporary directory that is full: Python takes the next one that takes a file."""
     with _full_folder(folder) as full:
-        return lacking(folder, {"TMPDIR": str(full)}, says="takes no file", counts=False)
+        return lacking(folder, {"TMPDIR": str(full)})
 
 
 # A mount namespace of the server's own, so that nobody else's /dev/shm is full.
