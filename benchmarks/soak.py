@@ -57,8 +57,8 @@ ENGINE = {
     "max_num_seqs": 12,
     "limit_mm_per_prompt": {"video": 2, "image": traffic.MAX_IMAGES},
 }
-# glibc keeps the room of a video's pixels once it has been freed, in pieces that later ones do not fit: with vanilla too
-# it grows for many minutes. From this size on it is given back at once, so that a slope is of what is kept.
+# glibc keeps the room of a video's pixels once they are freed, in pieces that later ones do not fit: for many minutes
+# that grows, with vanilla too. From this size on it is given back at once, so that a slope is of what is kept.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**17), "MALLOC_TRIM_THRESHOLD_": str(2**17)}
 CONCURRENCY, SLICE = 16, 48
 MEMORY_EVERY_S = 2.0
