@@ -236,6 +236,8 @@ class Soak:
         idle = wait_idle(client, ours)
         gained = difference(before, idle)
         failures = {key: gained[key] for key in FAILURES if gained[key]}
+        if lost := ours.log_path.read_text(errors="replace").count("the drafter's process is gone"):
+            failures["drafters lost"] = lost
         if (unexplained := record.resent["ours"] - resent - _drifts(ours)) > 0:
             failures["answers of 500"] = unexplained
         return {
