@@ -99,7 +99,7 @@ def run_restarts(record: Path, options: argparse.Namespace) -> bool:
                 seen, is_right = case.run(Path(folder)), True
             except Exception as error:
                 traceback.print_exc()
-                seen, is_right = f"{type(error).__name__}: {error}".replace(folder, "…")[:600], False
+                seen, is_right = f"{type(error).__name__}: {error}".splitlines()[0].replace(folder, "…")[:600], False
         print(f"  {'' if is_right else 'NOT AS EXPECTED: '}{seen}", flush=True)
         good &= is_right
         rows[case.name] = {"case": case.name, "seen": seen, "is_right": is_right}
