@@ -11,6 +11,7 @@ TEST_WORKERS ?= $(shell $(PY) vllm_vidspec/devices.py && echo 0 || echo 2)
 BENCH_ARGS ?=
 DEMO_ARGS ?=
 SMOKE_ARGS ?=
+SOAK_ARGS ?=
 
 # The null GPU's environment, and what follows run by its Python.
 CUDA_HOST = python=$$(command -v python3.11 || command -v python3 || command -v python) || \
@@ -32,7 +33,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PYTHONUNBUFFERED ?= 1
 
-.PHONY: help setup demo test setup-cuda-host test-cuda-host check format bench doctor gpu-smoke clean distclean
+.PHONY: help setup demo test setup-cuda-host test-cuda-host check format bench soak doctor gpu-smoke clean distclean
 
 help: ## Show this list.
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -71,6 +72,9 @@ format: setup ## Format, and fix what lint can fix itself.
 
 bench: setup ## Measure acceptance on the bundled pairs (BENCH_ARGS="--prune-ratio 0.5,0.9" for other rows).
 	@$(PY) -m vllm_vidspec.cli bench acceptance $(BENCH_ARGS)
+
+soak: setup ## Minutes of mixed traffic to two servers, every answer compared (SOAK_ARGS="--minutes 2 --json soak.json").
+	@$(PY) benchmarks/soak.py $(SOAK_ARGS)
 
 doctor: setup ## Check the environment and say what to do about each problem.
 	@$(PY) -m vllm_vidspec.cli doctor

@@ -5,7 +5,7 @@ about to be added again). Every table that knows something of a row registers he
 time than the others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
@@ -54,6 +54,10 @@ class RowTable(Protocol):
 
     def forget(self, req_state_idx: int) -> None:
         """Forget a row, whose request has ended or lost it; harmless where nothing is known of it."""
+        ...
+
+    def held(self) -> Iterable[int]:
+        """Return the rows of which it holds something that `forget` gives back; a row may come twice."""
         ...
 
 
@@ -133,6 +137,10 @@ class RequestRows:
         self._forget_draft(req_state_idx)
         self.enter(req_state_idx, Phase.UNSEEN)
         self.skip_reason[req_state_idx] = None
+
+    def num_held(self) -> int:
+        """Return of how many rows any table holds something: 0 when nothing runs, or something has leaked."""
+        return len({row for table in self._tables for row in table.held()})
 
     # ---- in between ------------------------------------------------------------------------------------------------
 

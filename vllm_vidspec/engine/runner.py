@@ -107,6 +107,8 @@ class VidSpecModelRunner(GPUModelRunner):
         super().add_requests(scheduler_output)
         for request in scheduler_output.scheduled_new_reqs:
             self.requests.admit(self._arrival(request))
+        if scheduler_output.scheduled_new_reqs:
+            self._publish_held()
 
     def _arrival(self, request: Any) -> Arrival:
         return Arrival(
@@ -131,6 +133,14 @@ class VidSpecModelRunner(GPUModelRunner):
     def finish_requests(self, scheduler_output) -> None:
         super().finish_requests(scheduler_output)
         self.counters.end_requests(scheduler_output.finished_req_ids)  # without those that are preempted
+        if scheduler_output.finished_req_ids or scheduler_output.preempted_req_ids:
+            self._publish_held()
+
+    def _publish_held(self) -> None:
+        """Show what running requests hold; vLLM makes a step of its own for the last one's end."""
+        self.counters.set("held_requests", self.requests.num_held())
+        if self.parts.visual is not None:
+            self.counters.set("relevance_bytes_held", self.parts.visual.store.held_bytes)
 
     def forget_kv(self) -> None:
         """Give up what the draft and relevance know of running requests; see the worker."""

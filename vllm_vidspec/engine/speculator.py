@@ -17,7 +17,7 @@ on the draft's side becomes a counter.
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -217,6 +217,10 @@ class VidSpecSpeculator(BaseSpeculator):
         self._room.forget(req_state_idx)
         if self._drafter is not None:
             self._drafter.forget(req_state_idx)
+
+    def held(self) -> Iterable[int]:
+        """Return the rows whose prompts, scores or draft KV are here."""
+        return (*self._arrivals, *self._waiting, *(() if self._drafter is None else self._drafter.held()))
 
     def _give_up(self, req_state_idx: int, reason: str) -> None:
         """Let a request go on without speculation; its draft KV is freed."""

@@ -214,10 +214,12 @@ def test_the_store_drops_what_nobody_uses_the_oldest_first():
         item.heard[:] = True
         assert store.publish(item) is item
     assert store.make(b"d", 4, may_drop=True) is None
+    assert store.held_bytes == 3 * store.bytes_per_block
     store.drop(items[0])
     store.drop(items[1])
     assert store.find(b"a") is items[0]
     store.drop(items[0])  # used after b
+    assert store.held_bytes == store.bytes_per_block  # c alone: what nobody uses is kept and held for nobody
     assert store.make(b"d", 4, may_drop=False) is None
     d = store.make(b"d", 4, may_drop=True)
     assert (d.blocks, items[0] in store, items[1] in store) == (items[1].blocks, True, False)

@@ -23,6 +23,19 @@ def test_every_table_hears_of_both_ends_in_the_same_order():
     assert log == [(2, 0), (2, 1), (-2, 0), (-2, 1)]
 
 
+def test_a_row_that_any_table_holds_is_held():
+    """Catches: a leak in one table that the others hide, a row counted once for each table."""
+    requests, tables = RequestRows(3, CPU), [{1: "prompt", 2: "scores"}, {2: "states"}, {}]
+    requests.register(
+        *(SimpleNamespace(held=table.keys, forget=lambda row, t=table: t.pop(row, None)) for table in tables)
+    )
+    assert requests.num_held() == 2
+    requests.forget(2)
+    assert requests.num_held() == 1
+    requests.forget(1)
+    assert requests.num_held() == 0
+
+
 def test_a_row_begins_anew():
     """Catches: a phase, a reason or a draft in flight that the row's next request inherits."""
     requests = RequestRows(3, CPU)

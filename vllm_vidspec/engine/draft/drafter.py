@@ -1,7 +1,7 @@
 """The drafter: prefills pruned prompts and proposes drafts; it takes messages and never sees the model runner."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -311,6 +311,10 @@ class Drafter:
         self.kv.forget(req_state_idx)
         self._room_until[req_state_idx] = _NO_END
         self.counters.set("draft_pool_blocks_used", self.kv.num_used_blocks)
+
+    def held(self) -> Iterable[int]:
+        """Return the rows that have blocks, or a prompt in line or remembered."""
+        return (*np.flatnonzero(self.kv.capacity_np).tolist(), *self.prefills.held())
 
     def forget_media(self) -> None:
         """Drop the draft's vision embeddings: weights have changed, or the memory that holds them has."""

@@ -10,7 +10,7 @@ looked at. Every decision follows from what the host knows, so tensor-parallel r
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -151,6 +151,10 @@ class DraftPrefill:
         """Forget a row's request: finished, aborted, preempted or given up."""
         self._jobs.pop(req_state_idx, None)
         self._read.pop(req_state_idx, None)
+
+    def held(self) -> Iterable[int]:
+        """Return the rows whose prompts are in line or have been read."""
+        return (*self._jobs, *self._read)
 
     def rest(self, idx_mapping_np: np.ndarray, num_tokens: np.ndarray) -> None:
         """Put `[n]` rows that have left the line back into it: they lack text from `[n]` committed tokens on."""

@@ -1,6 +1,6 @@
 """TargetListeners: the list of what hears the target, and the one place where each is guarded."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm.logger import init_logger
@@ -84,6 +84,10 @@ class TargetListeners:
     def forget(self, req_state_idx: int) -> None:
         """Forget a row, whose request has ended or lost it."""
         self._tell("release", req_state_idx)
+
+    def held(self) -> Iterable[int]:
+        """Return the rows of which any of them holds something."""
+        return (row for listener, _ in self._guarded for row in listener.held())
 
     def forget_kv(self) -> None:
         """Give up what lies in KV memory, because its contents are about to be lost."""

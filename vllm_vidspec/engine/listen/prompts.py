@@ -7,7 +7,7 @@ showed the same image or video; failing that there is no guidance, which is coun
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -157,6 +157,10 @@ class Guidance(TargetListener):
     def release(self, req_state_idx: int) -> None:
         """Forget a request, whose prefill may not be done."""
         self._prompts.pop(req_state_idx, None)
+
+    def held(self) -> Iterable[int]:
+        """Return the rows whose prompts are being heard, or were heard and not taken."""
+        return self._prompts
 
     def fail(self, error: Exception) -> None:
         """Give up the prompts that are being heard; they are counted where they are pruned."""

@@ -1,5 +1,6 @@
 """TargetListener: what hears the target at work. It reads; if one writes, its own docstring says what and why."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +59,10 @@ class TargetListener:
 
     def release(self, req_state_idx: int) -> None:
         """Forget a row's request; harmless where nothing is known of it."""
+
+    def held(self) -> Iterable[int]:
+        """Return the rows of which it holds something that `release` gives back."""
+        return ()
 
     def forget_kv(self) -> None:
         """Give up what lies in KV memory, because its contents are about to be lost."""

@@ -151,6 +151,12 @@ class StateStore:
         if item.users == 0 and self._items.get(item.key) is not item:
             self._free.extend(item.blocks)
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory that no new item could have: what users hold, and what is neither free nor any item's."""
+        idle = sum(len(item.blocks) for item in self._items.values() if item.users == 0)
+        return (self._size - len(self._free) - idle) * self.bytes_per_block
+
     def clear(self) -> None:
         """Forget every item; none may have users."""
         for item in self._items.values():

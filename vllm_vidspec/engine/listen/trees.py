@@ -111,6 +111,10 @@ class TargetTrees(TargetListener):
                 table[req_state_idx] = shape
             self._is_tree[req_state_idx] = False
 
+    def held(self) -> Iterable[int]:
+        """Return the rows whose tables are a tree's."""
+        return np.flatnonzero(self._is_tree).tolist()
+
     # ---- the forward -----------------------------------------------------------------------------------------------
 
     def before_forward(self, batch: Any) -> None:

@@ -7,6 +7,7 @@ do not fit, the request is verified strictly, which is counted by reason. All te
 
 import hashlib
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,6 +154,10 @@ class VisualStates(TargetListener):
         """Forget a request: finished, aborted or preempted."""
         if holder := self._holders.pop(req_state_idx, None):
             self._leave(holder)
+
+    def held(self) -> Iterable[int]:
+        """Return the rows whose requests have visual tokens."""
+        return self._holders
 
     def forget_kv(self) -> None:
         """Forget every item, because the pool's contents are about to be lost; requests in prefill are not heard."""

@@ -10,6 +10,7 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.utils.network_utils import get_open_port
 
+from vllm_vidspec import metrics
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.parallel import launch
 from vllm_vidspec.engine.parallel.channel import Channel
@@ -164,6 +165,9 @@ class DrafterClient:
             delay,
         )
         self._end(grace_s=0.0)
+        # What it held is gone with it. Who reads the gauges must not take it for held until another one has come up.
+        for name in ("draft_pool_blocks_used", "draft_encoder_bytes_used"):
+            self.tables.counters[metrics.NAMES.index(name)] = 0
         self._next_start = time.monotonic() + delay
 
     def close(self) -> None:

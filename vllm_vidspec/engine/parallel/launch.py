@@ -114,6 +114,26 @@ def environment_for(config: VidSpecConfig, devices: Sequence[str]) -> dict[str, 
     return env
 
 
+def cores_beside(rank_pid: int) -> set[int]:
+    """Return the cores that an engine may use beside those of its rank: where a drafter on the CPU has room.
+
+    vLLM binds the rank to cores of its own, and what the rank starts inherits them: a drafter would share them with the
+    target while others are idle, and on a busy machine starve.
+
+    Args:
+        rank_pid: The process that starts the drafter.
+
+    Returns:
+        None of them where the rank is not bound, or has all the cores there are.
+    """
+    try:
+        with open(f"/proc/{rank_pid}/stat") as file:
+            engine_pid = int(file.read().rpartition(")")[2].split()[1])  # its parent, which nobody binds
+        return os.sched_getaffinity(engine_pid) - os.sched_getaffinity(rank_pid)
+    except OSError:  # no such file system, or the process has just ended
+        return set()
+
+
 def devices_of(config: VidSpecConfig, visible: str | None) -> list[str]:
     """Return the drafter's devices as the server's `CUDA_VISIBLE_DEVICES`, `visible`, names them; [] on the CPU."""
     device = config.parallel.device

@@ -21,8 +21,9 @@ _PR_SET_PDEATHSIG = 1
 def main(plan: launch.Plan) -> None:
     """Load and serve."""
     vllm_config, config = launch.unpack_config(launch.read_memory(plan.config))
-    if config.parallel.cores:
-        os.sched_setaffinity(0, config.parallel.cores)
+    cores = config.parallel.cores or (launch.cores_beside(plan.parent) if config.parallel.device == "cpu" else ())
+    if cores:
+        os.sched_setaffinity(0, cores)
 
     from vllm.plugins import load_general_plugins
 

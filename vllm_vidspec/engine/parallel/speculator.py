@@ -11,7 +11,7 @@ Nothing here waits for the drafter: a stream that is short or out of date means 
 import dataclasses
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -190,6 +190,10 @@ class ParallelSpeculator(BaseSpeculator):
             self._client.tables.finish(req_state_idx)
             self._client.send(said.Release(req_state_idx, int(self._epochs[req_state_idx])))
             self._epochs[req_state_idx] = -1
+
+    def held(self) -> Iterable[int]:
+        """Return the rows whose requests the drafter is to know."""
+        return (*self._known, *self._waiting, *self._refused)
 
     def give_up_all(self) -> None:
         """Do nothing: the draft's memory is not the engine's that sleeps."""

@@ -114,6 +114,10 @@ class Counters:
     def forget(self, req_state_idx: int) -> None:
         """Keep a request's slot: one that is preempted loses its row and goes on."""
 
+    def held(self) -> Iterable[int]:
+        """Return nothing: what is counted of a request is no row's."""
+        return ()
+
     def end_requests(self, req_ids: Iterable[str]) -> None:
         """Let the slots of requests that have finished, or were aborted, be the next ones', in their turn."""
         for req_id in req_ids:

@@ -1,5 +1,6 @@
 """Which mismatches may stand, request by request: the tables behind the scorers that let some through."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,10 @@ class LooseRules:
             self._table_np[:, req_state_idx] = 0
             self._table = None
             self._loose.discard(req_state_idx)
+
+    def held(self) -> Iterable[int]:
+        """Return the rows whose requests have a rule of their own."""
+        return self._choices
 
     def _set(self, req_state_idx: int) -> None:
         (scorer, share), config = self._choices[req_state_idx], self._knobs.now

@@ -1,0 +1,368 @@
+"""Soak a server: minutes of mixed traffic to `vllm serve` with vidspec, the same to vanilla, every answer compared.
+
+make soak SOAK_ARGS="--minutes 15 --json soak.json"
+
+Vanilla stays up; ours is started once for each configuration, and the minutes are shared out among them. Both get the
+same slices of requests, 16 at a time over HTTP, one server after the other in turns: on the cores of one machine their
+times would mean nothing side by side. Then ours is left idle: what it holds for requests now has leaked. Exit status 1
+if a token differs, something leaked, a request was neither answered nor refused, or memory grows.
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import httpx
+import psutil
+
+from benchmarks import soak_judge as judge
+from benchmarks import soak_traffic as traffic
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.metrics import difference
+from vllm_vidspec.tools import pairs
+from vllm_vidspec.tools.processes import VllmServer, free_port
+from vllm_vidspec.tools.provenance import provenance
+from vllm_vidspec.tools.user_files import check_output
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "chain": {},
+    "tree-static": {"drafting": "tree-static"},
+    "tree-adaptive": {"drafting": "tree-adaptive"},
+    "parallel": {"parallel": {"device": "cpu"}},
+}
+# Every scorer is there for the request that asks. Without LVSpec's tolerance of shifts lambda 0 lets nothing stand.
+SCORERS = {
+    "request_scorers": ["strict", "loose", "random", "fly", "fly-entropy"],
+    "lambda_max": traffic.LAMBDA_MAX,
+    "position_shift": False,
+}
+# The target's cache is too small for all that runs at a time, so that some are preempted. That of pixels is too small
+# for all videos, so that it is full, and some are dropped, before memory is judged.
+ENGINE = {
+    "kv_cache_memory_bytes": 48 * 2**20,
+    "block_size": 32,
+    "num_gpu_blocks_override": 96,
+    "mm_processor_cache_gb": 0.05,
+    "max_num_seqs": 12,
+    "limit_mm_per_prompt": {"video": 2, "image": traffic.MAX_IMAGES},
+}
+# glibc keeps the room of a video's pixels once they are freed, in pieces that later ones do not fit: for many minutes
+# that grows, with vanilla too. From this size on it is given back at once, so that a slope is of what is kept.
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**17), "MALLOC_TRIM_THRESHOLD_": str(2**17)}
+CONCURRENCY, SLICE = 16, 48
+MEMORY_EVERY_S = 2.0
+IDLE_WITHIN_S = 60.0
+MOST_MB_PER_MIN = 30.0  # of a soak of 15 minutes; a video's pixels and states are a megabyte
+FAILURES = ("skipped_draft_error", "unguided_error", "strict_error", "drafter_restarts")
+SHOWN = ("drafts", "draft_tokens", "accepted_tokens", "prompts", "guided_prompts", "reused_guidance", "loosened_tokens")
+SHOWN_SKIPS = ("skipped_pool_full", "skipped_too_long", "skipped_unsupported", "late_drafts", "stale_streams")
+Say = Callable[[str], None]
+
+
+class Memory(threading.Thread):
+    """Reads the resident memory of a server and all it has started, every few seconds until it is told to stop."""
+
+    def __init__(self, pid: int):
+        super().__init__(daemon=True)
+        self._pid = pid
+        self._is_over = threading.Event()
+        self.samples: list[tuple[float, int]] = []  # seconds, bytes
+
+    def run(self) -> None:
+        while not self._is_over.wait(MEMORY_EVERY_S):
+            try:
+                root = psutil.Process(self._pid)
+                size = sum(process.memory_info().rss for process in (root, *root.children(recursive=True)))
+            except psutil.NoSuchProcess:  # one has just ended: the next reading has the others
+                continue
+            self.samples.append((time.monotonic(), size))
+
+    def stop(self) -> list[tuple[float, int]]:
+        """Return the samples."""
+        self._is_over.set()
+        self.join()
+        return self.samples
+
+
+class Record:
+    """What has been seen: requests, verdicts, times."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.compared = 0
+        self.kinds: Counter[str] = Counter()
+        self.traits: Counter[str] = Counter()
+        self.bad: dict[str, list[dict[str, Any]]] = {"wrong": [], "error": []}
+        self.seconds: dict[str, dict[str, list[float]]] = {"vanilla": defaultdict(list), "ours": defaultdict(list)}
+        self.slices_s: dict[str, float] = {"vanilla": 0.0, "ours": 0.0}
+        self.tokens: dict[str, int] = {"vanilla": 0, "ours": 0}
+        self.resent: dict[str, int] = {"vanilla": 0, "ours": 0}
+
+    def add(self, config: str, ask: traffic.Ask, vanilla: list[judge.Reply], ours: list[judge.Reply]) -> None:
+        """Judge what both said to one client."""
+        self.kinds[ask.about] += 1
+        self.traits.update(ask.traits)
+        if ask.body.get("temperature"):
+            self.traits["sampled"] += 1
+        if len(vanilla) != len(ours):
+            self._note(config, ask, 0, "error", f"{len(vanilla)} turns and {len(ours)}")
+        num_choices, max_tokens = ask.body.get("n", 1), ask.body["max_tokens"]
+        for turn, (expected, got) in enumerate(zip(vanilla, ours, strict=False)):
+            self.requests += 1
+            self.compared += ask.rule == judge.SAME
+            kind, why = judge.verdict(ask.rule, num_choices, max_tokens, expected, got)
+            if kind:
+                self._note(config, ask, turn, kind, why)
+            for name, reply in (("vanilla", expected), ("ours", got)):
+                self.resent[name] += reply.resent
+                self.tokens[name] += sum(len(choice.token_ids) for choice in reply.choices.values())
+                if reply.status == 200 and not reply.is_cut:  # how long a client stays is its own affair
+                    self.seconds[name][ask.about].append(reply.seconds)
+
+    def _note(self, config: str, ask: traffic.Ask, turn: int, kind: str, why: str) -> None:
+        fields = {key: value for key, value in ask.body.items() if key not in ("messages", "prompt")}
+        self.bad[kind].append(
+            {"config": config, "about": ask.about, "turn": turn, "traits": ask.traits, "why": why, **fields}
+        )
+
+    def latency(self) -> dict[str, Any]:
+        """Return both servers' times, in all and by kind."""
+        both: dict[str, Any] = {}
+        for name, prefix in (("ours", ""), ("vanilla", "vanilla_")):
+            everything = [second for seconds in self.seconds[name].values() for second in seconds]
+            for share in (50, 95):
+                both[f"{prefix}p{share}_s"] = judge.percentile(everything, share / 100)
+        both["by_kind"] = {
+            about: {
+                "answered": len(self.seconds["ours"][about]),
+                **{
+                    f"{prefix}p{share}_s": judge.percentile(self.seconds[name][about], share / 100)
+                    for name, prefix in (("ours", ""), ("vanilla", "vanilla_"))
+                    for share in (50, 95)
+                },
+            }
+            for about in sorted(self.seconds["ours"])
+        }
+        return both
+
+
+class Soak:
+    """One run; see the module.
+
+    Args:
+        options: The command's.
+        say: Told what happens.
+    """
+
+    def __init__(self, options: argparse.Namespace, say: Say):
+        self._options, self._say = options, say
+        self._folder = Path(options.log_dir or tempfile.mkdtemp(prefix="vidspec-soak-"))
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._traffic = traffic.Traffic(random.Random(options.seed))
+        self.record = Record()
+
+    def run(self) -> dict[str, Any]:
+        """Serve, send, compare; return the result."""
+        options, configs = self._options, []
+        with (
+            traffic.client_for(CONCURRENCY) as client,
+            ThreadPoolExecutor(CONCURRENCY) as pool,
+            self._server("vanilla", None) as vanilla,
+        ):
+            memory = Memory(vanilla.process.pid)
+            for name in options.configs:
+                with self._server(name, "draft", **CONFIGS[name], **SCORERS) as ours:
+                    if not configs:  # the first two load side by side
+                        self._ready(vanilla, "vanilla")
+                        memory.start()
+                    self._ready(ours, name)
+                    configs.append(self._soak(name, client, pool, vanilla, ours))
+                    processes = psutil.Process(ours.process.pid).children(recursive=True)
+                configs[-1]["processes_left"] = _left(processes)
+            vanilla_memory = memory.stop()
+            preemptions = _total(vanilla.metrics_text(), "vllm:num_preemptions_total")
+        return self._result(configs, vanilla_memory, preemptions)
+
+    def _server(self, name: str, draft: str | None, **spec: Any) -> VllmServer:
+        port = free_port()
+        args = pairs.serve_args(self._options.family, draft, port=port, overrides=ENGINE, **spec)
+        return VllmServer(args, port, self._folder / f"{name}.log")
+
+    def _ready(self, server: VllmServer, name: str) -> None:
+        self._say(f"{name}: starting (log: {server.log_path})")
+        seconds = server.wait_ready()
+        self._say(f"{name}: up after {seconds:.0f} s")
+
+    # ---- one configuration -----------------------------------------------------------------------------------------
+
+    def _soak(
+        self, name: str, client: httpx.Client, pool: ThreadPoolExecutor, vanilla: VllmServer, ours: VllmServer
+    ) -> dict[str, Any]:
+        """Send slices to both servers until this configuration's share of the time is over; then look what is left."""
+        before, record, first = ours.metrics(), self.record, self.record.requests
+        resent = record.resent["ours"]
+        memory = Memory(ours.process.pid)
+        memory.start()
+        deadline = time.monotonic() + 60 * self._options.minutes / len(self._options.configs)
+        number = 0
+        while time.monotonic() < deadline:
+            asks = self._traffic.slice(SLICE)
+            replies = {}
+            # In turns, so that neither server always has the caches of the machine warm.
+            for which in ("vanilla", "ours") if number % 2 else ("ours", "vanilla"):
+                server, start = ours if which == "ours" else vanilla, time.monotonic()
+                one = lambda ask, url=server.base_url, own=which == "ours": traffic.send(client, url, ask, own)  # noqa: E731
+                replies[which] = list(pool.map(one, asks))
+                record.slices_s[which] += time.monotonic() - start
+            for ask, expected, got in zip(asks, replies["vanilla"], replies["ours"], strict=True):
+                record.add(name, ask, expected, got)
+            number += 1
+            bad = {kind: len(found) for kind, found in record.bad.items()}
+            self._say(f"{name}: {record.requests - first} requests, wrong and errors so far: {bad}")
+            if not ours.healthy():
+                raise VidSpecError(f"the server is gone: {ours.reason()} (log: {ours.log_path})")
+        samples = memory.stop()
+        idle = wait_idle(client, ours)
+        gained = difference(before, idle)
+        failures = {key: gained[key] for key in FAILURES if gained[key]}
+        if lost := ours.log_path.read_text(errors="replace").count("the drafter's process is gone"):
+            failures["drafters lost"] = lost
+        if (unexplained := record.resent["ours"] - resent - _drifts(ours)) > 0:
+            failures["answers of 500"] = unexplained
+        return {
+            "config": name,
+            "requests": record.requests - first,
+            **judge.leaks(idle),
+            "failures": failures,
+            "rss_slope_mb_per_min": judge.slope_mb_per_min(samples),
+            "rss_mb": round(samples[-1][1] / judge.MB) if samples else None,
+            "rss_mb_over_time": [round(size / judge.MB) for _, size in samples[:: max(1, len(samples) // 16)]],
+            "preemptions": _total(ours.metrics_text(), "vllm:num_preemptions_total"),
+            "counters": {key: gained[key] for key in (*SHOWN, *SHOWN_SKIPS)},
+        }
+
+    # ---- the result ------------------------------------------------------------------------------------------------
+
+    def _result(
+        self, configs: list[dict[str, Any]], vanilla_memory: list[tuple[float, int]], preemptions: int
+    ) -> dict[str, Any]:
+        record, bad = self.record, self.record.bad
+        slopes = [row["rss_slope_mb_per_min"] for row in configs if row["rss_slope_mb_per_min"] is not None]
+        failures = sum(sum(row["failures"].values()) + row["processes_left"] for row in configs)
+        return {
+            "family": self._options.family,
+            "minutes": self._options.minutes,
+            "seed": self._options.seed,
+            "concurrency": CONCURRENCY,
+            "requests": record.requests,
+            "compared": record.compared,
+            "wrong_answers": len(bad["wrong"]),
+            "errors_unexpected": len(bad["error"]) + failures,
+            "leaked_blocks": sum(row["leaked_blocks"] for row in configs),
+            "leaked_states": sum(row["leaked_states"] for row in configs),
+            "rss_slope_mb_per_min": max(slopes, default=None),
+            "vanilla_rss_slope_mb_per_min": judge.slope_mb_per_min(vanilla_memory),
+            "vanilla_rss_mb": round(vanilla_memory[-1][1] / judge.MB) if vanilla_memory else None,
+            **record.latency(),
+            "busy_s": {name: round(seconds, 1) for name, seconds in record.slices_s.items()},
+            "answer_tokens": record.tokens,
+            "resent": record.resent,
+            "kinds": dict(sorted(record.kinds.items())),
+            "traits": dict(sorted(record.traits.items())),
+            "vanilla_preemptions": preemptions,
+            "configs": configs,
+            "bad": {kind: found[:20] for kind, found in bad.items()},
+            "provenance": provenance(),
+        }
+
+
+def wait_idle(client: httpx.Client, server: VllmServer) -> dict[str, int]:
+    """Return a server's metrics once nothing is held, or what is held after a minute without traffic.
+
+    vLLM makes a step of its own for the end of the last request, so the gauges fall without any help, but for a drafter
+    with a process of its own: what that one holds is heard with the target's next step. So now and then a request of
+    one token is sent. It cannot hide a leak: a gauge that says 0 says it of everything that there is at that time.
+    """
+    deadline, number = time.monotonic() + IDLE_WITHIN_S, 0
+    body = {"model": "target", "prompt": "the video", "max_tokens": 1, "temperature": 0.0}
+    while True:
+        idle = server.metrics()
+        if not any(judge.leaks(idle).values()) or time.monotonic() > deadline:
+            return idle
+        number += 1
+        if number % 4 == 0:
+            client.post(f"{server.base_url}{traffic.COMPLETIONS}", json=body, timeout=60)
+        time.sleep(0.25)
+
+
+def _total(text: str, name: str) -> int:
+    """Return the sum of a metric's samples on a Prometheus page."""
+    lines = (line for line in text.splitlines() if line.startswith((name + "{", name + " ")))
+    return round(sum(float(line.rsplit(" ", 1)[1]) for line in lines))
+
+
+def _drifts(server: VllmServer) -> int:
+    """Return how often vLLM has asked a client to send its request again; see `soak_traffic`."""
+    return server.log_path.read_text(errors="replace").count("Multi-modal cache miss for request")
+
+
+def _left(processes: list[psutil.Process]) -> int:
+    """Return how many of an ended server's processes still run, a moment later at the latest."""
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    return sum(process.status() != psutil.STATUS_ZOMBIE for process in alive if process.is_running())
+
+
+def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Return the command's options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=15.0, help="of traffic, starts of servers not counted")
+    parser.add_argument("--family", default="qwen2.5-vl", choices=pairs.FAMILIES)
+    parser.add_argument("--configs", help=f"of {','.join(CONFIGS)}; default: as many as there are minutes")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--most-mb-per-min", type=float, default=MOST_MB_PER_MIN, help="more than this is a leak")
+    parser.add_argument("--log-dir", help="where the servers' logs go")
+    parser.add_argument("--json", help="write the result here")
+    options = parser.parse_args(arguments)
+    names = list(CONFIGS)[: max(1, int(options.minutes))] if options.configs is None else options.configs.split(",")
+    if unknown := set(names) - set(CONFIGS):
+        parser.error(f"unknown configuration {', '.join(sorted(unknown))}; known: {', '.join(CONFIGS)}")
+    options.configs = names
+    return options
+
+
+def main() -> int:
+    options = parsed()
+    os.environ.update(_MALLOC)  # of the servers
+    say: Say = lambda line: print(f"[soak] {line}", flush=True)  # noqa: E731
+    try:
+        if options.json:
+            check_output(options.json, "--json", suffixes=(".json",))
+        result = Soak(options, say).run()
+    except VidSpecError as error:
+        say(f"error: {error}")
+        return 1
+    if options.json:
+        Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
+    hidden = ("by_kind", "configs", "bad", "provenance", "kinds", "traits")
+    print(json.dumps({key: value for key, value in result.items() if key not in hidden}, indent=1))
+    for kind, found in result["bad"].items():
+        for one in found:
+            say(f"{kind}: {json.dumps(one)}")
+    bad = judge.is_bad(result, options.most_mb_per_min)
+    say("failed: " + ", ".join(bad) if bad else "passed")
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

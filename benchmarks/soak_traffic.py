@@ -1,0 +1,315 @@
+"""The soak's traffic: requests of every kind drawn from a seed, and one client that sends them to either server."""
+
+import base64
+import contextlib
+import io
+import json
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from PIL import Image
+
+from benchmarks.soak_judge import COMPLETE, REFUSED, SAME, Choice, Reply
+from vllm_vidspec.shapeworld import world
+from vllm_vidspec.tools import pairs
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MAX_IMAGES = 12  # of one prompt
+LAMBDA_MAX = 0.9
+_NUM_SCENES = 5  # different videos: many requests share one, and the caches of pixels are full after a minute or two
+_LENGTHS = (4, 7, 16, 32)  # frames
+_MOST_TOKENS = 96
+_TIMEOUT_S = 300.0
+# vLLM 0.32 answers 500 where a client has left before its request reached the engine: the next one with the same video
+# finds the API server believing that the engine has it. It says in its log that the client is to send it again.
+_MOST_RESENT = 2
+# What a request is about, and how often.
+_ABOUT = {
+    "video": 6,
+    "video of JPEGs": 2,
+    "two videos": 1,
+    "image": 2,
+    "images": 2,
+    "frames as images": 2,
+    "text": 3,
+    "completion": 3,
+    "chat of two turns": 2,
+    "too long": 1,
+}
+# What it asks of verification; vanilla never hears it. "strict" in the second place: held to vanilla's tokens, because
+# these let no mismatch stand.
+_SCORERS: tuple[tuple[dict[str, Any], str, int], ...] = (
+    ({}, SAME, 10),
+    ({"vidspec_scorer": "strict"}, SAME, 2),
+    ({"vidspec_scorer": "loose", "vidspec_lambda": 0.0}, SAME, 2),
+    ({"vidspec_scorer": "random", "vidspec_lambda": 0.0}, SAME, 1),
+    ({"vidspec_scorer": "loose", "vidspec_lambda": 0.5}, COMPLETE, 2),
+    ({"vidspec_scorer": "random", "vidspec_lambda": 0.3}, COMPLETE, 1),
+    ({"vidspec_scorer": "fly"}, COMPLETE, 1),
+    ({"vidspec_scorer": "fly-entropy"}, COMPLETE, 1),
+)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One client's doing: a request, or two where a conversation goes on.
+
+    Attributes:
+        about: One of `_ABOUT`.
+        path: Of the API.
+        body: Of the first request, without `own`.
+        rule: What the answer is held to; see `soak_judge.verdict`.
+        own: Fields for our server alone.
+        close_after: The client closes the stream after so many pieces; None: it listens to the end.
+        next_turn: What it says once the first answer is there.
+        traits: What else is special, for the counts.
+    """
+
+    about: str
+    path: str
+    body: dict[str, Any]
+    rule: str = SAME
+    own: dict[str, Any] = field(default_factory=dict)
+    close_after: int | None = None
+    next_turn: str | None = None
+    traits: tuple[str, ...] = ()
+
+
+class Traffic:
+    """Draws requests; equal seeds give equal traffic.
+
+    Args:
+        rng: What is drawn from.
+        max_model_len: Of the servers; a prompt that is too long exceeds it.
+    """
+
+    def __init__(self, rng: random.Random, max_model_len: int = pairs.MAX_MODEL_LEN):
+        self._rng = rng
+        self._max_model_len = max_model_len
+        self._words = world.vocabulary()
+        self._scenes = [world.held_out(i).frames for i in range(_NUM_SCENES)]
+        self._urls: dict[tuple[str, int, int], str] = {}
+
+    def slice(self, count: int) -> list[Ask]:
+        """Return so many requests, some of them an earlier one's duplicates."""
+        asks: list[Ask] = []
+        for _ in range(count):
+            if asks and self._rng.random() < 0.08:
+                again = self._rng.choice(asks)
+                asks.append(replace(again, traits=tuple(dict.fromkeys((*again.traits, "duplicate")))))
+            else:
+                asks.append(self._draw())
+        return asks
+
+    # ---- one request -----------------------------------------------------------------------------------------------
+
+    def _draw(self) -> Ask:
+        about = self._rng.choices(list(_ABOUT), list(_ABOUT.values()))[0]
+        if about == "too long":
+            return self._too_long()
+        body = {"model": "target", "return_token_ids": True, **self._sampling()}
+        own, rule, traits = self._verification()
+        if about == "completion":
+            ask = Ask(about, COMPLETIONS, {**body, "prompt": self._sentence(3, 60)})
+        else:
+            ask = Ask(about, CHAT, {**body, "messages": [self._user(self._media(about))]})
+            if about == "chat of two turns":
+                # The second turn repeats the first answer's text: both servers must have said the same.
+                own, rule, traits = {}, SAME, ()
+                return self._with_extras(replace(ask, next_turn=self._sentence(2, 8)), may_close=False)
+        return self._with_extras(replace(ask, own=own, rule=rule, traits=traits))
+
+    def _sampling(self) -> dict[str, Any]:
+        rng = self._rng
+        chosen: dict[str, Any] = {"max_tokens": rng.randint(1, _MOST_TOKENS), "temperature": 0.0}
+        if rng.random() < 0.5:
+            chosen |= {"temperature": 1.0, "seed": rng.randrange(2**31)}
+            chosen |= rng.choice(({}, {}, {"top_p": 0.9}, {"top_k": 20}))
+        if rng.random() < 0.3:
+            chosen["ignore_eos"] = True
+        return chosen
+
+    def _verification(self) -> tuple[dict[str, Any], str, tuple[str, ...]]:
+        own, rule, _ = self._rng.choices(_SCORERS, [weight for _, _, weight in _SCORERS])[0]
+        return dict(own), rule, tuple(f"{key[8:]} {value}" for key, value in own.items())
+
+    def _with_extras(self, ask: Ask, may_close: bool = True) -> Ask:
+        """Let a request stream, want several answers, log-probabilities or a stop string, or break off."""
+        rng, body, traits, rule = self._rng, dict(ask.body), list(ask.traits), ask.rule
+        close_after = None
+        if rng.random() < 0.5:
+            body["stream"] = True
+            traits.append("streamed")
+            if may_close and rng.random() < 0.3:
+                close_after = rng.randint(1, 12)
+                body |= {"max_tokens": 400, "ignore_eos": True}
+                traits.append("closed")
+        may_differ = body["temperature"] > 0  # vLLM refuses several greedy answers
+        if rng.random() < 0.2 and may_differ and close_after is None and ask.next_turn is None:
+            body["n"] = rng.randint(2, 3)
+            traits.append("n > 1")
+        if rng.random() < 0.12:
+            body |= {"logprobs": 1} if ask.path == COMPLETIONS else {"logprobs": True, "top_logprobs": 1}
+            traits.append("logprobs")
+            rule = SAME if rule == COMPLETE else rule  # whoever reads log-probabilities is verified strictly
+        if rng.random() < 0.12:
+            body["stop"] = rng.choice((["then"], ["background", "the end"], [" a "]))
+            traits.append("stop string")
+            rule = SAME if rule == COMPLETE else rule
+        return replace(ask, body=body, traits=tuple(traits), rule=rule, close_after=close_after)
+
+    def _too_long(self) -> Ask:
+        words = " ".join(self._rng.choices(self._words, k=self._max_model_len + self._rng.randint(1, 500)))
+        body = {"model": "target", "max_tokens": 8, "temperature": 0.0}
+        if self._rng.random() < 0.5:
+            return Ask("too long", COMPLETIONS, {**body, "prompt": words}, REFUSED)
+        return Ask("too long", CHAT, {**body, "messages": [self._user([], words)]}, REFUSED)
+
+    # ---- contents --------------------------------------------------------------------------------------------------
+
+    def _sentence(self, fewest: int, most: int) -> str:
+        return " ".join(self._rng.choices(self._words, k=self._rng.randint(fewest, most)))
+
+    def _user(self, media: list[dict[str, Any]], text: str | None = None) -> dict[str, Any]:
+        if text is None:
+            text = pairs.DEFAULT_QUESTION if media and self._rng.random() < 0.6 else self._sentence(2, 20)
+        return {"role": "user", "content": [*media, {"type": "text", "text": text}]}
+
+    def _media(self, about: str) -> list[dict[str, Any]]:
+        rng = self._rng
+        match about:
+            case "video" | "chat of two turns":
+                return [self._item("video", "mp4")]
+            case "video of JPEGs":
+                return [self._item("video", "jpeg")]
+            case "two videos":
+                return [self._item("video", "mp4"), self._item("video", "jpeg")]
+            case "image":
+                return [self._item("image", "png", 1)]
+            case "images":
+                return [self._item("image", "png", 1) for _ in range(rng.randint(2, 3))]
+            case "frames as images":
+                scene, count = rng.randrange(_NUM_SCENES), rng.randint(4, MAX_IMAGES)
+                return [self._item("image", "png", i + 1, scene) for i in range(count)]
+        return []
+
+    def _item(self, modality: str, form: str, length: int | None = None, scene: int | None = None) -> dict[str, Any]:
+        """Return one part of a message; an image is the scene's frame of number `length`."""
+        scene = self._rng.randrange(_NUM_SCENES) if scene is None else scene
+        length = self._rng.choice(_LENGTHS) if length is None else length
+        key = (form, scene, length)
+        if key not in self._urls:
+            frames = self._scenes[scene]
+            self._urls[key] = data_url(frames[length - 1 : length] if form == "png" else frames[:length], form)
+        return {"type": f"{modality}_url", f"{modality}_url": {"url": self._urls[key]}}
+
+
+def data_url(frames: np.ndarray, form: str) -> str:
+    """Return `[num_frames, height, width, 3]` uint8 frames as a data URL: an mp4 file, JPEGs of a video, or one PNG."""
+    if form == "mp4":
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "video.mp4"
+            world.write_mp4(frames, path)
+            return "data:video/mp4;base64," + base64.b64encode(path.read_bytes()).decode()
+    if form == "jpeg":
+        return "data:video/jpeg;base64," + ",".join(_encoded(frame, "JPEG") for frame in frames)
+    return "data:image/png;base64," + _encoded(frames[0], "PNG")
+
+
+def _encoded(frame: np.ndarray, form: str) -> str:
+    buffer = io.BytesIO()
+    Image.fromarray(frame).save(buffer, form)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+# ---- the client ---------------------------------------------------------------------------------------------------
+
+
+def send(client: httpx.Client, base_url: str, ask: Ask, is_ours: bool) -> list[Reply]:
+    """Do what a client does; return what it was told, a reply for each turn that came about."""
+    body = ask.body | (ask.own if is_ours else {})
+    replies = [_send(client, base_url + ask.path, body, ask.close_after)]
+    first = replies[0]
+    if ask.next_turn is not None and first.status == 200 and 0 in first.choices:
+        said = {"role": "assistant", "content": first.choices[0].text}
+        body = body | {"messages": [*body["messages"], said, {"role": "user", "content": ask.next_turn}]}
+        replies.append(_send(client, base_url + ask.path, body, None))
+    return replies
+
+
+def _send(client: httpx.Client, url: str, body: dict[str, Any], close_after: int | None) -> Reply:
+    start = time.perf_counter()
+    for resent in range(_MOST_RESENT + 1):  # noqa: B007
+        reply = _send_once(client, url, body, close_after)
+        if reply.status != 500:
+            break
+    reply.resent, reply.seconds = resent, time.perf_counter() - start
+    return reply
+
+
+def _send_once(client: httpx.Client, url: str, body: dict[str, Any], close_after: int | None) -> Reply:
+    reply = Reply()
+    try:
+        with client.stream("POST", url, json=body, timeout=_TIMEOUT_S) as answer:
+            reply.status = answer.status_code
+            if answer.status_code != 200:
+                reply.error = answer.read().decode(errors="replace")[:300]
+            elif body.get("stream"):
+                _hear(answer, reply, close_after)
+            else:
+                for choice in json.loads(answer.read())["choices"]:
+                    _take(reply, choice, choice.get("message", choice))
+    except (httpx.HTTPError, ValueError) as error:
+        reply.status, reply.error = 0, f"{type(error).__name__}: {error}"
+    return reply
+
+
+def _hear(answer: httpx.Response, reply: Reply, close_after: int | None) -> None:
+    """Read a stream to its end, or so many of its pieces; who called closes it."""
+    count = 0
+    for event in _events(answer):
+        if "error" in event:
+            reply.status, reply.error = 500, str(event["error"])[:300]
+            return
+        for choice in event["choices"]:
+            _take(reply, choice, choice.get("delta", choice))
+            count += bool(choice.get("token_ids"))
+        if close_after is not None and count >= close_after:
+            reply.is_cut = True
+            return
+
+
+def _events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
+    for line in answer.iter_lines():
+        data = line.removeprefix("data: ")
+        if line.startswith("data: ") and data != "[DONE]":
+            yield json.loads(data)
+
+
+def _take(reply: Reply, choice: dict[str, Any], said: dict[str, Any]) -> None:
+    """Add a choice, whole or a piece of it, to what has been heard."""
+    heard = reply.choices.setdefault(choice["index"], Choice())
+    heard.token_ids += choice.get("token_ids") or []
+    heard.text += said.get("content") or said.get("text") or ""
+    heard.finish_reason = choice.get("finish_reason") or heard.finish_reason
+    logprobs = choice.get("logprobs")
+    if logprobs:
+        content = logprobs.get("content")
+        heard.logprobs += (
+            [entry["logprob"] for entry in content] if content is not None else logprobs.get("token_logprobs") or []
+        )
+
+
+@contextlib.contextmanager
+def client_for(concurrency: int) -> Iterator[httpx.Client]:
+    """Yield a client of so many connections."""
+    limits = httpx.Limits(max_connections=2 * concurrency, max_keepalive_connections=concurrency)
+    with httpx.Client(limits=limits, trust_env=False) as client:
+        yield client

@@ -1,0 +1,170 @@
+"""Measure what docs/reliability.md says, keep it as JSON in docs/results/, and write the page's sections from it.
+
+    python scripts/make_reliability.py                          # every section; half an hour
+    python scripts/make_reliability.py --only soak --minutes 15
+    python scripts/make_reliability.py --only restarts          # needs root for full file systems
+    python scripts/make_reliability.py --render                 # the page again, from what was recorded
+
+What is not as it should be is written as seen, and the command fails.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "reliability.md"
+
+
+# ---- soak -----------------------------------------------------------------------------------------------------------
+
+
+def run_soak(record: Path, options: argparse.Namespace) -> bool:
+    """Soak for so many minutes; return whether it passed."""
+    command = [sys.executable, "benchmarks/soak.py", "--minutes", f"{options.minutes:g}", "--json", str(record)]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+
+
+def soak_text(result: dict[str, Any]) -> str:
+    """Return the soak's tables."""
+    made, kinds, traits = result["provenance"], result["kinds"], result["traits"]
+    sampled = traits.get("sampled", 0)
+    lines = [
+        f'`make soak SOAK_ARGS="--minutes {result["minutes"]:g}"` on {made["date"][:10]}, commit '
+        f"`{made['git_sha'][:12]}`, vLLM {made['versions']['vllm']}, {made['cpu']}, {made['num_cpus']} cores; "
+        f"{result['family']}, fp32, {result['concurrency']} clients at a time (measured).",
+        "",
+        f"{result['requests']} requests, {result['compared']} of them compared token by token with vanilla's "
+        f"({sampled} sampled with a seed, the others greedy). By kind: "
+        + ", ".join(f"{name} {count}" for name, count in kinds.items())
+        + ". With: "
+        + ", ".join(f"{name} {count}" for name, count in traits.items() if name != "sampled")
+        + ".",
+        "",
+        "| | |",
+        "| --- | ---: |",
+        f"| wrong answers | {result['wrong_answers']} |",
+        f"| errors that were not expected | {result['errors_unexpected']} |",
+        f"| draft KV blocks held when idle | {result['leaked_blocks']} |",
+        f"| stored states held when idle | {result['leaked_states']} |",
+        "",
+        "| configuration | requests | memory, MB | its slope, MB per minute | preemptions | accepted / drafts |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in result["configs"]:
+        counted = row["counters"]
+        stood = f"{counted['accepted_tokens'] / max(1, counted['drafts']):.2f}"
+        slope = row["rss_slope_mb_per_min"]
+        lines.append(
+            f"| {row['config']} | {row['requests']} | {row['rss_mb']} | {slope} | {row['preemptions']} | {stood} |"
+        )
+    lines += [
+        f"| vanilla, all the time | {result['requests']} | {result['vanilla_rss_mb']} "
+        f"| {result['vanilla_rss_slope_mb_per_min']} | {result['vanilla_preemptions']} | none |",
+        "",
+        "| latency, s | answered | p50 | p95 | vanilla p50 | vanilla p95 |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    times = ("p50_s", "p95_s", "vanilla_p50_s", "vanilla_p95_s")
+    rows = {**result["by_kind"], "all": result | {"answered": sum(r["answered"] for r in result["by_kind"].values())}}
+    for name, row in rows.items():
+        lines.append(f"| {name} | {row['answered']} | " + " | ".join(f"{row[time]:.2f}" for time in times) + " |")
+    return "\n".join(lines)
+
+
+# ---- restarts -------------------------------------------------------------------------------------------------------
+
+
+def run_restarts(record: Path, options: argparse.Namespace) -> bool:
+    """Run every case; return whether all were as they should be."""
+    from tests.serve import restarts
+    from vllm_vidspec.tools.provenance import provenance
+
+    recorded = json.loads(record.read_text())["rows"] if record.exists() else []
+    rows = {row["case"]: row for row in recorded}
+    good = True
+    for case in restarts.CASES:
+        if not case.name.startswith(tuple(options.cases.split(","))):
+            continue
+        print(f"{case.name} ...", flush=True)
+        with tempfile.TemporaryDirectory(prefix="vs") as folder:  # short: sockets lie in it
+            try:
+                seen, is_right = case.run(Path(folder)), True
+            except Exception as error:
+                traceback.print_exc()
+                seen, is_right = f"{type(error).__name__}: {error}".splitlines()[0].replace(folder, "…")[:600], False
+        print(f"  {'' if is_right else 'NOT AS EXPECTED: '}{seen}", flush=True)
+        good &= is_right
+        rows[case.name] = {"case": case.name, "seen": seen, "is_right": is_right}
+        kept = [rows[case.name] for case in restarts.CASES if case.name in rows]
+        record.write_text(json.dumps({"rows": kept, "provenance": provenance()}, indent=1) + "\n")
+    return good
+
+
+def restarts_text(result: dict[str, Any]) -> str:
+    """Return the table of cases."""
+    lines = ["| what happens | what was seen (measured) |", "| --- | --- |"]
+    for row in result["rows"]:
+        wrong = "" if row["is_right"] else "**not as it should be:** "
+        lines.append(f"| {row['case']} | {wrong}{row['seen'].replace('|', chr(92) + '|')} |")
+    return "\n".join(lines)
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+
+
+class Section(NamedTuple):
+    """A part of the page between its markers: where it is recorded, what measures it, what writes it."""
+
+    record: Path
+    run: Callable[[Path, argparse.Namespace], bool]
+    text: Callable[[dict[str, Any]], str]
+
+
+RESULTS = ROOT / "docs" / "results"
+SECTIONS = {
+    "soak": Section(RESULTS / "reliability-soak.json", run_soak, soak_text),
+    "restarts": Section(RESULTS / "reliability-restarts.json", run_restarts, restarts_text),
+}
+
+
+def filled(page: str) -> str:
+    """Return the page with every recorded section made anew."""
+    for name, section in SECTIONS.items():
+        start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        if start in page and section.record.exists():
+            before, rest = page.split(start)
+            text = section.text(json.loads(section.record.read_text()))
+            page = f"{before}{start}\n\n{text}\n\n{end}{rest.split(end)[1]}"
+    return page
+
+
+def main() -> int:
+    """Run, record, render."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(SECTIONS), help="comma-separated sections")
+    parser.add_argument("--minutes", type=float, default=15.0, help="of the soak")
+    parser.add_argument("--cases", default="", help="comma-separated beginnings of restart cases")
+    parser.add_argument("--render", action="store_true", help="run nothing")
+    options = parser.parse_args()
+    names = [] if options.render else options.only.split(",")
+    if unknown := set(names) - set(SECTIONS):
+        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    if names:
+        import conftest  # noqa: F401  # the environment of engines
+    results = [SECTIONS[name].run(SECTIONS[name].record, options) for name in names]
+    PAGE.write_text(filled(PAGE.read_text()))
+    return int(not all(results))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    sys.exit(main())

@@ -1,0 +1,262 @@
+"""What becomes of a server whose processes are killed, or whose host lacks something; rows of docs/reliability.md.
+
+Each case serves the bundled pair, does something to it, and returns in words what was seen; it raises AssertionError
+where that is not what it should be.
+"""
+
+import os
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import httpx
+import psutil
+
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.metrics import difference
+from vllm_vidspec.tools import pairs
+from vllm_vidspec.tools.demo import ask
+from vllm_vidspec.tools.processes import VllmServer, free_port
+
+FAMILY, QUESTION, MAX_TOKENS = "qwen2.5-vl", pairs.DEFAULT_QUESTION, 24
+SMALL = {"kv_cache_memory_bytes": 96 * 2**20}  # an engine fills its cache with zeros when it starts
+_SOON_S = 90.0  # within which everything that was killed must be over, on a loaded machine
+_NOWHERE = "/proc/nowhere"  # where not even root can make a folder
+SHM = Path("/dev/shm")
+
+
+class _Server(VllmServer):
+    """A server behind a command that prepares its surroundings."""
+
+    prefix: tuple[str, ...] = ()
+
+    def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen:
+        return super().start([*self.prefix, *command], **options)
+
+
+@contextmanager
+def _serving(
+    folder: Path,
+    name: str = "server",
+    *,
+    env: dict[str, str] | None = None,
+    prefix: Sequence[str] = (),
+    **overrides: Any,
+) -> Iterator[_Server]:
+    """Serve the pair, with a temporary directory of its own for its counters, and wait until it answers."""
+    port, tmp = free_port(), folder / "tmp"
+    tmp.mkdir(exist_ok=True)
+    args = pairs.serve_args(FAMILY, "draft", port=port, overrides=SMALL | overrides)
+    with mock.patch.dict(os.environ, {"TMPDIR": str(tmp)} | (env or {})):
+        server = _Server(args, port, folder / f"{name}.log")
+        server.prefix = tuple(prefix)
+        with server:
+            server.wait_ready(timeout_s=400)
+            yield server
+
+
+def _ask(server: VllmServer) -> list[int]:
+    return ask(server.base_url, QUESTION, video=pairs.sample_video(), max_tokens=MAX_TOKENS).token_ids
+
+
+def _counters(folder: Path) -> list[Path]:
+    return sorted((folder / "tmp").glob("vidspec-*.i64"))
+
+
+def _processes(server: VllmServer) -> list[psutil.Process]:
+    root = psutil.Process(server.process.pid)
+    return [root, *root.children(recursive=True)]
+
+
+def _called(processes: list[psutil.Process], name: str) -> psutil.Process:
+    """Return the one that has given itself this name."""
+    found = [process for process in processes if name in " ".join(process.cmdline())]
+    assert len(found) == 1, (name, [" ".join(process.cmdline())[:80] for process in processes])
+    return found[0]
+
+
+class _Client(threading.Thread):
+    """Streams one long answer; how it ended is in `end`."""
+
+    def __init__(self, server: VllmServer):
+        super().__init__(daemon=True)
+        self._url = f"{server.base_url}/v1/chat/completions"
+        self.has_begun = threading.Event()
+        self.end = ""
+
+    def run(self) -> None:
+        body = {"model": "target", "messages": [{"role": "user", "content": QUESTION}], "stream": True}
+        body |= {"max_tokens": 1900, "ignore_eos": True}
+        try:
+            with httpx.stream("POST", self._url, json=body, timeout=300) as stream:
+                for line in stream.iter_lines():
+                    self.has_begun.set()
+                    if '"error"' in line:
+                        self.end = "an error in the stream"
+                        return
+                    if line == "data: [DONE]":
+                        self.end = "answered"
+            self.end = self.end or "a stream that ends without [DONE]"
+        except httpx.HTTPError:
+            self.end = "a closed connection"
+
+
+def _wait(is_there: Callable[[], bool], what: str) -> float:
+    """Return how many seconds it took."""
+    start = time.monotonic()
+    while not is_there():
+        assert time.monotonic() - start < _SOON_S, what
+        time.sleep(0.1)
+    return time.monotonic() - start
+
+
+# ---- what is killed -------------------------------------------------------------------------------------------------
+
+
+def killed(folder: Path, victim: str, stops: bool = True, **overrides: Any) -> str:
+    """Kill -9 one process in mid-answer; the next server finds nothing left of it.
+
+    Args:
+        folder: For logs and counters.
+        victim: What the process calls itself; "" for the API server.
+        stops: Whether the server ends by itself; else its group is ended, as a supervisor does.
+        overrides: Of the engine's arguments.
+    """
+    in_shm = set(os.listdir(SHM))
+    with _serving(folder, "killed", **overrides) as server:
+        expected, processes = _ask(server), _processes(server)
+        client = _Client(server)
+        client.start()
+        assert client.has_begun.wait(_SOON_S), "no answer began"
+        (_called(processes[1:], victim) if victim else processes[0]).kill()
+        heard_s = _wait(lambda: not client.is_alive(), "the client still waits")
+        assert client.end and client.end != "answered", client.end
+        seen = [f"the client gets {client.end} after {heard_s:.0f} s"]
+        if stops:
+            ended_s = _wait(lambda: server.process.poll() is not None, "the server goes on without it")
+            # vLLM's own API server says 0 here, with or without us: the page tells.
+            seen.append(f"the server exits (status {server.process.returncode}) after {ended_s:.0f} s more")
+        else:
+            seen.append("its group is ended")
+            server.end(grace_s=20)
+        _, alive = psutil.wait_procs(processes, timeout=_SOON_S)
+        assert not alive, [process.cmdline() for process in alive]
+    left = _counters(folder)
+    in_shm_now = set(os.listdir(SHM)) - in_shm
+    with _serving(folder, "again", **overrides) as server:
+        assert _ask(server) == expected, "another answer than before"
+        mine = _counters(folder)
+        assert len(mine) == 1 and mine[0] not in left, (left, mine)
+    assert not _counters(folder), _counters(folder)
+    in_shm_left = sorted(set(os.listdir(SHM)) - in_shm)
+    ours = [name for name in in_shm_left if "vidspec" in name]
+    assert not ours, ours
+    seen.append(f"{len(left)} counter file{'' if len(left) == 1 else 's'} left, none after the next start")
+    seen.append(f"{len(in_shm_now)} segments in /dev/shm left" + (", all of them vLLM's" if in_shm_left else ""))
+    return "; ".join([*seen, "the same answer again"])
+
+
+# ---- what the host lacks --------------------------------------------------------------------------------------------
+
+
+def two_servers(folder: Path) -> str:
+    """Two servers of one user, in one temporary directory: each counts its own."""
+    with _serving(folder, "one") as one, _serving(folder, "two") as two:
+        assert len(_counters(folder)) == 2
+        before = [server.metrics() for server in (one, two)]
+        assert _ask(one) == _ask(one) == _ask(two), "two answers"
+        counted = [difference(b, s.metrics())["prompts"] for b, s in zip(before, (one, two), strict=True)]
+        assert counted == [2, 1], counted
+    assert not _counters(folder), _counters(folder)
+    return "each counts its own requests; both files are gone afterwards"
+
+
+def lacking(folder: Path, env: dict[str, str], prefix: Sequence[str] = ()) -> str:
+    """Serve and ask where the host lacks something.
+
+    Args:
+        folder: For logs.
+        env: What says so.
+        prefix: A command that makes it so.
+    """
+    with _serving(folder, env=env, prefix=prefix) as server:
+        assert _ask(server), "no answer"
+        assert server.metrics()["accepted_tokens"] > 0, "nothing is counted"
+        log = server.log_path.read_text(errors="replace")  # before it is ended, of which vLLM may leave a trace
+    # vLLM logs traces of its own where it cannot keep a cache; in ours is a frame of ours.
+    ours = [line for line in log.splitlines() if 'File "' in line and "/vllm_vidspec/" in line]
+    assert not ours, ours
+    is_vllms = "Traceback" in log
+    return "it serves and counts" + ("; vLLM logs that it cannot keep a cache of its own" if is_vllms else "")
+
+
+@contextmanager
+def _full_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder on a file system that is full; needs root."""
+    where = folder / "full"
+    where.mkdir()
+    with ExitStack() as stack:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", where], check=True, capture_output=True)
+        stack.callback(subprocess.run, ["umount", "-l", where], check=True, capture_output=True)
+        fill(where)
+        yield where
+
+
+def fill(where: Path) -> None:
+    """Write until a file system takes no more."""
+    with (where / "filler").open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"\0" * 4096)
+        except OSError:
+            return
+
+
+def full_tmp(folder: Path) -> str:
+    """Serve with a temporary directory that is full: Python takes the next one that takes a file."""
+    with _full_folder(folder) as full:
+        return lacking(folder, {"TMPDIR": str(full)})
+
+
+# A mount namespace of the server's own, so that nobody else's /dev/shm is full.
+_FULL_SHM = (
+    *("unshare", "--mount", "sh", "-c"),
+    'mount -t tmpfs -o size=64k tmpfs /dev/shm && dd if=/dev/zero of=/dev/shm/filler bs=4k 2>/dev/null; exec "$@"',
+    "sh",
+)
+
+
+def full_shm(folder: Path) -> str:
+    """Start with a /dev/shm that is full: vLLM refuses to, with or without us, and says how much it needs."""
+    try:
+        lacking(folder, {}, _FULL_SHM)
+    except VidSpecError as refusal:
+        (line,) = re.findall(r"stopped: (.*) \(log: ", str(refusal))
+        assert "Insufficient space in /dev/shm" in line, line
+        return f"it does not start, and vLLM says why: `{line}`"
+    raise AssertionError("it serves, and vLLM is said to need the room")
+
+
+class Case(NamedTuple):
+    """A row of the page: what is done, and what does it."""
+
+    name: str
+    run: Callable[[Path], str]
+
+
+CASES = (
+    Case("kill -9 of the engine core", lambda folder: killed(folder, "EngineCore")),
+    Case("kill -9 of the API server", lambda folder: killed(folder, "", stops=False)),
+    Case("kill -9 of a tensor-parallel rank", lambda folder: killed(folder, "Worker_TP1", tensor_parallel_size=2)),
+    Case("two servers at once", two_servers),
+    Case("HOME that nobody can write to", lambda folder: lacking(folder, {"HOME": _NOWHERE})),
+    Case("TMPDIR that does not exist", lambda folder: lacking(folder, {"TMPDIR": _NOWHERE})),
+    Case("TMPDIR that is full", full_tmp),
+    Case("/dev/shm that is full", full_shm),
+)

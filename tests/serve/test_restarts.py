@@ -1,0 +1,16 @@
+"""A server that loses its engine ends, and the next finds nothing left of it; the other cases are run by a script."""
+
+import pytest
+
+pytest.importorskip("httpx")
+pytest.importorskip("vllm")
+
+from tests.serve import restarts
+
+pytestmark = [pytest.mark.serve]
+
+
+def test_an_engine_that_is_killed(tmp_path):
+    """Catches: a client that waits forever, a server that goes on without its engine, files that nobody sweeps."""
+    seen = restarts.CASES[0].run(tmp_path)
+    assert "none after the next start" in seen

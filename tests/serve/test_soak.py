@@ -1,0 +1,35 @@
+"""The soak's short form: half a minute of every kind of traffic, every answer compared, nothing left afterwards."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_vidspec.tools import pairs
+
+pytest.importorskip("httpx")
+pytest.importorskip("vllm")
+
+pytestmark = [pytest.mark.serve]
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_half_a_minute_of_mixed_traffic(tmp_path):
+    command = [sys.executable, "benchmarks/soak.py", "--minutes", "0.5", "--configs", "chain"]
+    # Memory grows while caches fill, which is all that half a minute shows.
+    command += ["--most-mb-per-min", "10000", "--json", "soak.json", "--log-dir", str(tmp_path)]
+    command[command.index("soak.json")] = str(tmp_path / "soak.json")
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=pairs.engine_env(), timeout=400)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]
+    result = json.loads((tmp_path / "soak.json").read_text())
+    zeros = ("wrong_answers", "errors_unexpected", "leaked_blocks", "leaked_states")
+    assert {name: result[name] for name in zeros} == dict.fromkeys(zeros, 0)
+    assert result["requests"] >= 48 and result["compared"] > result["requests"] / 2
+    for name in ("p50_s", "p95_s", "vanilla_p50_s", "vanilla_p95_s", "rss_slope_mb_per_min"):
+        assert isinstance(result[name], float), name
+    (config,) = result["configs"]
+    assert config["counters"]["accepted_tokens"] > 0 and config["processes_left"] == 0
+    assert result["provenance"]["argv"][0] == "soak.py"

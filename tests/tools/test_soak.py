@@ -1,0 +1,258 @@
+"""What the soak makes of answers and readings: planted faults are found, and sound runs pass."""
+
+import json
+import random
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("psutil")
+
+from benchmarks import soak, soak_judge, soak_traffic  # noqa: E402
+from benchmarks.soak_judge import COMPLETE, REFUSED, SAME, Choice, Reply, verdict  # noqa: E402
+from vllm_vidspec import metrics  # noqa: E402
+
+
+def reply(*answers: list[int], **fields) -> Reply:
+    """Return a whole reply of these tokens."""
+    choices = {i: Choice(list(tokens), str(tokens), "stop", [-0.5] * len(tokens)) for i, tokens in enumerate(answers)}
+    return Reply(**{"status": 200, "choices": choices, **fields})
+
+
+def changed(**fields) -> Reply:
+    """Return the reply [1, 2, 3] with fields of its answer replaced."""
+    one = reply([1, 2, 3])
+    for name, value in fields.items():
+        setattr(one.choices[0], name, value)
+    return one
+
+
+SOUND = [
+    (SAME, reply([1, 2, 3])),
+    (SAME, changed(logprobs=[-0.5001, -0.5, -0.5])),
+    (SAME, reply([1, 2, 3, 4], is_cut=True)),
+    (COMPLETE, reply([7])),
+    (COMPLETE, reply([7], is_cut=True)),
+]
+PLANTED = {
+    "another token": (SAME, reply([1, 2, 4]), "wrong", "from token 2 on"),
+    "a token too many": (SAME, reply([1, 2, 3, 4]), "wrong", "from token 3 on"),
+    "a token too few": (SAME, reply([1, 2]), "wrong", "from token 2 on"),
+    "another text": (SAME, changed(text="other"), "wrong", "another text"),
+    "another end": (SAME, changed(finish_reason="length"), "wrong", "another text or end"),
+    "another log-probability": (SAME, changed(logprobs=[-0.5, -0.6, -0.5]), "wrong", "log-prob"),
+    "a log-probability too few": (SAME, changed(logprobs=[-0.5]), "wrong", "log-prob"),
+    "another beginning of a cut answer": (SAME, reply([1, 9], is_cut=True), "wrong", "before it was cut"),
+    "an answer that is not there": (COMPLETE, reply(), "error", "0 answers of 1"),
+    "an empty answer": (COMPLETE, changed(token_ids=[]), "error", "0 tokens"),
+    "an answer without an end": (COMPLETE, changed(finish_reason=None), "error", "ended by None"),
+    "a failure": (SAME, Reply(500, "oh"), "error", "ours: 500 oh"),
+    "a connection that broke": (COMPLETE, Reply(0, "ReadError: "), "error", "ReadError"),
+    "an answer that should be refused": (REFUSED, reply([1]), "error", "not refused"),
+    "a server's failure in place of a refusal": (REFUSED, Reply(500), "error", "not refused"),
+    "another refusal": (REFUSED, Reply(413), "error", "400 and 413"),
+}
+
+
+@pytest.mark.parametrize(("rule", "ours"), SOUND)
+def test_sound_answers_pass(rule, ours):
+    assert verdict(rule, 1, 99, reply([1, 2, 3]), ours) == ("", "")
+    assert verdict(REFUSED, 1, 9, Reply(400), Reply(400)) == ("", "")
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found(name):
+    rule, ours, kind, why = PLANTED[name]
+    limit = 3 if name == "another end" else 99
+    vanilla = Reply(400) if rule == REFUSED else reply([1, 2, 3])
+    found = verdict(rule, 1, limit, vanilla, ours)
+    assert found[0] == kind and why in found[1]
+
+
+def test_an_answer_ends_where_its_length_says():
+    """Catches: a server that stops early and calls it the length."""
+    short = changed(finish_reason="length")
+    assert verdict(COMPLETE, 1, 4, reply([1, 2, 3]), short) == ("error", "ours: 3 tokens of at most 4, ended by length")
+    assert verdict(COMPLETE, 1, 3, reply([1, 2, 3]), short) == ("", "")
+
+
+IDLE = dict.fromkeys(metrics.NAMES, 0) | {"relevance_bytes_per_token": 256}
+
+
+@pytest.mark.parametrize(
+    ("held", "leaked"),
+    [
+        ({}, (0, 0)),
+        ({"draft_pool_blocks_used": 3}, (3, 0)),
+        ({"held_requests": 2}, (0, 2)),
+        ({"relevance_bytes_held": 64 * 256}, (0, 64)),
+        ({"relevance_bytes_held": 1, "held_requests": 1}, (0, 2)),
+        ({"relevance_bytes_held": 5, "relevance_bytes_per_token": 0}, (0, 5)),
+    ],
+)
+def test_what_is_held_at_rest_has_leaked(held, leaked):
+    found = soak_judge.leaks(IDLE | held)
+    assert (found["leaked_blocks"], found["leaked_states"]) == leaked
+
+
+def test_slope_is_of_the_second_two_thirds():
+    """2 MB a minute after caches have filled; catches: the first third, bytes per second, a mean of steps."""
+    filling = [(float(at), int(5e6 * at)) for at in range(60)]
+    growing = [(60.0 + at, int(4e8 + 2e6 * at / 60)) for at in range(121)]
+    assert soak_judge.slope_mb_per_min(filling + growing) == pytest.approx(2.0, abs=0.01)
+    assert soak_judge.slope_mb_per_min([(0.0, 5), (9.0, 5), (18.0, 5), (27.0, 5)]) == 0.0
+    assert soak_judge.slope_mb_per_min([]) is soak_judge.slope_mb_per_min(growing[:3]) is None
+
+
+def test_percentiles():
+    assert [soak_judge.percentile(range(1, 101), share) for share in (0.0, 0.5, 0.95, 1.0)] == [1, 50, 95, 100]
+    assert soak_judge.percentile([2.5], 0.95) == 2.5 and soak_judge.percentile([], 0.5) is None
+
+
+PASS = {"wrong_answers": 0, "errors_unexpected": 0, "leaked_blocks": 0, "leaked_states": 0, "rss_slope_mb_per_min": 1.0}
+
+
+@pytest.mark.parametrize("name", PASS)
+def test_each_figure_fails_a_soak(name):
+    assert soak_judge.is_bad(PASS, 5.0) == soak_judge.is_bad(PASS | {"rss_slope_mb_per_min": None}, 5.0) == []
+    assert soak_judge.is_bad(PASS | {name: 6}, 5.0) == [name]
+
+
+# ---- traffic --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def asks() -> list[soak_traffic.Ask]:
+    return soak_traffic.Traffic(random.Random(0)).slice(400)
+
+
+def test_traffic_is_of_every_kind(asks):
+    """Catches: a kind or a trait that is never drawn, a loose answer that is compared, a seed that is not."""
+    assert {ask.about for ask in asks} == set(soak_traffic._ABOUT)
+    traits = {trait for ask in asks for trait in ask.traits}
+    assert {"streamed", "closed", "n > 1", "logprobs", "stop string", "duplicate", "scorer strict"} <= traits
+    assert {ask.path for ask in asks} == {soak_traffic.CHAT, soak_traffic.COMPLETIONS}
+    for ask in asks:
+        is_lossy = ask.own.get("vidspec_scorer", "strict").startswith("fly") or ask.own.get("vidspec_lambda")
+        if ask.rule == COMPLETE:
+            assert is_lossy and not {"logprobs", "stop string"} & set(ask.traits)
+        if is_lossy and ask.rule == SAME:
+            assert {"logprobs", "stop string"} & set(ask.traits)
+        assert not ask.own.keys() & ask.body.keys()
+        assert ask.rule == REFUSED or ask.body["temperature"] == 0 or "seed" in ask.body
+        assert ("closed" in ask.traits) == (ask.close_after is not None)
+    again = soak_traffic.Traffic(random.Random(0)).slice(400)
+    assert json.dumps([ask.body for ask in again]) == json.dumps([ask.body for ask in asks])
+
+
+class _Server(BaseHTTPRequestHandler):
+    """Answers like the API, from what the request says."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.heard.append(body)
+        choice = {"index": 0, "finish_reason": "stop", "token_ids": [5, 6]}
+        if body.get("refuse"):
+            self._say(400, b'{"error": {"message": "no"}}')
+        elif body.get("stream"):
+            pieces = [choice | {"delta": {"content": "a"}, "finish_reason": None, "token_ids": [i]} for i in range(4)]
+            events = [{"choices": [piece]} for piece in pieces] + [{"choices": [choice | {"delta": {}}]}]
+            if body.get("break"):
+                events[2:] = [{"error": {"message": "it broke"}}]
+            lines = [f"data: {json.dumps(event)}\n\n" for event in events]
+            self._say(200, "".join([*lines, "data: [DONE]\n\n"]).encode())
+        else:
+            logprobs = {"content": [{"logprob": -1.0}, {"logprob": -2.0}]}
+            message = {"content": f"turn {len(body['messages'])}"}
+            self._say(200, json.dumps({"choices": [choice | {"message": message, "logprobs": logprobs}]}).encode())
+
+    def _say(self, status: int, data: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Server)
+    server.heard = []
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def sent(server, is_ours: bool = False, **fields) -> list[Reply]:
+    body = {"messages": [{"role": "user", "content": "q"}], **fields.pop("body", {})}
+    ask = soak_traffic.Ask("text", soak_traffic.CHAT, body, **fields)
+    with soak_traffic.client_for(2) as client:
+        return soak_traffic.send(client, f"http://127.0.0.1:{server.server_port}", ask, is_ours)
+
+
+def test_the_client_hears_answers_and_refusals(server):
+    (whole,) = sent(server)
+    assert (whole.status, whole.choices[0]) == (200, Choice([5, 6], "turn 1", "stop", [-1.0, -2.0]))
+    (streamed,) = sent(server, body={"stream": True})
+    assert streamed.choices[0] == Choice([0, 1, 2, 3, 5, 6], "aaaa", "stop") and not streamed.is_cut
+    (cut,) = sent(server, body={"stream": True}, close_after=2)
+    assert cut.choices[0].token_ids == [0, 1] and cut.is_cut
+    count = len(server.heard)
+    (refused,) = sent(server, body={"refuse": True})
+    assert len(server.heard) == count + 1
+    assert refused.status == 400 and "no" in refused.error
+    (broken,) = sent(server, body={"stream": True, "break": True})
+    assert broken.status == 500 and "it broke" in broken.error and broken.resent == 2
+
+
+def test_a_second_turn_repeats_the_first(server):
+    first, second = sent(server, next_turn="and then", is_ours=True, own={"vidspec_scorer": "strict"})
+    assert (first.choices[0].text, second.choices[0].text) == ("turn 1", "turn 3")
+    assert [message["content"] for message in server.heard[-1]["messages"]] == ["q", "turn 1", "and then"]
+    assert all(body["vidspec_scorer"] == "strict" for body in server.heard)
+    sent(server, own={"vidspec_scorer": "strict"})
+    assert "vidspec_scorer" not in server.heard[-1]
+
+
+def test_nobody_there_is_an_error():
+    with soak_traffic.client_for(1) as client:
+        (gone,) = soak_traffic.send(client, "http://127.0.0.1:9", soak_traffic.Ask("text", "/", {}), False)
+    assert gone.status == 0 and "Error" in gone.error
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_a_short_soak_has_fewer_configurations(capsys):
+    assert soak.parsed(["--minutes", "2"]).configs == ["chain", "tree-static"]
+    assert soak.parsed([]).configs == list(soak.CONFIGS)
+    assert soak.parsed(["--minutes", "0.2"]).configs == ["chain"]
+    with pytest.raises(SystemExit):
+        soak.parsed(["--configs", "chain,trees"])
+    assert "unknown configuration trees" in capsys.readouterr().err
+
+
+def test_a_record_tells_what_was_wrong():
+    record = soak.Record()
+    ask = soak_traffic.Ask("video", soak_traffic.CHAT, {"max_tokens": 9, "messages": ["m"], "seed": 3}, traits=("x",))
+    record.add("chain", ask, [reply([1, 2, 3], seconds=2.0)], [reply([1, 2, 3], seconds=1.0)])
+    record.add("chain", ask, [reply([1, 2, 3], seconds=4.0)], [reply([1, 2, 9], seconds=3.0)])
+    (wrong,) = record.bad["wrong"]
+    assert wrong["seed"] == 3 and "messages" not in wrong and "token 2" in wrong["why"]
+    latency = record.latency()
+    assert (latency["p50_s"], latency["p95_s"], latency["vanilla_p50_s"]) == (1.0, 3.0, 2.0)
+    assert latency["by_kind"]["video"] == {
+        "answered": 2, "p50_s": 1.0, "p95_s": 3.0, "vanilla_p50_s": 2.0, "vanilla_p95_s": 4.0,
+    }  # fmt: skip
+    assert record.requests == 2 and record.kinds == {"video": 2} and record.traits == {"x": 2}
+    record.add("chain", ask, [reply([1])], [])
+    assert record.bad["error"][0]["why"] == "1 turns and 0"
