@@ -1,10 +1,9 @@
-"""Patches of start-up and of the scheduler: our method becomes a configuration, our errors one line."""
+"""Patches of start-up: our method becomes a configuration, our errors one line."""
 
 import os
 import sys
 from collections.abc import Callable
 
-from vllm_vidspec.config import METHOD
 from vllm_vidspec.engine.compat.api import is_ours
 from vllm_vidspec.engine.compat.contract import wrap
 from vllm_vidspec.errors import VidSpecError
@@ -77,26 +76,3 @@ def install_error_line(refusal: Callable[[], str | None]) -> None:
 
     excepthook._vidspec = True  # type: ignore[attr-defined]
     sys.excepthook = excepthook
-
-
-def keep_media_of_cached_prefixes() -> None:
-    """Hand workers the pixels of images and videos that the prefix cache covers, in engines that use our method.
-
-    Why: the target needs no encoder run for them, so the scheduler strips their data; the draft has a cache of its own,
-    which knows nothing of the target's, and needs to see them: the second turn of every conversation about a video.
-    """
-    from vllm.v1.core.sched import output
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    ours = False  # whether this process's engine, of which there is one at a time, uses our method
-
-    def noting(init, self, vllm_config, *args, **kwargs):
-        nonlocal ours
-        ours = METHOD in (vllm_config.additional_config or {})
-        init(self, vllm_config, *args, **kwargs)
-
-    def unless_ours(strip, mm_features, num_computed_tokens, uses_mrope=False):
-        return mm_features if ours else strip(mm_features, num_computed_tokens, uses_mrope=uses_mrope)
-
-    wrap(Scheduler, "__init__", noting, "self", "vllm_config")
-    wrap(output, "strip_covered_mm_data", unless_ours, "mm_features", "num_computed_tokens", "uses_mrope")
