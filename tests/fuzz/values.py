@@ -1,4 +1,4 @@
-"""Values that a client or a file can hold: JSON of every type, size and depth, and what floats can be beside numbers."""
+"""Values that a client or a file can hold: JSON of every type, size and depth, and floats that are no numbers."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ NUMBERS = st.one_of(
 )
 TEXTS = st.one_of(
     st.text(max_size=20),
-    st.sampled_from(["", "\n", "a\nb", "\0", "\u2028", "\ud800", "../../etc/passwd", "0-99999999999"]),
+    st.sampled_from(["\n", "a\nb", "\0", "\u2028", "\ud800", "../../etc/passwd", "0-99999999999"]),
     st.sampled_from([1000, 100_000]).map("x".__mul__),
 )
 SCALARS = st.one_of(st.none(), st.booleans(), NUMBERS, TEXTS)

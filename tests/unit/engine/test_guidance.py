@@ -7,9 +7,9 @@ import pytest
 import torch
 from vllm.multimodal.inputs import PlaceholderRange
 
-from tests.unit.engine import fakes
-from tests.unit.engine.fakes import CPU, HIDDEN, NOTHING, VIDEO, Recorder, arrival_of, batch_of, in_list
-from vllm_vidspec.engine.listen import attention, hidden_states, prompts
+from tests.unit.engine.fakes import HIDDEN, NOTHING, VIDEO, Recorder, arrival_of, batch_of, in_list
+from tests.unit.engine.listening import make_guidance
+from vllm_vidspec.engine.listen import prompts
 from vllm_vidspec.engine.listen.attention import AttentionGuidance
 from vllm_vidspec.engine.listen.hidden_states import HiddenStateGuidance
 from vllm_vidspec.engine.listen.keys import content_keys
@@ -17,24 +17,6 @@ from vllm_vidspec.engine.listen.listeners import TargetListeners
 from vllm_vidspec.engine.listen.prompts import Guidance
 from vllm_vidspec.engine.listen.protocol import Forward
 from vllm_vidspec.errors import VidSpecError
-
-
-def make_guidance(kind: type[Guidance], monkeypatch, **more) -> Guidance:
-    """Return guidance without a target: one layer of attention, or hidden states that are embeddings of the ids."""
-    counters = fakes.Counts()
-    if kind is AttentionGuidance:
-        layer = SimpleNamespace(impl=SimpleNamespace(num_heads=1, head_size=HIDDEN, scale=1.0))
-        monkeypatch.setattr(attention, "attention_layers", lambda config: {"layers.0": layer})
-        monkeypatch.setattr(attention, "get_tensor_model_parallel_world_size", lambda: 1)
-        monkeypatch.setattr(attention, "check_readable", lambda *_: None)
-        monkeypatch.setattr(attention.compat, "observe_attention", lambda layer, observer: None)
-        vllm_config = SimpleNamespace(device_config=SimpleNamespace(device=CPU))
-        return AttentionGuidance(fakes.make_knobs(**more), vllm_config, counters, fakes.ALONE)
-    monkeypatch.setattr(hidden_states.compat, "expose_hidden_states", lambda target, layers: None)
-    model = SimpleNamespace(dtype=torch.float32, get_hidden_size=lambda: HIDDEN, get_total_num_hidden_layers=lambda: 2)
-    target = SimpleNamespace(embed_input_ids=lambda ids: ids[:, None].float().expand(-1, HIDDEN))
-    vllm_config = SimpleNamespace(model_config=model, device_config=SimpleNamespace(device=CPU))
-    return HiddenStateGuidance(fakes.make_knobs(pruner="uv", **more), target, vllm_config, counters, fakes.ALONE)
 
 
 def hear(listeners: TargetListeners, guidance: Guidance, batch: SimpleNamespace) -> None:
