@@ -9,18 +9,18 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
-# More examples than the tests' own numbers, and new ones each time.
-EXAMPLES = "VIDSPEC_PROPERTY_EXAMPLES"
+# So many times the tests' own numbers of examples, and new ones each time.
+TIMES = "VIDSPEC_PROPERTY_TIMES"
 
 
 def drawing(usual: int, **more: Any) -> settings:
-    """Return how a test draws: `usual` examples, always the same; with the environment variable as many as it says.
+    """Return how a test draws: `usual` examples, always the same; with `TIMES` in the environment more, and others.
 
     Nothing is kept between runs.
     """
-    asked = os.environ.get(EXAMPLES)
+    asked = os.environ.get(TIMES)
     return settings(
-        max_examples=int(asked) if asked else usual,
+        max_examples=usual * int(asked or 1),
         derandomize=not asked,
         database=None,
         deadline=None,
