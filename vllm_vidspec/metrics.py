@@ -416,4 +416,5 @@ def exposed(name: str) -> str:
 
 def _unlink(path: str, owner_pid: int) -> None:
     if os.getpid() == owner_pid:  # a forked child inherits the exit handler but not the file
-        Path(path).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # gone, or never ours
+            os.unlink(path)
