@@ -179,7 +179,7 @@ def check_counters(content: bytes) -> str:
 
 
 @st.composite
-def _media(draw: Any) -> tuple[str, bytes]:
+def media(draw: Any) -> tuple[str, bytes]:
     from vllm_vidspec.tools import pairs
 
     suffix = draw(st.sampled_from([".mp4", ".jpg", ".png", ""]))
@@ -217,5 +217,5 @@ TARGETS = {
     "speculative config": Target(_KNOBS, check_config),
     "calibration file": Target(st.one_of(_BYTES, st.sampled_from(_PLACES)), check_calibration),
     "counter file": Target(_counter_files(), check_counters, 100),
-    "media file of a tool": Target(_media(), check_media, 40),
+    "media file of a tool": Target(media(), check_media, 40),
 }
