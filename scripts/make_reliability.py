@@ -1,8 +1,10 @@
 """Measure what docs/reliability.md says, keep it as JSON in docs/results/, and write the page's sections from it.
 
-    python scripts/make_reliability.py                          # every section; half an hour
+    python scripts/make_reliability.py                          # every section; an hour
     python scripts/make_reliability.py --only soak --minutes 15
     python scripts/make_reliability.py --only restarts          # needs root for full file systems
+    python scripts/make_reliability.py --only faults,auto       # ten minutes
+    python scripts/make_reliability.py --only properties,fuzz   # as many scenarios and inputs as are worth it: --times
     python scripts/make_reliability.py --render                 # the page again, from what was recorded
 
 What is not as it should be is written as seen, and the command fails.
@@ -117,6 +119,101 @@ def restarts_text(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+# ---- faults ---------------------------------------------------------------------------------------------------------
+
+
+def run_faults(record: Path, options: argparse.Namespace) -> bool:
+    """Let everything on the draft's side fail once; return whether all answers were right and all was counted."""
+    from vllm_vidspec.tools.provenance import provenance
+
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.faults"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    rows = json.loads(line.removeprefix("RESULT "))
+    record.write_text(json.dumps({"rows": rows, "provenance": provenance()}, indent=1) + "\n")
+    return all(row["fine"] for row in rows)
+
+
+def faults_text(result: dict[str, Any]) -> str:
+    """Return the table of faults."""
+    lines = [
+        "| fault | answers as vanilla's | counted (measured) | requests after it |",
+        "| --- | ---: | --- | --- |",
+    ]
+    for row in result["rows"]:
+        counted = ", ".join(f"`{name}` {count}" for name, count in row["counted"].items())
+        after = f"{row['right_after']} of 2 right, {'drafted for' if row['drafted_after'] else '**not drafted for**'}"
+        lines.append(f"| {row['what']} | {row['right']} of {row['requests']} | {counted} | {after} |")
+    return "\n".join(lines)
+
+
+# ---- pruner auto ----------------------------------------------------------------------------------------------------
+
+
+def run_auto(record: Path, options: argparse.Namespace) -> bool:
+    """Let pruner auto learn on every bundled pair; return whether it came to 97 % of the best."""
+    command = [sys.executable, "benchmarks/bench_auto_pruner.py", "--json", str(record)]
+    is_same = subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+    return is_same and all(row["share_of_best"] >= 0.97 for row in json.loads(record.read_text())["rows"])
+
+
+def auto_text(result: dict[str, Any]) -> str:
+    """Return the table of acceptance lengths."""
+    pruners = list(result["rows"][0]["requests_by_pruner"])
+    lines = [
+        f"| pair | guidance | auto | {' | '.join(pruners)} | auto over the best | given while it learned and after |",
+        f"| --- | --- | ---: | {'---: | ' * len(pruners)}---: | --- |",
+    ]
+    for row in result["rows"]:
+        fixed = " | ".join(f"{row[pruner]:.2f}" for pruner in pruners)
+        given = ", ".join(f"{pruner} {count}" for pruner, count in row["requests_by_pruner"].items())
+        share = f"{100 * row['share_of_best']:.1f} %"
+        lines.append(f"| {row['family']} | {row['guidance']} | {row['auto']:.2f} | {fixed} | {share} | {given} |")
+    return "\n".join(lines)
+
+
+# ---- what hypothesis draws ------------------------------------------------------------------------------------------
+
+
+def run_properties(record: Path, options: argparse.Namespace) -> bool:
+    """Let requests live, without an engine, several times as many as in the tests."""
+    return _count("properties", 5, record, options)
+
+
+def run_fuzz(record: Path, options: argparse.Namespace) -> bool:
+    """Try inputs, many times as many as the tests do."""
+    return _count("fuzz", 20, record, options)
+
+
+def _count(part: str, usual: int, record: Path, options: argparse.Namespace) -> bool:
+    """Count; what fails is raised, as hypothesis shows it."""
+    from scripts import reliability_counts
+    from tests.fuzz.running import TIMES
+    from vllm_vidspec.tools.provenance import provenance
+
+    times = options.times or usual
+    os.environ[TIMES] = str(times)
+    rows = getattr(reliability_counts, part)()
+    record.write_text(json.dumps({"rows": rows, "times": times, "provenance": provenance()}, indent=1) + "\n")
+    return True
+
+
+def properties_text(result: dict[str, Any]) -> str:
+    """Return the table of scenarios."""
+    lines = ["| machine | scenarios | steps of the target |", "| --- | ---: | ---: |"]
+    lines += [f"| {name} | {row['scenarios']:,} | {row['steps']:,} |" for name, row in result["rows"].items()]
+    return f"{result['times']} times the scenarios of the tests (measured):\n\n" + "\n".join(lines)
+
+
+def fuzz_text(result: dict[str, Any]) -> str:
+    """Return the table of inputs."""
+    lines = ["| target | inputs | accepted | refused |", "| --- | ---: | ---: | ---: |"]
+    for name, row in result["rows"].items():
+        lines.append(f"| {name} | {row['inputs']:,} | {row['accepted']:,} | {row['refused']:,} |")
+    return f"{result['times']} times the inputs of the tests (measured):\n\n" + "\n".join(lines)
+
+
 # ---- the page -------------------------------------------------------------------------------------------------------
 
 
@@ -132,6 +229,10 @@ RESULTS = ROOT / "docs" / "results"
 SECTIONS = {
     "soak": Section(RESULTS / "reliability-soak.json", run_soak, soak_text),
     "restarts": Section(RESULTS / "reliability-restarts.json", run_restarts, restarts_text),
+    "faults": Section(RESULTS / "reliability-faults.json", run_faults, faults_text),
+    "auto": Section(RESULTS / "auto-pruner.json", run_auto, auto_text),
+    "properties": Section(RESULTS / "reliability-properties.json", run_properties, properties_text),
+    "fuzz": Section(RESULTS / "reliability-fuzz.json", run_fuzz, fuzz_text),
 }
 
 
@@ -151,6 +252,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(SECTIONS), help="comma-separated sections")
     parser.add_argument("--minutes", type=float, default=15.0, help="of the soak")
+    parser.add_argument("--times", type=int, help="of properties and fuzz: the tests' own number of examples")
     parser.add_argument("--cases", default="", help="comma-separated beginnings of restart cases")
     parser.add_argument("--render", action="store_true", help="run nothing")
     options = parser.parse_args()

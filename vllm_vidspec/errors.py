@@ -1,5 +1,26 @@
 """The errors that users see; every one is a single clear line, raised before weights load where possible."""
 
+import reprlib
+from typing import Any
+
 
 class VidSpecError(ValueError):
     """A wrong knob, an incompatible pair or an unsupported engine. The message is one line that says what to do."""
+
+
+def quoted(value: Any, longest: int = 60) -> str:
+    """Return what somebody gave in one line of at most `longest` characters, however long or deep it is."""
+    try:
+        text = repr(value[:longest]) if isinstance(value, str) else _abridged(longest).repr(value)
+    except (ValueError, RecursionError):  # Python does not write the largest numbers out
+        text = f"{type(value).__name__} of too many digits"
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+def _abridged(longest: int) -> reprlib.Repr:
+    """Return a `repr` that looks at no more of a value than could be shown."""
+    short = reprlib.Repr()
+    short.maxlist = short.maxtuple = short.maxdict = short.maxset = max(6, longest // 16)
+    short.maxstring = short.maxother = max(30, longest // 2)
+    short.maxlong = max(40, longest // 2)
+    return short

@@ -2,17 +2,19 @@
 
 import atexit
 import contextlib
+import errno
 import fcntl
 import hashlib
 import mmap
 import os
+import stat
 import tempfile
 import threading
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -156,11 +158,11 @@ class MetricsFile:
         """Map the file that another process created.
 
         Raises:
-            VidSpecError: The file is missing, too short or of another layout.
+            VidSpecError: The file is missing, too short, of another layout, or not this user's alone.
         """
         self.path = str(path)
         try:
-            self._held = open(self.path, "r+b")  # noqa: SIM115
+            self._held = _open_own(self.path)
             self._map = mmap.mmap(self._held.fileno(), _NUM_BYTES)
         except (OSError, ValueError) as error:
             raise VidSpecError(f"metrics file {self.path}: cannot be mapped ({error})") from None
@@ -283,6 +285,27 @@ class MetricsFile:
 def slots_of(names: Iterable[str]) -> np.ndarray:
     """Return `[n]` places of counters in a file, for `MetricsFile.add_all`; `KeyError` for a name outside `NAMES`."""
     return np.array([_SLOT[name] for name in names])
+
+
+def _open_own(path: str) -> IO[bytes]:
+    """Open a file to read and write it that this user alone can have made, or changed since.
+
+    The temporary directory is everybody's and a file's name there can be guessed: what another user has put in its
+    place, a link of his included, is not opened. Nothing here waits, as for the other end of a pipe.
+
+    Raises:
+        OSError: It is another's, a link, no file, or open to others.
+    """
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "r+b", buffering=0)
+    found = os.fstat(file.fileno())
+    if (
+        stat.S_ISREG(found.st_mode)
+        and found.st_uid == os.geteuid()
+        and not found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    ):
+        return file
+    file.close()
+    raise PermissionError(errno.EPERM, "it is not a file of this user's alone")
 
 
 def _digest(req_id: str) -> int:
@@ -429,4 +452,5 @@ def exposed(name: str) -> str:
 
 def _unlink(path: str, owner_pid: int) -> None:
     if os.getpid() == owner_pid:  # a forked child inherits the exit handler but not the file
-        Path(path).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # gone, or never ours
+            os.unlink(path)

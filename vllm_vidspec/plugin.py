@@ -11,7 +11,7 @@ def register() -> None:
     of the scheduler, and on the CPU engine of kernels that Triton's interpreter runs.
     """
     from vllm_vidspec.engine import preflight, scheduling
-    from vllm_vidspec.engine.compat import api, config
+    from vllm_vidspec.engine.compat import api, config, scheduler
     from vllm_vidspec.engine.report import server_counters
 
     config.install_error_line(server_counters.refusal)
@@ -19,7 +19,7 @@ def register() -> None:
     if preflight.version_problem() is not None:
         return
     api.allow_sampling_parameters()
-    config.hook_scheduler(scheduling.attach)
+    scheduler.hook_scheduler(scheduling.attach)
 
     from vllm.platforms import current_platform
 

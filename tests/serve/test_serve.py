@@ -13,6 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.engine import harness
+from tests.fuzz import files
+from tests.fuzz.running import Target
 from vllm_vidspec.cli import app
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import difference, summarize
@@ -213,6 +215,49 @@ def test_bad_video_is_a_4xx_and_the_server_goes_on(server, tmp_path, kind):
     good = _post(server, [{"role": "user", "content": QUESTION}])
     assert good.status_code == 200
     assert good.json()["usage"]["completion_tokens"] > 0
+
+
+def test_broken_media_cost_their_own_request_alone(server):
+    """Videos and images that are cut, changed or garbage, as hypothesis draws them: an answer or a 4xx, never a 5xx.
+
+    Catches: an exception of a decoder, of vLLM's or ours, that is the server's fault; a server that does not go on.
+    """
+
+    def check(given: tuple[str, bytes]) -> str:
+        suffix, content = given
+        kind, mime = ("video_url", "video/mp4") if suffix in (".mp4", "") else ("image_url", f"image/{suffix[1:]}")
+        url = f"data:{mime};base64," + base64.b64encode(content).decode()
+        parts = [{"type": kind, kind: {"url": url}}, {"type": "text", "text": QUESTION}]
+        answer = _post(server, [{"role": "user", "content": parts}])
+        assert answer.status_code == 200 or 400 <= answer.status_code < 500, answer.text
+        assert "Traceback" not in answer.text
+        return "accepted" if answer.status_code == 200 else "refused"
+
+    outcomes = Target(files.media(), check, 25).run()
+    print(f"media that a server was shown: {dict(outcomes)}")
+    assert outcomes["refused"]
+    assert _post(server, _video_message(pairs.sample_video().read_bytes())).status_code == 200
+
+
+def test_more_media_than_a_prompt_may_have_is_a_400(server):
+    """vLLM's `limit_mm_per_prompt` holds with our method: the third video of two."""
+    message = _video_message(pairs.sample_video().read_bytes())
+    message[0]["content"] = message[0]["content"][:1] * 3 + message[0]["content"][1:]
+    answer = _post(server, message)
+    assert answer.status_code == 400 and "2 video" in answer.json()["error"]["message"]
+
+
+def test_tenants_of_one_server(server):
+    """The same video and question under two salts: the same answers, and nothing of one is used for the other."""
+    message, answers = _video_message(pairs.sample_video().read_bytes()), []
+    for salt in ("first", "second", "first"):
+        before = server.metrics()
+        answers.append(_post(server, message, cache_salt=salt, vidspec_scorer="loose"))
+        gained = difference(before, server.metrics())
+        assert answers[-1].status_code == 200
+        assert gained["reused_guidance"] == 0 and gained["relevance_prompts"] == 1
+        assert gained["relevance_reused"] == (salt == "first" and len(answers) == 3)
+    assert len({answer.json()["choices"][0]["message"]["content"] for answer in answers}) == 1
 
 
 BAD_SPECS = {

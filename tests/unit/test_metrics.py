@@ -367,3 +367,62 @@ def test_a_writer_keeps_the_file_of_a_server_that_was_killed(folder):
     assert sweep() == []
     del worker
     assert sweep() == [metrics.path_for("a")]
+
+
+# --- in a folder that is everybody's ---
+
+
+def test_the_file_is_this_users_alone(file):
+    assert os.stat(file.path).st_mode & 0o777 == 0o600
+
+
+def _planted(path, kind: str, victim) -> None:
+    """Put something in the counter file's place, as another user could have before."""
+    whole = victim.read_bytes()
+    if kind == "link":
+        path.symlink_to(victim)
+    elif kind == "link to nothing":
+        path.symlink_to(path.parent / "absent")
+    elif kind == "pipe":
+        os.mkfifo(path, mode=0o600)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes(whole)
+        path.chmod(0o644 if kind == "open to others" else 0o600)
+
+
+PLANTS = ["link", "link to nothing", "pipe", "folder", "open to others", "another user's"]
+
+
+@pytest.mark.parametrize("kind", PLANTS)
+def test_what_another_user_has_planted_is_not_opened(tmp_path, monkeypatch, kind):
+    """Catches: counters written through a link, a wait for a pipe, numbers that another user may change."""
+    victim = tmp_path / "victim"
+    os.rename(MetricsFile.create(tmp_path / "made").path, victim)
+    before, path = victim.read_bytes(), tmp_path / "m"
+    _planted(path, kind, victim)
+    if kind == "another user's":
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(VidSpecError, match="cannot be mapped") as error:
+        MetricsFile(path)
+    assert "\n" not in str(error.value) and victim.read_bytes() == before
+
+
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "pipe", "open to others"])
+def test_a_new_file_takes_the_place_of_what_was_planted(tmp_path, kind):
+    """Catches: zeros written through a link to a file of the user's own."""
+    victim, path = tmp_path / "victim", tmp_path / "m"
+    victim.write_bytes(b"precious")
+    _planted(path, kind, victim)
+    created = MetricsFile.create(path)
+    created.add("drafts")
+    assert victim.read_bytes() == b"precious" and not path.is_symlink()
+    assert os.stat(path).st_mode & 0o777 == 0o600 and read_metrics(path)["drafts"] == 1
+
+
+def test_a_folder_in_the_place_of_a_file_is_one_line(tmp_path):
+    (tmp_path / "m").mkdir()
+    with pytest.raises(VidSpecError, match="takes no file"):
+        MetricsFile.create(tmp_path / "m")
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]

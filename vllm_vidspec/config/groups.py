@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from vllm_vidspec.config.paths import SPECVLM_PATHS, Path, parse_paths
+from vllm_vidspec.errors import quoted
 from vllm_vidspec.names import PRUNERS
 
 _PRUNER_ALIASES = {"window": "window:middle"}
@@ -24,6 +25,8 @@ PROTECTED_TOKENS = (
     *("isn", "aren", "wasn", "weren", "don", "doesn", "didn", "hasn", "haven", "hadn"),
     DIGITS,
 )
+
+MOST_CORES = 4096  # of a machine
 
 ScorerName = Literal["strict", "loose", "fly", "fly-entropy", "random"]
 # Keys of a request's `vllm_xargs`.
@@ -312,7 +315,7 @@ class ParallelKnobs(Group):
 
     prefix: ClassVar[str] = "parallel_"
 
-    device: str | None = Field(default=None, pattern=r"^(cpu|cuda(:\d+)?)$")
+    device: str | None = Field(default=None, pattern=r"^(cpu|cuda(:\d{1,3})?)$")
     """Where the drafter's process runs: `cuda:2` counts as the server counts its devices, `cpu` is the CPU engine's.
     Given, drafting and verifying overlap; drafts are chains then. Default: draft and target take turns in one
     process."""
@@ -324,6 +327,15 @@ class ParallelKnobs(Group):
     """Tokens that a request's stream may be ahead of what the target has committed."""
     wait_us: int = Field(default=0, ge=0, le=1_000_000)
     """Longest wait of a target step for streams that are too short, in microseconds; a wait delays every request."""
+
+    @field_validator("cpu_cores")
+    @classmethod
+    def _real_cores(cls, cores: str | None) -> str | None:
+        for part in (cores or "0").split(","):
+            first, *last = part.split("-")
+            if not len(part) < 12 or not int(first) <= int((last or [first])[0]) < MOST_CORES:
+                raise ValueError(f"parallel_cpu_cores: {quoted(part)} is no range of cores from 0 to {MOST_CORES - 1}")
+        return cores
 
     @property
     def cores(self) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from vllm_vidspec.config.groups import (
     nearest,
 )
 from vllm_vidspec.config.plans import NONE, Cap, Plan, PlanRow, capped, without_gaps
-from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.errors import VidSpecError, quoted
 
 METHOD = "vidspec"
 SELF = "self"
@@ -46,6 +46,8 @@ GROUPS: dict[str, type[Group]] = {
     "pool": PoolKnobs,
     "parallel": ParallelKnobs,
 }
+# What an error quotes, in characters, and how many complaints it makes.
+_LONGEST_KEY, _LONGEST_VALUE, _LONGEST_PATH, _MOST_COMPLAINTS = 60, 120, 500, 6
 # Other spellings of a knob's name.
 _ALIASES = {"draft": "draft_shape", "drafting": "draft_shape"}
 # The group of each knob that is in one, and its name there, by its flat name.
@@ -112,6 +114,7 @@ class VidSpecConfig(BaseModel):
         """Put every knob into its group, however it was spelled."""
         grouped: dict[str, Any] = {}
         for flat, value in flatten(given).items():
+            _refuse_senseless(flat, value)
             group, name = _PLACES.get(flat, ("", flat))
             (grouped.setdefault(group, {}) if group else grouped)[name] = value
         return grouped
@@ -293,13 +296,13 @@ def flatten(given: Mapping[str, Any]) -> dict[str, Any]:
     unknown = []
     for spelling, name, value in _spellings(given):
         if not name:
-            unknown.append(f"{spelling!r}{nearest(spelling, _KNOWN)}")
+            unknown.append(f"{quoted(spelling)}{nearest(spelling[:_LONGEST_KEY], _KNOWN)}")
         elif name in flat:
             raise VidSpecError(f"speculative config: {spelled[name]} and {spelling} are one knob: give one of them")
         else:
             flat[name], spelled[name] = value, spelling
     if unknown:
-        raise VidSpecError(f"speculative config: unknown key {'; '.join(unknown)}")
+        raise VidSpecError(f"speculative config: unknown key {_some(unknown)}")
     return flat
 
 
@@ -313,7 +316,7 @@ def _spellings(given: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
         if isinstance(value, Group):
             value = value.model_dump(exclude_unset=True)
         if not isinstance(value, Mapping):
-            raise VidSpecError(f"speculative config: {key}: a group takes an object of its knobs, got {value!r}")
+            raise VidSpecError(f"speculative config: {key}: a group takes an object of its knobs, got {quoted(value)}")
         for own, inner in value.items():
             own = own.replace("-", "_")
             yield f"{key}.{own}", GROUPS[key].flat_names().get(own, ""), inner
@@ -321,6 +324,21 @@ def _spellings(given: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 _FLAT_NAMES = (*(name for name in VidSpecConfig.model_fields if name not in GROUPS), *_PLACES)
 _KNOWN = (*_FLAT_NAMES, *map(".".join, _PLACES.values()), *GROUPS, *sorted(PASS_THROUGH_KEYS))
+
+
+def _refuse_senseless(name: str, value: Any) -> None:
+    """Refuse what no knob takes, however deep in a value: NaN, and integers beyond a machine's word.
+
+    Raises:
+        ValueError: One line.
+    """
+    left = [value]
+    while left:
+        found = left.pop()
+        if isinstance(found, list | tuple):
+            left += found
+        elif (isinstance(found, int) and abs(found) >= 1 << 63) or found != found:
+            raise ValueError(f"{name}: no knob takes such a number, got {quoted(found)}")
 
 
 def _validated(flat: dict[str, Any], given: Mapping[str, Any]) -> VidSpecConfig:
@@ -342,15 +360,22 @@ def _read_calibration(path: Any) -> dict[str, Any]:
     Raises:
         VidSpecError: The file is missing, is no JSON object or holds other keys than `vidspec calibrate` writes.
     """
+    # What is not printable in a path would break the line; a path is otherwise named as it is.
+    where = path if isinstance(path, str) and path.isprintable() and len(path) <= _LONGEST_PATH else quoted(path)
+    not_ours = VidSpecError(f"speculative config: calibration: {where} is not a file of `vidspec calibrate`")
     try:
+        if Path(path).exists() and not Path(path).is_file():
+            raise not_ours  # a pipe would be waited for, a device read for ever
         values = json.loads(Path(path).read_text())["config"]
-        unknown = sorted(set(values) - CALIBRATED_KEYS)
+        unknown = sorted(values.keys() - CALIBRATED_KEYS)
     except OSError as error:
-        raise VidSpecError(f"speculative config: calibration: {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        raise VidSpecError(f"speculative config: calibration: {path} is not a file of `vidspec calibrate`") from None
+        raise VidSpecError(f"speculative config: calibration: {where}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise not_ours from None
     if unknown:
-        raise VidSpecError(f"speculative config: calibration: {path} sets {unknown[0]!r}, which is not calibrated")
+        raise VidSpecError(
+            f"speculative config: calibration: {where} sets {quoted(unknown[0])}, which is not calibrated"
+        )
     return values
 
 
@@ -362,6 +387,12 @@ def _one_line(error: ValidationError, spelled: Mapping[str, str]) -> str:
             where = [GROUPS[where[0]].flat_names()[where[1]], *where[2:]] if len(where) > 1 else []
         path = ".".join([spelled.get(where[0], where[0]), *where[1:]]) if where else ""
         message = item["msg"].removeprefix("Value error, ")
-        got = "" if item["type"] in ("missing", "value_error") else f", got {item['input']!r}"
-        parts.append(f"{path}: {message}{got}" if path else message)
-    return "; ".join(parts)
+        got = "" if item["type"] in ("missing", "value_error") else f", got {quoted(item['input'], _LONGEST_VALUE)}"
+        parts.append(f"{path}: {message[:_LONGEST_PATH]}{got}" if path else message[:_LONGEST_PATH])
+    return _some(parts)
+
+
+def _some(parts: Sequence[str]) -> str:
+    """Return complaints in a line; of very many the first."""
+    more = [f"and {len(parts) - _MOST_COMPLAINTS} more"] if len(parts) > _MOST_COMPLAINTS else []
+    return "; ".join([*parts[:_MOST_COMPLAINTS], *more])

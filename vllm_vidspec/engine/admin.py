@@ -13,7 +13,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from vllm_vidspec.config import METHOD, VidSpecConfig
-from vllm_vidspec.engine.compat.config import RETUNE
+from vllm_vidspec.engine.compat.scheduler import RETUNE
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.errors import VidSpecError
 

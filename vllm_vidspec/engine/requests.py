@@ -26,6 +26,7 @@ class Arrival:
         features: vLLM's multimodal features in prompt order; copies that keep the pixels.
         sampling: vLLM's `SamplingParams`; None for a request that samples nothing.
         adapter: Name of its LoRA adapter, "" for none.
+        cache_salt: Whose it is, where an operator keeps tenants apart; "" for everybody's.
         has_embeds: Whether the prompt is one of embeddings, whose `token_ids` mean nothing.
         way: By which of `PruneKnobs.ways` its prompt is pruned.
     """
@@ -36,6 +37,7 @@ class Arrival:
     features: list[Any]
     sampling: Any
     adapter: str = ""
+    cache_salt: str = ""
     has_embeds: bool = False
     way: int = 0
 

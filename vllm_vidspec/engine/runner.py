@@ -21,6 +21,7 @@ from vllm_vidspec import metrics
 from vllm_vidspec.config import METHOD, VidSpecConfig
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.compat import model as compat
+from vllm_vidspec.engine.compat import scheduler
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.listen.protocol import Forward
 from vllm_vidspec.engine.parallel import launch
@@ -119,6 +120,7 @@ class VidSpecModelRunner(GPUModelRunner):
             features=[copy.copy(feature) for feature in request.mm_features],
             sampling=request.sampling_params,
             adapter=request.lora_request.lora_name if request.lora_request is not None else "",
+            cache_salt=scheduler.salt_of(request),
             has_embeds=request.prompt_embeds is not None,
             way=way_of(request.sampling_params),
         )

@@ -1,10 +1,9 @@
 """What a request may choose about its verification, and what keeps it strict whatever it chose."""
 
-import reprlib
 from typing import Any, NamedTuple
 
 from vllm_vidspec.config import REQUEST_LAMBDA, REQUEST_SCORER, ScoreKnobs, nearest
-from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.errors import VidSpecError, quoted
 
 # Set by the API server on requests that may call tools: a parser reads their output, not a person.
 CALLS_TOOLS = "vidspec_calls_tools"
@@ -34,27 +33,20 @@ def choose(extra_args: dict[str, Any] | None, knobs: ScoreKnobs) -> Choice:
     asked = {key: value for key, value in (extra_args or {}).items() if key.startswith(PREFIX)}
     if unknown := sorted(asked.keys() - set(_KEYS)):
         hint = nearest(unknown[0][:_LONGEST], (REQUEST_SCORER, REQUEST_LAMBDA))
-        raise VidSpecError(f"unknown request parameter {_quoted(unknown[0])}{hint}")
+        raise VidSpecError(f"unknown request parameter {quoted(unknown[0])}{hint}")
     scorer, share = asked.get(REQUEST_SCORER, knobs.scorer), asked.get(REQUEST_LAMBDA, knobs.lambda_loose)
     if not isinstance(scorer, str) or (REQUEST_SCORER in asked and scorer not in knobs.scorers):
         allowed = ", ".join(sorted(knobs.scorers))
-        raise VidSpecError(f"{REQUEST_SCORER}: this server allows {allowed}, got {_quoted(scorer)}")
+        raise VidSpecError(f"{REQUEST_SCORER}: this server allows {allowed}, got {quoted(scorer)}")
     if REQUEST_LAMBDA in asked:
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= knobs.max_lambda:
             allowed = f"0 to {knobs.max_lambda:g}"
-            raise VidSpecError(f"{REQUEST_LAMBDA}: this server allows {allowed}, got {_quoted(share)}")
+            raise VidSpecError(f"{REQUEST_LAMBDA}: this server allows {allowed}, got {quoted(share)}")
         if scorer not in ("strict", "loose", "random"):
             raise VidSpecError(f"{REQUEST_LAMBDA}: the scorer {scorer} takes none")
+    if not isinstance(asked.get(CALLS_TOOLS, False), bool):
+        raise VidSpecError(f"{CALLS_TOOLS}: true or false, got {quoted(asked[CALLS_TOOLS])}")
     return Choice(scorer, float(share))
-
-
-def _quoted(value: Any) -> str:
-    """Return a client's value in one line of bounded length, however long or deep it is."""
-    try:
-        text = repr(value[:_LONGEST]) if isinstance(value, str) else reprlib.repr(value)
-    except ValueError:  # Python does not write the largest numbers out
-        text = f"{type(value).__name__} of too many digits"
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
 def strict_reason(sampling: Any) -> str | None:

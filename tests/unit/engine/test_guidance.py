@@ -7,33 +7,16 @@ import pytest
 import torch
 from vllm.multimodal.inputs import PlaceholderRange
 
-from tests.unit.engine import fakes
-from tests.unit.engine.fakes import CPU, HIDDEN, NOTHING, VIDEO, Recorder, arrival_of, batch_of, in_list
-from vllm_vidspec.engine.listen import attention, hidden_states, prompts
+from tests.unit.engine.fakes import HIDDEN, NOTHING, VIDEO, Recorder, arrival_of, batch_of, in_list
+from tests.unit.engine.listening import make_guidance
+from vllm_vidspec.engine.listen import prompts
 from vllm_vidspec.engine.listen.attention import AttentionGuidance
 from vllm_vidspec.engine.listen.hidden_states import HiddenStateGuidance
+from vllm_vidspec.engine.listen.keys import content_keys
 from vllm_vidspec.engine.listen.listeners import TargetListeners
 from vllm_vidspec.engine.listen.prompts import Guidance
 from vllm_vidspec.engine.listen.protocol import Forward
 from vllm_vidspec.errors import VidSpecError
-
-
-def make_guidance(kind: type[Guidance], monkeypatch, **more) -> Guidance:
-    """Return guidance without a target: one layer of attention, or hidden states that are embeddings of the ids."""
-    counters = fakes.Counts()
-    if kind is AttentionGuidance:
-        layer = SimpleNamespace(impl=SimpleNamespace(num_heads=1, head_size=HIDDEN, scale=1.0))
-        monkeypatch.setattr(attention, "attention_layers", lambda config: {"layers.0": layer})
-        monkeypatch.setattr(attention, "get_tensor_model_parallel_world_size", lambda: 1)
-        monkeypatch.setattr(attention, "check_readable", lambda *_: None)
-        monkeypatch.setattr(attention.compat, "observe_attention", lambda layer, observer: None)
-        vllm_config = SimpleNamespace(device_config=SimpleNamespace(device=CPU))
-        return AttentionGuidance(fakes.make_knobs(**more), vllm_config, counters, fakes.ALONE)
-    monkeypatch.setattr(hidden_states.compat, "expose_hidden_states", lambda target, layers: None)
-    model = SimpleNamespace(dtype=torch.float32, get_hidden_size=lambda: HIDDEN, get_total_num_hidden_layers=lambda: 2)
-    target = SimpleNamespace(embed_input_ids=lambda ids: ids[:, None].float().expand(-1, HIDDEN))
-    vllm_config = SimpleNamespace(model_config=model, device_config=SimpleNamespace(device=CPU))
-    return HiddenStateGuidance(fakes.make_knobs(pruner="uv", **more), target, vllm_config, counters, fakes.ALONE)
 
 
 def hear(listeners: TargetListeners, guidance: Guidance, batch: SimpleNamespace) -> None:
@@ -72,7 +55,7 @@ def test_guidance_is_of_the_request_in_the_row(kind, monkeypatch):
     guided = guidance.take(0).wait()
     assert guided.outcome == ("guided_prompts",) and len(guided.scores[0]) == len(VIDEO)
     assert not guidance._prompts and getattr(guidance, "_num_bytes", 0) == 0
-    assert list(guidance._remembered) == ["other"]
+    assert len(guidance._remembered) == 1
 
 
 @pytest.mark.parametrize(
@@ -205,17 +188,19 @@ def test_all_frames_of_a_prompt_are_remembered(kind, monkeypatch):
     listeners.admit(arrival)
     hear(listeners, guidance, batch_of(1, count=len(arrival.token_ids)))
     guidance.take(1).wait()
-    assert list(guidance._remembered) == [f"frame {i}" for i in range(90, 100)]
+    last = content_keys(arrival, arrival.features, [3 * i + 3 for i in range(100)])[90:]
+    assert list(guidance._remembered) == last
 
 
 def test_a_prompt_that_ends_with_its_video_has_no_text_to_ask_with(monkeypatch):
     """Catches: "cached" where nothing was; what is counted before the draft has seen the prompt."""
     guidance, end = make_guidance(AttentionGuidance, monkeypatch), int(VIDEO[-1]) + 1
+    asking = arrival_of(0)
     guidance.arrive(arrival_of(0, num_tokens=end))
     assert guidance.take(0).wait() == (None, ("unguided_no_text",))
     guidance.arrive(arrival_of(1, num_tokens=end + 1))
     assert guidance.take(1).wait() == (None, ("unguided_cached",))
-    guidance._remembered["video"] = torch.ones(len(VIDEO))
+    guidance._remembered[content_keys(asking, asking.features, [end])[0]] = torch.ones(len(VIDEO))
     guidance.arrive(arrival_of(2, num_tokens=end))
     assert guidance.take(2).wait().outcome == ("guided_prompts", "reused_guidance")
     assert guidance.take(3) is None

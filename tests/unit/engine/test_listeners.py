@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from tests.unit.engine import fakes
-from tests.unit.engine.fakes import CPU, HIDDEN, NOTHING, NUM_ROWS, NUM_TOKENS, VIDEO, arrival_of, batch_of, in_list
+from tests.unit.engine.fakes import CPU, HIDDEN, NOTHING, NUM_ROWS, NUM_TOKENS, arrival_of, batch_of, in_list
+from tests.unit.engine.listening import make_states
 from vllm_vidspec.drafting import DraftTree
-from vllm_vidspec.engine.listen import state_store, visual_states
+from vllm_vidspec.engine.listen import state_store
 from vllm_vidspec.engine.listen.listeners import TargetListeners
 from vllm_vidspec.engine.listen.protocol import Forward
 from vllm_vidspec.engine.listen.state_store import StateStore
@@ -76,24 +77,6 @@ def test_memory_is_asked_for_by_turns_and_refusals_are_not_survived():
 
 
 # ---- the video's states ---------------------------------------------------------------------------------------------
-
-
-def make_states(monkeypatch, num_blocks: int = 4) -> VisualStates:
-    """Return the states of requests that all need relevance, in a store of so many blocks."""
-    monkeypatch.setattr(visual_states, "get_tp_group", lambda: fakes.GROUP)
-    monkeypatch.setattr(visual_states, "visual_indices", lambda feature: VIDEO)
-    block_bytes = state_store.BLOCK_ROWS * HIDDEN * 4
-    knobs = fakes.make_knobs(
-        request_scorers=("strict", "loose"), lambda_max=1.0, relevance_bytes=num_blocks * block_bytes
-    )
-    model = SimpleNamespace(dtype=torch.float32, max_model_len=256, get_hidden_size=lambda: HIDDEN)
-    vllm_config = SimpleNamespace(model_config=model, device_config=SimpleNamespace(device=CPU))
-    ready: list[int] = []
-    rules = SimpleNamespace(needs_relevance=lambda req_state_idx: True, ready=ready.append, of=ready)
-    states = VisualStates(knobs, vllm_config, NUM_ROWS, fakes.Counts(), rules, fakes.ALONE)
-    states.reserve(1 << 20)
-    states.init_kv(SimpleNamespace(kv_allocation=lambda: torch.no_grad()))
-    return states
 
 
 def measured(states: VisualStates, *rows: int) -> list[float]:

@@ -53,6 +53,7 @@ FUNCTIONS = {
     ),
     # The scheduler
     "vllm.v1.core.sched.scheduler:Scheduler.__init__": "self vllm_config",
+    "vllm.v1.core.sched.output:NewRequestData.from_request": "request block_ids",
     "vllm.v1.core.sched.output:strip_covered_mm_data": "mm_features num_computed_tokens uses_mrope",
     # Attention
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward": ATTENTION_FORWARD,

@@ -2,8 +2,8 @@
 
 It only reads: the target's own computation, and so its output, stays bit for bit what it was. A request is heard over
 as many prefill chunks as it takes. What a cached prefix keeps from being heard is taken from the last prompt that
-showed the same image or video; failing that there is no guidance, which is counted by reason, and the pruner is
-`uniform`.
+vLLM would share that prefix with (`keys.py`); failing that there is no guidance, which is counted by reason, and the
+pruner is `uniform`.
 """
 
 from collections import OrderedDict
@@ -17,6 +17,7 @@ import torch
 from vllm_vidspec.config import PruneKnobs
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.knobs import Knobs
+from vllm_vidspec.engine.listen.keys import content_keys
 from vllm_vidspec.engine.listen.protocol import TargetListener
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import Arrival
@@ -35,13 +36,13 @@ class HeardPrompt:
 
     Attributes:
         items: Per image or video the prompt indices `[m_i]` int64 of its tokens.
-        names: Per item vLLM's identifier of its content.
+        keys: Per item by what its scores are remembered.
         token_ids: Prompt, and after a preemption the output so far.
         missed: Why there will be no scores, or None.
     """
 
     items: list[torch.Tensor]
-    names: list[str]
+    keys: list[bytes]
     token_ids: list[int]
     missed: str | None = None
 
@@ -119,7 +120,7 @@ class Guidance(TargetListener):
         self._agreement = agreement
         self.attention: dict[int, Any] = {}  # the target's attention layers that are heard, by index
         self._prompts: dict[int, Any] = {}  # by persistent row
-        self._remembered: OrderedDict[str, torch.Tensor] = OrderedDict()  # identifier -> [m] float32 on the CPU
+        self._remembered: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # key -> [m] float32 on the CPU
 
     def arrive(self, arrival: Arrival) -> None:
         """Begin to listen to a request, if there is anything to choose in it."""
@@ -129,8 +130,8 @@ class Guidance(TargetListener):
         if not get_pruner(way.pruner).needs & SCORE_NEEDS:
             return  # it was changed to one that looks at nothing
         if items := self._listen(arrival.features, way):
-            names = [feature.identifier for feature in arrival.features]
-            self._prompts[arrival.req_state_idx] = self._kind(items, names, arrival.token_ids)
+            keys = content_keys(arrival, arrival.features, [int(item[-1]) + 1 for item in items])
+            self._prompts[arrival.req_state_idx] = self._kind(items, keys, arrival.token_ids)
 
     def _listen(self, features: list[Any], knobs: PruneKnobs) -> list[torch.Tensor]:
         """Return the items' prompt indices; [] where pruning chooses nothing or the draft will refuse the prompt."""
@@ -179,14 +180,13 @@ class Guidance(TargetListener):
             heard: Per item the scores `[m_i]` of this prefill, or None.
         """
         scores = [
-            self._remembered.get(name) if fresh is None else fresh
-            for name, fresh in zip(prompt.names, heard, strict=True)
+            self._remembered.get(key) if fresh is None else fresh for key, fresh in zip(prompt.keys, heard, strict=True)
         ]
-        for name, fresh in zip(prompt.names, heard, strict=True):
+        for key, fresh in zip(prompt.keys, heard, strict=True):
             if fresh is not None:
-                self._remembered[name] = fresh.clone()  # it may be a view, which would keep the whole prompt's
-                self._remembered.move_to_end(name)
-        sizes = {name: max(_LEAST_REMEMBERED, len(score)) for name, score in self._remembered.items()}
+                self._remembered[key] = fresh.clone()  # it may be a view, which would keep the whole prompt's
+                self._remembered.move_to_end(key)
+        sizes = {key: max(_LEAST_REMEMBERED, len(score)) for key, score in self._remembered.items()}
         total = sum(sizes.values())
         while total > _MAX_REMEMBERED:
             total -= sizes[self._remembered.popitem(last=False)[0]]

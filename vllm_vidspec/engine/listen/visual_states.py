@@ -1,11 +1,10 @@
 """The target's final hidden states of each request's video tokens, kept from prefill for the loose scorer (LVSpec).
 
-An image or video is an item of the store, known by the tokens and media up to its end. So requests that share a prefix
+An image or video is an item of the store, known by all that it depends on (`keys.py`). So requests that share a prefix
 share an item, and one whose prefill the target took from its prefix cache finds the states there; if they are gone, or
 do not fit, the request is verified strictly, which is counted by reason. All tensor-parallel ranks decide alike.
 """
 
-import hashlib
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from vllm.distributed import get_tp_group
 from vidspec_kernels import merge_relevance
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.knobs import Knobs
+from vllm_vidspec.engine.listen.keys import content_keys
 from vllm_vidspec.engine.listen.listeners import Guard
 from vllm_vidspec.engine.listen.prompts import prefills
 from vllm_vidspec.engine.listen.protocol import Forward, TargetListener
@@ -114,21 +114,16 @@ class VisualStates(TargetListener):
         is_needed = self._rules.needs_relevance(req_state_idx)
         holder = _Holder(req_state_idx, places, len(arrival.token_ids), is_needed)
         self._holders[req_state_idx] = holder
-        self._claim(holder, arrival.token_ids, [feature.identifier for feature in features], arrival.adapter)
+        self._claim(holder, content_keys(arrival, features, [int(item[-1]) + 1 for item in places]))
 
-    def _claim(self, holder: _Holder, token_ids: list[int], names: list[str], adapter: str) -> None:
-        """Find or make room for every item; `names` are vLLM's of their contents."""
-        text = np.asarray(token_ids, dtype=np.int64)
-        digest, done = hashlib.blake2b(adapter.encode(), digest_size=16), 0
-        for name, places in zip(names, holder.places, strict=True):
-            end = int(places[-1]) + 1
-            digest.update(name.encode() + b"\0" + text[done:end].tobytes())
-            done = end
-            item = self.store.find(digest.digest())
+    def _claim(self, holder: _Holder, keys: list[bytes]) -> None:
+        """Find or make room for every item."""
+        for key, places in zip(keys, holder.places, strict=True):
+            item = self.store.find(key)
             if item is not None:
                 holder.num_reused += 1
             else:
-                item = self.store.make(digest.digest(), len(places), may_drop=holder.is_needed)
+                item = self.store.make(key, len(places), may_drop=holder.is_needed)
             if item is None:
                 self._miss(holder, "memory")
                 return

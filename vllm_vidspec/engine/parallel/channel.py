@@ -14,9 +14,12 @@ import socket
 import struct
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_vidspec.parallel.tables import aligned
+
+logger = init_logger("vllm.vidspec")
 
 _INLINE_BYTES = 16 << 10  # a longer message travels as memory
 _RECEIVE_BYTES = 64 << 10
@@ -76,7 +79,9 @@ class Channel:
                 os.close(memory)
 
     def receive(self) -> list[Any]:
-        """Return the messages that have come; without the other end, `is_closed` holds afterwards."""
+        """Return the messages that have come; without the other end, or with one that says what is none, `is_closed`
+        holds afterwards.
+        """
         messages = []
         while not self.is_closed:
             try:
@@ -88,11 +93,12 @@ class Channel:
             if not data:
                 self.close()
                 break
-            if not extra:
-                messages.append(self._decoder.decode(data))
-                continue
-            (_, _, descriptor) = extra[0]
-            messages.append(self._decoder.decode(_from_memory(array.array("i", descriptor)[0])))
+            try:
+                packed = _from_memory(array.array("i", extra[0][2])[0]) if extra else data
+                messages.append(self._decoder.decode(packed))
+            except Exception as error:  # whatever it is, the other end does not speak as we do
+                logger.error("vidspec: what came from the drafter's other end is no message: %s", error)
+                self.close()
         return messages
 
     def wait(self, timeout_s: float) -> None:

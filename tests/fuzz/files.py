@@ -1,0 +1,221 @@
+"""Targets without an engine: configurations, calibration files, counter files, media that a person names."""
+
+import functools
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tests.fuzz.running import Target, one_line
+from tests.fuzz.values import JSON, NUMBERS
+from vllm_vidspec.config import CALIBRATED_KEYS, PASS_THROUGH_KEYS, PRUNERS, parse_config
+from vllm_vidspec.config.groups import MOST_CORES
+from vllm_vidspec.config.model import _KNOWN, GROUPS
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.metrics import MetricsFile
+from vllm_vidspec.tools import user_files
+
+# ---- the speculative configuration -----------------------------------------------------------------------------------
+
+_VALID = {"model": "draft", "num_speculative_tokens": 25}
+_WORDS = ("chain", "tree-static", "tree-adaptive", "auto", "none", "uv", "loose", "self", "cpu", "cuda:1", "all", "fp8")
+_SMALL = st.one_of(st.sampled_from(_WORDS), st.lists(st.integers(-1, 9), max_size=5), st.booleans(), NUMBERS)
+_ROWS = st.lists(
+    st.tuples(st.integers(0, 9), st.integers(0, 9), st.sampled_from(_WORDS), st.integers(-1, 30)).map(list), max_size=4
+)
+_CAPS = st.lists(st.lists(st.one_of(st.integers(0, 9), JSON), max_size=4), max_size=4)
+_VALUES = st.one_of(_SMALL, _ROWS, _CAPS, st.lists(st.lists(st.integers(-1, 70), max_size=3), max_size=6), JSON)
+_KEYS = st.one_of(st.sampled_from([key for key in _KNOWN if key != "calibration"]), st.text(max_size=30))
+_GROUP = st.dictionaries(
+    st.one_of(st.sampled_from([name for knobs in GROUPS.values() for name in knobs.model_fields]), st.text(max_size=9)),
+    _VALUES,
+    max_size=4,
+)
+_RATIO, _COUNT = st.one_of(st.floats(0, 1), NUMBERS), st.one_of(st.integers(1, 70), NUMBERS)
+# Of each kind of knob what is nearly right, so that much is accepted and the borders are met.
+_NEARLY = {
+    **dict.fromkeys(("prune_ratio", "image_prune_ratio", "lambda_r", "lambda_loose", "lambda_max"), _RATIO),
+    **dict.fromkeys(("tree_threshold", "tree_history_low", "fly_entropy", "draft_kv_fraction"), _RATIO),
+    **dict.fromkeys(("num_speculative_tokens", "max_draft_len", "uv_layer", "guidance_bytes", "prune_seed"), _COUNT),
+    **dict.fromkeys(("tree_depth_min", "tree_width_max", "tree_history", "top_n", "relevance_bytes"), _COUNT),
+    **dict.fromkeys(("fly_window", "fly_top_k", "draft_kv_bytes", "draft_encoder_bytes", "parallel_max_ahead"), _COUNT),
+    "draft": st.sampled_from(_WORDS),
+    "draft_table": st.one_of(_ROWS, st.just([[1, 4, "chain", 3], [5, 9, "none", 0]])),
+    "num_speculative_tokens_per_batch_size": st.one_of(_CAPS, st.just([[1, 4, 3], [6, 9, 0]])),
+    "pruner": st.sampled_from([*PRUNERS, "window", "uvv", "x\ny"]),
+    "guidance_layers": st.one_of(st.just("all"), st.lists(NUMBERS, max_size=4)),
+    "tree_paths": st.one_of(
+        st.just([[0], [1], [0, 0]]), st.lists(st.lists(st.integers(-1, 70), max_size=3), max_size=6)
+    ),
+    "scorer": st.sampled_from(_WORDS),
+    "protected_tokens": st.lists(st.text(max_size=5), max_size=5),
+    "parallel_device": st.sampled_from(["cpu", "cuda", "cuda:1", "cuda:" + "9" * 5000, "cuda:-1", "cpu\n"]),
+    "parallel_cpu_cores": st.sampled_from(["1", "2-5,8", "5-2", "0-99999999999", "9" * 5000, "1-", "\u0663", "1\n"]),
+    "quantization": JSON,
+}
+_KNOBS = st.one_of(
+    st.lists(st.sampled_from(sorted(_NEARLY)), max_size=3, unique=True).flatmap(
+        lambda keys: st.fixed_dictionaries({key: _NEARLY[key] for key in keys})
+    ),
+    st.dictionaries(_KEYS, _VALUES, max_size=4),
+    st.dictionaries(st.sampled_from(list(GROUPS)), st.one_of(_GROUP, JSON), max_size=2),
+    st.dictionaries(st.one_of(st.just("calibration"), st.just(100_000).map("x".__mul__)), JSON, max_size=1),
+)
+
+
+def check_config(asked: dict[str, Any]) -> str:
+    """What is accepted says the same when it is given back, and can be used; all else is one line."""
+    try:
+        config, passed = parse_config({**_VALID, **asked})
+    except VidSpecError as error:
+        one_line(error)
+        return "refused"
+    assert set(passed) <= PASS_THROUGH_KEYS
+    again, _ = parse_config({"method": "vidspec", **json.loads(json.dumps(config.flat()))})
+    assert again == config or again.flat() == config.flat()
+    assert config.plan_for(1).num_tokens <= 64 and config.max_path >= 1 and "\n" not in config.summary()
+    assert len(config.parallel.cores) <= 100 * MOST_CORES and 1 <= config.fly_window <= 64
+    return "accepted"
+
+
+# ---- calibration files -----------------------------------------------------------------------------------------------
+
+
+def _dumped(value: Any) -> bytes:
+    try:
+        return json.dumps(value).encode()
+    except ValueError:  # Python writes no number of more than 4300 digits
+        return b"[1, 2"
+
+
+_CALIBRATION = st.one_of(
+    st.fixed_dictionaries({}, optional={key: _NEARLY[key] for key in ("lambda_r", "guidance_layers", "uv_layer")}).map(
+        lambda knobs: {"config": knobs}
+    ),
+    st.dictionaries(st.sampled_from([*sorted(CALIBRATED_KEYS), "prune_ratio"]), _VALUES, max_size=4).map(
+        lambda knobs: {"config": knobs}
+    ),
+    JSON.map(lambda value: {"config": value}),
+    JSON,
+)
+_BYTES = st.one_of(
+    _CALIBRATION.map(_dumped),
+    st.binary(max_size=300),
+    st.sampled_from([b"[", b'{"config":', b'{"config": [', b"9"]).map(lambda part: part * 50_000),
+    st.sampled_from([b'{"config": {"lambda_r": 1e999}}', b'{"config": {"lambda_r": NaN}}', b"\xef\xbb\xbf{}"]),
+)
+_PLACES = ("folder", "/dev/null", "/dev/zero", "missing", "pipe", "link", "a\nb", "a\0b", "")
+
+
+def check_calibration(content: bytes | str) -> str:
+    """A file, or a place that is none: accepted with values in range, or one line, and never waited for."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "pair.json")
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+            given: str = str(path)
+        else:
+            given = str(path) if content in ("folder", "missing", "pipe", "link") else content
+            {"folder": path.mkdir, "pipe": functools.partial(os.mkfifo, path)}.get(content, bool)()
+            if content == "link":
+                path.symlink_to(path)
+        try:
+            config, _ = parse_config({**_VALID, "calibration": given})
+        except VidSpecError as error:
+            one_line(error)
+            return "refused"
+    assert 0 <= config.prune.lambda_r <= 1
+    return "accepted"
+
+
+# ---- counter files ---------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _whole_file() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        return Path(MetricsFile.create(Path(folder, "m")).path).read_bytes()
+
+
+@st.composite
+def _counter_files(draw: Any) -> bytes:
+    whole = bytearray(_whole_file())
+    kind = draw(st.sampled_from(["cut", "garbage", "changed", "noise behind the header"]))
+    if kind == "cut":
+        return bytes(whole[: draw(st.integers(0, len(whole) - 1))])
+    if kind == "garbage":
+        return draw(st.binary(max_size=4096))
+    if kind == "changed":
+        for _ in range(draw(st.integers(1, 4))):
+            whole[draw(st.integers(0, 63))] = draw(st.integers(0, 255))
+        return bytes(whole)
+    noise = draw(st.binary(min_size=64, max_size=64))
+    return bytes(whole[:24]) + (noise * (len(whole) // 64 + 1))[: len(whole) - 24]
+
+
+def check_counters(content: bytes) -> str:
+    """A file of ours, whatever its numbers are, can be read; every other one is a line."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "m")
+        path.touch(mode=0o600)
+        path.write_bytes(content)
+        try:
+            file = MetricsFile(path)
+        except VidSpecError as error:
+            one_line(error)
+            return "refused"
+        assert all(isinstance(value, int) for value in file.values().values())
+        file.request("request")
+        refusal = file.refusal()
+        assert refusal is None or len(refusal) <= 1024
+        file.refuse("x\ny" * 1000)
+    return "accepted"
+
+
+# ---- media that a person names ---------------------------------------------------------------------------------------
+
+
+@st.composite
+def media(draw: Any) -> tuple[str, bytes]:
+    from vllm_vidspec.tools import pairs
+
+    suffix = draw(st.sampled_from([".mp4", ".jpg", ".png", ""]))
+    whole = bytearray(Path(pairs.sample_video()).read_bytes())
+    kind = draw(st.sampled_from(["cut", "garbage", "changed", "only a header"]))
+    if kind == "cut":
+        return suffix, bytes(whole[: draw(st.integers(0, len(whole) - 1))])
+    if kind == "changed":
+        for _ in range(draw(st.integers(1, 30))):
+            whole[draw(st.integers(0, len(whole) - 1))] = draw(st.integers(0, 255))
+        return suffix, bytes(whole)
+    if kind == "garbage":
+        return suffix, draw(st.binary(max_size=2048))
+    return suffix, draw(
+        st.sampled_from([b"\xff\xd8\xff\xe0\0\x10JFIF\0", b"\x89PNG\r\n\x1a\n", b"\0\0\0 ftypisom", b""])
+    )
+
+
+def check_media(given: tuple[str, bytes]) -> str:
+    """What `vidspec demo --video` and its like read: frames, or one line."""
+    suffix, content = given
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "media" + suffix)
+        path.write_bytes(content)
+        try:
+            frames = user_files.read_video(path)
+        except VidSpecError as error:
+            one_line(error)
+            return "refused"
+    assert frames.ndim == 4 and len(frames) > 0
+    return "accepted"
+
+
+TARGETS = {
+    "speculative config": Target(_KNOBS, check_config),
+    "calibration file": Target(st.one_of(_BYTES, st.sampled_from(_PLACES)), check_calibration),
+    "counter file": Target(_counter_files(), check_counters, 100),
+    "media file of a tool": Target(media(), check_media, 40),
+}

@@ -1,0 +1,199 @@
+"""Targets that need vLLM's classes: a request's own knobs, bodies of API requests, bytes on the drafter's channel."""
+
+import asyncio
+import functools
+import os
+import socket
+import struct
+import time
+from typing import Any
+
+import msgspec
+from hypothesis import strategies as st
+
+from tests.fuzz.running import Target, one_line
+from tests.fuzz.values import JSON, NUMBERS
+from vllm_vidspec.config import ScoreKnobs
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.scoring.choices import CALLS_TOOLS, PREFIX, choose
+
+# ---- a request's own knobs -------------------------------------------------------------------------------------------
+
+_SERVERS = (
+    {},
+    {"scorer": "loose"},
+    {"scorer": "fly", "request_scorers": ["strict", "loose", "fly"], "lambda_max": 0.9},
+    {"request_scorers": ["random", "fly-entropy"], "lambda_loose": 0.0},
+)
+_NAMES = st.one_of(
+    st.sampled_from(["vidspec_scorer", "vidspec_lambda", CALLS_TOOLS, "vidspec_lamda", "vidspec_", "other"]),
+    st.text(max_size=10).map(PREFIX.__add__),
+    st.just(100_000).map(lambda size: PREFIX + "x" * size),
+)
+_VALUES = st.one_of(
+    st.sampled_from(["strict", "loose", "fly", "fly-entropy", "random", "Loose", "0.5"]),
+    st.floats(-0.5, 1.5),
+    NUMBERS,
+    JSON,
+)
+_ASKED = st.one_of(
+    st.fixed_dictionaries({}, optional={"vidspec_scorer": st.sampled_from(["strict", "loose"]), "other": JSON}),
+    st.fixed_dictionaries({"vidspec_lambda": st.floats(-0.1, 1.1)}, optional={"vidspec_scorer": st.just("loose")}),
+    st.dictionaries(_NAMES, _VALUES, max_size=3),
+)
+
+
+def check_choice(given: tuple[dict, dict]) -> str:
+    """A scorer that the server allows with a share within its bound, or one short line."""
+    server, asked = given
+    knobs = ScoreKnobs(**server)
+    try:
+        choice = choose(asked, knobs)
+    except VidSpecError as error:
+        one_line(error, longest=250)
+        return "refused"
+    assert choice.scorer in knobs.scorers and 0 <= choice.share <= max(knobs.lambda_loose, knobs.max_lambda)
+    return "accepted"
+
+
+# ---- bodies of API requests ------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _api() -> Any:
+    """Install our part of vLLM's front end once; return the request class and vLLM's errors."""
+    from pydantic import ValidationError
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.exceptions import VLLMValidationError
+
+    from vllm_vidspec.engine.compat import api
+
+    knobs = ScoreKnobs(**_SERVERS[2])
+    api.hear_request_choices(PREFIX, CALLS_TOOLS, lambda asked: choose(asked, knobs) and None)
+    return ChatCompletionRequest, OpenAIServingChat, (ValidationError, VLLMValidationError), knobs
+
+
+_FEW = st.one_of(st.sampled_from(["strict", "loose", 0.5, 0, True]), _VALUES)
+_BODIES = st.fixed_dictionaries(
+    {},
+    optional={
+        "vidspec_scorer": _FEW,
+        "vidspec_lambda": _FEW,
+        CALLS_TOOLS: _FEW,
+        "vllm_xargs": st.one_of(_ASKED, JSON),
+        "temperature": st.one_of(st.floats(0, 1), NUMBERS),
+        "cache_salt": st.one_of(st.text(max_size=5), JSON),
+    },
+)
+
+
+def check_body(body: dict[str, Any]) -> str:
+    """A body is refused by vLLM's own errors, which its server answers with 400, or what is left of it is allowed."""
+    request_class, serving, refusals, knobs = _api()
+    try:
+        request = request_class(messages=[{"role": "user", "content": "hello"}], model="m", **body)
+        params = request.to_sampling_params(8, {})
+        asyncio.run(_guarded(serving, request))
+    except refusals:
+        return "refused"
+    choice = choose(params.extra_args, knobs)
+    assert choice.scorer in knobs.scorers and 0 <= choice.share <= 0.9
+    return "accepted"
+
+
+async def _guarded(serving: Any, request: Any) -> None:
+    """Run our check of a request, and none of vLLM's serving behind it."""
+
+    class Reached(Exception):
+        pass
+
+    class Stub(serving):
+        def __init__(self) -> None:
+            pass
+
+        def __getattr__(self, name: str) -> Any:
+            raise Reached
+
+    try:
+        await serving.create_chat_completion(Stub(), request, None)
+    except Reached:
+        return
+
+
+# ---- the drafter's channel -------------------------------------------------------------------------------------------
+
+
+class _Bomb:
+    """Leaves a file behind where it is unpickled."""
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, ("/tmp/vidspec-fuzz-unpickled",)
+
+
+@functools.cache
+def _messages() -> list[bytes]:
+    """Messages as the drafter sends them, and some that ask for code to be run."""
+    import pickle
+
+    from vllm.v1.serial_utils import CUSTOM_TYPE_CLOUDPICKLE, CUSTOM_TYPE_PICKLE, MsgpackEncoder
+
+    from vllm_vidspec.engine.parallel.messages import Begin, Failed, Ready, Refused
+
+    encoder, bomb = MsgpackEncoder(), pickle.dumps(_Bomb())
+    sent = [Ready(), Failed("why"), Refused(1, 2, "too_long", "why"), Begin(1, 2, None, ["guided_prompts"])]
+    evil = [msgspec.msgpack.Ext(code, bomb) for code in (CUSTOM_TYPE_PICKLE, CUSTOM_TYPE_CLOUDPICKLE, 3, 99)]
+    refused = {"type": "Refused", "req_state_idx": 1, "epoch": 2, "reason": "too_long"}
+    packed = [msgspec.msgpack.encode(value) for value in (*evil, *({**refused, "detail": one} for one in evil))]
+    return [bytes(encoder.encode(message)[0]) for message in sent] + packed
+
+
+@st.composite
+def _packets(draw: Any) -> tuple[str, bytes]:
+    place = draw(st.sampled_from(["packet", "memory", "short memory"]))
+    if draw(st.booleans()):
+        return place, draw(st.binary(min_size=1, max_size=200))
+    whole = bytearray(draw(st.sampled_from(_messages())))
+    for _ in range(draw(st.integers(0, 3))):
+        whole[draw(st.integers(0, len(whole) - 1))] = draw(st.integers(0, 255))
+    return place, bytes(whole)
+
+
+_HEADS = (struct.pack("<qq", 1, 1 << 40), struct.pack("<q", 1 << 60), struct.pack("<q", -3), struct.pack("<qq", 1, -1))
+
+
+def check_channel(given: tuple[str, bytes]) -> str:
+    """Nothing that comes through the channel is run, waited for or believed: a message of ours, or a channel closed."""
+    from vllm_vidspec.engine.parallel import channel
+    from vllm_vidspec.engine.parallel.messages import ToTarget
+
+    place, content = given
+    here, there = channel.Channel.pair(ToTarget)
+    begin = time.monotonic()
+    try:
+        if place == "packet":
+            there.send(content)
+        else:
+            head = struct.pack("<qq", 1, len(content)).ljust(64, b"\0") if place == "memory" else b""
+            memory = os.memfd_create("fuzz")
+            # Without a head, what the head says is garbage itself: sizes that no memory has.
+            os.write(memory, head + (content if head else _HEADS[len(content) % len(_HEADS)] + content))
+            socket.send_fds(there, [b"m"], [memory])
+            os.close(memory)
+        messages = here.receive()
+    finally:
+        is_closed = here.is_closed
+        here.close()
+        there.close()
+    assert time.monotonic() - begin < 5
+    assert not os.path.exists("/tmp/vidspec-fuzz-unpickled"), "a message was run"
+    assert all(isinstance(message, msgspec.Struct) for message in messages)
+    assert bool(messages) != is_closed, "what is no message ends the conversation"
+    return "accepted" if messages else "refused"
+
+
+TARGETS = {
+    "a request's knobs": Target(st.tuples(st.sampled_from(_SERVERS), _ASKED), check_choice, 400),
+    "API bodies": Target(_BODIES, check_body, 100),
+    "the drafter's channel": Target(_packets(), check_channel, 300),
+}

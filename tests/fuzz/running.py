@@ -1,0 +1,63 @@
+"""How many inputs hypothesis tries, and what came of each: the same targets for the tests and for the figures."""
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis.strategies import SearchStrategy
+
+# So many times the tests' own numbers of examples, and new ones each time.
+TIMES = "VIDSPEC_PROPERTY_TIMES"
+
+
+def drawing(usual: int, **more: Any) -> settings:
+    """Return how a test draws: `usual` examples, always the same; with `TIMES` in the environment more, and others.
+
+    Nothing is kept between runs.
+    """
+    asked = os.environ.get(TIMES)
+    return settings(
+        max_examples=usual * int(asked or 1),
+        derandomize=not asked,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        **more,
+    )
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is fuzzed.
+
+    Attributes:
+        inputs: What is tried.
+        check: An input -> what came of it, in a word; an AssertionError, or any other, where that must not be.
+        usual: Examples of a test.
+    """
+
+    inputs: SearchStrategy
+    check: Callable[[Any], str]
+    usual: int = 300
+
+    def run(self, how: settings | None = None) -> Counter[str]:
+        """Try inputs; return how many ended how."""
+        outcomes: Counter[str] = Counter()
+
+        @(how or drawing(self.usual))
+        @given(self.inputs)
+        def tried(value: Any) -> None:
+            outcomes[self.check(value)] += 1
+
+        tried()
+        return outcomes
+
+
+def one_line(error: Exception, longest: int = 4000) -> str:
+    """Assert that an error is one line that a person can read; return it."""
+    text = str(error)
+    assert text and len(text.splitlines()) == 1 and len(text) <= longest, text[:2000]
+    return text

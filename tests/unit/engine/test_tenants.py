@@ -1,0 +1,151 @@
+"""What is kept of one request and given to another: never to another tenant, adapter or beginning.
+
+A tenant is who shares a `cache_salt`, as in vLLM's prefix cache. Looser keys are planted, and seen.
+"""
+
+import dataclasses
+import pickle
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.unit.engine.fakes import HIDDEN, VIDEO, arrival_of, batch_of, in_list
+from tests.unit.engine.listening import make_guidance, make_states
+from vllm_vidspec.engine.compat import scheduler
+from vllm_vidspec.engine.listen import prompts, visual_states
+from vllm_vidspec.engine.listen.attention import AttentionGuidance
+from vllm_vidspec.engine.listen.hidden_states import HiddenStateGuidance
+from vllm_vidspec.engine.listen.keys import content_keys
+from vllm_vidspec.engine.listen.protocol import Forward
+
+FIRST = {"cache_salt": "first tenant"}
+OTHERS = {
+    "another tenant": {"cache_salt": "second tenant"},
+    "nobody's": {"cache_salt": ""},
+    "another adapter": {**FIRST, "adapter": "adapter"},
+    "another beginning": {**FIRST, "token_ids": [7, *range(1, 8)]},
+    "another video": {**FIRST, "name": "other"},
+}
+
+
+def asking(row: int, token_ids=None, name: str = "video", **whose):
+    arrival = arrival_of(row, name, **whose)
+    return arrival if token_ids is None else dataclasses.replace(arrival, token_ids=token_ids)
+
+
+def guided(kind, monkeypatch, whose: dict) -> tuple[str, ...]:
+    """The first tenant's prompt is heard; what comes of another's, which the target's cache has kept from us?"""
+    guidance = make_guidance(kind, monkeypatch)
+    guidance.reserve(1 << 20)
+    listeners = in_list(guidance, on_draft_error="raise")
+    listeners.admit(asking(0, **FIRST))
+    listeners.before_forward(batch_of(0))
+    step = getattr(guidance, "_step", None)
+    if step is not None:
+        step.sums += torch.arange(step.sums.shape[1])
+        step.num_observed += 1
+    states = torch.rand(8, HIDDEN)
+    listeners.after_forward(Forward(states, [states, states]))
+    assert guidance.take(0).wait().outcome == ("guided_prompts",)
+    listeners.admit(asking(1, **whose))
+    return guidance.take(1).wait().outcome
+
+
+def reused(monkeypatch, whose: dict) -> int:
+    """The same of the states of a video."""
+    states = make_states(monkeypatch)
+    listeners = in_list(states, on_draft_error="raise")
+    listeners.admit(asking(0, **FIRST))
+    listeners.before_forward(batch_of(0))
+    listeners.after_forward(Forward(torch.ones(8, HIDDEN), None))
+    listeners.admit(asking(1, **whose))
+    return states._holders[1].num_reused
+
+
+KINDS = [AttentionGuidance, HiddenStateGuidance]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_stay_with_their_tenant(kind, monkeypatch):
+    """Catches: a prompt that is pruned by another tenant's question, or by another adapter's attention."""
+    assert guided(kind, monkeypatch, FIRST) == ("guided_prompts", "reused_guidance")
+    for who, whose in OTHERS.items():
+        assert guided(kind, monkeypatch, whose) == ("unguided_cached",), who
+
+
+def test_states_stay_with_their_tenant(monkeypatch):
+    """Catches: a tenant who learns, from a looser answer, that another one has shown the same video."""
+    assert reused(monkeypatch, FIRST) == 1
+    for who, whose in OTHERS.items():
+        assert reused(monkeypatch, whose) == 0, who
+
+
+def by_video_only(arrival, shown, ends):
+    return [feature.identifier.encode() for feature in shown]
+
+
+def without(name: str):
+    """Return keys that know less of a request."""
+    return lambda arrival, shown, ends: content_keys(dataclasses.replace(arrival, **{name: ""}), shown, ends)
+
+
+def without_text(arrival, shown, ends):
+    return content_keys(dataclasses.replace(arrival, token_ids=[0] * len(arrival.token_ids)), shown, ends)
+
+
+LOOSER = {
+    "by the video only": by_video_only,
+    "without the salt": without("cache_salt"),
+    "without the adapter": without("adapter"),
+    "without the text before it": without_text,
+}
+
+
+@pytest.mark.parametrize("name", LOOSER)
+def test_looser_keys_are_seen(name, monkeypatch):
+    with mock.patch.object(prompts, "content_keys", LOOSER[name]), pytest.raises(AssertionError):
+        test_scores_stay_with_their_tenant(AttentionGuidance, monkeypatch)
+    with mock.patch.object(visual_states, "content_keys", LOOSER[name]), pytest.raises(AssertionError):
+        test_states_stay_with_their_tenant(monkeypatch)
+
+
+def test_no_part_of_a_key_runs_into_another():
+    """A client chooses its salt, its adapter's name and names for its media. Catches: parts that are only joined."""
+    ends = [int(VIDEO[-1]) + 1]
+    pairs = [({"cache_salt": "ab", "adapter": "c"}, {"cache_salt": "a", "adapter": "bc"})]
+    pairs += [({"adapter": "a", "name": "bvideo"}, {"adapter": "ab", "name": "video"})]
+    for one, other in pairs:
+        keys = [content_keys(found := asking(0, **whose), found.features, ends) for whose in (one, other)]
+        assert keys[0] != keys[1]
+
+
+def test_what_is_only_heard_counts_too():
+    """Audio in front of a video shapes its states. Catches: a key of what is shown alone."""
+    ends, found = [int(VIDEO[-1]) + 1], asking(0)
+    audio = [SimpleNamespace(identifier=name, modality="audio") for name in ("song", "speech")]
+    keys = [
+        content_keys(dataclasses.replace(found, features=[sound, *found.features]), found.features, ends)
+        for sound in audio
+    ]  # fmt: skip
+    assert keys[0] != keys[1] and len(keys[0]) == 1
+
+
+def test_the_salt_travels_to_the_workers():
+    """From vLLM's request to what a worker is told, pickled on the way, in engines of ours. Catches: a lost field."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.sched.output import NewRequestData
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+
+    scheduler.tell_workers_more()
+    request = Request("id", [1, 2], SamplingParams(max_tokens=3), None, cache_salt="mine")
+    told = {}
+    for method in ("vidspec", "other"):
+        config = SimpleNamespace(additional_config={method: {}})
+        with pytest.raises(TypeError):  # our note of the configuration comes before vLLM's own work
+            Scheduler.__init__(object.__new__(Scheduler), config)
+        made = NewRequestData.from_request(request, ())
+        told[method] = scheduler.salt_of(pickle.loads(pickle.dumps(made)))
+    assert told == {"vidspec": "mine", "other": ""}
