@@ -53,6 +53,12 @@ FUNCTIONS = {
     ),
     # The scheduler
     "vllm.v1.core.sched.scheduler:Scheduler.__init__": "self vllm_config",
+    "vllm.v1.core.sched.scheduler:Scheduler.add_request": "self request",
+    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": "self scheduler_output model_runner_output",
+    "vllm.v1.core.sched.scheduler:Scheduler.shutdown": "self",
+    "vllm.v1.engine.core:EngineCore.collective_rpc": "self method timeout args kwargs",
+    "vllm.plugins.endpoint_plugins.interface:EndpointPlugin.attach_router": "self app",
+    "vllm.plugins.endpoint_plugins.interface:EndpointPlugin.init_state": "self engine_client state args",
     "vllm.v1.core.sched.output:NewRequestData.from_request": "request block_ids",
     "vllm.v1.core.sched.output:strip_covered_mm_data": "mm_features num_computed_tokens uses_mrope",
     # Attention
@@ -176,7 +182,8 @@ MEMBERS = {
     f"{GPU}.cudagraph_utils:BatchExecutionDescriptor": "cg_mode num_tokens num_reqs",
     f"{GPU}.mm.encoder_cache:EncoderCache": "encoder_outputs reset_encoder_cache",
     "vllm.v1.core.sched.output:SchedulerOutput": (
-        "scheduled_new_reqs finished_req_ids total_num_scheduled_tokens num_spec_tokens_to_schedule"
+        "scheduled_new_reqs finished_req_ids total_num_scheduled_tokens num_spec_tokens_to_schedule "
+        "num_scheduled_tokens scheduled_spec_decode_tokens"
     ),
     "vllm.v1.core.sched.output:NewRequestData": (
         "req_id prompt_embeds prefill_token_ids mm_features sampling_params lora_request"
