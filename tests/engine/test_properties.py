@@ -67,6 +67,7 @@ class Story:
                 getattr(self, what)(first, second, failing)
             while self.engine.core.has_unfinished_requests():
                 self._step()
+        assert self.finished.keys() == self.asked.keys(), "a request was not answered"
         for name, tokens in self.finished.items():
             prompt, length = self.asked[name]
             assert tokens == self.answers[prompt][:length], f"request {name} is answered as vanilla does not"
@@ -74,9 +75,9 @@ class Story:
 
     def add(self, prompt: int, length: int, _failing: contextlib.ExitStack) -> None:
         text, sampling = self.requests[prompt]
-        (name,) = self.engine.llm.enqueue(
-            [text], harness._params(**sampling | {"max_tokens": length}), use_tqdm=False
-        )  # fmt: skip
+        arguments = harness._params(**sampling | {"max_tokens": length})
+        (internal,) = self.engine.llm.enqueue([text], arguments, use_tqdm=False)
+        name = self.engine.core.output_processor.request_states[internal].external_req_id  # by which outputs go
         self.asked[name] = (prompt, length)
 
     def step(self, count: int, _: None, _failing: contextlib.ExitStack) -> None:
