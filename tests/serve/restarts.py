@@ -129,7 +129,11 @@ def killed(folder: Path, victim: str, stops: bool = True, **overrides: Any) -> s
         overrides: Of the engine's arguments.
     """
     in_shm = set(os.listdir(SHM))
-    with _serving(folder, "killed", **overrides) as server:
+    cores = sorted(os.sched_getaffinity(0))
+    # vLLM would give each rank a NUMA node of its own.
+    ranks = range(overrides.get("tensor_parallel_size", 1))
+    env = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in ranks)}
+    with _serving(folder, "killed", env=env, **overrides) as server:
         expected, processes = _ask(server), _processes(server)
         client = _Client(server)
         client.start()
@@ -149,7 +153,7 @@ def killed(folder: Path, victim: str, stops: bool = True, **overrides: Any) -> s
         assert not alive, [process.cmdline() for process in alive]
     left = _counters(folder)
     in_shm_now = set(os.listdir(SHM)) - in_shm
-    with _serving(folder, "again", **overrides) as server:
+    with _serving(folder, "again", env=env, **overrides) as server:
         assert _ask(server) == expected, "another answer than before"
         mine = _counters(folder)
         assert len(mine) == 1 and mine[0] not in left, (left, mine)
