@@ -128,7 +128,7 @@ def leaks(idle: Mapping[str, int]) -> dict[str, int]:
     per_token = max(1, idle["relevance_bytes_per_token"])
     return {
         "leaked_blocks": idle["draft_pool_blocks_used"],
-        "leaked_states": idle["held_requests"] + math.ceil(idle["relevance_bytes_held"] / per_token),
+        "leaked_states": idle["held_requests"] + math.ceil(idle["relevance_held_bytes"] / per_token),
     }
 
 

@@ -292,6 +292,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
 # Metrics of ours that no panel shows, and why.
 LEFT_OUT = {
     "draft_forwards_total": "for benchmarks: forwards per batch follow from the configuration",
+    "held_requests": "0 when nothing runs, as the soak tests: for whom requests leak",
+    "relevance_held_bytes": "the same of hidden states",
     "tokens_in_use": "of the last batch size measured alone; changes of it are shown",
     "target_load_bytes": "a constant of the models",
     "text_tokens_total": "the draft sees all of the text",

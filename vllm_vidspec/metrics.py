@@ -92,7 +92,7 @@ GAUGES = {
     "draft_encoder_bytes_used": "Memory per rank that holds vision embeddings of the draft.",
     "relevance_pool_bytes": "Memory per rank for the video's hidden states.",
     "relevance_bytes_per_token": "Bytes per rank of one video token's hidden state.",
-    "relevance_bytes_held": "How much of that memory is held for requests, and not only kept for later ones.",
+    "relevance_held_bytes": "How much of that memory is held for requests, and not only kept for later ones.",
     "held_requests": "Requests of which our side holds a prompt, scores, states or a rule.",
 }
 # name -> what it says, its label, the values of that and what their counters are called

@@ -154,6 +154,7 @@ class Life(RuleBasedStateMachine):
             phase, reason = Phase(int(requests.phase[row])), requests.skip_reason[row]
             found = {
                 "arrived": row in world.speculator._arrivals or row in world.speculator._waiting,
+                "outside": row in world.speculator._room.held(),
                 "in line": row in prefills._jobs,
                 "read": row in prefills._read,
                 "blocks": bool(world.drafter.kv._blocks[row]),
@@ -169,6 +170,8 @@ class Life(RuleBasedStateMachine):
                 Phase.UNSEEN: {"arrived"},
                 Phase.PREFILLING: {"in line", "blocks", "expected"},
                 Phase.DRAFTING: {"read", "blocks", "expected"},
+                Phase.OUTSIDE: {"outside"},
+                Phase.HELD: {"in line", "blocks", "expected"},
                 Phase.SKIPPED: set(),
             }[phase]
             assert told == expected, f"{phase}: {told}"

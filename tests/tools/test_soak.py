@@ -87,9 +87,9 @@ IDLE = dict.fromkeys(metrics.NAMES, 0) | {"relevance_bytes_per_token": 256}
         ({}, (0, 0)),
         ({"draft_pool_blocks_used": 3}, (3, 0)),
         ({"held_requests": 2}, (0, 2)),
-        ({"relevance_bytes_held": 64 * 256}, (0, 64)),
-        ({"relevance_bytes_held": 1, "held_requests": 1}, (0, 2)),
-        ({"relevance_bytes_held": 5, "relevance_bytes_per_token": 0}, (0, 5)),
+        ({"relevance_held_bytes": 64 * 256}, (0, 64)),
+        ({"relevance_held_bytes": 1, "held_requests": 1}, (0, 2)),
+        ({"relevance_held_bytes": 5, "relevance_bytes_per_token": 0}, (0, 5)),
     ],
 )
 def test_what_is_held_at_rest_has_leaked(held, leaked):

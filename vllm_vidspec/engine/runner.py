@@ -142,7 +142,7 @@ class VidSpecModelRunner(GPUModelRunner):
         """Show what running requests hold; vLLM makes a step of its own for the last one's end."""
         self.counters.set("held_requests", self.requests.num_held())
         if self.parts.visual is not None:
-            self.counters.set("relevance_bytes_held", self.parts.visual.store.held_bytes)
+            self.counters.set("relevance_held_bytes", self.parts.visual.store.held_bytes)
 
     def forget_kv(self) -> None:
         """Give up what the draft and relevance know of running requests; see the worker."""

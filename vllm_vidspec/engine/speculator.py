@@ -220,7 +220,12 @@ class VidSpecSpeculator(BaseSpeculator):
 
     def held(self) -> Iterable[int]:
         """Return the rows whose prompts, scores or draft KV are here."""
-        return (*self._arrivals, *self._waiting, *(() if self._drafter is None else self._drafter.held()))
+        return (
+            *self._arrivals,
+            *self._waiting,
+            *self._room.held(),
+            *(() if self._drafter is None else self._drafter.held()),
+        )
 
     def _give_up(self, req_state_idx: int, reason: str) -> None:
         """Let a request go on without speculation; its draft KV is freed."""

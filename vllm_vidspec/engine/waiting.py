@@ -6,6 +6,7 @@ then the one that holds the most gives up for good. Every decision follows from 
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,10 @@ class WaitingRoom:
         if not len(held) or self._requests.any_in(Phase.PREFILLING, Phase.DRAFTING):
             return None
         return int(held[kv.capacity_np[held].argmax()])
+
+    def held(self) -> Iterable[int]:
+        """Return the rows whose prompts are kept here."""
+        return self._outside.keys()
 
     def forget(self, req_state_idx: int) -> None:
         """Forget a row."""

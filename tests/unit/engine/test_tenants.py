@@ -13,6 +13,7 @@ import torch
 
 from tests.unit.engine.fakes import HIDDEN, VIDEO, arrival_of, batch_of, in_list
 from tests.unit.engine.listening import make_guidance, make_states
+from vllm_vidspec.engine import scheduling
 from vllm_vidspec.engine.compat import scheduler
 from vllm_vidspec.engine.listen import prompts, visual_states
 from vllm_vidspec.engine.listen.attention import AttentionGuidance
@@ -139,7 +140,7 @@ def test_the_salt_travels_to_the_workers():
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
-    scheduler.tell_workers_more()
+    scheduler.hook_scheduler(scheduling.attach)
     request = Request("id", [1, 2], SamplingParams(max_tokens=3), None, cache_salt="mine")
     told = {}
     for method in ("vidspec", "other"):
