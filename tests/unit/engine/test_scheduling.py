@@ -225,6 +225,17 @@ def test_requests_are_given_ways(world, tmp_path):
     assert later.side._ways._bandit.best() == 1 and later.side._ways._bandit.arms[1].num_requests == 37
 
 
+def test_shared_parameters_stay_as_they_are(world):
+    """Answers of one prompt may share theirs. Catches: a way written into all of them."""
+    it, shared = world(pruner="auto"), SimpleNamespace(extra_args=None)
+    media = [SimpleNamespace(mm_position=SimpleNamespace(length=4))]
+    requests = [SimpleNamespace(request_id=i, mm_features=media, sampling_params=shared) for i in range(4)]
+    for request in requests:
+        it.side.add(request)
+    assert shared.extra_args is None
+    assert [way_of(request.sampling_params) for request in requests] == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"learned": 3}', "[" * 100_000])
 def test_a_file_that_tells_nothing_is_a_line_in_the_log(world, tmp_path, text, warnings):
     path = tmp_path / "learned.json"
