@@ -25,6 +25,7 @@ from vllm_vidspec.tools.demo import ask
 from vllm_vidspec.tools.processes import VllmServer, free_port
 
 FAMILY, QUESTION, MAX_TOKENS = "qwen2.5-vl", pairs.DEFAULT_QUESTION, 24
+OF_RANKS = "llava-onevision"  # its towers have an even number of heads
 SMALL = {"kv_cache_memory_bytes": 96 * 2**20}  # an engine fills its cache with zeros when it starts
 _SOON_S = 90.0  # within which everything that was killed must be over, on a loaded machine
 _NOWHERE = "/proc/nowhere"  # where not even root can make a folder
@@ -52,7 +53,8 @@ def _serving(
     """Serve the pair, with a temporary directory of its own for its counters, and wait until it answers."""
     port, tmp = free_port(), folder / "tmp"
     tmp.mkdir(exist_ok=True)
-    args = pairs.serve_args(FAMILY, "draft", port=port, overrides=SMALL | overrides)
+    family = OF_RANKS if overrides.get("tensor_parallel_size", 1) > 1 else FAMILY
+    args = pairs.serve_args(family, "draft", port=port, overrides=SMALL | overrides)
     with mock.patch.dict(os.environ, {"TMPDIR": str(tmp)} | (env or {})):
         server = _Server(args, port, folder / f"{name}.log")
         server.prefix = tuple(prefix)
