@@ -54,8 +54,7 @@ class Counters:
         self._published = np.zeros(len(self._host), dtype=np.int64)
         positions = (f"accepted_at_pos_{i}" for i in range(num_speculative_tokens))
         self._file_slots = metrics.slots_of((*_TOTALS, *positions))  # of each total
-        # Of the first rank alone: the file has one writer.
-        self._file = open_for(vllm_config) if get_tensor_model_parallel_rank() == 0 else None
+        self._file = self._open(vllm_config)
         self._logged: set[str] = set()
         self._alarm = AcceptanceAlarm()
         self._is_paused = False
@@ -65,6 +64,11 @@ class Counters:
         self._slots = np.zeros(max_num_reqs, dtype=np.int64)  # [max_num_reqs] in the file, by persistent row
         self._held: dict[str, int] = {}  # slots of requests that have not finished, running or preempted
         self._pending: list[tuple[np.ndarray, torch.Tensor]] = []  # slots and counts of the step in flight
+
+    @staticmethod
+    def _open(vllm_config: Any) -> metrics.MetricsFile | None:
+        """Return the file, on the first rank alone: it has one writer."""
+        return open_for(vllm_config) if get_tensor_model_parallel_rank() == 0 else None
 
     @property
     def is_paused(self) -> bool:
