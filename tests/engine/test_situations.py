@@ -280,7 +280,7 @@ def test_draft_errors_cost_drafts_only(reference, monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("planted")
 
-    with harness.engine(QWEN, "draft", on_draft_error="skip") as engine:
+    with harness.engine(QWEN, "draft", on_draft_error="skip", max_draft_failures=1000) as engine:
         for owner, method in ((Drafter, "admit"), (Drafter, "prefill"), (Drafter, "draft"), (DraftModel, "encode")):
             with monkeypatch.context() as patch:
                 patch.setattr(owner, method, fail)

@@ -62,7 +62,8 @@ def hook_scheduler(attach: Callable) -> None:
         original(self)
 
     def called(original, self, method, timeout=None, args=(), kwargs=None):
-        side = getattr(self.scheduler, "_vidspec_side", None)
+        # While an engine core starts it has no scheduler yet.
+        side = getattr(getattr(self, "scheduler", None), "_vidspec_side", None)
         if method != RETUNE or side is None or not args:
             return original(self, method, timeout, args, kwargs)
         with side.retuned(args[0]) as left:
