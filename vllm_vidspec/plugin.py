@@ -19,7 +19,7 @@ def register() -> None:
     if preflight.version_problem() is not None:
         return
     api.allow_sampling_parameters()
-    scheduler.hook_scheduler(scheduling.attach)
+    scheduler.hook_scheduler(scheduling.SchedulerSide)
 
     from vllm.platforms import current_platform
 

@@ -45,7 +45,7 @@ class Arm:
     def deviation(self) -> float:
         """Standard error of the mean."""
         spread = _PRIOR_SPREAD
-        if self.num_requests >= _LEAST_REQUESTS:
+        if self.num_requests >= _LEAST_REQUESTS and self.weight:  # a file may have the one without the other
             spread = math.sqrt(max(self.squares / self.weight - self.mean**2, 0.01))
         return spread / math.sqrt(max(self.weight, 1.0))
 

@@ -203,8 +203,7 @@ class VidSpecConfig(BaseModel):
 
     @model_validator(mode="after")
     def _one_schedule(self) -> "VidSpecConfig":
-        has_own = self.draft_shape == "auto" or self.num_speculative_tokens_per_batch_size is not None
-        if self.adaptive_tokens and has_own:
+        if self.adaptive_tokens and self._has_schedule:
             raise ValueError(
                 "adaptive_tokens finds the tokens per batch size out: drop draft_table and "
                 "num_speculative_tokens_per_batch_size"
@@ -214,8 +213,12 @@ class VidSpecConfig(BaseModel):
     @property
     def changes_with_load(self) -> bool:
         """Whether the number of tokens depends on the batch size."""
-        has_own = self.draft_shape == "auto" or self.num_speculative_tokens_per_batch_size is not None
-        return has_own or self.adaptive_tokens
+        return self._has_schedule or self.adaptive_tokens
+
+    @property
+    def _has_schedule(self) -> bool:
+        """Whether tokens by batch size were given."""
+        return self.draft_shape == "auto" or self.num_speculative_tokens_per_batch_size is not None
 
     @property
     def token_choices(self) -> tuple[int, ...]:

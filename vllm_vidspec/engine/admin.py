@@ -15,13 +15,13 @@ from vllm.logger import init_logger
 from vllm_vidspec.config import METHOD, VidSpecConfig
 from vllm_vidspec.engine.compat.scheduler import RETUNE
 from vllm_vidspec.engine.knobs import Knobs
+from vllm_vidspec.engine.scheduling import LIMIT
 from vllm_vidspec.errors import VidSpecError
 
 logger = init_logger("vllm.vidspec")
 
 KEY = "VIDSPEC_ADMIN_KEY"
 PATH = "/vidspec/knobs"
-_LIMIT = "num_speculative_tokens"
 _MOST_BYTES = 1 << 16  # of a body
 
 
@@ -81,8 +81,8 @@ class AdminRoutes:
         """
         knobs = Knobs(first)
         (now, *_) = await self._engine.collective_rpc("vidspec_knobs")
-        knobs.now = knobs.now.changed({name: value for name, value in now.items() if name != _LIMIT})
-        knobs.retune({name: value for name, value in changes.items() if name != _LIMIT})
+        knobs.now = knobs.now.changed({name: value for name, value in now.items() if name != LIMIT})
+        knobs.retune({name: value for name, value in changes.items() if name != LIMIT})
         try:
             await self._engine.collective_rpc(RETUNE, args=(changes,))
         except Exception as error:  # what the engine refuses comes back as text

@@ -7,7 +7,7 @@ from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.config.groups import AUTO
 from vllm_vidspec.config.model import flatten
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.pruning import SCORE_NEEDS, get_pruner
+from vllm_vidspec.pruning import SCORE_NEEDS, needs_of
 
 # What may change while the engine runs: pruning always, to what is listened for; verification where any request can be
 # loose.
@@ -16,11 +16,6 @@ _RULES = {
     *("scorer", "lambda_loose", "top_n", "position_shift", "relevance_rows"),
     *("fly_entropy", "fly_window", "fly_top_k", "protected_tokens"),
 }
-
-
-def _needs(config: VidSpecConfig) -> frozenset[str]:
-    """Return what the pruners of a configuration need of the target."""
-    return frozenset().union(*(get_pruner(way.pruner).needs for way in config.prune.ways)) & SCORE_NEEDS
 
 
 class Knobs:
@@ -56,7 +51,7 @@ class Knobs:
         config = self.now.changed(changes)
         if config.prune.pruner == AUTO != self._first.prune.pruner:
             raise VidSpecError("pruner cannot change to auto: start the engine with it")
-        if unheard := _needs(config) - _needs(self._first):
+        if unheard := SCORE_NEEDS & (needs_of(config.prune) - needs_of(self._first.prune)):
             raise VidSpecError(
                 f"pruner cannot change to {config.prune.pruner}: this engine does not listen to the target's "
                 f"{' and '.join(sorted(unheard))}"

@@ -15,7 +15,7 @@ from vllm_vidspec.engine.listen import attention as attention_guidance
 from vllm_vidspec.engine.report import server_counters
 from vllm_vidspec.engine.target_pruning import prunes_videos
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.pruning import get_pruner
+from vllm_vidspec.pruning import needs_of
 from vllm_vidspec.scoring.choices import CALLS_TOOLS, PREFIX, choose
 
 logger = logging.getLogger("vllm.vidspec")
@@ -180,8 +180,7 @@ def check_reading(vllm_config: Any, config: VidSpecConfig) -> None:
     """
     from vllm.platforms import current_platform
 
-    prune = config.prune
-    needs = frozenset().union(*(get_pruner(way.pruner).needs for way in prune.ways))
+    needs, prune = needs_of(config.prune), config.prune
     model, cache = vllm_config.model_config, vllm_config.cache_config
     num_layers = model.get_total_num_hidden_layers()
     readers = []

@@ -31,7 +31,7 @@ logger = init_logger("vllm.vidspec")
 # In `extra_args` of a request on its way to the workers; clients' own is written over, or not looked at.
 _WAY = "_vidspec_way"
 _SAVE_EVERY = 64  # requests between two writings of what was learned
-_LIMIT = "num_speculative_tokens"
+LIMIT = "num_speculative_tokens"  # the knob that is changed here and not in the workers
 _LOOK_S = 0.2  # between two looks at what the worker has counted
 
 
@@ -91,7 +91,7 @@ class SchedulerSide:
             VidSpecError: It is not in 0 to K, or this engine cannot change it.
         """
         left = dict(knobs)
-        has_limit, most = _LIMIT in left, left.pop(_LIMIT, None)
+        has_limit, most = LIMIT in left, left.pop(LIMIT, None)
         if has_limit:
             self._check(most)
         yield left
@@ -302,12 +302,12 @@ class _Ways:
         ratios = {way.ratio for way in self._prune.ways}
         if self._file is None or len(ratios) == 1:
             return None
-        known = self._file.values()
-        target, draft = known["target_load_bytes"], known["draft_load_bytes"]
+        known = self._file.value
+        target, draft = known("target_load_bytes"), known("draft_load_bytes")
         if not target:
             return None
         visual = self._num_visual / max(1, self._num_media)
-        per_token = known["draft_kv_bytes_per_token"]
+        per_token = known("draft_kv_bytes_per_token")
         return [
             1 + self._num_drafts * (draft + per_token * visual * (1 - way.ratio)) / target for way in self._prune.ways
         ]
@@ -339,8 +339,3 @@ class _Ways:
             logger.warning("vidspec: auto_file %s is not written: %s", self._path, error.strerror)
             with contextlib.suppress(OSError):
                 os.unlink(made)
-
-
-def attach(scheduler: Any, vllm_config: Any) -> SchedulerSide:
-    """Return what sits on the scheduler of an engine that uses our method."""
-    return SchedulerSide(scheduler, vllm_config)

@@ -1,6 +1,14 @@
 """Pruning: which visual tokens the draft sees. Pure torch, touches neither vLLM nor a model."""
 
-from vllm_vidspec.pruning.base import SCORE_NEEDS, PruneInputs, Pruner, get_pruner, pruner_names, register_pruner
+from vllm_vidspec.pruning.base import (
+    SCORE_NEEDS,
+    PruneInputs,
+    Pruner,
+    get_pruner,
+    needs_of,
+    pruner_names,
+    register_pruner,
+)
 from vllm_vidspec.pruning.budget import budget
 from vllm_vidspec.pruning.grid import TokenGrid
 from vllm_vidspec.pruning.guided import GUIDED
@@ -16,6 +24,7 @@ __all__ = [
     "budget",
     "get_pruner",
     "linspace_indices",
+    "needs_of",
     "pruner_names",
     "register_pruner",
 ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_vidspec.config.groups import nearest
+from vllm_vidspec.config.groups import PruneKnobs, nearest
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning.grid import TokenGrid
 
@@ -153,6 +153,11 @@ def register_pruner(pruner: Pruner) -> Pruner:
 def pruner_names() -> tuple[str, ...]:
     """Return the names that `get_pruner` knows, in order of registration."""
     return tuple(_REGISTRY)
+
+
+def needs_of(knobs: PruneKnobs) -> frozenset[str]:
+    """Return what must be measured for the pruners that knobs choose from: one, or with `auto` several."""
+    return frozenset().union(*(get_pruner(way.pruner).needs for way in knobs.ways))
 
 
 def get_pruner(name: str) -> Pruner:

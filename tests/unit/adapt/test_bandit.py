@@ -86,6 +86,13 @@ def test_what_was_learned_is_kept():
     assert [later.choose() for _ in range(3)] == [4, 4, 4]  # what is new is tried first
 
 
+def test_requests_without_weight_are_no_error():
+    """Catches: a file that stops the engine at its first request."""
+    bandit = Bandit(WAYS[:1])
+    bandit.restore([{"pruner": "specvlm", "ratio": 0.9, "num_requests": 9, "weight": 0.0}])
+    assert bandit.choose() == 0
+
+
 @pytest.mark.parametrize(
     "state",
     [

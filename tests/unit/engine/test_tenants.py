@@ -140,7 +140,7 @@ def test_the_salt_travels_to_the_workers():
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
-    scheduler.hook_scheduler(scheduling.attach)
+    scheduler.hook_scheduler(scheduling.SchedulerSide)
     request = Request("id", [1, 2], SamplingParams(max_tokens=3), None, cache_salt="mine")
     told = {}
     for method in ("vidspec", "other"):

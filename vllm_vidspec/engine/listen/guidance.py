@@ -12,7 +12,7 @@ from vllm_vidspec.engine.listen.prompts import Guidance, PendingScores
 from vllm_vidspec.engine.listen.protocol import Forward
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import Arrival
-from vllm_vidspec.pruning import SCORE_NEEDS, get_pruner
+from vllm_vidspec.pruning import get_pruner, needs_of
 
 
 def make_guidance(
@@ -23,7 +23,7 @@ def make_guidance(
     Raises:
         VidSpecError: The target's attention backend or model class cannot be listened to, or a layer does not exist.
     """
-    needs = {need for way in knobs.now.prune.ways for need in get_pruner(way.pruner).needs & SCORE_NEEDS}
+    needs = needs_of(knobs.now.prune)
     kinds: dict[str, Guidance] = {}
     if "attention" in needs:
         kinds["attention"] = AttentionGuidance(knobs, vllm_config, counters, agreement)
