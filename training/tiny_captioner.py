@@ -461,16 +461,11 @@ def num_chain_steps(match: list[bool], num_speculative_tokens: int = 5) -> int:
 
 
 @torch.no_grad()
-def acceptance_length(
-    draft: Captioner,
-    pixels: torch.Tensor,
-    outputs: list[list[int]],
-    kept: torch.Tensor,
-    num_speculative_tokens: int = 5,
-) -> float:
-    """Offline acceptance length (output tokens per target step) of a draft that sees only the kept video tokens.
+def agreement(draft: Captioner, pixels: torch.Tensor, outputs: list[list[int]], kept: torch.Tensor) -> list[list[bool]]:
+    """Per token of each output, whether it is the draft's most likely one, given the target's own prefix.
 
     Args:
+        draft: sees only the kept video tokens.
         pixels: uint8 [batch, ...] from `Captioner.pixels`.
         outputs: the target's ids per video.
         kept: int64 [num_kept]; empty for a text-only draft.
@@ -481,5 +476,10 @@ def acceptance_length(
         captions[row, : len(ids)] = torch.tensor(ids)
     hidden, _, _ = draft.teacher_forced(draft.vision(pixels)[:, kept], captions, kept)
     match = draft.lm_head(hidden).argmax(-1) == captions
-    steps = [num_chain_steps(match[i, : len(ids)].tolist(), num_speculative_tokens) for i, ids in enumerate(outputs)]
-    return sum(map(len, outputs)) / sum(steps)
+    return [match[i, : len(ids)].tolist() for i, ids in enumerate(outputs)]
+
+
+def acceptance_length(match: list[list[bool]], num_speculative_tokens: int = 5) -> float:
+    """Offline acceptance length (output tokens per target step) of a greedy chain; `match` as of `agreement`."""
+    steps = [num_chain_steps(one, num_speculative_tokens) for one in match]
+    return sum(map(len, match)) / sum(steps)

@@ -19,14 +19,14 @@ SUMMARY_SIZES = (*OBJECT_SIZES, 5, 7, 3, 8, 4, 6)
 class Stream:
     """Endless training batches; neighbours in caption length share a batch, to pad less."""
 
-    def __init__(self, captioner: Captioner, seed: int) -> None:
-        self.captioner, self.seed, self.queue = captioner, seed, []
+    def __init__(self, captioner: Captioner, seed: int, style: str = world.STYLES[0]) -> None:
+        self.captioner, self.seed, self.style, self.queue = captioner, seed, style, []
         self.brief = False
 
     def next(self, batch: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], list[world.Sample]]:
         """Returns pixels, captions, labels ([batch, 256] per name and for "scene"), samples."""
         if not self.queue or len(self.queue[0]) != batch:
-            samples = [world.make_sample(self.seed + i, self.brief) for i in range(2 * batch)]
+            samples = [world.make_sample(self.seed + i, self.brief, self.style) for i in range(2 * batch)]
             self.seed += 2 * batch
             samples.sort(key=lambda s: len(s.caption))
             self.queue = [samples[:batch], samples[batch:]]

@@ -11,6 +11,8 @@ from vllm_vidspec.shapeworld import world
 
 FILLER_WEIGHT, EVENT_WEIGHT = 0.3, 2.0  # loss weights; other words have 1
 STRUCTURE_WORDS = ("on", "at", "in", ",", ".", "next", "after", "then", "all")  # they tell layouts and numbers
+# Where wordy captions begin with an object's place ("on") or not ("there"), both must weigh the same.
+ORDER_WORDS = tuple(option.split()[0] for option in world.FILLERS["exists"])
 UV_LAYER = 3  # of four, as the paper's 20 of 28
 
 
@@ -119,10 +121,11 @@ def fact_words() -> dict[str, tuple[str, ...]]:
     }  # fmt: skip
 
 
-def token_weights(captioner: Captioner) -> torch.Tensor:
+def token_weights(captioner: Captioner, style: str = world.STYLES[0]) -> torch.Tensor:
     """Weight of each token in the caption's loss, [vocab]: facts and what tells layouts before fillers."""
     weights = torch.full((len(captioner.ids),), FILLER_WEIGHT)
     weights[[captioner.ids[word] for words in fact_words().values() for word in words]] = 1.0
-    weights[[captioner.ids[word] for word in STRUCTURE_WORDS]] = 1.0
+    structure = STRUCTURE_WORDS + (ORDER_WORDS if style == "wordy" else ())
+    weights[[captioner.ids[word] for word in structure]] = 1.0
     weights[[captioner.ids[word] for word in world.EVENTS]] = EVENT_WEIGHT
     return weights

@@ -24,7 +24,7 @@ import torch.optim._muon
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from training import tiny_captioner
-from training.tiny_captioner import Captioner, acceptance_length, uniform_kept
+from training.tiny_captioner import Captioner, acceptance_length, agreement, uniform_kept
 from training.tiny_data import (
     NUM_CELLS,
     Stream,
@@ -53,15 +53,18 @@ VALIDATION_SEED = world.HELD_OUT_SEED - 10_000
 
 def build(args: argparse.Namespace) -> None:
     model = build_model(args.family, args.role, seed=args.seed)
+    if args.vision:  # it is trained by the dense labels alone: what guides pruners, and captions, come after it
+        tower = tiny_captioner.load(args.vision).model.model.visual.state_dict()
+        model.model.visual.load_state_dict(tower)
     model.save_pretrained(args.out)
     build_processor(args.family).save_pretrained(args.out)
     print(args.out, f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
 
 
 @torch.no_grad()
-def validate(captioner: Captioner, num_videos: int = 16) -> dict[str, float]:
+def validate(captioner: Captioner, num_videos: int = 16, style: str = world.STYLES[0]) -> dict[str, float]:
     """Teacher-forced accuracy on fact words of videos outside training."""
-    samples = [world.make_sample(VALIDATION_SEED + i) for i in range(num_videos)]
+    samples = [world.make_sample(VALIDATION_SEED + i, style=style) for i in range(num_videos)]
     pixels, captions, _, _ = collate(captioner, samples)
     kept = torch.arange(captioner.num_video_tokens)
     right, result = [], {}
@@ -121,8 +124,9 @@ def train_step(
     rng: np.random.Generator,
     progress: float,
     weights: torch.Tensor,
+    guided: bool = True,
 ) -> dict:
-    """One forward and backward pass; returns what to log."""
+    """One forward and backward pass; returns what to log. What guided pruners live on is taught if `guided`."""
     stream.brief = progress >= VISION_PHASE
     if progress < VISION_PHASE:
         pixels, _, labels, _ = stream.next(VISION_ONLY_BATCH)
@@ -149,10 +153,11 @@ def train_step(
         segments = captioner.segments(prompt)
         order, _ = captioner.layout(segments, kept)
         num_text = sum(map(len, segments))
-        alignment = alignment_loss(states, labels["color"] > 0, order.argsort(-1)[:, num_text:], order.shape[1])
+        alignment = summary = torch.zeros(())
+        if guided:
+            alignment = alignment_loss(states, labels["color"] > 0, order.argsort(-1)[:, num_text:], order.shape[1])
         text_loss, loss = heads.text_loss(hidden_video, labels), caption_loss(captioner, hidden, captions, weights)
-        summary = torch.zeros(())
-        if hidden_prompt.shape[1] >= world.MAX_OBJECTS:
+        if guided and hidden_prompt.shape[1] >= world.MAX_OBJECTS:
             summary = heads.summary_loss(hidden_prompt[:, -world.MAX_OBJECTS :], summary_labels(samples))
     (loss + text_loss + summary + 0.5 * alignment).backward()
     log = {"caption": loss, "text_aux": text_loss, "summary": summary, "alignment": alignment}
@@ -170,9 +175,9 @@ def train(args: argparse.Namespace) -> None:
         heads.resume(torch.load(path / HEADS_FILE))
     optimizers = make_optimizers(captioner, heads)
     parameters = [p for o, _ in optimizers for group in o.param_groups for p in group["params"]]
-    weights = token_weights(captioner)
+    weights = token_weights(captioner, args.style)
     compiled = torch.compile(tiny_captioner.decoder_layer, dynamic=True)
-    stream, rng = Stream(captioner, 1_000_000 * args.seed), np.random.default_rng(args.seed)
+    stream, rng = Stream(captioner, 1_000_000 * args.seed, args.style), np.random.default_rng(args.seed)
     total, start, reported, step, progress = args.steps or STEPS[role], time.time(), time.time(), 0, 0.0
     while progress < 1:
         progress = max(step / total, (time.time() - start) / (60 * args.minutes))
@@ -181,7 +186,7 @@ def train(args: argparse.Namespace) -> None:
             for group in optimizer.param_groups:
                 group["lr"] = peak * learning_rate_scale(step, progress)
         captioner.decoder_layer = compiled
-        log = train_step(captioner, heads, stream, rng, progress, weights)
+        log = train_step(captioner, heads, stream, rng, progress, weights, not args.plain)
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         for optimizer, _ in optimizers:
             optimizer.step()
@@ -190,7 +195,7 @@ def train(args: argparse.Namespace) -> None:
         if time.time() - reported > 90 or progress >= 1:
             captioner.decoder_layer = tiny_captioner.decoder_layer
             log = {"step": step, "seconds": round(time.time() - start), "progress": round(progress, 3)} | log
-            log |= {"validation": validate(captioner)} if progress > VISION_PHASE else {}
+            log |= {"validation": validate(captioner, style=args.style)} if progress > VISION_PHASE else {}
             print(json.dumps(log), flush=True)
             captioner.model.save_pretrained(path)
             torch.save(heads.state_dict(), path / HEADS_FILE)
@@ -266,7 +271,7 @@ def attribute_accuracy(captioner: Captioner, outputs: list[list[int]], samples: 
 
 @torch.no_grad()
 def evaluate(args: argparse.Namespace) -> None:
-    """Print attribute accuracy on held-out videos and the draft's offline acceptance length."""
+    """Print attribute accuracy on held-out videos, how often the draft agrees, and its offline acceptance length."""
     torch.set_num_threads(args.threads)
     target, samples = tiny_captioner.load(args.target), [world.held_out(i) for i in range(args.videos)]
     pixels = target.pixels(np.stack([s.frames for s in samples]))
@@ -280,10 +285,10 @@ def evaluate(args: argparse.Namespace) -> None:
         kept = {"full": torch.arange(total)} | {f"uniform {p} %": uniform_kept(total, p / 100) for p in (50, 20, 10, 5)}
         kept["random 10 %"] = torch.from_numpy(np.sort(rng.choice(total, round(total * 0.1), replace=False)))
         kept["text only"] = torch.arange(0)
-        result["acceptance_length"] = {
-            name: round(acceptance_length(draft, pixels, outputs, k), 3) for name, k in kept.items()
-        }
-        print(json.dumps({"draft": result["draft"], "acceptance_length": result["acceptance_length"]}))
+        agreed = {name: agreement(draft, pixels, outputs, k) for name, k in kept.items()}
+        result["agreement"] = {name: round(float(np.mean(np.concatenate(match))), 3) for name, match in agreed.items()}
+        result["acceptance_length"] = {name: round(acceptance_length(match), 3) for name, match in agreed.items()}
+        print(json.dumps({name: result[name] for name in ("draft", "agreement", "acceptance_length")}))
     print(target.decode(outputs[0]), samples[0].caption, sep="\n")
     if args.out:
         Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
@@ -314,7 +319,10 @@ def main() -> None:
     sub = command(build, "family", "role")
     sub.add_argument("--out", required=True)
     sub.add_argument("--seed", type=int, default=0)
+    sub.add_argument("--vision", help="a Qwen checkpoint of this role whose vision tower to begin with")
     sub = command(train, "path")
+    sub.add_argument("--style", choices=world.STYLES, default=world.STYLES[0], help="of the captions")
+    sub.add_argument("--plain", action="store_true", help="without the two losses that teach what guided pruning needs")
     sub.add_argument("--minutes", type=float, default=60, help="time limit; the schedule shrinks to fit")
     sub.add_argument("--steps", type=int)
     sub.add_argument("--resume-at", type=float, default=0.0, help="skip this fraction of the schedule")

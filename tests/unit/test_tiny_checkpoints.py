@@ -124,7 +124,7 @@ def test_a_sighted_draft_beats_a_blind_one(family_run) -> None:
     draft = tiny_captioner.load(assets.checkpoint(family, "draft"))
     num_tokens = draft.num_video_tokens
     full, tenth, blind = (
-        tiny_captioner.acceptance_length(draft, pixels, outputs, kept)
+        tiny_captioner.acceptance_length(tiny_captioner.agreement(draft, pixels, outputs, kept))
         for kept in (torch.arange(num_tokens), tiny_captioner.uniform_kept(num_tokens, 0.1), torch.arange(0))
     )
     assert full > tenth + 0.1 and tenth > blind + 0.3

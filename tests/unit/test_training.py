@@ -9,6 +9,7 @@ import torch
 
 from training import tiny_captioner, tiny_data, tiny_losses, tiny_models, train_tiny
 from vllm_vidspec import assets
+from vllm_vidspec.shapeworld import world
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,3 +56,23 @@ def test_a_step_of_either_phase_reaches_every_weight_it_trains(monkeypatch, prog
     text = sum(weight.grad is not None for weight in captioner.text.parameters())
     assert (vision > 0, text > 0) == ((True, False) if progress == 0.0 else (False, True))
     assert all(np.isfinite(value) for value in log.values() if isinstance(value, float))
+
+
+def test_plain_training_teaches_nothing_that_guides_pruners():
+    """Catches: a `plain` target whose attention or states were ranked all the same."""
+    torch.manual_seed(0)
+    captioner = tiny_captioner.load(assets.checkpoint("qwen2.5-vl", "draft"))
+    heads = tiny_losses.AuxiliaryHeads(captioner.text.config.hidden_size, captioner.family)
+    stream, weights = tiny_data.Stream(captioner, 7, "wordy"), tiny_losses.token_weights(captioner, "wordy")
+    log = train_tiny.train_step(captioner, heads, stream, np.random.default_rng(0), 0.5, weights, guided=False)
+    assert log["alignment"] == log["summary"] == 0
+    assert heads.summary.weight.grad is None and log["caption"] > 0
+
+
+def test_words_that_compete_weigh_the_same():
+    """Catches: an order of clauses that a loss prefers."""
+    captioner = tiny_captioner.load(assets.checkpoint("qwen2.5-vl", "draft"))
+    weights = tiny_losses.token_weights(captioner, "wordy")
+    first = {o.split()[0] for o in (*world.POSITIONS.values(), *world.FILLERS["exists"])}
+    for competing in (first, {",", "."}, *({o.split()[0] for o in world.FILLERS[name]} for name in ("lead", "aside"))):
+        assert len({weights[captioner.ids[word]].item() for word in competing}) == 1

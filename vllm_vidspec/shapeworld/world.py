@@ -6,7 +6,7 @@ and shows how it ends (its last two frames) even more briefly; specks that no ca
 
 Its caption says all of it in a small closed vocabulary, with filler phrases that have synonyms of skewed probability:
 visual anchors and linguistic filler, as in real captions. One frame of words serves every motion and one clause every
-event, so that no early filler word commits a later fact.
+event, so that no early filler word commits a later fact. There are three styles of captions (STYLES).
 """
 
 from __future__ import annotations
@@ -68,7 +68,15 @@ FILLERS = {
     "goes": ("goes", "travels", "heads"),
     "and": ("and then", "and later", "and finally"),
     "closing": ("in total the clip has", "all in all we saw", "in the end we saw"),
+    # Of wordy captions alone: before an object, and after it.
+    "lead": ("later in the clip", "and in this video", "with the setting"),
+    "aside": ("with this setting", "and see the clip", "later in the video"),
 }
+STYLES = ("usual", "flat", "wordy")
+"""How captions are put. `usual`: synonyms of skewed probability. `flat`: synonyms are equally likely, so what a model
+makes its favourites is its own. `wordy`: flat, with about three tokens of filler for each that tells a fact, and an
+object's place before or after its look: what is uncertain is how to say it.
+"""
 
 LABELS = dict(color=9, shape=7, size=3, direction=6, background=6, pattern=3, x=15, y=15, turned=3, faded=2)
 """Token-level training labels and their numbers of classes; class 0 of the object labels means "no object here"."""
@@ -124,12 +132,13 @@ def vocabulary() -> tuple[str, ...]:
     return tuple(dict.fromkeys(" ".join(texts).split()))
 
 
-def make_sample(seed: int, brief: bool = True) -> Sample:
+def make_sample(seed: int, brief: bool = True, style: str = STYLES[0]) -> Sample:
     """Make the video of one seed; equal seeds give equal samples.
 
     Args:
         seed: Which video.
         brief: False lets every shape stay for its whole scene: denser labels, to train a vision tower on.
+        style: Of STYLES, the caption's.
     """
     rng = np.random.default_rng(seed)
     facts = _draw_facts(rng)
@@ -141,7 +150,7 @@ def make_sample(seed: int, brief: bool = True) -> Sample:
         scene_labels = {name: array[start:end] for name, array in labels.items()}
         frames[start:end] = _render_scene(rng, scene, end - start, scene_labels, brief)
         scene_of_frame[start:end] = scene_idx
-    return Sample(frames, _write_caption(rng, facts), facts, labels, scene_of_frame)
+    return Sample(frames, _write_caption(rng, facts, style), facts, labels, scene_of_frame)
 
 
 def held_out(i: int) -> Sample:
@@ -286,20 +295,26 @@ def _fill_labels(
         labels[name][mine] = np.broadcast_to(value[:, None], mine.shape)[mine]
 
 
-def _write_caption(rng: np.random.Generator, facts: tuple[SceneFact, ...]) -> str:
+def _write_caption(rng: np.random.Generator, facts: tuple[SceneFact, ...], style: str) -> str:
     def say(name: str) -> str:
         options = FILLERS[name]
         probs = SYNONYM_PROBS if len(options) == 3 else (0.7, 0.3)
-        return _pick(rng, options, probs)
+        return _pick(rng, options, probs if style == "usual" else None)
 
     words: list[str] = []
     for scene_idx, scene in enumerate(facts):
         words += [say("next"), say("arrives")] if scene_idx else [say("opening")]
         words += ["a", scene.pattern, scene.background, say("background")]
         for fact in scene.objects:
-            words += [",", POSITIONS[fact.position], say("exists"), "a", fact.size, fact.color, fact.shape]
+            words += [","]
+            place, look = [POSITIONS[fact.position]], [say("exists"), "a", fact.size, fact.color, fact.shape]
+            if style == "wordy":
+                words += [say("lead"), *(place + look if rng.random() < 0.5 else look + place)]
+            else:
+                words += place + look
             words += [say("that"), say("goes"), fact.motion, say("and"), fact.event]
             words += [fact.new_color] if fact.new_color else []
+            words += [say("aside")] if style == "wordy" else []
         words += ["."]
     words += [say("closing"), NUMBERS[len(facts) - 1], "scenes", "."]
     return " ".join(words)

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from vllm_vidspec.shapeworld import world
+from vllm_vidspec.shapeworld import captions, world
 
 SEEDS = range(8)
 
@@ -48,6 +48,28 @@ def test_samples(samples: list[world.Sample]) -> None:
         for scene_idx, scene in enumerate(sample.facts):
             shown = is_shape[sample.scene_of_frame == scene_idx].any(1).sum()
             assert world.VISIBLE_FRAMES <= shown <= world.VISIBLE_FRAMES * len(scene.objects)
+
+
+@pytest.mark.parametrize("style", world.STYLES[1:])
+def test_other_styles_say_the_same_facts(samples: list[world.Sample], style: str) -> None:
+    """Catches: a filler that reads as a fact, a word that no tokenizer has, a style that changes what is to be seen."""
+    told = [world.make_sample(world.HELD_OUT_SEED + seed, style=style) for seed in SEEDS]
+    for ours, usual in zip(told, samples, strict=True):
+        assert ours.facts == usual.facts and np.array_equal(ours.frames, usual.frames)
+        assert ours.caption != usual.caption and set(ours.caption.split()) <= set(world.vocabulary())
+        assert world.parse_caption(ours.caption) == list(ours.facts)
+
+
+def test_wordy_captions_are_mostly_filler() -> None:
+    """Catches: a style whose uncertainty lies in facts; an order of clauses that is always the same."""
+    words = [w for seed in range(20) for w in world.make_sample(seed, style="wordy").caption.split()]
+    telling = sum(word in captions.ATTRIBUTE_WORDS for word in words)
+    assert 3 * telling < len(words)
+    places = {option.split()[0] for option in world.POSITIONS.values()}
+    clauses = " ".join(words).split(" , ")[1:]
+    lead = {option: len(option.split()) for option in world.FILLERS["lead"]}
+    first = [c.split()[next(n for option, n in lead.items() if c.startswith(option))] in places for c in clauses]
+    assert 0.3 < np.mean(first) < 0.7
 
 
 def test_a_wrong_word_costs_its_attribute(samples: list[world.Sample]) -> None:
