@@ -53,9 +53,11 @@ VALIDATION_SEED = world.HELD_OUT_SEED - 10_000
 
 def build(args: argparse.Namespace) -> None:
     model = build_model(args.family, args.role, seed=args.seed)
-    if args.vision:  # it is trained by the dense labels alone: what guides pruners, and captions, come after it
-        tower = tiny_captioner.load(args.vision).model.model.visual.state_dict()
-        model.model.visual.load_state_dict(tower)
+    if args.vision:
+        found = tiny_captioner.load(args.vision).model.model.state_dict()
+        tower = {name: weight for name, weight in found.items() if not name.startswith("language_model.")}
+        missing = model.model.load_state_dict(tower, strict=False).missing_keys
+        assert all(name.startswith("language_model.") for name in missing), missing
     model.save_pretrained(args.out)
     build_processor(args.family).save_pretrained(args.out)
     print(args.out, f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
@@ -319,7 +321,7 @@ def main() -> None:
     sub = command(build, "family", "role")
     sub.add_argument("--out", required=True)
     sub.add_argument("--seed", type=int, default=0)
-    sub.add_argument("--vision", help="a Qwen checkpoint of this role whose vision tower to begin with")
+    sub.add_argument("--vision", help="a checkpoint of this size whose vision tower to begin with")
     sub = command(train, "path")
     sub.add_argument("--style", choices=world.STYLES, default=world.STYLES[0], help="of the captions")
     sub.add_argument("--plain", action="store_true", help="without the two losses that teach what guided pruning needs")

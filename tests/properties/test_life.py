@@ -69,13 +69,16 @@ class Life(RuleBasedStateMachine):
         self.step(None, [life.K], 5)
 
     def teardown(self) -> None:
-        if hasattr(self, "patch"):
+        if not hasattr(self, "patch"):
+            return
+        try:
             for name in ("skipped_draft_error", "skipped_pool_full", "skipped_too_long", "undrafted_steps", "prompts"):
                 event(f"{name}: {'some' if self.world.counters.get(name) else 'none'}")
             for row in list(self.world.known):
                 self.world.end(row)
             self.agree()
             assert self.world.drafter.kv.num_used_blocks == 0
+        finally:  # a planted fault fails here, and must not stay in the way of other tests
             self.patch.undo()
 
     # ---- what happens ----------------------------------------------------------------------------------------------

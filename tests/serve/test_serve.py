@@ -32,6 +32,7 @@ pytestmark = [pytest.mark.serve]
 FAMILY = "qwen2.5-vl"
 QUESTION = pairs.DEFAULT_QUESTION
 MAX_TOKENS = 80
+ADMIN_KEY = "the-operator's"
 SAMPLINGS = [
     {"temperature": 0.0},
     {"temperature": 1.0, "top_p": 0.9, "seed": 7},
@@ -58,6 +59,8 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("serve")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
+        patch.setenv("VLLM_PLUGINS", "vidspec")  # or vLLM loads no routes of plugins
+        patch.setenv("VIDSPEC_ADMIN_KEY", ADMIN_KEY)
         with VllmServer(args, port, folder / "server.log") as server:
             server.wait_ready(timeout_s=300)
             # Somebody tidies the temporary directory: no answer and no counter of what follows may depend on the file.
@@ -259,6 +262,48 @@ def test_tenants_of_one_server(server):
         assert gained["reused_guidance"] == 0 and gained["relevance_prompts"] == 1
         assert gained["relevance_reused"] == (salt == "first" and len(answers) == 3)
     assert len({answer.json()["choices"][0]["message"]["content"] for answer in answers}) == 1
+
+
+def test_an_operator_changes_knobs_of_a_running_server(reference, server):
+    """Off, on, another pruner and ratio, over vLLM's own server; the answer is the same, what the draft saw is not.
+
+    Catches: a route that vLLM does not load, a change that one of scheduler and worker does not hear.
+    """
+
+    def knobs(status: int = 200, key: str = ADMIN_KEY, **changes) -> dict:
+        call = {"json": changes} if changes else {}
+        headers = {"Authorization": f"Bearer {key}"}
+        answer = httpx.request(
+            "POST" if changes else "GET", f"{server.base_url}/vidspec/knobs", headers=headers, **call
+        )
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    def gained() -> dict[str, int]:
+        before = server.metrics()
+        answer = ask(server.base_url, QUESTION, video=pairs.sample_video(), max_tokens=MAX_TOKENS, **SAMPLINGS[0])
+        assert answer.token_ids == list(reference[0].token_ids)
+        return difference(before, server.metrics())
+
+    first = knobs()
+    assert (first["pruner"], first["prune_ratio"]) == ("specvlm", 0.9)
+    try:
+        knobs(num_speculative_tokens=0)
+        assert gained()["drafts"] == 0
+        knobs(num_speculative_tokens=2)
+        two = gained()
+        assert two["draft_tokens"] <= 2 * two["drafts"] > 0
+        assert knobs(num_speculative_tokens=5, pruner="uniform", prune_ratio=0.5)["pruner"] == "uniform"
+        half = gained()
+        assert half["guided_prompts"] == 0 and half["visual_tokens_kept"] == budget(256, 0.5)
+        for wrong in ({"pruner": "unifrom"}, {"num_speculative_tokens": 6}, {"model": "another"}):
+            message = knobs(400, **wrong)["error"]
+            assert next(iter(wrong)) in message and "\n" not in message
+        assert knobs(401, key="another", prune_ratio=0.1) == {"error": "unauthorized"}
+    finally:
+        knobs(pruner="specvlm", prune_ratio=0.9)
+    again = gained()
+    assert again["guided_prompts"] == 1 and again["visual_tokens_kept"] == budget(256, 0.9)
 
 
 BAD_SPECS = {
