@@ -71,7 +71,10 @@ Say = Callable[[str], None]
 
 
 class Memory(threading.Thread):
-    """Reads the resident memory of a server and all it has started, every few seconds until it is told to stop."""
+    """Reads the resident memory of a server and all it has started, every few seconds until it is told to stop.
+
+    What several processes share counts once: a ring of messages would otherwise grow by two of its pages with each.
+    """
 
     def __init__(self, pid: int):
         super().__init__(daemon=True)
@@ -83,7 +86,8 @@ class Memory(threading.Thread):
         while not self._is_over.wait(MEMORY_EVERY_S):
             try:
                 root = psutil.Process(self._pid)
-                size = sum(process.memory_info().rss for process in (root, *root.children(recursive=True)))
+                family = (root, *root.children(recursive=True))
+                size = sum(process.memory_full_info().pss for process in family)
             except psutil.NoSuchProcess:  # one has just ended: the next reading has the others
                 continue
             self.samples.append((time.monotonic(), size))

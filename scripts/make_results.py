@@ -104,7 +104,7 @@ def write(path: Path, result: dict[str, Any]) -> None:
     """Write a result as JSON, and beside it what else there is of it: its rows as CSV, its figure."""
     path.write_text(json.dumps(result, indent=1) + "\n")
     csv_path, figure_path = (str(path.with_suffix(suffix)) for suffix in (".csv", ".png"))
-    if path.stem == "R12":
+    if path.stem in tables.QUALITY:
         views.write_csv(csv_path, result)
         views.draw(result["rows"], figure_path)
     if path.stem == "R14-parallel":

@@ -28,7 +28,10 @@ LVSPEC_TABLE_3: dict[str, tuple[float | None, float]] = {
     "loose 0.7 N100": (None, 0.934),
 }
 # Results by shape of the draft: they also have a CSV file.
-BY_SHAPE = {"R9": ("temperature",), "R9-sage": ("prune_ratio",)}
+_SHAPES = ("num_speculative_tokens", "prune_ratio", "temperature", "seed")
+BY_SHAPE = {"R9": ("temperature",), "R9-sage": ("prune_ratio",), "R16": _SHAPES, "R17-shapes": _SHAPES}
+# Results of `bench quality`: they have a CSV file and a figure.
+QUALITY = ("R12", "R16-loose", "R17-loose")
 LENGTH, RATE = "{acceptance_length:.2f}", "{acceptance_rate:p}"
 # The summary's lines: words, the row that they are about, and what is shown of it where that is no acceptance length.
 LINES: tuple[tuple[str, ...], ...] = (
@@ -82,6 +85,8 @@ def body_of(name: str, result: dict[str, Any]) -> str:
         body = shape_table(result, BY_SHAPE[name]) + figure_link(
             f"{name}.png", "acceptance length by shape of the draft"
         )
+    elif name in QUALITY:
+        body = quality_tables(result) + figure_link(f"{name}.png", "what is kept over acceptance length")
     else:
         body = BODIES[name](result)
     return body + origin(result) + "\n"
@@ -177,7 +182,7 @@ def quality_tables(result: dict[str, Any]) -> str:
         )
         for panel, rows in ours.items():
             text += f"{views.panel_name(panel)}. {views.longest_words(rows)}\n\n"
-    return text + quality_table_3(panels) + figure_link("R12.png", "what is kept over acceptance length")
+    return text + quality_table_3(panels)
 
 
 def quality_overview(panels: dict[views.Panel, list[Row]]) -> str:
@@ -404,12 +409,12 @@ BODIES: dict[str, Callable[[dict[str, Any]], str]] = {
     "R8": overhead_table,
     "R10": host_time_table,
     "R11": costs_tables,
-    "R12": quality_tables,
     "R12-relevance": relevance_table,
     "R13": relevance_overhead_table,
     "R14-parallel": race_tables,
     "R15": pair_table,
     "R15-frames": frames_table,
+    "R17": pruner_tables,
 }
 
 

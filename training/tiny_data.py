@@ -69,6 +69,18 @@ def draw_kept(captioner: Captioner, labels: dict[str, torch.Tensor], count: int)
     return (shows + torch.rand(shows.shape)).topk(count, -1).indices.sort(-1).values
 
 
+def draw_frames(captioner: Captioner, rng: np.random.Generator, batch: int) -> torch.Tensor:
+    """Choose some of the frames, 0 to all of them, with all of their tokens; int64 [batch, num_kept].
+
+    A model that has only ever seen videos of one length says nothing sensible about any other.
+    """
+    total = NUM_CELLS // tiny_captioner.CELLS
+    chosen = np.sort(rng.choice(total, int(rng.integers(0, total + 1)), replace=False))
+    tokens = torch.from_numpy((chosen[:, None] * tiny_captioner.CELLS + np.arange(tiny_captioner.CELLS)).reshape(-1))
+    rest = torch.arange(NUM_CELLS, captioner.num_video_tokens)  # LLaVA's image_newline
+    return torch.cat([tokens, rest]).expand(batch, -1)
+
+
 def gather(x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     """Rows `kept` [batch, num_kept] of x [batch, num_tokens, ...]."""
     return x[torch.arange(len(x))[:, None], kept]

@@ -30,6 +30,7 @@ from training.tiny_data import (
     Stream,
     collate,
     distillation_view,
+    draw_frames,
     draw_kept,
     draw_prompt,
     gather,
@@ -127,8 +128,14 @@ def train_step(
     progress: float,
     weights: torch.Tensor,
     guided: bool = True,
+    short: bool = False,
 ) -> dict:
-    """One forward and backward pass; returns what to log. What guided pruners live on is taught if `guided`."""
+    """One forward and backward pass; returns what to log.
+
+    Args:
+        guided: Teach what guided pruners live on.
+        short: Half of the steps show some of a video's frames only, down to none.
+    """
     stream.brief = progress >= VISION_PHASE
     if progress < VISION_PHASE:
         pixels, _, labels, _ = stream.next(VISION_ONLY_BATCH)
@@ -142,7 +149,9 @@ def train_step(
         return {"vision": round(loss.item(), 3), "vision_accuracy": {k: round(v, 2) for k, v in accuracy.items()}}
     pixels, captions, labels, samples = stream.next(BATCH)
     count = SUBSET_TOKENS if progress < SUBSET_PHASE else captioner.num_video_tokens
-    kept, prompt = draw_kept(captioner, labels, count), draw_prompt(captioner, rng)
+    is_short = short and rng.random() < 0.5
+    kept = draw_frames(captioner, rng, len(pixels)) if is_short else draw_kept(captioner, labels, count)
+    prompt = draw_prompt(captioner, rng)
     labels = {
         name: gather(torch.nn.functional.pad(v, (0, captioner.num_video_tokens - NUM_CELLS), value=-100), kept)
         for name, v in labels.items()
@@ -158,7 +167,9 @@ def train_step(
         alignment = summary = torch.zeros(())
         if guided:
             alignment = alignment_loss(states, labels["color"] > 0, order.argsort(-1)[:, num_text:], order.shape[1])
-        text_loss, loss = heads.text_loss(hidden_video, labels), caption_loss(captioner, hidden, captions, weights)
+        # A few frames may hold nothing that the dense labels tell of.
+        text_loss = torch.zeros(()) if is_short else heads.text_loss(hidden_video, labels)
+        loss = caption_loss(captioner, hidden, captions, weights)
         if guided and hidden_prompt.shape[1] >= world.MAX_OBJECTS:
             summary = heads.summary_loss(hidden_prompt[:, -world.MAX_OBJECTS :], summary_labels(samples))
     (loss + text_loss + summary + 0.5 * alignment).backward()
@@ -188,7 +199,7 @@ def train(args: argparse.Namespace) -> None:
             for group in optimizer.param_groups:
                 group["lr"] = peak * learning_rate_scale(step, progress)
         captioner.decoder_layer = compiled
-        log = train_step(captioner, heads, stream, rng, progress, weights, not args.plain)
+        log = train_step(captioner, heads, stream, rng, progress, weights, not args.plain, args.short)
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         for optimizer, _ in optimizers:
             optimizer.step()
@@ -324,6 +335,7 @@ def main() -> None:
     sub.add_argument("--vision", help="a checkpoint of this size whose vision tower to begin with")
     sub = command(train, "path")
     sub.add_argument("--style", choices=world.STYLES, default=world.STYLES[0], help="of the captions")
+    sub.add_argument("--short", action="store_true", help="videos of fewer frames, too, down to none")
     sub.add_argument("--plain", action="store_true", help="without the two losses that teach what guided pruning needs")
     sub.add_argument("--minutes", type=float, default=60, help="time limit; the schedule shrinks to fit")
     sub.add_argument("--steps", type=int)

@@ -217,14 +217,14 @@ def _checkpoints() -> Iterator[Check]:
                 missing.append(f"{family}/{role}")
             elif weights.stat().st_size < _LFS_POINTER_BYTES:
                 missing.append(f"{family}/{role} (a pointer, not the weights)")
-    detail = f"missing: {', '.join(missing)}" if missing else f"target and draft for {', '.join(assets.FAMILIES)}"
+    detail = f"missing: {', '.join(missing)}" if missing else f"target and drafts for {', '.join(assets.FAMILIES)}"
     remedy = "fetch the clone's assets again (git checkout -- vllm_vidspec/assets), or run training/train_tiny.py"
     yield _fail_unless(not missing, "bundled models", detail, remedy)
 
 
 def _bundled_pairs() -> Iterator[Check]:
     for family in assets.FAMILIES:
-        target, draft = (assets.checkpoint(family, role) for role in assets.ROLES)
+        target, draft = (assets.checkpoint(family, role) for role in assets.PAIR)
         if target.is_dir() and draft.is_dir():
             yield check_pair(str(target), str(draft))
 

@@ -101,6 +101,16 @@ def test_one_engine_per_family_and_noise(sessions):
     ]
 
 
+def test_the_far_draft_takes_the_drafts_place(sessions):
+    """Catches: a pair that drafts with one and shows the captions of the other."""
+    rows = quality.run(Quality(draft="far", **SMALL))["rows"]
+    models = [session.job["llm"].get("speculative_config", session.job["llm"])["model"] for session in sessions]
+    assert [Path(model).name for model in models] == ["target", "far", "far"]
+    assert {row["draft"] for row in rows} == {"far"}
+    with pytest.raises(VidSpecError, match="--draft: 'near' is neither draft nor far"):
+        quality.check(Quality(draft="near"))
+
+
 def test_rows_say_what_was_measured(sessions):
     target, draft, strict, loose, *_ = quality.run(Quality(**SMALL))["rows"]
     assert (target["accuracy"], target["retention"], target["identical_frac"]) == (1.0, 1.0, 1.0)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,7 +35,8 @@ def test_what_is_built_is_what_is_bundled(family, tmp_path):
     for name in ("tokenizer.json", "chat_template.jinja"):
         assert (tmp_path / name).read_text() == (bundled / name).read_text()
     for role in assets.ROLES:
-        built = tiny_models.build_model(family, role, seed=0)
+        size = "draft" if role == assets.FAR else role
+        built = tiny_models.build_model(family, size, seed=0)
         shapes = {name: list(weight.shape) for name, weight in built.state_dict().items()}
         config = json.loads((assets.checkpoint(family, role) / "config.json").read_text())
         assert config["text_config"]["hidden_size"] == built.config.text_config.hidden_size
@@ -76,3 +78,16 @@ def test_words_that_compete_weigh_the_same():
     first = {o.split()[0] for o in (*world.POSITIONS.values(), *world.FILLERS["exists"])}
     for competing in (first, {",", "."}, *({o.split()[0] for o in world.FILLERS[name]} for name in ("lead", "aside"))):
         assert len({weights[captioner.ids[word]].item() for word in competing}) == 1
+
+
+def test_short_videos_are_whole_frames():
+    """Catches: a draft that is taught on pruned videos although it is not to be."""
+    captioner, rng = SimpleNamespace(num_video_tokens=257), np.random.default_rng(0)
+    lengths = set()
+    for _ in range(60):
+        (kept, *_) = rows = tiny_data.draw_frames(captioner, rng, 3)
+        assert rows.shape[0] == 3 and kept[-1] == 256 and (kept.diff() > 0).all()
+        frames = kept[:-1].reshape(-1, tiny_captioner.CELLS)
+        assert (frames == frames[:, :1] + torch.arange(tiny_captioner.CELLS)).all()
+        lengths.add(len(frames))
+    assert {0, 16} <= lengths

@@ -4,20 +4,27 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent
 FAMILIES = ("qwen2.5-vl", "llava-onevision", "qwen3-vl")
-ROLES = ("target", "draft")
+PAIR = ("target", "draft")
+FAR = "far"  # a second draft of each target, which is wrong about as often as those of large models
+ROLES = (*PAIR, FAR)
+# A pair whose target was not taught what guided pruning relies on; in a clone alone, as a wheel is to stay small.
+PLAIN = "qwen2.5-vl-plain"
+_PLAIN_ROOT = _ROOT.parents[1] / "training" / "models" / PLAIN
 SAMPLE_VIDEO: Path = _ROOT / "sample.mp4"
 
 
 def checkpoint(family: str, role: str) -> Path:
-    """Directory of a bundled checkpoint in Hugging Face layout.
+    """Directory of a bundled checkpoint in Hugging Face layout; that of `PLAIN` may be missing.
 
     Args:
-        family: one of `FAMILIES`.
-        role: "target" or "draft".
+        family: one of `FAMILIES`, or `PLAIN`, which has no far draft.
+        role: one of `ROLES`.
 
     Raises:
         ValueError: an unknown family or role.
     """
+    if family == PLAIN and role in PAIR:
+        return _PLAIN_ROOT / role
     if family not in FAMILIES or role not in ROLES:
         raise ValueError(f"no bundled checkpoint {family!r} / {role!r}; families {FAMILIES}, roles {ROLES}")
     return _ROOT / family / role

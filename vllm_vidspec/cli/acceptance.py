@@ -18,7 +18,7 @@ PlotPath = Annotated[
 
 def acceptance(
     family: options.Families = "qwen2.5-vl",
-    draft: Annotated[str, sweep("draft, target (self-speculation) or a path.")] = "draft",
+    draft: Annotated[str, sweep("draft, far (wrong more often), target (self-speculation) or a path.")] = "draft",
     pruner: Values = "specvlm",
     prune_ratio: Values = "0.9",
     drafting: Annotated[

@@ -11,6 +11,7 @@ from vllm_vidspec.cli.options import Values, sweep
 
 def quality(
     family: options.Families = "qwen2.5-vl",
+    draft: Annotated[str, typer.Option(help="The pair's draft, or far: the one that is wrong more often.")] = "draft",
     scorer: Annotated[
         str, sweep("Beside strict: loose, fly, fly-entropy, random, oracle.")
     ] = "loose,fly,fly-entropy,random,oracle",

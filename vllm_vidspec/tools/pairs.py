@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_vidspec import assets
 from vllm_vidspec.config import CALIBRATED_KEYS, METHOD, SELF
 from vllm_vidspec.errors import VidSpecError
 
@@ -61,7 +62,8 @@ PAIRS: dict[str, Pair] = {
     ),
     "qwen3-vl": _QWEN,
 }
-FAMILIES = tuple(PAIRS)
+FAMILIES = tuple(PAIRS)  # those that are always there
+PAIRS[assets.PLAIN] = _QWEN
 
 
 def pair_for(family: str) -> Pair:
@@ -72,26 +74,36 @@ def pair_for(family: str) -> Pair:
     """
     if family not in PAIRS:
         raise VidSpecError(f"unknown family {family!r}; bundled: {', '.join(FAMILIES)}")
+    if family == assets.PLAIN and not assets.checkpoint(family, "target").is_dir():
+        raise VidSpecError(f"{family} is in a clone of the repository alone, not in what pip installs")
     return PAIRS[family]
 
 
 def checkpoint(family: str, role: str) -> str:
-    """Return the directory of a bundled checkpoint (`role`: "target" or "draft")."""
-    from vllm_vidspec import assets
-
+    """Return the directory of a bundled checkpoint (`role`: "target", "draft" or "far")."""
     pair_for(family)
-    return str(assets.checkpoint(family, role))
+    try:
+        return str(assets.checkpoint(family, role))
+    except ValueError as error:
+        raise VidSpecError(str(error)) from None
 
 
 def calibration(family: str) -> Path:
-    """Return what `vidspec calibrate` found for a bundled pair; its target is used with it, unless a knob is given."""
+    """Return what `vidspec calibrate` found for a bundled pair; its target is used with it, unless a knob is given.
+
+    The plain pair has none: it is there to show what happens to who does not calibrate.
+    """
     return Path(checkpoint(family, "target")).with_name("calibration.json")
+
+
+def calibrated(family: str) -> dict[str, Any]:
+    """Return the knobs that a bundled pair is calibrated to, none where it is not."""
+    path = calibration(family)
+    return json.loads(path.read_text())["config"] if path.is_file() else {}
 
 
 def sample_video() -> Path:
     """Return the bundled mp4 file, a held-out video at FRAME_RATE; one file for all families."""
-    from vllm_vidspec import assets
-
     return assets.SAMPLE_VIDEO
 
 
@@ -100,11 +112,12 @@ def speculative_config(family: str, draft: str, *, drafting: str = "chain", **sp
 
     Args:
         family: Whose bundled draft is meant.
-        draft: "draft" (the bundled draft), "target" (the target drafts for itself) or a path.
+        draft: "draft" (the bundled draft), "far" (the one that is wrong more often), "target" (the target drafts for
+            itself) or a path.
         drafting: The draft's shape, VidSpecConfig's knob `draft`.
         spec: Any other knob of VidSpecConfig; the rest comes from DEFAULT_SPEC.
     """
-    model = {"draft": lambda: checkpoint(family, "draft"), "target": lambda: SELF}.get(draft, lambda: draft)()
+    model = SELF if draft == "target" else checkpoint(family, draft) if draft in assets.ROLES else draft
     shape = {"draft": drafting, **TREE_SPEC.get(drafting, {})}
     return {"method": METHOD, "model": model, **DEFAULT_SPEC, **shape, **spec}
 
@@ -142,7 +155,7 @@ def llm_kwargs(
         "seed": 0,
     }
     if draft is not None:
-        if target is None and not spec.keys() & _MEASURED_KNOBS:
+        if target is None and calibration(family).is_file() and not spec.keys() & _MEASURED_KNOBS:
             spec.setdefault("calibration", str(calibration(family)))
         kwargs["speculative_config"] = speculative_config(family, draft, **spec)
     return kwargs | (overrides or {})

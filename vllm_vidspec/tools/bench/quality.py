@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from vllm_vidspec import assets
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import SKIP_REASONS, STRICT_REASONS, summarize
@@ -38,7 +39,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 # Fields of `Quality` that a row repeats.
-_SHARED = ("num_speculative_tokens", "prune_ratio", "requests", "batch_size", "max_tokens", "seed", "knobs")
+_SHARED = ("draft", "num_speculative_tokens", "prune_ratio", "requests", "batch_size", "max_tokens", "seed", "knobs")
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Quality:
 
     Attributes:
         families: Bundled pairs.
+        draft: Which of a pair's drafts: "draft" or "far".
         temperatures: Of the target and the draft.
         draft_noises: Values of the knob; at temperature 0 they are all the same, and only the first is measured.
         scorers: Of LOSSY; strict is always measured.
@@ -86,6 +88,7 @@ class Quality:
     """
 
     families: tuple[str, ...] = ("qwen2.5-vl",)
+    draft: str = DRAFT
     temperatures: tuple[float, ...] = (0.0,)
     draft_noises: tuple[str, ...] = ("shared",)
     scorers: tuple[str, ...] = LOSSY
@@ -158,10 +161,11 @@ class Quality:
         """Return what `session_job` reads: vanilla vLLM on the checkpoint of a role, or with a noise the pair."""
         overrides = {"max_num_seqs": self.batch_size}
         if draft_noise is None:
-            llm = pairs.llm_kwargs(family, target=pairs.checkpoint(family, role), overrides=overrides)
+            alone = pairs.checkpoint(family, self.draft if role == DRAFT else role)
+            llm = pairs.llm_kwargs(family, target=alone, overrides=overrides)
         else:
             # An engine that starts with `loose` has what every other scorer needs.
-            llm = pairs.llm_kwargs(family, "draft", overrides=overrides, **self.spec(draft_noise, Setting("loose")))
+            llm = pairs.llm_kwargs(family, self.draft, overrides=overrides, **self.spec(draft_noise, Setting("loose")))
         prompts = {"family": family, "held_out": list(range(self.requests)), "question": self.question}
         return {"llm": llm, "prompts": prompts}
 
@@ -190,6 +194,8 @@ def check(quality: Quality) -> None:
             raise VidSpecError(f"--temperature: {temperature:g} is no temperature")
     for name in quality.knobs.keys() & {"model", *replace(quality, knobs={}).spec("", Setting(STRICT))}:
         raise VidSpecError(f"--knob {name}: it has an option of its own, or is fixed")
+    if quality.draft not in (DRAFT, assets.FAR):
+        raise VidSpecError(f"--draft: {quality.draft!r} is neither {DRAFT} nor {assets.FAR}")
     for family in quality.families:
         pairs.pair_for(family)
         for draft_noise in quality.draft_noises:
