@@ -32,6 +32,7 @@ def plan(
     draft_gpus: DraftGpus = 1,
     video_tokens: Annotated[int, typer.Option(help="Of a request.")] = 25_000,
     text_tokens: TextTokens = 512,
+    answer_tokens: Annotated[int, typer.Option(help="Of an answer; the draft's prefill is spread over them.")] = 256,
     batch: Annotated[str, typer.Option(help="Requests that decode at once. Comma-separated values.")] = "1,8,32",
     prune_ratio: Ratios = None,
     acceptance: Annotated[str | None, typer.Option(help=ACCEPTANCE)] = None,

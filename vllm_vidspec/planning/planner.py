@@ -8,7 +8,15 @@ from vllm_vidspec.config.paths import SPECVLM_PATHS
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.planning.acceptance import Agreement, bisect, default_agreement, with_rate
 from vllm_vidspec.planning.gpus import ASSUMED, Assumptions, Gpu
-from vllm_vidspec.planning.roofline import MemorySplit, Placement, forward_seconds, kv_bytes, memory_split, weight_bytes
+from vllm_vidspec.planning.roofline import (
+    MemorySplit,
+    Placement,
+    forward_seconds,
+    kv_bytes,
+    memory_split,
+    prefill_seconds,
+    weight_bytes,
+)
 from vllm_vidspec.planning.shapes import ModelShape
 from vllm_vidspec.planning.speed import StreamTimes, run_streams, speedup, window_of
 
@@ -35,6 +43,7 @@ class Question:
         draft_gpus: Cards of a parallel drafter's own; 0: none, so no parallel drafting.
         video_tokens: Of a request's prompt.
         text_tokens: The prompt's text and what of the answer is written on average.
+        answer_tokens: Of an answer, over which the draft's prefill is spread.
         prune_ratios: r to choose from.
         agreement: Of the pair, at the one ratio; None: what the papers tell.
         target_ms: Measured T_t of one request; None: by the roofline.
@@ -49,6 +58,7 @@ class Question:
     draft_gpus: int = 1
     video_tokens: int = 25_000
     text_tokens: int = 512
+    answer_tokens: int = 256
     prune_ratios: tuple[float, ...] = RATIOS
     agreement: Agreement | None = None
     target_ms: float | None = None
@@ -93,6 +103,7 @@ def check(question: Question, batches: Sequence[int] = (1,)) -> None:
         raise VidSpecError("--batch: each must be at least 1")
     counts = (("--tp", question.ranks, 1), ("--draft-gpus", question.draft_gpus, 0))
     counts += (("--video-tokens", question.video_tokens, 0), ("--text-tokens", question.text_tokens, 1))
+    counts += (("--answer-tokens", question.answer_tokens, 1),)
     for option, value, least in counts:
         if value < least:
             raise VidSpecError(f"{option} must be at least {least}, not {value}")
@@ -131,6 +142,7 @@ class Candidate:
         num_tokens: K, drafts of a step.
         prune_ratio: r.
         speedup: Decode speed over vanilla's at this batch size.
+        answer_speedup: The same with the draft's prefill spread over the answer: what candidates are compared by.
         acceptance_length: tau.
         target_s: T_t, vanilla's step.
         verify_s: T_t^K, the target's step over all drafts.
@@ -143,6 +155,7 @@ class Candidate:
     num_tokens: int
     prune_ratio: float
     speedup: float
+    answer_speedup: float
     acceptance_length: float
     target_s: float
     verify_s: float
@@ -171,6 +184,7 @@ class Planner:
         self.question = question
         self._place = Placement(question.gpu, question.ranks, question.assumed)
         self._own_place = Placement(question.gpu, max(1, question.draft_gpus), question.assumed)
+        self._by_shape: dict[int, dict[str, Candidate]] = {}
         self._target_scale = self._draft_scale = 1.0
         if question.target_ms is not None:
             self._target_scale = question.target_ms / 1e3 / self.target_seconds(1, 1)
@@ -198,7 +212,7 @@ class Planner:
     def vanilla(self, batch: int) -> Candidate:
         """Return what no drafts come to: a speed-up of 1."""
         seconds = self.target_seconds(batch, 1)
-        return Candidate(NONE, 0, 0.0, 1.0, 1.0, seconds, seconds, 0.0, self._memory(batch, None))
+        return Candidate(NONE, 0, 0.0, 1.0, 1.0, 1.0, seconds, seconds, 0.0, self._memory(batch, None))
 
     def chain(self, batch: int, num_tokens: int, prune_ratio: float, agreement: Agreement | None = None) -> Candidate:
         """Return what chains of K drafts, in turns, come to; K = 0 is vanilla."""
@@ -222,15 +236,20 @@ class Planner:
         target, verify = self.target_seconds(batch, 1), self.target_seconds(batch, num_tokens + 1)
         draft = sum(self.draft_seconds(batch, rows, prune_ratio, self._place) for rows in widths)
         found = speedup(length, target, draft, verify, self.question.assumed.speculation_s)
+        # A draft's prefill keeps all requests waiting, and each brings one.
+        prefill = batch * prefill_seconds(self.question.draft, self._place, self.question.draft_context(prune_ratio))
+        vanilla = self.question.answer_tokens * target
+        over_answer = vanilla / (vanilla / found + prefill)
         memory = self._memory(batch, prune_ratio)
-        return Candidate(shape, num_tokens, prune_ratio, found, length, target, verify, draft, memory)
+        return Candidate(shape, num_tokens, prune_ratio, found, over_answer, length, target, verify, draft, memory)
 
     def parallel(
         self, batch: int, prune_ratio: float, agreement: Agreement | None = None, tokens: int = _SHORT
     ) -> Candidate:
         """Return what a drafter on cards of its own comes to, its window by the rule that the engine follows.
 
-        One request's stream is followed; those of the others take the same times in the same batches.
+        One request's stream is followed; those of the others take the same times in the same batches. The prefill is
+        hidden behind the target's (ParallelVLM, stage I).
         """
         asked = self.question
         agreement = agreement or asked.agreement_at(prune_ratio)
@@ -251,7 +270,7 @@ class Planner:
                 kv_bytes(asked.draft, self._own_place.ranks, batch, asked.draft_context(prune_ratio)),
             ),
         )
-        gains = (run.speedup(target), run.acceptance_length, target, verify, turn)
+        gains = (run.speedup(target), run.speedup(target), run.acceptance_length, target, verify, turn)
         return Candidate(PARALLEL, window, prune_ratio, *gains, self._memory(batch, None), own)
 
     def _memory(self, batch: int, prune_ratio: float | None) -> MemorySplit:
@@ -264,13 +283,8 @@ class Planner:
             draft = (weights, kv_bytes(asked.draft, ranks, batch, asked.draft_context(prune_ratio)))
         return memory_split(self._place, target, draft)
 
-    def candidates(self, batch: int, tokens: int = _SHORT) -> Iterator[Candidate]:
-        """Yield everything that could be done at a batch size, whether it fits or not; vanilla first.
-
-        Args:
-            batch: Requests that decode at once.
-            tokens: That parallel runs are followed for.
-        """
+    def candidates(self, batch: int) -> Iterator[Candidate]:
+        """Yield everything that could be done at a batch size, whether it fits or not; vanilla first."""
         yield self.vanilla(batch)
         for ratio in self.question.prune_ratios:
             if self.question.may_take_turns:
@@ -278,23 +292,25 @@ class Planner:
                     yield self.chain(batch, num_tokens, ratio)
                 yield self.tree(batch, ratio)
             if self.question.draft_gpus:
-                yield self.parallel(batch, ratio, tokens=tokens)
+                yield self.parallel(batch, ratio)
 
     def by_shape(self, batch: int) -> dict[str, Candidate]:
         """Return the fastest candidate of each shape that fits; nothing of a shape that never does."""
-        found: dict[str, Candidate] = {}
-        for one in self.candidates(batch):
-            if one.fits and one.speedup > (found[one.shape].speedup if one.shape in found else 0):
-                found[one.shape] = one
-        return found
+        if batch not in self._by_shape:
+            found: dict[str, Candidate] = {}
+            for one in self.candidates(batch):
+                if one.fits and (one.shape not in found or one.answer_speedup > found[one.shape].answer_speedup):
+                    found[one.shape] = one
+            self._by_shape[batch] = found
+        return self._by_shape[batch]
 
     def best(self, batch: int) -> Candidate | None:
         """Return what to do at a batch size: vanilla where nothing gains WORTH; None: the target's own KV has no room."""
         found = self.by_shape(batch)
         if NONE not in found:
             return None
-        fastest = max(found.values(), key=lambda one: one.speedup)
-        return fastest if fastest.speedup >= WORTH else found[NONE]
+        fastest = max(found.values(), key=lambda one: one.answer_speedup)
+        return fastest if fastest.answer_speedup >= WORTH else found[NONE]
 
     # ---- limits --------------------------------------------------------------------------------------------------
 
@@ -341,10 +357,10 @@ class Planner:
         def gain(rate: float) -> float:
             given = with_rate(agreement, rate)
             if plan.shape == CHAIN:
-                return self.chain(batch, plan.num_tokens, plan.prune_ratio, given).speedup
+                return self.chain(batch, plan.num_tokens, plan.prune_ratio, given).answer_speedup
             if plan.shape == TREE:
-                return self.tree(batch, plan.prune_ratio, given).speedup
-            return self.parallel(batch, plan.prune_ratio, given).speedup
+                return self.tree(batch, plan.prune_ratio, given).answer_speedup
+            return self.parallel(batch, plan.prune_ratio, given).answer_speedup
 
         return bisect(gain, WORTH) if gain(1.0) >= WORTH else None
 
@@ -355,13 +371,13 @@ class Planner:
         found = self.best(batch)
         if found is None:
             memory = asdict(self.vanilla(batch).memory)
-            empty = ("shape", "num_speculative_tokens", "prune_ratio", "speedup", "acceptance_length", "t_target_ms")
-            empty += ("t_verify_ms", "t_draft_ms", "draft_gpus", "break_even_agreement", "drafter_memory")
+            empty = ("shape", "num_speculative_tokens", "prune_ratio", "speedup", "answer_speedup")
+            empty += ("acceptance_length", "t_target_ms", "t_verify_ms", "t_draft_ms", "draft_gpus", "break_even_agreement", "drafter_memory")
             return {"batch": batch, "fits": False, **dict.fromkeys(empty), "memory": memory, "alternatives": {}}
-        others = {shape: one.speedup for shape, one in self.by_shape(batch).items() if shape != NONE}
+        others = {shape: one.answer_speedup for shape, one in self.by_shape(batch).items() if shape != NONE}
         if found.shape == PARALLEL:
             found = self.parallel(batch, found.prune_ratio, tokens=_LONG)
-            others[PARALLEL] = found.speedup
+            others[PARALLEL] = found.answer_speedup
         drafts = found.shape != NONE
         return {
             "batch": batch,
@@ -370,6 +386,7 @@ class Planner:
             "num_speculative_tokens": found.num_tokens,
             "prune_ratio": found.prune_ratio if drafts else None,
             "speedup": found.speedup,
+            "answer_speedup": found.answer_speedup,
             "acceptance_length": found.acceptance_length,
             "t_target_ms": 1e3 * found.target_s,
             "t_verify_ms": 1e3 * found.verify_s,
@@ -386,7 +403,7 @@ class Planner:
         found: dict[str, list[tuple[int, float]]] = {}
         for batch in _powers(self.most_requests()):
             for shape, one in self.by_shape(batch).items():
-                found.setdefault(shape, []).append((batch, one.speedup))
+                found.setdefault(shape, []).append((batch, one.answer_speedup))
         return found
 
     def sentence(self, ranges: Sequence[tuple[int, int]]) -> str:
@@ -400,10 +417,18 @@ class Planner:
         spans = " and ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in ranges)
         if list(ranges) == [(1, most)]:
             return f"Drafts pay at every batch size that fits ({limit})."
-        return (
-            f"Drafts pay at batch sizes {spans}; at others they gain less than {WORTH - 1:.0%} or have no room: "
-            f"do not speculate there ({limit})."
-        )
+        words = [f"Drafts pay at batch sizes {spans} ({limit})."]
+        if ranges[0][0] > 1:
+            words.append(f"Below {ranges[0][0]} {self._why_not(ranges[0][0] - 1)}.")
+        if ranges[-1][1] < most:
+            words.append(f"From {ranges[-1][1] + 1} on {self._why_not(ranges[-1][1] + 1)}.")
+        return " ".join(words)
+
+    def _why_not(self, batch: int) -> str:
+        """Return why nothing is drafted at a batch size."""
+        if set(self.by_shape(batch)) == {NONE}:
+            return "there is no room for the draft"
+        return f"no draft gains {WORTH - 1:.0%}: do not speculate there"
 
 
 def _powers(most: int) -> list[int]:
@@ -447,6 +472,7 @@ def plan(question: Question, batches: Sequence[int]) -> dict[str, Any]:
         "draft_gpus": question.draft_gpus,
         "video_tokens": question.video_tokens,
         "text_tokens": question.text_tokens,
+        "answer_tokens": question.answer_tokens,
         "rows": [planner.row(batch) for batch in batches],
         "when": planner.sentence(ranges),
         "paying": [list(one) for one in ranges],
@@ -462,7 +488,7 @@ def plan(question: Question, batches: Sequence[int]) -> dict[str, Any]:
 
 def notes(question: Question) -> Iterator[str]:
     """Yield what a reader should know of an answer."""
-    yield "Modelled, not measured: no figure of this plan was taken on a GPU. Prefill and the vision tower are left out."
+    yield "Modelled, not measured: no figure of this plan was taken on a GPU. The vision tower is left out."
     if not question.may_take_turns:
         yield (
             f"{question.draft.name} has {question.draft.heads} heads, which {question.ranks} ranks cannot share: it "

@@ -1,7 +1,8 @@
 """Rooflines: what a forward takes on given cards, from the bytes and products that it needs; plain Python.
 
 A forward is its weights' matrices and its attention, one after the other; each takes the longer of its bytes and its
-products, and launches, all-reduces and the host's share come on top. Prefill and the vision tower are not modelled.
+products, and launches, all-reduces and the host's share come on top. A prefill is its products alone. The vision tower is
+not modelled.
 """
 
 from dataclasses import dataclass
@@ -50,6 +51,18 @@ def forward_seconds(shape: ModelShape, place: Placement, batch: int, rows: int, 
     attention = max(batch * context * entry_bytes / bandwidth, tokens * context * products / flops)
     launches = (shape.layers * assumed.layer_launches + assumed.forward_launches) * assumed.launch_s
     return matrices + attention + launches + _all_reduces(shape, place, tokens)
+
+
+def prefill_seconds(shape: ModelShape, place: Placement, tokens: float) -> float:
+    """Return what the decoder takes to read a prompt, in seconds: its products alone, attention over half the square.
+
+    Args:
+        shape: The model; the vision tower is left out.
+        place: Where it runs.
+        tokens: Of the prompt.
+    """
+    products = 2 * shape.active_params * tokens + 2 * shape.layers * shape.heads * shape.head_dim * tokens**2
+    return products / place.ranks / (place.gpu.flops * place.assumed.flops_frac)
 
 
 def _kv_heads(shape: ModelShape, ranks: int) -> int:

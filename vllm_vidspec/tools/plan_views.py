@@ -23,12 +23,16 @@ def show(result: Mapping[str, Any], console: Console) -> None:
 
 
 def plan_table(result: Mapping[str, Any]) -> Table:
-    """Return what to do, a row for each batch size; times in ms, of a step and of all its draft forwards."""
+    """Return what to do, a row for each batch size; times in ms, of a step and of its draft forwards.
+
+    "decode" is the speed-up of decoding alone, "answer" that with the draft's prefill.
+    """
     columns: Columns = {
         "batch": lambda row: str(row["batch"]),
         "drafts": _drafts,
         "prune": lambda row: number(row["prune_ratio"], 2),
-        "speedup": lambda row: "-" if row["speedup"] is None else f"{row['speedup']:.2f}x",
+        "decode": lambda row: _times(row["speedup"]),
+        "answer": lambda row: _times(row["answer_speedup"]),
         "length": lambda row: number(row["acceptance_length"], 2),
         "T_t": lambda row: number(row["t_target_ms"], 1),
         "verify": lambda row: number(row["t_verify_ms"], 1),
@@ -53,6 +57,10 @@ def memory_table(result: Mapping[str, Any]) -> Table:
         ),
     }
     return by_columns(columns, result["rows"], caption="GB of a GPU, target + draft (modelled)")
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
 
 
 def _drafts(row: Mapping[str, Any]) -> str:
@@ -90,6 +98,6 @@ def draw(curves: Mapping[str, Sequence[tuple[int, float]]], result: Mapping[str,
         panel.set_xticks([batch for batch, _ in curves[drawn[0]]], [f"{batch}" for batch, _ in curves[drawn[0]]])
         panel.minorticks_off()
         panel.set_xlabel("requests that decode at once")
-        panel.set_ylabel("decode speed, of vanilla's (modelled)")
+        panel.set_ylabel("speed of an answer, of vanilla's (modelled)")
         panel.set_title(f"{result['target']} with {result['draft']}, {result['tp']} {result['gpu']}", fontsize=10)
         figures.tidy(panel)
