@@ -44,6 +44,11 @@ class PublishedTimes:
     shapes: tuple[str, str]
     figures: Mapping[str, tuple[float, float]] | None = None
 
+    @property
+    def draft_ms_of(self) -> dict[str, float]:
+        """T_d by method in turns."""
+        return {"SD": self.draft_ms[0], "SD-Tree": self.draft_ms[0], "SpecVLM": self.draft_ms[1]}
+
 
 TIMES = {
     "LLaVA-OV 0.5B & 7B": PublishedTimes(78.3, (46.1, 25.8), 3, ("llava-onevision-7b", "0.5B")),
@@ -71,7 +76,7 @@ def published_rows() -> list[dict[str, Any]]:
     rows = []
     for name, times in TIMES.items():
         figures = figures_of(name)
-        for method, draft_ms in zip(("SD", "SD-Tree", "SpecVLM"), (*[times.draft_ms[0]] * 2, times.draft_ms[1])):
+        for method, draft_ms in times.draft_ms_of.items():
             if method in figures:
                 length, published = figures[method]
                 modelled = planning.speedup(length, times.target_ms, TREE_FORWARDS * draft_ms, times.target_ms)
@@ -113,7 +118,9 @@ def published_text() -> str:
             f"| {row['modelled']:.2f} | {row['real']:.2f} | {row['error']:+.1%} |"
         )
     turns = [row["error"] for row in rows if "Parallel" not in row["method"]]
-    own, other = ([row["error"] for row in rows if row["method"].endswith(end)] for end in (", own token in M", "not in M"))
+    own, other = (
+        [row["error"] for row in rows if row["method"].endswith(end)] for end in (", own token in M", "not in M")
+    )
     lines += [
         "",
         f"In turns: {summary(turns)}. In parallel: {summary(own)} if M counts the target's own token, {summary(other)} "
@@ -202,8 +209,9 @@ def roofline_rows() -> list[dict[str, Any]]:
 def roofline_text() -> str:
     """Return the table of the roofline beside the papers."""
     lines = [
-        "| paper, pair | 8 x | T_t, T_d, ms (published) | one card at a time, ms (modelled) | eight ranks, ms (modelled) "
-        "| tau (published) | speed-up (published) | one card at a time (modelled) | eight ranks (modelled) "
+        "| paper, pair | 8 x | T_t, T_d, ms (published) | one card at a time, ms (modelled) "
+        "| eight ranks, ms (modelled) | tau (published) | speed-up (published) | one card at a time (modelled) "
+        "| eight ranks (modelled) "
         "| with the planner's own tau (modelled) |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
@@ -212,7 +220,8 @@ def roofline_text() -> str:
         published = ", ".join("-" if value is None else f"{value:.4g}" for value in (one.target_ms, one.draft_ms))
         lines.append(
             f"| {row['paper']}, {row['target']} with {row['draft']} | {row['gpu']} | {published} "
-            f"| {serial['target_ms']:.1f}, {serial['draft_ms']:.1f} | {ranks['target_ms']:.1f}, {ranks['draft_ms']:.1f} "
+            f"| {serial['target_ms']:.1f}, {serial['draft_ms']:.1f} "
+            f"| {ranks['target_ms']:.1f}, {ranks['draft_ms']:.1f} "
             f"| {one.length:.2f} | {one.speedup:.2f} | {serial['with_length']:.2f} | {ranks['with_length']:.2f} "
             f"| {serial['throughout']:.2f} |"
         )
@@ -318,15 +327,16 @@ def measured_text() -> str:
     """Return the table of measured rows."""
     rows = checked_rows()
     lines = [
-        "| rows | method | K | T_t, ms (measured) | T_d, ms (measured) | tokens a step (measured) | T_t, T_d, tau only "
-        "(modelled) | with the rest of a step from the other rows (modelled) | speed-up, 20 % to 80 % (measured) | error |",
+        "| rows | method | K | T_t, ms (measured) | T_d, ms (measured) | tokens a step (measured) "
+        "| T_t, T_d, tau only (modelled) | with the rest of a step from the other rows (modelled) "
+        "| speed-up, 20 % to 80 % (measured) | error |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
         lines.append(
             f"| [{Path(row['file']).stem}](results/{row['file']}), {row['target_layers']} layers appended "
-            f"| {method_of(row)} | {row['num_speculative_tokens']} | {row['t_target_ms']:.2f} | {row['t_draft_ms']:.3f} "
-            f"| {row['acceptance_length']:.2f} | {row['bare']:.2f} | {row['full']:.2f} "
+            f"| {method_of(row)} | {row['num_speculative_tokens']} | {row['t_target_ms']:.2f} "
+            f"| {row['t_draft_ms']:.3f} | {row['acceptance_length']:.2f} | {row['bare']:.2f} | {row['full']:.2f} "
             f"| {row['speedup']:.2f} ({row['speedup_p20']:.2f} to {row['speedup_p80']:.2f}) | {row['error']:+.1%} |"
         )
     bare = [row["bare"] / row["speedup"] - 1 for row in rows]
@@ -334,8 +344,8 @@ def measured_text() -> str:
     within = sum(abs(error) < 0.05 for error in full)
     lines += [
         "",
-        f"With the rest from the other rows: {summary(full)}; {within} of {len(rows)} rows are within 5 %. From T_t, T_d "
-        f"and tau alone: {summary(bare)}.",
+        f"With the rest from the other rows: {summary(full)}; {within} of {len(rows)} rows are within 5 %. From "
+        f"T_t, T_d and tau alone: {summary(bare)}.",
     ]
     return "\n".join(lines)
 
@@ -443,7 +453,9 @@ def _cell(row: Mapping[str, Any]) -> str:
     if row["shape"] == "none":
         return "no drafts"
     more = ", 1 GPU more" if row["draft_gpus"] else ""
-    return f"{row['shape']} {row['num_speculative_tokens']}, r {row['prune_ratio']:g}{more}: {row['answer_speedup']:.2f}x"
+    return (
+        f"{row['shape']} {row['num_speculative_tokens']}, r {row['prune_ratio']:g}{more}: {row['answer_speedup']:.2f}x"
+    )
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ Ratios = Annotated[
     str | None, typer.Option("--prune-ratio", help="Of these the best is taken. Default: 0,0.5,0.8,0.9,0.95.")
 ]
 ACCEPTANCE = (
-    "Share of drafts that stand: one for every position, or by position as `vllm bench serve` prints it. Default: what the "
-    "papers' figures of the family come to."
+    "Share of drafts that stand: at the first position, or by position as `vllm bench serve` prints it. Default: what "
+    "the papers' figures of the family come to."
 )
 
 
@@ -60,10 +60,10 @@ def _run(given: Mapping[str, Any]) -> None:
     from vllm_vidspec.tools.provenance import provenance
 
     target = planning.target_shape(given["target"])
-    agreement, ratios = None, planning.RATIOS
+    agreement: planning.Agreement | None = None
+    ratios: tuple[float, ...] = planning.RATIOS
     if given["acceptance"] is not None:
         shares = options.values("--acceptance", given["acceptance"], float)
-        # One share is every position's own, and several are of all drafts.
         agreement = planning.agreement_of_positions(shares, planning.RUNNER_UP)
         ratios = (0.9,)
     if given["prune_ratio"] is not None:

@@ -4,6 +4,7 @@ A draft token at depth d is right with probability p_d once all before it are. A
 tokens of a verify step, the target's own included.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -61,7 +62,7 @@ class Agreement:
         return [here - deeper for here, deeper in pairwise([*reaches, 0.0])]
 
     def tree_length(self, paths: Sequence[Path] = SPECVLM_PATHS) -> float:
-        """Return the mean tokens of a step over a static tree: 1 and the chance of each of its nodes (SpecVLM's tree)."""
+        """Return the mean tokens of a step over a static tree, SpecVLM's by default: 1 and each node's chance."""
         return 1 + sum(map(self._stands, paths))
 
     def _stands(self, path: Path) -> float:
@@ -72,7 +73,7 @@ class Agreement:
 
 
 def answer_length(emits: Sequence[float], answer: int) -> float:
-    """Return the mean tokens of a step over answers that end: what its last step drafts past the end counts for nothing.
+    """Return the mean tokens of a step over answers that end: what a last step drafts past the end does not count.
 
     Args:
         emits: Probabilities that a step emits 1, 2, ... tokens.
@@ -89,7 +90,7 @@ def agreement_of_positions(positions: Sequence[float], runner_up: float = 0.0, s
 
     Args:
         positions: Of all drafts the share whose token at position 1, 2, ... stood, as `vllm bench serve` prints it per
-            position. A single one is p at every depth.
+            position. Deeper ones fall as the last did.
         runner_up: s of `Agreement`.
         source: Where they come from.
 
@@ -141,6 +142,7 @@ SELF_STREAMS = {"llava-onevision": 14.8, "qwen2.5-vl": 14.4}
 RUNNER_UP = bisect(lambda s: Agreement((rate_of_chain(SPECVLM_CHAIN, 5),), s).tree_length(), SPECVLM_TREE)
 
 
+@functools.cache
 def default_agreement(family: str, prune_ratio: float, is_self: bool = False) -> Agreement:
     """Return how often a pair of a family agrees, as far as the papers tell: guided pruning, captions, temperature 0.
 

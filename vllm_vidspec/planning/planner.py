@@ -1,7 +1,9 @@
 """The planner: which drafts pay for a pair on given cards, by batch size, and from where on none do; plain Python."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Any
 
 from vllm_vidspec.config.paths import SPECVLM_PATHS
@@ -29,6 +31,11 @@ RATIOS = (0.0, 0.5, 0.8, 0.9, 0.95)
 TREE_WIDTHS = (1, *(len({p[:-1] for p in SPECVLM_PATHS if len(p) == depth}) for depth in range(2, 6)))
 # Tokens that a parallel run is followed for: of a row, and where only its place among others counts.
 _LONG, _SHORT = 20_000, 3000
+# What a row says of a batch size that fits only.
+_OF_FITTING = (
+    *("shape", "num_speculative_tokens", "prune_ratio", "speedup", "answer_speedup", "acceptance_length"),
+    *("t_target_ms", "t_verify_ms", "t_draft_ms", "draft_gpus", "break_even_agreement", "drafter_memory"),
+)
 
 
 @dataclass(frozen=True)
@@ -101,18 +108,21 @@ def check(question: Question, batches: Sequence[int] = (1,)) -> None:
     """
     if min(batches, default=0) < 1:
         raise VidSpecError("--batch: each must be at least 1")
-    counts = (("--tp", question.ranks, 1), ("--draft-gpus", question.draft_gpus, 0))
-    counts += (("--video-tokens", question.video_tokens, 0), ("--text-tokens", question.text_tokens, 1))
-    counts += (("--answer-tokens", question.answer_tokens, 1),)
-    for option, value, least in counts:
-        if value < least:
-            raise VidSpecError(f"{option} must be at least {least}, not {value}")
+    for option, count, least in (
+        ("--tp", question.ranks, 1),
+        ("--draft-gpus", question.draft_gpus, 0),
+        ("--video-tokens", question.video_tokens, 0),
+        ("--text-tokens", question.text_tokens, 1),
+        ("--answer-tokens", question.answer_tokens, 1),
+    ):
+        if count < least:
+            raise VidSpecError(f"{option} must be at least {least}, not {count}")
     for ratio in question.prune_ratios:
         if not 0 <= ratio <= 1:
             raise VidSpecError(f"--prune-ratio {ratio:g}: a share lies between 0 and 1")
     for option, value in (("--target-ms", question.target_ms), ("--draft-ms", question.draft_ms)):
         if value is not None and not 0 < value < float("inf"):
-            raise VidSpecError(f"{option} must be above 0, not {value:g}")
+            raise VidSpecError(f"{option} must be above 0 and finite, not {value:g}")
     for option, is_given in (("--acceptance", question.agreement), ("--draft-ms", question.draft_ms)):
         if is_given is not None and len(question.prune_ratios) > 1:
             raise VidSpecError(f"{option}: it was measured at one prune ratio; give that one as --prune-ratio")
@@ -126,10 +136,11 @@ def check(question: Question, batches: Sequence[int] = (1,)) -> None:
             f"the draft's {question.draft.heads} heads cannot be shared by --tp {question.ranks} ranks: choose another "
             "--tp, or give it GPUs of its own, --draft-gpus 1"
         )
-    if weight_bytes(question.target, question.ranks) > question.assumed.usable_frac * question.gpu.memory_bytes:
+    weights = weight_bytes(question.target, question.ranks)
+    if weights > question.assumed.usable_frac * question.gpu.memory_bytes:
         raise VidSpecError(
-            f"--tp {question.ranks}: a rank of {question.target.name} has "
-            f"{weight_bytes(question.target, question.ranks) / 1e9:.0f} GB of weights, more than {question.gpu.name} takes"
+            f"--tp {question.ranks}: a rank of {question.target.name} has {weights / 1e9:.0f} GB of weights, "
+            f"more than {question.gpu.name} takes"
         )
 
 
@@ -220,21 +231,23 @@ class Planner:
             return self.vanilla(batch)
         agreement = agreement or self.question.agreement_at(prune_ratio)
         # The first forward has a request's last two tokens.
-        widths = (2, *[1] * (num_tokens - 1))
+        widths = {2: 1, 1: num_tokens - 1}
         length = agreement.chain_length(num_tokens)
         return self._in_turns(CHAIN, batch, num_tokens, prune_ratio, length, widths)
 
     def tree(self, batch: int, prune_ratio: float, agreement: Agreement | None = None) -> Candidate:
         """Return what SpecVLM's static tree, in turns, comes to."""
         agreement = agreement or self.question.agreement_at(prune_ratio)
-        widths = (2, *TREE_WIDTHS[1:])
+        widths = Counter((2, *TREE_WIDTHS[1:]))
         return self._in_turns(TREE, batch, len(SPECVLM_PATHS), prune_ratio, agreement.tree_length(), widths)
 
     def _in_turns(
-        self, shape: str, batch: int, num_tokens: int, prune_ratio: float, length: float, widths: Sequence[int]
+        self, shape: str, batch: int, num_tokens: int, prune_ratio: float, length: float, widths: Mapping[int, int]
     ) -> Candidate:
         target, verify = self.target_seconds(batch, 1), self.target_seconds(batch, num_tokens + 1)
-        draft = sum(self.draft_seconds(batch, rows, prune_ratio, self._place) for rows in widths)
+        draft = sum(
+            number * self.draft_seconds(batch, rows, prune_ratio, self._place) for rows, number in widths.items()
+        )
         found = speedup(length, target, draft, verify, self.question.assumed.speculation_s)
         # A draft's prefill keeps all requests waiting, and each brings one.
         prefill = batch * prefill_seconds(self.question.draft, self._place, self.question.draft_context(prune_ratio))
@@ -286,12 +299,13 @@ class Planner:
     def candidates(self, batch: int) -> Iterator[Candidate]:
         """Yield everything that could be done at a batch size, whether it fits or not; vanilla first."""
         yield self.vanilla(batch)
-        for ratio in self.question.prune_ratios:
-            if self.question.may_take_turns:
+        if self.question.may_take_turns:
+            for ratio in self.question.prune_ratios:
                 for num_tokens in range(1, MOST_CHAIN + 1):
                     yield self.chain(batch, num_tokens, ratio)
                 yield self.tree(batch, ratio)
-            if self.question.draft_gpus:
+        if self.question.draft_gpus:
+            for ratio in self.question.prune_ratios:
                 yield self.parallel(batch, ratio)
 
     def by_shape(self, batch: int) -> dict[str, Candidate]:
@@ -305,7 +319,7 @@ class Planner:
         return self._by_shape[batch]
 
     def best(self, batch: int) -> Candidate | None:
-        """Return what to do at a batch size: vanilla where nothing gains WORTH; None: the target's own KV has no room."""
+        """Return what to do at a batch size: vanilla where nothing gains WORTH; None: the KV has no room."""
         found = self.by_shape(batch)
         if NONE not in found:
             return None
@@ -326,7 +340,7 @@ class Planner:
         sizes = _powers(self.most_requests())
         pays = {size: self._pays(size) for size in sizes}
         ranges: list[tuple[int, int]] = []
-        for size, following in zip(sizes, [*sizes[1:], None], strict=True):
+        for size, following in zip_longest(sizes, sizes[1:]):
             if not pays[size]:
                 continue
             first = size if not ranges or ranges[-1][1] < size else ranges.pop()[0]
@@ -335,13 +349,15 @@ class Planner:
             elif pays[following]:
                 last = following
             else:
-                last = size + _last(lambda more, size=size: self._pays(size + more), following - size - 1)
+                last = _last(self._pays, following - 1, size)
             ranges.append((first, last))
         return ranges
 
     def _pays(self, batch: int) -> bool:
-        found = self.best(batch)
-        return found is not None and found.shape != NONE
+        """Return whether `best` would draft; parallel runs are followed only where nothing in turns gains enough."""
+        return self.vanilla(batch).fits and any(
+            one.fits and one.answer_speedup >= WORTH for one in self.candidates(batch)
+        )
 
     def break_even(self, batch: int, plan: Candidate) -> float | None:
         """Return the agreement per token below which a plan gains less than WORTH; None: even one of 1 does not.
@@ -371,9 +387,7 @@ class Planner:
         found = self.best(batch)
         if found is None:
             memory = asdict(self.vanilla(batch).memory)
-            empty = ("shape", "num_speculative_tokens", "prune_ratio", "speedup", "answer_speedup")
-            empty += ("acceptance_length", "t_target_ms", "t_verify_ms", "t_draft_ms", "draft_gpus", "break_even_agreement", "drafter_memory")
-            return {"batch": batch, "fits": False, **dict.fromkeys(empty), "memory": memory, "alternatives": {}}
+            return {"batch": batch, "fits": False, **dict.fromkeys(_OF_FITTING), "memory": memory, "alternatives": {}}
         others = {shape: one.answer_speedup for shape, one in self.by_shape(batch).items() if shape != NONE}
         if found.shape == PARALLEL:
             found = self.parallel(batch, found.prune_ratio, tokens=_LONG)
@@ -436,9 +450,9 @@ def _powers(most: int) -> list[int]:
     return [size for size in (2**power for power in range(11)) if size < most] + [most] * (most > 0)
 
 
-def _last(holds: Callable[[int], bool], most: int) -> int:
-    """Return the last number up to `most` for which something holds that holds up to some number; 0: for none."""
-    low, high = 0, most
+def _last(holds: Callable[[int], bool], most: int, low: int = 0) -> int:
+    """Return the last number up to `most` for which something holds that holds from `low` up to some number."""
+    high = most
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if holds(middle) else (low, middle - 1)

@@ -1,8 +1,7 @@
 """Rooflines: what a forward takes on given cards, from the bytes and products that it needs; plain Python.
 
 A forward is its weights' matrices and its attention, one after the other; each takes the longer of its bytes and its
-products, and launches, all-reduces and the host's share come on top. A prefill is its products alone. The vision tower is
-not modelled.
+products, and launches and all-reduces come on top. A prefill is its products alone. The vision tower is not modelled.
 """
 
 from dataclasses import dataclass

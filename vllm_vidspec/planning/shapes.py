@@ -1,4 +1,4 @@
-"""Shapes: what a model's size says of its weights, its KV and its arithmetic; known models by name, others by config."""
+"""Shapes: what a model's sizes say of its weights, KV and arithmetic; known models by name, others by config.json."""
 
 import json
 import re
@@ -140,7 +140,10 @@ KNOWN: tuple[ModelShape, ...] = (
 _SIZE = re.compile(r"(?<![\d.a])(\d+(?:\.\d+)?b(?:-a\d+b)?)(?![a-z0-9])")
 _QUANTISED = re.compile(r"awq|gptq|fp8|int[48]|w[48]a|[34]bit|gguf")
 _FAMILY_OF_TYPE = {
-    **{"qwen2_vl": "qwen2-vl", "qwen2_5_vl": "qwen2.5-vl", "qwen3_vl": "qwen3-vl", "qwen3_vl_moe": "qwen3-vl"},
+    "qwen2_vl": "qwen2-vl",
+    "qwen2_5_vl": "qwen2.5-vl",
+    "qwen3_vl": "qwen3-vl",
+    "qwen3_vl_moe": "qwen3-vl",
     "llava_onevision": "llava-onevision",
 }
 
@@ -188,7 +191,9 @@ def _shape(name: str, option: str, family: str | None) -> ModelShape:
         if sizes and known.family == (family if is_short else named) and known.name.lower().endswith(f" {sizes[-1]}"):
             return known
     shown = [known.name for known in KNOWN if known.family == (named or family)] or [known.name for known in KNOWN]
-    raise VidSpecError(f"{option}: no model {quoted(name)} is known; there are {', '.join(shown)}, or a local directory")
+    raise VidSpecError(
+        f"{option}: no model {quoted(name)} is known; there are {', '.join(shown)}, or a local directory"
+    )
 
 
 def from_folder(folder: str, option: str = "--target") -> ModelShape:

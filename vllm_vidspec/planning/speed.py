@@ -25,7 +25,7 @@ def speedup(length: float, target: float, draft: float, verify: float, overhead:
 
 
 def window_of(target: float, draft: float, rate: float, most: int) -> int:
-    """Return the window of parallel drafting: c* = T_t / T_d (ParallelVLM eq. 6), rounded as `parallel.WindowRule` does.
+    """Return the window of parallel drafting: c* = T_t / T_d (ParallelVLM eq. 6), rounded as by `WindowRule`.
 
     Args:
         target: T_t^gamma.
@@ -156,7 +156,7 @@ def run_streams(
     seed: int = 0,
     most_ahead: int = 24,
 ) -> StreamRun:
-    """Follow a drafter that never stops and a target that verifies what is there (ParallelVLM section 4; docs/parallel.md).
+    """Follow a drafter that never stops and a target that verifies what is there (ParallelVLM section 4).
 
     A step of the target takes the next tokens of the stream, `window` at most, if the stream agrees with what was
     committed; else none. The drafter hears of a commit when its forward ends, and is cut at the first other token.

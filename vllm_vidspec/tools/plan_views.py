@@ -30,17 +30,17 @@ def plan_table(result: Mapping[str, Any]) -> Table:
     columns: Columns = {
         "batch": lambda row: str(row["batch"]),
         "drafts": _drafts,
-        "prune": lambda row: number(row["prune_ratio"], 2),
+        "r": lambda row: number(row["prune_ratio"], 2),
         "decode": lambda row: _times(row["speedup"]),
         "answer": lambda row: _times(row["answer_speedup"]),
-        "length": lambda row: number(row["acceptance_length"], 2),
+        "tau": lambda row: number(row["acceptance_length"], 2),
         "T_t": lambda row: number(row["t_target_ms"], 1),
-        "verify": lambda row: number(row["t_verify_ms"], 1),
-        "draft": lambda row: number(row["t_draft_ms"], 1),
+        "T_t^K": lambda row: number(row["t_verify_ms"], 1),
+        "T_d": lambda row: number(row["t_draft_ms"], 1),
         "p min": lambda row: number(row["break_even_agreement"], 2),
     }
     title = f"{result['target']} with {result['draft']} on {result['tp']} {result['gpu']} (modelled)"
-    caption = f"{result['video_tokens']} video tokens a request; below p min drafts do not pay; times in ms"
+    caption = f"{result['video_tokens']} video tokens; below p min drafts do not pay; ms; +N: GPUs more"
     return by_columns(columns, result["rows"], 2, title=title, caption=caption)
 
 
@@ -69,7 +69,7 @@ def _drafts(row: Mapping[str, Any]) -> str:
     if row["shape"] == "none":
         return "do not"
     words = f"{row['shape']} {row['num_speculative_tokens']}"
-    return f"{words}, +{row['draft_gpus']} GPU" if row["draft_gpus"] else words
+    return f"{words} +{row['draft_gpus']}" if row["draft_gpus"] else words
 
 
 def _two(memory: Mapping[str, float], kind: str) -> str:
