@@ -24,7 +24,8 @@ from vllm_vidspec.planning.speed import StreamTimes, run_streams, speedup, windo
 
 NONE, CHAIN, TREE, PARALLEL = SHAPES = ("none", "chain", "tree-static", "parallel")
 WORTH = 1.05  # a gain below this is within the model's error: it does not pay
-MOST_CHAIN, MOST_WINDOW = 10, 16
+MOST_CHAIN = 10
+WINDOWS = (16, 8, 4, 2)  # greatest windows that are tried
 MOST_BATCH = 1024
 RATIOS = (0.0, 0.5, 0.8, 0.9, 0.95)
 # Nodes that have children, by level: what each draft forward of SpecVLM's tree computes; the root first.
@@ -257,23 +258,28 @@ class Planner:
         return Candidate(shape, num_tokens, prune_ratio, found, over_answer, length, target, verify, draft, memory)
 
     def parallel(
-        self, batch: int, prune_ratio: float, agreement: Agreement | None = None, tokens: int = _SHORT
+        self,
+        batch: int,
+        prune_ratio: float,
+        agreement: Agreement | None = None,
+        most: int = WINDOWS[0],
+        tokens: int = _SHORT,
     ) -> Candidate:
         """Return what a drafter on cards of its own comes to, its window by the rule that the engine follows.
 
-        One request's stream is followed; those of the others take the same times in the same batches. The prefill is
-        hidden behind the target's (ParallelVLM, stage I).
+        One request's stream is followed; those of the others take the same times in the same batches. While the
+        drafter reads a prompt the target goes on alone (docs/parallel.md, Prefill).
         """
         asked = self.question
         agreement = agreement or asked.agreement_at(prune_ratio)
         turn = self.draft_seconds(batch, 1, prune_ratio, self._own_place)
-        # The window follows the step's time, which follows the window.
-        window = MOST_WINDOW
-        for _ in range(3):
+        # The window follows the step's time, which follows the window: from above it comes to rest.
+        window, longer = most, most + 1
+        while window < longer:
+            longer = window
+            # vLLM verifies K rows in every step, whatever the stream has.
             step = self.target_seconds(batch, window + 1) + asked.assumed.speculation_s
-            window = window_of(step, turn, agreement.rates[-1], MOST_WINDOW)
-        # vLLM verifies K rows in every step, whatever the stream has.
-        step = self.target_seconds(batch, window + 1) + asked.assumed.speculation_s
+            window = window_of(step, turn, agreement.rates[-1], most)
         run = run_streams(agreement, window, StreamTimes(lambda drafts: step, turn), answer=tokens)
         target, verify = self.target_seconds(batch, 1), self.target_seconds(batch, window + 1)
         own = memory_split(
@@ -283,7 +289,12 @@ class Planner:
                 kv_bytes(asked.draft, self._own_place.ranks, batch, asked.draft_context(prune_ratio)),
             ),
         )
-        gains = (run.speedup(target), run.speedup(target), run.acceptance_length, target, verify, turn)
+        found = run.speedup(target)
+        vanilla = asked.answer_tokens * target
+        seen = asked.draft_context(prune_ratio)
+        alone = min(batch * prefill_seconds(asked.draft, self._own_place, seen), vanilla)
+        over_answer = vanilla / (alone + (vanilla - alone) / found)
+        gains = (found, over_answer, run.acceptance_length, target, verify, turn)
         return Candidate(PARALLEL, window, prune_ratio, *gains, self._memory(batch, None), own)
 
     def _memory(self, batch: int, prune_ratio: float | None) -> MemorySplit:
@@ -306,7 +317,12 @@ class Planner:
                 yield self.tree(batch, ratio)
         if self.question.draft_gpus:
             for ratio in self.question.prune_ratios:
-                yield self.parallel(batch, ratio)
+                window = WINDOWS[0] + 1
+                for most in WINDOWS:
+                    if most < window:
+                        found = self.parallel(batch, ratio, most=most)
+                        window = found.num_tokens
+                        yield found
 
     def by_shape(self, batch: int) -> dict[str, Candidate]:
         """Return the fastest candidate of each shape that fits; nothing of a shape that never does."""
@@ -376,7 +392,7 @@ class Planner:
                 return self.chain(batch, plan.num_tokens, plan.prune_ratio, given).answer_speedup
             if plan.shape == TREE:
                 return self.tree(batch, plan.prune_ratio, given).answer_speedup
-            return self.parallel(batch, plan.prune_ratio, given).answer_speedup
+            return self.parallel(batch, plan.prune_ratio, given, plan.num_tokens).answer_speedup
 
         return bisect(gain, WORTH) if gain(1.0) >= WORTH else None
 
@@ -390,7 +406,7 @@ class Planner:
             return {"batch": batch, "fits": False, **dict.fromkeys(_OF_FITTING), "memory": memory, "alternatives": {}}
         others = {shape: one.answer_speedup for shape, one in self.by_shape(batch).items() if shape != NONE}
         if found.shape == PARALLEL:
-            found = self.parallel(batch, found.prune_ratio, tokens=_LONG)
+            found = self.parallel(batch, found.prune_ratio, most=found.num_tokens, tokens=_LONG)
             others[PARALLEL] = found.answer_speedup
         drafts = found.shape != NONE
         return {

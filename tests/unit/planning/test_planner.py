@@ -73,7 +73,7 @@ def test_bounds():
     assert (zero.shape, zero.speedup, zero.answer_speedup, zero.acceptance_length) == ("none", 1.0, 1.0, 1.0)
     for batch in (1, 16, 200):
         for one in planner.candidates(batch):
-            assert one.answer_speedup <= one.speedup
+            assert one.answer_speedup <= (max(1, one.speedup) if one.shape == "parallel" else one.speedup)
             if one.shape in ("chain", "tree-static"):
                 assert one.speedup <= one.acceptance_length
             if one.shape == "parallel":
@@ -158,6 +158,29 @@ def test_memory_of_both_places():
     assert turns.memory.target_kv == apart.memory.target_kv == pytest.approx(8 * 1512 * 262_144 / 2)
     own = Planner(question(draft="self")).chain(8, 3, 0.9).memory
     assert own.draft_weights == 0 and own.draft_kv > 0
+
+
+def test_a_parallel_drafter_reads_while_the_target_goes_on_alone():
+    """Eight prompts of 612 tokens at the drafter's speed, vanilla's meanwhile. Catches: a prefill that is free."""
+    asked = question(draft_gpus=1)
+    found = Planner(asked).parallel(8, 0.9)
+    reading = 8 * prefill_seconds(asked.draft, Placement(asked.gpu, 1), 612)
+    vanilla = 256 * found.target_s
+    assert found.answer_speedup == pytest.approx(vanilla / (reading + (vanilla - reading) / found.speedup))
+    long = Planner(dataclasses.replace(asked, answer_tokens=1)).parallel(8, 0.9)
+    assert long.answer_speedup == pytest.approx(1.0), "the answer is over before its drafter begins"
+
+
+def test_windows_come_to_rest():
+    """The window is the rule's for the step that verifies it. Catches: a window of a longer step; one above K."""
+    planner = Planner(question(draft_gpus=1))
+    for batch in (1, 16, 200):
+        for most in (16, 4):
+            found = planner.parallel(batch, 0.9, Agreement((0.5,)), most)
+            step = found.verify_s + 0.3e-3
+            assert found.num_tokens == max(1, min(most, int(step / found.draft_s + 0.5)))
+    windows = {one.num_tokens for one in planner.candidates(200) if one.shape == "parallel"}
+    assert min(windows) <= 2 < 8 < max(windows), "short ones are tried where long ones cost"
 
 
 def test_measured_times_are_met():
