@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_vidspec import planning
-from vllm_vidspec.planning import acceptance
+from vllm_vidspec.planning import acceptance, planner
 from vllm_vidspec.planning.acceptance import Agreement
 from vllm_vidspec.tools.bench.published import PUBLISHED
 
@@ -56,11 +56,11 @@ TIMES = {
     "Qwen2.5-VL 7B & 32B": PublishedTimes(203, (63.7, 39.8), 5, ("qwen2.5-vl-32b", "7B")),
     "LLaVA-OV 7B & 7B": PublishedTimes(
         *(78.3, (78.3, 46.6), 2, ("llava-onevision-7b", "self")),
-        {"SpecVLM": (4.94, 1.21), "ParallelVLM": (14.8, 1.53)},
+        {"SpecVLM": (4.94, 1.21), "ParallelVLM": (acceptance.SELF_STREAMS["llava-onevision"], 1.53)},
     ),
     "Qwen2.5-VL 7B & 7B": PublishedTimes(
         *(63.7, (63.7, 39.8), 2, ("qwen2.5-vl-7b", "self")),
-        {"SpecVLM": (4.80, 1.17), "ParallelVLM": (14.4, 1.52)},
+        {"SpecVLM": (4.80, 1.17), "ParallelVLM": (acceptance.SELF_STREAMS["qwen2.5-vl"], 1.52)},
     ),
 }
 _OWN_FIGURES = {pair.name: pair.figures for pair in PUBLISHED}
@@ -403,6 +403,28 @@ def length_text() -> str:
 # ---- what the planner assumes, and some plans ------------------------------------------------------------------------
 
 
+def assumed_text() -> str:
+    """Return what a plan assumes of cards beside their data sheets."""
+    one = planning.ASSUMED
+    latencies = sorted({gpu.link_latency_s for gpu in planning.GPUS.values()})
+    return "\n".join(
+        [
+            "| assumed, not measured | |",
+            "| --- | --- |",
+            f"| of a card's peaks | {one.memory_frac:.0%} of the memory's, {one.flops_frac:.0%} of the tensor cores', "
+            f"{one.link_frac:.0%} of the link's |",
+            f"| kernels | {1e6 * one.launch_s:g} µs each, {one.layer_launches} a layer and {one.forward_launches} more "
+            "a forward |",
+            f"| an all-reduce | {' or '.join(f'{1e6 * latency:.0f}' for latency in latencies)} µs (NVLink, PCIe) "
+            "and its bytes |",
+            f"| host time that no kernel hides | {1e3 * one.step_s:g} ms a step, {1e3 * one.speculation_s:g} ms more "
+            "with drafts |",
+            f"| memory for weights and KV | {one.usable_frac:.0%} |",
+            f"| a gain that counts as one | {planner.WORTH - 1:.0%} |",
+        ]
+    )
+
+
 def agreement_text() -> str:
     """Return the table of agreements that a plan takes where none is given."""
     lines = ["| family | p at 0 | 0.5 | 0.9 | 0.99 | 1 | from |", "| --- | ---: | ---: | ---: | ---: | ---: | --- |"]
@@ -461,6 +483,7 @@ def _cell(row: Mapping[str, Any]) -> str:
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 SECTIONS: dict[str, Callable[[], str]] = {
+    "assumed": assumed_text,
     "agreement": agreement_text,
     "plans": plans_text,
     "published": published_text,

@@ -137,7 +137,7 @@ KNOWN: tuple[ModelShape, ...] = (
     _llava("7B", 28, 3584, 28, 4, 128, 18_944, 152_128),
     _llava("72B", 80, 8192, 64, 8, 128, 29_568, 152_128),
 )
-_SIZE = re.compile(r"(?<![\d.a])(\d+(?:\.\d+)?b(?:-a\d+b)?)(?![a-z0-9])")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?b(?:-a\d+b)?)(?![a-z0-9])")
 _QUANTISED = re.compile(r"awq|gptq|fp8|int[48]|w[48]a|[34]bit|gguf")
 _FAMILY_OF_TYPE = {
     "qwen2_vl": "qwen2-vl",
