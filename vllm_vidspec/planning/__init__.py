@@ -12,8 +12,10 @@ from vllm_vidspec.planning.acceptance import (
     rate_of_chain,
     rate_of_tree,
 )
+from vllm_vidspec.planning.candidates import Candidate
 from vllm_vidspec.planning.gpus import ASSUMED, GPUS, Assumptions, Gpu, gpu_named
-from vllm_vidspec.planning.planner import RATIOS, Candidate, Planner, Question, check, plan
+from vllm_vidspec.planning.planner import Planner, plan
+from vllm_vidspec.planning.question import RATIOS, Question, check
 from vllm_vidspec.planning.roofline import MemorySplit, Placement, forward_seconds
 from vllm_vidspec.planning.shapes import KNOWN, ModelShape, draft_shape, target_shape
 from vllm_vidspec.planning.speed import StreamRun, StreamTimes, rounds_speedup, run_streams, speedup, window_of

@@ -11,7 +11,7 @@ from vllm_vidspec.tools import figures
 from vllm_vidspec.tools.tables import Columns, by_columns, number
 
 _STYLES = {"chain": ("#332288", "s"), "tree-static": ("#117733", "D"), "parallel": ("#882255", "o")}
-_NAMES = {"chain": "chain, in turns", "tree-static": "static tree, in turns", "parallel": "in parallel, GPUs more"}
+_NAMES = {"chain": "chain, in turns", "tree-static": "static tree, in turns", "parallel": "in parallel, with more GPUs"}
 
 
 def show(result: Mapping[str, Any], console: Console) -> None:
@@ -95,7 +95,8 @@ def draw(curves: Mapping[str, Sequence[tuple[int, float]]], result: Mapping[str,
             legend[_NAMES[shape]] = figures.draw_line(panel, curves[shape], _STYLES[shape])
         panel.axhline(1.0, color="#777777", linewidth=0.8, linestyle="--")
         panel.set_xscale("log", base=2)
-        panel.set_xticks([batch for batch, _ in curves[drawn[0]]], [f"{batch}" for batch, _ in curves[drawn[0]]])
+        sizes = sorted({batch for shape in drawn for batch, _ in curves[shape]})
+        panel.set_xticks(sizes, [str(size) for size in sizes])
         panel.minorticks_off()
         panel.set_xlabel("requests that decode at once")
         panel.set_ylabel("speed of an answer, of vanilla's (modelled)")

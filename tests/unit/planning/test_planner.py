@@ -20,8 +20,9 @@ from vllm_vidspec.planning import (
     plan,
     target_shape,
 )
-from vllm_vidspec.planning import planner as module
+from vllm_vidspec.planning.candidates import TREE_WIDTHS
 from vllm_vidspec.planning.planner import WORTH
+from vllm_vidspec.planning.question import notes
 from vllm_vidspec.planning.roofline import prefill_seconds
 
 
@@ -63,7 +64,7 @@ def test_a_chain_by_hand():
 
 def test_a_tree_runs_as_often_and_as_wide_as_ours():
     """Catches: widths of another tree than the engine's."""
-    assert tuple(map(len, topology_of(SPECVLM_PATHS).frontiers())) == module.TREE_WIDTHS
+    assert tuple(map(len, topology_of(SPECVLM_PATHS).frontiers())) == TREE_WIDTHS
 
 
 def test_bounds():
@@ -197,7 +198,7 @@ def test_a_draft_that_ranks_cannot_share_drafts_apart():
     """28 heads on 8 ranks, which the engine refuses. Catches: a plan that the server would not start with."""
     asked = question(target="Qwen2.5-VL-72B", gpu="h100", ranks=8, draft_gpus=1)
     assert {one.shape for one in Planner(asked).candidates(1)} == {"none", "parallel"}
-    assert any("28 heads, which 8 ranks cannot share" in note for note in module.notes(asked))
+    assert any("28 heads, which 8 ranks cannot share" in note for note in notes(asked))
 
 
 @pytest.mark.parametrize(
