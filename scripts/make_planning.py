@@ -115,7 +115,7 @@ def published_text() -> str:
     for row in rows:
         lines.append(
             f"| {row['pair']} | {row['method']} | {row['target_ms']:g} | {row['draft_ms']:g} | {row['length']:g} "
-            f"| {row['modelled']:.2f} | {row['real']:.2f} | {row['error']:+.1%} |"
+            f"| {row['modelled']:.2f} | {row['real']:.2f} | {percent(row['error'], '+.1f')} |"
         )
     turns = [row["error"] for row in rows if "Parallel" not in row["method"]]
     own, other = (
@@ -129,10 +129,20 @@ def published_text() -> str:
     return "\n".join(lines)
 
 
+def mean(values: Sequence[float]) -> float:
+    """Return the mean."""
+    return sum(values) / len(values)
+
+
+def percent(share: float, form: str = ".1f") -> str:
+    """Return a share as a percentage."""
+    return f"{100 * share:{form}} %"
+
+
 def summary(errors: Sequence[float]) -> str:
     """Return what errors come to."""
     sizes = [abs(error) for error in errors]
-    return f"error {sum(sizes) / len(sizes):.1%} on average, {max(sizes):.1%} at most"
+    return f"error {percent(mean(sizes))} on average, {percent(max(sizes))} at most"
 
 
 # ---- published settings, times by the roofline -----------------------------------------------------------------------
@@ -291,11 +301,6 @@ def stream_costs(row: Mapping[str, Any]) -> tuple[float, float, float]:
     return step, drawing_ms / row["stream_tokens"] / forward - 1, startup_ms / forward
 
 
-def mean(values: Sequence[float]) -> float:
-    """Return the mean."""
-    return sum(values) / len(values)
-
-
 def checked_rows() -> list[dict[str, Any]]:
     """Return every measured row with both predictions: from its own times, and with the rest from the other rows."""
     rows, found = measured_rows(), []
@@ -337,7 +342,8 @@ def measured_text() -> str:
             f"| [{Path(row['file']).stem}](results/{row['file']}), {row['target_layers']} layers appended "
             f"| {method_of(row)} | {row['num_speculative_tokens']} | {row['t_target_ms']:.2f} "
             f"| {row['t_draft_ms']:.3f} | {row['acceptance_length']:.2f} | {row['bare']:.2f} | {row['full']:.2f} "
-            f"| {row['speedup']:.2f} ({row['speedup_p20']:.2f} to {row['speedup_p80']:.2f}) | {row['error']:+.1%} |"
+            f"| {row['speedup']:.2f} ({row['speedup_p20']:.2f} to {row['speedup_p80']:.2f}) "
+            f"| {percent(row['error'], '+.1f')} |"
         )
     bare = [row["bare"] / row["speedup"] - 1 for row in rows]
     full = [row["error"] for row in rows]
@@ -395,7 +401,7 @@ def length_text() -> str:
         words = "chain of 5" if row["shape"] == "chain" else "static tree"
         lines.append(
             f"| `{row['family']}` | {row['rate']:.3f} | {words} | {row['modelled']:.2f} | {row['real']:.2f} "
-            f"| {row['error']:+.1%} |"
+            f"| {percent(row['error'], '+.1f')} |"
         )
     return "\n".join(lines)
 
@@ -411,16 +417,17 @@ def assumed_text() -> str:
         [
             "| assumed, not measured | |",
             "| --- | --- |",
-            f"| of a card's peaks | {one.memory_frac:.0%} of the memory's, {one.flops_frac:.0%} of the tensor cores', "
-            f"{one.link_frac:.0%} of the link's |",
+            f"| of a card's peaks | {percent(one.memory_frac, '.0f')} of the memory's, "
+            f"{percent(one.flops_frac, '.0f')} of the tensor cores', "
+            f"{percent(one.link_frac, '.0f')} of the link's |",
             f"| kernels | {1e6 * one.launch_s:g} µs each, {one.layer_launches} a layer and {one.forward_launches} more "
             "a forward |",
             f"| an all-reduce | {' or '.join(f'{1e6 * latency:.0f}' for latency in latencies)} µs (NVLink, PCIe) "
             "and its bytes |",
             f"| host time that no kernel hides | {1e3 * one.step_s:g} ms a step, {1e3 * one.speculation_s:g} ms more "
             "with drafts |",
-            f"| memory for weights and KV | {one.usable_frac:.0%} |",
-            f"| a gain that counts as one | {planner.WORTH - 1:.0%} |",
+            f"| memory for weights and KV | {percent(one.usable_frac, '.0f')} |",
+            f"| a gain that counts as one | {percent(planner.WORTH - 1, '.0f')} |",
         ]
     )
 

@@ -10,6 +10,7 @@ from vllm_vidspec.planning.candidates import CHAIN, LONG, NONE, PARALLEL, TREE, 
 from vllm_vidspec.planning.question import Question, check, notes
 
 WORTH = 1.05  # a gain below this is within the model's error: it does not pay
+_GAIN = f"{100 * (WORTH - 1):.0f} %"
 MOST_BATCH = 1024
 # What a row says of a batch size that fits only.
 _OF_FITTING = (
@@ -151,7 +152,7 @@ class Planner(Candidates):
             return "Not even one request fits beside the target's weights."
         limit = f"{most} requests fit" + (" or more" if most == MOST_BATCH else "")
         if not ranges:
-            return f"Do not speculate: no draft gains {WORTH - 1:.0%} at any batch size ({limit})."
+            return f"Do not speculate: no draft gains {_GAIN} at any batch size ({limit})."
         spans = " and ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in ranges)
         if list(ranges) == [(1, most)]:
             return f"Drafts pay at every batch size that fits ({limit})."
@@ -166,7 +167,7 @@ class Planner(Candidates):
         """Return why nothing is drafted at a batch size."""
         if set(self.by_shape(batch)) == {NONE}:
             return "there is no room for the draft"
-        return f"no draft gains {WORTH - 1:.0%}: do not speculate there"
+        return f"no draft gains {_GAIN}: do not speculate there"
 
 
 def _powers(most: int) -> list[int]:

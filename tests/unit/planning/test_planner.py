@@ -113,7 +113,7 @@ def test_limits_are_exact():
     ((first, last),) = planner.paying()
     assert first == 1 and last < most and last & (last - 1), "no power of two, so the search has looked between"
     assert planner.best(last).shape != "none" and planner.best(last + 1).shape == "none"
-    assert f"1 to {last} ({most} requests fit). From {last + 1} on no draft gains 5%" in planner.sentence(
+    assert f"1 to {last} ({most} requests fit). From {last + 1} on no draft gains 5 %" in planner.sentence(
         planner.paying()
     )
 
