@@ -75,7 +75,7 @@ def live(rate, window, step, turn, startup, answer, seed, most_ahead=24):
     """
     rng, text, stream = random.Random(seed), [], []  # committed; the drafter's view of text and stream
     now, heard, turns = 0.0, 0, startup + turn
-    result = {"tokens": 0, "time": 0.0, "steps": 0, "drafts": 0, "accepted": 0, "drawn": 0}
+    result = dict.fromkeys(("steps", "drafts", "accepted", "drawn", "late", "stale", "rejections"), 0)
     waits = False
 
     def follow():
@@ -109,6 +109,9 @@ def live(rate, window, step, turn, startup, answer, seed, most_ahead=24):
         result["steps"] += 1
         result["drafts"] += bool(shown)
         result["accepted"] += stood
+        result["stale"] += not agrees
+        result["late"] += agrees and not shown
+        result["rejections"] += stood < len(shown)
     return result | {"tokens": answer, "time": now}
 
 
@@ -118,7 +121,7 @@ def test_streams_are_those_of_a_world_with_tokens(rate, window, ratio, startup):
     """Step for step the same as actors that compare real texts; the last case makes the drafter wait.
 
     Catches: a cut at the wrong token, a stream that a rejection does not end, a commit heard too early, the target's
-    own token behind a whole window not compared, a limit of tokens ahead that is off by one.
+    own token behind a whole window not compared, a limit of tokens ahead that is off by one; late and stale.
     """
     for seed in range(4):
         times = StreamTimes(lambda drafts: ratio + 0.2 * drafts, 1.0, startup)
