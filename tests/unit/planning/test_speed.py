@@ -155,3 +155,12 @@ def test_streams_gain_with_agreement_and_stay_below_the_bounds():
         assert run.tokens <= run.steps + run.accepted and run.accepted <= run.drawn
         assert run.speedup(5.0) <= 1 + 5
     assert found[3] == run_streams(Agreement((0.15,)), 5, times, answer=4000), "the same seed, the same run"
+
+
+def test_depths_count_from_the_last_cut():
+    """Two tokens of a stream are right, the third never; the target says the first itself while the stream begins.
+
+    Catches: rates by another depth, or by the depth from the answer's start.
+    """
+    run = run_streams(Agreement((1.0, 1.0, 0.0)), 5, StreamTimes(lambda drafts: 100.0, 1.0), answer=300)
+    assert run.drafts > 90 and run.accepted == run.rejections == run.drafts
