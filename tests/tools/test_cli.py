@@ -41,6 +41,11 @@ SURFACE = {
         --num-speculative-tokens:int=5 --max-tokens:int>=2=256 --grid:bool=False --dtype:str
         --engine-args:str={} --out:str=calibration.json --plot:str --costs:bool=False --rounds:int>=1=3
     """,
+    "plan": """
+        --target:str=Qwen/Qwen2.5-VL-32B-Instruct --draft:str=7B --gpu:str=h100 --tp:int=2 --draft-gpus:int=1
+        --video-tokens:int=25000 --text-tokens:int=512 --answer-tokens:int=256 --batch:str=1,8,32 --prune-ratio:str
+        --acceptance:str --target-ms:float --draft-ms:float --plot:str --json:str
+    """,
     "show-pruning": """
         video:str --pruner:str=uniform,random,specvlm,attention,uv,dycoke --prune-ratio:float=0.9
         --family:str=qwen2.5-vl --target:str --draft:str --question:str=describe_the_video --columns:int>=1=16

@@ -145,7 +145,7 @@ def test_light_modules_import_no_engine():
     The Triton backend is imported in the middle of `import triton`: torch, triton or vLLM there would be a circle.
     """
     heavy = {"torch", "triton", "vllm", "transformers"}
-    light = ("engine.triton_cpu", "setup.fixups", "doctor", "cli", "metrics", "config", "plugin")
+    light = ("engine.triton_cpu", "setup.fixups", "doctor", "cli", "metrics", "config", "planning", "plugin")
     rooms = ("pruning", "families", "scoring")
     code = "import sys, json, importlib\n" + "".join(
         f"importlib.import_module('vllm_vidspec.{name}'); print(json.dumps(['{name}', *sys.modules]))\n"

@@ -10,6 +10,7 @@ from vllm_vidspec.cli import (
     demo,
     doctor,
     parallel,
+    plan,
     quality,
     show_pruning,
     show_relevance,
@@ -31,6 +32,7 @@ _commands: tuple[Callable[..., None], ...] = (
     doctor.doctor,
     status.status,
     calibrate.calibrate,
+    plan.plan,
     show_pruning.show_pruning,
     show_relevance.show_relevance,
 )

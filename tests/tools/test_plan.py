@@ -1,0 +1,133 @@
+"""`vidspec plan`: what it prints, what its JSON promises, its figure, and wrong options in one line before any work."""
+
+import json
+
+import pytest
+
+from tools.common import ROOT, invoke, load, refuses
+from vllm_vidspec import planning
+
+QUICK = ("plan", "--video-tokens", "1000", "--draft-gpus", "0", "--prune-ratio", "0.9")
+ROW = {
+    *(
+        "batch",
+        "fits",
+        "shape",
+        "num_speculative_tokens",
+        "prune_ratio",
+        "speedup",
+        "answer_speedup",
+        "acceptance_length",
+    ),
+    *("t_target_ms", "t_verify_ms", "t_draft_ms", "draft_gpus", "break_even_agreement", "memory", "drafter_memory"),
+    "alternatives",
+}
+
+
+def printed(*options):
+    result = invoke(*QUICK, *options, "--json", "-")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_json_is_all_that_is_printed():
+    """Catches: a field that is gone, a table in front of the JSON, figures that do not say that they are modelled."""
+    result = printed("--target", "Qwen/Qwen2.5-VL-72B-Instruct", "--draft", "7B", "--tp", "4", "--batch", "1,100")
+    assert set(result) == {
+        *("kind", "target", "draft", "gpu", "tp", "draft_gpus", "video_tokens", "text_tokens", "answer_tokens", "rows"),
+        *("when", "paying", "notes", "agreement", "measured", "assumed", "provenance"),
+    }
+    assert (result["kind"], result["target"], result["draft"], result["gpu"], result["tp"]) == (
+        *("modelled", "Qwen2.5-VL 72B", "Qwen2.5-VL 7B", "h100", 4),
+    )
+    assert [row["batch"] for row in result["rows"]] == [1, 100]
+    assert all(set(row) == ROW for row in result["rows"])
+    assert set(result["rows"][0]["memory"]) == {
+        *("target_weights", "draft_weights", "target_kv", "draft_kv", "reserved", "left")
+    }
+    assert result["rows"][0]["shape"] in ("chain", "tree-static") and result["rows"][0]["speedup"] > 1.5
+
+
+def test_options_reach_the_plan():
+    """Each changes what it is about. Catches: an option that nothing reads."""
+    base = printed("--batch", "4")
+    row = base["rows"][0]
+    changed = {
+        ("--gpu", "h20"): "t_target_ms",
+        ("--tp", "4"): "t_target_ms",
+        ("--video-tokens", "9000"): "t_target_ms",
+        ("--text-tokens", "5000"): "t_target_ms",
+        ("--prune-ratio", "0.2"): "t_draft_ms",
+        ("--draft", "3B"): "t_draft_ms",
+        ("--acceptance", "0.99"): "acceptance_length",
+        ("--answer-tokens", "2"): "answer_speedup",
+        ("--target-ms", "50"): "t_target_ms",
+        ("--draft-ms", "1"): "t_draft_ms",
+    }
+    for options, name in changed.items():
+        assert printed("--batch", "4", *options)["rows"][0][name] != row[name], options
+    assert printed("--batch", "4", "--draft-gpus", "1")["rows"][0]["alternatives"].keys() == {
+        *("chain", "tree-static", "parallel")
+    }
+    ratios = invoke("plan", "--acceptance", "0.9,0.8,0.7", "--draft-gpus", "0", "--json", "-")
+    (agreement,) = json.loads(ratios.stdout)["agreement"]
+    assert agreement["prune_ratio"] == 0.9 and agreement["rates"] == pytest.approx([0.9, 0.8 / 0.9, 0.7 / 0.8])
+
+
+def test_tables_and_files(tmp_path):
+    result = invoke(*QUICK, "--batch", "1,5000", "--json", str(tmp_path / "plan.json"))
+    assert result.exit_code == 0, result.stderr
+    words = " ".join(result.stdout.split())
+    for said in (
+        "(modelled)",
+        "tree-static 25",
+        "does not fit",
+        "Drafts pay at batch sizes 1 to",
+        "there is no room for the draft",
+    ):
+        assert said in words, said
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert f"{written['rows'][0]['answer_speedup']:.2f}x" in words
+    assert "…" not in result.stdout, "eighty columns hold the tables"
+
+
+def test_the_figure(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.svg"
+    assert invoke(*QUICK, "--plot", str(path)).exit_code == 0
+    first = path.read_bytes()
+    assert first.startswith(b"<?xml")
+    assert invoke(*QUICK, "--plot", str(path)).exit_code == 0 and path.read_bytes() == first
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--target Qwen2.5-VL-1B", "--target: no model 'Qwen2.5-VL-1B' is known"),
+        ("--draft Qwen3-VL-2B", "--draft: Qwen3-VL 2B is of the family qwen3-vl"),
+        ("--gpu v100", "--gpu: 'v100' is none of a100"),
+        ("--tp 3", "--tp 3: ranks cannot share"),
+        ("--batch 1,x", "--batch: '1,x' is not a list of int values"),
+        ("--batch 0", "--batch: each must be at least 1"),
+        ("--prune-ratio 2", "--prune-ratio 2: a share lies between 0 and 1"),
+        ("--acceptance 0.5,0.9", "--acceptance: shares by position cannot rise"),
+        ("--acceptance 1.5", "--acceptance: each share"),
+        ("--acceptance 0.9 --prune-ratio 0.5,0.9", "--acceptance: it was measured at one prune ratio"),
+        ("--json /no/such/folder/plan.json", "no such folder"),
+        ("--plot plan.jpeg", ".png or .svg"),
+    ],
+)
+def test_wrong_options_are_one_line_before_any_work(monkeypatch, options, words):
+    """Catches: a plan that is made first, and then cannot be written."""
+    monkeypatch.setattr(planning, "plan", lambda *_: pytest.fail("planned before every value was checked"))
+    refuses(words, "plan", *options.split())
+
+
+def test_cards_are_those_of_the_kernels_model(monkeypatch):
+    """Two tables know an A100, L40S, H100 and B200. Catches: one that says something else."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    cards = load("benchmarks/kernel_model_tree_attention.py")
+    for arch, name in ((80, "a100"), (89, "l40s"), (90, "h100"), (100, "b200")):
+        gpu, card = planning.GPUS[name], cards.CARDS[arch]
+        assert gpu.bandwidth == pytest.approx(card.memory, rel=0.01) and gpu.flops == card.products
+    assert planning.ASSUMED.launch_s == cards.LAUNCH

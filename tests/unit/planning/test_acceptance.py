@@ -1,0 +1,145 @@
+"""Acceptance: closed forms by hand and beside walks that know no formula; what is published is met again."""
+
+import random
+
+import pytest
+
+from vllm_vidspec.config.paths import SPECVLM_PATHS
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.planning import (
+    Agreement,
+    agreement_of_positions,
+    answer_length,
+    default_agreement,
+    rate_of_chain,
+    rate_of_tree,
+)
+from vllm_vidspec.planning import acceptance as published
+
+LIST = Agreement((0.9, 0.7, 0.5), 0.4)
+
+
+def test_chains_by_hand():
+    """1 + p + p^2; then a list whose last rate goes on. Catches: K off by one, the target's own token not counted."""
+    assert Agreement((0.5,)).chain_length(2) == 1.75
+    assert LIST.chain_length(4) == pytest.approx(1 + 0.9 + 0.63 + 0.315 + 0.1575)
+    assert LIST.chain_length(0) == 1.0
+    assert LIST.chain_emits(2) == pytest.approx([0.1, 0.27, 0.63])
+
+
+def test_runner_ups_by_hand():
+    """s of what is left, then s of what is left of that. Catches: s of everything."""
+    assert LIST.at(1, 1) == pytest.approx(0.1 * 0.4)
+    assert LIST.at(2, 2) == pytest.approx(0.3 * 0.4 * 0.6)
+    assert LIST.at(7) == 0.5
+    # Root with two children, the better of which has one.
+    assert LIST.tree_length(((0,), (1,), (0, 0))) == pytest.approx(1 + 0.9 + 0.04 + 0.63)
+    assert LIST.tree_emits(((0,), (1,), (0, 0))) == pytest.approx([0.06, 0.31, 0.63])
+
+
+def walk_chain(agreement, num_tokens, rng):
+    emitted = 1
+    for depth in range(1, num_tokens + 1):
+        if rng.random() >= agreement.rates[min(depth, len(agreement.rates)) - 1]:
+            break
+        emitted += 1
+    return emitted
+
+
+def walk_tree(agreement, paths, rng):
+    """The target draws one continuation: at each depth it is the first candidate, or after misses a later one."""
+    known, path = set(paths), ()
+    while True:
+        rank = 0
+        if rng.random() >= agreement.rates[min(len(path) + 1, len(agreement.rates)) - 1]:
+            rank = 1
+            while rng.random() >= agreement.runner_up:
+                rank += 1
+        if (*path, rank) not in known:
+            return len(path) + 1
+        path = (*path, rank)
+
+
+def test_closed_forms_agree_with_walks():
+    """100,000 walks that know no formula, three standard errors. Catches: a wrong product along a path."""
+    rng, number = random.Random(1), 100_000
+    for agreement in (Agreement((0.8,), 0.4), LIST):
+        for length, emits, walk in (
+            (agreement.chain_length(5), agreement.chain_emits(5), lambda a=agreement: walk_chain(a, 5, rng)),
+            (agreement.tree_length(), agreement.tree_emits(), lambda a=agreement: walk_tree(a, SPECVLM_PATHS, rng)),
+        ):
+            seen = [walk() for _ in range(number)]
+            assert sum(seen) / number == pytest.approx(length, abs=0.015)
+            for emitted, chance in enumerate(emits, 1):
+                assert seen.count(emitted) / number == pytest.approx(chance, abs=0.006)
+            assert sum(emits) == pytest.approx(1)
+
+
+def test_answers_end():
+    """One step a token of an answer of one; of two, 1 + (1 - p). Catches: tokens past the end that count."""
+    emits = [0.5, 0.5]
+    assert answer_length(emits, 1) == 1.0
+    assert answer_length(emits, 2) == pytest.approx(2 / 1.5)
+    agreement = Agreement((0.9,))
+    lengths = [answer_length(agreement.chain_emits(5), answer) for answer in (5, 50, 5000)]
+    assert lengths[0] < lengths[1] < lengths[2] < agreement.chain_length(5)
+    assert lengths[2] == pytest.approx(agreement.chain_length(5), rel=1e-3)
+
+
+def test_lengths_rise_with_agreement_and_with_tokens():
+    """Catches: a length that some p or K lowers, or one above K + 1."""
+    rates = [number / 50 for number in range(51)]
+    for length in (
+        lambda p: Agreement((p,)).chain_length(5),
+        lambda p: Agreement((p,), 0.4).tree_length(),
+    ):
+        found = [length(rate) for rate in rates]
+        assert found == sorted(found) and found[-1] == pytest.approx(6)
+    lengths = [LIST.chain_length(number) for number in range(12)]
+    assert lengths == sorted(lengths) and all(length <= number + 1 for number, length in enumerate(lengths))
+    for rate in rates:
+        agreement = Agreement((rate,), 0.4)
+        assert agreement.chain_length(5) <= agreement.tree_length() <= 6, "the tree has the chain in it"
+
+
+def test_rates_are_found_again():
+    for rate in (0.3, 0.8, 0.95):
+        assert rate_of_chain(Agreement((rate,)).chain_length(5), 5) == pytest.approx(rate)
+        assert rate_of_tree(Agreement((rate,), 0.3).tree_length(), 0.3) == pytest.approx(rate)
+    assert rate_of_chain(9.0, 5) == pytest.approx(1.0), "longer than any: the nearest"
+
+
+def test_positions_as_vllm_prints_them():
+    """docs/benchmarks.md: 84.8, 81.9, 68.6 %. Catches: shares of all drafts taken for those after the one before."""
+    agreement = agreement_of_positions([0.848, 0.8186, 0.6863])
+    assert agreement.rates == pytest.approx((0.848, 0.8186 / 0.848, 0.6863 / 0.8186))
+    assert agreement.chain_length(3) == pytest.approx(1 + 0.848 + 0.8186 + 0.6863)
+    for wrong in ([], [0.0], [1.1], [0.5, -0.1], [0.5, 0.6], [float("nan")]):
+        with pytest.raises(VidSpecError, match="--acceptance"):
+            agreement_of_positions(wrong)
+
+
+def test_published_lengths_are_met():
+    """What the defaults are backed out of, they give again. Catches: tau without the target's own token; another r."""
+    llava = default_agreement("llava-onevision", 0.9)
+    assert llava.chain_length(5) == pytest.approx(3.79, abs=1e-6)
+    assert llava.tree_length() == pytest.approx(4.48, abs=1e-6)
+    assert default_agreement("qwen2.5-vl", 0.9).tree_length() == pytest.approx(4.23, abs=1e-6)
+    assert default_agreement("llava-onevision", 0.0).chain_length(5) == pytest.approx(4.12, abs=1e-6)
+    # Held out: SD-Tree is not part of the fit (3.68 without the target's own).
+    assert default_agreement("llava-onevision", 0.0).tree_length() == pytest.approx(4.68, rel=0.02)
+    assert abs(published.RUNNER_UP - 0.40) < 0.01
+    # Streams: 1 / (1 - p) between rejections, misses by r as published.
+    misses = [1 - default_agreement("qwen2.5-vl", ratio).rates[0] for ratio in (0.9, 1.0)]
+    assert misses[1] / misses[0] == pytest.approx(6.82 / 4.53)
+
+
+@pytest.mark.parametrize("family", ["llava-onevision", "qwen2.5-vl", "qwen2-vl", "qwen3-vl"])
+@pytest.mark.parametrize("is_self", [False, True])
+def test_defaults_fall_with_the_ratio_and_say_where_they_come_from(family, is_self):
+    """Catches: a hole in the lines between ratios; a source not said; a draft that beats drafting for itself."""
+    found = [default_agreement(family, number / 100, is_self) for number in range(101)]
+    rates = [one.rates[0] for one in found]
+    assert rates == sorted(rates, reverse=True) and rates[-1] > 0 and rates[0] < 1
+    assert all("published" in one.source for one in found)
+    assert default_agreement(family, 0.9, True).rates[0] > default_agreement(family, 0.9).rates[0]

@@ -1,0 +1,251 @@
+"""The planner: what it recommends follows from its candidates, its limits are exact, what cannot be is refused."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from vllm_vidspec.config.paths import SPECVLM_PATHS
+from vllm_vidspec.drafting.static import topology_of
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.planning import (
+    GPUS,
+    Agreement,
+    Placement,
+    Planner,
+    Question,
+    draft_shape,
+    forward_seconds,
+    plan,
+    target_shape,
+)
+from vllm_vidspec.planning.candidates import TREE_WIDTHS
+from vllm_vidspec.planning.planner import WORTH
+from vllm_vidspec.planning.question import notes
+from vllm_vidspec.planning.roofline import prefill_seconds
+
+
+def question(target="Qwen2.5-VL-32B", draft="7B", gpu="h200", ranks=2, **given):
+    shape = target_shape(target)
+    return Question(
+        shape, draft_shape(draft, shape), GPUS[gpu], ranks, **{"draft_gpus": 0, "video_tokens": 1000} | given
+    )
+
+
+def test_the_room_is_plain_python():
+    """Catches: torch, vLLM, transformers or rich in what a plan needs."""
+    code = (
+        "import sys, vllm_vidspec.planning\n"
+        "heavy = ('torch', 'vllm', 'transformers', 'rich', 'typer', 'vidspec_kernels')\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "[]"
+
+
+def test_a_chain_by_hand():
+    """Two tokens in the first draft forward, one in the others; K + 1 rows verified; overheads once a step.
+
+    Catches: a forward too many, the draft over the whole video, the host's share of vanilla's step left out.
+    """
+    asked = question(agreement=Agreement((0.8,)), prune_ratios=(0.9,))
+    place = Placement(asked.gpu, 2)
+    target, verify = (forward_seconds(asked.target, place, 8, rows, 1512) + 0.5e-3 for rows in (1, 4))
+    draft = sum(forward_seconds(asked.draft, place, 8, rows, 612) for rows in (2, 1, 1))
+    found = Planner(asked).chain(8, 3, 0.9)
+    length = 1 + 0.8 + 0.64 + 0.512
+    assert found.acceptance_length == pytest.approx(length)
+    assert (found.target_s, found.verify_s, found.draft_s) == pytest.approx((target, verify, draft))
+    assert found.speedup == pytest.approx(length * target / (verify + draft + 0.3e-3))
+    prefill = 8 * prefill_seconds(asked.draft, place, 612)
+    assert found.answer_speedup == pytest.approx(256 * target / (256 * target / found.speedup + prefill))
+
+
+def test_a_tree_runs_as_often_and_as_wide_as_ours():
+    """Catches: widths of another tree than the engine's."""
+    assert tuple(map(len, topology_of(SPECVLM_PATHS).frontiers())) == TREE_WIDTHS
+
+
+def test_bounds():
+    """K = 0 is vanilla; a gain stays below tau; the prefill only costs. Catches: a free lunch."""
+    planner = Planner(question(draft_gpus=1))
+    zero = planner.chain(4, 0, 0.9)
+    assert (zero.shape, zero.speedup, zero.answer_speedup, zero.acceptance_length) == ("none", 1.0, 1.0, 1.0)
+    for batch in (1, 16, 200):
+        for one in planner.candidates(batch):
+            assert one.answer_speedup <= (max(1, one.speedup) if one.shape == "parallel" else one.speedup)
+            if one.shape in ("chain", "tree-static"):
+                assert one.speedup <= one.acceptance_length
+            if one.shape == "parallel":
+                assert one.speedup <= one.num_tokens + 1
+            assert one.verify_s >= one.target_s
+
+
+def test_gains_rise_with_agreement():
+    planner = Planner(question(draft_gpus=1))
+    for way in (
+        lambda rate: planner.chain(8, 5, 0.9, Agreement((rate,))),
+        lambda rate: planner.tree(8, 0.9, Agreement((rate,), 0.4)),
+    ):
+        gains = [way(number / 20).speedup for number in range(21)]
+        assert gains == sorted(gains)
+
+
+def test_the_best_is_the_best_that_fits():
+    """Every candidate again, by hand. Catches: a faster one passed over, one that has no room, a gain below WORTH."""
+    planner = Planner(question(draft_gpus=1))
+    for batch in (1, 40, 90, 97, 300):
+        best = planner.best(batch)
+        fits = [one for one in planner.candidates(batch) if one.fits]
+        fastest = max(one.answer_speedup for one in fits)
+        if fastest >= WORTH:
+            assert best.answer_speedup == fastest
+        else:
+            assert best.shape == "none"
+
+
+def test_limits_are_exact():
+    """The last batch size that pays and the next one; the last that fits and the next. Catches: powers of two only."""
+    planner = Planner(question())
+    most = planner.most_requests()
+    assert planner.vanilla(most).fits and not planner.vanilla(most + 1).fits
+    ((first, last),) = planner.paying()
+    assert first == 1 and last < most and last & (last - 1), "no power of two, so the search has looked between"
+    assert planner.best(last).shape != "none" and planner.best(last + 1).shape == "none"
+    assert f"1 to {last} ({most} requests fit). From {last + 1} on no draft gains 5 %" in planner.sentence(
+        planner.paying()
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            dict(target="Qwen2.5-VL-7B", draft="self", gpu="h100", ranks=1, video_tokens=2000),
+            "Do not speculate: no draft",
+        ),
+        (dict(target="Qwen2.5-VL-7B", draft="self", gpu="h100", ranks=1, video_tokens=25_000), "Below "),
+        (dict(gpu="h100", video_tokens=25_000, draft_gpus=1), "Drafts pay at every batch size that fits"),
+        (dict(target="Qwen2.5-VL-72B", gpu="h100", ranks=4, video_tokens=24_000), "there is no room for the draft"),
+        (dict(gpu="a100", ranks=1, video_tokens=100_000), "Not even one request fits"),
+    ],
+)
+def test_the_sentence_says_when(given, words):
+    planner = Planner(question(**given))
+    said = planner.sentence(planner.paying())
+    assert words in said, said
+
+
+def test_break_even_is_where_the_gain_is_lost():
+    """A little below the plan gains less than WORTH, a little above more. Catches: the plan's own agreement."""
+    planner = Planner(question())
+    found = planner.chain(16, 3, 0.9)
+    even = planner.break_even(16, found)
+    for rate, gains in ((even - 0.01, False), (even + 0.01, True)):
+        assert (planner.chain(16, 3, 0.9, Agreement((rate,))).answer_speedup > WORTH) is gains
+    assert planner.break_even(400, planner.chain(400, 10, 0.9)) is None, "not even a perfect draft"
+
+
+def test_memory_of_both_places():
+    """In turns the draft's weights and KV are on the target's cards, in parallel on its own cards."""
+    asked = question(draft_gpus=1)
+    turns, apart = Planner(asked).chain(8, 3, 0.9), Planner(asked).parallel(8, 0.9)
+    assert turns.memory.draft_weights == pytest.approx(asked.draft.params) and turns.drafter_memory is None
+    assert turns.memory.draft_kv == pytest.approx(8 * 612 * 57_344 / 2)
+    assert apart.memory.draft_weights == apart.memory.draft_kv == 0
+    assert apart.drafter_memory.draft_weights == pytest.approx(2 * asked.draft.params)
+    assert apart.drafter_memory.draft_kv == pytest.approx(8 * 612 * 57_344)
+    assert turns.memory.target_kv == apart.memory.target_kv == pytest.approx(8 * 1512 * 262_144 / 2)
+    own = Planner(question(draft="self")).chain(8, 3, 0.9).memory
+    assert own.draft_weights == 0 and own.draft_kv > 0
+
+
+def test_a_parallel_drafter_reads_while_the_target_goes_on_alone():
+    """Eight prompts of 612 tokens at the drafter's speed, vanilla's meanwhile. Catches: a prefill that is free."""
+    asked = question(draft_gpus=1)
+    found = Planner(asked).parallel(8, 0.9)
+    reading = 8 * prefill_seconds(asked.draft, Placement(asked.gpu, 1), 612)
+    vanilla = 256 * found.target_s
+    assert found.answer_speedup == pytest.approx(vanilla / (reading + (vanilla - reading) / found.speedup))
+    long = Planner(dataclasses.replace(asked, answer_tokens=1)).parallel(8, 0.9)
+    assert long.answer_speedup == pytest.approx(1.0), "the answer is over before its drafter begins"
+
+
+def test_windows_come_to_rest():
+    """The window is the rule's for the step that verifies it. Catches: a window of a longer step; one above K."""
+    planner = Planner(question(draft_gpus=1))
+    for batch in (1, 16, 200):
+        for most in (16, 4):
+            found = planner.parallel(batch, 0.9, Agreement((0.5,)), most)
+            step = found.verify_s + 0.3e-3
+            assert found.num_tokens == max(1, min(most, int(step / found.draft_s + 0.5)))
+    windows = {one.num_tokens for one in planner.candidates(200) if one.shape == "parallel"}
+    assert min(windows) <= 2 < 8 < max(windows), "short ones are tried where long ones cost"
+
+
+def test_measured_times_are_met():
+    """Catches: a scale that is not applied, or to the wrong model."""
+    asked = question(target_ms=40.0, draft_ms=7.0, prune_ratios=(0.9,))
+    planner, modelled = Planner(asked), Planner(question())
+    assert planner.target_seconds(1, 1) == pytest.approx(40e-3)
+    assert planner.draft_seconds(1, 1, 0.9, Placement(asked.gpu, 2)) == pytest.approx(7e-3)
+    ratio = planner.target_seconds(32, 4) / planner.target_seconds(1, 1)
+    assert ratio == pytest.approx(modelled.target_seconds(32, 4) / modelled.target_seconds(1, 1))
+
+
+def test_a_draft_that_ranks_cannot_share_drafts_apart():
+    """28 heads on 8 ranks, which the engine refuses. Catches: a plan that the server would not start with."""
+    asked = question(target="Qwen2.5-VL-72B", gpu="h100", ranks=8, draft_gpus=1)
+    assert {one.shape for one in Planner(asked).candidates(1)} == {"none", "parallel"}
+    assert any("28 heads, which 8 ranks cannot share" in note for note in notes(asked))
+
+
+@pytest.mark.parametrize(
+    ("given", "batches", "words"),
+    [
+        ({"ranks": 0}, (1,), "--tp must be at least 1, not 0"),
+        ({"ranks": 3}, (1,), "--tp 3: ranks cannot share the target's heads evenly; 1, 2, 4, 8 would do"),
+        ({"draft_gpus": -1}, (1,), "--draft-gpus must be at least 0"),
+        ({"draft_gpus": 8}, (1,), "--draft-gpus 8: ranks cannot share the draft's heads"),
+        ({"video_tokens": -1}, (1,), "--video-tokens"),
+        ({"text_tokens": 0}, (1,), "--text-tokens"),
+        ({"answer_tokens": 0}, (1,), "--answer-tokens"),
+        ({"prune_ratios": (0.5, 1.5)}, (1,), "--prune-ratio 1.5"),
+        ({"prune_ratios": (float("nan"),)}, (1,), "--prune-ratio nan"),
+        ({"target_ms": 0.0}, (1,), "--target-ms must be above 0"),
+        ({"draft_ms": float("inf"), "prune_ratios": (0.9,)}, (1,), "--draft-ms must be above 0"),
+        ({"draft_ms": 5.0}, (1,), "--draft-ms: it was measured at one prune ratio"),
+        ({"agreement": Agreement((0.8,))}, (1,), "--acceptance: it was measured at one prune ratio"),
+        ({"ranks": 8}, (1,), "the draft's 28 heads cannot be shared by --tp 8 ranks"),
+        ({"gpu": "l40s"}, (1,), "--tp 2: a rank of Qwen2.5-VL 32B has 33 GB of weights"),
+        ({}, (4, 0), "--batch: each must be at least 1"),
+        ({}, (), "--batch"),
+    ],
+)
+def test_refusals_are_one_line(given, batches, words):
+    if given.get("gpu") == "l40s":
+        given = given | {"target": "Qwen2.5-VL-72B"}
+        words = "--tp 2: a rank of Qwen2.5-VL 72B has 73 GB of weights, more than l40s takes"
+    with pytest.raises(VidSpecError) as error:
+        plan(question(**given), batches)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_rows_are_the_plan():
+    """Catches: a row that says something else than its candidate; a batch that does not fit with a speed-up."""
+    asked = question(gpu="h100", video_tokens=25_000)
+    result = plan(asked, (1, 5000))
+    row, none = result["rows"]
+    best = Planner(asked).best(1)
+    assert (row["shape"], row["num_speculative_tokens"], row["prune_ratio"]) == (
+        best.shape,
+        best.num_tokens,
+        best.prune_ratio,
+    )
+    assert (row["speedup"], row["answer_speedup"]) == (best.speedup, best.answer_speedup)
+    assert (row["t_target_ms"], row["t_draft_ms"]) == pytest.approx((1e3 * best.target_s, 1e3 * best.draft_s))
+    assert row["memory"] == dataclasses.asdict(best.memory)
+    assert row["alternatives"][best.shape] == best.answer_speedup == max(row["alternatives"].values())
+    assert set(none) == set(row) and none["fits"] is False and none["speedup"] is None and none["memory"]["left"] < 0
+    assert result["kind"] == "modelled" and "not measured" in result["notes"][0]

@@ -1,0 +1,92 @@
+"""Rooflines: every term by hand on a card of round numbers, and what must hold on any."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.planning import GPUS, KNOWN, Assumptions, Gpu, ModelShape, Placement, forward_seconds, gpu_named
+from vllm_vidspec.planning.roofline import kv_bytes, memory_split, prefill_seconds, weight_bytes
+
+# 1 TB/s, 100 TFLOP/s, 10 GB, links of 100 GB/s and 1 us; nothing is lost and nothing comes on top.
+CARD = Gpu("by hand", 10e9, 1e12, 1e14, 1e11, 1e-6)
+EXACT = Assumptions(1.0, 1.0, 1.0, 0.0, 0, 0, 0.0, 0.0, 1.0)
+# Attention 2 x 100 x 10 x (8 + 4), MLP 3 x 100 x 200, head 50 x 100: 84,000 a layer, 5,000.
+TINY = ModelShape("tiny", "qwen2.5-vl", 2, 100, 8, 4, 10, 200, 50)
+TINY_PARAMS = 2 * (24_000 + 60_000) + 5000
+
+
+def place(ranks=1, **given):
+    return Placement(CARD, ranks, dataclasses.replace(EXACT, **given))
+
+
+def test_bytes_bind_few_tokens():
+    """2 bytes a weight, and 1,000 entries of 2 x 2 x 4 x 10 numbers. Catches: a byte a number, weights read a token."""
+    weights, cache = 2 * TINY_PARAMS / 1e12, 1000 * 160 * 2 / 1e12
+    assert forward_seconds(TINY, place(), 1, 1, 1000) == pytest.approx(weights + cache)
+    assert forward_seconds(TINY, place(), 3, 1, 1000) == pytest.approx(weights + 3 * cache)
+    assert forward_seconds(TINY, place(), 1, 6, 1000) == pytest.approx(weights + cache), "rows share both"
+
+
+def test_products_bind_many_tokens():
+    """Two operations a weight and token; QK and PV, each 2 x 8 x 10 a layer, token and entry. Catches: half of it."""
+    matrices, attention = 2 * TINY_PARAMS * 800 / 1e14, 4 * 2 * 80 * 800 * 1000 / 1e14
+    assert forward_seconds(TINY, place(), 1, 800, 1000) == pytest.approx(matrices + attention)
+    tokens = 2000
+    assert prefill_seconds(TINY, place(), tokens) == pytest.approx(
+        (2 * TINY_PARAMS * tokens + 4 * 2 * 80 * tokens**2 / 2) / 1e14
+    )
+
+
+def test_what_comes_on_top():
+    """Launches of layers and of a forward; shares of peaks. Catches: a share that multiplies where it divides."""
+    base = forward_seconds(TINY, place(), 1, 1, 0)
+    assert forward_seconds(
+        TINY, place(launch_s=1e-6, layer_launches=12, forward_launches=10), 1, 1, 0
+    ) == pytest.approx(base + 34e-6)
+    assert forward_seconds(TINY, place(memory_frac=0.5), 1, 1, 0) == pytest.approx(2 * base)
+    assert forward_seconds(TINY, place(flops_frac=0.5), 1, 1, 0) == pytest.approx(base), "bytes bind"
+
+
+def test_ranks_halve_the_work_and_reduce():
+    """Two ranks: half of everything, and four all-reduces of 2 x 1/2 x 200 bytes. Catches: one a layer."""
+    alone, shared = (forward_seconds(TINY, place(ranks), 1, 1, 1000) for ranks in (1, 2))
+    assert shared == pytest.approx(alone / 2 + 4 * (1e-6 + 200 / 1e11))
+    assert forward_seconds(TINY, place(2, link_frac=0.5), 1, 1, 1000) == pytest.approx(
+        alone / 2 + 4 * (1e-6 + 400 / 1e11)
+    )
+
+
+def test_heads_that_ranks_share_are_copied():
+    """8 ranks, 4 KV heads: each rank has one. Catches: half a head a rank."""
+    assert kv_bytes(TINY, 8, 1, 1000) == kv_bytes(TINY, 4, 1, 1000) == 1000 * 2 * 2 * 10 * 2
+    assert weight_bytes(TINY, 2) == weight_bytes(TINY, 1) / 2
+
+
+@pytest.mark.parametrize("shape", KNOWN, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: gpu.name)
+def test_more_work_never_takes_less(shape, gpu):
+    """In batch, rows and context. Catches: a term with the wrong sign, an expert count that shrinks."""
+    for ranks in (1, 2):
+        where = Placement(gpu, ranks)
+        grid = itertools.product((1, 2, 8, 64), (1, 2, 6, 26), (0, 1000, 25_000))
+        times = {point: forward_seconds(shape, where, *point) for point in grid}
+        for (batch, rows, context), seconds in times.items():
+            for more in ((batch * 8, rows, context), (batch, 26, context), (batch, rows, 25_000)):
+                assert times.get(more, seconds) >= seconds
+
+
+def test_a_card_is_what_its_split_adds_up_to():
+    """Catches: KV of the draft left out, and a card that fits what it has no room for."""
+    split = memory_split(place(usable_frac=0.9), (4e9, 3e9), (1e9, 0.5e9))
+    parts = (split.target_weights, split.draft_weights, split.target_kv, split.draft_kv, split.reserved, split.left)
+    assert parts == pytest.approx((4e9, 1e9, 3e9, 0.5e9, 1e9, 0.5e9)) and split.fits
+    assert sum(parts) == pytest.approx(CARD.memory_bytes)
+    assert not memory_split(place(), (4e9, 6.1e9)).fits
+
+
+def test_cards_by_name():
+    assert gpu_named(" H100 ") is GPUS["h100"]
+    with pytest.raises(VidSpecError, match="--gpu: 'h1000' is none of a100, h100"):
+        gpu_named("h1000")

@@ -1,0 +1,260 @@
+"""Shapes: what a model's sizes say of its weights, KV and arithmetic; known models by name, others by config.json."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_vidspec.errors import VidSpecError, quoted
+
+WEIGHT_BYTES = KV_BYTES = 2  # of a number: bf16
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder and the vision tower before it, in numbers; biases and norms are left out.
+
+    Attributes:
+        name: As users see it.
+        family: As `vllm_vidspec.families` names it.
+        layers: Decoder layers.
+        hidden: Size of the residual stream.
+        heads: Query heads of a layer.
+        kv_heads: KV heads of a layer.
+        head_dim: Size of a head.
+        intermediate: Inner size of an MLP, or of one expert.
+        vocab: Rows of the embedding and of the output head.
+        tied: Whether the two are one matrix.
+        experts: Of a layer; 0: dense.
+        active_experts: That a token goes through.
+        vision_params: Weights of the vision tower, roughly; they take memory, and no time while text is decoded.
+        vision_heads: Heads of a layer of the tower.
+    """
+
+    name: str
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied: bool = False
+    experts: int = 0
+    active_experts: int = 0
+    vision_params: int = 0
+    vision_heads: int = 16
+
+    @property
+    def _attention_params(self) -> int:
+        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+
+    @property
+    def _mlp_params(self) -> int:
+        return 3 * self.hidden * self.intermediate
+
+    def _decoder_params(self, experts: float) -> float:
+        """Return the weights of all layers and of the output head, with so many experts in a layer."""
+        mlp = (experts * self._mlp_params + self.experts * self.hidden) if self.experts else self._mlp_params
+        return self.layers * (self._attention_params + mlp) + self.vocab * self.hidden
+
+    @property
+    def params(self) -> float:
+        """All weights, the vision tower's included."""
+        embedding = 0 if self.tied else self.vocab * self.hidden
+        return self._decoder_params(self.experts) + embedding + self.vision_params
+
+    @property
+    def active_params(self) -> float:
+        """Weights that a token is multiplied with."""
+        return self._decoder_params(self.active_experts)
+
+    def read_params(self, tokens: int) -> float:
+        """Return the weights that a forward over so many tokens reads.
+
+        Of a layer's experts those that any token chose, as if each chose at random: E (1 - (1 - k / E)^tokens).
+        """
+        if not self.experts:
+            return self._decoder_params(0)
+        missed = (1 - self.active_experts / self.experts) ** tokens
+        return self._decoder_params(self.experts * (1 - missed))
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that a token takes in the KV cache, over all layers and ranks."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * KV_BYTES
+
+    def is_shared_by(self, ranks: int) -> bool:
+        """Return whether tensor-parallel ranks can share the heads evenly: the rule of `families.check_ranks`."""
+        kv_heads = self.kv_heads
+        uneven = self.heads % ranks or self.vision_heads % ranks or max(kv_heads, ranks) % min(kv_heads, ranks)
+        return not uneven
+
+
+def _qwen25(size: str, *numbers: int, tied: bool = False) -> ModelShape:
+    layers, hidden, heads, kv_heads, intermediate, vocab = numbers
+    name, vision = f"Qwen2.5-VL {size}", 670_000_000
+    return ModelShape(
+        name, "qwen2.5-vl", layers, hidden, heads, kv_heads, 128, intermediate, vocab, tied, vision_params=vision
+    )
+
+
+def _qwen3(size: str, vision: int, *numbers: int, tied: bool = False, experts: int = 0) -> ModelShape:
+    layers, hidden, heads, kv_heads, intermediate = numbers
+    return ModelShape(
+        *(f"Qwen3-VL {size}", "qwen3-vl", layers, hidden, heads, kv_heads, 128, intermediate, 151_936, tied),
+        experts=experts,
+        active_experts=8 if experts else 0,
+        vision_params=vision,
+    )
+
+
+def _llava(size: str, *numbers: int, tied: bool = False) -> ModelShape:
+    layers, hidden, heads, kv_heads, head_dim, intermediate, vocab = numbers
+    return ModelShape(
+        *(f"LLaVA-OneVision {size}", "llava-onevision", layers, hidden, heads, kv_heads, head_dim, intermediate),
+        *(vocab, tied),
+        vision_params=400_000_000,
+    )
+
+
+# From the config.json of each model's public checkpoint; a test holds the sums to the sizes that the models go by.
+KNOWN: tuple[ModelShape, ...] = (
+    _qwen25("3B", 36, 2048, 16, 2, 11_008, 151_936, tied=True),
+    _qwen25("7B", 28, 3584, 28, 4, 18_944, 152_064),
+    _qwen25("32B", 64, 5120, 40, 8, 27_648, 152_064),
+    _qwen25("72B", 80, 8192, 64, 8, 29_568, 152_064),
+    _qwen3("2B", 410_000_000, 28, 2048, 16, 8, 6144, tied=True),
+    _qwen3("4B", 410_000_000, 36, 2560, 32, 8, 9728, tied=True),
+    _qwen3("8B", 580_000_000, 36, 4096, 32, 8, 12_288),
+    _qwen3("32B", 580_000_000, 64, 5120, 64, 8, 25_600),
+    _qwen3("30B-A3B", 580_000_000, 48, 2048, 32, 4, 768, experts=128),
+    _qwen3("235B-A22B", 580_000_000, 94, 4096, 64, 4, 1536, experts=128),
+    _llava("0.5B", 24, 896, 14, 2, 64, 4864, 152_000, tied=True),
+    _llava("7B", 28, 3584, 28, 4, 128, 18_944, 152_128),
+    _llava("72B", 80, 8192, 64, 8, 128, 29_568, 152_128),
+)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?b(?:-a\d+b)?)(?![a-z0-9])")
+_QUANTISED = re.compile(r"awq|gptq|fp8|int[48]|w[48]a|[34]bit|gguf")
+_FAMILY_OF_TYPE = {
+    "qwen2_vl": "qwen2-vl",
+    "qwen2_5_vl": "qwen2.5-vl",
+    "qwen3_vl": "qwen3-vl",
+    "qwen3_vl_moe": "qwen3-vl",
+    "llava_onevision": "llava-onevision",
+}
+
+
+def target_shape(name: str) -> ModelShape:
+    """Return the shape of a target.
+
+    Args:
+        name: A known model, as `Qwen/Qwen2.5-VL-72B-Instruct`, or a directory with its config.json.
+
+    Raises:
+        VidSpecError: One line: neither, or a quantised model.
+    """
+    return _shape(name, "--target", None)
+
+
+def draft_shape(name: str, target: ModelShape) -> ModelShape:
+    """Return the shape of a draft.
+
+    Args:
+        name: "self", a size of the target's family as `7B`, or what `target_shape` takes.
+        target: Whose family it must be of.
+
+    Raises:
+        VidSpecError: One line: nothing of that name, or of another family.
+    """
+    if name == "self":
+        return target
+    draft = _shape(name, "--draft", target.family)
+    if draft.family != target.family:
+        raise VidSpecError(f"--draft: {draft.name} is of the family {draft.family}, the target of {target.family}")
+    return draft
+
+
+def _shape(name: str, option: str, family: str | None) -> ModelShape:
+    if Path(name).is_dir():
+        return from_folder(name, option)
+    words = name.lower().rsplit("/", 1)[-1]
+    if _QUANTISED.search(words):
+        raise VidSpecError(f"{option}: {quoted(name)} is quantised; plans are made for 16-bit weights")
+    named = next((known.family for known in KNOWN if known.family in words), None)
+    sizes = _SIZE.findall(words)
+    is_short = bool(sizes) and words == sizes[0]
+    for known in KNOWN:
+        if sizes and known.family == (family if is_short else named) and known.name.lower().endswith(f" {sizes[-1]}"):
+            return known
+    shown = [known.name for known in KNOWN if known.family == (named or family)] or [known.name for known in KNOWN]
+    raise VidSpecError(
+        f"{option}: no model {quoted(name)} is known; there are {', '.join(shown)}, or a local directory"
+    )
+
+
+def from_folder(folder: str, option: str = "--target") -> ModelShape:
+    """Return the shape that a directory's config.json describes.
+
+    Raises:
+        VidSpecError: One line: there is none, or it is not one of a supported family.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        config = json.loads(path.read_text())
+        return from_config(config, str(folder))
+    except OSError:
+        raise VidSpecError(f"{option}: {folder} has no config.json") from None
+    except KeyError as error:
+        raise VidSpecError(f"{option}: {path} has no {error.args[0]}") from None
+    except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
+        reason = str(error) if isinstance(error, VidSpecError) else "it is no configuration of a model"
+        raise VidSpecError(f"{option}: {path}: {reason}") from None
+
+
+def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
+    """Return the shape of a Hugging Face configuration, as JSON has it.
+
+    Raises:
+        VidSpecError: A family that is not supported, a quantised model, or numbers that are none.
+        KeyError: What it lacks.
+    """
+    family = _FAMILY_OF_TYPE.get(config["model_type"])
+    if family is None:
+        raise VidSpecError(f"model_type {quoted(config['model_type'])} is none of {', '.join(_FAMILY_OF_TYPE)}")
+    if config.get("quantization_config"):
+        raise VidSpecError("it is quantised; plans are made for 16-bit weights")
+    text = config.get("text_config") or config
+    vision = config.get("vision_config") or {}
+    experts = text.get("num_experts") or 0
+    hidden, heads = text["hidden_size"], text["num_attention_heads"]
+    shape = ModelShape(
+        name,
+        family,
+        layers=text["num_hidden_layers"],
+        hidden=hidden,
+        heads=heads,
+        kv_heads=text["num_key_value_heads"],
+        head_dim=text.get("head_dim") or hidden // heads,
+        intermediate=text["moe_intermediate_size" if experts else "intermediate_size"],
+        vocab=text["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+        experts=experts,
+        active_experts=text["num_experts_per_tok"] if experts else 0,
+        vision_params=_vision_params(vision),
+        vision_heads=vision.get("num_heads") or vision.get("num_attention_heads") or 16,
+    )
+    sizes = (shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.intermediate, shape.vocab)
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise VidSpecError("its sizes are not all positive integers")
+    return shape
+
+
+def _vision_params(vision: Mapping[str, Any]) -> int:
+    """Return the weights of a tower's layers, three matrices to an MLP; 0 where the configuration says too little."""
+    depth = vision.get("depth") or vision.get("num_hidden_layers") or 0
+    hidden, inner = vision.get("hidden_size") or 0, vision.get("intermediate_size") or 0
+    return depth * (4 * hidden * hidden + 3 * hidden * inner)
