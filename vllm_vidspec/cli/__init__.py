@@ -9,6 +9,7 @@ from vllm_vidspec.cli import (
     calibrate,
     demo,
     doctor,
+    paper,
     parallel,
     quality,
     show_pruning,
@@ -40,3 +41,4 @@ bench_app.command()(user_errors(acceptance.acceptance))
 bench_app.command()(user_errors(quality.quality))
 bench_app.command()(user_errors(parallel.parallel))
 bench_app.command()(user_errors(timeline.timeline))
+bench_app.command()(user_errors(paper.paper))

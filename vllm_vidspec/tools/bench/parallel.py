@@ -10,32 +10,35 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import inflation, pairs
 from vllm_vidspec.tools.bench import ratios
+from vllm_vidspec.tools.bench.methods import (
+    BASELINES,
+    MODES,
+    OURS,
+    PARALLEL,
+    SEQUENTIAL,
+    VANILLA,
+    WINDOW,
+    Method,
+    parallel_window,
+)
+from vllm_vidspec.tools.bench.published import published
 from vllm_vidspec.tools.bench.race_rows import Turn, make_rows
 from vllm_vidspec.tools.engine_session import EngineSession
 from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
 
-VANILLA, SEQUENTIAL, PARALLEL = MODES = ("vanilla", "sequential", "parallel")
-BASELINE_TOKENS = 5  # the window of the paper's baselines
-OURS = "ParallelVLM"
-# The rows that --table adds: method -> the knobs that make it, all of them draft-then-verify.
-BASELINES: dict[str, dict[str, Any]] = {
-    "SD": {"pruner": "none", "num_speculative_tokens": BASELINE_TOKENS},
-    "SD-Tree": {"pruner": "none", "drafting": "tree-static"},
-    "SpecVLM": {"pruner": "specvlm", "prune_ratio": 0.9, "drafting": "tree-static"},
-    "OnSD": {"pruner": "uniform", "prune_ratio": 1.0, "num_speculative_tokens": BASELINE_TOKENS},
-}
 # Engines beside vanilla that are alive at once.
 _AT_ONCE = 2
+SELF_DRAFT = "target"  # what is a draft that is the target itself
 # How many requests tell what a step takes, and how long their answers are.
 _TIMED_REQUESTS, _TIMED_TOKENS = 6, 48
-_OWN_OPTIONS = ("pruner", "prune_ratio", "num_speculative_tokens", "parallel", "draft", "drafting", "draft_shape")
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Race:
     """What to measure.
 
     Attributes:
+        own_options: Knobs that are no `knobs`: they have an option of their own, or are what is compared.
         families: Bundled pairs.
         inflate: Ratios of target time to draft time; 0 is the pair as it is.
         modes: Of MODES; vanilla is always run.
@@ -55,10 +59,16 @@ class Race:
         temperature: Of all requests.
         seed: Request i of all samples with seed + i.
         table: Whether the baselines of the paper's Table 1 are run, too.
+        draft: Which model drafts: "draft", "target" (itself), another role of the bundled pair, or a path.
         draft_device: Where the parallel drafter runs.
         knobs: Further knobs of VidSpecConfig; those named parallel_* are of the parallel mode alone.
         question: What is asked about each video.
     """
+
+    own_options: ClassVar[tuple[str, ...]] = (
+        *("pruner", "prune_ratio", "num_speculative_tokens", "parallel"),
+        *("model", "draft", "drafting", "draft_shape"),
+    )
 
     families: tuple[str, ...] = ("qwen2.5-vl",)
     inflate: tuple[float, ...] = (0.0,)
@@ -72,6 +82,7 @@ class Race:
     temperature: float = 0.0
     seed: int = 0
     table: bool = False
+    draft: str = "draft"
     draft_device: str = "cpu"
     knobs: dict[str, Any] = field(default_factory=dict)
     question: str = pairs.DEFAULT_QUESTION
@@ -81,29 +92,47 @@ class Race:
         """Arguments of SamplingParams."""
         return {"temperature": self.temperature, "max_tokens": self.max_tokens}
 
-    def contenders(self, family: str, ratio: float) -> list["Contender"]:
-        """Return what runs beside vanilla, in the order of the rows."""
+    def contenders(self, ratio: float) -> list["Contender"]:
+        """Return what runs beside vanilla at a ratio, in the order of the rows."""
         shared = {"pruner": self.pruner, "prune_ratio": self.prune_ratio}
         found = []
         for mode in (SEQUENTIAL, PARALLEL):
             if mode in self.modes:
-                tokens = self.num_speculative_tokens or (
-                    max(BASELINE_TOKENS, round(2 * ratio)) if mode == PARALLEL else BASELINE_TOKENS
-                )
+                tokens = self.num_speculative_tokens or (parallel_window(ratio) if mode == PARALLEL else WINDOW)
                 method = OURS if mode == PARALLEL else mode
                 found.append(Contender(method, mode, shared | {"num_speculative_tokens": tokens}))
         if self.table:
-            found += [Contender(name, SEQUENTIAL, dict(spec)) for name, spec in BASELINES.items()]
+            found += [Contender.of(name, method, ratio) for name, method in BASELINES.items()]
         return found
+
+    def reference(self, ratio: float) -> "Contender":
+        """Return whose forwards a ratio is of: the parallel drafter's where there is one, else the draft's."""
+        own = [one for one in self.contenders(ratio) if one.draft is None]
+        found = [one for one in own if one.mode == PARALLEL] or own
+        return found[0] if found else Contender.of("SD", BASELINES["SD"], ratio)
+
+    def published(self, course: "Course", contender: "Contender") -> dict[str, Any]:
+        """Return what is published of a row's method, as columns of the row."""
+        return published(course.family, course.ratio or 1.0, contender.method) if self.table else {}
 
 
 @dataclass(frozen=True, eq=False)  # a key, each one itself
 class Contender:
-    """One engine of a comparison; `spec` are knobs of VidSpecConfig, None for vanilla."""
+    """One engine of a comparison; `spec` are knobs of VidSpecConfig, None for vanilla.
+
+    `draft` is as in `Method`.
+    """
 
     method: str
     mode: str
     spec: dict[str, Any] | None = None
+    draft: str | None = None
+
+    @classmethod
+    def of(cls, name: str, method: Method, ratio: float) -> "Contender":
+        """Return the engine that runs a method of the papers at a ratio."""
+        tokens = {"num_speculative_tokens": parallel_window(ratio)} if method.mode == PARALLEL else {}
+        return cls(name, method.mode, method.spec | tokens, method.draft)
 
     def knobs(self, race: Race) -> dict[str, Any]:
         """Return the knobs of this engine; `parallel` names the drafter's place."""
@@ -133,14 +162,16 @@ class Course:
 
     def job(self, race: Race, contender: Contender, held_out: Sequence[int]) -> dict[str, Any]:
         """Return what `session_job` reads; the first of `held_out` is a warm-up, which is part of no figure."""
-        original, draft = (pairs.checkpoint(self.family, role) for role in ("target", "draft"))
+        original = pairs.checkpoint(self.family, "target")
         target = str(inflation.inflate(original, self.target_layers))
         if contender.spec is None:
             llm = pairs.llm_kwargs(self.family, target=target)
         else:
             calibrated = json.loads(pairs.calibration(self.family).read_text())["config"]
             knobs = inflation.guidance_knobs(original, calibrated) | contender.knobs(race)
-            draft = str(inflation.inflate(draft, self.draft_layers))
+            draft = draft_model(self.family, contender.draft or race.draft)
+            if draft != SELF_DRAFT:
+                draft = str(inflation.inflate(draft, self.draft_layers))
             llm = pairs.llm_kwargs(self.family, draft, target=target, **knobs)
         warm_up, *videos = held_out
         prompts = {"family": self.family, "question": race.question, "held_out": videos, "warm_up": warm_up}
@@ -151,6 +182,26 @@ class Course:
         """How results name the pair, "" where it is as it is."""
         parts = (("target", self.target_layers), ("draft", self.draft_layers))
         return "; ".join(f"{role} {words}" for role, number in parts if (words := inflation.label(number)))
+
+
+def draft_model(family: str, draft: str) -> str:
+    """Return the path of a draft, or SELF_DRAFT.
+
+    Args:
+        family: Whose bundled checkpoints are meant.
+        draft: SELF_DRAFT, a role of the bundled pair, or a path.
+
+    Raises:
+        VidSpecError: None of these.
+    """
+    if draft == SELF_DRAFT:
+        return draft
+    try:
+        return pairs.checkpoint(family, draft)
+    except ValueError:
+        if not Path(draft, "config.json").is_file():
+            raise VidSpecError(f"--draft: {draft!r} is neither a role of the bundled pair nor a checkpoint") from None
+        return draft
 
 
 def cores() -> list[int]:
@@ -171,15 +222,18 @@ def check(race: Race) -> None:
     if wrong := [ratio for ratio in race.inflate if ratio and ratio < 1]:
         raise VidSpecError(f"--inflate {wrong[0]:g}: a ratio of target time to draft time is at least 1 (0: as it is)")
     for name in race.knobs:
-        if name in _OWN_OPTIONS:
+        if name in race.own_options:
             raise VidSpecError(f"--knob {name}: it has an option of its own, or is what is compared")
-    if PARALLEL in race.modes and race.draft_device == "cpu" and len(cores()) < 2:
+    contenders = [one for ratio in race.inflate for one in race.contenders(ratio)]
+    is_parallel = any(one.mode == PARALLEL for one in contenders)
+    if is_parallel and race.draft_device == "cpu" and len(cores()) < 2:
         raise VidSpecError("the parallel drafter needs a core of its own: this process may use one only")
     for family in race.families:
         pairs.pair_for(family)
-        for ratio in race.inflate:
-            for contender in race.contenders(family, ratio):
-                parse_config(pairs.speculative_config(family, "target", **contender.knobs(race)))
+        if draft_model(family, race.draft) == SELF_DRAFT and any(race.inflate):
+            raise VidSpecError(f"--inflate: with --draft {SELF_DRAFT} there is no ratio to reach: layers slow both")
+        for contender in contenders:
+            parse_config(pairs.speculative_config(family, "target", **contender.knobs(race)))
 
 
 def run(race: Race, report: Report = silent) -> dict[str, Any]:
@@ -202,7 +256,7 @@ def run(race: Race, report: Report = silent) -> dict[str, Any]:
     for family in race.families:
         for ratio in race.inflate:
             course = course_for(race, family, ratio, report)
-            contenders = race.contenders(family, ratio)
+            contenders = race.contenders(ratio)
             for number in range(0, max(1, len(contenders)), _AT_ONCE):
                 turns, failed = _compete(race, course, contenders[number : number + _AT_ONCE], report)
                 failures += [{"family": family, "inflate": ratio, **one} for one in failed]
@@ -216,9 +270,7 @@ def course_for(race: Race, family: str, ratio: float, report: Report = silent) -
     """Return the pair of a family at a ratio; how many layers that takes is measured, and known from then on."""
     if not ratio:
         return Course(family)
-    contenders = race.contenders(family, ratio)
-    # The ratio is what our own mode sees: the parallel drafter's forwards where there is one.
-    ours = next((one for one in reversed(contenders) if one.mode == PARALLEL), None) or contenders[0]
+    ours = race.reference(ratio)
     vanilla = Contender(VANILLA, VANILLA)
     videos = list(range(_TIMED_REQUESTS + 1))
 
@@ -227,7 +279,9 @@ def course_for(race: Race, family: str, ratio: float, report: Report = silent) -
         return pair.job(race, ours if drafts else vanilla, videos)
 
     knobs = {name: value for name, value in ours.knobs(race).items() if name != "num_speculative_tokens"}
-    key = ratios.key_of([pairs.checkpoint(family, role) for role in ("target", "draft")], [ours.mode, knobs])
+    models = [pairs.checkpoint(family, "target"), draft_model(family, ours.draft or race.draft)]
+    models = [models[0] if model == SELF_DRAFT else model for model in models]
+    key = ratios.key_of(models, [ours.mode, knobs])
     sampling = {"temperature": 0.0, "max_tokens": _TIMED_TOKENS}
     path = inflation.cache_folder() / f"steps-{key}.json"
     times = ratios.step_times(job, path, sampling, _TIMED_REQUESTS, report)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import summarize
 from vllm_vidspec.tools.bench.acceptance import identical_frac
-from vllm_vidspec.tools.bench.published import published
 from vllm_vidspec.tools.bench.ratios import draft_ms
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ def make_rows(
                 **{name: getattr(race, name) for name in ("requests", "rounds", "max_tokens", "temperature", "seed")},
                 "knobs": race.knobs,
                 **{name: getattr(course, name) for name in ("target_layers", "draft_layers")},
-                **(published(course.family, course.ratio or 1.0, contender.method) if race.table else {}),
+                **race.published(course, contender),
             }
         )
     return rows
@@ -121,6 +120,7 @@ def figures(rounds: Sequence[Sequence[Turn]], vanilla: Sequence[Sequence[Turn]])
     return found | {
         "identical_frac": identical_frac([one.token_ids for one in ours], [one.token_ids for one in theirs]),
         "output_tokens": sum(len(turn.token_ids) for turn in ours),
+        "forwards": statistics.mean(len(turn.step_s) for turn in ours),
         "t_step_ms": 1e3 * statistics.median(seconds for turn in ours for seconds in turn.step_s),
     }
 

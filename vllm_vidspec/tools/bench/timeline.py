@@ -42,7 +42,7 @@ def run(race: Race, report: Report = silent) -> dict[str, Any]:
     check(race)
     (family,), (ratio,) = race.families, race.inflate
     course = course_for(race, family, ratio, report)
-    contenders = race.contenders(family, ratio)
+    contenders = race.contenders(ratio)
     held_out = list(range(race.requests + 1))
     modes: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
