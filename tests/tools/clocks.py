@@ -38,6 +38,8 @@ class Clocks:
         mode = self.mode(job)
         if command["command"] == "timeline":
             return {"events": [] if command["on"] else [event("target", "decode", 10.0, 10.1)]}
+        if command["command"] == "batch":
+            return self.batch(mode, command["indices"])
         assert command["command"] == "clock"
         self.turns.append((mode, job["prompts"]["held_out"][command["index"]]))
         target_s = TARGET_S + TARGET_LAYER_S * (num_layers(job["llm"]["model"]) - 4)
@@ -54,6 +56,16 @@ class Clocks:
         gained |= {name: 3 for name in ("late_drafts", "stale_streams") if name in NAMES}
         verified = [[4, 3, 0]] * 12
         return answer | {"decode_s": 12 * step_s, "step_s": [step_s] * 12, "metrics": gained, "verified": verified}
+
+    def batch(self, mode, indices):
+        """Requests whose first tokens come a step apart; vanilla takes a step for a token, ours half of one."""
+        self.turns.append((mode, tuple(indices)))
+        per_token_s = TARGET_S / (1 if mode == "vanilla" else 2)
+        first = [0.2 + TARGET_S * place for place in range(len(indices))]
+        token_ids = self.ids.get(mode, list(range(DECODED + 1)))
+        answers = [{"token_ids": token_ids, "first_s": at, "last_s": at + DECODED * per_token_s} for at in first]
+        gained = None if mode == "vanilla" else counters(drafts=12, draft_tokens=48, accepted_tokens=36)
+        return {"answers": answers, "metrics": gained}
 
 
 def event(lane, kind, start_s, end_s):

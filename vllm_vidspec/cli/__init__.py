@@ -12,8 +12,10 @@ from vllm_vidspec.cli import (
     paper,
     parallel,
     quality,
+    scaling,
     show_pruning,
     show_relevance,
+    speed,
     status,
     timeline,
 )
@@ -42,3 +44,5 @@ bench_app.command()(user_errors(quality.quality))
 bench_app.command()(user_errors(parallel.parallel))
 bench_app.command()(user_errors(timeline.timeline))
 bench_app.command()(user_errors(paper.paper))
+bench_app.command()(user_errors(speed.speed))
+bench_app.command()(user_errors(scaling.scaling))

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,9 @@ def _answers(commands: Iterator[dict[str, Any]], report: Report) -> Iterator[dic
 
     The first, the job, holds `llm` (arguments of LLM) and `prompts`: `family` (None: a pair of the user's own, asked
     through its chat template), `videos` (paths) or `held_out` (indices of shape-world videos), `question`, and
-    `warm_up` (the index of one more video: what happens once, as lazy imports do, is then part of no figure). `cpus`
-    are the cores that the process may use; where there is none, any.
+    `warm_up` (the index of one more video: what happens once, as lazy imports do, is then part of no figure).
+    Requests of a bundled pair may have `num_videos` held-out videos each, or `video_frac` of one's frames. `cpus` are
+    the cores that the process may use; where there is none, any.
     """
     job = next(commands)
     if "cpus" in job:
@@ -83,6 +84,7 @@ def _answers(commands: Iterator[dict[str, Any]], report: Report) -> Iterator[dic
         "look": engine.look,
         "cost": engine.cost,
         "clock": engine.clock,
+        "batch": engine.batch,
         "timeline": engine.timeline,
     }
     for command in commands:
@@ -109,9 +111,23 @@ def _bundled_requests(prompts: dict[str, Any]) -> list[Any]:
     from vllm_vidspec.tools.user_files import read_video
 
     family, num_frames = prompts["family"], pairs.pair_for(prompts["family"]).num_frames
-    frames = [world.held_out(i).frames for i in prompts.get("held_out", [])]
-    frames += [read_video(path, num_frames) for path in prompts.get("videos", [])]
-    return [pairs.video_prompt(family, video, prompts["question"]) for video in frames]
+    num_videos, frac = prompts.get("num_videos", 1), prompts.get("video_frac", 1.0)
+    requests = [
+        [_part(world.held_out(num_videos * i + j).frames, frac, num_frames) for j in range(num_videos)]
+        for i in prompts.get("held_out", [])
+    ]
+    requests += [[read_video(path, num_frames)] for path in prompts.get("videos", [])]
+    return [pairs.media_prompt(family, prompts["question"], videos=videos) for videos in requests]
+
+
+def _part(frames: Any, frac: float, num_frames: int) -> Any:
+    """Return a video as it is, or evenly spaced frames of it: a share of those that its pair would sample."""
+    import numpy as np
+
+    if frac == 1.0:
+        return frames
+    wanted = max(1, round(frac * min(num_frames, len(frames))))
+    return frames[np.linspace(0, len(frames) - 1, wanted, dtype=int)]
 
 
 def _own_requests(prompts: dict[str, Any]) -> list[Any]:
@@ -145,11 +161,15 @@ class Engine:
     is_chat: bool = False
     report: Report = silent
 
-    def ask(self, sampling: dict[str, Any], seed: int | None = None) -> list[Any]:
-        """Answer all requests in one batch, greedily unless `sampling` says otherwise, request i with `seed` + i."""
+    def ask(self, sampling: dict[str, Any], seed: int | None = None, indices: Sequence[int] | None = None) -> list[Any]:
+        """Answer requests, all of them by default, in one batch, greedily unless `sampling` says otherwise.
+
+        Request i has `seed` + i.
+        """
         ask = self.llm.chat if self.is_chat else self.llm.generate
-        seeds = [None if seed is None else seed + i for i in range(len(self.requests))]
-        return ask(self.requests, [_params(sampling, seed=one) for one in seeds], use_tqdm=_progress(self.report))
+        chosen = range(len(self.requests)) if indices is None else indices
+        params = [_params(sampling, seed=None if seed is None else seed + i) for i in chosen]
+        return ask([self.requests[i] for i in chosen], params, use_tqdm=_progress(self.report))
 
     def counters(self) -> dict[str, int] | None:
         """Return what our counters say now; None for vanilla."""
@@ -255,6 +275,27 @@ class Engine:
                 [gained.get(name, 0) for name in _VERIFIED]
                 for (begin, _), *readings in zip(steps, [before, *counted], counted, strict=False)
                 if begin >= noted.first_token_ts and (gained := _gain(*readings)) is not None
+            ],
+            "metrics": _gain(before, self.counters()),
+        }
+
+    def batch(self, indices: list[int], sampling: dict[str, Any], seed: int | None) -> dict[str, Any]:
+        """Answer some requests at once; return when their tokens came.
+
+        Returns:
+            `answers`, of each request `token_ids` and `first_s` and `last_s`, when its first and its last token came,
+            from handing all of them in (their videos still to be preprocessed); `metrics`.
+        """
+        before, start = self.counters(), time.monotonic()
+        outputs = self.ask(sampling, seed, indices)
+        return {
+            "answers": [
+                {
+                    "token_ids": list(output.outputs[0].token_ids),
+                    "first_s": output.metrics.first_token_ts - start,
+                    "last_s": output.metrics.last_token_ts - start,
+                }
+                for output in outputs
             ],
             "metrics": _gain(before, self.counters()),
         }

@@ -3,6 +3,7 @@
 The engines and the turns are those of `bench parallel`: as many at once as it has, each with vanilla among them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ from vllm_vidspec.tools.bench import parallel
 from vllm_vidspec.tools.bench.methods import METHODS, VANILLA
 from vllm_vidspec.tools.bench.parallel import Contender, Course, Race
 from vllm_vidspec.tools.bench.published import figure
+from vllm_vidspec.tools.bench.race_rows import Turn
 from vllm_vidspec.tools.progress import Report, silent
 
 AUTOREGRESSIVE = "autoregressive"  # what papers call vanilla
@@ -36,8 +38,8 @@ class PaperRace(Race):
         """Return what runs beside vanilla at a ratio, in the order of the table."""
         return [Contender.of(name, method, ratio) for name, method in METHODS.items() if name in self.methods]
 
-    def published(self, course: Course, contender: Contender) -> dict[str, Any]:
-        """Return what is published of a row's method, as columns of the row."""
+    def further(self, course: Course, contender: Contender, rounds: Sequence[Sequence[Turn]]) -> dict[str, Any]:
+        """Return the columns of a row that only this benchmark has: what is published of its method."""
         return figure(course.family, contender.method)
 
 

@@ -47,6 +47,7 @@ class Race:
 
     Attributes:
         own_options: Knobs that are no `knobs`: they have an option of their own, or are what is compared.
+        is_watched: Whether turns tell what target and drafter did when.
         families: Bundled pairs.
         inflate: Ratios of target time to draft time; 0 is the pair as it is.
         modes: Of MODES; vanilla is always run.
@@ -69,6 +70,7 @@ class Race:
         *("pruner", "prune_ratio", "num_speculative_tokens", "parallel"),
         *("model", "draft", "drafting", "draft_shape"),
     )
+    is_watched: ClassVar[bool] = False
 
     families: tuple[str, ...] = ("qwen2.5-vl",)
     inflate: tuple[float, ...] = (0.0,)
@@ -111,8 +113,8 @@ class Race:
         found = [one for one in own if one.mode == PARALLEL] or own
         return found[0] if found else Contender.of("SD", BASELINES["SD"], ratio)
 
-    def published(self, course: "Course", contender: "Contender") -> dict[str, Any]:
-        """Return what is published of a row's method, as columns of the row."""
+    def further(self, course: "Course", contender: "Contender", rounds: Sequence[Sequence[Turn]]) -> dict[str, Any]:
+        """Return the columns of a row that only this benchmark has: what is published of its method."""
         return published(course.family, course.ratio or 1.0, contender.method) if self.table else {}
 
 
@@ -315,9 +317,8 @@ def _compete(
         for number, index, contender in order(race, list(sessions)):
             if contender not in sessions:
                 continue
-            command = {"command": "clock", "index": index, "sampling": race.sampling, "seed": race.seed + index}
             try:
-                turns[contender][number].append(Turn(**sessions[contender].ask(command)))
+                turns[contender][number].append(take_turn(race, contender, sessions[contender], index))
             except VidSpecError as error:
                 if contender is vanilla:
                     raise
@@ -325,6 +326,20 @@ def _compete(
                 del sessions[contender], turns[contender]
             report("measured", {})
     return turns, failures
+
+
+def take_turn(race: Race, contender: Contender, session: EngineSession, index: int) -> Turn:
+    """Let an engine answer a request alone; vanilla's is never watched, as nobody there notes what it does.
+
+    Raises:
+        VidSpecError: The engine stopped.
+    """
+    command = {"command": "clock", "index": index, "sampling": race.sampling, "seed": race.seed + index}
+    if not race.is_watched or contender.spec is None:
+        return Turn(**session.ask(command))
+    session.ask({"command": "timeline", "on": True})
+    answer = session.ask(command)
+    return Turn(**answer, events=session.ask({"command": "timeline", "on": False})["events"])
 
 
 def order(race: Race, contenders: Sequence[Contender]) -> Iterator[tuple[int, int, Contender]]:

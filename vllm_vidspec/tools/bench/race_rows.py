@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm_vidspec.errors import VidSpecError
@@ -20,7 +20,7 @@ SPREADING = ("speedup", "tokens_per_s", "ttft_s")
 
 @dataclass(frozen=True)
 class Turn:
-    """One request that one engine answered alone; see `session_job`'s `clock`."""
+    """One request that one engine answered alone; see `session_job`'s `clock`, and of `events` its `timeline`."""
 
     token_ids: list[int]
     start_s: float
@@ -29,6 +29,7 @@ class Turn:
     step_s: list[float]
     verified: list[list[int]]
     metrics: dict[str, int] | None
+    events: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def num_streams(self) -> int:
@@ -85,7 +86,7 @@ def make_rows(
                 **{name: getattr(race, name) for name in ("requests", "rounds", "max_tokens", "temperature", "seed")},
                 "knobs": race.knobs,
                 **{name: getattr(course, name) for name in ("target_layers", "draft_layers")},
-                **race.published(course, contender),
+                **race.further(course, contender, rounds),
             }
         )
     return rows
