@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from tools.common import counters
+from vllm_vidspec.config import METHOD
 from vllm_vidspec.metrics import NAMES
 
 # What a decode step of the target and a draft forward take, in seconds, and by appended layer.
@@ -29,7 +30,9 @@ class Clocks:
 
     def mode(self, job):
         spec = job["llm"].get("speculative_config")
-        return "vanilla" if spec is None else "parallel" if "parallel" in spec else "sequential"
+        if spec is None or spec["method"] != METHOD:
+            return "vanilla" if spec is None else "stock"
+        return "parallel" if "parallel" in spec else "sequential"
 
     def __call__(self, session, command):
         job, spec = session.job, session.job["llm"].get("speculative_config")

@@ -48,11 +48,15 @@ def test_every_method_is_a_row(clocks):
         "FLy": ("chain", "specvlm", 10),
         "OnSD": ("chain", "uniform", 5),
         "self-SD": ("tree-static", "specvlm", 25),
+        "stock draft_model": ("chain", None, 5),
     }
     ratios = {name: row["prune_ratio"] for name, row in found.items() if row["pruner"] not in (None, "none")}
     assert ratios.pop("OnSD") == 1.0
     assert set(ratios.values()) == {0.9}
     given = dict(zip(methods.METHODS, specs(clocks), strict=True))
+    draft = pairs.checkpoint("qwen2.5-vl", "draft")
+    stock = {"method": "draft_model", "model": draft, "num_speculative_tokens": 5}
+    assert given.pop("stock draft_model") == stock, "nothing of ours"
     assert {name: spec.get("scorer") for name, spec in given.items() if "scorer" in spec} == {
         "LVSpec": "loose",
         "FLy": "fly",
@@ -65,9 +69,9 @@ def test_each_two_have_a_vanilla_of_their_own(clocks):
     """Catches: more engines alive than there is memory for, a speedup over another run's vanilla."""
     measured(*SMALL)
     modes = [clocks.mode(session.job) for session in clocks.sessions]
-    assert [modes[i : i + 3].count("vanilla") for i in range(0, len(modes), 3)] == [1] * 5
-    assert len(modes) == 15
-    assert [mode for mode in modes if mode == "parallel"] == ["parallel"]
+    assert [modes[i : i + 3].count("vanilla") for i in range(0, len(modes), 3)] == [1] * 6
+    assert len(modes) == 17
+    assert modes.count("parallel") == modes.count("stock") == 1
 
 
 def test_figures_of_rows(clocks):
@@ -92,6 +96,19 @@ def test_quick_gives_way_to_what_is_asked_for(clocks):
     assert (row["requests"], row["rounds"], row["max_tokens"]) == (1, 3, 64)
     row = measured("--rounds", "1", "--methods", "OnSD")["rows"][0]
     assert (row["requests"], row["rounds"], row["max_tokens"]) == (4, 1, 128)
+
+
+def test_vllms_own_method_has_no_times_where_its_kernels_are_interpreted(clocks, monkeypatch):
+    """Catches: a speed of an interpreter beside speeds of kernels; lengths and identity lost with the times."""
+    rows = measured(*SMALL, "--methods", "stock draft_model,OnSD")["rows"]
+    stock = rows[-1]
+    assert (stock["method"], stock["acceptance_length"], stock["identical_frac"]) == ("stock draft_model", 4.0, 1.0)
+    assert {stock[name] for name in ("speedup", "speedup_p80", "tokens_per_s", "ttft_s", "t_step_ms")} == {None}
+    assert stock["stream_length"] is None and stock["prune_ratio"] is None
+    assert rows[1]["speedup"] is not None
+    here = parallel.provenance()
+    monkeypatch.setattr(parallel, "provenance", lambda: here | {"device": "a GPU"})
+    assert measured(*SMALL, "--methods", "stock draft_model")["rows"][-1]["speedup"] == pytest.approx(4 / 1.4)
 
 
 @pytest.mark.parametrize(("draft", "model"), [("draft", "draft"), ("target", "self"), ("PATH", "PATH")])
@@ -119,7 +136,7 @@ def test_ratio_is_of_the_parallel_drafter_or_the_pairs_draft(clocks):
     assert everything.reference(5.0).method == "ParallelVLM"
     assert everything.reference(5.0).spec["num_speculative_tokens"] == 10
     assert PaperRace(methods=("self-SD", "SAGE")).reference(5.0).method == "SAGE"
-    assert PaperRace(methods=("self-SD",)).reference(5.0).draft is None
+    assert PaperRace(methods=("self-SD", "stock draft_model")).reference(5.0).method == "SD"
     rows = measured(*SMALL, "--methods", "SD-chain,self-SD", "--inflate", "20")["rows"]
     assert {(row["target_layers"], row["draft_layers"]) for row in rows} == {(40, 0)}
     assert all(inflation.WORDS in row["label"] for row in rows)
@@ -171,6 +188,8 @@ def test_methods_are_one_list():
     """Catches: a baseline of `bench parallel --table` that is not what the same method is here."""
     assert all(one in methods.METHODS.values() for one in methods.BASELINES.values())
     for name, method in methods.METHODS.items():
+        if method.mode == methods.STOCK:
+            continue
         for family in pairs.FAMILIES:
             knobs = parallel.Contender.of(name, method, 3.0).knobs(PaperRace())
             parse_config(pairs.speculative_config(family, method.draft or "draft", **knobs))
@@ -246,8 +265,9 @@ def test_bars_stand_at_their_figures_and_marks_at_the_published_ones(result):
     rows = result["rows"][1 : len(paper.ALL)]
     drawn = paper_views._draw_bars(panel, rows, "speedup", "published_speedup")
     bars, marks = drawn.values()
-    assert [bar.get_width() for bar in bars] == pytest.approx([row["speedup"] for row in rows])
-    assert marks.get_offsets().tolist() == [[row["published_speedup"], place] for place, row in enumerate(rows)]
+    assert [bar.get_width() for bar in bars] == pytest.approx([row["speedup"] or 0 for row in rows])
+    published = [[row["published_speedup"], place] for place, row in enumerate(rows[:-1])]
+    assert marks.get_offsets().tolist() == published and rows[-1]["published_speedup"] is None
     assert [label.get_text() for label in panel.get_yticklabels()] == list(methods.METHODS)
 
 

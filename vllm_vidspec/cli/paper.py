@@ -36,9 +36,10 @@ def paper(
 ) -> None:
     """Run the methods of the papers in turns with vanilla vLLM, what they publish beside.
 
-    The rows: autoregressive, SD-chain, SD-tree, SD-Rand, SpecVLM, SAGE, ParallelVLM, LVSpec, FLy, OnSD, self-SD. Two
-    methods and vanilla are alive at once and answer the same requests in turns, one request at a time; figures are
-    medians over rounds, with their 20th and 80th percentiles.
+    The rows: autoregressive, SD-chain, SD-tree, SD-Rand, SpecVLM, SAGE, ParallelVLM, LVSpec, FLy, OnSD, self-SD, and
+    stock draft_model, which is vLLM's own way to draft without us. Two methods and vanilla are alive at once and answer
+    the same requests in turns, one request at a time; figures are medians over rounds, with their 20th and 80th
+    percentiles.
 
     speedup is decode speed, from a request's first token to its last, divided by vanilla's in the same round; forwards
     are the target's after the prefill, per answer; acceptance lengths hold the target's own token, published ones too.

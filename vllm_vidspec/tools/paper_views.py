@@ -12,6 +12,8 @@ from rich.table import Table
 
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import csv_files, figures, race_views
+from vllm_vidspec.tools.bench.race_rows import SPREAD
+from vllm_vidspec.tools.race_views import times
 from vllm_vidspec.tools.tables import Columns, by_columns, number, percent
 
 COLUMNS = (
@@ -35,11 +37,11 @@ TABLE: Columns = {
     "accept\nlength": lambda row: number(row["acceptance_length"], 2),
     "forwards": lambda row: number(row["forwards"], 1),
     "tokens\nper s": lambda row: number(row["tokens_per_s"], 1),
-    "speedup": lambda row: f"{row['speedup']:.2f}x",
-    "p20 - p80": lambda row: f"{row['speedup_p20']:.2f} - {row['speedup_p80']:.2f}",
+    "speedup": lambda row: times(row["speedup"]),
+    "p20 - p80": lambda row: " - ".join(number(row[f"speedup_{p}"], 2) for p in SPREAD),
     "same\noutput": lambda row: percent(row["identical_frac"]),
     "published\nlength": lambda row: number(row["published_acceptance_length"], 2),
-    "published\nspeedup": lambda row: "-" if row["published_speedup"] is None else f"{row['published_speedup']:.2f}x",
+    "published\nspeedup": lambda row: times(row["published_speedup"]),
 }
 SOURCE: Columns = {"published by, of": lambda row: row["published_source"] or "-"}
 
@@ -84,7 +86,8 @@ def _draw_bars(panel: Any, rows: Sequence[Mapping[str, Any]], ours: str, publish
     places = range(len(rows))
     spread = None
     if f"{ours}_p20" in rows[0]:
-        ends = [(row[ours] - row[f"{ours}_p20"], row[f"{ours}_p80"] - row[ours]) for row in rows]
+        ends = [[(row[at] or 0.0) for at in (ours, f"{ours}_p20", f"{ours}_p80")] for row in rows]
+        ends = [(middle - low, high - middle) for middle, low, high in ends]
         spread = list(zip(*ends, strict=True))
     lengths = [row[ours] or 0.0 for row in rows]
     style = {"xerr": spread, "error_kw": {"elinewidth": 0.8, "ecolor": "#444444"}}

@@ -80,7 +80,7 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> Columns:
     }
     if "published_pair" in rows[0]:
         shown |= {
-            "published\nspeedup": lambda row: _times(row["published_speedup"]),
+            "published\nspeedup": lambda row: times(row["published_speedup"]),
             "published\nM": lambda row: number(row["published_m"], 2),
         }
     return shown
@@ -95,7 +95,8 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return by_columns(columns(rows), rows, title=title, caption="; ".join(words))
 
 
-def _times(value: float | None) -> str:
+def times(value: float | None) -> str:
+    """Return a speedup, or a dash for None."""
     return "-" if value is None else f"{value:.2f}x"
 
 

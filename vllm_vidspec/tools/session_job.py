@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_vidspec import metrics
+from vllm_vidspec.config import METHOD
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.progress import Report, silent
@@ -70,7 +71,8 @@ def _answers(commands: Iterator[dict[str, Any]], report: Report) -> Iterator[dic
     if "warm_up" in prompts:
         warm_up = make_requests(prompts | {"held_out": [prompts["warm_up"]]})
         Engine(llm, warm_up, is_chat).ask({"max_tokens": WARM_UP_TOKENS})
-    engine = Engine(llm, make_requests(prompts), is_chat, report)
+    is_stock = job["llm"].get("speculative_config", {}).get("method", METHOD) != METHOD
+    engine = Engine(llm, make_requests(prompts), is_chat, report, is_stock)
     num_layers = vllm_config.model_config.get_total_num_hidden_layers()
     yield {
         "num_layers": num_layers,
@@ -154,12 +156,14 @@ class Engine:
         requests: A prompt, or a conversation, per video.
         is_chat: Which of the two they are.
         report: Called with "progress" (`done` requests).
+        is_stock: Whether it drafts as vLLM does without us.
     """
 
     llm: Any
     requests: list[Any]
     is_chat: bool = False
     report: Report = silent
+    is_stock: bool = False
 
     def ask(self, sampling: dict[str, Any], seed: int | None = None, indices: Sequence[int] | None = None) -> list[Any]:
         """Answer requests, all of them by default, in one batch, greedily unless `sampling` says otherwise.
@@ -172,9 +176,13 @@ class Engine:
         return ask([self.requests[i] for i in chosen], params, use_tqdm=_progress(self.report))
 
     def counters(self) -> dict[str, int] | None:
-        """Return what our counters say now; None for vanilla."""
+        """Return what our counters say now, or vLLM's own where it drafts without us; None for vanilla."""
         config = self.llm.llm_engine.vllm_config
-        return None if config.speculative_config is None else metrics.read_metrics(metrics.path_for(config.instance_id))
+        if config.speculative_config is None:
+            return None
+        if self.is_stock:
+            return _stock_counters(self.llm)
+        return metrics.read_metrics(metrics.path_for(config.instance_id))
 
     def answer(
         self, knobs: dict[str, Any] | None, sampling: dict[str, Any], seed: int | None, watch: bool
@@ -262,7 +270,7 @@ class Engine:
             begin = time.monotonic()
             outputs += engine.step()
             steps.append((begin, time.monotonic()))
-            counted.append(self.counters())
+            counted.append(None if self.is_stock else self.counters())  # vLLM's own take too long to read
         # What vLLM notes of a request: times of time.monotonic(), as each of its steps ends.
         noted = outputs[-1].metrics
         return {
@@ -303,6 +311,13 @@ class Engine:
     def timeline(self, on: bool) -> dict[str, Any]:
         """Return what target and drafter have done since watching began, as `events`, and go on watching or not."""
         return {"events": self.llm.collective_rpc("vidspec_timeline", args=(on,))[0]}
+
+
+def _stock_counters(llm: Any) -> dict[str, int]:
+    """Return what vLLM's own metrics say of its drafts, by our names; all else is 0."""
+    values = {metric.name.removeprefix("vllm:spec_decode_num_"): metric for metric in llm.get_metrics()}
+    found = {name: int(values[name].value) for name in ("drafts", "draft_tokens", "accepted_tokens") if name in values}
+    return dict.fromkeys(metrics.NAMES, 0) | found
 
 
 def _params(sampling: dict[str, Any], **more: Any) -> Any:

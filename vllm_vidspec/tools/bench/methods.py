@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 VANILLA, SEQUENTIAL, PARALLEL = MODES = ("vanilla", "sequential", "parallel")
+STOCK = "stock"  # vLLM's own way to draft, without us
 OURS = "ParallelVLM"
 WINDOW = 5  # drafts a step of the papers' chains
 LOOSE_WINDOW = 10  # of those whose mismatches may stand (LVSpec, section 4)
@@ -15,8 +16,8 @@ class Method:
     """One row of a table.
 
     Attributes:
-        spec: Knobs of VidSpecConfig; the draft's shape is spelled `drafting`.
-        mode: Of MODES; a parallel one's window follows from the ratio of target time to draft time.
+        spec: Knobs of VidSpecConfig, the draft's shape spelled `drafting`; of STOCK vLLM's own.
+        mode: Of MODES, or STOCK; a parallel one's window follows from the ratio of target time to draft time.
         draft: Which model drafts, as `pairs.speculative_config` names it; None: the one that is asked for.
     """
 
@@ -36,6 +37,7 @@ METHODS: dict[str, Method] = {
     "FLy": Method(_PRUNED | {"scorer": "fly", "num_speculative_tokens": LOOSE_WINDOW}),
     "OnSD": Method({"pruner": "uniform", "prune_ratio": 1.0, "num_speculative_tokens": WINDOW}),
     "self-SD": Method(_PRUNED | {"drafting": "tree-static"}, draft="target"),
+    "stock draft_model": Method({"method": "draft_model", "num_speculative_tokens": WINDOW}, STOCK),
 }
 # The baselines of ParallelVLM's Table 1, by their names there; all of them draft, then verify.
 BASELINES: dict[str, Method] = {

@@ -23,6 +23,7 @@ from vllm_vidspec.tools.bench.methods import (
     OURS,
     PARALLEL,
     SEQUENTIAL,
+    STOCK,
     VANILLA,
     WINDOW,
     Method,
@@ -109,7 +110,7 @@ class Race:
 
     def reference(self, ratio: float) -> "Contender":
         """Return whose forwards a ratio is of: the parallel drafter's where there is one, else the draft's."""
-        own = [one for one in self.contenders(ratio) if one.draft is None]
+        own = [one for one in self.contenders(ratio) if one.draft is None and one.mode != STOCK]
         found = [one for one in own if one.mode == PARALLEL] or own
         return found[0] if found else Contender.of("SD", BASELINES["SD"], ratio)
 
@@ -166,14 +167,17 @@ class Course:
         """Return what `session_job` reads; the first of `held_out` is a warm-up, which is part of no figure."""
         original = pairs.checkpoint(self.family, "target")
         target = str(inflation.inflate(original, self.target_layers))
+        draft = draft_model(self.family, contender.draft or race.draft)
+        if contender.spec is not None and draft != SELF_DRAFT:
+            draft = str(inflation.inflate(draft, self.draft_layers))
         if contender.spec is None:
             llm = pairs.llm_kwargs(self.family, target=target)
+        elif contender.mode == STOCK:
+            model = {"model": target if draft == SELF_DRAFT else draft}
+            llm = pairs.llm_kwargs(self.family, target=target, overrides={"speculative_config": contender.spec | model})
         else:
             calibrated = json.loads(pairs.calibration(self.family).read_text())["config"]
             knobs = inflation.guidance_knobs(original, calibrated) | contender.knobs(race)
-            draft = draft_model(self.family, contender.draft or race.draft)
-            if draft != SELF_DRAFT:
-                draft = str(inflation.inflate(draft, self.draft_layers))
             llm = pairs.llm_kwargs(self.family, draft, target=target, **knobs)
         warm_up, *videos = held_out
         prompts = {"family": self.family, "question": race.question, "held_out": videos, "warm_up": warm_up}
@@ -235,7 +239,8 @@ def check(race: Race) -> None:
         if draft_model(family, race.draft) == SELF_DRAFT and any(race.inflate):
             raise VidSpecError(f"--inflate: with --draft {SELF_DRAFT} there is no ratio to reach: layers slow both")
         for contender in contenders:
-            parse_config(pairs.speculative_config(family, "target", **contender.knobs(race)))
+            if contender.mode != STOCK:
+                parse_config(pairs.speculative_config(family, "target", **contender.knobs(race)))
 
 
 def run(race: Race, report: Report = silent) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import summarize
 from vllm_vidspec.tools.bench.acceptance import identical_frac
+from vllm_vidspec.tools.bench.methods import STOCK
 from vllm_vidspec.tools.bench.ratios import draft_ms
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def make_rows(
                 "method": contender.method,
                 "drafting": spec.get("drafting", "chain") if spec else None,
                 "pruner": spec.get("pruner"),
-                "prune_ratio": contender.knobs(race)["prune_ratio"] if spec else None,
+                "prune_ratio": contender.knobs(race)["prune_ratio"] if spec and contender.mode != STOCK else None,
                 "num_speculative_tokens": spec_tokens(spec),
                 **figures(rounds, vanilla),
                 **speculation(rounds, contender),
@@ -174,7 +175,8 @@ def speculation(rounds: Sequence[Sequence[Turn]], contender: "Contender") -> dic
     if contender.mode == "parallel":
         found |= {name: counters[name] for name in names}
         found["late_frac"] = counters["late_drafts"] / num_steps if num_steps else None
-    if (contender.spec or {}).get("drafting", "chain") == "chain":  # no tree stands whole
+    # No tree stands whole, and vLLM's own counters are not read at each step.
+    if (contender.spec or {}).get("drafting", "chain") == "chain" and contender.mode != STOCK:
         found["stream_length"] = num_decoded / sum(turn.num_streams for turn in turns)
     return found
 
