@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from tools.clocks import DECODED, DRAFT_S, TARGET_S, num_layers
+from tools.clocks import DECODED, DRAFT_S, TARGET_S, Clocks, num_layers
 from tools.common import FAMILIES, invoke, redraw, redraw_errors, refuses
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import inflation, pairs, paper_views
 from vllm_vidspec.tools.bench import methods, paper, parallel, published
 from vllm_vidspec.tools.bench.paper import AUTOREGRESSIVE, PaperRace
+from vllm_vidspec.tools.engine_session import EngineSession
 
 CONTRACT = ("method", "family", "acceptance_length", "speedup", "identical_frac", "published_speedup")
 SMALL = ("--requests", "1", "--rounds", "1")
@@ -65,13 +66,45 @@ def test_every_method_is_a_row(clocks):
     assert [name for name, spec in given.items() if spec["model"] == "self"] == ["self-SD"]
 
 
-def test_each_two_have_a_vanilla_of_their_own(clocks):
-    """Catches: more engines alive than there is memory for, a speedup over another run's vanilla."""
-    measured(*SMALL)
+def test_vanilla_takes_turns_with_each_two(clocks, monkeypatch):
+    """Catches: more engines alive than there is memory for, a speedup over what vanilla did in other turns."""
+    alive, most = [], []
+    enter, leave = EngineSession.__enter__, EngineSession.__exit__
+
+    def entered(session):
+        alive.append(session)
+        most.append(len(alive))
+        return enter(session)
+
+    def left(session, *error):
+        alive.remove(session)
+        return leave(session, *error)
+
+    monkeypatch.setattr(EngineSession, "__enter__", entered)
+    monkeypatch.setattr(EngineSession, "__exit__", left)
+    measured("--requests", "2", "--rounds", "1")
+    assert max(most) == 3 and not alive
     modes = [clocks.mode(session.job) for session in clocks.sessions]
-    assert [modes[i : i + 3].count("vanilla") for i in range(0, len(modes), 3)] == [1] * 6
-    assert len(modes) == 17
-    assert modes.count("parallel") == modes.count("stock") == 1
+    assert modes[0] == "vanilla" and modes.count("vanilla") == modes.count("parallel") == modes.count("stock") == 1
+    turns = [clocks.turns[i : i + 3] for i in range(0, len(clocks.turns), 3)]
+    assert [[mode for mode, _ in three].count("vanilla") for three in turns[:10]] == [1] * 10
+    assert [mode for mode, _ in clocks.turns[30:]] == ["vanilla", "stock", "stock", "vanilla"]
+
+
+def test_speedup_is_over_vanilla_in_the_same_turns(clocks, monkeypatch):
+    """Vanilla is half as fast beside the second two. Catches: the first turns' vanilla for all."""
+    slow = Clocks.__call__
+
+    def slower(session, command):
+        answer = slow(clocks, session, command)
+        if clocks.mode(session.job) == "vanilla" and len(session.asked) > 1:
+            answer["decode_s"] *= 2
+        return answer
+
+    monkeypatch.setattr(Clocks, "__call__", lambda self, session, command: slower(session, command))
+    rows = measured(*SMALL, "--methods", "SD-chain,SpecVLM,OnSD,SAGE")["rows"]
+    speedup = 4 * TARGET_S / (TARGET_S + 4 * DRAFT_S)
+    assert [row["speedup"] for row in rows] == pytest.approx([1, speedup, speedup, 2 * speedup, 2 * speedup])
 
 
 def test_figures_of_rows(clocks):

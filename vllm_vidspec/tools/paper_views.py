@@ -43,15 +43,12 @@ TABLE: Columns = {
     "published\nlength": lambda row: number(row["published_acceptance_length"], 2),
     "published\nspeedup": lambda row: times(row["published_speedup"]),
 }
-SOURCE: Columns = {"published by, of": lambda row: row["published_source"] or "-"}
 
 
 def shown_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
     """Return a table for each family and ratio."""
     return [
-        by_columns(
-            TABLE | SOURCE, group, title=f"{group[0]['family']}: one request at a time", caption=caption(group[0])
-        )
+        by_columns(TABLE, group, title=f"{group[0]['family']}: one request at a time", caption=caption(group[0]))
         for group in race_views.groups(rows).values()
     ]
 

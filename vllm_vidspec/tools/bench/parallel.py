@@ -1,6 +1,6 @@
 """`vidspec bench parallel`: vanilla, draft-then-verify and parallel drafting, in turns on the same requests.
 
-The engines of a comparison are alive at once, each in a subprocess, and one of them generates at a time: request by
+Vanilla and two others are alive at once, each in a subprocess, and one of them generates at a time: request by
 request, in an order that changes. A figure is a median over rounds of what a round's turns give, so that what the
 machine does meanwhile meets all of them alike. The target of every mode has one core, the same one.
 """
@@ -154,6 +154,9 @@ class Contender:
         return found
 
 
+VANILLA_ENGINE = Contender(VANILLA, VANILLA)
+
+
 @dataclass(frozen=True)
 class Course:
     """The pair that a comparison is run on: a family with so many layers appended to its checkpoints."""
@@ -264,12 +267,14 @@ def run(race: Race, report: Report = silent) -> dict[str, Any]:
         for ratio in race.inflate:
             course = course_for(race, family, ratio, report)
             contenders = race.contenders(ratio)
-            for number in range(0, max(1, len(contenders)), _AT_ONCE):
-                turns, failed = _compete(race, course, contenders[number : number + _AT_ONCE], report)
-                failures += [{"family": family, "inflate": ratio, **one} for one in failed]
-                found = make_rows(race, course, turns)
-                # Vanilla is measured beside each two of the others; its row is that beside ours.
-                rows += found if number == 0 else found[1:]
+            with ExitStack() as stack:
+                vanilla = stack.enter_context(_load(race, course, VANILLA_ENGINE, report))
+                for number in range(0, max(1, len(contenders)), _AT_ONCE):
+                    turns, failed = _compete(race, course, vanilla, contenders[number : number + _AT_ONCE], report)
+                    failures += [{"family": family, "inflate": ratio, **one} for one in failed]
+                    found = make_rows(race, course, turns)
+                    # Vanilla answers again beside each two of the others; its row is that beside the first.
+                    rows += found if number == 0 else found[1:]
     return {"rows": rows, "failures": failures, "provenance": provenance() | {"cores": cores()[:2]}}
 
 
@@ -278,12 +283,11 @@ def course_for(race: Race, family: str, ratio: float, report: Report = silent) -
     if not ratio:
         return Course(family)
     ours = race.reference(ratio)
-    vanilla = Contender(VANILLA, VANILLA)
     videos = list(range(_TIMED_REQUESTS + 1))
 
     def job(drafts: bool, target_layers: int, draft_layers: int) -> dict[str, Any]:
         pair = Course(family, ratio, target_layers, draft_layers)
-        return pair.job(race, ours if drafts else vanilla, videos)
+        return pair.job(race, ours if drafts else VANILLA_ENGINE, videos)
 
     knobs = {name: value for name, value in ours.knobs(race).items() if name != "num_speculative_tokens"}
     models = [pairs.checkpoint(family, "target"), draft_model(family, ours.draft or race.draft)]
@@ -295,26 +299,30 @@ def course_for(race: Race, family: str, ratio: float, report: Report = silent) -
     return Course(family, ratio, *times.layers_for(ratio))
 
 
+def _load(race: Race, course: Course, contender: Contender, report: Report) -> EngineSession:
+    """Return an engine that has every request of a comparison before it; it starts when it is entered."""
+    report("loading", {"label": f"{course.family} {contender.method} {course.label}".rstrip()})
+    return EngineSession(course.job(race, contender, list(range(race.rounds * race.requests + 1))))
+
+
 def _compete(
-    race: Race, course: Course, contenders: Sequence[Contender], report: Report
+    race: Race, course: Course, vanilla: EngineSession, contenders: Sequence[Contender], report: Report
 ) -> tuple[dict[Contender, list[list[Turn]]], list[dict[str, Any]]]:
     """Let vanilla and some others answer every request in turn.
 
     Returns:
         The turns of each that went through, `[rounds][requests]`, and of each that did not `method` and `reason`.
+
+    Raises:
+        VidSpecError: Vanilla stopped.
     """
-    vanilla, failures = Contender(VANILLA, VANILLA), []
-    held_out = list(range(race.rounds * race.requests + 1))
+    failures = []
     with ExitStack() as stack:
-        sessions: dict[Contender, EngineSession] = {}
-        for contender in (vanilla, *contenders):
-            report("loading", {"label": f"{course.family} {contender.method} {course.label}".rstrip()})
+        sessions = {VANILLA_ENGINE: vanilla}
+        for contender in contenders:
             try:
-                job = course.job(race, contender, held_out)
-                sessions[contender] = stack.enter_context(EngineSession(job))
+                sessions[contender] = stack.enter_context(_load(race, course, contender, report))
             except VidSpecError as error:
-                if contender is vanilla:
-                    raise
                 failures.append({"method": contender.method, "reason": str(error)})
         turns: dict[Contender, list[list[Turn]]] = {one: [[] for _ in range(race.rounds)] for one in sessions}
         report("plan", {"total": race.rounds * race.requests * len(sessions)})
@@ -325,7 +333,7 @@ def _compete(
             try:
                 turns[contender][number].append(take_turn(race, contender, sessions[contender], index))
             except VidSpecError as error:
-                if contender is vanilla:
+                if contender is VANILLA_ENGINE:
                     raise
                 failures.append({"method": contender.method, "reason": str(error)})
                 del sessions[contender], turns[contender]

@@ -13,8 +13,7 @@ from vllm_vidspec.metrics import summarize
 from vllm_vidspec.tools import inflation, pairs
 from vllm_vidspec.tools.bench import parallel, ratios
 from vllm_vidspec.tools.bench.acceptance import identical_frac
-from vllm_vidspec.tools.bench.methods import VANILLA
-from vllm_vidspec.tools.bench.parallel import SELF_DRAFT, Contender, Course, draft_model
+from vllm_vidspec.tools.bench.parallel import SELF_DRAFT, VANILLA_ENGINE, Contender, Course, draft_model
 from vllm_vidspec.tools.bench.race_rows import SPREAD, spec_tokens, spread
 from vllm_vidspec.tools.bench.speed import SpeedRace
 from vllm_vidspec.tools.engine_session import EngineSession
@@ -172,7 +171,7 @@ def measure(point: ScalingRace, course: Course, value: float, report: Report) ->
     Raises:
         VidSpecError: One of them stopped.
     """
-    contenders = [Contender(VANILLA, VANILLA), *point.contenders(course.ratio)]
+    contenders = [VANILLA_ENGINE, *point.contenders(course.ratio)]
     answers: list[list[dict[str, Any]]] = [[] for _ in contenders]
     with ExitStack() as stack:
         sessions = []
