@@ -12,13 +12,14 @@ from rich.table import Table
 
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import csv_files, figures, race_views
+from vllm_vidspec.tools.bench import published
 from vllm_vidspec.tools.bench.race_rows import SPREAD
 from vllm_vidspec.tools.race_views import times
 from vllm_vidspec.tools.tables import Columns, by_columns, number, percent
 
 COLUMNS = (
     *(name for name in race_views.COLUMNS if not name.startswith("published")),
-    *("draft", "published_acceptance_length", "published_speedup", "published_tau", "published_source"),
+    *("draft", *published.COLUMNS),
 )
 _OURS, _PUBLISHED = "#332288", "#CC6677"
 # What is drawn: the words below a panel, ours and what is published.
@@ -78,18 +79,17 @@ def draw(rows: Sequence[Mapping[str, Any]], path: str) -> None:
             panels[0].set_title("; ".join(filter(None, (family, group[0]["label"]))), loc="left", fontsize=9)
 
 
-def _draw_bars(panel: Any, rows: Sequence[Mapping[str, Any]], ours: str, published: str) -> dict[str, Any]:
+def _draw_bars(panel: Any, rows: Sequence[Mapping[str, Any]], ours: str, theirs: str) -> dict[str, Any]:
     """Draw one figure of each method; return the bars and the marks of what is published."""
     places = range(len(rows))
     spread = None
     if f"{ours}_p20" in rows[0]:
-        ends = [[(row[at] or 0.0) for at in (ours, f"{ours}_p20", f"{ours}_p80")] for row in rows]
-        ends = [(middle - low, high - middle) for middle, low, high in ends]
-        spread = list(zip(*ends, strict=True))
+        found = [[(row[at] or 0.0) for at in (ours, f"{ours}_p20", f"{ours}_p80")] for row in rows]
+        spread = [[middle - low for middle, low, _ in found], [high - middle for middle, _, high in found]]
     lengths = [row[ours] or 0.0 for row in rows]
     style = {"xerr": spread, "error_kw": {"elinewidth": 0.8, "ecolor": "#444444"}}
     drawn = {"measured, bundled pair": panel.barh(places, lengths, 0.7, color=_OURS, **style)}
-    known = [(row[published], place) for place, row in zip(places, rows, strict=True) if row[published] is not None]
+    known = [(row[theirs], place) for place, row in zip(places, rows, strict=True) if row[theirs] is not None]
     if known:
         xs, ys = zip(*known, strict=True)
         drawn["published, the paper's pair"] = panel.scatter(xs, ys, color=_PUBLISHED, marker="D", s=22, zorder=3)

@@ -143,12 +143,12 @@ FIGURES: dict[str, dict[str, Figure]] = {
 }
 
 
+COLUMNS = ("published_acceptance_length", "published_speedup", "published_tau", "published_source")
+
+
 def figure(family: str, method: str) -> dict[str, str | float | None]:
     """Return the columns of a row of `bench paper`; None where nothing is published of the method for the family."""
     found = FIGURES.get(family, {}).get(method)
-    return {
-        "published_acceptance_length": found and found.acceptance_length,
-        "published_speedup": found and found.speedup,
-        "published_tau": found and found.tau,
-        "published_source": found and found.source,
-    }
+    if found is None:
+        return dict.fromkeys(COLUMNS)
+    return dict(zip(COLUMNS, (found.acceptance_length, found.speedup, found.tau, found.source), strict=True))

@@ -56,7 +56,8 @@ class ScalingRace(SpeedRace):
 
     def at(self, value: float) -> "ScalingRace":
         """Return what is measured at one value."""
-        return dataclasses.replace(self, **{self.axis: value if self.axis in _FRACTIONS else int(value)})
+        changed: dict[str, Any] = {self.axis: value if self.axis in _FRACTIONS else int(value)}
+        return dataclasses.replace(self, **changed)
 
     @property
     def num_videos(self) -> int:
