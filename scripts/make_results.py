@@ -66,8 +66,8 @@ def commands_by_name() -> dict[str, list[str]]:
 
 def chosen(names: str, known: Iterable[str]) -> list[str]:
     """Return the results that comma-separated names stand for: R9 is R9-sage, too."""
-    wanted = names.split(",")
-    if unknown := [name for name in wanted if name not in known]:
+    wanted, known = names.split(","), list(known)
+    if unknown := [name for name in wanted if name not in {*known, *(one.split("-")[0] for one in known)}]:
         raise SystemExit(f"no result is called {unknown[0]!r}; there are {', '.join(known)}")
     return [name for name in known if name in wanted or name.split("-")[0] in wanted]
 
