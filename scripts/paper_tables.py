@@ -21,7 +21,8 @@ def views_of(name: str) -> ModuleType | None:
 def body_of(name: str, result: dict[str, Any]) -> str:
     """Return what stands between the markers of a name: tables, a figure, and where the result comes from."""
     text = BODIES[name.split("-")[0]](result)
-    failed = [f"{one.get('method', one.get('value'))} ({one['family']}): {one['reason']}" for one in result["failures"]]
+    named = [(one["method"] if "method" in one else f"{one['value']:g}", one) for one in result["failures"]]
+    failed = [f"{what} ({one['family']}): {one['reason']}" for what, one in named]
     text += f"Did not run: {'; '.join(failed)}.\n\n" if failed else ""
     if (tables.FOLDER / f"{name}.png").exists():
         text += f"![{WORDS[name.split('-')[0]]}](results/{name}.png)\n\n"

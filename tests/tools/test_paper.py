@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tools.clocks import DECODED, DRAFT_S, TARGET_S, Clocks, num_layers
-from tools.common import FAMILIES, invoke, redraw, redraw_errors, refuses
+from tools.common import FAMILIES, ROOT, invoke, load, redraw, redraw_errors, refuses
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import inflation, pairs, paper_views
@@ -309,3 +309,19 @@ def test_terminal_table_says_what_is_published(result):
     assert first.title.startswith(FAMILIES[0]) and second.title.startswith(FAMILIES[1])
     assert "the pair as it is" in first.caption and "own token" in first.caption
     assert first.row_count == len(paper.ALL)
+
+
+def test_page_shows_what_was_measured(result, monkeypatch):
+    """Catches: a published figure beside another method, a source left out, failures that nobody is told of."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    failed = {"method": "SAGE", "family": "qwen2.5-vl", "reason": "it stopped"}
+    text = load("scripts/paper_tables.py").body_of(
+        "paper-none", json.loads(json.dumps(result)) | {"failures": [failed]}
+    )
+    assert text.count("| method | K | accept length | forwards |") == len(FAMILIES)
+    (line, _) = [line for line in text.splitlines() if line.startswith("| SpecVLM |")]
+    assert line.endswith("| 100 % | 4.23 | 2.05x |")
+    stock = next(line for line in text.splitlines() if line.startswith("| stock draft_model |"))
+    assert stock == "| stock draft_model | 5 | 4.00 | 12.0 | - | - | - - - | 100 % | - | - |"
+    assert "SD-tree, SD-Rand, SpecVLM: SpecVLM, Qwen2.5-VL 7B & 32B" in text
+    assert "Did not run: SAGE (qwen2.5-vl): it stopped." in text

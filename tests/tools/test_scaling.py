@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tools.clocks import DECODED, TARGET_S
-from tools.common import FAMILIES, invoke, redraw, redraw_errors, refuses
+from tools.common import FAMILIES, ROOT, invoke, load, redraw, redraw_errors, refuses
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import inflation, scaling_views, session_job
 from vllm_vidspec.tools.bench import scaling
@@ -134,7 +134,7 @@ def test_inflated_pairs_say_so(clocks):
     ],
 )
 def test_wrong_values_are_one_line(clocks, monkeypatch, options, words):
-    monkeypatch.chdir(Path(__file__).resolve().parents[2])
+    monkeypatch.chdir(ROOT)
     refuses(words, "bench", "scaling", *options)
     assert not clocks.sessions
 
@@ -189,3 +189,12 @@ def test_terminal_table_has_the_axis_in_front(result):
     first, second = scaling_views.shown_tables(result["rows"])
     assert [one.title for one in (first, second)] == [f"{name}: chain of 5, specvlm 0.9, strict" for name in FAMILIES]
     assert first.columns[0].header == "batch size" and list(first.columns[0].cells) == ["1", "1", "4", "4"]
+
+
+def test_page_shows_what_was_measured(result, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    failed = {"value": 16.0, "family": "qwen2.5-vl", "reason": "out of memory"}
+    shown = json.loads(json.dumps(result)) | {"failures": [failed]}
+    text = load("scripts/paper_tables.py").body_of("scaling-none", shown)
+    assert text.count("| batch size | engine | tokens per s |") == len(FAMILIES)
+    assert "Did not run: 16 (qwen2.5-vl): out of memory." in text

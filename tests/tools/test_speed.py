@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tools.clocks import DRAFT_S, TARGET_S, event
-from tools.common import FAMILIES, counters, invoke, redraw, redraw_errors, refuses
+from tools.common import FAMILIES, ROOT, counters, invoke, load, redraw, redraw_errors, refuses
 from vllm_vidspec.tools import inflation, speed_views
 from vllm_vidspec.tools.bench import speed
 from vllm_vidspec.tools.bench.parallel import Contender
@@ -152,3 +152,10 @@ def test_terminal_tables_say_what_was_measured(result):
     assert [column.header.split("\n")[0] for column in tables[1].columns][2:] == [
         name.replace("_", " ") for name in speed.PHASES
     ]
+
+
+def test_page_shows_what_was_measured(result, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    text = load("scripts/paper_tables.py").body_of("speed-none", json.loads(json.dumps(result)))
+    assert text.count("| engine | tokens per s | speedup |") == text.count("| engine | a request ms |") == len(FAMILIES)
+    assert text.startswith("`qwen2.5-vl`, chain of 5, specvlm 0.9, strict; the pair as it is.")
