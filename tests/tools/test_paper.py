@@ -322,6 +322,6 @@ def test_page_shows_what_was_measured(result, monkeypatch):
     (line, _) = [line for line in text.splitlines() if line.startswith("| SpecVLM |")]
     assert line.endswith("| 100 % | 4.23 | 2.05x |")
     stock = next(line for line in text.splitlines() if line.startswith("| stock draft_model |"))
-    assert stock == "| stock draft_model | 5 | 4.00 | 12.0 | - | - | - - - | 100 % | - | - |"
+    assert stock == "| stock draft_model | 5 | 4.00 | 12.0 | - | - | - | 100 % | - | - |"
     assert "SD-tree, SD-Rand, SpecVLM: SpecVLM, Qwen2.5-VL 7B & 32B" in text
     assert "Did not run: SAGE (qwen2.5-vl): it stopped." in text

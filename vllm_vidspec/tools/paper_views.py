@@ -39,7 +39,9 @@ TABLE: Columns = {
     "forwards": lambda row: number(row["forwards"], 1),
     "tokens\nper s": lambda row: number(row["tokens_per_s"], 1),
     "speedup": lambda row: times(row["speedup"]),
-    "p20 - p80": lambda row: " - ".join(number(row[f"speedup_{p}"], 2) for p in SPREAD),
+    "p20 - p80": lambda row: (
+        "-" if row["speedup"] is None else " - ".join(f"{row[f'speedup_{p}']:.2f}" for p in SPREAD)
+    ),
     "same\noutput": lambda row: percent(row["identical_frac"]),
     "published\nlength": lambda row: number(row["published_acceptance_length"], 2),
     "published\nspeedup": lambda row: times(row["published_speedup"]),
