@@ -1,11 +1,12 @@
-"""Run the commands that docs/results/README.md shows, and write their tables there and into README.md.
+"""Run the commands that docs/results/README.md and docs/paper-tables.md show, and write their tables there.
 
     python scripts/make_results.py                 # what has no JSON file in docs/results yet
     python scripts/make_results.py --only R1,R6 --force
 
 The commands stand in front of a result's marker, its tables between `<!-- NAME -->` and `<!-- /NAME -->`; the JSON
 files hold every row with its provenance. What takes several commands is one file; R9 also stands for R9-sage, R12 for
-R12-relevance. `<!-- summary -->` is what they come to, `<!-- figure -->` its first lines, in README.md.
+R12-relevance, `paper` for all whose names begin so. `<!-- summary -->` is what they come to, `<!-- figure -->` its
+first lines, in README.md.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import paper_tables
 import result_tables as tables
 
 from vllm_vidspec.tools import plots, race_views
@@ -27,6 +29,7 @@ from vllm_vidspec.tools.bench.acceptance import UNPRUNED
 
 ROOT, FOLDER = Path(__file__).resolve().parents[1], tables.FOLDER
 PAGE = FOLDER / "README.md"
+PAPER_PAGE = ROOT / "docs" / "paper-tables.md"
 
 
 def main() -> int:
@@ -45,25 +48,26 @@ def main() -> int:
                 parts.append(run(command))
             write(path, merge(parts))
     results = {name: read(path) for name in commands if (path := FOLDER / f"{name}.json").exists()}
-    for page in (PAGE, ROOT / "README.md"):
+    for page in (PAGE, PAPER_PAGE, ROOT / "README.md"):
         page.write_text(filled(page.read_text(), results))
     return 0
 
 
 def commands_by_name() -> dict[str, list[str]]:
-    """Return the command lines of every result, as the page shows them: in front of its marker, behind the last one."""
+    """Return the command lines of every result, as a page shows them: in front of its marker, behind the last one."""
     found = {}
-    for part in re.split("<!-- /.* -->", re.sub(r"\s*\\\n\s+", " ", PAGE.read_text())):
-        text, _, rest = part.partition("<!-- ")
-        if lines := re.findall("^    (?:vidspec|python) (.*)$", text, re.MULTILINE):
-            found[rest.split()[0]] = lines
+    for page in (PAGE, PAPER_PAGE):
+        for part in re.split("<!-- /.* -->", re.sub(r"\s*\\\n\s+", " ", page.read_text())):
+            text, marker, rest = part.partition("<!-- ")
+            if marker and (lines := re.findall("^    (?:vidspec|python) (.*)$", text, re.MULTILINE)):
+                found[rest.split()[0]] = lines
     return found
 
 
 def chosen(names: str, known: Iterable[str]) -> list[str]:
     """Return the results that comma-separated names stand for: R9 is R9-sage, too."""
-    wanted = names.split(",")
-    if unknown := [name for name in wanted if name not in known]:
+    wanted, known = names.split(","), list(known)
+    if unknown := [name for name in wanted if name not in {*known, *(one.split("-")[0] for one in known)}]:
         raise SystemExit(f"no result is called {unknown[0]!r}; there are {', '.join(known)}")
     return [name for name in known if name in wanted or name.split("-")[0] in wanted]
 
@@ -103,7 +107,10 @@ def merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
 def write(path: Path, result: dict[str, Any]) -> None:
     """Write a result as JSON, and beside it what else there is of it: its rows as CSV, its figure."""
     path.write_text(json.dumps(result, indent=1) + "\n")
-    csv_path, figure_path = (str(path.with_suffix(suffix)) for suffix in (".csv", ".png"))
+    csv_path, figure_path = (str(path.with_name(f"{path.stem}{suffix}")) for suffix in (".csv", ".png"))
+    if drawn := paper_tables.views_of(path.stem):
+        drawn.write_csv(csv_path, result)
+        drawn.draw(result["rows"], figure_path)
     if path.stem in tables.QUALITY:
         views.write_csv(csv_path, result)
         views.draw(result["rows"], figure_path)
@@ -133,7 +140,8 @@ def filled(page: str, results: dict[str, dict[str, Any]]) -> str:
         if name in ("figure", "summary") and results.keys() >= tables.AXES.keys():
             which = (tables.CLAIM, "docs/results/README.md") if name == "figure" else ()
             return opening + tables.figure(results, *which) + closing
-        return opening + (tables.body_of(name, results[name]) if name in results else old) + closing
+        body_of = paper_tables.body_of if paper_tables.views_of(name) else tables.body_of
+        return opening + (body_of(name, results[name]) if name in results else old) + closing
 
     return re.sub(r"(<!-- (\S+) -->\n)(.*?)(<!-- /\2 -->)", body, page, flags=re.DOTALL)
 

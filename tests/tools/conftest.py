@@ -2,8 +2,9 @@
 
 import pytest
 
+from tools.clocks import Clocks
 from tools.common import FakeEngines, answer_captions
-from vllm_vidspec.tools.bench import acceptance
+from vllm_vidspec.tools.bench import acceptance, parallel
 from vllm_vidspec.tools.engine_session import EngineSession
 
 
@@ -42,3 +43,13 @@ def engines(monkeypatch):
     fake = FakeEngines()
     monkeypatch.setattr(acceptance, "run_job", fake)
     return fake
+
+
+@pytest.fixture
+def clocks(fake_engines, monkeypatch, tmp_path):
+    """The engines of `bench parallel` and its like, on two cores, with nothing measured before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(parallel, "cores", lambda: [0, 1])
+    found = Clocks()
+    found.sessions = fake_engines(found)
+    return found

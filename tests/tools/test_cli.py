@@ -80,6 +80,24 @@ SURFACE = {
         --rounds:int>=1=5 --temperature:float=0.0 --seed:int=0 --table:bool=False --draft-device:str=cpu
         --knob:list --csv:str --plot:str --json:str
     """,
+    "bench paper": """
+        --family:str=qwen2.5-vl --draft:str=draft --methods:str=all --inflate:float=0.0 --quick:bool=False
+        --requests:int>=1 --max-tokens:int>=2 --rounds:int>=1 --temperature:float=0.0 --seed:int=0
+        --draft-device:str=cpu --knob:list --csv:str --plot:str --json:str
+    """,
+    "bench speed": """
+        --family:str=qwen2.5-vl --draft:str=draft --inflate:str=0 --pruner:str=specvlm --prune-ratio:float=0.9
+        --drafting:str=chain --scorer:str=strict --parallel:bool=False --num-speculative-tokens:int>=1
+        --requests:int>=1=4 --max-tokens:int>=2=128 --rounds:int>=1=5 --temperature:float=0.0 --seed:int=0
+        --draft-device:str=cpu --knob:list --csv:str --plot:str --json:str
+    """,
+    "bench scaling": """
+        --family:str=qwen2.5-vl --axis:str=batch_size --values:str --draft:str=draft --inflate:float=0.0
+        --pruner:str=specvlm --prune-ratio:float=0.9 --drafting:str=chain --scorer:str=strict --parallel:bool=False
+        --num-speculative-tokens:int>=1 --batch-size:int>=1=1 --video-tokens:int>=1=256 --max-tokens:int>=2=64
+        --rounds:int>=1=5 --temperature:float=0.0 --seed:int=0 --draft-device:str=cpu --resume:str --knob:list
+        --csv:str --plot:str --json:str
+    """,
     "bench timeline": """
         --family:str=qwen2.5-vl --inflate:float=0.0 --modes:str=sequential,parallel --pruner:str=uv
         --prune-ratio:float=0.9 --num-speculative-tokens:int>=1 --requests:int>=1=2 --max-tokens:int>=2=32

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tools.common import FAMILIES, ROOT, counters, invoke, load, redraw, refuses
+from tools.clocks import DECODED, DRAFT_S, TARGET_S, event, num_layers
+from tools.common import FAMILIES, ROOT, invoke, load, redraw, refuses
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.metrics import NAMES
 from vllm_vidspec.tools import inflation, pairs, race_views, timeline_views
 from vllm_vidspec.tools.bench import parallel, race_rows, ratios, timeline
 from vllm_vidspec.tools.bench.parallel import Course, Race
@@ -17,66 +17,6 @@ from vllm_vidspec.tools.bench.published import PUBLISHED, published
 
 needs_parallel = pytest.mark.skipif("parallel" not in VidSpecConfig.model_fields, reason="no parallel drafting here")
 SEQUENTIAL = ("--modes", "sequential")
-# What a decode step of the target and a draft forward take, in seconds, and by appended layer.
-TARGET_S, TARGET_LAYER_S, DRAFT_S, DRAFT_LAYER_S = 0.04, 0.001, 0.004, 0.0005
-DECODED = 48
-
-
-def num_layers(checkpoint):
-    return json.loads(Path(checkpoint, "config.json").read_text())["text_config"]["num_hidden_layers"]
-
-
-class Clocks:
-    """Engines whose steps take what their layers say: answers to "clock", and when each was asked.
-
-    Attributes:
-        turns: Who answered which request, in order.
-        fails: A job and a command -> why the engine stops, None where it does not.
-        ids: Of a mode's answers; vanilla's unless set.
-    """
-
-    def __init__(self):
-        self.turns, self.fails, self.ids = [], lambda job, command: None, {}
-
-    def mode(self, job):
-        spec = job["llm"].get("speculative_config")
-        return "vanilla" if spec is None else "parallel" if "parallel" in spec else "sequential"
-
-    def __call__(self, session, command):
-        job, spec = session.job, session.job["llm"].get("speculative_config")
-        if reason := self.fails(job, command):
-            raise reason
-        mode = self.mode(job)
-        if command["command"] == "timeline":
-            return {"events": [] if command["on"] else [event("target", "decode", 10.0, 10.1)]}
-        assert command["command"] == "clock"
-        self.turns.append((mode, job["prompts"]["held_out"][command["index"]]))
-        target_s = TARGET_S + TARGET_LAYER_S * (num_layers(job["llm"]["model"]) - 4)
-        token_ids = self.ids.get(mode, list(range(DECODED + 1)))
-        answer = {"token_ids": token_ids, "start_s": 9.9, "ttft_s": 0.2, "metrics": None, "verified": []}
-        if spec is None:
-            return answer | {"decode_s": DECODED * target_s, "step_s": [target_s] * DECODED}
-        draft_s = DRAFT_S + DRAFT_LAYER_S * (num_layers(spec["model"]) - 3)
-        # Every step has four drafts and accepts three: twelve steps.
-        step_s = target_s + (0 if mode == "parallel" else 4 * draft_s)
-        gained = counters() | {"drafts": 12, "draft_tokens": 48, "accepted_tokens": 36, "draft_forwards": 48}
-        gained |= {"draft_decode_us": round(48e6 * draft_s)}
-        gained |= {name: 3 for name in ("late_drafts", "stale_streams") if name in NAMES}
-        verified = [[4, 3, 0]] * 12
-        return answer | {"decode_s": 12 * step_s, "step_s": [step_s] * 12, "metrics": gained, "verified": verified}
-
-
-def event(lane, kind, start_s, end_s):
-    return {"lane": lane, "kind": kind, "start_s": start_s, "end_s": end_s, "num_reqs": 1, "num_tokens": 5}
-
-
-@pytest.fixture
-def clocks(fake_engines, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(parallel, "cores", lambda: [0, 1])
-    found = Clocks()
-    found.sessions = fake_engines(found)
-    return found
 
 
 def measured(*options):
@@ -204,8 +144,9 @@ def test_table_has_the_papers_rows_beside_ours(clocks):
     assert found["SD-Tree"]["stream_length"] is None
     assert (found["SD"]["published_m"], found["SD"]["published_speedup"]) == (4.26, 1.08)
     assert found["vanilla"]["published_speedup"] is None
-    modes = [[clocks.mode(s.job) for s in clocks.sessions[i : i + 3]] for i in range(0, 8, 3)]
-    assert [one.count("vanilla") for one in modes] == [1, 1, 1], "beside every two others"
+    modes = [clocks.mode(session.job) for session in clocks.sessions]
+    assert modes == ["vanilla", *["sequential"] * 5]
+    assert len(clocks.sessions[0].asked) == 3, "again beside every two others"
 
 
 def test_published_figures_are_of_the_nearest_pair():

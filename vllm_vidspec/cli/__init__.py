@@ -9,11 +9,14 @@ from vllm_vidspec.cli import (
     calibrate,
     demo,
     doctor,
+    paper,
     parallel,
     plan,
     quality,
+    scaling,
     show_pruning,
     show_relevance,
+    speed,
     status,
     timeline,
 )
@@ -42,3 +45,6 @@ bench_app.command()(user_errors(acceptance.acceptance))
 bench_app.command()(user_errors(quality.quality))
 bench_app.command()(user_errors(parallel.parallel))
 bench_app.command()(user_errors(timeline.timeline))
+bench_app.command()(user_errors(paper.paper))
+bench_app.command()(user_errors(speed.speed))
+bench_app.command()(user_errors(scaling.scaling))

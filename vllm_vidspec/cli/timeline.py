@@ -44,10 +44,9 @@ def _run(given: Mapping[str, Any]) -> None:
 
     from vllm_vidspec.tools import progress, timeline_views
     from vllm_vidspec.tools.bench import timeline as bench
-    from vllm_vidspec.tools.bench.parallel import Race
 
     race = options.pick(
-        Race,
+        bench.WatchedRace,
         given,
         families=(given["family"],),
         inflate=(given["inflate"],),

@@ -14,7 +14,7 @@ _TEXTS = frozenset(
     {
         *("family", "draft", "pruner", "drafting", "scorer", "draft_noise", "draft_positions", "measured_as_pruner"),
         *("scheduling", "method", "relevance_rows"),
-        *("label", "mode", "published_pair"),
+        *("label", "mode", "published_pair", "published_source", "axis"),
     }
 )
 

@@ -18,13 +18,14 @@ _PUBLISHED = ("published_pair", "published_m", "published_speedup")
 COLUMNS = (
     *("family", "inflate", "label", "mode", "method", "drafting", "pruner", "prune_ratio", "num_speculative_tokens"),
     *(column for name in SPREADING for column in (name, *(f"{name}_{p}" for p in SPREAD))),
-    *("identical_frac", "output_tokens", "t_step_ms"),
+    *("identical_frac", "output_tokens", "forwards", "t_step_ms"),
     *("acceptance_length", "acceptance_rate", "late_frac", "stream_length", "num_drafts"),
     *("late_drafts", "stale_streams", "stream_tokens", "drafter_restarts"),
     *("t_target_ms", "t_draft_ms", "ratio"),
     *("requests", "rounds", "max_tokens", "temperature", "seed", "knobs", "target_layers", "draft_layers"),
     *_PUBLISHED,
 )
+_LATER = frozenset({"forwards"})  # columns that files of earlier versions lack
 _STYLES = {"vanilla": "#777777", "sequential": "#332288", "ParallelVLM": "#882255"}
 _NAMES = {"sequential": "draft, then verify", "ParallelVLM": "in parallel"}
 
@@ -44,7 +45,7 @@ def read_csv(path: str) -> list[dict[str, Any]]:
     Raises:
         VidSpecError: The file cannot be read or is something else.
     """
-    return csv_files.read_rows(path, COLUMNS, "bench parallel")
+    return csv_files.read_rows(path, COLUMNS, "bench parallel", _LATER)
 
 
 def shown_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
@@ -79,7 +80,7 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> Columns:
     }
     if "published_pair" in rows[0]:
         shown |= {
-            "published\nspeedup": lambda row: _times(row["published_speedup"]),
+            "published\nspeedup": lambda row: times(row["published_speedup"]),
             "published\nM": lambda row: number(row["published_m"], 2),
         }
     return shown
@@ -94,7 +95,8 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return by_columns(columns(rows), rows, title=title, caption="; ".join(words))
 
 
-def _times(value: float | None) -> str:
+def times(value: float | None) -> str:
+    """Return a speedup, or a dash for None."""
     return "-" if value is None else f"{value:.2f}x"
 
 

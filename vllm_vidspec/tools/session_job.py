@@ -7,12 +7,13 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_vidspec import metrics
+from vllm_vidspec.config import METHOD
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.progress import Report, silent
@@ -48,8 +49,9 @@ def _answers(commands: Iterator[dict[str, Any]], report: Report) -> Iterator[dic
 
     The first, the job, holds `llm` (arguments of LLM) and `prompts`: `family` (None: a pair of the user's own, asked
     through its chat template), `videos` (paths) or `held_out` (indices of shape-world videos), `question`, and
-    `warm_up` (the index of one more video: what happens once, as lazy imports do, is then part of no figure). `cpus`
-    are the cores that the process may use; where there is none, any.
+    `warm_up` (the index of one more video: what happens once, as lazy imports do, is then part of no figure).
+    Requests of a bundled pair may have `num_videos` held-out videos each, or `video_frac` of one's frames. `cpus` are
+    the cores that the process may use; where there is none, any.
     """
     job = next(commands)
     if "cpus" in job:
@@ -69,7 +71,8 @@ def _answers(commands: Iterator[dict[str, Any]], report: Report) -> Iterator[dic
     if "warm_up" in prompts:
         warm_up = make_requests(prompts | {"held_out": [prompts["warm_up"]]})
         Engine(llm, warm_up, is_chat).ask({"max_tokens": WARM_UP_TOKENS})
-    engine = Engine(llm, make_requests(prompts), is_chat, report)
+    is_stock = job["llm"].get("speculative_config", {}).get("method", METHOD) != METHOD
+    engine = Engine(llm, make_requests(prompts), is_chat, report, is_stock)
     num_layers = vllm_config.model_config.get_total_num_hidden_layers()
     yield {
         "num_layers": num_layers,
@@ -83,6 +86,7 @@ def _answers(commands: Iterator[dict[str, Any]], report: Report) -> Iterator[dic
         "look": engine.look,
         "cost": engine.cost,
         "clock": engine.clock,
+        "batch": engine.batch,
         "timeline": engine.timeline,
     }
     for command in commands:
@@ -109,9 +113,23 @@ def _bundled_requests(prompts: dict[str, Any]) -> list[Any]:
     from vllm_vidspec.tools.user_files import read_video
 
     family, num_frames = prompts["family"], pairs.pair_for(prompts["family"]).num_frames
-    frames = [world.held_out(i).frames for i in prompts.get("held_out", [])]
-    frames += [read_video(path, num_frames) for path in prompts.get("videos", [])]
-    return [pairs.video_prompt(family, video, prompts["question"]) for video in frames]
+    num_videos, frac = prompts.get("num_videos", 1), prompts.get("video_frac", 1.0)
+    requests = [
+        [_part(world.held_out(num_videos * i + j).frames, frac, num_frames) for j in range(num_videos)]
+        for i in prompts.get("held_out", [])
+    ]
+    requests += [[read_video(path, num_frames)] for path in prompts.get("videos", [])]
+    return [pairs.media_prompt(family, prompts["question"], videos=videos) for videos in requests]
+
+
+def _part(frames: Any, frac: float, num_frames: int) -> Any:
+    """Return a video as it is, or evenly spaced frames of it: a share of those that its pair would sample."""
+    import numpy as np
+
+    if frac == 1.0:
+        return frames
+    wanted = max(1, round(frac * min(num_frames, len(frames))))
+    return frames[np.linspace(0, len(frames) - 1, wanted, dtype=int)]
 
 
 def _own_requests(prompts: dict[str, Any]) -> list[Any]:
@@ -138,23 +156,33 @@ class Engine:
         requests: A prompt, or a conversation, per video.
         is_chat: Which of the two they are.
         report: Called with "progress" (`done` requests).
+        is_stock: Whether it drafts as vLLM does without us.
     """
 
     llm: Any
     requests: list[Any]
     is_chat: bool = False
     report: Report = silent
+    is_stock: bool = False
 
-    def ask(self, sampling: dict[str, Any], seed: int | None = None) -> list[Any]:
-        """Answer all requests in one batch, greedily unless `sampling` says otherwise, request i with `seed` + i."""
+    def ask(self, sampling: dict[str, Any], seed: int | None = None, indices: Sequence[int] | None = None) -> list[Any]:
+        """Answer requests, all of them by default, in one batch, greedily unless `sampling` says otherwise.
+
+        Request i has `seed` + i.
+        """
         ask = self.llm.chat if self.is_chat else self.llm.generate
-        seeds = [None if seed is None else seed + i for i in range(len(self.requests))]
-        return ask(self.requests, [_params(sampling, seed=one) for one in seeds], use_tqdm=_progress(self.report))
+        chosen = range(len(self.requests)) if indices is None else indices
+        params = [_params(sampling, seed=None if seed is None else seed + i) for i in chosen]
+        return ask([self.requests[i] for i in chosen], params, use_tqdm=_progress(self.report))
 
     def counters(self) -> dict[str, int] | None:
-        """Return what our counters say now; None for vanilla."""
+        """Return what our counters say now, or vLLM's own where it drafts without us; None for vanilla."""
         config = self.llm.llm_engine.vllm_config
-        return None if config.speculative_config is None else metrics.read_metrics(metrics.path_for(config.instance_id))
+        if config.speculative_config is None:
+            return None
+        if self.is_stock:
+            return _stock_counters(self.llm)
+        return metrics.read_metrics(metrics.path_for(config.instance_id))
 
     def answer(
         self, knobs: dict[str, Any] | None, sampling: dict[str, Any], seed: int | None, watch: bool
@@ -242,7 +270,7 @@ class Engine:
             begin = time.monotonic()
             outputs += engine.step()
             steps.append((begin, time.monotonic()))
-            counted.append(self.counters())
+            counted.append(None if self.is_stock else self.counters())  # vLLM's own take too long to read
         # What vLLM notes of a request: times of time.monotonic(), as each of its steps ends.
         noted = outputs[-1].metrics
         return {
@@ -259,9 +287,37 @@ class Engine:
             "metrics": _gain(before, self.counters()),
         }
 
+    def batch(self, indices: list[int], sampling: dict[str, Any], seed: int | None) -> dict[str, Any]:
+        """Answer some requests at once; return when their tokens came.
+
+        Returns:
+            `answers`, of each request `token_ids` and `first_s` and `last_s`, when its first and its last token came,
+            from handing all of them in (their videos still to be preprocessed); `metrics`.
+        """
+        before, start = self.counters(), time.monotonic()
+        outputs = self.ask(sampling, seed, indices)
+        return {
+            "answers": [
+                {
+                    "token_ids": list(output.outputs[0].token_ids),
+                    "first_s": output.metrics.first_token_ts - start,
+                    "last_s": output.metrics.last_token_ts - start,
+                }
+                for output in outputs
+            ],
+            "metrics": _gain(before, self.counters()),
+        }
+
     def timeline(self, on: bool) -> dict[str, Any]:
         """Return what target and drafter have done since watching began, as `events`, and go on watching or not."""
         return {"events": self.llm.collective_rpc("vidspec_timeline", args=(on,))[0]}
+
+
+def _stock_counters(llm: Any) -> dict[str, int]:
+    """Return what vLLM's own metrics say of its drafts, by our names; all else is 0."""
+    values = {metric.name.removeprefix("vllm:spec_decode_num_"): metric for metric in llm.get_metrics()}
+    found = {name: int(values[name].value) for name in ("drafts", "draft_tokens", "accepted_tokens") if name in values}
+    return dict.fromkeys(metrics.NAMES, 0) | found
 
 
 def _params(sampling: dict[str, Any], **more: Any) -> Any:

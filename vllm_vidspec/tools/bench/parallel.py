@@ -1,41 +1,44 @@
 """`vidspec bench parallel`: vanilla, draft-then-verify and parallel drafting, in turns on the same requests.
 
-The engines of a comparison are alive at once, each in a subprocess, and one of them generates at a time: request by
+Vanilla and two others are alive at once, each in a subprocess, and one of them generates at a time: request by
 request, in an order that changes. A figure is a median over rounds of what a round's turns give, so that what the
 machine does meanwhile meets all of them alike. The target of every mode has one core, the same one.
 """
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import inflation, pairs
 from vllm_vidspec.tools.bench import ratios
+from vllm_vidspec.tools.bench.methods import (
+    BASELINES,
+    MODES,
+    OURS,
+    PARALLEL,
+    SEQUENTIAL,
+    STOCK,
+    VANILLA,
+    WINDOW,
+    Method,
+    parallel_window,
+)
+from vllm_vidspec.tools.bench.published import published
 from vllm_vidspec.tools.bench.race_rows import Turn, make_rows
 from vllm_vidspec.tools.engine_session import EngineSession
 from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
 
-VANILLA, SEQUENTIAL, PARALLEL = MODES = ("vanilla", "sequential", "parallel")
-BASELINE_TOKENS = 5  # the window of the paper's baselines
-OURS = "ParallelVLM"
-# The rows that --table adds: method -> the knobs that make it, all of them draft-then-verify.
-BASELINES: dict[str, dict[str, Any]] = {
-    "SD": {"pruner": "none", "num_speculative_tokens": BASELINE_TOKENS},
-    "SD-Tree": {"pruner": "none", "drafting": "tree-static"},
-    "SpecVLM": {"pruner": "specvlm", "prune_ratio": 0.9, "drafting": "tree-static"},
-    "OnSD": {"pruner": "uniform", "prune_ratio": 1.0, "num_speculative_tokens": BASELINE_TOKENS},
-}
 # Engines beside vanilla that are alive at once.
 _AT_ONCE = 2
+SELF_DRAFT = "target"  # what is a draft that is the target itself
 # How many requests tell what a step takes, and how long their answers are.
 _TIMED_REQUESTS, _TIMED_TOKENS = 6, 48
-_OWN_OPTIONS = ("pruner", "prune_ratio", "num_speculative_tokens", "parallel", "draft", "drafting", "draft_shape")
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Race:
     """What to measure.
 
     Attributes:
+        own_options: Knobs that are no `knobs`: they have an option of their own, or are what is compared.
+        is_watched: Whether turns tell what target and drafter did when.
         families: Bundled pairs.
         inflate: Ratios of target time to draft time; 0 is the pair as it is.
         modes: Of MODES; vanilla is always run.
@@ -55,10 +60,17 @@ class Race:
         temperature: Of all requests.
         seed: Request i of all samples with seed + i.
         table: Whether the baselines of the paper's Table 1 are run, too.
+        draft: Which model drafts: "draft", "target" (itself), another role of the bundled pair, or a path.
         draft_device: Where the parallel drafter runs.
         knobs: Further knobs of VidSpecConfig; those named parallel_* are of the parallel mode alone.
         question: What is asked about each video.
     """
+
+    own_options: ClassVar[tuple[str, ...]] = (
+        *("pruner", "prune_ratio", "num_speculative_tokens", "parallel"),
+        *("model", "draft", "drafting", "draft_shape"),
+    )
+    is_watched: ClassVar[bool] = False
 
     families: tuple[str, ...] = ("qwen2.5-vl",)
     inflate: tuple[float, ...] = (0.0,)
@@ -72,6 +84,7 @@ class Race:
     temperature: float = 0.0
     seed: int = 0
     table: bool = False
+    draft: str = "draft"
     draft_device: str = "cpu"
     knobs: dict[str, Any] = field(default_factory=dict)
     question: str = pairs.DEFAULT_QUESTION
@@ -81,29 +94,47 @@ class Race:
         """Arguments of SamplingParams."""
         return {"temperature": self.temperature, "max_tokens": self.max_tokens}
 
-    def contenders(self, family: str, ratio: float) -> list["Contender"]:
-        """Return what runs beside vanilla, in the order of the rows."""
+    def contenders(self, ratio: float) -> list["Contender"]:
+        """Return what runs beside vanilla at a ratio, in the order of the rows."""
         shared = {"pruner": self.pruner, "prune_ratio": self.prune_ratio}
         found = []
         for mode in (SEQUENTIAL, PARALLEL):
             if mode in self.modes:
-                tokens = self.num_speculative_tokens or (
-                    max(BASELINE_TOKENS, round(2 * ratio)) if mode == PARALLEL else BASELINE_TOKENS
-                )
+                tokens = self.num_speculative_tokens or (parallel_window(ratio) if mode == PARALLEL else WINDOW)
                 method = OURS if mode == PARALLEL else mode
                 found.append(Contender(method, mode, shared | {"num_speculative_tokens": tokens}))
         if self.table:
-            found += [Contender(name, SEQUENTIAL, dict(spec)) for name, spec in BASELINES.items()]
+            found += [Contender.of(name, method, ratio) for name, method in BASELINES.items()]
         return found
+
+    def reference(self, ratio: float) -> "Contender":
+        """Return whose forwards a ratio is of: the parallel drafter's where there is one, else the draft's."""
+        own = [one for one in self.contenders(ratio) if one.draft is None and one.mode != STOCK]
+        found = [one for one in own if one.mode == PARALLEL] or own
+        return found[0] if found else Contender.of("SD", BASELINES["SD"], ratio)
+
+    def further(self, course: "Course", contender: "Contender", rounds: Sequence[Sequence[Turn]]) -> dict[str, Any]:
+        """Return the columns of a row that only this benchmark has: what is published of its method."""
+        return published(course.family, course.ratio or 1.0, contender.method) if self.table else {}
 
 
 @dataclass(frozen=True, eq=False)  # a key, each one itself
 class Contender:
-    """One engine of a comparison; `spec` are knobs of VidSpecConfig, None for vanilla."""
+    """One engine of a comparison; `spec` are knobs of VidSpecConfig, None for vanilla.
+
+    `draft` is as in `Method`.
+    """
 
     method: str
     mode: str
     spec: dict[str, Any] | None = None
+    draft: str | None = None
+
+    @classmethod
+    def of(cls, name: str, method: Method, ratio: float) -> "Contender":
+        """Return the engine that runs a method of the papers at a ratio."""
+        tokens = {"num_speculative_tokens": parallel_window(ratio)} if method.mode == PARALLEL else {}
+        return cls(name, method.mode, method.spec | tokens, method.draft)
 
     def knobs(self, race: Race) -> dict[str, Any]:
         """Return the knobs of this engine; `parallel` names the drafter's place."""
@@ -122,6 +153,9 @@ class Contender:
         return found
 
 
+VANILLA_ENGINE = Contender(VANILLA, VANILLA)
+
+
 @dataclass(frozen=True)
 class Course:
     """The pair that a comparison is run on: a family with so many layers appended to its checkpoints."""
@@ -133,14 +167,18 @@ class Course:
 
     def job(self, race: Race, contender: Contender, held_out: Sequence[int]) -> dict[str, Any]:
         """Return what `session_job` reads; the first of `held_out` is a warm-up, which is part of no figure."""
-        original, draft = (pairs.checkpoint(self.family, role) for role in ("target", "draft"))
+        original = pairs.checkpoint(self.family, "target")
         target = str(inflation.inflate(original, self.target_layers))
+        draft = draft_model(self.family, contender.draft or race.draft)
+        if contender.spec is not None and draft != SELF_DRAFT:
+            draft = str(inflation.inflate(draft, self.draft_layers))
         if contender.spec is None:
             llm = pairs.llm_kwargs(self.family, target=target)
+        elif contender.mode == STOCK:
+            model = {"model": target if draft == SELF_DRAFT else draft}
+            llm = pairs.llm_kwargs(self.family, target=target, overrides={"speculative_config": contender.spec | model})
         else:
-            calibrated = json.loads(pairs.calibration(self.family).read_text())["config"]
-            knobs = inflation.guidance_knobs(original, calibrated) | contender.knobs(race)
-            draft = str(inflation.inflate(draft, self.draft_layers))
+            knobs = inflation.guidance_knobs(original, pairs.calibrated(self.family)) | contender.knobs(race)
             llm = pairs.llm_kwargs(self.family, draft, target=target, **knobs)
         warm_up, *videos = held_out
         prompts = {"family": self.family, "question": race.question, "held_out": videos, "warm_up": warm_up}
@@ -151,6 +189,26 @@ class Course:
         """How results name the pair, "" where it is as it is."""
         parts = (("target", self.target_layers), ("draft", self.draft_layers))
         return "; ".join(f"{role} {words}" for role, number in parts if (words := inflation.label(number)))
+
+
+def draft_model(family: str, draft: str) -> str:
+    """Return the path of a draft, or SELF_DRAFT.
+
+    Args:
+        family: Whose bundled checkpoints are meant.
+        draft: SELF_DRAFT, a role of the bundled pair, or a path.
+
+    Raises:
+        VidSpecError: None of these.
+    """
+    if draft == SELF_DRAFT:
+        return draft
+    try:
+        return pairs.checkpoint(family, draft)
+    except ValueError:
+        if not Path(draft, "config.json").is_file():
+            raise VidSpecError(f"--draft: {draft!r} is neither a role of the bundled pair nor a checkpoint") from None
+        return draft
 
 
 def cores() -> list[int]:
@@ -171,14 +229,18 @@ def check(race: Race) -> None:
     if wrong := [ratio for ratio in race.inflate if ratio and ratio < 1]:
         raise VidSpecError(f"--inflate {wrong[0]:g}: a ratio of target time to draft time is at least 1 (0: as it is)")
     for name in race.knobs:
-        if name in _OWN_OPTIONS:
+        if name in race.own_options:
             raise VidSpecError(f"--knob {name}: it has an option of its own, or is what is compared")
-    if PARALLEL in race.modes and race.draft_device == "cpu" and len(cores()) < 2:
+    contenders = [one for ratio in race.inflate for one in race.contenders(ratio)]
+    is_parallel = any(one.mode == PARALLEL for one in contenders)
+    if is_parallel and race.draft_device == "cpu" and len(cores()) < 2:
         raise VidSpecError("the parallel drafter needs a core of its own: this process may use one only")
     for family in race.families:
         pairs.pair_for(family)
-        for ratio in race.inflate:
-            for contender in race.contenders(family, ratio):
+        if draft_model(family, race.draft) == SELF_DRAFT and any(race.inflate):
+            raise VidSpecError(f"--inflate: with --draft {SELF_DRAFT} there is no ratio to reach: layers slow both")
+        for contender in contenders:
+            if contender.mode != STOCK:
                 parse_config(pairs.speculative_config(family, "target", **contender.knobs(race)))
 
 
@@ -202,13 +264,15 @@ def run(race: Race, report: Report = silent) -> dict[str, Any]:
     for family in race.families:
         for ratio in race.inflate:
             course = course_for(race, family, ratio, report)
-            contenders = race.contenders(family, ratio)
-            for number in range(0, max(1, len(contenders)), _AT_ONCE):
-                turns, failed = _compete(race, course, contenders[number : number + _AT_ONCE], report)
-                failures += [{"family": family, "inflate": ratio, **one} for one in failed]
-                found = make_rows(race, course, turns)
-                # Vanilla is measured beside each two of the others; its row is that beside ours.
-                rows += found if number == 0 else found[1:]
+            contenders = race.contenders(ratio)
+            with ExitStack() as stack:
+                vanilla = stack.enter_context(_load(race, course, VANILLA_ENGINE, report))
+                for number in range(0, max(1, len(contenders)), _AT_ONCE):
+                    turns, failed = _compete(race, course, vanilla, contenders[number : number + _AT_ONCE], report)
+                    failures += [{"family": family, "inflate": ratio, **one} for one in failed]
+                    found = make_rows(race, course, turns)
+                    # Vanilla answers again beside each two of the others; its row is that beside the first.
+                    rows += found if number == 0 else found[1:]
     return {"rows": rows, "failures": failures, "provenance": provenance() | {"cores": cores()[:2]}}
 
 
@@ -216,44 +280,47 @@ def course_for(race: Race, family: str, ratio: float, report: Report = silent) -
     """Return the pair of a family at a ratio; how many layers that takes is measured, and known from then on."""
     if not ratio:
         return Course(family)
-    contenders = race.contenders(family, ratio)
-    # The ratio is what our own mode sees: the parallel drafter's forwards where there is one.
-    ours = next((one for one in reversed(contenders) if one.mode == PARALLEL), None) or contenders[0]
-    vanilla = Contender(VANILLA, VANILLA)
+    ours = race.reference(ratio)
     videos = list(range(_TIMED_REQUESTS + 1))
 
     def job(drafts: bool, target_layers: int, draft_layers: int) -> dict[str, Any]:
         pair = Course(family, ratio, target_layers, draft_layers)
-        return pair.job(race, ours if drafts else vanilla, videos)
+        return pair.job(race, ours if drafts else VANILLA_ENGINE, videos)
 
     knobs = {name: value for name, value in ours.knobs(race).items() if name != "num_speculative_tokens"}
-    key = ratios.key_of([pairs.checkpoint(family, role) for role in ("target", "draft")], [ours.mode, knobs])
+    models = [pairs.checkpoint(family, "target"), draft_model(family, ours.draft or race.draft)]
+    models = [models[0] if model == SELF_DRAFT else model for model in models]
+    key = ratios.key_of(models, [ours.mode, knobs])
     sampling = {"temperature": 0.0, "max_tokens": _TIMED_TOKENS}
     path = inflation.cache_folder() / f"steps-{key}.json"
     times = ratios.step_times(job, path, sampling, _TIMED_REQUESTS, report)
     return Course(family, ratio, *times.layers_for(ratio))
 
 
+def _load(race: Race, course: Course, contender: Contender, report: Report) -> EngineSession:
+    """Return an engine that has every request of a comparison before it; it starts when it is entered."""
+    report("loading", {"label": f"{course.family} {contender.method} {course.label}".rstrip()})
+    return EngineSession(course.job(race, contender, list(range(race.rounds * race.requests + 1))))
+
+
 def _compete(
-    race: Race, course: Course, contenders: Sequence[Contender], report: Report
+    race: Race, course: Course, vanilla: EngineSession, contenders: Sequence[Contender], report: Report
 ) -> tuple[dict[Contender, list[list[Turn]]], list[dict[str, Any]]]:
     """Let vanilla and some others answer every request in turn.
 
     Returns:
         The turns of each that went through, `[rounds][requests]`, and of each that did not `method` and `reason`.
+
+    Raises:
+        VidSpecError: Vanilla stopped.
     """
-    vanilla, failures = Contender(VANILLA, VANILLA), []
-    held_out = list(range(race.rounds * race.requests + 1))
+    failures = []
     with ExitStack() as stack:
-        sessions: dict[Contender, EngineSession] = {}
-        for contender in (vanilla, *contenders):
-            report("loading", {"label": f"{course.family} {contender.method} {course.label}".rstrip()})
+        sessions = {VANILLA_ENGINE: vanilla}
+        for contender in contenders:
             try:
-                job = course.job(race, contender, held_out)
-                sessions[contender] = stack.enter_context(EngineSession(job))
+                sessions[contender] = stack.enter_context(_load(race, course, contender, report))
             except VidSpecError as error:
-                if contender is vanilla:
-                    raise
                 failures.append({"method": contender.method, "reason": str(error)})
         turns: dict[Contender, list[list[Turn]]] = {one: [[] for _ in range(race.rounds)] for one in sessions}
         report("plan", {"total": race.rounds * race.requests * len(sessions)})
@@ -261,16 +328,29 @@ def _compete(
         for number, index, contender in order(race, list(sessions)):
             if contender not in sessions:
                 continue
-            command = {"command": "clock", "index": index, "sampling": race.sampling, "seed": race.seed + index}
             try:
-                turns[contender][number].append(Turn(**sessions[contender].ask(command)))
+                turns[contender][number].append(take_turn(race, contender, sessions[contender], index))
             except VidSpecError as error:
-                if contender is vanilla:
+                if contender is VANILLA_ENGINE:
                     raise
                 failures.append({"method": contender.method, "reason": str(error)})
                 del sessions[contender], turns[contender]
             report("measured", {})
     return turns, failures
+
+
+def take_turn(race: Race, contender: Contender, session: EngineSession, index: int) -> Turn:
+    """Let an engine answer a request alone; vanilla's is never watched, as nobody there notes what it does.
+
+    Raises:
+        VidSpecError: The engine stopped.
+    """
+    command = {"command": "clock", "index": index, "sampling": race.sampling, "seed": race.seed + index}
+    if not race.is_watched or contender.spec is None:
+        return Turn(**session.ask(command))
+    session.ask({"command": "timeline", "on": True})
+    answer = session.ask(command)
+    return Turn(**answer, events=session.ask({"command": "timeline", "on": False})["events"])
 
 
 def order(race: Race, contenders: Sequence[Contender]) -> Iterator[tuple[int, int, Contender]]:

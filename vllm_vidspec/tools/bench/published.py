@@ -1,13 +1,13 @@
-"""What ParallelVLM's paper publishes of the methods that `vidspec bench parallel --table` runs (its Table 1)."""
+"""What the papers publish of the methods that `vidspec bench parallel --table` and `vidspec bench paper` run."""
 
 from dataclasses import dataclass
 
-BENCHMARK = "VideoDetailCaption"
+BENCHMARK = "VideoDetailCaption"  # of all figures
 
 
 @dataclass(frozen=True)
 class PublishedPair:
-    """A pair of the paper.
+    """A pair of ParallelVLM's Table 1, which is what `bench parallel --table` shows.
 
     Attributes:
         family: The bundled pair that stands for it.
@@ -68,3 +68,87 @@ def published(family: str, ratio: float, method: str) -> dict[str, str | float |
     pair = min((one for one in PUBLISHED if one.family == family), key=lambda one: abs(one.ratio - ratio))
     length, speedup = pair.figures.get(method, (None, None))
     return {"published_pair": pair.name, "published_m": length, "published_speedup": speedup}
+
+
+# Papers whose tau is without the target's own token (SpecVLM's code and LVSpec's eq. 2 count accepted drafts only, SAGE
+# emits tau + 1); ParallelVLM's M is with it.
+WITHOUT_OWN_TOKEN = frozenset({"SpecVLM", "SAGE", "LVSpec"})
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What a paper publishes of a method, on BENCHMARK.
+
+    Attributes:
+        paper: Which.
+        pair: Draft and target, as papers write them.
+        tau: Its mean accepted length as printed; for ParallelVLM its M.
+        speedup: Over autoregressive decoding.
+    """
+
+    paper: str
+    pair: str
+    tau: float
+    speedup: float
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens that a verify step emits, the target's own included: what our own figures are."""
+        return round(self.tau + (self.paper in WITHOUT_OWN_TOKEN), 2)
+
+    @property
+    def source(self) -> str:
+        """Where it stands."""
+        return f"{self.paper}, {self.pair}"
+
+
+def _of_table_1(pair: PublishedPair, method: str) -> Figure:
+    return Figure("ParallelVLM", pair.name, *pair.figures[method])
+
+
+_QWEN, _LLAVA = "Qwen2.5-VL 7B & 32B", "LLaVA-OV 7B & 72B"
+_TABLE_1 = {pair.name: pair for pair in PUBLISHED}
+# By the family whose bundled pair stands for the papers' and by method: that of the paper which proposes the method, or
+# else of the one that runs it as we do.
+FIGURES: dict[str, dict[str, Figure]] = {
+    "qwen2.5-vl": {
+        "SD-chain": _of_table_1(_TABLE_1[_QWEN], "SD"),
+        "SD-tree": Figure("SpecVLM", _QWEN, 3.27, 1.40),
+        "SD-Rand": Figure("SpecVLM", _QWEN, 3.21, 2.03),
+        "SpecVLM": Figure("SpecVLM", _QWEN, 3.23, 2.05),
+        "SAGE": Figure("SAGE", "Qwen2.5-VL 7B & 72B", 5.18, 3.18),
+        "ParallelVLM": _of_table_1(_TABLE_1[_QWEN], "ParallelVLM"),
+        "LVSpec": Figure("LVSpec", _QWEN, 7.76, 2.70),
+        "FLy": Figure("LVSpec", _QWEN, 4.37, 1.71),
+        "OnSD": _of_table_1(_TABLE_1[_QWEN], "OnSD"),
+        "self-SD": Figure("SpecVLM", "Qwen2.5-VL 7B & 7B", 3.83, 1.50),
+    },
+    "llava-onevision": {
+        "SD-chain": _of_table_1(_TABLE_1[_LLAVA], "SD"),
+        "SD-tree": Figure("SpecVLM", _LLAVA, 3.68, 2.08),
+        "SD-Rand": Figure("SpecVLM", _LLAVA, 3.19, 2.50),
+        "SpecVLM": Figure("SpecVLM", _LLAVA, 3.48, 2.68),
+        "SAGE": Figure("SAGE", "LLaVA-OV 8B & 72B", 5.74, 3.36),
+        "ParallelVLM": _of_table_1(_TABLE_1[_LLAVA], "ParallelVLM"),
+        "LVSpec": Figure("LVSpec", _LLAVA, 7.34, 2.94),
+        "FLy": Figure("LVSpec", _LLAVA, 4.12, 1.84),
+        "OnSD": _of_table_1(_TABLE_1[_LLAVA], "OnSD"),
+        "self-SD": Figure("SpecVLM", "LLaVA-OV 7B & 7B", 3.98, 1.26),
+    },
+    "qwen3-vl": {
+        "SD-tree": Figure("SAGE", "Qwen3-VL 8B & 235B-A22B", 3.58, 1.22),
+        "SpecVLM": Figure("SAGE", "Qwen3-VL 8B & 235B-A22B", 3.24, 1.14),
+        "SAGE": Figure("SAGE", "Qwen3-VL 8B & 235B-A22B", 4.39, 1.32),
+    },
+}
+
+
+COLUMNS = ("published_acceptance_length", "published_speedup", "published_tau", "published_source")
+
+
+def figure(family: str, method: str) -> dict[str, str | float | None]:
+    """Return the columns of a row of `bench paper`; None where nothing is published of the method for the family."""
+    found = FIGURES.get(family, {}).get(method)
+    if found is None:
+        return dict.fromkeys(COLUMNS)
+    return dict(zip(COLUMNS, (found.acceptance_length, found.speedup, found.tau, found.source), strict=True))

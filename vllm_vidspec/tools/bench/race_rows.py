@@ -2,13 +2,13 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import summarize
 from vllm_vidspec.tools.bench.acceptance import identical_frac
-from vllm_vidspec.tools.bench.published import published
+from vllm_vidspec.tools.bench.methods import STOCK
 from vllm_vidspec.tools.bench.ratios import draft_ms
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ SPREADING = ("speedup", "tokens_per_s", "ttft_s")
 
 @dataclass(frozen=True)
 class Turn:
-    """One request that one engine answered alone; see `session_job`'s `clock`."""
+    """One request that one engine answered alone; see `session_job`'s `clock`, and of `events` its `timeline`."""
 
     token_ids: list[int]
     start_s: float
@@ -30,6 +30,7 @@ class Turn:
     step_s: list[float]
     verified: list[list[int]]
     metrics: dict[str, int] | None
+    events: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def num_streams(self) -> int:
@@ -77,7 +78,7 @@ def make_rows(
                 "method": contender.method,
                 "drafting": spec.get("drafting", "chain") if spec else None,
                 "pruner": spec.get("pruner"),
-                "prune_ratio": contender.knobs(race)["prune_ratio"] if spec else None,
+                "prune_ratio": contender.knobs(race)["prune_ratio"] if spec and contender.mode != STOCK else None,
                 "num_speculative_tokens": spec_tokens(spec),
                 **figures(rounds, vanilla),
                 **speculation(rounds, contender),
@@ -86,7 +87,7 @@ def make_rows(
                 **{name: getattr(race, name) for name in ("requests", "rounds", "max_tokens", "temperature", "seed")},
                 "knobs": race.knobs,
                 **{name: getattr(course, name) for name in ("target_layers", "draft_layers")},
-                **(published(course.family, course.ratio or 1.0, contender.method) if race.table else {}),
+                **race.further(course, contender, rounds),
             }
         )
     return rows
@@ -121,6 +122,7 @@ def figures(rounds: Sequence[Sequence[Turn]], vanilla: Sequence[Sequence[Turn]])
     return found | {
         "identical_frac": identical_frac([one.token_ids for one in ours], [one.token_ids for one in theirs]),
         "output_tokens": sum(len(turn.token_ids) for turn in ours),
+        "forwards": statistics.mean(len(turn.step_s) for turn in ours),
         "t_step_ms": 1e3 * statistics.median(seconds for turn in ours for seconds in turn.step_s),
     }
 
@@ -173,7 +175,8 @@ def speculation(rounds: Sequence[Sequence[Turn]], contender: "Contender") -> dic
     if contender.mode == "parallel":
         found |= {name: counters[name] for name in names}
         found["late_frac"] = counters["late_drafts"] / num_steps if num_steps else None
-    if (contender.spec or {}).get("drafting", "chain") == "chain":  # no tree stands whole
+    # No tree stands whole, and vLLM's own counters are not read at each step.
+    if (contender.spec or {}).get("drafting", "chain") == "chain" and contender.mode != STOCK:
         found["stream_length"] = num_decoded / sum(turn.num_streams for turn in turns)
     return found
 

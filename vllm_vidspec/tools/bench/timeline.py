@@ -1,7 +1,8 @@
 """`vidspec bench timeline`: what target and drafter do when, sequentially and in parallel, on the same requests."""
 
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools.bench import parallel
@@ -13,7 +14,14 @@ from vllm_vidspec.tools.provenance import provenance
 LANES = ("target", "drafter")
 
 
-def check(race: Race) -> None:
+@dataclass(frozen=True)
+class WatchedRace(Race):
+    """What to draw: one family, one ratio, one round; its modes from above."""
+
+    is_watched: ClassVar[bool] = True
+
+
+def check(race: WatchedRace) -> None:
     """Refuse a wrong value before an engine starts.
 
     Raises:
@@ -24,11 +32,11 @@ def check(race: Race) -> None:
         raise VidSpecError("--modes: vanilla has no drafter to draw")
 
 
-def run(race: Race, report: Report = silent) -> dict[str, Any]:
+def run(race: WatchedRace, report: Report = silent) -> dict[str, Any]:
     """Let each mode answer the same requests in turn, and return what it did when.
 
     Args:
-        race: One family, one ratio, one round; its modes are what is drawn.
+        race: What.
         report: As `progress.View` takes it.
 
     Returns:
@@ -42,7 +50,7 @@ def run(race: Race, report: Report = silent) -> dict[str, Any]:
     check(race)
     (family,), (ratio,) = race.families, race.inflate
     course = course_for(race, family, ratio, report)
-    contenders = race.contenders(family, ratio)
+    contenders = race.contenders(ratio)
     held_out = list(range(race.requests + 1))
     modes: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
@@ -57,12 +65,9 @@ def run(race: Race, report: Report = silent) -> dict[str, Any]:
         report("measuring", {})
         for index in range(race.requests):
             for contender, session in zip(contenders, sessions, strict=True):
-                session.ask({"command": "timeline", "on": True})
-                command = {"command": "clock", "index": index, "sampling": race.sampling, "seed": race.seed + index}
-                answer = session.ask(command)
-                events = session.ask({"command": "timeline", "on": False})["events"]
-                modes[contender.mode]["token_ids"].append(answer["token_ids"])
-                modes[contender.mode]["events"].append(from_start(events, answer["start_s"]))
+                turn = parallel.take_turn(race, contender, session, index)
+                modes[contender.mode]["token_ids"].append(turn.token_ids)
+                modes[contender.mode]["events"].append(from_start(turn.events, turn.start_s))
                 report("measured", {})
     return {
         "family": family,

@@ -1,0 +1,161 @@
+"""`vidspec bench speed` without an engine: what is run, what a request's time is made of, and what is drawn."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools.clocks import DRAFT_S, TARGET_S, event
+from tools.common import FAMILIES, ROOT, counters, invoke, load, redraw, redraw_errors, refuses
+from vllm_vidspec.tools import inflation, speed_views
+from vllm_vidspec.tools.bench import speed
+from vllm_vidspec.tools.bench.parallel import Contender
+from vllm_vidspec.tools.bench.race_rows import Turn
+from vllm_vidspec.tools.bench.speed import SpeedRace
+
+SMALL = ("--requests", "1", "--rounds", "1")
+
+
+def measured(*options):
+    result = invoke("bench", "speed", *options, "--json", "-")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_vanilla_and_one_setting_are_rows(clocks):
+    """Catches: knobs that do not reach the engine, a vanilla asked what it noted, turns that are not watched."""
+    given = ("--drafting", "tree-static", "--pruner", "uv", "--scorer", "fly", "--prune-ratio", "0.5")
+    vanilla, ours = measured(*SMALL, *given)["rows"]
+    assert (vanilla["method"], ours["method"]) == ("vanilla", "vidspec")
+    knobs = ("drafting", "pruner", "prune_ratio", "scorer", "num_speculative_tokens")
+    assert [ours[name] for name in knobs] == ["tree-static", "uv", 0.5, "fly", 25]
+    theirs, mine = clocks.sessions
+    assert [one["command"] for one in theirs.asked] == ["clock"]
+    assert [(one["command"], one.get("on")) for one in mine.asked] == [
+        ("timeline", True),
+        ("clock", None),
+        ("timeline", False),
+    ]
+    spec = mine.job["llm"]["speculative_config"]
+    assert (spec["draft"], spec["pruner"], spec["scorer"]) == ("tree-static", "uv", "fly")
+
+
+def test_times_of_rows(clocks):
+    vanilla, ours = measured(*SMALL)["rows"]
+    assert vanilla["inter_token_ms"] == pytest.approx(1e3 * TARGET_S)
+    step_s = TARGET_S + 4 * DRAFT_S
+    assert ours["inter_token_ms"] == ours["inter_token_ms_p80"] == pytest.approx(1e3 * step_s / 4)
+    assert ours["t_step_ms"] == ours["t_step_ms_p99"] == pytest.approx(1e3 * step_s)
+    assert ours["tokens_per_s"] * ours["inter_token_ms"] == pytest.approx(1e3)
+    assert vanilla["request_ms"] == pytest.approx(200 + 48 * 40)
+    assert vanilla["verify_ms"] is None and vanilla["rest_ms"] is None
+    assert ours["draft_decode_ms"] == pytest.approx(48 * 4)
+    assert ours["verify_ms"] == pytest.approx(100), "the one step that the fake engine notes"
+    assert ours["rest_ms"] == pytest.approx(ours["request_ms"] - 48 * 4 - 100)
+
+
+def watched():
+    """A request of two steps that began at 10: an earlier one's step, a prefill, and what counters say of it."""
+    events = [event("target", "prefill", 9.0, 9.5), event("target", "prefill", 10.05, 10.25)]
+    events += [event("target", "decode", 10.4, 10.5), event("target", "decode", 10.6, 10.7)]
+    events += [event("drafter", "draft", 10.5, 10.6), event("drafter", "prefill", 10.25, 10.3)]
+    spent = {"guidance_us": 20_000, "draft_prefill_us": 50_000, "draft_decode_us": 90_000, "relevance_us": 10_000}
+    return Turn([1, 2, 3], 10.0, 0.3, 0.5, [0.2, 0.2], [], counters(**spent), events)
+
+
+def test_phases_add_up():
+    """Catches: guidance counted inside the prefill as well, another request's steps, a drafter's events beside
+    counters of the same, means of rounds for means of requests.
+    """
+    found = speed.phases([[watched()], [watched(), watched()]], Contender("vidspec", "sequential", {}))
+    assert found == pytest.approx(
+        {
+            "request_ms": 800,
+            "target_prefill_ms": 180,
+            "guidance_ms": 20,
+            "draft_prefill_ms": 50,
+            "draft_decode_ms": 90,
+            "verify_ms": 190,
+            "relevance_ms": 10,
+            "rest_ms": 260,
+        }
+    )
+    assert sum(found[f"{name}_ms"] for name in speed.PHASES) == pytest.approx(found["request_ms"])
+
+
+def test_a_drafter_beside_the_target_takes_none_of_its_time():
+    found = speed.phases([[watched()]], Contender("vidspec", "parallel", {}))
+    assert (found["draft_decode_ms"], found["rest_ms"]) == pytest.approx((90, 400))
+
+
+def test_parallel_setting(clocks):
+    rows = measured(*SMALL, "--parallel", "--inflate", "5")["rows"]
+    assert rows[-1]["mode"] == "parallel" and rows[-1]["num_speculative_tokens"] == 10
+    assert "parallel" in clocks.sessions[-1].job["llm"]["speculative_config"]
+    assert inflation.WORDS in rows[-1]["label"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--family", "gpt"), "unknown family 'gpt'"),
+        (("--draft", "small"), "--draft: 'small' is neither a role of the bundled pair nor a checkpoint"),
+        (("--pruner", "unifrom"), "did you mean 'uniform'?"),
+        (("--drafting", "tree"), "draft"),
+        (("--scorer", "lenient"), "scorer"),
+        (("--parallel", "--drafting", "tree-static"), "use draft_shape chain"),
+        (("--knob", 'scorer="loose"'), "--knob scorer: it has an option of its own"),
+        (("--inflate", "0.5"), "is at least 1"),
+        (("--csv", "/no/where.csv"), "cannot write /no/where.csv"),
+    ],
+)
+def test_wrong_values_are_one_line(clocks, options, words):
+    refuses(words, "bench", "speed", *options)
+    assert not clocks.sessions
+
+
+@pytest.fixture
+def result(clocks):
+    return speed.run(SpeedRace(families=FAMILIES, requests=1, rounds=2))
+
+
+def test_csv_and_figure_are_what_was_measured(result, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    source, direct, redrawn = (str(tmp_path / name) for name in ("rows.csv", "a.svg", "b.svg"))
+    speed_views.write_csv(source, result)
+    rows = speed_views.read_csv(source)
+    assert set(result["rows"][0]) == set(speed_views.COLUMNS) == set(rows[0])
+    assert [row["verify_ms"] for row in rows] == [row["verify_ms"] for row in result["rows"]]
+    speed_views.draw(result["rows"], direct)
+    assert redraw(speed_views, monkeypatch, source, redrawn) == 0
+    assert Path(direct).read_bytes() == Path(redrawn).read_bytes()
+
+
+def test_views_errors_are_one_line(result, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    redraw_errors(speed_views, result, "bench speed", "no row has phases", tmp_path, capsys, monkeypatch)
+
+
+def test_bars_are_stacked(result):
+    panel = pytest.importorskip("matplotlib.figure").Figure().subplots()
+    rows = result["rows"][:2]
+    drawn = speed_views._draw_bars(panel, [rows])
+    ends = [drawn[name.replace("_", " ")].patches[0].get_x() for name in speed.PHASES]
+    values = [rows[1][f"{name}_ms"] for name in speed.PHASES]
+    assert ends == pytest.approx([sum(values[:place]) for place in range(len(values))])
+
+
+def test_terminal_tables_say_what_was_measured(result):
+    tables = speed_views.shown_tables(result["rows"])
+    assert len(tables) == 4
+    assert "chain of 5, specvlm 0.9, strict" in tables[0].title
+    assert [column.header.split("\n")[0] for column in tables[1].columns][2:] == [
+        name.replace("_", " ") for name in speed.PHASES
+    ]
+
+
+def test_page_shows_what_was_measured(result, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    text = load("scripts/paper_tables.py").body_of("speed-none", json.loads(json.dumps(result)))
+    assert text.count("| engine | tokens per s | speedup |") == text.count("| engine | a request ms |") == len(FAMILIES)
+    assert text.startswith("`qwen2.5-vl`, chain of 5, specvlm 0.9, strict; the pair as it is.")
