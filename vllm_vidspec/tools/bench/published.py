@@ -64,8 +64,14 @@ def published(family: str, ratio: float, method: str) -> dict[str, str | float |
         family: Of the row.
         ratio: Target time to draft time, as asked for; of two pairs that are equally near the first.
         method: "SD", "SD-Tree", "OnSD", "SpecVLM" or "ParallelVLM"; of any other nothing is published.
+
+    Returns:
+        None for each where the paper has no such pair.
     """
-    pair = min((one for one in PUBLISHED if one.family == family), key=lambda one: abs(one.ratio - ratio))
+    ours = [one for one in PUBLISHED if one.family == family]
+    if not ours:
+        return dict.fromkeys(("published_pair", "published_m", "published_speedup"))
+    pair = min(ours, key=lambda one: abs(one.ratio - ratio))
     length, speedup = pair.figures.get(method, (None, None))
     return {"published_pair": pair.name, "published_m": length, "published_speedup": speedup}
 
