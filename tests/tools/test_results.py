@@ -13,7 +13,7 @@ from vllm_vidspec.tools import plots
 from vllm_vidspec.tools.bench import acceptance
 
 COMMANDS = ["R1", "R2", "R3", "R4", "R5", "R6", "R7", "R8", "R9", "R9-sage", "R10", "R11", "R12", "R12-relevance"]
-COMMANDS += ["R13", "R14-parallel", "R15", "R15-frames"]
+COMMANDS += ["R13", "R14-parallel", "R15", "R15-frames", "R16", "R16-loose", "R17", "R17-shapes", "R17-loose"]
 OF_PAPERS = ["paper-qwen2.5-vl", "paper-qwen2.5-vl-inflated", "paper-stock", "speed-qwen2.5-vl", "scaling-video"]
 COMMANDS += OF_PAPERS
 
@@ -38,7 +38,7 @@ def test_commands_are_those_of_the_page(script):
     found = script.commands_by_name()
     assert list(found) == COMMANDS
     several = {name: len(lines) for name, lines in found.items() if len(lines) > 1}
-    assert several == {"R9": 2, "R9-sage": 3, "R11": 2, "R12": 2, "R12-relevance": 2, "R15": 4}
+    assert several == {"R9": 2, "R9-sage": 3, "R11": 2, "R12": 2, "R12-relevance": 2, "R15": 4, "R16": 5, "R17-shapes": 2}
     assert found["R7"] == ["demo --family llava-onevision"]
     assert found["R3"][0].endswith("--requests 64 --jobs 2 --csv docs/results/R3.csv --plot docs/results/R3.png")
     for line in (line for lines in found.values() for line in lines):
