@@ -67,7 +67,7 @@ def run(half: int, steps: Sequence[Step], args: argparse.Namespace, say: Any = p
             verdict = smoke.run_step(command_of(group, result, work_dir, args), result, log, limit)
         found = written(work_dir / "rows.jsonl")
         for step in group:
-            record = record_of(step, half, verdict, found, rows._TINY_BATCHES if args.dry_run else rows.BATCHES)
+            record = record_of(step, half, verdict, found, rows.TINY_BATCHES if args.dry_run else rows.BATCHES)
             records.append(record | {"log": str(log) if log.exists() else None})
             say(f"{record['outcome']:9} {step.name:26} {record['seconds']:7.1f} s  {record['reason']}")
     return records

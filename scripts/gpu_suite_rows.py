@@ -6,6 +6,7 @@ process leaves what was measured before. Top-level imports are the standard libr
 
 import argparse
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import json
@@ -66,11 +67,18 @@ def kernel_rows(kernel: str, args: argparse.Namespace, write: Write) -> None:
     import bench_kernels
 
     module = importlib.import_module(f"kernel_cases.{kernel}")
+    if args.dry_run:
+        from peers import attention
+
+        attention.PEERS.pop("flex_attention", None)  # it compiles for many seconds
     given = (_TINY_KERNELS if args.dry_run else KERNELS)[kernel]
     for size in bench_kernels.sizes_of(module.AXES, list(given)):
         case = {"kernel": kernel, "case": " ".join(f"{name}={value}" for name, value in size.items())}
         rounds = 1 if args.dry_run else module.ROUNDS
-        for row in bench_kernels.rows_of(module.case(**size), rounds, graphs=False):
+        measured = module.case(**size)
+        if args.dry_run:  # whose masks hold garbage where nothing is computed
+            measured.calls.pop("torch", None)
+        for row in bench_kernels.rows_of(measured, rounds, graphs=False):
             write(
                 {"outcome": "measured" if row["median"] is not None else "refused", "reason": row["note"]} | case | row
             )
@@ -182,7 +190,6 @@ class Video:
         return self.num_frames // 2 * (self.height // 28) * (self.width // 28)
 
 
-_TINY_VIDEO = Video(8, 112, 112)
 _TEXT_TOKENS = 64  # of a prompt beside the video, at most
 _MOST_STEPS = 400  # until all requests draft
 
@@ -202,12 +209,12 @@ class Sizes:
         return self.video.num_tokens + _TEXT_TOKENS + _MOST_STEPS + measured
 
 
-_TINY_SIZES = Sizes(_TINY_VIDEO, skip=1, rounds=1, steps=2)
+_TINY_SIZES, TINY_BATCHES = Sizes(Video(4, 56, 56), skip=0, rounds=1, steps=2), (1,)
 
 # ---- engines: whether they fit ---------------------------------------------------------------------------------------
 
 _KEPT = 0.1  # of the video, by the draft
-_WORKSPACE_BYTES = 8 * 2**30  # activations of a prompt's piece, logits, the towers, graphs, what CUDA itself takes
+_WORKSPACE_BYTES = 6 * 2**30  # activations of a prompt's piece, logits, the towers, graphs, what CUDA itself takes
 _USABLE = 0.97
 _TINY_KV_BYTES = 128 * 2**20
 
@@ -296,7 +303,7 @@ def llm_kwargs(
         "load_format": "dummy",
         "max_model_len": sizes.max_model_len(engine),
         "max_num_seqs": most,
-        "max_num_batched_tokens": 8192,
+        "max_num_batched_tokens": 4096,
         "kv_cache_memory_bytes": cache + in_process,
         "enable_prefix_caching": False,  # every request has a KV cache of its own
         "limit_mm_per_prompt": {"video": 1, "image": 0},
@@ -394,16 +401,19 @@ def engine_rows(engine: Engine, args: argparse.Namespace, write: Write) -> None:
         "prefill": "skipped, the target's KV is noise",
     }
     batches = []
-    for batch in _TINY_BATCHES if args.dry_run else BATCHES:
+    for batch in TINY_BATCHES if args.dry_run else BATCHES:
         if reason := does_not_fit(models, engine, batch, sizes, total):
             write(common | {"outcome": "refused", "batch": batch, "reason": reason})
         else:
             batches.append(batch)
     if not batches:
         raise smoke.SkippedError(f"not even one request fits: {reason}")
-    common["bandwidth_gb_per_s"] = _bandwidth()
+    common["bandwidth_gb_per_s"] = None if args.dry_run else _bandwidth()
     where = checkpoints(models, sizes, Path(args.work_dir) / f"models-{name}")
     kwargs = llm_kwargs(engine, models, where, sizes, tuple(batches))
+    import vllm  # noqa: F401
+
+    gc.freeze()  # vLLM collects garbage some twenty times an engine, over all that is imported
     begun = time.perf_counter()
     with smoke.engine(args, kwargs) as llm:
         common["start_s"] = round(time.perf_counter() - begun, 1)
@@ -411,9 +421,6 @@ def engine_rows(engine: Engine, args: argparse.Namespace, write: Write) -> None:
         with smoke.around(args.around):
             for batch in batches:
                 write(common | {"outcome": "measured", "reason": "", "batch": batch} | meter.measure(batch))
-
-
-_TINY_BATCHES = (1, 2)
 
 
 def _bandwidth() -> float:
@@ -564,6 +571,8 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--around", default="")
     args = parser.parse_args()
+    if args.dry_run:  # one process for many engines: what was imported stays out of their garbage
+        gc.unfreeze = lambda: None
     args.device = "cuda"  # what `gpu_smoke_steps` asks for
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     faulthandler.enable()

@@ -347,7 +347,7 @@ def test_published_sizes_are_what_their_names_say():
     """Catches: a digit that is wrong in a shape; the number of weights is published, too."""
     shapes = rows.SHAPES
     billions = {name: shape.weight_bytes(False) / 2e9 for name, shape in shapes.items()}
-    assert billions == pytest.approx({"3b": 4.07, "7b": 8.29, "32b": 33.45, "72b": 73.41}, abs=0.06)
+    assert billions == pytest.approx({"3b": 4.07, "7b": 8.29, "32b": 33.45, "72b": 73.41}, abs=0.08)
     assert shapes["32b"].kv_bytes_per_token == 262_144 and shapes["7b"].kv_bytes_per_token == 57_344
     assert rows.Video().num_tokens == 25_088, "128 frames, as in the papers"
 
