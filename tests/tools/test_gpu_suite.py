@@ -132,6 +132,17 @@ def test_the_emitted_tokens_are_the_path_and_one_more(parents):
         assert not sampled[req_idx, stands + 1 :].any()
 
 
+def test_a_sibling_never_stands_in_for_the_first():
+    """Catches: a draft that happens to be what the target is made to say after it has rejected another."""
+    verifier = Verifier(2)
+    forced.ForcedAcceptance(verifier, torch.ones(200, dtype=torch.bool), 0.5)
+    drafts = torch.tensor([9, 5, 6], dtype=torch.int32).repeat(200)
+    logits = torch.empty(600, VOCAB, device="meta")
+    _, num_sampled, *_ = verifier._judge(part_of(200, (0, 0), drafts), torch.full((600,), 3), logits)
+    coins = torch.rand(1 << 20, generator=torch.Generator().manual_seed(0)) < 0.5
+    assert torch.equal(num_sampled == 2, coins[1:600:3])
+
+
 def test_what_is_no_draft_never_stands():
     """Catches: padding of a window, or of a request without drafts, that counts as accepted."""
     verifier = Verifier(3)
