@@ -9,6 +9,7 @@ BOTH_CORES := tests/engine/test_tensor_parallel.py
 # Two files at a time, as engine tests keep one core busy each; one where engines would share a GPU.
 TEST_WORKERS ?= $(shell $(PY) vllm_vidspec/devices.py && echo 0 || echo 2)
 BENCH_ARGS ?=
+BENCH_GPU_ARGS ?=
 DEMO_ARGS ?=
 SMOKE_ARGS ?=
 SOAK_ARGS ?=
@@ -33,7 +34,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PYTHONUNBUFFERED ?= 1
 
-.PHONY: help setup demo test setup-cuda-host test-cuda-host check format bench soak doctor gpu-smoke clean distclean
+.PHONY: help setup demo test setup-cuda-host test-cuda-host check format bench bench-gpu soak doctor gpu-smoke clean distclean
 
 help: ## Show this list.
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -72,6 +73,9 @@ format: setup ## Format, and fix what lint can fix itself.
 
 bench: setup ## Measure acceptance on the bundled pairs (BENCH_ARGS="--prune-ratio 0.5,0.9" for other rows).
 	@$(PY) -m vllm_vidspec.cli bench acceptance $(BENCH_ARGS)
+
+bench-gpu: setup ## Eight minutes on a GPU: kernels, engines of real shapes (BENCH_GPU_ARGS="--half 1" or 2 for one half).
+	@$(PY) scripts/gpu_suite.py --json gpu-suite.json $(BENCH_GPU_ARGS)
 
 soak: setup ## Minutes of mixed traffic to two servers, every answer compared (SOAK_ARGS="--minutes 2 --json soak.json").
 	@$(PY) benchmarks/soak.py $(SOAK_ARGS)

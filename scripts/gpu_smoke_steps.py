@@ -17,6 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from made_up import SHAPES, write_checkpoint
+
 ROOT = Path(__file__).resolve().parents[1]
 FAMILIES = ("qwen2.5-vl", "llava-onevision")
 # In bf16 the draft and the verify forward have other batch shapes, so nearly equal logits may order otherwise; what the
@@ -25,16 +28,8 @@ SELF_DRAFT_BOUND = 0.9
 # Where nothing is computed, further tokens show nothing further, and a device may be emulated at a snail's pace.
 _MOST_UNCHECKED_TOKENS = 4
 _IDENTITY = (("chain", 5), ("tree-static", 25), ("tree-adaptive", 16))
-# Of a Qwen2.5-VL-7B target and a 3B draft.
-_SHAPES = {
-    "target": dict(hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4),
-    "draft": dict(hidden_size=2048, intermediate_size=11008, num_attention_heads=16, num_key_value_heads=2),
-}
-_LAYERS = {"target": 28, "draft": 36}
-_VISION = dict(
-    depth=4, hidden_size=1280, num_heads=16, intermediate_size=3420, fullatt_block_indexes=[1, 3]
-)  # 32 layers in the real one: the tower runs once a prompt, and is not what is looked at
-_VOCAB = 151936
+_SHAPES = {"target": "7b", "draft": "3b"}
+_VISION = {"depth": 4, "fullatt_block_indexes": [1, 3]}  # the tower runs once a prompt, and is not what is looked at
 _KERNEL_TESTS = (
     "real_size or equals_the_oracle or equals_the_loop or equals_the_order or equals_the_argmax or are_the_best "
     "or half_precision or different_shapes or test_dtypes or groups_and_layouts"
@@ -58,7 +53,16 @@ def _expect(holds: bool, reason: str) -> None:
 
 
 def environment(args: argparse.Namespace) -> dict[str, Any]:
-    """Say what machine and which versions these are."""
+    """Say what machine and which versions these are; there must be a vLLM."""
+    facts = machine(args)
+    import vllm
+
+    facts["versions"]["vllm"] = vllm.__version__
+    return facts
+
+
+def machine(args: argparse.Namespace) -> dict[str, Any]:
+    """Say what machine this is, and which versions of all but vLLM."""
     import torch
 
     from vllm_vidspec.tools.provenance import provenance
@@ -75,9 +79,6 @@ def environment(args: argparse.Namespace) -> dict[str, Any]:
             "gpu_memory_bytes": properties.total_memory,
             "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         }
-    import vllm
-
-    facts["versions"]["vllm"] = vllm.__version__
     return facts
 
 
@@ -122,7 +123,7 @@ def kernels(args: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _engine(args: argparse.Namespace, kwargs: dict[str, Any]) -> Iterator[Any]:
+def engine(args: argparse.Namespace, kwargs: dict[str, Any]) -> Iterator[Any]:
     """Start an engine in this process. The plugin is loaded by hand: the repository may not be installed."""
     import gc
 
@@ -142,11 +143,11 @@ def _engine(args: argparse.Namespace, kwargs: dict[str, Any]) -> Iterator[Any]:
         cleanup_dist_env_and_memory()
 
 
-def _runner(llm: Any) -> Any:
+def runner_of(llm: Any) -> Any:
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
 
-def _counters(llm: Any) -> dict[str, int]:
+def counters_of(llm: Any) -> dict[str, int]:
     from vllm_vidspec import metrics
 
     return metrics.read_metrics(metrics.path_for(llm.llm_engine.vllm_config.instance_id))
@@ -183,11 +184,11 @@ def identity(args: argparse.Namespace, family: str) -> dict[str, Any]:
     for name, spec in (("vanilla", None), *((shape, {"num_speculative_tokens": k}) for shape, k in shapes)):
         more = {} if spec is None else dict(spec, drafting=name, on_draft_error="raise")
         start = time.perf_counter()
-        with _engine(args, pairs.llm_kwargs(family, None if spec is None else "draft", **more)) as llm:
+        with engine(args, pairs.llm_kwargs(family, None if spec is None else "draft", **more)) as llm:
             prompts = _videos(family, 4)
             texts[name] = _generate(args, llm, prompts, 32, 0.0) + _generate(args, llm, prompts, 32, 1.0)
             if spec is not None:
-                counts = _counters(llm)
+                counts = counters_of(llm)
                 facts[f"{name}_accepted"] = counts["accepted_tokens"]
                 facts[f"{name}_drafted"] = counts["draft_tokens"]
                 _expect(counts["draft_tokens"] > 0, f"{name}: nothing was drafted")
@@ -211,9 +212,9 @@ def self_draft_bf16(args: argparse.Namespace) -> dict[str, Any]:
         "qwen2.5-vl", "target", pruner="none", num_speculative_tokens=5, on_draft_error="raise",
         overrides={"dtype": "bfloat16"},
     )  # fmt: skip
-    with _engine(args, kwargs) as llm:
+    with engine(args, kwargs) as llm:
         _generate(args, llm, _videos("qwen2.5-vl", 8), 64, 0.0)
-        counts = _counters(llm)
+        counts = counters_of(llm)
     rate = counts["accepted_tokens"] / max(1, counts["draft_tokens"])
     _expect(counts["draft_tokens"] > 0, "nothing was drafted")
     if not args.skip_numbers:
@@ -245,11 +246,11 @@ def sync_debug(args: argparse.Namespace) -> dict[str, Any]:
         kwargs = pairs.llm_kwargs(
             "qwen2.5-vl", "draft", drafting=shape, num_speculative_tokens=k, on_draft_error="raise"
         )
-        with _engine(args, kwargs) as llm:
+        with engine(args, kwargs) as llm:
             prompts = _videos("qwen2.5-vl", 2)
             for temperature in (0.0, 1.0):
                 _generate(args, llm, prompts, 16, temperature)
-            runner = _runner(llm)
+            runner = runner_of(llm)
             speculator, verifier = runner.speculator, runner.rejection_sampler
             speculator._propose = watched("draft", speculator._propose)
             verifier._verify = watched("verify", verifier._verify)
@@ -263,33 +264,12 @@ def sync_debug(args: argparse.Namespace) -> dict[str, Any]:
 # ---- real shapes, made-up weights ------------------------------------------------------------------------------------
 
 
-def made_up_checkpoint(source: Path, target: Path, role: str, num_layers: int) -> Path:
-    """Write a checkpoint's directory without weights: the bundled one's processor, a real one's shapes.
+def made_up_checkpoint(folder: Path, role: str, num_layers: int) -> Path:
+    """Write the directory of `role`, "target" or "draft", with so many layers; return it."""
+    from vllm_vidspec.tools import pairs
 
-    Args:
-        source: The bundled checkpoint.
-        target: The directory to write.
-        role: "target" or "draft".
-        num_layers: Of the language model.
-
-    Returns:
-        `target`.
-    """
-    target.mkdir(parents=True, exist_ok=True)
-    for file in source.iterdir():
-        if file.suffix in (".json", ".jinja", ".txt") and "index" not in file.name and file.name != "config.json":
-            (target / file.name).write_bytes(file.read_bytes())
-    config = json.loads((source / "config.json").read_text())
-    shape = _SHAPES[role]
-    config["text_config"] |= shape | {
-        "num_hidden_layers": num_layers,
-        "layer_types": ["full_attention"] * num_layers,
-        "vocab_size": _VOCAB,
-        "rope_parameters": {"mrope_section": [16, 24, 24], "rope_theta": 1000000.0, "rope_type": "default"},
-    }
-    config["vision_config"] |= _VISION | {"out_hidden_size": shape["hidden_size"]}
-    (target / "config.json").write_text(json.dumps(config, indent=1))
-    return target
+    source, shape = Path(pairs.checkpoint("qwen2.5-vl", role)), SHAPES[_SHAPES[role]]
+    return write_checkpoint(source, folder / role, shape, num_layers=num_layers, vision=_VISION)
 
 
 def real_shapes(args: argparse.Namespace, drafting: str | None) -> dict[str, Any]:
@@ -299,20 +279,16 @@ def real_shapes(args: argparse.Namespace, drafting: str | None) -> dict[str, Any
     from vllm_vidspec.tools import pairs
 
     free, total = torch.cuda.mem_get_info()
-    layers = _LAYERS if total > 36 * 2**30 else {role: count // 4 for role, count in _LAYERS.items()}
-    where = {
-        role: made_up_checkpoint(
-            Path(pairs.checkpoint("qwen2.5-vl", role)), Path(args.work_dir) / role, role, layers[role]
-        )
-        for role in layers
-    }
+    share = 1 if total > 36 * 2**30 else 4
+    layers = {role: SHAPES[size].num_hidden_layers // share for role, size in _SHAPES.items()}
+    where = {role: made_up_checkpoint(Path(args.work_dir), role, count) for role, count in layers.items()}
     kwargs = pairs.llm_kwargs(
         "qwen2.5-vl", None if drafting is None else str(where["draft"]), target=str(where["target"]),
         overrides={"dtype": "bfloat16", "load_format": "dummy", "kv_cache_memory_bytes": 2 * 2**30},
         **({} if drafting is None else {"drafting": drafting, "on_draft_error": "raise"}),
     )  # fmt: skip
     facts: dict[str, Any] = {"layers": layers, "free_before_bytes": free, "gpu_memory_bytes": total}
-    with _engine(args, kwargs) as llm:
+    with engine(args, kwargs) as llm:
         facts["held_after_start_bytes"] = torch.cuda.memory_allocated()
         prompts = _videos("qwen2.5-vl", 8)
         _generate(args, llm, prompts, 16, 0.0)
@@ -324,7 +300,7 @@ def real_shapes(args: argparse.Namespace, drafting: str | None) -> dict[str, Any
         facts["peak_of_steps_bytes"] = torch.cuda.max_memory_allocated()
         facts["free_after_bytes"] = torch.cuda.mem_get_info()[0]
         if drafting is not None:
-            counts = _counters(llm)
+            counts = counters_of(llm)
             facts |= {name: counts[name] for name in ("draft_load_bytes", "draft_pool_bytes")}
             _expect(counts["draft_steps"] > 0, "nothing was drafted")
     if not args.skip_numbers:
@@ -337,7 +313,7 @@ def _time_steps(args: argparse.Namespace, llm: Any, prompts: list[Any]) -> dict[
     """Return ms per decode step and tokens per second; the prompts' prefill is timed apart and taken off."""
     import torch
 
-    runner, steps = _runner(llm), 0
+    runner, steps = runner_of(llm), 0
     execute = runner.execute_model
 
     def counted(*positional: Any, **named: Any) -> Any:
@@ -390,16 +366,20 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     except StepFailedError as why:
         return {"outcome": "failed", "reason": str(why), "facts": {}}
     except Exception as error:
-        traceback.print_exc()
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        reason = " ".join(f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})".split())
-        return {"outcome": "failed", "reason": reason[:400], "facts": {}}
+        return {"outcome": "failed", "reason": reason_of(error), "facts": {}}
     is_checked = name in _WITHOUT_NUMBERS or not args.skip_numbers
     reason = "" if is_checked else "ran; its numbers were not checked"
     return {"outcome": "passed" if is_checked else "unchecked", "reason": reason, "facts": facts}
 
 
-def _around(name: str) -> contextlib.AbstractContextManager:
+def reason_of(error: BaseException) -> str:
+    """Return an error in one line, with the place that raised it; the log gets all of it."""
+    traceback.print_exception(error)
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return " ".join(f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})".split())[:400]
+
+
+def around(name: str) -> contextlib.AbstractContextManager:
     """Return a context manager that is called "module:name"; one that does nothing for no name."""
     if not name:
         return contextlib.nullcontext()
@@ -420,7 +400,7 @@ def main() -> int:
     # Who hangs is asked where, before it is killed; the log has the answer.
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    with _around(args.around):
+    with around(args.around):
         verdict = run(args.name, args)
     Path(args.result).write_text(json.dumps(verdict))
     sys.stdout.flush()

@@ -1,5 +1,6 @@
 """Everything here runs in the null GPU's own environment (make test-cuda-host), and nowhere else."""
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -71,8 +72,24 @@ def pytest_sessionstart(session):
 def dry_run(tmp_path_factory):
     """Start the benchmark beside others; return its process, where it writes, and what it prints."""
     out = tmp_path_factory.mktemp("peers") / "peers.json"
-    arguments = ["--dry-run", "--out", str(out), "--around", "null_gpu.emulate:emulating"]
-    command = [sys.executable, str(ROOT / "benchmarks/peers/run.py"), *arguments, "--engine-args", json.dumps(GRAPHS)]
+    with started("benchmarks/peers/run.py", out, "--out", str(out), "--engine-args", json.dumps(GRAPHS)) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def gpu_suite(tmp_path_factory):
+    """Start the GPU suite; return its process, where it writes, and what it prints."""
+    out = tmp_path_factory.mktemp("suite") / "suite.json"
+    # Beside other tests on two cores it takes longer than on a GPU.
+    with started("scripts/gpu_suite.py", out, "--json", str(out), "--seconds", str(TIMEOUT_S)) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def started(script, out, *arguments):
+    """Start a dry run under emulation; yield its process, its result's place and its log's."""
+    around = ["--dry-run", "--around", "null_gpu.emulate:emulating"]
+    command = [sys.executable, str(ROOT / script), *around, *arguments]
     log = out.with_name("log")
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "WARNING"}
     with (
@@ -83,7 +100,11 @@ def dry_run(tmp_path_factory):
             yield process, out, log
         finally:
             if process.poll() is None:  # with the engine that it runs
-                os.killpg(process.pid, signal.SIGKILL)
+                process.send_signal(signal.SIGINT)  # it ends what it has started in sessions of their own
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(10)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="session", autouse=True)

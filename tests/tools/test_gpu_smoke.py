@@ -102,8 +102,8 @@ def test_steps_are_told_what_to_run_in_and_whether_numbers_count(play):
     """Catches: an emulated device that steps never see, unchecked numbers that are a success."""
     assert play("unchecked", skip_numbers=True)["unchecked"]["outcome"] == "unchecked"
     assert play("tells its arguments", around="a.b:c")["tells its arguments"]["facts"] == {"around": "a.b:c"}
-    assert smoke_steps._around("contextlib:ExitStack").__class__.__name__ == "ExitStack"
-    with smoke_steps._around(""):
+    assert smoke_steps.around("contextlib:ExitStack").__class__.__name__ == "ExitStack"
+    with smoke_steps.around(""):
         pass
 
 
@@ -198,18 +198,13 @@ def test_made_up_checkpoints_are_a_pair_that_is_accepted(tmp_path):
     """Catches: shapes that start-up refuses, before a GPU is there to say so."""
     pytest.importorskip("transformers")
     from vllm_vidspec.doctor import check_pair
-    from vllm_vidspec.tools import pairs
 
-    source = {role: Path(pairs.checkpoint("qwen2.5-vl", role)) for role in ("target", "draft")}
-    where = {
-        role: smoke_steps.made_up_checkpoint(path, tmp_path / role, role, smoke_steps._LAYERS[role])
-        for role, path in source.items()
-    }
+    where = {role: smoke_steps.made_up_checkpoint(tmp_path, role, 4) for role in smoke_steps._SHAPES}
     check = check_pair(str(where["target"]), str(where["draft"]))
     assert check.status == "ok", check
     assert not list(tmp_path.rglob("*.safetensors"))
-    for role, shape in smoke_steps._SHAPES.items():
+    for role, size in smoke_steps._SHAPES.items():
         text = json.loads((where[role] / "config.json").read_text())["text_config"]
-        assert text["hidden_size"] == shape["hidden_size"]
+        assert text["hidden_size"] == smoke_steps.SHAPES[size].hidden_size
         head_size = text["hidden_size"] // text["num_attention_heads"]
         assert head_size == 128 == 2 * sum(text["rope_parameters"]["mrope_section"])
