@@ -68,7 +68,8 @@ SURFACE = {
         --csv:str --plot:str --json:str
     """,
     "bench quality": """
-        --family:str=qwen2.5-vl --scorer:str=loose,fly,fly-entropy,random,oracle --lambda:str=0.2,0.5,0.7,0.9
+        --family:str=qwen2.5-vl --draft:str=draft --scorer:str=loose,fly,fly-entropy,random,oracle
+        --lambda:str=0.2,0.5,0.7,0.9
         --top-n:str=10 --position-shift:str=off,on --relevance-rows:str=token --fly-entropy:str=0.3
         --temperature:str=0 --draft-noise:str=shared --num-speculative-tokens:int=10 --prune-ratio:float=0.9
         --requests:int>=1=64 --batch-size:int>=1=16 --max-tokens:int>=2=256 --seed:int=0 --knob:list --csv:str

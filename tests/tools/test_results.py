@@ -38,7 +38,16 @@ def test_commands_are_those_of_the_page(script):
     found = script.commands_by_name()
     assert list(found) == COMMANDS
     several = {name: len(lines) for name, lines in found.items() if len(lines) > 1}
-    assert several == {"R9": 2, "R9-sage": 3, "R11": 2, "R12": 2, "R12-relevance": 2, "R15": 4, "R16": 5, "R17-shapes": 2}
+    assert several == {
+        "R9": 2,
+        "R9-sage": 3,
+        "R11": 2,
+        "R12": 2,
+        "R12-relevance": 2,
+        "R15": 4,
+        "R16": 5,
+        "R17-shapes": 2,
+    }
     assert found["R7"] == ["demo --family llava-onevision"]
     assert found["R3"][0].endswith("--requests 64 --jobs 2 --csv docs/results/R3.csv --plot docs/results/R3.png")
     for line in (line for lines in found.values() for line in lines):

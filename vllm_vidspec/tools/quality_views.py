@@ -19,7 +19,7 @@ from vllm_vidspec.tools.tables import number
 FLOOR = 0.98  # of the target's accuracy: what counts as kept
 COLUMNS = (
     *("family", "temperature", "draft_noise", "method", *DEFAULTS),
-    *("num_speculative_tokens", "prune_ratio", "requests", "batch_size", "max_tokens", "seed", "knobs"),
+    *("draft", "num_speculative_tokens", "prune_ratio", "requests", "batch_size", "max_tokens", "seed", "knobs"),
     *("retention", "accuracy", *(f"group_{name}" for name in GROUPS), *(f"attribute_{name}" for name in ATTRIBUTES)),
     *("acceptance_length", "ratio_to_strict", "delivered_length", "num_drafts"),
     *("exact_frac", "loosened_frac", "shifted_frac"),
@@ -123,7 +123,8 @@ def shown_tables(rows: Sequence[Row]) -> Iterator[Table]:
 
 
 write_csv = functools.partial(csv_files.write_rows, columns=COLUMNS)
-read_csv = functools.partial(csv_files.read_rows, columns=COLUMNS, command="bench quality")
+_LATER = frozenset({"draft"})  # columns that files of earlier versions lack
+read_csv = functools.partial(csv_files.read_rows, columns=COLUMNS, command="bench quality", later=_LATER)
 
 
 def draw(rows: Sequence[Row], path: str) -> None:
