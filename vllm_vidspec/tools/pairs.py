@@ -117,7 +117,7 @@ def speculative_config(family: str, draft: str, *, drafting: str = "chain", **sp
         drafting: The draft's shape, VidSpecConfig's knob `draft`.
         spec: Any other knob of VidSpecConfig; the rest comes from DEFAULT_SPEC.
     """
-    model = SELF if draft == "target" else checkpoint(family, draft) if draft in assets.ROLES else draft
+    model = SELF if draft == "target" else checkpoint(family, draft) if draft in ("draft", assets.FAR) else draft
     shape = {"draft": drafting, **TREE_SPEC.get(drafting, {})}
     return {"method": METHOD, "model": model, **DEFAULT_SPEC, **shape, **spec}
 
