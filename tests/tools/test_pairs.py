@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tools.common import is_gone
-from vllm_vidspec import metrics
+from vllm_vidspec import assets, metrics
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs, processes, scrape
@@ -121,3 +121,28 @@ def test_provenance_is_json():
     found = json.loads(json.dumps(provenance()))
     assert found["versions"]["python"]
     assert found["num_cpus"] >= 1
+
+
+def test_the_plain_pair_is_in_a_clone_alone(monkeypatch, tmp_path):
+    """Catches: a stack trace where the wheel has no plain pair; a calibration for a pair that was never calibrated."""
+    kwargs = pairs.llm_kwargs(assets.PLAIN, "draft")
+    assert "calibration" not in kwargs["speculative_config"] and pairs.calibrated(assets.PLAIN) == {}
+    assert kwargs["model"].endswith("qwen2.5-vl-plain/target") and assets.PLAIN not in pairs.FAMILIES
+    with pytest.raises(VidSpecError, match="no bundled checkpoint qwen2.5-vl-plain / far"):
+        pairs.llm_kwargs(assets.PLAIN, "far")
+    monkeypatch.setattr(assets, "_PLAIN_ROOT", tmp_path)
+    with pytest.raises(VidSpecError, match="in a clone of the repository alone"):
+        pairs.llm_kwargs(assets.PLAIN, "draft")
+
+
+def test_a_draft_has_several_names():
+    """Catches: a far draft that is taken for a path."""
+    models = {
+        name: pairs.speculative_config("qwen2.5-vl", name)["model"] for name in ("draft", "far", "target", "/own")
+    }
+    assert models == {
+        "draft": pairs.checkpoint("qwen2.5-vl", "draft"),
+        "far": pairs.checkpoint("qwen2.5-vl", "far"),
+        "target": "self",
+        "/own": "/own",
+    }

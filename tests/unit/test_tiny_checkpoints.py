@@ -145,6 +145,19 @@ def test_the_far_draft_is_wrong_as_often_as_large_models_drafts(family_run) -> N
     assert 0.70 <= full <= 0.83 and full > tenth + 0.05 and tenth > blind + 0.03
 
 
+def test_the_plain_pair_needs_no_losses_that_guide(samples) -> None:
+    """Catches: a plain target that is bad at captions, so that its attention says nothing for another reason."""
+    few = samples[:8]
+    target, draft = (tiny_captioner.load(assets.checkpoint(assets.PLAIN, role)) for role in assets.PAIR)
+    pixels = target.pixels(np.stack([sample.frames for sample in few]))
+    with torch.no_grad():
+        outputs = target.greedy(target.vision(pixels))
+    right = count_right([target.decode(ids) for ids in outputs], [sample.facts for sample in few])
+    assert accuracy(right) >= 0.95
+    match = tiny_captioner.agreement(draft, pixels, outputs, torch.arange(draft.num_video_tokens))
+    assert 0.70 <= np.mean(np.concatenate(match)) <= 0.83
+
+
 def test_target_captions_the_sample_video(family_run, samples) -> None:
     """assets/sample.mp4 is the held-out video 0; compression must not change what the target says by much."""
     _, target, _, _ = family_run
