@@ -11,11 +11,10 @@ from typing import Any
 from rich.table import Table
 
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.tools import csv_files, figures
+from vllm_vidspec.tools import csv_files, figures, speed_views
 from vllm_vidspec.tools.bench.race_rows import SPREAD
 from vllm_vidspec.tools.bench.scaling import SPREADING
-from vllm_vidspec.tools.speed_views import setting
-from vllm_vidspec.tools.tables import Columns, by_columns, number, percent
+from vllm_vidspec.tools.tables import Columns, by_columns
 
 COLUMNS = (
     *("family", "axis", "value", "method", "mode", "inflate", "label"),
@@ -29,16 +28,7 @@ _STYLES = (("#332288", "o"), ("#CC6677", "s"), ("#44AA99", "^"))
 _DRAWN = {"decode speed, of vanilla's": "speedup", "tokens per verify step": "acceptance_length"}
 
 # The columns of a table behind the axis' value, in the terminal and on a page.
-TABLE: Columns = {
-    "engine": lambda row: row["method"],
-    "tokens\nper s": lambda row: number(row["tokens_per_s"], 1),
-    "speedup": lambda row: f"{row['speedup']:.2f}x",
-    "p20 - p80": lambda row: f"{row['speedup_p20']:.2f} - {row['speedup_p80']:.2f}",
-    "TTFT\nms": lambda row: number(1e3 * row["ttft_s"], 1),
-    "ms a\ntoken": lambda row: number(row["inter_token_ms"], 2),
-    "accept\nlength": lambda row: number(row["acceptance_length"], 2),
-    "same\noutput": lambda row: percent(row["identical_frac"]),
-}
+TABLE: Columns = {head: show for head, show in speed_views.TABLE.items() if not head.startswith("step")}
 
 write_csv = functools.partial(csv_files.write_rows, columns=COLUMNS)
 read_csv = functools.partial(csv_files.read_rows, columns=COLUMNS, command="bench scaling")
@@ -62,7 +52,7 @@ def shown_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
     """Return a table for each family."""
     found = []
     for family, group in by_family(rows).items():
-        title = f"{family}: {setting(group, group[0]['axis'])}"
+        title = f"{family}: {speed_views.setting(group, group[0]['axis'])}"
         words = f"{group[0]['rounds']} rounds; {group[0]['label'] or 'the pair as it is'}"
         found.append(by_columns(columns(group), group, num_words=2, title=title, caption=words))
     return found
