@@ -59,7 +59,8 @@ ENGINE = {
 }
 # glibc keeps the room of a video's pixels once they are freed, in pieces that later ones do not fit: for many minutes
 # that grows, with vanilla too. From this size on it is given back at once, so that a slope is of what is kept.
-_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**17), "MALLOC_TRIM_THRESHOLD_": str(2**17)}
+# One arena for all threads: each would otherwise keep what another of them could use.
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**17), "MALLOC_TRIM_THRESHOLD_": str(2**17), "MALLOC_ARENA_MAX": "1"}
 CONCURRENCY, SLICE = 16, 48
 MEMORY_EVERY_S = 2.0
 IDLE_WITHIN_S = 60.0
