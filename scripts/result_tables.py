@@ -31,7 +31,7 @@ LVSPEC_TABLE_3: dict[str, tuple[float | None, float]] = {
 _SHAPES = ("num_speculative_tokens", "prune_ratio", "temperature", "seed")
 BY_SHAPE = {"R9": ("temperature",), "R9-sage": ("prune_ratio",), "R16": _SHAPES, "R17-shapes": _SHAPES}
 # Results of `bench quality`: they have a CSV file and a figure.
-QUALITY = ("R12", "R16-loose", "R17-loose")
+QUALITY = ("R12", "R16-loose")
 LENGTH, RATE = "{acceptance_length:.2f}", "{acceptance_rate:p}"
 # The summary's lines: words, the row that they are about, and what is shown of it where that is no acceptance length.
 LINES: tuple[tuple[str, ...], ...] = (
