@@ -8,6 +8,7 @@ PYTEST_ARGS ?=
 BOTH_CORES := tests/engine/test_tensor_parallel.py
 # Two files at a time, as engine tests keep one core busy each; one where engines would share a GPU.
 TEST_WORKERS ?= $(shell $(PY) vllm_vidspec/devices.py && echo 0 || echo 2)
+TWO_AT_A_TIME = -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 BENCH_ARGS ?=
 BENCH_GPU_ARGS ?=
 DEMO_ARGS ?=
@@ -34,7 +35,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PYTHONUNBUFFERED ?= 1
 
-.PHONY: help setup demo test setup-cuda-host test-cuda-host check format bench bench-gpu soak doctor gpu-smoke clean distclean
+.PHONY: help setup demo test test-slow setup-cuda-host test-cuda-host check format bench bench-gpu soak doctor gpu-smoke clean distclean
 
 help: ## Show this list.
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -47,19 +48,23 @@ setup: ## Prepare the environment only (CPU or CUDA vLLM, as the machine has it)
 demo: setup ## Serve the bundled pair with and without vidspec, caption the bundled video, print one table.
 	@$(PY) -m vllm_vidspec.cli demo $(DEMO_ARGS)
 
-test: setup ## Run every test (PYTEST_ARGS="-m 'not serve'" for less).
+test: setup ## Run every test but the slow ones (PYTEST_ARGS="-m 'not serve'" for others).
 ifdef PYTEST_ARGS
-	@$(PY) -m pytest --durations=10 -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	@$(PY) -m pytest --durations=10 $(TWO_AT_A_TIME) $(PYTEST_ARGS)
 else
-	@$(PY) -m pytest --durations=10 -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --ignore $(BOTH_CORES)
-	@$(PY) -m pytest --durations=3 $(BOTH_CORES)
+	@$(PY) -m pytest --durations=10 $(TWO_AT_A_TIME) -m "not slow" --ignore $(BOTH_CORES)
+	@$(PY) -m pytest --durations=3 -m "not slow" $(BOTH_CORES)
 endif
+
+test-slow: setup ## Run the slow tests: servers that are killed, a soak, faults, parallel drafting on a busy machine.
+	@$(PY) -m pytest --durations=10 -m slow --ignore tests/null_gpu
+	@$(CUDA_HOST) --vllm 0.32 -m pytest -m slow tests/null_gpu
 
 setup-cuda-host: ## Prepare the environments of test-cuda-host only, one for each supported vLLM.
 	@$(CUDA_HOST)
 
 test-cuda-host: ## Run the host side of the CUDA path on a null GPU (own environments; no GPU needed).
-	@$(CUDA_HOST) --vllm 0.32 -m pytest --durations=5 tests/null_gpu $(PYTEST_ARGS)
+	@$(CUDA_HOST) --vllm 0.32 -m pytest --durations=5 -m "not slow" tests/null_gpu $(PYTEST_ARGS)
 	@$(CUDA_HOST) --vllm 0.33 -m pytest --durations=5 $(CUDA_HOST_TESTS) $(PYTEST_ARGS)
 
 check: setup ## Check format, lint and types.

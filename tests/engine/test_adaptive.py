@@ -51,6 +51,7 @@ def test_each_request_has_a_pruner_of_its_own(reference, tmp_path, is_async):
     assert config.prune.pruner == learned["config"]["pruner"] in PRUNERS
 
 
+@pytest.mark.slow
 def test_drafting_stops_where_it_does_not_pay(reference):
     """A draft that takes its time is asked for less and then for nothing; one that is quick again is asked again."""
     requests = harness.videos(LLAVA, 2, max_tokens=200, ignore_eos=True)

@@ -7,7 +7,7 @@ import pytest
 from tests.engine import faults, harness
 from tests.engine.harness import QWEN
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

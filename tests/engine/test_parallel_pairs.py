@@ -15,7 +15,7 @@ from tests.engine.conftest import SCENARIOS
 from tests.engine.harness import QWEN, assert_all_stands, assert_same_answers, token_ids
 from tests.engine.test_parallel import PARALLEL, let_drafts_come
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 def test_preemption(reference):

@@ -155,6 +155,7 @@ def test_ranks_act_alike_on_what_fails_on_one_of_them(vanilla, failing):
     assert json.loads(ended.split("ENDED ", 1)[1])[1] < 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("of_target", "of_drafter"), [(2, 1), (1, 2)])
 def test_target_and_drafter_have_ranks_of_their_own(vanilla, of_target, of_drafter):
     """Two ranks of the target take one drafter's windows, one target those of two: vanilla's tokens, drafts that stand.

@@ -4,9 +4,12 @@ import importlib.util
 import json
 import sys
 
+import pytest
+
 from null_gpu.conftest import ROOT, TIMEOUT_S
 
 
+@pytest.mark.slow
 def test_every_row_of_the_plan_starts(gpu_suite):
     """Catches: an engine that no longer starts at its sizes, a hook whose place has moved, a kernel's case that is
     broken: each would cost minutes of a real GPU; numbers of a dry run that look like measurements."""

@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 
 from tests.serve import restarts
 
-pytestmark = [pytest.mark.serve]
+pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
 
 def test_an_engine_that_is_killed():

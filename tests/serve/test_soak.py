@@ -12,7 +12,7 @@ from vllm_vidspec.tools import pairs
 pytest.importorskip("httpx")
 pytest.importorskip("vllm")
 
-pytestmark = [pytest.mark.serve]
+pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 
