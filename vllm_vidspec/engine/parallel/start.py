@@ -97,6 +97,10 @@ def _make_drafter(
         counters.set(name, value)
     if model.device.type == "cuda":
         drafter.warm_up()
+    elif get_tp_group().world_size > 1:
+        # vLLM compiles the look-up of a vocabulary that ranks share at its first call, for longer than answers take.
+        for count in (1, 2):
+            model.embed(torch.zeros(count, dtype=torch.int64), [], None)
     return drafter, mirror
 
 
