@@ -34,6 +34,9 @@ Dtype = Annotated[
 EngineArgs = Annotated[str, typer.Option(metavar="JSON", help="More arguments of vllm.LLM, as an object.")]
 Values = Annotated[str, sweep("")]
 Families = Annotated[str, sweep("qwen2.5-vl, llava-onevision.")]
+RoundRequests = Annotated[int, typer.Option(min=1, help="Held-out videos of a round, asked for one by one.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Rounds; each has videos of its own.")]
+Temperature = Annotated[float, typer.Option(help="Of all requests.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Requests that run at once (max_num_seqs).")]
 Seed = Annotated[int, typer.Option(help="Request i samples with seed + i.")]
 Knobs = Annotated[

@@ -23,7 +23,7 @@ def paper(
     requests: Annotated[int | None, typer.Option(min=1, help="Held-out videos of a round. Default: 4.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=2, help="Longest answer in tokens. Default: 128.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds; each has its own videos. Default: 5.")] = None,
-    temperature: Annotated[float, typer.Option(help="Of all requests.")] = 0.0,
+    temperature: options.Temperature = 0.0,
     seed: options.Seed = 0,
     draft_device: DraftDevice = "cpu",
     knob: options.Knobs = None,
@@ -63,5 +63,4 @@ def _run(given: Mapping[str, Any]) -> None:
         knobs=options.knobs(given["knob"]),
         **{name: default if given[name] is None else given[name] for name, default in usual.items()},
     )
-    if running.measure(bench, paper_views, what, given)["failures"]:
-        raise typer.Exit(1)
+    running.measure_all(bench, paper_views, what, given)

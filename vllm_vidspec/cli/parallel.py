@@ -30,10 +30,10 @@ def parallel(
     pruner: Pruner = "uv",
     prune_ratio: options.PruneRatio = 0.9,
     num_speculative_tokens: Tokens = None,
-    requests: Annotated[int, typer.Option(min=1, help="Held-out videos of a round, asked for one by one.")] = 4,
+    requests: options.RoundRequests = 4,
     max_tokens: options.MaxTokensOfTwo = 128,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each has videos of its own.")] = 5,
-    temperature: Annotated[float, typer.Option(help="Of all requests.")] = 0.0,
+    rounds: options.Rounds = 5,
+    temperature: options.Temperature = 0.0,
     seed: options.Seed = 0,
     table: Annotated[
         bool, typer.Option("--table", help="Run the baselines of ParallelVLM's Table 1, too, published figures beside.")
@@ -72,5 +72,4 @@ def _run(given: Mapping[str, Any]) -> None:
         modes=tuple(options.values("--modes", given["modes"], str)),
         knobs=options.knobs(given["knob"]),
     )
-    if running.measure(bench, race_views, what, given)["failures"]:
-        raise typer.Exit(1)
+    running.measure_all(bench, race_views, what, given)

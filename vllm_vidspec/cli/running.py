@@ -74,6 +74,12 @@ def measure(bench: Any, views: Any, what: Any, given: Mapping[str, Any]) -> dict
     return result
 
 
+def measure_all(bench: Any, views: Any, what: Any, given: Mapping[str, Any]) -> None:
+    """Do as `measure`, and exit with status 1 if something of it failed."""
+    if measure(bench, views, what, given)["failures"]:
+        raise typer.Exit(1)
+
+
 def write_json(path: str | None, result: dict[str, Any]) -> None:
     """Write a result to a file; "-" is standard output, None nowhere."""
     if path is None:

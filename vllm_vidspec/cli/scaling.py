@@ -27,8 +27,8 @@ def scaling(
     batch_size: Annotated[int, typer.Option(min=1, help="Requests that are handed in at once.")] = 1,
     video_tokens: Annotated[int, typer.Option(min=1, help="Of a request: 64, 128 or a multiple of 256.")] = 256,
     max_tokens: options.MaxTokensOfTwo = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each has videos of its own.")] = 5,
-    temperature: Annotated[float, typer.Option(help="Of all requests.")] = 0.0,
+    rounds: options.Rounds = 5,
+    temperature: options.Temperature = 0.0,
     seed: options.Seed = 0,
     draft_device: DraftDevice = "cpu",
     resume: Annotated[
@@ -65,5 +65,4 @@ def _run(given: Mapping[str, Any]) -> None:
         values=chosen if given["values"] is None else tuple(options.values("--values", given["values"], float)),
         knobs=options.knobs(given["knob"]),
     )
-    if running.measure(bench, scaling_views, what, given)["failures"]:
-        raise typer.Exit(1)
+    running.measure_all(bench, scaling_views, what, given)

@@ -26,10 +26,10 @@ def speed(
     scorer: Scorer = "strict",
     parallel: Annotated[bool, typer.Option("--parallel", help="A drafter in a process of its own.")] = False,
     num_speculative_tokens: Tokens = None,
-    requests: Annotated[int, typer.Option(min=1, help="Held-out videos of a round, asked for one by one.")] = 4,
+    requests: options.RoundRequests = 4,
     max_tokens: options.MaxTokensOfTwo = 128,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each has videos of its own.")] = 5,
-    temperature: Annotated[float, typer.Option(help="Of all requests.")] = 0.0,
+    rounds: options.Rounds = 5,
+    temperature: options.Temperature = 0.0,
     seed: options.Seed = 0,
     draft_device: DraftDevice = "cpu",
     knob: options.Knobs = None,
@@ -61,5 +61,4 @@ def _run(given: Mapping[str, Any]) -> None:
         inflate=tuple(options.values("--inflate", given["inflate"], float)),
         knobs=options.knobs(given["knob"]),
     )
-    if running.measure(bench, speed_views, what, given)["failures"]:
-        raise typer.Exit(1)
+    running.measure_all(bench, speed_views, what, given)

@@ -20,7 +20,7 @@ def timeline(
     num_speculative_tokens: Tokens = None,
     requests: Annotated[int, typer.Option(min=1, help="Held-out videos, asked for one by one.")] = 2,
     max_tokens: options.MaxTokensOfTwo = 32,
-    temperature: Annotated[float, typer.Option(help="Of all requests.")] = 0.0,
+    temperature: options.Temperature = 0.0,
     seed: options.Seed = 0,
     draft_device: DraftDevice = "cpu",
     knob: options.Knobs = None,

@@ -10,12 +10,10 @@ from typing import Any
 
 from rich.table import Table
 
-from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import csv_files, figures, race_views
 from vllm_vidspec.tools.bench import published
 from vllm_vidspec.tools.bench.race_rows import SPREAD
-from vllm_vidspec.tools.race_views import times
-from vllm_vidspec.tools.tables import Columns, by_columns, number, percent
+from vllm_vidspec.tools.tables import Columns, by_columns, number, percent, times
 
 COLUMNS = (
     *(name for name in race_views.COLUMNS if not name.startswith("published")),
@@ -68,9 +66,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: str) -> None:
     Raises:
         VidSpecError: Nothing to draw, or the file cannot be written.
     """
-    rows = [csv_files.flatten(dict(row)) for row in rows if row["mode"] != "vanilla"]
-    if not rows:
-        raise VidSpecError("no row has a speedup over vanilla")
+    rows = race_views.beside_vanilla(rows)
     found = race_views.groups(rows)
     height = 0.8 + sum(0.5 + 0.3 * len(group) for group in found.values())
     with figures.panels(path, (9.0, height), len(found), len(_DRAWN)) as (_, grid, legend):

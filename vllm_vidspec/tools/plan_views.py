@@ -8,7 +8,7 @@ from rich.table import Table
 
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import figures
-from vllm_vidspec.tools.tables import Columns, by_columns, number
+from vllm_vidspec.tools.tables import Columns, by_columns, number, times
 
 _STYLES = {"chain": ("#332288", "s"), "tree-static": ("#117733", "D"), "parallel": ("#882255", "o")}
 _NAMES = {"chain": "chain, in turns", "tree-static": "static tree, in turns", "parallel": "in parallel, with more GPUs"}
@@ -31,8 +31,8 @@ def plan_table(result: Mapping[str, Any]) -> Table:
         "batch": lambda row: str(row["batch"]),
         "drafts": _drafts,
         "r": lambda row: number(row["prune_ratio"], 2),
-        "decode": lambda row: _times(row["speedup"]),
-        "answer": lambda row: _times(row["answer_speedup"]),
+        "decode": lambda row: times(row["speedup"]),
+        "answer": lambda row: times(row["answer_speedup"]),
         "tau": lambda row: number(row["acceptance_length"], 2),
         "T_t": lambda row: number(row["t_target_ms"], 1),
         "T_t^K": lambda row: number(row["t_verify_ms"], 1),
@@ -57,10 +57,6 @@ def memory_table(result: Mapping[str, Any]) -> Table:
         ),
     }
     return by_columns(columns, result["rows"], caption="GB of a GPU, target + draft (modelled)")
-
-
-def _times(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x"
 
 
 def _drafts(row: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from rich.table import Table
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import csv_files, figures, inflation
 from vllm_vidspec.tools.bench.race_rows import SPREAD, SPREADING
-from vllm_vidspec.tools.tables import Columns, by_columns, number, percent
+from vllm_vidspec.tools.tables import Columns, by_columns, number, percent, times
 
 _PUBLISHED = ("published_pair", "published_m", "published_speedup")
 COLUMNS = (
@@ -95,9 +95,16 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return by_columns(columns(rows), rows, title=title, caption="; ".join(words))
 
 
-def times(value: float | None) -> str:
-    """Return a speedup, or a dash for None."""
-    return "-" if value is None else f"{value:.2f}x"
+def beside_vanilla(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the flat rows of what has a speedup over vanilla.
+
+    Raises:
+        VidSpecError: None has.
+    """
+    found = [csv_files.flatten(dict(row)) for row in rows if row["mode"] != "vanilla"]
+    if not found:
+        raise VidSpecError("no row has a speedup over vanilla")
+    return found
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: str) -> None:
@@ -106,9 +113,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: str) -> None:
     Raises:
         VidSpecError: Nothing to draw, or the file cannot be written.
     """
-    rows = [csv_files.flatten(dict(row)) for row in rows if row["mode"] != "vanilla"]
-    if not rows:
-        raise VidSpecError("no row has a speedup over vanilla")
+    rows = beside_vanilla(rows)
     families = list(dict.fromkeys(row["family"] for row in rows))
     with figures.panels(path, (4.4 * len(families) + 2.2, 3.2), 1, len(families)) as (_, grid, legend):
         for panel, family in zip(grid[0], families, strict=True):

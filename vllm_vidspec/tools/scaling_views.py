@@ -10,8 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.tools import csv_files, figures, speed_views
+from vllm_vidspec.tools import csv_files, figures, race_views, speed_views
 from vllm_vidspec.tools.bench.race_rows import SPREAD
 from vllm_vidspec.tools.bench.scaling import SPREADING
 from vllm_vidspec.tools.tables import Columns, by_columns
@@ -64,9 +63,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: str) -> None:
     Raises:
         VidSpecError: Nothing to draw, or the file cannot be written.
     """
-    rows = [row for row in rows if row["mode"] != "vanilla"]
-    if not rows:
-        raise VidSpecError("no row has a speedup over vanilla")
+    rows = race_views.beside_vanilla(rows)
     with figures.panels(path, (7.0, 5.0), len(_DRAWN), 1) as (_, grid, legend):
         for panel, (words, name) in zip(grid[:, 0], _DRAWN.items(), strict=True):
             legend |= _draw_lines(panel, rows, name)
