@@ -81,7 +81,7 @@ def test_words_that_compete_weigh_the_same():
 
 
 def test_short_videos_are_whole_frames():
-    """Catches: a draft that is taught on pruned videos although it is not to be."""
+    """Catches: short videos that are pruned ones, with parts of frames."""
     captioner, rng = SimpleNamespace(num_video_tokens=257), np.random.default_rng(0)
     lengths = set()
     for _ in range(60):
