@@ -5,7 +5,6 @@ import dataclasses
 import json
 import math
 import re
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -251,7 +250,7 @@ for name in names:
             write(name, **common, batch=batch, outcome="measured", reason="", tokens_per_s=10.0 * batch)
     if engine == "chain-graphs":
         file.write('{"step": "engi'); file.flush()
-        time.sleep(60)
+        time.sleep(3600)
     if engine == "blind-graphs":
         sys.exit(7)
     end = "skipped" if engine == "parallel-graphs" else "failed" if engine == "vanilla-eager" else "passed"
@@ -265,8 +264,16 @@ def play_suite(tmp_path, monkeypatch):
     """`play_suite(*arguments)` runs the suite on the stand-in; returns its exit status and what it has written."""
     (tmp_path / "rows.py").write_text(FAKE_ROWS)
     monkeypatch.setattr(suite.rows, "__file__", str(tmp_path / "rows.py"))
-    steps = {half: tuple(dataclasses.replace(s, timeout_s=3) for s in steps) for half, steps in suite.STEPS.items()}
-    monkeypatch.setattr(suite, "STEPS", steps)
+    # Only the step that sleeps for ever is to run into its limit, however busy the machine is.
+    limits = {"engine-chain-graphs": 5}
+    monkeypatch.setattr(
+        suite,
+        "STEPS",
+        {
+            half: tuple(dataclasses.replace(step, timeout_s=limits.get(step.name, 100)) for step in steps)
+            for half, steps in suite.STEPS.items()
+        },
+    )
     out = tmp_path / "suite.json"
 
     def run(*arguments):
@@ -279,15 +286,14 @@ def play_suite(tmp_path, monkeypatch):
 def test_every_planned_row_is_there_whatever_became_of_its_engine(play_suite):
     """Catches: a crash or a time-out that takes measured rows with it, or leaves a planned one out without a word."""
     names = ("vanilla-graphs", "chain-graphs", "blind-graphs", "parallel-graphs", "vanilla-eager")
-    begun = time.monotonic()
     status, found = play_suite("--half", "2", "--only", "machine," + ",".join(f"engine-{name}" for name in names))
-    assert status == 1 and time.monotonic() - begun < 40
+    assert status == 1
     by_key = {(row["engine"], row["batch"]): row for row in found["rows"]}
     assert set(by_key) == {(name, batch) for name in names for batch in (1, 4, 8)}
     assert all(by_key[name, batch]["outcome"] == "measured" for name in names for batch in (1, 4))
     why = {name: (by_key[name, 8]["outcome"], by_key[name, 8]["reason"]) for name in names}
     assert why["vanilla-graphs"][1] == "it left no row"
-    assert why["chain-graphs"][0] == "failed" and why["chain-graphs"][1].startswith("timed out after 3 s")
+    assert why["chain-graphs"][0] == "failed" and why["chain-graphs"][1].startswith("timed out after 5 s")
     assert why["blind-graphs"] == ("failed", "crashed (exit status 7); its last line: this is engine-blind-graphs")
     assert why["parallel-graphs"] == ("skipped", "its reason") and why["vanilla-eager"] == ("failed", "its reason")
     assert by_key["parallel-graphs", 4]["speedup"] == 1.0
