@@ -9,6 +9,7 @@ _ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "THP_MEM_ALLOC_ENABLE": "1",  # fewer page faults while an engine fills its KV cache with zeros
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",

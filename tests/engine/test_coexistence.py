@@ -63,10 +63,10 @@ def skip_silently(monkeypatch):
     ("name", "plant"),
     [
         ('LoRA: --enable-lora, "model": "self"', drop_refusals),
-        ("EVS: --video-pruning-rate 0.5", shift_what_the_target_keeps),
+        pytest.param("EVS: --video-pruning-rate 0.5", shift_what_the_target_keeps, marks=pytest.mark.slow),
         ("EVS: --video-pruning-rate 0.5", lose_a_placeholder),
-        ("LoRA: --enable-lora, an unadapted draft", forget_the_adapter),
-        ("KV connector: the decode side has no pixels", skip_silently),
+        pytest.param("LoRA: --enable-lora, an unadapted draft", forget_the_adapter, marks=pytest.mark.slow),
+        pytest.param("KV connector: the decode side has no pixels", skip_silently, marks=pytest.mark.slow),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

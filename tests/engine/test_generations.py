@@ -104,7 +104,7 @@ def test_a_small_pruned_draft_changes_nothing(made, target, draft, shape, pruner
 BUNDLED = harness.QWEN3
 
 
-@pytest.mark.parametrize("shape", ["chain", *TREES])
+@pytest.mark.parametrize("shape", ["chain", *(pytest.param(shape, marks=pytest.mark.slow) for shape in TREES)])
 def test_the_bundled_target_drafts_for_itself_without_a_miss(reference, shape):
     """Greedily and at T = 1, in chunks. Catches: a tree's positions or features by slot."""
     scenarios = ("videos", "sampled")
@@ -118,7 +118,12 @@ def test_the_bundled_target_drafts_for_itself_without_a_miss(reference, shape):
 
 
 @pytest.mark.parametrize(
-    ("shape", "pruner"), [("chain", "uv"), ("tree-static", "specvlm"), ("tree-adaptive", "dycoke")]
+    ("shape", "pruner"),
+    [
+        pytest.param("chain", "uv", marks=pytest.mark.slow),
+        pytest.param("tree-static", "specvlm", marks=pytest.mark.slow),
+        ("tree-adaptive", "dycoke"),
+    ],
 )
 def test_the_bundled_draft_changes_nothing(reference, shape, pruner):
     """Twenty requests of every modality and sampling parameter in one batch, the draft at a tenth of the video."""

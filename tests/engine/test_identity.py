@@ -99,8 +99,8 @@ def test_rows_that_only_the_target_has_are_its_own(tmp_path, family, shape):
         (QWEN, "chain", "uv"),
         (LLAVA, "chain", "specvlm"),
         (QWEN, "tree-static", "dycoke"),
-        (LLAVA, "tree-static", "uniform"),
-        (QWEN, "tree-adaptive", "specvlm"),
+        pytest.param(LLAVA, "tree-static", "uniform", marks=pytest.mark.slow),
+        pytest.param(QWEN, "tree-adaptive", "specvlm", marks=pytest.mark.slow),
         (LLAVA, "tree-adaptive", "uv"),
     ],
 )

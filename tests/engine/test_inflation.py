@@ -35,7 +35,7 @@ def answers(family, model):
         )
 
 
-@pytest.mark.parametrize("family", [QWEN, LLAVA])
+@pytest.mark.parametrize("family", [QWEN, pytest.param(LLAVA, marks=pytest.mark.slow)])
 def test_inflated_target_is_the_original(family, tmp_path):
     """Tokens and logprobs are equal, the layers are run; and an output that is not zero is seen."""
     original = pairs.checkpoint(family, "target")

@@ -262,7 +262,7 @@ def test_loosening_the_end_of_the_text_is_caught(engine):
 # ---- situations -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [FAMILIES[0], pytest.param(FAMILIES[1], marks=pytest.mark.slow)])
 def test_chunked_prefill(family):
     """States heard over many chunks are the same states: the same tokens for the same reasons as in one."""
     found = []

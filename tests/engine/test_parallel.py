@@ -174,6 +174,7 @@ def test_running_requests_get_their_drafts_back(reference, own):
     assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_a_stopped_drafter_delays_nobody(reference, own):
     """SIGSTOP: streams run dry and answers go on; SIGCONT: it catches up. One that hangs for long is started again."""
     wait_until(lambda: drafter(own).is_up, own)

@@ -8,7 +8,7 @@ from tests.engine.harness import FAMILIES, QWEN3
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, QWEN3])
+@pytest.mark.parametrize("family", [*(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES), QWEN3])
 def test_guided_beats_unguided_beats_blind(family):
     """Acceptance length over 8 held-out videos. Catches: scores that are shifted, reversed or of another item."""
     requests = harness.videos(family, 8, max_tokens=160)

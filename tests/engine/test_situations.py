@@ -27,7 +27,7 @@ pytestmark = pytest.mark.engine
         (QWEN, "chain", {"async_scheduling": False}),
         (LLAVA, "tree-static", {"max_num_batched_tokens": 64}),
         (QWEN, "tree-adaptive", {"max_num_batched_tokens": 260}),
-        (QWEN, "tree-static", {"enforce_eager": False}),
+        pytest.param(QWEN, "tree-static", {"enforce_eager": False}, marks=pytest.mark.slow),  # compiles
         *((QWEN, shape, "async") for shape in ("chain", *TREES)),
     ],
 )

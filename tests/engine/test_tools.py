@@ -22,6 +22,7 @@ pytest.importorskip("cv2")
 pytestmark = pytest.mark.engine
 
 
+@pytest.mark.slow
 def test_calibrate_measures_a_bundled_pair():
     """Catches: prompts without guidance after the first measurement, drafts that change the answer."""
     result = calibrate.run(
@@ -35,6 +36,7 @@ def test_calibrate_measures_a_bundled_pair():
     json.dumps(result)
 
 
+@pytest.mark.slow
 def test_knobs_reach_the_pruner_of_a_pair_of_ones_own(tmp_path):
     """The bundled checkpoints, named as a user names their own: chat template, video loader, engine arguments.
 

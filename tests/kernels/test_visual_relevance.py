@@ -144,8 +144,10 @@ def test_strips_of_the_torch_path(monkeypatch, entries):
     check(inputs, 10)
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize(
+    ("capability", "num_splits"),
+    [(80, 4), (90, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((80, 1), (90, 4)))],
+)
 def test_tiles_of_both_sizes(monkeypatch, capability, num_splits):
     """Ampere takes shorter tiles beside many queries: the same cosines, from one share or several."""
     limits = DeviceLimits(132, 164 * 1024, 163 * 1024, capability)

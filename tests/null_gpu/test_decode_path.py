@@ -29,14 +29,15 @@ def measured(request, tmp_path_factory):
     wanted = set().union(*(cases_of(item) for item in request.session.items))
     wanted |= {CASES[name].vanilla for name in wanted}
     target, rows = os.environ.get("NULL_GPU_RESULTS"), []
-    for num_devices in sorted({CASES[name].num_devices for name in wanted}):
-        names = [name for name in CASES if name in wanted and CASES[name].num_devices == num_devices]
-        # Side by side on two cores, unless times are wanted that can be reported.
-        parts = [names] if target or num_devices > 1 else halves(names)
-        with ThreadPoolExecutor() as pool:
-            folders = [tmp_path_factory.mktemp("null_gpu") for _ in parts]
-            for found in pool.map(run, folders, parts, [num_devices] * len(parts)):
-                rows += found
+    single, double = ([name for name in CASES if name in wanted and CASES[name].num_devices == n] for n in (1, 2))
+    # Two at a time on two cores, unless times are wanted that can be reported.
+    parts = [
+        part for part in ((single, double) if target else (*split(single, 0.32 if double else 0.5), double)) if part
+    ]
+    with ThreadPoolExecutor(1 if target else 2) as pool:
+        folders = [tmp_path_factory.mktemp("null_gpu") for _ in parts]
+        for found in pool.map(run, folders, parts, [CASES[part[0]].num_devices for part in parts]):
+            rows += found
     timed = {row["name"]: row for row in rows if not row["error"] and row["host_ms"]}
     beside = {name: timed.get(CASES[name].vanilla if CASES[name].spec is not None else name) for name in timed}
     found = [report.summary(row, beside[name]) for name, row in timed.items() if beside[name] is not None]
@@ -46,12 +47,12 @@ def measured(request, tmp_path_factory):
     return {row["name"]: row for row in rows}
 
 
-def halves(names):
-    """Return cases in two lists, between two engines."""
-    middle = len(names) // 2
+def split(names, share):
+    """Return cases in two lists, the first with such a share of them, between two engines."""
+    middle = int(share * len(names))
     while 0 < middle < len(names) and CASES[names[middle - 1]].shares_engine(CASES[names[middle]]):
         middle += 1
-    return [part for part in (names[:middle], names[middle:]) if part]
+    return names[:middle], names[middle:]
 
 
 def run(folder, names, num_devices):

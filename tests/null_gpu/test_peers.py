@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from null_gpu.conftest import TIMEOUT_S
 
 
+@pytest.mark.slow
 def test_one_command_fills_both_tables(dry_run):
     """Catches: a peer that no longer fits its library, an engine that does not start beside ours; numbers of a dry run
     that look like measurements."""

@@ -334,7 +334,7 @@ def test_a_wrong_configuration_is_refused_in_one_line(name):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["ratio above one", "draft of another family"])
+@pytest.mark.parametrize("name", ["ratio above one", pytest.param("draft of another family", marks=pytest.mark.slow)])
 def test_vllm_serve_prints_one_line_and_exits(name):
     args = pairs.serve_args(FAMILY, port=free_port())
     command = [str(Path(sys.executable).with_name("vllm")), "serve", *args]

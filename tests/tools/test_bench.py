@@ -22,6 +22,7 @@ PRUNERS = ("none", "random", "uniform", "specvlm", "attention", "uv", "window:fr
 RATIOS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0)
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_is_one_line(tmp_path):
     pytest.importorskip("vllm")
     job = {"llm": {"model": str(tmp_path / "absent")}, "samplings": [{}], "prompts": {"family": "qwen2.5-vl"}}
