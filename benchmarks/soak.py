@@ -252,7 +252,7 @@ class Soak:
             "failures": failures,
             "rss_slope_mb_per_min": judge.slope_mb_per_min(samples),
             "rss_mb": round(samples[-1][1] / judge.MB) if samples else None,
-            "rss_mb_over_time": [round(size / judge.MB) for _, size in samples[:: max(1, len(samples) // 16)]],
+            "rss_mb_over_time": thinned(samples),
             "preemptions": _total(ours.metrics_text(), "vllm:num_preemptions_total"),
             "counters": {key: gained[key] for key in (*SHOWN, *SHOWN_SKIPS)},
         }
@@ -279,6 +279,7 @@ class Soak:
             "rss_slope_mb_per_min": max(slopes, default=None),
             "vanilla_rss_slope_mb_per_min": judge.slope_mb_per_min(vanilla_memory),
             "vanilla_rss_mb": round(vanilla_memory[-1][1] / judge.MB) if vanilla_memory else None,
+            "vanilla_rss_mb_over_time": thinned(vanilla_memory),
             **record.latency(),
             "busy_s": {name: round(seconds, 1) for name, seconds in record.slices_s.items()},
             "answer_tokens": record.tokens,
@@ -290,6 +291,12 @@ class Soak:
             "bad": {kind: found[:20] for kind, found in bad.items()},
             "provenance": provenance(),
         }
+
+
+def thinned(samples: list[tuple[float, int]], at_most: int = 20) -> list[int]:
+    """Return so many of a server's memory readings at even distances, in MB, the last one included."""
+    step = max(1, -(-len(samples) // at_most))
+    return [round(size / judge.MB) for _, size in samples[::-1][::step]][::-1]
 
 
 def wait_idle(client: httpx.Client, server: VllmServer) -> dict[str, int]:
