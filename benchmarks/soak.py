@@ -103,7 +103,8 @@ class Memory(threading.Thread):
 class Record:
     """What has been seen: requests, verdicts, times."""
 
-    def __init__(self) -> None:
+    def __init__(self, say: Say) -> None:
+        self._say = say
         self.requests = 0
         self.compared = 0
         self.kinds: Counter[str] = Counter()
@@ -140,6 +141,7 @@ class Record:
         self.bad[kind].append(
             {"config": config, "about": ask.about, "turn": turn, "traits": ask.traits, "why": why, **fields}
         )
+        self._say(f"{config}: {kind}, {ask.about}: {why}")
 
     def latency(self) -> dict[str, Any]:
         """Return both servers' times, in all and by kind."""
@@ -175,7 +177,7 @@ class Soak:
         self._folder = Path(options.log_dir or tempfile.mkdtemp(prefix="vidspec-soak-"))
         self._folder.mkdir(parents=True, exist_ok=True)
         self._traffic = traffic.Traffic(random.Random(options.seed))
-        self.record = Record()
+        self.record = Record(say)
 
     def run(self) -> dict[str, Any]:
         """Serve, send, compare; return the result."""

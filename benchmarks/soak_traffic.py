@@ -310,6 +310,7 @@ def _take(reply: Reply, choice: dict[str, Any], said: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def client_for(concurrency: int) -> Iterator[httpx.Client]:
     """Yield a client of so many connections."""
-    limits = httpx.Limits(max_connections=2 * concurrency, max_keepalive_connections=concurrency)
+    # A server waits its turn for seconds, and closes what was idle for five: a request sent just then would be lost.
+    limits = httpx.Limits(max_connections=2 * concurrency, max_keepalive_connections=concurrency, keepalive_expiry=2.0)
     with httpx.Client(limits=limits, trust_env=False) as client:
         yield client
