@@ -137,21 +137,16 @@ def measure(name: str, spec: dict[str, Any], ratio: float, num_requests: int) ->
         row[f"{kind}_parts"] = {
             part: round(1e3 * statistics.median(parts.get(part, 0.0) for _, parts in steps), 4) for part in COMPONENTS
         }
+    show(row)
     return row
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return a Markdown table: of each component its ms, and its share of such a step."""
-    lines = [
-        f"| setting | step | ms | {' | '.join(COMPONENTS)} |",
-        f"| --- | --- | ---: | {' | '.join('---:' for _ in COMPONENTS)} |",
-    ]
-    for row in rows:
-        for kind in ("prompt", "verify"):
-            total, parts = row[f"{kind}_ms"], row[f"{kind}_parts"]
-            cells = [f"{ms:.2f} ({ms / total:.1%})" if ms else "-" for ms in (parts[part] for part in COMPONENTS)]
-            lines.append(f"| {row['setting']} | {kind} | {total:.1f} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def show(row: dict[str, Any]) -> None:
+    """Print one row: of each component its ms, and its share of such a step."""
+    for kind in ("prompt", "verify"):
+        whole, parts = row[f"{kind}_ms"], row[f"{kind}_parts"]
+        found = ", ".join(f"{part} {ms:.2f} ms ({ms / whole:.1%})" for part, ms in parts.items() if ms)
+        print(f"{row['setting']}: {kind} step {whole:.1f} ms: {found}", flush=True)
 
 
 def main() -> int:
@@ -162,7 +157,6 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = [measure(name, spec, options.inflate, options.requests) for name, spec in SETTINGS.items()]
-    print(table(rows))
     if options.json:
         options.json.write_text(json.dumps({"rows": rows, "provenance": provenance()}, indent=1) + "\n")
     return 0

@@ -34,6 +34,12 @@ def run_soak(record: Path, options: argparse.Namespace) -> bool:
     return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
 
 
+def quarters(readings: list[int]) -> str:
+    """Return what a list says at its begin, its quarters and its end."""
+    last = len(readings) - 1
+    return ", ".join(str(readings[round(part * last / 4)]) for part in range(5)) if readings else "-"
+
+
 def soak_text(result: dict[str, Any]) -> str:
     """Return the soak's tables."""
     made, kinds, traits = result["provenance"], result["kinds"], result["traits"]
@@ -57,18 +63,17 @@ def soak_text(result: dict[str, Any]) -> str:
         f"| draft KV blocks held when idle | {result['leaked_blocks']} |",
         f"| stored states held when idle | {result['leaked_states']} |",
         "",
-        "| configuration | requests | memory, MB | its slope, MB per minute | preemptions | accepted / drafts |",
+        "| configuration | requests | memory over its time, MB | slope, MB a minute | preempted | accepted / drafts |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in result["configs"]:
         counted = row["counters"]
         stood = f"{counted['accepted_tokens'] / max(1, counted['drafts']):.2f}"
         slope = row["rss_slope_mb_per_min"]
-        lines.append(
-            f"| {row['config']} | {row['requests']} | {row['rss_mb']} | {slope} | {row['preemptions']} | {stood} |"
-        )
+        memory = quarters(row["rss_mb_over_time"])
+        lines.append(f"| {row['config']} | {row['requests']} | {memory} | {slope} | {row['preemptions']} | {stood} |")
     lines += [
-        f"| vanilla, all the time | {result['requests']} | {result['vanilla_rss_mb']} "
+        f"| vanilla, all the time | {result['requests']} | {quarters(result['vanilla_rss_mb_over_time'])} "
         f"| {result['vanilla_rss_slope_mb_per_min']} | {result['vanilla_preemptions']} | none |",
         "",
         "| latency, s | answered | p50 | p95 | vanilla p50 | vanilla p95 |",

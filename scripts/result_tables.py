@@ -402,6 +402,22 @@ def frames_table(result: dict[str, Any]) -> str:
     )
 
 
+def parts_table(result: dict[str, Any]) -> str:
+    """Return the Markdown table of what parts of a step take beside an inflated target."""
+    rows = result["rows"]
+    parts = list(rows[0]["verify_parts"])
+    lines = []
+    for row in rows:
+        for kind in ("prompt", "verify"):
+            whole, found = row[f"{kind}_ms"], row[f"{kind}_parts"]
+            cells = [f"{ms:.2f} ({ms / whole:.1%})" if ms else "-" for ms in (found[part] for part in parts)]
+            lines.append([row["setting"], kind, f"{whole:.1f}", *cells])
+    first = rows[0]
+    asked = f"T_t / T_d asked for: {first['inflate']:g} ({first['label']})"
+    text = f"{asked}; {first['requests']} requests, one at a time.\n\n"
+    return text + markdown_table(["setting", "step", "ms", *(f"{part}, ms" for part in parts)], lines, num_words=2)
+
+
 # What has a table of its own.
 BODIES: dict[str, Callable[[dict[str, Any]], str]] = {
     "R6": demo_table,
@@ -415,6 +431,7 @@ BODIES: dict[str, Callable[[dict[str, Any]], str]] = {
     "R15": pair_table,
     "R15-frames": frames_table,
     "R17": pruner_tables,
+    "R18": parts_table,
 }
 
 
