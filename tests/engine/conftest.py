@@ -6,7 +6,9 @@ from collections.abc import Callable
 import pytest
 from filelock import FileLock
 
-from tests.engine import harness
+pytest.register_assert_rewrite("tests.engine.harness")  # it asserts for many tests: a failure says what differs
+
+from tests.engine import harness  # noqa: E402
 
 # A question so long that it fills a prompt of 10 * 32 + 1 tokens.
 QUESTION = (

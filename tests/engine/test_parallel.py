@@ -150,6 +150,7 @@ def test_a_killed_drafter_costs_drafts_and_nothing_else(reference, own):
     assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_running_requests_get_their_drafts_back(reference, own):
     """The drafter is killed and comes back while requests run: they are drafted for again, where they are by then."""
     with mock.patch.object(client, "_BACKOFF_S", (0.0,)):

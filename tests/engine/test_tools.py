@@ -71,6 +71,7 @@ def test_knobs_reach_the_pruner_of_a_pair_of_ones_own(tmp_path):
     assert not torch.equal(scores[0], scores[1])
 
 
+@pytest.mark.slow
 def test_show_pruning_draws_what_the_engine_kept(tmp_path):
     """LLaVA, whose newline counts but is not drawn; a row that differs from the engine's own choice is refused."""
     out = tmp_path / "pruning.png"

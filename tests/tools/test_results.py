@@ -13,7 +13,7 @@ from vllm_vidspec.tools import plots
 from vllm_vidspec.tools.bench import acceptance
 
 COMMANDS = ["R1", "R2", "R3", "R4", "R5", "R6", "R7", "R8", "R9", "R9-sage", "R10", "R11", "R12", "R12-relevance"]
-COMMANDS += ["R13", "R14-parallel", "R15", "R15-frames", "R16", "R16-loose", "R17", "R17-shapes"]
+COMMANDS += ["R13", "R14-parallel", "R15", "R15-frames", "R16", "R16-loose", "R17", "R17-shapes", "R18"]
 OF_PAPERS = ["paper-qwen2.5-vl", "paper-qwen2.5-vl-inflated", "paper-stock", "speed-qwen2.5-vl", "scaling-video"]
 COMMANDS += OF_PAPERS
 
