@@ -1,6 +1,7 @@
 """What the rows of `coexistence` run in this process: vanilla and vidspec under one setting, one engine at a time."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -225,10 +226,14 @@ def ec_connector(folder: Path) -> tuple[dict[str, int], str]:
 def prompt_embeds(_: Path) -> tuple[dict[str, int], str]:
     """A prompt of embeddings beside videos: it runs without drafts, counted; they with."""
     overrides = {"enable_prompt_embeds": True}
-    embeds = torch.randn(12, 128, generator=torch.Generator().manual_seed(0))
-    requests = [*harness.videos(QWEN, 3), ({"prompt_embeds": embeds}, {"temperature": 0.0})]
+    # vLLM reads as many numbers of a row as the model has, whatever there are: of shorter rows what lies behind them.
+    width = json.loads(Path(pairs.checkpoint(QWEN, "target"), "config.json").read_text())["text_config"]["hidden_size"]
+    embeds = torch.randn(12, width, generator=torch.Generator().manual_seed(0))
+    requests = [*harness.videos(QWEN, 3), ({"prompt_embeds": embeds}, {"temperature": 0.0, "logprobs": 1})]
     with harness.engine(QWEN, overrides=overrides) as engine:
         expected = engine.generate(requests)
+    logprobs = [entry.logprob for token in expected[-1].outputs[0].logprobs for entry in token.values()]
+    assert all(map(math.isfinite, logprobs)), "the prompt of embeddings is none of this model's"
     with harness.engine(QWEN, "draft", overrides, pruner="uniform") as engine:
         outputs, counted = engine.measured(requests)
     harness.assert_same_answers(expected, outputs)
