@@ -1,0 +1,39 @@
+"""R18's benchmark: which step a time is counted to."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import bench_overheads as overheads
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """An engine whose every call takes a second of its clock; an answer is two steps of its prompt and three verify
+    steps."""
+    now = iter(range(1000))
+    monkeypatch.setattr(overheads.time, "perf_counter", lambda: float(next(now)))
+    monkeypatch.setattr(overheads.Watched, "_wrap", lambda self, runner: self._watch.wrap(runner, "prune", "pruning"))
+    runner = SimpleNamespace(prune=lambda: None, execute_model=lambda output: runner.prune())
+
+    def generate(prompts, sampling, use_tqdm):
+        for num_drafts in (0, 0, 5, 5, 5):
+            runner.execute_model(
+                SimpleNamespace(scheduled_spec_decode_tokens={"0": [1] * num_drafts} if num_drafts else {})
+            )
+
+    worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
+    engine = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
+    return overheads.Watched(SimpleNamespace(llm_engine=engine, generate=generate))
+
+
+def test_a_prompts_steps_are_one_and_each_verify_step_is_its_own(watched):
+    """Catches: a prompt's pruning that counts to a verify step, a request's last step with the wait for the next."""
+    for _ in range(2):
+        watched.answer({})
+    assert [len(found) for found in (watched.prompts, watched.verifies)] == [2, 4]
+    assert all(parts == {"pruning": 2.0} for _, parts in watched.prompts)
+    assert all(parts == {"pruning": 1.0} for _, parts in watched.verifies)
+    assert {seconds for seconds, _ in watched.prompts} == {5.0} and {seconds for seconds, _ in watched.verifies} == {
+        3.0
+    }
