@@ -56,7 +56,7 @@ else
 	@$(PY) -m pytest --durations=3 -m "not slow" $(BOTH_CORES)
 endif
 
-test-slow: setup ## Run the slow tests: servers that are killed, a soak, faults, parallel drafting on a busy machine.
+test-slow: setup ## Run the slow tests: killed servers, a soak, faults, costly variants of what `make test` runs.
 	@$(PY) -m pytest --durations=10 -m slow --ignore tests/null_gpu
 	@$(CUDA_HOST) --vllm 0.32 -m pytest -m slow tests/null_gpu
 

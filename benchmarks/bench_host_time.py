@@ -91,6 +91,22 @@ class Stopwatch:
         return dict(parts)
 
 
+def wrap_foreign(watch: Stopwatch, runner: Any) -> None:
+    """Time what our code calls that is not ours: the draft's layers, vLLM's attention metadata and sampler."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    from vllm_vidspec.engine.draft import model as draft_model
+
+    for owner, names in (
+        (runner.speculator.draft_model, ("_run", "compute_logits", "embed")),
+        (draft_model, ("build_attn_metadata", "build_slot_mappings_by_layer")),
+        (runner.sampler, ("sample", "apply_sampling_params")),
+        (GPUModelRunner, ("take_draft_token_ids",)),
+    ):
+        for name in names:
+            watch.wrap(owner, name, FOREIGN)
+
+
 class HostTime:
     """Our host time in each step of one engine.
 
@@ -104,7 +120,7 @@ class HostTime:
         self._batch_size = 0  # of the step in flight, where that only decodes
         runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self._wrap_entries(runner)
-        self._wrap_foreign(runner)
+        wrap_foreign(self.watch, runner)
         self._wrap_parts(runner)
         self._wrap_steps(runner)
 
@@ -125,21 +141,6 @@ class HostTime:
             hook = runner.model_state.prepare_inputs
             cell = dict(zip(hook.__code__.co_freevars, hook.__closure__, strict=True))["adjust"]
             cell.cell_contents = watch.timed(cell.cell_contents, "target: positions")
-
-    def _wrap_foreign(self, runner: Any) -> None:
-        """Time what our code calls that is not ours."""
-        from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-        from vllm_vidspec.engine.draft import model as draft_model
-
-        for owner, names in (
-            (runner.speculator.draft_model, ("_run", "compute_logits", "embed")),
-            (draft_model, ("build_attn_metadata", "build_slot_mappings_by_layer")),
-            (runner.sampler, ("sample", "apply_sampling_params")),
-            (GPUModelRunner, ("take_draft_token_ids",)),
-        ):
-            for name in names:
-                self.watch.wrap(owner, name, FOREIGN)
 
     def _wrap_parts(self, runner: Any) -> None:
         """Time the parts of what is ours."""

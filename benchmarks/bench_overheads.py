@@ -20,12 +20,13 @@ from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.bench_host_time import FOREIGN, Stopwatch
+from benchmarks.bench_host_time import Stopwatch, wrap_foreign
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.bench import parallel
 from vllm_vidspec.tools.bench.methods import SEQUENTIAL
 from vllm_vidspec.tools.provenance import provenance
+from vllm_vidspec.tools.tables import percent
 
 FAMILY = "qwen2.5-vl"
 ANSWER_TOKENS = 64
@@ -36,6 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tree-static, specvlm, strict": {"pruner": "specvlm", "drafting": "tree-static"},
     "tree-adaptive, specvlm, strict": {"pruner": "specvlm", "drafting": "tree-adaptive"},
 }
+RACE = parallel.Race(families=(FAMILY,), pruner="specvlm")  # whose draft's step the ratio is of
 COMPONENTS = ("guidance", "pruning", "relevance", "tree building", "scoring")
 
 
@@ -84,15 +86,12 @@ class Watched:
         self._watch.unwrap()
 
     def _wrap(self, runner: Any) -> None:
-        from vllm_vidspec.engine.draft import model as draft_model
         from vllm_vidspec.engine.draft.noise import CoupledSampler
         from vllm_vidspec.engine.listen.prompts import PendingScores
 
+        wrap_foreign(self._watch, runner)
         drafts, trees = runner.speculator.drafter, runner.speculator.drafter.trees
         wrapped: list[tuple[Any, tuple[str, ...], str]] = [
-            (runner.speculator.draft_model, ("_run", "compute_logits", "embed"), FOREIGN),
-            (draft_model, ("build_attn_metadata", "build_slot_mappings_by_layer"), FOREIGN),
-            (runner.sampler, ("sample", "apply_sampling_params"), FOREIGN),
             (runner.parts.guidance, ("before_forward", "after_forward", "take"), "guidance"),
             (PendingScores, ("wait",), "guidance"),
             (drafts.prefills, ("_plan", "_choose", "_prune"), "pruning"),
@@ -114,14 +113,12 @@ class Watched:
                 self._watch.wrap(owner, name, component)
 
 
-def measure(name: str, spec: dict[str, Any], ratio: float, num_requests: int) -> dict[str, Any]:
+def measure(name: str, spec: dict[str, Any], course: parallel.Course, num_requests: int) -> dict[str, Any]:
     """Load one engine, answer the requests, and return its row."""
     from vllm import LLM
 
     contender = parallel.Contender("vidspec", SEQUENTIAL, {"prune_ratio": 0.9} | spec)
-    race = parallel.Race(families=(FAMILY,), inflate=(ratio,), pruner="specvlm")
-    course = parallel.course_for(race, FAMILY, ratio)
-    llm = LLM(**course.job(race, contender, [0])["llm"])
+    llm = LLM(**course.job(RACE, contender, [0])["llm"])
     watched = Watched(llm)
     for i in range(num_requests + 1):
         watched.answer(pairs.video_prompt(FAMILY, world.held_out(i).frames))
@@ -130,7 +127,7 @@ def measure(name: str, spec: dict[str, Any], ratio: float, num_requests: int) ->
             watched.verifies.clear()
     watched.unwrap()
     llm.llm_engine.engine_core.shutdown()
-    row: dict[str, Any] = {"setting": name, "inflate": ratio, "label": course.label, "requests": num_requests}
+    row: dict[str, Any] = {"setting": name, "inflate": course.ratio, "label": course.label, "requests": num_requests}
     for kind, steps in (("prompt", watched.prompts), ("verify", watched.verifies)):
         row[f"{kind}_ms"] = round(1e3 * statistics.median(seconds for seconds, _ in steps), 3)
         row[f"{kind}_steps"] = len(steps)
@@ -145,7 +142,7 @@ def show(row: dict[str, Any]) -> None:
     """Print one row: of each component its ms, and its share of such a step."""
     for kind in ("prompt", "verify"):
         whole, parts = row[f"{kind}_ms"], row[f"{kind}_parts"]
-        found = ", ".join(f"{part} {ms:.2f} ms ({ms / whole:.1%})" for part, ms in parts.items() if ms)
+        found = ", ".join(f"{part} {ms:.2f} ms ({percent(ms / whole)})" for part, ms in parts.items() if ms)
         print(f"{row['setting']}: {kind} step {whole:.1f} ms: {found}", flush=True)
 
 
@@ -156,7 +153,8 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows = [measure(name, spec, options.inflate, options.requests) for name, spec in SETTINGS.items()]
+    course = parallel.course_for(RACE, FAMILY, options.inflate)
+    rows = [measure(name, spec, course, options.requests) for name, spec in SETTINGS.items()]
     if options.json:
         options.json.write_text(json.dumps({"rows": rows, "provenance": provenance()}, indent=1) + "\n")
     return 0

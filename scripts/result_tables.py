@@ -368,12 +368,18 @@ def demo_table(result: dict[str, Any]) -> str:
     return markdown_table([result["family"], "vanilla vLLM", "vLLM + vidspec"], rows) + f"> {ours['text'].strip()}\n\n"
 
 
+def asked_ratio(ratio: float, label: str) -> str:
+    """Return how a pair was inflated; `label` as in `Course.label`."""
+    asked = f"T_t / T_d asked for: {ratio:g}" if ratio else "the pair as it is"
+    return asked + (f" ({label})" if label else "")
+
+
 def race_tables(result: dict[str, Any]) -> str:
     """Return a Markdown table per family and ratio of `bench parallel`, and a list of what did not run."""
     text = ""
     for (family, ratio), rows in race_views.groups(result["rows"]).items():
-        first, asked = rows[0], f"T_t / T_d asked for: {ratio:g}" if ratio else "the pair as it is"
-        text += f"`{family}`, {asked}" + (f" ({first['label']})" if first["label"] else "")
+        first = rows[0]
+        text += f"`{family}`, {asked_ratio(ratio, first['label'])}"
         text += f"; {first['rounds']} rounds of {first['requests']} requests, one at a time."
         text += f" Published: {first['published_pair']}.\n\n" if "published_pair" in first else "\n\n"
         columns = race_views.columns(rows)
@@ -410,11 +416,10 @@ def parts_table(result: dict[str, Any]) -> str:
     for row in rows:
         for kind in ("prompt", "verify"):
             whole, found = row[f"{kind}_ms"], row[f"{kind}_parts"]
-            cells = [f"{ms:.2f} ({ms / whole:.1%})" if ms else "-" for ms in (found[part] for part in parts)]
+            cells = [f"{ms:.2f} ({percent(ms / whole)})" if ms else "-" for ms in (found[part] for part in parts)]
             lines.append([row["setting"], kind, f"{whole:.1f}", *cells])
     first = rows[0]
-    asked = f"T_t / T_d asked for: {first['inflate']:g} ({first['label']})"
-    text = f"{asked}; {first['requests']} requests, one at a time.\n\n"
+    text = f"{asked_ratio(first['inflate'], first['label'])}; {first['requests']} requests, one at a time.\n\n"
     return text + markdown_table(["setting", "step", "ms", *(f"{part}, ms" for part in parts)], lines, num_words=2)
 
 
