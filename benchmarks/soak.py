@@ -51,8 +51,9 @@ SCORERS = {
 # for all videos, so that it is full, and some are dropped, before memory is judged.
 ENGINE = {
     "kv_cache_memory_bytes": 48 * 2**20,
+    "max_model_len": 1024,
     "block_size": 32,
-    "num_gpu_blocks_override": 96,
+    "num_gpu_blocks_override": 40,
     "mm_processor_cache_gb": 0.05,
     "max_num_seqs": 12,
     "limit_mm_per_prompt": {"video": 2, "image": traffic.MAX_IMAGES},
@@ -61,6 +62,9 @@ ENGINE = {
 # that grows, with vanilla too. From this size on it is given back at once, so that a slope is of what is kept.
 # One arena for all threads: each would otherwise keep what another of them could use.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**17), "MALLOC_TRIM_THRESHOLD_": str(2**17), "MALLOC_ARENA_MAX": "1"}
+# oneDNN generates code for each number of rows that a weight meets, half a megabyte with its tables, and by itself keeps
+# the last thousand: that grows for as many minutes as there are new numbers, with vanilla too.
+_CODE = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 CONCURRENCY, SLICE = 16, 48
 MEMORY_EVERY_S = 2.0
 IDLE_WITHIN_S = 60.0
@@ -176,7 +180,7 @@ class Soak:
         self._options, self._say = options, say
         self._folder = Path(options.log_dir or tempfile.mkdtemp(prefix="vidspec-soak-"))
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._traffic = traffic.Traffic(random.Random(options.seed))
+        self._traffic = traffic.Traffic(random.Random(options.seed), ENGINE["max_model_len"])
         self.record = Record(say)
 
     def run(self) -> dict[str, Any]:
@@ -355,7 +359,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     options = parsed()
-    os.environ.update(_MALLOC)  # of the servers
+    os.environ.update(_MALLOC | _CODE)  # of the servers
     say: Say = lambda line: print(f"[soak] {line}", flush=True)  # noqa: E731
     try:
         if options.json:

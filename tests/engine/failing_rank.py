@@ -64,6 +64,25 @@ def be_impatient(worker) -> None:
     worker.model_runner.agreement.failed_patience_s = 1.0
 
 
+def _break(engine, hit, ask) -> None:
+    """Let one failure of one rank be too many; ask while speculation is off, and once it is on again."""
+
+    def look() -> None:
+        time.sleep(0.3)  # the scheduler's side looks now and then
+        engine.idle()
+
+    breaker = engine.scheduler._vidspec_side._breaker
+    look()
+    breaker._failures.clear()
+    most, rest_s, breaker._most, breaker._rest_s = breaker._most, breaker._rest_s, 1, 3600.0
+    hit("prefill", (1,))
+    look()
+    ask("off")
+    breaker._most, breaker._rest_s, breaker._until = most, rest_s, 0.0
+    look()
+    ask("on again")
+
+
 def main() -> None:
     """Print what came of the request that each injection hit, and of those without one."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # functions are sent to workers only by this process itself
@@ -101,6 +120,7 @@ def main() -> None:
         hit(point, (rank,))
     hit("draft", (0, 1))
     ask("strict again")
+    _break(engine, hit, ask)
     for point in ("claim", "hear", "finish"):  # the first three, so that nobody has left the states
         hit(point, **LOOSE)
     ask("loose", **LOOSE)

@@ -133,7 +133,8 @@ def test_ranks_act_alike_on_what_fails_on_one_of_them(vanilla, failing):
     """A failure of one rank in prefill, guidance or relevance: the engine goes on, as vanilla would, on all ranks.
 
     Catches: a rank that skips a collective the other waits in; ranks that prune, draft or verify differently from
-    then on; a request that stays loose on one rank; requests after it that pay too. And a failure while decoding,
+    then on; a request that stays loose on one rank; requests after it that pay too; one rank that still drafts during
+    a cool-down. And a failure while decoding,
     where nobody waits for the others, ends the engine with a line that names the rank, not with a hang.
     """
     result, printed = failing
@@ -148,6 +149,9 @@ def test_ranks_act_alike_on_what_fails_on_one_of_them(vanilla, failing):
         for counter in ("drafts", "accepted_tokens", "loosened_tokens", "guided_prompts", "relevance_prompts"):
             assert first["counters"][counter] == again["counters"][counter]
     assert result["loose"]["counters"]["loosened_tokens"] > 0
+    off, on = result["off"]["counters"], result["on again"]["counters"]
+    assert off["draft_steps"] == off["drafts"] == off["speculation_on"] == 0
+    assert on["accepted_tokens"] > 0 and on["speculation_on"] == 1
     assert all(result[name]["counters"]["guided_prompts"] == 1 for name in ("strict", "loose", "uv"))
 
     assert "rank 1 of 2 ends the engine: in drafting rank 0 did not answer within 1 s" in printed

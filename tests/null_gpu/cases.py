@@ -63,6 +63,7 @@ class Case:
         before: Called before the engine starts.
         after: Called with the session once its requests are aborted; returns what it measured.
         is_planted: Whether it carries defects on purpose.
+        is_slow: Whether `make test-slow` runs it: an engine more for what others almost show.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Case:
     before: Callable[[], None] | None = None
     after: Callable[[Any], dict[str, Any]] | None = None
     is_planted: bool = False
+    is_slow: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -168,7 +170,7 @@ _ALL = (
     Case("adaptive sampled", _ADAPTIVE, sampling=_WARM, **_PLANNED, **_FEW_STEPS, most_launches=254),
     Case("loose", {"scorer": "loose"}, most_launches=361, **_VARIANT),
     Case("uv", {"pruner": "uv"}, most_launches=357, **_VARIANT),
-    Case("self", {"draft": "target"}, most_launches=429, **_VARIANT),
+    Case("self", {"draft": "target"}, most_launches=429, is_slow=True, **_VARIANT),
     Case("parallel", _PARALLEL, allowed=_COMMITS, crossings=(*CROSSINGS, *_STREAMS), most_launches=132),
     Case("vanilla graphs", overrides=GRAPHS),
     Case("vanilla graphs batch", overrides=GRAPHS, batch=3, **_VARIANT),
@@ -214,7 +216,7 @@ _ALL = (
         after=kernels_of_drafts,
     ),
     Case("self graphs", {"draft": "target"}, "vanilla graphs", overrides=GRAPHS, most_launches=30, **_VARIANT),
-    Case("vanilla graphs sixteen", overrides=GRAPHS_SIXTEEN, batch=16, **_VARIANT),
+    Case("vanilla graphs sixteen", overrides=GRAPHS_SIXTEEN, batch=16, is_slow=True, **_VARIANT),
     Case(
         "chain graphs sixteen",
         {},
@@ -222,6 +224,7 @@ _ALL = (
         overrides=GRAPHS_SIXTEEN,
         batch=16,
         most_launches=30,
+        is_slow=True,
         **_VARIANT,
     ),
     Case("vanilla pieces", overrides=PIECES, **_VARIANT),
