@@ -62,8 +62,8 @@ ENGINE = {
 # that grows, with vanilla too. From this size on it is given back at once, so that a slope is of what is kept.
 # One arena for all threads: each would otherwise keep what another of them could use.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**17), "MALLOC_TRIM_THRESHOLD_": str(2**17), "MALLOC_ARENA_MAX": "1"}
-# oneDNN generates code for each number of rows that a weight meets, half a megabyte with its tables, and by itself keeps
-# the last thousand: that grows for as many minutes as there are new numbers, with vanilla too.
+# oneDNN generates code for each number of rows that a weight meets, half a megabyte with its tables, and keeps the last
+# thousand unless it is told: that grows for as many minutes as there are new numbers, with vanilla too.
 _CODE = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 CONCURRENCY, SLICE = 16, 48
 MEMORY_EVERY_S = 2.0
