@@ -359,7 +359,8 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     options = parsed()
-    os.environ.update(_MALLOC | _CODE)  # of the servers
+    for name, value in (_MALLOC | _CODE).items():  # of the servers
+        os.environ.setdefault(name, value)
     say: Say = lambda line: print(f"[soak] {line}", flush=True)  # noqa: E731
     try:
         if options.json:
