@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from scipy.optimize import linprog
+
 from vllm_vidspec import planning
 from vllm_vidspec.planning import acceptance, planner
 from vllm_vidspec.planning.acceptance import Agreement
@@ -242,23 +245,31 @@ def roofline_text() -> str:
 
 # ---- measured on the CPU engine --------------------------------------------------------------------------------------
 
-FILES = ("R14-parallel.json", "parallel-table.json")
+# By file: the methods that its rows are taken of, None for all. Adaptive trees have no fixed number of forwards, and a
+# target that drafts for itself is no draft of an inflated pair.
+FILES: dict[str, tuple[str, ...] | None] = {
+    "R14-parallel.json": None,
+    "parallel-table.json": None,
+    "paper-qwen2.5-vl-inflated.json": (
+        "SD-chain", "SD-tree", "SD-Rand", "SpecVLM", "ParallelVLM", "LVSpec", "FLy", "OnSD",
+    ),
+}  # fmt: skip
 TREE = "tree-static"
 
 
 def measured_rows() -> list[dict[str, Any]]:
     """Return the rows of inflated pairs that draft, each with what its own fields say of acceptance and answers."""
     found = []
-    for file in FILES:
+    for file, methods in FILES.items():
         rates: dict[float, float] = {}
         for row in json.loads((RESULTS / file).read_text())["rows"]:
-            if row["mode"] == "vanilla":
+            if row["mode"] == "vanilla" or (methods is not None and row["method"] not in methods):
                 continue
             answers = row["requests"] * row["rounds"]
             row["file"], row["answers"] = file, answers
             row["answer"] = round((row["output_tokens"] - answers) / answers)
             row["forwards"] = TREE_FORWARDS if row["drafting"] == TREE else row["num_speculative_tokens"]
-            if row["method"] == "sequential":
+            if row["method"] in ("sequential", "SD-chain"):
                 rates[row["inflate"]] = planning.rate_of_chain(row["acceptance_length"], row["forwards"])
             row["rate"] = rates[row["inflate"]]  # of the chain beside it: the same pair, pruner and prompts
             found.append(row)
@@ -281,23 +292,41 @@ def length_of(row: Mapping[str, Any]) -> float:
 
 
 def rest_of(row: Mapping[str, Any]) -> float:
-    """Return what a step takes beside T_t and its draft forwards, in draft forwards: from the row's own speed-up."""
+    """Return what a step takes beside T_t and its draft forwards, in ms: from the row's own speed-up."""
     step = length_of(row) * row["t_target_ms"] / row["speedup"]
-    return (step - row["t_target_ms"]) / row["t_draft_ms"] - row["forwards"]
+    return step - row["t_target_ms"] - row["forwards"] * row["t_draft_ms"]
+
+
+def rest_from(others: Sequence[Mapping[str, Any]], row: Mapping[str, Any]) -> float:
+    """Return the rest of a row's step in ms, from what others take.
+
+    It is a sum of so many draft forwards, which is the host's work, and of so many target steps, as all rows are
+    verified. None is below 0, and the sum of what is off is least (each row in units of its T_t): one row that is far
+    off does not pull the others' along.
+    """
+    times = np.array([[one["t_draft_ms"], one["t_target_ms"]] for one in others])
+    scale = 1.0 / times[:, 1]
+    parts, rests, off = times * scale[:, None], scale * [rest_of(one) for one in others], np.eye(len(others))
+    found = linprog(
+        np.r_[0.0, 0.0, np.ones(len(others))],
+        A_ub=np.block([[parts, -off], [-parts, -off]]),
+        b_ub=np.r_[rests, -rests],
+    )
+    return float(found.x[:2] @ [row["t_draft_ms"], row["t_target_ms"]])
 
 
 def stream_costs(row: Mapping[str, Any]) -> tuple[float, float, float]:
-    """Return what a parallel row's own times say, in draft forwards.
+    """Return what a parallel row's own times say.
 
     Returns:
-        What a step with drafts takes more than T_t; what a turn of the drafter takes more than a forward; how long an
-        answer waits for its drafter.
+        What a step with drafts takes more than T_t, in target steps; what a turn of the drafter takes more than a
+        forward, and how long an answer waits for its drafter, in draft forwards.
     """
     forward = row["t_draft_ms"]
     decode_ms = 1e3 * (row["output_tokens"] - row["answers"]) / row["tokens_per_s"]
     startup_ms = row["late_drafts"] / row["answers"] * row["t_target_ms"]
     drawing_ms = decode_ms - row["answers"] * startup_ms  # while it waits it draws nothing
-    step = (row["t_step_ms"] - row["t_target_ms"]) / forward
+    step = row["t_step_ms"] / row["t_target_ms"] - 1
     return step, drawing_ms / row["stream_tokens"] / forward - 1, startup_ms / forward
 
 
@@ -313,7 +342,7 @@ def checked_rows() -> list[dict[str, Any]]:
         else:
             times = (length_of(row), row["t_target_ms"], row["forwards"] * row["t_draft_ms"], row["t_target_ms"])
             bare = planning.speedup(*times)
-            full = planning.speedup(*times, overhead=mean([rest_of(one) for one in others]) * row["t_draft_ms"])
+            full = planning.speedup(*times, overhead=rest_from(others, row))
         found.append(row | {"bare": bare, "full": full, "error": full / row["speedup"] - 1})
     return found
 
@@ -321,7 +350,7 @@ def checked_rows() -> list[dict[str, Any]]:
 def streams(row: Mapping[str, Any], costs: Sequence[float]) -> float:
     """Return the speed-up of a parallel row by following its streams; `costs` as `stream_costs` returns them."""
     target, forward = row["t_target_ms"], row["t_draft_ms"]
-    step, turn, startup = (forward * cost for cost in costs)
+    step, turn, startup = target * costs[0], forward * costs[1], forward * costs[2]
     window = planning.window_of(target + step, forward, row["acceptance_rate"], row["num_speculative_tokens"])
     times = planning.StreamTimes(lambda drafts: target + step * (drafts > 0), forward + turn, startup)
     run = planning.run_streams(Agreement((row["rate"],)), window, times, answers=400, answer=row["answer"])

@@ -6,7 +6,7 @@
 The commands stand in front of a result's marker, its tables between `<!-- NAME -->` and `<!-- /NAME -->`; the JSON
 files hold every row with its provenance. What takes several commands is one file; R9 also stands for R9-sage, R12 for
 R12-relevance, `paper` for all whose names begin so. `<!-- summary -->` is what they come to, `<!-- figure -->` its
-first lines, in README.md.
+first lines, in README.md, where `<!-- wall-clock -->` has three rows of a paper table.
 """
 
 import argparse
@@ -140,6 +140,8 @@ def filled(page: str, results: dict[str, dict[str, Any]]) -> str:
         if name in ("figure", "summary") and results.keys() >= tables.AXES.keys():
             which = (tables.CLAIM, "docs/results/README.md") if name == "figure" else ()
             return opening + tables.figure(results, *which) + closing
+        if name == "wall-clock" and paper_tables.WALL_CLOCK in results:
+            return opening + paper_tables.wall_clock(results[paper_tables.WALL_CLOCK]) + closing
         body_of = paper_tables.body_of if paper_tables.views_of(name) else tables.body_of
         return opening + (body_of(name, results[name]) if name in results else old) + closing
 

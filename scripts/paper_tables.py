@@ -13,6 +13,10 @@ from vllm_vidspec.tools.tables import Columns
 VIEWS: dict[str, ModuleType] = {"paper": paper_views, "speed": speed_views, "scaling": scaling_views}
 
 
+# The result that README.md's decode speed is of.
+WALL_CLOCK = "paper-qwen2.5-vl-inflated"
+
+
 def views_of(name: str) -> ModuleType | None:
     """Return the module that shows a result of this page, None of another page's."""
     return VIEWS.get(name.split("-")[0])
@@ -27,6 +31,26 @@ def body_of(name: str, result: dict[str, Any]) -> str:
     if (tables.FOLDER / f"{name}.png").exists():
         text += f"![{WORDS[name.split('-')[0]]}](results/{name}.png)\n\n"
     return text + tables.origin(result) + "\n"
+
+
+def wall_clock(result: dict[str, Any]) -> str:
+    """Return what README.md says of decode speed: two methods that lose nothing, and a loose one."""
+    rows = {row["method"]: row for row in result["rows"]}
+    named = {
+        "a chain of 5, in turns with the target": rows["SD-chain"],
+        "in parallel (`parallel`)": rows["ParallelVLM"],
+        "a chain of 10, `loose`": rows["LVSpec"],
+    }
+    asked = f"target {rows['SD-chain']['inflate']:g} times the draft"
+    lines = [
+        (
+            words,
+            f"{row['speedup']:.2f}x ({row['speedup_p20']:.2f} to {row['speedup_p80']:.2f})",
+            tables.share(row["identical_frac"]),
+        )
+        for words, row in named.items()
+    ]
+    return tables.markdown_table([asked, "decode speed over vanilla", "answers that equal its"], lines, end="")
 
 
 def shown(columns: Columns, rows: Iterable[Any], num_words: int = 1) -> str:
