@@ -17,7 +17,7 @@ pytestmark = pytest.mark.engine
 PRUNERS = ("specvlm", "attention", "uv", "uniform")
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_each_request_has_a_pruner_of_its_own(reference, tmp_path, is_async):
     """Four pruners in one batch: attention and hidden states are heard for those that need them, for nobody else.
 

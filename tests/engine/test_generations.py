@@ -86,7 +86,7 @@ def test_deepstack_features_are_looked_at(made, monkeypatch):
     ("target", "draft", "shape", "pruner"),
     [
         (QWEN3, QWEN3, "tree-static", "specvlm"),
-        (QWEN3_MOE, QWEN3, "chain", "uv"),
+        pytest.param(QWEN3_MOE, QWEN3, "chain", "uv", marks=pytest.mark.slow),
         (QWEN3_MOE, QWEN3, "tree-adaptive", "dycoke"),
     ],
 )

@@ -1,7 +1,6 @@
 """Guidance against a float64 reference in every scheduling situation, and what happens where it cannot be had."""
 
 import dataclasses
-import itertools
 
 import numpy as np
 import pytest
@@ -47,7 +46,12 @@ def check_scores(family: str, outputs: list, videos: list[list[np.ndarray]], rec
 
 
 @pytest.mark.parametrize(
-    "family,situation", [*itertools.product(FAMILIES, ["one-chunk", "many-chunks"]), (QWEN3, "many-chunks")]
+    "family,situation",
+    [
+        (QWEN, "one-chunk"),
+        pytest.param(LLAVA, "one-chunk", marks=pytest.mark.slow),
+        *((family, "many-chunks") for family in (*FAMILIES, QWEN3)),
+    ],
 )
 @pytest.mark.parametrize("pruner,layer", [("specvlm", None), ("uv", 3)], ids=["attention", "uv"])
 def test_scores_equal_the_reference(family, situation, pruner, layer):

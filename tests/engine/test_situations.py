@@ -26,7 +26,7 @@ pytestmark = pytest.mark.engine
         (QWEN, "chain", {"max_num_batched_tokens": 260}),
         (QWEN, "chain", {"async_scheduling": False}),
         (LLAVA, "tree-static", {"max_num_batched_tokens": 64}),
-        (QWEN, "tree-adaptive", {"max_num_batched_tokens": 260}),
+        pytest.param(QWEN, "tree-adaptive", {"max_num_batched_tokens": 260}, marks=pytest.mark.slow),
         pytest.param(QWEN, "tree-static", {"enforce_eager": False}, marks=pytest.mark.slow),  # compiles
         *((QWEN, shape, "async") for shape in ("chain", *TREES)),
     ],
