@@ -34,7 +34,14 @@ PROCESSED = (2, 3, 6, 11)
 WHOLE = {"chain": "chain", "tree-static": "tree", "tree-adaptive": "level"}  # the part that every step runs
 
 
-@pytest.fixture(scope="module", params=itertools.product(FAMILIES, ("chain", *TREES)), ids=" ".join)
+# Every family with every shape; two are slow, whose family and shape others have.
+ENGINES = [
+    pytest.param(pair, marks=[pytest.mark.slow] * (pair in ((QWEN, "chain"), (LLAVA, "tree-static"))))
+    for pair in itertools.product(FAMILIES, ("chain", *TREES))
+]
+
+
+@pytest.fixture(scope="module", params=ENGINES, ids=" ".join)
 def captured(request, reference) -> Iterator[tuple[Engine, str, dict]]:
     """An engine whose draft steps are captured, and vanilla's answers; one of them schedules a step ahead."""
     family, shape = request.param

@@ -105,7 +105,7 @@ def run(tmp_path, name: str, seed: int, on_device: bool, **more) -> tuple[World,
         return here, drive(here, device, seed, expected)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_decode_step_equals_the_cpus_and_crosses_what_it_must(tmp_path, name, temperature):
     """Catches: torch text that differs from numpy's, a host tensor among the device's, a wait on the decode path."""
