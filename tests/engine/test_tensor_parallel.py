@@ -89,10 +89,14 @@ def test_loose_ranks_decide_alike(one, two):
         torch.testing.assert_close(*values, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("pruner", ["specvlm", "uv"])
-def test_guidance_of_two_ranks_equals_the_reference(two, failing, pruner):
+@pytest.mark.parametrize("pruner", ["specvlm", pytest.param("uv", marks=pytest.mark.slow)])
+def test_guidance_of_two_ranks_equals_the_reference(request, pruner):
     """Catches: one rank's heads only, heads counted twice, ranks that keep different tokens."""
-    found, count = (two["strict"], 2) if pruner == "specvlm" else (failing[0]["uv"], 1)
+    # Whom each fixture runs takes a minute: only the one that is asked for.
+    if pruner == "specvlm":
+        found, count = request.getfixturevalue("two")["strict"], 2
+    else:
+        found, count = request.getfixturevalue("failing")[0]["uv"], 1
     assert len(found["scores"]) == 2 and found["scores"][0] == found["scores"][1]
     assert found["kept_indices"][0] == found["kept_indices"][1]
     for i, video in enumerate(harness.shown(count)):
@@ -129,6 +133,7 @@ COSTS = {
 }
 
 
+@pytest.mark.slow
 def test_ranks_act_alike_on_what_fails_on_one_of_them(vanilla, failing):
     """A failure of one rank in prefill, guidance or relevance: the engine goes on, as vanilla would, on all ranks.
 
