@@ -61,10 +61,14 @@ ENGINE = {
 # glibc keeps the room of a video's pixels once they are freed, in pieces that later ones do not fit: for many minutes
 # that grows, with vanilla too. From this size on it is given back at once, so that a slope is of what is kept.
 # One arena for all threads: each would otherwise keep what another of them could use.
-_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**17), "MALLOC_TRIM_THRESHOLD_": str(2**17), "MALLOC_ARENA_MAX": "1"}
 # oneDNN generates code for each number of rows that a weight meets, half a megabyte with its tables, and keeps the last
 # thousand unless it is told: that grows for as many minutes as there are new numbers, with vanilla too.
-_CODE = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
+_ENVIRONMENT = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**17),
+    "MALLOC_TRIM_THRESHOLD_": str(2**17),
+    "MALLOC_ARENA_MAX": "1",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+}
 CONCURRENCY, SLICE = 16, 48
 MEMORY_EVERY_S = 2.0
 IDLE_WITHIN_S = 60.0
@@ -359,7 +363,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     options = parsed()
-    for name, value in (_MALLOC | _CODE).items():  # of the servers
+    for name, value in _ENVIRONMENT.items():  # of the servers
         os.environ.setdefault(name, value)
     say: Say = lambda line: print(f"[soak] {line}", flush=True)  # noqa: E731
     try:

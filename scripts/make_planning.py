@@ -7,6 +7,7 @@ page to what this writes.
 """
 
 import json
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -331,13 +332,16 @@ def stream_costs(row: Mapping[str, Any]) -> tuple[float, float, float]:
 
 
 def checked_rows() -> list[dict[str, Any]]:
-    """Return every measured row with both predictions: from its own times, and with the rest from the other rows."""
+    """Return every measured row with both predictions: from its own times, and with the rest from the other rows.
+
+    Of streams each cost is the others' median: as in `rest_from`, the sum of what is off is least.
+    """
     rows, found = measured_rows(), []
     for row in rows:
         others = [one for one in rows if one is not row and kind_of(one) == kind_of(row)]
         if row["mode"] == "parallel":
             bare = streams(row, (0.0, 0.0, 0.0))
-            costs = tuple(mean(values) for values in zip(*map(stream_costs, others), strict=True))
+            costs = tuple(statistics.median(values) for values in zip(*map(stream_costs, others), strict=True))
             full = streams(row, costs)
         else:
             times = (length_of(row), row["t_target_ms"], row["forwards"] * row["t_draft_ms"], row["t_target_ms"])

@@ -11,8 +11,6 @@ from vllm_vidspec.tools.tables import Columns
 
 # What a result's name begins with -> what shows it.
 VIEWS: dict[str, ModuleType] = {"paper": paper_views, "speed": speed_views, "scaling": scaling_views}
-
-
 # The result that README.md's decode speed is of.
 WALL_CLOCK = "paper-qwen2.5-vl-inflated"
 
@@ -37,20 +35,15 @@ def wall_clock(result: dict[str, Any]) -> str:
     """Return what README.md says of decode speed: two methods that lose nothing, and a loose one."""
     rows = {row["method"]: row for row in result["rows"]}
     named = {
-        "a chain of 5, in turns with the target": rows["SD-chain"],
-        "in parallel (`parallel`)": rows["ParallelVLM"],
-        "a chain of 10, `loose`": rows["LVSpec"],
+        "SD-chain": "a chain of 5, in turns with the target",
+        "ParallelVLM": "in parallel (`parallel`)",
+        "LVSpec": "a chain of 10, `loose`",
     }
-    asked = f"target {rows['SD-chain']['inflate']:g} times the draft"
-    lines = [
-        (
-            words,
-            f"{row['speedup']:.2f}x ({row['speedup_p20']:.2f} to {row['speedup_p80']:.2f})",
-            tables.share(row["identical_frac"]),
-        )
-        for words, row in named.items()
-    ]
-    return tables.markdown_table([asked, "decode speed over vanilla", "answers that equal its"], lines, end="")
+    return tables.table(
+        f"target {rows['SD-chain']['inflate']:g} times the draft | decode speed over vanilla | answers that equal its",
+        "{words} | {speedup:.2f}x ({speedup_p20:.2f} to {speedup_p80:.2f}) | {identical_frac:%}",
+        [rows[method] | {"words": words} for method, words in named.items()],
+    )
 
 
 def shown(columns: Columns, rows: Iterable[Any], num_words: int = 1) -> str:

@@ -1,6 +1,6 @@
 """Write what the recipes of docs/benchmarks.md send: held-out videos as mp4 files, and lists of them for each client.
 
-    python benchmarks/clients/make_data.py --out /tmp/clients [--videos 8]
+    python benchmarks/clients/make_data.py --out runs/clients [--videos 8]
 
 Under the folder: `videos/*.mp4`, `sharegpt.json` for `vllm bench serve`, and `lmms/`, a task of lmms-eval.
 """

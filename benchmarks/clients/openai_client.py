@@ -1,6 +1,6 @@
 """Ask a server about a video with the openai package, and with LangChain's where it is installed.
 
-python benchmarks/clients/openai_client.py --url http://127.0.0.1:8000/v1 --video /tmp/clients/videos/000.mp4
+python benchmarks/clients/openai_client.py --url http://127.0.0.1:8000/v1 --video runs/clients/videos/000.mp4
 """
 
 import argparse

@@ -66,20 +66,15 @@ def be_impatient(worker) -> None:
 
 def _break(engine, hit, ask) -> None:
     """Let one failure of one rank be too many; ask while speculation is off, and once it is on again."""
-
-    def look() -> None:
-        time.sleep(0.3)  # the scheduler's side looks now and then
-        engine.idle()
-
-    breaker = engine.scheduler._vidspec_side._breaker
-    look()
+    breaker = engine.breaker
+    engine.look()
     breaker._failures.clear()
     most, rest_s, breaker._most, breaker._rest_s = breaker._most, breaker._rest_s, 1, 3600.0
     hit("prefill", (1,))
-    look()
+    engine.look()
     ask("off")
     breaker._most, breaker._rest_s, breaker._until = most, rest_s, 0.0
-    look()
+    engine.look()
     ask("on again")
 
 

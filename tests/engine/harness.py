@@ -7,6 +7,7 @@ change, these two files follow.
 import contextlib
 import gc
 import operator
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +55,7 @@ class Engine:
     draft = _at("speculator.draft_model")
     draft_sampler = _at("speculator._sample")
     kv = _at("speculator.drafter.kv")
+    breaker = _at("scheduler._vidspec_side._breaker")
 
     def used_blocks(self) -> int:
         """Return the pool's used blocks after the runner has been told that all requests are finished."""
@@ -63,6 +65,11 @@ class Engine:
     def idle(self) -> None:
         """Run a request of one token: vLLM tells of the end of a request with its next step."""
         self.generate([(pairs.media_prompt(self.family, "describe the video"), {"max_tokens": 1})])
+
+    def look(self) -> None:
+        """Let the scheduler's side, which looks now and then, look at what has failed, and at the time."""
+        time.sleep(0.3)
+        self.idle()
 
     def counters(self) -> dict[str, int]:
         """Return our counters so far."""

@@ -139,8 +139,8 @@ def test_ranks_act_alike_on_what_fails_on_one_of_them(vanilla, failing):
 
     Catches: a rank that skips a collective the other waits in; ranks that prune, draft or verify differently from
     then on; a request that stays loose on one rank; requests after it that pay too; one rank that still drafts during
-    a cool-down. And a failure while decoding,
-    where nobody waits for the others, ends the engine with a line that names the rank, not with a hang.
+    a cool-down. And a failure while decoding, where nobody waits for the others, ends the engine with a line that names
+    the rank, not with a hang.
     """
     result, printed = failing
     assert set(COSTS) < set(result)

@@ -43,7 +43,7 @@ def is_oldest():
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(config, items):
-    """Leave out what only the oldest vLLM runs: the instrument's own tests, its planted defects, most cases."""
+    """Mark what runs a slow case; leave out what only the oldest vLLM runs: the instrument's own tests, most cases."""
     if not IN_ENVIRONMENT:
         return
     if not os.environ.get("NULL_GPU_RESULTS"):  # a table has all rows

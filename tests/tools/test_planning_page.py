@@ -61,12 +61,13 @@ def test_a_row_is_predicted_from_the_others(script, monkeypatch):
 
 
 def test_measured_rows_are_met(script):
-    """What it was when this was written. Catches: a model that drifts from what was measured."""
+    """2.1 % on average when this was written. Catches: a model that drifts from what was measured."""
     rows = script.checked_rows()
-    errors = [abs(row["error"]) for row in rows]
-    assert len(rows) == 20
-    assert sum(errors) / len(errors) < 0.045
-    assert sum(error < 0.05 for error in errors) >= 14
+    errors = [abs(row["error"]) for row in rows if row["inflate"] != 9.0]
+    assert len(errors) == 12
+    assert sum(errors) / len(errors) < 0.03
+    assert sum(error < 0.05 for error in errors) >= 11
+    assert len(rows) == 20 and sum(abs(row["error"]) < 0.05 for row in rows) >= 16
     at_nine = {row["method"]: abs(row["error"]) for row in rows if row["inflate"] == 9.0}
     assert at_nine["SD-chain"] < 0.05 and at_nine["LVSpec"] < 0.05
     assert max(abs(row["error"]) for row in script.length_rows()) < 0.07

@@ -29,6 +29,8 @@ def test_page_is_what_was_recorded(script):
 
 def test_the_soak_was_long_whole_and_clean(script):
     result = recorded(script, "soak")
+    for name in ("wrong_answers", "errors_unexpected", "leaked_blocks", "leaked_states"):
+        assert result[name] == 0, name
     assert soak_judge.is_bad(result, soak.MOST_MB_PER_MIN) == []
     assert all(row["preemptions"] > 0 for row in result["configs"])
     assert result["minutes"] >= 15 and result["requests"] > 1000
