@@ -20,6 +20,7 @@ from vidspec_kernels.dispatch import (
     known,
     launch,
     launcher,
+    on_host,
     use_triton,
 )
 
@@ -29,7 +30,7 @@ WINDOW = 2  # FLy: an unsure target, and the next drafts all match
 SHIFT = 4  # LVSpec eq. 11: the target's token is drafted at another position
 
 MAX_DRAFTS = 64  # a node's ancestors are the bits of one word
-_EPSILON = 1e-4  # 0.7 of 10 is 7, though 0.7 in float32 is less
+EPSILON = 1e-4  # 0.7 of 10 is 7, though 0.7 in float32 is less
 # Arguments of a launch that the tally does not settle.
 _CHANGING = (
     *("target_tokens_ptr", "draft_tokens_ptr", "cu_num_logits_ptr", "rows_ptr", "tree", "loose", "by_kind_ptr"),
@@ -107,7 +108,7 @@ class Tally(NamedTuple):
     known: dict[Any, Any] | None = None
 
 
-_NUM_SUMS = 7  # of `Tally.totals` before those by depth
+NUM_SUMS = 7  # of `Tally.totals` before those by depth
 
 
 @triton.jit
@@ -155,7 +156,7 @@ def _accept_kernel(
     num_sampled_ptr,
     num_cols,
     BLOCK: tl.constexpr,
-    # LOWEST, WINDOW, SHIFT, _EPSILON; None where all is strict
+    # LOWEST, WINDOW, SHIFT, EPSILON; None where all is strict
     FLAGS: tl.constexpr,
     NUM_SUMS: tl.constexpr,
 ):
@@ -355,7 +356,8 @@ def accept(
         if key is not None:
             plans[key] = True
     if plan is None and not use_triton(impl, target_tokens.device):
-        return accept_reference(target_tokens, draft_tokens, cu_num_logits, max_drafts, trees, looseness, tally)
+        run = on_host(impl, target_tokens.device, accept_reference)
+        return run(target_tokens, draft_tokens, cu_num_logits, max_drafts, trees, looseness, tally)
     num_reqs, num_cols = cu_num_logits.shape[0] - 1, max_drafts + 1
     sampled = target_tokens.new_empty(num_reqs, num_cols)
     num_sampled = cu_num_logits.new_empty(num_reqs)
@@ -413,8 +415,8 @@ def _launch(
     block = max(2, triton.next_power_of_2(max_drafts))
     constants = {
         "BLOCK": block,
-        "FLAGS": (LOWEST, WINDOW, SHIFT, _EPSILON) if is_loose else None,
-        "NUM_SUMS": _NUM_SUMS,
+        "FLAGS": (LOWEST, WINDOW, SHIFT, EPSILON) if is_loose else None,
+        "NUM_SUMS": NUM_SUMS,
     }
     grid, device = (num_sampled.shape[0],), num_sampled.device
     if is_loose and block > 32:
@@ -478,7 +480,7 @@ def _check(
 def _check_tally(tally: Tally, max_drafts: int, device: torch.device) -> None:
     """Assert what `Tally` says of its tensors, but of its rows."""
     check_vector("has_draft", tally.has_draft, torch.bool, device)
-    check_vector("totals", tally.totals, torch.int64, device, _NUM_SUMS + max_drafts)
+    check_vector("totals", tally.totals, torch.int64, device, NUM_SUMS + max_drafts)
     if (by_kind := tally.by_kind) is not None:
         assert by_kind.dtype == torch.int64 and by_kind.device == device, f"by_kind: {by_kind.dtype}, {by_kind.device}"
         assert by_kind.shape == (len(tally.rows), 3) and by_kind.is_contiguous(), f"by_kind: {list(by_kind.shape)}"
@@ -644,7 +646,7 @@ def _judge(
     mine = score.swapaxes(1, 2)  # [R, K, 1]
     rank = (peers & xp.where(node <= node[:, None], score <= mine, score < mine)).sum(2)
     share = xp.asarray(as_array(looseness.shares)[state_row], dtype=xp.float64)[:, None]
-    loosened = (rank <= share * peers.sum(2) + _EPSILON) & ((rule & LOWEST) != 0)
+    loosened = (rank <= share * peers.sum(2) + EPSILON) & ((rule & LOWEST) != 0)
     # No more mismatches on the way to a node W further down: all between match.
     window = as_array(looseness.windows)[state_row][:, None, None]
     ends = on_way & has_row[:, :, None] & (mismatches[:, :, None] == mismatches[:, None])
@@ -672,19 +674,19 @@ def _count(xp: ModuleType, tally: Tally, has_row: Any, depth: Any, num_accepted:
     is_counted = num_drafts > 0
     accepted = num_accepted[:, 0] * is_counted
     deepest = num_drafts if depth is None else xp.amax(depth * has_row, 1) * is_counted
-    num_sums = _NUM_SUMS + len(col) - 1
+    num_sums = NUM_SUMS + len(col) - 1
     found = as_array(
         tally.totals.new_empty(len(accepted), num_sums)
     )  # column by column: no call takes them all at once
     found[:, 0], found[:, 1], found[:, 2], found[:, 3] = is_counted, num_drafts, accepted, deepest
-    found[:, 4], found[:, 5:_NUM_SUMS], found[:, _NUM_SUMS:] = accepted, 0, col[:-1] < accepted[:, None]
+    found[:, 4], found[:, 5:NUM_SUMS], found[:, NUM_SUMS:] = accepted, 0, col[:-1] < accepted[:, None]
     if kinds is not None:
         for kind in (2, 3):
             found[:, 3 + kind] = (kinds == kind).sum(1) * is_counted
         found[:, 4] -= found[:, 5] + found[:, 6]
     as_array(tally.totals)[:num_sums] += found.sum(0)
     if tally.by_kind is not None:
-        as_array(tally.by_kind)[:] = found[:, 4:_NUM_SUMS]
+        as_array(tally.by_kind)[:] = found[:, 4:NUM_SUMS]
 
 
 def _arange(length: int, device: torch.device) -> Any:

@@ -17,6 +17,7 @@ from vidspec_kernels.dispatch import (
     check_vector,
     known,
     launch,
+    on_host,
     use_triton,
 )
 from vidspec_kernels.step_buffers import StepBuffers, StepTables, batch_places, physical_slots
@@ -268,7 +269,7 @@ def begin_step(
     if size == 0:
         return
     arguments = (batch_rows, picked, num_sampled, is_told, temperature, seeds, tables, out)
-    run = _launch if use_triton(impl, device) else begin_step_reference
+    run = _launch if use_triton(impl, device) else on_host(impl, device, begin_step_reference)
     run(*arguments, size=size, block_size=block_size, max_position=max_position, max_drafts=max_drafts)
 
 

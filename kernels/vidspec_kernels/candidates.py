@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vidspec_kernels.bitonic import largest, merge_groups
-from vidspec_kernels.dispatch import Impl, check_vector, launch, use_triton
+from vidspec_kernels.dispatch import Impl, check_vector, launch, on_host, use_triton
 from vidspec_kernels.sampling import (
     BLOCK,
     MAX_CANDIDATES,
@@ -217,7 +217,7 @@ def candidates(
     if num_rows == 0:
         return
     if not use_triton(impl, device):
-        candidates_reference(
+        on_host(impl, device, candidates_reference)(
             logits, temperature, seeds, pos, noise, log_probs=log_probs, ids=ids, width=width, first=first,
             with_log_probs=with_log_probs, apply_temperature=apply_temperature,
         )  # fmt: skip
@@ -262,6 +262,28 @@ def candidates_reference(
     apply_temperature: bool = True,
 ) -> None:
     """Do what `candidates` does, in torch: the specification. Same arguments; noise is made on the host."""
+    num_rows = logits.shape[0]
+    scores = candidate_scores(logits, temperature, seeds, pos, noise, width, first, apply_temperature)
+    values, chosen = scores.topk(ids.shape[1], dim=-1)
+    best = scores.argmax(dim=-1, keepdim=True)  # [n, 1]
+    # The two change places; where top-k missed the best, the token it had put first goes. Tied values: none to swap.
+    chosen = torch.where(chosen == best, chosen[:, :1], chosen)
+    chosen[:, :1] = best
+    ids[:num_rows] = chosen
+    log_probs[:num_rows] = values - scores.logsumexp(dim=-1, keepdim=True) if with_log_probs else values
+
+
+def candidate_scores(
+    logits: Tensor,
+    temperature: Tensor | None,
+    seeds: Tensor | None,
+    pos: Tensor | None,
+    noise: Noise | None,
+    width: int,
+    first: int,
+    apply_temperature: bool,
+) -> Tensor:
+    """Return the scores float32 [n, V] of `candidates_reference`'s arguments; the logits where none has noise."""
     num_rows, scores = logits.shape[0], logits.float()
     if temperature is not None and seeds is not None and pos is not None and noise is not None:
         req_idx = np.arange(first, first + num_rows) // width
@@ -271,10 +293,4 @@ def candidates_reference(
         elif len(noisy):
             index = torch.from_numpy(noisy).to(scores.device)
             scores = scores.index_copy(0, index, torch.from_numpy(noised).to(scores))
-    values, chosen = scores.topk(ids.shape[1], dim=-1)
-    best = scores.argmax(dim=-1, keepdim=True)  # [n, 1]
-    # The two change places; where top-k missed the best, the token it had put first goes. Tied values: none to swap.
-    chosen = torch.where(chosen == best, chosen[:, :1], chosen)
-    chosen[:, :1] = best
-    ids[:num_rows] = chosen
-    log_probs[:num_rows] = values - scores.logsumexp(dim=-1, keepdim=True) if with_log_probs else values
+    return scores

@@ -1,10 +1,11 @@
 """Dispatch: whether a wrapper launches its Triton kernel or runs its reference, and what both of them share."""
 
 import functools
+import importlib.util
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -12,23 +13,49 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-Impl = Literal["auto", "triton", "torch"]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+Impl = Literal["auto", "triton", "numba", "torch"]
 
 
 def use_triton(impl: Impl, device: torch.device) -> bool:
     """Return whether to launch the kernel.
 
     Args:
-        impl: "auto" takes the kernel for CUDA and meta tensors (see `launcher`) and the reference elsewhere; "triton"
-            forces the kernel (on CPU tensors it needs TRITON_INTERPRET=1); "torch" forces the reference.
+        impl: "auto" takes the kernel for CUDA and meta tensors (see `launcher`) and what `on_host` says elsewhere;
+            "triton" forces the kernel (on CPU tensors it needs TRITON_INTERPRET=1), "numba" the compiled loop of CPU
+            tensors, "torch" the reference.
         device: Where the tensors live.
 
     Raises:
-        ValueError: `impl` is none of the three.
+        ValueError: `impl` is none of the four.
     """
-    if impl not in ("auto", "triton", "torch"):
-        raise ValueError(f"impl must be auto, triton or torch, got {impl!r}")
+    if impl not in ("auto", "triton", "numba", "torch"):
+        raise ValueError(f"impl must be auto, triton, numba or torch, got {impl!r}")
     return impl == "triton" or (impl == "auto" and device.type in ("cuda", "meta"))
+
+
+def on_host(impl: Impl, device: torch.device, reference: _Function) -> _Function:
+    """Return what runs where no kernel is launched: of CPU tensors the reference's loop, if it has one, and numba.
+
+    Both take the same arguments. `impl` "torch", and any other device, get the reference.
+    """
+    if impl == "torch" or device.type != "cpu":
+        return reference
+    return load_loops().get(reference.__name__, reference)
+
+
+@functools.cache
+def load_loops() -> dict[str, Any]:
+    """Return the loops by the name of their reference; none without numba, which vLLM for CPUs brings along.
+
+    The first call in an environment compiles them, which takes some ten seconds, later ones one: whoever serves calls
+    it before it does.
+    """
+    if importlib.util.find_spec("numba") is None:
+        return {}
+    from vidspec_kernels.cpu import LOOPS
+
+    return LOOPS
 
 
 def launcher(kernel: Any, grid: tuple[int, ...], device: torch.device) -> Callable[..., Any]:

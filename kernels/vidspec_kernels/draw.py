@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, check_vector, launch, use_triton
+from vidspec_kernels.dispatch import Impl, check_vector, launch, on_host, use_triton
 from vidspec_kernels.sampling import (
     BLOCK,
     Noise,
@@ -142,7 +142,7 @@ def draw(
     if num_rows == 0:
         return
     if not use_triton(impl, device):
-        draw_reference(
+        on_host(impl, device, draw_reference)(
             logits, temperature, seeds, pos, noise,
             level=level, out_tokens=out_tokens, out_ids=out_ids, apply_temperature=apply_temperature,
         )  # fmt: skip

@@ -8,7 +8,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, at_least, at_most, check_vector, launch, use_triton
+from vidspec_kernels.dispatch import (
+    Impl,
+    array_module,
+    as_array,
+    at_least,
+    at_most,
+    check_vector,
+    launch,
+    on_host,
+    use_triton,
+)
 
 # Where the scores of a request come from, `LooseTables.sources`.
 RELEVANCE = 1  # the caller's
@@ -160,7 +170,7 @@ def loosen(
             known[key] = True
     device, num_rows = target_tokens.device, target_tokens.shape[0]
     if not use_triton(impl, device):
-        return loosen_reference(
+        return on_host(impl, device, loosen_reference)(
             target_tokens, draft_tokens, logits, req_rows, nodes, pos, tables, parents, relevance, is_predicting
         )
     scores = torch.empty(num_rows, dtype=torch.float32, device=device)

@@ -5,7 +5,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, at_least, at_most, check_vector, launch, use_triton
+from vidspec_kernels.dispatch import (
+    Impl,
+    array_module,
+    as_array,
+    at_least,
+    at_most,
+    check_vector,
+    launch,
+    on_host,
+    use_triton,
+)
 from vidspec_kernels.step_buffers import LevelBuffers, StepBuffers, batch_places, physical_slots
 
 _BLOCK = 128
@@ -174,7 +184,7 @@ def next_level(
     if size == 0:
         return
     arguments = (step, out, fed, nodes, tokens, ancestors)
-    run = _launch if use_triton(impl, device) else next_level_reference
+    run = _launch if use_triton(impl, device) else on_host(impl, device, next_level_reference)
     run(*arguments, size=size, level=level, block_size=block_size, max_position=max_position)
 
 

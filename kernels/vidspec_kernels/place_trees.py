@@ -9,7 +9,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, at_most, check_vector, known, launch, use_triton
+from vidspec_kernels.dispatch import (
+    Impl,
+    array_module,
+    as_array,
+    at_most,
+    check_vector,
+    known,
+    launch,
+    on_host,
+    use_triton,
+)
 
 # Tokens that a program copies at a time, past the first nodes.
 _BLOCK_TOKENS = 1024
@@ -180,7 +190,7 @@ def place_trees(
     if size == 0:
         return
     if not use_triton(impl, idx_mapping.device):
-        place_trees_reference(
+        on_host(impl, idx_mapping.device, place_trees_reference)(
             idx_mapping, query_start_loc, seq_lens, depths, ancestors, positions, places,
             size=size, out_positions=out_positions,
         )  # fmt: skip

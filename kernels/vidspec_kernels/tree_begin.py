@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, check_vector, launcher, use_triton
+from vidspec_kernels.dispatch import Impl, array_module, as_array, check_vector, launcher, on_host, use_triton
 from vidspec_kernels.tree_grow import TreeGrowBuffers
 from vidspec_kernels.tree_state import TreeTables, TreeTemplate
 
@@ -138,7 +138,7 @@ def tree_begin(
     if num_reqs == 0:
         return
     if not use_triton(impl, device):
-        tree_begin_reference(tree, template, num_reqs, growth, rows, num_accepted)
+        on_host(impl, device, tree_begin_reference)(tree, template, num_reqs, growth, rows, num_accepted)
         return
     frontier: tuple[Tensor | None, ...] = (None,) * 3
     told: tuple[Tensor | None, ...] = (None,) * 5

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, as_array, as_meta, check_vector, launcher, use_triton
+from vidspec_kernels.dispatch import Impl, as_array, as_meta, check_vector, launcher, on_host, use_triton
 from vidspec_kernels.tree_state import TreePlans, TreeTables, check
 
 # Comparisons that one program makes at a time.
@@ -293,7 +293,8 @@ def tree_grow(
     assert 1 <= num_next <= min(buffers.max_frontier, num_frontier * num_candidates), f"num_next {num_next}"
     if not use_triton(impl, buffers.device):
         sizes = {"budget": budget, "first_parent": first_parent, "num_next": num_next}
-        return tree_grow_reference(buffers, rows, log_probs, token_ids, level=level, trims=trims, **sizes)
+        grow = on_host(impl, buffers.device, tree_grow_reference)
+        return grow(buffers, rows, log_probs, token_ids, level=level, trims=trims, **sizes)
     block = triton.next_power_of_2(num_frontier * num_candidates)
     launcher(_tree_grow_kernel, (num_reqs,), buffers.device)(
         log_probs, token_ids, rows, buffers.plans.depths, buffers.plans.widths, *buffers.rules, buffers.next_free,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, as_array, launcher, use_triton
+from vidspec_kernels.dispatch import Impl, as_array, launcher, on_host, use_triton
 from vidspec_kernels.tree_state import TreeTables, check
 
 _BLOCK = 64  # the most nodes of a tree
@@ -89,7 +89,7 @@ def tree_place(tree: TreeTables, level: PlacedLevel, num_reqs: int, token_ids: T
     if num_reqs == 0:
         return
     if not use_triton(impl, tree.device):
-        tree_place_reference(tree, level, num_reqs, token_ids)
+        on_host(impl, tree.device, tree_place_reference)(tree, level, num_reqs, token_ids)
         return
     launcher(_tree_place_kernel, (num_reqs,), tree.device)(
         token_ids, tree.tokens, level.sources, level.nodes, level.fed_sources, level.fed_tokens,

@@ -23,6 +23,7 @@ from vidspec_kernels.dispatch import (
     check_vector,
     device_limits,
     launcher,
+    on_host,
     shared_bytes_per_program,
     use_triton,
 )
@@ -59,7 +60,7 @@ _BLOCK_REQS = 256
 # float32 copies of store_states.
 _CHUNK_ROWS = 1024
 # float32 elements of stored rows that the reference holds at once: they stay near the core.
-_STRIP_ENTRIES = 2**20
+STRIP_ENTRIES = 2**20
 _QUERY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STORE_DTYPES = (*_QUERY_DTYPES, torch.float8_e4m3fn)
 _FP8_MAX = 448.0
@@ -405,7 +406,7 @@ def visual_relevance(
     _check(queries, cu_num_logits, rows, store, block_fill, block_table, num_blocks, top_n, max_queries, max_blocks)
     if queries.shape[0] == 0 or rows.shape[0] == 0 or max_queries == 0 or max_blocks == 0:
         return queries.new_full((queries.shape[0], top_n), float("-inf"), dtype=torch.float32)
-    run = _launch if use_triton(impl, queries.device) else visual_relevance_reference
+    run = _launch if use_triton(impl, queries.device) else on_host(impl, queries.device, visual_relevance_reference)
     return run(queries, cu_num_logits, rows, store, block_fill, block_table, num_blocks, top_n, max_queries, max_blocks)
 
 
@@ -561,7 +562,7 @@ def visual_relevance_reference(
     """Do what `visual_relevance` does, by batched products of whole requests, padded: the specification.
 
     Same arguments and result; indices in numpy or torch. Holds cosines and a float32 copy of the stored rows of as many
-    requests as have _STRIP_ENTRIES elements, or of one.
+    requests as have STRIP_ENTRIES elements, or of one.
     """
     xp = array_module(queries.device)
     (num_rows, hidden_size), num_reqs, block_rows = queries.shape, rows.shape[0], store.shape[1]
@@ -585,7 +586,7 @@ def visual_relevance_reference(
     num_keys = max_blocks * block_rows
     size = min(top_n, num_keys)
     strips = top[:-1].view(num_reqs, max_queries, top_n)
-    per_strip = max(1, _STRIP_ENTRIES // (num_keys * hidden_size))
+    per_strip = max(1, STRIP_ENTRIES // (num_keys * hidden_size))
     for first in range(0, num_reqs, per_strip):
         chosen = slice(first, first + per_strip)
         keys = _bytes_of_fp8(store).index_select(0, blocks[chosen].reshape(-1)).view(store.dtype)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from vidspec_kernels.accept import _NUM_SUMS, Looseness, Tally, TreeShapes, accept
+from vidspec_kernels.accept import NUM_SUMS, Looseness, Tally, TreeShapes, accept
 from vidspec_kernels.begin_step import begin_step
 from vidspec_kernels.candidates import candidates
 from vidspec_kernels.dispatch import as_meta
@@ -115,7 +115,7 @@ def accept_once(
     if is_loose:
         settings = (i64(1), i32(max_reqs), floats(max_reqs), i32(max_reqs))
         looseness = Looseness(*settings, floats(rows), floats(rows), floats(rows, dtype=torch.bool), 0.5)
-    tally = Tally(i64(1), floats(max_reqs, dtype=torch.bool), i64(_NUM_SUMS + num_drafts))
+    tally = Tally(i64(1), floats(max_reqs, dtype=torch.bool), i64(NUM_SUMS + num_drafts))
     if by_request:
         tally = tally._replace(by_kind=i64(1, 3))
     if keeps:

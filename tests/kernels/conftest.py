@@ -1,5 +1,6 @@
 """Kernel tests run the Triton kernels on the GPU, and under the Triton interpreter where there is none."""
 
+import functools
 import importlib
 import itertools
 import math
@@ -25,10 +26,15 @@ def device() -> torch.device:
 
 @pytest.fixture
 def branches(monkeypatch):
-    """Return a function that watches a kernel module and returns the list of branches ("triton", "torch") that ran."""
+    """Return a function that watches a kernel module and returns the list of branches that ran.
+
+    They are "triton", "numba" and "torch".
+    """
 
     def watch(name: str, kernels=(), other=None) -> list[str]:
         module = importlib.import_module(f"vidspec_kernels.{name}")
+        from vidspec_kernels.cpu import LOOPS  # once the interpreter is asked for
+
         ran: list[str] = []
 
         class Kernel:
@@ -42,6 +48,7 @@ def branches(monkeypatch):
         other = other or f"{name}_reference"
         reference = getattr(module, other)
 
+        @functools.wraps(reference)
         def watched_reference(*args, **kwargs):
             ran.append("torch")
             return reference(*args, **kwargs)
@@ -49,6 +56,13 @@ def branches(monkeypatch):
         for kernel in kernels or [f"_{name}_kernel"]:
             monkeypatch.setattr(module, kernel, Kernel(getattr(module, kernel)))
         monkeypatch.setattr(module, other, watched_reference)
+        if (loop := LOOPS.get(other)) is not None:
+
+            def watched_loop(*args, **kwargs):
+                ran.append("numba")
+                return loop(*args, **kwargs)
+
+            monkeypatch.setitem(LOOPS, other, watched_loop)
         return ran
 
     return watch

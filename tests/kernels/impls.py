@@ -1,4 +1,4 @@
-"""The implementations of a kernel: the last is the text that GPUs run instead of numpy, on tensors of the CPU."""
+"""A kernel's implementations; "torch on a GPU" is the text that GPUs run instead of numpy, on tensors of the CPU."""
 
 import sys
 
@@ -6,10 +6,12 @@ import pytest
 import torch
 
 IMPLS = ["triton", "torch", "torch on a GPU"]
+# Of kernels that have a compiled loop for the CPU.
+IMPLS_AND_LOOP = [*IMPLS, "numba"]
 
 
 def by(impl, wrapper):
-    """Return a kernel's wrapper bound to one of `IMPLS`."""
+    """Return a kernel's wrapper bound to one of `IMPLS_AND_LOOP`."""
 
     def run(**arguments):
         with pytest.MonkeyPatch.context() as patch:
@@ -17,6 +19,13 @@ def by(impl, wrapper):
                 module = sys.modules[wrapper.__module__]
                 patch.setattr(module, "array_module", lambda device: torch)
                 patch.setattr(module, "as_array", lambda tensor: tensor)
-            return wrapper(**arguments, impl="triton" if impl == "triton" else "torch")
+            return wrapper(**arguments, impl=impl if impl in ("triton", "numba") else "torch")
 
     return run
+
+
+def branch(impl, device):
+    """Return which implementation "auto" or another name runs on a device's tensors, of a kernel that has a loop."""
+    if device.type == "cuda":
+        return {"auto": "triton", "numba": "torch"}.get(impl, impl)
+    return "numba" if impl == "auto" else impl

@@ -8,6 +8,7 @@ import torch
 from vidspec_kernels import visual_relevance
 
 IMPLS = ["triton", "torch"]
+IMPLS_AND_LOOP = [*IMPLS, "numba"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAN = float("nan")
 FP8 = torch.float8_e4m3fn

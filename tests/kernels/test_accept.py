@@ -26,7 +26,8 @@ from tests.kernels.accept_requests import (
     random_requests,
     way,
 )
-from tests.kernels.impls import IMPLS
+from tests.kernels.impls import IMPLS_AND_LOOP as IMPLS
+from tests.kernels.impls import branch
 from vidspec_kernels import LOWEST, SHIFT, WINDOW, accept, accept_reference
 
 # ---- by hand -------------------------------------------------------------------------------------------------------
@@ -365,13 +366,12 @@ def test_missing_and_surplus_rows(device, impl):
 
 
 @pytest.mark.parametrize(("in_trees", "is_loose"), MODES)
-@pytest.mark.parametrize("impl", ["auto", "triton", "torch"])
+@pytest.mark.parametrize("impl", ["auto", "triton", "numba", "torch"])
 def test_dispatch(device, branches, impl, in_trees, is_loose):
     """Catches: a forced branch that silently runs the other, and a wrong automatic choice."""
     ran = branches("accept")
     accept(**pack([chain([5], [])], 6, device, in_trees, is_loose), impl=impl)
-    automatic = "triton" if device.type == "cuda" else "torch"
-    assert ran == [automatic if impl == "auto" else impl]
+    assert ran == [branch(impl, device)]
 
 
 def wide(tensor):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.accept_requests import Request, accept_with, chain, changed, check
-from tests.kernels.impls import IMPLS
+from tests.kernels.impls import IMPLS_AND_LOOP as IMPLS
 from tests.kernels.test_accept import PAIR, TEN, TREE, WRONG, pair
 from vidspec_kernels import LOWEST, SHIFT, WINDOW, TreeShapes
 

@@ -15,7 +15,7 @@ from tests.kernels.accept_requests import (
     random_requests,
     way,
 )
-from tests.kernels.impls import IMPLS
+from tests.kernels.impls import IMPLS_AND_LOOP as IMPLS
 from vidspec_kernels import Tally, accept
 
 NUM_SUMS = 7

@@ -5,11 +5,12 @@ import dataclasses
 import pytest
 import torch
 
+from tests.kernels.impls import branch
 from tests.kernels.step_case import BLOCK_SIZE, MAX_DRAFTS, MAX_POSITION, SENTINEL, StepCase, begin_by_hand
 from vidspec_kernels import StepBuffers, StepTables, begin_step
 from vidspec_kernels.begin_step import _BLOCK
 
-IMPLS = ["triton", "torch"]
+IMPLS = ["triton", "torch", "numba"]
 
 
 def fields(buffers) -> dict[str, torch.Tensor]:
@@ -112,9 +113,10 @@ def test_addresses_beyond_int32(device, impl):
 def test_dispatch(device, branches):
     """Catches: a forced branch that silently runs the other, and a wrong automatic choice."""
     ran = branches("begin_step")
-    for impl in ("auto", "triton", "torch"):
+    impls = ("auto", "triton", "numba", "torch")
+    for impl in impls:
         run(StepCase(device, 3), impl)
-    assert ran == ["triton" if device.type == "cuda" else "torch", "triton", "torch"]
+    assert ran == [branch(impl, device) for impl in impls]
 
 
 @pytest.mark.parametrize(

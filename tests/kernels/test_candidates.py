@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from tests.kernels.impls import branch
 from tests.kernels.sampling_case import VOCAB_SIZES, SamplingCase, toy
 from vidspec_kernels import candidates
 from vidspec_kernels.sampling import BLOCK
 
-IMPLS = ["triton", "torch"]
+IMPLS = ["triton", "torch", "numba"]
 SENTINEL = -7
 
 
@@ -36,7 +37,7 @@ def check(case, left, scores, impl, with_log_probs=True):
     expected, best = ordered.values[:, : ids.shape[1]], ordered.indices[:, : ids.shape[1]]
     assert torch.equal(scores.gather(1, ids), expected)
     assert all(len(set(row)) == len(row) for row in ids.tolist())
-    assert torch.equal(ids if impl == "triton" else ids[:, :1], best if impl == "triton" else best[:, :1])
+    assert torch.equal(ids if impl != "torch" else ids[:, :1], best if impl != "torch" else best[:, :1])
     if with_log_probs:
         torch.testing.assert_close(log_probs, expected - scores.logsumexp(1, keepdim=True), atol=1e-5, rtol=1e-5)
     else:
@@ -113,9 +114,10 @@ def test_logits_that_are_no_numbers(device, impl):
 def test_dispatch(device, branches):
     """Catches: a forced branch that silently runs the other, and a wrong automatic choice."""
     ran = branches("candidates")
-    for impl in ("auto", "triton", "torch"):
+    impls = ("auto", "triton", "numba", "torch")
+    for impl in impls:
         run(SamplingCase(1, 3, device), 2, impl)
-    assert ran == ["triton" if device.type == "cuda" else "torch", "triton", "torch"]
+    assert ran == [branch(impl, device) for impl in impls]
 
 
 @pytest.mark.parametrize(

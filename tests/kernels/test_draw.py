@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from tests.kernels.impls import branch
 from tests.kernels.sampling_case import VOCAB_SIZES, SamplingCase, toy
 from vidspec_kernels import draw
 
-IMPLS = ["triton", "torch"]
+IMPLS = ["triton", "torch", "numba"]
 SENTINEL, NUM_LEVELS = -7, 4
 
 
@@ -39,6 +40,15 @@ def test_equals_the_argmax(device, impl, vocab_size, dtype):
     block or across two, noise at temperature 0, a temperature applied after the noise, another request's seed."""
     case = SamplingCase(5, vocab_size, device, dtype)
     check(case, run(case, impl), case.scores(toy()).argmax(1).tolist())
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+def test_a_batch_without_noise(device, impl, vocab_size):
+    """Catches: a way of its own for greedy batches that takes the higher of two equal tokens, or does not see NaN."""
+    case = SamplingCase(6, vocab_size, device, step=1)
+    case.temperature[:], case.logits[0, vocab_size // 2 :] = 0.0, float("nan")
+    check(case, run(case, impl), case.logits.cpu().argmax(1).tolist())
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -92,9 +102,10 @@ def test_logits_that_are_no_numbers(device, impl, poison):
 def test_dispatch(device, branches):
     """Catches: a forced branch that silently runs the other, and a wrong automatic choice."""
     ran = branches("draw")
-    for impl in ("auto", "triton", "torch"):
+    impls = ("auto", "triton", "numba", "torch")
+    for impl in impls:
         run(SamplingCase(2, 9, device), impl)
-    assert ran == ["triton" if device.type == "cuda" else "torch", "triton", "torch"]
+    assert ran == [branch(impl, device) for impl in impls]
 
 
 @pytest.mark.parametrize(

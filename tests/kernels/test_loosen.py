@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.impls import IMPLS, by
+from tests.kernels.impls import IMPLS_AND_LOOP as IMPLS
+from tests.kernels.impls import by
 from vidspec_kernels.loosen import CHANCE, RELEVANCE, LooseTables, loosen, random_scores
 
 VOCAB, MAX_REQS, NUM_COLS = 70, 6, 6
@@ -24,7 +25,7 @@ def make_inputs(device, in_trees, is_measured, seed=0, num_reqs=5):
     logits[rng.random(logits.shape) < 0.2] = -INF
     logits[rng.random(logits.shape) < 0.05] = NAN
     parents = np.stack([[-1, *(rng.integers(0, i) for i in range(1, NUM_COLS + 2))] for _ in range(MAX_REQS)])
-    words = rng.integers(-(2**31), 2**31, (2, MAX_REQS, 3)) & rng.integers(-(2**31), 2**31, (2, MAX_REQS, 3))
+    words = np.bitwise_and.reduce(rng.integers(-(2**31), 2**31, (4, 2, MAX_REQS, 3)))
 
     def put(values, dtype):
         return torch.tensor(np.asarray(values), dtype=dtype, device=device)
@@ -119,12 +120,19 @@ def own_logits(run, **inputs):
     return run(**inputs | {"logits": inputs["logits"].roll(1, 0)})
 
 
-@pytest.mark.parametrize("mutant", [chain_for_a_tree, tables_by_logits_row, own_logits])
+def unmeasured_may_stand(run, **inputs):
+    tables = inputs["tables"]
+    return run(**inputs | {"tables": tables._replace(sources=tables.sources * (tables.sources != RELEVANCE))})
+
+
+@pytest.mark.parametrize("mutant", [chain_for_a_tree, tables_by_logits_row, own_logits, unmeasured_may_stand])
 def test_mutations(device, mutant):
-    inputs = make_inputs(device, True, True)
-    check(loosen, inputs, False)
+    cases = [make_inputs(device, True, True, seed) for seed in range(4)]
+    for inputs in cases:
+        check(loosen, inputs, False)
     with pytest.raises(AssertionError):
-        check(lambda **arguments: mutant(loosen, **arguments), inputs, False)
+        for inputs in cases:
+            check(lambda **arguments: mutant(loosen, **arguments), inputs, False)
 
 
 def test_scores_by_chance_are_uniform():

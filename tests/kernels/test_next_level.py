@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from tests.kernels.impls import branch
 from tests.kernels.step_case import BLOCK_SIZE, MAX_POSITION, SENTINEL, fill, positions_of, slot_of
 from vidspec_kernels import LevelBuffers, StepBuffers, next_level
 from vidspec_kernels.next_level import _BLOCK
 
-IMPLS = ["triton", "torch"]
+IMPLS = ["triton", "torch", "numba"]
 NUM_NODES = 63
 # Batch rows and places of each, 0: chains. Around the places of one program, requests that two programs share.
 SIZES = [(0, 0), (1, 0), (_BLOCK - 1, 0), (_BLOCK, 0), (_BLOCK + 1, 0)]
@@ -176,9 +177,10 @@ def test_positions_of_any_strides(device, impl):
 def test_dispatch(device, branches, frontier):
     """Catches: a forced branch that silently runs the other, and a wrong automatic choice."""
     ran = branches("next_level")
-    for impl in ("auto", "triton", "torch"):
+    impls = ("auto", "triton", "numba", "torch")
+    for impl in impls:
         LevelCase(3, frontier, device).run(impl)
-    assert ran == ["triton" if device.type == "cuda" else "torch", "triton", "torch"]
+    assert ran == [branch(impl, device) for impl in impls]
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,12 @@ import dataclasses
 import pytest
 import torch
 
+from tests.kernels.impls import branch
 from vidspec_kernels import TreePlaces, place_trees
 from vidspec_kernels.place_trees import _BLOCK_TOKENS
 
 SENTINEL = -(10**6)
-IMPLS = ["triton", "torch"]
+IMPLS = ["triton", "torch", "numba"]
 
 
 def chain_tables(max_rows, num_cols, device):
@@ -169,13 +170,12 @@ def test_vectors_of_positions(device, impl):
     assert torch.equal(got, inputs["out_positions"]) and (got[:, :12] != SENTINEL).all()
 
 
-@pytest.mark.parametrize("impl", ["auto", "triton", "torch"])
+@pytest.mark.parametrize("impl", ["auto", "triton", "numba", "torch"])
 def test_dispatch(device, branches, impl):
     """Catches: a forced branch that silently runs the other, and a wrong automatic choice."""
     ran = branches("place_trees")
     place_trees(**make_inputs([6], device), places=make_places(1, 6, device), size=1, impl=impl)
-    automatic = "triton" if device.type == "cuda" else "torch"
-    assert ran == [automatic if impl == "auto" else impl]
+    assert ran == [branch(impl, device)]
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from tests.kernels.impls import branch
 from tests.kernels.tree_buffers import RULES, everything, make_growth, make_tables, make_template
 from vidspec_kernels.tree_begin import tree_begin
 
-BOTH = pytest.mark.parametrize("impl", ["triton", "torch"])
+BOTH = pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
 
 
 @BOTH
@@ -66,7 +67,7 @@ def test_padding_rows_touch_nothing(device, impl):
 def test_kernel_equals_reference_at_a_real_size(device):
     """Catches: a kernel and a reference that differ in anything, at 33 requests and 720 candidates."""
     results = []
-    for impl in ("triton", "torch"):
+    for impl in ("triton", "torch", "numba"):
         where = device if impl == "triton" else torch.device("cpu")
         tree = make_tables(40, 64, where)
         growth = make_growth(tree, max_parents=71, num_candidates=10)
@@ -75,16 +76,15 @@ def test_kernel_equals_reference_at_a_real_size(device):
             told = torch.randint(-1, 5, (33,), generator=torch.Generator().manual_seed(step)).int().to(where)
             tree_begin(tree, make_template(64, where), 33, growth, rows, told, impl=impl)
         results.append(everything(tree, growth))
-    assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
+    assert all(torch.equal(found, same[0]) for same in zip(*results, strict=True) for found in same)
 
 
-@pytest.mark.parametrize("impl", ["auto", "triton", "torch"])
+@pytest.mark.parametrize("impl", ["auto", "triton", "numba", "torch"])
 def test_dispatch(device, branches, impl):
     """Catches: a forced branch that silently runs the other, and a wrong automatic choice."""
     ran = branches("tree_begin")
     tree_begin(make_tables(1, 3, device), make_template(3, device), 1, impl=impl)
-    automatic = "triton" if device.type == "cuda" else "torch"
-    assert ran == [automatic if impl == "auto" else impl]
+    assert ran == [branch(impl, device)]
 
 
 def test_wrapper_refuses(device):

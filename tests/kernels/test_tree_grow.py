@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.kernels.impls import branch
 from vidspec_kernels.tree_grow import TreeGrowBuffers, tree_grow
 from vidspec_kernels.tree_state import PlanRules, TreePlans, TreeTables
 
@@ -53,7 +54,7 @@ def table(num_rows, num_candidates, seed, device):
 
 def reference_device(device, impl):
     """The reference works on CPU tensors only."""
-    return torch.device("cpu") if impl == "torch" else device
+    return device if impl == "triton" else torch.device("cpu")
 
 
 def run_step(buffers, rows, device, impl, *, budget, num_levels=4, max_frontier=6, seed=0, trims=False):
@@ -74,7 +75,7 @@ def run_step(buffers, rows, device, impl, *, budget, num_levels=4, max_frontier=
         )  # fmt: skip
         first_parent += width
         width = following
-        assert width == num_next or (trims and impl == "torch" and 1 <= width < num_next)
+        assert width == num_next or (trims and impl != "triton" and 1 <= width < num_next)
         nodes, next_tokens, next_log_probs = (part[:num_reqs, :width] for part in buffers.frontier)
         fed.append([])
         for entries in zip(nodes.tolist(), next_tokens.tolist(), next_log_probs.tolist(), strict=True):
@@ -129,7 +130,7 @@ def nodes_of(buffers, row, nodes):
 # --- by hand ---
 
 
-@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
 def test_a_hand_computed_level(device, impl):
     """Catches: the greedy child tested or out of place, a threshold that lets the equal pass, a bound that does not,
     order by place instead of probability, a parent's mask forgotten."""
@@ -167,7 +168,7 @@ def test_a_hand_computed_level(device, impl):
 
 @pytest.mark.parametrize("budget", [0, 1, 3, 9, 30, 64])
 @pytest.mark.parametrize("num_candidates", [1, 2, 5])
-@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
 def test_equals_the_loop(device, impl, num_candidates, budget):
     """Catches: sizes at, below or above a power of two, a budget exceeded, ties by chance, a request's neighbour read,
     a persistent row taken for a batch row, a finished request that goes on."""
@@ -199,19 +200,20 @@ def test_kernel_equals_reference_at_a_real_size(device, num_reqs):
     plans = [(1 + row % 4, row % 3) for row in range(max(num_reqs, 1))]
     rows = torch.randperm(num_reqs, generator=torch.Generator().manual_seed(1)).tolist()
     results = []
-    for impl in ("triton", "torch"):
+    for impl in ("triton", "torch", "numba"):
         where = reference_device(device, impl)
         buffers = buffers_for(plans, where, 10, max_frontier=10, thresholds=torch.full((5, 4), -2.0))
         fed = run_step(buffers, rows, where, impl, budget=50, max_frontier=10)
         written = (buffers.next_free, *buffers.tree.tensors, *buffers.leftover, *buffers.frontier)
         results.append((fed, [tensor.cpu()[:num_reqs] for tensor in written]))
-    assert results[0][0] == results[1][0]
-    assert all(torch.equal(first, second) for first, second in zip(results[0][1], results[1][1], strict=True))
+    assert results[0][0] == results[1][0] == results[2][0]
+    tables = zip(*(tables for _, tables in results), strict=True)
+    assert all(torch.equal(found, same[0]) for same in tables for found in same)
     if num_reqs > 1:
         assert len(set(results[0][1][0].tolist())) > 1
 
 
-@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
 def test_all_64_bits(device, impl):
     """Catches: a mask built in 32 bits or in floating point, node 64 lost."""
     device = reference_device(device, impl)
@@ -222,7 +224,7 @@ def test_all_64_bits(device, impl):
         assert word == 1 << (node - 1) | (1 << (parent - 1) if parent else 0)
 
 
-@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
 def test_nan_and_impossible_candidates(device, impl):
     """Catches: NaN that passes a test, upsets the order of others or spreads, and -inf taken for a candidate."""
     device = reference_device(device, impl)
@@ -242,14 +244,13 @@ def test_nan_and_impossible_candidates(device, impl):
 # --- dispatch and checks ---
 
 
-@pytest.mark.parametrize("impl", ["auto", "triton", "torch"])
+@pytest.mark.parametrize("impl", ["auto", "triton", "numba", "torch"])
 def test_dispatch(device, branches, impl):
     """Catches: a forced branch that silently runs the other, and a wrong automatic choice."""
     ran = branches("tree_grow")
     where = reference_device(device, impl)
     run_step(buffers_for([(1, 0)], where, 2), [0], where, impl, budget=3, num_levels=1)
-    automatic = "triton" if where.type == "cuda" else "torch"
-    assert ran == [automatic if impl == "auto" else impl]
+    assert ran == [branch(impl, where)]
 
 
 def test_wrapper_refuses(device):
@@ -278,7 +279,7 @@ def test_wrapper_refuses(device):
     for wrong in (dict(level=2), dict(level=-1), dict(budget=65), dict(first_parent=5), dict(num_next=3)):
         with pytest.raises(AssertionError, match=next(iter(wrong))):
             tree_grow(buffers, *good, **{**sizes, **wrong})
-    with pytest.raises(ValueError, match="auto, triton or torch"):
+    with pytest.raises(ValueError, match="auto, triton, numba or torch"):
         tree_grow(buffers, *good, **sizes, impl="cpu")
 
 

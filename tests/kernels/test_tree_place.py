@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.kernels.impls import branch
 from tests.kernels.tree_buffers import make_tables
 from vidspec_kernels.tree_place import PlacedLevel, tree_place
 
@@ -18,7 +19,7 @@ def make_inputs(num_reqs, frontier, num_candidates, num_placed, num_fed, device)
     return PlacedLevel(*(tensor.to(device) for tensor in tensors)), offered.to(device)
 
 
-@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
 @pytest.mark.parametrize(
     ("num_reqs", "frontier", "num_candidates", "num_placed", "num_fed"),
     [(0, 1, 4, 2, 1), (1, 1, 1, 1, 0), (3, 4, 5, 9, 4), (2, 10, 64, 64, 33)],
@@ -40,14 +41,13 @@ def test_equals_the_loop(device, impl, num_reqs, frontier, num_candidates, num_p
     assert all((table == 77).all() for table in tree.tensors[1:])
 
 
-@pytest.mark.parametrize("impl", ["auto", "triton", "torch"])
+@pytest.mark.parametrize("impl", ["auto", "triton", "numba", "torch"])
 def test_dispatch(device, branches, impl):
     """Catches: a forced branch that silently runs the other, and a wrong automatic choice."""
     ran = branches("tree_place")
     level, offered = make_inputs(1, 1, 2, 1, 1, device)
     tree_place(make_tables(1, 64, device), level, 1, offered, impl=impl)
-    automatic = "triton" if device.type == "cuda" else "torch"
-    assert ran == [automatic if impl == "auto" else impl]
+    assert ran == [branch(impl, device)]
 
 
 def test_wrapper_refuses(device):

@@ -8,8 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.relevance_inputs import DEVICE, FP8, IMPLS, NAN, check, expect, make_inputs
+from tests.kernels.impls import branch
+from tests.kernels.relevance_inputs import DEVICE, FP8, NAN, check, expect, make_inputs
+from tests.kernels.relevance_inputs import IMPLS_AND_LOOP as IMPLS
 from vidspec_kernels import merge_relevance, visual_relevance
+from vidspec_kernels.cpu import relevance
 from vidspec_kernels.dispatch import DeviceLimits
 
 # The package exports a function of the module's name.
@@ -135,13 +138,14 @@ def test_many_splits_are_merged_in_chunks(monkeypatch):
     check(inputs, 4, "triton")
 
 
+@pytest.mark.parametrize(("impl", "owner"), [("torch", module), ("numba", relevance)])
 @pytest.mark.parametrize("entries", [1, 2 * 6 * 16 * 96])
-def test_strips_of_the_torch_path(monkeypatch, entries):
+def test_strips_on_the_host(monkeypatch, impl, owner, entries):
     """One request at a time, and two with a shorter last strip."""
-    monkeypatch.setattr(module, "_STRIP_ENTRIES", entries)
+    monkeypatch.setattr(owner, "STRIP_ENTRIES", entries)
     inputs = make_inputs()
     assert len(inputs["rows"]) % 2 == 1 and inputs["max_blocks"] == 6
-    check(inputs, 10)
+    check(inputs, 10, impl)
 
 
 @pytest.mark.parametrize(
@@ -332,13 +336,12 @@ def test_mutations_are_caught(mutation):
 # ---- dispatch, checks ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("impl", ["auto", "triton", "torch"])
+@pytest.mark.parametrize("impl", ["auto", "triton", "numba", "torch"])
 def test_dispatch(branches, impl):
     """Catches: a forced branch that silently runs the other, and a wrong automatic choice."""
     ran = branches("visual_relevance")
     visual_relevance(**make_inputs(((1, (3,)),)), top_n=2, impl=impl)
-    automatic = "triton" if DEVICE.type == "cuda" else "torch"
-    assert ran == [automatic if impl == "auto" else impl]
+    assert ran == [branch(impl, DEVICE)]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Compiles and loads our kernels before anything is captured or served, as the runner's parts need them.
 
 A kernel that is compiled at its first launch stalls every request of that step for seconds, and one that is loaded at
-its first launch may be loaded under capture. Interpreted kernels (the CPU engine) need neither.
+its first launch may be loaded under capture. The CPU engine has loops instead, which its worker loads.
 """
 
 import time

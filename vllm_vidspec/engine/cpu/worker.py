@@ -6,6 +6,7 @@ Imported on the CPU engine only: importing vLLM's CPU worker replaces torch.cuda
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vidspec_kernels.dispatch import load_loops
 from vllm_vidspec.engine.compat.cpu import cpu_model_runner
 from vllm_vidspec.engine.runner import VidSpecModelRunner
 from vllm_vidspec.engine.worker import VidSpecWorker, tells_why
@@ -17,7 +18,7 @@ class VidSpecCPUModelRunner(VidSpecModelRunner, CPUModelRunner):
 
 
 class VidSpecCPUWorker(VidSpecWorker, CPUWorker):
-    """CPU worker on Model Runner V2, its kernels run by Triton's interpreter."""
+    """CPU worker on Model Runner V2: vLLM's kernels run by Triton's interpreter or a twin, ours as compiled loops."""
 
     @tells_why
     def init_device(self):
@@ -26,3 +27,8 @@ class VidSpecCPUWorker(VidSpecWorker, CPUWorker):
             raise VidSpecError("vidspec needs Model Runner V2, which needs Triton's cpu backend: run `vidspec doctor`")
         with cpu_model_runner(VidSpecCPUModelRunner):
             super().init_device()
+
+    def compile_or_warm_up_model(self):
+        """Load our loops, which are compiled once in an environment, and warm up as vLLM does."""
+        load_loops()
+        return super().compile_or_warm_up_model()

@@ -2,14 +2,29 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 
-from vidspec_kernels import LevelBuffers, StepBuffers, kv_compact
+from vidspec_kernels import kv_compact
 from vllm_vidspec.engine.draft.buffers import DraftBuffers
 from vllm_vidspec.engine.draft.kv import DraftKV
 from vllm_vidspec.engine.draft.model import DraftModel, Layout
 from vllm_vidspec.engine.tree_attention import TreeAttention, TreeStep
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """The part of the buffers that a forward reads, and where its hidden states go."""
+
+    layout: Layout
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    hidden_states: torch.Tensor
 
 
 class Forwards:
@@ -28,6 +43,9 @@ class Forwards:
         self._kv = kv
         self._attention = attention
         self._in_order = torch.arange(buffers.max_num_reqs, device=model.device)
+        # Of each size once: making them anew takes the host as long as all else of a forward that is ours.
+        self._inputs, self._tree = cache(self._cut), cache(self._see)
+        self._first_inputs = buffers.step.input_ids[1::2]
 
     def roots(self, num_reqs: int) -> None:
         """Feed the committed text's last two tokens of each request, the second of which is the root (`begin_step`).
@@ -40,55 +58,62 @@ class Forwards:
             assert step.path is not None
             moved = (step.last_root[:num_reqs], step.path[:num_reqs], step.num_accepted[:num_reqs])
             kv_compact(self._kv.caches, step.batch_table, self._in_order[:num_reqs], *moved)
-        self._run(num_reqs, 2, step.input_ids, step)
+        self._run(num_reqs, 2, is_first=True)
 
     def tokens(self, num_reqs: int) -> None:
         """Feed one token of each request: a level of chains."""
-        self._run(num_reqs, 1, self.buffers.token_ids, self.buffers.level)
+        self._run(num_reqs, 1)
 
     def nodes(self, num_reqs: int, width: int) -> None:
         """Feed `width` nodes of each request: a level of trees."""
-        self._run(num_reqs, width, self.buffers.token_ids, self.buffers.level, in_tree=True)
+        self._run(num_reqs, width, in_tree=True)
 
     def fed(self, level: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logical positions and tokens of the last forward's places: of its roots on level 0."""
         step, buffers = self.buffers.step, self.buffers
-        return (buffers.level.logical_pos, buffers.token_ids) if level else (step.root_pos, step.input_ids[1::2])
+        return (buffers.level.logical_pos, buffers.token_ids) if level else (step.root_pos, self._first_inputs)
 
     def logits(self, places: slice) -> torch.Tensor:
         """Return `[n, vocab_size]` logits of `n` places of the last forward, of the first one its roots."""
         return self.model.compute_logits(self.buffers.hidden_states[places])
 
-    def _run(
-        self, num_reqs: int, width: int, input_ids: torch.Tensor, at: StepBuffers | LevelBuffers, in_tree: bool = False
-    ) -> None:
-        """Run `width` tokens of each request, placed as `at` says, in as few forwards as the draft's budget allows."""
-        buffers, model = self.buffers, self.model
+    def _run(self, num_reqs: int, width: int, is_first: bool = False, in_tree: bool = False) -> None:
+        """Run `width` tokens of each request, in as few forwards as the draft's budget allows."""
+        model = self.model
         per_forward = max(1, model.max_num_tokens // width)  # requests; usually all of them
         for low in range(0, num_reqs, per_forward):
             high = min(low + per_forward, num_reqs)
-            places, layout = slice(low * width, high * width), buffers.layout(high - low, width)
-            seq_lens = at.seq_lens[low:high]
-            with self._masked(low, high, layout) if in_tree else contextlib.nullcontext():
+            inputs = self._inputs(low, high, width, is_first)
+            with self._masked(self._tree(low, high, width)) if in_tree else contextlib.nullcontext():
                 hidden = model.forward(
-                    model.embed(input_ids[places], [], None),
-                    at.positions[:, places],
-                    layout,
-                    seq_lens=seq_lens + width if in_tree else seq_lens,
-                    block_table=buffers.step.batch_table[low:high],
-                    slot_mapping=at.slot_mapping[places],
+                    model.embed(inputs.input_ids, [], None),
+                    inputs.positions,
+                    inputs.layout,
+                    seq_lens=inputs.seq_lens + width if in_tree else inputs.seq_lens,
+                    block_table=inputs.block_table,
+                    slot_mapping=inputs.slot_mapping,
                 )
-            if at is buffers.step:
-                buffers.hidden_states[low:high] = hidden[1::2]
-            else:
-                buffers.hidden_states[places] = hidden
+            inputs.hidden_states.copy_(hidden[1::2] if is_first else hidden)
 
-    @contextlib.contextmanager
-    def _masked(self, low: int, high: int, layout: Layout) -> Iterator[None]:
-        """Let the attention layers see the trees of batch rows `low` to `high`."""
-        level = self.buffers.level
-        assert self._attention is not None and level.masks is not None
-        self._attention.step = TreeStep(
+    def _cut(self, low: int, high: int, width: int, is_first: bool) -> _Inputs:
+        """Return what a forward of batch rows `low` to `high` reads: the step's first one, or a level's."""
+        buffers, places = self.buffers, slice(low * width, high * width)
+        at = buffers.step if is_first else buffers.level
+        return _Inputs(
+            layout=buffers.layout(high - low, width),
+            input_ids=(buffers.step.input_ids if is_first else buffers.token_ids)[places],
+            positions=at.positions[:, places],
+            seq_lens=at.seq_lens[low:high],
+            block_table=buffers.step.batch_table[low:high],
+            slot_mapping=at.slot_mapping[places],
+            hidden_states=buffers.hidden_states[slice(low, high) if is_first else places],
+        )
+
+    def _see(self, low: int, high: int, width: int) -> TreeStep:
+        """Return what attention needs to know of the trees of batch rows `low` to `high`."""
+        level, layout = self.buffers.level, self.buffers.layout(high - low, width)
+        assert level.masks is not None
+        return TreeStep(
             rows=self._in_order[: high - low],
             query_start=layout.query_start_loc[:-1],
             num_queries=layout.num_queries,
@@ -97,6 +122,12 @@ class Forwards:
             max_queries=layout.max_queries,
             is_whole_batch=True,
         )
+
+    @contextlib.contextmanager
+    def _masked(self, step: TreeStep) -> Iterator[None]:
+        """Let the attention layers see trees."""
+        assert self._attention is not None
+        self._attention.step = step
         try:
             yield
         finally:

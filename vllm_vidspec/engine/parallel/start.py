@@ -12,6 +12,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 from vllm.v1.worker.workspace import init_workspace_manager
 
+from vidspec_kernels.dispatch import load_loops
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft.drafter import Drafter
@@ -97,9 +98,10 @@ def _make_drafter(
         counters.set(name, value)
     if model.device.type == "cuda":
         drafter.warm_up()
-    elif get_tp_group().world_size > 1:
+    else:
+        load_loops()
         # vLLM compiles the look-up of a vocabulary that ranks share at its first call, for longer than answers take.
-        for count in (1, 2):
+        for count in (1, 2) if get_tp_group().world_size > 1 else ():
             model.embed(torch.zeros(count, dtype=torch.int64), [], None)
     return drafter, mirror
 

@@ -1,0 +1,25 @@
+"""Compiled loops that run instead of the numpy references on a CPU: the kernels' own programs, one element at a time.
+
+The references say what is meant, in array operations of which each costs a microsecond or more, and a decode step makes
+thousands. Here what is one launch on a GPU is one call, compiled by numba. `tests/kernels` ask both, and the Triton
+kernels, for the same results.
+
+Loops are compiled when they are imported and kept beside this file; the CPU engine imports them while it loads. Each
+file stands by itself, and constants of others are arguments: numba's cache knows of a file when it has changed, not of
+what that file imports.
+"""
+
+from vidspec_kernels.cpu.relevance import visual_relevance
+from vidspec_kernels.cpu.sampling import candidates, draw
+from vidspec_kernels.cpu.steps import begin_step, next_level
+from vidspec_kernels.cpu.trees import tree_begin, tree_grow, tree_place
+from vidspec_kernels.cpu.verify import accept, loosen, place_trees
+
+# By the reference that each stands in for; all take its arguments.
+LOOPS = {
+    f"{loop.__name__}_reference": loop
+    for loop in (
+        accept, begin_step, candidates, draw, loosen, next_level, place_trees, tree_begin, tree_grow, tree_place,
+        visual_relevance,
+    )
+}  # fmt: skip

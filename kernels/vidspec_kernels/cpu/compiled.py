@@ -1,0 +1,22 @@
+"""How loops are compiled."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+
+# What stands for an array that is not there, by its type.
+NOTHING = {
+    f"{dtype}[{', '.join(':' * ndim)}]": np.zeros((0,) * ndim, dtype=dtype)
+    for dtype in ("bool", "int8", "int32", "int64", "float32")
+    for ndim in (1, 2)
+}
+
+
+def compiled(arguments: str, returns: str = "void") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that compiles a function now, for arguments of these types, and keeps it on disk.
+
+    Arrays are `[:]`, of any strides: one variant serves slices too. Numbers divide as in numpy; sums keep their order.
+    """
+    return numba.njit(f"{returns}({arguments})", cache=True, error_model="numpy")
