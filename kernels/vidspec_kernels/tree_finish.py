@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, check_vector, launcher, use_triton
+from vidspec_kernels.dispatch import Impl, array_module, as_array, check_vector, launcher, on_host, use_triton
 from vidspec_kernels.tree_state import TreePlans, TreeTables
 
 # The bits of infinity: what is no candidate has these or more.
@@ -189,7 +189,7 @@ def tree_finish(
     if num_reqs == 0:
         return
     if not use_triton(impl, device):
-        tree_finish_reference(
+        on_host(impl, device, tree_finish_reference)(
             tree, num_reqs, next_free=next_free, leaves=leaves, max_nodes=max_nodes, plans=plans, rows=rows
         )
         return
@@ -221,14 +221,14 @@ def tree_finish_reference(
     if next_free is not None:
         num_nodes[:num_reqs] = as_array(next_free)[:num_reqs] - 1
     if leaves is not None:
-        _append(tree, num_reqs, leaves, max_nodes)
+        append_leaves(tree, num_reqs, leaves, max_nodes)
     if plans is not None and rows is not None:
         row = as_array(rows)
         for values, table in zip(plans.adopted_arrays[:3], plans.adopted_arrays[3:], strict=True):
             table[row] = values[:num_reqs]
 
 
-def _append(tree: TreeTables, num_reqs: int, leaves: Leaves, max_nodes: int) -> None:
+def append_leaves(tree: TreeTables, num_reqs: int, leaves: Leaves, max_nodes: int) -> None:
     """Fill trees up. No scatter, whose targets would have to be counted."""
     xp, device, num_cols = array_module(tree.device), tree.device, tree.num_cols
     on_device = {} if device.type == "cpu" else {"device": device}  # numpy knows no devices but its own

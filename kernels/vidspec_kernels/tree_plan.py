@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, check_vector, launcher, use_triton
+from vidspec_kernels.dispatch import Impl, array_module, as_array, check_vector, launcher, on_host, use_triton
 from vidspec_kernels.tree_state import TreePlans, check
 
 # Stands for less (-inf, NaN): its exp vanishes beside 1, and so does the product of both.
-_LEAST_LOGIT = -80.0
+LEAST_LOGIT = -80.0
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
@@ -82,12 +82,12 @@ def tree_plan(plans: TreePlans, rows: Tensor, log_probs: Tensor, *, adopts: bool
     if num_reqs == 0:
         return
     if not use_triton(impl, plans.device):
-        tree_plan_reference(plans, rows, log_probs, adopts=adopts)
+        on_host(impl, plans.device, tree_plan_reference)(plans, rows, log_probs, adopts=adopts)
         return
     launcher(_tree_plan_kernel, (num_reqs,), plans.device)(
         log_probs, rows, plans.max_depths, *plans.adopted, log_probs.shape[1],
         math.log(rules.top_k), float(rules.depth_min), float(rules.width_min),
-        float(rules.width_max - rules.width_min), _LEAST_LOGIT,
+        float(rules.width_max - rules.width_min), LEAST_LOGIT,
         ADOPTS=adopts, TOP_K=rules.top_k, BLOCK=triton.next_power_of_2(rules.top_k), num_warps=1,
     )  # fmt: skip
 
@@ -127,7 +127,7 @@ def confidence(log_probs: Tensor, top_k: int) -> Tensor:
     xp = array_module(log_probs.device)
     logits = as_array(log_probs)[:, :top_k]
     logits = logits - logits[:, :1]
-    logits = xp.where(logits > _LEAST_LOGIT, logits, _LEAST_LOGIT)
+    logits = xp.where(logits > LEAST_LOGIT, logits, LEAST_LOGIT)
     weights = xp.exp(logits)
     total = weights.sum(1)
     entropy = xp.log(total) - (weights * logits).sum(1) / total

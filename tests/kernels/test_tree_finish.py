@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.kernels.impls import branch
 from tests.kernels.tree_buffers import everything, make_growth, make_tables
 from vidspec_kernels.tree_finish import Leaves, tree_finish
 
-BOTH = pytest.mark.parametrize("impl", ["triton", "torch"])
+BOTH = pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
 
 
 def make_chains(num_reqs, max_nodes, num_nodes, device):
@@ -109,13 +110,12 @@ def test_counts_and_adopts(device, impl, fills):
     assert plans.depths.tolist() == [11, 41, 42, 10, 12] and plans.widths.tolist() == [21, 51, 52, 20, 22]
 
 
-@pytest.mark.parametrize("impl", ["auto", "triton", "torch"])
+@pytest.mark.parametrize("impl", ["auto", "triton", "numba", "torch"])
 def test_dispatch(device, branches, impl):
     """Catches: a forced branch that silently runs the other, and a wrong automatic choice."""
     ran = branches("tree_finish")
     tree_finish(make_chains(1, 3, [1], device), 1, impl=impl)
-    automatic = "triton" if device.type == "cuda" else "torch"
-    assert ran == [automatic if impl == "auto" else impl]
+    assert ran == [branch(impl, device)]
 
 
 def test_wrapper_refuses(device):

@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 
+from tests.kernels.impls import branch
 from tests.kernels.tree_buffers import RULES, make_growth, make_tables
 from vidspec_kernels.tree_plan import tree_plan
 from vidspec_kernels.tree_state import TreePlans
 
-BOTH = pytest.mark.parametrize("impl", ["triton", "torch"])
+BOTH = pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
 
 
 def confidence_by_hand(log_probs, top_k):
@@ -71,24 +72,24 @@ def test_what_is_no_number(device, impl):
 def test_kernel_equals_reference_at_a_real_size(device):
     """Catches: a rule that the kernel and the reference do not share."""
     results = []
-    for impl in ("triton", "torch"):
+    for impl in ("triton", "torch", "numba"):
         where = device if impl == "triton" else torch.device("cpu")
         plans = make_growth(make_tables(33, 8, where)).plans
         log_probs, rows = make_inputs(33, 10, 4, where)
         tree_plan(plans, rows, log_probs, adopts=True, impl=impl)
         results.append([tensor.cpu() for tensor in plans.adopted])
-    for first, second in zip(*results, strict=True):
-        torch.testing.assert_close(first, second, rtol=0, atol=1e-6)
+    for first, *others in zip(*results, strict=True):
+        for other in others:
+            torch.testing.assert_close(first, other, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("impl", ["auto", "triton", "torch"])
+@pytest.mark.parametrize("impl", ["auto", "triton", "numba", "torch"])
 def test_dispatch(device, branches, impl):
     """Catches: a forced branch that silently runs the other, and a wrong automatic choice."""
     ran = branches("tree_plan")
     log_probs, rows = make_inputs(2, 5, 0, device)
     tree_plan(TreePlans(2, RULES, device), rows, log_probs, adopts=False, impl=impl)
-    automatic = "triton" if device.type == "cuda" else "torch"
-    assert ran == [automatic if impl == "auto" else impl]
+    assert ran == [branch(impl, device)]
 
 
 def test_wrapper_refuses(device):

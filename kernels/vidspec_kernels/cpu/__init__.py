@@ -12,14 +12,14 @@ what that file imports.
 from vidspec_kernels.cpu.relevance import visual_relevance
 from vidspec_kernels.cpu.sampling import candidates, draw
 from vidspec_kernels.cpu.steps import begin_step, next_level
-from vidspec_kernels.cpu.trees import tree_begin, tree_grow, tree_place
+from vidspec_kernels.cpu.trees import tree_begin, tree_finish, tree_grow, tree_place, tree_plan
 from vidspec_kernels.cpu.verify import accept, loosen, place_trees
 
 # By the reference that each stands in for; all take its arguments.
 LOOPS = {
     f"{loop.__name__}_reference": loop
     for loop in (
-        accept, begin_step, candidates, draw, loosen, next_level, place_trees, tree_begin, tree_grow, tree_place,
-        visual_relevance,
+        accept, begin_step, candidates, draw, loosen, next_level, place_trees, tree_begin, tree_finish,
+        tree_grow, tree_place, tree_plan, visual_relevance,
     )
 }  # fmt: skip

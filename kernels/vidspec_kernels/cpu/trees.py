@@ -1,12 +1,16 @@
-"""Loops of `tree_begin`, `tree_grow` and `tree_place`."""
+"""Loops of `tree_begin`, `tree_plan`, `tree_grow`, `tree_place` and `tree_finish`."""
+
+import math
 
 import numpy as np
 from torch import Tensor
 
-from vidspec_kernels.cpu.compiled import compiled
+from vidspec_kernels.cpu.compiled import NOTHING, compiled
+from vidspec_kernels.tree_finish import Leaves, append_leaves
 from vidspec_kernels.tree_grow import TreeGrowBuffers
 from vidspec_kernels.tree_place import PlacedLevel
-from vidspec_kernels.tree_state import TreeTables, TreeTemplate
+from vidspec_kernels.tree_plan import LEAST_LOGIT
+from vidspec_kernels.tree_state import TreePlans, TreeTables, TreeTemplate
 
 
 @compiled(
@@ -66,6 +70,42 @@ def tree_begin(
             nodes, log_probs, growth.leftover_arrays[0], rows.numpy(), num_accepted.numpy(),
             *growth.plans.observed_arrays, rules.history, *limits,
         )  # fmt: skip
+
+
+@compiled(
+    "float32[:, :], int64[:], float32[:], float32[:], int64[:], int64[:], float32[:], int64[:], int64[:], int64, "
+    "float32, float32, float32, float32, float32, boolean"
+)
+def _plan(
+    log_probs, rows, max_depths, next_confidence, next_depths, next_widths, confidence, depths, widths, top_k,
+    log_top_k, depth_min, width_min, width_range, least_logit, adopts,
+):  # fmt: skip
+    one = np.float32(1.0)
+    for b in range(len(rows)):
+        row, total, product = rows[b], np.float32(0.0), np.float32(0.0)
+        for rank in range(top_k):
+            logit = log_probs[b, rank] - log_probs[b, 0]
+            if not logit > least_logit:
+                logit = least_logit
+            weight = np.exp(logit)
+            total += weight
+            product += weight * logit
+        alpha = min(max(one - (np.log(total) - product / total) / log_top_k, np.float32(0.0)), one)
+        next_confidence[b] = alpha
+        next_depths[b] = np.int64(depth_min + alpha * (max_depths[row] - depth_min))
+        next_widths[b] = np.int64(width_min + (one - alpha) * width_range)
+        if adopts:
+            confidence[row], depths[row], widths[row] = alpha, next_depths[b], next_widths[b]
+
+
+def tree_plan(plans: TreePlans, rows: Tensor, log_probs: Tensor, *, adopts: bool) -> None:
+    """Do what `tree_plan` does."""
+    rules = plans.rules
+    numbers = (math.log(rules.top_k), float(rules.depth_min), float(rules.width_min))
+    _plan(
+        log_probs.numpy(), rows.numpy(), plans.observed_arrays[2], *plans.adopted_arrays, rules.top_k, *numbers,
+        float(rules.width_max - rules.width_min), LEAST_LOGIT, adopts,
+    )  # fmt: skip
 
 
 @compiled(
@@ -181,3 +221,40 @@ def _place(tree_tokens, token_ids, sources, nodes, fed_sources, fed_tokens, num_
 def tree_place(tree: TreeTables, level: PlacedLevel, num_reqs: int, token_ids: Tensor) -> None:
     """Do what `tree_place` does."""
     _place(tree.arrays[0], token_ids.numpy(), *level.arrays, num_reqs)
+
+
+@compiled(
+    "int32[:], boolean, int64[:], int64, boolean, int64[:], "
+    "float32[:], int64[:], int64[:], float32[:], int64[:], int64[:]"
+)
+def _finish(
+    num_nodes, counts, next_free, num_reqs, adopts, rows,
+    next_confidence, next_depths, next_widths, confidence, depths, widths,
+):  # fmt: skip
+    for b in range(num_reqs):
+        if counts:
+            num_nodes[b] = next_free[b] - 1
+        if adopts:
+            row = rows[b]
+            confidence[row], depths[row], widths[row] = next_confidence[b], next_depths[b], next_widths[b]
+
+
+def tree_finish(
+    tree: TreeTables,
+    num_reqs: int,
+    *,
+    next_free: Tensor | None = None,
+    leaves: Leaves | None = None,
+    max_nodes: int = 0,
+    plans: TreePlans | None = None,
+    rows: Tensor | None = None,
+) -> None:
+    """Do what `tree_finish` does; leaves, which only asynchronous scheduling asks for, are the reference's."""
+    ints, floats = NOTHING["int64[:]"], NOTHING["float32[:]"]
+    adopted = (floats, ints, ints, floats, ints, ints) if plans is None else plans.adopted_arrays
+    _finish(
+        tree.arrays[5], next_free is not None, ints if next_free is None else next_free.numpy(), num_reqs,
+        plans is not None, ints if rows is None else rows.numpy(), *adopted,
+    )  # fmt: skip
+    if leaves is not None:
+        append_leaves(tree, num_reqs, leaves, max_nodes)

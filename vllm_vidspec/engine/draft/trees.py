@@ -57,6 +57,7 @@ class TreeDrafter:
         device, places = forwards.model.device, forwards.buffers.max_num_reqs * policy.max_frontier
         self._log_probs = torch.zeros(places, policy.num_candidates, dtype=torch.float32, device=device)
         self._token_ids = torch.zeros(places, policy.num_candidates, dtype=torch.int64, device=device)
+        self._found = functools.cache(self._cut)
 
     def draft(
         self, num_reqs: int, max_nodes: int, rows_np: np.ndarray, processed: Processed | None
@@ -148,7 +149,7 @@ class TreeDrafter:
     def _nodes(self, num_reqs: int, max_nodes: int, level: int) -> None:
         """Feed the frontier that the level before has left."""
         nodes, tokens = self._frontiers[num_reqs, max_nodes, level]
-        self._buffers.place(num_reqs, level, nodes, tokens, self.policy.tree.ancestors[:num_reqs])
+        self._buffers.place(num_reqs, level, nodes, tokens, self.policy.tree.ancestors)
         self._forwards.nodes(num_reqs, nodes.shape[1])
 
     def _grow(self, num_reqs: int, max_nodes: int, level: int, processed: Processed | None) -> None:
@@ -162,19 +163,24 @@ class TreeDrafter:
             logits = self._forwards.logits(block)
             if processed is not None:
                 logits = processed(logits, block, logical_pos[block], input_ids[block], width)
+            log_probs, token_ids = self._found(block.start, block.stop)
             self._sample.candidates_into(
                 logits,
                 step.temperature,
                 step.seeds,
                 logical_pos[block],
-                log_probs=self._log_probs[block],
-                ids=self._token_ids[block],
+                log_probs=log_probs,
+                ids=token_ids,
                 width=width,
                 first=block.start,
                 with_log_probs=policy.needs_log_probs,
                 is_processed=processed is not None,
             )
-        found = self._log_probs[:num_places], self._token_ids[:num_places]
-        frontier = policy.extend(level, *found, rows=step.rows[:num_reqs], max_nodes=max_nodes)
+        rows, _ = self._buffers.of(num_reqs)
+        frontier = policy.extend(level, *self._found(0, num_places), rows=rows, max_nodes=max_nodes)
         if frontier is not None:
             self._frontiers[num_reqs, max_nodes, level + 1] = frontier
+
+    def _cut(self, low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where candidates of places `low` to `high` are found: log-probabilities and tokens."""
+        return self._log_probs[low:high], self._token_ids[low:high]
