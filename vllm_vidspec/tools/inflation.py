@@ -100,6 +100,8 @@ def inflate(checkpoint: str | Path, num_appended: int, folder: Path | None = Non
     folder = folder or cache_folder()
     copy = folder / f"{digest(original)}-{num_appended}"
     if copy.is_dir():
+        with writing(copy):
+            _mend_links(original, copy)
         return copy
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -125,6 +127,16 @@ def appended_bytes(folder: Path) -> int:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     spans = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
     return sum(end - start for start, end in spans)
+
+
+def _mend_links(original: Path, copy: Path) -> None:
+    """Link to these weights where a copy's link leads nowhere: it was made of the same ones, in another place."""
+    for path in original.glob("*.safetensors"):
+        if not (copy / path.name).exists():
+            with tempfile.TemporaryDirectory(prefix="unfinished-", dir=copy) as folder:
+                link = Path(folder) / path.name
+                link.symlink_to(path.resolve())
+                link.replace(copy / path.name)
 
 
 def _write(original: Path, copy: Path, config: dict[str, Any], weight_map: dict[str, str], num_appended: int) -> None:
