@@ -246,15 +246,14 @@ def roofline_text() -> str:
 
 # ---- measured on the CPU engine --------------------------------------------------------------------------------------
 
-# By file: the methods that its rows are taken of, None for all. Adaptive trees have no fixed number of forwards, and a
-# target that drafts for itself is no draft of an inflated pair.
+# By file: the methods that its rows are taken of, None for all. Adaptive trees have no fixed number of forwards, a
+# target that drafts for itself is no draft of an inflated pair, and four methods are in a longer race.
 FILES: dict[str, tuple[str, ...] | None] = {
     "R14-parallel.json": None,
     "parallel-table.json": None,
-    "paper-qwen2.5-vl-inflated.json": (
-        "SD-chain", "SD-tree", "SD-Rand", "SpecVLM", "ParallelVLM", "LVSpec", "FLy", "OnSD",
-    ),
-}  # fmt: skip
+    "paper-qwen2.5-vl-inflated.json": ("SD-tree", "SD-Rand", "SpecVLM", "OnSD"),
+    "paper-qwen2.5-vl-inflated-race.json": None,
+}
 TREE = "tree-static"
 
 
@@ -264,7 +263,7 @@ def measured_rows() -> list[dict[str, Any]]:
     for file, methods in FILES.items():
         rates: dict[float, float] = {}
         for row in json.loads((RESULTS / file).read_text())["rows"]:
-            if row["mode"] == "vanilla" or (methods is not None and row["method"] not in methods):
+            if row["mode"] == "vanilla" or row["speedup"] is None:
                 continue
             answers = row["requests"] * row["rounds"]
             row["file"], row["answers"] = file, answers
@@ -273,7 +272,8 @@ def measured_rows() -> list[dict[str, Any]]:
             if row["method"] in ("sequential", "SD-chain"):
                 rates[row["inflate"]] = planning.rate_of_chain(row["acceptance_length"], row["forwards"])
             row["rate"] = rates[row["inflate"]]  # of the chain beside it: the same pair, pruner and prompts
-            found.append(row)
+            if methods is None or row["method"] in methods:
+                found.append(row)
     return found
 
 
@@ -293,27 +293,31 @@ def length_of(row: Mapping[str, Any]) -> float:
 
 
 def rest_of(row: Mapping[str, Any]) -> float:
-    """Return what a step takes beside T_t and its draft forwards, in ms: from the row's own speed-up."""
-    step = length_of(row) * row["t_target_ms"] / row["speedup"]
-    return step - row["t_target_ms"] - row["forwards"] * row["t_draft_ms"]
+    """Return what a row's step takes beside T_t and its draft forwards, in ms."""
+    return row["t_step_ms"] - row["t_target_ms"] - row["forwards"] * row["t_draft_ms"]
 
 
 def rest_from(others: Sequence[Mapping[str, Any]], row: Mapping[str, Any]) -> float:
     """Return the rest of a row's step in ms, from what others take.
 
-    It is a sum of so many draft forwards, which is the host's work, and of so many target steps, as all rows are
-    verified. None is below 0, and the sum of what is off is least (each row in units of its T_t): one row that is far
-    off does not pull the others' along.
+    Each level adds a share of a draft forward, which is the host's work, and a share of T_t, as more rows are verified.
+    Neither is below 0, and the sum of what is off is least (each row in units of its T_t): one row that is far off does
+    not pull the others' along.
     """
-    times = np.array([[one["t_draft_ms"], one["t_target_ms"]] for one in others])
-    scale = 1.0 / times[:, 1]
+    times = np.array([levels_of(one) for one in others])
+    scale = 1.0 / np.array([one["t_target_ms"] for one in others])
     parts, rests, off = times * scale[:, None], scale * [rest_of(one) for one in others], np.eye(len(others))
     found = linprog(
         np.r_[0.0, 0.0, np.ones(len(others))],
         A_ub=np.block([[parts, -off], [-parts, -off]]),
         b_ub=np.r_[rests, -rests],
     )
-    return float(found.x[:2] @ [row["t_draft_ms"], row["t_target_ms"]])
+    return float(found.x[:2] @ levels_of(row))
+
+
+def levels_of(row: Mapping[str, Any]) -> list[float]:
+    """Return a row's levels in draft forwards and in target steps, in ms."""
+    return [row["forwards"] * row["t_draft_ms"], row["forwards"] * row["t_target_ms"]]
 
 
 def stream_costs(row: Mapping[str, Any]) -> tuple[float, float, float]:

@@ -61,38 +61,43 @@ def test_a_row_is_predicted_from_the_others(script, monkeypatch):
 
 
 def test_measured_rows_are_met(script):
-    """2.1 % on average when this was written. Catches: a model that drifts from what was measured."""
+    """2.4 % on average when this was written. Catches: a model that drifts from what was measured."""
     rows = script.checked_rows()
     errors = [abs(row["error"]) for row in rows if row["inflate"] != 9.0]
     assert len(errors) == 12
     assert sum(errors) / len(errors) < 0.03
     assert sum(error < 0.05 for error in errors) >= 11
-    assert len(rows) == 20 and sum(abs(row["error"]) < 0.05 for row in rows) >= 16
+    assert len(rows) == 20 and sum(abs(row["error"]) < 0.05 for row in rows) >= 17
     at_nine = {row["method"]: abs(row["error"]) for row in rows if row["inflate"] == 9.0}
-    assert at_nine["SD-chain"] < 0.05 and at_nine["LVSpec"] < 0.05
+    assert at_nine["ParallelVLM"] < 0.05 and at_nine["LVSpec"] < 0.05, "the fastest: exact, and loose"
     assert max(abs(row["error"]) for row in script.length_rows()) < 0.07
 
 
 def test_what_a_row_says_by_hand(script):
     """A chain of 5: a step of tau T_t / speed-up, less T_t and five forwards."""
     row = dict(mode="sequential", drafting="chain", acceptance_length=6.0, num_speculative_tokens=5, forwards=5)
-    row |= dict(answer=96, t_target_ms=10.0, t_draft_ms=2.0, speedup=2.0)
+    row |= dict(answer=96, t_target_ms=10.0, t_draft_ms=2.0, t_step_ms=30.0)
     assert script.length_of(row) == pytest.approx(6.0)
     assert script.rest_of(row) == pytest.approx(30 - 10 - 5 * 2)
+    assert script.levels_of(row) == pytest.approx([10.0, 50.0])
     row |= {"output_tokens": 220, "answers": 20, "tokens_per_s": 50.0, "late_drafts": 40, "stream_tokens": 400}
     # 200 tokens in 4 s; two late steps an answer; 3.6 s of drawing 400 tokens; a step of 13 ms.
     assert script.stream_costs(row | {"t_step_ms": 13.0}) == pytest.approx((0.3, 9.0 / 2 - 1, 10.0))
 
 
 def test_the_rest_of_a_step_is_forwards_and_target_steps(script, monkeypatch):
-    """Rows that are 1.5 forwards and 0.1 target steps long give both back, whatever one of them says."""
-    times = [(1.0, 3.0), (1.0, 6.0), (2.0, 18.0), (1.0, 5.0)]
-    rows = [{"t_draft_ms": draft, "t_target_ms": target} for draft, target in times]
+    """Rows that are 1.5 forwards and 0.1 target steps a level long give both back, whatever one of them says."""
+    times = [(1.0, 3.0, 5), (1.0, 6.0, 5), (2.0, 18.0, 10), (1.0, 5.0, 5)]
+    rows = [{"t_draft_ms": draft, "t_target_ms": target, "forwards": levels} for draft, target, levels in times]
     wrong = rows[3]
-    monkeypatch.setattr(
-        script, "rest_of", lambda row: 1.5 * row["t_draft_ms"] + 0.1 * row["t_target_ms"] + 9.0 * (row is wrong)
-    )
-    assert script.rest_from(rows, {"t_draft_ms": 1.0, "t_target_ms": 9.0}) == pytest.approx(1.5 + 0.9)
+
+    def rest_of(row):
+        forwards, steps = script.levels_of(row)
+        return 1.5 * forwards + 0.1 * steps + 9.0 * (row is wrong)
+
+    monkeypatch.setattr(script, "rest_of", rest_of)
+    row = {"t_draft_ms": 1.0, "t_target_ms": 9.0, "forwards": 10}
+    assert script.rest_from(rows, row) == pytest.approx(10 * (1.5 + 0.9))
 
 
 def test_rooflines_of_the_papers_settings(script):
