@@ -114,7 +114,8 @@ def draw(
     apply_temperature: bool = True,
 ) -> None:
     """Do what `draw` does; a batch with noise is numpy's."""
-    outs = (int(level), out_tokens.numpy(), out_ids.numpy())
+    column = level.numpy()[0] if isinstance(level, Tensor) else level
+    outs = (column, out_tokens.numpy(), out_ids.numpy())
     if not _draw_greedily(logits.float().numpy(), temperature.numpy(), *outs):
         draw_reference(
             logits, temperature, seeds, pos, noise,

@@ -156,5 +156,5 @@ def next_level(
         here.rows, here.root_slot, here.root_pos, here.pos_delta, here.batch_table, fed.numpy(), *frontier,
         there.positions, there.logical_pos, there.slot_mapping, there.seq_lens,
         there.input_ids if is_tree else NOTHING["int32[:]"], there.masks if is_tree else NOTHING["int64[:, :]"],
-        is_tree, size, int(level), block_size, max_position,
+        is_tree, size, level.numpy()[0] if isinstance(level, Tensor) else level, block_size, max_position,
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
 import functools
 
+import torch
+
 from vllm_vidspec.engine.draft.forwards import Forwards
 from vllm_vidspec.engine.draft.graphs import DraftGraphs, Part, Run, part
 from vllm_vidspec.engine.draft.noise import CoupledSampler, Processed
@@ -22,6 +24,7 @@ class ChainDrafter:
         self._buffers = forwards.buffers
         self._sample = sample
         self._graphs = graphs
+        self._views = functools.cache(self._cut)
 
     def draft(self, num_reqs: int, num_drafts: int, processed: Processed | None) -> bool:
         """Write `num_drafts` tokens of each of `num_reqs` requests, padding included, into the buffers' `drafts`.
@@ -75,18 +78,26 @@ class ChainDrafter:
     def _draw(self, num_reqs: int, level: int, processed: Processed | None) -> None:
         """Draw the next token of each request after the one that was fed last."""
         buffers, forwards = self._buffers, self._forwards
-        step, (logical_pos, input_ids) = buffers.step, forwards.fed(level)
+        logical_pos, input_ids = forwards.fed(level)
         for block in blocks(num_reqs if processed is None else processed.num_reqs, forwards.model.vocab_size):
             logits = forwards.logits(block)
             if processed is not None:
                 logits = processed(logits, block, logical_pos[block], input_ids[block])
+            temperature, seeds, pos, drafts, token_ids = self._views(block.start, block.stop, min(level, 1))
             self._sample.draw_into(
                 logits,
-                step.temperature[block],
-                step.seeds[block],
-                logical_pos[block],
-                level=step.level,
-                out_tokens=buffers.drafts[block],
-                out_ids=buffers.token_ids[block],
+                temperature,
+                seeds,
+                pos,
+                level=buffers.step.level,
+                out_tokens=drafts,
+                out_ids=token_ids,
                 is_processed=processed is not None,
             )
+
+    def _cut(self, low: int, high: int, level: int) -> tuple[torch.Tensor, ...]:
+        """Return temperatures, seeds and positions of batch rows `low` to `high`, and where draws go."""
+        buffers, (logical_pos, _) = self._buffers, self._forwards.fed(level)
+        step = buffers.step
+        rows = (step.temperature, step.seeds, logical_pos, buffers.drafts, buffers.token_ids)
+        return tuple(part[low:high] for part in rows)
