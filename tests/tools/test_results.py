@@ -14,7 +14,10 @@ from vllm_vidspec.tools.bench import acceptance
 
 COMMANDS = ["R1", "R2", "R3", "R4", "R5", "R6", "R7", "R8", "R9", "R9-sage", "R10", "R11", "R12", "R12-relevance"]
 COMMANDS += ["R13", "R14-parallel", "R15", "R15-frames", "R16", "R16-loose", "R17", "R17-shapes", "R18"]
-OF_PAPERS = ["paper-qwen2.5-vl", "paper-qwen2.5-vl-inflated", "paper-stock", "speed-qwen2.5-vl", "scaling-video"]
+OF_PAPERS = [
+    *("paper-qwen2.5-vl", "paper-qwen2.5-vl-inflated", "paper-qwen2.5-vl-inflated-race", "paper-stock"),
+    *("speed-qwen2.5-vl", "scaling-video"),
+]
 COMMANDS += OF_PAPERS
 
 
@@ -59,7 +62,7 @@ def test_results_by_name(script):
     assert script.chosen("R12", COMMANDS) == ["R12", "R12-relevance"]
     assert script.chosen("R9-sage,R1", COMMANDS) == ["R1", "R9-sage"]
     assert script.chosen(",".join(COMMANDS), COMMANDS) == COMMANDS
-    assert script.chosen("paper", COMMANDS) == OF_PAPERS[:3]
+    assert script.chosen("paper", COMMANDS) == OF_PAPERS[:4]
     with pytest.raises(SystemExit, match="no result is called 'R99'"):
         script.chosen("R99", COMMANDS)
 
