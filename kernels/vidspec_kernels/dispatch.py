@@ -38,10 +38,16 @@ def on_host(impl: Impl, device: torch.device, reference: _Function) -> _Function
     """Return what runs where no kernel is launched: of CPU tensors the reference's loop, if it has one, and numba.
 
     Both take the same arguments. `impl` "torch", and any other device, get the reference.
+
+    Raises:
+        ImportError: `impl` is "numba", and that is not installed.
     """
     if impl == "torch" or device.type != "cpu":
         return reference
-    return load_loops().get(reference.__name__, reference)
+    loops = load_loops()
+    if impl == "numba" and not loops:
+        raise ImportError("impl is numba, which is not installed")
+    return loops.get(reference.__name__, reference)
 
 
 @functools.cache

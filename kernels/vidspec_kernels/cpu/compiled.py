@@ -18,5 +18,14 @@ def compiled(arguments: str, returns: str = "void") -> Callable[[Callable[..., A
     """Return a decorator that compiles a function now, for arguments of these types, and keeps it on disk.
 
     Arrays are `[:]`, of any strides: one variant serves slices too. Numbers divide as in numpy; sums keep their order.
+    Where no folder for it can be written, it is compiled at every start.
     """
-    return numba.njit(f"{returns}({arguments})", cache=True, error_model="numpy")
+
+    def compile_now(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = f"{returns}({arguments})"
+        try:
+            return numba.njit(signature, cache=True, error_model="numpy")(function)
+        except RuntimeError:  # numba found no place for its cache
+            return numba.njit(signature, error_model="numpy")(function)
+
+    return compile_now

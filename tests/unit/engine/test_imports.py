@@ -16,7 +16,8 @@ def look():
 before = look()
 import {module}
 print([a is b for a, b in zip(before, look())].count(False))
-print(sorted(name for name in sys.modules if name.startswith(("vllm.v1.worker.cpu", "vllm_vidspec.engine.cpu"))))
+of_cpus = ("vllm.v1.worker.cpu", "vllm_vidspec.engine.cpu", "vidspec_kernels.cpu")
+print(sorted(name for name in sys.modules if name.startswith(of_cpus)))
 """
 
 

@@ -3,6 +3,9 @@
 Imported on the CPU engine only: importing vLLM's CPU worker replaces torch.cuda's streams, events and copies.
 """
 
+import time
+
+from vllm.logger import init_logger
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -11,6 +14,8 @@ from vllm_vidspec.engine.compat.cpu import cpu_model_runner
 from vllm_vidspec.engine.runner import VidSpecModelRunner
 from vllm_vidspec.engine.worker import VidSpecWorker, tells_why
 from vllm_vidspec.errors import VidSpecError
+
+logger = init_logger("vllm.vidspec")
 
 
 class VidSpecCPUModelRunner(VidSpecModelRunner, CPUModelRunner):
@@ -30,5 +35,7 @@ class VidSpecCPUWorker(VidSpecWorker, CPUWorker):
 
     def compile_or_warm_up_model(self):
         """Load our loops, which are compiled once in an environment, and warm up as vLLM does."""
+        begin = time.perf_counter()
         load_loops()
+        logger.info("vidspec: loops ready in %.1f s", time.perf_counter() - begin)
         return super().compile_or_warm_up_model()
