@@ -10,7 +10,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, array_module, as_array, as_meta, check_vector, known, launch, use_triton
+from vidspec_kernels.dispatch import (
+    Impl,
+    array_module,
+    as_array,
+    as_meta,
+    check_vector,
+    known,
+    launch,
+    on_host,
+    use_triton,
+)
 
 # Entries that a program holds at once; more are moved in turns.
 _BLOCK_MOVES = 16
@@ -218,7 +228,7 @@ def kv_compact(
     if num_reqs == 0 or path.shape[1] <= 1:
         return
     if not use_triton(impl, device):
-        kv_compact_reference(caches, block_table, rows, starts, path, num_accepted, path_rows)
+        on_host(impl, device, kv_compact_reference)(caches, block_table, rows, starts, path, num_accepted, path_rows)
         return
     block_cols = triton.next_power_of_2(path.shape[1])
     tables = (block_table, block_table.stride(0), block_table.shape[1], rows, starts)

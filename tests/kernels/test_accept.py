@@ -430,5 +430,5 @@ def test_wrapper_refuses(device, name, change, message):
 
 def test_unknown_impl(device):
     """Catches: a typo in `impl` that runs something."""
-    with pytest.raises(ValueError, match="auto, triton or torch"):
+    with pytest.raises(ValueError, match="auto, triton, numba or torch"):
         accept(**pack([chain([5], [])], 6, device), impl="cpu")

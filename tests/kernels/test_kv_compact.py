@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.kernels.impls import branch
 from vidspec_kernels.kv_compact import _BLOCK_MOVES, CacheList, kv_compact
 
 LAYOUTS = ("NHD", "HND", "transposed keys")
@@ -115,7 +116,7 @@ def one_request(device, path, start=0, table=(1, 2, 3, 4)):
     }
 
 
-@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
 @pytest.mark.parametrize(
     ("path", "start", "after"),
     [
@@ -141,7 +142,7 @@ def test_hand_computed_moves(device, impl, path, start, after):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("max_drafts", [1, 7, 25, 64])
-@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
 def test_equals_the_loop(device, impl, max_drafts, layout):
     """Catches: strides mixed up, a layer or head left out, batch rows taken for table rows, paths read beyond
     num_accepted, a K beyond one turn of the kernel moved in a wrong order, any other entry touched."""
@@ -152,7 +153,7 @@ def test_equals_the_loop(device, impl, max_drafts, layout):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.uint8, torch.float64])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
 def test_dtypes(device, impl, layout, dtype):
     """Catches: a word of the wrong size, values converted on the way (the caches hold every bit pattern)."""
     inputs = make_inputs(5, 10, device, seed=2)
@@ -161,7 +162,7 @@ def test_dtypes(device, impl, layout, dtype):
 
 
 @pytest.mark.parametrize(("block_size", "head_size"), [(1, 8), (3, 5), (16, 80), (48, 1)])
-@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
 def test_awkward_sizes(device, impl, block_size, head_size):
     """Catches: a block or head size taken for a power of two, columns past the head written."""
     inputs = make_inputs(4, 20, device, block_size=block_size, seed=3)
@@ -170,7 +171,7 @@ def test_awkward_sizes(device, impl, block_size, head_size):
 
 
 @pytest.mark.parametrize("first", [2, 3, 30])
-@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
 def test_longest_overlaps(device, impl, first):
     """Catches: turns of the kernel out of order. 2 -> 1, 3 -> 2, ... 64 -> 63 is four turns, each writing what another
     has read."""
@@ -179,7 +180,7 @@ def test_longest_overlaps(device, impl, first):
     check(compact_with(impl), make_bases(device, 1, (19, 4, 1, 8)), "NHD", inputs)
 
 
-@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
 def test_what_accept_returns(device, impl):
     """Catches: a request without rows (num_sampled 0, so -1 accepted) or an identity path beyond the count moved."""
     inputs = one_request(device, [0, 2, 4, 3, 4], start=1) | {
@@ -192,7 +193,7 @@ def test_what_accept_returns(device, impl):
     check(compact_with(impl), make_bases(device, 1, (7, 4, 1, 8)), "NHD", inputs)
 
 
-@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
 def test_paths_by_rows_of_their_own(device, impl):
     """Catches: paths or counts read in the requests' order, or by the rows of the block table."""
     inputs = make_inputs(6, 10, device, seed=5)
@@ -208,7 +209,7 @@ def test_paths_by_rows_of_their_own(device, impl):
     check(by_rows, make_bases(device, 2, (num_blocks_of(inputs), 4, 2, 8)), "NHD", inputs)
 
 
-@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
 def test_nothing_moves(device, impl):
     """Catches: an entry touched where paths are identities; an empty batch or a path of the root alone refused."""
     inputs = make_inputs(3, 6, device)
@@ -222,7 +223,7 @@ def test_nothing_moves(device, impl):
     assert torch.equal(bases[0].view(torch.uint8), before)
 
 
-@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
 def test_past_the_block_table(device, impl):
     """Catches: a block id read from the next row of the table (entries 8 and up have no block; 7 -> 6 still moves)."""
     inputs = one_request(device, [0, 2, 3, 4], start=5, table=(1, 2)) | {
@@ -235,7 +236,7 @@ def test_past_the_block_table(device, impl):
     assert torch.equal(bases[0].view(torch.uint8), expected.view(torch.uint8))
 
 
-@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
 def test_layers_of_several_shapes(device, branches, impl):
     """Catches: layers of other shapes, strides or dtypes left out or moved with another group's strides; more than one
     launch a group; a cache that two layers share moved twice."""
@@ -256,7 +257,7 @@ def test_layers_of_several_shapes(device, branches, impl):
     assert [len(group.views) for group in caches.groups] == [6, 2, 2, 2, 2]
     ran = branches("kv_compact")
     kv_compact(caches, **inputs, impl=impl)
-    assert ran == (["triton"] * 5 if impl == "triton" else ["torch"])
+    assert ran == (["triton"] * 5 if impl == "triton" else [branch(impl, device)])
     for (_, bases), want in zip(kinds, expected, strict=True):
         assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(bases, want, strict=True))
 
@@ -293,7 +294,7 @@ def test_mutation_descending_order(device):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
 @pytest.mark.parametrize("left_out", [0, 1])
 def test_mutation_values_forgotten(device, impl, layout, left_out):
     """Mutation: only keys are moved (or only values). Seen to fail in every layout."""
@@ -305,7 +306,7 @@ def test_mutation_values_forgotten(device, impl, layout, left_out):
     check(compact_with(impl), make_bases(device, 2, (5, 4, 1, 8), layout), layout, inputs)
 
 
-@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
 @pytest.mark.parametrize("wrong", [-1, 1])
 def test_mutation_off_by_one_start(device, impl, wrong):
     """Mutation: the path counted from the entry before or after the root. Seen to fail both ways."""
@@ -319,15 +320,14 @@ def test_mutation_off_by_one_start(device, impl, wrong):
     check(compact_with(impl), make_bases(device, 1, (5, 4, 1, 8)), "NHD", inputs)
 
 
-@pytest.mark.parametrize("impl", ["auto", "triton", "torch"])
+@pytest.mark.parametrize("impl", ["auto", "triton", "numba", "torch"])
 def test_dispatch(device, branches, impl):
     """Catches: a forced branch that silently runs the other, and a wrong automatic choice."""
     ran = branches("kv_compact")
     caches = CacheList([split(base, "NHD") for base in make_bases(device, 1, (5, 4, 1, 8))])
     kv_compact(caches, **one_request(device, [0, 2]), impl=impl)
-    automatic = "triton" if device.type == "cuda" else "torch"
-    assert ran == [automatic if impl == "auto" else impl]
-    with pytest.raises(ValueError, match="auto, triton or torch"):
+    assert ran == [branch(impl, device)]
+    with pytest.raises(ValueError, match="auto, triton, numba or torch"):
         kv_compact(caches, **one_request(device, [0, 2]), impl="cpu")
 
 

@@ -9,6 +9,7 @@ file stands by itself, and constants of others are arguments: numba's cache know
 what that file imports.
 """
 
+from vidspec_kernels.cpu.compaction import kv_compact
 from vidspec_kernels.cpu.relevance import visual_relevance
 from vidspec_kernels.cpu.sampling import candidates, draw
 from vidspec_kernels.cpu.steps import begin_step, next_level
@@ -19,7 +20,7 @@ from vidspec_kernels.cpu.verify import accept, loosen, place_trees
 LOOPS = {
     f"{loop.__name__}_reference": loop
     for loop in (
-        accept, begin_step, candidates, draw, loosen, next_level, place_trees, tree_begin, tree_finish,
+        accept, begin_step, candidates, draw, kv_compact, loosen, next_level, place_trees, tree_begin, tree_finish,
         tree_grow, tree_place, tree_plan, visual_relevance,
     )
 }  # fmt: skip
