@@ -29,6 +29,7 @@ from vidspec_kernels import (
     StepTables,
     accept,
     begin_step,
+    dispatch,
     guidance_scores,
     kv_compact,
     loosen,
@@ -63,6 +64,12 @@ def same_on_both(function, *args, **kwargs):
 
 
 # ---- kernels' references ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def references_on_the_host(monkeypatch):
+    """The loops of a CPU are another text, which tests/kernels compare with this one."""
+    monkeypatch.setattr(dispatch, "load_loops", dict)
 
 
 def tensors_of(buffers) -> dict[str, torch.Tensor | None]:

@@ -95,8 +95,9 @@ def draft(drafter, num_reqs: int, width: int, device: str, vocab_size: int, dtyp
     places, reqs = torch.arange(num_rows, device=device), torch.zeros(num_reqs, device=device)
     step = SimpleNamespace(rows=reqs, temperature=reqs, seeds=reqs, level=None)
     buffers = SimpleNamespace(
-        step=step, max_num_reqs=num_reqs, token_ids=places.int(), drafts=torch.zeros(num_reqs, 2, device=device).long()
-    )
+        step=step, max_num_reqs=num_reqs, token_ids=places.int(), drafts=torch.zeros(num_reqs, 2, device=device).long(),
+        of=lambda num_reqs: (reqs, None),
+    )  # fmt: skip
     forwards = SimpleNamespace(
         model=SimpleNamespace(vocab_size=vocab_size, device=device),
         buffers=buffers,
