@@ -1,4 +1,4 @@
-"""Dispatch: whether a wrapper launches its Triton kernel or runs its reference, and what both of them share."""
+"""Dispatch: whether a wrapper launches its Triton kernel, runs its loop or its reference; what all of them share."""
 
 import functools
 import importlib.util
@@ -244,8 +244,8 @@ def shared_bytes_per_program(limits: DeviceLimits, programs_per_sm: int) -> int:
 def array_module(device: torch.device) -> ModuleType:
     """Return numpy for the CPU, else torch: what references work on small arrays of that device with.
 
-    A numpy call costs a third of a torch call on arrays this small, and the CPU engine runs the references in every
-    step. Both modules have the names and the rules that are used, so there is one text for both.
+    A numpy call costs a third of a torch call on arrays this small, and tests run the references often. Both
+    modules have the names and the rules that are used, so there is one text for both.
     """
     return np if device.type == "cpu" else torch
 

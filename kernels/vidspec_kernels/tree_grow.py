@@ -268,7 +268,7 @@ def tree_grow(
         budget: Draft nodes that a tree may have, in [0, K]. A planned depth above it counts as the budget.
         first_parent: Where the candidates are kept among the leftovers, in [0, P - F].
         num_next: Most columns of the next frontier, in [1, min(F * C, F_max)].
-        trims: Whether the reference, not the kernel, writes the columns in use only, at least one: counting is free.
+        trims: Whether reference and loop, not the kernel, write the columns in use only (at least one): they are known.
         impl: See `dispatch.use_triton`. The reference takes CPU tensors only.
 
     Returns:

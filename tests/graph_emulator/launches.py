@@ -1,6 +1,6 @@
 """Kernel launches as entries of a graph: our wrappers, and the numpy twins of vLLM's kernels.
 
-A wrapper runs its reference on the CPU, in numpy, which no mode of torch sees. Under capture each call is one entry,
+A wrapper runs its loop or its reference on the CPU, which no mode of torch sees. Under capture each call is one entry,
 done again as a whole on replay, with its tensors' contents of then and its numbers of the capture.
 """
 

@@ -67,14 +67,18 @@ def test_measured_rows_are_met(script):
     assert len(errors) == 12
     assert sum(errors) / len(errors) < 0.03
     assert sum(error < 0.05 for error in errors) >= 11
-    assert len(rows) == 20 and sum(abs(row["error"]) < 0.05 for row in rows) >= 17
+    errors = [abs(row["error"]) for row in rows]
+    assert len(rows) == 20
+    assert sum(errors) / len(errors) < 0.03
+    assert sum(error < 0.05 for error in errors) >= 17
     at_nine = {row["method"]: abs(row["error"]) for row in rows if row["inflate"] == 9.0}
     assert at_nine["ParallelVLM"] < 0.05 and at_nine["LVSpec"] < 0.05, "the fastest: exact, and loose"
+    assert at_nine["SD-chain"] < 0.06
     assert max(abs(row["error"]) for row in script.length_rows()) < 0.07
 
 
 def test_what_a_row_says_by_hand(script):
-    """A chain of 5: a step of tau T_t / speed-up, less T_t and five forwards."""
+    """A chain of 5: its step less T_t and five forwards."""
     row = dict(mode="sequential", drafting="chain", acceptance_length=6.0, num_speculative_tokens=5, forwards=5)
     row |= dict(answer=96, t_target_ms=10.0, t_draft_ms=2.0, t_step_ms=30.0)
     assert script.length_of(row) == pytest.approx(6.0)

@@ -8,14 +8,14 @@ from vidspec_kernels.kv_compact import CacheList
 
 
 @compiled(
-    "int32[:, :], int64[:], int32[:], int32[:, :], int32[:], boolean, int64[:], int64, int64[:, :]",
+    "int32[:, :], int64[:], int32[:], int32[:, :], int32[:], int64[:], int64, int64[:, :]",
     "int64",
 )
-def _find_moves(block_table, rows, starts, path, num_accepted, is_apart, path_rows, block_size, moves):
+def _find_moves(block_table, rows, starts, path, num_accepted, path_rows, block_size, moves):
     """Write block and offset of each entry that moves and of where it goes, by columns; return how many there are."""
     num_moves = 0
     for r in range(len(rows)):
-        row, p = rows[r], path_rows[r] if is_apart else r
+        row, p = rows[r], path_rows[r] if len(path_rows) > 0 else r
         for j in range(1, min(num_accepted[p] + 1, path.shape[1])):
             source, target = starts[r] + path[p, j], starts[r] + j
             if source == target or source >= block_table.shape[1] * block_size:
@@ -38,7 +38,7 @@ def kv_compact(
     """Do what `kv_compact` does, a view at a time."""
     moves = np.empty((4, len(rows) * (path.shape[1] - 1)), dtype=np.int64)
     num_moves = _find_moves(
-        block_table.numpy(), rows.numpy(), starts.numpy(), path.numpy(), num_accepted.numpy(), path_rows is not None,
+        block_table.numpy(), rows.numpy(), starts.numpy(), path.numpy(), num_accepted.numpy(),
         NOTHING["int64[:]"] if path_rows is None else path_rows.numpy(), caches.block_size, moves,
     )  # fmt: skip
     if num_moves == 0:

@@ -1,9 +1,10 @@
-"""Loops of `visual_relevance`."""
+"""What runs for `visual_relevance`: loops around a product of torch."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vidspec_kernels.cpu.best import select_cosines
 from vidspec_kernels.cpu.compiled import compiled
 from vidspec_kernels.visual_relevance import STRIP_ENTRIES, storage_scale, visual_relevance_reference
 
@@ -32,30 +33,6 @@ def _gather(queries, cu_num_logits, rows, store, block_fill, block_table, num_bl
                     keys[r, num_keys, d] = store[block, slot, d]
                 num_keys += 1
         sizes[r, 1] = num_keys
-
-
-@compiled("float32, float32", "boolean")
-def _precedes(score, other):
-    """Return whether a cosine comes before another; NaN comes first."""
-    return score > other or (score != score and other == other)
-
-
-@compiled("float32[:, :, :], int32[:], int64[:, :], float32, float32[:, :]")
-def _select(cosines, cu_num_logits, sizes, scale, top):
-    """Put the largest cosines of each row into `top`, descending, NaN before all others."""
-    top_n = top.shape[1]
-    for r in range(len(sizes)):
-        for i in range(sizes[r, 0]):
-            best = top[cu_num_logits[r] + i]
-            for key in range(sizes[r, 1]):
-                score = cosines[r, i, key] / scale
-                if not _precedes(score, best[top_n - 1]):
-                    continue
-                place = top_n - 1
-                while place > 0 and _precedes(score, best[place - 1]):
-                    best[place] = best[place - 1]
-                    place -= 1
-                best[place] = score
 
 
 def visual_relevance(
@@ -90,5 +67,5 @@ def visual_relevance(
             queries.numpy(), strip, state_row[first:last], store.numpy(), *(table.numpy() for table in tables),
             max_queries, units.numpy(), keys.numpy(), sizes,
         )  # fmt: skip
-        _select(torch.bmm(units, keys.transpose(1, 2)).numpy(), strip, sizes, scale, top.numpy())
+        select_cosines(torch.bmm(units, keys.transpose(1, 2)).numpy(), strip, sizes, scale, top.numpy())
     return top

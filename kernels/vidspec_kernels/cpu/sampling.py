@@ -1,78 +1,16 @@
-"""Loops of `candidates` and `draw`."""
+"""What runs for `candidates` and `draw`: loops of `best`, and numpy where there is noise."""
 
-import numpy as np
 from torch import Tensor
 
 from vidspec_kernels.candidates import candidate_scores
-from vidspec_kernels.cpu.compiled import NOTHING, compiled
+from vidspec_kernels.cpu.best import best_tokens, draw_greedily
+from vidspec_kernels.cpu.compiled import NOTHING
 from vidspec_kernels.draw import draw_reference
 from vidspec_kernels.sampling import Noise
 
-NO_FLOATS = NOTHING["float32[:]"]
+_NO_NOISE = NOTHING["float32[:]"]
 # Scores of which a loop makes exponentials faster than a call of torch.
 _FEW = 2048
-
-
-@compiled("float32, float32", "boolean")
-def _precedes(score, other):
-    """Return whether a score comes before another that was found earlier; NaN comes first."""
-    return score > other or (score != score and other == other)
-
-
-@compiled("float32[:, :], float32[:], int64, int64, boolean, float32[:, :], int64[:, :]", "boolean")
-def _best(scores, temperature, width, first, with_log_probs, log_probs, ids):
-    """Write the best of each row, best first; of equal ones the lower token, NaN before all others.
-
-    Return False, and nothing is written, if the temperature of any row's request is not 0.
-    """
-    num_rows, num_candidates = scores.shape[0], ids.shape[1]
-    if len(temperature) > 0:
-        for req_idx in range(first // width, (first + num_rows - 1) // width + 1):
-            if temperature[req_idx] != 0.0:
-                return False
-    for row in range(num_rows):
-        num_kept = 0
-        for token in range(scores.shape[1]):
-            score = scores[row, token]
-            if num_kept == num_candidates:
-                last = log_probs[row, num_candidates - 1]
-                if not _precedes(score, last):
-                    continue
-            place = min(num_kept, num_candidates - 1)
-            while place > 0:
-                other = log_probs[row, place - 1]
-                if not _precedes(score, other):
-                    break
-                log_probs[row, place], ids[row, place] = other, ids[row, place - 1]
-                place -= 1
-            log_probs[row, place], ids[row, place] = score, token
-            num_kept = min(num_kept + 1, num_candidates)
-        if with_log_probs:
-            most, total = log_probs[row, 0], 0.0
-            shift = most if np.abs(most) != np.inf else np.float32(0.0)
-            for token in range(scores.shape[1]):
-                total += np.exp(scores[row, token] - shift)
-            normaliser = np.float32(shift + np.log(total))
-            for place in range(num_candidates):
-                log_probs[row, place] -= normaliser
-    return True
-
-
-@compiled("float32[:, :], float32[:], int64, int64[:, :], int32[:]", "boolean")
-def _draw_greedily(logits, temperature, level, out_tokens, out_ids):
-    """Write the highest logit's token of each row; return False, and nothing is written, if any row has noise."""
-    for row in range(logits.shape[0]):
-        if temperature[row] != 0.0:
-            return False
-    for row in range(logits.shape[0]):
-        best = 0
-        for token in range(1, logits.shape[1]):
-            score, highest = logits[row, token], logits[row, best]
-            if _precedes(score, highest):
-                best = token
-        out_tokens[row, level] = best
-        out_ids[row] = best
-    return True
 
 
 def candidates(
@@ -92,11 +30,11 @@ def candidates(
     """Do what `candidates` does; of equal scores the lower token first. Noise is numpy's, as its bits are vLLM's."""
     is_few = logits.numel() <= _FEW
     outs = (with_log_probs and is_few, log_probs.numpy(), ids.numpy())
-    heats = NO_FLOATS if temperature is None else temperature.numpy()
+    heats = _NO_NOISE if temperature is None else temperature.numpy()
     scores = logits.float()
-    if not _best(scores.numpy(), heats, width, first, *outs):
+    if not best_tokens(scores.numpy(), heats, width, first, *outs):
         scores = candidate_scores(logits, temperature, seeds, pos, noise, width, first, apply_temperature)
-        _best(scores.numpy(), NO_FLOATS, width, first, *outs)
+        best_tokens(scores.numpy(), _NO_NOISE, width, first, *outs)
     if with_log_probs and not is_few:
         log_probs[: len(logits)].sub_(scores.logsumexp(dim=-1, keepdim=True))
 
@@ -116,7 +54,7 @@ def draw(
     """Do what `draw` does; a batch with noise is numpy's."""
     column = level.numpy()[0] if isinstance(level, Tensor) else level
     outs = (column, out_tokens.numpy(), out_ids.numpy())
-    if not _draw_greedily(logits.float().numpy(), temperature.numpy(), *outs):
+    if not draw_greedily(logits.float().numpy(), temperature.numpy(), *outs):
         draw_reference(
             logits, temperature, seeds, pos, noise,
             level=level, out_tokens=out_tokens, out_ids=out_ids, apply_temperature=apply_temperature,

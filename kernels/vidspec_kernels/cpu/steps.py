@@ -8,13 +8,13 @@ from vidspec_kernels.step_buffers import LevelBuffers, StepBuffers, StepTables
 
 
 @compiled(
-    "int64[:], int64[:], int32[:], boolean[:], float32[:], int64[:], boolean, boolean, boolean, "
+    "int64[:], int64[:], int32[:], boolean[:], float32[:], int64[:], "
     "int32[:], int32[:, :], int64[:, :], int32[:], int64[:], int32[:, :], int64[:], int32[:, :], "
     "int64[:], int32[:], float32[:], int64[:], int32[:], int64[:], int64[:], int32[:], int32[:, :], int32[:], "
     "int32[:], int64[:, :], int64[:], int32[:], int32[:, :], int64, int64, int64, int64, int64"
 )
 def _begin_step(
-    batch_rows, picked, num_sampled, is_told, temperature, seeds, picks, asks, is_warm,
+    batch_rows, picked, num_sampled, is_told, temperature, seeds,
     num_tokens, text, last_sampled, num_dropped, pos_delta, block_table, fed, path,
     out_rows, out_num_accepted, out_temperature, out_seeds, out_root_slot, out_root_pos, out_pos_delta, out_last_root,
     batch_table, out_level, input_ids, positions, slot_mapping, seq_lens, out_path,
@@ -23,18 +23,18 @@ def _begin_step(
     padding_row, max_blocks, num_cols = block_table.shape[0], block_table.shape[1], path.shape[1]
     out_level[0] = 0
     for b in range(num_reqs):
-        i = picked[b] if picks else b
+        i = picked[b] if len(picked) > 0 else b
         row = batch_rows[i]
         root = num_tokens[row] - 1 - num_dropped[row]
         for col in range(min((root + max_drafts) // block_size + 1, max_blocks)):
             batch_table[b, col] = block_table[row, col]
         told = num_sampled[i] - 1
         accepted = max(told, 0)
-        if asks and not is_told[b]:
+        if len(is_told) > 0 and not is_told[b]:
             told = -1
         root_pos, delta = num_tokens[row] - 1, pos_delta[row]
         out_rows[b], out_num_accepted[b], out_seeds[b] = row, told, seeds[row]
-        out_temperature[b] = temperature[row] if is_warm else 0.0
+        out_temperature[b] = temperature[row] if len(temperature) > 0 else 0.0
         out_root_slot[b], out_root_pos[b], out_pos_delta[b] = root, root_pos, delta
         out_last_root[b], seq_lens[b] = root - max(told, 0) - 1, root + 1
 
@@ -89,7 +89,6 @@ def begin_step(
         NOTHING["bool[:]"] if is_told is None else is_told.numpy(),
         NOTHING["float32[:]"] if temperature is None else temperature.numpy(),
         seeds.numpy(),
-        picked is not None, is_told is not None, temperature is not None,
         table.num_tokens, table.text, table.last_sampled, table.num_dropped, table.pos_delta, table.block_table,
         table.fed, NOTHING["int32[:, :]"] if table.path is None else table.path,
         here.rows, here.num_accepted, here.temperature, here.seeds, here.root_slot, here.root_pos, here.pos_delta,
@@ -101,13 +100,13 @@ def begin_step(
 
 @compiled(
     "int64[:], int32[:], int64[:], int64[:], int32[:, :], int64[:], int64[:, :], int64[:, :], int64[:, :], "
-    "int64[:, :], int64[:], int64[:], int32[:], int32[:], int64[:, :], boolean, int64, int64, int64, int64"
+    "int64[:, :], int64[:], int64[:], int32[:], int32[:], int64[:, :], int64, int64, int64, int64"
 )
 def _next_level(
     rows, root_slot, root_pos, pos_delta, batch_table, fed, nodes, tokens, ancestors,
-    positions, logical_pos, slot_mapping, seq_lens, input_ids, masks, is_tree, size, level, block_size, max_position,
+    positions, logical_pos, slot_mapping, seq_lens, input_ids, masks, size, level, block_size, max_position,
 ):  # fmt: skip
-    padding_row, num_entries = fed.shape[0] - 1, batch_table.shape[1] * block_size
+    is_tree, padding_row, num_entries = len(nodes) > 0, fed.shape[0] - 1, batch_table.shape[1] * block_size
     width = nodes.shape[1] if is_tree else 1
     for b in range(size):
         row, root = rows[b], root_slot[b]
@@ -156,5 +155,5 @@ def next_level(
         here.rows, here.root_slot, here.root_pos, here.pos_delta, here.batch_table, fed.numpy(), *frontier,
         there.positions, there.logical_pos, there.slot_mapping, there.seq_lens,
         there.input_ids if is_tree else NOTHING["int32[:]"], there.masks if is_tree else NOTHING["int64[:, :]"],
-        is_tree, size, level.numpy()[0] if isinstance(level, Tensor) else level, block_size, max_position,
+        size, level.numpy()[0] if isinstance(level, Tensor) else level, block_size, max_position,
     )  # fmt: skip

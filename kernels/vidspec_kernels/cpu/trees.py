@@ -223,18 +223,15 @@ def tree_place(tree: TreeTables, level: PlacedLevel, num_reqs: int, token_ids: T
     _place(tree.arrays[0], token_ids.numpy(), *level.arrays, num_reqs)
 
 
-@compiled(
-    "int32[:], boolean, int64[:], int64, boolean, int64[:], "
-    "float32[:], int64[:], int64[:], float32[:], int64[:], int64[:]"
-)
+@compiled("int32[:], int64[:], int64, int64[:], float32[:], int64[:], int64[:], float32[:], int64[:], int64[:]")
 def _finish(
-    num_nodes, counts, next_free, num_reqs, adopts, rows,
+    num_nodes, next_free, num_reqs, rows,
     next_confidence, next_depths, next_widths, confidence, depths, widths,
 ):  # fmt: skip
     for b in range(num_reqs):
-        if counts:
+        if len(next_free) > 0:
             num_nodes[b] = next_free[b] - 1
-        if adopts:
+        if len(rows) > 0:
             row = rows[b]
             confidence[row], depths[row], widths[row] = next_confidence[b], next_depths[b], next_widths[b]
 
@@ -253,8 +250,8 @@ def tree_finish(
     ints, floats = NOTHING["int64[:]"], NOTHING["float32[:]"]
     adopted = (floats, ints, ints, floats, ints, ints) if plans is None else plans.adopted_arrays
     _finish(
-        tree.arrays[5], next_free is not None, ints if next_free is None else next_free.numpy(), num_reqs,
-        plans is not None, ints if rows is None else rows.numpy(), *adopted,
+        tree.arrays[5], ints if next_free is None else next_free.numpy(), num_reqs,
+        ints if plans is None or rows is None else rows.numpy(), *adopted,
     )  # fmt: skip
     if leaves is not None:
         append_leaves(tree, num_reqs, leaves, max_nodes)

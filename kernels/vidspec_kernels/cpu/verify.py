@@ -9,17 +9,24 @@ from vidspec_kernels.cpu.compiled import NOTHING, compiled
 from vidspec_kernels.loosen import CHANCE, RELEVANCE, LooseTables, loosen_reference
 from vidspec_kernels.place_trees import TreePlaces
 
+# Of chains, and where all is strict.
+_NO_SHAPES = (NOTHING["int64[:]"], NOTHING["int32[:, :]"], NOTHING["int32[:, :]"], NOTHING["int64[:, :]"])
+_NO_RULES = tuple(
+    NOTHING[f"{dtype}[:]"] for dtype in ("int64", "int32", "float32", "int32", "float32", "float32", "bool")
+)
+
 
 @compiled(
-    "int64[:], int32[:], int32[:], int64[:], int64, boolean, int32[:, :], int32[:, :], int64[:, :], "
-    "boolean, int64[:], int32[:], float32[:], int32[:], float32[:], float32[:], boolean[:], float32, "
+    "int64[:], int32[:], int32[:], int64, int64[:], int32[:, :], int32[:, :], int64[:, :], "
+    "int64[:], int32[:], float32[:], int32[:], float32[:], float32[:], boolean[:], float32, "
     "int64, int64, int64, float64, int64[:, :], int32[:], int32[:, :], int8[:, :]"
 )
 def _accept(
-    target_tokens, draft_tokens, cu_num_logits, rows, num_cols, has_trees, parents, depths, ancestors,
-    is_loose, loose_rows, rules, shares, windows, scores, entropies, may_loosen, min_entropy,
+    target_tokens, draft_tokens, cu_num_logits, num_cols, rows, parents, depths, ancestors,
+    loose_rows, rules, shares, windows, scores, entropies, may_loosen, min_entropy,
     lowest, next_match, shift, epsilon, sampled, num_sampled, path, kinds,
 ):  # fmt: skip
+    has_trees, is_loose = len(rows) > 0, len(loose_rows) > 0
     # Of a request, by node: what it is, and what is above it.
     parent, depth = np.zeros(num_cols, dtype=np.int64), np.zeros(num_cols, dtype=np.int64)
     above, kind = np.zeros(num_cols, dtype=np.int64), np.zeros(num_cols, dtype=np.int8)
@@ -104,12 +111,12 @@ def _accept(
 
 
 @compiled(
-    "int32[:], int64[:], boolean[:], int64[:], boolean, int64[:, :], boolean, int32[:, :], int32[:], "
-    "boolean, int64[:], int32[:, :], boolean, int8[:, :], boolean, int32[:, :], int32[:], int64, int64"
+    "int32[:], int64[:], boolean[:], int64[:], int64[:, :], int32[:, :], int32[:], "
+    "int64[:], int32[:, :], int8[:, :], int32[:, :], int32[:], int64, int64"
 )
 def _count(
-    cu_num_logits, rows, has_draft, totals, asks_kinds, by_kind, keeps, kept_path, kept_accepted,
-    has_trees, tree_rows, depths, is_loose, kinds, has_path, path, num_sampled, num_cols, num_sums,
+    cu_num_logits, rows, has_draft, totals, by_kind, kept_path, kept_accepted,
+    tree_rows, depths, kinds, path, num_sampled, num_cols, num_sums,
 ):  # fmt: skip
     found = np.zeros(3, dtype=np.int64)
     for r in range(len(rows)):
@@ -117,20 +124,20 @@ def _count(
         num_logits = min(cu_num_logits[r + 1] - cu_num_logits[r], num_cols)
         num_drafts = max(num_logits - 1, 0) if has_draft[row] else 0
         accepted = max(num_sampled[r] - 1, 0)
-        if keeps:
+        if len(kept_accepted) > 0:
             for col in range(num_cols):
-                kept_path[row, col] = path[r, col] if has_path else col
+                kept_path[row, col] = path[r, col] if len(path) > 0 else col
             kept_accepted[row] = num_sampled[r] - 1
         found[:] = 0
         if num_drafts > 0:
             found[0] = accepted
-            if is_loose:
+            if len(kinds) > 0:
                 for col in range(accepted):
                     if kinds[r, col] > 1:
                         found[kinds[r, col] - 1] += 1
                         found[0] -= 1
             deepest = num_drafts
-            if has_trees:
+            if len(tree_rows) > 0:
                 deepest = 0
                 for node in range(1, num_logits):
                     deepest = max(deepest, depths[tree_rows[r], node])
@@ -142,7 +149,7 @@ def _count(
                 totals[4 + kind] += found[kind]
             for col in range(accepted):
                 totals[num_sums + col] += 1
-        if asks_kinds:
+        if len(by_kind) > 0:
             by_kind[r, :] = found
 
 
@@ -160,18 +167,17 @@ def accept(
     sampled = target_tokens.new_empty(num_reqs, num_cols)
     num_sampled, bounds = cu_num_logits.new_empty(num_reqs), cu_num_logits.numpy()
     path = kinds = None
-    shapes = (NOTHING["int64[:]"], NOTHING["int32[:, :]"], NOTHING["int32[:, :]"], NOTHING["int64[:, :]"])
-    rules = tuple(NOTHING[f"{dtype}[:]"] for dtype in _LOOSE_DTYPES)
+    shapes, rules, min_entropy = _NO_SHAPES, _NO_RULES, 0.0
     path_array, kinds_array = NOTHING["int32[:, :]"], NOTHING["int8[:, :]"]
     if trees is not None:
         path = cu_num_logits.new_empty(num_reqs, num_cols)
         shapes, path_array = tuple(table.numpy() for table in trees), path.numpy()
     if looseness is not None:
         kinds = cu_num_logits.new_empty(num_reqs, num_cols, dtype=torch.int8)
-        rules, kinds_array = tuple(vector.numpy() for vector in looseness[:7]), kinds.numpy()
+        *vectors, min_entropy = looseness
+        rules, kinds_array = tuple(vector.numpy() for vector in vectors), kinds.numpy()
     _accept(
-        target_tokens.numpy(), draft_tokens.numpy(), bounds, shapes[0], num_cols, trees is not None, *shapes[1:],
-        looseness is not None, *rules, 0.0 if looseness is None else looseness.min_entropy,
+        target_tokens.numpy(), draft_tokens.numpy(), bounds, num_cols, *shapes, *rules, min_entropy,
         LOWEST, WINDOW, SHIFT, EPSILON, sampled.numpy(), num_sampled.numpy(), path_array, kinds_array,
     )  # fmt: skip
     if tally is not None:
@@ -181,30 +187,24 @@ def accept(
         if tally.path is not None and tally.num_accepted is not None:
             kept = (tally.path.numpy(), tally.num_accepted.numpy())
         _count(
-            bounds, tally.rows.numpy(), tally.has_draft.numpy(), tally.totals.numpy(), tally.by_kind is not None,
-            by_kind, tally.path is not None, *kept, trees is not None, shapes[0], shapes[2],
-            looseness is not None, kinds_array, path is not None, path_array, num_sampled.numpy(), num_cols,
-            NUM_SUMS,
+            bounds, tally.rows.numpy(), tally.has_draft.numpy(), tally.totals.numpy(), by_kind, *kept,
+            shapes[0], shapes[2], kinds_array, path_array, num_sampled.numpy(), num_cols, NUM_SUMS,
         )  # fmt: skip
     return sampled, num_sampled, path, kinds
 
 
-_LOOSE_DTYPES = ("int64", "int32", "float32", "int32", "float32", "float32", "bool")
-
-
 @compiled(
     "int64[:], int32[:], float32[:, :], int64[:], int32[:], int64[:], int32[:, :], int32[:, :], int32[:], int64[:], "
-    "boolean, int32[:, :], boolean, float32[:], boolean, int64, int64, float32[:], boolean[:]"
+    "int32[:, :], float32[:], boolean, int64, int64, float32[:], boolean[:]"
 )
 def _loosen(
     target_tokens, draft_tokens, logits, req_rows, nodes, pos, protected, ends, sources, seeds,
-    has_trees, parents, is_measured, relevance, is_predicting, by_relevance, by_chance,
-    scores, may_loosen,
+    parents, relevance, is_predicting, by_relevance, by_chance, scores, may_loosen,
 ):  # fmt: skip
     for i in range(len(target_tokens)):
         row, node = req_rows[i], nodes[i]
         parent_row = i - min(node, 1)
-        if has_trees:
+        if len(parents) > 0:
             parent_row = i - node + max(parents[row, node], 0)
         draft, fed = max(draft_tokens[i], 0), max(draft_tokens[parent_row], 0)
         expected = max(target_tokens[parent_row], 0)
@@ -213,7 +213,7 @@ def _loosen(
         found |= ends[row, fed // 32] >> (fed % 32)
         may = np.isfinite(logits[parent_row, draft]) and found & 1 == 0
         score = np.float32(0.0)
-        if is_measured:
+        if len(relevance) > 0:
             score = relevance[parent_row if is_predicting else i]
             may = may and not (score != score and sources[row] == by_relevance)
         if sources[row] == by_chance:
@@ -247,8 +247,8 @@ def loosen(
     _loosen(
         target_tokens.numpy(), draft_tokens.numpy(), logits.numpy(), req_rows.numpy(), nodes.numpy(), pos.numpy(),
         *(table.numpy() for table in tables[:4]),
-        parents is not None, NOTHING["int32[:, :]"] if parents is None else parents.numpy(),
-        relevance is not None, NOTHING["float32[:]"] if relevance is None else relevance.numpy(), is_predicting,
+        NOTHING["int32[:, :]"] if parents is None else parents.numpy(),
+        NOTHING["float32[:]"] if relevance is None else relevance.numpy(), is_predicting,
         RELEVANCE, CHANCE, scores.numpy(), may_loosen.numpy(),
     )  # fmt: skip
     return scores, may_loosen
