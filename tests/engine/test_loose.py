@@ -11,7 +11,7 @@ import torch
 
 from tests.engine import harness, loose_reference
 from tests.engine.conftest import SCENARIOS
-from tests.engine.harness import CHUNK_SIZES, FAMILIES, LLAVA, NO_CACHE, QWEN, assert_same_answers, token_ids
+from tests.engine.harness import CHUNK_SIZES, LLAVA, NO_CACHE, QWEN, assert_same_answers, token_ids
 from tests.engine.seams import rules, state_store, visual_states
 from vidspec_kernels import LooseTables
 from vllm_vidspec.errors import VidSpecError
@@ -56,7 +56,7 @@ def check(engine: harness.Engine, num_videos: int = 4, **sampling) -> dict:
     return counted
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[QWEN, pytest.param(LLAVA, marks=pytest.mark.slow)])
 def engine(request, reference):
     reference(request.param, "mixed")  # before our engine: one at a time
     with harness.engine(request.param, "draft", **OPEN, overrides=NO_CACHE) as running:
@@ -262,7 +262,7 @@ def test_loosening_the_end_of_the_text_is_caught(engine):
 # ---- situations -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", [FAMILIES[0], pytest.param(FAMILIES[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", [QWEN, pytest.param(LLAVA, marks=pytest.mark.slow)])
 def test_chunked_prefill(family):
     """States heard over many chunks are the same states: the same tokens for the same reasons as in one."""
     found = []
@@ -278,8 +278,8 @@ def test_chunked_prefill(family):
     assert found[0] == found[1] and counted["loosened_tokens"] > 0
 
 
-@pytest.mark.parametrize("shape", ["two-branches", "tree-adaptive"])
-def test_trees(shape):
+@pytest.mark.parametrize(("family", "shape"), [(QWEN, "two-branches"), (LLAVA, "tree-adaptive")])
+def test_trees(family, shape):
     """LVSpec's two branches of ten, and SAGE's trees: what stands is a path, and its KV is what the text says.
 
     Catches: a mismatch's KV left behind by the compaction, branches ranked together.
@@ -288,7 +288,7 @@ def test_trees(shape):
     if shape == "two-branches":
         paths = [[rank] + [0] * depth for depth in range(10) for rank in (0, 1)]
         spec = {**OPEN, "drafting": "tree-static", "tree_paths": paths, "num_speculative_tokens": 20}
-    with harness.engine(QWEN, "draft", **spec, overrides=NO_CACHE) as running:
+    with harness.engine(family, "draft", **spec, overrides=NO_CACHE) as running:
         counted = check(running)
         assert counted["relevance_prompts"] == 4
 

@@ -16,7 +16,7 @@ import torch
 
 from tests.engine import harness
 from tests.engine.conftest import SCENARIOS
-from tests.engine.harness import FAMILIES
+from tests.engine.harness import LLAVA, QWEN
 from tests.engine.seams import (
     CoupledSampler,
     CoupledVerifier,
@@ -60,7 +60,7 @@ def expected_chain(outputs: list) -> tuple[int, int]:
     return steps, accepted
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[QWEN, pytest.param(LLAVA, marks=pytest.mark.slow)])
 def drafted(request, reference):
     """A greedy self-draft on the whole video, and what vanilla says it must achieve."""
     family, vanilla = request.param, reference(request.param, "endless sampled")

@@ -136,7 +136,7 @@ _EIGHT_CLIPS = {
     **_ONE_STEP,
 }
 # The policy's kernels take long in the interpreter, and every step is like the one before.
-_FEW_STEPS = {"skip": 3, "steps": 3}
+_FEW_STEPS, _FEWER_STEPS = {"skip": 3, "steps": 3}, {"skip": 2, "steps": 2}
 # A variant of a case whose ten steps have a block added among them.
 _VARIANT = {"skip": 3, "steps": 4}
 _PLANNED = {"allowed": (PLANNED_DEPTHS,), "crossings": (*CROSSINGS, "adaptive.py send")}
@@ -166,8 +166,8 @@ _ALL = (
     Case("planted", {}, steps=4, timed_steps=0, sampled_steps=0, after=plant_each, is_planted=True),
     Case("static", _STATIC, most_launches=357),
     Case("adaptive", _ADAPTIVE, **_PLANNED, **_FEW_STEPS, most_launches=255),
-    Case("adaptive batch", _ADAPTIVE, "vanilla batch", batch=2, **_PLANNED, **_FEW_STEPS, most_launches=256),
-    Case("adaptive sampled", _ADAPTIVE, sampling=_WARM, **_PLANNED, **_FEW_STEPS, most_launches=254),
+    Case("adaptive batch", _ADAPTIVE, "vanilla batch", batch=2, **_PLANNED, **_FEWER_STEPS, most_launches=256),
+    Case("adaptive sampled", _ADAPTIVE, sampling=_WARM, **_PLANNED, **_FEWER_STEPS, most_launches=254, is_slow=True),
     Case("loose", {"scorer": "loose"}, most_launches=361, **_VARIANT),
     Case("uv", {"pruner": "uv"}, most_launches=357, **_VARIANT),
     Case("self", {"draft": "target"}, most_launches=429, is_slow=True, **_VARIANT),
