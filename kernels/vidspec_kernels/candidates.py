@@ -1,5 +1,6 @@
 """candidates: the most probable tokens of every row of logits, and how probable they are, in two launches."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vidspec_kernels.bitonic import largest, merge_groups
-from vidspec_kernels.dispatch import Impl, check_vector, launch, on_host, use_triton
+from vidspec_kernels.dispatch import Impl, check_vector, launch, on_host, remember, use_triton
 from vidspec_kernels.sampling import (
     BLOCK,
     MAX_CANDIDATES,
@@ -199,6 +200,32 @@ def candidates(
     Raises:
         AssertionError: A dtype, device, shape or stride is not as above.
     """
+    tensors = (temperature, seeds, pos, noise, log_probs, ids)
+    numbers = (width, first, with_log_probs, apply_temperature, impl)
+    call = (logits.shape, logits.stride(), logits.dtype, logits.device, *numbers, *map(id, tensors))
+    known = scratch.ready.get(call)
+    if known is None:
+        _check_call(logits, *tensors, scratch, width, first)
+        run = _bind(logits, *tensors, scratch, *numbers)
+        remember(scratch.ready, call, run, tensors)
+    else:
+        run = known[0]
+    run(logits)
+
+
+def _check_call(
+    logits: Tensor,
+    temperature: Tensor | None,
+    seeds: Tensor | None,
+    pos: Tensor | None,
+    noise: Noise | None,
+    log_probs: Tensor,
+    ids: Tensor,
+    scratch: SampleScratch,
+    width: int,
+    first: int,
+) -> None:
+    """Assert what `candidates` says of its arguments."""
     device, (num_rows, vocab_size), num_candidates = logits.device, logits.shape, ids.shape[1]
     check_logits(logits, scratch)
     for name, tensor, dtype in (("log_probs", log_probs, torch.float32), ("ids", ids, torch.int64)):
@@ -214,37 +241,70 @@ def candidates(
         check_vector("temperature", temperature, torch.float32, device, num_reqs)
         check_vector("seeds", seeds, torch.int64, device, num_reqs)
         check_vector("pos", pos, torch.int64, device, num_rows)
+
+
+def _bind(
+    logits: Tensor,
+    temperature: Tensor | None,
+    seeds: Tensor | None,
+    pos: Tensor | None,
+    noise: Noise | None,
+    log_probs: Tensor,
+    ids: Tensor,
+    scratch: SampleScratch,
+    width: int,
+    first: int,
+    with_log_probs: bool,
+    apply_temperature: bool,
+    impl: Impl,
+) -> Callable[[Tensor], None]:
+    """Return what runs such a call on other logits of the same shape."""
+    device, num_rows = logits.device, logits.shape[0]
     if num_rows == 0:
-        return
+        return _do_nothing
     if not use_triton(impl, device):
-        on_host(impl, device, candidates_reference)(
-            logits, temperature, seeds, pos, noise, log_probs=log_probs, ids=ids, width=width, first=first,
+        return on_host(impl, device, bind_candidates_reference)(
+            temperature, seeds, pos, noise, log_probs=log_probs, ids=ids, width=width, first=first,
             with_log_probs=with_log_probs, apply_temperature=apply_temperature,
         )  # fmt: skip
-        return
     maxima, sums = (scratch.maxima, scratch.sums) if with_log_probs else (None, None)
-    num_blocks, log_kept = scratch.num_blocks, log_top(num_candidates)
+    num_blocks, num_candidates = scratch.num_blocks, ids.shape[1]
     function, salt = (None, 0) if noise is None else (noise.function, noise.salt)
-    key = (with_log_probs, log_kept)
-    args: tuple[Any, ...] = (
-        logits, logits.stride(0), temperature, seeds, pos, scratch.keys, maxima, sums, vocab_size, salt, first, width
-    )  # fmt: skip
+    key = (with_log_probs, log_top(num_candidates))
     constants = {
         "NOISE": function, "APPLY_TEMPERATURE": apply_temperature, "LOG_BLOCK": BLOCK.bit_length() - 1,
-        "LOG_TOP": log_kept,
+        "LOG_TOP": log_top(num_candidates),
     }  # fmt: skip
-    launch(
-        _candidates_kernel, (num_rows, num_blocks), device, args, constants, scratch.plans,
-        (*key, *logits_key(logits, apply_temperature), noise),
-    )  # fmt: skip
-    log_keys = (triton.next_power_of_2(num_blocks) << log_kept).bit_length() - 1
-    args = (
+    log_keys = (triton.next_power_of_2(num_blocks) << log_top(num_candidates)).bit_length() - 1
+    merge_args = (
         scratch.keys, maxima, sums, log_probs, log_probs.stride(0), ids, ids.stride(0), num_blocks, num_candidates
     )  # fmt: skip
-    constants = {
-        "BLOCK": triton.next_power_of_2(num_blocks), "LOG_MERGE": min(log_keys, _LOG_MERGE), "LOG_TOP": log_kept
+    merge_constants = {
+        "BLOCK": triton.next_power_of_2(num_blocks), "LOG_MERGE": min(log_keys, _LOG_MERGE),
+        "LOG_TOP": log_top(num_candidates),
     }  # fmt: skip
-    launch(_merge_candidates_kernel, (num_rows,), device, args, constants, scratch.plans, key)
+
+    def run(logits: Tensor) -> None:
+        args: tuple[Any, ...] = (
+            logits, logits.stride(0), temperature, seeds, pos, scratch.keys, maxima, sums, scratch.vocab_size, salt,
+            first, width,
+        )  # fmt: skip
+        launch(
+            _candidates_kernel, (num_rows, num_blocks), device, args, constants, scratch.plans,
+            (*key, *logits_key(logits, apply_temperature), noise),
+        )  # fmt: skip
+        launch(_merge_candidates_kernel, (num_rows,), device, merge_args, merge_constants, scratch.plans, key)
+
+    return run
+
+
+def _do_nothing(logits: Tensor) -> None:
+    """Run a call without rows."""
+
+
+def bind_candidates_reference(*args: Any, **kwargs: Any) -> Callable[[Tensor], None]:
+    """Return `candidates_reference` of logits alone, with everything else given."""
+    return lambda logits: candidates_reference(logits, *args, **kwargs)
 
 
 def candidates_reference(

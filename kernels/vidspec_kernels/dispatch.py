@@ -265,6 +265,27 @@ def at_least(array: Any, bound: int) -> Any:
     return np.maximum(array, bound) if isinstance(array, np.ndarray) else array.clamp(min=bound)
 
 
+def remember(ready: dict[Any, Any], key: Hashable, run: Callable[..., Any], tensors: tuple[Any, ...]) -> Any:
+    """Keep a call that was found right, bound to what runs it: such a call is neither looked at nor bound again.
+
+    Looking at six tensors takes the host longer than the work of a small step. What holds a wrapper's persistent
+    tensors keeps these calls, and each call its tensors: no other can come to lie where one was, and pass for it.
+
+    Args:
+        ready: Of the holder; a thousand calls at most.
+        key: The call's numbers, `impl` among them, and its tensors by their identity.
+        run: What runs it.
+        tensors: Which those are.
+
+    Returns:
+        `run`.
+    """
+    if len(ready) >= 1024:
+        ready.clear()
+    ready[key] = (run, tensors)
+    return run
+
+
 def check_vector(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device, min_len: int = 0) -> None:
     """Assert that a tensor is a vector of unit stride, dtype and device as given, with at least `min_len` entries."""
     assert tensor.dtype == dtype, f"{name}: expected {dtype}, got {tensor.dtype}"

@@ -1,5 +1,9 @@
 """next_level: positions, sequence lengths and KV slots of one level of chains or trees, by batch row, in one launch."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +18,7 @@ from vidspec_kernels.dispatch import (
     check_vector,
     launch,
     on_host,
+    remember,
     use_triton,
 )
 from vidspec_kernels.step_buffers import LevelBuffers, StepBuffers, batch_places, physical_slots
@@ -163,6 +168,53 @@ def next_level(
     Raises:
         AssertionError: A dtype, device, shape or stride is not as above.
     """
+    tensors, depth = (fed, nodes, tokens, ancestors), id(level) if isinstance(level, Tensor) else level
+    call = (size, depth, block_size, max_position, impl, id(step), *map(id, tensors))
+    known = out.ready.get(call)
+    if known is None:
+        _check_call(step, out, *tensors, size, level)
+        sizes = {"size": size, "level": level, "block_size": block_size, "max_position": max_position}
+        run = remember(out.ready, call, _bind(step, out, *tensors, impl, sizes), (step, level, *tensors))
+    else:
+        run = known[0]
+    run()
+
+
+def _bind(
+    step: StepBuffers,
+    out: LevelBuffers,
+    fed: Tensor,
+    nodes: Tensor | None,
+    tokens: Tensor | None,
+    ancestors: Tensor | None,
+    impl: Impl,
+    sizes: dict[str, Any],
+) -> Callable[[], None]:
+    """Return what runs such a call."""
+    if sizes["size"] == 0:
+        return lambda: None
+    arguments = (step, out, fed, nodes, tokens, ancestors)
+    if use_triton(impl, step.device):
+        return functools.partial(_launch, *arguments, **sizes)
+    return on_host(impl, step.device, bind_next_level_reference)(*arguments, **sizes)
+
+
+def bind_next_level_reference(*args: Any, **kwargs: Any) -> Callable[[], None]:
+    """Return `next_level_reference` with all its arguments given."""
+    return functools.partial(next_level_reference, *args, **kwargs)
+
+
+def _check_call(
+    step: StepBuffers,
+    out: LevelBuffers,
+    fed: Tensor,
+    nodes: Tensor | None,
+    tokens: Tensor | None,
+    ancestors: Tensor | None,
+    size: int,
+    level: int | Tensor,
+) -> None:
+    """Assert what `next_level` says of its arguments."""
     device, width = step.device, 1
     check_vector("fed", fed, torch.int64, device, 1)
     assert size <= step.max_batch and size <= out.seq_lens.shape[0], f"size {size}"
@@ -181,11 +233,6 @@ def next_level(
     else:
         assert level >= 1, f"level {level}"
     assert size * width <= out.logical_pos.shape[0], f"out: no room for {size} x {width} places"
-    if size == 0:
-        return
-    arguments = (step, out, fed, nodes, tokens, ancestors)
-    run = _launch if use_triton(impl, device) else on_host(impl, device, next_level_reference)
-    run(*arguments, size=size, level=level, block_size=block_size, max_position=max_position)
 
 
 def next_level_reference(

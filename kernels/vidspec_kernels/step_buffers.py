@@ -29,6 +29,11 @@ class _Tensors:
         return {}
 
     @functools.cached_property
+    def ready(self) -> dict[Any, Any]:
+        """Calls that write these (see `dispatch.remember`)."""
+        return {}
+
+    @functools.cached_property
     def arrays(self) -> SimpleNamespace:
         """The tensors as references work on them: arrays on the same memory."""
         return SimpleNamespace(**{name: value if value is None else as_array(value) for name, value in self._fields()})

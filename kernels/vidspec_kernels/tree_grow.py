@@ -1,12 +1,16 @@
 """tree_grow: one level of the adaptive draft trees of a batch (SAGE), in one launch; one program a request."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, as_array, as_meta, check_vector, launcher, on_host, use_triton
+from vidspec_kernels.dispatch import Impl, as_array, as_meta, check_vector, launcher, on_host, remember, use_triton
 from vidspec_kernels.tree_state import TreePlans, TreeTables, check
 
 # Comparisons that one program makes at a time.
@@ -79,6 +83,7 @@ class TreeGrowBuffers:
         self.frontier_arrays = tuple(map(as_array, self.frontier))
         self.leftover_arrays = tuple(map(as_array, self.leftover))
         self.plan_of_step: tuple[np.ndarray, ...] = ()
+        self.ready: dict[Any, Any] = {}  # calls (see `dispatch.remember`)
         self._frontiers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by (requests, width), both bounded
 
     def frontier_of(self, num_reqs: int, width: int) -> tuple[Tensor, Tensor]:
@@ -277,6 +282,73 @@ def tree_grow(
     Raises:
         AssertionError: A dtype, device, shape or stride is not as above.
     """
+    tensors, numbers = (rows, log_probs, token_ids), (level, budget, first_parent, num_next)
+    call = (*numbers, trims, impl, *map(id, tensors))
+    known = buffers.ready.get(call)
+    if known is None:
+        _check_call(buffers, *tensors, *numbers)
+        run = remember(buffers.ready, call, _bind(buffers, *tensors, *numbers, trims, impl), tensors)
+    else:
+        run = known[0]
+    num_columns: int = run()
+    return num_columns
+
+
+def _bind(
+    buffers: TreeGrowBuffers,
+    rows: Tensor,
+    log_probs: Tensor,
+    token_ids: Tensor,
+    level: int,
+    budget: int,
+    first_parent: int,
+    num_next: int,
+    trims: bool,
+    impl: Impl,
+) -> Callable[[], int]:
+    """Return what runs such a call."""
+    num_reqs, num_candidates = len(rows), buffers.num_candidates
+    if num_reqs == 0:
+        return lambda: 1 if trims else num_next
+    if not use_triton(impl, buffers.device):
+        return on_host(impl, buffers.device, bind_tree_grow_reference)(
+            buffers, rows, log_probs, token_ids,
+            level=level, budget=budget, first_parent=first_parent, num_next=num_next, trims=trims,
+        )  # fmt: skip
+    num_frontier = len(log_probs) // num_reqs
+    block = triton.next_power_of_2(num_frontier * num_candidates)
+    launched = functools.partial(
+        launcher(_tree_grow_kernel, (num_reqs,), buffers.device),
+        log_probs, token_ids, rows, buffers.plans.depths, buffers.plans.widths, *buffers.rules, buffers.next_free,
+        *buffers.tree.tensors[:5], *buffers.leftover, *buffers.frontier,
+        num_candidates, buffers.num_levels, buffers.tree.num_cols, buffers.max_parents, buffers.max_frontier,
+        num_next, first_parent, num_frontier, level, budget,
+        BLOCK=block, CHUNK=max(2, min(32, _NUM_COMPARED // block)),
+    )  # fmt: skip
+
+    def run() -> int:
+        launched()
+        return num_next
+
+    return run
+
+
+def bind_tree_grow_reference(*args: Any, **kwargs: Any) -> Callable[[], int]:
+    """Return `tree_grow_reference` with all its arguments given."""
+    return functools.partial(tree_grow_reference, *args, **kwargs)
+
+
+def _check_call(
+    buffers: TreeGrowBuffers,
+    rows: Tensor,
+    log_probs: Tensor,
+    token_ids: Tensor,
+    level: int,
+    budget: int,
+    first_parent: int,
+    num_next: int,
+) -> None:
+    """Assert what `tree_grow` says of its arguments."""
     num_reqs, num_candidates = len(rows), buffers.num_candidates
     check_vector("rows", rows, torch.int64, buffers.device)
     assert num_reqs <= len(buffers.next_free), f"{num_reqs} rows, {len(buffers.next_free)} fit"
@@ -288,22 +360,8 @@ def tree_grow(
     assert 0 <= budget < buffers.tree.num_cols, f"budget {budget}, {buffers.tree.num_cols - 1} nodes fit"
     assert num_frontier <= buffers.max_frontier, f"log_probs: {num_frontier} nodes a request"
     assert 0 <= first_parent <= buffers.max_parents - num_frontier, f"first_parent {first_parent}"
-    if num_reqs == 0:
-        return 1 if trims else num_next
-    assert 1 <= num_next <= min(buffers.max_frontier, num_frontier * num_candidates), f"num_next {num_next}"
-    if not use_triton(impl, buffers.device):
-        sizes = {"budget": budget, "first_parent": first_parent, "num_next": num_next}
-        grow = on_host(impl, buffers.device, tree_grow_reference)
-        return grow(buffers, rows, log_probs, token_ids, level=level, trims=trims, **sizes)
-    block = triton.next_power_of_2(num_frontier * num_candidates)
-    launcher(_tree_grow_kernel, (num_reqs,), buffers.device)(
-        log_probs, token_ids, rows, buffers.plans.depths, buffers.plans.widths, *buffers.rules, buffers.next_free,
-        *buffers.tree.tensors[:5], *buffers.leftover, *buffers.frontier,
-        num_candidates, buffers.num_levels, buffers.tree.num_cols, buffers.max_parents, buffers.max_frontier,
-        num_next, first_parent, num_frontier, level, budget,
-        BLOCK=block, CHUNK=max(2, min(32, _NUM_COMPARED // block)),
-    )  # fmt: skip
-    return num_next
+    most_next = min(buffers.max_frontier, num_frontier * num_candidates)
+    assert num_reqs == 0 or 1 <= num_next <= most_next, f"num_next {num_next}"
 
 
 def tree_grow_reference(

@@ -1,5 +1,6 @@
 """The adaptive tree (SAGE): deep and narrow where the draft is sure, shallow and wide where it is not; pure torch."""
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -154,7 +155,7 @@ class AdaptiveTree:
         is_last = level + 1 == len(shape.widths)
         width = tree_grow(
             growth, rows, log_probs, token_ids, level=level, budget=shape.budget,
-            first_parent=sum(shape.widths[:level]), num_next=1 if is_last else shape.widths[level + 1],
+            first_parent=shape.first_parents[level], num_next=1 if is_last else shape.widths[level + 1],
             trims=self.trims,
         )  # fmt: skip
         if is_last:
@@ -173,7 +174,7 @@ class AdaptiveTree:
         """End the step; with lookahead, its roots' plan is the next one's from here on; see `TreePolicy`."""
         num_reqs, growth, shape = len(rows), self.growth, self._shape(max_nodes)
         # All levels' candidates, also of those that this step did not run: they are cleared as it begins.
-        leaves = self._leaves_of(num_reqs, sum(shape.widths)) if fill else None
+        leaves = self._leaves_of(num_reqs, shape.first_parents[-1]) if fill else None
         tree_finish(
             self.tree, num_reqs, next_free=growth.next_free, leaves=leaves, max_nodes=shape.budget,
             plans=self._plans if self.knobs.lookahead else None, rows=rows,
@@ -193,15 +194,19 @@ class AdaptiveTree:
             max_others, widths = budget - min(self.knobs.depth_min, budget), [1]
             while len(widths) < min(self.max_depth, budget):
                 widths.append(min(self.max_frontier, widths[-1] * self.num_candidates, 1 + max_others))
-            self._shapes[budget] = _Shape(budget, tuple(widths))
+            self._shapes[budget] = _Shape(budget, tuple(widths), tuple(accumulate(widths, initial=0)))
         return self._shapes[budget]
 
 
 class _Shape(NamedTuple):
-    """What a step's launches take from its budget: the budget that counts, and the frontier's columns by level."""
+    """What a step's launches take from its budget: the budget that counts, and by level the frontier's columns.
+
+    `first_parents`: how many columns the levels above have; the last entry is of all.
+    """
 
     budget: int
     widths: tuple[int, ...]
+    first_parents: tuple[int, ...]
 
 
 class _HostCopy:

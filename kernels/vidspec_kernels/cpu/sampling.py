@@ -1,5 +1,8 @@
 """What runs for `candidates` and `draw`: loops of `best`, and numpy where there is noise."""
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 
 from vidspec_kernels.candidates import candidate_scores
@@ -13,8 +16,7 @@ _NO_NOISE = NOTHING["float32[:]"]
 _FEW = 2048
 
 
-def candidates(
-    logits: Tensor,
+def bind_candidates(
     temperature: Tensor | None = None,
     seeds: Tensor | None = None,
     pos: Tensor | None = None,
@@ -26,17 +28,25 @@ def candidates(
     first: int = 0,
     with_log_probs: bool = True,
     apply_temperature: bool = True,
-) -> None:
-    """Do what `candidates` does; of equal scores the lower token first. Noise is numpy's, as its bits are vLLM's."""
-    is_few = logits.numel() <= _FEW
-    outs = (with_log_probs and is_few, log_probs.numpy(), ids.numpy())
+) -> Callable[[Tensor], None]:
+    """Return what does `candidates` of logits; of equal scores the lower token first.
+
+    Noise is numpy's, as its bits are vLLM's.
+    """
+    outs = (log_probs.numpy(), ids.numpy())
     heats = _NO_NOISE if temperature is None else temperature.numpy()
-    scores = logits.float()
-    if not best_tokens(scores.numpy(), heats, width, first, *outs):
-        scores = candidate_scores(logits, temperature, seeds, pos, noise, width, first, apply_temperature)
-        best_tokens(scores.numpy(), _NO_NOISE, width, first, *outs)
-    if with_log_probs and not is_few:
-        log_probs[: len(logits)].sub_(scores.logsumexp(dim=-1, keepdim=True))
+
+    def run(logits: Tensor) -> None:
+        is_few = logits.numel() <= _FEW
+        sums = with_log_probs and is_few
+        scores = logits if logits.dtype == torch.float32 else logits.float()
+        if not best_tokens(scores.numpy(), heats, width, first, sums, *outs):
+            scores = candidate_scores(logits, temperature, seeds, pos, noise, width, first, apply_temperature)
+            best_tokens(scores.numpy(), _NO_NOISE, width, first, sums, *outs)
+        if with_log_probs and not is_few:
+            log_probs[: len(logits)].sub_(scores.logsumexp(dim=-1, keepdim=True))
+
+    return run
 
 
 def draw(

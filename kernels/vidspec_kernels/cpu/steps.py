@@ -1,5 +1,8 @@
 """Loops of `begin_step` and `next_level`."""
 
+import functools
+from collections.abc import Callable
+
 import numpy as np
 from torch import Tensor
 
@@ -104,7 +107,7 @@ def begin_step(
 )
 def _next_level(
     rows, root_slot, root_pos, pos_delta, batch_table, fed, nodes, tokens, ancestors,
-    positions, logical_pos, slot_mapping, seq_lens, input_ids, masks, size, level, block_size, max_position,
+    positions, logical_pos, slot_mapping, seq_lens, input_ids, masks, block_size, max_position, size, level,
 ):  # fmt: skip
     is_tree, padding_row, num_entries = len(nodes) > 0, fed.shape[0] - 1, batch_table.shape[1] * block_size
     width = nodes.shape[1] if is_tree else 1
@@ -132,7 +135,7 @@ def _next_level(
                 masks[b, f] = ancestors[b, node] if is_node else 0
 
 
-def next_level(
+def bind_next_level(
     step: StepBuffers,
     out: LevelBuffers,
     fed: Tensor,
@@ -144,16 +147,21 @@ def next_level(
     level: int | Tensor,
     block_size: int,
     max_position: int,
-) -> None:
-    """Do what `next_level` does."""
+) -> Callable[[], None]:
+    """Return what does `next_level`."""
     here, there = step.arrays, out.arrays
     frontier = (NOTHING["int64[:, :]"],) * 3
     if nodes is not None and tokens is not None and ancestors is not None:
         frontier = (nodes.numpy(), tokens.numpy(), ancestors.numpy())
     is_tree = nodes is not None
-    _next_level(
+    loop = functools.partial(
+        _next_level,
         here.rows, here.root_slot, here.root_pos, here.pos_delta, here.batch_table, fed.numpy(), *frontier,
         there.positions, there.logical_pos, there.slot_mapping, there.seq_lens,
         there.input_ids if is_tree else NOTHING["int32[:]"], there.masks if is_tree else NOTHING["int64[:, :]"],
-        size, level.numpy()[0] if isinstance(level, Tensor) else level, block_size, max_position,
+        block_size, max_position, size,
     )  # fmt: skip
+    if not isinstance(level, Tensor):
+        return functools.partial(loop, level)
+    of_step = level.numpy()
+    return lambda: loop(of_step[0])

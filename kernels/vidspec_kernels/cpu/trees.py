@@ -1,6 +1,8 @@
 """Loops of `tree_begin`, `tree_plan`, `tree_grow`, `tree_place` and `tree_finish`."""
 
+import functools
 import math
+from collections.abc import Callable
 
 import numpy as np
 from torch import Tensor
@@ -184,7 +186,7 @@ def _grow(
     return num_next
 
 
-def tree_grow(
+def bind_tree_grow(
     buffers: TreeGrowBuffers,
     rows: Tensor,
     log_probs: Tensor,
@@ -195,9 +197,10 @@ def tree_grow(
     first_parent: int,
     num_next: int,
     trims: bool = False,
-) -> int:
-    """Do what `tree_grow` does."""
-    return _grow(
+) -> Callable[[], int]:
+    """Return what does `tree_grow`."""
+    return functools.partial(
+        _grow,
         log_probs.numpy(), token_ids.numpy(), rows.numpy(), *buffers.planned_arrays, *buffers.rule_arrays,
         buffers.next_free_array, *buffers.tree.arrays[:5], *buffers.leftover_arrays, *buffers.frontier_arrays,
         level, budget, first_parent, num_next, trims,

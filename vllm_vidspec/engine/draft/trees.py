@@ -57,7 +57,9 @@ class TreeDrafter:
         device, places = forwards.model.device, forwards.buffers.max_num_reqs * policy.max_frontier
         self._log_probs = torch.zeros(places, policy.num_candidates, dtype=torch.float32, device=device)
         self._token_ids = torch.zeros(places, policy.num_candidates, dtype=torch.int64, device=device)
-        self._found = functools.cache(self._cut)
+        # Each view is cut once: making one costs as much as what runs on it, and the same ones need no second look.
+        self._found = functools.cache(self._cut_found)
+        self._fed = functools.cache(self._cut_fed)
 
     def draft(
         self, num_reqs: int, max_nodes: int, rows_np: np.ndarray, processed: Processed | None
@@ -157,18 +159,18 @@ class TreeDrafter:
         policy, model, step = self.policy, self._forwards.model, self._buffers.step
         width = self._frontiers[num_reqs, max_nodes, level][0].shape[1] if level else 1
         num_places = num_reqs * width
-        logical_pos, input_ids = self._forwards.fed(level)
         # vLLM's processors know no padding: what was found after it stays what it was.
         for block in blocks(num_places if processed is None else processed.num_reqs * width, model.vocab_size):
             logits = self._forwards.logits(block)
+            pos, input_ids = self._fed(level > 0, block.start, block.stop)
             if processed is not None:
-                logits = processed(logits, block, logical_pos[block], input_ids[block], width)
+                logits = processed(logits, block, pos, input_ids, width)
             log_probs, token_ids = self._found(block.start, block.stop)
             self._sample.candidates_into(
                 logits,
                 step.temperature,
                 step.seeds,
-                logical_pos[block],
+                pos,
                 log_probs=log_probs,
                 ids=token_ids,
                 width=width,
@@ -181,6 +183,11 @@ class TreeDrafter:
         if frontier is not None:
             self._frontiers[num_reqs, max_nodes, level + 1] = frontier
 
-    def _cut(self, low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _cut_found(self, low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return where candidates of places `low` to `high` are found: log-probabilities and tokens."""
         return self._log_probs[low:high], self._token_ids[low:high]
+
+    def _cut_fed(self, is_nodes: bool, low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logical positions and tokens of places `low` to `high` of the last forward: of nodes, or of roots."""
+        logical_pos, input_ids = self._forwards.fed(int(is_nodes))
+        return logical_pos[low:high], input_ids[low:high]

@@ -1,0 +1,128 @@
+"""Calls that wrappers keep ready: bound once, other calls with any other argument, refused ones not at all."""
+
+import pytest
+import torch
+
+from tests.kernels.sampling_case import SamplingCase, toy
+from tests.kernels.step_case import BLOCK_SIZE, MAX_POSITION
+from tests.kernels.test_next_level import LevelCase
+from tests.kernels.test_tree_grow import buffers_for, start, table
+from vidspec_kernels import candidates, next_level
+from vidspec_kernels.dispatch import remember
+from vidspec_kernels.tree_grow import tree_grow
+
+
+def of_candidates(device):
+    """Return the wrapper, its arguments, others of them, and what it has ready."""
+    case = SamplingCase(4, 9, device, width=2)
+    scratch = case.scratch(3)
+    arguments = {
+        "logits": case.logits, "temperature": case.temperature, "seeds": case.seeds, "pos": case.pos, "noise": toy(),
+        "log_probs": torch.zeros(4, 3, device=device), "ids": torch.zeros(4, 3, dtype=torch.int64, device=device),
+        "scratch": scratch, "width": 2, "first": 0,
+    }  # fmt: skip
+    others = {
+        "logits": case.logits[:3], "noise": toy(), "width": 3, "first": 1, "with_log_probs": False,
+        "apply_temperature": False,
+    }  # fmt: skip
+    return candidates, arguments, others, scratch.ready
+
+
+def of_next_level(device):
+    """See `of_candidates`."""
+    case, other = LevelCase(3, 4, device), LevelCase(3, 4, device)
+    arguments = {"step": case.step, "out": case.out(), "fed": case.fed, "size": 3, "level": 1, **case.trees}
+    arguments |= {"block_size": BLOCK_SIZE, "max_position": MAX_POSITION}
+    others = {"step": other.step, "size": 2, "level": 2, "block_size": 2 * BLOCK_SIZE, "max_position": 7}
+    return next_level, arguments, others, arguments["out"].ready
+
+
+def of_tree_grow(device):
+    """See `of_candidates`."""
+    buffers = buffers_for([(3, 2)] * 2, torch.device("cpu"), 4)
+    start(buffers)
+    log_probs, tokens = table(2, 4, 0, "cpu")
+    arguments = {"buffers": buffers, "rows": torch.arange(2), "log_probs": log_probs, "token_ids": tokens}
+    arguments |= {"level": 0, "budget": 9, "first_parent": 0, "num_next": 4}
+    others = {"level": 1, "budget": 8, "first_parent": 1, "num_next": 3, "trims": True}
+    return tree_grow, arguments, others, buffers.ready
+
+
+WRAPPERS = {"candidates": of_candidates, "next_level": of_next_level, "tree_grow": of_tree_grow}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_call_is_bound_once(device, name):
+    """Catches: a call that is looked at anew every time; one that passes for another, whatever differs.
+
+    A tensor that was freed is among what differs: another one that lies where it lay is another call.
+    """
+    wrapper, arguments, others, ready = WRAPPERS[name](device)
+    for _ in range(3):
+        wrapper(**arguments)
+    assert len(ready) == 1
+    held = [key for key, value in arguments.items() if isinstance(value, torch.Tensor) and key != "logits"]
+    assert len(held) > 2
+    for key in held:
+        for _ in range(3):
+            wrapper(**arguments | {key: arguments[key].clone()})
+    assert len(ready) == 1 + 3 * len(held)
+    for key, other in others.items():
+        before = len(ready)
+        for _ in range(2):
+            wrapper(**arguments | {key: other})
+        assert len(ready) == before + 1, key
+    before = len(ready)
+    for impl in ("torch", "numba"):
+        wrapper(**arguments, impl=impl)
+    assert len(ready) == before + 2
+
+
+def test_candidates_are_of_what_the_tensors_hold(device):
+    """Catches: contents that were copied when the call was bound; greedy and noised steps follow each other."""
+    case = SamplingCase(2, 9, device)
+    outs = {"log_probs": torch.zeros(2, 3, device=device), "ids": torch.zeros(2, 3, dtype=torch.int64, device=device)}
+    held = {"temperature": case.temperature, "seeds": case.seeds, "pos": case.pos, "noise": toy()}
+    scratch = case.scratch(3)
+    for seed, heat in enumerate((0.0, 1.0, 0.0, 0.5)):
+        new = SamplingCase(2, 9, device, seed=seed)
+        held["temperature"].fill_(heat)
+        for name in ("seeds", "pos"):
+            held[name].copy_(getattr(new, name))
+        fresh = {name: torch.zeros_like(out) for name, out in outs.items()}
+        candidates(new.logits, **held, **outs, scratch=scratch)
+        candidates(new.logits, **held, **fresh, scratch=case.scratch(3))
+        assert outs["ids"].equal(fresh["ids"]) and outs["log_probs"].equal(fresh["log_probs"])
+    assert len(scratch.ready) == 1
+
+
+def test_a_level_on_the_device_is_the_steps_own(device):
+    """Catches: the level of the step in which the call was bound."""
+    case, level = LevelCase(3, 0, device), torch.zeros(1, dtype=torch.int32, device=device)
+    out = case.out()
+    for now in (1, 2, 5):
+        level.fill_(now)
+        case.run("auto", level=level, out=out, fed=case.fed)
+        expected, _ = case.run("auto", level=now)
+        assert out.seq_lens.equal(expected.seq_lens) and out.slot_mapping.equal(expected.slot_mapping)
+    assert len(out.ready) == 1
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_refused_call_is_not_ready(device, name):
+    """Catches: a call that passes once it has been refused."""
+    wrapper, arguments, _, ready = WRAPPERS[name](device)
+    wrong = {"candidates": "ids", "next_level": "tokens", "tree_grow": "rows"}[name]
+    arguments[wrong] = arguments[wrong].int()
+    for _ in range(2):
+        with pytest.raises(AssertionError):
+            wrapper(**arguments)
+    assert not ready
+
+
+def test_ready_calls_are_bounded():
+    """Catches: a caller whose tensors are new in every step, for whom everything is kept."""
+    ready = {}
+    for i in range(3000):
+        remember(ready, i, list, ())
+    assert 0 < len(ready) <= 1024 and 2999 in ready
