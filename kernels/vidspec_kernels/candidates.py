@@ -202,7 +202,8 @@ def candidates(
     """
     tensors = (temperature, seeds, pos, noise, log_probs, ids)
     numbers = (width, first, with_log_probs, apply_temperature, impl)
-    call = (logits.shape, logits.stride(), logits.dtype, logits.device, *numbers, *map(id, tensors))
+    sizes = (logits.shape, logits.stride(), logits.dtype, logits.device)
+    call = ("candidates", *sizes, *numbers, *map(id, tensors))
     known = scratch.ready.get(call)
     if known is None:
         _check_call(logits, *tensors, scratch, width, first)
@@ -261,7 +262,7 @@ def _bind(
     """Return what runs such a call on other logits of the same shape."""
     device, num_rows = logits.device, logits.shape[0]
     if num_rows == 0:
-        return _do_nothing
+        return lambda logits: None
     if not use_triton(impl, device):
         return on_host(impl, device, bind_candidates_reference)(
             temperature, seeds, pos, noise, log_probs=log_probs, ids=ids, width=width, first=first,
@@ -296,10 +297,6 @@ def _bind(
         launch(_merge_candidates_kernel, (num_rows,), device, merge_args, merge_constants, scratch.plans, key)
 
     return run
-
-
-def _do_nothing(logits: Tensor) -> None:
-    """Run a call without rows."""
 
 
 def bind_candidates_reference(*args: Any, **kwargs: Any) -> Callable[[Tensor], None]:

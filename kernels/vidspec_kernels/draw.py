@@ -1,5 +1,6 @@
 """draw: the next token of every chain, from logits to persistent buffers, in two launches."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, check_vector, launch, on_host, use_triton
+from vidspec_kernels.dispatch import Impl, check_vector, launch, on_host, remember, use_triton
 from vidspec_kernels.sampling import (
     BLOCK,
     Noise,
@@ -126,6 +127,32 @@ def draw(
     Raises:
         AssertionError: A dtype, device, shape or stride is not as above.
     """
+    column, level_tensor = (None, level) if isinstance(level, Tensor) else (level, None)
+    tensors = (temperature, seeds, pos, noise, out_tokens, out_ids, level_tensor)
+    sizes = (logits.shape, logits.stride(), logits.dtype, logits.device)
+    call = ("draw", *sizes, column, apply_temperature, impl, *map(id, tensors))
+    known = scratch.ready.get(call)
+    if known is None:
+        arguments = (logits, temperature, seeds, pos, noise, level, out_tokens, out_ids, scratch)
+        _check_call(*arguments)
+        run = remember(scratch.ready, call, _bind(*arguments, apply_temperature, impl), tensors)
+    else:
+        run = known[0]
+    run(logits)
+
+
+def _check_call(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    pos: Tensor,
+    noise: Noise,
+    level: int | Tensor,
+    out_tokens: Tensor,
+    out_ids: Tensor,
+    scratch: SampleScratch,
+) -> None:
+    """Assert what `draw` says of its arguments."""
     device, num_rows = logits.device, logits.shape[0]
     check_logits(logits, scratch)
     check_vector("temperature", temperature, torch.float32, device, num_rows)
@@ -139,28 +166,57 @@ def draw(
         check_vector("level", level, torch.int32, device, 1)
     else:
         assert 0 <= level < out_tokens.shape[1], f"level {level} of {out_tokens.shape[1]}"
+
+
+def _bind(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    pos: Tensor,
+    noise: Noise,
+    level: int | Tensor,
+    out_tokens: Tensor,
+    out_ids: Tensor,
+    scratch: SampleScratch,
+    apply_temperature: bool,
+    impl: Impl,
+) -> Callable[[Tensor], None]:
+    """Return what runs such a call on other logits of the same shape."""
+    device, num_rows = logits.device, logits.shape[0]
     if num_rows == 0:
-        return
+        return lambda logits: None
     if not use_triton(impl, device):
-        on_host(impl, device, draw_reference)(
-            logits, temperature, seeds, pos, noise,
+        return on_host(impl, device, bind_draw_reference)(
+            temperature, seeds, pos, noise,
             level=level, out_tokens=out_tokens, out_ids=out_ids, apply_temperature=apply_temperature,
         )  # fmt: skip
-        return
-    num_blocks, key = scratch.num_blocks, (*logits_key(logits, apply_temperature), noise)
-    args: tuple[Any, ...] = (
-        logits, logits.stride(0), temperature, seeds, pos, scratch.best, scratch.best_ids, logits.shape[1], noise.salt
-    )  # fmt: skip
+    num_blocks = scratch.num_blocks
     constants = {
         "NOISE": noise.function, "USE_FP64": noise.use_fp64, "APPLY_TEMPERATURE": apply_temperature, "BLOCK": BLOCK
     }  # fmt: skip
-    launch(_draw_kernel, (num_rows, num_blocks), device, args, constants, scratch.plans, key)
     level_ptr, level_value = (level, 0) if isinstance(level, Tensor) else (None, level)
-    args = (
+    chosen_args = (
         scratch.best, scratch.best_ids, out_tokens, out_tokens.stride(0), out_ids, level_ptr, num_blocks, level_value
     )  # fmt: skip
-    constants = {"BLOCK": triton.next_power_of_2(num_blocks)}
-    launch(_choose_draw_kernel, (num_rows,), device, args, constants, scratch.plans, level_ptr is None)
+    chosen_constants = {"BLOCK": triton.next_power_of_2(num_blocks)}
+
+    def run(logits: Tensor) -> None:
+        args: tuple[Any, ...] = (
+            logits, logits.stride(0), temperature, seeds, pos, scratch.best, scratch.best_ids, logits.shape[1],
+            noise.salt,
+        )  # fmt: skip
+        key = (*logits_key(logits, apply_temperature), noise)
+        launch(_draw_kernel, (num_rows, num_blocks), device, args, constants, scratch.plans, key)
+        launch(
+            _choose_draw_kernel, (num_rows,), device, chosen_args, chosen_constants, scratch.plans, level_ptr is None
+        )  # fmt: skip
+
+    return run
+
+
+def bind_draw_reference(*args: Any, **kwargs: Any) -> Callable[[Tensor], None]:
+    """Return `draw_reference` of logits alone, with everything else given."""
+    return lambda logits: draw_reference(logits, *args, **kwargs)
 
 
 def draw_reference(

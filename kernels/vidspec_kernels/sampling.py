@@ -59,7 +59,7 @@ class SampleScratch:
         self.maxima = torch.empty(shape if num_candidates else (0, 0), dtype=torch.float32, device=device)
         self.sums = torch.empty_like(self.maxima)
         self.plans: dict[Any, Any] = {}  # of launches that write these (see `dispatch.launch`)
-        self.ready: dict[Any, Any] = {}  # calls of `candidates` (see `dispatch.remember`)
+        self.ready: dict[Any, Any] = {}  # calls of `candidates` and `draw` (see `dispatch.remember`)
         self.keys = torch.empty(*self.maxima.shape, 2 ** log_top(num_candidates), dtype=torch.int64, device=device)
 
     def as_meta(self) -> "SampleScratch":

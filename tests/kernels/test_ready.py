@@ -7,7 +7,7 @@ from tests.kernels.sampling_case import SamplingCase, toy
 from tests.kernels.step_case import BLOCK_SIZE, MAX_POSITION
 from tests.kernels.test_next_level import LevelCase
 from tests.kernels.test_tree_grow import buffers_for, start, table
-from vidspec_kernels import candidates, next_level
+from vidspec_kernels import candidates, draw, next_level
 from vidspec_kernels.dispatch import remember
 from vidspec_kernels.tree_grow import tree_grow
 
@@ -26,6 +26,20 @@ def of_candidates(device):
         "apply_temperature": False,
     }  # fmt: skip
     return candidates, arguments, others, scratch.ready
+
+
+def of_draw(device):
+    """See `of_candidates`."""
+    case = SamplingCase(4, 9, device)
+    scratch, noise = case.scratch(), toy()
+    arguments = {
+        "logits": case.logits, "temperature": case.temperature, "seeds": case.seeds, "pos": case.pos, "noise": noise,
+        "level": torch.ones(1, dtype=torch.int32, device=device), "scratch": scratch,
+        "out_tokens": torch.zeros(4, 3, dtype=torch.int64, device=device),
+        "out_ids": torch.zeros(4, dtype=torch.int32, device=device),
+    }  # fmt: skip
+    others = {"logits": case.logits[:3], "noise": toy(), "level": 2, "apply_temperature": False}
+    return draw, arguments, others, scratch.ready
 
 
 def of_next_level(device):
@@ -48,7 +62,7 @@ def of_tree_grow(device):
     return tree_grow, arguments, others, buffers.ready
 
 
-WRAPPERS = {"candidates": of_candidates, "next_level": of_next_level, "tree_grow": of_tree_grow}
+WRAPPERS = {"candidates": of_candidates, "draw": of_draw, "next_level": of_next_level, "tree_grow": of_tree_grow}
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
@@ -96,6 +110,21 @@ def test_candidates_are_of_what_the_tensors_hold(device):
     assert len(scratch.ready) == 1
 
 
+def test_draws_are_of_what_the_tensors_hold(device):
+    """Catches: a temperature or a level that is the first step's."""
+    _, arguments, _, ready = of_draw(device)
+    for seed, heat, level in ((0, 0.0, 0), (1, 1.0, 2), (2, 0.0, 1), (3, 0.5, 2)):
+        arguments["logits"].copy_(SamplingCase(4, 9, device, seed=seed).logits)
+        arguments["temperature"].fill_(heat)
+        arguments["level"].fill_(level)
+        arguments["out_tokens"].zero_()
+        draw(**arguments)
+        fresh = {name: torch.zeros_like(arguments[name]) for name in ("out_tokens", "out_ids")}
+        draw(**arguments | fresh | {"level": level, "scratch": SamplingCase(4, 9, device).scratch()})
+        assert all(arguments[name].equal(out) for name, out in fresh.items())
+    assert len(ready) == 1
+
+
 def test_a_level_on_the_device_is_the_steps_own(device):
     """Catches: the level of the step in which the call was bound."""
     case, level = LevelCase(3, 0, device), torch.zeros(1, dtype=torch.int32, device=device)
@@ -112,8 +141,8 @@ def test_a_level_on_the_device_is_the_steps_own(device):
 def test_a_refused_call_is_not_ready(device, name):
     """Catches: a call that passes once it has been refused."""
     wrapper, arguments, _, ready = WRAPPERS[name](device)
-    wrong = {"candidates": "ids", "next_level": "tokens", "tree_grow": "rows"}[name]
-    arguments[wrong] = arguments[wrong].int()
+    wrong = {"candidates": "ids", "draw": "out_ids", "next_level": "tokens", "tree_grow": "rows"}[name]
+    arguments[wrong] = arguments[wrong].short()
     for _ in range(2):
         with pytest.raises(AssertionError):
             wrapper(**arguments)

@@ -11,7 +11,7 @@ what that file imports.
 
 from vidspec_kernels.cpu.compaction import kv_compact
 from vidspec_kernels.cpu.relevance import visual_relevance
-from vidspec_kernels.cpu.sampling import bind_candidates, draw
+from vidspec_kernels.cpu.sampling import bind_candidates, bind_draw
 from vidspec_kernels.cpu.steps import begin_step, bind_next_level
 from vidspec_kernels.cpu.trees import bind_tree_grow, tree_begin, tree_finish, tree_place, tree_plan
 from vidspec_kernels.cpu.verify import accept, loosen, place_trees
@@ -20,7 +20,7 @@ from vidspec_kernels.cpu.verify import accept, loosen, place_trees
 LOOPS = {
     f"{loop.__name__}_reference": loop
     for loop in (
-        accept, begin_step, bind_candidates, bind_next_level, bind_tree_grow, draw, kv_compact, loosen, place_trees,
-        tree_begin, tree_finish, tree_place, tree_plan, visual_relevance,
+        accept, begin_step, bind_candidates, bind_draw, bind_next_level, bind_tree_grow, kv_compact, loosen,
+        place_trees, tree_begin, tree_finish, tree_place, tree_plan, visual_relevance,
     )
 }  # fmt: skip

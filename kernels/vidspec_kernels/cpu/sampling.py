@@ -49,8 +49,7 @@ def bind_candidates(
     return run
 
 
-def draw(
-    logits: Tensor,
+def bind_draw(
     temperature: Tensor,
     seeds: Tensor,
     pos: Tensor,
@@ -60,12 +59,17 @@ def draw(
     out_tokens: Tensor,
     out_ids: Tensor,
     apply_temperature: bool = True,
-) -> None:
-    """Do what `draw` does; a batch with noise is numpy's."""
-    column = level.numpy()[0] if isinstance(level, Tensor) else level
-    outs = (column, out_tokens.numpy(), out_ids.numpy())
-    if not draw_greedily(logits.float().numpy(), temperature.numpy(), *outs):
-        draw_reference(
-            logits, temperature, seeds, pos, noise,
-            level=level, out_tokens=out_tokens, out_ids=out_ids, apply_temperature=apply_temperature,
-        )  # fmt: skip
+) -> Callable[[Tensor], None]:
+    """Return what does `draw` of logits; a batch with noise is numpy's."""
+    heats, outs = temperature.numpy(), (out_tokens.numpy(), out_ids.numpy())
+    column = level.numpy() if isinstance(level, Tensor) else (level,)
+
+    def run(logits: Tensor) -> None:
+        scores = logits if logits.dtype == torch.float32 else logits.float()
+        if not draw_greedily(scores.numpy(), heats, column[0], *outs):
+            draw_reference(
+                logits, temperature, seeds, pos, noise,
+                level=level, out_tokens=out_tokens, out_ids=out_ids, apply_temperature=apply_temperature,
+            )  # fmt: skip
+
+    return run

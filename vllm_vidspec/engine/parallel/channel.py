@@ -2,16 +2,20 @@
 
 vLLM's own msgpack encoder writes them, tensors and multimodal features among them, and nothing is unpickled. Neither
 memory nor socket has a name in a file system: when both processes are gone, however they went, so is all of it. Sending
-never waits: what the other end does not take yet stays in line here.
+never waits, neither for the other end nor for memory: what is not written or not taken yet stays in line here.
 """
 
 import array
 import collections
+import contextlib
+import dataclasses
 import mmap
 import os
 import select
 import socket
 import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from vllm.logger import init_logger
@@ -23,7 +27,21 @@ logger = init_logger("vllm.vidspec")
 
 _INLINE_BYTES = 16 << 10  # a longer message travels as memory
 _RECEIVE_BYTES = 64 << 10
+_WRITTEN_AT_ONCE_BYTES = 256 << 10  # in a tenth of a millisecond; a longer message is the writer's
 _COUNT = struct.Struct("<q")
+
+
+@dataclasses.dataclass(eq=False)
+class _Packet:
+    """A message in line: its bytes, or the descriptor of the memory that holds it; neither while that is written."""
+
+    data: bytes = b""
+    memory: int | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can be sent."""
+        return bool(self.data) or self.memory is not None
 
 
 class Channel:
@@ -38,8 +56,11 @@ class Channel:
         self._socket = end
         end.setblocking(False)
         self._encoder, self._decoder = MsgpackEncoder(), MsgpackDecoder(kinds)
-        # In line to be sent: bytes, and the descriptor of the memory that holds the message itself, or None.
-        self._line: collections.deque[tuple[bytes, int | None]] = collections.deque()
+        self._line: collections.deque[_Packet] = collections.deque()
+        # A video's pixels are many megabytes, whose pages a kernel takes a while to find: a thread of its own writes
+        # them, and the target's step goes on. It also sends, so the socket and the line are used by one at a time.
+        self._lock = threading.RLock()
+        self._writer: ThreadPoolExecutor | None = None
         self.is_closed = False
 
     @classmethod
@@ -49,34 +70,60 @@ class Channel:
         return cls(here, kinds), there
 
     def send(self, message: Any) -> None:
-        """Send a message as soon as the other end takes it; nothing is sent to one that is gone."""
+        """Send a message as soon as the other end takes it; nothing is sent to one that is gone.
+
+        What the message holds must not change until it has come.
+        """
         if self.is_closed:
             return
         buffers = [memoryview(buffer).cast("B") for buffer in self._encoder.encode(message)]
-        if len(buffers) == 1 and buffers[0].nbytes <= _INLINE_BYTES:
-            self._line.append((bytes(buffers[0]), None))
+        is_small = len(buffers) == 1 and buffers[0].nbytes <= _INLINE_BYTES
+        packet = _Packet(bytes(buffers[0]) if is_small else b"")
+        with self._lock:
+            self._line.append(packet)
+        if is_small:
+            self.flush()
+        elif sum(buffer.nbytes for buffer in buffers) <= _WRITTEN_AT_ONCE_BYTES:
+            self._write(packet, buffers)
         else:
-            self._line.append((b"", _into_memory(buffers)))
+            if self._writer is None:
+                self._writer = ThreadPoolExecutor(1, thread_name_prefix="vidspec-channel")
+            self._writer.submit(self._write, packet, buffers)
+
+    def _write(self, packet: _Packet, buffers: list[memoryview]) -> None:
+        """Write a large message down, and send what can be."""
+        try:
+            memory = _into_memory(buffers)
+        except OSError as error:  # no memory, no descriptor: without the message the other end knows nothing
+            logger.error("vidspec: a message for the drafter's other end is lost: %s", error)
+            self.close()
+            return
+        with self._lock:
+            packet.memory = memory
+            if self.is_closed:
+                os.close(memory)
         self.flush()
 
     def flush(self) -> None:
-        """Send what is in line, as far as the other end takes it."""
-        while self._line and not self.is_closed:
-            data, memory = self._line[0]
-            try:
-                if memory is None:
-                    self._socket.send(data)
-                else:
-                    # An empty packet would be the end of the line.
-                    self._socket.sendmsg([b"m"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [memory]))])
-            except BlockingIOError:
-                return
-            except OSError:
-                self.close()
-                return
-            self._line.popleft()
-            if memory is not None:
-                os.close(memory)
+        """Send what is in line, as far as it is written and the other end takes it."""
+        with self._lock:
+            while self._line and not self.is_closed and self._line[0].is_ready:
+                packet = self._line[0]
+                try:
+                    if packet.memory is None:
+                        self._socket.send(packet.data)
+                    else:
+                        # An empty packet would be the end of the line.
+                        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [packet.memory]))
+                        self._socket.sendmsg([b"m"], [rights])
+                except BlockingIOError:
+                    return
+                except OSError:
+                    self.close()
+                    return
+                self._line.popleft()
+                if packet.memory is not None:
+                    os.close(packet.memory)
 
     def receive(self) -> list[Any]:
         """Return the messages that have come; without the other end, or with one that says what is none, `is_closed`
@@ -104,16 +151,22 @@ class Channel:
     def wait(self, timeout_s: float) -> None:
         """Sleep until a message comes, or the other end goes, or for so long."""
         if not self.is_closed:
-            select.select([self._socket], [], [], timeout_s)
+            with contextlib.suppress(ValueError):  # the writer has hung up just now
+                select.select([self._socket], [], [], timeout_s)
 
     def close(self) -> None:
         """Hang up; nobody waits for what is in line."""
-        self.is_closed = True
-        self._socket.close()
-        for _, memory in self._line:
-            if memory is not None:
-                os.close(memory)
-        self._line.clear()
+        with self._lock:
+            if self.is_closed:
+                return
+            self.is_closed = True
+            self._socket.close()
+            for packet in self._line:
+                if packet.memory is not None:
+                    os.close(packet.memory)
+            self._line.clear()
+        if self._writer is not None:
+            self._writer.shutdown(wait=False, cancel_futures=True)
 
 
 def _into_memory(buffers: list[memoryview]) -> int:
