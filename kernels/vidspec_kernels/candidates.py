@@ -206,42 +206,10 @@ def candidates(
     call = ("candidates", *sizes, *numbers, *map(id, tensors))
     known = scratch.ready.get(call)
     if known is None:
-        _check_call(logits, *tensors, scratch, width, first)
-        run = _bind(logits, *tensors, scratch, *numbers)
-        remember(scratch.ready, call, run, tensors)
+        run = remember(scratch.ready, call, _bind(logits, *tensors, scratch, *numbers), tensors)
     else:
         run = known[0]
     run(logits)
-
-
-def _check_call(
-    logits: Tensor,
-    temperature: Tensor | None,
-    seeds: Tensor | None,
-    pos: Tensor | None,
-    noise: Noise | None,
-    log_probs: Tensor,
-    ids: Tensor,
-    scratch: SampleScratch,
-    width: int,
-    first: int,
-) -> None:
-    """Assert what `candidates` says of its arguments."""
-    device, (num_rows, vocab_size), num_candidates = logits.device, logits.shape, ids.shape[1]
-    check_logits(logits, scratch)
-    for name, tensor, dtype in (("log_probs", log_probs, torch.float32), ("ids", ids, torch.int64)):
-        assert tensor.dtype == dtype and tensor.device == device and tensor.ndim == 2, f"{name}: expected {dtype}"
-        assert tensor.shape[0] >= num_rows and tensor.shape[1] == num_candidates, f"{name}: {list(tensor.shape)}"
-        assert tensor.stride(1) == 1 or num_candidates <= 1, f"{name}: expected unit stride in a row"
-    assert 1 <= num_candidates <= min(vocab_size, MAX_CANDIDATES), f"ids: {num_candidates} of {vocab_size}"
-    assert log_top(num_candidates) <= log_top(scratch.num_candidates), f"scratch: for {scratch.num_candidates}"
-    given = [tensor is not None for tensor in (temperature, seeds, pos, noise)]
-    assert all(given) or not any(given), "temperature, seeds, pos, noise: all or none"
-    if temperature is not None and seeds is not None and pos is not None:
-        num_reqs = (first + num_rows + width - 1) // width
-        check_vector("temperature", temperature, torch.float32, device, num_reqs)
-        check_vector("seeds", seeds, torch.int64, device, num_reqs)
-        check_vector("pos", pos, torch.int64, device, num_rows)
 
 
 def _bind(
@@ -259,8 +227,22 @@ def _bind(
     apply_temperature: bool,
     impl: Impl,
 ) -> Callable[[Tensor], None]:
-    """Return what runs such a call on other logits of the same shape."""
-    device, num_rows = logits.device, logits.shape[0]
+    """Check a call, and return what runs it on any logits of the same shape."""
+    device, (num_rows, vocab_size), num_candidates = logits.device, logits.shape, ids.shape[1]
+    check_logits(logits, scratch)
+    for name, tensor, dtype in (("log_probs", log_probs, torch.float32), ("ids", ids, torch.int64)):
+        assert tensor.dtype == dtype and tensor.device == device and tensor.ndim == 2, f"{name}: expected {dtype}"
+        assert tensor.shape[0] >= num_rows and tensor.shape[1] == num_candidates, f"{name}: {list(tensor.shape)}"
+        assert tensor.stride(1) == 1 or num_candidates <= 1, f"{name}: expected unit stride in a row"
+    assert 1 <= num_candidates <= min(vocab_size, MAX_CANDIDATES), f"ids: {num_candidates} of {vocab_size}"
+    assert log_top(num_candidates) <= log_top(scratch.num_candidates), f"scratch: for {scratch.num_candidates}"
+    given = [tensor is not None for tensor in (temperature, seeds, pos, noise)]
+    assert all(given) or not any(given), "temperature, seeds, pos, noise: all or none"
+    if temperature is not None and seeds is not None and pos is not None:
+        num_reqs = (first + num_rows + width - 1) // width
+        check_vector("temperature", temperature, torch.float32, device, num_reqs)
+        check_vector("seeds", seeds, torch.int64, device, num_reqs)
+        check_vector("pos", pos, torch.int64, device, num_rows)
     if num_rows == 0:
         return lambda logits: None
     if not use_triton(impl, device):
@@ -269,7 +251,7 @@ def _bind(
             with_log_probs=with_log_probs, apply_temperature=apply_temperature,
         )  # fmt: skip
     maxima, sums = (scratch.maxima, scratch.sums) if with_log_probs else (None, None)
-    num_blocks, num_candidates = scratch.num_blocks, ids.shape[1]
+    num_blocks = scratch.num_blocks
     function, salt = (None, 0) if noise is None else (noise.function, noise.salt)
     key = (with_log_probs, log_top(num_candidates))
     constants = {

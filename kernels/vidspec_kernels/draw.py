@@ -134,38 +134,10 @@ def draw(
     known = scratch.ready.get(call)
     if known is None:
         arguments = (logits, temperature, seeds, pos, noise, level, out_tokens, out_ids, scratch)
-        _check_call(*arguments)
         run = remember(scratch.ready, call, _bind(*arguments, apply_temperature, impl), tensors)
     else:
         run = known[0]
     run(logits)
-
-
-def _check_call(
-    logits: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
-    pos: Tensor,
-    noise: Noise,
-    level: int | Tensor,
-    out_tokens: Tensor,
-    out_ids: Tensor,
-    scratch: SampleScratch,
-) -> None:
-    """Assert what `draw` says of its arguments."""
-    device, num_rows = logits.device, logits.shape[0]
-    check_logits(logits, scratch)
-    check_vector("temperature", temperature, torch.float32, device, num_rows)
-    check_vector("seeds", seeds, torch.int64, device, num_rows)
-    check_vector("pos", pos, torch.int64, device, num_rows)
-    check_vector("out_ids", out_ids, torch.int32, device, num_rows)
-    assert out_tokens.dtype == torch.int64 and out_tokens.device == device and out_tokens.ndim == 2, "out_tokens"
-    assert out_tokens.shape[0] >= num_rows and out_tokens.stride(1) == 1, "out_tokens: short, or strided in a row"
-    assert scratch.use_fp64 == noise.use_fp64, "scratch: of another precision"
-    if isinstance(level, Tensor):
-        check_vector("level", level, torch.int32, device, 1)
-    else:
-        assert 0 <= level < out_tokens.shape[1], f"level {level} of {out_tokens.shape[1]}"
 
 
 def _bind(
@@ -181,8 +153,20 @@ def _bind(
     apply_temperature: bool,
     impl: Impl,
 ) -> Callable[[Tensor], None]:
-    """Return what runs such a call on other logits of the same shape."""
+    """Check a call, and return what runs it on any logits of the same shape."""
     device, num_rows = logits.device, logits.shape[0]
+    check_logits(logits, scratch)
+    check_vector("temperature", temperature, torch.float32, device, num_rows)
+    check_vector("seeds", seeds, torch.int64, device, num_rows)
+    check_vector("pos", pos, torch.int64, device, num_rows)
+    check_vector("out_ids", out_ids, torch.int32, device, num_rows)
+    assert out_tokens.dtype == torch.int64 and out_tokens.device == device and out_tokens.ndim == 2, "out_tokens"
+    assert out_tokens.shape[0] >= num_rows and out_tokens.stride(1) == 1, "out_tokens: short, or strided in a row"
+    assert scratch.use_fp64 == noise.use_fp64, "scratch: of another precision"
+    if isinstance(level, Tensor):
+        check_vector("level", level, torch.int32, device, 1)
+    else:
+        assert 0 <= level < out_tokens.shape[1], f"level {level} of {out_tokens.shape[1]}"
     if num_rows == 0:
         return lambda logits: None
     if not use_triton(impl, device):

@@ -172,7 +172,6 @@ def next_level(
     call = (size, depth, block_size, max_position, impl, id(step), *map(id, tensors))
     known = out.ready.get(call)
     if known is None:
-        _check_call(step, out, *tensors, size, level)
         sizes = {"size": size, "level": level, "block_size": block_size, "max_position": max_position}
         run = remember(out.ready, call, _bind(step, out, *tensors, impl, sizes), (step, level, *tensors))
     else:
@@ -190,31 +189,8 @@ def _bind(
     impl: Impl,
     sizes: dict[str, Any],
 ) -> Callable[[], None]:
-    """Return what runs such a call."""
-    if sizes["size"] == 0:
-        return lambda: None
-    arguments = (step, out, fed, nodes, tokens, ancestors)
-    if use_triton(impl, step.device):
-        return functools.partial(_launch, *arguments, **sizes)
-    return on_host(impl, step.device, bind_next_level_reference)(*arguments, **sizes)
-
-
-def bind_next_level_reference(*args: Any, **kwargs: Any) -> Callable[[], None]:
-    """Return `next_level_reference` with all its arguments given."""
-    return functools.partial(next_level_reference, *args, **kwargs)
-
-
-def _check_call(
-    step: StepBuffers,
-    out: LevelBuffers,
-    fed: Tensor,
-    nodes: Tensor | None,
-    tokens: Tensor | None,
-    ancestors: Tensor | None,
-    size: int,
-    level: int | Tensor,
-) -> None:
-    """Assert what `next_level` says of its arguments."""
+    """Check a call, and return what runs it."""
+    size, level = sizes["size"], sizes["level"]
     device, width = step.device, 1
     check_vector("fed", fed, torch.int64, device, 1)
     assert size <= step.max_batch and size <= out.seq_lens.shape[0], f"size {size}"
@@ -233,6 +209,17 @@ def _check_call(
     else:
         assert level >= 1, f"level {level}"
     assert size * width <= out.logical_pos.shape[0], f"out: no room for {size} x {width} places"
+    if size == 0:
+        return lambda: None
+    arguments = (step, out, fed, nodes, tokens, ancestors)
+    if use_triton(impl, step.device):
+        return functools.partial(_launch, *arguments, **sizes)
+    return on_host(impl, step.device, bind_next_level_reference)(*arguments, **sizes)
+
+
+def bind_next_level_reference(*args: Any, **kwargs: Any) -> Callable[[], None]:
+    """Return `next_level_reference` with all its arguments given."""
+    return functools.partial(next_level_reference, *args, **kwargs)
 
 
 def next_level_reference(

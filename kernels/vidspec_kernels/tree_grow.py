@@ -286,7 +286,6 @@ def tree_grow(
     call = (*numbers, trims, impl, *map(id, tensors))
     known = buffers.ready.get(call)
     if known is None:
-        _check_call(buffers, *tensors, *numbers)
         run = remember(buffers.ready, call, _bind(buffers, *tensors, *numbers, trims, impl), tensors)
     else:
         run = known[0]
@@ -306,8 +305,20 @@ def _bind(
     trims: bool,
     impl: Impl,
 ) -> Callable[[], int]:
-    """Return what runs such a call."""
+    """Check a call, and return what runs it."""
     num_reqs, num_candidates = len(rows), buffers.num_candidates
+    check_vector("rows", rows, torch.int64, buffers.device)
+    assert num_reqs <= len(buffers.next_free), f"{num_reqs} rows, {len(buffers.next_free)} fit"
+    num_frontier = len(log_probs) // max(num_reqs, 1)
+    shape = (num_reqs * num_frontier, num_candidates)
+    check("log_probs", log_probs, torch.float32, buffers.device, shape)
+    check("token_ids", token_ids, torch.int64, buffers.device, shape)
+    assert 0 <= level < buffers.num_levels, f"level {level} of {buffers.num_levels}"
+    assert 0 <= budget < buffers.tree.num_cols, f"budget {budget}, {buffers.tree.num_cols - 1} nodes fit"
+    assert num_frontier <= buffers.max_frontier, f"log_probs: {num_frontier} nodes a request"
+    assert 0 <= first_parent <= buffers.max_parents - num_frontier, f"first_parent {first_parent}"
+    most_next = min(buffers.max_frontier, num_frontier * num_candidates)
+    assert num_reqs == 0 or 1 <= num_next <= most_next, f"num_next {num_next}"
     if num_reqs == 0:
         return lambda: 1 if trims else num_next
     if not use_triton(impl, buffers.device):
@@ -315,7 +326,6 @@ def _bind(
             buffers, rows, log_probs, token_ids,
             level=level, budget=budget, first_parent=first_parent, num_next=num_next, trims=trims,
         )  # fmt: skip
-    num_frontier = len(log_probs) // num_reqs
     block = triton.next_power_of_2(num_frontier * num_candidates)
     launched = functools.partial(
         launcher(_tree_grow_kernel, (num_reqs,), buffers.device),
@@ -336,32 +346,6 @@ def _bind(
 def bind_tree_grow_reference(*args: Any, **kwargs: Any) -> Callable[[], int]:
     """Return `tree_grow_reference` with all its arguments given."""
     return functools.partial(tree_grow_reference, *args, **kwargs)
-
-
-def _check_call(
-    buffers: TreeGrowBuffers,
-    rows: Tensor,
-    log_probs: Tensor,
-    token_ids: Tensor,
-    level: int,
-    budget: int,
-    first_parent: int,
-    num_next: int,
-) -> None:
-    """Assert what `tree_grow` says of its arguments."""
-    num_reqs, num_candidates = len(rows), buffers.num_candidates
-    check_vector("rows", rows, torch.int64, buffers.device)
-    assert num_reqs <= len(buffers.next_free), f"{num_reqs} rows, {len(buffers.next_free)} fit"
-    num_frontier = len(log_probs) // max(num_reqs, 1)
-    shape = (num_reqs * num_frontier, num_candidates)
-    check("log_probs", log_probs, torch.float32, buffers.device, shape)
-    check("token_ids", token_ids, torch.int64, buffers.device, shape)
-    assert 0 <= level < buffers.num_levels, f"level {level} of {buffers.num_levels}"
-    assert 0 <= budget < buffers.tree.num_cols, f"budget {budget}, {buffers.tree.num_cols - 1} nodes fit"
-    assert num_frontier <= buffers.max_frontier, f"log_probs: {num_frontier} nodes a request"
-    assert 0 <= first_parent <= buffers.max_parents - num_frontier, f"first_parent {first_parent}"
-    most_next = min(buffers.max_frontier, num_frontier * num_candidates)
-    assert num_reqs == 0 or 1 <= num_next <= most_next, f"num_next {num_next}"
 
 
 def tree_grow_reference(
