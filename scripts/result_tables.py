@@ -29,7 +29,13 @@ LVSPEC_TABLE_3: dict[str, tuple[float | None, float]] = {
 }
 # Results by shape of the draft: they also have a CSV file.
 _SHAPES = ("num_speculative_tokens", "prune_ratio", "temperature", "seed")
-BY_SHAPE = {"R9": ("temperature",), "R9-sage": ("prune_ratio",), "R16": _SHAPES, "R17-shapes": _SHAPES}
+BY_SHAPE = {
+    "R9": ("temperature",),
+    "R9-sage": ("prune_ratio",),
+    "R16": _SHAPES,
+    "R16-qwen3-vl": _SHAPES,
+    "R17-shapes": _SHAPES,
+}
 # Results of `bench quality`: they have a CSV file and a figure.
 QUALITY = ("R12", "R16-loose")
 LENGTH, RATE = "{acceptance_length:.2f}", "{acceptance_rate:p}"

@@ -210,8 +210,8 @@ def _threads() -> Iterator[Check]:
 
 def _checkpoints() -> Iterator[Check]:
     missing = []
-    for family, roles in assets.ROLES.items():
-        for role in roles:
+    for family in assets.FAMILIES:
+        for role in assets.ROLES:
             weights = assets.checkpoint(family, role) / "model.safetensors"
             if not weights.is_file():
                 missing.append(f"{family}/{role}")

@@ -13,7 +13,7 @@ from vllm_vidspec.tools import plots
 from vllm_vidspec.tools.bench import acceptance
 
 COMMANDS = ["R1", "R2", "R3", "R4", "R5", "R6", "R7", "R8", "R9", "R9-sage", "R10", "R11", "R12", "R12-relevance"]
-COMMANDS += ["R13", "R14-parallel", "R15", "R15-frames", "R16", "R16-loose", "R17", "R17-shapes", "R18"]
+COMMANDS += ["R13", "R14-parallel", "R15", "R15-frames", "R16", "R16-qwen3-vl", "R16-loose", "R17", "R17-shapes", "R18"]
 OF_PAPERS = [
     *("paper-qwen2.5-vl", "paper-qwen2.5-vl-inflated", "paper-qwen2.5-vl-inflated-race", "paper-stock"),
     *("speed-qwen2.5-vl", "scaling-video"),
@@ -49,6 +49,7 @@ def test_commands_are_those_of_the_page(script):
         "R12-relevance": 2,
         "R15": 4,
         "R16": 5,
+        "R16-qwen3-vl": 2,
         "R17-shapes": 2,
     }
     assert found["R7"] == ["demo --family llava-onevision"]

@@ -4,13 +4,9 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent
 PAIR = ("target", "draft")
-FAR = "far"  # a second draft, which is wrong about as often as those of large models; of these two families
-ROLES = {
-    "qwen2.5-vl": (*PAIR, FAR),
-    "llava-onevision": (*PAIR, FAR),
-    "qwen3-vl": PAIR,
-}
-FAMILIES = tuple(ROLES)
+FAR = "far"  # a second draft, which is wrong about as often as those of large models
+FAMILIES = ("qwen2.5-vl", "llava-onevision", "qwen3-vl")
+ROLES = (*PAIR, FAR)  # of each family
 # A pair whose target was not taught what guided pruning relies on; in a clone alone, as a wheel is to stay small.
 PLAIN = "qwen2.5-vl-plain"
 _PLAIN_ROOT = _ROOT.parents[1] / "training" / "models" / PLAIN
@@ -22,14 +18,14 @@ def checkpoint(family: str, role: str) -> Path:
 
     Args:
         family: one of `FAMILIES`, or `PLAIN`, which has no far draft.
-        role: one of its `ROLES`.
+        role: one of `ROLES`.
 
     Raises:
         ValueError: an unknown family or role.
     """
     if family == PLAIN and role in PAIR:
         return _PLAIN_ROOT / role
-    if role not in ROLES.get(family, ()):
-        known = ", ".join(f"{name} / {one}" for name, roles in ROLES.items() for one in roles)
+    if family not in FAMILIES or role not in ROLES:
+        known = ", ".join(f"{name} / {one}" for name in FAMILIES for one in ROLES)
         raise ValueError(f"no bundled checkpoint {family} / {role}; there are {known}")
     return _ROOT / family / role
