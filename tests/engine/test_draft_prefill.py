@@ -135,6 +135,7 @@ class Late(PendingScores):
         self.is_here, self._copied = False, SimpleNamespace(synchronize=lambda: None)
 
 
+@pytest.mark.slow
 def test_trees_over_late_scores_and_slow_prefills(reference, monkeypatch):
     """Scores a step late, then prefills of several steps, then adaptive trees: of a guided self-draft, all vanilla's.
 

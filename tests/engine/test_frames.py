@@ -40,7 +40,7 @@ def vanilla():
         return engine.generate(as_images()), engine.generate(as_videos())
 
 
-@pytest.mark.parametrize("pruner", ["uniform", "specvlm", "fastvid"])
+@pytest.mark.parametrize("pruner", ["specvlm", "fastvid", pytest.param("uniform", marks=pytest.mark.slow)])
 def test_frames_are_pruned_as_the_video_they_are(vanilla, pruner):
     """Two prompts of 16 images in one batch, two videos, then the images one by one (`never`), in one engine.
 

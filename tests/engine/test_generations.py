@@ -120,9 +120,9 @@ def test_the_bundled_target_drafts_for_itself_without_a_miss(reference, shape):
 @pytest.mark.parametrize(
     ("shape", "pruner"),
     [
-        pytest.param("chain", "uv", marks=pytest.mark.slow),
+        ("chain", "uv"),
         pytest.param("tree-static", "specvlm", marks=pytest.mark.slow),
-        ("tree-adaptive", "dycoke"),
+        pytest.param("tree-adaptive", "dycoke", marks=pytest.mark.slow),
     ],
 )
 def test_the_bundled_draft_changes_nothing(reference, shape, pruner):

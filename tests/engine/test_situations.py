@@ -158,7 +158,7 @@ def test_prefix_cache_hit_still_shows_the_draft_the_video(reference, is_covered)
     assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
 
 
-@pytest.mark.parametrize("shape", ["chain", "tree-static"])
+@pytest.mark.parametrize("shape", [pytest.param("chain", marks=pytest.mark.slow), "tree-static"])
 def test_preemption_frees_and_rebuilds_the_draft(reference, shape):
     """A target cache too small for its requests: some are preempted, resumed with their output, and drafted again.
 

@@ -165,7 +165,7 @@ _ALL = (
     Case("chain sampled", {}, "vanilla sampled", sampling=_SAMPLED, most_launches=417, **_VARIANT),
     Case("planted", {}, steps=4, timed_steps=0, sampled_steps=0, after=plant_each, is_planted=True),
     Case("static", _STATIC, most_launches=357),
-    Case("adaptive", _ADAPTIVE, **_PLANNED, **_FEW_STEPS, most_launches=255),
+    Case("adaptive", _ADAPTIVE, **_PLANNED, **_FEW_STEPS, most_launches=255, is_slow=True),
     Case("adaptive batch", _ADAPTIVE, "vanilla batch", batch=2, **_PLANNED, **_FEWER_STEPS, most_launches=256),
     Case("adaptive sampled", _ADAPTIVE, sampling=_WARM, **_PLANNED, **_FEWER_STEPS, most_launches=254, is_slow=True),
     Case("loose", {"scorer": "loose"}, most_launches=361, **_VARIANT),
