@@ -204,12 +204,10 @@ def candidates(
     numbers = (width, first, with_log_probs, apply_temperature, impl)
     sizes = (logits.shape, logits.stride(), logits.dtype, logits.device)
     call = ("candidates", *sizes, *numbers, *map(id, tensors))
-    known = scratch.ready.get(call)
-    if known is None:
-        run = remember(scratch.ready, call, _bind(logits, *tensors, scratch, *numbers), tensors)
-    else:
-        run = known[0]
-    run(logits)
+    known = scratch.ready.get(call) or remember(
+        scratch.ready, call, _bind(logits, *tensors, scratch, *numbers), tensors
+    )  # fmt: skip
+    known[0](logits)
 
 
 def _bind(
@@ -251,20 +249,20 @@ def _bind(
             with_log_probs=with_log_probs, apply_temperature=apply_temperature,
         )  # fmt: skip
     maxima, sums = (scratch.maxima, scratch.sums) if with_log_probs else (None, None)
-    num_blocks = scratch.num_blocks
+    num_blocks, log_kept = scratch.num_blocks, log_top(num_candidates)
     function, salt = (None, 0) if noise is None else (noise.function, noise.salt)
-    key = (with_log_probs, log_top(num_candidates))
+    key = (with_log_probs, log_kept)
     constants = {
         "NOISE": function, "APPLY_TEMPERATURE": apply_temperature, "LOG_BLOCK": BLOCK.bit_length() - 1,
-        "LOG_TOP": log_top(num_candidates),
+        "LOG_TOP": log_kept,
     }  # fmt: skip
-    log_keys = (triton.next_power_of_2(num_blocks) << log_top(num_candidates)).bit_length() - 1
+    log_keys = (triton.next_power_of_2(num_blocks) << log_kept).bit_length() - 1
     merge_args = (
         scratch.keys, maxima, sums, log_probs, log_probs.stride(0), ids, ids.stride(0), num_blocks, num_candidates
     )  # fmt: skip
     merge_constants = {
         "BLOCK": triton.next_power_of_2(num_blocks), "LOG_MERGE": min(log_keys, _LOG_MERGE),
-        "LOG_TOP": log_top(num_candidates),
+        "LOG_TOP": log_kept,
     }  # fmt: skip
 
     def run(logits: Tensor) -> None:

@@ -278,12 +278,12 @@ def remember(ready: dict[Any, Any], key: Hashable, run: Callable[..., Any], tens
         tensors: Which those are.
 
     Returns:
-        `run`.
+        What `ready` has by this key from now on: `run`, and the tensors.
     """
     if len(ready) >= 1024:
         ready.clear()
     ready[key] = (run, tensors)
-    return run
+    return ready[key]
 
 
 def check_vector(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device, min_len: int = 0) -> None:

@@ -127,17 +127,14 @@ def draw(
     Raises:
         AssertionError: A dtype, device, shape or stride is not as above.
     """
-    column, level_tensor = (None, level) if isinstance(level, Tensor) else (level, None)
-    tensors = (temperature, seeds, pos, noise, out_tokens, out_ids, level_tensor)
+    tensors = (temperature, seeds, pos, noise, out_tokens, out_ids)
     sizes = (logits.shape, logits.stride(), logits.dtype, logits.device)
+    column = id(level) if isinstance(level, Tensor) else level
     call = ("draw", *sizes, column, apply_temperature, impl, *map(id, tensors))
-    known = scratch.ready.get(call)
-    if known is None:
-        arguments = (logits, temperature, seeds, pos, noise, level, out_tokens, out_ids, scratch)
-        run = remember(scratch.ready, call, _bind(*arguments, apply_temperature, impl), tensors)
-    else:
-        run = known[0]
-    run(logits)
+    known = scratch.ready.get(call) or remember(
+        scratch.ready, call, _bind(logits, *tensors, level, scratch, apply_temperature, impl), (level, *tensors)
+    )  # fmt: skip
+    known[0](logits)
 
 
 def _bind(
@@ -146,9 +143,9 @@ def _bind(
     seeds: Tensor,
     pos: Tensor,
     noise: Noise,
-    level: int | Tensor,
     out_tokens: Tensor,
     out_ids: Tensor,
+    level: int | Tensor,
     scratch: SampleScratch,
     apply_temperature: bool,
     impl: Impl,

@@ -170,13 +170,11 @@ def next_level(
     """
     tensors, depth = (fed, nodes, tokens, ancestors), id(level) if isinstance(level, Tensor) else level
     call = (size, depth, block_size, max_position, impl, id(step), *map(id, tensors))
-    known = out.ready.get(call)
-    if known is None:
-        sizes = {"size": size, "level": level, "block_size": block_size, "max_position": max_position}
-        run = remember(out.ready, call, _bind(step, out, *tensors, impl, sizes), (step, level, *tensors))
-    else:
-        run = known[0]
-    run()
+    known = out.ready.get(call) or remember(
+        out.ready, call, _bind(step, out, *tensors, size, level, block_size, max_position, impl),
+        (step, level, *tensors),
+    )  # fmt: skip
+    known[0]()
 
 
 def _bind(
@@ -186,11 +184,13 @@ def _bind(
     nodes: Tensor | None,
     tokens: Tensor | None,
     ancestors: Tensor | None,
+    size: int,
+    level: int | Tensor,
+    block_size: int,
+    max_position: int,
     impl: Impl,
-    sizes: dict[str, Any],
 ) -> Callable[[], None]:
     """Check a call, and return what runs it."""
-    size, level = sizes["size"], sizes["level"]
     device, width = step.device, 1
     check_vector("fed", fed, torch.int64, device, 1)
     assert size <= step.max_batch and size <= out.seq_lens.shape[0], f"size {size}"
@@ -212,9 +212,10 @@ def _bind(
     if size == 0:
         return lambda: None
     arguments = (step, out, fed, nodes, tokens, ancestors)
-    if use_triton(impl, step.device):
+    sizes: dict[str, Any] = {"size": size, "level": level, "block_size": block_size, "max_position": max_position}
+    if use_triton(impl, device):
         return functools.partial(_launch, *arguments, **sizes)
-    return on_host(impl, step.device, bind_next_level_reference)(*arguments, **sizes)
+    return on_host(impl, device, bind_next_level_reference)(*arguments, **sizes)
 
 
 def bind_next_level_reference(*args: Any, **kwargs: Any) -> Callable[[], None]:

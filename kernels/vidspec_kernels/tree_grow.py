@@ -284,12 +284,10 @@ def tree_grow(
     """
     tensors, numbers = (rows, log_probs, token_ids), (level, budget, first_parent, num_next)
     call = (*numbers, trims, impl, *map(id, tensors))
-    known = buffers.ready.get(call)
-    if known is None:
-        run = remember(buffers.ready, call, _bind(buffers, *tensors, *numbers, trims, impl), tensors)
-    else:
-        run = known[0]
-    num_columns: int = run()
+    known = buffers.ready.get(call) or remember(
+        buffers.ready, call, _bind(buffers, *tensors, *numbers, trims, impl), tensors
+    )  # fmt: skip
+    num_columns: int = known[0]()
     return num_columns
 
 
