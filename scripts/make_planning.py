@@ -338,13 +338,16 @@ def stream_costs(row: Mapping[str, Any]) -> tuple[float, float, float]:
 def checked_rows() -> list[dict[str, Any]]:
     """Return every measured row with both predictions: from its own times, and with the rest from the other rows.
 
-    Of streams each cost is the others' median: as in `rest_from`, the sum of what is off is least.
+    Of streams each cost is the others' median: as in `rest_from`, the sum of what is off is least. The others are those
+    of the same run where it has two: two processes share a machine's memory, and how fast that is changes by the hour.
     """
     rows, found = measured_rows(), []
     for row in rows:
         others = [one for one in rows if one is not row and kind_of(one) == kind_of(row)]
         if row["mode"] == "parallel":
             bare = streams(row, (0.0, 0.0, 0.0))
+            of_run = [one for one in others if one["file"] == row["file"]]
+            others = of_run if len(of_run) > 1 else others
             costs = tuple(statistics.median(values) for values in zip(*map(stream_costs, others), strict=True))
             full = streams(row, costs)
         else:
