@@ -44,6 +44,20 @@ def test_tokens_of_logits_that_are_no_numbers(poison, temperature):
         assert 0 <= tokens[0, 1] == ids[0] < VOCAB_SIZE and tokens[0, [0, 2]].tolist() == [-1, -1]
 
 
+def test_what_processors_are_told_of_drafts():
+    """Catches: counts of drafts under construction, which no table has; a row beyond the block; a length too short."""
+    sampler, told = make_sampler(1.0), []
+    sampler._sampler.apply_sampling_params = lambda logits, *rest: told.append(rest) or logits
+    sampler.reserve(4, VOCAB_SIZE, torch.device("cpu"))
+    rows = torch.tensor([5, 3, 6])
+    sampler.process(torch.zeros(3, VOCAB_SIZE), rows, rows.numpy(), rows + 7, rows + 1)
+    expanded, mapping, mapping_np, pos, input_ids, places, max_lens = told[0]
+    assert expanded is rows and mapping is rows and mapping_np.tolist() == [5, 3, 6] and pos.tolist() == [12, 10, 13]
+    assert input_ids.dtype == torch.int32 and input_ids.tolist() == [6, 4, 7]
+    assert places.dtype == torch.int32 and places.tolist() == [0, 0, 0]
+    assert max_lens.dtype == np.int32 and max_lens.tolist() == [2048] * 3
+
+
 def gumbel_kernel():
     """Return vLLM's own kernel, where the CPU engine has put a twin in its place too."""
     return getattr(noise.gumbel._gumbel_sample_kernel, MARK, noise.gumbel._gumbel_sample_kernel)
@@ -75,6 +89,7 @@ def make_any_sampler(noise: str = "shared", use_fp64: bool = False, **tables) ->
             sampling_states=SimpleNamespace(**states, vocab_size=VOCAB_SIZE),
             needs_logits_processing=flags | bool(custom),
             use_fp64_gumbel=use_fp64,
+            req_states=SimpleNamespace(max_model_len=2048),
             logits_processors=[
                 SimpleNamespace(use_logit_bias=asked["use_logit_bias"]),
                 SimpleNamespace(

@@ -88,12 +88,17 @@ class CoupledSampler:
         salt = DRAFT_NOISE_SALT if noise == "independent" else 0
         self.noise = Noise(gumbel_noised, _noise_on_host, salt, sampler.use_fp64_gumbel)
         self._scratch: SampleScratch | None = None
+        # What vLLM's processors ask of every row, the same in every step: its place among drafts, the longest text.
+        self._place = torch.empty(0, dtype=torch.int32)
+        self._max_lens = np.empty(0, dtype=np.int32)
 
     # ---- as the target's state is read, before a step ---------------------------------------------------------------
 
     def reserve(self, max_rows: int, vocab_size: int, device: torch.device, num_candidates: int = 0) -> None:
         """Make room for draws from so many rows of logits at once, and for candidates of each; once, before use."""
         self._scratch = SampleScratch(max_rows, vocab_size, device, num_candidates, self.noise.use_fp64)
+        self._place = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._max_lens = np.full(max_rows, self._sampler.req_states.max_model_len, dtype=np.int32)
 
     @property
     def temperature(self) -> torch.Tensor | None:
@@ -217,6 +222,6 @@ class CoupledSampler:
             rows_np,
             pos,
             input_ids.to(torch.int32),
-            torch.zeros_like(rows, dtype=torch.int32),
-            np.full(len(rows_np), self._sampler.req_states.max_model_len, dtype=np.int32),
+            self._place[: len(rows_np)],
+            self._max_lens[: len(rows_np)],
         )
