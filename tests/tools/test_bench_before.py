@@ -1,0 +1,54 @@
+"""benchmarks/bench_before.py: what it makes of two engines' answers; neither is started here."""
+
+import json
+from typing import ClassVar
+
+import pytest
+
+from tools.common import ROOT, load
+
+
+class Told:
+    """Stands for an engine: answers as it is told, and notes when."""
+
+    asked: ClassVar[list[str]] = []
+    last: ClassVar[dict[str, int]] = {}
+
+    def __init__(self, checkout, drafting, max_batch):
+        self.name, self.times = checkout, 0
+
+    def ask(self, batch_size):
+        Told.asked.append(self.name)
+        self.times += 1
+        rate = {"old": [999.0, 10.0, 20.0, 10.0], "new": [1.0, 20.0, 60.0, 10.0]}[self.name][self.times - 1]
+        return {"rate": rate, "tokens": [[1, 2] if self.times < 4 else [1, Told.last[self.name]]]}
+
+    def close(self):
+        Told.asked.append("end")
+
+
+@pytest.mark.parametrize("last", [{"old": 2, "new": 2}, {"old": 2, "new": 3}])
+def test_ratios_are_of_rounds(monkeypatch, capsys, last):
+    """Catches: a warm-up that counts, a ratio of medians, an engine that always comes first, other tokens untold."""
+    bench = load("benchmarks/bench_before.py")
+    monkeypatch.setattr(bench, "Engine", Told)
+    monkeypatch.setattr(bench, "ROOT", "new")
+    monkeypatch.setattr(Told, "asked", [])
+    monkeypatch.setattr(Told, "last", last)
+    (row,) = bench.compare("old", "chain", [4], rounds=3)
+    assert (row["before_tokens_per_s"], row["now_tokens_per_s"], row["ratio"]) == (10.0, 20.0, 2.0)
+    assert (row["ratio_p20"], row["ratio_p80"]) == (1.4, 2.6)
+    assert row["same_tokens"] == (last["old"] == last["new"])
+    assert Told.asked == ["new", "old", "old", "new", "new", "old", "old", "new", "end", "end"]
+
+
+def test_the_page_says_what_the_file_says():
+    """Catches: a table that was edited, or is of another run."""
+    results = ROOT / "docs/results"
+    page = (results / "README.md").read_text()
+    for row in json.loads((results / "decode-before.json").read_text())["rows"]:
+        assert row["same_tokens"]
+        cells = [row["drafting"], str(row["batch_size"])]
+        cells += [f"{row[name]:.1f}" for name in ("before_tokens_per_s", "now_tokens_per_s")]
+        cells += [f"{row['ratio']:.2f}", f"{row['ratio_p20']:.2f} to {row['ratio_p80']:.2f}"]
+        assert f"| {' | '.join(cells)} |" in page
