@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 from tests.engine import harness
@@ -128,6 +129,39 @@ def test_logits_that_are_processed_between_graphs(captured):
     assert harness.token_ids(outputs) == harness.token_ids(expected)
     assert_all_stands(counted)
     assert counted["draft_eager_steps"] == 0
+
+
+def test_a_chain_that_goes_on(captured, monkeypatch):
+    """Drawn as the parallel drafter does, a token a call, the device knowing where each goes: a chain like any other.
+
+    Catches: a token that is fed at another place or drawn under another's noise, blocks that the step did not bring, a
+    replay that is of one level.
+    """
+    engine, shape, answers = captured
+    if shape != "chain":
+        pytest.skip("only chains go on")
+    drafter, draft = engine.speculator.drafter, Drafter.draft
+    monkeypatch.setattr(drafter, "_max_run", 4)
+    monkeypatch.setattr(drafter.chains, "_goes_on", True)
+
+    def token_by_token(self, message):
+        drafts, lengths = draft(self, message._replace(max_drafts=1)), np.zeros_like(message.idx_mapping_np)
+        columns = [drafts.tokens[:, :1].clone()]
+        while self.can_go_on(message.idx_mapping_np, lengths):
+            columns.append(self.go_on().tokens[:, :1].clone())
+        assert len(columns) == message.max_drafts == 5
+        self.buffers.drafts[: len(drafts.rows)] = torch.cat(columns, dim=1)
+        return drafts
+
+    monkeypatch.setattr(Drafter, "draft", token_by_token)
+    requests = [(prompt, {**arguments, "max_tokens": 12}) for prompt, arguments in SCENARIOS["endless"](engine.family)]
+    with captured_again(engine, [4]):
+        outputs, counted = engine.measured(requests[:3])
+        assert drafts_stand(engine, answers)  # these are processed
+        replays = {key.name: graph.recording.num_replays for key, graph in engine.speculator.graphs.graphs.items()}
+    assert_begins(outputs, answers["endless"])
+    assert counted["accepted_tokens"] == counted["draft_depth"] > 0 and not harness.skipped(counted)
+    assert replays["more"] > 0
 
 
 # ---- bugs that only a graph shows ------------------------------------------------------------------------------------

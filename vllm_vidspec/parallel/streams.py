@@ -40,13 +40,14 @@ class Streams:
         fed: int64 [M], logical tokens from the start whose draft KV stands.
         limit: int64 [M], longest text that the request can have.
         text: int32 [M, max_model_len].
+        is_drawn: bool [M], the text ends with what was drawn last, in the last draw of all.
     """
 
     def __init__(self, tables: Tables):
         self.tables = tables
         num_rows, max_len = tables.text.shape
         self.epoch = np.full(num_rows, NOBODY, dtype=np.int64)
-        self.is_on = np.zeros(num_rows, dtype=bool)
+        self.is_on, self.is_drawn = np.zeros((2, num_rows), dtype=bool)
         self.length, self.agreed, self.fed, self.limit = np.zeros((4, num_rows), dtype=np.int64)
         self.text = np.zeros((num_rows, max_len), dtype=np.int32)
         self._ring = np.arange(tables.sizes.ring)
@@ -56,7 +57,7 @@ class Streams:
     def admit(self, req_state_idx: int, epoch: int, limit: int) -> None:
         """Give a row to a request that the drafter is about to read."""
         self.epoch[req_state_idx], self.limit[req_state_idx] = epoch, limit
-        self.is_on[req_state_idx] = False
+        self.is_on[req_state_idx] = self.is_drawn[req_state_idx] = False
         self._publish_state(req_state_idx, StreamState.READING)
         self.tables.end[req_state_idx] = self.tables.checked[req_state_idx] = 0
         self.tables.stream_epoch[req_state_idx] = epoch
@@ -79,6 +80,7 @@ class Streams:
         self.length[rows] = self.agreed[rows] = lengths
         self.fed[rows] = lengths - 1
         self.is_on[rows] = True
+        self.is_drawn[rows] = False
         self.tables.checked[rows] = self.tables.end[rows] = lengths
         self._publish_state(rows, StreamState.STREAMING)
 
@@ -113,6 +115,7 @@ class Streams:
         self.text[where[is_new], cols[is_new]] = said[is_new]
         is_over = first < committed  # the stream ends here, and goes on from the target's last token
         self.length[rows] = np.where(is_over, committed, length)
+        self.is_drawn[rows[is_over]] = False
         # What stands of the draft's KV was fed with the same tokens: none from the first different one on.
         self.fed[rows] = np.minimum(self.fed[rows], np.where(is_over, first, length))
         self.agreed[rows] = committed
@@ -121,12 +124,14 @@ class Streams:
         return Heard(rows, is_over & (first < length))
 
     def due(self, max_rows: int) -> np.ndarray:
-        """Return `[n]` int64 rows that may draw, at most so many: those with the shortest streams first."""
+        """Return `[n]` int64 rows that may draw: in ascending order, or if there are more, those with the shortest
+        streams first.
+        """
         ahead = self.length - self.agreed
         sizes = self.tables.sizes
         may = self.is_on & (ahead < sizes.max_ahead) & (self.length + sizes.burst <= self.limit)
         rows = np.flatnonzero(may & (self.tables.epoch == self.epoch))
-        return rows[np.argsort(ahead[rows], kind="stable")[:max_rows]]
+        return rows if len(rows) <= max_rows else rows[np.argsort(ahead[rows], kind="stable")[:max_rows]]
 
     def missing(self, rows: np.ndarray) -> np.ndarray:
         """Return `[n]` int64: tokens before the last one whose draft KV is missing."""
@@ -139,5 +144,7 @@ class Streams:
         self.text[rows[:, None], cols] = tokens
         self.tables.tokens[rows[:, None], cols % self.tables.sizes.ring] = tokens
         self.length[rows] += num_new
+        self.is_drawn[:] = False
+        self.is_drawn[rows] = True
         self.fed[rows] = self.length[rows] - 1
         self.tables.end[rows] = self.length[rows]

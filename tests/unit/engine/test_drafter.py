@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.simulated_device.fakes import StagedWrites
+from vllm_vidspec.engine.draft import drafter as drafter_module
 from vllm_vidspec.engine.draft import kv as kv_module
 from vllm_vidspec.engine.draft.drafter import _NO_END, Drafter
 from vllm_vidspec.engine.draft.kv import DraftKV
@@ -29,7 +30,7 @@ def make_drafter(max_model_len: int, num_positions: int) -> Drafter:
     made = object.__new__(Drafter)
     made.kv = DraftKV(80, BLOCK, ROWS, LONGEST + K + 1, CPU)
     made.model = SimpleNamespace(max_model_len=max_model_len, num_positions=num_positions)
-    made._max_model_len, made._num_speculative_tokens = LONGEST, K
+    made._max_model_len, made._num_speculative_tokens, made._max_run = LONGEST, K, 0
     made._room_until = np.full(ROWS, _NO_END, dtype=np.int64)
     return made
 
@@ -62,3 +63,36 @@ def test_a_step_is_looked_at_whenever_it_needs_something(max_model_len, num_posi
     for row in rows:
         drafter._room_until[row] = _NO_END
     assert drafter.has_room(np.arange(ROWS), np.full(ROWS, LONGEST))
+
+
+def test_a_run_has_room_as_long_as_it_goes_on(monkeypatch):
+    """A row may own more blocks than its text reaches, since a stream was cut: a run goes on into them.
+
+    Catches: blocks that no step brings, as the run begins before them; a run without an end; one past the row's blocks.
+    """
+    drafter, rows = make_drafter(LONGEST, LONGEST), np.arange(1)
+    drafter._max_run = 7
+    drafter.kv.begin(0, 0, 0)
+    drafter.reserve(rows, np.array([30]))
+    brought = []
+    monkeypatch.setattr(drafter_module, "begin_step", lambda *_, max_drafts, **__: brought.append(max_drafts))
+    drafter._sample, drafter._tables, drafter.buffers = (
+        SimpleNamespace(temperature=None, seeds=None),
+        None,
+        SimpleNamespace(step=None),
+    )
+    drafter.model.num_positions = 90
+    drafter._begin(torch.zeros(1), None, torch.zeros(1), None, 1)
+    assert brought == [K + 7]
+    ran = []
+    drafter.chains = SimpleNamespace(go_on=lambda *args: ran.append(args))
+    drafter.counters, drafter._graphs = SimpleNamespace(add=lambda *_: None), SimpleNamespace(is_on=False)
+    drafter._step, drafter._num_more = (1, None, "drafts"), 7
+    for length in range(10, 30):
+        if not drafter.can_go_on(rows, np.array([length])):
+            break
+        assert drafter.go_on() == "drafts"
+    assert len(ran) == 7
+    drafter._num_more = 7
+    last = int(drafter.kv.capacity_np[0]) - K
+    assert drafter.can_go_on(rows, np.array([last])) and not drafter.can_go_on(rows, np.array([last + 1]))

@@ -58,7 +58,8 @@ class FakeRank:
         self.errs, self.piece = errs, piece
         self.text: dict[int, list[int]] = {}
         self.kv: dict[int, list[int]] = {}
-        self.num_draws = 0
+        self.num_draws = self.num_more = 0
+        self.last: list[tuple[int, int]] = []  # rows of the last draw, and what each was given
 
     def do(self, command):
         return getattr(self, f"_{type(command).__name__.lower()}", lambda _: None)(command)
@@ -94,17 +95,26 @@ class FakeRank:
         return Progress(ready, [])
 
     def _draw(self, message):
-        tokens = []
+        self.num_draws += 1
+        if message.goes_on:  # by what this side drew last, as it stands on the device: the message is not looked at
+            self.num_more += 1
+            assert [row for row, _ in self.last] == message.rows.tolist(), "the last draw was of others"
+            for row, token in self.last:
+                self.kv[row].append(token)
+        else:
+            self._start(message)
+        rows = message.rows.tolist()
+        assert [len(self.kv[row]) for row in rows] == message.lengths.tolist(), "KV with a hole"
+        self.last = [(row, draft(self.kv[row], self.errs)) for row in rows]
+        return np.array([[token] for _, token in self.last], dtype=np.int64), []
+
+    def _start(self, message):
         for row, length, last, missing in zip(
             message.rows.tolist(), message.lengths.tolist(), message.last.tolist(), message.missing, strict=True
         ):
             kv = self.kv[row]
             del kv[length - 2 if missing else length - 1 :]
             kv.extend(last if missing else last[1:])
-            assert len(kv) == length, "KV with a hole"
-            tokens.append([draft(kv, self.errs)])
-        self.num_draws += 1
-        return np.array(tokens, dtype=np.int64), []
 
 
 class FakeChannel:

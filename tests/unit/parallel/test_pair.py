@@ -71,6 +71,23 @@ def test_the_shortest_streams_come_first():
     assert ahead.max() - ahead.min() <= 1
 
 
+def test_a_stream_goes_on_until_something_else_is_said():
+    """A draw follows the last one on the device, until a stream is cut, or others draw: then it begins once more."""
+    pair = Pair(errs=0)
+    pair.add(0, PROMPT)
+    run(pair, 3, turns=4)
+    rank = pair.rank
+    assert (rank.num_draws, rank.num_more) == (12, 11)
+    pair.errs = rank.errs = 1  # whatever it draws is wrong from here on
+    pair.turn(2)
+    pair.errs = rank.errs = 0
+    run(pair, 3, turns=4)
+    assert rank.num_draws - rank.num_more == 2
+    pair.add(1, PROMPT)
+    pair.turn(3)
+    assert rank.num_draws - rank.num_more == 3
+
+
 def test_a_text_ends_where_its_limit_is():
     """Nothing is drawn past the longest text that a request can have."""
     pair = Pair(errs=0)
@@ -138,6 +155,7 @@ def _scenario(errs: int = 3) -> None:
     for turns in (4, 1, 6, 0, 0, 9, 2, 7, 1, 5):
         run(pair, 1, turns)
     pair.end(0)
+    pair.turn(2)
     pair.add(0, PROMPT[2:])
     pair.step()
     for turns in (1, 3, 8, 2, 0, 6, 6):
@@ -165,6 +183,12 @@ def _later_rollback(self):
     return heard
 
 
+def _never_cut(self):
+    heard = _hear(self)
+    self.is_drawn[heard.rows] = True
+    return heard
+
+
 _hear, _commit, _snapshot, _forget = Streams.hear, Tables.commit, pairs.snapshot, Streams.forget
 
 
@@ -181,6 +205,8 @@ def _lost_commit(self, rows, lengths, tails):
     [
         (pairs, "take_windows", _never_stale),
         (Streams, "hear", _later_rollback),
+        (Streams, "hear", _never_cut),
+        (np, "array_equal", lambda *arrays: True),
         (Tables, "commit", _lost_commit),
         (
             pairs,
@@ -188,7 +214,14 @@ def _lost_commit(self, rows, lengths, tails):
             lambda tables, rows, epochs, wanted: _snapshot(tables, rows, tables.stream_epoch[rows], wanted),
         ),
     ],
-    ids=["a stale window after a rejection", "a rollback off by one", "a lost commit", "the row's last request"],
+    ids=[
+        "a stale window after a rejection",
+        "a rollback off by one",
+        "a stream that goes on after a cut",
+        "a draw that goes on from another batch",
+        "a lost commit",
+        "the row's last request",
+    ],
 )
 def test_planted_bugs_are_seen(where, name, bug):
     with mock.patch.object(where, name, bug), pytest.raises(AssertionError):

@@ -17,10 +17,12 @@ class ChainDrafter:
         forwards: The draft's, with the step's buffers.
         sample: The draft's sampler.
         graphs: What runs the parts of a step.
+        goes_on: Whether `go_on` is ever asked for.
     """
 
-    def __init__(self, forwards: Forwards, sample: CoupledSampler, graphs: DraftGraphs):
+    def __init__(self, forwards: Forwards, sample: CoupledSampler, graphs: DraftGraphs, goes_on: bool = False):
         self._forwards = forwards
+        self._goes_on = goes_on
         self._buffers = forwards.buffers
         self._sample = sample
         self._graphs = graphs
@@ -41,15 +43,32 @@ class ChainDrafter:
             return self._graphs.run(*self._whole(num_reqs, num_drafts))
         return self._chain(num_reqs, num_drafts, processed)
 
+    def go_on(self, num_reqs: int, processed: Processed | None) -> bool:
+        """Write one token more of each request, behind the one drawn last, into the first column of `drafts`."""
+        if processed is None:
+            return self._graphs.run(*self._more(num_reqs))
+        return self._feed_and_draw(num_reqs, processed)
+
     def parts(self, num_reqs: int, num_drafts: int) -> dict[Part, Run]:
         """Return the functions that can be captured, for so many requests and drafts."""
         levels = {self._key(num_reqs, level): self._function(num_reqs, level) for level in (0, 1)}
-        return dict([self._whole(num_reqs, num_drafts)]) | levels
+        more = dict([self._more(num_reqs)]) if self._goes_on else {}
+        return dict([self._whole(num_reqs, num_drafts)]) | levels | more
 
     def _whole(self, num_reqs: int, num_drafts: int) -> tuple[Part, Run]:
         """Return the part that is a whole chain of unprocessed logits."""
         key = part("chain", num_reqs, max_drafts=num_drafts)
         return key, functools.partial(self._chain, num_reqs, num_drafts, None)
+
+    def _more(self, num_reqs: int) -> tuple[Part, Run]:
+        """Return the part that is one more token of unprocessed logits."""
+        return part("more", num_reqs), functools.partial(self._feed_and_draw, num_reqs, None)
+
+    def _feed_and_draw(self, num_reqs: int, processed: Processed | None) -> bool:
+        """Feed what was drawn last and draw once more; return whether a graph ran the forward."""
+        is_graph = self._graphs.run(self._key(num_reqs, 1), self._function(num_reqs, 1))
+        self._draw(num_reqs, 1, processed, column=0)
+        return is_graph
 
     def _chain(self, num_reqs: int, num_drafts: int, processed: Processed | None) -> bool:
         """Feed and draw, level after level; return whether graphs ran every level."""
@@ -75,8 +94,8 @@ class ChainDrafter:
         self._buffers.place(num_reqs)
         self._forwards.tokens(num_reqs)
 
-    def _draw(self, num_reqs: int, level: int, processed: Processed | None) -> None:
-        """Draw the next token of each request after the one that was fed last."""
+    def _draw(self, num_reqs: int, level: int, processed: Processed | None, column: int | None = None) -> None:
+        """Draw the next token of each request after the one that was fed last, into that column or the level's."""
         buffers, forwards = self._buffers, self._forwards
         logical_pos, input_ids = forwards.fed(level)
         for block in blocks(num_reqs if processed is None else processed.num_reqs, forwards.model.vocab_size):
@@ -89,7 +108,7 @@ class ChainDrafter:
                 temperature,
                 seeds,
                 pos,
-                level=buffers.step.level,
+                level=buffers.step.level if column is None else column,
                 out_tokens=drafts,
                 out_ids=token_ids,
                 is_processed=processed is not None,

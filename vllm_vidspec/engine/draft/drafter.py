@@ -59,6 +59,7 @@ class Drafter:
         attention: Of the draft's layers, for trees; None where drafts are chains.
         shared: The target's own, by identifier, where it drafts for itself; else empty.
         fills_trees: See `TreeDrafter`; `take_trees` too.
+        max_run: Most tokens of a chain that `go_on` draws behind what `draft` has; 0 where it is never asked for.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Drafter:
         shared: Mapping[str, torch.Tensor],
         fills_trees: bool = False,
         take_trees: TakeTrees | None = None,
+        max_run: int = 0,
     ):
         config = knobs.now
         self.model = model
@@ -85,6 +87,7 @@ class Drafter:
         self._knobs = knobs
         self._max_model_len = max_model_len
         self._num_speculative_tokens = config.num_speculative_tokens
+        self._max_run = max_run
         max_slots = max_slots_per_request(max_model_len, config.num_speculative_tokens)
         tree_shapes = config.shapes - {"chain"}
         caches = None if attention is None else attention.caches()
@@ -114,7 +117,10 @@ class Drafter:
         self._sample = sample
         self._cohort: object | None = None  # of the last step; below, whether its logits go through vLLM's processors
         self._is_processed = False
-        self.chains = ChainDrafter(forwards, sample, graphs) if "chain" in config.shapes else None
+        # Of the last step, for `go_on`: requests, padding included, processors, drafts; and how many tokens may follow.
+        self._step: tuple[int, Processed | None, Drafts] | None = None
+        self._num_more = 0
+        self.chains = ChainDrafter(forwards, sample, graphs, max_run > 0) if "chain" in config.shapes else None
         self.trees = None if policy is None else TreeDrafter(forwards, sample, graphs, policy, fills_trees, take_trees)
 
     # ---- prefill ---------------------------------------------------------------------------------------------------
@@ -211,12 +217,32 @@ class Drafter:
             assert self.trees is not None
             tree = self.trees.policy.tree
             num_forwards, is_graph = self.trees.draft(num_reqs, num_drafts, rows_np, processed)
+        self._count(num_forwards, is_graph, start)
+        found = Drafts(rows, drafts, tree)
+        self._step, self._num_more = (num_reqs, processed, found), self._max_run
+        return found
+
+    def can_go_on(self, idx_mapping_np: np.ndarray, num_tokens_upper_bound: np.ndarray) -> bool:
+        """Return whether `go_on` can follow: the `[n]` rows are the last step's, whose tokens so many are now."""
+        return self._num_more > 0 and self.has_room(idx_mapping_np, num_tokens_upper_bound)
+
+    def go_on(self) -> Drafts:
+        """Draw one token more behind the last of each of the last step's chains; it is in the first column."""
+        assert self.chains is not None and self._step is not None
+        start = time.perf_counter()
+        num_reqs, processed, drafts = self._step
+        is_graph = self.chains.go_on(num_reqs, processed)
+        self._num_more -= 1
+        self._count(1, is_graph, start)
+        return drafts
+
+    def _count(self, num_forwards: int, is_graph: bool, start: float) -> None:
+        """Count a step."""
         self.counters.add("draft_steps")
         self.counters.add("draft_forwards", num_forwards)
         if self._graphs.is_on and not is_graph:
             self.counters.add("draft_eager_steps")
         self.counters.add("draft_decode_us", int(1e6 * (time.perf_counter() - start)))
-        return Drafts(rows, drafts, tree)
 
     def _begin(
         self,
@@ -239,7 +265,7 @@ class Drafter:
             size=num_reqs,
             block_size=self.kv.block_size,
             max_position=self.model.num_positions - 1,
-            max_drafts=self._num_speculative_tokens,
+            max_drafts=self._num_speculative_tokens + self._max_run,
         )
 
     def warm_up(self) -> None:

@@ -122,12 +122,14 @@ class Draw(msgspec.Struct, tag=True):
         lengths: `[n]` int64 tokens of text and stream.
         last: `[n, 2]` int32 the last two of them.
         missing: `[n]` bool: the first of these two has no KV.
+        goes_on: Whether the last draw was of these rows, in this order, and each text is what it was after that.
     """
 
     rows: np.ndarray
     lengths: np.ndarray
     last: np.ndarray
     missing: np.ndarray
+    goes_on: bool = False
 
 
 ToDrafter = Arrive | Begin | Release | ForgetMedia | Retune | Stop

@@ -186,7 +186,14 @@ class DrafterRank:
         return Progress(done.ready, refused)
 
     def draw(self, message: said.Draw) -> tuple[np.ndarray, list[tuple[int, str, str]]]:
-        """Draw the next tokens; return `[m, burst]` int64 of the rows that are not refused, and those that are."""
+        """Draw the next tokens; return `[m, burst]` int64 of the rows that are not refused, and those that are.
+
+        A draw that goes on from the last one needs nothing but another forward: what it starts from is on the device.
+        """
+        if message.goes_on and self.drafter.can_go_on(message.rows, message.lengths):
+            drafts = self.drafter.go_on()
+            self._counters.add("stream_tokens", len(message.rows))
+            return drafts.tokens[:, :1].cpu().numpy(), []
         refused = self._reserve(message.rows, message.lengths)
         if refused:
             lost = {row for row, _, _ in refused}

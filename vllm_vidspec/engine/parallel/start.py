@@ -28,6 +28,9 @@ from vllm_vidspec.engine.parallel.tally import DrafterCounters
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.parallel import Tables
 
+# Tokens of a stream that may follow one begun on the device before it is begun anew; as many bits tell what is fed.
+_MAX_RUN = 32
+
 
 def build(plan: Plan, vllm_config: Any, config: VidSpecConfig, tables: Tables) -> DrafterRank:
     """Return a rank that is ready.
@@ -88,6 +91,7 @@ def _make_drafter(
         graphs,
         None,
         shared={},
+        max_run=_MAX_RUN,
     )
     for name, value in (
         ("draft_pool_blocks_total", num_blocks - 1),
