@@ -13,6 +13,7 @@ WAITS = {
     "alloc.physical": ("cuMemCreate",),
 }
 _OURS = ("vllm_vidspec/", "null_gpu/plants.py")
+_THREAD = " _bootstrap_inner"  # the end of a line that a thread of its own has waited on
 # vLLM's helpers that copy for whoever calls them.
 _ERRAND_BOYS = ("vllm/utils/torch_utils.py", "worker/gpu/buffer_utils.py")
 # What must not happen at all, at no time.
@@ -54,7 +55,10 @@ def waits_of_ours(measured: dict[str, Any], vanilla: dict[str, Any], allowed: Se
         bound = steps * max(total(vanilla, counter) / len(vanilla["steps"]), per_step(vanilla, counter))
         found, lines = total(measured, counter), culprits(measured, counter, vanilla)
         for place in allowed:
-            bound += min(steps, sum(times for times, line in lines if _first(line) == place))
+            found_there = [(times, line) for times, line in lines if _first(line) == place]
+            # As of vanilla's thread: a wait of ours on a thread of its own may be of the step before or behind.
+            most = steps + any(line.endswith(_THREAD) for _, line in found_there)
+            bound += min(most, sum(times for times, _ in found_there))
         if found > bound:
             named = "\n    ".join(f"{times} x {line}" for times, line in lines) or "(no line)"
             complaints.append(f"{counter}: {found} in {steps} decode steps, {bound:g} allowed\n    {named}")

@@ -13,6 +13,7 @@ import numpy as np
 from vllm_vidspec.parallel.tables import StreamState, Tables
 
 NOBODY = -1  # the epoch of a row without a stream
+_NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 class Heard(NamedTuple):
@@ -40,24 +41,23 @@ class Streams:
         fed: int64 [M], logical tokens from the start whose draft KV stands.
         limit: int64 [M], longest text that the request can have.
         text: int32 [M, max_model_len].
-        is_drawn: bool [M], the text ends with what was drawn last, in the last draw of all.
     """
 
     def __init__(self, tables: Tables):
         self.tables = tables
         num_rows, max_len = tables.text.shape
         self.epoch = np.full(num_rows, NOBODY, dtype=np.int64)
-        self.is_on, self.is_drawn = np.zeros((2, num_rows), dtype=bool)
+        self.is_on = np.zeros(num_rows, dtype=bool)
         self.length, self.agreed, self.fed, self.limit = np.zeros((4, num_rows), dtype=np.int64)
         self.text = np.zeros((num_rows, max_len), dtype=np.int32)
-        self._ring = np.arange(tables.sizes.ring)
+        self._drawn = _NO_ROWS  # of the last draw, in its order, while all their texts end with it
 
     # ---- a request's life ------------------------------------------------------------------------------------------
 
     def admit(self, req_state_idx: int, epoch: int, limit: int) -> None:
         """Give a row to a request that the drafter is about to read."""
         self.epoch[req_state_idx], self.limit[req_state_idx] = epoch, limit
-        self.is_on[req_state_idx] = self.is_drawn[req_state_idx] = False
+        self.is_on[req_state_idx] = False
         self._publish_state(req_state_idx, StreamState.READING)
         self.tables.end[req_state_idx] = self.tables.checked[req_state_idx] = 0
         self.tables.stream_epoch[req_state_idx] = epoch
@@ -80,7 +80,7 @@ class Streams:
         self.length[rows] = self.agreed[rows] = lengths
         self.fed[rows] = lengths - 1
         self.is_on[rows] = True
-        self.is_drawn[rows] = False
+        self._drawn = _NO_ROWS
         self.tables.checked[rows] = self.tables.end[rows] = lengths
         self._publish_state(rows, StreamState.STREAMING)
 
@@ -115,7 +115,8 @@ class Streams:
         self.text[where[is_new], cols[is_new]] = said[is_new]
         is_over = first < committed  # the stream ends here, and goes on from the target's last token
         self.length[rows] = np.where(is_over, committed, length)
-        self.is_drawn[rows[is_over]] = False
+        if is_over.any():
+            self._drawn = _NO_ROWS
         # What stands of the draft's KV was fed with the same tokens: none from the first different one on.
         self.fed[rows] = np.minimum(self.fed[rows], np.where(is_over, first, length))
         self.agreed[rows] = committed
@@ -128,8 +129,7 @@ class Streams:
         streams first.
         """
         ahead = self.length - self.agreed
-        sizes = self.tables.sizes
-        may = self.is_on & (ahead < sizes.max_ahead) & (self.length + sizes.burst <= self.limit)
+        may = self.is_on & (ahead < self.tables.sizes.max_ahead) & (self.length < self.limit)
         rows = np.flatnonzero(may & (self.tables.epoch == self.epoch))
         return rows if len(rows) <= max_rows else rows[np.argsort(ahead[rows], kind="stable")[:max_rows]]
 
@@ -138,13 +138,15 @@ class Streams:
         return self.length[rows] - 1 - self.fed[rows]
 
     def extend(self, rows: np.ndarray, tokens: np.ndarray) -> None:
-        """Append `[n, b]` drawn tokens to `[n]` rows; all of the text but the last of them is fed then."""
-        num_new = tokens.shape[1]
-        cols = self.length[rows][:, None] + np.arange(num_new)
-        self.text[rows[:, None], cols] = tokens
-        self.tables.tokens[rows[:, None], cols % self.tables.sizes.ring] = tokens
-        self.length[rows] += num_new
-        self.is_drawn[:] = False
-        self.is_drawn[rows] = True
-        self.fed[rows] = self.length[rows] - 1
-        self.tables.end[rows] = self.length[rows]
+        """Append `[n]` drawn tokens to `[n]` rows; all of the text but the last token is fed then."""
+        ends = self.length[rows]
+        self.text[rows, ends] = tokens
+        self.tables.tokens[rows, ends % self.tables.sizes.ring] = tokens
+        self.fed[rows] = ends
+        self.length[rows] = ends + 1
+        self._drawn = rows
+        self.tables.end[rows] = ends + 1
+
+    def goes_on(self, rows: np.ndarray) -> bool:
+        """Return whether the last draw was of `[n]` rows, in this order, and all their texts still end with it."""
+        return np.array_equal(rows, self._drawn)

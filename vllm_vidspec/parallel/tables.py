@@ -33,23 +33,21 @@ class Sizes:
         max_num_reqs: Persistent rows, M.
         max_model_len: Longest text.
         max_ahead: Tokens that a stream may be ahead of the committed text.
-        burst: Tokens that the drafter draws before it looks at the tables again.
         num_counters: Counters of the drafter.
     """
 
     max_num_reqs: int
     max_model_len: int
     max_ahead: int
-    burst: int
     num_counters: int
 
     @property
     def ring(self) -> int:
         """Tokens kept of a stream, R: all that the target may look at, from the last agreement on.
 
-        A power of two. The drafter may draw `max_ahead` and a burst past an agreement that it has not heard to be old.
+        A power of two. The drafter may draw `max_ahead` past an agreement that it has not heard to be old.
         """
-        return 1 << (2 * (self.max_ahead + self.burst) - 1).bit_length()
+        return 1 << (2 * self.max_ahead + 1).bit_length()
 
 
 class Tables:

@@ -20,7 +20,7 @@ VOCAB = 11
 MOST = 5  # K
 MAX_LEN = 96
 MAX_REQS = 3
-SIZES = Sizes(max_num_reqs=MAX_REQS, max_model_len=MAX_LEN, max_ahead=2 * MOST + 2, burst=1, num_counters=1)
+SIZES = Sizes(max_num_reqs=MAX_REQS, max_model_len=MAX_LEN, max_ahead=2 * MOST + 2, num_counters=1)
 
 
 def _hash(*parts: int) -> int:
@@ -106,7 +106,7 @@ class FakeRank:
         rows = message.rows.tolist()
         assert [len(self.kv[row]) for row in rows] == message.lengths.tolist(), "KV with a hole"
         self.last = [(row, draft(self.kv[row], self.errs)) for row in rows]
-        return np.array([[token] for _, token in self.last], dtype=np.int64), []
+        return np.array([token for _, token in self.last], dtype=np.int64), []
 
     def _start(self, message):
         for row, length, last, missing in zip(
@@ -191,7 +191,7 @@ class Pair:
             assert streams.fed[row] < streams.length[row]
             assert streams.agreed[row] <= streams.length[row]
             ahead = streams.length[row] - streams.agreed[row]
-            assert ahead <= SIZES.max_ahead + SIZES.burst
+            assert ahead <= SIZES.max_ahead
 
     # ---- the target ------------------------------------------------------------------------------------------------
 

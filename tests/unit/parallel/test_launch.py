@@ -35,7 +35,7 @@ def test_what_a_lost_drafter_held_is_gone():
     config = parse_config(
         {"method": "vidspec", "model": "self", "num_speculative_tokens": 2, "parallel": {"device": "cpu"}}
     )
-    client = DrafterClient(b"", config, Sizes(2, 8, 4, 1, len(metrics.NAMES)), 10)
+    client = DrafterClient(b"", config, Sizes(2, 8, 4, len(metrics.NAMES)), 10)
     try:
         blocks, prompts = map(metrics.NAMES.index, ("draft_pool_blocks_used", "prompts"))
         client.tables.counters[[blocks, prompts]] = 100, 7

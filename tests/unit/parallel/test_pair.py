@@ -184,8 +184,9 @@ def _later_rollback(self):
 
 
 def _never_cut(self):
+    drawn = self._drawn
     heard = _hear(self)
-    self.is_drawn[heard.rows] = True
+    self._drawn = drawn
     return heard
 
 

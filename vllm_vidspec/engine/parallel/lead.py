@@ -45,7 +45,6 @@ class DrafterLead:
         self._waiting: dict[int, said.Arrive] = {}  # by row: arrived, and not looked at
         self._num_known: dict[int, int] = {}  # by row: arrived, and tokens of its text that the ranks know
         self._reading: dict[int, int] = {}  # by row: in line, and tokens of its text that the ranks know
-        self._drawn = np.zeros(0, dtype=np.int64)  # rows of the last draw, in its order
         self._recorder = Recorder(tables)
         self._is_over = False
         self._worked = time.monotonic()  # when there was something to do last
@@ -169,19 +168,16 @@ class DrafterLead:
         start = time.monotonic()
         lengths = streams.length[rows]
         last = streams.text[rows[:, None], lengths[:, None] + (-2, -1)]
-        goes_on = np.array_equal(rows, self._drawn) and bool(streams.is_drawn[rows].all())
-        tokens, refused = self._do(said.Draw(rows, lengths, last, missing > 0, goes_on))
+        tokens, refused = self._do(said.Draw(rows, lengths, last, missing > 0, streams.goes_on(rows)))
         for row, reason, detail in refused:
             self._refuse(row, reason, detail)
         if refused:
             rows = rows[streams.is_on[rows]]
         streams.extend(rows, tokens)
-        self._drawn = rows
-        self._time(len(rows), tokens.shape[1], start)
+        self._time(len(rows), start)
         return True
 
-    def _time(self, num_reqs: int, num_forwards: int, start: float) -> None:
-        self._recorder.note(EventKind.DRAFT, start, num_reqs, num_reqs * num_forwards)
-        took = 1e6 * (time.monotonic() - start) / num_forwards
+    def _time(self, num_reqs: int, start: float) -> None:
+        self._recorder.note(EventKind.DRAFT, start, num_reqs, num_reqs)
         known = self._tables.draft_us
-        known[num_reqs] = running_mean(known[num_reqs], took)
+        known[num_reqs] = running_mean(known[num_reqs], 1e6 * (time.monotonic() - start))

@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_vidspec.engine.draft.drafter import Drafter, no_room_for, without_room
-from vllm_vidspec.engine.draft.messages import Admission, DraftMessage, PrefillMessage, PrefillStep
+from vllm_vidspec.engine.draft.messages import Admission, DraftMessage, Drafts, PrefillMessage, PrefillStep
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.parallel import messages as said
 from vllm_vidspec.engine.parallel.tally import DrafterCounters
@@ -40,15 +40,14 @@ class TargetMirror:
         max_num_reqs: Persistent rows.
         vocab_size: Of the target.
         device: Of the draft.
-        burst: Tokens that are drawn at a time.
     """
 
-    def __init__(self, vllm_config: Any, max_num_reqs: int, vocab_size: int, device: torch.device, burst: int):
+    def __init__(self, vllm_config: Any, max_num_reqs: int, vocab_size: int, device: torch.device):
         self.states = RequestState(
             max_num_reqs,
             vllm_config.model_config.max_model_len,
             vllm_config.scheduler_config.max_num_batched_tokens,
-            burst,
+            1,  # token is drawn at a time
             vocab_size,
             device,
         )
@@ -58,7 +57,7 @@ class TargetMirror:
             vocab_size,
             device,
             self.states,
-            num_speculative_tokens=burst,
+            num_speculative_tokens=1,
             use_fp64_gumbel=vllm_config.model_config.use_fp64_gumbel,
         )
         states = self.states
@@ -106,15 +105,13 @@ class DrafterRank:
         mirror: What it draws by.
         knobs: The configuration.
         counters: What the drafter counts.
-        burst: Tokens to draw at a time.
     """
 
-    def __init__(self, drafter: Drafter, mirror: TargetMirror, knobs: Knobs, counters: DrafterCounters, burst: int):
+    def __init__(self, drafter: Drafter, mirror: TargetMirror, knobs: Knobs, counters: DrafterCounters):
         self.drafter = drafter
         self._mirror = mirror
         self._knobs = knobs
         self._counters = counters
-        self._burst = burst
         self._arrived: dict[int, said.Arrive] = {}  # by row, until they begin
         self._ones = torch.ones(mirror.states.max_num_reqs, dtype=torch.int32, device=mirror.text.device)
 
@@ -186,14 +183,12 @@ class DrafterRank:
         return Progress(done.ready, refused)
 
     def draw(self, message: said.Draw) -> tuple[np.ndarray, list[tuple[int, str, str]]]:
-        """Draw the next tokens; return `[m, burst]` int64 of the rows that are not refused, and those that are.
+        """Draw a token of each row; return `[m]` int64 of the rows that are not refused, and those that are.
 
         A draw that goes on from the last one needs nothing but another forward: what it starts from is on the device.
         """
         if message.goes_on and self.drafter.can_go_on(message.rows, message.lengths):
-            drafts = self.drafter.go_on()
-            self._counters.add("stream_tokens", len(message.rows))
-            return drafts.tokens[:, :1].cpu().numpy(), []
+            return self._first(self.drafter.go_on()), []
         refused = self._reserve(message.rows, message.lengths)
         if refused:
             lost = {row for row, _, _ in refused}
@@ -202,7 +197,7 @@ class DrafterRank:
                 *(field[keeps] for field in (message.rows, message.lengths, message.last, message.missing))
             )
             if not len(message.rows):
-                return np.zeros((0, self._burst), dtype=np.int64), refused
+                return np.zeros(0, dtype=np.int64), refused
         rows = self._mirror.place(message)
         device = rows.device
         # As if the target had accepted the token before the root, which `begin_step` then feeds; `fed` forgets that it
@@ -212,10 +207,14 @@ class DrafterRank:
             self.drafter.kv.fed[rows] = 0
         else:
             num_sampled = self._ones[: len(rows)]
-        drafts = self.drafter.draft(DraftMessage(rows, None, message.rows, num_sampled, None, self._burst, "chain"))
-        self._counters.add("stream_tokens", len(rows) * self._burst)
-        return drafts.tokens[:, : self._burst].cpu().numpy(), refused
+        drafts = self.drafter.draft(DraftMessage(rows, None, message.rows, num_sampled, None, 1, "chain"))
+        return self._first(drafts), refused
+
+    def _first(self, drafts: Drafts) -> np.ndarray:
+        """Return the `[n]` int64 tokens that were drawn, on the host."""
+        self._counters.add("stream_tokens", len(drafts.rows))
+        return drafts.tokens[:, 0].cpu().numpy()
 
     def _reserve(self, rows: np.ndarray, lengths: np.ndarray) -> list[tuple[int, str, str]]:
-        """Make room for `[n]` rows, and a burst past them; return those without, why, and what to say of it."""
+        """Make room for `[n]` rows, and a token past them; return those without, why, and what to say of it."""
         return [(int(rows[i]), reason, detail) for i, reason, detail in without_room(self.drafter, rows, lengths)]

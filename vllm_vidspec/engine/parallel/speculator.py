@@ -37,12 +37,10 @@ from vllm_vidspec.parallel import NUM_HEADERS, Sizes, StreamState, WindowRule, s
 
 logger = init_logger("vllm.vidspec")
 
-BURST = 1  # tokens that the drafter draws before it looks again at what was committed
-
 
 def sizes_of(config: VidSpecConfig, max_num_reqs: int, max_model_len: int, num_counters: int) -> Sizes:
     """Return the sizes of the shared tables."""
-    return Sizes(max_num_reqs, max_model_len, config.parallel.max_ahead, BURST, num_counters)
+    return Sizes(max_num_reqs, max_model_len, config.parallel.max_ahead, num_counters)
 
 
 @dataclasses.dataclass(eq=False)

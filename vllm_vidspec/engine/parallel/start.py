@@ -39,10 +39,8 @@ def build(plan: Plan, vllm_config: Any, config: VidSpecConfig, tables: Tables) -
         VidSpecError: A knob asks for too much memory, or for too little.
     """
     vllm_config = _own_config(vllm_config, config, plan.rank)
-    # A turn is a burst: so many tokens are drawn, and have room, at a time.
-    config = config.changed(
-        {"num_speculative_tokens": plan.sizes["burst"], "num_speculative_tokens_per_batch_size": None}
-    )
+    # A token of each stream is drawn, and has room, at a time.
+    config = config.changed({"num_speculative_tokens": 1, "num_speculative_tokens_per_batch_size": None})
     device = _device(plan.rank)
     # As vLLM's workers begin.
     vllm_config.kernel_config.ir_op_priority.set_default()
@@ -60,7 +58,7 @@ def build(plan: Plan, vllm_config: Any, config: VidSpecConfig, tables: Tables) -
         counters.set("draft_load_bytes", max(0, held_bytes(device) - before))
         drafter, mirror = _make_drafter(plan, vllm_config, knobs, counters, model, agreement)
         drafter.capture()
-    return DrafterRank(drafter, mirror, knobs, counters, plan.sizes["burst"])
+    return DrafterRank(drafter, mirror, knobs, counters)
 
 
 def _make_drafter(
@@ -76,7 +74,7 @@ def _make_drafter(
     cache = model.make_vision_cache(memory.vision_bytes)
     model.resolve_layout()
     num_blocks = model.init_kv(memory.pool_bytes, torch.no_grad())
-    mirror = TargetMirror(vllm_config, max_num_reqs, plan.vocab_size, model.device, plan.sizes["burst"])
+    mirror = TargetMirror(vllm_config, max_num_reqs, plan.vocab_size, model.device)
     drafter = Drafter(
         model,
         knobs,
