@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 from vllm_vidspec import metrics
 from vllm_vidspec.config import METHOD
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.names import WRITER_THREAD
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.progress import Report, silent
 
@@ -103,8 +105,10 @@ def _pin(cpus: list[int]) -> None:
 
 
 def _cores_of_threads() -> set[int]:
-    """Return every core that a thread of this process may use."""
-    return {core for thread in os.listdir("/proc/self/task") for core in os.sched_getaffinity(int(thread))}
+    """Return every core that a thread of this process may use, but for the one that works for the drafter."""
+    writers = {thread.native_id for thread in threading.enumerate() if thread.name.startswith(WRITER_THREAD)}
+    threads = {int(thread) for thread in os.listdir("/proc/self/task")} - writers
+    return {core for thread in threads for core in os.sched_getaffinity(thread)}
 
 
 def _bundled_requests(prompts: dict[str, Any]) -> list[Any]:

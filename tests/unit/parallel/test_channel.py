@@ -60,6 +60,25 @@ def test_messages_come_whole_and_in_order(ends):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_pixels_are_written_where_the_drafter_runs(monkeypatch):
+    """Catches: a video's pixels that are written on the target's cores, which its first token waits for.
+
+    And the target's thread that is moved there itself.
+    """
+    before, write, seen = os.sched_getaffinity(0), channel_module._into_memory, []
+    core = {max(before)}
+    here, socket = Channel.pair(Note, core)
+    there = Channel(socket, Note)
+    monkeypatch.setattr(
+        channel_module, "_into_memory", lambda buffers: seen.append(os.sched_getaffinity(0)) or write(buffers)
+    )
+    here.send(Note(0, np.zeros(2_000_000, dtype=np.uint8)))
+    assert [note.number for note in receive(there, 1)] == [0]
+    here.close()
+    there.close()
+    assert seen == [core] and os.sched_getaffinity(0) == before
+
+
 def test_a_step_waits_for_no_pixels(ends, monkeypatch):
     """Catches: pixels that are written in the target's step; a message that passes one that is not written yet."""
     here, there = ends

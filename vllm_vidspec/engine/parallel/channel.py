@@ -15,12 +15,14 @@ import select
 import socket
 import struct
 import threading
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from vllm_vidspec.names import WRITER_THREAD
 from vllm_vidspec.parallel.tables import aligned
 
 logger = init_logger("vllm.vidspec")
@@ -50,24 +52,27 @@ class Channel:
     Args:
         end: A connected `SOCK_SEQPACKET` socket; it is closed with the channel.
         kinds: Union of the message types that this end receives.
+        cores: Where its thread writes what is large; empty: wherever this process runs.
     """
 
-    def __init__(self, end: socket.socket, kinds: Any):
+    def __init__(self, end: socket.socket, kinds: Any, cores: Collection[int] = ()):
         self._socket = end
         end.setblocking(False)
         self._encoder, self._decoder = MsgpackEncoder(), MsgpackDecoder(kinds)
         self._line: collections.deque[_Packet] = collections.deque()
         # A video's pixels are many megabytes, whose pages a kernel takes a while to find: a thread of its own writes
-        # them, and the target's step goes on. It also sends, so the socket and the line are used by one at a time.
+        # them, on the drafter's cores where these are known, and the target's step goes on. It also sends, so that the
+        # socket and the line are used by one at a time.
         self._lock = threading.RLock()
+        self._cores = cores
         self._writer: ThreadPoolExecutor | None = None
         self.is_closed = False
 
     @classmethod
-    def pair(cls, kinds: Any) -> tuple["Channel", socket.socket]:
+    def pair(cls, kinds: Any, cores: Collection[int] = ()) -> tuple["Channel", socket.socket]:
         """Return an end, and the socket of the other one."""
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        return cls(here, kinds), there
+        return cls(here, kinds, cores), there
 
     def send(self, message: Any) -> None:
         """Send a message as soon as the other end takes it; nothing is sent to one that is gone.
@@ -87,7 +92,7 @@ class Channel:
             self._write(packet, buffers)
         else:
             if self._writer is None:
-                self._writer = ThreadPoolExecutor(1, thread_name_prefix="vidspec-channel")
+                self._writer = ThreadPoolExecutor(1, WRITER_THREAD, initializer=_move_to, initargs=(self._cores,))
             self._writer.submit(self._write, packet, buffers)
 
     def _write(self, packet: _Packet, buffers: list[memoryview]) -> None:
@@ -167,6 +172,13 @@ class Channel:
             self._line.clear()
         if self._writer is not None:
             self._writer.shutdown(wait=False, cancel_futures=True)
+
+
+def _move_to(cores: Collection[int]) -> None:
+    """Let the calling thread run on these cores; without any, or without the right to, where it is."""
+    if cores:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, cores)
 
 
 def _into_memory(buffers: list[memoryview]) -> int:

@@ -72,7 +72,7 @@ class DrafterClient:
         init_method = f"tcp://127.0.0.1:{get_open_port()}"
         devices = launch.devices_of(self._config, os.environ.get("CUDA_VISIBLE_DEVICES"))
         environment = launch.environment_for(self._config, devices)
-        self._channel, other = Channel.pair(ToTarget)
+        self._channel, other = Channel.pair(ToTarget, launch.cores_of(self._config, os.getpid()))
         with other:
             for rank in range(self._config.parallel.tensor_parallel_size):
                 plan = launch.Plan(

@@ -5,7 +5,7 @@ import mmap
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -112,6 +112,14 @@ def environment_for(config: VidSpecConfig, devices: Sequence[str]) -> dict[str, 
     if cores:
         env.setdefault("OMP_NUM_THREADS", str(max(1, len(cores) // config.parallel.tensor_parallel_size)))
     return env
+
+
+def cores_of(config: VidSpecConfig, rank_pid: int) -> Collection[int]:
+    """Return the cores of a drafter that the process `rank_pid` starts; none where nothing says which.
+
+    What the target does for its drafter alone belongs there, too.
+    """
+    return config.parallel.cores or (cores_beside(rank_pid) if config.parallel.device == "cpu" else ())
 
 
 def cores_beside(rank_pid: int) -> set[int]:

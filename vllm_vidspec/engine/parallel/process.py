@@ -21,8 +21,7 @@ _PR_SET_PDEATHSIG = 1
 def main(plan: launch.Plan) -> None:
     """Load and serve."""
     vllm_config, config = launch.unpack_config(launch.read_memory(plan.config))
-    cores = config.parallel.cores or (launch.cores_beside(plan.parent) if config.parallel.device == "cpu" else ())
-    if cores:
+    if cores := launch.cores_of(config, plan.parent):
         os.sched_setaffinity(0, cores)
 
     from vllm.plugins import load_general_plugins
