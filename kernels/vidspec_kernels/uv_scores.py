@@ -14,22 +14,19 @@ from torch import Tensor
 _CHUNK_ROWS = 1024
 
 
-def uv_text_sum(hidden: Tensor, is_text: Tensor) -> Tensor:
-    """Return the sum of the unit vectors of a chunk's text rows; sums of several chunks add up.
+def uv_text_sum(hidden: Tensor) -> Tensor:
+    """Return the sum of the unit vectors of a chunk's text; sums of several chunks add up.
 
     Args:
-        hidden: float [n, d], hidden states of one layer.
-        is_text: bool [n], which rows are text.
+        hidden: float [t, d], hidden states of the text tokens at one layer.
 
     Returns:
         float32 [d]; zeros where there is no text. A row of zeros counts as zeros.
     """
     total = torch.zeros(hidden.shape[1], dtype=torch.float32, device=hidden.device)
-    for rows, chosen in zip(hidden.split(_CHUNK_ROWS), is_text.split(_CHUNK_ROWS), strict=True):
+    for rows in hidden.split(_CHUNK_ROWS):
         wide = rows.to(torch.float32)
-        # The selection is a factor, not an index: no host synchronisation on a GPU. where: 0 * NaN is not 0.
-        factor = torch.where(chosen, _inverse_norm(wide), 0.0)  # [rows]
-        total += factor @ torch.where(chosen[:, None], wide, 0.0)
+        total += _inverse_norm(wide) @ wide
     return total
 
 

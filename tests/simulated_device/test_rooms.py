@@ -123,8 +123,8 @@ def test_guidance():
     inputs = test_guidance_scores.make_inputs(CPU)
     same_on_both(guidance_scores, **inputs, out=test_guidance_scores.make_out(inputs), impl="torch")
     states, is_video, is_text = test_uv_scores.make_states(1, 40, 12, 16, dtype=torch.float32)
-    same_on_both(lambda high, is_text: uv_text_sum(high, is_text), states[1], is_text)
-    same_on_both(uv_video_scores, states[1][is_video], uv_text_sum(states[1], is_text))
+    same_on_both(uv_text_sum, states[1][is_text])
+    same_on_both(uv_video_scores, states[1][is_video], uv_text_sum(states[1][is_text]))
 
 
 def test_relevance():

@@ -100,14 +100,15 @@ class HiddenStateGuidance(Guidance):
         inside = (prompt.order >= start) & (prompt.order < end)  # [m]
         is_text = torch.ones(end - start, dtype=torch.bool)
         if inside.any():
-            into, rows = inside.nonzero()[:, 0], prompt.order[inside] - start
-            is_text[rows] = False
+            here = prompt.order[inside] - start
+            is_text[here] = False
             prompt.heard |= inside
-            into, rows = (async_tensor_h2d(indices, device=self.device) for indices in (into, rows))
+            into, rows = (_place(indices, self.device) for indices in (inside.nonzero()[:, 0], here))
             prompt.low[into] = uv_video_scores(low[rows], prompt.text_low)
             prompt.states[into] = high[rows]
         if is_text.any():
-            prompt.text_high = prompt.text_high + uv_text_sum(high, async_tensor_h2d(is_text, device=self.device))
+            text = _place(is_text.nonzero()[:, 0], self.device)
+            prompt.text_high = prompt.text_high + uv_text_sum(high[text])
 
     def _begin(self, prompts: list[_StatePrompt]) -> None:
         """Make room for the requests whose first chunk this is, and embed their text; all ranks for the same ones."""
@@ -121,10 +122,9 @@ class HiddenStateGuidance(Guidance):
                 prompt.missed = prompt.missed or "error"  # of another rank
                 continue
             ids = async_tensor_h2d(prompt.text_ids(), device=self.device)
-            is_text = torch.ones(len(ids), dtype=torch.bool, device=self.device)
             with self._agreement.collective():
                 text = self._embed(ids)
-            prompt.text_low = uv_text_sum(text, is_text)
+            prompt.text_low = uv_text_sum(text)
 
     def _allocate(self, prompt: _StatePrompt) -> None:
         num_tokens = len(prompt.order)
@@ -166,3 +166,14 @@ class HiddenStateGuidance(Guidance):
             return self._finish(prompt, [part if whole else None for part, whole in zip(parts, agreed, strict=True)])
 
         return PendingScores(scores, finish)
+
+
+def _place(indices: torch.Tensor, device: torch.device) -> torch.Tensor | slice:
+    """Return what picks `[n]` ascending indices, on the host, of a tensor on `device`.
+
+    A slice where they follow each other, as those of a video do in most families: it copies nothing.
+    """
+    first, last = int(indices[0]), int(indices[-1])
+    if last - first + 1 == len(indices):
+        return slice(first, last + 1)
+    return async_tensor_h2d(indices, device=device)
