@@ -21,10 +21,20 @@ from vidspec_kernels.visual_relevance import (
     visual_relevance,
     visual_relevance_reference,
 )
+from vidspec_kernels.windows import (
+    NUM_HEADERS,
+    NUM_TOLD,
+    take_windows,
+    take_windows_reference,
+    text_tails,
+    text_tails_reference,
+)
 
 __all__ = [
     "CHANCE",
     "LOWEST",
+    "NUM_HEADERS",
+    "NUM_TOLD",
     "RELEVANCE",
     "SHIFT",
     "WINDOW",
@@ -62,6 +72,10 @@ __all__ = [
     "random_scores",
     "storage_scale",
     "store_states",
+    "take_windows",
+    "take_windows_reference",
+    "text_tails",
+    "text_tails_reference",
     "tree_attention",
     "tree_attention_reference",
     "uv_scores_reference",

@@ -162,8 +162,8 @@ def test_every_variant_that_steps_use_is_warmed():
     """
     found = run("tests/kernels/variants.py")
     assert found["missing"] == [] and found["ambiguous"] == [] and found["stale"] == []
-    assert found["used"].keys() == found["warmed"].keys() and len(found["used"]) == 21
-    assert sum(found["warmed"].values()) <= 50, found["warmed"]
+    assert found["used"].keys() == found["warmed"].keys() and len(found["used"]) == 23
+    assert sum(found["warmed"].values()) <= 52, found["warmed"]
 
 
 @pytest.mark.parametrize(("capability", "keys", "stages"), [(90, 64, 5), (100, 64, 4), (80, 32, 5), (89, 16, 5)])

@@ -33,8 +33,11 @@ CASES = {
         {"impl": "triton", "num_reqs": 3, "frontier": 4, "num_candidates": 5, "num_placed": 9, "num_fed": 4},
     ),
     "tree_plan": ("test_kernel_equals_reference_at_a_real_size", {}),
+    "take_windows": ("test_equals_the_loop", {"impl": "triton", "num_reqs": 9, "ring": 16}),
+    "text_tails": ("test_tails_equal_the_loop", {"impl": "triton", "num_reqs": 9}),
     "visual_relevance": ("test_splits_with_ties", {"num_slots": 3, "top_n": 3}),
 }
+MODULES = {"take_windows": "windows", "text_tails": "windows"}  # where a module has several
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -42,7 +45,7 @@ def test_results_do_not_depend_on_the_order_of_programs(name, any_program_order,
     """Catches: a program that reads what another of its grid writes; a place that two programs write."""
     test, arguments = CASES[name]
     name = name.split()[0]
-    function = getattr(importlib.import_module(f"test_{name}"), test)
+    function = getattr(importlib.import_module(f"test_{MODULES.get(name, name)}"), test)
     offered = {"device": device, "monkeypatch": monkeypatch} | arguments
     code = function.__code__
     function(**{argument: offered[argument] for argument in code.co_varnames[: code.co_argcount]})

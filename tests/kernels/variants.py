@@ -52,6 +52,8 @@ DRAWS = kernels.SampleScratch(MAX_REQS * WIDTH, VOCAB_SIZE, torch.device("meta")
 PLACES = (*TREES[1:], kernels.TreePlaces(*(i32(MAX_REQS) for _ in range(4)), i64(MAX_REQS, NUM_DRAFTS + 1)))
 POSITIONS = [(i64(3, 8193), None), (i64(8192), i64(8192))]  # of several axes in place, and of one into a copy
 
+TEXTS, RING = (i32(MAX_REQS), i32(MAX_REQS, MAX_CONTEXT)), 64
+
 ACCEPTS: dict = {}  # launches of `accept` that are known
 
 
@@ -69,6 +71,7 @@ def warm() -> None:
     warm_up.warm_draw(NOISE, DRAWS, BF16)
     warm_up.warm_candidates(NOISE, DRAWS, BF16, with_log_probs=True)
     warm_up.warm_guidance_scores([(KEYS, HEADS)], TABLE, BF16)
+    warm_up.warm_windows(*TEXTS, RING, NUM_DRAFTS)
     warm_up.warm_visual_relevance(*STORE, BF16, TOP_N, NUM_DRAFTS + 1, NUM_SHARDS)
 
 
@@ -121,6 +124,10 @@ def step(rng: random.Random) -> None:
         floats(rows, HIDDEN, dtype=BF16), tokens[2], vectors[0], *STORE, TOP_N, NUM_DRAFTS + 1, rng.randint(1, 800)
     )
     kernels.merge_relevance(floats(NUM_SHARDS, rows, TOP_N))
+    # What stays is cut at its beginning alone, and comes from a copy of its own.
+    kernels.text_tails(vectors[0], *TEXTS, i32(MAX_REQS, NUM_DRAFTS + 2)[:num_reqs])
+    streams, told = i32(num_reqs, kernels.NUM_HEADERS + RING), i32(MAX_REQS, kernels.NUM_TOLD)[:num_reqs]
+    kernels.take_windows(streams, vectors[0], *TEXTS, i64(MAX_REQS, NUM_DRAFTS)[:num_reqs], told)
 
 
 def grow_trees(rows: torch.Tensor, num_accepted: torch.Tensor, width: int, rng: random.Random) -> None:

@@ -55,7 +55,9 @@ def prepare(runner: Any) -> None:
         tables = (store.pool, store.block_fill, store.block_table, store.num_blocks)
         num_shards = get_tensor_model_parallel_world_size()
         warm_up.warm_visual_relevance(*tables, runner.dtype, config.score.top_n, num_drafts + 1, num_shards)
-    if not config.is_parallel:  # a drafter with a process of its own prepares itself
+    if config.is_parallel:  # a drafter with a process of its own prepares itself
+        runner.speculator.warm_up()
+    else:
         _prepare_drafter(runner.speculator.drafter, runner)
 
 

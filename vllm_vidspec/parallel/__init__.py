@@ -1,4 +1,4 @@
-"""What target and drafter share while both run (ParallelVLM): tables, streams, windows; numpy and torch only.
+"""What target and drafter share while both run (ParallelVLM): tables, streams, windows; numpy only.
 
 The two processes never wait for each other. Each writes tables that the other reads when it comes by: the target what
 it has committed, the drafter what it thinks comes next. A draft that is torn, late or out of date is a wrong guess,
@@ -8,17 +8,14 @@ which the target's own sample refuses as it refuses any other: nothing here can 
 from vllm_vidspec.parallel.streams import Streams
 from vllm_vidspec.parallel.tables import Sizes, StreamState, Tables
 from vllm_vidspec.parallel.window import WindowRule, running_mean
-from vllm_vidspec.parallel.windows import NUM_HEADERS, Windows, snapshot, take_windows
+from vllm_vidspec.parallel.windows import snapshot
 
 __all__ = [
-    "NUM_HEADERS",
     "Sizes",
     "StreamState",
     "Streams",
     "Tables",
     "WindowRule",
-    "Windows",
     "running_mean",
     "snapshot",
-    "take_windows",
 ]

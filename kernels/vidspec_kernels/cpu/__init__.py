@@ -15,12 +15,13 @@ from vidspec_kernels.cpu.sampling import bind_candidates, bind_draw
 from vidspec_kernels.cpu.steps import begin_step, bind_next_level
 from vidspec_kernels.cpu.trees import bind_tree_grow, tree_begin, tree_finish, tree_place, tree_plan
 from vidspec_kernels.cpu.verify import accept, loosen, place_trees
+from vidspec_kernels.cpu.windows import take_windows, text_tails
 
 # By the reference that each stands in for; all take its arguments, those that bind a call too.
 LOOPS = {
     f"{loop.__name__}_reference": loop
     for loop in (
         accept, begin_step, bind_candidates, bind_draw, bind_next_level, bind_tree_grow, kv_compact, loosen,
-        place_trees, tree_begin, tree_finish, tree_place, tree_plan, visual_relevance,
+        place_trees, take_windows, text_tails, tree_begin, tree_finish, tree_place, tree_plan, visual_relevance,
     )
 }  # fmt: skip

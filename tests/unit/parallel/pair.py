@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from vidspec_kernels import NUM_HEADERS, NUM_TOLD, take_windows
 from vllm_vidspec.engine.parallel import messages as said
 from vllm_vidspec.engine.parallel.lead import DrafterLead
 from vllm_vidspec.engine.parallel.rank import Progress
-from vllm_vidspec.parallel import NUM_HEADERS, Sizes, StreamState, Tables, snapshot, take_windows
+from vllm_vidspec.parallel import Sizes, StreamState, Tables, snapshot
 
 VOCAB = 11
 MOST = 5  # K
@@ -248,11 +249,14 @@ class Pair:
         text = torch.zeros(MAX_REQS, MAX_LEN, dtype=torch.int32)
         for row, request in self.requests.items():
             text[row, : len(request.text)] = torch.tensor(request.text)
-        windows = take_windows(streams, torch.from_numpy(lengths), text, torch.from_numpy(rows), MOST)
+        num_tokens = torch.zeros(MAX_REQS, dtype=torch.int32)
+        num_tokens[rows] = torch.from_numpy(lengths).int()
+        tokens, told = torch.full((len(rows), MOST), -1), torch.full((len(rows), NUM_TOLD), -1, dtype=torch.int32)
+        take_windows(streams, torch.from_numpy(rows), num_tokens, text, tokens, told)
         assert streams.shape[1] == NUM_HEADERS + SIZES.ring
         for i, row in enumerate(rows.tolist()):
-            request, count = self.requests[row], int(windows.counts[i])
-            window = windows.tokens[i].tolist()
+            request, count = self.requests[row], int(told[i, 0])
+            window = tokens[i].tolist()
             assert window[count:] == [0] * (MOST - count)
             assert count <= wanted
             assert not count or streams[i, 0] == StreamState.STREAMING

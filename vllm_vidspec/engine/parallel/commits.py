@@ -8,15 +8,17 @@ step as soon as the host can, and the target's loop waits for nothing.
 import queue
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
+from vidspec_kernels import text_tails
 from vllm_vidspec import metrics
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.target_step import Step
-from vllm_vidspec.parallel import Tables, WindowRule, Windows
+from vllm_vidspec.parallel import Tables, WindowRule
 
 _NEW_SHARE = 0.2  # of a step's accepted drafts in a request's mean
 _POLL_S = 20e-6
@@ -36,7 +38,7 @@ class Commits:
     def __init__(self, tables: Tables, rule: WindowRule, counters: Counters, device: torch.device, most: int):
         self._tables, self._rule, self._counters = tables, rule, counters
         num_rows = len(tables.epoch)
-        self._steps_back = torch.arange(most + 1, 0, -1, device=device)
+        self._tails = torch.zeros(num_rows, 2 + most, dtype=torch.int32, device=device)  # see `text_tails`
         self._in_flight = np.zeros(num_rows, dtype=np.int64)  # [max_num_reqs] drafts that the present step verifies
         self._reach = np.full(num_rows, float(most))  # [max_num_reqs] drafts that stand, on average
         self._of_epoch = np.zeros(num_rows, dtype=np.int64)  # whose average it is
@@ -55,26 +57,16 @@ class Commits:
         batch, is_done = step.batch, step.is_done
         if not is_done.any():
             return
-        rows = batch.idx_mapping
-        lengths = states.total_len.gpu[rows].long()
-        cols = (lengths[:, None] - self._steps_back).clamp(min=0)
-        tails = states.all_token_ids.gpu[rows[:, None], cols]
-        rows_np = batch.idx_mapping_np.copy()
-        epochs = self._tables.epoch[rows_np].copy()
-        if not self._on_gpu:
-            self._commit(rows_np, epochs, is_done, lengths.numpy(), tails.numpy())
-            return
-        packed = torch.cat((lengths[:, None].int(), tails), dim=1)
-        self._send(
-            packed, lambda host: self._commit(rows_np, epochs, is_done, host[:, 0].astype(np.int64), host[:, 1:])
-        )
+        rows, tails = batch.idx_mapping_np.copy(), self._tails[: batch.num_reqs]
+        text_tails(batch.idx_mapping, states.total_len.gpu, states.all_token_ids.gpu, tails)
+        epochs = self._tables.epoch[rows].copy()
+        self._send(tails, lambda host: self._commit(rows, epochs, is_done, host))
 
-    def _commit(
-        self, rows: np.ndarray, epochs: np.ndarray, is_done: np.ndarray, lengths: np.ndarray, tails: np.ndarray
-    ) -> None:
+    def _commit(self, rows: np.ndarray, epochs: np.ndarray, is_done: np.ndarray, tails: np.ndarray) -> None:
         """Write `[n]` rows down, but for those that have another request by now."""
         is_ours = is_done & (self._tables.epoch[rows] == epochs) & (epochs >= 0)
-        rows, lengths, tails = rows[is_ours], lengths[is_ours], tails[is_ours]
+        rows, tails = rows[is_ours], tails[is_ours]
+        lengths, tails = tails[:, 0].astype(np.int64), tails[:, 1:]
         before, drafts = self._tables.committed[rows], self._in_flight[rows]
         is_new = self._of_epoch[rows] != epochs[is_ours]
         self._reach[rows[is_new]] = self._most
@@ -93,14 +85,10 @@ class Commits:
         """Return `[n]` int64 tokens that each request's window may have: fewer where few stand."""
         return np.minimum(window, np.ceil(2 * self._reach[rows]).astype(np.int64) + 1)
 
-    def took(self, rows: np.ndarray, is_drafted: np.ndarray, windows: Windows) -> None:
-        """Note what was taken of the streams of `[n]` rows."""
-        if not self._on_gpu:
-            self._note(rows, is_drafted, windows.counts.numpy(), windows.is_stale.numpy())
-            return
+    def took(self, rows: np.ndarray, is_drafted: np.ndarray, told: torch.Tensor) -> None:
+        """Note what was taken of the streams of `[n]` rows; `told` as `take_windows` writes it."""
         rows = rows.copy()
-        packed = torch.stack((windows.counts, windows.is_stale.int()), dim=1)
-        self._send(packed, lambda host: self._note(rows, is_drafted, host[:, 0], host[:, 1] != 0))
+        self._send(told, lambda host: self._note(rows, is_drafted, host[:, 0], host[:, 1] != 0))
 
     def _note(self, rows: np.ndarray, is_drafted: np.ndarray, counts: np.ndarray, is_stale: np.ndarray) -> None:
         self._in_flight[rows] = counts * is_drafted
@@ -133,9 +121,13 @@ class Commits:
                 self._counters.add(name, int(now[slot] - self._published[slot]))
         self._published = now
 
-    # ---- on a GPU --------------------------------------------------------------------------------------------------
+    # ---- to the host -----------------------------------------------------------------------------------------------
 
-    def _send(self, packed: torch.Tensor, write: Any) -> None:
+    def _send(self, packed: torch.Tensor, write: Callable[[np.ndarray], None]) -> None:
+        """Hand a tensor of the target's device to `write` once it is on the host: on a GPU, by the thread."""
+        if not self._on_gpu:
+            write(packed.numpy())
+            return
         host = torch.empty_like(packed, device="cpu", pin_memory=True)
         host.copy_(packed, non_blocking=True)
         event = torch.cuda.Event()

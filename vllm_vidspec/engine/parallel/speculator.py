@@ -22,6 +22,7 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
+from vidspec_kernels import NUM_HEADERS, NUM_TOLD, take_windows, warm_up
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.listen.prompts import Guidance, PendingScores
@@ -33,7 +34,7 @@ from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import Arrival, Cohort, Phase, RequestRows
 from vllm_vidspec.engine.target_step import Step
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.parallel import NUM_HEADERS, Sizes, StreamState, WindowRule, snapshot, take_windows
+from vllm_vidspec.parallel import Sizes, StreamState, WindowRule, snapshot
 
 logger = init_logger("vllm.vidspec")
 
@@ -95,7 +96,7 @@ class ParallelSpeculator(BaseSpeculator):
         self._group = get_tp_group()
         self._most = config.num_speculative_tokens
         num_rows = len(requests.phase)
-        self._width = NUM_HEADERS + sizes_of(config, num_rows, 1, 0).ring
+        self._ring = sizes_of(config, num_rows, 1, 0).ring
         self._known: dict[int, _Known] = {}  # by row
         self._waiting: dict[int, PendingScores] = {}  # by row, scores on their way to the host
         self._refused: dict[int, str] = {}  # by row, heard and not yet acted on, as all ranks do at once
@@ -107,6 +108,7 @@ class ParallelSpeculator(BaseSpeculator):
         self._commits = None if client is None else Commits(client.tables, self._rule, counters, device, self._most)
         # [max_num_reqs, K]
         self._draft_tokens = torch.zeros(num_rows, self._most, dtype=torch.int64, device=device)
+        self._told = torch.zeros(num_rows, NUM_TOLD, dtype=torch.int32, device=device)  # see `take_windows`
         knobs.on_change(self._tell)
 
     # ---- set-up ----------------------------------------------------------------------------------------------------
@@ -132,6 +134,11 @@ class ParallelSpeculator(BaseSpeculator):
 
     def capture(self) -> None:
         """Capture nothing."""
+
+    def warm_up(self) -> None:
+        """Compile and load what every step launches of its own, on CUDA."""
+        states = self._req_states
+        warm_up.warm_windows(states.total_len.gpu, states.all_token_ids.gpu, self._ring, self._most)
 
     # ---- both ends of a request's life -----------------------------------------------------------------------------
 
@@ -262,7 +269,7 @@ class ParallelSpeculator(BaseSpeculator):
         """Return `[num_reqs, NUM_HEADERS + R]` int32 on the host: what streams say, the same on every rank."""
         rows, num_reqs = step.batch.idx_mapping_np, step.batch.num_reqs
         if self._client is None:
-            streams = torch.empty(num_reqs, self._width, dtype=torch.int32)
+            streams = torch.empty(num_reqs, NUM_HEADERS + self._ring, dtype=torch.int32)
         else:
             streams = torch.from_numpy(self._ask(step, rows, most))
         if self._group.world_size > 1:
@@ -339,18 +346,15 @@ class ParallelSpeculator(BaseSpeculator):
         cohort = self._requests.cohort(rows, step.is_done)
         if not len(cohort.places_np):
             return self._draft_tokens[: batch.num_reqs].zero_(), None, cohort
+        streams[:, 3] *= torch.from_numpy(cohort.is_drafted)  # of the others nothing is wanted
         on_device = streams if self._device.type == "cpu" else async_tensor_h2d(streams, device=self._device)
-        states = self._req_states
-        lengths = states.total_len.gpu[batch.idx_mapping]
-        windows = take_windows(on_device, lengths, states.all_token_ids.gpu, batch.idx_mapping, self._most)
+        states, tokens, told = self._req_states, self._draft_tokens[: batch.num_reqs], self._told[: batch.num_reqs]
+        take_windows(on_device, batch.idx_mapping, states.total_len.gpu, states.all_token_ids.gpu, tokens, told)
         if self._commits is not None:
-            self._commits.took(rows, cohort.is_drafted, windows)
+            self._commits.took(rows, cohort.is_drafted, told)
         if cohort.is_whole:
-            return windows.tokens, windows.counts, cohort
-        places = async_tensor_h2d(cohort.places_np, device=self._device)
-        tokens = self._draft_tokens[: batch.num_reqs].zero_()
-        tokens[places] = windows.tokens[places]
-        return tokens, windows.counts[places], cohort
+            return tokens, told[:, 0], cohort
+        return tokens, told[async_tensor_h2d(cohort.places_np, device=self._device), 0], cohort
 
     # ---- tools -----------------------------------------------------------------------------------------------------
 
