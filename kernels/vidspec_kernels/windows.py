@@ -108,7 +108,7 @@ def _take_windows_kernel(
     ring_ptr = stream_ptr + NUM_HEADERS
 
     since = checked + tl.arange(0, RING)
-    is_open = since < tl.minimum(length, end)
+    is_open = since < length
     said = tl.load(ring_ptr + since % RING, mask=is_open, other=0)
     committed = tl.load(text_ptr + row * text_stride + tl.minimum(since, max_len - 1), mask=is_open, other=0)
     differs = tl.max((said != committed).to(tl.int32), axis=0)
@@ -184,7 +184,7 @@ def take_windows_reference(
     since = checked + steps  # [n, R]
     said = ring.gather(1, since % size)
     committed = text[rows[:, None], since.clamp(max=text.shape[1] - 1)]
-    is_stale = ((said != committed) & (since < torch.minimum(lengths, end))).any(dim=1, keepdim=True)
+    is_stale = ((said != committed) & (since < lengths)).any(dim=1, keepdim=True)
     is_stale |= lengths - checked > size
     counts = torch.minimum((end - lengths).clamp(min=0), wanted) * ~is_stale
     ahead = torch.arange(tokens.shape[1], device=streams.device)

@@ -29,7 +29,7 @@ def _take_windows(streams, rows, num_tokens, text, tokens, told, num_headers):
         row, checked, end, wanted = rows[i], streams[i, 1], streams[i, 2], streams[i, 3]
         length = num_tokens[row]
         is_stale = length - checked > size
-        for position in range(checked, min(min(length, end), checked + size)):
+        for position in range(checked, min(length, checked + size)):
             if streams[i, num_headers + position % size] != text[row, position]:
                 is_stale = True
         count = 0 if is_stale else min(max(end - length, 0), wanted)
