@@ -149,7 +149,7 @@ def modelled(call: Call, device: Device) -> float:
 # Cases of the compile report that the model stands on.
 CASES = (
     r"^(28/4|14/2 d64) Q(9|26|65)$|^3584 Q(11|26|65) 25k top 10$|merge of 4|^(28/4|14/2 d64) nq32 25k|tree K64, axes 3|"
-    r"K25, axes 3|152k torch.bfloat16$|adaptive K64|F10 C10|(strict chain|loose tree) K64$|d128 16 bits$"
+    r"K25, axes 3|ring 64$|152k torch.bfloat16$|adaptive K64|F10 C10|(strict chain|loose tree) K64$|d128 16 bits$"
 )
 
 
@@ -315,6 +315,8 @@ def small_kernels() -> list[Small]:
         Small("accept", "strict chain K64", lambda n: n, lambda n: n * 3 * rows, 3),
         Small("accept", "loose tree K64", lambda n: n, lambda n: n * 6 * rows, 5),
         Small("kv_compact", "K64 4 heads d128 16 bits", lambda n: n * LAYERS * 4, lambda n: n * moved, 4),
+        Small("text_tails", "K10, ring 64", lambda n: n, lambda n: n * 11 * 8, 3),
+        Small("take_windows", "K10, ring 64", lambda n: n, lambda n: n * (2 * 64 * 4 + 11 * 8), 3),
         Small("merge_relevance", "merge of 4 ranks, top 10", lambda n: 26 * n, lambda n: 26 * n * 164, 1),
     ]
 

@@ -17,12 +17,13 @@ from vidspec_kernels.tree_attention import _held_bytes, _pipeline, _tile
 ROOT = Path(__file__).parents[2]
 # The heaviest shapes of each kernel; benchmarks/compile_report.py without arguments compiles all.
 HEAVIEST = (
-    "28/4 Q9$|28/4 Q26$|Q26, prefix given|tree K64|Q65 100k$|top 128|28/4 nq32|F10 C10|K25, axes 3|C64 152k|152k noise"
+    "28/4 Q9$|28/4 Q26$|Q26, prefix given|tree K64|Q65 100k$|top 128|28/4 nq32|F10 C10|K25, axes 3|C64 152k|152k noise|"
+    "K64, ring 512"
 )
 # Other dtypes, padded sizes and small launches: once, for Hopper. Each kernel's least sizes are among them.
 FORMS = (
     "d80|fp32|fp16 top 2|Q11 25k top 10|Q26 25k fp8|chain K10|tree K1$|bits|axes|F8|static K64|adaptive K64|roots|"
-    "count K64|152k"
+    "count K64|152k|ring 64"
 )
 ARCHS = (80, 90)  # the report has 89 and 100, too
 
@@ -57,7 +58,7 @@ def test_every_form_compiles_for_hopper(forms):
     product."""
     assert {row["kernel"] for row in forms} >= {
         *("accept", "begin_step", "next_level", "draw", "choose_draw", "candidates", "merge_candidates", "kv_compact"),
-        "loosen",
+        *("loosen", "take_windows", "text_tails"),
         *("tree_begin", "tree_place", "tree_plan", "tree_grow", "tree_finish"),
     }
     by_case = {(row["kernel"], row["case"]): row for row in forms}
@@ -107,7 +108,7 @@ def test_nothing_spills(rows, arch):
     rows = [row for row in rows if row["arch"] == arch]
     assert {row["kernel"] for row in rows} == {
         *("tree_attention", "visual_relevance", "merge_splits", "row_stats", "guidance_scores"),
-        *("accept", "tree_grow", "tree_finish", "place_trees"),
+        *("accept", "tree_grow", "tree_finish", "place_trees", "take_windows", "text_tails"),
         *("begin_step", "next_level", "draw", "choose_draw", "candidates", "merge_candidates"),
     }
     assert [(row["kernel"], row["case"], row["spill_bytes"]) for row in rows if row["spill_bytes"]] == []
