@@ -180,7 +180,7 @@ _ALL = (
     Case("loose", {"scorer": "loose"}, most_launches=361, **_VARIANT),
     Case("uv", {"pruner": "uv"}, most_launches=357, **_VARIANT),
     Case("self", {"draft": "target"}, most_launches=429, is_slow=True, **_VARIANT),
-    Case("parallel", _PARALLEL, allowed=_COMMITS, crossings=(*CROSSINGS, *_STREAMS), most_launches=132),
+    Case("parallel", _PARALLEL, allowed=_COMMITS, crossings=(*CROSSINGS, *_STREAMS), most_launches=88),
     Case("vanilla graphs", overrides=GRAPHS),
     Case("vanilla graphs batch", overrides=GRAPHS, batch=3, **_VARIANT),
     Case("vanilla graphs sampled", overrides=GRAPHS, sampling=_WARM, **_VARIANT),

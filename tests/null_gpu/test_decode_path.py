@@ -167,6 +167,20 @@ def test_a_planted_defect_is_seen_and_named(measured, plant):
     assert all(f"{line_of(plant)} <" in complaint for complaint in complaints), complaints
 
 
+def test_a_thread_of_ours_may_be_a_step_late():
+    """Catches: a thread's wait for the step before that passes for one too many; a wait of the loop that may do so."""
+
+    def waits(times, caller):
+        line = f"engine/parallel/commits.py:148 _write_down < {caller}"
+        steps = [{"sync": 0}] * 9 + [{"sync": times}]
+        row = {"steps": steps, "lines": {f"cudaEventSynchronize|{line}": [times, 0]}}
+        return judge.waits_of_ours(row, {"steps": [{"sync": 0}] * 10, "lines": {}}, ["commits.py _write_down"])
+
+    thread, loop = "lib/python3.11/threading.py:1045 _bootstrap_inner", "engine/runner.py:1 sample_tokens"
+    assert waits(11, thread) == [] == waits(10, loop)
+    assert waits(12, thread) and waits(11, loop)
+
+
 @pytest.mark.cases("planted")
 def test_a_planted_crossing_is_seen(measured):
     """Pinned copies keep nobody waiting, but each costs a launch: a new one has to be asked for."""

@@ -1,4 +1,4 @@
-"""What target and drafter share while both run (ParallelVLM): tables, streams, windows; numpy only.
+"""What target and drafter share while both run (ParallelVLM): tables, streams, windows; numpy.
 
 The two processes never wait for each other. Each writes tables that the other reads when it comes by: the target what
 it has committed, the drafter what it thinks comes next. A draft that is torn, late or out of date is a wrong guess,
