@@ -19,7 +19,7 @@ from typing import IO, Any
 import numpy as np
 
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.names import PRUNERS
+from vllm_vidspec.names import CLASS_LABELS, PRUNERS
 
 MAX_POSITIONS = 64  # the upper bound of `num_speculative_tokens`
 GUIDANCE_FALLBACKS = ("cached", "memory", "unobserved", "error", "no_text")
@@ -50,7 +50,7 @@ _COUNTERS = {
     "draft_steps": "Batches drafted for.",
     "draft_forwards": "Forwards of the draft model while drafting.",
     "draft_eager_steps": "Batches drafted for without CUDA graphs though graphs are on: larger than any graph.",
-    "undrafted_steps": "Batches that were too large for drafts to pay.",
+    "undrafted_steps": "Steps for which drafts do not pay, or that an operator or failures let go without.",
     "stream_tokens": "Tokens that a drafter with a process of its own has drawn.",
     "late_drafts": "Steps of requests whose stream was not ahead of the target, so that nothing was verified.",
     "stale_streams": "Steps of requests whose stream said something else than the target had committed by then.",
@@ -58,7 +58,7 @@ _COUNTERS = {
     "cooldowns": "Times that speculation was switched off for a while because the draft failed too often.",
     "waiting_drafts": "Times that a request had outgrown the draft's KV pool and waited for room.",
     "resumed_drafts": "Times that a request was drafted for again because the pool had room.",
-    "token_changes": "Changes of the number of draft tokens, by what pays (adaptive_tokens).",
+    "released_resting": "Requests whose draft KV was given up while they rested, as others needed the room.",
     "drafter_restarts": "Starts of the drafter's process after its first.",
     "prompts": "Prompts that the draft has prefilled.",
     "text_tokens": "Text tokens of the prompts that the draft has prefilled.",
@@ -85,7 +85,7 @@ GAUGES = {
     "draft_kv_bytes_per_token": "Draft KV bytes of one token per rank.",
     "target_kv_bytes_per_token": "Target KV bytes of one token per rank.",
     "speculation_on": "Whether drafts are asked for: 0 while speculation is switched off or cools down.",
-    "tokens_in_use": "Draft tokens a step that pay best at the last batch size that was measured (adaptive_tokens).",
+    "tokens_in_use": "Draft tokens of each request that the last step was planned with (adaptive_tokens).",
     "target_load_bytes": "Memory per rank that the target's weights take.",
     "draft_load_bytes": "Memory per rank that loading the draft took.",
     "draft_encoder_bytes": "Memory per rank for the draft's vision embeddings.",
@@ -120,6 +120,17 @@ BY_LABEL: dict[str, tuple[str, str, tuple[str, ...] | range, str]] = {
         PRUNERS,
         "auto_tokens_{}",
     ),
+    **{
+        metric: (text, "class", CLASS_LABELS, name)
+        for metric, text, name in (
+            ("class_shown_requests", "Requests shown to the draft, by modality and visual tokens.", "shown_{}"),
+            ("class_unshown_requests", "Requests not shown to the draft, as their class does not pay.", "unshown_{}"),
+            ("class_verify_steps", "Verify steps with drafts of requests that have ended.", "steps_{}"),
+            ("class_verify_tokens", "Tokens that these steps gave.", "tokens_{}"),
+            ("class_rests", "Times that drafting for a class was found not to pay.", "rests_{}"),
+            ("class_resumes", "Times that it was found to pay again.", "resumes_{}"),
+        )
+    },
     "unguided_prompts": ("Prompts pruned uniformly for want of guidance.", "reason", GUIDANCE_FALLBACKS, "unguided_{}"),
 }
 # The order is the file's layout: raise _VERSION when it changes.
@@ -134,7 +145,7 @@ _SLOT = {name: slot for slot, name in enumerate(NAMES)}
 _NUM_REQUESTS = 4096
 
 _MAGIC = int.from_bytes(b"vidspec\0", "little")
-_VERSION = 9
+_VERSION = 10
 _HEADER = 8  # int64 words: magic, version, number of slots, sequence, four spare
 _SEQUENCE = 3  # odd while a writer is between values that belong together
 _NUM_TRIES = 50  # of a reader that meets such a writer; one that died there must not keep it

@@ -1,6 +1,6 @@
-"""What is learned while serving: how many drafts pay at a batch size, and which pruner serves best; plain Python."""
+"""What is learned while serving: how many drafts pay, for whom, and which pruner serves best; numpy only."""
 
 from vllm_vidspec.adapt.bandit import Arm, Bandit
-from vllm_vidspec.adapt.payoff import Payoff
+from vllm_vidspec.adapt.control import REST, Controller, Decision, Option, class_label
 
-__all__ = ["Arm", "Bandit", "Payoff"]
+__all__ = ["REST", "Arm", "Bandit", "Controller", "Decision", "Option", "class_label"]

@@ -31,6 +31,7 @@ from vllm_vidspec.errors import VidSpecError, quoted
 
 METHOD = "vidspec"
 SELF = "self"
+MOST_AUTO_CHAIN = 8  # of `draft_shape: auto`, which has trees for more
 MOST_FLY_WINDOW = 6  # of vLLM's own FLy, where none is given
 
 # What `vidspec calibrate` finds out for a pair, and on a machine.
@@ -69,8 +70,9 @@ class VidSpecConfig(BaseModel):
     draft_shape: Literal["chain", "tree-static", "tree-adaptive", "auto"] = "chain"
     """Shape of the draft: `chain` proposes K tokens one after another; `tree-static` always the same tree of K tokens
     (`tree_paths`); `tree-adaptive` (SAGE) at most K, deep and narrow where the draft is confident, shallow and wide
-    where it is not; `auto` one of these by batch size (`draft_table`). Requests with structured outputs draft chains
-    only: with trees they run without speculation. `draft` and `drafting` are other names of this key."""
+    where it is not; `auto` chains or trees, whichever gains most (`adaptive_tokens`; the tree is `tree-static` where K
+    is its number of nodes), or one of these by batch size (`draft_table`). Requests with structured outputs draft
+    chains only: with trees they run without speculation. `draft` and `drafting` are other names of this key."""
     draft_table: tuple[tuple[PositiveInt, PositiveInt, Shape, NonNegativeInt], ...] | None = None
     """`auto`: rows `[first batch size, last, shape, tokens per step]`, as `vidspec calibrate --costs` measures them on
     a machine. One tree shape at most beside `chain`. `none` with 0 tokens: batches of these sizes run without
@@ -78,10 +80,12 @@ class VidSpecConfig(BaseModel):
     num_speculative_tokens_per_batch_size: tuple[tuple[PositiveInt, PositiveInt, NonNegativeInt], ...] | None = None
     """vLLM's own schedule: rows `[first batch size, last, tokens per step]` that no step exceeds, whatever the shape. 0
     is `none`, as in `draft_table`."""
-    adaptive_tokens: bool = False
-    """Measure, at each batch size, what a step takes and how many drafts stand with `num_speculative_tokens` drafts,
-    with half of them (chains) and with none, and use what is fastest: drafting stops where it does not pay, and is
-    tried again now and then. The output is the same."""
+    adaptive_tokens: bool = True
+    """Decide for every request and step how many tokens are drafted, from 0 to K (and with `draft_shape: auto` in which
+    shape), by expected tokens over expected time, learned from the engine's own steps: a request whose drafts do not
+    pay rests, one of a class that has not paid is not shown to the draft, and both are probed now and then. The output
+    is the same. `draft_table` and `num_speculative_tokens_per_batch_size` are upper bounds then. `false` always drafts
+    K tokens, or what these say."""
     draft_noise: Literal["shared", "independent", "greedy"] = Field(
         "shared", json_schema_extra={"instruments": ["greedy"]}
     )
@@ -129,9 +133,11 @@ class VidSpecConfig(BaseModel):
         if self.draft_shape != "auto":
             return self
         if not self.draft_table:
+            if self.adaptive_tokens:
+                return self
             raise ValueError(
-                "draft_shape auto needs draft_table: measure one with `vidspec calibrate --costs` and give its file as "
-                "calibration"
+                "draft_shape auto with adaptive_tokens false needs draft_table: measure one with `vidspec calibrate "
+                "--costs` and give its file as calibration"
             )
         end = 0
         for first, last, shape, num_tokens in self.draft_table:
@@ -167,15 +173,28 @@ class VidSpecConfig(BaseModel):
 
     @property
     def _rows(self) -> tuple[tuple[int, int, str, int], ...]:
-        """The rows of `draft_table`, or the one that a single shape makes."""
+        """The rows of `draft_table`, or the one that a single shape makes; `auto` without a table is a tree at most."""
         if self.draft_shape == "auto":
-            return self.draft_table or ()
+            most = self.num_speculative_tokens
+            return self.draft_table or ((1, 1, self._auto_tree, most),)
         return ((1, 1, self.draft_shape, self.num_speculative_tokens),)
+
+    @property
+    def _auto_tree(self) -> Shape:
+        """The tree of `draft_shape: auto` without a table."""
+        is_static = len(self.tree.static_paths) == self.num_speculative_tokens
+        return "tree-static" if is_static else "tree-adaptive"
+
+    @property
+    def _finds_shape(self) -> bool:
+        """Whether chains and trees are chosen from without a table."""
+        return self.draft_shape == "auto" and not self.draft_table
 
     @property
     def shapes(self) -> frozenset[str]:
         """Every shape that this configuration can draft; the chain's where it never drafts."""
-        return frozenset(row.plan.shape for row in self.plans if row.plan.num_tokens) or frozenset({"chain"})
+        found = frozenset(row.plan.shape for row in self.plans if row.plan.num_tokens) or frozenset({"chain"})
+        return found | {"chain"} if self._finds_shape else found
 
     @property
     def max_path(self) -> int:
@@ -201,31 +220,32 @@ class VidSpecConfig(BaseModel):
         """What is drafted by batch size, which is also vLLM's schedule of tokens; past the end the last row holds."""
         return capped(self._rows, self.num_speculative_tokens_per_batch_size)
 
-    @model_validator(mode="after")
-    def _one_schedule(self) -> "VidSpecConfig":
-        if self.adaptive_tokens and self._has_schedule:
-            raise ValueError(
-                "adaptive_tokens finds the tokens per batch size out: drop draft_table and "
-                "num_speculative_tokens_per_batch_size"
-            )
-        return self
-
     @property
     def changes_with_load(self) -> bool:
-        """Whether the number of tokens depends on the batch size."""
-        return self._has_schedule or self.adaptive_tokens
+        """Whether the number of tokens may differ from step to step."""
+        return self.has_schedule or self.adaptive_tokens
 
     @property
-    def _has_schedule(self) -> bool:
+    def has_schedule(self) -> bool:
         """Whether tokens by batch size were given."""
-        return self.draft_shape == "auto" or self.num_speculative_tokens_per_batch_size is not None
+        return self.draft_table is not None or self.num_speculative_tokens_per_batch_size is not None
 
-    @property
-    def token_choices(self) -> tuple[int, ...]:
-        """The numbers of tokens that `adaptive_tokens` chooses from, the most first; chains may be cut in half."""
-        most = self.num_speculative_tokens
-        half = (-(-most // 2),) if self.draft_shape == "chain" and most > 1 else ()
-        return (most, *half, 0)
+    def choices(self, has_graphs: bool) -> tuple[Plan, ...]:
+        """Return what `adaptive_tokens` chooses from beside nothing, trees first and long chains before short ones.
+
+        Args:
+            has_graphs: Whether each number of tokens costs graphs: then chains are whole or half.
+        """
+        plans = {row.plan for row in self.plans if row.plan.num_tokens}
+        trees = sorted(plan for plan in plans if plan.shape != "chain")
+        longest = max((plan.num_tokens for plan in plans if plan.shape == "chain"), default=0)
+        if self._finds_shape:
+            longest = min(self.num_speculative_tokens, MOST_AUTO_CHAIN)
+        if has_graphs:
+            lengths = {longest, -(-longest // 2)}
+        else:
+            lengths = {longest >> shift for shift in range(7)} | {length for length in (3, 5) if length <= longest}
+        return (*trees, *(Plan("chain", length) for length in sorted(lengths - {0}, reverse=True)))
 
     def plan_for(self, num_reqs: int) -> Plan:
         """Return what a step of so many requests drafts for each."""

@@ -71,7 +71,7 @@ def translate(args: Any) -> VidSpecConfig | None:
         "model": draft,
         "num_speculative_tokens": config.num_speculative_tokens,
     }
-    if config.changes_with_load:
+    if config.changes_with_load and not (args.data_parallel_size > 1 and not config.has_schedule):
         args.speculative_config["num_speculative_tokens_per_batch_size"] = _schedule(args, config)
     args.additional_config = {**(args.additional_config or {}), METHOD: config.model_dump()}
     args.worker_cls = _WORKERS[current_platform.is_cpu()]
@@ -269,17 +269,21 @@ def _warn(vllm_config: Any, config: VidSpecConfig) -> None:
 
 def _schedule(args: Any, config: VidSpecConfig) -> list[tuple[int, int, int]]:
     """Return vLLM's own schedule of tokens per batch size: the plans', so that the scheduler and the draft agree."""
-    if args.data_parallel_size > 1:
+    from vllm.platforms import current_platform
+
+    if args.data_parallel_size > 1 and config.has_schedule:
         raise VidSpecError(
-            "data parallelism needs one number of tokens at every batch size: drop draft auto, adaptive_tokens and "
+            "data parallelism needs one number of tokens at every batch size: drop draft auto, draft_table and "
             "num_speculative_tokens_per_batch_size"
         )
     if config.adaptive_tokens:
-        # vLLM captures graphs for the numbers that it finds here, at whatever size; the scheduler's table is ours.
-        choices = config.token_choices
+        # vLLM captures graphs for the numbers that it finds here, at whatever size; each step's number is ours.
+        most = config.num_speculative_tokens
+        others = {plan.num_tokens for plan in config.choices(has_graphs=not current_platform.is_cpu())} - {most}
+        choices = (most, 0, *sorted(others, reverse=True))
         return [
             *((size, size, number) for size, number in enumerate(choices, 1)),
-            (len(choices) + 1, 1 << 20, choices[0]),
+            (len(choices) + 1, 1 << 20, most),
         ]
     return [(row.first, row.last, row.plan.num_tokens) for row in config.plans]
 

@@ -29,6 +29,7 @@ class Arrival:
         cache_salt: Whose it is, where an operator keeps tenants apart; "" for everybody's.
         has_embeds: Whether the prompt is one of embeddings, whose `token_ids` mean nothing.
         way: By which of `PruneKnobs.ways` its prompt is pruned.
+        is_shown: Whether the draft is to see it; requests of a class that has not paid are not shown.
     """
 
     req_id: str
@@ -40,6 +41,7 @@ class Arrival:
     cache_salt: str = ""
     has_embeds: bool = False
     way: int = 0
+    is_shown: bool = True
 
     @property
     def is_structured(self) -> bool:
@@ -119,6 +121,8 @@ class RequestRows:
         self._tables: list[RowTable] = []
         self._cohort: Cohort | None = None  # of the last step; None once a row has changed
         self._published: Cohort | None = None  # whose drafts are in flight, all of them and no others of its batch
+        self.in_flight: frozenset[str] = frozenset()  # the same by request id
+        self.num_skips = 0  # requests that were ever skipped
 
     def register(self, *tables: RowTable) -> None:
         """Tell tables of every row's ends from here on, in the order of registration."""
@@ -180,17 +184,22 @@ class RequestRows:
         self._forget_draft(req_state_idx)
         self.enter(req_state_idx, Phase.SKIPPED)
         self.skip_reason[req_state_idx] = reason
+        self.num_skips += 1
 
-    def publish(self, idx_mapping: torch.Tensor, cohort: Cohort, num_nodes: torch.Tensor | None) -> None:
+    def publish(
+        self, idx_mapping: torch.Tensor, req_ids: Sequence[str], cohort: Cohort, num_nodes: torch.Tensor | None
+    ) -> None:
         """Note which of a step's requests have a draft in flight from here on.
 
         Args:
             idx_mapping: `[num_reqs]` int64 persistent rows of the batch on the device.
+            req_ids: `[num_reqs]` their requests.
             cohort: Those that were drafted for.
             num_nodes: `[n]` int nodes of their trees on the device; None for chains.
         """
         if cohort is not self._published:
             self._published, rows_np, is_drafted = cohort, cohort.rows_np, cohort.is_drafted
+            self.in_flight = frozenset(req_ids[place] for place in cohort.places_np.tolist())
             if (self.has_draft_np[rows_np] != is_drafted).any():  # seldom: the usual step uploads nothing
                 self.has_draft_np[rows_np] = is_drafted
                 self.has_draft[idx_mapping] = async_tensor_h2d(is_drafted, device=self.has_draft.device)

@@ -31,7 +31,7 @@ from vllm_vidspec.engine.parallel.timeline import EventKind, Timeline
 from vllm_vidspec.engine.parts import RunnerParts
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.report.request_metrics import PublishingOutput
-from vllm_vidspec.engine.requests import Arrival, RequestRows
+from vllm_vidspec.engine.requests import Arrival, Phase, RequestRows
 from vllm_vidspec.engine.scheduling import way_of
 from vllm_vidspec.engine.verify.step import VerifyStep
 
@@ -51,6 +51,7 @@ class VidSpecModelRunner(GPUModelRunner):
         self.agreement = Agreement(get_tp_group())
         self.timeline = Timeline()
         self._step_start = 0.0
+        self._num_told_skips = 0  # of `RequestRows.num_skips`, those that the scheduler's side knows of
         self.drafter_client: DrafterClient | None = None  # of the first rank, where the draft is another process's
 
     # ---- set-up ----------------------------------------------------------------------------------------------------
@@ -123,6 +124,7 @@ class VidSpecModelRunner(GPUModelRunner):
             cache_salt=scheduler.salt_of(request),
             has_embeds=request.prompt_embeds is not None,
             way=way_of(request.sampling_params),
+            is_shown=scheduler.is_shown(request),
         )
 
     def _remove_request(self, req_id: str) -> bool:
@@ -163,6 +165,8 @@ class VidSpecModelRunner(GPUModelRunner):
 
     def execute_model(self, scheduler_output, *args, **kwargs):
         self._step_start = time.monotonic()
+        if self.speculator is not None:
+            self.speculator.decision = scheduler.decision_of(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
             self.counters.flush()  # the last step's, which no later one publishes
         output = super().execute_model(scheduler_output, *args, **kwargs)
@@ -184,18 +188,42 @@ class VidSpecModelRunner(GPUModelRunner):
         return output, num_sampled, num_rejected
 
     def sample_tokens(self, grammar_output):
-        output = super().sample_tokens(grammar_output)
+        verified = self.requests.in_flight  # until `propose` puts the next drafts in their place
+        if self.speculator.is_at_rest:  # the step costs what it would without us
+            self.counters.add("undrafted_steps")
+            self.speculator.reading = frozenset()
+            with compat.without_drafts(self):
+                output = super().sample_tokens(grammar_output)
+        else:
+            output = super().sample_tokens(grammar_output)
         self.counters.flush()
         publish = self.counters.publisher()
-        if publish is None:
+        report = None if self.speculator.decision is None else self._report(verified)
+        if publish is None and report is None:
             return output
         if isinstance(output, AsyncModelRunnerOutput):
-            return PublishingOutput(output, publish)
-        publish()
+            return PublishingOutput(output, publish, report)
+        if publish is not None:
+            publish()
+        if report is not None:
+            scheduler.attach_report(output, report)
         return output
+
+    def _report(self, verified: frozenset[str]) -> scheduler.StepReport | None:
+        """Return what the controller beside the scheduler is told of a step that has verified some requests' drafts;
+        None if there is nothing to tell.
+        """
+        reading, skipped = self.speculator.reading, ()
+        if self.requests.num_skips != self._num_told_skips:
+            self._num_told_skips = self.requests.num_skips
+            rows = self.req_states.req_id_to_index.items()
+            skipped = tuple(req_id for req_id, row in rows if self.requests.phase[row] == Phase.SKIPPED)
+        return scheduler.StepReport(verified, reading, skipped) if verified or reading or skipped else None
 
     def take_draft_token_ids(self):
         """Offer what was drafted: nothing for requests without speculation, a tree's nodes and no more."""
+        if self.speculator.decision is not None and not self.speculator.decision.option.num_tokens:
+            return None
         drafts = super().take_draft_token_ids()
         if drafts is not None:
             num_drafts = self.requests.num_drafts(self.num_speculative_steps)

@@ -1,8 +1,8 @@
 """What sits beside vLLM's scheduler, the one place that sees every step of every request and decides for all ranks.
 
 Here is decided how many drafts a step proposes: as many as was asked for while the engine runs, none for a while after
-the draft has failed too often, what pays (`adaptive_tokens`). And by which pruner a request's prompt is pruned
-(`pruner: auto`). Ranks follow what the scheduler's output says, so they agree without a word.
+the draft has failed too often, what pays (`adaptive_tokens`, see `control.py`). And by which pruner a request's prompt
+is pruned (`pruner: auto`). Ranks follow what the scheduler's output says: no collective is needed.
 """
 
 import contextlib
@@ -15,15 +15,15 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from vllm.logger import init_logger
 
 from vllm_vidspec import metrics
-from vllm_vidspec.adapt import Bandit, Payoff
+from vllm_vidspec.adapt import Bandit, Decision
 from vllm_vidspec.config import METHOD, PruneKnobs, VidSpecConfig
 from vllm_vidspec.config.groups import AUTO
 from vllm_vidspec.config.model import flatten
 from vllm_vidspec.counter_files import open_for
+from vllm_vidspec.engine.control import SchedulerControl
 from vllm_vidspec.errors import VidSpecError
 
 logger = init_logger("vllm.vidspec")
@@ -55,11 +55,12 @@ class SchedulerSide:
         self._most = config.num_speculative_tokens
         self._file = open_for(vllm_config)
         self._ways = _Ways(config, self._file) if len(config.prune.ways) > 1 else None
-        self._tokens = _Tokens(config, scheduler, self._file) if config.adaptive_tokens else None
-        # vLLM's own table of tokens by batch size, or the one that is kept here; None: always K.
+        # vLLM's own table of tokens by batch size; None: always K.
         self._table: list[int] | None = scheduler.dynamic_sd_lookup
         # Data-parallel engines need one number of tokens in every step.
         self._is_alone = vllm_config.parallel_config.data_parallel_size == 1
+        is_adaptive = config.adaptive_tokens and self._is_alone
+        self._control = SchedulerControl(config, scheduler, vllm_config, self._file) if is_adaptive else None
         self._limit: int | None = None  # what was asked for while the engine runs
         self._breaker = _Breaker(config, self._file) if self._is_alone and self._file is not None else None
         self._show()
@@ -70,12 +71,20 @@ class SchedulerSide:
             self._ways.harvest(self._scheduler.requests)
             self._ways.add(request)
 
+    def is_shown(self, request: Any) -> bool:
+        """Return whether a request that is scheduled for the first time, or again, is shown to the draft."""
+        return self._control is None or self._control.is_shown(request)
+
+    def plan(self, scheduler_output: Any) -> Decision | None:
+        """Return what a step drafts; None where vLLM's table says it."""
+        return None if self._control is None else self._control.plan(scheduler_output, self._most_now)
+
     def hear(self, scheduler_output: Any, output: Any) -> None:
-        """Hear what a step has put out."""
+        """Take in what a step has put out."""
         if self._ways is not None:
             self._ways.hear(scheduler_output, output)
-        if self._tokens is not None:
-            self._tokens.hear(scheduler_output, output)
+        if self._control is not None:
+            self._control.hear(scheduler_output, output)
         if self._breaker is not None and self._breaker.look():
             self._show()
 
@@ -110,9 +119,14 @@ class SchedulerSide:
         if not self._is_alone:
             raise VidSpecError("num_speculative_tokens cannot change while data-parallel engines run")
 
+    @property
+    def _most_now(self) -> int | None:
+        """The most drafts of a step, by the operator or after failures; None for as many as was configured."""
+        return 0 if self._breaker is not None and self._breaker.is_open else self._limit
+
     def _show(self) -> None:
         """Let vLLM's table say what holds now."""
-        most = 0 if self._breaker is not None and self._breaker.is_open else self._limit
+        most = self._most_now
         table = self._table
         if most is not None:
             size = self._scheduler.scheduler_config.max_num_seqs
@@ -176,69 +190,6 @@ class _Breaker:
             self._rest_s,
         )
         return True
-
-
-class _Tokens:
-    """`adaptive_tokens`: measures steps, and keeps vLLM's table of tokens by batch size.
-
-    Args:
-        config: Ours.
-        scheduler: vLLM's, whose table is replaced.
-        file: The engine's counters, or None.
-    """
-
-    def __init__(self, config: VidSpecConfig, scheduler: Any, file: metrics.MetricsFile | None):
-        self._is_chain = config.draft_shape == "chain"
-        self._payoff = Payoff(config.token_choices, is_prefix=self._is_chain)
-        size = scheduler.scheduler_config.max_num_seqs
-        self.table = scheduler.dynamic_sd_lookup = [config.num_speculative_tokens] * (size + 1)
-        self._file = file
-        self._last = (
-            0.0,
-            0,
-            -1,
-        )  # when the last step ended, its requests, its drafts of each; -1: not of pure decoding
-
-    def hear(self, scheduler_output: Any, output: Any) -> None:
-        """Measure a step of pure decoding that follows one like it, and follow what comes of that."""
-        now, scheduled = time.monotonic(), scheduler_output.num_scheduled_tokens
-        num_reqs = len(scheduled)
-        if not num_reqs:
-            return
-        drafts = scheduler_output.scheduled_spec_decode_tokens.values()
-        # Every request has decoded, all with drafts or all without: otherwise a prompt is being read, or a draft.
-        is_pure = (
-            len(drafts) in (0, num_reqs)
-            and scheduler_output.total_num_scheduled_tokens == num_reqs + sum(map(len, drafts))
-            and not scheduler_output.scheduled_new_reqs
-        )
-        # Trees have as many nodes as they have; chains are as long as was asked for.
-        num_drafts = 0 if not drafts else max(map(len, drafts)) if self._is_chain else self._payoff.choices[0]
-        before, num_before, drafts_before = self._last
-        self._last = (now, num_reqs, num_drafts if is_pure else -1)
-        if not is_pure or (num_before, drafts_before) != (num_reqs, num_drafts):
-            return
-        counts = np.fromiter(map(len, output.sampled_token_ids), dtype=np.int64, count=len(output.sampled_token_ids))
-        if self._payoff.hear(num_reqs, num_drafts, np.maximum(counts - 1, 0), now - before):
-            self._follow(num_reqs)
-
-    def _follow(self, num_reqs: int) -> None:
-        """Let vLLM's table say what the payoff says, and tell of a change."""
-        changes, chosen = self._payoff.num_changes, self._payoff.choose(num_reqs)
-        for size in self._payoff.sizes_of(self._payoff.load_of(num_reqs)):
-            if size < len(self.table):
-                self.table[size] = chosen
-        if self._file is None:
-            return
-        known = self._file.values()["token_changes"]
-        self._file.set("tokens_in_use", self._payoff.in_use(num_reqs))
-        if changes > known:
-            self._file.add("token_changes", changes - known)
-            logger.info(
-                "vidspec: %d draft tokens a step pay best at %d running requests",
-                self._payoff.in_use(num_reqs),
-                num_reqs,
-            )
 
 
 class _Ways:

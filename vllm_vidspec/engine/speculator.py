@@ -5,7 +5,7 @@
     for each request that the draft knows:                                                  reserve
         make room for the committed text and K drafts, else give the request up
     for the first in line: read a bounded piece of their pruned prompts                     prefill
-    where drafting does not pay at this many requests: nothing of these two                 rest
+    where drafting does not pay, for a request or for all: nothing of these two             rest
     for each request that the draft has read, all in one batch:                             draft
         roll back to the committed length, feed its last two tokens, then a level at a time:
             logits -> the target's own noise -> the next tokens of a chain, or nodes of a tree
@@ -27,6 +27,7 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
+from vllm_vidspec.adapt import Decision
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft.drafter import Drafter, without_room
 from vllm_vidspec.engine.draft.graphs import DraftGraphs
@@ -114,6 +115,8 @@ class VidSpecSpeculator(BaseSpeculator):
         # By row, the prompts whose scores are on their way to the host.
         self._waiting: dict[int, tuple[PrefillMessage, PendingScores]] = {}
         self._room = WaitingRoom(requests, counters)
+        self.decision: Decision | None = None  # of the step that runs; None: `knobs` say what a batch size drafts
+        self.reading: frozenset[str] = frozenset()  # requests whose prompts were read on in it
         # [max_num_reqs, K]
         self._draft_tokens = torch.zeros(
             len(requests.phase), knobs.now.num_speculative_tokens, dtype=torch.int64, device=self._device
@@ -208,7 +211,10 @@ class VidSpecSpeculator(BaseSpeculator):
 
     def admit(self, arrival: Arrival) -> None:
         """Keep a request's prompt on the host until its target prefill is done."""
-        self._arrivals[arrival.req_state_idx] = arrival
+        if arrival.is_shown:
+            self._arrivals[arrival.req_state_idx] = arrival
+        else:
+            self._requests.skip(arrival.req_state_idx, "unshown")
 
     def forget(self, req_state_idx: int) -> None:
         """Free what a row's request holds on the draft's side."""
@@ -279,12 +285,11 @@ class VidSpecSpeculator(BaseSpeculator):
                 self.draft_model.profile()
             return self._draft_tokens[: input_batch.num_reqs].zero_()
         plan = self._knobs.now.plan_for(input_batch.num_reqs)
-        pays = plan.num_tokens > 0
-        # The same number, from the same plans, but for vLLM's warm-up, and 0 where it knows that no request of the step
-        # can use drafts (from 0.33 on).
-        if num_speculative_tokens is not None:
-            plan = plan._replace(num_tokens=min(plan.num_tokens, num_speculative_tokens))
-        step = Step.of(input_batch, num_sampled, plan)
+        step = Step.of(input_batch, num_sampled, plan, self.decision, num_speculative_tokens)
+        plan, pays = step.plan, plan.num_tokens > 0 and (self.decision is None or self.decision.option.num_tokens > 0)
+        self.reading = frozenset()
+        if step.rests is not None:
+            self._put_in_line(step, np.flatnonzero(step.rests & self._are_in(step, Phase.DRAFTING)))
         self._start(step)
         self._reserve(step)
         if plan.num_tokens:
@@ -301,8 +306,14 @@ class VidSpecSpeculator(BaseSpeculator):
             if not pays:
                 self._counters.add("undrafted_steps")
             tokens, num_nodes = self._draft_tokens[: input_batch.num_reqs].zero_(), None
-        self._requests.publish(input_batch.idx_mapping, self._cohort(step), num_nodes)
+        self._requests.publish(input_batch.idx_mapping, input_batch.req_ids, self._cohort(step), num_nodes)
         return tokens
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nobody is to be drafted for, and nobody was: then `propose` has nothing to do."""
+        rests = self.decision is not None and not self.decision.option.num_tokens
+        return rests and not self._requests.in_flight and not self._requests.any_in(Phase.DRAFTING)
 
     def _cohort(self, step: Step) -> Cohort:
         """Return who of a step is drafted for, at this point of it."""
@@ -311,6 +322,11 @@ class VidSpecSpeculator(BaseSpeculator):
     def _are_in(self, step: Step, *phases: Phase) -> np.ndarray:
         """Return `[num_reqs]` bool: the requests of a step that are in a phase and whose target prefill is done."""
         return step.is_done & self._requests.are_in(step.batch.idx_mapping_np, *phases)
+
+    def _are_active(self, step: Step, *phases: Phase) -> np.ndarray:
+        """Return the same of those that do not rest."""
+        found = self._are_in(step, *phases)
+        return found if step.rests is None else found & ~step.rests
 
     def _guarded(
         self, phase: str, run: Callable[..., None], step: Step, indices: np.ndarray, *args, is_careful: bool = False
@@ -349,7 +365,9 @@ class VidSpecSpeculator(BaseSpeculator):
         """
         if not (self._arrivals or self._waiting or self._room.has_callers):
             return
-        starters = np.flatnonzero(self._are_in(step, Phase.UNSEEN, Phase.OUTSIDE))
+        if self.decision is not None and not step.plan.num_tokens:
+            return  # nobody is shown to the draft while nothing is drafted
+        starters = np.flatnonzero(self._are_active(step, Phase.UNSEEN, Phase.OUTSIDE))
         self._guarded("start of drafts", self._admit, step, starters, is_careful=True)
 
     def _admit(self, step: Step, indices: np.ndarray) -> None:
@@ -358,7 +376,7 @@ class VidSpecSpeculator(BaseSpeculator):
         unseen = rows[self._requests.are_in(rows, Phase.UNSEEN)].tolist()
         found = (self._message(row) for row in unseen)
         messages = self._room.call_in(rows, self.drafter.kv) + [message for message in found if message is not None]
-        said = [self.drafter.admit(message, bounds[message.req_state_idx]) for message in messages]
+        said = [self._admit_one(message, bounds[message.req_state_idx], step) for message in messages]
         goes_on = self._agreement.settle("draft prefill", [answer != Admission.REFUSED for answer in said])
         for message, answer, is_fine_everywhere in zip(messages, said, goes_on, strict=True):
             row = message.req_state_idx
@@ -371,6 +389,23 @@ class VidSpecSpeculator(BaseSpeculator):
                 self._room.is_in(row)
             elif not self._room.turn_away(message, self.drafter.kv):
                 self._give_up(row, "pool_full")
+
+    def _admit_one(self, message: PrefillMessage, bound: int, step: Step) -> Admission:
+        """Hand the drafter a request; those that rest leave the pool for it where that is full."""
+        outcome = self.drafter.admit(message, bound)
+        if outcome == Admission.FULL and self._release_resting(step):
+            outcome = self.drafter.admit(message, bound)
+        return outcome
+
+    def _release_resting(self, step: Step) -> bool:
+        """Give up the draft KV of a step's requests that rest; return whether there was any."""
+        if step.rests is None:
+            return False
+        rows = step.batch.idx_mapping_np[step.rests & self._are_in(step, Phase.PREFILLING, Phase.HELD)].tolist()
+        for row in rows:
+            self._give_up(row, "rested")
+        self._counters.add("released_resting", len(rows))
+        return bool(rows)
 
     def _message(self, req_state_idx: int) -> PrefillMessage | None:
         """Return what the drafter is told of a request; None while its scores are on their way, or if it is skipped."""
@@ -412,9 +447,10 @@ class VidSpecSpeculator(BaseSpeculator):
     def _reserve(self, step: Step) -> None:
         """Reserve the blocks of this step; requests that no longer fit go on without speculation, if only for now."""
         idx_mapping_np = step.batch.idx_mapping_np
-        if self.drafter.has_room(idx_mapping_np, step.bound):
+        everyone = slice(None) if step.rests is None else ~step.rests
+        if self.drafter.has_room(idx_mapping_np[everyone], step.bound[everyone]):
             return
-        known = np.flatnonzero(self._are_in(step, Phase.PREFILLING, Phase.DRAFTING, Phase.HELD))
+        known = np.flatnonzero(self._are_active(step, Phase.PREFILLING, Phase.DRAFTING, Phase.HELD))
         is_in = np.zeros(len(idx_mapping_np), dtype=bool)
         is_in[known] = True
         for i, reason, detail in without_room(self.drafter, idx_mapping_np[known], step.bound[known]):
@@ -422,6 +458,7 @@ class VidSpecSpeculator(BaseSpeculator):
             if reason != "pool_full":
                 self._skip(step, known[i], reason, detail)
                 continue
+            self._release_resting(step)  # who waits for room finds it in the next step
             row = int(idx_mapping_np[known[i]])
             if self._requests.phase[row] == Phase.DRAFTING:
                 self._put_in_line(step, known[i : i + 1])
@@ -453,7 +490,9 @@ class VidSpecSpeculator(BaseSpeculator):
         """Let the drafter read on in the prompts that it has not seen whole."""
         if not self.drafter.is_reading:
             return
-        in_line = np.flatnonzero(self._are_in(step, Phase.PREFILLING))
+        in_line = np.flatnonzero(self._are_active(step, Phase.PREFILLING))
+        if len(in_line):
+            self.reading = frozenset(step.batch.req_ids[i] for i in in_line.tolist())
         self._guarded("draft prefill", self._read_on, step, in_line, is_careful=True)
 
     def _read_on(self, step: Step, indices: np.ndarray) -> None:

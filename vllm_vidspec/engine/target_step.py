@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from vllm_vidspec.adapt import Decision
 from vllm_vidspec.config import Plan
 
 
@@ -17,6 +18,7 @@ class Step(NamedTuple):
         bound: `[num_reqs]` int64 host bound of the committed lengths, the target's last token included.
         num_sampled: `[num_reqs]` int32 accepted drafts and the target's own token.
         plan: What to draft.
+        rests: `[num_reqs]` bool: requests that get no drafts in this step, though others may; None: there are none.
     """
 
     batch: Any
@@ -24,13 +26,39 @@ class Step(NamedTuple):
     bound: np.ndarray
     num_sampled: torch.Tensor
     plan: Plan
+    rests: np.ndarray | None = None
 
     @classmethod
-    def of(cls, batch: Any, num_sampled: torch.Tensor, plan: Plan) -> "Step":
-        """Read a step from vLLM's batch; nothing here waits for the device."""
+    def of(
+        cls,
+        batch: Any,
+        num_sampled: torch.Tensor,
+        plan: Plan,
+        decision: Decision | None = None,
+        most: int | None = None,
+    ) -> "Step":
+        """Read a step from vLLM's batch; nothing here waits for the device.
+
+        Args:
+            batch: vLLM's `InputBatch`.
+            num_sampled: `[num_reqs]` int32.
+            plan: What is drafted at this batch size, where nobody has decided otherwise.
+            decision: What was decided beside the scheduler.
+            most: Drafts that vLLM has room for.
+        """
+        rests = None
+        if decision is not None:
+            plan = Plan(decision.option.shape, decision.option.num_tokens)
+            if decision.resting:
+                found = map(decision.resting.__contains__, batch.req_ids)
+                rests = np.fromiter(found, dtype=bool, count=batch.num_reqs)
+        # The same number, from the same plans, but for vLLM's warm-up, and 0 where it knows that no request of the step
+        # can use drafts (from 0.33 on).
+        if most is not None:
+            plan = plan._replace(num_tokens=min(plan.num_tokens, most))
         computed = batch.num_computed_tokens_np + batch.num_scheduled_tokens
         if batch.num_draft_tokens_per_req is not None:
             computed = computed - batch.num_draft_tokens_per_req
         # The last draft of this step may commit K more tokens and the target one.
         bound = np.add(batch.seq_lens_cpu_upper_bound.numpy()[: batch.num_reqs], 1, dtype=np.int64)
-        return cls(batch, computed >= batch.prefill_len_np, bound, num_sampled, plan)
+        return cls(batch, computed >= batch.prefill_len_np, bound, num_sampled, plan, rests)

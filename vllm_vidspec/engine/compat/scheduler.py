@@ -1,13 +1,21 @@
 """Patches of the scheduler, in engines that use our method: what sits on it, and what it tells the workers."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+from vllm_vidspec.adapt import Decision
 from vllm_vidspec.config import METHOD
 from vllm_vidspec.engine.compat.contract import wrap
 
 RETUNE = "vidspec_retune"  # the workers' method that changes knobs
-_SALT = "_vidspec_cache_salt"
+# What travels with vLLM's own dataclasses: with a new request its salt and whether it is drafted for, with a step what
+# is drafted (`Decision`), and with its output what was (`StepReport`).
+_SALT, _IS_SHOWN, _DECISION, _REPORT = (
+    "_vidspec_cache_salt",
+    "_vidspec_is_shown",
+    "_vidspec_decision",
+    "_vidspec_report",
+)
 
 
 def hook_scheduler(attach: Callable) -> None:
@@ -22,29 +30,48 @@ def hook_scheduler(attach: Callable) -> None:
 
     Args:
         attach: `(scheduler, VllmConfig)` -> what has `add(request)`, called before a new request is queued,
-            `hear(scheduler_output, output)` after each step, `close()`, and `retuned(knobs)`, entered around the
-            workers' change of what it yields.
+            `is_shown(request)` when it is first scheduled, `plan(scheduler_output)` before the scheduler goes on from
+            a step's plan, which returns the `Decision` of what is drafted, `hear(scheduler_output, output)` after each
+            step, `close()`, and `retuned(knobs)`, entered around the workers' change of what it yields.
     """
     from vllm.v1.core.sched import output
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
     ours = False  # whether this process's engine, of which there is one at a time, uses our method
+    side: Any = None  # what sits on its scheduler
 
     def noting(init, self, vllm_config, *args, **kwargs):
-        nonlocal ours
+        nonlocal ours, side
         ours = METHOD in (vllm_config.additional_config or {})
         init(self, vllm_config, *args, **kwargs)
-        self._vidspec_side = attach(self, vllm_config) if ours else None
+        side = self._vidspec_side = attach(self, vllm_config) if ours else None
 
     def unless_ours(strip, mm_features, num_computed_tokens, uses_mrope=False):
         return mm_features if ours else strip(mm_features, num_computed_tokens, uses_mrope=uses_mrope)
 
-    def salted(make, request, *args, **kwargs):
+    def told(make, request, *args, **kwargs):
         made = make(request, *args, **kwargs)
         if ours and request.cache_salt:
-            setattr(made, _SALT, request.cache_salt)  # travels with the dataclass's own fields
+            setattr(made, _SALT, request.cache_salt)
+        if side is not None and not side.is_shown(request):
+            setattr(made, _IS_SHOWN, False)
         return made
+
+    def planned(original, self, scheduler_output):
+        decision = None if self._vidspec_side is None else self._vidspec_side.plan(scheduler_output)
+        if decision is not None:
+            scheduler_output.num_spec_tokens_to_schedule = decision.option.num_tokens
+            setattr(scheduler_output, _DECISION, decision)
+        original(self, scheduler_output)
+
+    def trimmed(original, self, scheduler_output):
+        original(self, scheduler_output)  # gives every request as many placeholders as the step's number
+        decision = getattr(scheduler_output, _DECISION, None)
+        if decision is not None and not decision.pads:
+            for req_id in decision.resting:
+                self.requests[req_id].spec_token_ids = []
 
     def added(original, self, request):
         if self._vidspec_side is not None and request.request_id not in self.requests:
@@ -71,7 +98,9 @@ def hook_scheduler(attach: Callable) -> None:
 
     wrap(Scheduler, "__init__", noting, "self", "vllm_config")
     wrap(output, "strip_covered_mm_data", unless_ours, "mm_features", "num_computed_tokens", "uses_mrope")
-    wrap(output.NewRequestData, "from_request", salted, "request", "block_ids")
+    wrap(output.NewRequestData, "from_request", told, "request", "block_ids")
+    wrap(Scheduler, "_update_after_schedule", planned, "self", "scheduler_output")
+    wrap(AsyncScheduler, "_update_after_schedule", trimmed, "self", "scheduler_output")
     wrap(Scheduler, "add_request", added, "self", "request")
     wrap(Scheduler, "update_from_output", heard, "self", "scheduler_output", "model_runner_output")
     wrap(Scheduler, "shutdown", closed, "self")
@@ -81,3 +110,40 @@ def hook_scheduler(attach: Callable) -> None:
 def salt_of(request: Any) -> str:
     """Return the `cache_salt` of vLLM's `NewRequestData`, "" for none."""
     return getattr(request, _SALT, "")
+
+
+def is_shown(request: Any) -> bool:
+    """Return whether the request of vLLM's `NewRequestData` is to be shown to the draft."""
+    return getattr(request, _IS_SHOWN, True)
+
+
+def decision_of(scheduler_output: Any) -> Decision | None:
+    """Return what a step of vLLM's `SchedulerOutput` drafts; None where that is a matter of its batch size."""
+    return getattr(scheduler_output, _DECISION, None)
+
+
+def attach_report(output: Any, report: "StepReport") -> None:
+    """Let vLLM's `ModelRunnerOutput` bring a report to the scheduler."""
+    setattr(output, _REPORT, report)
+
+
+def report_of(output: Any) -> "StepReport":
+    """Return the report that vLLM's `ModelRunnerOutput` has brought; an empty one where it has none."""
+    return getattr(output, _REPORT, _NO_REPORT)
+
+
+class StepReport(NamedTuple):
+    """What the worker tells the scheduler of a step.
+
+    Attributes:
+        drafted: Requests whose drafts were verified in it, real ones: vLLM's placeholders are not.
+        reading: Requests whose prompts the draft has read on in it.
+        skipped: Requests that run without speculation for good, those that were not told before.
+    """
+
+    drafted: frozenset[str]
+    reading: frozenset[str]
+    skipped: tuple[str, ...]
+
+
+_NO_REPORT = StepReport(frozenset(), frozenset(), ())

@@ -312,10 +312,9 @@ class Drafter:
         config = self._knobs.now
         plans = config.plans
         if config.adaptive_tokens:  # any batch size may be given any of them
-            shape = plans[0].plan.shape
-            for size in self._graphs.sizes_of(self._width(shape)):
-                for num_tokens in filter(None, config.token_choices):
-                    yield size, Plan(shape, num_tokens)
+            for plan in config.choices(has_graphs=True):
+                for size in self._graphs.sizes_of(self._width(plan.shape)):
+                    yield size, plan
             return
         for shape in sorted({row.plan.shape for row in plans if row.plan.num_tokens}):
             low = 1

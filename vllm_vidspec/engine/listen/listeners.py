@@ -70,8 +70,9 @@ class TargetListeners:
             listener.init_kv(runner)
 
     def admit(self, arrival: Arrival) -> None:
-        """Take a request in that has just got its row."""
-        self._tell("arrive", arrival)
+        """Take a request in that has just got its row; one that the draft is not shown costs the target nothing."""
+        if arrival.is_shown:
+            self._tell("arrive", arrival)
 
     def before_forward(self, batch: Any) -> None:
         """Let each plan a step, given vLLM's `InputBatch`."""

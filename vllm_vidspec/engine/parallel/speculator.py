@@ -23,6 +23,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vidspec_kernels import NUM_HEADERS, NUM_TOLD, take_windows, warm_up
+from vllm_vidspec.adapt import Decision
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.listen.prompts import Guidance, PendingScores
@@ -97,6 +98,8 @@ class ParallelSpeculator(BaseSpeculator):
         self._most = config.num_speculative_tokens
         num_rows = len(requests.phase)
         self._ring = sizes_of(config, num_rows, 1, 0).ring
+        self.decision: Decision | None = None  # of the step that runs
+        self.reading: frozenset[str] = frozenset()  # prompts are read elsewhere
         self._known: dict[int, _Known] = {}  # by row
         self._waiting: dict[int, PendingScores] = {}  # by row, scores on their way to the host
         self._refused: dict[int, str] = {}  # by row, heard and not yet acted on, as all ranks do at once
@@ -147,6 +150,9 @@ class ParallelSpeculator(BaseSpeculator):
         if self._counters.is_paused:
             return
         row = arrival.req_state_idx
+        if not arrival.is_shown:
+            self._requests.skip(row, "unshown")
+            return
         if arrival.has_embeds or arrival.sampling is None:
             self._requests.skip(row, "unsupported")
             self._counters.skip("unsupported", arrival.req_id, "its prompt is one of embeddings, made for the target")
@@ -214,6 +220,8 @@ class ParallelSpeculator(BaseSpeculator):
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
+    is_at_rest = False  # the drafter is told of every token
+
     @torch.inference_mode()
     def propose(
         self,
@@ -240,13 +248,13 @@ class ParallelSpeculator(BaseSpeculator):
         if dummy_run:
             return self._draft_tokens[:num_reqs].zero_()
         plan = self._knobs.now.plan_for(num_reqs)
-        most = plan.num_tokens if num_speculative_tokens is None else min(plan.num_tokens, num_speculative_tokens)
-        step = Step.of(input_batch, num_sampled, plan)
+        step = Step.of(input_batch, num_sampled, plan, self.decision, num_speculative_tokens)
+        most = step.plan.num_tokens
         if self._guidance is not None:
             self._begin_guided(step, self._guidance)
         streams = self._exchange(step, most)
         tokens, counts, cohort = self._take(step, streams)
-        self._requests.publish(input_batch.idx_mapping, cohort, counts)
+        self._requests.publish(input_batch.idx_mapping, input_batch.req_ids, cohort, counts)
         return tokens
 
     def _begin_guided(self, step: Step, guidance: Guidance) -> None:
@@ -336,7 +344,9 @@ class ParallelSpeculator(BaseSpeculator):
         rows = batch.idx_mapping_np
         for i in np.flatnonzero(state == StreamState.REFUSED).tolist():
             self._requests.skip(int(rows[i]), self._refused.pop(int(rows[i]), "draft_error"))
-        is_streaming = state == StreamState.STREAMING
+        is_streaming = (state == StreamState.STREAMING) & (step.plan.num_tokens > 0)
+        if step.rests is not None:
+            is_streaming &= ~step.rests
         for phase, is_new in (
             (Phase.DRAFTING, is_streaming & self._requests.are_in(rows, Phase.PREFILLING)),
             (Phase.PREFILLING, ~is_streaming & self._requests.are_in(rows, Phase.DRAFTING)),

@@ -10,6 +10,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunn
 
 from vllm_vidspec import metrics
 from vllm_vidspec.counter_files import CounterFiles
+from vllm_vidspec.engine.compat.scheduler import StepReport, attach_report
 
 logger = init_logger("vllm.vidspec")
 
@@ -53,16 +54,20 @@ class RequestMetricsReader:
 
 
 class PublishingOutput(AsyncModelRunnerOutput):
-    """A step's output that publishes our counts when the device has finished it, before anybody sees the tokens."""
+    """A step's output that publishes our counts when the device has finished it, before anybody sees the tokens, and
+    brings a report to the scheduler.
+    """
 
-    def __init__(self, inner: AsyncModelRunnerOutput, publish: Callable[[], None]):
-        self._inner = inner
-        self._publish = publish
+    def __init__(self, inner: AsyncModelRunnerOutput, publish: Callable[[], None] | None, report: StepReport | None):
+        self._inner, self._publish, self._report = inner, publish, report
 
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the step, then publish."""
         output = self._inner.get_output()
-        self._publish()
+        if self._publish is not None:
+            self._publish()
+        if self._report is not None:
+            attach_report(output, self._report)
         return output
 
     def get_kv_connector_output(self) -> KVConnectorOutput | None:

@@ -1,0 +1,203 @@
+"""SchedulerControl: the controller of drafts (`adapt/control.py`) on vLLM's scheduler, whose steps it plans."""
+
+import time
+from typing import Any
+
+import numpy as np
+from vllm.logger import init_logger
+
+from vllm_vidspec import metrics
+from vllm_vidspec.adapt import REST, Controller, Decision, Option, class_label
+from vllm_vidspec.config import Plan, VidSpecConfig
+from vllm_vidspec.engine.compat import scheduler as compat
+from vllm_vidspec.names import CLASS_LABELS
+
+logger = init_logger("vllm.vidspec")
+
+_REST_STEPS = 8  # steps at rest that the controller is told of together
+_GREEDY = 1e-5  # a temperature below this is vLLM's argmax
+
+
+class SchedulerControl:
+    """Decides what every step of one scheduler drafts.
+
+    Args:
+        config: Ours.
+        scheduler: vLLM's.
+        vllm_config: vLLM's.
+        file: The engine's counters, or None.
+    """
+
+    def __init__(self, config: VidSpecConfig, scheduler: Any, vllm_config: Any, file: metrics.MetricsFile | None):
+        from vllm.platforms import current_platform
+
+        self._config, self._scheduler, self._file = config, scheduler, file
+        has_graphs = not current_platform.is_cpu()
+        plans = config.choices(has_graphs)
+        if config.is_parallel:  # a window is as long as it is
+            plans = plans[:1]
+        options = (*(self._option(plan) for plan in plans), REST)
+        pads = has_graphs and vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+        # Requests that are preempted keep their slot.
+        self._controller = Controller(options, 2 * scheduler.scheduler_config.max_num_seqs, pads)
+        self._is_resting: dict[int, bool] = {}  # by place in `Controller.classes`, as it was logged
+        # Of the last step's output: when it came, and by what decision.
+        self._last: tuple[float, Decision | None] = (0.0, None)
+        self._drafted: tuple[Any, ...] = ()
+        # Steps at rest that are not yet told of: whose, when they began, how many.
+        self._rested: tuple[list[str], float, int] = ([], 0.0, 0)
+
+    def _option(self, plan: Plan) -> Option:
+        """Return what the controller knows of a plan; no forward is this process's where the drafter has its own."""
+        is_parallel, tree = self._config.is_parallel, self._config.tree
+        num_levels = {
+            "chain": lambda: plan.num_tokens,
+            "tree-static": lambda: max(map(len, tree.static_paths)),
+            "tree-adaptive": lambda: min(plan.num_tokens, tree.depth_max),
+        }[plan.shape]()
+        return Option(*plan, 0 if is_parallel else num_levels, plan.shape == "chain" and not is_parallel)
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    def is_shown(self, request: Any) -> bool:
+        """Return whether a request that is scheduled for the first time, or again, is shown to the draft."""
+        num_visual = {"video": 0, "image": 0}
+        num_kept = 0.0
+        for feature in request.mm_features:
+            modality = "image" if feature.modality == "image" else "video"
+            size = feature.mm_position.length
+            num_visual[modality] += size
+            num_kept += size * (1 - self._config.prune.ratio_for(modality))
+        total, params = sum(num_visual.values()), request.sampling_params
+        is_sampled = params is not None and params.temperature > _GREEDY
+        way = (getattr(params, "extra_args", None) or {}).get("_vidspec_way", 0)
+        label, num_tokens = class_label(num_visual["video"], num_visual["image"]), request.num_tokens
+        shown = self._controller.add(
+            request.request_id, label, (is_sampled, way), num_tokens, num_tokens - total + int(num_kept)
+        )
+        self._tell_of_classes()
+        if self._file is not None:
+            self._file.add(f"{'shown' if shown else 'unshown'}_{CLASS_LABELS[label]}")
+        return shown
+
+    def _tell_of_classes(self) -> None:
+        """Say which classes have come to rest or come back since it was last said."""
+        for index, known in enumerate(self._controller.classes):
+            if self._is_resting.get(index, False) == known.rests:
+                continue
+            self._is_resting[index], name = known.rests, CLASS_LABELS[known.label]
+            length = self._controller.expected_length(index)
+            if self._file is not None:
+                self._file.add(f"{'rests' if known.rests else 'resumes'}_{name}")
+            if known.rests:
+                logger.info(
+                    "vidspec: requests of class %s are no longer drafted for: %.2f tokens per verify step do not pay "
+                    "for their drafts; they are probed now and then",
+                    name,
+                    length,
+                )
+            else:
+                logger.info(
+                    "vidspec: requests of class %s are drafted for again: %.2f tokens per verify step", name, length
+                )
+
+    # ---- a step ----------------------------------------------------------------------------------------------------
+
+    def plan(self, scheduler_output: Any, most: int | None) -> Decision | None:
+        """Return what a step drafts.
+
+        Args:
+            scheduler_output: vLLM's, complete.
+            most: Drafts that no request may exceed; None for as many as was configured.
+        """
+        req_ids = list(scheduler_output.num_scheduled_tokens)
+        if scheduler_output.finished_req_ids:
+            self._tell_of_rest()
+        for req_id in scheduler_output.finished_req_ids:
+            ended = self._controller.remove(req_id)
+            if ended is not None and self._file is not None:
+                self._file.add(f"steps_{CLASS_LABELS[ended.label]}", ended.verify_steps)
+                self._file.add(f"tokens_{CLASS_LABELS[ended.label]}", ended.verify_tokens)
+        if self._config.has_schedule and req_ids:
+            allowed = self._config.plan_for(len(req_ids)).num_tokens
+            most = allowed if most is None else min(most, allowed)
+        decision = self._controller.decide(req_ids, most)
+        if self._file is not None:
+            self._file.set("tokens_in_use", decision.option.num_tokens)
+        return decision
+
+    def hear(self, scheduler_output: Any, output: Any) -> None:
+        """Learn from what a step has put out."""
+        decision = compat.decision_of(scheduler_output)
+        req_ids = output.req_ids
+        if decision is None or not req_ids:
+            return
+        now, report = time.monotonic(), compat.report_of(output)
+        drafts, num_reqs = scheduler_output.scheduled_spec_decode_tokens, len(req_ids)
+        before, last = self._last
+        self._last = now, decision
+        if decision == last and self._is_at_rest(scheduler_output, report, num_reqs):
+            return self._rest(req_ids, before, now)
+        self._tell_of_rest()
+        num_tokens = np.fromiter(map(len, output.sampled_token_ids), dtype=np.int64, count=num_reqs)
+        # Of the usual step this is what it was of the one before.
+        key = (req_ids, report.drafted, len(drafts), scheduler_output.total_num_scheduled_tokens)
+        if self._drafted[:4] != key:
+            of = {req_id: len(drafts.get(req_id, ())) if req_id in report.drafted else 0 for req_id in req_ids}
+            # A step of decoding alone schedules a token of each request, and the drafts.
+            num_drafts = sum(map(len, drafts.values()))
+            is_pure = scheduler_output.total_num_scheduled_tokens == num_reqs + num_drafts
+            self._drafted = (*key, np.fromiter(of.values(), dtype=np.int64, count=num_reqs), is_pure)
+        drafted, is_pure = self._drafted[4:]
+        self._controller.observe(
+            decision,
+            req_ids,
+            drafted,
+            num_tokens,
+            last is None or last.option.is_prefix,
+            now - before if is_pure and last is not None and not scheduler_output.scheduled_new_reqs else None,
+            last is not None and last.number == decision.number,
+            report.reading,
+        )
+        if report.skipped:
+            self._controller.cannot_draft(report.skipped)
+
+    # ---- steps at rest: told of several at a time, as each costs nothing else ----------------------------------------
+
+    @staticmethod
+    def _is_at_rest(scheduler_output: Any, report: compat.StepReport, num_reqs: int) -> bool:
+        """Return whether a step has decoded one token of each request, without drafts and without news."""
+        return (
+            scheduler_output.total_num_scheduled_tokens == num_reqs
+            and not scheduler_output.num_spec_tokens_to_schedule
+            and not scheduler_output.scheduled_new_reqs
+            and not any(report)
+        )
+
+    def _rest(self, req_ids: list[str], before: float, now: float) -> None:
+        """Take note of a step at rest."""
+        known, since, num_steps = self._rested
+        if num_steps and known != req_ids:
+            self._tell_of_rest()
+            num_steps = 0
+        self._rested = (req_ids, since if num_steps else before, num_steps + 1)
+        if num_steps + 1 == _REST_STEPS:
+            self._tell_of_rest(now)
+
+    def _tell_of_rest(self, now: float | None = None) -> None:
+        """Tell the controller of steps at rest, and how long they took, if that is known."""
+        req_ids, since, num_steps = self._rested
+        self._rested = ([], 0.0, 0)
+        if not num_steps:
+            return
+        zeros = np.zeros(len(req_ids), dtype=np.int64)
+        seconds = None if now is None else (now - since) / num_steps
+        self._controller.observe(
+            Decision(REST, frozenset(), -1, False),
+            req_ids,
+            zeros,
+            zeros + num_steps,
+            True,
+            seconds,
+            num_steps=num_steps,
+        )
