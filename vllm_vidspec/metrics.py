@@ -58,7 +58,7 @@ _COUNTERS = {
     "cooldowns": "Times that speculation was switched off for a while because the draft failed too often.",
     "waiting_drafts": "Times that a request had outgrown the draft's KV pool and waited for room.",
     "resumed_drafts": "Times that a request was drafted for again because the pool had room.",
-    "released_resting": "Requests whose draft KV was given up while they rested, as others needed the room.",
+    "released_resting": "Resting requests whose draft KV was given up, as others needed the room.",
     "drafter_restarts": "Starts of the drafter's process after its first.",
     "prompts": "Prompts that the draft has prefilled.",
     "text_tokens": "Text tokens of the prompts that the draft has prefilled.",
@@ -125,10 +125,10 @@ BY_LABEL: dict[str, tuple[str, str, tuple[str, ...] | range, str]] = {
         for metric, text, name in (
             ("class_shown_requests", "Requests shown to the draft, by modality and visual tokens.", "shown_{}"),
             ("class_unshown_requests", "Requests not shown to the draft, as their class does not pay.", "unshown_{}"),
-            ("class_verify_steps", "Verify steps with drafts of requests that have ended.", "steps_{}"),
-            ("class_verify_tokens", "Tokens that these steps gave.", "tokens_{}"),
+            ("class_verify_steps", "Verify steps with drafts, of requests that have ended.", "steps_{}"),
+            ("class_verify_tokens", "Tokens of verify steps with drafts, of requests that have ended.", "tokens_{}"),
             ("class_rests", "Times that drafting for a class was found not to pay.", "rests_{}"),
-            ("class_resumes", "Times that it was found to pay again.", "resumes_{}"),
+            ("class_resumes", "Times that drafting for a class was found to pay again.", "resumes_{}"),
         )
     },
     "unguided_prompts": ("Prompts pruned uniformly for want of guidance.", "reason", GUIDANCE_FALLBACKS, "unguided_{}"),

@@ -225,7 +225,7 @@ def test_a_reason_nobody_knows_yet_is_shown(sound):
     ("counted", "tokens", "words", "level"),
     [
         ({}, 0, "no request", "info"),
-        ({"undrafted_steps": 9, "prompts": 3}, 90, "of a size that has no drafts", "warn"),
+        ({"undrafted_steps": 9, "prompts": 3}, 90, "drafts do not pay, or are switched off", "warn"),
         ({"skipped_too_long": 4}, 90, "all 4 requests were skipped", "warn"),
         ({"late_drafts": 9, "prompts": 3}, 90, "never ahead", "warn"),
         ({"prompts": 3}, 6, "nothing was drafted", "warn"),

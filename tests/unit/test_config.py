@@ -35,7 +35,7 @@ def test_defaults():
     assert config.flat() == {
         "model": "draft", "num_speculative_tokens": 5, "draft_shape": "chain", "draft_table": None,
         "num_speculative_tokens_per_batch_size": None, "draft_noise": "shared", "max_draft_len": None,
-        "on_draft_error": "skip", "calibration": None, "adaptive_tokens": False, "max_draft_failures": 8,
+        "on_draft_error": "skip", "calibration": None, "adaptive_tokens": True, "max_draft_failures": 8,
         "failure_window_s": 60.0, "cooldown_s": 60.0,
         # prune
         "prune_ratio": 0.9, "image_prune_ratio": None, "frames_as_video": "auto", "pruner": "specvlm", "lambda_r": 0.4,
@@ -163,7 +163,7 @@ REFUSED = [
     ({"tree_width_min": 11}, "tree_width_min 11 is more than tree_width_max 10"),
     ({"tree_history_low": 4.0}, "tree_history_low 4.0 is more than tree_history_high 3.0"),
     # Catches: a batch size without a row.
-    ({"draft": "auto"}, "needs draft_table"),
+    ({"draft": "auto", "adaptive_tokens": False}, "needs draft_table"),
     ({"draft": "auto", "draft_table": [[2, 4, "chain", 5]]}, "must follow each other"),
     ({"draft": "auto", "draft_table": TABLE}, "num_speculative_tokens is 5"),
     ({"draft": "auto", "draft_table": TWO_TREES}, "one tree shape"),
@@ -216,7 +216,7 @@ RANGES = {
     "auto_pruners": (("uniform", [], ["auto"], ["odd"]), (("uniform", "uv"),)),
     "auto_ratios": (([], [1.1], 0.5), ((0.0, 0.9), None)),
     "auto_file": ((3,), ("some/file", None)),
-    "adaptive_tokens": (("perhaps",), (True,)),
+    "adaptive_tokens": (("perhaps",), (False,)),
     "max_draft_failures": ((0, 1.5), (1, 100)),
     "failure_window_s": ((0.0, float("inf"), float("nan")), (0.5, 3600.0)),
     "cooldown_s": ((0.0, float("inf"), "long"), (0.5, 3600.0)),
@@ -384,7 +384,8 @@ def test_vllms_schedule_caps_what_is_drafted(changes, schedule):
 
     given = [[9, 10, 2], [11, 12, 0], [1, 4, 5], [5, 6, 2]]
     config = parsed(**{SCHEDULE: given}, **changes)
-    assert config.changes_with_load and not parsed().changes_with_load
+    assert config.has_schedule and not parsed().has_schedule
+    assert not parsed(adaptive_tokens=False).changes_with_load
     expected = [next(row[1:] for row in schedule if size <= row[0]) for size in range(1, 21)]
     assert [config.plan_for(size) for size in range(1, 21)] == expected
     theirs = [(row.first, row.last, row.plan.num_tokens) for row in config.plans]

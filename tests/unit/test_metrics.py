@@ -236,7 +236,8 @@ def test_values_of_one_label_add_up_to_something(file):
     pytest.importorskip("prometheus_client")
     for slot, name in enumerate(NAMES):
         file.set(name, 10**6 * (slot + 1))  # whole seconds where it is a time
-    wholes = {"kind": len(metrics.KINDS), "position": metrics.MAX_POSITIONS, "reason": None, "pruner": None, "le": None}
+    wholes = {"kind": len(metrics.KINDS), "position": metrics.MAX_POSITIONS, "reason": None, "le": None}
+    wholes |= {"pruner": None, "class": None}
     seen = []
     for family in metrics._Collector({0: file}, "m").collect():
         own = {label for sample in family.samples for label in sample.labels} - {"model_name", "engine"}
@@ -252,7 +253,7 @@ def test_values_of_one_label_add_up_to_something(file):
 SHORT_UNITS = {"ms", "us", "ns", "sec", "secs", "min", "kb", "mb", "gb", "kib", "mib", "gib", "pct", "percent"}
 SHORT_WORDS = {"num", "req", "reqs", "tok", "toks", "pos", "acc", "avg", "spec", "mem", "cnt", "seq", "len"}
 BACK_REFERENCES = {"it", "them", "they", "these", "those", "this", "such"}
-LABELS = {"model_name", "engine", "reason", "kind", "position", "pruner", "le"}
+LABELS = {"model_name", "engine", "reason", "kind", "position", "pruner", "class", "le"}
 
 
 def test_every_family_follows_the_conventions_of_prometheus(file):

@@ -228,7 +228,8 @@ class VidSpecConfig(BaseModel):
     @property
     def has_schedule(self) -> bool:
         """Whether tokens by batch size were given."""
-        return self.draft_table is not None or self.num_speculative_tokens_per_batch_size is not None
+        has_table = self.draft_shape == "auto" and self.draft_table is not None
+        return has_table or self.num_speculative_tokens_per_batch_size is not None
 
     def choices(self, has_graphs: bool) -> tuple[Plan, ...]:
         """Return what `adaptive_tokens` chooses from beside nothing, trees first and long chains before short ones.

@@ -129,9 +129,9 @@ class SchedulerControl:
     def hear(self, scheduler_output: Any, output: Any) -> None:
         """Learn from what a step has put out."""
         decision = compat.decision_of(scheduler_output)
-        req_ids = output.req_ids
-        if decision is None or not req_ids:
+        if decision is None or not output.req_ids:
             return
+        req_ids = output.req_ids
         now, report = time.monotonic(), compat.report_of(output)
         drafts, num_reqs = scheduler_output.scheduled_spec_decode_tokens, len(req_ids)
         before, last = self._last

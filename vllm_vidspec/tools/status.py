@@ -19,6 +19,7 @@ from vllm_vidspec.metrics import (
     difference,
     summarize,
 )
+from vllm_vidspec.names import CLASS_LABELS
 from vllm_vidspec.tools import scrape
 from vllm_vidspec.tools.status_rules import advise
 
@@ -220,10 +221,27 @@ def figures(ours: Mapping[str, int], vllm: Mapping[str, float]) -> Figures:
         "draft_seconds_per_step": _ratio(seconds["decode"], values["draft_steps"]),
         "draft_seconds_per_prompt": _ratio(seconds["prefill"], values["prompts"]),
         "low_acceptance_windows": values["low_acceptance_windows"],
+        "classes": dict(_classes(values)),
         "parallel": {name: values[name] for name in _PARALLEL},
         "vllm": _vllm_figures(vllm),
         "modelled": modelled(values, vllm),
     }
+
+
+def _classes(values: Mapping[str, int]) -> Iterator[tuple[str, Figures]]:
+    """Yield each class of requests that have come, and what the controller made of it."""
+    for name in CLASS_LABELS:
+        shown, unshown, steps = values[f"shown_{name}"], values[f"unshown_{name}"], values[f"steps_{name}"]
+        if shown or unshown or steps:
+            yield (
+                name,
+                {
+                    "shown_requests": shown,
+                    "unshown_requests": unshown,
+                    "tokens_per_step": _ratio(values[f"tokens_{name}"], steps),
+                    "rests": values[f"rests_{name}"] > values[f"resumes_{name}"],
+                },
+            )
 
 
 def _vllm_figures(vllm: Mapping[str, float]) -> dict[str, float | None]:

@@ -75,8 +75,8 @@ def nothing_drafted(figures: dict[str, Any]) -> Iterator[Advice]:
     if not figures["prompts"] and not skipped and not figures["undrafted_steps"] and not tokens:
         yield Advice("nothing_drafted", "info", "no request has come yet", "send one")
     elif figures["undrafted_steps"]:
-        found = f"nothing was drafted: {figures['undrafted_steps']} batches were of a size that has no drafts"
-        remedy = "look at draft_table and num_speculative_tokens_per_batch_size; fewer requests at once draft again"
+        found = f"nothing was drafted: in {figures['undrafted_steps']} steps drafts do not pay, or are switched off"
+        remedy = "look at the classes above, at draft_table and at num_speculative_tokens_per_batch_size"
         yield Advice("nothing_drafted", "warn", found, remedy)
     elif skipped and not figures["prompts"]:
         remedy = "see what is said below of their reason"

@@ -22,6 +22,7 @@ _ROWS: dict[str, Callable[[Figures], str | None]] = {
     "low-acceptance windows": lambda f: f"{f['low_acceptance_windows']}",
     "prompts, of them guided": lambda f: f"{f['prompts']}, {f['guided_prompts']}",
     "skipped requests": lambda f: _by_reason(f["skipped_requests"]),
+    "classes: tokens per step": lambda f: _by_class(f["classes"]),
     "unguided prompts": lambda f: _by_reason(f["unguided_prompts"]),
     "strict requests": lambda f: _by_reason(f["strict_requests"]),
     "draft pool, blocks": lambda f: _pool(f["pool"]),
@@ -42,6 +43,17 @@ _ROWS: dict[str, Callable[[Figures], str | None]] = {
         f"{_ms(f['modelled']['step_seconds'])}, {_ms(f['modelled']['draft_seconds'])}" if f["modelled"] else None
     ),
 }
+
+
+def _by_class(classes: dict[str, Figures]) -> str | None:
+    """Return what is drafted for each class of requests."""
+    if not classes:
+        return None
+    return ", ".join(
+        f"{name} {number(found['tokens_per_step'], 2)}"
+        + (f" (rests, {found['unshown_requests']} not drafted for)" if found["rests"] else "")
+        for name, found in classes.items()
+    )
 
 
 def show(result: dict[str, Any], console: Console) -> None:

@@ -41,7 +41,13 @@ def test_translation_and_its_idempotence():
     config = preflight.translate(args)
     first = dict(args.speculative_config)
     draft = pairs.checkpoint(FAMILY, "draft")
-    assert first == {"method": "draft_model", "model": draft, "num_speculative_tokens": 4}
+    schedule = [(1, 1, 4), (2, 2, 0), (3, 3, 3), (4, 4, 2), (5, 5, 1), (6, 1 << 20, 4)]
+    assert first == {
+        "method": "draft_model",
+        "model": draft,
+        "num_speculative_tokens": 4,
+        "num_speculative_tokens_per_batch_size": schedule,
+    }
     assert preflight.translate(args) == config
     assert args.speculative_config == first
     assert args.worker_cls.startswith("vllm_vidspec.engine.") and ".worker.VidSpec" in args.worker_cls
@@ -203,7 +209,7 @@ def test_targets_and_engines_that_drafts_cannot_live_in(knobs, changed, message)
 def test_what_is_drafted_by_load_becomes_vllms_own_schedule(more, schedule):
     """Catches: a scheduler that plans another number of drafts than the draft makes; two owners of one schedule."""
     table = [[1, 2, "tree-static", 25], [3, 16, "chain", 4], [17, 32, "none", 0]]
-    spec = {"draft": "auto", "draft_table": table, "num_speculative_tokens": 25} | more
+    spec = {"draft": "auto", "draft_table": table, "num_speculative_tokens": 25, "adaptive_tokens": False} | more
     args = engine_args(spec=spec)
     preflight.translate(args)
     assert args.speculative_config["num_speculative_tokens_per_batch_size"] == schedule

@@ -43,7 +43,7 @@ def test_a_row_begins_anew():
     requests.enter(rows, Phase.DRAFTING)
     requests.is_tree[2] = True
     cohort = requests.cohort(rows, np.array([True, True]))
-    requests.publish(torch.from_numpy(rows), cohort, torch.tensor([5, 3]))
+    requests.publish(torch.from_numpy(rows), REQ_IDS[: len(rows)], cohort, torch.tensor([5, 3]))
     assert requests.num_drafts(8).tolist() == [3, 0, 5]
     requests.skip(0, "pool_full")
     assert requests.skip_reason[0] == "pool_full" and requests.has_draft.tolist() == [False, False, True]
@@ -63,11 +63,12 @@ def test_a_step_without_news_uploads_nothing(monkeypatch):
     requests.enter(1, Phase.DRAFTING)
     for newcomers in ([], [], [0]):
         requests.enter(newcomers, Phase.DRAFTING)
-        requests.publish(torch.from_numpy(rows), requests.cohort(rows, np.ones(2, dtype=bool)), None)
+        requests.publish(torch.from_numpy(rows), REQ_IDS, requests.cohort(rows, np.ones(2, dtype=bool)), None)
     assert len(uploads) == 2 and requests.has_draft.tolist() == [True, True]
 
 
 ALL_DONE = np.array([True, True])
+REQ_IDS = ["a", "b", "c", "d"]
 ROWS = np.array([2, 0])
 
 
@@ -115,16 +116,16 @@ def test_drafts_in_flight_are_those_of_the_rows_own_requests():
     """Catches: the next request of a row taken for the one whose drafts were verified, one batch for another."""
     requests, device_rows = drafting(), torch.from_numpy(ROWS)
     assert requests.was_drafted(requests.cohort(ROWS, ALL_DONE)).tolist() == [False, False]
-    requests.publish(device_rows, requests.cohort(ROWS, ALL_DONE), None)
+    requests.publish(device_rows, REQ_IDS, requests.cohort(ROWS, ALL_DONE), None)
     assert requests.was_drafted(requests.cohort(ROWS, ALL_DONE)) is True
     requests.forget(2)
     requests.admit(arrival_of(2))
     requests.enter(2, Phase.DRAFTING)
     assert requests.was_drafted(requests.cohort(ROWS, ALL_DONE)).tolist() == [False, True]
-    requests.publish(device_rows, requests.cohort(ROWS, ALL_DONE), None)
+    requests.publish(device_rows, REQ_IDS, requests.cohort(ROWS, ALL_DONE), None)
     other = np.array([1, 0])
     assert requests.was_drafted(requests.cohort(other, ALL_DONE)).tolist() == [False, True]
-    requests.publish(torch.from_numpy(other), requests.cohort(other, ALL_DONE), None)
+    requests.publish(torch.from_numpy(other), REQ_IDS, requests.cohort(other, ALL_DONE), None)
     assert requests.has_draft.tolist() == [True, True, True, False, False]
 
 

@@ -25,7 +25,7 @@ class World:
         self.now = 100.0
         monkeypatch.setattr(scheduling.time, "monotonic", lambda: self.now)
         self.file = MetricsFile.create(path_for("it", 0)) if has_file else None
-        config, _ = parse_config({"model": "draft", "num_speculative_tokens": K, **knobs})
+        config, _ = parse_config({"model": "draft", "num_speculative_tokens": K, "adaptive_tokens": False, **knobs})
         self.scheduler = SimpleNamespace(
             requests={}, dynamic_sd_lookup=table, scheduler_config=SimpleNamespace(max_num_seqs=8)
         )
@@ -161,36 +161,6 @@ def test_without_counters_the_engine_goes_on(world):
 
 
 # ---- what pays -------------------------------------------------------------------------------------------------------
-
-
-def test_steps_of_pure_decoding_are_measured(world):
-    """Catches: a step with a prompt, one of another batch, or the first after either, taken for a step's time."""
-    it = world(adaptive_tokens=True)
-    heard = mock.Mock(return_value=False)
-    it.side._tokens._payoff.hear = heard
-    it.step({"a": 2, "b": 0})
-    it.step({"a": 2, "b": 1}, seconds=0.25)
-    ((num_reqs, num_drafts, accepted, seconds),) = (call.args for call in heard.call_args_list)
-    assert (num_reqs, num_drafts, accepted.tolist()) == (2, K, [2, 1]) and seconds == pytest.approx(0.25)
-    it.step({"a": 2, "b": 1}, new=True)
-    it.step({"a": 2, "b": 1})
-    it.step({"a": 2})
-    it.step({"a": 2}, num_drafts=0)
-    assert heard.call_count == 1
-    it.step({"a": 0}, num_drafts=0)
-    assert heard.call_args.args[:2] == (1, 0)
-
-
-def test_the_table_follows_what_pays(world):
-    """Drafts that never stand, at steps of a second each: none are asked for, at this batch size and no other."""
-    it = world(adaptive_tokens=True)
-    assert it.scheduler.dynamic_sd_lookup == [K] * 9
-    for _ in range(1200):
-        num_drafts = it.scheduler.dynamic_sd_lookup[2]
-        it.step({"a": 0, "b": 0}, num_drafts=num_drafts, seconds=1.0 + 0.1 * num_drafts)
-    table = it.scheduler.dynamic_sd_lookup
-    assert it.file.value("tokens_in_use") == 0 and it.file.value("token_changes") >= 1
-    assert table[1] == table[3] == K and it.side._tokens._payoff.in_use(2) == 0
 
 
 # ---- who is pruned how -----------------------------------------------------------------------------------------------
