@@ -241,6 +241,13 @@ def shown(count: int) -> list[np.ndarray]:
     return [world.held_out(i).frames for i in range(count)]
 
 
+def videos_and_texts(family: str) -> list[tuple[dict, dict]]:
+    """Return endless answers to three videos and three texts, greedy and sampled."""
+    text = pairs.media_prompt(family, "describe the video")
+    texts = [(text, {"temperature": 0.5 * i, "seed": i, "max_tokens": 60, "ignore_eos": True}) for i in range(3)]
+    return videos(family, 3, max_tokens=60, ignore_eos=True) + texts
+
+
 def sparse_videos(family: str) -> list[tuple[dict, dict]]:
     """Return endless answers to two Qwen videos whose rope positions follow a slow clock, far past their tokens."""
     requests = videos(family, 2, max_tokens=60, ignore_eos=True)

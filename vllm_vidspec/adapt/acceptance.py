@@ -27,10 +27,11 @@ class AcceptanceTable:
     def __init__(self, num_slots: int, num_positions: int):
         self.num_positions = num_positions
         self._positions = np.arange(num_positions)
-        # [..., K + 1]: of chains by position, and of trees: steps, and drafts accepted in them.
-        self._tries, self._accepted = np.zeros((num_slots, num_positions + 1)), np.zeros((num_slots, num_positions + 1))
-        self._class_tries = np.zeros((_MOST_CLASSES, num_positions + 1))
-        self._class_accepted = np.zeros((_MOST_CLASSES, num_positions + 1))
+        # [2, ..., K + 1] tries, and what was accepted of them: of chains by position, and of trees steps and drafts.
+        self._own = np.zeros((2, num_slots, num_positions + 1))
+        self._of_class = np.zeros((2, _MOST_CLASSES, num_positions + 1))
+        self._tries, self._accepted = self._own
+        self._class_tries, self._class_accepted = self._of_class
         self.classes = np.zeros(num_slots, dtype=np.int64)  # [num_slots]
 
     def begin(self, slot: int, class_index: int) -> None:
@@ -47,21 +48,19 @@ class AcceptanceTable:
             accepted: `[n]` how many of them were accepted.
             is_chain: Whether they were chains; trees otherwise.
         """
-        tries = np.zeros((len(slots), self.num_positions + 1))
-        stood = np.zeros_like(tries)
+        gained = np.zeros((2, len(slots), self.num_positions + 1))
         if is_chain:
-            place = self._positions
-            tries[:, :-1] = (place <= accepted[:, None]) & (place < drafted[:, None])
-            stood[:, :-1] = place < accepted[:, None]
+            num_accepted = accepted[:, None]
+            np.less(self._positions, np.minimum(num_accepted + 1, drafted[:, None]), out=gained[0, :, :-1])
+            np.less(self._positions, num_accepted, out=gained[1, :, :-1])
         else:
-            tries[:, -1], stood[:, -1] = 1.0, accepted
-        for total, gained in ((self._tries, tries), (self._accepted, stood)):
-            total[slots] = _REQUEST_DECAY * total[slots] + gained
+            gained[0, :, -1], gained[1, :, -1] = 1.0, accepted
+        self._own[:, slots] = _REQUEST_DECAY * self._own[:, slots] + gained
         classes = self.classes[slots]
-        decay = 0.5 ** (np.bincount(classes, minlength=_MOST_CLASSES) / _HALF_LIFE)[:, None]
-        for total, gained in ((self._class_tries, tries), (self._class_accepted, stood)):
-            total *= decay
-            np.add.at(total, classes, gained)
+        counts = np.bincount(classes)
+        for c in np.flatnonzero(counts).tolist():
+            mine = gained if counts[c] == len(classes) else gained[:, classes == c]
+            self._of_class[:, c] = 0.5 ** (counts[c] / _HALF_LIFE) * self._of_class[:, c] + mine.sum(axis=1)
 
     def tries(self, class_index: int) -> float:
         """Return how many verify steps, recent ones, are known of a class."""

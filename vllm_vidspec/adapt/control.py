@@ -21,17 +21,19 @@ from vllm_vidspec.adapt.acceptance import AcceptanceTable
 from vllm_vidspec.adapt.costs import KNOWN, StepCosts
 from vllm_vidspec.names import CLASS_SIZES
 
-_DECIDE_EVERY = 8  # steps between two decisions about the same batch
+_DECIDE_FIRST, _DECIDE_LAST = 4, 64  # steps between two decisions about a batch: ever more while they are alike
+_MEASURE_EVERY = 4  # steps of a kind that is known, of which one is measured
 _TRIAL_STEPS = 5  # steps of a trial that are measured,
 _BETWEEN = 6  # steps between two trials while there is something new to try
 _LONGEST_TRIAL = 24  # and steps after which it ends in any case: a draft may first have to read what it missed
 _FIRST_PAUSE, _LONGEST_PAUSE = 64, 8192  # steps between trials in one situation
 _HOPE = 1.25  # what was never measured may be so much better than is estimated
 _NEAR = 0.8  # of the best: what is worse than that is not measured again
+_STICKY = 1.25  # by how much a request's drafts must be worth more than they cost until it changes what it gets
 _MARGIN = 1.03  # by how much another plan must be better than the one in use
 _ALLOWANCE = 0.01  # share of the time that trials and probes may cost
 _FIRST_ALLOWANCE_STEPS = 40  # and at first as much as so many steps
-_LEAST_KNOWN = 16.0  # verify steps of a class before it may rest
+_LEAST_KNOWN = 6.0  # verify steps of a class before it may rest
 _PROBE_STEPS = 8  # verify steps of a request of a resting class that is drafted for nevertheless
 _PROBE_EVERY = 8  # requests of a resting class between two probes, at least
 _PAYS = 1.02  # time without drafts over time with them, above which a class is shown to the draft
@@ -82,6 +84,22 @@ class Decision(NamedTuple):
     resting: frozenset[str]
     number: int
     pads: bool
+
+
+class _Batch(NamedTuple):
+    """Requests of a step.
+
+    Attributes:
+        slots: `[n]` int64.
+        place: Class of its size (1, 2, 3 to 4, 5 to 8, ...) and of its mean context (powers of two).
+        context: `[n]` thousands of tokens that the target has of each.
+        draft_context: `[n]` the same of the draft.
+    """
+
+    slots: np.ndarray
+    place: tuple[int, int]
+    context: np.ndarray
+    draft_context: np.ndarray
 
 
 class Ended(NamedTuple):
@@ -139,6 +157,7 @@ class Controller:
         self._draft_context = np.zeros(num_slots)
         self._may_draft = np.zeros(num_slots, dtype=bool)
         self._probe_left = np.zeros(num_slots, dtype=np.int64)
+        self._is_drafted = np.ones(num_slots, dtype=bool)
         self._start_s = np.zeros(num_slots)
         self._tokens, self._verify_steps, self._verify_tokens = np.zeros((3, num_slots), dtype=np.int64)
         self._class_of: dict[tuple, int] = {}
@@ -146,7 +165,8 @@ class Controller:
         self._situations: dict[tuple[int, int], _Situation] = {}
         self._last: tuple[list[str], np.ndarray] = ([], np.zeros(0, dtype=np.int64))
         self._decision = Decision(REST, frozenset(), 0, pads)
-        self._left, self._limit = 0, -1
+        self._left, self._wait, self._limit, self._unmeasured = 0, _DECIDE_FIRST, -1, 0
+        self._is_measured = False  # what the last step measured is known
         self._step_s = 0.0  # of a step without drafts, the last that was predicted
         self._elapsed_s = self._spent_s = 0.0
 
@@ -174,6 +194,7 @@ class Controller:
         self._context[slot], self._draft_context[slot] = num_tokens / 1e3, num_draft_tokens / 1e3
         self._start_s[slot] = self._tokens[slot] = self._probe_left[slot] = 0
         self._verify_steps[slot] = self._verify_tokens[slot] = 0
+        self._is_drafted[slot] = True
         self._may_draft[slot] = self._is_shown(self.classes[index], index, slot)
         return bool(self._may_draft[slot])
 
@@ -224,30 +245,30 @@ class Controller:
         others = self._last[1]
         slots = np.append(others[others != slot], slot)
         everyone, answer, best = np.ones(len(slots), dtype=bool), known.answer_tokens, 0.0
-        now = self._decision.option
+        now, batch = self._decision.option, self._batch(slots)
         drafted = np.append(self._may_draft[slots[:-1]], False) if now.num_tokens else ~everyone
-        without = self._seconds(now, slots, drafted)
-        alone = self._seconds(REST, slots, ~everyone)
-        situation = self._situations.get(self._place(slots))
+        without = self._seconds(now, batch, drafted)
+        alone = self._seconds(REST, batch, ~everyone)
+        situation = self._situations.get(batch.place)
         token_s = 1 / situation.rate if situation is not None and situation.rate else without / len(slots)
         for option in self.options:
             if not option.num_tokens:
                 continue
             length = float(chains[option.num_tokens] if option.is_prefix else tree)
             num_steps = answer / (1 + length)
-            together = num_steps * self._seconds(option, slots, everyone) + len(slots) * known.start_s
+            together = num_steps * self._seconds(option, batch, everyone) + len(slots) * known.start_s
             best = max(best, answer * alone / together)
             if option == now:
-                joined = self._seconds(option, slots, np.append(drafted[:-1], True)) - without
+                joined = self._seconds(option, batch, np.append(drafted[:-1], True)) - without
                 saved = num_steps * (length * token_s - joined) - known.start_s
                 best = max(best, 1 / max(1 - saved / (answer * token_s), 0.01))
         return best
 
     def _level_s(self, slot: int) -> float:
         """Return what drafting for one request more costs a step, at most."""
-        slots, option = np.array([slot]), max(self.options, key=lambda option: option.num_tokens)
+        batch, option = self._batch(np.array([slot])), max(self.options, key=lambda option: option.num_tokens)
         drafted = np.ones(1, dtype=bool)
-        return max(0.0, self._seconds(option, slots, drafted) - self._seconds(REST, slots, ~drafted))
+        return max(0.0, self._seconds(option, batch, drafted) - self._seconds(REST, batch, ~drafted))
 
     def _may_spend(self, seconds: float) -> bool:
         allowed = _ALLOWANCE * self._elapsed_s + _FIRST_ALLOWANCE_STEPS * self._step_s
@@ -265,10 +286,12 @@ class Controller:
         limit = -1 if most is None else most
         if self._left > 0 and limit == self._limit and req_ids == self._last[0]:
             return self._decision
-        if req_ids != self._last[0]:
+        self._wait = min(2 * self._wait, _DECIDE_LAST)
+        if req_ids != self._last[0] or limit != self._limit:
+            self._wait = _DECIDE_FIRST
             known = [self._slots[req_id] for req_id in req_ids if req_id in self._slots]
             self._last = (list(req_ids), np.array(known, dtype=np.int64))
-        self._left, self._limit = _DECIDE_EVERY, limit
+        self._left, self._limit = self._wait, limit
         option, drafted = self._choose(self._last[1], most)
         resting = frozenset[str]()
         if option.num_tokens and not drafted.all():
@@ -276,6 +299,7 @@ class Controller:
             resting = frozenset(req_id for req_id in req_ids if self._slots.get(req_id) in slots)
         if (option, resting) != self._decision[:2]:
             self._decision = Decision(option, resting, self._decision.number + 1, self._pads)
+            self._left = self._wait = _DECIDE_FIRST if self._left > 1 else 1
         return self._decision
 
     def _choose(self, slots: np.ndarray, most: int | None) -> tuple[Option, np.ndarray]:
@@ -286,8 +310,9 @@ class Controller:
             return (options[0] if most is None else REST), nobody
         chains, trees = self.acceptance.expected(slots), nobody
         found: dict[Option, tuple[float, np.ndarray]] = {}
-        situation = self._situations.setdefault(self._place(slots), _Situation())
-        self._step_s = self._seconds(REST, slots, nobody)
+        batch = self._batch(slots)
+        situation = self._situations.setdefault(batch.place, _Situation())
+        self._step_s = self._seconds(REST, batch, nobody)
         token_s = 1 / situation.rate if situation.rate else self._step_s / len(slots)
         for option in options:
             if not option.is_prefix and trees is nobody:
@@ -299,9 +324,9 @@ class Controller:
             # All that may, or those alone whose drafts pay for themselves: what a request costs is known less well.
             for drafted, margin in (
                 (self._may_draft[slots], 1.0),
-                (self._paying(option, slots, lengths, token_s), _MARGIN),
+                (self._paying(option, batch, lengths, token_s), _MARGIN),
             ):
-                rate = (len(slots) + float(lengths[drafted].sum())) / self._seconds(option, slots, drafted)
+                rate = (len(slots) + float(lengths[drafted].sum())) / self._seconds(option, batch, drafted)
                 if drafted.any() and (option not in found or rate > margin * found[option][0]):
                     found[option] = rate, drafted
         best = max(found, key=lambda option: found[option][0] * (_MARGIN if option == situation.in_use else 1.0))
@@ -309,24 +334,27 @@ class Controller:
         is_probed = (self._probe_left[slots] > 0) & self._may_draft[slots]
         if best == REST and is_probed.any() and len(found) > 1:
             return max(found.keys() - {REST}, key=lambda option: found[option][0]), is_probed
-        chosen = self._trial(situation, found, best, slots)
+        chosen = self._trial(situation, found, best, batch)
+        self._is_drafted[slots] = found[chosen][1]
         return chosen, found[chosen][1]
 
-    def _paying(self, option: Option, slots: np.ndarray, lengths: np.ndarray, token_s: float) -> np.ndarray:
+    def _paying(self, option: Option, batch: _Batch, lengths: np.ndarray, token_s: float) -> np.ndarray:
         """Return `[n]` bool: the requests whose drafts are worth more than they cost by themselves, given what a token
         costs in seconds; what all of them cost together is the option's.
         """
         _, _, _, row, row_context, _, draft_row, draft_context = self.costs.weights.tolist()
-        is_here = option.num_levels > 0
-        each_s = is_here * (
-            option.num_tokens * draft_row + option.num_levels * draft_context * self._draft_context[slots]
-        )
+        each_s: np.ndarray | float = 0.0
+        if option.num_levels:
+            each_s = option.num_tokens * draft_row + option.num_levels * draft_context * batch.draft_context
         if not self._pads:
-            each_s = each_s + option.num_tokens * (row + row_context * self._context[slots])
-        return self._may_draft[slots] & ((lengths * token_s > each_s) | (self._probe_left[slots] > 0))
+            each_s = each_s + option.num_tokens * (row + row_context * batch.context)
+        # Who is drafted for goes on until it is clearly not worth it, and the other way round.
+        margin = np.where(self._is_drafted[batch.slots], 1 / _STICKY, _STICKY)
+        pays = lengths * token_s > margin * each_s
+        return self._may_draft[batch.slots] & (pays | (self._probe_left[batch.slots] > 0))
 
     def _trial(
-        self, situation: _Situation, found: dict[Option, tuple[float, np.ndarray]], best: Option, slots: np.ndarray
+        self, situation: _Situation, found: dict[Option, tuple[float, np.ndarray]], best: Option, batch: _Batch
     ) -> Option:
         """Return the best option, or another for a few steps that shall be measured."""
         steps = situation.steps
@@ -338,7 +366,7 @@ class Controller:
         if steps < situation.until:
             return best
         others = [option for option in found if option != best]
-        unknown = [option for option in others if self._count(option, slots, found[option][1]) < KNOWN]
+        unknown = [option for option in others if self._count(option, batch, found[option][1]) < KNOWN]
         hopeful = [option for option in unknown if self._is_hopeful(option, found, best)]
         if not hopeful:  # what is known gets old
             situation.until = steps + situation.pause
@@ -349,7 +377,7 @@ class Controller:
             return best
         option = REST if REST in unknown else hopeful[-1]
         value, drafted = found[option]
-        cost = _TRIAL_STEPS * self._seconds(option, slots, drafted) * max(0.0, 1 - value / found[best][0])
+        cost = _TRIAL_STEPS * self._seconds(option, batch, drafted) * max(0.0, 1 - value / found[best][0])
         if not self._may_spend(cost):
             situation.until = steps + _FIRST_PAUSE
             return best
@@ -392,8 +420,6 @@ class Controller:
         if not is_known.all():
             slots, drafted, num_tokens = slots[is_known], drafted[is_known], num_tokens[is_known]
         self._tokens[slots] += num_tokens
-        self._context[slots] += num_tokens / 1e3
-        self._draft_context[slots] += num_tokens / 1e3
         had = (drafted > 0) & (num_tokens > 0)
         if had.any():
             some = slots[had]
@@ -402,14 +428,19 @@ class Controller:
             self._verify_steps[some] += 1
             self._verify_tokens[some] += num_tokens[had]
         self._left -= num_steps
-        situation = self._situations.get(self._place(slots))
-        if situation is not None:
-            situation.steps += num_steps
         if seconds is None:
             return
         self._elapsed_s += num_steps * seconds
+        self._unmeasured += num_steps
+        if self._unmeasured < _MEASURE_EVERY and self._is_measured and not reading:
+            return
+        batch = self._batch(slots)
+        situation = self._situations.get(batch.place)
+        if situation is not None:
+            situation.steps += self._unmeasured
+        self._unmeasured = 0
         if reading:
-            excess = seconds - self._seconds(decision.option, slots, had)
+            excess = seconds - self._seconds(decision.option, batch, had)
             places = self._slots_of(reading)
             places = places[places >= 0]
             if len(places) and excess > 0:
@@ -417,8 +448,10 @@ class Controller:
             return
         if not is_steady or (decision.option.num_tokens > 0) != had.any():
             return  # drafts are on their way, or out of it
-        kind = self._kind(decision.option, slots, had)
-        self.costs.observe(kind, self._features(decision.option, slots, had), seconds)
+        kind = self._kind(decision.option, batch, int(np.count_nonzero(had)))
+        self.costs.observe(kind, self._features(decision.option, batch, had), seconds)
+        is_trial = situation is not None and situation.trial is not None
+        self._is_measured = self.costs.count(kind) > 2 * _MEASURE_EVERY and not is_trial
         if situation is not None:
             situation.seen[decision.option] = situation.steps
             situation.measured += decision.option == situation.trial
@@ -433,41 +466,37 @@ class Controller:
     # ---- what a step takes -----------------------------------------------------------------------------------------
 
     def _slots_of(self, req_ids: Iterable[str]) -> np.ndarray:
-        if req_ids is self._last[0]:
-            return self._last[1]
         find = self._slots.get
         return np.array([find(req_id, -1) for req_id in req_ids], dtype=np.int64)
 
-    def _place(self, slots: np.ndarray) -> tuple[int, int]:
-        """Return the class of a batch: of its size (1, 2, 3 to 4, 5 to 8, ...) and of its context (powers of two)."""
-        num_reqs = len(slots)
-        mean = 1e3 * float(self._context[slots].sum()) / max(num_reqs, 1)
-        return max(0, num_reqs - 1).bit_length(), (int(mean) // 256).bit_length()
+    def _batch(self, slots: np.ndarray) -> _Batch:
+        gained = 1e-3 * self._tokens[slots]
+        context, num_reqs = self._context[slots] + gained, len(slots)
+        mean = 1e3 * float(context.sum()) / max(num_reqs, 1)
+        place = max(0, num_reqs - 1).bit_length(), (int(mean) // 256).bit_length()
+        return _Batch(slots, place, context, self._draft_context[slots] + gained)
 
-    def _kind(self, option: Option, slots: np.ndarray, drafted: np.ndarray) -> tuple:
+    @staticmethod
+    def _kind(option: Option, batch: _Batch, num_drafted: int) -> tuple:
         """Return what steps of one record have in common: situation, option, and quarters that are drafted for."""
-        share = -(-4 * int(drafted.sum()) // max(len(slots), 1)) if option.num_tokens else 0
-        return (*self._place(slots), option, share)
+        share = -(-4 * num_drafted // max(len(batch.slots), 1)) if option.num_tokens else 0
+        return (*batch.place, option, share)
 
-    def _count(self, option: Option, slots: np.ndarray, drafted: np.ndarray) -> int:
-        return self.costs.count(self._kind(option, slots, drafted))
-
-    def _features(self, option: Option, slots: np.ndarray, drafted: np.ndarray) -> np.ndarray:
-        """Return `[len(FEATURES)]` of a step of `[n]` slots, of which `[n]` bool are drafted for."""
-        context, most = self._context[slots], option.num_tokens
-        num_drafted, total = int(drafted.sum()), float(context.sum())
-        verified = drafted if not self._pads else np.ones(len(slots), dtype=bool)
+    def _features(self, option: Option, batch: _Batch, drafted: np.ndarray) -> np.ndarray:
+        """Return `[len(FEATURES)]` of a step, given `[n]` bool for whom it drafts."""
+        context, most, num_reqs = batch.context, option.num_tokens, len(batch.slots)
+        num_drafted, total = int(np.count_nonzero(drafted)), float(context.sum())
         if not most or not num_drafted:
-            return np.array([1.0, len(slots), total, 0, 0, 0, 0, 0])
-        rows, row_context = most * int(verified.sum()), most * float(context[verified].sum())
-        draft_context = option.num_levels * float(self._draft_context[slots][drafted].sum())
-        is_here = option.num_levels > 0
-        return np.array(
-            [
-                *(1.0, len(slots), total, rows, row_context),
-                *(option.num_levels, most * num_drafted * is_here, draft_context),
-            ]
-        )
+            return np.array([1.0, num_reqs, total, 0, 0, 0, 0, 0])
+        verified, verified_context = (num_reqs, total) if self._pads else (num_drafted, float(context @ drafted))
+        is_here, levels = option.num_levels > 0, option.num_levels
+        draft_context = levels * float(batch.draft_context @ drafted)
+        rows = (most * verified, most * verified_context, levels, most * num_drafted * is_here, draft_context)
+        return np.array([1.0, num_reqs, total, *rows])
 
-    def _seconds(self, option: Option, slots: np.ndarray, drafted: np.ndarray) -> float:
-        return self.costs.seconds(self._kind(option, slots, drafted), self._features(option, slots, drafted))
+    def _count(self, option: Option, batch: _Batch, drafted: np.ndarray) -> int:
+        return self.costs.count(self._kind(option, batch, int(np.count_nonzero(drafted))))
+
+    def _seconds(self, option: Option, batch: _Batch, drafted: np.ndarray) -> float:
+        kind = self._kind(option, batch, int(np.count_nonzero(drafted)))
+        return self.costs.seconds(kind, self._features(option, batch, drafted))

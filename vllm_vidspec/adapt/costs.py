@@ -16,7 +16,7 @@ import numpy as np
 FEATURES = ("step", "requests", "context", "rows", "row_context", "levels", "draft_rows", "draft_context")
 # Before anything is measured: a level of the draft takes a sixth of a step, the rest is free.
 _PRIOR = np.array([1.0, 0.0, 0.0, 0.0, 0.0, 1 / 6, 0.0, 0.0])
-_REFIT_EVERY = 16  # observations
+_REFIT_FIRST, _REFIT_LAST = 16, 512  # observations between two fits: ever more, unless there is something new
 _NEW = 0.1  # share of a new observation in the means of a record, once it has a few
 _MOST_WEIGHT = 32  # observations of one record that count in the fit
 KNOWN = 3  # observations after which a record predicts its own kind
@@ -36,7 +36,7 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._records: dict[Hashable, _Record] = {}
-        self._since_fit = 0
+        self._since_fit, self._refit_every = 0, _REFIT_FIRST
         self.weights = _PRIOR  # [len(FEATURES)] seconds of one unit of each, those of the prior until there is a fit
         self.is_fitted = False
 
@@ -58,8 +58,11 @@ class StepCosts:
             share = max(_NEW, 1 / record.count)
             record.x += share * (x - record.x)
             record.seconds += share * (seconds - record.seconds)
+            if record.count == KNOWN:
+                self._refit_every = _REFIT_FIRST
         self._since_fit += 1
-        if self._since_fit >= _REFIT_EVERY or not self.is_fitted:
+        if self._since_fit >= self._refit_every or not self.is_fitted:
+            self._refit_every = min(2 * self._refit_every, _REFIT_LAST)
             self._fit()
 
     def count(self, kind: Hashable) -> int:
@@ -88,19 +91,19 @@ class StepCosts:
         prior = scale * _PRIOR
         spread = 0.05 * np.sqrt(np.maximum((design**2).mean(axis=0), 1e-12))
         self.weights = _non_negative(
-            np.vstack((design, np.diag(spread))), np.concatenate((seconds * weight, spread * prior)), prior
+            np.vstack((design, np.diag(spread))), np.concatenate((seconds * weight, spread * prior))
         )
         self.is_fitted = True
 
 
-def _non_negative(design: np.ndarray, wanted: np.ndarray, start: np.ndarray, sweeps: int = 200) -> np.ndarray:
-    """Return the non-negative `[n]` weights that fit `[m, n]` rows to `[m]` values best, by coordinate descent."""
+def _non_negative(design: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Return non-negative `[n]` weights that fit `[m, n]` rows of full rank to `[m]` values: the worst goes first."""
     gram, target = design.T @ design, design.T @ wanted
-    diagonal, weights = np.maximum(np.diag(gram), 1e-30), start.copy()
-    for _ in range(sweeps):
-        before = weights.copy()
-        for i in range(len(weights)):
-            weights[i] = max(0.0, weights[i] + (target[i] - gram[i] @ weights) / diagonal[i])
-        if np.abs(weights - before).max() <= 1e-6 * np.abs(weights).max():
-            break
-    return weights
+    kept = np.arange(len(target))
+    while True:
+        found = np.linalg.solve(gram[np.ix_(kept, kept)], target[kept])
+        if (found >= 0).all():
+            weights = np.zeros(len(target))
+            weights[kept] = found
+            return weights
+        kept = np.delete(kept, found.argmin())

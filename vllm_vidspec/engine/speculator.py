@@ -454,11 +454,12 @@ class VidSpecSpeculator(BaseSpeculator):
         is_in = np.zeros(len(idx_mapping_np), dtype=bool)
         is_in[known] = True
         for i, reason, detail in without_room(self.drafter, idx_mapping_np[known], step.bound[known]):
+            if reason == "pool_full" and self._release_resting(step):
+                return self._reserve(step)
             is_in[known[i]] = False
             if reason != "pool_full":
                 self._skip(step, known[i], reason, detail)
                 continue
-            self._release_resting(step)  # who waits for room finds it in the next step
             row = int(idx_mapping_np[known[i]])
             if self._requests.phase[row] == Phase.DRAFTING:
                 self._put_in_line(step, known[i : i + 1])

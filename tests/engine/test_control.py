@@ -1,0 +1,142 @@
+"""The controller on a running engine: answers stay vanilla's; requests and classes that do not pay rest."""
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from tests.engine import harness
+from tests.engine.harness import QWEN, Engine, assert_same_answers, skipped
+from vllm_vidspec import metrics
+
+pytestmark = pytest.mark.engine
+
+
+@contextlib.contextmanager
+def adaptive(is_async: bool, **knobs) -> Iterator[Engine]:
+    """Load the bundled pair as a user has it, the controller on."""
+    scheduling = harness.async_scheduling() if is_async else contextlib.nullcontext()
+    with (
+        scheduling,
+        harness.engine(QWEN, "draft", adaptive_tokens=True, overrides=harness.NO_CACHE, **knobs) as engine,
+    ):
+        yield engine
+
+
+@contextlib.contextmanager
+def wrong_about_texts(engine: Engine) -> Iterator[None]:
+    """Let every draft for a prompt without images or videos be wrong."""
+    speculator = engine.speculator
+    drafter, admit, is_text = speculator.drafter, speculator.admit, set()
+    draft = drafter.draft
+
+    def noting(arrival):
+        (is_text.discard if arrival.features else is_text.add)(arrival.req_state_idx)
+        admit(arrival)
+
+    def wrong(message):
+        drafts = draft(message)
+        rows = [place for place, row in enumerate(message.idx_mapping_np.tolist()) if row in is_text]
+        drafts.tokens[rows] = (drafts.tokens[rows] + 1) % 50
+        return drafts
+
+    with mock.patch.object(speculator, "admit", noting), mock.patch.object(drafter, "draft", wrong):
+        yield
+
+
+@contextlib.contextmanager
+def steps(engine: Engine) -> Iterator[list]:
+    """Yield a list that gains of each step its decision and the drafts that were scheduled of each request."""
+    side, seen = engine.scheduler._vidspec_side, []
+    hear = side.hear
+
+    def noting(scheduler_output, output):
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        seen.append((scheduler_output._vidspec_decision, {req_id: len(tokens) for req_id, tokens in drafts.items()}))
+        hear(scheduler_output, output)
+
+    with mock.patch.object(side, "hear", noting):
+        yield seen
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("shape", ["chain", "auto"])
+def test_answers_are_vanillas_whatever_is_decided(reference, is_async, shape):
+    """Every sampling parameter and kind of prompt in one batch, then videos alone.
+
+    Catches: an answer that depends on a decision, a request that loses its speculation, drafts that are never accepted.
+    """
+    knobs = {"drafting": "auto", "num_speculative_tokens": 12} if shape == "auto" else {}
+    mixed, videos = reference(QWEN, "mixed"), reference(QWEN, "videos")
+    with adaptive(is_async, **knobs) as engine:
+        outputs, counted = engine.measured(harness.mixed_batch(QWEN))
+        assert_same_answers(mixed, outputs)
+        assert skipped(counted) == {} and counted["accepted_tokens"] > 0
+        for _ in range(3):
+            outputs, counted = engine.measured(harness.videos(QWEN, 8))
+            assert_same_answers(videos, outputs)
+        assert skipped(counted) == {} and counted["shown_video_256"] == 8
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_hopeless_requests_rest_beside_good_ones(reference, is_async):
+    """Drafts for texts are all wrong, those for videos are not: texts rest, and new ones are not shown to the draft.
+
+    Catches: a resting request that still holds rows of the target's forward, one that holds up its neighbours, answers
+    that change, a class that is judged by another's drafts.
+    """
+    expected = reference(QWEN, "videos and texts")
+    requests = harness.videos_and_texts(QWEN)
+    with adaptive(is_async) as engine, wrong_about_texts(engine), steps(engine) as seen:
+        before = engine.counters()
+        for _ in range(6):
+            assert_same_answers(expected, engine.generate(requests))
+            engine.idle()
+        counted = metrics.difference(before, engine.counters())
+    assert skipped(counted) == {}
+    assert counted["rests_text"] > counted["resumes_text"] and counted["unshown_text"] > 0, "texts come to rest"
+    assert counted["rests_video_256"] == counted["unshown_video_256"] == 0 < counted["shown_video_256"]
+    mixed = [(decision, after) for (decision, _), (_, after) in itertools.pairwise(seen) if decision.resting]
+    assert mixed, "some step has drafted for some of its requests"
+    for decision, drafts in mixed:
+        assert not decision.resting & drafts.keys(), "a resting request has one row"
+    length = 1 + counted["accepted_tokens"] / counted["drafts"]
+    assert length > 2.5, "what is drafted is mostly accepted"
+    assert np.mean([decision.option.num_tokens > 0 for decision, _ in seen]) > 0.2
+
+
+def test_a_resting_request_gives_its_draft_memory_to_others():
+    """Catches: blocks that a resting request keeps while another waits for room."""
+    with adaptive(False) as engine:
+        speculator = engine.speculator
+        engine.begin(harness.videos(QWEN, 2, max_tokens=200, ignore_eos=True), steps=12)
+        resting, working = list(engine.runner.req_states.req_id_to_index)
+        assert speculator.drafter.kv.num_used_blocks > 0
+        controller = engine.scheduler._vidspec_side._control._controller
+        decide = controller.decide
+
+        def resting_one(req_ids, most=None):
+            decision = decide(req_ids, most)
+            option = max(controller.options, key=lambda option: option.num_tokens)
+            return decision._replace(option=option, resting=frozenset({resting}), number=-1)
+
+        with mock.patch.object(controller, "decide", resting_one):
+            for _ in range(4):
+                engine.core.step()
+            rows = engine.runner.req_states.req_id_to_index
+            held = speculator.drafter.kv.capacity_np[rows[resting]]
+            kv = speculator.drafter.kv
+            with (
+                mock.patch.object(speculator.drafter, "has_room", lambda *_: False),
+                mock.patch(
+                    "vllm_vidspec.engine.speculator.without_room",
+                    side_effect=[iter([(0, "pool_full", "")]), iter([])],
+                ),
+            ):
+                engine.core.step()
+            assert held > 0 and kv.capacity_np[rows[resting]] == 0 < kv.capacity_np[rows[working]]
+        assert engine.counters()["released_resting"] == 1
+        engine.abort()

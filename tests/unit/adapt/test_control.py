@@ -1,0 +1,173 @@
+"""The controller: what it chooses, for whom, and what that costs; on an engine without models, so time is exact."""
+
+import numpy as np
+import pytest
+
+from tests.unit.adapt.simulated_engine import CHAINS, SimulatedEngine, memory_bound
+from vllm_vidspec.adapt import REST, Controller, Option, class_label
+from vllm_vidspec.adapt import control as module
+from vllm_vidspec.names import CLASS_LABELS
+
+FIXED = (0, 1, 2, 3, 5)
+
+
+def best_fixed(*kinds: tuple[int, float], batch: int) -> tuple[float, float]:
+    """Return tokens a second without drafts, and with the best fixed number of them."""
+    found = {k: SimulatedEngine(k, seed=1).serve(*kinds, batch=batch, requests=10 * batch) for k in FIXED}
+    return found[0], max(found.values())
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize("num_visual", [256, 1024, 4096, 14848])
+@pytest.mark.parametrize("chance", [0.9, 0.6, 0.05])
+def test_never_slower(batch, num_visual, chance):
+    """After some requests: no slower than without drafts, and as fast as the best fixed number of drafts.
+
+    Catches: drafts that go on though none is accepted, drafting that stops though it pays, trials without end.
+    """
+    kind = (num_visual, chance)
+    without, best = best_fixed(kind, batch=batch)
+    engine = SimulatedEngine()
+    engine.serve(kind, batch=batch, requests=10 * batch)
+    found = engine.serve(kind, batch=batch, requests=20 * batch)
+    assert found > 0.97 * without and found > 0.93 * best, (found / without, found / best)
+
+
+def test_good_and_hopeless_requests_in_one_batch():
+    """Half of sixteen are hopeless: the good ones end as early as beside good ones, and the whole takes no longer.
+
+    Catches: good requests that rest because of their neighbours, hopeless ones that are drafted for beside good ones.
+    """
+
+    def steps_of_the_good(engine: SimulatedEngine, hopeless: float) -> float:
+        good = [engine.add(256, 0.9, 128) for _ in range(8)]
+        for _ in range(8):
+            engine.add(4096, hopeless, 128)
+        num_steps = 0
+        while any(request.left > 0 for request in good):
+            engine.step()
+            num_steps += 1
+        while engine.running:
+            engine.step()
+        return num_steps
+
+    mixed, fixed, all_good = SimulatedEngine(), SimulatedEngine(0, seed=1), SimulatedEngine(5)
+    for _ in range(10):
+        steps_of_the_good(mixed, 0.02)
+    seconds, found = mixed.seconds, [steps_of_the_good(mixed, 0.02) for _ in range(10)]
+    taken = mixed.seconds - seconds
+    for _ in range(10):
+        steps_of_the_good(fixed, 0.02)
+    assert taken < 1.03 * fixed.seconds
+    assert np.mean(found) < 1.35 * np.mean([steps_of_the_good(all_good, 0.9) for _ in range(10)])
+
+
+def test_a_class_that_does_not_pay_is_not_shown_and_probes_are_bounded():
+    """Catches: a class that is never given up, a probe that never ends, probes for every request."""
+    engine = SimulatedEngine()
+    engine.serve((4096, 0.0), requests=20)
+    shown, seconds = engine.num_shown, engine.seconds
+    requests = [engine.add(4096, 0.0, 128)]
+    for _ in range(400):
+        while engine.running:
+            engine.step()
+        requests.append(engine.add(4096, 0.0, 128))
+    probes = engine.num_shown - shown
+    assert 1 <= probes <= 401 // module._PROBE_EVERY + 1
+    assert max(request.verified for request in requests) <= module._PROBE_STEPS + 2 * module._DECIDE_FIRST
+    without = SimulatedEngine(0)
+    without.serve((4096, 0.0), requests=401)
+    assert engine.seconds - seconds < 1.02 * without.seconds
+
+
+@pytest.mark.parametrize("num_visual", [256, 4096])
+def test_a_class_that_begins_to_pay_is_found_again(num_visual):
+    """A better draft behind the same name: within 200 requests all are shown, and drafted for."""
+    engine = SimulatedEngine()
+    engine.serve((num_visual, 0.0), requests=100)
+    assert not engine.add(num_visual, 0.0, 1).shown
+    engine.serve((num_visual, 0.95), requests=200)
+    shown = engine.num_shown
+    engine.serve((num_visual, 0.95), requests=20)
+    assert engine.num_shown - shown == 20
+
+
+def test_classes_do_not_share_what_they_have_shown():
+    """Catches: estimates of another class: long videos that never pay, beside short ones that do."""
+    engine = SimulatedEngine()
+    engine.serve((256, 0.9), (14848, 0.0), requests=60)
+    assert engine.add(256, 0.9, 64).shown and not engine.add(14848, 0.0, 64).shown
+
+
+def test_costs_are_those_of_the_batch_size():
+    """Rows that are free alone and dear together: drafts for one, none for sixteen.
+
+    Catches: costs of another batch size.
+    """
+
+    def dear_together(num_reqs, context, drafted, levels):
+        return memory_bound(num_reqs, context, drafted, levels) + (2e-3 * float(drafted.sum()) if num_reqs > 8 else 0)
+
+    engine = SimulatedEngine(cost=dear_together)
+    engine.serve((256, 0.8), requests=20)
+    engine.serve((256, 0.8), batch=16, requests=160)
+    alone = engine.decisions[-1].option
+    engine.add(256, 0.8, 400)
+    for _ in range(40):
+        engine.step()
+    alone = engine.decisions[-1].option.num_tokens
+    for _ in range(15):
+        engine.add(256, 0.8, 4000)
+    together = [engine.step().option.num_tokens for _ in range(300)]
+    assert alone >= 3 and np.mean(np.array(together[150:]) > 0) < 0.1
+
+
+def test_a_tree_is_chosen_where_it_gains_more():
+    """`draft_shape: auto`: catches a tree's acceptance that is never tried, or taken for a chain's."""
+    tree = Option("tree-static", 25, 5, False)
+    controller = Controller((tree, *CHAINS, REST), 8, False)
+    controller.add("a", class_label(256, 0), (), 300, 80)
+    last, tokens = None, {tree: 5, REST: 1} | dict.fromkeys(CHAINS, 2)
+    for _ in range(300):
+        decision = controller.decide(["a"])
+        verified = REST if last is None else last.option
+        drafted, num_tokens = np.array([verified.num_tokens]), np.array([tokens[verified]])
+        is_steady = last is not None and last.number == decision.number
+        seconds = 0.010 + 0.001 * decision.option.num_levels
+        controller.observe(decision, ["a"], drafted, num_tokens, verified.is_prefix, seconds, is_steady)
+        last = decision
+    assert last.option == tree
+
+
+def test_limits_of_the_operator_hold():
+    controller = Controller((*CHAINS, REST), 8, False)
+    controller.add("a", 0, (), 50, 50)
+    assert controller.decide(["a"]).option.num_tokens > 2
+    assert controller.decide(["a"], 2).option.num_tokens <= 2
+    assert controller.decide(["a"], 0).option == REST
+
+
+def test_who_cannot_be_drafted_for_rests():
+    """Catches: a request that was skipped for good and still holds rows of the target's forward."""
+    controller = Controller((*CHAINS, REST), 8, False)
+    for req_id in ("a", "b"):
+        controller.add(req_id, 0, (), 50, 50)
+    assert not controller.decide(["a", "b"]).resting
+    controller.cannot_draft(["b"])
+    decision = controller.decide(["a", "b"])
+    assert decision.resting == {"b"} and decision.option.num_tokens
+
+
+@pytest.mark.parametrize(
+    ("num_video", "num_image", "name"),
+    [
+        (0, 0, "text"),
+        (256, 0, "video_256"),
+        (0, 64, "image_256"),
+        (4097, 0, "video_4k"),
+        (14848, 5, "video_16k"),
+        (10**6, 0, "video_32k"),
+    ],
+)
+def test_classes(num_video, num_image, name):
+    assert CLASS_LABELS[class_label(num_video, num_image)] == name
