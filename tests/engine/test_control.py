@@ -11,6 +11,7 @@ import pytest
 from tests.engine import harness
 from tests.engine.harness import QWEN, Engine, assert_same_answers, skipped
 from vllm_vidspec import metrics
+from vllm_vidspec.engine.compat.scheduler import decision_of, report_of
 
 pytestmark = pytest.mark.engine
 
@@ -27,13 +28,15 @@ def adaptive(is_async: bool, **knobs) -> Iterator[Engine]:
 
 
 @contextlib.contextmanager
-def wrong_about_texts(engine: Engine) -> Iterator[None]:
-    """Let every draft for a prompt without images or videos be wrong."""
+def wrong_about_texts(engine: Engine) -> Iterator[list[bool]]:
+    """Let every draft for a prompt without images or videos be wrong; yield whether each was to be shown to it."""
     speculator = engine.speculator
     drafter, admit, is_text = speculator.drafter, speculator.admit, set()
-    draft = drafter.draft
+    draft, shown = drafter.draft, []
 
     def noting(arrival):
+        if not arrival.features:
+            shown.append(arrival.is_shown)
         (is_text.discard if arrival.features else is_text.add)(arrival.req_state_idx)
         admit(arrival)
 
@@ -44,18 +47,21 @@ def wrong_about_texts(engine: Engine) -> Iterator[None]:
         return drafts
 
     with mock.patch.object(speculator, "admit", noting), mock.patch.object(drafter, "draft", wrong):
-        yield
+        yield shown
 
 
 @contextlib.contextmanager
 def steps(engine: Engine) -> Iterator[list]:
-    """Yield a list that gains of each step its decision and the drafts that were scheduled of each request."""
+    """Yield a list that gains of each step its decision, the drafts that were scheduled of each request, and who had
+    real ones.
+    """
     side, seen = engine.scheduler._vidspec_side, []
     hear = side.hear
 
     def noting(scheduler_output, output):
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        seen.append((scheduler_output._vidspec_decision, {req_id: len(tokens) for req_id, tokens in drafts.items()}))
+        decision, drafted = decision_of(scheduler_output), report_of(output).drafted
+        seen.append((decision, {req_id: len(tokens) for req_id, tokens in drafts.items()}, drafted))
         hear(scheduler_output, output)
 
     with mock.patch.object(side, "hear", noting):
@@ -90,7 +96,7 @@ def test_hopeless_requests_rest_beside_good_ones(reference, is_async):
     """
     expected = reference(QWEN, "videos and texts")
     requests = harness.videos_and_texts(QWEN)
-    with adaptive(is_async) as engine, wrong_about_texts(engine), steps(engine) as seen:
+    with adaptive(is_async) as engine, wrong_about_texts(engine) as shown, steps(engine) as seen:
         before = engine.counters()
         for _ in range(6):
             assert_same_answers(expected, engine.generate(requests))
@@ -99,13 +105,14 @@ def test_hopeless_requests_rest_beside_good_ones(reference, is_async):
     assert skipped(counted) == {}
     assert counted["rests_text"] > counted["resumes_text"] and counted["unshown_text"] > 0, "texts come to rest"
     assert counted["rests_video_256"] == counted["unshown_video_256"] == 0 < counted["shown_video_256"]
-    mixed = [(decision, after) for (decision, _), (_, after) in itertools.pairwise(seen) if decision.resting]
+    assert shown.count(False) == counted["unshown_text"], "the worker does what was decided"
+    mixed = [(before[0].resting, after) for before, after in itertools.pairwise(seen) if before[0].resting]
     assert mixed, "some step has drafted for some of its requests"
-    for decision, drafts in mixed:
-        assert not decision.resting & drafts.keys(), "a resting request has one row"
+    for resting, (_, scheduled, drafted) in mixed:
+        assert not resting & scheduled.keys() and not resting & drafted, "who rests has one row, and no draft forward"
     length = 1 + counted["accepted_tokens"] / counted["drafts"]
     assert length > 2.5, "what is drafted is mostly accepted"
-    assert np.mean([decision.option.num_tokens > 0 for decision, _ in seen]) > 0.2
+    assert np.mean([decision.option.num_tokens > 0 for decision, *_ in seen]) > 0.2
 
 
 def test_a_resting_request_gives_its_draft_memory_to_others():
