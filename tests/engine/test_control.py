@@ -11,6 +11,7 @@ import pytest
 from tests.engine import harness
 from tests.engine.harness import QWEN, Engine, assert_same_answers, skipped
 from vllm_vidspec import metrics
+from vllm_vidspec.engine import control
 from vllm_vidspec.engine.compat.scheduler import decision_of, report_of
 
 pytestmark = pytest.mark.engine
@@ -53,18 +54,20 @@ def wrong_about_texts(engine: Engine) -> Iterator[list[bool]]:
 @contextlib.contextmanager
 def steps(engine: Engine) -> Iterator[list]:
     """Yield a list that gains of each step its decision, the drafts that were scheduled of each request, and who had
-    real ones.
+    real ones. On its clock a step takes 10 ms and a millisecond for each level of the draft, whatever runs beside it.
     """
-    side, seen = engine.scheduler._vidspec_side, []
+    side, seen, now = engine.scheduler._vidspec_side, [], [0.0]
     hear = side.hear
 
     def noting(scheduler_output, output):
+        now[0] += 0.010 + 0.001 * decision_of(scheduler_output).option.num_levels
         drafts = scheduler_output.scheduled_spec_decode_tokens
         decision, drafted = decision_of(scheduler_output), report_of(output).drafted
         seen.append((decision, {req_id: len(tokens) for req_id, tokens in drafts.items()}, drafted))
         hear(scheduler_output, output)
 
-    with mock.patch.object(side, "hear", noting):
+    clock = mock.Mock(monotonic=lambda: now[0])
+    with mock.patch.object(side, "hear", noting), mock.patch.object(control, "time", clock):
         yield seen
 
 
@@ -110,8 +113,7 @@ def test_hopeless_requests_rest_beside_good_ones(reference, is_async):
     assert mixed, "some step has drafted for some of its requests"
     for resting, (_, scheduled, drafted) in mixed:
         assert not resting & scheduled.keys() and not resting & drafted, "who rests has one row, and no draft forward"
-    length = 1 + counted["accepted_tokens"] / counted["drafts"]
-    assert length > 2.5, "what is drafted is mostly accepted"
+    assert counted["accepted_tokens"] > 0.6 * counted["draft_tokens"], "what is drafted is mostly accepted"
     assert np.mean([decision.option.num_tokens > 0 for decision, *_ in seen]) > 0.2
 
 
