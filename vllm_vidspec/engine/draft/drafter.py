@@ -344,7 +344,7 @@ class Drafter:
 
     def forget_media(self) -> None:
         """Drop the draft's vision embeddings: weights have changed, or the memory that holds them has."""
-        self.prefills.cache.clear()
+        self.prefills.vision.cache.clear()
 
 
 def no_room_for(message: PrefillMessage) -> str:
