@@ -64,8 +64,8 @@ _COUNTERS = {
     "text_tokens": "Text tokens of the prompts that the draft has prefilled.",
     "draft_encoder_hits": "Images and videos whose embeddings the draft's tower had made before.",
     "draft_encoder_misses": "Images and videos that the draft's tower looked at.",
-    "draft_encoder_oversized": "Calls of the draft's tower over more than a step's budget: images, or frames of a video, "
-    "that cannot be cut.",
+    "draft_encoder_oversized": "Calls of the draft's tower beyond a step's budget, for what cannot be cut further.",
+    "draft_pixel_copies": "Images and videos whose pixels were copied to the device again for the draft's tower.",
     "visual_tokens_full": "Image and video tokens of the prompts that the draft has prefilled.",
     "visual_tokens_kept": "Image and video tokens that the draft was shown.",
     "guided_prompts": "Prompts pruned by the target's guidance.",
@@ -439,8 +439,6 @@ class _Collector:
 
 # By Prometheus' conventions a unit comes last, and "total" ends counters alone.
 _EXPOSED = {
-    "draft_encoder_oversized": "Calls of the draft's tower over more than a step's budget: images, or frames of a video, "
-    "that cannot be cut.",
     "visual_tokens_full": "visual_tokens",
     "draft_pool_blocks_total": "draft_pool_blocks",
     "draft_encoder_bytes_used": "draft_encoder_used_bytes",

@@ -18,7 +18,7 @@ from vllm_vidspec.engine.draft.vision_cache import VisionCache
 from vllm_vidspec.pruning import budget
 
 # A step's budget of 100 tokens is four frames of 24: a video of 8 takes two steps.
-HALVES = [range(0, 4), range(4, 8)]
+HALVES = [range(4), range(4, 8)]
 ROOM, NO_ROOM = 2**16, 0  # bytes for embeddings: of several videos, of none
 
 
@@ -97,15 +97,23 @@ def _skipped(self, item, start, left):
     return part._replace(frames=range(2, 4), start=0, end=item.num_tokens)
 
 
+def _too_much(self, item, start, left):
+    return self_next_part(self, item, start, 10_000)
+
+
+def _begun_is_whole(self, name, num_rows):
+    return num_rows if name in self._items else 0
+
+
 self_next_part = DraftVision._next_part
 MUTATIONS = {
     "in the wrong order": (DraftVision, "_next_part", _reversed),
     "a frame short": (DraftVision, "_next_part", _lost),
     "a part left out": (DraftVision, "_next_part", _skipped),
-    "the budget ignored": (DraftVision, "_next_part", lambda self, item, start, left: self_next_part(self, item, start, 10_000)),
+    "the budget ignored": (DraftVision, "_next_part", _too_much),
     "what is not cut": (DraftVision, "_frames_of", lambda self, item: None),
-    "a part read for the whole": (VisionCache, "num_here", lambda self, name, num_rows: num_rows if name in self._items else 0),
-}  # fmt: skip
+    "a part read for the whole": (VisionCache, "num_here", _begun_is_whole),
+}
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
@@ -129,7 +137,7 @@ def test_steps_go_between(monkeypatch):
     line.admit(2, [TEXT] * 20)
     length = len(token_ids) + 1
     ready = [line.step({0: 22 + i, 1: length + i, 2: 21 + i}).ready for i in range(3)]
-    assert ready[0] == [2] and line.model.frames == [range(0, 4), range(4, 8), range(8, 12)]
+    assert ready[0] == [2] and line.model.frames == [range(4), range(4, 8), range(8, 12)]
     assert line.counted["draft_encoder_misses"] == 1 and "draft_encoder_oversized" not in line.counted
 
 
@@ -141,7 +149,7 @@ def test_what_is_left_of_a_step_begins_the_next_video():
     for i in range(6):
         line.step({row: 300 + i for row in range(2) if row in line.prefills._jobs})
     assert line.model.encoded[2] == ["video 0", "video 1"]
-    assert line.model.frames == [range(0, 4), range(4, 8), range(8, 9), range(0, 3), range(3, 7), range(7, 9)]
+    assert line.model.frames == [range(4), range(4, 8), range(8, 9), range(3), range(3, 7), range(7, 9)]
     assert not line.prefills.is_reading
 
 
@@ -215,7 +223,7 @@ def test_embeddings_that_made_way_are_made_again():
 
 
 def test_who_looks_ahead_goes_on_where_it_was():
-    """A drafter encodes half of a video before its scores are known, and the rest when it begins; or is told to stop."""
+    """A drafter encodes half of a video before its scores are known, and the rest once it begins, or nothing."""
     scores, embeddings = measured()
     line = line_of(pruner="attention")
     token_ids, features = cuttable(embeddings)
@@ -298,7 +306,7 @@ def test_a_video_that_the_target_has_pruned_is_cut_by_its_own_frames():
     parts: list[Part] = []
     while not parts or not parts[-1].is_last:
         parts.append(line.prefills.vision._next_part(item, parts[-1].end if parts else 0, ENCODER_BUDGET))
-    assert [part.frames for part in parts] == [range(0, 4), range(6, 8)]
+    assert [part.frames for part in parts] == [range(4), range(6, 8)]
     found = line.prefills.vision._run_tower(parts[:1]) + line.prefills.vision._run_tower(parts[1:])
     assert torch.equal(torch.cat(found), embeddings[seen])
     assert np.all([part.num_encoded <= ENCODER_BUDGET for part in parts])

@@ -26,6 +26,7 @@ from vllm_vidspec.engine.draft.prefill_job import PrefillJob, PrefillPiece, Read
 from vllm_vidspec.engine.draft.vision import DraftVision
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
 from vllm_vidspec.engine.knobs import Knobs
+from vllm_vidspec.engine.listen.pixels import SharedPixels
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.families import adapter_for
 from vllm_vidspec.pruning.prompt import PromptItem, PromptPlan, UnsupportedPrompt, choose_kept, plan_prompt, prune
@@ -45,6 +46,7 @@ class DraftPrefill:
         cache: The draft's vision embeddings of what was shown lately.
         shared: The target's own, by identifier, where its tower is the draft's; else empty.
         agreement: Of the tensor-parallel ranks: what fails on one of them is left by all.
+        pixels: What the target has copied to the device, if it runs here.
     """
 
     def __init__(
@@ -56,11 +58,12 @@ class DraftPrefill:
         cache: VisionCache,
         shared: Mapping[str, torch.Tensor],
         agreement: Agreement,
+        pixels: SharedPixels | None = None,
     ):
         self.model = model
         self._knobs = knobs
         self.counters = counters
-        self.vision = DraftVision(model, counters, cache, shared, agreement, self._fail)
+        self.vision = DraftVision(model, counters, cache, shared, agreement, self._fail, pixels)
         self._kv = kv
         self._agreement = agreement
         self._adapter = adapter_for(model.hf_config)

@@ -17,6 +17,7 @@ from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft.model import DraftModel
 from vllm_vidspec.engine.draft.prefill_job import PrefillJob
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
+from vllm_vidspec.engine.listen.pixels import SharedPixels
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.families import adapter_for
 from vllm_vidspec.pruning import TokenGrid
@@ -60,6 +61,7 @@ class DraftVision:
         shared: The target's own, by identifier, where its tower is the draft's; else empty.
         agreement: Of the tensor-parallel ranks: what fails on one of them is left by all.
         fail: Told of a job whose item could not be encoded, and of the error.
+        pixels: What the target has copied to the device, if it runs here.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class DraftVision:
         shared: Mapping[str, torch.Tensor],
         agreement: Agreement,
         fail: Callable[[PrefillJob, Exception], None],
+        pixels: SharedPixels | None = None,
     ):
         self.model = model
         self.cache = cache
@@ -78,6 +81,7 @@ class DraftVision:
         self._shared = shared
         self._agreement = agreement
         self._fail = fail
+        self._pixels = pixels
         self._adapter = adapter_for(model.hf_config)
 
     # ---- what a step encodes ---------------------------------------------------------------------------------------
@@ -100,6 +104,7 @@ class DraftVision:
                     wanted[item.name, start][1].append((job, i))
                     continue
                 if self._find(job, i):
+                    self._let_go([(job, i)])
                     self._counters.add("draft_encoder_hits")
                     continue
                 part = self._next_part(item, start, left)
@@ -184,7 +189,7 @@ class DraftVision:
         made: list[torch.Tensor] = []
 
         def run() -> None:
-            looks = self.model.encode([part.item.feature for part in parts], [part.frames for part in parts])
+            looks = self.model.encode([self._feature(part) for part in parts], [part.frames for part in parts])
             made.extend(map(self._of_part, parts, looks))
 
         if not parts:
@@ -197,6 +202,10 @@ class DraftVision:
         if len(parts) == 1:
             return [error]
         return [found for part in parts for found in self._run_tower([part])]
+
+    def _feature(self, part: Part) -> Any:
+        feature = part.item.feature
+        return feature if self._pixels is None else self._pixels.on_device(feature, is_first=part.start == 0)
 
     @staticmethod
     def _of_part(part: Part, look: torch.Tensor) -> torch.Tensor:
@@ -231,8 +240,15 @@ class DraftVision:
             for job, i in takers:
                 self._find(job, i)  # who finds nothing, as it had to make way for another, waits on
         if part.is_last:
+            self._let_go(takers)
             self._counters.add("draft_encoder_misses")
             self._counters.add("draft_encoder_hits", len(takers) - 1)
+
+    def _let_go(self, takers: list[tuple[PrefillJob, int]]) -> None:
+        """Let go of the pixels of what has been encoded."""
+        if self._pixels is not None:
+            for job, i in takers:
+                self._pixels.drop(job.plan.items[i].feature.identifier)
 
     def _keep(self, part: Part, embeddings: torch.Tensor) -> bool:
         return self.cache.extend(part.item.name, part.item.num_tokens, part.start, embeddings)
