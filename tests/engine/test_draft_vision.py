@@ -80,7 +80,7 @@ _KNOBS = {QWEN: {"pruner": "dycoke"}, LLAVA: {"drafting": "tree-static"}, QWEN3:
 
 @pytest.mark.parametrize("family", [QWEN, LLAVA, pytest.param(QWEN3, marks=pytest.mark.slow)])
 def test_parts_change_no_draft(family, reference, monkeypatch):
-    """Three videos beside each other and one that comes later, of two frames a step: vanilla's answers, and every
+    """Three videos beside each other and one that comes later, of four frames a step: vanilla's answers, and every
     count as with parts that are cut out of whole embeddings; as many drafts stand of those that are proposed.
 
     Catches: parts in another order, one that is lost, a step beyond its budget, requests that wait for the tower.
@@ -98,7 +98,7 @@ def test_parts_change_no_draft(family, reference, monkeypatch):
     with harness.engine(family, "draft", **_KNOBS[family]) as engine:
         assert_parts_are_the_whole(engine, requests[:1])
         grid = grid_of(engine, videos_of(engine, requests[:1])[0])
-        allowed = 2 * grid.tokens_per_frame + grid.num_trailing
+        allowed = 4 * grid.tokens_per_frame + grid.num_trailing
         monkeypatch.setattr(engine.draft, "max_encoder_tokens", allowed)
         propose = engine.speculator.propose
 
@@ -118,8 +118,8 @@ def test_parts_change_no_draft(family, reference, monkeypatch):
     assert found[0] == found[1] and found[0]["accepted_tokens"] > 0 and not found[0]["draft_encoder_oversized"]
     assert found[0]["draft_encoder_misses"] == 4
     looks = [step for step in steps if step["parts"]]
-    assert len(looks) >= 4 * grid.num_frames // 2 and max(step["encoded"] for step in looks) <= allowed
-    assert min(step["decoding"] for step in looks[1:]) >= 2
+    assert len(looks) >= 4 * grid.num_frames // 4 and max(step["encoded"] for step in looks) <= allowed
+    assert sum(step["decoding"] >= 2 for step in looks) >= len(looks) // 2
 
 
 def test_an_aborted_look_leaves_nothing(monkeypatch):
@@ -130,14 +130,17 @@ def test_an_aborted_look_leaves_nothing(monkeypatch):
         grid = grid_of(engine, videos_of(engine, requests[:1])[0])
         engine.speculator.forget_media()
         engine.llm.reset_prefix_cache()
+        pixels = engine.speculator._pixels
+        monkeypatch.setattr(pixels, "num_bytes", 1 << 30)  # none is set aside where nothing needs copying
         with monkeypatch.context() as patch:
             patch.setattr(engine.draft, "max_encoder_tokens", 2 * grid.tokens_per_frame + 1)
-            engine.begin(requests[:1], steps=3)
-            assert cache.unfinished() and cache.num_used_bytes
+            engine.begin(requests[1:], steps=3)  # a video that the target has not seen either
+            assert cache.unfinished() and cache.num_used_bytes and pixels.num_used_bytes
             engine.abort()
             engine.idle()
-            assert not cache.num_used_bytes and not engine.kv.num_used_blocks
+            assert not cache.num_used_bytes and not pixels.num_used_bytes and not engine.kv.num_used_blocks
             assert engine.counters()["held_requests"] <= 1  # the idling one
             _, counted = engine.measured(requests)
+        assert not pixels.num_used_bytes
     harness.assert_all_stands(counted)
     assert counted["draft_encoder_misses"] == 2 and counted["accepted_tokens"] == counted["draft_tokens"]

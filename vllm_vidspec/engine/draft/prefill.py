@@ -63,10 +63,10 @@ class DraftPrefill:
         self.model = model
         self._knobs = knobs
         self.counters = counters
-        self.vision = DraftVision(model, counters, cache, shared, agreement, self._fail, pixels)
+        self._adapter = adapter_for(model.hf_config)
+        self.vision = DraftVision(model, self._adapter, counters, cache, shared, agreement, self._fail, pixels)
         self._kv = kv
         self._agreement = agreement
-        self._adapter = adapter_for(model.hf_config)
         self._jobs: dict[int, PrefillJob] = {}  # by row, in order of admission
         self._ahead: dict[int, dict[str, PromptItem]] = {}  # by row what is to be encoded before it is in line
         self._read: dict[int, ReadPrompt] = {}  # by row, of the requests that have left the line

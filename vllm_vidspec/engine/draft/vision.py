@@ -19,7 +19,7 @@ from vllm_vidspec.engine.draft.prefill_job import PrefillJob
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
 from vllm_vidspec.engine.listen.pixels import SharedPixels
 from vllm_vidspec.engine.report.counters import Counters
-from vllm_vidspec.families import adapter_for
+from vllm_vidspec.families import FamilyAdapter
 from vllm_vidspec.pruning import TokenGrid
 from vllm_vidspec.pruning.prompt import PromptItem, PromptPlan, choose_kept
 
@@ -56,6 +56,7 @@ class DraftVision:
 
     Args:
         model: The draft.
+        adapter: Of its family.
         counters: Told what is encoded and what is found.
         cache: The draft's vision embeddings of what was shown lately.
         shared: The target's own, by identifier, where its tower is the draft's; else empty.
@@ -67,6 +68,7 @@ class DraftVision:
     def __init__(
         self,
         model: DraftModel,
+        adapter: FamilyAdapter,
         counters: Counters,
         cache: VisionCache,
         shared: Mapping[str, torch.Tensor],
@@ -82,7 +84,7 @@ class DraftVision:
         self._agreement = agreement
         self._fail = fail
         self._pixels = pixels
-        self._adapter = adapter_for(model.hf_config)
+        self._adapter = adapter
 
     # ---- what a step encodes ---------------------------------------------------------------------------------------
 
