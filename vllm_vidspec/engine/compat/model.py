@@ -162,7 +162,8 @@ def take_over_pixels(model_state: Any, share: Callable) -> None:
 
     Args:
         model_state: The runner's; one method of its encoder is wrapped on the object, if it has one.
-        share: `(identifier, item)` -> the `MultiModalKwargsItem` to encode.
+        share: `(identifiers, items)` -> the `MultiModalKwargsItem`s to encode. All of a call must be on the device, or
+            none: vLLM joins them.
     """
     encoder = getattr(model_state, "encoder_runner", None)
     if encoder is None:
@@ -173,8 +174,8 @@ def take_over_pixels(model_state: Any, share: Callable) -> None:
     @functools.wraps(prepare_mm_inputs)
     def prepare(scheduled_encoder_inputs):
         identifiers, items = prepare_mm_inputs(scheduled_encoder_inputs)
-        shared = zip(identifiers, items, strict=True)
-        return identifiers, [(modality, share(identifier, item)) for identifier, (modality, item) in shared]
+        shared = share(identifiers, [item for _, item in items])
+        return identifiers, [(modality, item) for (modality, _), item in zip(items, shared, strict=True)]
 
     encoder.prepare_mm_inputs = prepare
 

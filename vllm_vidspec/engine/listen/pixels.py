@@ -2,7 +2,8 @@
 
 Target and draft look at the same pixels, the draft some steps later. vLLM copies an item when it encodes it and lets go
 of the copy; here the copy is made a moment earlier, by us, in the same way, and vLLM's encoder finds it on the device.
-What is kept has a bound, which is taken out of the KV memory; beyond it the draft copies again, and that is counted.
+What is kept has a bound, which is taken out of the KV memory; where a call of the encoder would exceed it, vLLM copies
+as ever, and the draft copies again, which is counted.
 """
 
 import copy
@@ -11,10 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.report.counters import Counters
+
+logger = init_logger("vllm.vidspec")
 
 
 class SharedPixels:
@@ -71,25 +75,40 @@ class SharedPixels:
             self._counters.add("draft_pixel_copies")
         return feature
 
-    def _share(self, identifier: str, item: Any) -> Any:
-        """Return the processor outputs that the target's encoder is to take for an item: with the copy that is kept."""
-        if identifier in self._items:
-            return self._items[identifier]
-        if not any(identifier in wanted for wanted in self._wanted.values()):
-            return item
-        if self.num_used_bytes + _num_bytes(item) > self.num_bytes or not _num_bytes(item):
-            return item
-        self._items[identifier] = kept = type(item)({name: self._moved(element) for name, element in item.items()})
-        return kept
+    def _share(self, identifiers: list[str], items: list[Any]) -> list[Any]:
+        """Return the processor outputs that the target's encoder is to take: all on the device, or as they came."""
+        try:
+            return self._moved(identifiers, items)
+        except Exception as error:  # the target copies as ever, and so will the draft
+            logger.warning("vidspec: pixels are copied twice (%s)", error)
+            return items
 
-    def _moved(self, element: Any) -> Any:
-        return replace(element, data=async_tensor_h2d(element.data, self._device)) if _moves(element) else element
+    def _moved(self, identifiers: list[str], items: list[Any]) -> list[Any]:
+        new = {name: item for name, item in zip(identifiers, items, strict=True) if name not in self._items}
+        if self.num_used_bytes + sum(map(_num_bytes, new.values())) > self.num_bytes:
+            return items
+        there = {name: self._on_device(item) for name, item in new.items()}
+        wanted = set().union(*self._wanted.values())
+        given = [self._items[name] if name in self._items else there[name] for name in identifiers]
+        self._items |= {name: item for name, item in there.items() if name in wanted}
+        return given
+
+    def _on_device(self, item: Any) -> Any:
+        return type(item)(
+            {
+                name: replace(element, data=async_tensor_h2d(element.data, self._device))
+                if _is_pixels(element) and element.data.is_cpu
+                else element
+                for name, element in item.items()
+            }
+        )
 
 
-def _moves(element: Any) -> bool:
+def _is_pixels(element: Any) -> bool:
+    """Return whether vLLM copies an element to the device, and it is one that we can keep."""
     return isinstance(element.data, torch.Tensor) and not element.field.keep_on_cpu
 
 
 def _num_bytes(item: Any) -> int:
     """Return the bytes that an item takes on the device."""
-    return sum(element.data.nbytes for element in item.values() if _moves(element))
+    return sum(element.data.nbytes for element in item.values() if _is_pixels(element))
