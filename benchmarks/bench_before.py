@@ -70,10 +70,13 @@ def answer_arrivals(most_tokens: int) -> int:
     lines = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # vLLM logs there
     from vllm import LLM
+    from vllm.multimodal import encoder_budget
 
     from vllm_vidspec.tools import pairs
 
+    # vLLM takes videos as long as the checkpoint's longest, or a step: the bundled ones' longest are short.
     length = most_tokens + 1024
+    encoder_budget.compute_mm_encoder_budget = lambda *_: (length, length)
     overrides = {
         "max_model_len": length, "max_num_batched_tokens": STEP_TOKENS, "limit_mm_per_prompt": {"video": 1},
         "kv_cache_memory_bytes": 512 << 20, "async_scheduling": False,
