@@ -298,6 +298,7 @@ def llm_kwargs(
     embeddings = embedding_bytes(models, engine, sizes)
     ours = {"draft_kv_bytes": pool, "draft_encoder_bytes": embeddings} if engine.is_ours else {}
     in_process = sum(ours.values()) if engine.method != "parallel" else 0  # else it is the drafter's process's own
+    in_process += (cache + in_process) // 50 if in_process else 0  # a hundredth of it all is for pixels
     overrides: dict[str, Any] = {
         "dtype": "bfloat16",
         "load_format": "dummy",

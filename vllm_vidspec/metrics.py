@@ -64,6 +64,8 @@ _COUNTERS = {
     "text_tokens": "Text tokens of the prompts that the draft has prefilled.",
     "draft_encoder_hits": "Images and videos whose embeddings the draft's tower had made before.",
     "draft_encoder_misses": "Images and videos that the draft's tower looked at.",
+    "draft_encoder_oversized": "Calls of the draft's tower beyond a step's budget, for what cannot be cut further.",
+    "draft_pixel_copies": "Images and videos whose pixels were copied to the device again for the draft's tower.",
     "visual_tokens_full": "Image and video tokens of the prompts that the draft has prefilled.",
     "visual_tokens_kept": "Image and video tokens that the draft was shown.",
     "guided_prompts": "Prompts pruned by the target's guidance.",
@@ -145,7 +147,7 @@ _SLOT = {name: slot for slot, name in enumerate(NAMES)}
 _NUM_REQUESTS = 4096
 
 _MAGIC = int.from_bytes(b"vidspec\0", "little")
-_VERSION = 10
+_VERSION = 11
 _HEADER = 8  # int64 words: magic, version, number of slots, sequence, four spare
 _SEQUENCE = 3  # odd while a writer is between values that belong together
 _NUM_TRIES = 50  # of a reader that meets such a writer; one that died there must not keep it

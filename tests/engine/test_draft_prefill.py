@@ -70,12 +70,12 @@ def test_the_draft_looks_once(monkeypatch, llava):
     looks = []
     encode = DraftModel.encode
     monkeypatch.setattr(
-        DraftModel, "encode", lambda self, features: looks.append(len(features)) or encode(self, features)
+        DraftModel, "encode", lambda self, features, frames: looks.append(frames) or encode(self, features, frames)
     )
     requests = [(pairs.video_prompt(LLAVA, video), {"temperature": 1.0, "seed": 1, "n": 3, "max_tokens": 8})]
     _, first = llava.measured(requests)
     _, later = llava.measured([(pairs.video_prompt(LLAVA, video, "describe the color"), {"max_tokens": 8})])
-    assert looks == [1]
+    assert looks == [[None]]
     assert (first["draft_encoder_misses"], first["draft_encoder_hits"]) == (1, 2)
     assert (later["draft_encoder_misses"], later["draft_encoder_hits"]) == (0, 1)
     for counted in (first, later):

@@ -11,7 +11,7 @@ def peak_of_a_prompt(session: Any) -> dict[str, int]:
 
     Returns:
         `peak`: most that was allocated above what there was before; `profiled`: what vLLM's profile run took, and so
-        left free beside weights and caches.
+        left free beside weights and caches, and what is set aside for pixels.
     """
     worker = session.worker
     torch.cuda.synchronize()
@@ -19,7 +19,9 @@ def peak_of_a_prompt(session: Any) -> dict[str, int]:
     before = torch.cuda.memory_allocated()
     with session.decoding():
         most = torch.cuda.max_memory_allocated()
-    return {"peak": most - before, "profiled": int(worker.peak_activation_memory)}
+    pixels = getattr(worker.model_runner.speculator, "_pixels", None)
+    set_aside = 0 if pixels is None else pixels.num_bytes
+    return {"peak": most - before, "profiled": int(worker.peak_activation_memory) + set_aside}
 
 
 def sums_of_guidance(session: Any) -> dict[str, list[list[int] | None]]:

@@ -21,6 +21,8 @@ RUN = [name for name, case in CASES.items() if not case.is_planted]
 OURS = [name for name in RUN if CASES[name].most_launches]
 # One process runs many engines; those with several ranks have processes of their own.
 TIMEOUT_S = 1200
+# Of a prompt's video: 8 frames, of which the processor takes 4, in pairs of 64 patches; 2 bytes a value.
+PIXEL_BYTES = 2 * 64 * 1176 * 2
 
 
 @pytest.fixture(scope="session")
@@ -143,6 +145,19 @@ def test_sleep_gives_memory_back(measured, level):
     """Level 2 is level 1 here, because nothing reloads the draft's weights."""
     awake, asleep, again = measured["sleep"]["extra"]["free"][level]
     assert asleep > again >= awake
+
+
+# ---- pixels
+
+
+@pytest.mark.cases("chain", "vanilla")
+def test_pixels_go_to_the_device_once(measured):
+    """What a prompt's prefill copies up beside vanilla's is no second copy of its video."""
+    ours, vanilla = (
+        sum(measured[name]["prefill"].get(f"copy.h2d_{kind}_bytes", 0) for kind in ("pinned", "pageable"))
+        for name in ("chain", "vanilla")
+    )
+    assert vanilla > PIXEL_BYTES and ours - vanilla < PIXEL_BYTES / 50, (ours, vanilla)
 
 
 # ---- guidance

@@ -25,7 +25,9 @@ from vllm_vidspec.engine.speculator import VidSpecSpeculator
 
 NUM_ROWS, K, BLOCK, MAX_LEN, HIDDEN, VOCAB = 4, 3, 4, 96, 4, 1000
 NUM_BLOCKS = 26  # less than two long requests take
-CHUNK, VIDEO_TOKENS = 24, 9
+CHUNK = 24
+VIDEO_FRAMES, FRAME_TOKENS = 2, 4
+VIDEO_TOKENS = VIDEO_FRAMES * FRAME_TOKENS + 1
 
 
 class Network:
@@ -37,10 +39,14 @@ class Network:
     """
 
     device, dtype = CPU, torch.float32
-    max_num_tokens, max_encoder_tokens = 20, 2 * VIDEO_TOKENS
+    max_num_tokens, max_encoder_tokens = 20, FRAME_TOKENS + 1  # a video takes two steps
     block_size, vocab_size, max_model_len, num_positions = BLOCK, VOCAB, MAX_LEN - 10, 4 * MAX_LEN
     is_self_draft, model = False, None
-    hf_config = SimpleNamespace(model_type="llava_onevision", architectures=["LlavaOnevisionForConditionalGeneration"])
+    hf_config = SimpleNamespace(
+        model_type="llava_onevision",
+        architectures=["LlavaOnevisionForConditionalGeneration"],
+        vision_config=SimpleNamespace(image_size=4, patch_size=1),
+    )
 
     def __init__(self) -> None:
         self.fails = ""
@@ -54,9 +60,10 @@ class Network:
     def full_positions(self, token_ids, features):
         return torch.arange(len(token_ids))[None], 0
 
-    def encode(self, features):
+    def encode(self, features, frames):
         self.fail("encode")
-        return [torch.full((feature.mm_position.length, HIDDEN), -1.0) for feature in features]
+        sizes = [VIDEO_TOKENS if some is None else len(some) * FRAME_TOKENS + 1 for some in frames]
+        return [torch.full((size, HIDDEN), -1.0) for size in sizes]
 
     def embed(self, token_ids, media, where):
         embeds = token_ids[:, None].float().expand(-1, HIDDEN).clone()
@@ -141,9 +148,11 @@ class Known:
 
         features = []
         if self.has_video:
-            name = f"video-{self.number % 5}"
+            kind = self.number % 5
+            name = f"video-{kind}"
+            pixels = torch.zeros(VIDEO_FRAMES, 1, 1, 1) if kind < 4 else None  # the last can be encoded whole only
             place = PlaceholderRange(offset=1, length=VIDEO_TOKENS)
-            data = {"pixel_values_videos": SimpleNamespace(data=None)}
+            data = {"pixel_values_videos": SimpleNamespace(data=pixels)}
             features = [
                 SimpleNamespace(modality="video", identifier=name, mm_hash=name, data=data, mm_position=place)
             ]  # fmt: skip

@@ -190,9 +190,12 @@ class Life(RuleBasedStateMachine):
         self.capacity[row] = (number, now)
 
     def check_stores(self) -> None:
-        cache, store, known = self.world.drafter.prefills.cache, self.states.store, set(self.world.known)
-        pages = [int(page) for item in cache._items.values() for page in item[0]]
+        cache, store, known = self.world.drafter.prefills.vision.cache, self.states.store, set(self.world.known)
+        pages = [int(page) for item in cache._items.values() for page in item.pages]
         assert sorted([*pages, *cache._free]) == list(range(3)), "a page is lost, or owned twice"
+        jobs = self.world.drafter.prefills._jobs.values()
+        wanted = {job.plan.items[i].name for job in jobs for i in job.unseen()}
+        assert cache.unfinished() <= wanted, "embeddings of a part that nobody waits for"
         assert set(self.states._holders) <= known, "states of a forgotten row"
         items = {id(item): item for holder in self.states._holders.values() for item in holder.items}
         items |= {id(item): item for item in store._items.values()}
@@ -276,7 +279,8 @@ MUTATIONS = {
     "blocks leaked on failure": (VidSpecSpeculator, "_give_up", _leaks_on_failure),
     "a table that the device is not told": (DraftKV, "apply", _without(DraftKV, "apply")),
     "text that was never read": (DraftPrefill, "rest", _read_too_far),
-    "a page of the cache that is lost": (VisionCache, "_drop", lambda self, name: self._items.pop(name, None)),
+    "a video that nobody waits for, encoded in part": (DraftPrefill, "_let_go", lambda self: None),
+    "a page of the cache that is lost": (VisionCache, "drop", lambda self, name: self._items.pop(name, None)),
     "states that a user keeps": (StateStore, "drop", _without(StateStore, "drop")),
 }
 

@@ -7,6 +7,7 @@ from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.engine.kv_views import attention_layers
 from vllm_vidspec.engine.listen.guidance import make_guidance
 from vllm_vidspec.engine.listen.listeners import TargetListeners
+from vllm_vidspec.engine.listen.pixels import SharedPixels
 from vllm_vidspec.engine.listen.trees import TargetTrees
 from vllm_vidspec.engine.listen.visual_states import VisualStates
 from vllm_vidspec.engine.parallel.speculator import ParallelSpeculator
@@ -74,6 +75,8 @@ class RunnerParts:
                 device,
             )
         else:
+            # A target that drafts for itself encodes once.
+            shares = not config.is_self_draft and runner.encoder_cache is not None
             self.speculator = VidSpecSpeculator(
                 vllm_config,
                 knobs,
@@ -87,6 +90,7 @@ class RunnerParts:
                 agreement,
                 runner.timeline,
                 places_of(runner),
+                SharedPixels(runner.model_state, device, counters) if shares else None,
             )
         tables = (counters, self.rules, self.listeners, self.speculator)
         requests.register(*(table for table in tables if table is not None))

@@ -45,6 +45,7 @@ from vllm_vidspec.engine.draft.model import DraftModel, kv_bytes_per_token
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.kv_views import attention_layers
+from vllm_vidspec.engine.listen.pixels import SharedPixels
 from vllm_vidspec.engine.listen.prompts import Guidance, PendingScores
 from vllm_vidspec.engine.listen.trees import TargetTrees
 from vllm_vidspec.engine.parallel.timeline import EventKind, Timeline
@@ -73,6 +74,7 @@ class VidSpecSpeculator(BaseSpeculator):
         agreement: Of the tensor-parallel ranks.
         timeline: Told what took the time, while a tool watches.
         placed: `(row, length) -> Placed`, for a target that prunes videos itself; else None.
+        pixels: What the target has copied to the device; None where the draft's tower is shown nothing.
     """
 
     supports_mm_inputs = False  # the target's embeddings are of no use to the draft: it has a vision tower of its own
@@ -94,7 +96,9 @@ class VidSpecSpeculator(BaseSpeculator):
         agreement: Agreement,
         timeline: Timeline,
         placed: Callable[[int, int], Placed] | None = None,
+        pixels: SharedPixels | None = None,
     ):
+        self._pixels = pixels
         self._placed = placed
         self._timeline = timeline
         self.draft_model = draft_model
@@ -186,7 +190,10 @@ class VidSpecSpeculator(BaseSpeculator):
             shared=encoder_cache.encoder_outputs if shares else {},
             fills_trees=is_async if config.tree.fill is None else config.tree.fill,
             take_trees=None if self._trees is None else self._trees.take,
+            pixels=self._pixels,
         )
+        if self._pixels is not None:
+            self._pixels.num_bytes = self._memory.pixel_bytes
         for name, value in (
             ("draft_pool_blocks_total", num_blocks - 1),
             ("draft_pool_bytes", num_blocks * model.bytes_per_block),
@@ -211,22 +218,30 @@ class VidSpecSpeculator(BaseSpeculator):
 
     def admit(self, arrival: Arrival) -> None:
         """Keep a request's prompt on the host until its target prefill is done."""
-        if arrival.is_shown:
-            self._arrivals[arrival.req_state_idx] = arrival
-        else:
+        if not arrival.is_shown:
             self._requests.skip(arrival.req_state_idx, "unshown")
+            return
+        self._arrivals[arrival.req_state_idx] = arrival
+        if self._pixels is not None:
+            self._pixels.admit(arrival.req_state_idx, arrival.features)
 
     def forget(self, req_state_idx: int) -> None:
         """Free what a row's request holds on the draft's side."""
         self._arrivals.pop(req_state_idx, None)
         self._waiting.pop(req_state_idx, None)
         self._room.forget(req_state_idx)
+        self._forget_pixels(req_state_idx)
         if self._drafter is not None:
             self._drafter.forget(req_state_idx)
 
+    def _forget_pixels(self, req_state_idx: int) -> None:
+        if self._pixels is not None:
+            self._pixels.forget(req_state_idx)
+
     def held(self) -> Iterable[int]:
-        """Return the rows whose prompts, scores or draft KV are here."""
+        """Return the rows whose prompts, pixels, scores or draft KV are here."""
         return (
+            *(() if self._pixels is None else self._pixels.held()),
             *self._arrivals,
             *self._waiting,
             *self._room.held(),
@@ -416,6 +431,7 @@ class VidSpecSpeculator(BaseSpeculator):
         scores = None if self._guidance is None else self._guidance.take(req_state_idx)
         if refusal := self._refusal(arrival):
             reason, detail = refusal
+            self._forget_pixels(req_state_idx)
             self._requests.skip(req_state_idx, reason)
             if detail:
                 self._counters.skip(reason, arrival.req_id, detail)
@@ -502,6 +518,8 @@ class VidSpecSpeculator(BaseSpeculator):
             PrefillStep(idx_mapping_np, step.bound[indices], self._req_states.all_token_ids.gpu)
         )
         self._requests.enter(done.ready, Phase.DRAFTING)
+        for req_state_idx in done.ready:
+            self._forget_pixels(req_state_idx)
         for req_state_idx in done.failed:
             self._give_up(req_state_idx, "draft_error")
 

@@ -71,6 +71,21 @@ class FamilyAdapter(ABC):
             out to `num_tokens`. Never raises for odd data: pruning a flat row is still correct.
         """
 
+    def frames(self, modality: str, data: Mapping[str, Any], hf_config: Any) -> TokenGrid | None:
+        """Return the grid of a video that the tower can encode a few of its frames at a time, before any
+        `--video-pruning-rate`; None for what it must see whole.
+
+        That takes a tower whose attention stays within a frame of the grid, and pixels that are where the grid says.
+        """
+        return None
+
+    def some_frames(self, data: Mapping[str, Any], frames: range) -> dict[str, Any]:
+        """Return those of a video's processor outputs that are others for these frames of its grid alone.
+
+        The tower makes their embeddings of them, in order, and what trails the grid once more.
+        """
+        raise NotImplementedError
+
     def whole_video(self, data: Mapping[str, Any], hf_config: Any) -> tuple[TokenGrid, float] | None:
         """Return the grid of a video before `--video-pruning-rate`, and the rope positions from a frame to the next;
         None where the draft cannot follow a target that prunes it, or the data do not tell.

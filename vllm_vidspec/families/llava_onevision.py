@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from vllm_vidspec.families.base import FamilyAdapter, Field, flat_grid, read_field
 from vllm_vidspec.pruning import TokenGrid
 
@@ -10,6 +12,8 @@ _IMAGE_SIZE = Field("frame size in pixels", ("vision_config.image_size",))
 _PATCH_SIZE = Field("patch size", ("vision_config.patch_size",))
 # Not in the released configs; vLLM falls back to 2 as well.
 _POOL_STRIDE = Field("spatial pooling stride", ("spatial_pool_stride",), default=2)
+
+_PIXELS = "pixel_values_videos"
 
 
 class LlavaOnevisionAdapter(FamilyAdapter):
@@ -42,11 +46,22 @@ class LlavaOnevisionAdapter(FamilyAdapter):
         if modality != "video" or side < 1:
             return flat_grid(num_tokens)
         num_frames, rest = divmod(num_tokens - 1, side * side)
-        frames: Any = data.get("pixel_values_videos")  # [num_frames, channels, height, width]
+        frames: Any = data.get(_PIXELS)  # [num_frames, channels, height, width]
         given = frames.shape[0] if getattr(frames, "ndim", 0) == 4 else num_frames
         if rest or num_frames < 1 or given != num_frames:
             return flat_grid(num_tokens)
         return TokenGrid(num_frames, side, side, num_trailing=1)
+
+    def frames(self, modality: str, data: Mapping[str, Any], hf_config: Any) -> TokenGrid | None:
+        """Return the grid of a video: the tower, the projector and the pooling know one frame each. See the base."""
+        side, pixels = self._pooled_side(hf_config), data.get(_PIXELS)
+        if modality != "video" or side < 1 or not isinstance(pixels, torch.Tensor) or pixels.ndim != 4:
+            return None
+        return TokenGrid(len(pixels), side, side, num_trailing=1)
+
+    def some_frames(self, data: Mapping[str, Any], frames: range) -> dict[str, Any]:
+        """Return the pixels of some frames `[num_frames, channels, height, width]`. See `FamilyAdapter`."""
+        return {_PIXELS: data[_PIXELS][frames.start : frames.stop]}
 
     @staticmethod
     def _pooled_side(hf_config: Any) -> int:

@@ -10,6 +10,7 @@ from vllm_vidspec.pruning import TokenGrid
 
 _MERGE = Field("spatial merge size", ("vision_config.spatial_merge_size",))
 _PACE = Field("tokens per second", ("vision_config.tokens_per_second",))
+_PIXELS, _GRID = "pixel_values_videos", "video_grid_thw"
 _DEEPSTACK = Field("deepstack layers", ("vision_config.deepstack_visual_indexes",), default=())
 
 
@@ -53,6 +54,25 @@ class QwenVLAdapter(FamilyAdapter):
         grid = TokenGrid(thw[0], thw[1] // merge, thw[2] // merge)
         return grid if grid.num_tokens == num_tokens else flat_grid(num_tokens)
 
+    def frames(self, modality: str, data: Mapping[str, Any], hf_config: Any) -> TokenGrid | None:
+        """Return the grid of a video: attention, its windows and positions stay within a frame of the grid, and what
+        Qwen3-VL's deeper layers get lies beside each embedding. See `FamilyAdapter`.
+        """
+        thw, pixels, merge = _to_ints(data.get(_GRID)), data.get(_PIXELS), read_field(hf_config, _MERGE)
+        if modality != "video" or len(thw) != 3 or min(thw) < 1 or not merge or not isinstance(pixels, torch.Tensor):
+            return None
+        num_frames, height, width = thw
+        if pixels.ndim != 2 or len(pixels) != num_frames * height * width:
+            return None
+        return TokenGrid(num_frames, height // merge, width // merge)
+
+    def some_frames(self, data: Mapping[str, Any], frames: range) -> dict[str, Any]:
+        """Return the patches of some frames `[num_patches, patch_dim]`, and their grid. See `FamilyAdapter`."""
+        grid = data[_GRID].clone()  # [3]
+        size = int(grid[1] * grid[2])
+        grid[0] = len(frames)
+        return {_PIXELS: data[_PIXELS][frames.start * size : frames.stop * size], _GRID: grid}
+
     def follows_pruned_videos(self, hf_config: Any) -> bool:
         """Return whether this is Qwen2.5-VL. See `FamilyAdapter`.
 
@@ -66,7 +86,7 @@ class QwenVLAdapter(FamilyAdapter):
 
         vLLM cuts the seconds of a frame to an integer there.
         """
-        thw, seconds = _to_ints(data.get("video_grid_thw")), _to_ints(data.get("second_per_grid_ts"))
+        thw, seconds = _to_ints(data.get(_GRID)), _to_ints(data.get("second_per_grid_ts"))
         pace = _pace(hf_config)
         if len(thw) != 3 or len(seconds) != 1 or pace is None:
             return None

@@ -41,7 +41,7 @@ class NotingModel:
             raise ValueError("of no known shape\nat all")
         return torch.arange(len(token_ids))[None], 0
 
-    def encode(self, features):
+    def encode(self, features, frames):
         self.encoded.append([feature.identifier for feature in features])
         if any("broken" in feature.identifier for feature in features):
             raise RuntimeError("planted")

@@ -27,8 +27,8 @@ class SeeingModel(NotingModel):
         vision_config=SimpleNamespace(spatial_merge_size=2),
     )
 
-    def encode(self, features):
-        super().encode(features)
+    def encode(self, features, frames):
+        super().encode(features, frames)
         assert len(features) == 1 or sum(len(feature.shows) for feature in features) <= ENCODER_BUDGET
         return [feature.shows for feature in features]
 
@@ -130,7 +130,7 @@ def test_a_choice_waits_for_the_last_frame():
     assert line.step({0: len(token_ids) + 1, 1: 21}).ready == [1]
     job = line.prefills._jobs[0]
     assert [media is None for media in job.media] == [False] * 4 + [True] * 4 and job.kept == [None] * FRAMES
-    line.prefills._look([job])
+    line.prefills.vision.look([job])
     assert sum(len(kept) for kept in job.kept) == sum(len(media) for media in job.media) == 19
     assert line.step({0: len(token_ids) + 2}).ready == [0]
 
@@ -216,8 +216,7 @@ def test_a_tower_that_looks_ahead_keeps_to_its_budget():
     line = Line(cache_bytes=2**16, model=SeeingModel(), pruner="attention", prune_ratio=0.9)
     token_ids, features = as_images(embeddings)
     message = PrefillMessage("r0", 0, token_ids, features)
-    for _ in range(2):
-        line.prefills.look_ahead(message)
+    assert [line.prefills.look_ahead(message) for _ in range(3)] == [True, False, False]
     assert line.model.encoded == [[f"frame {i}" for i in part] for part in (range(4), range(4, 8))]
     assert line.counted["draft_encoder_misses"] == FRAMES
     assert line.admit(0, token_ids, features)

@@ -51,6 +51,7 @@ FUNCTIONS = {
     f"{GPU}.model_states.default:DefaultModelState.prepare_attn": (
         "self input_batch cudagraph_mode block_tables slot_mappings for_capture"
     ),
+    f"{GPU}.mm.encoder_runner:EncoderRunner.prepare_mm_inputs": "self scheduled_encoder_inputs",
     # The scheduler
     "vllm.v1.core.sched.scheduler:Scheduler.__init__": "self vllm_config",
     "vllm.v1.core.sched.scheduler:Scheduler.add_request": "self request",

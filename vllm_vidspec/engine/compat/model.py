@@ -154,6 +154,32 @@ def hear_attention_metadata(model_state: Any, hear: Callable) -> None:
     model_state.prepare_attn = prepare
 
 
+def take_over_pixels(model_state: Any, share: Callable) -> None:
+    """Let us copy to the device what the target's encoder is about to encode, so that the copy can outlive its call.
+
+    Why: vLLM makes the copy inside of the call and drops it there. Tensors that are on the device it leaves where they
+    are, because a processor may run there.
+
+    Args:
+        model_state: The runner's; one method of its encoder is wrapped on the object, if it has one.
+        share: `(identifiers, items)` -> the `MultiModalKwargsItem`s to encode. All of a call must be on the device, or
+            none: vLLM joins them.
+    """
+    encoder = getattr(model_state, "encoder_runner", None)
+    if encoder is None:
+        return
+    prepare_mm_inputs = encoder.prepare_mm_inputs
+    expect_parameters(prepare_mm_inputs, "scheduled_encoder_inputs")
+
+    @functools.wraps(prepare_mm_inputs)
+    def prepare(scheduled_encoder_inputs):
+        identifiers, items = prepare_mm_inputs(scheduled_encoder_inputs)
+        shared = share(identifiers, [item for _, item in items])
+        return identifiers, [(modality, item) for (modality, _), item in zip(items, shared, strict=True)]
+
+    encoder.prepare_mm_inputs = prepare
+
+
 def expose_hidden_states(target: Any, layers: tuple[int, ...]) -> None:
     """Make a target return the hidden states that enter these layers beside its output, as it does for EAGLE-3.
 

@@ -33,6 +33,7 @@ from vllm_vidspec.engine.draft.score_blocks import rows_per_block
 from vllm_vidspec.engine.draft.trees import TakeTrees, TreeDrafter
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
 from vllm_vidspec.engine.knobs import Knobs
+from vllm_vidspec.engine.listen.pixels import SharedPixels
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.tree_attention import TreeAttention
 
@@ -60,6 +61,7 @@ class Drafter:
         shared: The target's own, by identifier, where it drafts for itself; else empty.
         fills_trees: See `TreeDrafter`; `take_trees` too.
         max_run: Most tokens of a chain that `go_on` draws behind what `draft` has; 0 where it is never asked for.
+        pixels: What the target has copied to the device; None in a process of its own.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Drafter:
         fills_trees: bool = False,
         take_trees: TakeTrees | None = None,
         max_run: int = 0,
+        pixels: SharedPixels | None = None,
     ):
         config = knobs.now
         self.model = model
@@ -92,7 +95,7 @@ class Drafter:
         tree_shapes = config.shapes - {"chain"}
         caches = None if attention is None else attention.caches()
         self.kv = DraftKV(num_blocks, model.block_size, max_num_reqs, max_slots, model.device, caches)
-        self.prefills = DraftPrefill(model, knobs, counters, self.kv, cache, shared, agreement)
+        self.prefills = DraftPrefill(model, knobs, counters, self.kv, cache, shared, agreement, pixels)
         policy = make_policy(next(iter(tree_shapes)), config, max_num_reqs, model.device) if tree_shapes else None
         width = 0 if policy is None else policy.max_frontier
         self.buffers = DraftBuffers(model, self.kv, max_num_reqs, width, config.num_speculative_tokens)
@@ -343,7 +346,7 @@ class Drafter:
 
     def forget_media(self) -> None:
         """Drop the draft's vision embeddings: weights have changed, or the memory that holds them has."""
-        self.prefills.cache.clear()
+        self.prefills.vision.cache.clear()
 
 
 def no_room_for(message: PrefillMessage) -> str:

@@ -1,4 +1,4 @@
-"""DraftMemory: how much of a rank's KV memory the draft takes, for its KV pool and for vision embeddings."""
+"""DraftMemory: how much of a rank's KV memory the draft takes: for its KV pool, vision embeddings and pixels."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,9 @@ _TEXT_SHARE = 0.1
 # Of the KV memory, for the draft's vision embeddings.
 _VISION_SHARE = 0.02
 
+# Of the KV memory, for pixels that the target has seen and the draft has not: 25,000 tokens of video are 236 MB.
+_PIXEL_SHARE = 0.01
+
 
 def max_slots_per_request(max_model_len: int, num_speculative_tokens: int) -> int:
     """Return the most KV entries that one request can hold: its longest text, and K drafts past it."""
@@ -32,15 +35,17 @@ class DraftMemory:
     Attributes:
         pool_bytes: The draft's KV pool.
         vision_bytes: Vision embeddings of what was shown lately.
+        pixel_bytes: The most that is kept of pixels on the device (`SharedPixels`).
     """
 
     pool_bytes: int
     vision_bytes: int
+    pixel_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:
         """All of it."""
-        return self.pool_bytes + self.vision_bytes
+        return self.pool_bytes + self.vision_bytes + self.pixel_bytes
 
     @classmethod
     def least(cls, model: DraftModel) -> "DraftMemory":
@@ -61,12 +66,15 @@ class DraftMemory:
             VidSpecError: A knob asks for too much, or for too little for one request.
         """
         vision = _vision_bytes(config, vllm_config, available_bytes)
-        left = available_bytes - vision
+        # Pixels are shared where both towers run in one process, on a device that they must be copied to.
+        shares = model.device.type != "cpu" and not config.is_parallel and not config.is_self_draft
+        pixels = int(_PIXEL_SHARE * available_bytes) if shares and _shows(vllm_config) else 0
+        left = available_bytes - vision - pixels
         pool = _pool_bytes(config, vllm_config, model, left)
         if pool >= left:
             raise VidSpecError(f"the draft's KV pool ({pool} bytes) leaves nothing of the {left} bytes of KV memory")
         logger.info("vidspec: draft KV pool %s GiB, target KV cache %s GiB", format_gib(pool), format_gib(left - pool))
-        return cls(pool, vision)
+        return cls(pool, vision, pixels)
 
 
 def _pool_bytes(config: VidSpecConfig, vllm_config: Any, model: DraftModel, available_bytes: int) -> int:
@@ -93,9 +101,13 @@ def _vision_bytes(config: VidSpecConfig, vllm_config: Any, available_bytes: int)
     """Return the size of the cache of vision embeddings: none for a target that is shown nothing."""
     wanted = config.pool.encoder_bytes
     if wanted is None:
-        multimodal = vllm_config.model_config.multimodal_config
-        shows = multimodal is not None and any(map(multimodal.get_limit_per_prompt, ("image", "video")))
-        wanted = int(_VISION_SHARE * available_bytes) if shows else 0
+        wanted = int(_VISION_SHARE * available_bytes) if _shows(vllm_config) else 0
     if wanted >= available_bytes:
         raise VidSpecError(f"draft_encoder_bytes: {wanted} leaves nothing of the {available_bytes} bytes of KV memory")
     return wanted
+
+
+def _shows(vllm_config: Any) -> bool:
+    """Return whether a target is ever shown anything."""
+    multimodal = vllm_config.model_config.multimodal_config
+    return multimodal is not None and any(map(multimodal.get_limit_per_prompt, ("image", "video")))

@@ -3,8 +3,9 @@
 import copy
 import functools
 import gc
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -397,16 +398,26 @@ class DraftModel:
                 self.model._set_deepstack_input_embeds(deeper.view(len(embeds), -1, size).transpose(0, 1))
         return embeds
 
-    def encode(self, features: list[Any]) -> list[torch.Tensor]:
-        """Run the draft's vision tower over whole items, modality by modality.
+    def encode(self, features: list[Any], frames: Sequence[range | None]) -> list[torch.Tensor]:
+        """Run the draft's vision tower over items, or frames of them, modality by modality.
 
         Args:
-            features: vLLM's multimodal features, of no more tokens together than the encoder's budget (or one).
+            features: vLLM's multimodal features.
+            frames: Of each the frames of its grid to look at, None for all of it; see `FamilyAdapter.frames`.
 
         Returns:
-            `[m_i, num_media_levels * hidden_size]` embeddings of each item, in the order given.
+            `[m_i, num_media_levels * hidden_size]` embeddings of each, in the order given.
         """
-        return self._encode([(feature.modality, feature.data) for feature in features])
+        items = zip(features, frames, strict=True)
+        return self._encode([(feature.modality, self._cut(feature.data, some)) for feature, some in items])
+
+    def _cut(self, item: Any, frames: range | None) -> Any:
+        """Return vLLM's processor outputs of an item for some frames of it; nothing is copied."""
+        if frames is None:
+            return item
+        data = {key: element.data for key, element in item.items()}
+        changed = families.adapter_for(self.hf_config).some_frames(data, frames)
+        return type(item)({key: replace(element, data=changed.get(key, element.data)) for key, element in item.items()})
 
     def _encode(self, items: list[tuple[str, Any]]) -> list[torch.Tensor]:
         order = sorted(range(len(items)), key=lambda i: items[i][0])

@@ -1,16 +1,16 @@
 """DraftPrefill: shows the draft its pruned prompts, a bounded piece per step; meanwhile these requests go undrafted.
 
 Requests stand in line in the order of their admission. A step runs at most what vLLM lets the target's own prefill run
-in one: the vision tower over the encoder budget's tokens (or one larger item), the language model over the token
-budget. So a draft keeps its target's pace, and a long video holds nobody's decode up. The target commits text
-meanwhile: the last piece of a prefill catches up on it. How much there is the host knows as a bound only (async
-scheduling); what is fed past the committed text is stale like any rejected draft, and is overwritten before it is
-looked at. Every decision follows from what the host knows, so tensor-parallel ranks take the same ones.
+in one: the vision tower over the encoder budget's tokens (`DraftVision`), the language model over the token budget. So
+a draft keeps its target's pace, and a long video holds nobody's decode up. The target commits text meanwhile: the last
+piece of a prefill catches up on it. How much there is the host knows as a bound only (async scheduling); what is fed
+past the committed text is stale like any rejected draft, and is overwritten before it is looked at. Every decision
+follows from what the host knows, so tensor-parallel ranks take the same ones.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,10 @@ from vllm_vidspec.engine.draft.kv import DraftKV
 from vllm_vidspec.engine.draft.messages import Admission, Prefilled, PrefillMessage, PrefillStep
 from vllm_vidspec.engine.draft.model import DraftModel, Layout
 from vllm_vidspec.engine.draft.prefill_job import PrefillJob, PrefillPiece, ReadPrompt
+from vllm_vidspec.engine.draft.vision import DraftVision
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
 from vllm_vidspec.engine.knobs import Knobs
+from vllm_vidspec.engine.listen.pixels import SharedPixels
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.families import adapter_for
 from vllm_vidspec.pruning.prompt import PromptItem, PromptPlan, UnsupportedPrompt, choose_kept, plan_prompt, prune
@@ -44,6 +46,7 @@ class DraftPrefill:
         cache: The draft's vision embeddings of what was shown lately.
         shared: The target's own, by identifier, where its tower is the draft's; else empty.
         agreement: Of the tensor-parallel ranks: what fails on one of them is left by all.
+        pixels: What the target has copied to the device, if it runs here.
     """
 
     def __init__(
@@ -55,16 +58,17 @@ class DraftPrefill:
         cache: VisionCache,
         shared: Mapping[str, torch.Tensor],
         agreement: Agreement,
+        pixels: SharedPixels | None = None,
     ):
         self.model = model
         self._knobs = knobs
         self.counters = counters
-        self.cache = cache
-        self._kv = kv
-        self._shared = shared
-        self._agreement = agreement
         self._adapter = adapter_for(model.hf_config)
+        self.vision = DraftVision(model, self._adapter, counters, cache, shared, agreement, self._fail, pixels)
+        self._kv = kv
+        self._agreement = agreement
         self._jobs: dict[int, PrefillJob] = {}  # by row, in order of admission
+        self._ahead: dict[int, dict[str, PromptItem]] = {}  # by row what is to be encoded before it is in line
         self._read: dict[int, ReadPrompt] = {}  # by row, of the requests that have left the line
         self._failed: list[int] = []  # rows, of the step that runs
         # What was chosen and why, for tools that look at pruning; None while nobody looks.
@@ -100,6 +104,8 @@ class DraftPrefill:
             return Admission.FULL
         self._kv.begin(job.req_state_idx, plan.num_dropped, plan.pos_delta)
         self._jobs[job.req_state_idx] = job
+        self._ahead.pop(job.req_state_idx, None)
+        self._let_go()
         num_visual_kept = plan.num_visual - plan.num_dropped
         for name in ("prompts", *message.outcome):
             self.counters.add(name)
@@ -149,12 +155,13 @@ class DraftPrefill:
 
     def forget(self, req_state_idx: int) -> None:
         """Forget a row's request: finished, aborted, preempted or given up."""
-        self._jobs.pop(req_state_idx, None)
-        self._read.pop(req_state_idx, None)
+        for table in (self._jobs, self._ahead, self._read):
+            table.pop(req_state_idx, None)  # type: ignore[attr-defined]
+        self._let_go()
 
     def held(self) -> Iterable[int]:
         """Return the rows whose prompts are in line or have been read."""
-        return (*self._jobs, *self._read)
+        return (*self._jobs, *self._ahead, *self._read)
 
     def rest(self, idx_mapping_np: np.ndarray, num_tokens: np.ndarray) -> None:
         """Put `[n]` rows that have left the line back into it: they lack text from `[n]` committed tokens on."""
@@ -169,6 +176,7 @@ class DraftPrefill:
     def watch(self, on: bool) -> list[dict[str, Any]]:
         """Return what was pruned since watching began, and go on watching or not; see `worker.vidspec_watch`."""
         watched, self._watched = self._watched or [], [] if on else None
+        self.vision.keeps_looks = on
         return watched
 
     # ---- a step ----------------------------------------------------------------------------------------------------
@@ -178,7 +186,7 @@ class DraftPrefill:
         bounds = dict(zip(step.idx_mapping_np.tolist(), step.num_tokens_upper_bound.tolist(), strict=True))
         due = [job for row, job in self._jobs.items() if row in bounds]
         self._failed = []
-        self._look(due)
+        self.vision.look(due)
         alive = self._agreement.settle("draft prefill", [self._is_alive(job) for job in due])
         for job, is_alive in zip(due, alive, strict=True):
             if not is_alive:
@@ -201,6 +209,7 @@ class DraftPrefill:
         """Take a request out of the line that an error has cost its drafts."""
         if self._is_alive(job):
             del self._jobs[job.req_state_idx]
+            self._let_go()
             self._failed.append(job.req_state_idx)
             self._count_error(job.req_id, error)
 
@@ -215,143 +224,32 @@ class DraftPrefill:
 
     # ---- vision ----------------------------------------------------------------------------------------------------
 
-    def look_ahead(self, message: PrefillMessage) -> None:
-        """Let the tower look at a prompt's media before what guides the pruning is known; the cache keeps what it can.
+    def look_ahead(self, message: PrefillMessage) -> bool:
+        """Let the tower encode a step's share of a prompt's media before what guides the pruning is known; the cache
+        keeps what it can.
 
         What goes wrong here goes wrong again in `step`, where it has an owner.
+
+        Returns:
+            Whether there is more of it.
         """
+        row = message.req_state_idx
         with contextlib.suppress(Exception):
-            job = self._plan(message, is_ahead=True)
-            unknown = {
-                item.name: item
-                for item in (job.plan.items[i] for i in job.unseen())
-                if self.cache.can_keep(item.num_tokens)
-                and self.cache.read(item.name, item.num_tokens, np.zeros(0, dtype=np.int64)) is None
-            }
-            for items in self._encoder_steps(list(unknown.values())):
-                for item, found in zip(items, self._run_tower(items), strict=True):
-                    if not isinstance(found, Exception) and self.cache.keep(item.name, found):
-                        self.counters.add("draft_encoder_misses")
-            self.counters.set("draft_encoder_bytes_used", self.cache.num_used_bytes)
+            if row not in self._ahead:
+                job = self._plan(message, is_ahead=True)
+                self._ahead[row] = {item.name: item for item in (job.plan.items[i] for i in job.unseen())}
+            if self.vision.look_ahead(self._ahead[row]):
+                return True
+        self._ahead.pop(row, None)
+        self._let_go()
+        return False
 
-    def _encoder_steps(self, items: list[PromptItem]) -> Iterator[list[PromptItem]]:
-        """Yield items in parts that the tower may look at in one call: its budget's tokens, or one larger item."""
-        part: list[PromptItem] = []
-        left = self.model.max_encoder_tokens
-        for item in items:
-            if part and item.num_tokens > left:
-                yield part
-                part, left = [], self.model.max_encoder_tokens
-            part.append(item)
-            left -= item.num_tokens
-        if part:
-            yield part
-
-    def _look(self, due: list[PrefillJob]) -> None:
-        """Get the vision embeddings that the first requests in line lack.
-
-        No further down the line than the language model can come in this step, so that few embeddings wait for it.
-        """
-        wanted: dict[str, list[tuple[PrefillJob, int]]] = {}  # by content: who wants it, as which item
-        left, ahead = self.model.max_encoder_tokens, 0
-        for job in due:
-            if ahead >= self.model.max_num_tokens:
-                break
-            ahead += max(0, job.plan.num_kept - job.num_done)
-            for i in job.unseen():
-                item = job.plan.items[i]
-                if item.name in wanted:
-                    wanted[item.name].append((job, i))
-                elif self._find(job, i):
-                    self.counters.add("draft_encoder_hits")
-                elif item.num_tokens <= left or not wanted:
-                    left -= item.num_tokens
-                    wanted[item.name] = [(job, i)]
-                else:
-                    ahead = self.model.max_num_tokens
-                    break
-        self._encode(wanted)
-
-    def _find(self, job: PrefillJob, i: int) -> bool:
-        """Give a request an item's embeddings from a cache, if one has them."""
-        item, kept = job.plan.items[i], job.kept[i]
-        shared = self._shared.get(item.feature.identifier)
-        if shared is not None and shared.shape[:-1].numel() == item.num_tokens:
-            self._take(job, i, shared.flatten(0, -2))
-            return True
-        rows = self.cache.read(item.name, item.num_tokens, None if kept is None else kept.numpy())
-        if rows is None:
-            return False
-        if kept is None:
-            self._take(job, i, rows)
-        else:
-            job.media[i] = rows
-        return True
-
-    def _encode(self, wanted: dict[str, list[tuple[PrefillJob, int]]]) -> None:
-        """Run the vision tower over what no cache has, hand it out and keep it."""
-        items = [takers[0][0].plan.items[takers[0][1]] for takers in wanted.values()]
-        for item, takers, found in zip(items, wanted.values(), self._run_tower(items), strict=True):
-            if isinstance(found, Exception):
-                for job, _ in takers:
-                    self._fail(job, found)
-                continue
-            for job, i in takers:
-                self._take(job, i, found)
-            self.cache.keep(item.name, found)
-            self.counters.add("draft_encoder_misses")
-            self.counters.add("draft_encoder_hits", len(takers) - 1)
-        if items:
-            self.counters.set("draft_encoder_bytes_used", self.cache.num_used_bytes)
-
-    def _run_tower(self, items: list[PromptItem]) -> list[torch.Tensor | Exception]:
-        """Return each item's embeddings `[m, hidden_size]`, or the error that it alone is to blame for."""
-        made: list[torch.Tensor] = []
-
-        def run() -> None:
-            looks = self.model.encode([item.feature for item in items])
-            made.extend(
-                look if item.seen is None else _rows(look, item.seen) for item, look in zip(items, looks, strict=True)
-            )
-            for item, found in zip(items, made, strict=True):
-                if len(found) != item.num_tokens:
-                    raise ValueError(f"the tower made {len(found)} embeddings for {item.num_tokens} tokens")
-
-        error = self._agreement.run("vision tower", run) if items else None
-        if error is None:
-            return list(made)
-        if len(items) == 1:
-            return [error]
-        return [found for item in items for found in self._run_tower([item])]
-
-    def _take(self, job: PrefillJob, i: int, embeddings: torch.Tensor) -> None:
-        """Give an item's embeddings `[m, hidden_size]` to a request, which keeps what it has chosen of them."""
-        try:
-            if job.compares and self._watched is not None:
-                job.looks[i] = embeddings.float().cpu()
-            kept = job.kept[i]
-            job.media[i] = embeddings if kept is None else _rows(embeddings, kept)
-            if kept is None:
-                self._choose(job, i)
-        except Exception as error:
-            self._fail(job, error)
-
-    def _choose(self, job: PrefillJob, i: int) -> None:
-        """Choose what is kept of an item and of all that is pruned with it, once they are all there.
-
-        Items are looked at in the order of the line, so of one unit at most whole embeddings wait for the next step.
-        """
-        assert isinstance(job.plan, PromptPlan) and job.knobs is not None
-        unit = job.plan.unit_of(i)
-        seen = [job.media[place] for place in unit.places]
-        if any(media is None for media in seen):
-            return
-        whole = unit.joined(job.media)  # type: ignore[arg-type]  # none of its own is None
-        kept = choose_kept(unit, job.knobs, None, whole)
-        parts = unit.split(kept)
-        media = _rows(whole, kept).split([len(part) for part in parts])
-        for place, part, rows in zip(unit.places, parts, media, strict=True):
-            job.kept[place], job.media[place] = part, rows
+    def _let_go(self) -> None:
+        """Free what has been encoded in part and nobody waits for any more."""
+        if unfinished := self.vision.cache.unfinished():
+            wanted = {job.plan.items[i].name for job in self._jobs.values() for i in job.unseen()}
+            for name in unfinished - wanted.union(*self._ahead.values()):
+                self.vision.cache.drop(name)
 
     # ---- language model --------------------------------------------------------------------------------------------
 
@@ -457,9 +355,3 @@ class DraftPrefill:
             token_ids.clamp_(0, self.model.vocab_size - 1)
         where = async_tensor_h2d(torch.cat(places), device=device) if places else None
         return self.model.embed(token_ids, media, where)
-
-
-def _rows(embeddings: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Return the rows of `[m, hidden_size]` embeddings that `[k]` indices on the host name, ascending."""
-    is_whole = len(kept) == len(embeddings)
-    return embeddings if is_whole else embeddings[async_tensor_h2d(kept, device=embeddings.device)]

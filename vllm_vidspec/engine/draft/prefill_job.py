@@ -1,6 +1,6 @@
 """How far the draft's prefill of a request has come, a part of it, and what is left to know of it; pure data."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -62,6 +62,8 @@ class PrefillJob:
         prompt: What the draft sees, once every item is there; `embeds` the media of it, `[num_media, hidden_size]`.
         num_done: KV entries that the draft has.
         knobs: By which it is pruned; None of text alone.
+        gathered: By item that is encoded in parts how many embeddings have been made, and those of them that stay; of
+            items that no cache can gather.
     """
 
     req_id: str
@@ -75,6 +77,7 @@ class PrefillJob:
     embeds: torch.Tensor | None = None
     num_done: int = 0
     knobs: PruneKnobs | None = None
+    gathered: dict[int, tuple[int, list[torch.Tensor]]] = field(default_factory=dict)
 
     @property
     def compares(self) -> bool:

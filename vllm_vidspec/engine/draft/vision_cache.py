@@ -1,15 +1,26 @@
 """VisionCache: the draft's vision embeddings of what was shown lately, in one bounded piece of memory.
 
 A chat shows its video again with every turn, and `n` answers to a prompt show it n times: the draft's tower looks once.
+A video that takes it several steps is put together here, too, and can be read once it is whole.
 """
 
 from collections import OrderedDict
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 PAGE_ROWS = 64  # a row is one token's embedding
+
+
+@dataclass
+class _Item:
+    """An item's pages, how many rows it has, and how many of them are here."""
+
+    pages: np.ndarray
+    num_rows: int
+    num_here: int = 0
 
 
 class VisionCache:
@@ -31,8 +42,7 @@ class VisionCache:
         # [num_pages * PAGE_ROWS, hidden_size]
         self._store = torch.empty(num_pages * PAGE_ROWS, hidden_size, dtype=dtype, device=device)
         self._free = list(range(num_pages - 1, -1, -1))
-        # By name: the pages of an item and how many rows it has; the least recently used first.
-        self._items: OrderedDict[str, tuple[np.ndarray, int]] = OrderedDict()
+        self._items: OrderedDict[str, _Item] = OrderedDict()  # by name, the least recently used first
 
     @property
     def num_bytes(self) -> int:
@@ -55,11 +65,20 @@ class VisionCache:
         Returns:
             `[k, hidden_size]`, or None where the item is not kept.
         """
-        pages, known_rows = self._items.get(name, (None, 0))
-        if pages is None or known_rows != num_rows:
+        if num_rows != self.num_here(name, num_rows):
             return None
         self._items.move_to_end(name)
-        return self._store[self._places(pages, np.arange(num_rows) if chosen is None else chosen)]
+        rows = np.arange(num_rows) if chosen is None else chosen
+        return self._store[self._places(self._items[name].pages, rows)]
+
+    def num_here(self, name: str, num_rows: int) -> int:
+        """Return how many of an item's rows are here, from the first on; 0 where it is not kept."""
+        item = self._items.get(name)
+        return item.num_here if item is not None and item.num_rows == num_rows else 0
+
+    def unfinished(self) -> set[str]:
+        """Return the items of which not all rows are here."""
+        return {name for name, item in self._items.items() if item.num_here < item.num_rows}
 
     def can_keep(self, num_rows: int) -> bool:
         """Return whether an item of so many rows fits at all."""
@@ -67,26 +86,48 @@ class VisionCache:
 
     def keep(self, name: str, embeddings: torch.Tensor) -> bool:
         """Copy an item `[m, hidden_size]` in; return False for one that the whole cache cannot hold."""
-        num_rows = len(embeddings)
-        num_pages = -(-num_rows // PAGE_ROWS)
-        self._drop(name)
-        if not self.can_keep(num_rows):
+        return self.extend(name, len(embeddings), 0, embeddings)
+
+    def extend(self, name: str, num_rows: int, start: int, embeddings: torch.Tensor) -> bool:
+        """Copy the next rows of an item in.
+
+        Args:
+            name: The item's.
+            num_rows: Of the whole item.
+            start: The first of these rows; 0 begins it anew.
+            embeddings: `[k, hidden_size]` the rows.
+
+        Returns:
+            Whether they are kept: not where the whole cache cannot hold the item, or has let go of the rows before.
+        """
+        if start == 0:
+            self.drop(name)
+            if not self.can_keep(num_rows):
+                return False
+            num_pages = -(-num_rows // PAGE_ROWS)
+            while len(self._free) < num_pages:
+                self.drop(next(iter(self._items)))
+            self._items[name] = _Item(np.array([self._free.pop() for _ in range(num_pages)]), num_rows)
+        elif self.num_here(name, num_rows) != start:
             return False
-        while len(self._free) < num_pages:
-            self._drop(next(iter(self._items)))
-        pages = np.array([self._free.pop() for _ in range(num_pages)])
-        self._store.index_copy_(0, self._places(pages, np.arange(num_rows)), embeddings.to(self._store.dtype))
-        self._items[name] = (pages, num_rows)
+        item = self._items[name]
+        end = start + len(embeddings)
+        places = self._places(item.pages, np.arange(start, end))
+        self._store.index_copy_(0, places, embeddings.to(self._store.dtype))
+        item.num_here = end
+        self._items.move_to_end(name)
         return True
 
     def clear(self) -> None:
         """Forget everything: the weights or the memory have changed."""
         for name in list(self._items):
-            self._drop(name)
+            self.drop(name)
 
-    def _drop(self, name: str) -> None:
-        pages, _ = self._items.pop(name, ((), 0))
-        self._free.extend(int(page) for page in reversed(pages))
+    def drop(self, name: str) -> None:
+        """Forget an item; harmless where nothing is known of it."""
+        item = self._items.pop(name, None)
+        if item is not None:
+            self._free.extend(int(page) for page in reversed(item.pages))
 
     def _places(self, pages: np.ndarray, rows: np.ndarray) -> torch.Tensor:
         """Return where an item's rows are in the store, `[k]` int64 on the device."""

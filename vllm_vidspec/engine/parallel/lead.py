@@ -2,7 +2,7 @@
 
     hear what the target says:    requests that arrive, begin and go                        messages
     hear what it has committed:   streams that said otherwise are cut                       tables
-    read a bounded piece of the prompts in line, show the tower one that waits              read, look
+    read a bounded piece of the prompts in line, or encode one of media that wait           read, look
     draw the next tokens of the shortest streams, all in one batch                          draw
 
 A turn is one forward of decoding, so that what is cut is not drawn on for long. Only the first rank has a lead; it
@@ -120,10 +120,11 @@ class DrafterLead:
         return self._draw() or did
 
     def _look(self) -> bool:
-        """Let the tower look at one request's media, before its scores are known."""
-        row, arrived = self._waiting.popitem()
+        """Let the tower encode a part of one request's media, before its scores are known."""
+        row, arrived = next(iter(self._waiting.items()))
         start = time.monotonic()
-        self._do(said.Look(row))
+        if not self._do(said.Look(row)):
+            del self._waiting[row]
         self._recorder.note(EventKind.VISION, start, 1, sum(item.mm_position.length for item in arrived.features))
         return True
 

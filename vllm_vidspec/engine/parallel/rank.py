@@ -120,11 +120,12 @@ class DrafterRank:
         self._arrived[message.req_state_idx] = message
         self._mirror.add(message)
 
-    def look(self, message: said.Look) -> None:
-        """Show the tower what a request brings, so that its prompt need not wait for that."""
+    def look(self, message: said.Look) -> bool:
+        """Encode a bounded part of what a request brings, so that its prompt need not wait for that; return whether
+        there is more.
+        """
         arrived = self._arrived.get(message.req_state_idx)
-        if arrived is not None:
-            self.drafter.prefills.look_ahead(self._prompt(arrived))
+        return arrived is not None and self.drafter.prefills.look_ahead(self._prompt(arrived))
 
     def begin(self, message: said.Begin) -> tuple[str, str] | None:
         """Put a request in line; return why not and what to say of it, or None."""

@@ -1,0 +1,321 @@
+"""Long videos are encoded some frames a step: nothing comes of it but other steps, and nothing is left of an abort."""
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.engine.fakes import HIDDEN
+from tests.unit.engine.test_draft_prefill import ENCODER_BUDGET, Line, NotingModel
+from tests.unit.engine.test_frames import FRAMES, GUIDED, SIZE, TEXT, SeeingModel, as_images, as_video, measured, read
+from vllm_vidspec.engine.draft.messages import PrefillMessage
+from vllm_vidspec.engine.draft.prefill import DraftPrefill
+from vllm_vidspec.engine.draft.vision import DraftVision, Part
+from vllm_vidspec.engine.draft.vision_cache import VisionCache
+from vllm_vidspec.pruning import budget
+
+# A step's budget of 100 tokens is four frames of 24: a video of 8 takes two steps.
+HALVES = [range(4), range(4, 8)]
+ROOM, NO_ROOM = 2**16, 0  # bytes for embeddings: of several videos, of none
+
+
+class CuttingModel(SeeingModel):
+    """A draft whose tower makes, of the frames that it is to look at, what a feature says they show."""
+
+    trailing = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frames: list[range | None] = []  # of each look, in order
+
+    def encode(self, features, frames):
+        NotingModel.encode(self, features, frames)
+        self.frames += frames
+        made = []
+        for feature, some in zip(features, frames, strict=True):
+            shows = feature.shows
+            if some is not None:
+                tail = shows[len(shows) - self.trailing :]
+                shows = torch.cat((shows[some.start * SIZE : some.stop * SIZE], tail))
+            made.append(shows)
+        sizes = list(map(len, made))
+        assert sum(sizes) <= max(SIZE, self.max_encoder_tokens)
+        return made
+
+
+def cuttable(embeddings: torch.Tensor, name: str = "video") -> tuple[list[int], list[Any]]:
+    """Return ids and features of a prompt of one video, with pixels where its grid says."""
+    token_ids, features = as_video(embeddings)
+    features[0].identifier = features[0].mm_hash = name
+    patches = 4 * len(embeddings)  # of 2 x 2 that are merged
+    features[0].data["pixel_values_videos"] = SimpleNamespace(data=torch.zeros(patches, 1))
+    return token_ids, features
+
+
+def line_of(cache_bytes: int = ROOM, model: NotingModel | None = None, **knobs: Any) -> Line:
+    return Line(cache_bytes, model or CuttingModel(), **{"pruner": "uniform", "prune_ratio": 0.5} | knobs)
+
+
+def shown_of(pruner: str, cache_bytes: int) -> tuple[list[range | None], list[tuple[int, int]]]:
+    """Return how a video of two steps was looked at, and number and position of the tokens that the draft holds."""
+    scores, embeddings = measured()
+    line = line_of(cache_bytes, pruner=pruner)
+    token_ids, features = cuttable(embeddings)
+    assert line.admit(0, token_ids, features, [scores] if pruner in GUIDED else None)
+    return line.model.frames, read(line, 0, len(token_ids))
+
+
+@pytest.mark.parametrize("cache_bytes", [ROOM, NO_ROOM])
+@pytest.mark.parametrize("pruner", ["specvlm", "uniform", "fastvid", "dycoke", "none"])
+def test_frames_of_several_steps_are_what_the_whole_would_be(pruner, cache_bytes, monkeypatch):
+    """In the cache and beside one that has no room: the same tokens are kept, in order, at their places."""
+    looks, kept = shown_of(pruner, cache_bytes)
+    assert looks == HALVES
+    monkeypatch.setattr(CuttingModel, "max_encoder_tokens", 10_000)
+    assert shown_of(pruner, cache_bytes) == ([None], kept)
+
+
+def _reversed(self, item, start, left):
+    part = self_next_part(self, item, start, left)
+    if part.frames is None:
+        return part
+    return part._replace(frames=range(FRAMES - part.frames.stop, FRAMES - part.frames.start))
+
+
+def _lost(self, item, start, left):
+    part = self_next_part(self, item, start, left)
+    return part if part.frames is None else part._replace(frames=range(part.frames.start, part.frames.stop - 1))
+
+
+def _skipped(self, item, start, left):
+    part = self_next_part(self, item, start, left)
+    if part.frames is None or part.frames.start:
+        return part
+    return part._replace(frames=range(2, 4), start=0, end=item.num_tokens)
+
+
+def _too_much(self, item, start, left):
+    return self_next_part(self, item, start, 10_000)
+
+
+def _begun_is_whole(self, name, num_rows):
+    return num_rows if name in self._items else 0
+
+
+self_next_part = DraftVision._next_part
+MUTATIONS = {
+    "in the wrong order": (DraftVision, "_next_part", _reversed),
+    "a frame short": (DraftVision, "_next_part", _lost),
+    "a part left out": (DraftVision, "_next_part", _skipped),
+    "the budget ignored": (DraftVision, "_next_part", _too_much),
+    "what is not cut": (DraftVision, "_frames_of", lambda self, item: None),
+    "a part read for the whole": (VisionCache, "num_here", _begun_is_whole),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutations_are_seen(name):
+    owner, attribute, mutated = MUTATIONS[name]
+    with mock.patch.object(owner, attribute, mutated), pytest.raises((AssertionError, IndexError, ValueError)):
+        for cache_bytes in (ROOM, NO_ROOM):
+            looks, kept = shown_of("uniform", cache_bytes)
+            assert looks == HALVES and [number for number, _ in kept] == sorted(number for number, _ in kept)
+            assert len(kept) == budget(FRAMES * SIZE, 0.5)
+
+
+def test_steps_go_between(monkeypatch):
+    """12 frames beside a request that decodes and one that waits behind: three steps, and both go on in each."""
+    _, embeddings = measured(num_frames=12)
+    line = line_of()
+    line.admit(0, [TEXT] * 20)
+    assert line.step({0: 21}).ready == [0]
+    token_ids, features = cuttable(embeddings)
+    line.admit(1, token_ids, features)
+    line.admit(2, [TEXT] * 20)
+    length = len(token_ids) + 1
+    ready = [line.step({0: 22 + i, 1: length + i, 2: 21 + i}).ready for i in range(3)]
+    assert ready[0] == [2] and line.model.frames == [range(4), range(4, 8), range(8, 12)]
+    assert line.counted["draft_encoder_misses"] == 1 and "draft_encoder_oversized" not in line.counted
+
+
+def test_what_is_left_of_a_step_begins_the_next_video():
+    """9 frames, then 9 of another: the step that ends the one has room for three frames of the other."""
+    line = line_of(prune_ratio=0.9)
+    for row in range(2):
+        line.admit(row, *cuttable(measured(row, num_frames=9)[1], f"video {row}"))
+    for i in range(6):
+        line.step({row: 300 + i for row in range(2) if row in line.prefills._jobs})
+    assert line.model.encoded[2] == ["video 0", "video 1"]
+    assert line.model.frames == [range(4), range(4, 8), range(8, 9), range(3), range(3, 7), range(7, 9)]
+    assert not line.prefills.is_reading
+
+
+def test_two_requests_with_one_video_are_one_look():
+    """The second comes when the first half is there; both are shown the same; a third finds it."""
+    scores, embeddings = measured()
+    line = line_of(pruner="attention", prune_ratio=0.9)
+    token_ids, features = cuttable(embeddings)
+    length = len(token_ids) + 1
+    line.admit(0, token_ids, features, [scores])
+    line.step({0: length})
+    line.admit(1, token_ids, features, [scores])
+    ready = []
+    for i in range(4):
+        ready += line.step({row: length + i for row in (0, 1) if row not in ready}).ready
+    line.admit(2, token_ids, features, [scores])
+    ready += line.step({2: length}).ready
+    assert ready == [0, 1, 2] and line.model.frames == HALVES
+    num_kept = len(token_ids) - FRAMES * SIZE + budget(FRAMES * SIZE, 0.9)
+    assert line.held(0, num_kept) == line.held(1, num_kept) == line.held(2, num_kept)
+    assert (line.counted["draft_encoder_misses"], line.counted["draft_encoder_hits"]) == (1, 2)
+
+
+@pytest.mark.parametrize("cache_bytes", [ROOM, NO_ROOM])
+def test_an_abort_in_the_middle_leaves_nothing(cache_bytes):
+    """Unless somebody else waits for the same: who then goes on where it was, if there is a cache."""
+    _, embeddings = measured()
+    line = line_of(cache_bytes)
+    token_ids, features = cuttable(embeddings)
+    cache, length = line.prefills.vision.cache, len(token_ids) + 1
+    line.admit(0, token_ids, features)
+    line.step({0: length})
+    assert bool(cache.num_used_bytes) == bool(cache_bytes)
+    line.prefills.forget(0)
+    line.kv.forget(0)
+    assert not cache.num_used_bytes and not cache.unfinished() and not list(line.prefills.held())
+    line.admit(0, token_ids, features)
+    line.admit(1, token_ids, features)
+    line.step({0: length, 1: length})
+    line.prefills.forget(0)
+    line.kv.forget(0)
+    line.counted.update(visual_tokens_full=FRAMES * SIZE, visual_tokens_kept=FRAMES * SIZE // 2)  # of the last alone
+    read(line, 1, len(token_ids))
+    anew = [] if cache_bytes else HALVES[:1]
+    assert line.model.frames == [HALVES[0], HALVES[0], *anew, HALVES[1]]
+
+
+def test_a_part_that_fails_costs_its_requests_alone():
+    _, embeddings = measured()
+    line = line_of()
+    token_ids, features = cuttable(embeddings, "fine")
+    line.admit(0, token_ids, features)
+    line.step({0: len(token_ids) + 1})
+    features[0].identifier = "broken"
+    line.admit(1, [TEXT] * 20)
+    done = line.step({0: len(token_ids) + 2, 1: 21})
+    assert (done.failed, done.ready) == ([0], [1]) and not line.prefills.vision.cache.num_used_bytes
+
+
+def test_embeddings_that_made_way_are_made_again():
+    """A cache of one video, and memory that is lost in the middle. Catches: halves of which one is another's."""
+    _, embeddings = measured()
+    line = line_of()
+    token_ids, features = cuttable(embeddings)
+    line.admit(0, token_ids, features)
+    line.step({0: len(token_ids) + 1})
+    line.prefills.vision.cache.clear()
+    kept = read(line, 0, len(token_ids))
+    assert line.model.frames == [HALVES[0], *HALVES]
+    assert kept == shown_of("uniform", ROOM)[1]
+
+
+def test_who_looks_ahead_goes_on_where_it_was():
+    """A drafter encodes half of a video before its scores are known, and the rest once it begins, or nothing."""
+    scores, embeddings = measured()
+    line = line_of(pruner="attention")
+    token_ids, features = cuttable(embeddings)
+    message = PrefillMessage("r0", 0, token_ids, features)
+    assert line.prefills.look_ahead(message) and line.model.frames == HALVES[:1]
+    assert line.admit(0, token_ids, features, [scores])
+    assert len(read(line, 0, len(token_ids))) == budget(FRAMES * SIZE, 0.5)
+    assert line.model.frames == HALVES
+    other, features = cuttable(embeddings, "other")
+    cache = line.prefills.vision.cache
+    before = cache.num_used_bytes
+    assert line.prefills.look_ahead(PrefillMessage("r1", 1, other, features)) and cache.num_used_bytes > before
+    line.prefills.forget(1)
+    assert cache.num_used_bytes == before and not cache.unfinished()
+    roomless = line_of(NO_ROOM)
+    assert not roomless.prefills.look_ahead(message) and not roomless.model.frames
+
+
+def test_what_cannot_be_cut_is_encoded_whole_and_counted(monkeypatch):
+    """An image, and a video whose pixels are not where its grid says; of frames beyond the budget one a step."""
+    _, embeddings = measured(num_frames=6)
+    line = line_of()
+    token_ids, features = as_images(embeddings[: 5 * SIZE])
+    image = features[0]
+    image.shows = embeddings[: 5 * SIZE]
+    image.mm_position.length = 5 * SIZE
+    image.data["image_grid_thw"] = SimpleNamespace(data=torch.tensor([1, 8, 60]))
+    monkeypatch.setattr(CuttingModel, "encode", SeeingModel.encode)
+    for row, some in enumerate(([image], as_video(embeddings)[1])):
+        line.admit(row, token_ids + [TEXT] * 100, some)
+        read(line, row, len(token_ids) + 100)
+        line.counted.update(visual_tokens_full=0, visual_tokens_kept=0)
+    assert line.counted["draft_encoder_oversized"] == 2 and line.counted["draft_encoder_misses"] == 2
+    monkeypatch.undo()
+    monkeypatch.setattr(CuttingModel, "max_encoder_tokens", SIZE - 1)
+    small = line_of()
+    token_ids, features = cuttable(embeddings)
+    small.admit(0, token_ids, features)
+    read(small, 0, len(token_ids))
+    assert small.model.frames == [range(i, i + 1) for i in range(6)]
+    assert small.counted["draft_encoder_oversized"] == 6
+
+
+def test_what_trails_a_video_comes_once():
+    """LLaVA-OneVision's newline comes of every call of the tower, and is wanted behind the last frame alone."""
+    side, frames = 2, 60  # of four tokens each: 25 of them are a step's
+    newline = torch.full((1, HIDDEN), 0.9)
+    _, embeddings = measured(num_frames=11)
+    shows = torch.cat((embeddings[: frames * 4], newline))
+
+    class Model(NotingModel):
+        hf_config = SimpleNamespace(
+            **vars(NotingModel.hf_config), vision_config=SimpleNamespace(image_size=2 * side, patch_size=1)
+        )
+
+        def encode(self, features, parts):
+            super().encode(features, parts)
+            return [torch.cat((shows[4 * some.start : 4 * some.stop], newline)) for some in parts]
+
+    line = line_of(model=Model(), pruner="none")
+    token_ids, features = as_video(embeddings[: frames * 4 + 1])
+    features[0].data = {"pixel_values_videos": SimpleNamespace(data=torch.zeros(frames, 3, 4, 4))}
+    line.admit(0, token_ids, features)
+    for i in range(12):
+        if line.step({0: len(token_ids) + 1 + i}).ready:
+            break
+    held = [value for value, _ in line.held(0, len(token_ids)) if value != TEXT]
+    assert held == shows[:, 0].tolist() and len(line.model.encoded) == 3
+
+
+def test_a_video_that_the_target_has_pruned_is_cut_by_its_own_frames():
+    """Of 8 frames the target has kept the first, some of the fourth and of the seventh: the others are passed over
+    where they begin or end a step.
+    """
+    _, embeddings = measured()
+    seen = torch.cat((torch.arange(SIZE), torch.arange(3 * SIZE + 5, 3 * SIZE + 9), torch.arange(6 * SIZE, 7 * SIZE)))
+    line = line_of(NO_ROOM)
+    _, features = cuttable(embeddings)
+    item = SimpleNamespace(feature=features[0], seen=seen, num_tokens=len(seen), name="video")
+    parts: list[Part] = []
+    while not parts or not parts[-1].is_last:
+        parts.append(line.prefills.vision._next_part(item, parts[-1].end if parts else 0, ENCODER_BUDGET))
+    assert [part.frames for part in parts] == [range(4), range(6, 8)]
+    found = line.prefills.vision._run_tower(parts[:1]) + line.prefills.vision._run_tower(parts[1:])
+    assert torch.equal(torch.cat(found), embeddings[seen])
+    assert np.all([part.num_encoded <= ENCODER_BUDGET for part in parts])
+
+
+def test_a_bad_prompt_leaves_nothing_ahead():
+    """One that cannot be placed is not looked at ahead, and does not hold its row."""
+    line = line_of()
+    assert not line.prefills.look_ahead(PrefillMessage("r0", 0, [], []))
+    with mock.patch.object(DraftPrefill, "_plan", side_effect=ValueError("planted")):
+        assert not line.prefills.look_ahead(PrefillMessage("r0", 0, *cuttable(measured()[1])))
+    assert not list(line.prefills.held())

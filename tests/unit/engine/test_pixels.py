@@ -1,0 +1,144 @@
+"""Pixels that are copied to the device once for both towers: what is kept, for how long, and how much of it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFieldElem,
+    MultiModalFlatField,
+    MultiModalKwargsItem,
+)
+from vllm.platforms import current_platform
+
+from tests.unit.engine.fakes import CPU, Counts
+from tests.unit.engine.test_draft_vision import HALVES, CuttingModel, cuttable, line_of
+from tests.unit.engine.test_frames import FRAMES, SIZE, measured, read
+from vllm_vidspec.engine.listen.pixels import SharedPixels
+
+PATCHES = 4 * FRAMES * SIZE
+ITEM_BYTES = 4 * PATCHES
+
+
+class Target:
+    """Its encoder says what it is about to encode, and remembers what it is given."""
+
+    def __init__(self, num_bytes: int):
+        if current_platform.is_cpu():
+            import vllm.v1.worker.cpu.shm  # noqa: F401  # buffers that need no pinned memory, as in every CPU engine
+        self.features: dict[str, list[Any]] = {}
+        encoder = SimpleNamespace(prepare_mm_inputs=self.prepare_mm_inputs)
+        self.counted = Counts()
+        self.pixels = SharedPixels(SimpleNamespace(encoder_runner=encoder), CPU, self.counted)  # type: ignore[arg-type]
+        self.pixels.num_bytes = num_bytes
+        self._encoder = encoder
+
+    def prepare_mm_inputs(self, scheduled_encoder_inputs):
+        chosen = [self.features[name][i] for name, places in scheduled_encoder_inputs.items() for i in places]
+        return [one.identifier for one in chosen], [(one.modality, one.data) for one in chosen]
+
+    def encode(self, *features: Any) -> list[Any]:
+        """Return the processor outputs that the encoder is given for these."""
+        self.features["r"] = list(features)
+        identifiers, items = self._encoder.prepare_mm_inputs({"r": range(len(features))})
+        assert identifiers == [feature.identifier for feature in features]
+        return [item for _, item in items]
+
+
+def video(name: str = "video") -> tuple[list[int], Any]:
+    """Return ids and the feature of a prompt of one video, its data as vLLM's processor makes them."""
+    token_ids, (feature,) = cuttable(measured()[1], name)
+    flat, grid = MultiModalFlatField(slices=[slice(None)]), MultiModalBatchedField(keep_on_cpu=True)
+    feature.data = MultiModalKwargsItem(
+        {
+            "pixel_values_videos": MultiModalFieldElem(data=torch.rand(PATCHES, 1), field=flat),
+            "video_grid_thw": MultiModalFieldElem(data=feature.data["video_grid_thw"].data, field=grid),
+        }
+    )
+    return token_ids, feature
+
+
+def are_copies(target: Target, *features: Any) -> list[bool]:
+    """Return which of the features' items the target's encoder is given copies of."""
+    given = zip(target.encode(*features), features, strict=True)
+    return [item["pixel_values_videos"] is not feature.data["pixel_values_videos"] for item, feature in given]
+
+
+def tensors(item: Any) -> list[int]:
+    return [element.data.data_ptr() for element in item.values()]
+
+
+def test_both_towers_get_one_copy_until_the_draft_has_seen_it():
+    """In two parts: the copy of the one outlives the other's call, is right, and goes with the last part."""
+    seen = []
+
+    class Model(CuttingModel):
+        def encode(self, features, frames):
+            seen.extend(feature.data for feature in features)
+            return super().encode(features, frames)
+
+    target, line = Target(ITEM_BYTES), line_of(model=Model())
+    line.prefills.vision._pixels = target.pixels
+    token_ids, feature = video()
+    target.pixels.admit(0, [feature])
+    (given,) = target.encode(feature)
+    assert given is not feature.data and target.pixels.num_used_bytes == ITEM_BYTES
+    assert all(torch.equal(given[name].data, feature.data[name].data) for name in given)
+    assert target.encode(feature)[0] is given, "another look of the target's is another copy"
+    assert line.admit(0, token_ids, [feature])
+    line.step({0: len(token_ids) + 1})
+    assert target.pixels.num_used_bytes == ITEM_BYTES and list(target.pixels.held()) == [0]
+    read(line, 0, len(token_ids))
+    assert line.model.frames == HALVES and [tensors(data) for data in seen] == [tensors(given)] * 2
+    assert not target.pixels.num_used_bytes and not list(target.pixels.held())
+
+
+def test_no_more_is_kept_than_there_is_room_for():
+    """Of two videos the second is copied as vLLM does; the draft's copy of it is counted, once for all its parts.
+
+    Two in one call of the encoder are on the device, or both are not: vLLM joins them.
+    """
+    target, line = Target(ITEM_BYTES + 1), line_of()
+    (first, second) = (video(name)[1] for name in ("first", "second"))
+    target.pixels.admit(0, [first, second])
+    assert are_copies(target, first, second) == [False, False] and not target.pixels.num_used_bytes
+    assert are_copies(target, first) == [True] and are_copies(target, second) == [False]
+    assert are_copies(target, second, first) == [False, False]
+    assert target.pixels.num_used_bytes == ITEM_BYTES
+    line.prefills.vision._pixels = target.pixels
+    target.pixels._device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+    for row, feature in enumerate((first, second)):
+        assert line.admit(row, video()[0], [feature])
+        line.counted.update(visual_tokens_full=FRAMES * SIZE, visual_tokens_kept=FRAMES * SIZE // 2)
+        read(line, row, len(video()[0]))
+    assert target.counted == {"draft_pixel_copies": 1} and line.model.frames == HALVES * 2
+
+
+def test_nobody_keeps_what_nobody_waits_for():
+    """A request without drafts, one that ends before its look, and two that show the same."""
+    target = Target(10 * ITEM_BYTES)
+    _, feature = video()
+    target.encode(feature)
+    assert not target.pixels.num_used_bytes
+    for row in (0, 1):
+        target.pixels.admit(row, [feature])
+    target.encode(feature)
+    target.pixels.forget(0)
+    assert target.pixels.num_used_bytes == ITEM_BYTES and list(target.pixels.held()) == [1]
+    target.pixels.forget(1)
+    target.pixels.forget(1)
+    assert not target.pixels.num_used_bytes
+    _, empty = video("kept on the host")
+    empty.data = MultiModalKwargsItem({"video_grid_thw": empty.data["video_grid_thw"]})
+    target.pixels.admit(2, [empty])
+    target.encode(empty)
+    assert not target.pixels.num_used_bytes
+    feature.data["pixel_values_videos"].data = torch.zeros(1, device="meta")  # that a processor has put elsewhere
+    assert target.encode(feature)[0]["pixel_values_videos"].data.is_meta
+    target.pixels._device = "nowhere"  # type: ignore[assignment]
+    assert target.encode(video("unlucky")[1])[0]["pixel_values_videos"].data.is_cpu
+
+
+def test_a_target_that_is_shown_nothing_has_no_encoder():
+    SharedPixels(SimpleNamespace(), CPU, Counts())  # type: ignore[arg-type]

@@ -1,0 +1,317 @@
+"""DraftVision: the vision embeddings that prompts in line lack, from a cache or of the draft's own tower.
+
+A step encodes at most the encoder budget's tokens, as vLLM lets the target's. A video that is longer is encoded some
+frames at a time, where its family's tower looks at each frame by itself, and decode steps go between; what cannot be
+cut is encoded whole. The frames of a video gather in the cache, which shares them once they are all there. Of one that
+the cache cannot hold, each request gathers what it keeps.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.draft.model import DraftModel
+from vllm_vidspec.engine.draft.prefill_job import PrefillJob
+from vllm_vidspec.engine.draft.vision_cache import VisionCache
+from vllm_vidspec.engine.listen.pixels import SharedPixels
+from vllm_vidspec.engine.report.counters import Counters
+from vllm_vidspec.families import FamilyAdapter
+from vllm_vidspec.pruning import TokenGrid
+from vllm_vidspec.pruning.prompt import PromptItem, PromptPlan, choose_kept
+
+
+class Part(NamedTuple):
+    """What one call of the tower encodes of an item.
+
+    Attributes:
+        item: The image or video.
+        frames: Of its grid; None for the whole of it.
+        start: The first of the item's embeddings that come of it; `end` one past the last.
+        num_encoded: Tokens that the tower makes.
+    """
+
+    item: PromptItem
+    frames: range | None
+    start: int
+    end: int
+    num_encoded: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing of the item is missing after it."""
+        return self.end == self.item.num_tokens
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the item."""
+        return self.start == 0 and self.is_last
+
+
+class DraftVision:
+    """Encodes, and hands out.
+
+    Args:
+        model: The draft.
+        adapter: Of its family.
+        counters: Told what is encoded and what is found.
+        cache: The draft's vision embeddings of what was shown lately.
+        shared: The target's own, by identifier, where its tower is the draft's; else empty.
+        agreement: Of the tensor-parallel ranks: what fails on one of them is left by all.
+        fail: Told of a job whose item could not be encoded, and of the error.
+        pixels: What the target has copied to the device, if it runs here.
+    """
+
+    def __init__(
+        self,
+        model: DraftModel,
+        adapter: FamilyAdapter,
+        counters: Counters,
+        cache: VisionCache,
+        shared: Mapping[str, torch.Tensor],
+        agreement: Agreement,
+        fail: Callable[[PrefillJob, Exception], None],
+        pixels: SharedPixels | None = None,
+    ):
+        self.model = model
+        self.cache = cache
+        self.keeps_looks = False  # whether jobs keep embeddings for tools that look at pruning
+        self._counters = counters
+        self._shared = shared
+        self._agreement = agreement
+        self._fail = fail
+        self._pixels = pixels
+        self._adapter = adapter
+
+    # ---- what a step encodes ---------------------------------------------------------------------------------------
+
+    def look(self, due: list[PrefillJob]) -> None:
+        """Get vision embeddings that the first requests in line lack.
+
+        No further down the line than the language model can come in this step, so that few embeddings wait for it.
+        """
+        wanted: dict[tuple[str, int], tuple[Part, list[tuple[PrefillJob, int]]]] = {}  # by content and start: for whom
+        left, ahead = self.model.max_encoder_tokens, 0
+        for job in due:
+            if ahead >= self.model.max_num_tokens:
+                break
+            ahead += max(0, job.plan.num_kept - job.num_done)
+            for i in job.unseen():
+                item = job.plan.items[i]
+                start = self._num_here(job, i)
+                if (item.name, start) in wanted:
+                    wanted[item.name, start][1].append((job, i))
+                    continue
+                if self._find(job, i):
+                    self._let_go([(job, i)])
+                    self._counters.add("draft_encoder_hits")
+                    continue
+                part = self._next_part(item, start, left)
+                if wanted and part.num_encoded > left:
+                    ahead = self.model.max_num_tokens
+                    break
+                left -= part.num_encoded
+                wanted[item.name, start] = part, [(job, i)]
+        if wanted:
+            parts = [part for part, _ in wanted.values()]
+            for (part, takers), found in zip(wanted.values(), self._run_tower(parts), strict=True):
+                self._hand_out(part, takers, found)
+            self._counters.set("draft_encoder_bytes_used", self.cache.num_used_bytes)
+
+    def look_ahead(self, items: dict[str, PromptItem]) -> bool:
+        """Encode a step's share of a prompt's items for the cache, before what guides the pruning is known.
+
+        Args:
+            items: Those left, by name; who is done, failed or cannot be kept is taken out.
+
+        Returns:
+            Whether any is left.
+        """
+        parts: list[Part] = []
+        left = self.model.max_encoder_tokens
+        for name, item in list(items.items()):
+            start = self.cache.num_here(name, item.num_tokens)
+            if not self.cache.can_keep(item.num_tokens) or start == item.num_tokens:
+                del items[name]
+                continue
+            part = self._next_part(item, start, left)
+            if parts and part.num_encoded > left:
+                break
+            left -= part.num_encoded
+            parts.append(part)
+        for part, found in zip(parts, self._run_tower(parts), strict=True):
+            is_made = not isinstance(found, Exception)  # else it fails again in `look`, where the error has an owner
+            if is_made and self._keep(part, found) and part.is_last:
+                self._counters.add("draft_encoder_misses")
+            if part.is_last or not is_made:
+                del items[part.item.name]
+        self._counters.set("draft_encoder_bytes_used", self.cache.num_used_bytes)
+        return bool(items)
+
+    def _num_here(self, job: PrefillJob, i: int) -> int:
+        """Return how many of an item's embeddings have been made, of those that a request lacks."""
+        item = job.plan.items[i]
+        if self.cache.can_keep(item.num_tokens):
+            return self.cache.num_here(item.name, item.num_tokens)
+        return job.gathered[i][0] if i in job.gathered else 0
+
+    def _next_part(self, item: PromptItem, start: int, left: int) -> Part:
+        """Return what to encode of an item of which `start` embeddings are there: as many frames as `left` tokens let,
+        one at least; all of it where it fits into a step, or cannot be cut.
+        """
+        grid = self._frames_of(item)
+        num_encoded = item.num_tokens if grid is None else grid.num_tokens
+        if grid is None or (start == 0 and num_encoded <= self.model.max_encoder_tokens):
+            return Part(item, None, 0, item.num_tokens, num_encoded)
+        size = grid.tokens_per_frame
+        firsts = np.arange(grid.num_frames) * size  # [num_frames] a frame's first token
+        starts = firsts if item.seen is None else np.searchsorted(item.seen.numpy(), firsts)
+        # Frames of which the target has kept nothing are passed over.
+        first = int(np.searchsorted(starts, start, side="right")) - 1
+        end = min(first + max(1, left // size), grid.num_frames)
+        end_row = item.num_tokens if end == grid.num_frames else int(starts[end])
+        return Part(item, range(first, end), start, end_row, (end - first) * size)
+
+    def _frames_of(self, item: PromptItem) -> TokenGrid | None:
+        """Return the grid by which an item can be cut; None where it must be encoded whole."""
+        feature = item.feature
+        data = {key: element.data for key, element in feature.data.items()}
+        grid = self._adapter.frames(feature.modality, data, self.model.hf_config)
+        if grid is None or (item.seen is None and grid.num_tokens != item.num_tokens):
+            return None
+        return grid
+
+    # ---- the tower -------------------------------------------------------------------------------------------------
+
+    def _run_tower(self, parts: list[Part]) -> list[torch.Tensor | Exception]:
+        """Return each part's embeddings `[end - start, hidden_size]`, or the error that it alone is to blame for."""
+        made: list[torch.Tensor] = []
+
+        def run() -> None:
+            looks = self.model.encode([self._feature(part) for part in parts], [part.frames for part in parts])
+            made.extend(map(self._of_part, parts, looks))
+
+        if not parts:
+            return []
+        error = self._agreement.run("vision tower", run)
+        if error is None:
+            if sum(part.num_encoded for part in parts) > self.model.max_encoder_tokens:
+                self._counters.add("draft_encoder_oversized")
+            return list(made)
+        if len(parts) == 1:
+            return [error]
+        return [found for part in parts for found in self._run_tower([part])]
+
+    def _feature(self, part: Part) -> Any:
+        feature = part.item.feature
+        return feature if self._pixels is None else self._pixels.on_device(feature, is_first=part.start == 0)
+
+    @staticmethod
+    def _of_part(part: Part, look: torch.Tensor) -> torch.Tensor:
+        """Return the item's embeddings among those that the tower has made of a part of it."""
+        item, first = part.item, 0
+        if part.frames is not None:
+            size = part.num_encoded // len(part.frames)
+            first = part.frames.start * size
+            if not part.is_last:
+                look = look[: part.num_encoded]  # what trails the grid belongs behind the last frame
+        if item.seen is not None:
+            look = _rows(look, item.seen[part.start : part.end] - first)
+        if len(look) != part.end - part.start:
+            raise ValueError(f"the tower made {len(look)} embeddings for {part.end - part.start} tokens")
+        return look
+
+    # ---- who gets it -----------------------------------------------------------------------------------------------
+
+    def _hand_out(self, part: Part, takers: list[tuple[PrefillJob, int]], found: torch.Tensor | Exception) -> None:
+        """Keep what the tower has made of a part, and give it to the requests that wait for it."""
+        item = part.item
+        if isinstance(found, Exception):
+            self.cache.drop(item.name)
+            for job, _ in takers:
+                self._fail(job, found)
+            return
+        self._keep(part, found)
+        if part.is_whole or not self.cache.can_keep(item.num_tokens):
+            for job, i in takers:
+                self._take(job, i, part.start, found)
+        elif part.is_last:
+            for job, i in takers:
+                self._find(job, i)  # who finds nothing, as it had to make way for another, waits on
+        if part.is_last:
+            self._let_go(takers)
+            self._counters.add("draft_encoder_misses")
+            self._counters.add("draft_encoder_hits", len(takers) - 1)
+
+    def _let_go(self, takers: list[tuple[PrefillJob, int]]) -> None:
+        """Let go of the pixels of what has been encoded."""
+        if self._pixels is not None:
+            for job, i in takers:
+                self._pixels.drop(job.plan.items[i].feature.identifier)
+
+    def _keep(self, part: Part, embeddings: torch.Tensor) -> bool:
+        return self.cache.extend(part.item.name, part.item.num_tokens, part.start, embeddings)
+
+    def _find(self, job: PrefillJob, i: int) -> bool:
+        """Give a request an item's embeddings from a cache, if one has them."""
+        item, kept = job.plan.items[i], job.kept[i]
+        shared = self._shared.get(item.feature.identifier)
+        if shared is not None and shared.shape[:-1].numel() == item.num_tokens:
+            self._take(job, i, 0, shared.flatten(0, -2))
+            return True
+        rows = self.cache.read(item.name, item.num_tokens, None if kept is None else kept.numpy())
+        if rows is None:
+            return False
+        if kept is None:
+            self._take(job, i, 0, rows)
+        else:
+            job.media[i] = rows
+        return True
+
+    def _take(self, job: PrefillJob, i: int, start: int, embeddings: torch.Tensor) -> None:
+        """Give an item's embeddings `[m, hidden_size]`, from `start` on, to a request, which keeps what it has chosen
+        of them.
+        """
+        try:
+            kept, end = job.kept[i], start + len(embeddings)
+            if kept is not None:
+                low, high = np.searchsorted(kept.numpy(), (start, end))
+                embeddings = _rows(embeddings, kept[low:high] - start)
+            before = job.gathered.pop(i, (0, []))[1]
+            gathered = [*before, embeddings] if start else [embeddings]
+            if end < job.plan.items[i].num_tokens:
+                job.gathered[i] = end, gathered
+                return
+            job.media[i] = whole = gathered[0] if len(gathered) == 1 else torch.cat(gathered)
+            if job.compares and self.keeps_looks:
+                job.looks[i] = whole.float().cpu()
+            if kept is None:
+                self._choose(job, i)
+        except Exception as error:
+            self._fail(job, error)
+
+    def _choose(self, job: PrefillJob, i: int) -> None:
+        """Choose what is kept of an item and of all that is pruned with it, once they are all there.
+
+        Items are encoded in the order of the line, so of one unit at most whole embeddings wait for the next step.
+        """
+        assert isinstance(job.plan, PromptPlan) and job.knobs is not None
+        unit = job.plan.unit_of(i)
+        seen = [job.media[place] for place in unit.places]
+        if any(media is None for media in seen):
+            return
+        whole = unit.joined(job.media)  # type: ignore[arg-type]  # none of its own is None
+        kept = choose_kept(unit, job.knobs, None, whole)
+        parts = unit.split(kept)
+        media = _rows(whole, kept).split([len(part) for part in parts])
+        for place, part, rows in zip(unit.places, parts, media, strict=True):
+            job.kept[place], job.media[place] = part, rows
+
+
+def _rows(embeddings: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Return the rows of `[m, hidden_size]` embeddings that `[k]` indices on the host name, ascending."""
+    is_whole = len(kept) == len(embeddings)
+    return embeddings if is_whole else embeddings[async_tensor_h2d(kept, device=embeddings.device)]
