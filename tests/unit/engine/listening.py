@@ -21,7 +21,7 @@ def make_guidance(kind: type[Guidance], monkeypatch, **more) -> Guidance:
         monkeypatch.setattr(attention, "attention_layers", lambda config: {"layers.0": layer})
         monkeypatch.setattr(attention, "get_tensor_model_parallel_world_size", lambda: 1)
         monkeypatch.setattr(attention, "check_readable", lambda *_: None)
-        monkeypatch.setattr(attention.compat, "observe_attention", lambda layer, observer: None)
+        monkeypatch.setattr(attention.compat, "observe_attention", lambda *_: None)
         vllm_config = SimpleNamespace(device_config=SimpleNamespace(device=CPU))
         return AttentionGuidance(fakes.make_knobs(**more), vllm_config, counters, fakes.ALONE)
     monkeypatch.setattr(hidden_states.compat, "expose_hidden_states", lambda target, layers: None)

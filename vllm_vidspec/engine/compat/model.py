@@ -55,7 +55,7 @@ class _RowSums:
 _row_sums = _RowSums()
 
 
-def observe_attention(layer: Any, observer: Callable) -> None:
+def observe_attention(layer: Any, observer: Callable, is_heard: Callable[[], bool] = lambda: True) -> None:
     """Call `observer(layer, query, kv_cache, attn_metadata, lse)` after each forward of a target's attention layer.
 
     Why: fused attention keeps its weights to itself; q and the paged keys meet here and nowhere else. The wrapper sits
@@ -66,6 +66,7 @@ def observe_attention(layer: Any, observer: Callable) -> None:
         layer: vLLM's `Attention`.
         observer: Reads only. `lse` is float32 `[num_heads, num_tokens]`, the log-sum-exp of each row, or None where the
             backend does not tell it: not FlashAttention 2 or 3, or not in one call.
+        is_heard: Whether there is anything to observe in the forward that runs; the usual decode step has nothing.
     """
     original = layer.impl.forward
     expect_parameters(original, *_ATTENTION_FORWARD)
@@ -74,6 +75,8 @@ def observe_attention(layer: Any, observer: Callable) -> None:
 
     @functools.wraps(original)
     def forward(attn_layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs):
+        if not is_heard():
+            return original(attn_layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
         with _row_sums.heard() as heard:
             result = original(attn_layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
         observer(attn_layer, query, kv_cache, attn_metadata, heard[0] if len(heard) == 1 else None)

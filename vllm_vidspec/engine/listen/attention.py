@@ -89,7 +89,7 @@ class AttentionGuidance(Guidance):
         knobs.on_change(self._select)
         for index, layer in layers.items():
             check_readable(layer, *REFUSAL)
-            compat.observe_attention(layer, functools.partial(self._observe, index))
+            compat.observe_attention(layer, functools.partial(self._observe, index), lambda: self._step is not None)
 
     def _select(self, config: VidSpecConfig) -> None:
         """Choose the layers to sum; a VidSpecError if the target has no such layer."""
