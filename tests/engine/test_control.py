@@ -149,3 +149,16 @@ def test_a_resting_request_gives_its_draft_memory_to_others():
             assert held > 0 and kv.capacity_np[rows[resting]] == 0 < kv.capacity_np[rows[working]]
         assert engine.counters()["released_resting"] == 1
         engine.abort()
+
+
+def test_a_drafter_of_its_own_is_asked_for_what_is_decided(reference):
+    """Catches: answers that change, a request that loses its speculation, windows that are taken for who rests."""
+    expected = reference(QWEN, "videos and texts")
+    with adaptive(False, parallel={"device": "cpu"}) as engine, steps(engine) as seen:
+        before = engine.counters()
+        for _ in range(3):
+            assert_same_answers(expected, engine.generate(harness.videos_and_texts(QWEN)))
+        counted = metrics.difference(before, engine.counters())
+    assert skipped(counted) == {} and counted["accepted_tokens"] > 0
+    for before, (_, _, drafted) in itertools.pairwise(seen):
+        assert not before[0].resting & drafted

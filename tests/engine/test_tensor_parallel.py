@@ -68,6 +68,15 @@ def test_two_ranks_equal_one(vanilla, one, two, phase):
         assert ours["draft_tokens"] > ours["draft_depth"]
 
 
+def test_ranks_follow_one_decision(reference):
+    """Requests that rest and go on again, on two ranks: catches a rank that decides alone, which hangs or drafts for
+    another batch than its peer.
+    """
+    found, _ = _run("adaptive_ranks")
+    assert found["token_ids"] == harness.token_ids(reference(FAMILY, "videos and texts"))
+    assert harness.skipped(found["counters"]) == {} and found["counters"]["accepted_tokens"] > 0
+
+
 def test_loose_ranks_decide_alike(one, two):
     """Each rank holds half of the video's states; the merged relevance, and so the text, is that of one rank.
 
