@@ -1,4 +1,4 @@
-"""Two ranks under the controller: which requests rest is decided beside the scheduler; as a program, answers as JSON."""
+"""Two ranks under the controller: who rests is decided beside the scheduler; as a program, answers as JSON."""
 
 import json
 import os
