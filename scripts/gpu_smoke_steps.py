@@ -134,7 +134,8 @@ def kernels(args: argparse.Namespace) -> dict[str, Any]:
     """Run the kernels' own tests against their references, at real sizes, on the device, in several processes."""
     if importlib.util.find_spec("pytest") is None or importlib.util.find_spec("hypothesis") is None:
         raise SkippedError("pytest and hypothesis are not installed")
-    selection = f"({_KERNEL_TESTS}) and not mutation and not benchmark and not compile"
+    # Loops of the CPU are references here.
+    selection = f"({_KERNEL_TESTS}) and not mutation and not benchmark and not compile and not numba"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels", "-k", selection]
     if importlib.util.find_spec("xdist") is not None:
         command += ["-n", str(min(_MOST_WORKERS, os.cpu_count() or 1))]
