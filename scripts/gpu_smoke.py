@@ -234,7 +234,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--around", default="", metavar="MODULE:NAME",
-        help="a context manager to run every step in, for a device that has to be emulated",
+        help="a context manager for engines to run in, once they have started, on a device that has to be emulated",
     )  # fmt: skip
     args = parser.parse_args(argv)
     if unknown := set(filter(None, args.only.split(","))) - {step.name for step in STEPS}:

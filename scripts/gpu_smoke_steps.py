@@ -154,7 +154,10 @@ def kernels(args: argparse.Namespace) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def engine(args: argparse.Namespace, kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Start an engine in this process. The plugin is loaded by hand: the repository may not be installed."""
+    """Start an engine in this process, and let it run in what the command line wants it in.
+
+    The plugin is loaded by hand: the repository may not be installed.
+    """
     import gc
 
     from vllm_vidspec.plugin import register
@@ -165,7 +168,8 @@ def engine(args: argparse.Namespace, kwargs: dict[str, Any]) -> Iterator[Any]:
 
     llm = LLM(**kwargs)
     try:
-        yield llm
+        with around(args.around):
+            yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
@@ -447,8 +451,7 @@ def main() -> int:
     # Who hangs is asked where, before it is killed; the log has the answer.
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    with around(args.around):
-        verdict = run(args.name, args)
+    verdict = run(args.name, args)
     Path(args.result).write_text(json.dumps(verdict))
     sys.stdout.flush()
     os._exit(0)  # an engine's threads must not keep the process: the verdict is written

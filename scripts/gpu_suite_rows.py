@@ -429,9 +429,8 @@ def engine_rows(engine: Engine, args: argparse.Namespace, write: Write) -> None:
     with smoke.engine(args, kwargs) as llm:
         common["start_s"] = round(time.perf_counter() - begun, 1)
         meter = Meter(llm, engine, wanted, sizes, max(batches))
-        with smoke.around(args.around):
-            for batch in batches:
-                write(common | {"outcome": "measured", "reason": "", "batch": batch} | meter.measure(batch))
+        for batch in batches:
+            write(common | {"outcome": "measured", "reason": "", "batch": batch} | meter.measure(batch))
 
 
 def _bandwidth() -> float:

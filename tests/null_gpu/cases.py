@@ -187,13 +187,12 @@ def _whole(name: str, family: str, device_gb: int) -> tuple[Case, ...]:
         "device_gb": device_gb,
         "is_slow": True,
         "after": memory_by_owner,
-        "skip": 2,
         "timed_steps": 10,
         "sampled_steps": 0,
     }
     chain, static = {"drafting": "chain"}, {"drafting": "tree-static"}
     return (
-        Case(f"vanilla {name}", **shared),
+        Case(f"vanilla {name}", None, f"vanilla {name}", **shared),
         Case(f"chain {name}", chain, f"vanilla {name}", most_launches=30, **shared),
         Case(f"static {name}", static, f"vanilla {name}", most_launches=36, **shared),
     )

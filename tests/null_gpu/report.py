@@ -81,7 +81,7 @@ WHOLE = {
     "GiB of weights, target + draft": "{target:.1f} + {draft:.1f}",
     "KV cache + draft's pool": "{kv_cache:.1f} + {draft_pool:.1f}",
     "embeddings": "{vision:.1f}",
-    "graphs": "{graphs:.2f}",
+    "of graphs": "{graph_pools:.2f}",
     "other tensors": "{others:.1f}",
     "host": "{host:.1f}",
 }

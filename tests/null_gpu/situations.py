@@ -90,7 +90,11 @@ def memory_by_owner(session: Any) -> dict[str, dict[str, int]]:
     in_graphs = sum(segment["allocated_size"] for segment in private)
     allocated = torch.cuda.memory_allocated()
     others = allocated - in_graphs - sum(found.values())
-    found |= {"graphs": sum(segment["total_size"] for segment in private), "others": others, "allocated": allocated}
+    found |= {
+        "graph_pools": sum(segment["total_size"] for segment in private),
+        "others": others,
+        "allocated": allocated,
+    }
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {"memory": found | {"host": pages * resource.getpagesize()}}
 
