@@ -6,7 +6,8 @@ The project's own wrappers are called with meta tensors, which compile and launc
 names an architecture: so what is compiled is what a launch of these shapes compiles, tile sizes and specialisation
 included. One row is one compiled kernel: registers, bytes spilled (`ptxas -v`), shared memory, how many programs share
 a multiprocessor, and the CPU seconds of a cold compile. Rows are kept beside Triton's own cache, by its keys, which
-cover source, options, target and compiler: `--cold` compiles again.
+cover source, options, target and compiler: `--cold` compiles again. `--warm 2/8` fills Triton's own cache instead, with
+the third of eight parts.
 """
 
 import os
@@ -161,13 +162,20 @@ class Compiler:
         }
 
 
+def chosen(arch: int, kernels: list[str], labels: str) -> list[compile_cases.Case]:
+    """Return the cases of an architecture, of these kernels (none: of all), whose label matches."""
+    return [
+        case
+        for case in compile_cases.cases()
+        if (not kernels or case.kernel in kernels) and re.search(labels, case.label) and arch not in case.not_on
+    ]
+
+
 def report(arch: int, kernels: list[str], cases: str, folder: Path) -> list[dict[str, Any]]:
     """Return the rows of an architecture: of every case of the kernels whose label matches `cases`."""
     rows = []
     with pretending(arch):
-        for case in compile_cases.cases():
-            if case.kernel not in kernels or not re.search(cases, case.label) or arch in case.not_on:
-                continue
+        for case in chosen(arch, kernels, cases):
             compiler = Compiler(arch, folder)
             with mock.patch.object(dispatch, "_prepare", compiler.prepare):
                 case.call()
@@ -175,15 +183,31 @@ def report(arch: int, kernels: list[str], cases: str, folder: Path) -> list[dict
     return rows
 
 
+def warm(arch: int, cases: list[compile_cases.Case]) -> None:
+    """Compile cases into Triton's own cache, where a launch of them finds it."""
+
+    def prepare(kernel: JITFunction, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+        kernel.warmup(*args, grid=grid, **kwargs)
+
+    with pretending(arch), mock.patch.object(dispatch, "_prepare", prepare):
+        for case in cases:
+            print(case.kernel, case.label, flush=True)  # who fails, or hangs, is the last
+            case.call()
+
+
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     """Run the report and return its rows."""
     arguments = parser().parse_args(argv)
+    kernels = arguments.kernels.split(",") if arguments.kernels else []
+    if arguments.warm:
+        arch, (part, num_parts) = int(arguments.archs), map(int, arguments.warm.split("/"))
+        warm(arch, chosen(arch, kernels, arguments.cases)[part::num_parts])
+        return []
     # A cache of its own: every binary in it has its row.
     root = Path(tempfile.mkdtemp()) if arguments.cold else Path(knobs.cache.dir) / "vidspec-compile-report-3"
     knobs.cache.dir, knobs.nvidia.dump_ptxas_log = str(root), True
     folder = root / "rows"
     folder.mkdir(parents=True, exist_ok=True)
-    kernels = arguments.kernels.split(",") if arguments.kernels else [case.kernel for case in compile_cases.cases()]
     rows = []
     for arch in (int(arch) for arch in arguments.archs.split(",")):
         rows += report(arch, kernels, arguments.cases, folder)
@@ -224,6 +248,9 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--kernels", default="", help="only these wrappers, comma-separated")
     arguments.add_argument("--cases", default="", help="only cases whose label matches this expression")
     arguments.add_argument("--cold", action="store_true", help="compile everything again, in a fresh cache")
+    arguments.add_argument(
+        "--warm", metavar="PART/PARTS", help="compile a part into Triton's own cache, report nothing"
+    )
     arguments.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return arguments
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """The first minutes on a GPU: runs every step of `gpu_smoke_steps.py` in a process of its own and writes one JSON.
 
-A step that fails, crashes or hangs costs its own time and nothing else: the others run. Needs the standard library and
-a Python that can import vLLM; the repository need not be installed.
+A step that fails, crashes or hangs costs its own time and nothing else: the others run. The JSON is written after each
+of them. Needs the standard library and a Python that can import vLLM; the repository need not be installed.
 
     python scripts/gpu_smoke.py --out smoke.json
 """
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 STEPS_FILE = Path(__file__).with_name("gpu_smoke_steps.py")
 OUTCOMES = ("passed", "failed", "unchecked", "skipped")
-SECONDS = 300.0  # for all steps together, unless the user gives more (or less): time-outs grow with it
 # No step may hold up the others for longer than this beyond its own time-out.
 GRACE_S = 5.0
 LAST_WORDS_S = 0.5
@@ -40,25 +39,30 @@ class Step:
     needs_cuda: bool = True
 
 
-# The cheap and telling ones first: what is known when the time is up is worth most.
+# What is most worth knowing first. An engine pays some 15 s for imports and its start, one of real shapes a minute.
 STEPS = (
-    Step("environment", 40, needs_cuda=False),
-    Step("doctor", 40, needs_cuda=False),
-    Step("kernels", 90),
-    Step("identity-qwen2.5-vl", 90, needs_cuda=False),
-    Step("sync-debug", 60),
-    Step("self-draft-bf16", 60),
-    Step("identity-llava-onevision", 90, needs_cuda=False),
+    Step("environment", 30, needs_cuda=False),
+    Step("doctor", 15, needs_cuda=False),
+    Step("compile", 40),
+    Step("kernels", 70),
+    Step("identity-qwen2.5-vl", 70, needs_cuda=False),
+    Step("real-chain", 90),
+    Step("sync-debug", 45),
+    Step("self-draft-bf16", 25),
     Step("real-vanilla", 60),
-    Step("real-chain", 70),
-    Step("real-tree-static", 70),
+    Step("real-tree-static", 60),
+    Step("two-ranks", 45),
+    Step("identity-llava-onevision", 50, needs_cuda=False),
 )
+SECONDS = sum(step.timeout_s for step in STEPS)  # for all of them, unless the user gives more: time-outs grow with it
 
 # What an engine process needs where nothing is set up; what is set stays.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_USE_DEEP_GEMM": "0",
+    # vLLM's attention for fp32 says nothing of its products, which are TF32 then: texts would differ by rounding alone.
+    "TRITON_F32_DEFAULT": "ieee",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
@@ -138,40 +142,63 @@ def _last_line(log: Path) -> str:
     return lines[-1][:200] if lines else ""
 
 
+def budgets(timeouts: Iterable[float]) -> Iterator[float]:
+    """Yield the seconds of each step as its turn comes: its own, and as many of what those before it have left.
+
+    So together they take no longer than the sum, whoever hangs, and nobody is cut short by another.
+    """
+    until = time.monotonic()
+    for timeout_s in timeouts:
+        until += timeout_s
+        yield max(timeout_s, min(2 * timeout_s, until - time.monotonic()))
+
+
+def folder_of(args: argparse.Namespace) -> Path:
+    """Return the folder of logs and made-up checkpoints."""
+    folder = Path(args.work_dir or tempfile.mkdtemp(prefix="vidspec-gpu-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def write_json(path: Path, found: dict[str, Any]) -> None:
+    """Write a file at once, so that whoever is cut off leaves the one before."""
+    partial = path.with_name(path.name + ".part")
+    partial.write_text(json.dumps(found, indent=1) + "\n")
+    partial.replace(path)
+
+
 def run_all(
-    steps: Sequence[Step], args: argparse.Namespace, steps_file: Path, say: Any = print
+    steps: Sequence[Step], args: argparse.Namespace, steps_file: Path, keep: Callable, say: Callable = print
 ) -> list[dict[str, Any]]:
-    """Run the steps one after another within the time; return a record of each."""
-    deadline, records = time.monotonic() + args.seconds, []
-    work_dir = Path(args.work_dir or tempfile.mkdtemp(prefix="vidspec-smoke-"))
-    work_dir.mkdir(parents=True, exist_ok=True)
-    for step in steps:
+    """Run the steps one after another; `keep` the records after each, and return them."""
+    records: list[dict[str, Any]] = []
+    work_dir, scale = folder_of(args), args.seconds / SECONDS
+    for step, limit in zip(steps, budgets(step.timeout_s * scale for step in steps), strict=True):
         log, result = work_dir / f"{step.name}.log", work_dir / f"{step.name}.json"
         result.unlink(missing_ok=True)
-        left = deadline - time.monotonic()
-        record: dict[str, Any] = {"outcome": "skipped", "reason": "", "facts": {}, "seconds": 0.0}
-        if step.needs_cuda and args.device == "cpu":
-            record["reason"] = "no CUDA"
-        elif left < 1:
-            record |= {"outcome": "failed", "reason": f"not run: the {args.seconds:.0f} s were up"}
-        else:
+        record: dict[str, Any] = {"outcome": "skipped", "reason": "no CUDA", "facts": {}, "seconds": 0.0}
+        if not step.needs_cuda or args.device != "cpu":
             command = [
                 sys.executable, str(steps_file), step.name, "--result", str(result), "--device", args.device,
                 "--work-dir", str(work_dir), *(["--skip-numbers"] if args.skip_numbers else []),
                 *(["--around", args.around] if args.around else []),
             ]  # fmt: skip
-            record = run_step(command, result, log, min(step.timeout_s * args.seconds / SECONDS, left))
+            record = run_step(command, result, log, limit)
         record = {"name": step.name, **record, "log": str(log) if log.exists() else None}
         records.append(record)
+        keep(records)
         say(f"{record['outcome']:9} {step.name:26} {record['seconds']:7.1f} s  {record['reason']}")
     return records
 
 
-def report(records: list[dict[str, Any]], args: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """Return what is written: verdicts by outcome, the machine, the versions, and every step's record."""
+def report(
+    records: list[dict[str, Any]], args: argparse.Namespace, seconds: float, steps: Sequence[Step]
+) -> dict[str, Any]:
+    """Return what is written: verdicts by outcome, steps still to come, the machine, the versions, every record."""
     by_name = {record["name"]: record for record in records}
     return {
         **{outcome: [r["name"] for r in records if r["outcome"] == outcome] for outcome in OUTCOMES},
+        "to_come": [step.name for step in steps if step.name not in by_name],
         "device": args.device,
         "numbers_checked": not args.skip_numbers,
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
@@ -207,7 +234,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--around", default="", metavar="MODULE:NAME",
-        help="a context manager to run every step in, for a device that has to be emulated",
+        help="a context manager for engines to run in, once they have started, on a device that has to be emulated",
     )  # fmt: skip
     args = parser.parse_args(argv)
     if unknown := set(filter(None, args.only.split(","))) - {step.name for step in STEPS}:
@@ -219,12 +246,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the smoke test; return 1 if anything failed."""
     args, start = parse(argv), time.monotonic()
     chosen = [step for step in STEPS if not args.only or step.name in args.only.split(",")]
-    records = run_all(chosen, args, STEPS_FILE)
-    written = report(records, args, time.monotonic() - start)
-    Path(args.out).write_text(json.dumps(written, indent=1) + "\n")
+
+    def keep(records: list[dict[str, Any]]) -> dict[str, Any]:
+        found = report(records, args, time.monotonic() - start, chosen)
+        write_json(Path(args.out), found)
+        return found
+
+    written = keep(run_all(chosen, args, STEPS_FILE, keep))
     print(", ".join(f"{len(written[outcome])} {outcome}" for outcome in OUTCOMES), f"-> {args.out}")
     return 1 if written["failed"] else 0
 
 
-if __name__ == "__main__":
+def command(main: Callable[[], int]) -> None:
+    """Run a command to its exit status; one that is ended takes the step under way with it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())
+
+
+if __name__ == "__main__":
+    command(main)

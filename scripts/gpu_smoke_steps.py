@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from made_up import SHAPES, write_checkpoint
+from made_up import PAIRS, SHAPES, user_kwargs, whole_pair
 
 ROOT = Path(__file__).resolve().parents[1]
 FAMILIES = ("qwen2.5-vl", "llava-onevision")
@@ -28,8 +28,7 @@ SELF_DRAFT_BOUND = 0.9
 # Where nothing is computed, further tokens show nothing further, and a device may be emulated at a snail's pace.
 _MOST_UNCHECKED_TOKENS = 4
 _IDENTITY = (("chain", 5), ("tree-static", 25), ("tree-adaptive", 16))
-_SHAPES = {"target": "7b", "draft": "3b"}
-_VISION = {"depth": 4, "fullatt_block_indexes": [1, 3]}  # the tower runs once a prompt, and is not what is looked at
+_MOST_WORKERS = 8  # that test kernels: each takes half a GiB of the device
 _KERNEL_TESTS = (
     "real_size or equals_the_oracle or equals_the_loop or equals_the_order or equals_the_argmax or are_the_best "
     "or half_precision or different_shapes or test_dtypes or groups_and_layouts"
@@ -92,9 +91,12 @@ def _output(*command: str) -> str | None:
 
 def doctor(args: argparse.Namespace) -> dict[str, Any]:
     """Run the checks of `vidspec doctor`."""
-    from vllm_vidspec.doctor import run_checks
+    from vllm_vidspec import doctor
+    from vllm_vidspec.plugin import register
 
-    checks = run_checks()
+    checks = doctor.run_checks()
+    if not doctor.entry_points():  # the repository is not installed: `engine` registers by hand, too
+        checks = [doctor.check_hook(register) if check.name == "plugin" else check for check in checks]
     for check in checks:
         print(check)
     failed = [check for check in checks if check.status == "fail"]
@@ -103,12 +105,40 @@ def doctor(args: argparse.Namespace) -> dict[str, Any]:
     return {check.name: check.status for check in checks}
 
 
+def compile_kernels(args: argparse.Namespace) -> dict[str, Any]:
+    """Fill Triton's cache with what launches at real shapes need, in all cores at a time, for this device."""
+    import torch
+
+    sys.path.append(str(ROOT / "benchmarks"))
+    from compile_report import ARCHS
+
+    arch = int("{}{}".format(*torch.cuda.get_device_capability()))
+    if arch not in ARCHS:
+        raise SkippedError(f"what sm_{arch} can hold is not among the reports; kernels compile when they are launched")
+    report, count = ROOT / "benchmarks" / "compile_report.py", os.cpu_count() or 1
+    parts = [
+        subprocess.Popen(
+            [sys.executable, str(report), "--archs", str(arch), "--warm", f"{part}/{count}"],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for part in range(count)
+    ]  # fmt: skip
+    said = [part.communicate()[0] for part in parts]
+    print(*said)
+    for part, text in zip(parts, said, strict=True):
+        _expect(part.returncode == 0, f"a part ended with {part.returncode}: {' '.join(text.splitlines()[-2:])[-300:]}")
+    return {"arch": arch, "processes": count, "cases": sum(len(text.splitlines()) for text in said)}
+
+
 def kernels(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the kernels' own tests against their references, at real sizes, on the device."""
+    """Run the kernels' own tests against their references, at real sizes, on the device, in several processes."""
     if importlib.util.find_spec("pytest") is None or importlib.util.find_spec("hypothesis") is None:
         raise SkippedError("pytest and hypothesis are not installed")
-    selection = f"({_KERNEL_TESTS}) and not mutation and not benchmark and not compile"
+    # Loops of the CPU are references here.
+    selection = f"({_KERNEL_TESTS}) and not mutation and not benchmark and not compile and not numba"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels", "-k", selection]
+    if importlib.util.find_spec("xdist") is not None:
+        command += ["-n", str(min(_MOST_WORKERS, os.cpu_count() or 1))]
     run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(run.stdout)
     lines = [line for line in run.stdout.splitlines() if line.strip()]
@@ -124,7 +154,10 @@ def kernels(args: argparse.Namespace) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def engine(args: argparse.Namespace, kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Start an engine in this process. The plugin is loaded by hand: the repository may not be installed."""
+    """Start an engine in this process, and let it run in what the command line wants it in.
+
+    The plugin is loaded by hand: the repository may not be installed.
+    """
     import gc
 
     from vllm_vidspec.plugin import register
@@ -135,7 +168,8 @@ def engine(args: argparse.Namespace, kwargs: dict[str, Any]) -> Iterator[Any]:
 
     llm = LLM(**kwargs)
     try:
-        yield llm
+        with around(args.around):
+            yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
@@ -261,36 +295,51 @@ def sync_debug(args: argparse.Namespace) -> dict[str, Any]:
     return facts
 
 
-# ---- real shapes, made-up weights ------------------------------------------------------------------------------------
-
-
-def made_up_checkpoint(folder: Path, role: str, num_layers: int) -> Path:
-    """Write the directory of `role`, "target" or "draft", with so many layers; return it."""
-    from vllm_vidspec.tools import pairs
-
-    source, shape = Path(pairs.checkpoint("qwen2.5-vl", role)), SHAPES[_SHAPES[role]]
-    return write_checkpoint(source, folder / role, shape, num_layers=num_layers, vision=_VISION)
-
-
-def real_shapes(args: argparse.Namespace, drafting: str | None) -> dict[str, Any]:
-    """Run a 7B target, with or without a 3B draft, on made-up weights: memory at each point, time of a step."""
+def two_ranks(args: argparse.Namespace) -> dict[str, Any]:
+    """Let two tensor-parallel ranks draft with a user's compilation and graphs."""
     import torch
 
     from vllm_vidspec.tools import pairs
 
-    free, total = torch.cuda.mem_get_info()
-    share = 1 if total > 36 * 2**30 else 4
-    layers = {role: SHAPES[size].num_hidden_layers // share for role, size in _SHAPES.items()}
-    where = {role: made_up_checkpoint(Path(args.work_dir), role, count) for role, count in layers.items()}
-    kwargs = pairs.llm_kwargs(
-        "qwen2.5-vl", None if drafting is None else str(where["draft"]), target=str(where["target"]),
-        overrides={"dtype": "bfloat16", "load_format": "dummy", "kv_cache_memory_bytes": 2 * 2**30},
-        **({} if drafting is None else {"drafting": drafting, "on_draft_error": "raise"}),
+    if (count := torch.cuda.device_count()) < 2:
+        raise SkippedError(f"{count} device")
+    kwargs = pairs.llm_kwargs(  # the Qwen pair's three vision heads are not for two
+        "llava-onevision", "draft", on_draft_error="raise",
+        overrides={"tensor_parallel_size": 2, "dtype": "bfloat16", "enforce_eager": False},
     )  # fmt: skip
+    with engine(args, kwargs) as llm:
+        _generate(args, llm, _videos("llava-onevision", 4), 32, 0.0)
+        counts = counters_of(llm)
+    _expect(counts["draft_tokens"] > 0, "nothing was drafted")
+    _expect(args.skip_numbers or counts["accepted_tokens"] > 0, "no draft was accepted")
+    return {name: counts[name] for name in ("draft_tokens", "accepted_tokens")}
+
+
+# ---- real shapes, made-up weights ------------------------------------------------------------------------------------
+
+
+def real_shapes(args: argparse.Namespace, drafting: str | None) -> dict[str, Any]:
+    """Run a 7B target, with or without a 3B draft, as users do: memory at each point, time of a step."""
+    import torch
+
+    from vllm_vidspec import assets
+    from vllm_vidspec.tools import pairs
+
+    free, total = torch.cuda.mem_get_info()
+    family, share = "qwen2.5-vl", 1 if total > 70 * 2**30 else 4
+    bundled = {role: assets.checkpoint(family, role) for role in assets.PAIR}
+    where = whole_pair(family, bundled, Path(args.work_dir), share)
+    spec = {} if drafting is None else {"drafting": drafting, "on_draft_error": "raise"}
+    kwargs = user_kwargs(where, pairs.speculative_config(family, where["draft"], **spec) if spec else None)
+    layers = [SHAPES[size].num_hidden_layers // share for size in PAIRS[family][:2]]
     facts: dict[str, Any] = {"layers": layers, "free_before_bytes": free, "gpu_memory_bytes": total}
     with engine(args, kwargs) as llm:
+        compiled = llm.llm_engine.vllm_config.compilation_config
+        facts |= {"mode": compiled.mode.name, "graphs": compiled.cudagraph_mode.name}
+        usual = (facts["mode"], facts["graphs"]) == ("VLLM_COMPILE", "FULL_AND_PIECEWISE")
+        _expect(usual, f"not what users run: {facts['mode']}, {facts['graphs']}")
         facts["held_after_start_bytes"] = torch.cuda.memory_allocated()
-        prompts = _videos("qwen2.5-vl", 8)
+        prompts = _videos(family, 8)
         _generate(args, llm, prompts, 16, 0.0)
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
@@ -345,16 +394,18 @@ def _time_steps(args: argparse.Namespace, llm: Any, prompts: list[Any]) -> dict[
 STEPS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "environment": environment,
     "doctor": doctor,
+    "compile": compile_kernels,
     "kernels": kernels,
     **{f"identity-{family}": lambda args, family=family: identity(args, family) for family in FAMILIES},
     "sync-debug": sync_debug,
     "self-draft-bf16": self_draft_bf16,
+    "two-ranks": two_ranks,
     "real-vanilla": lambda args: real_shapes(args, None),
     "real-chain": lambda args: real_shapes(args, "chain"),
     "real-tree-static": lambda args: real_shapes(args, "tree-static"),
 }
 # What a device that computes nothing proves as well as one that computes.
-_WITHOUT_NUMBERS = ("environment", "doctor", "sync-debug")
+_WITHOUT_NUMBERS = ("environment", "doctor", "compile", "sync-debug")
 
 
 def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -400,8 +451,7 @@ def main() -> int:
     # Who hangs is asked where, before it is killed; the log has the answer.
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    with around(args.around):
-        verdict = run(args.name, args)
+    verdict = run(args.name, args)
     Path(args.result).write_text(json.dumps(verdict))
     sys.stdout.flush()
     os._exit(0)  # an engine's threads must not keep the process: the verdict is written

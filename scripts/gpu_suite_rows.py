@@ -5,6 +5,7 @@ process leaves what was measured before. Top-level imports are the standard libr
 """
 
 import argparse
+import contextlib
 import faulthandler
 import gc
 import importlib
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
@@ -37,16 +39,17 @@ Write = Callable[[Row], None]
 # What replaces the axes of `benchmarks/kernel_cases`: the shapes of the engines below, over the video.
 KERNELS: dict[str, tuple[str, ...]] = {
     "tree_attention": ("shape=40x8x128", "context=25000", "num_reqs=1,8", "nodes=25,64"),
+    "candidates": ("num_reqs=1,8",),
     "guidance_scores": ("shape=28x4x128", "num_keys=25000"),
     "visual_relevance": ("store=bfloat16", "hidden=5120", "batch=1x6,1x26,8x26", "num_tokens=25000"),
     "accept": ("kind=strict chain,strict tree,loose tree", "num_reqs=1,8"),
     "begin_step": ("num_reqs=1,8",),
     "next_level": ("num_reqs=1,8",),
     "draw": ("num_reqs=1,8",),
-    "candidates": ("num_reqs=1,8",),
     "kv_compact": ("num_reqs=1,8",),
     "tree_grow": ("num_reqs=1,8",),
 }
+WITH_PEERS = ("tree_attention",)
 # For a device that computes nothing: every kernel once.
 _TINY_KERNELS: dict[str, tuple[str, ...]] = {
     "tree_attention": ("shape=4x2x32", "context=200", "num_reqs=2", "nodes=8"),
@@ -62,26 +65,34 @@ _TINY_KERNELS: dict[str, tuple[str, ...]] = {
 }
 
 
-def kernel_rows(kernel: str, args: argparse.Namespace, write: Write) -> None:
-    """Write a row for each size and implementation of a kernel, as `bench_kernels.py` measures it."""
+def kernel_rows(kernel: str, args: argparse.Namespace, write: Write, with_peers: bool = False) -> None:
+    """Write a row for each size and implementation of a kernel, as `bench_kernels.py` measures it.
+
+    Peers from other libraries, which compile longer than ours, have a step of their own, in turns with ours.
+    """
     import bench_kernels
 
     module = importlib.import_module(f"kernel_cases.{kernel}")
-    if args.dry_run:
-        from peers import attention
-
-        attention.PEERS.pop("flex_attention", None)  # it compiles for many seconds
     given = (_TINY_KERNELS if args.dry_run else KERNELS)[kernel]
-    for size in bench_kernels.sizes_of(module.AXES, list(given)):
-        case = {"kernel": kernel, "case": " ".join(f"{name}={value}" for name, value in size.items())}
-        rounds = 1 if args.dry_run else module.ROUNDS
-        measured = module.case(**size)
-        if args.dry_run:  # whose masks hold garbage where nothing is computed
-            measured.calls.pop("torch", None)
-        for row in bench_kernels.rows_of(measured, rounds, graphs=False):
-            write(
-                {"outcome": "measured" if row["median"] is not None else "refused", "reason": row["note"]} | case | row
-            )
+    rounds = 1 if args.dry_run else module.ROUNDS
+    with beside(with_peers, args.dry_run) if kernel in WITH_PEERS else contextlib.nullcontext():
+        for size in bench_kernels.sizes_of(module.AXES, list(given)):
+            case = {"kernel": kernel, "case": " ".join(f"{name}={value}" for name, value in size.items())}
+            measured = module.case(**size)
+            if args.dry_run:  # whose masks hold garbage where nothing is computed
+                measured.calls.pop("torch", None)
+            for row in bench_kernels.rows_of(measured, rounds, graphs=False):
+                is_measured = row["median"] is not None
+                write({"outcome": "measured" if is_measured else "refused", "reason": row["note"]} | case | row)
+
+
+def beside(peers: bool, dry_run: bool) -> contextlib.AbstractContextManager:
+    """Return what lets our attention be measured alone, or beside its peers; in a dry run none that compiles long."""
+    from peers import attention
+
+    ours, *others = attention.PEERS
+    kept = [ours, *(name for name in others if peers and not (dry_run and name == "flex_attention"))]
+    return mock.patch.object(attention, "PEERS", {name: attention.PEERS[name] for name in kept})
 
 
 # ---- engines: what runs ----------------------------------------------------------------------------------------------
@@ -281,7 +292,7 @@ def checkpoints(models: Models, sizes: Sizes, folder: Path) -> dict[str, str]:
     for role, size in (("target", models.target), ("draft", models.draft)):
         shape = None if size is None else SHAPES[size]
         source = Path(pairs.checkpoint(FAMILY, role))
-        found[role] = str(write_checkpoint(source, folder / role, shape, fp8=models.fp8, frame_pixels=pixels))
+        found[role] = str(write_checkpoint(source, folder / role, shape, fp8=models.fp8, pixels=(pixels, pixels)))
     return found
 
 
@@ -419,9 +430,8 @@ def engine_rows(engine: Engine, args: argparse.Namespace, write: Write) -> None:
     with smoke.engine(args, kwargs) as llm:
         common["start_s"] = round(time.perf_counter() - begun, 1)
         meter = Meter(llm, engine, wanted, sizes, max(batches))
-        with smoke.around(args.around):
-            for batch in batches:
-                write(common | {"outcome": "measured", "reason": "", "batch": batch} | meter.measure(batch))
+        for batch in batches:
+            write(common | {"outcome": "measured", "reason": "", "batch": batch} | meter.measure(batch))
 
 
 def _bandwidth() -> float:
@@ -541,6 +551,8 @@ class Meter:
 STEPS: dict[str, Callable[[argparse.Namespace, Write], None]] = {
     "machine": lambda args, write: write(smoke.machine(args)),
     **{f"kernel-{name}": lambda args, write, name=name: kernel_rows(name, args, write) for name in KERNELS},
+    **{f"peers-{name}": lambda args, write, name=name: kernel_rows(name, args, write, with_peers=True)
+       for name in WITH_PEERS},
     **{f"engine-{name}": lambda args, write, engine=engine: engine_rows(engine, args, write)
        for name, engine in ENGINES.items()},
 }  # fmt: skip

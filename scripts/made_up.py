@@ -5,19 +5,39 @@ weights in itself (`load_format="dummy"`).
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 _BF16_BYTES = 2
+HEAD_SIZE = 128
+MAX_POSITIONS = 128_000
+VISION: dict[str, Any] = {
+    "depth": 32, "hidden_size": 1280, "num_heads": 16, "fullatt_block_indexes": [7, 15, 23, 31],
+    "intermediate_size": 3420,
+}  # fmt: skip
+_QWEN3_VISION = {"num_heads": 16, "patch_size": 16, "num_position_embeddings": 2304}
+_TEXT = {
+    "max_position_embeddings": MAX_POSITIONS,
+    "rope_parameters": {"mrope_section": [16, 24, 24], "rope_theta": 1_000_000.0, "rope_type": "default"},
+}
+_QWEN3_TEXT = {
+    "max_position_embeddings": 262_144,
+    "head_dim": HEAD_SIZE,
+    "rope_parameters": {
+        "mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_theta": 5_000_000.0, "rope_type": "default",
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model of the Qwen2.5-VL family, by the `config.json` that is published with it.
+    """A model by the `config.json` that is published with it; Qwen2.5-VL unless `text` and `vision` say otherwise.
 
     Attributes:
-        vision_intermediate: Width of the tower's MLP; all else of the tower is the same in every size.
+        tied: Whether the output head is the embedding.
+        text: What is left of its text model's configuration.
+        vision: Of its tower's.
     """
 
     hidden_size: int
@@ -25,8 +45,10 @@ class Shape:
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
-    vision_intermediate: int = 3420
     vocab_size: int = 152_064
+    tied: bool = False
+    text: dict[str, Any] = field(default_factory=_TEXT.copy)
+    vision: dict[str, Any] = field(default_factory=VISION.copy)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -37,23 +59,36 @@ class Shape:
         """Return the bytes of all weights; in fp8 those of the language model's layers have one byte each."""
         heads = (self.num_attention_heads + self.num_key_value_heads) * 2 * HEAD_SIZE  # q, k, v, o
         layer = self.hidden_size * (heads + 3 * self.intermediate_size)
-        vision = VISION["depth"] * VISION["hidden_size"] * (4 * VISION["hidden_size"] + 3 * self.vision_intermediate)
-        ends = 2 * self.vocab_size * self.hidden_size  # embeddings and output
+        width = self.vision["hidden_size"]
+        vision = self.vision["depth"] * width * (4 * width + 3 * self.vision["intermediate_size"])
+        ends = (1 if self.tied else 2) * self.vocab_size * self.hidden_size  # embeddings and output
         return layer * self.num_hidden_layers * (1 if fp8 else _BF16_BYTES) + (vision + ends) * _BF16_BYTES
 
 
-HEAD_SIZE = 128
-VISION: dict[str, Any] = {
-    "depth": 32, "hidden_size": 1280, "num_heads": 16, "fullatt_block_indexes": [7, 15, 23, 31],
-}  # fmt: skip
+def _qwen3(*numbers: int, tied: bool, **vision: Any) -> Shape:
+    return Shape(*numbers, vocab_size=151_936, tied=tied, text=_QWEN3_TEXT, vision=_QWEN3_VISION | vision)
+
+
+_WIDE = VISION | {"intermediate_size": 3456}
 SHAPES = {
-    "3b": Shape(2048, 11_008, 36, 16, 2, vocab_size=151_936),
+    "3b": Shape(2048, 11_008, 36, 16, 2, vocab_size=151_936, tied=True),
     "7b": Shape(3584, 18_944, 28, 28, 4),
-    "32b": Shape(5120, 27_648, 64, 40, 8, vision_intermediate=3456),
-    "72b": Shape(8192, 29_568, 80, 64, 8, vision_intermediate=3456),
+    "32b": Shape(5120, 27_648, 64, 40, 8, vision=_WIDE),
+    "72b": Shape(8192, 29_568, 80, 64, 8, vision=_WIDE),
+    "qwen3-2b": _qwen3(
+        *(2048, 6144, 28, 16, 8), tied=True,
+        depth=24, hidden_size=1024, intermediate_size=4096, deepstack_visual_indexes=[5, 11, 17],
+    ),
+    "qwen3-8b": _qwen3(
+        *(4096, 12_288, 36, 32, 8), tied=False,
+        depth=27, hidden_size=1152, intermediate_size=4304, deepstack_visual_indexes=[8, 16, 24],
+    ),
+}  # fmt: skip
+# Target and draft of a family, and the most pixels of an image and of a video that their processors let through.
+PAIRS = {
+    "qwen2.5-vl": ("7b", "3b", 12_845_056, 12_845_056),
+    "qwen3-vl": ("qwen3-8b", "qwen3-2b", 16_777_216, 25_165_824),
 }
-_ROPE = {"mrope_section": [16, 24, 24], "rope_theta": 1_000_000.0, "rope_type": "default"}
-MAX_POSITIONS = 128_000
 # Weights by output channel, activations by token as they come: how FP8 checkpoints of this family are published.
 _FP8 = {
     "quant_method": "compressed-tensors",
@@ -79,7 +114,7 @@ def write_checkpoint(
     num_layers: int | None = None,
     vision: dict[str, Any] | None = None,
     fp8: bool = False,
-    frame_pixels: int | None = None,
+    pixels: tuple[int, int] | None = None,
 ) -> Path:
     """Write a checkpoint's directory without weights.
 
@@ -88,9 +123,9 @@ def write_checkpoint(
         target: The directory to write.
         shape: None for the bundled one's own.
         num_layers: Of the language model, in place of the shape's.
-        vision: What the tower has in place of `VISION`.
+        vision: What the tower has in place of the shape's.
         fp8: Whether the language model's layers are in fp8.
-        frame_pixels: The most pixels that a frame is shown with, in place of the bundled processor's.
+        pixels: The most pixels of an image and of a video (of Qwen2.5-VL, of its frame), in place of the bundled ones.
 
     Returns:
         `target`.
@@ -102,25 +137,57 @@ def write_checkpoint(
     config = json.loads((source / "config.json").read_text())
     if shape is not None:
         count = num_layers or shape.num_hidden_layers
+        config["tie_word_embeddings"] = shape.tied
         config["text_config"] |= {
             "hidden_size": shape.hidden_size,
             "intermediate_size": shape.intermediate_size,
             "num_hidden_layers": count,
             "num_attention_heads": shape.num_attention_heads,
             "num_key_value_heads": shape.num_key_value_heads,
-            "layer_types": ["full_attention"] * count,
             "vocab_size": shape.vocab_size,
-            "max_position_embeddings": MAX_POSITIONS,
-            "rope_parameters": _ROPE,
+            "tie_word_embeddings": shape.tied,
+            **({"layer_types": ["full_attention"] * count} if "layer_types" in config["text_config"] else {}),
+            **shape.text,
         }
-        tower = {"intermediate_size": shape.vision_intermediate, "out_hidden_size": shape.hidden_size}
-        config["vision_config"] |= VISION | tower | (vision or {})
+        config["vision_config"] |= {"out_hidden_size": shape.hidden_size} | shape.vision | (vision or {})
     if fp8:
         config["quantization_config"] = _FP8
     (target / "config.json").write_text(json.dumps(config, indent=1))
-    if frame_pixels is not None:
-        processor = json.loads((source / "processor_config.json").read_text())
-        for part in ("image_processor", "video_processor"):
-            processor[part]["size"]["longest_edge"] = frame_pixels
-        (target / "processor_config.json").write_text(json.dumps(processor, indent=1))
+    processor = json.loads((source / "processor_config.json").read_text())
+    for part, most in zip(("image_processor", "video_processor"), pixels or (None, None), strict=True):
+        processor[part]["patch_size"] = config["vision_config"]["patch_size"]
+        processor[part]["size"]["longest_edge"] = most or processor[part]["size"]["longest_edge"]
+    (target / "processor_config.json").write_text(json.dumps(processor, indent=1))
     return target
+
+
+def whole_pair(family: str, bundled: dict[str, Path], folder: Path, share: int = 1) -> dict[str, str]:
+    """Write a family's pair of `PAIRS`, all layers, towers and pixels as published; return its directories by role.
+
+    Args:
+        family: A key of `PAIRS`.
+        bundled: The bundled checkpoints by role, "target" and "draft".
+        folder: Where to write.
+        share: Which part of the language models' layers to have, for a small device: a half, a third, ...
+    """
+    *sizes, image, video = PAIRS[family]
+    return {
+        role: str(
+            write_checkpoint(
+                bundled[role], folder / role, SHAPES[size], pixels=(image, video),
+                num_layers=SHAPES[size].num_hidden_layers // share,
+            )
+        )
+        for role, size in zip(("target", "draft"), sizes, strict=True)
+    }  # fmt: skip
+
+
+def user_kwargs(where: dict[str, str], spec: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the arguments of `LLM` that name models and what drafts: all else is the default that users have.
+
+    Args:
+        where: Directories by role.
+        spec: A speculative config, None for vanilla vLLM.
+    """
+    kwargs = {"model": where["target"], "load_format": "dummy", "disable_log_stats": True}
+    return kwargs if spec is None else kwargs | {"speculative_config": spec}

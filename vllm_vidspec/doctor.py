@@ -153,8 +153,24 @@ def _triton() -> Iterator[Check]:
         yield Check("triton cpu backend", "ok", f"triton {triton.__version__}, interpreter active")
 
 
+def entry_points() -> list[metadata.EntryPoint]:
+    """Return what vLLM finds our plugin by, nothing where the package is not installed."""
+    return [point for point in metadata.entry_points(group="vllm.general_plugins") if point.name == METHOD]
+
+
+def check_hook(register: Callable[[], None]) -> Check:
+    """Register the plugin, and return whether vLLM's configuration is hooked then."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    register()
+    # The hook wraps vLLM's function, so the function that now stands there is one of ours.
+    good = EngineArgs.create_engine_config.__globals__["__name__"].startswith("vllm_vidspec.")
+    detail = "registered and active" if good else "registered, but vLLM's configuration is not hooked"
+    return _fail_unless(good, "plugin", detail, _REINSTALL)
+
+
 def _plugin() -> Iterator[Check]:
-    points = [point for point in metadata.entry_points(group="vllm.general_plugins") if point.name == METHOD]
+    points = entry_points()
     if not points:
         yield Check("plugin", "fail", "not registered with vLLM", _REINSTALL)
         return
@@ -163,13 +179,7 @@ def _plugin() -> Iterator[Check]:
         remedy = f"add {METHOD} to VLLM_PLUGINS, or unset it"
         yield Check("plugin", "fail", f"VLLM_PLUGINS={allowed} leaves it out", remedy)
         return
-    from vllm.engine.arg_utils import EngineArgs
-
-    points[0].load()()
-    # The hook wraps vLLM's function, so the function that now stands there is one of ours.
-    good = EngineArgs.create_engine_config.__globals__["__name__"].startswith("vllm_vidspec.")
-    detail = "registered and active" if good else "registered, but vLLM's configuration is not hooked"
-    yield _fail_unless(good, "plugin", detail, _REINSTALL)
+    yield check_hook(points[0].load())
 
 
 def _device() -> Iterator[Check]:

@@ -1,16 +1,29 @@
 """The configurations that run on the null GPU; imports no vLLM."""
 
+import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from null_gpu.plants import allocate_while_capturing, plant_each
-from null_gpu.situations import kernels_of_drafts, peak_of_a_prompt, sleep_and_wake, sums_of_guidance
+from null_gpu.situations import (
+    kernels_of_drafts,
+    memory_by_owner,
+    peak_of_a_prompt,
+    sleep_and_wake,
+    sums_of_guidance,
+)
+from vllm_vidspec import assets
 from vllm_vidspec.tools import pairs
 
-QWEN, LLAVA = pairs.FAMILIES[:2]
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+import made_up
+
+QWEN, LLAVA, QWEN3 = pairs.FAMILIES
 NUM_FRAMES, FRAME_SIZE = 8, 112
 # The host learns how deep the next trees are from the step before; by then this step's target forward is launched.
 PLANNED_DEPTHS = "adaptive.py read"
@@ -34,6 +47,8 @@ GRAPHS_SIXTEEN = {
 GRAPHS_65 = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 65]}}
 # Room for four of 25: three requests are padded.
 GRAPHS_104 = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 4, 104]}}
+# Of compilation and capture nothing is said: torch.compile, FULL_AND_PIECEWISE.
+DEFAULTS: dict[str, Any] = {"enforce_eager": False}
 PIECES = {
     "enforce_eager": False,
     "compilation_config": {"mode": 3, "cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]},
@@ -49,6 +64,8 @@ class Case:
         vanilla: Whose waits and copies are the measure: vanilla vLLM in the same mode.
         spec: Knobs of VidSpecConfig, None for vanilla vLLM.
         family: The bundled pair.
+        is_whole: Whether it is not the bundled pair but one as published, with made-up weights and a user's defaults.
+        device_gb: Memory of a device.
         overrides: Arguments of `LLM`.
         batch: Requests at a time.
         num_videos: Of each prompt.
@@ -70,6 +87,8 @@ class Case:
     spec: dict[str, Any] | None = None
     vanilla: str = "vanilla"
     family: str = QWEN
+    is_whole: bool = False
+    device_gb: int = 80
     overrides: dict[str, Any] = field(default_factory=dict)
     batch: int = 1
     num_videos: int = 1
@@ -98,16 +117,23 @@ class Case:
 
     @property
     def has_whole_graphs(self) -> bool:
-        """Whether decode steps of the target are captured whole."""
+        """Whether decode steps of the target are captured whole: by default they are."""
+        if self.is_whole or self.overrides == DEFAULTS:
+            return True
         return "compilation_config" in self.overrides and "cudagraph_mode" not in self.overrides["compilation_config"]
 
     def shares_engine(self, other: "Case") -> bool:
         """Return whether an engine of this case is one of the other's, too."""
-        same = (self.spec, self.family, self.overrides) == (other.spec, other.family, other.overrides)
-        return same and other.before is None
+        engines = [(case.spec, case.family, case.is_whole, case.overrides) for case in (self, other)]
+        return engines[0] == engines[1] and other.before is None
 
     def llm_kwargs(self) -> dict[str, Any]:
         """Return the arguments of `LLM`."""
+        if self.is_whole:
+            bundled = {role: assets.checkpoint(self.family, role) for role in assets.PAIR}
+            where = made_up.whole_pair(self.family, bundled, Path(tempfile.mkdtemp(prefix="null-gpu-")))
+            spec = {"draft": where["draft"], "on_draft_error": "raise", **(self.spec or {})}
+            return made_up.user_kwargs(where, self.spec and pairs.speculative_config(self.family, **spec))
         overrides = {"dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20, "disable_log_stats": True} | self.overrides
         if self.spec is None:
             return pairs.llm_kwargs(self.family, overrides=overrides)
@@ -151,6 +177,28 @@ _COMMITS = ("commits.py _write_down", "commits.py _write_down")
 _STREAMS = ("commits.py _send", "speculator.py _take")
 _SAMPLED = {"temperature": 1.0, "top_p": 0.9}
 _WARM = {"temperature": 1.0}
+
+
+def _whole(name: str, family: str, device_gb: int) -> tuple[Case, ...]:
+    """Return the cases of a whole pair: an engine each, with its memory by owner."""
+    shared: dict[str, Any] = {
+        "family": family,
+        "is_whole": True,
+        "device_gb": device_gb,
+        "is_slow": True,
+        "after": memory_by_owner,
+        "skip": 12,  # until staging memory of each size is there: PyTorch pins a size of it at its first use
+        "timed_steps": 10,
+        "sampled_steps": 0,
+    }
+    chain, static = {"drafting": "chain"}, {"drafting": "tree-static"}
+    return (
+        Case(f"vanilla {name}", None, f"vanilla {name}", **shared),
+        Case(f"chain {name}", chain, f"vanilla {name}", most_launches=30, **shared),
+        Case(f"static {name}", static, f"vanilla {name}", most_launches=36, **shared),
+    )
+
+
 # Launches grow with the layers of target and draft: these budgets are those of the bundled pair, counted plus a little.
 # Those with the same engine follow each other and share it.
 _ALL = (
@@ -246,6 +294,10 @@ _ALL = (
     ),
     Case("vanilla pieces", overrides=PIECES, is_slow=True, **_VARIANT),
     Case("static pieces", _STATIC, "vanilla pieces", overrides=PIECES, most_launches=280, is_slow=True, **_VARIANT),
+    Case("vanilla defaults", overrides=DEFAULTS, **_VARIANT),
+    Case("chain defaults", {}, "vanilla defaults", overrides=DEFAULTS, most_launches=30, **_VARIANT),
+    *_whole("7b", QWEN, 80),
+    *_whole("qwen3 8b", QWEN3, 141),  # its default context takes 36 GiB of the target's KV cache and 28 of the draft's
     # The Qwen pair's three vision heads are not for two ranks.
     Case("vanilla two ranks", family=LLAVA, overrides=TWO_RANKS),
     Case("chain two ranks", {}, "vanilla two ranks", LLAVA, overrides=TWO_RANKS, most_launches=337),

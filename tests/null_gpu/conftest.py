@@ -46,10 +46,11 @@ def pytest_collection_modifyitems(config, items):
     """Mark what runs a slow case; leave out what only the oldest vLLM runs: the instrument's own tests, most cases."""
     if not IN_ENVIRONMENT:
         return
-    if not os.environ.get("NULL_GPU_RESULTS"):  # a table has all rows
-        for item in items:
-            if any(CASES[name].is_slow for name in cases_of(item)):
-                item.add_marker(pytest.mark.slow)
+    has_all_rows = bool(os.environ.get("NULL_GPU_RESULTS"))  # of the table; whole models have one of their own
+    for item in items:
+        cases = [CASES[name] for name in cases_of(item)]
+        if any(case.is_slow and (case.is_whole or not has_all_rows) for case in cases):
+            item.add_marker(pytest.mark.slow)
     if is_oldest():
         return
     own = [item for item in items if HERE in item.path.parents]
@@ -127,4 +128,5 @@ def pytest_terminal_summary(terminalreporter, config):
         from null_gpu import report
 
         terminalreporter.section("decode steps on the null GPU")
-        terminalreporter.write_line(report.table(rows))
+        for whole in sorted({"memory" in row for row in rows}):
+            terminalreporter.write_line(report.table(rows, whole))

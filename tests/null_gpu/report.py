@@ -1,7 +1,7 @@
 """The table of what a decode step does on the null GPU, as docs/gpu.md has it; pure, reads measurements.
 
-python -m null_gpu.report RESULTS.json            # print the table
-python -m null_gpu.report RESULTS.json PAGE.md    # and write it between the page's marks
+python -m null_gpu.report RESULTS.json            # print the tables
+python -m null_gpu.report RESULTS.json PAGE.md    # and write them between the page's marks
 """
 
 import json
@@ -13,7 +13,11 @@ from typing import Any
 
 from null_gpu import host_time, judge
 
-BEGIN, END = "<!-- null-gpu -->", "<!-- /null-gpu -->"
+# The marks of a page between which a table stands: of the bundled pairs, of whole models.
+MARKS = {
+    False: ("<!-- null-gpu -->", "<!-- /null-gpu -->"),
+    True: ("<!-- null-gpu-whole -->", "<!-- /null-gpu-whole -->"),
+}
 # What a row says per step, and the counters that it adds up.
 PER_STEP = {
     "launches": ("launch",),
@@ -50,9 +54,17 @@ def summary(measured: dict[str, Any], vanilla: dict[str, Any]) -> dict[str, Any]
         "host_ms_p20": times[len(times) // 5],
         "host_ms_p80": times[len(times) * 4 // 5],
         "start_s": measured["start_s"],
+        **(_of_whole(measured) if "memory" in measured["extra"] else {}),
     }
 
 
+def _of_whole(measured: dict[str, Any]) -> dict[str, Any]:
+    """Return what is told of whole models: graphs captured until requests came, bytes by owner."""
+    counts = {name: measured["start"][counter] for name, counter in CAPTURED.items()}
+    return {"memory": measured["extra"]["memory"], **counts}
+
+
+CAPTURED = {"captured_graphs": "graph.instantiate", "captured_kernels": "captured.kernel"}
 COLUMNS = {
     "launches (runtime / Triton / cuBLAS / NCCL)": "{launches:g} ({launches_runtime:g} / {launches_driver:g} / "
     "{launches_cublas:g} / {launches_nccl:g})",
@@ -62,38 +74,52 @@ COLUMNS = {
     "pinned copies up / down": "{pinned_h2d:g} / {pinned_d2h:g}",
     "device copies": "{d2d:g}",
     "allocations": "{allocations:g}",
-    "host ms (vanilla's)": "{host_ms:.1f} ({vanilla_host_ms:.1f})",
-    "ours": "{own}",
+}
+TIMES = {"host ms (vanilla's)": "{host_ms:.1f} ({vanilla_host_ms:.1f})", "ours": "{own}"}
+WHOLE = {
+    "captured at the start (kernels)": "{captured_graphs:,} ({captured_kernels:,})",
+    "GiB of weights, target + draft": "{target:.1f} + {draft:.1f}",
+    "KV cache + draft's pool": "{kv_cache:.1f} + {draft_pool:.1f}",
+    "embeddings": "{vision:.1f}",
+    "of graphs": "{graph_pools:.2f}",
+    "other tensors": "{others:.1f}",
+    "host": "{host:.1f}",
 }
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows of `summary` as a Markdown table."""
-    lines = [f"| per decode step | {' | '.join(COLUMNS)} |", "| --- |" + " ---: |" * len(COLUMNS)]
+def table(rows: list[dict[str, Any]], whole: bool = False) -> str:
+    """Return the rows of `summary` as a Markdown table, those of whole models or the others."""
+    columns = COLUMNS | (WHOLE if whole else TIMES)
+    lines = [f"| per decode step | {' | '.join(columns)} |", "| --- |" + " ---: |" * len(columns)]
     for row in rows:
+        if ("memory" in row) != whole:
+            continue
         own = row.get("own_host_ms")
         cells = row | {"own": "" if own is None else f"{own:.2f}"}
-        lines.append(f"| {row['name']} | {' | '.join(cell.format(**cells) for cell in COLUMNS.values())} |")
+        cells |= {owner: size / 2**30 for owner, size in row.get("memory", {}).items()}
+        lines.append(f"| {row['name']} | {' | '.join(cell.format(**cells) for cell in columns.values())} |")
     return "\n".join(lines)
 
 
-def section(results: dict[str, Any]) -> str:
-    """Return the table and where it comes from, as a page has them."""
+def section(results: dict[str, Any], whole: bool = False) -> str:
+    """Return a table and where it comes from, as a page has them."""
     origin = results["provenance"]
     versions = ", ".join(f"{name} {origin['versions'][name]}" for name in ("vllm", "torch", "triton"))
     commit = f"commit {origin['git_sha'][:10]}" if origin["git_sha"] else "no commit"
     changes = " with local changes" if origin["git_dirty"] else ""
     cpu = f"{origin['cpu']}, {origin['num_cpus']} cores"
-    return f"{table(results['rows'])}\n\n{origin['date'][:10]}, {commit}{changes}, {versions}, {cpu}."
+    return f"{table(results['rows'], whole)}\n\n{origin['date'][:10]}, {commit}{changes}, {versions}, {cpu}."
 
 
 def main() -> None:
-    """Print the table; with a page, write it there."""
+    """Print the tables that there are rows for; with a page, write them there."""
     results = json.loads(Path(sys.argv[1]).read_text())
-    print(section(results))
-    if sys.argv[2:]:
-        page, text = Path(sys.argv[2]), f"{BEGIN}\n{section(results)}\n{END}"
-        page.write_text(re.sub(f"{BEGIN}.*?{END}", lambda _: text, page.read_text(), flags=re.DOTALL))
+    for whole in sorted({"memory" in row for row in results["rows"]}):
+        print(found := section(results, whole))
+        for page in map(Path, sys.argv[2:]):
+            begin, end = MARKS[whole]
+            text = f"{begin}\n{found}\n{end}"
+            page.write_text(re.sub(f"{begin}.*?{end}", lambda _, text=text: text, page.read_text(), flags=re.DOTALL))
 
 
 if __name__ == "__main__":

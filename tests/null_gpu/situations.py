@@ -1,5 +1,8 @@
 """What a running engine goes through beside decoding: prompts, sleep; each returns what the tests look at."""
 
+import resource
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -62,6 +65,45 @@ def kernels_of_drafts(session: Any) -> dict[str, list[str]]:
         for _ in range(2):
             session.step()
     return found
+
+
+def memory_by_owner(session: Any) -> dict[str, dict[str, int]]:
+    """Return bytes of the device by who holds them, and how much of the host's memory the process really has.
+
+    Returns:
+        `memory`: weights of target and draft, the target's KV cache, the draft's pool and its vision embeddings,
+        what CUDA graphs hold, all other tensors; `allocated`, of which these are the parts but for the graphs; `host`.
+    """
+    from vllm_vidspec import metrics
+
+    runner = session.worker.model_runner
+    draft = getattr(runner.speculator, "model", None)
+    counted = metrics.path_for(session.engine.vllm_config.instance_id)
+    counters = metrics.read_metrics(counted) if draft is not None else dict.fromkeys(metrics.NAMES, 0)
+    found = {
+        "target": _bytes_of(runner.model.state_dict().values()),
+        "draft": _bytes_of(draft.state_dict().values()) if draft is not None else 0,
+        "kv_cache": _bytes_of(runner.kv_caches),
+        "draft_pool": counters["draft_pool_bytes"],
+        "vision": counters["draft_encoder_bytes"],
+    }
+    segments = torch.cuda.memory_snapshot()
+    private = [segment for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0)]
+    in_graphs = sum(segment["allocated_size"] for segment in private)
+    allocated = torch.cuda.memory_allocated()
+    others = allocated - in_graphs - sum(found.values())
+    found |= {
+        "graph_pools": sum(segment["total_size"] for segment in private),
+        "others": others,
+        "allocated": allocated,
+    }
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {"memory": found | {"host": pages * resource.getpagesize()}}
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the storages of tensors, each once."""
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
 
 
 def sleep_and_wake(session: Any) -> dict[str, Any]:

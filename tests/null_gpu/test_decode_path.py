@@ -20,9 +20,9 @@ RUN = [name for name, case in CASES.items() if not case.is_planted]
 # Those with a vanilla counterpart in the same mode.
 OURS = [name for name in RUN if CASES[name].most_launches]
 # One process runs many engines; those with several ranks have processes of their own.
-TIMEOUT_S = 1200
 # Of a prompt's video: 8 frames, of which the processor takes 4, in pairs of 64 patches; 2 bytes a value.
 PIXEL_BYTES = 2 * 64 * 1176 * 2
+TIMEOUT_S, GIB = 1200, 2**30
 
 
 @pytest.fixture(scope="session")
@@ -31,14 +31,17 @@ def measured(request, tmp_path_factory):
     wanted = set().union(*(cases_of(item) for item in request.session.items))
     wanted |= {CASES[name].vanilla for name in wanted}
     target, rows = os.environ.get("NULL_GPU_RESULTS"), []
-    single, double = ([name for name in CASES if name in wanted and CASES[name].num_devices == n] for n in (1, 2))
+    small = [name for name in CASES if name in wanted and not CASES[name].is_whole]
+    single, double = ([name for name in small if CASES[name].num_devices == n] for n in (1, 2))
     # Two at a time on two cores, unless times are wanted that can be reported: what needs two devices takes a quarter
     # of all time, and follows the shorter part of the others.
     singles = [single] if target else split(single, 0.32 if double else 0.5)
-    parts = [part for part in (*singles, double) if part]
+    # Whole models want a device of their own, which an earlier engine of their process would not leave them.
+    whole = [[name] for name in CASES if name in wanted and CASES[name].is_whole]
+    parts = [part for part in (*singles, double, *whole) if part]
     with ThreadPoolExecutor(1 if target else 2) as pool:
         folders = [tmp_path_factory.mktemp("null_gpu") for _ in parts]
-        for found in pool.map(run, folders, parts, [CASES[part[0]].num_devices for part in parts]):
+        for found in pool.map(run, folders, parts):
             rows += found
     timed = {row["name"]: row for row in rows if not row["error"] and row["host_ms"]}
     beside = {name: timed.get(CASES[name].vanilla if CASES[name].spec is not None else name) for name in timed}
@@ -57,10 +60,11 @@ def split(names, share):
     return names[:middle], names[middle:]
 
 
-def run(folder, names, num_devices):
-    """Run cases in a process of their own and return what it measured."""
-    path = folder / "results.json"
-    environment = os.environ | {"NULLGPU_DEVICES": str(num_devices), "VLLM_LOGGING_LEVEL": "WARNING"}
+def run(folder, names):
+    """Run cases of one machine in a process of their own and return what it measured."""
+    path, case = folder / "results.json", CASES[names[0]]
+    machine = {"NULLGPU_DEVICES": str(case.num_devices), "NULLGPU_MEM_GB": str(case.device_gb)}
+    environment = os.environ | machine | {"VLLM_LOGGING_LEVEL": "WARNING"}
     done = subprocess.run(
         [sys.executable, "-m", "null_gpu.engine_run", str(path), *names],
         env=environment,
@@ -137,6 +141,16 @@ def test_ranks_do_the_same(row, name):
 def test_eight_clips_stay_within_the_profiled_peak(measured):
     memory = measured["eight clips"]["extra"]
     assert 0 < memory["peak"] <= memory["profiled"], memory
+
+
+@pytest.mark.parametrize("name", [name for name in OURS if CASES[name].is_whole])
+def test_whole_models_have_their_memory_on_the_device_alone(measured, row, name):
+    """Catches: weights that are written on the host, and so none that are whole; tensors of ours that nobody counts."""
+    memory, vanilla = row["extra"]["memory"], measured[CASES[name].vanilla]["extra"]["memory"]
+    assert memory["host"] < 8 * GIB < 50 * GIB < memory["allocated"], memory
+    assert memory["target"] == vanilla["target"] > 15 * GIB and memory["draft"] > 3 * GIB
+    assert memory["kv_cache"] > 0 < memory["draft_pool"] and memory["vision"] > 0
+    assert 0 < memory["others"] < vanilla["others"] + 1.25 * GIB, memory
 
 
 @pytest.mark.cases("sleep")

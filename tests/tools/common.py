@@ -1,7 +1,9 @@
 """What the tools' tests share: the command, scripts of the repository, and engines that are not there."""
 
 import importlib.util
+import re
 import runpy
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -62,6 +64,17 @@ def redraw_errors(views, result, command, nothing, tmp_path, capsys, monkeypatch
         said = capsys.readouterr().err
         assert words in said
         assert len(said.splitlines()) == 1
+
+
+def cut_off(command, log):
+    """Start a run of steps, and end it in the one that hangs, whose log this is and which says its process."""
+    with subprocess.Popen(command, cwd=ROOT) as process:
+        deadline = time.monotonic() + 60
+        while not (log.exists() and re.search(r"\d+\n", log.read_text())):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        process.terminate()
+    assert is_gone(re.findall(r"\d+", log.read_text())[-1]), "the step goes on"
 
 
 def is_gone(pid):

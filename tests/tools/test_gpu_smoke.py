@@ -2,13 +2,18 @@
 
 import argparse
 import json
+import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tools.common import is_gone, load
+from tools.common import cut_off, is_gone, load
+from vllm_vidspec import SUPPORTED_VLLM
 
 smoke, smoke_steps = load("scripts/gpu_smoke.py"), load("scripts/gpu_smoke_steps.py")
 KERNEL_TESTS = smoke.ROOT / "tests" / "kernels"
@@ -52,7 +57,8 @@ def play(tmp_path):
         usual = {"device": "cuda", "seconds": smoke.SECONDS, "skip_numbers": False, "around": ""}
         args = argparse.Namespace(work_dir=str(tmp_path / "work"), **usual | more)
         chosen = [step if isinstance(step, smoke.Step) else smoke.Step(step, 20) for step in steps]
-        return {r["name"]: r for r in smoke.run_all(chosen, args, file, say=lambda line: None)}
+        nothing = lambda told: None  # noqa: E731
+        return {r["name"]: r for r in smoke.run_all(chosen, args, file, nothing, nothing)}
 
     return run
 
@@ -107,9 +113,75 @@ def test_steps_are_told_what_to_run_in_and_whether_numbers_count(play):
         pass
 
 
-def test_when_the_time_is_up_the_rest_has_failed(play):
-    records = play("passes", seconds=0.5)
-    assert records["passes"]["outcome"] == "failed" and "were up" in records["passes"]["reason"]
+def test_a_step_has_its_own_time_and_no_more_than_as_much_again(monkeypatch):
+    """Catches: a step that hangs and takes another's time; together longer than the pages say."""
+    now = 100.0
+    monkeypatch.setattr(smoke.time, "monotonic", lambda: now)
+    given = []
+    # The second takes all it has, the third is killed and takes a moment more.
+    for limit, seconds in zip(smoke.budgets([10, 20, 30, 40, 5]), (3, 27, 32, 1, 0), strict=True):
+        given.append(limit)
+        now += seconds
+    assert given == [10, 27, 30, 40, 10]
+
+
+def test_all_time_outs_fit_into_what_the_pages_say():
+    """Catches: a step whose time-out the pages' time does not hold."""
+    assert smoke.SECONDS == sum(step.timeout_s for step in smoke.STEPS) == 600
+    assert "600 s" in (smoke.ROOT / "docs" / "gpu.md").read_text()
+    assert "The first ten minutes on a GPU" in (smoke.ROOT / "Makefile").read_text()
+
+
+def test_whoever_is_cut_off_leaves_what_was_found(tmp_path):
+    """Catches: a file that is written at the end, or not as a whole; steps to come that look as if nobody planned
+    them."""
+    (tmp_path / "steps.py").write_text(FAKE_STEPS)
+    out, work = tmp_path / "smoke.json", tmp_path / "work"
+    code = f"""
+import sys; sys.path.insert(0, {str(smoke.ROOT / "scripts")!r})
+import pathlib, gpu_smoke as smoke
+smoke.STEPS_FILE = pathlib.Path({str(tmp_path / "steps.py")!r})
+smoke.STEPS = tuple(smoke.Step(name, 60) for name in ("passes", "fails", "hangs", "skips"))
+smoke.command(smoke.main)
+"""
+    cut_off([sys.executable, "-c", code, "--out", str(out), "--work-dir", str(work)], work / "hangs.log")
+    written = json.loads(out.read_text())
+    assert (written["passed"], written["failed"], written["to_come"]) == (["passes"], ["fails"], ["hangs", "skips"])
+    assert [step["name"] for step in written["steps"]] == ["passes", "fails"]
+
+
+@pytest.mark.parametrize("version", SUPPORTED_VLLM)
+def test_fp32_products_are_ieee_where_the_triton_of_each_vllm_is_told(tmp_path, version):
+    """vLLM's own attention names no precision. Catches: a Triton that no longer reads the variable, and texts that
+    differ from vanilla's by TF32 alone; a cached binary that was compiled without it."""
+    sources = load("scripts/setup_cuda_host.py").sources_of(version)
+    if sources is None:
+        pytest.skip("setup-cuda-host has not been run")
+    file, python = tmp_path / "product.py", sources.parents[3] / "bin" / "python"
+    file.write_text(PRODUCT)
+    plain = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
+    plain |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_BACKENDS_IN_TREE": "1"}
+    said = [
+        subprocess.run([python, file], env=env, capture_output=True, text=True, check=True).stdout.strip()
+        for env in (plain, plain | {"TRITON_F32_DEFAULT": smoke.ENVIRONMENT["TRITON_F32_DEFAULT"]})
+    ]
+    assert said == ["tf32", "ieee"]
+
+
+# A product that names no precision, compiled for Hopper.
+PRODUCT = """
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+@triton.jit
+def kernel(a, b, c):
+    where = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(c + where, tl.dot(tl.load(a + where), tl.load(b + where)))
+
+source = ASTSource(kernel, dict.fromkeys("abc", "*fp32"))
+print("tf32" if "tf32" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ttgir"] else "ieee")
+"""
 
 
 def test_an_old_verdict_is_not_taken_for_a_new_one(play, tmp_path):
@@ -194,17 +266,64 @@ def test_a_steps_own_verdicts(monkeypatch):
     assert unchecked["outcome"] == "unchecked"
 
 
-def test_made_up_checkpoints_are_a_pair_that_is_accepted(tmp_path):
+@pytest.mark.parametrize("family", smoke_steps.PAIRS)
+def test_whole_pairs_are_accepted(tmp_path, family):
     """Catches: shapes that start-up refuses, before a GPU is there to say so."""
     pytest.importorskip("transformers")
+    from vllm_vidspec import assets
     from vllm_vidspec.doctor import check_pair
 
-    where = {role: smoke_steps.made_up_checkpoint(tmp_path, role, 4) for role in smoke_steps._SHAPES}
-    check = check_pair(str(where["target"]), str(where["draft"]))
+    bundled = {role: assets.checkpoint(family, role) for role in assets.PAIR}
+    where = smoke_steps.whole_pair(family, bundled, tmp_path, share=2)
+    check = check_pair(where["target"], where["draft"])
     assert check.status == "ok", check
     assert not list(tmp_path.rglob("*.safetensors"))
-    for role, size in smoke_steps._SHAPES.items():
-        text = json.loads((where[role] / "config.json").read_text())["text_config"]
-        assert text["hidden_size"] == smoke_steps.SHAPES[size].hidden_size
+    for role, size in zip(assets.PAIR, smoke_steps.PAIRS[family][:2], strict=True):
+        config, shape = json.loads(Path(where[role], "config.json").read_text()), smoke_steps.SHAPES[size]
+        text = config["text_config"]
+        assert (text["hidden_size"], text["num_hidden_layers"]) == (shape.hidden_size, shape.num_hidden_layers // 2)
         head_size = text["hidden_size"] // text["num_attention_heads"]
         assert head_size == 128 == 2 * sum(text["rope_parameters"]["mrope_section"])
+        assert config["vision_config"]["depth"] == shape.vision["depth"]
+        assert config["vision_config"]["out_hidden_size"] == shape.hidden_size
+        processor = json.loads(Path(where[role], "processor_config.json").read_text())
+        assert processor["video_processor"]["patch_size"] == config["vision_config"]["patch_size"]
+
+
+def test_doctor_where_the_repository_is_not_installed(monkeypatch):
+    """Catches: the very use that the page tells of, which fails for want of an entry point."""
+    pytest.importorskip("vllm")
+    from vllm_vidspec import doctor
+
+    ok = doctor.Check("python", "ok", "3.11")
+    monkeypatch.setattr(doctor.metadata, "entry_points", lambda **kwargs: [])
+    monkeypatch.setattr(doctor, "_CHECKS", (("python", lambda: [ok]), ("plugin", doctor._plugin)))
+    monkeypatch.setattr(doctor, "_bundled_pairs", list)
+    assert [check.status for check in doctor.run_checks()] == ["ok", "fail"]
+    args = argparse.Namespace(device="cpu", skip_numbers=False)
+    assert smoke_steps.doctor(args) == {"python": "ok", "plugin": "ok"}
+    monkeypatch.setattr(doctor, "check_hook", lambda register: doctor.Check("plugin", "fail", "not hooked"))
+    with pytest.raises(smoke_steps.StepFailedError, match="not hooked"):
+        smoke_steps.doctor(args)
+
+
+def test_a_kernel_that_does_not_compile_is_named(monkeypatch):
+    """Catches: a part that fails and nobody hears of, a device of which nothing is known that counts as compiled."""
+    args = argparse.Namespace(device="cuda", skip_numbers=False)
+    # The report itself turns the interpreter off for whoever imports it.
+    monkeypatch.setitem(sys.modules, "compile_report", SimpleNamespace(ARCHS={90: None}))
+    monkeypatch.setattr(smoke_steps.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (1, 2))
+    with pytest.raises(smoke_steps.SkippedError, match="sm_12"):
+        smoke_steps.compile_kernels(args)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+
+    def start(command, **kwargs):
+        broken = command[-1] == "1/2"
+        line = "draw 152k\nno such instruction" if broken else "accept K5"
+        return real([sys.executable, "-c", f"print({line!r}); raise SystemExit({int(broken)})"], **kwargs)
+
+    real = subprocess.Popen
+    monkeypatch.setattr(smoke_steps.subprocess, "Popen", start)
+    with pytest.raises(smoke_steps.StepFailedError, match="ended with 1: draw 152k no such instruction"):
+        smoke_steps.compile_kernels(args)
