@@ -28,6 +28,8 @@ NO_CACHE = {"enable_prefix_caching": False}
 # Some ten thousand tokens. An engine fills its cache with zeros when it starts, which took an eighth of all tests' time
 # while it was pairs.KV_CACHE_BYTES.
 KV_CACHE_BYTES = 96 * 2**20
+# Every step drafts as many tokens as it was configured to, whatever pays: for tests that say which drafts there are.
+FIXED_DRAFTS = {"adaptive_tokens": False}
 # vLLM's encoder budget must hold one Qwen video, so its prompts of 266 to 550 tokens make a border each.
 CHUNK_SIZES = {QWEN: 260, LLAVA: 64, QWEN3: 420}
 
