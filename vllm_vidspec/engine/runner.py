@@ -195,13 +195,17 @@ class VidSpecModelRunner(GPUModelRunner):
         return output
 
     def take_draft_token_ids(self):
-        """Offer what was drafted: nothing for requests without speculation, a tree's nodes and no more."""
+        """Offer what was drafted: nothing for requests without speculation, a tree's nodes and no more.
+
+        A scheduler that runs ahead asks for a grammar's sake once the next step has begun, and that step may have begun
+        with the end, or the preemption, of a request that was drafted for: its drafts are nobody's any more.
+        """
         drafts = super().take_draft_token_ids()
         if drafts is not None:
-            num_drafts = self.requests.num_drafts(self.num_speculative_steps)
-            rows = [self.req_states.req_id_to_index[req_id] for req_id in drafts.req_ids]
+            num_drafts, rows = self.requests.num_drafts(self.num_speculative_steps), self.req_states.req_id_to_index
             drafts.draft_token_ids = [
-                tokens[: num_drafts[row]] for row, tokens in zip(rows, drafts.draft_token_ids, strict=True)
+                tokens[: num_drafts[rows[req_id]]] if req_id in rows else []
+                for req_id, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True)
             ]
         return drafts
 
