@@ -151,9 +151,14 @@ def is_equal(cell: Cell) -> bool:
 
 
 def is_able(cell: Cell) -> bool:
-    """Return whether a draft surely guesses some tokens: it was trained, and what it guesses is not ruled out."""
+    """Return whether a draft surely guesses some tokens: it was trained, and what it guesses is not ruled out.
+
+    A stream has to guess the token before a draft as well, as it runs ahead.
+    """
     is_trained = cell["draft"] != "untrained" and cell["family"] not in UNTRAINED_FAMILIES
-    return is_drafted(cell) and (is_equal(cell) or (is_trained and cell["sampling"] not in ("grammar", "banned")))
+    is_free = cell["sampling"] not in ("grammar", "banned")
+    is_near = cell["drafting"] == "sequential" or cell["draft"] != "far"
+    return is_drafted(cell) and (is_equal(cell) or (is_trained and is_free and is_near))
 
 
 # ---- pairs -----------------------------------------------------------------------------------------------------------
@@ -226,6 +231,11 @@ EQUAL_REQUESTS = [
 ]
 
 
+def is_slow(engine: Cell) -> bool:
+    """Return whether an engine is left to the slow tests: a drafter's process starts for ten seconds."""
+    return engine["drafting"] == "parallel" and engine["draft"] != "self"
+
+
 def engines() -> list[Cell]:
     """Return engines in which every pair of what an engine is started with meets: greedily the next best."""
     left, choices, found = _Open(possible_pairs(ENGINE)), _combinations(ENGINE), []
@@ -237,7 +247,10 @@ def engines() -> list[Cell]:
 
 
 def make_rows() -> list[Row]:
-    """Return rows in which every pair that can meet does: time and again, the batch that covers most of the rest."""
+    """Return rows in which every pair that can meet does: time and again, the batch that covers most of the rest.
+
+    Slow engines are left what no other covers.
+    """
     chosen, left = engines(), _Open(possible_pairs())
     choices = [(engine, _combinations(BATCH, engine), _combinations(REQUEST, engine)) for engine in chosen]
     batches: list[list[Batch]] = [[] for _ in chosen]
@@ -249,11 +262,13 @@ def make_rows() -> list[Row]:
 
     for number, engine in enumerate(chosen[: len(EQUAL_ENGINES)]):
         add(number, Batch(tuple(engine | EQUAL_BATCH | request for request in EQUAL_REQUESTS)))
-    while left.num_pairs:
-        offers = [_fill(*own, left) for own in choices]
-        best = max(range(len(offers)), key=lambda number: offers[number][0])
-        assert offers[best][0], "what is left meets on no engine"
-        add(best, Batch(offers[best][1]))
+    for numbers in ([i for i, one in enumerate(chosen) if not is_slow(one)], range(len(chosen))):
+        while left.num_pairs:
+            offers = {number: _fill(*choices[number], left) for number in numbers}
+            best = max(offers, key=lambda number: offers[number][0])
+            if not offers[best][0]:
+                break
+            add(best, Batch(offers[best][1]))
     return [Row(engine, tuple(own)) for engine, own in zip(chosen, batches, strict=True)]
 
 

@@ -30,7 +30,7 @@ from vllm_vidspec.tools import pairs
 
 MAX_TOKENS = 20
 NUM_FRAMES = 6  # that are sent as images
-CHUNK = 100  # tokens
+CHUNK = 32  # tokens
 # Blocks of 32 tokens, so that the shortest prompt here fills one: prefix hits.
 OVERRIDES = {"limit_mm_per_prompt": {"video": 2, "image": NUM_FRAMES}, "block_size": 32}
 DRAFTS = {"bundled": "draft", "self": "target", "far": "far"}
@@ -60,7 +60,8 @@ class Checkpoints:
         """A draft that knows nothing: weights of the bundled draft's kind, and of no training."""
         folder = self._folder / f"{family}-untrained"
         if family in UNTRAINED_FAMILIES:
-            return random_models.build(family, folder, seed=1)
+            # A target with experts has a dense draft.
+            return random_models.build(family.removesuffix("-moe"), folder, seed=1)
         folder.mkdir()
         generator = torch.Generator().manual_seed(0)
         for file in Path(pairs.checkpoint(family, "draft")).iterdir():
@@ -139,7 +140,7 @@ def request(cell: Cell, seed: int) -> tuple[dict, dict]:
     prompt = pairs.media_prompt(family, pairs.DEFAULT_QUESTION if shown else f"{QUESTION} {QUESTION}", **shown)
     sampling = {"seed": seed, "max_tokens": MAX_TOKENS, **SAMPLING[cell["sampling"]]}
     if cell["sampling"] == "grammar":
-        regex = "(the|red|blue|moves|left|a|circle){6,12}"
+        regex = "(blue|circle|vertically){8,12}"
         sampling["structured_outputs"] = StructuredOutputsParams(regex=regex)
     else:
         sampling["ignore_eos"] = True
@@ -162,6 +163,7 @@ class Answered:
         kinds: Of each cell the kind of each of its tokens.
         num_drafts: Of each cell the steps that had a draft of it.
         num_runs: Of each cell how often it began: once, and again after each preemption.
+        num_planned: Drafts of a step, K.
         counted: By our counters.
     """
 
@@ -171,6 +173,7 @@ class Answered:
     kinds: list[list[int]]
     num_drafts: list[int]
     num_runs: list[int]
+    num_planned: int
     counted: dict[str, int]
 
 
@@ -191,17 +194,19 @@ def run(engine: Engine, batch: Batch, first_seed: int) -> Answered:
     with (
         engine.watched("watch_scores") as records,
         _drafted(engine) as drafted,
-        _chunks(engine) if settings["prefill"] == "chunked" else contextlib.nullcontext() as chunks,
+        _chunks(engine, len(ids)) if settings["prefill"] == "chunked" else contextlib.nullcontext() as chunks,
         engine.preemptions() as preempted,
     ):
         engine.begin(requests)
         if settings["prefill"] == "preempted":
             _go(engine, outputs, lambda: all(one.num_output_tokens > 1 for one in engine.scheduler.requests.values()))
-            engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+            with mock.patch.object(engine.scheduler.kv_cache_manager, "allocate_slots", return_value=None):
+                _go(engine, outputs, lambda: len(preempted) > 0)
         _go(engine, outputs, lambda: False)
     told = [outputs[one] for one in ids]
-    assert chunks is None or len(chunks) >= len(ids), "the situation did not arise"
-    assert settings["prefill"] != "prefix-hit" or all(one.num_cached_tokens for one in told)
+    lengths = {one: len(output.prompt_token_ids) for one, output in zip(ids, told, strict=True)}
+    assert chunks is None or chunks == {one for one in ids if lengths[one] > CHUNK} != set(), lengths
+    assert settings["prefill"] != "prefix-hit" or all(one.num_cached_tokens for one in told), lengths
     by_id = {record["req_id"].split("-")[0]: record["kinds"] for record in records}
     kinds = []
     for one, output in zip(ids, told, strict=True):
@@ -209,8 +214,16 @@ def run(engine: Engine, batch: Batch, first_seed: int) -> Answered:
         length = len(output.outputs[0].token_ids)
         kinds.append((by_id.get(one, []) + [int(Kind.OWN)] * length)[:length])
     began = Counter(ids + [request.request_id.split("-")[0] for request in preempted])
-    counted = metrics.difference(before, engine.counters())
-    return Answered(batch, seeds, told, kinds, [drafted[i] for i in ids], [began[i] for i in ids], counted)
+    return Answered(
+        batch,
+        seeds,
+        told,
+        kinds,
+        [drafted[one] for one in ids],
+        [began[one] for one in ids],
+        engine.runner.num_speculative_steps,
+        metrics.difference(before, engine.counters()),
+    )
 
 
 def _go(engine: Engine, outputs: dict[str, Any], is_enough: Callable[[], bool]) -> None:
@@ -221,15 +234,13 @@ def _go(engine: Engine, outputs: dict[str, Any], is_enough: Callable[[], bool]) 
 
 @contextlib.contextmanager
 def _drafted(engine: Engine) -> Iterator[Counter]:
-    """Yield a counter of the steps in which each request had a draft proposed, by its id."""
+    """Yield a counter of the steps in which each request was drafted for, by its id. A stream may say nothing then."""
     found: Counter = Counter()
     rows, states = engine.runner.requests, engine.runner.req_states
     publish = rows.publish
 
     def noting(idx_mapping: Any, cohort: Any, num_nodes: Any) -> None:
-        counts = [1] * len(cohort.drafted_np) if num_nodes is None else num_nodes.tolist()
-        for row, count in zip(cohort.drafted_np.tolist(), counts, strict=True):
-            found[states.index_to_req_id[row].split("-")[0]] += count > 0
+        found.update(states.index_to_req_id[row].split("-")[0] for row in cohort.drafted_np.tolist())
         publish(idx_mapping, cohort, num_nodes)
 
     with mock.patch.object(rows, "publish", noting):
@@ -237,19 +248,24 @@ def _drafted(engine: Engine) -> Iterator[Counter]:
 
 
 @contextlib.contextmanager
-def _chunks(engine: Engine) -> Iterator[list]:
-    """Let prompts be prefilled in chunks; yield a list that gains each step with a part of one."""
-    chunked: list[str] = []
-    config, schedule = engine.scheduler.scheduler_config, engine.scheduler.schedule
+def _chunks(engine: Engine, num_requests: int) -> Iterator[set[str]]:
+    """Let prompts be prefilled in chunks; yield a set that gains the ids of those that are."""
+    chunked: set[str] = set()
+    scheduler = engine.scheduler
+    schedule = scheduler.schedule
 
     def noting(*args: Any, **kwargs: Any) -> Any:
         planned = schedule(*args, **kwargs)
-        chunked.extend(one for one, number in planned.num_scheduled_tokens.items() if number == CHUNK)
+        for new in planned.scheduled_new_reqs:
+            if planned.num_scheduled_tokens[new.req_id] < len(new.prompt_token_ids):
+                chunked.add(new.req_id.split("-")[0])
         return planned
 
     with (
-        mock.patch.object(config, "long_prefill_token_threshold", CHUNK),
-        mock.patch.object(engine.scheduler, "schedule", noting),
+        # Of several requests each; a single one may have all of a step.
+        mock.patch.object(scheduler.scheduler_config, "long_prefill_token_threshold", CHUNK),
+        mock.patch.object(scheduler, "max_num_scheduled_tokens", CHUNK * num_requests),
+        mock.patch.object(scheduler, "schedule", noting),
     ):
         yield chunked
 
@@ -257,7 +273,9 @@ def _chunks(engine: Engine) -> Iterator[list]:
 # ---- vanilla ---------------------------------------------------------------------------------------------------------
 
 
-def read_back(models: Checkpoints, family: str, answered: list[Answered]) -> Iterator[tuple[Cell, Any, Any, list[bool]]]:
+def read_back(
+    models: Checkpoints, family: str, answered: list[Answered]
+) -> Iterator[tuple[Cell, Any, Any, list[bool]]]:
     """Let vanilla vLLM say what a family's cells have said, and tell what it would have said at each place.
 
     It samples every token by its own parameters, seed and noise, and then the cell's token is put in its place: of a
