@@ -1,6 +1,7 @@
 """Environment of every test, set before torch, triton or vLLM is imported."""
 
 import os
+import sys
 
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -37,3 +38,19 @@ def pytest_collection_modifyitems(items):
         return tuple(item.get_closest_marker(marker) is not None for marker in ("serve", "engine"))
 
     items.sort(key=rank, reverse="PYTEST_XDIST_WORKER" in os.environ)
+
+
+@pytest.fixture(autouse=True)
+def no_draft_errors(request):
+    """An error on the draft's side, the drafter's process included, fails any test that is not marked to plant some.
+
+    `on_draft_error: raise` raises most of them where they happen; the counters tell of the rest.
+    """
+    harness = sys.modules.get("tests.engine.harness")
+    before = harness.draft_errors() if harness else None
+    yield
+    harness = sys.modules.get("tests.engine.harness")
+    if harness and not request.node.get_closest_marker("draft_errors"):
+        errors = harness.draft_errors()
+        errors.subtract(before or {})
+        assert not +errors, f"errors on the draft's side: {dict(+errors)}"

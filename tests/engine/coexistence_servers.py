@@ -45,7 +45,9 @@ def _server(folder: Path, **overrides: Any) -> Iterator[VllmServer]:
     cores = sorted(os.sched_getaffinity(0))
     # vLLM would give each engine a NUMA node of its own.
     bind = "|".join(str(cores[i % len(cores)]) for i in range(overrides.get("data_parallel_size", 1)))
-    args = pairs.serve_args(QWEN, "draft", port=port, overrides={**SMALL, **overrides}, pruner="uniform")
+    args = pairs.serve_args(
+        QWEN, "draft", port=port, overrides={**SMALL, **overrides}, pruner="uniform", on_draft_error="raise"
+    )
     with (
         mock.patch.dict(os.environ, {"VLLM_CPU_OMP_THREADS_BIND": bind, "VLLM_LOGGING_LEVEL": "INFO"}),
         VllmServer(args, port, folder / "server.log") as server,
@@ -111,7 +113,7 @@ def nodes(folder: Path) -> tuple[dict[str, int], str]:
     settings = {"tensor_parallel_size": 2, "nnodes": 2, "master_addr": _NODES[0][2], "master_port": 29555}
     settings |= SMALL | {"distributed_executor_backend": "mp"}
     serve = [str(Path(sys.executable).with_name("vllm")), "serve"]
-    serve += pairs.serve_args(LLAVA, "draft", port=port, overrides=settings, pruner="uniform")
+    serve += pairs.serve_args(LLAVA, "draft", port=port, overrides=settings, pruner="uniform", on_draft_error="raise")
     with _namespaces(), ExitStack() as stack:
         for rank, (name, device, address) in reversed(list(enumerate(_NODES))):
             (folder / name).mkdir()

@@ -8,6 +8,7 @@ import contextlib
 import gc
 import operator
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +29,21 @@ NO_CACHE = {"enable_prefix_caching": False}
 # Some ten thousand tokens. An engine fills its cache with zeros when it starts, which took an eighth of all tests' time
 # while it was pairs.KV_CACHE_BYTES.
 KV_CACHE_BYTES = 96 * 2**20
+# Every step drafts as many tokens as it was configured to, whatever pays: for tests that say which drafts there are.
+FIXED_DRAFTS = {"adaptive_tokens": False}
 # vLLM's encoder budget must hold one Qwen video, so its prompts of 266 to 550 tokens make a border each.
 CHUNK_SIZES = {QWEN: 260, LLAVA: 64, QWEN3: 420}
+
+
+# What counts an error on the draft's side; one in the drafter's process may end that, and it is started again.
+DRAFT_ERRORS = ("skipped_draft_error", "draft_failures", "drafter_restarts")
+_running: list["Engine"] = []
+_of_ended: Counter[str] = Counter()
+
+
+def draft_errors() -> Counter[str]:
+    """Return the errors on the draft's side that all engines of this process have counted so far."""
+    return sum((engine.draft_errors() for engine in _running), Counter(_of_ended))
 
 
 def _at(path: str) -> Any:
@@ -74,6 +88,11 @@ class Engine:
     def counters(self) -> dict[str, int]:
         """Return our counters so far."""
         return metrics.read_metrics(metrics.path_for(self.core.vllm_config.instance_id))
+
+    def draft_errors(self) -> "Counter[str]":
+        """Return how many errors on the draft's side were counted, by their counters."""
+        counted = self.counters()
+        return Counter({name: counted[name] for name in DRAFT_ERRORS if counted[name]})
 
     def generate(self, requests: list[tuple[dict, dict]]) -> list[Any]:
         """Run `(prompt, SamplingParams arguments)` pairs in one batch; return vLLM's outputs in order."""
@@ -155,9 +174,14 @@ def engine(family: str, draft: str | None = None, overrides: dict | None = None,
     with _cheap_collections():
         llm = LLM(**pairs.llm_kwargs(family, draft, overrides=overrides, **spec))
         running = Engine(llm, family)
+        if draft is not None:
+            _running.append(running)
         try:
             yield running
         finally:
+            if draft is not None:
+                _of_ended.update(running.draft_errors())
+                _running.remove(running)
             llm.llm_engine.engine_core.shutdown()
             del llm, running.llm  # the test may hold on to `running`
             cleanup_dist_env_and_memory()

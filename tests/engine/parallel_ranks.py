@@ -21,6 +21,7 @@ if __name__ == "__main__":
             "draft",
             overrides={"tensor_parallel_size": of_target},
             pruner="specvlm",
+            on_draft_error="raise",
             # Three processes on two cores, maybe beside others: without a wait no draft would ever be in time.
             parallel={"device": "cpu", "tensor_parallel_size": of_drafter, "wait_us": 500_000},
         )

@@ -10,7 +10,8 @@ if __name__ == "__main__":
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
-    llm = LLM(**pairs.llm_kwargs(harness.LLAVA, "draft", pruner="uniform", parallel={"device": "cpu"}))
+    spec = {"pruner": "uniform", "parallel": {"device": "cpu"}, "on_draft_error": "raise"}
+    llm = LLM(**pairs.llm_kwargs(harness.LLAVA, "draft", **spec))
     engine = harness.Engine(llm, harness.LLAVA)
     print("RESULT " + json.dumps(engine.runner.drafter_client.pids), flush=True)
     while True:

@@ -5,7 +5,7 @@ import pytest
 from tests.engine import faults, harness
 from tests.engine.harness import QWEN
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.draft_errors]
 
 
 @pytest.fixture(scope="module")

@@ -130,6 +130,7 @@ def test_rows_change_hands(reference, own):
     assert (drafter(own).tables.epoch > 0).sum() <= 1  # vLLM tells of the end of a request with its next step
 
 
+@pytest.mark.draft_errors
 def test_a_killed_drafter_costs_drafts_and_nothing_else(reference, own):
     """SIGKILL in the middle of requests, others of which come after: answers are vanilla's, and drafts come back."""
     with mock.patch.object(client, "_BACKOFF_S", (0.2,)):
@@ -150,6 +151,7 @@ def test_a_killed_drafter_costs_drafts_and_nothing_else(reference, own):
     assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
 
 
+@pytest.mark.draft_errors
 @pytest.mark.slow
 def test_running_requests_get_their_drafts_back(reference, own):
     """The drafter is killed and comes back while requests run: they are drafted for again, where they are by then."""
@@ -175,6 +177,7 @@ def test_running_requests_get_their_drafts_back(reference, own):
     assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
 
 
+@pytest.mark.draft_errors
 @pytest.mark.slow
 def test_a_stopped_drafter_delays_nobody(reference, own):
     """SIGSTOP: streams run dry and answers go on; SIGCONT: it catches up. One that hangs for long is started again."""

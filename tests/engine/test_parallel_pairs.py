@@ -1,6 +1,5 @@
-"""The drafter in a process of its own, in engines that one test has: preemption, guided pruning, a scheduler ahead."""
+"""The drafter in a process of its own, in engines that one test has: preemption, a server that is killed."""
 
-import contextlib
 import json
 import os
 import subprocess
@@ -11,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine import harness
-from tests.engine.conftest import SCENARIOS
-from tests.engine.harness import QWEN, assert_all_stands, assert_same_answers, token_ids
+from tests.engine.harness import QWEN, assert_all_stands, token_ids
 from tests.engine.test_parallel import PARALLEL, let_drafts_come
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -28,26 +26,6 @@ def test_preemption(reference):
         assert preempted
     assert token_ids(outputs) == [[ids[0][:130]] for ids in token_ids(expected)]
     assert_all_stands(counted)
-
-
-@pytest.mark.parametrize(("pruner", "is_async"), [("specvlm", False), ("uv", True)])
-def test_guided_drafts(reference, pruner, is_async):
-    """Scores that the target measures reach the drafter; a pruned draft errs, is cut, and goes on.
-
-    Catches: scores of another request, a stream that is not cut, a scheduler that runs ahead of what is known.
-    """
-    expected = reference(QWEN, "videos")
-    with (
-        harness.async_scheduling() if is_async else contextlib.nullcontext(),
-        harness.engine(QWEN, "draft", pruner=pruner, parallel=PARALLEL) as engine,
-        let_drafts_come(engine),
-    ):
-        outputs, counted = engine.measured(SCENARIOS["videos"](QWEN))
-    assert_same_answers(expected, outputs)
-    assert counted["guided_prompts"] == counted["prompts"] == 8
-    assert 0 < counted["accepted_tokens"] < counted["draft_tokens"]
-    assert 0 < counted["visual_tokens_kept"] < counted["visual_tokens_full"]
-    assert counted["stream_tokens"] >= counted["accepted_tokens"]
 
 
 def test_a_killed_server_leaves_nothing():

@@ -18,7 +18,7 @@ from tests.engine.seams import Drafter, DraftModel
 from tests.fuzz.running import drawing
 from vllm_vidspec.engine.requests import Phase
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.draft_errors]
 
 # Answers that are known up to their 40th token: greedy ones, and sampled ones.
 PROMPTS = ("endless", "endless sampled")

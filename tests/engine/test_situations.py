@@ -273,6 +273,7 @@ def test_long_prompts_can_be_left_out(reference):
     assert counted["draft_tokens"] == 0
 
 
+@pytest.mark.draft_errors
 def test_draft_errors_cost_drafts_only(reference, monkeypatch):
     """An exception anywhere in the draft: logged, counted, and every request is answered as by vanilla."""
     expected = reference(QWEN, "videos")

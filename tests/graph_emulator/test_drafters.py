@@ -282,6 +282,7 @@ def captured_again(engine: Engine, sizes: list[int]) -> Iterator[None]:
         manager.graphs, manager.sizes = graphs, before
 
 
+@pytest.mark.draft_errors
 def test_planted_bug_is_caught(captured, monkeypatch):
     """Each leaves the drafts alone where steps run without graphs, and spoils them, or fails, where they are replayed.
 

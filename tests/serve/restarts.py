@@ -54,7 +54,7 @@ def _serving(
     port, tmp = free_port(), folder / "tmp"
     tmp.mkdir(exist_ok=True)
     family = OF_RANKS if overrides.get("tensor_parallel_size", 1) > 1 else FAMILY
-    args = pairs.serve_args(family, "draft", port=port, overrides=SMALL | overrides)
+    args = pairs.serve_args(family, "draft", port=port, overrides=SMALL | overrides, on_draft_error="raise")
     with mock.patch.dict(os.environ, {"TMPDIR": str(tmp)} | (env or {})):
         server = _Server(args, port, folder / f"{name}.log")
         server.prefix = tuple(prefix)

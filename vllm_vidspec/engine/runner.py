@@ -51,6 +51,7 @@ class VidSpecModelRunner(GPUModelRunner):
         self.agreement = Agreement(get_tp_group())
         self.timeline = Timeline()
         self._step_start = 0.0
+        self._was_at_rest = False  # whether nothing was drafted in the last step, nor asked for
         self._num_told_skips = 0  # of `RequestRows.num_skips`, those that the scheduler's side knows of
         self.drafter_client: DrafterClient | None = None  # of the first rank, where the draft is another process's
 
@@ -189,7 +190,8 @@ class VidSpecModelRunner(GPUModelRunner):
 
     def sample_tokens(self, grammar_output):
         verified = self.requests.in_flight  # until `propose` puts the next drafts in their place
-        if self.speculator.is_at_rest:  # the step costs what it would without us
+        self._was_at_rest = self.speculator.is_at_rest
+        if self._was_at_rest:  # the step costs what it would without us
             self.counters.add("undrafted_steps")
             self.speculator.reading = frozenset()
             with compat.without_drafts(self):
@@ -221,15 +223,19 @@ class VidSpecModelRunner(GPUModelRunner):
         return scheduler.StepReport(verified, reading, skipped) if verified or reading or skipped else None
 
     def take_draft_token_ids(self):
-        """Offer what was drafted: nothing for requests without speculation, a tree's nodes and no more."""
-        if self.speculator.decision is not None and not self.speculator.decision.option.num_tokens:
-            return None
+        """Offer what was drafted: nothing for requests without speculation, a tree's nodes and no more.
+
+        A scheduler that runs ahead asks for a grammar's sake once the next step has begun, and that step may have begun
+        with the end, or the preemption, of a request that was drafted for: its drafts are nobody's any more.
+        """
+        if self._was_at_rest:
+            return None  # vLLM still has those of an earlier step
         drafts = super().take_draft_token_ids()
         if drafts is not None:
-            num_drafts = self.requests.num_drafts(self.num_speculative_steps)
-            rows = [self.req_states.req_id_to_index[req_id] for req_id in drafts.req_ids]
+            num_drafts, rows = self.requests.num_drafts(self.num_speculative_steps), self.req_states.req_id_to_index
             drafts.draft_token_ids = [
-                tokens[: num_drafts[row]] for row, tokens in zip(rows, drafts.draft_token_ids, strict=True)
+                tokens[: num_drafts[rows[req_id]]] if req_id in rows else []
+                for req_id, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True)
             ]
         return drafts
 

@@ -147,6 +147,8 @@ class DrafterClient:
                     self._beat = (int(self.tables.beat[0]), self._since)
                 case Failed(reason=reason):
                     self._reason = reason
+                    if self.is_up and self._config.on_draft_error == "raise":
+                        raise VidSpecError(f"parallel: the drafter failed: {reason}")
                 case Refused():
                     yield message
         gone = next((process for process in self._processes if process.poll() is not None), None)

@@ -1,0 +1,122 @@
+"""The matrix: every pair of settings that can meet has met, and the output was vanilla's.
+
+A cell is a value of each axis (matrix.py). Of each cell: its tokens are those of vanilla vLLM, in fp32, or where its
+scorer is lossy, those that the record calls the target's own; drafts were proposed, and accepted unless the draft knows
+nothing; and nothing was skipped, unguided or verified strictly for a reason that `matrix.REASONS` does not list.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from tests.engine import harness, matrix, matrix_run
+from tests.engine.matrix import ENGINE, LOSSY, Row
+from vllm_vidspec.errors import VidSpecError
+
+ENGINES = matrix.engines()
+CASES = [
+    pytest.param(number, id="_".join(engine.values()), marks=[pytest.mark.slow] if matrix.is_slow(engine) else [])
+    for number, engine in enumerate(ENGINES)
+]
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    return matrix.make_rows()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> matrix_run.Checkpoints:
+    return matrix_run.Checkpoints(tmp_path_factory.mktemp("matrix"))
+
+
+@pytest.fixture(scope="module")
+def answered() -> Iterator[dict[str, list[matrix_run.Answered]]]:
+    """By family: what the engines have answered so far, for vanilla to read."""
+    yield {}
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("refusal", matrix.REFUSALS, ids=lambda refusal: refusal.why)
+def test_what_cannot_meet_is_refused(refusal):
+    """Catches: a row of the table that is not true, or a refusal that is gone."""
+    for one, value, other, another in refusal.pairs():
+        with pytest.raises(VidSpecError, match=refusal.line):
+            matrix_run.ASKED[refusal.asked]({one: value, other: another})
+
+
+def test_every_pair_that_can_meet_does(rows):
+    met = set().union(*(row.pairs() for row in rows))
+    assert met == matrix.possible_pairs()
+    assert [row.engine for row in rows] == ENGINES
+
+
+# ---- the cells -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("number", CASES)
+def test_cells(rows, models, answered, number):
+    """An engine and its batches. Catches: two settings that each work, and together do not."""
+    row, wrong = rows[number], []
+    with matrix_run.started(row.engine, models) as engine:
+        for i, batch in enumerate(row.batches):
+            found = matrix_run.run(engine, batch, 100 * number + 10 * i)
+            answered.setdefault(row.engine["family"], []).append(found)
+            wrong += complaints(found)
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def complaints(found: matrix_run.Answered) -> Iterator[tuple]:
+    """Yield what is wrong with a batch: nothing was lost for a reason that is not listed, and all was drafted for."""
+    cells, counted = found.batch.cells, found.counted
+    expected: Counter = Counter()
+    for cell, num_runs in zip(cells, found.num_runs, strict=True):
+        expected.update(dict.fromkeys(matrix.reasons(cell), num_runs))
+    lost = {name: n for name, n in counted.items() if n and name.startswith(("skipped_", "unguided_", "strict_"))}
+    lost |= {n: counted[n] for n in ("draft_failures", "cooldowns", "drafter_restarts") if counted[n]}
+    if lost != expected:
+        yield "counted", lost, "instead of", dict(expected), cells
+    if any((num_runs > 1) != (cells[0]["prefill"] == "preempted") for num_runs in found.num_runs):
+        yield "runs", found.num_runs, cells
+    if cells[0]["pruner"] != "auto":
+        guided = sum(n * bool(matrix.is_guided(cell)) for cell, n in zip(cells, found.num_runs, strict=True))
+        if counted["guided_prompts"] != guided:
+            yield "guided", counted["guided_prompts"], "instead of", guided, cells
+    kept, full = counted["visual_tokens_kept"], counted["visual_tokens_full"]
+    if full and not (kept == full if cells[0]["pruner"] == "none" else 0 < kept <= 0.2 * full):
+        yield "pruned to", kept, full, cells
+    for cell, num_drafts, kinds in zip(cells, found.num_drafts, found.kinds, strict=True):
+        if (num_drafts > 0) != matrix.is_drafted(cell):
+            yield "drafted", num_drafts, cell
+        if matrix.is_able(cell) and not any(kinds):
+            yield "nothing accepted", cell
+    is_parallel = cells[0]["drafting"] == "parallel"
+    if matrix.is_drafted(cells[0]) and not counted["stream_tokens" if is_parallel else "draft_tokens"]:
+        yield "no drafts", cells
+    if all(map(matrix.is_equal, cells)):
+        rejected = counted["draft_depth"] - counted["accepted_tokens"]
+        # A scheduler that runs ahead plans K drafts whatever a stream has: what it has not is verified, and rejected.
+        most = found.num_planned * (counted["late_drafts"] + len(cells)) if is_parallel else 0
+        if rejected > (most if cells[0]["scheduler"] == "ahead" else 0) or counted["stale_streams"]:
+            yield "rejected", rejected, counted["stale_streams"], cells
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("family", ENGINE["family"])
+def test_answers_are_vanillas(models, answered, family):
+    """One vanilla engine reads back what all engines of a family have answered."""
+    if family not in answered:
+        pytest.skip("no engine of this family has run")
+    kinds, wrong = [one for found in answered[family] for one in found.kinds], []
+    for (cell, output, vanilla, is_own), of_cell in zip(
+        matrix_run.read_back(models, family, answered[family]), kinds, strict=True
+    ):
+        if is_own != [kind < 2 for kind in of_cell] or (cell["scorer"] not in LOSSY and not all(is_own)):
+            wrong.append((is_own.index(False) if False in is_own else None, is_own, of_cell, cell))
+        elif cell["scorer"] not in LOSSY:
+            harness.assert_same_answers([vanilla], [output])
+    assert not wrong, "\n".join(map(str, wrong))
