@@ -7,8 +7,9 @@ import torch
 
 from tests.engine import harness, loose_reference, random_models
 from tests.engine.conftest import SCENARIOS
-from tests.engine.harness import NO_CACHE, QWEN, TREES, assert_all_stands, assert_same_answers
+from tests.engine.harness import NO_CACHE, QWEN, TREES, assert_all_stands, assert_same_answers, skipped
 from tests.engine.random_models import QWEN3, QWEN3_MOE
+from tests.engine.test_parallel import PARALLEL, let_drafts_come
 
 pytestmark = pytest.mark.engine
 
@@ -134,6 +135,21 @@ def test_the_bundled_draft_changes_nothing(reference, shape, pruner):
     assert counted["accepted_tokens"] > 0
     assert counted["visual_tokens_kept"] <= 0.1 * counted["visual_tokens_full"]
     assert not any(value for name, value in counted.items() if name.startswith(("skipped_", "unguided_")))
+
+
+def test_the_bundled_draft_in_a_process_of_its_own(reference):
+    """Deepstack features and interpolated positions, in the drafter's process: accepted drafts, no request without.
+
+    Catches: a tower that runs outside inference mode, where the weights of its position embedding want gradients.
+    """
+    expected = reference(BUNDLED, "videos")
+    spec = {"pruner": "uv", "parallel": PARALLEL, "on_draft_error": "skip"}
+    with harness.engine(BUNDLED, "draft", **spec) as engine, let_drafts_come(engine):
+        outputs, counted = engine.measured(SCENARIOS["videos"](BUNDLED))
+    assert_same_answers(expected, outputs)
+    assert skipped(counted) == {}
+    assert counted["guided_prompts"] == counted["prompts"] == len(outputs)
+    assert 0 < counted["accepted_tokens"] <= counted["stream_tokens"]
 
 
 def test_the_bundled_pair_verifies_loosely():

@@ -24,6 +24,7 @@ def main(plan: launch.Plan) -> None:
     if cores := launch.cores_of(config, plan.parent):
         os.sched_setaffinity(0, cores)
 
+    import torch
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
@@ -41,13 +42,14 @@ def main(plan: launch.Plan) -> None:
     try:
         rank = build(plan, vllm_config, config, tables)
         ranks = Ranks(rank)
-        if channel is None:
-            ranks.follow()
-            return
-        channel.send(Ready())
-        lead = DrafterLead(ranks.do, tables, channel, vllm_config.scheduler_config.max_num_seqs)
-        lead.run()
-        ranks.do(Stop())
+        with torch.inference_mode():
+            if channel is None:
+                ranks.follow()
+                return
+            channel.send(Ready())
+            lead = DrafterLead(ranks.do, tables, channel, vllm_config.scheduler_config.max_num_seqs)
+            lead.run()
+            ranks.do(Stop())
     except Exception as error:
         if channel is not None:
             channel.send(Failed(_one_line(error)))

@@ -56,8 +56,9 @@ def build(plan: Plan, vllm_config: Any, config: VidSpecConfig, tables: Tables) -
         before = held_bytes(device)
         model.load(None)
         counters.set("draft_load_bytes", max(0, held_bytes(device) - before))
-        drafter, mirror = _make_drafter(plan, vllm_config, knobs, counters, model, agreement)
-        drafter.capture()
+        with torch.inference_mode():  # as vLLM's workers profile, capture and serve; not what loads weights
+            drafter, mirror = _make_drafter(plan, vllm_config, knobs, counters, model, agreement)
+            drafter.capture()
     return DrafterRank(drafter, mirror, knobs, counters)
 
 
