@@ -17,7 +17,7 @@ logger = init_logger("vllm.vidspec")
 _TEXT_SHARE = 0.1
 
 # Of the KV memory, for the draft's vision embeddings.
-_VISION_SHARE = 0.02
+VISION_SHARE = 0.02
 
 
 def max_slots_per_request(max_model_len: int, num_speculative_tokens: int) -> int:
@@ -95,7 +95,7 @@ def _vision_bytes(config: VidSpecConfig, vllm_config: Any, available_bytes: int)
     if wanted is None:
         multimodal = vllm_config.model_config.multimodal_config
         shows = multimodal is not None and any(map(multimodal.get_limit_per_prompt, ("image", "video")))
-        wanted = int(_VISION_SHARE * available_bytes) if shows else 0
+        wanted = int(VISION_SHARE * available_bytes) if shows else 0
     if wanted >= available_bytes:
         raise VidSpecError(f"draft_encoder_bytes: {wanted} leaves nothing of the {available_bytes} bytes of KV memory")
     return wanted
