@@ -100,8 +100,10 @@ class LateTarget:
                 self.knobs, self.client, self.requests, states, sampler, None, self.counters, CPU
             )
         if copies:
-            self.speculator._streams.is_direct = False
-            self.speculator._streams._streams = self.speculator._streams._streams.clone()
+            streams = self.speculator._streams
+            streams.is_direct, streams._streams, for_step = False, streams._streams.clone(), streams.for_step
+            # The copy is in the device's line, before the step's other work: what is in it is of this moment.
+            streams.for_step = lambda *rows: for_step(*rows).clone()
         self.requests.register(self.speculator)
         self.rows, self.windows, self.took = [], {}, []
 
