@@ -79,7 +79,7 @@ class LateTarget:
     def __init__(self, late, errs=3, copies=False):
         self.late, self.line = late, deque()
         spec = {"method": "vidspec", "model": "draft", "num_speculative_tokens": MOST, "on_draft_error": "skip"}
-        self.knobs = Knobs(parse_config(spec | {"parallel": {"device": "cpu", "max_ahead": 2 * MOST + 2}}))
+        self.knobs = Knobs(parse_config(spec | {"parallel": {"device": "cpu", "max_ahead": 2 * MOST + 2}})[0])
         sizes = Sizes(MAX_REQS, MAX_LEN, 2 * MOST + 2, 256)
         tables = Tables(bytearray(Tables.num_bytes(sizes)), sizes)
         tables.forget_streams()

@@ -49,7 +49,7 @@ def test_what_a_lost_drafter_held_is_gone():
 
 def config_of(device, **more):
     spec = {"method": "vidspec", "model": "draft", "num_speculative_tokens": 2, **more}
-    return parse_config(spec | {"parallel": {"device": device}})
+    return parse_config(spec | {"parallel": {"device": device}})[0]
 
 
 def test_devices_are_those_that_the_server_sees():
