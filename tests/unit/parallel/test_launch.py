@@ -68,7 +68,7 @@ GIB = 1 << 30
     ("free", "knobs", "expected"),
     [
         (60, {}, 52),  # a device of its own: what the target's utilization leaves free stays free
-        (7, {}, "has 7516192768 of 85899345920 bytes left; none for its KV cache"),
+        (7, {}, "has 7516192768 of 85899345920 bytes left; no room for its KV cache"),
         (7, {"draft_kv_bytes": 5 * GIB, "draft_encoder_bytes": GIB}, 6.25),  # one that the target has filled
         (6, {"draft_kv_bytes": 5 * GIB, "draft_encoder_bytes": GIB}, "draft_kv_bytes 5368709120, .* take 6710886400"),
     ],
