@@ -54,6 +54,7 @@ _COUNTERS = {
     "stream_tokens": "Tokens that a drafter with a process of its own has drawn.",
     "late_drafts": "Steps of requests whose stream was not ahead of the target, so that nothing was verified.",
     "stale_streams": "Steps of requests whose stream said something else than the target had committed by then.",
+    "window_snapshots": "Steps whose windows were cut from a copy of the streams, as old as the host is ahead.",
     "draft_failures": "Exceptions on the draft's side.",
     "cooldowns": "Times that speculation was switched off for a while because the draft failed too often.",
     "waiting_drafts": "Times that a request had outgrown the draft's KV pool and waited for room.",

@@ -22,8 +22,11 @@ from vidspec_kernels.visual_relevance import (
     visual_relevance_reference,
 )
 from vidspec_kernels.windows import (
+    NO_STREAM,
+    NUM_ASKED,
     NUM_HEADERS,
     NUM_TOLD,
+    STALE,
     take_windows,
     take_windows_reference,
     text_tails,
@@ -33,10 +36,13 @@ from vidspec_kernels.windows import (
 __all__ = [
     "CHANCE",
     "LOWEST",
+    "NO_STREAM",
+    "NUM_ASKED",
     "NUM_HEADERS",
     "NUM_TOLD",
     "RELEVANCE",
     "SHIFT",
+    "STALE",
     "WINDOW",
     "CacheList",
     "LevelBuffers",

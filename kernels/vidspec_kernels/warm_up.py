@@ -32,7 +32,7 @@ from vidspec_kernels.tree_place import PlacedLevel, tree_place
 from vidspec_kernels.tree_plan import tree_plan
 from vidspec_kernels.tree_state import TreeTables, TreeTemplate
 from vidspec_kernels.visual_relevance import merge_relevance, visual_relevance
-from vidspec_kernels.windows import NUM_HEADERS, NUM_TOLD, take_windows, text_tails
+from vidspec_kernels.windows import NUM_ASKED, NUM_HEADERS, NUM_TOLD, take_windows, text_tails
 
 
 def i32(*shape: int) -> Tensor:
@@ -266,6 +266,7 @@ def warm_visual_relevance(
 
 def warm_windows(num_tokens: Tensor, text: Tensor, ring: int, num_drafts: int) -> None:
     """Prepare `text_tails` and `take_windows` for the engine's own texts, rings of so many tokens and K drafts."""
+    streams = i32(len(num_tokens), NUM_HEADERS + ring)
     texts = (as_meta(num_tokens), as_meta(text))
     text_tails(i64(1), *texts, i32(1, 2 + num_drafts))
-    take_windows(i32(1, NUM_HEADERS + ring), i64(1), *texts, i64(1, num_drafts), i32(1, NUM_TOLD))
+    take_windows(streams, i32(1, NUM_ASKED), i64(1), *texts, i64(1, num_drafts), i32(1, NUM_TOLD))

@@ -53,6 +53,7 @@ PLACES = (*TREES[1:], kernels.TreePlaces(*(i32(MAX_REQS) for _ in range(4)), i64
 POSITIONS = [(i64(3, 8193), None), (i64(8192), i64(8192))]  # of several axes in place, and of one into a copy
 
 TEXTS, RING = (i32(MAX_REQS), i32(MAX_REQS, MAX_CONTEXT)), 64
+STREAMS = i32(MAX_REQS, kernels.NUM_HEADERS + RING)
 
 ACCEPTS: dict = {}  # launches of `accept` that are known
 
@@ -126,8 +127,9 @@ def step(rng: random.Random) -> None:
     kernels.merge_relevance(floats(NUM_SHARDS, rows, TOP_N))
     # What stays is cut at its beginning alone, and comes from a copy of its own.
     kernels.text_tails(vectors[0], *TEXTS, i32(MAX_REQS, NUM_DRAFTS + 2)[:num_reqs])
-    streams, told = i32(num_reqs, kernels.NUM_HEADERS + RING), i32(MAX_REQS, kernels.NUM_TOLD)[:num_reqs]
-    kernels.take_windows(streams, vectors[0], *TEXTS, i64(MAX_REQS, NUM_DRAFTS)[:num_reqs], told)
+    told = i32(MAX_REQS, kernels.NUM_TOLD)[:num_reqs]
+    asked = cut(i32(num_reqs * kernels.NUM_ASKED), rng).view(num_reqs, kernels.NUM_ASKED)
+    kernels.take_windows(STREAMS, asked, vectors[0], *TEXTS, i64(MAX_REQS, NUM_DRAFTS)[:num_reqs], told)
 
 
 def grow_trees(rows: torch.Tensor, num_accepted: torch.Tensor, width: int, rng: random.Random) -> None:

@@ -135,6 +135,7 @@ def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
             yield f"parallel device {wanted}: the drafter runs on the target's platform, {current_platform.device_name}"
         if vllm_config.parallel_config.data_parallel_size > 1:
             yield "parallel: every data-parallel engine would start its drafter on the same device; use one engine"
+        yield from _drafter_devices(vllm_config, config, current_platform)
     if config.score.scorers != {"strict"}:
         if is_sharded:
             yield "--enable-batch-sharded-sampling shows a rank its own requests only: use the strict scorer"
@@ -151,6 +152,24 @@ def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
         yield "vidspec needs Model Runner V2; unset VLLM_USE_V2_MODEL_RUNNER=0"
     if not vllm_config.use_v2_model_runner:
         yield "vidspec needs Model Runner V2, which vLLM does not use here: run `vidspec doctor`"
+
+
+def _drafter_devices(vllm_config: Any, config: VidSpecConfig, platform: Any) -> Iterator[str]:
+    """Yield a line for each thing that is wrong with the drafter's devices."""
+    from vllm_vidspec.engine.parallel import launch
+
+    places = launch.places_of(config)
+    if platform.is_cpu() or not places:
+        return
+    try:
+        launch.check_places(places, platform.device_count())
+    except VidSpecError as error:
+        yield str(error)
+    if places[0] < vllm_config.parallel_config.world_size and config.pool.kv_bytes is None:
+        yield (
+            f"parallel device {config.parallel.device} is one of the target's, which takes what it is given: give "
+            "draft_kv_bytes, and lower --gpu-memory-utilization by what that, the draft's weights and 2 GiB are of it"
+        )
 
 
 def _pruned_twice(model: Any, config: VidSpecConfig) -> Iterator[str]:

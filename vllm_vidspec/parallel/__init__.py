@@ -8,7 +8,6 @@ which the target's own sample refuses as it refuses any other: nothing here can 
 from vllm_vidspec.parallel.streams import Streams
 from vllm_vidspec.parallel.tables import Sizes, StreamState, Tables
 from vllm_vidspec.parallel.window import WindowRule, running_mean
-from vllm_vidspec.parallel.windows import snapshot
 
 __all__ = [
     "Sizes",
@@ -17,5 +16,4 @@ __all__ = [
     "Tables",
     "WindowRule",
     "running_mean",
-    "snapshot",
 ]

@@ -6,6 +6,8 @@ accepted length grows without bound), or it is cut at the first token that diffe
 (pre-verify: what the target verifies next begins with the first token drawn after that). ParallelVLM, section 4.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -59,8 +61,9 @@ class Streams:
         self.epoch[req_state_idx], self.limit[req_state_idx] = epoch, limit
         self.is_on[req_state_idx] = False
         self._publish_state(req_state_idx, StreamState.READING)
-        self.tables.end[req_state_idx] = self.tables.checked[req_state_idx] = 0
-        self.tables.stream_epoch[req_state_idx] = epoch
+        with self._changing(req_state_idx):
+            self.tables.end[req_state_idx] = self.tables.checked[req_state_idx] = 0
+            self.tables.stream_epoch[req_state_idx] = epoch
 
     def refuse(self, req_state_idx: int, epoch: int) -> None:
         """Say that a row's request goes undrafted; it is forgotten."""
@@ -69,7 +72,8 @@ class Streams:
 
     def forget(self, req_state_idx: int) -> None:
         """Take a row from its request."""
-        self.tables.stream_epoch[req_state_idx] = NOBODY
+        with self._changing(req_state_idx):
+            self.tables.stream_epoch[req_state_idx], self.tables.end[req_state_idx] = NOBODY, 0
         self._publish_state(req_state_idx, StreamState.NONE)
         self.epoch[req_state_idx], self.is_on[req_state_idx] = NOBODY, False
 
@@ -81,7 +85,8 @@ class Streams:
         self.fed[rows] = lengths - 1
         self.is_on[rows] = True
         self._drawn = _NO_ROWS
-        self.tables.checked[rows] = self.tables.end[rows] = lengths
+        with self._changing(rows):
+            self.tables.checked[rows] = self.tables.end[rows] = lengths
         self._publish_state(rows, StreamState.STREAMING)
 
     def pause(self, rows: np.ndarray) -> None:
@@ -90,6 +95,13 @@ class Streams:
 
     def _publish_state(self, rows: np.ndarray | int, state: StreamState) -> None:
         self.tables.state[rows] = state
+
+    @contextlib.contextmanager
+    def _changing(self, rows: np.ndarray | int) -> Iterator[None]:
+        """Let who reads a row's stream meanwhile know that what it has read is none."""
+        self.tables.generation[rows] += 1
+        yield
+        self.tables.generation[rows] += 1
 
     # ---- a turn ----------------------------------------------------------------------------------------------------
 
@@ -120,8 +132,9 @@ class Streams:
         # What stands of the draft's KV was fed with the same tokens: none from the first different one on.
         self.fed[rows] = np.minimum(self.fed[rows], np.where(is_over, first, length))
         self.agreed[rows] = committed
-        tables.end[rows] = self.length[rows]
-        tables.checked[rows] = committed
+        with self._changing(rows[is_over]):
+            tables.end[rows] = self.length[rows]
+            tables.checked[rows] = committed
         return Heard(rows, is_over & (first < length))
 
     def due(self, max_rows: int) -> np.ndarray:

@@ -1,7 +1,8 @@
 """Tables: one piece of shared memory, seen as arrays by the target's process and the drafter's.
 
 Every array has one writer. A row's values are written before the number that says how many of them count, and read
-after it; whoever reads a row in the middle of that gets a wrong draft, and no more.
+after it; whoever reads a row in the middle of that gets a wrong draft, and no more. What a stream's reader needs lies
+together: `take_windows` reads it when it runs, on a GPU through a mapping of this memory.
 """
 
 from collections.abc import Iterator
@@ -11,7 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from vidspec_kernels import NUM_HEADERS
+
 _ALIGNMENT = 64  # bytes, a cache line: no two writers in one
+PAGE = 4096  # bytes; a device maps whole pages
 NUM_EVENTS = 1 << 14  # of the timeline that are kept
 EVENT_FIELDS = 5  # kind, start and end in seconds, requests, tokens
 
@@ -57,9 +61,12 @@ class Tables:
         epoch: int64 [M], which request has the row: a number that is never used twice. The target writes it, and
         committed: int64 [M], length of the committed text, and
         text: int32 [M, max_model_len], that text.
-        stream_epoch: int64 [M], whose stream the row has. The drafter writes it, and
-        checked: int64 [M], the committed length that the stream agrees with, and
-        end: int64 [M], length of committed text and stream, and
+        streams: int32 [M, NUM_HEADERS + R], as `take_windows` reads them, from the beginning of a page on. The drafter
+            writes it: the five below are columns of it, and
+        generation: int32 [M], odd while the row is cut or changes hands, and greater by two afterwards, and
+        stream_epoch: int32 [M], whose stream the row has, and
+        checked: int32 [M], the committed length that the stream agrees with, and
+        end: int32 [M], length of committed text and stream; 0 before it draws, and
         tokens: int32 [M, R], the stream's token of logical position p at p % R, and
         state: int64 [M], a `StreamState`, and
         beat: int64 [1], which grows while it lives, and
@@ -73,6 +80,8 @@ class Tables:
     epoch: np.ndarray
     committed: np.ndarray
     text: np.ndarray
+    streams: np.ndarray
+    generation: np.ndarray
     stream_epoch: np.ndarray
     checked: np.ndarray
     end: np.ndarray
@@ -93,11 +102,20 @@ class Tables:
             count = int(np.prod(shape))
             setattr(self, name, np.frombuffer(memory, dtype=dtype, count=count, offset=end).reshape(shape))
             end += aligned(count * np.dtype(dtype).itemsize)
+        self.generation, self.stream_epoch, self.checked, self.end = self.streams[:, :NUM_HEADERS].T
+        self.tokens = self.streams[:, NUM_HEADERS:]
 
     @staticmethod
     def num_bytes(sizes: Sizes) -> int:
         """Return how much memory the arrays take."""
         return sum(aligned(int(np.prod(shape)) * np.dtype(dtype).itemsize) for _, dtype, shape in _layout(sizes))
+
+    def forget_streams(self) -> None:
+        """Begin without any; the target's, while there is no drafter."""
+        self.generation += self.generation & 1  # of one that was killed at it
+        self.generation += 1
+        self.stream_epoch[:], self.end[:], self.state[:] = -1, 0, 0
+        self.generation += 1
 
     def begin(self, req_state_idx: int, epoch: int, token_ids: np.ndarray) -> None:
         """Give a row to a request, whose committed text so far is `[n]` tokens; the target's."""
@@ -128,13 +146,15 @@ class Tables:
 
 def _layout(sizes: Sizes) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     rows = (sizes.max_num_reqs,)
+    # First, so that it begins a page; as long as whole pages, so that nothing else is mapped with it.
+    width = NUM_HEADERS + sizes.ring
+    yield "streams", "<i4", (*rows, width)
+    yield "_rest_of_page", "<i1", (-(4 * sizes.max_num_reqs * width) % PAGE,)
     yield "epoch", "<i8", rows
     yield "committed", "<i8", rows
     yield "text", "<i4", (*rows, sizes.max_model_len)
     yield "watching", "<i8", (1,)
-    for name in ("stream_epoch", "checked", "end", "state"):
-        yield name, "<i8", rows
-    yield "tokens", "<i4", (*rows, sizes.ring)
+    yield "state", "<i8", rows
     yield "beat", "<i8", (1,)
     yield "draft_us", "<f8", (sizes.max_num_reqs + 1,)
     yield "counters", "<i8", (max(sizes.num_counters, 1),)

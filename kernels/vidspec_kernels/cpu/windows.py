@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from vidspec_kernels.cpu.compiled import compiled
-from vidspec_kernels.windows import NUM_HEADERS
+from vidspec_kernels.windows import NO_STREAM, NUM_HEADERS, STALE
 
 
 @compiled("int64[:], int32[:], int32[:, :], int32[:, :]")
@@ -22,23 +22,31 @@ def text_tails(rows: Tensor, num_tokens: Tensor, text: Tensor, out: Tensor) -> N
     _text_tails(rows.numpy(), num_tokens.numpy(), text.numpy(), out.numpy())
 
 
-@compiled("int32[:, :], int64[:], int32[:], int32[:, :], int64[:, :], int32[:, :], int64")
-def _take_windows(streams, rows, num_tokens, text, tokens, told, num_headers):
+@compiled("int32[:, :], int32[:, :], int64[:], int32[:], int32[:, :], int64[:, :], int32[:, :], int64, int64, int64")
+def _take_windows(streams, asked, rows, num_tokens, text, tokens, told, num_headers, stale, no_stream):
     size = streams.shape[1] - num_headers
     for i in range(len(rows)):
-        row, checked, end, wanted = rows[i], streams[i, 1], streams[i, 2], streams[i, 3]
-        length = num_tokens[row]
+        row = rows[i]
+        length, generation = num_tokens[row], streams[row, 0]
+        tokens[i], told[i, 0], told[i, 1] = 0, 0, no_stream  # stores, which no load of a stream is moved across
+        checked, end = streams[row, 2], streams[row, 3]
+        if generation & 1 or streams[row, 1] != asked[i, 0] or end <= 0:
+            continue
         is_stale = length - checked > size
         for position in range(checked, min(length, checked + size)):
-            if streams[i, num_headers + position % size] != text[row, position]:
+            if streams[row, num_headers + position % size] != text[row, position]:
                 is_stale = True
-        count = 0 if is_stale else min(max(end - length, 0), wanted)
-        for k in range(tokens.shape[1]):
-            tokens[i, k] = streams[i, num_headers + (length + k) % size] if k < count else 0
-        told[i, 0], told[i, 1] = count, is_stale and end > length
+        count = 0 if is_stale else min(max(end - length, 0), asked[i, 1])
+        for k in range(count):
+            tokens[i, k] = streams[row, num_headers + (length + k) % size]
+        told[i, 0], told[i, 1] = count, stale if is_stale and end > length else 0
+        if streams[row, 0] != generation:
+            tokens[i], told[i, 0], told[i, 1] = 0, 0, stale
 
 
-def take_windows(streams: Tensor, rows: Tensor, num_tokens: Tensor, text: Tensor, tokens: Tensor, told: Tensor) -> None:
+def take_windows(
+    streams: Tensor, asked: Tensor, rows: Tensor, num_tokens: Tensor, text: Tensor, tokens: Tensor, told: Tensor
+) -> None:
     """Do what `take_windows` does."""
-    arrays = (part.numpy() for part in (streams, rows, num_tokens, text, tokens, told))
-    _take_windows(*arrays, NUM_HEADERS)
+    arrays = (part.numpy() for part in (streams, asked, rows, num_tokens, text, tokens, told))
+    _take_windows(*arrays, NUM_HEADERS, STALE, NO_STREAM)

@@ -198,6 +198,29 @@ def test_targets_and_engines_that_drafts_cannot_live_in(knobs, changed, message)
 
 
 @pytest.mark.parametrize(
+    ("device", "more", "message"),
+    [
+        ("cuda:4", {}, r"parallel: the drafter would need cuda:4, and the server sees 4 devices"),
+        ("cuda:3", {"tensor_parallel_size": 2}, r"parallel: the drafter would need cuda:4, and the server sees 4"),
+        ("cuda:2", {}, None),
+        ("cuda:1", {}, r"parallel device cuda:1 is one of the target's, .*: give draft_kv_bytes, and lower"),
+        ("cuda:1", {"draft_kv_bytes": 1 << 30}, None),
+    ],
+)
+def test_a_drafter_has_a_device_and_its_share_of_it(monkeypatch, device, more, message):
+    """Catches: a drafter that loads onto the target's first GPU; memory that is a race between two that measure it."""
+    import vllm.platforms
+
+    gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, device_count=lambda: 4, device_name="cuda")
+    monkeypatch.setattr(vllm.platforms, "current_platform", gpu)
+    ranks = {name: more[name] for name in ("tensor_parallel_size",) if name in more}
+    pool = {name: more[name] for name in ("draft_kv_bytes",) if name in more}
+    found = refused(finished(data_parallel_size=1, world_size=2), parallel={"device": device} | ranks, **pool)
+    assert len(found) == (message is not None)
+    assert not found or (re.match(message, found[0]) and "\n" not in found[0])
+
+
+@pytest.mark.parametrize(
     ("more", "schedule"),
     [
         ({}, [(1, 2, 25), (3, 16, 4), (17, 32, 0)]),

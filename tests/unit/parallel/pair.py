@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from vidspec_kernels import NUM_HEADERS, NUM_TOLD, take_windows
+from vidspec_kernels import NUM_TOLD, take_windows
 from vllm_vidspec.engine.parallel import messages as said
 from vllm_vidspec.engine.parallel.lead import DrafterLead
 from vllm_vidspec.engine.parallel.rank import Progress
-from vllm_vidspec.parallel import Sizes, StreamState, Tables, snapshot
+from vllm_vidspec.parallel import Sizes, StreamState, Tables
 
 VOCAB = 11
 MOST = 5  # K
@@ -171,8 +171,7 @@ class Pair:
 
     def restart(self):
         """Start the drafter, anew with nothing in it."""
-        self.tables.stream_epoch[:] = -1
-        self.tables.state[:] = 0
+        self.tables.forget_streams()
         self.rank, self.channel = FakeRank(self.errs), FakeChannel()
         self.lead = DrafterLead(self.rank.do, self.tables, self.channel, MAX_REQS)
         for request in self.requests.values():
@@ -245,21 +244,22 @@ class Pair:
 
     def _take(self, rows, lengths, wanted):
         epochs = np.array([self.requests[row].epoch for row in rows.tolist()])
-        streams = torch.from_numpy(snapshot(self.tables, rows, epochs, np.full(len(rows), wanted)))
+        asked = torch.from_numpy(np.stack((epochs, np.full(len(rows), wanted)), axis=1).astype(np.int32))
         text = torch.zeros(MAX_REQS, MAX_LEN, dtype=torch.int32)
         for row, request in self.requests.items():
             text[row, : len(request.text)] = torch.tensor(request.text)
         num_tokens = torch.zeros(MAX_REQS, dtype=torch.int32)
         num_tokens[rows] = torch.from_numpy(lengths).int()
         tokens, told = torch.full((len(rows), MOST), -1), torch.full((len(rows), NUM_TOLD), -1, dtype=torch.int32)
-        take_windows(streams, torch.from_numpy(rows), num_tokens, text, tokens, told)
-        assert streams.shape[1] == NUM_HEADERS + SIZES.ring
+        take_windows(
+            torch.from_numpy(self.tables.streams), asked, torch.from_numpy(rows), num_tokens, text, tokens, told
+        )
         for i, row in enumerate(rows.tolist()):
             request, count = self.requests[row], int(told[i, 0])
             window = tokens[i].tolist()
             assert window[count:] == [0] * (MOST - count)
             assert count <= wanted
-            assert not count or streams[i, 0] == StreamState.STREAMING
+            assert not count or self.tables.state[row] == StreamState.STREAMING
             # What the drafter says after exactly this text, and nothing that it said before something else came.
             assert window[:count] == drawn(request.text, count, self.errs)
             request.window = window[:count]

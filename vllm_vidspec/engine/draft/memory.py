@@ -17,7 +17,7 @@ logger = init_logger("vllm.vidspec")
 _TEXT_SHARE = 0.1
 
 # Of the KV memory, for the draft's vision embeddings.
-_VISION_SHARE = 0.02
+VISION_SHARE = 0.02
 
 # Of the KV memory, for pixels that the target has seen and the draft has not: 25,000 tokens of video are 236 MB.
 _PIXEL_SHARE = 0.01
@@ -101,7 +101,7 @@ def _vision_bytes(config: VidSpecConfig, vllm_config: Any, available_bytes: int)
     """Return the size of the cache of vision embeddings: none for a target that is shown nothing."""
     wanted = config.pool.encoder_bytes
     if wanted is None:
-        wanted = int(_VISION_SHARE * available_bytes) if _shows(vllm_config) else 0
+        wanted = int(VISION_SHARE * available_bytes) if _shows(vllm_config) else 0
     if wanted >= available_bytes:
         raise VidSpecError(f"draft_encoder_bytes: {wanted} leaves nothing of the {available_bytes} bytes of KV memory")
     return wanted

@@ -89,7 +89,7 @@ class PendingScores:
         if measured is not None and not self.is_here:
             self._measured = torch.empty_like(measured, device="cpu", pin_memory=True)
             self._measured.copy_(measured, non_blocking=True)
-            self._copied = torch.cuda.Event()
+            self._copied = torch.cuda.Event(blocking=True)  # a whole step may pass until then
             self._copied.record()
 
     def wait(self) -> Guided:

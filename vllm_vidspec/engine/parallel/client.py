@@ -66,8 +66,7 @@ class DrafterClient:
 
     def start(self) -> None:
         """Start it; `poll` says when it has loaded."""
-        self.tables.stream_epoch[:] = -1
-        self.tables.state[:] = 0
+        self.tables.forget_streams()
         self.tables.draft_us[:] = 0
         init_method = f"tcp://127.0.0.1:{get_open_port()}"
         devices = launch.devices_of(self._config, os.environ.get("CUDA_VISIBLE_DEVICES"))

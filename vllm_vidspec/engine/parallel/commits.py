@@ -8,13 +8,14 @@ step as soon as the host can, and the target's loop waits for nothing.
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from vidspec_kernels import text_tails
+from vidspec_kernels import NO_STREAM, NUM_TOLD, STALE, text_tails
 from vllm_vidspec import metrics
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.target_step import Step
@@ -45,8 +46,12 @@ class Commits:
         self._most = most
         self._published = np.zeros(len(tables.counters), dtype=np.int64)
         self._num_late = self._num_stale = 0  # since they were published
+        self._failure: str | None = None  # of the thread
         self._on_gpu = device.type == "cuda"
         if self._on_gpu:
+            # Pinned buffers and events that nothing is on its way in; as many are made as are in use at a time.
+            self._free: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+            self._buffer_size = num_rows * max(2 + most, NUM_TOLD)
             self._line: queue.SimpleQueue = queue.SimpleQueue()
             threading.Thread(target=self._write_down, name="vidspec-commits", daemon=True).start()
 
@@ -88,12 +93,13 @@ class Commits:
     def took(self, rows: np.ndarray, is_drafted: np.ndarray, told: torch.Tensor) -> None:
         """Note what was taken of the streams of `[n]` rows; `told` as `take_windows` writes it."""
         rows = rows.copy()
-        self._send(told, lambda host: self._note(rows, is_drafted, host[:, 0], host[:, 1] != 0))
+        self._send(told, lambda host: self._note(rows, is_drafted, host[:, 0], host[:, 1]))
 
-    def _note(self, rows: np.ndarray, is_drafted: np.ndarray, counts: np.ndarray, is_stale: np.ndarray) -> None:
+    def _note(self, rows: np.ndarray, is_drafted: np.ndarray, counts: np.ndarray, what: np.ndarray) -> None:
         self._in_flight[rows] = counts * is_drafted
+        is_stale = what == STALE
         self._num_stale += int((is_stale & is_drafted).sum())
-        self._num_late += int(((counts == 0) & ~is_stale & is_drafted).sum())
+        self._num_late += int(((counts == 0) & ~is_stale & (what != NO_STREAM) & is_drafted).sum())
 
     def wait_for(self, rows: np.ndarray, epochs: np.ndarray, wanted: np.ndarray, wait_us: int) -> None:
         """Wait until the streams of `[n]` rows are as long as is wanted, or for so long."""
@@ -128,14 +134,27 @@ class Commits:
         if not self._on_gpu:
             write(packed.numpy())
             return
-        host = torch.empty_like(packed, device="cpu", pin_memory=True)
+        try:
+            memory, event = self._free.popleft()
+        except IndexError:
+            memory = torch.empty(self._buffer_size, dtype=torch.int32, pin_memory=True)
+            event = torch.cuda.Event(blocking=True)  # the thread sleeps; another would keep the driver busy
+        host = memory[: packed.numel()].view(packed.shape)
         host.copy_(packed, non_blocking=True)
-        event = torch.cuda.Event()
         event.record()
-        self._line.put((event, host, write))
+        self._line.put((memory, event, host, write))
 
     def _write_down(self) -> None:
         while True:
-            event, host, write = self._line.get()
-            event.synchronize()
-            write(host.numpy())
+            memory, event, host, write = self._line.get()
+            try:
+                event.synchronize()
+                write(host.numpy())
+            except Exception as error:  # whatever it is, the loop must hear of it
+                self._failure = f"{type(error).__name__}: {error}"
+            self._free.append((memory, event))
+
+    def take_failure(self) -> str | None:
+        """Return, once, that a step could not be written down, and why."""
+        failure, self._failure = self._failure, None
+        return failure

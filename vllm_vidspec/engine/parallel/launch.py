@@ -12,6 +12,7 @@ from typing import Any
 import cloudpickle
 
 from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.parallel import Sizes, Tables
 
 MODULE = "vllm_vidspec.engine.parallel.process"
@@ -143,14 +144,37 @@ def cores_beside(rank_pid: int) -> set[int]:
 
 
 def devices_of(config: VidSpecConfig, visible: str | None) -> list[str]:
-    """Return the drafter's devices as the server's `CUDA_VISIBLE_DEVICES`, `visible`, names them; [] on the CPU."""
+    """Return the drafter's devices as the server's `CUDA_VISIBLE_DEVICES`, `visible`, names them; [] on the CPU.
+
+    Raises:
+        VidSpecError: It names fewer.
+    """
+    places = places_of(config)
+    if not visible:
+        return list(map(str, places))
+    names = visible.split(",")
+    check_places(places, len(names))
+    return [names[place] for place in places]
+
+
+def places_of(config: VidSpecConfig) -> range:
+    """Return the drafter's devices by their number among the server's; none on the CPU."""
     device = config.parallel.device
     assert device is not None
     if device == "cpu":
-        return []
+        return range(0)
     first = int(device.partition(":")[2] or 0)
-    count = config.parallel.tensor_parallel_size
-    if not visible:
-        return [str(first + i) for i in range(count)]
-    names = visible.split(",")
-    return names[first : first + count]
+    return range(first, first + config.parallel.tensor_parallel_size)
+
+
+def check_places(places: range, num_devices: int) -> None:
+    """Assert that the server has devices with these numbers.
+
+    Raises:
+        VidSpecError: It has not: a drafter without a device of its own would load onto the target's first.
+    """
+    if places and places[-1] >= num_devices:
+        raise VidSpecError(
+            f"parallel: the drafter would need cuda:{places[-1]}, and the server sees {num_devices} devices "
+            "(CUDA_VISIBLE_DEVICES); name one from cuda:0 on"
+        )

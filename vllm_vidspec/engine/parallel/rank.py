@@ -64,19 +64,36 @@ class TargetMirror:
         # The text's own, as `RequestState` may keep its on the host.
         self.text = torch.zeros(max_num_reqs, states.max_model_len, dtype=torch.int32, device=device)
         self.num_tokens = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
-        self._counted = np.zeros(max_num_reqs, dtype=np.int64)  # tokens of a text that penalties know of
+        self._staged: set[int] = set()  # rows whose requests the device is yet to be told of
+        on_gpu = device.type == "cuda"
+        self._told = torch.cuda.Event(blocking=True) if on_gpu else None  # of those that it was last
 
     def add(self, message: said.Arrive) -> None:
-        """Take a request in."""
+        """Take a request in; `apply` tells the device."""
         states, row = self.states, message.req_state_idx
+        if row in self._staged:  # two writes of a row would be in no order
+            self.apply()
+        self._staged.add(row)
         states.free_indices = [row]
         token_ids = message.token_ids.tolist()
         states.add_request(message.req_id, message.prompt_len, token_ids, 0, message.limit - message.prompt_len)
         self.sampler.add_request(row, message.sampling)
-        states.apply_staged_writes()
-        self.sampler.apply_staged_writes()
         self.text[row, : len(token_ids)] = async_tensor_h2d(message.token_ids.copy(), device=self.text.device)
-        self._counted[row] = len(token_ids)
+
+    def apply(self) -> None:
+        """Tell the device of requests that have come since: once for all of them, before anything is drawn or read.
+
+        vLLM stages what it writes in two buffers that take turns. So the device must be done with the last ones.
+        """
+        if not self._staged:
+            return
+        self._staged.clear()
+        if self._told is not None:
+            self._told.synchronize()
+        self.states.apply_staged_writes()
+        self.sampler.apply_staged_writes()
+        if self._told is not None:
+            self._told.record()
 
     def remove(self, req_state_idx: int) -> None:
         """Forget a row's request."""
@@ -171,6 +188,7 @@ class DrafterRank:
 
     def read(self, message: said.Read) -> Progress:
         """Read a bounded piece of the prompts in line."""
+        self._mirror.apply()
         for row, (start, tokens) in zip(message.rows.tolist(), message.new_text, strict=True):
             if len(tokens):
                 self._mirror.append(row, start, tokens)
@@ -188,6 +206,7 @@ class DrafterRank:
 
         A draw that goes on from the last one needs nothing but another forward: what it starts from is on the device.
         """
+        self._mirror.apply()
         if message.goes_on and self.drafter.can_go_on(message.rows, message.lengths):
             return self._first(self.drafter.go_on()), []
         refused = self._reserve(message.rows, message.lengths)

@@ -5,7 +5,8 @@
     take:    of each stream that agrees with it, the next window
     publish: the target verifies the windows in its next step
 
-Nothing here waits for the drafter: a stream that is short or out of date means fewer drafts.
+Nothing here waits for the drafter: a stream that is short or out of date means fewer drafts. Nor does anything here
+look at streams: the target's device does, when it comes to it.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from vidspec_kernels import NUM_HEADERS, NUM_TOLD, take_windows, warm_up
+from vidspec_kernels import NUM_TOLD, take_windows, warm_up
 from vllm_vidspec.adapt import Decision
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.knobs import Knobs
@@ -30,14 +31,17 @@ from vllm_vidspec.engine.listen.prompts import Guidance, PendingScores
 from vllm_vidspec.engine.parallel import messages as said
 from vllm_vidspec.engine.parallel.client import DrafterClient
 from vllm_vidspec.engine.parallel.commits import Commits
+from vllm_vidspec.engine.parallel.shared import SharedStreams
 from vllm_vidspec.engine.parallel.timeline import drafter_events
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import Arrival, Cohort, Phase, RequestRows
 from vllm_vidspec.engine.target_step import Step
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.parallel import Sizes, StreamState, WindowRule, snapshot
+from vllm_vidspec.parallel import Sizes, StreamState, WindowRule
 
 logger = init_logger("vllm.vidspec")
+
+_UNKNOWN, _BEGUN, _REFUSED = range(3)  # what the first rank tells the others of a request
 
 
 def sizes_of(config: VidSpecConfig, max_num_reqs: int, max_model_len: int, num_counters: int) -> Sizes:
@@ -104,14 +108,17 @@ class ParallelSpeculator(BaseSpeculator):
         self._waiting: dict[int, PendingScores] = {}  # by row, scores on their way to the host
         self._refused: dict[int, str] = {}  # by row, heard and not yet acted on, as all ranks do at once
         self._epochs = np.full(num_rows, -1, dtype=np.int64)
+        self._has_begun = np.zeros(num_rows, dtype=bool)
         self._last_epoch = 0
         self._num_ups = 0  # of the drafter, that it was told of running requests after
         self._rule = WindowRule(self._most)
         self._last_step = (0.0, 0)  # when the last one of pure decoding was committed, and its requests
         self._commits = None if client is None else Commits(client.tables, self._rule, counters, device, self._most)
-        # [max_num_reqs, K]
-        self._draft_tokens = torch.zeros(num_rows, self._most, dtype=torch.int64, device=device)
-        self._told = torch.zeros(num_rows, NUM_TOLD, dtype=torch.int32, device=device)  # see `take_windows`
+        self._streams = None if client is None else SharedStreams(client.tables, device, counters)
+        # A step's drafts and what is told of them (see `take_windows`), one behind the other: ranks share them at once.
+        self._windows = torch.zeros(num_rows * (self._most + 1), dtype=torch.int64, device=device)
+        self._views: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}  # by number of requests
+        self._asked: tuple[bytes, torch.Tensor] = (b"", self._windows)  # of the last step: uploaded when it changes
         knobs.on_change(self._tell)
 
     # ---- set-up ----------------------------------------------------------------------------------------------------
@@ -142,6 +149,7 @@ class ParallelSpeculator(BaseSpeculator):
         """Compile and load what every step launches of its own, on CUDA."""
         states = self._req_states
         warm_up.warm_windows(states.total_len.gpu, states.all_token_ids.gpu, self._ring, self._most)
+        self._share(self._windows)
 
     # ---- both ends of a request's life -----------------------------------------------------------------------------
 
@@ -187,8 +195,7 @@ class ParallelSpeculator(BaseSpeculator):
 
     def _begin(self, row: int, known: _Known) -> None:
         """Let the drafter read a prompt."""
-        known.has_begun = True
-        self._requests.enter(row, Phase.PREFILLING)
+        known.has_begun = self._has_begun[row] = True
         if self._client is not None:
             scores, outcome = known.scores if known.scores is not None else (None, ())
             self._client.send(said.Begin(row, int(self._epochs[row]), scores, list(outcome)))
@@ -197,6 +204,7 @@ class ParallelSpeculator(BaseSpeculator):
         """Take a row from its request, here and in the drafter."""
         self._waiting.pop(req_state_idx, None)
         self._refused.pop(req_state_idx, None)
+        self._has_begun[req_state_idx] = False
         if self._known.pop(req_state_idx, None) is not None and self._client is not None:
             self._client.tables.finish(req_state_idx)
             self._client.send(said.Release(req_state_idx, int(self._epochs[req_state_idx])))
@@ -246,14 +254,14 @@ class ParallelSpeculator(BaseSpeculator):
         """Return `[num_reqs, K]` int64 draft tokens; zeros behind each stream's window. See `VidSpecSpeculator`."""
         num_reqs = input_batch.num_reqs
         if dummy_run:
-            return self._draft_tokens[:num_reqs].zero_()
+            return self._outputs(num_reqs)[0].zero_()
         plan = self._knobs.now.plan_for(num_reqs)
         step = Step.of(input_batch, num_sampled, plan, self.decision, num_speculative_tokens)
         most = step.plan.num_tokens
         if self._guidance is not None:
             self._begin_guided(step, self._guidance)
-        streams = self._exchange(step, most)
-        tokens, counts, cohort = self._take(step, streams)
+        cohort = self._follow(step, self._exchange(step))
+        tokens, counts = self._take(step, cohort, most)
         self._requests.publish(input_batch.idx_mapping, input_batch.req_ids, cohort, counts)
         return tokens
 
@@ -273,20 +281,17 @@ class ParallelSpeculator(BaseSpeculator):
             known.scores = None if pending is None else tuple(pending.wait())
             self._begin(row, known)
 
-    def _exchange(self, step: Step, most: int) -> torch.Tensor:
-        """Return `[num_reqs, NUM_HEADERS + R]` int32 on the host: what streams say, the same on every rank."""
-        rows, num_reqs = step.batch.idx_mapping_np, step.batch.num_reqs
-        if self._client is None:
-            streams = torch.empty(num_reqs, NUM_HEADERS + self._ring, dtype=torch.int32)
-        else:
-            streams = torch.from_numpy(self._ask(step, rows, most))
+    def _exchange(self, step: Step) -> np.ndarray:
+        """Commit a step; return `[num_reqs]` int64 how far each request is, the same on every rank."""
+        doing = np.zeros(step.batch.num_reqs, dtype=np.int64) if self._client is None else self._commit(step)
         if self._group.world_size > 1:
-            torch.distributed.broadcast(streams, self._group.ranks[0], group=self._group.cpu_group)
-        return streams
+            group = self._group
+            torch.distributed.broadcast(torch.from_numpy(doing), group.ranks[0], group=group.cpu_group)
+        return doing
 
-    def _ask(self, step: Step, rows: np.ndarray, most: int) -> np.ndarray:
-        """Commit a step on the first rank, and look at the streams."""
-        client, commits = self._client, self._commits
+    def _commit(self, step: Step) -> np.ndarray:
+        """Hear the drafter and commit a step on the first rank; return how far requests are."""
+        client, commits, rows = self._client, self._commits, step.batch.idx_mapping_np
         assert client is not None and commits is not None
         self._hear(client)
         if client.num_ups > self._num_ups:
@@ -296,26 +301,36 @@ class ParallelSpeculator(BaseSpeculator):
                 self._arrive_again(client)
         self._time(step)
         commits.add(step, self._req_states)
-        wanted = np.minimum(commits.wanted(rows, self._window(client, rows)), most)
-        if self._knobs.now.parallel.wait_us:
-            commits.wait_for(rows, self._epochs[rows], wanted, self._knobs.now.parallel.wait_us)
-        streams = snapshot(client.tables, rows, self._epochs[rows], wanted)
-        # A refusal is acted on once its reason is here, by all ranks in one step.
-        is_refused = np.array([row in self._refused for row in rows.tolist()]) if self._refused else False
-        streams[:, 0] = np.where(is_refused, StreamState.REFUSED, np.minimum(streams[:, 0], StreamState.STREAMING))
-        return streams
+        doing = np.where(self._has_begun[rows], _BEGUN, _UNKNOWN)
+        if self._refused:
+            # A refusal is acted on once its reason is here, by all ranks in one step.
+            doing[[row in self._refused for row in rows.tolist()]] = _REFUSED
+        return doing
 
     def _hear(self, client: DrafterClient) -> None:
         for refusal in client.poll():
             row = refusal.req_state_idx
             if self._epochs[row] == refusal.epoch:
-                self._refused[row] = refusal.reason
-                self._counters.skip(refusal.reason, self._known[row].arrival.req_id, refusal.detail)
-                if refusal.reason == "draft_error" and self._knobs.now.on_draft_error == "raise":
-                    raise VidSpecError(refusal.detail)
+                self._refuse(row, refusal.reason, refusal.detail)
         commits = self._commits
         assert commits is not None
+        if failure := commits.take_failure():
+            # What was not written down leaves a hole in texts; whoever comes later has none.
+            for row in self._known:
+                if row not in self._refused and self._requests.skip_reason[row] is None:
+                    self._refuse(row, "draft_error", f"what was committed did not reach the drafter ({failure})")
         commits.publish_counters()
+
+    def _refuse(self, row: int, reason: str, detail: str) -> None:
+        """Note that a request is not drafted for, and why.
+
+        Raises:
+            VidSpecError: It is for an error, and errors are not to pass.
+        """
+        self._refused[row] = reason
+        self._counters.skip(reason, self._known[row].arrival.req_id, detail)
+        if reason == "draft_error" and self._knobs.now.on_draft_error == "raise":
+            raise VidSpecError(detail)
 
     def _arrive_again(self, client: DrafterClient) -> None:
         """Tell a drafter that has just come up of all running requests, as far as they have come."""
@@ -338,33 +353,74 @@ class ParallelSpeculator(BaseSpeculator):
         num_streams = int((client.tables.state[rows] == StreamState.STREAMING).sum())
         return self._rule.window(len(rows), float(client.tables.draft_us[num_streams]))
 
-    def _take(self, step: Step, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, Cohort]:
-        """Return `[num_reqs, K]` drafts, `[num_drafted]` how many of them mean something, and whose these are."""
-        batch, state = step.batch, streams[:, 0].numpy()
-        rows = batch.idx_mapping_np
-        for i in np.flatnonzero(state == StreamState.REFUSED).tolist():
+    def _follow(self, step: Step, doing: np.ndarray) -> Cohort:
+        """Let requests be where they are by now; return those that are drafted for."""
+        rows = step.batch.idx_mapping_np
+        for i in np.flatnonzero(doing == _REFUSED).tolist():
             self._requests.skip(int(rows[i]), self._refused.pop(int(rows[i]), "draft_error"))
-        is_streaming = (state == StreamState.STREAMING) & (step.plan.num_tokens > 0)
-        if step.rests is not None:
-            is_streaming &= ~step.rests
+        is_new = (doing == _BEGUN) & self._requests.are_in(rows, Phase.UNSEEN)
+        if is_new.any():
+            # Whether there is a stream yet, the device sees.
+            self._requests.enter(rows[is_new], Phase.DRAFTING)
+        rests = np.full(len(rows), not step.plan.num_tokens) if step.rests is None else step.rests
         for phase, is_new in (
-            (Phase.DRAFTING, is_streaming & self._requests.are_in(rows, Phase.PREFILLING)),
-            (Phase.PREFILLING, ~is_streaming & self._requests.are_in(rows, Phase.DRAFTING)),
+            (Phase.DRAFTING, ~rests & self._requests.are_in(rows, Phase.PREFILLING)),
+            (Phase.PREFILLING, rests & self._requests.are_in(rows, Phase.DRAFTING)),
         ):
             if is_new.any():
                 self._requests.enter(rows[is_new], phase)
-        cohort = self._requests.cohort(rows, step.is_done)
+        return self._requests.cohort(rows, step.is_done)
+
+    def _take(self, step: Step, cohort: Cohort, most: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return `[num_reqs, K]` drafts and `[num_drafted]` how many of them mean something."""
+        batch = step.batch
+        tokens, told, both = self._outputs(batch.num_reqs)
         if not len(cohort.places_np):
-            return self._draft_tokens[: batch.num_reqs].zero_(), None, cohort
-        streams[:, 3] *= torch.from_numpy(cohort.is_drafted)  # of the others nothing is wanted
-        on_device = streams if self._device.type == "cpu" else async_tensor_h2d(streams, device=self._device)
-        states, tokens, told = self._req_states, self._draft_tokens[: batch.num_reqs], self._told[: batch.num_reqs]
-        take_windows(on_device, batch.idx_mapping, states.total_len.gpu, states.all_token_ids.gpu, tokens, told)
+            return tokens.zero_(), None
+        if self._streams is not None:
+            self._cut(batch, cohort, most, tokens, told)
+        self._share(both)
         if self._commits is not None:
-            self._commits.took(rows, cohort.is_drafted, told)
+            self._commits.took(batch.idx_mapping_np, cohort.is_drafted, told)
         if cohort.is_whole:
-            return tokens, told[:, 0], cohort
-        return tokens, told[async_tensor_h2d(cohort.places_np, device=self._device), 0], cohort
+            return tokens, told[:, 0]
+        return tokens, told[async_tensor_h2d(cohort.places_np, device=self._device), 0]
+
+    def _cut(self, batch: Any, cohort: Cohort, most: int, tokens: torch.Tensor, told: torch.Tensor) -> None:
+        """Let the device cut windows; see `take_windows`."""
+        client, commits, streams, rows = self._client, self._commits, self._streams, batch.idx_mapping_np
+        assert client is not None and commits is not None and streams is not None
+        wanted = np.minimum(commits.wanted(rows, self._window(client, rows)), most)
+        if self._knobs.now.parallel.wait_us:
+            commits.wait_for(rows, self._epochs[rows], wanted, self._knobs.now.parallel.wait_us)
+        asked = np.stack((self._epochs[rows], wanted * cohort.is_drafted), axis=1).astype(np.int32)
+        if (key := asked.tobytes()) != self._asked[0]:
+            on_cpu = self._device.type == "cpu"
+            self._asked = (key, torch.from_numpy(asked) if on_cpu else async_tensor_h2d(asked, device=self._device))
+        states = self._req_states
+        take_windows(
+            streams.for_step(batch.idx_mapping, rows),
+            self._asked[1],
+            batch.idx_mapping,
+            states.total_len.gpu,
+            states.all_token_ids.gpu,
+            tokens,
+            told,
+        )
+
+    def _outputs(self, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return where a step's drafts `[num_reqs, K]` int64 and `[num_reqs, NUM_TOLD]` int32 go, and both as one."""
+        if num_reqs not in self._views:
+            both = self._windows[: num_reqs * (self._most + 1)]
+            tokens, told = both[: num_reqs * self._most], both[num_reqs * self._most :]
+            told = told.view(torch.int32).view(num_reqs, NUM_TOLD)
+            self._views[num_reqs] = (tokens.view(num_reqs, self._most), told, both)
+        return self._views[num_reqs]
+
+    def _share(self, windows: torch.Tensor) -> None:
+        """Let all ranks have what the first one has cut, in the order of the device's work."""
+        if self._group.world_size > 1:
+            self._group.broadcast(windows)
 
     # ---- tools -----------------------------------------------------------------------------------------------------
 

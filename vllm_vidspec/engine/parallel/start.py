@@ -17,7 +17,7 @@ from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft.drafter import Drafter
 from vllm_vidspec.engine.draft.graphs import DraftGraphs
-from vllm_vidspec.engine.draft.memory import DraftMemory
+from vllm_vidspec.engine.draft.memory import VISION_SHARE, DraftMemory
 from vllm_vidspec.engine.draft.messages import Committed
 from vllm_vidspec.engine.draft.model import DraftModel, held_bytes, kv_bytes_per_token
 from vllm_vidspec.engine.draft.noise import CoupledSampler
@@ -30,6 +30,7 @@ from vllm_vidspec.parallel import Tables
 
 # Tokens of a stream that may follow one begun on the device before it is begun anew; as many bits tell what is fed.
 _MAX_RUN = 32
+_MARGIN_BYTES = 256 << 20  # for graphs, and what a forward takes beyond its profile
 
 
 def build(plan: Plan, vllm_config: Any, config: VidSpecConfig, tables: Tables) -> DrafterRank:
@@ -71,11 +72,12 @@ def _make_drafter(
         mode = CUDAGraphMode.NONE
     model.use_cudagraph_mode(mode)
     graphs = DraftGraphs(vllm_config, model.device, mode, max_num_reqs)
-    memory = DraftMemory.plan(knobs.now, vllm_config, model, _available_bytes(vllm_config, model))
+    # Before what is left is measured: the texts of all rows may take a gigabyte.
+    mirror = TargetMirror(vllm_config, max_num_reqs, plan.vocab_size, model.device)
+    memory = DraftMemory.plan(knobs.now, vllm_config, model, _available_bytes(vllm_config, knobs.now, model))
     cache = model.make_vision_cache(memory.vision_bytes)
     model.resolve_layout()
     num_blocks = model.init_kv(memory.pool_bytes, torch.no_grad())
-    mirror = TargetMirror(vllm_config, max_num_reqs, plan.vocab_size, model.device)
     drafter = Drafter(
         model,
         knobs,
@@ -142,11 +144,11 @@ def _device(rank: int) -> torch.device:
     return device
 
 
-def _available_bytes(vllm_config: Any, model: DraftModel) -> int:
+def _available_bytes(vllm_config: Any, config: VidSpecConfig, model: DraftModel) -> int:
     """Return the KV memory that the drafter may take: of its own device, or as much as the target has of the CPU's.
 
     Raises:
-        VidSpecError: Nothing is left on its device.
+        VidSpecError: Its device has less.
     """
     cache = vllm_config.cache_config
     if model.device.type == "cpu":
@@ -155,7 +157,35 @@ def _available_bytes(vllm_config: Any, model: DraftModel) -> int:
         return cache.kv_cache_memory_bytes or (envs.VLLM_CPU_KVCACHE_SPACE or 4) << 30
     model.profile()
     free, total = torch.cuda.mem_get_info(model.device)
-    available = free - int((1 - cache.gpu_memory_utilization) * total)
-    if available <= 0:
-        raise VidSpecError(f"parallel: the drafter's device has {free} of {total} bytes left; nothing for its KV cache")
-    return available
+    return available_bytes(free, total, cache.gpu_memory_utilization, config)
+
+
+def available_bytes(free: int, total: int, utilization: float, config: VidSpecConfig) -> int:
+    """Return the KV memory that the drafter may take of a GPU.
+
+    A device of its own is used up to the target's utilization. One that the target has, too, says nothing of what is
+    for whom: `draft_kv_bytes` does, and what is free must hold that.
+
+    Args:
+        free, total: Bytes of the device, with the draft's weights on it.
+        utilization: `--gpu-memory-utilization`.
+        config: The knobs.
+
+    Raises:
+        VidSpecError: It is less than is asked for, or nothing.
+    """
+    if (pool := config.pool.kv_bytes) is None:
+        available = free - int((1 - utilization) * total)
+        if available <= 0:
+            raise VidSpecError(
+                f"parallel: the drafter's device has {free} of {total} bytes left; no room for its KV cache"
+            )
+        return available
+    encoder = config.pool.encoder_bytes
+    wanted = pool + encoder if encoder is not None else int(pool / (1 - VISION_SHARE))
+    if free < wanted + _MARGIN_BYTES:
+        raise VidSpecError(
+            f"parallel: the drafter's device has {free} of {total} bytes left; draft_kv_bytes {pool}, embeddings and a "
+            f"margin take {wanted + _MARGIN_BYTES}"
+        )
+    return wanted + _MARGIN_BYTES
