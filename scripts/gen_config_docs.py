@@ -46,7 +46,8 @@ _TAIL = """
 ## What is fixed
 
 - The draft runs with the target's tensor parallelism, on the same devices.
-- Pipeline parallelism, decode context parallelism, encoder-decoder targets and targets with state-space layers are
+- Pipeline parallelism, decode and prefill context parallelism, experts in the draft of data-parallel engines,
+  encoder-decoder targets and targets with state-space layers are
   refused at start-up. What goes together with vLLM's other features is in [coexistence.md](coexistence.md).
 - vLLM is {vllm}; another version is refused in one line.
 """

@@ -87,7 +87,8 @@ def test_positions_are_the_rows_of_the_smallest_table():
 def test_a_request_is_held_while_all_that_may_be_committed_has_a_place():
     """Compared with the place of the last token that may count; what passes the target's context does not.
 
-    Catches: a row of the rope table that does not exist, a stop before it is due, a request near the end of the
+    A pool that could never have a place is as final. Catches: a request that waits for blocks that there are not, a row
+    of the rope table that does not exist, a stop before it is due, a request near the end of the
     target's context that is given up although its draft has the same.
     """
     drafter, num_drafts = object.__new__(Drafter), 3
@@ -96,9 +97,13 @@ def test_a_request_is_held_while_all_that_may_be_committed_has_a_place():
         drafter._max_model_len = target_len
         drafter.model = SimpleNamespace(max_model_len=draft_len, num_positions=num_positions)
         for dropped, delta in ((0, 0), (5, 0), (5, -5), (0, -4), (2, 40)):
-            drafter.kv = SimpleNamespace(num_dropped_np=np.array([99, dropped]), pos_delta_np=np.array([99, delta]))
-            for num_tokens in range(6, target_len + 3):
-                last = min(num_tokens + num_drafts, target_len) - 1
-                expected = last - dropped < draft_len and last + delta < num_positions
-                assert drafter.holds(np.array([1]), np.array([num_tokens])).tolist() == [expected]
+            for num_slots in (1000, 16):
+                drafter.kv = SimpleNamespace(
+                    num_dropped_np=np.array([99, dropped]), pos_delta_np=np.array([99, delta]), num_slots=num_slots
+                )
+                for num_tokens in range(6, target_len + 3):
+                    last = min(num_tokens + num_drafts, target_len) - 1
+                    expected = last - dropped < draft_len and last + delta < num_positions
+                    expected &= num_tokens + num_drafts - dropped <= num_slots  # what `reserve` would ask for
+                    assert drafter.holds(np.array([1]), np.array([num_tokens])).tolist() == [expected]
     assert drafter.holds(np.array([], dtype=np.int64), np.array([], dtype=np.int64)).tolist() == []

@@ -199,7 +199,8 @@ MEMBERS = {
     ),
     "vllm.config.parallel:ParallelConfig": (
         "rank tensor_parallel_size pipeline_parallel_size data_parallel_size data_parallel_rank data_parallel_index "
-        "world_size assigned_physical_gpu_ids disable_custom_all_reduce enable_batch_sharded_sampling use_ubatching"
+        "world_size assigned_physical_gpu_ids disable_custom_all_reduce enable_batch_sharded_sampling use_ubatching "
+        "is_moe_model"
     ),
     "vllm.config.cache:CacheConfig": (
         "cache_dtype block_size user_specified_block_size num_gpu_blocks_override kv_cache_memory_bytes "

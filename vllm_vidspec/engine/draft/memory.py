@@ -1,5 +1,6 @@
 """DraftMemory: how much of a rank's KV memory the draft takes, for its KV pool and for vision embeddings."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,11 @@ logger = init_logger("vllm.vidspec")
 # A draft that holds less of its requests than the target does runs out first; this margin over the kept share pays for
 # text, and for prompts without video.
 _TEXT_SHARE = 0.1
+
+# Whatever the share comes to, the pool has room for so many tokens of one request, a long text without a video, if that
+# takes no more than so much of the KV memory. What is longer runs without drafts.
+LEAST_TOKENS = 8192
+MOST_LEAST_SHARE = 0.1
 
 # Of the KV memory, for the draft's vision embeddings.
 _VISION_SHARE = 0.02
@@ -65,16 +71,16 @@ class DraftMemory:
         pool = _pool_bytes(config, vllm_config, model, left)
         if pool >= left:
             raise VidSpecError(f"the draft's KV pool ({pool} bytes) leaves nothing of the {left} bytes of KV memory")
-        logger.info("vidspec: draft KV pool %s GiB, target KV cache %s GiB", format_gib(pool), format_gib(left - pool))
+        _say_what_fits(pool, left - pool, model, _max_slots(config, vllm_config))
         return cls(pool, vision)
 
 
 def _pool_bytes(config: VidSpecConfig, vllm_config: Any, model: DraftModel, available_bytes: int) -> int:
-    """Return the size of the draft's KV pool: by default what holds the pruned copy of all that the target holds."""
-    per_block = model.bytes_per_block
-    max_slots = max_slots_per_request(vllm_config.model_config.max_model_len, config.num_speculative_tokens)
-    blocks_per_req = -(-max_slots // model.block_size)
-    most = (vllm_config.scheduler_config.max_num_seqs * blocks_per_req + 1) * per_block
+    """Return the size of the draft's KV pool: by default what holds the pruned copy of all that the target holds, and
+    one request of `LEAST_TOKENS`, or a pruned one of the longest context, as far as `MOST_LEAST_SHARE` goes.
+    """
+    per_block, max_slots = model.bytes_per_block, _max_slots(config, vllm_config)
+    most = vllm_config.scheduler_config.max_num_seqs * _request_bytes(max_slots, model) + per_block
     if config.pool.kv_bytes is not None:
         wanted = config.pool.kv_bytes
     elif config.pool.kv_fraction is not None:
@@ -82,11 +88,36 @@ def _pool_bytes(config: VidSpecConfig, vllm_config: Any, model: DraftModel, avai
     else:
         draft, target = kv_bytes_per_token(model.config), kv_bytes_per_token(vllm_config)
         kept = 1 - min(way.ratio_for(modality) for way in config.prune.ways for modality in ("video", "image"))
-        share = min(1.0, kept + _TEXT_SHARE) * draft
-        wanted = max(int(available_bytes * share / (target + share)), (blocks_per_req + 1) * per_block)
+        share = min(1.0, kept + _TEXT_SHARE)
+        least = _request_bytes(min(max_slots, max(math.ceil(share * max_slots), LEAST_TOKENS)), model) + per_block
+        by_share = int(available_bytes * share * draft / (target + share * draft))
+        wanted = max(by_share, min(least, int(MOST_LEAST_SHARE * available_bytes)))
     if wanted < 2 * per_block:
         raise VidSpecError(f"a draft KV pool of {wanted} bytes holds nothing; one block takes {per_block} bytes")
     return min(wanted, most)
+
+
+def _max_slots(config: VidSpecConfig, vllm_config: Any) -> int:
+    """Return `max_slots_per_request` of a configuration."""
+    return max_slots_per_request(vllm_config.model_config.max_model_len, config.num_speculative_tokens)
+
+
+def _request_bytes(num_tokens: int, model: DraftModel) -> int:
+    """Return the bytes of the blocks that so many tokens of one request take."""
+    return -(-num_tokens // model.block_size) * model.bytes_per_block
+
+
+def _say_what_fits(pool_bytes: int, target_bytes: int, model: DraftModel, max_slots: int) -> None:
+    """Log the pool and the longest request that it holds."""
+    num_tokens = (pool_bytes // model.bytes_per_block - 1) * model.block_size
+    longer = "" if num_tokens >= max_slots else f"; a request that keeps more, of {max_slots} at most, runs undrafted"
+    logger.info(
+        "vidspec: draft KV pool %s GiB, target KV cache %s GiB; the pool holds %d tokens, pruned%s",
+        format_gib(pool_bytes),
+        format_gib(target_bytes),
+        num_tokens,
+        longer,
+    )
 
 
 def _vision_bytes(config: VidSpecConfig, vllm_config: Any, available_bytes: int) -> int:

@@ -163,6 +163,9 @@ class DraftModel:
         config.model_config.multimodal_config = _media_config(base.model_config.multimodal_config)
         config.parallel_config = copy.copy(speculative.draft_parallel_config)
         config.parallel_config.rank = base.parallel_config.rank
+        # vLLM leaves this open, and a forward of which it is not known that it has no experts is agreed upon by all
+        # data-parallel engines; only those of one process each (VLLM_DP_SIZE) get that far.
+        config.parallel_config.is_moe_model = config.model_config.is_moe
         config.load_config = get_draft_load_config(base)
         config.quant_config = VllmConfig.get_quantization_config(config.model_config, config.load_config)
         return config
