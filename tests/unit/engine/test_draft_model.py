@@ -50,6 +50,22 @@ def test_positions_have_the_stride_of_vllms_buffer(built):
     assert model._positions.stride() == (65, 1)
 
 
+@pytest.mark.parametrize(("supported", "mode", "warmed"), [(True, "relax", 1), (False, "relax", 0), (True, "skip", 0)])
+def test_deep_gemm_is_compiled_for_the_drafts_shapes(monkeypatch, supported, mode, warmed):
+    """Catches: a block-FP8 draft, whose shapes vLLM's own warm-up does not know, that compiles at the first video."""
+    import vllm.model_executor.warmup.deep_gemm_warmup as vllms
+    import vllm.utils.deep_gemm as support
+
+    calls = []
+    monkeypatch.setenv("VLLM_DEEP_GEMM_WARMUP", mode)
+    monkeypatch.setattr(vllms, "deep_gemm_warmup", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(support, "is_deep_gemm_supported", lambda: supported)
+    model = object.__new__(DraftModel)
+    model.model, model.max_num_tokens = torch.nn.Module(), 8192
+    model.warm_up()
+    assert calls == [(model.model, 8192)] * warmed
+
+
 def test_the_pools_are_allocated_where_the_worker_says(monkeypatch):
     """Catches: a draft's pool among what sleep mode keeps."""
     taken = []

@@ -3,10 +3,19 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from tests.simulated_device.fakes import StagedWrites
 from tests.unit.engine.fakes import make_knobs
+from vllm_vidspec.engine.draft import kv as kv_module
 from vllm_vidspec.engine.draft import memory
-from vllm_vidspec.engine.draft.memory import DraftMemory
+from vllm_vidspec.engine.draft.buffers import DraftBuffers
+from vllm_vidspec.engine.draft.kv import DraftKV
+from vllm_vidspec.engine.draft.memory import DraftMemory, max_slots_per_request
+from vllm_vidspec.engine.runner import VidSpecModelRunner
+from vllm_vidspec.engine.verify.verifier import CoupledVerifier
 from vllm_vidspec.errors import VidSpecError
 
 GIB = 1 << 30
@@ -21,15 +30,21 @@ def plan(monkeypatch):
     """Return `(target, draft, max_model_len, available_bytes, **knobs) -> DraftMemory`, without a video to remember."""
     monkeypatch.setattr(memory, "kv_bytes_per_token", lambda config: config.kv_bytes)
 
-    def made(target, draft, max_model_len, available, max_num_seqs=256, **knobs):
+    def made(target, draft, max_model_len, available, max_num_seqs=256, tables=False, **knobs):
         vllm_config = SimpleNamespace(
             kv_bytes=target,
             model_config=SimpleNamespace(max_model_len=max_model_len, multimodal_config=None),
             scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
         )
         model = SimpleNamespace(
-            block_size=BLOCK, bytes_per_block=BLOCK * draft, config=SimpleNamespace(kv_bytes=draft)
+            block_size=BLOCK,
+            bytes_per_block=BLOCK * draft,
+            config=SimpleNamespace(kv_bytes=draft),
+            hidden_size=0,
+            dtype=torch.bfloat16,
         )
+        if not tables:
+            monkeypatch.setattr(memory, "table_bytes", lambda *_: 0)
         return DraftMemory.plan(make_knobs(**knobs).now, vllm_config, model, available)
 
     return made
@@ -110,3 +125,76 @@ def test_the_log_says_which_request_is_too_long(plan, monkeypatch):
         f"the pool holds {num_tokens} tokens, pruned; a request that keeps more, of 262148 at most, runs undrafted"
     )
     assert lines[1].endswith("tokens, pruned")
+
+
+@pytest.mark.parametrize(
+    ("knobs", "width"),
+    [
+        ({}, 0),
+        ({"draft": "tree-static", "num_speculative_tokens": 25}, 4),
+        ({"draft": "tree-adaptive", "num_speculative_tokens": 64}, 10),
+    ],
+)
+def test_tables_that_no_profile_has_seen_are_taken_out_as_well(plan, monkeypatch, knobs, width):
+    """The bound, against the tensors of the real buffers, for sizes at which they count; `width` as policies have it.
+
+    Catches: tables of a long context and of many rows beside a KV cache that has all memory left.
+    """
+    monkeypatch.setattr(kv_module, "StagedWriteTensor", StagedWrites)
+    rows, max_model_len, hidden = 64, 65_536, 2048
+    model = SimpleNamespace(
+        block_size=BLOCK, hidden_size=hidden, dtype=torch.bfloat16, device=torch.device("cpu"), num_axes=3,
+        num_positions=max_model_len,
+    )  # fmt: skip
+    config = make_knobs(**knobs).now
+    vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=max_model_len), scheduler_config=SimpleNamespace(max_num_seqs=rows)
+    )
+    bound = memory.table_bytes(config, vllm_config, model)
+    slots = max_slots_per_request(max_model_len, config.num_speculative_tokens)
+    kv = DraftKV(80, BLOCK, rows, slots, model.device)
+    buffers = DraftBuffers(model, kv, rows, width, config.num_speculative_tokens)
+    found = {id(kv.block_tables): kv.block_tables}
+    for part in (vars(buffers), vars(buffers.step), vars(buffers.level)):
+        found |= {id(value): value for value in part.values() if isinstance(value, torch.Tensor)}
+    taken = sum(tensor.nbytes for tensor in found.values())
+    assert 0.97 * taken < bound < taken
+    whole = plan(QWEN25_32B, QWEN25_7B, max_model_len, 10 * GIB, max_num_seqs=1024, tables=True)
+    assert whole.num_bytes == whole.pool_bytes + 1024 * 2 * 4 * -(-(65_536 + 4) // BLOCK)
+
+
+class Taken(TorchDispatchMode):
+    """Adds up the bytes of what is made."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **kwargs or {})
+        if func is torch.ops.aten.empty_like.default:
+            self.num_bytes += made.nbytes
+        return made
+
+
+@pytest.mark.parametrize(
+    ("num_reqs", "num_drafts", "num_tokens", "rows"), [(1024, 5, 8192, 6144), (256, 25, 2048, 2048), (4, 5, 2048, 24)]
+)
+def test_the_profile_has_the_logits_of_a_verify_step(monkeypatch, num_reqs, num_drafts, num_tokens, rows):
+    """K + 1 rows of each request, at most a step's tokens, and the chunk in which parameters are applied; nothing of
+    it on a CPU. Catches: 1.9 GB of logits that no memory profile has seen.
+    """
+    vocab_size, profiled = 152_064, []
+    monkeypatch.setattr(GPUModelRunner, "_dummy_sampler_run", lambda self, hidden_states: profiled.append("vLLM's own"))
+    runner = object.__new__(VidSpecModelRunner)
+    runner.max_num_reqs, runner.num_speculative_steps, runner.max_num_tokens = num_reqs, num_drafts, num_tokens
+    runner.model = SimpleNamespace(
+        compute_logits=lambda hidden: (
+            profiled.append(hidden.shape) or hidden.new_empty(len(hidden), vocab_size, dtype=torch.bfloat16)
+        )
+    )
+    runner.rejection_sampler = object.__new__(CoupledVerifier)
+    with Taken() as taken:
+        runner._dummy_sampler_run(torch.empty(num_reqs, 64, device="meta"))
+    assert profiled == ["vLLM's own", (rows, 64)]
+    assert taken.num_bytes == 2 * min(rows, 2**30 // (4 * vocab_size)) * 4 * vocab_size
+    runner._dummy_sampler_run(torch.empty(num_reqs, 64))
+    assert profiled[2:] == ["vLLM's own"]

@@ -279,7 +279,8 @@ class Drafter:
         )
 
     def warm_up(self) -> None:
-        """Compile and load what every step launches of its own, on CUDA."""
+        """Compile and load what every step launches of its own, and the draft's matrices, on CUDA."""
+        self.model.warm_up()
         step, level, trees = self.buffers.step, self.buffers.level, self.trees
         warm_up.warm_begin_step(self._tables, step, self._sample.temperature is None)
         if self.chains is not None:

@@ -1,6 +1,7 @@
 """DraftMemory: how much of a rank's KV memory the draft takes, for its KV pool and for vision embeddings."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,15 +39,17 @@ class DraftMemory:
     Attributes:
         pool_bytes: The draft's KV pool.
         vision_bytes: Vision embeddings of what was shown lately.
+        table_bytes: What a step hands on and looks up by row, which is allocated after vLLM's memory profile.
     """
 
     pool_bytes: int
     vision_bytes: int
+    table_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:
         """All of it."""
-        return self.pool_bytes + self.vision_bytes
+        return self.pool_bytes + self.vision_bytes + self.table_bytes
 
     @classmethod
     def least(cls, model: DraftModel) -> "DraftMemory":
@@ -66,13 +69,25 @@ class DraftMemory:
         Raises:
             VidSpecError: A knob asks for too much, or for too little for one request.
         """
-        vision = _vision_bytes(config, vllm_config, available_bytes)
-        left = available_bytes - vision
+        vision, tables = _vision_bytes(config, vllm_config, available_bytes), table_bytes(config, vllm_config, model)
+        left = available_bytes - vision - tables
         pool = _pool_bytes(config, vllm_config, model, left)
         if pool >= left:
             raise VidSpecError(f"the draft's KV pool ({pool} bytes) leaves nothing of the {left} bytes of KV memory")
         _say_what_fits(pool, left - pool, model, _max_slots(config, vllm_config))
-        return cls(pool, vision)
+        return cls(pool, vision, tables)
+
+
+def table_bytes(config: VidSpecConfig, vllm_config: Any, model: DraftModel) -> int:
+    """Return a bound of what grows with the number of rows, but for some hundred bytes a row: block tables of the rows
+    and of a batch (`DraftKV`, `StepBuffers`), and the last hidden states of a level's nodes (`DraftBuffers`).
+    """
+    width = config.tree.width_max if "tree-adaptive" in config.shapes else 1
+    if "tree-static" in config.shapes:  # the nodes of a level that have children
+        width = max(Counter(map(len, {path[:-1] for path in config.tree.static_paths})).values())
+    max_blocks = -(-_max_slots(config, vllm_config) // model.block_size)
+    row = 2 * 4 * max_blocks + width * model.hidden_size * model.dtype.itemsize
+    return vllm_config.scheduler_config.max_num_seqs * row
 
 
 def _pool_bytes(config: VidSpecConfig, vllm_config: Any, model: DraftModel, available_bytes: int) -> int:

@@ -341,6 +341,17 @@ class DraftModel:
         candidates(self.compute_logits(hidden[: rows_per_block(self.vocab_size)]), 1)
         del held
 
+    def warm_up(self) -> None:
+        """Compile DeepGEMM's kernels of layers with block-FP8 weights, as vLLM does for the target: else the first video
+        waits seconds for each shape. Shapes that both models have are compiled once.
+        """
+        from vllm import envs
+        from vllm.model_executor.warmup.deep_gemm_warmup import deep_gemm_warmup
+        from vllm.utils.deep_gemm import is_deep_gemm_supported
+
+        if is_deep_gemm_supported() and envs.VLLM_DEEP_GEMM_WARMUP != "skip":
+            deep_gemm_warmup(self.model, self.max_num_tokens)
+
     def _profile_tower(self) -> list[torch.Tensor]:
         """Encode as many of the largest items as a step may hold, and return them."""
         multimodal = self.target_config.model_config.multimodal_config
