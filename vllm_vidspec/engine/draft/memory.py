@@ -1,7 +1,5 @@
 """DraftMemory: how much of a rank's KV memory the draft takes, for its KV pool and for vision embeddings."""
 
-import math
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,21 +8,11 @@ from vllm.utils.mem_utils import format_gib
 
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.draft.model import DraftModel, kv_bytes_per_token
+from vllm_vidspec.engine.hints import level_width
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.planning import pool
 
 logger = init_logger("vllm.vidspec")
-
-# A draft that holds less of its requests than the target does runs out first; this margin over the kept share pays for
-# text, and for prompts without video.
-_TEXT_SHARE = 0.1
-
-# Whatever the share comes to, the pool has room for so many tokens of one request, a long text without a video, if that
-# takes no more than so much of the KV memory. What is longer runs without drafts.
-LEAST_TOKENS = 8192
-MOST_LEAST_SHARE = 0.1
-
-# Of the KV memory, for the draft's vision embeddings.
-_VISION_SHARE = 0.02
 
 
 def max_slots_per_request(max_model_len: int, num_speculative_tokens: int) -> int:
@@ -71,31 +59,27 @@ class DraftMemory:
         """
         vision, tables = _vision_bytes(config, vllm_config, available_bytes), table_bytes(config, vllm_config, model)
         left = available_bytes - vision - tables
-        pool = _pool_bytes(config, vllm_config, model, left)
-        if pool >= left:
-            raise VidSpecError(f"the draft's KV pool ({pool} bytes) leaves nothing of the {left} bytes of KV memory")
-        _say_what_fits(pool, left - pool, model, _max_slots(config, vllm_config))
-        return cls(pool, vision, tables)
+        size = _pool_bytes(config, vllm_config, model, left)
+        if size >= left:
+            raise VidSpecError(f"the draft's KV pool ({size} bytes) leaves nothing of the {left} bytes of KV memory")
+        _say_what_fits(size, left - size, model, _max_slots(config, vllm_config))
+        return cls(size, vision, tables)
 
 
 def table_bytes(config: VidSpecConfig, vllm_config: Any, model: DraftModel) -> int:
     """Return a bound of what grows with the number of rows, but for some hundred bytes a row: block tables of the rows
     and of a batch (`DraftKV`, `StepBuffers`), and the last hidden states of a level's nodes (`DraftBuffers`).
     """
-    width = config.tree.width_max if "tree-adaptive" in config.shapes else 1
-    if "tree-static" in config.shapes:  # the nodes of a level that have children
-        width = max(Counter(map(len, {path[:-1] for path in config.tree.static_paths})).values())
+    width = max(level_width(config, shape) for shape in config.shapes)
     max_blocks = -(-_max_slots(config, vllm_config) // model.block_size)
     row = 2 * 4 * max_blocks + width * model.hidden_size * model.dtype.itemsize
     return vllm_config.scheduler_config.max_num_seqs * row
 
 
 def _pool_bytes(config: VidSpecConfig, vllm_config: Any, model: DraftModel, available_bytes: int) -> int:
-    """Return the size of the draft's KV pool: by default what holds the pruned copy of all that the target holds, and
-    one request of `LEAST_TOKENS`, or a pruned one of the longest context, as far as `MOST_LEAST_SHARE` goes.
-    """
+    """Return the size of the draft's KV pool, by default `planning.pool`'s, and no more than all requests can fill."""
     per_block, max_slots = model.bytes_per_block, _max_slots(config, vllm_config)
-    most = vllm_config.scheduler_config.max_num_seqs * _request_bytes(max_slots, model) + per_block
+    most = (vllm_config.scheduler_config.max_num_seqs * -(-max_slots // model.block_size) + 1) * per_block
     if config.pool.kv_bytes is not None:
         wanted = config.pool.kv_bytes
     elif config.pool.kv_fraction is not None:
@@ -103,10 +87,7 @@ def _pool_bytes(config: VidSpecConfig, vllm_config: Any, model: DraftModel, avai
     else:
         draft, target = kv_bytes_per_token(model.config), kv_bytes_per_token(vllm_config)
         kept = 1 - min(way.ratio_for(modality) for way in config.prune.ways for modality in ("video", "image"))
-        share = min(1.0, kept + _TEXT_SHARE)
-        least = _request_bytes(min(max_slots, max(math.ceil(share * max_slots), LEAST_TOKENS)), model) + per_block
-        by_share = int(available_bytes * share * draft / (target + share * draft))
-        wanted = max(by_share, min(least, int(MOST_LEAST_SHARE * available_bytes)))
+        wanted = pool.pool_bytes(available_bytes, target, draft, kept, max_slots, model.block_size)
     if wanted < 2 * per_block:
         raise VidSpecError(f"a draft KV pool of {wanted} bytes holds nothing; one block takes {per_block} bytes")
     return min(wanted, most)
@@ -115,11 +96,6 @@ def _pool_bytes(config: VidSpecConfig, vllm_config: Any, model: DraftModel, avai
 def _max_slots(config: VidSpecConfig, vllm_config: Any) -> int:
     """Return `max_slots_per_request` of a configuration."""
     return max_slots_per_request(vllm_config.model_config.max_model_len, config.num_speculative_tokens)
-
-
-def _request_bytes(num_tokens: int, model: DraftModel) -> int:
-    """Return the bytes of the blocks that so many tokens of one request take."""
-    return -(-num_tokens // model.block_size) * model.bytes_per_block
 
 
 def _say_what_fits(pool_bytes: int, target_bytes: int, model: DraftModel, max_slots: int) -> None:
@@ -141,7 +117,7 @@ def _vision_bytes(config: VidSpecConfig, vllm_config: Any, available_bytes: int)
     if wanted is None:
         multimodal = vllm_config.model_config.multimodal_config
         shows = multimodal is not None and any(map(multimodal.get_limit_per_prompt, ("image", "video")))
-        wanted = int(_VISION_SHARE * available_bytes) if shows else 0
+        wanted = int(pool.VISION_SHARE * available_bytes) if shows else 0
     if wanted >= available_bytes:
         raise VidSpecError(f"draft_encoder_bytes: {wanted} leaves nothing of the {available_bytes} bytes of KV memory")
     return wanted

@@ -342,8 +342,8 @@ class DraftModel:
         del held
 
     def warm_up(self) -> None:
-        """Compile DeepGEMM's kernels of layers with block-FP8 weights, as vLLM does for the target: else the first video
-        waits seconds for each shape. Shapes that both models have are compiled once.
+        """Compile DeepGEMM's kernels of layers with block-FP8 weights, as vLLM does for the target: else the first
+        video waits seconds for each shape. Shapes that both models have are compiled once.
         """
         from vllm import envs
         from vllm.model_executor.warmup.deep_gemm_warmup import deep_gemm_warmup
