@@ -42,25 +42,7 @@ _TAIL = """
 ## Keys that go to vLLM unchanged
 
 {keys}. They mean what they mean in vLLM's own speculative configuration, for the draft model.
-
-## A draft that costs less
-
-A step of one request reads the target's weights once and the draft's once a forward: five forwards of a Qwen2.5-VL 7B in bf16 read
-111 % of what a step of the 32B reads, in eight bits 60 %, in four 35 % (modelled: the bytes of their weights). `quantization` is the
-draft's alone, its output is the target's whatever the draft has, and only how often drafts stand may change: measure that.
-
-| key | what vLLM makes of it |
-| --- | --- |
-| `"quantization": "fp8_per_tensor"` | the layers of a 16-bit checkpoint in eight bits, as they load; from compute capability 7.5 on, below 8.9 of the weights alone |
-| `"quantization": "fp8_per_channel"` | the same with a scale for each output channel; from 8.9 on |
-| `"quantization": "fp8"` | an older spelling of `fp8_per_tensor`, which vLLM warns of |
-| a `model` that is a checkpoint of four or eight bits (AWQ, GPTQ, compressed-tensors, FP8) | nothing to give: vLLM reads what it is |
-
-Embedding and output head keep 16 bits. vLLM has no four bits that it makes of a dense checkpoint as it loads, but for `mxfp4`, whose
-products are those of cards that have them. What it comes to in ms is in [gpu-budget.md](gpu-budget.md#what-each-change-comes-to),
-and for other pairs and cards in `vidspec plan`, which compares a draft of eight bits with each plan and has
-`--draft-quantization`. A start-up line (`vidspec: a draft step of …`) and `vidspec doctor --target T --draft D` name a 16-bit draft
-whose step reads more than a third of its target's bytes.
+`"quantization": "fp8_per_tensor"` is worth a look: [models.md](models.md#a-quantised-draft).
 
 ## What is fixed
 

@@ -19,7 +19,7 @@ def hints(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
         target, draft = vllm_config.model_config, vllm_config.speculative_config.draft_model_config
         shapes = [stored_shape(model.hf_config.to_dict(), model.quantization) for model in (target, draft)]
         if None not in shapes and (found := cost_hint(*shapes, num_forwards=config.max_path)):  # type: ignore[misc]
-            yield f"{found}: docs/configuration.md, A draft that costs less"
+            yield f"{found}: docs/models.md, A quantised draft"
 
 
 def graph_ceiling(config: VidSpecConfig, max_num_seqs: int, max_tokens: int) -> Iterator[str]:

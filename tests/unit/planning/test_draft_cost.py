@@ -32,7 +32,7 @@ def test_when_a_word_is_said():
     """Catches: a third that is a share of a forward; a hint on a target that drafts for itself."""
     assert draft_share(TARGET, DRAFT, 5) == pytest.approx(5 * 14.14 / 64.0, rel=0.01)
     shares = [draft_share(TARGET, draft, 5) for draft in (DRAFT, DRAFT.quantised(FP8), DRAFT.quantised(INT4))]
-    assert [round(100 * share) for share in shares] == [111, 60, 35], "as docs/configuration.md has it"
+    assert [round(100 * share) for share in shares] == [111, 60, 35], "as docs/models.md has it"
     assert cost_hint(TARGET, DRAFT, 1) is None
     assert cost_hint(TARGET, DRAFT, 2) is not None
     assert cost_hint(TARGET, TARGET, 5) is None
