@@ -42,6 +42,7 @@ def plan(monkeypatch):
             config=SimpleNamespace(kv_bytes=draft),
             hidden_size=0,
             dtype=torch.bfloat16,
+            device=torch.device("cpu"),
         )
         if not tables:
             monkeypatch.setattr(memory, "table_bytes", lambda *_: 0)

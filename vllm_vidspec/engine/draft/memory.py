@@ -63,7 +63,7 @@ class DraftMemory:
         if size >= left:
             raise VidSpecError(f"the draft's KV pool ({size} bytes) leaves nothing of the {left} bytes of KV memory")
         _say_what_fits(size, left - size, model, _max_slots(config, vllm_config))
-        return cls(size, vision, tables)
+        return cls(size, vision, table_bytes=tables)
 
 
 def table_bytes(config: VidSpecConfig, vllm_config: Any, model: DraftModel) -> int:
