@@ -1,5 +1,6 @@
 """What is said at start-up of a configuration that is accepted and could be faster; a line each."""
 
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -7,19 +8,21 @@ from typing import Any
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.planning.draft_cost import cost_hint, stored_shape
 
+logger = logging.getLogger("vllm.vidspec")
 
-def hints(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
-    """Yield what an operator of a GPU should know."""
+
+def say_hints(vllm_config: Any, config: VidSpecConfig) -> None:
+    """Log what an operator of a GPU should know."""
     compilation = vllm_config.compilation_config
     if compilation.cudagraph_mode is not None and compilation.cudagraph_mode.has_full_cudagraphs():
-        yield from graph_ceiling(
-            config, vllm_config.scheduler_config.max_num_seqs, compilation.max_cudagraph_capture_size or 0
-        )
+        max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+        for line in graph_ceiling(config, max_num_seqs, compilation.max_cudagraph_capture_size or 0):
+            logger.info("vidspec: CUDA graphs end before --max-num-seqs: %s", line)
     if not config.is_self_draft and not config.is_parallel:
         target, draft = vllm_config.model_config, vllm_config.speculative_config.draft_model_config
         shapes = [stored_shape(model.hf_config.to_dict(), model.quantization) for model in (target, draft)]
         if None not in shapes and (found := cost_hint(*shapes, num_forwards=config.max_path)):  # type: ignore[misc]
-            yield f"{found}: docs/models.md, A quantised draft"
+            logger.info("vidspec: the draft's weights are dear: %s: docs/models.md, A quantised draft", found)
 
 
 def graph_ceiling(config: VidSpecConfig, max_num_seqs: int, max_tokens: int) -> Iterator[str]:
@@ -41,8 +44,8 @@ def graph_ceiling(config: VidSpecConfig, max_num_seqs: int, max_tokens: int) -> 
         ends.append(f"a draft forward of {draft} more tokens than that")
     if ends:
         yield (
-            f"CUDA graphs end at {max_tokens} tokens: {' and '.join(ends)}; from there on steps run without whole "
-            f"graphs (--max-num-seqs is {max_num_seqs}; raise max_cudagraph_capture_size if so many decode at once)"
+            f"at {max_tokens} tokens; {' and '.join(ends)}; from there on steps run without whole graphs "
+            f"(--max-num-seqs is {max_num_seqs}; raise max_cudagraph_capture_size if so many decode at once)"
         )
 
 

@@ -11,7 +11,7 @@ from vllm_vidspec import SUPPORTED_CPU, SUPPORTED_VLLM, families, supported_rele
 from vllm_vidspec.config import METHOD, VidSpecConfig, parse_config
 from vllm_vidspec.engine import kv_views, tree_attention
 from vllm_vidspec.engine.compat import api
-from vllm_vidspec.engine.hints import hints
+from vllm_vidspec.engine.hints import say_hints
 from vllm_vidspec.engine.listen import attention as attention_guidance
 from vllm_vidspec.engine.report import server_counters
 from vllm_vidspec.engine.target_pruning import prunes_videos
@@ -85,11 +85,14 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
     Raises:
         VidSpecError: The target needs something the draft cannot follow.
     """
+    from vllm.platforms import current_platform
+
     for refusal in refusals(vllm_config, config):
         raise VidSpecError(refusal)
     check_reading(vllm_config, config)
     _warn(vllm_config, config)
-    _hint(vllm_config, config)
+    if current_platform.is_cuda():
+        say_hints(vllm_config, config)
     check = functools.partial(choose, knobs=config.score)  # pickled for the workers
     api.mark_as_ours(vllm_config.speculative_config, check)
     api.hear_request_choices(PREFIX, CALLS_TOOLS, check)
@@ -275,15 +278,6 @@ def _warn(vllm_config: Any, config: VidSpecConfig) -> None:
         logger.warning("vidspec: nothing is ever drafted: the plan of every batch size has 0 tokens")
     if lossy := ", ".join(sorted(config.score.scorers - {"strict"})):
         logger.warning("vidspec: requests may be verified by %s: their output can differ from the target's", lossy)
-
-
-def _hint(vllm_config: Any, config: VidSpecConfig) -> None:
-    """Log what could be faster on a GPU."""
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cuda():
-        for line in hints(vllm_config, config):
-            logger.info("vidspec: %s", line)
 
 
 def _schedule(args: Any, config: VidSpecConfig) -> list[tuple[int, int, int]]:

@@ -7,7 +7,8 @@ from vllm.config.compilation import CUDAGraphMode
 
 from tests.unit.engine.fakes import make_knobs
 from vllm_vidspec.drafting import make_policy
-from vllm_vidspec.engine.hints import graph_ceiling, hints, level_width
+from vllm_vidspec.engine import hints
+from vllm_vidspec.engine.hints import graph_ceiling, level_width, say_hints
 
 STATIC = {"draft": "tree-static", "num_speculative_tokens": 25}
 ADAPTIVE = {"draft": "tree-adaptive", "num_speculative_tokens": 64}
@@ -63,14 +64,21 @@ def model(size: str, quantization: str | None = None, stored: dict | None = None
     return SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: config), quantization=quantization)
 
 
-def said(target: SimpleNamespace, draft: SimpleNamespace, mode=CUDAGraphMode.FULL_AND_PIECEWISE, **knobs) -> list[str]:
+def said(
+    target: SimpleNamespace, draft: SimpleNamespace, mode=CUDAGraphMode.FULL_AND_PIECEWISE, max_num_seqs=8, **knobs
+) -> list[str]:
     engine = SimpleNamespace(
         compilation_config=SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=512),
-        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
         model_config=target,
         speculative_config=SimpleNamespace(draft_model_config=draft),
     )
-    return list(hints(engine, make_knobs(**knobs | CHAIN).now))
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hints.logger, "info", lambda line, *values: lines.append(line % values))
+        say_hints(engine, make_knobs(**knobs | CHAIN).now)
+    assert all(line.startswith("vidspec: ") and "\n" not in line for line in lines)
+    return lines
 
 
 def test_a_dear_draft_is_named_with_what_would_help():
@@ -78,7 +86,9 @@ def test_a_dear_draft_is_named_with_what_would_help():
     a drafter with a device of its own, or of a method that is not known.
     """
     (line,) = said(model("32B"), model("7B"))
-    assert line.startswith("a draft step of 5 forwards reads 111 % of the bytes of its target's weights")
+    assert line.startswith(
+        "vidspec: the draft's weights are dear: a draft step of 5 forwards reads 111 % of the bytes of its target's weights"
+    )
     assert '"quantization": "fp8_per_tensor" for the draft 60 % (modelled)' in line
     assert not said(model("32B"), model("7B", "fp8_per_tensor"))
     assert not said(model("32B"), model("7B", stored={"quant_method": "awq", "bits": 4}))
@@ -92,6 +102,6 @@ def test_a_dear_draft_is_named_with_what_would_help():
 
 
 def test_nothing_is_said_of_graphs_where_there_are_none():
-    engine_modes = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, None)
-    for mode in engine_modes:
-        assert len(said(model("32B"), model("7B"), mode)) == 1
+    assert len(said(model("32B"), model("7B"), max_num_seqs=86)) == 2
+    for mode in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, None):
+        assert len(said(model("32B"), model("7B"), mode, max_num_seqs=86)) == 1
