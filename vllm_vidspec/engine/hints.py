@@ -19,9 +19,9 @@ def say_hints(vllm_config: Any, config: VidSpecConfig) -> None:
         for line in graph_ceiling(config, max_num_seqs, compilation.max_cudagraph_capture_size or 0):
             logger.info("vidspec: CUDA graphs end before --max-num-seqs: %s", line)
     if not config.is_self_draft and not config.is_parallel:
-        target, draft = vllm_config.model_config, vllm_config.speculative_config.draft_model_config
-        shapes = [stored_shape(model.hf_config.to_dict(), model.quantization) for model in (target, draft)]
-        if None not in shapes and (found := cost_hint(*shapes, num_forwards=config.max_path)):  # type: ignore[misc]
+        models = (vllm_config.model_config, vllm_config.speculative_config.draft_model_config)
+        target, draft = (stored_shape(model.hf_config.to_dict(), model.quantization) for model in models)
+        if target is not None and draft is not None and (found := cost_hint(target, draft, config.max_path)):
             logger.info("vidspec: the draft's weights are dear: %s: docs/models.md, A quantised draft", found)
 
 

@@ -176,7 +176,9 @@ def run_streams(
     rng, run = random.Random(seed), StreamRun()
     for _ in range(answers):
         drafter, now, committed = _Drafter(agreement, times, most_ahead, rng, run), 0.0, 0
-        seen = deque([(0, None)] * age, maxlen=age + 1)  # where streams ended, and their first wrong token
+        seen: deque[tuple[int, int | None]] = deque(
+            [(0, None)] * age, maxlen=age + 1
+        )  # where streams ended, and their first wrong token
         while committed < answer:
             seen.append((drafter.end, drafter.wrong))
             end, wrong = seen[0]

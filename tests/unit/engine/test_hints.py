@@ -86,7 +86,7 @@ def test_a_dear_draft_is_named_with_what_would_help():
     a drafter with a device of its own, or of a method that is not known.
     """
     (line,) = said(model("32B"), model("7B"))
-    assert line.startswith("vidspec: the draft's weights are dear: a draft step of 5 forwards reads 111 % of the bytes of")
+    assert line.startswith("vidspec: the draft's weights are dear: a draft step of 5 forwards reads 111 % of the")
     assert '"quantization": "fp8_per_tensor" for the draft 60 % (modelled)' in line
     assert not said(model("32B"), model("7B", "fp8_per_tensor"))
     assert not said(model("32B"), model("7B", stored={"quant_method": "awq", "bits": 4}))
