@@ -41,10 +41,10 @@ def stored_shape(config: Mapping[str, Any], quantization: str | None = None) -> 
         config: As JSON has it.
         quantization: What vLLM quantises as it loads, or calls the checkpoint's own.
     """
-    linear_bytes = _linear_bytes(quantization, config.get("quantization_config") or {})
     try:
+        linear_bytes = _linear_bytes(quantization, config.get("quantization_config") or {})
         shape = from_config({**config, "quantization_config": None}, str(config.get("model_type")))
-    except (VidSpecError, KeyError, TypeError, AttributeError, ZeroDivisionError):
+    except (VidSpecError, LookupError, ValueError, TypeError, AttributeError, ZeroDivisionError):
         return None
     return None if linear_bytes is None else replace(shape, linear_bytes=linear_bytes)
 

@@ -103,3 +103,14 @@ def test_nothing_is_said_of_graphs_where_there_are_none():
     assert len(said(model("32B"), model("7B"), max_num_seqs=86)) == 2
     for mode in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, None):
         assert len(said(model("32B"), model("7B"), mode, max_num_seqs=86)) == 1
+
+
+def test_a_real_configuration_is_read():
+    """The bundled pairs', as vLLM builds them. Catches: a field that Hugging Face's own objects name otherwise."""
+    from tests.unit.engine.test_preflight import engine_args
+    from vllm_vidspec.plugin import register
+
+    register()
+    built = engine_args(dtype="float32").create_engine_config()
+    (line,) = said(built.model_config, built.speculative_config.draft_model_config)
+    assert line.startswith("vidspec: the draft's weights are dear: a draft step of 5 forwards reads")

@@ -51,6 +51,8 @@ def test_a_stored_shape():
         ({"quant_method": "gptq", "bits": 8}, 1.0),
         ({"quant_method": "awq", "bits": 4}, 0.5),
         ({"quant_method": "torchao"}, None),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": [4]}}}, None),
+        ("unheard-of", None),
     ):
         shape = stored_shape({**config, "quantization_config": stored})
         assert (shape and shape.linear_bytes) == linear_bytes
