@@ -42,12 +42,14 @@ _TAIL = """
 ## Keys that go to vLLM unchanged
 
 {keys}. They mean what they mean in vLLM's own speculative configuration, for the draft model.
+`"quantization": "fp8_per_tensor"` is worth a look: [models.md](models.md#a-quantised-draft).
 
 ## What is fixed
 
 - The draft runs with the target's tensor parallelism, on the same devices.
-- Pipeline parallelism, decode context parallelism, encoder-decoder targets and targets with state-space layers are
-  refused at start-up. What goes together with vLLM's other features is in [coexistence.md](coexistence.md).
+- Pipeline parallelism, decode and prefill context parallelism, experts in the draft of data-parallel engines,
+  encoder-decoder targets and targets with state-space layers are refused at start-up. What goes together with vLLM's
+  other features is in [coexistence.md](coexistence.md).
 - vLLM is {vllm}; another version is refused in one line.
 """
 

@@ -1,4 +1,5 @@
-"""Write what docs/planning.md says of the planner: its model beside what was published and beside what was measured.
+"""Write what docs/planning.md says of the planner: its model beside what was published and beside what was measured;
+and docs/gpu-budget.md, what fits on a card and what a step takes by that model.
 
     python scripts/make_planning.py
 
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import budget_tables
 import numpy as np
 from scipy.optimize import linprog
 
@@ -23,7 +25,7 @@ from vllm_vidspec.planning.acceptance import Agreement
 from vllm_vidspec.tools.bench.published import PUBLISHED
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, RESULTS = ROOT / "docs" / "planning.md", ROOT / "docs" / "results"
+PAGE, BUDGET, RESULTS = (ROOT / "docs" / name for name in ("planning.md", "gpu-budget.md", "results"))
 TREE_FORWARDS = 5  # of SpecVLM's tree, and of the baselines' chain of 5
 
 
@@ -540,9 +542,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
 }
 
 
-def filled(page: str) -> str:
-    """Return the page with every section made anew."""
-    for name, text in SECTIONS.items():
+def filled(page: str, sections: Mapping[str, Callable[[], str]] = SECTIONS) -> str:
+    """Return a page with every section made anew."""
+    for name, text in sections.items():
         start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
         before, rest = page.split(start)
         page = f"{before}{start}\n\n{text()}\n\n{end}{rest.split(end)[1]}"
@@ -550,8 +552,9 @@ def filled(page: str) -> str:
 
 
 def main() -> int:
-    """Write the page."""
+    """Write the pages."""
     PAGE.write_text(filled(PAGE.read_text()))
+    BUDGET.write_text(filled(BUDGET.read_text(), budget_tables.SECTIONS))
     return 0
 
 

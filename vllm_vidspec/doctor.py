@@ -55,6 +55,8 @@ def run_checks(target: str | None = None, draft: str | None = None) -> list[Chec
         checks.extend(_guarded(name, check))
     if target is not None:
         checks.extend(_guarded("pair", lambda: [check_pair(target, draft or SELF)]))
+        if draft not in (None, SELF) and checks[-1].status == "ok":
+            checks.extend(_guarded("draft cost", lambda: _draft_cost(target, str(draft))))
     elif draft is not None:
         checks.append(Check("pair", "fail", f"a draft ({draft}) without a target", "name the target too: --target"))
     else:
@@ -82,6 +84,20 @@ def check_pair(target: str, draft: str) -> Check:
     except VidSpecError as error:
         return Check(name, "fail", str(error), 'choose a smaller model of the target\'s own family, or "self"')
     return Check(name, "ok", f"compatible, family {adapter.name}")
+
+
+def _draft_cost(target: str, draft: str) -> Iterator[Check]:
+    """What a draft step reads beside its target's."""
+    from vllm_vidspec.planning import draft_cost
+
+    shapes = [draft_cost.stored_shape(_hf_config(model).to_dict()) for model in (target, draft)]
+    if shapes[0] is None or shapes[1] is None:
+        return
+    found = draft_cost.cost_hint(shapes[0], shapes[1])
+    share = draft_cost.draft_share(shapes[0], shapes[1], draft_cost.USUAL_FORWARDS)
+    detail = f"a step of {draft_cost.USUAL_FORWARDS} forwards reads {100 * share:.0f} % of a target step's weights"
+    remedy = 'on a GPU quantise it: "quantization": "fp8_per_tensor", or a checkpoint of four bits'
+    yield Check("draft cost", "warn", found, remedy) if found else Check("draft cost", "ok", detail)
 
 
 def _python() -> Iterator[Check]:

@@ -250,6 +250,15 @@ ROWS: tuple[Row, ...] = (
         refused(overrides={"tensor_parallel_size": 2, "decode_context_parallel_size": 2}),
     ),
     Row(
+        *(
+            "Prefill context parallelism",
+            "`--prefill-context-parallel-size 2`",
+            OURS,
+            "prefill context parallelism is not",
+        ),
+        refused(overrides={"prefill_context_parallel_size": 2}),
+    ),
+    Row(
         *("Data parallelism", "`--data-parallel-size 2`", WORKS, r"engine 0: [1-9]\d*, engine 1: [1-9]"),
         *(_said(servers.data_parallel), "serve"),
     ),

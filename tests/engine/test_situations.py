@@ -192,7 +192,8 @@ def test_full_pool_means_fewer_drafts_not_other_answers(reference):
     """A pool with room for two of eight requests: the rest run without speculation until there is some, identical.
 
     Who outgrows it in the middle of its answer waits too, and loses nothing of its answer. Catches: prompts counted as
-    guided that no draft was shown; a refusal that is final; blocks that those who wait never give back.
+    guided that no draft was shown; a refusal that is final; blocks that those who wait never give back; a request that
+    waits for room that the whole pool does not have.
     """
     expected, endless = reference(QWEN, "videos"), reference(QWEN, "endless")
     with harness.engine(QWEN, "target") as engine:
@@ -204,6 +205,11 @@ def test_full_pool_means_fewer_drafts_not_other_answers(reference):
     with harness.engine(QWEN, "target", pruner="none", draft_kv_bytes=8 * per_block) as engine:
         outputs, counted = engine.measured(SCENARIOS["videos"](QWEN))
         grown, grown_counted = engine.measured(harness.videos(QWEN, 2, max_tokens=140, ignore_eos=True))
+        del engine.kv._free[3:]
+        engine.kv.num_blocks = 4  # beside the null block exactly one prompt
+        outgrown, outgrown_counted = engine.measured(harness.videos(QWEN, 3, max_tokens=140, ignore_eos=True))
+        engine.kv.num_blocks, engine.kv._free = 3, engine.kv._free[:2]
+        unfit, unfit_counted = engine.measured(harness.videos(QWEN, 2, max_tokens=8))
         used = engine.used_blocks()
     assert token_ids(outputs) == token_ids(expected)
     assert skipped(counted) == {"pool_full": counted["resumed_drafts"]} and counted["resumed_drafts"] > 3
@@ -212,6 +218,13 @@ def test_full_pool_means_fewer_drafts_not_other_answers(reference):
     assert_begins(grown, endless)
     assert skipped(grown_counted) == {} and grown_counted["prompts"] == 2
     assert grown_counted["waiting_drafts"] == 1 and grown_counted["resumed_drafts"] == 1
+    # Nobody waits for blocks that there are not: the first outgrows the whole pool, and makes room for the next.
+    assert_begins(outgrown, endless)
+    assert outgrown_counted["skipped_too_long"] == outgrown_counted["prompts"] >= 1
+    assert outgrown_counted["waiting_drafts"] == 0 and outgrown_counted["draft_tokens"] > 0
+    # Nor for a place that no prompt could have.
+    assert_begins(unfit, expected)
+    assert skipped(unfit_counted) == {"too_long": 2} and unfit_counted["draft_tokens"] == 0
     assert used == 0
 
 

@@ -35,7 +35,7 @@ def test_json_is_all_that_is_printed():
     result = printed("--target", "Qwen/Qwen2.5-VL-72B-Instruct", "--draft", "7B", "--tp", "4", "--batch", "1,100")
     assert set(result) == {
         *("kind", "target", "draft", "gpu", "tp", "draft_gpus", "video_tokens", "text_tokens", "answer_tokens", "rows"),
-        *("when", "paying", "notes", "agreement", "measured", "assumed", "provenance"),
+        *("when", "paying", "notes", "agreement", "measured", "assumed", "provenance", "quantised_draft"),
     }
     assert (result["kind"], result["target"], result["draft"], result["gpu"], result["tp"]) == (
         *("modelled", "Qwen2.5-VL 72B", "Qwen2.5-VL 7B", "h100", 4),
@@ -58,6 +58,7 @@ def test_options_reach_the_plan():
         ("--video-tokens", "9000"): "t_target_ms",
         ("--text-tokens", "5000"): "t_target_ms",
         ("--prune-ratio", "0.2"): "t_draft_ms",
+        ("--draft-quantization", "int4"): "t_draft_ms",
         ("--draft", "3B"): "t_draft_ms",
         ("--acceptance", "0.99"): "acceptance_length",
         ("--answer-tokens", "2"): "answer_speedup",
@@ -106,6 +107,8 @@ def test_the_figure(tmp_path):
         ("--target Qwen2.5-VL-1B", "--target: no model 'Qwen2.5-VL-1B' is known"),
         ("--draft Qwen3-VL-2B", "--draft: Qwen3-VL 2B is of the family qwen3-vl"),
         ("--gpu v100", "--gpu: 'v100' is none of a100"),
+        ("--draft-quantization fp4", "--draft-quantization 'fp4' is none of fp8_per_tensor, int4"),
+        ("--draft self --draft-quantization int4", "--draft-quantization: a target that drafts for itself"),
         ("--tp 3", "--tp 3: ranks cannot share"),
         ("--batch 1,x", "--batch: '1,x' is not a list of int values"),
         ("--batch 0", "--batch: each must be at least 1"),

@@ -2,19 +2,30 @@
 
 import pytest
 
-from tools.common import load
+from tools.common import ROOT, load
 from vllm_vidspec import planning
 
 
 @pytest.fixture(scope="module")
 def script():
-    return load("scripts/make_planning.py")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        yield load("scripts/make_planning.py")
 
 
-def test_page_is_what_the_script_writes(script):
+def test_pages_are_what_the_script_writes(script):
     """Catches: a page that was edited by hand, or not made again after a figure or the model changed."""
-    page = script.PAGE.read_text()
-    assert script.filled(page) == page, "run scripts/make_planning.py"
+    for path, sections in ((script.PAGE, script.SECTIONS), (script.BUDGET, script.budget_tables.SECTIONS)):
+        page = path.read_text()
+        assert script.filled(page, sections) == page, "run scripts/make_planning.py"
+
+
+def test_the_budget_page_says_that_it_is_modelled(script):
+    """Catches: a figure that reads as if a GPU had been there."""
+    for name, text in script.budget_tables.SECTIONS.items():
+        first = next(line for line in text().splitlines() if line.startswith("| "))
+        assert "modelled" in first, name
+    assert "no figure of this page was taken on a" in script.BUDGET.read_text()
 
 
 def test_every_table_says_what_its_numbers_are(script):

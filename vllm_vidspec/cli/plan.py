@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_vidspec.cli import options, running
+from vllm_vidspec.errors import VidSpecError
 
 Target = Annotated[
     str, typer.Option(help="A model of a supported family by name, or a local directory with its config.json.")
@@ -15,6 +16,10 @@ GpuName = Annotated[str, typer.Option("--gpu", help="Of target and draft: a100, 
 Ranks = Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks of the target, a GPU each.")]
 DraftGpus = Annotated[int, typer.Option(help="GPUs more, for a drafter that works in parallel. 0: none.")]
 TextTokens = Annotated[int, typer.Option(help="The prompt's text, and half of the answer.")]
+Quantised = Annotated[
+    str | None,
+    typer.Option(help="Of the draft's layers: fp8_per_tensor, as vLLM makes it of any draft, or int4. Default: none."),
+]
 Ratios = Annotated[
     str | None, typer.Option("--prune-ratio", help="Of these the best is taken. Default: 0,0.5,0.8,0.9,0.95.")
 ]
@@ -34,6 +39,7 @@ def plan(
     text_tokens: TextTokens = 512,
     answer_tokens: Annotated[int, typer.Option(help="Of an answer; the draft's prefill is spread over them.")] = 256,
     batch: Annotated[str, typer.Option(help="Requests that decode at once. Comma-separated values.")] = "1,8,32",
+    draft_quantization: Quantised = None,
     prune_ratio: Ratios = None,
     acceptance: Annotated[str | None, typer.Option(help=ACCEPTANCE)] = None,
     target_ms: Annotated[float | None, typer.Option(help="Measured decode step of one request.")] = None,
@@ -68,11 +74,16 @@ def _run(given: Mapping[str, Any]) -> None:
         ratios = (0.9,)
     if given["prune_ratio"] is not None:
         ratios = tuple(options.values("--prune-ratio", given["prune_ratio"], float))
+    draft = planning.draft_shape(given["draft"], target)
+    if given["draft_quantization"] is not None:
+        if draft is target:
+            raise VidSpecError("--draft-quantization: a target that drafts for itself has no weights but its own")
+        draft = draft.quantised(given["draft_quantization"])
     what = options.pick(
         planning.Question,
         given,
         target=target,
-        draft=planning.draft_shape(given["draft"], target),
+        draft=draft,
         gpu=planning.gpu_named(given["gpu"]),
         prune_ratios=ratios,
         agreement=agreement,

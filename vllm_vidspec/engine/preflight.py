@@ -11,6 +11,7 @@ from vllm_vidspec import SUPPORTED_CPU, SUPPORTED_VLLM, families, supported_rele
 from vllm_vidspec.config import METHOD, VidSpecConfig, parse_config
 from vllm_vidspec.engine import kv_views, tree_attention
 from vllm_vidspec.engine.compat import api
+from vllm_vidspec.engine.hints import say_hints
 from vllm_vidspec.engine.listen import attention as attention_guidance
 from vllm_vidspec.engine.report import server_counters
 from vllm_vidspec.engine.target_pruning import prunes_videos
@@ -84,10 +85,14 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
     Raises:
         VidSpecError: The target needs something the draft cannot follow.
     """
+    from vllm.platforms import current_platform
+
     for refusal in refusals(vllm_config, config):
         raise VidSpecError(refusal)
     check_reading(vllm_config, config)
     _warn(vllm_config, config)
+    if current_platform.is_cuda():
+        say_hints(vllm_config, config)
     check = functools.partial(choose, knobs=config.score)  # pickled for the workers
     api.mark_as_ours(vllm_config.speculative_config, check)
     api.hear_request_choices(PREFIX, CALLS_TOOLS, check)
@@ -127,6 +132,14 @@ def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
             yield "KV connectors may take a tree's entries before they are in order: draft chains, not trees"
         if vllm_config.parallel_config.use_ubatching:
             yield "--enable-dbo cuts a batch in two, and trees are known by their row in the whole: draft chains"
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        draft = model if config.is_self_draft else vllm_config.speculative_config.draft_model_config
+        if draft.is_moe:
+            # Every forward of experts is a collective of all engines, and one that is idle drafts nothing.
+            yield (
+                "--data-parallel-size with experts in the draft: an engine without requests would not join its "
+                "forwards; name a dense draft, or use one engine"
+            )
     if config.is_parallel:
         from vllm.platforms import current_platform
 
@@ -323,8 +336,9 @@ def _check_args(args: Any) -> None:
         raise VidSpecError(
             f"pipeline parallelism ({args.pipeline_parallel_size}) is not supported; use tensor parallelism"
         )
-    if args.decode_context_parallel_size > 1:
-        raise VidSpecError("decode context parallelism is not supported; use tensor parallelism")
+    for kind in ("decode", "prefill"):
+        if getattr(args, f"{kind}_context_parallel_size") > 1:
+            raise VidSpecError(f"{kind} context parallelism is not supported; use tensor parallelism")
     if args.worker_cls not in ("auto", *_WORKERS.values()):
         raise VidSpecError(f"vidspec brings its own worker; drop --worker-cls {args.worker_cls}")
 

@@ -100,6 +100,18 @@ class VidSpecModelRunner(GPUModelRunner):
             self.listeners.init_kv(self)
         self.speculator.init_kv(self.encoder_cache, self.kv_allocation, is_profiling)
 
+    @torch.inference_mode()
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
+        """Profile a step's end as vLLM does, with a row of logits for each request; then with those of a verify step.
+
+        Not on a CPU, where vLLM sizes the KV cache without a profile.
+        """
+        super()._dummy_sampler_run(hidden_states)
+        if hidden_states.device.type != "cpu":
+            num_rows = min(self.max_num_reqs * (self.num_speculative_steps + 1), self.max_num_tokens)
+            logits = self.model.compute_logits(hidden_states.new_zeros(num_rows, hidden_states.shape[1]))
+            self.rejection_sampler.profile(logits)
+
     def get_draft_model(self):
         """Return the draft network, whose weights vLLM can exchange; None while it is the target itself."""
         return self.speculator.model

@@ -1,13 +1,14 @@
 """The planner: which drafts pay for a pair on given cards, by batch size, and from where on none do; plain Python."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import zip_longest
 from typing import Any
 
 from vllm_vidspec.planning.acceptance import bisect, with_rate
 from vllm_vidspec.planning.candidates import CHAIN, LONG, NONE, PARALLEL, TREE, Candidate, Candidates
 from vllm_vidspec.planning.question import Question, check, notes
+from vllm_vidspec.planning.shapes import FP8, WEIGHT_BYTES
 
 WORTH = 1.05  # a gain below this is within the model's error: it does not pay
 _GAIN = f"{100 * (WORTH - 1):.0f} %"
@@ -184,6 +185,34 @@ def _last(holds: Callable[[int], bool], most: int, low: int = 0) -> int:
     return low
 
 
+def _quantised_draft(question: Question, batches: Sequence[int]) -> dict[str, Any] | None:
+    """Return what a draft of 16-bit weights would gain quantised: `quantization`, and `answer_speedup` a batch size.
+
+    None where it is quantised, shares the target's weights, or was measured as it is.
+    """
+    if question.is_self or question.draft.linear_bytes < WEIGHT_BYTES or question.draft_ms is not None:
+        return None
+    planner = Planner(replace(question, draft=question.draft.quantised(FP8)))
+    best = [planner.best(batch) for batch in batches]
+    return {"quantization": FP8, "answer_speedup": [None if one is None else one.answer_speedup for one in best]}
+
+
+def _quantised_note(rows: Sequence[Mapping[str, Any]], quantised: Mapping[str, Any] | None) -> Iterator[str]:
+    """Yield a line if a quantised draft gains more at any batch size."""
+    if quantised is None:
+        return
+    found = [
+        f"{better:.2f}x instead of {row['answer_speedup']:.2f}x at batch {row['batch']}"
+        for row, better in zip(rows, quantised["answer_speedup"], strict=True)
+        if row["fits"] and better is not None and better > 1.01 * row["answer_speedup"]
+    ]
+    if found:
+        yield (
+            f'The draft quantised as it loads ("quantization": "{FP8}") would gain {", ".join(found)}, if it agrees as '
+            "often."
+        )
+
+
 def plan(question: Question, batches: Sequence[int]) -> dict[str, Any]:
     """Return the answer to a question.
 
@@ -192,14 +221,17 @@ def plan(question: Question, batches: Sequence[int]) -> dict[str, Any]:
         batches: Requests that decode at once.
 
     Returns:
-        `rows` (one a batch size), `when` (a sentence), `paying` (ranges of batch sizes), `notes`, `agreement` (by prune
-        ratio), `assumed` and what was asked; everything is modelled, and says so.
+        `rows` (one a batch size), `quantised_draft` (what that would gain, None where it is no question), `when` (a
+        sentence), `paying` (ranges of batch sizes), `notes`, `agreement` (by prune ratio), `assumed` and what was
+        asked; everything is modelled, and says so.
 
     Raises:
         VidSpecError: A question that has no answer, or a batch size below 1.
     """
     check(question, batches)
     planner = Planner(question)
+    rows = [planner.row(batch) for batch in batches]
+    quantised = _quantised_draft(question, batches)
     ranges = planner.paying()
     agreements = {ratio: question.agreement_at(ratio) for ratio in question.prune_ratios}
     return {
@@ -212,10 +244,11 @@ def plan(question: Question, batches: Sequence[int]) -> dict[str, Any]:
         "video_tokens": question.video_tokens,
         "text_tokens": question.text_tokens,
         "answer_tokens": question.answer_tokens,
-        "rows": [planner.row(batch) for batch in batches],
+        "rows": rows,
         "when": planner.sentence(ranges),
         "paying": [list(one) for one in ranges],
-        "notes": list(notes(question)),
+        "quantised_draft": quantised,
+        "notes": [*notes(question), *_quantised_note(rows, quantised)],
         "agreement": [
             {"prune_ratio": ratio, "rates": list(one.rates), "runner_up": one.runner_up, "source": one.source}
             for ratio, one in agreements.items()

@@ -42,7 +42,7 @@ def forward_seconds(shape: ModelShape, place: Placement, batch: int, rows: int, 
     bandwidth, flops = gpu.bandwidth * assumed.memory_frac, gpu.flops * assumed.flops_frac
     tokens = batch * rows
     matrices = max(
-        shape.read_params(tokens) * WEIGHT_BYTES / ranks / bandwidth,
+        shape.read_bytes(tokens) / ranks / bandwidth,
         2 * shape.active_params * tokens / ranks / flops,
     )
     entry_bytes = 2 * shape.layers * _kv_heads(shape, ranks) * shape.head_dim * KV_BYTES
@@ -80,7 +80,7 @@ def _all_reduces(shape: ModelShape, place: Placement, tokens: int) -> float:
 
 def weight_bytes(shape: ModelShape, ranks: int) -> float:
     """Return the weights of a rank in bytes."""
-    return shape.params * WEIGHT_BYTES / ranks
+    return shape.weight_bytes / ranks
 
 
 def kv_bytes(shape: ModelShape, ranks: int, batch: int, context: float) -> float:

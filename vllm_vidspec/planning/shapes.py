@@ -3,13 +3,17 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vllm_vidspec.errors import VidSpecError, quoted
 
 WEIGHT_BYTES = KV_BYTES = 2  # of a number: bf16
+# Bytes of a weight of a layer: vLLM's `quantization: fp8_per_tensor` makes it of a 16-bit checkpoint; four bits, with a
+# scale and a zero for each group of 128, are a checkpoint's own (AWQ, GPTQ, compressed-tensors).
+FP8, INT4 = "fp8_per_tensor", "int4"
+QUANTISATIONS = {FP8: 1.0, INT4: 0.5 + 2.5 / 128}
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class ModelShape:
         active_experts: That a token goes through.
         vision_params: Weights of the vision tower, roughly; they take memory, and no time while text is decoded.
         vision_heads: Heads of a layer of the tower.
+        linear_bytes: Of a weight of the layers and of the tower; embedding and output head have 16 bits.
     """
 
     name: str
@@ -47,6 +52,7 @@ class ModelShape:
     active_experts: int = 0
     vision_params: int = 0
     vision_heads: int = 16
+    linear_bytes: float = WEIGHT_BYTES
 
     @property
     def _attention_params(self) -> int:
@@ -81,6 +87,27 @@ class ModelShape:
             return self._decoder_params(0)
         missed = (1 - self.active_experts / self.experts) ** tokens
         return self._decoder_params(self.experts * (1 - missed))
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of all weights."""
+        vocab = self.vocab * self.hidden * (1 if self.tied else 2)
+        return (self.params - vocab) * self.linear_bytes + vocab * WEIGHT_BYTES
+
+    def read_bytes(self, tokens: int) -> float:
+        """Return the bytes of `read_params`."""
+        head = self.vocab * self.hidden
+        return (self.read_params(tokens) - head) * self.linear_bytes + head * WEIGHT_BYTES
+
+    def quantised(self, name: str) -> "ModelShape":
+        """Return the same with its layers quantised as one of QUANTISATIONS.
+
+        Raises:
+            VidSpecError: None of them.
+        """
+        if name not in QUANTISATIONS:
+            raise VidSpecError(f"--draft-quantization {quoted(name)} is none of {', '.join(QUANTISATIONS)}")
+        return replace(self, name=f"{self.name} ({name})", linear_bytes=QUANTISATIONS[name])
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -32,7 +32,8 @@ Rule = Callable[[dict[str, Any]], Iterator[Advice]]
 
 _SKIPPED = {
     "pool_full": "raise draft_kv_fraction (or draft_kv_bytes), raise prune_ratio, or lower --max-num-seqs",
-    "too_long": "raise max_draft_len; where the draft's context is the shorter one, lower --max-model-len",
+    "too_long": "raise max_draft_len; where the log's line on the draft KV pool names longer requests, raise "
+    "draft_kv_fraction (or draft_kv_bytes); where the draft's context is the shorter one, lower --max-model-len",
     "draft_error": "look in the log for the first `runs without speculation: the draft failed`; it has the exception",
     "unsupported": "nothing: these requests have an input that the draft cannot see",
     "structured": 'draft chains ("draft_shape": "chain"): trees are not drafted for structured outputs',

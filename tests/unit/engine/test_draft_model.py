@@ -50,6 +50,22 @@ def test_positions_have_the_stride_of_vllms_buffer(built):
     assert model._positions.stride() == (65, 1)
 
 
+@pytest.mark.parametrize(("supported", "mode", "warmed"), [(True, "relax", 1), (False, "relax", 0), (True, "skip", 0)])
+def test_deep_gemm_is_compiled_for_the_drafts_shapes(monkeypatch, supported, mode, warmed):
+    """Catches: a block-FP8 draft, whose shapes vLLM's own warm-up does not know, that compiles at the first video."""
+    import vllm.model_executor.warmup.deep_gemm_warmup as vllms
+    import vllm.utils.deep_gemm as support
+
+    calls = []
+    monkeypatch.setenv("VLLM_DEEP_GEMM_WARMUP", mode)
+    monkeypatch.setattr(vllms, "deep_gemm_warmup", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(support, "is_deep_gemm_supported", lambda: supported)
+    model = object.__new__(DraftModel)
+    model.model, model.max_num_tokens = torch.nn.Module(), 8192
+    model.warm_up()
+    assert calls == [(model.model, 8192)] * warmed
+
+
 def test_the_pools_are_allocated_where_the_worker_says(monkeypatch):
     """Catches: a draft's pool among what sleep mode keeps."""
     taken = []
@@ -87,7 +103,8 @@ def test_positions_are_the_rows_of_the_smallest_table():
 def test_a_request_is_held_while_all_that_may_be_committed_has_a_place():
     """Compared with the place of the last token that may count; what passes the target's context does not.
 
-    Catches: a row of the rope table that does not exist, a stop before it is due, a request near the end of the
+    A pool that could never have a place is as final. Catches: a request that waits for blocks that there are not, a row
+    of the rope table that does not exist, a stop before it is due, a request near the end of the
     target's context that is given up although its draft has the same.
     """
     drafter, num_drafts = object.__new__(Drafter), 3
@@ -96,9 +113,13 @@ def test_a_request_is_held_while_all_that_may_be_committed_has_a_place():
         drafter._max_model_len = target_len
         drafter.model = SimpleNamespace(max_model_len=draft_len, num_positions=num_positions)
         for dropped, delta in ((0, 0), (5, 0), (5, -5), (0, -4), (2, 40)):
-            drafter.kv = SimpleNamespace(num_dropped_np=np.array([99, dropped]), pos_delta_np=np.array([99, delta]))
-            for num_tokens in range(6, target_len + 3):
-                last = min(num_tokens + num_drafts, target_len) - 1
-                expected = last - dropped < draft_len and last + delta < num_positions
-                assert drafter.holds(np.array([1]), np.array([num_tokens])).tolist() == [expected]
+            for num_slots in (1000, 16):
+                drafter.kv = SimpleNamespace(
+                    num_dropped_np=np.array([99, dropped]), pos_delta_np=np.array([99, delta]), num_slots=num_slots
+                )
+                for num_tokens in range(6, target_len + 3):
+                    last = min(num_tokens + num_drafts, target_len) - 1
+                    expected = last - dropped < draft_len and last + delta < num_positions
+                    expected &= num_tokens + num_drafts - dropped <= num_slots  # what `reserve` would ask for
+                    assert drafter.holds(np.array([1]), np.array([num_tokens])).tolist() == [expected]
     assert drafter.holds(np.array([], dtype=np.int64), np.array([], dtype=np.int64)).tolist() == []

@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 
 from tests.unit.engine.fakes import ALONE, CPU, HIDDEN, Counts, make_knobs
 from vllm_vidspec.engine.draft.kv import DraftKV
-from vllm_vidspec.engine.draft.messages import PrefillMessage, PrefillStep
+from vllm_vidspec.engine.draft.messages import Admission, PrefillMessage, PrefillStep
 from vllm_vidspec.engine.draft.prefill import DraftPrefill
 from vllm_vidspec.engine.draft.vision_cache import PAGE_ROWS, VisionCache
 
@@ -75,7 +75,7 @@ class Line:
         self.prefills = DraftPrefill(self.model, chosen, self.counted, self.kv, cache, self.shared, ALONE)  # type: ignore[arg-type]
         self.text = torch.full((8, MAX_LEN), 7_777_777, dtype=torch.int32)  # an id outside the vocabulary
 
-    def admit(self, row: int, token_ids: list[int], features: Sequence[Any] = (), scores: Any = None) -> bool:
+    def admit(self, row: int, token_ids: list[int], features: Sequence[Any] = (), scores: Any = None) -> Any:
         self.text[row, : len(token_ids)] = torch.tensor(token_ids)
         return self.prefills.admit(PrefillMessage(f"r{row}", row, token_ids, list(features), scores))
 
@@ -250,6 +250,18 @@ def test_a_bad_prompt_costs_itself_alone_or_stops_an_engine_that_is_to_raise():
     assert line.counted["who"] == ["r0", "r1", "r2"]
     with pytest.raises(ValueError, match="no known shape"):
         Line(on_draft_error="raise").admit(0, [666])
+
+
+def test_a_prompt_that_the_whole_pool_could_not_hold_is_refused_and_one_that_it_could_waits():
+    """Catches: a request that waits for good for blocks that there are not; a refusal where others only have them."""
+    line = Line()
+    del line.kv._free[3:]
+    line.kv.num_blocks, longest = 4, 3 * BLOCK - 1 - 3  # a token past the prompt, and K = 3 drafts
+    assert line.admit(0, [1] * (longest + 1)) == Admission.REFUSED and line.counted["skipped_too_long"] == 1
+    assert line.admit(1, [1] * longest) == Admission.ADMITTED
+    assert line.admit(2, [1] * longest) == Admission.FULL
+    assert line.prefills.admit(PrefillMessage("r2", 2, [1] * longest, []), longest + 2) == Admission.REFUSED
+    assert line.counted["skipped_too_long"] == 2 and line.counted["who"] == ["r0", "r2"]
 
 
 # ---- looked at once --------------------------------------------------------------------------------------------------

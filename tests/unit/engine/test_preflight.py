@@ -97,6 +97,7 @@ def test_supported_vllm_versions(monkeypatch, version):
     [
         (None, {"pipeline_parallel_size": 2}, r"pipeline parallelism \(2\) is not supported"),
         (None, {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "decode context parallelism is not"),
+        (None, {"prefill_context_parallel_size": 2}, "prefill context parallelism is not"),
         (None, {"worker_cls": "my.Worker"}, "drop --worker-cls my.Worker"),
         (None, {"tensor_parallel_size": 4}, "vision tower has 2 heads, which 4 tensor-parallel ranks cannot share"),
         ({"model": pairs.checkpoint("llava-onevision", "draft")}, {}, "qwen2.5-vl.*llava-onevision"),
@@ -136,7 +137,7 @@ def finished(**changed) -> SimpleNamespace:
         *("lora_config", "watermark_config", "multimodal_config", "kv_transfer_config", "is_encoder_decoder"),
         *("is_hybrid", "enable_batch_sharded_sampling", "skip_tokenizer_init", "use_ubatching"),
     )
-    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 2048, "offload_group_size": 0}
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 2048, "offload_group_size": 0, "data_parallel_size": 1}
     runs = {"offload_backend": "auto", "use_v2_model_runner": True}
     engine = SimpleNamespace(**dict.fromkeys(absent) | sizes | runs | changed)
     for part in ("model", "scheduler", "offload", "parallel", "attention", "cache", "compilation"):
@@ -153,6 +154,16 @@ def pruned_video(architecture: str, **vision) -> dict:
     """Return what is changed where a target prunes videos itself."""
     hf_config = SimpleNamespace(architectures=[architecture], vision_config=SimpleNamespace(**vision))
     return {"multimodal_config": SimpleNamespace(video_pruning_rate=0.5), "hf_config": hf_config}
+
+
+def engines(target: bool, draft: bool) -> dict:
+    """Return what is changed of two data-parallel engines, given whether target and draft have experts."""
+    draft_config = SimpleNamespace(is_moe=draft)
+    return {
+        "data_parallel_size": 2,
+        "is_moe": target,
+        "speculative_config": SimpleNamespace(draft_model_config=draft_config),
+    }
 
 
 TREE = {"draft": "tree-static", "num_speculative_tokens": 25}
@@ -184,12 +195,19 @@ SHARDED = {"enable_batch_sharded_sampling": True}
         ({}, {"offload_group_size": 2}, "--offload-backend prefetch holds one model"),
         ({}, NARROW, "drafting takes two tokens of every request: .* 300 .* 151;"),
         ({"scorer": "fly"}, SHARDED, "--enable-batch-sharded-sampling .*: use the strict scorer"),
+        ({}, engines(target=True, draft=False), None),
+        ({}, engines(target=False, draft=False), None),
+        ({}, engines(target=True, draft=True), "--data-parallel-size with experts in the draft: .* a dense draft"),
+        ({}, engines(target=False, draft=True), "--data-parallel-size with experts in the draft"),
+        ({}, engines(target=True, draft=True) | {"data_parallel_size": 1}, None),
+        ({"model": "self"}, engines(target=True, draft=False), "--data-parallel-size with experts in the draft"),
+        ({"model": "self"}, engines(target=False, draft=True), None),
         ({}, {"use_v2_model_runner": False}, "vidspec needs Model Runner V2, which vLLM does not use here"),
     ],
 )
 def test_targets_and_engines_that_drafts_cannot_live_in(knobs, changed, message):
     """Catches: trees whose paths another rank has; entries stored before compaction; an assertion after loading; a
-    draft batch larger than any that was profiled."""
+    draft batch larger than any that was profiled; experts whose forwards one engine enters alone."""
     found = refused(finished(**changed), **knobs)
     assert len(found) == (message is not None)
     assert not found or (re.match(message, found[0]) and "\n" not in found[0])

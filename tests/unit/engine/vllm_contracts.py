@@ -46,6 +46,7 @@ FUNCTIONS = {
     f"{_RUNNER}.prepare_inputs": "self scheduler_output",
     f"{_RUNNER}.reset_encoder_cache": "self",
     f"{_RUNNER}.get_draft_model": "self",
+    f"{_RUNNER}._dummy_sampler_run": "self hidden_states",
     f"{GPU}.model_states.default:DefaultModelState.prepare_inputs": "self input_batch req_states",
     f"{GPU}.model_states.default:DefaultModelState.prepare_dummy_inputs": "self num_reqs num_tokens",
     f"{GPU}.model_states.default:DefaultModelState.prepare_attn": (
@@ -100,6 +101,7 @@ FUNCTIONS = {
     ),
     f"{GPU}.states:RequestState.add_request": "self req_id prompt_len all_token_ids num_computed_tokens max_tokens",
     # The draft's own forward
+    "vllm.model_executor.warmup.deep_gemm_warmup:deep_gemm_warmup": "model max_tokens",
     f"{GPU}.attn_utils:init_kv_cache": "forward_context kv_cache_config kv_cache_allocation_context",
     f"{GPU}.attn_utils:build_attn_metadata": (
         "attn_groups num_reqs num_tokens query_start_loc_gpu query_start_loc_cpu max_query_len seq_lens "
@@ -200,7 +202,8 @@ MEMBERS = {
     ),
     "vllm.config.parallel:ParallelConfig": (
         "rank tensor_parallel_size pipeline_parallel_size data_parallel_size data_parallel_rank data_parallel_index "
-        "world_size assigned_physical_gpu_ids disable_custom_all_reduce enable_batch_sharded_sampling use_ubatching"
+        "world_size assigned_physical_gpu_ids disable_custom_all_reduce enable_batch_sharded_sampling use_ubatching "
+        "is_moe_model"
     ),
     "vllm.config.cache:CacheConfig": (
         "cache_dtype block_size user_specified_block_size num_gpu_blocks_override kv_cache_memory_bytes "
@@ -249,6 +252,8 @@ ORDER = {
     f"{_RUNNER}.sample_tokens": "sample postprocess_sampled propose set_draft_tokens",
     # What we replace is made by the time that `load_model` returns.
     f"{_RUNNER}.load_model": "load_model load_model Sampler RejectionSampler",
+    # The memory profile ends with the logits of the requests' last rows.
+    f"{_RUNNER}.profile_run": "_dummy_run _dummy_sampler_run",
 }
 
 # Arguments by name of a call in a function of vLLM: what the target's noise depends on, what a draft is asked with.

@@ -165,26 +165,36 @@ class Drafter:
     # ---- draft -----------------------------------------------------------------------------------------------------
 
     @property
-    def context_detail(self) -> str:
-        """What to say of a request that the draft's context does not hold."""
-        tokens, positions = self.model.max_model_len, self.model.num_positions
-        return f"it is longer than the draft's context of {tokens} tokens and {positions} positions"
+    def limits_detail(self) -> str:
+        """What to say of a request that `holds` says no of."""
+        tokens, positions, slots = self.model.max_model_len, self.model.num_positions, self.kv.num_slots
+        return (
+            f"it is longer than the draft's context of {tokens} tokens and {positions} positions, or than its KV pool "
+            f"of {slots} tokens"
+        )
 
     def holds(self, idx_mapping_np: np.ndarray, num_tokens_upper_bound: np.ndarray) -> np.ndarray:
-        """Return `[n]` bool: the draft's context, which may be shorter than the target's, has room for the next step.
+        """Return `[n]` bool: the draft's context, which may be shorter than the target's, has room for the next step,
+        and so would the pool have if it had no other request: else there is nothing to wait for.
 
         What the target's context has no room for is never committed, so it is no reason.
         """
+        dropped = self.kv.num_dropped_np[idx_mapping_np]
         longest = np.minimum(num_tokens_upper_bound + self._num_speculative_tokens, self._max_model_len)
-        has_entries = longest - self.kv.num_dropped_np[idx_mapping_np] <= self.model.max_model_len
-        return has_entries & (longest + self.kv.pos_delta_np[idx_mapping_np] <= self.model.num_positions)
+        has_entries = longest - dropped <= self.model.max_model_len
+        has_positions = longest + self.kv.pos_delta_np[idx_mapping_np] <= self.model.num_positions
+        return has_entries & has_positions & (self._num_slots(num_tokens_upper_bound, dropped) <= self.kv.num_slots)
+
+    def _num_slots(self, num_tokens_upper_bound: np.ndarray, num_dropped: np.ndarray) -> np.ndarray:
+        """Return `[n]` entries that the next step wants."""
+        return num_tokens_upper_bound - num_dropped + self._num_speculative_tokens
 
     def reserve(self, idx_mapping_np: np.ndarray, num_tokens_upper_bound: np.ndarray) -> np.ndarray:
         """Make room for the next step, and send the step's tables; return `[n]` bool, False where the pool is full.
 
         Called once a step: what is staged travels through buffers that are as many as there are steps in flight.
         """
-        num_slots = num_tokens_upper_bound - self.kv.num_dropped_np[idx_mapping_np] + self._num_speculative_tokens
+        num_slots = self._num_slots(num_tokens_upper_bound, self.kv.num_dropped_np[idx_mapping_np])
         fits = self.kv.reserve(idx_mapping_np, num_slots)
         self.kv.apply()
         self._room_until[idx_mapping_np] = self._find_room(idx_mapping_np)
@@ -272,7 +282,8 @@ class Drafter:
         )
 
     def warm_up(self) -> None:
-        """Compile and load what every step launches of its own, on CUDA."""
+        """Compile and load what every step launches of its own, and the draft's matrices, on CUDA."""
+        self.model.warm_up()
         step, level, trees = self.buffers.step, self.buffers.level, self.trees
         warm_up.warm_begin_step(self._tables, step, self._sample.temperature is None)
         if self.chains is not None:
@@ -365,7 +376,7 @@ def without_room(
         return
     is_held = drafter.holds(idx_mapping_np, num_tokens_upper_bound)
     for i in np.flatnonzero(~is_held).tolist():
-        yield i, "too_long", drafter.context_detail
+        yield i, "too_long", drafter.limits_detail
     held = np.flatnonzero(is_held)
     fits = drafter.reserve(idx_mapping_np[held], num_tokens_upper_bound[held])
     for i in held[~fits].tolist():

@@ -89,6 +89,11 @@ class DraftKV:
         return self._pos_delta.gpu
 
     @property
+    def num_slots(self) -> int:
+        """Entries of the whole pool: what one row could have at most."""
+        return (self.num_blocks - 1) * self.block_size
+
+    @property
     def num_used_blocks(self) -> int:
         """Blocks owned by rows."""
         return self.num_blocks - 1 - len(self._free)

@@ -1,4 +1,4 @@
-"""DraftMemory: how much of a rank's KV memory the draft takes: for its KV pool, vision embeddings and pixels."""
+"""DraftMemory: how much of a rank's KV memory the draft takes, for its KV pool and for vision embeddings."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,19 +8,11 @@ from vllm.utils.mem_utils import format_gib
 
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.draft.model import DraftModel, kv_bytes_per_token
+from vllm_vidspec.engine.hints import level_width
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.planning import pool
 
 logger = init_logger("vllm.vidspec")
-
-# A draft that holds less of its requests than the target does runs out first; this margin over the kept share pays for
-# text, and for prompts without video.
-_TEXT_SHARE = 0.1
-
-# Of the KV memory, for the draft's vision embeddings.
-VISION_SHARE = 0.02
-
-# Of the KV memory, for pixels that the target has seen and the draft has not: 25,000 tokens of video are 236 MB.
-_PIXEL_SHARE = 0.01
 
 
 def max_slots_per_request(max_model_len: int, num_speculative_tokens: int) -> int:
@@ -36,16 +28,18 @@ class DraftMemory:
         pool_bytes: The draft's KV pool.
         vision_bytes: Vision embeddings of what was shown lately.
         pixel_bytes: The most that is kept of pixels on the device (`SharedPixels`).
+        table_bytes: What a step hands on and looks up by row, which is allocated after vLLM's memory profile.
     """
 
     pool_bytes: int
     vision_bytes: int
     pixel_bytes: int = 0
+    table_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:
         """All of it."""
-        return self.pool_bytes + self.vision_bytes + self.pixel_bytes
+        return self.pool_bytes + self.vision_bytes + self.pixel_bytes + self.table_bytes
 
     @classmethod
     def least(cls, model: DraftModel) -> "DraftMemory":
@@ -65,24 +59,32 @@ class DraftMemory:
         Raises:
             VidSpecError: A knob asks for too much, or for too little for one request.
         """
-        vision = _vision_bytes(config, vllm_config, available_bytes)
+        vision, tables = _vision_bytes(config, vllm_config, available_bytes), table_bytes(config, vllm_config, model)
         # Pixels are shared where both towers run in one process, on a device that they must be copied to.
         shares = model.device.type != "cpu" and not config.is_parallel and not config.is_self_draft
-        pixels = int(_PIXEL_SHARE * available_bytes) if shares and _shows(vllm_config) else 0
-        left = available_bytes - vision - pixels
-        pool = _pool_bytes(config, vllm_config, model, left)
-        if pool >= left:
-            raise VidSpecError(f"the draft's KV pool ({pool} bytes) leaves nothing of the {left} bytes of KV memory")
-        logger.info("vidspec: draft KV pool %s GiB, target KV cache %s GiB", format_gib(pool), format_gib(left - pool))
-        return cls(pool, vision, pixels)
+        pixels = int(pool.PIXEL_SHARE * available_bytes) if shares and _shows(vllm_config) else 0
+        left = available_bytes - vision - pixels - tables
+        size = _pool_bytes(config, vllm_config, model, left)
+        if size >= left:
+            raise VidSpecError(f"the draft's KV pool ({size} bytes) leaves nothing of the {left} bytes of KV memory")
+        _say_what_fits(size, left - size, model, _max_slots(config, vllm_config))
+        return cls(size, vision, pixels, tables)
+
+
+def table_bytes(config: VidSpecConfig, vllm_config: Any, model: DraftModel) -> int:
+    """Return a bound of what grows with the number of rows, but for some hundred bytes a row: block tables of the rows
+    and of a batch (`DraftKV`, `StepBuffers`), and the last hidden states of a level's nodes (`DraftBuffers`).
+    """
+    width = max(level_width(config, shape) for shape in config.shapes)
+    max_blocks = -(-_max_slots(config, vllm_config) // model.block_size)
+    row = 2 * 4 * max_blocks + width * model.hidden_size * model.dtype.itemsize
+    return vllm_config.scheduler_config.max_num_seqs * row
 
 
 def _pool_bytes(config: VidSpecConfig, vllm_config: Any, model: DraftModel, available_bytes: int) -> int:
-    """Return the size of the draft's KV pool: by default what holds the pruned copy of all that the target holds."""
-    per_block = model.bytes_per_block
-    max_slots = max_slots_per_request(vllm_config.model_config.max_model_len, config.num_speculative_tokens)
-    blocks_per_req = -(-max_slots // model.block_size)
-    most = (vllm_config.scheduler_config.max_num_seqs * blocks_per_req + 1) * per_block
+    """Return the size of the draft's KV pool, by default `planning.pool`'s, and no more than all requests can fill."""
+    per_block, max_slots = model.bytes_per_block, _max_slots(config, vllm_config)
+    most = (vllm_config.scheduler_config.max_num_seqs * -(-max_slots // model.block_size) + 1) * per_block
     if config.pool.kv_bytes is not None:
         wanted = config.pool.kv_bytes
     elif config.pool.kv_fraction is not None:
@@ -90,18 +92,35 @@ def _pool_bytes(config: VidSpecConfig, vllm_config: Any, model: DraftModel, avai
     else:
         draft, target = kv_bytes_per_token(model.config), kv_bytes_per_token(vllm_config)
         kept = 1 - min(way.ratio_for(modality) for way in config.prune.ways for modality in ("video", "image"))
-        share = min(1.0, kept + _TEXT_SHARE) * draft
-        wanted = max(int(available_bytes * share / (target + share)), (blocks_per_req + 1) * per_block)
+        wanted = pool.pool_bytes(available_bytes, target, draft, kept, max_slots, model.block_size)
     if wanted < 2 * per_block:
         raise VidSpecError(f"a draft KV pool of {wanted} bytes holds nothing; one block takes {per_block} bytes")
     return min(wanted, most)
+
+
+def _max_slots(config: VidSpecConfig, vllm_config: Any) -> int:
+    """Return `max_slots_per_request` of a configuration."""
+    return max_slots_per_request(vllm_config.model_config.max_model_len, config.num_speculative_tokens)
+
+
+def _say_what_fits(pool_bytes: int, target_bytes: int, model: DraftModel, max_slots: int) -> None:
+    """Log the pool and the longest request that it holds."""
+    num_tokens = (pool_bytes // model.bytes_per_block - 1) * model.block_size
+    longer = "" if num_tokens >= max_slots else f"; a request that keeps more, of {max_slots} at most, runs undrafted"
+    logger.info(
+        "vidspec: draft KV pool %s GiB, target KV cache %s GiB; the pool holds %d tokens, pruned%s",
+        format_gib(pool_bytes),
+        format_gib(target_bytes),
+        num_tokens,
+        longer,
+    )
 
 
 def _vision_bytes(config: VidSpecConfig, vllm_config: Any, available_bytes: int) -> int:
     """Return the size of the cache of vision embeddings: none for a target that is shown nothing."""
     wanted = config.pool.encoder_bytes
     if wanted is None:
-        wanted = int(VISION_SHARE * available_bytes) if _shows(vllm_config) else 0
+        wanted = int(pool.VISION_SHARE * available_bytes) if _shows(vllm_config) else 0
     if wanted >= available_bytes:
         raise VidSpecError(f"draft_encoder_bytes: {wanted} leaves nothing of the {available_bytes} bytes of KV memory")
     return wanted

@@ -164,6 +164,9 @@ class DraftModel:
         config.model_config.multimodal_config = _media_config(base.model_config.multimodal_config)
         config.parallel_config = copy.copy(speculative.draft_parallel_config)
         config.parallel_config.rank = base.parallel_config.rank
+        # vLLM leaves this open, and a forward of which it is not known that it has no experts is agreed upon by all
+        # data-parallel engines; only those of one process each (VLLM_DP_SIZE) get that far.
+        config.parallel_config.is_moe_model = config.model_config.is_moe
         config.load_config = get_draft_load_config(base)
         config.quant_config = VllmConfig.get_quantization_config(config.model_config, config.load_config)
         return config
@@ -338,6 +341,17 @@ class DraftModel:
         # More scores than one block's never live at a time.
         candidates(self.compute_logits(hidden[: rows_per_block(self.vocab_size)]), 1)
         del held
+
+    def warm_up(self) -> None:
+        """Compile DeepGEMM's kernels of layers with block-FP8 weights, as vLLM does for the target: else the first
+        video waits seconds for each shape. Shapes that both models have are compiled once.
+        """
+        from vllm import envs
+        from vllm.model_executor.warmup.deep_gemm_warmup import deep_gemm_warmup
+        from vllm.utils.deep_gemm import is_deep_gemm_supported
+
+        if is_deep_gemm_supported() and envs.VLLM_DEEP_GEMM_WARMUP != "skip":
+            deep_gemm_warmup(self.model, self.max_num_tokens)
 
     def _profile_tower(self) -> list[torch.Tensor]:
         """Encode as many of the largest items as a step may hold, and return them."""

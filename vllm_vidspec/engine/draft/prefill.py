@@ -100,6 +100,12 @@ class DraftPrefill:
             self.counters.skip("too_long", message.req_id, detail)
             return Admission.REFUSED
         num_slots = max(plan.num_kept + 1, num_tokens - plan.num_dropped) + self._knobs.now.num_speculative_tokens
+        if num_slots > self._kv.num_slots:
+            detail = (
+                f"its pruned prompt takes {num_slots} tokens of the draft's KV pool, which has {self._kv.num_slots}"
+            )
+            self.counters.skip("too_long", message.req_id, detail)
+            return Admission.REFUSED
         if not self._kv.reserve(np.array([job.req_state_idx]), np.array([num_slots]))[0]:
             return Admission.FULL
         self._kv.begin(job.req_state_idx, plan.num_dropped, plan.pos_delta)

@@ -17,7 +17,7 @@ from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft.drafter import Drafter
 from vllm_vidspec.engine.draft.graphs import DraftGraphs
-from vllm_vidspec.engine.draft.memory import VISION_SHARE, DraftMemory
+from vllm_vidspec.engine.draft.memory import DraftMemory
 from vllm_vidspec.engine.draft.messages import Committed
 from vllm_vidspec.engine.draft.model import DraftModel, held_bytes, kv_bytes_per_token
 from vllm_vidspec.engine.draft.noise import CoupledSampler
@@ -27,6 +27,7 @@ from vllm_vidspec.engine.parallel.rank import DrafterRank, TargetMirror
 from vllm_vidspec.engine.parallel.tally import DrafterCounters
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.parallel import Tables
+from vllm_vidspec.planning.pool import VISION_SHARE
 
 # Tokens of a stream that may follow one begun on the device before it is begun anew; as many bits tell what is fed.
 _MAX_RUN = 32

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, get_max_chunk_logits
 
 from vllm_vidspec.engine.compat.contract import expect_parameters
 from vllm_vidspec.engine.listen.trees import TargetTrees
@@ -71,6 +71,15 @@ class CoupledVerifier(RejectionSampler):
     def end(self) -> None:
         """Let go of the step."""
         self._step = VerifyStep()
+
+    def profile(self, logits: torch.Tensor) -> None:
+        """Take, and give back, what a verify step takes beside its `[num_logits, vocab_size]` logits: the float32 copy
+        of one chunk, in which sampling parameters are applied, and as much again for nodes whose path is laid out.
+        """
+        chunk = logits[: get_max_chunk_logits(logits.shape[1])]
+        processed = torch.empty_like(chunk, dtype=torch.float32)
+        paths = torch.empty_like(processed)
+        del processed, paths
 
     def watch(self, on: bool) -> list[dict[str, Any]]:
         """Return what became of every token since watching began, and go on watching or not (see `ScoreWatch`)."""

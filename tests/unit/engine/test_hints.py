@@ -1,0 +1,116 @@
+"""What an operator of a GPU is told at start-up: where CUDA graphs end, and that a draft's weights are dear."""
+
+from types import SimpleNamespace
+
+import pytest
+from vllm.config.compilation import CUDAGraphMode
+
+from tests.unit.engine.fakes import make_knobs
+from vllm_vidspec.drafting import make_policy
+from vllm_vidspec.engine import hints
+from vllm_vidspec.engine.hints import graph_ceiling, level_width, say_hints
+
+STATIC = {"draft": "tree-static", "num_speculative_tokens": 25}
+ADAPTIVE = {"draft": "tree-adaptive", "num_speculative_tokens": 64}
+CHAIN = {"num_speculative_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("knobs", "max_num_seqs", "ends"),
+    [
+        (CHAIN, 1024, ["a target step of 86 requests has 516 rows", "a draft forward of 257 more"]),
+        (CHAIN, 85, []),
+        (CHAIN, 86, ["a target step of 86 requests has 516 rows"]),
+        (STATIC, 1024, ["a target step of 20 requests has 520 rows", "a draft forward of 129 more"]),
+        (ADAPTIVE, 1024, ["a target step of 8 requests has 520 rows", "a draft forward of 52 more"]),
+        # Who drafts less at many requests, or nothing, gets further.
+        (CHAIN | {"num_speculative_tokens_per_batch_size": [[1, 64, 5], [65, 2048, 0]]}, 1024, []),
+        (CHAIN | {"parallel_device": "cuda:1"}, 1024, ["a target step of 86 requests has 516 rows"]),
+    ],
+)
+def test_where_graphs_end_is_said(knobs, max_num_seqs, ends):
+    """By hand, for vLLM's 512 tokens. Catches: steps that run eagerly without a word; a line where none do."""
+    (line,) = list(graph_ceiling(make_knobs(**knobs).now, max_num_seqs, 512)) or ("",)
+    assert bool(line) == bool(ends) and "\n" not in line
+    assert all(end in line for end in ends)
+    assert line.count("a draft forward") == sum("draft forward" in end for end in ends)
+
+
+@pytest.mark.parametrize("knobs", [STATIC, ADAPTIVE])
+def test_a_levels_width_is_its_policys(knobs):
+    """Catches: tables or graphs planned for another width than trees have."""
+    import torch
+
+    config = make_knobs(**knobs).now
+    assert (
+        level_width(config, config.draft_shape)
+        == make_policy(config.draft_shape, config, 2, torch.device("cpu")).max_frontier
+    )
+
+
+QWEN25 = {
+    "7B": (28, 3584, 28, 4, 18_944, 152_064),
+    "32B": (64, 5120, 40, 8, 27_648, 152_064),
+}
+
+
+def model(size: str, quantization: str | None = None, stored: dict | None = None) -> SimpleNamespace:
+    layers, hidden, heads, kv_heads, intermediate, vocab = QWEN25[size]
+    config = {
+        "model_type": "qwen2_5_vl", "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "intermediate_size": intermediate, "vocab_size": vocab,
+        "quantization_config": stored,
+    }  # fmt: skip
+    return SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: config), quantization=quantization)
+
+
+def said(
+    target: SimpleNamespace, draft: SimpleNamespace, mode=CUDAGraphMode.FULL_AND_PIECEWISE, max_num_seqs=8, **knobs
+) -> list[str]:
+    engine = SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=512),
+        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
+        model_config=target,
+        speculative_config=SimpleNamespace(draft_model_config=draft),
+    )
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hints.logger, "info", lambda line, *values: lines.append(line % values))
+        say_hints(engine, make_knobs(**knobs | CHAIN).now)
+    assert all(line.startswith("vidspec: ") and "\n" not in line for line in lines)
+    return lines
+
+
+def test_a_dear_draft_is_named_with_what_would_help():
+    """Finding 7: five forwards of a 7B in bf16 read more than a 32B. Catches: a hint on what is quantised already, on
+    a drafter with a device of its own, or of a method that is not known.
+    """
+    (line,) = said(model("32B"), model("7B"))
+    assert line.startswith("vidspec: the draft's weights are dear: a draft step of 5 forwards reads 111 % of the")
+    assert '"quantization": "fp8_per_tensor" for the draft 60 % (modelled)' in line
+    assert not said(model("32B"), model("7B", "fp8_per_tensor"))
+    assert not said(model("32B"), model("7B", stored={"quant_method": "awq", "bits": 4}))
+    assert not said(model("32B"), model("7B", "unheard-of"))
+    assert not said(model("32B"), model("7B"), model="self")
+    assert not said(model("32B"), model("7B"), parallel_device="cuda:1")
+    # A target of four bits makes a 16-bit draft four times as dear.
+    groups = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}
+    (line,) = said(model("32B", stored=groups), model("7B"))
+    assert "reads 412 %" in line
+
+
+def test_nothing_is_said_of_graphs_where_there_are_none():
+    assert len(said(model("32B"), model("7B"), max_num_seqs=86)) == 2
+    for mode in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, None):
+        assert len(said(model("32B"), model("7B"), mode, max_num_seqs=86)) == 1
+
+
+def test_a_real_configuration_is_read():
+    """The bundled pairs', as vLLM builds them. Catches: a field that Hugging Face's own objects name otherwise."""
+    from tests.unit.engine.test_preflight import engine_args
+    from vllm_vidspec.plugin import register
+
+    register()
+    built = engine_args(dtype="float32").create_engine_config()
+    (line,) = said(built.model_config, built.speculative_config.draft_model_config)
+    assert line.startswith("vidspec: the draft's weights are dear: a draft step of 5 forwards reads")

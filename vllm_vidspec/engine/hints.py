@@ -1,0 +1,58 @@
+"""What is said at start-up of a configuration that is accepted and could be faster; a line each."""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.planning.draft_cost import cost_hint, stored_shape
+
+logger = logging.getLogger("vllm.vidspec")
+
+
+def say_hints(vllm_config: Any, config: VidSpecConfig) -> None:
+    """Log what an operator of a GPU should know."""
+    compilation = vllm_config.compilation_config
+    if compilation.cudagraph_mode is not None and compilation.cudagraph_mode.has_full_cudagraphs():
+        max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+        for line in graph_ceiling(config, max_num_seqs, compilation.max_cudagraph_capture_size or 0):
+            logger.info("vidspec: CUDA graphs end before --max-num-seqs: %s", line)
+    if not config.is_self_draft and not config.is_parallel:
+        models = (vllm_config.model_config, vllm_config.speculative_config.draft_model_config)
+        target, draft = (stored_shape(model.hf_config.to_dict(), model.quantization) for model in models)
+        if target is not None and draft is not None and (found := cost_hint(target, draft, config.max_path)):
+            logger.info("vidspec: the draft's weights are dear: %s: docs/models.md, A quantised draft", found)
+
+
+def graph_ceiling(config: VidSpecConfig, max_num_seqs: int, max_tokens: int) -> Iterator[str]:
+    """Yield a line if batches that vLLM may schedule are beyond any CUDA graph, of the target or of the draft.
+
+    Args:
+        config: The knobs.
+        max_num_seqs: Requests of the largest batch.
+        max_tokens: Of the largest graph.
+    """
+    sizes = [(size, config.plan_for(size)) for size in range(1, max_num_seqs + 1)]
+    drafting = [(size, plan) for size, plan in sizes if plan.num_tokens]
+    verify = next((size for size, plan in drafting if size * (plan.num_tokens + 1) > max_tokens), None)
+    draft = next((size for size, plan in drafting if size * max(2, level_width(config, plan.shape)) > max_tokens), None)
+    ends = []
+    if verify is not None and not config.adaptive_tokens:
+        ends.append(f"a target step of {verify} requests has {verify * (config.plan_for(verify).num_tokens + 1)} rows")
+    if draft is not None and not config.is_parallel:
+        ends.append(f"a draft forward of {draft} more tokens than that")
+    if ends:
+        yield (
+            f"at {max_tokens} tokens; {' and '.join(ends)}; from there on steps run without whole graphs "
+            f"(--max-num-seqs is {max_num_seqs}; raise max_cudagraph_capture_size if so many decode at once)"
+        )
+
+
+def level_width(config: VidSpecConfig, shape: str) -> int:
+    """Return the most nodes of a request in a draft forward behind the first: those of a level with children."""
+    if shape == "tree-adaptive":
+        return config.tree.width_max
+    if shape == "tree-static":
+        return max(Counter(map(len, {path[:-1] for path in config.tree.static_paths})).values())
+    return 1

@@ -1,0 +1,38 @@
+"""The draft's KV pool: how much of a rank's KV memory it takes; the engine allocates it by this. Plain Python."""
+
+import math
+
+# A draft that holds less of its requests than the target does runs out first; this margin over the kept share pays for
+# text, and for prompts without video.
+TEXT_SHARE = 0.1
+# Whatever the share comes to, the pool has room for so many tokens of one request, a long text without a video, if that
+# takes no more than so much of the KV memory. What is longer runs without drafts.
+LEAST_TOKENS = 8192
+MOST_LEAST_SHARE = 0.1
+# Of the KV memory, for the draft's vision embeddings.
+VISION_SHARE = 0.02
+# Of the KV memory, for pixels that the target has seen and the draft has not: 25,000 tokens of video are 236 MB.
+PIXEL_SHARE = 0.01
+
+
+def pool_bytes(
+    available_bytes: int, target_token_bytes: float, draft_token_bytes: float, kept: float, max_tokens: int, block: int
+) -> int:
+    """Return the bytes of a pool that holds the pruned copy of all that the target's cache holds beside it.
+
+    And at least one request of `LEAST_TOKENS`, or a pruned one of the longest context, as far as `MOST_LEAST_SHARE`
+    goes, with the block that nobody gets.
+
+    Args:
+        available_bytes: KV memory of a rank, target and draft together.
+        target_token_bytes: KV of a token on it.
+        draft_token_bytes: The same of the draft.
+        kept: Share of a prompt's visual tokens that the draft sees.
+        max_tokens: Of the longest request.
+        block: Tokens of a KV block.
+    """
+    share = min(1.0, kept + TEXT_SHARE)
+    by_share = int(available_bytes * share * draft_token_bytes / (target_token_bytes + share * draft_token_bytes))
+    num_tokens = min(max_tokens, max(math.ceil(share * max_tokens), LEAST_TOKENS))
+    least = int((-(-num_tokens // block) + 1) * block * draft_token_bytes)
+    return max(by_share, min(least, int(MOST_LEAST_SHARE * available_bytes)))
