@@ -27,6 +27,7 @@ SCENARIOS: dict[str, Callable[[str], list]] = {
         family, 6, temperature=1.0, logprobs=1, ignore_eos=True, max_tokens=40
     ),
     "sparse": harness.sparse_videos,
+    "penalised": harness.penalised_videos,
     "grammar": harness.bound_by_a_grammar,
     "long question": lambda family: harness.videos(family, 8, QUESTION),
 }

@@ -241,6 +241,20 @@ def shown(count: int) -> list[np.ndarray]:
     return [world.held_out(i).frames for i in range(count)]
 
 
+def penalised_videos(family: str) -> list[tuple[dict, dict]]:
+    """Six requests with the penalties that look at the text, greedy and sampled; one asks for none."""
+    asked = [
+        {"repetition_penalty": 1.05},
+        {"repetition_penalty": 1.05, "temperature": 1.0, "seed": 31},
+        {"presence_penalty": 0.6, "frequency_penalty": 0.4},
+        {"presence_penalty": 0.3, "frequency_penalty": -0.1, "temperature": 1.0, "seed": 32},
+        {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "temperature": 0.7, "min_p": 0.02, "seed": 33},
+        {},
+    ]
+    requests = videos(family, len(asked), max_tokens=24)
+    return [(prompt, {**base, **more}) for (prompt, base), more in zip(requests, asked, strict=True)]
+
+
 def sparse_videos(family: str) -> list[tuple[dict, dict]]:
     """Return endless answers to two Qwen videos whose rope positions follow a slow clock, far past their tokens."""
     requests = videos(family, 2, max_tokens=60, ignore_eos=True)
