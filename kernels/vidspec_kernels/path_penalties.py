@@ -1,4 +1,4 @@
-"""path_penalties: vLLM's repetition, frequency and presence penalties of tree nodes, each along its own path; one launch.
+"""path_penalties: vLLM's repetition, frequency and presence penalties of tree nodes along their own paths; one launch.
 
 A node's logits are penalised for the committed text, as vLLM counts it, and for the drafts from below the root to the
 node itself. The arithmetic is vLLM's own, operation by operation, so that a node has the bits that a chain of its

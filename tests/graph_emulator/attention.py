@@ -62,9 +62,7 @@ def attention_as_on_a_gpu() -> Iterator[None]:
         mock.patch.object(cpu_attn.ops, "cpu_attn_get_scheduler_metadata", plan_later),
         mock.patch.object(cpu_attn.CPUAttentionBackendImpl, "forward", attend),
         mock.patch.object(cpu_attn.CPUAttentionMetadataBuilder, "supports_draft_decode_metadata_update", True),
-        mock.patch.object(
-            cpu_attn.CPUAttentionMetadataBuilder, "_cudagraph_support", AttentionCGSupport.UNIFORM_BATCH
-        ),
+        mock.patch.object(cpu_attn.CPUAttentionMetadataBuilder, "_cudagraph_support", AttentionCGSupport.UNIFORM_BATCH),
         mock.patch.dict(INSIDE, python),
     ):
         yield

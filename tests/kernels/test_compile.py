@@ -1,6 +1,7 @@
 """Kernels compiled without a GPU: what they take and how many variants of them there are."""
 
 import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -165,6 +166,18 @@ def test_every_variant_that_steps_use_is_warmed():
     assert found["missing"] == [] and found["ambiguous"] == [] and found["stale"] == []
     assert found["used"].keys() == found["warmed"].keys() and len(found["used"]) == 24
     assert sum(found["warmed"].values()) <= 53, found["warmed"]
+
+
+def test_penalties_are_compiled_to_vllms_arithmetic():
+    """Token by token the same products, quotients and fused sums, on both architectures: the same bits on a GPU.
+
+    Catches: a product that fuses here and not there, a quotient that rounds otherwise.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    found = run("tests/kernels/penalties_as_compiled.py")
+    expected = {"fma.rn.f32": 2.0, "mul.f32": 1.0, "div.full.f32": 1.0}
+    assert found == {f"{kernel} {arch}": expected for kernel in ("vllm", "ours") for arch in ARCHS}
 
 
 @pytest.mark.parametrize(("capability", "keys", "stages"), [(90, 64, 5), (100, 64, 4), (80, 32, 5), (89, 16, 5)])

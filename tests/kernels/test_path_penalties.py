@@ -76,7 +76,7 @@ def test_equals_a_walk_by_hand(device, impl, vocab_size):
 
 @pytest.mark.parametrize("vocab_size", [2047, 8192, 8193, 10_300])
 def test_implementations_agree_past_a_block_and_a_share(device, vocab_size):
-    """Catches: a turn of the loop that reads the share's first tokens, a share that ends early or runs into the next."""
+    """Catches: a turn of the loop that reads the share's first tokens, one that runs into the next share."""
     left = []
     for impl in IMPLS:
         inputs, tables = make_inputs(vocab_size, device, vocab_size)

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from tests.unit.engine.fakes import CPU, GROUP

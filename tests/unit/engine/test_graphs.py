@@ -27,9 +27,7 @@ def test_sizes_are_vllms_up_to_all_requests(sizes, max_num_reqs, expected):
 class Recorded(DraftGraphs):
     """Captures by running twice, as vLLM does, and replays by noting so."""
 
-    def __init__(
-        self, mode=CUDAGraphMode.FULL_AND_PIECEWISE, sizes=(1, 2, 4), max_num_reqs=4, mostly_processed=False
-    ):
+    def __init__(self, mode=CUDAGraphMode.FULL_AND_PIECEWISE, sizes=(1, 2, 4), max_num_reqs=4, mostly_processed=False):
         compilation = SimpleNamespace(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes))
         self.graphs, self.replayed = {}, []
         with pytest.MonkeyPatch.context() as patch:

@@ -40,7 +40,9 @@ def make_sampler(asked: dict) -> Sampler:
     import vllm_vidspec.engine.cpu.worker  # noqa: F401  buffers that a device would map
 
     states = RequestState(MAX_REQS, 64, 64, K, VOCAB_SIZE, CPU)
-    sampler = Sampler(SimpleNamespace(reasoning_config=None), MAX_REQS, VOCAB_SIZE, CPU, states, num_speculative_tokens=K)
+    sampler = Sampler(
+        SimpleNamespace(reasoning_config=None), MAX_REQS, VOCAB_SIZE, CPU, states, num_speculative_tokens=K
+    )
     for row, arguments in asked.items():
         banned = arguments.get("bad_words")
         params = SamplingParams(**{name: value for name, value in arguments.items() if name != "bad_words"})

@@ -260,7 +260,9 @@ class DraftModel:
             self._kv_config = get_kv_cache_config_from_groups(
                 _without_override(self.config), self._kv_groups(), num_blocks * self.bytes_per_block
             )
-            self._attn_groups, self._graph_support, kernel_block_sizes = init_attn_backend(self._kv_config, self.config, self.device)
+            self._attn_groups, self._graph_support, kernel_block_sizes = init_attn_backend(
+                self._kv_config, self.config, self.device
+            )
             init_kv_cache(
                 self.config.compilation_config.static_forward_context,
                 self._kv_config,

@@ -50,7 +50,7 @@ class PathSampler:
 
     @property
     def tables(self) -> PenaltyTables:
-        """vLLM's own. Where the first three lie changes from step to step."""
+        """Those of vLLM. Where the first three lie changes from step to step."""
         state = self._penalties
         vectors = (state.repetition_penalty.gpu, state.frequency_penalty.gpu, state.presence_penalty.gpu)
         return PenaltyTables(*vectors, state.prompt_bin_mask, state.output_bin_counts)
