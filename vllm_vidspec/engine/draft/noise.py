@@ -7,7 +7,6 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -20,7 +19,7 @@ DRAFT_NOISE_SALT = 1 << 30
 # docs/architecture.md), and a step of them is one graph.
 MOST_REPETITION, NEARLY_GREEDY = 1.05, 0.01
 LEAST_TOP_K, LEAST_TOP_P = 20, 0.95
-_ALL_TOKENS = 1 << 30
+_ALL_TOKENS, _NO_PENALTIES = 1 << 30, {"repetition": 1.0, "frequency": 0.0, "presence": 0.0}
 _log1p_neg_stable = gumbel._log1p_neg_stable
 murmur3_uniform32 = gumbel.murmur3_uniform32
 murmur3_uniform64 = gumbel.murmur3_uniform64
@@ -154,10 +153,13 @@ class CoupledSampler:
 
     def processes_by_default(self, model_config: Any) -> bool:
         """Whether a request that names no sampling parameters, and gets the model's own, needs processors."""
-        asked = SamplingParams(**{**model_config.get_diff_sampling_param(), "max_tokens": 1})
-        values = [asked.temperature, asked.top_k if asked.top_k > 0 else _ALL_TOKENS, asked.top_p, asked.min_p]
-        values += [asked.repetition_penalty, asked.frequency_penalty, asked.presence_penalty]
-        return self._noise != "greedy" and bool(costs_drafts(*map(np.float32, values)))
+        if self._noise == "greedy":
+            return False
+        asked = model_config.get_diff_sampling_param()
+        top_k = asked.get("top_k", 0)
+        kept = (asked.get("temperature", 1.0), top_k if top_k > 0 else _ALL_TOKENS, asked.get("top_p", 1.0))
+        penalties = (asked.get(f"{name}_penalty", default) for name, default in _NO_PENALTIES.items())
+        return bool(costs_drafts(*map(np.asarray, (*kept, asked.get("min_p", 0.0), *penalties))))
 
     # ---- inside a captured step --------------------------------------------------------------------------------------
 
