@@ -242,16 +242,18 @@ def shown(count: int) -> list[np.ndarray]:
 
 
 def penalised_videos(family: str) -> list[tuple[dict, dict]]:
-    """Six requests with the penalties that look at the text, greedy and sampled; one asks for none."""
+    """Eight requests with the penalties that look at the text, greedy and sampled, of either sign."""
     asked = [
         {"repetition_penalty": 1.05},
-        {"repetition_penalty": 1.05, "temperature": 1.0, "seed": 31},
+        {"repetition_penalty": 1.05, "temperature": 1.0},
         {"presence_penalty": 0.6, "frequency_penalty": 0.4},
-        {"presence_penalty": 0.3, "frequency_penalty": -0.1, "temperature": 1.0, "seed": 32},
-        {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "temperature": 0.7, "min_p": 0.02, "seed": 33},
-        {},
+        {"presence_penalty": 0.3, "frequency_penalty": -0.1, "temperature": 1.0},
+        {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "temperature": 0.7, "min_p": 0.02},
+        {"frequency_penalty": -1.5, "temperature": 1.0},
+        {"presence_penalty": -2.0, "frequency_penalty": -0.5, "temperature": 1.0},
+        {"repetition_penalty": 1.6, "frequency_penalty": 2.0, "temperature": 1.0},
     ]
-    requests = videos(family, len(asked), max_tokens=24)
+    requests = videos(family, len(asked), max_tokens=30, ignore_eos=True)
     return [(prompt, {**base, **more}) for (prompt, base), more in zip(requests, asked, strict=True)]
 
 

@@ -65,14 +65,14 @@ def test_penalties_follow_a_nodes_own_path(decoys, reference):
     """Repetition, presence and frequency penalties, greedy and sampled, on trees whose accepted paths are never the
     first nodes: vanilla's own tokens, and drafts among them; nobody's path is laid out.
 
-    Catches: a penalty for a decoy's token, or twice for one ancestor's.
+    Catches: paths laid out for penalties, drafts that penalties cost. This model's choices are too sure for a wrong count
+    to show: that the logits are right to the bit is for `tests/unit/engine/test_node_paths.py`.
     """
-    for swaps in (True, False):
-        with decoys_first() if swaps else contextlib.nullcontext(), rows_sampled(decoys) as shown:
-            outputs, counted = decoys.measured(SCENARIOS["penalised"](decoys.family))
-        assert token_ids(outputs) == token_ids(reference(decoys.family, "penalised"))
-        assert counted["accepted_tokens"] > counted["drafts"] > 0
-        assert max(shown) <= 7 * len(outputs)
+    with decoys_first(), rows_sampled(decoys) as shown:
+        outputs, counted = decoys.measured(SCENARIOS["penalised"](decoys.family))
+    assert token_ids(outputs) == token_ids(reference(decoys.family, "penalised"))
+    assert counted["accepted_tokens"] > counted["drafts"] > 0
+    assert max(shown) <= 7 * len(outputs)
 
 
 @contextlib.contextmanager
