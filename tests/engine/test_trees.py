@@ -65,8 +65,8 @@ def test_penalties_follow_a_nodes_own_path(decoys, reference):
     """Repetition, presence and frequency penalties, greedy and sampled, on trees whose accepted paths are never the
     first nodes: vanilla's own tokens, and drafts among them; nobody's path is laid out.
 
-    Catches: paths laid out for penalties, drafts that penalties cost. This model's choices are too sure for a wrong count
-    to show: that the logits are right to the bit is for `tests/unit/engine/test_node_paths.py`.
+    Catches: paths laid out for penalties, drafts that penalties cost. This model's choices are too sure for a wrong
+    count to show: that the logits are right to the bit is for `tests/unit/engine/test_node_paths.py`.
     """
     with decoys_first(), rows_sampled(decoys) as shown:
         outputs, counted = decoys.measured(SCENARIOS["penalised"](decoys.family))

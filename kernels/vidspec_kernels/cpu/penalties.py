@@ -26,7 +26,7 @@ def _path_penalties(
         while node > 0:
             token = tokens[first + node]
             if 0 <= token < vocab_size:
-                counts[token] += 2
+                counts[token] += 1
             node = min(parents[row, node], node - 1)
         for v in range(vocab_size):
             value, is_seen = logits[i, v], counts[v] > 0
