@@ -1,6 +1,6 @@
 """Measure what drafts lose by ignoring a sampling parameter that the target applies, on the bundled pairs.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_draft_parameters.py [--videos 24] [--max-tokens 80] [--json rows.json]
+    OMP_NUM_THREADS=1 python benchmarks/bench_draft_parameters.py [--videos 24] [--max-tokens 80] [--cases top-p]
 
 A draft under a temperature and noise alone is one CUDA graph; one whose logits vLLM processes (penalties, top-k, top-p,
 min-p) is a graph a level, with launches between. So a parameter should be processed where drafts stand more often for
@@ -11,6 +11,7 @@ tokens a verify step, processed and ignored. The text is the target's either way
 import argparse
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ CASES: dict[str, dict[str, float]] = {
     "T 1, top-p 0.95": {"temperature": 1.0, "top_p": 0.95},
     "T 1, top-p 0.9": {"temperature": 1.0, "top_p": 0.9},
     "T 0.7, top-p 0.8": {"temperature": 0.7, "top_p": 0.8},
+    "T 0.7, top-p 0.8, top-k 20": {"temperature": 0.7, "top_p": 0.8, "top_k": 20},
+    "T 1, top-k 1": {"temperature": 1.0, "top_k": 1},
     "T 0.7, top-k 20": {"temperature": 0.7, "top_k": 20},
     "T 1, top-k 5": {"temperature": 1.0, "top_k": 5},
     "T 1, min-p 0.05": {"temperature": 1.0, "min_p": 0.05},
@@ -45,7 +48,7 @@ def needs_always(self: CoupledSampler, rows_np: Any) -> bool:
     return bool(self._sampler.needs_logits_processing[rows_np].any())
 
 
-def measure(family: str, num_videos: int, max_tokens: int) -> list[dict[str, Any]]:
+def measure(family: str, num_videos: int, max_tokens: int, cases: str = "") -> list[dict[str, Any]]:
     """Return a row for each case, of one engine."""
     from vllm import LLM, SamplingParams
 
@@ -54,6 +57,8 @@ def measure(family: str, num_videos: int, max_tokens: int) -> list[dict[str, Any
     prompts = [pairs.video_prompt(family, world.held_out(i).frames) for i in range(num_videos)]
     rows = []
     for name, case in CASES.items():
+        if not re.search(cases, name):
+            continue
         row: dict[str, Any] = {"family": family, "case": name}
         for way, needs in (("processed", needs_always), ("ignored", lambda self, rows_np: False)):
             before = metrics.read_metrics(path)
@@ -74,9 +79,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--videos", type=int, default=24)
     parser.add_argument("--max-tokens", type=int, default=80)
+    parser.add_argument("--cases", default="", help="a regular expression")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows = [row for family in pairs.FAMILIES for row in measure(family, options.videos, options.max_tokens)]
+    asked = (options.videos, options.max_tokens, options.cases)
+    rows = [row for family in pairs.FAMILIES for row in measure(family, *asked)]
     if options.json:
         options.json.write_text(json.dumps({"rows": rows, "provenance": provenance()}, indent=1) + "\n")
     return 0

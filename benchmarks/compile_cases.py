@@ -188,6 +188,8 @@ def cases() -> tuple[Case, ...]:
     add("accept", "loose tree K1", warm_up.accept_once, 1, MAX_REQS, True, True)
     words = i32(MAX_REQS, 152_064 // 32)
     add("loosen", "152k bits", warm_up.warm_loosen, 64, words, FP32, in_trees=True, is_measured=True)
+    penalties = kernels.PenaltyTables(*(floats(MAX_REQS) for _ in range(3)), words, i32(MAX_REQS, 152_064))
+    add("path_penalties", "K64 152k tokens", warm_up.warm_path_penalties, 152_064, i32(MAX_REQS + 1, 65), penalties)
     for dtype in (BF16, FP8, FP32, torch.float64):
         add("kv_compact", f"K64 4 heads d128 {8 * dtype.itemsize} bits", compact, 64, 4, 128, dtype)
     add("kv_compact", "K64 4 heads d128 16 bits, strided", compact, 64, 4, 128, BF16, 16)

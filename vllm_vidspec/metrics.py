@@ -49,7 +49,7 @@ _COUNTERS = {
     "draft_depth": "Depth of the drafts verified: what could stand at most.",
     "draft_steps": "Batches drafted for.",
     "draft_forwards": "Forwards of the draft model while drafting.",
-    "draft_eager_steps": "Batches drafted for without CUDA graphs though graphs are on: larger than any graph.",
+    "draft_eager_steps": "Batches drafted for without CUDA graphs though cudagraph_mode is not NONE.",
     "undrafted_steps": "Steps for which drafts do not pay, or that an operator or failures let go without.",
     "stream_tokens": "Tokens that a drafter with a process of its own has drawn.",
     "late_drafts": "Steps of requests whose stream was not ahead of the target, so that nothing was verified.",

@@ -8,6 +8,7 @@ from vidspec_kernels.guidance_scores import guidance_scores, guidance_scores_ref
 from vidspec_kernels.kv_compact import CacheList, kv_compact, kv_compact_reference
 from vidspec_kernels.loosen import CHANCE, RELEVANCE, LooseTables, loosen, loosen_reference, random_scores
 from vidspec_kernels.next_level import next_level, next_level_reference
+from vidspec_kernels.path_penalties import PenaltyTables, path_penalties, path_penalties_reference
 from vidspec_kernels.place_trees import TreePlaces, place_trees, place_trees_reference
 from vidspec_kernels.sampling import Noise, SampleScratch
 from vidspec_kernels.step_buffers import LevelBuffers, StepBuffers, StepTables
@@ -49,6 +50,7 @@ __all__ = [
     "LooseTables",
     "Looseness",
     "Noise",
+    "PenaltyTables",
     "SampleScratch",
     "StepBuffers",
     "StepTables",
@@ -73,6 +75,8 @@ __all__ = [
     "merge_relevance",
     "next_level",
     "next_level_reference",
+    "path_penalties",
+    "path_penalties_reference",
     "place_trees",
     "place_trees_reference",
     "random_scores",

@@ -21,6 +21,7 @@ from vidspec_kernels.guidance_scores import guidance_scores
 from vidspec_kernels.kv_compact import CacheList, kv_compact
 from vidspec_kernels.loosen import LooseTables, loosen
 from vidspec_kernels.next_level import next_level
+from vidspec_kernels.path_penalties import PenaltyTables, path_penalties
 from vidspec_kernels.place_trees import TreePlaces, place_trees
 from vidspec_kernels.sampling import Noise, SampleScratch
 from vidspec_kernels.step_buffers import LevelBuffers, StepBuffers, StepTables
@@ -141,6 +142,12 @@ def warm_loosen(num_drafts: int, protected: Tensor, dtype: torch.dtype, in_trees
     for num_cols, has_scores, is_predicting in itertools.product(trees, measures, (False, True)):
         parents = None if num_cols is None else i32(max_reqs, num_cols)
         loosen(*vectors, tables, parents, floats(rows) if has_scores else None, is_predicting=is_predicting)
+
+
+def warm_path_penalties(vocab_size: int, parents: Tensor, tables: PenaltyTables) -> None:
+    """Prepare `path_penalties` for the engine's own tables, real tensors of any values."""
+    tables = PenaltyTables(*map(as_meta, tables))
+    path_penalties(floats(1, vocab_size), i64(1), i32(1), i32(1), as_meta(parents), tables)
 
 
 def warm_begin_step(tables: StepTables, out: StepBuffers, is_greedy: bool) -> None:

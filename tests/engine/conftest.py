@@ -28,6 +28,7 @@ SCENARIOS: dict[str, Callable[[str], list]] = {
     ),
     "sparse": harness.sparse_videos,
     "videos and texts": harness.videos_and_texts,
+    "penalised": harness.penalised_videos,
     "grammar": harness.bound_by_a_grammar,
     "long question": lambda family: harness.videos(family, 8, QUESTION),
 }

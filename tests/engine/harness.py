@@ -272,6 +272,22 @@ def videos_and_texts(family: str) -> list[tuple[dict, dict]]:
     return videos(family, 3, max_tokens=60, ignore_eos=True) + texts
 
 
+def penalised_videos(family: str) -> list[tuple[dict, dict]]:
+    """Eight requests with the penalties that look at the text, greedy and sampled, of either sign."""
+    asked = [
+        {"repetition_penalty": 1.05},
+        {"repetition_penalty": 1.05, "temperature": 1.0},
+        {"presence_penalty": 0.6, "frequency_penalty": 0.4},
+        {"presence_penalty": 0.3, "frequency_penalty": -0.1, "temperature": 1.0},
+        {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "temperature": 0.7, "min_p": 0.02},
+        {"frequency_penalty": -1.5, "temperature": 1.0},
+        {"presence_penalty": -2.0, "frequency_penalty": -0.5, "temperature": 1.0},
+        {"repetition_penalty": 1.6, "frequency_penalty": 2.0, "temperature": 1.0},
+    ]
+    requests = videos(family, len(asked), max_tokens=30, ignore_eos=True)
+    return [(prompt, {**base, **more}) for (prompt, base), more in zip(requests, asked, strict=True)]
+
+
 def sparse_videos(family: str) -> list[tuple[dict, dict]]:
     """Return endless answers to two Qwen videos whose rope positions follow a slow clock, far past their tokens."""
     requests = videos(family, 2, max_tokens=60, ignore_eos=True)

@@ -35,7 +35,7 @@ def test_every_part_is_prepared(monkeypatch):
     # Target and draft have the same attention kernel, and the same one that moves accepted nodes.
     assert set(prepared) == {
         *("_accept_kernel", "_loosen_kernel", "_kv_compact_kernel"),
-        *("_place_trees_kernel", "_begin_step_kernel", "_next_level_kernel"),
+        *("_place_trees_kernel", "_begin_step_kernel", "_next_level_kernel", "_path_penalties_kernel"),
         *("_tree_begin_kernel", "_tree_plan_kernel", "_tree_grow_kernel", "_tree_finish_kernel"),
         *("_candidates_kernel", "_merge_candidates_kernel"),
         *("_tree_attention_kernel", "_visual_relevance_kernel", "_merge_splits_kernel", "_merge_relevance_kernel"),

@@ -1,5 +1,7 @@
 """Trees: branches behind decoys, planted bugs, and shapes that change while requests run."""
 
+import contextlib
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -22,7 +24,7 @@ DECOYS = [[0], [1], [1, 0], [1, 1], [1, 1, 0], [1, 1, 1]]
 @pytest.fixture(scope="module")
 def decoys(reference):
     """The target drafts for itself, its best candidate always listed second: every accepted path is out of order."""
-    for scenario in ("videos", "sampled"):  # one engine at a time
+    for scenario in ("videos", "sampled", "penalised"):  # one engine at a time
         reference(LLAVA, scenario)
     with harness.engine(
         LLAVA, "target", pruner="none", drafting="tree-static", tree_paths=DECOYS, num_speculative_tokens=6
@@ -30,8 +32,9 @@ def decoys(reference):
         yield engine
 
 
-def check_decoys(engine, reference) -> None:
-    """Every step accepts the three tokens behind the decoys; the output is vanilla's, greedy and sampled."""
+@contextlib.contextmanager
+def decoys_first() -> Iterator[None]:
+    """List the draft's best candidate second."""
     original = CoupledSampler.candidates_into
 
     def decoy_first(self, *args, log_probs, ids, **kwargs):
@@ -41,6 +44,12 @@ def check_decoys(engine, reference) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CoupledSampler, "candidates_into", decoy_first)
+        yield
+
+
+def check_decoys(engine, reference) -> None:
+    """Every step accepts the three tokens behind the decoys; the output is vanilla's, greedy and sampled."""
+    with decoys_first():
         for scenario in ("videos", "sampled"):
             outputs, counted = engine.measured(SCENARIOS[scenario](engine.family))
             assert token_ids(outputs) == token_ids(reference(engine.family, scenario))
@@ -50,6 +59,34 @@ def check_decoys(engine, reference) -> None:
 def test_branches_behind_decoys_are_accepted(decoys, reference):
     """Catches: every mutation below."""
     check_decoys(decoys, reference)
+
+
+def test_penalties_follow_a_nodes_own_path(decoys, reference):
+    """Repetition, presence and frequency penalties, greedy and sampled, on trees whose accepted paths are never the
+    first nodes: vanilla's own tokens, and drafts among them; nobody's path is laid out.
+
+    Catches: paths laid out for penalties, drafts that penalties cost. This model's choices are too sure for a wrong
+    count to show: that the logits are right to the bit is for `tests/unit/engine/test_node_paths.py`.
+    """
+    with decoys_first(), rows_sampled(decoys) as shown:
+        outputs, counted = decoys.measured(SCENARIOS["penalised"](decoys.family))
+    assert token_ids(outputs) == token_ids(reference(decoys.family, "penalised"))
+    assert counted["accepted_tokens"] > counted["drafts"] > 0
+    assert max(shown) <= 7 * len(outputs)
+
+
+@contextlib.contextmanager
+def rows_sampled(engine) -> Iterator[list[int]]:
+    """Yield the list that the numbers of rows go to which vLLM's sampler is shown."""
+    sampler, shown = engine.runner.sampler, []
+    sample = type(sampler).sample
+
+    def noting(self, logits, *args, **kwargs):
+        shown.append(len(logits))
+        return sample(self, logits, *args, **kwargs)
+
+    with mock.patch.object(type(sampler), "sample", noting):
+        yield shown
 
 
 def test_whole_forwards_are_captured(decoys, reference):

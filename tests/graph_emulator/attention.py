@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from vllm.model_executor.layers.attention import attention as layers
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import cpu_attn
 
 from tests.graph_emulator.recorder import INSIDE, Recording, ReplayError
@@ -61,6 +62,7 @@ def attention_as_on_a_gpu() -> Iterator[None]:
         mock.patch.object(cpu_attn.ops, "cpu_attn_get_scheduler_metadata", plan_later),
         mock.patch.object(cpu_attn.CPUAttentionBackendImpl, "forward", attend),
         mock.patch.object(cpu_attn.CPUAttentionMetadataBuilder, "supports_draft_decode_metadata_update", True),
+        mock.patch.object(cpu_attn.CPUAttentionMetadataBuilder, "_cudagraph_support", AttentionCGSupport.UNIFORM_BATCH),
         mock.patch.dict(INSIDE, python),
     ):
         yield

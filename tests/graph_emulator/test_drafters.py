@@ -131,6 +131,43 @@ def test_logits_that_are_processed_between_graphs(captured):
     assert counted["draft_eager_steps"] == 0
 
 
+def test_few_sizes_of_what_is_not_asked_for_by_default(captured, monkeypatch):
+    """The same where logits are processed by default: all sizes then, and few of the others.
+
+    Catches: a step padded to a size of the other kind, which runs eagerly; a level whose nodes nobody has placed when
+    it is captured; both kinds captured at every size.
+    """
+    engine, shape, answers = captured
+    manager, drafter = engine.speculator.graphs, engine.speculator.drafter
+    names = {is_processed: {key.name for key in kind} for is_processed, kind in kinds(engine).items()}
+    assert not (names[False] & names[True]) - {"finish"}
+    assert {key.num_tokens for key in kinds(engine)[True]} == {1, 4, 8}
+    monkeypatch.setattr(manager, "_mostly_processed", True)
+    if drafter.trees is not None:
+        monkeypatch.setattr(drafter.trees, "_frontiers", {})
+    with captured_again(engine, list(SIZES)):
+        assert {key.num_tokens for key in manager.graphs if key.name == WHOLE[shape]} == {1, 4, 8}
+        assert {key.num_tokens for key in kinds(engine)[True]} == set(SIZES)
+        start = engine.counters()
+        assert drafts_stand(engine, answers)
+        requests = [(p, {**a, "max_tokens": 8}) for p, a in SCENARIOS["endless"](engine.family)]
+        assert_begins(engine.generate(requests[:3]), answers["endless"])
+        assert metrics.difference(start, engine.counters())["draft_eager_steps"] == 0
+
+
+def kinds(engine: Engine) -> dict[bool, set]:
+    """Return the keys of the parts of steps whose logits are processed, and of the others."""
+    drafter = engine.speculator.drafter
+    return {
+        is_processed: {
+            key
+            for num_reqs, plan in drafter._plans(is_processed)
+            for key in (drafter.chains or drafter.trees).parts(num_reqs, plan.num_tokens, is_processed)
+        }
+        for is_processed in (False, True)
+    }
+
+
 def test_a_chain_that_goes_on(captured, monkeypatch):
     """Drawn as the parallel drafter does, a token a call, the device knowing where each goes: a chain like any other.
 

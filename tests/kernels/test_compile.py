@@ -1,6 +1,7 @@
 """Kernels compiled without a GPU: what they take and how many variants of them there are."""
 
 import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -18,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 # The heaviest shapes of each kernel; benchmarks/compile_report.py without arguments compiles all.
 HEAVIEST = (
     "28/4 Q9$|28/4 Q26$|Q26, prefix given|tree K64|Q65 100k$|top 128|28/4 nq32|F10 C10|K25, axes 3|C64 152k|152k noise|"
-    "K64, ring 512"
+    "K64, ring 512|K64 152k tokens"
 )
 # Other dtypes, padded sizes and small launches: once, for Hopper. Each kernel's least sizes are among them.
 FORMS = (
@@ -58,7 +59,7 @@ def test_every_form_compiles_for_hopper(forms):
     product."""
     assert {row["kernel"] for row in forms} >= {
         *("accept", "begin_step", "next_level", "draw", "choose_draw", "candidates", "merge_candidates", "kv_compact"),
-        *("loosen", "take_windows", "text_tails"),
+        *("loosen", "path_penalties", "take_windows", "text_tails"),
         *("tree_begin", "tree_place", "tree_plan", "tree_grow", "tree_finish"),
     }
     by_case = {(row["kernel"], row["case"]): row for row in forms}
@@ -108,7 +109,7 @@ def test_nothing_spills(rows, arch):
     rows = [row for row in rows if row["arch"] == arch]
     assert {row["kernel"] for row in rows} == {
         *("tree_attention", "visual_relevance", "merge_splits", "row_stats", "guidance_scores"),
-        *("accept", "tree_grow", "tree_finish", "place_trees", "take_windows", "text_tails"),
+        *("accept", "tree_grow", "tree_finish", "place_trees", "take_windows", "text_tails", "path_penalties"),
         *("begin_step", "next_level", "draw", "choose_draw", "candidates", "merge_candidates"),
     }
     assert [(row["kernel"], row["case"], row["spill_bytes"]) for row in rows if row["spill_bytes"]] == []
@@ -163,8 +164,20 @@ def test_every_variant_that_steps_use_is_warmed():
     """
     found = run("tests/kernels/variants.py")
     assert found["missing"] == [] and found["ambiguous"] == [] and found["stale"] == []
-    assert found["used"].keys() == found["warmed"].keys() and len(found["used"]) == 23
-    assert sum(found["warmed"].values()) <= 52, found["warmed"]
+    assert found["used"].keys() == found["warmed"].keys() and len(found["used"]) == 24
+    assert sum(found["warmed"].values()) <= 53, found["warmed"]
+
+
+def test_penalties_are_compiled_to_vllms_arithmetic():
+    """Token by token the same products, quotients and fused sums, on both architectures: the same bits on a GPU.
+
+    Catches: a product that fuses here and not there, a quotient that rounds otherwise.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    found = run("tests/kernels/penalties_as_compiled.py")
+    expected = {"fma.rn.f32": 2.0, "mul.f32": 1.0, "div.full.f32": 1.0}
+    assert found == {f"{kernel} {arch}": expected for kernel in ("vllm", "ours") for arch in ARCHS}
 
 
 @pytest.mark.parametrize(("capability", "keys", "stages"), [(90, 64, 5), (100, 64, 4), (80, 32, 5), (89, 16, 5)])

@@ -42,6 +42,7 @@ TABLE = i32(MAX_REQS, MAX_CONTEXT // 16 + 2)
 TREES = (i32(MAX_REQS, NUM_DRAFTS + 1), i32(MAX_REQS, NUM_DRAFTS + 1), i64(MAX_REQS, NUM_DRAFTS + 1))
 VOCAB, WORDS = 152_000, i32(MAX_REQS, 4_750)
 LOOSE = kernels.LooseTables(WORDS, WORDS, i32(MAX_REQS), i64(MAX_REQS))
+PENALTIES = kernels.PenaltyTables(*(floats(MAX_REQS) for _ in range(3)), WORDS, i32(MAX_REQS, VOCAB))
 KEPT, TOTALS = (i32(MAX_REQS, NUM_DRAFTS + 1), i32(MAX_REQS)), i64(7 + NUM_DRAFTS)
 BUFFERS, TEMPLATE = grow_buffers(WIDTH, CANDIDATES, NUM_DRAFTS, MAX_REQS), template(NUM_DRAFTS + 1)
 STORE = (floats(64, 64, HIDDEN, dtype=BF16), i32(64), i32(MAX_REQS, 800), i32(MAX_REQS))
@@ -56,6 +57,7 @@ TEXTS, RING = (i32(MAX_REQS), i32(MAX_REQS, MAX_CONTEXT)), 64
 STREAMS = i32(MAX_REQS, kernels.NUM_HEADERS + RING)
 
 ACCEPTS: dict = {}  # launches of `accept` that are known
+PENALISED: dict = {}  # and of `path_penalties`
 
 
 def warm() -> None:
@@ -65,6 +67,7 @@ def warm() -> None:
         warm_up.warm_place_trees(*PLACES, *positions)
     warm_up.warm_accept(NUM_DRAFTS, MAX_REQS, in_trees=True, is_loose=True, by_request=True)
     warm_up.warm_loosen(NUM_DRAFTS, WORDS, torch.float32, in_trees=True, is_measured=True)
+    warm_up.warm_path_penalties(VOCAB, TREES[0], PENALTIES)
     warm_up.warm_static_trees(BUFFERS.tree, TEMPLATE, CANDIDATES)
     warm_up.warm_adaptive_trees(BUFFERS, TEMPLATE, lookahead=True, fills=True)
     warm_up.warm_begin_step(TABLES, STEP, is_greedy=False)
@@ -114,6 +117,8 @@ def step(rng: random.Random) -> None:
     vectors_of_rows = (tokens[0], tokens[1], floats(rows, VOCAB), *(cut(i(rows), rng) for i in (i64, i32, i64)))
     for parents, relevance in itertools.product((None, TREES[0]), (None, signals[0])):
         kernels.loosen(*vectors_of_rows, LOOSE, parents, relevance, is_predicting=rng.random() < 0.5)
+    penalised = (floats(rows, VOCAB), *vectors_of_rows[3:5], tokens[1])
+    kernels.path_penalties(*penalised, TREES[0], PENALTIES, PENALISED)
     grow_trees(vectors[0], vectors[1], width, rng)
     listening = rng.randint(1, 8)
     kernels.guidance_scores(

@@ -95,7 +95,7 @@ class FakeDraft:
     vocab_size, max_model_len, num_positions = VOCAB, MAX_LEN, MAX_LEN
     hidden_size, dtype = 3, torch.int64
     hf_config = full_positions = None
-    bytes_per_block, is_self_draft = 0, True
+    bytes_per_block, is_self_draft, why_no_graphs = 0, True, ""
 
     def __init__(self, device: torch.device, launch: Callable):
         self.device, self._launch = device, launch
@@ -162,7 +162,11 @@ class FakeSampler:
             top_p=SimpleNamespace(np=np.ones(MAX_REQS)),
             vocab_size=VOCAB,
         )
-        bias, penalties = SimpleNamespace(use_logit_bias=nobody), SimpleNamespace(use_penalty=nobody)
+        nothing = SimpleNamespace(np=np.zeros(MAX_REQS, dtype=np.float32))
+        bias, penalties = SimpleNamespace(use_logit_bias=nobody), SimpleNamespace(
+            use_penalty=nobody, repetition_penalty=SimpleNamespace(np=np.ones(MAX_REQS, dtype=np.float32)),
+            frequency_penalty=nothing, presence_penalty=nothing, apply=lambda logits, ctx: logits,
+        )  # fmt: skip
         bad_words = SimpleNamespace(num_bad_words=SimpleNamespace(np=np.zeros(MAX_REQS, dtype=np.int32)))
         self.logits_processors = [bias, penalties, bad_words]
         self._world = world

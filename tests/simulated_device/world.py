@@ -292,12 +292,12 @@ def launched(launch: Callable, reference: Callable) -> Callable:
 class PaddedGraphs:
     """Stands in for `DraftGraphs`: every step is padded as if it had a graph, and its parts run as functions."""
 
-    is_on = True
+    is_on = is_wanted = True
 
     def __init__(self, *_: Any):
         """Nothing is captured."""
 
-    def size_for(self, num_reqs: int, _width: int) -> int:
+    def size_for(self, num_reqs: int, _width: int, _is_processed: bool) -> int:
         return num_reqs + num_reqs % 2
 
     def run(self, _key: Any, function: Callable[[], None]) -> bool:

@@ -162,6 +162,10 @@ class AdaptiveTree:
             return None
         return growth.frontier_of(num_reqs, width)
 
+    def frontier(self, level: int, num_reqs: int, max_nodes: int) -> tuple[Tensor, Tensor]:
+        """Return where a level's nodes and tokens lie; see `TreePolicy`."""
+        return self.growth.frontier_of(num_reqs, self.width(level, max_nodes))
+
     def send(self, rows_np: np.ndarray) -> None:
         """Send the planned depths with lookahead; see `TreePolicy`.
 

@@ -61,7 +61,7 @@ class _Plan:
         template: What its trees begin as.
         levels: What each level does.
         frontiers: int64 [max_num_reqs, F] the nodes with children of each level: the greedy one first.
-        fed: What `extend` returned, by (requests, level), both bounded.
+        fed: What `frontier` returned, by (requests, level), both bounded.
     """
 
     template: TreeTemplate
@@ -143,11 +143,14 @@ class StaticTree:
         """Enter the tokens of one level; see `TreePolicy`. `log_probs` is not looked at."""
         plan, num_reqs = self._plan(max_nodes), len(rows)
         tree_place(self.tree, plan.levels[level], num_reqs, token_ids)
-        if level + 1 == len(plan.levels):
-            return None
+        return None if level + 1 == len(plan.levels) else self.frontier(level + 1, num_reqs, max_nodes)
+
+    def frontier(self, level: int, num_reqs: int, max_nodes: int) -> tuple[Tensor, Tensor]:
+        """Return where a level's nodes and tokens lie; see `TreePolicy`."""
+        plan = self._plan(max_nodes)
         if (num_reqs, level) not in plan.fed:
             plan.fed[num_reqs, level] = (
-                plan.frontiers[level + 1][:num_reqs], plan.levels[level].fed_tokens[:num_reqs]
+                plan.frontiers[level][:num_reqs], plan.levels[level - 1].fed_tokens[:num_reqs]
             )  # fmt: skip
         return plan.fed[num_reqs, level]
 

@@ -177,6 +177,9 @@ class TreePolicy(Protocol):
             call. None where `depth(max_nodes)` is reached.
         """
 
+    def frontier(self, level: int, num_reqs: int, max_nodes: int) -> tuple[Tensor, Tensor]:
+        """Return where `extend` will have written the nodes and tokens that a level from 1 on feeds, untrimmed."""
+
     def send(self, rows_np: np.ndarray) -> None:
         """Start what brings the next step's `num_levels` to the host, after level 0; never captured.
 

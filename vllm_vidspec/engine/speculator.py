@@ -30,7 +30,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm_vidspec.adapt import Decision
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft.drafter import Drafter, without_room
-from vllm_vidspec.engine.draft.graphs import DraftGraphs
+from vllm_vidspec.engine.draft.graphs import DraftGraphs, mode_of_draft
 from vllm_vidspec.engine.draft.memory import DraftMemory
 from vllm_vidspec.engine.draft.messages import (
     Admission,
@@ -167,6 +167,8 @@ class VidSpecSpeculator(BaseSpeculator):
         with allocation():
             cache = model.make_vision_cache(self._memory.vision_bytes)
         num_blocks = model.init_kv(self._memory.pool_bytes, allocation())
+        if why := model.why_no_graphs:
+            self.graphs.give_up(why)
         shares = config.is_self_draft and encoder_cache is not None
         is_async = vllm_config.scheduler_config.async_scheduling
         self._drafter = Drafter(
@@ -206,8 +208,14 @@ class VidSpecSpeculator(BaseSpeculator):
     def init_cudagraph_manager(self, cudagraph_mode) -> None:
         """Take the mode that vLLM has resolved; it comes before the KV cache, whose builders ask for it."""
         self._drafter = None  # that of vLLM's memory profile, whose graphs are gone
-        self.draft_model.use_cudagraph_mode(cudagraph_mode)
-        self.graphs = self.graphs_class(self._vllm_config, self._device, cudagraph_mode, len(self._requests.phase))
+        self.draft_model.use_cudagraph_mode(mode_of_draft(cudagraph_mode))
+        self.graphs = self.graphs_class(
+            self._vllm_config,
+            self._device,
+            cudagraph_mode,
+            len(self._requests.phase),
+            self._sample.processes_by_default(self._vllm_config.model_config),
+        )
 
     def capture(self) -> None:
         """Capture the parts of a draft step."""

@@ -171,12 +171,12 @@ def late_drafter(figures: dict[str, Any]) -> Iterator[Advice]:
 
 
 def eager_steps(figures: dict[str, Any]) -> Iterator[Advice]:
-    """Warn of batches that are larger than any CUDA graph."""
+    """Warn of batches that no CUDA graph serves."""
     if figures["draft_eager_steps"] > EAGER * max(figures["draft_steps"], 1):
         found = (
             f"{figures['draft_eager_steps']} of {figures['draft_steps']} batches were drafted for without CUDA graphs"
         )
-        remedy = "raise --max-cudagraph-capture-size, or lower --max-num-seqs"
+        remedy = "raise --max-cudagraph-capture-size, or lower --max-num-seqs; all of them: see the line at start-up"
         yield Advice("eager_steps", "warn", found, remedy)
 
 

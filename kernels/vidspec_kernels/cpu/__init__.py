@@ -10,6 +10,7 @@ what that file imports.
 """
 
 from vidspec_kernels.cpu.compaction import kv_compact
+from vidspec_kernels.cpu.penalties import path_penalties
 from vidspec_kernels.cpu.relevance import visual_relevance
 from vidspec_kernels.cpu.sampling import bind_candidates, bind_draw
 from vidspec_kernels.cpu.steps import begin_step, bind_next_level
@@ -22,6 +23,7 @@ LOOPS = {
     f"{loop.__name__}_reference": loop
     for loop in (
         accept, begin_step, bind_candidates, bind_draw, bind_next_level, bind_tree_grow, kv_compact, loosen,
-        place_trees, take_windows, text_tails, tree_begin, tree_finish, tree_place, tree_plan, visual_relevance,
+        path_penalties, place_trees, take_windows, text_tails, tree_begin, tree_finish, tree_place, tree_plan,
+        visual_relevance,
     )
 }  # fmt: skip

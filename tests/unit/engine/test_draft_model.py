@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from vllm.v1.attention.backend import AttentionCGSupport
 
 from tests.unit.engine.fakes import CPU, GROUP
 from vllm_vidspec.engine.draft import model as draft_model
@@ -83,6 +84,26 @@ def test_the_pools_are_allocated_where_the_worker_says(monkeypatch):
     context = contextlib.nullcontext()
     assert model.init_kv(64, context) == 4
     assert taken[0]["kv_cache_allocation_context"] is context
+
+
+@pytest.mark.parametrize(
+    ("updates", "support", "expected"),
+    [
+        ([True, True], AttentionCGSupport.ALWAYS, ""),
+        ([True, True], AttentionCGSupport.UNIFORM_BATCH, ""),
+        ([True, False], AttentionCGSupport.ALWAYS, "on the host"),
+        ([True, True], AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, "FLASHINFER captures no"),
+        ([True, True], AttentionCGSupport.NEVER, "FLASHINFER captures no"),
+    ],
+)
+def test_graphs_are_the_drafts_own_backends_matter(updates, support, expected):
+    """Catches: forwards of two tokens captured by a backend that plans those on the host, under capture."""
+    model = object.__new__(DraftModel)
+    builders = [SimpleNamespace(supports_draft_decode_metadata_update=updated) for updated in updates]
+    model._attn_groups = [[SimpleNamespace(metadata_builders=builders)]]
+    model._graph_support = SimpleNamespace(min_cg_support=support, min_cg_attn_backend="FLASHINFER")
+    why = model.why_no_graphs
+    assert why == expected if not expected else expected in why
 
 
 def module_with(num_rows: int | None) -> torch.nn.Module:

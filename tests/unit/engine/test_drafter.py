@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.simulated_device.fakes import StagedWrites
+from tests.unit.engine.fakes import Counts
 from vllm_vidspec.engine.draft import drafter as drafter_module
 from vllm_vidspec.engine.draft import kv as kv_module
 from vllm_vidspec.engine.draft.drafter import _NO_END, Drafter
@@ -86,7 +87,7 @@ def test_a_run_has_room_as_long_as_it_goes_on(monkeypatch):
     assert brought == [K + 7]
     ran = []
     drafter.chains = SimpleNamespace(go_on=lambda *args: ran.append(args))
-    drafter.counters, drafter._graphs = SimpleNamespace(add=lambda *_: None), SimpleNamespace(is_on=False)
+    drafter.counters, drafter._graphs = SimpleNamespace(add=lambda *_: None), SimpleNamespace(is_wanted=False)
     drafter._step, drafter._num_more = (1, None, "drafts"), 7
     for length in range(10, 30):
         if not drafter.can_go_on(rows, np.array([length])):
@@ -96,3 +97,12 @@ def test_a_run_has_room_as_long_as_it_goes_on(monkeypatch):
     drafter._num_more = 7
     last = int(drafter.kv.capacity_np[0]) - K
     assert drafter.can_go_on(rows, np.array([last])) and not drafter.can_go_on(rows, np.array([last + 1]))
+
+
+@pytest.mark.parametrize(("is_wanted", "is_graph", "expected"), [(True, False, 1), (True, True, 0), (False, False, 0)])
+def test_a_step_without_a_graph_is_counted_where_graphs_were_asked_for(is_wanted, is_graph, expected):
+    """Catches: a draft whose backend captures nothing, or a batch above every size, that is slow and says nothing."""
+    drafter, counters = object.__new__(Drafter), Counts()
+    drafter.counters, drafter._graphs = counters, SimpleNamespace(is_wanted=is_wanted, is_on=False)
+    drafter._count(5, is_graph, 0.0)
+    assert counters.get("draft_eager_steps", 0) == expected and counters["draft_steps"] == 1

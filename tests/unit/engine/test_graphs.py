@@ -7,7 +7,7 @@ from vllm.config.compilation import CUDAGraphMode
 
 from tests.unit.engine.fakes import CPU
 from vllm_vidspec.engine.draft import graphs as draft_graphs
-from vllm_vidspec.engine.draft.graphs import DraftGraphs, batch_sizes, part
+from vllm_vidspec.engine.draft.graphs import DraftGraphs, batch_sizes, mode_of_draft, part
 
 
 @pytest.mark.parametrize(
@@ -27,13 +27,14 @@ def test_sizes_are_vllms_up_to_all_requests(sizes, max_num_reqs, expected):
 class Recorded(DraftGraphs):
     """Captures by running twice, as vLLM does, and replays by noting so."""
 
-    def __init__(self, mode=CUDAGraphMode.FULL_AND_PIECEWISE, sizes=(1, 2, 4), max_num_reqs=4):
+    def __init__(self, mode=CUDAGraphMode.FULL_AND_PIECEWISE, sizes=(1, 2, 4), max_num_reqs=4, mostly_processed=False):
         compilation = SimpleNamespace(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes))
         self.graphs, self.replayed = {}, []
         with pytest.MonkeyPatch.context() as patch:
             init = lambda self, config, *args, **kwargs: setattr(self, "compilation_config", config.compilation_config)  # noqa: E731
             patch.setattr(draft_graphs.CudaGraphManager, "__init__", init)
-            super().__init__(SimpleNamespace(compilation_config=compilation), CPU, mode, max_num_reqs)
+            config = SimpleNamespace(compilation_config=compilation)
+            super().__init__(config, CPU, mode, max_num_reqs, mostly_processed)
 
     def capture(self, create_forward_fn, progress_bar_desc=""):
         for key in self._capture_descs[CUDAGraphMode.FULL]:
@@ -53,11 +54,32 @@ def test_a_step_is_padded_to_the_next_size_that_has_graphs():
     assert graphs.is_on
 
 
-@pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE])
-def test_without_graphs_of_whole_forwards_nothing_is_padded(mode):
-    graphs = Recorded(mode)
-    assert not graphs.is_on
+def test_without_graphs_nothing_is_padded():
+    graphs = Recorded(CUDAGraphMode.NONE)
+    assert not graphs.is_on and not graphs.is_wanted
     assert graphs.size_for(3, 2) == 3
+
+
+@pytest.mark.parametrize("mode", [mode for mode in CUDAGraphMode if mode])
+def test_a_target_in_pieces_leaves_its_draft_whole(mode):
+    """Catches: K eager forwards a step under `-O1`, `cudagraph_mode=PIECEWISE` or a KV connector by layers."""
+    assert mode_of_draft(mode) == CUDAGraphMode.FULL_DECODE_ONLY
+    graphs = Recorded(mode)
+    assert graphs.is_on and graphs.size_for(3, 1) == 4
+    graphs.give_up("its backend cannot")
+    assert not graphs.is_on and graphs.is_wanted and graphs.size_for(3, 1) == 3
+
+
+@pytest.mark.parametrize("mostly_processed", [False, True])
+def test_the_kind_that_nobody_asks_for_by_default_has_few_sizes(mostly_processed):
+    """Catches: the two kinds mistaken for each other, a largest size that only one of them has, a step padded to a size
+    of the other kind."""
+    sizes = [1, 2, 4, *range(8, 256, 8), 256]
+    graphs = Recorded(sizes=sizes, max_num_reqs=200, mostly_processed=mostly_processed)
+    usual, other = (graphs.sizes_of(2, is_processed) for is_processed in (mostly_processed, not mostly_processed))
+    assert usual == [1, 2, 4, 8, 16, 24, 32, 48, 64, 88, 120] and other == [1, 4, 16, 64, 120]
+    assert [graphs.size_for(n, 2, not mostly_processed) for n in (1, 2, 5, 17, 65, 121)] == [1, 4, 16, 64, 120, 121]
+    assert graphs.size_for(5, 2, mostly_processed) == 8
 
 
 def test_a_part_runs_by_its_graph_and_inside_a_capture_as_itself():

@@ -72,11 +72,13 @@ def make_any_sampler(noise: str = "shared", use_fp64: bool = False, **tables) ->
         "temperature": np.zeros(8, dtype=np.float32), "min_p": np.zeros(8), "top_k": np.full(8, VOCAB_SIZE),
         "top_p": np.ones(8), "use_logit_bias": np.zeros(8, dtype=bool), "use_penalty": np.zeros(8, dtype=bool),
         "num_bad_words": np.zeros(8, dtype=int), "use_thinking_budget": np.zeros(8, dtype=bool),
-        "repetition_penalty": np.full(8, 1.2), "frequency_penalty": np.zeros(8), "presence_penalty": np.zeros(8),
+        "repetition_penalty": np.ones(8), "frequency_penalty": np.zeros(8), "presence_penalty": np.zeros(8),
     }  # fmt: skip
     for name, values in tables.items():
         if name in asked:
             asked[name][: len(values)] = values
+    if "repetition_penalty" not in tables:
+        asked["repetition_penalty"][asked["use_penalty"]] = 1.2
     heat = asked["temperature"]
     # As vLLM's `add_request` has it.
     flags = (heat != 0) & ((heat != 1) | (asked["min_p"] != 0) | (asked["top_k"] != VOCAB_SIZE) | (asked["top_p"] != 1))
@@ -141,11 +143,50 @@ def test_steps_that_cannot_be_fused(name, value, temperature):
         ({"temperature": [1.0], "top_k": [20]}, True),
         ({"temperature": [1.0], "top_p": [0.95]}, True),
         ({"temperature": [1.0], "top_p": [0.94]}, False),
+        ({"temperature": [1.0], "top_k": [1], "top_p": [0.001], "min_p": [0.1]}, True),
+        ({"temperature": [1.0], "top_k": [1], "use_penalty": [True], "repetition_penalty": [1.05]}, True),
+        ({"temperature": [1.0], "top_k": [1], "use_penalty": [True], "repetition_penalty": [1.2]}, False),
     ],
 )
 def test_mild_parameters_do_not_split_a_step(tables, is_mild):
     """Catches: Qwen2.5-VL's own defaults that cost a fused step, a strong penalty that drafts do not follow."""
     assert make_any_sampler(**tables).needs_processors(np.array([0])) == (not is_mild)
+
+
+def test_a_row_that_keeps_one_token_is_greedy():
+    """Catches: noise that moves a draft off the best token, which the target draws whatever its noise; a temperature of
+    an earlier request; an upload a step; the target's own table changed."""
+    sampler = make_any_sampler(temperature=[0.7, 0.9, 1.0])
+    states = sampler._sampler.sampling_states
+    states.temperature.gpu = torch.from_numpy(states.temperature.np.copy())
+    assert sampler.temperature is states.temperature.gpu
+    states.top_k.np[1] = 1
+    found = sampler.temperature
+    torch.testing.assert_close(found, torch.tensor([0.7, 0.0, 1.0, *[0.0] * 5]))
+    assert sampler.temperature is found and states.temperature.gpu[1] == 0.9
+    states.temperature.np[2] = 0.5
+    assert sampler.temperature[2] == 0.5
+    states.top_k.np[1] = 50
+    assert sampler.temperature is states.temperature.gpu
+
+
+@pytest.mark.parametrize(
+    ("defaults", "expected"),
+    [
+        ({}, False),
+        ({"repetition_penalty": 1.05, "temperature": 0.000001}, False),  # Qwen2.5-VL
+        ({"top_k": 1, "top_p": 0.001, "temperature": 0.01}, False),  # Qwen2-VL
+        ({"top_k": 20, "top_p": 0.8, "temperature": 0.7}, True),  # Qwen3-VL
+        ({"top_k": -1, "temperature": 1.0, "max_tokens": 5}, False),
+        ({"top_p": 0.8, "temperature": 0.0}, False),
+        ({"repetition_penalty": 1.2}, True),
+    ],
+)
+def test_what_a_model_asks_for_by_default(defaults, expected):
+    """Catches: the graphs of most steps captured for few sizes."""
+    config = SimpleNamespace(get_diff_sampling_param=lambda: defaults)
+    assert make_any_sampler().processes_by_default(config) == expected
+    assert not make_any_sampler("greedy").processes_by_default(config)
 
 
 def test_processors_of_the_users_may_want_any_request():

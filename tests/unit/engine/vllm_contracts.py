@@ -76,6 +76,8 @@ FUNCTIONS = {
     ),
     f"{GPU}.sample.sampler:Sampler.sample": f"{LOGITS_ROWS} return_logprobs",
     f"{GPU}.sample.sampler:Sampler.apply_sampling_params": LOGITS_ROWS,
+    f"{GPU}.sample.penalties:PenaltiesState.apply": "self logits ctx",
+    "vllm.config.model:ModelConfig.get_diff_sampling_param": "self",
     f"{GPU}.sample.sampler:Sampler._sample_random": (
         "self processed_logits expanded_idx_mapping pos top_k top_p use_fused_sampler"
     ),
@@ -176,7 +178,13 @@ MEMBERS = {
         "thinking_budget_state return_sampling_mask logprobs_mode add_request apply_staged_writes"
     ),
     f"{GPU}.sample.states:SamplingStates": "temperature seeds min_p top_k top_p",
-    f"{GPU}.sample.penalties:PenaltiesState": ("use_penalty repetition_penalty frequency_penalty presence_penalty"),
+    f"{GPU}.sample.penalties:PenaltiesState": (
+        "use_penalty repetition_penalty frequency_penalty presence_penalty prompt_bin_mask output_bin_counts"
+    ),
+    f"{GPU}.sample.logits_processor.interface:LogitsContext": (
+        "expanded_idx_mapping idx_mapping_np expanded_local_pos input_ids"
+    ),
+    f"{GPU}.attn_utils:AttentionCGSupportInfo": "min_cg_support min_cg_attn_backend",
     f"{GPU}.sample.bad_words:BadWordsState": "num_bad_words",
     f"{GPU}.sample.logit_bias:LogitBiasState": "use_logit_bias",
     f"{GPU}.spec_decode.rejection_sampler:RejectionSampler": "sampler num_speculative_steps",
@@ -264,14 +272,17 @@ KEYWORDS = {
 }
 
 # Functions whose text is the same in every version: ours repeat them to the bit, and are compared on one version.
-SAME = tuple(
-    f"{GPU}.sample.gumbel:{name}"
-    for name in (
-        "murmur3_hash32",
-        "murmur3_uniform32",
-        "murmur3_uniform64",
-        "_uniform64_from_random53",
-        "_log1p_neg_stable",
-        "gumbel_noised_argmax",
-    )
+SAME = (
+    f"{GPU}.sample.penalties:_penalties_kernel",
+    *(
+        f"{GPU}.sample.gumbel:{name}"
+        for name in (
+            "murmur3_hash32",
+            "murmur3_uniform32",
+            "murmur3_uniform64",
+            "_uniform64_from_random53",
+            "_log1p_neg_stable",
+            "gumbel_noised_argmax",
+        )
+    ),
 )

@@ -218,6 +218,26 @@ def keep_shared_noise(sampler: Any) -> None:
     sampler.use_flashinfer = False
 
 
+def intercept_penalties(penalties: Any, penalise: Callable[[torch.Tensor, Any], bool]) -> None:
+    """Ask `penalise(logits, context)` first whenever a sampler applies penalties; what it answers is whether it did.
+
+    Why: vLLM counts the drafts on the rows before a row, which a tree's nodes have others of. The place among its
+    processors, between the bias and all that follows, must stay.
+
+    Args:
+        penalties: The sampler's own `PenaltiesState`; one method is wrapped on the object.
+        penalise: Works in place, on float32 `[num_logits, vocab_size]`; see vLLM's `LogitsContext`.
+    """
+    apply = penalties.apply
+    expect_parameters(apply, "logits", "ctx")
+
+    @functools.wraps(apply)
+    def apply_to_paths(logits, ctx):
+        return logits if penalise(logits, ctx) else apply(logits, ctx)
+
+    penalties.apply = apply_to_paths
+
+
 @contextlib.contextmanager
 def without_kv_connector() -> Iterator[None]:
     """Run a forward that no KV connector sees.

@@ -49,11 +49,12 @@ class ChainDrafter:
             return self._graphs.run(*self._more(num_reqs))
         return self._feed_and_draw(num_reqs, processed)
 
-    def parts(self, num_reqs: int, num_drafts: int) -> dict[Part, Run]:
-        """Return the functions that can be captured, for so many requests and drafts."""
-        levels = {self._key(num_reqs, level): self._function(num_reqs, level) for level in (0, 1)}
+    def parts(self, num_reqs: int, num_drafts: int, is_processed: bool) -> dict[Part, Run]:
+        """Return the functions that can be captured, for so many requests and drafts, logits processed or not."""
+        if is_processed:
+            return {self._key(num_reqs, level): self._function(num_reqs, level) for level in (0, 1)}
         more = dict([self._more(num_reqs)]) if self._goes_on else {}
-        return dict([self._whole(num_reqs, num_drafts)]) | levels | more
+        return dict([self._whole(num_reqs, num_drafts)]) | more
 
     def _whole(self, num_reqs: int, num_drafts: int) -> tuple[Part, Run]:
         """Return the part that is a whole chain of unprocessed logits."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 import torch
 from vllm.logger import init_logger
+from vllm.utils.mem_utils import format_gib
 
 from vidspec_kernels import StepTables, begin_step, warm_up
 from vllm_vidspec.config import Plan
@@ -216,11 +217,11 @@ class Drafter:
         """Propose drafts in the shape that the message names, for all its requests at once."""
         start = time.perf_counter()
         buffers, rows_np = self.buffers, message.idx_mapping_np
-        num_reqs = self._graphs.size_for(len(rows_np), self._width(message.shape))
-        self._begin(message.batch_rows, message.picked, message.num_sampled, message.was_verified, num_reqs)
-        rows, drafts = buffers.of(len(rows_np))
         if message.cohort is None or message.cohort is not self._cohort:
             self._cohort, self._is_processed = message.cohort, self._sample.needs_processors(rows_np)
+        num_reqs = self._graphs.size_for(len(rows_np), self._width(message.shape), self._is_processed)
+        self._begin(message.batch_rows, message.picked, message.num_sampled, message.was_verified, num_reqs)
+        rows, drafts = buffers.of(len(rows_np))
         processed = Processed(self._sample, rows, rows_np) if self._is_processed else None
         num_drafts, tree, num_forwards = message.max_drafts, None, max(1, message.max_drafts)
         if message.shape == "chain":
@@ -253,7 +254,7 @@ class Drafter:
         """Count a step."""
         self.counters.add("draft_steps")
         self.counters.add("draft_forwards", num_forwards)
-        if self._graphs.is_on and not is_graph:
+        if self._graphs.is_wanted and not is_graph:
             self.counters.add("draft_eager_steps")
         self.counters.add("draft_decode_us", int(1e6 * (time.perf_counter() - start)))
 
@@ -299,17 +300,15 @@ class Drafter:
         """Capture every part of a step that a step of this configuration can take."""
         if not self._graphs.is_on:
             return
-        if not self.model.updates_in_graphs:
-            logger.warning_once(
-                "vidspec: the draft's attention backend plans its work on the host: drafts run without CUDA graphs"
-            )
-            self._graphs.give_up()
-            return
         parts: dict[Part, Run] = {}
-        for num_reqs, plan in self._plans():
-            drafter = self.chains if plan.shape == "chain" else self.trees
-            assert drafter is not None
-            parts |= drafter.parts(num_reqs, plan.num_tokens)
+        num_processed = 0
+        for is_processed in (False, True):
+            num_others = len(parts)
+            for num_reqs, plan in self._plans(is_processed):
+                drafter = self.chains if plan.shape == "chain" else self.trees
+                assert drafter is not None
+                parts |= drafter.parts(num_reqs, plan.num_tokens, is_processed)
+            num_processed = len(parts) - num_others
 
         nobody = self.buffers.step.rows[:0]
 
@@ -317,9 +316,17 @@ class Drafter:
             self._begin(nobody, None, nobody.int(), None, key.num_tokens)
             return parts[key]
 
+        start, before = time.perf_counter(), _free_bytes(self.model.device)
         self._graphs.capture_parts(parts, prepare)
+        logger.info(
+            "vidspec: %d draft CUDA graphs, %d of them for processed logits alone, %s GiB, %.1f s",
+            len(parts),
+            num_processed,
+            format_gib(before - _free_bytes(self.model.device)),
+            time.perf_counter() - start,
+        )
 
-    def _plans(self) -> Iterator[tuple[int, Plan]]:
+    def _plans(self, is_processed: bool) -> Iterator[tuple[int, Plan]]:
         """Yield padded numbers of requests with what their steps may draft: the plan of as many requests or more, as
         some of a batch may not be drafted for.
         """
@@ -327,12 +334,12 @@ class Drafter:
         plans = config.plans
         if config.adaptive_tokens:  # any batch size may be given any of them
             for plan in config.choices(has_graphs=True):
-                for size in self._graphs.sizes_of(self._width(plan.shape)):
+                for size in self._graphs.sizes_of(self._width(plan.shape), is_processed):
                     yield size, plan
             return
         for shape in sorted({row.plan.shape for row in plans if row.plan.num_tokens}):
             low = 1
-            for size in self._graphs.sizes_of(self._width(shape)):
+            for size in self._graphs.sizes_of(self._width(shape), is_processed):
                 for plan in {row.plan for row in plans if row.last >= low or row is plans[-1]}:
                     if plan.shape == shape:
                         yield size, plan
@@ -358,6 +365,11 @@ class Drafter:
     def forget_media(self) -> None:
         """Drop the draft's vision embeddings: weights have changed, or the memory that holds them has."""
         self.prefills.vision.cache.clear()
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Return what is free of a device's memory, 0 of a CPU's."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
 def no_room_for(message: PrefillMessage) -> str:

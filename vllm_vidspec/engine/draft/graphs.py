@@ -7,9 +7,14 @@ from typing import Any
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
+from vllm.logger import init_logger
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
+logger = init_logger("vllm.vidspec")
+
 Run = Callable[[], object]
+# Sizes of the kind of steps that requests do not ask for by default: each at least so many times the one before.
+_SPARSE = 4
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,15 @@ class Part(BatchExecutionDescriptor):
     max_drafts: int = 0
 
 
+def mode_of_draft(mode: CUDAGraphMode) -> CUDAGraphMode:
+    """Return the draft's mode where vLLM has resolved the target's to `mode`.
+
+    Whether whole forwards can be captured is each backend's own matter: what a target must run in pieces (`-O1`, a KV
+    connector by layers) is none of its draft's. No graphs at all is the user's word, or vLLM's last one, for both.
+    """
+    return CUDAGraphMode.FULL_DECODE_ONLY if mode else CUDAGraphMode.NONE
+
+
 @functools.cache
 def part(name: str, num_reqs: int, level: int = 0, max_drafts: int = 0) -> Part:
     """Return the key of a part for `num_reqs` requests, padding included."""
@@ -42,22 +56,32 @@ class DraftGraphs(CudaGraphManager):
     Args:
         vllm_config: vLLM's.
         device: Of the draft.
-        mode: What vLLM resolved for the target; the draft has graphs if whole forwards of the target have.
+        mode: What vLLM resolved for the target; see `mode_of_draft`.
         max_num_reqs: Most requests of a step.
+        mostly_processed: Whether a request that names no sampling parameters has its logits processed.
+
+    Attributes:
+        is_wanted: Whether a step without a graph is a fallback.
     """
 
-    def __init__(self, vllm_config: Any, device: torch.device, mode: CUDAGraphMode, max_num_reqs: int):
-        is_on = mode.decode_mode() == CUDAGraphMode.FULL
-        super().__init__(
-            vllm_config,
-            device,
-            CUDAGraphMode.FULL_DECODE_ONLY if is_on else CUDAGraphMode.NONE,
-            decode_query_len=1,
-        )
+    def __init__(
+        self,
+        vllm_config: Any,
+        device: torch.device,
+        mode: CUDAGraphMode,
+        max_num_reqs: int,
+        mostly_processed: bool = False,
+    ):
+        mode = mode_of_draft(mode)
+        super().__init__(vllm_config, device, mode, decode_query_len=1)
         self._is_capturing = False
-        sizes = self.compilation_config.cudagraph_capture_sizes or () if is_on else ()
+        self._mostly_processed = mostly_processed
+        self.is_wanted = bool(mode)
+        sizes = self.compilation_config.cudagraph_capture_sizes or () if mode else ()
         self.sizes = batch_sizes(sizes, max_num_reqs)
         self.max_tokens = self.compilation_config.max_cudagraph_capture_size or 0
+        if not self.is_wanted and device.type == "cuda":
+            logger.info_once("vidspec: drafts run without CUDA graphs: cudagraph_mode is NONE")
 
     def _init_candidates(self) -> None:
         """Do nothing: the drafter says which parts there are, and which one runs."""
@@ -67,20 +91,25 @@ class DraftGraphs(CudaGraphManager):
         """Whether parts are captured, so that they must not depend on a step's Python numbers."""
         return bool(self.sizes)
 
-    def give_up(self) -> None:
+    def give_up(self, why: str) -> None:
         """Have no graphs: steps run as functions, without padding."""
+        if self.is_on:
+            logger.warning_once("vidspec: drafts run without CUDA graphs: %s", why)
         self.sizes = []
 
-    def sizes_of(self, width: int) -> list[int]:
+    def sizes_of(self, width: int, is_processed: bool = False) -> list[int]:
         """Return the numbers of requests that have graphs, of steps whose widest forward has `width` tokens of each.
 
-        No forward in a graph has more tokens than the target's may have.
+        No forward in a graph has more tokens than the target's may have. Steps whose logits are processed have graphs
+        of their own. Of both kinds the one that is not asked for by default has few sizes: its steps are padded
+        further, which costs them little, and graphs cost memory and start-up whether they are replayed or not.
         """
-        return [size for size in self.sizes if size * width <= self.max_tokens]
+        sizes = [size for size in self.sizes if size * width <= self.max_tokens]
+        return sizes if is_processed == self._mostly_processed else sparse(sizes)
 
-    def size_for(self, num_reqs: int, width: int) -> int:
+    def size_for(self, num_reqs: int, width: int, is_processed: bool = False) -> int:
         """Return to how many requests a step of `num_reqs` is padded: not at all without a graph that holds them."""
-        return next((size for size in self.sizes_of(width) if size >= num_reqs), num_reqs)
+        return next((size for size in self.sizes_of(width, is_processed) if size >= num_reqs), num_reqs)
 
     def capture_parts(self, parts: Iterable[Part], prepare: Callable[[Part], Run]) -> None:
         """Capture parts.
@@ -121,3 +150,12 @@ def batch_sizes(capture_sizes: Sequence[int], max_num_reqs: int) -> list[int]:
         if size < most and 3 * size >= 4 * sizes[-1]:
             sizes.append(size)
     return sizes[1:] + [most] * (most > 0)
+
+
+def sparse(sizes: Sequence[int]) -> list[int]:
+    """Return those of ascending sizes that are `_SPARSE` times the one before, and the largest."""
+    found: list[int] = []
+    for size in sizes:
+        if not found or size >= _SPARSE * found[-1] or size == sizes[-1]:
+            found.append(size)
+    return found

@@ -25,6 +25,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
 from vllm.utils.torch_utils import PIN_MEMORY
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
 from vllm.v1.worker.gpu.attn_utils import (
     build_attn_metadata,
@@ -141,7 +142,7 @@ class DraftModel:
         self._longest = torch.zeros(max_num_seqs, dtype=torch.int32)  # bounds of what the host does not know
 
     def use_cudagraph_mode(self, mode: CUDAGraphMode) -> None:
-        """Take the mode that vLLM has resolved for the target's attention, for the draft's metadata builders."""
+        """Take the draft's mode, for its metadata builders, which the next `init_kv` makes."""
         resolved, ours = self.target_config.compilation_config, self.config.compilation_config
         ours.cudagraph_mode = mode
         ours.cudagraph_capture_sizes = resolved.cudagraph_capture_sizes
@@ -182,16 +183,17 @@ class DraftModel:
         return self.config.model_config.dtype
 
     @property
-    def updates_in_graphs(self) -> bool:
-        """Whether the attention backend computes its metadata on the device, so that a graph can hold several
-        forwards of growing lengths. The KV cache must exist.
+    def why_no_graphs(self) -> str:
+        """Why whole forwards cannot be captured, "" where they can. The KV cache must exist.
+
+        A graph holds several forwards of growing lengths, the first of two tokens a request.
         """
-        return all(
-            builder.supports_draft_decode_metadata_update
-            for groups in self._attn_groups
-            for group in groups
-            for builder in group.metadata_builders
-        )
+        builders = (builder for groups in self._attn_groups for group in groups for builder in group.metadata_builders)
+        if not all(builder.supports_draft_decode_metadata_update for builder in builders):
+            return "the draft's attention backend plans its work on the host"
+        if self._graph_support.min_cg_support.value < AttentionCGSupport.UNIFORM_BATCH.value:
+            return f"{self._graph_support.min_cg_attn_backend} captures no draft forwards of two tokens a request"
+        return ""
 
     @property
     def hf_config(self) -> Any:
@@ -262,7 +264,9 @@ class DraftModel:
             self._kv_config = get_kv_cache_config_from_groups(
                 _without_override(self.config), self._kv_groups(), num_blocks * self.bytes_per_block
             )
-            self._attn_groups, _, kernel_block_sizes = init_attn_backend(self._kv_config, self.config, self.device)
+            self._attn_groups, self._graph_support, kernel_block_sizes = init_attn_backend(
+                self._kv_config, self.config, self.device
+            )
             init_kv_cache(
                 self.config.compilation_config.static_forward_context,
                 self._kv_config,

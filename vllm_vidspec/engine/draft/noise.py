@@ -1,11 +1,13 @@
 """How the draft samples: with the target's own sampling parameters and noise, so that both tend to the same token."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
@@ -17,6 +19,7 @@ DRAFT_NOISE_SALT = 1 << 30
 # docs/architecture.md), and a step of them is one graph.
 MOST_REPETITION, NEARLY_GREEDY = 1.05, 0.01
 LEAST_TOP_K, LEAST_TOP_P = 20, 0.95
+_ALL_TOKENS, _NO_PENALTIES = 1 << 30, {"repetition": 1.0, "frequency": 0.0, "presence": 0.0}
 _log1p_neg_stable = gumbel._log1p_neg_stable
 murmur3_uniform32 = gumbel.murmur3_uniform32
 murmur3_uniform64 = gumbel.murmur3_uniform64
@@ -90,6 +93,8 @@ class CoupledSampler:
         self._scratch: SampleScratch | None = None
         # What vLLM's processors ask of every row, the same in every step: its place among drafts, the longest text.
         self._place = torch.empty(0, dtype=torch.int32)
+        # Temperatures with zeros where top-k leaves one token: on the host, and the same on the device.
+        self._greedy: tuple[np.ndarray, torch.Tensor] | None = None
         self._max_lens = np.empty(0, dtype=np.int32)
 
     # ---- as the target's state is read, before a step ---------------------------------------------------------------
@@ -102,8 +107,20 @@ class CoupledSampler:
 
     @property
     def temperature(self) -> torch.Tensor | None:
-        """`[max_num_reqs]` float32 for `begin_step`; None: drafts are greedy. Its address changes from step to step."""
-        return None if self._noise == "greedy" else self._sampler.sampling_states.temperature.gpu
+        """`[max_num_reqs]` float32 for `begin_step`; None: drafts are greedy. Its address changes from step to step.
+
+        It is the target's, but 0 where top-k leaves one token: that is the best one, whatever the noise.
+        """
+        if self._noise == "greedy":
+            return None
+        states = self._sampler.sampling_states
+        is_single = states.top_k.np == 1
+        if not is_single.any():
+            return states.temperature.gpu
+        wanted = np.where(is_single, np.float32(0.0), states.temperature.np)
+        if self._greedy is None or not np.array_equal(wanted, self._greedy[0]):
+            self._greedy = wanted, async_tensor_h2d(wanted, device=self._place.device)
+        return self._greedy[1]
 
     @property
     def seeds(self) -> torch.Tensor:
@@ -124,25 +141,25 @@ class CoupledSampler:
             return False
         bias, penalties, bad_words, *custom = sampler.logits_processors
         thinking = sampler.thinking_budget_state
+        kept = (states.temperature, states.top_k, states.top_p, states.min_p)
+        asked = (penalties.repetition_penalty, penalties.frequency_penalty, penalties.presence_penalty)
         return bool(
             custom  # nobody knows of which requests these want something
             or np.any(bias.use_logit_bias[rows])
             or np.any(bad_words.num_bad_words.np[rows])
-            or self._has_penalties(rows[penalties.use_penalty[rows]])
-            or np.any(states.min_p.np[rows])
-            or np.any((states.top_k.np[rows] < LEAST_TOP_K) | (states.top_p.np[rows] < LEAST_TOP_P))
+            or np.any(costs_drafts(*(table.np[rows] for table in (*kept, *asked))))
             or (thinking.enabled and np.any(thinking.use_thinking_budget[rows]))
         )
 
-    def _has_penalties(self, rows: np.ndarray) -> bool:
-        """Whether any of `[n]` rows with penalties has more than a repetition penalty near 1 while nearly greedy."""
-        if not len(rows):
+    def processes_by_default(self, model_config: Any) -> bool:
+        """Whether a request that names no sampling parameters, and gets the model's own, needs processors."""
+        if self._noise == "greedy":
             return False
-        penalties, temperature = self._sampler.logits_processors[1], self._sampler.sampling_states.temperature.np[rows]
-        repetition = penalties.repetition_penalty.np[rows]
-        is_mild = (np.maximum(repetition, 1 / repetition) <= MOST_REPETITION) & (temperature <= NEARLY_GREEDY)
-        is_mild &= (penalties.frequency_penalty.np[rows] == 0.0) & (penalties.presence_penalty.np[rows] == 0.0)
-        return not is_mild.all()
+        asked = model_config.get_diff_sampling_param()
+        top_k = asked.get("top_k", 0)
+        kept = (asked.get("temperature", 1.0), top_k if top_k > 0 else _ALL_TOKENS, asked.get("top_p", 1.0))
+        penalties = (asked.get(f"{name}_penalty", default) for name, default in _NO_PENALTIES.items())
+        return bool(costs_drafts(*map(np.asarray, (*kept, asked.get("min_p", 0.0), *penalties))))
 
     # ---- inside a captured step --------------------------------------------------------------------------------------
 
@@ -225,3 +242,24 @@ class CoupledSampler:
             self._place[: len(rows_np)],
             self._max_lens[: len(rows_np)],
         )
+
+
+def costs_drafts(
+    temperature: np.ndarray,
+    top_k: np.ndarray,
+    top_p: np.ndarray,
+    min_p: np.ndarray,
+    repetition: np.ndarray,
+    frequency: np.ndarray,
+    presence: np.ndarray,
+) -> np.ndarray:
+    """Return `[n]` bool: drafts that ignore these parameters of vLLM's, which have a value a request, stand less often.
+
+    A repetition penalty near 1 costs a nearly greedy request nothing. A greedy one, and one whose top-k leaves one
+    token, has the best token whatever its top-k, top-p and min-p.
+    """
+    temperature = np.where(top_k == 1, 0.0, temperature)
+    is_cut = (temperature > 0) & ((min_p > 0) | (top_k < LEAST_TOP_K) | (top_p < LEAST_TOP_P))
+    is_mild = (np.maximum(repetition, 1 / repetition) <= MOST_REPETITION) & (temperature <= NEARLY_GREEDY)
+    is_penalised = (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0)
+    return is_cut | (is_penalised & ~(is_mild & (frequency == 0.0) & (presence == 0.0)))

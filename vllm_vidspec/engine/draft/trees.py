@@ -91,16 +91,23 @@ class TreeDrafter:
                 policy.send(rows_np)
         return num_levels, self._run("finish", self._finish, *size) and is_whole
 
-    def parts(self, num_reqs: int, max_nodes: int) -> dict[Part, Run]:
-        """Return the functions that can be captured, for so many requests and nodes."""
-        self.policy.prepare(max_nodes)
-        levels = range(self.policy.depth(max_nodes))
-        # A level's frontier is what the capture of the level before it has returned, so these come first.
-        found: list[tuple[Any, ...]] = [("level", self._level, level) for level in levels]
-        if self.policy.has_fixed_levels:
+    def parts(self, num_reqs: int, max_nodes: int, is_processed: bool) -> dict[Part, Run]:
+        """Return the functions that can be captured, for so many requests and nodes, logits processed or not."""
+        policy = self.policy
+        policy.prepare(max_nodes)
+        levels = range(policy.depth(max_nodes))
+        found: list[tuple[Any, ...]]
+        if is_processed:
+            found = [("first", self._first), *(("nodes", self._nodes, level) for level in levels[1:])]
+            for level in levels[1:]:  # which the launches between these graphs will write
+                frontier = policy.frontier(level, num_reqs, max_nodes)
+                self._frontiers.setdefault((num_reqs, max_nodes, level), frontier)
+        elif policy.has_fixed_levels:
             found = [("tree", self._tree)]
-        found += [("finish", self._finish), ("first", self._first)]
-        found += [("nodes", self._nodes, level) for level in levels[1:]]
+        else:
+            found = [("level", self._level, level) for level in levels]
+        if is_processed or not policy.has_fixed_levels:
+            found.append(("finish", self._finish))
         return dict(self._part(name, function, num_reqs, max_nodes, *at) for name, function, *at in found)
 
     @staticmethod

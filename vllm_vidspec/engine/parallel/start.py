@@ -16,7 +16,7 @@ from vidspec_kernels.dispatch import load_loops
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft.drafter import Drafter
-from vllm_vidspec.engine.draft.graphs import DraftGraphs
+from vllm_vidspec.engine.draft.graphs import DraftGraphs, mode_of_draft
 from vllm_vidspec.engine.draft.memory import DraftMemory
 from vllm_vidspec.engine.draft.messages import Committed
 from vllm_vidspec.engine.draft.model import DraftModel, held_bytes, kv_bytes_per_token
@@ -71,18 +71,22 @@ def _make_drafter(
     mode = vllm_config.compilation_config.cudagraph_mode or CUDAGraphMode.NONE
     if model.device.type == "cpu":
         mode = CUDAGraphMode.NONE
-    model.use_cudagraph_mode(mode)
-    graphs = DraftGraphs(vllm_config, model.device, mode, max_num_reqs)
+    model.use_cudagraph_mode(mode_of_draft(mode))
     # Before what is left is measured: the texts of all rows may take a gigabyte.
     mirror = TargetMirror(vllm_config, max_num_reqs, plan.vocab_size, model.device)
     memory = DraftMemory.plan(knobs.now, vllm_config, model, _available_bytes(vllm_config, knobs.now, model))
     cache = model.make_vision_cache(memory.vision_bytes)
     model.resolve_layout()
     num_blocks = model.init_kv(memory.pool_bytes, torch.no_grad())
+    sample = CoupledSampler(mirror.sampler, knobs.now.draft_noise)
+    by_default = sample.processes_by_default(vllm_config.model_config)
+    graphs = DraftGraphs(vllm_config, model.device, mode, max_num_reqs, by_default)
+    if why := model.why_no_graphs:
+        graphs.give_up(why)
     drafter = Drafter(
         model,
         knobs,
-        CoupledSampler(mirror.sampler, knobs.now.draft_noise),
+        sample,
         counters,  # type: ignore[arg-type]
         num_blocks,
         max_num_reqs,

@@ -1,24 +1,32 @@
 """Sampling parameters that look back (penalties, bad words, …) applied to tree nodes, each with its own path."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
+from vidspec_kernels import PenaltyTables, path_penalties
+from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.compat.contract import expect_parameters
 from vllm_vidspec.engine.verify.step import VerifySlice
+from vllm_vidspec.scoring import TreeShapes
 
 _NUM_NATIVE_PROCESSORS = 3  # logit bias, penalties, bad words
+# Of paths that are laid out at a time, in float32.
+MAX_PATH_BYTES = 256 << 20
 
 
 class PathSampler:
-    """Samples tree nodes through vLLM's own sampler when that must know the tokens before a node.
+    """Samples tree nodes by vLLM's own sampler, each as if its path were a chain.
 
-    vLLM's kernels take the drafts before a logits row from the rows before it, which holds for chains. So each node
-    gets a segment of rows of its own, its path laid out as a chain that ends in it, and only the last row of the
-    segment is of interest: the arithmetic stays vLLM's, bit for bit, at depth + 1 times the memory, for such requests
-    alone.
+    vLLM's kernels take the drafts before a logits row from the rows before it, which holds for chains. Penalties are
+    one launch in their place among vLLM's processors (`path_penalties`), with a path's tokens found along `parents`.
+    Whoever else looks back (bad words, thinking budgets, custom processors) gets a segment of rows for each of its
+    nodes, the path laid out as a chain that ends in it, and only the last row of the segment is of interest: the
+    arithmetic stays vLLM's, bit for bit, for such requests alone, so many segments at a time that their logits take no
+    more than MAX_PATH_BYTES in float32 (one segment where one takes more), and once more where they are bfloat16.
 
     Args:
         sampler: The runner's.
@@ -31,15 +39,36 @@ class PathSampler:
         natives = sampler.logits_processors[:_NUM_NATIVE_PROCESSORS]
         self._penalties, self._bad_words = natives[1:]
         self._has_custom = len(sampler.logits_processors) > _NUM_NATIVE_PROCESSORS
+        self._shapes: TreeShapes | None = None  # of the rows that are being sampled, where they are nodes
+        self._launches: dict[Any, Any] = {}
+        compat.intercept_penalties(self._penalties, self._penalise)
         expect_parameters(
             Sampler.sample,
             *("logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos", "input_ids"),
             *("expanded_local_pos", "seq_lens_upper_bound_np", "return_logprobs"),
         )
 
-    def _looks_back(self, idx_mapping_np: np.ndarray) -> np.ndarray:
-        """Return `[n]` bool: the request's parameters depend on its drafts."""
-        looks = self._penalties.use_penalty[idx_mapping_np] | (self._bad_words.num_bad_words.np[idx_mapping_np] > 0)
+    @property
+    def tables(self) -> PenaltyTables:
+        """Those of vLLM. Where the first three lie changes from step to step."""
+        state = self._penalties
+        vectors = (state.repetition_penalty.gpu, state.frequency_penalty.gpu, state.presence_penalty.gpu)
+        return PenaltyTables(*vectors, state.prompt_bin_mask, state.output_bin_counts)
+
+    def _penalise(self, logits: torch.Tensor, ctx: Any) -> bool:
+        """Apply penalties to nodes; return whether the rows are nodes, so that vLLM has nothing to do."""
+        if self._shapes is None:
+            return False
+        if self._penalties.use_penalty[ctx.idx_mapping_np].any():
+            path_penalties(
+                logits, ctx.expanded_idx_mapping, ctx.expanded_local_pos, ctx.input_ids, self._shapes.parents,
+                self.tables, self._launches,
+            )  # fmt: skip
+        return True
+
+    def _needs_segments(self, idx_mapping_np: np.ndarray) -> np.ndarray:
+        """Return `[n]` bool: the request's parameters depend on its drafts, in other ways than penalties do."""
+        looks = self._bad_words.num_bad_words.np[idx_mapping_np] > 0
         thinking = self._sampler.thinking_budget_state
         if thinking.enabled:
             looks |= thinking.use_thinking_budget[idx_mapping_np]
@@ -57,28 +86,50 @@ class PathSampler:
             bound_np: `[num_reqs]` vLLM's bound of each sequence's length.
             options: vLLM's own.
         """
-        if part.shapes is None or not (looks := self._looks_back(part.idx_mapping_np)).any():
-            return self._sampler.sample(
-                logits, part.expanded_idx_mapping, part.idx_mapping, part.idx_mapping_np, part.pos, input_ids,
-                part.nodes, bound_np, **options,
-            )  # fmt: skip
-        by_row, device = np.repeat(looks, part.num_logits_np), logits.device
-        tokens = torch.empty(len(logits), dtype=torch.int64, device=device)
-        processed = torch.empty(logits.shape, dtype=torch.float32, device=device)
-        longest = min(self._max_depth, int(part.num_logits_np.max()) - 1) + 1
-        for looking, length in ((False, 1), (True, longest)):  # who does not look back needs no path
-            reqs_np, rows_np = np.flatnonzero(looks == looking), np.flatnonzero(by_row == looking)
-            idx_mapping = part.idx_mapping[async_tensor_h2d(reqs_np, device=device)]
-            per_chunk = max(1, get_max_chunk_logits(logits.shape[1]) // length)
-            for start in range(0, len(rows_np), per_chunk):
-                rows = async_tensor_h2d(rows_np[start : start + per_chunk], device=device)
-                segments, of_segments, pos, ids, local_pos = self._segments(part, logits, input_ids, rows, length)
-                sampled = self._sampler.sample(
-                    segments, of_segments, idx_mapping, part.idx_mapping_np[reqs_np], pos, ids, local_pos,
-                    bound_np[reqs_np], **options,
+        in_segments = np.zeros(len(part.idx_mapping_np), dtype=bool)
+        if part.shapes is not None:
+            in_segments = self._needs_segments(part.idx_mapping_np)
+        if in_segments.all():
+            tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+            processed = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+        else:
+            self._shapes = part.shapes
+            try:
+                tokens, processed = self._sampler.sample(
+                    logits, part.expanded_idx_mapping, part.idx_mapping, part.idx_mapping_np, part.pos, input_ids,
+                    part.nodes, bound_np, **options,
                 )  # fmt: skip
-                tokens[rows], processed[rows] = (values[length - 1 :: length] for values in sampled)
+            finally:
+                self._shapes = None
+        if in_segments.any():  # what was sampled for these is in vLLM's own copy of the logits, and replaced
+            self._sample_segments(in_segments, part, logits, input_ids, bound_np, options, tokens, processed)
         return tokens, processed
+
+    def _sample_segments(
+        self,
+        in_segments: np.ndarray,
+        part: VerifySlice,
+        logits: torch.Tensor,
+        input_ids: torch.Tensor,
+        bound_np: np.ndarray,
+        options: dict[str, bool],
+        tokens: torch.Tensor,
+        processed: torch.Tensor,
+    ) -> None:
+        """Write the tokens and processed logits of some requests, `[num_reqs]` bool; see `sample`."""
+        device, length = logits.device, min(self._max_depth, int(part.num_logits_np.max()) - 1) + 1
+        reqs_np = np.flatnonzero(in_segments)
+        rows_np = np.flatnonzero(np.repeat(in_segments, part.num_logits_np))
+        idx_mapping = part.idx_mapping[async_tensor_h2d(reqs_np, device=device)]
+        per_chunk = segments_at_a_time(length, logits.shape[1])
+        for start in range(0, len(rows_np), per_chunk):
+            rows = async_tensor_h2d(rows_np[start : start + per_chunk], device=device)
+            segments, of_segments, pos, ids, local_pos = self._segments(part, logits, input_ids, rows, length)
+            sampled = self._sampler.sample(
+                segments, of_segments, idx_mapping, part.idx_mapping_np[reqs_np], pos, ids, local_pos,
+                bound_np[reqs_np], **options,
+            )  # fmt: skip
+            tokens[rows], processed[rows] = (values[length - 1 :: length] for values in sampled)
 
     @staticmethod
     def _segments(
@@ -109,3 +160,8 @@ class PathSampler:
             node = part.shapes.parents[req_state_idx, node].clamp(min=0).long()
         of_segments = req_state_idx.repeat_interleave(length)
         return segments, of_segments, pos.flatten(), ids.flatten(), local_pos.flatten()
+
+
+def segments_at_a_time(length: int, vocab_size: int) -> int:
+    """Return how many segments of so many rows are sampled at once; see `PathSampler`."""
+    return max(1, MAX_PATH_BYTES // (4 * vocab_size * length))

@@ -62,7 +62,7 @@ class CoupledVerifier(RejectionSampler):
         self._visual = visual
         self._step = VerifyStep()
         self._watch: ScoreWatch | None = None
-        self._paths = PathSampler(sampler, max_path)
+        self.paths = PathSampler(sampler, max_path)
 
     def begin(self, step: VerifyStep) -> None:
         """Take the step that vLLM verifies next. One without drafts passes by."""
@@ -143,7 +143,7 @@ class CoupledVerifier(RejectionSampler):
             relevance,
             shapes,
         )
-        target_tokens, processed_logits = self._paths.sample(
+        target_tokens, processed_logits = self.paths.sample(
             part, logits, draft_sampled, seq_lens_upper_bound_np, return_logprobs=return_logprobs
         )
         scored = self._judge(part, target_tokens, processed_logits)
