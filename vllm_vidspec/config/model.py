@@ -178,6 +178,11 @@ class VidSpecConfig(BaseModel):
         return frozenset(row.plan.shape for row in self.plans if row.plan.num_tokens) or frozenset({"chain"})
 
     @property
+    def in_trees(self) -> bool:
+        """Whether a draft can be a tree."""
+        return self.shapes != {"chain"}
+
+    @property
     def max_path(self) -> int:
         """The most drafts that can follow each other in one step."""
         return max(
@@ -233,7 +238,7 @@ class VidSpecConfig(BaseModel):
 
     @model_validator(mode="after")
     def _chains_in_parallel(self) -> "VidSpecConfig":
-        if self.is_parallel and self.shapes != {"chain"}:
+        if self.is_parallel and self.in_trees:
             raise ValueError(
                 "parallel drafting streams a chain: a tree would be of text that the target has not reached; use "
                 "draft_shape chain, or drop parallel"

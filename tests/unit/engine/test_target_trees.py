@@ -14,6 +14,7 @@ from tests.unit.engine.fakes import CPU, NOTHING
 from vllm_vidspec.drafting import DraftTree, topology_tables
 from vllm_vidspec.engine.listen.trees import TargetTrees
 from vllm_vidspec.engine.requests import RequestRows
+from vllm_vidspec.engine.tree_attention import TreeAttention
 
 K, MAX_REQS, BLOCK_SIZE, MAX_BLOCKS = 3, 4, 4, 6
 HEADS, HEAD_SIZE = 2, 4
@@ -24,7 +25,7 @@ FORK = [0, 0, 1]  # parents: two children of the root, and one of the first
 class Target:
     """A layer, its cache, a model state, and the batches of four persistent rows, of which some hold trees."""
 
-    def __init__(self, num_axes: int = 3, seed: int = 0):
+    def __init__(self, num_axes: int = 3, seed: int = 0, in_trees: bool = True):
         torch.manual_seed(seed)
         self.layer = fakes.attention_layer(HEADS, 1, HEAD_SIZE)
         # Rope positions differ from slots by 100 times the axis.
@@ -37,7 +38,8 @@ class Target:
             }
             self.state.prepare_dummy_inputs = lambda num_reqs, num_tokens: {"positions": self.rope[:, :num_tokens]}
         self.requests = RequestRows(MAX_REQS, CPU)
-        self.trees = TargetTrees([self.layer], self.state, self.requests, K, MAX_TOKENS, CPU)
+        attention = TreeAttention([self.layer], CPU)
+        self.trees = TargetTrees(attention, self.state, self.requests, K, MAX_TOKENS, CPU, in_trees=in_trees)
         self.cache = torch.randn(MAX_REQS * MAX_BLOCKS + 1, 1, BLOCK_SIZE, 2 * HEAD_SIZE)
         table = 1 + torch.randperm(MAX_REQS * MAX_BLOCKS).view(MAX_REQS, MAX_BLOCKS).int()
         self.table, self.block_table = table, torch.zeros_like(table)  # by persistent row, by batch row

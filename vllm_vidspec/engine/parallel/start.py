@@ -22,9 +22,11 @@ from vllm_vidspec.engine.draft.messages import Committed
 from vllm_vidspec.engine.draft.model import DraftModel, held_bytes, kv_bytes_per_token
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.engine.knobs import Knobs
+from vllm_vidspec.engine.kv_views import attention_layers
 from vllm_vidspec.engine.parallel.launch import Plan
 from vllm_vidspec.engine.parallel.rank import DrafterRank, TargetMirror
 from vllm_vidspec.engine.parallel.tally import DrafterCounters
+from vllm_vidspec.engine.tree_attention import make_attention
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.parallel import Tables
 
@@ -75,6 +77,7 @@ def _make_drafter(
     model.resolve_layout()
     num_blocks = model.init_kv(memory.pool_bytes, torch.no_grad())
     mirror = TargetMirror(vllm_config, max_num_reqs, plan.vocab_size, model.device)
+    layers = attention_layers(model.config).values()
     drafter = Drafter(
         model,
         knobs,
@@ -87,7 +90,7 @@ def _make_drafter(
         agreement,
         Committed(mirror.num_tokens, mirror.text, mirror.states.last_sampled_tokens, None),
         graphs,
-        None,
+        make_attention(layers, model.config, model.device, num_rows=2, in_trees=False, whose="draft"),
         shared={},
         max_run=_MAX_RUN,
     )
