@@ -224,6 +224,44 @@ def test_a_mixed_batch_keeps_its_prompts():
     assert here.trees.attention.step is None
 
 
+def test_a_batch_of_short_requests_is_all_ours():
+    """Requests of one row, of some and of K + 1, whether trees or chains: vLLM's own attention stays out.
+
+    Catches: windows of any length, or requests without drafts, that send a whole batch to the backend; a row of one
+    request under the mask of another.
+    """
+    here = Target(in_trees=False)
+    counts = {0: K + 1, 2: 1, 1: 2}
+    batch = here.batch(list(counts), list(counts.values()))
+    here.prepare(batch)
+    assert here.trees.attention.step.is_whole_batch and not here.trees.is_active
+    query = torch.randn(sum(counts.values()) + 2, HEADS * HEAD_SIZE)
+    out, at = here.attend(query, num_reqs=3), 0
+    for row, count in counts.items():
+        for node in range(count):
+            assert torch.allclose(out[at], here.expected(query[at], row, node, None), atol=1e-5), (row, node)
+            at += 1
+    assert (out[at:] == -2).all(), "padding is nobody's"
+
+
+def test_where_only_chains_are_drafted_nothing_else_is_taken():
+    """Catches: prompts computed twice, in a graph or out of it; KV that moves; a second KV cache group refused."""
+    here = Target(in_trees=False)
+    here.trees.init_kv(SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=[None, None])))
+    assert not hasattr(here.trees, "caches")
+    long = here.batch([0, 2, 1], [K + 1, K + 1, 7], num_drafts=None)
+    long.num_draft_tokens_per_req = np.array([K, K, 0])
+    here.prepare(long)
+    assert here.trees.attention.step is None
+    here.trees.compact()  # finds nothing to move
+    for counts, longest, is_ours in (([K + 1] * 2, K + 1, True), ([2] * 4, 8, False), ([1] * 4, 1, False)):
+        dummy = here.batch(list(range(len(counts))), counts, num_drafts=None)
+        dummy.max_query_len = longest
+        here.prepare(dummy, for_capture=True)
+        assert (here.trees.attention.step is not None) == is_ours, counts
+        here.trees.after_forward(NOTHING)
+
+
 @pytest.mark.parametrize(
     ("num_reqs", "num_tokens", "max_query_len", "expected"),
     [
