@@ -59,6 +59,7 @@ ARCHS = {
     89: Arch(142, 100, 99, 1536),  # L40S
     90: Arch(132, 228, 227, 2048),  # H100, H200
     100: Arch(148, 228, 227, 2048),  # B200
+    120: Arch(188, 100, 99, 1536),  # RTX PRO 6000; of the RTX 50 fewer multiprocessors
 }
 
 
