@@ -3,8 +3,10 @@
 The CPU's backend is left to its chains; here the choice is forced the other way, for the target and for the draft.
 """
 
+import contextlib
 import dataclasses
 from collections import Counter
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -34,27 +36,35 @@ def chains(reference):
         yield engine
 
 
-def check(engine, reference, *scenarios: str) -> Counter:
-    """Every draft stands and the output is vanilla's; return how often tree attention took so many rows a request."""
+@contextlib.contextmanager
+def counting() -> Iterator[Counter]:
+    """Yield how often tree attention takes so many rows a request, and how often ("ragged") not all have as many."""
     rows: Counter = Counter()
     original = tree_attention.tree_attention
 
-    def counting(*args, max_queries, **kwargs):
+    def attend(*args, max_queries, **kwargs):
         rows[max_queries] += 1
+        of_batch, num_queries = args[4], args[6]
+        rows["ragged"] += len(num_queries[: len(of_batch)].unique()) > 1
         original(*args, max_queries=max_queries, **kwargs)
 
-    with mock.patch.object(tree_attention, "tree_attention", counting):
-        for scenario in scenarios:
-            outputs, counted = engine.measured(SCENARIOS[scenario](engine.family))
-            assert_same_answers(reference(engine.family, scenario), outputs)
-            assert_all_stands(counted)
-            assert counted["draft_tokens"] == counted["draft_depth"] and not skipped(counted)
-    return rows
+    with mock.patch.object(tree_attention, "tree_attention", attend):
+        yield rows
+
+
+def check(engine, reference) -> None:
+    """Every draft stands and the output is vanilla's, greedy and at T = 1."""
+    for scenario in ("videos", "sampled"):
+        outputs, counted = engine.measured(SCENARIOS[scenario](engine.family))
+        assert_same_answers(reference(engine.family, scenario), outputs)
+        assert_all_stands(counted)
+        assert counted["draft_tokens"] == counted["draft_depth"] and not skipped(counted)
 
 
 def check_all(engine, reference) -> None:
-    """Greedy and at T = 1: all layers of every verify step and of every first forward of the draft are ours."""
-    rows = check(engine, reference, "videos", "sampled")
+    """The same, through tree attention: verify steps, and the draft's first forwards."""
+    with counting() as rows:
+        check(engine, reference)
     assert rows[K + 1] > 0 and rows[2] > 0
     assert engine.runner.parts.trees is None and engine.kv.caches is None, "nothing of a chain moves"
 
@@ -70,13 +80,13 @@ def test_whole_forwards_are_captured(chains, reference):
     Catches: a prefix that is the capture's, a row of padding that attends or writes.
     """
     with captured(chains.runner, [1, 3, 8]) as replayed:
-        check(chains, reference, "videos", "sampled")
+        check(chains, reference)
     assert {padded > real for _, padded, real in replayed} == {True, False}, replayed
     assert {rows for rows, _, _ in replayed} == {K + 1}
 
 
 def test_grammars_and_every_sampling_parameter(chains, reference):
-    """Structured outputs are drafted for, prompts and chains of any length share batches.
+    """Structured outputs are drafted for; requests with and without drafts, and cut chains, share batches.
 
     Catches: what trees refuse or leave out refused for chains too; logprobs, penalties or stops of another row.
     """
@@ -84,9 +94,10 @@ def test_grammars_and_every_sampling_parameter(chains, reference):
     outputs, counted = chains.measured(SCENARIOS["grammar"](QWEN))
     assert token_ids(outputs) == token_ids(expected)
     assert counted["accepted_tokens"] > 0 and not skipped(counted)
-    outputs, counted = chains.measured(SCENARIOS["mixed"](QWEN))
+    with counting() as rows:
+        outputs, counted = chains.measured(SCENARIOS["mixed"](QWEN))
     assert_same_answers(reference(QWEN, "mixed"), outputs)
-    assert counted["accepted_tokens"] > 0
+    assert counted["accepted_tokens"] > 0 and rows["ragged"] > 0
 
 
 def shorter_prefix(patch, engine) -> None:
