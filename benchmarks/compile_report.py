@@ -87,7 +87,8 @@ def pretending(arch: int) -> Iterator[None]:
     """Let Triton and the wrappers see the current device as one of an architecture."""
     card = ARCHS[arch]
     limits = dispatch.DeviceLimits(card.num_sms, card.shared_kb * 1024, card.program_kb * 1024, arch)
-    modules = [sys.modules[f"vidspec_kernels.{name}"] for name in ("tree_attention", "visual_relevance")]
+    names = ("tree_attention", "visual_relevance", "guidance_scores")
+    modules = [sys.modules[f"vidspec_kernels.{name}"] for name in names]
     driver.set_active(_Driver(arch))
     with contextlib.ExitStack() as stack:
         for module in modules:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import Impl, check_vector, launcher, use_triton
+from vidspec_kernels.dispatch import Impl, check_vector, device_limits, launcher, use_triton
 
 _BLOCK_ROWS = 64
 # Three-pass tf32 products need more registers and shared memory a row.
@@ -348,8 +348,8 @@ def _launch(
         "BLOCK_ROWS": _BLOCK_ROWS_WIDE if widen else _BLOCK_ROWS,
         "BLOCK_KEYS": _BLOCK_KEYS,
         "WIDEN": widen,
-        # Padded heads are masked, which takes registers that a third stage has not left.
-        "num_stages": 2 if widen or head_dim != block_dim else 3,
+        # Padded heads are masked, which takes registers that a third stage has not left; sm_120 spills with one.
+        "num_stages": 2 if widen or head_dim != block_dim or device_limits(query.device).capability >= 120 else 3,
     }
     scale_log2 = scale * _LOG2E
     shift, factor = lse, None
