@@ -543,7 +543,7 @@ CHAIN = 5
 def attention_text() -> str:
     """Return what verifying a chain takes with tree attention, and by a backend that splits no keys."""
     lines = [
-        "| pair, GPUs | T_t, ms (modelled) | T_t^K with tree attention (modelled) | with FlashAttention 2 (modelled) "
+        "| pair | T_t, ms (modelled) | T_t^K with tree attention (modelled) | with FlashAttention 2 (modelled) "
         "| speed-up of a chain of 5 (modelled) | with FlashAttention 2 (modelled) |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
