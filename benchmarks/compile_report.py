@@ -60,6 +60,7 @@ ARCHS = {
     89: Arch(142, 100, 99, 1536),  # L40S
     90: Arch(132, 228, 227, 2048),  # H100, H200
     100: Arch(148, 228, 227, 2048),  # B200
+    120: Arch(188, 100, 99, 1536),  # RTX PRO 6000; of the RTX 50 fewer multiprocessors
 }
 
 
@@ -87,7 +88,8 @@ def pretending(arch: int) -> Iterator[None]:
     """Let Triton and the wrappers see the current device as one of an architecture."""
     card = ARCHS[arch]
     limits = dispatch.DeviceLimits(card.num_sms, card.shared_kb * 1024, card.program_kb * 1024, arch)
-    modules = [sys.modules[f"vidspec_kernels.{name}"] for name in ("tree_attention", "visual_relevance")]
+    names = ("tree_attention", "visual_relevance", "guidance_scores")
+    modules = [sys.modules[f"vidspec_kernels.{name}"] for name in names]
     driver.set_active(_Driver(arch))
     with contextlib.ExitStack() as stack:
         for module in modules:

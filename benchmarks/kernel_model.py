@@ -10,6 +10,7 @@ what it must multiply at the tensor cores' peak. The model adds what a launch ta
 under way, second reads through L2, padded rows, dependent loads, and the launch itself.
 """
 
+import dataclasses
 import importlib
 import json
 import math
@@ -176,6 +177,35 @@ def tree_attention(device: Device, shape: str, queries: int, batch: int, context
     found = attention_model.predict(context, batch, queries, *SHAPES[shape], device.limits.capability)
     bound = found["floor_by"][0].upper()
     return figures(found["programs"], found["floor_us"], found["predicted_us"], bound)
+
+
+# Query heads on KV heads of released models, by their group: 26 rows of a static tree, 25 of one with 24 nodes.
+GROUPS = {
+    "Qwen3-VL 8B": (32, 8, 128),
+    "Qwen2.5-VL 32B": (40, 8, 128),
+    "Qwen2.5-VL 7B": (28, 4, 128),
+    "Qwen2.5-VL 72B": (64, 8, 128),
+    "Qwen3-VL 235B": (64, 4, 128),
+}
+
+
+def tiles_table() -> str:
+    """Return what one layer takes with row tiles of up to 128 rows and with those that launches take, by group."""
+    rows = []
+    for name, (heads, kv_heads, head_size) in GROUPS.items():
+        group, cells = heads // kv_heads, []
+        for device in (H100, A100):
+            limits = dataclasses.replace(device.limits, capability=H100.limits.capability)
+            wide = attention_model.tile_shape(26 * group, head_size, False, True, limits)
+            for queries, tile in ((26, wide), (26, None), (25, None)):
+                found = attention_model.predict(
+                    25_000, 8, queries, heads, kv_heads, head_size, device.limits.capability, tile
+                )
+                block = int(found["tile"].split("x")[0])
+                cells.append(f"{-(-queries * group // block)} x {block}: {found['predicted_us']:.0f}")
+        rows.append([name, str(group), str(26 * group), *cells])
+    heads_of = [f"{device.name.split()[0]}: {what}" for device in (H100, A100) for what in ("128", "now", "24 nodes")]
+    return table(["model", "group", "rows", *heads_of], rows)
 
 
 # ---- visual_relevance ------------------------------------------------------------------------------------------------
@@ -416,6 +446,7 @@ def sections(data: dict[str, Any]) -> dict[str, str]:
     big = "\n\n".join(big_tables(device, compiled) for device in (H100, A100))
     return {
         "kernels-modelled": big,
+        "kernels-tiles": tiles_table(),
         "kernels-lse": ways,
         "kernels-small": small_table(H100, compiled),
         "kernels-compiled": f"Triton {data['triton']}. {compile_report.markdown(compiled.rows)}",

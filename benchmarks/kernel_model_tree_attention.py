@@ -113,7 +113,7 @@ def merge_seconds(num_parts: int, part_bytes: int) -> float:
 
 def predict(
     context: int | Sequence[int], batch: int, num_queries: int, num_heads: int, num_kv_heads: int, head_size: int,
-    arch: int = 90,
+    arch: int = 90, tile: TileShape | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the model of one launch in bfloat16 from a graph.
 
@@ -125,6 +125,7 @@ def predict(
         num_kv_heads: KV heads.
         head_size: Of both.
         arch: A key of CARDS.
+        tile: Another than the launch would take.
 
     Returns:
         bytes and flops that any implementation needs (keys and values once, queries and outputs; real rows only);
@@ -134,7 +135,7 @@ def predict(
     """
     card, group = CARDS[arch], num_heads // num_kv_heads
     lens = [context] * batch if isinstance(context, int) else list(context)
-    tile = tile_shape(num_queries * group, head_size, False, True, card.limits)
+    tile = tile or tile_shape(num_queries * group, head_size, False, True, card.limits)
     num_row_tiles = math.ceil(num_queries * group / tile.block_rows)
     grid = tile.programs_per_sm * card.limits.num_sms
     found = shares([num_queries] * batch, lens, group, num_kv_heads, tile, num_row_tiles, grid)

@@ -30,9 +30,12 @@ from vidspec_kernels.dispatch import (
 )
 from vidspec_kernels.tree_attention_reference import tree_attention_reference
 
-# Rows of a tile: with more than 64, one program takes a multiprocessor and reads a key for twice as many.
+# Rows of a tile: with more than 64, one program takes a multiprocessor and reads a key for twice as many. That pays
+# where products outrun the second-level cache, on Hopper and the large Blackwells; elsewhere the padding of a last tile
+# costs more than reading again.
 _MAX_BLOCK_ROWS = 128
 _SHARED_BLOCK_ROWS = 64
+_WIDE_TILES = range(90, 120)  # compute capabilities
 # Products of float32 without tensor cores need many more registers a row.
 _MAX_BLOCK_ROWS_WIDE = 16
 # Loads through a table take two stages a tile: of K and V three tiles are held, two of them under way.
@@ -665,7 +668,7 @@ def tile_shape(num_rows: int, head_size: int, widen: bool, reads_prefix: bool, l
     block_rows = max(16, triton.next_power_of_2(num_rows))
     if widen:
         block_rows = min(block_rows, _MAX_BLOCK_ROWS_WIDE)
-    elif line_bytes > 256:
+    elif line_bytes > 256 or limits.capability not in _WIDE_TILES:
         block_rows = min(block_rows, _SHARED_BLOCK_ROWS)
     else:
         block_rows = min(block_rows, _MAX_BLOCK_ROWS)

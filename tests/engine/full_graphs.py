@@ -47,7 +47,7 @@ def captured(runner: Any, num_reqs: Sequence[int], mode: str = "FULL_DECODE_ONLY
             create_forward_fn(desc, warmup=True)(CUDAGraphMode.NONE)
             forward = create_forward_fn(desc, warmup=False)
             forward(CUDAGraphMode.NONE)
-            manager.graphs[desc] = Replay(forward, runner.trees.attention)
+            manager.graphs[desc] = Replay(forward, runner.parts.target_trees.attention)
         manager._graphs_captured = True
 
     def counting(self, scheduler_output, batch_req_state, batch_desc, *args):

@@ -13,7 +13,7 @@ import torch
 import triton
 
 from vidspec_kernels import dispatch, visual_relevance
-from vidspec_kernels.tree_attention import _held_bytes, _pipeline, _tile
+from vidspec_kernels.tree_attention import _held_bytes, _pipeline, _tile, tile_shape
 
 ROOT = Path(__file__).parents[2]
 # The heaviest shapes of each kernel; benchmarks/compile_report.py without arguments compiles all.
@@ -26,7 +26,7 @@ FORMS = (
     "d80|fp32|fp16 top 2|Q11 25k top 10|Q26 25k fp8|chain K10|tree K1$|bits|axes|F8|static K64|adaptive K64|roots|"
     "count K64|152k|ring 64"
 )
-ARCHS = (80, 90)  # the report has 89 and 100, too
+ARCHS = (80, 90)  # the report has 89, 100 and 120, too
 
 pytestmark = pytest.mark.skipif(
     not (Path(triton.__file__).parent / "backends/nvidia/bin/ptxas").exists(), reason="this Triton has no ptxas"
@@ -190,6 +190,27 @@ def test_tiles_count_scratch_and_the_drivers_share(capability, keys, stages):
     assert 2 * (room + 1024) == shared_kb * 1024
     assert _tile(64, 256, room) == keys and _held_bytes(64, 256, 16) <= room
     assert _pipeline(64, 256, keys, 2, limits)[0] == stages
+
+
+@pytest.mark.parametrize(
+    ("capability", "rows", "tiles"),
+    [
+        (80, 130, (3, 64)),  # 26 nodes of a group of 5: two of 128 would be 256 rows for 130
+        (86, 182, (3, 64)),
+        (120, 208, (4, 64)),
+        (90, 130, (2, 128)),
+        (100, 125, (1, 128)),
+        (90, 42, (1, 64)),
+        (80, 30, (1, 32)),
+    ],
+)
+def test_row_tiles_are_wide_where_products_outrun_the_cache(capability, rows, tiles):
+    """Catches: half of an A100's products spent on the padding of a last tile; Hopper's keys read three times."""
+    shared_kb = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}[capability]
+    limits = dispatch.DeviceLimits(100, (shared_kb + 1) * 1024, shared_kb * 1024, capability)
+    shape = tile_shape(rows, 128, False, True, limits)
+    assert (-(-rows // shape.block_rows), shape.block_rows) == tiles
+    assert shape.programs_per_sm * shape.block_rows <= 128
 
 
 def test_float8_is_refused_before_ada(monkeypatch):

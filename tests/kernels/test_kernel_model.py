@@ -126,7 +126,7 @@ def test_page_is_what_the_command_prints():
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = done.stdout.strip().split("\n\n<!-- ")
-    assert len(found) == 4
+    assert len(found) == 5
     page = PAGE.read_text()
     for section in (found[0], *("<!-- " + section for section in found[1:])):
         assert section in page, f"run the command that {PAGE.name} names"

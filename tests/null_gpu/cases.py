@@ -11,6 +11,7 @@ import numpy as np
 
 from null_gpu.plants import allocate_while_capturing, plant_each
 from null_gpu.situations import (
+    kernels_of_a_step,
     kernels_of_drafts,
     memory_by_owner,
     peak_of_a_prompt,
@@ -49,6 +50,8 @@ GRAPHS_65 = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagrap
 GRAPHS_104 = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 4, 104]}}
 # Of compilation and capture nothing is said: torch.compile, FULL_AND_PIECEWISE.
 DEFAULTS: dict[str, Any] = {"enforce_eager": False}
+# FlashAttention as GPUs get it that are neither Hopper nor sm_100: it splits no keys over several query rows.
+GRAPHS_FA2 = GRAPHS | {"attention_config": {"flash_attn_version": 2}}
 PIECES = {
     "enforce_eager": False,
     "compilation_config": {"mode": 3, "cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]},
@@ -234,7 +237,16 @@ _ALL = (
     Case("vanilla graphs batch", overrides=GRAPHS, batch=3, **_VARIANT),
     Case("vanilla graphs sampled", overrides=GRAPHS, sampling=_WARM, **_VARIANT),
     Case("chain graphs", {}, "vanilla graphs", overrides=GRAPHS, most_launches=30, after=kernels_of_drafts),
-    Case("chain graphs batch", {}, "vanilla graphs batch", overrides=GRAPHS, batch=3, most_launches=30, **_VARIANT),
+    Case(
+        "chain graphs batch",
+        {},
+        "vanilla graphs batch",
+        overrides=GRAPHS,
+        batch=3,
+        most_launches=30,
+        after=kernels_of_a_step,
+        **_VARIANT,
+    ),
     Case(
         "chain graphs sampled",
         {},
@@ -251,6 +263,16 @@ _ALL = (
         overrides=GRAPHS,
         sampling=_SAMPLED,
         most_launches=105,
+        **_VARIANT,
+    ),
+    Case(
+        "chain graphs FA2",
+        {},
+        "vanilla graphs batch",
+        overrides=GRAPHS_FA2,
+        batch=3,
+        most_launches=31,
+        after=kernels_of_a_step,
         **_VARIANT,
     ),
     Case("static graphs", _STATIC, "vanilla graphs", overrides=GRAPHS, most_launches=36, after=kernels_of_drafts),
@@ -308,4 +330,4 @@ _ALL = (
 )
 CASES = {case.name: case for case in _ALL}
 # What runs on each supported vLLM; everything else on the oldest, which all budgets were counted on.
-ON_EVERY_VERSION = ("vanilla", "chain", "static", "vanilla graphs batch", "chain graphs batch")
+ON_EVERY_VERSION = ("vanilla", "chain", "static", "vanilla graphs batch", "chain graphs batch", "chain graphs FA2")

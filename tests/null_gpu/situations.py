@@ -67,6 +67,18 @@ def kernels_of_drafts(session: Any) -> dict[str, list[str]]:
     return found
 
 
+def kernels_of_a_step(session: Any) -> dict[str, Any]:
+    """Make a step; return its kernels in their order, those of graphs too, and how many layers both models have."""
+    from null_gpu import device
+
+    runner = session.worker.model_runner
+    models = runner.vllm_config, runner.speculator.draft_model.config
+    with session.decoding(), device.in_order("launch", "replay") as kernels:
+        session.step()
+    layers = [config.model_config.get_total_num_hidden_layers() for config in models]
+    return {"kernels": kernels, "layers": layers}
+
+
 def memory_by_owner(session: Any) -> dict[str, dict[str, int]]:
     """Return bytes of the device by who holds them, and how much of the host's memory the process really has.
 

@@ -12,6 +12,7 @@ import torch
 from tests.simulated_device import device as sim
 from vidspec_kernels import CacheList
 from vidspec_kernels.tree_grow import tree_grow
+from vllm_vidspec.engine.compat import backends
 from vllm_vidspec.engine.cpu import kernels as cpu_kernels
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
 
@@ -136,6 +137,9 @@ class FakeAttention:
         [self._cache] = layers
         self.layers = [SimpleNamespace(layer_name="layer")]
         self.step: Any = None
+
+    def outruns(self, num_rows: int) -> bool:
+        return not backends.splits_keys(self._cache, num_rows)
 
     def caches(self) -> CacheList:
         return CacheList([(self._cache[..., :1], self._cache[..., 1:])])

@@ -122,6 +122,21 @@ def test_a_decode_step_equals_the_cpus_and_crosses_what_it_must(tmp_path, name, 
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("name", ["chain", "chain, loose"])
+def test_chains_in_tree_attention_are_the_same_chains(tmp_path, name):
+    """Where neither model's own attention splits keys: requests with and without drafts in one batch, padding, roots.
+
+    Catches: a prefix or a mask that is not the chain's, the draft's first two tokens among them; a crossing more.
+    """
+    own, _ = run(tmp_path, name, 5, on_device=False, temperature=1.0)
+    assert own.target_trees is own.speculator.drafter.attention is None
+    for on_device in (False, True):
+        ours, wrong = run(tmp_path, name, 5, on_device=on_device, temperature=1.0, splits_keys=False)
+        assert ours.log == own.log and not wrong
+        assert ours.trees is None and ours.target_trees is not None and ours.speculator.drafter.attention is not None
+        assert torch.equal(sim.to_host(ours.draft.cache)[1:], own.draft.cache[1:])
+
+
 PLANTED = {
     "item": (sim.ITEM, lambda rows, rows_np, kv: kv.num_dropped.max().item()),
     "host index": (sim.HOST_INDEX, lambda rows, rows_np, kv: kv.num_dropped[torch.from_numpy(rows_np)]),

@@ -36,14 +36,13 @@ from tests.unit.engine import fakes
 from vidspec_kernels import candidates_reference, draw_reference
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.drafting import adaptive
-from vllm_vidspec.engine import parts, speculator
+from vllm_vidspec.engine import parts, speculator, tree_attention
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft import kv as kv_pool
 from vllm_vidspec.engine.draft import noise
 from vllm_vidspec.engine.draft import prefill as draft_prefill
 from vllm_vidspec.engine.draft.memory import DraftMemory
 from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.listen import trees as target_trees
 from vllm_vidspec.engine.listen.protocol import Forward
 from vllm_vidspec.engine.parallel.timeline import Timeline
 from vllm_vidspec.engine.report import counters
@@ -110,6 +109,7 @@ class World:
         self.counters = counters.Counters(self.vllm_config, device, MAX_REQS, self.K, self.requests)
         made = parts.RunnerParts(self)
         self.trees, self.rules, self.verifier, self.listeners = made.trees, made.rules, made.verifier, made.listeners
+        self.target_trees = made.target_trees
         self.speculator, self.draft = made.speculator, made.speculator.draft_model
         self.listeners.init_kv(self)
         self.speculator.graphs = PaddedGraphs()
@@ -223,12 +223,12 @@ class World:
         """Return the target's logits and its input tokens."""
         positions, step = batch.positions, None
         self.listeners.before_forward(batch)
-        if self.trees is not None:
-            positions = self.trees._adjust(batch, positions.repeat(3, 1))[0]
+        if self.target_trees is not None:
+            positions = self.target_trees._adjust(batch, positions.repeat(3, 1))[0]
         block_table = self.launch(lambda table, rows: table[rows])(self.target_table, batch.idx_mapping)
         self.model_state.prepare_attn(batch, None, [block_table], None, None, None)
-        if self.trees is not None:
-            step = as_dict(self.trees.attention.step)
+        if self.target_trees is not None:
+            step = as_dict(self.target_trees.attention.step)
 
         def run(drafts, last, cache, table, rows, positions, entries, local, seq_lens, step):
             tokens = torch.where(local == 0, last[rows, 0], drafts[rows, (local - 1).clamp(min=0)])
@@ -306,8 +306,18 @@ class PaddedGraphs:
 
 
 @contextlib.contextmanager
-def world(device: sim.SimulatedDevice | None, tmp_path: Any, config: VidSpecConfig, **more: Any) -> Iterator[World]:
-    """Build a world on the simulated device, or on the CPU."""
+def world(
+    device: sim.SimulatedDevice | None, tmp_path: Any, config: VidSpecConfig, splits_keys: bool = True, **more: Any
+) -> Iterator[World]:
+    """Build a world on the simulated device, or on the CPU.
+
+    Args:
+        device: None: the CPU.
+        tmp_path: Where counters are.
+        config: The knobs.
+        splits_keys: Whether both models' own attention does, so that chains leave it to them.
+        more: Of `World`.
+    """
     launch = (lambda kernel: kernel) if device is None else device.launch
     with contextlib.ExitStack() as stack:
         for module, name, stand_in in (
@@ -319,7 +329,9 @@ def world(device: sim.SimulatedDevice | None, tmp_path: Any, config: VidSpecConf
             (speculator, "kv_bytes_per_token", lambda _: 0),
             (draft_prefill, "adapter_for", lambda *_: None),
             *((module, "attention_layers", lambda config: {"layer": config.cache}) for module in (speculator, parts)),
-            *((module, "TreeAttention", FakeAttention) for module in (speculator, target_trees)),
+            (tree_attention, "TreeAttention", FakeAttention),
+            (tree_attention.backends, "splits_keys", lambda *_: splits_keys),
+            (tree_attention, "_obstacles", lambda *_: iter(())),
             (kv_pool, "StagedWriteTensor", StagedWrites),
             (looseness, "protected_ids", lambda *_: {0, 9}),
             (noise, "draw", launched(launch, draw_reference)),

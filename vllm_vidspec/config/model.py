@@ -197,6 +197,11 @@ class VidSpecConfig(BaseModel):
         return found | {"chain"} if self._finds_shape else found
 
     @property
+    def in_trees(self) -> bool:
+        """Whether a draft can be a tree."""
+        return self.shapes != {"chain"}
+
+    @property
     def max_path(self) -> int:
         """The most drafts that can follow each other in one step."""
         return max(
@@ -254,7 +259,7 @@ class VidSpecConfig(BaseModel):
 
     @model_validator(mode="after")
     def _chains_in_parallel(self) -> "VidSpecConfig":
-        if self.is_parallel and self.shapes != {"chain"}:
+        if self.is_parallel and self.in_trees:
             raise ValueError(
                 "parallel drafting streams a chain: a tree would be of text that the target has not reached; use "
                 "draft_shape chain, or drop parallel"

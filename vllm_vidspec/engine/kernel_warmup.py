@@ -8,14 +8,12 @@ import time
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 
 from vidspec_kernels import warm_up
 from vllm_vidspec.engine.draft.drafter import Drafter
 from vllm_vidspec.engine.kv_views import distinct_views
-from vllm_vidspec.engine.tree_attention import TreeAttention
 
 logger = init_logger("vllm.vidspec")
 
@@ -43,10 +41,11 @@ def prepare(runner: Any) -> None:
     if parts.rules is not None:
         is_measured = parts.visual is not None
         warm_up.warm_loosen(num_drafts, parts.rules.protected, torch.float32, in_trees, is_measured)
+    if parts.target_trees is not None:
+        parts.target_trees.attention.warm_up(block_table, runner.dtype, num_drafts + 1)
+        parts.target_trees.warm_up(runner)
     if in_trees:
-        _prepare_attention(parts.trees.attention, block_table, runner.vllm_config, num_drafts + 1)
         warm_up.warm_kv_compact(parts.trees.caches, block_table, num_drafts)
-        parts.trees.warm_up(runner)
         warm_up.warm_path_penalties(runner.vocab_size, parts.trees.parents, parts.verifier.paths.tables)
     if parts.guidance is not None and parts.guidance.attention:
         heads = [(keys, num_heads) for keys, _, num_heads in distinct_views(parts.guidance.attention.values())]
@@ -69,16 +68,5 @@ def _prepare_drafter(drafter: Drafter, runner: Any) -> None:
     if trees is None:
         return
     trees.policy.warm_up(trees.fills)
-    assert drafter.attention is not None
-    _prepare_attention(drafter.attention, kv.block_tables, drafter.model.config, trees.policy.max_frontier)
     assert kv.caches is not None
     warm_up.warm_kv_compact(kv.caches, kv.block_tables, runner.num_speculative_steps)
-
-
-def _prepare_attention(
-    attention: TreeAttention, block_table: torch.Tensor, config: VllmConfig, max_queries: int
-) -> None:
-    """Prepare the tree attention of a model's layers."""
-    dtype = config.model_config.dtype
-    for keys, values, num_heads in distinct_views(attention.layers):
-        warm_up.warm_tree_attention(keys, values, block_table, num_heads, dtype, max_queries, attention.scratch)

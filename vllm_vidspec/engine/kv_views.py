@@ -36,6 +36,8 @@ def check_readable(layer: Any, what: str, way_out: str) -> None:
     windowed = getattr(impl, "sliding_window", None) not in (None, -1, (-1, -1))
     if windowed or getattr(impl, "alibi_slopes", None) is not None or getattr(impl, "sinks", None) is not None:
         raise VidSpecError(f"{what} knows no sliding windows, ALiBi or sinks: {way_out}")
+    if getattr(impl, "logits_soft_cap", None):
+        raise VidSpecError(f"{what} knows no soft caps of logits: {way_out}")
 
 
 def check_backend(name: str, what: str, way_out: str) -> None:

@@ -13,6 +13,7 @@ from vllm_vidspec.engine.listen.visual_states import VisualStates
 from vllm_vidspec.engine.parallel.speculator import ParallelSpeculator
 from vllm_vidspec.engine.speculator import VidSpecSpeculator
 from vllm_vidspec.engine.target_pruning import places_of
+from vllm_vidspec.engine.tree_attention import make_attention
 from vllm_vidspec.engine.verify.rules import LooseRules
 from vllm_vidspec.engine.verify.verifier import CoupledVerifier
 
@@ -37,10 +38,14 @@ class RunnerParts:
             before = held_bytes(device)
             draft_model.load(model)
             counters.set("draft_load_bytes", max(0, held_bytes(device) - before))
-        self.trees: TargetTrees | None = None
-        if config.shapes - {"chain"}:
-            layers, K = attention_layers(vllm_config).values(), runner.num_speculative_steps
-            self.trees = TargetTrees(layers, runner.model_state, requests, K, runner.max_num_tokens, device)
+        layers, K, in_trees = attention_layers(vllm_config).values(), runner.num_speculative_steps, config.in_trees
+        attention = make_attention(layers, vllm_config, device, num_rows=K + 1, in_trees=in_trees, whose="target")
+        # Chains need its attention alone: everyone else is told of it only where trees are drafted.
+        self.target_trees: TargetTrees | None = None
+        if attention is not None:
+            sizes = (K, runner.max_num_tokens)
+            self.target_trees = TargetTrees(attention, runner.model_state, requests, *sizes, device, in_trees=in_trees)
+        self.trees = self.target_trees if in_trees else None
         self.guidance = make_guidance(knobs, model, vllm_config, counters, agreement)
         self.rules: LooseRules | None = None
         self.visual: VisualStates | None = None
@@ -50,7 +55,7 @@ class RunnerParts:
             )
         if self.rules is not None and "loose" in config.score.scorers:
             self.visual = VisualStates(knobs, vllm_config, runner.max_num_reqs, counters, self.rules, agreement)
-        listeners = (self.guidance, self.visual, self.trees)
+        listeners = (self.guidance, self.visual, self.target_trees)
         self.listeners = TargetListeners([part for part in listeners if part is not None], knobs, agreement)
         self.verifier = CoupledVerifier(
             runner.sampler,

@@ -125,7 +125,7 @@ def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
     if prefetches and not config.is_self_draft:
         yield "--offload-backend prefetch holds one model, and the draft is a second: use uva"
     is_sharded = vllm_config.parallel_config.enable_batch_sharded_sampling
-    if config.shapes != {"chain"}:
+    if config.in_trees:
         if is_sharded:
             yield "--enable-batch-sharded-sampling shows a rank its own requests only: draft chains, not trees"
         if vllm_config.kv_transfer_config is not None:
@@ -221,7 +221,7 @@ def check_reading(vllm_config: Any, config: VidSpecConfig) -> None:
         readers.append(attention_guidance.REFUSAL)
     if "uv" in needs and prune.uv_layer is not None and prune.uv_layer > num_layers:
         raise VidSpecError(f"uv_layer: the target has layers 1 to {num_layers}, not {prune.uv_layer}")
-    if config.shapes - {"chain"}:
+    if config.in_trees:
         readers.append(tree_attention.REFUSAL)
     for what, way_out in readers:
         if not cache.kv_cache_dtype_skip_layers:  # some layers may be plain: each is looked at when it exists
@@ -270,7 +270,12 @@ def choose_backend(vllm_config: Any, what: str, way_out: str) -> None:
         return  # its own choice serves; without any, vLLM says why
     if not readable:
         kv_views.check_backend(ranked[0].name, what, way_out)
-    logger.info("vidspec: attention backend %s, since %s does not read %s", readable[0].name, what, ranked[0].name)
+    logger.warning(
+        "vidspec: attention backend %s instead of %s, which %s does not read: chains with the pruner uv keep it",
+        readable[0].name,
+        ranked[0].name,
+        what,
+    )
     attention.backend = readable[0]
 
 

@@ -52,7 +52,7 @@ from vllm_vidspec.engine.parallel.timeline import EventKind, Timeline
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import Arrival, Cohort, Phase, RequestRows
 from vllm_vidspec.engine.target_step import Step
-from vllm_vidspec.engine.tree_attention import TreeAttention
+from vllm_vidspec.engine.tree_attention import TreeAttention, make_attention
 from vllm_vidspec.engine.waiting import WaitingRoom
 
 logger = init_logger("vllm.vidspec")
@@ -113,7 +113,7 @@ class VidSpecSpeculator(BaseSpeculator):
         self._agreement = agreement
         self._device = draft_model.device
         self.graphs: Any = None  # vLLM's memory profile looks for managers among our attributes, and drops them
-        self._attention: TreeAttention | None = None  # of the draft's layers, where drafts can be trees
+        self._attention: TreeAttention | None = None  # of the draft's layers, where they need it
         self._drafter: Drafter | None = None  # until the KV pool exists
         self._arrivals: dict[int, Arrival] = {}  # by row, until the target has seen the prompt
         # By row, the prompts whose scores are on their way to the host.
@@ -162,8 +162,11 @@ class VidSpecSpeculator(BaseSpeculator):
             self._memory = DraftMemory.least(self.draft_model)
         model, config, vllm_config = self.draft_model, self._knobs.now, self._vllm_config
         states = self._req_states
-        if self._attention is None and config.shapes - {"chain"}:
-            self._attention = TreeAttention(attention_layers(model.config).values(), self._device)
+        if self._attention is None:
+            layers = attention_layers(model.config).values()
+            self._attention = make_attention(
+                layers, model.config, self._device, num_rows=2, in_trees=config.in_trees, whose="draft"
+            )
         with allocation():
             cache = model.make_vision_cache(self._memory.vision_bytes)
         num_blocks = model.init_kv(self._memory.pool_bytes, allocation())

@@ -1,16 +1,28 @@
-"""Attention of tree nodes inside vLLM's layers: masks where a forward holds trees, vLLM's own backend elsewhere."""
+"""Attention of trees and chains inside vLLM's layers: masks where a forward holds them, vLLM's own backend elsewhere.
 
-from collections.abc import Callable, Iterable
+Trees need it for their masks. Chains get it where a layer's own backend would let one program walk all keys of a
+request that has several query rows (`compat.backends`): a chain is a tree of width 1.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
 
-from vidspec_kernels import CacheList, TreeAttentionScratch, tree_attention
+from vidspec_kernels import CacheList, TreeAttentionScratch, tree_attention, warm_up
+from vllm_vidspec.engine.compat import backends
 from vllm_vidspec.engine.compat import model as compat
-from vllm_vidspec.engine.kv_views import cache_views, check_layout, check_readable
+from vllm_vidspec.engine.kv_views import cache_views, check_layout, check_readable, distinct_views
+from vllm_vidspec.errors import VidSpecError
+
+logger = init_logger("vllm.vidspec")
 
 REFUSAL = ("tree attention", "use draft chain")
+_SLOW = "chains are slow at long contexts"
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,15 @@ class TreeAttention:
         for layer in self.layers:
             check_readable(layer, *REFUSAL)
             compat.intercept_attention(layer, self._forward)
+
+    def outruns(self, num_rows: int) -> bool:
+        """Return whether a layer's own backend would not split the keys of requests with so many query rows."""
+        return not all(backends.splits_keys(layer, num_rows) for layer in self.layers)
+
+    def warm_up(self, block_table: torch.Tensor, dtype: torch.dtype, max_queries: int) -> None:
+        """Prepare every variant of 1 to `max_queries` rows a request, of queries of a dtype."""
+        for keys, values, num_heads in distinct_views(self.layers):
+            warm_up.warm_tree_attention(keys, values, block_table, num_heads, dtype, max_queries, self.scratch)
 
     def caches(self) -> CacheList:
         """Return every layer's keys and values, for compaction; the caches must exist.
@@ -97,3 +118,57 @@ class TreeAttention:
             scratch=self.scratch,
         )
         return output
+
+
+def make_attention(
+    layers: Iterable[Any], config: VllmConfig, device: torch.device, *, num_rows: int, in_trees: bool, whose: str
+) -> TreeAttention | None:
+    """Return the tree attention that a model's layers need: all of them for trees, for chains those that it outruns.
+
+    A layer that it cannot stand for keeps its own backend, which loses nothing but time, and one line says so.
+
+    Args:
+        layers: The model's attention layers.
+        config: The model's.
+        device: Where their caches live.
+        num_rows: Query rows of a chain.
+        in_trees: Whether drafts can be trees.
+        whose: "target" or "draft", for the log.
+
+    Returns:
+        None where no layer needs it.
+
+    Raises:
+        VidSpecError: Trees are drafted, and a layer cannot be read.
+    """
+    layers = list(layers)
+    if in_trees:
+        return TreeAttention(layers, device)
+    slow = [layer for layer in layers if not backends.splits_keys(layer, num_rows)]
+    taken = []
+    for layer in slow:
+        problem = next(_obstacles(layer, config), None)
+        if problem is None:
+            taken.append(layer)
+        else:
+            logger.warning_once("vidspec: the %s keeps its own attention for chains: %s", whose, problem)
+    if not taken:
+        return None
+    logger.info_once(
+        "vidspec: the %s's chains take tree attention, as its own does not split keys over %d rows", whose, num_rows
+    )
+    return TreeAttention(taken, device)
+
+
+def _obstacles(layer: Any, config: VllmConfig) -> Iterator[str]:
+    """Yield why a layer's own backend has to stay for chains."""
+    try:
+        check_readable(layer, REFUSAL[0], _SLOW)
+    except VidSpecError as error:
+        yield str(error)
+    if envs.VLLM_BATCH_INVARIANT:
+        yield f"tree attention's last bits depend on the batch, and VLLM_BATCH_INVARIANT is set: {_SLOW}"
+    if config.parallel_config.use_ubatching:
+        yield f"tree attention knows requests by their row, and --enable-dbo cuts a batch in two: {_SLOW}"
+    if config.compilation_config.pass_config.fuse_attn_quant:
+        yield f"tree attention writes no quantised outputs: {_SLOW} with fuse_attn_quant"

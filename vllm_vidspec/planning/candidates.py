@@ -76,8 +76,9 @@ class Candidates:
     def __init__(self, question: Question):
         check(question)
         self.question = question
-        self._place = Placement(question.gpu, question.ranks, question.assumed)
-        self._own_place = Placement(question.gpu, max(1, question.draft_gpus), question.assumed)
+        where = (question.assumed, question.own_attention)
+        self._place = Placement(question.gpu, question.ranks, *where)
+        self._own_place = Placement(question.gpu, max(1, question.draft_gpus), *where)
         self._target_scale = self._draft_scale = 1.0
         if question.target_ms is not None:
             self._target_scale = question.target_ms / 1e3 / self.target_seconds(1, 1)

@@ -10,6 +10,7 @@ from vllm_vidspec.planning.candidates import CHAIN, LONG, NONE, PARALLEL, TREE, 
 from vllm_vidspec.planning.question import Question, check, notes
 from vllm_vidspec.planning.shapes import FP8, WEIGHT_BYTES
 
+_CHAIN_ROWS = 6  # a chain of 5 and its root
 WORTH = 1.05  # a gain below this is within the model's error: it does not pay
 _GAIN = f"{100 * (WORTH - 1):.0f} %"
 MOST_BATCH = 1024
@@ -105,6 +106,19 @@ class Planner(Candidates):
             return self.parallel(batch, plan.prune_ratio, given, plan.num_tokens).answer_speedup
 
         return bisect(gain, WORTH) if gain(1.0) >= WORTH else None
+
+    def of_attention(self) -> Iterator[str]:
+        """Yield what stands for vLLM's own attention on this card, and what that would take."""
+        asked = self.question
+        if asked.gpu.splits_keys:
+            return
+        own = Candidates(replace(asked, own_attention=True))
+        ours_ms, own_ms = (1e3 * one.target_seconds(1, _CHAIN_ROWS) for one in (self, own))
+        yield (
+            f"vLLM's own attention on {asked.gpu.name} (FlashAttention 2) splits no keys where a request has several "
+            f"rows: {_CHAIN_ROWS} would take {own_ms:.1f} ms at batch 1. Tree attention takes its place, for chains "
+            f"too: {ours_ms:.1f} ms."
+        )
 
     # ---- the answer ----------------------------------------------------------------------------------------------
 
@@ -248,7 +262,7 @@ def plan(question: Question, batches: Sequence[int]) -> dict[str, Any]:
         "when": planner.sentence(ranges),
         "paying": [list(one) for one in ranges],
         "quantised_draft": quantised,
-        "notes": [*notes(question), *_quantised_note(rows, quantised)],
+        "notes": [*notes(question), *planner.of_attention(), *_quantised_note(rows, quantised)],
         "agreement": [
             {"prune_ratio": ratio, "rates": list(one.rates), "runner_up": one.runner_up, "source": one.source}
             for ratio, one in agreements.items()

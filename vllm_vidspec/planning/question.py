@@ -30,6 +30,7 @@ class Question:
         target_ms: Measured T_t of one request; None: by the roofline.
         draft_ms: Measured T_d of one request, at the one ratio; None: by the roofline.
         assumed: What cards reach of their data sheets.
+        own_attention: Whether chains are left to vLLM's own attention, for reference; see `Placement`.
     """
 
     target: ModelShape
@@ -45,6 +46,7 @@ class Question:
     target_ms: float | None = None
     draft_ms: float | None = None
     assumed: Assumptions = ASSUMED
+    own_attention: bool = False
 
     @property
     def is_self(self) -> bool:

@@ -72,6 +72,7 @@ def test_the_pools_are_allocated_where_the_worker_says(monkeypatch):
     taken = []
     model = object.__new__(DraftModel)
     model._agreement, model.device = None, CPU
+    model.target_config = SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=5))
     model.config = draft_model.VllmConfig()
     model.config.compilation_config.static_forward_context = {}
     monkeypatch.setattr(DraftModel, "bytes_per_block", 16)
@@ -79,11 +80,15 @@ def test_the_pools_are_allocated_where_the_worker_says(monkeypatch):
     monkeypatch.setattr(draft_model, "get_tp_group", lambda: GROUP)
     layout = SimpleNamespace(num_blocks=4)
     monkeypatch.setattr(draft_model, "get_kv_cache_config_from_groups", lambda *_: layout)
-    monkeypatch.setattr(draft_model, "init_attn_backend", lambda *_: ([], None, [16]))
+    seen = []
+    monkeypatch.setattr(draft_model, "init_attn_backend", lambda *args: seen.append(args[1]) or ([], None, [16]))
     monkeypatch.setattr(draft_model, "init_kv_cache", lambda *_, **named: taken.append(named))
     context = contextlib.nullcontext()
     assert model.init_kv(64, context) == 4
     assert taken[0]["kv_cache_allocation_context"] is context
+    # Builders see that a step may feed two tokens; nobody else does.
+    assert seen[0].speculative_config.num_speculative_tokens == 1 and model.config.speculative_config is None
+    assert model.target_config.speculative_config.num_speculative_tokens == 5
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from vllm_vidspec.engine.listen.state_store import StateStore
 from vllm_vidspec.engine.listen.trees import TargetTrees
 from vllm_vidspec.engine.listen.visual_states import VisualStates
 from vllm_vidspec.engine.requests import RequestRows
+from vllm_vidspec.engine.tree_attention import TreeAttention
 from vllm_vidspec.errors import VidSpecError
 
 # ---- the list -------------------------------------------------------------------------------------------------------
@@ -215,9 +216,8 @@ def test_the_store_drops_what_nobody_uses_the_oldest_first():
 
 
 def make_trees(requests: RequestRows) -> TargetTrees:
-    return TargetTrees(
-        [fakes.attention_layer()], fakes.model_state(), requests, max_nodes=3, max_num_tokens=16, device=CPU
-    )
+    attention = TreeAttention([fakes.attention_layer()], CPU)
+    return TargetTrees(attention, fakes.model_state(), requests, max_nodes=3, max_num_tokens=16, device=CPU)
 
 
 def test_a_row_is_a_chain_again_after_its_request():

@@ -348,6 +348,12 @@ def test_a_backend_that_can_be_read_is_chosen(monkeypatch, named, offered, chose
         get_num_attention_heads=lambda parallel: 2,
         **facts,
     )
+    warned = []
+    monkeypatch.setattr(preflight.logger, "warning", lambda text, *args: warned.append(text % args))
     with pytest.raises(VidSpecError, match=message) if message else contextlib.nullcontext():
         preflight.choose_backend(config, "tree attention", "use draft chain")
     assert (config.backend and config.backend.name) == chosen
+    # Its own choice is given up with a warning that names what would keep it.
+    assert [("instead of FLASHINFER" in line, "uv" in line) for line in warned] == [(True, True)] * (
+        named is None and chosen is not None
+    )

@@ -14,6 +14,7 @@ from tests.unit.engine.fakes import CPU, NOTHING
 from vllm_vidspec.drafting import DraftTree, topology_tables
 from vllm_vidspec.engine.listen.trees import TargetTrees
 from vllm_vidspec.engine.requests import RequestRows
+from vllm_vidspec.engine.tree_attention import TreeAttention
 
 K, MAX_REQS, BLOCK_SIZE, MAX_BLOCKS = 3, 4, 4, 6
 HEADS, HEAD_SIZE = 2, 4
@@ -24,7 +25,7 @@ FORK = [0, 0, 1]  # parents: two children of the root, and one of the first
 class Target:
     """A layer, its cache, a model state, and the batches of four persistent rows, of which some hold trees."""
 
-    def __init__(self, num_axes: int = 3, seed: int = 0):
+    def __init__(self, num_axes: int = 3, seed: int = 0, in_trees: bool = True):
         torch.manual_seed(seed)
         self.layer = fakes.attention_layer(HEADS, 1, HEAD_SIZE)
         # Rope positions differ from slots by 100 times the axis.
@@ -37,7 +38,8 @@ class Target:
             }
             self.state.prepare_dummy_inputs = lambda num_reqs, num_tokens: {"positions": self.rope[:, :num_tokens]}
         self.requests = RequestRows(MAX_REQS, CPU)
-        self.trees = TargetTrees([self.layer], self.state, self.requests, K, MAX_TOKENS, CPU)
+        attention = TreeAttention([self.layer], CPU)
+        self.trees = TargetTrees(attention, self.state, self.requests, K, MAX_TOKENS, CPU, in_trees=in_trees)
         self.cache = torch.randn(MAX_REQS * MAX_BLOCKS + 1, 1, BLOCK_SIZE, 2 * HEAD_SIZE)
         table = 1 + torch.randperm(MAX_REQS * MAX_BLOCKS).view(MAX_REQS, MAX_BLOCKS).int()
         self.table, self.block_table = table, torch.zeros_like(table)  # by persistent row, by batch row
@@ -220,6 +222,44 @@ def test_a_mixed_batch_keeps_its_prompts():
     assert here.trees.attention.step.is_whole_batch and not here.trees.is_active
     here.prepare(here.batch([0, 2], [1, 1], num_drafts=None))
     assert here.trees.attention.step is None
+
+
+def test_a_batch_of_short_requests_is_all_ours():
+    """Requests of one row, of some and of K + 1, whether trees or chains: vLLM's own attention stays out.
+
+    Catches: windows of any length, or requests without drafts, that send a whole batch to the backend; a row of one
+    request under the mask of another.
+    """
+    here = Target(in_trees=False)
+    counts = {0: K + 1, 2: 1, 1: 2}
+    batch = here.batch(list(counts), list(counts.values()))
+    here.prepare(batch)
+    assert here.trees.attention.step.is_whole_batch and not here.trees.is_active
+    query = torch.randn(sum(counts.values()) + 2, HEADS * HEAD_SIZE)
+    out, at = here.attend(query, num_reqs=3), 0
+    for row, count in counts.items():
+        for node in range(count):
+            assert torch.allclose(out[at], here.expected(query[at], row, node, None), atol=1e-5), (row, node)
+            at += 1
+    assert (out[at:] == -2).all(), "padding is nobody's"
+
+
+def test_where_only_chains_are_drafted_nothing_else_is_taken():
+    """Catches: prompts computed twice, in a graph or out of it; KV that moves; a second KV cache group refused."""
+    here = Target(in_trees=False)
+    here.trees.init_kv(SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=[None, None])))
+    assert not hasattr(here.trees, "caches")
+    long = here.batch([0, 2, 1], [K + 1, K + 1, 7], num_drafts=None)
+    long.num_draft_tokens_per_req = np.array([K, K, 0])
+    here.prepare(long)
+    assert here.trees.attention.step is None
+    here.trees.compact()  # finds nothing to move
+    for counts, longest, is_ours in (([K + 1] * 2, K + 1, True), ([2] * 4, 8, False), ([1] * 4, 1, False)):
+        dummy = here.batch(list(range(len(counts))), counts, num_drafts=None)
+        dummy.max_query_len = longest
+        here.prepare(dummy, for_capture=True)
+        assert (here.trees.attention.step is not None) == is_ours, counts
+        here.trees.after_forward(NOTHING)
 
 
 @pytest.mark.parametrize(

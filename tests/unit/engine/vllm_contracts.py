@@ -67,6 +67,7 @@ FUNCTIONS = {
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward": ATTENTION_FORWARD,
     "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl.forward": ATTENTION_FORWARD,
     "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.forward": ATTENTION_FORWARD,
+    "vllm.v1.attention.ops.triton_unified_attention:unified_attention": "q max_seqlen_q",
     "vllm.vllm_flash_attn.flash_attn_interface:flash_attn_varlen_func": "q max_seqlen_q return_softmax_lse fa_version",
     "vllm.model_executor.models.interfaces:EagleModelMixin._set_aux_hidden_state_layers": "self layers",
     "vllm.model_executor.models.utils:extract_layer_index": "layer_name",
@@ -150,6 +151,8 @@ SOMETIMES = {
     "vllm.config.vllm:VllmConfig._limit_max_model_len_to_draft": ("0.33",),
     # `report/request_metrics.py`: PublishingOutput has it always
     "vllm.v1.outputs:AsyncModelRunnerOutput.get_kv_connector_output": ("0.33",),
+    # `compat/backends.py`: up to how many rows keys are split, where that is more than one
+    "vllm.v1.attention.ops.triton_unified_attention:MAX_3D_QUERY_LEN": ("0.33",),
     # `compat/cpu.py`, which only the CPU engine imports
     f"{GPU}.structured_outputs:_build_grammar_mapping": ("0.32",),
 }
@@ -228,6 +231,9 @@ MEMBERS = {
     "vllm.v1.attention.selector:AttentionSelectorConfig": "head_size dtype kv_cache_dtype block_size use_kv_connector",
     "vllm.v1.attention.backend:AttentionBackend": "forward_includes_kv_cache_update get_name get_builder_cls",
     "vllm.v1.attention.backend:AttentionMetadataBuilder": "supports_draft_decode_metadata_update",
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl": "vllm_flash_attn_version logits_soft_cap sinks",
+    "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl": "logits_soft_cap sinks",
+    "vllm.config.compilation:PassConfig": "fuse_attn_quant",
     "vllm.v1.worker.utils:AttentionGroup": "metadata_builders",
     "vllm.v1.kv_cache_interface:FullAttentionSpec": "page_size_bytes block_size",
 }

@@ -249,3 +249,19 @@ def test_rows_are_the_plan():
     assert row["alternatives"][best.shape] == best.answer_speedup == max(row["alternatives"].values())
     assert set(none) == set(row) and none["fits"] is False and none["speedup"] is None and none["memory"]["left"] < 0
     assert result["kind"] == "modelled" and "not measured" in result["notes"][0]
+
+
+def test_a_card_whose_own_attention_is_slow_is_named():
+    """Plans are of tree attention; what the card's own would take is a note, and a question of its own.
+
+    Catches: a plan that gives chains up for a cost that nobody pays, silence where somebody may.
+    """
+    asked = question(gpu="l40s", ranks=4, video_tokens=25_000)
+    ours, own = Planner(asked), Planner(dataclasses.replace(asked, own_attention=True))
+    assert ours.target_seconds(1, 6) < 1.1 * ours.target_seconds(1, 1) < own.target_seconds(1, 6) / 2
+    assert own.target_seconds(1, 1) == ours.target_seconds(1, 1)
+    assert ours.chain(1, 5, 0.9).speedup > 1 > own.chain(1, 5, 0.9).speedup
+    (note,) = ours.of_attention()
+    assert f"{1e3 * own.target_seconds(1, 6):.1f} ms" in note and f"{1e3 * ours.target_seconds(1, 6):.1f} ms" in note
+    assert note in plan(asked, (1,))["notes"]
+    assert not [*Planner(question(gpu="h100")).of_attention()]

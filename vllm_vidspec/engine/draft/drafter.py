@@ -58,7 +58,8 @@ class Drafter:
         agreement: Of the tensor-parallel ranks, for prefills.
         committed: The target's tables.
         graphs: What runs the parts of a draft step.
-        attention: Of the draft's layers, for trees; None where drafts are chains.
+        attention: Of the draft's layers, for trees, and for the two tokens that a step feeds first where the layers'
+            own is slow for them; None where neither asks for it.
         shared: The target's own, by identifier, where it drafts for itself; else empty.
         fills_trees: See `TreeDrafter`; `take_trees` too.
         max_run: Most tokens of a chain that `go_on` draws behind what `draft` has; 0 where it is never asked for.
@@ -94,7 +95,7 @@ class Drafter:
         self._max_run = max_run
         max_slots = max_slots_per_request(max_model_len, config.num_speculative_tokens)
         tree_shapes = config.shapes - {"chain"}
-        caches = None if attention is None else attention.caches()
+        caches = attention.caches() if attention is not None and tree_shapes else None
         self.kv = DraftKV(num_blocks, model.block_size, max_num_reqs, max_slots, model.device, caches)
         self.prefills = DraftPrefill(model, knobs, counters, self.kv, cache, shared, agreement, pixels)
         policy = make_policy(next(iter(tree_shapes)), config, max_num_reqs, model.device) if tree_shapes else None
@@ -291,6 +292,8 @@ class Drafter:
             warm_up.warm_next_level(step, level, self.kv.fed)
         if trees is not None:
             warm_up.warm_next_level(step, level, self.kv.fed, trees.policy.tree.num_cols)
+        if self.attention is not None:
+            self.attention.warm_up(self.kv.block_tables, self.model.dtype, 2 if trees is None else self._width("tree"))
         needs_log_probs = None if trees is None else trees.policy.needs_log_probs
         self._sample.warm_up(self.model.dtype, self.chains is not None, needs_log_probs)
 

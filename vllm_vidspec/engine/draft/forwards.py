@@ -34,7 +34,7 @@ class Forwards:
         model: The draft.
         kv: Its KV memory.
         buffers: Of the step.
-        attention: Of the draft's layers, for trees; None where drafts are chains.
+        attention: Of the draft's layers; None where no forward needs it.
     """
 
     def __init__(self, model: DraftModel, kv: DraftKV, buffers: DraftBuffers, attention: TreeAttention | None):
@@ -42,7 +42,10 @@ class Forwards:
         self.buffers = buffers
         self._kv = kv
         self._attention = attention
+        self._roots_in_tree = attention is not None and attention.outruns(2)
         self._in_order = torch.arange(buffers.max_num_reqs, device=model.device)
+        # Of the first forward, a chain of two: the root alone attends to its own entry.
+        self._pair_masks = torch.tensor([[0, 1]], device=model.device).repeat(buffers.max_num_reqs, 1)
         # Of each size once: making them anew takes the host as long as all else of a forward that is ours.
         self._inputs, self._tree = cache(self._cut), cache(self._see)
         self._first_inputs = buffers.step.input_ids[1::2]
@@ -84,7 +87,8 @@ class Forwards:
         for low in range(0, num_reqs, per_forward):
             high = min(low + per_forward, num_reqs)
             inputs = self._inputs(low, high, width, is_first)
-            with self._masked(self._tree(low, high, width)) if in_tree else contextlib.nullcontext():
+            is_ours = self._roots_in_tree if is_first else in_tree
+            with self._masked(self._tree(low, high, width, is_first)) if is_ours else contextlib.nullcontext():
                 hidden = model.forward(
                     model.embed(inputs.input_ids, [], None),
                     inputs.positions,
@@ -109,16 +113,17 @@ class Forwards:
             hidden_states=buffers.hidden_states[slice(low, high) if is_first else places],
         )
 
-    def _see(self, low: int, high: int, width: int) -> TreeStep:
-        """Return what attention needs to know of the trees of batch rows `low` to `high`."""
-        level, layout = self.buffers.level, self.buffers.layout(high - low, width)
-        assert level.masks is not None
+    def _see(self, low: int, high: int, width: int, is_first: bool) -> TreeStep:
+        """Return what attention needs to know of the trees of batch rows `low` to `high`: the step's first, a level."""
+        step, level, layout = self.buffers.step, self.buffers.level, self.buffers.layout(high - low, width)
+        prefix_lens, masks = (step.root_slot, self._pair_masks) if is_first else (level.seq_lens, level.masks)
+        assert masks is not None
         return TreeStep(
             rows=self._in_order[: high - low],
             query_start=layout.query_start_loc[:-1],
             num_queries=layout.num_queries,
-            prefix_lens=level.seq_lens[low:high],
-            masks=level.masks[low:high],
+            prefix_lens=prefix_lens[low:high],
+            masks=masks[low:high],
             max_queries=layout.max_queries,
             is_whole_batch=True,
         )

@@ -264,8 +264,9 @@ class DraftModel:
             self._kv_config = get_kv_cache_config_from_groups(
                 _without_override(self.config), self._kv_groups(), num_blocks * self.bytes_per_block
             )
+            builders_config = _of_two_rows(self.config, self.target_config.speculative_config)
             self._attn_groups, self._graph_support, kernel_block_sizes = init_attn_backend(
-                self._kv_config, self.config, self.device
+                self._kv_config, builders_config, self.device
             )
             init_kv_cache(
                 self.config.compilation_config.static_forward_context,
@@ -485,6 +486,18 @@ def _own_cache(layer: Any) -> Any:
     layer.impl = copy.copy(layer.impl)
     layer.kv_cache = torch.tensor([])
     return layer
+
+
+def _of_two_rows(config: VllmConfig, speculative_config: Any) -> VllmConfig:
+    """Return the draft's configuration as its metadata builders are to see it: a step may feed two tokens at once.
+
+    Without a word of that FlashInfer takes the first forward of a step for a prefill, which it plans on the host, and
+    bounds of lengths for lengths; vLLM's Triton kernel has scratch memory for half of the rows.
+    """
+    config = copy.copy(config)
+    config.speculative_config = copy.copy(speculative_config)
+    config.speculative_config.num_speculative_tokens = 1
+    return config
 
 
 def _without_override(config: VllmConfig) -> VllmConfig:

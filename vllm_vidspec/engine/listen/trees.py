@@ -2,7 +2,7 @@
 
 What a forward needs lies in memory whose addresses stay (`TreePlaces`, the model's positions), and one launch before it
 writes all of it. So a whole forward can be one CUDA graph: it holds tree attention whatever is drafted, and a chain is
-a tree of width 1.
+a tree of width 1. Where only chains are drafted, this is here for the attention alone, on backends that it outruns.
 
 This listener writes: positions and masks of the forward's tree nodes, and the accepted paths' KV. Its failures are not
 survived, because the answer would be wrong.
@@ -32,25 +32,28 @@ class TargetTrees(TargetListener):
     together.
 
     Args:
-        layers: The target's attention layers.
+        attention: Of the target's layers.
         model_state: The runner's, whose positions are adjusted.
         requests: Its `is_tree` is written here.
         max_nodes: K.
         max_num_tokens: Most tokens of one forward.
         device: Where all of it lives.
+        in_trees: Whether drafts can be trees; else all are chains, whose KV never moves.
     """
 
     loss = "trees cannot be verified"
 
     def __init__(
         self,
-        layers: Iterable[Any],
+        attention: TreeAttention,
         model_state: Any,
         requests: RequestRows,
         max_nodes: int,
         max_num_tokens: int,
         device: torch.device,
+        in_trees: bool = True,
     ):
+        self._in_trees = in_trees
         self._is_tree = requests.is_tree
         max_num_reqs = len(self._is_tree)
         # [max_num_reqs + 1, K + 1] each; a chain wherever no tree was drafted. The last row is the draft's padding's.
@@ -61,7 +64,7 @@ class TargetTrees(TargetListener):
         # [max_num_reqs, K + 1] int32 node behind each output of the last verify step; the drafter reads it
         self.path = torch.arange(max_nodes + 1, dtype=torch.int32, device=device).repeat(max_num_reqs, 1)
         self.num_accepted = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)  # drafts on these paths
-        self.attention = TreeAttention(layers, device)
+        self.attention = attention
         self.places = TreePlaces.empty(max_num_reqs, max_nodes + 1, device)  # of the forward that runs next
         self._rows = torch.arange(max_num_reqs, device=device)
         # Models with 1-D positions read the batch's own buffer, which must not change: they get a copy.
@@ -74,7 +77,9 @@ class TargetTrees(TargetListener):
         compat.hear_attention_metadata(model_state, self._hear)
 
     def init_kv(self, runner: Any) -> None:
-        """Find the caches; see `TargetListener`."""
+        """Find the caches whose entries move; see `TargetListener`."""
+        if not self._in_trees:
+            return
         if len(runner.kv_cache_config.kv_cache_groups) != 1:
             raise VidSpecError(
                 "targets that mix attention kinds (several KV cache groups) cannot verify trees: use chain"
@@ -132,12 +137,12 @@ class TargetTrees(TargetListener):
     def _step(self, batch: Any, max_query_len: int) -> TreeStep:
         """Return what the layers do with a batch of at most so many query rows a request.
 
-        A grid of equal, short requests (the usual decode step) is all tree attention's. Of any other batch vLLM's own
-        comes first, and tree attention takes its short requests again: chains and ends of prompts among them come out
-        as they were.
+        A batch of short requests, the usual decode step, is all tree attention's, however many rows each has. Of any
+        other vLLM's own comes first, and tree attention takes its short requests again: chains and ends of prompts
+        among them come out as they were.
         """
         num_cols = self.ancestors.shape[1]
-        is_whole_batch = max_query_len <= num_cols and max_query_len * batch.num_reqs == batch.num_tokens
+        is_whole_batch = max_query_len <= num_cols
         key = (batch.num_reqs, max_query_len if is_whole_batch else num_cols, is_whole_batch)
         if key not in self._steps:
             self._steps[key] = TreeStep(
@@ -160,7 +165,9 @@ class TargetTrees(TargetListener):
             self._place(batch, self._positions[: batch.num_tokens])
             longest = batch.max_query_len or int(batch.num_scheduled_tokens.max())
             # A root alone is vLLM's: nothing is drafted for such batches.
-            self.attention.step = self._step(batch, longest) if longest > 1 else None
+            step = self._step(batch, longest) if longest > 1 else None
+            is_ours = step is not None and (self._in_trees or step.is_whole_batch)
+            self.attention.step = step if is_ours else None
 
     def _adjust(self, batch: Any, positions: torch.Tensor) -> torch.Tensor:
         """Return `[num_tokens]` or `[num_axes, num_tokens]` positions with every tree node at root + depth."""

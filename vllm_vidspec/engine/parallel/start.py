@@ -22,9 +22,11 @@ from vllm_vidspec.engine.draft.messages import Committed
 from vllm_vidspec.engine.draft.model import DraftModel, held_bytes, kv_bytes_per_token
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.engine.knobs import Knobs
+from vllm_vidspec.engine.kv_views import attention_layers
 from vllm_vidspec.engine.parallel.launch import Plan
 from vllm_vidspec.engine.parallel.rank import DrafterRank, TargetMirror
 from vllm_vidspec.engine.parallel.tally import DrafterCounters
+from vllm_vidspec.engine.tree_attention import make_attention
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.parallel import Tables
 from vllm_vidspec.planning.pool import VISION_SHARE
@@ -83,6 +85,7 @@ def _make_drafter(
     graphs = DraftGraphs(vllm_config, model.device, mode, max_num_reqs, by_default)
     if why := model.why_no_graphs:
         graphs.give_up(why)
+    layers = attention_layers(model.config).values()
     drafter = Drafter(
         model,
         knobs,
@@ -95,7 +98,7 @@ def _make_drafter(
         agreement,
         Committed(mirror.num_tokens, mirror.text, mirror.states.last_sampled_tokens, None),
         graphs,
-        None,
+        make_attention(layers, model.config, model.device, num_rows=2, in_trees=False, whose="draft"),
         shared={},
         max_run=_MAX_RUN,
     )

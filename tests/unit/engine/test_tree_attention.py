@@ -1,0 +1,160 @@
+"""Which layers' chains take tree attention: by what a backend says of itself, on stand-ins of both versions' shapes."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from tests.unit.engine import fakes
+from vllm_vidspec.engine import tree_attention
+from vllm_vidspec.engine.compat import backends
+from vllm_vidspec.errors import VidSpecError
+
+
+class Lines(list):
+    """Stands in for the logger: keeps its lines."""
+
+    def info_once(self, text: str, *args) -> None:
+        self.append(("info", text % args))
+
+    def warning_once(self, text: str, *args) -> None:
+        self.append(("warning", text % args))
+
+
+@pytest.fixture(autouse=True)
+def lines(monkeypatch):
+    lines = Lines()
+    monkeypatch.setattr(tree_attention, "logger", lines)
+    return lines
+
+
+def flash_layer(version: int | None, **changes):
+    """Return a layer of FlashAttention, which says its version."""
+    layer = fakes.attention_layer()
+    layer.impl.vllm_flash_attn_version = version
+    for name, value in changes.items():
+        setattr(layer if hasattr(layer, name) else layer.impl, name, value)
+    return layer
+
+
+def triton_layer(monkeypatch, bound: int | None):
+    """Return a layer of vLLM's Triton backend, whose kernel's module names the rows that it splits keys for, or not."""
+    kernels, backend = (ModuleType(f"stands_in_for.{name}") for name in ("triton_unified_attention", "triton_attn"))
+    exec("def unified_attention(q): pass", kernels.__dict__)
+    if bound is not None:
+        kernels.MAX_3D_QUERY_LEN = bound
+    backend.unified_attention = kernels.unified_attention
+    for module in (kernels, backend):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    layer = fakes.attention_layer()
+    impl = type("Impl", (), {"__module__": backend.__name__})()
+    vars(impl).update(vars(layer.impl))
+    layer.impl = impl
+    layer.get_attn_backend = lambda: SimpleNamespace(
+        get_name=lambda: "TRITON_ATTN", forward_includes_kv_cache_update=False
+    )
+    return layer
+
+
+def config_of(use_ubatching: bool = False, fuse_attn_quant: bool = False):
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(use_ubatching=use_ubatching),
+        compilation_config=SimpleNamespace(pass_config=SimpleNamespace(fuse_attn_quant=fuse_attn_quant)),
+    )
+
+
+def make(*layers, num_rows: int = 6, in_trees: bool = False, **config):
+    return tree_attention.make_attention(
+        layers, config_of(**config), fakes.CPU, num_rows=num_rows, in_trees=in_trees, whose="target"
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "rows"), [(2, 1), (3, backends.UNBOUNDED), (4, backends.UNBOUNDED), (None, 1 << 30)]
+)
+def test_flash_attention_by_its_version(version, rows):
+    """Catches: Hopper's and Blackwell's backends replaced, version 2 left to walk all keys; the choice inverted."""
+    layer = flash_layer(version)
+    assert backends.max_split_rows(layer) == rows
+    assert backends.splits_keys(layer, 1) and backends.splits_keys(layer, 2) == (version != 2)
+    made = make(layer)
+    assert (made is None) == (version != 2)
+    if made is not None:
+        assert made.layers == [layer] and made.outruns(2) and not made.outruns(1)
+
+
+@pytest.mark.parametrize("bound", [None, 8])
+def test_tritons_kernel_by_its_bound(monkeypatch, bound):
+    """0.32 has no constant and splits for single rows alone; 0.33 names 8.
+
+    Catches: a bound that is off by one, or looked up where it is not.
+    """
+    layer = triton_layer(monkeypatch, bound)
+    most = bound or 1
+    assert backends.splits_keys(layer, most) and not backends.splits_keys(layer, most + 1)
+    assert make(layer, num_rows=most) is None and make(layer, num_rows=most + 1) is not None
+
+
+def test_other_backends_keep_their_chains(lines):
+    for name in ("CPU_ATTN", "FLASHINFER", "FLEX_ATTENTION"):
+        layer = fakes.attention_layer()
+        layer.get_attn_backend = lambda name=name: SimpleNamespace(get_name=lambda: name)
+        assert make(layer) is None
+    assert not lines
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "wanted"),
+    [
+        ({"kv_cache_dtype": "fp8"}, {}, "does not read fp8 KV caches"),
+        ({"sliding_window": (1023, 0)}, {}, "knows no sliding windows"),
+        ({"logits_soft_cap": 30.0}, {}, "soft caps"),
+        ({}, {"use_ubatching": True}, "--enable-dbo"),
+        ({}, {"fuse_attn_quant": True}, "fuse_attn_quant"),
+        ({}, {"batch_invariant": True}, "VLLM_BATCH_INVARIANT"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_tree_attention_cannot_do_stays_with_the_backend(monkeypatch, lines, changes, config, wanted):
+    """A chain loses time alone, and one line says so; its layer's forward is not touched.
+
+    Catches: a set-up that chains serve today refused or answered wrongly; silence.
+    """
+    if config.pop("batch_invariant", False):
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    layer = flash_layer(2)
+    for name, value in changes.items():
+        setattr(layer if name == "kv_cache_dtype" else layer.impl, name, value)
+    forward = layer.impl.forward
+    assert make(layer, **config) is None and layer.impl.forward is forward
+    ((level, line),) = lines
+    assert (
+        level == "warning" and wanted in line and line.endswith(("chains are slow at long contexts", "fuse_attn_quant"))
+    )
+
+
+def test_layers_choose_one_by_one(lines):
+    """Catches: a plain layer beside a quantised one (`--kv-cache-dtype-skip-layers`) left slow; both lines twice."""
+    plain, quantised, split = flash_layer(2), flash_layer(2, kv_cache_dtype="fp8"), flash_layer(3)
+    made = make(plain, quantised, split)
+    assert made is not None and made.layers == [plain]
+    assert [level for level, _ in lines] == ["warning", "info"] and "6 rows" in lines[1][1]
+
+
+def test_trees_take_every_layer_or_none():
+    """Catches: trees that a layer would verify as chains."""
+    made = make(flash_layer(3), flash_layer(3), in_trees=True)
+    assert made is not None and len(made.layers) == 2 and not made.outruns(2)
+    with pytest.raises(VidSpecError, match="does not read fp8"):
+        make(flash_layer(3, kv_cache_dtype="fp8"), in_trees=True)
+
+
+def test_a_forward_that_nobody_planned_is_the_backends():
+    """Catches: prompts, dummy runs and single rows taken from the backend."""
+    made = make(flash_layer(2))
+    (layer,) = made.layers
+    out = torch.zeros(3, 8)
+    layer.impl.forward(layer, out, None, None, None, SimpleNamespace(block_table=None), out)
+    assert (out == -1).all()
