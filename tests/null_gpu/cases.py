@@ -13,6 +13,7 @@ from null_gpu.plants import allocate_while_capturing, plant_each
 from null_gpu.situations import (
     kernels_of_a_step,
     kernels_of_drafts,
+    let_rest,
     memory_by_owner,
     peak_of_a_prompt,
     sleep_and_wake,
@@ -179,6 +180,7 @@ _COMMITS = ("commits.py _write_down", "commits.py _write_down")
 # What was sampled on its way to the drafter, and, when that changes, how long windows may be on its way to the device.
 # What the drafter says, the device reads itself: a copy of it would be a line of shared.py.
 _STREAMS = ("commits.py _send", "speculator.py _cut")
+_CONTROLLED = {"adaptive_tokens": True}
 _SAMPLED = {"temperature": 1.0, "top_p": 0.9}
 _WARM = {"temperature": 1.0}
 
@@ -273,6 +275,27 @@ _ALL = (
         batch=3,
         most_launches=31,
         after=kernels_of_a_step,
+        **_VARIANT,
+    ),
+    # A batch in which one request rests has whole graphs, padded; one at rest takes vLLM's way without speculation.
+    Case(
+        "one rests",
+        _CONTROLLED,
+        "vanilla graphs batch",
+        overrides=GRAPHS,
+        batch=3,
+        most_launches=34,
+        before=let_rest(first_alone=True),
+        **_VARIANT,
+    ),
+    Case(
+        "all rest",
+        _CONTROLLED,
+        "vanilla graphs batch",
+        overrides=GRAPHS,
+        batch=3,
+        most_launches=24,
+        before=let_rest(first_alone=False),
         **_VARIANT,
     ),
     Case("static graphs", _STATIC, "vanilla graphs", overrides=GRAPHS, most_launches=36, after=kernels_of_drafts),

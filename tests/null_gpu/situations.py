@@ -1,7 +1,7 @@
 """What a running engine goes through beside decoding: prompts, sleep; each returns what the tests look at."""
 
 import resource
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -65,6 +65,26 @@ def kernels_of_drafts(session: Any) -> dict[str, list[str]]:
         for _ in range(2):
             session.step()
     return found
+
+
+def let_rest(first_alone: bool) -> Callable[[], None]:
+    """Return what lets the controller of the next engine decide that its first request gets no drafts, or that nobody
+    does, whatever its steps take.
+    """
+
+    def before() -> None:
+        from vllm_vidspec.adapt import REST, Controller, Decision
+
+        def decide(self: Any, req_ids: list[str], most: int | None = None) -> Any:
+            option = max(self.options, key=lambda option: option.num_tokens)
+            resting = frozenset(req_ids[:1]) if len(req_ids) > 1 else frozenset()
+            return (
+                Decision(option, resting, 1, self._pads) if first_alone else Decision(REST, frozenset(), 1, self._pads)
+            )
+
+        Controller.decide = decide  # type: ignore[method-assign]
+
+    return before
 
 
 def kernels_of_a_step(session: Any) -> dict[str, Any]:

@@ -119,6 +119,7 @@ class VidSpecSpeculator(BaseSpeculator):
         # By row, the prompts whose scores are on their way to the host.
         self._waiting: dict[int, tuple[PrefillMessage, PendingScores]] = {}
         self._room = WaitingRoom(requests, counters)
+        self._picked: tuple[Cohort | None, torch.Tensor] = (None, torch.zeros(0))  # see `_places_of`
         self.decision: Decision | None = None  # of the step that runs; None: `knobs` say what a batch size drafts
         self.reading: frozenset[str] = frozenset()  # requests whose prompts were read on in it
         # [max_num_reqs, K]
@@ -555,11 +556,17 @@ class VidSpecSpeculator(BaseSpeculator):
         tokens[picked] = drafts.tokens
         return tokens, num_nodes
 
+    def _places_of(self, cohort: Cohort) -> torch.Tensor:
+        """Return the places of a cohort on the device, uploaded once."""
+        if self._picked[0] is not cohort:
+            self._picked = (cohort, async_tensor_h2d(cohort.places_np, device=self._device))
+        return self._picked[1]
+
     def _propose(self, step: Step, places_np: np.ndarray, cohort: Cohort, proposals: list) -> None:
         """Draft for these requests, and append what is proposed and to which of the batch's, None for all."""
         batch = step.batch
         # The usual step is of the whole batch, and uploads nothing.
-        picked = None if cohort.is_whole else async_tensor_h2d(places_np, device=self._device)
+        picked = None if cohort.is_whole else self._places_of(cohort)
         num_verified = batch.num_draft_tokens_per_req
         # The rows still speak of the drafts that this step has verified; without one they are vLLM's placeholders.
         had_rows = np.zeros(len(places_np), dtype=bool) if num_verified is None else num_verified[places_np] > 0

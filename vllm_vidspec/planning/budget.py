@@ -91,12 +91,8 @@ class Sampling:
 
 
 SAMPLING = Sampling()
-# vLLM's own attention there is FlashAttention 2, which splits no keys where a request has several rows; a program of it
-# walks a key of 128 dimensions in so long, by 1.34 ms a layer over 32k keys on an RTX 3090 (published,
-# vllm-project/flash-attention PR 193).
-UNSPLIT_SMS = {"a100": 108, "l40s": 142}
-WALK_S = 41e-9
 MAX_TILE = 128
+SMALL_TILE = 64  # at most, where products do not outrun the cache: not on Hopper (docs/kernels.md)
 STALE_STEPS = 2  # by which windows were older than what they were verified behind: asynchronous scheduling
 TREE_DEPTH = max(map(len, SPECVLM_PATHS))
 
@@ -107,14 +103,14 @@ class Ways:
 
     Attributes:
         splits_keys: Chains and the draft's first forward attend through a kernel that splits keys.
-        even_tiles: Rows of a tree's group are cut into equal tiles, not into powers of two.
+        small_tiles: Rows of a tree's group are cut into tiles of SMALL_TILE, on cards where that is faster.
         kernel_penalties: Penalties are applied along a tree's parents, not over laid-out paths.
         stale_steps: See STALE_STEPS.
         quantisation: Of the draft's layers, as `ModelShape.quantised` takes it; "": 16 bits.
     """
 
     splits_keys: bool
-    even_tiles: bool
+    small_tiles: bool
     kernel_penalties: bool
     stale_steps: int
     quantisation: str
@@ -192,44 +188,32 @@ def _forward(
     """Return a forward's seconds at batch 1: weights, attention, and the rest of `forward_seconds`."""
     bandwidth = place.gpu.bandwidth * place.assumed.memory_frac
     weights = shape.read_bytes(rows) / place.ranks / bandwidth
+    place = replace(place, own_attention=not is_tree and not ways.splits_keys)
     bare = forward_seconds(shape, place, 1, rows, 0)
     attention = forward_seconds(shape, place, 1, rows, context) - bare
     if is_tree:
-        attention = max(attention, _tiled_seconds(shape, place, rows, context, ways.even_tiles))
-    elif rows > 1 and not ways.splits_keys:
-        attention = max(attention, unsplit_attention_seconds(shape, place, rows, context))
+        attention = max(attention, _tiled_seconds(shape, place, rows, context, ways.small_tiles))
     return weights, attention, bare - weights
 
 
-def unsplit_attention_seconds(shape: ModelShape, place: Placement, rows: int, context: float) -> float:
-    """Return what attention takes where one program walks all keys of a query head; 0 where vLLM's own splits keys."""
-    num_sms = UNSPLIT_SMS.get(place.gpu.name)
-    if num_sms is None:
-        return 0.0
-    waves = -(-(-(-shape.heads // place.ranks) * -(-rows // 64)) // num_sms)
-    return shape.layers * waves * context * WALK_S * shape.head_dim / 128
-
-
-def tile_rows(rows: int, group: int, even: bool) -> int:
-    """Return the rows that a tree's products have: those of a KV head's queries, in tiles.
+def tile_rows(rows: int, group: int, most: int) -> int:
+    """Return the rows that a tree's products have: those of a KV head's queries, in tiles of a power of two.
 
     Args:
         rows: Of the tree, its root included.
         group: Query heads of a KV head.
-        even: In equal tiles of a multiple of 16 rows; else of a power of two, at most MAX_TILE.
+        most: Rows of a tile.
     """
     wanted = rows * group
-    if not even:
-        tile = min(MAX_TILE, 1 << max(4, (wanted - 1).bit_length()))
-        return -(-wanted // tile) * tile
-    number = -(-wanted // MAX_TILE)
-    return number * 16 * -(-wanted // (16 * number))
+    tile = min(most, 1 << max(4, (wanted - 1).bit_length()))
+    return -(-wanted // tile) * tile
 
 
-def _tiled_seconds(shape: ModelShape, place: Placement, rows: int, context: float, even: bool) -> float:
+def _tiled_seconds(shape: ModelShape, place: Placement, rows: int, context: float, small: bool) -> float:
     """Return the seconds of a tree's products in tiles; keys that a second tile reads come from the cache."""
     kv_heads = -(-shape.kv_heads // place.ranks)
-    products = 4 * shape.layers * kv_heads * shape.head_dim * tile_rows(rows, shape.heads // shape.kv_heads, even)
+    most = SMALL_TILE if small and not place.gpu.splits_keys else MAX_TILE
+    products = 4 * shape.layers * kv_heads * shape.head_dim * tile_rows(rows, shape.heads // shape.kv_heads, most)
     return products * context / (place.gpu.flops * place.assumed.flops_frac)
 
 
@@ -285,7 +269,7 @@ def changes() -> Iterator[tuple[str, Ways]]:
     for name, changed in (
         ("as it was", {}),
         ("chains split keys", {"splits_keys": True}),
-        ("even tiles, penalties in a kernel", {"even_tiles": True, "kernel_penalties": True}),
+        ("small tiles, penalties in a kernel", {"small_tiles": True, "kernel_penalties": True}),
         ("fresh windows", {"stale_steps": 0}),
         ("fp8 draft", {"quantisation": FP8}),
         ("or a draft of four bits", {"quantisation": INT4}),
