@@ -182,7 +182,9 @@ class Controller:
             num_tokens: Of its prompt.
             num_draft_tokens: Of its prompt as the draft would see it.
         """
-        if req_id in self._slots or not self._free:
+        if req_id in self._slots:  # it was preempted
+            return bool(self._may_draft[self._slots[req_id]])
+        if not self._free:
             return True
         key = (label, *kind)
         if key not in self._class_of:
