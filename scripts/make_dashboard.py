@@ -293,6 +293,10 @@ ROWS: dict[str, tuple[Panel, ...]] = {
 
 # Metrics of ours that no panel shows, and why.
 LEFT_OUT = {
+    "window_snapshots_total": "0, or every window of a device that cannot read streams: a line of the log says so",
+    "draft_encoder_oversized_total": "what cannot be cut into parts is as large as it is",
+    "draft_pixel_copies_total": "costs the host's link alone",
+    "streams_to_come_total": "the draft's prefills, which are shown",
     "draft_forwards_total": "for benchmarks: forwards per batch follow from the configuration",
     "held_requests": "0 when nothing runs, as the soak tests: for whom requests leak",
     "relevance_held_bytes": "the same of hidden states",

@@ -55,6 +55,7 @@ _COUNTERS = {
     "late_drafts": "Steps of requests whose stream was not ahead of the target, so that nothing was verified.",
     "stale_streams": "Steps of requests whose stream said something else than the target had committed by then.",
     "window_snapshots": "Steps whose windows were cut from a copy of the streams, as old as the host is ahead.",
+    "streams_to_come": "Steps of requests whose stream in a drafter of its own had not begun.",
     "draft_failures": "Exceptions on the draft's side.",
     "cooldowns": "Times that speculation was switched off for a while because the draft failed too often.",
     "waiting_drafts": "Times that a request had outgrown the draft's KV pool and waited for room.",
@@ -148,7 +149,7 @@ _SLOT = {name: slot for slot, name in enumerate(NAMES)}
 _NUM_REQUESTS = 4096
 
 _MAGIC = int.from_bytes(b"vidspec\0", "little")
-_VERSION = 11
+_VERSION = 12
 _HEADER = 8  # int64 words: magic, version, number of slots, sequence, four spare
 _SEQUENCE = 3  # odd while a writer is between values that belong together
 _NUM_TRIES = 50  # of a reader that meets such a writer; one that died there must not keep it

@@ -100,7 +100,8 @@ def complaints(found: matrix_run.Answered) -> Iterator[tuple]:
     if all(map(matrix.is_equal, cells)):
         rejected = counted["draft_depth"] - counted["accepted_tokens"]
         # A scheduler that runs ahead plans K drafts whatever a stream has: what it has not is verified, and rejected.
-        most = found.num_planned * (counted["late_drafts"] + len(cells)) if is_parallel else 0
+        num_without = counted["late_drafts"] + counted["streams_to_come"] + len(cells)
+        most = found.num_planned * num_without if is_parallel else 0
         if rejected > (most if cells[0]["scheduler"] == "ahead" else 0) or counted["stale_streams"]:
             yield "rejected", rejected, counted["stale_streams"], cells
 

@@ -31,7 +31,7 @@ def arguments_of(function):
 def test_a_loop_takes_what_its_reference_takes():
     """Catches: an argument that only one of the two has, another default, a loop that stands for nothing."""
     known = references()
-    assert len(LOOPS) == 16 and set(LOOPS) <= set(known)
+    assert len(LOOPS) == 17 and set(LOOPS) <= set(known)
     for name, loop in LOOPS.items():
         takes = arguments_of(known[name.removeprefix("bind_")])
         if name.startswith("bind_") and takes[0][0] == "logits":

@@ -22,10 +22,8 @@ NUM_STEPS = 14
 
 # What a decode step of requests that run may cross: (function, kind) -> at most so often, and why.
 STEP = {
-    ("VidSpecSpeculator._propose", sim.UPLOAD): (
-        2,
-        "which requests are drafted for, and which were verified: host facts",
-    ),
+    ("VidSpecSpeculator._places_of", sim.UPLOAD): (1, "which requests are drafted for, where it is another batch"),
+    ("VidSpecSpeculator._propose", sim.UPLOAD): (1, "which requests were verified: a host fact"),
     ("Counters._count_requests", sim.DOWNLOAD): (1, "what a response says of itself; read with the step's tokens"),
     ("Counters.flush", sim.DOWNLOAD): (1, "the totals; read a step later, once an event says that they are there"),
 }

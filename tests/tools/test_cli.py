@@ -43,7 +43,8 @@ SURFACE = {
     """,
     "plan": """
         --target:str=Qwen/Qwen2.5-VL-32B-Instruct --draft:str=7B --gpu:str=h100 --tp:int=2 --draft-gpus:int=1
-        --video-tokens:int=25000 --text-tokens:int=512 --answer-tokens:int=256 --batch:str=1,8,32 --prune-ratio:str
+        --video-tokens:int=25000 --text-tokens:int=512 --answer-tokens:int=256 --batch:str=1,8,32
+        --draft-quantization:str --prune-ratio:str
         --acceptance:str --target-ms:float --draft-ms:float --plot:str --json:str
     """,
     "show-pruning": """

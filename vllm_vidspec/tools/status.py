@@ -32,7 +32,7 @@ _PHASES = {
     "relevance": "relevance_us",
 }
 
-_PARALLEL = ("stream_tokens", "late_drafts", "stale_streams", "drafter_restarts")
+_PARALLEL = ("stream_tokens", "late_drafts", "stale_streams", "streams_to_come", "drafter_restarts")
 
 Figures = dict[str, Any]
 

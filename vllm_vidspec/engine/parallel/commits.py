@@ -45,7 +45,7 @@ class Commits:
         self._of_epoch = np.zeros(num_rows, dtype=np.int64)  # whose average it is
         self._most = most
         self._published = np.zeros(len(tables.counters), dtype=np.int64)
-        self._num_late = self._num_stale = 0  # since they were published
+        self._num_late = self._num_stale = self._num_to_come = 0  # since they were published
         self._failure: str | None = None  # of the thread
         self._on_gpu = device.type == "cuda"
         if self._on_gpu:
@@ -99,7 +99,9 @@ class Commits:
         self._in_flight[rows] = counts * is_drafted
         is_stale = what == STALE
         self._num_stale += int((is_stale & is_drafted).sum())
-        self._num_late += int(((counts == 0) & ~is_stale & (what != NO_STREAM) & is_drafted).sum())
+        is_there = what != NO_STREAM
+        self._num_late += int(((counts == 0) & ~is_stale & is_there & is_drafted).sum())
+        self._num_to_come += int((~is_there & is_drafted).sum())
 
     def wait_for(self, rows: np.ndarray, epochs: np.ndarray, wanted: np.ndarray, wait_us: int) -> None:
         """Wait until the streams of `[n]` rows are as long as is wanted, or for so long."""
@@ -114,7 +116,8 @@ class Commits:
 
     def publish_counters(self) -> None:
         """Add what the drafter has counted, and what was late or out of date, to the engine's counters."""
-        for name, attribute in (("late_drafts", "_num_late"), ("stale_streams", "_num_stale")):
+        counts = (("late_drafts", "_num_late"), ("stale_streams", "_num_stale"), ("streams_to_come", "_num_to_come"))
+        for name, attribute in counts:
             if count := getattr(self, attribute):
                 self._counters.add(name, count)
                 setattr(self, attribute, 0)
