@@ -38,7 +38,7 @@ def graph_ceiling(config: VidSpecConfig, max_num_seqs: int, max_tokens: int) -> 
     verify = next((size for size, plan in drafting if size * (plan.num_tokens + 1) > max_tokens), None)
     draft = next((size for size, plan in drafting if size * max(2, level_width(config, plan.shape)) > max_tokens), None)
     ends = []
-    if verify is not None and not config.adaptive_tokens:
+    if verify is not None:
         ends.append(f"a target step of {verify} requests has {verify * (config.plan_for(verify).num_tokens + 1)} rows")
     if draft is not None and not config.is_parallel:
         ends.append(f"a draft forward of {draft} more tokens than that")

@@ -146,7 +146,8 @@ class LateTarget:
         """Do the host's part of a step."""
         rows_np, count = np.array(self.rows, dtype=np.int64), len(self.rows)
         batch = SimpleNamespace(
-            num_reqs=count, idx_mapping=torch.from_numpy(rows_np), idx_mapping_np=rows_np,
+            num_reqs=count, req_ids=list(map(str, self.rows)),
+            idx_mapping=torch.from_numpy(rows_np), idx_mapping_np=rows_np,
             num_computed_tokens_np=np.full(count, 9), num_scheduled_tokens=np.ones(count, dtype=int),
             num_draft_tokens_per_req=None, prefill_len_np=np.ones(count, dtype=int),
             seq_lens_cpu_upper_bound=torch.ones(count, dtype=torch.int32),
