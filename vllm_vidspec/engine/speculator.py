@@ -506,6 +506,8 @@ class VidSpecSpeculator(BaseSpeculator):
 
     def _put_in_line(self, step: Step, indices: np.ndarray) -> None:
         """Let the draft go on reading, some time, the text of requests that were drafted for."""
+        if not len(indices):
+            return  # whoever is drafted for stays who is
         rows = step.batch.idx_mapping_np[indices]
         # What the draft has surely read: its last step began at the length that the target's own began at, of which the
         # host knows a bound, since the scheduler may run ahead of the verification of K drafts.
