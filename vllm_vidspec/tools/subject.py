@@ -47,7 +47,8 @@ class Subject:
     def llm_kwargs(self, **spec: Any) -> dict[str, Any]:
         """Return the arguments of the engine; `spec` adds knobs of VidSpecConfig."""
         spec = {"prune_ratio": self.prune_ratio, "num_speculative_tokens": self.num_speculative_tokens} | spec
-        spec = {"on_draft_error": "raise"} | spec  # a measurement without drafts would say nothing
+        # A measurement without drafts would say nothing, and what is measured is one setting.
+        spec = {"on_draft_error": "raise", "adaptive_tokens": False} | spec
         if self.target is None:
             draft = {None: "draft", SELF: "target"}.get(self.draft, self.draft)
             return pairs.llm_kwargs(self.family, draft, overrides=self.engine_args, **spec)
