@@ -30,7 +30,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 64, 8192  # steps between trials in one situation
 _HOPE = 1.25  # what was never measured may be so much better than is estimated
 _NEAR = 0.8  # of the best: what is worse than that is not measured again
 _STICKY = 1.25  # by how much a request's drafts must be worth more than they cost until it changes what it gets
-_MARGIN = 1.03  # by how much another plan must be better than the one in use
+_MARGIN, _SMALL_MARGIN = 1.1, 1.03  # by how much doing nothing must be better than drafting, or the other way
+# round, and one number of drafts than another
 _ALLOWANCE = 0.01  # share of the time that trials and probes may cost
 _FIRST_ALLOWANCE_STEPS = 40  # and at first as much as so many steps
 _LEAST_KNOWN = 6.0  # verify steps of a class before it may rest
@@ -326,12 +327,12 @@ class Controller:
             # All that may, or those alone whose drafts pay for themselves: what a request costs is known less well.
             for drafted, margin in (
                 (self._may_draft[slots], 1.0),
-                (self._paying(option, batch, lengths, token_s), _MARGIN),
+                (self._paying(option, batch, lengths, token_s), _SMALL_MARGIN),
             ):
                 rate = (len(slots) + float(lengths[drafted].sum())) / self._seconds(option, batch, drafted)
                 if drafted.any() and (option not in found or rate > margin * found[option][0]):
                     found[option] = rate, drafted
-        best = max(found, key=lambda option: found[option][0] * (_MARGIN if option == situation.in_use else 1.0))
+        best = max(found, key=lambda option: found[option][0] * self._favour(option, situation.in_use))
         situation.in_use, situation.rate = best, found[best][0]
         is_probed = (self._probe_left[slots] > 0) & self._may_draft[slots]
         if best == REST and is_probed.any() and len(found) > 1:
@@ -339,6 +340,15 @@ class Controller:
         chosen = self._trial(situation, found, best, batch)
         self._is_drafted[slots] = found[chosen][1]
         return chosen, found[chosen][1]
+
+    @staticmethod
+    def _favour(option: Option, in_use: Option | None) -> float:
+        """Return by how much an option counts for more, as a change costs something: a draft that goes on has first to
+        read what it has missed.
+        """
+        if in_use is None or option == in_use:
+            return _MARGIN
+        return 1.0 if REST in (option, in_use) else _MARGIN / _SMALL_MARGIN
 
     def _paying(self, option: Option, batch: _Batch, lengths: np.ndarray, token_s: float) -> np.ndarray:
         """Return `[n]` bool: the requests whose drafts are worth more than they cost by themselves, given what a token
@@ -402,6 +412,7 @@ class Controller:
         seconds: float | None,
         is_steady: bool = True,
         reading: frozenset[str] = frozenset(),
+        reading_s: float = 0.0,
         num_steps: int = 1,
     ) -> None:
         """Take in what a step has put out, or several steps that were alike.
@@ -415,6 +426,7 @@ class Controller:
             seconds: How long it took; None where it has read prompts.
             is_steady: Whether the step before it drafted by the same decision, so that it has verified what it says.
             reading: Requests whose prompts the draft has read on in this step.
+            reading_s: What that took of the host, at least.
             num_steps: How many there were; `seconds` is what each took.
         """
         slots = self._slots_of(req_ids)
@@ -430,6 +442,12 @@ class Controller:
             self._verify_steps[some] += 1
             self._verify_tokens[some] += num_tokens[had]
         self._left -= num_steps
+        if reading:
+            if seconds is not None:
+                reading_s = max(reading_s, seconds - self._seconds(decision.option, self._batch(slots), had))
+            places = self._slots_of(reading)
+            places = places[places >= 0]
+            self._start_s[places] += reading_s / max(len(places), 1)
         if seconds is None:
             return
         self._elapsed_s += num_steps * seconds
@@ -441,14 +459,7 @@ class Controller:
         if situation is not None:
             situation.steps += self._unmeasured
         self._unmeasured = 0
-        if reading:
-            excess = seconds - self._seconds(decision.option, batch, had)
-            places = self._slots_of(reading)
-            places = places[places >= 0]
-            if len(places) and excess > 0:
-                self._start_s[places] += excess / len(places)
-            return
-        if not is_steady or (decision.option.num_tokens > 0) != had.any():
+        if reading or not is_steady or (decision.option.num_tokens > 0) != had.any():
             return  # drafts are on their way, or out of it
         kind = self._kind(decision.option, batch, int(np.count_nonzero(had)))
         self.costs.observe(kind, self._features(decision.option, batch, had), seconds)

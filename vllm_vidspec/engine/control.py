@@ -158,6 +158,7 @@ class SchedulerControl:
             now - before if is_pure and last is not None and not scheduler_output.scheduled_new_reqs else None,
             last is not None and last.number == decision.number,
             report.reading,
+            report.reading_s,
         )
         if report.skipped:
             self._controller.cannot_draft(report.skipped)

@@ -232,7 +232,9 @@ class VidSpecModelRunner(GPUModelRunner):
             self._num_told_skips = self.requests.num_skips
             rows = self.req_states.req_id_to_index.items()
             skipped = tuple(req_id for req_id, row in rows if self.requests.phase[row] == Phase.SKIPPED)
-        return scheduler.StepReport(verified, reading, skipped) if verified or reading or skipped else None
+        if not (verified or reading or skipped):
+            return None
+        return scheduler.StepReport(verified, reading, self.speculator.reading_s, skipped)
 
     def take_draft_token_ids(self):
         """Offer what was drafted: nothing for requests without speculation, a tree's nodes and no more.

@@ -121,7 +121,9 @@ class VidSpecSpeculator(BaseSpeculator):
         self._room = WaitingRoom(requests, counters)
         self._picked: tuple[Cohort | None, torch.Tensor] = (None, torch.zeros(0))  # see `_places_of`
         self.decision: Decision | None = None  # of the step that runs; None: `knobs` say what a batch size drafts
-        self.reading: frozenset[str] = frozenset()  # requests whose prompts were read on in it
+        # Requests whose prompts were read on in it, and what that took of the host.
+        self.reading: frozenset[str] = frozenset()
+        self.reading_s = 0.0
         # [max_num_reqs, K]
         self._draft_tokens = torch.zeros(
             len(requests.phase), knobs.now.num_speculative_tokens, dtype=torch.int64, device=self._device
@@ -323,6 +325,7 @@ class VidSpecSpeculator(BaseSpeculator):
             start = time.monotonic()
             self._prefill(step)
             drafted = time.monotonic()
+            self.reading_s = drafted - start
             tokens, num_nodes = self._draft(step)
             if self._timeline.is_on:
                 num_drafted = int(self._are_in(step, Phase.DRAFTING).sum())

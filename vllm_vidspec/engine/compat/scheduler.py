@@ -138,12 +138,14 @@ class StepReport(NamedTuple):
     Attributes:
         drafted: Requests whose drafts were verified in it, real ones: vLLM's placeholders are not.
         reading: Requests whose prompts the draft has read on in it.
+        reading_s: What that has taken of the host.
         skipped: Requests that run without speculation for good, those that were not told before.
     """
 
     drafted: frozenset[str]
     reading: frozenset[str]
+    reading_s: float
     skipped: tuple[str, ...]
 
 
-_NO_REPORT = StepReport(frozenset(), frozenset(), ())
+_NO_REPORT = StepReport(frozenset(), frozenset(), 0.0, ())

@@ -104,6 +104,7 @@ class ParallelSpeculator(BaseSpeculator):
         self._ring = sizes_of(config, num_rows, 1, 0).ring
         self.decision: Decision | None = None  # of the step that runs
         self.reading: frozenset[str] = frozenset()  # prompts are read elsewhere
+        self.reading_s = 0.0
         self._known: dict[int, _Known] = {}  # by row
         self._waiting: dict[int, PendingScores] = {}  # by row, scores on their way to the host
         self._refused: dict[int, str] = {}  # by row, heard and not yet acted on, as all ranks do at once
