@@ -10,6 +10,7 @@ import pytest
 
 from tests.engine import harness
 from tests.engine.harness import QWEN, Engine, assert_same_answers, skipped
+from tests.engine.test_parallel import PARALLEL, let_drafts_come
 from vllm_vidspec import metrics
 from vllm_vidspec.engine import control
 from vllm_vidspec.engine.compat.scheduler import decision_of, report_of
@@ -154,7 +155,7 @@ def test_a_resting_request_gives_its_draft_memory_to_others():
 def test_a_drafter_of_its_own_is_asked_for_what_is_decided(reference):
     """Catches: answers that change, a request that loses its speculation, windows that are taken for who rests."""
     expected = reference(QWEN, "videos and texts")
-    with adaptive(False, parallel={"device": "cpu"}) as engine, steps(engine) as seen:
+    with adaptive(False, parallel=PARALLEL) as engine, let_drafts_come(engine), steps(engine) as seen:
         before = engine.counters()
         for _ in range(3):
             assert_same_answers(expected, engine.generate(harness.videos_and_texts(QWEN)))
