@@ -48,7 +48,8 @@ class Subject:
         """Return the arguments of the engine; `spec` adds knobs of VidSpecConfig."""
         spec = {"prune_ratio": self.prune_ratio, "num_speculative_tokens": self.num_speculative_tokens} | spec
         # A measurement without drafts would say nothing, and what is measured is one setting.
-        spec = {"on_draft_error": "raise", "adaptive_tokens": False} | spec
+        fixed: dict[str, Any] = {"on_draft_error": "raise", "adaptive_tokens": False}
+        spec = fixed | spec
         if self.target is None:
             draft = {None: "draft", SELF: "target"}.get(self.draft, self.draft)
             return pairs.llm_kwargs(self.family, draft, overrides=self.engine_args, **spec)
