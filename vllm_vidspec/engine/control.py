@@ -31,7 +31,7 @@ class SchedulerControl:
     def __init__(self, config: VidSpecConfig, scheduler: Any, vllm_config: Any, file: metrics.MetricsFile | None):
         from vllm.platforms import current_platform
 
-        self._config, self._scheduler, self._file = config, scheduler, file
+        self._config, self._file = config, file
         has_graphs = not current_platform.is_cpu()
         plans = config.choices(has_graphs)
         if config.is_parallel:  # a window is as long as it is
@@ -59,8 +59,13 @@ class SchedulerControl:
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
-    def is_shown(self, request: Any) -> bool:
-        """Return whether a request that is scheduled for the first time, or again, is shown to the draft."""
+    def is_shown(self, request: Any, way: int) -> bool:
+        """Return whether a request that is scheduled for the first time, or again, is shown to the draft.
+
+        Args:
+            request: vLLM's.
+            way: By which of `PruneKnobs.ways` it is pruned.
+        """
         num_visual = {"video": 0, "image": 0}
         num_kept = 0.0
         for feature in request.mm_features:
@@ -70,7 +75,6 @@ class SchedulerControl:
             num_kept += size * (1 - self._config.prune.ratio_for(modality))
         total, params = sum(num_visual.values()), request.sampling_params
         is_sampled = params is not None and params.temperature > _GREEDY
-        way = (getattr(params, "extra_args", None) or {}).get("_vidspec_way", 0)
         label, num_tokens = class_label(num_visual["video"], num_visual["image"]), request.num_tokens
         shown = self._controller.add(
             request.request_id, label, (is_sampled, way), num_tokens, num_tokens - total + int(num_kept)

@@ -73,7 +73,7 @@ class SchedulerSide:
 
     def is_shown(self, request: Any) -> bool:
         """Return whether a request that is scheduled for the first time, or again, is shown to the draft."""
-        return self._control is None or self._control.is_shown(request)
+        return self._control is None or self._control.is_shown(request, way_of(request.sampling_params))
 
     def plan(self, scheduler_output: Any) -> Decision | None:
         """Return what a step drafts; None where vLLM's table says it."""

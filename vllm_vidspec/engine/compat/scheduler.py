@@ -68,7 +68,7 @@ def hook_scheduler(attach: Callable) -> None:
 
     def trimmed(original, self, scheduler_output):
         original(self, scheduler_output)  # gives every request as many placeholders as the step's number
-        decision = getattr(scheduler_output, _DECISION, None)
+        decision = decision_of(scheduler_output)
         if decision is not None and not decision.pads:
             for req_id in decision.resting:
                 self.requests[req_id].spec_token_ids = []
