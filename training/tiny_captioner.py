@@ -52,20 +52,25 @@ MODEL_CLASSES = {
 _OF_MODEL_TYPE = {"qwen2_5_vl": "qwen2.5-vl", "llava_onevision": "llava-onevision", "qwen3_vl": "qwen3-vl"}
 
 
-def token_ids(family: str = FAMILIES[0]) -> dict[str, int]:
-    """Token -> id, the same for every bundled model of every family but Qwen3-VL, which can tell the time besides."""
+def token_ids(family: str = FAMILIES[0], vocabulary: tuple[str, ...] = ()) -> dict[str, int]:
+    """Token -> id, the same for every bundled model of every family but Qwen3-VL, which can tell the time besides.
+
+    Args:
+        family: one of `FAMILIES`.
+        vocabulary: words of captions; those of shape world if empty.
+    """
     words = (*PROMPT_WORDS, *(TIME_WORDS if family == "qwen3-vl" else ()))
-    tokens = ["<unk>", *world.vocabulary(), *words]
+    tokens = ["<unk>", *(vocabulary or world.vocabulary()), *words]
     return {token: i for i, token in enumerate(dict.fromkeys([*tokens, *SPECIAL_TOKENS]))}
 
 
-def load(path: str | Path) -> Captioner:
-    """Load a checkpoint directory in fp32."""
+def load(path: str | Path, vocabulary: tuple[str, ...] = ()) -> Captioner:
+    """Load a checkpoint directory in fp32; `vocabulary` as of `token_ids`."""
     import transformers
 
     family = _OF_MODEL_TYPE[transformers.AutoConfig.from_pretrained(path).model_type]
     model_class = getattr(transformers, MODEL_CLASSES[family])
-    return Captioner(model_class.from_pretrained(path, dtype=torch.float32), family)
+    return Captioner(model_class.from_pretrained(path, dtype=torch.float32), family, vocabulary)
 
 
 class Captioner:
@@ -74,15 +79,16 @@ class Captioner:
     Args:
         model: the Hugging Face model; its weights are used in place, so training it trains the captioner.
         family: one of `FAMILIES`.
+        vocabulary: as of `token_ids`.
     """
 
-    def __init__(self, model: torch.nn.Module, family: str) -> None:
+    def __init__(self, model: torch.nn.Module, family: str, vocabulary: tuple[str, ...] = ()) -> None:
         if family not in FAMILIES:
             raise ValueError(f"unknown family {family!r}; choose from {FAMILIES}")
         self.model, self.family = model, family
         self.text, self.lm_head = model.model.language_model, model.lm_head
         self.embed = self.text.embed_tokens
-        self.ids = token_ids(family)
+        self.ids = token_ids(family, vocabulary)
         self.words = {i: word for word, i in self.ids.items()}
         self.eos = self.ids["<|im_end|>"]
         self.num_video_tokens = QWEN_GROUPS * CELLS + (family == "llava-onevision")  # + image_newline

@@ -67,12 +67,12 @@ TEMPLATE_WORDS = {
 }
 
 
-def build_tokenizer(family: str):
-    """A word-level tokenizer whose ids are `tiny_captioner.token_ids(family)`."""
+def build_tokenizer(family: str, vocabulary: tuple[str, ...] = ()):
+    """A word-level tokenizer whose ids are `tiny_captioner.token_ids(family, vocabulary)`."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    ids = token_ids(family)
+    ids = token_ids(family, vocabulary)
     words = {word: i for word, i in ids.items() if word not in tiny_captioner.SPECIAL_TOKENS}
     inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     inner.normalizer = normalizers.Lowercase()
@@ -96,11 +96,11 @@ def build_tokenizer(family: str):
     return tokenizer
 
 
-def build_processor(family: str):
-    """The family's own processor for frames of 112 x 112."""
+def build_processor(family: str, vocabulary: tuple[str, ...] = (), side: int = world.FRAME_SIZE):
+    """The family's own processor for frames of `side` x `side` pixels."""
     import transformers
 
-    tokenizer, side = build_tokenizer(family), world.FRAME_SIZE
+    tokenizer = build_tokenizer(family, vocabulary)
     template = CHAT_TEMPLATE
     for name, text in TEMPLATE_WORDS[family].items():
         template = template.replace(name, text)
@@ -147,11 +147,11 @@ def build_model(family: str, role: str, seed: int) -> torch.nn.Module:
     return model_class(build_config(family, role)).float()
 
 
-def build_config(family: str, role: str) -> Any:
-    """A model's configuration."""
+def build_config(family: str, role: str, vocabulary: tuple[str, ...] = ()) -> Any:
+    """A model's configuration; `vocabulary` as of `token_ids`."""
     import transformers
 
-    ids = token_ids(family)
+    ids = token_ids(family, vocabulary)
     special = dict(bos_token_id=ids["<|endoftext|>"], eos_token_id=ids["<|im_end|>"], pad_token_id=ids["<|endoftext|>"])
     rope: dict = {"rope_type": "default", "rope_theta": ROPE_THETA}
     if family == "qwen2.5-vl":

@@ -1,0 +1,340 @@
+"""Build, train and export the long pair: a Qwen2.5-VL target and draft of reel world, 256 to 16,384 video tokens.
+
+    python training/train_long.py build  target --out runs/long-target
+    python training/train_long.py train  runs/long-target --minutes 110
+    python training/train_long.py eval   runs/long-target runs/long-draft --tokens 4096
+    python training/train_long.py export runs/long-target training/models/qwen2.5-vl-long/target
+
+Both are trained for the answers alone, on whole videos: no loss that helps pruning, guidance or relevance, and no
+distillation. First the vision tower learns by itself what each cell shows; then it stays as it is, and the language
+model learns to answer. Lengths are drawn on a log scale, up to a limit that grows. Many questions share one video: each
+sees the video and itself. Minutes are of one core's time, so that a paused or starved run loses nothing; a run that
+was cut off goes on with its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from training import tiny_captioner
+from training.tiny_captioner import Captioner, layer_weights, rms_norm, rotate
+from training.tiny_models import build_config, build_processor
+from training.train_tiny import ADAMW_LR, MUON_LR, mixed_precision
+from vllm_vidspec.shapeworld import reel
+
+FAMILY = "qwen2.5-vl"
+MAX_POSITIONS = 65536
+ROPE_THETA = 10_000.0
+VISION_END = 0.07  # of the run
+# From this share of the run on, videos have at most so many tokens.
+LIMITS = ((0.0, 512), (0.3, 1024), (0.45, 2048), (0.55, 4096), (0.7, 8192), (0.8, 16384))
+COUNT_PROBS = (0.4, 0.2, 0.15, 0.1, 0.15)  # of one to five scenes in an answer
+STEP_VIDEO_TOKENS, STEP_TEXT_TOKENS = 4096, 3072
+VALIDATION_SEED = reel.HELD_OUT_SEED - 100_000
+DECAY_FROM = 0.75
+STATE_FILE = "training_state.pt"  # only to resume
+
+
+def build(args: argparse.Namespace) -> None:
+    import transformers
+
+    torch.manual_seed(args.seed)
+    config = build_config(FAMILY, args.role, reel.vocabulary())
+    config.text_config.max_position_embeddings = MAX_POSITIONS
+    config.text_config.rope_parameters["rope_theta"] = ROPE_THETA
+    model = transformers.Qwen2_5_VLForConditionalGeneration(config).float()
+    model.save_pretrained(args.out)
+    build_processor(FAMILY, reel.vocabulary(), reel.FRAME_SIZE).save_pretrained(args.out)
+    print(args.out, f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
+
+
+class Reader:
+    """A model that answers many questions about one video at once.
+
+    Args:
+        path: a checkpoint directory, loaded in fp32.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.captioner = tiny_captioner.load(path, reel.vocabulary())
+        self.before = self.captioner.encode("<|im_start|> user <|vision_start|>")
+        self.layer = text_and_video_layer
+
+    def vision(self, frames: np.ndarray) -> torch.Tensor:
+        """Video embeddings [num_pairs * 64, hidden] of uint8 frames [2 * num_pairs, 224, 224, 3].
+
+        Attention of the tower stays in windows of 4 x 4 cells, so windows are rows of a batch.
+        """
+        pairs = len(frames) // 2
+        # pair, two frames, windows down, cells down, patches down, pixels, the same across, channels
+        x = frames.reshape(pairs, 2, 2, 4, 2, 14, 2, 4, 2, 14, 3).transpose(0, 2, 6, 3, 7, 4, 8, 10, 1, 5, 9)
+        patches = torch.from_numpy(np.ascontiguousarray(x).reshape(pairs * 4, 64, -1))
+        with mixed_precision():
+            tokens = tiny_captioner._qwen_vision(self.captioner.model.model, patches)
+        return tokens.view(pairs, 2, 2, 4, 4, -1).transpose(2, 3).reshape(pairs * 64, -1)
+
+    def encode(self, question: reel.Question) -> tuple[list[int], list[int]]:
+        """Ids of what follows the video up to the answer, and of the answer with its end."""
+        encode = self.captioner.encode
+        asked = encode(f"<|vision_end|> {question.text} <|im_end|> <|im_start|> assistant")
+        return asked, [*encode(question.answer), self.captioner.eos]
+
+    def positions(self, num_video_tokens: int, num_texts: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotary positions [3, before + video] and [3, num_texts * length], as vLLM counts them."""
+        start, pairs, side = len(self.before), num_video_tokens // 64, reel.GRID_SIZE
+        grid = torch.meshgrid(torch.arange(pairs) * 2, torch.arange(side), torch.arange(side), indexing="ij")
+        video = torch.stack(grid).reshape(3, -1) + start
+        text = torch.arange(length).repeat(num_texts) + int(video.max()) + 1
+        return torch.cat([torch.arange(start).expand(3, -1), video], 1), text.expand(3, -1)
+
+    def hidden(self, video: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+        """Final hidden states at the texts, [batch, num_texts, length, hidden].
+
+        Args:
+            video: [batch, num_video_tokens, hidden].
+            texts: int64 [batch, num_texts, length], padded with any id; each sees the video and itself.
+        """
+        captioner, (batch, num_texts, length) = self.captioner, texts.shape
+        before = captioner.embed(torch.tensor(self.before)).expand(batch, -1, -1)
+        x = torch.cat([before, video.to(before.dtype)], 1)
+        y = captioner.embed(texts.flatten(1))
+        of_video, of_text = self.positions(video.shape[1], num_texts, length)
+        rope, rope_text = captioner.rotary(of_video), captioner.rotary(of_text)
+        own = torch.full((length, length), float("-inf")).triu(1)
+        mask = torch.full((num_texts * length, x.shape[1] + num_texts * length), float("-inf"))
+        mask[:, : x.shape[1]] = 0
+        for i in range(num_texts):
+            rows = slice(i * length, (i + 1) * length)
+            mask[rows, x.shape[1] + i * length : x.shape[1] + (i + 1) * length] = own
+        mask = mask.to(torch.bfloat16 if torch.is_autocast_enabled("cpu") else torch.float32)
+        layers = captioner.text.layers
+        for i, layer in enumerate(layers):
+            is_last = i == len(layers) - 1
+            x, y = self.layer(x, y, layer_weights(layer), rope, rope_text, mask, layer.self_attn.head_dim, is_last)
+        return rms_norm(y, captioner.text.norm.weight).view(batch, num_texts, length, -1)
+
+
+def text_and_video_layer(x, y, weights, rope, rope_text, mask, head_dim: int, is_last: bool):
+    """One decoder layer over a video x [batch, num_video, hidden] and texts y [batch, num_rows, hidden].
+
+    The video attends causally to itself; rows of the texts attend to the video and by `mask` [num_rows, num_video +
+    num_rows] to one another. Nothing reads the video after the last layer, which leaves it as it was.
+    """
+    norm1, wq, bq, wk, bk, wv, bv, _, _, wo, norm2, gate, up, down = weights
+
+    def project(z: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return F.linear(z, w, b).view(*z.shape[:2], -1, head_dim).transpose(1, 2)
+
+    def finish(z: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        z = z + F.linear(attended.transpose(1, 2).reshape(*z.shape[:2], -1), wo)
+        inner = rms_norm(z, norm2)
+        return z + F.linear(F.silu(F.linear(inner, gate)) * F.linear(inner, up), down)
+
+    normed, normed_y = rms_norm(x, norm1), rms_norm(y, norm1)
+    k, v = rotate(project(normed, wk, bk), *rope), project(normed, wv, bv)
+    k_y, v_y = rotate(project(normed_y, wk, bk), *rope_text), project(normed_y, wv, bv)
+    groups = wq.shape[0] // wk.shape[0]
+    k, v, k_y, v_y = (z.repeat_interleave(groups, 1) for z in (k, v, k_y, v_y))
+    q_y = rotate(project(normed_y, wq, bq), *rope_text)
+    attended = F.scaled_dot_product_attention(q_y, torch.cat([k, k_y], 2), torch.cat([v, v_y], 2), attn_mask=mask)
+    y = finish(y, attended)
+    if not is_last:
+        q = rotate(project(normed, wq, bq), *rope)
+        x = finish(x, F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    return x, y
+
+
+def draw_questions(rng: np.random.Generator, scenes, num: int, count: int) -> list[reel.Question]:
+    questions: list[reel.Question] = []
+    while len(questions) < num:
+        kind = reel.KINDS[rng.integers(len(reel.KINDS))]
+        question = reel.ask(rng, scenes, kind, count)
+        questions += [question] if question else []
+    return questions
+
+
+def draw_batch(reader: Reader, rng: np.random.Generator, num_pairs: int, videos: int, texts: int, count: int):
+    """Videos with questions: embeddings [videos, tokens, hidden], ids and, -100 where none is, labels of texts."""
+    video, asked = [], []
+    for _ in range(videos):
+        scenes = reel.draw_reel(rng, num_pairs)
+        with torch.no_grad():
+            video.append(reader.vision(reel.render(rng, scenes)[0]))
+        asked.append([reader.encode(q) for q in draw_questions(rng, scenes, texts, count)])
+    length = max(len(before) + len(answer) for row in asked for before, answer in row) - 1
+    ids, labels = torch.zeros((videos, texts, length), dtype=torch.int64), torch.full((videos, texts, length), -100)
+    for i, row in enumerate(asked):
+        for j, (before, answer) in enumerate(row):
+            whole = torch.tensor(before + answer)
+            ids[i, j, : len(whole) - 1] = whole[:-1]
+            labels[i, j, len(before) - 1 : len(whole) - 1] = torch.tensor(answer)
+    return torch.stack(video), ids, labels
+
+
+def answer_step(reader: Reader, rng: np.random.Generator, progress: float) -> dict:
+    """One forward and backward pass over answers; returns what to log."""
+    limit = next(tokens for start, tokens in reversed(LIMITS) if progress >= start)
+    num_pairs = round(2 ** rng.uniform(np.log2(4), np.log2(limit / 64)))
+    count = int(rng.choice(5, p=COUNT_PROBS)) + 1
+    videos = max(1, STEP_VIDEO_TOKENS // (64 * num_pairs))
+    texts = max(4, STEP_TEXT_TOKENS // (videos * (26 * count + 20)))
+    video, ids, labels = draw_batch(reader, rng, num_pairs, videos, texts, count)
+    with mixed_precision():
+        hidden = reader.hidden(video, ids)
+        wanted = labels >= 0
+        loss = F.cross_entropy(reader.captioner.lm_head(hidden[wanted]).float(), labels[wanted])
+    loss.backward()
+    return {"tokens": 64 * num_pairs, "count": count, "loss": round(loss.item(), 3)}
+
+
+class CellHead(torch.nn.Module):
+    """What each cell shows, read off the vision tower's output: to train the tower with."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.out = torch.nn.Linear(hidden_size, sum(reel.LABELS.values()))
+
+    def loss(self, video: torch.Tensor, labels: dict[str, np.ndarray]) -> tuple[torch.Tensor, dict[str, float]]:
+        """Loss, and accuracy at cells that show something; video [num_pairs * 64, hidden]."""
+        total, accuracy = torch.zeros(()), {}
+        parts = self.out(video).float().split(list(reel.LABELS.values()), -1)
+        for name, logits in zip(reel.LABELS, parts, strict=True):
+            label = torch.from_numpy(labels[name].reshape(-1))
+            shown = label > 0 if name not in ("background", "pattern") else torch.ones_like(label, dtype=torch.bool)
+            if name == "faded":
+                shown = torch.from_numpy(labels["color"].reshape(-1)) > 0
+            accuracy[name] = round((logits.argmax(-1) == label)[shown].float().mean().item(), 3)
+            for part in (shown, ~shown):  # what shows something is rare, and weighs as much as what does not
+                if part.any():
+                    total = total + F.cross_entropy(logits[part], label[part])
+        return total, accuracy
+
+
+def vision_step(reader: Reader, rng: np.random.Generator, head: CellHead) -> dict:
+    frames, labels = reel.render(rng, reel.draw_reel(rng, 64))
+    with mixed_precision():
+        loss, accuracy = head.loss(reader.vision(frames), labels)
+    loss.backward()
+    return {"vision": round(loss.item(), 3), "accuracy": accuracy}
+
+
+@torch.no_grad()
+def validate(reader: Reader, tokens: int, videos: int) -> dict[str, float]:
+    """Share of right tokens, teacher-forced, of fillers, digits and facts, on videos outside training."""
+    fillers = {word for options in reel.FILLERS.values() for option in options for word in option.split()}
+    facts = {*reel.COLORS, *reel.BACKGROUNDS, *reel.PATTERNS, *reel.SHAPES, *reel.SIZES, *reel.MOTIONS, *reel.EVENTS}
+    groups = {"digits": set("0123456789"), "facts": {*facts, "top", "bottom", "left", "right"}, "fillers": fillers}
+    right = {name: [] for name in groups}
+    for i in range(videos):
+        rng = np.random.default_rng(VALIDATION_SEED + i)
+        video, ids, labels = draw_batch(reader, rng, tokens // 64, 1, 16, 1 + i % 2)
+        with mixed_precision():
+            found = reader.captioner.lm_head(reader.hidden(video, ids)).argmax(-1) == labels
+        for name, words in groups.items():
+            at = torch.isin(labels, torch.tensor([reader.captioner.ids[w] for w in words]))
+            right[name].append(found[at].float().mean().item())
+    return {name: round(float(np.nanmean(values)), 3) for name, values in right.items()}
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train a built checkpoint in place; goes on where an earlier run of the same directory was."""
+    torch.set_num_threads(1)
+    torch.manual_seed(args.seed)
+    path, reader = Path(args.path), Reader(args.path)
+    head = CellHead(reader.captioner.text.config.hidden_size)
+    optimizers = make_optimizers(reader, head)
+    step, before = 0, 0.0
+    if (path / STATE_FILE).exists():
+        state = torch.load(path / STATE_FILE, weights_only=False)
+        head.load_state_dict(state["head"])
+        for (optimizer, _), found in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(found)
+        step, before = state["step"], state["seconds"]
+    rng = np.random.default_rng([args.seed, step])
+    parameters = [p for o, _ in optimizers for group in o.param_groups for p in group["params"]]
+    reader.layer = torch.compile(text_and_video_layer, dynamic=True) if args.compile else text_and_video_layer
+    start, saved, reported = time.process_time(), time.time(), time.time()
+    progress, logs = 0.0, []
+    while progress < 1:
+        seconds = before + time.process_time() - start
+        progress = seconds / (60 * args.minutes)
+        scale = min(1.0, (step + 1) / 40) * max(0.02, min(1.0, (1 - progress) / (1 - DECAY_FROM)))
+        for optimizer, peak in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = peak * scale
+        is_vision = progress < args.vision_end
+        logs.append(vision_step(reader, rng, head) if is_vision else answer_step(reader, rng, progress))
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        for optimizer, _ in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        step += 1
+        if time.time() - reported > 60:
+            log = {"step": step, "seconds": round(seconds), "progress": round(progress, 3)} | logs[-1]
+            if not is_vision:
+                log["mean_loss"] = round(float(np.mean([one["loss"] for one in logs if "loss" in one])), 3)
+            print(json.dumps(log), flush=True)
+            reported, logs = time.time(), []
+        if time.time() - saved > 300 or progress >= 1:
+            if not is_vision:
+                lengths = (512, 2048) if progress < 0.6 else (512, 2048, 8192)
+                print(json.dumps({n: validate(reader, n, 4) for n in lengths}), flush=True)
+            reader.captioner.model.save_pretrained(path)
+            state = {"head": head.state_dict(), "step": step, "seconds": before + time.process_time() - start}
+            torch.save(state | {"optimizers": [o.state_dict() for o, _ in optimizers]}, path / STATE_FILE)
+            saved = time.time()
+
+
+def make_optimizers(reader: Reader, head: CellHead) -> list[tuple[torch.optim.Optimizer, float]]:
+    """Muon for the matrices, AdamW for the rest, each with its peak learning rate."""
+    named = list(reader.captioner.model.named_parameters())
+    matrices = [p for n, p in named if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
+    chosen = {id(p) for p in matrices}
+    rest = [p for _, p in named if id(p) not in chosen] + list(head.parameters())
+    muon = torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=0.02, adjust_lr_fn="match_rms_adamw")
+    return [(muon, MUON_LR), (torch.optim.AdamW(rest, lr=ADAMW_LR, betas=(0.9, 0.98), weight_decay=0.0), ADAMW_LR)]
+
+
+def export(args: argparse.Namespace) -> None:
+    """Write a checkpoint with bf16 weights."""
+    model = Reader(args.path).captioner.model
+    for part in (model.config, model.config.text_config, model.config.vision_config):
+        part.dtype = torch.bfloat16
+    model.to(torch.bfloat16).save_pretrained(args.out)
+    build_processor(FAMILY, reel.vocabulary(), reel.FRAME_SIZE).save_pretrained(args.out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(required=True)
+    sub = commands.add_parser("build", help="make an untrained checkpoint")
+    sub.set_defaults(function=build)
+    sub.add_argument("role", choices=("target", "draft"))
+    sub.add_argument("--out", required=True)
+    sub.add_argument("--seed", type=int, default=0)
+    sub = commands.add_parser("train", help=train.__doc__.split("\n")[0])
+    sub.set_defaults(function=train)
+    sub.add_argument("path")
+    sub.add_argument("--minutes", type=float, required=True, help="of one core, those of earlier runs among them")
+    sub.add_argument("--vision-end", type=float, default=VISION_END, help="share of the run that trains the tower")
+    sub.add_argument("--compile", action="store_true")
+    sub.add_argument("--seed", type=int, default=1)
+    sub = commands.add_parser("export", help=export.__doc__)
+    sub.set_defaults(function=export)
+    sub.add_argument("path")
+    sub.add_argument("out")
+    args = parser.parse_args()
+    args.function(args)
+
+
+if __name__ == "__main__":
+    main()
