@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from training import tiny_captioner
-from training.tiny_captioner import Captioner, layer_weights, rms_norm, rotate
+from training.tiny_captioner import layer_weights, rms_norm, rotate
 from training.tiny_models import build_config, build_processor
 from training.train_tiny import ADAMW_LR, MUON_LR, mixed_precision
 from vllm_vidspec.shapeworld import reel
