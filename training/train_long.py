@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -31,13 +32,18 @@ from training.train_tiny import ADAMW_LR, MUON_LR, mixed_precision
 from vllm_vidspec.shapeworld import reel
 
 FAMILY = "qwen2.5-vl"
+# A draft of two layers: with fewer it cannot look up what it looked for. Both have a tower of the same size.
+SIZES = {
+    "target": dict(num_hidden_layers=3, intermediate_size=320),
+    "draft": dict(num_hidden_layers=2, intermediate_size=256),
+}
 MAX_POSITIONS = 65536
 ROPE_THETA = 10_000.0
 VISION_END = 0.07  # of the run
 # From this share of the run on, videos have at most so many tokens.
-LIMITS = ((0.0, 512), (0.3, 1024), (0.45, 2048), (0.55, 4096), (0.7, 8192), (0.8, 16384))
+LIMITS = ((0.0, 512), (0.25, 1024), (0.36, 2048), (0.5, 4096), (0.62, 8192), (0.74, 16384))
 COUNT_PROBS = (0.4, 0.2, 0.15, 0.1, 0.15)  # of one to five scenes in an answer
-STEP_VIDEO_TOKENS, STEP_TEXT_TOKENS = 4096, 3072
+STEP_VIDEO_TOKENS, STEP_TEXT_TOKENS = 2048, 3072
 VALIDATION_SEED = reel.HELD_OUT_SEED - 100_000
 DECAY_FROM = 0.75
 STATE_FILE = "training_state.pt"  # only to resume
@@ -47,11 +53,16 @@ def build(args: argparse.Namespace) -> None:
     import transformers
 
     torch.manual_seed(args.seed)
-    config = build_config(FAMILY, args.role, reel.vocabulary())
+    config = build_config(FAMILY, "draft", reel.vocabulary())
+    for name, value in SIZES[args.role].items():
+        setattr(config.text_config, name, value)
+    config.text_config.layer_types = config.text_config.layer_types[: config.text_config.num_hidden_layers]
     config.text_config.max_position_embeddings = MAX_POSITIONS
     config.text_config.rope_parameters["rope_theta"] = ROPE_THETA
     config.vision_config.fullatt_block_indexes = []  # attention of the tower stays in windows of 4 x 4 cells
     model = transformers.Qwen2_5_VLForConditionalGeneration(config).float()
+    if args.vision:
+        model.model.visual.load_state_dict(Reader(args.vision).captioner.model.model.visual.state_dict())
     model.save_pretrained(args.out)
     make_processor().save_pretrained(args.out)
     print(args.out, f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
@@ -268,15 +279,16 @@ def train(args: argparse.Namespace) -> None:
     rng = np.random.default_rng([args.seed, step])
     parameters = [p for o, _ in optimizers for group in o.param_groups for p in group["params"]]
     start, saved, reported = time.process_time(), time.time(), time.time()
-    progress, logs = 0.0, []
-    while progress < 1:
+    progress, logs, stopped = 0.0, [], []
+    signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
+    while progress < 1 and not stopped:
         seconds = before + time.process_time() - start
         progress = seconds / (60 * args.minutes)
         is_vision = progress < args.vision_end
         scale = learning_rate_scale(progress / args.vision_end if is_vision else progress, step)
         for optimizer, peak in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = peak * scale
+                group["lr"] = args.lr * peak * scale
         logs.append(vision_step(reader, rng, head) if is_vision else answer_step(reader, rng, progress))
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         for optimizer, _ in optimizers:
@@ -289,8 +301,8 @@ def train(args: argparse.Namespace) -> None:
                 log["mean_loss"] = round(float(np.mean([one["loss"] for one in logs if "loss" in one])), 3)
             print(json.dumps(log), flush=True)
             reported, logs = time.time(), []
-        if time.time() - saved > 300 or progress >= 1:
-            if not is_vision:
+        if time.time() - saved > 300 or progress >= 1 or stopped:
+            if not (is_vision or stopped):
                 lengths = (512, 2048) if progress < 0.6 else (512, 2048, 8192)
                 print(json.dumps({n: validate(reader, n, 4) for n in lengths}), flush=True)
             reader.captioner.model.save_pretrained(path)
@@ -330,12 +342,14 @@ def parser() -> argparse.ArgumentParser:
     sub.set_defaults(function=build)
     sub.add_argument("role", choices=("target", "draft"))
     sub.add_argument("--out", required=True)
+    sub.add_argument("--vision", help="a checkpoint whose vision tower to begin with")
     sub.add_argument("--seed", type=int, default=0)
     sub = commands.add_parser("train", help=train.__doc__.split("\n")[0])
     sub.set_defaults(function=train)
     sub.add_argument("path")
     sub.add_argument("--minutes", type=float, required=True, help="of one core, those of earlier runs among them")
     sub.add_argument("--vision-end", type=float, default=VISION_END, help="share of the run that trains the tower")
+    sub.add_argument("--lr", type=float, default=1.0, help="factor of the learning rates")
     sub.add_argument("--seed", type=int, default=1)
     sub = commands.add_parser("export", help=export.__doc__)
     sub.set_defaults(function=export)

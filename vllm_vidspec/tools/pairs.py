@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,7 @@ PAIRS: dict[str, Pair] = {
 }
 FAMILIES = tuple(PAIRS)  # those that are always there
 PAIRS[assets.PLAIN] = _QWEN
+PAIRS[assets.LONG] = replace(_QWEN, num_frames=2048)
 
 
 def pair_for(family: str) -> Pair:
@@ -80,7 +81,7 @@ def pair_for(family: str) -> Pair:
     """
     if family not in PAIRS:
         raise VidSpecError(f"unknown family {family!r}; bundled: {', '.join(FAMILIES)}")
-    if family == assets.PLAIN and not assets.checkpoint(family, "target").is_dir():
+    if family in assets.CLONE_ONLY and not assets.checkpoint(family, "target").is_dir():
         raise VidSpecError(f"{family} is in a clone of the repository alone, not in what pip installs")
     return PAIRS[family]
 

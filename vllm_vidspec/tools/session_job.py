@@ -52,8 +52,9 @@ def _answers(commands: Iterator[dict[str, Any]], report: Report) -> Iterator[dic
     The first, the job, holds `llm` (arguments of LLM) and `prompts`: `family` (None: a pair of the user's own, asked
     through its chat template), `videos` (paths) or `held_out` (indices of shape-world videos), `question`, and
     `warm_up` (the index of one more video: what happens once, as lazy imports do, is then part of no figure).
-    Requests of a bundled pair may have `num_videos` held-out videos each, or `video_frac` of one's frames. `cpus` are
-    the cores that the process may use; where there is none, any.
+    Requests of a bundled pair may have `num_videos` held-out videos each, or `video_frac` of one's frames; with
+    `reel_tokens` they are held-out reels of so many video tokens, each with its own question. `cpus` are the cores that
+    the process may use; where there is none, any.
     """
     job = next(commands)
     if "cpus" in job:
@@ -90,6 +91,7 @@ def _answers(commands: Iterator[dict[str, Any]], report: Report) -> Iterator[dic
         "clock": engine.clock,
         "batch": engine.batch,
         "timeline": engine.timeline,
+        "retune": engine.retune,
     }
     for command in commands:
         # Guidance must come from each command's own prefill, not from what an earlier one left.
@@ -113,9 +115,12 @@ def _cores_of_threads() -> set[int]:
 
 def _bundled_requests(prompts: dict[str, Any]) -> list[Any]:
     """Return a prompt for every video, in the words of a bundled pair."""
-    from vllm_vidspec.shapeworld import world
+    from vllm_vidspec.shapeworld import reel, world
     from vllm_vidspec.tools.user_files import read_video
 
+    if "reel_tokens" in prompts:
+        reels = [reel.held_out(i, prompts["reel_tokens"]) for i in prompts["held_out"]]
+        return [pairs.video_prompt(prompts["family"], frames, question.text) for frames, question, _ in reels]
     family, num_frames = prompts["family"], pairs.pair_for(prompts["family"]).num_frames
     num_videos, frac = prompts.get("num_videos", 1), prompts.get("video_frac", 1.0)
     requests = [
@@ -188,12 +193,17 @@ class Engine:
             return _stock_counters(self.llm)
         return metrics.read_metrics(metrics.path_for(config.instance_id))
 
+    def retune(self, knobs: dict[str, Any]) -> dict[str, Any]:
+        """Change knobs of VidSpecConfig from here on."""
+        self.llm.collective_rpc("vidspec_retune", args=(knobs,))
+        return {}
+
     def answer(
         self, knobs: dict[str, Any] | None, sampling: dict[str, Any], seed: int | None, watch: bool
     ) -> dict[str, Any]:
         """Answer every prompt; arguments and answer are those of `engine_session.answer_command`."""
         if knobs:
-            self.llm.collective_rpc("vidspec_retune", args=(knobs,))
+            self.retune(knobs)
         if watch:
             self.llm.collective_rpc("vidspec_watch_scores", args=(True,))
         before, start = self.counters(), time.perf_counter()
