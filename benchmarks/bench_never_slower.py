@@ -18,12 +18,12 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
+from vidspec_tools.bench import parallel, scaling
+from vidspec_tools.bench.acceptance import identical_frac
+from vidspec_tools.bench.methods import SEQUENTIAL
+from vidspec_tools.bench.parallel import VANILLA_ENGINE, Contender, Course
 from vllm_vidspec import assets
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.bench import parallel, scaling
-from vllm_vidspec.tools.bench.acceptance import identical_frac
-from vllm_vidspec.tools.bench.methods import SEQUENTIAL
-from vllm_vidspec.tools.bench.parallel import VANILLA_ENGINE, Contender, Course
 from vllm_vidspec.tools.engine_session import EngineSession
 from vllm_vidspec.tools.progress import silent
 from vllm_vidspec.tools.provenance import provenance

@@ -21,10 +21,10 @@ from typing import Any
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.bench_host_time import Stopwatch, wrap_foreign
+from vidspec_tools.bench import parallel
+from vidspec_tools.bench.methods import SEQUENTIAL
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.bench import parallel
-from vllm_vidspec.tools.bench.methods import SEQUENTIAL
 from vllm_vidspec.tools.provenance import provenance
 from vllm_vidspec.tools.tables import percent
 

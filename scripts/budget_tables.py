@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from vllm_vidspec import planning
-from vllm_vidspec.planning import budget
-from vllm_vidspec.planning.candidates import CHAIN, PARALLEL, TREE
+from vidspec_tools import planning
+from vidspec_tools.planning import budget
+from vidspec_tools.planning.candidates import CHAIN, PARALLEL, TREE
 
 # The pairs of docs/models.md, and those of the papers.
 PAIRS = (

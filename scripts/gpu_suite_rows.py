@@ -181,7 +181,7 @@ def published_of(engine: Engine) -> tuple[float | None, float | None]:
 
     The length is what is forced.
     """
-    from vllm_vidspec.tools.bench.published import published
+    from vidspec_tools.bench.published import published
 
     found = published(FAMILY, _RATIO, engine.tau_of)
     return found["published_m"], found["published_speedup"]  # type: ignore[return-value]

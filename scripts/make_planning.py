@@ -19,10 +19,10 @@ import budget_tables
 import numpy as np
 from scipy.optimize import linprog
 
-from vllm_vidspec import planning
-from vllm_vidspec.planning import acceptance, planner
-from vllm_vidspec.planning.acceptance import Agreement
-from vllm_vidspec.tools.bench.published import PUBLISHED
+from vidspec_tools import planning
+from vidspec_tools.bench.published import PUBLISHED
+from vidspec_tools.planning import acceptance, planner
+from vidspec_tools.planning.acceptance import Agreement
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, BUDGET, RESULTS = (ROOT / "docs" / name for name in ("planning.md", "gpu-budget.md", "results"))

@@ -23,9 +23,9 @@ from typing import Any
 import paper_tables
 import result_tables as tables
 
-from vllm_vidspec.tools import plots, race_views
-from vllm_vidspec.tools import quality_views as views
-from vllm_vidspec.tools.bench.acceptance import UNPRUNED
+from vidspec_tools import plots, race_views
+from vidspec_tools import quality_views as views
+from vidspec_tools.bench.acceptance import UNPRUNED
 
 ROOT, FOLDER = Path(__file__).resolve().parents[1], tables.FOLDER
 PAGE = FOLDER / "README.md"

@@ -6,7 +6,7 @@ from typing import Any
 
 import result_tables as tables
 
-from vllm_vidspec.tools import paper_views, race_views, scaling_views, speed_views
+from vidspec_tools import paper_views, race_views, scaling_views, speed_views
 from vllm_vidspec.tools.tables import Columns
 
 # What a result's name begins with -> what shows it.

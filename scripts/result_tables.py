@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from vidspec_tools import plots, race_views
+from vidspec_tools import quality_views as views
+from vidspec_tools.bench.acceptance import AXES as SWEEP_AXES
+from vidspec_tools.bench.acceptance import UNPRUNED, canonical, measured_itself
 from vllm_vidspec.shapeworld.captions import GROUPS
-from vllm_vidspec.tools import plots, race_views
-from vllm_vidspec.tools import quality_views as views
-from vllm_vidspec.tools.bench.acceptance import AXES as SWEEP_AXES
-from vllm_vidspec.tools.bench.acceptance import UNPRUNED, canonical, measured_itself
 from vllm_vidspec.tools.tables import number, percent
 
 Row = dict[str, Any]

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
+from vidspec_tools.bench import acceptance
 from vllm_vidspec.cli import app
 from vllm_vidspec.metrics import NAMES
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.shapeworld.captions import ATTRIBUTE_WORDS
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.bench import acceptance
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = pairs.FAMILIES[:2]  # of what is recorded

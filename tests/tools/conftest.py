@@ -4,7 +4,7 @@ import pytest
 
 from tools.clocks import Clocks
 from tools.common import FakeEngines, answer_captions
-from vllm_vidspec.tools.bench import acceptance, parallel
+from vidspec_tools.bench import acceptance, parallel
 from vllm_vidspec.tools.engine_session import EngineSession
 
 

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from tools.common import FAMILIES, ROOT, SMALL_AXES, counters, redraw, redraw_errors, sweep
+from vidspec_tools import plots
+from vidspec_tools.bench import acceptance
+from vidspec_tools.csv_files import flatten
 from vllm_vidspec.config import PRUNERS as KNOWN_PRUNERS
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.tools import pairs, plots, tables
-from vllm_vidspec.tools.bench import acceptance
-from vllm_vidspec.tools.csv_files import flatten
+from vllm_vidspec.tools import pairs, tables
 
 PRUNERS = ("none", "random", "uniform", "specvlm", "attention", "uv", "window:front", "frame", "fastvid", "dycoke")
 RATIOS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0)

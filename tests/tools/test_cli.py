@@ -15,12 +15,13 @@ import typer.main
 from rich.console import Console
 
 from tools.common import counters, invoke, refuses
+from vidspec_tools import plots
+from vidspec_tools.bench import acceptance
 from vllm_vidspec import doctor
 from vllm_vidspec.cli import app
 from vllm_vidspec.cli import doctor as doctor_command
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.tools import demo, plots, progress
-from vllm_vidspec.tools.bench import acceptance
+from vllm_vidspec.tools import demo, progress
 
 # Every command's options: names, type, least value, default (with _ for a space), in the order of the help.
 SURFACE = {

@@ -5,8 +5,9 @@ import shutil
 
 import pytest
 
+from vidspec_tools import inflation
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.tools import inflation, pairs
+from vllm_vidspec.tools import pairs
 
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")

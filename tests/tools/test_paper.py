@@ -7,11 +7,12 @@ import pytest
 
 from tools.clocks import DECODED, DRAFT_S, TARGET_S, Clocks, num_layers
 from tools.common import FAMILIES, ROOT, invoke, load, redraw, redraw_errors, refuses
+from vidspec_tools import inflation, paper_views
+from vidspec_tools.bench import methods, paper, parallel, published
+from vidspec_tools.bench.paper import AUTOREGRESSIVE, PaperRace
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.tools import inflation, pairs, paper_views
-from vllm_vidspec.tools.bench import methods, paper, parallel, published
-from vllm_vidspec.tools.bench.paper import AUTOREGRESSIVE, PaperRace
+from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.engine_session import EngineSession
 
 CONTRACT = ("method", "family", "acceptance_length", "speedup", "identical_frac", "published_speedup")

@@ -8,12 +8,13 @@ import pytest
 
 from tools.clocks import DECODED, DRAFT_S, TARGET_S, event, num_layers
 from tools.common import FAMILIES, ROOT, invoke, load, redraw, refuses
+from vidspec_tools import inflation, race_views, timeline_views
+from vidspec_tools.bench import parallel, race_rows, ratios, timeline
+from vidspec_tools.bench.parallel import Course, Race
+from vidspec_tools.bench.published import PUBLISHED, published
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.tools import inflation, pairs, race_views, timeline_views
-from vllm_vidspec.tools.bench import parallel, race_rows, ratios, timeline
-from vllm_vidspec.tools.bench.parallel import Course, Race
-from vllm_vidspec.tools.bench.published import PUBLISHED, published
+from vllm_vidspec.tools import pairs
 
 needs_parallel = pytest.mark.skipif("parallel" not in VidSpecConfig.model_fields, reason="no parallel drafting here")
 SEQUENTIAL = ("--modes", "sequential")

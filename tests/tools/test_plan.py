@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tools.common import ROOT, invoke, load, refuses
-from vllm_vidspec import planning
+from vidspec_tools import planning
 
 QUICK = ("plan", "--video-tokens", "1000", "--draft-gpus", "0", "--prune-ratio", "0.9")
 ROW = {

@@ -3,7 +3,7 @@
 import pytest
 
 from tools.common import ROOT, load
-from vllm_vidspec import planning
+from vidspec_tools import planning
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,13 @@ import pytest
 from rich.console import Console
 
 from tools.common import FAMILIES, answer_captions, invoke, redraw, redraw_errors
+from vidspec_tools import quality_views
+from vidspec_tools.bench import quality
+from vidspec_tools.bench.quality import DEFAULTS, Quality, Setting, setting_name
+from vidspec_tools.quality_views import longest_kept, panels
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.shapeworld import world
-from vllm_vidspec.tools import progress, quality_views
-from vllm_vidspec.tools.bench import quality
-from vllm_vidspec.tools.bench.quality import DEFAULTS, Quality, Setting, setting_name
-from vllm_vidspec.tools.quality_views import longest_kept, panels
+from vllm_vidspec.tools import progress
 
 
 def names(what: Quality) -> list[str]:

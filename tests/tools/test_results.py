@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from tools.common import FAMILIES, ROOT, SMALL_AXES, invoke, load, sweep
-from vllm_vidspec.tools import plots
-from vllm_vidspec.tools.bench import acceptance
+from vidspec_tools import plots
+from vidspec_tools.bench import acceptance
 
 COMMANDS = ["R1", "R2", "R3", "R4", "R5", "R6", "R7", "R8", "R9", "R9-sage", "R10", "R11", "R12", "R12-relevance"]
 COMMANDS += ["R13", "R14-parallel", "R15", "R15-frames", "R16", "R16-qwen3-vl", "R16-loose", "R17", "R17-shapes", "R18"]

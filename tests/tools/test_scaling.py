@@ -8,10 +8,11 @@ import pytest
 
 from tools.clocks import DECODED, TARGET_S
 from tools.common import FAMILIES, ROOT, invoke, load, redraw, redraw_errors, refuses
+from vidspec_tools import inflation, scaling_views
+from vidspec_tools.bench import scaling
+from vidspec_tools.bench.scaling import AXES, ScalingRace
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.tools import inflation, scaling_views, session_job
-from vllm_vidspec.tools.bench import scaling
-from vllm_vidspec.tools.bench.scaling import AXES, ScalingRace
+from vllm_vidspec.tools import session_job
 
 
 def measured(*options, status=0):

@@ -7,11 +7,11 @@ import pytest
 
 from tools.clocks import DRAFT_S, TARGET_S, event
 from tools.common import FAMILIES, ROOT, counters, invoke, load, redraw, redraw_errors, refuses
-from vllm_vidspec.tools import inflation, speed_views
-from vllm_vidspec.tools.bench import speed
-from vllm_vidspec.tools.bench.parallel import Contender
-from vllm_vidspec.tools.bench.race_rows import Turn
-from vllm_vidspec.tools.bench.speed import SpeedRace
+from vidspec_tools import inflation, speed_views
+from vidspec_tools.bench import speed
+from vidspec_tools.bench.parallel import Contender
+from vidspec_tools.bench.race_rows import Turn
+from vidspec_tools.bench.speed import SpeedRace
 
 SMALL = ("--requests", "1", "--rounds", "1")
 

@@ -1,9 +1,7 @@
 """Terminal views of results: tables by columns, numbers in them, and the answers of the demo; no engine."""
 
-import json
 from collections.abc import Callable, Iterable
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -12,30 +10,10 @@ from rich.markup import escape
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from vllm_vidspec.tools.bench.acceptance import AXES, measured_itself
-
 if TYPE_CHECKING:
     from vllm_vidspec.doctor import Check
 
-_SHORT = {"num_speculative_tokens": "K", "temperature": "T", "prune_ratio": "prune"}
-_SHOWN_ALONE = ("family", "draft", "pruner", "prune_ratio", "num_speculative_tokens", "temperature")
-
 Columns = dict[str, Callable[[Any], str]]
-
-# Figures that stand for chains alone, and in a table with trees.
-_CHAIN_FIGURES: Columns = {
-    "accept\nrate": lambda row: percent(row["acceptance_rate"]),
-    "drafts": lambda row: str(row["num_drafts"]),
-}
-_TREE_FIGURES: Columns = {
-    "at\nmost": lambda row: number(row["max_acceptance_length"], 2),
-    "nodes": lambda row: number(row["nodes_per_step"], 1),
-    "draft\nruns": lambda row: number(row["draft_forwards_per_step"], 1),
-}
-_TIMES: Columns = {
-    "s": lambda row: number(row["decode_s"], 1),
-    "vanilla\ns": lambda row: number(row["vanilla_decode_s"], 1),
-}
 
 
 def by_columns(
@@ -60,45 +38,6 @@ def by_columns(
     for row in rows:
         table.add_row(*(show(row) for show in columns.values()), style=style(row))
     return table
-
-
-def acceptance_table(rows: list[dict[str, Any]]) -> Table:
-    """Return the table of `vidspec bench acceptance`: columns for what changes, one caption for what does not.
-
-    Times are shown where one engine ran at a time. A length with a star comes from another row's engine. Beside trees
-    stand the length that their depth allows, their nodes and the draft's forwards, per verify step.
-    """
-    varying = [name for name in AXES if len({str(row[name]) for row in rows}) > 1]
-    fixed = [f"{_SHORT.get(name, name)} {_cell(rows[0][name])}" for name in _SHOWN_ALONE if name not in varying]
-    timed = rows[0]["jobs"] == 1
-    if not timed:
-        fixed.append(f"no times: {rows[0]['jobs']} engines ran at once")
-    shows_trees = any(row["drafting"] != "chain" for row in rows)
-    if shows_trees:
-        fixed.append(f"{rows[0]['scheduling']} scheduling")
-    if knobs := rows[0]["knobs"]:
-        fixed.append(", ".join(f"{name} {json.dumps(value)}" for name, value in knobs.items()))
-    if not all(map(measured_itself, rows)):
-        fixed.append("* not run itself, see measured_as")
-    columns: Columns = {
-        **{_SHORT.get(n, n.replace("_", " ")): lambda row, name=n: _cell(row[name]) for n in varying},  # type: ignore[misc]
-        "accept\nlength": lambda row: number(row["acceptance_length"], 2) + "*" * (not measured_itself(row)),
-        **(_TREE_FIGURES if shows_trees else _CHAIN_FIGURES),
-        "same\noutput": lambda row: percent(row["identical_frac"]),
-        "draft KV\nof full": _kv_share,
-        **(_TIMES if timed else {}),
-    }
-    title = f"Acceptance on {rows[0]['requests']} held-out videos"
-    return by_columns(columns, rows, len(varying), title=title, caption=", ".join(fixed))
-
-
-def _kv_share(row: dict[str, Any]) -> str:
-    return percent(row["draft_kv_bytes"] / row["full_draft_kv_bytes"] if row["full_draft_kv_bytes"] else None)
-
-
-def _cell(value: Any) -> str:
-    """Return a value of an axis; of a path its last part."""
-    return Path(value).name if isinstance(value, str) else f"{value:g}"
 
 
 def demo_table(result: dict[str, Any]) -> Table:

@@ -4,9 +4,7 @@ import random
 
 import pytest
 
-from vllm_vidspec.config.paths import SPECVLM_PATHS
-from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.planning import (
+from vidspec_tools.planning import (
     Agreement,
     agreement_of_positions,
     answer_length,
@@ -14,7 +12,9 @@ from vllm_vidspec.planning import (
     rate_of_chain,
     rate_of_tree,
 )
-from vllm_vidspec.planning import acceptance as published
+from vidspec_tools.planning import acceptance as published
+from vllm_vidspec.config.paths import SPECVLM_PATHS
+from vllm_vidspec.errors import VidSpecError
 
 LIST = Agreement((0.9, 0.7, 0.5), 0.4)
 

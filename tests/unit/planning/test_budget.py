@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_vidspec import planning
-from vllm_vidspec.planning import budget
-from vllm_vidspec.planning.candidates import CHAIN, PARALLEL, TREE, Candidates
+from vidspec_tools import planning
+from vidspec_tools.planning import budget
+from vidspec_tools.planning.candidates import CHAIN, PARALLEL, TREE, Candidates
 from vllm_vidspec.planning.shapes import FP8
 
 BIG, SMALL = planning.target_shape("Qwen2.5-VL-32B"), planning.target_shape("Qwen2.5-VL-7B")

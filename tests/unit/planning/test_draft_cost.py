@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_vidspec import planning
+from vidspec_tools import planning
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.planning.draft_cost import cost_hint, draft_share, stored_shape
 from vllm_vidspec.planning.shapes import FP8, INT4

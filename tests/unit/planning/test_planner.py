@@ -6,10 +6,7 @@ import sys
 
 import pytest
 
-from vllm_vidspec.config.paths import SPECVLM_PATHS
-from vllm_vidspec.drafting.static import topology_of
-from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.planning import (
+from vidspec_tools.planning import (
     GPUS,
     Agreement,
     Placement,
@@ -20,10 +17,13 @@ from vllm_vidspec.planning import (
     plan,
     target_shape,
 )
-from vllm_vidspec.planning.candidates import TREE_WIDTHS
-from vllm_vidspec.planning.planner import WORTH
-from vllm_vidspec.planning.question import notes
-from vllm_vidspec.planning.roofline import prefill_seconds
+from vidspec_tools.planning.candidates import TREE_WIDTHS
+from vidspec_tools.planning.planner import WORTH
+from vidspec_tools.planning.question import notes
+from vidspec_tools.planning.roofline import prefill_seconds
+from vllm_vidspec.config.paths import SPECVLM_PATHS
+from vllm_vidspec.drafting.static import topology_of
+from vllm_vidspec.errors import VidSpecError
 
 
 def question(target="Qwen2.5-VL-32B", draft="7B", gpu="h200", ranks=2, **given):
@@ -36,7 +36,7 @@ def question(target="Qwen2.5-VL-32B", draft="7B", gpu="h200", ranks=2, **given):
 def test_the_room_is_plain_python():
     """Catches: torch, vLLM, transformers or rich in what a plan needs."""
     code = (
-        "import sys, vllm_vidspec.planning\n"
+        "import sys, vidspec_tools.planning\n"
         "heavy = ('torch', 'vllm', 'transformers', 'rich', 'typer', 'vidspec_kernels')\n"
         "print([name for name in heavy if name in sys.modules])"
     )

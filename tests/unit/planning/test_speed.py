@@ -5,8 +5,8 @@ import random
 
 import pytest
 
+from vidspec_tools.planning import Agreement, StreamTimes, rounds_speedup, run_streams, speedup, window_of
 from vllm_vidspec.parallel import WindowRule
-from vllm_vidspec.planning import Agreement, StreamTimes, rounds_speedup, run_streams, speedup, window_of
 
 
 def test_speed_model_by_hand():

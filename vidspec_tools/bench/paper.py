@@ -1,0 +1,83 @@
+"""`vidspec bench paper`: the papers' methods in turns with vanilla on the same requests, published figures beside.
+
+The engines and the turns are those of `bench parallel`: as many at once as it has, each with vanilla among them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from vidspec_tools.bench import parallel
+from vidspec_tools.bench.methods import METHODS, STOCK, VANILLA
+from vidspec_tools.bench.parallel import Contender, Course, Race
+from vidspec_tools.bench.published import figure
+from vidspec_tools.bench.race_rows import Turn
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.tools.progress import Report, silent
+
+AUTOREGRESSIVE = "autoregressive"  # what papers call vanilla
+ALL = (AUTOREGRESSIVE, *METHODS)
+_TIMES = ("speedup", "tokens_per_s", "ttft_s", "t_step_ms")  # what columns of times begin with
+# What --quick has in place of these: minutes for a family.
+QUICK = {"requests": 2, "rounds": 3, "max_tokens": 64}
+USUAL = {"requests": 4, "rounds": 5, "max_tokens": 128}
+
+
+@dataclass(frozen=True)
+class PaperRace(Race):
+    """What to measure; `pruner`, `prune_ratio`, `num_speculative_tokens` and `modes` are each method's own here.
+
+    Attributes:
+        methods: Of ALL; autoregressive always runs.
+    """
+
+    own_options: ClassVar[tuple[str, ...]] = (*Race.own_options, "scorer")
+
+    methods: tuple[str, ...] = ALL
+
+    def contenders(self, ratio: float) -> list[Contender]:
+        """Return what runs beside vanilla at a ratio, in the order of the table."""
+        return [Contender.of(name, method, ratio) for name, method in METHODS.items() if name in self.methods]
+
+    def further(self, course: Course, contender: Contender, rounds: Sequence[Sequence[Turn]]) -> dict[str, Any]:
+        """Return the columns of a row that only this benchmark has: what is published of its method."""
+        return figure(course.family, contender.method)
+
+
+def check(race: PaperRace) -> None:
+    """Refuse a wrong value before an engine starts.
+
+    Raises:
+        VidSpecError: One line naming it.
+    """
+    if unknown := [name for name in race.methods if name not in ALL]:
+        raise VidSpecError(f"--methods: {unknown[0]!r} is none of {', '.join(ALL)}")
+    parallel.check(race)
+
+
+def run(race: PaperRace, report: Report = silent) -> dict[str, Any]:
+    """Measure everything.
+
+    Args:
+        race: What.
+        report: As `progress.View` takes it.
+
+    Returns:
+        As `parallel.run` does; vanilla's row is called AUTOREGRESSIVE, and a step of it emits one token. On the CPU
+        engine vLLM's own method has no times: its kernels are interpreted there, where twins stand in for ours.
+
+    Raises:
+        VidSpecError: A wrong value, or a vanilla engine that stopped.
+    """
+    check(race)
+    result = parallel.run(race, report)
+    is_interpreted = result["provenance"]["device"] == "cpu"
+    for row in result["rows"]:
+        if row["mode"] == STOCK and is_interpreted:
+            row |= dict.fromkeys(name for name in row if name.startswith(_TIMES))
+        row["draft"] = race.draft
+        if row["mode"] == VANILLA:
+            row |= {"method": AUTOREGRESSIVE, "acceptance_length": 1.0, "draft": None}
+        elif method_draft := METHODS[row["method"]].draft:
+            row["draft"] = method_draft
+    return result

@@ -1,0 +1,271 @@
+"""`vidspec bench scaling`: speed and acceptance over one axis, in turns with vanilla; a file lets a run go on later."""
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, ClassVar
+
+from vidspec_tools import inflation
+from vidspec_tools.bench import parallel, ratios
+from vidspec_tools.bench.acceptance import identical_frac
+from vidspec_tools.bench.parallel import SELF_DRAFT, VANILLA_ENGINE, Contender, Course, draft_model
+from vidspec_tools.bench.race_rows import SPREAD, spec_tokens, spread
+from vidspec_tools.bench.speed import SpeedRace
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.metrics import summarize
+from vllm_vidspec.tools import pairs
+from vllm_vidspec.tools.engine_session import EngineSession
+from vllm_vidspec.tools.progress import Report, silent
+from vllm_vidspec.tools.provenance import provenance
+from vllm_vidspec.tools.user_files import check_output, writing
+
+VIDEO_TOKENS = 256  # of a whole video of the bundled pairs; LLaVA-OneVision's newline comes on top
+MAX_POSITIONS = 16384  # of the bundled models
+# What may be varied: a field of ScalingRace -> the values where none are given.
+AXES: dict[str, tuple[float, ...]] = {
+    "video_tokens": (128, 256, 512, 1024, 2048, 4096, 8192),
+    "batch_size": (1, 2, 4, 8, 16, 32),
+    "num_speculative_tokens": (1, 2, 3, 5, 8, 10),
+    "prune_ratio": (0.0, 0.5, 0.8, 0.9, 0.95, 1.0),
+}
+SPREADING = ("speedup", "tokens_per_s", "ttft_s", "inter_token_ms")
+_FRACTIONS = ("prune_ratio",)  # the axes whose values are no whole numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class ScalingRace(SpeedRace):
+    """What to measure: a setting beside vanilla at each value of one axis.
+
+    Attributes:
+        axis: Of AXES.
+        values: Its values; what has the axis' name otherwise is not used.
+        batch_size: Requests that are handed in at once.
+        video_tokens: Of each request: whole videos, one after another, or a part of one's frames.
+        resume: A file of finished points, which a later run does not measure again.
+    """
+
+    is_watched: ClassVar[bool] = False
+
+    axis: str = "batch_size"
+    values: tuple[float, ...] = ()
+    batch_size: int = 1
+    video_tokens: int = VIDEO_TOKENS
+    resume: str | None = None
+
+    def at(self, value: float) -> "ScalingRace":
+        """Return what is measured at one value."""
+        changed: dict[str, Any] = {self.axis: value if self.axis in _FRACTIONS else int(value)}
+        return dataclasses.replace(self, **changed)
+
+    @property
+    def num_videos(self) -> int:
+        """Videos of a request."""
+        return max(1, self.video_tokens // VIDEO_TOKENS)
+
+    def job(self, course: Course, contender: Contender) -> dict[str, Any]:
+        """Return what `session_job` reads; every round has requests of its own, and the warm-up comes before them."""
+        job = course.job(self, contender, list(range(self.rounds * self.batch_size + 1)))
+        # A request has text between its videos, and Qwen3-VL a time before every two frames.
+        longest = 2 * self.video_tokens + self.max_tokens + 256
+        job["llm"] |= {
+            "max_model_len": min(MAX_POSITIONS, max(pairs.MAX_MODEL_LEN, longest)),
+            "max_num_seqs": max(pairs.MAX_NUM_SEQS, self.batch_size),
+            "limit_mm_per_prompt": {"video": self.num_videos},
+        }
+        job["prompts"] |= {"num_videos": self.num_videos, "video_frac": min(1.0, self.video_tokens / VIDEO_TOKENS)}
+        return job
+
+
+def check(race: ScalingRace) -> None:
+    """Refuse a wrong value before an engine starts.
+
+    Raises:
+        VidSpecError: One line naming it.
+    """
+    if race.axis not in AXES:
+        raise VidSpecError(f"--axis: {race.axis!r} is none of {', '.join(AXES)}")
+    if not race.values:
+        raise VidSpecError("--values: there is none")
+    for value in race.values:
+        if race.axis not in _FRACTIONS and (value != int(value) or value < 1):
+            raise VidSpecError(f"--values: {value:g} is no {race.axis.replace('_', ' ')}")
+        point = race.at(value)
+        if point.video_tokens % VIDEO_TOKENS and point.video_tokens not in (64, 128):
+            raise VidSpecError(f"--values: {value:g} video tokens: 64, 128 or a multiple of {VIDEO_TOKENS}")
+        if point.video_tokens + race.max_tokens > MAX_POSITIONS - 256:
+            raise VidSpecError(f"--values: {value:g} video tokens: the bundled models have {MAX_POSITIONS} positions")
+        parallel.check(point)
+    if race.resume is not None:
+        check_output(race.resume, "--resume")
+
+
+def run(race: ScalingRace, report: Report = silent) -> dict[str, Any]:
+    """Measure every value that the file of finished points does not have.
+
+    Returns:
+        `rows` (vanilla's and the setting's by value), `failures` (`family`, `value`, `reason`) and `provenance`.
+
+    Raises:
+        VidSpecError: A wrong value, or the file of finished points cannot be read or written.
+    """
+    check(race)
+    done = read_points(race.resume)
+    rows: list[dict[str, Any]] = []
+    failures: list[dict[str, Any]] = []
+    for family in race.families:
+        (ratio,) = race.inflate
+        course = parallel.course_for(race.at(race.values[0]), family, ratio, report)
+        for value in race.values:
+            point = race.at(value)
+            key = point_key(point, course)
+            if key not in done:
+                try:
+                    done[key] = measure(point, course, value, report)
+                except VidSpecError as error:  # the next value may do, as memory ends somewhere
+                    failures.append({"family": family, "value": value, "reason": str(error)})
+                    continue
+                write_point(race.resume, key, done[key])
+            rows += done[key]
+    return {"rows": rows, "failures": failures, "provenance": provenance() | {"cores": parallel.cores()[:2]}}
+
+
+def point_key(point: ScalingRace, course: Course) -> str:
+    """Return what a point is kept under: what is measured, on what, by which code."""
+    draft = draft_model(course.family, point.draft)
+    models = [pairs.checkpoint(course.family, role) for role in ("target", "draft")]
+    fields = dataclasses.asdict(point) | {"values": None, "families": None, "resume": None}
+    own = draft if draft == SELF_DRAFT else inflation.digest(draft)
+    return ratios.key_of(models, [fields, dataclasses.asdict(course), own, provenance()["git_sha"]])
+
+
+def read_points(path: str | None) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of finished points by key; none where there is no file yet, or no name of one.
+
+    Raises:
+        VidSpecError: The file is something else.
+    """
+    if path is None or not Path(path).exists():
+        return {}
+    try:
+        lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+        return {line["key"]: line["rows"] for line in lines}
+    except (OSError, ValueError, KeyError, TypeError):
+        raise VidSpecError(f"--resume: {path} is not a file of `vidspec bench scaling`") from None
+
+
+def write_point(path: str | None, key: str, rows: list[dict[str, Any]]) -> None:
+    """Add a finished point.
+
+    Raises:
+        VidSpecError: The file cannot be written.
+    """
+    if path is not None:
+        with writing(path), open(path, "a") as file:
+            file.write(json.dumps({"key": key, "rows": rows}) + "\n")
+
+
+def measure(point: ScalingRace, course: Course, value: float, report: Report) -> list[dict[str, Any]]:
+    """Let vanilla and the setting answer each round's requests in turn; return a row of each.
+
+    Raises:
+        VidSpecError: One of them stopped.
+    """
+    contenders = [VANILLA_ENGINE, *point.contenders(course.ratio)]
+    answers: list[list[dict[str, Any]]] = [[] for _ in contenders]
+    with ExitStack() as stack:
+        sessions = []
+        for contender in contenders:
+            report("loading", {"label": f"{course.family} {point.axis} {value:g} {contender.method}"})
+            sessions.append(stack.enter_context(EngineSession(point.job(course, contender))))
+        report("plan", {"total": point.rounds * len(contenders)})
+        report("measuring", {})
+        for number in range(point.rounds):
+            indices = list(range(number * point.batch_size, (number + 1) * point.batch_size))
+            command = {"command": "batch", "indices": indices, "sampling": point.sampling, "seed": point.seed}
+            for place in (0, 1) if number % 2 == 0 else (1, 0):
+                answers[place].append(sessions[place].ask(dict(command)))
+                report("measured", {})
+    return [
+        make_row(point, course, contender, value, found, answers[0])
+        for contender, found in zip(contenders, answers, strict=True)
+    ]
+
+
+def make_row(
+    point: ScalingRace,
+    course: Course,
+    contender: Contender,
+    value: float,
+    rounds: Sequence[dict[str, Any]],
+    vanilla: Sequence[dict[str, Any]],
+) -> dict[str, Any]:
+    """Return a row of what `session_job`'s `batch` answered, a round each."""
+    found, theirs = [by_round(one) for one in rounds], [by_round(one) for one in vanilla]
+    for ours, other in zip(found, theirs, strict=True):
+        ours["speedup"] = ours["tokens_per_s"] / other["tokens_per_s"]
+    figures: dict[str, Any] = {}
+    for name in SPREADING:
+        values = [one[name] for one in found]
+        figures[name] = statistics.median(values)
+        figures |= {f"{name}_{p}": at for p, at in zip(SPREAD, spread(values), strict=True)}
+    counted = [one["metrics"] for one in rounds]
+    counters = None if counted[0] is None else {name: sum(one[name] for one in counted) for name in counted[0]}
+    spec = contender.spec or {}
+    return {
+        "family": course.family,
+        "axis": point.axis,
+        "value": value,
+        "method": contender.method,
+        "mode": contender.mode,
+        "inflate": course.ratio,
+        "label": course.label,
+        **{name: spec.get(name) for name in ("drafting", "pruner", "prune_ratio", "scorer")},
+        "num_speculative_tokens": spec_tokens(spec),
+        "batch_size": point.batch_size,
+        "video_tokens": point.video_tokens,
+        **figures,
+        **seen(counters),
+        "identical_frac": identical_frac(token_ids(rounds), token_ids(vanilla)),
+        "output_tokens": sum(map(len, token_ids(rounds))),
+        **{name: getattr(point, name) for name in ("rounds", "max_tokens", "temperature", "seed", "knobs")},
+        **{name: getattr(course, name) for name in ("target_layers", "draft_layers")},
+    }
+
+
+def seen(counters: dict[str, int] | None) -> dict[str, Any]:
+    """Return what became of the drafts, and what the draft saw; None for vanilla."""
+    told, counted = ("acceptance_length", "num_drafts"), ("visual_tokens_full", "visual_tokens_kept")
+    if counters is None:
+        return dict.fromkeys((*told, *counted, "requests_skipped"))
+    summary = summarize(counters)
+    skipped = sum(number for name, number in counters.items() if name.startswith("skipped_"))
+    found: dict[str, Any] = {name: summary[name] for name in told}
+    return found | {name: counters[name] for name in counted} | {"requests_skipped": skipped}
+
+
+def token_ids(rounds: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """Return the token ids of all rounds' answers."""
+    return [answer["token_ids"] for one in rounds for answer in one["answers"]]
+
+
+def by_round(one: dict[str, Any]) -> dict[str, float]:
+    """Return the figures of one round: decoded tokens over the span of its decode, and means of its requests.
+
+    Raises:
+        VidSpecError: No answer has a second token.
+    """
+    answers = one["answers"]
+    decoded = sum(len(answer["token_ids"]) - 1 for answer in answers)
+    span = max(answer["last_s"] for answer in answers) - min(answer["first_s"] for answer in answers)
+    if not decoded or not span:
+        raise VidSpecError("no answer has a second token: there is no decode to measure")
+    longer = [answer for answer in answers if len(answer["token_ids"]) > 1]
+    each = [(answer["last_s"] - answer["first_s"]) / (len(answer["token_ids"]) - 1) for answer in longer]
+    return {
+        "tokens_per_s": decoded / span,
+        "ttft_s": statistics.mean(answer["first_s"] for answer in answers),
+        "inter_token_ms": 1e3 * statistics.mean(each),
+    }

@@ -1,0 +1,109 @@
+"""`vidspec bench timeline`: what target and drafter do when, sequentially and in parallel, on the same requests."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from vidspec_tools.bench import parallel
+from vidspec_tools.bench.parallel import VANILLA, Race, course_for
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.tools.engine_session import EngineSession
+from vllm_vidspec.tools.progress import Report, silent
+from vllm_vidspec.tools.provenance import provenance
+
+LANES = ("target", "drafter")
+
+
+@dataclass(frozen=True)
+class WatchedRace(Race):
+    """What to draw: one family, one ratio, one round; its modes from above."""
+
+    is_watched: ClassVar[bool] = True
+
+
+def check(race: WatchedRace) -> None:
+    """Refuse a wrong value before an engine starts.
+
+    Raises:
+        VidSpecError: One line naming it.
+    """
+    parallel.check(race)
+    if VANILLA in race.modes:
+        raise VidSpecError("--modes: vanilla has no drafter to draw")
+
+
+def run(race: WatchedRace, report: Report = silent) -> dict[str, Any]:
+    """Let each mode answer the same requests in turn, and return what it did when.
+
+    Args:
+        race: What.
+        report: As `progress.View` takes it.
+
+    Returns:
+        `family`, `inflate`, `label`, `modes` (by mode `method`, `num_speculative_tokens`, `token_ids` and `events`, a
+        list for each request: `lane`, `kind`, `num_reqs`, `num_tokens`, and `start_s` and `end_s` from the moment when
+        the request was handed in) and `provenance`.
+
+    Raises:
+        VidSpecError: A wrong value, or an engine that stopped.
+    """
+    check(race)
+    (family,), (ratio,) = race.families, race.inflate
+    course = course_for(race, family, ratio, report)
+    contenders = race.contenders(ratio)
+    held_out = list(range(race.requests + 1))
+    modes: dict[str, dict[str, Any]] = {}
+    with ExitStack() as stack:
+        sessions = []
+        for contender in contenders:
+            report("loading", {"label": f"{family} {contender.method} {course.label}".rstrip()})
+            sessions.append(stack.enter_context(EngineSession(course.job(race, contender, held_out))))
+            tokens = (contender.spec or {})["num_speculative_tokens"]
+            modes[contender.mode] = {"method": contender.method, "num_speculative_tokens": tokens}
+            modes[contender.mode] |= {"token_ids": [], "events": []}
+        report("plan", {"total": race.requests * len(sessions)})
+        report("measuring", {})
+        for index in range(race.requests):
+            for contender, session in zip(contenders, sessions, strict=True):
+                turn = parallel.take_turn(race, contender, session, index)
+                modes[contender.mode]["token_ids"].append(turn.token_ids)
+                modes[contender.mode]["events"].append(from_start(turn.events, turn.start_s))
+                report("measured", {})
+    return {
+        "family": family,
+        "inflate": ratio,
+        "label": course.label,
+        "modes": modes,
+        "provenance": provenance() | {"cores": parallel.cores()[:2]},
+    }
+
+
+def from_start(events: list[dict[str, Any]], start_s: float) -> list[dict[str, Any]]:
+    """Return events in order, in seconds from `start_s`; what ended before is of an earlier request."""
+    moved = [event | {name: event[name] - start_s for name in ("start_s", "end_s")} for event in events]
+    return sorted((event for event in moved if event["end_s"] > 0), key=lambda event: event["start_s"])
+
+
+def busy_s(events: list[dict[str, Any]], lane: str, begin_s: float = 0.0) -> float:
+    """Return the time from `begin_s` on in which a lane works; waiting is no work, and nothing counts twice."""
+    busy, reached = 0.0, begin_s
+    for event in events:
+        if event["lane"] == lane and event["kind"] != "wait" and event["end_s"] > reached:
+            busy += event["end_s"] - max(event["start_s"], reached)
+            reached = event["end_s"]
+    return busy
+
+
+def shares(events: list[dict[str, Any]]) -> dict[str, float]:
+    """Return of one request's decode, from the target's first decode step on: its length, and how busy each lane was.
+
+    Returns:
+        `decode_s`, and by lane the share of it that was work.
+    """
+    decodes = [event for event in events if event["lane"] == "target" and event["kind"] == "decode"]
+    if not decodes:
+        return {"decode_s": 0.0, **dict.fromkeys(LANES, 0.0)}
+    begin, end = decodes[0]["start_s"], decodes[-1]["end_s"]
+    inside = [event for event in events if event["start_s"] < end]
+    inside = [event | {"end_s": min(event["end_s"], end)} for event in inside]
+    return {"decode_s": end - begin} | {lane: busy_s(inside, lane, begin) / (end - begin) for lane in LANES}

@@ -1,0 +1,98 @@
+"""`vidspec plan`."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from vllm_vidspec.cli import options, running
+from vllm_vidspec.errors import VidSpecError
+
+Target = Annotated[
+    str, typer.Option(help="A model of a supported family by name, or a local directory with its config.json.")
+]
+Draft = Annotated[str, typer.Option(help="The same; a size of the target's family such as 7B; or self.")]
+GpuName = Annotated[str, typer.Option("--gpu", help="Of target and draft: a100, h100, h200, h20, l40s, b200.")]
+Ranks = Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks of the target, a GPU each.")]
+DraftGpus = Annotated[int, typer.Option(help="GPUs more, for a drafter that works in parallel. 0: none.")]
+TextTokens = Annotated[int, typer.Option(help="The prompt's text, and half of the answer.")]
+Quantised = Annotated[
+    str | None,
+    typer.Option(help="Of the draft's layers: fp8_per_tensor, as vLLM makes it of any draft, or int4. Default: none."),
+]
+Ratios = Annotated[
+    str | None, typer.Option("--prune-ratio", help="Of these the best is taken. Default: 0,0.5,0.8,0.9,0.95.")
+]
+ACCEPTANCE = (
+    "Share of drafts that stand: at the first position, or by position as `vllm bench serve` prints it. Default: what "
+    "the papers' figures of the family come to."
+)
+
+
+def plan(
+    target: Target = "Qwen/Qwen2.5-VL-32B-Instruct",
+    draft: Draft = "7B",
+    gpu: GpuName = "h100",
+    ranks: Ranks = 2,
+    draft_gpus: DraftGpus = 1,
+    video_tokens: Annotated[int, typer.Option(help="Of a request.")] = 25_000,
+    text_tokens: TextTokens = 512,
+    answer_tokens: Annotated[int, typer.Option(help="Of an answer; the draft's prefill is spread over them.")] = 256,
+    batch: Annotated[str, typer.Option(help="Requests that decode at once. Comma-separated values.")] = "1,8,32",
+    draft_quantization: Quantised = None,
+    prune_ratio: Ratios = None,
+    acceptance: Annotated[str | None, typer.Option(help=ACCEPTANCE)] = None,
+    target_ms: Annotated[float | None, typer.Option(help="Measured decode step of one request.")] = None,
+    draft_ms: Annotated[float | None, typer.Option(help="Measured draft forward of one request.")] = None,
+    plot_path: Annotated[
+        str | None, typer.Option("--plot", metavar="PATH", help="Draw speed-up over batch: a .png or .svg file.")
+    ] = None,
+    json_path: options.Json = None,
+) -> None:
+    """Say which drafts would pay on given GPUs, by batch size, and when none do; no GPU is needed.
+
+    Everything is modelled: times by a roofline of the GPU's data sheet (or scaled to --target-ms and --draft-ms, if you
+    have measured them), acceptance as given or as published. How far to trust it is in docs/planning.md.
+    """
+    _run(locals())
+
+
+def _run(given: Mapping[str, Any]) -> None:
+    """Do what the options say."""
+    from rich.console import Console
+
+    from vidspec_tools import figures, plan_views, planning
+    from vllm_vidspec.tools.provenance import provenance
+
+    target = planning.target_shape(given["target"])
+    agreement: planning.Agreement | None = None
+    ratios: tuple[float, ...] = planning.RATIOS
+    if given["acceptance"] is not None:
+        shares = options.values("--acceptance", given["acceptance"], float)
+        agreement = planning.agreement_of_positions(shares, planning.RUNNER_UP)
+        ratios = (0.9,)
+    if given["prune_ratio"] is not None:
+        ratios = tuple(options.values("--prune-ratio", given["prune_ratio"], float))
+    draft = planning.draft_shape(given["draft"], target)
+    if given["draft_quantization"] is not None:
+        if draft is target:
+            raise VidSpecError("--draft-quantization: a target that drafts for itself has no weights but its own")
+        draft = draft.quantised(given["draft_quantization"])
+    what = options.pick(
+        planning.Question,
+        given,
+        target=target,
+        draft=draft,
+        gpu=planning.gpu_named(given["gpu"]),
+        prune_ratios=ratios,
+        agreement=agreement,
+    )
+    batches = options.values("--batch", given["batch"], int)
+    planning.check(what, batches)
+    figures.check_outputs(None, given["plot_path"], given["json_path"])
+    result = planning.plan(what, batches)
+    running.write_json(given["json_path"], result | {"provenance": provenance()})
+    if given["plot_path"] is not None:
+        plan_views.draw(planning.Planner(what).curves(), result, given["plot_path"])
+    if given["json_path"] != "-":
+        plan_views.show(result, Console())

@@ -1,0 +1,55 @@
+"""What drafts would gain: shapes of models, cards, rooflines, acceptance, speed, and a plan made of them; plain Python.
+
+Everything here is modelled or computed from figures that a caller has measured; nothing loads a model or a device.
+"""
+
+from vidspec_tools.planning.acceptance import (
+    RUNNER_UP,
+    Agreement,
+    agreement_of_positions,
+    answer_length,
+    default_agreement,
+    rate_of_chain,
+    rate_of_tree,
+)
+from vidspec_tools.planning.candidates import Candidate
+from vidspec_tools.planning.gpus import ASSUMED, GPUS, Assumptions, Gpu, gpu_named
+from vidspec_tools.planning.planner import Planner, plan
+from vidspec_tools.planning.question import RATIOS, Question, check
+from vidspec_tools.planning.roofline import MemorySplit, Placement, forward_seconds
+from vidspec_tools.planning.speed import StreamRun, StreamTimes, rounds_speedup, run_streams, speedup, window_of
+from vllm_vidspec.planning.shapes import KNOWN, ModelShape, draft_shape, target_shape
+
+__all__ = [
+    "ASSUMED",
+    "GPUS",
+    "KNOWN",
+    "RATIOS",
+    "RUNNER_UP",
+    "Agreement",
+    "Assumptions",
+    "Candidate",
+    "Gpu",
+    "MemorySplit",
+    "ModelShape",
+    "Placement",
+    "Planner",
+    "Question",
+    "StreamRun",
+    "StreamTimes",
+    "agreement_of_positions",
+    "answer_length",
+    "check",
+    "default_agreement",
+    "draft_shape",
+    "forward_seconds",
+    "gpu_named",
+    "plan",
+    "rate_of_chain",
+    "rate_of_tree",
+    "rounds_speedup",
+    "run_streams",
+    "speedup",
+    "target_shape",
+    "window_of",
+]

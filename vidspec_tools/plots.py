@@ -1,0 +1,258 @@
+"""How `vidspec bench acceptance` shows itself: its table, CSV, and the figure drawn from it; no engine.
+
+python -m vidspec_tools.plots F.csv F.png
+"""
+
+import functools
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from vidspec_tools import csv_files, figures
+from vidspec_tools.bench.acceptance import AXES, TEXT_ONLY, UNPRUNED, canonical, measured_itself
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.metrics import GUIDANCE_FALLBACKS, SKIP_REASONS
+from vllm_vidspec.tools.tables import Columns, by_columns, number, percent
+
+COLUMNS = (
+    *AXES,
+    *("knobs", "scheduling"),
+    *(f"measured_as_{name}" for name in UNPRUNED),
+    *("requests", "max_tokens", "batch_size", "seed", "jobs"),
+    *("acceptance_length", "acceptance_rate", "num_drafts", "draft_kv_bytes", "full_draft_kv_bytes"),
+    *("nodes_per_step", "depth_per_step", "draft_forwards_per_step", "max_acceptance_length"),
+    *("identical_frac", "output_tokens", "text_tokens", "visual_tokens_full", "visual_tokens_kept"),
+    *("draft_kv_bytes_per_token", "draft_load_bytes"),
+    *(f"skipped_{reason}" for reason in SKIP_REASONS),
+    *(f"unguided_{reason}" for reason in GUIDANCE_FALLBACKS),
+    *("decode_s", "vanilla_decode_s"),
+)
+# Columns that files of earlier versions lack.
+_LATER = frozenset(
+    {
+        *("knobs", "scheduling", "draft_load_bytes", "skipped_structured", "unguided_no_text"),
+        *("nodes_per_step", "depth_per_step", "draft_forwards_per_step", "max_acceptance_length"),
+    }
+)
+_SHORT = {"num_speculative_tokens": "K", "temperature": "T", "prune_ratio": "prune"}
+_SHOWN_ALONE = ("family", "draft", "pruner", "prune_ratio", "num_speculative_tokens", "temperature")
+
+# Figures that stand for chains alone, and in a table with trees.
+_CHAIN_FIGURES: Columns = {
+    "accept\nrate": lambda row: percent(row["acceptance_rate"]),
+    "drafts": lambda row: str(row["num_drafts"]),
+}
+_TREE_FIGURES: Columns = {
+    "at\nmost": lambda row: number(row["max_acceptance_length"], 2),
+    "nodes": lambda row: number(row["nodes_per_step"], 1),
+    "draft\nruns": lambda row: number(row["draft_forwards_per_step"], 1),
+}
+_TIMES: Columns = {
+    "s": lambda row: number(row["decode_s"], 1),
+    "vanilla\ns": lambda row: number(row["vanilla_decode_s"], 1),
+}
+# What the figure shows, by pruner or by shape; every other axis must have one value.
+_DRAWN = ("family", "pruner", "prune_ratio")
+_DRAWN_BY_SHAPE = ("family", "drafting", "prune_ratio", "temperature")
+
+# Paul Tol's "muted" palette, safe for the colour-blind, with grey and black: warm colours for what follows the target.
+_STYLES = {
+    "specvlm": ("#882255", "o"),
+    "attention": ("#CC6677", "s"),
+    "uv": ("#AA4499", "^"),
+    "uniform": ("#332288", "D"),
+    "random": ("#88CCEE", "v"),
+    "window:front": ("#999933", "<"),
+    "window:middle": ("#777777", "P"),
+    "window:end": ("#000000", ">"),
+    "frame": ("#117733", "X"),
+    "fastvid": ("#44AA99", "*"),
+    "dycoke": ("#DDCC77", "h"),
+}
+# By shape, and for each further one of the same shape with other knobs the next.
+_SHAPE_STYLES = {
+    "chain": [("#777777", "s")],
+    "tree-static": [("#332288", "D"), ("#88CCEE", "v")],
+    "tree-adaptive": [("#882255", "o"), ("#CC6677", "^"), ("#DDCC77", "P"), ("#117733", "X"), ("#44AA99", "h")],
+}
+
+
+def check_room(path: str, axes: Mapping[str, Sequence[Any]]) -> None:
+    """Refuse a figure of more than it has room for: family and ratio, and pruners or shapes.
+
+    Args:
+        path: Of the figure.
+        axes: The values of each; shapes may be at several temperatures, too.
+
+    Raises:
+        VidSpecError: One line naming what there are several of.
+    """
+    drawn = _DRAWN_BY_SHAPE if len(set(axes["drafting"])) > 1 else _DRAWN
+    several = [name for name in AXES if name not in drawn and len(set(axes[name])) > 1]
+    if drawn is _DRAWN_BY_SHAPE and all(len(set(axes[name])) > 1 for name in ("prune_ratio", "temperature")):
+        several.append("temperature")  # one of the two stands below the shapes
+    if several:
+        raise VidSpecError(
+            f"cannot draw {path}: a figure shows one {several[0]}, there are {len(set(axes[several[0]]))}"
+        )
+
+
+write_csv = functools.partial(csv_files.write_rows, columns=COLUMNS)
+read_csv = functools.partial(csv_files.read_rows, columns=COLUMNS, command="bench acceptance", later=_LATER)
+
+
+def shown_tables(rows: list[dict[str, Any]]) -> list[Table]:
+    """Return the table of `vidspec bench acceptance`: columns for what changes, one caption for what does not.
+
+    Times are shown where one engine ran at a time. A length with a star comes from another row's engine. Beside trees
+    stand the length that their depth allows, their nodes and the draft's forwards, per verify step.
+    """
+    varying = [name for name in AXES if len({str(row[name]) for row in rows}) > 1]
+    fixed = [f"{_SHORT.get(name, name)} {_cell(rows[0][name])}" for name in _SHOWN_ALONE if name not in varying]
+    timed = rows[0]["jobs"] == 1
+    if not timed:
+        fixed.append(f"no times: {rows[0]['jobs']} engines ran at once")
+    shows_trees = any(row["drafting"] != "chain" for row in rows)
+    if shows_trees:
+        fixed.append(f"{rows[0]['scheduling']} scheduling")
+    if knobs := rows[0]["knobs"]:
+        fixed.append(", ".join(f"{name} {json.dumps(value)}" for name, value in knobs.items()))
+    if not all(map(measured_itself, rows)):
+        fixed.append("* not run itself, see measured_as")
+    columns: Columns = {
+        **{_SHORT.get(n, n.replace("_", " ")): lambda row, name=n: _cell(row[name]) for n in varying},  # type: ignore[misc]
+        "accept\nlength": lambda row: number(row["acceptance_length"], 2) + "*" * (not measured_itself(row)),
+        **(_TREE_FIGURES if shows_trees else _CHAIN_FIGURES),
+        "same\noutput": lambda row: percent(row["identical_frac"]),
+        "draft KV\nof full": _kv_share,
+        **(_TIMES if timed else {}),
+    }
+    title = f"Acceptance on {rows[0]['requests']} held-out videos"
+    return [by_columns(columns, rows, len(varying), title=title, caption=", ".join(fixed))]
+
+
+def _kv_share(row: dict[str, Any]) -> str:
+    return percent(row["draft_kv_bytes"] / row["full_draft_kv_bytes"] if row["full_draft_kv_bytes"] else None)
+
+
+def _cell(value: Any) -> str:
+    """Return a value of an axis; of a path its last part."""
+    return Path(value).name if isinstance(value, str) else f"{value:g}"
+
+
+def shape_of(row: dict[str, Any]) -> str:
+    """Return what a row's drafts are called: the shape, and the knobs that are not the defaults."""
+    knobs = json.loads(csv_files.flatten(row)["knobs"] or "{}")
+    return ", ".join([row["drafting"], *(f"{name} {json.dumps(value)}" for name, value in knobs.items())])
+
+
+def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
+    """Draw acceptance length, one panel per family: over prune ratio by pruner, or by shape where there are several.
+
+    Shapes are lines over several prune ratios, otherwise bars, at each temperature. Ratios stand at equal distances,
+    because what happens between 0.9 and 1 is the point. The same rows give the same file.
+
+    Args:
+        rows: As `acceptance.run` or `read_csv` returns them.
+        path: A .png or .svg file.
+
+    Raises:
+        VidSpecError: There is nothing to draw, no room for it, no matplotlib, or the file cannot be written.
+    """
+    rows = [csv_files.flatten(row) for row in rows if row["acceptance_length"] is not None]
+    if not rows:
+        raise VidSpecError(f"cannot draw {path}: no row has an acceptance length")
+    rows = [row | {"drafting": shape_of(row)} for row in rows]
+    axes = {name: [row[name] for row in rows] for name in AXES}
+    if len({(row["drafting"], row["num_speculative_tokens"]) for row in rows}) == len(set(axes["drafting"])):
+        axes["num_speculative_tokens"] = []  # each shape has its own
+    check_room(path, axes)
+
+    families = list(dict.fromkeys(row["family"] for row in rows))
+    ratios = sorted({row["prune_ratio"] for row in rows})
+    shapes = list(dict.fromkeys(row["drafting"] for row in rows))
+    size = (1.6 + 4.2 * len(families), 4.0)
+    with figures.panels(path, size, 1, len(families)) as (figure, (panels,), lines):
+        for panel, family in zip(panels, families, strict=True):
+            ours = [row for row in rows if row["family"] == family]
+            if len(shapes) > 1 and len(ratios) == 1:
+                lines |= _draw_bars(panel, ours, shapes)
+            else:
+                lines |= _draw_panel(panel, ours, ratios)
+            panel.set_title(family, fontsize=10)
+        panels[0].set_ylabel("acceptance length (tokens per verify step)")
+        if len(shapes) == 1 or len(ratios) > 1:
+            figure.supxlabel("prune ratio (share of the video's tokens that the draft does not see)", fontsize=9)
+
+
+def _draw_panel(panel: Any, rows: Sequence[dict[str, Any]], ratios: Sequence[float]) -> dict[str, Any]:
+    """Draw one family over prune ratio; return the line of each pruner, or of each shape where there are several."""
+    shapes = list(dict.fromkeys(row["drafting"] for row in rows))
+    if len(shapes) > 1:
+        return _draw_lines(panel, rows, "drafting", _styles(shapes), ratios)
+    for seen, words, (x, align) in (
+        (UNPRUNED, "draft sees the whole video", (0.99, "right")),
+        (TEXT_ONLY, "draft sees no video", (0.01, "left")),
+    ):
+        lengths = [r["acceptance_length"] for r in rows if canonical(r["pruner"], r["prune_ratio"]) == seen]
+        if lengths:
+            panel.axhline(lengths[0], color="#444444", linestyle=(0, (5, 3)), linewidth=1, zorder=1)
+            place = {"xy": (x, lengths[0]), "xycoords": panel.get_yaxis_transform(), "textcoords": "offset points"}
+            panel.annotate(f"{words}: {lengths[0]:.2f}", xytext=(0, 3), ha=align, color="#444444", fontsize=8, **place)
+    return _draw_lines(panel, [row for row in rows if row["pruner"] != UNPRUNED["pruner"]], "pruner", _STYLES, ratios)
+
+
+def _draw_lines(
+    panel: Any,
+    rows: Sequence[dict[str, Any]],
+    axis: str,
+    styles: Mapping[str, tuple[str, str]],
+    ratios: Sequence[float],
+) -> dict[str, Any]:
+    """Draw a line for each value of an axis; return them."""
+    lines, place_of = {}, {ratio: place for place, ratio in enumerate(ratios)}
+    for name in dict.fromkeys(row[axis] for row in rows):
+        points = {place_of[row["prune_ratio"]]: row["acceptance_length"] for row in rows if row[axis] == name}
+        lines[name] = figures.draw_line(panel, sorted(points.items()), styles.get(name, figures.OTHER_STYLE))
+    panel.set_xticks(range(len(ratios)), [f"{ratio:g}" for ratio in ratios])
+    figures.tidy(panel, "y")
+    return lines
+
+
+def _draw_bars(panel: Any, rows: Sequence[dict[str, Any]], shapes: Sequence[str]) -> dict[str, Any]:
+    """Draw one family as a bar for each shape at each temperature, its length written on it; return the bars."""
+    temperatures = sorted({row["temperature"] for row in rows})
+    styles, width, bars = _styles(shapes), 0.8 / len(shapes), {}
+    for index, shape in enumerate(shapes):
+        at = {row["temperature"]: row["acceptance_length"] for row in rows if row["drafting"] == shape}
+        places = [place for place, temperature in enumerate(temperatures) if temperature in at]
+        offset = (index - (len(shapes) - 1) / 2) * width
+        bars[shape] = panel.bar(
+            [place + offset for place in places],
+            [at[temperatures[place]] for place in places],
+            0.92 * width,
+            color=styles[shape][0],
+        )
+        panel.bar_label(bars[shape], fmt="%.2f", padding=2, fontsize=7)
+    panel.set_xticks(range(len(temperatures)), [f"temperature {value:g}" for value in temperatures])
+    panel.tick_params(axis="x", length=0)
+    figures.tidy(panel, "y")
+    return bars
+
+
+def _styles(shapes: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return a colour and a marker for each shape, of those of its kind the next."""
+    left = {kind: list(styles) for kind, styles in _SHAPE_STYLES.items()}
+    found = {}
+    for shape in shapes:
+        styles = left.get(shape.split(",")[0]) or [figures.OTHER_STYLE]
+        found[shape] = styles.pop(0)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(csv_files.redraw("plots", read_csv, draw))
