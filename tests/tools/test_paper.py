@@ -9,7 +9,7 @@ from tools.clocks import DECODED, DRAFT_S, TARGET_S, Clocks, num_layers
 from tools.common import FAMILIES, ROOT, invoke, load, redraw, redraw_errors, refuses
 from vidspec_tools import inflation, paper_views
 from vidspec_tools.bench import methods, paper, parallel, published
-from vidspec_tools.bench.paper import AUTOREGRESSIVE, PaperRace
+from vidspec_tools.bench.paper import AUTOREGRESSIVE, PaperBenchmark
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
@@ -166,11 +166,11 @@ def test_every_role_that_is_bundled_can_draft(clocks, monkeypatch):
 
 def test_ratio_is_of_the_parallel_drafter_or_the_pairs_draft(clocks):
     """Catches: a ratio measured on the target's forwards as its own draft, or on none."""
-    everything = PaperRace()
+    everything = PaperBenchmark()
     assert everything.reference(5.0).method == "ParallelVLM"
     assert everything.reference(5.0).spec["num_speculative_tokens"] == 10
-    assert PaperRace(methods=("self-SD", "SAGE")).reference(5.0).method == "SAGE"
-    assert PaperRace(methods=("self-SD", "stock draft_model")).reference(5.0).method == "SD"
+    assert PaperBenchmark(methods=("self-SD", "SAGE")).reference(5.0).method == "SAGE"
+    assert PaperBenchmark(methods=("self-SD", "stock draft_model")).reference(5.0).method == "SD"
     rows = measured(*SMALL, "--methods", "SD-chain,self-SD", "--inflate", "20")["rows"]
     assert {(row["target_layers"], row["draft_layers"]) for row in rows} == {(40, 0)}
     assert all(inflation.WORDS in row["label"] for row in rows)
@@ -225,7 +225,7 @@ def test_methods_are_one_list():
         if method.mode == methods.STOCK:
             continue
         for family in pairs.FAMILIES:
-            knobs = parallel.Contender.of(name, method, 3.0).knobs(PaperRace())
+            knobs = parallel.Variant.of(name, method, 3.0).knobs(PaperBenchmark())
             parse_config(pairs.speculative_config(family, method.draft or "draft", **knobs))
     assert [methods.parallel_window(ratio) for ratio in (0, 2, 3, 9)] == [5, 5, 6, 18]
     said = " ".join(invoke("bench", "paper", "--help").stdout.split())
@@ -271,7 +271,7 @@ def test_published_stands_beside(clocks):
 
 @pytest.fixture
 def result(clocks):
-    return paper.run(PaperRace(families=FAMILIES, requests=1, rounds=2))
+    return paper.run(PaperBenchmark(families=FAMILIES, requests=1, rounds=2))
 
 
 def test_csv_and_figure_are_what_was_measured(result, tmp_path, monkeypatch):

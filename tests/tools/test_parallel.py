@@ -9,8 +9,8 @@ import pytest
 from tools.clocks import DECODED, DRAFT_S, TARGET_S, event, num_layers
 from tools.common import FAMILIES, ROOT, invoke, load, redraw, refuses
 from vidspec_tools import inflation, race_views, timeline_views
-from vidspec_tools.bench import parallel, race_rows, ratios, timeline
-from vidspec_tools.bench.parallel import Course, Race
+from vidspec_tools.bench import parallel, ratios, rows, timeline
+from vidspec_tools.bench.parallel import Benchmark, Workload
 from vidspec_tools.bench.published import PUBLISHED, published
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.errors import VidSpecError
@@ -84,7 +84,7 @@ def test_parallel_drafter_has_a_core_of_its_own(clocks):
     ],
 )
 def test_streams_end_where_something_is_rejected(verified, num_streams):
-    assert race_rows.Turn([1, 2], 0.0, 0.0, 1.0, [1.0], verified, None).num_streams == num_streams
+    assert rows.Trial([1, 2], 0.0, 0.0, 1.0, [1.0], verified, None).num_streams == num_streams
 
 
 def test_ratio_is_reached_by_appended_layers(clocks):
@@ -179,7 +179,7 @@ def test_a_mode_that_fails_is_named_and_the_others_go_on(clocks):
     assert [row["method"] for row in printed["rows"]] == ["vanilla", "sequential", "SD", "SpecVLM", "OnSD"]
     clocks.fails = lambda job, command: VidSpecError("no") if clocks.mode(job) == "vanilla" else None
     with pytest.raises(VidSpecError, match=r"^no$"):  # nothing to compare with
-        parallel.run(Race(modes=("sequential",)))
+        parallel.run(Benchmark(modes=("sequential",)))
 
 
 @pytest.mark.parametrize("command", ["parallel", "timeline"])
@@ -206,7 +206,7 @@ def test_a_parallel_drafter_needs_a_second_core(clocks, monkeypatch):
 
 @pytest.fixture
 def result(clocks):
-    what = Race(families=FAMILIES, inflate=(0.0, 5.0), modes=("sequential",), requests=1, rounds=2, table=True)
+    what = Benchmark(families=FAMILIES, inflate=(0.0, 5.0), modes=("sequential",), requests=1, rounds=2, table=True)
     return parallel.run(what)
 
 
@@ -327,7 +327,7 @@ def test_timeline_has_no_vanilla(clocks):
 
 
 def test_course_without_ratio_is_the_pair_itself(clocks):
-    job = Course("llava-onevision").job(Race(), parallel.Contender("vanilla", "vanilla"), [7, 0, 1])
+    job = Workload("llava-onevision").job(Benchmark(), parallel.Variant("vanilla", "vanilla"), [7, 0, 1])
     assert job["llm"]["model"] == pairs.checkpoint("llava-onevision", "target")
     assert (job["prompts"]["held_out"], job["prompts"]["warm_up"]) == ([0, 1], 7)
 

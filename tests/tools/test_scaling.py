@@ -10,7 +10,7 @@ from tools.clocks import DECODED, TARGET_S
 from tools.common import FAMILIES, ROOT, invoke, load, redraw, redraw_errors, refuses
 from vidspec_tools import inflation, scaling_views
 from vidspec_tools.bench import scaling
-from vidspec_tools.bench.scaling import AXES, ScalingRace
+from vidspec_tools.bench.scaling import AXES, ScalingBenchmark
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import session_job
 
@@ -73,7 +73,7 @@ def test_knobs_are_varied(clocks, axis, knob):
 
 def test_every_axis_has_values(clocks):
     for axis, values in AXES.items():
-        scaling.check(ScalingRace(axis=axis, values=values))
+        scaling.check(ScalingBenchmark(axis=axis, values=values))
         assert values == tuple(sorted(values)) and len(values) >= 5
 
 
@@ -99,15 +99,15 @@ def test_a_stopped_run_goes_on(clocks, tmp_path):
 
 
 def test_points_of_other_code_are_others(clocks, monkeypatch):
-    point = ScalingRace(values=(1.0,)).at(1.0)
-    course = scaling.Course("qwen2.5-vl")
-    keys = {scaling.point_key(point, course)}
-    keys.add(scaling.point_key(ScalingRace(values=(1.0, 2.0)).at(1.0), course))
+    point = ScalingBenchmark(values=(1.0,)).at(1.0)
+    workload = scaling.Workload("qwen2.5-vl")
+    keys = {scaling.point_key(point, workload)}
+    keys.add(scaling.point_key(ScalingBenchmark(values=(1.0, 2.0)).at(1.0), workload))
     assert len(keys) == 1, "which other values there are is no matter"
     here = scaling.provenance()
     monkeypatch.setattr(scaling, "provenance", lambda: here | {"git_sha": "another"})
-    keys.add(scaling.point_key(point, course))
-    keys.add(scaling.point_key(point, scaling.Course("qwen2.5-vl", 5.0, 9)))
+    keys.add(scaling.point_key(point, workload))
+    keys.add(scaling.point_key(point, scaling.Workload("qwen2.5-vl", 5.0, 9)))
     assert len(keys) == 3
 
 
@@ -156,7 +156,7 @@ def test_requests_have_as_many_videos_as_asked_for(monkeypatch):
 
 @pytest.fixture
 def result(clocks):
-    return scaling.run(ScalingRace(families=FAMILIES, values=(1.0, 4.0), rounds=2))
+    return scaling.run(ScalingBenchmark(families=FAMILIES, values=(1.0, 4.0), rounds=2))
 
 
 def test_csv_and_figure_are_what_was_measured(result, tmp_path, monkeypatch):

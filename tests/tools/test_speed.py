@@ -9,9 +9,9 @@ from tools.clocks import DRAFT_S, TARGET_S, event
 from tools.common import FAMILIES, ROOT, counters, invoke, load, redraw, redraw_errors, refuses
 from vidspec_tools import inflation, speed_views
 from vidspec_tools.bench import speed
-from vidspec_tools.bench.parallel import Contender
-from vidspec_tools.bench.race_rows import Turn
-from vidspec_tools.bench.speed import SpeedRace
+from vidspec_tools.bench.parallel import Variant
+from vidspec_tools.bench.rows import Trial
+from vidspec_tools.bench.speed import SpeedBenchmark
 
 SMALL = ("--requests", "1", "--rounds", "1")
 
@@ -60,14 +60,14 @@ def watched():
     events += [event("target", "decode", 10.4, 10.5), event("target", "decode", 10.6, 10.7)]
     events += [event("drafter", "draft", 10.5, 10.6), event("drafter", "prefill", 10.25, 10.3)]
     spent = {"guidance_us": 20_000, "draft_prefill_us": 50_000, "draft_decode_us": 90_000, "relevance_us": 10_000}
-    return Turn([1, 2, 3], 10.0, 0.3, 0.5, [0.2, 0.2], [], counters(**spent), events)
+    return Trial([1, 2, 3], 10.0, 0.3, 0.5, [0.2, 0.2], [], counters(**spent), events)
 
 
 def test_phases_add_up():
     """Catches: guidance counted inside the prefill as well, another request's steps, a drafter's events beside
     counters of the same, means of rounds for means of requests.
     """
-    found = speed.phases([[watched()], [watched(), watched()]], Contender("vidspec", "sequential", {}))
+    found = speed.phases([[watched()], [watched(), watched()]], Variant("vidspec", "sequential", {}))
     assert found == pytest.approx(
         {
             "request_ms": 800,
@@ -84,7 +84,7 @@ def test_phases_add_up():
 
 
 def test_a_drafter_beside_the_target_takes_none_of_its_time():
-    found = speed.phases([[watched()]], Contender("vidspec", "parallel", {}))
+    found = speed.phases([[watched()]], Variant("vidspec", "parallel", {}))
     assert (found["draft_decode_ms"], found["rest_ms"]) == pytest.approx((90, 400))
 
 
@@ -116,7 +116,7 @@ def test_wrong_values_are_one_line(clocks, options, words):
 
 @pytest.fixture
 def result(clocks):
-    return speed.run(SpeedRace(families=FAMILIES, requests=1, rounds=2))
+    return speed.run(SpeedBenchmark(families=FAMILIES, requests=1, rounds=2))
 
 
 def test_csv_and_figure_are_what_was_measured(result, tmp_path, monkeypatch):

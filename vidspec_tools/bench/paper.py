@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 
 from vidspec_tools.bench import parallel
 from vidspec_tools.bench.methods import METHODS, STOCK, VANILLA
-from vidspec_tools.bench.parallel import Contender, Course, Race
 from vidspec_tools.bench.published import figure
-from vidspec_tools.bench.race_rows import Turn
+from vidspec_tools.bench.trials import Benchmark, Trial, Variant, Workload
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools.progress import Report, silent
 
@@ -24,42 +23,42 @@ USUAL = {"requests": 4, "rounds": 5, "max_tokens": 128}
 
 
 @dataclass(frozen=True)
-class PaperRace(Race):
+class PaperBenchmark(Benchmark):
     """What to measure; `pruner`, `prune_ratio`, `num_speculative_tokens` and `modes` are each method's own here.
 
     Attributes:
         methods: Of ALL; autoregressive always runs.
     """
 
-    own_options: ClassVar[tuple[str, ...]] = (*Race.own_options, "scorer")
+    own_options: ClassVar[tuple[str, ...]] = (*Benchmark.own_options, "scorer")
 
     methods: tuple[str, ...] = ALL
 
-    def contenders(self, ratio: float) -> list[Contender]:
+    def variants(self, ratio: float) -> list[Variant]:
         """Return what runs beside vanilla at a ratio, in the order of the table."""
-        return [Contender.of(name, method, ratio) for name, method in METHODS.items() if name in self.methods]
+        return [Variant.of(name, method, ratio) for name, method in METHODS.items() if name in self.methods]
 
-    def further(self, course: Course, contender: Contender, rounds: Sequence[Sequence[Turn]]) -> dict[str, Any]:
+    def further(self, workload: Workload, variant: Variant, rounds: Sequence[Sequence[Trial]]) -> dict[str, Any]:
         """Return the columns of a row that only this benchmark has: what is published of its method."""
-        return figure(course.family, contender.method)
+        return figure(workload.family, variant.method)
 
 
-def check(race: PaperRace) -> None:
+def check(benchmark: PaperBenchmark) -> None:
     """Refuse a wrong value before an engine starts.
 
     Raises:
         VidSpecError: One line naming it.
     """
-    if unknown := [name for name in race.methods if name not in ALL]:
+    if unknown := [name for name in benchmark.methods if name not in ALL]:
         raise VidSpecError(f"--methods: {unknown[0]!r} is none of {', '.join(ALL)}")
-    parallel.check(race)
+    parallel.check(benchmark)
 
 
-def run(race: PaperRace, report: Report = silent) -> dict[str, Any]:
+def run(benchmark: PaperBenchmark, report: Report = silent) -> dict[str, Any]:
     """Measure everything.
 
     Args:
-        race: What.
+        benchmark: What.
         report: As `progress.View` takes it.
 
     Returns:
@@ -69,13 +68,13 @@ def run(race: PaperRace, report: Report = silent) -> dict[str, Any]:
     Raises:
         VidSpecError: A wrong value, or a vanilla engine that stopped.
     """
-    check(race)
-    result = parallel.run(race, report)
+    check(benchmark)
+    result = parallel.run(benchmark, report)
     is_interpreted = result["provenance"]["device"] == "cpu"
     for row in result["rows"]:
         if row["mode"] == STOCK and is_interpreted:
             row |= dict.fromkeys(name for name in row if name.startswith(_TIMES))
-        row["draft"] = race.draft
+        row["draft"] = benchmark.draft
         if row["mode"] == VANILLA:
             row |= {"method": AUTOREGRESSIVE, "acceptance_length": 1.0, "draft": None}
         elif method_draft := METHODS[row["method"]].draft:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from vidspec_tools import inflation
-from vidspec_tools.bench import parallel, ratios
+from vidspec_tools.bench import parallel, ratios, trials
 from vidspec_tools.bench.acceptance import identical_frac
-from vidspec_tools.bench.parallel import SELF_DRAFT, VANILLA_ENGINE, Contender, Course, draft_model
-from vidspec_tools.bench.race_rows import SPREAD, spec_tokens, spread
-from vidspec_tools.bench.speed import SpeedRace
+from vidspec_tools.bench.rows import SPREAD, spec_tokens, spread
+from vidspec_tools.bench.speed import SpeedBenchmark
+from vidspec_tools.bench.trials import SELF_DRAFT, VANILLA_VARIANT, Variant, Workload, draft_model
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import summarize
 from vllm_vidspec.tools import pairs
@@ -24,7 +24,7 @@ from vllm_vidspec.tools.user_files import check_output, writing
 
 VIDEO_TOKENS = 256  # of a whole video of the bundled pairs; LLaVA-OneVision's newline comes on top
 MAX_POSITIONS = 16384  # of the bundled models
-# What may be varied: a field of ScalingRace -> the values where none are given.
+# What may be varied: a field of ScalingBenchmark -> the values where none are given.
 AXES: dict[str, tuple[float, ...]] = {
     "video_tokens": (128, 256, 512, 1024, 2048, 4096, 8192),
     "batch_size": (1, 2, 4, 8, 16, 32),
@@ -36,7 +36,7 @@ _FRACTIONS = ("prune_ratio",)  # the axes whose values are no whole numbers
 
 
 @dataclasses.dataclass(frozen=True)
-class ScalingRace(SpeedRace):
+class ScalingBenchmark(SpeedBenchmark):
     """What to measure: a setting beside vanilla at each value of one axis.
 
     Attributes:
@@ -55,7 +55,7 @@ class ScalingRace(SpeedRace):
     video_tokens: int = VIDEO_TOKENS
     resume: str | None = None
 
-    def at(self, value: float) -> "ScalingRace":
+    def at(self, value: float) -> "ScalingBenchmark":
         """Return what is measured at one value."""
         changed: dict[str, Any] = {self.axis: value if self.axis in _FRACTIONS else int(value)}
         return dataclasses.replace(self, **changed)
@@ -65,9 +65,9 @@ class ScalingRace(SpeedRace):
         """Videos of a request."""
         return max(1, self.video_tokens // VIDEO_TOKENS)
 
-    def job(self, course: Course, contender: Contender) -> dict[str, Any]:
+    def job(self, workload: Workload, variant: Variant) -> dict[str, Any]:
         """Return what `session_job` reads; every round has requests of its own, and the warm-up comes before them."""
-        job = course.job(self, contender, list(range(self.rounds * self.batch_size + 1)))
+        job = workload.job(self, variant, list(range(self.rounds * self.batch_size + 1)))
         # A request has text between its videos, and Qwen3-VL a time before every two frames.
         longest = 2 * self.video_tokens + self.max_tokens + 256
         job["llm"] |= {
@@ -79,30 +79,30 @@ class ScalingRace(SpeedRace):
         return job
 
 
-def check(race: ScalingRace) -> None:
+def check(benchmark: ScalingBenchmark) -> None:
     """Refuse a wrong value before an engine starts.
 
     Raises:
         VidSpecError: One line naming it.
     """
-    if race.axis not in AXES:
-        raise VidSpecError(f"--axis: {race.axis!r} is none of {', '.join(AXES)}")
-    if not race.values:
+    if benchmark.axis not in AXES:
+        raise VidSpecError(f"--axis: {benchmark.axis!r} is none of {', '.join(AXES)}")
+    if not benchmark.values:
         raise VidSpecError("--values: there is none")
-    for value in race.values:
-        if race.axis not in _FRACTIONS and (value != int(value) or value < 1):
-            raise VidSpecError(f"--values: {value:g} is no {race.axis.replace('_', ' ')}")
-        point = race.at(value)
+    for value in benchmark.values:
+        if benchmark.axis not in _FRACTIONS and (value != int(value) or value < 1):
+            raise VidSpecError(f"--values: {value:g} is no {benchmark.axis.replace('_', ' ')}")
+        point = benchmark.at(value)
         if point.video_tokens % VIDEO_TOKENS and point.video_tokens not in (64, 128):
             raise VidSpecError(f"--values: {value:g} video tokens: 64, 128 or a multiple of {VIDEO_TOKENS}")
-        if point.video_tokens + race.max_tokens > MAX_POSITIONS - 256:
+        if point.video_tokens + benchmark.max_tokens > MAX_POSITIONS - 256:
             raise VidSpecError(f"--values: {value:g} video tokens: the bundled models have {MAX_POSITIONS} positions")
         parallel.check(point)
-    if race.resume is not None:
-        check_output(race.resume, "--resume")
+    if benchmark.resume is not None:
+        check_output(benchmark.resume, "--resume")
 
 
-def run(race: ScalingRace, report: Report = silent) -> dict[str, Any]:
+def run(benchmark: ScalingBenchmark, report: Report = silent) -> dict[str, Any]:
     """Measure every value that the file of finished points does not have.
 
     Returns:
@@ -111,34 +111,34 @@ def run(race: ScalingRace, report: Report = silent) -> dict[str, Any]:
     Raises:
         VidSpecError: A wrong value, or the file of finished points cannot be read or written.
     """
-    check(race)
-    done = read_points(race.resume)
+    check(benchmark)
+    done = read_points(benchmark.resume)
     rows: list[dict[str, Any]] = []
     failures: list[dict[str, Any]] = []
-    for family in race.families:
-        (ratio,) = race.inflate
-        course = parallel.course_for(race.at(race.values[0]), family, ratio, report)
-        for value in race.values:
-            point = race.at(value)
-            key = point_key(point, course)
+    for family in benchmark.families:
+        (ratio,) = benchmark.inflate
+        workload = parallel.workload_for(benchmark.at(benchmark.values[0]), family, ratio, report)
+        for value in benchmark.values:
+            point = benchmark.at(value)
+            key = point_key(point, workload)
             if key not in done:
                 try:
-                    done[key] = measure(point, course, value, report)
+                    done[key] = measure(point, workload, value, report)
                 except VidSpecError as error:  # the next value may do, as memory ends somewhere
                     failures.append({"family": family, "value": value, "reason": str(error)})
                     continue
-                write_point(race.resume, key, done[key])
+                write_point(benchmark.resume, key, done[key])
             rows += done[key]
-    return {"rows": rows, "failures": failures, "provenance": provenance() | {"cores": parallel.cores()[:2]}}
+    return {"rows": rows, "failures": failures, "provenance": provenance() | {"cores": trials.cores()[:2]}}
 
 
-def point_key(point: ScalingRace, course: Course) -> str:
+def point_key(point: ScalingBenchmark, workload: Workload) -> str:
     """Return what a point is kept under: what is measured, on what, by which code."""
-    draft = draft_model(course.family, point.draft)
-    models = [pairs.checkpoint(course.family, role) for role in ("target", "draft")]
+    draft = draft_model(workload.family, point.draft)
+    models = [pairs.checkpoint(workload.family, role) for role in ("target", "draft")]
     fields = dataclasses.asdict(point) | {"values": None, "families": None, "resume": None}
     own = draft if draft == SELF_DRAFT else inflation.digest(draft)
-    return ratios.key_of(models, [fields, dataclasses.asdict(course), own, provenance()["git_sha"]])
+    return ratios.key_of(models, [fields, dataclasses.asdict(workload), own, provenance()["git_sha"]])
 
 
 def read_points(path: str | None) -> dict[str, list[dict[str, Any]]]:
@@ -167,20 +167,20 @@ def write_point(path: str | None, key: str, rows: list[dict[str, Any]]) -> None:
             file.write(json.dumps({"key": key, "rows": rows}) + "\n")
 
 
-def measure(point: ScalingRace, course: Course, value: float, report: Report) -> list[dict[str, Any]]:
+def measure(point: ScalingBenchmark, workload: Workload, value: float, report: Report) -> list[dict[str, Any]]:
     """Let vanilla and the setting answer each round's requests in turn; return a row of each.
 
     Raises:
         VidSpecError: One of them stopped.
     """
-    contenders = [VANILLA_ENGINE, *point.contenders(course.ratio)]
-    answers: list[list[dict[str, Any]]] = [[] for _ in contenders]
+    variants = [VANILLA_VARIANT, *point.variants(workload.ratio)]
+    answers: list[list[dict[str, Any]]] = [[] for _ in variants]
     with ExitStack() as stack:
         sessions = []
-        for contender in contenders:
-            report("loading", {"label": f"{course.family} {point.axis} {value:g} {contender.method}"})
-            sessions.append(stack.enter_context(EngineSession(point.job(course, contender))))
-        report("plan", {"total": point.rounds * len(contenders)})
+        for variant in variants:
+            report("loading", {"label": f"{workload.family} {point.axis} {value:g} {variant.method}"})
+            sessions.append(stack.enter_context(EngineSession(point.job(workload, variant))))
+        report("plan", {"total": point.rounds * len(variants)})
         report("measuring", {})
         for number in range(point.rounds):
             indices = list(range(number * point.batch_size, (number + 1) * point.batch_size))
@@ -189,15 +189,15 @@ def measure(point: ScalingRace, course: Course, value: float, report: Report) ->
                 answers[place].append(sessions[place].ask(dict(command)))
                 report("measured", {})
     return [
-        make_row(point, course, contender, value, found, answers[0])
-        for contender, found in zip(contenders, answers, strict=True)
+        make_row(point, workload, variant, value, found, answers[0])
+        for variant, found in zip(variants, answers, strict=True)
     ]
 
 
 def make_row(
-    point: ScalingRace,
-    course: Course,
-    contender: Contender,
+    point: ScalingBenchmark,
+    workload: Workload,
+    variant: Variant,
     value: float,
     rounds: Sequence[dict[str, Any]],
     vanilla: Sequence[dict[str, Any]],
@@ -213,15 +213,15 @@ def make_row(
         figures |= {f"{name}_{p}": at for p, at in zip(SPREAD, spread(values), strict=True)}
     counted = [one["metrics"] for one in rounds]
     counters = None if counted[0] is None else {name: sum(one[name] for one in counted) for name in counted[0]}
-    spec = contender.spec or {}
+    spec = variant.spec or {}
     return {
-        "family": course.family,
+        "family": workload.family,
         "axis": point.axis,
         "value": value,
-        "method": contender.method,
-        "mode": contender.mode,
-        "inflate": course.ratio,
-        "label": course.label,
+        "method": variant.method,
+        "mode": variant.mode,
+        "inflate": workload.ratio,
+        "label": workload.label,
         **{name: spec.get(name) for name in ("drafting", "pruner", "prune_ratio", "scorer")},
         "num_speculative_tokens": spec_tokens(spec),
         "batch_size": point.batch_size,
@@ -231,7 +231,7 @@ def make_row(
         "identical_frac": identical_frac(token_ids(rounds), token_ids(vanilla)),
         "output_tokens": sum(map(len, token_ids(rounds))),
         **{name: getattr(point, name) for name in ("rounds", "max_tokens", "temperature", "seed", "knobs")},
-        **{name: getattr(course, name) for name in ("target_layers", "draft_layers")},
+        **{name: getattr(workload, name) for name in ("target_layers", "draft_layers")},
     }
 
 

@@ -4,8 +4,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from vidspec_tools.bench import parallel
-from vidspec_tools.bench.parallel import VANILLA, Race, course_for
+from vidspec_tools.bench import parallel, trials
+from vidspec_tools.bench.methods import VANILLA
+from vidspec_tools.bench.parallel import workload_for
+from vidspec_tools.bench.trials import Benchmark
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools.engine_session import EngineSession
 from vllm_vidspec.tools.progress import Report, silent
@@ -15,28 +17,28 @@ LANES = ("target", "drafter")
 
 
 @dataclass(frozen=True)
-class WatchedRace(Race):
+class TimelineBenchmark(Benchmark):
     """What to draw: one family, one ratio, one round; its modes from above."""
 
     is_watched: ClassVar[bool] = True
 
 
-def check(race: WatchedRace) -> None:
+def check(benchmark: TimelineBenchmark) -> None:
     """Refuse a wrong value before an engine starts.
 
     Raises:
         VidSpecError: One line naming it.
     """
-    parallel.check(race)
-    if VANILLA in race.modes:
+    parallel.check(benchmark)
+    if VANILLA in benchmark.modes:
         raise VidSpecError("--modes: vanilla has no drafter to draw")
 
 
-def run(race: WatchedRace, report: Report = silent) -> dict[str, Any]:
+def run(benchmark: TimelineBenchmark, report: Report = silent) -> dict[str, Any]:
     """Let each mode answer the same requests in turn, and return what it did when.
 
     Args:
-        race: What.
+        benchmark: What.
         report: As `progress.View` takes it.
 
     Returns:
@@ -47,34 +49,34 @@ def run(race: WatchedRace, report: Report = silent) -> dict[str, Any]:
     Raises:
         VidSpecError: A wrong value, or an engine that stopped.
     """
-    check(race)
-    (family,), (ratio,) = race.families, race.inflate
-    course = course_for(race, family, ratio, report)
-    contenders = race.contenders(ratio)
-    held_out = list(range(race.requests + 1))
+    check(benchmark)
+    (family,), (ratio,) = benchmark.families, benchmark.inflate
+    workload = workload_for(benchmark, family, ratio, report)
+    variants = benchmark.variants(ratio)
+    held_out = list(range(benchmark.requests + 1))
     modes: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
         sessions = []
-        for contender in contenders:
-            report("loading", {"label": f"{family} {contender.method} {course.label}".rstrip()})
-            sessions.append(stack.enter_context(EngineSession(course.job(race, contender, held_out))))
-            tokens = (contender.spec or {})["num_speculative_tokens"]
-            modes[contender.mode] = {"method": contender.method, "num_speculative_tokens": tokens}
-            modes[contender.mode] |= {"token_ids": [], "events": []}
-        report("plan", {"total": race.requests * len(sessions)})
+        for variant in variants:
+            report("loading", {"label": f"{family} {variant.method} {workload.label}".rstrip()})
+            sessions.append(stack.enter_context(EngineSession(workload.job(benchmark, variant, held_out))))
+            tokens = (variant.spec or {})["num_speculative_tokens"]
+            modes[variant.mode] = {"method": variant.method, "num_speculative_tokens": tokens}
+            modes[variant.mode] |= {"token_ids": [], "events": []}
+        report("plan", {"total": benchmark.requests * len(sessions)})
         report("measuring", {})
-        for index in range(race.requests):
-            for contender, session in zip(contenders, sessions, strict=True):
-                turn = parallel.take_turn(race, contender, session, index)
-                modes[contender.mode]["token_ids"].append(turn.token_ids)
-                modes[contender.mode]["events"].append(from_start(turn.events, turn.start_s))
+        for index in range(benchmark.requests):
+            for variant, session in zip(variants, sessions, strict=True):
+                trial = parallel.take_trial(benchmark, variant, session, index)
+                modes[variant.mode]["token_ids"].append(trial.token_ids)
+                modes[variant.mode]["events"].append(from_start(trial.events, trial.start_s))
                 report("measured", {})
     return {
         "family": family,
         "inflate": ratio,
-        "label": course.label,
+        "label": workload.label,
         "modes": modes,
-        "provenance": provenance() | {"cores": parallel.cores()[:2]},
+        "provenance": provenance() | {"cores": trials.cores()[:2]},
     }
 
 

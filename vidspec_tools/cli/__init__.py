@@ -1,8 +1,8 @@
-"""The commands of the `vidspec` command that only a clone has: `plan`, and what `bench` measures."""
+"""The commands of `vidspec` that only a clone has: `plan`, and what `bench` measures."""
 
 import typer
 
-from vidspec_tools.cli import acceptance, paper, parallel, plan, quality, scaling, speed, timeline
+from vidspec_tools.cli import plan, races, sweeps
 from vllm_vidspec.cli.running import user_errors
 
 
@@ -11,13 +11,13 @@ def add_to(app: typer.Typer) -> None:
     app.command()(user_errors(plan.plan))
     bench = typer.Typer(help="Measure on the bundled models.", no_args_is_help=True)
     for command in (
-        acceptance.acceptance,
-        quality.quality,
-        parallel.parallel,
-        timeline.timeline,
-        paper.paper,
-        speed.speed,
-        scaling.scaling,
+        sweeps.acceptance,
+        sweeps.quality,
+        races.parallel,
+        races.timeline,
+        races.paper,
+        races.speed,
+        races.scaling,
     ):
         bench.command()(user_errors(command))
     app.add_typer(bench, name="bench")

@@ -1,10 +1,10 @@
 """`vidspec plan`."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from vidspec_tools.cli.options import plot
 from vllm_vidspec.cli import options, running
 from vllm_vidspec.errors import VidSpecError
 
@@ -44,9 +44,7 @@ def plan(
     acceptance: Annotated[str | None, typer.Option(help=ACCEPTANCE)] = None,
     target_ms: Annotated[float | None, typer.Option(help="Measured decode step of one request.")] = None,
     draft_ms: Annotated[float | None, typer.Option(help="Measured draft forward of one request.")] = None,
-    plot_path: Annotated[
-        str | None, typer.Option("--plot", metavar="PATH", help="Draw speed-up over batch: a .png or .svg file.")
-    ] = None,
+    plot_path: Annotated[str | None, plot("Draw speed-up over batch")] = None,
     json_path: options.Json = None,
 ) -> None:
     """Say which drafts would pay on given GPUs, by batch size, and when none do; no GPU is needed.
@@ -54,14 +52,12 @@ def plan(
     Everything is modelled: times by a roofline of the GPU's data sheet (or scaled to --target-ms and --draft-ms, if you
     have measured them), acceptance as given or as published. How far to trust it is in docs/planning.md.
     """
-    _run(locals())
-
-
-def _run(given: Mapping[str, Any]) -> None:
-    """Do what the options say."""
+    given = locals()
     from rich.console import Console
 
-    from vidspec_tools import figures, plan_views, planning
+    from vidspec_tools import planning
+    from vidspec_tools.views import figures
+    from vidspec_tools.views import plan as view
     from vllm_vidspec.tools.provenance import provenance
 
     target = planning.target_shape(given["target"])
@@ -93,6 +89,6 @@ def _run(given: Mapping[str, Any]) -> None:
     result = planning.plan(what, batches)
     running.write_json(given["json_path"], result | {"provenance": provenance()})
     if given["plot_path"] is not None:
-        plan_views.draw(planning.Planner(what).curves(), result, given["plot_path"])
+        view.draw(planning.Planner(what).curves(), result, given["plot_path"])
     if given["json_path"] != "-":
-        plan_views.show(result, Console())
+        view.show(result, Console())

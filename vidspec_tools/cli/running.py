@@ -8,18 +8,21 @@ import typer
 from vllm_vidspec.cli.running import with_bars, write_json
 
 
-def measure(bench: Any, views: Any, what: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def measure(bench: Any, view: Any, what: Any, given: Mapping[str, Any]) -> None:
     """Run a benchmark, write its rows to the files that the options name, and show them.
 
     Args:
         bench: The module that measures: `check` and `run`.
-        views: The module that shows: `write_csv`, `draw` and `shown_tables`.
+        view: What shows its rows: `tables` and `draw`.
         what: What to measure.
         given: The options; `csv_path`, `plot_path` and `json_path` are the files.
+
+    Raises:
+        typer.Exit: With status 1, if a part of it failed.
     """
     from rich.console import Console
 
-    from vidspec_tools import figures
+    from vidspec_tools.views import csv_file, figures
     from vllm_vidspec.tools import progress
 
     bench.check(what)
@@ -28,16 +31,11 @@ def measure(bench: Any, views: Any, what: Any, given: Mapping[str, Any]) -> dict
     result = with_bars(bench.run, what, progress.View)
     write_json(json_path, result)
     if csv_path is not None:
-        views.write_csv(csv_path, result)
+        csv_file.write(csv_path, result)
     if plot_path is not None and result["rows"]:
-        views.draw(result["rows"], plot_path)
+        view.draw(result["rows"], plot_path)
     if json_path != "-" and result["rows"]:
-        for table in views.shown_tables(result["rows"]):
+        for table in view.tables(result["rows"]):
             Console().print(table)
-    return result
-
-
-def measure_all(bench: Any, views: Any, what: Any, given: Mapping[str, Any]) -> None:
-    """Do as `measure`, and exit with status 1 if something of it failed."""
-    if measure(bench, views, what, given)["failures"]:
+    if result.get("failures"):
         raise typer.Exit(1)

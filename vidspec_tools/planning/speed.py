@@ -5,7 +5,6 @@ followed event by event (`run_streams`), as docs/parallel.md has them, with the 
 """
 
 import random
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -156,7 +155,6 @@ def run_streams(
     answer: int = 4000,
     seed: int = 0,
     most_ahead: int = 24,
-    age: int = 0,
 ) -> StreamRun:
     """Follow a drafter that never stops and a target that verifies what is there (ParallelVLM section 4).
 
@@ -171,17 +169,12 @@ def run_streams(
         answer: Tokens of each, behind the first.
         seed: Of what the drafter gets wrong; the same seed gives the same run.
         most_ahead: Tokens that a stream may be ahead of what was committed.
-        age: Steps by which what a step takes of a stream is older than the step.
     """
     rng, run = random.Random(seed), StreamRun()
     for _ in range(answers):
         drafter, now, committed = _Drafter(agreement, times, most_ahead, rng, run), 0.0, 0
-        seen: deque[tuple[int, int | None]] = deque(
-            [(0, None)] * age, maxlen=age + 1
-        )  # where streams ended, and their first wrong token
         while committed < answer:
-            seen.append((drafter.end, drafter.wrong))
-            end, wrong = seen[0]
+            end, wrong = drafter.end, drafter.wrong
             is_stale = wrong is not None and wrong < committed
             drafts = 0 if is_stale else min(max(end - committed, 0), window)
             accepted = drafts

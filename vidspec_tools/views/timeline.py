@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from vidspec_tools import figures
 from vidspec_tools.bench.timeline import LANES, shares
+from vidspec_tools.views import figures
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools.tables import Columns, by_columns, number, percent
 from vllm_vidspec.tools.user_files import check_output, writing

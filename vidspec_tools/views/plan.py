@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from vidspec_tools import figures
+from vidspec_tools.views import figures
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools.tables import Columns, by_columns, number, times
 

@@ -1,31 +1,17 @@
-"""How `vidspec bench quality` shows itself: tables, CSV, the figure drawn from it; no engine.
+"""How `vidspec bench quality` shows itself: its tables and its figure."""
 
-python -m vidspec_tools.quality_views F.csv F.png
-"""
-
-import functools
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.table import Table
 
-from vidspec_tools import csv_files, figures
-from vidspec_tools.bench.quality import DEFAULTS, DRAFT, LOSSY, STRICT, TARGET, knob, setting_name, ways
+from vidspec_tools.bench.quality import DRAFT, LOSSY, STRICT, TARGET, knob, setting_name, ways
+from vidspec_tools.views import figures
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.shapeworld.captions import ATTRIBUTES, GROUPS
-from vllm_vidspec.tools import tables
-from vllm_vidspec.tools.tables import number
+from vllm_vidspec.shapeworld.captions import GROUPS
+from vllm_vidspec.tools.tables import Columns, by_columns, number
 
 FLOOR = 0.98  # of the target's accuracy: what counts as kept
-COLUMNS = (
-    *("family", "temperature", "draft_noise", "method", *DEFAULTS),
-    *("draft", "num_speculative_tokens", "prune_ratio", "requests", "batch_size", "max_tokens", "seed", "knobs"),
-    *("retention", "accuracy", *(f"group_{name}" for name in GROUPS), *(f"attribute_{name}" for name in ATTRIBUTES)),
-    *("acceptance_length", "ratio_to_strict", "delivered_length", "num_drafts"),
-    *("exact_frac", "loosened_frac", "shifted_frac"),
-    *("identical_frac", "tokens_per_caption", "relevance_auc", "decode_s"),
-)
 _PANEL = ("family", "temperature", "draft_noise")
 
 # Paul Tol's "muted" palette; by what a line is called.
@@ -94,7 +80,7 @@ def longest_words(rows: Sequence[Row]) -> str:
 
 
 # Everything but lengths, ratios and the AUC in percent.
-_COLUMNS: tables.Columns = {
+_COLUMNS: Columns = {
     "": setting_name,
     "accept\nlength": lambda row: number(row["acceptance_length"], 2),
     "of\nstrict": lambda row: number(row["ratio_to_strict"], 2),
@@ -115,17 +101,12 @@ def _is_kept(row: Row) -> bool:
     return row["method"] in LOSSY and row["retention"] is not None and row["retention"] >= FLOOR
 
 
-def shown_tables(rows: Sequence[Row]) -> Iterator[Table]:
+def tables(rows: Sequence[Row]) -> Iterator[Table]:
     """Yield a table per family, temperature and noise."""
     for panel, ours in panels(rows).items():
         caption = f"{ours[0]['requests']} captions, K {ours[0]['num_speculative_tokens']}, in %. {longest_words(ours)}"
         style = lambda row: "green" if _is_kept(row) else None  # noqa: E731
-        yield tables.by_columns(_COLUMNS, ours, style=style, title=panel_name(panel), caption=caption, padding=0)
-
-
-write_csv = functools.partial(csv_files.write_rows, columns=COLUMNS)
-_LATER = frozenset({"draft"})  # columns that files of earlier versions lack
-read_csv = functools.partial(csv_files.read_rows, columns=COLUMNS, command="bench quality", later=_LATER)
+        yield by_columns(_COLUMNS, ours, style=style, title=panel_name(panel), caption=caption, padding=0)
 
 
 def draw(rows: Sequence[Row], path: str) -> None:
@@ -201,7 +182,3 @@ def _draw_line(place: Any, name: str, rows: Sequence[Row]) -> Any:
 
 def _point(row: Row) -> tuple[float, float]:
     return row["acceptance_length"], 100 * row["retention"]
-
-
-if __name__ == "__main__":
-    sys.exit(csv_files.redraw("quality_views", read_csv, draw))

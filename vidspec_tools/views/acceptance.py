@@ -1,43 +1,18 @@
-"""How `vidspec bench acceptance` shows itself: its table, CSV, and the figure drawn from it; no engine.
+"""How `vidspec bench acceptance` shows itself: its table and its figure."""
 
-python -m vidspec_tools.plots F.csv F.png
-"""
-
-import functools
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from vidspec_tools import csv_files, figures
 from vidspec_tools.bench.acceptance import AXES, TEXT_ONLY, UNPRUNED, canonical, measured_itself
+from vidspec_tools.views import figures
+from vidspec_tools.views.csv_file import flatten
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.metrics import GUIDANCE_FALLBACKS, SKIP_REASONS
 from vllm_vidspec.tools.tables import Columns, by_columns, number, percent
 
-COLUMNS = (
-    *AXES,
-    *("knobs", "scheduling"),
-    *(f"measured_as_{name}" for name in UNPRUNED),
-    *("requests", "max_tokens", "batch_size", "seed", "jobs"),
-    *("acceptance_length", "acceptance_rate", "num_drafts", "draft_kv_bytes", "full_draft_kv_bytes"),
-    *("nodes_per_step", "depth_per_step", "draft_forwards_per_step", "max_acceptance_length"),
-    *("identical_frac", "output_tokens", "text_tokens", "visual_tokens_full", "visual_tokens_kept"),
-    *("draft_kv_bytes_per_token", "draft_load_bytes"),
-    *(f"skipped_{reason}" for reason in SKIP_REASONS),
-    *(f"unguided_{reason}" for reason in GUIDANCE_FALLBACKS),
-    *("decode_s", "vanilla_decode_s"),
-)
-# Columns that files of earlier versions lack.
-_LATER = frozenset(
-    {
-        *("knobs", "scheduling", "draft_load_bytes", "skipped_structured", "unguided_no_text"),
-        *("nodes_per_step", "depth_per_step", "draft_forwards_per_step", "max_acceptance_length"),
-    }
-)
 _SHORT = {"num_speculative_tokens": "K", "temperature": "T", "prune_ratio": "prune"}
 _SHOWN_ALONE = ("family", "draft", "pruner", "prune_ratio", "num_speculative_tokens", "temperature")
 
@@ -101,11 +76,7 @@ def check_room(path: str, axes: Mapping[str, Sequence[Any]]) -> None:
         )
 
 
-write_csv = functools.partial(csv_files.write_rows, columns=COLUMNS)
-read_csv = functools.partial(csv_files.read_rows, columns=COLUMNS, command="bench acceptance", later=_LATER)
-
-
-def shown_tables(rows: list[dict[str, Any]]) -> list[Table]:
+def tables(rows: list[dict[str, Any]]) -> list[Table]:
     """Return the table of `vidspec bench acceptance`: columns for what changes, one caption for what does not.
 
     Times are shown where one engine ran at a time. A length with a star comes from another row's engine. Beside trees
@@ -146,7 +117,7 @@ def _cell(value: Any) -> str:
 
 def shape_of(row: dict[str, Any]) -> str:
     """Return what a row's drafts are called: the shape, and the knobs that are not the defaults."""
-    knobs = json.loads(csv_files.flatten(row)["knobs"] or "{}")
+    knobs = json.loads(flatten(row)["knobs"] or "{}")
     return ", ".join([row["drafting"], *(f"{name} {json.dumps(value)}" for name, value in knobs.items())])
 
 
@@ -163,7 +134,7 @@ def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
     Raises:
         VidSpecError: There is nothing to draw, no room for it, no matplotlib, or the file cannot be written.
     """
-    rows = [csv_files.flatten(row) for row in rows if row["acceptance_length"] is not None]
+    rows = [flatten(row) for row in rows if row["acceptance_length"] is not None]
     if not rows:
         raise VidSpecError(f"cannot draw {path}: no row has an acceptance length")
     rows = [row | {"drafting": shape_of(row)} for row in rows]
@@ -224,24 +195,17 @@ def _draw_lines(
 
 
 def _draw_bars(panel: Any, rows: Sequence[dict[str, Any]], shapes: Sequence[str]) -> dict[str, Any]:
-    """Draw one family as a bar for each shape at each temperature, its length written on it; return the bars."""
-    temperatures = sorted({row["temperature"] for row in rows})
-    styles, width, bars = _styles(shapes), 0.8 / len(shapes), {}
-    for index, shape in enumerate(shapes):
-        at = {row["temperature"]: row["acceptance_length"] for row in rows if row["drafting"] == shape}
-        places = [place for place, temperature in enumerate(temperatures) if temperature in at]
-        offset = (index - (len(shapes) - 1) / 2) * width
-        bars[shape] = panel.bar(
-            [place + offset for place in places],
-            [at[temperatures[place]] for place in places],
-            0.92 * width,
-            color=styles[shape][0],
+    """Draw one family as a bar for each shape at each temperature; return the bars."""
+    styles = _styles(shapes)
+    series = {
+        shape: (
+            styles[shape][0],
+            {row["temperature"]: (row["acceptance_length"],) * 3 for row in rows if row["drafting"] == shape},
         )
-        panel.bar_label(bars[shape], fmt="%.2f", padding=2, fontsize=7)
-    panel.set_xticks(range(len(temperatures)), [f"temperature {value:g}" for value in temperatures])
-    panel.tick_params(axis="x", length=0)
-    figures.tidy(panel, "y")
-    return bars
+        for shape in shapes
+    }
+    temperatures = sorted({row["temperature"] for row in rows})
+    return figures.grouped_bars(panel, {value: f"temperature {value:g}" for value in temperatures}, series)
 
 
 def _styles(shapes: Sequence[str]) -> dict[str, tuple[str, str]]:
@@ -252,7 +216,3 @@ def _styles(shapes: Sequence[str]) -> dict[str, tuple[str, str]]:
         styles = left.get(shape.split(",")[0]) or [figures.OTHER_STYLE]
         found[shape] = styles.pop(0)
     return found
-
-
-if __name__ == "__main__":
-    sys.exit(csv_files.redraw("plots", read_csv, draw))

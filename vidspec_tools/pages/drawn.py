@@ -1,4 +1,4 @@
-"""Scenarios and inputs that hypothesis draws, more than the tests do, and how they ended; of make_reliability.py."""
+"""Scenarios and inputs that hypothesis draws, more than the tests do, and how they ended; for `measure`."""
 
 import logging
 import time
