@@ -11,17 +11,20 @@ stopped run go on.
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from safetensors.torch import load_file, save_file
 
 from vidspec_tools.bench import parallel, scaling
 from vidspec_tools.bench.acceptance import identical_frac
 from vidspec_tools.bench.methods import SEQUENTIAL
-from vidspec_tools.bench.parallel import VANILLA_VARIANT, Variant, Workload
+from vidspec_tools.bench.trials import VANILLA_VARIANT, Variant, Workload
 from vllm_vidspec import assets
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.engine_session import EngineSession

@@ -21,7 +21,7 @@ from typing import Any
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.bench_host_time import Stopwatch, wrap_foreign
-from vidspec_tools.bench import parallel
+from vidspec_tools.bench import parallel, trials
 from vidspec_tools.bench.methods import SEQUENTIAL
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs
@@ -37,7 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tree-static, specvlm, strict": {"pruner": "specvlm", "drafting": "tree-static"},
     "tree-adaptive, specvlm, strict": {"pruner": "specvlm", "drafting": "tree-adaptive"},
 }
-BENCHMARK = parallel.Benchmark(families=(FAMILY,), pruner="specvlm")  # whose draft's step the ratio is of
+BENCHMARK = trials.Benchmark(families=(FAMILY,), pruner="specvlm")  # whose draft's step the ratio is of
 COMPONENTS = ("guidance", "pruning", "relevance", "tree building", "scoring")
 
 
@@ -113,11 +113,11 @@ class Watched:
                 self._watch.wrap(owner, name, component)
 
 
-def measure(name: str, spec: dict[str, Any], workload: parallel.Workload, num_requests: int) -> dict[str, Any]:
+def measure(name: str, spec: dict[str, Any], workload: trials.Workload, num_requests: int) -> dict[str, Any]:
     """Load one engine, answer the requests, and return its row."""
     from vllm import LLM
 
-    variant = parallel.Variant("vidspec", SEQUENTIAL, {"prune_ratio": 0.9} | spec)
+    variant = trials.Variant("vidspec", SEQUENTIAL, {"prune_ratio": 0.9} | spec)
     llm = LLM(**workload.job(BENCHMARK, variant, [0])["llm"])
     watched = Watched(llm)
     for i in range(num_requests + 1):

@@ -15,7 +15,6 @@ import typer.main
 from rich.console import Console
 
 from tools.common import counters, invoke, refuses
-from vidspec_tools import plots
 from vidspec_tools.bench import acceptance
 from vllm_vidspec import doctor
 from vllm_vidspec.cli import app
@@ -262,9 +261,8 @@ def test_bench_shares_engines_and_writes_csv_and_plot(engines, tmp_path):
     assert files["svg"].read_text().startswith("<?xml")
     written = json.loads(files["json"].read_text())
     assert written["provenance"]["jobs"] == 2
-    rows = plots.read_csv(str(files["csv"]))
-    assert len(rows) == len(written["rows"]) == 9
-    assert [(row["pruner"], row["prune_ratio"]) for row in rows] == list(
+    assert files["csv"].read_text().count("\n") == 2 + 9
+    assert [(row["pruner"], row["prune_ratio"]) for row in written["rows"]] == list(
         itertools.product(("none", "random", "uniform"), (0, 0.9, 1))
     )
 

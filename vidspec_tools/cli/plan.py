@@ -60,35 +60,34 @@ def plan(
     from vidspec_tools.views import plan as view
     from vllm_vidspec.tools.provenance import provenance
 
-    target = planning.target_shape(given["target"])
+    target_shape = planning.target_shape(target)
+    draft_shape = planning.draft_shape(draft, target_shape)
+    if draft_quantization is not None:
+        if draft_shape is target_shape:
+            raise VidSpecError("--draft-quantization: a target that drafts for itself has no weights but its own")
+        draft_shape = draft_shape.quantised(draft_quantization)
     agreement: planning.Agreement | None = None
     ratios: tuple[float, ...] = planning.RATIOS
-    if given["acceptance"] is not None:
-        shares = options.values("--acceptance", given["acceptance"], float)
-        agreement = planning.agreement_of_positions(shares, planning.RUNNER_UP)
-        ratios = (0.9,)
-    if given["prune_ratio"] is not None:
-        ratios = tuple(options.values("--prune-ratio", given["prune_ratio"], float))
-    draft = planning.draft_shape(given["draft"], target)
-    if given["draft_quantization"] is not None:
-        if draft is target:
-            raise VidSpecError("--draft-quantization: a target that drafts for itself has no weights but its own")
-        draft = draft.quantised(given["draft_quantization"])
+    if acceptance is not None:
+        shares = options.values("--acceptance", acceptance, float)
+        agreement, ratios = planning.agreement_of_positions(shares, planning.RUNNER_UP), (0.9,)
+    if prune_ratio is not None:
+        ratios = tuple(options.values("--prune-ratio", prune_ratio, float))
     what = options.pick(
         planning.Question,
         given,
-        target=target,
-        draft=draft,
-        gpu=planning.gpu_named(given["gpu"]),
+        target=target_shape,
+        draft=draft_shape,
+        gpu=planning.gpu_named(gpu),
         prune_ratios=ratios,
         agreement=agreement,
     )
-    batches = options.values("--batch", given["batch"], int)
+    batches = options.values("--batch", batch, int)
     planning.check(what, batches)
-    figures.check_outputs(None, given["plot_path"], given["json_path"])
+    figures.check_outputs(None, plot_path, json_path)
     result = planning.plan(what, batches)
-    running.write_json(given["json_path"], result | {"provenance": provenance()})
-    if given["plot_path"] is not None:
-        view.draw(planning.Planner(what).curves(), result, given["plot_path"])
-    if given["json_path"] != "-":
+    running.write_json(json_path, result | {"provenance": provenance()})
+    if plot_path is not None:
+        view.draw(planning.Planner(what).curves(), result, plot_path)
+    if json_path != "-":
         view.show(result, Console())

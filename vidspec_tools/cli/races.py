@@ -49,10 +49,10 @@ def parallel(
     what = shared.pick(
         bench.Benchmark,
         given,
-        families=tuple(shared.values("--family", given["family"], str)),
-        inflate=tuple(shared.values("--inflate", given["inflate"], float)),
-        modes=tuple(shared.values("--modes", given["modes"], str)),
-        knobs=options.knobs(given["knob"]),
+        families=tuple(shared.values("--family", family, str)),
+        inflate=tuple(shared.values("--inflate", inflate, float)),
+        modes=tuple(shared.values("--modes", modes, str)),
+        knobs=options.knobs(knob),
     )
     running.measure(bench, races.PARALLEL_VIEW, what, given)
 
@@ -93,20 +93,20 @@ def timeline(
     what = shared.pick(
         bench.TimelineBenchmark,
         given,
-        families=(given["family"],),
-        inflate=(given["inflate"],),
-        modes=tuple(shared.values("--modes", given["modes"], str)),
+        families=(family,),
+        inflate=(inflate,),
+        modes=tuple(shared.values("--modes", modes, str)),
         rounds=1,
-        knobs=options.knobs(given["knob"]),
+        knobs=options.knobs(knob),
     )
     bench.check(what)
-    view.check_outputs(given["out"], given["trace_path"], given["json_path"])
+    view.check_outputs(out, trace_path, json_path)
     result = with_bars(bench.run, what, progress.View)
-    write_json(given["json_path"], result)
-    view.draw(result, given["out"])
-    if given["trace_path"] is not None:
-        view.write_trace(given["trace_path"], result)
-    if given["json_path"] != "-":
+    write_json(json_path, result)
+    view.draw(result, out)
+    if trace_path is not None:
+        view.write_trace(trace_path, result)
+    if json_path != "-":
         Console().print(view.table(result))
         Console().print(f"wrote {given['out']}", highlight=False)
 
@@ -147,14 +147,14 @@ def paper(
     from vidspec_tools.bench import paper as bench
     from vidspec_tools.views import races
 
-    usual = bench.QUICK if given["quick"] else bench.USUAL
+    usual = bench.QUICK if quick else bench.USUAL
     what = shared.pick(
         bench.PaperBenchmark,
         given,
-        families=tuple(shared.values("--family", given["family"], str)),
-        inflate=(given["inflate"],),
-        methods=bench.ALL if given["methods"] == "all" else tuple(shared.values("--methods", given["methods"], str)),
-        knobs=options.knobs(given["knob"]),
+        families=tuple(shared.values("--family", family, str)),
+        inflate=(inflate,),
+        methods=bench.ALL if methods == "all" else tuple(shared.values("--methods", methods, str)),
+        knobs=options.knobs(knob),
         **{name: default if given[name] is None else given[name] for name, default in usual.items()},
     )
     running.measure(bench, races.PAPER_VIEW, what, given)
@@ -195,9 +195,9 @@ def speed(
     what = shared.pick(
         bench.SpeedBenchmark,
         given,
-        families=tuple(shared.values("--family", given["family"], str)),
-        inflate=tuple(shared.values("--inflate", given["inflate"], float)),
-        knobs=options.knobs(given["knob"]),
+        families=tuple(shared.values("--family", family, str)),
+        inflate=tuple(shared.values("--inflate", inflate, float)),
+        knobs=options.knobs(knob),
     )
     running.measure(bench, races.SPEED_VIEW, what, given)
 
@@ -242,13 +242,13 @@ def scaling(
     from vidspec_tools.bench import scaling as bench
     from vidspec_tools.views import races
 
-    chosen = bench.AXES.get(given["axis"], ())
+    chosen = bench.AXES.get(axis, ())
     what = shared.pick(
         bench.ScalingBenchmark,
         given,
-        families=tuple(shared.values("--family", given["family"], str)),
-        inflate=(given["inflate"],),
-        values=chosen if given["values"] is None else tuple(shared.values("--values", given["values"], float)),
-        knobs=options.knobs(given["knob"]),
+        families=tuple(shared.values("--family", family, str)),
+        inflate=(inflate,),
+        values=chosen if values is None else tuple(shared.values("--values", values, float)),
+        knobs=options.knobs(knob),
     )
     running.measure(bench, races.SCALING_VIEW, what, given)

@@ -67,10 +67,10 @@ def acceptance(
         else shared.values("--" + name.replace("_", "-"), given[name], kinds.get(name, float))
         for name in bench.AXES
     }
-    seed = given["seed"] if given["seeded"] else None
-    what = shared.pick(bench.Sweep, given, axes=axes, seed=seed, knobs=options.knobs(given["knob"]))
-    if given["plot_path"] is not None:
-        view.check_room(given["plot_path"], axes)
+    own_seed = seed if seeded else None
+    what = shared.pick(bench.Sweep, given, axes=axes, seed=own_seed, knobs=options.knobs(knob))
+    if plot_path is not None:
+        view.check_room(plot_path, axes)
     running.measure(bench, view, what, given)
 
 
@@ -136,7 +136,6 @@ def quality(
         field: tuple(shared.values("--" + name.removesuffix("_loose").replace("_", "-"), given[name], kind))
         for name, (field, kind) in _SWEPT.items()
     }
-    shifts = tuple(options.switch("--position-shift", text) for text in given["position_shift"].split(","))
-    knobs = options.knobs(given["knob"])
-    what = shared.pick(bench.Quality, given, **swept, position_shifts=shifts, knobs=knobs)
+    shifts = tuple(options.switch("--position-shift", text) for text in position_shift.split(","))
+    what = shared.pick(bench.Quality, given, **swept, position_shifts=shifts, knobs=options.knobs(knob))
     running.measure(bench, view, what, given)

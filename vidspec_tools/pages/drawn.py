@@ -46,7 +46,7 @@ def properties() -> dict[str, Any]:
             return _step(self, *args, **kwargs)
 
         with mock.patch.object(owner, "step", stepped):
-            run_state_machine_as_test(begun, settings=drawing(60, stateful_step_count=40))
+            run_state_machine_as_test(begun, settings=drawing(60, stateful_step_count=40))  # type: ignore[arg-type]
         rows[name] = {**counts, "seconds": round(time.monotonic() - start, 1)}
         print(f"{name}: {rows[name]}", flush=True)
     return rows

@@ -78,8 +78,10 @@ def pruners(result: Result, name: str = "") -> list[str]:
         lines = []
         for pruner in names:
             cells = [f"`{pruner}`", *(_length(by_cell.get((pruner, ratio))) for ratio in ratios)]
-            lengths = [row["acceptance_length"] if row else None for row in (by_cell.get((pruner, 0.9)), unpruned)]
-            lines.append([*cells, share(lengths[0] / lengths[1] if all(lengths) else None)])
+            left = None
+            if (pruned := by_cell.get((pruner, 0.9))) and unpruned:
+                left = pruned["acceptance_length"] / unpruned["acceptance_length"]
+            lines.append([*cells, share(left)])
         head = [f"`{family}`", *(f"{ratio:g}" for ratio in ratios), "share of unpruned at 0.9"]
         found += [markdown(head, lines), note(ours)]
     return [*found, *(figure(f"{name}.png", "acceptance length over prune ratio, by pruner") if name else ())]
@@ -186,8 +188,8 @@ def _lvspec_table_3(panels: dict[quality_view.Panel, list[Row]]) -> str:
             continue
         # The paper's lengths are without the target's own token.
         ratio = None if length is None else (1 + length) / (1 + (LVSPEC_TABLE_3["strict"][0] or 0))
-        cells = [f"`{name}`", number(ratio, 2), *(number(row and row["ratio_to_strict"], 2) for row in rows)]
-        lines.append([*cells, share(kept), *(share(row and row["retention"]) for row in rows)])
+        cells = [f"`{name}`", number(ratio, 2), *(number(row["ratio_to_strict"] if row else None, 2) for row in rows)]
+        lines.append([*cells, share(kept), *(share(row["retention"] if row else None) for row in rows)])
     return markdown(["LVSpec's table 3", "length of strict's: paper", *families, "kept: paper", *families], lines)
 
 

@@ -3,6 +3,7 @@
 Everything here is modelled or computed from figures that a caller has measured; nothing loads a model or a device.
 """
 
+from vidspec_tools.gpus import GPUS, Gpu, gpu_named
 from vidspec_tools.planning.acceptance import (
     RUNNER_UP,
     Agreement,
@@ -13,10 +14,9 @@ from vidspec_tools.planning.acceptance import (
     rate_of_tree,
 )
 from vidspec_tools.planning.candidates import Candidate
-from vidspec_tools.planning.gpus import ASSUMED, GPUS, Assumptions, Gpu, gpu_named
 from vidspec_tools.planning.planner import Planner, plan
 from vidspec_tools.planning.question import RATIOS, Question, check
-from vidspec_tools.planning.roofline import MemorySplit, Placement, forward_seconds
+from vidspec_tools.planning.roofline import ASSUMED, Assumptions, MemorySplit, Placement, forward_seconds
 from vidspec_tools.planning.speed import StreamRun, StreamTimes, rounds_speedup, run_streams, speedup, window_of
 from vllm_vidspec.planning.shapes import KNOWN, ModelShape, draft_shape, target_shape
 

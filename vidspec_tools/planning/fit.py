@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from vidspec_tools.planning.gpus import ASSUMED
-from vidspec_tools.planning.roofline import kv_bytes, weight_bytes
+from vidspec_tools.planning.roofline import ASSUMED, kv_bytes, weight_bytes
 from vllm_vidspec.planning.pool import PIXEL_SHARE, VISION_SHARE, pool_bytes
 from vllm_vidspec.planning.shapes import ModelShape
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from vidspec_tools.gpus import Gpu
 from vidspec_tools.planning.acceptance import Agreement, default_agreement
-from vidspec_tools.planning.gpus import ASSUMED, Assumptions, Gpu
-from vidspec_tools.planning.roofline import weight_bytes
+from vidspec_tools.planning.roofline import ASSUMED, Assumptions, weight_bytes
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.planning.shapes import ModelShape
 

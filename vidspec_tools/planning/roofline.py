@@ -8,8 +8,41 @@ alone. The vision tower is not modelled.
 
 from dataclasses import dataclass
 
-from vidspec_tools.planning.gpus import ASSUMED, Assumptions, Gpu
+from vidspec_tools.gpus import Gpu
 from vllm_vidspec.planning.shapes import KV_BYTES, WEIGHT_BYTES, ModelShape
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What is between a data sheet and a forward; none of it has been measured on a GPU by this project.
+
+    Attributes:
+        memory_frac: Of the memory's peak that a whole forward reaches.
+        flops_frac: Of the products' peak.
+        link_frac: Of the link's peak.
+        launch_s: From one kernel to the next, in a CUDA graph.
+        layer_launches: Kernels of a decoder layer.
+        forward_launches: Kernels of a forward beside its layers: inputs, head, the draw of a token.
+        step_s: Host time of a target's step that no kernel hides, with drafts or without.
+        speculation_s: The same of a step with drafts, on top.
+        usable_frac: Of a card's memory that weights and KV may take; the rest is activations, graphs and room.
+        walk_s: Of one program of FlashAttention 2 over a key of 128 dimensions, where keys are not split: 1.34 ms a
+            layer over 32k keys on an RTX 3090 (vllm-project/flash-attention PR 193, published there).
+    """
+
+    memory_frac: float = 0.8
+    flops_frac: float = 0.6
+    link_frac: float = 0.7
+    launch_s: float = 1.5e-6
+    layer_launches: int = 12
+    forward_launches: int = 10
+    step_s: float = 0.5e-3
+    speculation_s: float = 0.3e-3
+    usable_frac: float = 0.9
+    walk_s: float = 41e-9
+
+
+ASSUMED = Assumptions()
 
 
 @dataclass(frozen=True)
