@@ -8,16 +8,14 @@ from vidspec_tools.planning.acceptance import (
     RUNNER_UP,
     Agreement,
     agreement_of_positions,
-    answer_length,
     default_agreement,
     rate_of_chain,
-    rate_of_tree,
 )
 from vidspec_tools.planning.candidates import Candidate
 from vidspec_tools.planning.planner import Planner, plan
 from vidspec_tools.planning.question import RATIOS, Question, check
 from vidspec_tools.planning.roofline import ASSUMED, Assumptions, MemorySplit, Placement, forward_seconds
-from vidspec_tools.planning.speed import StreamRun, StreamTimes, rounds_speedup, run_streams, speedup, window_of
+from vidspec_tools.planning.speed import StreamRun, run_streams, speedup, window_of
 from vllm_vidspec.planning.shapes import KNOWN, ModelShape, draft_shape, target_shape
 
 __all__ = [
@@ -36,9 +34,7 @@ __all__ = [
     "Planner",
     "Question",
     "StreamRun",
-    "StreamTimes",
     "agreement_of_positions",
-    "answer_length",
     "check",
     "default_agreement",
     "draft_shape",
@@ -46,8 +42,6 @@ __all__ = [
     "gpu_named",
     "plan",
     "rate_of_chain",
-    "rate_of_tree",
-    "rounds_speedup",
     "run_streams",
     "speedup",
     "target_shape",

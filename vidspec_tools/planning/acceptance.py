@@ -39,50 +39,20 @@ class Agreement:
         best = self.rates[min(depth, len(self.rates)) - 1]
         return (1 - best) * self.runner_up * (1 - self.runner_up) ** (rank - 1) if rank else best
 
-    def chain_emits(self, num_tokens: int) -> list[float]:
-        """Return the probabilities that a step over a chain of K drafts emits 1, 2, ..., K + 1 tokens."""
-        found, stands = [], 1.0
-        for depth in range(1, num_tokens + 1):
-            found.append(stands * (1 - self.at(depth)))
-            stands *= self.at(depth)
-        return [*found, stands]
-
     def chain_length(self, num_tokens: int) -> float:
         """Return the mean tokens of a step over a chain of K drafts: 1 + p_1 + p_1 p_2 + ... (tau, eq. 12 with one)."""
-        return sum(number * chance for number, chance in enumerate(self.chain_emits(num_tokens), 1))
-
-    def tree_emits(self, paths: Sequence[Path] = SPECVLM_PATHS) -> list[float]:
-        """Return the probabilities that a step over a static tree emits 1, 2, ..., depth + 1 tokens.
-
-        The target's continuation is one path, so a level's nodes exclude each other and their chances add up.
-        """
-        reaches = [1.0]
-        for depth in range(1, max(map(len, paths)) + 1):
-            reaches.append(sum(self._stands(path) for path in paths if len(path) == depth))
-        return [here - deeper for here, deeper in pairwise([*reaches, 0.0])]
+        return 1 + sum(self._accepts((0,) * depth) for depth in range(1, num_tokens + 1))
 
     def tree_length(self, paths: Sequence[Path] = SPECVLM_PATHS) -> float:
         """Return the mean tokens of a step over a static tree, SpecVLM's by default: 1 and each node's chance."""
-        return 1 + sum(map(self._stands, paths))
+        return 1 + sum(map(self._accepts, paths))
 
-    def _stands(self, path: Path) -> float:
+    def _accepts(self, path: Path) -> float:
+        """Return the probability that a node is accepted: the candidate of each rank on its path."""
         chance = 1.0
         for depth, rank in enumerate(path, 1):
             chance *= self.at(depth, rank)
         return chance
-
-
-def answer_length(emits: Sequence[float], answer: int) -> float:
-    """Return the mean tokens of a step over answers that end: what a last step drafts past the end does not count.
-
-    Args:
-        emits: Probabilities that a step emits 1, 2, ... tokens.
-        answer: Tokens of an answer, behind its first one.
-    """
-    steps = [0.0]
-    for left in range(1, answer + 1):
-        steps.append(1 + sum(chance * steps[max(0, left - number)] for number, chance in enumerate(emits, 1)))
-    return answer / steps[answer]
 
 
 def agreement_of_positions(positions: Sequence[float], runner_up: float = 0.0, source: str = "given") -> Agreement:

@@ -15,7 +15,7 @@ from vidspec_tools.planning.roofline import (
     prefill_seconds,
     weight_bytes,
 )
-from vidspec_tools.planning.speed import StreamTimes, run_streams, speedup, window_of
+from vidspec_tools.planning.speed import run_streams, speedup, window_of
 from vllm_vidspec.config.paths import SPECVLM_PATHS
 
 NONE, CHAIN, TREE, PARALLEL = SHAPES = ("none", "chain", "tree-static", "parallel")
@@ -162,7 +162,7 @@ class Candidates:
             # vLLM verifies K rows in every step, whatever the stream has.
             step = self.target_seconds(batch, window + 1) + asked.assumed.speculation_s
             window = window_of(step, turn, agreement.rates[-1], most)
-        run = run_streams(agreement, window, StreamTimes(lambda drafts: step, turn), answer=tokens)
+        run = run_streams(agreement, window, step, turn, answer=tokens)
         target, verify = self.target_seconds(batch, 1), self.target_seconds(batch, window + 1)
         own = memory_split(
             self._own_place,
