@@ -21,7 +21,7 @@ from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning.guided import default_uv_layer
 from vllm_vidspec.tools.user_files import writing
 
-WORDS = "zero-output layers appended"  # of every label that names an inflated target
+WORDS = "no-op layers appended"  # of every label that names an inflated target
 INDEX = "model.safetensors.index.json"
 APPENDED = "appended-layers.safetensors"
 # What a layer adds to the residual stream; the weights and, where there are any, the biases.

@@ -7,7 +7,7 @@ VANILLA, SEQUENTIAL, PARALLEL = MODES = ("vanilla", "sequential", "parallel")
 STOCK = "stock"  # vLLM's own way to draft, without us
 OURS = "ParallelVLM"
 WINDOW = 5  # drafts a step of the papers' chains
-LOOSE_WINDOW = 10  # of those whose mismatches may stand (LVSpec, section 4)
+LOOSE_WINDOW = 10  # of methods that accept mismatches (LVSpec, section 4)
 _PRUNED: dict[str, Any] = {"pruner": "specvlm", "prune_ratio": 0.9}
 
 

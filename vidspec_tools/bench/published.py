@@ -10,7 +10,7 @@ class PublishedPair:
     """A pair of ParallelVLM's Table 1, which is what `bench parallel --table` shows.
 
     Attributes:
-        family: The bundled pair that stands for it.
+        family: The bundled pair that represents it.
         name: As the paper names it.
         ratio: Its c = T_p / T_q, without pruning, rounded.
         figures: By method its mean accepted length M, the target's own token included, and its speedup, on BENCHMARK.
@@ -104,7 +104,7 @@ class Figure:
 
     @property
     def source(self) -> str:
-        """Where it stands."""
+        """Where it is published."""
         return f"{self.paper}, {self.pair}"
 
 
@@ -114,7 +114,7 @@ def _of_table_1(pair: PublishedPair, method: str) -> Figure:
 
 _QWEN, _LLAVA = "Qwen2.5-VL 7B & 32B", "LLaVA-OV 7B & 72B"
 _TABLE_1 = {pair.name: pair for pair in PUBLISHED}
-# By the family whose bundled pair stands for the papers' and by method: that of the paper which proposes the method, or
+# By the family whose bundled pair represents the papers' and by method: that of the paper which proposes the method, or
 # else of the one that runs it as we do.
 FIGURES: dict[str, dict[str, Figure]] = {
     "qwen2.5-vl": {

@@ -72,7 +72,7 @@ class Quality:
         temperatures: Of the target and the draft.
         draft_noises: Values of the knob; at temperature 0 they are all the same, and only the first is measured.
         scorers: Of LOSSY; strict is always measured.
-        lambdas: Shares that `loose` and `random` let stand.
+        lambdas: Shares of mismatches that `loose` and `random` accept.
         top_ns: N of `loose`.
         position_shifts: Whether `loose` tolerates shifts.
         relevance_rows: Whose states `loose` looks at.
@@ -368,7 +368,7 @@ def draft_figures(counters: dict[str, int] | None, num_verified: int, strict_len
 
     Returns:
         `acceptance_length` and `ratio_to_strict`, `num_drafts`, and `delivered_length`: output tokens per verify step.
-        The two lengths differ by what stood past the end of a caption, of which a lossy scorer lets more stand.
+        The two lengths differ by what was accepted past the end of a caption, of which a lossy scorer accepts more.
     """
     if counters is None:
         return dict.fromkeys(("acceptance_length", "ratio_to_strict", "delivered_length", "num_drafts"))

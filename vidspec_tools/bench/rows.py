@@ -136,7 +136,7 @@ def speculation(rounds: Sequence[Sequence[Trial]], variant: Variant) -> dict[str
     if variant.mode == "parallel":
         found |= {name: counters[name] for name in names}
         found["late_frac"] = counters["late_drafts"] / num_steps if num_steps else None
-    # No tree stands whole, and vLLM's own counters are not read at each step.
+    # No tree is accepted whole, and vLLM's own counters are not read at each step.
     if (variant.spec or {}).get("drafting", "chain") == "chain" and variant.mode != STOCK:
         found["stream_length"] = num_decoded / sum(trial.num_streams for trial in trials)
     return found

@@ -24,7 +24,7 @@ class SpeedBenchmark(Benchmark):
 
     Attributes:
         drafting: The draft's shape.
-        scorer: Which drafts stand.
+        scorer: Which drafts are accepted.
         parallel: Whether the drafter has a process of its own.
     """
 

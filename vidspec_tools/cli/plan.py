@@ -24,7 +24,7 @@ Ratios = Annotated[
     str | None, typer.Option("--prune-ratio", help="Of these the best is taken. Default: 0,0.5,0.8,0.9,0.95.")
 ]
 ACCEPTANCE = (
-    "Share of drafts that stand: at the first position, or by position as `vllm bench serve` prints it. Default: what "
+    "Draft acceptance rate: at the first position, or by position as `vllm bench serve` prints it. Default: what "
     "the papers' figures of the family come to."
 )
 

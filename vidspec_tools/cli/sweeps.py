@@ -94,7 +94,7 @@ def quality(
         str, options.sweep("Beside strict: loose, fly, fly-entropy, random, oracle.")
     ] = "loose,fly,fly-entropy,random,oracle",
     lambda_loose: Annotated[
-        str, options.sweep("Share that loose and random let stand.", "--lambda")
+        str, options.sweep("Share of mismatches that loose and random accept.", "--lambda")
     ] = "0.2,0.5,0.7,0.9",
     top_n: Annotated[str, options.sweep("loose: video tokens that make a relevance (N).")] = "10",
     position_shift: Annotated[str, options.sweep("loose: off, on.")] = "off,on",
@@ -119,12 +119,12 @@ def quality(
 
     What the held-out videos show is known: a caption's attributes (colours, shapes, motion, order) are right or wrong.
     "kept" is the share that is right, divided by that of the target alone at the same temperature with the same seeds.
-    Beside the scorers stand the target and the draft alone, each in an engine of its own; one engine per noise serves
+    The target alone and the draft alone are measured too, each in an engine of its own; one engine per noise serves
     all scorers.
 
     loose has every lambda at the N closest to 10, with the first of --position-shift and --relevance-rows and with each
     other one of these; and the other N at the lambda closest to 0.7. A name says what differs from N 10, no shift and
-    the token's own state: "loose 0.7 N1 shift pred". "not exact" is the share of the drafts that stood without being
+    the token's own state: "loose 0.7 N1 shift pred". "not exact" is the share of the accepted drafts without being
     the target's choice, "same" the share of captions that are the target's to the last token. "AUC" is how well the
     measured relevance tells words about the video from fillers: 0.5 is not at all, 1 always.
     """

@@ -32,7 +32,7 @@ def commands_by_name() -> dict[str, list[str]]:
 
 
 def chosen(names: str, known: Iterable[str]) -> list[str]:
-    """Return the results that comma-separated names stand for: R9 is R9-sage, too."""
+    """Return the results that comma-separated names mean: R9 is R9-sage, too."""
     wanted, known = names.split(","), list(known)
     if unknown := [name for name in wanted if name not in {*known, *(one.split("-")[0] for one in known)}]:
         raise SystemExit(f"no result is called {unknown[0]!r}; there are {', '.join(known)}")

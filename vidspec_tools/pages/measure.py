@@ -8,8 +8,8 @@
     python -m vidspec_tools.pages.measure --only properties,fuzz --times 20
     python -m vidspec_tools.pages.measure --only coexistence --rows LoRA,Ray   # root for the row of two nodes
 
-The commands stand in front of a result's marker on its page. What is not as it should be is written as seen, and the
-command fails.
+The commands are those in front of a result's marker on its page. What is not as it should be is written as seen, and
+the command fails.
 """
 
 import argparse

@@ -254,7 +254,7 @@ def costs(result: Result) -> list[str]:
     """Return a table per family: tokens per second by batch size and plan, and what follows for `auto`."""
     found = []
     for family, calibration in result["calibrations"].items():
-        # By shape, in the order measured; chains by their length, some of which stand between two that were measured.
+        # By shape, in the order measured; chains by their length, some of them interpolated.
         order = list(dict.fromkeys(row["shape"] for row in calibration["costs"]))
         rows = sorted(calibration["costs"], key=lambda row: (order.index(row["shape"]), row["num_speculative_tokens"]))
         lines: dict[int, list[str]] = {}
@@ -432,7 +432,7 @@ LINES: tuple[tuple[str, str, str], ...] = (
         LENGTH,
     ),
     (
-        "the same, mismatches let stand by `loose` as long as 98 % of the captions' facts stay right",
+        "the same, mismatches accepted by `loose` as long as 98 % of the captions' facts stay right",
         "R12 temperature=1.0 method=loose",
         LENGTH,
     ),

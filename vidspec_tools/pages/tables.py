@@ -1,4 +1,4 @@
-"""Markdown from rows: a table is a head and the template of a row; a page's sections stand between its markers."""
+"""Markdown from rows: a table is a head and the template of a row; a page's sections are between its markers."""
 
 import json
 import re
@@ -43,9 +43,9 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], words: int | Co
     """Return a Markdown table.
 
     Args:
-        head: What stands above the columns.
+        head: The heads of the columns.
         rows: Their cells.
-        words: The columns of words, which stand to the left: how many at the front, or which. Others hold numbers.
+        words: The columns of words, left-aligned: how many at the front, or which. Others hold numbers.
     """
     left = range(words) if isinstance(words, int) else words
     rules = ["---" if column in left else "---:" for column in range(len(head))]
@@ -89,7 +89,7 @@ def origin(result: Result) -> str:
 
 
 def written(page: str, sections: Mapping[str, Callable[[], str]]) -> str:
-    """Return a page with its sections made anew; what stands between other markers stays.
+    """Return a page with its sections made anew; text between other markers stays.
 
     Args:
         page: Text in which `<!-- NAME -->` and `<!-- /NAME -->` enclose a section.

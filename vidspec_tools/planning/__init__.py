@@ -12,11 +12,12 @@ from vidspec_tools.planning.acceptance import (
     rate_of_chain,
 )
 from vidspec_tools.planning.candidates import Candidate
+from vidspec_tools.planning.models import KNOWN, draft_shape, target_shape
 from vidspec_tools.planning.planner import Planner, plan
 from vidspec_tools.planning.question import RATIOS, Question, check
 from vidspec_tools.planning.roofline import ASSUMED, Assumptions, MemorySplit, Placement, forward_seconds
 from vidspec_tools.planning.speed import StreamRun, run_streams, speedup, window_of
-from vllm_vidspec.planning.shapes import KNOWN, ModelShape, draft_shape, target_shape
+from vllm_vidspec.planning.shapes import ModelShape
 
 __all__ = [
     "ASSUMED",

@@ -59,7 +59,7 @@ def agreement_of_positions(positions: Sequence[float], runner_up: float = 0.0, s
     """Return the agreement that measured acceptance says, position by position.
 
     Args:
-        positions: Of all drafts the share whose token at position 1, 2, ... stood, as `vllm bench serve` prints it per
+        positions: Acceptance rate at position 1, 2, ... of all drafts, as `vllm bench serve` prints it per
             position. Deeper ones fall as the last did.
         runner_up: s of `Agreement`.
         source: Where they come from.
@@ -68,9 +68,11 @@ def agreement_of_positions(positions: Sequence[float], runner_up: float = 0.0, s
         VidSpecError: Not shares in (0, 1], or they rise.
     """
     if not positions or not all(0 < share <= 1 for share in positions):
-        raise VidSpecError("--acceptance: each share must be above 0 and at most 1")
+        raise VidSpecError("--acceptance: each rate must be above 0 and at most 1")
     if any(deeper > share for share, deeper in pairwise(positions)):
-        raise VidSpecError("--acceptance: shares by position cannot rise: a draft stands only where all before it do")
+        raise VidSpecError(
+            "--acceptance: rates by position cannot rise: a draft token is accepted only if all before it are"
+        )
     rates = tuple(share / before for before, share in pairwise([1.0, *positions]))
     return Agreement(rates, runner_up, source)
 

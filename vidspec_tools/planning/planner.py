@@ -108,7 +108,7 @@ class Planner(Candidates):
         return bisect(gain, WORTH) if gain(1.0) >= WORTH else None
 
     def of_attention(self) -> Iterator[str]:
-        """Yield what stands for vLLM's own attention on this card, and what that would take."""
+        """Yield what replaces vLLM's own attention on this card, and what that would take."""
         asked = self.question
         if asked.gpu.splits_keys:
             return

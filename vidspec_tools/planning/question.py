@@ -68,7 +68,7 @@ class Question:
 
     @property
     def may_take_turns(self) -> bool:
-        """Whether the draft can stand on the target's ranks."""
+        """Whether the draft can share the target's ranks."""
         return self.is_self or self.draft.is_shared_by(self.ranks)
 
 

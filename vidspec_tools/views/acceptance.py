@@ -16,7 +16,7 @@ from vllm_vidspec.tools.tables import Columns, by_columns, number, percent
 _SHORT = {"num_speculative_tokens": "K", "temperature": "T", "prune_ratio": "prune"}
 _SHOWN_ALONE = ("family", "draft", "pruner", "prune_ratio", "num_speculative_tokens", "temperature")
 
-# Figures that stand for chains alone, and in a table with trees.
+# Columns of a table of chains alone, and of one with trees.
 _CHAIN_FIGURES: Columns = {
     "accept\nrate": lambda row: percent(row["acceptance_rate"]),
     "drafts": lambda row: str(row["num_drafts"]),
@@ -69,7 +69,7 @@ def check_room(path: str, axes: Mapping[str, Sequence[Any]]) -> None:
     drawn = _DRAWN_BY_SHAPE if len(set(axes["drafting"])) > 1 else _DRAWN
     several = [name for name in AXES if name not in drawn and len(set(axes[name])) > 1]
     if drawn is _DRAWN_BY_SHAPE and all(len(set(axes[name])) > 1 for name in ("prune_ratio", "temperature")):
-        several.append("temperature")  # one of the two stands below the shapes
+        several.append("temperature")  # one of the two is the x axis
     if several:
         raise VidSpecError(
             f"cannot draw {path}: a figure shows one {several[0]}, there are {len(set(axes[several[0]]))}"
@@ -124,7 +124,7 @@ def shape_of(row: dict[str, Any]) -> str:
 def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
     """Draw acceptance length, one panel per family: over prune ratio by pruner, or by shape where there are several.
 
-    Shapes are lines over several prune ratios, otherwise bars, at each temperature. Ratios stand at equal distances,
+    Shapes are lines over several prune ratios, otherwise bars, at each temperature. Ratios are evenly spaced,
     because what happens between 0.9 and 1 is the point. The same rows give the same file.
 
     Args:

@@ -1,4 +1,4 @@
-"""How `vidspec plan` shows itself: its table, what stands below it, and the figure; no engine."""
+"""How `vidspec plan` shows itself: its tables, the text below them, and the figure; no engine."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -112,8 +112,8 @@ def tables(rows: Sequence[Row]) -> Iterator[Table]:
 def draw(rows: Sequence[Row], path: str) -> None:
     """Draw retention over acceptance length: a panel per family (down), temperature and noise (across).
 
-    A line joins what a scorer gives over its lambda or threshold. Loose points with another N than the line's stand
-    alone, hollow, with their N beside them. The same rows give the same file.
+    A line joins what a scorer gives over its lambda or threshold. Loose points with another N than the line's
+    are hollow, with their N beside them. The same rows give the same file.
 
     Args:
         rows: As `run` or `read_csv` returns them.

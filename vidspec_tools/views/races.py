@@ -86,7 +86,7 @@ _NAMES = {"sequential": "draft, then verify", "ParallelVLM": "in parallel"}
 
 
 def parallel_columns(rows: Rows) -> Columns:
-    """Return the columns of a table of rows; what is published stands in the last ones, if it is asked for."""
+    """Return the columns of a table of rows; published figures are the last ones, if asked for."""
     shown: Columns = {
         "method": lambda row: _NAMES.get(row["method"], row["method"]),
         **_common("K", "speedup", "p20 - p80", "same\noutput", "accept\nlength"),
@@ -135,7 +135,7 @@ def _draw_parallel(rows: Rows, path: str) -> None:
 
 
 def _ratio_words(rows: Rows) -> str:
-    """Return what stands under a group: the ratio that was measured, and what was done for it."""
+    """Return the words below a group: the measured ratio, and the layers appended for it."""
     reached = next((row["ratio"] for row in reversed(rows) if row["ratio"]), None)
     words = f"T_t / T_d {number(reached, 1)}"
     layers = {role: rows[0][f"{role}_layers"] for role in ("target", "draft")}
@@ -284,7 +284,7 @@ def _scaling_tables(rows: Rows) -> list[Table]:
 
 
 def _draw_scaling(rows: Rows, path: str) -> None:
-    """Draw speedup and acceptance length over the axis, a line a family; values stand at equal distances."""
+    """Draw speedup and acceptance length over the axis, a line a family; values are evenly spaced."""
     rows = beside_vanilla(rows)
     values = sorted({row["value"] for row in rows})
     drawn = {"decode speed, of vanilla's": "speedup", "tokens per verify step": "acceptance_length"}

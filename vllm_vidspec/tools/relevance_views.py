@@ -94,7 +94,7 @@ def setting(row: dict[str, Any]) -> str:
 def figures(row: dict[str, Any]) -> list[str]:
     """Return in sentences what became of the drafts and, where it is known, what relevance tells apart."""
     found = [
-        f"{len(row['words'])} tokens, {number(row['acceptance_length'], 2)} per verify step; of the drafts that stood "
+        f"{len(row['words'])} tokens, {number(row['acceptance_length'], 2)} per verify step; of the accepted drafts "
         f"{percent(row['loosened_frac'])} loosened, {percent(row['shifted_frac'])} shifted."
     ]
     if row["relevance_auc"] is not None:
@@ -152,7 +152,7 @@ def _span(shown: str, kind: str, background: str, hint: str = "") -> str:
 
 
 def lay_out(words: Sequence[str], width: int = WIDTH) -> list[tuple[int, int, str, int]]:
-    """Return where each token stands in lines of a fixed-width face.
+    """Return where each token is placed in lines of a fixed-width face.
 
     Args:
         words: The tokens' texts; a space before one parts it from the one before.

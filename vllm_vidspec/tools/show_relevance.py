@@ -18,9 +18,9 @@ class Show(Picture):
     """What to show.
 
     Attributes:
-        lambda_loose: Share of a step's drafts whose mismatches stand; 0 measures relevance and loosens nothing.
+        lambda_loose: Share of a step's draft tokens whose mismatches are accepted; 0 measures relevance only.
         top_n: Video tokens that make a relevance.
-        position_shift: Whether a mismatch stands where the target's token is among the drafts.
+        position_shift: Whether a mismatch is accepted where the target's token is among the draft's.
         relevance_rows: Whose state is compared, "token" or "prediction".
         temperature: Of the target and the draft.
         seed: Of the request.

@@ -26,9 +26,9 @@ def by_columns(
     """Return a table.
 
     Args:
-        columns: What stands above a column -> a row's text in it.
+        columns: Head of a column -> a row's text in it.
         rows: What they are about.
-        num_words: The first columns, which hold words and stand to the left; the others hold numbers.
+        num_words: How many columns at the front hold words and are left-aligned; the others hold numbers.
         style: A row's, None for the usual one.
         options: Further ones of rich's Table.
     """
