@@ -158,11 +158,7 @@ class Configuration:
 
 
 def check(sweep: Sweep) -> None:
-    """Refuse a wrong value before anything runs.
-
-    Raises:
-        VidSpecError: One line naming it.
-    """
+    """Refuse a wrong value, in one line, before anything runs."""
     if min(sweep.requests, sweep.max_tokens, sweep.batch_size, sweep.jobs) < 1:
         raise VidSpecError("--requests, --max-tokens, --batch-size and --jobs must be at least 1")
     for name in sweep.knobs:

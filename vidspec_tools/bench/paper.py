@@ -44,11 +44,7 @@ class PaperBenchmark(Benchmark):
 
 
 def check(benchmark: PaperBenchmark) -> None:
-    """Refuse a wrong value before an engine starts.
-
-    Raises:
-        VidSpecError: One line naming it.
-    """
+    """Refuse a wrong value, in one line, before an engine starts."""
     if unknown := [name for name in benchmark.methods if name not in ALL]:
         raise VidSpecError(f"--methods: {unknown[0]!r} is none of {', '.join(ALL)}")
     parallel.check(benchmark)

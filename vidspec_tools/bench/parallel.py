@@ -36,11 +36,7 @@ _TIMED_REQUESTS, _TIMED_TOKENS = 6, 48
 
 
 def check(benchmark: Benchmark) -> None:
-    """Refuse a wrong value before an engine starts.
-
-    Raises:
-        VidSpecError: One line naming it.
-    """
+    """Refuse a wrong value, in one line, before an engine starts."""
     if min(benchmark.requests, benchmark.rounds) < 1 or benchmark.max_tokens < 2:
         raise VidSpecError("--requests and --rounds must be at least 1, --max-tokens at least 2")
     if unknown := [mode for mode in benchmark.modes if mode not in MODES]:
@@ -131,9 +127,6 @@ def _run_variants(
 
     Returns:
         The trials of each that went through, `[rounds][requests]`, and of each that did not `method` and `reason`.
-
-    Raises:
-        VidSpecError: Vanilla stopped.
     """
     failures = []
     with ExitStack() as stack:
@@ -161,11 +154,7 @@ def _run_variants(
 
 
 def take_trial(benchmark: Benchmark, variant: Variant, session: EngineSession, index: int) -> Trial:
-    """Let an engine answer a request alone; vanilla's is never watched, as nobody there notes what it does.
-
-    Raises:
-        VidSpecError: The engine stopped.
-    """
+    """Let an engine answer a request alone; vanilla's is never watched, as nobody there notes what it does."""
     command = {"command": "clock", "index": index, "sampling": benchmark.sampling, "seed": benchmark.seed + index}
     if not benchmark.is_watched or variant.spec is None:
         return Trial(**session.ask(command))

@@ -182,11 +182,7 @@ def closest(values: Sequence[Any], default: Any) -> Any:
 
 
 def check(quality: Quality) -> None:
-    """Refuse a wrong value before an engine starts.
-
-    Raises:
-        VidSpecError: One line naming it.
-    """
+    """Refuse a wrong value, in one line, before an engine starts."""
     if min(quality.requests, quality.batch_size) < 1 or quality.max_tokens < 2:
         raise VidSpecError("--requests and --batch-size must be at least 1, --max-tokens at least 2")
     for temperature in quality.temperatures:

@@ -80,11 +80,7 @@ class ScalingBenchmark(SpeedBenchmark):
 
 
 def check(benchmark: ScalingBenchmark) -> None:
-    """Refuse a wrong value before an engine starts.
-
-    Raises:
-        VidSpecError: One line naming it.
-    """
+    """Refuse a wrong value, in one line, before an engine starts."""
     if benchmark.axis not in AXES:
         raise VidSpecError(f"--axis: {benchmark.axis!r} is none of {', '.join(AXES)}")
     if not benchmark.values:
@@ -157,22 +153,14 @@ def read_points(path: str | None) -> dict[str, list[dict[str, Any]]]:
 
 
 def write_point(path: str | None, key: str, rows: list[dict[str, Any]]) -> None:
-    """Add a finished point.
-
-    Raises:
-        VidSpecError: The file cannot be written.
-    """
+    """Add a finished point."""
     if path is not None:
         with writing(path), open(path, "a") as file:
             file.write(json.dumps({"key": key, "rows": rows}) + "\n")
 
 
 def measure(point: ScalingBenchmark, workload: Workload, value: float, report: Report) -> list[dict[str, Any]]:
-    """Let vanilla and the setting answer each round's requests in turn; return a row of each.
-
-    Raises:
-        VidSpecError: One of them stopped.
-    """
+    """Let vanilla and the setting answer each round's requests in turn; return a row of each."""
     variants = [VANILLA_VARIANT, *point.variants(workload.ratio)]
     answers: list[list[dict[str, Any]]] = [[] for _ in variants]
     with ExitStack() as stack:

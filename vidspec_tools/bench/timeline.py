@@ -24,11 +24,7 @@ class TimelineBenchmark(Benchmark):
 
 
 def check(benchmark: TimelineBenchmark) -> None:
-    """Refuse a wrong value before an engine starts.
-
-    Raises:
-        VidSpecError: One line naming it.
-    """
+    """Refuse a wrong value, in one line, before an engine starts."""
     parallel.check(benchmark)
     if VANILLA in benchmark.modes:
         raise VidSpecError("--modes: vanilla has no drafter to draw")

@@ -43,7 +43,7 @@ class Trial:
     def num_streams(self) -> int:
         """Streams of drafts that the answer took: one ends where a draft is rejected, the last one with the answer.
 
-        A fully accepted window ends its stream, too, if the target's own token behind it is not the stream's; the stream
+        A fully accepted window ends its stream if the target's own token behind it is not the stream's; the stream
         is then found stale before anything else of it is verified.
         """
         found, is_new = 1, True

@@ -68,9 +68,6 @@ class Candidates:
 
     Args:
         question: Checked here.
-
-    Raises:
-        VidSpecError: See `check`.
     """
 
     def __init__(self, question: Question):

@@ -26,9 +26,6 @@ class Planner(Candidates):
 
     Args:
         question: Checked here.
-
-    Raises:
-        VidSpecError: See `check`.
     """
 
     def __init__(self, question: Question):

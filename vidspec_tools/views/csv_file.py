@@ -23,11 +23,7 @@ def flatten(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(path: str, result: Mapping[str, Any]) -> None:
-    """Write a result's rows, flattened; the first line is a comment with its provenance as JSON.
-
-    Raises:
-        VidSpecError: The file cannot be written.
-    """
+    """Write a result's rows, flattened; the first line is a comment with its provenance as JSON."""
     rows = [flatten(row) for row in result["rows"]]
     columns = dict.fromkeys(name for row in rows for name in row)
     with writing(path), open(path, "w", newline="") as file:

@@ -12,11 +12,7 @@ OTHER_STYLE = ("#555555", ".")  # of what has no colour and marker of its own
 
 
 def check_outputs(csv_path: str | None, plot_path: str | None, json_path: str | None) -> None:
-    """Refuse, before anything runs, a file that could not be written afterwards; "-" is standard output.
-
-    Raises:
-        VidSpecError: One line naming what is wrong.
-    """
+    """Refuse, before anything runs, a file that could not be written afterwards; "-" is standard output."""
     for path in (csv_path, None if json_path == "-" else json_path):
         if path is not None:
             check_output(path)

@@ -79,9 +79,6 @@ def draw(curves: Mapping[str, Sequence[tuple[int, float]]], result: Mapping[str,
         curves: Of `Planner.curves`.
         result: The plan.
         path: A .png or .svg file.
-
-    Raises:
-        VidSpecError: Nothing fits, or the file cannot be written.
     """
     drawn = [shape for shape in _STYLES if shape in curves]
     if not drawn:

@@ -28,11 +28,7 @@ _GAP_S = 0.01  # between requests in the picture
 
 
 def check_outputs(picture: str, trace: str | None, json_path: str | None) -> None:
-    """Refuse, before anything runs, a file that could not be written afterwards.
-
-    Raises:
-        VidSpecError: One line naming what is wrong.
-    """
+    """Refuse, before anything runs, a file that could not be written afterwards."""
     figures.check_figure(picture, "--out")
     for path in (trace, None if json_path == "-" else json_path):
         if path is not None:
@@ -49,11 +45,7 @@ def in_a_row(requests: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def draw(result: Mapping[str, Any], path: str) -> None:
-    """Draw two lanes a mode over the same time axis, one mode below the other.
-
-    Raises:
-        VidSpecError: There is nothing to draw, or the file cannot be written.
-    """
+    """Draw two lanes a mode over the same time axis, one mode below the other."""
     modes = {mode: in_a_row(found["events"]) for mode, found in result["modes"].items()}
     if not any(modes.values()):
         raise VidSpecError("there is no event to draw")
@@ -116,11 +108,7 @@ def trace(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_trace(path: str, result: Mapping[str, Any]) -> None:
-    """Write `trace`.
-
-    Raises:
-        VidSpecError: The file cannot be written.
-    """
+    """Write `trace`."""
     with writing(path):
         Path(path).write_text(json.dumps(trace(result)) + "\n")
 

@@ -87,11 +87,7 @@ class Measurement:
 
 
 def check(calibration: Calibration, out: str | None = None, plot: str | None = None) -> None:
-    """Refuse a wrong value before an engine starts.
-
-    Raises:
-        VidSpecError: One line naming it.
-    """
+    """Refuse a wrong value, in one line, before an engine starts."""
     if calibration.pruner not in PRUNERS:
         raise VidSpecError(f"--pruner: {calibration.pruner!r} has nothing to calibrate; known: {', '.join(PRUNERS)}")
     calibration.check()

@@ -106,11 +106,7 @@ class Cost:
 
 
 def check(costs: Costs, out: str | None = None) -> None:
-    """Refuse a wrong value before an engine starts.
-
-    Raises:
-        VidSpecError: One line naming it.
-    """
+    """Refuse a wrong value, in one line, before an engine starts."""
     check_pair(costs.calibration, out)
     if costs.rounds < 1:
         raise VidSpecError("--rounds must be at least 1")

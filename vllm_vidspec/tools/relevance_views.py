@@ -43,11 +43,7 @@ p { margin: 0.4rem 0; }
 
 
 def write(row: dict[str, Any], path: str) -> None:
-    """Write the picture of a row of `show_relevance.run`; the suffix names the format.
-
-    Raises:
-        VidSpecError: The file cannot be written.
-    """
+    """Write the picture of a row of `show_relevance.run`; the suffix names the format."""
     with writing(path):
         if Path(path).suffix.lower() == ".png":
             _save_png(row, path)

@@ -57,11 +57,7 @@ class Record:
 
 
 def check(show: Show) -> None:
-    """Refuse a wrong value before an engine starts.
-
-    Raises:
-        VidSpecError: One line naming it.
-    """
+    """Refuse a wrong value, in one line, before an engine starts."""
     show.check_files((".png",))
     if not show.pruners:
         raise VidSpecError("--pruner: no value given")

@@ -45,11 +45,7 @@ class Show(Picture):
 
 
 def check(show: Show) -> None:
-    """Refuse a wrong value before an engine starts.
-
-    Raises:
-        VidSpecError: One line naming it.
-    """
+    """Refuse a wrong value, in one line, before an engine starts."""
     show.check_files(relevance_views.SUFFIXES, drawn=(".png",))
     show.config(**show.knobs)
     if show.max_tokens < 2:

@@ -83,9 +83,6 @@ def readings(server: str, every_s: float | None) -> Iterator[tuple[Reading, Read
 
     Yields:
         A reading, and what was gained since the one before; None at the first, and after a restart of the server.
-
-    Raises:
-        VidSpecError: As `read`.
     """
     before = read(server)
     yield before, None
