@@ -86,9 +86,6 @@ def inflate(checkpoint: str | Path, num_appended: int, folder: Path | None = Non
 
     Returns:
         Its directory, or `checkpoint` itself where nothing is appended. The original's weights are links in it.
-
-    Raises:
-        VidSpecError: Not such a checkpoint, or the copy cannot be written.
     """
     original = Path(checkpoint).resolve()
     if num_appended < 0:

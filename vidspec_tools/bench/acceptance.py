@@ -53,9 +53,6 @@ def canonical(pruner: str, prune_ratio: float) -> dict[str, Any]:
     `none`, which ignores the ratio; TEXT_ONLY is every other pruner at ratio 1 (1 itself: 0.999 still keeps a token of
     a video). Everything else is itself, an alias under its full name. Of equal configurations a sweep runs the one that
     was asked for first.
-
-    Raises:
-        VidSpecError: No such pruner, or a ratio outside [0, 1].
     """
     spec = {"model": SELF, "num_speculative_tokens": 1, "pruner": pruner, "prune_ratio": prune_ratio}
     config, _ = parse_config(spec)
@@ -183,9 +180,6 @@ def run(sweep: Sweep, report: Report = silent) -> dict[str, Any]:
     Returns:
         `rows` (one per requested configuration and sampling, in the order asked for), `failures` (one per requested
         configuration, with the reason; one per family where vanilla failed) and `provenance` (with `jobs`).
-
-    Raises:
-        VidSpecError: A wrong value.
     """
     check(sweep)
     engines, outcomes = sweep.engines(), _run_engines(sweep, report)
@@ -286,9 +280,6 @@ def run_job(job: dict[str, Any], report: Report, running: Running) -> list[dict[
     Returns:
         For each sampling: `seconds`, `token_ids` per request, `metrics` (our counters' gain; None for vanilla) and
         `scheduling` ("async" or "sync").
-
-    Raises:
-        VidSpecError: The engine failed; one line with the reason.
     """
     results: list[dict[str, Any]] = []
     with EngineSession(job, running.holding) as session:

@@ -60,9 +60,6 @@ def run(benchmark: PaperBenchmark, report: Report = silent) -> dict[str, Any]:
     Returns:
         As `parallel.run` does; vanilla's row is called AUTOREGRESSIVE, and a step of it emits one token. On the CPU
         engine vLLM's own method has no times: its kernels are interpreted there, where ours are compiled for the CPU.
-
-    Raises:
-        VidSpecError: A wrong value, or a vanilla engine that stopped.
     """
     check(benchmark)
     result = parallel.run(benchmark, report)

@@ -69,9 +69,6 @@ def run(benchmark: Benchmark, report: Report = silent) -> dict[str, Any]:
     Returns:
         `rows` (vanilla's and one a variant, by family and ratio), `failures` (`family`, `inflate`, `method`,
         `reason`) and `provenance`.
-
-    Raises:
-        VidSpecError: A wrong value, or a vanilla engine that stopped.
     """
     check(benchmark)
     rows: list[dict[str, Any]] = []

@@ -210,9 +210,6 @@ def run(quality: Quality, report: Report = silent) -> dict[str, Any]:
     Returns:
         `rows` (by family, temperature and noise; first the target's and the draft's own, which have no noise) and
         `provenance`.
-
-    Raises:
-        VidSpecError: A wrong value, an engine that stopped, or requests that were not drafted for.
     """
     check(quality)
     report("plan", {"total": quality.num_batches})
@@ -275,11 +272,7 @@ class Panel:
     facts: Sequence[Any]
 
     def measure(self, session: EngineSession) -> Iterator[dict[str, Any]]:
-        """Yield the row of every setting of one engine; strict's comes first.
-
-        Raises:
-            VidSpecError: As `_require_whole`.
-        """
+        """Yield the row of every setting of one engine; strict's comes first."""
         strict_length = None
         for setting in self.quality.settings():
             answer = session.ask(self.quality.command(self.temperature, setting))
@@ -317,11 +310,7 @@ class Panel:
 
 
 def _require_whole(label: str, setting: Setting, counters: dict[str, int]) -> None:
-    """Refuse a batch that is only in part what a row would say.
-
-    Raises:
-        VidSpecError: Requests ran without speculation, or were verified strictly by a scorer that is not strict.
-    """
+    """Refuse a batch that is only in part what a row would say."""
     if skipped := [reason for reason in SKIP_REASONS if counters[f"skipped_{reason}"]]:
         raise VidSpecError(f"{label}: requests ran without speculation ({', '.join(skipped)})")
     held = [reason for reason in STRICT_REASONS if counters[f"strict_{reason}"]]

@@ -40,11 +40,7 @@ class StepTimes:
         return self.target[0] / self.draft[0]
 
     def layers_for(self, ratio: float) -> tuple[int, int]:
-        """Return how many layers to append to target and draft for a ratio; only one of them is inflated.
-
-        Raises:
-            VidSpecError: Layers that take no time, or far too many of them.
-        """
+        """Return how many layers to append to target and draft for a ratio; only one of them is inflated."""
         if ratio >= self.natural:
             found = (_number(self.target, TARGET_LAYERS, ratio * self.draft[0]), 0)
         else:
@@ -87,9 +83,6 @@ def step_times(
         sampling: Arguments of SamplingParams.
         num_prompts: How many the jobs have; each of the four engines answers each in turn.
         report: As `progress.View` takes it.
-
-    Raises:
-        VidSpecError: An engine stopped, or nothing was drafted.
     """
     try:
         found = json.loads(path.read_text())

@@ -103,9 +103,6 @@ def run(benchmark: ScalingBenchmark, report: Report = silent) -> dict[str, Any]:
 
     Returns:
         `rows` (vanilla's and the setting's by value), `failures` (`family`, `value`, `reason`) and `provenance`.
-
-    Raises:
-        VidSpecError: A wrong value, or the file of finished points cannot be read or written.
     """
     check(benchmark)
     done = read_points(benchmark.resume)
@@ -138,11 +135,7 @@ def point_key(point: ScalingBenchmark, workload: Workload) -> str:
 
 
 def read_points(path: str | None) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of finished points by key; none where there is no file yet, or no name of one.
-
-    Raises:
-        VidSpecError: The file is something else.
-    """
+    """Return the rows of finished points by key; none where there is no file yet, or no name of one."""
     if path is None or not Path(path).exists():
         return {}
     try:
@@ -240,11 +233,7 @@ def token_ids(rounds: Sequence[dict[str, Any]]) -> list[list[int]]:
 
 
 def by_round(one: dict[str, Any]) -> dict[str, float]:
-    """Return the figures of one round: decoded tokens over the span of its decode, and means of its requests.
-
-    Raises:
-        VidSpecError: No answer has a second token.
-    """
+    """Return the figures of one round: decoded tokens over the span of its decode, and means of its requests."""
     answers = one["answers"]
     decoded = sum(len(answer["token_ids"]) - 1 for answer in answers)
     span = max(answer["last_s"] for answer in answers) - min(answer["first_s"] for answer in answers)

@@ -41,9 +41,6 @@ def run(benchmark: TimelineBenchmark, report: Report = silent) -> dict[str, Any]
         `family`, `inflate`, `label`, `modes` (by mode `method`, `num_speculative_tokens`, `token_ids` and `events`, a
         list for each request: `lane`, `kind`, `num_reqs`, `num_tokens`, and `start_s` and `end_s` from the moment when
         the request was handed in) and `provenance`.
-
-    Raises:
-        VidSpecError: A wrong value, or an engine that stopped.
     """
     check(benchmark)
     (family,), (ratio,) = benchmark.families, benchmark.inflate

@@ -217,9 +217,6 @@ def draft_model(family: str, draft: str) -> str:
     Args:
         family: Whose bundled checkpoints are meant.
         draft: SELF_DRAFT, a role of the bundled pair, or a path.
-
-    Raises:
-        VidSpecError: None of these.
     """
     if draft == SELF_DRAFT:
         return draft

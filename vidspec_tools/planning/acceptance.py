@@ -63,9 +63,6 @@ def agreement_of_positions(positions: Sequence[float], runner_up: float = 0.0, s
             position. Deeper ones fall as the last did.
         runner_up: s of `Agreement`.
         source: Where they come from.
-
-    Raises:
-        VidSpecError: Not shares in (0, 1], or they rise.
     """
     if not positions or not all(0 < share <= 1 for share in positions):
         raise VidSpecError("--acceptance: each rate must be above 0 and at most 1")

@@ -60,9 +60,6 @@ def target_shape(name: str) -> ModelShape:
 
     Args:
         name: A known model, as `Qwen/Qwen2.5-VL-72B-Instruct`, or a directory with its config.json.
-
-    Raises:
-        VidSpecError: One line: neither, or a quantised model.
     """
     return _shape(name, "--target", None)
 
@@ -73,9 +70,6 @@ def draft_shape(name: str, target: ModelShape) -> ModelShape:
     Args:
         name: "self", a size of the target's family as `7B`, or what `target_shape` takes.
         target: Whose family it must be of.
-
-    Raises:
-        VidSpecError: One line: nothing of that name, or of another family.
     """
     if name == "self":
         return target
@@ -104,11 +98,7 @@ def _shape(name: str, option: str, family: str | None) -> ModelShape:
 
 
 def from_folder(folder: str, option: str = "--target") -> ModelShape:
-    """Return the shape that a directory's config.json describes.
-
-    Raises:
-        VidSpecError: One line: there is none, or it is not one of a supported family.
-    """
+    """Return the shape that a directory's config.json describes."""
     path = Path(folder) / "config.json"
     try:
         config = json.loads(path.read_text())

@@ -235,9 +235,6 @@ def plan(question: Question, batches: Sequence[int]) -> dict[str, Any]:
         `rows` (one a batch size), `quantised_draft` (what that would gain, None where it is no question), `when` (a
         sentence), `paying` (ranges of batch sizes), `notes`, `agreement` (by prune ratio), `assumed` and what was
         asked; everything is modelled, and says so.
-
-    Raises:
-        VidSpecError: A question that has no answer, or a batch size below 1.
     """
     check(question, batches)
     planner = Planner(question)

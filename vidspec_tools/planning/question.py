@@ -78,9 +78,6 @@ def check(question: Question, batches: Sequence[int] = (1,)) -> None:
     Args:
         question: What is asked.
         batches: Requests that decode at once.
-
-    Raises:
-        VidSpecError: One line naming the option.
     """
     if min(batches, default=0) < 1:
         raise VidSpecError("--batch: each must be at least 1")

@@ -25,11 +25,7 @@ def view_of(row: Mapping[str, Any]) -> ModuleType | races.View:
 
 
 def read(path: str) -> list[dict[str, Any]]:
-    """Return the rows of a result.
-
-    Raises:
-        VidSpecError: The file cannot be read, or is something else; one line.
-    """
+    """Return the rows of a result."""
     try:
         with open(path) as file:
             rows: Sequence[Any] = json.load(file)["rows"]

@@ -62,9 +62,6 @@ def check_room(path: str, axes: Mapping[str, Sequence[Any]]) -> None:
     Args:
         path: Of the figure.
         axes: The values of each; shapes may be at several temperatures, too.
-
-    Raises:
-        VidSpecError: One line naming what there are several of.
     """
     drawn = _DRAWN_BY_SHAPE if len(set(axes["drafting"])) > 1 else _DRAWN
     several = [name for name in AXES if name not in drawn and len(set(axes[name])) > 1]
@@ -130,9 +127,6 @@ def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
     Args:
         rows: As `acceptance.run` or `read_csv` returns them.
         path: A .png or .svg file.
-
-    Raises:
-        VidSpecError: There is nothing to draw, no room for it, no matplotlib, or the file cannot be written.
     """
     rows = [flatten(row) for row in rows if row["acceptance_length"] is not None]
     if not rows:

@@ -21,11 +21,7 @@ def check_outputs(csv_path: str | None, plot_path: str | None, json_path: str | 
 
 
 def check_figure(path: str, option: str = "cannot draw") -> None:
-    """Refuse a figure that cannot be drawn: a place or name that is none, or no matplotlib.
-
-    Raises:
-        VidSpecError: One line saying why, after the option that names it.
-    """
+    """Refuse a figure that cannot be drawn: a place or name that is none, or no matplotlib."""
     check_output(path, option, SUFFIXES, SUFFIXES)
 
 
@@ -41,9 +37,6 @@ def panels(path: str, size: tuple[float, float], down: int, across: int) -> Iter
 
     Yields:
         The figure, its panels `[down, across]`, and what the legend is to name: words -> what was drawn.
-
-    Raises:
-        VidSpecError: The file cannot be written, or there is no matplotlib.
     """
     check_figure(path)
     import matplotlib

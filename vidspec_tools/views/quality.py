@@ -118,9 +118,6 @@ def draw(rows: Sequence[Row], path: str) -> None:
     Args:
         rows: As `run` or `read_csv` returns them.
         path: A .png or .svg file.
-
-    Raises:
-        VidSpecError: There is nothing to draw, no matplotlib, or the file cannot be written.
     """
     found = panels(rows)
     if not found:

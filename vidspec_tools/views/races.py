@@ -34,11 +34,7 @@ def by(rows: Rows, *names: str) -> dict[tuple[Any, ...], list[Row]]:
 
 
 def beside_vanilla(rows: Rows) -> list[Row]:
-    """Return the flat rows of what has a speedup over vanilla.
-
-    Raises:
-        VidSpecError: None has.
-    """
+    """Return the flat rows of what has a speedup over vanilla."""
     found: list[Row] = [flatten(row) for row in rows if row["mode"] != "vanilla"]
     if not found:
         raise VidSpecError("no row has a speedup over vanilla")

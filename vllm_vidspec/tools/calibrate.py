@@ -112,9 +112,6 @@ def run(calibration: Calibration, report: Report = silent) -> dict[str, Any]:
     Returns:
         What the calibration file holds: `config` (the chosen knobs), what was measured on what, `measurements` and
         `provenance`.
-
-    Raises:
-        VidSpecError: A wrong value, an engine that stopped, or prompts that could not be guided or drafted for.
     """
     check(calibration)
     measure = _measure_specvlm if calibration.pruner == "specvlm" else _measure_uv
@@ -187,11 +184,7 @@ def _measure_uv(calibration: Calibration, report: Report) -> tuple[list[Measurem
 
 
 def _ask(session: EngineSession, calibration: Calibration, knobs: dict[str, Any], **setting: Any) -> Measurement:
-    """Measure one setting.
-
-    Raises:
-        VidSpecError: Not every prompt was guided, or nothing was drafted.
-    """
+    """Measure one setting."""
     answer = session.ask(answer_command(knobs, max_tokens=calibration.max_tokens))
     counters, num_prompts = answer["metrics"], len(answer["token_ids"])
     if counters["guided_prompts"] < num_prompts:

@@ -118,11 +118,7 @@ def check(costs: Costs, out: str | None = None) -> None:
 
 
 def read_file(path: str, calibration: Calibration) -> dict[str, Any]:
-    """Return what a calibration file holds, to add a table to it; nothing where there is none yet.
-
-    Raises:
-        VidSpecError: It is something else, or of another pair.
-    """
+    """Return what a calibration file holds, to add a table to it; nothing where there is none yet."""
     if not Path(path).is_file():
         return {}
     try:
@@ -145,9 +141,6 @@ def run(costs: Costs, report: Report = silent) -> dict[str, Any]:
 
     Returns:
         `config` (the table), the pair, `costs` (one row per draft and batch size), and `provenance`.
-
-    Raises:
-        VidSpecError: A wrong value, an engine that stopped, or prompts that were not drafted for.
     """
     check(costs)
     report("plan", {"total": costs.rounds * len(costs.drafts)})
@@ -185,11 +178,7 @@ def label(shape: str, num_tokens: int) -> str:
 
 
 def _checked(name: str, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the runs of an engine.
-
-    Raises:
-        VidSpecError: Something was not drafted for, or no step had the whole batch.
-    """
+    """Return the runs of an engine."""
     for found in runs:
         counters, size = found["metrics"], found["batch_size"]
         if counters and ((skipped := reasons(counters, "skipped_")) or not counters["drafts"]):

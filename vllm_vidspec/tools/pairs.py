@@ -73,11 +73,7 @@ PAIRS[assets.PLAIN] = _QWEN
 
 
 def pair_for(family: str) -> Pair:
-    """Return the pair of a family.
-
-    Raises:
-        VidSpecError: No bundled pair has this name.
-    """
+    """Return the pair of a family."""
     if family not in PAIRS:
         raise VidSpecError(f"unknown family {family!r}; bundled: {', '.join(FAMILIES)}")
     if family == assets.PLAIN and not assets.checkpoint(family, "target").is_dir():

@@ -121,9 +121,6 @@ class VllmServer(LoggedProcess):
 
         Returns:
             Seconds from launch to the first healthy answer.
-
-        Raises:
-            VidSpecError: The server stopped or took too long; one line with the reason and the log's path.
         """
         assert self.process is not None, "enter the context first"
         while (elapsed := time.monotonic() - self._launched) < timeout_s:

@@ -356,11 +356,7 @@ def _progress(report: Report) -> Any:
 
 
 def _watched_captions(tokenizer: Any, outputs: list[Any], watched: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return of each answer `words`, `relevance` and `kinds`, one of each per token.
-
-    Raises:
-        VidSpecError: What was watched is not what was said.
-    """
+    """Return of each answer `words`, `relevance` and `kinds`, one of each per token."""
     records = {record["req_id"].split("-")[0]: record for record in watched}  # vLLM adds a suffix of its own
     captions = []
     for output in outputs:

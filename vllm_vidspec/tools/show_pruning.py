@@ -76,9 +76,6 @@ def run(show: Show, report: Report = silent) -> dict[str, Any]:
 
     Returns:
         `rows`, one per pruner (`pruner`, `kept`, `total`, `ends_frac`, `even_frac`), and `out`.
-
-    Raises:
-        VidSpecError: A wrong value, an engine that stopped, or a video whose tokens cannot be laid out.
     """
     check(show)
     frames = read_video(show.path, show.num_frames)
@@ -136,9 +133,6 @@ def choose(config: VidSpecConfig, records: list[Record]) -> "Tensor":
 
     Returns:
         int64 `[num_keep]`, ascending.
-
-    Raises:
-        VidSpecError: What the pruner needs was not measured, or an engine that ran this pruner chose otherwise.
     """
     import torch
 

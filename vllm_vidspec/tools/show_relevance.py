@@ -64,9 +64,6 @@ def run(show: Show, report: Report = silent) -> dict[str, Any]:
     Returns:
         `rows`, one: the pair, the setting, `words`, `relevance` and `kinds` of each token, and what `kind_shares` and
         `relevance_auc` say of them (the latter for bundled pairs, whose words are known); and `provenance`.
-
-    Raises:
-        VidSpecError: A wrong value, an engine that stopped, or a request that was verified strictly.
     """
     check(show)
     report("plan", {"total": 1})
@@ -87,9 +84,6 @@ def make_row(show: Show, answer: dict[str, Any]) -> dict[str, Any]:
     Args:
         show: What was asked for.
         answer: The engine's, as `session_job.Engine.answer` returns it.
-
-    Raises:
-        VidSpecError: The caption was verified strictly, or without drafts, so that there is nothing to show.
     """
     counters, (caption,) = answer["metrics"], answer["captions"]
     for what, prefix in (("request ran without speculation", "skipped_"), ("caption was verified strictly", "strict_")):

@@ -123,19 +123,12 @@ def read(server: str) -> Reading:
 
     Args:
         server: Its address, as `http://127.0.0.1:8000`; what clients append (`/v1`, `/metrics`) may be there.
-
-    Raises:
-        VidSpecError: Nobody answers, or what answers shows no counters of ours; one line.
     """
     return parse(_fetch(address(server)), server)
 
 
 def address(server: str) -> str:
-    """Return where a server's metrics are.
-
-    Raises:
-        VidSpecError: It is no address.
-    """
+    """Return where a server's metrics are."""
     url = (server if "://" in server else f"http://{server}").rstrip("/")
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
@@ -161,9 +154,6 @@ def parse(text: str, server: str = "the server", at: float | None = None) -> Rea
         text: Prometheus' format.
         server: For the messages.
         at: When it was read; default: now.
-
-    Raises:
-        VidSpecError: The text is not Prometheus', or has no counters of ours; one line saying why that may be.
     """
     engines, vllm = scrape.ours(text), scrape.vllms(text)
     if engines:

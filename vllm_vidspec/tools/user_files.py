@@ -62,9 +62,6 @@ def read_video(path: str | os.PathLike[str], num_frames: int | None = None) -> n
 
     Returns:
         `[<= num_frames, height, width, 3]` uint8, RGB.
-
-    Raises:
-        VidSpecError: The file is missing or holds no frame.
     """
     import cv2
 
