@@ -1,1 +1,1 @@
-"""Pages of docs/ from recorded results and from the planner's model: `python -m vidspec_tools.pages` writes them."""
+"""Pages of docs/ from recorded results and from the configuration: `python -m vidspec_tools.pages` writes them."""

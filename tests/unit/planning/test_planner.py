@@ -1,17 +1,21 @@
 """The planner: what it recommends follows from its candidates, its limits are exact, what cannot be is refused."""
 
 import dataclasses
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from vidspec_tools.planning import (
+    ASSUMED,
     GPUS,
     Agreement,
     Placement,
     Planner,
     Question,
+    default_agreement,
     draft_shape,
     forward_seconds,
     plan,
@@ -265,3 +269,31 @@ def test_a_card_whose_own_attention_is_slow_is_named():
     assert f"{1e3 * own.target_seconds(1, 6):.1f} ms" in note and f"{1e3 * ours.target_seconds(1, 6):.1f} ms" in note
     assert note in plan(asked, (1,))["notes"]
     assert not [*Planner(question(gpu="h100")).of_attention()]
+
+
+def test_the_page_says_what_the_planner_says():
+    """docs/planning.md is a record. Catches: an assumption or a plan that has changed, and the page has not."""
+    page = (Path(__file__).resolve().parents[3] / "docs" / "planning.md").read_text()
+    for words in (
+        f"| {100 * ASSUMED.memory_frac:.0f} % of the memory's, {100 * ASSUMED.flops_frac:.0f} % of the tensor cores'",
+        f"| {1e6 * ASSUMED.launch_s:g} µs each, {ASSUMED.layer_launches} a layer and {ASSUMED.forward_launches} more",
+        f"| {1e3 * ASSUMED.step_s:g} ms a step, {1e3 * ASSUMED.speculation_s:g} ms more with drafts |",
+        f"| {1e9 * ASSUMED.walk_s:.0f} ns a key",
+        f"| memory for weights and KV | {100 * ASSUMED.usable_frac:.0f} % |",
+        f"| a gain that counts as one | {100 * (WORTH - 1):.0f} % |",
+    ):
+        assert words in page, words
+    for family, *rates in re.findall(r"^\| `([\w.-]+)` \|" + r" (0\.\d+) \|" * 5, page, re.M):
+        agreements = [default_agreement(family, ratio) for ratio in (0, 0.5, 0.9, 0.99, 1)]
+        assert rates == [f"{one.rates[0]:.3f}" for one in agreements], family
+    plans = re.findall(
+        r"^\| (\S+ \S+), (\S+) \| (\d) x (\w+) \| ([\d,]+) \| (.*?) \| (.*?) \| (Drafts.*?) \|$", page, re.M
+    )
+    assert len(plans) == 8
+    for target, draft, ranks, gpu, tokens, *cells, when in plans:
+        given = {"video_tokens": int(tokens.replace(",", "")), "draft_gpus": 1}
+        result = plan(question(target, draft, gpu, int(ranks), **given), (1, 8))
+        assert result["when"] == when, target
+        for cell, row in zip(cells, result["rows"], strict=True):
+            assert cell.startswith(f"{row['shape']} {row['num_speculative_tokens']}, r {row['prune_ratio']:g}"), target
+            assert cell.endswith(f": {row['answer_speedup']:.2f}x"), target
