@@ -148,7 +148,7 @@ def test_light_modules_import_no_engine():
     """
     heavy = {"torch", "triton", "vllm", "transformers"}
     ours = ("engine.triton_cpu", "setup.fixups", "doctor", "cli", "metrics", "config", "planning", "plugin")
-    light = (*(f"vllm_vidspec.{name}" for name in ours), "vidspec_tools.planning")
+    light = (*(f"vllm_vidspec.{name}" for name in ours), "vidspec_tools.planning.planner")
     rooms = ("vllm_vidspec.pruning", "vllm_vidspec.families", "vllm_vidspec.scoring")
     code = "import sys, json, importlib\n" + "".join(
         f"importlib.import_module('{name}'); print(json.dumps(['{name}', *sys.modules]))\n" for name in (*light, *rooms)

@@ -3,8 +3,8 @@
 import pytest
 
 from tools.common import ROOT, refuses
-from vidspec_tools import planning
 from vidspec_tools.bench import trials
+from vidspec_tools.planning import planner
 
 COSTS = "calibrate --costs"
 COMMANDS = ("calibrate", COSTS, "show-pruning", "show-relevance")
@@ -171,7 +171,7 @@ CASES += [(command, *case) for command, cases in OF_ONE.items() for case in case
 def test_wrong_options_are_one_line_and_exit_2(fake_engines, engines, monkeypatch, command, options, words):
     sessions = fake_engines(lambda *_: None)
     monkeypatch.setattr(trials, "cores", lambda: [0, 1])
-    monkeypatch.setattr(planning, "plan", lambda *_: pytest.fail("planned before every value was checked"))
+    monkeypatch.setattr(planner, "plan", lambda *_: pytest.fail("planned before every value was checked"))
     monkeypatch.chdir(ROOT)
     refuses(words, *command.split(), *options.split())
     assert not sessions and not engines.jobs, "no engine starts before every value is checked"

@@ -55,39 +55,41 @@ def plan(
     given = locals()
     from rich.console import Console
 
-    from vidspec_tools import planning
+    from vidspec_tools import gpus
+    from vidspec_tools.planning import models, planner, question
+    from vidspec_tools.planning.acceptance import RUNNER_UP, Agreement, agreement_of_positions
     from vidspec_tools.views import figures
     from vidspec_tools.views import plan as view
     from vllm_vidspec.tools.provenance import provenance
 
-    target_shape = planning.target_shape(target)
-    draft_shape = planning.draft_shape(draft, target_shape)
+    target_shape = models.target_shape(target)
+    draft_shape = models.draft_shape(draft, target_shape)
     if draft_quantization is not None:
         if draft_shape is target_shape:
             raise VidSpecError("--draft-quantization: a target that drafts for itself has no weights but its own")
         draft_shape = draft_shape.quantised(draft_quantization)
-    agreement: planning.Agreement | None = None
-    ratios: tuple[float, ...] = planning.RATIOS
+    agreement: Agreement | None = None
+    ratios: tuple[float, ...] = question.RATIOS
     if acceptance is not None:
         shares = options.values("--acceptance", acceptance, float)
-        agreement, ratios = planning.agreement_of_positions(shares, planning.RUNNER_UP), (0.9,)
+        agreement, ratios = agreement_of_positions(shares, RUNNER_UP), (0.9,)
     if prune_ratio is not None:
         ratios = tuple(options.values("--prune-ratio", prune_ratio, float))
     what = options.pick(
-        planning.Question,
+        question.Question,
         given,
         target=target_shape,
         draft=draft_shape,
-        gpu=planning.gpu_named(gpu),
+        gpu=gpus.gpu_named(gpu),
         prune_ratios=ratios,
         agreement=agreement,
     )
     batches = options.values("--batch", batch, int)
-    planning.check(what, batches)
+    question.check(what, batches)
     figures.check_outputs(None, plot_path, json_path)
-    result = planning.plan(what, batches)
+    result = planner.plan(what, batches)
     running.write_json(json_path, result | {"provenance": provenance()})
     if plot_path is not None:
-        view.draw(planning.Planner(what).curves(), result, plot_path)
+        view.draw(planner.Planner(what).curves(), result, plot_path)
     if json_path != "-":
         view.show(result, Console())

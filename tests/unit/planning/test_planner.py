@@ -8,23 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from vidspec_tools.planning import (
-    ASSUMED,
-    GPUS,
-    Agreement,
-    Placement,
-    Planner,
-    Question,
-    default_agreement,
-    draft_shape,
-    forward_seconds,
-    plan,
-    target_shape,
-)
+from vidspec_tools.gpus import GPUS
+from vidspec_tools.planning.acceptance import Agreement, default_agreement
 from vidspec_tools.planning.candidates import TREE_WIDTHS
-from vidspec_tools.planning.planner import WORTH
-from vidspec_tools.planning.question import notes
-from vidspec_tools.planning.roofline import prefill_seconds
+from vidspec_tools.planning.models import draft_shape, target_shape
+from vidspec_tools.planning.planner import WORTH, Planner, plan
+from vidspec_tools.planning.question import Question, notes
+from vidspec_tools.planning.roofline import ASSUMED, Placement, forward_seconds, prefill_seconds
 from vllm_vidspec.config.paths import SPECVLM_PATHS
 from vllm_vidspec.drafting.static import topology_of
 from vllm_vidspec.errors import VidSpecError
@@ -40,7 +30,7 @@ def question(target="Qwen2.5-VL-32B", draft="7B", gpu="h200", ranks=2, **given):
 def test_the_room_is_plain_python():
     """Catches: torch, vLLM, transformers or rich in what a plan needs."""
     code = (
-        "import sys, vidspec_tools.planning\n"
+        "import sys, vidspec_tools.planning.planner\n"
         "heavy = ('torch', 'vllm', 'transformers', 'rich', 'typer', 'vidspec_kernels')\n"
         "print([name for name in heavy if name in sys.modules])"
     )

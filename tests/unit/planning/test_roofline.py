@@ -5,9 +5,19 @@ import itertools
 
 import pytest
 
-from vidspec_tools.planning import GPUS, KNOWN, Assumptions, Gpu, ModelShape, Placement, forward_seconds, gpu_named
-from vidspec_tools.planning.roofline import kv_bytes, memory_split, prefill_seconds, weight_bytes
+from vidspec_tools.gpus import GPUS, Gpu, gpu_named
+from vidspec_tools.planning.models import KNOWN
+from vidspec_tools.planning.roofline import (
+    Assumptions,
+    Placement,
+    forward_seconds,
+    kv_bytes,
+    memory_split,
+    prefill_seconds,
+    weight_bytes,
+)
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.planning.shapes import ModelShape
 
 # 1 TB/s, 100 TFLOP/s, 10 GB, links of 100 GB/s and 1 us; nothing is lost and nothing comes on top.
 CARD = Gpu("by hand", 90, 10e9, 1e12, 1e14, 1e11, 1e-6)

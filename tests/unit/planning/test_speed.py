@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from vidspec_tools.planning import Agreement, run_streams, speedup, window_of
+from vidspec_tools.planning.acceptance import Agreement
+from vidspec_tools.planning.speed import run_streams, speedup, window_of
 from vllm_vidspec.parallel import WindowRule
 
 
