@@ -100,7 +100,7 @@ def test_notes_say_what_went_wrong_and_what_was_not_run(engines):
     assert "| `uv` | *5.00* | 3.20 | *3.00* | 64.0 % |" in text
     words = "8 requests of 4 engines, 8 identical. In italics: not run itself, the draft sees the same tokens as with "
     assert text.count(f"Compared with vanilla: {words}`none` at 0 or `random` at 1.") == 2
-    assert not results.figure("not-there.png", "a figure")
+    assert not tables.figure("not-there.png", "a figure")
     row = result["rows"][1 + 3]
     row["unguided"]["memory"], row["identical_frac"] = 3, 0.5
     text = "\n".join(results.pruners(result))

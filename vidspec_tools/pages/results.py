@@ -7,12 +7,12 @@ from typing import Any
 
 from vidspec_tools.bench.acceptance import AXES as SWEEP_AXES
 from vidspec_tools.bench.acceptance import UNPRUNED, canonical, measured_itself
-from vidspec_tools.pages.tables import RESULTS, Result, fill, markdown, origin, read, recorded, shown, table
+from vidspec_tools.pages import papers
+from vidspec_tools.pages.tables import RESULTS, Result, figure, fill, markdown, origin, read, recorded, table
 from vidspec_tools.views import acceptance as acceptance_view
 from vidspec_tools.views import quality as quality_view
-from vidspec_tools.views import races
 from vllm_vidspec.shapeworld.captions import GROUPS
-from vllm_vidspec.tools.tables import number, percent
+from vllm_vidspec.tools.tables import demo_rows, number, percent
 
 Row = dict[str, Any]
 Section = Callable[[Result], list[str]]  # a result -> paragraphs and tables
@@ -32,11 +32,6 @@ LVSPEC_TABLE_3: dict[str, tuple[float | None, float]] = {
 def share(value: float | None) -> str:
     """Return a share as a percentage, which may be more than 100."""
     return fill("{share:%}", {"share": value})
-
-
-def figure(path: str, words: str) -> list[str]:
-    """Return a picture beside a page, nothing where its file is not there."""
-    return [f"![{words}]({path})"] if (RESULTS / path).exists() else []
 
 
 def by_family(rows: Iterable[Row]) -> dict[str, list[Row]]:
@@ -270,21 +265,8 @@ def costs(result: Result) -> list[str]:
 
 def demo(result: Result) -> list[str]:
     """Return the table of one demo, and what was answered."""
-    vanilla, ours = result["vanilla"], result["vidspec"]
-    times = (("ttft_s", "time to first token"), ("decode_s", "decode"), ("server_start_s", "server start"))
-    rows = [
-        ("acceptance length", "1", number(result["acceptance_length"], 2)),
-        ("acceptance rate", "", percent(result["acceptance_rate"])),
-        ("identical answers", "", "yes" if result["identical"] else "NO"),
-        (
-            "draft KV, kept / full video (bytes)",
-            "",
-            f"{result['draft_kv_bytes']:,} / {result['full_draft_kv_bytes']:,}",
-        ),
-        ("output tokens", str(vanilla["output_tokens"]), str(ours["output_tokens"])),
-        *((f"{label} (s)", number(vanilla[key], 2), number(ours[key], 2)) for key, label in times),
-    ]
-    return [markdown([result["family"], "vanilla vLLM", "vLLM + vidspec"], rows), f"> {ours['text'].strip()}"]
+    text = markdown([result["family"], "vanilla vLLM", "vLLM + vidspec"], demo_rows(result))
+    return [text, f"> {result['vidspec']['text'].strip()}"]
 
 
 def frames(result: Result) -> list[str]:
@@ -296,12 +278,6 @@ def frames(result: Result) -> list[str]:
     return [table(f"{head} | identical", line, rows, words=2)]
 
 
-def _asked_ratio(ratio: float, label: str) -> str:
-    """Return how a pair was inflated; `label` as in `Workload.label`."""
-    asked = f"T_t / T_d asked for: {ratio:g}" if ratio else "the pair as it is"
-    return asked + (f" ({label})" if label else "")
-
-
 def parts(result: Result) -> list[str]:
     """Return the table of what parts of a step take beside an inflated target."""
     names, lines = list(result["rows"][0]["verify_parts"]), []
@@ -311,133 +287,36 @@ def parts(result: Result) -> list[str]:
             cells = [f"{ms:.2f} ({percent(ms / whole)})" if ms else "-" for ms in (found[name] for name in names)]
             lines.append([row["setting"], kind, f"{whole:.1f}", *cells])
     first = result["rows"][0]
-    words = f"{_asked_ratio(first['inflate'], first['label'])}; {first['requests']} requests, one at a time."
+    words = f"{papers.asked_ratio(first['inflate'], first['label'])}; {first['requests']} requests, one at a time."
     return [words, markdown(["setting", "step", "ms", *(f"{name}, ms" for name in names)], lines, words=2)]
-
-
-# ---- benchmarks in turns with vanilla --------------------------------------------------------------------------------
-
-
-def parallel(result: Result) -> list[str]:
-    """Return a table per family and ratio of `bench parallel`, and a list of what did not run."""
-    found = []
-    for (family, ratio), rows in races.by(result["rows"], "family", "inflate").items():
-        first = rows[0]
-        words = f"`{family}`, {_asked_ratio(ratio, first['label'])}; {first['rounds']} rounds of {first['requests']} "
-        words += "requests, one at a time."
-        words += f" Published: {first['published_pair']}." if "published_pair" in first else ""
-        found += [words, shown(races.parallel_columns(rows), rows)]
-    failed = [fill("{method} ({family}, {inflate:g}): {reason}", one) for one in result["failures"]]
-    found += [f"Did not run: {'; '.join(failed)}."] if failed else []
-    return [*found, *figure("R14-parallel.png", "decode speed over vanilla's, by ratio and method")]
-
-
-def paper(result: Result) -> list[str]:
-    """Return a table for each family and ratio of `bench paper`, and the sources of what is published."""
-    found = []
-    for (family, ratio), rows in races.by(result["rows"], "family", "inflate").items():
-        reached = [f"{row['ratio']:.1f} ({row['method']})" for row in rows if row["ratio"]][:1]
-        asked = f"T_t / T_d asked for: {ratio:g}, measured: {reached[0]}; " if ratio and reached else ""
-        sources: dict[str, list[str]] = {}
-        for row in rows:
-            if row["published_source"]:
-                sources.setdefault(row["published_source"], []).append(row["method"])
-        words = "; ".join(f"{', '.join(names)}: {source}" for source, names in sources.items())
-        found += [f"`{family}`, {asked}{races.paper_caption(rows[0])}.", shown(races.PAPER, rows)]
-        found.append(f"Published: {words}.")
-    return found
-
-
-def speed(result: Result) -> list[str]:
-    """Return two tables for each family and ratio of `bench speed`."""
-    found = []
-    for (family, _), rows in races.by(result["rows"], "family", "inflate").items():
-        found.append(f"`{family}`, {races.setting(rows)}; {rows[0]['label'] or 'the pair as it is'}.")
-        found += [shown(races.SPEED, rows), shown(races.PHASE_TIMES, rows)]
-    return found
-
-
-def scaling(result: Result) -> list[str]:
-    """Return a table for each family of `bench scaling`."""
-    found = []
-    for (family,), rows in races.by(result["rows"], "family").items():
-        setting = races.setting(rows, rows[0]["axis"])
-        found.append(f"`{family}`, {setting}; {rows[0]['label'] or 'the pair as it is'}.")
-        found.append(shown(races.scaling_columns(rows), rows, words=2))
-    return found
-
-
-def of_paper_page(name: str, result: Result, body: Section, words: str) -> list[str]:
-    """Return a section of docs/paper-tables.md: tables, what did not run, the figure."""
-    failed = [
-        f"{one['method'] if 'method' in one else format(one['value'], 'g')} ({one['family']}): {one['reason']}"
-        for one in result["failures"]
-    ]
-    picture = [f"![{words}](results/{name}.png)"] if (RESULTS / f"{name}.png").exists() else []
-    return [*body(result), *([f"Did not run: {'; '.join(failed)}."] if failed else []), *picture]
-
-
-def wall_clock() -> str:
-    """Return what README.md says of decode speed: two lossless methods, and a loose one."""
-    rows = {row["method"]: row for row in read("paper-qwen2.5-vl-inflated-race")["rows"]}
-    named = {
-        "SD-chain": "5-token chain, sequential",
-        "ParallelVLM": "in parallel (`parallel`)",
-        "LVSpec": "10-token chain, `loose`",
-    }
-    return table(
-        f"target {rows['SD-chain']['inflate']:g} times the draft | decode speed over vanilla | identical outputs",
-        "{words} | {speedup:.2f}x ({speedup_p20:.2f} to {speedup_p80:.2f}) | {identical_frac:%}",
-        [rows[method] | {"words": words} for method, words in named.items()],
-    )
 
 
 # ---- the summary -----------------------------------------------------------------------------------------------------
 
 FAMILIES = {"qwen2.5-vl": "Qwen2.5-VL pair", "llava-onevision": "LLaVA-OneVision pair"}
 SUMMED = ("R1", "R2", "R3", "R4", "R5")  # whose requests are counted together
-LENGTH, RATE = "{acceptance_length:.2f}", "{acceptance_rate:p}"
-# The summary's lines: words, the row that they are about, and what is shown of it.
-LINES: tuple[tuple[str, str, str], ...] = (
-    ("tokens per verify step, draft sees the whole video", "R3 pruner=none prune_ratio=0.0", LENGTH),
-    (
-        "the same, draft sees 10 % of it, chosen by the target's attention (`specvlm`)",
-        "R3 pruner=specvlm prune_ratio=0.9",
-        LENGTH,
-    ),
-    ("the same, chosen by the target's hidden states (`uv`)", "R3 pruner=uv prune_ratio=0.9", LENGTH),
-    ("the same, chosen at random", "R3 pruner=random prune_ratio=0.9", LENGTH),
-    ("the same, draft sees no video at all", "R3 pruner=specvlm prune_ratio=1.0", LENGTH),
+RATE = "{acceptance_rate:p}"
+# The summary's lines: words, the row that they are about, and what is shown of it where that is no acceptance length.
+LINES: tuple[tuple[str, ...], ...] = (
+    ("tokens per verify step, draft sees the whole video", "R3 pruner=none prune_ratio=0.0"),
+    ("the same, draft sees 10 %, chosen by the target's attention (`specvlm`)", "R3 pruner=specvlm prune_ratio=0.9"),
+    ("the same, chosen by the target's hidden states (`uv`)", "R3 pruner=uv prune_ratio=0.9"),
+    ("the same, chosen at random", "R3 pruner=random prune_ratio=0.9"),
+    ("the same, draft sees no video at all", "R3 pruner=specvlm prune_ratio=1.0"),
     ("what is left of the whole video's figure at 10 % (`specvlm`)", "R3", "{of_whole:p}"),
-    ("tokens per verify step, target drafts for itself, whole video (the maximum is 6)", "R1", LENGTH),
+    ("tokens per verify step, target drafts for itself, whole video (the maximum is 6)", "R1"),
     ("requests whose tokens all equal vanilla vLLM's, R1 to R5", "R1", "{identical}"),
     ("draft KV of the video, of what it would take unpruned", "R3", "{visual_frac:p}"),
     ("acceptance rate at temperature 1, noise shared", "R4 temperature=1.0 draft_noise=shared", RATE),
     ("the same, noise of the draft's own", "R4 temperature=1.0 draft_noise=independent", RATE),
-    (
-        "tokens per verify step, draft at 10 %, a chain of 5 (the maximum is 6)",
-        "R9 drafting=chain temperature=0.0",
-        LENGTH,
-    ),
-    ("the same, SpecVLM's static tree of 25 nodes", "R9 drafting=tree-static temperature=0.0", LENGTH),
-    (
-        "the same, SAGE's adaptive tree, depth 5 and 25 nodes too",
-        "R9 num_speculative_tokens=25 drafting=tree-adaptive",
-        LENGTH,
-    ),
-    ("the same, SAGE's adaptive tree by default (depth 3 to 8, 9 nodes)", "R9 num_speculative_tokens=64", LENGTH),
-    (
-        "tokens per verify step, a chain of 10, temperature 1, noise of the draft's own, `strict`",
-        "R12 temperature=1.0 method=strict",
-        LENGTH,
-    ),
-    (
-        "the same, mismatches accepted by `loose` as long as 98 % of the captions' facts stay right",
-        "R12 temperature=1.0 method=loose",
-        LENGTH,
-    ),
-    ("the same, by FLy (`fly`)", "R12 temperature=1.0 method=fly", LENGTH),
-    ("the same, an oracle that knows which words matter", "R12 temperature=1.0 method=oracle", LENGTH),
+    ("tokens per verify step, draft at 10 %, a chain of 5 (the maximum is 6)", "R9 drafting=chain temperature=0.0"),
+    ("the same, SpecVLM's static tree of 25 nodes", "R9 drafting=tree-static temperature=0.0"),
+    ("the same, SAGE's adaptive tree, depth 5 and 25 nodes too", "R9 num_speculative_tokens=25 drafting=tree-adaptive"),
+    ("the same, SAGE's adaptive tree by default (depth 3 to 8, 9 nodes)", "R9 num_speculative_tokens=64"),
+    ("the same, chain of 10, temperature 1, the draft's own noise, `strict`", "R12 temperature=1.0 method=strict"),
+    ("the same, `loose` as far as 98 % of the captions' facts stay right", "R12 temperature=1.0 method=loose"),
+    ("the same, by FLy (`fly`)", "R12 temperature=1.0 method=fly"),
+    ("the same, an oracle that knows which words matter", "R12 temperature=1.0 method=oracle"),
 )
 CLAIM = (0, 1, 4, 7, 8)  # of these README.md shows
 
@@ -445,9 +324,10 @@ CLAIM = (0, 1, 4, 7, 8)  # of these README.md shows
 def summary(chosen: Iterable[int] = range(len(LINES)), page: str = "") -> str:
     """Return a row for each of the chosen LINES, a column for each family, links to the rows on a page."""
     lines = []
-    for words, source, template in (LINES[index] for index in chosen):
+    for words, source, *templates in (LINES[index] for index in chosen):
         name, *where = source.split()
         rows = [_summary_row(name, family, [pair.split("=") for pair in where]) for family in FAMILIES]
+        template = templates[0] if templates else "{acceptance_length:.2f}"
         cells = ["-" if row is None else fill(template, row) for row in rows]
         lines.append([words, *cells, f"[{name}]({page}#{name.lower()})"])
     head = ["bundled models, 5 draft tokens per step", *FAMILIES.values(), "row"]
@@ -499,7 +379,7 @@ OF_RESULTS: dict[str, Section] = {
     "R12": functools.partial(quality, name="R12"),
     "R12-relevance": relevance,
     "R13": relevance_times,
-    "R14-parallel": parallel,
+    "R14-parallel": papers.parallel,
     "R15": functools.partial(acceptance, axes=_PAIR_AXES),
     "R15-frames": frames,
     "R16": functools.partial(shapes, axes=_SHAPE_AXES),
@@ -509,12 +389,6 @@ OF_RESULTS: dict[str, Section] = {
     "R17-shapes": functools.partial(shapes, axes=_SHAPE_AXES),
     "R18": parts,
 }
-# Of docs/paper-tables.md, by what a result's name begins with: what shows it, and what its figure is called.
-OF_PAPERS: dict[str, tuple[Section, str]] = {
-    "paper": (paper, "tokens per verify step and decode speed of each method, published beside"),
-    "speed": (speed, "what a request's time is made of"),
-    "scaling": (scaling, "decode speed and tokens per verify step over the axis"),
-}
 
 
 def body(name: str, result: Result) -> str:
@@ -522,17 +396,17 @@ def body(name: str, result: Result) -> str:
     if name in OF_RESULTS:
         blocks = OF_RESULTS[name](result)
     else:
-        blocks = of_paper_page(name, result, *OF_PAPERS[name.split("-")[0]])
+        blocks = papers.of_page(name, result, *papers.OF_PAPERS[name.split("-")[0]])
     return "\n\n".join([*blocks, origin(result)])
 
 
 def sections() -> dict[str, Callable[[], str]]:
     """Return what writes the section of each result that is there, the summary and its parts in README.md."""
     names = [name for name in OF_RESULTS if recorded(name)]
-    names += [path.stem for kind in OF_PAPERS for path in RESULTS.glob(f"{kind}-*.json")]
+    names += [path.stem for kind in papers.OF_PAPERS for path in RESULTS.glob(f"{kind}-*.json")]
     return {
         **{name: lambda name=name: body(name, read(name)) for name in names},  # type: ignore[misc]
         "summary": summary,
         "figure": lambda: summary(CLAIM, "docs/results/README.md"),
-        "wall-clock": wall_clock,
+        "wall-clock": papers.wall_clock,
     }

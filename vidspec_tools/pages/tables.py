@@ -75,6 +75,11 @@ def read(name: str) -> Result:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
+def figure(path: str, words: str) -> list[str]:
+    """Return a picture beside a page, nothing where its file is not there."""
+    return [f"![{words}]({path})"] if (RESULTS / path).exists() else []
+
+
 def recorded(name: str) -> bool:
     """Return whether a result is there."""
     return (RESULTS / f"{name}.json").exists()

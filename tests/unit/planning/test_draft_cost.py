@@ -2,12 +2,12 @@
 
 import pytest
 
-from vidspec_tools import planning
+from vidspec_tools.planning.models import target_shape
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.planning.draft_cost import cost_hint, draft_share, stored_shape
 from vllm_vidspec.planning.shapes import FP8, INT4
 
-TARGET, DRAFT = planning.target_shape("Qwen2.5-VL-32B"), planning.target_shape("Qwen2.5-VL-7B")
+TARGET, DRAFT = target_shape("Qwen2.5-VL-32B"), target_shape("Qwen2.5-VL-7B")
 
 
 def test_bytes_of_a_quantised_model_by_hand():
@@ -22,7 +22,7 @@ def test_bytes_of_a_quantised_model_by_hand():
     assert DRAFT.quantised(INT4).read_bytes(1) == pytest.approx(0.52 * layers + 2 * head, rel=1e-3)
     assert DRAFT.weight_bytes == 2 * DRAFT.params
     assert DRAFT.quantised(FP8).weight_bytes == layers + DRAFT.vision_params + 2 * 2 * head
-    tied = planning.target_shape("Qwen2.5-VL-3B")
+    tied = target_shape("Qwen2.5-VL-3B")
     assert tied.quantised(FP8).weight_bytes == tied.params + tied.vocab * tied.hidden
     with pytest.raises(VidSpecError, match=r"--draft-quantization 'fp4' is none of fp8_per_tensor, int4"):
         DRAFT.quantised("fp4")
