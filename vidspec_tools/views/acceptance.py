@@ -35,7 +35,8 @@ _DRAWN = ("family", "pruner", "prune_ratio")
 _DRAWN_BY_SHAPE = ("family", "drafting", "prune_ratio", "temperature")
 
 # Paul Tol's "muted" palette, safe for the colour-blind, with grey and black: warm colours for what follows the target.
-_STYLES = {
+Style = tuple[str, str]  # colour and marker
+_STYLES: dict[str, Style] = {
     "specvlm": ("#882255", "o"),
     "attention": ("#CC6677", "s"),
     "uv": ("#AA4499", "^"),
@@ -47,12 +48,6 @@ _STYLES = {
     "frame": ("#117733", "X"),
     "fastvid": ("#44AA99", "*"),
     "dycoke": ("#DDCC77", "h"),
-}
-# By shape, and for each further one of the same shape with other knobs the next.
-_SHAPE_STYLES = {
-    "chain": [("#777777", "s")],
-    "tree-static": [("#332288", "D"), ("#88CCEE", "v")],
-    "tree-adaptive": [("#882255", "o"), ("#CC6677", "^"), ("#DDCC77", "P"), ("#117733", "X"), ("#44AA99", "h")],
 }
 
 
@@ -76,8 +71,8 @@ def check_room(path: str, axes: Mapping[str, Sequence[Any]]) -> None:
 def tables(rows: list[dict[str, Any]]) -> list[Table]:
     """Return the table of `vidspec bench acceptance`: columns for what changes, one caption for what does not.
 
-    Times are shown where one engine ran at a time. A length with a star comes from another row's engine. Beside trees
-    stand the length that their depth allows, their nodes and the draft's forwards, per verify step.
+    Times are shown where one engine ran at a time. A length with a star comes from another row's engine. Of trees the
+    table has the length that their depth allows, their nodes and the draft's forwards, per verify step.
     """
     varying = [name for name in AXES if len({str(row[name]) for row in rows}) > 1]
     fixed = [f"{_SHORT.get(name, name)} {_cell(rows[0][name])}" for name in _SHOWN_ALONE if name not in varying]
@@ -125,7 +120,7 @@ def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
     because what happens between 0.9 and 1 is the point. The same rows give the same file.
 
     Args:
-        rows: As `acceptance.run` or `read_csv` returns them.
+        rows: As `acceptance.run` returns them.
         path: A .png or .svg file.
     """
     rows = [flatten(row) for row in rows if row["acceptance_length"] is not None]
@@ -139,26 +134,27 @@ def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
 
     families = list(dict.fromkeys(row["family"] for row in rows))
     ratios = sorted({row["prune_ratio"] for row in rows})
-    shapes = list(dict.fromkeys(row["drafting"] for row in rows))
+    shapes = dict(zip(dict.fromkeys(row["drafting"] for row in rows), _STYLES.values(), strict=False))
     size = (1.6 + 4.2 * len(families), 4.0)
-    with figures.panels(path, size, 1, len(families)) as (figure, (panels,), lines):
+    with figures.panels(path, size, 1, len(families)) as (figure, (panels,), legend):
         for panel, family in zip(panels, families, strict=True):
             ours = [row for row in rows if row["family"] == family]
             if len(shapes) > 1 and len(ratios) == 1:
-                lines |= _draw_bars(panel, ours, shapes)
+                legend |= _draw_bars(panel, ours, shapes)
+            elif len(shapes) > 1:
+                legend |= _draw_lines(panel, ours, "drafting", shapes, ratios)
             else:
-                lines |= _draw_panel(panel, ours, ratios)
+                _draw_levels(panel, ours)
+                chosen = [row for row in ours if row["pruner"] != UNPRUNED["pruner"]]
+                legend |= _draw_lines(panel, chosen, "pruner", _STYLES, ratios)
             panel.set_title(family, fontsize=10)
         panels[0].set_ylabel("acceptance length (tokens per verify step)")
         if len(shapes) == 1 or len(ratios) > 1:
             figure.supxlabel("prune ratio (share of the video's tokens that the draft does not see)", fontsize=9)
 
 
-def _draw_panel(panel: Any, rows: Sequence[dict[str, Any]], ratios: Sequence[float]) -> dict[str, Any]:
-    """Draw one family over prune ratio; return the line of each pruner, or of each shape where there are several."""
-    shapes = list(dict.fromkeys(row["drafting"] for row in rows))
-    if len(shapes) > 1:
-        return _draw_lines(panel, rows, "drafting", _styles(shapes), ratios)
+def _draw_levels(panel: Any, rows: Sequence[dict[str, Any]]) -> None:
+    """Draw dashed lines at the lengths with the whole video and without any."""
     for seen, words, (x, align) in (
         (UNPRUNED, "draft sees the whole video", (0.99, "right")),
         (TEXT_ONLY, "draft sees no video", (0.01, "left")),
@@ -168,45 +164,24 @@ def _draw_panel(panel: Any, rows: Sequence[dict[str, Any]], ratios: Sequence[flo
             panel.axhline(lengths[0], color="#444444", linestyle=(0, (5, 3)), linewidth=1, zorder=1)
             place = {"xy": (x, lengths[0]), "xycoords": panel.get_yaxis_transform(), "textcoords": "offset points"}
             panel.annotate(f"{words}: {lengths[0]:.2f}", xytext=(0, 3), ha=align, color="#444444", fontsize=8, **place)
-    return _draw_lines(panel, [row for row in rows if row["pruner"] != UNPRUNED["pruner"]], "pruner", _STYLES, ratios)
 
 
 def _draw_lines(
-    panel: Any,
-    rows: Sequence[dict[str, Any]],
-    axis: str,
-    styles: Mapping[str, tuple[str, str]],
-    ratios: Sequence[float],
+    panel: Any, rows: Sequence[dict[str, Any]], axis: str, styles: Mapping[str, Style], ratios: Sequence[float]
 ) -> dict[str, Any]:
-    """Draw a line for each value of an axis; return them."""
-    lines, place_of = {}, {ratio: place for place, ratio in enumerate(ratios)}
-    for name in dict.fromkeys(row[axis] for row in rows):
-        points = {place_of[row["prune_ratio"]]: row["acceptance_length"] for row in rows if row[axis] == name}
-        lines[name] = figures.draw_line(panel, sorted(points.items()), styles.get(name, figures.OTHER_STYLE))
-    panel.set_xticks(range(len(ratios)), [f"{ratio:g}" for ratio in ratios])
-    figures.tidy(panel, "y")
-    return lines
+    """Draw a line over prune ratio for each value of an axis; return them."""
+    series: dict[str, tuple[Style, dict[float, float]]] = {}
+    for row in rows:
+        style = styles.get(row[axis], figures.OTHER_STYLE)
+        series.setdefault(row[axis], (style, {}))[1][row["prune_ratio"]] = row["acceptance_length"]
+    return figures.lines(panel, ratios, series)
 
 
-def _draw_bars(panel: Any, rows: Sequence[dict[str, Any]], shapes: Sequence[str]) -> dict[str, Any]:
-    """Draw one family as a bar for each shape at each temperature; return the bars."""
-    styles = _styles(shapes)
-    series = {
-        shape: (
-            styles[shape][0],
-            {row["temperature"]: (row["acceptance_length"],) * 3 for row in rows if row["drafting"] == shape},
-        )
-        for shape in shapes
-    }
+def _draw_bars(panel: Any, rows: Sequence[dict[str, Any]], shapes: Mapping[str, Style]) -> dict[str, Any]:
+    """Draw a bar for each shape at each temperature; return them."""
+    series: dict[str, tuple[str, dict[Any, tuple[float, float, float]]]] = {}
+    for row in rows:
+        length, (color, _) = row["acceptance_length"], shapes[row["drafting"]]
+        series.setdefault(row["drafting"], (color, {}))[1][row["temperature"]] = (length, length, length)
     temperatures = sorted({row["temperature"] for row in rows})
     return figures.grouped_bars(panel, {value: f"temperature {value:g}" for value in temperatures}, series)
-
-
-def _styles(shapes: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return a colour and a marker for each shape, of those of its kind the next."""
-    left = {kind: list(styles) for kind, styles in _SHAPE_STYLES.items()}
-    found = {}
-    for shape in shapes:
-        styles = left.get(shape.split(",")[0]) or [figures.OTHER_STYLE]
-        found[shape] = styles.pop(0)
-    return found

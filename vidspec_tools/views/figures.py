@@ -59,6 +59,25 @@ def draw_line(panel: Any, points: Sequence[tuple[float, float]], style: tuple[st
     return panel.plot(xs, ys, **look)[0]
 
 
+def lines(
+    panel: Any, values: Sequence[float], series: Mapping[str, tuple[tuple[str, str], Mapping[float, float]]]
+) -> dict[str, Any]:
+    """Draw a line for each series over values that are evenly spaced; return them.
+
+    Args:
+        panel: Where.
+        values: Of the x axis.
+        series: Name -> colour and marker, and y by value.
+    """
+    found = {
+        name: draw_line(panel, sorted((values.index(x), y) for x, y in points.items()), style)
+        for name, (style, points) in series.items()
+    }
+    panel.set_xticks(range(len(values)), [f"{value:g}" for value in values])
+    tidy(panel, "y")
+    return found
+
+
 def grouped_bars(
     panel: Any, groups: Mapping[Any, str], series: Mapping[str, tuple[str, Mapping[Any, tuple[float, float, float]]]]
 ) -> dict[str, Any]:

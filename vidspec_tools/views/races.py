@@ -286,12 +286,12 @@ def _draw_scaling(rows: Rows, path: str) -> None:
     drawn = {"decode speed, of vanilla's": "speedup", "tokens per verify step": "acceptance_length"}
     with figures.panels(path, (7.0, 5.0), len(drawn), 1) as (_, grid, legend):
         for panel, (words, name) in zip(grid[:, 0], drawn.items(), strict=True):
-            for style, ((family,), group) in zip(_STYLES, by(rows, "family").items(), strict=False):
-                points = sorted((values.index(row["value"]), row[name]) for row in group if row[name] is not None)
-                legend[family] = figures.draw_line(panel, points, style)
-            panel.set_xticks(range(len(values)), [f"{value:g}" for value in values])
+            series = {
+                family: (style, {row["value"]: row[name] for row in group if row[name] is not None})
+                for style, ((family,), group) in zip(_STYLES, by(rows, "family").items(), strict=False)
+            }
+            legend |= figures.lines(panel, values, series)
             panel.set_title(words, fontsize=9, loc="left")
-            figures.tidy(panel, "y")
         grid[-1, 0].set_xlabel(rows[0]["axis"].replace("_", " "))
 
 
