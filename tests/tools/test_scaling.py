@@ -20,7 +20,7 @@ def measured(*options, status=0):
     return json.loads(result.stdout)
 
 
-def test_batches_are_asked_in_turns(clocks):
+def test_batches_are_asked_sequential(clocks):
     """Catches: one batch for all sizes, more requests than the engine takes, videos seen before, a fixed order."""
     rows = measured("--values", "1,16", "--rounds", "2")["rows"]
     assert [(row["value"], row["method"]) for row in rows] == [

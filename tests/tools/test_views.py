@@ -19,7 +19,7 @@ from vidspec_tools.bench.speed import SpeedBenchmark
 from vidspec_tools.bench.trials import Benchmark
 from vidspec_tools.views import __main__ as redraw
 from vidspec_tools.views import acceptance as acceptance_view
-from vidspec_tools.views import csv_file, races
+from vidspec_tools.views import csv_file, versus
 from vidspec_tools.views import quality as quality_view
 from vllm_vidspec.config import PRUNERS
 from vllm_vidspec.errors import VidSpecError
@@ -43,13 +43,13 @@ RESULTS = {
     "shapes over ratios": (acceptance_view, lambda: by_shape(prune_ratio=(0.0, 0.9))),
     "quality": (quality_view, lambda: quality.run(Quality(requests=3, lambdas=(0.5, 0.7), top_ns=(1, 10)))),
     "parallel": (
-        races.PARALLEL_VIEW,
+        versus.PARALLEL_VIEW,
         lambda: parallel.run(Benchmark(inflate=(0.0, 5.0), modes=("sequential",), table=True, **ROUNDS)),
     ),
-    "paper": (races.PAPER_VIEW, lambda: paper.run(PaperBenchmark(**ROUNDS))),
-    "speed": (races.SPEED_VIEW, lambda: speed.run(SpeedBenchmark(**ROUNDS))),
+    "paper": (versus.PAPER_VIEW, lambda: paper.run(PaperBenchmark(**ROUNDS))),
+    "speed": (versus.SPEED_VIEW, lambda: speed.run(SpeedBenchmark(**ROUNDS))),
     "scaling": (
-        races.SCALING_VIEW,
+        versus.SCALING_VIEW,
         lambda: scaling.run(ScalingBenchmark(families=FAMILIES, values=(1.0, 4.0), rounds=2)),
     ),
 }
@@ -212,7 +212,7 @@ def test_lossy_scorers_are_lines_beside_levels(results, drawn):
     assert len({handle.get_color() for handle in handles}) == len(handles)
 
 
-# ---- benchmarks in turns with vanilla --------------------------------------------------------------------------------
+# ---- benchmarks interleaved with vanilla --------------------------------------------------------------------------------
 
 
 def test_speedups_are_bars_by_ratio_and_method(results, drawn):
@@ -275,5 +275,5 @@ def test_an_axis_has_a_line_for_each_family(results, drawn):
 
 def test_the_same_rows_in_another_order_are_the_same_groups():
     rows = [{"a": a, "b": b} for a, b in itertools.product((1, 2), (3, 4))]
-    assert races.by(rows, "a") == {(1,): rows[:2], (2,): rows[2:]}
-    assert list(races.by(rows, "a", "b")) == [(1, 3), (1, 4), (2, 3), (2, 4)]
+    assert versus.by(rows, "a") == {(1,): rows[:2], (2,): rows[2:]}
+    assert list(versus.by(rows, "a", "b")) == [(1, 3), (1, 4), (2, 3), (2, 4)]

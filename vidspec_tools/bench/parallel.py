@@ -1,4 +1,4 @@
-"""`vidspec bench parallel`: vanilla, sequential and parallel drafting, in turns on the same requests.
+"""`vidspec bench parallel`: vanilla, sequential and parallel drafting, interleaved on the same requests.
 
 Vanilla and two variants are alive at once, each in a subprocess, and one of them generates at a time: request by
 request, in an order that changes. A figure is a median over rounds of what a round's trials give, so that what the
@@ -80,9 +80,8 @@ def run(benchmark: Benchmark, report: Report = silent) -> dict[str, Any]:
             with ExitStack() as stack:
                 vanilla = stack.enter_context(_load(benchmark, workload, VANILLA_VARIANT, report))
                 for number in range(0, max(1, len(variants)), _AT_ONCE):
-                    answered, failed = _run_variants(
-                        benchmark, workload, vanilla, variants[number : number + _AT_ONCE], report
-                    )
+                    sessions, chosen = {VANILLA_VARIANT: vanilla}, variants[number : number + _AT_ONCE]
+                    answered, failed = run_variants(benchmark, workload, sessions, chosen, report)
                     failures += [{"family": family, "inflate": ratio, **one} for one in failed]
                     found = make_rows(benchmark, workload, answered)
                     # Vanilla answers again beside each two of the others; its row is that beside the first.
@@ -117,17 +116,20 @@ def _load(benchmark: Benchmark, workload: Workload, variant: Variant, report: Re
     return EngineSession(workload.job(benchmark, variant, list(range(benchmark.rounds * benchmark.requests + 1))))
 
 
-def _run_variants(
-    benchmark: Benchmark, workload: Workload, vanilla: EngineSession, variants: Sequence[Variant], report: Report
+def run_variants(
+    benchmark: Benchmark,
+    workload: Workload,
+    sessions: dict[Variant, EngineSession],
+    variants: Sequence[Variant],
+    report: Report,
 ) -> tuple[dict[Variant, list[list[Trial]]], list[dict[str, Any]]]:
-    """Let vanilla and some others answer every request in turn.
+    """Let engines that run already, and a new one of each variant, answer every request in turn.
 
     Returns:
         The trials of each that went through, `[rounds][requests]`, and of each that did not `method` and `reason`.
     """
     failures = []
     with ExitStack() as stack:
-        sessions = {VANILLA_VARIANT: vanilla}
         for variant in variants:
             try:
                 sessions[variant] = stack.enter_context(_load(benchmark, workload, variant, report))

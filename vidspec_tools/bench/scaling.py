@@ -1,4 +1,4 @@
-"""`vidspec bench scaling`: speed and acceptance over one axis, in turns with vanilla; a file lets a run go on later."""
+"""`vidspec bench scaling`: speed and acceptance over one axis, interleaved with vanilla; a file lets a run go on later."""
 
 import dataclasses
 import json

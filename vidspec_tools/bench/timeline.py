@@ -1,15 +1,13 @@
 """`vidspec bench timeline`: what target and drafter do when, sequentially and in parallel, on the same requests."""
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from vidspec_tools.bench import parallel, trials
 from vidspec_tools.bench.methods import VANILLA
-from vidspec_tools.bench.parallel import workload_for
+from vidspec_tools.bench.rows import flat
 from vidspec_tools.bench.trials import Benchmark
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.tools.engine_session import EngineSession
 from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
 
@@ -44,26 +42,19 @@ def run(benchmark: TimelineBenchmark, report: Report = silent) -> dict[str, Any]
     """
     check(benchmark)
     (family,), (ratio,) = benchmark.families, benchmark.inflate
-    workload = workload_for(benchmark, family, ratio, report)
-    variants = benchmark.variants(ratio)
-    held_out = list(range(benchmark.requests + 1))
-    modes: dict[str, dict[str, Any]] = {}
-    with ExitStack() as stack:
-        sessions = []
-        for variant in variants:
-            report("loading", {"label": f"{family} {variant.method} {workload.label}".rstrip()})
-            sessions.append(stack.enter_context(EngineSession(workload.job(benchmark, variant, held_out))))
-            tokens = (variant.spec or {})["num_speculative_tokens"]
-            modes[variant.mode] = {"method": variant.method, "num_speculative_tokens": tokens}
-            modes[variant.mode] |= {"token_ids": [], "events": []}
-        report("plan", {"total": benchmark.requests * len(sessions)})
-        report("measuring", {})
-        for index in range(benchmark.requests):
-            for variant, session in zip(variants, sessions, strict=True):
-                trial = parallel.take_trial(benchmark, variant, session, index)
-                modes[variant.mode]["token_ids"].append(trial.token_ids)
-                modes[variant.mode]["events"].append(from_start(trial.events, trial.start_s))
-                report("measured", {})
+    workload = parallel.workload_for(benchmark, family, ratio, report)
+    answered, failures = parallel.run_variants(benchmark, workload, {}, benchmark.variants(ratio), report)
+    if failures:
+        raise VidSpecError(failures[0]["reason"])
+    modes = {
+        variant.mode: {
+            "method": variant.method,
+            "num_speculative_tokens": (variant.spec or {})["num_speculative_tokens"],
+            "token_ids": [trial.token_ids for trial in flat(rounds)],
+            "events": [from_start(trial.events, trial.start_s) for trial in flat(rounds)],
+        }
+        for variant, rounds in answered.items()
+    }
     return {
         "family": family,
         "inflate": ratio,

@@ -2,7 +2,7 @@
 
 import typer
 
-from vidspec_tools.cli import plan, races, sweeps
+from vidspec_tools.cli import plan, sweeps, versus
 from vllm_vidspec.cli.running import user_errors
 
 
@@ -13,11 +13,11 @@ def add_to(app: typer.Typer) -> None:
     for command in (
         sweeps.acceptance,
         sweeps.quality,
-        races.parallel,
-        races.timeline,
-        races.paper,
-        races.speed,
-        races.scaling,
+        versus.parallel,
+        versus.timeline,
+        versus.paper,
+        versus.speed,
+        versus.scaling,
     ):
         bench.command()(user_errors(command))
     app.add_typer(bench, name="bench")

@@ -1,9 +1,9 @@
-"""Sections of docs/paper-tables.md, and others on benchmarks in turns with vanilla."""
+"""Sections of docs/paper-tables.md, and others on benchmarks interleaved with vanilla."""
 
 from collections.abc import Callable
 
 from vidspec_tools.pages.tables import RESULTS, Result, figure, fill, read, shown, table
-from vidspec_tools.views import races
+from vidspec_tools.views import versus
 
 
 def asked_ratio(ratio: float, label: str) -> str:
@@ -15,12 +15,12 @@ def asked_ratio(ratio: float, label: str) -> str:
 def parallel(result: Result) -> list[str]:
     """Return a table per family and ratio of `bench parallel`, and a list of what did not run."""
     found = []
-    for (family, ratio), rows in races.by(result["rows"], "family", "inflate").items():
+    for (family, ratio), rows in versus.by(result["rows"], "family", "inflate").items():
         first = rows[0]
         words = f"`{family}`, {asked_ratio(ratio, first['label'])}; {first['rounds']} rounds of {first['requests']} "
         words += "requests, one at a time."
         words += f" Published: {first['published_pair']}." if "published_pair" in first else ""
-        found += [words, shown(races.parallel_columns(rows), rows)]
+        found += [words, shown(versus.parallel_columns(rows), rows)]
     failed = [fill("{method} ({family}, {inflate:g}): {reason}", one) for one in result["failures"]]
     found += [f"Did not run: {'; '.join(failed)}."] if failed else []
     return [*found, *figure("R14-parallel.png", "decode speed over vanilla's, by ratio and method")]
@@ -29,7 +29,7 @@ def parallel(result: Result) -> list[str]:
 def paper(result: Result) -> list[str]:
     """Return a table for each family and ratio of `bench paper`, and the sources of what is published."""
     found = []
-    for (family, ratio), rows in races.by(result["rows"], "family", "inflate").items():
+    for (family, ratio), rows in versus.by(result["rows"], "family", "inflate").items():
         reached = [f"{row['ratio']:.1f} ({row['method']})" for row in rows if row["ratio"]][:1]
         asked = f"T_t / T_d asked for: {ratio:g}, measured: {reached[0]}; " if ratio and reached else ""
         sources: dict[str, list[str]] = {}
@@ -37,7 +37,7 @@ def paper(result: Result) -> list[str]:
             if row["published_source"]:
                 sources.setdefault(row["published_source"], []).append(row["method"])
         words = "; ".join(f"{', '.join(names)}: {source}" for source, names in sources.items())
-        found += [f"`{family}`, {asked}{races.paper_caption(rows[0])}.", shown(races.PAPER, rows)]
+        found += [f"`{family}`, {asked}{versus.paper_caption(rows[0])}.", shown(versus.PAPER, rows)]
         found.append(f"Published: {words}.")
     return found
 
@@ -45,19 +45,19 @@ def paper(result: Result) -> list[str]:
 def speed(result: Result) -> list[str]:
     """Return two tables for each family and ratio of `bench speed`."""
     found = []
-    for (family, _), rows in races.by(result["rows"], "family", "inflate").items():
-        found.append(f"`{family}`, {races.setting(rows)}; {rows[0]['label'] or 'the pair as it is'}.")
-        found += [shown(races.SPEED, rows), shown(races.PHASE_TIMES, rows)]
+    for (family, _), rows in versus.by(result["rows"], "family", "inflate").items():
+        found.append(f"`{family}`, {versus.setting(rows)}; {rows[0]['label'] or 'the pair as it is'}.")
+        found += [shown(versus.SPEED, rows), shown(versus.PHASE_TIMES, rows)]
     return found
 
 
 def scaling(result: Result) -> list[str]:
     """Return a table for each family of `bench scaling`."""
     found = []
-    for (family,), rows in races.by(result["rows"], "family").items():
-        setting = races.setting(rows, rows[0]["axis"])
+    for (family,), rows in versus.by(result["rows"], "family").items():
+        setting = versus.setting(rows, rows[0]["axis"])
         found.append(f"`{family}`, {setting}; {rows[0]['label'] or 'the pair as it is'}.")
-        found.append(shown(races.scaling_columns(rows), rows, words=2))
+        found.append(shown(versus.scaling_columns(rows), rows, words=2))
     return found
 
 

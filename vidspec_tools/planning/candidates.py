@@ -80,7 +80,7 @@ class Candidates:
         if question.target_ms is not None:
             self._target_scale = question.target_ms / 1e3 / self.target_seconds(1, 1)
         if question.draft_ms is not None:
-            place = self._place if question.may_take_turns else self._own_place
+            place = self._place if question.may_be_sequential else self._own_place
             modelled = self.draft_seconds(1, 1, question.prune_ratios[0], place)
             self._draft_scale = question.draft_ms / 1e3 / modelled
 
@@ -106,22 +106,22 @@ class Candidates:
         return Candidate(NONE, 0, 0.0, 1.0, 1.0, 1.0, seconds, seconds, 0.0, self._memory(batch, None))
 
     def chain(self, batch: int, num_tokens: int, prune_ratio: float, agreement: Agreement | None = None) -> Candidate:
-        """Return what chains of K drafts, in turns, come to; K = 0 is vanilla."""
+        """Return what sequential chains of K drafts come to; K = 0 is vanilla."""
         if num_tokens == 0:
             return self.vanilla(batch)
         agreement = agreement or self.question.agreement_at(prune_ratio)
         # The first forward has a request's last two tokens.
         widths = {2: 1, 1: num_tokens - 1}
         length = agreement.chain_length(num_tokens)
-        return self._in_turns(CHAIN, batch, num_tokens, prune_ratio, length, widths)
+        return self._sequential(CHAIN, batch, num_tokens, prune_ratio, length, widths)
 
     def tree(self, batch: int, prune_ratio: float, agreement: Agreement | None = None) -> Candidate:
-        """Return what SpecVLM's static tree, in turns, comes to."""
+        """Return what SpecVLM's static tree, drafted sequentially, comes to."""
         agreement = agreement or self.question.agreement_at(prune_ratio)
         widths = Counter((2, *TREE_WIDTHS[1:]))
-        return self._in_turns(TREE, batch, len(SPECVLM_PATHS), prune_ratio, agreement.tree_length(), widths)
+        return self._sequential(TREE, batch, len(SPECVLM_PATHS), prune_ratio, agreement.tree_length(), widths)
 
-    def _in_turns(
+    def _sequential(
         self, shape: str, batch: int, num_tokens: int, prune_ratio: float, length: float, widths: Mapping[int, int]
     ) -> Candidate:
         target, verify = self.target_seconds(batch, 1), self.target_seconds(batch, num_tokens + 1)
@@ -189,7 +189,7 @@ class Candidates:
     def candidates(self, batch: int) -> Iterator[Candidate]:
         """Yield everything that could be done at a batch size, whether it fits or not; vanilla first."""
         yield self.vanilla(batch)
-        if self.question.may_take_turns:
+        if self.question.may_be_sequential:
             for ratio in self.question.prune_ratios:
                 for num_tokens in range(1, MOST_CHAIN + 1):
                     yield self.chain(batch, num_tokens, ratio)

@@ -78,7 +78,7 @@ class Planner(Candidates):
         return ranges
 
     def _pays(self, batch: int) -> bool:
-        """Return whether `best` would draft; parallel runs are followed only where nothing in turns gains enough."""
+        """Return whether `best` would draft; parallel runs are followed only where nothing sequential gains enough."""
         return self.vanilla(batch).fits and any(
             one.fits and one.answer_speedup >= WORTH for one in self.candidates(batch)
         )

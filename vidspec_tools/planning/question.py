@@ -20,7 +20,7 @@ class Question:
         target: The target's shape.
         draft: The draft's; the target's own object: it drafts for itself.
         gpu: The card.
-        ranks: Tensor-parallel ranks of the target; a draft in turns has as many.
+        ranks: Tensor-parallel ranks of the target; a sequential draft has as many.
         draft_gpus: Cards of a parallel drafter's own; 0: none, so no parallel drafting.
         video_tokens: Of a request's prompt.
         text_tokens: The prompt's text and what of the answer is written on average.
@@ -67,7 +67,7 @@ class Question:
         return self.agreement or default_agreement(self.target.family, prune_ratio, self.is_self)
 
     @property
-    def may_take_turns(self) -> bool:
+    def may_be_sequential(self) -> bool:
         """Whether the draft can share the target's ranks."""
         return self.is_self or self.draft.is_shared_by(self.ranks)
 
@@ -104,7 +104,7 @@ def check(question: Question, batches: Sequence[int] = (1,)) -> None:
         raise VidSpecError(f"--tp {question.ranks}: ranks cannot share the target's heads evenly; {sizes} would do")
     if question.draft_gpus and not question.draft.is_shared_by(question.draft_gpus):
         raise VidSpecError(f"--draft-gpus {question.draft_gpus}: ranks cannot share the draft's heads evenly")
-    if not question.may_take_turns and not question.draft_gpus:
+    if not question.may_be_sequential and not question.draft_gpus:
         raise VidSpecError(
             f"the draft's {question.draft.heads} heads cannot be shared by --tp {question.ranks} ranks: choose another "
             "--tp, or give it GPUs of its own, --draft-gpus 1"
@@ -120,10 +120,10 @@ def check(question: Question, batches: Sequence[int] = (1,)) -> None:
 def notes(question: Question) -> Iterator[str]:
     """Yield what a reader should know of an answer."""
     yield "Modelled, not measured: no figure of this plan was taken on a GPU. The vision tower is left out."
-    if not question.may_take_turns:
+    if not question.may_be_sequential:
         yield (
             f"{question.draft.name} has {question.draft.heads} heads, which {question.ranks} ranks cannot share: it "
-            "cannot take turns with the target, and drafts in parallel on GPUs of its own or not at all."
+            "cannot draft sequentially, but in parallel on GPUs of its own or not at all."
         )
     if question.draft_gpus:
         yield (

@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from vidspec_tools.views import acceptance, quality, races
+from vidspec_tools.views import acceptance, quality, versus
 from vllm_vidspec.errors import VidSpecError
 
 
-def view_of(row: Mapping[str, Any]) -> ModuleType | races.View:
+def view_of(row: Mapping[str, Any]) -> ModuleType | versus.View:
     """Return the view of a result's rows, by a column that only they have."""
     for column, view in (
         ("retention", quality),
-        ("axis", races.SCALING_VIEW),
-        ("request_ms", races.SPEED_VIEW),
-        ("published_tau", races.PAPER_VIEW),
-        ("mode", races.PARALLEL_VIEW),
+        ("axis", versus.SCALING_VIEW),
+        ("request_ms", versus.SPEED_VIEW),
+        ("published_tau", versus.PAPER_VIEW),
+        ("mode", versus.PARALLEL_VIEW),
     ):
         if column in row:
             return view

@@ -11,7 +11,11 @@ from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools.tables import Columns, by_columns, number, times
 
 _STYLES = {"chain": ("#332288", "s"), "tree-static": ("#117733", "D"), "parallel": ("#882255", "o")}
-_NAMES = {"chain": "chain, in turns", "tree-static": "static tree, in turns", "parallel": "in parallel, with more GPUs"}
+_NAMES = {
+    "chain": "chain, sequential",
+    "tree-static": "static tree, sequential",
+    "parallel": "in parallel, with more GPUs",
+}
 
 
 def show(result: Mapping[str, Any], console: Console) -> None:

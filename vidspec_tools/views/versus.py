@@ -1,4 +1,4 @@
-"""How benchmarks in turns with vanilla show themselves: `bench parallel`, `paper`, `speed` and `scaling`."""
+"""How benchmarks interleaved with vanilla show themselves: `bench parallel`, `paper`, `speed` and `scaling`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple

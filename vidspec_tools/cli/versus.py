@@ -1,4 +1,4 @@
-"""The benchmarks in turns with vanilla: `vidspec bench parallel`, `timeline`, `paper`, `speed` and `scaling`."""
+"""The benchmarks interleaved with vanilla: `vidspec bench parallel`, `timeline`, `paper`, `speed` and `scaling`."""
 
 from typing import Annotated
 
@@ -32,7 +32,7 @@ def parallel(
     plot_path: Annotated[str | None, options.plot("Draw the speedups")] = None,
     json_path: shared.Json = None,
 ) -> None:
-    """Compare parallel drafting with sequential drafting and with vanilla vLLM, in turns on the same requests.
+    """Compare parallel drafting with sequential drafting and with vanilla vLLM, interleaved on the same requests.
 
     The engines are alive at once, and one generates at a time, request by request; figures are medians over rounds,
     with their 20th and 80th percentiles. The target has one core in every mode, the parallel drafter another one.
@@ -44,7 +44,7 @@ def parallel(
     """
     given = locals()
     from vidspec_tools.bench import parallel as bench
-    from vidspec_tools.views import races
+    from vidspec_tools.views import versus
 
     what = shared.pick(
         bench.Benchmark,
@@ -54,7 +54,7 @@ def parallel(
         modes=tuple(shared.values("--modes", modes, str)),
         knobs=options.knobs(knob),
     )
-    running.measure(bench, races.PARALLEL_VIEW, what, given)
+    running.measure(bench, versus.PARALLEL_VIEW, what, given)
 
 
 def timeline(
@@ -132,11 +132,11 @@ def paper(
     plot_path: Annotated[str | None, options.plot("Draw lengths and speedups, published beside")] = None,
     json_path: shared.Json = None,
 ) -> None:
-    """Run the methods of the papers in turns with vanilla vLLM, what they publish beside.
+    """Run the methods of the papers interleaved with vanilla vLLM, what they publish beside.
 
     The rows: autoregressive, SD-chain, SD-tree, SD-Rand, SpecVLM, SAGE, ParallelVLM, LVSpec, FLy, OnSD, self-SD, and
     stock draft_model, which is vLLM's own way to draft without us. Two methods and vanilla are alive at once and answer
-    the same requests in turns, one request at a time; figures are medians over rounds, with their 20th and 80th
+    the same requests alternately, one request at a time; figures are medians over rounds, with their 20th and 80th
     percentiles.
 
     speedup is decode speed, from a request's first token to its last, divided by vanilla's in the same round; forwards
@@ -145,7 +145,7 @@ def paper(
     """
     given = locals()
     from vidspec_tools.bench import paper as bench
-    from vidspec_tools.views import races
+    from vidspec_tools.views import versus
 
     usual = bench.QUICK if quick else bench.USUAL
     what = shared.pick(
@@ -157,7 +157,7 @@ def paper(
         knobs=options.knobs(knob),
         **{name: default if given[name] is None else given[name] for name, default in usual.items()},
     )
-    running.measure(bench, races.PAPER_VIEW, what, given)
+    running.measure(bench, versus.PAPER_VIEW, what, given)
 
 
 def speed(
@@ -181,7 +181,7 @@ def speed(
     plot_path: Annotated[str | None, options.plot("Draw what a request's time is made of")] = None,
     json_path: shared.Json = None,
 ) -> None:
-    """Measure one setting's speed in turns with vanilla vLLM, and what a request's time is made of.
+    """Measure one setting's speed interleaved with vanilla vLLM, and what a request's time is made of.
 
     tokens_per_s and inter_token_ms are of a request's decode, ttft_s from handing it in; medians over rounds, with
     their 20th and 80th percentiles. A step emits several tokens at once: t_step_ms is the median time between such
@@ -190,7 +190,7 @@ def speed(
     """
     given = locals()
     from vidspec_tools.bench import speed as bench
-    from vidspec_tools.views import races
+    from vidspec_tools.views import versus
 
     what = shared.pick(
         bench.SpeedBenchmark,
@@ -199,7 +199,7 @@ def speed(
         inflate=tuple(shared.values("--inflate", inflate, float)),
         knobs=options.knobs(knob),
     )
-    running.measure(bench, races.SPEED_VIEW, what, given)
+    running.measure(bench, versus.SPEED_VIEW, what, given)
 
 
 def scaling(
@@ -231,7 +231,7 @@ def scaling(
     plot_path: Annotated[str | None, options.plot("Draw speedup and length over the axis")] = None,
     json_path: shared.Json = None,
 ) -> None:
-    """Measure speed and acceptance over one axis, in turns with vanilla vLLM, a pair of engines a value.
+    """Measure speed and acceptance over one axis, interleaved with vanilla vLLM, a pair of engines a value.
 
     Longer videos are several held-out videos one after another, which the bundled models were not trained on: what they
     cost is meant, not how well they are described. tokens_per_s is of a round's decode, from its first token to its
@@ -240,7 +240,7 @@ def scaling(
     """
     given = locals()
     from vidspec_tools.bench import scaling as bench
-    from vidspec_tools.views import races
+    from vidspec_tools.views import versus
 
     chosen = bench.AXES.get(axis, ())
     what = shared.pick(
@@ -251,4 +251,4 @@ def scaling(
         values=chosen if values is None else tuple(shared.values("--values", values, float)),
         knobs=options.knobs(knob),
     )
-    running.measure(bench, races.SCALING_VIEW, what, given)
+    running.measure(bench, versus.SCALING_VIEW, what, given)
