@@ -4,6 +4,7 @@ import ast
 import itertools
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +16,7 @@ from vidspec_tools.bench import acceptance
 from vidspec_tools.bench.scaling import ScalingBenchmark
 from vidspec_tools.bench.scaling import run as run_scaling
 from vidspec_tools.pages import __main__ as builder
-from vidspec_tools.pages import commands, reliability, results, tables
+from vidspec_tools.pages import commands, measure, reliability, results, tables
 from vidspec_tools.views import acceptance as acceptance_view
 
 COMMANDS = ["R1", "R2", "R3", "R4", "R5", "R6", "R7", "R8", "R9", "R9-sage", "R10", "R11", "R12", "R12-relevance"]
@@ -207,6 +208,25 @@ def test_every_row_beside_a_feature_was_run_and_is_as_expected():
         assert all(re.search(r"\w{2}", cell) for cell in seen.values()), row.name
         if seen["verdict"] == coexistence.NOT_RUN:
             assert re.fullmatch(r".+; checked: .+", seen["detail"]), "why, and what was looked at"
+
+
+def test_rows_are_recorded_as_they_are_seen(tmp_path):
+    """Catches: rows of earlier runs that are lost or run again, a wrong one that is not written, another order."""
+    path, ran = tmp_path / "rows.json", []
+    cases = [SimpleNamespace(name=name) for name in ("kill core", "kill server", "full disk")]
+    key = lambda case: case["case"] if isinstance(case, dict) else case.name  # noqa: E731
+
+    def run(case, folder):
+        ran.append(case.name)
+        return {"case": case.name, "seen": f"{len(ran)} in {tables.ROOT}/x"}, case.name != "kill server"
+
+    assert not measure._run_rows(path, cases, "kill", key, run)
+    assert ran == ["kill core", "kill server", "full disk"], "what was never run is run, too"
+    assert measure._run_rows(path, cases, "full,kill core", key, run)
+    found = json.loads(path.read_text())
+    assert [row["case"] for row in found["rows"]] == ["kill core", "kill server", "full disk"]
+    assert [row["seen"] for row in found["rows"]] == ["4 in x", "2 in x", "5 in x"], "no folder of this machine"
+    assert found["provenance"]["git_sha"] == measure.provenance()["git_sha"]
 
 
 # ---- what imports what -----------------------------------------------------------------------------------------------

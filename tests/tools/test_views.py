@@ -212,7 +212,7 @@ def test_lossy_scorers_are_lines_beside_levels(results, drawn):
     assert len({handle.get_color() for handle in handles}) == len(handles)
 
 
-# ---- benchmarks interleaved with vanilla --------------------------------------------------------------------------------
+# ---- benchmarks interleaved with vanilla -----------------------------------------------------------------------------
 
 
 def test_speedups_are_bars_by_ratio_and_method(results, drawn):

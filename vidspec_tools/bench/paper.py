@@ -1,6 +1,6 @@
 """`vidspec bench paper`: the papers' methods interleaved with vanilla on the same requests, published figures beside.
 
-The engines and their interleaving are those of `bench parallel`: as many at once as it has, each with vanilla among them.
+The engines and their interleaving are those of `bench parallel`: as many at once, vanilla among them.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""`vidspec bench scaling`: speed and acceptance over one axis, interleaved with vanilla; a file lets a run go on later."""
+"""`vidspec bench scaling`: speed and acceptance over one axis, interleaved with vanilla; a run can be resumed."""
 
 import dataclasses
 import json

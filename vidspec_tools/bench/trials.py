@@ -1,4 +1,4 @@
-"""What a benchmark interleaved with vanilla is made of: its workload, its variants, their trials; no engine runs here."""
+"""What a benchmark interleaved with vanilla is made of: its workload, its variants, their trials; no engine."""
 
 import os
 from collections.abc import Sequence

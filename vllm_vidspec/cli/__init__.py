@@ -37,7 +37,9 @@ def _has_tools() -> bool:
 
 def _in_the_clone() -> None:
     """Measure and plan: in a clone of the repository only."""
-    raise VidSpecError("bench and plan are not part of the wheel: run them in a clone of the repository")
+    raise VidSpecError(
+        "bench and plan are not in the wheel: in a clone of the repository, run `python -m vllm_vidspec.cli`"
+    )
 
 
 if _has_tools():
