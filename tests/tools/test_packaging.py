@@ -182,8 +182,7 @@ def test_the_package_does_without_the_tools_of_the_clone(tmp_path):
         run = subprocess.run(args, capture_output=True, text=True, cwd=tmp_path, env=env)
         assert run.returncode == 2
         assert (
-            run.stderr
-            == "vidspec: bench and plan are not in the wheel: in a clone of the repository, run `python -m vllm_vidspec.cli`\n"
+            run.stderr == "vidspec: bench and plan are not in the wheel: run `python -m vllm_vidspec.cli` in a clone\n"
         )
 
 

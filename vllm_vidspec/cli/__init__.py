@@ -37,9 +37,7 @@ def _has_tools() -> bool:
 
 def _in_the_clone() -> None:
     """Measure and plan: in a clone of the repository only."""
-    raise VidSpecError(
-        "bench and plan are not in the wheel: in a clone of the repository, run `python -m vllm_vidspec.cli`"
-    )
+    raise VidSpecError("bench and plan are not in the wheel: run `python -m vllm_vidspec.cli` in a clone")
 
 
 if _has_tools():
