@@ -272,11 +272,6 @@ class Running:
 def run_job(job: dict[str, Any], report: Report, running: Running) -> list[dict[str, Any]]:
     """Run one engine in a subprocess.
 
-    Args:
-        job: As `Configuration.job` returns it.
-        report: Called with "ready", "progress" and "result", as `progress.View` takes them.
-        running: Where the process is found by who wants to stop it.
-
     Returns:
         For each sampling: `seconds`, `token_ids` per request, `metrics` (our counters' gain; None for vanilla) and
         `scheduling` ("async" or "sync").

@@ -53,10 +53,6 @@ def check(benchmark: PaperBenchmark) -> None:
 def run(benchmark: PaperBenchmark, report: Report = silent) -> dict[str, Any]:
     """Measure everything.
 
-    Args:
-        benchmark: What.
-        report: As `progress.View` takes it.
-
     Returns:
         As `parallel.run` does; vanilla's row is called AUTOREGRESSIVE, and a step of it emits one token. On the CPU
         engine vLLM's own method has no times: its kernels are interpreted there, where ours are compiled for the CPU.

@@ -62,10 +62,6 @@ def check(benchmark: Benchmark) -> None:
 def run(benchmark: Benchmark, report: Report = silent) -> dict[str, Any]:
     """Measure everything.
 
-    Args:
-        benchmark: What.
-        report: Called with "plan", "loading", "measuring" and "measured", as `progress.View` takes them.
-
     Returns:
         `rows` (vanilla's and one a variant, by family and ratio), `failures` (`family`, `inflate`, `method`,
         `reason`) and `provenance`.

@@ -203,10 +203,6 @@ def check(quality: Quality) -> None:
 def run(quality: Quality, report: Report = silent) -> dict[str, Any]:
     """Write captions with the target alone, the draft alone and every setting, one engine after another.
 
-    Args:
-        quality: What to measure.
-        report: Called with "plan", "loading" and "measured", as `progress.View` takes them.
-
     Returns:
         `rows` (by family, temperature and noise; first the target's and the draft's own, which have no noise) and
         `provenance`.

@@ -31,10 +31,6 @@ def check(benchmark: TimelineBenchmark) -> None:
 def run(benchmark: TimelineBenchmark, report: Report = silent) -> dict[str, Any]:
     """Let each mode answer the same requests in turn, and return what it did when.
 
-    Args:
-        benchmark: What.
-        report: As `progress.View` takes it.
-
     Returns:
         `family`, `inflate`, `label`, `modes` (by mode `method`, `num_speculative_tokens`, `token_ids` and `events`, a
         list for each request: `lane`, `kind`, `num_reqs`, `num_tokens`, and `start_s` and `end_s` from the moment when

@@ -212,12 +212,7 @@ class Workload:
 
 
 def draft_model(family: str, draft: str) -> str:
-    """Return the path of a draft, or SELF_DRAFT.
-
-    Args:
-        family: Whose bundled checkpoints are meant.
-        draft: SELF_DRAFT, a role of the bundled pair, or a path.
-    """
+    """Return the path of a draft, or SELF_DRAFT."""
     if draft == SELF_DRAFT:
         return draft
     try:

@@ -30,12 +30,7 @@ class Agreement:
     source: str = "given"
 
     def at(self, depth: int, rank: int = 0) -> float:
-        """Return the probability that a parent's candidate of this rank is the target's token.
-
-        Args:
-            depth: From 1 on.
-            rank: 0: the draft's best candidate.
-        """
+        """Return the probability that a parent's candidate of this rank is the target's token."""
         best = self.rates[min(depth, len(self.rates)) - 1]
         return (1 - best) * self.runner_up * (1 - self.runner_up) ** (rank - 1) if rank else best
 

@@ -87,10 +87,6 @@ class Planner(Candidates):
         """Return the agreement per token below which a plan gains less than WORTH; None: even one of 1 does not.
 
         Runner-ups are taken to be right less often in proportion.
-
-        Args:
-            batch: Of the plan.
-            plan: One that drafts.
         """
         agreement = self.question.agreement_at(plan.prune_ratio)
 
@@ -226,10 +222,6 @@ def _quantised_note(rows: Sequence[Mapping[str, Any]], quantised: Mapping[str, A
 
 def plan(question: Question, batches: Sequence[int]) -> dict[str, Any]:
     """Return the answer to a question.
-
-    Args:
-        question: What is to be planned.
-        batches: Requests that decode at once.
 
     Returns:
         `rows` (one a batch size), `quantised_draft` (what that would gain, None where it is no question), `when` (a

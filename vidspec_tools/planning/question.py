@@ -73,12 +73,7 @@ class Question:
 
 
 def check(question: Question, batches: Sequence[int] = (1,)) -> None:
-    """Refuse a question that has no answer.
-
-    Args:
-        question: What is asked.
-        batches: Requests that decode at once.
-    """
+    """Refuse a question that has no answer."""
     if min(batches, default=0) < 1:
         raise VidSpecError("--batch: each must be at least 1")
     for option, count, least in (

@@ -92,13 +92,7 @@ def forward_seconds(shape: ModelShape, place: Placement, batch: int, rows: int, 
 
 
 def prefill_seconds(shape: ModelShape, place: Placement, tokens: float) -> float:
-    """Return what the decoder takes to read a prompt, in seconds: its products alone, attention over half the square.
-
-    Args:
-        shape: The model; the vision tower is left out.
-        place: Where it runs.
-        tokens: Of the prompt.
-    """
+    """Return what the decoder takes to read a prompt, in seconds: its products alone, attention over half the square."""
     products = 2 * shape.active_params * tokens + 2 * shape.layers * shape.heads * shape.head_dim * tokens**2
     return products / place.ranks / (place.gpu.flops * place.assumed.flops_frac)
 
@@ -163,13 +157,7 @@ class MemorySplit:
 def memory_split(
     place: Placement, target: tuple[float, float] = (0.0, 0.0), draft: tuple[float, float] = (0.0, 0.0)
 ) -> MemorySplit:
-    """Return what a card holds.
-
-    Args:
-        place: The card, and how much of it may be taken.
-        target: Bytes of the target's weights and of its KV.
-        draft: Of the draft's.
-    """
+    """Return what a card holds."""
     memory = place.gpu.memory_bytes
     reserved = (1 - place.assumed.usable_frac) * memory
     return MemorySplit(target[0], draft[0], target[1], draft[1], reserved, memory - reserved - sum(target + draft))

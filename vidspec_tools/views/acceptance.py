@@ -52,12 +52,7 @@ _STYLES: dict[str, Style] = {
 
 
 def check_room(path: str, axes: Mapping[str, Sequence[Any]]) -> None:
-    """Refuse a figure of more than it has room for: family and ratio, and pruners or shapes.
-
-    Args:
-        path: Of the figure.
-        axes: The values of each; shapes may be at several temperatures, too.
-    """
+    """Refuse a figure of more than it has room for: family and ratio, and pruners or shapes."""
     drawn = _DRAWN_BY_SHAPE if len(set(axes["drafting"])) > 1 else _DRAWN
     several = [name for name in AXES if name not in drawn and len(set(axes[name])) > 1]
     if drawn is _DRAWN_BY_SHAPE and all(len(set(axes[name])) > 1 for name in ("prune_ratio", "temperature")):
@@ -118,10 +113,6 @@ def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
 
     Shapes are lines over several prune ratios, otherwise bars, at each temperature. Ratios are evenly spaced,
     because what happens between 0.9 and 1 is the point. The same rows give the same file.
-
-    Args:
-        rows: As `acceptance.run` returns them.
-        path: A .png or .svg file.
     """
     rows = [flatten(row) for row in rows if row["acceptance_length"] is not None]
     if not rows:

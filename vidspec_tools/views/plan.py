@@ -77,13 +77,7 @@ def _two(memory: Mapping[str, float], kind: str) -> str:
 
 
 def draw(curves: Mapping[str, Sequence[tuple[int, float]]], result: Mapping[str, Any], path: str) -> None:
-    """Draw speed-up over batch, a line for each shape.
-
-    Args:
-        curves: Of `Planner.curves`.
-        result: The plan.
-        path: A .png or .svg file.
-    """
+    """Draw speed-up over batch, a line for each shape."""
     drawn = [shape for shape in _STYLES if shape in curves]
     if not drawn:
         raise VidSpecError(f"cannot draw {path}: nothing fits")

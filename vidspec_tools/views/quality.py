@@ -114,10 +114,6 @@ def draw(rows: Sequence[Row], path: str) -> None:
 
     A line joins what a scorer gives over its lambda or threshold. Loose points with another N than the line's
     are hollow, with their N beside them. The same rows give the same file.
-
-    Args:
-        rows: As `run` or `read_csv` returns them.
-        path: A .png or .svg file.
     """
     found = panels(rows)
     if not found:

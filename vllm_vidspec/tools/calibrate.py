@@ -105,10 +105,6 @@ def check(calibration: Calibration, out: str | None = None, plot: str | None = N
 def run(calibration: Calibration, report: Report = silent) -> dict[str, Any]:
     """Measure the candidates and choose.
 
-    Args:
-        calibration: What to measure.
-        report: Called with "loading", "plan", "measuring" and "measured", as `progress.View` takes them.
-
     Returns:
         What the calibration file holds: `config` (the chosen knobs), what was measured on what, `measurements` and
         `provenance`.
@@ -211,9 +207,6 @@ def choose(measurements: Sequence[Measurement]) -> Measurement:
     As good: its acceptance length is at least what the best one's would be with one more verify step for the same
     tokens. Greedy answers do not depend on the draft, so a difference of one step in all is no reason to leave an
     earlier candidate.
-
-    Args:
-        measurements: At least one, the preferred ones first.
     """
     best = max(measurements, key=lambda row: row.acceptance_length)
     good_enough = best.acceptance_length * best.num_drafts / (best.num_drafts + 1)

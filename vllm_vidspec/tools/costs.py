@@ -135,10 +135,6 @@ def read_file(path: str, calibration: Calibration) -> dict[str, Any]:
 def run(costs: Costs, report: Report = silent) -> dict[str, Any]:
     """Measure every draft in turn, round by round, and make the table.
 
-    Args:
-        costs: What to measure.
-        report: Called with "plan", "loading" and "measured", as `progress.View` takes them.
-
     Returns:
         `config` (the table), the pair, `costs` (one row per draft and batch size), and `provenance`.
     """
@@ -240,9 +236,6 @@ def draft_table(costs: Sequence[Cost]) -> list[TableRow]:
     That is no draft at all where none is faster than vanilla. An engine drafts chains and one kind of tree at most: the
     one that is the fastest of all at more batch sizes, and of two that are so equally often the one with the greater
     gain over the chain, summed over batch sizes. What was not measured belongs to the next larger batch size that was.
-
-    Args:
-        costs: Of vanilla, chains and both trees at every batch size.
     """
     sizes = sorted({cost.batch_size for cost in costs})
     # Of equally fast ones the first: nothing before chains before trees, short chains before long ones.

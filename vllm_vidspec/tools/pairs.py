@@ -208,13 +208,7 @@ def engine_env() -> dict[str, str]:
 
 
 def chat_prompt(family: str, question: str, media: Sequence[str] = ()) -> str:
-    """Return the text that the checkpoint's chat template makes of one user turn.
-
-    Args:
-        family: Whose placeholders to use.
-        question: The user's words.
-        media: Modalities before the question in order, e.g. `("video", "image")`.
-    """
+    """Return the text that the checkpoint's chat template makes of one user turn."""
     pair = pair_for(family)
     return pair.chat.format(visual="".join(pair.visual[modality] for modality in media), question=question)
 

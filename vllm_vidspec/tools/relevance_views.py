@@ -59,12 +59,7 @@ def scale(relevance: Sequence[float | None]) -> tuple[float, float]:
 
 
 def color(value: float | None, ends: tuple[float, float]) -> str:
-    """Return the colour of a relevance as #rrggbb.
-
-    Args:
-        value: The relevance; None: not measured.
-        ends: As `scale` returns them.
-    """
+    """Return the colour of a relevance as #rrggbb."""
     if value is None:
         return _UNMEASURED
     low, high = ends

@@ -70,10 +70,6 @@ def check(show: Show) -> None:
 def run(show: Show, report: Report = silent) -> dict[str, Any]:
     """Prune one video in every way asked for and draw the picture.
 
-    Args:
-        show: What to show.
-        report: Called with "plan", "loading" and "measured", as `progress.View` takes them.
-
     Returns:
         `rows`, one per pruner (`pruner`, `kept`, `total`, `ends_frac`, `even_frac`), and `out`.
     """
@@ -126,10 +122,6 @@ def _look(show: Show, pruners: list[str], report: Report) -> list[Record]:
 
 def choose(config: VidSpecConfig, records: list[Record]) -> "Tensor":
     """Prune as the engine would, from what the engines measured.
-
-    Args:
-        config: Pruner, ratio and knobs.
-        records: At least one; all of one grid.
 
     Returns:
         int64 `[num_keep]`, ascending.

@@ -57,10 +57,6 @@ def check(show: Show) -> None:
 def run(show: Show, report: Report = silent) -> dict[str, Any]:
     """Write one caption and the picture of it.
 
-    Args:
-        show: What to show.
-        report: Called with "plan", "loading", "measuring" and "measured", as `progress.View` takes them.
-
     Returns:
         `rows`, one: the pair, the setting, `words`, `relevance` and `kinds` of each token, and what `kind_shares` and
         `relevance_auc` say of them (the latter for bundled pairs, whose words are known); and `provenance`.
@@ -79,12 +75,7 @@ def run(show: Show, report: Report = silent) -> dict[str, Any]:
 
 
 def make_row(show: Show, answer: dict[str, Any]) -> dict[str, Any]:
-    """Return what a picture shows.
-
-    Args:
-        show: What was asked for.
-        answer: The engine's, as `session_job.Engine.answer` returns it.
-    """
+    """Return what a picture shows."""
     counters, (caption,) = answer["metrics"], answer["captions"]
     for what, prefix in (("request ran without speculation", "skipped_"), ("caption was verified strictly", "strict_")):
         if found := reasons(counters, prefix):

@@ -58,11 +58,7 @@ _STRICT = {
 
 
 def advise(figures: dict[str, Any]) -> list[Advice]:
-    """Return what the rules find, warnings first.
-
-    Args:
-        figures: As `status.figures` returns them, since the start or of an interval.
-    """
+    """Return what the rules find, warnings first."""
     found = [advice for rule in RULES for advice in rule(figures)]
     return sorted(found, key=lambda advice: advice.level != "warn")
 
