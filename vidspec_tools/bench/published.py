@@ -22,38 +22,22 @@ class PublishedPair:
     figures: dict[str, tuple[float, float]]
 
 
+_METHODS = ("SD", "OnSD", "SD-Tree", "SpecVLM", "ParallelVLM")
+
+
+def _pair(family: str, name: str, ratio: float, *figures: tuple[float, float]) -> PublishedPair:
+    return PublishedPair(family, name, ratio, dict(zip(_METHODS, figures, strict=True)))
+
+
+_QWEN, _LLAVA = "Qwen2.5-VL 7B & 32B", "LLaVA-OV 7B & 72B"
 # 128 frames, 512 output tokens, 8 L40S; a window of 5, ParallelVLM's from the ratio (3, 9 and 5 here); pruning 0.9.
+# By method of _METHODS.
 PUBLISHED = (
-    PublishedPair(
-        *("llava-onevision", "LLaVA-OV 0.5B & 7B", 2),
-        {
-            "SD": (4.26, 1.08),
-            "OnSD": (3.73, 1.40),
-            "SD-Tree": (5.08, 1.28),
-            "SpecVLM": (4.89, 1.83),
-            "ParallelVLM": (8.47, 2.12),
-        },
+    _pair(
+        "llava-onevision", "LLaVA-OV 0.5B & 7B", 2, (4.26, 1.08), (3.73, 1.40), (5.08, 1.28), (4.89, 1.83), (8.47, 2.12)
     ),
-    PublishedPair(
-        *("llava-onevision", "LLaVA-OV 7B & 72B", 5),
-        {
-            "SD": (4.14, 1.98),
-            "OnSD": (3.67, 2.14),
-            "SD-Tree": (4.64, 2.18),
-            "SpecVLM": (4.51, 2.76),
-            "ParallelVLM": (6.82, 3.43),
-        },
-    ),
-    PublishedPair(
-        *("qwen2.5-vl", "Qwen2.5-VL 7B & 32B", 3),
-        {
-            "SD": (3.37, 1.26),
-            "OnSD": (2.76, 1.38),
-            "SD-Tree": (4.21, 1.60),
-            "SpecVLM": (4.18, 2.11),
-            "ParallelVLM": (4.23, 2.40),
-        },
-    ),
+    _pair("llava-onevision", _LLAVA, 5, (4.14, 1.98), (3.67, 2.14), (4.64, 2.18), (4.51, 2.76), (6.82, 3.43)),
+    _pair("qwen2.5-vl", _QWEN, 3, (3.37, 1.26), (2.76, 1.38), (4.21, 1.60), (4.18, 2.11), (4.23, 2.40)),
 )
 
 
@@ -112,7 +96,6 @@ def _of_table_1(pair: PublishedPair, method: str) -> Figure:
     return Figure("ParallelVLM", pair.name, *pair.figures[method])
 
 
-_QWEN, _LLAVA = "Qwen2.5-VL 7B & 32B", "LLaVA-OV 7B & 72B"
 _TABLE_1 = {pair.name: pair for pair in PUBLISHED}
 # By the family whose bundled pair represents the papers' and by method: that of the paper which proposes the method, or
 # else of the one that runs it as we do.

@@ -92,7 +92,7 @@ def forward_seconds(shape: ModelShape, place: Placement, batch: int, rows: int, 
 
 
 def prefill_seconds(shape: ModelShape, place: Placement, tokens: float) -> float:
-    """Return what the decoder takes to read a prompt, in seconds: its products alone, attention over half the square."""
+    """Return what the decoder takes to read a prompt, in seconds: its products, attention over half the square."""
     products = 2 * shape.active_params * tokens + 2 * shape.layers * shape.heads * shape.head_dim * tokens**2
     return products / place.ranks / (place.gpu.flops * place.assumed.flops_frac)
 
