@@ -131,7 +131,7 @@ class Engine:
         graphs: Whether decode steps are CUDA graphs.
         num_drafts: K, 0 of vanilla.
         depth: The most drafts that follow each other.
-        tau_of: The published method whose acceptance length is forced (`tools/bench/published.py`).
+        tau_of: The published method whose acceptance length is forced (`vidspec_tools/bench/published.py`).
     """
 
     method: str

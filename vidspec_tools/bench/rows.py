@@ -77,8 +77,7 @@ def figures(rounds: Sequence[Sequence[Trial]], vanilla: Sequence[Sequence[Trial]
         "ttft_s": [statistics.median(trial.ttft_s for trial in one) for one in rounds],
     }
     for name in SPREADING:
-        found[name] = statistics.median(by_round[name])
-        found |= {f"{name}_{p}": value for p, value in zip(SPREAD, spread(by_round[name]), strict=True)}
+        found |= middle(name, by_round[name])
     ours, theirs = flat(rounds), flat(vanilla)
     return found | {
         "identical_frac": identical_frac([one.token_ids for one in ours], [one.token_ids for one in theirs]),
@@ -96,20 +95,21 @@ def speed(trials: Sequence[Trial]) -> float:
     return sum(trial.num_decoded for trial in trials) / seconds
 
 
-def spread(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 20th and the 80th percentile."""
-    if len(values) == 1:
-        return values[0], values[0]
-    cuts = statistics.quantiles(values, n=5, method="inclusive")
-    return cuts[0], cuts[-1]
+def middle(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Return the columns of a figure: its median under its name, and its 20th and 80th percentiles."""
+    cuts = statistics.quantiles(values, n=5, method="inclusive") if len(values) > 1 else values
+    return {name: statistics.median(values), f"{name}_p20": cuts[0], f"{name}_p80": cuts[-1]}
 
 
 def gained(rounds: Sequence[Sequence[Trial]]) -> dict[str, int] | None:
     """Return our counters' gain over all trials, None for vanilla."""
-    counted = [trial.metrics for trial in flat(rounds)]
-    if any(one is None for one in counted):
-        return None
-    return {name: sum(one[name] for one in counted if one) for name in (counted[0] or {})}
+    return added([trial.metrics for trial in flat(rounds)])
+
+
+def added(counters: Sequence[dict[str, int] | None]) -> dict[str, int] | None:
+    """Return the sums of counters; None if any of them is."""
+    found = [one for one in counters if one is not None]
+    return {name: sum(one[name] for one in found) for name in found[0]} if len(found) == len(counters) else None
 
 
 def speculation(rounds: Sequence[Sequence[Trial]], variant: Variant) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from vidspec_tools import inflation
 from vidspec_tools.bench import parallel, ratios, trials
 from vidspec_tools.bench.acceptance import identical_frac
-from vidspec_tools.bench.rows import SPREAD, spec_tokens, spread
+from vidspec_tools.bench.rows import added, middle, spec_tokens
 from vidspec_tools.bench.speed import SpeedBenchmark
 from vidspec_tools.bench.trials import SELF_DRAFT, VANILLA_VARIANT, Variant, Workload, draft_model
 from vllm_vidspec.errors import VidSpecError
@@ -189,11 +189,7 @@ def make_row(
         ours["speedup"] = ours["tokens_per_s"] / other["tokens_per_s"]
     figures: dict[str, Any] = {}
     for name in SPREADING:
-        values = [one[name] for one in found]
-        figures[name] = statistics.median(values)
-        figures |= {f"{name}_{p}": at for p, at in zip(SPREAD, spread(values), strict=True)}
-    counted = [one["metrics"] for one in rounds]
-    counters = None if counted[0] is None else {name: sum(one[name] for one in counted) for name in counted[0]}
+        figures |= middle(name, [one[name] for one in found])
     spec = variant.spec or {}
     return {
         "family": workload.family,
@@ -208,7 +204,7 @@ def make_row(
         "batch_size": point.batch_size,
         "video_tokens": point.video_tokens,
         **figures,
-        **seen(counters),
+        **seen(added([one["metrics"] for one in rounds])),
         "identical_frac": identical_frac(token_ids(rounds), token_ids(vanilla)),
         "output_tokens": sum(map(len, token_ids(rounds))),
         **{name: getattr(point, name) for name in ("rounds", "max_tokens", "temperature", "seed", "knobs")},

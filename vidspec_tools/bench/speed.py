@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from vidspec_tools.bench import parallel
 from vidspec_tools.bench.methods import PARALLEL, SEQUENTIAL, WINDOW, parallel_window
-from vidspec_tools.bench.rows import flat, gained, speed, spread
+from vidspec_tools.bench.rows import flat, gained, middle, speed
 from vidspec_tools.bench.trials import Benchmark, Trial, Variant, Workload
 
 SETTING = "vidspec"  # what the row beside vanilla's is called
@@ -48,9 +48,7 @@ class SpeedBenchmark(Benchmark):
 
     def further(self, workload: Workload, variant: Variant, rounds: Sequence[Sequence[Trial]]) -> dict[str, Any]:
         """Return the columns of a row that only this benchmark has: times between tokens, and by phase."""
-        per_token = [1e3 / speed(one) for one in rounds]
-        times = {"inter_token_ms": statistics.median(per_token)}
-        times |= dict(zip(("inter_token_ms_p20", "inter_token_ms_p80"), spread(per_token), strict=True))
+        times = middle("inter_token_ms", [1e3 / speed(one) for one in rounds])
         steps = sorted(1e3 * seconds for trial in flat(rounds) for seconds in trial.step_s)
         times["t_step_ms_p99"] = steps[round(0.99 * (len(steps) - 1))]
         return {"scorer": (variant.spec or {}).get("scorer"), **times, **phases(rounds, variant)}
