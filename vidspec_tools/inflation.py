@@ -115,17 +115,6 @@ def inflate(checkpoint: str | Path, num_appended: int, folder: Path | None = Non
     return copy
 
 
-def appended_bytes(folder: Path) -> int:
-    """Return the weight bytes that an inflated checkpoint has beside the original's, as they are stored."""
-    path = folder / APPENDED
-    if not path.exists():
-        return 0
-    with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    spans = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
-    return sum(end - start for start, end in spans)
-
-
 def _mend_links(original: Path, copy: Path) -> None:
     """Link to these weights where a copy's link leads nowhere: it was made of the same ones, in another place."""
     for path in original.glob("*.safetensors"):

@@ -10,7 +10,6 @@ from vidspec_tools import inflation
 from vidspec_tools.bench import methods, paper, parallel, published, trials
 from vidspec_tools.bench.paper import AUTOREGRESSIVE, PaperBenchmark
 from vllm_vidspec.config import parse_config
-from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.engine_session import EngineSession
 
@@ -182,18 +181,6 @@ def test_only_parallel_drafting_needs_a_second_core(clocks, monkeypatch):
     monkeypatch.setattr(trials, "cores", lambda: [0])
     refuses("the parallel drafter needs a core of its own", "bench", "paper")
     assert len(measured(*SMALL, "--methods", "SD-chain")["rows"]) == 2
-
-
-def test_a_method_that_fails_is_named_and_the_others_go_on(clocks):
-    def fails(job, command):
-        return VidSpecError("it stopped") if "tree-adaptive" in str(job["llm"]) else None
-
-    clocks.fails = fails
-    result = invoke("bench", "paper", *SMALL, "--methods", "SpecVLM,SAGE,OnSD", "--json", "-")
-    assert result.exit_code == 1
-    printed = json.loads(result.stdout)
-    assert [(one["method"], one["reason"]) for one in printed["failures"]] == [("SAGE", "it stopped")]
-    assert [row["method"] for row in printed["rows"]] == ["autoregressive", "SpecVLM", "OnSD"]
 
 
 def test_methods_are_one_list():

@@ -6,9 +6,9 @@ import json
 import pytest
 
 from tools.clocks import DECODED, DRAFT_S, TARGET_S, event, num_layers
-from tools.common import invoke, refuses
+from tools.common import invoke
 from vidspec_tools import inflation
-from vidspec_tools.bench import methods, parallel, ratios, timeline, trials
+from vidspec_tools.bench import methods, parallel, ratios, timeline
 from vidspec_tools.bench.parallel import Benchmark, Trial, Variant, Workload
 from vidspec_tools.bench.published import PUBLISHED, published
 from vidspec_tools.views import timeline as timeline_view
@@ -180,11 +180,6 @@ def test_a_mode_that_fails_is_named_and_the_others_go_on(clocks):
     clocks.fails = lambda job, command: VidSpecError("no") if clocks.mode(job) == "vanilla" else None
     with pytest.raises(VidSpecError, match=r"^no$"):  # nothing to compare with
         parallel.run(Benchmark(modes=("sequential",)))
-
-
-def test_a_parallel_drafter_needs_a_second_core(clocks, monkeypatch):
-    monkeypatch.setattr(trials, "cores", lambda: [0])
-    refuses("the parallel drafter needs a core of its own", "bench", "parallel")
 
 
 # ---- timeline ------------------------------------------------------------------------------------------------------

@@ -28,7 +28,6 @@ Csv = Annotated[str | None, typer.Option("--csv", metavar="PATH", help="Write th
 BenchDraft = Annotated[str, typer.Option(help="draft, target (itself), another role of the bundled pair, or a path.")]
 DraftDevice = Annotated[str, typer.Option(help="Where the parallel drafter runs: cpu or cuda:N.")]
 Drafting = Annotated[str, typer.Option(help="The draft's shape: chain, tree-static, tree-adaptive.")]
-Modes = Annotated[str, typer.Option(help="Of sequential, parallel: which to draw, from above.")]
 Parallel = Annotated[bool, typer.Option("--parallel", help="A drafter in a process of its own.")]
 Pruner = Annotated[str, typer.Option(help="Which tokens the draft sees.")]
 Scorer = Annotated[str, typer.Option(help="strict, loose, fly, fly-entropy.")]
