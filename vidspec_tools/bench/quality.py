@@ -129,9 +129,9 @@ class Quality:
         usual_n = closest(self.top_ns, DEFAULTS["top_n"])
         usual_lambda = closest(self.lambdas, DEFAULTS["lambda_loose"])
         first_shift, first_rows = self.position_shifts[0], self.relevance_rows[0]
-        ways = [(shift, first_rows) for shift in self.position_shifts]
-        ways += [(first_shift, rows) for rows in self.relevance_rows[1:]]
-        lambdas = [Setting("loose", value, usual_n, *way) for way in ways for value in self.lambdas]
+        variants = [(shift, first_rows) for shift in self.position_shifts]
+        variants += [(first_shift, rows) for rows in self.relevance_rows[1:]]
+        lambdas = [Setting("loose", value, usual_n, *variant) for variant in variants for value in self.lambdas]
         others = [value for value in self.top_ns if value != usual_n]
         by_rows = [(first_shift, rows) for rows in self.relevance_rows]
         return lambdas + [Setting("loose", usual_lambda, value, *way) for way in by_rows for value in others]
@@ -326,7 +326,7 @@ def setting_name(row: dict[str, Any]) -> str:
     words = [row["method"]] + ([] if value is None else [f"{value:g}"])
     if row["top_n"] not in (None, DEFAULTS["top_n"]):
         words.append(f"N{row['top_n']:g}")
-    return " ".join(words + ways(row))
+    return " ".join(words + deviations(row))
 
 
 def knob(row: dict[str, Any]) -> float | None:
@@ -334,7 +334,7 @@ def knob(row: dict[str, Any]) -> float | None:
     return row["fly_entropy"] if row["lambda_loose"] is None else row["lambda_loose"]
 
 
-def ways(row: dict[str, Any]) -> list[str]:
+def deviations(row: dict[str, Any]) -> list[str]:
     """Return what `loose` does beside the paper, in a word each."""
     return ["shift"] * bool(row["position_shift"]) + ["pred"] * (row["relevance_rows"] == "prediction")
 

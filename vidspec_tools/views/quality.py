@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from vidspec_tools.bench.quality import DRAFT, LOSSY, STRICT, TARGET, knob, setting_name, ways
+from vidspec_tools.bench.quality import DRAFT, LOSSY, STRICT, TARGET, deviations, knob, setting_name
 from vidspec_tools.views import figures
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.shapeworld.captions import GROUPS
@@ -150,8 +150,10 @@ def draw_panel(place: Any, rows: Sequence[Row]) -> dict[str, Any]:
             star = {"marker": "*", "markersize": 13, "color": "#000000", "linestyle": "none", "zorder": 5}
             (lines[STRICT],) = place.plot([row["acceptance_length"]], [100 * row["retention"]], **star)
     ours = [row for row in rows if row["method"] not in (TARGET, DRAFT, STRICT)]
-    for name in dict.fromkeys(" ".join([row["method"], *ways(row)]) for row in ours):
-        lines[name] = _draw_line(place, name, [row for row in ours if " ".join([row["method"], *ways(row)]) == name])
+    for name in dict.fromkeys(" ".join([row["method"], *deviations(row)]) for row in ours):
+        lines[name] = _draw_line(
+            place, name, [row for row in ours if " ".join([row["method"], *deviations(row)]) == name]
+        )
     figures.tidy(place)
     return lines
 
