@@ -2,7 +2,6 @@
 
     python training/train_long.py build  target --out runs/long-target
     python training/train_long.py train  runs/long-target --minutes 110
-    python training/train_long.py eval   runs/long-target runs/long-draft --tokens 4096
     python training/train_long.py export runs/long-target training/models/qwen2.5-vl-long/target
 
 Both are trained for the answers alone, on whole videos: no loss that helps pruning, guidance or relevance, and no
@@ -51,10 +50,17 @@ def build(args: argparse.Namespace) -> None:
     config = build_config(FAMILY, args.role, reel.vocabulary())
     config.text_config.max_position_embeddings = MAX_POSITIONS
     config.text_config.rope_parameters["rope_theta"] = ROPE_THETA
+    config.vision_config.fullatt_block_indexes = []  # attention of the tower stays in windows of 4 x 4 cells
     model = transformers.Qwen2_5_VLForConditionalGeneration(config).float()
     model.save_pretrained(args.out)
-    build_processor(FAMILY, reel.vocabulary(), reel.FRAME_SIZE).save_pretrained(args.out)
+    make_processor().save_pretrained(args.out)
     print(args.out, f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
+
+
+def make_processor():
+    processor = build_processor(FAMILY, reel.vocabulary(), reel.FRAME_SIZE)
+    processor.video_processor.max_frames = MAX_POSITIONS // reel.TOKENS_PER_PAIR * 2
+    return processor
 
 
 class Reader:
@@ -67,7 +73,6 @@ class Reader:
     def __init__(self, path: str | Path) -> None:
         self.captioner = tiny_captioner.load(path, reel.vocabulary())
         self.before = self.captioner.encode("<|im_start|> user <|vision_start|>")
-        self.layer = text_and_video_layer
 
     def vision(self, frames: np.ndarray) -> torch.Tensor:
         """Video embeddings [num_pairs * 64, hidden] of uint8 frames [2 * num_pairs, 224, 224, 3].
@@ -78,8 +83,7 @@ class Reader:
         # pair, two frames, windows down, cells down, patches down, pixels, the same across, channels
         x = frames.reshape(pairs, 2, 2, 4, 2, 14, 2, 4, 2, 14, 3).transpose(0, 2, 6, 3, 7, 4, 8, 10, 1, 5, 9)
         patches = torch.from_numpy(np.ascontiguousarray(x).reshape(pairs * 4, 64, -1))
-        with mixed_precision():
-            tokens = tiny_captioner._qwen_vision(self.captioner.model.model, patches)
+        tokens = tiny_captioner._qwen_vision(self.captioner.model.model, patches)
         return tokens.view(pairs, 2, 2, 4, 4, -1).transpose(2, 3).reshape(pairs * 64, -1)
 
     def encode(self, question: reel.Question) -> tuple[list[int], list[int]]:
@@ -119,7 +123,9 @@ class Reader:
         layers = captioner.text.layers
         for i, layer in enumerate(layers):
             is_last = i == len(layers) - 1
-            x, y = self.layer(x, y, layer_weights(layer), rope, rope_text, mask, layer.self_attn.head_dim, is_last)
+            x, y = text_and_video_layer(
+                x, y, layer_weights(layer), rope, rope_text, mask, layer.self_attn.head_dim, is_last
+            )
         return rms_norm(y, captioner.text.norm.weight).view(batch, num_texts, length, -1)
 
 
@@ -167,7 +173,7 @@ def draw_batch(reader: Reader, rng: np.random.Generator, num_pairs: int, videos:
     video, asked = [], []
     for _ in range(videos):
         scenes = reel.draw_reel(rng, num_pairs)
-        with torch.no_grad():
+        with torch.no_grad(), mixed_precision():
             video.append(reader.vision(reel.render(rng, scenes)[0]))
         asked.append([reader.encode(q) for q in draw_questions(rng, scenes, texts, count)])
     length = max(len(before) + len(answer) for row in asked for before, answer in row) - 1
@@ -261,17 +267,16 @@ def train(args: argparse.Namespace) -> None:
         step, before = state["step"], state["seconds"]
     rng = np.random.default_rng([args.seed, step])
     parameters = [p for o, _ in optimizers for group in o.param_groups for p in group["params"]]
-    reader.layer = torch.compile(text_and_video_layer, dynamic=True) if args.compile else text_and_video_layer
     start, saved, reported = time.process_time(), time.time(), time.time()
     progress, logs = 0.0, []
     while progress < 1:
         seconds = before + time.process_time() - start
         progress = seconds / (60 * args.minutes)
-        scale = min(1.0, (step + 1) / 40) * max(0.02, min(1.0, (1 - progress) / (1 - DECAY_FROM)))
+        is_vision = progress < args.vision_end
+        scale = learning_rate_scale(progress / args.vision_end if is_vision else progress, step)
         for optimizer, peak in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = peak * scale
-        is_vision = progress < args.vision_end
         logs.append(vision_step(reader, rng, head) if is_vision else answer_step(reader, rng, progress))
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         for optimizer, _ in optimizers:
@@ -294,6 +299,11 @@ def train(args: argparse.Namespace) -> None:
             saved = time.time()
 
 
+def learning_rate_scale(progress: float, step: int) -> float:
+    """Warm-up, constant, linear decay from DECAY_FROM on: once for the vision tower, once for the rest."""
+    return min(1.0, (step + 1) / 40) * max(0.02, min(1.0, (1 - progress) / (1 - DECAY_FROM)))
+
+
 def make_optimizers(reader: Reader, head: CellHead) -> list[tuple[torch.optim.Optimizer, float]]:
     """Muon for the matrices, AdamW for the rest, each with its peak learning rate."""
     named = list(reader.captioner.model.named_parameters())
@@ -310,12 +320,12 @@ def export(args: argparse.Namespace) -> None:
     for part in (model.config, model.config.text_config, model.config.vision_config):
         part.dtype = torch.bfloat16
     model.to(torch.bfloat16).save_pretrained(args.out)
-    build_processor(FAMILY, reel.vocabulary(), reel.FRAME_SIZE).save_pretrained(args.out)
+    make_processor().save_pretrained(args.out)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    commands = parser.add_subparsers(required=True)
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    commands = found.add_subparsers(required=True)
     sub = commands.add_parser("build", help="make an untrained checkpoint")
     sub.set_defaults(function=build)
     sub.add_argument("role", choices=("target", "draft"))
@@ -326,15 +336,14 @@ def main() -> None:
     sub.add_argument("path")
     sub.add_argument("--minutes", type=float, required=True, help="of one core, those of earlier runs among them")
     sub.add_argument("--vision-end", type=float, default=VISION_END, help="share of the run that trains the tower")
-    sub.add_argument("--compile", action="store_true")
     sub.add_argument("--seed", type=int, default=1)
     sub = commands.add_parser("export", help=export.__doc__)
     sub.set_defaults(function=export)
     sub.add_argument("path")
     sub.add_argument("out")
-    args = parser.parse_args()
-    args.function(args)
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    arguments = parser().parse_args()
+    arguments.function(arguments)
