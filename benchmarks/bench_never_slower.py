@@ -11,19 +11,22 @@ stopped run go on.
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from safetensors.torch import load_file, save_file
 
+from vidspec_tools.bench import parallel, scaling
+from vidspec_tools.bench.acceptance import identical_frac
+from vidspec_tools.bench.methods import SEQUENTIAL
+from vidspec_tools.bench.trials import VANILLA_VARIANT, Variant, Workload
 from vllm_vidspec import assets
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.bench import parallel, scaling
-from vllm_vidspec.tools.bench.acceptance import identical_frac
-from vllm_vidspec.tools.bench.methods import SEQUENTIAL
-from vllm_vidspec.tools.bench.parallel import VANILLA_ENGINE, Contender, Course
 from vllm_vidspec.tools.engine_session import EngineSession
 from vllm_vidspec.tools.progress import silent
 from vllm_vidspec.tools.provenance import provenance
@@ -51,27 +54,27 @@ def untrained(folder: Path) -> str:
     return str(folder)
 
 
-def contenders(fixed: tuple[int, ...], pads: float) -> list[Contender]:
+def variants(fixed: tuple[int, ...], pads: float) -> list[Variant]:
     """Return vanilla, the controller and each fixed chain."""
     most = {"num_speculative_tokens": max(fixed), "pruner": "specvlm", "adaptive_tokens": True}
     return [
-        VANILLA_ENGINE,
-        Contender(CONTROLLER, SEQUENTIAL, most),
+        VANILLA_VARIANT,
+        Variant(CONTROLLER, SEQUENTIAL, most),
         *(
-            Contender(f"chain of {k}", SEQUENTIAL, most | {"num_speculative_tokens": k, "adaptive_tokens": False})
+            Variant(f"chain of {k}", SEQUENTIAL, most | {"num_speculative_tokens": k, "adaptive_tokens": False})
             for k in fixed
         ),
     ]
 
 
-def measure(race: scaling.ScalingRace, course: Course, engines: list[Contender]) -> list[dict[str, Any]]:
+def measure(benchmark: scaling.ScalingBenchmark, workload: Workload, engines: list[Variant]) -> list[dict[str, Any]]:
     """Let every engine answer each round's requests in turn; return a row of each."""
     answers: list[list[dict[str, Any]]] = [[] for _ in engines]
     with ExitStack() as stack:
-        sessions = [stack.enter_context(EngineSession(race.job(course, engine))) for engine in engines]
-        for number in range(race.rounds):
-            indices = list(range(number * race.batch_size, (number + 1) * race.batch_size))
-            command = {"command": "batch", "indices": indices, "sampling": race.sampling, "seed": race.seed}
+        sessions = [stack.enter_context(EngineSession(benchmark.job(workload, engine))) for engine in engines]
+        for number in range(benchmark.rounds):
+            indices = list(range(number * benchmark.batch_size, (number + 1) * benchmark.batch_size))
+            command = {"command": "batch", "indices": indices, "sampling": benchmark.sampling, "seed": benchmark.seed}
             order = range(len(engines)) if number % 2 == 0 else reversed(range(len(engines)))
             for place in order:
                 answers[place].append(sessions[place].ask(dict(command)))
@@ -113,12 +116,12 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                     for batch in map(int, args.batches.split(",")):
                         if (tokens, name, batch, pads) in known:
                             continue
-                        race = scaling.ScalingRace(
+                        benchmark = scaling.ScalingBenchmark(
                             families=(family,), axis="video_tokens", values=(float(tokens),), inflate=(pads,),
                             batch_size=batch, rounds=args.rounds, max_tokens=args.max_tokens, draft=draft,
                         ).at(tokens)  # fmt: skip
-                        course = parallel.course_for(race, family, pads, silent)
-                        rows = measure(race, course, contenders(fixed, pads))
+                        workload = parallel.workload_for(benchmark, family, pads, silent)
+                        rows = measure(benchmark, workload, variants(fixed, pads))
                         cell = {
                             "tokens": tokens,
                             "draft": name,

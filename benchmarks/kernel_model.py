@@ -56,12 +56,12 @@ class Device:
         return self.limits.num_sms
 
 
-def _device(name: str, arch: int, clock: float) -> Device:
-    card = attention_model.CARDS[arch]
+def _device(name: str, arch: int) -> Device:
+    card, clock = attention_model.CARDS[arch], attention_model.ARCHITECTURES[arch].clock
     return Device(name, card.memory, card.products, card.cache, clock, card.limits)
 
 
-H100, A100 = _device("H100 SXM", 90, 1.755e9), _device("A100 SXM 80 GB", 80, 1.41e9)
+H100, A100 = _device("H100 SXM", 90), _device("A100 SXM 80 GB", 80)
 
 # Assumptions, all of them: shares of the peaks that good kernels reach, and latencies.
 MEMORY_SHARE, TENSOR_SHARE = attention_model.MEMORY_REACHED, attention_model.PRODUCTS_REACHED

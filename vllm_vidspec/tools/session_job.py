@@ -272,7 +272,7 @@ class Engine:
         Returns:
             `token_ids`; `ttft_s`, from handing the request in (its video still to be preprocessed) to the first token;
             `decode_s`, from the first token to the last; `step_s`, the wall time of each step in between; `verified`,
-            what our counters gained in each of these steps: drafts verified, drafts that stand, stale streams (nothing
+            what our counters gained in each of these steps: drafts verified, drafts accepted, stale streams (nothing
             for vanilla); `metrics`; `start_s`, when it was handed in, by time.monotonic().
         """
         enqueue = self.llm.enqueue_chat if self.is_chat else self.llm.enqueue
@@ -366,11 +366,7 @@ def _progress(report: Report) -> Any:
 
 
 def _watched_captions(tokenizer: Any, outputs: list[Any], watched: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return of each answer `words`, `relevance` and `kinds`, one of each per token.
-
-    Raises:
-        VidSpecError: What was watched is not what was said.
-    """
+    """Return of each answer `words`, `relevance` and `kinds`, one of each per token."""
     records = {record["req_id"].split("-")[0]: record for record in watched}  # vLLM adds a suffix of its own
     captions = []
     for output in outputs:
