@@ -16,11 +16,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from vidspec_tools import inflation
+from vidspec_tools.bench import ratios
+from vidspec_tools.bench.trials import cores
 from vllm_vidspec import assets
 from vllm_vidspec.shapeworld import reel
-from vllm_vidspec.tools import inflation, pairs
-from vllm_vidspec.tools.bench import ratios
-from vllm_vidspec.tools.bench.parallel import cores
+from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.engine_session import EngineSession
 from vllm_vidspec.tools.provenance import provenance
 
