@@ -13,11 +13,16 @@ import triton.language as tl
 from torch import Tensor
 
 import vidspec_kernels as kernels
-from vidspec_kernels import warm_up
-from vidspec_kernels.tree_begin import tree_begin
-from vidspec_kernels.tree_grow import TreeGrowBuffers
-from vidspec_kernels.tree_plan import tree_plan
-from vidspec_kernels.tree_state import PlanRules, TreePlans, TreeTables, TreeTemplate
+from vidspec_kernels import (
+    PlanRules,
+    TreeGrowBuffers,
+    TreePlans,
+    TreeTables,
+    TreeTemplate,
+    tree_begin,
+    tree_plan,
+    warm_up,
+)
 from vidspec_kernels.warm_up import floats, i32, i64
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn

@@ -89,7 +89,7 @@ def pretending(arch: int) -> Iterator[None]:
     card = ARCHS[arch]
     limits = dispatch.DeviceLimits(card.num_sms, card.shared_kb * 1024, card.program_kb * 1024, arch)
     names = ("tree_attention", "visual_relevance", "guidance_scores")
-    modules = [sys.modules[f"vidspec_kernels.{name}"] for name in names]
+    modules = [sys.modules[f"vidspec_kernels.{name}.api"] for name in names]
     driver.set_active(_Driver(arch))
     with contextlib.ExitStack() as stack:
         for module in modules:

@@ -11,7 +11,6 @@ under way, second reads through L2, padded rows, dependent loads, and the launch
 """
 
 import dataclasses
-import importlib
 import json
 import math
 import re
@@ -25,10 +24,11 @@ import kernel_model_tree_attention as attention_model
 import torch
 
 from vidspec_kernels.dispatch import DeviceLimits
+from vidspec_kernels.guidance_scores import api as guidance
+from vidspec_kernels.visual_relevance import tiles as relevance
+from vidspec_kernels.visual_relevance.api import _MERGE_ENTRIES
 
 # The package exports functions of the modules' names.
-relevance = importlib.import_module("vidspec_kernels.visual_relevance")
-guidance = importlib.import_module("vidspec_kernels.guidance_scores")
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def visual_relevance(device: Device, compiled: Compiled, queries: int, batch: in
         rounds=4,  # bounds, number of blocks, table, fill; then rows
         tail=select,
     )
-    merged = relevance._MERGE_ENTRIES
+    merged = _MERGE_ENTRIES
     passes = -(-splits * 2**log_top // merged)
     merge_us = passes * SELECT_INSTRUCTIONS * SELECT_CYCLES * (merged / 512 / 8) / device.clock
     per_merge = compiled.per_sm("merge_splits", case, device)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vidspec_kernels.dispatch import DeviceLimits
-from vidspec_kernels.tree_attention import DIRECT_PARTS, MIN_UNITS, TileShape, tile_shape
+from vidspec_kernels.tree_attention.api import DIRECT_PARTS, MIN_UNITS
+from vidspec_kernels.tree_attention.tiles import TileShape, tile_shape
 
 
 @dataclass(frozen=True)

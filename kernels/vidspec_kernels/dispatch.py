@@ -1,6 +1,7 @@
 """Dispatch: whether a wrapper launches its Triton kernel, runs its loop or its reference; what all of them share."""
 
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,18 @@ def use_triton(impl: Impl, device: torch.device) -> bool:
     return impl == "triton" or (impl == "auto" and device.type in ("cuda", "meta"))
 
 
+_WITH_TWIN: list[Callable[..., Any]] = []
+
+
+def has_cpu_twin(reference: _Function) -> _Function:
+    """Register a reference of whose operation the folder's `cpu.py` has a compiled twin of the same name and arguments.
+
+    Operations register themselves when they are imported, so that dispatch imports none of them.
+    """
+    _WITH_TWIN.append(reference)
+    return reference
+
+
 def on_host(impl: Impl, device: torch.device, reference: _Function) -> _Function:
     """Return what runs where no kernel is launched: of CPU tensors the reference's loop, if it has one, and numba.
 
@@ -59,9 +72,11 @@ def load_loops() -> dict[str, Any]:
     """
     if importlib.util.find_spec("numba") is None:
         return {}
-    from vidspec_kernels.cpu import LOOPS
-
-    return LOOPS
+    twins = {}
+    for reference in _WITH_TWIN:
+        module = importlib.import_module(f"{reference.__module__.rpartition('.')[0]}.cpu")
+        twins[reference.__name__] = getattr(module, reference.__name__.removesuffix("_reference"))
+    return twins
 
 
 def launcher(kernel: Any, grid: tuple[int, ...], device: torch.device) -> Callable[..., Any]:

@@ -12,28 +12,30 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from vidspec_kernels.accept import NUM_SUMS, Looseness, Tally, TreeShapes, accept
-from vidspec_kernels.begin_step import begin_step
-from vidspec_kernels.candidates import candidates
+from vidspec_kernels.accept.api import accept
+from vidspec_kernels.accept.tables import NUM_SUMS, Looseness, Tally, TreeShapes
 from vidspec_kernels.dispatch import as_meta
-from vidspec_kernels.draw import draw
-from vidspec_kernels.guidance_scores import guidance_scores
-from vidspec_kernels.kv_compact import CacheList, kv_compact
-from vidspec_kernels.loosen import LooseTables, loosen
-from vidspec_kernels.next_level import next_level
-from vidspec_kernels.path_penalties import PenaltyTables, path_penalties
-from vidspec_kernels.place_trees import TreePlaces, place_trees
-from vidspec_kernels.sampling import Noise, SampleScratch
-from vidspec_kernels.step_buffers import LevelBuffers, StepBuffers, StepTables
-from vidspec_kernels.tree_attention import TreeAttentionScratch, tree_attention
-from vidspec_kernels.tree_begin import tree_begin
-from vidspec_kernels.tree_finish import Leaves, tree_finish
-from vidspec_kernels.tree_grow import TreeGrowBuffers, tree_grow
-from vidspec_kernels.tree_place import PlacedLevel, tree_place
-from vidspec_kernels.tree_plan import tree_plan
-from vidspec_kernels.tree_state import TreeTables, TreeTemplate
-from vidspec_kernels.visual_relevance import merge_relevance, visual_relevance
-from vidspec_kernels.windows import NUM_ASKED, NUM_HEADERS, NUM_TOLD, take_windows, text_tails
+from vidspec_kernels.draft_step.begin_step import begin_step
+from vidspec_kernels.draft_step.buffers import LevelBuffers, StepBuffers, StepTables
+from vidspec_kernels.draft_step.next_level import next_level
+from vidspec_kernels.draft_tree.begin import tree_begin
+from vidspec_kernels.draft_tree.buffers import TreeGrowBuffers
+from vidspec_kernels.draft_tree.finish import Leaves, tree_finish
+from vidspec_kernels.draft_tree.grow import tree_grow
+from vidspec_kernels.draft_tree.place import PlacedLevel, tree_place
+from vidspec_kernels.draft_tree.plan import tree_plan
+from vidspec_kernels.draft_tree.tables import TreeTables, TreeTemplate
+from vidspec_kernels.guidance_scores.api import guidance_scores
+from vidspec_kernels.kv_compact.api import CacheList, kv_compact
+from vidspec_kernels.loosen.api import LooseTables, loosen
+from vidspec_kernels.path_penalties.api import PenaltyTables, path_penalties
+from vidspec_kernels.place_trees.api import TreePlaces, place_trees
+from vidspec_kernels.sampling.candidates import candidates
+from vidspec_kernels.sampling.draw import draw
+from vidspec_kernels.sampling.noise import Noise, SampleScratch
+from vidspec_kernels.tree_attention.api import TreeAttentionScratch, tree_attention
+from vidspec_kernels.visual_relevance.api import merge_relevance, visual_relevance
+from vidspec_kernels.windows.api import NUM_ASKED, NUM_HEADERS, NUM_TOLD, take_windows, text_tails
 
 
 def i32(*shape: int) -> Tensor:

@@ -1,7 +1,6 @@
 """Inputs of `tree_attention`, and a float64 loop over entries that says what it must write."""
 
 import dataclasses
-import importlib
 from dataclasses import dataclass
 from unittest import mock
 
@@ -10,10 +9,7 @@ import torch
 from tests.kernels.caches import make_cache
 from vidspec_kernels import TreeAttentionScratch, tree_attention
 from vidspec_kernels.dispatch import DeviceLimits
-
-# The package exports a function of the module's name.
-module = importlib.import_module("vidspec_kernels.tree_attention")
-reference = importlib.import_module("vidspec_kernels.tree_attention_reference")
+from vidspec_kernels.tree_attention import api as module
 
 IMPLS = ["triton", "torch"]
 NAN, INF = float("nan"), float("inf")

@@ -8,7 +8,7 @@ import torch
 from tests.kernels.impls import branch
 from tests.kernels.step_case import BLOCK_SIZE, MAX_DRAFTS, MAX_POSITION, SENTINEL, StepCase, begin_by_hand
 from vidspec_kernels import StepBuffers, StepTables, begin_step
-from vidspec_kernels.begin_step import _BLOCK
+from vidspec_kernels.draft_step.begin_step import _BLOCK
 
 IMPLS = ["triton", "torch", "numba"]
 

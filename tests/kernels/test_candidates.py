@@ -6,7 +6,7 @@ import torch
 from tests.kernels.impls import branch
 from tests.kernels.sampling_case import VOCAB_SIZES, SamplingCase, toy
 from vidspec_kernels import candidates
-from vidspec_kernels.sampling import BLOCK
+from vidspec_kernels.sampling.noise import BLOCK
 
 IMPLS = ["triton", "torch", "numba"]
 SENTINEL = -7
@@ -66,7 +66,7 @@ def test_merges_of_several_turns(device, monkeypatch, num_blocks):
     """Catches: what an earlier turn has found lost by a later one."""
     import importlib
 
-    monkeypatch.setattr(importlib.import_module("vidspec_kernels.candidates"), "_LOG_MERGE", 3)
+    monkeypatch.setattr(importlib.import_module("vidspec_kernels.sampling.candidates"), "_LOG_MERGE", 3)
     case = SamplingCase(1, num_blocks * BLOCK - 3, device, seed=2)
     check(case, run(case, 7, "triton"), case.logits.float().cpu(), "triton")
 

@@ -13,7 +13,7 @@ import torch
 import triton
 
 from vidspec_kernels import dispatch, visual_relevance
-from vidspec_kernels.tree_attention import _held_bytes, _pipeline, _tile, tile_shape
+from vidspec_kernels.tree_attention.tiles import _held_bytes, _pipeline, _tile, tile_shape
 
 ROOT = Path(__file__).parents[2]
 # The heaviest shapes of each kernel; benchmarks/compile_report.py without arguments compiles all.
@@ -215,7 +215,7 @@ def test_row_tiles_are_wide_where_products_outrun_the_cache(capability, rows, ti
 
 def test_float8_is_refused_before_ada(monkeypatch):
     """One clear line instead of the compiler's, where a GPU has no float8."""
-    module = importlib.import_module("vidspec_kernels.visual_relevance")
+    module = importlib.import_module("vidspec_kernels.visual_relevance.api")
     limits = dispatch.DeviceLimits(108, 164 * 1024, 163 * 1024, 80)
     monkeypatch.setattr(module, "device_limits", lambda device: limits)
     index = torch.zeros(2, dtype=torch.int32)

@@ -1,6 +1,5 @@
 """guidance_scores: literal facts, both paths against the float64 reference, what may not be read, determinism."""
 
-import importlib
 import itertools
 import math
 from pathlib import Path
@@ -10,9 +9,8 @@ import torch
 
 from tests.kernels.caches import make_cache
 from vidspec_kernels import guidance_scores, guidance_scores_reference
-
-# The package exports a function of the module's name.
-module = importlib.import_module("vidspec_kernels.guidance_scores")
+from vidspec_kernels.guidance_scores import api as module
+from vidspec_kernels.guidance_scores import reference
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 IMPLS = ["triton", "torch"]
@@ -252,7 +250,7 @@ def test_strips_of_the_torch_path(device, monkeypatch, entries):
 
     Seen to fail: each strip with the first one's mask, or with the first one's weights.
     """
-    monkeypatch.setattr(module, "_STRIP_ENTRIES", entries)
+    monkeypatch.setattr(reference, "_STRIP_ENTRIES", entries)
     inputs = make_inputs(device, requests=[(5, 70), (7, 90)])
     weight = torch.rand(12, device=device)
     assert_close(run(inputs, "torch", query_weight=weight), expect(inputs, query_weight=weight))

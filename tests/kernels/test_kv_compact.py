@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.kernels.impls import branch
-from vidspec_kernels.kv_compact import _BLOCK_MOVES, CacheList, kv_compact
+from vidspec_kernels import CacheList, kv_compact
+from vidspec_kernels.kv_compact.api import _BLOCK_MOVES
 
 LAYOUTS = ("NHD", "HND", "transposed keys")
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.kernels.impls import IMPLS_AND_LOOP as IMPLS
 from tests.kernels.impls import by
-from vidspec_kernels.loosen import CHANCE, RELEVANCE, LooseTables, loosen, random_scores
+from vidspec_kernels import CHANCE, RELEVANCE, LooseTables, loosen, random_scores
 
 VOCAB, MAX_REQS, NUM_COLS = 70, 6, 6
 NAN, INF = math.nan, math.inf

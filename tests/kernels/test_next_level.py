@@ -6,7 +6,7 @@ import torch
 from tests.kernels.impls import branch
 from tests.kernels.step_case import BLOCK_SIZE, MAX_POSITION, SENTINEL, fill, positions_of, slot_of
 from vidspec_kernels import LevelBuffers, StepBuffers, next_level
-from vidspec_kernels.next_level import _BLOCK
+from vidspec_kernels.draft_step.next_level import _BLOCK
 
 IMPLS = ["triton", "torch", "numba"]
 NUM_NODES = 63

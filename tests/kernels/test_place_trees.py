@@ -7,7 +7,7 @@ import torch
 
 from tests.kernels.impls import branch
 from vidspec_kernels import TreePlaces, place_trees
-from vidspec_kernels.place_trees import _BLOCK_TOKENS
+from vidspec_kernels.place_trees.api import _BLOCK_TOKENS
 
 SENTINEL = -(10**6)
 IMPLS = ["triton", "torch", "numba"]

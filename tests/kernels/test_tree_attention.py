@@ -19,11 +19,11 @@ from tests.kernels.attention_case import (
     external_prefix,
     make_scratch,
     module,
-    reference,
     requests_of,
     run,
 )  # fmt: skip
 from vidspec_kernels import tree_attention
+from vidspec_kernels.tree_attention import reference, tiles
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_nothing_to_attend_to(device, impl, min_units, monkeypatch):
 @pytest.mark.parametrize("poison", [7.0, NAN])
 def test_sizes_of_the_prefix(device, impl, prefix_len, poison):
     """Catches: a missing tail mask, a lost or doubled entry at a block's or a tile's end, an empty prefix's NaN."""
-    assert module.tile_shape(6, 32, True, True, LIMITS).block_keys == BLOCK
+    assert tiles.tile_shape(6, 32, True, True, LIMITS).block_keys == BLOCK
     check(Case(device, requests_of((3, prefix_len), (2, 5)), poison=poison), impl)
 
 
@@ -85,7 +85,7 @@ def test_sizes_of_the_prefix(device, impl, prefix_len, poison):
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 7, 8, 9, 65])
 def test_numbers_of_rows(device, impl, num_rows):
     """Catches: a missing row mask, a wrong number of row tiles (16 rows of 2 heads), bit 63 taken for a sign."""
-    assert module._MAX_BLOCK_ROWS_WIDE == 16
+    assert tiles._MAX_BLOCK_ROWS_WIDE == 16
     check(Case(device, requests_of((num_rows, 20), (1, 3))), impl)
 
 

@@ -16,10 +16,11 @@ from tests.kernels.attention_case import (
     check,
     external_prefix,
     module,
-    reference,
     requests_of,
     run,
 )  # fmt: skip
+from vidspec_kernels.tree_attention import reference
+from vidspec_kernels.tree_attention import triton as kernel_file
 
 # ---- a prefix that something else has computed ---------------------------------------------------------------------
 
@@ -76,7 +77,7 @@ def test_parts_add_up(device, impl):
 
 def mutant(tmp_path, monkeypatch, impl, edits):
     """Return `tree_attention` with some text of the kernel's or the reference's module replaced, every occurrence."""
-    source = Path((module if impl == "triton" else reference).__file__).read_text()
+    source = Path((kernel_file if impl == "triton" else reference).__file__).read_text()
     for old, new in edits:
         assert old in source, f"the mutation no longer applies: {old}"
         source = source.replace(old, new)
@@ -85,11 +86,10 @@ def mutant(tmp_path, monkeypatch, impl, edits):
     spec = importlib.util.spec_from_file_location(path.stem, path)
     changed = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(changed)
-    if impl == "torch":
-        monkeypatch.setattr(module, "tree_attention_reference", changed.tree_attention_reference)
-        return module.tree_attention
-    changed.MIN_UNITS = 1
-    return changed.tree_attention
+    name = "_tree_attention_kernel" if impl == "triton" else "tree_attention_reference"
+    monkeypatch.setattr(module, name, getattr(changed, name))
+    monkeypatch.setattr(module, "MIN_UNITS", 1)
+    return module.tree_attention
 
 
 MUTATIONS = {

@@ -8,28 +8,33 @@ import torch
 
 from benchmarks import kernel_model_tree_attention as model
 from tests.kernels.attention_case import BLOCK, LIMITS, NAN, Case, check, make_scratch, module, requests_of, run
+from vidspec_kernels.tree_attention import tiles
+from vidspec_kernels.tree_attention import triton as kernel_file
 
 
 @pytest.fixture
-def tiles(monkeypatch):
+def taken(monkeypatch):
     """Count the tiles that each program of an interpreted launch takes."""
     if torch.cuda.is_available():
         pytest.skip("counts are the interpreter's")
-    taken: Counter[int] = Counter()
-    attend, builder = module._attend_tile, importlib.import_module("triton.runtime.interpreter").interpreter_builder
+    counts: Counter[int] = Counter()
+    attend, builder = (
+        kernel_file._attend_tile,
+        importlib.import_module("triton.runtime.interpreter").interpreter_builder,
+    )
 
     def counted(*args):
-        taken[builder.grid_idx[0]] += 1
+        counts[builder.grid_idx[0]] += 1
         return attend(*args)
 
-    monkeypatch.setattr(module, "_attend_tile", counted)
-    return taken
+    monkeypatch.setattr(kernel_file, "_attend_tile", counted)
+    return counts
 
 
 def shares_of(case, num_sms):
     """Return what each program does of a case that float32 makes: two programs on each of so many multiprocessors."""
     group = case.query.shape[1] // case.keys.shape[2]
-    tile = module.tile_shape(case.max_queries * group, case.query.shape[2], True, True, LIMITS)
+    tile = tiles.tile_shape(case.max_queries * group, case.query.shape[2], True, True, LIMITS)
     num_row_tiles = -(-case.max_queries * group // tile.block_rows)
     lens = [request.prefix_len for request in case.requests]
     return model.shares(case.counts, lens, group, case.keys.shape[2], tile, num_row_tiles, 2 * num_sms)
@@ -45,7 +50,7 @@ RAGGED = {
 
 @pytest.mark.parametrize("name", RAGGED)
 @pytest.mark.parametrize("num_sms", [1, 4, 7])
-def test_programs_take_their_shares(device, tiles, name, num_sms):
+def test_programs_take_their_shares(device, taken, name, num_sms):
     """The interpreted kernel takes the tiles that the model says, program by program; the result is right.
 
     Catches: a model of another kernel; a share that is lost or done twice; work that stays with one program.
@@ -60,7 +65,7 @@ def test_programs_take_their_shares(device, tiles, name, num_sms):
             if is_last:  # of the words of the row tile's rows, those that hold a node
                 high = any(word >> 32 for word in words_of(case, piece))
                 expected[program] += 2 if high else 1
-    assert tiles == expected
+    assert taken == expected
 
 
 def words_of(case, piece):
@@ -71,7 +76,7 @@ def words_of(case, piece):
 @pytest.mark.parametrize("num_queries", [1, 9, 26, 65])
 def test_a_long_request_is_spread_over_the_whole_gpu(num_queries):
     """One request of 100k entries among 31 of 1k, 28 heads on 4: no program has more than a unit above the mean."""
-    tile = module.tile_shape(7 * num_queries, 128, False, True, LIMITS)
+    tile = tiles.tile_shape(7 * num_queries, 128, False, True, LIMITS)
     num_row_tiles = -(-7 * num_queries // tile.block_rows)
     grid = tile.programs_per_sm * LIMITS.num_sms
     found = model.shares(32 * [num_queries], [100_000] + 31 * [1_000], 7, 4, tile, num_row_tiles, grid)
@@ -88,7 +93,7 @@ def test_row_tiles_of_a_key_are_read_together(num_row_tiles):
 
     Catches: programs that are no multiple of the row tiles; ends of shares that are rounded up.
     """
-    tile = module.TileShape(128, 64, 32, 5, 8, 1)
+    tile = tiles.TileShape(128, 64, 32, 5, 8, 1)
     lens = [25_000, 1_000, 7_777, 3, 0]
     found = model.shares(5 * [128 * num_row_tiles], lens, 1, 3, tile, num_row_tiles, 132)
     per_row_tile = len(found) // num_row_tiles
@@ -149,7 +154,7 @@ def test_scratch_is_bounded(device):
     assert num_bytes == 132 * 4 * (256 * 128 + 256 + 8)
     for num_rows in (1, 7, 63, 64, 65, 455, 10_000):
         for head_size, widen in ((32, False), (80, False), (128, False), (256, False), (128, True)):
-            tile = module.tile_shape(num_rows, head_size, widen, True, LIMITS)
+            tile = tiles.tile_shape(num_rows, head_size, widen, True, LIMITS)
             assert 2 * tile.programs_per_sm * tile.block_rows <= 256, tile
 
 

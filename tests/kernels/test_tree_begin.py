@@ -5,7 +5,7 @@ import torch
 
 from tests.kernels.impls import branch
 from tests.kernels.tree_buffers import RULES, everything, make_growth, make_tables, make_template
-from vidspec_kernels.tree_begin import tree_begin
+from vidspec_kernels import tree_begin
 
 BOTH = pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
 

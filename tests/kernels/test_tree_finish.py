@@ -7,7 +7,7 @@ import torch
 
 from tests.kernels.impls import branch
 from tests.kernels.tree_buffers import everything, make_growth, make_tables
-from vidspec_kernels.tree_finish import Leaves, tree_finish
+from vidspec_kernels import Leaves, tree_finish
 
 BOTH = pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
 

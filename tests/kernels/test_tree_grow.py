@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.impls import branch
-from vidspec_kernels.tree_grow import TreeGrowBuffers, tree_grow
-from vidspec_kernels.tree_state import PlanRules, TreePlans, TreeTables
+from vidspec_kernels import PlanRules, TreeGrowBuffers, TreePlans, TreeTables, tree_grow
 
 NEVER = float("inf")
 NONE = -float("inf")

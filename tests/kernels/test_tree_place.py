@@ -5,7 +5,7 @@ import torch
 
 from tests.kernels.impls import branch
 from tests.kernels.tree_buffers import make_tables
-from vidspec_kernels.tree_place import PlacedLevel, tree_place
+from vidspec_kernels import PlacedLevel, tree_place
 
 
 def make_inputs(num_reqs, frontier, num_candidates, num_placed, num_fed, device):

@@ -7,8 +7,7 @@ import torch
 
 from tests.kernels.impls import branch
 from tests.kernels.tree_buffers import RULES, make_growth, make_tables
-from vidspec_kernels.tree_plan import tree_plan
-from vidspec_kernels.tree_state import TreePlans
+from vidspec_kernels import TreePlans, tree_plan
 
 BOTH = pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
 

@@ -1,6 +1,5 @@
 """visual_relevance: both paths against plain float64 loops, what may not be read, planted mistakes."""
 
-import importlib
 import math
 
 import pytest
@@ -12,11 +11,9 @@ from tests.kernels.impls import branch
 from tests.kernels.relevance_inputs import DEVICE, FP8, NAN, check, expect, make_inputs
 from tests.kernels.relevance_inputs import IMPLS_AND_LOOP as IMPLS
 from vidspec_kernels import merge_relevance, visual_relevance
-from vidspec_kernels.cpu import relevance
 from vidspec_kernels.dispatch import DeviceLimits
-
-# The package exports a function of the module's name.
-module = importlib.import_module("vidspec_kernels.visual_relevance")
+from vidspec_kernels.visual_relevance import api as module
+from vidspec_kernels.visual_relevance import cpu, reference, tiles
 
 # ---- both paths against the loops ----------------------------------------------------------------------------------
 
@@ -59,7 +56,7 @@ def test_top_n(impl, top_n):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_hidden_sizes(impl, hidden, dtype):
     """Around the chunks of both kinds of product. Catches: the last chunk read into the next row."""
-    assert (module._BLOCK_DIM_WIDE, module._BLOCK_DIM) == (32, 64)
+    assert (tiles._BLOCK_DIM_WIDE, tiles._BLOCK_DIM) == (32, 64)
     requests = ((1, (16, 9)), (1, (3,)))
     check(make_inputs(requests, hidden=hidden, query_dtype=dtype, store_dtype=dtype), 3, impl)
 
@@ -69,9 +66,9 @@ def test_hidden_sizes(impl, hidden, dtype):
 @pytest.mark.parametrize("block_rows", [1, 256])
 def test_numbers_of_video_tokens(impl, num_tokens, block_rows, monkeypatch):
     """Around shares of 64 rows and tiles of 128, in blocks much smaller and larger than a tile."""
-    assert (module._LEAST_SHARE, module._BLOCK_KEYS) == (64, 128)
+    assert (tiles._LEAST_SHARE, tiles._BLOCK_KEYS) == (64, 128)
     if num_tokens > 65:
-        monkeypatch.setattr(module, "_MAX_SPLITS", 1)
+        monkeypatch.setattr(tiles, "_MAX_SPLITS", 1)
     fills = (1,) * num_tokens if block_rows == 1 else (num_tokens,)
     got = check(make_inputs(((1, fills),), hidden=16, block_rows=block_rows), 4, impl)
     assert int(got.isfinite().sum()) == min(num_tokens, 4)
@@ -91,7 +88,7 @@ def test_numbers_of_queries(impl, num_queries, top_n, monkeypatch):
 )
 def test_queries_are_padded_to_16(num_queries, expected):
     """Catches: the next power of two, which loads and multiplies up to twice the rows."""
-    log_queries, log_more = module._query_blocks(num_queries)
+    log_queries, log_more = tiles._query_blocks(num_queries)
     assert (log_queries, log_more) == expected
     padded = 2**log_queries + (2**log_more if log_more is not None else 0)
     assert padded == max(16, -(-num_queries // 16) * 16)
@@ -104,7 +101,7 @@ def test_tiles_have_stages_and_take_all_queries(arch, max_queries, top_n):
     capability, num_sms, shared_kb, most_kb = arch
     limits = DeviceLimits(num_sms, shared_kb * 1024, most_kb * 1024, capability)
     bf16, log_top = torch.bfloat16, (top_n - 1).bit_length()
-    tile = module._tile(bf16, bf16, max_queries, log_top, limits, False)
+    tile = tiles._tile(bf16, bf16, max_queries, log_top, limits, False)
     assert tile.options["num_stages"] >= 3
     padded = 2 ** tile.constants["LOG_QUERIES"] + 2 ** (tile.constants["LOG_MORE"] or -math.inf)
     assert (tile.num_groups - 1) * padded < max_queries <= tile.num_groups * padded
@@ -119,7 +116,7 @@ def test_splits_with_ties(monkeypatch, num_slots, top_n):
 
     Catches: duplicates within a tile or across splits counted once; a split that starts a tile late.
     """
-    monkeypatch.setattr(module, "_MAX_SPLITS", num_slots)
+    monkeypatch.setattr(tiles, "_MAX_SPLITS", num_slots)
     generator = torch.Generator().manual_seed(0)
     distinct = torch.randn(4, 16, generator=generator, dtype=torch.float64)
 
@@ -138,7 +135,7 @@ def test_many_splits_are_merged_in_chunks(monkeypatch):
     check(inputs, 4, "triton")
 
 
-@pytest.mark.parametrize(("impl", "owner"), [("torch", module), ("numba", relevance)])
+@pytest.mark.parametrize(("impl", "owner"), [("torch", reference), ("numba", cpu)])
 @pytest.mark.parametrize("entries", [1, 2 * 6 * 16 * 96])
 def test_strips_on_the_host(monkeypatch, impl, owner, entries):
     """One request at a time, and two with a shorter last strip."""
@@ -156,9 +153,9 @@ def test_tiles_of_both_sizes(monkeypatch, capability, num_splits):
     """Ampere takes shorter tiles beside many queries: the same cosines, from one share or several."""
     limits = DeviceLimits(132, 164 * 1024, 163 * 1024, capability)
     monkeypatch.setattr(module, "device_limits", lambda device: limits)
-    monkeypatch.setattr(module, "_MAX_SPLITS", num_splits)
+    monkeypatch.setattr(tiles, "_MAX_SPLITS", num_splits)
     inputs = make_inputs(((33, (64, 64, 3, 64, 10)),), hidden=16, block_rows=64)
-    tile = module._tile(torch.float32, torch.float32, 33, 3, limits, True)
+    tile = tiles._tile(torch.float32, torch.float32, 33, 3, limits, True)
     assert tile.constants["LOG_KEYS"] == (6 if capability == 80 else 7)
     check(inputs, 5, "triton")
 
@@ -168,7 +165,7 @@ def test_tiles_of_both_sizes(monkeypatch, capability, num_splits):
     [(1, 64_000, 256), (1, 300, 5), (1, 0, 1), (8, 64_000, 256), (64, 64_000, 33), (10**4, 600, 1)],
 )
 def test_number_of_splits(num_reqs, num_rows, expected):
-    assert module._num_splits(num_reqs, num_rows, 264) == expected
+    assert tiles._num_splits(num_reqs, num_rows, 264) == expected
 
 
 @pytest.mark.parametrize("num_rows", [25_000, 100_000])
@@ -179,7 +176,7 @@ def test_one_wave_and_one_pass_of_the_merge(num_rows, num_slots):
 
     Catches: tiles dealt whole, of which some programs get two and others one; more entries than a pass takes.
     """
-    num_splits = module._num_splits(1, num_rows, num_slots)
+    num_splits = tiles._num_splits(1, num_rows, num_slots)
     assert min(num_slots, 256) == num_splits <= num_slots
     assert -(-num_rows // num_splits) <= num_rows / num_splits + 1
     default_top_n = 16  # 10, as a power of two

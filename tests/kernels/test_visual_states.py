@@ -1,7 +1,6 @@
 """visual_relevance's surroundings: how states are stored, and how the partial results of ranks become one."""
 
 import functools
-import importlib
 import math
 
 import pytest
@@ -9,9 +8,7 @@ import torch
 
 from tests.kernels.relevance_inputs import DEVICE, FP8, IMPLS, NAN, expect, make_inputs, stored_rows, unit
 from vidspec_kernels import merge_relevance, storage_scale, store_states, visual_relevance
-
-# The package exports a function of the module's name.
-module = importlib.import_module("vidspec_kernels.visual_relevance")
+from vidspec_kernels.visual_relevance import store as store_module
 
 # ---- shards --------------------------------------------------------------------------------------------------------
 
@@ -118,7 +115,7 @@ def test_merges_are_the_same(top_n, branches):
     wide = torch.full((6, 3, top_n + 5), 9.0)
     wide[:, :, :top_n] = rows.transpose(0, 1)
     partials = wide.to(DEVICE).transpose(0, 1)[:, :, :top_n]
-    ran = branches("visual_relevance", kernels=("_merge_relevance_kernel",), other="_merge_relevance_torch")
+    ran = branches("merge_relevance", kernels=("_merge_relevance_kernel",), other="_merge_relevance_torch")
     got, expected = (merge_relevance(partials, impl=impl) for impl in ("triton", "torch"))
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-6, equal_nan=True)
     assert ran == ["triton", "torch"] and got.isnan().tolist() == [index == 3 for index in range(6)]
@@ -134,7 +131,7 @@ def test_store_states(dtype, states_dtype, monkeypatch):
 
     Catches: slots sorted; the norm in half precision; rows of another chunk's slots.
     """
-    monkeypatch.setattr(module, "_CHUNK_ROWS", 3)
+    monkeypatch.setattr(store_module, "_CHUNK_ROWS", 3)
     generator = torch.Generator().manual_seed(0)
     states = (torch.randn(20, 200, generator=generator) * torch.logspace(-3, 3, 20)[:, None]).to(states_dtype)
     states[4] = 0

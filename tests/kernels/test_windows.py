@@ -167,7 +167,7 @@ def test_tails_equal_the_loop(device, impl, num_reqs):
 @pytest.mark.parametrize("name", ["take_windows", "text_tails"])
 def test_dispatch(device, branches, impl, name):
     """Catches: a forced branch that silently runs the other, and a wrong automatic choice."""
-    ran = branches("windows", [f"_{name}_kernel"], f"{name}_reference")
+    ran = branches(name)
     streams, asked, rows, num_tokens, text = make_inputs(2, 16, device)
     if name == "take_windows":
         take_windows(streams, asked, rows, num_tokens, text, *outputs(2, device), impl=impl)

@@ -23,12 +23,17 @@ from compile_cases import BF16, cache_views, grow_buffers, sampling, step_buffer
 from triton.runtime.jit import JITFunction
 
 import vidspec_kernels as kernels
-from vidspec_kernels import dispatch, warm_up
-from vidspec_kernels.tree_begin import tree_begin
-from vidspec_kernels.tree_finish import Leaves, tree_finish
-from vidspec_kernels.tree_grow import tree_grow
-from vidspec_kernels.tree_place import PlacedLevel, tree_place
-from vidspec_kernels.tree_plan import tree_plan
+from vidspec_kernels import (
+    Leaves,
+    PlacedLevel,
+    dispatch,
+    tree_begin,
+    tree_finish,
+    tree_grow,
+    tree_place,
+    tree_plan,
+    warm_up,
+)
 from vidspec_kernels.warm_up import floats, i32, i64
 
 HEADS, KV_HEADS, HEAD_SIZE, HIDDEN = 28, 4, 128, 3584

@@ -39,7 +39,7 @@ from vidspec_kernels import (
     uv_video_scores,
     visual_relevance,
 )
-from vidspec_kernels.tree_plan import confidence
+from vidspec_kernels.draft_tree.plan import confidence
 from vllm_vidspec.drafting import StaticTree, candidates, topology_tables
 from vllm_vidspec.drafting.tree import DraftTree
 from vllm_vidspec.pruning import PruneInputs, TokenGrid, get_pruner, pruner_names
