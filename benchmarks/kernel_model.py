@@ -23,8 +23,8 @@ from typing import Any
 import kernel_model_tree_attention as attention_model
 import torch
 
-from vidspec_kernels.dispatch import DeviceLimits
 from vidspec_kernels.guidance_scores import api as guidance
+from vidspec_kernels.limits import DeviceLimits
 from vidspec_kernels.visual_relevance import tiles as relevance
 from vidspec_kernels.visual_relevance.api import _MERGE_ENTRIES
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vidspec_kernels.dispatch import DeviceLimits
+from vidspec_kernels.limits import DeviceLimits
 from vidspec_kernels.tree_attention.api import DIRECT_PARTS, MIN_UNITS
 from vidspec_kernels.tree_attention.tiles import TileShape, tile_shape
 

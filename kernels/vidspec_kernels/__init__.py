@@ -42,7 +42,7 @@ from vidspec_kernels.windows.api import (
     take_windows_reference,
     text_tails,
     text_tails_reference,
-)  # fmt: skip
+)
 
 __all__ = [
     "CHANCE", "LOWEST", "NO_STREAM", "NUM_ASKED", "NUM_HEADERS", "NUM_TOLD", "RELEVANCE", "SHIFT", "STALE", "WINDOW",

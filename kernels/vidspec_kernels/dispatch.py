@@ -4,11 +4,8 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, Literal, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from triton import knobs
@@ -108,14 +105,9 @@ class LaunchPlan:
     """
 
     def __init__(
-        self,
-        kernel: Any,
-        compiled: Any,
-        device: int,
-        args: tuple[Any, ...],
-        constants: tuple[Any, ...],
+        self, kernel: Any, compiled: Any, device: int, args: tuple[Any, ...], constants: tuple[Any, ...],
         changing: Sequence[int],
-    ):
+    ):  # fmt: skip
         self.kernel = kernel
         self.compiled = compiled
         self.changing = changing
@@ -212,74 +204,6 @@ def _prepare(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> N
     compiled._init_handles()
 
 
-def as_meta(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape, strides and dtype on the meta device, aligned to 16 bytes iff this one is."""
-    offset = tensor.data_ptr() % 16 // tensor.element_size()
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = torch.empty(offset + max(last, 0) + 1, dtype=tensor.dtype, device="meta")
-    return memory.as_strided(tensor.shape, tensor.stride(), offset)
-
-
-@dataclass(frozen=True)
-class DeviceLimits:
-    """What a grid and a tile are made for.
-
-    Attributes:
-        num_sms: Streaming multiprocessors.
-        shared_bytes: Shared memory of a multiprocessor.
-        shared_bytes_per_program: The most of it that one program may have.
-        capability: Compute capability, 89 for 8.9.
-    """
-
-    num_sms: int
-    shared_bytes: int
-    shared_bytes_per_program: int
-    capability: int
-
-
-@functools.cache
-def device_limits(device: torch.device) -> DeviceLimits:
-    """Return the limits of a CUDA device, for "meta" of the current one; an H200's on a CPU."""
-    if device.type == "cpu":
-        return DeviceLimits(132, 228 * 1024, 227 * 1024, 90)
-    properties = torch.cuda.get_device_properties(device if device.type == "cuda" else torch.cuda.current_device())
-    return DeviceLimits(
-        properties.multi_processor_count,
-        properties.shared_memory_per_multiprocessor,
-        properties.shared_memory_per_block_optin,
-        10 * properties.major + properties.minor,
-    )
-
-
-def shared_bytes_per_program(limits: DeviceLimits, programs_per_sm: int) -> int:
-    """Return the shared memory that each of so many programs on a multiprocessor can have, less the driver's KB."""
-    return min(limits.shared_bytes // programs_per_sm - 1024, limits.shared_bytes_per_program)
-
-
-def array_module(device: torch.device) -> ModuleType:
-    """Return numpy for the CPU, else torch: what references work on small arrays of that device with.
-
-    A numpy call costs a third of a torch call on arrays this small, and tests run the references often. Both
-    modules have the names and the rules that are used, so there is one text for both.
-    """
-    return np if device.type == "cpu" else torch
-
-
-def as_array(tensor: Tensor) -> Any:
-    """Return a tensor as an array of its `array_module`, on the same memory."""
-    return tensor.numpy() if tensor.device.type == "cpu" else tensor
-
-
-def at_most(array: Any, bound: int) -> Any:
-    """Return the array with larger entries replaced by the bound (numpy's own clip costs five times as much)."""
-    return np.minimum(array, bound) if isinstance(array, np.ndarray) else array.clamp(max=bound)
-
-
-def at_least(array: Any, bound: int) -> Any:
-    """Return the array with smaller entries replaced by the bound."""
-    return np.maximum(array, bound) if isinstance(array, np.ndarray) else array.clamp(min=bound)
-
-
 def remember(ready: dict[Any, Any], key: Hashable, run: Callable[..., Any], tensors: tuple[Any, ...]) -> Any:
     """Keep a call that was found right, bound to what runs it: such a call is neither looked at nor bound again.
 
@@ -299,13 +223,3 @@ def remember(ready: dict[Any, Any], key: Hashable, run: Callable[..., Any], tens
         ready.clear()
     ready[key] = (run, tensors)
     return ready[key]
-
-
-def check_vector(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device, min_len: int = 0) -> None:
-    """Assert that a tensor is a vector of unit stride, dtype and device as given, with at least `min_len` entries."""
-    assert tensor.dtype == dtype, f"{name}: expected {dtype}, got {tensor.dtype}"
-    assert tensor.device == device, f"{name}: expected device {device}, got {tensor.device}"
-    assert tensor.ndim == 1, f"{name}: expected one dimension, got shape {list(tensor.shape)}"
-    # The cheaper question first: this runs for every vector of every launch.
-    assert not min_len or tensor.shape[0] >= min_len, f"{name}: expected at least {min_len} entries"
-    assert tensor.stride(0) == 1 or tensor.shape[0] <= 1, f"{name}: expected stride 1, got {tensor.stride(0)}"

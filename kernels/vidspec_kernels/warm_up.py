@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vidspec_kernels.accept.api import accept
 from vidspec_kernels.accept.tables import NUM_SUMS, Looseness, Tally, TreeShapes
-from vidspec_kernels.dispatch import as_meta
+from vidspec_kernels.arrays import as_meta
 from vidspec_kernels.draft_step.begin_step import begin_step
 from vidspec_kernels.draft_step.buffers import LevelBuffers, StepBuffers, StepTables
 from vidspec_kernels.draft_step.next_level import next_level

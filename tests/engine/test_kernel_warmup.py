@@ -1,11 +1,13 @@
 """What an engine prepares before it serves: every kernel of its parts, from its own tensors."""
 
+import sys
 from collections import Counter
 
 import pytest
 
 from tests.engine import harness
 from vidspec_kernels import dispatch
+from vidspec_kernels.limits import DeviceLimits
 from vllm_vidspec.engine import kernel_warmup
 
 pytestmark = pytest.mark.engine
@@ -17,7 +19,7 @@ def test_every_part_is_prepared(monkeypatch):
     Catches: a part that is not asked, a name or a shape that no longer fits, a launch that begins before its turn.
     """
     prepared: Counter[str] = Counter()
-    limits = dispatch.DeviceLimits(132, 228 * 1024, 227 * 1024, 90)
+    limits = DeviceLimits(132, 228 * 1024, 227 * 1024, 90)
     monkeypatch.setattr(dispatch, "_prepare", lambda kernel, grid, *_, **__: prepared.update([kernel.__name__]))
     for name, loaded in list(sys.modules.items()):
         if name.startswith("vidspec_kernels.") and hasattr(loaded, "device_limits"):

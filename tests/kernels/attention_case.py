@@ -8,7 +8,7 @@ import torch
 
 from tests.kernels.caches import make_cache
 from vidspec_kernels import TreeAttentionScratch, tree_attention
-from vidspec_kernels.dispatch import DeviceLimits
+from vidspec_kernels.limits import DeviceLimits
 from vidspec_kernels.tree_attention import api as module
 
 IMPLS = ["triton", "torch"]

@@ -11,7 +11,7 @@ from tests.kernels.impls import branch
 from tests.kernels.relevance_inputs import DEVICE, FP8, NAN, check, expect, make_inputs
 from tests.kernels.relevance_inputs import IMPLS_AND_LOOP as IMPLS
 from vidspec_kernels import merge_relevance, visual_relevance
-from vidspec_kernels.dispatch import DeviceLimits
+from vidspec_kernels.limits import DeviceLimits
 from vidspec_kernels.visual_relevance import api as module
 from vidspec_kernels.visual_relevance import cpu, reference, tiles
 

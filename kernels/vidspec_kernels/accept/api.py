@@ -20,15 +20,8 @@ from vidspec_kernels.accept.tables import (
     TreeShapes,
 )
 from vidspec_kernels.accept.triton import _accept_kernel
-from vidspec_kernels.dispatch import (
-    Impl,
-    check_vector,
-    known,
-    launch,
-    launcher,
-    on_host,
-    use_triton,
-)
+from vidspec_kernels.arrays import check_vector
+from vidspec_kernels.dispatch import Impl, known, launch, launcher, on_host, use_triton
 
 # Arguments of a launch that the tally does not settle.
 _CHANGING = (
@@ -132,13 +125,8 @@ def _plans(
 
 
 def _launch(
-    step: tuple[Any, ...],
-    max_drafts: int,
-    is_loose: bool,
-    tally: Tally | None,
-    plans: dict[Any, Any],
-    key: Hashable,
-) -> None:
+    step: tuple[Any, ...], max_drafts: int, is_loose: bool, tally: Tally | None, plans: dict[Any, Any], key: Hashable,
+) -> None:  # fmt: skip
     """Launch what no plan is known of; `step` is what changes from step to step."""
     sums = kept = None
     if tally is not None:
@@ -150,10 +138,8 @@ def _launch(
     args = (*vectors, tree, loose, sums, by_kind, kept, *signals, sampled, num_sampled, max_drafts + 1)
     block = max(2, triton.next_power_of_2(max_drafts))
     constants = {
-        "BLOCK": block,
-        "FLAGS": (LOWEST, WINDOW, SHIFT, EPSILON) if is_loose else None,
-        "NUM_SUMS": NUM_SUMS,
-    }
+        "BLOCK": block, "FLAGS": (LOWEST, WINDOW, SHIFT, EPSILON) if is_loose else None, "NUM_SUMS": NUM_SUMS,
+    }  # fmt: skip
     grid, device = (num_sampled.shape[0],), num_sampled.device
     if is_loose and block > 32:
         launcher(_accept_kernel, grid, device)(*args, **constants, num_warps=8)
@@ -162,14 +148,9 @@ def _launch(
 
 
 def _check(
-    target_tokens: Tensor,
-    draft_tokens: Tensor,
-    cu_num_logits: Tensor,
-    max_drafts: int,
-    trees: TreeShapes | None,
-    looseness: Looseness | None,
-    tally: Tally | None,
-) -> None:
+    target_tokens: Tensor, draft_tokens: Tensor, cu_num_logits: Tensor, max_drafts: int, trees: TreeShapes | None,
+    looseness: Looseness | None, tally: Tally | None,
+) -> None:  # fmt: skip
     """Assert what `accept` says of its arguments."""
     device, num_rows = target_tokens.device, target_tokens.shape[0]
     check_vector("target_tokens", target_tokens, torch.int64, device)
@@ -199,13 +180,10 @@ def _check(
     if looseness is not None:
         max_reqs = looseness.rules.shape[0]
         for name, dtype, length in (
-            ("rules", torch.int32, max_reqs),
-            ("shares", torch.float32, max_reqs),
-            ("windows", torch.int32, max_reqs),
-            ("scores", torch.float32, num_rows),
-            ("entropies", torch.float32, num_rows),
+            ("rules", torch.int32, max_reqs), ("shares", torch.float32, max_reqs), ("windows", torch.int32, max_reqs),
+            ("scores", torch.float32, num_rows), ("entropies", torch.float32, num_rows),
             ("may_loosen", torch.bool, num_rows),
-        ):
+        ):  # fmt: skip
             vector = getattr(looseness, name)
             check_vector(name, vector, dtype, device)
             assert vector.shape[0] == length, f"{name}: expected {length} entries, got {vector.shape[0]}"

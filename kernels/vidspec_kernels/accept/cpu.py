@@ -152,14 +152,9 @@ def _count(
 
 
 def accept(
-    target_tokens: Tensor,
-    draft_tokens: Tensor,
-    cu_num_logits: Tensor,
-    max_drafts: int,
-    trees: TreeShapes | None = None,
-    looseness: Looseness | None = None,
-    tally: Tally | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    target_tokens: Tensor, draft_tokens: Tensor, cu_num_logits: Tensor, max_drafts: int,
+    trees: TreeShapes | None = None, looseness: Looseness | None = None, tally: Tally | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Do what `accept` does."""
     num_reqs, num_cols = cu_num_logits.shape[0] - 1, max_drafts + 1
     sampled = target_tokens.new_empty(num_reqs, num_cols)

@@ -8,25 +8,15 @@ import torch
 from torch import Tensor
 
 from vidspec_kernels.accept.tables import EPSILON, LOWEST, NUM_SUMS, SHIFT, WINDOW, Looseness, Tally, TreeShapes
-from vidspec_kernels.dispatch import (
-    array_module,
-    as_array,
-    at_least,
-    at_most,
-    has_cpu_twin,
-)
+from vidspec_kernels.arrays import array_module, as_array, at_least, at_most
+from vidspec_kernels.dispatch import has_cpu_twin
 
 
 @has_cpu_twin
 def accept_reference(
-    target_tokens: Tensor,
-    draft_tokens: Tensor,
-    cu_num_logits: Tensor,
-    max_drafts: int,
-    trees: TreeShapes | None = None,
-    looseness: Looseness | None = None,
-    tally: Tally | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    target_tokens: Tensor, draft_tokens: Tensor, cu_num_logits: Tensor, max_drafts: int,
+    trees: TreeShapes | None = None, looseness: Looseness | None = None, tally: Tally | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Do what `accept` does, in numpy or torch without a loop: the specification. Same arguments and results."""
     device = target_tokens.device
     xp, num_cols = array_module(device), max_drafts + 1
@@ -58,11 +48,9 @@ def accept_reference(
         kinds = 0 * target
         kinds[:, :-1] = kind * is_accepted
     results = (
-        torch.as_tensor(sampled),
-        _as(torch.int32, num_sampled[:, 0]),
-        None if path is None else _as(torch.int32, path),
+        torch.as_tensor(sampled), _as(torch.int32, num_sampled[:, 0]), None if path is None else _as(torch.int32, path),
         None if kinds is None else _as(torch.int8, kinds),
-    )
+    )  # fmt: skip
     if tally is not None:
         _count(xp, tally, place.has_row, None if trees is None else shape.depth, num_accepted, kinds, col)
         if tally.path is not None and tally.num_accepted is not None:

@@ -21,38 +21,25 @@ def _popcount(word):
     ]
 )
 def _accept_kernel(
-    # [N]
-    target_tokens_ptr,
-    # [N]
-    draft_tokens_ptr,
-    # [R + 1]
-    cu_num_logits_ptr,
-    # [R]; None for strict chains that nobody counts
-    rows_ptr,
+    target_tokens_ptr,  # [N]
+    draft_tokens_ptr,  # [N]
+    cu_num_logits_ptr,  # [R + 1]
+    rows_ptr,  # [R]; None for strict chains that nobody counts
     # Parents, depths, ancestors, [max_reqs, num_cols] each, their row stride; out: path [R, num_cols]. None for chains
     tree,
     # Rules, shares, windows, [max_reqs] each, the least entropy; out: kinds [R, num_cols]. None where all is strict
     loose,
-    # Which rows have drafts [max_reqs]; in and out: totals [NUM_SUMS + num_cols - 1]. None where nobody counts
-    sums,
-    # Out: [R, 3]; None where nobody asks
-    by_kind_ptr,
+    sums,  # Which rows have drafts [max_reqs]; in and out: totals [NUM_SUMS + num_cols - 1]. None where nobody counts
+    by_kind_ptr,  # Out: [R, 3]; None where nobody asks
     # Out: paths by row, [max_reqs, num_cols], their stride, accepted drafts by row [max_reqs]. None where nobody asks
     kept,
-    # [N]; None where all is strict, as the next two
-    scores_ptr,
-    entropies_ptr,
-    may_loosen_ptr,
-    # [R, num_cols]
-    sampled_ptr,
-    # [R]
-    num_sampled_ptr,
+    scores_ptr, entropies_ptr, may_loosen_ptr,  # [N]; None where all is strict, as the next two
+    sampled_ptr,  # [R, num_cols]
+    num_sampled_ptr,  # [R]
     num_cols,
     BLOCK: tl.constexpr,
-    # LOWEST, WINDOW, SHIFT, EPSILON; None where all is strict
-    FLAGS: tl.constexpr,
-    NUM_SUMS: tl.constexpr,
-):
+    FLAGS: tl.constexpr, NUM_SUMS: tl.constexpr,  # LOWEST, WINDOW, SHIFT, EPSILON; None where all is strict
+):  # fmt: skip
     """One request. Entries are its drafts, nodes 1 to BLOCK; what concerns pairs of them has 32 bits a pair at most.
 
     What a case has no use for is None, so that a strict chain compiles to loads, one minimum and stores. Arguments that

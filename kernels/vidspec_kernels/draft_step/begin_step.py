@@ -8,19 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import (
-    Impl,
-    array_module,
-    as_array,
-    at_least,
-    at_most,
-    check_vector,
-    has_cpu_twin,
-    known,
-    launch,
-    on_host,
-    use_triton,
-)
+from vidspec_kernels.arrays import array_module, as_array, at_least, at_most, check_vector
+from vidspec_kernels.dispatch import Impl, has_cpu_twin, known, launch, on_host, use_triton
 from vidspec_kernels.draft_step.buffers import StepBuffers, StepTables, batch_places, physical_slots
 
 _BLOCK = 1024
@@ -53,73 +42,32 @@ def _slot(batch_table_ptr, entry, block_size, max_blocks):
     ],
 )
 def _begin_step_kernel(
-    # [n]
-    batch_rows_ptr,
-    # [m]; None: all
-    picked_ptr,
-    # [n]
-    num_sampled_ptr,
-    # [m]; None: of all
-    is_told_ptr,
-    # [max_reqs]; None: 0
-    temperature_ptr,
-    seeds_ptr,
-    num_tokens_ptr,
-    # [max_reqs, max_len]
-    text_ptr,
-    text_stride,
-    # [max_reqs, 1]
-    last_sampled_ptr,
-    last_sampled_stride,
-    # [max_reqs]
-    num_dropped_ptr,
-    pos_delta_ptr,
-    # [max_reqs, max_blocks]
-    block_table_ptr,
-    block_table_stride,
+    batch_rows_ptr,  # [n]
+    picked_ptr,  # [m]; None: all
+    num_sampled_ptr,  # [n]
+    is_told_ptr,  # [m]; None: of all
+    temperature_ptr, seeds_ptr, num_tokens_ptr,  # [max_reqs]; None: 0
+    text_ptr, text_stride,  # [max_reqs, max_len]
+    last_sampled_ptr, last_sampled_stride,  # [max_reqs, 1]
+    num_dropped_ptr, pos_delta_ptr,  # [max_reqs]
+    block_table_ptr, block_table_stride,  # [max_reqs, max_blocks]
     max_blocks,
-    # [max_reqs + 1]
-    fed_ptr,
-    # [max_reqs, num_cols]; None for chains
-    path_ptr,
-    path_stride,
+    fed_ptr,  # [max_reqs + 1]
+    path_ptr, path_stride,  # [max_reqs, num_cols]; None for chains
     num_cols,
     # [M]
-    out_rows_ptr,
-    out_num_accepted_ptr,
-    out_temperature_ptr,
-    out_seeds_ptr,
-    out_root_slot_ptr,
-    out_root_pos_ptr,
-    out_pos_delta_ptr,
-    out_last_root_ptr,
-    # [M, max_blocks]
-    batch_table_ptr,
-    batch_table_stride,
-    # [1]
-    level_ptr,
-    # [2M]
-    input_ids_ptr,
-    # [NUM_POS_AXES, 2M]
-    positions_ptr,
-    positions_axis_stride,
-    positions_stride,
-    # [2M]
-    slot_mapping_ptr,
-    # [M]
-    seq_lens_ptr,
-    # [M, num_cols]
-    out_path_ptr,
-    out_path_stride,
-    num_reqs,
-    padding_row,
-    block_size,
-    max_position,
-    max_drafts,
-    NUM_POS_AXES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_PATH: tl.constexpr,
-):
+    out_rows_ptr, out_num_accepted_ptr, out_temperature_ptr, out_seeds_ptr, out_root_slot_ptr, out_root_pos_ptr,
+    out_pos_delta_ptr, out_last_root_ptr,
+    batch_table_ptr, batch_table_stride,  # [M, max_blocks]
+    level_ptr,  # [1]
+    input_ids_ptr,  # [2M]
+    positions_ptr, positions_axis_stride, positions_stride,  # [NUM_POS_AXES, 2M]
+    slot_mapping_ptr,  # [2M]
+    seq_lens_ptr,  # [M]
+    out_path_ptr, out_path_stride,  # [M, num_cols]
+    num_reqs, padding_row, block_size, max_position, max_drafts,
+    NUM_POS_AXES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PATH: tl.constexpr,
+):  # fmt: skip
     """One program a request and BLOCK columns of its block table; the first of a request does all else."""
     b = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -276,20 +224,10 @@ def begin_step(
 
 @has_cpu_twin
 def begin_step_reference(
-    batch_rows: Tensor,
-    picked: Tensor | None,
-    num_sampled: Tensor,
-    is_told: Tensor | None,
-    temperature: Tensor | None,
-    seeds: Tensor,
-    tables: StepTables,
-    out: StepBuffers,
-    *,
-    size: int,
-    block_size: int,
-    max_position: int,
+    batch_rows: Tensor, picked: Tensor | None, num_sampled: Tensor, is_told: Tensor | None, temperature: Tensor | None,
+    seeds: Tensor, tables: StepTables, out: StepBuffers, *, size: int, block_size: int, max_position: int,
     max_drafts: int,
-) -> None:
+) -> None:  # fmt: skip
     """Do what `begin_step` does, in numpy or torch: the specification. Same arguments."""
     xp, table, here = array_module(tables.device), tables.arrays, out.arrays
     row, sampled = as_array(batch_rows), as_array(num_sampled)
@@ -349,74 +287,25 @@ def _pad(here: SimpleNamespace, rows: slice, tokens: slice, padding_row: int) ->
 
 
 def _launch(
-    batch_rows: Tensor,
-    picked: Tensor | None,
-    num_sampled: Tensor,
-    is_told: Tensor | None,
-    temperature: Tensor | None,
-    seeds: Tensor,
-    tables: StepTables,
-    out: StepBuffers,
-    *,
-    size: int,
-    block_size: int,
-    max_position: int,
+    batch_rows: Tensor, picked: Tensor | None, num_sampled: Tensor, is_told: Tensor | None, temperature: Tensor | None,
+    seeds: Tensor, tables: StepTables, out: StepBuffers, *, size: int, block_size: int, max_position: int,
     max_drafts: int,
-) -> None:
+) -> None:  # fmt: skip
     num_reqs = batch_rows.shape[0] if picked is None else picked.shape[0]
     max_blocks = tables.block_table.shape[1]
     path_stride, num_cols = (0, 0) if tables.path is None else (tables.path.stride(0), tables.path.shape[1])
     args = (
-        batch_rows,
-        picked,
-        num_sampled,
-        is_told,
-        temperature,
-        seeds,
-        tables.num_tokens,
-        tables.text,
-        tables.text.stride(0),
-        tables.last_sampled,
-        tables.last_sampled.stride(0),
-        tables.num_dropped,
-        tables.pos_delta,
-        tables.block_table,
-        tables.block_table.stride(0),
-        max_blocks,
-        tables.fed,
-        tables.path,
-        path_stride,
-        num_cols,
-        out.rows,
-        out.num_accepted,
-        out.temperature,
-        out.seeds,
-        out.root_slot,
-        out.root_pos,
-        out.pos_delta,
-        out.last_root,
-        out.batch_table,
-        out.batch_table.stride(0),
-        out.level,
-        out.input_ids,
-        out.positions,
-        out.positions.stride(0),
-        out.positions.stride(1),
-        out.slot_mapping,
-        out.seq_lens,
-        out.path,
-        0 if out.path is None else out.path.stride(0),
-        num_reqs,
-        tables.max_reqs,
-        block_size,
-        max_position,
-        max_drafts,
-    )
+        batch_rows, picked, num_sampled, is_told, temperature, seeds, tables.num_tokens, tables.text,
+        tables.text.stride(0), tables.last_sampled, tables.last_sampled.stride(0), tables.num_dropped, tables.pos_delta,
+        tables.block_table, tables.block_table.stride(0), max_blocks, tables.fed, tables.path, path_stride, num_cols,
+        out.rows, out.num_accepted, out.temperature, out.seeds, out.root_slot, out.root_pos, out.pos_delta,
+        out.last_root, out.batch_table, out.batch_table.stride(0), out.level, out.input_ids, out.positions,
+        out.positions.stride(0), out.positions.stride(1), out.slot_mapping, out.seq_lens, out.path,
+        0 if out.path is None else out.path.stride(0), num_reqs, tables.max_reqs, block_size, max_position, max_drafts,
+    )  # fmt: skip
     constants = {
-        "NUM_POS_AXES": out.positions.shape[0],
-        "BLOCK": _BLOCK,
-        "BLOCK_PATH": triton.next_power_of_2(max(num_cols, 1)),
-    }
+        "NUM_POS_AXES": out.positions.shape[0], "BLOCK": _BLOCK, "BLOCK_PATH": triton.next_power_of_2(max(num_cols, 1)),
+    }  # fmt: skip
     key = (tables, picked is None, is_told is None, temperature is None, block_size)
     grid = (size, _num_chunks(tables))
     launch(_begin_step_kernel, grid, tables.device, args, constants, out.plans, key, changing=_CHANGING)

@@ -12,12 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vidspec_kernels.dispatch import (
-    array_module,
-    as_array,
-    as_meta,
-    check_vector,
-)
+from vidspec_kernels.arrays import array_module, as_array, as_meta, check_vector
 
 
 class _Tensors:

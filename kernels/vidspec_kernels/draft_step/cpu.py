@@ -69,20 +69,10 @@ def _begin_step(
 
 
 def begin_step(
-    batch_rows: Tensor,
-    picked: Tensor | None,
-    num_sampled: Tensor,
-    is_told: Tensor | None,
-    temperature: Tensor | None,
-    seeds: Tensor,
-    tables: StepTables,
-    out: StepBuffers,
-    *,
-    size: int,
-    block_size: int,
-    max_position: int,
+    batch_rows: Tensor, picked: Tensor | None, num_sampled: Tensor, is_told: Tensor | None, temperature: Tensor | None,
+    seeds: Tensor, tables: StepTables, out: StepBuffers, *, size: int, block_size: int, max_position: int,
     max_drafts: int,
-) -> None:
+) -> None:  # fmt: skip
     """Do what `begin_step` does."""
     table, here = tables.arrays, out.arrays
     _begin_step(
@@ -136,18 +126,9 @@ def _next_level(
 
 
 def bind_next_level(
-    step: StepBuffers,
-    out: LevelBuffers,
-    fed: Tensor,
-    nodes: Tensor | None = None,
-    tokens: Tensor | None = None,
-    ancestors: Tensor | None = None,
-    *,
-    size: int,
-    level: int | Tensor,
-    block_size: int,
-    max_position: int,
-) -> Callable[[], None]:
+    step: StepBuffers, out: LevelBuffers, fed: Tensor, nodes: Tensor | None = None, tokens: Tensor | None = None,
+    ancestors: Tensor | None = None, *, size: int, level: int | Tensor, block_size: int, max_position: int,
+) -> Callable[[], None]:  # fmt: skip
     """Return what does `next_level`."""
     here, there = step.arrays, out.arrays
     frontier = (NOTHING["int64[:, :]"],) * 3

@@ -9,19 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import (
-    Impl,
-    array_module,
-    as_array,
-    at_least,
-    at_most,
-    check_vector,
-    has_cpu_twin,
-    launch,
-    on_host,
-    remember,
-    use_triton,
-)
+from vidspec_kernels.arrays import array_module, as_array, at_least, at_most, check_vector
+from vidspec_kernels.dispatch import Impl, has_cpu_twin, launch, on_host, remember, use_triton
 from vidspec_kernels.draft_step.buffers import LevelBuffers, StepBuffers, batch_places, physical_slots
 
 _BLOCK = 128
@@ -35,50 +24,21 @@ _BLOCK = 128
     do_not_specialize_on_alignment=["fed_ptr", "nodes_ptr", "tokens_ptr", "ancestors_ptr", "level_ptr"],
 )  # fmt: skip
 def _next_level_kernel(
-    # [M]
-    rows_ptr,
-    root_slot_ptr,
-    root_pos_ptr,
-    pos_delta_ptr,
-    # [M, max_blocks]
-    batch_table_ptr,
-    batch_table_stride,
+    rows_ptr, root_slot_ptr, root_pos_ptr, pos_delta_ptr,  # [M]
+    batch_table_ptr, batch_table_stride,  # [M, max_blocks]
     max_blocks,
-    # [max_reqs + 1]
-    fed_ptr,
-    # [B, F]; None for chains
-    nodes_ptr,
-    nodes_stride,
-    tokens_ptr,
-    tokens_stride,
-    # [B, K + 1]
-    ancestors_ptr,
-    ancestors_stride,
-    # [NUM_POS_AXES, B * F]
-    positions_ptr,
-    positions_axis_stride,
-    positions_stride,
-    # [B * F]
-    logical_pos_ptr,
-    slot_mapping_ptr,
-    # [B]
-    seq_lens_ptr,
-    # [B * F]
-    input_ids_ptr,
-    # [B, F]
-    masks_ptr,
-    masks_stride,
-    # [1]; None: `level` says it
-    level_ptr,
-    num_places,
-    frontier,
-    padding_row,
-    level,
-    block_size,
-    max_position,
-    NUM_POS_AXES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    fed_ptr,  # [max_reqs + 1]
+    nodes_ptr, nodes_stride, tokens_ptr, tokens_stride,  # [B, F]; None for chains
+    ancestors_ptr, ancestors_stride,  # [B, K + 1]
+    positions_ptr, positions_axis_stride, positions_stride,  # [NUM_POS_AXES, B * F]
+    logical_pos_ptr, slot_mapping_ptr,  # [B * F]
+    seq_lens_ptr,  # [B]
+    input_ids_ptr,  # [B * F]
+    masks_ptr, masks_stride,  # [B, F]
+    level_ptr,  # [1]; None: `level` says it
+    num_places, frontier, padding_row, level, block_size, max_position,
+    NUM_POS_AXES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     # A place is one node of the level: request idx // F, place idx % F of its frontier.
     idx = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = idx < num_places
@@ -179,18 +139,9 @@ def next_level(
 
 
 def _bind(
-    step: StepBuffers,
-    out: LevelBuffers,
-    fed: Tensor,
-    nodes: Tensor | None,
-    tokens: Tensor | None,
-    ancestors: Tensor | None,
-    size: int,
-    level: int | Tensor,
-    block_size: int,
-    max_position: int,
-    impl: Impl,
-) -> Callable[[], None]:
+    step: StepBuffers, out: LevelBuffers, fed: Tensor, nodes: Tensor | None, tokens: Tensor | None,
+    ancestors: Tensor | None, size: int, level: int | Tensor, block_size: int, max_position: int, impl: Impl,
+) -> Callable[[], None]:  # fmt: skip
     """Check a call, and return what runs it."""
     device, width = step.device, 1
     check_vector("fed", fed, torch.int64, device, 1)
@@ -226,18 +177,9 @@ def bind_next_level_reference(*args: Any, **kwargs: Any) -> Callable[[], None]:
 
 
 def next_level_reference(
-    step: StepBuffers,
-    out: LevelBuffers,
-    fed: Tensor,
-    nodes: Tensor | None = None,
-    tokens: Tensor | None = None,
-    ancestors: Tensor | None = None,
-    *,
-    size: int,
-    level: int | Tensor,
-    block_size: int,
-    max_position: int,
-) -> None:
+    step: StepBuffers, out: LevelBuffers, fed: Tensor, nodes: Tensor | None = None, tokens: Tensor | None = None,
+    ancestors: Tensor | None = None, *, size: int, level: int | Tensor, block_size: int, max_position: int,
+) -> None:  # fmt: skip
     """Do what `next_level` does, in numpy or torch: the specification. Same arguments."""
     xp, here, there = array_module(step.device), step.arrays, out.arrays
     if isinstance(level, Tensor):
@@ -269,52 +211,19 @@ def next_level_reference(
 
 
 def _launch(
-    step: StepBuffers,
-    out: LevelBuffers,
-    fed: Tensor,
-    nodes: Tensor | None,
-    tokens: Tensor | None,
-    ancestors: Tensor | None,
-    *,
-    size: int,
-    level: int | Tensor,
-    block_size: int,
-    max_position: int,
-) -> None:
+    step: StepBuffers, out: LevelBuffers, fed: Tensor, nodes: Tensor | None, tokens: Tensor | None,
+    ancestors: Tensor | None, *, size: int, level: int | Tensor, block_size: int, max_position: int,
+) -> None:  # fmt: skip
     frontier = 1 if nodes is None else nodes.shape[1]
     level_ptr, level_value = (level, 0) if isinstance(level, Tensor) else (None, level)
     args = (
-        step.rows,
-        step.root_slot,
-        step.root_pos,
-        step.pos_delta,
-        step.batch_table,
-        step.batch_table.stride(0),
-        step.batch_table.shape[1],
-        fed,
-        nodes,
-        0 if nodes is None else nodes.stride(0),
-        tokens,
-        0 if tokens is None else tokens.stride(0),
-        ancestors,
-        0 if ancestors is None else ancestors.stride(0),
-        out.positions,
-        out.positions.stride(0),
-        out.positions.stride(1),
-        out.logical_pos,
-        out.slot_mapping,
-        out.seq_lens,
-        out.input_ids,
-        out.masks,
-        0 if out.masks is None else out.masks.stride(0),
-        level_ptr,
-        size * frontier,
-        frontier,
-        fed.shape[0] - 1,
-        level_value,
-        block_size,
-        max_position,
-    )
+        step.rows, step.root_slot, step.root_pos, step.pos_delta, step.batch_table, step.batch_table.stride(0),
+        step.batch_table.shape[1], fed, nodes, 0 if nodes is None else nodes.stride(0), tokens,
+        0 if tokens is None else tokens.stride(0), ancestors, 0 if ancestors is None else ancestors.stride(0),
+        out.positions, out.positions.stride(0), out.positions.stride(1), out.logical_pos, out.slot_mapping,
+        out.seq_lens, out.input_ids, out.masks, 0 if out.masks is None else out.masks.stride(0), level_ptr,
+        size * frontier, frontier, fed.shape[0] - 1, level_value, block_size, max_position,
+    )  # fmt: skip
     constants = {"NUM_POS_AXES": out.positions.shape[0], "BLOCK": _BLOCK}
     key = (step, nodes is None, level_ptr is None, block_size)
     grid = (triton.cdiv(size * frontier, _BLOCK),)

@@ -5,16 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import (
-    Impl,
-    array_module,
-    as_array,
-    check_vector,
-    has_cpu_twin,
-    launcher,
-    on_host,
-    use_triton,
-)
+from vidspec_kernels.arrays import array_module, as_array, check_vector
+from vidspec_kernels.dispatch import Impl, has_cpu_twin, launcher, on_host, use_triton
 from vidspec_kernels.draft_tree.buffers import TreeGrowBuffers
 from vidspec_kernels.draft_tree.tables import TreeTables, TreeTemplate
 
@@ -26,45 +18,17 @@ _NUM_CLEARED = 1024  # leftovers that a program clears at a time
     do_not_specialize_on_alignment=["rows_ptr", "num_accepted_ptr"],
 )
 def _tree_begin_kernel(
-    # [num_cols]
-    own_parents_ptr,
-    own_depths_ptr,
-    own_ancestors_ptr,
-    own_log_probs_ptr,
-    # [R, num_cols]
-    tree_tokens_ptr,
-    tree_parents_ptr,
-    tree_depths_ptr,
-    tree_ancestors_ptr,
-    tree_log_probs_ptr,
-    # [R]
-    tree_num_nodes_ptr,
-    # [R, max_frontier]; None for trees that do not grow
-    frontier_nodes_ptr,
-    frontier_log_probs_ptr,
-    # [R, num_leftovers]
-    leftover_log_probs_ptr,
-    # [R]; None where no history is kept
-    rows_ptr,
-    num_accepted_ptr,
-    # [max_reqs + 1, WINDOW]
-    history_ptr,
-    # [max_reqs + 1]
-    num_told_ptr,
-    max_depths_ptr,
-    num_cols,
-    num_nodes,
-    num_leftovers,
-    max_frontier,
-    depth_min,
-    depth_max,
-    history_low,
-    history_high,
-    WINDOW: tl.constexpr,
-    BLOCK_WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    own_parents_ptr, own_depths_ptr, own_ancestors_ptr, own_log_probs_ptr,  # [num_cols]
+    tree_tokens_ptr, tree_parents_ptr, tree_depths_ptr, tree_ancestors_ptr, tree_log_probs_ptr,  # [R, num_cols]
+    tree_num_nodes_ptr,  # [R]
+    frontier_nodes_ptr, frontier_log_probs_ptr,  # [R, max_frontier]; None for trees that do not grow
+    leftover_log_probs_ptr,  # [R, num_leftovers]
+    rows_ptr, num_accepted_ptr,  # [R]; None where no history is kept
+    history_ptr,  # [max_reqs + 1, WINDOW]
+    num_told_ptr, max_depths_ptr,  # [max_reqs + 1]
+    num_cols, num_nodes, num_leftovers, max_frontier, depth_min, depth_max, history_low, history_high,
+    WINDOW: tl.constexpr, BLOCK_WINDOW: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     req_idx = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     in_tree, tree = col < num_cols, req_idx * num_cols + col
@@ -169,13 +133,9 @@ def tree_begin(
 
 @has_cpu_twin
 def tree_begin_reference(
-    tree: TreeTables,
-    template: TreeTemplate,
-    num_reqs: int,
-    growth: TreeGrowBuffers | None = None,
-    rows: Tensor | None = None,
-    num_accepted: Tensor | None = None,
-) -> None:
+    tree: TreeTables, template: TreeTemplate, num_reqs: int, growth: TreeGrowBuffers | None = None,
+    rows: Tensor | None = None, num_accepted: Tensor | None = None,
+) -> None:  # fmt: skip
     """Do what `tree_begin` does, in numpy or torch: the specification."""
     tokens, *columns, num_nodes = tree.arrays
     tokens[:num_reqs, 1:] = -1

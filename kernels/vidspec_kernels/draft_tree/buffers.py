@@ -6,10 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vidspec_kernels.dispatch import (
-    as_array,
-    as_meta,
-)
+from vidspec_kernels.arrays import as_array, as_meta
 from vidspec_kernels.draft_tree.tables import TreePlans, TreeTables, check
 
 
@@ -39,14 +36,9 @@ class TreeGrowBuffers:
     """
 
     def __init__(
-        self,
-        tree: TreeTables,
-        plans: TreePlans,
-        log_thresholds: Tensor,
-        width_bounds: Tensor,
-        max_parents: int,
+        self, tree: TreeTables, plans: TreePlans, log_thresholds: Tensor, width_bounds: Tensor, max_parents: int,
         max_frontier: int,
-    ):
+    ):  # fmt: skip
         self.tree, self.plans, self.device = tree, plans, tree.device
         num_widths, self.num_levels, self.num_candidates = width_bounds.shape
         self.max_parents, self.max_frontier = max_parents, max_frontier

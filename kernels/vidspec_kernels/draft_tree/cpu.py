@@ -56,13 +56,9 @@ def _begin_growth(
 
 
 def tree_begin(
-    tree: TreeTables,
-    template: TreeTemplate,
-    num_reqs: int,
-    growth: TreeGrowBuffers | None = None,
-    rows: Tensor | None = None,
-    num_accepted: Tensor | None = None,
-) -> None:
+    tree: TreeTables, template: TreeTemplate, num_reqs: int, growth: TreeGrowBuffers | None = None,
+    rows: Tensor | None = None, num_accepted: Tensor | None = None,
+) -> None:  # fmt: skip
     """Do what `tree_begin` does."""
     _begin(*template.arrays, template.num_nodes, *tree.arrays, num_reqs)
     if growth is not None and rows is not None and num_accepted is not None:
@@ -187,17 +183,9 @@ def _grow(
 
 
 def bind_tree_grow(
-    buffers: TreeGrowBuffers,
-    rows: Tensor,
-    log_probs: Tensor,
-    token_ids: Tensor,
-    *,
-    level: int,
-    budget: int,
-    first_parent: int,
-    num_next: int,
-    trims: bool = False,
-) -> Callable[[], int]:
+    buffers: TreeGrowBuffers, rows: Tensor, log_probs: Tensor, token_ids: Tensor, *, level: int, budget: int,
+    first_parent: int, num_next: int, trims: bool = False,
+) -> Callable[[], int]:  # fmt: skip
     """Return what does `tree_grow`."""
     return functools.partial(
         _grow,
@@ -240,15 +228,9 @@ def _finish(
 
 
 def tree_finish(
-    tree: TreeTables,
-    num_reqs: int,
-    *,
-    next_free: Tensor | None = None,
-    leaves: Leaves | None = None,
-    max_nodes: int = 0,
-    plans: TreePlans | None = None,
-    rows: Tensor | None = None,
-) -> None:
+    tree: TreeTables, num_reqs: int, *, next_free: Tensor | None = None, leaves: Leaves | None = None,
+    max_nodes: int = 0, plans: TreePlans | None = None, rows: Tensor | None = None,
+) -> None:  # fmt: skip
     """Do what `tree_finish` does; leaves, which only asynchronous scheduling asks for, are the reference's."""
     ints, floats = NOTHING["int64[:]"], NOTHING["float32[:]"]
     adopted = (floats, ints, ints, floats, ints, ints) if plans is None else plans.adopted_arrays

@@ -10,16 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import (
-    Impl,
-    array_module,
-    as_array,
-    check_vector,
-    has_cpu_twin,
-    launcher,
-    on_host,
-    use_triton,
-)
+from vidspec_kernels.arrays import array_module, as_array, check_vector
+from vidspec_kernels.dispatch import Impl, has_cpu_twin, launcher, on_host, use_triton
 from vidspec_kernels.draft_tree.tables import TreePlans, TreeTables
 
 # The bits of infinity: what is no candidate has these or more.
@@ -47,10 +39,8 @@ class Leaves:
     def __post_init__(self) -> None:
         shape, device = self.log_probs.shape, self.log_probs.device
         for name, dtype, wanted in (
-            ("log_probs", torch.float32, shape),
-            ("token_ids", torch.int64, shape),
-            ("parents", torch.int64, shape[:2]),
-        ):
+            ("log_probs", torch.float32, shape), ("token_ids", torch.int64, shape), ("parents", torch.int64, shape[:2]),
+        ):  # fmt: skip
             tensor = getattr(self, name)
             assert tensor.dtype == dtype and tensor.device == device, f"{name}: expected {dtype} on {device}"
             assert tensor.shape == wanted, f"{name}: expected shape {list(wanted)}, got {list(tensor.shape)}"
@@ -68,41 +58,17 @@ class Leaves:
     do_not_specialize_on_alignment=["rows_ptr", "leaf_log_probs_ptr", "leaf_tokens_ptr", "leaf_parents_ptr"],
 )
 def _tree_finish_kernel(
-    # [R, num_cols]
-    tree_tokens_ptr,
-    tree_parents_ptr,
-    tree_depths_ptr,
-    tree_ancestors_ptr,
-    tree_log_probs_ptr,
-    # [R]
-    tree_num_nodes_ptr,
-    # [R]; None: the number of nodes is there
-    next_free_ptr,
-    # [R, total]; None: nothing is appended
-    leaf_log_probs_ptr,
-    leaf_tokens_ptr,
-    leaves_stride,
-    # [R, total // num_candidates]
-    leaf_parents_ptr,
-    parents_stride,
-    # [R]; None: no plan is adopted
-    rows_ptr,
-    # [R]
-    next_confidence_ptr,
-    next_depths_ptr,
-    next_widths_ptr,
-    # [max_reqs + 1]
-    confidence_ptr,
-    depths_ptr,
-    widths_ptr,
-    num_cols,
-    num_candidates,
-    total,
-    max_nodes,
-    BEST: tl.constexpr,
-    CHUNK: tl.constexpr,
-    INF_BITS: tl.constexpr,
-):
+    tree_tokens_ptr, tree_parents_ptr, tree_depths_ptr, tree_ancestors_ptr, tree_log_probs_ptr,  # [R, num_cols]
+    tree_num_nodes_ptr,  # [R]
+    next_free_ptr,  # [R]; None: the number of nodes is there
+    leaf_log_probs_ptr, leaf_tokens_ptr, leaves_stride,  # [R, total]; None: nothing is appended
+    leaf_parents_ptr, parents_stride,  # [R, total // num_candidates]
+    rows_ptr,  # [R]; None: no plan is adopted
+    next_confidence_ptr, next_depths_ptr, next_widths_ptr,  # [R]
+    confidence_ptr, depths_ptr, widths_ptr,  # [max_reqs + 1]
+    num_cols, num_candidates, total, max_nodes,
+    BEST: tl.constexpr, CHUNK: tl.constexpr, INF_BITS: tl.constexpr,
+):  # fmt: skip
     req_idx = tl.program_id(0).to(tl.int64)
     if next_free_ptr is None:
         num_nodes = tl.load(tree_num_nodes_ptr + req_idx)
@@ -217,15 +183,9 @@ def tree_finish(
 
 @has_cpu_twin
 def tree_finish_reference(
-    tree: TreeTables,
-    num_reqs: int,
-    *,
-    next_free: Tensor | None = None,
-    leaves: Leaves | None = None,
-    max_nodes: int = 0,
-    plans: TreePlans | None = None,
-    rows: Tensor | None = None,
-) -> None:
+    tree: TreeTables, num_reqs: int, *, next_free: Tensor | None = None, leaves: Leaves | None = None,
+    max_nodes: int = 0, plans: TreePlans | None = None, rows: Tensor | None = None,
+) -> None:  # fmt: skip
     """Do what `tree_finish` does, in numpy or torch: the specification."""
     *_, num_nodes = tree.arrays
     if next_free is not None:
@@ -267,12 +227,10 @@ def append_leaves(tree: TreeTables, num_reqs: int, leaves: Leaves, max_nodes: in
     parent_column = request * num_cols + parent
     own_bits = xp.ones_like(columns) << columns
     for buffer, values in (
-        (tokens, leaf_tokens.reshape(-1)[source]),
-        (parents, xp.asarray(parent, dtype=xp.int32)),
-        (depths, depths.reshape(-1)[parent_column] + 1),
-        (ancestors, ancestors.reshape(-1)[parent_column] | own_bits),
+        (tokens, leaf_tokens.reshape(-1)[source]), (parents, xp.asarray(parent, dtype=xp.int32)),
+        (depths, depths.reshape(-1)[parent_column] + 1), (ancestors, ancestors.reshape(-1)[parent_column] | own_bits),
         (log_probs, scores.reshape(-1)[source]),
-    ):
+    ):  # fmt: skip
         buffer[:num_reqs, 1:] = xp.where(is_new, values, buffer[:num_reqs, 1:])
     counts[:num_reqs] = end[:, 0]
 

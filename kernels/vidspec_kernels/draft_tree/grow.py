@@ -10,15 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import (
-    Impl,
-    check_vector,
-    has_cpu_twin,
-    launcher,
-    on_host,
-    remember,
-    use_triton,
-)
+from vidspec_kernels.arrays import check_vector
+from vidspec_kernels.dispatch import Impl, has_cpu_twin, launcher, on_host, remember, use_triton
 from vidspec_kernels.draft_tree.buffers import TreeGrowBuffers
 from vidspec_kernels.draft_tree.tables import check
 
@@ -30,17 +23,12 @@ _OWN_BITS = np.concatenate(([0], np.left_shift(1, np.arange(64)))).astype(np.int
 
 @triton.jit
 def _score(
-    index,
-    num_candidates,
-    total,
-    # [F * C]
-    log_probs_ptr,
-    # [F]
-    frontier_log_probs_ptr,
-    # [C]
-    width_bounds_ptr,
+    index, num_candidates, total,
+    log_probs_ptr,  # [F * C]
+    frontier_log_probs_ptr,  # [F]
+    width_bounds_ptr,  # [C]
     log_threshold,
-):
+):  # fmt: skip
     """Return the path log-probabilities of candidates and whether they may become nodes; the greedy one is exempt."""
     valid = index < total
     parent = tl.load(frontier_log_probs_ptr + index // num_candidates, mask=valid, other=-float("inf"))
@@ -54,48 +42,21 @@ def _score(
     do_not_specialize_on_alignment=["rows_ptr"],
 )
 def _tree_grow_kernel(
-    # [R * F, C]
-    log_probs_ptr,
-    token_ids_ptr,
-    # [R]
-    rows_ptr,
-    # [max_reqs + 1]
-    depths_ptr,
-    widths_ptr,
-    # [max_depth + 1, num_levels]
-    log_thresholds_ptr,
-    # [max_width + 1, num_levels, C]
-    width_bounds_ptr,
-    # [R]
-    next_free_ptr,
-    # [R, num_cols]
-    tree_tokens_ptr,
-    tree_parents_ptr,
-    tree_depths_ptr,
-    tree_ancestors_ptr,
-    tree_log_probs_ptr,
-    # [R, num_parents, C]
-    leftover_log_probs_ptr,
-    leftover_token_ids_ptr,
-    # [R, num_parents]
-    leftover_parents_ptr,
+    log_probs_ptr, token_ids_ptr,  # [R * F, C]
+    rows_ptr,  # [R]
+    depths_ptr, widths_ptr,  # [max_reqs + 1]
+    log_thresholds_ptr,  # [max_depth + 1, num_levels]
+    width_bounds_ptr,  # [max_width + 1, num_levels, C]
+    next_free_ptr,  # [R]
+    tree_tokens_ptr, tree_parents_ptr, tree_depths_ptr, tree_ancestors_ptr, tree_log_probs_ptr,  # [R, num_cols]
+    leftover_log_probs_ptr, leftover_token_ids_ptr,  # [R, num_parents, C]
+    leftover_parents_ptr,  # [R, num_parents]
     # [R, max_frontier], in: this level's; out: the next one's
-    frontier_nodes_ptr,
-    frontier_tokens_ptr,
-    frontier_log_probs_ptr,
-    num_candidates,
-    num_levels,
-    num_cols,
-    num_parents,
-    max_frontier,
-    num_next,
-    first_parent,
-    num_frontier,
-    level,
+    frontier_nodes_ptr, frontier_tokens_ptr, frontier_log_probs_ptr,
+    num_candidates, num_levels, num_cols, num_parents, max_frontier, num_next, first_parent, num_frontier, level,
     budget,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     req_idx = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + req_idx)
     depth = tl.minimum(tl.load(depths_ptr + row), budget)
@@ -219,17 +180,9 @@ def tree_grow(
 
 
 def _bind(
-    buffers: TreeGrowBuffers,
-    rows: Tensor,
-    log_probs: Tensor,
-    token_ids: Tensor,
-    level: int,
-    budget: int,
-    first_parent: int,
-    num_next: int,
-    trims: bool,
-    impl: Impl,
-) -> Callable[[], int]:
+    buffers: TreeGrowBuffers, rows: Tensor, log_probs: Tensor, token_ids: Tensor, level: int, budget: int,
+    first_parent: int, num_next: int, trims: bool, impl: Impl,
+) -> Callable[[], int]:  # fmt: skip
     """Check a call, and return what runs it."""
     num_reqs, num_candidates = len(rows), buffers.num_candidates
     check_vector("rows", rows, torch.int64, buffers.device)
@@ -275,17 +228,9 @@ def bind_tree_grow_reference(*args: Any, **kwargs: Any) -> Callable[[], int]:
 
 
 def tree_grow_reference(
-    buffers: TreeGrowBuffers,
-    rows: Tensor,
-    log_probs: Tensor,
-    token_ids: Tensor,
-    *,
-    level: int,
-    budget: int,
-    first_parent: int,
-    num_next: int,
-    trims: bool = False,
-) -> int:
+    buffers: TreeGrowBuffers, rows: Tensor, log_probs: Tensor, token_ids: Tensor, *, level: int, budget: int,
+    first_parent: int, num_next: int, trims: bool = False,
+) -> int:  # fmt: skip
     """Do what `tree_grow` does, in numpy on the memory of CPU tensors. Same arguments and results.
 
     Numpy, because the arrays are tiny and the steps many: a call costs a third of torch's, and there are 50 in a level.
@@ -354,14 +299,9 @@ def _look_up(buffers: TreeGrowBuffers, rows: np.ndarray, budget: int) -> tuple[n
 
 
 def _enter_nodes(
-    buffers: TreeGrowBuffers,
-    level: int,
-    req: np.ndarray,
-    node: np.ndarray,
-    parent: np.ndarray,
-    token: np.ndarray,
+    buffers: TreeGrowBuffers, level: int, req: np.ndarray, node: np.ndarray, parent: np.ndarray, token: np.ndarray,
     score: np.ndarray,
-) -> None:
+) -> None:  # fmt: skip
     """Write new nodes [E], of batch rows `req`, into the trees."""
     tokens, parents, depths, ancestors, log_probs = buffers.tree_arrays
     first_col = req * buffers.tree.num_cols
@@ -374,13 +314,9 @@ def _enter_nodes(
 
 
 def _replace_frontier(
-    buffers: TreeGrowBuffers,
-    num_reqs: int,
-    num_next: int,
-    req: np.ndarray,
-    place: np.ndarray,
+    buffers: TreeGrowBuffers, num_reqs: int, num_next: int, req: np.ndarray, place: np.ndarray,
     entries: tuple[np.ndarray, np.ndarray, np.ndarray],
-) -> None:
+) -> None:  # fmt: skip
     """Write the next frontiers: nodes, tokens and log-probabilities [E] at `place` of batch rows `req`."""
     target = req * buffers.max_frontier + place
     for part, values, nothing in zip(buffers.frontier_arrays, entries, (0, 0, -np.inf), strict=True):

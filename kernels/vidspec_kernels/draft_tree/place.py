@@ -10,14 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import (
-    Impl,
-    as_array,
-    has_cpu_twin,
-    launcher,
-    on_host,
-    use_triton,
-)
+from vidspec_kernels.arrays import as_array
+from vidspec_kernels.dispatch import Impl, has_cpu_twin, launcher, on_host, use_triton
 from vidspec_kernels.draft_tree.tables import TreeTables, check
 
 _BLOCK = 64  # the most nodes of a tree
@@ -47,23 +41,14 @@ class PlacedLevel:
 
 @triton.jit(do_not_specialize=["num_offered", "num_placed", "num_fed"])
 def _tree_place_kernel(
-    # [R, num_offered]
-    token_ids_ptr,
-    # [R, num_cols]
-    tree_tokens_ptr,
-    # [num_placed]
-    sources_ptr,
-    nodes_ptr,
-    # [num_fed]
-    fed_sources_ptr,
-    # [R, num_fed]
-    fed_tokens_ptr,
-    num_cols,
-    num_offered,
-    num_placed,
-    num_fed,
+    token_ids_ptr,  # [R, num_offered]
+    tree_tokens_ptr,  # [R, num_cols]
+    sources_ptr, nodes_ptr,  # [num_placed]
+    fed_sources_ptr,  # [num_fed]
+    fed_tokens_ptr,  # [R, num_fed]
+    num_cols, num_offered, num_placed, num_fed,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     req_idx = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     token_ids_ptr += req_idx * num_offered

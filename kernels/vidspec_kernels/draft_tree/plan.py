@@ -7,16 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import (
-    Impl,
-    array_module,
-    as_array,
-    check_vector,
-    has_cpu_twin,
-    launcher,
-    on_host,
-    use_triton,
-)
+from vidspec_kernels.arrays import array_module, as_array, check_vector
+from vidspec_kernels.dispatch import Impl, has_cpu_twin, launcher, on_host, use_triton
 from vidspec_kernels.draft_tree.tables import TreePlans, check
 
 # Stands for less (-inf, NaN): its exp vanishes beside 1, and so does the product of both.
@@ -25,30 +17,14 @@ LEAST_LOGIT = -80.0
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
 def _tree_plan_kernel(
-    # [R, num_candidates]
-    log_probs_ptr,
-    # [R]
-    rows_ptr,
-    # [max_reqs + 1]
-    max_depths_ptr,
-    # [R]
-    next_confidence_ptr,
-    next_depths_ptr,
-    next_widths_ptr,
-    # [max_reqs + 1]
-    confidence_ptr,
-    depths_ptr,
-    widths_ptr,
-    num_candidates,
-    log_top_k,
-    depth_min,
-    width_min,
-    width_range,
-    least_logit,
-    ADOPTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    log_probs_ptr,  # [R, num_candidates]
+    rows_ptr,  # [R]
+    max_depths_ptr,  # [max_reqs + 1]
+    next_confidence_ptr, next_depths_ptr, next_widths_ptr,  # [R]
+    confidence_ptr, depths_ptr, widths_ptr,  # [max_reqs + 1]
+    num_candidates, log_top_k, depth_min, width_min, width_range, least_logit,
+    ADOPTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     req_idx = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + req_idx)
     i = tl.arange(0, BLOCK)

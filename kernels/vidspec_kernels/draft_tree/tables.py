@@ -7,10 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vidspec_kernels.dispatch import (
-    as_array,
-    as_meta,
-)
+from vidspec_kernels.arrays import as_array, as_meta
 
 
 class TreeTables:
@@ -32,12 +29,9 @@ class TreeTables:
         self.log_probs, self.num_nodes = log_probs, num_nodes
         self.device, self.num_cols = tokens.device, tokens.shape[-1]
         for name, dtype in (
-            ("tokens", torch.int64),
-            ("parents", torch.int32),
-            ("depths", torch.int32),
-            ("ancestors", torch.int64),
+            ("tokens", torch.int64), ("parents", torch.int32), ("depths", torch.int32), ("ancestors", torch.int64),
             ("log_probs", torch.float32),
-        ):
+        ):  # fmt: skip
             check(name, getattr(self, name), dtype, self.device, tuple(tokens.shape))
         check("num_nodes", num_nodes, torch.int32, self.device, (tokens.shape[0],))
         # In the kernels' order, and the same as arrays for the references.

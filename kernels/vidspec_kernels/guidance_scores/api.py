@@ -9,15 +9,11 @@ import torch
 import triton
 from torch import Tensor
 
-from vidspec_kernels.dispatch import (
-    Impl,
-    check_vector,
-    device_limits,
-    launcher,
-    use_triton,
-)
+from vidspec_kernels.arrays import check_vector
+from vidspec_kernels.dispatch import Impl, launcher, use_triton
 from vidspec_kernels.guidance_scores.reference import _guidance_scores_torch
 from vidspec_kernels.guidance_scores.triton import _guidance_scores_kernel, _row_stats_kernel
+from vidspec_kernels.limits import device_limits
 
 _BLOCK_ROWS = 64
 # Three-pass tf32 products need more registers and shared memory a row.
@@ -105,19 +101,10 @@ def guidance_scores(
 
 
 def _launch(
-    query: Tensor,
-    key_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    query_pos: Tensor,
-    out: Tensor,
-    out_row: Tensor,
-    num_keys: Tensor,
-    scale: float,
-    query_weight: Tensor | None,
-    lse: Tensor | None,
+    query: Tensor, key_cache: Tensor, block_table: Tensor, query_start_loc: Tensor, query_pos: Tensor, out: Tensor,
+    out_row: Tensor, num_keys: Tensor, scale: float, query_weight: Tensor | None, lse: Tensor | None,
     max_queries_per_req: int,
-) -> None:
+) -> None:  # fmt: skip
     """Launch both passes, or the second alone; the grids come from shapes alone."""
     _, num_heads, head_dim = query.shape
     num_reqs = block_table.shape[0]

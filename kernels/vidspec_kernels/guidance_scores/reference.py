@@ -11,19 +11,10 @@ _STRIP_ENTRIES = 2**21
 
 
 def _guidance_scores_torch(
-    query: Tensor,
-    key_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    query_pos: Tensor,
-    out: Tensor,
-    out_row: Tensor,
-    num_keys: Tensor,
-    scale: float,
-    query_weight: Tensor | None,
-    lse: Tensor | None,
+    query: Tensor, key_cache: Tensor, block_table: Tensor, query_start_loc: Tensor, query_pos: Tensor, out: Tensor,
+    out_row: Tensor, num_keys: Tensor, scale: float, query_weight: Tensor | None, lse: Tensor | None,
     max_queries_per_req: int,
-) -> None:
+) -> None:  # fmt: skip
     """Do the same with matrix products over strips of whole rows: each logit is computed once, not twice.
 
     Holds one KV head's keys in float32 and two strips of _STRIP_ENTRIES (or one row, if that is longer).
@@ -69,18 +60,9 @@ def _guidance_scores_torch(
 
 
 def guidance_scores_reference(
-    query: Tensor,
-    key_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    query_pos: Tensor,
-    out: Tensor,
-    out_row: Tensor,
-    num_keys: Tensor,
-    scale: float,
-    *,
-    query_weight: Tensor | None = None,
-) -> None:
+    query: Tensor, key_cache: Tensor, block_table: Tensor, query_start_loc: Tensor, query_pos: Tensor, out: Tensor,
+    out_row: Tensor, num_keys: Tensor, scale: float, *, query_weight: Tensor | None = None,
+) -> None:  # fmt: skip
     """Do what `guidance_scores` does, holding every weight: the specification. Computes in the inputs' dtype."""
     group = query.shape[1] // key_cache.shape[2]
     for req_idx in range(block_table.shape[0]):

@@ -26,40 +26,17 @@ def _row_tile(query_ptr, query_stride, head_stride, dim_stride, query, head, row
 
 @triton.jit(do_not_specialize=["stats_split_stride", "num_row_tiles", "num_splits"])
 def _row_stats_kernel(
-    # [num_queries, num_heads, HEAD_DIM]
-    query_ptr,
-    query_stride,
-    query_head_stride,
-    query_dim_stride,
+    query_ptr, query_stride, query_head_stride, query_dim_stride,  # [num_queries, num_heads, HEAD_DIM]
     # [num_blocks, block_size, num_kv_heads, HEAD_DIM]
-    key_cache_ptr,
-    key_block_stride,
-    key_slot_stride,
-    key_head_stride,
-    key_dim_stride,
-    # [num_reqs, max_blocks]
-    block_table_ptr,
-    block_table_stride,
-    # [num_reqs + 1]
-    query_start_loc_ptr,
-    # [num_queries]
-    query_pos_ptr,
-    # [num_splits, num_queries, num_heads]
-    row_max_ptr,
-    row_sum_ptr,
-    stats_split_stride,
-    num_heads,
-    num_row_tiles,
-    num_splits,
-    block_size,
-    scale_log2,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
+    key_cache_ptr, key_block_stride, key_slot_stride, key_head_stride, key_dim_stride,
+    block_table_ptr, block_table_stride,  # [num_reqs, max_blocks]
+    query_start_loc_ptr,  # [num_reqs + 1]
+    query_pos_ptr,  # [num_queries]
+    row_max_ptr, row_sum_ptr, stats_split_stride,  # [num_splits, num_queries, num_heads]
+    num_heads, num_row_tiles, num_splits, block_size, scale_log2,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
     """Maximum and sum of exp2(logit - maximum) of BLOCK_ROWS (query, head) rows over one split of the keys."""
     req_idx = tl.program_id(0) // num_row_tiles
     kv_head = tl.program_id(1)
@@ -114,51 +91,23 @@ def _row_stats_kernel(
 
 @triton.jit(do_not_specialize=["out_stride", "max_keys", "row_shift_head_stride"])
 def _guidance_scores_kernel(
-    # [num_queries, num_heads, HEAD_DIM]
-    query_ptr,
-    query_stride,
-    query_head_stride,
-    query_dim_stride,
+    query_ptr, query_stride, query_head_stride, query_dim_stride,  # [num_queries, num_heads, HEAD_DIM]
     # [num_blocks, block_size, num_kv_heads, HEAD_DIM]
-    key_cache_ptr,
-    key_block_stride,
-    key_slot_stride,
-    key_head_stride,
-    key_dim_stride,
-    # [num_reqs, max_blocks]
-    block_table_ptr,
-    block_table_stride,
-    # [num_reqs + 1]
-    query_start_loc_ptr,
-    # [num_queries]
-    query_pos_ptr,
+    key_cache_ptr, key_block_stride, key_slot_stride, key_head_stride, key_dim_stride,
+    block_table_ptr, block_table_stride,  # [num_reqs, max_blocks]
+    query_start_loc_ptr,  # [num_reqs + 1]
+    query_pos_ptr,  # [num_queries]
     # [num_queries, num_heads]: maxima of logits times log2 e, or where there is no factor log-sum-exps
-    row_shift_ptr,
-    row_shift_stride,
-    row_shift_head_stride,
-    # [num_queries, num_heads], query weight / sum; or None
-    row_factor_ptr,
-    # [num_queries] factors where there are no others; or None
-    query_weight_ptr,
-    # [num_out_rows, max_keys]
-    out_ptr,
-    out_stride,
-    # [num_reqs]
-    out_row_ptr,
-    # [num_reqs]
-    num_keys_ptr,
-    num_heads,
-    num_kv_heads,
-    block_size,
-    scale_log2,
-    max_keys,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
+    row_shift_ptr, row_shift_stride, row_shift_head_stride,
+    row_factor_ptr,  # [num_queries, num_heads], query weight / sum; or None
+    query_weight_ptr,  # [num_queries] factors where there are no others; or None
+    out_ptr, out_stride,  # [num_out_rows, max_keys]
+    out_row_ptr,  # [num_reqs]
+    num_keys_ptr,  # [num_reqs]
+    num_heads, num_kv_heads, block_size, scale_log2, max_keys,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
     """Sum of the weights of one request's rows, for BLOCK_KEYS keys that no other program writes."""
     req_idx = tl.program_id(1)
     first_key = tl.program_id(0) * BLOCK_KEYS

@@ -10,18 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import (
-    Impl,
-    array_module,
-    as_array,
-    as_meta,
-    check_vector,
-    has_cpu_twin,
-    known,
-    launch,
-    on_host,
-    use_triton,
-)
+from vidspec_kernels.arrays import array_module, as_array, as_meta, check_vector
+from vidspec_kernels.dispatch import Impl, has_cpu_twin, known, launch, on_host, use_triton
 
 # Entries that a program holds at once; more are moved in turns.
 _BLOCK_MOVES = 16
@@ -97,35 +87,19 @@ class CacheList:
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr", "starts_ptr", "num_accepted_ptr", "path_rows_ptr"])
 def _kv_compact_kernel(
     # [num_views], addresses of [num_blocks, block_size, num_kv_heads, HEAD_SIZE]
-    addresses_ptr,
-    block_stride,
-    slot_stride,
-    head_stride,
-    dim_stride,
-    # [max_table_rows, max_blocks]
-    block_table_ptr,
-    block_table_stride,
+    addresses_ptr, block_stride, slot_stride, head_stride, dim_stride,
+    block_table_ptr, block_table_stride,  # [max_table_rows, max_blocks]
     max_blocks,
-    # [R]
-    rows_ptr,
-    # [R]
-    starts_ptr,
-    # [P, num_cols]
-    path_ptr,
-    path_stride,
+    rows_ptr,  # [R]
+    starts_ptr,  # [R]
+    path_ptr, path_stride,  # [P, num_cols]
     num_cols,
-    # [P]
-    num_accepted_ptr,
-    # [R]; None where P is R
-    path_rows_ptr,
+    num_accepted_ptr,  # [P]
+    path_rows_ptr,  # [R]; None where P is R
     block_size,
-    WORD: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    BLOCK_MOVES: tl.constexpr,
-):
+    WORD: tl.constexpr, IS_ALIGNED: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BLOCK_COLS: tl.constexpr, BLOCK_MOVES: tl.constexpr,
+):  # fmt: skip
     req_idx = tl.program_id(0).to(tl.int64)
     path_row = req_idx
     if path_rows_ptr is not None:
@@ -248,14 +222,9 @@ def kv_compact(
 
 @has_cpu_twin
 def kv_compact_reference(
-    caches: CacheList,
-    block_table: Tensor,
-    rows: Tensor,
-    starts: Tensor,
-    path: Tensor,
-    num_accepted: Tensor,
+    caches: CacheList, block_table: Tensor, rows: Tensor, starts: Tensor, path: Tensor, num_accepted: Tensor,
     path_rows: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Do what `kv_compact` does, in numpy or torch, a view at a time: the specification. Same arguments.
 
     Without moves it is a handful of small operations; on a GPU the count of moves is read back.

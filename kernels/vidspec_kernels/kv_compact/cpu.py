@@ -27,14 +27,9 @@ def _find_moves(block_table, rows, starts, path, num_accepted, path_rows, block_
 
 
 def kv_compact(
-    caches: CacheList,
-    block_table: Tensor,
-    rows: Tensor,
-    starts: Tensor,
-    path: Tensor,
-    num_accepted: Tensor,
+    caches: CacheList, block_table: Tensor, rows: Tensor, starts: Tensor, path: Tensor, num_accepted: Tensor,
     path_rows: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Do what `kv_compact` does, a view at a time."""
     moves = np.empty((4, len(rows) * (path.shape[1] - 1)), dtype=np.int64)
     num_moves = _find_moves(

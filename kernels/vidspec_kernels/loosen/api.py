@@ -8,18 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import (
-    Impl,
-    array_module,
-    as_array,
-    at_least,
-    at_most,
-    check_vector,
-    has_cpu_twin,
-    launch,
-    on_host,
-    use_triton,
-)
+from vidspec_kernels.arrays import array_module, as_array, at_least, at_most, check_vector
+from vidspec_kernels.dispatch import Impl, has_cpu_twin, launch, on_host, use_triton
 
 # Where the scores of a request come from, `LooseTables.sources`.
 RELEVANCE = 1  # the caller's
@@ -61,30 +51,15 @@ def _has_token(table_ptr, table_row, token, mask):
     ],
 )
 def _loosen_kernel(
-    # [N] each
-    target_tokens_ptr,
-    draft_tokens_ptr,
-    req_rows_ptr,
-    nodes_ptr,
-    pos_ptr,
-    # [N, vocab_size]
-    logits_ptr,
-    logits_stride,
-    # Protected, ends, [max_reqs, num_words] each, their row stride; sources, seeds, [max_reqs] each
-    tables,
-    # [max_reqs, >= K + 1], its row stride; None for chains
-    parents,
-    # [N]; None where nothing was measured
-    relevance_ptr,
-    # [N] each
-    scores_ptr,
-    may_loosen_ptr,
+    target_tokens_ptr, draft_tokens_ptr, req_rows_ptr, nodes_ptr, pos_ptr,  # [N] each
+    logits_ptr, logits_stride,  # [N, vocab_size]
+    tables,  # Protected, ends, [max_reqs, num_words] each, their row stride; sources, seeds, [max_reqs] each
+    parents,  # [max_reqs, >= K + 1], its row stride; None for chains
+    relevance_ptr,  # [N]; None where nothing was measured
+    scores_ptr, may_loosen_ptr,  # [N] each
     num_rows,
-    IS_PREDICTING: tl.constexpr,
-    RELEVANCE: tl.constexpr,
-    CHANCE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    IS_PREDICTING: tl.constexpr, RELEVANCE: tl.constexpr, CHANCE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     protected_ptr, ends_ptr, words_stride, sources_ptr, seeds_ptr = tables
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = row < num_rows
@@ -187,27 +162,17 @@ def loosen(
 
 
 def _check(
-    target_tokens: Tensor,
-    draft_tokens: Tensor,
-    logits: Tensor,
-    req_rows: Tensor,
-    nodes: Tensor,
-    pos: Tensor,
-    tables: LooseTables,
-    parents: Tensor | None,
-    relevance: Tensor | None,
-) -> None:
+    target_tokens: Tensor, draft_tokens: Tensor, logits: Tensor, req_rows: Tensor, nodes: Tensor, pos: Tensor,
+    tables: LooseTables, parents: Tensor | None, relevance: Tensor | None,
+) -> None:  # fmt: skip
     """Assert what `loosen` says of its arguments."""
     device, num_rows, max_reqs = target_tokens.device, target_tokens.shape[0], tables.sources.shape[0]
     vectors: list[tuple[str, Tensor, torch.dtype, int]] = [
-        ("target_tokens", target_tokens, torch.int64, num_rows),
-        ("draft_tokens", draft_tokens, torch.int32, num_rows),
-        ("req_rows", req_rows, torch.int64, num_rows),
-        ("nodes", nodes, torch.int32, num_rows),
-        ("pos", pos, torch.int64, num_rows),
-        ("sources", tables.sources, torch.int32, max_reqs),
+        ("target_tokens", target_tokens, torch.int64, num_rows), ("draft_tokens", draft_tokens, torch.int32, num_rows),
+        ("req_rows", req_rows, torch.int64, num_rows), ("nodes", nodes, torch.int32, num_rows),
+        ("pos", pos, torch.int64, num_rows), ("sources", tables.sources, torch.int32, max_reqs),
         ("seeds", tables.seeds, torch.int64, max_reqs),
-    ]
+    ]  # fmt: skip
     if relevance is not None:
         vectors.append(("relevance", relevance, torch.float32, num_rows))
     for name, vector, dtype, length in vectors:
@@ -230,17 +195,9 @@ def _check(
 
 @has_cpu_twin
 def loosen_reference(
-    target_tokens: Tensor,
-    draft_tokens: Tensor,
-    logits: Tensor,
-    req_rows: Tensor,
-    nodes: Tensor,
-    pos: Tensor,
-    tables: LooseTables,
-    parents: Tensor | None = None,
-    relevance: Tensor | None = None,
-    is_predicting: bool = False,
-) -> tuple[Tensor, Tensor]:
+    target_tokens: Tensor, draft_tokens: Tensor, logits: Tensor, req_rows: Tensor, nodes: Tensor, pos: Tensor,
+    tables: LooseTables, parents: Tensor | None = None, relevance: Tensor | None = None, is_predicting: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Do what `loosen` does, in numpy or torch: the specification. Same arguments and results."""
     device, num_rows = target_tokens.device, target_tokens.shape[0]
     xp = array_module(device)

@@ -41,17 +41,9 @@ def _loosen(
 
 
 def loosen(
-    target_tokens: Tensor,
-    draft_tokens: Tensor,
-    logits: Tensor,
-    req_rows: Tensor,
-    nodes: Tensor,
-    pos: Tensor,
-    tables: LooseTables,
-    parents: Tensor | None = None,
-    relevance: Tensor | None = None,
-    is_predicting: bool = False,
-) -> tuple[Tensor, Tensor]:
+    target_tokens: Tensor, draft_tokens: Tensor, logits: Tensor, req_rows: Tensor, nodes: Tensor, pos: Tensor,
+    tables: LooseTables, parents: Tensor | None = None, relevance: Tensor | None = None, is_predicting: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Do what `loosen` does; logits that are no float32 are the reference's."""
     if logits.dtype != torch.float32:
         return loosen_reference(

@@ -12,14 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import (
-    Impl,
-    check_vector,
-    has_cpu_twin,
-    launch,
-    on_host,
-    use_triton,
-)
+from vidspec_kernels.arrays import check_vector
+from vidspec_kernels.dispatch import Impl, has_cpu_twin, launch, on_host, use_triton
 
 # Tokens of a program, and of a turn of its loop. As many as a program of vLLM's: each reads a request's penalties over
 # the bus, where vLLM keeps them.
@@ -47,30 +41,15 @@ class PenaltyTables(NamedTuple):
 # Vectors that may be slices of others: no variant for each alignment.
 @triton.jit(do_not_specialize_on_alignment=["req_rows_ptr", "nodes_ptr", "tokens_ptr"])
 def _path_penalties_kernel(
-    # [N, vocab_size]
-    logits_ptr,
-    logits_stride,
-    # [N] each
-    req_rows_ptr,
-    nodes_ptr,
-    tokens_ptr,
-    # [>= max_reqs, >= K + 1]
-    parents_ptr,
-    parents_stride,
-    # [max_reqs] each
-    repetition_ptr,
-    frequency_ptr,
-    presence_ptr,
-    # [max_reqs, num_words]
-    prompt_bits_ptr,
-    prompt_stride,
-    # [max_reqs, vocab_size]
-    counts_ptr,
-    counts_stride,
+    logits_ptr, logits_stride,  # [N, vocab_size]
+    req_rows_ptr, nodes_ptr, tokens_ptr,  # [N] each
+    parents_ptr, parents_stride,  # [>= max_reqs, >= K + 1]
+    repetition_ptr, frequency_ptr, presence_ptr,  # [max_reqs] each
+    prompt_bits_ptr, prompt_stride,  # [max_reqs, num_words]
+    counts_ptr, counts_stride,  # [max_reqs, vocab_size]
     vocab_size,
-    SHARE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    SHARE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A share of the vocabulary, of one logits row."""
     row = tl.program_id(0).to(tl.int64)
     req_row = tl.load(req_rows_ptr + row)

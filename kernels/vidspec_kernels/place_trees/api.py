@@ -9,18 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import (
-    Impl,
-    array_module,
-    as_array,
-    at_most,
-    check_vector,
-    has_cpu_twin,
-    known,
-    launch,
-    on_host,
-    use_triton,
-)
+from vidspec_kernels.arrays import array_module, as_array, at_most, check_vector
+from vidspec_kernels.dispatch import Impl, has_cpu_twin, known, launch, on_host, use_triton
 
 # Tokens that a program copies at a time, past the first nodes.
 _BLOCK_TOKENS = 1024
@@ -74,34 +64,18 @@ class TreePlaces:
     ],
 )
 def _place_trees_kernel(
-    # [num_reqs]
-    idx_mapping_ptr,
+    idx_mapping_ptr,  # [num_reqs]
     num_reqs,
-    # [>= num_reqs + 1]
-    query_start_loc_ptr,
-    # [>= num_reqs]
-    seq_lens_ptr,
-    # [max_rows, num_cols]
-    depths_ptr,
-    ancestors_ptr,
+    query_start_loc_ptr,  # [>= num_reqs + 1]
+    seq_lens_ptr,  # [>= num_reqs]
+    depths_ptr, ancestors_ptr,  # [max_rows, num_cols]
     num_cols,
-    # [NUM_AXES, N]
-    positions_ptr,
-    positions_stride,
-    # [NUM_AXES, >= N]; None: in place
-    out_positions_ptr,
-    out_positions_stride,
-    # [>= size]
-    query_start_ptr,
-    num_queries_ptr,
-    prefix_lens_ptr,
-    roots_ptr,
-    # [>= size, num_cols]
-    masks_ptr,
-    NUM_AXES: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-):
+    positions_ptr, positions_stride,  # [NUM_AXES, N]
+    out_positions_ptr, out_positions_stride,  # [NUM_AXES, >= N]; None: in place
+    query_start_ptr, num_queries_ptr, prefix_lens_ptr, roots_ptr,  # [>= size]
+    masks_ptr,  # [>= size, num_cols]
+    NUM_AXES: tl.constexpr, BLOCK_COLS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
     """One request; programs from `num_reqs` on are padding."""
     req_idx = tl.program_id(0)
     is_real = req_idx < num_reqs
@@ -202,26 +176,17 @@ def place_trees(
         places.query_start, places.num_queries, places.prefix_lens, places.roots, places.masks,
     )  # fmt: skip
     constants = {
-        "NUM_AXES": num_axes,
-        "BLOCK_COLS": triton.next_power_of_2(num_cols),
-        "BLOCK_TOKENS": _BLOCK_TOKENS,
-    }
+        "NUM_AXES": num_axes, "BLOCK_COLS": triton.next_power_of_2(num_cols), "BLOCK_TOKENS": _BLOCK_TOKENS,
+    }  # fmt: skip
     launch(
         _place_trees_kernel, (size,), idx_mapping.device, args, constants, places.plans, key, changing=_CHANGING
     )  # fmt: skip
 
 
 def _check(
-    idx_mapping: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    depths: Tensor,
-    ancestors: Tensor,
-    positions: Tensor,
-    places: TreePlaces,
-    size: int,
-    out_positions: Tensor | None,
-) -> int:
+    idx_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor, depths: Tensor, ancestors: Tensor,
+    positions: Tensor, places: TreePlaces, size: int, out_positions: Tensor | None,
+) -> int:  # fmt: skip
     """Assert what `place_trees` asks for; return the columns of the tables."""
     device, num_reqs, num_cols = idx_mapping.device, idx_mapping.shape[0], depths.shape[1]
     check_vector("idx_mapping", idx_mapping, torch.int64, device)
@@ -231,10 +196,8 @@ def _check(
         check_vector(name, getattr(places, name), torch.int32, device, size)
     assert size >= num_reqs, f"size {size}: expected at least {num_reqs}"
     tables = (
-        ("depths", depths, torch.int32),
-        ("ancestors", ancestors, torch.int64),
-        ("masks", places.masks, torch.int64),
-    )
+        ("depths", depths, torch.int32), ("ancestors", ancestors, torch.int64), ("masks", places.masks, torch.int64),
+    )  # fmt: skip
     for name, table, dtype in tables:
         assert table.dtype == dtype and table.device == device and table.is_contiguous(), f"{name}: {table.dtype}"
         assert table.ndim == 2 and table.shape[1] == num_cols, f"{name}: expected {num_cols} columns"
@@ -250,17 +213,9 @@ def _check(
 
 @has_cpu_twin
 def place_trees_reference(
-    idx_mapping: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    depths: Tensor,
-    ancestors: Tensor,
-    positions: Tensor,
-    places: TreePlaces,
-    *,
-    size: int,
-    out_positions: Tensor | None = None,
-) -> None:
+    idx_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor, depths: Tensor, ancestors: Tensor,
+    positions: Tensor, places: TreePlaces, *, size: int, out_positions: Tensor | None = None,
+) -> None:  # fmt: skip
     """Do what `place_trees` does, in numpy or torch: the specification. `positions` has two dimensions."""
     xp = array_module(idx_mapping.device)
     num_reqs, num_cols = idx_mapping.shape[0], depths.shape[1]

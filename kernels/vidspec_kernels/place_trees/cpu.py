@@ -38,17 +38,9 @@ def _place_trees(
 
 
 def place_trees(
-    idx_mapping: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    depths: Tensor,
-    ancestors: Tensor,
-    positions: Tensor,
-    places: TreePlaces,
-    *,
-    size: int,
-    out_positions: Tensor | None = None,
-) -> None:
+    idx_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor, depths: Tensor, ancestors: Tensor,
+    positions: Tensor, places: TreePlaces, *, size: int, out_positions: Tensor | None = None,
+) -> None:  # fmt: skip
     """Do what `place_trees` does. `positions` has two dimensions."""
     before = positions.numpy()
     _place_trees(

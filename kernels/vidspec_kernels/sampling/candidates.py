@@ -9,16 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vidspec_kernels.arrays import check_vector
 from vidspec_kernels.bitonic import largest, merge_groups
-from vidspec_kernels.dispatch import (
-    Impl,
-    check_vector,
-    has_cpu_twin,
-    launch,
-    on_host,
-    remember,
-    use_triton,
-)
+from vidspec_kernels.dispatch import Impl, has_cpu_twin, launch, on_host, remember, use_triton
 from vidspec_kernels.sampling.noise import (
     BLOCK,
     MAX_CANDIDATES,
@@ -63,28 +56,14 @@ def _shift(maximum):
     do_not_specialize_on_alignment=["temperature_ptr", "seeds_ptr", "pos_ptr"],
 )
 def _candidates_kernel(
-    # [n, vocab_size]
-    logits_ptr,
-    logits_stride,
-    # [R]; None: logits are scores
-    temperature_ptr,
-    seeds_ptr,
-    # [n]
-    pos_ptr,
-    # [n, num_blocks, 2 ** LOG_TOP]
-    keys_ptr,
-    # [n, num_blocks]; None: nobody asks
-    maxima_ptr,
-    sums_ptr,
-    vocab_size,
-    salt,
-    first,
-    width,
-    NOISE: tl.constexpr,
-    APPLY_TEMPERATURE: tl.constexpr,
-    LOG_BLOCK: tl.constexpr,
-    LOG_TOP: tl.constexpr,
-):
+    logits_ptr, logits_stride,  # [n, vocab_size]
+    temperature_ptr, seeds_ptr,  # [R]; None: logits are scores
+    pos_ptr,  # [n]
+    keys_ptr,  # [n, num_blocks, 2 ** LOG_TOP]
+    maxima_ptr, sums_ptr,  # [n, num_blocks]; None: nobody asks
+    vocab_size, salt, first, width,
+    NOISE: tl.constexpr, APPLY_TEMPERATURE: tl.constexpr, LOG_BLOCK: tl.constexpr, LOG_TOP: tl.constexpr,
+):  # fmt: skip
     """The best tokens of a row's block, and what it adds to the row's sum of exponentials."""
     BLOCK: tl.constexpr = 2**LOG_BLOCK
     TOP: tl.constexpr = 2**LOG_TOP
@@ -97,16 +76,9 @@ def _candidates_kernel(
     else:
         req_idx = (first + row) // width
         scores = noised_scores(
-            logits_ptr + row * logits_stride,
-            token_ids,
-            mask,
-            tl.load(temperature_ptr + req_idx),
-            tl.load(seeds_ptr + req_idx),
-            tl.load(pos_ptr + row) + salt,
-            NOISE,
-            False,
-            APPLY_TEMPERATURE,
-        )
+            logits_ptr + row * logits_stride, token_ids, mask, tl.load(temperature_ptr + req_idx),
+            tl.load(seeds_ptr + req_idx), tl.load(pos_ptr + row) + salt, NOISE, False, APPLY_TEMPERATURE,
+        )  # fmt: skip
     part = row * tl.num_programs(1) + block
     if maxima_ptr is not None:
         maximum = tl.max(scores, axis=0)
@@ -122,22 +94,12 @@ def _candidates_kernel(
     do_not_specialize_on_alignment=["scores_ptr", "ids_ptr"],
 )
 def _merge_candidates_kernel(
-    # [n, num_blocks, 2 ** LOG_TOP]
-    keys_ptr,
-    # [n, num_blocks]; None: nobody asks
-    maxima_ptr,
-    sums_ptr,
-    # [n, num_candidates]
-    scores_ptr,
-    scores_stride,
-    ids_ptr,
-    ids_stride,
-    num_blocks,
-    num_candidates,
-    BLOCK: tl.constexpr,
-    LOG_MERGE: tl.constexpr,
-    LOG_TOP: tl.constexpr,
-):
+    keys_ptr,  # [n, num_blocks, 2 ** LOG_TOP]
+    maxima_ptr, sums_ptr,  # [n, num_blocks]; None: nobody asks
+    scores_ptr, scores_stride, ids_ptr, ids_stride,  # [n, num_candidates]
+    num_blocks, num_candidates,
+    BLOCK: tl.constexpr, LOG_MERGE: tl.constexpr, LOG_TOP: tl.constexpr,
+):  # fmt: skip
     """The best tokens of a row's blocks."""
     TOP: tl.constexpr = 2**LOG_TOP
     MERGE: tl.constexpr = 2**LOG_MERGE
@@ -219,20 +181,10 @@ def candidates(
 
 
 def _bind(
-    logits: Tensor,
-    temperature: Tensor | None,
-    seeds: Tensor | None,
-    pos: Tensor | None,
-    noise: Noise | None,
-    log_probs: Tensor,
-    ids: Tensor,
-    scratch: SampleScratch,
-    width: int,
-    first: int,
-    with_log_probs: bool,
-    apply_temperature: bool,
-    impl: Impl,
-) -> Callable[[Tensor], None]:
+    logits: Tensor, temperature: Tensor | None, seeds: Tensor | None, pos: Tensor | None, noise: Noise | None,
+    log_probs: Tensor, ids: Tensor, scratch: SampleScratch, width: int, first: int, with_log_probs: bool,
+    apply_temperature: bool, impl: Impl,
+) -> Callable[[Tensor], None]:  # fmt: skip
     """Check a call, and return what runs it on any logits of the same shape."""
     device, (num_rows, vocab_size), num_candidates = logits.device, logits.shape, ids.shape[1]
     check_logits(logits, scratch)
@@ -294,19 +246,10 @@ def bind_candidates_reference(*args: Any, **kwargs: Any) -> Callable[[Tensor], N
 
 
 def candidates_reference(
-    logits: Tensor,
-    temperature: Tensor | None = None,
-    seeds: Tensor | None = None,
-    pos: Tensor | None = None,
-    noise: Noise | None = None,
-    *,
-    log_probs: Tensor,
-    ids: Tensor,
-    width: int = 1,
-    first: int = 0,
-    with_log_probs: bool = True,
-    apply_temperature: bool = True,
-) -> None:
+    logits: Tensor, temperature: Tensor | None = None, seeds: Tensor | None = None, pos: Tensor | None = None,
+    noise: Noise | None = None, *, log_probs: Tensor, ids: Tensor, width: int = 1, first: int = 0,
+    with_log_probs: bool = True, apply_temperature: bool = True,
+) -> None:  # fmt: skip
     """Do what `candidates` does, in torch: the specification. Same arguments; noise is made on the host."""
     num_rows = logits.shape[0]
     scores = candidate_scores(logits, temperature, seeds, pos, noise, width, first, apply_temperature)
@@ -320,15 +263,9 @@ def candidates_reference(
 
 
 def candidate_scores(
-    logits: Tensor,
-    temperature: Tensor | None,
-    seeds: Tensor | None,
-    pos: Tensor | None,
-    noise: Noise | None,
-    width: int,
-    first: int,
-    apply_temperature: bool,
-) -> Tensor:
+    logits: Tensor, temperature: Tensor | None, seeds: Tensor | None, pos: Tensor | None, noise: Noise | None,
+    width: int, first: int, apply_temperature: bool,
+) -> Tensor:  # fmt: skip
     """Return the scores float32 [n, V] of `candidates_reference`'s arguments; the logits where none has noise."""
     num_rows, scores = logits.shape[0], logits.float()
     if temperature is not None and seeds is not None and pos is not None and noise is not None:

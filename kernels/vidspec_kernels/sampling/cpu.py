@@ -80,18 +80,10 @@ _FEW = 2048
 
 
 def bind_candidates(
-    temperature: Tensor | None = None,
-    seeds: Tensor | None = None,
-    pos: Tensor | None = None,
-    noise: Noise | None = None,
-    *,
-    log_probs: Tensor,
-    ids: Tensor,
-    width: int = 1,
-    first: int = 0,
-    with_log_probs: bool = True,
-    apply_temperature: bool = True,
-) -> Callable[[Tensor], None]:
+    temperature: Tensor | None = None, seeds: Tensor | None = None, pos: Tensor | None = None,
+    noise: Noise | None = None, *, log_probs: Tensor, ids: Tensor, width: int = 1, first: int = 0,
+    with_log_probs: bool = True, apply_temperature: bool = True,
+) -> Callable[[Tensor], None]:  # fmt: skip
     """Return what does `candidates` of logits; of equal scores the lower token first.
 
     Noise is numpy's, as its bits are vLLM's.
@@ -113,16 +105,9 @@ def bind_candidates(
 
 
 def bind_draw(
-    temperature: Tensor,
-    seeds: Tensor,
-    pos: Tensor,
-    noise: Noise,
-    *,
-    level: int | Tensor,
-    out_tokens: Tensor,
-    out_ids: Tensor,
-    apply_temperature: bool = True,
-) -> Callable[[Tensor], None]:
+    temperature: Tensor, seeds: Tensor, pos: Tensor, noise: Noise, *, level: int | Tensor, out_tokens: Tensor,
+    out_ids: Tensor, apply_temperature: bool = True,
+) -> Callable[[Tensor], None]:  # fmt: skip
     """Return what does `draw` of logits; a batch with noise is numpy's."""
     heats, outs = temperature.numpy(), (out_tokens.numpy(), out_ids.numpy())
     column = level.numpy() if isinstance(level, Tensor) else (level,)

@@ -8,15 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import (
-    Impl,
-    check_vector,
-    has_cpu_twin,
-    launch,
-    on_host,
-    remember,
-    use_triton,
-)
+from vidspec_kernels.arrays import check_vector
+from vidspec_kernels.dispatch import Impl, has_cpu_twin, launch, on_host, remember, use_triton
 from vidspec_kernels.sampling.noise import (
     BLOCK,
     Noise,
@@ -30,38 +23,20 @@ from vidspec_kernels.sampling.noise import (
 
 @triton.jit(do_not_specialize=["salt"], do_not_specialize_on_alignment=["temperature_ptr", "seeds_ptr", "pos_ptr"])
 def _draw_kernel(
-    # [n, vocab_size]
-    logits_ptr,
-    logits_stride,
-    # [n]
-    temperature_ptr,
-    seeds_ptr,
-    pos_ptr,
-    # [n, num_blocks]
-    best_ptr,
-    best_ids_ptr,
-    vocab_size,
-    salt,
-    NOISE: tl.constexpr,
-    USE_FP64: tl.constexpr,
-    APPLY_TEMPERATURE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits_ptr, logits_stride,  # [n, vocab_size]
+    temperature_ptr, seeds_ptr, pos_ptr,  # [n]
+    best_ptr, best_ids_ptr,  # [n, num_blocks]
+    vocab_size, salt,
+    NOISE: tl.constexpr, USE_FP64: tl.constexpr, APPLY_TEMPERATURE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The best token of a row's block."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     token_ids = block * BLOCK + tl.arange(0, BLOCK)
     scores = noised_scores(
-        logits_ptr + row * logits_stride,
-        token_ids,
-        token_ids < vocab_size,
-        tl.load(temperature_ptr + row),
-        tl.load(seeds_ptr + row),
-        tl.load(pos_ptr + row) + salt,
-        NOISE,
-        USE_FP64,
-        APPLY_TEMPERATURE,
-    )
+        logits_ptr + row * logits_stride, token_ids, token_ids < vocab_size, tl.load(temperature_ptr + row),
+        tl.load(seeds_ptr + row), tl.load(pos_ptr + row) + salt, NOISE, USE_FP64, APPLY_TEMPERATURE,
+    )  # fmt: skip
     # As in torch's argmax NaN is best; a reduction over it might end in the padding behind the vocabulary.
     best, place = tl.max(tl.where(scores == scores, scores, float("inf")), axis=0, return_indices=True)
     out = row * tl.num_programs(1) + block
@@ -74,20 +49,13 @@ def _draw_kernel(
     do_not_specialize_on_alignment=["tokens_ptr", "ids_ptr", "level_ptr"],
 )
 def _choose_draw_kernel(
-    # [n, num_blocks]
-    best_ptr,
-    best_ids_ptr,
-    # [n, num_levels]
-    tokens_ptr,
-    tokens_stride,
-    # [n]
-    ids_ptr,
-    # [1]; None: `level` says it
-    level_ptr,
-    num_blocks,
-    level,
+    best_ptr, best_ids_ptr,  # [n, num_blocks]
+    tokens_ptr, tokens_stride,  # [n, num_levels]
+    ids_ptr,  # [n]
+    level_ptr,  # [1]; None: `level` says it
+    num_blocks, level,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """The best of a row's blocks; of equal ones the first, as in a block."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCK)
@@ -146,18 +114,9 @@ def draw(
 
 
 def _bind(
-    logits: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
-    pos: Tensor,
-    noise: Noise,
-    out_tokens: Tensor,
-    out_ids: Tensor,
-    level: int | Tensor,
-    scratch: SampleScratch,
-    apply_temperature: bool,
-    impl: Impl,
-) -> Callable[[Tensor], None]:
+    logits: Tensor, temperature: Tensor, seeds: Tensor, pos: Tensor, noise: Noise, out_tokens: Tensor, out_ids: Tensor,
+    level: int | Tensor, scratch: SampleScratch, apply_temperature: bool, impl: Impl,
+) -> Callable[[Tensor], None]:  # fmt: skip
     """Check a call, and return what runs it on any logits of the same shape."""
     device, num_rows = logits.device, logits.shape[0]
     check_logits(logits, scratch)
@@ -210,17 +169,9 @@ def bind_draw_reference(*args: Any, **kwargs: Any) -> Callable[[Tensor], None]:
 
 
 def draw_reference(
-    logits: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
-    pos: Tensor,
-    noise: Noise,
-    *,
-    level: int | Tensor,
-    out_tokens: Tensor,
-    out_ids: Tensor,
-    apply_temperature: bool = True,
-) -> None:
+    logits: Tensor, temperature: Tensor, seeds: Tensor, pos: Tensor, noise: Noise, *, level: int | Tensor,
+    out_tokens: Tensor, out_ids: Tensor, apply_temperature: bool = True,
+) -> None:  # fmt: skip
     """Do what `draw` does, in numpy and torch: the specification. Same arguments.
 
     Logits with noise are read back from a GPU.

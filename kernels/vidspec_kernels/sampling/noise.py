@@ -81,16 +81,9 @@ def logits_key(logits: Tensor, apply_temperature: bool) -> tuple[Any, ...]:
 
 @triton.jit
 def noised_scores(
-    logits_ptr,
-    token_ids,
-    mask,
-    temperature,
-    seed,
-    pos,
-    NOISE: tl.constexpr,
-    USE_FP64: tl.constexpr,
-    APPLY_TEMPERATURE: tl.constexpr,
-):
+    logits_ptr, token_ids, mask, temperature, seed, pos,
+    NOISE: tl.constexpr, USE_FP64: tl.constexpr, APPLY_TEMPERATURE: tl.constexpr,
+):  # fmt: skip
     """Return logits / temperature + noise of a block of tokens, the logits where the temperature is 0; -inf outside.
 
     In the order of vLLM's sampler, so that the same function of noise gives the same bits.
@@ -114,14 +107,9 @@ def check_logits(logits: Tensor, scratch: SampleScratch) -> None:
 
 
 def scores_reference(
-    logits: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
-    pos: Tensor,
-    noise: Noise,
-    apply_temperature: bool,
+    logits: Tensor, temperature: Tensor, seeds: Tensor, pos: Tensor, noise: Noise, apply_temperature: bool,
     req_idx: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Return which rows of logits `[n, V]` have noise, and those rows' scores: the specification of `noised_scores`.
 
     Args:

@@ -15,14 +15,9 @@ import torch
 import triton
 from torch import Tensor
 
-from vidspec_kernels.dispatch import (
-    Impl,
-    as_meta,
-    check_vector,
-    device_limits,
-    launch,
-    use_triton,
-)
+from vidspec_kernels.arrays import as_meta, check_vector
+from vidspec_kernels.dispatch import Impl, launch, use_triton
+from vidspec_kernels.limits import device_limits
 from vidspec_kernels.tree_attention.reference import tree_attention_reference
 from vidspec_kernels.tree_attention.tiles import _MAX_BLOCK_ROWS, _PROGRAMS_PER_SM, _padded, tile_shape
 from vidspec_kernels.tree_attention.triton import _tree_attention_kernel
@@ -153,21 +148,10 @@ def _signature(max_queries: int, *tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def _check(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    rows: Tensor,
-    query_start: Tensor,
-    num_queries: Tensor,
-    prefix_lens: Tensor,
-    masks: Tensor,
-    out: Tensor,
-    max_queries: int,
-    scratch: TreeAttentionScratch,
-    prefix: tuple[Tensor, Tensor] | None,
-    lse: Tensor | None,
-) -> None:
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, rows: Tensor, query_start: Tensor,
+    num_queries: Tensor, prefix_lens: Tensor, masks: Tensor, out: Tensor, max_queries: int,
+    scratch: TreeAttentionScratch, prefix: tuple[Tensor, Tensor] | None, lse: Tensor | None,
+) -> None:  # fmt: skip
     """Assert what `tree_attention` says of its arguments."""
     device, num_reqs = query.device, rows.shape[0]
     num_tokens, num_heads, head_size = query.shape
@@ -202,21 +186,10 @@ def _check(
 
 
 def _plan(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    rows: Tensor,
-    query_start: Tensor,
-    num_queries: Tensor,
-    prefix_lens: Tensor,
-    masks: Tensor,
-    out: Tensor,
-    scratch: TreeAttentionScratch,
-    max_queries: int,
-    prefix: tuple[Tensor, Tensor] | None,
-    lse: Tensor | None,
-) -> Callable[..., None]:
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, rows: Tensor, query_start: Tensor,
+    num_queries: Tensor, prefix_lens: Tensor, masks: Tensor, out: Tensor, scratch: TreeAttentionScratch,
+    max_queries: int, prefix: tuple[Tensor, Tensor] | None, lse: Tensor | None,
+) -> Callable[..., None]:  # fmt: skip
     """Return what launches the kernel for arguments that look like these: tensors, scale, prefix and `lse`."""
     # The kernel counts a request's rows, and units of work, in 32 bits.
     assert max_queries * max(query.stride(0), out.stride(0)) < 2**31, f"strides {query.stride(0)}, {out.stride(0)}"

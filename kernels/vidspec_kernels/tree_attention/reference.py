@@ -17,22 +17,10 @@ _LOG2E = 1.4426950408889634
 
 
 def tree_attention_reference(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    rows: Tensor,
-    query_start: Tensor,
-    num_queries: Tensor,
-    prefix_lens: Tensor,
-    masks: Tensor,
-    out: Tensor,
-    *,
-    scale: float,
-    max_queries: int,
-    prefix: tuple[Tensor, Tensor] | None = None,
-    lse: Tensor | None = None,
-) -> None:
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, rows: Tensor, query_start: Tensor,
+    num_queries: Tensor, prefix_lens: Tensor, masks: Tensor, out: Tensor, *, scale: float, max_queries: int,
+    prefix: tuple[Tensor, Tensor] | None = None, lse: Tensor | None = None,
+) -> None:  # fmt: skip
     """Do what `tree_attention` does, in plain torch without a loop over requests or rows: the specification.
 
     Same arguments. Requests are padded to max_queries rows, and to the longest prefix and the nodes.
@@ -69,13 +57,8 @@ def tree_attention_reference(
 
 
 def _blocks_and_bias(
-    block_table: Tensor,
-    rows: Tensor,
-    prefix_lens: Tensor,
-    masks: Tensor,
-    pool_shape: torch.Size,
-    reads_prefix: bool,
-) -> tuple[Tensor, Tensor]:
+    block_table: Tensor, rows: Tensor, prefix_lens: Tensor, masks: Tensor, pool_shape: torch.Size, reads_prefix: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return blocks [R, n] that hold each request's first L entries, and what to add to the logits [R, Q, L].
 
     0 where a row attends to an entry, else -inf. `prefix_lens` is [R, 1]. Without `reads_prefix`, of the nodes only:

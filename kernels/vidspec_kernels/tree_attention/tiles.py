@@ -5,10 +5,7 @@ from dataclasses import dataclass
 
 import triton
 
-from vidspec_kernels.dispatch import (
-    DeviceLimits,
-    shared_bytes_per_program,
-)
+from vidspec_kernels.limits import DeviceLimits, shared_bytes_per_program
 
 # Rows of a tile: with more than 64, one program takes a multiprocessor and reads a key for twice as many. That pays
 # where products outrun the second-level cache, on Hopper and the large Blackwells; elsewhere the padding of a last tile

@@ -135,75 +135,28 @@ def _write_rows(
     do_not_specialize_on_alignment=["rows_ptr", "query_start_ptr", "num_queries_ptr", "prefix_lens_ptr", "masks_ptr"],
 )
 def _tree_attention_kernel(
-    # [num_tokens, num_heads, HEAD_SIZE]
-    query_ptr,
-    query_stride,
-    query_head_stride,
+    query_ptr, query_stride, query_head_stride,  # [num_tokens, num_heads, HEAD_SIZE]
     # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_SIZE]
-    key_cache_ptr,
-    key_block_stride,
-    key_slot_stride,
-    key_head_stride,
-    key_dim_stride,
+    key_cache_ptr, key_block_stride, key_slot_stride, key_head_stride, key_dim_stride,
     # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_SIZE]
-    value_cache_ptr,
-    value_block_stride,
-    value_slot_stride,
-    value_head_stride,
-    value_dim_stride,
-    # [num_table_rows, max_entries / BLOCK_SIZE]
-    block_table_ptr,
-    block_table_stride,
-    # [num_reqs]
-    rows_ptr,
-    query_start_ptr,
-    num_queries_ptr,
-    prefix_lens_ptr,
-    # [num_reqs, >= max_queries]
-    masks_ptr,
-    masks_stride,
+    value_cache_ptr, value_block_stride, value_slot_stride, value_head_stride, value_dim_stride,
+    block_table_ptr, block_table_stride,  # [num_table_rows, max_entries / BLOCK_SIZE]
+    rows_ptr, query_start_ptr, num_queries_ptr, prefix_lens_ptr,  # [num_reqs]
+    masks_ptr, masks_stride,  # [num_reqs, >= max_queries]
     # [num_tokens, num_heads, HEAD_SIZE], None where the prefix is computed here
-    prefix_out_ptr,
-    prefix_out_stride,
-    prefix_out_head_stride,
-    # [num_heads, num_tokens]
-    prefix_lse_ptr,
-    prefix_lse_head_stride,
-    prefix_lse_stride,
-    # [num_tokens, num_heads, HEAD_SIZE]
-    out_ptr,
-    out_stride,
-    out_head_stride,
-    # [num_heads, num_tokens], or None
-    lse_ptr,
-    lse_head_stride,
-    lse_stride,
-    # [2 * num_programs, BLOCK_ROWS, BLOCK_DIM]
-    part_out_ptr,
-    # [2 * num_programs, BLOCK_ROWS], base 2
-    part_lse_ptr,
-    # [2, 2 * num_programs], zeros before and after
-    arrivals_ptr,
-    scale_log2,
-    num_reqs,
-    num_kv_heads,
-    max_entries,
-    max_queries,
-    num_row_tiles,
-    GROUP: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    BLOCK_NODES: tl.constexpr,
-    BLOCK_REQS: tl.constexpr,
-    MIN_UNITS: tl.constexpr,
-    DIRECT_PARTS: tl.constexpr,
-    MERGE_ROWS: tl.constexpr,
-    MERGE_PARTS: tl.constexpr,
+    prefix_out_ptr, prefix_out_stride, prefix_out_head_stride,
+    prefix_lse_ptr, prefix_lse_head_stride, prefix_lse_stride,  # [num_heads, num_tokens]
+    out_ptr, out_stride, out_head_stride,  # [num_tokens, num_heads, HEAD_SIZE]
+    lse_ptr, lse_head_stride, lse_stride,  # [num_heads, num_tokens], or None
+    part_out_ptr,  # [2 * num_programs, BLOCK_ROWS, BLOCK_DIM]
+    part_lse_ptr,  # [2 * num_programs, BLOCK_ROWS], base 2
+    arrivals_ptr,  # [2, 2 * num_programs], zeros before and after
+    scale_log2, num_reqs, num_kv_heads, max_entries, max_queries, num_row_tiles,
+    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_NODES: tl.constexpr, BLOCK_REQS: tl.constexpr,
+    MIN_UNITS: tl.constexpr, DIRECT_PARTS: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
     WIDEN: tl.constexpr,
-):
+):  # fmt: skip
     """An equal share of all the work: units of consecutive items, an item being a row tile of a request's KV head."""
     program = tl.program_id(0)
     reads_prefix: tl.constexpr = prefix_out_ptr is None

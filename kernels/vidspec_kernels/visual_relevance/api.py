@@ -8,14 +8,9 @@ depends on values alone, not on an order of summation over tiles: equal inputs g
 import torch
 from torch import Tensor
 
-from vidspec_kernels.dispatch import (
-    Impl,
-    check_vector,
-    device_limits,
-    launcher,
-    on_host,
-    use_triton,
-)
+from vidspec_kernels.arrays import check_vector
+from vidspec_kernels.dispatch import Impl, launcher, on_host, use_triton
+from vidspec_kernels.limits import device_limits
 from vidspec_kernels.visual_relevance.reference import _merge_relevance_torch, visual_relevance_reference
 from vidspec_kernels.visual_relevance.store import _QUERY_DTYPES, _STORE_DTYPES, storage_scale
 from vidspec_kernels.visual_relevance.tiles import _LEAST_SHARE, _num_splits, _tile
@@ -82,17 +77,9 @@ def visual_relevance(
 
 
 def _check(
-    queries: Tensor,
-    cu_num_logits: Tensor,
-    rows: Tensor,
-    store: Tensor,
-    block_fill: Tensor,
-    block_table: Tensor,
-    num_blocks: Tensor,
-    top_n: int,
-    max_queries: int,
-    max_blocks: int,
-) -> None:
+    queries: Tensor, cu_num_logits: Tensor, rows: Tensor, store: Tensor, block_fill: Tensor, block_table: Tensor,
+    num_blocks: Tensor, top_n: int, max_queries: int, max_blocks: int,
+) -> None:  # fmt: skip
     """Assert what `visual_relevance` says of its arguments."""
     device, num_reqs = queries.device, rows.shape[0]
     assert queries.dtype in _QUERY_DTYPES and queries.ndim == 2, f"queries: {queries.dtype} {list(queries.shape)}"
@@ -118,17 +105,9 @@ def _check(
 
 
 def _launch(
-    queries: Tensor,
-    cu_num_logits: Tensor,
-    rows: Tensor,
-    store: Tensor,
-    block_fill: Tensor,
-    block_table: Tensor,
-    num_blocks: Tensor,
-    top_n: int,
-    max_queries: int,
-    max_blocks: int,
-) -> Tensor:
+    queries: Tensor, cu_num_logits: Tensor, rows: Tensor, store: Tensor, block_fill: Tensor, block_table: Tensor,
+    num_blocks: Tensor, top_n: int, max_queries: int, max_blocks: int,
+) -> Tensor:  # fmt: skip
     """Launch both kernels; the grids come from shapes and bounds alone."""
     limits = device_limits(queries.device)
     if store.dtype == torch.float8_e4m3fn and limits.capability < _FP8_CAPABILITY:

@@ -60,17 +60,9 @@ def _gather(queries, cu_num_logits, rows, store, block_fill, block_table, num_bl
 
 
 def visual_relevance(
-    queries: Tensor,
-    cu_num_logits: Tensor,
-    rows: Tensor,
-    store: Tensor,
-    block_fill: Tensor,
-    block_table: Tensor,
-    num_blocks: Tensor,
-    top_n: int,
-    max_queries: int,
-    max_blocks: int,
-) -> Tensor:
+    queries: Tensor, cu_num_logits: Tensor, rows: Tensor, store: Tensor, block_fill: Tensor, block_table: Tensor,
+    num_blocks: Tensor, top_n: int, max_queries: int, max_blocks: int,
+) -> Tensor:  # fmt: skip
     """Do what `visual_relevance` does, with the products in torch; what is not float32 is the reference's."""
     if queries.dtype != torch.float32 or store.dtype != torch.float32:
         return visual_relevance_reference(

@@ -3,11 +3,8 @@
 import torch
 from torch import Tensor
 
-from vidspec_kernels.dispatch import (
-    array_module,
-    as_array,
-    has_cpu_twin,
-)
+from vidspec_kernels.arrays import array_module, as_array
+from vidspec_kernels.dispatch import has_cpu_twin
 from vidspec_kernels.visual_relevance.store import _bytes_of_fp8, _unit, storage_scale
 
 # float32 elements of stored rows that the reference holds at once: they stay near the core.
@@ -16,17 +13,9 @@ STRIP_ENTRIES = 2**20
 
 @has_cpu_twin
 def visual_relevance_reference(
-    queries: Tensor,
-    cu_num_logits: Tensor,
-    rows: Tensor,
-    store: Tensor,
-    block_fill: Tensor,
-    block_table: Tensor,
-    num_blocks: Tensor,
-    top_n: int,
-    max_queries: int,
-    max_blocks: int,
-) -> Tensor:
+    queries: Tensor, cu_num_logits: Tensor, rows: Tensor, store: Tensor, block_fill: Tensor, block_table: Tensor,
+    num_blocks: Tensor, top_n: int, max_queries: int, max_blocks: int,
+) -> Tensor:  # fmt: skip
     """Do what `visual_relevance` does, by batched products of whole requests, padded: the specification.
 
     Same arguments and result; indices in numpy or torch. Holds cosines and a float32 copy of the stored rows of as many

@@ -5,9 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from vidspec_kernels.dispatch import (
-    check_vector,
-)
+from vidspec_kernels.arrays import check_vector
 
 # float32 copies of store_states.
 _CHUNK_ROWS = 1024

@@ -6,10 +6,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from vidspec_kernels.dispatch import (
-    DeviceLimits,
-    shared_bytes_per_program,
-)
+from vidspec_kernels.limits import DeviceLimits, shared_bytes_per_program
 
 # Queries that one program takes: a tree of 64 nodes and its root, rounded up; where the largest values of a query are
 # many, what leaves registers for them.

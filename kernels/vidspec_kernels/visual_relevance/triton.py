@@ -39,37 +39,19 @@ def _multiply(acc, k, query_ptrs, mask, WIDEN: tl.constexpr):
     do_not_specialize=["max_queries", "top_n"], do_not_specialize_on_alignment=["cu_num_logits_ptr", "rows_ptr"]
 )
 def _visual_relevance_kernel(
-    # [num_rows, HIDDEN]
-    queries_ptr,
-    queries_stride,
-    # [R + 1]
-    cu_num_logits_ptr,
-    # [R]
-    rows_ptr,
-    # [num_store_blocks, BLOCK_ROWS, HIDDEN], contiguous
-    store_ptr,
-    # [num_store_blocks]
-    block_fill_ptr,
-    # [max_reqs, >= max_blocks]
-    block_table_ptr,
-    block_table_stride,
-    # [max_reqs]
-    num_blocks_ptr,
-    # [num_rows, num_splits, 2 ** LOG_TOP]
-    part_ptr,
-    max_queries,
-    top_n,
-    HIDDEN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    LEAST_SHARE: tl.constexpr,
-    LOG_QUERIES: tl.constexpr,
-    LOG_MORE: tl.constexpr,
-    LOG_KEYS: tl.constexpr,
-    LOG_TOP: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    WIDEN: tl.constexpr,
+    queries_ptr, queries_stride,  # [num_rows, HIDDEN]
+    cu_num_logits_ptr,  # [R + 1]
+    rows_ptr,  # [R]
+    store_ptr,  # [num_store_blocks, BLOCK_ROWS, HIDDEN], contiguous
+    block_fill_ptr,  # [num_store_blocks]
+    block_table_ptr, block_table_stride,  # [max_reqs, >= max_blocks]
+    num_blocks_ptr,  # [max_reqs]
+    part_ptr,  # [num_rows, num_splits, 2 ** LOG_TOP]
+    max_queries, top_n,
+    HIDDEN: tl.constexpr, BLOCK_ROWS: tl.constexpr, LEAST_SHARE: tl.constexpr, LOG_QUERIES: tl.constexpr,
+    LOG_MORE: tl.constexpr, LOG_KEYS: tl.constexpr, LOG_TOP: tl.constexpr, BLOCK_DIM: tl.constexpr, WIDEN: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-):
+):  # fmt: skip
     """Largest products of a group of one request's queries with one share of its stored rows, not yet cosines.
 
     Queries are 2 ** LOG_QUERIES and, where LOG_MORE is not None, 2 ** LOG_MORE more.
@@ -152,32 +134,16 @@ def _visual_relevance_kernel(
     do_not_specialize_on_alignment=["cu_num_logits_ptr", "rows_ptr"],
 )
 def _merge_splits_kernel(
-    # [num_rows, num_splits, 2 ** LOG_TOP]
-    part_ptr,
-    # [num_rows, HIDDEN]
-    queries_ptr,
-    queries_stride,
-    # [R + 1]
-    cu_num_logits_ptr,
-    # [R]
-    rows_ptr,
-    # [max_reqs]
-    num_blocks_ptr,
-    # [num_rows, top_n]
-    out_ptr,
-    unscale,
-    num_reqs,
-    num_splits,
-    max_queries,
-    top_n,
-    HIDDEN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    LEAST_SHARE: tl.constexpr,
-    LOG_TOP: tl.constexpr,
-    LOG_ENTRIES: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_REQS: tl.constexpr,
-):
+    part_ptr,  # [num_rows, num_splits, 2 ** LOG_TOP]
+    queries_ptr, queries_stride,  # [num_rows, HIDDEN]
+    cu_num_logits_ptr,  # [R + 1]
+    rows_ptr,  # [R]
+    num_blocks_ptr,  # [max_reqs]
+    out_ptr,  # [num_rows, top_n]
+    unscale, num_reqs, num_splits, max_queries, top_n,
+    HIDDEN: tl.constexpr, BLOCK_ROWS: tl.constexpr, LEAST_SHARE: tl.constexpr, LOG_TOP: tl.constexpr,
+    LOG_ENTRIES: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_REQS: tl.constexpr,
+):  # fmt: skip
     """Merge one query's partial results and turn products into cosines; a row of no request gets -inf."""
     TOP: tl.constexpr = 2**LOG_TOP
     ENTRIES: tl.constexpr = 2**LOG_ENTRIES
@@ -217,17 +183,11 @@ def _merge_splits_kernel(
 
 @triton.jit(do_not_specialize=["shard_stride", "top_n"])
 def _merge_relevance_kernel(
-    # [NUM_SHARDS, num_rows, top_n], unit stride in top_n
-    partials_ptr,
-    shard_stride,
-    row_stride,
-    # [num_rows]
-    out_ptr,
+    partials_ptr, shard_stride, row_stride,  # [NUM_SHARDS, num_rows, top_n], unit stride in top_n
+    out_ptr,  # [num_rows]
     top_n,
-    NUM_SHARDS: tl.constexpr,
-    LOG_ENTRIES: tl.constexpr,
-    LOG_TOP: tl.constexpr,
-):
+    NUM_SHARDS: tl.constexpr, LOG_ENTRIES: tl.constexpr, LOG_TOP: tl.constexpr,
+):  # fmt: skip
     """Mean of one row's largest cosines over all shards, in descending order; NaN where there is one."""
     row = tl.program_id(0).to(tl.int64)
     entry = tl.arange(0, 2**LOG_ENTRIES)

@@ -10,14 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.dispatch import (
-    Impl,
-    check_vector,
-    has_cpu_twin,
-    launcher,
-    on_host,
-    use_triton,
-)
+from vidspec_kernels.arrays import check_vector
+from vidspec_kernels.dispatch import Impl, has_cpu_twin, launcher, on_host, use_triton
 
 NUM_HEADERS = 4  # of a stream: its generation, its request's number, `checked`, `end`; its ring lies behind them
 NUM_ASKED = 2  # for a window: the request's number, the most tokens
@@ -27,18 +21,13 @@ STALE, NO_STREAM = 1, 2
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
 def _text_tails_kernel(
-    # [n]
-    rows_ptr,
-    # [max_reqs]
-    num_tokens_ptr,
-    # [max_reqs, max_len]
-    text_ptr,
-    text_stride,
-    # [n, 1 + num_last]
-    out_ptr,
+    rows_ptr,  # [n]
+    num_tokens_ptr,  # [max_reqs]
+    text_ptr, text_stride,  # [max_reqs, max_len]
+    out_ptr,  # [n, 1 + num_last]
     num_last,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """One request."""
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + i)
@@ -89,31 +78,18 @@ def text_tails_reference(rows: Tensor, num_tokens: Tensor, text: Tensor, out: Te
 
 @triton.jit(do_not_specialize_on_alignment=["asked_ptr", "rows_ptr", "told_ptr"])
 def _take_windows_kernel(
-    # [max_reqs, NUM_HEADERS + RING], which another process writes meanwhile
-    streams_ptr,
-    # [n, NUM_ASKED]
-    asked_ptr,
-    # [n]
-    rows_ptr,
-    # [max_reqs]
-    num_tokens_ptr,
-    # [max_reqs, max_len]
-    text_ptr,
-    text_stride,
+    streams_ptr,  # [max_reqs, NUM_HEADERS + RING], which another process writes meanwhile
+    asked_ptr,  # [n, NUM_ASKED]
+    rows_ptr,  # [n]
+    num_tokens_ptr,  # [max_reqs]
+    text_ptr, text_stride,  # [max_reqs, max_len]
     max_len,
-    # [n, num_drafts]
-    tokens_ptr,
+    tokens_ptr,  # [n, num_drafts]
     num_drafts,
-    # [n, NUM_TOLD]
-    told_ptr,
-    NUM_HEADERS: tl.constexpr,
-    NUM_ASKED: tl.constexpr,
-    NUM_TOLD: tl.constexpr,
-    STALE: tl.constexpr,
-    NO_STREAM: tl.constexpr,
-    RING: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    told_ptr,  # [n, NUM_TOLD]
+    NUM_HEADERS: tl.constexpr, NUM_ASKED: tl.constexpr, NUM_TOLD: tl.constexpr, STALE: tl.constexpr,
+    NO_STREAM: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One request. Loads of a stream are volatile, so that no cache answers, and each waits for the ones before it,
     because its mask is made of them: the generation, the header, the ring, and the generation once more.
     """
@@ -194,11 +170,9 @@ def take_windows(
     num_reqs, ring = len(rows), streams.shape[1] - NUM_HEADERS
     assert ring > 0 and ring & (ring - 1) == 0, f"streams: rings of {ring} tokens"
     for name, tensor, dtype, count in (
-        ("streams", streams, torch.int32, len(num_tokens)),
-        ("asked", asked, torch.int32, num_reqs),
-        ("tokens", tokens, torch.int64, num_reqs),
-        ("told", told, torch.int32, num_reqs),
-    ):
+        ("streams", streams, torch.int32, len(num_tokens)), ("asked", asked, torch.int32, num_reqs),
+        ("tokens", tokens, torch.int64, num_reqs), ("told", told, torch.int32, num_reqs),
+    ):  # fmt: skip
         assert tensor.dtype == dtype, f"{name}: expected {dtype}, got {tensor.dtype}"
         assert tensor.device == rows.device, f"{name}: expected device {rows.device}, got {tensor.device}"
         assert tensor.shape[0] == count and tensor.is_contiguous(), f"{name}: shape {list(tensor.shape)}"
