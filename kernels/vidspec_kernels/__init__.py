@@ -1,7 +1,8 @@
 """vidspec_kernels: Triton kernels beside their torch references, a folder an operation; needs torch, triton and numpy.
 
 `api.py` has the checked function, `triton.py` its kernels, `reference.py` the specification in numpy or torch, `cpu.py`
-what numba compiles for CPUs. A small operation has all but the last in one file.
+what numba compiles for CPUs. A small operation has all but the last in one file. Each function asserts that its tensors
+have the dtypes, devices, shapes and strides that it states, and takes `impl` (see `dispatch.use_triton`).
 """
 
 from vidspec_kernels.accept.api import accept
@@ -42,7 +43,7 @@ from vidspec_kernels.windows.api import (
     take_windows_reference,
     text_tails,
     text_tails_reference,
-)
+)  # fmt: skip
 
 __all__ = [
     "CHANCE", "LOWEST", "NO_STREAM", "NUM_ASKED", "NUM_HEADERS", "NUM_TOLD", "RELEVANCE", "SHIFT", "STALE", "WINDOW",

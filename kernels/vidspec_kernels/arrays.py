@@ -48,3 +48,20 @@ def check_vector(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.de
     # The cheaper question first: this runs for every vector of every launch.
     assert not min_len or tensor.shape[0] >= min_len, f"{name}: expected at least {min_len} entries"
     assert tensor.stride(0) == 1 or tensor.shape[0] <= 1, f"{name}: expected stride 1, got {tensor.stride(0)}"
+
+
+def check_matrix(
+    name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device, min_rows: int = 0, min_cols: int = 0
+) -> None:
+    """Assert that a tensor has two dimensions of at least these sizes, unit stride in its rows, dtype and device."""
+    assert tensor.dtype == dtype and tensor.device == device, f"{name}: expected {dtype} on {device}"
+    assert tensor.ndim == 2, f"{name}: expected two dimensions, got shape {list(tensor.shape)}"
+    assert tensor.shape[0] >= min_rows and tensor.shape[1] >= min_cols, f"{name}: shape {list(tensor.shape)}"
+    assert tensor.shape[1] <= 1 or tensor.stride(1) == 1, f"{name}: expected unit stride in a row"
+
+
+def check_lengths(device: torch.device, *vectors: tuple[str, Tensor, torch.dtype, int]) -> None:
+    """Assert that each of these, given with name, dtype and length, is such a vector of unit stride."""
+    for name, vector, dtype, length in vectors:
+        check_vector(name, vector, dtype, device)
+        assert vector.shape[0] == length, f"{name}: expected {length} entries, got {vector.shape[0]}"

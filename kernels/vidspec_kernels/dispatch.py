@@ -158,16 +158,10 @@ def _is_hooked() -> bool:
 
 
 def launch(
-    kernel: Any,
-    grid: tuple[int, ...],
-    device: torch.device,
-    args: tuple[Any, ...],
-    constants: dict[str, Any],
-    plans: dict[Any, Any],
-    key: Hashable = None,
-    options: dict[str, int] | None = None,
+    kernel: Any, grid: tuple[int, ...], device: torch.device, args: tuple[Any, ...], constants: dict[str, Any],
+    plans: dict[Any, Any], key: Hashable = None, options: dict[str, int] | None = None,
     changing: tuple[str, ...] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Launch a kernel as `launcher` does; a launch that is known already goes by its `LaunchPlan`.
 
     A wrapper that knows what stays of its arguments may ask `known` first, and leave out making, and checking, all the

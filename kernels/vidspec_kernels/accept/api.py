@@ -18,9 +18,9 @@ from vidspec_kernels.accept.tables import (
     Looseness,
     Tally,
     TreeShapes,
-)
+)  # fmt: skip
 from vidspec_kernels.accept.triton import _accept_kernel
-from vidspec_kernels.arrays import check_vector
+from vidspec_kernels.arrays import check_lengths, check_matrix, check_vector
 from vidspec_kernels.dispatch import Impl, known, launch, launcher, on_host, use_triton
 
 # Arguments of a launch that the tally does not settle.
@@ -31,15 +31,10 @@ _CHANGING = (
 
 
 def accept(
-    target_tokens: Tensor,
-    draft_tokens: Tensor,
-    cu_num_logits: Tensor,
-    max_drafts: int,
-    trees: TreeShapes | None = None,
-    looseness: Looseness | None = None,
-    tally: Tally | None = None,
+    target_tokens: Tensor, draft_tokens: Tensor, cu_num_logits: Tensor, max_drafts: int,
+    trees: TreeShapes | None = None, looseness: Looseness | None = None, tally: Tally | None = None,
     impl: Impl = "auto",
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Accept each request's longest path of drafts that match the target's samples or may differ from them.
 
     Shared-noise coupling (METHODS 0; Daliri, Musco, Suresh 2025): the target is sampled at every logits row as
@@ -65,7 +60,6 @@ def accept(
         trees: None: all are chains.
         looseness: None: no mismatch stands. Its rows are those of the trees, and of the tally.
         tally: What is counted and kept of the step; None: nothing.
-        impl: See `dispatch.use_triton`.
 
     Returns:
         sampled: int64 [R, K + 1], the accepted drafts of each request and the target's sample after them, then zeros.
@@ -74,9 +68,6 @@ def accept(
             for chains.
         kinds: int8 [R, K + 1], of each emitted token: 1 a draft that matches, 2 one that LOWEST or WINDOW let through,
             3 one that SHIFT did; 0 for the target's sample and beyond. None without looseness.
-
-    Raises:
-        AssertionError: A dtype, device, shape or stride is not as above.
     """
     plans, key = _plans(max_drafts, trees, looseness, tally)
     plan = None if impl == "torch" else known(plans, _accept_kernel, key)
@@ -160,33 +151,25 @@ def _check(
     least = 0 if trees is None and looseness is None else 1
     assert least <= max_drafts <= MAX_DRAFTS, f"max_drafts {max_drafts}"
     num_reqs = cu_num_logits.shape[0] - 1
-    for given in (trees, looseness, tally):
-        if given is not None:
-            check_vector("rows", given.rows, torch.int64, device)
-            assert given.rows.shape[0] == num_reqs, f"rows: expected {num_reqs} entries, got {given.rows.shape[0]}"
+    given = [each.rows for each in (trees, looseness, tally) if each is not None]
+    check_lengths(device, *(("rows", rows, torch.int64, num_reqs) for rows in given))
     if trees is not None:
         max_reqs, strides = trees.parents.shape[0], trees.parents.stride()
-        for name, table, dtype in (
-            ("parents", trees.parents, torch.int32),
-            ("depths", trees.depths, torch.int32),
-            ("ancestors", trees.ancestors, torch.int64),
-        ):
-            assert table.dtype == dtype and table.device == device and table.ndim == 2, f"{name}: {dtype} of two dims"
+        for name, dtype in (("parents", torch.int32), ("depths", torch.int32), ("ancestors", torch.int64)):
+            table = getattr(trees, name)
+            check_matrix(name, table, dtype, device, max_reqs, max_drafts + 1)
             assert table.shape[0] == max_reqs, f"{name}: {table.shape[0]} rows, parents {max_reqs}"
-            assert table.shape[1] > max_drafts, f"{name}: expected at least {max_drafts + 1} columns"
-            assert table.stride() == strides and strides[1] == 1, (
-                f"{name}: expected the strides of parents, unit in rows"
-            )
+            assert table.stride() == strides, f"{name}: expected the strides of parents"
     if looseness is not None:
         max_reqs = looseness.rules.shape[0]
-        for name, dtype, length in (
-            ("rules", torch.int32, max_reqs), ("shares", torch.float32, max_reqs), ("windows", torch.int32, max_reqs),
-            ("scores", torch.float32, num_rows), ("entropies", torch.float32, num_rows),
-            ("may_loosen", torch.bool, num_rows),
-        ):  # fmt: skip
-            vector = getattr(looseness, name)
-            check_vector(name, vector, dtype, device)
-            assert vector.shape[0] == length, f"{name}: expected {length} entries, got {vector.shape[0]}"
+        check_lengths(
+            device, ("rules", looseness.rules, torch.int32, max_reqs),
+            ("shares", looseness.shares, torch.float32, max_reqs),
+            ("windows", looseness.windows, torch.int32, max_reqs),
+            ("scores", looseness.scores, torch.float32, num_rows),
+            ("entropies", looseness.entropies, torch.float32, num_rows),
+            ("may_loosen", looseness.may_loosen, torch.bool, num_rows),
+        )  # fmt: skip
     if tally is not None:
         _check_tally(tally, max_drafts, device)
 
@@ -196,12 +179,10 @@ def _check_tally(tally: Tally, max_drafts: int, device: torch.device) -> None:
     check_vector("has_draft", tally.has_draft, torch.bool, device)
     check_vector("totals", tally.totals, torch.int64, device, NUM_SUMS + max_drafts)
     if (by_kind := tally.by_kind) is not None:
-        assert by_kind.dtype == torch.int64 and by_kind.device == device, f"by_kind: {by_kind.dtype}, {by_kind.device}"
+        check_matrix("by_kind", by_kind, torch.int64, device)
         assert by_kind.shape == (len(tally.rows), 3) and by_kind.is_contiguous(), f"by_kind: {list(by_kind.shape)}"
     assert (tally.path is None) == (tally.num_accepted is None), "path and num_accepted: one without the other"
     if tally.path is not None and tally.num_accepted is not None:
         check_vector("num_accepted", tally.num_accepted, torch.int32, device)
-        path, max_reqs = tally.path, tally.num_accepted.shape[0]
-        assert path.dtype == torch.int32 and path.device == device and path.ndim == 2, "path: int32 of two dims"
-        assert path.shape[0] == max_reqs, f"path: {path.shape[0]} rows, num_accepted {max_reqs}"
-        assert path.shape[1] > max_drafts and path.stride(1) == 1, f"path: {list(path.shape)}, {path.stride()}"
+        check_matrix("path", tally.path, torch.int32, device, min_cols=max_drafts + 1)
+        assert len(tally.path) == len(tally.num_accepted), f"path: {len(tally.path)} rows"

@@ -50,11 +50,9 @@ def _begin_step_kernel(
     text_ptr, text_stride,  # [max_reqs, max_len]
     last_sampled_ptr, last_sampled_stride,  # [max_reqs, 1]
     num_dropped_ptr, pos_delta_ptr,  # [max_reqs]
-    block_table_ptr, block_table_stride,  # [max_reqs, max_blocks]
-    max_blocks,
+    block_table_ptr, block_table_stride, max_blocks,  # [max_reqs, max_blocks]
     fed_ptr,  # [max_reqs + 1]
-    path_ptr, path_stride,  # [max_reqs, num_cols]; None for chains
-    num_cols,
+    path_ptr, path_stride, num_cols,  # [max_reqs, num_cols]; None for chains
     # [M]
     out_rows_ptr, out_num_accepted_ptr, out_temperature_ptr, out_seeds_ptr, out_root_slot_ptr, out_root_pos_ptr,
     out_pos_delta_ptr, out_last_root_ptr,
@@ -152,21 +150,10 @@ def _begin_step_kernel(
 
 
 def begin_step(
-    batch_rows: Tensor,
-    picked: Tensor | None,
-    num_sampled: Tensor,
-    is_told: Tensor | None,
-    temperature: Tensor | None,
-    seeds: Tensor,
-    tables: StepTables,
-    out: StepBuffers,
-    *,
-    size: int,
-    block_size: int,
-    max_position: int,
-    max_drafts: int,
-    impl: Impl = "auto",
-) -> None:
+    batch_rows: Tensor, picked: Tensor | None, num_sampled: Tensor, is_told: Tensor | None, temperature: Tensor | None,
+    seeds: Tensor, tables: StepTables, out: StepBuffers, *, size: int, block_size: int, max_position: int,
+    max_drafts: int, impl: Impl = "auto",
+) -> None:  # fmt: skip
     """Write a step's buffers: those of its m requests, then padding up to batch row `size`; later rows are left alone.
 
     The first forward feeds the committed text's last two tokens of each request. The first of them is there because its
@@ -189,10 +176,6 @@ def begin_step(
         block_size: Tokens per KV block.
         max_position: Highest rope position; higher ones are written as this.
         max_drafts: Most drafts of this step, K.
-        impl: See `dispatch.use_triton`.
-
-    Raises:
-        AssertionError: A dtype, device, shape or stride is not as above.
     """
     num_reqs = batch_rows.shape[0] if picked is None else picked.shape[0]
     assert num_reqs <= size <= out.max_batch, f"size {size}, {num_reqs} requests, room for {out.max_batch}"

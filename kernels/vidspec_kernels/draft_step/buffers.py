@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vidspec_kernels.arrays import array_module, as_array, as_meta, check_vector
+from vidspec_kernels.arrays import array_module, as_array, as_meta, check_matrix, check_vector
 
 
 class _Tensors:
@@ -44,12 +44,6 @@ class _Tensors:
 
     def _fields(self) -> list[tuple[str, Tensor | None]]:
         return [(field.name, getattr(self, field.name)) for field in fields(self)]  # type: ignore[arg-type]
-
-
-def _check_matrix(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device, num_rows: int) -> None:
-    assert tensor.dtype == dtype and tensor.device == device, f"{name}: expected {dtype} on {device}"
-    assert tensor.ndim == 2 and tensor.shape[0] >= num_rows, f"{name}: expected two dimensions, {num_rows} rows"
-    assert tensor.shape[1] <= 1 or tensor.stride(1) == 1, f"{name}: expected unit stride in a row"
 
 
 def _check_positions(positions: Tensor, device: torch.device, num_columns: int) -> None:
@@ -89,11 +83,11 @@ class StepTables(_Tensors):
         check_vector("num_dropped", self.num_dropped, torch.int32, device, max_reqs)
         check_vector("pos_delta", self.pos_delta, torch.int64, device, max_reqs)
         check_vector("fed", self.fed, torch.int64, device, max_reqs + 1)
-        _check_matrix("text", self.text, torch.int32, device, max_reqs)
-        _check_matrix("last_sampled", self.last_sampled, torch.int64, device, max_reqs)
-        _check_matrix("block_table", self.block_table, torch.int32, device, max_reqs)
+        check_matrix("text", self.text, torch.int32, device, max_reqs)
+        check_matrix("last_sampled", self.last_sampled, torch.int64, device, max_reqs)
+        check_matrix("block_table", self.block_table, torch.int32, device, max_reqs)
         if self.path is not None:
-            _check_matrix("path", self.path, torch.int32, device, max_reqs)
+            check_matrix("path", self.path, torch.int32, device, max_reqs)
 
     @functools.cached_property
     def max_reqs(self) -> int:
@@ -151,10 +145,10 @@ class StepBuffers(_Tensors):
         check_vector("level", self.level, torch.int32, device, 1)
         check_vector("input_ids", self.input_ids, torch.int32, device, 2 * size)
         check_vector("slot_mapping", self.slot_mapping, torch.int64, device, 2 * size)
-        _check_matrix("batch_table", self.batch_table, torch.int32, device, size)
+        check_matrix("batch_table", self.batch_table, torch.int32, device, size)
         _check_positions(self.positions, device, 2 * size)
         if self.path is not None:
-            _check_matrix("path", self.path, torch.int32, device, size)
+            check_matrix("path", self.path, torch.int32, device, size)
 
     @classmethod
     def allocate(cls, max_batch: int, max_blocks: int, positions: Tensor, path_cols: int = 0) -> "StepBuffers":
@@ -209,7 +203,7 @@ class LevelBuffers(_Tensors):
         _check_positions(self.positions, device, num_places)
         if self.input_ids is not None and self.masks is not None:
             check_vector("input_ids", self.input_ids, torch.int32, device, num_places)
-            _check_matrix("masks", self.masks, torch.int64, device, self.seq_lens.shape[0])
+            check_matrix("masks", self.masks, torch.int64, device, self.seq_lens.shape[0])
 
     @classmethod
     def allocate(cls, max_batch: int, positions: Tensor, width: int = 0) -> "LevelBuffers":

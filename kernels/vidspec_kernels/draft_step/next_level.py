@@ -25,8 +25,7 @@ _BLOCK = 128
 )  # fmt: skip
 def _next_level_kernel(
     rows_ptr, root_slot_ptr, root_pos_ptr, pos_delta_ptr,  # [M]
-    batch_table_ptr, batch_table_stride,  # [M, max_blocks]
-    max_blocks,
+    batch_table_ptr, batch_table_stride, max_blocks,  # [M, max_blocks]
     fed_ptr,  # [max_reqs + 1]
     nodes_ptr, nodes_stride, tokens_ptr, tokens_stride,  # [B, F]; None for chains
     ancestors_ptr, ancestors_stride,  # [B, K + 1]
@@ -88,19 +87,10 @@ def _next_level_kernel(
 
 
 def next_level(
-    step: StepBuffers,
-    out: LevelBuffers,
-    fed: Tensor,
-    nodes: Tensor | None = None,
-    tokens: Tensor | None = None,
-    ancestors: Tensor | None = None,
-    *,
-    size: int,
-    level: int | Tensor,
-    block_size: int,
-    max_position: int,
+    step: StepBuffers, out: LevelBuffers, fed: Tensor, nodes: Tensor | None = None, tokens: Tensor | None = None,
+    ancestors: Tensor | None = None, *, size: int, level: int | Tensor, block_size: int, max_position: int,
     impl: Impl = "auto",
-) -> None:
+) -> None:  # fmt: skip
     """Write the inputs of one level behind the roots, and note in `fed` which nodes get KV entries.
 
     A chain has one place a request (F = 1), whose node is the level. Every node of the level has logical position
@@ -124,10 +114,6 @@ def next_level(
         level: Depth of these nodes, >= 1; or int32 [1] on the device.
         block_size: Tokens per KV block.
         max_position: Highest rope position; higher ones are written as this.
-        impl: See `dispatch.use_triton`.
-
-    Raises:
-        AssertionError: A dtype, device, shape or stride is not as above.
     """
     tensors, depth = (fed, nodes, tokens, ancestors), id(level) if isinstance(level, Tensor) else level
     call = (size, depth, block_size, max_position, impl, id(step), *map(id, tensors))

@@ -73,15 +73,9 @@ def _tree_begin_kernel(
 
 
 def tree_begin(
-    tree: TreeTables,
-    template: TreeTemplate,
-    num_reqs: int,
-    growth: TreeGrowBuffers | None = None,
-    rows: Tensor | None = None,
-    num_accepted: Tensor | None = None,
-    *,
-    impl: Impl = "auto",
-) -> None:
+    tree: TreeTables, template: TreeTemplate, num_reqs: int, growth: TreeGrowBuffers | None = None,
+    rows: Tensor | None = None, num_accepted: Tensor | None = None, *, impl: Impl = "auto",
+) -> None:  # fmt: skip
     """Begin a step: make the trees of batch rows 0 to num_reqs - 1 their template's, and learn what became of the last.
 
     Tokens become -1 but the root's, which stays. For trees that grow, the first frontier becomes the root alone and no
@@ -95,10 +89,6 @@ def tree_begin(
         growth: In and out, of trees that grow; with it also the next two.
         rows: int64 [R], persistent row of each batch row; only padding rows may be equal.
         num_accepted: int32 [R], accepted drafts of the request's last tree; -1 = it tells nothing.
-        impl: See `dispatch.use_triton`.
-
-    Raises:
-        AssertionError: A dtype, device, shape or stride is not as above.
     """
     device = tree.device
     assert 0 <= num_reqs <= len(tree.num_nodes), f"{num_reqs} requests, {len(tree.num_nodes)} fit"

@@ -27,9 +27,6 @@ class Leaves:
         log_probs: float32 [R, P, C], of the path to the candidate, <= 0; -inf or NaN = none.
         token_ids: int64 [R, P, C].
         parents: int64 [R, P], node index of each C candidates' parent.
-
-    Raises:
-        AssertionError: A dtype, device, shape or stride is not as above.
     """
 
     log_probs: Tensor
@@ -121,16 +118,9 @@ def _tree_finish_kernel(
 
 
 def tree_finish(
-    tree: TreeTables,
-    num_reqs: int,
-    *,
-    next_free: Tensor | None = None,
-    leaves: Leaves | None = None,
-    max_nodes: int = 0,
-    plans: TreePlans | None = None,
-    rows: Tensor | None = None,
-    impl: Impl = "auto",
-) -> None:
+    tree: TreeTables, num_reqs: int, *, next_free: Tensor | None = None, leaves: Leaves | None = None,
+    max_nodes: int = 0, plans: TreePlans | None = None, rows: Tensor | None = None, impl: Impl = "auto",
+) -> None:  # fmt: skip
     """End a step for batch rows 0 to num_reqs - 1: count the nodes, fill the trees up, adopt the plans it has made.
 
     Leaves are the most probable candidates, appended best first, of equal ones the lower index first, until a tree has
@@ -144,10 +134,6 @@ def tree_finish(
         max_nodes: At most K, at least what any of the trees has.
         plans: In and out: those of this step become those of `rows`; None: nothing is adopted.
         rows: int64 [R], persistent row of each batch row; only padding rows may be equal.
-        impl: See `dispatch.use_triton`.
-
-    Raises:
-        AssertionError: A dtype, device, shape or stride is not as above.
     """
     device = tree.device
     assert 0 <= num_reqs <= len(tree.num_nodes), f"{num_reqs} requests, {len(tree.num_nodes)} fit"

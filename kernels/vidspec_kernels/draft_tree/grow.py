@@ -128,18 +128,9 @@ def _tree_grow_kernel(
 
 
 def tree_grow(
-    buffers: TreeGrowBuffers,
-    rows: Tensor,
-    log_probs: Tensor,
-    token_ids: Tensor,
-    *,
-    level: int,
-    budget: int,
-    first_parent: int,
-    num_next: int,
-    trims: bool = False,
-    impl: Impl = "auto",
-) -> int:
+    buffers: TreeGrowBuffers, rows: Tensor, log_probs: Tensor, token_ids: Tensor, *, level: int, budget: int,
+    first_parent: int, num_next: int, trims: bool = False, impl: Impl = "auto",
+) -> int:  # fmt: skip
     """Append one level of children to every tree of a batch, and choose the nodes to expand next.
 
     SAGE's dynamic tree construction (section 3.2, eq. 12 and after), level by level. A candidate becomes a node iff its
@@ -162,13 +153,10 @@ def tree_grow(
         first_parent: Where the candidates are kept among the leftovers, in [0, P - F].
         num_next: Most columns of the next frontier, in [1, min(F * C, F_max)].
         trims: Whether reference and loop, not the kernel, write the columns in use only (at least one): they are known.
-        impl: See `dispatch.use_triton`. The reference takes CPU tensors only.
+        impl: The reference takes CPU tensors only.
 
     Returns:
         F': `num_next`, or fewer where it is trimmed.
-
-    Raises:
-        AssertionError: A dtype, device, shape or stride is not as above.
     """
     tensors, numbers = (rows, log_probs, token_ids), (level, budget, first_parent, num_next)
     call = (*numbers, trims, impl, *map(id, tensors))

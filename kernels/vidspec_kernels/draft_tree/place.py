@@ -69,10 +69,6 @@ def tree_place(tree: TreeTables, level: PlacedLevel, num_reqs: int, token_ids: T
         level: What becomes a node, and what is fed next; its `fed_tokens` are written.
         num_reqs: R.
         token_ids: int64 [R * F, C], candidates of each frontier node.
-        impl: See `dispatch.use_triton`.
-
-    Raises:
-        AssertionError: A dtype, device, shape or stride is not as above.
     """
     assert 0 <= num_reqs <= len(tree.num_nodes), f"{num_reqs} requests, {len(tree.num_nodes)} fit"
     shape = token_ids.shape

@@ -54,10 +54,6 @@ def tree_plan(plans: TreePlans, rows: Tensor, log_probs: Tensor, *, adopts: bool
         rows: int64 [R], persistent row of each batch row; only padding rows may be equal.
         log_probs: float32 [R, C >= top_k], of the root's candidates, descending.
         adopts: Whether the plan shapes the trees of this very step: `confidence`, `depths`, `widths` of `rows`.
-        impl: See `dispatch.use_triton`.
-
-    Raises:
-        AssertionError: A dtype, device, shape or stride is not as above.
     """
     num_reqs, rules = len(rows), plans.rules
     check_vector("rows", rows, torch.int64, plans.device)

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from vidspec_kernels.arrays import check_vector
+from vidspec_kernels.arrays import check_matrix, check_vector
 from vidspec_kernels.dispatch import Impl, launcher, use_triton
 from vidspec_kernels.guidance_scores.reference import _guidance_scores_torch
 from vidspec_kernels.guidance_scores.triton import _guidance_scores_kernel, _row_stats_kernel
@@ -27,21 +27,10 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def guidance_scores(
-    query: Tensor,
-    key_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    query_pos: Tensor,
-    out: Tensor,
-    out_row: Tensor,
-    num_keys: Tensor,
-    scale: float,
-    *,
-    query_weight: Tensor | None = None,
-    lse: Tensor | None = None,
-    max_queries_per_req: int | None = None,
-    impl: Impl = "auto",
-) -> None:
+    query: Tensor, key_cache: Tensor, block_table: Tensor, query_start_loc: Tensor, query_pos: Tensor, out: Tensor,
+    out_row: Tensor, num_keys: Tensor, scale: float, *, query_weight: Tensor | None = None, lse: Tensor | None = None,
+    max_queries_per_req: int | None = None, impl: Impl = "auto",
+) -> None:  # fmt: skip
     """Add to `out` the softmax attention weight that each key receives, summed over the guiding queries and all heads.
 
     SpecVLM's guidance (eq. 4-5), for one layer and one chunk of the prompt: out[out_row[r], j] += sum over the queries
@@ -65,10 +54,7 @@ def guidance_scores(
         lse: float32 [num_queries, num_heads], any strides: log of the sum of exp(scale * q . k) over a row's keys, as
             fused attention computes it on its way. Saves the GPU the pass that finds it.
         max_queries_per_req: Host-known bound of a request's queries, which makes the grid smaller; num_queries if None.
-        impl: See `dispatch.use_triton`. The kernels never synchronise with the host; the torch path reads the lengths.
-
-    Raises:
-        AssertionError: A dtype, device, shape or stride is not as above.
+        impl: The kernels never synchronise with the host; the torch path reads the lengths.
     """
     num_queries, num_heads, head_dim = query.shape
     device = query.device
@@ -77,12 +63,10 @@ def guidance_scores(
     assert key_cache.ndim == 4 and key_cache.device == device, f"key_cache: {list(key_cache.shape)}"
     assert key_cache.shape[3] == head_dim, f"key_cache: head_dim {key_cache.shape[3]}, query's is {head_dim}"
     assert num_heads % key_cache.shape[2] == 0, f"key_cache: {key_cache.shape[2]} KV heads for {num_heads} heads"
-    assert block_table.dtype == torch.int32 and block_table.device == device and block_table.ndim == 2, "block_table"
-    assert block_table.shape[1] <= 1 or block_table.stride(1) == 1, "block_table: expected unit stride in a row"
+    check_matrix("block_table", block_table, torch.int32, device)
     check_vector("query_start_loc", query_start_loc, torch.int32, device, num_reqs + 1)
     check_vector("query_pos", query_pos, torch.int32, device, num_queries)
-    assert out.dtype == torch.float32 and out.device == device and out.ndim == 2, "out"
-    assert out.shape[1] <= 1 or out.stride(1) == 1, "out: expected unit stride in a row"
+    check_matrix("out", out, torch.float32, device)
     assert out_row.dtype in (torch.int32, torch.int64), f"out_row: expected int32 or int64, got {out_row.dtype}"
     check_vector("out_row", out_row, out_row.dtype, device, num_reqs)
     check_vector("num_keys", num_keys, torch.int32, device, num_reqs)

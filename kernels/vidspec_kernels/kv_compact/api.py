@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.arrays import array_module, as_array, as_meta, check_vector
+from vidspec_kernels.arrays import array_module, as_array, as_meta, check_matrix, check_vector
 from vidspec_kernels.dispatch import Impl, has_cpu_twin, known, launch, on_host, use_triton
 
 # Entries that a program holds at once; more are moved in turns.
@@ -54,9 +54,6 @@ class CacheList:
     Args:
         layers: (keys, values) of each layer, at least one, each `[num_blocks, block_size, num_kv_heads, head_size]` of
             any strides, all of one device and block size.
-
-    Raises:
-        AssertionError: A view is not as above.
     """
 
     def __init__(self, layers: Iterable[tuple[Tensor, Tensor]]):
@@ -88,12 +85,10 @@ class CacheList:
 def _kv_compact_kernel(
     # [num_views], addresses of [num_blocks, block_size, num_kv_heads, HEAD_SIZE]
     addresses_ptr, block_stride, slot_stride, head_stride, dim_stride,
-    block_table_ptr, block_table_stride,  # [max_table_rows, max_blocks]
-    max_blocks,
+    block_table_ptr, block_table_stride, max_blocks,  # [max_table_rows, max_blocks]
     rows_ptr,  # [R]
     starts_ptr,  # [R]
-    path_ptr, path_stride,  # [P, num_cols]
-    num_cols,
+    path_ptr, path_stride, num_cols,  # [P, num_cols]
     num_accepted_ptr,  # [P]
     path_rows_ptr,  # [R]; None where P is R
     block_size,
@@ -140,15 +135,9 @@ def _kv_compact_kernel(
 
 
 def kv_compact(
-    caches: CacheList,
-    block_table: Tensor,
-    rows: Tensor,
-    starts: Tensor,
-    path: Tensor,
-    num_accepted: Tensor,
-    path_rows: Tensor | None = None,
-    impl: Impl = "auto",
-) -> None:
+    caches: CacheList, block_table: Tensor, rows: Tensor, starts: Tensor, path: Tensor, num_accepted: Tensor,
+    path_rows: Tensor | None = None, impl: Impl = "auto",
+) -> None:  # fmt: skip
     """Move the KV entries of each request's accepted path to where the entries of a chain would be.
 
     Entry starts[r] + path[p, j] becomes entry starts[r] + j, for j = 1..num_accepted[p] and p = path_rows[r], in every
@@ -165,10 +154,6 @@ def kv_compact(
             Column 0 and those past num_accepted[p] are not read.
         num_accepted: int32 [P], accepted drafts; below 1 = nothing to move.
         path_rows: int64 [R], row of each request in these two; None: p is r.
-        impl: See `dispatch.use_triton`.
-
-    Raises:
-        AssertionError: A dtype, device, shape or stride is not as above.
     """
     num_reqs = rows.shape[0]
     assert block_table.ndim == 2, f"block_table: expected two dimensions, got shape {list(block_table.shape)}"
@@ -188,10 +173,8 @@ def kv_compact(
     check_vector("rows", rows, torch.int64, device)
     check_vector("starts", starts, torch.int32, device, num_reqs)
     check_vector("num_accepted", num_accepted, torch.int32, device)
-    assert block_table.dtype == torch.int32 and block_table.device == device, "block_table"
-    assert block_table.shape[1] <= 1 or block_table.stride(1) == 1, "block_table: expected unit stride in a row"
-    assert path.dtype == torch.int32 and path.device == device, "path"
-    assert path.shape[1] <= 1 or path.stride(1) == 1, "path: expected unit stride in a row"
+    check_matrix("block_table", block_table, torch.int32, device)
+    check_matrix("path", path, torch.int32, device)
     num_paths = path.shape[0] if path_rows is not None else num_reqs
     if path_rows is not None:
         check_vector("path_rows", path_rows, torch.int64, device)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.arrays import array_module, as_array, at_least, at_most, check_vector
+from vidspec_kernels.arrays import array_module, as_array, at_least, at_most, check_lengths, check_matrix
 from vidspec_kernels.dispatch import Impl, has_cpu_twin, launch, on_host, use_triton
 
 # Where the scores of a request come from, `LooseTables.sources`.
@@ -100,19 +100,10 @@ def _loosen_kernel(
 
 
 def loosen(
-    target_tokens: Tensor,
-    draft_tokens: Tensor,
-    logits: Tensor,
-    req_rows: Tensor,
-    nodes: Tensor,
-    pos: Tensor,
-    tables: LooseTables,
-    parents: Tensor | None = None,
-    relevance: Tensor | None = None,
-    *,
-    is_predicting: bool = False,
+    target_tokens: Tensor, draft_tokens: Tensor, logits: Tensor, req_rows: Tensor, nodes: Tensor, pos: Tensor,
+    tables: LooseTables, parents: Tensor | None = None, relevance: Tensor | None = None, *, is_predicting: bool = False,
     impl: Impl = "auto",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Say of each logits row's draft whether it may stand though it differs, and how it is scored (METHODS 4).
 
     It may unless a parameter of its request forbids it (its logit at its parent is not finite), it or the target's
@@ -129,14 +120,10 @@ def loosen(
         parents: int32 [max_reqs, >= K + 1], parent of each node by persistent row; None: all are chains.
         relevance: float32 [N], of each row's own state; NaN: not measured. None: of no request.
         is_predicting: Whether a draft's relevance is that of the row which predicts it, its parent's.
-        impl: See `dispatch.use_triton`.
 
     Returns:
         scores: float32 [N]: the relevance, of requests scored by chance a hash in [0, 1); 0 where there is none.
         may_loosen: bool [N]; what it says of roots does not matter.
-
-    Raises:
-        AssertionError: A dtype, device, shape or stride is not as above.
     """
     known, key = tables.known, (logits.dtype, logits.stride(0), parents is None, relevance is None, is_predicting)
     if known is None or key not in known:
@@ -167,30 +154,22 @@ def _check(
 ) -> None:  # fmt: skip
     """Assert what `loosen` says of its arguments."""
     device, num_rows, max_reqs = target_tokens.device, target_tokens.shape[0], tables.sources.shape[0]
-    vectors: list[tuple[str, Tensor, torch.dtype, int]] = [
-        ("target_tokens", target_tokens, torch.int64, num_rows), ("draft_tokens", draft_tokens, torch.int32, num_rows),
-        ("req_rows", req_rows, torch.int64, num_rows), ("nodes", nodes, torch.int32, num_rows),
-        ("pos", pos, torch.int64, num_rows), ("sources", tables.sources, torch.int32, max_reqs),
-        ("seeds", tables.seeds, torch.int64, max_reqs),
-    ]  # fmt: skip
-    if relevance is not None:
-        vectors.append(("relevance", relevance, torch.float32, num_rows))
-    for name, vector, dtype, length in vectors:
-        check_vector(name, vector, dtype, device)
-        assert vector.shape[0] == length, f"{name}: expected {length} entries, got {vector.shape[0]}"
-    assert logits.ndim == 2 and logits.is_floating_point() and logits.device == device, "logits: floats of two dims"
-    assert logits.shape[0] == num_rows and (logits.stride(1) == 1 or not num_rows), (
-        f"logits: {list(logits.shape)}, {logits.stride()}"
-    )
-    num_words = -(-logits.shape[1] // 32)
-    strides = tables.protected.stride()
+    check_lengths(
+        device, ("target_tokens", target_tokens, torch.int64, num_rows),
+        ("draft_tokens", draft_tokens, torch.int32, num_rows), ("req_rows", req_rows, torch.int64, num_rows),
+        ("nodes", nodes, torch.int32, num_rows), ("pos", pos, torch.int64, num_rows),
+        ("sources", tables.sources, torch.int32, max_reqs), ("seeds", tables.seeds, torch.int64, max_reqs),
+        *([] if relevance is None else [("relevance", relevance, torch.float32, num_rows)]),
+    )  # fmt: skip
+    assert logits.is_floating_point(), f"logits: {logits.dtype}"
+    check_matrix("logits", logits, logits.dtype, device, num_rows)
+    assert logits.shape[0] == num_rows, f"logits: {list(logits.shape)}"
     for name, table in (("protected", tables.protected), ("ends", tables.ends)):
-        assert table.dtype == torch.int32 and table.device == device and table.ndim == 2, f"{name}: int32 of two dims"
-        assert table.shape[0] == max_reqs and table.shape[1] >= num_words, f"{name}: {list(table.shape)}"
-        assert table.stride() == strides and strides[1] == 1, f"{name}: expected equal strides, unit in rows"
+        check_matrix(name, table, torch.int32, device, max_reqs, -(-logits.shape[1] // 32))
+        assert table.shape[0] == max_reqs, f"{name}: {list(table.shape)}"
+        assert table.stride() == tables.protected.stride(), f"{name}: expected equal strides"
     if parents is not None:
-        assert parents.dtype == torch.int32 and parents.device == device and parents.ndim == 2, "parents: int32"
-        assert parents.shape[0] >= max_reqs and parents.stride(1) == 1, f"parents: {list(parents.shape)}"
+        check_matrix("parents", parents, torch.int32, device, max_reqs)
 
 
 @has_cpu_twin

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.arrays import check_vector
+from vidspec_kernels.arrays import check_matrix, check_vector
 from vidspec_kernels.dispatch import Impl, has_cpu_twin, launch, on_host, use_triton
 
 # Tokens of a program, and of a turn of its loop. As many as a program of vLLM's: each reads a request's penalties over
@@ -91,16 +91,9 @@ def _path_penalties_kernel(
 
 
 def path_penalties(
-    logits: Tensor,
-    req_rows: Tensor,
-    nodes: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    tables: PenaltyTables,
-    plans: dict[Any, Any] | None = None,
-    *,
-    impl: Impl = "auto",
-) -> None:
+    logits: Tensor, req_rows: Tensor, nodes: Tensor, tokens: Tensor, parents: Tensor, tables: PenaltyTables,
+    plans: dict[Any, Any] | None = None, *, impl: Impl = "auto",
+) -> None:  # fmt: skip
     """Penalise the logits of tree nodes in place; rows of requests without penalties stay as they are.
 
     Args:
@@ -111,10 +104,6 @@ def path_penalties(
         parents: int32 [>= max_reqs, >= K + 1], parent of each node by persistent row, before its child; of chains too.
         tables: vLLM's, by persistent row.
         plans: Of the caller's launches, whose tables' shapes stay (see `dispatch.launch`).
-        impl: See `dispatch.use_triton`.
-
-    Raises:
-        AssertionError: A dtype, device, shape or stride is not as above.
     """
     _check(logits, req_rows, nodes, tokens, parents, tables)
     num_rows, vocab_size = logits.shape
@@ -140,19 +129,15 @@ def _check(
 ) -> None:
     """Assert what `path_penalties` says of its arguments."""
     device, (num_rows, vocab_size), max_reqs = logits.device, logits.shape, len(tables.repetition)
-    assert logits.dtype == torch.float32 and (logits.stride(1) == 1 or vocab_size <= 1), f"logits: {logits.dtype}"
+    check_matrix("logits", logits, torch.float32, device)
     check_vector("req_rows", req_rows, torch.int64, device, num_rows)
-    for name, vector in (("nodes", nodes), ("tokens", tokens)):
-        check_vector(name, vector, torch.int32, device, num_rows)
+    check_vector("nodes", nodes, torch.int32, device, num_rows)
+    check_vector("tokens", tokens, torch.int32, device, num_rows)
     for name, vector in zip(PenaltyTables._fields[:3], tables[:3], strict=True):
         check_vector(name, vector, torch.float32, device, max_reqs)
-    for name, table, width in (
-        ("parents", parents, 1), ("prompt_bits", tables.prompt_bits, -(-vocab_size // 32)),
-        ("output_counts", tables.output_counts, vocab_size),
-    ):  # fmt: skip
-        assert table.dtype == torch.int32 and table.device == device, f"{name}: {table.dtype} on {table.device}"
-        assert table.ndim == 2 and table.stride(1) == 1, f"{name}: {list(table.shape)}, {table.stride()}"
-        assert table.shape[0] >= max_reqs and table.shape[1] >= width, f"{name}: {list(table.shape)}"
+    check_matrix("parents", parents, torch.int32, device, max_reqs, 1)
+    check_matrix("prompt_bits", tables.prompt_bits, torch.int32, device, max_reqs, -(-vocab_size // 32))
+    check_matrix("output_counts", tables.output_counts, torch.int32, device, max_reqs, vocab_size)
 
 
 @has_cpu_twin

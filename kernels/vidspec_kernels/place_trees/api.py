@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.arrays import array_module, as_array, at_most, check_vector
+from vidspec_kernels.arrays import array_module, as_array, at_most, check_matrix, check_vector
 from vidspec_kernels.dispatch import Impl, has_cpu_twin, known, launch, on_host, use_triton
 
 # Tokens that a program copies at a time, past the first nodes.
@@ -116,18 +116,9 @@ def _place_trees_kernel(
 
 
 def place_trees(
-    idx_mapping: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    depths: Tensor,
-    ancestors: Tensor,
-    positions: Tensor,
-    places: TreePlaces,
-    *,
-    size: int,
-    out_positions: Tensor | None = None,
-    impl: Impl = "auto",
-) -> None:
+    idx_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor, depths: Tensor, ancestors: Tensor,
+    positions: Tensor, places: TreePlaces, *, size: int, out_positions: Tensor | None = None, impl: Impl = "auto",
+) -> None:  # fmt: skip
     """Write what the target's forward needs to know of its trees, by batch row, and put their nodes at their depths.
 
     Whatever has at most K + 1 query rows is a tree: a chain is one of width 1, and so is the end of a prompt. Node i of
@@ -144,10 +135,6 @@ def place_trees(
         size: Batch rows to write, >= num_reqs; those past num_reqs are padding, and have no queries.
         out_positions: Out, int64, of as many axes as `positions` and as long at least, not overlapping it; None:
             `positions` itself. What belongs to no request is left alone.
-        impl: See `dispatch.use_triton`.
-
-    Raises:
-        AssertionError: A dtype, device, shape or stride is not as above.
     """
     positions = positions[None] if positions.ndim == 1 else positions
     if out_positions is not None and out_positions.ndim == 1:
@@ -195,19 +182,15 @@ def _check(
     for name in ("query_start", "num_queries", "prefix_lens", "roots"):
         check_vector(name, getattr(places, name), torch.int32, device, size)
     assert size >= num_reqs, f"size {size}: expected at least {num_reqs}"
-    tables = (
-        ("depths", depths, torch.int32), ("ancestors", ancestors, torch.int64), ("masks", places.masks, torch.int64),
-    )  # fmt: skip
-    for name, table, dtype in tables:
-        assert table.dtype == dtype and table.device == device and table.is_contiguous(), f"{name}: {table.dtype}"
-        assert table.ndim == 2 and table.shape[1] == num_cols, f"{name}: expected {num_cols} columns"
-    assert ancestors.shape == depths.shape and places.masks.shape[0] >= size, "ancestors, masks: too few rows"
+    check_matrix("depths", depths, torch.int32, device)
+    check_matrix("ancestors", ancestors, torch.int64, device)
+    check_matrix("masks", places.masks, torch.int64, device, size)
+    assert depths.is_contiguous() and ancestors.is_contiguous() and places.masks.is_contiguous(), "expected contiguous"
+    assert ancestors.shape == depths.shape and places.masks.shape[1] == num_cols, "ancestors, masks: other shapes"
     for name, tensor in (("positions", positions), ("out_positions", out_positions)):
-        if tensor is None:
-            continue
-        assert tensor.dtype == torch.int64 and tensor.device == device and tensor.ndim == 2, f"{name}: {tensor.dtype}"
-        assert tensor.shape[0] == positions.shape[0] and tensor.shape[1] >= positions.shape[1], f"{name}: shape"
-        assert tensor.stride(1) == 1 or tensor.shape[1] <= 1, f"{name}: expected unit stride"
+        if tensor is not None:
+            check_matrix(name, tensor, torch.int64, device, *positions.shape)
+            assert tensor.shape[0] == positions.shape[0], f"{name}: {tensor.shape[0]} axes"
     return num_cols
 
 

@@ -22,7 +22,7 @@ from vidspec_kernels.sampling.noise import (
     logits_key,
     noised_scores,
     scores_reference,
-)
+)  # fmt: skip
 
 # Keys that the second launch orders at a time.
 _LOG_MERGE = 11
@@ -128,21 +128,10 @@ def _merge_candidates_kernel(
 
 
 def candidates(
-    logits: Tensor,
-    temperature: Tensor | None = None,
-    seeds: Tensor | None = None,
-    pos: Tensor | None = None,
-    noise: Noise | None = None,
-    *,
-    log_probs: Tensor,
-    ids: Tensor,
-    scratch: SampleScratch,
-    width: int = 1,
-    first: int = 0,
-    with_log_probs: bool = True,
-    apply_temperature: bool = True,
-    impl: Impl = "auto",
-) -> None:
+    logits: Tensor, temperature: Tensor | None = None, seeds: Tensor | None = None, pos: Tensor | None = None,
+    noise: Noise | None = None, *, log_probs: Tensor, ids: Tensor, scratch: SampleScratch, width: int = 1,
+    first: int = 0, with_log_probs: bool = True, apply_temperature: bool = True, impl: Impl = "auto",
+) -> None:  # fmt: skip
     """Write the most probable tokens of each row, best first.
 
     Scores are logits, or logits / temperature + noise of a request with a temperature: given the noise, which the
@@ -165,10 +154,6 @@ def candidates(
         first: Row of logits that these begin with.
         with_log_probs: Without, `log_probs` gets the scores and the softmax is spared.
         apply_temperature: Whether the logits are still to be divided by the temperature.
-        impl: See `dispatch.use_triton`.
-
-    Raises:
-        AssertionError: A dtype, device, shape or stride is not as above.
     """
     tensors = (temperature, seeds, pos, noise, log_probs, ids)
     numbers = (width, first, with_log_probs, apply_temperature, impl)

@@ -18,7 +18,7 @@ from vidspec_kernels.sampling.noise import (
     logits_key,
     noised_scores,
     scores_reference,
-)
+)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["salt"], do_not_specialize_on_alignment=["temperature_ptr", "seeds_ptr", "pos_ptr"])
@@ -69,19 +69,9 @@ def _choose_draw_kernel(
 
 
 def draw(
-    logits: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
-    pos: Tensor,
-    noise: Noise,
-    *,
-    level: int | Tensor,
-    out_tokens: Tensor,
-    out_ids: Tensor,
-    scratch: SampleScratch,
-    apply_temperature: bool = True,
-    impl: Impl = "auto",
-) -> None:
+    logits: Tensor, temperature: Tensor, seeds: Tensor, pos: Tensor, noise: Noise, *, level: int | Tensor,
+    out_tokens: Tensor, out_ids: Tensor, scratch: SampleScratch, apply_temperature: bool = True, impl: Impl = "auto",
+) -> None:  # fmt: skip
     """Draw the token that has the highest logit / temperature + noise; of equal ones the lowest.
 
     With vLLM's own noise it is what vLLM's `gumbel_sample` draws. A row of temperature 0 has its highest logit, without
@@ -98,10 +88,6 @@ def draw(
         out_ids: Out, int32 [>= n], the same tokens, which the next forward embeds.
         scratch: Memory of the launches.
         apply_temperature: Whether the logits are still to be divided by the temperature.
-        impl: See `dispatch.use_triton`.
-
-    Raises:
-        AssertionError: A dtype, device, shape or stride is not as above.
     """
     tensors = (temperature, seeds, pos, noise, out_tokens, out_ids)
     sizes = (logits.shape, logits.stride(), logits.dtype, logits.device)

@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from vidspec_kernels.arrays import as_meta, check_vector
+from vidspec_kernels.arrays import as_meta, check_matrix, check_vector
 from vidspec_kernels.dispatch import Impl, launch, use_triton
 from vidspec_kernels.limits import device_limits
 from vidspec_kernels.tree_attention.reference import tree_attention_reference
@@ -69,24 +69,11 @@ class TreeAttentionScratch:
 
 
 def tree_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    rows: Tensor,
-    query_start: Tensor,
-    num_queries: Tensor,
-    prefix_lens: Tensor,
-    masks: Tensor,
-    out: Tensor,
-    *,
-    scale: float,
-    max_queries: int,
-    scratch: TreeAttentionScratch,
-    prefix: tuple[Tensor, Tensor] | None = None,
-    lse: Tensor | None = None,
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, rows: Tensor, query_start: Tensor,
+    num_queries: Tensor, prefix_lens: Tensor, masks: Tensor, out: Tensor, *, scale: float, max_queries: int,
+    scratch: TreeAttentionScratch, prefix: tuple[Tensor, Tensor] | None = None, lse: Tensor | None = None,
     impl: Impl = "auto",
-) -> None:
+) -> None:  # fmt: skip
     """Attend from the rows of each request to its prefix and to the nodes behind it that each row's mask word names.
 
     KV entry e of request r lies in block block_table[rows[r], e // block_size] at offset e % block_size. Query row
@@ -118,10 +105,7 @@ def tree_attention(
             num_tokens] of any strides, where either infinity says that the row has no prefix (its output is not used).
             Then only the nodes are computed here; `prefix_lens` still says where they lie. Both may be `out`, `lse`.
         lse: Out, float32 [num_heads, num_tokens] of any strides: natural log-sum-exp of each written row's logits.
-        impl: See `dispatch.use_triton`. The kernel never synchronises with the host; the reference does.
-
-    Raises:
-        AssertionError: A dtype, device, shape or stride is not as above.
+        impl: The kernel never synchronises with the host; the reference does.
     """
     arguments = (query, key_cache, value_cache, block_table, rows, query_start, num_queries, prefix_lens, masks, out)
     signature = _signature(max_queries, *arguments, lse, *(prefix or (None, None)))
@@ -161,15 +145,12 @@ def _check(
     assert value_cache.shape == key_cache.shape, f"value_cache: {list(value_cache.shape)}"
     assert value_cache.dtype == key_cache.dtype, f"value_cache: expected {key_cache.dtype}, got {value_cache.dtype}"
     assert key_cache.device == value_cache.device == device, f"caches: expected device {device}"
-    assert block_table.dtype == torch.int32 and block_table.device == device and block_table.ndim == 2, "block_table"
-    assert block_table.shape[1] == 1 or block_table.stride(1) == 1, "block_table: expected unit stride in a row"
+    check_matrix("block_table", block_table, torch.int32, device, min_cols=1)
     check_vector("rows", rows, torch.int64, device)
     check_vector("query_start", query_start, torch.int32, device, num_reqs)
     check_vector("num_queries", num_queries, torch.int32, device, num_reqs)
     check_vector("prefix_lens", prefix_lens, torch.int32, device, num_reqs)
-    assert masks.dtype == torch.int64 and masks.device == device and masks.ndim == 2, "masks"
-    assert masks.shape[0] >= num_reqs and masks.shape[1] >= max_queries, f"masks: {list(masks.shape)}"
-    assert masks.shape[1] <= 1 or masks.stride(1) == 1, "masks: expected unit stride in a row"
+    check_matrix("masks", masks, torch.int64, device, num_reqs, max_queries)
     assert max_queries >= 0, f"max_queries {max_queries}"
     assert scratch.arrivals.device == device and scratch.head_size >= head_size, f"scratch for heads of {head_size}"
     like_query = {"query": query, "out": out}

@@ -8,7 +8,7 @@ depends on values alone, not on an order of summation over tiles: equal inputs g
 import torch
 from torch import Tensor
 
-from vidspec_kernels.arrays import check_vector
+from vidspec_kernels.arrays import check_matrix, check_vector
 from vidspec_kernels.dispatch import Impl, launcher, on_host, use_triton
 from vidspec_kernels.limits import device_limits
 from vidspec_kernels.visual_relevance.reference import _merge_relevance_torch, visual_relevance_reference
@@ -18,7 +18,7 @@ from vidspec_kernels.visual_relevance.triton import (
     _merge_relevance_kernel,
     _merge_splits_kernel,
     _visual_relevance_kernel,
-)
+)  # fmt: skip
 
 MAX_TOP_N = 128
 MAX_QUERIES = 128
@@ -29,18 +29,9 @@ _FP8_CAPABILITY = 89
 
 
 def visual_relevance(
-    queries: Tensor,
-    cu_num_logits: Tensor,
-    rows: Tensor,
-    store: Tensor,
-    block_fill: Tensor,
-    block_table: Tensor,
-    num_blocks: Tensor,
-    top_n: int,
-    max_queries: int,
-    max_blocks: int,
-    impl: Impl = "auto",
-) -> Tensor:
+    queries: Tensor, cu_num_logits: Tensor, rows: Tensor, store: Tensor, block_fill: Tensor, block_table: Tensor,
+    num_blocks: Tensor, top_n: int, max_queries: int, max_blocks: int, impl: Impl = "auto",
+) -> Tensor:  # fmt: skip
     """Return each text row's largest cosines with the video tokens of its request.
 
     LVSpec's visual relevance (eq. 7-8) is the mean of the top_n largest: `merge_relevance` of this, or of the results
@@ -60,13 +51,12 @@ def visual_relevance(
         top_n: N, 1 to 128.
         max_queries: Host-known bound of the rows of a request, up to 128.
         max_blocks: Host-known bound of `num_blocks` over this batch; sets the grid.
-        impl: See `dispatch.use_triton`. Neither path synchronises with the host.
+        impl: Neither path synchronises with the host.
 
     Returns:
         float32 [num_rows, top_n], descending, -inf where there are fewer video tokens and in rows of no request.
 
     Raises:
-        AssertionError: A dtype, device, shape or stride is not as above.
         ValueError: The store is float8_e4m3fn on a GPU of a compute capability below 8.9.
     """
     _check(queries, cu_num_logits, rows, store, block_fill, block_table, num_blocks, top_n, max_queries, max_blocks)
@@ -96,9 +86,8 @@ def _check(
     assert store.is_contiguous() and store.device == device, f"store: expected contiguous on {device}"
     check_vector("block_fill", block_fill, torch.int32, device, store.shape[0])
     check_vector("num_blocks", num_blocks, torch.int32, device)
-    assert block_table.dtype == torch.int32 and block_table.device == device and block_table.ndim == 2, "block_table"
+    check_matrix("block_table", block_table, torch.int32, device)
     assert block_table.shape[0] == num_blocks.shape[0], f"block_table: {block_table.shape[0]} rows"
-    assert block_table.shape[1] <= 1 or block_table.stride(1) == 1, "block_table: expected unit stride in a row"
     assert 0 <= max_blocks <= block_table.shape[1], f"max_blocks {max_blocks}, block_table: {list(block_table.shape)}"
     assert 1 <= top_n <= MAX_TOP_N, f"top_n {top_n}"
     assert 0 <= max_queries <= MAX_QUERIES, f"max_queries {max_queries}"
@@ -140,15 +129,12 @@ def merge_relevance(partials: Tensor, impl: Impl = "auto") -> Tensor:
     Args:
         partials: float32 [num_shards, num_rows, top_n], unit stride in a row, results of `visual_relevance` on disjoint
             parts of the video tokens: descending, -inf where there are none.
-        impl: See `dispatch.use_triton`. Neither path synchronises with the host.
+        impl: Neither path synchronises with the host.
 
     Returns:
         float32 [num_rows]; the mean of all there are where they are fewer than top_n, 0 where there is none, NaN where
         a shard has NaN. The sum runs over descending values, so equal cosines give equal bits however they are dealt to
         shards.
-
-    Raises:
-        AssertionError: The dtype or the shape is not as above.
     """
     assert partials.dtype == torch.float32 and partials.ndim == 3, f"partials: {partials.dtype} {list(partials.shape)}"
     num_shards, num_rows, top_n = partials.shape

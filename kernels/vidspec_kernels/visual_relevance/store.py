@@ -45,9 +45,6 @@ def store_states(states: Tensor, source: Tensor, slots: Tensor, store: Tensor) -
         slots: int64 [n], row of `store.view(-1, d)` that each goes to; no two may be equal.
         store: Out, float32, bfloat16, float16 or float8_e4m3fn [num_store_blocks, block_rows, d], contiguous. A row of
             zeros stays zeros. Other rows are left alone.
-
-    Raises:
-        AssertionError: A dtype, device, shape or stride is not as above.
     """
     hidden_size, device = states.shape[1], states.device
     scale = storage_scale(store.dtype, hidden_size)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.arrays import check_vector
+from vidspec_kernels.arrays import check_matrix, check_vector
 from vidspec_kernels.dispatch import Impl, has_cpu_twin, launcher, on_host, use_triton
 
 NUM_HEADERS = 4  # of a stream: its generation, its request's number, `checked`, `end`; its ring lies behind them
@@ -48,10 +48,6 @@ def text_tails(rows: Tensor, num_tokens: Tensor, text: Tensor, out: Tensor, *, i
         text: int32 [max_reqs, max_len], unit stride along a text.
         out: Out, int32 [n, 1 + t], contiguous: the length, then the last t tokens; of a shorter text its first token
             stands for what is not there.
-        impl: See `dispatch.use_triton`.
-
-    Raises:
-        AssertionError: A dtype, device, shape or stride is not as above.
     """
     _check(rows, num_tokens, text)
     num_last = out.shape[1] - 1
@@ -129,16 +125,9 @@ def _take_windows_kernel(
 
 
 def take_windows(
-    streams: Tensor,
-    asked: Tensor,
-    rows: Tensor,
-    num_tokens: Tensor,
-    text: Tensor,
-    tokens: Tensor,
-    told: Tensor,
-    *,
+    streams: Tensor, asked: Tensor, rows: Tensor, num_tokens: Tensor, text: Tensor, tokens: Tensor, told: Tensor, *,
     impl: Impl = "auto",
-) -> None:
+) -> None:  # fmt: skip
     """Cut the next window out of each stream: the tokens behind the committed text, if the stream agrees with it.
 
     It agrees up to `checked`, which the drafter has seen to. The tokens from there to the committed length are compared
@@ -161,10 +150,6 @@ def take_windows(
         tokens: Out, int64 [n, K], contiguous: the windows, zeros behind each.
         told: Out, int32 [n, NUM_TOLD], contiguous: tokens of the window; 0, STALE where the stream had said something
             else than was committed since, or was cut while it was read, or NO_STREAM.
-        impl: See `dispatch.use_triton`.
-
-    Raises:
-        AssertionError: A dtype, device, shape or stride is not as above.
     """
     _check(rows, num_tokens, text)
     num_reqs, ring = len(rows), streams.shape[1] - NUM_HEADERS
@@ -221,5 +206,4 @@ def _check(rows: Tensor, num_tokens: Tensor, text: Tensor) -> None:
     """Assert what both ask for."""
     check_vector("rows", rows, torch.int64, rows.device)
     check_vector("num_tokens", num_tokens, torch.int32, rows.device)
-    assert text.dtype == torch.int32 and text.device == rows.device, f"text: {text.dtype} on {text.device}"
-    assert text.shape[0] >= len(num_tokens) and text.stride(1) == 1, f"text: {list(text.shape)}, {text.stride()}"
+    check_matrix("text", text, torch.int32, rows.device, len(num_tokens))
