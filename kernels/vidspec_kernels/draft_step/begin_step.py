@@ -1,7 +1,5 @@
 """begin_step: what a step of drafting reads, by batch row, and the inputs of its first forward, in one launch."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import torch
 import triton
@@ -180,10 +178,12 @@ def begin_step(
     num_reqs = batch_rows.shape[0] if picked is None else picked.shape[0]
     assert num_reqs <= size <= out.max_batch, f"size {size}, {num_reqs} requests, room for {out.max_batch}"
     key = (tables, picked is None, is_told is None, temperature is None, block_size)
+    # A request's block table is copied by as many programs as its columns need.
+    grid = (size, max(-(-tables.block_table.shape[1] // _BLOCK), 1))
     plan = None if impl == "torch" else known(out.plans, _begin_step_kernel, key)
     if plan is not None and size:
         step = (batch_rows, picked, num_sampled, is_told, temperature, seeds, num_reqs, max_position, max_drafts)
-        plan((size, _num_chunks(tables)), *step)
+        plan(grid, *step)
         return
     device = tables.device
     check_vector("batch_rows", batch_rows, torch.int64, device)
@@ -200,9 +200,27 @@ def begin_step(
     assert (out.path is None) == (tables.path is None), "path: in both or in neither"
     if size == 0:
         return
-    arguments = (batch_rows, picked, num_sampled, is_told, temperature, seeds, tables, out)
-    run = _launch if use_triton(impl, device) else on_host(impl, device, begin_step_reference)
-    run(*arguments, size=size, block_size=block_size, max_position=max_position, max_drafts=max_drafts)
+    if not use_triton(impl, device):
+        on_host(impl, device, begin_step_reference)(
+            batch_rows, picked, num_sampled, is_told, temperature, seeds, tables, out,
+            size=size, block_size=block_size, max_position=max_position, max_drafts=max_drafts,
+        )  # fmt: skip
+        return
+    max_blocks = tables.block_table.shape[1]
+    path_stride, num_cols = (0, 0) if tables.path is None else (tables.path.stride(0), tables.path.shape[1])
+    args = (
+        batch_rows, picked, num_sampled, is_told, temperature, seeds, tables.num_tokens, tables.text,
+        tables.text.stride(0), tables.last_sampled, tables.last_sampled.stride(0), tables.num_dropped, tables.pos_delta,
+        tables.block_table, tables.block_table.stride(0), max_blocks, tables.fed, tables.path, path_stride, num_cols,
+        out.rows, out.num_accepted, out.temperature, out.seeds, out.root_slot, out.root_pos, out.pos_delta,
+        out.last_root, out.batch_table, out.batch_table.stride(0), out.level, out.input_ids, out.positions,
+        out.positions.stride(0), out.positions.stride(1), out.slot_mapping, out.seq_lens, out.path,
+        0 if out.path is None else out.path.stride(0), num_reqs, tables.max_reqs, block_size, max_position, max_drafts,
+    )  # fmt: skip
+    constants = {
+        "NUM_POS_AXES": out.positions.shape[0], "BLOCK": _BLOCK, "BLOCK_PATH": triton.next_power_of_2(max(num_cols, 1)),
+    }  # fmt: skip
+    launch(_begin_step_kernel, grid, device, args, constants, out.plans, key, changing=_CHANGING)
 
 
 @has_cpu_twin
@@ -253,47 +271,9 @@ def begin_step_reference(
     here.input_ids[: 2 * m : 2] = table.text[row, at_least(num_tokens - 2, 0)]
     here.input_ids[1 : 2 * m : 2] = table.last_sampled[row, 0]
     if m < size:
-        _pad(here, slice(m, size), slice(2 * m, 2 * size), tables.max_reqs)
-
-
-def _pad(here: SimpleNamespace, rows: slice, tokens: slice, padding_row: int) -> None:
-    """Write the padding of so many batch rows, and of their tokens in the first forward."""
-    here.rows[rows] = padding_row
-    here.num_accepted[rows] = -1
-    for values in (
-        here.temperature, here.seeds, here.root_slot, here.root_pos, here.pos_delta, here.last_root, here.seq_lens
-    ):  # fmt: skip
-        values[rows] = 0
-    here.slot_mapping[tokens] = -1
-    here.positions[:, tokens] = 0
-    here.input_ids[tokens] = 0
-
-
-def _launch(
-    batch_rows: Tensor, picked: Tensor | None, num_sampled: Tensor, is_told: Tensor | None, temperature: Tensor | None,
-    seeds: Tensor, tables: StepTables, out: StepBuffers, *, size: int, block_size: int, max_position: int,
-    max_drafts: int,
-) -> None:  # fmt: skip
-    num_reqs = batch_rows.shape[0] if picked is None else picked.shape[0]
-    max_blocks = tables.block_table.shape[1]
-    path_stride, num_cols = (0, 0) if tables.path is None else (tables.path.stride(0), tables.path.shape[1])
-    args = (
-        batch_rows, picked, num_sampled, is_told, temperature, seeds, tables.num_tokens, tables.text,
-        tables.text.stride(0), tables.last_sampled, tables.last_sampled.stride(0), tables.num_dropped, tables.pos_delta,
-        tables.block_table, tables.block_table.stride(0), max_blocks, tables.fed, tables.path, path_stride, num_cols,
-        out.rows, out.num_accepted, out.temperature, out.seeds, out.root_slot, out.root_pos, out.pos_delta,
-        out.last_root, out.batch_table, out.batch_table.stride(0), out.level, out.input_ids, out.positions,
-        out.positions.stride(0), out.positions.stride(1), out.slot_mapping, out.seq_lens, out.path,
-        0 if out.path is None else out.path.stride(0), num_reqs, tables.max_reqs, block_size, max_position, max_drafts,
-    )  # fmt: skip
-    constants = {
-        "NUM_POS_AXES": out.positions.shape[0], "BLOCK": _BLOCK, "BLOCK_PATH": triton.next_power_of_2(max(num_cols, 1)),
-    }  # fmt: skip
-    key = (tables, picked is None, is_told is None, temperature is None, block_size)
-    grid = (size, _num_chunks(tables))
-    launch(_begin_step_kernel, grid, tables.device, args, constants, out.plans, key, changing=_CHANGING)
-
-
-def _num_chunks(tables: StepTables) -> int:
-    """Return how many programs copy a request's block table."""
-    return max(-(-tables.block_table.shape[1] // _BLOCK), 1)
+        here.rows[m:size], here.num_accepted[m:size] = tables.max_reqs, -1
+        for name in ("temperature", "seeds", "root_slot", "root_pos", "pos_delta", "last_root", "seq_lens"):
+            getattr(here, name)[m:size] = 0
+        here.slot_mapping[2 * m : 2 * size] = -1
+        here.positions[:, 2 * m : 2 * size] = 0
+        here.input_ids[2 * m : 2 * size] = 0

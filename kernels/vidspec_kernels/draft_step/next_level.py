@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.arrays import array_module, as_array, at_least, at_most, check_vector
+from vidspec_kernels.arrays import array_module, as_array, at_least, at_most, check_matrix, check_vector
 from vidspec_kernels.dispatch import Impl, has_cpu_twin, launch, on_host, remember, use_triton
 from vidspec_kernels.draft_step.buffers import LevelBuffers, StepBuffers, batch_places, physical_slots
 
@@ -138,9 +138,7 @@ def _bind(
     if nodes is not None and tokens is not None and ancestors is not None and out.masks is not None:
         width = nodes.shape[1]
         for name, tensor in (("nodes", nodes), ("tokens", tokens), ("ancestors", ancestors)):
-            assert tensor.dtype == torch.int64 and tensor.device == device and tensor.ndim == 2, name
-            assert tensor.shape[0] >= size, f"{name}: expected {size} rows, got {tensor.shape[0]}"
-            assert tensor.shape[1] <= 1 or tensor.stride(1) == 1, f"{name}: expected unit stride in a row"
+            check_matrix(name, tensor, torch.int64, device, size)
         assert tokens.shape[1] == width and 1 <= width <= out.masks.shape[1], f"nodes, tokens: F {width}"
     if isinstance(level, Tensor):
         check_vector("level", level, torch.int32, device, 1)
@@ -149,11 +147,24 @@ def _bind(
     assert size * width <= out.logical_pos.shape[0], f"out: no room for {size} x {width} places"
     if size == 0:
         return lambda: None
-    arguments = (step, out, fed, nodes, tokens, ancestors)
-    sizes: dict[str, Any] = {"size": size, "level": level, "block_size": block_size, "max_position": max_position}
-    if use_triton(impl, device):
-        return functools.partial(_launch, *arguments, **sizes)
-    return on_host(impl, device, bind_next_level_reference)(*arguments, **sizes)
+    if not use_triton(impl, device):
+        return on_host(impl, device, bind_next_level_reference)(
+            step, out, fed, nodes, tokens, ancestors,
+            size=size, level=level, block_size=block_size, max_position=max_position,
+        )  # fmt: skip
+    level_ptr, level_value = (level, 0) if isinstance(level, Tensor) else (None, level)
+    args = (
+        step.rows, step.root_slot, step.root_pos, step.pos_delta, step.batch_table, step.batch_table.stride(0),
+        step.batch_table.shape[1], fed, nodes, 0 if nodes is None else nodes.stride(0), tokens,
+        0 if tokens is None else tokens.stride(0), ancestors, 0 if ancestors is None else ancestors.stride(0),
+        out.positions, out.positions.stride(0), out.positions.stride(1), out.logical_pos, out.slot_mapping,
+        out.seq_lens, out.input_ids, out.masks, 0 if out.masks is None else out.masks.stride(0), level_ptr,
+        size * width, width, fed.shape[0] - 1, level_value, block_size, max_position,
+    )  # fmt: skip
+    constants = {"NUM_POS_AXES": out.positions.shape[0], "BLOCK": _BLOCK}
+    key = (step, nodes is None, level_ptr is None, block_size)
+    grid = (triton.cdiv(size * width, _BLOCK),)
+    return lambda: launch(_next_level_kernel, grid, device, args, constants, out.plans, key)
 
 
 @has_cpu_twin
@@ -194,23 +205,3 @@ def next_level_reference(
         bits = (is_node * (1 << at_least(node - 1, 0))).sum(1)
     # The padding's row is written as often as there is padding, with what it holds.
     as_array(fed)[row] |= bits
-
-
-def _launch(
-    step: StepBuffers, out: LevelBuffers, fed: Tensor, nodes: Tensor | None, tokens: Tensor | None,
-    ancestors: Tensor | None, *, size: int, level: int | Tensor, block_size: int, max_position: int,
-) -> None:  # fmt: skip
-    frontier = 1 if nodes is None else nodes.shape[1]
-    level_ptr, level_value = (level, 0) if isinstance(level, Tensor) else (None, level)
-    args = (
-        step.rows, step.root_slot, step.root_pos, step.pos_delta, step.batch_table, step.batch_table.stride(0),
-        step.batch_table.shape[1], fed, nodes, 0 if nodes is None else nodes.stride(0), tokens,
-        0 if tokens is None else tokens.stride(0), ancestors, 0 if ancestors is None else ancestors.stride(0),
-        out.positions, out.positions.stride(0), out.positions.stride(1), out.logical_pos, out.slot_mapping,
-        out.seq_lens, out.input_ids, out.masks, 0 if out.masks is None else out.masks.stride(0), level_ptr,
-        size * frontier, frontier, fed.shape[0] - 1, level_value, block_size, max_position,
-    )  # fmt: skip
-    constants = {"NUM_POS_AXES": out.positions.shape[0], "BLOCK": _BLOCK}
-    key = (step, nodes is None, level_ptr is None, block_size)
-    grid = (triton.cdiv(size * frontier, _BLOCK),)
-    launch(_next_level_kernel, grid, step.device, args, constants, out.plans, key)
