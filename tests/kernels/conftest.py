@@ -20,6 +20,13 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_generate_tests(metafunc):
+    """Run each test that asks for `impl` by all of its module's implementations."""
+    given = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "impl" in metafunc.fixturenames and not any("impl" in names for names in given):
+        metafunc.parametrize("impl", getattr(metafunc.module, "IMPLS", ["triton", "torch", "numba"]))
+
+
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -20,7 +20,7 @@ def by(impl, wrapper):
                 for module in [module for name, module in sys.modules.items() if name.startswith(folder)]:
                     patch.setattr(module, "array_module", lambda device: torch, raising=False)
                     patch.setattr(module, "as_array", lambda tensor: tensor, raising=False)
-            return wrapper(**arguments, impl=impl if impl in ("triton", "numba") else "torch")
+            return wrapper(**arguments, impl="torch" if impl == "torch on a GPU" else impl)
 
     return run
 

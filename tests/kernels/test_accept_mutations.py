@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from tests.kernels.accept_requests import Request, accept_with, chain, changed, check
-from tests.kernels.impls import IMPLS_AND_LOOP as IMPLS
+from tests.kernels.impls import IMPLS_AND_LOOP
 from tests.kernels.test_accept import PAIR, TEN, TREE, WRONG, pair
 from vidspec_kernels import LOWEST, SHIFT, WINDOW, TreeShapes
+
+IMPLS = IMPLS_AND_LOOP
 
 # ---- of strict trees -------------------------------------------------------------------------------------------------
 
@@ -65,7 +67,6 @@ STRICT = {
 }
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("name", STRICT)
 def test_mutations_of_strict_trees(device, impl, name):
     mutant, harmless, harmful = STRICT[name]
@@ -88,13 +89,9 @@ def let_through(run, arguments, mask, kind=2):
     """Accept matches and the drafts of this mask, bool [N], as of this kind."""
     loose = arguments["looseness"]
     arguments = changed(
-        arguments,
-        "looseness",
-        rules=torch.full_like(loose.rules, WINDOW),
-        windows=torch.zeros_like(loose.windows),
-        entropies=torch.ones_like(loose.entropies),
-        may_loosen=mask & loose.may_loosen,
-    )
+        arguments, "looseness", rules=torch.full_like(loose.rules, WINDOW), windows=torch.zeros_like(loose.windows),
+        entropies=torch.ones_like(loose.entropies), may_loosen=mask & loose.may_loosen,
+    )  # fmt: skip
     sampled, num_sampled, path, kinds = run(**arguments)
     return sampled, num_sampled, path, torch.where(kinds == 2, kind, kinds)
 
@@ -203,7 +200,6 @@ LOOSE = {
 }
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("name", LOOSE)
 def test_mutations_of_loose_requests(device, impl, name):
     mutant, harmless, harmful = LOOSE[name]

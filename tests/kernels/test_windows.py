@@ -7,12 +7,10 @@ import time
 import numpy as np
 import pytest
 import torch
-from impls import branch
 
 from vidspec_kernels import NO_STREAM, NUM_HEADERS, NUM_TOLD, STALE, take_windows, text_tails
 
 MAX_REQS, MAX_LEN, NUM_DRAFTS = 16, 300, 5
-IMPLS = ["triton", "numba", "torch"]
 
 
 def make_inputs(num_reqs, ring, device, seed=0):
@@ -63,7 +61,6 @@ def window(stream, asked, length, text, ring):
     return [said[position % ring] for position in range(length, min(end, length + asked[1]))], 0
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("ring", [1, 2, 16, 64])
 @pytest.mark.parametrize("num_reqs", [1, 9, MAX_REQS])
 def test_equals_the_loop(device, impl, num_reqs, ring):
@@ -85,7 +82,6 @@ def test_equals_the_loop(device, impl, num_reqs, ring):
     assert num_reqs < 9 or found == cases, "a case that never came"
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_by_hand(device, impl):
     """Text 10 11 12 13; a stream checked up to 2 that says 12 13 14 15, one that says 12 99 14 15.
 
@@ -149,7 +145,6 @@ def test_a_stream_that_is_cut_meanwhile_gives_no_window(impl, tmp_path):
             writer.kill()
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("num_reqs", [1, 9])
 def test_tails_equal_the_loop(device, impl, num_reqs):
     """Catches: an end off by one; a text shorter than its tail, read in front of its row."""
@@ -161,20 +156,6 @@ def test_tails_equal_the_loop(device, impl, num_reqs):
         length = int(num_tokens[row])
         cols = [max(col, 0) for col in range(length - 1 - NUM_DRAFTS, length)]
         assert out[i].tolist() == [length, *(int(text[row, col]) for col in cols)]
-
-
-@pytest.mark.parametrize("impl", ["auto", "triton", "numba", "torch"])
-@pytest.mark.parametrize("name", ["take_windows", "text_tails"])
-def test_dispatch(device, branches, impl, name):
-    """Catches: a forced branch that silently runs the other, and a wrong automatic choice."""
-    ran = branches(name)
-    streams, asked, rows, num_tokens, text = make_inputs(2, 16, device)
-    if name == "take_windows":
-        take_windows(streams, asked, rows, num_tokens, text, *outputs(2, device), impl=impl)
-    else:
-        out = torch.zeros(2, 3, dtype=torch.int32, device=device)
-        text_tails(rows, num_tokens, text, out, impl=impl)
-    assert ran == [branch(impl, device)]
 
 
 @pytest.mark.parametrize(

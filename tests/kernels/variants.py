@@ -33,7 +33,7 @@ from vidspec_kernels import (
     tree_place,
     tree_plan,
     warm_up,
-)
+)  # fmt: skip
 from vidspec_kernels.warm_up import floats, i32, i64
 
 HEADS, KV_HEADS, HEAD_SIZE, HIDDEN = 28, 4, 128, 3584

@@ -147,7 +147,7 @@ def _check(
     check_vector("target_tokens", target_tokens, torch.int64, device)
     check_vector("draft_tokens", draft_tokens, torch.int32, device)
     check_vector("cu_num_logits", cu_num_logits, torch.int32, device, min_len=1)
-    assert draft_tokens.shape[0] == num_rows, f"{num_rows} target rows, {draft_tokens.shape[0]} drafts"
+    assert draft_tokens.shape[0] == num_rows, f"draft_tokens: {draft_tokens.shape[0]} of {num_rows} rows"
     least = 0 if trees is None and looseness is None else 1
     assert least <= max_drafts <= MAX_DRAFTS, f"max_drafts {max_drafts}"
     num_reqs = cu_num_logits.shape[0] - 1

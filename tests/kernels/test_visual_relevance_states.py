@@ -6,9 +6,11 @@ import math
 import pytest
 import torch
 
-from tests.kernels.relevance_inputs import DEVICE, FP8, IMPLS, NAN, expect, make_inputs, stored_rows, unit
+from tests.kernels.relevance_inputs import DEVICE, FP8, NAN, expect, make_inputs, stored_rows, unit
 from vidspec_kernels import merge_relevance, storage_scale, store_states, visual_relevance
 from vidspec_kernels.visual_relevance import store as store_module
+
+IMPLS = ["triton", "torch"]
 
 # ---- shards --------------------------------------------------------------------------------------------------------
 
@@ -54,7 +56,6 @@ def check_shards(inputs, num_shards, requests, top_n, impl, equal, merge=merge_r
 
 @pytest.mark.parametrize("num_shards", [2, 3])
 @pytest.mark.parametrize("normal", [None, exact])
-@pytest.mark.parametrize("impl", IMPLS)
 def test_shards_merge_to_the_whole(impl, normal, num_shards):
     """Bit for bit where the cosines are; a shard without any token of a request, and a request without any.
 
@@ -78,7 +79,6 @@ def test_mutation_mean_of_shard_means():
         check_shards(inputs, 2, requests, 5, "torch", equal=False, merge=mean_of_means)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_merge_by_hand(impl):
     merge = functools.partial(merge_relevance, impl=impl)
     inf = math.inf
@@ -92,7 +92,6 @@ def test_merge_by_hand(impl):
     assert merge(unmeasured).isnan().all() and merge(unmeasured[1:]).isnan().all()
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("num_shards", [2, 4, 7])
 def test_merge_does_not_depend_on_the_dealing(num_shards, impl):
     """Equal values give equal bits, however they are dealt. Catches: no order before the sum."""
