@@ -208,7 +208,7 @@ def cases() -> tuple[Case, ...]:
     add("tree_finish", "fill F10 C10 K64", warm_up.finish_once, growth, True, True)
     for num_drafts, ring in ((10, 64), (64, 512)):
         texts = (i32(MAX_REQS), i32(MAX_REQS, 32_768))
-        add("take_windows", f"K{num_drafts}, ring {ring}", warm_up.warm_windows, *texts, ring, num_drafts)
+        add("gather_draft_windows", f"K{num_drafts}, ring {ring}", warm_up.warm_windows, *texts, ring, num_drafts)
     for num_axes in (1, 3):
         add("place_trees", f"K25, axes {num_axes}", place, 25, num_axes)
     for num_axes, path_cols in ((1, 0), (3, 0), (3, 26), (3, 65)):

@@ -346,8 +346,8 @@ def small_kernels() -> list[Small]:
         Small("accept", "loose tree K64", lambda n: n, lambda n: n * 6 * rows, 5),
         Small("path_penalties", "K64 152k tokens", lambda n: 65 * n * 19, lambda n: n * VOCAB * (65 * 8 + 4), 12),
         Small("kv_compact", "K64 4 heads d128 16 bits", lambda n: n * LAYERS * 4, lambda n: n * moved, 4),
-        Small("text_tails", "K10, ring 64", lambda n: n, lambda n: n * 11 * 8, 3),
-        Small("take_windows", "K10, ring 64", lambda n: n, lambda n: n * (2 * 64 * 4 + 11 * 8), 3),
+        Small("copy_committed_suffix", "K10, ring 64", lambda n: n, lambda n: n * 11 * 8, 3),
+        Small("gather_draft_windows", "K10, ring 64", lambda n: n, lambda n: n * (2 * 64 * 4 + 11 * 8), 3),
         Small("merge_relevance", "merge of 4 ranks, top 10", lambda n: 26 * n, lambda n: 26 * n * 164, 1),
     ]
 

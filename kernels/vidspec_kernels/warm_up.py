@@ -35,7 +35,13 @@ from vidspec_kernels.sampling.draw import draw
 from vidspec_kernels.sampling.noise import Noise, SampleScratch
 from vidspec_kernels.tree_attention.api import TreeAttentionScratch, tree_attention
 from vidspec_kernels.visual_relevance.api import merge_relevance, visual_relevance
-from vidspec_kernels.windows.api import NUM_ASKED, NUM_HEADERS, NUM_TOLD, take_windows, text_tails
+from vidspec_kernels.windows.api import (
+    NUM_ASKED,
+    NUM_HEADERS,
+    WINDOW_INFO_SIZE,
+    copy_committed_suffix,
+    gather_draft_windows,
+)
 
 
 def i32(*shape: int) -> Tensor:
@@ -274,8 +280,8 @@ def warm_visual_relevance(
 
 
 def warm_windows(num_tokens: Tensor, text: Tensor, ring: int, num_drafts: int) -> None:
-    """Prepare `text_tails` and `take_windows` for the engine's own texts, rings of so many tokens and K drafts."""
+    """Prepare the operations on draft windows for the engine's own texts, rings of so many tokens and K drafts."""
     streams = i32(len(num_tokens), NUM_HEADERS + ring)
     texts = (as_meta(num_tokens), as_meta(text))
-    text_tails(i64(1), *texts, i32(1, 2 + num_drafts))
-    take_windows(streams, i32(1, NUM_ASKED), i64(1), *texts, i64(1, num_drafts), i32(1, NUM_TOLD))
+    copy_committed_suffix(i64(1), *texts, i32(1, 2 + num_drafts))
+    gather_draft_windows(streams, i32(1, NUM_ASKED), i64(1), *texts, i64(1, num_drafts), i32(1, WINDOW_INFO_SIZE))

@@ -60,7 +60,7 @@ def test_every_form_compiles_for_hopper(forms):
     product."""
     assert {row["kernel"] for row in forms} >= {
         *("accept", "begin_step", "next_level", "draw", "choose_draw", "candidates", "merge_candidates", "kv_compact"),
-        *("loosen", "path_penalties", "take_windows", "text_tails"),
+        *("loosen", "path_penalties", "gather_draft_windows", "copy_committed_suffix"),
         *("tree_begin", "tree_place", "tree_plan", "tree_grow", "tree_finish"),
     }
     by_case = {(row["kernel"], row["case"]): row for row in forms}
@@ -110,7 +110,8 @@ def test_nothing_spills(rows, arch):
     rows = [row for row in rows if row["arch"] == arch]
     assert {row["kernel"] for row in rows} == {
         *("tree_attention", "visual_relevance", "merge_splits", "row_stats", "guidance_scores"),
-        *("accept", "tree_grow", "tree_finish", "place_trees", "take_windows", "text_tails", "path_penalties"),
+        *("accept", "tree_grow", "tree_finish", "place_trees", "path_penalties"),
+        *("gather_draft_windows", "copy_committed_suffix"),
         *("begin_step", "next_level", "draw", "choose_draw", "candidates", "merge_candidates"),
     }
     assert [(row["kernel"], row["case"], row["spill_bytes"]) for row in rows if row["spill_bytes"]] == []

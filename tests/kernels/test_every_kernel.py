@@ -35,8 +35,8 @@ CASES = {
                    {"num_reqs": 3, "frontier": 4, "num_candidates": 5, "num_placed": 9, "num_fed": 4}),
     "tree_plan": ("draft_tree.test_plans_are_the_formulas",
                   {"adopts": True, "num_reqs": 33, "top_k": 8, "num_candidates": 8}),
-    "take_windows": ("windows.test_equals_the_loop", {"num_reqs": 9, "ring": 16}),
-    "text_tails": ("windows.test_tails_equal_the_loop", {"num_reqs": 9}),
+    "gather_draft_windows": ("windows.test_equals_the_loop", {"num_reqs": 9, "ring": 16}),
+    "copy_committed_suffix": ("windows.test_tails_equal_the_loop", {"num_reqs": 9}),
     "visual_relevance": ("visual_relevance.test_sizes", {"name": "65 queries, top 2"}),
 }  # fmt: skip
 KERNELS = {  # of an operation that has others than its own name says, and what runs on a CPU

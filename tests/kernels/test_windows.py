@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from vidspec_kernels import NO_STREAM, NUM_HEADERS, NUM_TOLD, STALE, take_windows, text_tails
+from vidspec_kernels import NO_STREAM, NUM_HEADERS, STALE, WINDOW_INFO_SIZE, copy_committed_suffix, gather_draft_windows
 
 MAX_REQS, MAX_LEN, NUM_DRAFTS = 16, 300, 5
 
@@ -45,7 +45,7 @@ def make_inputs(num_reqs, ring, device, seed=0):
 def outputs(num_reqs, device, num_drafts=NUM_DRAFTS):
     """What is written, full of what must not stay."""
     tokens = torch.full((num_reqs, num_drafts), -7, device=device)
-    return tokens, torch.full((num_reqs, NUM_TOLD), -7, dtype=torch.int32, device=device)
+    return tokens, torch.full((num_reqs, WINDOW_INFO_SIZE), -7, dtype=torch.int32, device=device)
 
 
 def window(stream, asked, length, text, ring):
@@ -71,7 +71,7 @@ def test_equals_the_loop(device, impl, num_reqs, ring):
     for seed in range(6):
         streams, asked, rows, num_tokens, text = make_inputs(num_reqs, ring, device, seed)
         tokens, told = outputs(num_reqs, device)
-        take_windows(streams, asked, rows, num_tokens, text, tokens, told, impl=impl)
+        gather_draft_windows(streams, asked, rows, num_tokens, text, tokens, told, impl=impl)
         for i, row in enumerate(rows.tolist()):
             of_row = (streams[row].tolist(), asked[i].tolist(), int(num_tokens[row]), text[row].tolist())
             expected, what = window(*of_row, ring)
@@ -94,7 +94,9 @@ def test_by_hand(device, impl):
     streams = torch.tensor([agrees, [0] * 8, differs], dtype=torch.int32, device=device)
     asked = torch.tensor([[8, 3], [7, 3], [7, 3]], dtype=torch.int32, device=device)
     tokens, told = outputs(3, device, num_drafts=3)
-    take_windows(streams, asked, torch.tensor([2, 0, 1], device=device), num_tokens, text, tokens, told, impl=impl)
+    gather_draft_windows(
+        streams, asked, torch.tensor([2, 0, 1], device=device), num_tokens, text, tokens, told, impl=impl
+    )
     assert tokens.tolist() == [[0, 0, 0], [14, 15, 0], [0, 0, 0]]
     assert told.tolist() == [[0, STALE], [2, 0], [0, NO_STREAM]]
 
@@ -136,7 +138,7 @@ def test_a_stream_that_is_cut_meanwhile_gives_no_window(impl, tmp_path):
             tokens, told = outputs(1, torch.device("cpu"), num_drafts=60_000)
             deadline = time.monotonic() + 20
             while not found >= {(False, STALE), (True, 0)} and time.monotonic() < deadline:
-                take_windows(streams, asked, rows, num_tokens, text, tokens, told, impl=impl)
+                gather_draft_windows(streams, asked, rows, num_tokens, text, tokens, told, impl=impl)
                 count, what = told[0].tolist()
                 assert tokens[0].tolist() == [count] * count + [0] * (60_000 - count), "a window of two writings"
                 found.add((count > 0, what))
@@ -151,7 +153,7 @@ def test_tails_equal_the_loop(device, impl, num_reqs):
     *_, rows, num_tokens, text = make_inputs(num_reqs, 16, device)
     num_tokens[rows[0]] = 3
     out = torch.full((num_reqs, 2 + NUM_DRAFTS), -7, dtype=torch.int32, device=device)
-    text_tails(rows, num_tokens, text, out, impl=impl)
+    copy_committed_suffix(rows, num_tokens, text, out, impl=impl)
     for i, row in enumerate(rows.tolist()):
         length = int(num_tokens[row])
         cols = [max(col, 0) for col in range(length - 1 - NUM_DRAFTS, length)]
@@ -182,14 +184,14 @@ def test_tails_equal_the_loop(device, impl, num_reqs):
 def test_wrapper_refuses(device, place, change):
     """Catches: a dropped dtype, stride or length check (the kernel would write through a wrong pointer)."""
     arguments = [*make_inputs(3, 16, device), *outputs(3, device)]
-    take_windows(*arguments)
+    gather_draft_windows(*arguments)
     arguments[place] = change(arguments[place])
     with pytest.raises(AssertionError):
-        take_windows(*arguments)
+        gather_draft_windows(*arguments)
 
 
 @pytest.mark.parametrize("change", [lambda t: t.long(), lambda t: t[:2], lambda t: t[:, :1].contiguous()])
 def test_tails_refuse(device, change):
     *_, rows, num_tokens, text = make_inputs(3, 16, device)
     with pytest.raises(AssertionError):
-        text_tails(rows, num_tokens, text, change(torch.zeros(3, 4, dtype=torch.int32, device=device)))
+        copy_committed_suffix(rows, num_tokens, text, change(torch.zeros(3, 4, dtype=torch.int32, device=device)))

@@ -136,10 +136,10 @@ def step(rng: random.Random) -> None:
     )
     kernels.merge_relevance(floats(NUM_SHARDS, rows, TOP_N))
     # What stays is cut at its beginning alone, and comes from a copy of its own.
-    kernels.text_tails(vectors[0], *TEXTS, i32(MAX_REQS, NUM_DRAFTS + 2)[:num_reqs])
-    told = i32(MAX_REQS, kernels.NUM_TOLD)[:num_reqs]
+    kernels.copy_committed_suffix(vectors[0], *TEXTS, i32(MAX_REQS, NUM_DRAFTS + 2)[:num_reqs])
+    told = i32(MAX_REQS, kernels.WINDOW_INFO_SIZE)[:num_reqs]
     asked = cut(i32(num_reqs * kernels.NUM_ASKED), rng).view(num_reqs, kernels.NUM_ASKED)
-    kernels.take_windows(STREAMS, asked, vectors[0], *TEXTS, i64(MAX_REQS, NUM_DRAFTS)[:num_reqs], told)
+    kernels.gather_draft_windows(STREAMS, asked, vectors[0], *TEXTS, i64(MAX_REQS, NUM_DRAFTS)[:num_reqs], told)
 
 
 def grow_trees(rows: torch.Tensor, num_accepted: torch.Tensor, width: int, rng: random.Random) -> None:
