@@ -6,7 +6,7 @@ from typing import Any
 import numba
 import numpy as np
 
-# What stands for an array that is not there, by its type. Loops know it by its length, as nothing is done for no rows.
+# Placeholder of an absent array, by its type. Loops know it by its length, as nothing is done for no rows.
 NOTHING = {
     f"{dtype}[{', '.join(':' * ndim)}]": np.zeros((0,) * ndim, dtype=dtype)
     for dtype in ("bool", "int8", "int32", "int64", "float32")

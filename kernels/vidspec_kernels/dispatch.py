@@ -1,4 +1,4 @@
-"""Dispatch: whether a wrapper launches its Triton kernel, runs its loop or its reference; what all of them share."""
+"""Whether an operation launches its Triton kernel, runs its CPU twin or its reference; how kernels are launched."""
 
 import functools
 import importlib
@@ -19,7 +19,7 @@ def use_triton(impl: Impl, device: torch.device) -> bool:
     """Return whether to launch the kernel.
 
     Args:
-        impl: "auto" takes the kernel for CUDA and meta tensors (see `launcher`) and what `on_host` says elsewhere;
+        impl: "auto" takes the kernel for CUDA and meta tensors (see `launcher`) and what `on_host` returns elsewhere;
             "triton" forces the kernel (on CPU tensors it needs TRITON_INTERPRET=1), "numba" the compiled loop of CPU
             tensors, "torch" the reference.
         device: Where the tensors live.
@@ -64,8 +64,8 @@ def on_host(impl: Impl, device: torch.device, reference: _Function) -> _Function
 def load_loops() -> dict[str, Any]:
     """Return the loops by the name of their reference; none without numba, which vLLM for CPUs brings along.
 
-    The first call in an environment compiles them, which takes some ten seconds, later ones one: whoever serves calls
-    it before it does.
+    The first call in an environment compiles them, which takes some ten seconds, later ones one: a server calls it
+    before it serves.
     """
     if importlib.util.find_spec("numba") is None:
         return {}
@@ -152,7 +152,7 @@ def _address(value: Any) -> Any:
 
 
 def _is_hooked() -> bool:
-    """Return whether anybody, a profiler say, asks Triton to be told of launches."""
+    """Return whether a profiler, say, has hooked Triton's launches."""
     runtime = knobs.runtime
     return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
@@ -162,7 +162,7 @@ def launch(
     plans: dict[Any, Any], key: Hashable = None, options: dict[str, int] | None = None,
     changing: tuple[str, ...] | None = None,
 ) -> None:  # fmt: skip
-    """Launch a kernel as `launcher` does; a launch that is known already goes by its `LaunchPlan`.
+    """Launch a kernel as `launcher` does; a launch made before goes by its `LaunchPlan`.
 
     A wrapper that knows what stays of its arguments may ask `known` first, and leave out making, and checking, all the
     others.

@@ -159,7 +159,7 @@ def warm_path_penalties(vocab_size: int, parents: Tensor, tables: PenaltyTables)
 
 
 def warm_begin_step(tables: StepTables, out: StepBuffers, is_greedy: bool) -> None:
-    """Prepare `begin_step`: of whole batches and of some requests of one, told of their drafts or not.
+    """Prepare `begin_step`: of whole batches and of some requests of one, with verified drafts or without.
 
     Args:
         tables: Its own.
@@ -168,9 +168,9 @@ def warm_begin_step(tables: StepTables, out: StepBuffers, is_greedy: bool) -> No
     """
     tables, out = tables.as_meta(), out.as_meta()
     temperature = None if is_greedy else floats(tables.max_reqs)
-    for picked, is_told in itertools.product((None, i64(1)), (None, floats(1, dtype=torch.bool))):
+    for picked, is_verified in itertools.product((None, i64(1)), (None, floats(1, dtype=torch.bool))):
         begin_step(
-            i64(1), picked, i32(1), is_told, temperature, i64(tables.max_reqs), tables, out,
+            i64(1), picked, i32(1), is_verified, temperature, i64(tables.max_reqs), tables, out,
             size=1, block_size=16, max_position=1, max_drafts=1,
         )  # fmt: skip
 
@@ -254,7 +254,7 @@ def finish_once(growth: TreeGrowBuffers, adopts: bool, fills: bool) -> None:
 def warm_guidance_scores(layers: Iterable[tuple[Tensor, int]], block_table: Tensor, dtype: torch.dtype) -> None:
     """Prepare `guidance_scores` for layers given by their keys and their number of query heads.
 
-    With the layer's own log-sum-exps and without: a backend may tell them in one step and not in another.
+    With the layer's own log-sum-exps and without: a backend may return them in one step and not in another.
     """
     columns = block_table.shape[1]
     for keys, num_heads in layers:

@@ -112,7 +112,7 @@ def test_the_end_of_a_chain_is_missing(device, impl, drafted, accepted):
 
 
 @pytest.mark.parametrize(("name", "change"), changes(
-    batch_rows=(int32,), picked=(int32,), num_sampled=(long, first_two), is_told=(int32, first),
+    batch_rows=(int32,), picked=(int32,), num_sampled=(long, first_two), is_verified=(int32, first),
     temperature=(double, first_two), seeds=(int32, lambda t: t.repeat(2)[::2]), size=(lambda size: 1, lambda size: 99),
 ))  # fmt: skip
 def test_begin_refuses(device, name, change):

@@ -58,7 +58,7 @@ def test_padding_rows_touch_nothing(device, impl):
     for table, old in zip(growth.plans.observed, before, strict=True):
         others = [0, 1, 3, 4, 5]
         assert torch.equal(table[others], old[others]) and len(table) == 7
-    assert growth.plans.num_told[2] == 1 and growth.plans.max_depths[2] == 6
+    assert growth.plans.num_observed[2] == 1 and growth.plans.max_depths[2] == 6
 
 
 def test_begin_at_a_real_size(device):

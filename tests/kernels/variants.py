@@ -165,9 +165,9 @@ def grow_trees(rows: torch.Tensor, num_accepted: torch.Tensor, width: int, rng: 
 
 def draft_step(rng: random.Random, num_reqs: int, width: int) -> None:
     """Begin a step, place a level of chains and one of trees, and draw after each; some logits are processed."""
-    picked, is_told = cut(i64(num_reqs), rng), cut(floats(num_reqs, dtype=torch.bool), rng)
+    picked, is_verified = cut(i64(num_reqs), rng), cut(floats(num_reqs, dtype=torch.bool), rng)
     kernels.begin_step(
-        cut(i64(num_reqs), rng), rng.choice((None, picked)), cut(i32(num_reqs), rng), rng.choice((None, is_told)),
+        cut(i64(num_reqs), rng), rng.choice((None, picked)), cut(i32(num_reqs), rng), rng.choice((None, is_verified)),
         floats(TABLES.max_reqs), i64(TABLES.max_reqs), TABLES, STEP, size=rng.randint(num_reqs, MAX_REQS),
         block_size=16, max_position=rng.randint(1, 10**6), max_drafts=rng.randint(0, NUM_DRAFTS),
     )  # fmt: skip

@@ -109,7 +109,7 @@ class AdaptiveTree:
         plans.confidence.index_fill_(0, rows, alpha)
         plans.max_depths.index_fill_(0, rows, knobs.depth_max)
         plans.history.index_fill_(0, rows, 0)
-        plans.num_told.index_fill_(0, rows, 0)
+        plans.num_observed.index_fill_(0, rows, 0)
         plans.depths.index_fill_(0, rows, depth)
         plans.widths.index_fill_(0, rows, width)
         self._host_depths.read()[rows_np] = depth

@@ -38,8 +38,8 @@ def accept(
     """Accept each request's longest path of drafts that match the target's samples or may differ from them.
 
     Shared-noise coupling (METHODS 0; Daliri, Musco, Suresh 2025): the target is sampled at every logits row as
-    vanilla decoding would. The draft of a node with parent p stands if it is the target's sample at p, its expected
-    token. Else, only where `may_loosen` says so (METHODS 4), by the first of these that the request's `rules` have:
+    vanilla decoding would. The draft of a node with parent p passes if it is the target's sample at p, its expected
+    token. Else, only where `may_loosen` is set (METHODS 4), by the first of these that the request's `rules` have:
 
     - LOWEST (LVSpec, eq. 9-10): it is among the floor(share * n) lowest scores of the n valid drafts of its branch,
       those that match counted too; of equal scores the lower node's is the lower, and NaN is the highest.
@@ -47,18 +47,18 @@ def accept(
     - SHIFT (LVSpec, eq. 11): its expected token is some valid draft of its branch.
 
     A branch is a child of the root with all below it; a chain is one branch. n counts drafts that have a row. The
-    deepest node wins of those that stand together with all above them (siblings may hold the same token); of equally
-    deep ones that with the fewest mismatches on its way, then the lowest. A mismatch that stands is emitted though the
+    deepest node is accepted of those that pass with all their ancestors (siblings may hold the same token); of equally
+    deep ones that with the fewest mismatches on its way, then the lowest. An accepted mismatch is emitted though the
     target sampled another token; without any rule every emitted token is the target's own.
 
     Args:
         target_tokens: int64 [N], the target's sample at each logits row.
         draft_tokens: int32 [N], input token of each logits row: row i of a request is its node i, row 0 its root; -1 =
-            not a draft, never stands.
+            not a draft, never accepted.
         cu_num_logits: int32 [R + 1], first logits row of each request; at most max_drafts + 1 rows a request.
         max_drafts: K, 0 to 64; of trees and loose requests at least 1.
         trees: None: all are chains.
-        looseness: None: no mismatch stands. Its rows are those of the trees, and of the tally.
+        looseness: None: no mismatch is accepted. Its rows are those of the trees, and of the tally.
         tally: What is counted and kept of the step; None: nothing.
 
     Returns:
@@ -66,8 +66,8 @@ def accept(
         num_sampled: int32 [R], 1 + accepted drafts; 0 for a request without rows.
         path: int32 [R, K + 1], the accepted node at each depth from the root on, then each column's own index; None
             for chains.
-        kinds: int8 [R, K + 1], of each emitted token: 1 a draft that matches, 2 one that LOWEST or WINDOW let through,
-            3 one that SHIFT did; 0 for the target's sample and beyond. None without looseness.
+        kinds: int8 [R, K + 1], of each emitted token: 1 a draft that matches, 2 a mismatch accepted by LOWEST or
+            WINDOW, 3 one by SHIFT; 0 for the target's sample and beyond. None without looseness.
     """
     plans, key = _plans(max_drafts, trees, looseness, tally)
     plan = None if impl == "torch" else known(plans, _accept_kernel, key)
@@ -105,7 +105,7 @@ def accept(
 def _plans(
     max_drafts: int, trees: TreeShapes | None, looseness: Looseness | None, tally: Tally | None
 ) -> tuple[dict[Any, Any], Hashable]:
-    """Return the launches that are known, and the key of these arguments among them; None where nobody keeps any.
+    """Return the launches that are known, and the key of these arguments among them; None where none are kept.
 
     What stays of a launch is the tally's, by its identity: the plan keeps it alive, so that nothing else can have it.
     """
@@ -142,7 +142,7 @@ def _check(
     target_tokens: Tensor, draft_tokens: Tensor, cu_num_logits: Tensor, max_drafts: int, trees: TreeShapes | None,
     looseness: Looseness | None, tally: Tally | None,
 ) -> None:  # fmt: skip
-    """Assert what `accept` says of its arguments."""
+    """Check the arguments of `accept`."""
     device, num_rows = target_tokens.device, target_tokens.shape[0]
     check_vector("target_tokens", target_tokens, torch.int64, device)
     check_vector("draft_tokens", draft_tokens, torch.int32, device)
@@ -175,7 +175,7 @@ def _check(
 
 
 def _check_tally(tally: Tally, max_drafts: int, device: torch.device) -> None:
-    """Assert what `Tally` says of its tensors, but of its rows."""
+    """Check a tally's tensors, but its rows."""
     check_vector("has_draft", tally.has_draft, torch.bool, device)
     check_vector("totals", tally.totals, torch.int64, device, NUM_SUMS + max_drafts)
     if (by_kind := tally.by_kind) is not None:

@@ -32,7 +32,7 @@ def _accept(
     for r in range(len(cu_num_logits) - 1):
         start = cu_num_logits[r]
         num_logits = min(cu_num_logits[r + 1] - start, num_cols)
-        stand = np.int64(0)  # bits of the drafts that stand
+        passing = np.int64(0)  # bits of the drafts that pass
         for node in range(1, num_logits):
             bit = np.int64(1) << (node - 1)
             parent[node], depth[node], above[node] = node - 1, node, (bit << 1) - 1
@@ -42,10 +42,10 @@ def _accept(
             draft = draft_tokens[start + node]
             kind[node] = 1 if draft >= 0 and draft == target_tokens[start + parent[node]] else 0
             if kind[node] != 0:
-                stand |= bit
+                passing |= bit
         if is_loose:
-            row, exact = loose_rows[r], stand
-            stand = np.int64(0)
+            row, exact = loose_rows[r], passing
+            passing = np.int64(0)
             for node in range(1, num_logits):
                 wrong, mismatches[node] = above[node] & ~exact, 0
                 while wrong != 0:
@@ -76,11 +76,11 @@ def _accept(
                     elif rules[row] & shift != 0 and is_drafted:
                         kind[node] = 3
                 if kind[node] != 0:
-                    stand |= np.int64(1) << (node - 1)
+                    passing |= np.int64(1) << (node - 1)
 
         last, last_depth = 0, 0
         for node in range(1, num_logits):
-            if above[node] & ~stand == 0:
+            if above[node] & ~passing == 0:
                 is_better = not has_trees or depth[node] > last_depth
                 if has_trees and is_loose and depth[node] == last_depth:
                     is_better = mismatches[node] < mismatches[last]

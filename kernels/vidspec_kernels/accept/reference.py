@@ -26,15 +26,15 @@ def accept_reference(
     target, draft = place.spread(target_tokens), place.spread(draft_tokens)[:, 1:]  # [R, K + 1] and [R, K]
     shape = _shapes(xp, trees, place, col)
     expected = target[shape.parent_index]
-    stands = (draft >= 0) & (draft == expected) & place.has_row
+    passes = (draft >= 0) & (draft == expected) & place.has_row
     kind = mismatches = path = kinds = None
     if looseness is not None:
         kind, mismatches = _judge(xp, looseness, node, shape, place, draft, expected)
-        stands = kind != 0
+        passes = kind != 0
     if trees is None:
-        num_accepted = stands.cumprod(1).sum(1)[:, None]  # [R, 1]
+        num_accepted = passes.cumprod(1).sum(1)[:, None]  # [R, 1]
     else:
-        num_accepted, path = _deepest(xp, shape, stands, mismatches, place.has_row, col)
+        num_accepted, path = _deepest(xp, shape, passes, mismatches, place.has_row, col)
         target = target[shape.req_idx, path]
     num_sampled = num_accepted + 1
     if place.num_logits is not None:
@@ -76,7 +76,7 @@ class _Places(NamedTuple):
     shape: tuple[int, int]
 
     def spread(self, vector: Tensor) -> Any:
-        """Return what a vector says of each node's row, [R, K + 1]."""
+        """Return a vector's entry of each node's row, [R, K + 1]."""
         if self.row is None:
             return as_array(vector).reshape(self.shape)
         return as_array(vector if len(vector) else vector.new_zeros(1))[self.row]
@@ -116,15 +116,15 @@ def _shapes(xp: ModuleType, trees: TreeShapes | None, place: _Places, col: Any) 
     state_row, req_idx = as_array(trees.rows), _arange(num_reqs, trees.rows.device)[:, None]
     words = as_array(trees.ancestors)[state_row][:, :num_cols]
     parent, depth = (as_array(table)[state_row][:, 1:num_cols] for table in (trees.parents, trees.depths))
-    if place.row is not None:  # nodes without a row may say anything; none is the ancestor of one that has a row
+    if place.row is not None:  # nodes without a row may hold anything; none is the ancestor of one that has a row
         parent = at_most(at_least(parent, 0), num_cols - 1)
     return _Shapes((req_idx, parent), depth, words[:, 1:], words, req_idx)
 
 
-def _deepest(xp: ModuleType, shape: _Shapes, stands: Any, mismatches: Any, has_row: Any, col: Any) -> tuple[Any, Any]:
+def _deepest(xp: ModuleType, shape: _Shapes, passes: Any, mismatches: Any, has_row: Any, col: Any) -> tuple[Any, Any]:
     """Return how many drafts of trees are accepted, [R, 1], and the path to the last, [R, K + 1]."""
     num_cols, bit = len(col), 1 << col[:-1]
-    alive = has_row & ((shape.above & ~(stands * bit).sum(1)[:, None]) == 0)  # distinct bits: the sum is the union
+    alive = has_row & ((shape.above & ~(passes * bit).sum(1)[:, None]) == 0)  # distinct bits: the sum is the union
     # One maximum for the greatest depth, within it the fewest mismatches, then the lowest node; 0 for the root.
     key = shape.depth * num_cols**2 - col[1:]
     if mismatches is not None:
@@ -180,7 +180,7 @@ def _count(xp: ModuleType, tally: Tally, has_row: Any, depth: Any, num_accepted:
         has_row: bool [R, K] or [1, K].
         depth: [R, K]; None for chains.
         num_accepted: [R, 1].
-        kinds: [R, K + 1]; None where all that stands is exact.
+        kinds: [R, K + 1]; None where only exact matches are accepted.
         col: [K + 1].
     """
     num_drafts = has_row.sum(1) * as_array(tally.has_draft)[as_array(tally.rows)]  # [R]

@@ -1,4 +1,4 @@
-"""What `accept` is told of drafts: their shapes, the rules by which mismatches may stand, what is counted."""
+"""Arguments of `accept`: the drafts' shapes, the rules by which mismatches are accepted, what is counted."""
 
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ class TreeShapes(NamedTuple):
     """The shapes of the drafts by persistent row; a chain is a tree too.
 
     Node 0 is the root (the last committed token), drafts 1 to K follow with parents[i] < i, so that every prefix is a
-    tree too. What the tables say of a root's parent and depth, and of nodes without a logits row, does not matter.
+    tree too. Parent and depth of a root, and nodes without a logits row, are ignored.
 
     Attributes:
         rows: int64 [R], persistent row (`req_state_idx`) of each request.
@@ -32,17 +32,17 @@ class TreeShapes(NamedTuple):
 
 
 class Looseness(NamedTuple):
-    """Which mismatches of a verify step may stand.
+    """Which mismatches of a verify step may be accepted.
 
     Attributes:
         rows: int64 [R], persistent row of each request.
-        rules: int32 [max_reqs], sum of LOWEST, WINDOW and SHIFT; 0 lets no mismatch through.
+        rules: int32 [max_reqs], sum of LOWEST, WINDOW and SHIFT; 0 accepts no mismatch.
         shares: float32 [max_reqs], lambda of LOWEST, 0 to 1.
         windows: int32 [max_reqs], W of WINDOW, >= 0; 0 leaves the entropy alone to decide.
         scores: float32 [N], of each logits row's own draft (its visual relevance, eq. 8).
         entropies: float32 [N], normalised, of what the target samples after each logits row's input: a node's judges
             its children.
-        may_loosen: bool [N], nothing forbids that the draft of a logits row stands though it differs.
+        may_loosen: bool [N], whether the draft of a logits row may be accepted though it differs.
         min_entropy: Above it the target is unsure; compared in float32.
     """
 
@@ -62,9 +62,9 @@ class Tally(NamedTuple):
     Attributes:
         rows: int64 [R], persistent row of each request.
         has_draft: bool [max_reqs], whether a request's drafts are real; those of others are not counted.
-        totals: int64 [>= 7 + K], added to. Of the requests with drafts: how many, their drafts, those that stand, the
-            depth of their deepest drafts, those that stand by kind (1, 2, 3), and those that stand at each depth.
-        by_kind: int64 [R, 3], written: each request's drafts that stand, by kind. None: nobody asks.
+        totals: int64 [>= 7 + K], added to. Of the requests with drafts: how many, their drafts, the accepted ones,
+            the depth of their deepest drafts, the accepted by kind (1, 2, 3), and the accepted at each depth.
+        by_kind: int64 [R, 3], written: each request's accepted drafts, by kind. None: not requested.
         path: int32 [max_reqs, >= K + 1], unit stride in its rows, written: each request's accepted path, as `accept`
             returns it of trees; of a chain each column's own index. None where all drafts are chains for good.
         num_accepted: int32 [max_reqs], written: how many drafts are on the path; -1 of a request without rows. Comes

@@ -24,14 +24,14 @@ def _accept_kernel(
     target_tokens_ptr,  # [N]
     draft_tokens_ptr,  # [N]
     cu_num_logits_ptr,  # [R + 1]
-    rows_ptr,  # [R]; None for strict chains that nobody counts
+    rows_ptr,  # [R]; None for strict chains that are not counted
     # Parents, depths, ancestors, [max_reqs, num_cols] each, their row stride; out: path [R, num_cols]. None for chains
     tree,
     # Rules, shares, windows, [max_reqs] each, the least entropy; out: kinds [R, num_cols]. None where all is strict
     loose,
-    sums,  # Which rows have drafts [max_reqs]; in and out: totals [NUM_SUMS + num_cols - 1]. None where nobody counts
-    by_kind_ptr,  # Out: [R, 3]; None where nobody asks
-    # Out: paths by row, [max_reqs, num_cols], their stride, accepted drafts by row [max_reqs]. None where nobody asks
+    sums,  # Which rows have drafts [max_reqs]; in and out: totals [NUM_SUMS + num_cols - 1]. None: nothing is counted
+    by_kind_ptr,  # Out: [R, 3]; None: not requested
+    # Out: paths by row, [max_reqs, num_cols], their stride, accepted drafts by row [max_reqs]. None: not requested
     kept,
     scores_ptr, entropies_ptr, may_loosen_ptr,  # [N]; None where all is strict, as the next two
     sampled_ptr,  # [R, num_cols]
@@ -70,7 +70,7 @@ def _accept_kernel(
 
     valid = is_draft & (draft >= 0)
     exact = valid & (draft == expected)
-    stands = exact
+    passes = exact
     mismatches = 0
     if loose is not None:
         rules_ptr, shares_ptr, windows_ptr, min_entropy, kinds_ptr = loose
@@ -107,18 +107,18 @@ def _accept_kernel(
         drafted = tl.max((peers & (draft[None, :] == expected[:, None])).to(tl.int32), axis=1) != 0
         shifted = drafted & ((rule & FLAGS[2]) != 0)
         kind = tl.where(exact, 1, tl.where(valid & may_loosen, tl.where(loosened, 2, tl.where(shifted, 3, 0)), 0))
-        stands = kind != 0
+        passes = kind != 0
 
     if tree is not None:
         RADIX: tl.constexpr = 2 * BLOCK  # more than a node's index or a count of nodes
-        alive = is_draft & ((above & ~tl.sum(tl.where(stands, bit, 0), axis=0)) == 0)
+        alive = is_draft & ((above & ~tl.sum(tl.where(passes, bit, 0), axis=0)) == 0)
         # One maximum for the greatest depth, within it the fewest mismatches, then the lowest node; 0 for the root.
         key = tl.max(tl.where(alive, (depth * RADIX - mismatches) * RADIX - node, 0), axis=0)
         last_depth = (key + RADIX * RADIX - 1) // (RADIX * RADIX)
         last = (last_depth * RADIX * RADIX - key) % RADIX
         on_path = (bit & tl.sum(tl.where(node == last, above, 0), axis=0)) != 0
     else:
-        last_depth = tl.min(tl.where(stands, BLOCK, place_of_bit), axis=0)
+        last_depth = tl.min(tl.where(passes, BLOCK, place_of_bit), axis=0)
         last = last_depth
         on_path = node <= last
     tl.store(num_sampled_ptr + req_idx, tl.minimum(last_depth + 1, num_logits))

@@ -13,7 +13,7 @@ from vidspec_kernels.draft_step.buffers import StepBuffers, StepTables, batch_pl
 _BLOCK = 1024
 # Arguments of a launch that tables and buffers do not settle: the tensors of its own step, and its numbers.
 _CHANGING = (
-    *("batch_rows_ptr", "picked_ptr", "num_sampled_ptr", "is_told_ptr", "temperature_ptr", "seeds_ptr"),
+    *("batch_rows_ptr", "picked_ptr", "num_sampled_ptr", "is_verified_ptr", "temperature_ptr", "seeds_ptr"),
     *("num_reqs", "max_position", "max_drafts"),
 )
 
@@ -34,7 +34,7 @@ def _slot(batch_table_ptr, entry, block_size, max_blocks):
         "batch_rows_ptr",
         "picked_ptr",
         "num_sampled_ptr",
-        "is_told_ptr",
+        "is_verified_ptr",
         "temperature_ptr",
         "seeds_ptr",
     ],
@@ -43,7 +43,7 @@ def _begin_step_kernel(
     batch_rows_ptr,  # [n]
     picked_ptr,  # [m]; None: all
     num_sampled_ptr,  # [n]
-    is_told_ptr,  # [m]; None: of all
+    is_verified_ptr,  # [m]; None: of all
     temperature_ptr, seeds_ptr, num_tokens_ptr,  # [max_reqs]; None: 0
     text_ptr, text_stride,  # [max_reqs, max_len]
     last_sampled_ptr, last_sampled_stride,  # [max_reqs, 1]
@@ -105,13 +105,13 @@ def _begin_step_kernel(
 
     sampled = tl.load(num_sampled_ptr + i)
     accepted = tl.maximum(sampled - 1, 0)
-    told = sampled - 1
-    if is_told_ptr is not None:
-        told = tl.where(tl.load(is_told_ptr + b) != 0, told, -1)
+    verified = sampled - 1
+    if is_verified_ptr is not None:
+        verified = tl.where(tl.load(is_verified_ptr + b) != 0, verified, -1)
     delta = tl.load(pos_delta_ptr + row)
     root_pos = (num_tokens - 1).to(tl.int64)
     tl.store(out_rows_ptr + b, row)
-    tl.store(out_num_accepted_ptr + b, told)
+    tl.store(out_num_accepted_ptr + b, verified)
     if temperature_ptr is None:
         tl.store(out_temperature_ptr + b, 0.0)
     else:
@@ -120,7 +120,7 @@ def _begin_step_kernel(
     tl.store(out_root_slot_ptr + b, root)
     tl.store(out_root_pos_ptr + b, root_pos)
     tl.store(out_pos_delta_ptr + b, delta)
-    tl.store(out_last_root_ptr + b, root - tl.maximum(told, 0) - 1)
+    tl.store(out_last_root_ptr + b, root - tl.maximum(verified, 0) - 1)
     tl.store(seq_lens_ptr + b, root + 1)
 
     last = accepted
@@ -148,15 +148,15 @@ def _begin_step_kernel(
 
 
 def begin_step(
-    batch_rows: Tensor, picked: Tensor | None, num_sampled: Tensor, is_told: Tensor | None, temperature: Tensor | None,
-    seeds: Tensor, tables: StepTables, out: StepBuffers, *, size: int, block_size: int, max_position: int,
+    batch_rows: Tensor, picked: Tensor | None, num_sampled: Tensor, is_verified: Tensor | None,
+    temperature: Tensor | None, seeds: Tensor, tables: StepTables, out: StepBuffers, *, size: int, block_size: int, max_position: int,
     max_drafts: int, impl: Impl = "auto",
 ) -> None:  # fmt: skip
     """Write a step's buffers: those of its m requests, then padding up to batch row `size`; later rows are left alone.
 
     The first forward feeds the committed text's last two tokens of each request. The first of them is there because its
     KV is missing exactly when it is a draft that was proposed but not fed (the end of a chain, a leaf of a tree);
-    otherwise its KV stands and this copy goes to slot 0, in the null block. `fed` is read for that, then set to 0.
+    otherwise its KV is valid and this copy goes to slot 0, in the null block. `fed` is read for that, then set to 0.
 
     Padding has row max_reqs, num_accepted -1, slots -1 and 0 everywhere else; its `batch_table` and `path` are left
     alone. Block tables are copied at least up to the entry of the last draft, root_slot + max_drafts.
@@ -165,7 +165,7 @@ def begin_step(
         batch_rows: int64 [n], persistent rows of the target's batch.
         picked: int64 [m], places of the requests that draft in it; None: all of them, m = n.
         num_sampled: int32 [n], accepted drafts and the target's own token.
-        is_told: bool [m], whether the target has verified drafts of this request; None: of all.
+        is_verified: bool [m], whether the target has verified drafts of this request; None: of all.
         temperature: float32 [max_reqs]; None: 0 everywhere, the draft is greedy.
         seeds: int64 [max_reqs].
         tables: Read by persistent row; `fed` of the m rows is set to 0.
@@ -177,12 +177,12 @@ def begin_step(
     """
     num_reqs = batch_rows.shape[0] if picked is None else picked.shape[0]
     assert num_reqs <= size <= out.max_batch, f"size {size}, {num_reqs} requests, room for {out.max_batch}"
-    key = (tables, picked is None, is_told is None, temperature is None, block_size)
+    key = (tables, picked is None, is_verified is None, temperature is None, block_size)
     # A request's block table is copied by as many programs as its columns need.
     grid = (size, max(-(-tables.block_table.shape[1] // _BLOCK), 1))
     plan = None if impl == "torch" else known(out.plans, _begin_step_kernel, key)
     if plan is not None and size:
-        step = (batch_rows, picked, num_sampled, is_told, temperature, seeds, num_reqs, max_position, max_drafts)
+        step = (batch_rows, picked, num_sampled, is_verified, temperature, seeds, num_reqs, max_position, max_drafts)
         plan(grid, *step)
         return
     device = tables.device
@@ -191,8 +191,8 @@ def begin_step(
     check_vector("seeds", seeds, torch.int64, device, tables.max_reqs)
     if picked is not None:
         check_vector("picked", picked, torch.int64, device)
-    if is_told is not None:
-        check_vector("is_told", is_told, torch.bool, device, num_reqs)
+    if is_verified is not None:
+        check_vector("is_verified", is_verified, torch.bool, device, num_reqs)
     if temperature is not None:
         check_vector("temperature", temperature, torch.float32, device, tables.max_reqs)
     assert out.device == device, f"out: expected device {device}, got {out.device}"
@@ -202,14 +202,14 @@ def begin_step(
         return
     if not use_triton(impl, device):
         on_host(impl, device, begin_step_reference)(
-            batch_rows, picked, num_sampled, is_told, temperature, seeds, tables, out,
+            batch_rows, picked, num_sampled, is_verified, temperature, seeds, tables, out,
             size=size, block_size=block_size, max_position=max_position, max_drafts=max_drafts,
         )  # fmt: skip
         return
     max_blocks = tables.block_table.shape[1]
     path_stride, num_cols = (0, 0) if tables.path is None else (tables.path.stride(0), tables.path.shape[1])
     args = (
-        batch_rows, picked, num_sampled, is_told, temperature, seeds, tables.num_tokens, tables.text,
+        batch_rows, picked, num_sampled, is_verified, temperature, seeds, tables.num_tokens, tables.text,
         tables.text.stride(0), tables.last_sampled, tables.last_sampled.stride(0), tables.num_dropped, tables.pos_delta,
         tables.block_table, tables.block_table.stride(0), max_blocks, tables.fed, tables.path, path_stride, num_cols,
         out.rows, out.num_accepted, out.temperature, out.seeds, out.root_slot, out.root_pos, out.pos_delta,
@@ -225,8 +225,8 @@ def begin_step(
 
 @has_cpu_twin
 def begin_step_reference(
-    batch_rows: Tensor, picked: Tensor | None, num_sampled: Tensor, is_told: Tensor | None, temperature: Tensor | None,
-    seeds: Tensor, tables: StepTables, out: StepBuffers, *, size: int, block_size: int, max_position: int,
+    batch_rows: Tensor, picked: Tensor | None, num_sampled: Tensor, is_verified: Tensor | None,
+    temperature: Tensor | None, seeds: Tensor, tables: StepTables, out: StepBuffers, *, size: int, block_size: int, max_position: int,
     max_drafts: int,
 ) -> None:  # fmt: skip
     """Do what `begin_step` does, in numpy or torch: the specification. Same arguments."""
@@ -238,7 +238,7 @@ def begin_step_reference(
     sampled = sampled[:m]
     accepted = at_least(sampled - 1, 0)
     here.rows[:m] = row
-    here.num_accepted[:m] = sampled - 1 if is_told is None else xp.where(as_array(is_told)[:m], sampled - 1, -1)
+    here.num_accepted[:m] = sampled - 1 if is_verified is None else xp.where(as_array(is_verified)[:m], sampled - 1, -1)
     here.temperature[:m] = 0.0 if temperature is None else as_array(temperature)[row]
     here.seeds[:m] = as_array(seeds)[row]
     here.level[:] = 0

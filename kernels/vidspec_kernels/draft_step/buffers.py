@@ -63,8 +63,8 @@ class StepTables(_Tensors):
         num_dropped: int32 [max_reqs], visual tokens that the draft does not see.
         pos_delta: int64 [max_reqs], rope position minus logical position.
         block_table: int32 [max_reqs, max_blocks], unit stride in its rows.
-        fed: In and out, int64 [max_reqs + 1], nodes of the last drafts whose KV entries stand: bit j - 1 is node j. Its
-            last row is the padding's.
+        fed: In and out, int64 [max_reqs + 1], nodes of the last drafts with a valid KV entry: bit j - 1 is node j. Its last
+            row is the padding's.
         path: int32 [max_reqs, K + 1], accepted nodes of the last trees from column 1 on; None: only chains are drafted.
     """
 
@@ -91,7 +91,7 @@ class StepTables(_Tensors):
 
     @functools.cached_property
     def max_reqs(self) -> int:
-        """Persistent rows; also the row that stands for padding."""
+        """Persistent rows; also the index of the padding row."""
         return self.block_table.shape[0]
 
 
@@ -103,7 +103,7 @@ class StepBuffers(_Tensors):
 
     Attributes:
         rows: int64 [M], persistent row; max_reqs of padding.
-        num_accepted: int32 [M], drafts of the last step that stand; -1: the last step tells nothing of this request.
+        num_accepted: int32 [M], accepted drafts of the last step; -1: nothing was verified for this request.
         temperature: float32 [M].
         seeds: int64 [M].
         root_slot: int32 [M], KV entries before the root, the last committed token.

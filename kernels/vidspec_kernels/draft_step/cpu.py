@@ -17,7 +17,7 @@ from vidspec_kernels.draft_step.buffers import LevelBuffers, StepBuffers, StepTa
     "int32[:], int64[:, :], int64[:], int32[:], int32[:, :], int64, int64, int64, int64, int64"
 )
 def _begin_step(
-    batch_rows, picked, num_sampled, is_told, temperature, seeds,
+    batch_rows, picked, num_sampled, is_verified, temperature, seeds,
     num_tokens, text, last_sampled, num_dropped, pos_delta, block_table, fed, path,
     out_rows, out_num_accepted, out_temperature, out_seeds, out_root_slot, out_root_pos, out_pos_delta, out_last_root,
     batch_table, out_level, input_ids, positions, slot_mapping, seq_lens, out_path,
@@ -31,15 +31,15 @@ def _begin_step(
         root = num_tokens[row] - 1 - num_dropped[row]
         for col in range(min((root + max_drafts) // block_size + 1, max_blocks)):
             batch_table[b, col] = block_table[row, col]
-        told = num_sampled[i] - 1
-        accepted = max(told, 0)
-        if len(is_told) > 0 and not is_told[b]:
-            told = -1
+        verified = num_sampled[i] - 1
+        accepted = max(verified, 0)
+        if len(is_verified) > 0 and not is_verified[b]:
+            verified = -1
         root_pos, delta = num_tokens[row] - 1, pos_delta[row]
-        out_rows[b], out_num_accepted[b], out_seeds[b] = row, told, seeds[row]
+        out_rows[b], out_num_accepted[b], out_seeds[b] = row, verified, seeds[row]
         out_temperature[b] = temperature[row] if len(temperature) > 0 else 0.0
         out_root_slot[b], out_root_pos[b], out_pos_delta[b] = root, root_pos, delta
-        out_last_root[b], seq_lens[b] = root - max(told, 0) - 1, root + 1
+        out_last_root[b], seq_lens[b] = root - max(verified, 0) - 1, root + 1
 
         last = accepted
         if num_cols > 0:
@@ -69,8 +69,8 @@ def _begin_step(
 
 
 def begin_step(
-    batch_rows: Tensor, picked: Tensor | None, num_sampled: Tensor, is_told: Tensor | None, temperature: Tensor | None,
-    seeds: Tensor, tables: StepTables, out: StepBuffers, *, size: int, block_size: int, max_position: int,
+    batch_rows: Tensor, picked: Tensor | None, num_sampled: Tensor, is_verified: Tensor | None,
+    temperature: Tensor | None, seeds: Tensor, tables: StepTables, out: StepBuffers, *, size: int, block_size: int, max_position: int,
     max_drafts: int,
 ) -> None:  # fmt: skip
     """Do what `begin_step` does."""
@@ -79,7 +79,7 @@ def begin_step(
         batch_rows.numpy(),
         NOTHING["int64[:]"] if picked is None else picked.numpy(),
         num_sampled.numpy(),
-        NOTHING["bool[:]"] if is_told is None else is_told.numpy(),
+        NOTHING["bool[:]"] if is_verified is None else is_verified.numpy(),
         NOTHING["float32[:]"] if temperature is None else temperature.numpy(),
         seeds.numpy(),
         table.num_tokens, table.text, table.last_sampled, table.num_dropped, table.pos_delta, table.block_table,

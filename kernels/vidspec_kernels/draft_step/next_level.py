@@ -34,7 +34,7 @@ def _next_level_kernel(
     seq_lens_ptr,  # [B]
     input_ids_ptr,  # [B * F]
     masks_ptr, masks_stride,  # [B, F]
-    level_ptr,  # [1]; None: `level` says it
+    level_ptr,  # [1]; None: `level` is the number
     num_places, frontier, padding_row, level, block_size, max_position,
     NUM_POS_AXES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

@@ -25,7 +25,7 @@ def _tree_begin_kernel(
     leftover_log_probs_ptr,  # [R, num_leftovers]
     rows_ptr, num_accepted_ptr,  # [R]; None where no history is kept
     history_ptr,  # [max_reqs + 1, WINDOW]
-    num_told_ptr, max_depths_ptr,  # [max_reqs + 1]
+    num_observed_ptr, max_depths_ptr,  # [max_reqs + 1]
     num_cols, num_nodes, num_leftovers, max_frontier, depth_min, depth_max, history_low, history_high,
     WINDOW: tl.constexpr, BLOCK_WINDOW: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -40,7 +40,7 @@ def _tree_begin_kernel(
     if history_ptr is not None:
         row = tl.load(rows_ptr + req_idx)
         accepted = tl.load(num_accepted_ptr + req_idx).to(tl.int64)
-        num_told = tl.load(num_told_ptr + row)
+        num_observed = tl.load(num_observed_ptr + row)
         max_depth = tl.load(max_depths_ptr + row)
         i = tl.arange(0, BLOCK_WINDOW)
         past = tl.load(history_ptr + row * WINDOW + i, mask=i < WINDOW, other=0)
@@ -61,22 +61,22 @@ def _tree_begin_kernel(
             tl.store(leftover_log_probs_ptr + req_idx * num_leftovers + j, nothing, mask=j < num_leftovers)
 
     if history_ptr is not None:
-        is_told = accepted >= 0
-        place = num_told % WINDOW
+        is_verified = accepted >= 0
+        place = num_observed % WINDOW
         total = tl.sum(tl.where(i == place, accepted, past), axis=0).to(tl.float32)
-        count = tl.minimum(num_told + 1, WINDOW).to(tl.float32)
+        count = tl.minimum(num_observed + 1, WINDOW).to(tl.float32)
         max_depth += tl.where(total > history_high * count, 1.0, 0.0) - tl.where(total < history_low * count, 1.0, 0.0)
         max_depth = tl.minimum(tl.maximum(max_depth, depth_min), depth_max)
-        tl.store(history_ptr + row * WINDOW + place, accepted, mask=is_told)
-        tl.store(num_told_ptr + row, num_told + 1, mask=is_told)
-        tl.store(max_depths_ptr + row, max_depth, mask=is_told)
+        tl.store(history_ptr + row * WINDOW + place, accepted, mask=is_verified)
+        tl.store(num_observed_ptr + row, num_observed + 1, mask=is_verified)
+        tl.store(max_depths_ptr + row, max_depth, mask=is_verified)
 
 
 def tree_begin(
     tree: TreeTables, template: TreeTemplate, num_reqs: int, growth: TreeGrowBuffers | None = None,
     rows: Tensor | None = None, num_accepted: Tensor | None = None, *, impl: Impl = "auto",
 ) -> None:  # fmt: skip
-    """Begin a step: make the trees of batch rows 0 to num_reqs - 1 their template's, and learn what became of the last.
+    """Begin a step: make the trees of batch rows 0 to num_reqs - 1 their template's, and note how the last were accepted.
 
     Tokens become -1 but the root's, which stays. For trees that grow, the first frontier becomes the root alone and no
     candidate is left over. Each acceptance length moves its request's maximum depth by the mean of the last ones (SAGE,
@@ -88,7 +88,7 @@ def tree_begin(
         num_reqs: R.
         growth: In and out, of trees that grow; with it also the next two.
         rows: int64 [R], persistent row of each batch row; only padding rows may be equal.
-        num_accepted: int32 [R], accepted drafts of the request's last tree; -1 = it tells nothing.
+        num_accepted: int32 [R], accepted drafts of the request's last tree; -1 = not verified.
     """
     device = tree.device
     assert 0 <= num_reqs <= len(tree.num_nodes), f"{num_reqs} requests, {len(tree.num_nodes)} fit"
@@ -104,17 +104,17 @@ def tree_begin(
         on_host(impl, device, tree_begin_reference)(tree, template, num_reqs, growth, rows, num_accepted)
         return
     frontier: tuple[Tensor | None, ...] = (None,) * 3
-    told: tuple[Tensor | None, ...] = (None,) * 5
+    observed: tuple[Tensor | None, ...] = (None,) * 5
     num_leftovers, max_frontier, window, limits = 0, 0, 1, [0.0] * 4
     if growth is not None:
         frontier = (growth.frontier_nodes, growth.frontier_log_probs, growth.leftover_log_probs)
         num_leftovers, max_frontier = growth.leftover_log_probs[0].numel(), growth.max_frontier
         rules = growth.plans.rules
         if rules.history > 0:
-            told, window = (rows, num_accepted, *growth.plans.observed), rules.history
+            observed, window = (rows, num_accepted, *growth.plans.observed), rules.history
             limits = [float(rules.depth_min), float(rules.depth_max), rules.history_low, rules.history_high]
     launcher(_tree_begin_kernel, (num_reqs,), device)(
-        *template.tensors, *tree.tensors, *frontier, *told,
+        *template.tensors, *tree.tensors, *frontier, *observed,
         tree.num_cols, template.num_nodes, num_leftovers, max_frontier, *limits,
         WINDOW=window, BLOCK_WINDOW=triton.next_power_of_2(window), BLOCK=triton.next_power_of_2(tree.num_cols),
         CHUNK=_NUM_CLEARED,
@@ -142,12 +142,12 @@ def tree_begin_reference(
     if rules.history == 0:
         return
     xp, row, accepted = array_module(tree.device), as_array(rows), as_array(num_accepted)
-    history, num_told, max_depths = growth.plans.observed_arrays
-    is_told, before = accepted >= 0, num_told[row]  # [R]
+    history, num_observed, max_depths = growth.plans.observed_arrays
+    is_verified, before = accepted >= 0, num_observed[row]  # [R]
     place = before % rules.history
-    history[row, place] = xp.where(is_told, accepted, history[row, place])
-    num_told[row] = before + is_told
+    history[row, place] = xp.where(is_verified, accepted, history[row, place])
+    num_observed[row] = before + is_verified
     total, count = history[row].sum(1), (before + 1).clip(None, rules.history)
     is_high, is_low = total > rules.history_high * count, total < rules.history_low * count
-    change = (is_high * 1 - is_low * 1) * is_told
+    change = (is_high * 1 - is_low * 1) * is_verified
     max_depths[row] = (max_depths[row] + change).clip(rules.depth_min, rules.depth_max)

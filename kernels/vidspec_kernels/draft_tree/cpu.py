@@ -37,8 +37,8 @@ def _begin(
     "float64, float64, float64, float64"
 )
 def _begin_growth(
-    frontier_nodes, frontier_log_probs, leftover_log_probs, rows, num_accepted, history, num_told, max_depths, window,
-    depth_min, depth_max, history_low, history_high,
+    frontier_nodes, frontier_log_probs, leftover_log_probs, rows, num_accepted, history, num_observed, max_depths,
+    window, depth_min, depth_max, history_low, history_high,
 ):  # fmt: skip
     for b in range(len(rows)):
         frontier_nodes[b, 0], frontier_log_probs[b, 0] = 0, 0.0
@@ -46,9 +46,9 @@ def _begin_growth(
         row, accepted = rows[b], num_accepted[b]
         if window == 0 or accepted < 0:
             continue
-        history[row, num_told[row] % window] = accepted
-        num_told[row] += 1
-        total, count = np.int64(0), min(num_told[row], window)
+        history[row, num_observed[row] % window] = accepted
+        num_observed[row] += 1
+        total, count = np.int64(0), min(num_observed[row], window)
         for place in range(window):
             total += history[row, place]
         change = (1.0 if total > history_high * count else 0.0) - (1.0 if total < history_low * count else 0.0)
@@ -231,7 +231,7 @@ def tree_finish(
     tree: TreeTables, num_reqs: int, *, next_free: Tensor | None = None, leaves: Leaves | None = None,
     max_nodes: int = 0, plans: TreePlans | None = None, rows: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Do what `tree_finish` does; leaves, which only asynchronous scheduling asks for, are the reference's."""
+    """Do what `tree_finish` does; leaves, which only asynchronous scheduling needs, are the reference's."""
     ints, floats = NOTHING["int64[:]"], NOTHING["float32[:]"]
     adopted = (floats, ints, ints, floats, ints, ints) if plans is None else plans.adopted_arrays
     _finish(

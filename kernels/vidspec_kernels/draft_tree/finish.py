@@ -129,7 +129,7 @@ def tree_finish(
     Args:
         tree: In and out.
         num_reqs: R.
-        next_free: int64 [>= R], one more than the nodes that each tree has; None: `tree.num_nodes` says it.
+        next_free: int64 [>= R], one more than the nodes that each tree has; None: `tree.num_nodes` has the count.
         leaves: What trees are filled up with; None: they are not.
         max_nodes: At most K, at least what any of the trees has.
         plans: In and out: those of this step become those of `rows`; None: nothing is adopted.

@@ -116,7 +116,7 @@ class TreePlans:
         depths: int64 [max_num_reqs + 1], levels of the request's tree.
         widths: int64 [max_num_reqs + 1], its root's children.
         history: int64 [max_num_reqs + 1, window], a ring of acceptance lengths; 0 = none yet.
-        num_told: int64 [max_num_reqs + 1], acceptance lengths told so far: the next one's place in the ring, modulo.
+        num_observed: int64 [max_num_reqs + 1], acceptance lengths so far: the next one's place in the ring, modulo.
         next_confidence: float32 [max_num_reqs] by batch row, the plan that this step's roots make.
         next_depths: int64 [max_num_reqs].
         next_widths: int64 [max_num_reqs].
@@ -129,7 +129,7 @@ class TreePlans:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
         self.confidence, self.max_depths = torch.zeros(num_rows, device=device), torch.zeros(num_rows, device=device)
-        self.depths, self.widths, self.num_told = numbers(num_rows), numbers(num_rows), numbers(num_rows)
+        self.depths, self.widths, self.num_observed = numbers(num_rows), numbers(num_rows), numbers(num_rows)
         self.history = numbers(num_rows, rules.history)
         self.next_confidence = torch.zeros(max_num_reqs, device=device)
         self.next_depths, self.next_widths = numbers(max_num_reqs), numbers(max_num_reqs)
@@ -138,7 +138,7 @@ class TreePlans:
         self.adopted = (
             self.next_confidence, self.next_depths, self.next_widths, self.confidence, self.depths, self.widths
         )  # fmt: skip
-        self.observed = (self.history, self.num_told, self.max_depths)
+        self.observed = (self.history, self.num_observed, self.max_depths)
         self.adopted_arrays = tuple(map(as_array, self.adopted))
         self.observed_arrays = tuple(map(as_array, self.observed))
 

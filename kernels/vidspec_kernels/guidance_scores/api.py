@@ -1,7 +1,7 @@
 """guidance_scores: attention weight that text queries give each key of a paged cache, summed over queries and heads.
 
 The weights are never held: on the GPU two passes over key tiles (softmax statistics of every row, then column sums), or
-the second alone where the model's own attention tells the statistics; on the CPU strips of whole rows of bounded size.
+the second alone where the model's own attention returns the statistics; on the CPU strips of rows of bounded size.
 Each element of the result has one owner: equal inputs give equal bits.
 """
 

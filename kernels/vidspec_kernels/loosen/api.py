@@ -1,4 +1,4 @@
-"""loosen: of every draft, whether anything forbids that it stands though it differs, and its score; one launch."""
+"""loosen: whether each draft may be accepted though it differs, and its score; one launch."""
 
 from typing import Any, NamedTuple
 
@@ -87,7 +87,7 @@ def _loosen_kernel(
     score = tl.zeros([BLOCK], tl.float32)
     if relevance_ptr is not None:
         score = tl.load(relevance_ptr + (parent_row if IS_PREDICTING else row), mask=mask, other=0.0)
-        # NaN: it could not be measured, and who asks for it is verified strictly.
+        # NaN: not measured; a request that is scored by it is verified strictly.
         may = may & ((score == score) | (source != RELEVANCE))
     word = tl.load(seeds_ptr + req_state_idx, mask=mask, other=0)
     word += tl.load(pos_ptr + row, mask=mask, other=0) * 0x1E3779B97F4A7C15
@@ -104,7 +104,7 @@ def loosen(
     tables: LooseTables, parents: Tensor | None = None, relevance: Tensor | None = None, *, is_predicting: bool = False,
     impl: Impl = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Say of each logits row's draft whether it may stand though it differs, and how it is scored (METHODS 4).
+    """Return whether each logits row's draft may be accepted though it differs, and its score (METHODS 4).
 
     It may unless a parameter of its request forbids it (its logit at its parent is not finite), it or the target's
     token in its place is protected, the text has ended before it, or it is judged by a relevance that is NaN.
@@ -123,7 +123,7 @@ def loosen(
 
     Returns:
         scores: float32 [N]: the relevance, of requests scored by chance a hash in [0, 1); 0 where there is none.
-        may_loosen: bool [N]; what it says of roots does not matter.
+        may_loosen: bool [N]; of roots ignored.
     """
     known, key = tables.known, (logits.dtype, logits.stride(0), parents is None, relevance is None, is_predicting)
     if known is None or key not in known:
@@ -152,7 +152,7 @@ def _check(
     target_tokens: Tensor, draft_tokens: Tensor, logits: Tensor, req_rows: Tensor, nodes: Tensor, pos: Tensor,
     tables: LooseTables, parents: Tensor | None, relevance: Tensor | None,
 ) -> None:  # fmt: skip
-    """Assert what `loosen` says of its arguments."""
+    """Check the arguments of `loosen`."""
     device, num_rows, max_reqs = target_tokens.device, target_tokens.shape[0], tables.sources.shape[0]
     check_lengths(
         device, ("target_tokens", target_tokens, torch.int64, num_rows),

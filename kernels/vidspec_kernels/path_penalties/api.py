@@ -76,7 +76,7 @@ def _path_penalties_kernel(
         while node > 0:
             token = tl.load(tokens_ptr + first + node)
             counts += (block == token).to(tl.int32)
-            # A parent comes before its child; should a table say otherwise, the walk still ends.
+            # A parent comes before its child; the walk ends even if a table violates that.
             node = tl.minimum(tl.load(parents_ptr + node), node - 1)
         is_seen = counts > 0
         # From here on in vLLM's words, branch and order of operations included (`_penalties_kernel`).
@@ -127,7 +127,7 @@ def path_penalties(
 def _check(
     logits: Tensor, req_rows: Tensor, nodes: Tensor, tokens: Tensor, parents: Tensor, tables: PenaltyTables
 ) -> None:
-    """Assert what `path_penalties` says of its arguments."""
+    """Check the arguments of `path_penalties`."""
     device, (num_rows, vocab_size), max_reqs = logits.device, logits.shape, len(tables.repetition)
     check_matrix("logits", logits, torch.float32, device)
     check_vector("req_rows", req_rows, torch.int64, device, num_rows)

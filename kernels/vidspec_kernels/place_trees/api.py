@@ -174,7 +174,7 @@ def _check(
     idx_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor, depths: Tensor, ancestors: Tensor,
     positions: Tensor, places: TreePlaces, size: int, out_positions: Tensor | None,
 ) -> int:  # fmt: skip
-    """Assert what `place_trees` asks for; return the columns of the tables."""
+    """Check the arguments of `place_trees`; return the columns of the tables."""
     device, num_reqs, num_cols = idx_mapping.device, idx_mapping.shape[0], depths.shape[1]
     check_vector("idx_mapping", idx_mapping, torch.int64, device)
     check_vector("query_start_loc", query_start_loc, torch.int32, device, num_reqs + 1)

@@ -60,7 +60,7 @@ def _candidates_kernel(
     temperature_ptr, seeds_ptr,  # [R]; None: logits are scores
     pos_ptr,  # [n]
     keys_ptr,  # [n, num_blocks, 2 ** LOG_TOP]
-    maxima_ptr, sums_ptr,  # [n, num_blocks]; None: nobody asks
+    maxima_ptr, sums_ptr,  # [n, num_blocks]; None: not requested
     vocab_size, salt, first, width,
     NOISE: tl.constexpr, APPLY_TEMPERATURE: tl.constexpr, LOG_BLOCK: tl.constexpr, LOG_TOP: tl.constexpr,
 ):  # fmt: skip
@@ -95,7 +95,7 @@ def _candidates_kernel(
 )
 def _merge_candidates_kernel(
     keys_ptr,  # [n, num_blocks, 2 ** LOG_TOP]
-    maxima_ptr, sums_ptr,  # [n, num_blocks]; None: nobody asks
+    maxima_ptr, sums_ptr,  # [n, num_blocks]; None: not requested
     scores_ptr, scores_stride, ids_ptr, ids_stride,  # [n, num_candidates]
     num_blocks, num_candidates,
     BLOCK: tl.constexpr, LOG_MERGE: tl.constexpr, LOG_TOP: tl.constexpr,

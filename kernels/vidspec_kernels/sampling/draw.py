@@ -52,7 +52,7 @@ def _choose_draw_kernel(
     best_ptr, best_ids_ptr,  # [n, num_blocks]
     tokens_ptr, tokens_stride,  # [n, num_levels]
     ids_ptr,  # [n]
-    level_ptr,  # [1]; None: `level` says it
+    level_ptr,  # [1]; None: `level` is the number
     num_blocks, level,
     BLOCK: tl.constexpr,
 ):  # fmt: skip

@@ -22,7 +22,7 @@ class Noise:
 
     Attributes:
         function: Jitted, (scores [BLOCK] float32, token ids [BLOCK], seed, position, use_fp64 constexpr) -> the scores
-            with their noise, float64 where asked for.
+            with their noise, float64 on request.
         reference: The same in numpy: (seeds [n] int64, positions [n] int64, token ids [V] uint32, use_fp64) -> noise
             [n, V].
         salt: Added to positions.

@@ -83,8 +83,8 @@ def tree_attention(
     -inf. Rows of `out` and `lse` that belong to no request are left alone: padding has no rows, and its tables may hold
     anything. Softmax and sums are float32.
 
-    A launch depends on shapes, strides and `max_queries` alone, allocates nothing and asks the device nothing, so that
-    it can be captured: every length is read when it runs.
+    A launch depends on shapes, strides and `max_queries` alone, allocates nothing and reads nothing back from the
+    device, so that it can be captured: every length is read when it runs.
 
     Args:
         query: float32, bfloat16 or float16 [num_tokens, num_heads, head_size], unit stride in head_size.
@@ -136,7 +136,7 @@ def _check(
     num_queries: Tensor, prefix_lens: Tensor, masks: Tensor, out: Tensor, max_queries: int,
     scratch: TreeAttentionScratch, prefix: tuple[Tensor, Tensor] | None, lse: Tensor | None,
 ) -> None:  # fmt: skip
-    """Assert what `tree_attention` says of its arguments."""
+    """Check the arguments of `tree_attention`."""
     device, num_reqs = query.device, rows.shape[0]
     num_tokens, num_heads, head_size = query.shape
     assert query.dtype in _DTYPES and key_cache.dtype in _DTYPES, f"query {query.dtype}, key_cache {key_cache.dtype}"

@@ -341,7 +341,7 @@ def _tree_attention_kernel(
                     members = tl.minimum(fan_in, num_parts - leader)
                     place = _place(first_program, leader * span)
                     if tl.atomic_add(level_ptr + place, 1, sem="acq_rel", scope="gpu") == members - 1:
-                        # The last to arrive merges, in the order of the parts; nobody else comes before the next call.
+                        # The last to arrive merges, in the order of the parts; none arrives before the next call.
                         tl.store(level_ptr + place, 0)
                         part = part // fan_in
                         num_parts = tl.cdiv(num_parts, fan_in)

@@ -76,7 +76,7 @@ def visual_relevance(
     for first in range(0, num_reqs, per_strip):
         last = min(first + per_strip, num_reqs)
         strip, sizes = bounds[first : last + 1], np.empty((last - first, 2), dtype=np.int64)
-        # Zeros: what a product makes of memory that nobody wrote here would be for nothing, or slow.
+        # Zeros: products of uninitialised memory would be wasted, or slow.
         units = queries.new_zeros(last - first, max_queries, hidden_size)
         keys = queries.new_zeros(last - first, num_keys, hidden_size)
         _gather(

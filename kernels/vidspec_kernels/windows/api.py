@@ -2,7 +2,7 @@
 
 `copy_committed_suffix` copies the ends of the committed texts, which are sent to the drafter. `gather_draft_windows`
 takes the next window out of each draft stream: its tokens behind the committed text, if it agrees with that
-(ParallelVLM, section 4: post-verify). Nothing on the host depends on what is in a window: no host-device synchronisation.
+(ParallelVLM, section 4: post-verify). The host depends on no window's content: no host-device synchronisation.
 """
 
 import torch
@@ -205,7 +205,7 @@ def gather_draft_windows_reference(
 
 
 def _check(rows: Tensor, num_tokens: Tensor, text: Tensor) -> None:
-    """Assert what both ask for."""
+    """Check what both operations read."""
     check_vector("rows", rows, torch.int64, rows.device)
     check_vector("num_tokens", num_tokens, torch.int32, rows.device)
     check_matrix("text", text, torch.int32, rows.device, len(num_tokens))

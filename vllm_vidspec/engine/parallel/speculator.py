@@ -116,7 +116,7 @@ class ParallelSpeculator(BaseSpeculator):
         self._last_step = (0.0, 0)  # when the last one of pure decoding was committed, and its requests
         self._commits = None if client is None else Commits(client.tables, self._rule, counters, device, self._most)
         self._streams = None if client is None else SharedStreams(client.tables, device, counters)
-        # A step's drafts and their window info (`gather_draft_windows`), one behind the other: ranks share both at once.
+        # A step's drafts and their window info (`gather_draft_windows`), adjacent: ranks share both at once.
         self._windows = torch.zeros(num_rows * (self._most + 1), dtype=torch.int64, device=device)
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}  # by number of requests
         self._asked: tuple[bytes, torch.Tensor] = (b"", self._windows)  # of the last step: uploaded when it changes
