@@ -149,8 +149,8 @@ def _begin_step_kernel(
 
 def begin_step(
     batch_rows: Tensor, picked: Tensor | None, num_sampled: Tensor, is_verified: Tensor | None,
-    temperature: Tensor | None, seeds: Tensor, tables: StepTables, out: StepBuffers, *, size: int, block_size: int, max_position: int,
-    max_drafts: int, impl: Impl = "auto",
+    temperature: Tensor | None, seeds: Tensor, tables: StepTables, out: StepBuffers, *, size: int, block_size: int,
+    max_position: int, max_drafts: int, impl: Impl = "auto",
 ) -> None:  # fmt: skip
     """Write a step's buffers: those of its m requests, then padding up to batch row `size`; later rows are left alone.
 
@@ -226,8 +226,8 @@ def begin_step(
 @has_cpu_twin
 def begin_step_reference(
     batch_rows: Tensor, picked: Tensor | None, num_sampled: Tensor, is_verified: Tensor | None,
-    temperature: Tensor | None, seeds: Tensor, tables: StepTables, out: StepBuffers, *, size: int, block_size: int, max_position: int,
-    max_drafts: int,
+    temperature: Tensor | None, seeds: Tensor, tables: StepTables, out: StepBuffers, *, size: int, block_size: int,
+    max_position: int, max_drafts: int,
 ) -> None:  # fmt: skip
     """Do what `begin_step` does, in numpy or torch: the specification. Same arguments."""
     xp, table, here = array_module(tables.device), tables.arrays, out.arrays

@@ -63,7 +63,7 @@ class StepTables(_Tensors):
         num_dropped: int32 [max_reqs], visual tokens that the draft does not see.
         pos_delta: int64 [max_reqs], rope position minus logical position.
         block_table: int32 [max_reqs, max_blocks], unit stride in its rows.
-        fed: In and out, int64 [max_reqs + 1], nodes of the last drafts with a valid KV entry: bit j - 1 is node j. Its last
+        fed: In and out, int64 [max_reqs + 1], last drafts' nodes with a valid KV entry: bit j - 1 is node j. Its last
             row is the padding's.
         path: int32 [max_reqs, K + 1], accepted nodes of the last trees from column 1 on; None: only chains are drafted.
     """

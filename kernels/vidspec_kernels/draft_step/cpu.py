@@ -70,8 +70,8 @@ def _begin_step(
 
 def begin_step(
     batch_rows: Tensor, picked: Tensor | None, num_sampled: Tensor, is_verified: Tensor | None,
-    temperature: Tensor | None, seeds: Tensor, tables: StepTables, out: StepBuffers, *, size: int, block_size: int, max_position: int,
-    max_drafts: int,
+    temperature: Tensor | None, seeds: Tensor, tables: StepTables, out: StepBuffers, *, size: int, block_size: int,
+    max_position: int, max_drafts: int,
 ) -> None:  # fmt: skip
     """Do what `begin_step` does."""
     table, here = tables.arrays, out.arrays

@@ -76,7 +76,7 @@ def tree_begin(
     tree: TreeTables, template: TreeTemplate, num_reqs: int, growth: TreeGrowBuffers | None = None,
     rows: Tensor | None = None, num_accepted: Tensor | None = None, *, impl: Impl = "auto",
 ) -> None:  # fmt: skip
-    """Begin a step: make the trees of batch rows 0 to num_reqs - 1 their template's, and note how the last were accepted.
+    """Begin a step: make the trees of batch rows 0 to num_reqs - 1 their template's, and note the last's acceptance.
 
     Tokens become -1 but the root's, which stays. For trees that grow, the first frontier becomes the root alone and no
     candidate is left over. Each acceptance length moves its request's maximum depth by the mean of the last ones (SAGE,
