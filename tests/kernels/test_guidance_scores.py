@@ -159,13 +159,13 @@ SIZES = {
     **{f"{n} rows of half": dict(requests=[(n, 80)], num_heads=1, num_kv_heads=1, dtype=F16) for n in (63, 64, 65)},
     **{f"{n} keys": dict(requests=[(1, n)]) for n in (1, 2, 63, 64, 65, 128, 200)},  # tiles of 64
     # GQA ratios 1, 2 and 7, the last not a power of two, on both engines' strides.
-    **{f"{heads}/{kv} {layout}": dict(num_heads=heads, num_kv_heads=kv, layout=layout, block_size=32)
+    **{f"groups_{heads}_{kv}_{layout}": dict(num_heads=heads, num_kv_heads=kv, layout=layout, block_size=32)
        for heads, kv in ((2, 2), (4, 2), (14, 2), (7, 1)) for layout in ("flash", "cpu")},
     **{f"d{dim} blocks of {size}": dict(requests=[(3, 100)], head_dim=dim, block_size=size)
        for dim, size in ((8, 128), (64, 32), (80, 16), (96, 24), (128, 64), (64, 1))},
-    **{f"{dtype} on {keys}": dict(dtype=dtype, keys=keys, head_dim=64)
+    **{f"dtypes_{dtype}_{keys}": dict(dtype=dtype, keys=keys, head_dim=64)
        for dtype, keys in ((F16, F16), (BF16, BF16), (torch.float32, BF16), (F16, torch.float32))},
-    "real size": dict(requests=[(24, 2500)], head_dim=64, block_size=32),  # about the bundled model's video
+    "real_size": dict(requests=[(24, 2500)], head_dim=64, block_size=32),  # about the bundled model's video
 }  # fmt: skip
 
 
@@ -183,7 +183,7 @@ def test_sizes(device, impl, name):
     keys = sizes.pop("keys", None)
     inputs = make_inputs(device, **sizes)
     inputs["key_cache"] = inputs["key_cache"].to(keys or inputs["key_cache"].dtype)
-    assert name != "real size" or inputs["block_table"].shape[1] * 32 > module._KEYS_PER_SPLIT
+    assert name != "real_size" or inputs["block_table"].shape[1] * 32 > module._KEYS_PER_SPLIT
     got = run(inputs, impl)
     assert_close(got, expect(inputs))
     num_queries, num_heads, _ = inputs["query"].shape

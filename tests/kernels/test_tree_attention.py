@@ -88,7 +88,7 @@ SIZES = {
     "ragged": dict(requests=requests_of(*MIXED, (17, 130))),
     "ragged, a loose bound": dict(requests=requests_of(*MIXED), spare_queries=2, poison=NAN),
     # GQA groups of 1, 2, 3 and 7 on both engines' strides.
-    **{f"{heads}/{kv} {layout}": dict(
+    **{f"groups_{heads}_{kv}_{layout}": dict(
         requests=requests_of((5, 37), (2, 9)), num_heads=heads, num_kv_heads=kv, layout=layout)
        for heads, kv in ((2, 2), (4, 2), (6, 2), (14, 2), (7, 1)) for layout in ("flash", "cpu")},
     # A padded head read past its end; a block size taken for a power of two or for a tile's divisor.
@@ -96,7 +96,7 @@ SIZES = {
         requests=requests_of((4, 40), (3, 130)), head_size=dim, block_size=size, layout=layout)
        for dim, size in ((32, 128), (64, 16), (64, 24), (80, 16), (128, 128), (256, 1)) for layout in ("flash", "cpu")},
     # Softmax, sums or partial results in the inputs' dtype. Seen to fail: partial results rounded to bfloat16.
-    **{f"{dtype}": dict(requests=requests_of((5, 300), (17, 33)), head_size=64, dtype=dtype, layout=layout)
+    **{f"dtypes_{dtype}": dict(requests=requests_of((5, 300), (17, 33)), head_size=64, dtype=dtype, layout=layout)
        for dtype, layout in ((torch.float16, "cpu"), (torch.bfloat16, "flash"))},
     # Entries past the table count as masked: nodes, and even the prefix's end.
     **{f"table of {n}": dict(requests=requests_of((9, 40), (5, 14), (4, 16)), max_blocks=n, poison=NAN)

@@ -27,7 +27,7 @@ def of_top(top_n):
 
 SIZES = {
     # Against the stored values, so that only the products may round; the float8 scale left in.
-    **{f"{query} on {store}": (10, dict(query_dtype=query, store_dtype=store)) for query, store in (
+    **{f"dtypes_{query}_{store}": (10, dict(query_dtype=query, store_dtype=store)) for query, store in (
         (F32, F32), (BF16, BF16), (F16, F16), (BF16, FP8), (F32, FP8), (BF16, F32), (F32, F16))},
     # Powers of two and their neighbours.
     **{f"top {n}": (n, dict(requests=of_top(n), hidden=32, block_rows=64)) for n in (1, 2, 10, 16, 17, 100, 128)},

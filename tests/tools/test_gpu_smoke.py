@@ -225,8 +225,7 @@ def test_every_kernel_is_among_those_that_the_device_is_asked_for():
     for source in (smoke.ROOT / "kernels" / "vidspec_kernels").glob("*/*.py"):
         if re.search(r"^def _\w+_kernel\(", source.read_text(), re.MULTILINE):  # others are parts of kernels
             own = "".join(path.read_text() for path in KERNEL_TESTS.glob(f"test_{source.parent.name}*.py"))
-            tests = re.findall(r"^def (test_\w+)", own, re.MULTILINE)
-            assert any(part in test for part in parts for test in tests), f"nothing runs {source}"
+            assert any(part in own for part in parts), f"nothing runs {source}"
     everything = "".join(path.read_text() for path in KERNEL_TESTS.glob("test_*.py"))
     assert all(part in everything for part in parts), "a part of the selection that selects nothing"
 
