@@ -92,19 +92,6 @@ def test_merge_by_hand(impl):
     assert merge(unmeasured).isnan().all() and merge(unmeasured[1:]).isnan().all()
 
 
-@pytest.mark.parametrize("num_shards", [2, 4, 7])
-def test_merge_does_not_depend_on_the_dealing(num_shards, impl):
-    """Equal values give equal bits, however they are dealt. Catches: no order before the sum."""
-    generator = torch.Generator().manual_seed(0)
-    num_rows = 50 if impl == "torch" else 3
-    values = torch.rand(num_rows, 128, generator=generator).sort(dim=1, descending=True).values.to(DEVICE)
-    dealt = torch.full((num_shards, num_rows, 128), -math.inf, device=DEVICE)
-    for shard in range(num_shards):
-        mine = values[:, shard::num_shards]
-        dealt[shard, :, : mine.shape[1]] = mine
-    assert torch.equal(merge_relevance(dealt, impl), merge_relevance(values[None], impl))
-
-
 @pytest.mark.parametrize("top_n", [1, 10, 33])
 def test_merges_are_the_same(top_n, branches):
     """The kernel against torch: rows of any number of values, one with NaN, strides of a gathered batch."""

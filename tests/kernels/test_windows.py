@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.kernels.refusals import changes, first_two, int32, long, transposed
 from vidspec_kernels import NO_STREAM, NUM_HEADERS, STALE, WINDOW_INFO_SIZE, copy_committed_suffix, gather_draft_windows
 
 MAX_REQS, MAX_LEN, NUM_DRAFTS = 16, 300, 5
@@ -160,37 +161,27 @@ def test_tails_equal_the_loop(device, impl, num_reqs):
         assert out[i].tolist() == [length, *(int(text[row, col]) for col in cols)]
 
 
-@pytest.mark.parametrize(
-    ("place", "change"),
-    [
-        (0, lambda t: t.long()),
-        (0, lambda t: t[:, :-1].contiguous()),
-        (0, lambda t: t[:2]),
-        (0, lambda t: t.T.contiguous().T),
-        (1, lambda t: t.long()),
-        (1, lambda t: t[:2]),
-        (1, lambda t: t[:, :1].contiguous()),
-        (2, lambda t: t.int()),
-        (3, lambda t: t.long()),
-        (4, lambda t: t.long()),
-        (4, lambda t: t.T.contiguous().T),
-        (4, lambda t: t[:4]),
-        (5, lambda t: t.int()),
-        (5, lambda t: t[:2]),
-        (6, lambda t: t.long()),
-        (6, lambda t: t[:, :1].contiguous()),
-    ],
-)
-def test_wrapper_refuses(device, place, change):
+def narrow(tensor):
+    return tensor[:, :1].contiguous()
+
+
+ARGUMENTS = ("streams", "asked", "rows", "num_tokens", "text", "tokens", "window_info")
+
+
+@pytest.mark.parametrize(("name", "change"), changes(
+    streams=(long, lambda t: t[:, :-1].contiguous(), first_two, transposed), asked=(long, first_two, narrow),
+    rows=(int32,), num_tokens=(long,), text=(long, transposed, lambda t: t[:4]), tokens=(int32, first_two),
+    window_info=(long, narrow),
+))  # fmt: skip
+def test_wrapper_refuses(device, name, change):
     """Catches: a dropped dtype, stride or length check (the kernel would write through a wrong pointer)."""
-    arguments = [*make_inputs(3, 16, device), *outputs(3, device)]
-    gather_draft_windows(*arguments)
-    arguments[place] = change(arguments[place])
-    with pytest.raises(AssertionError):
-        gather_draft_windows(*arguments)
+    arguments = dict(zip(ARGUMENTS, (*make_inputs(3, 16, device), *outputs(3, device)), strict=True))
+    gather_draft_windows(**arguments)
+    with pytest.raises(AssertionError, match=name):
+        gather_draft_windows(**arguments | {name: change(arguments[name])})
 
 
-@pytest.mark.parametrize("change", [lambda t: t.long(), lambda t: t[:2], lambda t: t[:, :1].contiguous()])
+@pytest.mark.parametrize("change", [long, first_two, narrow])
 def test_tails_refuse(device, change):
     *_, rows, num_tokens, text = make_inputs(3, 16, device)
     with pytest.raises(AssertionError):
