@@ -21,8 +21,7 @@ def _popcount(word):
     ]
 )
 def _accept_kernel(
-    target_tokens_ptr,  # [N]
-    draft_tokens_ptr,  # [N]
+    target_tokens_ptr, draft_tokens_ptr,  # [N]
     cu_num_logits_ptr,  # [R + 1]
     rows_ptr,  # [R]; None for strict chains that are not counted
     # Parents, depths, ancestors, [max_reqs, num_cols] each, their row stride; out: path [R, num_cols]. None for chains
@@ -33,12 +32,13 @@ def _accept_kernel(
     by_kind_ptr,  # Out: [R, 3]; None: not requested
     # Out: paths by row, [max_reqs, num_cols], their stride, accepted drafts by row [max_reqs]. None: not requested
     kept,
-    scores_ptr, entropies_ptr, may_loosen_ptr,  # [N]; None where all is strict, as the next two
+    scores_ptr, entropies_ptr, may_loosen_ptr,  # [N]; None where all is strict
     sampled_ptr,  # [R, num_cols]
     num_sampled_ptr,  # [R]
     num_cols,
     BLOCK: tl.constexpr,
-    FLAGS: tl.constexpr, NUM_SUMS: tl.constexpr,  # LOWEST, WINDOW, SHIFT, EPSILON; None where all is strict
+    FLAGS: tl.constexpr,  # LOWEST, WINDOW, SHIFT, EPSILON; None where all is strict
+    NUM_SUMS: tl.constexpr,
 ):  # fmt: skip
     """One request. Entries are its drafts, nodes 1 to BLOCK; what concerns pairs of them has 32 bits a pair at most.
 

@@ -44,7 +44,8 @@ def _begin_step_kernel(
     picked_ptr,  # [m]; None: all
     num_sampled_ptr,  # [n]
     is_verified_ptr,  # [m]; None: of all
-    temperature_ptr, seeds_ptr, num_tokens_ptr,  # [max_reqs]; None: 0
+    temperature_ptr,  # [max_reqs]; None: 0
+    seeds_ptr, num_tokens_ptr,  # [max_reqs]
     text_ptr, text_stride,  # [max_reqs, max_len]
     last_sampled_ptr, last_sampled_stride,  # [max_reqs, 1]
     num_dropped_ptr, pos_delta_ptr,  # [max_reqs]

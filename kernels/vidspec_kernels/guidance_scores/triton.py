@@ -102,8 +102,7 @@ def _guidance_scores_kernel(
     row_factor_ptr,  # [num_queries, num_heads], query weight / sum; or None
     query_weight_ptr,  # [num_queries] factors where there are no others; or None
     out_ptr, out_stride,  # [num_out_rows, max_keys]
-    out_row_ptr,  # [num_reqs]
-    num_keys_ptr,  # [num_reqs]
+    out_row_ptr, num_keys_ptr,  # [num_reqs]
     num_heads, num_kv_heads, block_size, scale_log2, max_keys,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, WIDEN: tl.constexpr,

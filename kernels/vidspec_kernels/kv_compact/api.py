@@ -86,8 +86,7 @@ def _kv_compact_kernel(
     # [num_views], addresses of [num_blocks, block_size, num_kv_heads, HEAD_SIZE]
     addresses_ptr, block_stride, slot_stride, head_stride, dim_stride,
     block_table_ptr, block_table_stride, max_blocks,  # [max_table_rows, max_blocks]
-    rows_ptr,  # [R]
-    starts_ptr,  # [R]
+    rows_ptr, starts_ptr,  # [R]
     path_ptr, path_stride, num_cols,  # [P, num_cols]
     num_accepted_ptr,  # [P]
     path_rows_ptr,  # [R]; None where P is R
