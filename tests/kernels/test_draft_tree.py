@@ -61,21 +61,6 @@ def test_padding_rows_touch_nothing(device, impl):
     assert growth.plans.num_observed[2] == 1 and growth.plans.max_depths[2] == 6
 
 
-def test_begin_at_a_real_size(device):
-    """Catches: a kernel and a reference that differ in anything, at 33 requests and 720 candidates."""
-    results = []
-    for impl in ("triton", "torch", "numba"):
-        where = device if impl == "triton" else torch.device("cpu")
-        tree = make_tables(40, 64, where)
-        growth = make_growth(tree, max_parents=71, num_candidates=10)
-        rows = torch.randperm(40, generator=torch.Generator().manual_seed(0))[:33].to(where)
-        for step in range(3):
-            told = torch.randint(-1, 5, (33,), generator=torch.Generator().manual_seed(step)).int().to(where)
-            tree_begin(tree, make_template(64, where), 33, growth, rows, told, impl=impl)
-        results.append(everything(tree, growth))
-    assert all(torch.equal(found, same[0]) for same in zip(*results, strict=True) for found in same)
-
-
 def test_begin_refuses(device):
     """Catches: a dropped check."""
     tree, template = make_tables(2, 3, device), make_template(3, device)
