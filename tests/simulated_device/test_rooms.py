@@ -19,7 +19,7 @@ from tests.kernels import (
     test_visual_relevance,
 )
 from tests.kernels.step_case import BLOCK_SIZE, MAX_POSITION, StepCase
-from tests.kernels.test_next_level import LevelCase
+from tests.kernels.test_draft_step import LevelCase
 from tests.simulated_device import device as sim
 from tests.unit.drafting.fake_draft import FakeDraft
 from vidspec_kernels import (
