@@ -41,6 +41,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from vidspec_kernels import dispatch
+from vidspec_kernels.limits import DeviceLimits
 from vidspec_tools.gpus import ARCHITECTURES as ARCHS
 
 # Warps' registers come in units of 256 a warp, of 65,536; a program's shared memory has 1 KB more than it asks for.
@@ -70,9 +71,9 @@ class _Driver:
 def pretending(arch: int) -> Iterator[None]:
     """Let Triton and the wrappers see the current device as one of an architecture."""
     card = ARCHS[arch]
-    limits = dispatch.DeviceLimits(card.num_sms, card.shared_kb * 1024, card.program_kb * 1024, arch)
+    limits = DeviceLimits(card.num_sms, card.shared_kb * 1024, card.program_kb * 1024, arch)
     names = ("tree_attention", "visual_relevance", "guidance_scores")
-    modules = [sys.modules[f"vidspec_kernels.{name}"] for name in names]
+    modules = [sys.modules[f"vidspec_kernels.{name}.api"] for name in names]
     driver.set_active(_Driver(arch))
     with contextlib.ExitStack() as stack:
         for module in modules:

@@ -17,8 +17,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vidspec_kernels.dispatch import DeviceLimits
-from vidspec_kernels.tree_attention import DIRECT_PARTS, MIN_UNITS, TileShape, tile_shape
+from vidspec_kernels.limits import DeviceLimits
+from vidspec_kernels.tree_attention.api import DIRECT_PARTS, MIN_UNITS
+from vidspec_kernels.tree_attention.tiles import TileShape, tile_shape
 from vidspec_tools.gpus import ARCHITECTURES, GPUS
 
 
