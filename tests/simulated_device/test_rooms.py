@@ -42,7 +42,8 @@ from vidspec_kernels import (
 from vidspec_kernels.tree_plan import confidence
 from vllm_vidspec.drafting import StaticTree, candidates, topology_tables
 from vllm_vidspec.drafting.tree import DraftTree
-from vllm_vidspec.pruning import PruneInputs, TokenGrid, get_pruner, pruner_names
+from vllm_vidspec.names import PRUNERS
+from vllm_vidspec.pruning import PruneInputs, TokenGrid, get_pruner
 from vllm_vidspec.scoring import top_entropy
 
 CPU = torch.device("cpu")
@@ -211,7 +212,7 @@ def test_pruners(grid, share, seed):
     scores = torch.randint(0, 5, (grid.num_tokens,), generator=generator).float()
     features = torch.randint(0, 3, (grid.num_tokens, 3), generator=generator).float()
     num_keep = int(share * grid.num_tokens)
-    for name in pruner_names():
+    for name in PRUNERS:
         if name != "none":
             same_on_both(
                 lambda scores, features, name=name: get_pruner(name)(

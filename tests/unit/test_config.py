@@ -7,12 +7,12 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from vllm_vidspec.config import VidSpecConfig, groups, model, parse_config
+from vllm_vidspec.config import CALIBRATED_KEYS, GROUPS, PASS_THROUGH_KEYS, VidSpecConfig, fields, parse_config
 from vllm_vidspec.errors import VidSpecError
 
 GOOD = {"method": "vidspec", "model": "draft", "num_speculative_tokens": 5}
 FLAT = parse_config(GOOD)[0].flat()
-PLACES = {flat: (group, own) for group, knobs in model.GROUPS.items() for own, flat in knobs.flat_names().items()}
+PLACES = {flat: (group, own) for group, knobs in GROUPS.items() for own, flat in knobs.flat_names().items()}
 
 
 def parsed(**changes) -> VidSpecConfig:
@@ -70,18 +70,18 @@ def test_parallel_drafting_is_of_chains():
 
 def test_every_knob_is_documented():
     """Catches: a knob without a description, and names that one repeats from elsewhere and no longer has right."""
-    own = {name: field.description for name, field in VidSpecConfig.model_fields.items() if name not in model.GROUPS}
-    for group in model.GROUPS.values():
+    own = {name: field.description for name, field in VidSpecConfig.model_fields.items() if name not in GROUPS}
+    for group in GROUPS.values():
         own |= {group.flat_names()[name]: field.description for name, field in group.model_fields.items()}
     assert own.keys() == FLAT.keys() and all(own.values())
     for name, words in {
-        "pruner": groups.PRUNERS,
-        "image_prune_ratio": [str(groups.IMAGE_PRUNE_RATIO)],
-        "frames_as_video": [f"`{name}`: {least} " for name, least in groups.LEAST_RUN.items()],
-        "protected_tokens": [groups.DIGITS],
-        "request_scorers": [groups.REQUEST_SCORER],
-        "lambda_max": [groups.REQUEST_LAMBDA],
-        "calibration": model.CALIBRATED_KEYS,
+        "pruner": fields.PRUNERS,
+        "image_prune_ratio": [str(fields.IMAGE_PRUNE_RATIO)],
+        "frames_as_video": [f"`{name}`: {least} " for name, least in fields.MIN_RUN.items()],
+        "protected_tokens": [fields.DIGITS],
+        "request_scorers": [fields.REQUEST_SCORER],
+        "lambda_max": [fields.REQUEST_LAMBDA],
+        "calibration": CALIBRATED_KEYS,
     }.items():
         assert all(word in own[name] for word in words)
 
@@ -113,7 +113,7 @@ def test_names_for_the_same():
     assert parsed(pruner="window").prune.pruner == "window:middle"
     for name in ("draft", "drafting"):
         assert parsed(num_speculative_tokens=25, **{name: "tree-static"}).draft_shape == "tree-static"
-        assert f"draft_shape and {name} are one knob" in refused(**{"draft_shape": "chain", name: "chain"})
+        assert f"draft_shape and {name} are aliases" in refused(**{"draft_shape": "chain", name: "chain"})
 
 
 NEAREST = {
@@ -137,7 +137,7 @@ REFUSED = [
     # Catches: an ignored key of a group, a hint at another group's; what is no group at all.
     ({"tree": {"dept_max": 3}}, "unknown key 'tree.dept_max' (did you mean 'tree.depth_max'?)"),
     ({"prune": {"ration": 1}, "zz": 1}, "unknown key 'prune.ration' (did you mean 'prune.ratio'?); 'zz'"),
-    ({"pool": 3}, "pool: a group takes an object of its knobs, got 3"),
+    ({"pool": 3}, "pool: expected an object of fields, got 3"),
     # Catches: a name in the error's line that the user never wrote.
     ({"tree": {"depth-max": 65}}, "tree.depth_max: Input should be less than or equal to 64, got 65"),
     ({"tree_depth_max": 65}, "tree_depth_max: Input"),
@@ -149,7 +149,7 @@ REFUSED = [
     (
         {"pruner": "unifrom"},
         "unknown pruner 'unifrom' (did you mean 'uniform'?)",
-        f"known: {', '.join(groups.PRUNERS)}",
+        f"known: {', '.join(fields.PRUNERS)}",
     ),
     # Catches: one of two that contradict each other silently dropped.
     ({"draft_kv_fraction": 0.1, "pool": {"kv_bytes": 1024}}, "draft_kv_fraction or draft_kv_bytes, not both"),
@@ -212,7 +212,7 @@ RANGES = {
     "prune_ratio": ((-0.01, 1.01, 1.5, float("nan"), "much"), (0.0, 1.0, 0.35)),
     "image_prune_ratio": ((-0.01, 1.5), (0.0, 1.0, None)),
     "frames_as_video": (("sometimes", True, 4, None), ("auto", "never", "always")),
-    "pruner": ((3,), (*groups.PRUNERS, "auto")),
+    "pruner": ((3,), (*fields.PRUNERS, "auto")),
     "auto_pruners": (("uniform", [], ["auto"], ["odd"]), (("uniform", "uv"),)),
     "auto_ratios": (([], [1.1], 0.5), ((0.0, 0.9), None)),
     "auto_file": ((3,), ("some/file", None)),
@@ -270,7 +270,7 @@ def test_ranges(key):
             group, own = PLACES[key]
             assert getattr(getattr(config, group), own) == value
             assert parsed(**{group: {own.replace("_", "-"): value}}) == config
-            assert f"{group}.{own} are one knob" in refused(**{key: value, group: {own: value}})
+            assert f"{group}.{own} are aliases" in refused(**{key: value, group: {own: value}})
     for value in bad:
         message = refused(**{key: value})
         assert f"{key}: " in message or f"{key}." in message
@@ -283,7 +283,7 @@ def test_keys_as_they_come():
     config, passed = parse_config(raw)
     assert (config.num_speculative_tokens, config.prune.ratio, passed) == (3, 0.5, {"code_revision": "v2"})
     assert "prune-ratio" in raw  # the caller's dict is left alone
-    extra = {key: f"value of {key}" for key in model.PASS_THROUGH_KEYS}
+    extra = {key: f"value of {key}" for key in PASS_THROUGH_KEYS}
     assert parse_config({**GOOD, **extra})[1] == extra and not set(extra) & set(FLAT)
 
 

@@ -1,4 +1,4 @@
-"""Drafting: which tokens a draft proposes, as trees batched over requests; pure torch, touches no model and no vLLM."""
+"""Drafting: which tokens a draft proposes, as trees batched over requests; touches no model and no vLLM."""
 
 import torch
 

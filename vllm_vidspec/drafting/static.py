@@ -1,4 +1,4 @@
-"""The static tree (SpecVLM): one topology for every request and step, so only tokens move; pure torch."""
+"""The static tree (SpecVLM): one topology for every request and step; only the tokens change."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -46,7 +46,7 @@ class Topology:
 def topology_of(paths: Sequence[Path]) -> Topology:
     """Return checked paths (see `parse_paths`) as a topology.
 
-    The greedy path is as deep as the paths have it; a tree that is deeper elsewhere is the user's choice.
+    The greedy path is as deep as the given paths make it; another path may be deeper.
     """
     ordered = tuple(sorted(paths, key=lambda path: (any(path), len(path), path)))
     node_of = {path: node for node, path in enumerate(ordered, start=1)}
@@ -74,9 +74,9 @@ class StaticTree:
     """A `TreePolicy` whose topology is fixed (SpecVLM, section 3; EAGLE-style), by default SpecVLM's 25 nodes.
 
     Parents, depths, masks and the number of nodes are constants of a budget, copied into the buffers as a step begins;
-    then it writes tokens only. `tree.log_probs` is never filled in, because nothing in a fixed topology asks for it. A
-    step with a budget below the topology gets its first nodes, and no forward that these do not need. Nothing is
-    remembered of a request, and `finish` appends nothing: a fixed topology is full, or its budget is.
+    then it writes tokens only. `tree.log_probs` is never filled in, because a fixed topology does not use it. A step
+    with a budget below the topology gets its first nodes, and runs only the forwards that these need. It keeps no state
+    of a request, and `finish` appends nothing: the topology is complete, or the budget is used up.
 
     Args:
         max_num_reqs: Most requests of a batch.
@@ -110,11 +110,11 @@ class StaticTree:
         self._plans: dict[int, _Plan] = {}  # by budget
         self.prepare(self.max_nodes)
 
-    def admit(self, rows_np: np.ndarray) -> None:
-        """Do nothing: a fixed topology remembers nothing."""
+    def reset_rows(self, rows_np: np.ndarray) -> None:
+        """Do nothing: a fixed topology keeps no state."""
 
     def prepare(self, max_nodes: int) -> None:
-        """Upload the tables of a budget; see `TreePolicy`. It rarely changes, mostly near a text's end."""
+        """Upload the tables of a budget; see `TreePolicy`. The budget rarely changes, mostly near the end of a text."""
         self._plan(max_nodes)
 
     def warm_up(self, fill: bool) -> None:
@@ -134,13 +134,13 @@ class StaticTree:
         return self.depth(max_nodes)
 
     def begin(self, rows: Tensor, num_accepted: Tensor, max_nodes: int) -> None:
-        """Make the trees the budget's, without tokens; see `TreePolicy`. What was accepted is not looked at."""
+        """Make the trees the budget's, without tokens; see `TreePolicy`. Acceptance is not used."""
         tree_begin(self.tree, self._plan(max_nodes).template, len(rows))
 
     def extend(
         self, level: int, log_probs: Tensor, token_ids: Tensor, *, rows: Tensor, max_nodes: int
     ) -> tuple[Tensor, Tensor] | None:
-        """Enter the tokens of one level; see `TreePolicy`. `log_probs` is not looked at."""
+        """Enter the tokens of one level; see `TreePolicy`. `log_probs` is not used."""
         plan, num_reqs = self._plan(max_nodes), len(rows)
         tree_place(self.tree, plan.levels[level], num_reqs, token_ids)
         return None if level + 1 == len(plan.levels) else self.frontier(level + 1, num_reqs, max_nodes)

@@ -1,7 +1,7 @@
-"""Which of a video's tokens a target has kept that prunes videos itself (`--video-pruning-rate`). Pure torch.
+"""Which video tokens are left where the target itself prunes videos (`--video-pruning-rate`). Pure torch.
 
-vLLM decides that inside the target's forward and tells nobody; but every kept token keeps the rope position of its
-place in the video, and the places follow from these.
+vLLM decides that inside the target's forward and does not report it; but every kept token has the rope position of its
+place in the video, from which the places follow.
 """
 
 import torch

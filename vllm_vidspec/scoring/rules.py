@@ -1,4 +1,4 @@
-"""The scorers: strict, and LVSpec's, FLy's and a random one that let mismatches stand; one walk, rules by request."""
+"""The scorers: strict, and LVSpec's, FLy's and a random one that accept mismatches; one walk, a rule per request."""
 
 import torch
 from torch import Tensor
@@ -6,15 +6,15 @@ from torch import Tensor
 from vidspec_kernels import LOWEST, WINDOW, accept
 from vllm_vidspec.scoring.base import Scored, ScoreInputs
 
-# Every scorer, and what lets a mismatch stand in it; `position_shift` adds SHIFT to LVSpec's.
+# Every scorer, and by what it accepts a mismatch; `position_shift` adds SHIFT to LVSpec's.
 RULES = {"strict": 0, "loose": LOWEST, "random": LOWEST, "fly": WINDOW, "fly-entropy": WINDOW}
 
 
 def score(inputs: ScoreInputs) -> Scored:
-    """Accept the longest path whose every draft is exact or may stand though it is not (LVSpec eq. 9-11; FLy).
+    """Accept the longest path of drafts that are exact or acceptable mismatches (LVSpec eq. 9-11; FLy).
 
-    Strictly, where nothing may be loose, that is the longest path from the root that the target itself samples, which
-    is lossless at every temperature. Every emitted token is then the target's own sample under vanilla's own noise: the
+    Under `strict` that is the longest path from the root that the target itself samples, which is lossless at every
+    temperature. Every emitted token is then the target's own sample under vanilla's own noise: the
     accepted drafts because they equal it, and the one after them because it is emitted in the rejected draft's place
     (Gumbel-max coupling; Daliri, Musco, Suresh 2025, "Coupling without communication and drafter-invariant speculative
     decoding").
@@ -23,16 +23,16 @@ def score(inputs: ScoreInputs) -> Scored:
     target's sample given that token. A request whose rule is 0 is verified strictly.
 
     Args:
-        inputs: The verify step; without looseness nothing is loosened.
+        inputs: The verify step; without looseness every request is verified strictly.
 
     Returns:
-        What stands, and why; of equally long paths the first.
+        The accepted tokens, and why; of equally long paths the first.
     """
     return Scored(*accept(*inputs))
 
 
 def top_entropy(logits: Tensor, top_k: int = 0) -> Tensor:
-    """Return what the most likely tokens add to the entropy of each row's distribution: vLLM's own measure for FLy.
+    """Return the part of each row's entropy that comes from its most likely tokens: vLLM's own measure for FLy.
 
     Args:
         logits: `[n, vocab_size]` float; -inf is a token that cannot be sampled.

@@ -35,7 +35,7 @@ TELLING_WORDS = ATTRIBUTE_WORDS | {
     *(option.split()[0] for option in world.POSITIONS.values()),
 }
 
-# What a token is, by the number that the engine gives it: the target's own, or a draft that stood, and why.
+# What a token is, by the number that the engine gives it: the target's own, or an accepted draft, and why.
 KINDS = ("own", "exact", "loosened", "shifted")
 
 Counts = Mapping[str, tuple[int, int]]
@@ -105,11 +105,11 @@ def relevance_auc(words: Sequence[Sequence[str]], relevance: Sequence[Sequence[f
 
 
 def kind_shares(kinds: Sequence[Sequence[int]]) -> dict[str, float | None]:
-    """Return which share of the drafts that stood is `exact_frac`, `loosened_frac`, `shifted_frac`; None without any.
+    """Return the shares of accepted drafts: `exact_frac`, `loosened_frac`, `shifted_frac`; None without any.
 
     Args:
         kinds: Of every token of each caption, an index of KINDS.
     """
     flat = [kind for caption in kinds for kind in caption]
-    stood = len(flat) - flat.count(0)
-    return {f"{name}_frac": flat.count(i) / stood if stood else None for i, name in enumerate(KINDS) if i}
+    num_accepted = len(flat) - flat.count(0)
+    return {f"{name}_frac": flat.count(i) / num_accepted if num_accepted else None for i, name in enumerate(KINDS) if i}

@@ -209,7 +209,7 @@ def test_admit_forgets():
     policy = AdaptiveTree(3, 64, "cpu")
     tell(policy, 0, (0, 2), times=5)
     step_with(policy, 1.0, rows=(0, 2))
-    policy.admit(np.array([2]))
+    policy.reset_rows(np.array([2]))
     assert policy.confidence[[0, 2]].tolist() == [1.0, 0.5]
     assert policy.max_depths[:3].tolist() == [3, 8, 8]
     assert plans_of(policy, [0, 2]) == [(3, 2), (5, 6)]

@@ -139,7 +139,7 @@ def test_buffers_stay_where_they_are():
     policy = StaticTree(2, "cpu")
     places = [getattr(policy.tree, name).data_ptr() for name in BUFFERS]
     for budget in (25, 3, 25):
-        policy.admit(np.array([0, 1]))
+        policy.reset_rows(np.array([0, 1]))
         told = torch.tensor([1, -1], dtype=torch.int32)
         grow(policy, [FakeDraft(0, 4), FakeDraft(1, 4)], [1, 0], budget, num_accepted=told)
     assert places == [getattr(policy.tree, name).data_ptr() for name in BUFFERS]

@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_vidspec.pruning import PruneInputs, TokenGrid, get_pruner, pruner_names
+from vllm_vidspec.names import PRUNERS
+from vllm_vidspec.pruning import PruneInputs, TokenGrid, get_pruner
 from vllm_vidspec.pruning.base import Pruner
 
-CHOOSING = [name for name in pruner_names() if name != "none"]
+CHOOSING = [name for name in PRUNERS if name != "none"]
 LED_BY_SCORES = ["attention", "uv", "specvlm"]
 
 grids = st.builds(TokenGrid, st.integers(0, 9), st.integers(0, 6), st.integers(1, 6), st.integers(0, 2))
@@ -57,7 +58,7 @@ def check_choice(pruner, inputs):
     assert torch.equal(before[0], inputs.scores) and torch.equal(before[1], inputs.features)
 
 
-@pytest.mark.parametrize("name", pruner_names())
+@pytest.mark.parametrize("name", PRUNERS)
 @quick
 @given(inputs=inputs())
 def test_invariants(name, inputs):
@@ -78,7 +79,7 @@ ODD_GRIDS = [
 ]
 
 
-@pytest.mark.parametrize("name", pruner_names())
+@pytest.mark.parametrize("name", PRUNERS)
 @pytest.mark.parametrize("kind", ["real", "ties", "zeros"])
 @pytest.mark.parametrize("grid", ODD_GRIDS, ids=str)
 def test_odd_grids(name, kind, grid):

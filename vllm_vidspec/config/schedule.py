@@ -1,9 +1,11 @@
-"""Plans: what a step drafts by how many requests are in it, from a table and vLLM's own schedule; plain Python."""
+"""The schedule: what a step drafts by its number of requests, from a table and vLLM's own schedule; plain Python."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 NONE = "none"  # the shape of a step that drafts nothing
+
+Shape = Literal["chain", "tree-static", "tree-adaptive", "none"]
 
 # First batch size, last, most tokens per step: vLLM's `num_speculative_tokens_per_batch_size`.
 Cap = tuple[int, int, int]
