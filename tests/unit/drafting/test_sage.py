@@ -81,14 +81,6 @@ def test_confidence_is_one_minus_the_normalised_entropy(seed, scale, top_k, num_
         assert best >= top_k ** (alpha[row].item() - 1) - 1e-5
 
 
-def test_the_papers_bound_does_not_hold():
-    """Two equal tokens of ten: alpha is 1 - log 2 / log 10, p_1 is 0.5 = k^(alpha - 1), and SAGE's lemma 4.3 (eq. 13)
-    would promise 1 / k + alpha (k - 1) / k = 0.73. So nothing here relies on it."""
-    alpha = confidence(torch.tensor([[math.log(0.5)] * 2 + [-float("inf")] * 8]), 10).item()
-    assert 10 ** (alpha - 1) == pytest.approx(0.5, abs=1e-5)
-    assert 0.1 + alpha * 0.9 > 0.72
-
-
 def test_confidence_at_its_ends():
     """Catches: a uniform or certain distribution beyond [0, 1] by rounding, NaN from NaN."""
     inf = float("inf")
@@ -179,17 +171,9 @@ def test_history_moves_the_maximum_depth(lengths, window, low, high):
     check_history(AdaptiveTree(3, 64, "cpu", knobs), 1, lengths)
 
 
-def test_history_by_hand():
-    """Catches: no hysteresis between 2 and 3; the thresholds themselves leave the depth alone."""
-    policy = AdaptiveTree(1, 64, "cpu")
-    # Means: 0, 0, 4 / 3, 2, 2.4, 3, 3 3/7, then down.
-    lengths = [0, 0, 4, 4, 4, 6, 6]
-    check_history(policy, 0, lengths)
-    assert history_by_hand(lengths, policy.knobs) == [7, 6, 5, 5, 5, 5, 6]
-    tell(policy, 0, times=20)
-    assert policy.max_depths[:1].tolist() == [3]
-    tell(policy, 5, times=20)
-    assert policy.max_depths[:1].tolist() == [8]
+def test_the_specification_of_history():
+    """By hand: means of 0, 0, 4 / 3, 2, 2.4, 3 and 3 3/7. Catches: no hysteresis between the thresholds, or at them."""
+    assert history_by_hand([0, 0, 4, 4, 4, 6, 6], TreeKnobs()) == [7, 6, 5, 5, 5, 5, 6]
 
 
 def test_history_limits_the_next_plan():
