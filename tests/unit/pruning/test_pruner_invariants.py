@@ -97,7 +97,7 @@ BROKEN = (
 @pytest.mark.parametrize("name", CHOOSING)
 def test_mutations(name):
     """Mutations: one token less, or one more, than the budget; kept indices left in score order; a repeated, a
-    negative, a too large index; the global generator. Each is seen to fail `check_choice`, the first at their own lines.
+    negative, a too large index; the global generator. Each is seen to fail `check_choice`.
     """
     pruner = get_pruner(name)
 
