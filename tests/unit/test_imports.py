@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,29 @@ def test_no_circle():
     assert circle_of({"a": {"b"}, "b": {"c", "torch"}, "c": {"a"}}) is not None
     late = {name: {other for other in found if (name, other) not in LATE} for name, found in IMPORTS.items()}
     assert circle_of(late) is None
+
+
+# What each room must load without, from the lightest on; Triton imports its backend while `import triton` is under way.
+ENGINES = {"torch", "triton", "vllm", "transformers"}
+WITHOUT = {
+    "vllm_vidspec.engine.triton_cpu": ENGINES | {"numpy"},
+    "vllm_vidspec.config": ENGINES | {"numpy", "vidspec_kernels"},
+    "vllm_vidspec.planning": ENGINES | {"rich", "typer", "vidspec_kernels"},
+    **{f"vllm_vidspec.{name}": ENGINES for name in ("setup.fixups", "doctor", "metrics", "plugin", "cli")},
+    "vidspec_kernels": {"vllm", "vllm_vidspec.engine.worker", "transformers"},
+    **{f"vllm_vidspec.{name}": {"vllm", "transformers"} for name in ("pruning", "families", "drafting", "scoring")},
+}
+
+
+def test_what_a_room_loads():
+    """In turn, in one process. Catches: torch in a start-up check or a command line, vLLM in a pure room."""
+    code = "import sys, json, importlib\n" + "".join(
+        f"importlib.import_module('{name}'); print(json.dumps(list(sys.modules)))\n" for name in WITHOUT
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    for (name, heavy), loaded in zip(WITHOUT.items(), run.stdout.splitlines(), strict=True):
+        assert not heavy & set(json.loads(loaded)), name
 
 
 # vLLM's CPU worker replaces torch.cuda's streams, events and copies.
