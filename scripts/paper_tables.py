@@ -35,12 +35,12 @@ def wall_clock(result: dict[str, Any]) -> str:
     """Return what README.md says of decode speed: two methods that lose nothing, and a loose one."""
     rows = {row["method"]: row for row in result["rows"]}
     named = {
-        "SD-chain": "a chain of 5, in turns with the target",
-        "ParallelVLM": "in parallel (`parallel`)",
-        "LVSpec": "a chain of 10, `loose`",
+        "SD-chain": "5-token chain, sequential",
+        "ParallelVLM": "parallel drafting",
+        "LVSpec": "10-token chain, `loose` (lossy)",
     }
     return tables.table(
-        f"target {rows['SD-chain']['inflate']:g} times the draft | decode speed over vanilla | answers that equal its",
+        f"target {rows['SD-chain']['inflate']:g} times the draft | decode speed over vanilla | identical outputs",
         "{words} | {speedup:.2f}x ({speedup_p20:.2f} to {speedup_p80:.2f}) | {identical_frac:%}",
         [rows[method] | {"words": words} for method, words in named.items()],
     )
