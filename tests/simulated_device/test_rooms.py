@@ -39,6 +39,7 @@ from vidspec_kernels import (
     uv_video_scores,
     visual_relevance,
 )
+from vidspec_kernels.tree_finish import Leaves, tree_finish
 from vidspec_kernels.tree_plan import confidence
 from vllm_vidspec.drafting import StaticTree, candidates, topology_tables
 from vllm_vidspec.drafting.tree import DraftTree
@@ -163,7 +164,7 @@ def test_leaves(seed, num_reqs, num_parents, num_candidates):
     def fill(log_probs, tokens, parents, num_nodes):
         tree = DraftTree(num_reqs, 12, log_probs.device)
         tree.num_nodes[:] = num_nodes
-        tree.append_leaves(num_reqs, 12, log_probs, tokens, parents)
+        tree_finish(tree, num_reqs, leaves=Leaves(log_probs, tokens, parents), max_nodes=12)
         return tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.log_probs, tree.num_nodes
 
     same_on_both(fill, log_probs, tokens, torch.zeros(shape[:2], dtype=torch.int64), num_nodes)

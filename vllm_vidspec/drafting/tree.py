@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vidspec_kernels.tree_begin import tree_begin
-from vidspec_kernels.tree_finish import Leaves, tree_finish
 from vidspec_kernels.tree_state import TreeTables, TreeTemplate
 from vllm_vidspec.config.paths import MAX_NODES
 
@@ -53,27 +51,6 @@ class DraftTree(TreeTables):
         num_nodes = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
         parents, depths, ancestors, log_probs = (table.repeat(max_num_reqs, 1) for table in self.empty.tensors)
         super().__init__(tokens, parents, depths, ancestors, log_probs, num_nodes)
-
-    def clear(self, num_reqs: int) -> None:
-        """Empty the trees of batch rows 0 to num_reqs - 1; the root's token stays."""
-        tree_begin(self, self.empty, num_reqs)
-
-    def append_leaves(
-        self, num_reqs: int, max_nodes: int, log_probs: Tensor, token_ids: Tensor, parents: Tensor
-    ) -> None:
-        """Fill the trees of batch rows 0 to num_reqs - 1 up, with the most probable candidates as leaves.
-
-        They are appended best first, of equal ones the lower index first, until a tree has `max_nodes` nodes or its
-        candidates are used up.
-
-        Args:
-            num_reqs: R.
-            max_nodes: At most K, at least what any of the trees has.
-            log_probs: float32 [R, P, C], of the path to the candidate, <= 0; -inf or NaN = none.
-            token_ids: int64 [R, P, C].
-            parents: int64 [R, P], node index of each C candidates' parent.
-        """
-        tree_finish(self, num_reqs, leaves=Leaves(log_probs, token_ids, parents), max_nodes=max_nodes)
 
 
 class TreePolicy(Protocol):

@@ -144,27 +144,6 @@ def test_a_batch_is_its_requests(seed, fill, budget, num_steps, lookahead):
 
 
 @quick
-@given(seed=st.integers(0, 10**6), budget=st.integers(0, 64), fill=st.booleans())
-def test_torch_and_numpy_arrays_agree(seed, budget, fill):
-    """Catches: a rule of numpy's that torch does not share, in the text that both run."""
-    rng = np.random.default_rng(seed)
-    states = [torch.from_numpy(rng.integers(-1, 7, 3).astype(np.int32)) for _ in range(3)]
-    policies = []
-    for prepare in (lambda patch: None, work_in_torch):
-        with pytest.MonkeyPatch.context() as patch:
-            prepare(patch)
-            policies.append(AdaptiveTree(4, 64, "cpu"))
-            for num_accepted in states:
-                drafts = [FakeDraft(seed + row, 10) for row in range(3)]
-                grow(policies[-1], drafts, [3, 0, 1], budget, fill, num_accepted)
-    first, second = policies
-    for name in BUFFERS:
-        assert torch.equal(getattr(first.tree, name)[:3], getattr(second.tree, name)[:3])
-    assert torch.equal(first.max_depths, second.max_depths)
-    torch.testing.assert_close(first.confidence, second.confidence, rtol=0, atol=1e-6)
-
-
-@quick
 @given(seed=st.integers(0, 10**6), sureness=st.sampled_from([0.1, 1.0, 5.0]), budget=st.integers(0, 64))
 def test_growth_without_lookahead_is_the_specification(seed, sureness, budget):
     """Catches: a tree that starts with the plan of the step before."""
