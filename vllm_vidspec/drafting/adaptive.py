@@ -104,7 +104,6 @@ class AdaptiveTree:
         self.reset_rows(np.arange(max_num_reqs + 1))
 
     def reset_rows(self, rows_np: np.ndarray) -> None:
-        """Give these rows confidence 0.5 and no history; see `TreePolicy`."""
         knobs, plans, alpha = self.knobs, self._plans, 0.5
         rows_np = np.asarray(rows_np, dtype=np.int64)
         rows = torch.from_numpy(rows_np).to(self.tree.device, non_blocking=True)
@@ -122,19 +121,15 @@ class AdaptiveTree:
         """Do nothing: budgets are numbers here."""
 
     def warm_up(self, fill: bool) -> None:
-        """Compile and load what steps launch; see `TreePolicy`."""
         warm_adaptive_trees(self.growth, self.tree.empty, self.knobs.lookahead, fill)
 
     def depth(self, max_nodes: int) -> int:
-        """Return the depth of the deepest tree; see `TreePolicy`."""
         return len(self._shape(max_nodes).widths)
 
     def width(self, level: int, max_nodes: int) -> int:
-        """Return the columns of the widest tree's frontier; see `TreePolicy`."""
         return self._shape(max_nodes).widths[level]
 
     def num_levels(self, rows_np: np.ndarray, max_nodes: int) -> int:
-        """Return the depth of the batch's deepest tree with lookahead, else the greatest; see `TreePolicy`."""
         deepest = self.knobs.depth_max
         if self.knobs.lookahead and len(rows_np) > 0:
             # Clipped: a value from the device sizes the host's loops, and a broken draft may have written it.
@@ -148,7 +143,6 @@ class AdaptiveTree:
     def extend(
         self, level: int, log_probs: Tensor, token_ids: Tensor, *, rows: Tensor, max_nodes: int
     ) -> tuple[Tensor, Tensor] | None:
-        """Grow one level; see `TreePolicy`."""
         if level == 0:
             tree_plan(self._plans, rows, log_probs, adopts=not self.knobs.lookahead)
         shape, num_reqs, growth = self._shape(max_nodes), len(rows), self.growth
@@ -163,7 +157,6 @@ class AdaptiveTree:
         return growth.frontier_of(num_reqs, width)
 
     def frontier(self, level: int, num_reqs: int, max_nodes: int) -> tuple[Tensor, Tensor]:
-        """Return where a level's nodes and tokens lie; see `TreePolicy`."""
         return self.growth.frontier_of(num_reqs, self.width(level, max_nodes))
 
     def send(self, rows_np: np.ndarray) -> None:
@@ -175,7 +168,6 @@ class AdaptiveTree:
             self._host_depths.send(rows_np, self._plans.next_depths[: len(rows_np)])
 
     def finish(self, fill: bool, *, rows: Tensor, max_nodes: int) -> None:
-        """End the step; with lookahead, its roots' plan is the next one's from here on; see `TreePolicy`."""
         num_reqs, growth, shape = len(rows), self.growth, self._shape(max_nodes)
         # The candidates of all levels; those of levels that this step did not run were cleared by `begin`.
         leaves = self._leaves_of(num_reqs, shape.first_parents[-1]) if fill else None

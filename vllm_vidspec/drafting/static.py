@@ -118,19 +118,15 @@ class StaticTree:
         self._plan(max_nodes)
 
     def warm_up(self, fill: bool) -> None:
-        """Compile and load what steps launch; see `TreePolicy`."""
         warm_static_trees(self.tree, self.tree.empty, self.num_candidates)
 
     def depth(self, max_nodes: int) -> int:
-        """Return the levels that the budget's nodes need; see `TreePolicy`."""
         return len(self._plan(max_nodes).levels)
 
     def width(self, level: int, max_nodes: int) -> int:
-        """Return the number of nodes with children on a level; see `TreePolicy`."""
         return self._plan(max_nodes).frontiers[level].shape[1]
 
     def num_levels(self, rows_np: np.ndarray, max_nodes: int) -> int:
-        """Return the levels that the budget's nodes need; see `TreePolicy`."""
         return self.depth(max_nodes)
 
     def begin(self, rows: Tensor, num_accepted: Tensor, max_nodes: int) -> None:
@@ -146,7 +142,6 @@ class StaticTree:
         return None if level + 1 == len(plan.levels) else self.frontier(level + 1, num_reqs, max_nodes)
 
     def frontier(self, level: int, num_reqs: int, max_nodes: int) -> tuple[Tensor, Tensor]:
-        """Return where a level's nodes and tokens lie; see `TreePolicy`."""
         plan = self._plan(max_nodes)
         if (num_reqs, level) not in plan.fed:
             plan.fed[num_reqs, level] = (
