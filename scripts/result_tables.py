@@ -64,7 +64,7 @@ LINES: tuple[tuple[str, ...], ...] = (
         "R12 temperature=1.0 method=strict",
     ),
     (
-        "the same, mismatches let stand by `loose` as long as 98 % of the captions' facts stay right",
+        "the same, mismatches accepted by `loose` with at least 98 % of the captions' facts kept",
         "R12 temperature=1.0 method=loose",
     ),
     ("the same, by FLy (`fly`)", "R12 temperature=1.0 method=fly"),
