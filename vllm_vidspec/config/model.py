@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError, field_validator, model_validator
 
 from vllm_vidspec.config.fields import Fields
-from vllm_vidspec.config.schedule import NONE, Cap, Plan, PlanRow, Shape, capped, without_gaps
+from vllm_vidspec.config.schedule import NONE, Cap, Plan, PlanRow, capped, check_table, without_gaps
 from vllm_vidspec.config.spelling import explain, flatten, grouped
 
 METHOD = "vidspec"
@@ -53,17 +53,7 @@ class VidSpecConfig(Fields):
                 "draft_shape auto with adaptive_tokens false needs draft_table: measure one with `vidspec calibrate "
                 "--costs` and give its file as calibration"
             )
-        end = 0
-        for first, last, shape, num_tokens in self.draft_table:
-            if first != end + 1 or last < first:
-                raise ValueError(f"draft_table: batch sizes must follow each other from 1 on, got {first} to {last}")
-            end = last
-            if num_tokens > self.num_speculative_tokens:
-                raise ValueError(
-                    f"draft_table: {num_tokens} tokens a step, num_speculative_tokens is {self.num_speculative_tokens}"
-                )
-            if (shape == NONE) != (num_tokens == 0):
-                raise ValueError(f"draft_table: 0 tokens a step are the shape none, got {shape} with {num_tokens}")
+        check_table(self.draft_table, self.num_speculative_tokens)
         if len(self.shapes - {"chain"}) > 1:
             raise ValueError("draft_table: chain and one tree shape, not two")
         return self
@@ -87,28 +77,25 @@ class VidSpecConfig(Fields):
 
     @property
     def _rows(self) -> tuple[tuple[int, int, str, int], ...]:
-        """The rows of `draft_table`, or the one that a single shape makes; `auto` without a table is a tree at most."""
-        if self.draft_shape == "auto":
-            most = self.num_speculative_tokens
-            return self.draft_table or ((1, 1, self._auto_tree, most),)
-        return ((1, 1, self.draft_shape, self.num_speculative_tokens),)
+        """The rows of `draft_table`, or the single row of one shape; of `auto` without a table its tree."""
+        if self.draft_shape == "auto" and self.draft_table:
+            return self.draft_table
+        shape: str = self.draft_shape
+        if shape == "auto":
+            is_static = len(self.tree.static_paths) == self.num_speculative_tokens
+            shape = "tree-static" if is_static else "tree-adaptive"
+        return ((1, 1, shape, self.num_speculative_tokens),)
 
     @property
-    def _auto_tree(self) -> Shape:
-        """The tree of `draft_shape: auto` without a table."""
-        is_static = len(self.tree.static_paths) == self.num_speculative_tokens
-        return "tree-static" if is_static else "tree-adaptive"
-
-    @property
-    def _finds_shape(self) -> bool:
-        """Whether chains and trees are chosen from without a table."""
+    def _is_free(self) -> bool:
+        """Whether the controller chooses between chains and a tree, without a table."""
         return self.draft_shape == "auto" and not self.draft_table
 
     @property
     def shapes(self) -> frozenset[str]:
-        """Every shape that this configuration can draft; the chain's where it never drafts."""
+        """Every shape that this configuration can draft; a chain where it never drafts."""
         found = frozenset(row.plan.shape for row in self.plans if row.plan.num_tokens) or frozenset({"chain"})
-        return found | {"chain"} if self._finds_shape else found
+        return found | {"chain"} if self._is_free else found
 
     @property
     def in_trees(self) -> bool:
@@ -136,7 +123,7 @@ class VidSpecConfig(Fields):
 
     @functools.cached_property
     def plans(self) -> tuple[PlanRow, ...]:
-        """What is drafted by batch size, which is also vLLM's schedule of tokens; past the end the last row holds."""
+        """What is drafted by batch size, which is also vLLM's schedule; the last row holds for larger batches."""
         return capped(self._rows, self.num_speculative_tokens_per_batch_size)
 
     @property
@@ -151,15 +138,15 @@ class VidSpecConfig(Fields):
         return has_table or self.num_speculative_tokens_per_batch_size is not None
 
     def choices(self, has_graphs: bool) -> tuple[Plan, ...]:
-        """Return what `adaptive_tokens` chooses from beside nothing, trees first and long chains before short ones.
+        """Return the plans that the controller chooses from besides none: trees first, then chains, long before short.
 
         Args:
-            has_graphs: Whether each number of tokens costs graphs: then chains are whole or half.
+            has_graphs: Whether each number of tokens takes CUDA graphs: then chains are whole or half.
         """
         plans = {row.plan for row in self.plans if row.plan.num_tokens}
         trees = sorted(plan for plan in plans if plan.shape != "chain")
         longest = max((plan.num_tokens for plan in plans if plan.shape == "chain"), default=0)
-        if self._finds_shape:
+        if self._is_free:
             longest = min(self.num_speculative_tokens, MAX_AUTO_CHAIN)
         if has_graphs:
             lengths = {longest, -(-longest // 2)}
