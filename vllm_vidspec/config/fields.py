@@ -377,7 +377,7 @@ class Fields(BaseModel):
     max_draft_len: int | None = Field(default=None, ge=1)
     """Longest pruned prompt, in tokens, that is drafted for; longer ones run without speculation."""
     on_draft_error: Literal["skip", "raise"] = "skip"
-    """What an exception on the draft's side does: `skip` logs it, counts it and goes on without speculation for those
+    """What an exception on the draft's side does: `skip` logs it, counts it and continues without speculation for those
     requests; `raise` stops the engine (for tests)."""
     max_draft_failures: int = Field(default=8, ge=1)
     """Exceptions on the draft's side within `failure_window_s` seconds after which speculation is disabled for

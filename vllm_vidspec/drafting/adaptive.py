@@ -54,7 +54,7 @@ class AdaptiveTree:
     paths must pass a threshold that rises with the level. D_r starts at D_max and follows the request's acceptance
     lengths.
 
-    Why it pays: with chance p that a level stands, falling by gamma a level, E[tau] = sum_l p^l gamma^(l (l - 1) / 2),
+    Why it pays: with chance p of accepting a level, falling by gamma a level, E[tau] = sum_l p^l gamma^(l (l - 1) / 2),
     and at costs c_d and c_t of a draft and a target forward the best depth is floor(log(c_t / c_d) / log(1 / p) - 1):
     it grows with confidence.
 

@@ -37,7 +37,7 @@ def check_tokens(
 
 
 def difference(target: Mapping[str, int], draft: Mapping[str, int]) -> str | None:
-    """Return what the first id that stands for two tokens means to either vocabulary, None if there is none."""
+    """Return both meanings of the first id on which the vocabularies disagree, None if there is none."""
     meant = {i: token for token, i in target.items()}
     differing = [i for token, i in draft.items() if meant.get(i, token) != token]
     if not differing:

@@ -28,7 +28,7 @@ def ids_of_words(
         words: In any case.
         with_digits: Whether every token with a digit counts too.
         vocab: A tokenizer's tokens and their ids.
-        text_of: A token -> the text that it stands for.
+        text_of: A token -> its text.
     """
     wanted, ids = {word.strip().lower() for word in words}, set()
     for token, i in vocab.items():

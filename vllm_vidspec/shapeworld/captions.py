@@ -1,4 +1,4 @@
-"""What captions of shape-world videos get right, and whether relevance tells their words apart; pure, no engine."""
+"""How captions of shape-world videos are scored, and how well relevance separates their words; pure, no engine."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,8 +17,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 ATTRIBUTES = tuple(name for names in GROUPS.values() for name in names)
 
-# Words that only the video can tell, and words that the language tells; what is neither (the end of the text) is no
-# part of a comparison.
+# Words that depend on the video, and words that depend on the language; other tokens (the end of the text) are not
+# compared.
 ATTRIBUTE_WORDS = frozenset(
     {
         *(*world.COLORS, *world.BACKGROUNDS, *world.PATTERNS, *world.SHAPES),
@@ -85,7 +85,7 @@ def auc(positives: Sequence[float], negatives: Sequence[float]) -> float | None:
 
 
 def relevance_auc(words: Sequence[Sequence[str]], relevance: Sequence[Sequence[float | None]]) -> float | None:
-    """Return how well relevance tells words about the video from fillers, over the tokens of all captions.
+    """Return how well relevance separates words about the video from fillers, over the tokens of all captions.
 
     Args:
         words: The text of every token of each caption.

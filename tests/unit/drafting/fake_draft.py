@@ -50,7 +50,7 @@ def drive(policy, rows, candidates_of, max_nodes=64, fill=False, num_accepted=No
     """Drive one step; return its number of draft forwards.
 
     `candidates_of(level, nodes [R, F])` returns log-probabilities and token ids of the nodes' candidates, `[R * F, C]`.
-    `num_accepted` int32 `[R]` is what came of the last trees; None: nothing is told.
+    `num_accepted` int32 `[R]` is the acceptance of the last trees; None: there was no verify step.
     """
     device = policy.tree.device
     rows_np = np.array(rows)

@@ -246,8 +246,8 @@ def test_logits_that_are_no_numbers(make, works_in_torch, seed, poison, share, f
             work_in_torch(patch)
         policy = make()
         for num_accepted in ([-1, 3], [0, 5], [2, -1]):
-            told = torch.tensor(num_accepted, dtype=torch.int32)
-            drive(policy, rows, candidates_of, policy.max_nodes, fill, told)
+            accepted = torch.tensor(num_accepted, dtype=torch.int32)
+            drive(policy, rows, candidates_of, policy.max_nodes, fill, accepted)
             for row in range(len(rows)):
                 check_tree(policy.tree, row)
                 used = policy.tree.tokens[row, 1 : 1 + int(policy.tree.num_nodes[row])]

@@ -104,8 +104,8 @@ def history_by_hand(lengths, knobs):
 def tell(policy, length, rows=(0,), times=1):
     """Tell these rows the acceptance length of a step, None for a step without verification."""
     for _ in range(times):
-        told = torch.full((len(rows),), -1 if length is None else length, dtype=torch.int32)
-        policy.begin(torch.tensor(rows), told, 64)
+        accepted = torch.full((len(rows),), -1 if length is None else length, dtype=torch.int32)
+        policy.begin(torch.tensor(rows), accepted, 64)
 
 
 def check_history(policy, row, lengths):

@@ -140,8 +140,8 @@ def test_buffers_stay_where_they_are():
     places = [getattr(policy.tree, name).data_ptr() for name in BUFFERS]
     for budget in (25, 3, 25):
         policy.reset_rows(np.array([0, 1]))
-        told = torch.tensor([1, -1], dtype=torch.int32)
-        grow(policy, [FakeDraft(0, 4), FakeDraft(1, 4)], [1, 0], budget, num_accepted=told)
+        accepted = torch.tensor([1, -1], dtype=torch.int32)
+        grow(policy, [FakeDraft(0, 4), FakeDraft(1, 4)], [1, 0], budget, num_accepted=accepted)
     assert places == [getattr(policy.tree, name).data_ptr() for name in BUFFERS]
 
 
