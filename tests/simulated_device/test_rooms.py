@@ -21,7 +21,7 @@ from tests.kernels import (
 from tests.kernels.step_case import BLOCK_SIZE, MAX_POSITION, StepCase
 from tests.kernels.test_next_level import LevelCase
 from tests.simulated_device import device as sim
-from tests.unit.drafting.fake_draft import FakeDraft
+from tests.unit.drafting.fake_draft import FakeDraft, candidates
 from vidspec_kernels import (
     CacheList,
     LevelBuffers,
@@ -41,7 +41,7 @@ from vidspec_kernels import (
 )
 from vidspec_kernels.tree_finish import Leaves, tree_finish
 from vidspec_kernels.tree_plan import confidence
-from vllm_vidspec.drafting import StaticTree, candidates, topology_tables
+from vllm_vidspec.drafting import StaticTree, topology_tables
 from vllm_vidspec.drafting.tree import DraftTree
 from vllm_vidspec.names import PRUNERS
 from vllm_vidspec.pruning import PruneInputs, TokenGrid, get_pruner

@@ -1,5 +1,4 @@
-"""What a draft tree is: its buffers, batched over requests, its candidates, and the policies that grow it level by
-level; touches no model and no vLLM.
+"""What a draft tree is: its buffers, batched over requests, and the policies that grow it; touches no model, no vLLM.
 
 Node 0 of a tree is the root, the last committed token; nodes 1 to K are drafts. Two orders hold in every tree:
 
@@ -62,8 +61,8 @@ class TreePolicy(Protocol):
         policy.begin(rows, num_accepted, max_nodes)
         frontier = the roots
         for level in range(num_levels):
-            found = candidates(draft_logits(frontier), policy.num_candidates)
-            frontier = policy.extend(level, *found, rows=rows, max_nodes=max_nodes)
+            log_probs, ids = the best `policy.num_candidates` tokens of each frontier node (kernel `candidates`)
+            frontier = policy.extend(level, log_probs, ids, rows=rows, max_nodes=max_nodes)
             if level == 0:
                 policy.send(rows_np)
         policy.finish(fill, rows=rows, max_nodes=max_nodes)
@@ -201,27 +200,3 @@ def topology_tables(parents: list[int], device: torch.device | str) -> tuple[Ten
 def _as_int64(word: int) -> int:
     """Return the signed number with the same 64 bits: node 64's bit is the sign."""
     return word - (1 << 64) if word >= 1 << 63 else word
-
-
-def candidates(logits: Tensor, num_candidates: int, with_log_probs: bool = True) -> tuple[Tensor, Tensor]:
-    """Return the most probable tokens of each row, best first.
-
-    Rank 0 is `logits.argmax(-1)` also where values tie: the target takes the lowest id of a tie, top-k takes any, and a
-    draft that equals the target must then agree with it.
-
-    Args:
-        logits: float [n, V]; noised for shared-noise sampling, any dtype.
-        num_candidates: C, in [1, V].
-        with_log_probs: Without, the softmax is spared.
-
-    Returns:
-        log_probs: float32 [n, C], log-softmax over all V tokens, descending; without: the logits.
-        token_ids: int64 [n, C], distinct in a row.
-    """
-    logits = logits.float()
-    values, ids = logits.topk(num_candidates, dim=-1)
-    best = logits.argmax(dim=-1, keepdim=True)  # [n, 1]
-    # Swap the two; where top-k missed the argmax, its first token is dropped. Their values are tied and stay.
-    ids = torch.where(ids == best, ids[:, :1], ids)
-    ids[:, :1] = best
-    return (values - logits.logsumexp(dim=-1, keepdim=True) if with_log_probs else values), ids

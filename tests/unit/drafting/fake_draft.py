@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from hypothesis import settings
 
-from vidspec_kernels import dispatch, tree_begin, tree_finish, tree_place, tree_plan, tree_state
+from vidspec_kernels import candidates_reference, dispatch, tree_begin, tree_finish, tree_place, tree_plan, tree_state
 
 quick = settings(max_examples=60, deadline=None)
 
@@ -34,6 +34,14 @@ class FakeDraft:
             log_probs = -(np.cumsum(gaps) + rng.integers(0, 6)) / 16
             self._known[path] = log_probs.astype(np.float32), rng.permutation(3 * self.num_candidates)[: len(gaps)]
         return self._known[path]
+
+
+def candidates(logits, num_candidates, with_log_probs=True):
+    """Return the best tokens of each row, `[n, C]` log-probabilities (or logits) and ids."""
+    log_probs = torch.empty(len(logits), num_candidates, device=logits.device)
+    ids = torch.empty(log_probs.shape, dtype=torch.int64, device=logits.device)
+    candidates_reference(logits, log_probs=log_probs, ids=ids, with_log_probs=with_log_probs)
+    return log_probs, ids
 
 
 def paths_of(tree, row, num_nodes):

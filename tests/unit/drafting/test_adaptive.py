@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.unit.drafting.fake_draft import (
     BUFFERS,
     FakeDraft,
+    candidates,
     check_greedy_first,
     check_tree,
     drive,
@@ -26,7 +27,7 @@ from vidspec_kernels import dispatch
 from vidspec_kernels import tree_grow as tree_grow_module
 from vidspec_kernels.tree_plan import confidence
 from vllm_vidspec.config import TreeKnobs
-from vllm_vidspec.drafting import AdaptiveTree, StaticTree, candidates
+from vllm_vidspec.drafting import AdaptiveTree, StaticTree
 from vllm_vidspec.drafting import adaptive as adaptive_module
 
 # --- the specification, slow and plain ---
