@@ -67,10 +67,11 @@ test-cuda-host: ## Run the host side of the CUDA path on a null GPU (own environ
 	@$(CUDA_HOST) --vllm 0.32 -m pytest --durations=5 -m "not slow" tests/null_gpu $(PYTEST_ARGS)
 	@$(CUDA_HOST) --vllm 0.33 -m pytest --durations=5 $(CUDA_HOST_TESTS) $(PYTEST_ARGS)
 
-check: setup ## Check format, lint and types.
+check: setup ## Check format, lint, types and who imports whom.
 	@$(PY) -m ruff format --check .
 	@$(PY) -m ruff check .
 	@$(PY) -m mypy
+	@$(PY) -m pytest -q tests/unit/test_imports.py -k "room or circle"
 
 format: setup ## Format, and fix what lint can fix itself.
 	@$(PY) -m ruff format .

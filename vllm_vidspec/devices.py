@@ -1,4 +1,4 @@
-"""Whether a GPU is there, by device nodes and libraries: asked before torch may be imported, or anything is installed.
+"""Whether there is a GPU, by device nodes and libraries: needed before torch is imported, or installed.
 
 Standard library only. As a program it exits with 0 where there is a GPU, for the Makefile.
 """

@@ -1,6 +1,8 @@
 """The errors that users see; every one is a single clear line, raised before weights load where possible."""
 
+import difflib
 import reprlib
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -8,17 +10,23 @@ class VidSpecError(ValueError):
     """A wrong knob, an incompatible pair or an unsupported engine. The message is one line that says what to do."""
 
 
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Return a hint at the known name closest to a wrong one, "" where none is close."""
+    match = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {match[0]!r}?)" if match else ""
+
+
 def quoted(value: Any, longest: int = 60) -> str:
-    """Return what somebody gave in one line of at most `longest` characters, however long or deep it is."""
+    """Return a value from outside in one line of at most `longest` characters, however long or deep it is."""
     try:
         text = repr(value[:longest]) if isinstance(value, str) else _abridged(longest).repr(value)
-    except (ValueError, RecursionError):  # Python does not write the largest numbers out
+    except (ValueError, RecursionError):  # Python refuses to print very large integers
         text = f"{type(value).__name__} of too many digits"
     return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
 def _abridged(longest: int) -> reprlib.Repr:
-    """Return a `repr` that looks at no more of a value than could be shown."""
+    """Return a `repr` that visits no more of a value than it could show."""
     short = reprlib.Repr()
     short.maxlist = short.maxtuple = short.maxdict = short.maxset = max(6, longest // 16)
     short.maxstring = short.maxother = max(30, longest // 2)

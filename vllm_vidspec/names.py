@@ -1,11 +1,11 @@
-"""Names that rooms share which share nothing else; no import."""
+"""Names shared by rooms that do not import each other; imports nothing."""
 
 PRUNERS = (
     *("none", "specvlm", "attention", "uv", "uniform", "random"),
     *("window:front", "window:middle", "window:end", "frame", "fastvid", "dycoke"),
 )
-# Of the target's thread that writes what is large for the drafter, on the drafter's cores.
+# The target's thread that writes large messages for the parallel drafter; it runs on the drafter's cores.
 WRITER_THREAD = "vidspec-channel"
-# Classes of requests: text alone, or images or videos of up to so many tokens, which are names and no exact numbers.
+# Classes of requests: text alone, or images or videos of up to about this many tokens.
 CLASS_SIZES = ("256", "512", "1k", "2k", "4k", "8k", "16k", "32k")
 CLASS_LABELS = ("text", *(f"{kind}_{size}" for kind in ("image", "video") for size in CLASS_SIZES))

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.fuzz.running import Target, one_line
 from tests.fuzz.values import JSON, NUMBERS
-from vllm_vidspec.config import CALIBRATED_KEYS, PASS_THROUGH_KEYS, PRUNERS, parse_config
-from vllm_vidspec.config.groups import MOST_CORES
-from vllm_vidspec.config.model import _KNOWN, GROUPS
+from vllm_vidspec.config import CALIBRATED_KEYS, GROUPS, PASS_THROUGH_KEYS, PRUNERS, parse_config
+from vllm_vidspec.config.fields import MAX_CORES
+from vllm_vidspec.config.spelling import KNOWN_KEYS
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import MetricsFile
 from vllm_vidspec.tools import user_files
@@ -28,7 +28,7 @@ _ROWS = st.lists(
 )
 _CAPS = st.lists(st.lists(st.one_of(st.integers(0, 9), JSON), max_size=4), max_size=4)
 _VALUES = st.one_of(_SMALL, _ROWS, _CAPS, st.lists(st.lists(st.integers(-1, 70), max_size=3), max_size=6), JSON)
-_KEYS = st.one_of(st.sampled_from([key for key in _KNOWN if key != "calibration"]), st.text(max_size=30))
+_KEYS = st.one_of(st.sampled_from([key for key in KNOWN_KEYS if key != "calibration"]), st.text(max_size=30))
 _GROUP = st.dictionaries(
     st.one_of(st.sampled_from([name for knobs in GROUPS.values() for name in knobs.model_fields]), st.text(max_size=9)),
     _VALUES,
@@ -77,7 +77,7 @@ def check_config(asked: dict[str, Any]) -> str:
     again, _ = parse_config({"method": "vidspec", **json.loads(json.dumps(config.flat()))})
     assert again == config or again.flat() == config.flat()
     assert config.plan_for(1).num_tokens <= 64 and config.max_path >= 1 and "\n" not in config.summary()
-    assert len(config.parallel.cores) <= 100 * MOST_CORES and 1 <= config.fly_window <= 64
+    assert len(config.parallel.cores) <= 100 * MAX_CORES and 1 <= config.fly_window <= 64
     return "accepted"
 
 

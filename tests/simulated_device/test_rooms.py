@@ -21,7 +21,7 @@ from tests.kernels import (
 from tests.kernels.step_case import BLOCK_SIZE, MAX_POSITION, StepCase
 from tests.kernels.test_draft_step import LevelCase
 from tests.simulated_device import device as sim
-from tests.unit.drafting.fake_draft import FakeDraft
+from tests.unit.drafting.fake_draft import FakeDraft, candidates
 from vidspec_kernels import (
     CacheList,
     LevelBuffers,
@@ -40,9 +40,10 @@ from vidspec_kernels import (
     visual_relevance,
 )
 from vidspec_kernels.draft_tree.plan import confidence
-from vllm_vidspec.drafting import StaticTree, candidates, topology_tables
+from vllm_vidspec.drafting import StaticTree, topology_tables
 from vllm_vidspec.drafting.tree import DraftTree
-from vllm_vidspec.pruning import PruneInputs, TokenGrid, get_pruner, pruner_names
+from vllm_vidspec.names import PRUNERS
+from vllm_vidspec.pruning import PruneInputs, TokenGrid, get_pruner
 from vllm_vidspec.scoring import top_entropy
 
 CPU = torch.device("cpu")
@@ -162,7 +163,7 @@ def test_leaves(seed, num_reqs, num_parents, num_candidates):
     def fill(log_probs, tokens, parents, num_nodes):
         tree = DraftTree(num_reqs, 12, log_probs.device)
         tree.num_nodes[:] = num_nodes
-        tree.append_leaves(num_reqs, 12, log_probs, tokens, parents)
+        tree_finish(tree, num_reqs, leaves=Leaves(log_probs, tokens, parents), max_nodes=12)
         return tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.log_probs, tree.num_nodes
 
     same_on_both(fill, log_probs, tokens, torch.zeros(shape[:2], dtype=torch.int64), num_nodes)
@@ -211,7 +212,7 @@ def test_pruners(grid, share, seed):
     scores = torch.randint(0, 5, (grid.num_tokens,), generator=generator).float()
     features = torch.randint(0, 3, (grid.num_tokens, 3), generator=generator).float()
     num_keep = int(share * grid.num_tokens)
-    for name in pruner_names():
+    for name in PRUNERS:
         if name != "none":
             same_on_both(
                 lambda scores, features, name=name: get_pruner(name)(

@@ -1,4 +1,4 @@
-"""Which device nodes are a GPU, and that everybody who asks is told the same."""
+"""Which device nodes are a GPU, and that the rule is in one place."""
 
 import subprocess
 import sys

@@ -6,8 +6,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from vllm_vidspec import SUPPORTED_VLLM
-from vllm_vidspec.config import PASS_THROUGH_KEYS, VidSpecConfig
-from vllm_vidspec.config.model import GROUPS
+from vllm_vidspec.config import GROUPS, PASS_THROUGH_KEYS, VidSpecConfig
 
 _HEAD = """\
 # Configuration

@@ -1,6 +1,7 @@
 """Every knob of `--speculative-config '{"method": "vidspec", ...}'`, its range and its default; needs pydantic only."""
 
-from vllm_vidspec.config.groups import (
+from vllm_vidspec.config.fields import (
+    AUTO,
     DIGITS,
     PROTECTED_TOKENS,
     PRUNERS,
@@ -9,14 +10,17 @@ from vllm_vidspec.config.groups import (
     PruneKnobs,
     ScoreKnobs,
     TreeKnobs,
-    nearest,
 )
-from vllm_vidspec.config.model import CALIBRATED_KEYS, METHOD, PASS_THROUGH_KEYS, SELF, VidSpecConfig, parse_config
-from vllm_vidspec.config.plans import NONE, Plan
+from vllm_vidspec.config.model import METHOD, SELF, VidSpecConfig
+from vllm_vidspec.config.parse import CALIBRATED_KEYS, parse_config
+from vllm_vidspec.config.schedule import NONE, Plan
+from vllm_vidspec.config.spelling import GROUPS, PASS_THROUGH_KEYS, flatten
 
 __all__ = [
+    "AUTO",
     "CALIBRATED_KEYS",
     "DIGITS",
+    "GROUPS",
     "METHOD",
     "NONE",
     "PASS_THROUGH_KEYS",
@@ -30,6 +34,6 @@ __all__ = [
     "ScoreKnobs",
     "TreeKnobs",
     "VidSpecConfig",
-    "nearest",
+    "flatten",
     "parse_config",
 ]

@@ -1,13 +1,13 @@
-"""Drafting: which tokens a draft proposes, as trees batched over requests; pure torch, touches no model and no vLLM."""
+"""Drafting: which tokens a draft proposes, as trees batched over requests; touches no model and no vLLM."""
 
 import torch
 
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.drafting.adaptive import AdaptiveTree
 from vllm_vidspec.drafting.static import StaticTree
-from vllm_vidspec.drafting.tree import DraftTree, TreePolicy, candidates, topology_tables
+from vllm_vidspec.drafting.tree import DraftTree, TreePolicy, topology_tables
 
-__all__ = ["AdaptiveTree", "DraftTree", "StaticTree", "TreePolicy", "candidates", "make_policy", "topology_tables"]
+__all__ = ["AdaptiveTree", "DraftTree", "StaticTree", "TreePolicy", "make_policy", "topology_tables"]
 
 
 def make_policy(shape: str, config: VidSpecConfig, max_num_reqs: int, device: torch.device) -> TreePolicy:

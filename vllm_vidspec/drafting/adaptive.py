@@ -1,4 +1,4 @@
-"""The adaptive tree (SAGE): deep and narrow where the draft is sure, shallow and wide where it is not; pure torch."""
+"""The adaptive tree (SAGE): deep and narrow where the draft is sure, shallow and wide where it is not."""
 
 from itertools import accumulate
 from typing import NamedTuple
@@ -50,7 +50,7 @@ class AdaptiveTree:
     paths must pass a threshold that rises with the level. D_r starts at D_max and follows the request's acceptance
     lengths.
 
-    Why it pays: with chance p that a level stands, falling by gamma a level, E[tau] = sum_l p^l gamma^(l (l - 1) / 2),
+    Why it pays: with chance p of accepting a level, falling by gamma a level, E[tau] = sum_l p^l gamma^(l (l - 1) / 2),
     and at costs c_d and c_t of a draft and a target forward the best depth is floor(log(c_t / c_d) / log(1 / p) - 1):
     it grows with confidence.
 
@@ -97,10 +97,9 @@ class AdaptiveTree:
         self._host_depths = _HostCopy(max_num_reqs + 1, tree.device)
         self._shapes: dict[int, _Shape] = {}  # by budget
         self._leaves: dict[tuple[int, int], Leaves] = {}  # by (requests, parents), both bounded
-        self.admit(np.arange(max_num_reqs + 1))
+        self.reset_rows(np.arange(max_num_reqs + 1))
 
-    def admit(self, rows_np: np.ndarray) -> None:
-        """Start these rows with confidence 0.5 and no history; see `TreePolicy`."""
+    def reset_rows(self, rows_np: np.ndarray) -> None:
         knobs, plans, alpha = self.knobs, self._plans, 0.5
         rows_np = np.asarray(rows_np, dtype=np.int64)
         rows = torch.from_numpy(rows_np).to(self.tree.device, non_blocking=True)
@@ -118,22 +117,18 @@ class AdaptiveTree:
         """Do nothing: budgets are numbers here."""
 
     def warm_up(self, fill: bool) -> None:
-        """Compile and load what steps launch; see `TreePolicy`."""
         warm_adaptive_trees(self.growth, self.tree.empty, self.knobs.lookahead, fill)
 
     def depth(self, max_nodes: int) -> int:
-        """Return the depth of the deepest tree; see `TreePolicy`."""
         return len(self._shape(max_nodes).widths)
 
     def width(self, level: int, max_nodes: int) -> int:
-        """Return the columns of the widest tree's frontier; see `TreePolicy`."""
         return self._shape(max_nodes).widths[level]
 
     def num_levels(self, rows_np: np.ndarray, max_nodes: int) -> int:
-        """Return the depth of the batch's deepest tree with lookahead, else the greatest; see `TreePolicy`."""
         deepest = self.knobs.depth_max
         if self.knobs.lookahead and len(rows_np) > 0:
-            # Clipped, because the device's word sizes the host's loops: no draft may lead them astray.
+            # Clipped: a value from the device sizes the host's loops, and a broken draft may have written it.
             deepest = min(max(int(self._host_depths.read()[rows_np].max()), self.knobs.depth_min), deepest)
         return min(deepest, self.depth(max_nodes))
 
@@ -144,7 +139,6 @@ class AdaptiveTree:
     def extend(
         self, level: int, log_probs: Tensor, token_ids: Tensor, *, rows: Tensor, max_nodes: int
     ) -> tuple[Tensor, Tensor] | None:
-        """Grow one level; see `TreePolicy`."""
         if level == 0:
             tree_plan(self._plans, rows, log_probs, adopts=not self.knobs.lookahead)
         shape, num_reqs, growth = self._shape(max_nodes), len(rows), self.growth
@@ -159,21 +153,19 @@ class AdaptiveTree:
         return growth.frontier_of(num_reqs, width)
 
     def frontier(self, level: int, num_reqs: int, max_nodes: int) -> tuple[Tensor, Tensor]:
-        """Return where a level's nodes and tokens lie; see `TreePolicy`."""
         return self.growth.frontier_of(num_reqs, self.width(level, max_nodes))
 
     def send(self, rows_np: np.ndarray) -> None:
         """Send the planned depths with lookahead; see `TreePolicy`.
 
-        While the deeper levels are still to come, so that the next step finds them there.
+        The deeper levels are still to run, so the copy has arrived when the next step reads it.
         """
         if self.knobs.lookahead:
             self._host_depths.send(rows_np, self._plans.next_depths[: len(rows_np)])
 
     def finish(self, fill: bool, *, rows: Tensor, max_nodes: int) -> None:
-        """End the step; with lookahead, its roots' plan is the next one's from here on; see `TreePolicy`."""
         num_reqs, growth, shape = len(rows), self.growth, self._shape(max_nodes)
-        # All levels' candidates, also of those that this step did not run: they are cleared as it begins.
+        # The candidates of all levels; those of levels that this step did not run were cleared by `begin`.
         leaves = self._leaves_of(num_reqs, shape.first_parents[-1]) if fill else None
         tree_finish(
             self.tree, num_reqs, next_free=growth.next_free, leaves=leaves, max_nodes=shape.budget,
@@ -181,7 +173,7 @@ class AdaptiveTree:
         )  # fmt: skip
 
     def _leaves_of(self, num_reqs: int, num_parents: int) -> Leaves:
-        """Return what is left over of so many requests and frontier nodes, the same object every time."""
+        """Return the unused candidates of so many requests and frontier nodes; always the same object."""
         key = (num_reqs, num_parents)
         if key not in self._leaves:
             self._leaves[key] = Leaves(*(part[:num_reqs, :num_parents] for part in self.growth.leftover))
@@ -212,9 +204,9 @@ class _Shape(NamedTuple):
 class _HostCopy:
     """Planned depths on the host: sent after a step's first forward, read at the start of the next step's draft.
 
-    Reading waits for the copy. It cannot be left out: how many forwards a step has is a decision of the host, which all
-    tensor-parallel ranks must take alike, so none may act on what happens to have arrived. It leaves no device idle:
-    behind the copy wait the deeper levels of that draft and the target's whole forward.
+    Reading waits for the copy. The wait is necessary: the host decides how many forwards a step has, and all
+    tensor-parallel ranks must decide alike, so none may act on what happens to have arrived. It leaves no device idle:
+    the deeper levels of that draft and the target's whole forward are queued behind the copy.
 
     Args:
         max_num_reqs: Rows.
@@ -229,7 +221,7 @@ class _HostCopy:
         self._rows_np: np.ndarray | None = None  # whose values are on the way
 
     def send(self, rows_np: np.ndarray, values: Tensor) -> None:
-        """Start to copy `values`, int64 [R], to the rows given; what was sent before must have been read."""
+        """Start to copy `values`, int64 [R], to the rows given; an earlier copy must have been read."""
         self._staged[: len(rows_np)].copy_(values, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()

@@ -1,4 +1,4 @@
-"""The static tree (SpecVLM): one topology for every request and step, so only tokens move; pure torch."""
+"""The static tree (SpecVLM): one topology for every request and step; only the tokens change."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,7 +44,7 @@ class Topology:
 def topology_of(paths: Sequence[Path]) -> Topology:
     """Return checked paths (see `parse_paths`) as a topology.
 
-    The greedy path is as deep as the paths have it; a tree that is deeper elsewhere is the user's choice.
+    The greedy path is as deep as the given paths make it; another path may be deeper.
     """
     ordered = tuple(sorted(paths, key=lambda path: (any(path), len(path), path)))
     node_of = {path: node for node, path in enumerate(ordered, start=1)}
@@ -52,7 +52,7 @@ def topology_of(paths: Sequence[Path]) -> Topology:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _BudgetTables:
     """A topology cut to a budget.
 
     Attributes:
@@ -72,9 +72,9 @@ class StaticTree:
     """A `TreePolicy` whose topology is fixed (SpecVLM, section 3; EAGLE-style), by default SpecVLM's 25 nodes.
 
     Parents, depths, masks and the number of nodes are constants of a budget, copied into the buffers as a step begins;
-    then it writes tokens only. `tree.log_probs` is never filled in, because nothing in a fixed topology asks for it. A
-    step with a budget below the topology gets its first nodes, and no forward that these do not need. Nothing is
-    remembered of a request, and `finish` appends nothing: a fixed topology is full, or its budget is.
+    then it writes tokens only. `tree.log_probs` is never filled in, because a fixed topology does not use it. A step
+    with a budget below the topology gets its first nodes, and runs only the forwards that these need. It keeps no state
+    of a request, and `finish` appends nothing: the topology is complete, or the budget is used up.
 
     Args:
         max_num_reqs: Most requests of a batch.
@@ -105,52 +105,47 @@ class StaticTree:
         frontiers = self.topology.frontiers()
         self.max_depth = len(frontiers)
         self.max_frontier = max(map(len, frontiers))
-        self._plans: dict[int, _Plan] = {}  # by budget
+        self._by_budget: dict[int, _BudgetTables] = {}  # by budget
         self.prepare(self.max_nodes)
 
-    def admit(self, rows_np: np.ndarray) -> None:
-        """Do nothing: a fixed topology remembers nothing."""
+    def reset_rows(self, rows_np: np.ndarray) -> None:
+        """Do nothing: a fixed topology keeps no state."""
 
     def prepare(self, max_nodes: int) -> None:
-        """Upload the tables of a budget; see `TreePolicy`. It rarely changes, mostly near a text's end."""
-        self._plan(max_nodes)
+        """Upload the tables of a budget; see `TreePolicy`. The budget rarely changes, mostly near the end of a text."""
+        self._tables(max_nodes)
 
     def warm_up(self, fill: bool) -> None:
-        """Compile and load what steps launch; see `TreePolicy`."""
         warm_static_trees(self.tree, self.tree.empty, self.num_candidates)
 
     def depth(self, max_nodes: int) -> int:
-        """Return the levels that the budget's nodes need; see `TreePolicy`."""
-        return len(self._plan(max_nodes).levels)
+        return len(self._tables(max_nodes).levels)
 
     def width(self, level: int, max_nodes: int) -> int:
-        """Return the number of nodes with children on a level; see `TreePolicy`."""
-        return self._plan(max_nodes).frontiers[level].shape[1]
+        return self._tables(max_nodes).frontiers[level].shape[1]
 
     def num_levels(self, rows_np: np.ndarray, max_nodes: int) -> int:
-        """Return the levels that the budget's nodes need; see `TreePolicy`."""
         return self.depth(max_nodes)
 
     def begin(self, rows: Tensor, num_accepted: Tensor, max_nodes: int) -> None:
-        """Make the trees the budget's, without tokens; see `TreePolicy`. What was accepted is not looked at."""
-        tree_begin(self.tree, self._plan(max_nodes).template, len(rows))
+        """Make the trees the budget's, without tokens; see `TreePolicy`. Acceptance is not used."""
+        tree_begin(self.tree, self._tables(max_nodes).template, len(rows))
 
     def extend(
         self, level: int, log_probs: Tensor, token_ids: Tensor, *, rows: Tensor, max_nodes: int
     ) -> tuple[Tensor, Tensor] | None:
-        """Enter the tokens of one level; see `TreePolicy`. `log_probs` is not looked at."""
-        plan, num_reqs = self._plan(max_nodes), len(rows)
-        tree_place(self.tree, plan.levels[level], num_reqs, token_ids)
-        return None if level + 1 == len(plan.levels) else self.frontier(level + 1, num_reqs, max_nodes)
+        """Enter the tokens of one level; see `TreePolicy`. `log_probs` is not used."""
+        tables, num_reqs = self._tables(max_nodes), len(rows)
+        tree_place(self.tree, tables.levels[level], num_reqs, token_ids)
+        return None if level + 1 == len(tables.levels) else self.frontier(level + 1, num_reqs, max_nodes)
 
     def frontier(self, level: int, num_reqs: int, max_nodes: int) -> tuple[Tensor, Tensor]:
-        """Return where a level's nodes and tokens lie; see `TreePolicy`."""
-        plan = self._plan(max_nodes)
-        if (num_reqs, level) not in plan.fed:
-            plan.fed[num_reqs, level] = (
-                plan.frontiers[level][:num_reqs], plan.levels[level - 1].fed_tokens[:num_reqs]
+        tables = self._tables(max_nodes)
+        if (num_reqs, level) not in tables.fed:
+            tables.fed[num_reqs, level] = (
+                tables.frontiers[level][:num_reqs], tables.levels[level - 1].fed_tokens[:num_reqs]
             )  # fmt: skip
-        return plan.fed[num_reqs, level]
+        return tables.fed[num_reqs, level]
 
     def send(self, rows_np: np.ndarray) -> None:
         """Do nothing: the host knows the levels."""
@@ -158,13 +153,13 @@ class StaticTree:
     def finish(self, fill: bool, *, rows: Tensor, max_nodes: int) -> None:
         """Do nothing: the number of nodes was set as the step began."""
 
-    def _plan(self, max_nodes: int) -> _Plan:
+    def _tables(self, max_nodes: int) -> _BudgetTables:
         budget = max(0, min(max_nodes, len(self.topology.paths)))
-        if budget not in self._plans:
-            self._plans[budget] = self._make_plan(self.topology.cut(budget))
-        return self._plans[budget]
+        if budget not in self._by_budget:
+            self._by_budget[budget] = self._make_tables(self.topology.cut(budget))
+        return self._by_budget[budget]
 
-    def _make_plan(self, topology: Topology) -> _Plan:
+    def _make_tables(self, topology: Topology) -> _BudgetTables:
         tree, levels, fed, frontiers = self.tree, [], [], topology.frontiers()
         device, max_num_reqs = tree.device, tree.max_num_reqs
         for frontier, following in zip(frontiers, [*frontiers[1:], []], strict=True):
@@ -186,4 +181,4 @@ class StaticTree:
         num_nodes = len(topology.paths)
         parents = [*topology.parents, *[0] * (self.max_nodes - num_nodes)]  # leaves under the root past the nodes
         template = TreeTemplate(*topology_tables(parents, device), tree.empty.log_probs, num_nodes)
-        return _Plan(template, tuple(levels), tuple(fed))
+        return _BudgetTables(template, tuple(levels), tuple(fed))

@@ -1,5 +1,4 @@
-"""What a draft tree is: its buffers, batched over requests, its candidates, and the policies that grow it level by
-level; pure torch, touches no model and no vLLM.
+"""What a draft tree is: its buffers, batched over requests, and the policies that grow it; touches no model, no vLLM.
 
 Node 0 of a tree is the root, the last committed token; nodes 1 to K are drafts. Two orders hold in every tree:
 
@@ -15,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vidspec_kernels import Leaves, TreeTables, TreeTemplate, tree_begin, tree_finish
+from vidspec_kernels import TreeTables, TreeTemplate
 from vllm_vidspec.config.paths import MAX_NODES
 
 
 class DraftTree(TreeTables):
     """The trees of a batch, one batch row each; allocated once and filled in place, so that CUDA graphs can read it.
 
-    A column past `num_nodes` holds a leaf under the root that nothing accepts: token -1, parent 0, depth 1, its own
+    A column past `num_nodes` holds a leaf under the root that is never accepted: token -1, parent 0, depth 1, its own
     bit, log-probability -inf. Reading it is harmless.
 
     Args:
@@ -52,27 +51,6 @@ class DraftTree(TreeTables):
         parents, depths, ancestors, log_probs = (table.repeat(max_num_reqs, 1) for table in self.empty.tensors)
         super().__init__(tokens, parents, depths, ancestors, log_probs, num_nodes)
 
-    def clear(self, num_reqs: int) -> None:
-        """Empty the trees of batch rows 0 to num_reqs - 1; the root's token stays."""
-        tree_begin(self, self.empty, num_reqs)
-
-    def append_leaves(
-        self, num_reqs: int, max_nodes: int, log_probs: Tensor, token_ids: Tensor, parents: Tensor
-    ) -> None:
-        """Fill the trees of batch rows 0 to num_reqs - 1 up, with the most probable candidates as leaves.
-
-        They are appended best first, of equal ones the lower index first, until a tree has `max_nodes` nodes or its
-        candidates are used up.
-
-        Args:
-            num_reqs: R.
-            max_nodes: At most K, at least what any of the trees has.
-            log_probs: float32 [R, P, C], of the path to the candidate, <= 0; -inf or NaN = none.
-            token_ids: int64 [R, P, C].
-            parents: int64 [R, P], node index of each C candidates' parent.
-        """
-        tree_finish(self, num_reqs, leaves=Leaves(log_probs, token_ids, parents), max_nodes=max_nodes)
-
 
 class TreePolicy(Protocol):
     """Decides which nodes the trees of a batch get.
@@ -83,21 +61,20 @@ class TreePolicy(Protocol):
         policy.begin(rows, num_accepted, max_nodes)
         frontier = the roots
         for level in range(num_levels):
-            found = candidates(draft_logits(frontier), policy.num_candidates)
-            frontier = policy.extend(level, *found, rows=rows, max_nodes=max_nodes)
+            log_probs, ids = the best `policy.num_candidates` tokens of each frontier node (kernel `candidates`)
+            frontier = policy.extend(level, log_probs, ids, rows=rows, max_nodes=max_nodes)
             if level == 0:
                 policy.send(rows_np)
         policy.finish(fill, rows=rows, max_nodes=max_nodes)
 
     "Row" is a request's persistent row (`req_state_idx`), R the batch size; batch row r of `tree` belongs to `rows[r]`.
     `rows` may end with rows `max_num_reqs`, one past the last: padding, whose trees are garbage and harm no other.
-    No method waits for work that the device was given in the same step. Nothing that a request gets depends on the
-    others of its batch.
+    No method waits for device work of the same step. A request's tree does not depend on the others of its batch.
 
     `begin`, `extend` and `finish` can be captured in CUDA graphs, one by one or together, once `prepare` was called for
-    their `max_nodes`: what they launch depends on R, `level`, `max_nodes` and `fill` alone, nothing crosses between
-    host and device, and what passes from one to the next lies in memory that stays. Captures for other R or `max_nodes`
-    may take turns between steps.
+    their `max_nodes`: what they launch depends on R, `level`, `max_nodes` and `fill` alone, nothing is copied
+    between host and device, and what one passes to the next is at a fixed address. Captures for other R or `max_nodes`
+    may alternate from step to step.
 
     Attributes:
         tree: The buffers.
@@ -107,8 +84,8 @@ class TreePolicy(Protocol):
         max_frontier: The most nodes of a request that one draft forward feeds.
         needs_log_probs: Whether `extend` looks at the candidates' log-probabilities.
         has_fixed_levels: Whether `num_levels` follows from `max_nodes` alone: all levels fit one graph.
-        trims: Whether `extend` may return fewer columns than `width` says, where counting costs no wait: on the CPU.
-            Set it False where steps are captured.
+        trims: Whether `extend` may return fewer columns than `width` says, where counting needs no synchronisation: on
+            the CPU. Set it False where steps are captured.
     """
 
     tree: DraftTree
@@ -120,11 +97,11 @@ class TreePolicy(Protocol):
     has_fixed_levels: bool
     trims: bool
 
-    def admit(self, rows_np: np.ndarray) -> None:
-        """Forget what is known of these rows, `[n]` int64 on the host: requests that begin, or begin anew, on them."""
+    def reset_rows(self, rows_np: np.ndarray) -> None:
+        """Clear the state of these rows, `[n]` int64 on the host, for requests that start or resume on them."""
 
     def prepare(self, max_nodes: int) -> None:
-        """Upload what steps with this budget read; else the first such step does it, and waits."""
+        """Upload the tables of this budget; else the first such step does so, with a host-device synchronisation."""
 
     def warm_up(self, fill: bool) -> None:
         """Compile and load what steps launch on CUDA; `fill` as they will give it to `finish`."""
@@ -144,7 +121,7 @@ class TreePolicy(Protocol):
         """
 
     def begin(self, rows: Tensor, num_accepted: Tensor, max_nodes: int) -> None:
-        """Start a step: learn what became of the last trees, and empty those of batch rows 0 to R - 1.
+        """Start a step: update state by the last acceptance, and empty the trees of batch rows 0 to R - 1.
 
         Args:
             rows: int64 [R], each row once, but for padding.
@@ -161,7 +138,7 @@ class TreePolicy(Protocol):
         Args:
             level: 0 for children of the roots (F = 1), then one more each call, below `num_levels`.
             log_probs: float32 [R * F, C], of each frontier node's candidates, descending, <= 0; row-major over the
-                frontier [R, F] that the previous call returned. What is given where it had no node is not used.
+                frontier [R, F] that the previous call returned. Entries where it had no node are not used.
             token_ids: int64 [R * F, C], distinct in a row.
             rows: As in `begin`.
             max_nodes: As in `begin`.
@@ -171,7 +148,7 @@ class TreePolicy(Protocol):
                 greedy node while the request's greedy path still grows. F' is `width(level + 1, max_nodes)`, or fewer
                 with `trims`.
             token_ids: int64 [R, F'], their tokens.
-            Both are views of memory that stays: the same for the same level, R and `max_nodes`, overwritten by the next
+            Both are views of persistent buffers, one per level, R and `max_nodes`, overwritten by the next
             call. None where `depth(max_nodes)` is reached.
         """
 
@@ -179,7 +156,7 @@ class TreePolicy(Protocol):
         """Return where `extend` will have written the nodes and tokens that a level from 1 on feeds, untrimmed."""
 
     def send(self, rows_np: np.ndarray) -> None:
-        """Start what brings the next step's `num_levels` to the host, after level 0; never captured.
+        """Start the copy that the next step's `num_levels` needs on the host, after level 0; never captured.
 
         Args:
             rows_np: int64 [n], the first n of `rows` on the host: all but the padding.
@@ -223,27 +200,3 @@ def topology_tables(parents: list[int], device: torch.device | str) -> tuple[Ten
 def _as_int64(word: int) -> int:
     """Return the signed number with the same 64 bits: node 64's bit is the sign."""
     return word - (1 << 64) if word >= 1 << 63 else word
-
-
-def candidates(logits: Tensor, num_candidates: int, with_log_probs: bool = True) -> tuple[Tensor, Tensor]:
-    """Return the most probable tokens of each row, best first.
-
-    Rank 0 is `logits.argmax(-1)` also where values tie: the target takes the lowest id of a tie, top-k takes any, and a
-    draft that equals the target must then agree with it.
-
-    Args:
-        logits: float [n, V]; noised for shared-noise sampling, any dtype.
-        num_candidates: C, in [1, V].
-        with_log_probs: Without, the softmax is spared.
-
-    Returns:
-        log_probs: float32 [n, C], log-softmax over all V tokens, descending; without: the logits.
-        token_ids: int64 [n, C], distinct in a row.
-    """
-    logits = logits.float()
-    values, ids = logits.topk(num_candidates, dim=-1)
-    best = logits.argmax(dim=-1, keepdim=True)  # [n, 1]
-    # The two change places; where top-k missed the best, the token it had put first goes. Tied values: none to swap.
-    ids = torch.where(ids == best, ids[:, :1], ids)
-    ids[:, :1] = best
-    return (values - logits.logsumexp(dim=-1, keepdim=True) if with_log_probs else values), ids

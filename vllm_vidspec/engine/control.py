@@ -64,7 +64,7 @@ class SchedulerControl:
 
         Args:
             request: vLLM's.
-            way: By which of `PruneKnobs.ways` it is pruned.
+            way: By which of `PruneKnobs.variants` it is pruned.
         """
         num_visual = {"video": 0, "image": 0}
         num_kept = 0.0

@@ -3,9 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from vllm_vidspec.config import VidSpecConfig
-from vllm_vidspec.config.groups import AUTO
-from vllm_vidspec.config.model import flatten
+from vllm_vidspec.config import AUTO, VidSpecConfig, flatten
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import SCORE_NEEDS, needs_of
 

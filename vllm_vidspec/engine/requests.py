@@ -28,7 +28,7 @@ class Arrival:
         adapter: Name of its LoRA adapter, "" for none.
         cache_salt: Whose it is, where an operator keeps tenants apart; "" for everybody's.
         has_embeds: Whether the prompt is one of embeddings, whose `token_ids` mean nothing.
-        way: By which of `PruneKnobs.ways` its prompt is pruned.
+        way: By which of `PruneKnobs.variants` its prompt is pruned.
         is_shown: Whether the draft is to see it; requests of a class that has not paid are not shown.
     """
 

@@ -19,9 +19,7 @@ from vllm.logger import init_logger
 
 from vllm_vidspec import metrics
 from vllm_vidspec.adapt import Bandit, Decision
-from vllm_vidspec.config import METHOD, PruneKnobs, VidSpecConfig
-from vllm_vidspec.config.groups import AUTO
-from vllm_vidspec.config.model import flatten
+from vllm_vidspec.config import AUTO, METHOD, PruneKnobs, VidSpecConfig, flatten
 from vllm_vidspec.counter_files import open_for
 from vllm_vidspec.engine.control import SchedulerControl
 from vllm_vidspec.errors import VidSpecError
@@ -36,7 +34,7 @@ _LOOK_S = 0.2  # between two looks at what the worker has counted
 
 
 def way_of(sampling: Any) -> int:
-    """Return by which of `PruneKnobs.ways` a request is pruned, given its `SamplingParams`."""
+    """Return by which of `PruneKnobs.variants` a request is pruned, given its `SamplingParams`."""
     way = (getattr(sampling, "extra_args", None) or {}).get(_WAY, 0)
     return way if isinstance(way, int) else 0
 
@@ -54,7 +52,7 @@ class SchedulerSide:
         self._scheduler = scheduler
         self._most = config.num_speculative_tokens
         self._file = open_for(vllm_config)
-        self._ways = _Ways(config, self._file) if len(config.prune.ways) > 1 else None
+        self._ways = _Ways(config, self._file) if len(config.prune.variants) > 1 else None
         # vLLM's own table of tokens by batch size; None: always K.
         self._table: list[int] | None = scheduler.dynamic_sd_lookup
         # Data-parallel engines need one number of tokens in every step.
@@ -202,7 +200,7 @@ class _Ways:
 
     def __init__(self, config: VidSpecConfig, file: metrics.MetricsFile | None):
         self._prune, self._num_drafts, self._file = config.prune, config.num_speculative_tokens, file
-        self._bandit = Bandit([(way.pruner, way.ratio) for way in config.prune.ways], seed=config.prune.seed)
+        self._bandit = Bandit([(way.pruner, way.ratio) for way in config.prune.variants], seed=config.prune.seed)
         self.is_on = True  # whether requests are given ways
         self._running: dict[str, list[int]] = {}  # by request: its way, tokens and verify steps
         self._num_visual = self._num_media = 0  # tokens of images and videos, of so many requests that had any
@@ -242,7 +240,7 @@ class _Ways:
             self._bandit.hear(way, num_tokens / num_steps, num_steps)
             self._num_unsaved += 1
             if self._file is not None:
-                pruner = self._prune.ways[way].pruner
+                pruner = self._prune.variants[way].pruner
                 for name, count in (("requests", 1), ("verify_steps", num_steps), ("tokens", num_tokens)):
                     self._file.add(f"auto_{name}_{pruner}", count)
         if self._num_unsaved >= _SAVE_EVERY:
@@ -250,7 +248,7 @@ class _Ways:
 
     def _costs(self) -> list[float] | None:
         """Return what a step costs by way over one without drafts, by the bytes that it reads; None if not known."""
-        ratios = {way.ratio for way in self._prune.ways}
+        ratios = {way.ratio for way in self._prune.variants}
         if self._file is None or len(ratios) == 1:
             return None
         known = self._file.value
@@ -260,7 +258,8 @@ class _Ways:
         visual = self._num_visual / max(1, self._num_media)
         per_token = known("draft_kv_bytes_per_token")
         return [
-            1 + self._num_drafts * (draft + per_token * visual * (1 - way.ratio)) / target for way in self._prune.ways
+            1 + self._num_drafts * (draft + per_token * visual * (1 - way.ratio)) / target
+            for way in self._prune.variants
         ]
 
     # ---- what is kept ----------------------------------------------------------------------------------------------
@@ -277,7 +276,7 @@ class _Ways:
         self._num_unsaved = 0
         if self._path is None:
             return
-        best: PruneKnobs = self._prune.ways[self._bandit.best(self._costs())]
+        best: PruneKnobs = self._prune.variants[self._bandit.best(self._costs())]
         config = {"pruner": best.pruner, "prune_ratio": best.ratio}
         made = ""
         try:

@@ -1,10 +1,9 @@
-"""FamilyAdapter, its registry and the comparison of two configs. Reads config attributes only, no vLLM, no weights."""
+"""FamilyAdapter: what the engine must know about a model family. Reads config attributes only, no vLLM, no weights."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import TokenGrid
 
 _MAX_SHOWN_CHARS = 60
@@ -51,8 +50,8 @@ class FamilyAdapter(ABC):
     def num_media_levels(self, hf_config: Any) -> int:
         """Return how many embeddings the vision tower makes of a visual token, side by side.
 
-        The first is its input embedding; where there are more, each goes to the output of another decoder layer. Those
-        are of one forward: what is embedded must be run before anything else is.
+        The first is its input embedding; where there are more, each goes to the output of another decoder layer. These
+        belong to one forward: embedded items must be run before others are embedded.
         """
         return 1
 
@@ -72,23 +71,23 @@ class FamilyAdapter(ABC):
         """
 
     def frames(self, modality: str, data: Mapping[str, Any], hf_config: Any) -> TokenGrid | None:
-        """Return the grid of a video that the tower can encode a few of its frames at a time, before any
-        `--video-pruning-rate`; None for what it must see whole.
+        """Return the grid of a video, before any `--video-pruning-rate`, if the tower can encode it a few frames at a
+        time; None for an item that it must encode whole.
 
-        That takes a tower whose attention stays within a frame of the grid, and pixels that are where the grid says.
+        The tower's attention must stay within a frame of the grid, and the pixels must be laid out by the grid.
         """
         return None
 
     def some_frames(self, data: Mapping[str, Any], frames: range) -> dict[str, Any]:
-        """Return those of a video's processor outputs that are others for these frames of its grid alone.
+        """Return the processor outputs of a video that differ for a subset of its frames.
 
-        The tower makes their embeddings of them, in order, and what trails the grid once more.
+        From them the tower makes the embeddings of these frames, in order, and the grid's trailing tokens again.
         """
         raise NotImplementedError
 
     def whole_video(self, data: Mapping[str, Any], hf_config: Any) -> tuple[TokenGrid, float] | None:
         """Return the grid of a video before `--video-pruning-rate`, and the rope positions from a frame to the next;
-        None where the draft cannot follow a target that prunes it, or the data do not tell.
+        None where the draft cannot follow a target that prunes it, or the data do not say.
         """
         return None
 
@@ -123,86 +122,3 @@ def _show(value: Any) -> str:
         return text
     entries = f" ({len(value)} entries)" if isinstance(value, list) else ""
     return f"{text[:_MAX_SHOWN_CHARS]}...{entries}"
-
-
-_FAMILIES: dict[str, FamilyAdapter] = {}
-
-
-def register_family(adapter: FamilyAdapter) -> None:
-    """Add an adapter under its name.
-
-    Raises:
-        ValueError: The name is taken.
-    """
-    if adapter.name in _FAMILIES:
-        raise ValueError(f"family {adapter.name!r} is registered twice")
-    _FAMILIES[adapter.name] = adapter
-
-
-def families() -> tuple[FamilyAdapter, ...]:
-    """Return the registered adapters."""
-    return tuple(_FAMILIES.values())
-
-
-def adapter_for(hf_config: Any) -> FamilyAdapter:
-    """Return the adapter of a Hugging Face config.
-
-    Args:
-        hf_config: Anything with `architectures` or `model_type`.
-
-    Raises:
-        VidSpecError: No family handles it; the line names the supported ones.
-    """
-    architectures = tuple(getattr(hf_config, "architectures", None) or ())
-    model_type = getattr(hf_config, "model_type", None)
-    for adapter in _FAMILIES.values():
-        if adapter.architectures.intersection(architectures):
-            return adapter
-        if not architectures and model_type in adapter.model_types:
-            return adapter
-    got = ", ".join(architectures) or f"model_type {model_type!r}"
-    raise VidSpecError(f"unsupported model family: {got}; supported: {', '.join(_FAMILIES)}")
-
-
-def check_pair(target_hf: Any, draft_hf: Any) -> FamilyAdapter:
-    """Return the common adapter of a pair, or refuse a draft that cannot draft for the target.
-
-    Raises:
-        VidSpecError: One line: an unsupported family, two different ones, or every property in which the two differ.
-    """
-    target, draft = adapter_for(target_hf), adapter_for(draft_hf)
-    if target.name != draft.name:
-        raise VidSpecError(
-            f"draft and target are of different families: the target is {target.name}, the draft {draft.name}; "
-            f"use a smaller {target.name} model as the draft"
-        )
-    problems = target.check_pair(target_hf, draft_hf)
-    if problems:
-        raise VidSpecError(f"the draft does not fit the target ({target.name}): " + "; ".join(problems))
-    return target
-
-
-def check_ranks(draft_hf: Any, num_ranks: int) -> None:
-    """Refuse a draft whose heads the tensor-parallel ranks cannot share. It runs on as many ranks as the target.
-
-    Raises:
-        VidSpecError: One line naming the sizes that would do.
-    """
-    text, vision = draft_hf.get_text_config(), draft_hf.vision_config
-    heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
-    vision_heads = getattr(vision, "num_heads", None) or vision.num_attention_heads
-
-    def is_even(size: int) -> bool:
-        # vLLM gives several ranks a copy of one KV head where there are fewer heads than ranks.
-        return not (heads % size or vision_heads % size or max(kv_heads, size) % min(kv_heads, size))
-
-    if is_even(num_ranks):
-        return
-    whose, count = ("vision tower", vision_heads) if vision_heads % num_ranks else ("language model", heads)
-    if whose == "language model" and heads % num_ranks == 0:
-        whose, count = "language model (keys and values)", kv_heads
-    sizes = ", ".join(str(size) for size in range(1, heads + 1) if is_even(size))
-    raise VidSpecError(
-        f"the draft's {whose} has {count} heads, which {num_ranks} tensor-parallel ranks cannot share evenly; "
-        f"--tensor-parallel-size {sizes} would do"
-    )

@@ -76,8 +76,8 @@ class QwenVLAdapter(FamilyAdapter):
     def follows_pruned_videos(self, hf_config: Any) -> bool:
         """Return whether this is Qwen2.5-VL. See `FamilyAdapter`.
 
-        Qwen3-VL's time stamps lie among a pruned video's embeddings, wherever the target's choice has put them: nobody
-        can tell which token is which. vLLM prunes no videos of Qwen2-VL.
+        Qwen3-VL's time stamps lie among a pruned video's embeddings at places that only the target knows, so its tokens
+        cannot be identified. vLLM prunes no videos of Qwen2-VL.
         """
         return _pace(hf_config) is not None
 

@@ -1,4 +1,4 @@
-"""Whether two checkpoints mean the same by a token id; reads `tokenizer.json`, no weights, no vLLM.
+"""Whether the same token ids mean the same to two checkpoints; reads `tokenizer.json`, no weights, no vLLM.
 
 Checkpoints of one family share their tokenizer, and yet differ in their vocabulary's size: each pads its embeddings to
 a round number of rows (151,936 in Qwen2.5-VL-3B, 152,064 in the larger ones). Only the tokens have to agree.
@@ -17,11 +17,11 @@ def check_tokens(
 ) -> None:
     """Refuse a draft whose token ids mean something else than the target's.
 
-    What one of them lacks, such as a tool's marker that a later release has added, is no reason: it is never drafted.
-    Without a `tokenizer.json` in either there is nothing to compare.
+    A token that one of them lacks, such as a tool's marker of a later release, is harmless: it is never drafted.
+    Without a `tokenizer.json` in both there is nothing to compare.
 
     Args:
-        target: A directory or a Hugging Face name, of what tokenizes the target's prompts.
+        target: A directory or a Hugging Face name: the tokenizer of the target's prompts.
         draft: Likewise.
         target_revision: Of a Hugging Face name.
         draft_revision: Likewise.
@@ -37,7 +37,7 @@ def check_tokens(
 
 
 def difference(target: Mapping[str, int], draft: Mapping[str, int]) -> str | None:
-    """Return what the first id that stands for two tokens means to either vocabulary, None if there is none."""
+    """Return both meanings of the first id on which the vocabularies disagree, None if there is none."""
     meant = {i: token for token, i in target.items()}
     differing = [i for token, i in draft.items() if meant.get(i, token) != token]
     if not differing:
@@ -51,7 +51,7 @@ def _find(model: str, revision: str | None) -> Path | None:
 
     try:
         found = cached_file(model, _FILE, revision=revision, _raise_exceptions_for_missing_entries=False)
-    except OSError:  # neither a directory nor a name: its configuration is what says so
+    except OSError:  # neither a directory nor a name: loading its configuration reports that
         return None
     return None if found is None else Path(found)
 

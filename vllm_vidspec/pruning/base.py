@@ -1,4 +1,4 @@
-"""What a pruner is: its inputs, their checks and the registry. Pure torch, touches no model and no vLLM."""
+"""What a pruner is: its inputs and their checks. Pure torch, touches no model and no vLLM."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,20 +6,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_vidspec.config.groups import PruneKnobs, nearest
-from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning.grid import TokenGrid
 
-# What can be measured for a pruner. The first two arrive as `scores`, hence exclude each other.
+# What the target measures for a pruner; either arrives as `scores`, so a pruner needs one of them at most.
 SCORE_NEEDS = frozenset({"attention", "uv"})
-NEEDS = SCORE_NEEDS | {"features"}
 
 _FEATURE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, eq=False)
 class PruneInputs:
-    """One item to prune: its layout, its budget and what was measured of it. Checked when a pruner is called.
+    """One item to prune: its layout, its budget and its measurements. Checked when a pruner is called.
 
     Args:
         grid: Layout of the item.
@@ -58,7 +55,7 @@ class Pruner:
     Args:
         name: The name in the configuration.
         select: Returns the kept indices of checked inputs with a positive budget.
-        needs: What must be measured for it, of `NEEDS`: "attention" or "uv" scores, "features"; empty for none.
+        needs: What must be measured for it: "attention" or "uv" scores, or "features"; empty for nothing.
         refuses_negative: Whether negative scores are an error, because sums of them mean nothing to `select`.
     """
 
@@ -71,7 +68,7 @@ class Pruner:
         """Return the kept tokens.
 
         Args:
-            inputs: The item. `scores` and `features` that the pruner does not need may be given and change nothing.
+            inputs: The item. `scores` and `features` that the pruner does not need are ignored.
 
         Returns:
             kept_indices: int64 [num_keep], ascending, unique, in [0, grid.num_tokens); on `inputs.device`.
@@ -128,45 +125,3 @@ def _check_range(what: str, values: Tensor, refuses_negative: bool = False) -> N
         raise ValueError(f"{what} must be finite, got NaN or inf")
     if refuses_negative and low < 0:
         raise ValueError(f"{what} must be >= 0, got {low}")
-
-
-_REGISTRY: dict[str, Pruner] = {}
-
-
-def register_pruner(pruner: Pruner) -> Pruner:
-    """Add a pruner under its name and return it.
-
-    Raises:
-        ValueError: The name is taken, or it needs what nobody measures, or two kinds of scores at once.
-    """
-    if pruner.name in _REGISTRY:
-        raise ValueError(f"pruner {pruner.name!r} is registered twice")
-    if not pruner.needs <= NEEDS or pruner.needs >= SCORE_NEEDS:
-        raise ValueError(
-            f"pruner {pruner.name!r} needs {sorted(pruner.needs)}; it may need features and one of "
-            f"{', '.join(sorted(SCORE_NEEDS))}"
-        )
-    _REGISTRY[pruner.name] = pruner
-    return pruner
-
-
-def pruner_names() -> tuple[str, ...]:
-    """Return the names that `get_pruner` knows, in order of registration."""
-    return tuple(_REGISTRY)
-
-
-def needs_of(knobs: PruneKnobs) -> frozenset[str]:
-    """Return what must be measured for the pruners that knobs choose from: one, or with `auto` several."""
-    return frozenset().union(*(get_pruner(way.pruner).needs for way in knobs.ways))
-
-
-def get_pruner(name: str) -> Pruner:
-    """Return the pruner of that name.
-
-    Raises:
-        VidSpecError: No such pruner; the line names the nearest one and all known ones.
-    """
-    if name not in _REGISTRY:
-        hint = nearest(name, pruner_names())
-        raise VidSpecError(f"unknown pruner {name!r}{hint}; known: {', '.join(_REGISTRY)}")
-    return _REGISTRY[name]

@@ -16,13 +16,12 @@ MAX_TEXT_BETWEEN = 16
 
 @dataclass(frozen=True)
 class PruneUnit:
-    """What has one budget, and what a pruner chooses from at once.
+    """A set of items with one budget, from which a pruner chooses at once.
 
     Attributes:
-        places: Which of the prompt's items are in it, one of which each is looked at alone; several are a run of
-            images of one size.
+        places: Which of the prompt's items are in it: one, or a run of images of one size.
         grid: The layout of its tokens, item after item; of a run one frame an image.
-        num_keep: How many of them stay.
+        num_keep: How many of them are kept.
     """
 
     places: range
@@ -40,17 +39,17 @@ class PruneUnit:
         return 0 < self.num_keep < self.num_tokens
 
     def joined(self, measured: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return what was measured of its tokens, `[num_tokens, ...]`.
+        """Return the measurements of its tokens, `[num_tokens, ...]`.
 
         Args:
-            measured: Of each of the prompt's items `[m_i, ...]`.
+            measured: One tensor `[m_i, ...]` for each of the prompt's items.
         """
         if len(self.places) == 1:
             return measured[self.places[0]]
         return torch.cat([measured[place] for place in self.places])
 
     def split(self, kept_indices: torch.Tensor) -> list[torch.Tensor]:
-        """Return which tokens of each of its items stay, `[k_i]` int64; none of some of them, perhaps.
+        """Return the kept tokens of each of its items, `[k_i]` int64; some may be empty.
 
         Args:
             kept_indices: `[num_keep]` int64 on the CPU, ascending, in `[0, num_tokens)`.
@@ -63,10 +62,10 @@ class PruneUnit:
         return [part - start for part, start in zip(parts, starts, strict=True)]
 
     def merged(self, kept_indices: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return which of its tokens stay, `[num_keep]` int64: `split`, undone.
+        """Return its kept tokens, `[num_keep]` int64: the inverse of `split`.
 
         Args:
-            kept_indices: Of each of the prompt's items `[k_i]` int64.
+            kept_indices: `[k_i]` int64 for each of the prompt's items.
         """
         size = self.num_tokens // len(self.places)
         return torch.cat([kept_indices[place] + size * number for number, place in enumerate(self.places)])
@@ -75,34 +74,34 @@ class PruneUnit:
 def pruned_together(
     modalities: Sequence[str], where: Sequence[torch.Tensor], sizes: Sequence[Hashable], knobs: PruneKnobs
 ) -> list[tuple[range, str]]:
-    """Find the runs of images that count as a video each. Images are in a run that follow each other in the prompt,
-    with at most `MAX_TEXT_BETWEEN` tokens of text between one and the next, and are of one size.
+    """Find the runs of images that count as one video each: consecutive images of one size, with at most
+    `MAX_TEXT_BETWEEN` tokens of text between one and the next.
 
     Args:
         modalities: Of the prompt's items, in its order: "image" or "video".
         where: Per item the prompt indices `[m_i]` int64 of its embeddings, ascending.
-        sizes: Per item what is equal where two images are of one size.
+        sizes: Per item a value that is equal for two images of one size.
         knobs: `frames_as_video`.
 
     Returns:
         Which items are pruned together, each in one range, and as what: "image" or "video".
     """
 
-    def goes_on(i: int) -> bool:
-        """Whether an item follows the one before it in a run."""
+    def continues_run(i: int) -> bool:
+        """Whether an item is in the same run as the one before it."""
         if modalities[i - 1] != "image" or modalities[i] != "image" or sizes[i - 1] != sizes[i]:
             return False
         if not len(where[i - 1]) or not len(where[i]):
             return False
         return int(where[i][0]) - int(where[i - 1][-1]) - 1 <= MAX_TEXT_BETWEEN
 
-    least = knobs.least_run
+    min_run = knobs.min_run
     found: list[tuple[range, str]] = []
     start = 0
     for end in range(1, len(modalities) + 1):
-        if end < len(modalities) and goes_on(end):
+        if end < len(modalities) and continues_run(end):
             continue
-        if least is not None and end - start >= least:
+        if min_run is not None and end - start >= min_run:
             found.append((range(start, end), "video"))
         else:
             found += [(range(i, i + 1), modalities[i]) for i in range(start, end)]

@@ -18,7 +18,7 @@ class UnsupportedPrompt(Exception):
 
 @dataclass(frozen=True)
 class PromptItem:
-    """An image or video of a prompt, as the vision tower looks at it. What is kept of it is its `PruneUnit`'s matter.
+    """An image or video of a prompt, as the vision tower encodes it. Its `PruneUnit` says what is kept of it.
 
     Attributes:
         feature: vLLM's, with its pixels.
@@ -34,26 +34,26 @@ class PromptItem:
 
     @property
     def name(self) -> str:
-        """What it shows, by content alone: no adapter of the target's reaches the draft's tower."""
+        """Its content hash, without the target's LoRA adapter, which the draft's tower does not have."""
         return self.feature.mm_hash or self.feature.identifier
 
     @property
     def num_tokens(self) -> int:
-        """Its embeddings."""
+        """Its number of embeddings."""
         return len(self.where)
 
 
 @dataclass(frozen=True)
 class PromptPlan:
-    """What is known of a prompt before any of its items is pruned.
+    """A prompt before any of its items is pruned.
 
     Attributes:
         token_ids: `[num_tokens]` int32, the full prompt, and after a preemption the output so far.
-        positions: `[num_axes, num_tokens]` int64 rope positions of the full prompt; None where what is kept is numbered
-            anew.
+        positions: `[num_axes, num_tokens]` int64 rope positions of the full prompt; None where the kept tokens are
+            renumbered.
         num_axes: Of the rope positions.
         items: Its images and videos in prompt order.
-        units: What of them is pruned together, in the same order; every item is in one.
+        units: The items that are pruned together, in the same order; every item is in one unit.
         pos_delta: Rope position minus logical position of the tokens after the prompt.
     """
 
@@ -65,7 +65,7 @@ class PromptPlan:
     pos_delta: int
 
     def unit_of(self, i: int) -> PruneUnit:
-        """Return what an item is pruned in."""
+        """Return the unit of an item."""
         return next(unit for unit in self.units if i in unit.places)
 
     @property
@@ -91,13 +91,12 @@ class PromptPlan:
 
 @dataclass(frozen=True)
 class PrunedPrompt:
-    """What is left of one prompt.
+    """A pruned prompt.
 
     Attributes:
-        token_ids: `[num_kept]` int32; 0 where an embedding of a vision tower goes, as its own id may be none of the
-            vocabulary's.
+        token_ids: `[num_kept]` int32; 0 in place of each visual token, whose own id may be outside the vocabulary.
         positions: `[num_axes, num_kept]` int64 rope positions.
-        media_at: `[num_media]` int64 where embeddings of a vision tower go, ascending.
+        media_at: `[num_media]` int64, the indices of the visual tokens, ascending.
     """
 
     token_ids: torch.Tensor
@@ -112,18 +111,18 @@ def plan_prompt(
     item_grid: Callable[[str, dict[str, Any], int], TokenGrid],
     full_positions: Callable[[list[int], list[Any]], tuple[torch.Tensor, int]],
 ) -> PromptPlan:
-    """Look at a prompt, on the host. Every image or video has a budget of its own, and so has a run of images that
-    count as one video.
+    """Plan the pruning of a prompt, on the host. Every image or video has a budget of its own, and so has a run of
+    images that count as one video.
 
     Args:
         token_ids: The full prompt, and after a preemption the output so far.
         features: vLLM's multimodal features in prompt order.
-        knobs: Pruner, ratios, what counts as a video and position rule.
+        knobs: Pruner, ratios, what counts as a video and the position rule.
         item_grid: `(modality, data, num_tokens) -> grid`, the family's geometry.
         full_positions: `(token_ids, features) -> ([num_axes, num_tokens] int64, delta)` of the full prompt.
 
     Raises:
-        UnsupportedPrompt: A feature's pixels are gone, or it is no image or video; nothing would be left.
+        UnsupportedPrompt: A feature's pixels are gone, or it is no image or video; nothing would be kept.
     """
     items = []
     for feature in features:
@@ -150,7 +149,7 @@ def plan_prompt(
 
 
 def prune(plan: PromptPlan, kept_indices: Sequence[torch.Tensor]) -> PrunedPrompt:
-    """Return what is left of a prompt, given one `[k_i]` int64 tensor of kept embeddings per item."""
+    """Return the pruned prompt, given one `[k_i]` int64 tensor of kept embeddings per item."""
     keep = torch.ones(plan.num_tokens, dtype=torch.bool)
     is_media = torch.zeros(plan.num_tokens, dtype=torch.bool)
     for item, kept in zip(plan.items, kept_indices, strict=True):
@@ -171,9 +170,9 @@ def prune(plan: PromptPlan, kept_indices: Sequence[torch.Tensor]) -> PrunedPromp
 def choose_kept(
     unit: PruneUnit, knobs: PruneKnobs, scores: torch.Tensor | None, embeddings: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return which of a unit's embeddings stay, `[num_keep]` int64 on the CPU.
+    """Return the kept embeddings of a unit, `[num_keep]` int64 on the CPU.
 
-    A pruner that chooses nothing, or lacks its guidance, keeps uniformly.
+    Uniform where there is nothing to choose, or the guidance is missing.
 
     Args:
         unit: The image, video or run of images.

@@ -1,7 +1,7 @@
-"""Which of a video's tokens a target has kept that prunes videos itself (`--video-pruning-rate`). Pure torch.
+"""Which video tokens are left where the target itself prunes videos (`--video-pruning-rate`). Pure torch.
 
-vLLM decides that inside the target's forward and tells nobody; but every kept token keeps the rope position of its
-place in the video, and the places follow from these.
+vLLM decides that inside the target's forward and does not report it; but every kept token has the rope position of its
+place in the video, from which the places follow.
 """
 
 import torch
@@ -12,8 +12,8 @@ from vllm_vidspec.pruning.grid import TokenGrid
 def kept_places(positions: torch.Tensor, grid: TokenGrid, ticks_per_frame: float) -> torch.Tensor | None:
     """Return the places `[m]` int64 in the whole video of the tokens that were kept, ascending.
 
-    Frames that share a position (several a tick) are told apart by the order of the tokens alone: then a place may be
-    that of an earlier frame, the same spot a tick's part before.
+    Frames that share a position (several a tick) are distinguished by the order of the tokens alone: a place may then
+    be that of an earlier frame of the same tick.
 
     Args:
         positions: `[3, m]` int64 rope positions (time, row, column) of the kept tokens, in their order. The first

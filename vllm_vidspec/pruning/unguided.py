@@ -1,4 +1,4 @@
-"""Pruners that look at nothing but the grid: SpecVLM's score-free baselines (METHODS 1). Pure torch."""
+"""Pruners that need nothing but the grid: SpecVLM's score-free baselines (METHODS 1). Pure torch."""
 
 import torch
 from torch import Tensor
@@ -55,9 +55,8 @@ def _select_frame(inputs: PruneInputs) -> Tensor:
     return torch.cat((tokens, trailing))[:num_keep]
 
 
-NONE = Pruner("none", _select_none)
-
 UNGUIDED: tuple[Pruner, ...] = (
+    Pruner("none", _select_none),
     Pruner("uniform", _select_uniform),
     Pruner("random", _select_random),
     Pruner("window:front", _window((0, 1))),

@@ -1,14 +1,14 @@
-"""What a request may choose about its verification, and what keeps it strict whatever it chose."""
+"""How a request may choose its verification, and which requests are always verified strictly."""
 
 from typing import Any, NamedTuple
 
-from vllm_vidspec.config import REQUEST_LAMBDA, REQUEST_SCORER, ScoreKnobs, nearest
-from vllm_vidspec.errors import VidSpecError, quoted
+from vllm_vidspec.config import REQUEST_LAMBDA, REQUEST_SCORER, ScoreKnobs
+from vllm_vidspec.errors import VidSpecError, nearest, quoted
 
-# Set by the API server on requests that may call tools: a parser reads their output, not a person.
+# Set by the API server on requests that may call tools, whose output a parser reads.
 CALLS_TOOLS = "vidspec_calls_tools"
 _KEYS = (REQUEST_SCORER, REQUEST_LAMBDA, CALLS_TOOLS)
-PREFIX = "vidspec_"  # of every parameter of ours: what begins so and is unknown is a mistake
+PREFIX = "vidspec_"  # of every parameter of ours; an unknown one with this prefix is an error
 
 _LONGEST = 60  # characters of a client's value that are worth quoting
 
@@ -21,7 +21,7 @@ class Choice(NamedTuple):
 
 
 def choose(extra_args: dict[str, Any] | None, knobs: ScoreKnobs) -> Choice:
-    """Return what a request asks for, the server's defaults where it asks for nothing.
+    """Return the scorer and lambda of a request: its own where it sets them, else the server's.
 
     Args:
         extra_args: `SamplingParams.extra_args`, the API's `vllm_xargs`.

@@ -1,20 +1,62 @@
-"""The scorers: strict, and LVSpec's, FLy's and a random one that let mismatches stand; one walk, rules by request."""
+"""The scorers: strict, and LVSpec's, FLy's and a random one that accept mismatches; one walk, a rule per request."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vidspec_kernels import LOWEST, WINDOW, accept
-from vllm_vidspec.scoring.base import Scored, ScoreInputs
+from vidspec_kernels import LOWEST, WINDOW, Looseness, Tally, TreeShapes, accept
 
-# Every scorer, and what lets a mismatch stand in it; `position_shift` adds SHIFT to LVSpec's.
+# Every scorer, and by what it accepts a mismatch; `position_shift` adds SHIFT to LVSpec's.
 RULES = {"strict": 0, "loose": LOWEST, "random": LOWEST, "fly": WINDOW, "fly-entropy": WINDOW}
 
 
-def score(inputs: ScoreInputs) -> Scored:
-    """Accept the longest path whose every draft is exact or may stand though it is not (LVSpec eq. 9-11; FLy).
+class ScoreInputs(NamedTuple):
+    """One verify step of a batch.
 
-    Strictly, where nothing may be loose, that is the longest path from the root that the target itself samples, which
-    is lossless at every temperature. Every emitted token is then the target's own sample under vanilla's own noise: the
+    A request has one logits row for its root (the last committed token) and one for each draft token, in node order.
+
+    Attributes:
+        target_tokens: `[num_logits]` int64, what the target samples after the row's input token, under vanilla's noise.
+        draft_tokens: `[num_logits]` int32 input token of each row; a draft token of -1 is invalid and never accepted.
+        cu_num_logits: `[num_reqs + 1]` int32, where each request's rows begin.
+        max_drafts: K, the most drafts that a request can have.
+        trees: The drafts' shapes; None where all are chains.
+        looseness: Which mismatches may be accepted; None: none.
+        tally: Counters of the step, and what is kept of each row; None: nothing is counted.
+    """
+
+    target_tokens: Tensor
+    draft_tokens: Tensor
+    cu_num_logits: Tensor
+    max_drafts: int
+    trees: TreeShapes | None = None
+    looseness: Looseness | None = None
+    tally: Tally | None = None
+
+
+class Scored(NamedTuple):
+    """The accepted tokens of a batch.
+
+    Attributes:
+        sampled: `[num_reqs, K + 1]` int64 emitted tokens, zeros past `num_sampled`.
+        num_sampled: `[num_reqs]` int32, accepted drafts + 1.
+        path: `[num_reqs, K + 1]` int32: the node behind output j, and j itself past the accepted ones; None for chains.
+        kinds: `[num_reqs, K + 1]` int8: why output j was accepted: 1 it is exact, 2 loosened, 3 shifted; 0: it is
+            the target's own token, or there is none. None where all accepted drafts are exact.
+    """
+
+    sampled: Tensor
+    num_sampled: Tensor
+    path: Tensor | None = None
+    kinds: Tensor | None = None
+
+
+def score(inputs: ScoreInputs) -> Scored:
+    """Accept the longest path of drafts that are exact or acceptable mismatches (LVSpec eq. 9-11; FLy).
+
+    Under `strict` that is the longest path from the root that the target itself samples, which is lossless at every
+    temperature. Every emitted token is then the target's own sample under vanilla's own noise: the
     accepted drafts because they equal it, and the one after them because it is emitted in the rejected draft's place
     (Gumbel-max coupling; Daliri, Musco, Suresh 2025, "Coupling without communication and drafter-invariant speculative
     decoding").
@@ -23,16 +65,16 @@ def score(inputs: ScoreInputs) -> Scored:
     target's sample given that token. A request whose rule is 0 is verified strictly.
 
     Args:
-        inputs: The verify step; without looseness nothing is loosened.
+        inputs: The verify step; without looseness every request is verified strictly.
 
     Returns:
-        What stands, and why; of equally long paths the first.
+        The accepted tokens, and why; of equally long paths the first.
     """
     return Scored(*accept(*inputs))
 
 
 def top_entropy(logits: Tensor, top_k: int = 0) -> Tensor:
-    """Return what the most likely tokens add to the entropy of each row's distribution: vLLM's own measure for FLy.
+    """Return the part of each row's entropy that comes from its most likely tokens: vLLM's own measure for FLy.
 
     Args:
         logits: `[n, vocab_size]` float; -inf is a token that cannot be sampled.

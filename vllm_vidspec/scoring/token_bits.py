@@ -1,4 +1,4 @@
-"""Sets of token ids as bit tables, a row a set: which tokens no mismatch may put in or leave out."""
+"""Sets of token ids as bit tables, one row per set: the tokens that no accepted mismatch may add or drop."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -8,7 +8,7 @@ _WORD_BITS = 32
 
 
 def num_words(vocab_size: int) -> int:
-    """Return the int32 words that a set of a vocabulary's tokens takes."""
+    """Return the size in int32 words of a set of a vocabulary's tokens."""
     return -(-vocab_size // _WORD_BITS)
 
 
@@ -28,7 +28,7 @@ def ids_of_words(
         words: In any case.
         with_digits: Whether every token with a digit counts too.
         vocab: A tokenizer's tokens and their ids.
-        text_of: A token -> the text that it stands for.
+        text_of: A token -> its text.
     """
     wanted, ids = {word.strip().lower() for word in words}, set()
     for token, i in vocab.items():

@@ -1,4 +1,4 @@
-"""What captions of shape-world videos get right, and whether relevance tells their words apart; pure, no engine."""
+"""How captions of shape-world videos are scored, and how well relevance separates their words; pure, no engine."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,8 +17,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 ATTRIBUTES = tuple(name for names in GROUPS.values() for name in names)
 
-# Words that only the video can tell, and words that the language tells; what is neither (the end of the text) is no
-# part of a comparison.
+# Words that depend on the video, and words that depend on the language; other tokens (the end of the text) are not
+# compared.
 ATTRIBUTE_WORDS = frozenset(
     {
         *(*world.COLORS, *world.BACKGROUNDS, *world.PATTERNS, *world.SHAPES),
@@ -35,7 +35,7 @@ TELLING_WORDS = ATTRIBUTE_WORDS | {
     *(option.split()[0] for option in world.POSITIONS.values()),
 }
 
-# What a token is, by the number that the engine gives it: the target's own, or a draft that stood, and why.
+# What a token is, by the number that the engine gives it: the target's own, or an accepted draft, and why.
 KINDS = ("own", "exact", "loosened", "shifted")
 
 Counts = Mapping[str, tuple[int, int]]
@@ -85,7 +85,7 @@ def auc(positives: Sequence[float], negatives: Sequence[float]) -> float | None:
 
 
 def relevance_auc(words: Sequence[Sequence[str]], relevance: Sequence[Sequence[float | None]]) -> float | None:
-    """Return how well relevance tells words about the video from fillers, over the tokens of all captions.
+    """Return how well relevance separates words about the video from fillers, over the tokens of all captions.
 
     Args:
         words: The text of every token of each caption.
@@ -105,11 +105,11 @@ def relevance_auc(words: Sequence[Sequence[str]], relevance: Sequence[Sequence[f
 
 
 def kind_shares(kinds: Sequence[Sequence[int]]) -> dict[str, float | None]:
-    """Return which share of the drafts that stood is `exact_frac`, `loosened_frac`, `shifted_frac`; None without any.
+    """Return the shares of accepted drafts: `exact_frac`, `loosened_frac`, `shifted_frac`; None without any.
 
     Args:
         kinds: Of every token of each caption, an index of KINDS.
     """
     flat = [kind for caption in kinds for kind in caption]
-    stood = len(flat) - flat.count(0)
-    return {f"{name}_frac": flat.count(i) / stood if stood else None for i, name in enumerate(KINDS) if i}
+    num_accepted = len(flat) - flat.count(0)
+    return {f"{name}_frac": flat.count(i) / num_accepted if num_accepted else None for i, name in enumerate(KINDS) if i}

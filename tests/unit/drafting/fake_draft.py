@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from hypothesis import settings
 
-from vidspec_kernels import dispatch
+from vidspec_kernels import candidates_reference, dispatch
 from vidspec_kernels.draft_tree import begin, finish, place, plan, tables
 
 quick = settings(max_examples=60, deadline=None)
@@ -37,6 +37,14 @@ class FakeDraft:
         return self._known[path]
 
 
+def candidates(logits, num_candidates, with_log_probs=True):
+    """Return the best tokens of each row, `[n, C]` log-probabilities (or logits) and ids."""
+    log_probs = torch.empty(len(logits), num_candidates, device=logits.device)
+    ids = torch.empty(log_probs.shape, dtype=torch.int64, device=logits.device)
+    candidates_reference(logits, log_probs=log_probs, ids=ids, with_log_probs=with_log_probs)
+    return log_probs, ids
+
+
 def paths_of(tree, row, num_nodes):
     """Return the token path of the first nodes, the root's empty one first."""
     tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
@@ -51,7 +59,7 @@ def drive(policy, rows, candidates_of, max_nodes=64, fill=False, num_accepted=No
     """Drive one step; return its number of draft forwards.
 
     `candidates_of(level, nodes [R, F])` returns log-probabilities and token ids of the nodes' candidates, `[R * F, C]`.
-    `num_accepted` int32 `[R]` is what came of the last trees; None: nothing is told.
+    `num_accepted` int32 `[R]` is the acceptance of the last trees; None: there was no verify step.
     """
     device = policy.tree.device
     rows_np = np.array(rows)

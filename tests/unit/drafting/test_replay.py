@@ -108,7 +108,7 @@ class Captured:
 def run_steps(make, seed, budgets, fill, num_steps=4, captured_with=None):
     """Run random batches replayed and eagerly; assert that nothing differs.
 
-    `captured_with` is a module, a name of it and what stands there while the parts are captured.
+    `captured_with` is a module, a name of it and what replaces it while the parts are captured.
     """
     rng = np.random.default_rng(seed)
     with mock.patch.object(*captured_with) if captured_with else contextlib.nullcontext():
@@ -116,10 +116,10 @@ def run_steps(make, seed, budgets, fill, num_steps=4, captured_with=None):
     for _ in range(num_steps):
         rows = rng.permutation(NUM_REQS)[: rng.integers(1, NUM_REQS + 1)].tolist()
         budget = int(rng.choice(budgets))
-        told = torch.from_numpy(rng.integers(-1, 7, len(rows)).astype(np.int32))
+        accepted = torch.from_numpy(rng.integers(-1, 7, len(rows)).astype(np.int32))
         drafts = [FakeDraft(int(rng.integers(10**6)), eager.num_candidates, rng.choice([0.2, 1.0, 4.0])) for _ in rows]
-        fed = grow(eager, drafts, rows, budget, fill, told)
-        assert captured.step(rows, drafts, budget, told) == len(fed)
+        fed = grow(eager, drafts, rows, budget, fill, accepted)
+        assert captured.step(rows, drafts, budget, accepted) == len(fed)
         for name in BUFFERS:
             expected, got = (getattr(policy.tree, name)[: len(rows)] for policy in (eager, captured.policy))
             assert torch.equal(expected, got), name
@@ -171,9 +171,9 @@ def test_results_lie_at_fixed_addresses(make):
 def keeps_leftovers(right):
     """Let candidates of the step before stay where this one runs no level."""
 
-    def begin(tree, template, num_reqs, growth, *told):
+    def begin(tree, template, num_reqs, growth, *accepted):
         before = growth.leftover_log_probs.clone()
-        right(tree, template, num_reqs, growth, *told)
+        right(tree, template, num_reqs, growth, *accepted)
         growth.leftover_log_probs.copy_(before)
 
     return begin

@@ -1,12 +1,12 @@
-"""What SAGE decides before it grows a tree: the tables of its formulas, confidence, plans and history."""
+"""What SAGE decides before it grows a tree: the tables of its formulas, plans and history. Confidence and history by
+themselves: tests/kernels/test_tree_plan.py and test_tree_begin.py."""
 
-import math
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.drafting.fake_draft import drive, plans_of, quick, width_by_hand
@@ -49,53 +49,6 @@ def test_tables_are_the_papers_formulas(knobs):
                 allowed = (bounds[width, level - 1] <= parent_log_prob).tolist()
                 limit = min(width_by_hand(width, level, parent_log_prob), knobs.width_max)
                 assert allowed == [True] * limit + [False] * (knobs.width_max - limit)
-
-
-# --- confidence ---
-
-
-def confidence_by_hand(log_probs, top_k):
-    """SAGE eq. 7-9 in float64."""
-    probs = [math.exp(value) for value in log_probs[:top_k]]
-    shares = [prob / sum(probs) for prob in probs]
-    entropy = -sum(share * math.log(share) for share in shares if share > 0)
-    return 1 - entropy / math.log(top_k)
-
-
-@quick
-@given(
-    seed=st.integers(0, 2**32), scale=st.sampled_from([0.1, 1.0, 10.0, 60.0]), top_k=st.integers(2, 10),
-    num_lost=st.integers(0, 9),
-)  # fmt: skip
-def test_confidence_is_one_minus_the_normalised_entropy(seed, scale, top_k, num_lost):
-    """Catches: all candidates instead of the top k, no renormalisation, log of another base, NaN from -inf; and checks
-    what alpha says of the best token, p_1 >= k^(alpha - 1)."""
-    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(seed)) * scale
-    log_probs = logits.log_softmax(1).sort(dim=1, descending=True).values[:, :10].contiguous()
-    log_probs[:, 10 - num_lost :] = -float("inf")
-    alpha = confidence(log_probs, top_k)
-    assert alpha.dtype == torch.float32 and alpha.min() >= 0 and alpha.max() <= 1
-    for row in range(3):
-        assert alpha[row].item() == pytest.approx(confidence_by_hand(log_probs[row].tolist(), top_k), abs=2e-6)
-        best = (log_probs[row, 0] - log_probs[row, :top_k].logsumexp(0)).exp().item()
-        assert best >= top_k ** (alpha[row].item() - 1) - 1e-5
-
-
-def test_the_papers_bound_does_not_hold():
-    """Two equal tokens of ten: alpha is 1 - log 2 / log 10, p_1 is 0.5 = k^(alpha - 1), and SAGE's lemma 4.3 (eq. 13)
-    would promise 1 / k + alpha (k - 1) / k = 0.73. So nothing here relies on it."""
-    alpha = confidence(torch.tensor([[math.log(0.5)] * 2 + [-float("inf")] * 8]), 10).item()
-    assert 10 ** (alpha - 1) == pytest.approx(0.5, abs=1e-5)
-    assert 0.1 + alpha * 0.9 > 0.72
-
-
-def test_confidence_at_its_ends():
-    """Catches: a uniform or certain distribution beyond [0, 1] by rounding, NaN from NaN."""
-    inf = float("inf")
-    log_probs = torch.tensor([[-2.3] * 10, [0.0] + [-inf] * 9, [float("nan")] * 10, [0.0] + [-90.0] * 9])
-    alpha = confidence(log_probs, 10)
-    assert alpha.tolist() == pytest.approx([0.0, 1.0, 0.0, 1.0], abs=1e-6)
-    assert alpha[1] == alpha[3] == 1.0
 
 
 # --- plans ---
@@ -151,8 +104,8 @@ def history_by_hand(lengths, knobs):
 def tell(policy, length, rows=(0,), times=1):
     """Tell these rows the acceptance length of a step, None for a step without verification."""
     for _ in range(times):
-        told = torch.full((len(rows),), -1 if length is None else length, dtype=torch.int32)
-        policy.begin(torch.tensor(rows), told, 64)
+        accepted = torch.full((len(rows),), -1 if length is None else length, dtype=torch.int32)
+        policy.begin(torch.tensor(rows), accepted, 64)
 
 
 def check_history(policy, row, lengths):
@@ -161,35 +114,6 @@ def check_history(policy, row, lengths):
         tell(policy, length, (row,))
         depths.append(int(policy.max_depths[row]))
     assert depths == history_by_hand(lengths, policy.knobs)
-
-
-@settings(quick, max_examples=200)
-@given(
-    lengths=st.lists(st.one_of(st.none(), st.integers(0, 6)), max_size=40),
-    window=st.integers(0, 12),
-    low=st.sampled_from([0.0, 1.5, 2.0]),
-    high=st.sampled_from([2.0, 3.0, 4.5]),
-)
-@example(lengths=[0, None, None, 0], window=10, low=2.0, high=3.0)  # not four steps down
-@example(lengths=[0, 0, 0, 0, 9, 1, None, 1], window=2, low=2.0, high=3.0)  # the 9 stays in the window
-def test_history_moves_the_maximum_depth(lengths, window, low, high):
-    """Catches: a window of another size, a mean that counts empty places, steps without verification counted, depths
-    beyond their bounds, a change at the thresholds themselves, one where history is off (a window of 0)."""
-    knobs = TreeKnobs(history=window, history_low=low, history_high=high)
-    check_history(AdaptiveTree(3, 64, "cpu", knobs), 1, lengths)
-
-
-def test_history_by_hand():
-    """Catches: no hysteresis between 2 and 3; the thresholds themselves leave the depth alone."""
-    policy = AdaptiveTree(1, 64, "cpu")
-    # Means: 0, 0, 4 / 3, 2, 2.4, 3, 3 3/7, then down.
-    lengths = [0, 0, 4, 4, 4, 6, 6]
-    check_history(policy, 0, lengths)
-    assert history_by_hand(lengths, policy.knobs) == [7, 6, 5, 5, 5, 5, 6]
-    tell(policy, 0, times=20)
-    assert policy.max_depths[:1].tolist() == [3]
-    tell(policy, 5, times=20)
-    assert policy.max_depths[:1].tolist() == [8]
 
 
 def test_history_limits_the_next_plan():
@@ -209,7 +133,7 @@ def test_admit_forgets():
     policy = AdaptiveTree(3, 64, "cpu")
     tell(policy, 0, (0, 2), times=5)
     step_with(policy, 1.0, rows=(0, 2))
-    policy.admit(np.array([2]))
+    policy.reset_rows(np.array([2]))
     assert policy.confidence[[0, 2]].tolist() == [1.0, 0.5]
     assert policy.max_depths[:3].tolist() == [3, 8, 8]
     assert plans_of(policy, [0, 2]) == [(3, 2), (5, 6)]

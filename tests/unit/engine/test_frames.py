@@ -9,7 +9,8 @@ import torch
 from tests.unit.engine.fakes import HIDDEN
 from tests.unit.engine.test_draft_prefill import ENCODER_BUDGET, Line, NotingModel
 from vllm_vidspec.engine.draft.messages import PrefillMessage
-from vllm_vidspec.pruning import PruneInputs, TokenGrid, budget, get_pruner, pruner_names
+from vllm_vidspec.names import PRUNERS
+from vllm_vidspec.pruning import PruneInputs, TokenGrid, budget, get_pruner
 
 FRAMES, GRID = 8, TokenGrid(8, 4, 6)  # 24 tokens a frame: the tower's budget of 100 is four frames
 SIZE = GRID.tokens_per_frame
@@ -77,7 +78,7 @@ def read(line: Line, row: int, num_tokens: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.9, 0.99])
-@pytest.mark.parametrize("pruner", pruner_names())
+@pytest.mark.parametrize("pruner", PRUNERS)
 def test_frames_keep_what_the_video_would(pruner, ratio):
     """8 images and the video of them: the same tokens in the same order, at the places of the images; a video's budget.
 

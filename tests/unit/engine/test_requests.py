@@ -147,9 +147,9 @@ def test_knobs_change_for_everybody_or_for_nobody():
 
     held.on_change(hear)
     held.retune({"prune_ratio": 0.7, "frames_as_video": "never"})
-    assert held.now.prune.least_run is None and held.pruning["frames_as_video"] == "never"
+    assert held.now.prune.min_run is None and held.pruning["frames_as_video"] == "never"
     held.retune({"prune": {"frames_as_video": "always"}})
-    assert held.now.prune.least_run == 2
+    assert held.now.prune.min_run == 2
     assert held.now.prune.ratio_for("video") == 0.7
     with pytest.raises(VidSpecError, match="too much"):
         held.retune({"prune_ratio": 0.95})

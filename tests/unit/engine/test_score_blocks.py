@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_vidspec.drafting import candidates
+from tests.unit.drafting.fake_draft import candidates
 from vllm_vidspec.engine.draft import score_blocks
 from vllm_vidspec.engine.draft.chains import ChainDrafter
 from vllm_vidspec.engine.draft.score_blocks import SCORE_BYTES, blocks

@@ -10,16 +10,8 @@ from hypothesis import strategies as st
 
 from vllm_vidspec.config import PRUNERS
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.pruning import (
-    PruneInputs,
-    Pruner,
-    TokenGrid,
-    budget,
-    get_pruner,
-    pruner_names,
-    register_pruner,
-)
-from vllm_vidspec.pruning.base import _REGISTRY
+from vllm_vidspec.pruning import PruneInputs, TokenGrid, budget, get_pruner
+from vllm_vidspec.pruning.registry import ALL_PRUNERS
 
 NEEDS = {"specvlm": "attention", "attention": "attention", "uv": "uv", "fastvid": "features", "dycoke": "features"}
 MEASURED = {name: "features" if need == "features" else "scores" for name, need in NEEDS.items()}
@@ -134,7 +126,7 @@ BAD = [
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        *((name, *bad) for name in pruner_names() for bad in BAD),
+        *((name, *bad) for name in PRUNERS for bad in BAD),
         # Catches: a guided pruner that runs blind.
         *((name, {MEASURED[name]: None}, f"needs {MEASURED[name]}") for name in NEEDS),
         # Catches: a share of a sum with cancellations.
@@ -155,7 +147,7 @@ def test_scores_that_are_not_refused():
         assert get_pruner(name)(inputs_of(3, scores=torch.tensor([0.5, -1e-9, 0.0, 0.1]))).tolist() == [0, 2, 3]
 
 
-@pytest.mark.parametrize("name", pruner_names())
+@pytest.mark.parametrize("name", PRUNERS)
 def test_what_was_measured(name):
     """Catches: an unguided pruner led by scores, one that takes the measurement of another; indices that land on
     another device than what was measured."""
@@ -182,37 +174,11 @@ def test_inputs_are_frozen():
 
 
 def test_every_configured_pruner_exists():
-    """Catches: a name that the configuration accepts and the engine cannot find; a need that nobody hears of."""
-    assert pruner_names() == PRUNERS
+    """Catches: a name that the configuration accepts and the engine cannot find; a need that is not measured."""
+    assert set(ALL_PRUNERS) == set(PRUNERS)
     for name in PRUNERS:
         assert get_pruner(name).name == name
         assert get_pruner(name).needs == ({NEEDS[name]} if name in NEEDS else set())
-
-
-def test_a_guided_pruner_plugs_in(monkeypatch):
-    """Catches: an interface that a Top-K pruner cannot join, and one that runs without the scores it needs."""
-
-    def top_k(inputs):
-        return inputs.scores.topk(inputs.num_keep).indices.sort().values
-
-    monkeypatch.setattr("vllm_vidspec.pruning.base._REGISTRY", dict(_REGISTRY))
-    register_pruner(Pruner("mine", top_k, needs=frozenset({"attention"})))
-    pruner, grid = get_pruner("mine"), TokenGrid(1, 1, 5)
-    assert pruner.needs == {"attention"}
-    assert pruner(PruneInputs(grid, 2, scores=torch.tensor([0.1, 5.0, -1.0, 0.2, 4.0]))).tolist() == [1, 4]
-    assert pruner(PruneInputs(grid, 0, scores=torch.zeros(5))).tolist() == []
-    with pytest.raises(ValueError, match="pruner mine: needs scores"):
-        pruner(PruneInputs(grid, 2))
-
-
-@pytest.mark.parametrize("needs", [{"scores"}, {"attention", "uv"}, {"features", "colour"}])
-def test_refused_registrations(needs):
-    """Catches: a misspelt need that nobody would measure; two kinds of scores for one field; a pruner replaced."""
-    with pytest.raises(ValueError, match="pruner 'mine' needs"):
-        register_pruner(Pruner("mine", lambda inputs: None, needs=frozenset(needs)))
-    assert "mine" not in pruner_names()
-    with pytest.raises(ValueError, match="registered twice"):
-        register_pruner(get_pruner("uniform"))
 
 
 def test_unknown_name():

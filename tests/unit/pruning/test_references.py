@@ -196,17 +196,6 @@ def test_specvlm_threshold_among_25_000_tokens():
     assert kept[1001:].diff().min() >= 15  # 24,086 / 1,506 = 15.99
 
 
-def test_specvlm_does_both_on_a_real_geometry():
-    """Catches: stages mixed up: a long-tailed score keeps its peaks, and what is left covers the whole video."""
-    scores = torch.rand(25_088, generator=torch.Generator().manual_seed(0)).pow(40)
-    inputs = PruneInputs(TokenGrid(128, 14, 14), 2508, scores=scores)
-    kept = get_pruner("specvlm")(inputs)
-    retained = stage_one_by_loops(inputs)
-    assert 50 < len(retained) < 1000 and set(retained) <= set(kept.tolist())
-    spread = torch.tensor(sorted(set(kept.tolist()) - set(retained)))
-    assert len(spread) == 2508 - len(retained) and spread.diff().max() < 2 * 25_088 / len(spread)
-
-
 # --- numbers ---
 
 

@@ -6,8 +6,6 @@ import pytest
 
 from vllm_vidspec.config import ScoreKnobs
 from vllm_vidspec.errors import VidSpecError
-
-pytest.importorskip("vllm")
 from vllm_vidspec.scoring.choices import CALLS_TOOLS, PREFIX, choose, strict_reason
 
 
@@ -85,6 +83,7 @@ def test_the_api_server_passes_choices_and_tools_on(monkeypatch):
 
     Catches: a choice in `extra_body` that is dropped in silence, a tool call that is loosened.
     """
+    pytest.importorskip("vllm")
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
@@ -95,24 +94,24 @@ def test_the_api_server_passes_choices_and_tools_on(monkeypatch):
     api.hear_request_choices(PREFIX, CALLS_TOOLS, lambda asked: None)
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
-    def heard(**fields) -> dict | None:
+    def extra_args(**fields) -> dict | None:
         request = ChatCompletionRequest(messages=[{"role": "user", "content": "hello"}], model="m", **fields)
         return request.to_sampling_params(8, {}).extra_args
 
-    assert heard() is None
-    assert heard(vidspec_lambda=0.2) == {"vidspec_lambda": 0.2}
-    assert heard(vidspec_lambda=0.2, vllm_xargs={"vidspec_lambda": 0.1}) == {"vidspec_lambda": 0.1}
-    assert heard(tools=[tool], tool_choice="auto") == {CALLS_TOOLS: True}
-    assert heard(tools=[tool], tool_choice="none") is None
+    assert extra_args() is None
+    assert extra_args(vidspec_lambda=0.2) == {"vidspec_lambda": 0.2}
+    assert extra_args(vidspec_lambda=0.2, vllm_xargs={"vidspec_lambda": 0.1}) == {"vidspec_lambda": 0.1}
+    assert extra_args(tools=[tool], tool_choice="auto") == {CALLS_TOOLS: True}
+    assert extra_args(tools=[tool], tool_choice="none") is None
     completion = CompletionRequest(prompt="hello", model="m", vidspec_scorer="strict")
     assert completion.to_sampling_params(8, {}).extra_args == {"vidspec_scorer": "strict"}
     # A mistake stays one, so that the check can refuse it: vLLM would drop the first and make the others 0 and 1.
-    assert heard(vidspec_lamda=0.2) == {"vidspec_lamda": 0.2}
-    assert heard(vllm_xargs={"vidspec_lambda": False}) == {"vidspec_lambda": False}
-    assert heard(vllm_xargs={"vidspec_lambda": True, "other": 1}) == {"vidspec_lambda": True, "other": 1}
+    assert extra_args(vidspec_lamda=0.2) == {"vidspec_lamda": 0.2}
+    assert extra_args(vllm_xargs={"vidspec_lambda": False}) == {"vidspec_lambda": False}
+    assert extra_args(vllm_xargs={"vidspec_lambda": True, "other": 1}) == {"vidspec_lambda": True, "other": 1}
     # Catches: five lines of vLLM's about types where our one says what the parameter takes.
     for value in (None, {"a": 1}, [None], [[1]]):
-        assert heard(vllm_xargs={"vidspec_scorer": value}) == {"vidspec_scorer": value}
+        assert extra_args(vllm_xargs={"vidspec_scorer": value}) == {"vidspec_scorer": value}
     for value in ({"other": None}, 3):
         with pytest.raises(ValueError, match="vllm_xargs"):
-            heard(vllm_xargs=value)
+            extra_args(vllm_xargs=value)

@@ -25,12 +25,12 @@ def test_longest_agreeing_prefix_and_the_targets_token():
     equals a sampled token by wrap-around or padding."""
     assert score(
         [
-            ([5, 6, 7], [5, 6]),  # all stand, one more token
+            ([5, 6, 7], [5, 6]),  # all accepted, one more token
             ([5, 6, 7], [4, 6]),  # the first is wrong: only the target's own
             ([5, 6, 7], [5, 9]),
             ([5], []),  # no drafts
             ([5, 6, 7, 8], [5, 9, 7]),
-            ([5, 6, 7], [5, -1]),  # invalid drafts never stand
+            ([5, 6, 7], [5, -1]),  # invalid drafts are never accepted
             ([-1, 6], [-1]),
         ],
         max_drafts=3,
@@ -40,14 +40,14 @@ def test_longest_agreeing_prefix_and_the_targets_token():
 def test_the_longest_path_of_a_tree_and_the_nodes_behind_it():
     """Two requests with one tree (nodes 1 and 2 under the root, 3 under 2), on rows 4 and 0; the second is cut to 2.
 
-    Catches: tables read by batch row, a first match that is a dead end, a cut node that stands.
+    Catches: tables read by batch row, a first match that is a dead end, a cut node that is accepted.
     """
     parents = torch.tensor([-1, 0, 0, 2], dtype=torch.int32).repeat(5, 1)
     depths = torch.tensor([0, 1, 1, 2], dtype=torch.int32).repeat(5, 1)
     ancestors = torch.tensor([0, 0b001, 0b010, 0b110]).repeat(5, 1)
     trees = TreeShapes(torch.tensor([4, 0]), parents, depths, ancestors)
     target = torch.tensor([7, 1, 8, 9, 7, 1, 8])
-    drafts = torch.tensor([5, 7, 7, 8, 5, 6, 7]).int()  # both children of the first root are right, the second goes on
+    drafts = torch.tensor([5, 7, 7, 8, 5, 6, 7]).int()  # both children of the first root match, the second continues
     scored = scoring.score(ScoreInputs(target, drafts, torch.tensor([0, 4, 7], dtype=torch.int32), 3, trees))
     assert scored.sampled.tolist() == [[7, 8, 9, 0], [7, 8, 0, 0]]
     assert scored.num_sampled.tolist() == [3, 2]

@@ -53,8 +53,8 @@ def test_samples(samples: list[world.Sample]) -> None:
 @pytest.mark.parametrize("style", world.STYLES[1:])
 def test_other_styles_say_the_same_facts(samples: list[world.Sample], style: str) -> None:
     """Catches: a filler that reads as a fact, a word that no tokenizer has, a style that changes what is to be seen."""
-    told = [world.make_sample(world.HELD_OUT_SEED + seed, style=style) for seed in SEEDS]
-    for ours, usual in zip(told, samples, strict=True):
+    styled = [world.make_sample(world.HELD_OUT_SEED + seed, style=style) for seed in SEEDS]
+    for ours, usual in zip(styled, samples, strict=True):
         assert ours.facts == usual.facts and np.array_equal(ours.frames, usual.frames)
         assert ours.caption != usual.caption and set(ours.caption.split()) <= set(world.vocabulary())
         assert world.parse_caption(ours.caption) == list(ours.facts)

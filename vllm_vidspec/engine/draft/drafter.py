@@ -146,7 +146,7 @@ class Drafter:
         """Expect steps of a row's new request: they look for room, and its trees begin anew."""
         self._room_until[req_state_idx] = -1
         if self.trees is not None:
-            self.trees.policy.admit(np.array([req_state_idx]))
+            self.trees.policy.reset_rows(np.array([req_state_idx]))
 
     def rest(self, idx_mapping_np: np.ndarray, num_tokens: np.ndarray) -> None:
         """Put `[n]` rows that were drafted for back in line; the draft has read `[n]` tokens of their text at least."""

@@ -91,7 +91,7 @@ def _pool_bytes(config: VidSpecConfig, vllm_config: Any, model: DraftModel, avai
         wanted = int(config.pool.kv_fraction * available_bytes)
     else:
         draft, target = kv_bytes_per_token(model.config), kv_bytes_per_token(vllm_config)
-        kept = 1 - min(way.ratio_for(modality) for way in config.prune.ways for modality in ("video", "image"))
+        kept = 1 - min(way.ratio_for(modality) for way in config.prune.variants for modality in ("video", "image"))
         wanted = pool.pool_bytes(available_bytes, target, draft, kept, max_slots, model.block_size)
     if wanted < 2 * per_block:
         raise VidSpecError(f"a draft KV pool of {wanted} bytes holds nothing; one block takes {per_block} bytes")

@@ -34,7 +34,7 @@ class PrefillMessage:
         scores: The target's guidance, one float32 `[m]` CPU tensor per feature; None where there is none.
         outcome: Counters to add to once the draft is shown the prompt: what came of the guidance.
         placed: Where the target has put the prompt, if it prunes videos itself; else None.
-        way: By which of `PruneKnobs.ways` it is pruned.
+        way: By which of `PruneKnobs.variants` it is pruned.
     """
 
     req_id: str

@@ -35,8 +35,8 @@ from vllm.v1.worker.gpu.attn_utils import (
     init_kv_cache,
 )
 
+from vidspec_kernels import candidates_reference
 from vllm_vidspec import families
-from vllm_vidspec.drafting import candidates
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.compat.moved import get_kv_cache_config_from_groups, get_kv_cache_groups
@@ -344,7 +344,9 @@ class DraftModel:
         embeds = torch.zeros(self.max_num_tokens, hidden_size, dtype=self.config.model_config.dtype, device=self.device)
         hidden = self._run(embeds, torch.zeros_like(self._positions[:, : self.max_num_tokens]), None, None)
         # More scores than one block's never live at a time.
-        candidates(self.compute_logits(hidden[: rows_per_block(self.vocab_size)]), 1)
+        logits = self.compute_logits(hidden[: rows_per_block(self.vocab_size)])
+        best = torch.empty(len(logits), 1, device=self.device)
+        candidates_reference(logits, log_probs=best, ids=best.long())
         del held
 
     def warm_up(self) -> None:

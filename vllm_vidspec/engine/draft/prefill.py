@@ -122,7 +122,7 @@ class DraftPrefill:
         return Admission.ADMITTED
 
     def _plan(self, message: PrefillMessage, is_ahead: bool = False) -> PrefillJob:
-        placed, knobs = message.placed, self._knobs.now.prune.way(message.way)
+        placed, knobs = message.placed, self._knobs.now.prune.variant(message.way)
         plan = plan_prompt(
             message.token_ids,
             message.features,

@@ -29,7 +29,7 @@ def make_guidance(
         kinds["attention"] = AttentionGuidance(knobs, vllm_config, counters, agreement)
     if "uv" in needs:
         kinds["uv"] = HiddenStateGuidance(knobs, target, vllm_config, counters, agreement)
-    if len(knobs.now.prune.ways) == 1:
+    if len(knobs.now.prune.variants) == 1:
         return next(iter(kinds.values()), None)
     return GuidanceByWay(knobs, vllm_config, counters, agreement, kinds) if kinds else None
 
@@ -67,7 +67,7 @@ class GuidanceByWay(Guidance):
 
     def arrive(self, arrival: Arrival) -> None:
         """Let the one listen that the request's pruner needs."""
-        way = self.knobs.now.prune.way(arrival.way)
+        way = self.knobs.now.prune.variant(arrival.way)
         for need in get_pruner(way.pruner).needs & self._kinds.keys():
             self._heard_by[arrival.req_state_idx] = self._kinds[need]
             self._kinds[need].arrive(arrival)

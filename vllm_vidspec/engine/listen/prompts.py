@@ -126,7 +126,7 @@ class Guidance(TargetListener):
         """Begin to listen to a request, if there is anything to choose in it."""
         if arrival.has_embeds:
             return  # its tokens mean nothing, and the draft will refuse it
-        way = self.knobs.now.prune.way(arrival.way)
+        way = self.knobs.now.prune.variant(arrival.way)
         if not get_pruner(way.pruner).needs & SCORE_NEEDS:
             return  # it was changed to one that looks at nothing
         if items := self._listen(arrival.features, way):

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import cloudpickle
+import cloudpickle  # noqa: TID251 - the drafter's processes get their parent's own objects, in memory that they inherit
 
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.errors import VidSpecError

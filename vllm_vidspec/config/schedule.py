@@ -1,9 +1,11 @@
-"""Plans: what a step drafts by how many requests are in it, from a table and vLLM's own schedule; plain Python."""
+"""The schedule: what a step drafts by its number of requests, from a table and vLLM's own schedule; plain Python."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 NONE = "none"  # the shape of a step that drafts nothing
+
+Shape = Literal["chain", "tree-static", "tree-adaptive", "none"]
 
 # First batch size, last, most tokens per step: vLLM's `num_speculative_tokens_per_batch_size`.
 Cap = tuple[int, int, int]
@@ -29,8 +31,25 @@ class PlanRow(NamedTuple):
     plan: Plan
 
 
+def check_table(table: Sequence[tuple[int, int, str, int]], max_tokens: int) -> None:
+    """Refuse a `draft_table` whose rows do not follow each other from batch size 1 on, or draft too many tokens.
+
+    Raises:
+        ValueError: One line naming the row.
+    """
+    end = 0
+    for first, last, shape, num_tokens in table:
+        if first != end + 1 or last < first:
+            raise ValueError(f"draft_table: batch sizes must follow each other from 1 on, got {first} to {last}")
+        end = last
+        if num_tokens > max_tokens:
+            raise ValueError(f"draft_table: {num_tokens} tokens a step, num_speculative_tokens is {max_tokens}")
+        if (shape == NONE) != (num_tokens == 0):
+            raise ValueError(f"draft_table: 0 tokens a step are the shape none, got {shape} with {num_tokens}")
+
+
 def without_gaps(caps: Sequence[Cap]) -> tuple[Cap, ...]:
-    """Return vLLM's schedule in order, each row up to the next: in a gap vLLM goes on with the row before it.
+    """Return vLLM's schedule in order, each row up to the next: vLLM extends a row over the gap after it.
 
     Raises:
         ValueError: Batch sizes that have two rows, or the first of which has none.
@@ -46,10 +65,10 @@ def without_gaps(caps: Sequence[Cap]) -> tuple[Cap, ...]:
 
 
 def capped(table: Sequence[tuple[int, int, str, int]], caps: Sequence[Cap] | None) -> tuple[PlanRow, ...]:
-    """Return the plans of a table, of which no row drafts more than vLLM's schedule allows.
+    """Return the plans of a table, each limited to what vLLM's schedule allows.
 
     Args:
-        table: Rows `(first, last, shape, tokens)` that follow each other from 1 on. Past the end the last one holds.
+        table: Rows `(first, last, shape, tokens)` that follow each other from 1 on; the last one holds beyond its end.
         caps: The same of vLLM's schedule, without gaps; None: no cap.
     """
     rows: list[PlanRow] = []

@@ -1,21 +1,21 @@
-"""The groups of knobs, each of which is what one room takes; needs pydantic only."""
+"""Every field of the configuration, with its range, default and text, in one group a room; needs pydantic only."""
 
-import difflib
 import functools
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from vllm_vidspec.config.paths import SPECVLM_PATHS, Path, parse_paths
-from vllm_vidspec.errors import quoted
+from vllm_vidspec.config.schedule import Shape
+from vllm_vidspec.errors import nearest, quoted
 from vllm_vidspec.names import PRUNERS
 
 _PRUNER_ALIASES = {"window": "window:middle"}
-AUTO = "auto"  # the pruner that is one of several, by what serves best
+AUTO = "auto"  # the pruner that is chosen while serving
 
 IMAGE_PRUNE_RATIO = 0.8  # an image's tokens are fewer and less alike than a video's (SAGE's default)
 # Images in a row that count as a video, by `frames_as_video`: two or three are more often compared than watched.
-LEAST_RUN = {"auto": 4, "always": 2}
+MIN_RUN = {"auto": 4, "always": 2}
 
 DIGITS = "0-9"
 # Small words that turn a sentence into its opposite, and yet have nothing to do with the video (LVSpec, limitations).
@@ -26,17 +26,11 @@ PROTECTED_TOKENS = (
     DIGITS,
 )
 
-MOST_CORES = 4096  # of a machine
+MAX_CORES = 4096  # of a machine
 
 ScorerName = Literal["strict", "loose", "fly", "fly-entropy", "random"]
 # Keys of a request's `vllm_xargs`.
 REQUEST_SCORER, REQUEST_LAMBDA = "vidspec_scorer", "vidspec_lambda"
-
-
-def nearest(name: str, known: tuple[str, ...]) -> str:
-    """Return a hint at the known name that a wrong one is closest to, "" where none is close."""
-    match = difflib.get_close_matches(name, known, n=1)
-    return f" (did you mean {match[0]!r}?)" if match else ""
 
 
 def _known(pruner: str) -> str:
@@ -49,12 +43,12 @@ def _known(pruner: str) -> str:
 
 
 class Group(BaseModel):
-    """Knobs that one room takes. Each has a flat name too, by which it is given outside its group."""
+    """The knobs of one room. Each also has a flat name, by which it is set outside its group."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
 
     prefix: ClassVar[str] = ""  # of the flat names
-    renamed: ClassVar[dict[str, str]] = {}  # those that are not made so
+    renamed: ClassVar[dict[str, str]] = {}  # flat names that are not prefix + name
 
     @classmethod
     def flat_names(cls) -> dict[str, str]:
@@ -87,10 +81,10 @@ class PruneKnobs(Group):
     """Which tokens stay: `none`, `specvlm`, `attention`, `uv`, `uniform`, `random`, `window:front`, `window:middle`,
     `window:end`, `frame`, `fastvid`, `dycoke`. `specvlm` and `attention` follow the target's attention, `uv` its hidden
     states; the others look at neither. `none` keeps everything and ignores the ratios; `window` is short for
-    `window:middle`. `auto` tries several on the requests that come and learns which serves best."""
+    `window:middle`. `auto` tries several on live requests and learns which serves best."""
     auto_pruners: tuple[str, ...] = ("specvlm", "attention", "uv", "uniform")
-    """`auto`: the pruners to choose from. Each that needs the target's attention or its hidden states is listened for,
-    for the requests that it is given."""
+    """`auto`: the pruners to choose from. The target's attention or hidden states are observed for the requests whose
+    pruner needs them."""
     auto_ratios: tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...] | None = None
     """`auto`: the prune ratios to choose from. Default: `prune_ratio` alone."""
     auto_file: str | None = None
@@ -144,8 +138,8 @@ class PruneKnobs(Group):
         return tuple(sorted(set(layers)))
 
     @functools.cached_property
-    def ways(self) -> tuple["PruneKnobs", ...]:
-        """What a request's prompt may be pruned by: these knobs, or with `auto` each pruner at each ratio."""
+    def variants(self) -> tuple["PruneKnobs", ...]:
+        """How a request's prompt may be pruned: by these knobs, or with `auto` by each pruner at each ratio."""
         if self.pruner != AUTO:
             return (self,)
         ratios = self.auto_ratios or (self.ratio,)
@@ -155,14 +149,14 @@ class PruneKnobs(Group):
             for ratio in ratios
         )
 
-    def way(self, number: int) -> "PruneKnobs":
-        """Return one of `ways`; the first where there is none of that number, as these knobs may have changed."""
-        return self.ways[number if 0 <= number < len(self.ways) else 0]
+    def variant(self, number: int) -> "PruneKnobs":
+        """Return one of `variants`; the first where there is none of that number, as these knobs may have changed."""
+        return self.variants[number if 0 <= number < len(self.variants) else 0]
 
     @property
-    def least_run(self) -> int | None:
+    def min_run(self) -> int | None:
         """How many images in a row are a video at least; None where no number is."""
-        return LEAST_RUN.get(self.frames_as_video)
+        return MIN_RUN.get(self.frames_as_video)
 
     def ratio_for(self, modality: str) -> float:
         """Return the prune ratio of a modality ("video" or "image"); `pruner: none` keeps everything."""
@@ -197,9 +191,9 @@ class TreeKnobs(Group):
     entropy_top_k: int = Field(default=10, ge=2, le=32)
     """Tokens whose probabilities, renormalised, make the entropy."""
     threshold: float = Field(default=0.1, ge=0.0, lt=1.0)
-    """A node at level l of a tree of depth D needs a path of more probability than this times l / D."""
+    """A node at level l of a tree of depth D is kept only if its path's probability exceeds this times l / D."""
     history: int = Field(default=10, ge=0, le=1024)
-    """Steps whose mean acceptance moves the greatest depth; 0 keeps it fixed."""
+    """Steps whose mean acceptance adapts the maximum depth; 0 keeps it fixed."""
     history_low: float = Field(default=2.0, ge=0.0)
     """Fewer accepted drafts per step than this make trees shallower."""
     history_high: float = Field(default=3.0, ge=0.0)
@@ -233,23 +227,23 @@ class ScoreKnobs(Group):
     """How drafts are verified."""
 
     scorer: ScorerName = Field(default="strict", json_schema_extra={"instruments": ["random"]})
-    """Which drafts stand. `strict`: exactly what vanilla vLLM would have emitted (lossless at every temperature). The
-    others give up that guarantee for longer acceptance: `loose` (LVSpec) lets mismatches stand where the text has least
-    to do with the video; `fly` where the target is unsure and the next `fly_window` drafts match, `fly-entropy` where
-    it is unsure; `random` anywhere, as a baseline for measurements."""
+    """Which draft tokens are accepted. `strict`: exactly what vanilla vLLM would have emitted (lossless at every
+    temperature). The others give up that guarantee for longer acceptance: `loose` (LVSpec) accepts mismatches where the
+    text has least to do with the video; `fly` where the target is unsure and the next `fly_window` drafts match,
+    `fly-entropy` where it is unsure; `random` anywhere, as a baseline for measurements."""
     request_scorers: tuple[ScorerName, ...] | None = Field(default=None, json_schema_extra={"instruments": ["random"]})
     """Scorers that a request may ask for with `vllm_xargs: {"vidspec_scorer": ...}`. Default: `strict` and the server's
     own."""
     lambda_loose: float = Field(default=0.7, ge=0.0, le=1.0)
-    """`loose`, `random`: share of a step's drafts whose mismatches stand (LVSpec's lambda)."""
+    """`loose`, `random`: share of a step's drafts whose mismatches are accepted (LVSpec's lambda)."""
     lambda_max: float | None = Field(default=None, ge=0.0, le=1.0)
     """The most that a request may ask for with `vllm_xargs: {"vidspec_lambda": ...}`. Default: `lambda_loose`, so that
     clients can only be stricter."""
     top_n: int = Field(default=10, ge=1, le=128)
     """`loose`: a draft's relevance is its mean cosine with so many video tokens."""
     position_shift: bool = True
-    """`loose`: a mismatch also stands where the target's token is among the step's drafts (LVSpec's position-shift
-    tolerance)."""
+    """`loose`: a mismatch is also accepted where the target's token is among the step's drafts (LVSpec's
+    position-shift tolerance)."""
     relevance_rows: Literal["token", "prediction"] = "token"
     """`loose`: whose hidden state a draft's relevance is measured on: its own (`token`, LVSpec eq. 7) or the one that
     predicts it, a position earlier (`prediction`)."""
@@ -267,7 +261,7 @@ class ScoreKnobs(Group):
     fly_top_k: int = Field(default=3, ge=0)
     """`fly`, `fly-entropy`: the most likely tokens, whose part of the entropy counts; 0: the whole vocabulary."""
     protected_tokens: tuple[str, ...] | None = None
-    """Words that no mismatch may put in or leave out: every token that is one of them, with or without a space before
+    """Words that no accepted mismatch may add or drop: every token that is one of them, with or without a space before
     it, in any case; `"0-9"` is every token with a digit. Default: English negations and digits. Special tokens, the end
     of the text and a request's stop tokens are always protected."""
 
@@ -299,9 +293,9 @@ class PoolKnobs(Group):
     kv_bytes: int | None = Field(default=None, ge=1)
     """Size of the draft's KV pool in bytes per rank; excludes `draft_kv_fraction`."""
     encoder_bytes: int | None = Field(default=None, ge=0)
-    """Memory per rank for the draft's vision embeddings of images and videos shown lately, so that `n` answers, later
-    turns of a chat and repeated videos need no second look; it is taken out of the KV memory. Default: a fiftieth of
-    that. 0 keeps none."""
+    """Memory per rank for the draft's vision embeddings of recent images and videos, so that `n` answers, later turns
+    of a chat and repeated videos are not encoded again; it is taken out of the KV memory. Default: a fiftieth of that.
+    0 keeps none."""
 
     @model_validator(mode="after")
     def _one_pool_size(self) -> Self:
@@ -311,30 +305,30 @@ class PoolKnobs(Group):
 
 
 class ParallelKnobs(Group):
-    """The drafter in a process of its own, which runs ahead while the target verifies (ParallelVLM)."""
+    """The parallel drafter: a process of its own, which drafts ahead while the target verifies (ParallelVLM)."""
 
     prefix: ClassVar[str] = "parallel_"
 
     device: str | None = Field(default=None, pattern=r"^(cpu|cuda(:\d{1,3})?)$")
     """Where the drafter's process runs: `cuda:2` counts as the server counts its devices, `cpu` is the CPU engine's.
-    Given, drafting and verifying overlap; drafts are chains then. Default: draft and target take turns in one
+    With it, drafting and verification overlap, and drafts are chains. Default: draft and target run sequentially in one
     process."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     """Ranks of the drafter, on as many devices from `parallel_device` on; it need not be the target's number."""
     cpu_cores: str | None = Field(default=None, pattern=r"^\d+(-\d+)?(,\d+(-\d+)?)*$")
-    """Cores of the drafter's process, as `1` or `2-5,8`. Default: those of the server."""
+    """CPU cores of the drafter's process, as `1` or `2-5,8`. Default: those of the server."""
     max_ahead: int = Field(default=24, ge=1, le=1024)
-    """Tokens that a request's stream may be ahead of what the target has committed."""
+    """Most tokens that the draft may run ahead of a request's committed text."""
     wait_us: int = Field(default=0, ge=0, le=1_000_000)
-    """Longest wait of a target step for streams that are too short, in microseconds; a wait delays every request."""
+    """Microseconds that a target step may wait for drafts that are not ready; a wait delays every request."""
 
     @field_validator("cpu_cores")
     @classmethod
     def _real_cores(cls, cores: str | None) -> str | None:
         for part in (cores or "0").split(","):
             first, *last = part.split("-")
-            if not len(part) < 12 or not int(first) <= int((last or [first])[0]) < MOST_CORES:
-                raise ValueError(f"parallel_cpu_cores: {quoted(part)} is no range of cores from 0 to {MOST_CORES - 1}")
+            if not len(part) < 12 or not int(first) <= int((last or [first])[0]) < MAX_CORES:
+                raise ValueError(f"parallel_cpu_cores: {quoted(part)} is no range of cores from 0 to {MAX_CORES - 1}")
         return cores
 
     @property
@@ -344,3 +338,59 @@ class ParallelKnobs(Group):
             return ()
         ends = [[int(end) for end in part.split("-")] for part in self.cpu_cores.split(",")]
         return tuple(core for first, *last in ends for core in range(first, (last or [first])[0] + 1))
+
+
+class Fields(BaseModel):
+    """The speculative configuration's own fields, and its groups."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+
+    model: str
+    """Draft model: a Hugging Face name or a path, of the target's family; or "self" to draft with the target's own
+    weights (shared, not loaded twice) over the pruned video."""
+    num_speculative_tokens: int = Field(ge=1, le=64)
+    """K: draft tokens proposed, and verified, per step."""
+    draft_shape: Literal["chain", "tree-static", "tree-adaptive", "auto"] = "chain"
+    """Shape of the draft: `chain` proposes K tokens one after another; `tree-static` always the same tree of K tokens
+    (`tree_paths`); `tree-adaptive` (SAGE) at most K, deep and narrow where the draft is confident, shallow and wide
+    where it is not; `auto` chains or trees, whichever gains most (`adaptive_tokens`; the tree is `tree-static` where K
+    is its number of nodes), or one of these by batch size (`draft_table`). Requests with structured outputs draft
+    chains only: with trees they run without speculation. `draft` and `drafting` are other names of this key."""
+    draft_table: tuple[tuple[PositiveInt, PositiveInt, Shape, NonNegativeInt], ...] | None = None
+    """`auto`: rows `[first batch size, last, shape, tokens per step]`, as `vidspec calibrate --costs` measures them on
+    a machine. One tree shape at most beside `chain`. `none` with 0 tokens: batches of these sizes run without
+    speculation, and take it up again when fewer requests run."""
+    num_speculative_tokens_per_batch_size: tuple[tuple[PositiveInt, PositiveInt, NonNegativeInt], ...] | None = None
+    """vLLM's own schedule: rows `[first batch size, last, tokens per step]` that no step exceeds, whatever the shape. 0
+    is `none`, as in `draft_table`."""
+    adaptive_tokens: bool = True
+    """Decide for every request and step how many tokens are drafted, from 0 to K (and with `draft_shape: auto` in which
+    shape), by expected tokens over expected time, learned from the engine's own steps: drafting pauses for a request
+    whose drafts do not pay, the draft does not prefill requests of a class that has not paid, and both are probed from
+    time to time. The output is the same. `draft_table` and `num_speculative_tokens_per_batch_size` are upper bounds
+    then. `false` always drafts K tokens, or what these say."""
+    draft_noise: Literal["shared", "independent", "greedy"] = Field(
+        "shared", json_schema_extra={"instruments": ["greedy"]}
+    )
+    """How the draft samples when temperature > 0. `shared`: with the target's own noise (highest acceptance);
+    `independent`: with noise of its own; `greedy`: argmax. The output is the same with each."""
+    max_draft_len: int | None = Field(default=None, ge=1)
+    """Longest pruned prompt, in tokens, that is drafted for; longer ones run without speculation."""
+    on_draft_error: Literal["skip", "raise"] = "skip"
+    """What an exception on the draft's side does: `skip` logs it, counts it and continues without speculation for those
+    requests; `raise` stops the engine (for tests)."""
+    max_draft_failures: int = Field(default=8, ge=1)
+    """Exceptions on the draft's side within `failure_window_s` seconds after which speculation is disabled for
+    `cooldown_s` seconds; a failed batch counts once."""
+    failure_window_s: float = Field(default=60.0, gt=0.0, allow_inf_nan=False)
+    """See `max_draft_failures`."""
+    cooldown_s: float = Field(default=60.0, gt=0.0, allow_inf_nan=False)
+    """See `max_draft_failures`."""
+    calibration: str | None = None
+    """A file that `vidspec calibrate` or `auto_file` wrote: its values replace the defaults of `draft_table`,
+    `guidance_layers`, `lambda_r`, `prune_ratio`, `pruner`, `uv_layer`; what is given beside it wins."""
+    prune: PruneKnobs = PruneKnobs()
+    tree: TreeKnobs = TreeKnobs()
+    score: ScoreKnobs = ScoreKnobs()
+    pool: PoolKnobs = PoolKnobs()
+    parallel: ParallelKnobs = ParallelKnobs()

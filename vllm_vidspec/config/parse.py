@@ -1,0 +1,58 @@
+"""From a `--speculative-config` dict, and the calibration file that it names, to a `VidSpecConfig`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from vllm_vidspec.config.model import VidSpecConfig
+from vllm_vidspec.config.spelling import MAX_MESSAGE, PASS_THROUGH_KEYS, flatten
+from vllm_vidspec.errors import VidSpecError, quoted
+
+# What `vidspec calibrate` measures for a pair, and on a machine.
+CALIBRATED_KEYS = frozenset({"lambda_r", "guidance_layers", "uv_layer", "draft_table", "pruner", "prune_ratio"})
+
+
+def parse_config(raw: dict[str, Any]) -> tuple[VidSpecConfig, dict[str, Any]]:
+    """Split a `--speculative-config` dict into our configuration and the keys that vLLM itself understands.
+
+    Args:
+        raw: The dict as given; `method` is ignored, dashes in keys count as underscores.
+
+    Returns:
+        The validated configuration and the pass-through dict.
+
+    Raises:
+        VidSpecError: One line naming the wrong key or value, with the nearest known name.
+    """
+    given = {key.replace("-", "_"): value for key, value in raw.items()}
+    given.pop("method", None)
+    passed = {key: given.pop(key) for key in list(given) if key in PASS_THROUGH_KEYS}
+    flat = flatten(given)
+    if flat.get("calibration") is not None:
+        flat = _read_calibration(flat["calibration"]) | flat
+    return VidSpecConfig.checked(flat, given), passed
+
+
+def _read_calibration(path: Any) -> dict[str, Any]:
+    """Return the fields that a calibration file sets.
+
+    Raises:
+        VidSpecError: The file is missing, is no JSON object or has other keys than `vidspec calibrate` writes.
+    """
+    # Unprintable characters in a path would break the line; any other path is shown as it is.
+    shown = path if isinstance(path, str) and path.isprintable() and len(path) <= MAX_MESSAGE else quoted(path)
+    not_ours = VidSpecError(f"speculative config: calibration: {shown} is not a file of `vidspec calibrate`")
+    try:
+        if Path(path).exists() and not Path(path).is_file():
+            raise not_ours  # reading a pipe or a device could block for ever
+        values = json.loads(Path(path).read_text())["config"]
+        unknown = sorted(values.keys() - CALIBRATED_KEYS)
+    except OSError as error:
+        raise VidSpecError(f"speculative config: calibration: {shown}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise not_ours from None
+    if unknown:
+        raise VidSpecError(
+            f"speculative config: calibration: {shown} sets {quoted(unknown[0])}, which is not calibrated"
+        )
+    return values

@@ -1,0 +1,112 @@
+"""How a field may be spelled (flat, in its group, by an alias), and errors in the user's own spelling; plain Python."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from vllm_vidspec.config.fields import Fields, Group, ParallelKnobs, PoolKnobs, PruneKnobs, ScoreKnobs, TreeKnobs
+from vllm_vidspec.errors import VidSpecError, nearest, quoted
+
+# Keys of vLLM's own speculative config that pass through unchanged.
+PASS_THROUGH_KEYS = frozenset({"quantization", "revision", "code_revision", "draft_load_config"})
+
+GROUPS: dict[str, type[Group]] = {
+    "prune": PruneKnobs,
+    "tree": TreeKnobs,
+    "score": ScoreKnobs,
+    "pool": PoolKnobs,
+    "parallel": ParallelKnobs,
+}
+_ALIASES = {"draft": "draft_shape", "drafting": "draft_shape"}
+# The group of each field that is in one, and its name there, by its flat name.
+PLACES = {flat: (group, name) for group, knobs in GROUPS.items() for name, flat in knobs.flat_names().items()}
+
+_FLAT_NAMES = (*(name for name in Fields.model_fields if name not in GROUPS), *PLACES)
+KNOWN_KEYS = (*_FLAT_NAMES, *map(".".join, PLACES.values()), *GROUPS, *sorted(PASS_THROUGH_KEYS))
+
+MAX_MESSAGE = 500  # characters of one part of an error, a path included
+_MAX_KEY, _MAX_VALUE, _MAX_PARTS = 60, 120, 6
+
+
+def flatten(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields by their flat names, however they are spelled.
+
+    Raises:
+        VidSpecError: An unknown key, a group that is no object, or a field that is set twice.
+    """
+    flat: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
+    unknown = []
+    for spelling, name, value in _spellings(given):
+        if not name:
+            unknown.append(f"{quoted(spelling)}{nearest(spelling[:_MAX_KEY], KNOWN_KEYS)}")
+        elif name in flat:
+            raise VidSpecError(f"speculative config: {spelled[name]} and {spelling} are aliases; set only one")
+        else:
+            flat[name], spelled[name] = value, spelling
+    if unknown:
+        raise VidSpecError(f"speculative config: unknown key {_joined(unknown)}")
+    return flat
+
+
+def grouped(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same fields with each in its group.
+
+    Raises:
+        ValueError: A number that no field takes.
+    """
+    groups: dict[str, Any] = {}
+    for flat, value in flatten(given).items():
+        _refuse_senseless(flat, value)
+        group, name = PLACES.get(flat, ("", flat))
+        (groups.setdefault(group, {}) if group else groups)[name] = value
+    return groups
+
+
+def explain(error: ValidationError, given: Mapping[str, Any]) -> VidSpecError:
+    """Return a validation error as one line, with the names that the user wrote."""
+    spelled = {name: spelling for spelling, name, _ in _spellings(given)}
+    parts = []
+    for item in error.errors():
+        where = [str(part) for part in item["loc"]]
+        if where and where[0] in GROUPS:  # a rule between fields of a group names them itself
+            where = [GROUPS[where[0]].flat_names()[where[1]], *where[2:]] if len(where) > 1 else []
+        path = ".".join([spelled.get(where[0], where[0]), *where[1:]]) if where else ""
+        message = item["msg"].removeprefix("Value error, ")[:MAX_MESSAGE]
+        got = "" if item["type"] in ("missing", "value_error") else f", got {quoted(item['input'], _MAX_VALUE)}"
+        parts.append(f"{path}: {message}{got}" if path else message)
+    return VidSpecError(f"speculative config: {_joined(parts)}")
+
+
+def _spellings(given: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yield each field's spelling (`tree.depth_max` in a group), its flat name ("" if it has none) and its value."""
+    for key, value in given.items():
+        if key not in GROUPS:
+            name = _ALIASES.get(key, key)
+            yield key, name if name in _FLAT_NAMES else "", value
+            continue
+        if isinstance(value, Group):
+            value = value.model_dump(exclude_unset=True)
+        if not isinstance(value, Mapping):
+            raise VidSpecError(f"speculative config: {key}: expected an object of fields, got {quoted(value)}")
+        for own, inner in value.items():
+            own = own.replace("-", "_")
+            yield f"{key}.{own}", GROUPS[key].flat_names().get(own, ""), inner
+
+
+def _refuse_senseless(name: str, value: Any) -> None:
+    """Refuse NaN and integers beyond 64 bits, however deep in a value."""
+    left = [value]
+    while left:
+        found = left.pop()
+        if isinstance(found, list | tuple):
+            left += found
+        elif (isinstance(found, int) and abs(found) >= 1 << 63) or found != found:
+            raise ValueError(f"{name}: expected a finite 64-bit number, got {quoted(found)}")
+
+
+def _joined(parts: Sequence[str]) -> str:
+    """Return the parts of an error in one line; of very many the first."""
+    more = [f"and {len(parts) - _MAX_PARTS} more"] if len(parts) > _MAX_PARTS else []
+    return "; ".join([*parts[:_MAX_PARTS], *more])

@@ -1,0 +1,83 @@
+"""Which family a model is of, and whether a draft can draft for a target. Reads config attributes only."""
+
+from typing import Any
+
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.families.base import FamilyAdapter
+from vllm_vidspec.families.llava_onevision import LlavaOnevisionAdapter
+from vllm_vidspec.families.qwen_vl import QwenVLAdapter
+
+FAMILIES: tuple[FamilyAdapter, ...] = (
+    QwenVLAdapter("qwen2-vl", {"qwen2_vl"}, {"Qwen2VLForConditionalGeneration"}),
+    QwenVLAdapter("qwen2.5-vl", {"qwen2_5_vl"}, {"Qwen2_5_VLForConditionalGeneration"}),
+    QwenVLAdapter(
+        "qwen3-vl",
+        {"qwen3_vl", "qwen3_vl_moe"},
+        {"Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"},
+    ),
+    LlavaOnevisionAdapter(),
+)
+
+
+def adapter_for(hf_config: Any) -> FamilyAdapter:
+    """Return the adapter of a Hugging Face config.
+
+    Args:
+        hf_config: Anything with `architectures` or `model_type`.
+
+    Raises:
+        VidSpecError: No family handles it; the line names the supported ones.
+    """
+    architectures = tuple(getattr(hf_config, "architectures", None) or ())
+    model_type = getattr(hf_config, "model_type", None)
+    for adapter in FAMILIES:
+        if adapter.architectures.intersection(architectures):
+            return adapter
+        if not architectures and model_type in adapter.model_types:
+            return adapter
+    got = ", ".join(architectures) or f"model_type {model_type!r}"
+    raise VidSpecError(f"unsupported model family: {got}; supported: {', '.join(known.name for known in FAMILIES)}")
+
+
+def check_pair(target_hf: Any, draft_hf: Any) -> FamilyAdapter:
+    """Return the common adapter of a pair, or refuse a draft that cannot draft for the target.
+
+    Raises:
+        VidSpecError: One line: an unsupported family, two different ones, or every property in which the two differ.
+    """
+    target, draft = adapter_for(target_hf), adapter_for(draft_hf)
+    if target.name != draft.name:
+        raise VidSpecError(
+            f"draft and target are of different families: the target is {target.name}, the draft {draft.name}; "
+            f"use a smaller {target.name} model as the draft"
+        )
+    problems = target.check_pair(target_hf, draft_hf)
+    if problems:
+        raise VidSpecError(f"the draft does not fit the target ({target.name}): " + "; ".join(problems))
+    return target
+
+
+def check_ranks(draft_hf: Any, num_ranks: int) -> None:
+    """Refuse a draft whose heads the tensor-parallel ranks cannot share. It runs on as many ranks as the target.
+
+    Raises:
+        VidSpecError: One line naming the sizes that would do.
+    """
+    text, vision = draft_hf.get_text_config(), draft_hf.vision_config
+    heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
+    vision_heads = getattr(vision, "num_heads", None) or vision.num_attention_heads
+
+    def is_even(size: int) -> bool:
+        # vLLM gives several ranks a copy of one KV head where there are fewer heads than ranks.
+        return not (heads % size or vision_heads % size or max(kv_heads, size) % min(kv_heads, size))
+
+    if is_even(num_ranks):
+        return
+    whose, count = ("vision tower", vision_heads) if vision_heads % num_ranks else ("language model", heads)
+    if whose == "language model" and heads % num_ranks == 0:
+        whose, count = "language model (keys and values)", kv_heads
+    sizes = ", ".join(str(size) for size in range(1, heads + 1) if is_even(size))
+    raise VidSpecError(
+        f"the draft's {whose} has {count} heads, which {num_ranks} tensor-parallel ranks cannot share evenly; "
+        f"--tensor-parallel-size {sizes} would do"
+    )
