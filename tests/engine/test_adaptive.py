@@ -57,7 +57,7 @@ def test_drafting_stops_where_it_does_not_pay(reference):
     requests = harness.videos(LLAVA, 2, max_tokens=200, ignore_eos=True)
     expected = [[ids[0][:200]] for ids in token_ids(reference(LLAVA, "endless"))[:2]]
     with harness.engine(LLAVA, "draft", pruner="uniform", adaptive_tokens=True) as engine:
-        drafter = engine.speculator.drafter
+        drafter = engine.speculator.backend.drafter
         draft = drafter.draft
 
         def slow(message):

@@ -155,7 +155,7 @@ def test_every_knob_leaves_the_output_alone(reference, spec):
 def test_self_speculation_shares_the_weights_and_is_exact(reference, family, pruner):
     """The target drafts for itself over the video it pruned itself: one copy of the weights; all of it kept, no misses.
 
-    Catches: listeners that the draft's forwards trigger, hidden states that the draft's forward returns unasked.
+    Catches: hooks that the draft's forwards trigger, hidden states that the draft's forward returns unasked.
     """
     expected = reference(family, "videos")
     with harness.engine(family, "target", pruner=pruner, prune_ratio=0.0) as engine:

@@ -81,7 +81,7 @@ class AdminRoutes:
         """
         knobs = Knobs(first)
         (now, *_) = await self._engine.collective_rpc("vidspec_knobs")
-        knobs.now = knobs.now.changed({name: value for name, value in now.items() if name != LIMIT})
+        knobs.current = knobs.current.changed({name: value for name, value in now.items() if name != LIMIT})
         knobs.retune({name: value for name, value in changes.items() if name != LIMIT})
         try:
             await self._engine.collective_rpc(RETUNE, args=(changes,))

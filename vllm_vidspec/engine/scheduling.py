@@ -22,9 +22,9 @@ from vllm_vidspec.adapt import Bandit, Decision
 from vllm_vidspec.config import METHOD, PruneKnobs, VidSpecConfig
 from vllm_vidspec.config.groups import AUTO
 from vllm_vidspec.config.model import flatten
-from vllm_vidspec.counter_files import open_for
 from vllm_vidspec.engine.control import SchedulerControl
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.metrics.files import open_for
 
 logger = init_logger("vllm.vidspec")
 

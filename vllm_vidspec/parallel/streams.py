@@ -39,7 +39,7 @@ class Streams:
     Attributes:
         is_on: bool [M], the drafter has read the prompt: the row draws.
         length: int64 [M], tokens of text and stream.
-        agreed: int64 [M], tokens of them that are committed, as far as was heard.
+        agreed: int64 [M], tokens of them that are committed, as far as was observed.
         fed: int64 [M], logical tokens from the start whose draft KV stands.
         limit: int64 [M], longest text that the request can have.
         text: int32 [M, max_model_len].
@@ -56,7 +56,7 @@ class Streams:
 
     # ---- a request's life ------------------------------------------------------------------------------------------
 
-    def admit(self, req_state_idx: int, epoch: int, limit: int) -> None:
+    def add(self, req_state_idx: int, epoch: int, limit: int) -> None:
         """Give a row to a request that the drafter is about to read."""
         self.epoch[req_state_idx], self.limit[req_state_idx] = epoch, limit
         self.is_on[req_state_idx] = False
@@ -70,7 +70,7 @@ class Streams:
         self.tables.stream_epoch[req_state_idx] = epoch
         self._publish_state(req_state_idx, StreamState.REFUSED)
 
-    def forget(self, req_state_idx: int) -> None:
+    def remove(self, req_state_idx: int) -> None:
         """Take a row from its request."""
         with self._changing(req_state_idx):
             self.tables.stream_epoch[req_state_idx], self.tables.end[req_state_idx] = NOBODY, 0
@@ -109,7 +109,7 @@ class Streams:
         """Return `[n]` bool: which of the rows the target has still given to the drafter's request."""
         return self.tables.epoch[rows] == self.epoch[rows]
 
-    def hear(self) -> Heard:
+    def observe(self) -> Heard:
         """Follow what the target has committed since the last turn."""
         tables = self.tables
         rows = np.flatnonzero(self.is_on & (tables.epoch == self.epoch) & (tables.committed > self.agreed))

@@ -25,7 +25,7 @@ class Engine:
     async def collective_rpc(self, method, args=()):
         self.calls.append(method)
         if method == "vidspec_knobs":
-            return [self.knobs.now.flat()] * 2
+            return [self.knobs.current.flat()] * 2
         changes = dict(*args)
         if "num_speculative_tokens" in changes:
             self.limit = changes.pop("num_speculative_tokens")
@@ -89,7 +89,7 @@ def test_what_is_wrong_is_one_line(client, body, said):
     answer = client(engine).post(PATH, headers=SECRET, json=body)
     assert answer.status_code == 400
     assert said in answer.json()["error"] and "\n" not in answer.json()["error"]
-    assert engine.knobs.now.flat() == Engine().knobs.now.flat()
+    assert engine.knobs.current.flat() == Engine().knobs.current.flat()
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[" * 10_000, b"\xff"])

@@ -25,8 +25,8 @@ from vllm_vidspec.engine.draft.model import DraftModel, Layout
 from vllm_vidspec.engine.draft.prefill_job import PrefillJob, PrefillPiece, ReadPrompt
 from vllm_vidspec.engine.draft.vision import DraftVision
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
+from vllm_vidspec.engine.hooks.pixels import SharedPixels
 from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.listen.pixels import SharedPixels
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.families import adapter_for
 from vllm_vidspec.pruning.prompt import PromptItem, PromptPlan, UnsupportedPrompt, choose_kept, plan_prompt, prune
@@ -41,7 +41,7 @@ class DraftPrefill:
     Args:
         model: The draft, its KV cache allocated.
         knobs: What is pruned, and how.
-        counters: Told what is prefilled and what is not.
+        counters: Records what is prefilled and what is not.
         kv: The draft's KV memory.
         cache: The draft's vision embeddings of what was shown lately.
         shared: The target's own, by identifier, where its tower is the draft's; else empty.
@@ -76,7 +76,7 @@ class DraftPrefill:
 
     # ---- admission: host only --------------------------------------------------------------------------------------
 
-    def admit(self, message: PrefillMessage, num_tokens: int = 0) -> Admission:
+    def add(self, message: PrefillMessage, num_tokens: int = 0) -> Admission:
         """Put a request in line and stage its blocks; one that cannot be drafted for is counted by reason.
 
         Whatever is wrong with a prompt costs that request alone.
@@ -93,13 +93,13 @@ class DraftPrefill:
         except Exception as error:
             self._count_error(message.req_id, error)
             return Admission.REFUSED
-        plan, limit = job.plan, self._knobs.now.max_draft_len
+        plan, limit = job.plan, self._knobs.current.max_draft_len
         assert isinstance(plan, PromptPlan)
         if limit is not None and plan.num_kept > limit:
             detail = f"its pruned prompt has {plan.num_kept} tokens, max_draft_len is {limit}"
             self.counters.skip("too_long", message.req_id, detail)
             return Admission.REFUSED
-        num_slots = max(plan.num_kept + 1, num_tokens - plan.num_dropped) + self._knobs.now.num_speculative_tokens
+        num_slots = max(plan.num_kept + 1, num_tokens - plan.num_dropped) + self._knobs.current.num_speculative_tokens
         if num_slots > self._kv.num_slots:
             detail = (
                 f"its pruned prompt takes {num_slots} tokens of the draft's KV pool, which has {self._kv.num_slots}"
@@ -108,10 +108,10 @@ class DraftPrefill:
             return Admission.REFUSED
         if not self._kv.reserve(np.array([job.req_state_idx]), np.array([num_slots]))[0]:
             return Admission.FULL
-        self._kv.begin(job.req_state_idx, plan.num_dropped, plan.pos_delta)
+        self._kv.add(job.req_state_idx, plan.num_dropped, plan.pos_delta)
         self._jobs[job.req_state_idx] = job
         self._ahead.pop(job.req_state_idx, None)
-        self._let_go()
+        self._drop_unfinished()
         num_visual_kept = plan.num_visual - plan.num_dropped
         for name in ("prompts", *message.outcome):
             self.counters.add(name)
@@ -122,7 +122,7 @@ class DraftPrefill:
         return Admission.ADMITTED
 
     def _plan(self, message: PrefillMessage, is_ahead: bool = False) -> PrefillJob:
-        placed, knobs = message.placed, self._knobs.now.prune.way(message.way)
+        placed, knobs = message.placed, self._knobs.current.prune.way(message.prune_variant)
         plan = plan_prompt(
             message.token_ids,
             message.features,
@@ -159,13 +159,13 @@ class DraftPrefill:
             raise UnsupportedPrompt("what the target has kept of its video (--video-pruning-rate) is not known")
         return dataclasses.replace(item, seen=seen)
 
-    def forget(self, req_state_idx: int) -> None:
+    def remove(self, req_state_idx: int) -> None:
         """Forget a row's request: finished, aborted, preempted or given up."""
         for table in (self._jobs, self._ahead, self._read):
             table.pop(req_state_idx, None)  # type: ignore[attr-defined]
-        self._let_go()
+        self._drop_unfinished()
 
-    def held(self) -> Iterable[int]:
+    def active_rows(self) -> Iterable[int]:
         """Return the rows whose prompts are in line or have been read."""
         return (*self._jobs, *self._ahead, *self._read)
 
@@ -192,8 +192,8 @@ class DraftPrefill:
         bounds = dict(zip(step.idx_mapping_np.tolist(), step.num_tokens_upper_bound.tolist(), strict=True))
         due = [job for row, job in self._jobs.items() if row in bounds]
         self._failed = []
-        self.vision.look(due)
-        alive = self._agreement.settle("draft prefill", [self._is_alive(job) for job in due])
+        self.vision.encode_missing(due)
+        alive = self._agreement.all_ranks_and("draft prefill", [self._is_alive(job) for job in due])
         for job, is_alive in zip(due, alive, strict=True):
             if not is_alive:
                 self._fail(job, RuntimeError("another rank could not take its vision embeddings"))
@@ -215,13 +215,13 @@ class DraftPrefill:
         """Take a request out of the line that an error has cost its drafts."""
         if self._is_alive(job):
             del self._jobs[job.req_state_idx]
-            self._let_go()
+            self._drop_unfinished()
             self._failed.append(job.req_state_idx)
             self._count_error(job.req_id, error)
 
     def _count_error(self, req_id: str, error: Exception) -> None:
         """Count an error in the draft, and log the first, unless errors are to stop the engine."""
-        if self._knobs.now.on_draft_error == "raise":
+        if self._knobs.current.on_draft_error == "raise":
             raise error
         self.counters.add("draft_failures")
         first_line = next(iter(str(error).splitlines()), "")[:200]
@@ -230,7 +230,7 @@ class DraftPrefill:
 
     # ---- vision ----------------------------------------------------------------------------------------------------
 
-    def look_ahead(self, message: PrefillMessage) -> bool:
+    def encode_ahead(self, message: PrefillMessage) -> bool:
         """Let the tower encode a step's share of a prompt's media before what guides the pruning is known; the cache
         keeps what it can.
 
@@ -244,13 +244,13 @@ class DraftPrefill:
             if row not in self._ahead:
                 job = self._plan(message, is_ahead=True)
                 self._ahead[row] = {item.name: item for item in (job.plan.items[i] for i in job.unseen())}
-            if self.vision.look_ahead(self._ahead[row]):
+            if self.vision.encode_ahead(self._ahead[row]):
                 return True
         self._ahead.pop(row, None)
-        self._let_go()
+        self._drop_unfinished()
         return False
 
-    def _let_go(self) -> None:
+    def _drop_unfinished(self) -> None:
         """Free what has been encoded in part and nobody waits for any more."""
         if unfinished := self.vision.cache.unfinished():
             wanted = {job.plan.items[i].name for job in self._jobs.values() for i in job.unseen()}

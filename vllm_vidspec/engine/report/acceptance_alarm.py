@@ -21,7 +21,7 @@ class AcceptanceAlarm:
         self._steps = self._accepted = 0
         self._is_armed = True
 
-    def hear(self, num_steps: int, num_accepted: int) -> bool:
+    def observe(self, num_steps: int, num_accepted: int) -> bool:
         """Take in verify steps that had drafts, and log a line where acceptance falls from sound to near zero.
 
         Args:
