@@ -157,8 +157,8 @@ class Life(RuleBasedStateMachine):
             phase, reason = Phase(int(requests.phase[row])), requests.skip_reason[row]
             found = {
                 "unstarted": row in requests.unstarted,
-                "in line": row in prefills._jobs,
-                "read": row in prefills._read,
+                "in line": row in prefills._queue,
+                "read": row in prefills._jobs and row not in prefills._queue,
                 "blocks": bool(world.drafter.kv._blocks[row]),
                 "expected": bool(world.drafter._capacity_limit[row] != UNBOUNDED),
             }
@@ -192,7 +192,7 @@ class Life(RuleBasedStateMachine):
         cache, store, known = self.world.drafter.prefills.vision.cache, self.states.store, set(self.world.known)
         pages = [int(page) for item in cache._items.values() for page in item.pages]
         assert sorted([*pages, *cache._free]) == list(range(3)), "a page is lost, or owned twice"
-        jobs = self.world.drafter.prefills._jobs.values()
+        jobs = self.world.drafter.prefills._queue.values()
         wanted = {job.plan.items[i].name for job in jobs for i in job.unseen()}
         assert cache.unfinished() <= wanted, "embeddings of a part that nobody waits for"
         assert set(self.states._holders) <= known, "states of a forgotten row"
@@ -265,7 +265,7 @@ def _read_too_far(self: DraftPrefill, rows: np.ndarray, num_tokens: np.ndarray) 
     _rest(self, rows, num_tokens + life.MAX_LEN)
 
 
-_extend, _forget, _skip, _rest = DraftKV._extend, RequestRows.remove, RequestRows.skip, DraftPrefill.rest
+_extend, _forget, _skip, _rest = DraftKV._extend, RequestRows.remove, RequestRows.skip, DraftPrefill.requeue
 
 MUTATIONS = {
     "a lost abort: the line": (DraftPrefill, "remove", _without(DraftPrefill, "remove")),
@@ -279,7 +279,7 @@ MUTATIONS = {
     "a row with its predecessor's drafts": (RequestRows, "_forget_draft", lambda self, row: None),
     "blocks leaked on failure": (RequestRows, "skip", _leaks_on_failure),
     "a table that the device is not told": (DraftKV, "apply", _without(DraftKV, "apply")),
-    "text that was never read": (DraftPrefill, "rest", _read_too_far),
+    "text that was never read": (DraftPrefill, "requeue", _read_too_far),
     "a video that nobody waits for, encoded in part": (DraftPrefill, "_drop_unfinished", lambda self: None),
     "a page of the cache that is lost": (VisionCache, "drop", lambda self, name: self._items.pop(name, None)),
     "states that a user keeps": (StateStore, "drop", _without(StateStore, "drop")),

@@ -38,8 +38,8 @@ from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.drafting import adaptive
 from vllm_vidspec.engine import parts, speculator, tree_attention
 from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.draft import backend, drafter, noise
 from vllm_vidspec.engine.draft import kv as kv_pool
-from vllm_vidspec.engine.draft import noise
 from vllm_vidspec.engine.draft import prefill as draft_prefill
 from vllm_vidspec.engine.draft.memory import DraftMemory
 from vllm_vidspec.engine.hooks.protocol import Forward
@@ -327,9 +327,9 @@ def world(
             (parts, "held_bytes", lambda _: 0),
             (parts, "make_guidance", lambda *_: None),
             (parts, "VisualStates", lambda *_: None),  # `_verify` says what they would
-            (speculator, "kv_bytes_per_token", lambda _: 0),
+            *((module, "kv_bytes_per_token", lambda _: 0) for module in (backend, drafter)),
             (draft_prefill, "adapter_for", lambda *_: None),
-            *((module, "attention_layers", lambda config: {"layer": config.cache}) for module in (speculator, parts)),
+            *((module, "attention_layers", lambda config: {"layer": config.cache}) for module in (backend, parts)),
             (tree_attention, "TreeAttention", FakeAttention),
             (tree_attention.backends, "splits_keys", lambda *_: splits_keys),
             (tree_attention, "_obstacles", lambda *_: iter(())),

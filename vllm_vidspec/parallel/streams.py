@@ -18,7 +18,7 @@ NOBODY = -1  # the epoch of a row without a stream
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
-class Heard(NamedTuple):
+class Observed(NamedTuple):
     """What the committed text has told.
 
     Attributes:
@@ -109,12 +109,12 @@ class Streams:
         """Return `[n]` bool: which of the rows the target has still given to the drafter's request."""
         return self.tables.epoch[rows] == self.epoch[rows]
 
-    def observe(self) -> Heard:
+    def observe(self) -> Observed:
         """Follow what the target has committed since the last turn."""
         tables = self.tables
         rows = np.flatnonzero(self.is_on & (tables.epoch == self.epoch) & (tables.committed > self.agreed))
         if not len(rows):
-            return Heard(rows, np.zeros(0, dtype=bool))
+            return Observed(rows, np.zeros(0, dtype=bool))
         committed = tables.committed[rows]
         length, agreed = self.length[rows], self.agreed[rows]
         cols = agreed[:, None] + np.arange(int((committed - agreed).max()))
@@ -135,7 +135,7 @@ class Streams:
         with self._changing(rows[is_over]):
             tables.end[rows] = self.length[rows]
             tables.checked[rows] = committed
-        return Heard(rows, is_over & (first < length))
+        return Observed(rows, is_over & (first < length))
 
     def due(self, max_rows: int) -> np.ndarray:
         """Return `[n]` int64 rows that may draw: in ascending order, or if there are more, those with the shortest

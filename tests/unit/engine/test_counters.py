@@ -154,7 +154,7 @@ def test_the_alarm_hears_what_the_device_has_counted(server):
         return server_counters._current[0].values()["low_acceptance_windows"]
 
     assert windows(0) == 2
-    assert len(server.said) == 1 and "next to no draft token stands" in server.said[0]
+    assert len(server.said) == 1 and "draft acceptance is near zero" in server.said[0]
     assert windows(1) == windows(1, 64) == 2
     counters._requests.has_draft.fill_(False)  # verified without a draft: nothing is said of acceptance
     assert windows(0) == 2

@@ -190,17 +190,17 @@ def test_who_has_rested_catches_up_on_its_text():
     assert line.step({0: 66}).ready == [0]
     text = [(float(i), 60 + i) for i in range(100)]
     line.model.slots.clear()
-    line.prefills.rest(np.array([0]), np.array([62]))
+    line.prefills.requeue(np.array([0]), np.array([62]))
     line.add(1, [1] * 50)
     assert line.step({0: 90, 1: 51}).ready == [0]
     assert line.model.forwards == [27 + 37] and len(line.model.encoded) == 1
     assert [line.model.slots.get(slot) for slot in line.slots(0, 70)] == [None] * 42 + text[2:29] + [None]
     assert line.step({0: 91, 1: 53}).ready == [1]
     line.model.slots.clear()
-    line.prefills.rest(np.array([0]), np.array([50]))  # the prompt is 60: all that it lacks is text
+    line.prefills.requeue(np.array([0]), np.array([50]))  # the prompt is 60: all that it lacks is text
     assert line.step({0: 100}).ready == [0]
     assert [line.model.slots.get(slot) for slot in line.slots(0, 80)] == [None] * 40 + text[:39] + [None]
-    line.prefills.rest(np.array([0, 1]), np.array([99, 53]))
+    line.prefills.requeue(np.array([0, 1]), np.array([99, 53]))
     line.prefills.remove(1)
     assert line.step({0: 300, 1: 60}).ready == [0]
     assert line.model.forwards == [64, 64, 64, 8]

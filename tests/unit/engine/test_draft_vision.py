@@ -147,7 +147,7 @@ def test_what_is_left_of_a_step_begins_the_next_video():
     for row in range(2):
         line.add(row, *cuttable(measured(row, num_frames=9)[1], f"video {row}"))
     for i in range(6):
-        line.step({row: 300 + i for row in range(2) if row in line.prefills._jobs})
+        line.step({row: 300 + i for row in range(2) if row in line.prefills._queue})
     assert line.model.encoded[2] == ["video 0", "video 1"]
     assert line.model.frames == [range(4), range(4, 8), range(8, 9), range(3), range(3, 7), range(7, 9)]
     assert not line.prefills.is_reading

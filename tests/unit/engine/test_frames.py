@@ -128,7 +128,7 @@ def test_a_choice_waits_for_the_last_frame():
     token_ids, features = as_images(embeddings)
     assert line.add(0, token_ids, features) and line.add(1, [TEXT] * 20)
     assert line.step({0: len(token_ids) + 1, 1: 21}).ready == [1]
-    job = line.prefills._jobs[0]
+    job = line.prefills._queue[0]
     assert [media is None for media in job.media] == [False] * 4 + [True] * 4 and job.kept == [None] * FRAMES
     line.prefills.vision.encode_missing([job])
     assert sum(len(kept) for kept in job.kept) == sum(len(media) for media in job.media) == 19

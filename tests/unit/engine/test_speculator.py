@@ -134,7 +134,7 @@ def test_a_batch_too_large_for_drafts_rests():
         assert not np.any(world.propose([2, 0, 1], [1, 1, 0]))
     assert world.requests.phase.tolist() == [Phase.PREFILLING] * 3 + [Phase.UNSEEN]
     assert not world.requests.has_draft.any() and not world.requests.num_drafts(K).any()
-    rests = [[argument.tolist() for argument in call.args] for call in world.drafter.rest.call_args_list]
+    rests = [[argument.tolist() for argument in call.args] for call in world.drafter.requeue.call_args_list]
     assert rests == [[[2, 0], [PROMPT_LEN - 1 - K] * 2]]
     world.drafter.prefill, world.drafter.draft = recording_drafter().prefill, recording_drafter().draft
     assert world.propose([2, 0], [0, 0]) == [[1] * K] * 2 and world.was_verified() == [False, False]
@@ -194,7 +194,7 @@ def test_who_outgrows_the_pool_waits_with_its_blocks():
     assert world.requests.phase.tolist() == [Phase.PREFILL_STALLED, Phase.DRAFTING, Phase.UNSEEN, Phase.PREFILL_STALLED]
     assert drafts == [[0] * K, [1] * K, [0] * K]
     assert world.requests.has_draft.tolist() == [False, True, False, False]
-    assert [call.args[0].tolist() for call in world.drafter.rest.call_args_list] == [[0], [3]]
+    assert [call.args[0].tolist() for call in world.drafter.requeue.call_args_list] == [[0], [3]]
     world.propose([0, 1, 3])
     assert counted(world, "waiting_drafts") == 2 and world.forgotten() == []
     world.drafter.reserve = lambda rows, bound: rows != 0
@@ -202,7 +202,7 @@ def test_who_outgrows_the_pool_waits_with_its_blocks():
     assert counted(world, "resumed_drafts") == 1
     world.drafter.reserve = lambda rows, bound: np.ones(len(rows), dtype=bool)
     assert world.propose([0, 1, 3]) == [[1] * K] * 3
-    assert world.drafter.rest.call_count == 2 and world.counters.skip.call_count == 0
+    assert world.drafter.requeue.call_count == 2 and world.counters.skip.call_count == 0
 
 
 def test_of_those_who_all_wait_the_largest_gives_up():

@@ -76,7 +76,7 @@ class FakeRank:
         self.text.pop(message.req_state_idx)
         self.kv.pop(message.req_state_idx, None)
 
-    def _rest(self, message):
+    def _requeue(self, message):
         for row, num_fed in zip(message.rows.tolist(), message.num_fed.tolist(), strict=True):
             del self.kv[row][num_fed:]
 

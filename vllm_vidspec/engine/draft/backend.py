@@ -237,7 +237,7 @@ class LocalBackend:
         # What the draft has surely read: its last step began at the length that the target's own began at, of which the
         # host knows a bound, since the scheduler may run ahead of the verification of K drafts.
         was_committed = step.batch.num_computed_tokens_np[indices] - self._knobs.current.num_speculative_tokens
-        self.drafter.rest(rows, was_committed)
+        self.drafter.requeue(rows, was_committed)
         self._requests.enter(rows, Phase.PREFILLING)
 
     def _are_in(self, step: Step, *phases: Phase) -> np.ndarray:

@@ -44,7 +44,7 @@ UNBOUNDED = 1 << 60
 
 
 class Drafter:
-    """Owns what the draft keeps of every persistent row: its KV, its place in the line of prefills, its policy.
+    """Owns what the draft keeps of every persistent row: its KV, its place in the prefill queue, its policy.
 
     Args:
         model: The draft, loaded, its KV cache allocated.
@@ -150,13 +150,13 @@ class Drafter:
         if self.trees is not None:
             self.trees.policy.admit(np.array([req_state_idx]))
 
-    def rest(self, idx_mapping_np: np.ndarray, num_tokens: np.ndarray) -> None:
-        """Put `[n]` rows that were drafted for back in line; the draft has read `[n]` tokens of their text at least."""
-        self.prefills.rest(idx_mapping_np, num_tokens)
+    def requeue(self, idx_mapping_np: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Put `[n]` rows that were drafted for back into the queue; `[n]` tokens of their text at least are read."""
+        self.prefills.requeue(idx_mapping_np, num_tokens)
 
     @property
     def is_reading(self) -> bool:
-        """Whether any request is in the line of prefills."""
+        """Whether any request is in the prefill queue."""
         return self.prefills.is_reading
 
     def prefill(self, step: PrefillStep) -> Prefilled:
@@ -372,7 +372,7 @@ class Drafter:
         self.counters.set("draft_pool_blocks_used", self.kv.num_used_blocks)
 
     def active_rows(self) -> Iterable[int]:
-        """Return the rows that have blocks, or a prompt in line or remembered."""
+        """Return the rows that have blocks, or a prompt in the queue or remembered."""
         return (*np.flatnonzero(self.kv.capacity_np).tolist(), *self.prefills.active_rows())
 
     def forget_media(self) -> None:

@@ -1,4 +1,4 @@
-"""DraftVision: the vision embeddings that prompts in line lack, from a cache or of the draft's own tower.
+"""DraftVision: the vision embeddings that prompts in the queue lack, from a cache or of the draft's own tower.
 
 A step encodes at most the encoder budget's tokens, as vLLM lets the target's. A video that is longer is encoded some
 frames at a time, where its family's tower looks at each frame by itself, and decode steps go between; what cannot be
@@ -21,7 +21,7 @@ from vllm_vidspec.engine.hooks.pixels import SharedPixels
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.families import FamilyAdapter
 from vllm_vidspec.pruning import TokenGrid
-from vllm_vidspec.pruning.prompt import PromptItem, PromptPlan, choose_kept
+from vllm_vidspec.pruning.prompt import PromptItem, choose_kept
 
 
 class Part(NamedTuple):
@@ -89,16 +89,16 @@ class DraftVision:
     # ---- what a step encodes ---------------------------------------------------------------------------------------
 
     def encode_missing(self, due: list[PrefillJob]) -> None:
-        """Get vision embeddings that the first requests in line lack.
+        """Get vision embeddings that the first requests in the queue lack.
 
-        No further down the line than the language model can come in this step, so that few embeddings wait for it.
+        No further down the queue than the language model can come in this step, so that few embeddings wait for it.
         """
         wanted: dict[tuple[str, int], tuple[Part, list[tuple[PrefillJob, int]]]] = {}  # by content and start: for whom
         left, ahead = self.model.max_encoder_tokens, 0
         for job in due:
             if ahead >= self.model.max_num_tokens:
                 break
-            ahead += max(0, job.plan.num_kept - job.num_done)
+            ahead += max(0, job.layout.num_kept - job.num_done)
             for i in job.unseen():
                 item = job.plan.items[i]
                 start = self._num_here(job, i)
@@ -298,9 +298,9 @@ class DraftVision:
     def _select_tokens(self, job: PrefillJob, i: int) -> None:
         """Choose what is kept of an item and of all that is pruned with it, once they are all there.
 
-        Items are encoded in the order of the line, so of one unit at most whole embeddings wait for the next step.
+        Items are encoded in the order of the queue, so of one unit at most whole embeddings wait for the next step.
         """
-        assert isinstance(job.plan, PromptPlan) and job.knobs is not None
+        assert job.knobs is not None
         unit = job.plan.unit_of(i)
         seen = [job.media[place] for place in unit.places]
         if any(media is None for media in seen):

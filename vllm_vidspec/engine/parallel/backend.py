@@ -323,19 +323,19 @@ class ParallelBackend:
     def propose(self, step: Step, draft_batch: DraftBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Take the next window of every stream; zeros behind it. See `DraftBackend`."""
         batch = step.batch
-        tokens, told, both = self._outputs(batch.num_reqs)
+        tokens, info, both = self._outputs(batch.num_reqs)
         if not len(draft_batch.places_np):
             return tokens.zero_(), None
         if self._streams is not None:
-            self._cut(batch, draft_batch, step.plan.num_tokens, tokens, told)
+            self._cut(batch, draft_batch, step.plan.num_tokens, tokens, info)
         self._share(both)
         if self._commits is not None:
-            self._commits.took(batch.idx_mapping_np, draft_batch.is_drafted, told)
+            self._commits.took(batch.idx_mapping_np, draft_batch.is_drafted, info)
         if draft_batch.is_whole:
-            return tokens, told[:, 0]
-        return tokens, told[async_tensor_h2d(draft_batch.places_np, device=self._device), 0]
+            return tokens, info[:, 0]
+        return tokens, info[async_tensor_h2d(draft_batch.places_np, device=self._device), 0]
 
-    def _cut(self, batch: Any, draft_batch: DraftBatch, most: int, tokens: torch.Tensor, told: torch.Tensor) -> None:
+    def _cut(self, batch: Any, draft_batch: DraftBatch, most: int, tokens: torch.Tensor, info: torch.Tensor) -> None:
         """Let the device cut windows; see `take_windows`."""
         client, commits, streams, rows = self._client, self._commits, self._streams, batch.idx_mapping_np
         assert client is not None and commits is not None and streams is not None
@@ -354,16 +354,16 @@ class ParallelBackend:
             states.total_len.gpu,
             states.all_token_ids.gpu,
             tokens,
-            told,
+            info,
         )
 
     def _outputs(self, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return where a step's drafts `[num_reqs, K]` int64 and `[num_reqs, NUM_TOLD]` int32 go, and both as one."""
         if num_reqs not in self._views:
             both = self._windows[: num_reqs * (self._most + 1)]
-            tokens, told = both[: num_reqs * self._most], both[num_reqs * self._most :]
-            told = told.view(torch.int32).view(num_reqs, NUM_TOLD)
-            self._views[num_reqs] = (tokens.view(num_reqs, self._most), told, both)
+            tokens, info = both[: num_reqs * self._most], both[num_reqs * self._most :]
+            info = info.view(torch.int32).view(num_reqs, NUM_TOLD)
+            self._views[num_reqs] = (tokens.view(num_reqs, self._most), info, both)
         return self._views[num_reqs]
 
     def _share(self, windows: torch.Tensor) -> None:

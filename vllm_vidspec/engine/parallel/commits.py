@@ -90,10 +90,10 @@ class Commits:
         """Return `[n]` int64 tokens that each request's window may have: fewer where few stand."""
         return np.minimum(window, np.ceil(2 * self._reach[rows]).astype(np.int64) + 1)
 
-    def took(self, rows: np.ndarray, is_drafted: np.ndarray, told: torch.Tensor) -> None:
-        """Note what was taken of the streams of `[n]` rows; `told` as `take_windows` writes it."""
+    def took(self, rows: np.ndarray, is_drafted: np.ndarray, info: torch.Tensor) -> None:
+        """Note what was taken of the streams of `[n]` rows; `info` as `take_windows` writes it."""
         rows = rows.copy()
-        self._send(told, lambda host: self._note(rows, is_drafted, host[:, 0], host[:, 1]))
+        self._send(info, lambda host: self._note(rows, is_drafted, host[:, 0], host[:, 1]))
 
     def _note(self, rows: np.ndarray, is_drafted: np.ndarray, counts: np.ndarray, what: np.ndarray) -> None:
         self._in_flight[rows] = counts * is_drafted

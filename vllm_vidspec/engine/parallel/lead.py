@@ -2,7 +2,7 @@
 
     observe what the target says:    requests that arrive, begin and go                        messages
     observe what it has committed:   streams that said otherwise are cut                       tables
-    read a bounded piece of the prompts in line, or encode one of media that wait           read, look
+    read a bounded piece of the prompts in the queue, or encode one of media that wait           read, look
     draw the next tokens of the shortest streams, all in one batch                          draw
 
 A turn is one forward of decoding, so that what is cut is not drawn on for long. Only the first rank has a lead; it
@@ -44,7 +44,7 @@ class DrafterLead:
         self.streams = Streams(tables)
         self._waiting: dict[int, messages.Add] = {}  # by row: arrived, and not looked at
         self._num_known: dict[int, int] = {}  # by row: arrived, and tokens of its text that the ranks know
-        self._reading: dict[int, int] = {}  # by row: in line, and tokens of its text that the ranks know
+        self._reading: dict[int, int] = {}  # by row: in the queue, and tokens of its text that the ranks know
         self._recorder = Recorder(tables)
         self._is_over = False
         self._worked = time.monotonic()  # when there was something to do last
@@ -129,7 +129,7 @@ class DrafterLead:
         return True
 
     def _read(self) -> bool:
-        """Read on in the prompts in line."""
+        """Read on in the prompts in the queue."""
         rows = np.fromiter(self._reading, dtype=np.int64)
         rows = rows[self.streams.live(rows)]
         if not len(rows):
@@ -160,7 +160,7 @@ class DrafterLead:
         behind = rows[missing > 1]
         if len(behind):
             # The target went on without the stream: its text is read like a prompt's.
-            self._do(messages.Rest(behind, streams.fed[behind]))
+            self._do(messages.Requeue(behind, streams.fed[behind]))
             streams.pause(behind)
             self._reading |= {row: int(streams.fed[row]) for row in behind.tolist()}
             rows, missing = rows[missing <= 1], missing[missing <= 1]

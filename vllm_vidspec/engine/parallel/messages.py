@@ -107,8 +107,8 @@ class Read(msgspec.Struct, tag=True):
     new_text: list[tuple[int, np.ndarray]]
 
 
-class Rest(msgspec.Struct, tag=True):
-    """Put `[n]` rows back in line, to read on after `[n]` tokens of their text."""
+class Requeue(msgspec.Struct, tag=True):
+    """Put `[n]` rows back into the queue, to read on after `[n]` tokens of their text."""
 
     rows: np.ndarray
     num_fed: np.ndarray
@@ -134,4 +134,4 @@ class Draw(msgspec.Struct, tag=True):
 
 ToDrafter = Add | Prefill | Remove | ForgetMedia | Retune | Stop
 ToTarget = Ready | Failed | Refused
-ToRanks = ToDrafter | Look | Read | Rest | Draw
+ToRanks = ToDrafter | Look | Read | Requeue | Draw

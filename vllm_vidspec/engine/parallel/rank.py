@@ -145,7 +145,7 @@ class DrafterRank:
         return arrived is not None and self.drafter.prefills.encode_ahead(self._prompt(arrived))
 
     def prefill(self, message: messages.Prefill) -> tuple[str, str] | None:
-        """Put a request in line; return why not and what to say of it, or None."""
+        """Put a request in the queue; return why not and what to say of it, or None."""
         arrived = self._arrived.pop(message.req_state_idx)
         prompt = self._prompt(arrived, message.scores, tuple(message.outcome))
         outcome = self.drafter.add(prompt)
@@ -182,12 +182,12 @@ class DrafterRank:
         """Change knobs between requests."""
         self._knobs.change(self._knobs.current.changed(json.loads(message.knobs)))
 
-    def rest(self, message: messages.Rest) -> None:
-        """Put rows back in line."""
-        self.drafter.rest(message.rows, message.num_fed)
+    def requeue(self, message: messages.Requeue) -> None:
+        """Put rows back into the queue."""
+        self.drafter.requeue(message.rows, message.num_fed)
 
     def read(self, message: messages.Read) -> Progress:
-        """Read a bounded piece of the prompts in line."""
+        """Read a bounded piece of the prompts in the queue."""
         self._mirror.apply()
         for row, (start, tokens) in zip(message.rows.tolist(), message.new_text, strict=True):
             if len(tokens):

@@ -30,7 +30,7 @@ class Ranks:
             messages.Retune: rank.retune,
             messages.Look: rank.look,
             messages.Read: rank.read,
-            messages.Rest: rank.rest,
+            messages.Requeue: rank.requeue,
             messages.Draw: rank.draw,
             messages.Stop: lambda _: None,
         }
