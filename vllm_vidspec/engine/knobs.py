@@ -9,7 +9,7 @@ from vllm_vidspec.config.model import flatten
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import SCORE_NEEDS, needs_of
 
-# What may change while the engine runs: pruning always, to what is listened for; verification where any request can be
+# What may change while the engine runs: pruning always, to what is observed; verification where any request can be
 # loose.
 _PRUNING = {"pruner", "lambda_r", "guidance_layers", "prune_ratio", "image_prune_ratio", "frames_as_video"}
 _RULES = {
@@ -53,7 +53,7 @@ class Knobs:
             raise VidSpecError("pruner cannot change to auto: start the engine with it")
         if unobserved := SCORE_NEEDS & (needs_of(config.prune) - needs_of(self._first.prune)):
             raise VidSpecError(
-                f"pruner cannot change to {config.prune.pruner}: this engine does not listen to the target's "
+                f"pruner cannot change to {config.prune.pruner}: this engine does not observe the target's "
                 f"{' and '.join(sorted(unobserved))}"
             )
         if "loose" in config.score.scorers - self._first.score.scorers:

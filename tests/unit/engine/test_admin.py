@@ -77,7 +77,7 @@ def test_knobs_are_told_and_changed(client):
         ({"prune_ratio": 2}, "prune_ratio"),
         ({"prune_ratoi": 0.5}, "did you mean"),
         ({"model": "other"}, "model cannot change while the engine runs"),
-        ({"pruner": "uv"}, "this engine does not listen to the target's uv"),
+        ({"pruner": "uv"}, "this engine does not observe the target's uv"),
         ({"pruner": "auto"}, "start the engine with it"),
         ({"num_speculative_tokens": 99}, "between 0 and 5"),
         ([1], "a JSON object"),

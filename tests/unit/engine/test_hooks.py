@@ -132,7 +132,7 @@ def test_a_failure_costs_the_requests_in_prefill_their_looseness(step, monkeypat
     """
     states, settled = make_states(monkeypatch), []
     hooks = in_list(states)
-    monkeypatch.setattr(states._agreement, "settle", lambda phase, flags: settled.append(flags) or flags)
+    monkeypatch.setattr(states._agreement, "all_ranks_and", lambda phase, flags: settled.append(flags) or flags)
     prefill(hooks, 0)
     with monkeypatch.context() as patch:
         patch.setattr(states, step, lambda *_: 1 / 0)

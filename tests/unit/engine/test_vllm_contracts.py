@@ -136,9 +136,10 @@ def test_ours_have_every_abstract_method(sources, path, ours):
 def test_propose_matches_the_interface(sources):
     """Catches: a `propose` of ours that vLLM's keyword arguments do not reach."""
     theirs = parameters(definition(sources, f"{contracts.GPU}.spec_decode.speculator:BaseSpeculator.propose"))
-    nodes = ast.walk(ast.parse((ROOT / "vllm_vidspec/engine/speculator.py").read_text()))
-    ours = [node for node in nodes if getattr(node, "name", "") == "propose"]
-    assert parameters(ours[0]) == theirs
+    nodes = ast.parse((ROOT / "vllm_vidspec/engine/speculator.py").read_text()).body
+    (speculator,) = (node for node in nodes if getattr(node, "name", "") == "Speculator")
+    (ours,) = (node for node in speculator.body if getattr(node, "name", "") == "propose")
+    assert parameters(ours) == theirs
 
 
 def test_vllm_reads_nothing_else_of_a_speculator(sources):

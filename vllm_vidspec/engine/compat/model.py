@@ -1,7 +1,7 @@
 """Patches of a loaded target and its runner's parts: attention, positions, hidden states, noise, KV connector.
 
 Each sits on one object, so that the draft's and every other engine's stay untouched; `_RowSums` alone sits on a module,
-and does nothing but while a layer listens.
+and does nothing but while a layer observes.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class _RowSums:
 
     @contextlib.contextmanager
     def observed(self) -> Iterator[list[torch.Tensor]]:
-        """Listen to the calls made meanwhile: yields the list that their `[num_heads, num_rows]` sums go to."""
+        """Observe the calls made meanwhile: yields the list that their `[num_heads, num_rows]` sums go to."""
         observed: list[torch.Tensor] = []
         self._heard = observed
         try:

@@ -1,1 +1,1 @@
-"""Listens to the target: its prefill, its layers and its final states, without changing a number of them."""
+"""Hooks observe the target: its prefill, its layers and its final states, without changing a number of them."""

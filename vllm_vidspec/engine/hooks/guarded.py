@@ -14,7 +14,7 @@ logger = init_logger("vllm.vidspec")
 
 
 class Guard:
-    """Says what becomes of an exception in what only listens: `on_draft_error: raise` lets it through.
+    """Says what becomes of an exception in a hook that only observes: `on_draft_error: raise` lets it through.
 
     Args:
         knobs: `on_draft_error`.
@@ -41,7 +41,7 @@ class Guard:
 
 
 class TargetHooks:
-    """Hears for all of them, as a table of rows too. An exception in one costs what that one says, never the forward.
+    """Calls all of them, as a table of rows too. An exception in one costs what that one says, never the forward.
 
     What fails while memory is set up is a refusal, and nobody's to survive.
 

@@ -21,7 +21,7 @@ def make_guidance(
     """Install what the configured pruner needs on the loaded target; None if it needs nothing of it.
 
     Raises:
-        VidSpecError: The target's attention backend or model class cannot be listened to, or a layer does not exist.
+        VidSpecError: The target's attention backend or model class cannot be observed, or a layer does not exist.
     """
     needs = needs_of(knobs.current.prune)
     kinds: dict[str, Guidance] = {}
@@ -35,12 +35,12 @@ def make_guidance(
 
 
 class GuidanceByWay(Guidance):
-    """Listens to each request by what its own pruner needs (`pruner: auto`), and to none whose pruner needs nothing.
+    """Observes each request by what its own pruner needs (`pruner: auto`), and to none whose pruner needs nothing.
 
     Args:
         knobs: The configuration.
         vllm_config: vLLM's.
-        counters: Records how long listening took; `agreement` as in `Guidance`.
+        counters: Records how long observing took; `agreement` as in `Guidance`.
         kinds: By what a pruner needs, who observes it.
     """
 
@@ -66,7 +66,7 @@ class GuidanceByWay(Guidance):
             kind.init_kv(runner)
 
     def add(self, request: NewRequest) -> None:
-        """Let the one listen that the request's pruner needs."""
+        """Let the hook observe the request that its pruner needs."""
         way = self.knobs.current.prune.way(request.prune_variant)
         for need in get_pruner(way.pruner).needs & self._kinds.keys():
             self._observers[request.req_state_idx] = self._kinds[need]
@@ -83,7 +83,7 @@ class GuidanceByWay(Guidance):
             kind.after_forward(forward)
 
     def take(self, req_state_idx: int) -> PendingScores | None:
-        """Send a prefilled request's scores to the host and forget it; None where nobody has listened."""
+        """Send a prefilled request's scores to the host and forget it; None where nothing was observed."""
         kind = self._observers.pop(req_state_idx, None)
         return None if kind is None else kind.take(req_state_idx)
 

@@ -62,7 +62,7 @@ class Guided(NamedTuple):
 
     Attributes:
         scores: One float32 `[m_i]` CPU tensor per item; None where there is no guidance.
-        outcome: Counters to add to if the draft is shown the prompt: what came of listening to it.
+        outcome: Counters to add to if the draft is shown the prompt: what came of observing it.
     """
 
     scores: list[torch.Tensor] | None
@@ -104,7 +104,7 @@ class Guidance(TargetHook):
 
     Args:
         knobs: The budgets of images and videos.
-        counters: Records how long listening took.
+        counters: Records how long observing took.
         device: Of the target.
         agreement: Of the ranks.
     """
@@ -123,17 +123,17 @@ class Guidance(TargetHook):
         self._remembered: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # key -> [m] float32 on the CPU
 
     def add(self, request: NewRequest) -> None:
-        """Begin to listen to a request, if there is anything to choose in it."""
+        """Begin to observe a request, if there is anything to choose in it."""
         if request.has_embeds:
             return  # its tokens mean nothing, and the draft will refuse it
         way = self.knobs.current.prune.way(request.prune_variant)
         if not get_pruner(way.pruner).needs & SCORE_NEEDS:
             return  # it was changed to one that looks at nothing
-        if items := self._listen(request.features, way):
+        if items := self._choosable(request.features, way):
             keys = content_keys(request, request.features, [int(item[-1]) + 1 for item in items])
             self._prompts[request.req_state_idx] = self._kind(items, keys, request.token_ids)
 
-    def _listen(self, features: list[Any], knobs: PruneKnobs) -> list[torch.Tensor]:
+    def _choosable(self, features: list[Any], knobs: PruneKnobs) -> list[torch.Tensor]:
         """Return the items' prompt indices; [] where pruning chooses nothing or the draft will refuse the prompt."""
         try:
             items = [embedding_indices(feature) for feature in features]
@@ -198,7 +198,7 @@ class Guidance(TargetHook):
 
 
 def prefills(batch: Any, prompts: Mapping[int, Any]) -> Iterator[tuple[int, Any, int, int]]:
-    """Yield (req_idx, prompt, first position, end position) of the requests in prefill that are listened to.
+    """Yield (req_idx, prompt, first position, end position) of the requests in prefill that are observed.
 
     Args:
         batch: vLLM's `InputBatch`.

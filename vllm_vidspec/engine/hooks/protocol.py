@@ -21,7 +21,7 @@ class Forward(NamedTuple):
 
 
 class TargetHook:
-    """Hears the target's requests and forwards; what a hook has no use for, it leaves as it is here.
+    """Observes the target's requests and forwards; what a hook has no use for, it leaves as it is here.
 
     Attributes:
         loss: What an exception costs, for the log.

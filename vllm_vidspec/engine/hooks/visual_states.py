@@ -102,9 +102,9 @@ class VisualStates(TargetHook):
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def add(self, request: NewRequest) -> None:
-        """Begin to listen to a request, or to share what is known already.
+        """Begin to observe a request, or to share what is known already.
 
-        A strict request is listened to as well while there is room, because a loose one may ask about its video next:
+        A strict request is observed as well while there is room, because a loose one may ask about its video next:
         the target will not compute the states again.
         """
         features = [feature for feature in request.features if feature.modality in ("image", "video")]

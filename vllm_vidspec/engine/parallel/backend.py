@@ -253,10 +253,12 @@ class ParallelBackend:
             torch.distributed.broadcast(torch.from_numpy(progress), group.ranks[0], group=group.cpu_group)
         for row in rows[progress == _REFUSED].tolist():
             self._requests.skip(row, self._sent[row].refusal or "draft_error")
+        has_begun = (progress == _BEGUN) & self._requests.are_in(rows, Phase.UNSEEN)
+        if has_begun.any():
+            # Whether there is a stream yet, the device sees.
+            self._requests.enter(rows[has_begun], Phase.DRAFTING)
         rests = np.full(len(rows), not step.plan.num_tokens) if step.rests is None else step.rests
         for phase, is_new in (
-            # Whether there is a stream yet, the device sees.
-            (Phase.DRAFTING, (progress == _BEGUN) & self._requests.are_in(rows, Phase.UNSEEN)),
             (Phase.DRAFTING, ~rests & self._requests.are_in(rows, Phase.PREFILLING)),
             (Phase.PREFILLING, rests & self._requests.are_in(rows, Phase.DRAFTING)),
         ):

@@ -1,9 +1,9 @@
-"""DrafterLead: the drafter's loop. It listens to the target, decides what is read and drawn, and publishes streams.
+"""DrafterLead: the drafter's loop. It follows the target, decides what is read and drawn, and publishes streams.
 
-    observe what the target says:    requests that arrive, begin and go                        messages
-    observe what it has committed:   streams that said otherwise are cut                       tables
-    read a bounded piece of the prompts in the queue, or encode one of media that wait           read, look
-    draw the next tokens of the shortest streams, all in one batch                          draw
+    receive the target's messages: requests that are added, may be read, are removed         messages
+    observe what it has committed: streams that differ are cut                               tables
+    read a bounded piece of the prompts in the queue, or encode media ahead                  read, look
+    draw the next tokens of the shortest streams, all in one batch                           draw
 
 A turn is one forward of decoding, so that what is cut is not drawn on for long. Only the first rank has a lead; it
 hands its decisions to the others as commands.
