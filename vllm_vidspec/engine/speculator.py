@@ -11,109 +11,20 @@
 The backend is where the draft runs: in this process (`draft/backend.py`) or in one of its own (`parallel/backend.py`).
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_vidspec.adapt import Decision
+from vllm_vidspec.engine.backend import DraftBackend
 from vllm_vidspec.engine.failures import DraftFailures
 from vllm_vidspec.engine.hooks.prompts import Guidance
 from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.requests import DraftBatch, Phase, Request, RequestRows, RowTable
+from vllm_vidspec.engine.report.counters import Counters
+from vllm_vidspec.engine.requests import DraftBatch, Phase, Request, RequestRows
 from vllm_vidspec.engine.target_step import Step
-
-
-class DraftBackend(RowTable, Protocol):
-    """Where the draft runs. Its rows are in `RequestRows`; `add` and `remove` begin and end what it keeps of one.
-
-    Attributes:
-        model: The draft network of this process, for vLLM's shutdown and weight updates; None if there is none.
-        reads_at_rest: Whether prompts are read while nothing is drafted, as it costs the target nothing.
-        reading: Requests whose prompts were read in the last step, and `reading_s`, the host's time for them.
-    """
-
-    model: torch.nn.Module | None
-    reads_at_rest: bool
-    reading: frozenset[str]
-    reading_s: float
-
-    def reserve(self, available_bytes: int) -> int:
-        """Return how many bytes of a rank's KV memory the draft takes.
-
-        Raises:
-            VidSpecError: A knob asks for too much, or for too little for one request.
-        """
-        ...
-
-    def make_graphs(self, cudagraph_mode: Any) -> Any:
-        """Return the manager of the draft's CUDA graphs in the mode that vLLM has resolved; None if there is none."""
-        ...
-
-    def init_kv(
-        self, encoder_cache: Any, allocation: Callable[[], AbstractContextManager], is_profiling: bool = False
-    ) -> None:
-        """Allocate what was reserved; the backend is ready afterwards.
-
-        Args:
-            encoder_cache: vLLM's, of the target; None for a target without media.
-            allocation: Makes what is entered while memory is taken.
-            is_profiling: Allocate the least with which graphs can be captured, as nothing is reserved yet.
-
-        Raises:
-            VidSpecError: It cannot draft.
-        """
-        ...
-
-    def capture(self) -> None:
-        """Capture the parts of a draft step."""
-        ...
-
-    def dummy_run(self, num_reqs: int, is_profile: bool) -> torch.Tensor:
-        """Return `[num_reqs, K]` zeros for a step of vLLM's warm-up."""
-        ...
-
-    def refusal(self, request: Request) -> tuple[str, str] | None:
-        """Return why a request is not drafted for, and a line for the log ("" for none); None if it is."""
-        ...
-
-    def roll_back(self, step: Step) -> None:
-        """Take the drafts of rows that get none in this step back to the committed text."""
-        ...
-
-    def start(self, step: Step, rows: np.ndarray, requests: list[Request]) -> None:
-        """Queue requests for their draft prefill.
-
-        Args:
-            step: The step.
-            rows: `[n]` rows of the step that may start, those that wait for blocks among them.
-            requests: Those whose guidance has just come.
-        """
-        ...
-
-    def prefill(self, step: Step) -> None:
-        """Reserve what the step needs, and read a bounded piece of the prompts in the queue."""
-        ...
-
-    def propose(self, step: Step, batch: DraftBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Draft for a batch.
-
-        Returns:
-            `[num_reqs, K]` int64 drafts, zeros for requests without, and `[num_drafted]` how many of each mean
-            something; None where all K do.
-        """
-        ...
-
-    def give_up_all(self) -> None:
-        """Give up every running request, because the memory of the draft's KV is about to be lost."""
-        ...
-
-    def forget_media(self) -> None:
-        """Drop the draft's vision embeddings: weights have changed, or the memory that holds them has."""
-        ...
 
 
 class Speculator(BaseSpeculator):
@@ -140,13 +51,13 @@ class Speculator(BaseSpeculator):
         knobs: Knobs,
         requests: RequestRows,
         guidance: Guidance | None,
-        counters: Any,
+        counters: Counters,
         failures: DraftFailures,
-        backend: Any,
+        backend: DraftBackend,
     ):
         self._knobs, self._requests, self._guidance = knobs, requests, guidance
         self._counters, self._failures = counters, failures
-        self.backend: DraftBackend = backend
+        self.backend = backend
         self.decision: Decision | None = None
         self.graphs: Any = None  # vLLM's memory profile looks for managers among our attributes, and drops them
 

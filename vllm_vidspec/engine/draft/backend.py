@@ -11,6 +11,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.backend import DraftBackend
 from vllm_vidspec.engine.draft.drafter import Drafter, without_room
 from vllm_vidspec.engine.draft.graphs import DraftGraphs, mode_of_draft
 from vllm_vidspec.engine.draft.memory import DraftMemory
@@ -38,8 +39,8 @@ from vllm_vidspec.engine.target_step import Step
 from vllm_vidspec.engine.tree_attention import TreeAttention, make_attention
 
 
-class LocalBackend:
-    """A `DraftBackend`; see there.
+class LocalBackend(DraftBackend):
+    """See `DraftBackend`.
 
     Args:
         vllm_config: vLLM's.
@@ -57,7 +58,6 @@ class LocalBackend:
         pixels: What the target has copied to the device; None where the draft's tower is shown nothing.
     """
 
-    reads_at_rest = False
     graphs_class = DraftGraphs
 
     def __init__(
@@ -88,8 +88,6 @@ class LocalBackend:
         self._attention: TreeAttention | None = None  # of the draft's layers, where they need it
         self._room = WaitingRoom(requests, counters)
         self._picked: tuple[DraftBatch | None, torch.Tensor] = (None, torch.zeros(0))  # see `_places_of`
-        self.reading: frozenset[str] = frozenset()
-        self.reading_s = 0.0
         # [max_num_reqs, K]
         self._draft_tokens = torch.zeros(
             len(requests.phase), knobs.current.num_speculative_tokens, dtype=torch.int64, device=self._device

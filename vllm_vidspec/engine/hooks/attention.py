@@ -132,7 +132,7 @@ class AttentionGuidance(Guidance):
         return async_tensor_h2d(values, device=self.device, dtype=dtype)
 
     def _observe(self, index: int, *args: Any) -> None:
-        """Observe one layer inside the target's forward, which an exception must not leave: `after_forward` raises it."""
+        """Observe one layer in the forward, which an exception must not leave: `after_forward` raises it."""
         try:
             self.observe(index, *args)
         except Exception as error:

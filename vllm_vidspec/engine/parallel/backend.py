@@ -23,6 +23,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vidspec_kernels import NUM_TOLD, take_windows, warm_up
 from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.engine.backend import DraftBackend
 from vllm_vidspec.engine.hooks.prompts import Guided
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.parallel import messages
@@ -65,8 +66,8 @@ class _Sent:
     refusal: str | None = None
 
 
-class ParallelBackend:
-    """A `DraftBackend`; see there.
+class ParallelBackend(DraftBackend):
+    """See `DraftBackend`. Of its memory, graphs and rollback the target's process has none: they are the drafter's.
 
     Args:
         knobs: The configuration.
@@ -79,10 +80,7 @@ class ParallelBackend:
         device: Of the target.
     """
 
-    model = None  # the draft's weights are another process's
     reads_at_rest = True  # by the drafter, which is told of every token
-    reading: frozenset[str] = frozenset()
-    reading_s = 0.0
 
     def __init__(
         self,
@@ -120,13 +118,6 @@ class ParallelBackend:
 
     # ---- set-up ----------------------------------------------------------------------------------------------------
 
-    def reserve(self, available_bytes: int) -> int:
-        """Return how many bytes of this rank's KV memory the draft takes: none."""
-        return 0
-
-    def make_graphs(self, cudagraph_mode: Any) -> None:
-        """Have no graphs: the draft's are the drafter's."""
-
     def init_kv(
         self, encoder_cache: Any, allocation: Callable[[], AbstractContextManager], is_profiling: bool = False
     ) -> None:
@@ -138,9 +129,6 @@ class ParallelBackend:
         if self._client is not None and not is_profiling:
             self._client.wait_ready()
             logger.info("vidspec: the drafter's process is up (%s)", ", ".join(map(str, self._client.pids)))
-
-    def capture(self) -> None:
-        """Capture nothing."""
 
     def warm_up(self) -> None:
         """Compile and load what every step launches of its own, on CUDA."""
@@ -216,9 +204,6 @@ class ParallelBackend:
         """Return the rows whose requests the drafter is to know."""
         return self._sent
 
-    def give_up_all(self) -> None:
-        """Do nothing: the draft's memory is not the engine's that sleeps."""
-
     def forget_media(self) -> None:
         """Let the drafter drop its vision embeddings."""
         if self._client is not None:
@@ -229,13 +214,6 @@ class ParallelBackend:
             self._client.send(messages.Retune(json.dumps(self._knobs.pruning)))
 
     # ---- a step ----------------------------------------------------------------------------------------------------
-
-    def refusal(self, request: Request) -> tuple[str, str] | None:
-        """Return None: `add` has refused what cannot be drafted for, and the drafter refuses the rest."""
-        return None
-
-    def roll_back(self, step: Step) -> None:
-        """Do nothing: the drafter cuts its streams by the committed text."""
 
     def start(self, step: Step, rows: np.ndarray, requests: list[Request]) -> None:
         """Let the drafter read the prompts whose scores have come."""
