@@ -43,14 +43,14 @@ class WaitingRoom:
         self._num_free = kv.num_free_blocks
         if request.num_attempts == 1:
             self._counters.skip("pool_full", message.req_id, no_room_for(message))
-        kept = sum(_num_bytes(other.message) for other in self._deferred() if other is not request)
+        kept = sum(_num_bytes(other.message) for other in self._deferred())
         if request.num_attempts > _MOST_ATTEMPTS or kept + _num_bytes(message) > _MOST_BYTES:
             return False
         self._requests.defer(message.req_state_idx, request)
         return True
 
     def pop_ready(self, rows_np: np.ndarray, kv: DraftKV) -> list[Request]:
-        """Return the deferred requests of `[n]` rows that may try again, if blocks have come free since."""
+        """Return the deferred requests of `[n]` rows that may try again, if blocks have come free since; they leave."""
         if kv.num_free_blocks <= self._num_free:
             return []
         deferred = self._deferred()
@@ -58,7 +58,8 @@ class WaitingRoom:
             return []
         self._num_free = kv.num_free_blocks
         present = set(rows_np.tolist())
-        return [request for request in deferred if request.new.req_state_idx in present]
+        ready = [request.new.req_state_idx for request in deferred if request.new.req_state_idx in present]
+        return [self._requests.unstarted.pop(row) for row in ready]
 
     def mark_admitted(self, request: Request) -> None:
         """Count a request that has found room after it had waited."""
