@@ -81,7 +81,7 @@ def test_knobs_are_told_and_changed(client):
         ({"pruner": "auto"}, "start the engine with it"),
         ({"num_speculative_tokens": 99}, "between 0 and 5"),
         ([1], "a JSON object"),
-        ("x" * 70_000, "at most 65536 bytes"),
+        ("x" * 70_000, "exceeds 65536 bytes"),
     ],
 )
 def test_what_is_wrong_is_one_line(client, body, said):

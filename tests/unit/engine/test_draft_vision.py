@@ -169,7 +169,7 @@ def test_two_requests_with_one_video_are_one_look():
     ready += line.step({2: length}).ready
     assert ready == [0, 1, 2] and line.model.frames == HALVES
     num_kept = len(token_ids) - FRAMES * SIZE + budget(FRAMES * SIZE, 0.9)
-    assert line.kv_of(0, num_kept) == line.held(1, num_kept) == line.held(2, num_kept)
+    assert line.kv_of(0, num_kept) == line.kv_of(1, num_kept) == line.kv_of(2, num_kept)
     assert (line.counted["draft_encoder_misses"], line.counted["draft_encoder_hits"]) == (1, 2)
 
 
