@@ -21,7 +21,7 @@ from vllm_vidspec.engine.verify.verifier import CoupledVerifier
 
 
 class RunnerParts:
-    """What we add to a runner, built once the target's weights are there: nothing is handed over later.
+    """What we add to a runner, built in order once the target's weights are there.
 
     The order matters in one place: a draft that shares the target's weights must not share its hooks, so it is
     loaded before they are.
@@ -70,36 +70,7 @@ class RunnerParts:
             self.visual,
         )
         failures = DraftFailures(knobs, agreement, requests, counters)
-        backend: LocalBackend | ParallelBackend
-        if draft_model is None:
-            backend = ParallelBackend(
-                knobs,
-                runner.drafter_client,
-                requests,
-                runner.req_states,
-                runner.sampler,
-                self.guidance is not None,
-                counters,
-                device,
-            )
-        else:
-            # A target that drafts for itself encodes once.
-            shares = not config.is_self_draft and runner.encoder_cache is not None
-            backend = LocalBackend(
-                vllm_config,
-                knobs,
-                draft_model,
-                requests,
-                runner.req_states,
-                CoupledSampler(runner.sampler, config.draft_noise),
-                self.trees,
-                counters,
-                agreement,
-                failures,
-                runner.timeline,
-                places_of(runner),
-                SharedPixels(runner.model_state, device, counters) if shares else None,
-            )
+        backend = self._make_backend(runner, draft_model, failures)
         failures.on_failure(backend.forget_media)
         if self.guidance is not None:
             failures.on_failure(self.guidance.forget_scores)
@@ -109,4 +80,38 @@ class RunnerParts:
         requests.register(
             *(table for table in tables if table is not None),
             drafting=(table for table in drafting if table is not None),
+        )
+
+    def _make_backend(
+        self, runner: Any, draft_model: DraftModel | None, failures: DraftFailures
+    ) -> LocalBackend | ParallelBackend:
+        """Return where the draft runs: beside the target if it is loaded here, else in a process of its own."""
+        knobs, counters, requests, device = runner.knobs, runner.counters, runner.requests, runner.device
+        if draft_model is None:
+            return ParallelBackend(
+                knobs,
+                runner.drafter_client,
+                requests,
+                runner.req_states,
+                runner.sampler,
+                self.guidance is not None,
+                counters,
+                device,
+            )
+        # A target that drafts for itself encodes once.
+        shares = not knobs.current.is_self_draft and runner.encoder_cache is not None
+        return LocalBackend(
+            runner.vllm_config,
+            knobs,
+            draft_model,
+            requests,
+            runner.req_states,
+            CoupledSampler(runner.sampler, knobs.current.draft_noise),
+            self.trees,
+            counters,
+            runner.agreement,
+            failures,
+            runner.timeline,
+            places_of(runner),
+            SharedPixels(runner.model_state, device, counters) if shares else None,
         )
