@@ -98,7 +98,7 @@ def wrap_foreign(watch: Stopwatch, runner: Any) -> None:
     from vllm_vidspec.engine.draft import model as draft_model
 
     for owner, names in (
-        (runner.speculator.draft_model, ("_run", "compute_logits", "embed")),
+        (runner.speculator.backend.draft_model, ("_run", "compute_logits", "embed")),
         (draft_model, ("build_attn_metadata", "build_slot_mappings_by_layer")),
         (runner.sampler, ("sample", "apply_sampling_params")),
         (GPUModelRunner, ("take_draft_token_ids",)),
@@ -146,16 +146,16 @@ class HostTime:
         """Time the parts of what is ours."""
         from vllm_vidspec.drafting import adaptive, static
         from vllm_vidspec.engine.draft import buffers, drafter, forwards, noise
-        from vllm_vidspec.engine.listen import trees as target_trees
+        from vllm_vidspec.engine.hooks import trees as target_trees
         from vllm_vidspec.engine.verify import rules
         from vllm_vidspec.scoring import rules as scorers
 
-        speculator, drafts = runner.speculator, runner.speculator.drafter
+        backend, drafts = runner.speculator.backend, runner.speculator.backend.drafter
         chains, trees = drafts.chains, drafts.trees
         parts = [
-            (speculator, "_reserve", "propose: reserve blocks"),
-            (speculator, "_propose", "propose: message"),
-            (speculator, "_are_in", "propose: who is where"),
+            (backend, "_reserve", "propose: reserve blocks"),
+            (backend, "_draft", "propose: message"),
+            (backend, "_are_in", "propose: who is where"),
             (runner.requests, "publish", "propose: publish"),
             (drafts, "draft", "draft: rest"),
             (drafts.kv, "apply", "draft: block tables"),

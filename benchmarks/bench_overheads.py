@@ -87,10 +87,10 @@ class Watched:
 
     def _wrap(self, runner: Any) -> None:
         from vllm_vidspec.engine.draft.noise import CoupledSampler
-        from vllm_vidspec.engine.listen.prompts import PendingScores
+        from vllm_vidspec.engine.hooks.prompts import PendingScores
 
         wrap_foreign(self._watch, runner)
-        drafts, trees = runner.speculator.drafter, runner.speculator.drafter.trees
+        drafts, trees = runner.speculator.backend.drafter, runner.speculator.backend.drafter.trees
         wrapped: list[tuple[Any, tuple[str, ...], str]] = [
             (runner.parts.guidance, ("before_forward", "after_forward", "take"), "guidance"),
             (PendingScores, ("wait",), "guidance"),

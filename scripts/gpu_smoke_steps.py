@@ -285,8 +285,8 @@ def sync_debug(args: argparse.Namespace) -> dict[str, Any]:
             for temperature in (0.0, 1.0):
                 _generate(args, llm, prompts, 16, temperature)
             runner = runner_of(llm)
-            speculator, verifier = runner.speculator, runner.rejection_sampler
-            speculator._propose = watched("draft", speculator._propose)
+            backend, verifier = runner.speculator.backend, runner.rejection_sampler
+            backend._draft = watched("draft", backend._draft)
             verifier._verify = watched("verify", verifier._verify)
             for temperature in (0.0, 1.0):
                 _generate(args, llm, prompts, 16, temperature)

@@ -13,23 +13,23 @@ LOOSE = {"extra_args": {"vidspec_scorer": "loose", "vidspec_lambda": 1.0}}
 def inject(worker, point: str, ranks: tuple[int, ...]) -> None:
     """Let a step of the given ranks fail until `heal`."""
     from vllm_vidspec.engine.draft import model as draft_model
-    from vllm_vidspec.engine.listen import state_store
+    from vllm_vidspec.engine.hooks import state_store
 
     runner, parts = worker.model_runner, worker.model_runner.parts
     owner, name = {
         "observe": (parts.guidance, "observe"),
         "take": (parts.guidance, "take"),
         "allocate": (parts.guidance, "_allocate"),
-        "listen": (parts.guidance, "_hear"),
+        "listen": (parts.guidance, "_observe"),
         "claim": (parts.visual, "_claim"),
-        "hear": (parts.visual, "_hear"),
+        "hear": (parts.visual, "_observe"),
         "finish": (parts.visual, "_finish"),
         "relevance": (state_store, "visual_relevance"),
         "encode": (draft_model, "group_and_batch_mm_kwargs"),
-        "plan": (runner.speculator.drafter.prefills, "_plan"),
-        "look": (runner.speculator.drafter.prefills, "_take"),
-        "prefill": (runner.speculator.draft_model, "forward"),
-        "draft": (runner.speculator.drafter, "draft"),
+        "plan": (runner.speculator.backend.drafter.prefills, "_plan"),
+        "look": (runner.speculator.backend.drafter.prefills.vision, "_assign"),
+        "prefill": (runner.speculator.backend.draft_model, "forward"),
+        "draft": (runner.speculator.backend.drafter, "draft"),
     }[point]
 
     def failing(*args, **kwargs):
@@ -47,16 +47,18 @@ def heal(worker) -> None:
 
 def guide_by_states(worker) -> None:
     """Let uv prune from here on."""
-    from vllm_vidspec.engine.listen.hidden_states import HiddenStateGuidance
+    from vllm_vidspec.engine.hooks.hidden_states import HiddenStateGuidance
 
     runner = worker.model_runner
     knobs, parts = runner.knobs, runner.parts
-    knobs.change(knobs.now.changed({"pruner": "uv"}))
+    knobs.change(knobs.current.changed({"pruner": "uv"}))
     guidance = HiddenStateGuidance(knobs, runner.model, runner.vllm_config, runner.counters, runner.agreement)
     guidance.reserve(1 << 30)
-    runner.listeners.__init__([guidance, parts.visual], knobs, runner.agreement)
+    runner.hooks.__init__([guidance, parts.visual], knobs, runner.agreement)
     runner.use_aux_hidden_state_outputs = True
     parts.guidance = runner.speculator._guidance = guidance
+    runner.requests.register(drafting=[guidance])
+    runner.speculator._failures.on_failure(guidance.forget_scores)
 
 
 def be_impatient(worker) -> None:

@@ -87,7 +87,7 @@ def _full_pool(engine: Engine) -> Iterator[None]:
 @contextlib.contextmanager
 def _slow(engine: Engine) -> Iterator[None]:
     """Let each step of the draft take a twentieth of a second more."""
-    drafter = engine.speculator.drafter
+    drafter = engine.speculator.backend.drafter
     draft = drafter.draft
     with mock.patch.object(drafter, "draft", lambda message: (time.sleep(0.05), draft(message))[1]):
         yield

@@ -73,6 +73,6 @@ def captured(runner: Any, num_reqs: Sequence[int], mode: str = "FULL_DECODE_ONLY
         parts = (runner.model, runner.model_state, runner.input_buffers, None, runner.block_tables)
         with torch.inference_mode():
             manager.capture(*parts, runner.attn_groups, runner.kv_cache_config)
-        runner.listeners.after_forward(mock.Mock())
+        runner.hooks.after_forward(mock.Mock())
         stack.enter_context(mock.patch.object(runner, "cudagraph_manager", manager))
         yield replayed

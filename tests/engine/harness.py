@@ -61,14 +61,14 @@ class Engine:
     core = _at("llm.llm_engine")
     scheduler = _at("core.engine_core.engine_core.scheduler")
     runner = _at("core.model_executor.driver_worker.worker.model_runner")
-    config = _at("runner.knobs.now")
+    config = _at("runner.knobs.current")
     guidance = _at("runner.parts.guidance")
     visual = _at("runner.parts.visual")
     verifier = _at("runner.rejection_sampler")
     speculator = _at("runner.speculator")
-    draft = _at("speculator.draft_model")
-    draft_sampler = _at("speculator._sample")
-    kv = _at("speculator.drafter.kv")
+    draft = _at("speculator.backend.draft_model")
+    draft_sampler = _at("speculator.backend._sample")
+    kv = _at("speculator.backend.drafter.kv")
     breaker = _at("scheduler._vidspec_side._breaker")
 
     def used_blocks(self) -> int:

@@ -88,13 +88,13 @@ REFUSALS = (
         {"observes": ("attention",), "pruner": ("uv",)},
         "hidden states are read by an engine that was started for it",
         "retune",
-        "does not listen to the target's uv",
+        "does not observe the target's uv",
     ),
     Refusal(
         {"observes": ("uv",), "pruner": ("specvlm", "attention")},
         "attention is read by an engine that was started for it",
         "retune",
-        "does not listen to the target's attention",
+        "does not observe the target's attention",
     ),
     Refusal(
         {"observes": ("attention", "uv"), "pruner": ("auto",)},

@@ -239,9 +239,9 @@ def _drafted(engine: Engine) -> Iterator[Counter]:
     rows, states = engine.runner.requests, engine.runner.req_states
     publish = rows.publish
 
-    def noting(idx_mapping: Any, req_ids: Any, cohort: Any, num_nodes: Any) -> None:
-        found.update(states.index_to_req_id[row].split("-")[0] for row in cohort.drafted_np.tolist())
-        publish(idx_mapping, req_ids, cohort, num_nodes)
+    def noting(idx_mapping: Any, req_ids: Any, draft_batch: Any, num_nodes: Any) -> None:
+        found.update(states.index_to_req_id[row].split("-")[0] for row in draft_batch.drafted_np.tolist())
+        publish(idx_mapping, req_ids, draft_batch, num_nodes)
 
     with mock.patch.object(rows, "publish", noting):
         yield found

@@ -9,11 +9,11 @@ from vllm_vidspec.engine.draft.kv import DraftKV
 from vllm_vidspec.engine.draft.model import DraftModel
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.engine.draft.prefill import DraftPrefill
-from vllm_vidspec.engine.listen import attention as attention_guidance
-from vllm_vidspec.engine.listen import state_store, visual_states
-from vllm_vidspec.engine.listen.attention import AttentionGuidance
-from vllm_vidspec.engine.listen.hidden_states import HiddenStateGuidance
-from vllm_vidspec.engine.listen.prompts import PendingScores
-from vllm_vidspec.engine.listen.trees import TargetTrees
+from vllm_vidspec.engine.hooks import attention as attention_guidance
+from vllm_vidspec.engine.hooks import state_store, visual_states
+from vllm_vidspec.engine.hooks.attention import AttentionGuidance
+from vllm_vidspec.engine.hooks.hidden_states import HiddenStateGuidance
+from vllm_vidspec.engine.hooks.prompts import PendingScores
+from vllm_vidspec.engine.hooks.trees import TargetTrees
 from vllm_vidspec.engine.verify import rules
 from vllm_vidspec.engine.verify.verifier import CoupledVerifier

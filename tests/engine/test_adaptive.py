@@ -2,13 +2,11 @@
 
 import contextlib
 import json
-import time
-from unittest import mock
 
 import pytest
 
 from tests.engine import harness
-from tests.engine.harness import LLAVA, assert_same_answers, skipped, token_ids
+from tests.engine.harness import LLAVA, assert_same_answers, skipped
 from vllm_vidspec import metrics
 from vllm_vidspec.config import parse_config
 
@@ -49,29 +47,3 @@ def test_each_request_has_a_pruner_of_its_own(reference, tmp_path, is_async):
     assert sum(arm["num_requests"] for arm in learned["learned"]) == 16
     config, _ = parse_config({"model": "x", "num_speculative_tokens": 5, "calibration": str(path)})
     assert config.prune.pruner == learned["config"]["pruner"] in PRUNERS
-
-
-@pytest.mark.slow
-def test_drafting_stops_where_it_does_not_pay(reference):
-    """A draft that takes its time is asked for less and then for nothing; one that is quick again is asked again."""
-    requests = harness.videos(LLAVA, 2, max_tokens=200, ignore_eos=True)
-    expected = [[ids[0][:200]] for ids in token_ids(reference(LLAVA, "endless"))[:2]]
-    with harness.engine(LLAVA, "draft", pruner="uniform", adaptive_tokens=True) as engine:
-        drafter = engine.speculator.drafter
-        draft = drafter.draft
-
-        def slow(message):
-            time.sleep(0.02 * message.max_drafts)
-            return draft(message)
-
-        with mock.patch.object(drafter, "draft", slow):
-            before = engine.counters()
-            for _ in range(40):
-                assert token_ids(engine.generate(requests)) == expected
-                if engine.counters()["tokens_in_use"] == 0 and engine.counters()["token_changes"]:
-                    break
-            counted = metrics.difference(before, engine.counters())
-            assert counted["token_changes"] > 0 and counted["tokens_in_use"] == 0
-            outputs, counted = engine.measured(requests)
-            assert token_ids(outputs) == expected
-        assert counted["draft_steps"] < 60, "trials alone: 400 tokens were decoded"

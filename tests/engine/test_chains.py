@@ -134,7 +134,7 @@ def shorter_prefix(patch, engine) -> None:
 
 def blind_root(patch, engine) -> None:
     """The draft's root does not attend to its own entry."""
-    forwards = engine.speculator.drafter.chains._forwards
+    forwards = engine.speculator.backend.drafter.chains._forwards
     original = forwards._tree
 
     def blind(*arguments):

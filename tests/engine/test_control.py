@@ -33,7 +33,7 @@ def adaptive(is_async: bool, **knobs) -> Iterator[Engine]:
 def wrong_about_texts(engine: Engine) -> Iterator[list[bool]]:
     """Let every draft for a prompt without images or videos be wrong; yield whether each was to be shown to it."""
     speculator = engine.speculator
-    drafter, admit, is_text = speculator.drafter, speculator.admit, set()
+    drafter, admit, is_text = speculator.backend.drafter, speculator.backend.add, set()
     draft, shown = drafter.draft, []
 
     def noting(arrival):
@@ -48,7 +48,7 @@ def wrong_about_texts(engine: Engine) -> Iterator[list[bool]]:
         drafts.tokens[rows] = (drafts.tokens[rows] + 1) % 50
         return drafts
 
-    with mock.patch.object(speculator, "admit", noting), mock.patch.object(drafter, "draft", wrong):
+    with mock.patch.object(speculator.backend, "add", noting), mock.patch.object(drafter, "draft", wrong):
         yield shown
 
 
@@ -124,7 +124,7 @@ def test_a_resting_request_gives_its_draft_memory_to_others():
         speculator = engine.speculator
         engine.begin(harness.videos(QWEN, 2, max_tokens=200, ignore_eos=True), steps=12)
         resting, working = list(engine.runner.req_states.req_id_to_index)
-        assert speculator.drafter.kv.num_used_blocks > 0
+        assert speculator.backend.drafter.kv.num_used_blocks > 0
         controller = engine.scheduler._vidspec_side._control._controller
         decide = controller.decide
 
@@ -137,12 +137,12 @@ def test_a_resting_request_gives_its_draft_memory_to_others():
             for _ in range(4):
                 engine.core.step()
             rows = engine.runner.req_states.req_id_to_index
-            held = speculator.drafter.kv.capacity_np[rows[resting]]
-            kv = speculator.drafter.kv
+            held = speculator.backend.drafter.kv.capacity_np[rows[resting]]
+            kv = speculator.backend.drafter.kv
             with (
-                mock.patch.object(speculator.drafter, "has_room", lambda *_: False),
+                mock.patch.object(speculator.backend.drafter, "has_room", lambda *_: False),
                 mock.patch(
-                    "vllm_vidspec.engine.speculator.without_room",
+                    "vllm_vidspec.engine.draft.backend.without_room",
                     side_effect=[iter([(0, "pool_full", "")]), iter([])],
                 ),
             ):

@@ -92,7 +92,7 @@ def test_bad_prompts_take_nobodys_drafts(llava):
     # vLLM cannot encode clips of unequal length together: the target knows these already, the draft no longer does.
     for frames in (one, other[:9]):
         llava.generate([(pairs.video_prompt(LLAVA, frames), {"max_tokens": 2})])
-    llava.speculator.forget_media()
+    llava.speculator.backend.forget_media()
     unequal = pairs.media_prompt(LLAVA, "describe the video", videos=[one, other[:9]])
     hidden_size = llava.runner.model_config.get_hidden_size()
     image = {"prompt": pairs.chat_prompt(LLAVA, "describe it", ["image"])}

@@ -20,13 +20,13 @@ def videos_of(engine: harness.Engine, requests: list) -> list[Any]:
     """Run requests; return vLLM's features of their videos, pixels and all."""
     features: list[Any] = []
     rows = engine.runner.requests
-    admit = rows.admit
+    admit = rows.add
 
     def noting(arrival: Any) -> None:
         features.extend(arrival.features)
         admit(arrival)
 
-    with mock.patch.object(rows, "admit", noting):
+    with mock.patch.object(rows, "add", noting):
         engine.generate(requests)
     return [feature for feature in features if feature.modality == "video"]
 
@@ -110,7 +110,7 @@ def test_parts_change_no_draft(family, reference, monkeypatch):
         found = []
         for make in (noting, lambda self, features, frames: list(whole_in_parts(self, features, frames))):
             monkeypatch.setattr(DraftModel, "encode", make)
-            engine.speculator.forget_media()
+            engine.speculator.backend.forget_media()
             engine.llm.reset_prefix_cache()
             outputs, counted = engine.measured(requests)
             assert harness.token_ids(outputs) == expected[:4]
@@ -126,11 +126,11 @@ def test_an_aborted_look_leaves_nothing(monkeypatch):
     """A request that ends while its video is encoded: no block, no page and no row stays; its next showing is whole."""
     requests = harness.videos(LLAVA, 2, max_tokens=40, ignore_eos=True)
     with harness.engine(LLAVA, pairs.checkpoint(LLAVA, "target"), pruner="none") as engine:
-        cache = engine.speculator.drafter.prefills.vision.cache
+        cache = engine.speculator.backend.drafter.prefills.vision.cache
         grid = grid_of(engine, videos_of(engine, requests[:1])[0])
-        engine.speculator.forget_media()
+        engine.speculator.backend.forget_media()
         engine.llm.reset_prefix_cache()
-        pixels = engine.speculator._pixels
+        pixels = engine.speculator.backend._pixels
         monkeypatch.setattr(pixels, "num_bytes", 1 << 30)  # none is set aside where nothing needs copying
         with monkeypatch.context() as patch:
             patch.setattr(engine.draft, "max_encoder_tokens", 2 * grid.tokens_per_frame + 1)

@@ -220,7 +220,7 @@ def test_drafts_that_never_stand_raise_the_alarm(drafted, monkeypatch, caplog):
     assert useless["accepted_tokens"] < 0.5 * useless["drafts"]
     assert 1 <= useless["low_acceptance_windows"] <= 1 + useless["drafts"] // WINDOW
     # A record may reach the handler by two ways.
-    spoken = {id(record) for record in caplog.records if "next to no draft token stands" in record.getMessage()}
+    spoken = {id(record) for record in caplog.records if "draft acceptance is near zero" in record.getMessage()}
     assert len(spoken) == 1
 
 

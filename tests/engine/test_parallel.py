@@ -55,19 +55,19 @@ def let_drafts_come(engine: Engine, timeout_s: float = 60.0) -> contextlib.Abstr
 
 def _behind(engine: Engine) -> dict[str, str]:
     """Return the requests that a drafter which is up was told to begin and could draw on for, and what it has."""
-    speculator, client = engine.speculator, drafter(engine)
-    if not client.is_up or client.num_ups > speculator._num_ups:
+    backend, client = engine.speculator.backend, drafter(engine)
+    if not client.is_up or client.num_connects > backend._num_connects:
         return {}
     tables, states = client.tables, engine.runner.req_states
     behind = {}
-    for row, known in speculator._known.items():
+    for row, known in backend._sent.items():
         if not known.has_begun or tables.state[row] == StreamState.REFUSED:
             continue
         end, committed = int(tables.end[row]), int(tables.committed[row])
         most = min(committed + tables.sizes.max_ahead, int(min(states.max_seq_len[row], states.max_model_len)))
         if tables.state[row] != StreamState.STREAMING or tables.checked[row] < committed or end < most:
             state = StreamState(int(tables.state[row])).name
-            behind[known.arrival.req_id] = f"{state}, {end} of {most} tokens, {committed} committed"
+            behind[known.new.req_id] = f"{state}, {end} of {most} tokens, {committed} committed"
     return behind
 
 
@@ -160,8 +160,8 @@ def test_running_requests_get_their_drafts_back(reference, own):
         requests = harness.videos(LLAVA, 2, max_tokens=200, ignore_eos=True)
         own.begin(requests, steps=4)
         os.kill(drafter(own).pids[0], signal.SIGKILL)
-        ups = drafter(own).num_ups
-        while drafter(own).num_ups == ups:
+        ups = drafter(own).num_connects
+        while drafter(own).num_connects == ups:
             drafter(own).poll()
             time.sleep(0.02)
         before = own.counters()

@@ -28,7 +28,7 @@ OVERRIDES = {"num_gpu_blocks_override": 11, "max_model_len": 512, "max_num_seqs"
 
 # Where the draft fails, once.
 FAILURES = {
-    "admit": (Drafter, "admit"),
+    "admit": (Drafter, "add"),
     "prefill": (Drafter, "prefill"),
     "draft": (Drafter, "draft"),
     "vision": (DraftModel, "encode"),
@@ -118,8 +118,8 @@ class Story:
         """Look at every table of an engine at rest; the last request, of one token, is still in its row."""
         engine = self.engine
         assert engine.used_blocks() == 0
-        loop, prefills, rows = engine.speculator, engine.speculator.drafter.prefills, engine.runner.requests
-        told = [loop._arrivals, loop._waiting, prefills._jobs, prefills._read, engine.guidance._prompts]
+        prefills, rows = engine.speculator.backend.drafter.prefills, engine.runner.requests
+        told = [rows.unstarted, prefills._jobs, engine.guidance._prompts]
         assert not any(told), "a request that has ended is known"
         assert sorted(engine.kv._free) == list(range(1, engine.kv.num_blocks)), "a block is lost, or free twice"
         assert sum(phase != Phase.UNSEEN for phase in rows.phase) <= 1

@@ -13,7 +13,7 @@ from tests.engine.conftest import QUESTION, SCENARIOS
 from tests.engine.harness import LLAVA, NO_CACHE, QWEN, TREES, assert_all_stands, assert_begins, skipped, token_ids
 from tests.engine.seams import Drafter, DraftModel
 from vllm_vidspec import metrics
-from vllm_vidspec.engine.speculator import VidSpecSpeculator
+from vllm_vidspec.engine.speculator import Speculator
 from vllm_vidspec.tools import pairs
 
 pytestmark = pytest.mark.engine
@@ -114,7 +114,7 @@ def test_steps_for_which_no_drafts_are_asked(reference, shape):
 
     Catches: a batch that counts as too large, drafts in flight that nobody has made, text that the draft then lacks.
     """
-    propose, steps, ids = VidSpecSpeculator.propose, itertools.count(), []
+    propose, steps, ids = Speculator.propose, itertools.count(), []
 
     def ask(self, batch, *args, dummy_run=False, **kwargs):
         is_skipped = not dummy_run and next(steps) % 3 == 2
@@ -126,7 +126,7 @@ def test_steps_for_which_no_drafts_are_asked(reference, shape):
         return drafts
 
     with (
-        mock.patch.object(VidSpecSpeculator, "propose", ask),
+        mock.patch.object(Speculator, "propose", ask),
         harness.engine(QWEN, "target", drafting=shape, pruner="none") as engine,
     ):
         outputs, counted = engine.measured(SCENARIOS["videos"](QWEN))
@@ -295,7 +295,7 @@ def test_draft_errors_cost_drafts_only(reference, monkeypatch):
         raise RuntimeError("planted")
 
     with harness.engine(QWEN, "draft", on_draft_error="skip", max_draft_failures=1000) as engine:
-        for owner, method in ((Drafter, "admit"), (Drafter, "prefill"), (Drafter, "draft"), (DraftModel, "encode")):
+        for owner, method in ((Drafter, "add"), (Drafter, "prefill"), (Drafter, "draft"), (DraftModel, "encode")):
             with monkeypatch.context() as patch:
                 patch.setattr(owner, method, fail)
                 outputs, counted = engine.measured(SCENARIOS["videos"](QWEN))
@@ -303,7 +303,7 @@ def test_draft_errors_cost_drafts_only(reference, monkeypatch):
             assert skipped(counted) == {"draft_error": 8}, method
             assert counted["draft_tokens"] == 0
             assert engine.used_blocks() == 0
-            engine.speculator.forget_media()
+            engine.speculator.backend.forget_media()
         _, recovered = engine.measured(SCENARIOS["videos"](QWEN))
     assert recovered["draft_tokens"] > 0
 

@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu import cudagraph_utils
 from tests.graph_emulator.attention import attention_as_on_a_gpu
 from tests.graph_emulator.launches import kernels_as_entries
 from tests.graph_emulator.recorder import Recording
-from vllm_vidspec.engine.speculator import VidSpecSpeculator
+from vllm_vidspec.engine.draft.backend import LocalBackend
 
 SIZES = (1, 2, 4, 8)  # numbers of requests that are captured
 MAX_TOKENS = 512  # of a forward in a graph
@@ -49,18 +49,20 @@ def capture(graph: Graph, *_args: Any, **_kwargs: Any) -> contextlib.AbstractCon
 @contextlib.contextmanager
 def emulated_graphs() -> Iterator[None]:
     """Let graphs be captured and replayed on the CPU; entered before the engine is built."""
-    nothing, init = contextlib.nullcontext, VidSpecSpeculator.init_cudagraph_manager
+    nothing, init = contextlib.nullcontext, LocalBackend.make_graphs
 
-    def init_with_graphs(self: Any, _mode: CUDAGraphMode) -> None:
+    def make_with_graphs(self: Any, _mode: CUDAGraphMode) -> Any:
         compilation = self._vllm_config.compilation_config
         compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = list(SIZES), 512
-        init(self, CUDAGraphMode.PIECEWISE)  # of the target: what is captured of a draft is not the target's matter
+        return init(
+            self, CUDAGraphMode.PIECEWISE
+        )  # of the target: what is captured of a draft is not the target's matter
 
     with contextlib.ExitStack() as stack:
         for owner, name, stand_in in (
             (torch.cuda, "CUDAGraph", Graph),
             (torch.cuda, "graph", capture),
-            (VidSpecSpeculator, "init_cudagraph_manager", init_with_graphs),
+            (LocalBackend, "make_graphs", make_with_graphs),
             (cudagraph_utils, "graph_capture", lambda **_: nothing()),
             (cudagraph_utils, "capture_pool", lambda *_: nothing()),
             (cudagraph_utils, "current_stream", lambda: None),

@@ -138,7 +138,7 @@ def test_few_sizes_of_what_is_not_asked_for_by_default(captured, monkeypatch):
     it is captured; both kinds captured at every size.
     """
     engine, shape, answers = captured
-    manager, drafter = engine.speculator.graphs, engine.speculator.drafter
+    manager, drafter = engine.speculator.graphs, engine.speculator.backend.drafter
     names = {is_processed: {key.name for key in kind} for is_processed, kind in kinds(engine).items()}
     assert not (names[False] & names[True]) - {"finish"}
     assert {key.num_tokens for key in kinds(engine)[True]} == {1, 4, 8}
@@ -157,7 +157,7 @@ def test_few_sizes_of_what_is_not_asked_for_by_default(captured, monkeypatch):
 
 def kinds(engine: Engine) -> dict[bool, set]:
     """Return the keys of the parts of steps whose logits are processed, and of the others."""
-    drafter = engine.speculator.drafter
+    drafter = engine.speculator.backend.drafter
     return {
         is_processed: {
             key
@@ -177,7 +177,7 @@ def test_a_chain_that_goes_on(captured, monkeypatch):
     engine, shape, answers = captured
     if shape != "chain":
         pytest.skip("only chains go on")
-    drafter, draft = engine.speculator.drafter, Drafter.draft
+    drafter, draft = engine.speculator.backend.drafter, Drafter.draft
     monkeypatch.setattr(drafter, "_max_run", 4)
     monkeypatch.setattr(drafter.chains, "_goes_on", True)
 
@@ -327,7 +327,7 @@ def test_planted_bug_is_caught(captured, monkeypatch):
     """
     engine, shape, answers = captured
     knobs = engine.runner.knobs
-    monkeypatch.setattr(knobs, "now", knobs.now.changed({"on_draft_error": "skip"}))
+    monkeypatch.setattr(knobs, "current", knobs.current.changed({"on_draft_error": "skip"}))
     plants = PLANTED[engine.family, shape]
     with monkeypatch.context() as patch, captured_again(engine, []):
         for plant in plants:

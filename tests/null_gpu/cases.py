@@ -179,7 +179,7 @@ _LONG_STEPS = {"skip": 3, "steps": 5, "timed_steps": 10, "sampled_steps": 6}
 _COMMITS = ("commits.py _write_down", "commits.py _write_down")
 # What was sampled on its way to the drafter, and, when that changes, how long windows may be on its way to the device.
 # What the drafter says, the device reads itself: a copy of it would be a line of shared.py.
-_STREAMS = ("commits.py _send", "speculator.py _cut")
+_STREAMS = ("commits.py _send", "backend.py _cut")
 _CONTROLLED = {"adaptive_tokens": True}
 _SAMPLED = {"temperature": 1.0, "top_p": 0.9}
 _WARM = {"temperature": 1.0}

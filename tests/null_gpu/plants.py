@@ -44,7 +44,7 @@ def plant_each(session: Any) -> dict[str, Any]:
         for name, (plant, _) in PLANTS.items():
 
             def propose(batch, *args, plant=plant, **kwargs):
-                plant(speculator._draft_tokens, batch, args[4])  # num_sampled
+                plant(speculator.backend._draft_tokens, batch, args[4])  # num_sampled
                 return type(speculator).propose(speculator, batch, *args, **kwargs)
 
             speculator.propose = propose

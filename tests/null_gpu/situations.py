@@ -29,7 +29,7 @@ def peak_of_a_prompt(session: Any) -> dict[str, int]:
 
 def sums_of_guidance(session: Any) -> dict[str, list[list[int] | None]]:
     """Prefill a prompt; return by layer the shape of the log-sum-exps that guidance was told, None where it was not."""
-    from vllm_vidspec.engine.listen import attention
+    from vllm_vidspec.engine.hooks import attention
 
     told, scores = [], attention.guidance_scores
 
@@ -92,7 +92,7 @@ def kernels_of_a_step(session: Any) -> dict[str, Any]:
     from null_gpu import device
 
     runner = session.worker.model_runner
-    models = runner.vllm_config, runner.speculator.draft_model.config
+    models = runner.vllm_config, runner.speculator.backend.draft_model.config
     with session.decoding(), device.in_order("launch", "replay") as kernels:
         session.step()
     layers = [config.model_config.get_total_num_hidden_layers() for config in models]

@@ -1,4 +1,4 @@
-"""The draft's side of an engine without models: real rows, loop, drafter's tables, memory, line, caches and listeners.
+"""The draft's side of an engine without models: real rows, loop, drafter's tables, memory, line, caches and hooks.
 
 The target is a text that anybody can compute; the draft's network writes down what lands in which slot. So whatever a
 step looks at can be checked against what was committed.
@@ -12,16 +12,18 @@ import torch
 
 from tests.simulated_device.fakes import StagedWrites
 from tests.unit.engine.fakes import ALONE, CPU, Counts, make_knobs
-from vllm_vidspec.engine.draft.drafter import _NO_END, Drafter
+from vllm_vidspec.engine.draft.backend import LocalBackend
+from vllm_vidspec.engine.draft.drafter import UNBOUNDED, Drafter
 from vllm_vidspec.engine.draft.kv import NULL_BLOCK, DraftKV
 from vllm_vidspec.engine.draft.messages import DraftMessage, Drafts
 from vllm_vidspec.engine.draft.prefill import DraftPrefill
 from vllm_vidspec.engine.draft.vision_cache import PAGE_ROWS, VisionCache
-from vllm_vidspec.engine.listen.listeners import TargetListeners
-from vllm_vidspec.engine.listen.protocol import Forward
+from vllm_vidspec.engine.failures import DraftFailures
+from vllm_vidspec.engine.hooks.guarded import TargetHooks
+from vllm_vidspec.engine.hooks.protocol import Forward
 from vllm_vidspec.engine.parallel.timeline import Timeline
-from vllm_vidspec.engine.requests import Arrival, Phase, RequestRows
-from vllm_vidspec.engine.speculator import VidSpecSpeculator
+from vllm_vidspec.engine.requests import NewRequest, Phase, RequestRows
+from vllm_vidspec.engine.speculator import Speculator
 
 NUM_ROWS, K, BLOCK, MAX_LEN, HIDDEN, VOCAB = 4, 3, 4, 96, 4, 1000
 NUM_BLOCKS = 26  # less than two long requests take
@@ -86,7 +88,7 @@ class NotingDrafter(Drafter):
         cache = VisionCache(3 * PAGE_ROWS * HIDDEN * 4, HIDDEN, torch.float32, CPU)
         self.prefills = DraftPrefill(network, knobs, counters, self.kv, cache, {}, ALONE)
         self.trees = None
-        self._room_until = np.full(NUM_ROWS, _NO_END, dtype=np.int64)
+        self._capacity_limit = np.full(NUM_ROWS, UNBOUNDED, dtype=np.int64)
 
     def slot(self, row: int, entry: int) -> int:
         block = int(self.kv.block_tables[row, entry // BLOCK])
@@ -143,7 +145,7 @@ class Known:
         self.proposed = [self.token(len(self.text) + i) for i in range(K)]
         return self.proposed
 
-    def arrival(self) -> Arrival:
+    def arrival(self) -> NewRequest:
         from vllm.multimodal.inputs import PlaceholderRange
 
         features = []
@@ -157,14 +159,14 @@ class Known:
                 SimpleNamespace(modality="video", identifier=name, mm_hash=name, data=data, mm_position=place)
             ]  # fmt: skip
         sampling = SimpleNamespace(structured_outputs=None)
-        return Arrival(f"request-{self.number}", self.row, list(self.text), features, sampling)
+        return NewRequest(f"request-{self.number}", self.row, list(self.text), features, sampling)
 
 
 class World:
     """Scheduler and target over the real draft's side.
 
     Args:
-        make_listeners: The knobs and counters -> listeners and, among them, the guidance or None.
+        make_listeners: The knobs and counters -> hooks and, among them, the guidance or None.
     """
 
     def __init__(self, make_listeners: Any = lambda knobs, counters: ((), None)):
@@ -182,15 +184,21 @@ class World:
             all_token_ids=SimpleNamespace(gpu=self.text),
             max_seq_len=np.full(NUM_ROWS, MAX_LEN),
         )
-        listeners, self.guidance = make_listeners(knobs, self.counters)
-        self.listeners = TargetListeners(listeners, knobs, ALONE)
-        self.speculator = VidSpecSpeculator(
-            None, knobs, self.network, self.requests, states, None, self.guidance, None, self.counters, ALONE,
-            Timeline(),
+        hooks, self.guidance = make_listeners(knobs, self.counters)
+        self.hooks = TargetHooks(hooks, knobs, ALONE)
+        failures = DraftFailures(knobs, ALONE, self.requests, self.counters)
+        self.backend = LocalBackend(
+            None, knobs, self.network, self.requests, states, None, None, self.counters, ALONE, failures, Timeline()
         )  # fmt: skip
+        self.speculator = Speculator(knobs, self.requests, self.guidance, self.counters, failures, self.backend)
+        failures.on_failure(self.backend.forget_media)
+        serves_drafts = [self.backend]
+        if self.guidance is not None:
+            failures.on_failure(self.guidance.forget_scores)
+            serves_drafts.append(self.guidance)
         self.drafter = NotingDrafter(self.network, knobs, self.counters, self)
-        self.speculator._drafter = self.drafter
-        self.requests.register(self.listeners, self.speculator)
+        self.backend._drafter = self.drafter
+        self.requests.register(self.hooks, self.backend, drafting=serves_drafts)
         self.count = 0
 
     # ---- what the scheduler does -----------------------------------------------------------------------------------
@@ -203,10 +211,10 @@ class World:
         self.known[known.row] = known
         self.text[known.row, : len(known.text)] = torch.tensor(known.text, dtype=torch.int32)
         self.length[known.row] = len(known.text)
-        self.requests.admit(known.arrival())
+        self.requests.add(known.arrival())
 
     def end(self, row: int) -> Known:
-        self.requests.forget(row)
+        self.requests.remove(row)
         return self.known.pop(row)
 
     def preempt(self, row: int, into: int) -> None:
@@ -227,9 +235,9 @@ class World:
             for one, num in zip(known, drafts, strict=True)
         ]
         batch = self._batch(rows, known, drafts, counts)
-        self.listeners.before_forward(batch)
+        self.hooks.before_forward(batch)
         states = torch.ones(sum(counts), HIDDEN)
-        self.listeners.after_forward(Forward(states, [states, states]))
+        self.hooks.after_forward(Forward(states, [states, states]))
         num_sampled = self._commit(known, drafts, counts, accepted)
         idx_mapping_np = np.array(rows)
         before = self.requests.phase.copy()

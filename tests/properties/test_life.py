@@ -1,6 +1,6 @@
 """Requests come, run, go, come back and fail, in any order: what every table of the draft's side must agree on.
 
-The machine drives the real rows, loop, memory, line of prefills, caches and listeners (`life.py`). Mutations at the
+The machine drives the real rows, loop, memory, line of prefills, caches and hooks (`life.py`). Mutations at the
 end are seen by it: each is a bug that a table could have.
 """
 
@@ -25,18 +25,18 @@ from tests.fuzz.running import drawing
 from tests.properties import life
 from tests.properties.life import NUM_BLOCKS, NUM_ROWS, VIDEO_TOKENS, World
 from tests.unit.engine.listening import make_guidance, make_states
-from vllm_vidspec.engine.draft.drafter import _NO_END
+from vllm_vidspec.engine.draft.backend import LocalBackend
+from vllm_vidspec.engine.draft.drafter import UNBOUNDED
 from vllm_vidspec.engine.draft.kv import NULL_BLOCK, DraftKV
 from vllm_vidspec.engine.draft.prefill import DraftPrefill
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
-from vllm_vidspec.engine.listen import visual_states
-from vllm_vidspec.engine.listen.attention import AttentionGuidance
-from vllm_vidspec.engine.listen.hidden_states import HiddenStateGuidance
-from vllm_vidspec.engine.listen.prompts import Guidance
-from vllm_vidspec.engine.listen.state_store import StateStore
-from vllm_vidspec.engine.listen.visual_states import VisualStates
+from vllm_vidspec.engine.hooks import visual_states
+from vllm_vidspec.engine.hooks.attention import AttentionGuidance
+from vllm_vidspec.engine.hooks.hidden_states import HiddenStateGuidance
+from vllm_vidspec.engine.hooks.prompts import Guidance
+from vllm_vidspec.engine.hooks.state_store import StateStore
+from vllm_vidspec.engine.hooks.visual_states import VisualStates
 from vllm_vidspec.engine.requests import Phase, RequestRows
-from vllm_vidspec.engine.speculator import VidSpecSpeculator
 
 ROWS = st.integers(0, NUM_ROWS - 1)
 KINDS = {"attention": AttentionGuidance, "hidden states": HiddenStateGuidance, "nothing": None}
@@ -52,7 +52,7 @@ class Life(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         life.staged(self.patch)
 
-        def listeners(knobs: Any, counters: Any) -> tuple[list, Any]:
+        def hooks(knobs: Any, counters: Any) -> tuple[list, Any]:
             states = make_states(self.patch)
             self.patch.setattr(visual_states, "visual_indices", lambda feature: np.arange(1, 1 + VIDEO_TOKENS))
             guidance = None
@@ -61,8 +61,8 @@ class Life(RuleBasedStateMachine):
                 guidance.reserve(1 << 14)
             return [part for part in (guidance, states) if part is not None], guidance
 
-        self.world = World(listeners)
-        self.states: VisualStates = self.world.listeners._guarded[-1][0]  # type: ignore[assignment]
+        self.world = World(hooks)
+        self.states: VisualStates = self.world.hooks._guarded[-1][0]  # type: ignore[assignment]
         self.capacity: dict[int, tuple[int, int]] = {}
         for row, (text, has_video) in enumerate(first):
             self.add(row, text, has_video)
@@ -121,12 +121,12 @@ class Life(RuleBasedStateMachine):
         """Something fails at its next call, the engine sleeps, or its weights are exchanged."""
         world = self.world
         if what == "sleep":
-            world.speculator.give_up_all()
-            world.listeners.forget_kv()
+            world.speculator.backend.give_up_all()
+            world.hooks.forget_kv()
             for known in world.known.values():
                 known.was_drafted &= bool(world.requests.has_draft_np[known.row])
         elif what == "new weights":
-            world.speculator.forget_media()
+            world.speculator.backend.forget_media()
         else:
             world.network.fails = what
         if then:
@@ -156,12 +156,11 @@ class Life(RuleBasedStateMachine):
         for row in range(NUM_ROWS):
             phase, reason = Phase(int(requests.phase[row])), requests.skip_reason[row]
             found = {
-                "arrived": row in world.speculator._arrivals or row in world.speculator._waiting,
-                "outside": row in world.speculator._room.held(),
-                "in line": row in prefills._jobs,
-                "read": row in prefills._read,
+                "unstarted": row in requests.unstarted,
+                "in line": row in prefills._queue,
+                "read": row in prefills._jobs and row not in prefills._queue,
                 "blocks": bool(world.drafter.kv._blocks[row]),
-                "expected": bool(world.drafter._room_until[row] != _NO_END),
+                "expected": bool(world.drafter._capacity_limit[row] != UNBOUNDED),
             }
             told = {name for name, is_there in found.items() if is_there}
             if row not in world.known:
@@ -170,11 +169,11 @@ class Life(RuleBasedStateMachine):
                 self.capacity.pop(row, None)
                 continue
             expected = {
-                Phase.UNSEEN: {"arrived"},
+                Phase.UNSEEN: {"unstarted"},
                 Phase.PREFILLING: {"in line", "blocks", "expected"},
                 Phase.DRAFTING: {"read", "blocks", "expected"},
-                Phase.OUTSIDE: {"outside"},
-                Phase.HELD: {"in line", "blocks", "expected"},
+                Phase.WAITING_FOR_BLOCKS: {"unstarted"},
+                Phase.PREFILL_STALLED: {"in line", "blocks", "expected"},
                 Phase.SKIPPED: set(),
             }[phase]
             assert told == expected, f"{phase}: {told}"
@@ -193,7 +192,7 @@ class Life(RuleBasedStateMachine):
         cache, store, known = self.world.drafter.prefills.vision.cache, self.states.store, set(self.world.known)
         pages = [int(page) for item in cache._items.values() for page in item.pages]
         assert sorted([*pages, *cache._free]) == list(range(3)), "a page is lost, or owned twice"
-        jobs = self.world.drafter.prefills._jobs.values()
+        jobs = self.world.drafter.prefills._queue.values()
         wanted = {job.plan.items[i].name for job in jobs for i in job.unseen()}
         assert cache.unfinished() <= wanted, "embeddings of a part that nobody waits for"
         assert set(self.states._holders) <= known, "states of a forgotten row"
@@ -244,13 +243,15 @@ def _keeps_phase(self: RequestRows, req_state_idx: int) -> None:
     self.enter(req_state_idx, Phase(phase))
 
 
-def _leaks_on_failure(self: VidSpecSpeculator, req_state_idx: int, reason: str) -> None:
+def _leaks_on_failure(self: RequestRows, req_state_idx: int, reason: str) -> None:
     """Skip a request whose draft has failed, and keep its blocks."""
     if reason != "draft_error":
-        _give_up(self, req_state_idx, reason)
+        _skip(self, req_state_idx, reason)
     else:
-        self._drafter.prefills.forget(req_state_idx)
-        self._requests.skip(req_state_idx, reason)
+        tables, self._drafting_tables = self._drafting_tables, []
+        tables[0]._drafter.prefills.remove(req_state_idx)
+        _skip(self, req_state_idx, reason)
+        self._drafting_tables = tables
 
 
 def _keeps_reason(self: RequestRows, req_state_idx: int) -> None:
@@ -264,22 +265,22 @@ def _read_too_far(self: DraftPrefill, rows: np.ndarray, num_tokens: np.ndarray) 
     _rest(self, rows, num_tokens + life.MAX_LEN)
 
 
-_extend, _forget, _give_up, _rest = DraftKV._extend, RequestRows.forget, VidSpecSpeculator._give_up, DraftPrefill.rest
+_extend, _forget, _skip, _rest = DraftKV._extend, RequestRows.remove, RequestRows.skip, DraftPrefill.requeue
 
 MUTATIONS = {
-    "a lost abort: the line": (DraftPrefill, "forget", _without(DraftPrefill, "forget")),
-    "a lost abort: the memory": (DraftKV, "forget", _without(DraftKV, "forget")),
-    "a lost abort: the loop": (VidSpecSpeculator, "forget", _without(VidSpecSpeculator, "forget")),
-    "a lost abort: the states": (VisualStates, "release", _without(VisualStates, "release")),
-    "a lost abort: the guidance": (Guidance, "release", lambda self, row: None),
+    "a lost abort: the line": (DraftPrefill, "remove", _without(DraftPrefill, "remove")),
+    "a lost abort: the memory": (DraftKV, "remove", _without(DraftKV, "remove")),
+    "a lost abort: the loop": (LocalBackend, "remove", _without(LocalBackend, "remove")),
+    "a lost abort: the states": (VisualStates, "remove", _without(VisualStates, "remove")),
+    "a lost abort: the guidance": (Guidance, "remove", lambda self, row: None),
     "a block handed out twice": (DraftKV, "_extend", _taken_twice),
-    "a row with its predecessor's phase": (RequestRows, "forget", _keeps_phase),
-    "a row with its predecessor's reason": (RequestRows, "forget", _keeps_reason),
+    "a row with its predecessor's phase": (RequestRows, "remove", _keeps_phase),
+    "a row with its predecessor's reason": (RequestRows, "remove", _keeps_reason),
     "a row with its predecessor's drafts": (RequestRows, "_forget_draft", lambda self, row: None),
-    "blocks leaked on failure": (VidSpecSpeculator, "_give_up", _leaks_on_failure),
+    "blocks leaked on failure": (RequestRows, "skip", _leaks_on_failure),
     "a table that the device is not told": (DraftKV, "apply", _without(DraftKV, "apply")),
-    "text that was never read": (DraftPrefill, "rest", _read_too_far),
-    "a video that nobody waits for, encoded in part": (DraftPrefill, "_let_go", lambda self: None),
+    "text that was never read": (DraftPrefill, "requeue", _read_too_far),
+    "a video that nobody waits for, encoded in part": (DraftPrefill, "_drop_unfinished", lambda self: None),
     "a page of the cache that is lost": (VisionCache, "drop", lambda self, name: self._items.pop(name, None)),
     "states that a user keeps": (StateStore, "drop", _without(StateStore, "drop")),
 }

@@ -22,8 +22,8 @@ NUM_STEPS = 14
 
 # What a decode step of requests that run may cross: (function, kind) -> at most so often, and why.
 STEP = {
-    ("VidSpecSpeculator._places_of", sim.UPLOAD): (1, "which requests are drafted for, where it is another batch"),
-    ("VidSpecSpeculator._propose", sim.UPLOAD): (1, "which requests were verified: a host fact"),
+    ("LocalBackend._places_of", sim.UPLOAD): (1, "which requests are drafted for, where it is another batch"),
+    ("LocalBackend._draft", sim.UPLOAD): (1, "which requests were verified: a host fact"),
     ("Counters._count_requests", sim.DOWNLOAD): (1, "what a response says of itself; read with the step's tokens"),
     ("Counters.flush", sim.DOWNLOAD): (1, "the totals; read a step later, once an event says that they are there"),
 }
@@ -64,7 +64,7 @@ def drive(here: World, device: sim.SimulatedDevice | None, seed: int, expected: 
     """Run requests that come and go; return what crossed and is not expected, and what is expected and never does."""
     rng = np.random.default_rng(seed)
     for row in range(MAX_REQS):
-        here.admit(row, rng.integers(0, VOCAB, rng.integers(8, 20)), int(rng.integers(0, 6)))
+        here.add(row, rng.integers(0, VOCAB, rng.integers(8, 20)), int(rng.integers(0, 6)))
     wrong, seen, changed = [], set(), True
     for step in range(NUM_STEPS):
         is_whole = step % 4 < 2
@@ -76,10 +76,10 @@ def drive(here: World, device: sim.SimulatedDevice | None, seed: int, expected: 
         changed = changed and not is_whole  # once everyone has run, all is known
         if step == NUM_STEPS // 2:
             here.end(1)
-            here.admit(1, rng.integers(0, VOCAB, 9), 3)
+            here.add(1, rng.integers(0, VOCAB, 9), 3)
             changed = True
         if step == NUM_STEPS - 5:  # it goes on without speculation
-            here.speculator._give_up(2, "draft_error")
+            here.requests.skip(2, "draft_error")
             changed = True
     if device is not None:
         wrong += [f"{kind} in {function} no more: take it off the list" for function, kind in expected.keys() - seen]
@@ -113,7 +113,9 @@ def test_a_decode_step_equals_the_cpus_and_crosses_what_it_must(tmp_path, name, 
     got, wrong = run(tmp_path, name, seed, on_device=True, **options)
     assert got.log == expected.log
     # All but the null block, whose last writer is anyone.
-    assert torch.equal(sim.to_host(got.speculator.draft_model.cache)[1:], expected.speculator.draft_model.cache[1:])
+    assert torch.equal(
+        sim.to_host(got.speculator.backend.draft_model.cache)[1:], expected.speculator.backend.draft_model.cache[1:]
+    )
     assert torch.equal(sim.to_host(got.counters._totals), expected.counters._totals)
     drafts, _, accepted = expected.counters._totals[:3].tolist()
     assert drafts > 20 and accepted > 10, "nothing was accepted: the comparison is of little worth"
@@ -127,11 +129,15 @@ def test_chains_in_tree_attention_are_the_same_chains(tmp_path, name):
     Catches: a prefix or a mask that is not the chain's, the draft's first two tokens among them; a crossing more.
     """
     own, _ = run(tmp_path, name, 5, on_device=False, temperature=1.0)
-    assert own.target_trees is own.speculator.drafter.attention is None
+    assert own.target_trees is own.speculator.backend.drafter.attention is None
     for on_device in (False, True):
         ours, wrong = run(tmp_path, name, 5, on_device=on_device, temperature=1.0, splits_keys=False)
         assert ours.log == own.log and not wrong
-        assert ours.trees is None and ours.target_trees is not None and ours.speculator.drafter.attention is not None
+        assert (
+            ours.trees is None
+            and ours.target_trees is not None
+            and ours.speculator.backend.drafter.attention is not None
+        )
         assert torch.equal(sim.to_host(ours.draft.cache)[1:], own.draft.cache[1:])
 
 
@@ -193,7 +199,7 @@ def test_a_new_budget_waits_once(tmp_path):
     device = sim.SimulatedDevice()
     rng = np.random.default_rng(0)
     with device, world(device, tmp_path, config) as here:
-        here.admit(0, rng.integers(0, VOCAB, 9), 2)
+        here.add(0, rng.integers(0, VOCAB, 9), 2)
         here.step([0])
         waits = []
         for budget in (6, 6, 25, 6):

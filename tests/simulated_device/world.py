@@ -38,15 +38,15 @@ from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.drafting import adaptive
 from vllm_vidspec.engine import parts, speculator, tree_attention
 from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.draft import backend, drafter, noise
 from vllm_vidspec.engine.draft import kv as kv_pool
-from vllm_vidspec.engine.draft import noise
 from vllm_vidspec.engine.draft import prefill as draft_prefill
 from vllm_vidspec.engine.draft.memory import DraftMemory
+from vllm_vidspec.engine.hooks.protocol import Forward
 from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.listen.protocol import Forward
 from vllm_vidspec.engine.parallel.timeline import Timeline
 from vllm_vidspec.engine.report import counters
-from vllm_vidspec.engine.requests import Arrival, Phase, RequestRows
+from vllm_vidspec.engine.requests import NewRequest, Phase, RequestRows
 from vllm_vidspec.engine.verify import rules as looseness
 from vllm_vidspec.engine.verify.step import VerifyStep
 from vllm_vidspec.metrics import MetricsFile
@@ -108,14 +108,14 @@ class World:
         self.model_state = fakes.model_state()
         self.counters = counters.Counters(self.vllm_config, device, MAX_REQS, self.K, self.requests)
         made = parts.RunnerParts(self)
-        self.trees, self.rules, self.verifier, self.listeners = made.trees, made.rules, made.verifier, made.listeners
+        self.trees, self.rules, self.verifier, self.hooks = made.trees, made.rules, made.verifier, made.hooks
         self.target_trees = made.target_trees
-        self.speculator, self.draft = made.speculator, made.speculator.draft_model
-        self.listeners.init_kv(self)
-        self.speculator.graphs = PaddedGraphs()
-        self.speculator._memory = DraftMemory(pool_bytes=0, vision_bytes=1)
-        self.speculator.init_kv(None, contextlib.nullcontext)
-        self.draft.attention = self.speculator.drafter.attention
+        self.speculator, self.draft = made.speculator, made.speculator.backend.draft_model
+        self.hooks.init_kv(self)
+        self.speculator.backend._graphs = PaddedGraphs()
+        self.speculator.backend._memory = DraftMemory(pool_bytes=0, vision_bytes=1)
+        self.speculator.backend.init_kv(None, contextlib.nullcontext)
+        self.draft.attention = self.speculator.backend.drafter.attention
         self.log: list[Any] = []
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -128,7 +128,7 @@ class World:
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
-    def admit(self, row: int, prompt: np.ndarray, num_dropped: int) -> None:
+    def add(self, row: int, prompt: np.ndarray, num_dropped: int) -> None:
         """Begin a request: both networks have seen its prompt, the draft without its first `num_dropped` tokens."""
         tokens = np.append(prompt, 3)
         self.lengths[row], self.num_drafts[row] = len(tokens), 0
@@ -136,8 +136,8 @@ class World:
         at[: len(tokens)] = torch.from_numpy(tokens.astype(np.int32))
         sim.to_host(self.total_len)[row] = len(tokens)
         sim.to_host(self.last_sampled)[row] = 3
-        here = self.speculator.drafter
-        here.kv.begin(row, num_dropped, 0)
+        here = self.speculator.backend.drafter
+        here.kv.add(row, num_dropped, 0)
         assert here.kv.reserve(np.array([row]), np.array([len(tokens) - num_dropped + self.K]))[0]
         here.kv.apply()
         here.enter(row)
@@ -149,8 +149,9 @@ class World:
             extra_args=asked, all_stop_token_ids={row}, structured_outputs=None, logprobs=None,
             logprob_token_ids=None, stop=None,
         )  # fmt: skip
-        arrival = Arrival(str(row), row, [], [], wishes)
-        self.requests.admit(arrival)
+        arrival = NewRequest(str(row), row, [], [], wishes)
+        self.counters.begin_request(arrival)
+        self.requests.add(arrival)
         if self.rules is not None and self.rules.needs_relevance(row):
             self.rules.ready(row)
         self.requests.enter(row, Phase.DRAFTING)
@@ -163,7 +164,7 @@ class World:
 
     def end(self, row: int) -> None:
         """End a request."""
-        self.requests.forget(row)
+        self.requests.remove(row)
         self.counters.end_requests([str(row)])
 
     # ---- a step ----------------------------------------------------------------------------------------------------
@@ -205,7 +206,7 @@ class World:
         sampled, num_sampled = self._verify(batch, logits, tokens)
         self.counters.flush()
         self._commit(batch, sampled, num_sampled)
-        propose = speculator.VidSpecSpeculator.propose.__wrapped__  # inference mode would hide operators
+        propose = speculator.Speculator.propose.__wrapped__  # inference mode would hide operators
         drafts = propose(
             self.speculator, batch, None, None, None, None, num_sampled, None, self.last_sampled, None, None, None,
             num_speculative_tokens=max_drafts,
@@ -222,7 +223,7 @@ class World:
     def _forward(self, batch: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the target's logits and its input tokens."""
         positions, step = batch.positions, None
-        self.listeners.before_forward(batch)
+        self.hooks.before_forward(batch)
         if self.target_trees is not None:
             positions = self.target_trees._adjust(batch, positions.repeat(3, 1))[0]
         block_table = self.launch(lambda table, rows: table[rows])(self.target_table, batch.idx_mapping)
@@ -243,7 +244,7 @@ class World:
             self.drafts, self.last_sampled, self.target_cache, block_table, batch.by_token, positions, batch.positions,
             batch.local, batch.seq_lens, step,
         )  # fmt: skip
-        self.listeners.after_forward(Forward(None, None))
+        self.hooks.after_forward(Forward(None, None))
         return out
 
     def _verify(
@@ -326,9 +327,9 @@ def world(
             (parts, "held_bytes", lambda _: 0),
             (parts, "make_guidance", lambda *_: None),
             (parts, "VisualStates", lambda *_: None),  # `_verify` says what they would
-            (speculator, "kv_bytes_per_token", lambda _: 0),
+            *((module, "kv_bytes_per_token", lambda _: 0) for module in (backend, drafter)),
             (draft_prefill, "adapter_for", lambda *_: None),
-            *((module, "attention_layers", lambda config: {"layer": config.cache}) for module in (speculator, parts)),
+            *((module, "attention_layers", lambda config: {"layer": config.cache}) for module in (backend, parts)),
             (tree_attention, "TreeAttention", FakeAttention),
             (tree_attention.backends, "splits_keys", lambda *_: splits_keys),
             (tree_attention, "_obstacles", lambda *_: iter(())),

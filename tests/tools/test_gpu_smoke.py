@@ -233,10 +233,10 @@ def test_every_kernel_is_among_those_that_the_device_is_asked_for():
 def test_what_is_watched_for_waits_is_there():
     """Catches: a method of the engine that has moved, before a GPU is there to say so."""
     pytest.importorskip("vllm")
-    from vllm_vidspec.engine.speculator import VidSpecSpeculator
+    from vllm_vidspec.engine.draft.backend import LocalBackend
     from vllm_vidspec.engine.verify.verifier import CoupledVerifier
 
-    owners = {"speculator": VidSpecSpeculator, "verifier": CoupledVerifier}
+    owners = {"backend": LocalBackend, "verifier": CoupledVerifier}
     watched = re.findall(r"(\w+)\.(\w+) = watched\(", Path(smoke_steps.__file__).read_text())
     assert {owner for owner, _ in watched} == owners.keys()
     assert all(hasattr(owners[owner], name) for owner, name in watched)

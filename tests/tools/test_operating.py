@@ -36,7 +36,7 @@ def shown(tmp_path_factory):
 
     file = metrics.MetricsFile.create(tmp_path_factory.mktemp("m") / "m")
     registry = prometheus_client.CollectorRegistry()
-    registry.register(metrics._Collector({0: file}, "m"))
+    registry.register(metrics.Collector({0: file}, "m"))
     text = prometheus_client.generate_latest(registry).decode()
     vllms = "".join(line for line in RECORDED.read_text().splitlines(keepends=True) if "vidspec:" not in line)
     found = {}
@@ -125,7 +125,7 @@ LEFT_OUT = {
 def test_every_metric_of_ours_is_shown_or_left_out(tmp_path):
     """Catches: a new metric that the dashboard forgets."""
     file = metrics.MetricsFile.create(tmp_path / "m")
-    families = list(metrics._Collector({0: file}, "m").collect())
+    families = list(metrics.Collector({0: file}, "m").collect())
     ours = {family.name.removeprefix("vidspec:") + "_total" * (family.type == "counter") for family in families}
     used = {
         re.sub(r"_(bucket|sum|count)$", "", name) for query in QUERIES for name in re.findall(r"vidspec:(\w+)", query)

@@ -87,7 +87,7 @@ def test_prometheus_text_round_trip(tmp_path):
         files[0].set(name, share)
         files[1].set(name, value - share)
     registry = prometheus_client.CollectorRegistry()
-    registry.register(metrics._Collector(files, 'a "model" {of} ours'))
+    registry.register(metrics.Collector(files, 'a "model" {of} ours'))
     assert scrape.from_prometheus(prometheus_client.generate_latest(registry).decode()) == values
     assert scrape.from_prometheus("vllm:num_requests_running 3.0\n") == dict.fromkeys(metrics.NAMES, 0)
 

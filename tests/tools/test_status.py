@@ -54,7 +54,7 @@ class Server:
 
     def text(self):
         registry = prometheus_client.CollectorRegistry()
-        registry.register(metrics._Collector(self.files, "m"))
+        registry.register(metrics.Collector(self.files, "m"))
         registry.register(self)
         return prometheus_client.generate_latest(registry).decode()
 

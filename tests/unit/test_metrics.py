@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from vllm_vidspec import metrics
-from vllm_vidspec.counter_files import CounterFiles, sweep
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import GAUGES, NAMES, MetricsFile, difference, read_metrics, summarize
+from vllm_vidspec.metrics.files import CounterFiles, sweep
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_requests_by_id(file):
     Catches: a look-up that takes the highest slot, an earlier request's counts, a slot taken from a running request.
     """
     counts = np.array([[3, 2, 1]])
-    last = metrics._NUM_REQUESTS - 1
+    last = metrics.file._NUM_REQUESTS - 1
     for i in range(last):
         assert file.begin_request(f"request-{i}", ()) == i
     assert file.begin_request("twice", ()) == last
@@ -124,8 +124,8 @@ def test_a_file_that_is_none_or_cannot_be_is_one_line(tmp_path, monkeypatch, con
 
 def test_values_that_belong_together_are_read_together(file, monkeypatch):
     """Catches: a scrape between "drafts" and their positions, after which a counter of the histogram falls."""
-    num_tries = metrics._NUM_TRIES
-    monkeypatch.setattr(metrics, "_NUM_TRIES", 10**5)  # a busy machine may keep the writer in between for long
+    num_tries = metrics.file._NUM_TRIES
+    monkeypatch.setattr(metrics.file, "_NUM_TRIES", 10**5)  # a busy machine may keep the writer in between for long
     reader = MetricsFile(file.path)
     stop = threading.Event()
 
@@ -146,8 +146,8 @@ def test_values_that_belong_together_are_read_together(file, monkeypatch):
     finally:
         stop.set()
         writer.join()
-    monkeypatch.setattr(metrics, "_NUM_TRIES", num_tries)
-    file._words[metrics._SEQUENCE] += 1  # a writer that died in between
+    monkeypatch.setattr(metrics.file, "_NUM_TRIES", num_tries)
+    file._words[metrics.file._SEQUENCE] += 1  # a writer that died in between
     assert reader.values()["drafts"] == file.values()["drafts"]
 
 
@@ -202,7 +202,7 @@ def sample():
         return prometheus_client.REGISTRY.get_sample_value(f"vidspec:{name}", labels)
 
     yield read
-    if collector := metrics._registered.pop("collector", None):
+    if collector := metrics.prometheus._registered.pop("collector", None):
         prometheus_client.REGISTRY.unregister(collector)
 
 
@@ -239,7 +239,7 @@ def test_values_of_one_label_add_up_to_something(file):
     wholes = {"kind": len(metrics.KINDS), "position": metrics.MAX_POSITIONS, "reason": None, "le": None}
     wholes |= {"pruner": None, "class": None}
     seen = []
-    for family in metrics._Collector({0: file}, "m").collect():
+    for family in metrics.Collector({0: file}, "m").collect():
         own = {label for sample in family.samples for label in sample.labels} - {"model_name", "engine"}
         assert own <= wholes.keys(), family.name
         for label in own & {"kind", "position"}:
@@ -263,7 +263,7 @@ def test_every_family_follows_the_conventions_of_prometheus(file):
     from prometheus_client.parser import text_string_to_metric_families
 
     registry = prometheus_client.CollectorRegistry()
-    registry.register(metrics._Collector({0: file}, "m"))
+    registry.register(metrics.Collector({0: file}, "m"))
     families = list(text_string_to_metric_families(prometheus_client.generate_latest(registry).decode()))
     assert len(families) == len({family.name for family in families}) > 40
     for family in families:
@@ -289,7 +289,7 @@ def test_metrics_page_lists_every_family(file):
     pytest.importorskip("prometheus_client")
     page = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
     listed = set(re.findall(r"^\| `vidspec:(\w+)`", page, re.MULTILINE))
-    families = metrics._Collector({0: file}, "m").collect()
+    families = metrics.Collector({0: file}, "m").collect()
     shown = {family.name + ("_total" if family.type == "counter" else "") for family in families}
     assert listed == {name.removeprefix("vidspec:") for name in shown}
 
@@ -322,7 +322,7 @@ def test_a_deleted_file_is_read_and_written_as_before(file, sample):
 
 _SERVER = """
 import sys, time
-from vllm_vidspec.counter_files import CounterFiles
+from vllm_vidspec.metrics.files import CounterFiles
 files = CounterFiles.create(sys.argv[1], [0, 1])
 print("ready", flush=True)
 time.sleep(60)

@@ -81,7 +81,7 @@ class AdminRoutes:
         """
         knobs = Knobs(first)
         (now, *_) = await self._engine.collective_rpc("vidspec_knobs")
-        knobs.now = knobs.now.changed({name: value for name, value in now.items() if name != LIMIT})
+        knobs.current = knobs.current.changed({name: value for name, value in now.items() if name != LIMIT})
         knobs.retune({name: value for name, value in changes.items() if name != LIMIT})
         try:
             await self._engine.collective_rpc(RETUNE, args=(changes,))
@@ -100,11 +100,11 @@ async def _body(request: Any) -> dict[str, Any]:
     async for part in request.stream():
         text += part
         if len(text) > _MOST_BYTES:
-            raise VidSpecError(f"a body of at most {_MOST_BYTES} bytes is read")
+            raise VidSpecError(f"the request body exceeds {_MOST_BYTES} bytes")
     try:
         body = json.loads(text)
     except (ValueError, RecursionError):
         body = None
     if not isinstance(body, dict):
-        raise VidSpecError("a JSON object of knobs is wanted, as in --speculative-config")
+        raise VidSpecError("expected a JSON object of knobs, as in --speculative-config")
     return body

@@ -132,7 +132,7 @@ class Agreement:
         yield
         self._is_torn = False
 
-    def settle(self, phase: str, flags: Sequence[bool]) -> list[bool]:
+    def all_ranks_and(self, phase: str, flags: Sequence[bool]) -> list[bool]:
         """Return, for each of the ranks' flags, whether it is set on all of them; a few 100 us, none for no flags.
 
         Args:
@@ -170,7 +170,7 @@ class Agreement:
             self._exchange(phase, _FAILED)
 
     def _exchange(self, phase: str, verdict: int, place: int = 0, flags: Sequence[bool] = ()) -> list[bool]:
-        """Tell every rank where this one is and hear where they are; return the flags that all have set.
+        """Tell every rank where this one is and observe where they are; return the flags that all have set.
 
         Raises:
             OthersFailed: A rank has failed in a step that this one is still in.

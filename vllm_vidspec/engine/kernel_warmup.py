@@ -33,7 +33,7 @@ def warm_up_kernels(runner: Any) -> None:
 
 def prepare(runner: Any) -> None:
     """Call what prepares each kernel, for the parts that this runner has."""
-    config, num_drafts, parts = runner.knobs.now, runner.num_speculative_steps, runner.parts
+    config, num_drafts, parts = runner.knobs.current, runner.num_speculative_steps, runner.parts
     in_trees, block_table = parts.trees is not None, runner.block_tables.input_block_tables[0]
     warm_up.warm_accept(
         num_drafts, runner.max_num_reqs, in_trees, parts.rules is not None, runner.counters.counts_requests
@@ -56,9 +56,9 @@ def prepare(runner: Any) -> None:
         num_shards = get_tensor_model_parallel_world_size()
         warm_up.warm_visual_relevance(*tables, runner.dtype, config.score.top_n, num_drafts + 1, num_shards)
     if config.is_parallel:  # a drafter with a process of its own prepares itself
-        runner.speculator.warm_up()
+        runner.speculator.backend.warm_up()
     else:
-        _prepare_drafter(runner.speculator.drafter, runner)
+        _prepare_drafter(runner.speculator.backend.drafter, runner)
 
 
 def _prepare_drafter(drafter: Drafter, runner: Any) -> None:

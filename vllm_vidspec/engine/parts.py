@@ -2,16 +2,18 @@
 
 from typing import Any
 
+from vllm_vidspec.engine.draft.backend import LocalBackend
 from vllm_vidspec.engine.draft.model import DraftModel, held_bytes
 from vllm_vidspec.engine.draft.noise import CoupledSampler
+from vllm_vidspec.engine.failures import DraftFailures
+from vllm_vidspec.engine.hooks.guarded import TargetHooks
+from vllm_vidspec.engine.hooks.guidance import make_guidance
+from vllm_vidspec.engine.hooks.pixels import SharedPixels
+from vllm_vidspec.engine.hooks.trees import TargetTrees
+from vllm_vidspec.engine.hooks.visual_states import VisualStates
 from vllm_vidspec.engine.kv_views import attention_layers
-from vllm_vidspec.engine.listen.guidance import make_guidance
-from vllm_vidspec.engine.listen.listeners import TargetListeners
-from vllm_vidspec.engine.listen.pixels import SharedPixels
-from vllm_vidspec.engine.listen.trees import TargetTrees
-from vllm_vidspec.engine.listen.visual_states import VisualStates
-from vllm_vidspec.engine.parallel.speculator import ParallelSpeculator
-from vllm_vidspec.engine.speculator import VidSpecSpeculator
+from vllm_vidspec.engine.parallel.backend import ParallelBackend
+from vllm_vidspec.engine.speculator import Speculator
 from vllm_vidspec.engine.target_pruning import places_of
 from vllm_vidspec.engine.tree_attention import make_attention
 from vllm_vidspec.engine.verify.rules import LooseRules
@@ -19,9 +21,9 @@ from vllm_vidspec.engine.verify.verifier import CoupledVerifier
 
 
 class RunnerParts:
-    """What we add to a runner, built once the target's weights are there: nothing is handed over later.
+    """What we add to a runner, built in order once the target's weights are there.
 
-    The order matters in one place: a draft that shares the target's weights must not share its listeners, so it is
+    The order matters in one place: a draft that shares the target's weights must not share its hooks, so it is
     loaded before they are.
 
     Args:
@@ -31,7 +33,7 @@ class RunnerParts:
     def __init__(self, runner: Any):
         vllm_config, device, model = runner.vllm_config, runner.device, runner.model
         knobs, counters, agreement, requests = runner.knobs, runner.counters, runner.agreement, runner.requests
-        config = knobs.now
+        config = knobs.current
         draft_model = None
         if not config.is_parallel:
             draft_model = DraftModel(vllm_config, device, config.is_self_draft, agreement)
@@ -55,8 +57,8 @@ class RunnerParts:
             )
         if self.rules is not None and "loose" in config.score.scorers:
             self.visual = VisualStates(knobs, vllm_config, runner.max_num_reqs, counters, self.rules, agreement)
-        listeners = (self.guidance, self.visual, self.target_trees)
-        self.listeners = TargetListeners([part for part in listeners if part is not None], knobs, agreement)
+        hooks = (self.guidance, self.visual, self.target_trees)
+        self.hooks = TargetHooks([part for part in hooks if part is not None], knobs, agreement)
         self.verifier = CoupledVerifier(
             runner.sampler,
             runner.speculative_config,
@@ -67,35 +69,49 @@ class RunnerParts:
             self.rules,
             self.visual,
         )
-        self.speculator: VidSpecSpeculator | ParallelSpeculator
+        failures = DraftFailures(knobs, agreement, requests, counters)
+        backend = self._make_backend(runner, draft_model, failures)
+        failures.on_failure(backend.forget_media)
+        if self.guidance is not None:
+            failures.on_failure(self.guidance.forget_scores)
+        self.speculator = Speculator(knobs, requests, self.guidance, counters, failures, backend)
+        tables = (self.rules, self.hooks, backend)
+        drafting = (backend, self.guidance, self.trees)
+        requests.register(
+            *(table for table in tables if table is not None),
+            drafting=(table for table in drafting if table is not None),
+        )
+
+    def _make_backend(
+        self, runner: Any, draft_model: DraftModel | None, failures: DraftFailures
+    ) -> LocalBackend | ParallelBackend:
+        """Return where the draft runs: beside the target if it is loaded here, else in a process of its own."""
+        knobs, counters, requests, device = runner.knobs, runner.counters, runner.requests, runner.device
         if draft_model is None:
-            self.speculator = ParallelSpeculator(
+            return ParallelBackend(
                 knobs,
                 runner.drafter_client,
                 requests,
                 runner.req_states,
                 runner.sampler,
-                self.guidance,
+                self.guidance is not None,
                 counters,
                 device,
             )
-        else:
-            # A target that drafts for itself encodes once.
-            shares = not config.is_self_draft and runner.encoder_cache is not None
-            self.speculator = VidSpecSpeculator(
-                vllm_config,
-                knobs,
-                draft_model,
-                requests,
-                runner.req_states,
-                CoupledSampler(runner.sampler, config.draft_noise),
-                self.guidance,
-                self.trees,
-                counters,
-                agreement,
-                runner.timeline,
-                places_of(runner),
-                SharedPixels(runner.model_state, device, counters) if shares else None,
-            )
-        tables = (counters, self.rules, self.listeners, self.speculator)
-        requests.register(*(table for table in tables if table is not None))
+        # A target that drafts for itself encodes once.
+        shares = not knobs.current.is_self_draft and runner.encoder_cache is not None
+        return LocalBackend(
+            runner.vllm_config,
+            knobs,
+            draft_model,
+            requests,
+            runner.req_states,
+            CoupledSampler(runner.sampler, knobs.current.draft_noise),
+            self.trees,
+            counters,
+            runner.agreement,
+            failures,
+            runner.timeline,
+            places_of(runner),
+            SharedPixels(runner.model_state, device, counters) if shares else None,
+        )

@@ -12,7 +12,7 @@ from vllm_vidspec.config import METHOD, VidSpecConfig, parse_config
 from vllm_vidspec.engine import kv_views, tree_attention
 from vllm_vidspec.engine.compat import api
 from vllm_vidspec.engine.hints import say_hints
-from vllm_vidspec.engine.listen import attention as attention_guidance
+from vllm_vidspec.engine.hooks import attention as attention_guidance
 from vllm_vidspec.engine.report import server_counters
 from vllm_vidspec.engine.target_pruning import prunes_videos
 from vllm_vidspec.errors import VidSpecError

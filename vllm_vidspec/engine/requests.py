@@ -1,6 +1,6 @@
-"""RequestRows: the one owner of what each persistent row is doing. Tables keyed by row hear of both ends of a request.
+"""RequestRows: the one owner of what each persistent row is doing.
 
-A request enters with `admit` and leaves with `forget`: one call each, whatever it was (finished, aborted, preempted, or
+A request enters with `add` and leaves with `remove`: one call each, whatever it was (finished, aborted, preempted, or
 about to be added again). Every table that knows something of a row registers here, so that none is cleaned at another
 time than the others.
 """
@@ -16,7 +16,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 
 @dataclass(frozen=True, eq=False)
-class Arrival:
+class NewRequest:
     """A request that has got a row: new, or back after a preemption.
 
     Attributes:
@@ -28,7 +28,7 @@ class Arrival:
         adapter: Name of its LoRA adapter, "" for none.
         cache_salt: Whose it is, where an operator keeps tenants apart; "" for everybody's.
         has_embeds: Whether the prompt is one of embeddings, whose `token_ids` mean nothing.
-        way: By which of `PruneKnobs.variants` its prompt is pruned.
+        prune_variant: By which of `PruneKnobs.variants` its prompt is pruned.
         is_shown: Whether the draft is to see it; requests of a class that has not paid are not shown.
     """
 
@@ -40,7 +40,7 @@ class Arrival:
     adapter: str = ""
     cache_salt: str = ""
     has_embeds: bool = False
-    way: int = 0
+    prune_variant: int = 0
     is_shown: bool = True
 
     @property
@@ -49,19 +49,38 @@ class Arrival:
         return self.sampling is not None and self.sampling.structured_outputs is not None
 
 
+@dataclass(eq=False)
+class Request:
+    """The record of a request that the draft has not begun with: what it is, and what it waits for.
+
+    Attributes:
+        new: The request.
+        pending: Its scores on their way to the host (`PendingScores`), while they are.
+        guided: What guides its pruning (`Guided`), once that is here.
+        message: What the drafter is told of it (`PrefillMessage`), once it was told in vain: the pool was full.
+        num_attempts: How often it has found the pool full.
+    """
+
+    new: NewRequest
+    pending: Any = None
+    guided: Any = None
+    message: Any = None
+    num_attempts: int = 0
+
+
 class RowTable(Protocol):
     """What knows something of persistent rows."""
 
-    def admit(self, arrival: Arrival) -> None:
+    def add(self, request: NewRequest) -> None:
         """Take a request in that has just got its row."""
         ...
 
-    def forget(self, req_state_idx: int) -> None:
+    def remove(self, req_state_idx: int) -> None:
         """Forget a row, whose request has ended or lost it; harmless where nothing is known of it."""
         ...
 
-    def held(self) -> Iterable[int]:
-        """Return the rows of which it holds something that `forget` gives back; a row may come twice."""
+    def active_rows(self) -> Iterable[int]:
+        """Return the rows of which it holds something that `remove` gives back; a row may come twice."""
         ...
 
 
@@ -72,11 +91,11 @@ class Phase(IntEnum):
     PREFILLING = 2  # the draft reads its prompt
     DRAFTING = 4
     SKIPPED = 8  # it runs without speculation, for good
-    OUTSIDE = 16  # the draft's pool has no room for its prompt yet
-    HELD = 32  # the draft has read some of it, and finds no room to go on
+    WAITING_FOR_BLOCKS = 16  # the draft's pool has no room for its prompt yet
+    PREFILL_STALLED = 32  # the draft has read some of it, and finds no room to go on
 
 
-class Cohort(NamedTuple):
+class DraftBatch(NamedTuple):
     """Who of a batch is drafted for. One object as long as neither the batch nor any row has changed, so that what
     follows from these rows alone can be kept beside it, and is compared by `is`.
 
@@ -118,35 +137,46 @@ class RequestRows:
         self.is_tree = np.zeros(max_num_reqs, dtype=bool)  # [max_num_reqs] shape of the draft in flight
         # Rows of the last step's trees and their nodes, which the device knows; None for chains.
         self._tree_nodes: tuple[np.ndarray, torch.Tensor] | None = None
+        # By row, the requests that the draft has not begun with, in order: UNSEEN or WAITING_FOR_BLOCKS.
+        self.unstarted: dict[int, Request] = {}
         self._tables: list[RowTable] = []
-        self._cohort: Cohort | None = None  # of the last step; None once a row has changed
-        self._published: Cohort | None = None  # whose drafts are in flight, all of them and no others of its batch
+        self._drafting_tables: list[Any] = []
+        self._draft_batch: DraftBatch | None = None  # of the last step; None once a row has changed
+        self._published: DraftBatch | None = None  # whose drafts are in flight, all of them and no others of its batch
         self.in_flight: frozenset[str] = frozenset()  # the same by request id
         self.num_skips = 0  # requests that were ever skipped
 
-    def register(self, *tables: RowTable) -> None:
-        """Tell tables of every row's ends from here on, in the order of registration."""
+    def register(self, *tables: RowTable, drafting: Iterable[Any] = ()) -> None:
+        """Tell tables of every row's ends from here on, in the order of registration.
+
+        Args:
+            tables: They are told.
+            drafting: What serves drafts alone: its `remove` is also called for a row that is skipped.
+        """
         self._tables.extend(tables)
+        self._drafting_tables.extend(drafting)
 
     # ---- both ends of a request's life -----------------------------------------------------------------------------
 
-    def admit(self, arrival: Arrival) -> None:
+    def add(self, request: NewRequest) -> None:
         """Take a request in, in every table."""
-        self._cohort = None
+        self._draft_batch = None
+        self.unstarted[request.req_state_idx] = Request(request)
         for table in self._tables:
-            table.admit(arrival)
+            table.add(request)
 
-    def forget(self, req_state_idx: int) -> None:
+    def remove(self, req_state_idx: int) -> None:
         """Forget a row in every table."""
+        self.unstarted.pop(req_state_idx, None)
         for table in self._tables:
-            table.forget(req_state_idx)
+            table.remove(req_state_idx)
         self._forget_draft(req_state_idx)
         self.enter(req_state_idx, Phase.UNSEEN)
         self.skip_reason[req_state_idx] = None
 
-    def num_held(self) -> int:
+    def num_active(self) -> int:
         """Return of how many rows any table holds something: 0 when nothing runs, or something has leaked."""
-        return len({row for table in self._tables for row in table.held()})
+        return len({*self.unstarted, *(row for table in self._tables for row in table.active_rows())})
 
     # ---- in between ------------------------------------------------------------------------------------------------
 
@@ -158,56 +188,70 @@ class RequestRows:
         """Return whether any row is in one of these phases."""
         return bool((self._phase & sum(phases)).any())
 
-    def cohort(self, idx_mapping_np: np.ndarray, is_done: np.ndarray) -> Cohort:
+    def draft_batch(self, idx_mapping_np: np.ndarray, is_done: np.ndarray) -> DraftBatch:
         """Return which of a step's requests are drafted for: the last step's answer where that has not changed.
 
         Args:
             idx_mapping_np: `[num_reqs]` persistent rows.
             is_done: `[num_reqs]` bool: the target's prefill is complete.
         """
-        last, is_done_all = self._cohort, bool(is_done.all())
+        last, is_done_all = self._draft_batch, bool(is_done.all())
         if last is not None and is_done_all and _are_equal(last.rows_np, idx_mapping_np):
             return last
         is_drafted = is_done & self.are_in(idx_mapping_np, Phase.DRAFTING)
         places_np = np.flatnonzero(is_drafted)
-        found = Cohort(idx_mapping_np.copy(), places_np, idx_mapping_np[places_np], is_drafted)
+        found = DraftBatch(idx_mapping_np.copy(), places_np, idx_mapping_np[places_np], is_drafted)
         # A prefill that goes on changes no row, and does change the answer.
-        self._cohort = found if is_done_all else None
+        self._draft_batch = found if is_done_all else None
         return found
 
     def enter(self, rows: int | Sequence[int] | np.ndarray, phase: Phase) -> None:
         """Let rows be in a phase from here on."""
-        self._phase[rows], self._cohort = phase, None
+        self._phase[rows], self._draft_batch = phase, None
+
+    def start(self, req_state_idx: int, phase: Phase) -> None:
+        """Let the draft begin with a row's request."""
+        self.unstarted.pop(req_state_idx, None)
+        self.enter(req_state_idx, phase)
+
+    def defer(self, req_state_idx: int, request: Request) -> None:
+        """Let a request wait for blocks of the draft's pool, behind those that wait already."""
+        self.unstarted.pop(req_state_idx, None)
+        self.unstarted[req_state_idx] = request
+        self.enter(req_state_idx, Phase.WAITING_FOR_BLOCKS)
 
     def skip(self, req_state_idx: int, reason: str) -> None:
-        """Let a row's request go on without speculation, for good."""
+        """Let a row's request go on without speculation, for good; what serves drafts has nothing of it any more."""
+        self.unstarted.pop(req_state_idx, None)
+        for table in self._drafting_tables:
+            table.remove(req_state_idx)
         self._forget_draft(req_state_idx)
         self.enter(req_state_idx, Phase.SKIPPED)
         self.skip_reason[req_state_idx] = reason
         self.num_skips += 1
 
     def publish(
-        self, idx_mapping: torch.Tensor, req_ids: Sequence[str], cohort: Cohort, num_nodes: torch.Tensor | None
+        self, idx_mapping: torch.Tensor, req_ids: Sequence[str], draft_batch: DraftBatch, num_nodes: torch.Tensor | None
     ) -> None:
         """Note which of a step's requests have a draft in flight from here on.
 
         Args:
             idx_mapping: `[num_reqs]` int64 persistent rows of the batch on the device.
             req_ids: `[num_reqs]` their requests.
-            cohort: Those that were drafted for.
+            draft_batch: Those that were drafted for.
             num_nodes: `[n]` int nodes of their trees on the device; None for chains.
         """
-        if cohort is not self._published:
-            self._published, rows_np, is_drafted = cohort, cohort.rows_np, cohort.is_drafted
-            self.in_flight = frozenset(req_ids[place] for place in cohort.places_np.tolist())
+        if draft_batch is not self._published:
+            self._published, rows_np, is_drafted = draft_batch, draft_batch.rows_np, draft_batch.is_drafted
+            self.in_flight = frozenset(req_ids[place] for place in draft_batch.places_np.tolist())
             if (self.has_draft_np[rows_np] != is_drafted).any():  # seldom: the usual step uploads nothing
                 self.has_draft_np[rows_np] = is_drafted
                 self.has_draft[idx_mapping] = async_tensor_h2d(is_drafted, device=self.has_draft.device)
-        self._tree_nodes = None if num_nodes is None else (cohort.drafted_np, num_nodes)
+        self._tree_nodes = None if num_nodes is None else (draft_batch.drafted_np, num_nodes)
 
-    def was_drafted(self, cohort: Cohort) -> np.ndarray | bool:
-        """Return `[n]` bool: the rows of a cohort whose drafts are in flight; True for all."""
-        return True if cohort is self._published else self.has_draft_np[cohort.drafted_np]
+    def was_drafted(self, draft_batch: DraftBatch) -> np.ndarray | bool:
+        """Return `[n]` bool: the rows of a draft_batch whose drafts are in flight; True for all."""
+        return True if draft_batch is self._published else self.has_draft_np[draft_batch.drafted_np]
 
     def num_drafts(self, num_speculative_tokens: int) -> np.ndarray:
         """Return `[max_num_reqs]` draft tokens in flight, of trees as many as they have nodes; waits for the device."""

@@ -1,7 +1,7 @@
-"""Model Runner V2 with our speculator and verifier in the places of vLLM's own, and our listeners around its forward.
+"""Model Runner V2 with our speculator and verifier in the places of vLLM's own, and our hooks around its forward.
 
 What a step of the engine passes here, in order: `finish_requests` and `add_requests` (both ends of a request's life,
-told once to `RequestRows`), `prepare_inputs` (listeners plan), the forward, `execute_model` (listeners collect),
+told once to `RequestRows`), `prepare_inputs` (hooks plan), the forward, `execute_model` (hooks collect),
 `sample` (the verifier, then accepted KV moves together), and the speculator's `propose`, which is the loop.
 """
 
@@ -22,16 +22,16 @@ from vllm_vidspec.config import METHOD, VidSpecConfig
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.compat import scheduler
+from vllm_vidspec.engine.hooks.protocol import Forward
 from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.listen.protocol import Forward
 from vllm_vidspec.engine.parallel import launch
+from vllm_vidspec.engine.parallel.backend import ParallelBackend, sizes_of
 from vllm_vidspec.engine.parallel.client import DrafterClient
-from vllm_vidspec.engine.parallel.speculator import ParallelSpeculator, sizes_of
 from vllm_vidspec.engine.parallel.timeline import EventKind, Timeline
 from vllm_vidspec.engine.parts import RunnerParts
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.report.request_metrics import PublishingOutput
-from vllm_vidspec.engine.requests import Arrival, Phase, RequestRows
+from vllm_vidspec.engine.requests import NewRequest, Phase, RequestRows
 from vllm_vidspec.engine.scheduling import way_of
 from vllm_vidspec.engine.verify.step import VerifyStep
 
@@ -58,7 +58,7 @@ class VidSpecModelRunner(GPUModelRunner):
     # ---- set-up ----------------------------------------------------------------------------------------------------
 
     def load_model(self, *args, **kwargs) -> None:
-        if self.knobs.now.is_parallel and self.agreement.is_first:
+        if self.knobs.current.is_parallel and self.agreement.is_first:
             self._start_drafter()  # it loads while the target does
         super().load_model(*args, **kwargs)
         compat.keep_shared_noise(self.sampler)
@@ -67,12 +67,12 @@ class VidSpecModelRunner(GPUModelRunner):
         with DeviceMemoryProfiler() as profiler:
             self.parts = RunnerParts(self)
         self.model_memory_usage += profiler.consumed_memory
-        self.listeners, self.trees = self.parts.listeners, self.parts.trees
+        self.hooks, self.trees = self.parts.hooks, self.parts.trees
         self.speculator, self.rejection_sampler = self.parts.speculator, self.parts.verifier
         self.use_aux_hidden_state_outputs = self.parts.guidance is not None and self.parts.guidance.reads_hidden_states
 
     def _start_drafter(self) -> None:
-        config = self.knobs.now
+        config = self.knobs.current
         sizes = sizes_of(config, self.max_num_reqs, self.max_model_len, len(metrics.NAMES))
         self.drafter_client = DrafterClient(
             launch.pack_config(self.vllm_config, config), config, sizes, self.vocab_size
@@ -91,14 +91,14 @@ class VidSpecModelRunner(GPUModelRunner):
         Raises:
             VidSpecError: A knob asks for more than there is.
         """
-        heard = self.listeners.reserve(available_bytes)
-        return heard + self.speculator.reserve(available_bytes - heard)
+        observed = self.hooks.reserve(available_bytes)
+        return observed + self.speculator.backend.reserve(available_bytes - observed)
 
     def initialize_kv_cache(self, kv_cache_config, is_profiling: bool = False, **kwargs) -> None:
         super().initialize_kv_cache(kv_cache_config, is_profiling=is_profiling, **kwargs)
         if not is_profiling:
-            self.listeners.init_kv(self)
-        self.speculator.init_kv(self.encoder_cache, self.kv_allocation, is_profiling)
+            self.hooks.init_kv(self)
+        self.speculator.backend.init_kv(self.encoder_cache, self.kv_allocation, is_profiling)
 
     @torch.inference_mode()
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
@@ -121,12 +121,14 @@ class VidSpecModelRunner(GPUModelRunner):
     def add_requests(self, scheduler_output) -> None:
         super().add_requests(scheduler_output)
         for request in scheduler_output.scheduled_new_reqs:
-            self.requests.admit(self._arrival(request))
+            found = self._new_request(request)
+            self.counters.begin_request(found)
+            self.requests.add(found)
         if scheduler_output.scheduled_new_reqs:
-            self._publish_held()
+            self._publish_active()
 
-    def _arrival(self, request: Any) -> Arrival:
-        return Arrival(
+    def _new_request(self, request: Any) -> NewRequest:
+        return NewRequest(
             req_id=request.req_id,
             req_state_idx=self.req_states.req_id_to_index[request.req_id],
             token_ids=request.prefill_token_ids,
@@ -136,7 +138,7 @@ class VidSpecModelRunner(GPUModelRunner):
             adapter=request.lora_request.lora_name if request.lora_request is not None else "",
             cache_salt=scheduler.salt_of(request),
             has_embeds=request.prompt_embeds is not None,
-            way=way_of(request.sampling_params),
+            prune_variant=way_of(request.sampling_params),
             is_shown=scheduler.is_shown(request),
         )
 
@@ -144,36 +146,36 @@ class VidSpecModelRunner(GPUModelRunner):
         # Finished, aborted and preempted requests all pass here, as does one that is about to be added again.
         req_state_idx = self.req_states.req_id_to_index.get(req_id)
         if req_state_idx is not None:
-            self.requests.forget(req_state_idx)
+            self.requests.remove(req_state_idx)
         return super()._remove_request(req_id)
 
     def finish_requests(self, scheduler_output) -> None:
         super().finish_requests(scheduler_output)
         self.counters.end_requests(scheduler_output.finished_req_ids)  # without those that are preempted
         if scheduler_output.finished_req_ids or scheduler_output.preempted_req_ids:
-            self._publish_held()
+            self._publish_active()
 
-    def _publish_held(self) -> None:
+    def _publish_active(self) -> None:
         """Show what running requests hold; vLLM makes a step of its own for the last one's end."""
-        self.counters.set("held_requests", self.requests.num_held())
+        self.counters.set("held_requests", self.requests.num_active())
         if self.parts.visual is not None:
             self.counters.set("relevance_held_bytes", self.parts.visual.store.held_bytes)
 
     def forget_kv(self) -> None:
         """Give up what the draft and relevance know of running requests; see the worker."""
-        self.speculator.give_up_all()
-        self.listeners.forget_kv()
+        self.speculator.backend.give_up_all()
+        self.hooks.forget_kv()
 
     def reset_encoder_cache(self) -> None:
         super().reset_encoder_cache()
         if self.speculator is not None:
-            self.speculator.forget_media()
+            self.speculator.backend.forget_media()
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def prepare_inputs(self, *args, **kwargs):
         batch = super().prepare_inputs(*args, **kwargs)
-        self.listeners.before_forward(batch)
+        self.hooks.before_forward(batch)
         return batch
 
     def execute_model(self, scheduler_output, *args, **kwargs):
@@ -184,7 +186,7 @@ class VidSpecModelRunner(GPUModelRunner):
             self.counters.flush()  # the last step's, which no later one publishes
         output = super().execute_model(scheduler_output, *args, **kwargs)
         state = self.execute_model_state
-        self.listeners.after_forward(
+        self.hooks.after_forward(
             Forward(None, None) if state is None else Forward(state.hidden_states, state.aux_hidden_states)
         )
         return output
@@ -205,7 +207,7 @@ class VidSpecModelRunner(GPUModelRunner):
         self._was_at_rest = self.speculator.is_at_rest
         if self._was_at_rest:  # the step costs what it would without us
             self.counters.add("undrafted_steps")
-            self.speculator.reading = frozenset()
+            self.speculator.backend.reading = frozenset()
             with compat.without_drafts(self):
                 output = super().sample_tokens(grammar_output)
         else:
@@ -227,14 +229,14 @@ class VidSpecModelRunner(GPUModelRunner):
         """Return what the controller beside the scheduler is told of a step that has verified some requests' drafts;
         None if there is nothing to tell.
         """
-        reading, skipped = self.speculator.reading, ()
+        reading, skipped = self.speculator.backend.reading, ()
         if self.requests.num_skips != self._num_told_skips:
             self._num_told_skips = self.requests.num_skips
             rows = self.req_states.req_id_to_index.items()
             skipped = tuple(req_id for req_id, row in rows if self.requests.phase[row] == Phase.SKIPPED)
         if not (verified or reading or skipped):
             return None
-        return scheduler.StepReport(verified, reading, self.speculator.reading_s, skipped)
+        return scheduler.StepReport(verified, reading, self.speculator.backend.reading_s, skipped)
 
     def take_draft_token_ids(self):
         """Offer what was drafted: nothing for requests without speculation, a tree's nodes and no more.
@@ -262,8 +264,8 @@ class VidSpecModelRunner(GPUModelRunner):
     def watch_timeline(self, on: bool) -> list[dict[str, Any]]:
         """Return what target and draft did since watching began, and go on or not; see the worker."""
         events = self.timeline.watch(on)
-        if isinstance(self.speculator, ParallelSpeculator):
-            events += self.speculator.watch_timeline(on)
+        if isinstance(self.speculator.backend, ParallelBackend):
+            events += self.speculator.backend.watch_timeline(on)
         return sorted(events, key=lambda event: event["start_s"])
 
     def watch_scores(self, on: bool) -> list[dict[str, Any]]:

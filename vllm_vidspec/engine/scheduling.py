@@ -20,9 +20,9 @@ from vllm.logger import init_logger
 from vllm_vidspec import metrics
 from vllm_vidspec.adapt import Bandit, Decision
 from vllm_vidspec.config import AUTO, METHOD, PruneKnobs, VidSpecConfig, flatten
-from vllm_vidspec.counter_files import open_for
 from vllm_vidspec.engine.control import SchedulerControl
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.metrics.files import open_for
 
 logger = init_logger("vllm.vidspec")
 

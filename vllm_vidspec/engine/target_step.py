@@ -18,6 +18,7 @@ class Step(NamedTuple):
         bound: `[num_reqs]` int64 host bound of the committed lengths, the target's last token included.
         num_sampled: `[num_reqs]` int32 accepted drafts and the target's own token.
         plan: What to draft.
+        is_undrafted: Whether somebody has decided that drafts do not pay in this step.
         rests: `[num_reqs]` bool: requests that get no drafts in this step, though others may; None: there are none.
     """
 
@@ -27,6 +28,11 @@ class Step(NamedTuple):
     num_sampled: torch.Tensor
     plan: Plan
     rests: np.ndarray | None = None
+    is_undrafted: bool = False
+
+    def active(self, found: np.ndarray) -> np.ndarray:
+        """Return `[num_reqs]` bool: those of `[num_reqs]` bool that do not rest."""
+        return found if self.rests is None else found & ~self.rests
 
     @classmethod
     def of(
@@ -46,8 +52,9 @@ class Step(NamedTuple):
             decision: What was decided beside the scheduler.
             most: Drafts that vLLM has room for.
         """
-        rests = None
+        rests, is_undrafted = None, not plan.num_tokens
         if decision is not None:
+            is_undrafted |= not decision.option.num_tokens
             plan = Plan(decision.option.shape, decision.option.num_tokens)
             if decision.resting:
                 found = map(decision.resting.__contains__, batch.req_ids)
@@ -61,4 +68,4 @@ class Step(NamedTuple):
             computed = computed - batch.num_draft_tokens_per_req
         # The last draft of this step may commit K more tokens and the target one.
         bound = np.add(batch.seq_lens_cpu_upper_bound.numpy()[: batch.num_reqs], 1, dtype=np.int64)
-        return cls(batch, computed >= batch.prefill_len_np, bound, num_sampled, plan, rests)
+        return cls(batch, computed >= batch.prefill_len_np, bound, num_sampled, plan, rests, is_undrafted)

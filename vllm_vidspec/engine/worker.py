@@ -11,10 +11,10 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_vidspec.counter_files import leave_refusal
 from vllm_vidspec.engine.kernel_warmup import warm_up_kernels
 from vllm_vidspec.engine.runner import VidSpecModelRunner
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.metrics.files import leave_refusal
 
 logger = init_logger("vllm.vidspec")
 
@@ -99,9 +99,9 @@ class VidSpecWorker:
         Raises:
             VidSpecError: The drafter has a process of its own.
         """
-        if self.model_runner.knobs.now.is_parallel:  # type: ignore[attr-defined]
-            raise VidSpecError("what is pruned happens in the drafter's process: drop parallel to watch it")
-        watched = self.model_runner.speculator.drafter.prefills.watch(on)  # type: ignore[attr-defined]
+        if self.model_runner.knobs.current.is_parallel:  # type: ignore[attr-defined]
+            raise VidSpecError("pruning traces are unavailable with parallel drafting")
+        watched = self.model_runner.speculator.backend.drafter.prefills.watch(on)  # type: ignore[attr-defined]
         if not as_lists:
             return watched
         return [
@@ -130,7 +130,7 @@ class VidSpecWorker:
 
     def vidspec_knobs(self) -> dict[str, Any]:
         """Return every knob that holds, by its flat name; over `collective_rpc`."""
-        return self.model_runner.knobs.now.flat()  # type: ignore[attr-defined]
+        return self.model_runner.knobs.current.flat()  # type: ignore[attr-defined]
 
     def vidspec_retune(self, knobs: dict[str, Any]) -> None:
         """Change knobs of pruning and scoring between requests; for tools, over `collective_rpc`.

@@ -18,7 +18,7 @@ NOBODY = -1  # the epoch of a row without a stream
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
-class Heard(NamedTuple):
+class Observed(NamedTuple):
     """What the committed text has told.
 
     Attributes:
@@ -39,7 +39,7 @@ class Streams:
     Attributes:
         is_on: bool [M], the drafter has read the prompt: the row draws.
         length: int64 [M], tokens of text and stream.
-        agreed: int64 [M], tokens of them that are committed, as far as was heard.
+        agreed: int64 [M], tokens of them that are committed, as far as was observed.
         fed: int64 [M], logical tokens from the start whose draft KV stands.
         limit: int64 [M], longest text that the request can have.
         text: int32 [M, max_model_len].
@@ -56,7 +56,7 @@ class Streams:
 
     # ---- a request's life ------------------------------------------------------------------------------------------
 
-    def admit(self, req_state_idx: int, epoch: int, limit: int) -> None:
+    def add(self, req_state_idx: int, epoch: int, limit: int) -> None:
         """Give a row to a request that the drafter is about to read."""
         self.epoch[req_state_idx], self.limit[req_state_idx] = epoch, limit
         self.is_on[req_state_idx] = False
@@ -70,7 +70,7 @@ class Streams:
         self.tables.stream_epoch[req_state_idx] = epoch
         self._publish_state(req_state_idx, StreamState.REFUSED)
 
-    def forget(self, req_state_idx: int) -> None:
+    def remove(self, req_state_idx: int) -> None:
         """Take a row from its request."""
         with self._changing(req_state_idx):
             self.tables.stream_epoch[req_state_idx], self.tables.end[req_state_idx] = NOBODY, 0
@@ -109,12 +109,12 @@ class Streams:
         """Return `[n]` bool: which of the rows the target has still given to the drafter's request."""
         return self.tables.epoch[rows] == self.epoch[rows]
 
-    def hear(self) -> Heard:
+    def observe(self) -> Observed:
         """Follow what the target has committed since the last turn."""
         tables = self.tables
         rows = np.flatnonzero(self.is_on & (tables.epoch == self.epoch) & (tables.committed > self.agreed))
         if not len(rows):
-            return Heard(rows, np.zeros(0, dtype=bool))
+            return Observed(rows, np.zeros(0, dtype=bool))
         committed = tables.committed[rows]
         length, agreed = self.length[rows], self.agreed[rows]
         cols = agreed[:, None] + np.arange(int((committed - agreed).max()))
@@ -135,7 +135,7 @@ class Streams:
         with self._changing(rows[is_over]):
             tables.end[rows] = self.length[rows]
             tables.checked[rows] = committed
-        return Heard(rows, is_over & (first < length))
+        return Observed(rows, is_over & (first < length))
 
     def due(self, max_rows: int) -> np.ndarray:
         """Return `[n]` int64 rows that may draw: in ascending order, or if there are more, those with the shortest

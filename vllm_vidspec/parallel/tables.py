@@ -49,7 +49,7 @@ class Sizes:
     def ring(self) -> int:
         """Tokens kept of a stream, R: all that the target may look at, from the last agreement on.
 
-        A power of two. The drafter may draw `max_ahead` past an agreement that it has not heard to be old.
+        A power of two. The drafter may draw `max_ahead` past an agreement that it has not observed to be old.
         """
         return 1 << (2 * self.max_ahead + 1).bit_length()
 
@@ -117,7 +117,7 @@ class Tables:
         self.stream_epoch[:], self.end[:], self.state[:] = -1, 0, 0
         self.generation += 1
 
-    def begin(self, req_state_idx: int, epoch: int, token_ids: np.ndarray) -> None:
+    def add(self, req_state_idx: int, epoch: int, token_ids: np.ndarray) -> None:
         """Give a row to a request, whose committed text so far is `[n]` tokens; the target's."""
         self.epoch[req_state_idx] = -1
         self.committed[req_state_idx] = 0
@@ -125,7 +125,7 @@ class Tables:
         self.committed[req_state_idx] = len(token_ids)
         self.epoch[req_state_idx] = epoch
 
-    def finish(self, req_state_idx: int) -> None:
+    def remove(self, req_state_idx: int) -> None:
         """Take a row from its request; the target's."""
         self.epoch[req_state_idx] = -1
 

@@ -36,12 +36,12 @@ class WindowRule:
     def _bucket(num_reqs: int) -> int:
         return min(max(num_reqs - 1, 0).bit_length(), _NUM_BUCKETS - 1)
 
-    def hear_step(self, num_reqs: int, step_us: float) -> None:
+    def observe_step(self, num_reqs: int, step_us: float) -> None:
         """Take the time of one of the target's steps, over `num_reqs` requests."""
         bucket = self._bucket(num_reqs)
         self._step_us[bucket] = running_mean(self._step_us[bucket], step_us)
 
-    def hear_acceptance(self, num_accepted: int, num_drafts: int) -> None:
+    def observe_acceptance(self, num_accepted: int, num_drafts: int) -> None:
         """Take how many of a step's drafts stand."""
         if num_drafts:
             self._acceptance += _NEW_SHARE * (num_accepted / num_drafts - self._acceptance)

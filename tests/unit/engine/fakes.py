@@ -1,4 +1,4 @@
-"""What the engine's unit tests share: one rank, counters that only add, knobs, requests, and listeners of no target."""
+"""What the engine's unit tests share: one rank, counters that only add, knobs, requests, and hooks of no target."""
 
 import functools
 from types import SimpleNamespace
@@ -9,10 +9,10 @@ import torch
 
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.hooks.guarded import TargetHooks
+from vllm_vidspec.engine.hooks.protocol import Forward, TargetHook
 from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.listen.listeners import TargetListeners
-from vllm_vidspec.engine.listen.protocol import Forward, TargetListener
-from vllm_vidspec.engine.requests import Arrival
+from vllm_vidspec.engine.requests import NewRequest
 
 NUM_ROWS, NUM_TOKENS, HIDDEN = 4, 8, 4
 VIDEO = np.arange(1, 5)  # prompt indices
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 GROUP = SimpleNamespace(rank_in_group=0, world_size=1)
 ALONE = Agreement(GROUP)
 NOTHING = Forward(None, None)  # what a step leaves that ran no forward
-LIFE = ["arrive", "before_forward", "after_forward", "release", "forget_kv"]
+LIFE = ["add", "before_forward", "after_forward", "remove", "forget_kv"]
 
 
 class Counts(dict):
@@ -44,22 +44,25 @@ class Calls(list):
     def __getattr__(self, name):
         return lambda *arguments: self.append((name, *arguments))
 
+    def remove(self, *arguments):  # a list has one of its own
+        self.append(("remove", *arguments))
 
-class Recorder(TargetListener):
+
+class Recorder(TargetHook):
     """Remembers what it hears, fails where it is told to, and counts what that costs."""
 
     loss = "nothing"
 
     def __init__(self, fails_in: str = ""):
-        self.heard: list[str] = []
+        self.observed: list[str] = []
         self.cost = 0
         for name in ("reserve", "init_kv", *LIFE):
-            setattr(self, name, functools.partial(self._hear, name, name == fails_in))
+            setattr(self, name, functools.partial(self._observe, name, name == fails_in))
 
-    def _hear(self, name: str, fails: bool, *arguments) -> int | None:
+    def _observe(self, name: str, fails: bool, *arguments) -> int | None:
         if fails:
             raise RuntimeError(f"planted in {name}")
-        self.heard.append(name)
+        self.observed.append(name)
         return arguments[0] // 4 if name == "reserve" else None
 
     def fail(self, error: Exception) -> None:
@@ -70,11 +73,11 @@ def make_knobs(**knobs: Any) -> Knobs:
     return Knobs(VidSpecConfig(**{"model": "draft", "num_speculative_tokens": 3} | knobs))
 
 
-def in_list(*listeners: TargetListener, on_draft_error: str = "skip") -> TargetListeners:
-    return TargetListeners(listeners, make_knobs(on_draft_error=on_draft_error), ALONE)
+def in_list(*hooks: TargetHook, on_draft_error: str = "skip") -> TargetHooks:
+    return TargetHooks(hooks, make_knobs(on_draft_error=on_draft_error), ALONE)
 
 
-def arrival_of(req_state_idx: int = 2, name: str = "video", num_tokens: int = NUM_TOKENS, **more: Any) -> Arrival:
+def new_request(req_state_idx: int = 2, name: str = "video", num_tokens: int = NUM_TOKENS, **more: Any) -> NewRequest:
     """Return a request whose prompt shows one video, or text alone where `name` is ""."""
     from vllm.multimodal.inputs import PlaceholderRange
 
@@ -82,7 +85,7 @@ def arrival_of(req_state_idx: int = 2, name: str = "video", num_tokens: int = NU
     feature = SimpleNamespace(mm_position=place, modality="video", identifier=name, data={"pixel_values": None})
     sampling = SimpleNamespace(structured_outputs=None)
     tokens, features = list(range(num_tokens)), [feature] if name else []
-    return Arrival(f"request-{req_state_idx}", req_state_idx, tokens, features, sampling, **more)
+    return NewRequest(f"request-{req_state_idx}", req_state_idx, tokens, features, sampling, **more)
 
 
 def batch_of(*rows: int, start: int = 0, count: int = NUM_TOKENS) -> SimpleNamespace:

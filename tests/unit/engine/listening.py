@@ -6,11 +6,11 @@ import torch
 
 from tests.unit.engine import fakes
 from tests.unit.engine.fakes import CPU, HIDDEN, NUM_ROWS, VIDEO
-from vllm_vidspec.engine.listen import attention, hidden_states, state_store, visual_states
-from vllm_vidspec.engine.listen.attention import AttentionGuidance
-from vllm_vidspec.engine.listen.hidden_states import HiddenStateGuidance
-from vllm_vidspec.engine.listen.prompts import Guidance
-from vllm_vidspec.engine.listen.visual_states import VisualStates
+from vllm_vidspec.engine.hooks import attention, hidden_states, state_store, visual_states
+from vllm_vidspec.engine.hooks.attention import AttentionGuidance
+from vllm_vidspec.engine.hooks.hidden_states import HiddenStateGuidance
+from vllm_vidspec.engine.hooks.prompts import Guidance
+from vllm_vidspec.engine.hooks.visual_states import VisualStates
 
 
 def make_guidance(kind: type[Guidance], monkeypatch, **more) -> Guidance:

@@ -25,7 +25,7 @@ class Engine:
     async def collective_rpc(self, method, args=()):
         self.calls.append(method)
         if method == "vidspec_knobs":
-            return [self.knobs.now.flat()] * 2
+            return [self.knobs.current.flat()] * 2
         changes = dict(*args)
         if "num_speculative_tokens" in changes:
             self.limit = changes.pop("num_speculative_tokens")
@@ -77,11 +77,11 @@ def test_knobs_are_told_and_changed(client):
         ({"prune_ratio": 2}, "prune_ratio"),
         ({"prune_ratoi": 0.5}, "did you mean"),
         ({"model": "other"}, "model cannot change while the engine runs"),
-        ({"pruner": "uv"}, "this engine does not listen to the target's uv"),
+        ({"pruner": "uv"}, "this engine does not observe the target's uv"),
         ({"pruner": "auto"}, "start the engine with it"),
         ({"num_speculative_tokens": 99}, "between 0 and 5"),
         ([1], "a JSON object"),
-        ("x" * 70_000, "at most 65536 bytes"),
+        ("x" * 70_000, "exceeds 65536 bytes"),
     ],
 )
 def test_what_is_wrong_is_one_line(client, body, said):
@@ -89,7 +89,7 @@ def test_what_is_wrong_is_one_line(client, body, said):
     answer = client(engine).post(PATH, headers=SECRET, json=body)
     assert answer.status_code == 400
     assert said in answer.json()["error"] and "\n" not in answer.json()["error"]
-    assert engine.knobs.now.flat() == Engine().knobs.now.flat()
+    assert engine.knobs.current.flat() == Engine().knobs.current.flat()
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[" * 10_000, b"\xff"])

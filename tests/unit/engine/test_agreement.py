@@ -90,9 +90,9 @@ def survivable(agreement: Agreement, rank: int) -> list:
         error = agreement.run("outside", both)
         assert (error is None) == (not outer)
         assert outer or (found[0] is None) == (not inner)
-    assert agreement.settle("flags", [True, rank == 0, False]) == [True, False, False]
-    assert agreement.settle("flags", [True] * 200 + [rank == 1]) == [True] * 200 + [False]
-    assert agreement.settle("flags", []) == []
+    assert agreement.all_ranks_and("flags", [True, rank == 0, False]) == [True, False, False]
+    assert agreement.all_ranks_and("flags", [True] * 200 + [rank == 1]) == [True] * 200 + [False]
+    assert agreement.all_ranks_and("flags", []) == []
     return seen
 
 
@@ -134,7 +134,7 @@ def failing(phase: str, fails_on: tuple[int, ...], error: Exception, num_reduces
                     raise error
 
         agreement.run(phase, step, is_careful=is_careful)
-        agreement.settle("guidance", [True])
+        agreement.all_ranks_and("guidance", [True])
 
     return scenario
 

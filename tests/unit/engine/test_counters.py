@@ -20,7 +20,7 @@ from vllm_vidspec.engine.report import acceptance_alarm, server_counters
 from vllm_vidspec.engine.report import counters as counters_module
 from vllm_vidspec.engine.report.acceptance_alarm import WINDOW, AcceptanceAlarm
 from vllm_vidspec.engine.report.counters import Counters
-from vllm_vidspec.engine.requests import Arrival, RequestRows
+from vllm_vidspec.engine.requests import NewRequest, RequestRows
 
 prometheus_client = pytest.importorskip("prometheus_client")
 
@@ -48,7 +48,7 @@ def server(tmp_path, monkeypatch):
 
     publish.said = hear_warnings(monkeypatch, server_counters, counters_module)
     yield publish
-    if collector := metrics._registered.pop("collector", None):
+    if collector := metrics.prometheus._registered.pop("collector", None):
         prometheus_client.REGISTRY.unregister(collector)
     os.environ.pop(server_counters._INSTANCE, None)
 
@@ -82,7 +82,7 @@ def worker_counters(config, engine: int = 0, suffix: str = "") -> Counters:
 
 def begin(counters: Counters, req_state_idx: int, req_id: str) -> None:
     """Let a request take a row."""
-    counters.admit(Arrival(req_id, req_state_idx, [], [], None))
+    counters.begin_request(NewRequest(req_id, req_state_idx, [], [], None))
 
 
 def verify(counters: Counters, accepted: list[int], num_drafts: int = K, rows: tuple[int, ...] = ()) -> None:
@@ -104,7 +104,6 @@ def test_a_preempted_request_keeps_its_figures(server):
     exact = lambda req_id: server_counters._current.request(req_id)["exact"]  # noqa: E731
     begin(counters, 2, "a")
     verify(counters, [3], rows=(2,))
-    counters.forget(2)
     begin(counters, 2, "b")  # on the row of the preempted one
     verify(counters, [1], rows=(2,))
     begin(counters, 3, "a")
@@ -155,7 +154,7 @@ def test_the_alarm_hears_what_the_device_has_counted(server):
         return server_counters._current[0].values()["low_acceptance_windows"]
 
     assert windows(0) == 2
-    assert len(server.said) == 1 and "next to no draft token stands" in server.said[0]
+    assert len(server.said) == 1 and "draft acceptance is near zero" in server.said[0]
     assert windows(1) == windows(1, 64) == 2
     counters._requests.has_draft.fill_(False)  # verified without a draft: nothing is said of acceptance
     assert windows(0) == 2
@@ -164,14 +163,14 @@ def test_the_alarm_hears_what_the_device_has_counted(server):
 def test_the_alarm_speaks_once_and_is_armed_by_a_sound_window(monkeypatch):
     """Catches: a line per window, an alarm that a single good answer re-arms, one that never speaks again."""
     alarm, said = AcceptanceAlarm(), hear_warnings(monkeypatch, acceptance_alarm)
-    assert not alarm.hear(WINDOW - 1, 0), "a window is not full"
-    assert alarm.hear(1, 0) and len(said) == 1
-    assert alarm.hear(WINDOW, WINDOW // 4) and len(said) == 1
-    assert not alarm.hear(WINDOW, 3 * WINDOW // 4), "neither near zero nor sound"
-    assert alarm.hear(3 * WINDOW, WINDOW) and len(said) == 1
-    assert not alarm.hear(WINDOW, 5 * WINDOW)
-    assert not alarm.hear(WINDOW, WINDOW // 2), "half a token pays"
-    assert alarm.hear(WINDOW, 0) and len(said) == 2
+    assert not alarm.observe(WINDOW - 1, 0), "a window is not full"
+    assert alarm.observe(1, 0) and len(said) == 1
+    assert alarm.observe(WINDOW, WINDOW // 4) and len(said) == 1
+    assert not alarm.observe(WINDOW, 3 * WINDOW // 4), "neither near zero nor sound"
+    assert alarm.observe(3 * WINDOW, WINDOW) and len(said) == 1
+    assert not alarm.observe(WINDOW, 5 * WINDOW)
+    assert not alarm.observe(WINDOW, WINDOW // 2), "half a token pays"
+    assert alarm.observe(WINDOW, 0) and len(said) == 2
 
 
 def test_every_data_parallel_engine_has_a_file_of_its_own(server):

@@ -26,7 +26,7 @@ def built(monkeypatch):
     config = SimpleNamespace(
         scheduler_config=scheduler, model_config=SimpleNamespace(uses_mrope=True, mrope_num_dims=3, max_model_len=128)
     )
-    monkeypatch.setattr(DraftModel, "_draft_config", lambda self: config)
+    monkeypatch.setattr(draft_model, "draft_config", lambda *_: config)
     model = DraftModel(config, CPU, is_self_draft=False, agreement=None)
     model.load(torch.nn.Module())
     return model, given

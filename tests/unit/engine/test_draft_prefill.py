@@ -75,9 +75,9 @@ class Line:
         self.prefills = DraftPrefill(self.model, chosen, self.counted, self.kv, cache, self.shared, ALONE)  # type: ignore[arg-type]
         self.text = torch.full((8, MAX_LEN), 7_777_777, dtype=torch.int32)  # an id outside the vocabulary
 
-    def admit(self, row: int, token_ids: list[int], features: Sequence[Any] = (), scores: Any = None) -> Any:
+    def add(self, row: int, token_ids: list[int], features: Sequence[Any] = (), scores: Any = None) -> Any:
         self.text[row, : len(token_ids)] = torch.tensor(token_ids)
-        return self.prefills.admit(PrefillMessage(f"r{row}", row, token_ids, list(features), scores))
+        return self.prefills.add(PrefillMessage(f"r{row}", row, token_ids, list(features), scores))
 
     def step(self, bounds: dict[int, int]) -> Any:
         self.model.forwards = []
@@ -87,7 +87,7 @@ class Line:
             self.kv.block_tables[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
         return self.prefills.step(PrefillStep(np.array(list(bounds)), np.array(list(bounds.values())), self.text))
 
-    def held(self, row: int, count: int) -> list[tuple[float, int]]:
+    def kv_of(self, row: int, count: int) -> list[tuple[float, int]]:
         """Return (embedding, position) of a row's first KV entries."""
         return [self.model.slots[slot] for slot in self.slots(row, count)]
 
@@ -115,7 +115,7 @@ def test_a_prefill_over_many_steps_catches_up_with_its_text():
     """
     line = Line()
     prompt = list(range(1, 201))
-    assert line.admit(2, prompt)
+    assert line.add(2, prompt)
     committed = 201
     for number in range(4):
         line.text[2, committed - 1] = 300 + committed
@@ -127,7 +127,7 @@ def test_a_prefill_over_many_steps_catches_up_with_its_text():
     expected = [(float(token), i) for i, token in enumerate(prompt)] + [
         (float(300 + i + 1), i) for i in range(200, committed - 1)
     ]
-    assert line.held(2, committed - 1) == expected
+    assert line.kv_of(2, committed - 1) == expected
     assert not line.step({2: committed + 1}).ready  # it is out of the line
 
 
@@ -135,11 +135,11 @@ def test_pruned_prompts_go_on_where_the_full_one_would():
     """A 40-token clip, half of it kept, between text: original positions, embeddings in the clip's places."""
     line = Line()
     prompt = [1] * 10 + [999] * 40 + [2] * 80
-    line.admit(0, prompt, (clip("a", 10, 40, shade=0.5),))
+    line.add(0, prompt, (clip("a", 10, 40, shade=0.5),))
     assert line.step({0: 131}).ready == []
     line.text[0, 130:132] = torch.tensor([5, 6])
     assert line.step({0: 132}).ready == [0]
-    held = line.held(0, 111)
+    held = line.kv_of(0, 111)
     assert [value for value, _ in held] == [1.0] * 10 + [0.5] * 20 + [2.0] * 80 + [5.0]
     positions = [position for _, position in held]
     assert positions[:10] == list(range(10)) and positions[30:] == list(range(50, 131))
@@ -153,28 +153,28 @@ def test_a_step_is_shared_in_the_order_of_arrival_by_its_batch():
     """
     line = Line()
     for row, length in ((5, 50), (1, 30), (3, 20)):
-        line.admit(row, [1] * length)
+        line.add(row, [1] * length)
     bounds = {3: 21, 1: 31, 5: 51}
     assert line.step(bounds).ready == [5]
     assert line.model.forwards == [64]
     assert line.step({row: bound + 1 for row, bound in bounds.items() if row != 5}).ready == [1, 3]
     assert line.model.forwards == [16 + 1 + 20 + 1]
     for row in (0, 2):
-        line.admit(row, [1] * 20)
+        line.add(row, [1] * 20)
     assert [line.step({row: 21}).ready for row in (2, 0)] == [[2], [0]]
 
 
 def test_text_that_is_longer_than_a_step_is_read_at_once_when_its_turn_comes():
     """Catches: a line that stands still for ever; garbage that counts as read."""
     line = Line()
-    line.admit(0, [1] * 64)
+    line.add(0, [1] * 64)
     assert line.step({0: 65}).ready == [0]
-    line.admit(1, [1] * 64)
+    line.add(1, [1] * 64)
     assert line.step({1: 65 + 100}).ready == []
     line.text[1, 64:170] = torch.arange(106)
     assert line.step({1: 65 + 101}).ready == [1]
     assert line.model.forwards == [64, 37]
-    assert [value for value, _ in line.held(1, 165)] == [1.0] * 64 + [float(i) for i in range(101)]
+    assert [value for value, _ in line.kv_of(1, 165)] == [1.0] * 64 + [float(i) for i in range(101)]
 
 
 def test_who_has_rested_catches_up_on_its_text():
@@ -186,22 +186,22 @@ def test_who_has_rested_catches_up_on_its_text():
     """
     line, prompt = Line(), [1] * 10 + [999] * 40 + [2] * 10  # 20 of them dropped: the text begins at entry 40
     line.text[0, 60:] = torch.arange(MAX_LEN - 60) % 1000
-    line.admit(0, prompt, (clip("a", 10, 40, shade=0.5),))
+    line.add(0, prompt, (clip("a", 10, 40, shade=0.5),))
     assert line.step({0: 66}).ready == [0]
     text = [(float(i), 60 + i) for i in range(100)]
     line.model.slots.clear()
-    line.prefills.rest(np.array([0]), np.array([62]))
-    line.admit(1, [1] * 50)
+    line.prefills.requeue(np.array([0]), np.array([62]))
+    line.add(1, [1] * 50)
     assert line.step({0: 90, 1: 51}).ready == [0]
     assert line.model.forwards == [27 + 37] and len(line.model.encoded) == 1
     assert [line.model.slots.get(slot) for slot in line.slots(0, 70)] == [None] * 42 + text[2:29] + [None]
     assert line.step({0: 91, 1: 53}).ready == [1]
     line.model.slots.clear()
-    line.prefills.rest(np.array([0]), np.array([50]))  # the prompt is 60: all that it lacks is text
+    line.prefills.requeue(np.array([0]), np.array([50]))  # the prompt is 60: all that it lacks is text
     assert line.step({0: 100}).ready == [0]
     assert [line.model.slots.get(slot) for slot in line.slots(0, 80)] == [None] * 40 + text[:39] + [None]
-    line.prefills.rest(np.array([0, 1]), np.array([99, 53]))
-    line.prefills.forget(1)
+    line.prefills.requeue(np.array([0, 1]), np.array([99, 53]))
+    line.prefills.remove(1)
     assert line.step({0: 300, 1: 60}).ready == [0]
     assert line.model.forwards == [64, 64, 64, 8]
     assert [line.model.slots.get(slot) for slot in line.slots(0, 279)[79:]] == [
@@ -216,8 +216,8 @@ def test_the_tower_has_a_budget_of_its_own():
     """
     line = Line(prune_ratio=0.9)
     for row, length in enumerate((60, 60, 150)):
-        line.admit(row, [999] * length + [1] * 2, (clip(f"c{row}", 0, length),))
-    line.admit(3, [1] * 20)
+        line.add(row, [999] * length + [1] * 2, (clip(f"c{row}", 0, length),))
+    line.add(3, [1] * 20)
     bounds = {0: 63, 1: 63, 2: 153, 3: 21}
     ready = [line.step({row: bound + i for row, bound in bounds.items()}).ready for i in range(3)]
     assert line.model.encoded == [["c0"], ["c1"], ["c2"]]
@@ -227,8 +227,8 @@ def test_the_tower_has_a_budget_of_its_own():
 def test_nobody_is_looked_at_before_the_language_model_can_read_it():
     """Catches: embeddings of a whole line of requests held at once."""
     line = Line(cache_bytes=2**16)
-    line.admit(0, [1] * 130)
-    line.admit(1, [999] * 20 + [1] * 60, (clip("c", 0, 20),))
+    line.add(0, [1] * 130)
+    line.add(1, [999] * 20 + [1] * 60, (clip("c", 0, 20),))
     for number, expected in enumerate(([], [], [["c"]])):
         line.step({0: 131 + number, 1: 81 + number})
         assert line.model.encoded == expected
@@ -240,16 +240,16 @@ def test_nobody_is_looked_at_before_the_language_model_can_read_it():
 def test_a_bad_prompt_costs_itself_alone_or_stops_an_engine_that_is_to_raise():
     """One that cannot be placed, one of foreign embeddings, one the tower refuses; a good one among them is ready."""
     line = Line()
-    assert not line.admit(0, [666, 1, 1])
-    assert not line.admit(1, [999] * 4, (clip("e", 0, 4, video_embeds=SimpleNamespace(data=None)),))
-    assert line.admit(2, [999] * 4 + [1], (clip("broken", 0, 4),))
-    assert line.admit(3, [999] * 4 + [1], (clip("fine", 0, 4),))
+    assert not line.add(0, [666, 1, 1])
+    assert not line.add(1, [999] * 4, (clip("e", 0, 4, video_embeds=SimpleNamespace(data=None)),))
+    assert line.add(2, [999] * 4 + [1], (clip("broken", 0, 4),))
+    assert line.add(3, [999] * 4 + [1], (clip("fine", 0, 4),))
     done = line.step({2: 6, 3: 6})
     assert (done.ready, done.failed) == ([3], [2])
     assert line.counted["skipped_draft_error"] == 2 and line.counted["skipped_unsupported"] == 1
     assert line.counted["who"] == ["r0", "r1", "r2"]
     with pytest.raises(ValueError, match="no known shape"):
-        Line(on_draft_error="raise").admit(0, [666])
+        Line(on_draft_error="raise").add(0, [666])
 
 
 def test_a_prompt_that_the_whole_pool_could_not_hold_is_refused_and_one_that_it_could_waits():
@@ -257,10 +257,10 @@ def test_a_prompt_that_the_whole_pool_could_not_hold_is_refused_and_one_that_it_
     line = Line()
     del line.kv._free[3:]
     line.kv.num_blocks, longest = 4, 3 * BLOCK - 1 - 3  # a token past the prompt, and K = 3 drafts
-    assert line.admit(0, [1] * (longest + 1)) == Admission.REFUSED and line.counted["skipped_too_long"] == 1
-    assert line.admit(1, [1] * longest) == Admission.ADMITTED
-    assert line.admit(2, [1] * longest) == Admission.FULL
-    assert line.prefills.admit(PrefillMessage("r2", 2, [1] * longest, []), longest + 2) == Admission.REFUSED
+    assert line.add(0, [1] * (longest + 1)) == Admission.REFUSED and line.counted["skipped_too_long"] == 1
+    assert line.add(1, [1] * longest) == Admission.ADMITTED
+    assert line.add(2, [1] * longest) == Admission.FULL
+    assert line.prefills.add(PrefillMessage("r2", 2, [1] * longest, []), longest + 2) == Admission.REFUSED
     assert line.counted["skipped_too_long"] == 2 and line.counted["who"] == ["r0", "r2"]
 
 
@@ -274,18 +274,18 @@ def test_one_look_serves_all_that_show_the_same():
     """
     line = Line(cache_bytes=2**16, prune_ratio=0.9)
     for row in range(3):
-        line.admit(row, [999] * 20 + [1], (clip("same", 0, 20, shade=3),))
+        line.add(row, [999] * 20 + [1], (clip("same", 0, 20, shade=3),))
     assert line.step(dict.fromkeys(range(3), 22)).ready == [0, 1, 2]
-    line.admit(3, [999] * 20 + [1], (clip("same", 0, 20, shade=99),))
+    line.add(3, [999] * 20 + [1], (clip("same", 0, 20, shade=99),))
     line.shared["target's"] = torch.full((1, 20, HIDDEN), 8.0)
-    line.admit(4, [999] * 20 + [1], (clip("target's", 0, 20, shade=99),))
+    line.add(4, [999] * 20 + [1], (clip("target's", 0, 20, shade=99),))
     assert line.step({3: 22, 4: 22}).ready == [3, 4]
     assert line.model.encoded == [["same"]]
-    assert [line.held(row, 1)[0][0] for row in range(5)] == [3.0] * 4 + [8.0]
+    assert [line.kv_of(row, 1)[0][0] for row in range(5)] == [3.0] * 4 + [8.0]
     assert (line.counted["draft_encoder_misses"], line.counted["draft_encoder_hits"]) == (1, 4)
     roomless = Line(cache_bytes=0, prune_ratio=0.9)
     for row in range(2):
-        roomless.admit(row, [999] * 20 + [1], (clip("same", 0, 20),))
+        roomless.add(row, [999] * 20 + [1], (clip("same", 0, 20),))
         roomless.step({row: 22})
     assert roomless.model.encoded == [["same"], ["same"]]
 

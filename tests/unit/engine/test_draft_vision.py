@@ -64,7 +64,7 @@ def shown_of(pruner: str, cache_bytes: int) -> tuple[list[range | None], list[tu
     scores, embeddings = measured()
     line = line_of(cache_bytes, pruner=pruner)
     token_ids, features = cuttable(embeddings)
-    assert line.admit(0, token_ids, features, [scores] if pruner in GUIDED else None)
+    assert line.add(0, token_ids, features, [scores] if pruner in GUIDED else None)
     return line.model.frames, read(line, 0, len(token_ids))
 
 
@@ -130,11 +130,11 @@ def test_steps_go_between(monkeypatch):
     """12 frames beside a request that decodes and one that waits behind: three steps, and both go on in each."""
     _, embeddings = measured(num_frames=12)
     line = line_of()
-    line.admit(0, [TEXT] * 20)
+    line.add(0, [TEXT] * 20)
     assert line.step({0: 21}).ready == [0]
     token_ids, features = cuttable(embeddings)
-    line.admit(1, token_ids, features)
-    line.admit(2, [TEXT] * 20)
+    line.add(1, token_ids, features)
+    line.add(2, [TEXT] * 20)
     length = len(token_ids) + 1
     ready = [line.step({0: 22 + i, 1: length + i, 2: 21 + i}).ready for i in range(3)]
     assert ready[0] == [2] and line.model.frames == [range(4), range(4, 8), range(8, 12)]
@@ -145,9 +145,9 @@ def test_what_is_left_of_a_step_begins_the_next_video():
     """9 frames, then 9 of another: the step that ends the one has room for three frames of the other."""
     line = line_of(prune_ratio=0.9)
     for row in range(2):
-        line.admit(row, *cuttable(measured(row, num_frames=9)[1], f"video {row}"))
+        line.add(row, *cuttable(measured(row, num_frames=9)[1], f"video {row}"))
     for i in range(6):
-        line.step({row: 300 + i for row in range(2) if row in line.prefills._jobs})
+        line.step({row: 300 + i for row in range(2) if row in line.prefills._queue})
     assert line.model.encoded[2] == ["video 0", "video 1"]
     assert line.model.frames == [range(4), range(4, 8), range(8, 9), range(3), range(3, 7), range(7, 9)]
     assert not line.prefills.is_reading
@@ -159,17 +159,17 @@ def test_two_requests_with_one_video_are_one_look():
     line = line_of(pruner="attention", prune_ratio=0.9)
     token_ids, features = cuttable(embeddings)
     length = len(token_ids) + 1
-    line.admit(0, token_ids, features, [scores])
+    line.add(0, token_ids, features, [scores])
     line.step({0: length})
-    line.admit(1, token_ids, features, [scores])
+    line.add(1, token_ids, features, [scores])
     ready = []
     for i in range(4):
         ready += line.step({row: length + i for row in (0, 1) if row not in ready}).ready
-    line.admit(2, token_ids, features, [scores])
+    line.add(2, token_ids, features, [scores])
     ready += line.step({2: length}).ready
     assert ready == [0, 1, 2] and line.model.frames == HALVES
     num_kept = len(token_ids) - FRAMES * SIZE + budget(FRAMES * SIZE, 0.9)
-    assert line.held(0, num_kept) == line.held(1, num_kept) == line.held(2, num_kept)
+    assert line.kv_of(0, num_kept) == line.kv_of(1, num_kept) == line.kv_of(2, num_kept)
     assert (line.counted["draft_encoder_misses"], line.counted["draft_encoder_hits"]) == (1, 2)
 
 
@@ -180,17 +180,17 @@ def test_an_abort_in_the_middle_leaves_nothing(cache_bytes):
     line = line_of(cache_bytes)
     token_ids, features = cuttable(embeddings)
     cache, length = line.prefills.vision.cache, len(token_ids) + 1
-    line.admit(0, token_ids, features)
+    line.add(0, token_ids, features)
     line.step({0: length})
     assert bool(cache.num_used_bytes) == bool(cache_bytes)
-    line.prefills.forget(0)
-    line.kv.forget(0)
-    assert not cache.num_used_bytes and not cache.unfinished() and not list(line.prefills.held())
-    line.admit(0, token_ids, features)
-    line.admit(1, token_ids, features)
+    line.prefills.remove(0)
+    line.kv.remove(0)
+    assert not cache.num_used_bytes and not cache.unfinished() and not list(line.prefills.active_rows())
+    line.add(0, token_ids, features)
+    line.add(1, token_ids, features)
     line.step({0: length, 1: length})
-    line.prefills.forget(0)
-    line.kv.forget(0)
+    line.prefills.remove(0)
+    line.kv.remove(0)
     line.counted.update(visual_tokens_full=FRAMES * SIZE, visual_tokens_kept=FRAMES * SIZE // 2)  # of the last alone
     read(line, 1, len(token_ids))
     anew = [] if cache_bytes else HALVES[:1]
@@ -201,10 +201,10 @@ def test_a_part_that_fails_costs_its_requests_alone():
     _, embeddings = measured()
     line = line_of()
     token_ids, features = cuttable(embeddings, "fine")
-    line.admit(0, token_ids, features)
+    line.add(0, token_ids, features)
     line.step({0: len(token_ids) + 1})
     features[0].identifier = "broken"
-    line.admit(1, [TEXT] * 20)
+    line.add(1, [TEXT] * 20)
     done = line.step({0: len(token_ids) + 2, 1: 21})
     assert (done.failed, done.ready) == ([0], [1]) and not line.prefills.vision.cache.num_used_bytes
 
@@ -214,7 +214,7 @@ def test_embeddings_that_made_way_are_made_again():
     _, embeddings = measured()
     line = line_of()
     token_ids, features = cuttable(embeddings)
-    line.admit(0, token_ids, features)
+    line.add(0, token_ids, features)
     line.step({0: len(token_ids) + 1})
     line.prefills.vision.cache.clear()
     kept = read(line, 0, len(token_ids))
@@ -228,18 +228,18 @@ def test_who_looks_ahead_goes_on_where_it_was():
     line = line_of(pruner="attention")
     token_ids, features = cuttable(embeddings)
     message = PrefillMessage("r0", 0, token_ids, features)
-    assert line.prefills.look_ahead(message) and line.model.frames == HALVES[:1]
-    assert line.admit(0, token_ids, features, [scores])
+    assert line.prefills.encode_ahead(message) and line.model.frames == HALVES[:1]
+    assert line.add(0, token_ids, features, [scores])
     assert len(read(line, 0, len(token_ids))) == budget(FRAMES * SIZE, 0.5)
     assert line.model.frames == HALVES
     other, features = cuttable(embeddings, "other")
     cache = line.prefills.vision.cache
     before = cache.num_used_bytes
-    assert line.prefills.look_ahead(PrefillMessage("r1", 1, other, features)) and cache.num_used_bytes > before
-    line.prefills.forget(1)
+    assert line.prefills.encode_ahead(PrefillMessage("r1", 1, other, features)) and cache.num_used_bytes > before
+    line.prefills.remove(1)
     assert cache.num_used_bytes == before and not cache.unfinished()
     roomless = line_of(NO_ROOM)
-    assert not roomless.prefills.look_ahead(message) and not roomless.model.frames
+    assert not roomless.prefills.encode_ahead(message) and not roomless.model.frames
 
 
 def test_what_cannot_be_cut_is_encoded_whole_and_counted(monkeypatch):
@@ -253,7 +253,7 @@ def test_what_cannot_be_cut_is_encoded_whole_and_counted(monkeypatch):
     image.data["image_grid_thw"] = SimpleNamespace(data=torch.tensor([1, 8, 60]))
     monkeypatch.setattr(CuttingModel, "encode", SeeingModel.encode)
     for row, some in enumerate(([image], as_video(embeddings)[1])):
-        line.admit(row, token_ids + [TEXT] * 100, some)
+        line.add(row, token_ids + [TEXT] * 100, some)
         read(line, row, len(token_ids) + 100)
         line.counted.update(visual_tokens_full=0, visual_tokens_kept=0)
     assert line.counted["draft_encoder_oversized"] == 2 and line.counted["draft_encoder_misses"] == 2
@@ -261,7 +261,7 @@ def test_what_cannot_be_cut_is_encoded_whole_and_counted(monkeypatch):
     monkeypatch.setattr(CuttingModel, "max_encoder_tokens", SIZE - 1)
     small = line_of()
     token_ids, features = cuttable(embeddings)
-    small.admit(0, token_ids, features)
+    small.add(0, token_ids, features)
     read(small, 0, len(token_ids))
     assert small.model.frames == [range(i, i + 1) for i in range(6)]
     assert small.counted["draft_encoder_oversized"] == 6
@@ -286,11 +286,11 @@ def test_what_trails_a_video_comes_once():
     line = line_of(model=Model(), pruner="none")
     token_ids, features = as_video(embeddings[: frames * 4 + 1])
     features[0].data = {"pixel_values_videos": SimpleNamespace(data=torch.zeros(frames, 3, 4, 4))}
-    line.admit(0, token_ids, features)
+    line.add(0, token_ids, features)
     for i in range(12):
         if line.step({0: len(token_ids) + 1 + i}).ready:
             break
-    held = [value for value, _ in line.held(0, len(token_ids)) if value != TEXT]
+    held = [value for value, _ in line.kv_of(0, len(token_ids)) if value != TEXT]
     assert held == shows[:, 0].tolist() and len(line.model.encoded) == 3
 
 
@@ -315,7 +315,7 @@ def test_a_video_that_the_target_has_pruned_is_cut_by_its_own_frames():
 def test_a_bad_prompt_leaves_nothing_ahead():
     """One that cannot be placed is not looked at ahead, and does not hold its row."""
     line = line_of()
-    assert not line.prefills.look_ahead(PrefillMessage("r0", 0, [], []))
+    assert not line.prefills.encode_ahead(PrefillMessage("r0", 0, [], []))
     with mock.patch.object(DraftPrefill, "_plan", side_effect=ValueError("planted")):
-        assert not line.prefills.look_ahead(PrefillMessage("r0", 0, *cuttable(measured()[1])))
-    assert not list(line.prefills.held())
+        assert not line.prefills.encode_ahead(PrefillMessage("r0", 0, *cuttable(measured()[1])))
+    assert not list(line.prefills.active_rows())

@@ -12,7 +12,7 @@ from tests.simulated_device.fakes import StagedWrites
 from tests.unit.engine.fakes import Counts
 from vllm_vidspec.engine.draft import drafter as drafter_module
 from vllm_vidspec.engine.draft import kv as kv_module
-from vllm_vidspec.engine.draft.drafter import _NO_END, Drafter
+from vllm_vidspec.engine.draft.drafter import UNBOUNDED, Drafter
 from vllm_vidspec.engine.draft.kv import DraftKV
 
 CPU, K, BLOCK, ROWS, LONGEST = torch.device("cpu"), 5, 4, 6, 60
@@ -32,7 +32,7 @@ def make_drafter(max_model_len: int, num_positions: int) -> Drafter:
     made.kv = DraftKV(80, BLOCK, ROWS, LONGEST + K + 1, CPU)
     made.model = SimpleNamespace(max_model_len=max_model_len, num_positions=num_positions)
     made._max_model_len, made._num_speculative_tokens, made._max_run = LONGEST, K, 0
-    made._room_until = np.full(ROWS, _NO_END, dtype=np.int64)
+    made._capacity_limit = np.full(ROWS, UNBOUNDED, dtype=np.int64)
     return made
 
 
@@ -48,8 +48,8 @@ def test_a_step_is_looked_at_whenever_it_needs_something(max_model_len, num_posi
     """
     drafter, rows = make_drafter(max_model_len, num_positions), np.arange(len(prompts))
     for row, (num_dropped, pos_delta) in enumerate(prompts):
-        drafter.kv.begin(row, num_dropped, pos_delta)
-        drafter._room_until[row] = -1
+        drafter.kv.add(row, num_dropped, pos_delta)
+        drafter._capacity_limit[row] = -1
     steps_with_room = 0
     for bound in range(13, LONGEST + 1):
         bounds = np.full(len(rows), bound)
@@ -62,7 +62,7 @@ def test_a_step_is_looked_at_whenever_it_needs_something(max_model_len, num_posi
     if prompts and max_model_len >= LONGEST and num_positions >= LONGEST + 30:
         assert steps_with_room >= (LONGEST - 13) // 2
     for row in rows:
-        drafter._room_until[row] = _NO_END
+        drafter._capacity_limit[row] = UNBOUNDED
     assert drafter.has_room(np.arange(ROWS), np.full(ROWS, LONGEST))
 
 
@@ -73,7 +73,7 @@ def test_a_run_has_room_as_long_as_it_goes_on(monkeypatch):
     """
     drafter, rows = make_drafter(LONGEST, LONGEST), np.arange(1)
     drafter._max_run = 7
-    drafter.kv.begin(0, 0, 0)
+    drafter.kv.add(0, 0, 0)
     drafter.reserve(rows, np.array([30]))
     brought = []
     monkeypatch.setattr(drafter_module, "begin_step", lambda *_, max_drafts, **__: brought.append(max_drafts))

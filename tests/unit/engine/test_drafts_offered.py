@@ -41,7 +41,7 @@ def test_errors_that_are_to_raise_do_so_in_the_drafters_process_too(choice, is_u
     client._processes, client.is_up = [], is_up
     if raises:
         with pytest.raises(VidSpecError, match="the drafter failed: RuntimeError: no"):
-            list(client._hear())
+            list(client._receive())
     else:
-        assert list(client._hear()) == []
+        assert list(client._receive()) == []
         assert client._reason == "RuntimeError: no"

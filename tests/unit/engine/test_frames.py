@@ -71,7 +71,7 @@ def read(line: Line, row: int, num_tokens: int) -> list[tuple[int, int]]:
     for number in range(20):
         if line.step({row: num_tokens + 1 + number}).ready:
             num_kept = num_tokens - line.counted["visual_tokens_full"] + line.counted["visual_tokens_kept"]
-            held = line.held(row, num_kept)
+            held = line.kv_of(row, num_kept)
             assert [value for value, _ in held].count(TEXT) == num_tokens - line.counted["visual_tokens_full"]
             return [(int(value * 1000), position) for value, position in held if value != TEXT]
     raise AssertionError("it is never ready")
@@ -95,7 +95,7 @@ def test_frames_keep_what_the_video_would(pruner, ratio):
         line = Line(model=SeeingModel(), **knobs)
         token_ids, features = make(embeddings)
         guide = list(scores.split(sizes)) if pruner in GUIDED else None
-        assert line.admit(0, token_ids, features, guide)
+        assert line.add(0, token_ids, features, guide)
         kept = read(line, 0, len(token_ids))
         starts = [feature.mm_position.offset for feature in features]
         assert [position for _, position in kept] == [starts[i // sizes] + i % sizes for i, _ in kept]
@@ -113,7 +113,7 @@ def test_an_image_that_keeps_nothing_is_looked_at_only_to_compare():
         line = Line(model=SeeingModel(), pruner=pruner)
         line.prefills._knobs.retune({"prune_ratio": 0.9})
         token_ids, features = as_images(embeddings)
-        assert line.admit(0, token_ids, features)
+        assert line.add(0, token_ids, features)
         assert len(read(line, 0, len(token_ids))) == 19
         assert sum(map(len, line.model.encoded)) == looks
         assert line.counted["draft_encoder_misses"] == looks
@@ -127,11 +127,11 @@ def test_a_choice_waits_for_the_last_frame():
     _, embeddings = measured()
     line = Line(model=SeeingModel(), pruner="fastvid", prune_ratio=0.9)
     token_ids, features = as_images(embeddings)
-    assert line.admit(0, token_ids, features) and line.admit(1, [TEXT] * 20)
+    assert line.add(0, token_ids, features) and line.add(1, [TEXT] * 20)
     assert line.step({0: len(token_ids) + 1, 1: 21}).ready == [1]
-    job = line.prefills._jobs[0]
+    job = line.prefills._queue[0]
     assert [media is None for media in job.media] == [False] * 4 + [True] * 4 and job.kept == [None] * FRAMES
-    line.prefills.vision.look([job])
+    line.prefills.vision.encode_missing([job])
     assert sum(len(kept) for kept in job.kept) == sum(len(media) for media in job.media) == 19
     assert line.step({0: len(token_ids) + 2}).ready == [0]
 
@@ -142,8 +142,8 @@ def test_one_bad_frame_costs_its_request_alone():
     line = Line(model=SeeingModel(), pruner="dycoke", prune_ratio=0.5)
     token_ids, features = as_images(embeddings)
     features[6].identifier = features[6].mm_hash = "broken"
-    assert line.admit(0, token_ids, features)
-    assert line.admit(1, token_ids[: features[3].mm_position.offset], features[:3])
+    assert line.add(0, token_ids, features)
+    assert line.add(1, token_ids[: features[3].mm_position.offset], features[:3])
     ready, failed = [], []
     for number in range(8):
         done = line.step({row: len(token_ids) + 1 + number for row in (0, 1) if row not in ready + failed})
@@ -166,14 +166,14 @@ def test_equal_frames_are_looked_at_once_and_kept_apart(pruner):
     for feature in features:
         feature.identifier = feature.mm_hash = "still"
     guide = list(scores.split(SIZE)) if pruner == "attention" else None
-    assert line.admit(0, token_ids, features, guide)
+    assert line.add(0, token_ids, features, guide)
     kept = read(line, 0, len(token_ids))
     inputs = PruneInputs(GRID, 19, scores, still)
     chosen = get_pruner(pruner)(inputs).tolist()
     starts = [feature.mm_position.offset for feature in features]
     assert kept == [(i % SIZE, starts[i // SIZE] + i % SIZE) for i in chosen]
     assert line.model.encoded == [["still"]]
-    assert line.admit(1, token_ids, features, guide)
+    assert line.add(1, token_ids, features, guide)
     line.counted.update(visual_tokens_full=FRAMES * SIZE, visual_tokens_kept=19)  # of this request
     assert read(line, 1, len(token_ids)) == kept and line.model.encoded == [["still"]]
 
@@ -194,7 +194,7 @@ def test_a_run_beside_a_video_and_a_lone_image(pruner):
     line = Line(model=SeeingModel(), pruner=pruner, **knobs)
     guide = list(scores.split([*sizes[:2], *[SIZE] * FRAMES])) if pruner == "attention" else None
     line.prefills.watch(True)
-    assert line.admit(0, token_ids, features + frames, guide)
+    assert line.add(0, token_ids, features + frames, guide)
     kept = [number for number, _ in read(line, 0, len(token_ids))]
     grids = [TokenGrid(4, 4, 6), TokenGrid(1, 4, 6), GRID]
     expected = []
@@ -217,10 +217,10 @@ def test_a_tower_that_looks_ahead_keeps_to_its_budget():
     line = Line(cache_bytes=2**16, model=SeeingModel(), pruner="attention", prune_ratio=0.9)
     token_ids, features = as_images(embeddings)
     message = PrefillMessage("r0", 0, token_ids, features)
-    assert [line.prefills.look_ahead(message) for _ in range(3)] == [True, False, False]
+    assert [line.prefills.encode_ahead(message) for _ in range(3)] == [True, False, False]
     assert line.model.encoded == [[f"frame {i}" for i in part] for part in (range(4), range(4, 8))]
     assert line.counted["draft_encoder_misses"] == FRAMES
-    assert line.admit(0, token_ids, features)
+    assert line.add(0, token_ids, features)
     assert len(read(line, 0, len(token_ids))) == 19 and len(line.model.encoded) == 2
 
 
@@ -232,9 +232,9 @@ def test_knobs_say_what_a_run_is():
     def kept(num_frames: int) -> int:
         before = line.counted.get("visual_tokens_kept", 0)
         token_ids, features = as_images(embeddings[: num_frames * SIZE])
-        assert line.admit(0, token_ids, features)
-        line.prefills.forget(0)
-        line.kv.forget(0)
+        assert line.add(0, token_ids, features)
+        line.prefills.remove(0)
+        line.kv.remove(0)
         return line.counted["visual_tokens_kept"] - before
 
     assert [kept(3), kept(4), kept(8)] == [36, budget(96, 0.9), budget(192, 0.9)]

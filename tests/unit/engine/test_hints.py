@@ -30,7 +30,7 @@ CHAIN = {"num_speculative_tokens": 5}
 )
 def test_where_graphs_end_is_said(knobs, max_num_seqs, ends):
     """By hand, for vLLM's 512 tokens. Catches: steps that run eagerly without a word; a line where none do."""
-    (line,) = list(graph_ceiling(make_knobs(**knobs).now, max_num_seqs, 512)) or ("",)
+    (line,) = list(graph_ceiling(make_knobs(**knobs).current, max_num_seqs, 512)) or ("",)
     assert bool(line) == bool(ends) and "\n" not in line
     assert all(end in line for end in ends)
     assert line.count("a draft forward") == sum("draft forward" in end for end in ends)
@@ -41,7 +41,7 @@ def test_a_levels_width_is_its_policys(knobs):
     """Catches: tables or graphs planned for another width than trees have."""
     import torch
 
-    config = make_knobs(**knobs).now
+    config = make_knobs(**knobs).current
     assert (
         level_width(config, config.draft_shape)
         == make_policy(config.draft_shape, config, 2, torch.device("cpu")).max_frontier
@@ -76,7 +76,7 @@ def said(
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hints.logger, "info", lambda line, *values: lines.append(line % values))
-        say_hints(engine, make_knobs(**knobs | CHAIN).now)
+        say_hints(engine, make_knobs(**knobs | CHAIN).current)
     assert all(line.startswith("vidspec: ") and "\n" not in line for line in lines)
     return lines
 

@@ -46,7 +46,7 @@ def test_a_row_that_does_not_fit_keeps_what_it_had():
     assert reserve(kv, r0=5, r1=9) == [True, True] and kv.num_used_blocks == 5
     before = owned(kv)
     assert reserve(kv, r0=9, r1=9) == [False, True] and owned(kv) == before
-    kv.forget(1)
+    kv.remove(1)
     assert reserve(kv, r0=12) == [True] and reserve(kv, r0=13) == [False]  # the table is full
 
 
@@ -71,7 +71,7 @@ def test_no_block_has_two_owners(calls):
     kv = make(num_blocks=16)
     for row, num_slots in calls:
         if num_slots == 0:
-            kv.forget(row)
+            kv.remove(row)
         elif reserve(kv, **{f"r{row}": num_slots})[0]:
             assert len(kv._blocks[row]) * BLOCK >= num_slots
         kv.apply()
@@ -95,7 +95,7 @@ def test_a_request_that_ends_has_fed_nothing():
     """Catches: the next owner of a row whose last draft looks fed, and its padding row touched."""
     kv = make()
     kv.fed.fill_(7)
-    kv.forget(2)
+    kv.remove(2)
     assert kv.fed.tolist() == [7, 7, 0, 7, 7, 7]
 
 
@@ -104,8 +104,8 @@ def test_accepted_nodes_move_together_behind_the_last_root():
     cache = torch.arange(20 * BLOCK).view(20, BLOCK, 1, 1).float()
     kv = make(caches=CacheList([(cache, cache.clone())]))
     reserve(kv, r1=16, r3=16)
-    kv.begin(1, 5, 0)
-    kv.begin(3, 0, 0)
+    kv.add(1, 5, 0)
+    kv.add(3, 0, 0)
     kv.apply()
     model = SimpleNamespace(
         device=torch.device("cpu"), num_axes=1, hidden_size=1, dtype=torch.float32, num_positions=99, max_num_tokens=99,

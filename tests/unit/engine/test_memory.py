@@ -46,7 +46,7 @@ def plan(monkeypatch):
         )
         if not tables:
             monkeypatch.setattr(memory, "table_bytes", lambda *_: 0)
-        return DraftMemory.plan(make_knobs(**knobs).now, vllm_config, model, available)
+        return DraftMemory.plan(make_knobs(**knobs).current, vllm_config, model, available)
 
     return made
 
@@ -147,7 +147,7 @@ def test_tables_that_no_profile_has_seen_are_taken_out_as_well(plan, monkeypatch
         block_size=BLOCK, hidden_size=hidden, dtype=torch.bfloat16, device=torch.device("cpu"), num_axes=3,
         num_positions=max_model_len,
     )  # fmt: skip
-    config = make_knobs(**knobs).now
+    config = make_knobs(**knobs).current
     vllm_config = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=max_model_len), scheduler_config=SimpleNamespace(max_num_seqs=rows)
     )

@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from tests.unit.engine.fakes import CPU, Counts
 from tests.unit.engine.test_draft_vision import HALVES, CuttingModel, cuttable, line_of
 from tests.unit.engine.test_frames import FRAMES, SIZE, measured, read
-from vllm_vidspec.engine.listen.pixels import SharedPixels
+from vllm_vidspec.engine.hooks.pixels import SharedPixels
 
 PATCHES = 4 * FRAMES * SIZE
 ITEM_BYTES = 4 * PATCHES
@@ -81,17 +81,17 @@ def test_both_towers_get_one_copy_until_the_draft_has_seen_it():
     target, line = Target(ITEM_BYTES), line_of(model=Model())
     line.prefills.vision._pixels = target.pixels
     token_ids, feature = video()
-    target.pixels.admit(0, [feature])
+    target.pixels.add(0, [feature])
     (given,) = target.encode(feature)
     assert given is not feature.data and target.pixels.num_used_bytes == ITEM_BYTES
     assert all(torch.equal(given[name].data, feature.data[name].data) for name in given)
     assert target.encode(feature)[0] is given, "another look of the target's is another copy"
-    assert line.admit(0, token_ids, [feature])
+    assert line.add(0, token_ids, [feature])
     line.step({0: len(token_ids) + 1})
-    assert target.pixels.num_used_bytes == ITEM_BYTES and list(target.pixels.held()) == [0]
+    assert target.pixels.num_used_bytes == ITEM_BYTES and list(target.pixels.active_rows()) == [0]
     read(line, 0, len(token_ids))
     assert line.model.frames == HALVES and [tensors(data) for data in seen] == [tensors(given)] * 2
-    assert not target.pixels.num_used_bytes and not list(target.pixels.held())
+    assert not target.pixels.num_used_bytes and not list(target.pixels.active_rows())
 
 
 def test_no_more_is_kept_than_there_is_room_for():
@@ -101,7 +101,7 @@ def test_no_more_is_kept_than_there_is_room_for():
     """
     target, line = Target(ITEM_BYTES + 1), line_of()
     (first, second) = (video(name)[1] for name in ("first", "second"))
-    target.pixels.admit(0, [first, second])
+    target.pixels.add(0, [first, second])
     assert are_copies(target, first, second) == [False, False] and not target.pixels.num_used_bytes
     assert are_copies(target, first) == [True] and are_copies(target, second) == [False]
     assert are_copies(target, second, first) == [False, False]
@@ -109,7 +109,7 @@ def test_no_more_is_kept_than_there_is_room_for():
     line.prefills.vision._pixels = target.pixels
     target.pixels._device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
     for row, feature in enumerate((first, second)):
-        assert line.admit(row, video()[0], [feature])
+        assert line.add(row, video()[0], [feature])
         line.counted.update(visual_tokens_full=FRAMES * SIZE, visual_tokens_kept=FRAMES * SIZE // 2)
         read(line, row, len(video()[0]))
     assert target.counted == {"draft_pixel_copies": 1} and line.model.frames == HALVES * 2
@@ -122,16 +122,16 @@ def test_nobody_keeps_what_nobody_waits_for():
     target.encode(feature)
     assert not target.pixels.num_used_bytes
     for row in (0, 1):
-        target.pixels.admit(row, [feature])
+        target.pixels.add(row, [feature])
     target.encode(feature)
-    target.pixels.forget(0)
-    assert target.pixels.num_used_bytes == ITEM_BYTES and list(target.pixels.held()) == [1]
-    target.pixels.forget(1)
-    target.pixels.forget(1)
+    target.pixels.remove(0)
+    assert target.pixels.num_used_bytes == ITEM_BYTES and list(target.pixels.active_rows()) == [1]
+    target.pixels.remove(1)
+    target.pixels.remove(1)
     assert not target.pixels.num_used_bytes
     _, empty = video("kept on the host")
     empty.data = MultiModalKwargsItem({"video_grid_thw": empty.data["video_grid_thw"]})
-    target.pixels.admit(2, [empty])
+    target.pixels.add(2, [empty])
     target.encode(empty)
     assert not target.pixels.num_used_bytes
     feature.data["pixel_values_videos"].data = torch.zeros(1, device="meta")  # that a processor has put elsewhere

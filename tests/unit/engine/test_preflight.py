@@ -147,7 +147,7 @@ def finished(**changed) -> SimpleNamespace:
 
 
 def refused(engine: SimpleNamespace, **knobs) -> list[str]:
-    return list(preflight.refusals(engine, make_knobs(**knobs).now))
+    return list(preflight.refusals(engine, make_knobs(**knobs).current))
 
 
 def pruned_video(architecture: str, **vision) -> dict:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.engine.fakes import CPU, arrival_of, make_knobs
+from tests.unit.engine.fakes import CPU, make_knobs, new_request
 from vllm_vidspec.config import VidSpecConfig
-from vllm_vidspec.engine.requests import Arrival, Phase, RequestRows
+from vllm_vidspec.engine.requests import NewRequest, Phase, RequestRows
 from vllm_vidspec.errors import VidSpecError
 
 
@@ -17,9 +17,9 @@ def test_every_table_hears_of_both_ends_in_the_same_order():
     requests, log = RequestRows(3, CPU), []
     for i in range(2):
         admit, forget = lambda found, i=i: log.append((found.req_state_idx, i)), lambda row, i=i: log.append((-row, i))
-        requests.register(SimpleNamespace(admit=admit, forget=forget))
-    requests.admit(arrival_of(2))
-    requests.forget(2)
+        requests.register(SimpleNamespace(add=admit, remove=forget))
+    requests.add(new_request(2))
+    requests.remove(2)
     assert log == [(2, 0), (2, 1), (-2, 0), (-2, 1)]
 
 
@@ -27,13 +27,13 @@ def test_a_row_that_any_table_holds_is_held():
     """Catches: a leak in one table that the others hide, a row counted once for each table."""
     requests, tables = RequestRows(3, CPU), [{1: "prompt", 2: "scores"}, {2: "states"}, {}]
     requests.register(
-        *(SimpleNamespace(held=table.keys, forget=lambda row, t=table: t.pop(row, None)) for table in tables)
+        *(SimpleNamespace(active_rows=table.keys, remove=lambda row, t=table: t.pop(row, None)) for table in tables)
     )
-    assert requests.num_held() == 2
-    requests.forget(2)
-    assert requests.num_held() == 1
-    requests.forget(1)
-    assert requests.num_held() == 0
+    assert requests.num_active() == 2
+    requests.remove(2)
+    assert requests.num_active() == 1
+    requests.remove(1)
+    assert requests.num_active() == 0
 
 
 def test_a_row_begins_anew():
@@ -42,13 +42,13 @@ def test_a_row_begins_anew():
     rows = np.array([2, 0])
     requests.enter(rows, Phase.DRAFTING)
     requests.is_tree[2] = True
-    cohort = requests.cohort(rows, np.array([True, True]))
-    requests.publish(torch.from_numpy(rows), REQ_IDS[: len(rows)], cohort, torch.tensor([5, 3]))
+    draft_batch = requests.draft_batch(rows, np.array([True, True]))
+    requests.publish(torch.from_numpy(rows), REQ_IDS[: len(rows)], draft_batch, torch.tensor([5, 3]))
     assert requests.num_drafts(8).tolist() == [3, 0, 5]
     requests.skip(0, "pool_full")
     assert requests.skip_reason[0] == "pool_full" and requests.has_draft.tolist() == [False, False, True]
     for row in (0, 2):
-        requests.forget(row)
+        requests.remove(row)
     assert (requests.phase == Phase.UNSEEN).all() and requests.skip_reason == [None] * 3
     assert not (requests.has_draft.any() or requests.has_draft_np.any() or requests.is_tree.any())
 
@@ -63,7 +63,7 @@ def test_a_step_without_news_uploads_nothing(monkeypatch):
     requests.enter(1, Phase.DRAFTING)
     for newcomers in ([], [], [0]):
         requests.enter(newcomers, Phase.DRAFTING)
-        requests.publish(torch.from_numpy(rows), REQ_IDS, requests.cohort(rows, np.ones(2, dtype=bool)), None)
+        requests.publish(torch.from_numpy(rows), REQ_IDS, requests.draft_batch(rows, np.ones(2, dtype=bool)), None)
     assert len(uploads) == 2 and requests.has_draft.tolist() == [True, True]
 
 
@@ -80,13 +80,13 @@ def drafting() -> RequestRows:
 
 
 CHANGES = {
-    "a request comes": lambda requests: requests.admit(arrival_of(4)),
-    "a request goes": lambda requests: requests.forget(1),
+    "a request comes": lambda requests: requests.add(new_request(4)),
+    "a request goes": lambda requests: requests.remove(1),
     "a request is skipped": lambda requests: requests.skip(1, "pool_full"),
     "a request is drafted for": lambda requests: requests.enter(3, Phase.DRAFTING),
-    "the batch has another order": lambda requests: requests.cohort(ROWS[::-1], ALL_DONE),
-    "the batch has more requests": lambda requests: requests.cohort(np.array([2, 0, 1]), np.ones(3, dtype=bool)),
-    "a prefill goes on": lambda requests: requests.cohort(ROWS, np.array([True, False])),
+    "the batch has another order": lambda requests: requests.draft_batch(ROWS[::-1], ALL_DONE),
+    "the batch has more requests": lambda requests: requests.draft_batch(np.array([2, 0, 1]), np.ones(3, dtype=bool)),
+    "a prefill goes on": lambda requests: requests.draft_batch(ROWS, np.array([True, False])),
 }
 
 
@@ -94,20 +94,20 @@ CHANGES = {
 def test_a_cohort_lasts_until_something_changes(change):
     """Catches: what is kept of a batch's rows, and used for others, or for the row's next request."""
     requests = drafting()
-    before = requests.cohort(ROWS, ALL_DONE)
-    assert requests.cohort(ROWS.copy(), ALL_DONE) is before
+    before = requests.draft_batch(ROWS, ALL_DONE)
+    assert requests.draft_batch(ROWS.copy(), ALL_DONE) is before
     CHANGES[change](requests)
-    after = requests.cohort(ROWS, ALL_DONE)
-    assert after is not before and requests.cohort(ROWS, ALL_DONE) is after
+    after = requests.draft_batch(ROWS, ALL_DONE)
+    assert after is not before and requests.draft_batch(ROWS, ALL_DONE) is after
     assert after.is_whole and after.drafted_np.tolist() == [2, 0] and after.is_drafted.tolist() == [True, True]
 
 
 def test_a_cohort_is_of_those_that_are_drafted_for():
     requests = drafting()
     requests.enter(2, Phase.PREFILLING)
-    found = requests.cohort(np.array([1, 2, 0]), np.array([True, True, False]))
+    found = requests.draft_batch(np.array([1, 2, 0]), np.array([True, True, False]))
     assert found.places_np.tolist() == [0] and found.drafted_np.tolist() == [1] and not found.is_whole
-    assert requests.cohort(np.array([1, 2, 0]), np.ones(3, dtype=bool)).drafted_np.tolist() == [1, 0]
+    assert requests.draft_batch(np.array([1, 2, 0]), np.ones(3, dtype=bool)).drafted_np.tolist() == [1, 0]
     with pytest.raises(ValueError, match="read-only"):
         requests.phase[2] = Phase.DRAFTING
 
@@ -115,17 +115,17 @@ def test_a_cohort_is_of_those_that_are_drafted_for():
 def test_drafts_in_flight_are_those_of_the_rows_own_requests():
     """Catches: the next request of a row taken for the one whose drafts were verified, one batch for another."""
     requests, device_rows = drafting(), torch.from_numpy(ROWS)
-    assert requests.was_drafted(requests.cohort(ROWS, ALL_DONE)).tolist() == [False, False]
-    requests.publish(device_rows, REQ_IDS, requests.cohort(ROWS, ALL_DONE), None)
-    assert requests.was_drafted(requests.cohort(ROWS, ALL_DONE)) is True
-    requests.forget(2)
-    requests.admit(arrival_of(2))
+    assert requests.was_drafted(requests.draft_batch(ROWS, ALL_DONE)).tolist() == [False, False]
+    requests.publish(device_rows, REQ_IDS, requests.draft_batch(ROWS, ALL_DONE), None)
+    assert requests.was_drafted(requests.draft_batch(ROWS, ALL_DONE)) is True
+    requests.remove(2)
+    requests.add(new_request(2))
     requests.enter(2, Phase.DRAFTING)
-    assert requests.was_drafted(requests.cohort(ROWS, ALL_DONE)).tolist() == [False, True]
-    requests.publish(device_rows, REQ_IDS, requests.cohort(ROWS, ALL_DONE), None)
+    assert requests.was_drafted(requests.draft_batch(ROWS, ALL_DONE)).tolist() == [False, True]
+    requests.publish(device_rows, REQ_IDS, requests.draft_batch(ROWS, ALL_DONE), None)
     other = np.array([1, 0])
-    assert requests.was_drafted(requests.cohort(other, ALL_DONE)).tolist() == [False, True]
-    requests.publish(torch.from_numpy(other), REQ_IDS, requests.cohort(other, ALL_DONE), None)
+    assert requests.was_drafted(requests.draft_batch(other, ALL_DONE)).tolist() == [False, True]
+    requests.publish(torch.from_numpy(other), REQ_IDS, requests.draft_batch(other, ALL_DONE), None)
     assert requests.has_draft.tolist() == [True, True, True, False, False]
 
 
@@ -138,22 +138,22 @@ def test_which_rows_are_in_a_phase():
 
 def test_knobs_change_for_everybody_or_for_nobody():
     """Catches: a part that keeps the old value, and half a change where a part refuses the new one."""
-    held, heard = make_knobs(prune_ratio=0.5), []
+    held, observed = make_knobs(prune_ratio=0.5), []
 
     def hear(config: VidSpecConfig) -> None:
-        heard.append(config.prune.ratio_for("video"))
+        observed.append(config.prune.ratio_for("video"))
         if config.prune.ratio_for("video") > 0.9:
             raise VidSpecError("too much")
 
     held.on_change(hear)
     held.retune({"prune_ratio": 0.7, "frames_as_video": "never"})
-    assert held.now.prune.min_run is None and held.pruning["frames_as_video"] == "never"
+    assert held.current.prune.min_run is None and held.pruning["frames_as_video"] == "never"
     held.retune({"prune": {"frames_as_video": "always"}})
-    assert held.now.prune.min_run == 2
-    assert held.now.prune.ratio_for("video") == 0.7
+    assert held.current.prune.min_run == 2
+    assert held.current.prune.ratio_for("video") == 0.7
     with pytest.raises(VidSpecError, match="too much"):
         held.retune({"prune_ratio": 0.95})
-    assert held.now.prune.ratio_for("video") == 0.7 and heard == [0.7, 0.7, 0.95, 0.7]
+    assert held.current.prune.ratio_for("video") == 0.7 and observed == [0.7, 0.7, 0.95, 0.7]
 
 
 @pytest.mark.parametrize(
@@ -172,4 +172,4 @@ def test_what_cannot_change(start, change, line):
 
 def test_structured_requests_are_known_by_their_parameters():
     sampling = SimpleNamespace(structured_outputs=object())
-    assert Arrival("a", 0, [], [], sampling).is_structured and not arrival_of(0).is_structured
+    assert NewRequest("a", 0, [], [], sampling).is_structured and not new_request(0).is_structured

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.unit.engine.fakes import CPU, NUM_ROWS, make_knobs
-from vllm_vidspec.engine.requests import Arrival
+from vllm_vidspec.engine.requests import NewRequest
 from vllm_vidspec.engine.verify import rules as rules_module
 from vllm_vidspec.engine.verify.rules import LooseRules
 from vllm_vidspec.engine.verify.step import VerifySlice, VerifyStep
@@ -27,13 +27,13 @@ def made(monkeypatch):
     return SimpleNamespace(rules=rules, knobs=knobs, counted=counted)
 
 
-def arrival(req_state_idx: int, stops=(), **asked) -> Arrival:
+def arrival(req_state_idx: int, stops=(), **asked) -> NewRequest:
     sampling = SimpleNamespace(
         extra_args={f"vidspec_{name}": value for name, value in asked.items()},
         all_stop_token_ids=set(stops),
         **dict.fromkeys(("structured_outputs", "logprobs", "logprob_token_ids", "stop")),
     )
-    return Arrival(f"request-{req_state_idx}", req_state_idx, [], [], sampling)
+    return NewRequest(f"request-{req_state_idx}", req_state_idx, [], [], sampling)
 
 
 def loose_rows(rules: LooseRules) -> list[int]:
@@ -46,22 +46,22 @@ def test_a_request_is_loose_between_its_prefill_and_its_end(made):
     Who is strict against its wish is counted: a wrong parameter must not end the engine, nor a tool call be loosened.
     """
     rules, every = made.rules, np.arange(NUM_ROWS)
-    rules.admit(arrival(0))
-    rules.admit(arrival(1, scorer="fly"))
-    rules.admit(arrival(2, scorer="strict"))
-    rules.admit(Arrival("pooling", 3, [], [], None))
+    rules.add(arrival(0))
+    rules.add(arrival(1, scorer="fly"))
+    rules.add(arrival(2, scorer="strict"))
+    rules.add(NewRequest("pooling", 3, [], [], None))
     assert [rules.needs_relevance(row) for row in range(NUM_ROWS)] == [True, False, False, False]
     assert loose_rows(rules) == [1] and not rules.any_by_relevance(every)
     for row in range(NUM_ROWS):
         rules.ready(row)
     assert loose_rows(rules) == [0, 1] and rules.any_by_relevance(every)
-    rules.forget(0)
-    rules.admit(arrival(1))
+    rules.remove(0)
+    rules.add(arrival(1))
     assert loose_rows(rules) == [] and not rules.needs_relevance(0) and rules.needs_relevance(1)
     assert made.counted == []
-    rules.forget(1)
-    rules.admit(arrival(0, lamda=1))
-    rules.admit(arrival(1, calls_tools=True))
+    rules.remove(1)
+    rules.add(arrival(0, lamda=1))
+    rules.add(arrival(1, calls_tools=True))
     assert made.counted == ["strict_error", "strict_tools"]
     assert loose_rows(rules) == [] and not rules.needs_relevance(1)
 
@@ -100,15 +100,15 @@ def test_what_no_mismatch_may_touch(made):
         drafts = [2, 9, 41, 3, 64, 33, 8]
         return rules.looseness(part(drafts, relevance), target, logits).may_loosen[1:].tolist()
 
-    rules.admit(arrival(1, stops=[64, 10**6]))
+    rules.add(arrival(1, stops=[64, 10**6]))
     rules.ready(1)
     assert may() == [False, True, False, False, False, True]
-    rules.admit(arrival(1, stops=[41]))
+    rules.add(arrival(1, stops=[41]))
     rules.ready(1)
     assert may() == [False, False, False, True, False, True]
     assert may([0.0] * 6 + [float("nan")])[-2:] == [False, False]
-    made.knobs.change(made.knobs.now.changed({"protected_tokens": ("no",), "position_shift": False}))
-    rules.admit(arrival(1))
+    made.knobs.change(made.knobs.current.changed({"protected_tokens": ("no",), "position_shift": False}))
+    rules.add(arrival(1))
     rules.ready(1)
     assert may() == [True, True, True, True, False, True]
 
@@ -116,12 +116,12 @@ def test_what_no_mismatch_may_touch(made):
 def test_whose_relevance_a_draft_is_judged_by(made):
     """Catches: a row that is off by one, in either reading; a share or a rule of another row."""
     rules, relevance, logits = made.rules, [0.1, 0.2, 0.3], torch.zeros(3, VOCAB_SIZE)
-    rules.admit(arrival(1, **{"lambda": 0.25}))
+    rules.add(arrival(1, **{"lambda": 0.25}))
     rules.ready(1)
     found = rules.looseness(part([2, 3, 4], relevance), torch.zeros(3, dtype=torch.int64), logits)
     assert found.scores.tolist() == pytest.approx(relevance)
     assert found.shares.tolist() == [0, 0.25, 0, 0] and (found.rules != 0).tolist() == [False, True, False, False]
-    made.knobs.change(made.knobs.now.changed({"relevance_rows": "prediction"}))
+    made.knobs.change(made.knobs.current.changed({"relevance_rows": "prediction"}))
     found = rules.looseness(part([2, 3, 4], relevance), torch.zeros(3, dtype=torch.int64), logits)
     assert found.scores.tolist() == pytest.approx([0.1, 0.1, 0.2])
 

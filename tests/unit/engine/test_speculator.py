@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.engine.fakes import ALONE, CPU, NUM_ROWS, Calls, arrival_of, make_knobs
+from tests.unit.engine.fakes import ALONE, CPU, NUM_ROWS, Calls, make_knobs, new_request
 from tests.unit.engine.fakes import NUM_TOKENS as PROMPT_LEN
 from vllm_vidspec.config import Plan
+from vllm_vidspec.engine.draft.backend import LocalBackend
 from vllm_vidspec.engine.draft.messages import Admission, Drafts, Prefilled
+from vllm_vidspec.engine.failures import DraftFailures
 from vllm_vidspec.engine.parallel.timeline import Timeline
 from vllm_vidspec.engine.requests import Phase, RequestRows
-from vllm_vidspec.engine.speculator import VidSpecSpeculator
+from vllm_vidspec.engine.speculator import Speculator
 from vllm_vidspec.engine.target_step import Step
 
 K = 3
@@ -22,7 +24,7 @@ K = 3
 
 def recording_drafter() -> mock.Mock:
     """Return a drafter that has room for everything and answers with chains of ones."""
-    drafter = mock.Mock(**{"admit.return_value": Admission.ADMITTED})
+    drafter = mock.Mock(**{"add.return_value": Admission.ADMITTED})
     drafter.kv = SimpleNamespace(num_free_blocks=0, capacity_np=np.array([8, 16, 8, 8]))
     drafter.has_room = lambda rows, bound: False
     drafter.holds = drafter.reserve = lambda rows, bound: np.ones(len(rows), dtype=bool)
@@ -45,13 +47,16 @@ class World:
             max_seq_len=np.full(NUM_ROWS, 16),
         )
         knobs, model = make_knobs(**config), SimpleNamespace(device=CPU)
-        self.speculator = VidSpecSpeculator(
-            None, knobs, model, self.requests, req_states, None, None, None, self.counters, ALONE, Timeline()
+        failures = DraftFailures(knobs, ALONE, self.requests, self.counters)
+        self.backend = LocalBackend(
+            None, knobs, model, self.requests, req_states, None, None, self.counters, ALONE, failures, Timeline()
         )  # fmt: skip
-        self.speculator._drafter = self.drafter
-        self.requests.register(self.speculator)
+        self.backend._drafter = self.drafter
+        self.speculator = Speculator(knobs, self.requests, None, self.counters, failures, self.backend)
+        failures.on_failure(self.backend.forget_media)
+        self.requests.register(self.backend, drafting=[self.backend])
         for row in range(NUM_ROWS):
-            self.requests.admit(arrival_of(row, ""))
+            self.requests.add(new_request(row, ""))
 
     def propose(self, rows: list[int], num_drafts: list[int] | None = None, computed: int = PROMPT_LEN) -> list[list]:
         """Run the loop after a step of these rows; `num_drafts` were verified, real ones or placeholders."""
@@ -79,7 +84,7 @@ class World:
         return [True] * len(message.idx_mapping_np) if told is None else told.tolist()
 
     def forgotten(self) -> list[int]:
-        return [call.args[0] for call in self.drafter.forget.call_args_list]
+        return [call.args[0] for call in self.drafter.remove.call_args_list]
 
 
 def test_a_request_is_drafted_for_from_the_step_that_ends_its_prefill():
@@ -105,9 +110,9 @@ def test_placeholders_are_no_drafts():
     assert world.was_verified() == [True, False, True]
     world.propose([2, 0, 1])
     assert world.was_verified() == [False, False, False]
-    world.requests.forget(2)
+    world.requests.remove(2)
     assert world.requests.has_draft.tolist() == [True, True, False, False] and world.forgotten() == [2]
-    world.requests.admit(arrival_of(2, ""))
+    world.requests.add(new_request(2, ""))
     world.propose([2, 0, 1], [K, K, K])
     assert world.was_verified() == [False, True, True]
 
@@ -129,7 +134,7 @@ def test_a_batch_too_large_for_drafts_rests():
         assert not np.any(world.propose([2, 0, 1], [1, 1, 0]))
     assert world.requests.phase.tolist() == [Phase.PREFILLING] * 3 + [Phase.UNSEEN]
     assert not world.requests.has_draft.any() and not world.requests.num_drafts(K).any()
-    rests = [[argument.tolist() for argument in call.args] for call in world.drafter.rest.call_args_list]
+    rests = [[argument.tolist() for argument in call.args] for call in world.drafter.requeue.call_args_list]
     assert rests == [[[2, 0], [PROMPT_LEN - 1 - K] * 2]]
     world.drafter.prefill, world.drafter.draft = recording_drafter().prefill, recording_drafter().draft
     assert world.propose([2, 0], [0, 0]) == [[1] * K] * 2 and world.was_verified() == [False, False]
@@ -145,8 +150,8 @@ def test_a_batch_too_large_for_drafts_rests():
 )
 def test_what_is_not_drafted_for(change, reason, is_counted):
     world = World()
-    world.requests.forget(1)
-    world.requests.admit(dataclasses.replace(arrival_of(1, ""), **change))
+    world.requests.remove(1)
+    world.requests.add(dataclasses.replace(new_request(1, ""), **change))
     assert world.propose([1, 3]) == [[0] * K, [1] * K]
     assert world.requests.phase[1] == Phase.SKIPPED and world.requests.skip_reason[1] == reason
     assert [call.args[:2] for call in world.counters.skip.call_args_list] == [(reason, "request-1")] * is_counted
@@ -156,7 +161,7 @@ def test_what_is_not_drafted_for(change, reason, is_counted):
 def test_a_request_that_is_given_up_goes_on_without_drafts(what):
     """Catches: blocks of a request that is given up and stays, a flag of drafts that are no more."""
     world = World()
-    world.drafter.admit.return_value = Admission.REFUSED if what == "refused" else Admission.ADMITTED
+    world.drafter.add.return_value = Admission.REFUSED if what == "refused" else Admission.ADMITTED
     world.propose([1, 3])
     if what == "draft_error":
         world.drafter.draft.side_effect = ValueError("no")
@@ -186,10 +191,10 @@ def test_who_outgrows_the_pool_waits_with_its_blocks():
     world.propose([0, 1, 3])
     world.drafter.reserve = lambda rows, bound: rows == 1
     drafts = world.propose([0, 1, 3])
-    assert world.requests.phase.tolist() == [Phase.HELD, Phase.DRAFTING, Phase.UNSEEN, Phase.HELD]
+    assert world.requests.phase.tolist() == [Phase.PREFILL_STALLED, Phase.DRAFTING, Phase.UNSEEN, Phase.PREFILL_STALLED]
     assert drafts == [[0] * K, [1] * K, [0] * K]
     assert world.requests.has_draft.tolist() == [False, True, False, False]
-    assert [call.args[0].tolist() for call in world.drafter.rest.call_args_list] == [[0], [3]]
+    assert [call.args[0].tolist() for call in world.drafter.requeue.call_args_list] == [[0], [3]]
     world.propose([0, 1, 3])
     assert counted(world, "waiting_drafts") == 2 and world.forgotten() == []
     world.drafter.reserve = lambda rows, bound: rows != 0
@@ -197,7 +202,7 @@ def test_who_outgrows_the_pool_waits_with_its_blocks():
     assert counted(world, "resumed_drafts") == 1
     world.drafter.reserve = lambda rows, bound: np.ones(len(rows), dtype=bool)
     assert world.propose([0, 1, 3]) == [[1] * K] * 3
-    assert world.drafter.rest.call_count == 2 and world.counters.skip.call_count == 0
+    assert world.drafter.requeue.call_count == 2 and world.counters.skip.call_count == 0
 
 
 def test_of_those_who_all_wait_the_largest_gives_up():
@@ -206,7 +211,7 @@ def test_of_those_who_all_wait_the_largest_gives_up():
     world.propose([0, 1, 3])
     world.drafter.reserve = lambda rows, bound: np.zeros(len(rows), dtype=bool)
     world.propose([0, 1, 3])
-    assert world.requests.phase.tolist() == [Phase.HELD, Phase.SKIPPED, Phase.UNSEEN, Phase.HELD]
+    assert world.requests.phase.tolist() == [Phase.PREFILL_STALLED, Phase.SKIPPED, Phase.UNSEEN, Phase.PREFILL_STALLED]
     assert world.forgotten() == [1] and world.requests.skip_reason[1] == "pool_full"
     assert [call.args[:2] for call in world.counters.skip.call_args_list] == [("pool_full", "request-1")]
 
@@ -217,61 +222,67 @@ def test_who_finds_no_room_for_its_prompt_tries_again():
     Catches: a prompt that is planned in vain at every step, or lost; one that is shown to the draft after its end.
     """
     world = World()
-    world.drafter.admit.side_effect = lambda message, bound: Admission.FULL if message.req_state_idx else 1
+    world.drafter.add.side_effect = lambda message, bound: Admission.FULL if message.req_state_idx else 1
     assert world.propose([0, 1, 3]) == [[1] * K, [0] * K, [0] * K]
-    assert world.requests.phase.tolist() == [Phase.DRAFTING, Phase.OUTSIDE, Phase.UNSEEN, Phase.OUTSIDE]
+    assert world.requests.phase.tolist() == [
+        Phase.DRAFTING,
+        Phase.WAITING_FOR_BLOCKS,
+        Phase.UNSEEN,
+        Phase.WAITING_FOR_BLOCKS,
+    ]
     assert [call.args[0] for call in world.counters.skip.call_args_list] == ["pool_full"] * 2
     world.propose([0, 1, 3])
-    assert world.drafter.admit.call_count == 3, "no block has come free"
+    assert world.drafter.add.call_count == 3, "no block has come free"
     world.drafter.kv.num_free_blocks = 4
-    world.requests.forget(3)
-    world.drafter.admit.side_effect = None
+    world.requests.remove(3)
+    world.drafter.add.side_effect = None
     assert world.propose([0, 1]) == [[1] * K] * 2
-    message, bound = world.drafter.admit.call_args.args
+    message, bound = world.drafter.add.call_args.args
     assert message.req_id == "request-1" and bound == PROMPT_LEN + 2
     assert counted(world, "resumed_drafts") == 1 and world.counters.skip.call_count == 2
 
 
 def test_nobody_tries_for_ever():
     world = World()
-    world.drafter.admit.return_value = Admission.FULL
+    world.drafter.add.return_value = Admission.FULL
     for blocks in range(40):
         world.drafter.kv.num_free_blocks = blocks
         world.propose([1])
-    assert world.requests.phase[1] == Phase.SKIPPED and 10 < world.drafter.admit.call_count < 20
+    assert world.requests.phase[1] == Phase.SKIPPED and 10 < world.drafter.add.call_count < 20
 
 
 def test_rows_are_trees_before_a_draft_that_may_fail():
     """Catches: half a tree that a failed draft has left, verified as the shape of the row's next chain."""
     world = World(drafting="tree-static", num_speculative_tokens=25)
-    world.speculator._trees = trees = mock.Mock()
+    world.backend._trees = trees = mock.Mock()
+    world.requests.register(drafting=[trees])
     world.drafter.draft.side_effect = ValueError("no")
     world.propose([1])
-    assert [name for name, *_ in trees.mock_calls] == ["expect", "release"]
+    assert [name for name, *_ in trees.mock_calls] == ["expect", "remove"]
 
 
 def test_what_follows_from_a_batch_is_told_by_its_cohort():
     """A request goes and another takes its row, or the batch changes: the drafter must not keep what it knew.
 
-    Catches: a cohort of rows whose requests are others; the drafts of the one before told to be the next one's.
+    Catches: a draft_batch of rows whose requests are others; the drafts of the one before told to be the next one's.
     """
     world = World()
-    cohorts = []
+    draft_batches = []
 
     def propose(rows: list[int]) -> None:
         world.drafter.draft.reset_mock()
         world.propose(rows, num_drafts=[K] * len(rows))
-        cohorts.append(world.drafter.draft.call_args.args[0].cohort)
+        draft_batches.append(world.drafter.draft.call_args.args[0].draft_batch)
 
     for rows in ([2, 0], [2, 0], [2, 0]):
         propose(rows)
-    assert cohorts[1] is cohorts[2] and world.was_verified() == [True, True]
-    world.requests.forget(0)
-    world.requests.admit(arrival_of(0, ""))
+    assert draft_batches[1] is draft_batches[2] and world.was_verified() == [True, True]
+    world.requests.remove(0)
+    world.requests.add(new_request(0, ""))
     propose([2, 0])
-    assert cohorts[3] is not cohorts[2] and world.was_verified() == [True, False]
+    assert draft_batches[3] is not draft_batches[2] and world.was_verified() == [True, False]
     propose([0, 2])
-    assert cohorts[4] is not cohorts[3] and world.was_verified() == [True, True]
+    assert draft_batches[4] is not draft_batches[3] and world.was_verified() == [True, True]
 
 
 def test_a_step_that_verifies_drafts_is_done_with_its_prefill():
@@ -292,9 +303,10 @@ def test_running_requests_are_given_up():
     """Catches: rows that keep blocks, or draft on; rows that have not begun and are given up too."""
     world = World()
     world.requests.enter(slice(None), [Phase.DRAFTING, Phase.UNSEEN, Phase.SKIPPED, Phase.PREFILLING])
-    heard = [Calls(), Calls(), Calls()]
-    world.speculator._drafter, world.speculator._guidance, world.speculator._trees = heard
-    world.speculator.give_up_all()
+    drafter, guidance, trees = observed = [Calls(), Calls(), Calls()]
+    world.backend._drafter = drafter
+    world.requests.register(drafting=[guidance, trees])
+    world.backend.give_up_all()
     assert world.requests.phase.tolist() == [Phase.SKIPPED, Phase.UNSEEN, Phase.SKIPPED, Phase.SKIPPED]
-    released = [("release", 0), ("release", 3)]
-    assert heard == [[("forget", 0), ("forget", 3), ("forget_media",)], released, released]
+    released = [("remove", 0), ("remove", 3)]
+    assert observed == [[("remove", 0), ("remove", 3), ("forget_media",)], released, released]

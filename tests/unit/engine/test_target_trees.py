@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from tests.unit.engine import fakes
 from tests.unit.engine.fakes import CPU, NOTHING
 from vllm_vidspec.drafting import DraftTree, topology_tables
-from vllm_vidspec.engine.listen.trees import TargetTrees
+from vllm_vidspec.engine.hooks.trees import TargetTrees
 from vllm_vidspec.engine.requests import RequestRows
 from vllm_vidspec.engine.tree_attention import TreeAttention
 
@@ -122,7 +122,7 @@ def captured():
 
 def check_replay(here: Target) -> None:
     """Three requests in the graph of four: a tree, a chain, another tree; the fourth row is nobody's."""
-    here.trees.release(1)
+    here.trees.remove(1)
     here.plant(0, [0, 1, 0])
     rows = {0: [0, 1, 0], 1: None, 3: FORK}
     batch = here.batch(list(rows), [K + 1] * 3, padded=4)
@@ -171,7 +171,7 @@ def masks_of_the_next_row(patch) -> None:
 
 def a_tree_forever(patch) -> None:
     """A row keeps its tree once it drafts no more."""
-    patch.setattr(TargetTrees, "release", lambda self, row: None)
+    patch.setattr(TargetTrees, "remove", lambda self, row: None)
 
 
 @pytest.mark.parametrize("mutation", [stale_padding, masks_of_the_next_row, a_tree_forever])
@@ -217,7 +217,7 @@ def test_a_mixed_batch_keeps_its_prompts():
     for at, (row, parents) in enumerate([(0, None)] * 4 + [(2, FORK)] * 4):
         assert torch.allclose(out[at], here.expected(query[at], row, at % 4, parents), atol=1e-5)
     assert (out[8:] == -1).all() and here.trees.is_active
-    here.trees.release(2)
+    here.trees.remove(2)
     here.prepare(here.batch([0, 2], [K + 1] * 2))
     assert here.trees.attention.step.is_whole_batch and not here.trees.is_active
     here.prepare(here.batch([0, 2], [1, 1], num_drafts=None))

@@ -11,15 +11,15 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.unit.engine.fakes import HIDDEN, VIDEO, arrival_of, batch_of, in_list
+from tests.unit.engine.fakes import HIDDEN, VIDEO, batch_of, in_list, new_request
 from tests.unit.engine.listening import make_guidance, make_states
 from vllm_vidspec.engine import scheduling
 from vllm_vidspec.engine.compat import scheduler
-from vllm_vidspec.engine.listen import prompts, visual_states
-from vllm_vidspec.engine.listen.attention import AttentionGuidance
-from vllm_vidspec.engine.listen.hidden_states import HiddenStateGuidance
-from vllm_vidspec.engine.listen.keys import content_keys
-from vllm_vidspec.engine.listen.protocol import Forward
+from vllm_vidspec.engine.hooks import prompts, visual_states
+from vllm_vidspec.engine.hooks.attention import AttentionGuidance
+from vllm_vidspec.engine.hooks.hidden_states import HiddenStateGuidance
+from vllm_vidspec.engine.hooks.keys import content_keys
+from vllm_vidspec.engine.hooks.protocol import Forward
 
 FIRST = {"cache_salt": "first tenant"}
 OTHERS = {
@@ -32,7 +32,7 @@ OTHERS = {
 
 
 def asking(row: int, token_ids=None, name: str = "video", **whose):
-    arrival = arrival_of(row, name, **whose)
+    arrival = new_request(row, name, **whose)
     return arrival if token_ids is None else dataclasses.replace(arrival, token_ids=token_ids)
 
 
@@ -40,28 +40,28 @@ def guided(kind, monkeypatch, whose: dict) -> tuple[str, ...]:
     """The first tenant's prompt is heard; what comes of another's, which the target's cache has kept from us?"""
     guidance = make_guidance(kind, monkeypatch)
     guidance.reserve(1 << 20)
-    listeners = in_list(guidance, on_draft_error="raise")
-    listeners.admit(asking(0, **FIRST))
-    listeners.before_forward(batch_of(0))
+    hooks = in_list(guidance, on_draft_error="raise")
+    hooks.add(asking(0, **FIRST))
+    hooks.before_forward(batch_of(0))
     step = getattr(guidance, "_step", None)
     if step is not None:
         step.sums += torch.arange(step.sums.shape[1])
         step.num_observed += 1
     states = torch.rand(8, HIDDEN)
-    listeners.after_forward(Forward(states, [states, states]))
+    hooks.after_forward(Forward(states, [states, states]))
     assert guidance.take(0).wait().outcome == ("guided_prompts",)
-    listeners.admit(asking(1, **whose))
+    hooks.add(asking(1, **whose))
     return guidance.take(1).wait().outcome
 
 
 def reused(monkeypatch, whose: dict) -> int:
     """The same of the states of a video."""
     states = make_states(monkeypatch)
-    listeners = in_list(states, on_draft_error="raise")
-    listeners.admit(asking(0, **FIRST))
-    listeners.before_forward(batch_of(0))
-    listeners.after_forward(Forward(torch.ones(8, HIDDEN), None))
-    listeners.admit(asking(1, **whose))
+    hooks = in_list(states, on_draft_error="raise")
+    hooks.add(asking(0, **FIRST))
+    hooks.before_forward(batch_of(0))
+    hooks.after_forward(Forward(torch.ones(8, HIDDEN), None))
+    hooks.add(asking(1, **whose))
     return states._holders[1].num_reused
 
 

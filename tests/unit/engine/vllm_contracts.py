@@ -240,10 +240,7 @@ MEMBERS = {
 
 # What ours must have because vLLM's is abstract there.
 ABSTRACT = {
-    f"{GPU}.spec_decode.speculator:BaseSpeculator": (
-        "vllm_vidspec/engine/speculator.py:VidSpecSpeculator",
-        "vllm_vidspec/engine/parallel/speculator.py:ParallelSpeculator",
-    ),
+    f"{GPU}.spec_decode.speculator:BaseSpeculator": ("vllm_vidspec/engine/speculator.py:Speculator",),
     "vllm.v1.outputs:AsyncModelRunnerOutput": ("vllm_vidspec/engine/report/request_metrics.py:PublishingOutput",),
 }
 

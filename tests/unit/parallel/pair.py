@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from vidspec_kernels import WINDOW_INFO_SIZE, gather_draft_windows
-from vllm_vidspec.engine.parallel import messages as said
+from vllm_vidspec.engine.parallel import messages
 from vllm_vidspec.engine.parallel.lead import DrafterLead
 from vllm_vidspec.engine.parallel.rank import Progress
 from vllm_vidspec.parallel import Sizes, StreamState, Tables
@@ -65,18 +65,18 @@ class FakeRank:
     def do(self, command):
         return getattr(self, f"_{type(command).__name__.lower()}", lambda _: None)(command)
 
-    def _arrive(self, message):
+    def _add(self, message):
         assert message.req_state_idx not in self.text, "the row's last request was not released"
         self.text[message.req_state_idx] = message.token_ids.tolist()
 
-    def _begin(self, message):
+    def _prefill(self, message):
         self.kv[message.req_state_idx] = []
 
-    def _release(self, message):
+    def _remove(self, message):
         self.text.pop(message.req_state_idx)
         self.kv.pop(message.req_state_idx, None)
 
-    def _rest(self, message):
+    def _requeue(self, message):
         for row, num_fed in zip(message.rows.tolist(), message.num_fed.tolist(), strict=True):
             del self.kv[row][num_fed:]
 
@@ -181,7 +181,7 @@ class Pair:
         """Let the drafter make some turns."""
         for _ in range(count):
             for message in self.channel.receive():
-                self.lead._hear(message)
+                self.lead._handle(message)
             self.lead.turn()
             self.check_streams()
 
@@ -204,17 +204,17 @@ class Pair:
         self.last_epoch += 1
         request.epoch = self.last_epoch
         token_ids = np.array(request.text, dtype=np.int32)
-        self.tables.begin(request.row, request.epoch, token_ids)
+        self.tables.add(request.row, request.epoch, token_ids)
         self.channel.line += [
-            said.Arrive(f"r{request.epoch}", request.row, request.epoch, token_ids, len(token_ids), MAX_LEN, [], None),
-            said.Begin(request.row, request.epoch, None, []),
+            messages.Add(f"r{request.epoch}", request.row, request.epoch, token_ids, len(token_ids), MAX_LEN, [], None),
+            messages.Prefill(request.row, request.epoch, None, []),
         ]
 
     def end(self, row):
         """Take a row from its request: finished, aborted or preempted."""
         request = self.requests.pop(row)
-        self.tables.finish(row)
-        self.channel.line.append(said.Release(row, request.epoch))
+        self.tables.remove(row)
+        self.channel.line.append(messages.Remove(row, request.epoch))
         return request
 
     def step(self, wanted=MOST):

@@ -14,14 +14,16 @@ import torch
 
 pytest.importorskip("vllm")
 
+from tests.unit.engine.fakes import ALONE
 from tests.unit.parallel.pair import MAX_LEN, MAX_REQS, MOST, FakeChannel, FakeRank, target
 from vllm_vidspec.config import parse_config
+from vllm_vidspec.engine.failures import DraftFailures
 from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.parallel import commits, rank, shared, speculator
-from vllm_vidspec.engine.parallel import messages as said
+from vllm_vidspec.engine.parallel import backend, commits, messages, rank, shared
 from vllm_vidspec.engine.parallel.lead import DrafterLead
 from vllm_vidspec.engine.parallel.rank import TargetMirror
-from vllm_vidspec.engine.requests import Arrival, RequestRows
+from vllm_vidspec.engine.requests import NewRequest, RequestRows
+from vllm_vidspec.engine.speculator import Speculator
 from vllm_vidspec.parallel import Sizes, Tables
 
 CPU = torch.device("cpu")
@@ -31,7 +33,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 class Client:
     """The drafter's process, within this one; it turns when it is told to."""
 
-    num_ups, is_up = 1, True
+    num_connects, is_up = 1, True
 
     def __init__(self, tables, errs):
         self.tables, self.channel = tables, FakeChannel()
@@ -46,7 +48,7 @@ class Client:
     def turn(self, count):
         for _ in range(count):
             for message in self.channel.receive():
-                self.lead._hear(message)
+                self.lead._handle(message)
             self.lead.turn()
 
 
@@ -95,16 +97,18 @@ class LateTarget:
             max_model_len=MAX_LEN,
         )
         sampler = SimpleNamespace(sampling_states=SimpleNamespace(seeds=SimpleNamespace(np=np.zeros(MAX_REQS))))
-        with mock.patch.object(speculator, "get_tp_group", lambda: SimpleNamespace(world_size=1)):
-            self.speculator = speculator.ParallelSpeculator(
-                self.knobs, self.client, self.requests, states, sampler, None, self.counters, CPU
+        with mock.patch.object(backend, "get_tp_group", lambda: SimpleNamespace(world_size=1)):
+            self.backend = backend.ParallelBackend(
+                self.knobs, self.client, self.requests, states, sampler, False, self.counters, CPU
             )
+        failures = DraftFailures(self.knobs, ALONE, self.requests, self.counters)
+        self.speculator = Speculator(self.knobs, self.requests, None, self.counters, failures, self.backend)
         if copies:
-            streams = self.speculator._streams
+            streams = self.backend._streams
             streams.is_direct, streams._streams, for_step = False, streams._streams.clone(), streams.for_step
             # The copy is in the device's line, before the step's other work: what is in it is of this moment.
             streams.for_step = lambda *rows: for_step(*rows).clone()
-        self.requests.register(self.speculator)
+        self.requests.register(self.backend, drafting=[self.backend])
         self.rows, self.windows, self.took = [], {}, []
 
     def add(self, row):
@@ -113,7 +117,7 @@ class LateTarget:
         self.text[row, : len(PROMPT)] = torch.tensor(PROMPT)
         self.total_len[row] = len(PROMPT)
         sampling = SimpleNamespace(clone=lambda: SimpleNamespace(seed=None), structured_outputs=None)
-        self.requests.admit(Arrival(f"r{row}", row, PROMPT, [], sampling))
+        self.requests.add(NewRequest(f"r{row}", row, PROMPT, [], sampling))
 
     @contextlib.contextmanager
     def device(self):
@@ -127,7 +131,7 @@ class LateTarget:
             self.put(lambda: send(here, packed.clone(), write))
 
         with (
-            mock.patch.object(speculator, "gather_draft_windows", later(speculator.gather_draft_windows)),
+            mock.patch.object(backend, "gather_draft_windows", later(backend.gather_draft_windows)),
             mock.patch.object(commits, "copy_committed_suffix", later(commits.copy_committed_suffix)),
             mock.patch.object(commits.Commits, "_send", send_later),
             mock.patch.object(commits.Commits, "wanted", lambda here, rows, window: np.full(len(rows), MOST)),
@@ -154,9 +158,9 @@ class LateTarget:
         )  # fmt: skip
         self.line.append([])
         self.put(self._verify)
-        propose = speculator.ParallelSpeculator.propose.__wrapped__
+        propose = Speculator.propose.__wrapped__
         drafts = propose(self.speculator, batch, *[None] * 11)
-        told = self.speculator._outputs(count)[1]
+        told = self.backend._outputs(count)[1]
         self.put(lambda: self._take(drafts, told))
 
     def _verify(self):
@@ -225,7 +229,7 @@ def test_a_commit_that_fails_is_told():
     """
     late = LateTarget(0)
     late.run((4, 4))
-    late.speculator._commits._failure = "ValueError: planted"
+    late.backend._commits._failure = "ValueError: planted"
     with late.device():
         late.enqueue()
         late.enqueue()
@@ -259,7 +263,7 @@ def test_the_thread_of_commits_outlives_an_exception(monkeypatch):
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **more: empty(*args, **more))
     late = LateTarget(0)
-    here = late.speculator._commits
+    here = late.backend._commits
     here._on_gpu, here._free, here._buffer_size = True, deque(), 64
     here._line = queue.SimpleQueue()
     done, fails = [], [True]
@@ -298,7 +302,7 @@ def test_arrivals_are_told_at_once():
     mirror.sampler = SimpleNamespace(add_request=lambda *args: None, apply_staged_writes=lambda: None)
 
     def arrive(name, row):
-        mirror.add(said.Arrive(name, row, 1, np.arange(3, dtype=np.int32), 3, 8, [], None))
+        mirror.add(messages.Add(name, row, 1, np.arange(3, dtype=np.int32), 3, 8, [], None))
 
     with mock.patch.object(rank, "async_tensor_h2d", lambda data, device: torch.from_numpy(data)):
         for row in range(3):

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.unit.parallel import pair as pairs
 from tests.unit.parallel.pair import MAX_LEN, MAX_REQS, MOST, Pair
-from vllm_vidspec.engine.parallel import messages as said
+from vllm_vidspec.engine.parallel import messages
 from vllm_vidspec.parallel import Streams, Tables
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -60,9 +60,9 @@ def test_streams_go_on_between_the_parts_of_a_video(parts):
     pair.turn(3)
     for row in (1, 2):
         ids = np.array(PROMPT, dtype=np.int32)
-        pair.tables.begin(row, 50 + row, ids)
+        pair.tables.add(row, 50 + row, ids)
         media = [SimpleNamespace(mm_position=SimpleNamespace(length=5))]
-        pair.lead._hear(said.Arrive(f"r{row}", row, 50 + row, ids, len(ids), MAX_LEN, media, None))
+        pair.lead._handle(messages.Add(f"r{row}", row, 50 + row, ids, len(ids), MAX_LEN, media, None))
     pair.rank._look = lambda message: looks.append(message.req_state_idx) or len(looks) % parts != 0
     for turn in range(2 * parts):
         draws = pair.rank.num_draws
@@ -204,7 +204,7 @@ def _scenario(errs: int = 3) -> None:
         run(pair, 1, turns)
     pair.end(0)
     pair.add(0, PROMPT[2:])
-    pair.step()  # the drafter has not heard
+    pair.step()  # the drafter has not observed
     pair.turn(2)
     for turns in (1, 3, 8, 2, 0, 6, 6):
         run(pair, 1, turns)
@@ -231,19 +231,19 @@ pairs_take = pairs.gather_draft_windows
 
 
 def _later_rollback(self):
-    heard = _hear(self)
-    self.fed[heard.rows[heard.cut]] += 1
-    return heard
+    observed = _observe(self)
+    self.fed[observed.rows[observed.cut]] += 1
+    return observed
 
 
 def _never_cut(self):
     drawn = self._drawn
-    heard = _hear(self)
+    observed = _observe(self)
     self._drawn = drawn
-    return heard
+    return observed
 
 
-_hear, _commit = Streams.hear, Tables.commit
+_observe, _commit = Streams.observe, Tables.commit
 
 
 def _lost_commit(self, rows, lengths, tails):
@@ -258,8 +258,8 @@ def _lost_commit(self, rows, lengths, tails):
     ("where", "name", "bug"),
     [
         (pairs, "gather_draft_windows", _never_stale),
-        (Streams, "hear", _later_rollback),
-        (Streams, "hear", _never_cut),
+        (Streams, "observe", _later_rollback),
+        (Streams, "observe", _never_cut),
         (np, "array_equal", lambda *arrays: True),
         (Tables, "commit", _lost_commit),
         (pairs, "gather_draft_windows", _anybodys),

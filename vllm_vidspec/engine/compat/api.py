@@ -117,7 +117,7 @@ def hear_request_choices(prefix: str, calls_tools: str, check: Callable) -> None
     def found(request):
         return {**_ours(request.model_extra, prefix), **(getattr(request, "vllm_xargs", None) or {})}
 
-    def hear(original, self, *args, **kwargs):
+    def observe(original, self, *args, **kwargs):
         params = original(self, *args, **kwargs)
         extra = {**found(self), **(params.extra_args or {})}
         if getattr(self, "tools", None) and getattr(self, "tool_choice", None) != "none":
@@ -136,7 +136,7 @@ def hear_request_choices(prefix: str, calls_tools: str, check: Callable) -> None
         (ResponsesRequest, OpenAIServingResponses, "create_responses"),
     ):
         serving._vidspec_check = staticmethod(check)
-        wrap(request, "to_sampling_params", hear)
+        wrap(request, "to_sampling_params", observe)
         if wrap(serving, name, guard, "self", "request", "raw_request"):
             _lift_out_of_xargs(request, prefix)
 

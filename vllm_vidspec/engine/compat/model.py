@@ -1,7 +1,7 @@
 """Patches of a loaded target and its runner's parts: attention, positions, hidden states, noise, KV connector.
 
 Each sits on one object, so that the draft's and every other engine's stay untouched; `_RowSums` alone sits on a module,
-and does nothing but while a layer listens.
+and does nothing but while a layer observes.
 """
 
 import contextlib
@@ -42,12 +42,12 @@ class _RowSums:
         return out
 
     @contextlib.contextmanager
-    def heard(self) -> Iterator[list[torch.Tensor]]:
-        """Listen to the calls made meanwhile: yields the list that their `[num_heads, num_rows]` sums go to."""
-        heard: list[torch.Tensor] = []
-        self._heard = heard
+    def observed(self) -> Iterator[list[torch.Tensor]]:
+        """Observe the calls made meanwhile: yields the list that their `[num_heads, num_rows]` sums go to."""
+        observed: list[torch.Tensor] = []
+        self._heard = observed
         try:
-            yield heard
+            yield observed
         finally:
             self._heard = None
 
@@ -55,7 +55,7 @@ class _RowSums:
 _row_sums = _RowSums()
 
 
-def observe_attention(layer: Any, observer: Callable, is_heard: Callable[[], bool] = lambda: True) -> None:
+def observe_attention(layer: Any, observer: Callable, is_observed: Callable[[], bool] = lambda: True) -> None:
     """Call `observer(layer, query, kv_cache, attn_metadata, lse)` after each forward of a target's attention layer.
 
     Why: fused attention keeps its weights to itself; q and the paged keys meet here and nowhere else. The wrapper sits
@@ -66,7 +66,7 @@ def observe_attention(layer: Any, observer: Callable, is_heard: Callable[[], boo
         layer: vLLM's `Attention`.
         observer: Reads only. `lse` is float32 `[num_heads, num_tokens]`, the log-sum-exp of each row, or None where the
             backend does not tell it: not FlashAttention 2 or 3, or not in one call.
-        is_heard: Whether there is anything to observe in the forward that runs; the usual decode step has nothing.
+        is_observed: Whether there is anything to observe in the forward that runs; the usual decode step has nothing.
     """
     original = layer.impl.forward
     expect_parameters(original, *_ATTENTION_FORWARD)
@@ -75,11 +75,11 @@ def observe_attention(layer: Any, observer: Callable, is_heard: Callable[[], boo
 
     @functools.wraps(original)
     def forward(attn_layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs):
-        if not is_heard():
+        if not is_observed():
             return original(attn_layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
-        with _row_sums.heard() as heard:
+        with _row_sums.observed() as observed:
             result = original(attn_layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
-        observer(attn_layer, query, kv_cache, attn_metadata, heard[0] if len(heard) == 1 else None)
+        observer(attn_layer, query, kv_cache, attn_metadata, observed[0] if len(observed) == 1 else None)
         return result
 
     layer.impl.forward = forward
@@ -135,15 +135,15 @@ def adjust_positions(model_state: Any, adjust: Callable, dummy: Callable) -> Non
     model_state.prepare_inputs, model_state.prepare_dummy_inputs = prepare, prepare_dummy
 
 
-def hear_attention_metadata(model_state: Any, hear: Callable) -> None:
-    """Call `hear(input_batch, metadata_by_layer, for_capture)` once the attention metadata of a forward is there.
+def observe_attention_metadata(model_state: Any, observe: Callable) -> None:
+    """Call `observe(input_batch, metadata_by_layer, for_capture)` once the attention metadata of a forward is there.
 
     Why: a whole forward that is captured calls our layers once, and must then do what every replay needs. Nothing else
     tells it from other dummy runs.
 
     Args:
         model_state: The runner's; one method is wrapped on the object.
-        hear: Called before every forward that attends, whether it runs, is captured or replayed.
+        observe: Called before every forward that attends, whether it runs, is captured or replayed.
     """
     prepare_attn = model_state.prepare_attn
     expect_parameters(prepare_attn, "input_batch", "cudagraph_mode", "block_tables", "slot_mappings", "for_capture")
@@ -151,7 +151,7 @@ def hear_attention_metadata(model_state: Any, hear: Callable) -> None:
     @functools.wraps(prepare_attn)
     def prepare(input_batch, *args, for_capture=False, **kwargs):
         metadata = prepare_attn(input_batch, *args, for_capture=for_capture, **kwargs)
-        hear(input_batch, metadata, for_capture)
+        observe(input_batch, metadata, for_capture)
         return metadata
 
     model_state.prepare_attn = prepare

@@ -37,5 +37,5 @@ class VidSpecCPUWorker(VidSpecWorker, CPUWorker):
         """Load our loops, which are compiled once in an environment, and warm up as vLLM does."""
         begin = time.perf_counter()
         load_loops()
-        logger.info("vidspec: loops ready in %.1f s", time.perf_counter() - begin)
+        logger.info("vidspec: CPU kernels compiled in %.1f s", time.perf_counter() - begin)
         return super().compile_or_warm_up_model()

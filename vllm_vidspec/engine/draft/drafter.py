@@ -27,30 +27,30 @@ from vllm_vidspec.engine.draft.messages import (
     PrefillMessage,
     PrefillStep,
 )
-from vllm_vidspec.engine.draft.model import DraftModel
+from vllm_vidspec.engine.draft.model import DraftModel, kv_bytes_per_token
 from vllm_vidspec.engine.draft.noise import CoupledSampler, Processed
 from vllm_vidspec.engine.draft.prefill import DraftPrefill
 from vllm_vidspec.engine.draft.score_blocks import rows_per_block
 from vllm_vidspec.engine.draft.trees import TakeTrees, TreeDrafter
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
+from vllm_vidspec.engine.hooks.pixels import SharedPixels
 from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.listen.pixels import SharedPixels
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.tree_attention import TreeAttention
 
 logger = init_logger("vllm.vidspec")
 
-_NO_END = 1 << 60
+UNBOUNDED = 1 << 60
 
 
 class Drafter:
-    """Owns what the draft keeps of every persistent row: its KV, its place in the line of prefills, its policy.
+    """Owns what the draft keeps of every persistent row: its KV, its place in the prefill queue, its policy.
 
     Args:
         model: The draft, loaded, its KV cache allocated.
         knobs: The configuration.
         sample: The draft's sampler.
-        counters: Told what is drafted.
+        counters: Records what is drafted.
         num_blocks: Of the KV pool.
         max_num_reqs: Persistent rows.
         max_model_len: The target's context length.
@@ -86,7 +86,7 @@ class Drafter:
         max_run: int = 0,
         pixels: SharedPixels | None = None,
     ):
-        config = knobs.now
+        config = knobs.current
         self.model = model
         self.counters = counters
         self._knobs = knobs
@@ -117,10 +117,12 @@ class Drafter:
         forwards = Forwards(model, self.kv, self.buffers, attention)
         self.attention = attention
         # [max_num_reqs] see `has_room`; rows that nobody drafts for need none
-        self._room_until = np.full(max_num_reqs, _NO_END, dtype=np.int64)
+        self._capacity_limit = np.full(max_num_reqs, UNBOUNDED, dtype=np.int64)
         self._graphs = graphs
         self._sample = sample
-        self._cohort: object | None = None  # of the last step; below, whether its logits go through vLLM's processors
+        self._draft_batch: object | None = (
+            None  # of the last step; below, whether its logits go through vLLM's processors
+        )
         self._is_processed = False
         # Of the last step, for `go_on`: requests, padding included, processors, drafts; and how many tokens may follow.
         self._step: tuple[int, Processed | None, Drafts] | None = None
@@ -130,31 +132,31 @@ class Drafter:
 
     # ---- prefill ---------------------------------------------------------------------------------------------------
 
-    def admit(self, message: PrefillMessage, num_tokens: int = 0) -> Admission:
+    def add(self, message: PrefillMessage, num_tokens: int = 0) -> Admission:
         """Take a request in, if there is room; one that will not be drafted for is counted by reason.
 
         Args:
             message: The request.
             num_tokens: Bound of its committed length, where that is past the prompt by now.
         """
-        outcome = self.prefills.admit(message, num_tokens)
+        outcome = self.prefills.add(message, num_tokens)
         if outcome == Admission.ADMITTED:
             self.enter(message.req_state_idx)
         return outcome
 
     def enter(self, req_state_idx: int) -> None:
         """Expect steps of a row's new request: they look for room, and its trees begin anew."""
-        self._room_until[req_state_idx] = -1
+        self._capacity_limit[req_state_idx] = -1
         if self.trees is not None:
             self.trees.policy.reset_rows(np.array([req_state_idx]))
 
-    def rest(self, idx_mapping_np: np.ndarray, num_tokens: np.ndarray) -> None:
-        """Put `[n]` rows that were drafted for back in line; the draft has read `[n]` tokens of their text at least."""
-        self.prefills.rest(idx_mapping_np, num_tokens)
+    def requeue(self, idx_mapping_np: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Put `[n]` rows that were drafted for back into the queue; `[n]` tokens of their text at least are read."""
+        self.prefills.requeue(idx_mapping_np, num_tokens)
 
     @property
     def is_reading(self) -> bool:
-        """Whether any request is in the line of prefills."""
+        """Whether any request is in the prefill queue."""
         return self.prefills.is_reading
 
     def prefill(self, step: PrefillStep) -> Prefilled:
@@ -199,27 +201,27 @@ class Drafter:
         num_slots = self._num_slots(num_tokens_upper_bound, self.kv.num_dropped_np[idx_mapping_np])
         fits = self.kv.reserve(idx_mapping_np, num_slots)
         self.kv.apply()
-        self._room_until[idx_mapping_np] = self._find_room(idx_mapping_np)
+        self._capacity_limit[idx_mapping_np] = self._find_room(idx_mapping_np)
         return fits
 
     def has_room(self, idx_mapping_np: np.ndarray, num_tokens_upper_bound: np.ndarray) -> bool:
         """Return whether `holds` and `reserve` have nothing to do for `[n]` rows: for most steps a look at a table."""
-        return not (num_tokens_upper_bound > self._room_until[idx_mapping_np]).any()
+        return not (num_tokens_upper_bound > self._capacity_limit[idx_mapping_np]).any()
 
     def _find_room(self, idx_mapping_np: np.ndarray) -> np.ndarray:
         """Return `[n]` int64: up to which bound of the committed length the next step has entries and a context."""
         kv, model, longest = self.kv, self.model, self._max_model_len
         dropped, delta = kv.num_dropped_np[idx_mapping_np], kv.pos_delta_np[idx_mapping_np]
         ends = np.stack((model.max_model_len + dropped, model.num_positions - delta))
-        ends = np.where(ends >= longest, _NO_END, ends)  # what the target's context does not reach is no end
+        ends = np.where(ends >= longest, UNBOUNDED, ends)  # what the target's context does not reach is no end
         return np.minimum(ends.min(axis=0), kv.capacity_np[idx_mapping_np] + dropped) - self._num_speculative_tokens
 
     def draft(self, message: DraftMessage) -> Drafts:
         """Propose drafts in the shape that the message names, for all its requests at once."""
         start = time.perf_counter()
         buffers, rows_np = self.buffers, message.idx_mapping_np
-        if message.cohort is None or message.cohort is not self._cohort:
-            self._cohort, self._is_processed = message.cohort, self._sample.needs_processors(rows_np)
+        if message.draft_batch is None or message.draft_batch is not self._draft_batch:
+            self._draft_batch, self._is_processed = message.draft_batch, self._sample.needs_processors(rows_np)
         num_reqs = self._graphs.size_for(len(rows_np), self._width(message.shape), self._is_processed)
         self._begin(message.batch_rows, message.picked, message.num_sampled, message.was_verified, num_reqs)
         rows, drafts = buffers.of(len(rows_np))
@@ -333,7 +335,7 @@ class Drafter:
         """Yield padded numbers of requests with what their steps may draft: the plan of as many requests or more, as
         some of a batch may not be drafted for.
         """
-        config = self._knobs.now
+        config = self._knobs.current
         plans = config.plans
         if config.adaptive_tokens:  # any batch size may be given any of them
             for plan in config.choices(has_graphs=True):
@@ -352,18 +354,26 @@ class Drafter:
         """Return the most tokens of a request in a forward of the draft: two in the first."""
         return 2 if self.trees is None or shape == "chain" else max(2, self.trees.policy.max_frontier)
 
-    # ---- the end ---------------------------------------------------------------------------------------------------
+    # ---- memory ---------------------------------------------------------------------------------------------------
 
-    def forget(self, req_state_idx: int) -> None:
+    def count_memory(self) -> None:
+        """Publish how large the pool and the cache of vision embeddings are."""
+        model, num_blocks = self.model, self.kv.num_blocks
+        self.counters.set("draft_pool_blocks_total", num_blocks - 1)
+        self.counters.set("draft_pool_bytes", num_blocks * model.bytes_per_block)
+        self.counters.set("draft_encoder_bytes", self.prefills.vision.cache.num_bytes)
+        self.counters.set("draft_kv_bytes_per_token", kv_bytes_per_token(model.config))
+
+    def remove(self, req_state_idx: int) -> None:
         """Forget a row: finished, aborted, preempted or given up. Its blocks go back to the pool."""
-        self.prefills.forget(req_state_idx)
-        self.kv.forget(req_state_idx)
-        self._room_until[req_state_idx] = _NO_END
+        self.prefills.remove(req_state_idx)
+        self.kv.remove(req_state_idx)
+        self._capacity_limit[req_state_idx] = UNBOUNDED
         self.counters.set("draft_pool_blocks_used", self.kv.num_used_blocks)
 
-    def held(self) -> Iterable[int]:
-        """Return the rows that have blocks, or a prompt in line or remembered."""
-        return (*np.flatnonzero(self.kv.capacity_np).tolist(), *self.prefills.held())
+    def active_rows(self) -> Iterable[int]:
+        """Return the rows that have blocks, or a prompt in the queue or remembered."""
+        return (*np.flatnonzero(self.kv.capacity_np).tolist(), *self.prefills.active_rows())
 
     def forget_media(self) -> None:
         """Drop the draft's vision embeddings: weights have changed, or the memory that holds them has."""

@@ -14,7 +14,7 @@ write over them. Two things are left to do for what was accepted, both on the de
   which nodes have, and the step's first forward feeds the committed text's last two tokens: the older one's copy goes
   to the null block where its entry stands (`begin_step`).
 
-A request that ends, however it ends, gives its blocks back in `forget`; the next owner writes before it reads.
+A request that ends, however it ends, gives its blocks back in `remove`; the next owner writes before it reads.
 """
 
 from collections.abc import Sequence
@@ -105,7 +105,7 @@ class DraftKV:
 
     # ---- a request's life ------------------------------------------------------------------------------------------
 
-    def begin(self, req_state_idx: int, num_dropped: int, pos_delta: int) -> None:
+    def add(self, req_state_idx: int, num_dropped: int, pos_delta: int) -> None:
         """Write the integers of a request that begins; the device knows after `apply`."""
         self.num_dropped_np[req_state_idx] = num_dropped
         self.pos_delta_np[req_state_idx] = pos_delta
@@ -147,7 +147,7 @@ class DraftKV:
         for staged in (self._block_tables, self._num_dropped, self._pos_delta):
             staged.apply_write()
 
-    def forget(self, req_state_idx: int) -> None:
+    def remove(self, req_state_idx: int) -> None:
         """Give a row's blocks back, and forget which drafts were fed: the row's next request has had none."""
         self._free.extend(reversed(self._blocks[req_state_idx]))
         self._blocks[req_state_idx] = []

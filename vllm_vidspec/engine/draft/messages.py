@@ -34,7 +34,7 @@ class PrefillMessage:
         scores: The target's guidance, one float32 `[m]` CPU tensor per feature; None where there is none.
         outcome: Counters to add to once the draft is shown the prompt: what came of the guidance.
         placed: Where the target has put the prompt, if it prunes videos itself; else None.
-        way: By which of `PruneKnobs.variants` it is pruned.
+        prune_variant: By which of `PruneKnobs.variants` it is pruned.
     """
 
     req_id: str
@@ -44,7 +44,7 @@ class PrefillMessage:
     scores: list[torch.Tensor] | None = None
     outcome: tuple[str, ...] = ()
     placed: Placed | None = None
-    way: int = 0
+    prune_variant: int = 0
 
 
 class Admission(IntEnum):
@@ -113,8 +113,8 @@ class DraftMessage(NamedTuple):
             it does of all.
         max_drafts: Draft tokens to propose at most.
         shape: In which shape ("chain", "tree-static", "tree-adaptive").
-        cohort: Stands for these rows and all that is known of them: what follows from it may be kept as long as it is
-            the same object. None: nothing may.
+        draft_batch: The identity of these rows: what a callee derives from them holds while this is the same object.
+            None: it never holds.
     """
 
     batch_rows: torch.Tensor
@@ -124,7 +124,7 @@ class DraftMessage(NamedTuple):
     was_verified: torch.Tensor | None
     max_drafts: int
     shape: str = "chain"
-    cohort: object | None = None
+    draft_batch: object | None = None
 
 
 class Drafts(NamedTuple):

@@ -1,6 +1,5 @@
 """The draft network: its own forward context, KV layers and attention metadata, beside the target in one process."""
 
-import copy
 import functools
 import gc
 from collections.abc import Sequence
@@ -18,9 +17,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed import get_tp_group
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.forward_context import BatchDescriptor, set_forward_context
-from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader import get_model
-from vllm.model_executor.model_loader.utils import get_draft_load_config
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
@@ -40,14 +37,16 @@ from vllm_vidspec import families
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.compat.moved import get_kv_cache_config_from_groups, get_kv_cache_groups
+from vllm_vidspec.engine.draft.model_config import (
+    draft_config,
+    kv_bytes_per_token,
+    of_two_rows,
+    own_cache,
+    without_override,
+)
 from vllm_vidspec.engine.draft.score_blocks import rows_per_block
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
 from vllm_vidspec.errors import VidSpecError
-
-
-def kv_bytes_per_token(vllm_config: VllmConfig) -> int:
-    """Return the KV bytes that one token takes on this rank, over all layers of a configuration."""
-    return sum(spec.page_size_bytes // spec.block_size for spec in get_kv_cache_spec(vllm_config).values())
 
 
 def rope_positions(language_model: nn.Module, max_model_len: int) -> int:
@@ -115,14 +114,14 @@ class DraftModel:
 
     def load(self, target: nn.Module) -> None:
         """Load the draft's weights, or share the target's."""
-        self.config = self._draft_config()
+        self.config = draft_config(self.target_config, self.is_self_draft)
         if self.is_self_draft:
             # Attention finds its layer, and so its KV cache, by name in the forward context: the same network run under
             # a context of copied attention layers is a second model without a second copy of any weight.
             self.model = target
             layers = self.target_config.compilation_config.static_forward_context
             self.config.compilation_config.static_forward_context.update(
-                {name: _own_cache(layer) for name, layer in layers.items()}
+                {name: own_cache(layer) for name, layer in layers.items()}
             )
         else:
             # No prefix: what a quantised checkpoint leaves out, it names as its own modules are called. The names may
@@ -147,30 +146,6 @@ class DraftModel:
         ours.cudagraph_mode = mode
         ours.cudagraph_capture_sizes = resolved.cudagraph_capture_sizes
         ours.max_cudagraph_capture_size = resolved.max_cudagraph_capture_size
-
-    def _draft_config(self) -> VllmConfig:
-        base = self.target_config
-        speculative = base.speculative_config
-        compilation = copy.copy(base.compilation_config)
-        compilation.static_forward_context = {}
-        compilation.static_all_moe_layers = (
-            list(base.compilation_config.static_all_moe_layers) if self.is_self_draft else []
-        )
-        config = copy.copy(base)  # shallow, and without running __post_init__ again
-        config.compilation_config = compilation
-        config.speculative_config = None
-        if self.is_self_draft:
-            return config
-        config.model_config = copy.copy(speculative.draft_model_config)
-        config.model_config.multimodal_config = _media_config(base.model_config.multimodal_config)
-        config.parallel_config = copy.copy(speculative.draft_parallel_config)
-        config.parallel_config.rank = base.parallel_config.rank
-        # vLLM leaves this open, and a forward of which it is not known that it has no experts is agreed upon by all
-        # data-parallel engines; only those of one process each (VLLM_DP_SIZE) get that far.
-        config.parallel_config.is_moe_model = config.model_config.is_moe
-        config.load_config = get_draft_load_config(base)
-        config.quant_config = VllmConfig.get_quantization_config(config.model_config, config.load_config)
-        return config
 
     @property
     def hidden_size(self) -> int:
@@ -262,9 +237,9 @@ class DraftModel:
         num_blocks = _smallest_of_ranks(num_bytes // self.bytes_per_block)
         with set_current_vllm_config(self.config):
             self._kv_config = get_kv_cache_config_from_groups(
-                _without_override(self.config), self._kv_groups(), num_blocks * self.bytes_per_block
+                without_override(self.config), self._kv_groups(), num_blocks * self.bytes_per_block
             )
-            builders_config = _of_two_rows(self.config, self.target_config.speculative_config)
+            builders_config = of_two_rows(self.config, self.target_config.speculative_config)
             self._attn_groups, self._graph_support, kernel_block_sizes = init_attn_backend(
                 self._kv_config, builders_config, self.device
             )
@@ -465,46 +440,3 @@ def _smallest_of_ranks(value: int) -> int:
     if group.world_size > 1:
         torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
     return int(values)
-
-
-def _media_config(target: Any) -> Any:
-    """Return the draft's multimodal configuration: the target's, for which its pixels are made, with its
-    `--mm-encoder-*` flags; but without the scales that were measured on the target's own tower, and without
-    `--video-pruning-rate`: the draft sees what the target has kept, not a choice of its own.
-    """
-    if target is None:
-        return None
-    config = copy.copy(target)
-    config.mm_encoder_fp8_scale_path = config.mm_encoder_fp8_scale_save_path = None
-    config.video_pruning_rate = None
-    return config
-
-
-def _own_cache(layer: Any) -> Any:
-    """Copy an attention layer without its parameters, so that another KV cache can be bound to it."""
-    if not isinstance(layer, Attention):
-        return layer
-    layer = copy.copy(layer)
-    layer.impl = copy.copy(layer.impl)
-    layer.kv_cache = torch.tensor([])
-    return layer
-
-
-def _of_two_rows(config: VllmConfig, speculative_config: Any) -> VllmConfig:
-    """Return the draft's configuration as its metadata builders are to see it: a step may feed two tokens at once.
-
-    Without a word of that FlashInfer takes the first forward of a step for a prefill, which it plans on the host, and
-    bounds of lengths for lengths; vLLM's Triton kernel has scratch memory for half of the rows.
-    """
-    config = copy.copy(config)
-    config.speculative_config = copy.copy(speculative_config)
-    config.speculative_config.num_speculative_tokens = 1
-    return config
-
-
-def _without_override(config: VllmConfig) -> VllmConfig:
-    """Drop `--num-gpu-blocks-override`: it sizes the target's cache, not the draft's."""
-    config = copy.copy(config)
-    config.cache_config = copy.copy(config.cache_config)
-    config.cache_config.num_gpu_blocks_override = None
-    return config

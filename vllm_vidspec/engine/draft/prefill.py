@@ -1,6 +1,6 @@
-"""DraftPrefill: shows the draft its pruned prompts, a bounded piece per step; meanwhile these requests go undrafted.
+"""DraftPrefill: chunked prefill of the draft's pruned prompts from a FIFO queue; until then requests go undrafted.
 
-Requests stand in line in the order of their admission. A step runs at most what vLLM lets the target's own prefill run
+Requests queue in the order of their admission. A step runs at most what vLLM lets the target's own prefill run
 in one: the vision tower over the encoder budget's tokens (`DraftVision`), the language model over the token budget. So
 a draft keeps its target's pace, and a long video holds nobody's decode up. The target commits text meanwhile: the last
 piece of a prefill catches up on it. How much there is the host knows as a bound only (async scheduling); what is fed
@@ -22,26 +22,26 @@ from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft.kv import DraftKV
 from vllm_vidspec.engine.draft.messages import Admission, Prefilled, PrefillMessage, PrefillStep
 from vllm_vidspec.engine.draft.model import DraftModel, Layout
-from vllm_vidspec.engine.draft.prefill_job import PrefillJob, PrefillPiece, ReadPrompt
+from vllm_vidspec.engine.draft.prefill_job import PrefillJob, PrefillPiece, TextLayout
 from vllm_vidspec.engine.draft.vision import DraftVision
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
+from vllm_vidspec.engine.hooks.pixels import SharedPixels
 from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.listen.pixels import SharedPixels
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.families import adapter_for
-from vllm_vidspec.pruning.prompt import PromptItem, PromptPlan, UnsupportedPrompt, choose_kept, plan_prompt, prune
+from vllm_vidspec.pruning.prompt import PromptItem, UnsupportedPrompt, choose_kept, plan_prompt, prune
 from vllm_vidspec.pruning.sampled import kept_places
 
 logger = init_logger("vllm.vidspec")
 
 
 class DraftPrefill:
-    """Owns the line of requests in prefill.
+    """Owns the queue of requests in prefill.
 
     Args:
         model: The draft, its KV cache allocated.
         knobs: What is pruned, and how.
-        counters: Told what is prefilled and what is not.
+        counters: Records what is prefilled and what is not.
         kv: The draft's KV memory.
         cache: The draft's vision embeddings of what was shown lately.
         shared: The target's own, by identifier, where its tower is the draft's; else empty.
@@ -67,17 +67,16 @@ class DraftPrefill:
         self.vision = DraftVision(model, self._adapter, counters, cache, shared, agreement, self._fail, pixels)
         self._kv = kv
         self._agreement = agreement
-        self._jobs: dict[int, PrefillJob] = {}  # by row, in order of admission
-        self._ahead: dict[int, dict[str, PromptItem]] = {}  # by row what is to be encoded before it is in line
-        self._read: dict[int, ReadPrompt] = {}  # by row, of the requests that have left the line
+        self._jobs: dict[int, PrefillJob] = {}  # by row
+        self._queue: dict[int, PrefillJob] = {}  # by row, those that are not read whole, in order
         self._failed: list[int] = []  # rows, of the step that runs
         # What was chosen and why, for tools that look at pruning; None while nobody looks.
         self._watched: list[dict[str, Any]] | None = None
 
     # ---- admission: host only --------------------------------------------------------------------------------------
 
-    def admit(self, message: PrefillMessage, num_tokens: int = 0) -> Admission:
-        """Put a request in line and stage its blocks; one that cannot be drafted for is counted by reason.
+    def add(self, message: PrefillMessage, num_tokens: int = 0) -> Admission:
+        """Put a request in the queue and stage its blocks; one that cannot be drafted for is counted by reason.
 
         Whatever is wrong with a prompt costs that request alone.
 
@@ -93,13 +92,12 @@ class DraftPrefill:
         except Exception as error:
             self._count_error(message.req_id, error)
             return Admission.REFUSED
-        plan, limit = job.plan, self._knobs.now.max_draft_len
-        assert isinstance(plan, PromptPlan)
+        plan, limit = job.plan, self._knobs.current.max_draft_len
         if limit is not None and plan.num_kept > limit:
             detail = f"its pruned prompt has {plan.num_kept} tokens, max_draft_len is {limit}"
             self.counters.skip("too_long", message.req_id, detail)
             return Admission.REFUSED
-        num_slots = max(plan.num_kept + 1, num_tokens - plan.num_dropped) + self._knobs.now.num_speculative_tokens
+        num_slots = max(plan.num_kept + 1, num_tokens - plan.num_dropped) + self._knobs.current.num_speculative_tokens
         if num_slots > self._kv.num_slots:
             detail = (
                 f"its pruned prompt takes {num_slots} tokens of the draft's KV pool, which has {self._kv.num_slots}"
@@ -108,10 +106,9 @@ class DraftPrefill:
             return Admission.REFUSED
         if not self._kv.reserve(np.array([job.req_state_idx]), np.array([num_slots]))[0]:
             return Admission.FULL
-        self._kv.begin(job.req_state_idx, plan.num_dropped, plan.pos_delta)
-        self._jobs[job.req_state_idx] = job
-        self._ahead.pop(job.req_state_idx, None)
-        self._let_go()
+        self._kv.add(job.req_state_idx, plan.num_dropped, plan.pos_delta)
+        self._jobs[job.req_state_idx] = self._queue[job.req_state_idx] = job
+        self._drop_unfinished()
         num_visual_kept = plan.num_visual - plan.num_dropped
         for name in ("prompts", *message.outcome):
             self.counters.add(name)
@@ -122,7 +119,7 @@ class DraftPrefill:
         return Admission.ADMITTED
 
     def _plan(self, message: PrefillMessage, is_ahead: bool = False) -> PrefillJob:
-        placed, knobs = message.placed, self._knobs.now.prune.variant(message.way)
+        placed, knobs = message.placed, self._knobs.current.prune.variant(message.prune_variant)
         plan = plan_prompt(
             message.token_ids,
             message.features,
@@ -133,7 +130,7 @@ class DraftPrefill:
         if placed is not None:
             plan = dataclasses.replace(plan, items=tuple(self._as_seen(item, placed.positions) for item in plan.items))
         scores = None if message.scores is None else [unit.joined(message.scores) for unit in plan.units]
-        job = PrefillJob(message.req_id, message.req_state_idx, plan, scores, [], [], [], knobs=knobs)
+        job = PrefillJob(message.req_id, message.req_state_idx, TextLayout.of(plan), plan, scores, knobs=knobs)
         for number, unit in enumerate(plan.units):
             if (job.compares or is_ahead) and unit.is_choice:
                 job.kept += [None] * len(unit.places)
@@ -159,25 +156,26 @@ class DraftPrefill:
             raise UnsupportedPrompt("what the target has kept of its video (--video-pruning-rate) is not known")
         return dataclasses.replace(item, seen=seen)
 
-    def forget(self, req_state_idx: int) -> None:
+    def remove(self, req_state_idx: int) -> None:
         """Forget a row's request: finished, aborted, preempted or given up."""
-        for table in (self._jobs, self._ahead, self._read):
-            table.pop(req_state_idx, None)  # type: ignore[attr-defined]
-        self._let_go()
+        self._jobs.pop(req_state_idx, None)
+        self._queue.pop(req_state_idx, None)
+        self._drop_unfinished()
 
-    def held(self) -> Iterable[int]:
-        """Return the rows whose prompts are in line or have been read."""
-        return (*self._jobs, *self._ahead, *self._read)
+    def active_rows(self) -> Iterable[int]:
+        """Return the rows whose requests it has a record of."""
+        return self._jobs
 
-    def rest(self, idx_mapping_np: np.ndarray, num_tokens: np.ndarray) -> None:
-        """Put `[n]` rows that have left the line back into it: they lack text from `[n]` committed tokens on."""
+    def requeue(self, idx_mapping_np: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Put `[n]` rows that have left the queue back into it: they lack text from `[n]` committed tokens on."""
         for row, length in zip(idx_mapping_np.tolist(), num_tokens.tolist(), strict=True):
-            self._jobs[row] = self._read.pop(row).text_job(length)
+            job = self._queue[row] = self._jobs[row]
+            job.resume(length)
 
     @property
     def is_reading(self) -> bool:
-        """Whether any request is in line."""
-        return bool(self._jobs)
+        """Whether any request is in the queue."""
+        return bool(self._queue)
 
     def watch(self, on: bool) -> list[dict[str, Any]]:
         """Return what was pruned since watching began, and go on watching or not; see `worker.vidspec_watch`."""
@@ -190,10 +188,10 @@ class DraftPrefill:
     def step(self, step: PrefillStep) -> Prefilled:
         """Run this step's share of the prefills of the requests in its batch."""
         bounds = dict(zip(step.idx_mapping_np.tolist(), step.num_tokens_upper_bound.tolist(), strict=True))
-        due = [job for row, job in self._jobs.items() if row in bounds]
+        due = [job for row, job in self._queue.items() if row in bounds]
         self._failed = []
-        self.vision.look(due)
-        alive = self._agreement.settle("draft prefill", [self._is_alive(job) for job in due])
+        self.vision.encode_missing(due)
+        alive = self._agreement.all_ranks_and("draft prefill", [self._is_alive(job) for job in due])
         for job, is_alive in zip(due, alive, strict=True):
             if not is_alive:
                 self._fail(job, RuntimeError("another rank could not take its vision embeddings"))
@@ -204,24 +202,24 @@ class DraftPrefill:
                 self._fail(piece.job, error)
         ready = [job for job in ready if self._is_alive(job)]
         for job in ready:
-            del self._jobs[job.req_state_idx]
-            self._read[job.req_state_idx] = ReadPrompt.of(job)
+            del self._queue[job.req_state_idx]
+            job.finish()
         return Prefilled(ready=[job.req_state_idx for job in ready], failed=self._failed)
 
     def _is_alive(self, job: PrefillJob) -> bool:
-        return self._jobs.get(job.req_state_idx) is job
+        return self._queue.get(job.req_state_idx) is job
 
     def _fail(self, job: PrefillJob, error: Exception) -> None:
-        """Take a request out of the line that an error has cost its drafts."""
+        """Take a request out of the queue that an error has cost its drafts."""
         if self._is_alive(job):
-            del self._jobs[job.req_state_idx]
-            self._let_go()
+            del self._jobs[job.req_state_idx], self._queue[job.req_state_idx]
+            self._drop_unfinished()
             self._failed.append(job.req_state_idx)
             self._count_error(job.req_id, error)
 
     def _count_error(self, req_id: str, error: Exception) -> None:
         """Count an error in the draft, and log the first, unless errors are to stop the engine."""
-        if self._knobs.now.on_draft_error == "raise":
+        if self._knobs.current.on_draft_error == "raise":
             raise error
         self.counters.add("draft_failures")
         first_line = next(iter(str(error).splitlines()), "")[:200]
@@ -230,7 +228,7 @@ class DraftPrefill:
 
     # ---- vision ----------------------------------------------------------------------------------------------------
 
-    def look_ahead(self, message: PrefillMessage) -> bool:
+    def encode_ahead(self, message: PrefillMessage) -> bool:
         """Let the tower encode a step's share of a prompt's media before what guides the pruning is known; the cache
         keeps what it can.
 
@@ -241,20 +239,21 @@ class DraftPrefill:
         """
         row = message.req_state_idx
         with contextlib.suppress(Exception):
-            if row not in self._ahead:
+            if row not in self._jobs:
                 job = self._plan(message, is_ahead=True)
-                self._ahead[row] = {item.name: item for item in (job.plan.items[i] for i in job.unseen())}
-            if self.vision.look_ahead(self._ahead[row]):
+                job.ahead = {item.name: item for item in (job.plan.items[i] for i in job.unseen())}
+                self._jobs[row] = job
+            if self.vision.encode_ahead(self._jobs[row].ahead):
                 return True
-        self._ahead.pop(row, None)
-        self._let_go()
+        self._jobs.pop(row, None)
+        self._drop_unfinished()
         return False
 
-    def _let_go(self) -> None:
+    def _drop_unfinished(self) -> None:
         """Free what has been encoded in part and nobody waits for any more."""
         if unfinished := self.vision.cache.unfinished():
-            wanted = {job.plan.items[i].name for job in self._jobs.values() for i in job.unseen()}
-            for name in unfinished - wanted.union(*self._ahead.values()):
+            wanted = {job.plan.items[i].name for job in self._queue.values() for i in job.unseen()}
+            for name in unfinished - wanted.union(*(job.ahead for job in self._jobs.values())):
                 self.vision.cache.drop(name)
 
     # ---- language model --------------------------------------------------------------------------------------------
@@ -272,12 +271,12 @@ class DraftPrefill:
         for job in due:
             if job.unseen():
                 continue  # whoever waits for the tower leaves the language model to those behind
-            plan, start = job.plan, job.num_done
+            num_kept, start = job.layout.num_kept, job.num_done
             # The first draft feeds the last committed token, so all before it must be there.
-            last = bounds[job.req_state_idx] - 1 - plan.num_dropped
-            end = max(start, min(start + left, plan.num_kept))
+            last = bounds[job.req_state_idx] - 1 - job.layout.num_dropped
+            end = max(start, min(start + left, num_kept))
             # Text after the prompt is caught up on in one step: next time the bound on it is another.
-            if end >= plan.num_kept and (last - start <= left or (not pieces and start >= plan.num_kept)):
+            if end >= num_kept and (last - start <= left or (not pieces and start >= num_kept)):
                 end = last
                 ready.append(job)
             if end > start:
@@ -320,7 +319,6 @@ class DraftPrefill:
 
     def _prune(self, job: PrefillJob) -> None:
         """Put a prompt together once all its items are there."""
-        assert isinstance(job.plan, PromptPlan)
         kept = [indices for indices in job.kept if indices is not None]
         job.prompt = prune(job.plan, kept)
         media = [embeds for embeds in job.media if embeds is not None]
@@ -345,10 +343,10 @@ class DraftPrefill:
         places: list[torch.Tensor] = []
         media: list[torch.Tensor] = []
         for piece, start in zip(pieces, starts.tolist(), strict=False):
-            job, prompt_len = piece.job, piece.job.plan.num_kept
+            job, prompt_len = piece.job, piece.job.layout.num_kept
             first, end = max(piece.start, prompt_len), piece.end
             if first < end:
-                begin = first + job.plan.num_dropped
+                begin = first + job.layout.num_dropped
                 committed = text[job.req_state_idx, begin : begin + end - first]
                 token_ids[start + first - piece.start : start + end - piece.start] = committed
             low, high, where = piece.media()
@@ -356,7 +354,7 @@ class DraftPrefill:
                 assert job.embeds is not None
                 media.append(job.embeds[low:high])
                 places.append(where + start)
-        if any(piece.end > piece.job.plan.num_kept for piece in pieces):
+        if any(piece.end > piece.job.layout.num_kept for piece in pieces):
             # Past the committed text the row holds an earlier request's.
             token_ids.clamp_(0, self.model.vocab_size - 1)
         where = async_tensor_h2d(torch.cat(places), device=device) if places else None

@@ -1,6 +1,7 @@
-"""How far the draft's prefill of a request has come, a part of it, and what is left to know of it; pure data."""
+"""PrefillJob: how far the draft's prefill of a request has come; PrefillPiece: a part of it; pure data."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,50 +11,34 @@ from vllm_vidspec.pruning import get_pruner
 from vllm_vidspec.pruning.prompt import PromptItem, PromptPlan, PrunedPrompt
 
 
-@dataclass(frozen=True)
-class ReadPrompt:
-    """What a prompt that was read leaves: enough to place the text after it. Named as in `PromptPlan`.
+class TextLayout(NamedTuple):
+    """Where the text after a pruned prompt stands: all that is left to know of a prompt that was read.
 
     Attributes:
-        req_id: vLLM's request id.
-        req_state_idx: Its persistent row.
         num_kept: KV entries of the prompt; `num_dropped` tokens of it have none.
         pos_delta: Rope position minus logical position of the text; `num_axes` of these positions.
-        items: None.
     """
 
-    req_id: str
-    req_state_idx: int
     num_kept: int
     num_dropped: int
     pos_delta: int
     num_axes: int
-    items: tuple[PromptItem, ...] = ()
 
     @classmethod
-    def of(cls, job: "PrefillJob") -> "ReadPrompt":
-        """Return what is left of a request's job."""
-        plan = job.plan
-        return cls(
-            job.req_id, job.req_state_idx, plan.num_kept, plan.num_dropped, plan.pos_delta, plan.num_axes
-        )  # fmt: skip
-
-    def text_job(self, num_tokens: int) -> "PrefillJob":
-        """Return the job of reading the text from `num_tokens` committed tokens on, none of them the prompt's."""
-        nothing = torch.zeros(0, dtype=torch.int64)
-        prompt = PrunedPrompt(nothing.int(), nothing.expand(self.num_axes, 0), nothing)
-        start = max(self.num_kept, num_tokens - self.num_dropped)
-        return PrefillJob(self.req_id, self.req_state_idx, self, None, [], [], [], prompt, num_done=start)
+    def of(cls, plan: PromptPlan) -> "TextLayout":
+        """Return where the text after a prompt stands."""
+        return cls(plan.num_kept, plan.num_dropped, plan.pos_delta, plan.num_axes)
 
 
 @dataclass(eq=False)
 class PrefillJob:
-    """A request whose prompt, or whose text after it, the draft has not seen whole.
+    """The record of a request in the draft, from `DraftPrefill.add` to `remove`: encoded ahead, in the queue, or read.
 
     Attributes:
         req_id: vLLM's request id.
         req_state_idx: Its persistent row.
-        plan: Its prompt, or what a prompt that was read has left.
+        layout: Where its text stands.
+        planned: Its prompt, until that has been read.
         scores: The target's guidance by what is pruned together (`PromptPlan.units`), or None.
         kept: By item which embeddings stay, None until that is known.
         media: By item those embeddings `[k_i, hidden_size]`, None until the tower has made them; all of them while
@@ -64,20 +49,40 @@ class PrefillJob:
         knobs: By which it is pruned; None of text alone.
         gathered: By item that is encoded in parts how many embeddings have been made, and those of them that stay; of
             items that no cache can gather.
+        ahead: Items by name that are encoded before what guides the pruning is known.
     """
 
     req_id: str
     req_state_idx: int
-    plan: PromptPlan | ReadPrompt
+    layout: TextLayout
+    planned: PromptPlan | None
     scores: list[torch.Tensor] | None
-    kept: list[torch.Tensor | None]
-    media: list[torch.Tensor | None]
-    looks: list[torch.Tensor | None]
+    kept: list[torch.Tensor | None] = field(default_factory=list)
+    media: list[torch.Tensor | None] = field(default_factory=list)
+    looks: list[torch.Tensor | None] = field(default_factory=list)
     prompt: PrunedPrompt | None = None
     embeds: torch.Tensor | None = None
     num_done: int = 0
     knobs: PruneKnobs | None = None
     gathered: dict[int, tuple[int, list[torch.Tensor]]] = field(default_factory=dict)
+    ahead: dict[str, PromptItem] = field(default_factory=dict)
+
+    @property
+    def plan(self) -> PromptPlan:
+        """Its prompt; there is none once that has been read."""
+        assert self.planned is not None
+        return self.planned
+
+    def finish(self) -> None:
+        """Let go of a prompt that was read; where its text stands is kept."""
+        self.planned = self.scores = self.prompt = self.embeds = None
+        self.kept, self.media, self.looks, self.gathered = [], [], [], {}
+
+    def resume(self, num_tokens: int) -> None:
+        """Read on in the text from `num_tokens` committed tokens on, none of them the prompt's."""
+        nothing = torch.zeros(0, dtype=torch.int64)
+        self.prompt = PrunedPrompt(nothing.int(), nothing.expand(self.layout.num_axes, 0), nothing)
+        self.num_done = max(self.layout.num_kept, num_tokens - self.layout.num_dropped)
 
     @property
     def compares(self) -> bool:
@@ -108,12 +113,12 @@ class PrefillPiece:
 
     def positions(self) -> torch.Tensor:
         """Return `[num_axes, end - start]` int64 rope positions."""
-        plan, prompt = self.job.plan, self.job.prompt
+        layout, prompt = self.job.layout, self.job.prompt
         assert prompt is not None
         inside = prompt.positions[:, self.start : self.end]
-        first = max(self.start, plan.num_kept)
-        after = torch.arange(first, max(self.end, first)) + plan.num_dropped + plan.pos_delta
-        return torch.cat((inside, after.expand(plan.num_axes, -1)), dim=1)
+        first = max(self.start, layout.num_kept)
+        after = torch.arange(first, max(self.end, first)) + layout.num_dropped + layout.pos_delta
+        return torch.cat((inside, after.expand(layout.num_axes, -1)), dim=1)
 
     def media(self) -> tuple[int, int, torch.Tensor]:
         """Return which of the prompt's media embeddings are in here, first and end, and where, `[n]` int64."""

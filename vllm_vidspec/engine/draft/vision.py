@@ -1,4 +1,4 @@
-"""DraftVision: the vision embeddings that prompts in line lack, from a cache or of the draft's own tower.
+"""DraftVision: the vision embeddings that prompts in the queue lack, from a cache or of the draft's own tower.
 
 A step encodes at most the encoder budget's tokens, as vLLM lets the target's. A video that is longer is encoded some
 frames at a time, where its family's tower looks at each frame by itself, and decode steps go between; what cannot be
@@ -17,11 +17,11 @@ from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft.model import DraftModel
 from vllm_vidspec.engine.draft.prefill_job import PrefillJob
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
-from vllm_vidspec.engine.listen.pixels import SharedPixels
+from vllm_vidspec.engine.hooks.pixels import SharedPixels
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.families import FamilyAdapter
 from vllm_vidspec.pruning import TokenGrid
-from vllm_vidspec.pruning.prompt import PromptItem, PromptPlan, choose_kept
+from vllm_vidspec.pruning.prompt import PromptItem, choose_kept
 
 
 class Part(NamedTuple):
@@ -57,7 +57,7 @@ class DraftVision:
     Args:
         model: The draft.
         adapter: Of its family.
-        counters: Told what is encoded and what is found.
+        counters: Records what is encoded and what is found.
         cache: The draft's vision embeddings of what was shown lately.
         shared: The target's own, by identifier, where its tower is the draft's; else empty.
         agreement: Of the tensor-parallel ranks: what fails on one of them is left by all.
@@ -88,25 +88,25 @@ class DraftVision:
 
     # ---- what a step encodes ---------------------------------------------------------------------------------------
 
-    def look(self, due: list[PrefillJob]) -> None:
-        """Get vision embeddings that the first requests in line lack.
+    def encode_missing(self, due: list[PrefillJob]) -> None:
+        """Get vision embeddings that the first requests in the queue lack.
 
-        No further down the line than the language model can come in this step, so that few embeddings wait for it.
+        No further down the queue than the language model can come in this step, so that few embeddings wait for it.
         """
         wanted: dict[tuple[str, int], tuple[Part, list[tuple[PrefillJob, int]]]] = {}  # by content and start: for whom
         left, ahead = self.model.max_encoder_tokens, 0
         for job in due:
             if ahead >= self.model.max_num_tokens:
                 break
-            ahead += max(0, job.plan.num_kept - job.num_done)
+            ahead += max(0, job.layout.num_kept - job.num_done)
             for i in job.unseen():
                 item = job.plan.items[i]
                 start = self._num_here(job, i)
                 if (item.name, start) in wanted:
                     wanted[item.name, start][1].append((job, i))
                     continue
-                if self._find(job, i):
-                    self._let_go([(job, i)])
+                if self._lookup(job, i):
+                    self._release_pixels([(job, i)])
                     self._counters.add("draft_encoder_hits")
                     continue
                 part = self._next_part(item, start, left)
@@ -118,10 +118,10 @@ class DraftVision:
         if wanted:
             parts = [part for part, _ in wanted.values()]
             for (part, takers), found in zip(wanted.values(), self._run_tower(parts), strict=True):
-                self._hand_out(part, takers, found)
+                self._distribute(part, takers, found)
             self._counters.set("draft_encoder_bytes_used", self.cache.num_used_bytes)
 
-    def look_ahead(self, items: dict[str, PromptItem]) -> bool:
+    def encode_ahead(self, items: dict[str, PromptItem]) -> bool:
         """Encode a step's share of a prompt's items for the cache, before what guides the pruning is known.
 
         Args:
@@ -143,7 +143,9 @@ class DraftVision:
             left -= part.num_encoded
             parts.append(part)
         for part, found in zip(parts, self._run_tower(parts), strict=True):
-            is_made = not isinstance(found, Exception)  # else it fails again in `look`, where the error has an owner
+            is_made = not isinstance(
+                found, Exception
+            )  # else it fails again in `encode_missing`, where the error has an owner
             if is_made and self._keep(part, found) and part.is_last:
                 self._counters.add("draft_encoder_misses")
             if part.is_last or not is_made:
@@ -226,7 +228,7 @@ class DraftVision:
 
     # ---- who gets it -----------------------------------------------------------------------------------------------
 
-    def _hand_out(self, part: Part, takers: list[tuple[PrefillJob, int]], found: torch.Tensor | Exception) -> None:
+    def _distribute(self, part: Part, takers: list[tuple[PrefillJob, int]], found: torch.Tensor | Exception) -> None:
         """Keep what the tower has made of a part, and give it to the requests that wait for it."""
         item = part.item
         if isinstance(found, Exception):
@@ -237,16 +239,16 @@ class DraftVision:
         self._keep(part, found)
         if part.is_whole or not self.cache.can_keep(item.num_tokens):
             for job, i in takers:
-                self._take(job, i, part.start, found)
+                self._assign(job, i, part.start, found)
         elif part.is_last:
             for job, i in takers:
-                self._find(job, i)  # who finds nothing, as it had to make way for another, waits on
+                self._lookup(job, i)  # who finds nothing, as it had to make way for another, waits on
         if part.is_last:
-            self._let_go(takers)
+            self._release_pixels(takers)
             self._counters.add("draft_encoder_misses")
             self._counters.add("draft_encoder_hits", len(takers) - 1)
 
-    def _let_go(self, takers: list[tuple[PrefillJob, int]]) -> None:
+    def _release_pixels(self, takers: list[tuple[PrefillJob, int]]) -> None:
         """Let go of the pixels of what has been encoded."""
         if self._pixels is not None:
             for job, i in takers:
@@ -255,23 +257,23 @@ class DraftVision:
     def _keep(self, part: Part, embeddings: torch.Tensor) -> bool:
         return self.cache.extend(part.item.name, part.item.num_tokens, part.start, embeddings)
 
-    def _find(self, job: PrefillJob, i: int) -> bool:
+    def _lookup(self, job: PrefillJob, i: int) -> bool:
         """Give a request an item's embeddings from a cache, if one has them."""
         item, kept = job.plan.items[i], job.kept[i]
         shared = self._shared.get(item.feature.identifier)
         if shared is not None and shared.shape[:-1].numel() == item.num_tokens:
-            self._take(job, i, 0, shared.flatten(0, -2))
+            self._assign(job, i, 0, shared.flatten(0, -2))
             return True
         rows = self.cache.read(item.name, item.num_tokens, None if kept is None else kept.numpy())
         if rows is None:
             return False
         if kept is None:
-            self._take(job, i, 0, rows)
+            self._assign(job, i, 0, rows)
         else:
             job.media[i] = rows
         return True
 
-    def _take(self, job: PrefillJob, i: int, start: int, embeddings: torch.Tensor) -> None:
+    def _assign(self, job: PrefillJob, i: int, start: int, embeddings: torch.Tensor) -> None:
         """Give an item's embeddings `[m, hidden_size]`, from `start` on, to a request, which keeps what it has chosen
         of them.
         """
@@ -289,16 +291,16 @@ class DraftVision:
             if job.compares and self.keeps_looks:
                 job.looks[i] = whole.float().cpu()
             if kept is None:
-                self._choose(job, i)
+                self._select_tokens(job, i)
         except Exception as error:
             self._fail(job, error)
 
-    def _choose(self, job: PrefillJob, i: int) -> None:
+    def _select_tokens(self, job: PrefillJob, i: int) -> None:
         """Choose what is kept of an item and of all that is pruned with it, once they are all there.
 
-        Items are encoded in the order of the line, so of one unit at most whole embeddings wait for the next step.
+        Items are encoded in the order of the queue, so of one unit at most whole embeddings wait for the next step.
         """
-        assert isinstance(job.plan, PromptPlan) and job.knobs is not None
+        assert job.knobs is not None
         unit = job.plan.unit_of(i)
         seen = [job.media[place] for place in unit.places]
         if any(media is None for media in seen):

@@ -2,7 +2,7 @@
 
 vLLM's own msgpack encoder writes them, tensors and multimodal features among them, and nothing is unpickled. Neither
 memory nor socket has a name in a file system: when both processes are gone, however they went, so is all of it. Sending
-never waits, neither for the other end nor for memory: what is not written or not taken yet stays in line here.
+never waits, neither for the other end nor for memory: what is not written or not taken yet stays in the queue here.
 """
 
 import array
@@ -35,7 +35,7 @@ _COUNT = struct.Struct("<q")
 
 @dataclasses.dataclass(eq=False)
 class _Packet:
-    """A message in line: its bytes, or the descriptor of the memory that holds it; neither while that is written."""
+    """A message queued: its bytes, or the descriptor of the memory that holds it; neither while that is written."""
 
     data: bytes = b""
     memory: int | None = None
@@ -100,7 +100,7 @@ class Channel:
         try:
             memory = _into_memory(buffers)
         except OSError as error:  # no memory, no descriptor: without the message the other end knows nothing
-            logger.error("vidspec: a message for the drafter's other end is lost: %s", error)
+            logger.error("vidspec: failed to send an IPC message: %s", error)
             self.close()
             return
         with self._lock:
@@ -110,7 +110,7 @@ class Channel:
         self.flush()
 
     def flush(self) -> None:
-        """Send what is in line, as far as it is written and the other end takes it."""
+        """Send what is in the queue, as far as it is written and the other end takes it."""
         with self._lock:
             while self._line and not self.is_closed and self._line[0].is_ready:
                 packet = self._line[0]
@@ -160,7 +160,7 @@ class Channel:
                 select.select([self._socket], [], [], timeout_s)
 
     def close(self) -> None:
-        """Hang up; nobody waits for what is in line."""
+        """Hang up; nobody waits for what is in the queue."""
         with self._lock:
             if self.is_closed:
                 return

@@ -40,7 +40,7 @@ class DrafterClient:
         tables: Shared with whichever process is the drafter now.
         is_up: Whether it has loaded, and not gone since.
         num_restarts: Starts after the first, whether or not they went well.
-        num_ups: How often it has come up.
+        num_connects: How often it has come up.
     """
 
     def __init__(self, packed: bytes, config: VidSpecConfig, sizes: Sizes, vocab_size: int):
@@ -50,7 +50,7 @@ class DrafterClient:
         self._processes: list[subprocess.Popen] = []
         self._channel: Channel | None = None
         self.is_up = False
-        self.num_restarts, self.num_ups = -1, 0
+        self.num_restarts, self.num_connects = -1, 0
         self._num_failures = 0
         self._next_start = 0.0
         self._since = time.monotonic()  # in the present state
@@ -98,7 +98,7 @@ class DrafterClient:
         while not self.is_up:
             assert self._channel is not None
             self._channel.wait(0.2)
-            for _ in self._hear():
+            for _ in self._receive():
                 pass
             if not self._processes or time.monotonic() > deadline:
                 reason = self._reason or f"it was not ready after {START_S:g} s"
@@ -107,7 +107,7 @@ class DrafterClient:
 
     def poll(self) -> list[Refused]:
         """Return what it has refused; notice that it has come up or gone, and start it again when it is time."""
-        refused = list(self._hear())
+        refused = list(self._receive())
         now = time.monotonic()
         if self.is_up:
             if self._num_failures and now - self._since > _STABLE_S:
@@ -134,7 +134,7 @@ class DrafterClient:
         if self.is_up and self._channel is not None:
             self._channel.send(message)
 
-    def _hear(self) -> Iterator[Refused]:
+    def _receive(self) -> Iterator[Refused]:
         if self._channel is None:
             return
         self._channel.flush()
@@ -142,7 +142,7 @@ class DrafterClient:
             match message:
                 case Ready():
                     self.is_up, self._since = True, time.monotonic()
-                    self.num_ups += 1
+                    self.num_connects += 1
                     self._beat = (int(self.tables.beat[0]), self._since)
                 case Failed(reason=reason):
                     self._reason = reason

@@ -31,7 +31,7 @@ class Commits:
     Args:
         tables: Shared with the drafter.
         rule: Told what stands.
-        counters: Told what was late or out of date, and what the drafter counts.
+        counters: Records what was late or out of date, and what the drafter counts.
         device: Of the target.
         most: K.
     """
@@ -81,7 +81,7 @@ class Commits:
         if has_drafts.any():
             accepted = np.clip(lengths - before - 1, 0, drafts)[has_drafts]
             self._reach[rows[has_drafts]] += _NEW_SHARE * (accepted - self._reach[rows[has_drafts]])
-            self._rule.hear_acceptance(int(accepted.sum()), int(drafts.sum()))
+            self._rule.observe_acceptance(int(accepted.sum()), int(drafts.sum()))
         self._in_flight[rows] = 0
 
     # ---- what was taken --------------------------------------------------------------------------------------------
@@ -90,10 +90,10 @@ class Commits:
         """Return `[n]` int64 tokens that each request's window may have: fewer where few stand."""
         return np.minimum(window, np.ceil(2 * self._reach[rows]).astype(np.int64) + 1)
 
-    def took(self, rows: np.ndarray, is_drafted: np.ndarray, told: torch.Tensor) -> None:
-        """Note what was taken of the streams of `[n]` rows; `told` as `gather_draft_windows` writes it."""
+    def took(self, rows: np.ndarray, is_drafted: np.ndarray, info: torch.Tensor) -> None:
+        """Note what was taken of the streams of `[n]` rows; `info` as `gather_draft_windows` writes it."""
         rows = rows.copy()
-        self._send(told, lambda host: self._note(rows, is_drafted, host[:, 0], host[:, 1]))
+        self._send(info, lambda host: self._note(rows, is_drafted, host[:, 0], host[:, 1]))
 
     def _note(self, rows: np.ndarray, is_drafted: np.ndarray, counts: np.ndarray, what: np.ndarray) -> None:
         self._in_flight[rows] = counts * is_drafted
@@ -153,7 +153,7 @@ class Commits:
             try:
                 event.synchronize()
                 write(host.numpy())
-            except Exception as error:  # whatever it is, the loop must hear of it
+            except Exception as error:  # whatever it is, the loop must observe of it
                 self._failure = f"{type(error).__name__}: {error}"
             self._free.append((memory, event))
 

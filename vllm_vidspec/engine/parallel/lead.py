@@ -1,9 +1,9 @@
-"""DrafterLead: the drafter's loop. It listens to the target, decides what is read and drawn, and publishes streams.
+"""DrafterLead: the drafter's loop. It follows the target, decides what is read and drawn, and publishes streams.
 
-    hear what the target says:    requests that arrive, begin and go                        messages
-    hear what it has committed:   streams that said otherwise are cut                       tables
-    read a bounded piece of the prompts in line, or encode one of media that wait           read, look
-    draw the next tokens of the shortest streams, all in one batch                          draw
+    receive the target's messages: requests that are added, may be read, are removed         messages
+    observe what it has committed: streams that differ are cut                               tables
+    read a bounded piece of the prompts in the queue, or encode media ahead                  read, look
+    draw the next tokens of the shortest streams, all in one batch                           draw
 
 A turn is one forward of decoding, so that what is cut is not drawn on for long. Only the first rank has a lead; it
 hands its decisions to the others as commands.
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_vidspec.engine.parallel import messages as said
+from vllm_vidspec.engine.parallel import messages
 from vllm_vidspec.engine.parallel.channel import Channel
 from vllm_vidspec.engine.parallel.timeline import EventKind, Recorder
 from vllm_vidspec.parallel import Streams, Tables, running_mean
@@ -42,9 +42,9 @@ class DrafterLead:
         self._channel = channel
         self._max_rows = max_rows
         self.streams = Streams(tables)
-        self._waiting: dict[int, said.Arrive] = {}  # by row: arrived, and not looked at
+        self._waiting: dict[int, messages.Add] = {}  # by row: arrived, and not looked at
         self._num_known: dict[int, int] = {}  # by row: arrived, and tokens of its text that the ranks know
-        self._reading: dict[int, int] = {}  # by row: in line, and tokens of its text that the ranks know
+        self._reading: dict[int, int] = {}  # by row: in the queue, and tokens of its text that the ranks know
         self._recorder = Recorder(tables)
         self._is_over = False
         self._worked = time.monotonic()  # when there was something to do last
@@ -55,7 +55,7 @@ class DrafterLead:
             self._tables.beat[0] += 1
             self._channel.flush()
             for message in self._channel.receive():
-                self._hear(message)
+                self._handle(message)
             self._is_over |= self._channel.is_closed
             if self._is_over:
                 return
@@ -73,48 +73,48 @@ class DrafterLead:
 
     # ---- messages --------------------------------------------------------------------------------------------------
 
-    def _hear(self, message: Any) -> None:
+    def _handle(self, message: Any) -> None:
         match message:
-            case said.Arrive(req_state_idx=row):
+            case messages.Add(req_state_idx=row):
                 # `Streams` first: the ranks work on what the target has given the row to by now.
-                self.streams.admit(row, message.epoch, message.limit)
+                self.streams.add(row, message.epoch, message.limit)
                 self._do(message)
                 self._num_known[row] = len(message.token_ids)
                 if message.features:
                     self._waiting[row] = message
-            case said.Begin(req_state_idx=row) if self.streams.epoch[row] == message.epoch:
+            case messages.Prefill(req_state_idx=row) if self.streams.epoch[row] == message.epoch:
                 self._waiting.pop(row, None)
                 refusal = self._do(message)
                 if refusal is None:
                     self._reading[row] = self._num_known.pop(row)
                 else:
                     self._refuse(row, *refusal)
-            case said.Release(req_state_idx=row) if self.streams.epoch[row] == message.epoch:
-                self._forget(row)
+            case messages.Remove(req_state_idx=row) if self.streams.epoch[row] == message.epoch:
+                self._remove(row)
                 self._do(message)
-            case said.ForgetMedia() | said.Retune():
+            case messages.ForgetMedia() | messages.Retune():
                 self._do(message)
-            case said.Stop():
+            case messages.Stop():
                 self._is_over = True
 
-    def _forget(self, row: int) -> None:
-        self.streams.forget(row)
+    def _remove(self, row: int) -> None:
+        self.streams.remove(row)
         for table in (self._waiting, self._num_known, self._reading):
             table.pop(row, None)
 
     def _refuse(self, row: int, reason: str, detail: str) -> None:
         """Let a row's request go on undrafted, and say why."""
         epoch = int(self.streams.epoch[row])
-        self._forget(row)
-        self._do(said.Release(row, epoch))
+        self._remove(row)
+        self._do(messages.Remove(row, epoch))
         self.streams.refuse(row, epoch)
-        self._channel.send(said.Refused(row, epoch, reason, detail))
+        self._channel.send(messages.Refused(row, epoch, reason, detail))
 
     # ---- a turn ----------------------------------------------------------------------------------------------------
 
     def turn(self) -> bool:
         """Do what there is to do; return whether there was anything."""
-        self.streams.hear()
+        self.streams.observe()
         did = self._read() if self._reading else False
         did |= self._look() if self._waiting and not did else False
         return self._draw() or did
@@ -123,13 +123,13 @@ class DrafterLead:
         """Let the tower encode a part of one request's media, before its scores are known."""
         row, arrived = next(iter(self._waiting.items()))
         start = time.monotonic()
-        if not self._do(said.Look(row)):
+        if not self._do(messages.Look(row)):
             del self._waiting[row]
         self._recorder.note(EventKind.VISION, start, 1, sum(item.mm_position.length for item in arrived.features))
         return True
 
     def _read(self) -> bool:
-        """Read on in the prompts in line."""
+        """Read on in the prompts in the queue."""
         rows = np.fromiter(self._reading, dtype=np.int64)
         rows = rows[self.streams.live(rows)]
         if not len(rows):
@@ -140,7 +140,7 @@ class DrafterLead:
         for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
             new_text.append((self._reading[row], tables.text[row, self._reading[row] : length].copy()))
             self._reading[row] = length
-        progress = self._do(said.Read(rows, lengths, new_text))
+        progress = self._do(messages.Read(rows, lengths, new_text))
         for row, reason, detail in progress.refused:
             self._refuse(row, reason, detail)
         ready = np.array([row for row in progress.ready if row in self._reading], dtype=np.int64)
@@ -160,7 +160,7 @@ class DrafterLead:
         behind = rows[missing > 1]
         if len(behind):
             # The target went on without the stream: its text is read like a prompt's.
-            self._do(said.Rest(behind, streams.fed[behind]))
+            self._do(messages.Requeue(behind, streams.fed[behind]))
             streams.pause(behind)
             self._reading |= {row: int(streams.fed[row]) for row in behind.tolist()}
             rows, missing = rows[missing <= 1], missing[missing <= 1]
@@ -169,7 +169,7 @@ class DrafterLead:
         start = time.monotonic()
         lengths = streams.length[rows]
         last = streams.text[rows[:, None], lengths[:, None] + (-2, -1)]
-        tokens, refused = self._do(said.Draw(rows, lengths, last, missing > 0, streams.goes_on(rows)))
+        tokens, refused = self._do(messages.Draw(rows, lengths, last, missing > 0, streams.goes_on(rows)))
         for row, reason, detail in refused:
             self._refuse(row, reason, detail)
         if refused:

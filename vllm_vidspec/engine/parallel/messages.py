@@ -7,7 +7,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.sampling_params import SamplingParams
 
 
-class Arrive(msgspec.Struct, tag=True):
+class Add(msgspec.Struct, tag=True):
     """A request has got a row: the drafter may look at its media. Its committed text stands in the tables.
 
     Attributes:
@@ -31,7 +31,7 @@ class Arrive(msgspec.Struct, tag=True):
     sampling: SamplingParams
 
 
-class Begin(msgspec.Struct, tag=True):
+class Prefill(msgspec.Struct, tag=True):
     """The drafter may read a prompt: what guides its pruning is known.
 
     Attributes:
@@ -46,7 +46,7 @@ class Begin(msgspec.Struct, tag=True):
     outcome: list[str]
 
 
-class Release(msgspec.Struct, tag=True):
+class Remove(msgspec.Struct, tag=True):
     """A request has lost its row."""
 
     req_state_idx: int
@@ -107,8 +107,8 @@ class Read(msgspec.Struct, tag=True):
     new_text: list[tuple[int, np.ndarray]]
 
 
-class Rest(msgspec.Struct, tag=True):
-    """Put `[n]` rows back in line, to read on after `[n]` tokens of their text."""
+class Requeue(msgspec.Struct, tag=True):
+    """Put `[n]` rows back into the queue, to read on after `[n]` tokens of their text."""
 
     rows: np.ndarray
     num_fed: np.ndarray
@@ -132,6 +132,6 @@ class Draw(msgspec.Struct, tag=True):
     goes_on: bool = False
 
 
-ToDrafter = Arrive | Begin | Release | ForgetMedia | Retune | Stop
+ToDrafter = Add | Prefill | Remove | ForgetMedia | Retune | Stop
 ToTarget = Ready | Failed | Refused
-ToRanks = ToDrafter | Look | Read | Rest | Draw
+ToRanks = ToDrafter | Look | Read | Requeue | Draw

@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm_vidspec.engine.draft.drafter import Drafter, no_room_for, without_room
 from vllm_vidspec.engine.draft.messages import Admission, DraftMessage, Drafts, PrefillMessage, PrefillStep
 from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.parallel import messages as said
+from vllm_vidspec.engine.parallel import messages
 from vllm_vidspec.engine.parallel.tally import DrafterCounters
 from vllm_vidspec.engine.scheduling import way_of
 
@@ -68,7 +68,7 @@ class TargetMirror:
         on_gpu = device.type == "cuda"
         self._told = torch.cuda.Event(blocking=True) if on_gpu else None  # of those that it was last
 
-    def add(self, message: said.Arrive) -> None:
+    def add(self, message: messages.Add) -> None:
         """Take a request in; `apply` tells the device."""
         states, row = self.states, message.req_state_idx
         if row in self._staged:  # two writes of a row would be in no order
@@ -103,7 +103,7 @@ class TargetMirror:
         """Write `[m]` int32 tokens of a row's text, from position `start` on."""
         self.text[row, start : start + len(tokens)] = async_tensor_h2d(tokens.copy(), device=self.text.device)
 
-    def place(self, message: said.Draw) -> torch.Tensor:
+    def place(self, message: messages.Draw) -> torch.Tensor:
         """Write where texts end and their last two tokens; return the `[n]` int64 rows on the device."""
         packed = np.concatenate((message.rows[:, None], message.lengths[:, None], message.last), axis=1).T
         rows, lengths, before, last = async_tensor_h2d(np.ascontiguousarray(packed), device=self.text.device)
@@ -129,33 +129,33 @@ class DrafterRank:
         self._mirror = mirror
         self._knobs = knobs
         self._counters = counters
-        self._arrived: dict[int, said.Arrive] = {}  # by row, until they begin
+        self._arrived: dict[int, messages.Add] = {}  # by row, until they begin
         self._ones = torch.ones(mirror.states.max_num_reqs, dtype=torch.int32, device=mirror.text.device)
 
-    def arrive(self, message: said.Arrive) -> None:
+    def add(self, message: messages.Add) -> None:
         """Take a request in that may be looked at, and begins when its scores are known."""
         self._arrived[message.req_state_idx] = message
         self._mirror.add(message)
 
-    def look(self, message: said.Look) -> bool:
+    def look(self, message: messages.Look) -> bool:
         """Encode a bounded part of what a request brings, so that its prompt need not wait for that; return whether
         there is more.
         """
         arrived = self._arrived.get(message.req_state_idx)
-        return arrived is not None and self.drafter.prefills.look_ahead(self._prompt(arrived))
+        return arrived is not None and self.drafter.prefills.encode_ahead(self._prompt(arrived))
 
-    def begin(self, message: said.Begin) -> tuple[str, str] | None:
-        """Put a request in line; return why not and what to say of it, or None."""
+    def prefill(self, message: messages.Prefill) -> tuple[str, str] | None:
+        """Put a request in the queue; return why not and what to say of it, or None."""
         arrived = self._arrived.pop(message.req_state_idx)
         prompt = self._prompt(arrived, message.scores, tuple(message.outcome))
-        outcome = self.drafter.admit(prompt)
+        outcome = self.drafter.add(prompt)
         if outcome == Admission.FULL:
             return "pool_full", no_room_for(prompt)
         return None if outcome == Admission.ADMITTED else self._counters.reason_for(arrived.req_id)
 
     @staticmethod
     def _prompt(
-        arrived: said.Arrive, scores: list[torch.Tensor] | None = None, outcome: tuple[str, ...] = ()
+        arrived: messages.Add, scores: list[torch.Tensor] | None = None, outcome: tuple[str, ...] = ()
     ) -> PrefillMessage:
         token_ids = arrived.token_ids.tolist()
         return PrefillMessage(
@@ -165,29 +165,29 @@ class DrafterRank:
             arrived.features,
             scores,
             outcome,
-            way=way_of(arrived.sampling),
+            prune_variant=way_of(arrived.sampling),
         )
 
-    def release(self, message: said.Release) -> None:
+    def remove(self, message: messages.Remove) -> None:
         """Forget a row's request."""
         self._arrived.pop(message.req_state_idx, None)
         self._mirror.remove(message.req_state_idx)
-        self.drafter.forget(message.req_state_idx)
+        self.drafter.remove(message.req_state_idx)
 
-    def forget_media(self, _: said.ForgetMedia) -> None:
+    def forget_media(self, _: messages.ForgetMedia) -> None:
         """Drop the draft's vision embeddings."""
         self.drafter.forget_media()
 
-    def retune(self, message: said.Retune) -> None:
+    def retune(self, message: messages.Retune) -> None:
         """Change knobs between requests."""
-        self._knobs.change(self._knobs.now.changed(json.loads(message.knobs)))
+        self._knobs.change(self._knobs.current.changed(json.loads(message.knobs)))
 
-    def rest(self, message: said.Rest) -> None:
-        """Put rows back in line."""
-        self.drafter.rest(message.rows, message.num_fed)
+    def requeue(self, message: messages.Requeue) -> None:
+        """Put rows back into the queue."""
+        self.drafter.requeue(message.rows, message.num_fed)
 
-    def read(self, message: said.Read) -> Progress:
-        """Read a bounded piece of the prompts in line."""
+    def read(self, message: messages.Read) -> Progress:
+        """Read a bounded piece of the prompts in the queue."""
         self._mirror.apply()
         for row, (start, tokens) in zip(message.rows.tolist(), message.new_text, strict=True):
             if len(tokens):
@@ -201,7 +201,7 @@ class DrafterRank:
             refused.append((row, *(self._counters.reason_for(req_id))))
         return Progress(done.ready, refused)
 
-    def draw(self, message: said.Draw) -> tuple[np.ndarray, list[tuple[int, str, str]]]:
+    def draw(self, message: messages.Draw) -> tuple[np.ndarray, list[tuple[int, str, str]]]:
         """Draw a token of each row; return `[m]` int64 of the rows that are not refused, and those that are.
 
         A draw that goes on from the last one needs nothing but another forward: what it starts from is on the device.
@@ -213,7 +213,7 @@ class DrafterRank:
         if refused:
             lost = {row for row, _, _ in refused}
             keeps = np.array([row not in lost for row in message.rows.tolist()], dtype=bool)
-            message = said.Draw(
+            message = messages.Draw(
                 *(field[keeps] for field in (message.rows, message.lengths, message.last, message.missing))
             )
             if not len(message.rows):

@@ -8,7 +8,7 @@ import torch.distributed
 from vllm.distributed import get_tp_group
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_vidspec.engine.parallel import messages as said
+from vllm_vidspec.engine.parallel import messages
 from vllm_vidspec.engine.parallel.rank import DrafterRank
 
 
@@ -21,18 +21,18 @@ class Ranks:
 
     def __init__(self, rank: DrafterRank):
         self._group = get_tp_group()
-        self._encoder, self._decoder = MsgpackEncoder(), MsgpackDecoder(said.ToRanks)
+        self._encoder, self._decoder = MsgpackEncoder(), MsgpackDecoder(messages.ToRanks)
         self._methods: dict[Any, Callable[[Any], Any]] = {
-            said.Arrive: rank.arrive,
-            said.Begin: rank.begin,
-            said.Release: rank.release,
-            said.ForgetMedia: rank.forget_media,
-            said.Retune: rank.retune,
-            said.Look: rank.look,
-            said.Read: rank.read,
-            said.Rest: rank.rest,
-            said.Draw: rank.draw,
-            said.Stop: lambda _: None,
+            messages.Add: rank.add,
+            messages.Prefill: rank.prefill,
+            messages.Remove: rank.remove,
+            messages.ForgetMedia: rank.forget_media,
+            messages.Retune: rank.retune,
+            messages.Look: rank.look,
+            messages.Read: rank.read,
+            messages.Requeue: rank.requeue,
+            messages.Draw: rank.draw,
+            messages.Stop: lambda _: None,
         }
 
     def do(self, command: Any) -> Any:
@@ -43,7 +43,7 @@ class Ranks:
 
     def follow(self) -> None:
         """Carry out what the first rank does, until it stops."""
-        while not isinstance(command := self._receive(), said.Stop):
+        while not isinstance(command := self._receive(), messages.Stop):
             self._methods[type(command)](command)
 
     def _send(self, command: Any) -> None:

@@ -27,7 +27,7 @@ class SharedStreams:
     Args:
         tables: Shared with the drafter, no request of which has begun.
         device: Of the target.
-        counters: Told of copies.
+        counters: Records of copies.
 
     Attributes:
         is_direct: Whether the device reads the table itself.

@@ -19,7 +19,7 @@ from vllm_vidspec.engine.draft.drafter import Drafter
 from vllm_vidspec.engine.draft.graphs import DraftGraphs, mode_of_draft
 from vllm_vidspec.engine.draft.memory import DraftMemory
 from vllm_vidspec.engine.draft.messages import Committed
-from vllm_vidspec.engine.draft.model import DraftModel, held_bytes, kv_bytes_per_token
+from vllm_vidspec.engine.draft.model import DraftModel, held_bytes
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.kv_views import attention_layers
@@ -76,11 +76,11 @@ def _make_drafter(
     model.use_cudagraph_mode(mode_of_draft(mode))
     # Before what is left is measured: the texts of all rows may take a gigabyte.
     mirror = TargetMirror(vllm_config, max_num_reqs, plan.vocab_size, model.device)
-    memory = DraftMemory.plan(knobs.now, vllm_config, model, _available_bytes(vllm_config, knobs.now, model))
+    memory = DraftMemory.plan(knobs.current, vllm_config, model, _available_bytes(vllm_config, knobs.current, model))
     cache = model.make_vision_cache(memory.vision_bytes)
     model.resolve_layout()
     num_blocks = model.init_kv(memory.pool_bytes, torch.no_grad())
-    sample = CoupledSampler(mirror.sampler, knobs.now.draft_noise)
+    sample = CoupledSampler(mirror.sampler, knobs.current.draft_noise)
     by_default = sample.processes_by_default(vllm_config.model_config)
     graphs = DraftGraphs(vllm_config, model.device, mode, max_num_reqs, by_default)
     if why := model.why_no_graphs:
@@ -102,13 +102,7 @@ def _make_drafter(
         shared={},
         max_run=_MAX_RUN,
     )
-    for name, value in (
-        ("draft_pool_blocks_total", num_blocks - 1),
-        ("draft_pool_bytes", num_blocks * model.bytes_per_block),
-        ("draft_encoder_bytes", cache.num_bytes),
-        ("draft_kv_bytes_per_token", kv_bytes_per_token(model.config)),
-    ):
-        counters.set(name, value)
+    drafter.count_memory()
     if model.device.type == "cuda":
         drafter.warm_up()
     else:

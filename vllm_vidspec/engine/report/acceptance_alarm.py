@@ -21,7 +21,7 @@ class AcceptanceAlarm:
         self._steps = self._accepted = 0
         self._is_armed = True
 
-    def hear(self, num_steps: int, num_accepted: int) -> bool:
+    def observe(self, num_steps: int, num_accepted: int) -> bool:
         """Take in verify steps that had drafts, and log a line where acceptance falls from sound to near zero.
 
         Args:
@@ -38,7 +38,7 @@ class AcceptanceAlarm:
         mean, self._steps, self._accepted = self._accepted / self._steps, 0, 0
         if mean < LOW and self._is_armed:
             logger.warning(
-                "vidspec: next to no draft token stands (%.2f per verify step over the last %d or more): speculation "
+                "vidspec: draft acceptance is near zero (%.2f per verify step over the last %d or more): speculation "
                 "costs more than it gains; see docs/troubleshooting.md, few drafts are accepted",
                 mean,
                 WINDOW,

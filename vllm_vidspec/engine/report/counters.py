@@ -11,9 +11,9 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import current_stream
 
 from vllm_vidspec import metrics
-from vllm_vidspec.counter_files import open_for
 from vllm_vidspec.engine.report.acceptance_alarm import AcceptanceAlarm
-from vllm_vidspec.engine.requests import Arrival, RequestRows
+from vllm_vidspec.engine.requests import NewRequest, RequestRows
+from vllm_vidspec.metrics.files import open_for
 from vllm_vidspec.scoring import Tally
 
 logger = init_logger("vllm.vidspec")
@@ -23,7 +23,7 @@ _DRAFTS, _ACCEPTED = _TOTALS.index("drafts"), _TOTALS.index("accepted_tokens")
 
 
 class Counters:
-    """Counts of one worker, in all and by request. A `RowTable`. Only tensor-parallel rank 0 publishes.
+    """Counts of one worker, in all and by request. Only tensor-parallel rank 0 publishes.
 
     Args:
         vllm_config: vLLM's.
@@ -106,21 +106,14 @@ class Counters:
 
     # ---- by request ------------------------------------------------------------------------------------------------
 
-    def admit(self, arrival: Arrival) -> None:
+    def begin_request(self, request: NewRequest) -> None:
         """Count a request's draft tokens from here on. One that was preempted goes on where it was."""
         if self.counts_requests and not self._is_paused:
             assert self._file is not None
-            req_id = arrival.req_id
+            req_id = request.req_id
             if req_id not in self._held:
                 self._held[req_id] = self._file.begin_request(req_id, self._held.values())
-            self._slots[arrival.req_state_idx] = self._held[req_id]
-
-    def forget(self, req_state_idx: int) -> None:
-        """Keep a request's slot: one that is preempted loses its row and goes on."""
-
-    def held(self) -> Iterable[int]:
-        """Return nothing: what is counted of a request is no row's."""
-        return ()
+            self._slots[request.req_state_idx] = self._held[req_id]
 
     def end_requests(self, req_ids: Iterable[str]) -> None:
         """Let the slots of requests that have finished, or were aborted, be the next ones', in their turn."""
@@ -174,7 +167,7 @@ class Counters:
             return
         self._file.add_all(self._file_slots, gained)
         self._published += gained
-        if self._alarm.hear(num_steps, int(gained[_ACCEPTED])):
+        if self._alarm.observe(num_steps, int(gained[_ACCEPTED])):
             self._file.add("low_acceptance_windows")
 
     def add(self, name: str, value: int = 1) -> None:

@@ -9,8 +9,8 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
 
 from vllm_vidspec import metrics
-from vllm_vidspec.counter_files import CounterFiles
 from vllm_vidspec.engine.compat.scheduler import StepReport, attach_report
+from vllm_vidspec.metrics.files import CounterFiles
 
 logger = init_logger("vllm.vidspec")
 

@@ -7,10 +7,10 @@ from typing import Any
 from vllm.logger import init_logger
 
 from vllm_vidspec import metrics
-from vllm_vidspec.counter_files import CounterFiles
 from vllm_vidspec.engine.compat import api
 from vllm_vidspec.engine.report.request_metrics import RequestMetricsReader
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.metrics.files import CounterFiles
 
 logger = init_logger("vllm.vidspec")
 

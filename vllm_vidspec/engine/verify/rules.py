@@ -12,7 +12,7 @@ from vidspec_kernels import CHANCE, RELEVANCE, SHIFT, WINDOW, LooseTables, loose
 from vllm_vidspec.config import DIGITS, PROTECTED_TOKENS, VidSpecConfig
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters
-from vllm_vidspec.engine.requests import Arrival
+from vllm_vidspec.engine.requests import NewRequest
 from vllm_vidspec.engine.verify.step import VerifySlice
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.scoring import RULES, Looseness, top_entropy
@@ -29,7 +29,7 @@ class LooseRules:
         max_num_reqs: Persistent rows.
         vocab_size: Of the logits.
         sampler: The runner's, for the seeds of random scores.
-        counters: Told who is verified strictly against its wish, and why.
+        counters: Records who is verified strictly against its wish, and why.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class LooseRules:
         self._table: tuple[torch.Tensor, ...] | None = None  # the same on the device, until a request comes or goes
         self._model_config = vllm_config.model_config
         self._shape = (max_num_reqs, num_words(vocab_size))
-        self._protect_words(knobs.now)
+        self._protect_words(knobs.current)
         knobs.on_change(self._protect_words)
 
     def _protect_words(self, config: VidSpecConfig) -> None:
@@ -60,14 +60,14 @@ class LooseRules:
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
-    def admit(self, arrival: Arrival) -> None:
+    def add(self, request: NewRequest) -> None:
         """Give a request its rule. One that needs relevance is strict until `ready`."""
-        req_state_idx, sampling = arrival.req_state_idx, arrival.sampling
-        self.forget(req_state_idx)
+        req_state_idx, sampling = request.req_state_idx, request.sampling
+        self.remove(req_state_idx)
         if sampling is None:
             return
         try:
-            choice = choose(sampling.extra_args, self._knobs.now.score)
+            choice = choose(sampling.extra_args, self._knobs.current.score)
         except VidSpecError:  # the API server has refused it already; whoever comes another way is served strictly
             self._counters.add("strict_error")
             return
@@ -91,19 +91,19 @@ class LooseRules:
         if req_state_idx in self._choices:
             self._set(req_state_idx)
 
-    def forget(self, req_state_idx: int) -> None:
+    def remove(self, req_state_idx: int) -> None:
         """Let a row be strict: its request ended, or a new one takes it."""
         if self._choices.pop(req_state_idx, None) is not None and self._table_np[0, req_state_idx]:
             self._table_np[:, req_state_idx] = 0
             self._table = None
             self._loose.discard(req_state_idx)
 
-    def held(self) -> Iterable[int]:
+    def active_rows(self) -> Iterable[int]:
         """Return the rows whose requests have a rule of their own."""
         return self._choices
 
     def _set(self, req_state_idx: int) -> None:
-        (scorer, share), config = self._choices[req_state_idx], self._knobs.now
+        (scorer, share), config = self._choices[req_state_idx], self._knobs.current
         shift = SHIFT if scorer == "loose" and config.score.position_shift else 0
         window = config.fly_window if scorer == "fly" else 0
         source = {"loose": RELEVANCE, "random": CHANCE}.get(scorer, 0)
@@ -123,7 +123,7 @@ class LooseRules:
     @property
     def is_predicting(self) -> bool:
         """Whether a draft's relevance is that of the row which predicts it, not of its own."""
-        return self._knobs.now.score.relevance_rows == "prediction"
+        return self._knobs.current.score.relevance_rows == "prediction"
 
     # ---- verification ----------------------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class LooseRules:
             target_tokens: `[num_logits]` int64, what the target samples after each row.
             logits: `[num_logits, vocab_size]` as sampled from: -inf where the request forbids a token.
         """
-        config, (rules, windows, shares, sources) = self._knobs.now, self._on_device()
+        config, (rules, windows, shares, sources) = self._knobs.current, self._on_device()
         scores, may_loosen = loosen(
             target_tokens,
             part.drafts,

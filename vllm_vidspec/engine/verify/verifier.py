@@ -7,8 +7,8 @@ from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, get_max_chunk_logits
 
 from vllm_vidspec.engine.compat.contract import expect_parameters
-from vllm_vidspec.engine.listen.trees import TargetTrees
-from vllm_vidspec.engine.listen.visual_states import VisualStates
+from vllm_vidspec.engine.hooks.trees import TargetTrees
+from vllm_vidspec.engine.hooks.visual_states import VisualStates
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.verify.node_paths import PathSampler
 from vllm_vidspec.engine.verify.rules import LooseRules
@@ -29,7 +29,7 @@ class CoupledVerifier(RejectionSampler):
         sampler: The runner's sampler.
         speculative_config: vLLM's.
         device: Where logits live.
-        counters: Told the outcome of every step.
+        counters: Records the outcome of every step.
         trees: Where drafts can be trees; None where all are chains.
         max_path: The most drafts that can follow each other.
         rules: Which mismatches may stand; None where every request is verified strictly.

@@ -1,11 +1,11 @@
-"""TargetListener: what hears the target at work. It reads; if one writes, its own docstring says what and why."""
+"""TargetHook: what observes the target at work. It reads; if one writes, its own docstring says what and why."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 
-from vllm_vidspec.engine.requests import Arrival
+from vllm_vidspec.engine.requests import NewRequest
 
 
 class Forward(NamedTuple):
@@ -20,8 +20,8 @@ class Forward(NamedTuple):
     aux_hidden_states: list[torch.Tensor] | None
 
 
-class TargetListener:
-    """Hears the target's requests and forwards; what a listener has no use for, it leaves as it is here.
+class TargetHook:
+    """Observes the target's requests and forwards; what a hook has no use for, it leaves as it is here.
 
     Attributes:
         loss: What an exception costs, for the log.
@@ -48,7 +48,7 @@ class TargetListener:
             VidSpecError: One line naming the way out.
         """
 
-    def arrive(self, arrival: Arrival) -> None:
+    def add(self, request: NewRequest) -> None:
         """Take a request in."""
 
     def before_forward(self, batch: Any) -> None:
@@ -57,11 +57,11 @@ class TargetListener:
     def after_forward(self, forward: Forward) -> None:
         """Collect what the step showed."""
 
-    def release(self, req_state_idx: int) -> None:
+    def remove(self, req_state_idx: int) -> None:
         """Forget a row's request; harmless where nothing is known of it."""
 
-    def held(self) -> Iterable[int]:
-        """Return the rows of which it holds something that `release` gives back."""
+    def active_rows(self) -> Iterable[int]:
+        """Return the rows of which it holds something that `remove` gives back."""
         return ()
 
     def forget_kv(self) -> None:

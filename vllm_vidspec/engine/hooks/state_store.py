@@ -28,13 +28,13 @@ class Item:
     Attributes:
         key: Digest of what they depend on.
         blocks: Of this rank.
-        heard: `[m]` bool, which tokens have their states.
+        observed: `[m]` bool, which tokens have their states.
         users: Requests that hold it.
     """
 
     key: bytes
     blocks: list[int]
-    heard: np.ndarray
+    observed: np.ndarray
     users: int = 1
 
 
@@ -137,7 +137,7 @@ class StateStore:
     def publish(self, item: Item) -> Item:
         """Let an item that has all its states be found; return the one that another user has published before."""
         known = self._items.get(item.key)
-        if known is None and item.heard.all():
+        if known is None and item.observed.all():
             self._items[item.key] = item
         elif known is not None and known is not item:
             known.users += 1
@@ -187,7 +187,7 @@ class StateStore:
         blocks = [block for item in items for block in item.blocks]
         fills = []
         for item in items:
-            num_rows = len(range(rank, len(item.heard), size))
+            num_rows = len(range(rank, len(item.observed), size))
             fills += [min(BLOCK_ROWS, max(0, num_rows - i * BLOCK_ROWS)) for i in range(len(item.blocks))]
         table = async_tensor_h2d(np.asarray([blocks, fills], dtype=np.int32), device=self.device)
         self.block_table[req_state_idx, : len(blocks)] = table[0]

@@ -16,14 +16,14 @@ from vllm.distributed import get_tp_group
 
 from vidspec_kernels import merge_relevance
 from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.hooks.guarded import Guard
+from vllm_vidspec.engine.hooks.keys import content_keys
+from vllm_vidspec.engine.hooks.prompts import prefills
+from vllm_vidspec.engine.hooks.protocol import Forward, TargetHook
+from vllm_vidspec.engine.hooks.state_store import Item, StateStore
 from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.listen.keys import content_keys
-from vllm_vidspec.engine.listen.listeners import Guard
-from vllm_vidspec.engine.listen.prompts import prefills
-from vllm_vidspec.engine.listen.protocol import Forward, TargetListener
-from vllm_vidspec.engine.listen.state_store import Item, StateStore
 from vllm_vidspec.engine.report.counters import Counters
-from vllm_vidspec.engine.requests import Arrival
+from vllm_vidspec.engine.requests import NewRequest
 from vllm_vidspec.engine.verify.rules import LooseRules
 from vllm_vidspec.pruning.prompt import visual_indices
 
@@ -53,15 +53,15 @@ class _Holder:
     is_done: bool = False
 
 
-class VisualStates(TargetListener):
+class VisualStates(TargetHook):
     """Keeps the states and measures relevance against them; see the module.
 
     Args:
         knobs: Those of relevance.
         vllm_config: vLLM's.
         max_num_reqs: Persistent rows.
-        counters: Told what was kept and what was not.
-        rules: Says whether a request's own verification needs relevance; hears once it can be measured on every rank.
+        counters: Records what was kept and what was not.
+        rules: Says whether a request's verification needs relevance; told once every rank can measure it.
         agreement: Of the ranks.
     """
 
@@ -83,38 +83,38 @@ class VisualStates(TargetListener):
         self._group = get_tp_group()
         self._guard = Guard(knobs, agreement, "relevance was not measured; these requests are verified strictly")
         model, device = vllm_config.model_config, vllm_config.device_config.device
-        dtype = torch.float8_e4m3fn if knobs.now.score.relevance_dtype == "fp8" else model.dtype
+        dtype = torch.float8_e4m3fn if knobs.current.score.relevance_dtype == "fp8" else model.dtype
         self._bytes_per_token = -(-model.get_hidden_size() * dtype.itemsize // self._group.world_size)
         self.store = StateStore(model.get_hidden_size(), dtype, model.max_model_len, max_num_reqs, device, self._group)
         self._holders: dict[int, _Holder] = {}  # by persistent row
         self._batch: Any = None
 
     def reserve(self, available_bytes: int) -> int:
-        """Keep `relevance_bytes` for the store; see `TargetListener`."""
-        return self.store.reserve(self.knobs.now.score.relevance_bytes or available_bytes // 20, available_bytes)
+        """Keep `relevance_bytes` for the store; see `TargetHook`."""
+        return self.store.reserve(self.knobs.current.score.relevance_bytes or available_bytes // 20, available_bytes)
 
     def init_kv(self, runner: Any) -> None:
-        """Allocate the store's pool; see `TargetListener`."""
+        """Allocate the store's pool; see `TargetHook`."""
         self.store.allocate(runner.kv_allocation())
         self.counters.set("relevance_pool_bytes", self.store.pool.nbytes)
         self.counters.set("relevance_bytes_per_token", self._bytes_per_token)
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
-    def arrive(self, arrival: Arrival) -> None:
-        """Begin to listen to a request, or to share what is known already.
+    def add(self, request: NewRequest) -> None:
+        """Begin to observe a request, or to share what is known already.
 
-        A strict request is listened to as well while there is room, because a loose one may ask about its video next:
+        A strict request is observed as well while there is room, because a loose one may ask about its video next:
         the target will not compute the states again.
         """
-        features = [feature for feature in arrival.features if feature.modality in ("image", "video")]
-        if not features or arrival.sampling is None:
+        features = [feature for feature in request.features if feature.modality in ("image", "video")]
+        if not features or request.sampling is None:
             return  # there is no relevance of anything, or to anything, and nothing to count
-        req_state_idx, places = arrival.req_state_idx, [visual_indices(feature) for feature in features]
+        req_state_idx, places = request.req_state_idx, [visual_indices(feature) for feature in features]
         is_needed = self._rules.needs_relevance(req_state_idx)
-        holder = _Holder(req_state_idx, places, len(arrival.token_ids), is_needed)
+        holder = _Holder(req_state_idx, places, len(request.token_ids), is_needed)
         self._holders[req_state_idx] = holder
-        self._claim(holder, content_keys(arrival, features, [int(item[-1]) + 1 for item in places]))
+        self._claim(holder, content_keys(request, features, [int(item[-1]) + 1 for item in places]))
 
     def _claim(self, holder: _Holder, keys: list[bytes]) -> None:
         """Find or make room for every item."""
@@ -145,17 +145,17 @@ class VisualStates(TargetListener):
         holder.items = []
         self.store.hide(holder.req_state_idx)
 
-    def release(self, req_state_idx: int) -> None:
+    def remove(self, req_state_idx: int) -> None:
         """Forget a request: finished, aborted or preempted."""
         if holder := self._holders.pop(req_state_idx, None):
             self._leave(holder)
 
-    def held(self) -> Iterable[int]:
+    def active_rows(self) -> Iterable[int]:
         """Return the rows whose requests have visual tokens."""
         return self._holders
 
     def forget_kv(self) -> None:
-        """Forget every item, because the pool's contents are about to be lost; requests in prefill are not heard."""
+        """Forget every item, because the pool's contents are about to be lost; requests in prefill are not observed."""
         for holder in self._holders.values():
             if holder.missed is None:
                 self._miss(holder, "memory")
@@ -180,20 +180,22 @@ class VisualStates(TargetListener):
         if batch is None or not self._holders or not batch.is_prefilling_np.any():
             return
         begin = time.perf_counter()
-        found = [heard for heard in prefills(batch, self._holders) if not heard[1].is_done]
+        found = [observed for observed in prefills(batch, self._holders) if not observed[1].is_done]
         finished = [holder for _, holder, _, end in found if end == holder.num_tokens]
         try:
-            self._hear(batch, found, forward.hidden_states)
+            self._observe(batch, found, forward.hidden_states)
             for holder in finished:
                 self._finish(holder)
         except Exception as error:
             self.fail(error)
             raise
         finally:
-            self._admit(finished)
+            self._add(finished)
             self.counters.add("relevance_us", int(1e6 * (time.perf_counter() - begin)))
 
-    def _hear(self, batch: Any, found: list[tuple[int, _Holder, int, int]], hidden_states: torch.Tensor | None) -> None:
+    def _observe(
+        self, batch: Any, found: list[tuple[int, _Holder, int, int]], hidden_states: torch.Tensor | None
+    ) -> None:
         """Keep the states of `prefills`' spans, of `[num_tokens, hidden_size]`."""
         sources, slots = [], []
         for req_idx, holder, start, end in found:
@@ -201,7 +203,7 @@ class VisualStates(TargetListener):
                 if item in self.store:
                     continue  # somebody's already
                 inside = np.flatnonzero((places >= start) & (places < end))
-                item.heard[inside] = True
+                item.observed[inside] = True
                 mine, rows = self.store.places(item, inside)
                 sources.append(places[mine] - start + int(batch.query_start_loc_np[req_idx]))
                 slots.append(rows)
@@ -223,10 +225,10 @@ class VisualStates(TargetListener):
         else:
             self._miss(holder, "cached")  # a cached prefix hid some, and nobody remembers them
 
-    def _admit(self, finished: list[_Holder]) -> None:
+    def _add(self, finished: list[_Holder]) -> None:
         """Let the prefilled requests be loose whose states every rank has."""
         waiting = [holder for holder in finished if holder.is_needed]
-        has_states = self._agreement.settle("visual states", [holder.missed is None for holder in waiting])
+        has_states = self._agreement.all_ranks_and("visual states", [holder.missed is None for holder in waiting])
         for holder, is_ready in zip(waiting, has_states, strict=True):
             if is_ready:
                 self.counters.add("relevance_prompts")
@@ -251,7 +253,7 @@ class VisualStates(TargetListener):
             batch: vLLM's `InputBatch`, which says which of them have logits.
             max_queries: Most logits rows of a request.
         """
-        begin, top_n = time.perf_counter(), self.knobs.now.score.top_n
+        begin, top_n = time.perf_counter(), self.knobs.current.score.top_n
         try:
             partial = self.store.cosines(hidden_states[batch.logits_indices], batch, top_n, max_queries)
         except Exception as error:

@@ -15,10 +15,10 @@ from vidspec_kernels import guidance_scores
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.compat import model as compat
+from vllm_vidspec.engine.hooks.prompts import Guidance, Guided, ObservedPrompt, PendingScores, prefills
+from vllm_vidspec.engine.hooks.protocol import Forward
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.kv_views import attention_layers, cache_views, check_layout, check_readable
-from vllm_vidspec.engine.listen.prompts import Guidance, Guided, HeardPrompt, PendingScores, prefills
-from vllm_vidspec.engine.listen.protocol import Forward
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.errors import VidSpecError
 
@@ -27,7 +27,7 @@ REFUSAL = ("attention guidance", "use a pruner that needs no attention, e.g. uv"
 
 
 @dataclass(eq=False)
-class _AttentionPrompt(HeardPrompt):
+class _AttentionPrompt(ObservedPrompt):
     total: torch.Tensor | None = None  # [text_start] float32 sums of softmax weights, of this rank's heads
     num_queries: int = 0
 
@@ -51,7 +51,7 @@ class _AttentionStep:
         out_rows: `[n]` int64, 0 to n - 1.
         max_queries: Most queries of one request.
         max_row: Largest of `query_rows`.
-        num_observed: Layers heard.
+        num_observed: Layers observed.
     """
 
     query_rows: torch.Tensor
@@ -85,7 +85,7 @@ class AttentionGuidance(Guidance):
         self.attention = layers
         self._step: _AttentionStep | None = None
         self._error: Exception | None = None  # of an observer, until `after_forward`
-        self._select(knobs.now)
+        self._select(knobs.current)
         knobs.on_change(self._select)
         for index, layer in layers.items():
             check_readable(layer, *REFUSAL)
@@ -96,7 +96,7 @@ class AttentionGuidance(Guidance):
         self._layers = chosen_layers(config.prune.guidance_layers, len(self.attention))
 
     def init_kv(self, runner: Any) -> None:
-        """Refuse keys packed in a way that no view describes (bf16 on AMX); see `TargetListener`."""
+        """Refuse keys packed in a way that no view describes (bf16 on AMX); see `TargetHook`."""
         check_layout(self.attention.values(), *REFUSAL)
 
     def before_forward(self, batch: Any) -> None:
@@ -132,7 +132,7 @@ class AttentionGuidance(Guidance):
         return async_tensor_h2d(values, device=self.device, dtype=dtype)
 
     def _observe(self, index: int, *args: Any) -> None:
-        """Hear one layer inside the target's forward, which an exception must not leave: `after_forward` raises it."""
+        """Observe one layer in the forward, which an exception must not leave: `after_forward` raises it."""
         try:
             self.observe(index, *args)
         except Exception as error:
@@ -186,25 +186,25 @@ class AttentionGuidance(Guidance):
             prompt.num_queries += num_queries
 
     def take(self, req_state_idx: int) -> PendingScores | None:
-        """Send the scores; see `Guidance`. One all-reduce of `[text_start + 1]` floats, whatever was heard."""
+        """Send the scores; see `Guidance`. One all-reduce of `[text_start + 1]` floats, whatever was observed."""
         prompt = self._prompts.pop(req_state_idx, None)
         if prompt is None:
             return None
-        was_heard = prompt.missed is None and prompt.total is not None
+        was_observed = prompt.missed is None and prompt.total is not None
         total = torch.zeros(prompt.text_start + 1, dtype=torch.float32, device=self.device)
-        if was_heard:
+        if was_observed:
             total[:-1] = prompt.total
         else:
-            total[-1:].fill_(1.0)  # how many ranks have not heard it, summed with the rest
+            total[-1:].fill_(1.0)  # how many ranks have not observed it, summed with the rest
         if not self._agreement.is_alone:
             with self._agreement.collective():
                 total = tensor_model_parallel_all_reduce(total)
-        return PendingScores(total, lambda total: self._score(prompt, was_heard, total))
+        return PendingScores(total, lambda total: self._score(prompt, was_observed, total))
 
-    def _score(self, prompt: _AttentionPrompt, was_heard: bool, total: torch.Tensor) -> Guided:
-        """Make scores of all ranks' sums `[text_start + 1]`, the last of which says how many ranks heard nothing."""
+    def _score(self, prompt: _AttentionPrompt, was_observed: bool, total: torch.Tensor) -> Guided:
+        """Make scores of all ranks' sums `[text_start + 1]`, the last of which says how many ranks observed nothing."""
         if total[-1] != 0:
-            if was_heard:
+            if was_observed:
                 prompt.missed = "error"  # of another rank
             return self._finish(prompt, [None] * len(prompt.items))
         mean = total[:-1] / (prompt.num_queries * self._num_heads * len(self._layers))

@@ -1,4 +1,4 @@
-"""TargetListeners: the list of what hears the target, and the one place where each is guarded."""
+"""TargetHooks: the list of what observes the target, and the one place where each is guarded."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 from vllm.logger import init_logger
 
 from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.hooks.protocol import Forward, TargetHook
 from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.listen.protocol import Forward, TargetListener
-from vllm_vidspec.engine.requests import Arrival
+from vllm_vidspec.engine.requests import NewRequest
 
 logger = init_logger("vllm.vidspec")
 
 
 class Guard:
-    """Says what becomes of an exception in what only listens: `on_draft_error: raise` lets it through.
+    """Says what becomes of an exception in a hook that only observes: `on_draft_error: raise` lets it through.
 
     Args:
         knobs: `on_draft_error`.
@@ -30,7 +30,7 @@ class Guard:
 
     def survive(self, error: Exception) -> None:
         """Log the first exception, or let it through."""
-        raises = self._knobs.now.on_draft_error == "raise"
+        raises = self._knobs.current.on_draft_error == "raise"
         if raises and self._agreement.is_alone:
             raise error
         if raises or not self._has_failed:
@@ -40,39 +40,39 @@ class Guard:
         self._has_failed = True
 
 
-class TargetListeners:
-    """Hears for all of them, as a table of rows too. An exception in one costs what that one says, never the forward.
+class TargetHooks:
+    """Calls all of them, as a table of rows too. An exception in one costs what that one says, never the forward.
 
     What fails while memory is set up is a refusal, and nobody's to survive.
 
     Args:
-        listeners: In the order in which they hear.
+        hooks: In the order in which they observe.
         knobs: See `Guard`; `agreement` too.
     """
 
-    def __init__(self, listeners: Sequence[TargetListener], knobs: Knobs, agreement: Agreement):
-        self._guarded = [(listener, Guard(knobs, agreement, listener.loss)) for listener in listeners]
+    def __init__(self, hooks: Sequence[TargetHook], knobs: Knobs, agreement: Agreement):
+        self._guarded = [(hook, Guard(knobs, agreement, hook.loss)) for hook in hooks]
 
     def reserve(self, available_bytes: int) -> int:
         """Return how many of a rank's KV memory bytes they take, each of what the ones before it have left.
 
         Raises:
-            VidSpecError: See `TargetListener.reserve`.
+            VidSpecError: See `TargetHook.reserve`.
         """
         taken = 0
-        for listener, _ in self._guarded:
-            taken += listener.reserve(available_bytes - taken)
+        for hook, _ in self._guarded:
+            taken += hook.reserve(available_bytes - taken)
         return taken
 
     def init_kv(self, runner: Any) -> None:
-        """Let each take its memory; see `TargetListener.init_kv`."""
-        for listener, _ in self._guarded:
-            listener.init_kv(runner)
+        """Let each take its memory; see `TargetHook.init_kv`."""
+        for hook, _ in self._guarded:
+            hook.init_kv(runner)
 
-    def admit(self, arrival: Arrival) -> None:
+    def add(self, request: NewRequest) -> None:
         """Take a request in that has just got its row; one that the draft is not shown costs the target nothing."""
-        if arrival.is_shown:
-            self._tell("arrive", arrival)
+        if request.is_shown:
+            self._tell("add", request)
 
     def before_forward(self, batch: Any) -> None:
         """Let each plan a step, given vLLM's `InputBatch`."""
@@ -82,13 +82,13 @@ class TargetListeners:
         """Let each collect what the step showed."""
         self._tell("after_forward", forward)
 
-    def forget(self, req_state_idx: int) -> None:
+    def remove(self, req_state_idx: int) -> None:
         """Forget a row, whose request has ended or lost it."""
-        self._tell("release", req_state_idx)
+        self._tell("remove", req_state_idx)
 
-    def held(self) -> Iterable[int]:
+    def active_rows(self) -> Iterable[int]:
         """Return the rows of which any of them holds something."""
-        return (row for listener, _ in self._guarded for row in listener.held())
+        return (row for hook, _ in self._guarded for row in hook.active_rows())
 
     def forget_kv(self) -> None:
         """Give up what lies in KV memory, because its contents are about to be lost."""
@@ -96,9 +96,9 @@ class TargetListeners:
 
     def _tell(self, what: str, *args: Any) -> None:
         """Call a method of each, by its name."""
-        for listener, guard in self._guarded:
+        for hook, guard in self._guarded:
             try:
-                getattr(listener, what)(*args)
+                getattr(hook, what)(*args)
             except Exception as error:
                 guard.survive(error)
-                listener.fail(error)
+                hook.fail(error)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.metrics import MetricsFile, path_for
+from vllm_vidspec.metrics.file import MetricsFile, path_for
 
 logger = logging.getLogger("vllm.vidspec")
 

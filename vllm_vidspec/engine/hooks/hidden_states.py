@@ -10,16 +10,16 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vidspec_kernels import uv_text_sum, uv_video_scores
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.compat import model as compat
+from vllm_vidspec.engine.hooks.prompts import Guidance, Guided, ObservedPrompt, PendingScores, prefills
+from vllm_vidspec.engine.hooks.protocol import Forward
 from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.listen.prompts import Guidance, Guided, HeardPrompt, PendingScores, prefills
-from vllm_vidspec.engine.listen.protocol import Forward
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning.guided import default_uv_layer
 
 
 @dataclass(eq=False)
-class _StatePrompt(HeardPrompt):
+class _StatePrompt(ObservedPrompt):
     has_begun: bool = False
     states: torch.Tensor | None = None  # [m, hidden_size] at `uv_layer`, model dtype
     low: torch.Tensor | None = None  # [m] float32, the embeddings' similarity with the text's
@@ -28,7 +28,7 @@ class _StatePrompt(HeardPrompt):
 
     def __post_init__(self) -> None:
         self.order = torch.cat(self.items)  # [m] prompt indices, on the host
-        self.heard = torch.zeros(len(self.order), dtype=torch.bool)  # [m] states kept, on the host
+        self.observed = torch.zeros(len(self.order), dtype=torch.bool)  # [m] states kept, on the host
 
     def text_ids(self) -> torch.Tensor:
         """Return `[num_tokens - m]` int32 ids of its text, on the host."""
@@ -55,7 +55,9 @@ class HiddenStateGuidance(Guidance):
     ):
         super().__init__(knobs, counters, vllm_config.device_config.device, agreement)
         num_layers = vllm_config.model_config.get_total_num_hidden_layers()
-        layer = knobs.now.prune.uv_layer if knobs.now.prune.uv_layer is not None else default_uv_layer(num_layers)
+        layer = (
+            knobs.current.prune.uv_layer if knobs.current.prune.uv_layer is not None else default_uv_layer(num_layers)
+        )
         if layer > num_layers:
             raise VidSpecError(f"uv_layer: the target has layers 1 to {num_layers}, not {layer}")
         compat.expose_hidden_states(target, (0, layer))
@@ -66,8 +68,8 @@ class HiddenStateGuidance(Guidance):
         self._batch: Any = None
 
     def reserve(self, available_bytes: int) -> int:
-        """Keep `guidance_bytes` for hidden states; see `TargetListener`."""
-        wanted = self.knobs.now.prune.guidance_bytes
+        """Keep `guidance_bytes` for hidden states; see `TargetHook`."""
+        wanted = self.knobs.current.prune.guidance_bytes
         self._max_bytes = available_bytes // 20 if wanted is None else wanted
         return self._max_bytes
 
@@ -91,10 +93,10 @@ class HiddenStateGuidance(Guidance):
                 assert forward.aux_hidden_states is not None
                 first = int(batch.query_start_loc_np[req_idx])
                 low, high = (states[first : first + end - start] for states in forward.aux_hidden_states)
-                self._hear(prompt, start, end, low, high)
+                self._observe(prompt, start, end, low, high)
         self.counters.add("guidance_us", int(1e6 * (time.perf_counter() - begin)))
 
-    def _hear(self, prompt: _StatePrompt, start: int, end: int, low: torch.Tensor, high: torch.Tensor) -> None:
+    def _observe(self, prompt: _StatePrompt, start: int, end: int, low: torch.Tensor, high: torch.Tensor) -> None:
         """Take one chunk `[end - start, hidden_size]` of a request in."""
         assert prompt.low is not None and prompt.states is not None
         inside = (prompt.order >= start) & (prompt.order < end)  # [m]
@@ -102,7 +104,7 @@ class HiddenStateGuidance(Guidance):
         if inside.any():
             here = prompt.order[inside] - start
             is_text[here] = False
-            prompt.heard |= inside
+            prompt.observed |= inside
             into, rows = (_place(indices, self.device) for indices in (inside.nonzero()[:, 0], here))
             prompt.low[into] = uv_video_scores(low[rows], prompt.text_low)
             prompt.states[into] = high[rows]
@@ -116,9 +118,9 @@ class HiddenStateGuidance(Guidance):
             prompt.has_begun = True
             if prompt.missed is None:
                 self._allocate(prompt)
-        heard_by_all = self._agreement.settle("guidance", [prompt.missed is None for prompt in prompts])
-        for prompt, is_heard in zip(prompts, heard_by_all, strict=True):
-            if not is_heard:
+        observed_by_all = self._agreement.all_ranks_and("guidance", [prompt.missed is None for prompt in prompts])
+        for prompt, is_observed in zip(prompts, observed_by_all, strict=True):
+            if not is_observed:
                 prompt.missed = prompt.missed or "error"  # of another rank
                 continue
             ids = async_tensor_h2d(prompt.text_ids(), device=self.device)
@@ -137,7 +139,7 @@ class HiddenStateGuidance(Guidance):
         prompt.low = torch.zeros(num_tokens, device=self.device)
         prompt.text_high = torch.zeros(self._hidden_size, device=self.device)
 
-    def release(self, req_state_idx: int) -> None:
+    def remove(self, req_state_idx: int) -> None:
         """Forget a request and its states."""
         prompt = self._prompts.pop(req_state_idx, None)
         if prompt is not None and prompt.states is not None:
@@ -148,12 +150,12 @@ class HiddenStateGuidance(Guidance):
         prompt = self._prompts.get(req_state_idx)
         if prompt is None:
             return None
-        self.release(req_state_idx)
+        self.remove(req_state_idx)
         sizes, complete = [len(item) for item in prompt.items], [False] * len(prompt.items)
         if prompt.missed is None and prompt.states is not None:
             # Part of a video that came from the prefix cache has no states: its scores would be of different text.
-            complete = [bool(part.all()) for part in prompt.heard.split(sizes)]
-        agreed = self._agreement.settle("guidance", complete)
+            complete = [bool(part.all()) for part in prompt.observed.split(sizes)]
+        agreed = self._agreement.all_ranks_and("guidance", complete)
         if agreed != complete:
             prompt.missed = "error"  # of another rank
         if not any(agreed):

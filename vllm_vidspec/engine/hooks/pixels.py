@@ -25,9 +25,9 @@ class SharedPixels:
     """Keeps an item for as long as a request is to be drafted for that shows it, and the tower has not seen it.
 
     Args:
-        model_state: The runner's, whose encoder is heard.
+        model_state: The runner's, whose encoder is observed.
         device: Where pixels go.
-        counters: Told what the draft has to copy itself.
+        counters: Records what the draft has to copy itself.
     """
 
     def __init__(self, model_state: Any, device: torch.device, counters: Counters):
@@ -42,11 +42,11 @@ class SharedPixels:
         """Bytes of what is kept."""
         return sum(map(_num_bytes, self._items.values()))
 
-    def admit(self, req_state_idx: int, features: Iterable[Any]) -> None:
+    def add(self, req_state_idx: int, features: Iterable[Any]) -> None:
         """Expect that the draft's tower will see these features of vLLM's for a row."""
         self._wanted[req_state_idx] = {feature.identifier for feature in features}
 
-    def forget(self, req_state_idx: int) -> None:
+    def remove(self, req_state_idx: int) -> None:
         """Let go of what only this row's request has waited for; its draft has seen it, or never will."""
         for identifier in self._wanted.pop(req_state_idx, ()):
             if not any(identifier in others for others in self._wanted.values()):
@@ -56,7 +56,7 @@ class SharedPixels:
         """Let go of what the draft's tower has seen; harmless where it is not kept."""
         self._items.pop(identifier, None)
 
-    def held(self) -> Iterable[int]:
+    def active_rows(self) -> Iterable[int]:
         """Return the rows whose pixels are kept."""
         return [row for row, wanted in self._wanted.items() if not wanted.isdisjoint(self._items)]
 

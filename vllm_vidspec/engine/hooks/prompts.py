@@ -1,9 +1,9 @@
-"""Guidance: listens to the target's prefill and scores a prompt's visual tokens for the draft's pruner.
+"""Guidance: observes the target's prefill and scores a prompt's visual tokens for the draft's pruner.
 
-It only reads: the target's own computation, and so its output, stays bit for bit what it was. A request is heard over
-as many prefill chunks as it takes. What a cached prefix keeps from being heard is taken from the last prompt that
-vLLM would share that prefix with (`keys.py`); failing that there is no guidance, which is counted by reason, and the
-pruner is `uniform`.
+It only reads: the target's own computation, and so its output, stays bit for bit what it was. A request is observed
+over as many prefill chunks as it takes. Scores that a cached prefix hides are those of the last prompt that vLLM would
+share that prefix with (`keys.py`); failing that there is no guidance, which is counted by reason, and the pruner is
+`uniform`.
 """
 
 from collections import OrderedDict
@@ -16,11 +16,11 @@ import torch
 
 from vllm_vidspec.config import PruneKnobs
 from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.hooks.keys import content_keys
+from vllm_vidspec.engine.hooks.protocol import TargetHook
 from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.listen.keys import content_keys
-from vllm_vidspec.engine.listen.protocol import TargetListener
 from vllm_vidspec.engine.report.counters import Counters
-from vllm_vidspec.engine.requests import Arrival
+from vllm_vidspec.engine.requests import NewRequest
 from vllm_vidspec.pruning import SCORE_NEEDS, budget, get_pruner
 from vllm_vidspec.pruning.frames import pruned_together
 from vllm_vidspec.pruning.prompt import UnsupportedPrompt, embedding_indices
@@ -31,8 +31,8 @@ _MAX_REMEMBERED, _LEAST_REMEMBERED = 64 * 25_000, 256
 
 
 @dataclass(eq=False)
-class HeardPrompt:
-    """A request whose prefill is being heard.
+class ObservedPrompt:
+    """A request whose prefill is being observed.
 
     Attributes:
         items: Per image or video the prompt indices `[m_i]` int64 of its tokens.
@@ -62,7 +62,7 @@ class Guided(NamedTuple):
 
     Attributes:
         scores: One float32 `[m_i]` CPU tensor per item; None where there is no guidance.
-        outcome: Counters to add to if the draft is shown the prompt: what came of listening to it.
+        outcome: Counters to add to if the draft is shown the prompt: what came of observing it.
     """
 
     scores: list[torch.Tensor] | None
@@ -99,17 +99,17 @@ class PendingScores:
         return self._finish(self._measured)
 
 
-class Guidance(TargetListener):
+class Guidance(TargetHook):
     """Scores visual tokens during the target's prefill: what both kinds share.
 
     Args:
         knobs: The budgets of images and videos.
-        counters: Told how long listening took.
+        counters: Records how long observing took.
         device: Of the target.
         agreement: Of the ranks.
     """
 
-    _kind = HeardPrompt
+    _kind = ObservedPrompt
     reads_hidden_states = False  # whether the target's forward must return some beside its last ones
     loss = "guidance failed; these prompts are pruned uniformly (further ones: counted)"
 
@@ -118,29 +118,29 @@ class Guidance(TargetListener):
         self.counters = counters
         self.device = device
         self._agreement = agreement
-        self.attention: dict[int, Any] = {}  # the target's attention layers that are heard, by index
+        self.attention: dict[int, Any] = {}  # the target's attention layers that are observed, by index
         self._prompts: dict[int, Any] = {}  # by persistent row
         self._remembered: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # key -> [m] float32 on the CPU
 
-    def arrive(self, arrival: Arrival) -> None:
-        """Begin to listen to a request, if there is anything to choose in it."""
-        if arrival.has_embeds:
+    def add(self, request: NewRequest) -> None:
+        """Begin to observe a request, if there is anything to choose in it."""
+        if request.has_embeds:
             return  # its tokens mean nothing, and the draft will refuse it
-        way = self.knobs.now.prune.variant(arrival.way)
+        way = self.knobs.current.prune.variant(request.prune_variant)
         if not get_pruner(way.pruner).needs & SCORE_NEEDS:
             return  # it was changed to one that looks at nothing
-        if items := self._listen(arrival.features, way):
-            keys = content_keys(arrival, arrival.features, [int(item[-1]) + 1 for item in items])
-            self._prompts[arrival.req_state_idx] = self._kind(items, keys, arrival.token_ids)
+        if items := self._choosable(request.features, way):
+            keys = content_keys(request, request.features, [int(item[-1]) + 1 for item in items])
+            self._prompts[request.req_state_idx] = self._kind(items, keys, request.token_ids)
 
-    def _listen(self, features: list[Any], knobs: PruneKnobs) -> list[torch.Tensor]:
+    def _choosable(self, features: list[Any], knobs: PruneKnobs) -> list[torch.Tensor]:
         """Return the items' prompt indices; [] where pruning chooses nothing or the draft will refuse the prompt."""
         try:
             items = [embedding_indices(feature) for feature in features]
         except UnsupportedPrompt:
             return []
         # Images of as many tokens each are taken for one size here, where no grid is known. If they are not, a prompt
-        # may be heard for nothing, or, where videos alone keep nothing, its images are pruned uniformly.
+        # may be observed for nothing, or, where videos alone keep nothing, its images are pruned uniformly.
         sizes = [len(item) for item in items]
         units = pruned_together([feature.modality for feature in features], items, sizes, knobs)
         full = [sum(sizes[place] for place in places) for places, _ in units]
@@ -151,20 +151,20 @@ class Guidance(TargetListener):
         """Send a prefilled request's scores to the host and forget it; None where there was nothing to choose.
 
         Every rank of a tensor-parallel group must call it for the same requests in the same order; all get the same
-        scores, none where one rank has not heard the request.
+        scores, none where one rank has not observed the request.
         """
         raise NotImplementedError
 
-    def release(self, req_state_idx: int) -> None:
+    def remove(self, req_state_idx: int) -> None:
         """Forget a request, whose prefill may not be done."""
         self._prompts.pop(req_state_idx, None)
 
-    def held(self) -> Iterable[int]:
-        """Return the rows whose prompts are being heard, or were heard and not taken."""
+    def active_rows(self) -> Iterable[int]:
+        """Return the rows whose prompts are being observed, or were observed and not taken."""
         return self._prompts
 
     def fail(self, error: Exception) -> None:
-        """Give up the prompts that are being heard; they are counted where they are pruned."""
+        """Give up the prompts that are being observed; they are counted where they are pruned."""
         for prompt in self._prompts.values():
             prompt.missed = "error"
 
@@ -172,17 +172,18 @@ class Guidance(TargetListener):
         """Forget what earlier prompts have shown, because some ranks may have kept what others have not."""
         self._remembered.clear()
 
-    def _finish(self, prompt: HeardPrompt, heard: list[torch.Tensor | None]) -> Guided:
+    def _finish(self, prompt: ObservedPrompt, observed: list[torch.Tensor | None]) -> Guided:
         """Return a request's scores, remembered ones where this prefill did not compute them; say what came of it.
 
         Args:
             prompt: Whose prefill is done.
-            heard: Per item the scores `[m_i]` of this prefill, or None.
+            observed: Per item the scores `[m_i]` of this prefill, or None.
         """
         scores = [
-            self._remembered.get(key) if fresh is None else fresh for key, fresh in zip(prompt.keys, heard, strict=True)
+            self._remembered.get(key) if fresh is None else fresh
+            for key, fresh in zip(prompt.keys, observed, strict=True)
         ]
-        for key, fresh in zip(prompt.keys, heard, strict=True):
+        for key, fresh in zip(prompt.keys, observed, strict=True):
             if fresh is not None:
                 self._remembered[key] = fresh.clone()  # it may be a view, which would keep the whole prompt's
                 self._remembered.move_to_end(key)
@@ -192,12 +193,12 @@ class Guidance(TargetListener):
             total -= sizes[self._remembered.popitem(last=False)[0]]
         if any(score is None for score in scores):
             return Guided(None, (f"unguided_{prompt.missed or 'cached'}",))
-        is_reused = any(fresh is None for fresh in heard)
+        is_reused = any(fresh is None for fresh in observed)
         return Guided(scores, ("guided_prompts", "reused_guidance") if is_reused else ("guided_prompts",))  # type: ignore[arg-type]
 
 
 def prefills(batch: Any, prompts: Mapping[int, Any]) -> Iterator[tuple[int, Any, int, int]]:
-    """Yield (req_idx, prompt, first position, end position) of the requests in prefill that are listened to.
+    """Yield (req_idx, prompt, first position, end position) of the requests in prefill that are observed.
 
     Args:
         batch: vLLM's `InputBatch`.

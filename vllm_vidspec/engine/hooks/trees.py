@@ -4,7 +4,7 @@ What a forward needs lies in memory whose addresses stay (`TreePlaces`, the mode
 writes all of it. So a whole forward can be one CUDA graph: it holds tree attention whatever is drafted, and a chain is
 a tree of width 1. Where only chains are drafted, this is here for the attention alone, on backends that it outruns.
 
-This listener writes: positions and masks of the forward's tree nodes, and the accepted paths' KV. Its failures are not
+This hook writes: positions and masks of the forward's tree nodes, and the accepted paths' KV. Its failures are not
 survived, because the answer would be wrong.
 """
 
@@ -17,14 +17,14 @@ import torch
 from vidspec_kernels import TreePlaces, kv_compact, place_trees, warm_up
 from vllm_vidspec.drafting import DraftTree, topology_tables
 from vllm_vidspec.engine.compat import model as compat
-from vllm_vidspec.engine.listen.protocol import Forward, TargetListener
+from vllm_vidspec.engine.hooks.protocol import Forward, TargetHook
 from vllm_vidspec.engine.requests import RequestRows
 from vllm_vidspec.engine.tree_attention import TreeAttention, TreeStep
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.scoring import Tally, TreeShapes
 
 
-class TargetTrees(TargetListener):
+class TargetTrees(TargetHook):
     """Lets the target verify trees in its ordinary forward.
 
     A tree's nodes take consecutive slots after the root, as a chain's drafts do; what differs is the rope position
@@ -74,10 +74,10 @@ class TargetTrees(TargetListener):
         self._batch: Any = None  # the batch in flight, where it holds a tree
         self._block_table: torch.Tensor  # [num_reqs, max_blocks] int32 of the last forward's layers
         compat.adjust_positions(model_state, self._adjust, lambda num_tokens: self._positions[:num_tokens])
-        compat.hear_attention_metadata(model_state, self._hear)
+        compat.observe_attention_metadata(model_state, self._observe)
 
     def init_kv(self, runner: Any) -> None:
-        """Find the caches whose entries move; see `TargetListener`."""
+        """Find the caches whose entries move; see `TargetHook`."""
         if not self._in_trees:
             return
         if len(runner.kv_cache_config.kv_cache_groups) != 1:
@@ -109,14 +109,14 @@ class TargetTrees(TargetListener):
     def _tables(self) -> tuple[torch.Tensor, ...]:
         return self.parents, self.depths, self.ancestors
 
-    def release(self, req_state_idx: int) -> None:
+    def remove(self, req_state_idx: int) -> None:
         """Let a row be a chain again: its request ended, or drafts no more."""
         if self._is_tree[req_state_idx]:
             for table, shape in zip(self._tables(), self._chain, strict=True):
                 table[req_state_idx] = shape
             self._is_tree[req_state_idx] = False
 
-    def held(self) -> Iterable[int]:
+    def active_rows(self) -> Iterable[int]:
         """Return the rows whose tables are a tree's."""
         return np.flatnonzero(self._is_tree).tolist()
 
@@ -156,7 +156,7 @@ class TargetTrees(TargetListener):
             )
         return self._steps[key]
 
-    def _hear(self, batch: Any, metadata: dict[str, Any], for_capture: bool) -> None:
+    def _observe(self, batch: Any, metadata: dict[str, Any], for_capture: bool) -> None:
         """Plan the layers' part of a forward; a captured one is planned for whatever batch it may be replayed on."""
         self._block_table = metadata[self.attention.layers[0].layer_name].block_table
         self.attention.step = self._planned

@@ -1,0 +1,118 @@
+"""DraftBackend: the seam for where the draft runs, in the target's process or in one of its own."""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_vidspec.engine.requests import DraftBatch, NewRequest, Request
+from vllm_vidspec.engine.target_step import Step
+
+
+class DraftBackend:
+    """What a step asks for. A `RowTable`: `add` and `remove` begin and end what it keeps of a row's request.
+
+    Attributes:
+        reads_at_rest: Whether prompts are read while nothing is drafted, as it costs the target nothing.
+        reading: Requests whose prompts were read in the last step, and `reading_s`, the host's time for them.
+    """
+
+    reads_at_rest = False
+    reading: frozenset[str] = frozenset()
+    reading_s = 0.0
+
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """The draft network of this process, for vLLM's shutdown and weight updates; None if there is none."""
+        return None
+
+    # ---- set-up, in vLLM's order -----------------------------------------------------------------------------------
+
+    def reserve(self, available_bytes: int) -> int:
+        """Return how many bytes of a rank's KV memory the draft takes.
+
+        Raises:
+            VidSpecError: A knob asks for too much, or for too little for one request.
+        """
+        return 0
+
+    def make_graphs(self, cudagraph_mode: Any) -> Any:
+        """Return the manager of the draft's CUDA graphs in the mode that vLLM has resolved; None if there is none."""
+        return None
+
+    def init_kv(
+        self, encoder_cache: Any, allocation: Callable[[], AbstractContextManager], is_profiling: bool = False
+    ) -> None:
+        """Allocate what was reserved; the backend is ready afterwards.
+
+        Args:
+            encoder_cache: vLLM's, of the target; None for a target without media.
+            allocation: Makes what is entered while memory is taken.
+            is_profiling: Allocate the least with which graphs can be captured, as nothing is reserved yet.
+
+        Raises:
+            VidSpecError: It cannot draft.
+        """
+        raise NotImplementedError
+
+    def capture(self) -> None:
+        """Capture the parts of a draft step."""
+
+    def dummy_run(self, num_reqs: int, is_profile: bool) -> torch.Tensor:
+        """Return `[num_reqs, K]` zeros for a step of vLLM's warm-up; where it profiles memory, run at the largest."""
+        raise NotImplementedError
+
+    # ---- both ends of a request's life -----------------------------------------------------------------------------
+
+    def add(self, request: NewRequest) -> None:
+        """Take note of a request that has just got its row; its prompt waits in `RequestRows`."""
+        raise NotImplementedError
+
+    def remove(self, req_state_idx: int) -> None:
+        """Free all that a row's request holds; harmless where nothing is known of it."""
+        raise NotImplementedError
+
+    def active_rows(self) -> Iterable[int]:
+        """Return the rows of which it holds something; a row may come twice."""
+        raise NotImplementedError
+
+    def give_up_all(self) -> None:
+        """Give up every running request, because the memory of the draft's KV is about to be lost."""
+
+    def forget_media(self) -> None:
+        """Drop the draft's vision embeddings: weights have changed, or the memory that holds them has."""
+        raise NotImplementedError
+
+    # ---- a step, in order ------------------------------------------------------------------------------------------
+
+    def roll_back(self, step: Step) -> None:
+        """Take the drafts of rows that get none in this step back to the committed text."""
+
+    def refusal(self, request: Request) -> tuple[str, str] | None:
+        """Return why a request is not drafted for, and a line for the log ("" for none); None if it is."""
+        return None
+
+    def start(self, step: Step, rows: np.ndarray, requests: list[Request]) -> None:
+        """Queue requests for their draft prefill.
+
+        Args:
+            step: The step.
+            rows: `[n]` rows of the step that may start, those that wait for blocks among them.
+            requests: Those whose guidance has just come.
+        """
+        raise NotImplementedError
+
+    def prefill(self, step: Step) -> None:
+        """Reserve what the step needs, and read a bounded piece of the prompts in the queue."""
+        raise NotImplementedError
+
+    def propose(self, step: Step, batch: DraftBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Draft for a batch.
+
+        Returns:
+            `[num_reqs, K]` int64 drafts, zeros for requests without, and `[num_drafted]` how many of each mean
+            something; None where all K do.
+        """
+        raise NotImplementedError

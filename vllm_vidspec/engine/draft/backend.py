@@ -1,0 +1,426 @@
+"""LocalBackend: the draft runs in the target's process, between the target's forwards."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.backend import DraftBackend
+from vllm_vidspec.engine.draft.drafter import Drafter, without_room
+from vllm_vidspec.engine.draft.graphs import DraftGraphs, mode_of_draft
+from vllm_vidspec.engine.draft.memory import DraftMemory
+from vllm_vidspec.engine.draft.messages import (
+    Admission,
+    Committed,
+    DraftMessage,
+    Drafts,
+    Placed,
+    PrefillMessage,
+    PrefillStep,
+)
+from vllm_vidspec.engine.draft.model import DraftModel, kv_bytes_per_token
+from vllm_vidspec.engine.draft.noise import CoupledSampler
+from vllm_vidspec.engine.draft.waiting import WaitingRoom
+from vllm_vidspec.engine.failures import DraftFailures
+from vllm_vidspec.engine.hooks.pixels import SharedPixels
+from vllm_vidspec.engine.hooks.trees import TargetTrees
+from vllm_vidspec.engine.knobs import Knobs
+from vllm_vidspec.engine.kv_views import attention_layers
+from vllm_vidspec.engine.parallel.timeline import EventKind, Timeline
+from vllm_vidspec.engine.report.counters import Counters
+from vllm_vidspec.engine.requests import DraftBatch, NewRequest, Phase, Request, RequestRows
+from vllm_vidspec.engine.target_step import Step
+from vllm_vidspec.engine.tree_attention import TreeAttention, make_attention
+
+
+class LocalBackend(DraftBackend):
+    """See `DraftBackend`.
+
+    Args:
+        vllm_config: vLLM's.
+        knobs: The configuration.
+        draft_model: The draft, loaded.
+        requests: The rows.
+        req_states: The runner's tables of committed text.
+        sample: The draft's sampler.
+        trees: The target's side of tree drafts; None where drafts are chains.
+        counters: Records what is drafted and what is not.
+        agreement: Of the tensor-parallel ranks.
+        failures: Guards the parts of a step.
+        timeline: Records what took the time, while a tool watches.
+        placed: `(row, length) -> Placed`, for a target that prunes videos itself; else None.
+        pixels: What the target has copied to the device; None where the draft's tower is shown nothing.
+    """
+
+    graphs_class = DraftGraphs
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        knobs: Knobs,
+        draft_model: DraftModel,
+        requests: RequestRows,
+        req_states: Any,
+        sample: CoupledSampler,
+        trees: TargetTrees | None,
+        counters: Counters,
+        agreement: Agreement,
+        failures: DraftFailures,
+        timeline: Timeline,
+        placed: Callable[[int, int], Placed] | None = None,
+        pixels: SharedPixels | None = None,
+    ):
+        self.draft_model = draft_model
+        self._vllm_config, self._knobs, self._requests, self._req_states = vllm_config, knobs, requests, req_states
+        self._sample, self._trees, self._counters, self._agreement = sample, trees, counters, agreement
+        self._failures, self._timeline, self._placed, self._pixels = failures, timeline, placed, pixels
+        self._device = draft_model.device
+        # vLLM makes these in phases: the memory is profiled, graphs have a mode, then there is a KV cache.
+        self._memory: DraftMemory | None = None
+        self._graphs: Any = None
+        self._drafter: Drafter | None = None
+        self._attention: TreeAttention | None = None  # of the draft's layers, where they need it
+        self._room = WaitingRoom(requests, counters)
+        self._picked: tuple[DraftBatch | None, torch.Tensor] = (None, torch.zeros(0))  # see `_places_of`
+        # [max_num_reqs, K]
+        self._draft_tokens = torch.zeros(
+            len(requests.phase), knobs.current.num_speculative_tokens, dtype=torch.int64, device=self._device
+        )
+
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """The draft network; None while it is the target itself."""
+        return None if self.draft_model.is_self_draft else self.draft_model.model
+
+    @property
+    def drafter(self) -> Drafter:
+        """The drafter; exists once the KV cache is initialised."""
+        assert self._drafter is not None
+        return self._drafter
+
+    # ---- set-up ----------------------------------------------------------------------------------------------------
+
+    def reserve(self, available_bytes: int) -> int:
+        """Plan the draft's memory; see `DraftBackend`."""
+        self._memory = DraftMemory.plan(self._knobs.current, self._vllm_config, self.draft_model, available_bytes)
+        return self._memory.num_bytes
+
+    def make_graphs(self, cudagraph_mode: Any) -> DraftGraphs:
+        """Return the manager of the draft's CUDA graphs."""
+        self._drafter = None  # that of vLLM's memory profile, whose graphs are gone
+        self.draft_model.use_cudagraph_mode(mode_of_draft(cudagraph_mode))
+        self._graphs = self.graphs_class(
+            self._vllm_config,
+            self._device,
+            cudagraph_mode,
+            len(self._requests.phase),
+            self._sample.processes_by_default(self._vllm_config.model_config),
+        )
+        return self._graphs
+
+    def init_kv(
+        self, encoder_cache: Any, allocation: Callable[[], AbstractContextManager], is_profiling: bool = False
+    ) -> None:
+        """Allocate the draft's memory and build the drafter; see `DraftBackend`."""
+        model, config, vllm_config = self.draft_model, self._knobs.current, self._vllm_config
+        memory = self._memory = DraftMemory.least(model) if is_profiling else self._memory
+        assert memory is not None
+        states = self._req_states
+        if self._attention is None:
+            layers = attention_layers(model.config).values()
+            self._attention = make_attention(
+                layers, model.config, self._device, num_rows=2, in_trees=config.in_trees, whose="draft"
+            )
+        with allocation():
+            cache = model.make_vision_cache(memory.vision_bytes)
+        num_blocks = model.init_kv(memory.pool_bytes, allocation())
+        if why := model.why_no_graphs:
+            self._graphs.give_up(why)
+        shares = config.is_self_draft and encoder_cache is not None
+        is_async = vllm_config.scheduler_config.async_scheduling
+        self._drafter = Drafter(
+            model,
+            self._knobs,
+            self._sample,
+            self._counters,
+            num_blocks,
+            len(self._requests.phase),
+            vllm_config.model_config.max_model_len,
+            cache,
+            self._agreement,
+            Committed(
+                states.total_len.gpu,
+                states.all_token_ids.gpu,
+                states.last_sampled_tokens,
+                None if self._trees is None else self._trees.path,
+            ),
+            self._graphs,
+            self._attention,
+            shared=encoder_cache.encoder_outputs if shares else {},
+            fills_trees=is_async if config.tree.fill is None else config.tree.fill,
+            take_trees=None if self._trees is None else self._trees.take,
+            pixels=self._pixels,
+        )
+        if self._pixels is not None:
+            self._pixels.num_bytes = memory.pixel_bytes
+        self._counters.set("target_kv_bytes_per_token", kv_bytes_per_token(vllm_config))
+        self._drafter.count_memory()
+
+    def capture(self) -> None:
+        """Capture the parts of a draft step."""
+        if self._drafter is not None:
+            self._drafter.capture()
+
+    def dummy_run(self, num_reqs: int, is_profile: bool) -> torch.Tensor:
+        """Return `[num_reqs, K]` zeros; run the draft at its largest where vLLM profiles its memory."""
+        if is_profile:
+            self.draft_model.profile()
+        return self._draft_tokens[:num_reqs].zero_()
+
+    # ---- both ends of a request's life -----------------------------------------------------------------------------
+
+    def add(self, request: NewRequest) -> None:
+        """Keep a request's pixels on the device, if the draft is to see it; its prompt waits in `RequestRows`."""
+        if not request.is_shown:
+            self._requests.skip(request.req_state_idx, "unshown")
+        elif self._pixels is not None:
+            self._pixels.add(request.req_state_idx, request.features)
+
+    def remove(self, req_state_idx: int) -> None:
+        """Free what a row's request holds on the draft's side."""
+        if self._pixels is not None:
+            self._pixels.remove(req_state_idx)
+        if self._drafter is not None:
+            self._drafter.remove(req_state_idx)
+
+    def active_rows(self) -> Iterable[int]:
+        """Return the rows whose pixels or draft KV are here."""
+        return (
+            *(() if self._pixels is None else self._pixels.active_rows()),
+            *(() if self._drafter is None else self._drafter.active_rows()),
+        )
+
+    def give_up_all(self) -> None:
+        """Give every running request up, because the contents of the pool and the cache are about to be lost."""
+        rows = np.arange(len(self._requests.phase))
+        started = self._requests.are_in(rows, Phase.PREFILLING, Phase.DRAFTING, Phase.PREFILL_STALLED)
+        for row in rows[started].tolist():
+            self._requests.skip(row, "memory_lost")
+        self.forget_media()
+
+    def forget_media(self) -> None:
+        """Drop the draft's vision embeddings: weights have changed, or the memory that holds them has."""
+        if self._drafter is not None:
+            self._drafter.forget_media()
+
+    # ---- roll back -------------------------------------------------------------------------------------------------
+
+    def roll_back(self, step: Step) -> None:
+        """Put rows that were drafted for and get no drafts in this step back into the prefill queue."""
+        self.reading = frozenset()
+        if step.rests is not None:
+            self._requeue(step, np.flatnonzero(step.rests & self._are_in(step, Phase.DRAFTING)))
+
+    def _requeue(self, step: Step, indices: np.ndarray) -> None:
+        """Let the draft catch up, some time, on the text of requests that were drafted for."""
+        if not len(indices):
+            return  # whoever is drafted for stays who is
+        rows = step.batch.idx_mapping_np[indices]
+        # What the draft has surely read: its last step began at the length that the target's own began at, of which the
+        # host knows a bound, since the scheduler may run ahead of the verification of K drafts.
+        was_committed = step.batch.num_computed_tokens_np[indices] - self._knobs.current.num_speculative_tokens
+        self.drafter.requeue(rows, was_committed)
+        self._requests.enter(rows, Phase.PREFILLING)
+
+    def _are_in(self, step: Step, *phases: Phase) -> np.ndarray:
+        """Return `[num_reqs]` bool: the requests of a step that are in a phase and whose target prefill is done."""
+        return step.is_done & self._requests.are_in(step.batch.idx_mapping_np, *phases)
+
+    # ---- start -----------------------------------------------------------------------------------------------------
+
+    def refusal(self, request: Request) -> tuple[str, str] | None:
+        """Return why a request is not drafted for, and what to say of it."""
+        new = request.new
+        if new.has_embeds:
+            return "unsupported", "its prompt is one of embeddings, made for the target"
+        if new.is_structured and self._trees is not None:
+            # A grammar is checked along one line of tokens.
+            return "structured", "trees do not draft for structured outputs"
+        if len(new.token_ids) + 1 >= self._req_states.max_seq_len[new.req_state_idx]:
+            return "finished", ""  # the token just sampled is its last
+        return None
+
+    def start(self, step: Step, rows: np.ndarray, requests: list[Request]) -> None:
+        """Queue prompts whose blocks the pool has room for; the others wait for blocks, or are refused."""
+        starters = self._room.pop_ready(rows, self.drafter.kv) + requests
+        bounds = dict(zip(step.batch.idx_mapping_np.tolist(), step.bound.tolist(), strict=True))
+        answers = [self._queue(request, bounds[request.new.req_state_idx], step) for request in starters]
+        is_agreed = self._agreement.all_ranks_and("draft prefill", [it != Admission.REFUSED for it in answers])
+        for request, answer, is_fine_everywhere in zip(starters, answers, is_agreed, strict=True):
+            row = request.new.req_state_idx
+            if not is_fine_everywhere:
+                self._requests.skip(row, "refused" if answer == Admission.REFUSED else "draft_error")
+                if answer != Admission.REFUSED:
+                    self._counters.skip("draft_error", request.new.req_id, "the draft failed on another rank")
+            elif answer == Admission.ADMITTED:
+                self._requests.start(row, Phase.PREFILLING)
+                self._room.mark_admitted(request)
+            elif not self._room.defer(request, self.drafter.kv):
+                self._requests.skip(row, "pool_full")
+
+    def _queue(self, request: Request, bound: int, step: Step) -> Admission:
+        """Hand the drafter a request; those that rest leave the pool for it where that is full."""
+        if request.message is None:
+            request.message = self._message(request)
+        outcome = self.drafter.add(request.message, bound)
+        if outcome == Admission.FULL and self._release_resting(step):
+            outcome = self.drafter.add(request.message, bound)
+        return outcome
+
+    def _message(self, request: Request) -> PrefillMessage:
+        """Return what the drafter is told of a request."""
+        new = request.new
+        row, guidance = new.req_state_idx, {} if request.guided is None else request.guided._asdict()
+        message = PrefillMessage(
+            new.req_id, row, new.token_ids, new.features, prune_variant=new.prune_variant, **guidance
+        )
+        if self._placed is None:
+            return message
+        return dataclasses.replace(message, placed=self._placed(row, len(new.token_ids)))
+
+    def _release_resting(self, step: Step) -> bool:
+        """Give up the draft KV of a step's requests that rest; return whether there was any."""
+        if step.rests is None:
+            return False
+        is_resting = step.rests & self._are_in(step, Phase.PREFILLING, Phase.PREFILL_STALLED)
+        rows = step.batch.idx_mapping_np[is_resting].tolist()
+        for row in rows:
+            self._requests.skip(row, "rested")
+        self._counters.add("released_resting", len(rows))
+        return bool(rows)
+
+    # ---- prefill ---------------------------------------------------------------------------------------------------
+
+    def prefill(self, step: Step) -> None:
+        """Reserve the step's blocks and read on; where nothing is drafted, nothing is read."""
+        self._reserve(step)
+        if not step.plan.num_tokens:
+            batch = self._requests.draft_batch(step.batch.idx_mapping_np, step.is_done)
+            self._requeue(step, batch.places_np)
+            return
+        start = time.monotonic()
+        if self.drafter.is_reading:
+            in_queue = np.flatnonzero(step.active(self._are_in(step, Phase.PREFILLING)))
+            if len(in_queue):
+                self.reading = frozenset(step.batch.req_ids[i] for i in in_queue.tolist())
+            self._failures.run("draft prefill", self._read, step, in_queue, is_careful=True)
+        end = time.monotonic()
+        self.reading_s = end - start
+        if self._timeline.is_on:
+            self._timeline.note("drafter", EventKind.PREFILL, start, 0, 0, end)
+
+    def _reserve(self, step: Step) -> None:
+        """Reserve the blocks of this step; requests that no longer fit go on without speculation, if only for now."""
+        rows_np = step.batch.idx_mapping_np
+        everyone = slice(None) if step.rests is None else ~step.rests
+        if self.drafter.has_room(rows_np[everyone], step.bound[everyone]):
+            return
+        is_known = self._are_in(step, Phase.PREFILLING, Phase.DRAFTING, Phase.PREFILL_STALLED)
+        known = np.flatnonzero(step.active(is_known))
+        fits = np.zeros(len(rows_np), dtype=bool)
+        fits[known] = True
+        for i, reason, detail in without_room(self.drafter, rows_np[known], step.bound[known]):
+            if reason == "pool_full" and self._release_resting(step):
+                return self._reserve(step)
+            fits[known[i]] = False
+            if reason != "pool_full":
+                self._failures.give_up(step, known[i], reason, detail)
+                continue
+            row = int(rows_np[known[i]])
+            if self._requests.phase[row] == Phase.DRAFTING:
+                self._requeue(step, known[i : i + 1])
+            self._room.hold(row)
+        self._room.resume(rows_np[fits & self._are_in(step, Phase.PREFILL_STALLED)])
+        stuck = self._room.largest_of_all(rows_np, self.drafter.kv)
+        if stuck is not None:
+            place = int(np.flatnonzero(rows_np == stuck)[0])
+            self._failures.give_up(
+                step, place, "pool_full", "draft KV pool exhausted; no request left to release blocks"
+            )
+
+    def _read(self, step: Step, indices: np.ndarray) -> None:
+        rows = step.batch.idx_mapping_np[indices]
+        done = self.drafter.prefill(PrefillStep(rows, step.bound[indices], self._req_states.all_token_ids.gpu))
+        self._requests.enter(done.ready, Phase.DRAFTING)
+        if self._pixels is not None:
+            for row in done.ready:
+                self._pixels.remove(row)
+        for row in done.failed:
+            self._requests.skip(row, "draft_error")
+
+    # ---- draft -----------------------------------------------------------------------------------------------------
+
+    def propose(self, step: Step, batch: DraftBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Draft for every request that the draft has read; see `DraftBackend`."""
+        if not step.plan.num_tokens:
+            if step.is_undrafted:
+                self._counters.add("undrafted_steps")
+            return self._draft_tokens[: step.batch.num_reqs].zero_(), None
+        start, proposals = time.monotonic(), []  # type: ignore[var-annotated]
+        self._failures.run("drafting", self._draft, step, batch.places_np, batch, proposals)
+        if self._timeline.is_on:
+            num_drafted = int(self._are_in(step, Phase.DRAFTING).sum())
+            self._timeline.note("drafter", EventKind.DRAFT, start, num_drafted, num_drafted * step.plan.num_tokens)
+        if not proposals:
+            return self._draft_tokens[: step.batch.num_reqs].zero_(), None
+        drafts, picked = proposals[0]
+        num_nodes = None if drafts.tree is None else drafts.tree.num_nodes[: len(batch.places_np)]
+        if picked is None:
+            return drafts.tokens, num_nodes
+        tokens = self._draft_tokens[: step.batch.num_reqs].zero_()
+        tokens[picked] = drafts.tokens
+        return tokens, num_nodes
+
+    def _places_of(self, batch: DraftBatch) -> torch.Tensor:
+        """Return the places of who is drafted for on the device, uploaded once."""
+        if self._picked[0] is not batch:
+            self._picked = (batch, async_tensor_h2d(batch.places_np, device=self._device))
+        return self._picked[1]
+
+    def _draft(
+        self,
+        step: Step,
+        places_np: np.ndarray,
+        batch: DraftBatch,
+        proposals: list[tuple[Drafts, torch.Tensor | None]],
+    ) -> None:
+        """Draft for these requests, and append what is proposed and to which of the batch's, None for all."""
+        # The usual step is of the whole batch, and uploads nothing.
+        picked = None if batch.is_whole else self._places_of(batch)
+        num_verified = step.batch.num_draft_tokens_per_req
+        # The rows still speak of the drafts that this step has verified; without one they are vLLM's placeholders.
+        had_rows = np.zeros(len(places_np), dtype=bool) if num_verified is None else num_verified[places_np] > 0
+        was_verified = had_rows & self._requests.was_drafted(batch)
+        if self._trees is not None and step.plan.shape != "chain":
+            self._trees.expect(batch.drafted_np)
+        drafts = self.drafter.draft(
+            DraftMessage(
+                batch_rows=step.batch.idx_mapping,
+                picked=picked,
+                idx_mapping_np=batch.drafted_np,
+                num_sampled=step.num_sampled,
+                was_verified=None if was_verified.all() else async_tensor_h2d(was_verified, device=self._device),
+                max_drafts=step.plan.num_tokens,
+                shape=step.plan.shape,
+                draft_batch=batch,
+            )
+        )
+        if self._trees is not None and drafts.tree is None:
+            self._trees.take_chains(drafts.rows, batch.drafted_np)
+        proposals.append((drafts, picked))

@@ -1,0 +1,81 @@
+"""Configurations of the draft network, made from the target's, and copies of layers that they are for."""
+
+import copy
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.model_loader.utils import get_draft_load_config
+from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+
+
+def kv_bytes_per_token(vllm_config: VllmConfig) -> int:
+    """Return the KV bytes that one token takes on this rank, over all layers of a configuration."""
+    return sum(spec.page_size_bytes // spec.block_size for spec in get_kv_cache_spec(vllm_config).values())
+
+
+def draft_config(base: VllmConfig, is_self_draft: bool) -> VllmConfig:
+    """Return the draft's configuration, with a forward context of its own, given the target's."""
+    speculative = base.speculative_config
+    compilation = copy.copy(base.compilation_config)
+    compilation.static_forward_context = {}
+    compilation.static_all_moe_layers = list(base.compilation_config.static_all_moe_layers) if is_self_draft else []
+    config = copy.copy(base)  # shallow, and without running __post_init__ again
+    config.compilation_config = compilation
+    config.speculative_config = None
+    if is_self_draft:
+        return config
+    config.model_config = copy.copy(speculative.draft_model_config)
+    config.model_config.multimodal_config = _media_config(base.model_config.multimodal_config)
+    config.parallel_config = copy.copy(speculative.draft_parallel_config)
+    config.parallel_config.rank = base.parallel_config.rank
+    # vLLM leaves this open, and a forward of which it is not known that it has no experts is agreed upon by all
+    # data-parallel engines; only those of one process each (VLLM_DP_SIZE) get that far.
+    config.parallel_config.is_moe_model = config.model_config.is_moe
+    config.load_config = get_draft_load_config(base)
+    config.quant_config = VllmConfig.get_quantization_config(config.model_config, config.load_config)
+    return config
+
+
+def _media_config(target: Any) -> Any:
+    """Return the draft's multimodal configuration: the target's, for which its pixels are made, with its
+    `--mm-encoder-*` flags; but without the scales that were measured on the target's own tower, and without
+    `--video-pruning-rate`: the draft sees what the target has kept, not a choice of its own.
+    """
+    if target is None:
+        return None
+    config = copy.copy(target)
+    config.mm_encoder_fp8_scale_path = config.mm_encoder_fp8_scale_save_path = None
+    config.video_pruning_rate = None
+    return config
+
+
+def own_cache(layer: Any) -> Any:
+    """Copy an attention layer without its parameters, so that another KV cache can be bound to it."""
+    if not isinstance(layer, Attention):
+        return layer
+    layer = copy.copy(layer)
+    layer.impl = copy.copy(layer.impl)
+    layer.kv_cache = torch.tensor([])
+    return layer
+
+
+def of_two_rows(config: VllmConfig, speculative_config: Any) -> VllmConfig:
+    """Return the draft's configuration as its metadata builders are to see it: a step may feed two tokens at once.
+
+    Without a word of that FlashInfer takes the first forward of a step for a prefill, which it plans on the host, and
+    bounds of lengths for lengths; vLLM's Triton kernel has scratch memory for half of the rows.
+    """
+    config = copy.copy(config)
+    config.speculative_config = copy.copy(speculative_config)
+    config.speculative_config.num_speculative_tokens = 1
+    return config
+
+
+def without_override(config: VllmConfig) -> VllmConfig:
+    """Drop `--num-gpu-blocks-override`: it sizes the target's cache, not the draft's."""
+    config = copy.copy(config)
+    config.cache_config = copy.copy(config.cache_config)
+    config.cache_config.num_gpu_blocks_override = None
+    return config

@@ -1,0 +1,99 @@
+"""WaitingRoom: requests that found the draft's KV pool full. They go on when there is room.
+
+Requests whose prompt did not fit hold no blocks, and keep their prompt, pixels and all. Requests that outgrew their
+blocks keep them, and go on reading where they were. Where all that could draft waits for room, nobody will make any:
+then the one that holds the most gives up for good. Every decision follows from the pool, so ranks take the same ones.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from vllm_vidspec.engine.draft.drafter import no_room_for
+from vllm_vidspec.engine.draft.kv import DraftKV
+from vllm_vidspec.engine.draft.messages import PrefillMessage
+from vllm_vidspec.engine.report.counters import Counters
+from vllm_vidspec.engine.requests import Phase, Request, RequestRows
+
+_MOST_BYTES = 1 << 30  # of kept prompts' pixels, on the host
+_MOST_ATTEMPTS = 16  # of one request: a pool that is always nearly full is not worth more
+
+
+class WaitingRoom:
+    """The rules of who waits; the requests themselves are in `RequestRows`.
+
+    Args:
+        requests: Their phases say who waits: `WAITING_FOR_BLOCKS` without blocks, `PREFILL_STALLED` with them.
+        counters: Records who waits and who goes on.
+    """
+
+    def __init__(self, requests: RequestRows, counters: Counters):
+        self._requests, self._counters = requests, counters
+        self._num_free = 0  # blocks, when somebody was last deferred
+
+    def _deferred(self) -> list[Request]:
+        """Return who waits without blocks, the first that came first."""
+        phase = self._requests.phase
+        return [it for row, it in self._requests.unstarted.items() if phase[row] == Phase.WAITING_FOR_BLOCKS]
+
+    def defer(self, request: Request, kv: DraftKV) -> bool:
+        """Let a request wait that has found no room for its prompt; return False if it must do without drafts."""
+        message: PrefillMessage = request.message
+        request.num_attempts += 1
+        self._num_free = kv.num_free_blocks
+        if request.num_attempts == 1:
+            self._counters.skip("pool_full", message.req_id, no_room_for(message))
+        kept = sum(_num_bytes(other.message) for other in self._deferred())
+        if request.num_attempts > _MOST_ATTEMPTS or kept + _num_bytes(message) > _MOST_BYTES:
+            return False
+        self._requests.defer(message.req_state_idx, request)
+        return True
+
+    def pop_ready(self, rows_np: np.ndarray, kv: DraftKV) -> list[Request]:
+        """Return the deferred requests of `[n]` rows that may try again, if blocks have come free since; they leave."""
+        if kv.num_free_blocks <= self._num_free:
+            return []
+        deferred = self._deferred()
+        if not deferred:
+            return []
+        self._num_free = kv.num_free_blocks
+        present = set(rows_np.tolist())
+        ready = [request.new.req_state_idx for request in deferred if request.new.req_state_idx in present]
+        return [self._requests.unstarted.pop(row) for row in ready]
+
+    def mark_admitted(self, request: Request) -> None:
+        """Count a request that has found room after it had waited."""
+        if request.num_attempts:
+            self._counters.add("resumed_drafts")
+
+    def hold(self, req_state_idx: int) -> None:
+        """Let a request wait with its blocks, which it has outgrown."""
+        if self._requests.phase[req_state_idx] == Phase.PREFILL_STALLED:
+            return
+        self._requests.enter(req_state_idx, Phase.PREFILL_STALLED)
+        self._counters.add("waiting_drafts")
+
+    def resume(self, rows_np: np.ndarray) -> None:
+        """Put `[n]` rows that were stalled, and have found room, back into the queue."""
+        if len(rows_np):
+            self._requests.enter(rows_np, Phase.PREFILLING)
+            self._counters.add("resumed_drafts", len(rows_np))
+
+    def largest_of_all(self, rows_np: np.ndarray, kv: DraftKV) -> int | None:
+        """Return the stalled row of `[n]` that has the most blocks, where none of the others drafts; else None."""
+        stalled = rows_np[self._requests.are_in(rows_np, Phase.PREFILL_STALLED)]
+        if not len(stalled) or self._requests.any_in(Phase.PREFILLING, Phase.DRAFTING):
+            return None
+        return int(stalled[kv.capacity_np[stalled].argmax()])
+
+
+def _num_bytes(message: PrefillMessage) -> int:
+    """Return what a prompt's images and videos take on the host."""
+    return sum(_size(element.data) for feature in message.features for element in (feature.data or {}).values())
+
+
+def _size(data: Any) -> int:
+    """Return the bytes of a tensor, or of tensors in lists."""
+    if isinstance(data, list | tuple):
+        return sum(map(_size, data))
+    return getattr(data, "nbytes", 0)

@@ -1,1 +1,0 @@
-"""Listens to the target: its prefill, its layers and its final states, without changing a number of them."""

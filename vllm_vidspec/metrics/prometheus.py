@@ -1,0 +1,80 @@
+"""The counters on /metrics: a prometheus_client collector that reads the files at every scrape."""
+
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from vllm_vidspec.metrics.catalogue import BY_LABEL, COUNTERS, GAUGES, MAX_POSITIONS, exposed
+from vllm_vidspec.metrics.file import MetricsFile
+
+
+def register_collector(files: Mapping[int, MetricsFile], model_name: str) -> Any:
+    """Expose the files on prometheus_client's default registry, which vLLM serves on /metrics.
+
+    Args:
+        files: By index of the engine.
+        model_name: As vLLM labels its own metrics.
+
+    Returns:
+        The collector, for another registry.
+    """
+    from prometheus_client import REGISTRY
+
+    with _register_lock:
+        previous = _registered.pop("collector", None)
+        if previous is not None:  # a later engine of the same process takes the earlier one's place
+            REGISTRY.unregister(previous)
+        collector = _registered["collector"] = Collector(files, model_name)
+        REGISTRY.register(collector)
+    return collector
+
+
+_registered: dict[str, Any] = {}
+_register_lock = threading.Lock()
+
+# Upper bounds of the histogram: every length of the usual chains and trees, then ever fewer.
+_LENGTHS = (*range(1, 13), 16, 24, 32, 48, 64)
+
+
+class Collector:
+    """A prometheus_client custom collector that reads the files at every scrape."""
+
+    def __init__(self, files: Mapping[int, MetricsFile], model_name: str) -> None:
+        self._files = files
+        self._model_name = model_name
+
+    def describe(self) -> Iterator[Any]:
+        """Return nothing: registering must not read the files."""
+        return iter(())
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the metric families."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        engines = {(self._model_name, str(engine)): file.values() for engine, file in self._files.items()}
+        labels = ["model_name", "engine"]
+        for kind, texts in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
+            for name, text in texts.items():
+                family = kind(f"vidspec:{exposed(name)}", text, labels=labels)
+                for engine, values in engines.items():
+                    family.add_metric(engine, values[name] / (1e6 if name.endswith("_us") else 1))
+                yield family
+        # Leading positions up to the last that ever stood, at least one.
+        stood = (i for i in range(MAX_POSITIONS) for values in engines.values() if values[f"accepted_at_pos_{i}"])
+        num_positions = 1 + max(stood, default=0)
+        for metric, (text, label, all_values, name) in BY_LABEL.items():
+            family = CounterMetricFamily(f"vidspec:{metric}", text, labels=[*labels, label])
+            shown = all_values[: num_positions if label == "position" else None]
+            for engine, values in engines.items():
+                for value in shown:
+                    family.add_metric((*engine, str(value)), values[name.format(value)])
+            yield family
+        lengths = HistogramMetricFamily(
+            "vidspec:acceptance_length", "Tokens that a verify step emits, the target's own included.", labels=labels
+        )
+        for engine, values in engines.items():
+            # A step emits more than n tokens where its draft token n - 1, counted from 0, stands.
+            bounds = [(f"{n:.1f}", values["drafts"] - values[f"accepted_at_pos_{n - 1}"]) for n in _LENGTHS]
+            total = values["drafts"]
+            lengths.add_metric(engine, [*bounds, ("+Inf", total)], total + values["accepted_tokens"])
+        yield lengths
