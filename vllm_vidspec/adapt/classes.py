@@ -1,4 +1,4 @@
-"""RequestClass: what requests of one kind have in common (video tokens, sampling), and whether drafting for it rests."""
+"""RequestClass: what requests of one kind (by video tokens, by sampling) have in common; whether the class rests."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -28,6 +28,7 @@ _MARGIN = 1.02  # by how much an option must be faster than the one in use, or d
 _LEAST_KNOWN = 6.0  # verify steps of a class before it may rest
 _PROBE_STEPS = 8  # verify steps of a request of a resting class that is drafted for nevertheless
 _PROBE_EVERY = 8  # requests of a resting class between two probes, at least
+_NEW_SIZE = 0.05  # share of a step in the usual size of a batch
 _SLOWER = 0.97  # time without drafts over time with them, below which a class rests; it resumes above 1
 
 
@@ -93,6 +94,7 @@ class Controller:
         self._decision = Decision(REST, frozenset(), 0, pads)
         self._left, self._wait, self._limit, self._unmeasured = 0, _DECIDE_FIRST, -1, 0
         self._is_measured = False  # what the last step measured is known
+        self._usual_size = 0.0  # requests of a step, the mean of late
 
     # ---- a request's life ------------------------------------------------------------------------------------------
 
@@ -166,11 +168,10 @@ class Controller:
 
     def _gain(self, known: RequestClass, slot: int) -> tuple[float, float]:
         """Return the time of whole answers without drafts over that with the best of them, the draft's reading of the
-        prompts included, in the present batch if all were of this class; and what the most drafts cost a step.
+        prompts included, in a batch of the usual size of such requests; and what the most drafts cost a step.
         """
         chains, tree = self.acceptance.expected_of_class(int(self.acceptance.classes[slot]))
-        others = self._last[1]
-        batch = self._batch(np.append(others[others != slot], slot))
+        batch = self._batch(np.full(max(1, round(self._usual_size)), slot))
         places = np.arange(len(self.options))
         everyone = np.repeat(self._num_tokens[:, None] > 0, len(batch.slots), axis=1)
         seconds = self._steps(batch, places, everyone).seconds
@@ -320,6 +321,7 @@ class Controller:
             self._verify_steps[some] += 1
             self._verify_tokens[some] += num_tokens[had]
         self._left -= num_steps
+        self._usual_size += _NEW_SIZE * (len(slots) - self._usual_size)
         place = self._places.get(decision.option, self._places[REST])
         if reading:
             if seconds is not None:

@@ -6,7 +6,7 @@ informs the next. A kind that was measured moves from the fit to its own mean, t
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,22 +17,32 @@ FEATURES = ("step", "requests", "context", "drafts", "rows", "row_context", "lev
 # Before anything is measured, in steps: a draft forward takes a sixth of a step, the rest is free; and the standard
 # deviation of each of these guesses.
 _PRIOR = np.array([1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1 / 6, 0.0, 0.0])
-_PRIOR_SPREAD = np.array([1.0, 0.1, 0.1, 0.3, 0.05, 0.05, 0.2, 0.05, 0.05])
+_PRIOR_SPREAD = np.array([1.0, 0.1, 0.1, 1.0, 0.05, 0.05, 0.2, 0.05, 0.05])
 _NOISE = 0.15  # relative standard deviation of one step
 _MISFIT = 0.08  # and of the mean of a kind from the fit
 _REFIT_AT, _REFIT_EVERY = (1, 3, 8, 20), 512  # steps of one kind, and of all, after which the weights are fitted
-_NEW = 0.05  # share of a new step in the means of its kind, once it has a few
-_HALF_LIFE = 8192  # steps after which what was measured of a kind counts half
+_FIRST = 5  # steps of a kind of which the median is taken
+_NEW = 0.05  # share of a new step in the means of its kind, once it has many
+_HALF_LIFE = 4096  # steps after which what was measured of a kind counts half
 
 
 @dataclass
 class _Record:
-    """Means of the steps of one kind: `x` `[len(FEATURES)]`, `seconds`, how many there were, and when the last was."""
+    """The steps of one kind.
+
+    Attributes:
+        x: `[len(FEATURES)]` means.
+        seconds: Of a step: the median of the first few, then a mean in which a step that waited counts little.
+        first: Seconds of these first few.
+        count: How many there were.
+        seen: Step of all kinds in which the last was.
+    """
 
     x: np.ndarray
-    seconds: float
-    count: int
-    seen: int
+    seconds: float = 0.0
+    first: list[float] = field(default_factory=list)
+    count: int = 0
+    seen: int = 0
 
 
 class StepCosts:
@@ -58,16 +68,15 @@ class StepCosts:
             seconds: What it took.
         """
         self._num_steps += 1
-        record = self._records.get(kind)
-        if record is None:
-            record = self._records[kind] = _Record(x.copy(), seconds, 1, self._num_steps)
+        record = self._records.setdefault(kind, _Record(x.copy()))
+        record.count, record.seen = record.count + 1, self._num_steps
+        share = max(_NEW, 1 / record.count)
+        record.x += share * (x - record.x)
+        if record.count <= _FIRST:
+            record.first = sorted((*record.first, seconds))
+            record.seconds = record.first[(record.count - 1) // 2]
         else:
-            # One step that waited for something else is not what the next will take.
-            seconds = min(seconds, 2 * record.seconds) if record.count >= 3 else seconds
-            record.count, record.seen = record.count + 1, self._num_steps
-            share = max(_NEW, 1 / record.count)
-            record.x += share * (x - record.x)
-            record.seconds += share * (seconds - record.seconds)
+            record.seconds += share * (min(seconds, 2 * record.seconds) - record.seconds)
         if record.count in _REFIT_AT or self._num_steps - self._fitted_at >= _REFIT_EVERY:
             self._fit()
 

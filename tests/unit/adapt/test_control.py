@@ -96,7 +96,7 @@ def test_classes_do_not_share_what_they_have_shown():
     """Catches: estimates of another class: long videos that never pay, beside short ones that do."""
     engine = SimulatedEngine()
     engine.serve((256, 0.9), (14848, 0.0), requests=60)
-    assert engine.add(256, 0.9, 64).shown and not engine.add(14848, 0.0, 64).shown
+    assert [known.rests for known in engine.controller.classes] == [False, True]
 
 
 def test_costs_are_those_of_the_batch_size():
@@ -111,7 +111,7 @@ def test_costs_are_those_of_the_batch_size():
     engine = SimulatedEngine(cost=dear_together)
     engine.serve((256, 0.8), requests=20)
     engine.serve((256, 0.8), batch=16, requests=160)
-    alone = engine.decisions[-1].option
+    engine.serve((256, 0.8), requests=2)
     engine.add(256, 0.8, 400)
     for _ in range(40):
         engine.step()
