@@ -6,6 +6,10 @@ A cell is a video's length, a draft, a batch size, and whether the target is pad
 cost. In each cell vanilla, the controller (`adaptive_tokens`, the default) and fixed chains answer the same requests in
 interleaved rounds; the first rounds, in which the controller learns, are shown apart. A file of finished cells lets a
 stopped run go on.
+
+    python benchmarks/bench_never_slower.py --mixed
+
+Mixed traffic: half of 16 requests are about 256 video tokens, half about 4,096, where the bundled draft is hopeless.
 """
 
 import argparse
@@ -51,7 +55,7 @@ def untrained(folder: Path) -> str:
     return str(folder)
 
 
-def contenders(fixed: tuple[int, ...], pads: float) -> list[Contender]:
+def contenders(fixed: tuple[int, ...]) -> list[Contender]:
     """Return vanilla, the controller and each fixed chain."""
     most = {"num_speculative_tokens": max(fixed), "pruner": "specvlm", "adaptive_tokens": True}
     return [
@@ -64,17 +68,23 @@ def contenders(fixed: tuple[int, ...], pads: float) -> list[Contender]:
     ]
 
 
+def ask(
+    sessions: list[EngineSession], race: scaling.ScalingRace, number: int, indices: list[int]
+) -> list[dict[str, Any]]:
+    """Let every engine answer these requests in turn, the last one first in every other round."""
+    command = {"command": "batch", "indices": indices, "sampling": race.sampling, "seed": race.seed}
+    order = sessions if number % 2 == 0 else sessions[::-1]
+    answers = [session.ask(dict(command)) for session in order]
+    return answers if number % 2 == 0 else answers[::-1]
+
+
 def measure(race: scaling.ScalingRace, course: Course, engines: list[Contender]) -> list[dict[str, Any]]:
     """Let every engine answer each round's requests in turn; return a row of each."""
-    answers: list[list[dict[str, Any]]] = [[] for _ in engines]
     with ExitStack() as stack:
         sessions = [stack.enter_context(EngineSession(race.job(course, engine))) for engine in engines]
-        for number in range(race.rounds):
-            indices = list(range(number * race.batch_size, (number + 1) * race.batch_size))
-            command = {"command": "batch", "indices": indices, "sampling": race.sampling, "seed": race.seed}
-            order = range(len(engines)) if number % 2 == 0 else reversed(range(len(engines)))
-            for place in order:
-                answers[place].append(sessions[place].ask(dict(command)))
+        size = race.batch_size
+        turns = [ask(sessions, race, n, list(range(n * size, (n + 1) * size))) for n in range(race.rounds)]
+    answers = [list(of_engine) for of_engine in zip(*turns, strict=True)]
     vanilla = [scaling.by_round(one) for one in answers[0]]
     rows = []
     for engine, rounds in zip(engines, answers, strict=True):
@@ -98,10 +108,75 @@ def measure(race: scaling.ScalingRace, course: Course, engines: list[Contender])
     return rows
 
 
+def measure_mixed(race: scaling.ScalingRace, course: Course, engines: list[Contender]) -> list[dict[str, Any]]:
+    """Let every engine answer rounds of eight hopeless and eight good requests, and of sixteen good ones.
+
+    Returns:
+        A row of each engine; `good_beside_hopeless` and `good_beside_good` are how much faster than vanilla's the same
+        eight good answers decode, `tokens_per_s` of all from the request on is over vanilla's too.
+    """
+    size, half = race.batch_size, race.batch_size // 2
+    mixed, good = [], []
+    with ExitStack() as stack:
+        sessions = []
+        for engine in engines:
+            job = race.job(course, engine)
+            # The hopeless ones come first, as their prompts take long: the good ones then decode beside them.
+            job["prompts"]["num_videos"] = [race.num_videos] * half + [1] * (half + size)
+            job["prompts"]["num_videos"] *= race.rounds
+            job["prompts"]["held_out"] = list(range(2 * size * race.rounds))
+            sessions.append(stack.enter_context(EngineSession(job)))
+        for number in range(race.rounds):
+            begin = 2 * size * number
+            mixed.append(ask(sessions, race, number, list(range(begin, begin + size))))
+            good.append(ask(sessions, race, number, list(range(begin + size, begin + 2 * size))))
+            print(f"round {number}", flush=True)
+
+    def over_vanilla(rounds: list[list[dict[str, Any]]], figure: Any) -> list[float]:
+        ratios = [[figure(one) / figure(of_round[0]) for one in of_round] for of_round in rounds[LEARNING:]]
+        return [statistics.median(of_engine) for of_engine in zip(*ratios, strict=True)]
+
+    def good_tokens_per_s(one: dict[str, Any]) -> float:
+        return scaling.by_round({"answers": one["answers"][half:]})["tokens_per_s"]
+
+    def whole_tokens_per_s(one: dict[str, Any]) -> float:
+        tokens = sum(len(answer["token_ids"]) for answer in one["answers"])
+        return tokens / max(answer["last_s"] for answer in one["answers"])
+
+    figures = {
+        "good_beside_hopeless": over_vanilla(mixed, good_tokens_per_s),
+        "good_beside_good": over_vanilla(good, good_tokens_per_s),
+        "tokens_per_s": over_vanilla(mixed, whole_tokens_per_s),
+    }
+    return [
+        {"engine": engine.method, **{name: of_engine[place] for name, of_engine in figures.items()}}
+        for place, engine in enumerate(engines)
+    ]
+
+
+def run_mixed(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure mixed traffic of 16 with the bundled pair as it is; keep it in the file, and print it."""
+    race = scaling.ScalingRace(
+        families=(FAMILY,), axis="video_tokens", values=(4096.0,), inflate=(0.0,), batch_size=16, rounds=args.rounds,
+        max_tokens=args.max_tokens, draft=DRAFTS["bundled"][1],
+    ).at(4096)  # fmt: skip
+    course = parallel.course_for(race, FAMILY, 0.0, silent)
+    rows = measure_mixed(race, course, contenders(tuple(int(k) for k in args.fixed.split(","))))
+    path = Path(args.json)
+    found = json.loads(path.read_text()) if path.exists() else {"cells": [], "provenance": provenance()}
+    path.write_text(json.dumps(found | {"mixed": {"max_tokens": args.max_tokens, "rows": rows}}, indent=1) + "\n")
+    print("| engine | good beside hopeless | good beside good | tokens/s of all |\n| --- | ---: | ---: | ---: |")
+    for row in rows:
+        figures = (row["good_beside_hopeless"], row["good_beside_good"], row["tokens_per_s"])
+        print(f"| {row['engine']} | {' | '.join(f'{figure:.2f}' for figure in figures)} |")
+    return rows
+
+
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure the cells that the file does not have yet; return all of them."""
     path = Path(args.json)
-    cells = json.loads(path.read_text())["cells"] if path.exists() else []
+    found = json.loads(path.read_text()) if path.exists() else {"cells": []}
+    cells = found["cells"]
     known = {(cell["tokens"], cell["draft"], cell["batch"], cell["pads"]) for cell in cells}
     fixed = tuple(int(k) for k in args.fixed.split(","))
     with tempfile.TemporaryDirectory(prefix="vidspec-untrained-") as folder:
@@ -118,7 +193,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                             batch_size=batch, rounds=args.rounds, max_tokens=args.max_tokens, draft=draft,
                         ).at(tokens)  # fmt: skip
                         course = parallel.course_for(race, family, pads, silent)
-                        rows = measure(race, course, contenders(fixed, pads))
+                        rows = measure(race, course, contenders(fixed))
                         cell = {
                             "tokens": tokens,
                             "draft": name,
@@ -127,7 +202,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                             "max_tokens": args.max_tokens,
                         }
                         cells.append(cell | {"rows": rows})
-                        path.write_text(json.dumps({"cells": cells, "provenance": provenance()}, indent=1) + "\n")
+                        path.write_text(json.dumps(found | {"provenance": provenance()}, indent=1) + "\n")
                         print(line(cells[-1]), flush=True)
     return cells
 
@@ -176,7 +251,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=LEARNING + 5)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--json", default="docs/results/never-slower.json", help="finished cells, which are kept")
-    cells = run(parser.parse_args())
+    parser.add_argument("--mixed", action="store_true", help="measure mixed traffic, and no cells")
+    args = parser.parse_args()
+    if args.mixed:
+        run_mixed(args)
+        return
+    cells = run(args)
     print("\n".join([HEAD, *map(line, cells)]))
 
 

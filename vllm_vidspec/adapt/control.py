@@ -22,6 +22,7 @@ from vllm_vidspec.adapt.options import REST, Decision, Option
 from vllm_vidspec.adapt.trials import Situation, Trials
 
 _DECIDE_FIRST, _DECIDE_LAST = 4, 64  # steps between two decisions about a batch: ever more while they are alike
+_FEW, _FOLLOW = 4, 8  # where fewer than one in so many has come or gone, a decision holds for so many steps more
 _MEASURE_EVERY = 4  # steps of a kind that is known, of which one is measured
 _STICKY = 1.25  # by how much a request's drafts must be worth more than they cost until it changes what it gets
 _MARGIN = 1.02  # by how much an option must be faster than the one in use, or drafting for some than for all
@@ -91,7 +92,7 @@ class Controller:
         self.classes: list[RequestClass] = []
         self._situations: dict[tuple[int, int], Situation] = {}
         self._last: tuple[list[str], np.ndarray] = ([], np.zeros(0, dtype=np.int64))
-        self._decision = Decision(REST, frozenset(), 0, pads)
+        self._decision, self._chosen_for = Decision(REST, frozenset(), 0, pads), frozenset[str]()
         self._left, self._wait, self._limit, self._unmeasured = 0, _DECIDE_FIRST, -1, 0
         self._is_measured = False  # what the last step measured is known
         self._usual_size = 0.0  # requests of a step, the mean of late
@@ -192,22 +193,37 @@ class Controller:
             most: Draft tokens that none may exceed, None for as many as there are.
         """
         limit = -1 if most is None else most
-        if self._left > 0 and limit == self._limit and req_ids == self._last[0]:
-            return self._decision
+        if limit == self._limit and self._left > 0:
+            if req_ids == self._last[0]:
+                return self._decision
+            if _FEW * len(self._chosen_for.symmetric_difference(req_ids)) < len(req_ids):
+                self._left = min(self._left, _FOLLOW)
+                self._take(req_ids)
+                slots = self._last[1]
+                return self._decided(self._decision.option, self._is_drafted[slots] & self._may_draft[slots])
         self._wait = min(2 * self._wait, _DECIDE_LAST)
         if req_ids != self._last[0] or limit != self._limit:
             self._wait = _DECIDE_FIRST
-            slots = self._slots_of(req_ids)
-            self._last = list(req_ids), slots[slots >= 0]
+            self._take(req_ids)
+        self._chosen_for = frozenset(req_ids)
         self._left, self._limit = self._wait, limit
-        option, drafted = self._choose(self._last[1], most)
+        before = self._decision
+        if self._decided(*self._choose(self._last[1], most)) is not before:
+            self._left = self._wait = _DECIDE_FIRST if self._left > 1 else 1
+        return self._decision
+
+    def _take(self, req_ids: list[str]) -> None:
+        slots = self._slots_of(req_ids)
+        self._last = list(req_ids), slots[slots >= 0]
+
+    def _decided(self, option: Option, drafted: np.ndarray) -> Decision:
+        """Return the decision to draft for `[n]` bool of the last requests, the same as before if it is."""
         resting = frozenset[str]()
         if option.num_tokens and not drafted.all():
             slots = set(self._last[1][~drafted].tolist())
-            resting = frozenset(req_id for req_id in req_ids if self._slots.get(req_id) in slots)
+            resting = frozenset(req_id for req_id in self._last[0] if self._slots.get(req_id) in slots)
         if (option, resting) != self._decision[:2]:
             self._decision = Decision(option, resting, self._decision.number + 1, self._pads)
-            self._left = self._wait = _DECIDE_FIRST if self._left > 1 else 1
         return self._decision
 
     def _choose(self, slots: np.ndarray, most: int | None) -> tuple[Option, np.ndarray]:
@@ -221,17 +237,15 @@ class Controller:
         lengths = self._lengths(slots, places)
         # For all that may be drafted for, or for those alone whose drafts pay: what one costs is known less well.
         everyone = self._may_draft[slots] & (self._num_tokens[places] > 0)[:, None]
-        paying = everyone & self._paying(batch, places, lengths, situation)
-        of_all, of_some = self._steps(batch, places, everyone), self._steps(batch, places, paying)
-        rates = (len(slots) + (lengths * everyone).sum(axis=1)) / of_all.seconds
-        some_rates = (len(slots) + (lengths * paying).sum(axis=1)) / of_some.seconds
-        is_some = (some_rates > _MARGIN * rates) & paying.any(axis=1)
-        drafted = np.where(is_some[:, None], paying, everyone)
-        rates = np.where(is_some, some_rates, rates)
-        is_idle = ~drafted.any(axis=1)
-        is_idle[rest] = False
-        rates[is_idle] = 0.0
-        self._trials.step_s = float(of_all.seconds[rest])
+        both = np.concatenate((everyone, everyone & self._paying(batch, places, lengths, situation)))
+        steps = self._steps(batch, np.tile(places, 2), both)
+        num_tokens = len(slots) + (np.tile(lengths, (2, 1)) * both).sum(axis=1)
+        rates = np.where(both.any(axis=1), num_tokens / steps.seconds, 0.0)
+        rates[rest] = len(slots) / steps.seconds[rest]
+        num = len(places)
+        rows = np.arange(num) + num * (rates[num:] > _MARGIN * rates[:num])
+        rates, seconds, drafted = rates[rows], steps.seconds[rows], both[rows]
+        self._trials.step_s = float(seconds[rest])
 
         favour = np.where(places == situation.in_use, _MARGIN, 1.0)
         best = int((rates * favour).argmax())
@@ -241,13 +255,10 @@ class Controller:
             rates[rest] = 0.0
             return self.options[places[rates.argmax()]], is_probed
         chosen = best
-        if self._trials.is_due(situation) and not is_idle.all():
-            kinds = [of_some.kinds[row] if some else of_all.kinds[row] for row, some in enumerate(is_some.tolist())]
-            features = np.where(is_some[:, None], of_some.features, of_all.features)
-            seconds = np.where(is_some, of_some.seconds, of_all.seconds)
+        if self._trials.is_due(situation):
             hoped = self._lengths(slots, places, int(self._num_tokens[places[best]]))
-            hopes = (len(slots) + (hoped * drafted).sum(axis=1)) / seconds
-            hopes = np.where(is_idle, 0.0, hopes * (1 + self.costs.doubt(kinds, features, best)))
+            doubt = self.costs.doubt([steps.kinds[row] for row in rows.tolist()], steps.features[rows], best)
+            hopes = (len(slots) + (hoped * drafted).sum(axis=1)) / seconds * (1 + doubt) * (rates > 0)
             chosen = self._trials.begin(situation, rates, hopes, seconds, best)
             situation.trial = int(places[chosen]) if chosen != best else None
         elif situation.trial is not None and situation.trial in places:

@@ -36,6 +36,7 @@ class _Record:
         first: Seconds of these first few.
         count: How many there were.
         seen: Step of all kinds in which the last was.
+        factor: By how much more such a step takes than the fit says, as far as its number is to be trusted.
     """
 
     x: np.ndarray
@@ -43,6 +44,12 @@ class _Record:
     first: list[float] = field(default_factory=list)
     count: int = 0
     seen: int = 0
+    factor: float = 1.0
+
+    def correct(self, weights: np.ndarray) -> None:
+        """Compare with the fit."""
+        trust = self.count / (self.count + (_NOISE / _MISFIT) ** 2)
+        self.factor = (self.seconds / max(float(weights @ self.x), 1e-9)) ** trust
 
 
 class StepCosts:
@@ -79,6 +86,7 @@ class StepCosts:
             record.seconds += share * (min(seconds, 2 * record.seconds) - record.seconds)
         if record.count in _REFIT_AT or self._num_steps - self._fitted_at >= _REFIT_EVERY:
             self._fit()
+        record.correct(self.weights)
 
     def count(self, kind: Hashable) -> int:
         """Return how many steps of a kind were measured."""
@@ -91,9 +99,7 @@ class StepCosts:
         for place, kind in enumerate(kinds):
             record = self._records.get(kind)
             if record is not None:
-                fitted = max(float(self.weights @ record.x), 1e-9)
-                trust = record.count / (record.count + (_NOISE / _MISFIT) ** 2)
-                found[place] *= (record.seconds / fitted) ** trust
+                found[place] *= record.factor
         return found
 
     def doubt(self, kinds: Sequence[Hashable], x: np.ndarray, known: int) -> np.ndarray:
@@ -125,6 +131,8 @@ class StepCosts:
         gram = (design * precision[:, None]).T @ design + np.diag(prior_precision)
         wanted = design.T @ precision + prior_precision * scale * _PRIOR
         self.weights, self._covariance = _non_negative(gram, wanted), np.linalg.inv(gram)
+        for record in records:
+            record.correct(self.weights)
 
 
 def _non_negative(gram: np.ndarray, wanted: np.ndarray) -> np.ndarray:
