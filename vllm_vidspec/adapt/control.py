@@ -304,33 +304,37 @@ class Controller:
         reading: frozenset[str] = frozenset(),
         reading_s: float = 0.0,
         num_steps: int = 1,
+        is_real: np.ndarray | None = None,
     ) -> None:
-        """Take in what a step has put out, or several steps that were alike.
+        """Take in the output of a step, or of several steps that were alike.
 
         Args:
             decision: What it drafted by, for the step after it.
             req_ids: Its requests.
-            drafted: `[n]` draft tokens that were verified of each; 0 where there was none.
+            drafted: `[n]` draft tokens that were verified of each, placeholders included; 0 where there was none.
             num_tokens: `[n]` tokens that each has got.
             is_chain: Whether the verified drafts were chains.
             seconds: How long it took; None where it has read prompts.
             is_steady: Whether the step before it drafted by the same decision, so that it has verified what it says.
-            reading: Requests whose prompts the draft has read on in this step.
-            reading_s: What that took of the host, at least.
+            reading: Requests of whose prompts the draft has prefilled a part in this step.
+            reading_s: Host time of that.
             num_steps: How many there were; `seconds` is what each took.
+            is_real: `[n]` bool: whose draft tokens were more than placeholders; None: all were.
         """
         slots = self._slots_of(req_ids)
         is_known = slots >= 0
         if not is_known.all():
             slots, drafted, num_tokens = slots[is_known], drafted[is_known], num_tokens[is_known]
+            is_real = None if is_real is None else is_real[is_known]
         self._tokens[slots] += num_tokens
-        had = (drafted > 0) & (num_tokens > 0)
-        if had.any():
-            some = slots[had]
-            self.acceptance.observe(some, drafted[had], num_tokens[had] - 1, is_chain)
+        had = (drafted > 0) & (num_tokens > 0)  # placeholders cost as much as real draft tokens
+        real = had if is_real is None else had & is_real
+        if real.any():
+            some = slots[real]
+            self.acceptance.observe(some, drafted[real], num_tokens[real] - 1, is_chain)
             self._probe_left[some] = np.maximum(self._probe_left[some] - 1, 0)
             self._verify_steps[some] += 1
-            self._verify_tokens[some] += num_tokens[had]
+            self._verify_tokens[some] += num_tokens[real]
         self._left -= num_steps
         self._usual_size += _NEW_SIZE * (len(slots) - self._usual_size)
         place = self._places.get(decision.option, self._places[REST])
