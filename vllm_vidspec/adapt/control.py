@@ -344,25 +344,33 @@ class Controller:
             starting = self._slots_of(reading)
             starting = starting[starting >= 0]
             self._start_s[starting] += reading_s / max(len(starting), 1)
-        if seconds is None:
-            return
-        self._trials.elapsed_s += num_steps * seconds
-        self._unmeasured += num_steps
-        if self._unmeasured < _MEASURE_EVERY and self._is_measured and not reading:
-            return
+        if seconds is not None:
+            self._trials.elapsed_s += num_steps * seconds
+            self._unmeasured += num_steps
+            if reading or self._unmeasured >= _MEASURE_EVERY or not self._is_measured:
+                is_alike = is_steady and not reading and (decision.option.num_tokens > 0) == had.any()
+                self._measure(place, slots, had, seconds, is_alike)
+
+    def _measure(self, place: int, slots: np.ndarray, drafted: np.ndarray, seconds: float, is_alike: bool) -> None:
+        """Let the costs learn of a step.
+
+        Args:
+            place: Its option.
+            slots: `[n]` its requests.
+            drafted: `[n]` bool: which of them had draft tokens.
+            seconds: How long it took.
+            is_alike: Whether it has verified what it drafts; otherwise drafts are on their way, or out of it.
+        """
         batch = self._batch(slots)
-        situation = self._situations.get(batch.place)
-        if situation is not None:
-            situation.steps += self._unmeasured
+        situation = self._situations.get(batch.place, Situation())
+        situation.steps += self._unmeasured
         self._unmeasured = 0
-        if reading or not is_steady or (decision.option.num_tokens > 0) != had.any():
-            return  # drafts are on their way, or out of it
-        step = self._step(batch, place, had)
+        if not is_alike:
+            return
+        step = self._step(batch, place, drafted)
         self.costs.observe(step.kinds[0], step.features[0], seconds)
-        is_trial = situation is not None and situation.trial is not None
-        self._is_measured = self.costs.count(step.kinds[0]) > 2 * _MEASURE_EVERY and not is_trial
-        if situation is not None:
-            situation.measured += place == situation.trial
+        self._is_measured = self.costs.count(step.kinds[0]) > 2 * _MEASURE_EVERY and situation.trial is None
+        situation.measured += place == situation.trial
 
     # ---- what a step takes -----------------------------------------------------------------------------------------
 
