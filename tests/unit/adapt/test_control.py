@@ -40,8 +40,8 @@ def test_it_learns_in_a_few_noisy_rounds(num_visual, chance, batch):
     """From the third round of a batch of answers on, whole answers are as fast as with the best fixed number.
 
     Several numbers of tokens are nearly equal here, drafting hardly pays or costs a sixth, and a step's time is noisy.
-    Catches: trials of what cannot be better, of all options at each batch size, a class that is weighed at the batch
-    size of a round's last requests, one slow step that decides for good.
+    Catches: trials that cost more than their allowance, a class that is weighed at the batch size of a round's last
+    requests.
     """
 
     def rounds(fixed: int | None, seed: int) -> list[float]:
