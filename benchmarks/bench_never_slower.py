@@ -10,19 +10,26 @@ stopped run go on.
     python benchmarks/bench_never_slower.py --mixed
 
 Mixed traffic: half of 16 requests are about 256 video tokens, half about 4,096, where the bundled draft is hopeless.
+
+    python benchmarks/bench_never_slower.py --decisions
+
+Host time of a decision for 64 requests, without an engine: CPU time of this thread, so that other work counts little.
 """
 
 import argparse
 import json
 import statistics
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors.torch import load_file, save_file
 
 from vllm_vidspec import assets
+from vllm_vidspec.adapt import REST, Controller, Option, class_label
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.bench import parallel, scaling
 from vllm_vidspec.tools.bench.acceptance import identical_frac
@@ -100,6 +107,7 @@ def measure(race: scaling.ScalingRace, course: Course, engines: list[Contender])
                 "tokens_per_s": statistics.median(one["tokens_per_s"] for one in found[LEARNING:]),
                 "ttft_ms": 1e3 * statistics.median(one["ttft_s"] for one in found[LEARNING:]),
                 "ttft_more_ms": statistics.median(delays[LEARNING:]),
+                "verify_steps": [0 if one["metrics"] is None else one["metrics"]["drafts"] for one in rounds],
                 "verify_steps_last": 0 if last is None else last["drafts"],
                 "accepted_last": 0 if last is None else last["accepted_tokens"],
                 "identical_frac": identical_frac(scaling.token_ids(rounds), scaling.token_ids(answers[0])),
@@ -207,6 +215,35 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     return cells
 
 
+def decision_us(num_reqs: int = 64, steps_per_arrival: int = 3, num_steps: int = 2000) -> dict[str, float]:
+    """Return mean microseconds of `decide` while it learns (200 steps), then, and of `observe`."""
+    chains = tuple(Option("chain", k, k, True) for k in (5, 3, 2, 1))
+    controller, random = Controller((*chains, REST), 2 * num_reqs, False), np.random.default_rng(0)
+    req_ids = [f"request-{i}" for i in range(num_reqs)]
+    for req_id in req_ids:
+        controller.add(req_id, class_label(256, 0), (), 300, 80)
+    last, spent = None, np.zeros((2, num_steps))
+    for step in range(num_steps):
+        if step % steps_per_arrival == 0:  # one ends, and another comes
+            controller.remove(req_ids[0])
+            req_ids = [*req_ids[1:], f"request-{num_reqs + step}"]
+            controller.add(req_ids[-1], class_label(256, 0), (), 300, 80)
+        begin = time.thread_time()
+        decision = controller.decide(req_ids)
+        spent[0, step] = time.thread_time() - begin
+        drafted = np.full(num_reqs, last.option.num_tokens if last is not None else 0)
+        accepted = np.minimum(random.geometric(0.3, num_reqs) - 1, drafted)
+        seconds = 0.01 + 2e-3 * decision.option.num_levels + 1e-4 * num_reqs * decision.option.num_tokens
+        seconds *= float(np.exp(random.normal(0, 0.1)))
+        is_steady = last is not None and last.number == decision.number
+        begin = time.thread_time()
+        controller.observe(decision, req_ids, drafted, 1 + accepted, True, seconds, is_steady)
+        spent[1, step] = time.thread_time() - begin
+        last = decision
+    decided, observed = 1e6 * spent
+    return {"decide, learning": decided[:200].mean(), "decide": decided[200:].mean(), "observe": observed.mean()}
+
+
 HEAD = (
     "| video tokens | draft | batch | target padded to | best fixed over vanilla | controller over vanilla | over best "
     "fixed | first round | time to first token | whole answers over vanilla | tokens per verify step |\n|"
@@ -252,7 +289,12 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--json", default="docs/results/never-slower.json", help="finished cells, which are kept")
     parser.add_argument("--mixed", action="store_true", help="measure mixed traffic, and no cells")
+    parser.add_argument("--decisions", action="store_true", help="measure the host time of decisions, and no cells")
     args = parser.parse_args()
+    if args.decisions:
+        for name, microseconds in decision_us().items():
+            print(f"{name}: {microseconds:.0f} us")
+        return
     if args.mixed:
         run_mixed(args)
         return
