@@ -261,7 +261,7 @@ class Controller:
             hopes = (len(slots) + (hoped * drafted).sum(axis=1)) / seconds * (1 + doubt) * (rates > 0)
             chosen = self._trials.begin(situation, rates, hopes, seconds, best)
             situation.trial = int(places[chosen]) if chosen != best else None
-        elif situation.trial is not None and situation.trial in places:
+        elif situation.trial is not None and ((places == situation.trial) & (rates > 0)).any():
             chosen = int(np.flatnonzero(places == situation.trial)[0])
         if situation.trial is not None:
             self._left = 1
