@@ -22,6 +22,7 @@ _NOISE = 0.15  # relative standard deviation of one step
 _MISFIT = 0.08  # and of the mean of a kind from the fit
 _REFIT_AT, _REFIT_EVERY = (1, 3, 8, 20), 512  # steps of one kind, and of all, after which the weights are fitted
 _FIRST = 5  # steps of a kind of which the median is taken
+_LEAST = 0.1  # of the fastest kind of step that was measured: no step is predicted to take less
 _NEW = 0.05  # share of a new step in the means of its kind, once it has many
 _HALF_LIFE = 4096  # steps after which what was measured of a kind counts half
 
@@ -46,10 +47,10 @@ class _Record:
     seen: int = 0
     factor: float = 1.0
 
-    def correct(self, weights: np.ndarray) -> None:
-        """Compare with the fit."""
+    def correct(self, fitted_s: float) -> None:
+        """Compare with what the fit says of it."""
         trust = self.count / (self.count + (_NOISE / _MISFIT) ** 2)
-        self.factor = (self.seconds / max(float(weights @ self.x), 1e-9)) ** trust
+        self.factor = (self.seconds / fitted_s) ** trust
 
 
 class StepCosts:
@@ -64,7 +65,7 @@ class StepCosts:
         self._records: dict[Hashable, _Record] = {}
         self._num_steps = self._fitted_at = 0
         self.weights, self._covariance = _PRIOR, np.diag(_PRIOR_SPREAD**2)
-        self.is_fitted = False
+        self.is_fitted, self._least_s = False, _LEAST
 
     def observe(self, kind: Hashable, x: np.ndarray, seconds: float) -> None:
         """Take in a step.
@@ -86,7 +87,7 @@ class StepCosts:
             record.seconds += share * (min(seconds, 2 * record.seconds) - record.seconds)
         if record.count in _REFIT_AT or self._num_steps - self._fitted_at >= _REFIT_EVERY:
             self._fit()
-        record.correct(self.weights)
+        record.correct(float(self._fitted(record.x)))
 
     def count(self, kind: Hashable) -> int:
         """Return how many steps of a kind were measured."""
@@ -95,7 +96,7 @@ class StepCosts:
 
     def seconds(self, kinds: Sequence[Hashable], x: np.ndarray) -> np.ndarray:
         """Return `[m]` seconds of steps of these kinds, given `[m, len(FEATURES)]`."""
-        found = x @ self.weights
+        found = self._fitted(x)
         for place, kind in enumerate(kinds):
             record = self._records.get(kind)
             if record is not None:
@@ -108,7 +109,7 @@ class StepCosts:
         What all of them have in common, as the batch, is in doubt for none. A kind that was measured long ago is in
         more doubt than one that was measured now.
         """
-        shares = x / np.maximum(x @ self.weights, 1e-9)[:, None]
+        shares = x / self._fitted(x)[:, None]
         shares = shares - shares[known]
         variance = np.einsum("mi,ij,mj->m", shares, self._covariance, shares) + _MISFIT**2
         for place, kind in enumerate(kinds):
@@ -117,6 +118,9 @@ class StepCosts:
                 count = min(record.count, 1 / _NEW) * 0.5 ** ((self._num_steps - record.seen) / _HALF_LIFE)
                 variance[place] = 1 / (1 / variance[place] + count / _NOISE**2)
         return np.sqrt(variance)
+
+    def _fitted(self, x: np.ndarray) -> np.ndarray:
+        return np.maximum(x @ self.weights, self._least_s)
 
     def _fit(self) -> None:
         """Fit the weights to all records, each by its relative error; none of them is negative."""
@@ -131,8 +135,9 @@ class StepCosts:
         gram = (design * precision[:, None]).T @ design + np.diag(prior_precision)
         wanted = design.T @ precision + prior_precision * scale * _PRIOR
         self.weights, self._covariance = _non_negative(gram, wanted), np.linalg.inv(gram)
+        self._least_s = _LEAST * float(seconds.min())
         for record in records:
-            record.correct(self.weights)
+            record.correct(float(self._fitted(record.x)))
 
 
 def _non_negative(gram: np.ndarray, wanted: np.ndarray) -> np.ndarray:
