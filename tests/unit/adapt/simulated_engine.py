@@ -100,12 +100,13 @@ class SimulatedEngine:
                 request.is_read, request.in_flight = True, decision.option.num_tokens
         levels = decision.option.num_levels if any(request.in_flight for request in requests) else 0
         seconds = self._cost(len(ids), np.array([request.context for request in requests]), drafted, levels)
-        seconds += sum(self._start_s * self.running[req_id].context for req_id in starters)
+        reading_s = sum(self._start_s * self.running[req_id].context for req_id in starters)
+        seconds += reading_s
         self.seconds += seconds
         is_steady = self._last is not None and self._last.number == decision.number
-        self.controller.observe(
-            decision, ids, drafted, 1 + accepted, True, seconds if self._last else None, is_steady, frozenset(starters)
-        )
+        measured_s = seconds if self._last else None
+        reading = frozenset(starters)
+        self.controller.observe(decision, ids, drafted, 1 + accepted, True, measured_s, is_steady, reading, reading_s)
         self._last = decision
         self.decisions.append(decision)
         for req_id, request, gained in zip(ids, requests, (1 + accepted).tolist(), strict=True):

@@ -44,13 +44,13 @@ class ThroughScheduler:
         self._step.num_spec_tokens_to_schedule = decision.option.num_tokens
         return decision
 
-    def observe(self, decision, req_ids, drafted, num_tokens, is_chain, seconds, is_steady, reading):
+    def observe(self, decision, req_ids, drafted, num_tokens, is_chain, seconds, is_steady, reading, reading_s):
         self._clock.now += seconds or 0.01
         drafts = {req_id: [0] * k for req_id, k in zip(req_ids, drafted.tolist(), strict=True) if k}
         self._step.scheduled_spec_decode_tokens = drafts
         self._step.total_num_scheduled_tokens = len(req_ids) + int(drafted.sum())
         output = SimpleNamespace(req_ids=req_ids, sampled_token_ids=[[0] * n for n in num_tokens.tolist()])
-        attach_report(output, StepReport(frozenset(drafts), reading, 0.0, ()))
+        attach_report(output, StepReport(frozenset(drafts), reading, reading_s, ()))
         self.control.observe(self._step, output)
 
     def remove(self, req_id):
