@@ -19,22 +19,25 @@ Host time of a decision for 64 requests, without an engine: CPU time of this thr
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import numpy as np
 from safetensors.torch import load_file, save_file
 
+from vidspec_tools.bench import parallel, scaling
+from vidspec_tools.bench.acceptance import identical_frac
+from vidspec_tools.bench.methods import SEQUENTIAL
+from vidspec_tools.bench.trials import VANILLA_VARIANT, Variant, Workload
 from vllm_vidspec import assets
 from vllm_vidspec.adapt import REST, Controller, Option, class_label
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.bench import parallel, scaling
-from vllm_vidspec.tools.bench.acceptance import identical_frac
-from vllm_vidspec.tools.bench.methods import SEQUENTIAL
-from vllm_vidspec.tools.bench.parallel import VANILLA_ENGINE, Contender, Course
 from vllm_vidspec.tools.engine_session import EngineSession
 from vllm_vidspec.tools.progress import silent
 from vllm_vidspec.tools.provenance import provenance
@@ -62,35 +65,35 @@ def untrained(folder: Path) -> str:
     return str(folder)
 
 
-def contenders(fixed: tuple[int, ...]) -> list[Contender]:
+def variants(fixed: tuple[int, ...]) -> list[Variant]:
     """Return vanilla, the controller and each fixed chain."""
     most = {"num_speculative_tokens": max(fixed), "pruner": "specvlm", "adaptive_tokens": True}
     return [
-        VANILLA_ENGINE,
-        Contender(CONTROLLER, SEQUENTIAL, most),
+        VANILLA_VARIANT,
+        Variant(CONTROLLER, SEQUENTIAL, most),
         *(
-            Contender(f"chain of {k}", SEQUENTIAL, most | {"num_speculative_tokens": k, "adaptive_tokens": False})
+            Variant(f"chain of {k}", SEQUENTIAL, most | {"num_speculative_tokens": k, "adaptive_tokens": False})
             for k in fixed
         ),
     ]
 
 
 def ask(
-    sessions: list[EngineSession], race: scaling.ScalingRace, number: int, indices: list[int]
+    sessions: list[EngineSession], benchmark: scaling.ScalingBenchmark, number: int, indices: list[int]
 ) -> list[dict[str, Any]]:
     """Let every engine answer these requests in turn, the last one first in every other round."""
-    command = {"command": "batch", "indices": indices, "sampling": race.sampling, "seed": race.seed}
+    command = {"command": "batch", "indices": indices, "sampling": benchmark.sampling, "seed": benchmark.seed}
     order = sessions if number % 2 == 0 else sessions[::-1]
     answers = [session.ask(dict(command)) for session in order]
     return answers if number % 2 == 0 else answers[::-1]
 
 
-def measure(race: scaling.ScalingRace, course: Course, engines: list[Contender]) -> list[dict[str, Any]]:
+def measure(benchmark: scaling.ScalingBenchmark, workload: Workload, engines: list[Variant]) -> list[dict[str, Any]]:
     """Let every engine answer each round's requests in turn; return a row of each."""
     with ExitStack() as stack:
-        sessions = [stack.enter_context(EngineSession(race.job(course, engine))) for engine in engines]
-        size = race.batch_size
-        turns = [ask(sessions, race, n, list(range(n * size, (n + 1) * size))) for n in range(race.rounds)]
+        sessions = [stack.enter_context(EngineSession(benchmark.job(workload, engine))) for engine in engines]
+        size = benchmark.batch_size
+        turns = [ask(sessions, benchmark, n, list(range(n * size, (n + 1) * size))) for n in range(benchmark.rounds)]
     answers = [list(of_engine) for of_engine in zip(*turns, strict=True)]
     vanilla = [scaling.by_round(one) for one in answers[0]]
     rows = []
@@ -116,28 +119,30 @@ def measure(race: scaling.ScalingRace, course: Course, engines: list[Contender])
     return rows
 
 
-def measure_mixed(race: scaling.ScalingRace, course: Course, engines: list[Contender]) -> list[dict[str, Any]]:
+def measure_mixed(
+    benchmark: scaling.ScalingBenchmark, workload: Workload, engines: list[Variant]
+) -> list[dict[str, Any]]:
     """Let every engine answer rounds of eight hopeless and eight good requests, and of sixteen good ones.
 
     Returns:
         A row of each engine; `good_beside_hopeless` and `good_beside_good` are how much faster than vanilla's the same
         eight good answers decode, `tokens_per_s` of all from the request on is over vanilla's too.
     """
-    size, half = race.batch_size, race.batch_size // 2
+    size, half = benchmark.batch_size, benchmark.batch_size // 2
     mixed, good = [], []
     with ExitStack() as stack:
         sessions = []
         for engine in engines:
-            job = race.job(course, engine)
+            job = benchmark.job(workload, engine)
             # The hopeless ones come first, as their prompts take long: the good ones then decode beside them.
-            job["prompts"]["num_videos"] = [race.num_videos] * half + [1] * (half + size)
-            job["prompts"]["num_videos"] *= race.rounds
-            job["prompts"]["held_out"] = list(range(2 * size * race.rounds))
+            job["prompts"]["num_videos"] = [benchmark.num_videos] * half + [1] * (half + size)
+            job["prompts"]["num_videos"] *= benchmark.rounds
+            job["prompts"]["held_out"] = list(range(2 * size * benchmark.rounds))
             sessions.append(stack.enter_context(EngineSession(job)))
-        for number in range(race.rounds):
+        for number in range(benchmark.rounds):
             begin = 2 * size * number
-            mixed.append(ask(sessions, race, number, list(range(begin, begin + size))))
-            good.append(ask(sessions, race, number, list(range(begin + size, begin + 2 * size))))
+            mixed.append(ask(sessions, benchmark, number, list(range(begin, begin + size))))
+            good.append(ask(sessions, benchmark, number, list(range(begin + size, begin + 2 * size))))
             print(f"round {number}", flush=True)
 
     def over_vanilla(rounds: list[list[dict[str, Any]]], figure: Any) -> list[float]:
@@ -164,12 +169,12 @@ def measure_mixed(race: scaling.ScalingRace, course: Course, engines: list[Conte
 
 def run_mixed(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure mixed traffic of 16 with the bundled pair as it is; keep it in the file, and print it."""
-    race = scaling.ScalingRace(
+    benchmark = scaling.ScalingBenchmark(
         families=(FAMILY,), axis="video_tokens", values=(4096.0,), inflate=(0.0,), batch_size=16, rounds=args.rounds,
         max_tokens=args.max_tokens, draft=DRAFTS["bundled"][1],
     ).at(4096)  # fmt: skip
-    course = parallel.course_for(race, FAMILY, 0.0, silent)
-    rows = measure_mixed(race, course, contenders(tuple(int(k) for k in args.fixed.split(","))))
+    workload = parallel.workload_for(benchmark, FAMILY, 0.0, silent)
+    rows = measure_mixed(benchmark, workload, variants(tuple(int(k) for k in args.fixed.split(","))))
     path = Path(args.json)
     found = json.loads(path.read_text()) if path.exists() else {"cells": [], "provenance": provenance()}
     path.write_text(json.dumps(found | {"mixed": {"max_tokens": args.max_tokens, "rows": rows}}, indent=1) + "\n")
@@ -196,12 +201,12 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                     for batch in map(int, args.batches.split(",")):
                         if (tokens, name, batch, pads) in known:
                             continue
-                        race = scaling.ScalingRace(
+                        benchmark = scaling.ScalingBenchmark(
                             families=(family,), axis="video_tokens", values=(float(tokens),), inflate=(pads,),
                             batch_size=batch, rounds=args.rounds, max_tokens=args.max_tokens, draft=draft,
                         ).at(tokens)  # fmt: skip
-                        course = parallel.course_for(race, family, pads, silent)
-                        rows = measure(race, course, contenders(fixed))
+                        workload = parallel.workload_for(benchmark, family, pads, silent)
+                        rows = measure(benchmark, workload, variants(fixed))
                         cell = {
                             "tokens": tokens,
                             "draft": name,

@@ -21,10 +21,10 @@ from typing import Any
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.bench_host_time import Stopwatch, wrap_foreign
+from vidspec_tools.bench import parallel, trials
+from vidspec_tools.bench.methods import SEQUENTIAL
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.bench import parallel
-from vllm_vidspec.tools.bench.methods import SEQUENTIAL
 from vllm_vidspec.tools.provenance import provenance
 from vllm_vidspec.tools.tables import percent
 
@@ -37,7 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tree-static, specvlm, strict": {"pruner": "specvlm", "drafting": "tree-static"},
     "tree-adaptive, specvlm, strict": {"pruner": "specvlm", "drafting": "tree-adaptive"},
 }
-RACE = parallel.Race(families=(FAMILY,), pruner="specvlm")  # whose draft's step the ratio is of
+BENCHMARK = trials.Benchmark(families=(FAMILY,), pruner="specvlm")  # whose draft's step the ratio is of
 COMPONENTS = ("guidance", "pruning", "relevance", "tree building", "scoring")
 
 
@@ -113,12 +113,12 @@ class Watched:
                 self._watch.wrap(owner, name, component)
 
 
-def measure(name: str, spec: dict[str, Any], course: parallel.Course, num_requests: int) -> dict[str, Any]:
+def measure(name: str, spec: dict[str, Any], workload: trials.Workload, num_requests: int) -> dict[str, Any]:
     """Load one engine, answer the requests, and return its row."""
     from vllm import LLM
 
-    contender = parallel.Contender("vidspec", SEQUENTIAL, {"prune_ratio": 0.9} | spec)
-    llm = LLM(**course.job(RACE, contender, [0])["llm"])
+    variant = trials.Variant("vidspec", SEQUENTIAL, {"prune_ratio": 0.9} | spec)
+    llm = LLM(**workload.job(BENCHMARK, variant, [0])["llm"])
     watched = Watched(llm)
     for i in range(num_requests + 1):
         watched.answer(pairs.video_prompt(FAMILY, world.held_out(i).frames))
@@ -127,7 +127,12 @@ def measure(name: str, spec: dict[str, Any], course: parallel.Course, num_reques
             watched.verifies.clear()
     watched.unwrap()
     llm.llm_engine.engine_core.shutdown()
-    row: dict[str, Any] = {"setting": name, "inflate": course.ratio, "label": course.label, "requests": num_requests}
+    row: dict[str, Any] = {
+        "setting": name,
+        "inflate": workload.ratio,
+        "label": workload.label,
+        "requests": num_requests,
+    }
     for kind, steps in (("prompt", watched.prompts), ("verify", watched.verifies)):
         row[f"{kind}_ms"] = round(1e3 * statistics.median(seconds for seconds, _ in steps), 3)
         row[f"{kind}_steps"] = len(steps)
@@ -153,8 +158,8 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    course = parallel.course_for(RACE, FAMILY, options.inflate)
-    rows = [measure(name, spec, course, options.requests) for name, spec in SETTINGS.items()]
+    workload = parallel.workload_for(BENCHMARK, FAMILY, options.inflate)
+    rows = [measure(name, spec, workload, options.requests) for name, spec in SETTINGS.items()]
     if options.json:
         options.json.write_text(json.dumps({"rows": rows, "provenance": provenance()}, indent=1) + "\n")
     return 0

@@ -13,11 +13,16 @@ import triton.language as tl
 from torch import Tensor
 
 import vidspec_kernels as kernels
-from vidspec_kernels import warm_up
-from vidspec_kernels.tree_begin import tree_begin
-from vidspec_kernels.tree_grow import TreeGrowBuffers
-from vidspec_kernels.tree_plan import tree_plan
-from vidspec_kernels.tree_state import PlanRules, TreePlans, TreeTables, TreeTemplate
+from vidspec_kernels import (
+    PlanRules,
+    TreeGrowBuffers,
+    TreePlans,
+    TreeTables,
+    TreeTemplate,
+    tree_begin,
+    tree_plan,
+    warm_up,
+)
 from vidspec_kernels.warm_up import floats, i32, i64
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -203,7 +208,7 @@ def cases() -> tuple[Case, ...]:
     add("tree_finish", "fill F10 C10 K64", warm_up.finish_once, growth, True, True)
     for num_drafts, ring in ((10, 64), (64, 512)):
         texts = (i32(MAX_REQS), i32(MAX_REQS, 32_768))
-        add("take_windows", f"K{num_drafts}, ring {ring}", warm_up.warm_windows, *texts, ring, num_drafts)
+        add("gather_draft_windows", f"K{num_drafts}, ring {ring}", warm_up.warm_windows, *texts, ring, num_drafts)
     for num_axes in (1, 3):
         add("place_trees", f"K25, axes {num_axes}", place, 25, num_axes)
     for num_axes, path_cols in ((1, 0), (3, 0), (3, 26), (3, 65)):

@@ -26,10 +26,11 @@ import resource
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import compile_cases
 import torch
@@ -40,28 +41,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from vidspec_kernels import dispatch
+from vidspec_kernels.limits import DeviceLimits
+from vidspec_tools.gpus import ARCHITECTURES as ARCHS
 
 # Warps' registers come in units of 256 a warp, of 65,536; a program's shared memory has 1 KB more than it asks for.
 _REGISTERS, _REGISTER_UNIT, _RESERVED_BYTES, _MAX_PROGRAMS = 65536, 256, 1024, 32
-
-
-@dataclass(frozen=True)
-class Arch:
-    """An architecture: multiprocessors of its usual card, shared memory in KB of one and of a program, threads."""
-
-    num_sms: int
-    shared_kb: int
-    program_kb: int
-    threads: int
-
-
-ARCHS = {
-    80: Arch(108, 164, 163, 2048),  # A100
-    89: Arch(142, 100, 99, 1536),  # L40S
-    90: Arch(132, 228, 227, 2048),  # H100, H200
-    100: Arch(148, 228, 227, 2048),  # B200
-    120: Arch(188, 100, 99, 1536),  # RTX PRO 6000; of the RTX 50 fewer multiprocessors
-}
 
 
 class _Driver:
@@ -87,9 +71,9 @@ class _Driver:
 def pretending(arch: int) -> Iterator[None]:
     """Let Triton and the wrappers see the current device as one of an architecture."""
     card = ARCHS[arch]
-    limits = dispatch.DeviceLimits(card.num_sms, card.shared_kb * 1024, card.program_kb * 1024, arch)
+    limits = DeviceLimits(card.num_sms, card.shared_kb * 1024, card.program_kb * 1024, arch)
     names = ("tree_attention", "visual_relevance", "guidance_scores")
-    modules = [sys.modules[f"vidspec_kernels.{name}"] for name in names]
+    modules = [sys.modules[f"vidspec_kernels.{name}.api"] for name in names]
     driver.set_active(_Driver(arch))
     with contextlib.ExitStack() as stack:
         for module in modules:

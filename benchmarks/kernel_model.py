@@ -11,7 +11,6 @@ under way, second reads through L2, padded rows, dependent loads, and the launch
 """
 
 import dataclasses
-import importlib
 import json
 import math
 import re
@@ -24,11 +23,12 @@ from typing import Any
 import kernel_model_tree_attention as attention_model
 import torch
 
-from vidspec_kernels.dispatch import DeviceLimits
+from vidspec_kernels.guidance_scores import api as guidance
+from vidspec_kernels.limits import DeviceLimits
+from vidspec_kernels.visual_relevance import tiles as relevance
+from vidspec_kernels.visual_relevance.api import _MERGE_ENTRIES
 
 # The package exports functions of the modules' names.
-relevance = importlib.import_module("vidspec_kernels.visual_relevance")
-guidance = importlib.import_module("vidspec_kernels.guidance_scores")
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class Device:
         return self.limits.num_sms
 
 
-def _device(name: str, arch: int, clock: float) -> Device:
-    card = attention_model.CARDS[arch]
+def _device(name: str, arch: int) -> Device:
+    card, clock = attention_model.CARDS[arch], attention_model.ARCHITECTURES[arch].clock
     return Device(name, card.memory, card.products, card.cache, clock, card.limits)
 
 
-H100, A100 = _device("H100 SXM", 90, 1.755e9), _device("A100 SXM 80 GB", 80, 1.41e9)
+H100, A100 = _device("H100 SXM", 90), _device("A100 SXM 80 GB", 80)
 
 # Assumptions, all of them: shares of the peaks that good kernels reach, and latencies.
 MEMORY_SHARE, TENSOR_SHARE = attention_model.MEMORY_REACHED, attention_model.PRODUCTS_REACHED
@@ -246,7 +246,7 @@ def visual_relevance(device: Device, compiled: Compiled, queries: int, batch: in
         rounds=4,  # bounds, number of blocks, table, fill; then rows
         tail=select,
     )
-    merged = relevance._MERGE_ENTRIES
+    merged = _MERGE_ENTRIES
     passes = -(-splits * 2**log_top // merged)
     merge_us = passes * SELECT_INSTRUCTIONS * SELECT_CYCLES * (merged / 512 / 8) / device.clock
     per_merge = compiled.per_sm("merge_splits", case, device)
@@ -346,8 +346,8 @@ def small_kernels() -> list[Small]:
         Small("accept", "loose tree K64", lambda n: n, lambda n: n * 6 * rows, 5),
         Small("path_penalties", "K64 152k tokens", lambda n: 65 * n * 19, lambda n: n * VOCAB * (65 * 8 + 4), 12),
         Small("kv_compact", "K64 4 heads d128 16 bits", lambda n: n * LAYERS * 4, lambda n: n * moved, 4),
-        Small("text_tails", "K10, ring 64", lambda n: n, lambda n: n * 11 * 8, 3),
-        Small("take_windows", "K10, ring 64", lambda n: n, lambda n: n * (2 * 64 * 4 + 11 * 8), 3),
+        Small("copy_committed_suffix", "K10, ring 64", lambda n: n, lambda n: n * 11 * 8, 3),
+        Small("gather_draft_windows", "K10, ring 64", lambda n: n, lambda n: n * (2 * 64 * 4 + 11 * 8), 3),
         Small("merge_relevance", "merge of 4 ranks, top 10", lambda n: 26 * n, lambda n: 26 * n * 164, 1),
     ]
 

@@ -9,12 +9,18 @@ takes.
 import argparse
 import itertools
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from vidspec_kernels.dispatch import DeviceLimits
-from vidspec_kernels.tree_attention import DIRECT_PARTS, MIN_UNITS, TileShape, tile_shape
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from vidspec_kernels.limits import DeviceLimits
+from vidspec_kernels.tree_attention.api import DIRECT_PARTS, MIN_UNITS
+from vidspec_kernels.tree_attention.tiles import TileShape, tile_shape
+from vidspec_tools.gpus import ARCHITECTURES, GPUS
 
 
 @dataclass(frozen=True)
@@ -37,10 +43,15 @@ class Card:
 
 
 CARDS = {
-    80: Card(DeviceLimits(108, 164 * 1024, 163 * 1024, 80), 2.04e12, 4.0e12, 312e12, 108 * 16 * 1.41e9),
-    89: Card(DeviceLimits(142, 100 * 1024, 99 * 1024, 89), 0.86e12, 3.5e12, 362e12, 142 * 16 * 2.5e9),
-    90: Card(DeviceLimits(132, 228 * 1024, 227 * 1024, 90), 3.35e12, 5.5e12, 989e12, 132 * 16 * 1.755e9),
-    100: Card(DeviceLimits(148, 228 * 1024, 227 * 1024, 100), 8.0e12, 10e12, 2250e12, 148 * 16 * 1.85e9),
+    gpu.arch: Card(
+        DeviceLimits(card.num_sms, card.shared_kb * 1024, card.program_kb * 1024, gpu.arch),
+        gpu.bandwidth,
+        card.cache,
+        gpu.flops,
+        card.num_sms * 16 * card.clock,
+    )
+    for gpu in (GPUS[name] for name in ("a100", "l40s", "h100", "b200"))
+    for card in (ARCHITECTURES[gpu.arch],)
 }
 # Of a peak, what a kernel that does nothing else reaches: copies, and the best attention kernels written in Triton.
 MEMORY_REACHED, PRODUCTS_REACHED = 0.9, 0.6

@@ -31,7 +31,7 @@ _IDENTITY = (("chain", 5), ("tree-static", 25), ("tree-adaptive", 16))
 _MOST_WORKERS = 8  # that test kernels: each takes half a GiB of the device
 _KERNEL_TESTS = (
     "real_size or equals_the_oracle or equals_the_loop or equals_the_order or equals_the_argmax or are_the_best "
-    "or half_precision or different_shapes or test_dtypes or groups_and_layouts or implementations_agree"
+    "or half_precision or ragged or dtypes_ or groups_ or implementations_agree"
 )
 
 

@@ -131,7 +131,7 @@ class Engine:
         graphs: Whether decode steps are CUDA graphs.
         num_drafts: K, 0 of vanilla.
         depth: The most drafts that follow each other.
-        tau_of: The published method whose acceptance length is forced (`tools/bench/published.py`).
+        tau_of: The published method whose acceptance length is forced (`vidspec_tools/bench/published.py`).
     """
 
     method: str
@@ -181,7 +181,7 @@ def published_of(engine: Engine) -> tuple[float | None, float | None]:
 
     The length is what is forced.
     """
-    from vllm_vidspec.tools.bench.published import published
+    from vidspec_tools.bench.published import published
 
     found = published(FAMILY, _RATIO, engine.tau_of)
     return found["published_m"], found["published_speedup"]  # type: ignore[return-value]

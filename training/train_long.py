@@ -2,7 +2,6 @@
 
     python training/train_long.py build  target --out runs/long-target
     python training/train_long.py train  runs/long-target --minutes 110
-    python training/train_long.py eval   runs/long-target runs/long-draft --tokens 4096
     python training/train_long.py export runs/long-target training/models/qwen2.5-vl-long/target
 
 Both are trained for the answers alone, on whole videos: no loss that helps pruning, guidance or relevance, and no
@@ -16,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -32,13 +32,18 @@ from training.train_tiny import ADAMW_LR, MUON_LR, mixed_precision
 from vllm_vidspec.shapeworld import reel
 
 FAMILY = "qwen2.5-vl"
+# A draft of two layers: with fewer it cannot look up what it looked for. Both have a tower of the same size.
+SIZES = {
+    "target": dict(num_hidden_layers=3, intermediate_size=320),
+    "draft": dict(num_hidden_layers=2, intermediate_size=256),
+}
 MAX_POSITIONS = 65536
 ROPE_THETA = 10_000.0
 VISION_END = 0.07  # of the run
 # From this share of the run on, videos have at most so many tokens.
-LIMITS = ((0.0, 512), (0.3, 1024), (0.45, 2048), (0.55, 4096), (0.7, 8192), (0.8, 16384))
+LIMITS = ((0.0, 512), (0.25, 1024), (0.36, 2048), (0.5, 4096), (0.62, 8192), (0.74, 16384))
 COUNT_PROBS = (0.4, 0.2, 0.15, 0.1, 0.15)  # of one to five scenes in an answer
-STEP_VIDEO_TOKENS, STEP_TEXT_TOKENS = 4096, 3072
+STEP_VIDEO_TOKENS, STEP_TEXT_TOKENS = 2048, 3072
 VALIDATION_SEED = reel.HELD_OUT_SEED - 100_000
 DECAY_FROM = 0.75
 STATE_FILE = "training_state.pt"  # only to resume
@@ -48,13 +53,25 @@ def build(args: argparse.Namespace) -> None:
     import transformers
 
     torch.manual_seed(args.seed)
-    config = build_config(FAMILY, args.role, reel.vocabulary())
+    config = build_config(FAMILY, "draft", reel.vocabulary())
+    for name, value in SIZES[args.role].items():
+        setattr(config.text_config, name, value)
+    config.text_config.layer_types = config.text_config.layer_types[: config.text_config.num_hidden_layers]
     config.text_config.max_position_embeddings = MAX_POSITIONS
     config.text_config.rope_parameters["rope_theta"] = ROPE_THETA
+    config.vision_config.fullatt_block_indexes = []  # attention of the tower stays in windows of 4 x 4 cells
     model = transformers.Qwen2_5_VLForConditionalGeneration(config).float()
+    if args.vision:
+        model.model.visual.load_state_dict(Reader(args.vision).captioner.model.model.visual.state_dict())
     model.save_pretrained(args.out)
-    build_processor(FAMILY, reel.vocabulary(), reel.FRAME_SIZE).save_pretrained(args.out)
+    make_processor().save_pretrained(args.out)
     print(args.out, f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
+
+
+def make_processor():
+    processor = build_processor(FAMILY, reel.vocabulary(), reel.FRAME_SIZE)
+    processor.video_processor.max_frames = MAX_POSITIONS // reel.TOKENS_PER_PAIR * 2
+    return processor
 
 
 class Reader:
@@ -67,7 +84,6 @@ class Reader:
     def __init__(self, path: str | Path) -> None:
         self.captioner = tiny_captioner.load(path, reel.vocabulary())
         self.before = self.captioner.encode("<|im_start|> user <|vision_start|>")
-        self.layer = text_and_video_layer
 
     def vision(self, frames: np.ndarray) -> torch.Tensor:
         """Video embeddings [num_pairs * 64, hidden] of uint8 frames [2 * num_pairs, 224, 224, 3].
@@ -78,8 +94,7 @@ class Reader:
         # pair, two frames, windows down, cells down, patches down, pixels, the same across, channels
         x = frames.reshape(pairs, 2, 2, 4, 2, 14, 2, 4, 2, 14, 3).transpose(0, 2, 6, 3, 7, 4, 8, 10, 1, 5, 9)
         patches = torch.from_numpy(np.ascontiguousarray(x).reshape(pairs * 4, 64, -1))
-        with mixed_precision():
-            tokens = tiny_captioner._qwen_vision(self.captioner.model.model, patches)
+        tokens = tiny_captioner._qwen_vision(self.captioner.model.model, patches)
         return tokens.view(pairs, 2, 2, 4, 4, -1).transpose(2, 3).reshape(pairs * 64, -1)
 
     def encode(self, question: reel.Question) -> tuple[list[int], list[int]]:
@@ -119,7 +134,9 @@ class Reader:
         layers = captioner.text.layers
         for i, layer in enumerate(layers):
             is_last = i == len(layers) - 1
-            x, y = self.layer(x, y, layer_weights(layer), rope, rope_text, mask, layer.self_attn.head_dim, is_last)
+            x, y = text_and_video_layer(
+                x, y, layer_weights(layer), rope, rope_text, mask, layer.self_attn.head_dim, is_last
+            )
         return rms_norm(y, captioner.text.norm.weight).view(batch, num_texts, length, -1)
 
 
@@ -167,7 +184,7 @@ def draw_batch(reader: Reader, rng: np.random.Generator, num_pairs: int, videos:
     video, asked = [], []
     for _ in range(videos):
         scenes = reel.draw_reel(rng, num_pairs)
-        with torch.no_grad():
+        with torch.no_grad(), mixed_precision():
             video.append(reader.vision(reel.render(rng, scenes)[0]))
         asked.append([reader.encode(q) for q in draw_questions(rng, scenes, texts, count)])
     length = max(len(before) + len(answer) for row in asked for before, answer in row) - 1
@@ -261,17 +278,17 @@ def train(args: argparse.Namespace) -> None:
         step, before = state["step"], state["seconds"]
     rng = np.random.default_rng([args.seed, step])
     parameters = [p for o, _ in optimizers for group in o.param_groups for p in group["params"]]
-    reader.layer = torch.compile(text_and_video_layer, dynamic=True) if args.compile else text_and_video_layer
     start, saved, reported = time.process_time(), time.time(), time.time()
-    progress, logs = 0.0, []
-    while progress < 1:
+    progress, logs, stopped = 0.0, [], []
+    signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
+    while progress < 1 and not stopped:
         seconds = before + time.process_time() - start
         progress = seconds / (60 * args.minutes)
-        scale = min(1.0, (step + 1) / 40) * max(0.02, min(1.0, (1 - progress) / (1 - DECAY_FROM)))
+        is_vision = progress < args.vision_end
+        scale = learning_rate_scale(progress / args.vision_end if is_vision else progress, step)
         for optimizer, peak in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = peak * scale
-        is_vision = progress < args.vision_end
+                group["lr"] = args.lr * peak * scale
         logs.append(vision_step(reader, rng, head) if is_vision else answer_step(reader, rng, progress))
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         for optimizer, _ in optimizers:
@@ -284,14 +301,19 @@ def train(args: argparse.Namespace) -> None:
                 log["mean_loss"] = round(float(np.mean([one["loss"] for one in logs if "loss" in one])), 3)
             print(json.dumps(log), flush=True)
             reported, logs = time.time(), []
-        if time.time() - saved > 300 or progress >= 1:
-            if not is_vision:
+        if time.time() - saved > 300 or progress >= 1 or stopped:
+            if not (is_vision or stopped):
                 lengths = (512, 2048) if progress < 0.6 else (512, 2048, 8192)
                 print(json.dumps({n: validate(reader, n, 4) for n in lengths}), flush=True)
             reader.captioner.model.save_pretrained(path)
             state = {"head": head.state_dict(), "step": step, "seconds": before + time.process_time() - start}
             torch.save(state | {"optimizers": [o.state_dict() for o, _ in optimizers]}, path / STATE_FILE)
             saved = time.time()
+
+
+def learning_rate_scale(progress: float, step: int) -> float:
+    """Warm-up, constant, linear decay from DECAY_FROM on: once for the vision tower, once for the rest."""
+    return min(1.0, (step + 1) / 40) * max(0.02, min(1.0, (1 - progress) / (1 - DECAY_FROM)))
 
 
 def make_optimizers(reader: Reader, head: CellHead) -> list[tuple[torch.optim.Optimizer, float]]:
@@ -310,31 +332,32 @@ def export(args: argparse.Namespace) -> None:
     for part in (model.config, model.config.text_config, model.config.vision_config):
         part.dtype = torch.bfloat16
     model.to(torch.bfloat16).save_pretrained(args.out)
-    build_processor(FAMILY, reel.vocabulary(), reel.FRAME_SIZE).save_pretrained(args.out)
+    make_processor().save_pretrained(args.out)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    commands = parser.add_subparsers(required=True)
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    commands = found.add_subparsers(required=True)
     sub = commands.add_parser("build", help="make an untrained checkpoint")
     sub.set_defaults(function=build)
     sub.add_argument("role", choices=("target", "draft"))
     sub.add_argument("--out", required=True)
+    sub.add_argument("--vision", help="a checkpoint whose vision tower to begin with")
     sub.add_argument("--seed", type=int, default=0)
     sub = commands.add_parser("train", help=train.__doc__.split("\n")[0])
     sub.set_defaults(function=train)
     sub.add_argument("path")
     sub.add_argument("--minutes", type=float, required=True, help="of one core, those of earlier runs among them")
     sub.add_argument("--vision-end", type=float, default=VISION_END, help="share of the run that trains the tower")
-    sub.add_argument("--compile", action="store_true")
+    sub.add_argument("--lr", type=float, default=1.0, help="factor of the learning rates")
     sub.add_argument("--seed", type=int, default=1)
     sub = commands.add_parser("export", help=export.__doc__)
     sub.set_defaults(function=export)
     sub.add_argument("path")
     sub.add_argument("out")
-    args = parser.parse_args()
-    args.function(args)
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    arguments = parser().parse_args()
+    arguments.function(arguments)

@@ -179,7 +179,7 @@ def check_hook(register: Callable[[], None]) -> Check:
     from vllm.engine.arg_utils import EngineArgs
 
     register()
-    # The hook wraps vLLM's function, so the function that now stands there is one of ours.
+    # The hook wraps vLLM's function, so the function in its place is one of ours.
     good = EngineArgs.create_engine_config.__globals__["__name__"].startswith("vllm_vidspec.")
     detail = "registered and active" if good else "registered, but vLLM's configuration is not hooked"
     return _fail_unless(good, "plugin", detail, _REINSTALL)

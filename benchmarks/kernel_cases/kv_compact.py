@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from bench_kernels import DEVICE, ON_GPU, Case, against_reference
 
-from vidspec_kernels.kv_compact import CacheList, kv_compact
+from vidspec_kernels import CacheList, kv_compact
 
 AXES: dict[str, list[Any]] = {"path": ["scattered", "identity"], "num_reqs": [1, 2, 4, 8, 16, 32]}
 ROUNDS = 100

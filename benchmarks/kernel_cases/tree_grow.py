@@ -6,9 +6,7 @@ from typing import Any
 import torch
 from bench_kernels import DEVICE, Case, against_reference
 
-from vidspec_kernels.tree_begin import tree_begin
-from vidspec_kernels.tree_grow import TreeGrowBuffers, tree_grow
-from vidspec_kernels.tree_state import PlanRules, TreePlans
+from vidspec_kernels import PlanRules, TreeGrowBuffers, TreePlans, tree_begin, tree_grow
 from vllm_vidspec.drafting import DraftTree
 
 AXES: dict[str, list[Any]] = {"num_reqs": [1, 8, 64, 256, 1024]}

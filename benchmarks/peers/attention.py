@@ -11,7 +11,7 @@ import torch
 from bench_kernels import DEVICE, ON_GPU
 from torch.nn import functional
 
-from vidspec_kernels.tree_attention import TreeAttentionScratch, tree_attention
+from vidspec_kernels import TreeAttentionScratch, tree_attention
 
 BLOCK_SIZE = 16 if ON_GPU else 128
 # A call, and how its result becomes [batch * rows, heads, D].

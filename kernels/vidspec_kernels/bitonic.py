@@ -29,12 +29,9 @@ def merge_groups(x, DIMS: tl.constexpr, STAGE: tl.constexpr, DESCENDING: tl.cons
 @triton.jit
 def largest(
     x,
-    DIMS: tl.constexpr,
-    LOG_WIDTH: tl.constexpr,
-    LOG_TOP: tl.constexpr,
-    DESCENDING: tl.constexpr,
+    DIMS: tl.constexpr, LOG_WIDTH: tl.constexpr, LOG_TOP: tl.constexpr, DESCENDING: tl.constexpr,
     ALTERNATE: tl.constexpr,
-):
+):  # fmt: skip
     """Return the 2 ** LOG_TOP largest of each 2 ** LOG_WIDTH entries of x, [2] * DIMS, in order; LOG_TOP >= 1.
 
     Bitonic top-k: of two groups, one ordered the other way round, the larger of each pair are the largest of both.

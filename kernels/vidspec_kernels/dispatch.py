@@ -1,13 +1,11 @@
-"""Dispatch: whether a wrapper launches its Triton kernel, runs its loop or its reference; what all of them share."""
+"""Whether an operation launches its Triton kernel, runs its CPU twin or its reference; how kernels are launched."""
 
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, Literal, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from triton import knobs
@@ -21,7 +19,7 @@ def use_triton(impl: Impl, device: torch.device) -> bool:
     """Return whether to launch the kernel.
 
     Args:
-        impl: "auto" takes the kernel for CUDA and meta tensors (see `launcher`) and what `on_host` says elsewhere;
+        impl: "auto" takes the kernel for CUDA and meta tensors (see `launcher`) and what `on_host` returns elsewhere;
             "triton" forces the kernel (on CPU tensors it needs TRITON_INTERPRET=1), "numba" the compiled loop of CPU
             tensors, "torch" the reference.
         device: Where the tensors live.
@@ -32,6 +30,18 @@ def use_triton(impl: Impl, device: torch.device) -> bool:
     if impl not in ("auto", "triton", "numba", "torch"):
         raise ValueError(f"impl must be auto, triton, numba or torch, got {impl!r}")
     return impl == "triton" or (impl == "auto" and device.type in ("cuda", "meta"))
+
+
+_WITH_TWIN: list[Callable[..., Any]] = []
+
+
+def has_cpu_twin(reference: _Function) -> _Function:
+    """Register a reference of whose operation the folder's `cpu.py` has a compiled twin of the same name and arguments.
+
+    Operations register themselves when they are imported, so that dispatch imports none of them.
+    """
+    _WITH_TWIN.append(reference)
+    return reference
 
 
 def on_host(impl: Impl, device: torch.device, reference: _Function) -> _Function:
@@ -54,14 +64,16 @@ def on_host(impl: Impl, device: torch.device, reference: _Function) -> _Function
 def load_loops() -> dict[str, Any]:
     """Return the loops by the name of their reference; none without numba, which vLLM for CPUs brings along.
 
-    The first call in an environment compiles them, which takes some ten seconds, later ones one: whoever serves calls
-    it before it does.
+    The first call in an environment compiles them, which takes some ten seconds, later ones one: a server calls it
+    before it serves.
     """
     if importlib.util.find_spec("numba") is None:
         return {}
-    from vidspec_kernels.cpu import LOOPS
-
-    return LOOPS
+    twins = {}
+    for reference in _WITH_TWIN:
+        module = importlib.import_module(f"{reference.__module__.rpartition('.')[0]}.cpu")
+        twins[reference.__name__] = getattr(module, reference.__name__.removesuffix("_reference"))
+    return twins
 
 
 def launcher(kernel: Any, grid: tuple[int, ...], device: torch.device) -> Callable[..., Any]:
@@ -93,14 +105,9 @@ class LaunchPlan:
     """
 
     def __init__(
-        self,
-        kernel: Any,
-        compiled: Any,
-        device: int,
-        args: tuple[Any, ...],
-        constants: tuple[Any, ...],
+        self, kernel: Any, compiled: Any, device: int, args: tuple[Any, ...], constants: tuple[Any, ...],
         changing: Sequence[int],
-    ):
+    ):  # fmt: skip
         self.kernel = kernel
         self.compiled = compiled
         self.changing = changing
@@ -145,23 +152,17 @@ def _address(value: Any) -> Any:
 
 
 def _is_hooked() -> bool:
-    """Return whether anybody, a profiler say, asks Triton to be told of launches."""
+    """Return whether a profiler, say, has hooked Triton's launches."""
     runtime = knobs.runtime
     return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
 def launch(
-    kernel: Any,
-    grid: tuple[int, ...],
-    device: torch.device,
-    args: tuple[Any, ...],
-    constants: dict[str, Any],
-    plans: dict[Any, Any],
-    key: Hashable = None,
-    options: dict[str, int] | None = None,
+    kernel: Any, grid: tuple[int, ...], device: torch.device, args: tuple[Any, ...], constants: dict[str, Any],
+    plans: dict[Any, Any], key: Hashable = None, options: dict[str, int] | None = None,
     changing: tuple[str, ...] | None = None,
-) -> None:
-    """Launch a kernel as `launcher` does; a launch that is known already goes by its `LaunchPlan`.
+) -> None:  # fmt: skip
+    """Launch a kernel as `launcher` does; a launch made before goes by its `LaunchPlan`.
 
     A wrapper that knows what stays of its arguments may ask `known` first, and leave out making, and checking, all the
     others.
@@ -197,74 +198,6 @@ def _prepare(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> N
     compiled._init_handles()
 
 
-def as_meta(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape, strides and dtype on the meta device, aligned to 16 bytes iff this one is."""
-    offset = tensor.data_ptr() % 16 // tensor.element_size()
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = torch.empty(offset + max(last, 0) + 1, dtype=tensor.dtype, device="meta")
-    return memory.as_strided(tensor.shape, tensor.stride(), offset)
-
-
-@dataclass(frozen=True)
-class DeviceLimits:
-    """What a grid and a tile are made for.
-
-    Attributes:
-        num_sms: Streaming multiprocessors.
-        shared_bytes: Shared memory of a multiprocessor.
-        shared_bytes_per_program: The most of it that one program may have.
-        capability: Compute capability, 89 for 8.9.
-    """
-
-    num_sms: int
-    shared_bytes: int
-    shared_bytes_per_program: int
-    capability: int
-
-
-@functools.cache
-def device_limits(device: torch.device) -> DeviceLimits:
-    """Return the limits of a CUDA device, for "meta" of the current one; an H200's on a CPU."""
-    if device.type == "cpu":
-        return DeviceLimits(132, 228 * 1024, 227 * 1024, 90)
-    properties = torch.cuda.get_device_properties(device if device.type == "cuda" else torch.cuda.current_device())
-    return DeviceLimits(
-        properties.multi_processor_count,
-        properties.shared_memory_per_multiprocessor,
-        properties.shared_memory_per_block_optin,
-        10 * properties.major + properties.minor,
-    )
-
-
-def shared_bytes_per_program(limits: DeviceLimits, programs_per_sm: int) -> int:
-    """Return the shared memory that each of so many programs on a multiprocessor can have, less the driver's KB."""
-    return min(limits.shared_bytes // programs_per_sm - 1024, limits.shared_bytes_per_program)
-
-
-def array_module(device: torch.device) -> ModuleType:
-    """Return numpy for the CPU, else torch: what references work on small arrays of that device with.
-
-    A numpy call costs a third of a torch call on arrays this small, and tests run the references often. Both
-    modules have the names and the rules that are used, so there is one text for both.
-    """
-    return np if device.type == "cpu" else torch
-
-
-def as_array(tensor: Tensor) -> Any:
-    """Return a tensor as an array of its `array_module`, on the same memory."""
-    return tensor.numpy() if tensor.device.type == "cpu" else tensor
-
-
-def at_most(array: Any, bound: int) -> Any:
-    """Return the array with larger entries replaced by the bound (numpy's own clip costs five times as much)."""
-    return np.minimum(array, bound) if isinstance(array, np.ndarray) else array.clamp(max=bound)
-
-
-def at_least(array: Any, bound: int) -> Any:
-    """Return the array with smaller entries replaced by the bound."""
-    return np.maximum(array, bound) if isinstance(array, np.ndarray) else array.clamp(min=bound)
-
-
 def remember(ready: dict[Any, Any], key: Hashable, run: Callable[..., Any], tensors: tuple[Any, ...]) -> Any:
     """Keep a call that was found right, bound to what runs it: such a call is neither looked at nor bound again.
 
@@ -284,13 +217,3 @@ def remember(ready: dict[Any, Any], key: Hashable, run: Callable[..., Any], tens
         ready.clear()
     ready[key] = (run, tensors)
     return ready[key]
-
-
-def check_vector(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device, min_len: int = 0) -> None:
-    """Assert that a tensor is a vector of unit stride, dtype and device as given, with at least `min_len` entries."""
-    assert tensor.dtype == dtype, f"{name}: expected {dtype}, got {tensor.dtype}"
-    assert tensor.device == device, f"{name}: expected device {device}, got {tensor.device}"
-    assert tensor.ndim == 1, f"{name}: expected one dimension, got shape {list(tensor.shape)}"
-    # The cheaper question first: this runs for every vector of every launch.
-    assert not min_len or tensor.shape[0] >= min_len, f"{name}: expected at least {min_len} entries"
-    assert tensor.stride(0) == 1 or tensor.shape[0] <= 1, f"{name}: expected stride 1, got {tensor.stride(0)}"

@@ -12,28 +12,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from vidspec_kernels.accept import NUM_SUMS, Looseness, Tally, TreeShapes, accept
-from vidspec_kernels.begin_step import begin_step
-from vidspec_kernels.candidates import candidates
-from vidspec_kernels.dispatch import as_meta
-from vidspec_kernels.draw import draw
-from vidspec_kernels.guidance_scores import guidance_scores
-from vidspec_kernels.kv_compact import CacheList, kv_compact
-from vidspec_kernels.loosen import LooseTables, loosen
-from vidspec_kernels.next_level import next_level
-from vidspec_kernels.path_penalties import PenaltyTables, path_penalties
-from vidspec_kernels.place_trees import TreePlaces, place_trees
-from vidspec_kernels.sampling import Noise, SampleScratch
-from vidspec_kernels.step_buffers import LevelBuffers, StepBuffers, StepTables
-from vidspec_kernels.tree_attention import TreeAttentionScratch, tree_attention
-from vidspec_kernels.tree_begin import tree_begin
-from vidspec_kernels.tree_finish import Leaves, tree_finish
-from vidspec_kernels.tree_grow import TreeGrowBuffers, tree_grow
-from vidspec_kernels.tree_place import PlacedLevel, tree_place
-from vidspec_kernels.tree_plan import tree_plan
-from vidspec_kernels.tree_state import TreeTables, TreeTemplate
-from vidspec_kernels.visual_relevance import merge_relevance, visual_relevance
-from vidspec_kernels.windows import NUM_ASKED, NUM_HEADERS, NUM_TOLD, take_windows, text_tails
+import vidspec_kernels as kernels
+from vidspec_kernels.accept.tables import NUM_SUMS
+from vidspec_kernels.arrays import as_meta
 
 
 def i32(*shape: int) -> Tensor:
@@ -53,55 +34,42 @@ def floats(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def warm_tree_attention(
     keys: Tensor, values: Tensor, block_table: Tensor, num_heads: int, dtype: torch.dtype, max_queries: int,
-    scratch: TreeAttentionScratch,
+    scratch: kernels.TreeAttentionScratch,
 ) -> None:  # fmt: skip
-    """Prepare `tree_attention` for 1 to `max_queries` rows a request.
-
-    Args:
-        keys: [num_blocks, block_size, num_kv_heads, head_size], one layer's.
-        values: The same shape.
-        block_table: int32 [num_table_rows, max_blocks], as the layers get it.
-        num_heads: Query heads.
-        dtype: Of queries and outputs.
-        max_queries: Most rows of a request.
-        scratch: Of the model's calls.
-    """
+    """Prepare `tree_attention` for 1 to `max_queries` rows a request; one layer's caches, the layers' block table."""
     keys, values, block_table, head_size = as_meta(keys), as_meta(values), as_meta(block_table), keys.shape[3]
     scratch = scratch.as_meta()
     for num_queries in range(1, max_queries + 1):
         query = floats(num_queries, num_heads, head_size, dtype=dtype)
-        tree_attention(
+        kernels.tree_attention(
             query, keys, values, block_table, i64(1), i32(1), i32(1), i32(1), i64(1, num_queries),
             torch.empty_like(query), scale=1.0, max_queries=num_queries, scratch=scratch,
         )  # fmt: skip
 
 
-def warm_kv_compact(caches: CacheList, block_table: Tensor, num_drafts: int) -> None:
+def warm_kv_compact(caches: kernels.CacheList, block_table: Tensor, num_drafts: int) -> None:
     """Prepare `kv_compact` for paths of `num_drafts` + 1 columns, in the requests' order and not."""
     for path_rows in (None, i64(1)):
-        kv_compact(caches.as_meta(), as_meta(block_table), i64(1), i32(1), i32(1, num_drafts + 1), i32(1), path_rows)
+        kernels.kv_compact(
+            caches.as_meta(), as_meta(block_table), i64(1), i32(1), i32(1, num_drafts + 1), i32(1), path_rows
+        )
 
 
 def warm_place_trees(
-    depths: Tensor, ancestors: Tensor, places: TreePlaces, positions: Tensor, out_positions: Tensor | None
+    depths: Tensor, ancestors: Tensor, places: kernels.TreePlaces, positions: Tensor, out_positions: Tensor | None
 ) -> None:
     """Prepare `place_trees` for its own tables and these positions, real tensors of any values."""
     names = ("query_start", "num_queries", "prefix_lens", "roots", "masks")
-    places = TreePlaces(*(as_meta(getattr(places, name)) for name in names))
+    places = kernels.TreePlaces(*(as_meta(getattr(places, name)) for name in names))
     out_positions = None if out_positions is None else as_meta(out_positions)
     tables = (as_meta(depths), as_meta(ancestors), as_meta(positions), places)
-    place_trees(i64(1), i32(2), i32(1), *tables, size=1, out_positions=out_positions)
+    kernels.place_trees(i64(1), i32(2), i32(1), *tables, size=1, out_positions=out_positions)
 
 
 def warm_accept(num_drafts: int, max_reqs: int, in_trees: bool, is_loose: bool, by_request: bool) -> None:
     """Prepare `accept`: of strict chains, and of trees and by loose rules where there are such.
 
-    Args:
-        num_drafts: K.
-        max_reqs: Persistent rows.
-        in_trees: Whether drafts can be trees, so that paths are kept.
-        is_loose: Whether requests can be loose.
-        by_request: Whether drafts are counted by request, too.
+    Paths are kept where drafts can be trees; drafts are counted by request, too, if `by_request`.
     """
     for tree, loose in itertools.product({False, in_trees}, {False, is_loose}):
         accept_once(num_drafts, max_reqs, tree, loose, by_request, keeps=in_trees)
@@ -113,131 +81,120 @@ def accept_once(
     """Prepare one variant of `accept`."""
     rows, trees, looseness = num_drafts + 1, None, None
     if in_trees:
-        trees = TreeShapes(i64(1), i32(max_reqs, rows), i32(max_reqs, rows), i64(max_reqs, rows))
+        trees = kernels.TreeShapes(i64(1), i32(max_reqs, rows), i32(max_reqs, rows), i64(max_reqs, rows))
     if is_loose:
         settings = (i64(1), i32(max_reqs), floats(max_reqs), i32(max_reqs))
-        looseness = Looseness(*settings, floats(rows), floats(rows), floats(rows, dtype=torch.bool), 0.5)
-    tally = Tally(i64(1), floats(max_reqs, dtype=torch.bool), i64(NUM_SUMS + num_drafts))
+        looseness = kernels.Looseness(*settings, floats(rows), floats(rows), floats(rows, dtype=torch.bool), 0.5)
+    tally = kernels.Tally(i64(1), floats(max_reqs, dtype=torch.bool), i64(NUM_SUMS + num_drafts))
     if by_request:
         tally = tally._replace(by_kind=i64(1, 3))
     if keeps:
         tally = tally._replace(path=i32(max_reqs, rows), num_accepted=i32(max_reqs))
-    accept(i64(rows), i32(rows), i32(2), num_drafts, trees, looseness, tally)
+    kernels.accept(i64(rows), i32(rows), i32(2), num_drafts, trees, looseness, tally)
 
 
 def warm_loosen(num_drafts: int, protected: Tensor, dtype: torch.dtype, in_trees: bool, is_measured: bool) -> None:
     """Prepare `loosen`, of drafts that are chains and trees, with relevance and without.
 
-    Args:
-        num_drafts: K.
-        protected: Bit tables [max_reqs, num_words], as the engine has them.
-        dtype: Of the logits that are sampled from.
-        in_trees: Whether drafts can be trees.
-        is_measured: Whether relevance can be measured.
+    `protected` is a bit table [max_reqs, num_words] as the engine has it, `dtype` that of the logits.
     """
     rows, (max_reqs, num_words) = num_drafts + 1, protected.shape
     vectors = (i64(rows), i32(rows), floats(rows, 32 * num_words, dtype=dtype), i64(rows), i32(rows), i64(rows))
-    tables = LooseTables(as_meta(protected), as_meta(protected), i32(max_reqs), i64(max_reqs))
+    tables = kernels.LooseTables(as_meta(protected), as_meta(protected), i32(max_reqs), i64(max_reqs))
     trees, measures = {None, rows if in_trees else None}, {False, is_measured}
     for num_cols, has_scores, is_predicting in itertools.product(trees, measures, (False, True)):
         parents = None if num_cols is None else i32(max_reqs, num_cols)
-        loosen(*vectors, tables, parents, floats(rows) if has_scores else None, is_predicting=is_predicting)
+        kernels.loosen(*vectors, tables, parents, floats(rows) if has_scores else None, is_predicting=is_predicting)
 
 
-def warm_path_penalties(vocab_size: int, parents: Tensor, tables: PenaltyTables) -> None:
+def warm_path_penalties(vocab_size: int, parents: Tensor, tables: kernels.PenaltyTables) -> None:
     """Prepare `path_penalties` for the engine's own tables, real tensors of any values."""
-    tables = PenaltyTables(*map(as_meta, tables))
-    path_penalties(floats(1, vocab_size), i64(1), i32(1), i32(1), as_meta(parents), tables)
+    tables = kernels.PenaltyTables(*map(as_meta, tables))
+    kernels.path_penalties(floats(1, vocab_size), i64(1), i32(1), i32(1), as_meta(parents), tables)
 
 
-def warm_begin_step(tables: StepTables, out: StepBuffers, is_greedy: bool) -> None:
-    """Prepare `begin_step`: of whole batches and of some requests of one, told of their drafts or not.
-
-    Args:
-        tables: Its own.
-        out: Its own.
-        is_greedy: Whether no temperatures are given.
-    """
+def warm_begin_step(tables: kernels.StepTables, out: kernels.StepBuffers, is_greedy: bool) -> None:
+    """Prepare `begin_step`: of whole batches and of some requests of one, with verified drafts or without."""
     tables, out = tables.as_meta(), out.as_meta()
     temperature = None if is_greedy else floats(tables.max_reqs)
-    for picked, is_told in itertools.product((None, i64(1)), (None, floats(1, dtype=torch.bool))):
-        begin_step(
-            i64(1), picked, i32(1), is_told, temperature, i64(tables.max_reqs), tables, out,
+    for picked, is_verified in itertools.product((None, i64(1)), (None, floats(1, dtype=torch.bool))):
+        kernels.begin_step(
+            i64(1), picked, i32(1), is_verified, temperature, i64(tables.max_reqs), tables, out,
             size=1, block_size=16, max_position=1, max_drafts=1,
         )  # fmt: skip
 
 
-def warm_next_level(step: StepBuffers, out: LevelBuffers, fed: Tensor, num_cols: int = 0) -> None:
+def warm_next_level(step: kernels.StepBuffers, out: kernels.LevelBuffers, fed: Tensor, num_cols: int = 0) -> None:
     """Prepare `next_level`: of chains, whose level may lie on the device, and of trees with `num_cols` columns."""
     step, out, fed = step.as_meta(), out.as_meta(), as_meta(fed)
     kinds: list[tuple[int | Tensor, tuple[Tensor, ...]]] = [(1, ()), (i32(1), ())]
     if num_cols:
         kinds.append((1, (i64(1, 1), i64(1, 1), i64(1, num_cols))))
     for level, tree in kinds:
-        next_level(step, out, fed, *tree, size=1, level=level, block_size=16, max_position=1)
+        kernels.next_level(step, out, fed, *tree, size=1, level=level, block_size=16, max_position=1)
 
 
-def warm_draw(noise: Noise, scratch: SampleScratch, dtype: torch.dtype) -> None:
+def warm_draw(noise: kernels.Noise, scratch: kernels.SampleScratch, dtype: torch.dtype) -> None:
     """Prepare `draw` from logits of a dtype as they are, and from processed ones, float32."""
     scratch, vectors = scratch.as_meta(), (floats(1), i64(1), i64(1))
     for logits_dtype, is_processed in ((dtype, False), (torch.float32, True)):
         logits = floats(1, scratch.vocab_size, dtype=logits_dtype)
         for level in (0, i32(1)):
-            draw(
+            kernels.draw(
                 logits, *vectors, noise, level=level, out_tokens=i64(1, 1), out_ids=i32(1), scratch=scratch,
                 apply_temperature=not is_processed,
             )  # fmt: skip
 
 
-def warm_candidates(noise: Noise, scratch: SampleScratch, dtype: torch.dtype, with_log_probs: bool) -> None:
+def warm_candidates(
+    noise: kernels.Noise, scratch: kernels.SampleScratch, dtype: torch.dtype, with_log_probs: bool
+) -> None:
     """Prepare `candidates` from logits of a dtype as they are, and from processed ones, float32."""
     scratch, num_candidates = scratch.as_meta(), scratch.num_candidates
     for logits_dtype, is_processed in ((dtype, False), (torch.float32, True)):
-        candidates(
+        kernels.candidates(
             floats(1, scratch.vocab_size, dtype=logits_dtype), floats(1), i64(1), i64(1), noise,
             log_probs=floats(1, num_candidates), ids=i64(1, num_candidates), scratch=scratch,
             with_log_probs=with_log_probs, apply_temperature=not is_processed,
         )  # fmt: skip
 
 
-def warm_static_trees(tree: TreeTables, template: TreeTemplate, num_candidates: int) -> None:
+def warm_static_trees(tree: kernels.TreeTables, template: kernels.TreeTemplate, num_candidates: int) -> None:
     """Prepare what a step of static trees launches beside its levels' forwards."""
     tree = tree.tables_as_meta()
-    tree_begin(tree, template.as_meta(), 1)
-    tree_place(tree, PlacedLevel(i64(1), i64(1), i64(1), i64(1, 1)), 1, i64(1, num_candidates))
+    kernels.tree_begin(tree, template.as_meta(), 1)
+    kernels.tree_place(tree, kernels.PlacedLevel(i64(1), i64(1), i64(1), i64(1, 1)), 1, i64(1, num_candidates))
 
 
-def warm_adaptive_trees(growth: TreeGrowBuffers, template: TreeTemplate, lookahead: bool, fills: bool) -> None:
+def warm_adaptive_trees(
+    growth: kernels.TreeGrowBuffers, template: kernels.TreeTemplate, lookahead: bool, fills: bool
+) -> None:
     """Prepare what a step of adaptive trees launches beside its levels' forwards.
 
-    Args:
-        growth: Their buffers.
-        template: What trees begin as.
-        lookahead: Whether a step's plan is the next one's.
-        fills: Whether trees are filled up.
+    With `lookahead` a step's plan is the next one's; `fills` says whether trees are filled up.
     """
     growth = growth.as_meta()
-    tree_begin(growth.tree, template.as_meta(), 1, growth, i64(1), i32(1))
-    tree_plan(growth.plans, i64(1), floats(1, growth.num_candidates), adopts=not lookahead)
+    kernels.tree_begin(growth.tree, template.as_meta(), 1, growth, i64(1), i32(1))
+    kernels.tree_plan(growth.plans, i64(1), floats(1, growth.num_candidates), adopts=not lookahead)
     for width in range(1, growth.max_frontier + 1):
         grow_once(growth, width)
     finish_once(growth, lookahead, fills)
 
 
-def grow_once(buffers: TreeGrowBuffers, width: int) -> None:
+def grow_once(buffers: kernels.TreeGrowBuffers, width: int) -> None:
     """Prepare `tree_grow` for levels of `width` nodes a request."""
     buffers, num_candidates = buffers.as_meta(), buffers.num_candidates
-    tree_grow(
+    kernels.tree_grow(
         buffers, i64(1), floats(width, num_candidates), i64(width, num_candidates),
         level=0, budget=buffers.tree.num_cols - 1, first_parent=0, num_next=1,
     )  # fmt: skip
 
 
-def finish_once(growth: TreeGrowBuffers, adopts: bool, fills: bool) -> None:
+def finish_once(growth: kernels.TreeGrowBuffers, adopts: bool, fills: bool) -> None:
     """Prepare one variant of `tree_finish`."""
     growth = growth.as_meta()
-    leaves = Leaves(*(part[:1] for part in growth.leftover)) if fills else None
-    tree_finish(
+    leaves = kernels.Leaves(*(part[:1] for part in growth.leftover)) if fills else None
+    kernels.tree_finish(
         growth.tree, 1, next_free=growth.next_free, leaves=leaves, max_nodes=growth.tree.num_cols - 1,
         plans=growth.plans if adopts else None, rows=i64(1),
     )  # fmt: skip
@@ -246,13 +203,13 @@ def finish_once(growth: TreeGrowBuffers, adopts: bool, fills: bool) -> None:
 def warm_guidance_scores(layers: Iterable[tuple[Tensor, int]], block_table: Tensor, dtype: torch.dtype) -> None:
     """Prepare `guidance_scores` for layers given by their keys and their number of query heads.
 
-    With the layer's own log-sum-exps and without: a backend may tell them in one step and not in another.
+    With the layer's own log-sum-exps and without: a backend may return them in one step and not in another.
     """
     columns = block_table.shape[1]
     for keys, num_heads in layers:
         query = floats(1, num_heads, keys.shape[3], dtype=dtype)
         for lse in (None, floats(num_heads, 1).T):
-            guidance_scores(
+            kernels.guidance_scores(
                 query, as_meta(keys), i32(1, columns), i32(2), i32(1), floats(1, 1), i64(1), i32(1), 1.0, lse=lse,
                 max_queries_per_req=1,
             )  # fmt: skip
@@ -264,16 +221,18 @@ def warm_visual_relevance(
 ) -> None:  # fmt: skip
     """Prepare `visual_relevance` for videos of any length, and its merge over shards; see their arguments."""
     store, block_fill, block_table, num_blocks = map(as_meta, (store, block_fill, block_table, num_blocks))
-    cosines = visual_relevance(
+    cosines = kernels.visual_relevance(
         floats(1, store.shape[2], dtype=dtype), i32(2), i64(1), store, block_fill, block_table, num_blocks, top_n,
         max_queries, block_table.shape[1],
     )  # fmt: skip
-    merge_relevance(cosines[None].expand(num_shards, -1, -1))
+    kernels.merge_relevance(cosines[None].expand(num_shards, -1, -1))
 
 
 def warm_windows(num_tokens: Tensor, text: Tensor, ring: int, num_drafts: int) -> None:
-    """Prepare `text_tails` and `take_windows` for the engine's own texts, rings of so many tokens and K drafts."""
-    streams = i32(len(num_tokens), NUM_HEADERS + ring)
+    """Prepare the operations on draft windows for the engine's own texts, rings of so many tokens and K drafts."""
+    streams = i32(len(num_tokens), kernels.NUM_HEADERS + ring)
     texts = (as_meta(num_tokens), as_meta(text))
-    text_tails(i64(1), *texts, i32(1, 2 + num_drafts))
-    take_windows(streams, i32(1, NUM_ASKED), i64(1), *texts, i64(1, num_drafts), i32(1, NUM_TOLD))
+    kernels.copy_committed_suffix(i64(1), *texts, i32(1, 2 + num_drafts))
+    kernels.gather_draft_windows(
+        streams, i32(1, kernels.NUM_ASKED), i64(1), *texts, i64(1, num_drafts), i32(1, kernels.WINDOW_INFO_SIZE)
+    )

@@ -36,7 +36,7 @@ class Row:
         expected: One of `VERDICTS`.
         says: A regular expression of what is seen.
         run: Finds it out, given an empty folder.
-        kind: "engine" in this process, "serve" with servers; "command" by scripts/make_coexistence.py alone.
+        kind: "engine" in this process, "serve" with servers; "command" by vidspec_tools.pages.measure alone.
     """
 
     feature: str

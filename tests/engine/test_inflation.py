@@ -8,7 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine import harness
 from tests.engine.harness import LLAVA, QWEN
-from vllm_vidspec.tools import inflation, pairs
+from vidspec_tools import inflation
+from vllm_vidspec.tools import pairs
 
 pytestmark = pytest.mark.engine
 NUM_APPENDED = 3

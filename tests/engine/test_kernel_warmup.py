@@ -1,14 +1,13 @@
 """What an engine prepares before it serves: every kernel of its parts, from its own tensors."""
 
-import importlib
-import pkgutil
+import sys
 from collections import Counter
 
 import pytest
 
-import vidspec_kernels
 from tests.engine import harness
 from vidspec_kernels import dispatch
+from vidspec_kernels.limits import DeviceLimits
 from vllm_vidspec.engine import kernel_warmup
 
 pytestmark = pytest.mark.engine
@@ -20,11 +19,10 @@ def test_every_part_is_prepared(monkeypatch):
     Catches: a part that is not asked, a name or a shape that no longer fits, a launch that begins before its turn.
     """
     prepared: Counter[str] = Counter()
-    limits = dispatch.DeviceLimits(132, 228 * 1024, 227 * 1024, 90)
+    limits = DeviceLimits(132, 228 * 1024, 227 * 1024, 90)
     monkeypatch.setattr(dispatch, "_prepare", lambda kernel, grid, *_, **__: prepared.update([kernel.__name__]))
-    for module in pkgutil.iter_modules(vidspec_kernels.__path__):
-        loaded = importlib.import_module(f"vidspec_kernels.{module.name}")
-        if hasattr(loaded, "device_limits"):
+    for name, loaded in list(sys.modules.items()):
+        if name.startswith("vidspec_kernels.") and hasattr(loaded, "device_limits"):
             monkeypatch.setattr(loaded, "device_limits", lambda device: limits)
     spec = {"drafting": "tree-adaptive", "pruner": "specvlm", "scorer": "loose", "num_speculative_tokens": 8}
     with harness.engine("qwen2.5-vl", "draft", **spec) as engine:

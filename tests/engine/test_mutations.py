@@ -147,15 +147,15 @@ def skip_rollback(monkeypatch) -> None:
     """KV entries of rejected drafts stay: new tokens are appended after them."""
     original, stale = drafter.begin_step, {}
 
-    def appending(batch_rows, picked, num_sampled, is_told, temperature, seeds, tables, out, **kwargs):
+    def appending(batch_rows, picked, num_sampled, is_verified, temperature, seeds, tables, out, **kwargs):
         num_dropped = tables.num_dropped.clone()
         rows = batch_rows if picked is None else batch_rows[picked]
-        told = torch.ones(len(rows), dtype=torch.bool) if is_told is None else is_told
+        told = torch.ones(len(rows), dtype=torch.bool) if is_verified is None else is_verified
         for row, sampled, is_true in zip(rows.tolist(), num_sampled.tolist(), told.tolist(), strict=False):
             stale[row] = stale.get(row, 0) + (K + 1 - sampled) * is_true
             num_dropped[row] -= stale[row]
         tables = dataclasses.replace(tables, num_dropped=num_dropped)
-        original(batch_rows, picked, num_sampled, is_told, temperature, seeds, tables, out, **kwargs)
+        original(batch_rows, picked, num_sampled, is_verified, temperature, seeds, tables, out, **kwargs)
 
     monkeypatch.setattr(drafter, "begin_step", appending)
 

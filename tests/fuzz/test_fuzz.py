@@ -1,4 +1,4 @@
-"""Every target is tried with its own number of inputs; `scripts/make_reliability.py --only fuzz` tries more."""
+"""Every target is tried with its own number of inputs; `vidspec_tools.pages.measure --only fuzz` tries more."""
 
 import pytest
 

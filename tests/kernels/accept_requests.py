@@ -12,11 +12,9 @@ from vidspec_kernels import LOWEST, SHIFT, WINDOW, Looseness, TreeShapes, accept
 
 # Whether drafts are trees, and whether some may stand loosely.
 MODES = [
-    pytest.param(False, False, id="strict chains"),
-    pytest.param(True, False, id="strict trees"),
-    pytest.param(False, True, id="loose chains"),
-    pytest.param(True, True, id="loose trees"),
-]
+    pytest.param(False, False, id="strict chains"), pytest.param(True, False, id="strict trees"),
+    pytest.param(False, True, id="loose chains"), pytest.param(True, True, id="loose trees"),
+]  # fmt: skip
 MIN_ENTROPY = 0.2  # as float32 it is larger than it is here
 NAN, INF = math.nan, math.inf
 
@@ -38,10 +36,8 @@ class Request:
     def __post_init__(self):
         num_rows = len(self.target)
         for name, default in (
-            ("scores", [*range(num_rows)]),
-            ("entropies", [9.0] * num_rows),
-            ("may", [True] * num_rows),
-        ):
+            ("scores", [*range(num_rows)]), ("entropies", [9.0] * num_rows), ("may", [True] * num_rows),
+        ):  # fmt: skip
             object.__setattr__(self, name, getattr(self, name) or default)
             assert len(getattr(self, name)) == num_rows == len(self.fed) <= len(self.tree)
 
@@ -204,16 +200,11 @@ def random_request(rng, max_drafts, in_trees, rule):
         if rng.random() < (0.3 if rule else 0.15):
             fed[i] = int(rng.integers(-1, 5))
     return Request(
-        tree[: max(num_rows, 1)] if rng.random() < 0.5 else tree,
-        target[:num_rows],
-        fed[:num_rows],
-        rule,
-        float(rng.choice([0, 0.3, 0.5, 0.7, 0.9, 1])),
-        int(rng.choice([0, 1, 2, 4, 99])),
+        tree[: max(num_rows, 1)] if rng.random() < 0.5 else tree, target[:num_rows], fed[:num_rows], rule,
+        float(rng.choice([0, 0.3, 0.5, 0.7, 0.9, 1])), int(rng.choice([0, 1, 2, 4, 99])),
         rng.choice([0, -0.0, 0.25, 0.5, 1, NAN, INF, -INF], num_rows).tolist(),
-        rng.choice([0.1, MIN_ENTROPY, 0.3, 1, NAN], num_rows).tolist(),
-        (rng.random(num_rows) < 0.9).tolist(),
-    )
+        rng.choice([0.1, MIN_ENTROPY, 0.3, 1, NAN], num_rows).tolist(), (rng.random(num_rows) < 0.9).tolist(),
+    )  # fmt: skip
 
 
 def random_requests(num_reqs, max_drafts, in_trees=True, is_loose=True, seed=0):

@@ -1,7 +1,6 @@
 """Inputs of `tree_attention`, and a float64 loop over entries that says what it must write."""
 
 import dataclasses
-import importlib
 from dataclasses import dataclass
 from unittest import mock
 
@@ -9,13 +8,9 @@ import torch
 
 from tests.kernels.caches import make_cache
 from vidspec_kernels import TreeAttentionScratch, tree_attention
-from vidspec_kernels.dispatch import DeviceLimits
+from vidspec_kernels.limits import DeviceLimits
+from vidspec_kernels.tree_attention import api as module
 
-# The package exports a function of the module's name.
-module = importlib.import_module("vidspec_kernels.tree_attention")
-reference = importlib.import_module("vidspec_kernels.tree_attention_reference")
-
-IMPLS = ["triton", "torch"]
 NAN, INF = float("nan"), float("inf")
 SENTINEL = 3.0
 # Entries of one tile under the interpreter at these sizes, see test_sizes_of_the_prefix.
@@ -108,18 +103,11 @@ class Case:
 
         prefix_lens = [request.prefix_len for request in self.requests]
         return {
-            "query": self.query.to(self.device),
-            "key_cache": self.keys,
-            "value_cache": self.values,
-            "block_table": self.table,
-            "rows": self.rows.to(self.device),
-            "query_start": vector(self.starts),
-            "num_queries": vector(self.counts),
-            "prefix_lens": vector(prefix_lens),
-            "masks": self.words,
-            "scale": self.scale,
-            "max_queries": self.max_queries,
-        }
+            "query": self.query.to(self.device), "key_cache": self.keys, "value_cache": self.values,
+            "block_table": self.table, "rows": self.rows.to(self.device), "query_start": vector(self.starts),
+            "num_queries": vector(self.counts), "prefix_lens": vector(prefix_lens), "masks": self.words,
+            "scale": self.scale, "max_queries": self.max_queries,
+        }  # fmt: skip
 
     def expect(self, nodes=True, prefix=True):
         """Output and LSE of every token in float64, one row and head at a time; the sentinel where nothing is written.

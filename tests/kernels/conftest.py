@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import random
+import sys
 
 import pytest
 import torch
@@ -19,6 +20,13 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_generate_tests(metafunc):
+    """Run each test that asks for `impl` by all of its module's implementations."""
+    given = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "impl" in metafunc.fixturenames and not any("impl" in names for names in given):
+        metafunc.parametrize("impl", getattr(metafunc.module, "IMPLS", ["triton", "torch", "numba"]))
+
+
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -26,15 +34,16 @@ def device() -> torch.device:
 
 @pytest.fixture
 def branches(monkeypatch):
-    """Return a function that watches a kernel module and returns the list of branches that ran.
+    """Return a function that watches an operation, by its function's name, and returns the list of branches that ran.
 
     They are "triton", "numba" and "torch".
     """
 
     def watch(name: str, kernels=(), other=None) -> list[str]:
-        module = importlib.import_module(f"vidspec_kernels.{name}")
-        from vidspec_kernels.cpu import LOOPS  # once the interpreter is asked for
+        import vidspec_kernels  # once the interpreter is asked for
 
+        module = sys.modules[getattr(vidspec_kernels, name).__module__]
+        twins = vidspec_kernels.dispatch.load_loops()
         ran: list[str] = []
 
         class Kernel:
@@ -57,13 +66,13 @@ def branches(monkeypatch):
         for kernel in kernels or [f"_{name}_kernel"]:
             monkeypatch.setattr(module, kernel, Kernel(getattr(module, kernel)))
         monkeypatch.setattr(module, other, watched_reference)
-        if (loop := LOOPS.get(other)) is not None:
+        if (loop := twins.get(other)) is not None:
 
             def watched_loop(*args, **kwargs):
                 ran.append("numba")
                 return loop(*args, **kwargs)
 
-            monkeypatch.setitem(LOOPS, other, watched_loop)
+            monkeypatch.setitem(twins, other, watched_loop)
         return ran
 
     return watch

@@ -16,10 +16,11 @@ def by(impl, wrapper):
     def run(**arguments):
         with pytest.MonkeyPatch.context() as patch:
             if impl == "torch on a GPU":
-                module = sys.modules[wrapper.__module__]
-                patch.setattr(module, "array_module", lambda device: torch)
-                patch.setattr(module, "as_array", lambda tensor: tensor)
-            return wrapper(**arguments, impl=impl if impl in ("triton", "numba") else "torch")
+                folder = wrapper.__module__.rpartition(".")[0]
+                for module in [module for name, module in sys.modules.items() if name.startswith(folder)]:
+                    patch.setattr(module, "array_module", lambda device: torch, raising=False)
+                    patch.setattr(module, "as_array", lambda tensor: tensor, raising=False)
+            return wrapper(**arguments, impl="torch" if impl == "torch on a GPU" else impl)
 
     return run
 

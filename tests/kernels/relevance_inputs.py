@@ -7,8 +7,6 @@ import torch
 
 from vidspec_kernels import visual_relevance
 
-IMPLS = ["triton", "torch"]
-IMPLS_AND_LOOP = [*IMPLS, "numba"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAN = float("nan")
 FP8 = torch.float8_e4m3fn
@@ -64,14 +62,10 @@ def make_inputs(
     return {
         "queries": queries.to(DEVICE),
         "cu_num_logits": torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=DEVICE),
-        "rows": rows.to(DEVICE),
-        "store": encode(store, store_dtype).to(DEVICE),
-        "block_fill": block_fill.to(DEVICE),
-        "block_table": table.to(DEVICE),
-        "num_blocks": num_blocks.to(DEVICE),
-        "max_queries": max(counts),
+        "rows": rows.to(DEVICE), "store": encode(store, store_dtype).to(DEVICE), "block_fill": block_fill.to(DEVICE),
+        "block_table": table.to(DEVICE), "num_blocks": num_blocks.to(DEVICE), "max_queries": max(counts),
         "max_blocks": max_blocks,
-    }
+    }  # fmt: skip
 
 
 def stored_rows(inputs, req_idx):

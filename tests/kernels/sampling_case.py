@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from vidspec_kernels import Noise, SampleScratch
-from vidspec_kernels.sampling import BLOCK
+from vidspec_kernels.sampling.noise import BLOCK
 
 # Vocabularies around a block, and one of a few blocks.
 VOCAB_SIZES = [1, 3, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 52]

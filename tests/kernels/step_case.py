@@ -57,7 +57,7 @@ class StepCase:
             "batch_rows": torch.randperm(max_reqs, generator=generator)[:num_reqs].to(device),
             "picked": None if num_picked is None else picked,
             "num_sampled": ints(1, MAX_DRAFTS + 2, num_reqs),
-            "is_told": None if num_picked is None else ints(0, 2, m).bool(),
+            "is_verified": None if num_picked is None else ints(0, 2, m).bool(),
             "temperature": torch.rand(max_reqs, generator=generator).to(device),
             "seeds": ints(-(2**40), 2**40, max_reqs, dtype=torch.int64),
         }
@@ -99,12 +99,12 @@ def begin_by_hand(case: StepCase, out: StepBuffers) -> None:
         row = int(step["batch_rows"][i])
         length, accepted = int(tables.num_tokens[row]), int(step["num_sampled"][i]) - 1
         root = length - 1 - int(tables.num_dropped[row])
-        is_told = step["is_told"] is None or bool(step["is_told"][b])
-        out.rows[b], out.num_accepted[b] = row, accepted if is_told else -1
+        is_verified = step["is_verified"] is None or bool(step["is_verified"][b])
+        out.rows[b], out.num_accepted[b] = row, accepted if is_verified else -1
         out.temperature[b] = 0 if step["temperature"] is None else step["temperature"][row]
         out.seeds[b], out.pos_delta[b] = step["seeds"][row], tables.pos_delta[row]
         out.root_slot[b], out.root_pos[b], out.seq_lens[b] = root, length - 1, root + 1
-        out.last_root[b] = root - 1 - (accepted if is_told else 0)
+        out.last_root[b] = root - 1 - (accepted if is_verified else 0)
         needed = (root + MAX_DRAFTS) // BLOCK_SIZE + 1
         out.batch_table[b, :needed] = tables.block_table[row, :needed]
         if out.path is not None:

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tests.kernels.accept_requests import Request, accept_with, chain, changed, check
-from tests.kernels.impls import IMPLS_AND_LOOP as IMPLS
-from tests.kernels.test_accept import PAIR, TEN, TREE, WRONG, pair
+from tests.kernels.impls import IMPLS_AND_LOOP
+from tests.kernels.test_accept import TEN, TREE, WRONG, pair
 from vidspec_kernels import LOWEST, SHIFT, WINDOW, TreeShapes
 
-# ---- of strict trees -------------------------------------------------------------------------------------------------
+IMPLS = IMPLS_AND_LOOP
 
 
 def first_child_only(run, **arguments):
@@ -46,62 +46,32 @@ def cut_ignored(run, **arguments):
     return (*(torch.cat(parts) for parts in zip(*results, strict=True)), None)
 
 
-TARGETS, FULL = [5, 6, 7, 8, 9, 1, 2], Request(TREE, [9] * 7, [9] * 7)
-FORK = [-1, 0, 0]
-STRICT = {
-    # The continuation hangs on the later twin; where siblings differ nothing is lost.
-    "first child": (
-        first_child_only,
-        [Request(TREE, TARGETS, [3, 4, 5, 6, 0, 7, 1])],
-        [Request(TREE, TARGETS, [3, 5, 5, 0, 0, 7, 1])],
-    ),
-    "chain": (
-        taken_for_a_chain,
-        [Request([-1, 0, 1], [5, 6, 7], [3, 5, 6])],
-        [Request(FORK, [5, 6, 7], [3, 4, 5])],
-    ),
-    # Nodes 4 and 5 hang on node 2, whose target is the neighbour's 9.
-    "cut": (cut_ignored, [FULL, FULL], [Request(TREE, [5, 6, 9], [3, 4, 5]), FULL]),
-}
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("name", STRICT)
-def test_mutations_of_strict_trees(device, impl, name):
-    mutant, harmless, harmful = STRICT[name]
-    check_mutation(mutant, impl, device, harmless, harmful, in_trees=True, is_loose=False)
-
-
-def check_mutation(mutant, impl, device, harmless, harmful, **mode):
-    """Assert that the check tells a mutant from the real thing on some requests, and that it can pass on others."""
-    run = accept_with(impl)
-    check(run, harmful, device, **mode)
-    check(lambda **arguments: mutant(run, **arguments), harmless, device, **mode)
-    with pytest.raises(AssertionError):
-        check(lambda **arguments: mutant(run, **arguments), harmful, device, **mode)
-
-
-# ---- of loose requests -----------------------------------------------------------------------------------------------
-
-
 def let_through(run, arguments, mask, kind=2):
     """Accept matches and the drafts of this mask, bool [N], as of this kind."""
     loose = arguments["looseness"]
     arguments = changed(
-        arguments,
-        "looseness",
-        rules=torch.full_like(loose.rules, WINDOW),
-        windows=torch.zeros_like(loose.windows),
-        entropies=torch.ones_like(loose.entropies),
-        may_loosen=mask & loose.may_loosen,
-    )
+        arguments, "looseness", rules=torch.full_like(loose.rules, WINDOW), windows=torch.zeros_like(loose.windows),
+        entropies=torch.ones_like(loose.entropies), may_loosen=mask & loose.may_loosen,
+    )  # fmt: skip
     sampled, num_sampled, path, kinds = run(**arguments)
     return sampled, num_sampled, path, torch.where(kinds == 2, kind, kinds)
 
 
-def parents_score(run, **arguments):
-    """A draft is ranked by its parent's row, the state that predicts it instead of the one that reads it."""
-    return run(**changed(arguments, "looseness", scores=arguments["looseness"].scores.roll(1)))
+def with_looseness(**changes):
+    """Some fields of the looseness replaced by functions of it."""
+
+    def mutant(run, **arguments):
+        loose = arguments["looseness"]
+        return run(**changed(arguments, "looseness", **{name: new(loose) for name, new in changes.items()}))
+
+    return mutant
+
+
+# A draft is ranked by its parent's row, the state that predicts it instead of the one that reads it; any mismatch may
+# be accepted; the nearest whole number of three drafts instead of the floor.
+parents_score = with_looseness(scores=lambda loose: loose.scores.roll(1))
+may_loosen_ignored = with_looseness(may_loosen=lambda loose: torch.ones_like(loose.may_loosen))
+rounded_share = with_looseness(shares=lambda loose: (loose.shares * 3).round() / 3)
 
 
 def targets_token_emitted(run, **arguments):
@@ -112,11 +82,6 @@ def targets_token_emitted(run, **arguments):
     return torch.where(kinds > 1, arguments["target_tokens"][row], sampled), num_sampled, path, kinds
 
 
-def may_loosen_ignored(run, **arguments):
-    """Any mismatch may stand."""
-    return run(**changed(arguments, "looseness", may_loosen=torch.ones_like(arguments["looseness"].may_loosen)))
-
-
 def one_ranking_for_all_branches(run, **arguments):
     """The lowest scores of the request, not of each branch."""
     loose, bounds = arguments["looseness"], arguments["cu_num_logits"].tolist()
@@ -125,13 +90,6 @@ def one_ranking_for_all_branches(run, **arguments):
         num_loose = math.floor(float(loose.shares[row]) * (end - start - 1) + 1e-4)
         mask[start + 1 + loose.scores[start + 1 : end].argsort(stable=True)[:num_loose]] = True
     return let_through(run, arguments, mask)
-
-
-def rounded_share(run, **arguments):
-    """The nearest whole number of drafts instead of the floor."""
-    num_drafts = arguments["max_drafts"]
-    shares = (arguments["looseness"].shares * num_drafts).round() / num_drafts
-    return run(**changed(arguments, "looseness", shares=shares))
 
 
 def shift_among_the_targets_tokens(run, **arguments):
@@ -159,53 +117,45 @@ RANKED, RIGHT = chain([5, 6, 7, 8], [9, 6, 7], LOWEST, 0.4), chain([5, 6, 7, 8],
 SWAPPED = chain([5, 6, 7, 8], [6, 5, 7])  # each is the other's
 BRANCHES = Request([-1, 0, 0, 1, 2], [5] * 5, [7, 9, 9, 9, 9], LOWEST, 0.5, scores=[0, 1, 3, 2, 4])
 ALL = dict(rule=LOWEST, share=1.0)
-LOOSE = {
-    "the parent's score": (
-        parents_score,
-        [replace(RANKED, scores=[0.1, 0.2, 0.3, 0.4])],
-        [replace(RANKED, scores=[0.9, 0.1, 0.3, 0.4])],
-    ),
-    **{
-        f"the target's token, rule {rule}": (
-            targets_token_emitted,
-            [replace(RIGHT, rule=rule, share=share)],
-            [chain([5, 6, 7, 8], [5, 7, 6], rule, share)],
-        )
-        for rule, share in ((LOWEST, 0.7), (SHIFT, 0.0))
-    },
-    **{
-        f"may not, rule {rule}": (
-            may_loosen_ignored,
-            [replace(SWAPPED, rule=rule, share=share)],
-            [replace(SWAPPED, rule=rule, share=share, may=[True, False, True, True])],
-        )
-        for rule, share in ((LOWEST, 0.7), (WINDOW, 0.0), (SHIFT, 0.0))
-    },
+TARGETS, FULL = [5, 6, 7, 8, 9, 1, 2], Request(TREE, [9] * 7, [9] * 7)
+STRICT_TREES, CHAINS, TREES = (dict(in_trees=i, is_loose=j) for i, j in ((True, False), (False, True), (True, True)))
+# A mutant, how its requests are verified, and requests for which it is harmless and harmful.
+MUTATIONS = {
+    # The continuation hangs on the later twin; where siblings differ nothing is lost.
+    "first child": (first_child_only, STRICT_TREES, [Request(TREE, TARGETS, [3, 4, 5, 6, 0, 7, 1])],
+                    [Request(TREE, TARGETS, [3, 5, 5, 0, 0, 7, 1])]),
+    "chain": (taken_for_a_chain, STRICT_TREES, [Request([-1, 0, 1], [5, 6, 7], [3, 5, 6])],
+              [Request([-1, 0, 0], [5, 6, 7], [3, 4, 5])]),
+    # Nodes 4 and 5 hang on node 2, whose target is the neighbour's 9.
+    "cut": (cut_ignored, STRICT_TREES, [FULL, FULL], [Request(TREE, [5, 6, 9], [3, 4, 5]), FULL]),
+    "the parent's score": (parents_score, CHAINS, [replace(RANKED, scores=[0.1, 0.2, 0.3, 0.4])],
+                           [replace(RANKED, scores=[0.9, 0.1, 0.3, 0.4])]),
+    **{f"the target's token, rule {rule}": (targets_token_emitted, CHAINS, [replace(RIGHT, rule=rule, share=share)],
+                                            [chain([5, 6, 7, 8], [5, 7, 6], rule, share)])
+       for rule, share in ((LOWEST, 0.7), (SHIFT, 0.0))},
+    **{f"may not, rule {rule}": (may_loosen_ignored, CHAINS, [replace(SWAPPED, rule=rule, share=share)],
+                                 [replace(SWAPPED, rule=rule, share=share, may=[True, False, True, True])])
+       for rule, share in ((LOWEST, 0.7), (WINDOW, 0.0), (SHIFT, 0.0))},
     # One branch has most of the lowest scores; a chain is one branch.
-    "one ranking": (
-        one_ranking_for_all_branches,
-        [Request([-1, 0, 1, 2, 3], [5] * 5, [7, 9, 9, 9, 9], LOWEST, 0.5)],
-        [BRANCHES],
-    ),
-    # 0.9 of 3 drafts; for 0.7 of 10 it is right.
-    "rounded": (rounded_share, [chain(TEN, WRONG, LOWEST, 0.7)], [chain(TEN[:4], WRONG[:3], LOWEST, 0.9)]),
-    "shift, let through": (
-        shift_among_the_targets_tokens,
-        [replace(SWAPPED, rule=SHIFT)],
-        [chain([5, 6, 7, 8], [9, 5, 7], SHIFT)],
-    ),
-    "shift, held back": (
-        shift_among_the_targets_tokens,
-        [replace(SWAPPED, rule=SHIFT)],
-        [chain([5, 6, 7, 8], [7, 6, 9], SHIFT)],
-    ),
-    "the first": (first_of_the_longest, [pair([4], [5, 6], **ALL)], [pair([5, 6], [4], **ALL)]),
-}
+    "one ranking": (one_ranking_for_all_branches, TREES,
+                    [Request([-1, 0, 1, 2, 3], [5] * 5, [7, 9, 9, 9, 9], LOWEST, 0.5)], [BRANCHES]),
+    # 0.9 of 3 drafts; for 2/3 it is right.
+    "rounded": (rounded_share, CHAINS, [chain(TEN[:4], WRONG[:3], LOWEST, 0.7)],
+                [chain(TEN[:4], WRONG[:3], LOWEST, 0.9)]),
+    "shift, let through": (shift_among_the_targets_tokens, CHAINS, [replace(SWAPPED, rule=SHIFT)],
+                           [chain([5, 6, 7, 8], [9, 5, 7], SHIFT)]),
+    "shift, held back": (shift_among_the_targets_tokens, CHAINS, [replace(SWAPPED, rule=SHIFT)],
+                         [chain([5, 6, 7, 8], [7, 6, 9], SHIFT)]),
+    "the first": (first_of_the_longest, TREES, [pair([4], [5, 6], **ALL)], [pair([5, 6], [4], **ALL)]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("name", LOOSE)
-def test_mutations_of_loose_requests(device, impl, name):
-    mutant, harmless, harmful = LOOSE[name]
-    in_trees = any(request.tree in (BRANCHES.tree, PAIR) for request in harmful)
-    check_mutation(mutant, impl, device, harmless, harmful, in_trees=in_trees)
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutations(device, impl, name):
+    """The check tells a mutant from the real thing on some requests, and passes it on others."""
+    mutant, mode, harmless, harmful = MUTATIONS[name]
+    run = accept_with(impl)
+    check(run, harmful, device, **mode)
+    check(lambda **arguments: mutant(run, **arguments), harmless, device, **mode)
+    with pytest.raises(AssertionError):
+        check(lambda **arguments: mutant(run, **arguments), harmful, device, **mode)

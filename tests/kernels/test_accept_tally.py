@@ -14,9 +14,12 @@ from tests.kernels.accept_requests import (
     pack,
     random_requests,
     way,
-)
-from tests.kernels.impls import IMPLS_AND_LOOP as IMPLS
+)  # fmt: skip
+from tests.kernels.impls import IMPLS_AND_LOOP
+from tests.kernels.refusals import changes, first, int32, long, nothing, shorter
 from vidspec_kernels import Tally, accept
+
+IMPLS = IMPLS_AND_LOOP
 
 NUM_SUMS = 7
 GARBAGE = 77
@@ -30,13 +33,11 @@ def tally_of(arguments, has_draft, max_drafts, wants_kinds=True, keeps=True):
     real = torch.zeros(num_reqs + 3, dtype=torch.bool, device=device)
     real[rows] = torch.tensor(has_draft, dtype=torch.bool, device=device)
     return Tally(
-        rows,
-        real,
-        torch.arange(NUM_SUMS + max_drafts, device=device) << 33,
+        rows, real, torch.arange(NUM_SUMS + max_drafts, device=device) << 33,
         torch.full((num_reqs, 3), GARBAGE, device=device) if wants_kinds else None,
         torch.full((num_reqs + 3, max_drafts + 2), GARBAGE, dtype=torch.int32, device=device) if keeps else None,
         torch.full((num_reqs + 3,), GARBAGE, dtype=torch.int32, device=device) if keeps else None,
-    )
+    )  # fmt: skip
 
 
 def sums_of(request, max_drafts, is_real):
@@ -79,7 +80,6 @@ def check_tally(run, requests, device, max_drafts, in_trees, is_loose, has_draft
 
 @pytest.mark.parametrize(("num_reqs", "max_drafts"), [(0, 8), (1, 8), (16, 1), (16, 8), (16, 25), (5, 64)])
 @pytest.mark.parametrize(("in_trees", "is_loose"), MODES)
-@pytest.mark.parametrize("impl", IMPLS)
 def test_equals_sums_over_the_oracles_paths(device, impl, in_trees, is_loose, num_reqs, max_drafts):
     """Catches: placeholders counted, counts of batch rows, a depth of nodes without a row, totals that are replaced, a
     table written beyond its rows or columns, results that change where somebody counts."""
@@ -88,24 +88,18 @@ def test_equals_sums_over_the_oracles_paths(device, impl, in_trees, is_loose, nu
     check_tally(accept_with(impl), requests, device, max_drafts, in_trees, is_loose, has_draft)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("wishes", [dict(wants_kinds=False), dict(keeps=False), dict(wants_kinds=False, keeps=False)])
-def test_what_nobody_asks_for(device, impl, wishes):
-    for in_trees, is_loose in ((False, False), (True, True)):
-        requests = random_requests(4, 5, in_trees, is_loose)
-        check_tally(accept_with(impl), requests, device, 5, in_trees, is_loose, [True] * 4, **wishes)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_every_request_has_all_of_its_rows(device, impl):
-    """The usual decode step, which the reference takes without looking rows up."""
+@pytest.mark.parametrize("wants_kinds", [False, True])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_every_request_has_all_of_its_rows(device, impl, wants_kinds, keeps):
+    """The usual decode step, which the reference takes without looking rows up; what nobody asks for."""
     for in_trees, is_loose in ((False, False), (True, False), (False, True), (True, True)):
         tree = [-1, 0, 0, 1, 2, 2, 5] if in_trees else list(range(-1, 6))
         requests = [
             Request(tree, [4] * 7, [7, *drafts], rule=7 * is_loose, share=0.5)
             for drafts in ([4] * 6, [4, 4, 9, 4, 4, 4], [9] * 6)
         ]
-        check_tally(accept_with(impl), requests, device, 6, in_trees, is_loose, [True, False, True])
+        wishes = dict(wants_kinds=wants_kinds, keeps=keeps)
+        check_tally(accept_with(impl), requests, device, 6, in_trees, is_loose, [True, False, True], **wishes)
 
 
 def counts_placeholders(run, tally, **arguments):
@@ -141,25 +135,13 @@ def test_mutations(device, name):
         check_tally(lambda **arguments: mutant(run, **arguments), requests, device, 2, **mode)
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("rows", lambda t: t[:0], "rows"),
-        ("has_draft", lambda t: t.int(), "has_draft"),
-        ("totals", lambda t: t.int(), "totals"),
-        ("totals", lambda t: t[:-1], "totals"),
-        ("by_kind", lambda t: t[:1], "by_kind"),
-        ("by_kind", lambda t: t.int(), "by_kind"),
-        ("path", lambda t: t[:, :2], "path"),
-        ("path", lambda t: t.long(), "path"),
-        ("path", lambda t: t[:1], "path"),
-        ("path", lambda t: None, "path and num_accepted"),
-        ("num_accepted", lambda t: t.long(), "num_accepted"),
-    ],
-)
-def test_wrapper_refuses(device, name, change, message):
+@pytest.mark.parametrize(("name", "change"), changes(
+    rows=(lambda t: t[:0],), has_draft=(int32,), totals=(int32, shorter), by_kind=(first, int32),
+    path=(lambda t: t[:, :2], long, first, nothing), num_accepted=(long,),
+))  # fmt: skip
+def test_wrapper_refuses(device, name, change):
     """Catches: a dropped dtype, stride or shape check (the kernel would write through a wrong pointer)."""
     arguments = pack([chain([5, 6, 7], [5, 6])] * 2, 2, device)
     tally = tally_of(arguments, [True] * 2, 2)
-    with pytest.raises(AssertionError, match=message):
+    with pytest.raises(AssertionError, match=name):
         accept(**changed(arguments | {"tally": tally}, "tally", **{name: change(getattr(tally, name))}))

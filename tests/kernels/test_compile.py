@@ -12,8 +12,9 @@ import pytest
 import torch
 import triton
 
-from vidspec_kernels import dispatch, visual_relevance
-from vidspec_kernels.tree_attention import _held_bytes, _pipeline, _tile, tile_shape
+from vidspec_kernels import visual_relevance
+from vidspec_kernels.limits import DeviceLimits, shared_bytes_per_program
+from vidspec_kernels.tree_attention.tiles import _held_bytes, _pipeline, _tile, tile_shape
 
 ROOT = Path(__file__).parents[2]
 # The heaviest shapes of each kernel; benchmarks/compile_report.py without arguments compiles all.
@@ -59,7 +60,7 @@ def test_every_form_compiles_for_hopper(forms):
     product."""
     assert {row["kernel"] for row in forms} >= {
         *("accept", "begin_step", "next_level", "draw", "choose_draw", "candidates", "merge_candidates", "kv_compact"),
-        *("loosen", "path_penalties", "take_windows", "text_tails"),
+        *("loosen", "path_penalties", "gather_draft_windows", "copy_committed_suffix"),
         *("tree_begin", "tree_place", "tree_plan", "tree_grow", "tree_finish"),
     }
     by_case = {(row["kernel"], row["case"]): row for row in forms}
@@ -109,7 +110,8 @@ def test_nothing_spills(rows, arch):
     rows = [row for row in rows if row["arch"] == arch]
     assert {row["kernel"] for row in rows} == {
         *("tree_attention", "visual_relevance", "merge_splits", "row_stats", "guidance_scores"),
-        *("accept", "tree_grow", "tree_finish", "place_trees", "take_windows", "text_tails", "path_penalties"),
+        *("accept", "tree_grow", "tree_finish", "place_trees", "path_penalties"),
+        *("gather_draft_windows", "copy_committed_suffix"),
         *("begin_step", "next_level", "draw", "choose_draw", "candidates", "merge_candidates"),
     }
     assert [(row["kernel"], row["case"], row["spill_bytes"]) for row in rows if row["spill_bytes"]] == []
@@ -185,8 +187,8 @@ def test_tiles_count_scratch_and_the_drivers_share(capability, keys, stages):
     """Two programs of 64 rows of 128 bfloat16 fit: their tiles, 1 KB of scratch, what Blackwell waits on, and 1 KB each
     for the driver."""
     shared_kb, most_kb = {80: (164, 163), 89: (100, 99), 90: (228, 227), 100: (228, 227)}[capability]
-    limits = dispatch.DeviceLimits(1, shared_kb * 1024, most_kb * 1024, capability)
-    room = dispatch.shared_bytes_per_program(limits, 2)
+    limits = DeviceLimits(1, shared_kb * 1024, most_kb * 1024, capability)
+    room = shared_bytes_per_program(limits, 2)
     assert 2 * (room + 1024) == shared_kb * 1024
     assert _tile(64, 256, room) == keys and _held_bytes(64, 256, 16) <= room
     assert _pipeline(64, 256, keys, 2, limits)[0] == stages
@@ -207,7 +209,7 @@ def test_tiles_count_scratch_and_the_drivers_share(capability, keys, stages):
 def test_row_tiles_are_wide_where_products_outrun_the_cache(capability, rows, tiles):
     """Catches: half of an A100's products spent on the padding of a last tile; Hopper's keys read three times."""
     shared_kb = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}[capability]
-    limits = dispatch.DeviceLimits(100, (shared_kb + 1) * 1024, shared_kb * 1024, capability)
+    limits = DeviceLimits(100, (shared_kb + 1) * 1024, shared_kb * 1024, capability)
     shape = tile_shape(rows, 128, False, True, limits)
     assert (-(-rows // shape.block_rows), shape.block_rows) == tiles
     assert shape.programs_per_sm * shape.block_rows <= 128
@@ -215,8 +217,8 @@ def test_row_tiles_are_wide_where_products_outrun_the_cache(capability, rows, ti
 
 def test_float8_is_refused_before_ada(monkeypatch):
     """One clear line instead of the compiler's, where a GPU has no float8."""
-    module = importlib.import_module("vidspec_kernels.visual_relevance")
-    limits = dispatch.DeviceLimits(108, 164 * 1024, 163 * 1024, 80)
+    module = importlib.import_module("vidspec_kernels.visual_relevance.api")
+    limits = DeviceLimits(108, 164 * 1024, 163 * 1024, 80)
     monkeypatch.setattr(module, "device_limits", lambda device: limits)
     index = torch.zeros(2, dtype=torch.int32)
     store = torch.zeros(1, 64, 32, dtype=torch.float8_e4m3fn)

@@ -1,13 +1,18 @@
-"""dispatch: which way a launch takes to the device."""
+"""dispatch: which way a launch takes to the device; the CPU twins, what they take and how they are compiled."""
 
 import gc
+import inspect
+import sys
 import weakref
 from types import SimpleNamespace
 
+import numba
+import numpy as np
 import pytest
 import torch
 
 from vidspec_kernels import dispatch
+from vidspec_kernels.compiled import compiled
 
 CUDA = torch.device("cuda", 1)
 
@@ -58,12 +63,10 @@ def test_known_launches_go_to_the_compiled_kernel():
     dispatch.launch(kernel, (9,), CUDA, (9, None), {"A": 3, "B": 4}, {}, 1)
     first = {"A": 3, "B": 4, "enable_fp_fusion": True}
     assert kernel.launches == [
-        ("kernel", (5, 2), (5, None), first),
-        ("compiled", (6, 2, 1), (6, None, 3, 4), {}),
-        ("kernel", (7, 2), (7, None), first),
-        ("compiled", (8, 2, 1), (8, None, 3, 4), {}),
+        ("kernel", (5, 2), (5, None), first), ("compiled", (6, 2, 1), (6, None, 3, 4), {}),
+        ("kernel", (7, 2), (7, None), first), ("compiled", (8, 2, 1), (8, None, 3, 4), {}),
         ("kernel", (9,), (9, None), first),
-    ]
+    ]  # fmt: skip
 
 
 def test_a_plan_keeps_what_stays():
@@ -103,3 +106,50 @@ def test_what_is_not_kept(device, compiles):
     for _ in range(2):
         dispatch.launch(kernel, (1,), device, (), {}, plans)
     assert [how for how, *_ in kernel.launches] == ["kernel", "kernel"] and not plans
+
+
+def references():
+    """Return every reference of a kernel by its name."""
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("vidspec_kernels.")]
+    named = [item for module in modules for item in vars(module).items() if item[0].endswith("_reference")]
+    return {name: value for name, value in named if inspect.isfunction(value)}
+
+
+def arguments_of(function):
+    """Return names, kinds and defaults of what a function takes."""
+    return [(one.name, one.kind, one.default) for one in inspect.signature(function).parameters.values()]
+
+
+def test_a_loop_takes_what_its_reference_takes():
+    """Catches: an argument that only one of the two has, another default, a loop that stands for nothing."""
+    known, twins = references(), dispatch.load_loops()
+    assert len(twins) == 17 and set(twins) <= set(known)
+    for name, loop in twins.items():
+        takes = arguments_of(known[name.removeprefix("bind_")])
+        if name.startswith("bind_") and takes[0][0] == "logits":
+            takes.pop(0)  # they are given when it runs
+        assert arguments_of(loop) == takes, name
+
+
+def test_without_a_folder_for_the_cache(monkeypatch):
+    """Catches: an environment that nobody can write to, in which no server starts."""
+    njit, asked = numba.njit, []
+
+    def without_cache(signature, cache=False, **options):
+        asked.append(cache)
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return njit(signature, **options)
+
+    monkeypatch.setattr(numba, "njit", without_cache)
+    loop = compiled("int64[:]", "int64")(lambda values: values[0] + 1)
+    assert loop(np.array([41])) == 42 and asked == [True, False]
+
+
+def test_without_numba(monkeypatch):
+    """Catches: a reference that is taken for the loop that was asked for; kernels that need numba to be imported."""
+    monkeypatch.setattr(dispatch, "load_loops", dict)
+    reference, cpu = references()["draw_reference"], torch.device("cpu")
+    assert dispatch.on_host("auto", cpu, reference) is reference
+    with pytest.raises(ImportError, match="numba"):
+        dispatch.on_host("numba", cpu, reference)

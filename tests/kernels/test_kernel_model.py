@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vidspec_kernels.dispatch import DeviceLimits
+from vidspec_kernels.limits import DeviceLimits
 
 ROOT = Path(__file__).parents[2]
 DATA, PAGE = ROOT / "docs" / "results" / "kernels-compiled.json", ROOT / "docs" / "kernels.md"

@@ -1,10 +1,14 @@
 """kv_compact: literal moves, kernel and reference against a plain loop, layouts and groups, planted mistakes."""
 
+import functools
+
 import pytest
 import torch
 
 from tests.kernels.impls import branch
-from vidspec_kernels.kv_compact import _BLOCK_MOVES, CacheList, kv_compact
+from tests.kernels.refusals import changes, first_two, int32, long, transposed
+from vidspec_kernels import CacheList, kv_compact
+from vidspec_kernels.kv_compact.api import _BLOCK_MOVES
 
 LAYOUTS = ("NHD", "HND", "transposed keys")
 
@@ -59,12 +63,10 @@ def make_inputs(num_reqs, max_drafts, device, block_size=4, max_blocks=None, see
         path[req_idx, 1 : max(count, 0) + 1] = torch.cat((torch.arange(1, prefix + 1), rest.sort().values))
     starts = ints(0, max_blocks * block_size - max_drafts, num_reqs)
     return {
-        "block_table": table.int().to(device)[:, :max_blocks],
-        "rows": rows.to(device),
-        "starts": torch.tensor(starts, dtype=torch.int32, device=device),
-        "path": path.int().to(device),
+        "block_table": table.int().to(device)[:, :max_blocks], "rows": rows.to(device),
+        "starts": torch.tensor(starts, dtype=torch.int32, device=device), "path": path.int().to(device),
         "num_accepted": torch.tensor(counts, dtype=torch.int32, device=device),
-    }
+    }  # fmt: skip
 
 
 def num_moves(inputs):
@@ -116,7 +118,6 @@ def one_request(device, path, start=0, table=(1, 2, 3, 4)):
     }
 
 
-@pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
 @pytest.mark.parametrize(
     ("path", "start", "after"),
     [
@@ -142,7 +143,6 @@ def test_hand_computed_moves(device, impl, path, start, after):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("max_drafts", [1, 7, 25, 64])
-@pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
 def test_equals_the_loop(device, impl, max_drafts, layout):
     """Catches: strides mixed up, a layer or head left out, batch rows taken for table rows, paths read beyond
     num_accepted, a K beyond one turn of the kernel moved in a wrong order, any other entry touched."""
@@ -151,27 +151,23 @@ def test_equals_the_loop(device, impl, max_drafts, layout):
     check(compact_with(impl), bases, layout, inputs)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.uint8, torch.float64])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
-def test_dtypes(device, impl, layout, dtype):
-    """Catches: a word of the wrong size, values converted on the way (the caches hold every bit pattern)."""
-    inputs = make_inputs(5, 10, device, seed=2)
-    bases = make_bases(device, 1, (num_blocks_of(inputs), 4, 1, 16), layout, dtype)
+SHAPES = [  # blocks and heads of no power of two; words of every size, whose bit patterns survive
+    *((4, 1, 16, layout, dtype) for layout in LAYOUTS
+      for dtype in (torch.bfloat16, torch.float16, torch.uint8, torch.float64)),
+    *((size, 3, head_size, "NHD", torch.bfloat16) for size, head_size in ((1, 8), (3, 5), (16, 80), (48, 1))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("block_size", "num_heads", "head_size", "layout", "dtype"), SHAPES)
+def test_shapes_and_dtypes(device, impl, block_size, num_heads, head_size, layout, dtype):
+    """Catches: a size taken for a power of two, columns past the head written; a word of the wrong size, values
+    converted on the way."""
+    inputs = make_inputs(5, 12, device, block_size=block_size, seed=2)
+    bases = make_bases(device, 1, (num_blocks_of(inputs), block_size, num_heads, head_size), layout, dtype)
     check(compact_with(impl), bases, layout, inputs)
 
 
-@pytest.mark.parametrize(("block_size", "head_size"), [(1, 8), (3, 5), (16, 80), (48, 1)])
-@pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
-def test_awkward_sizes(device, impl, block_size, head_size):
-    """Catches: a block or head size taken for a power of two, columns past the head written."""
-    inputs = make_inputs(4, 20, device, block_size=block_size, seed=3)
-    bases = make_bases(device, 1, (num_blocks_of(inputs), block_size, 3, head_size), dtype=torch.bfloat16)
-    check(compact_with(impl), bases, "NHD", inputs)
-
-
 @pytest.mark.parametrize("first", [2, 3, 30])
-@pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
 def test_longest_overlaps(device, impl, first):
     """Catches: turns of the kernel out of order. 2 -> 1, 3 -> 2, ... 64 -> 63 is four turns, each writing what another
     has read."""
@@ -180,9 +176,9 @@ def test_longest_overlaps(device, impl, first):
     check(compact_with(impl), make_bases(device, 1, (19, 4, 1, 8)), "NHD", inputs)
 
 
-@pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
 def test_what_accept_returns(device, impl):
-    """Catches: a request without rows (num_sampled 0, so -1 accepted) or an identity path beyond the count moved."""
+    """Catches: a request without rows (num_sampled 0, so -1 accepted) or an identity path beyond the count moved; a
+    block id read from the next row of the table (entries 8 and up have no block; 7 -> 6 still moves)."""
     inputs = one_request(device, [0, 2, 4, 3, 4], start=1) | {
         "rows": torch.tensor([1, 0], device=device),
         "starts": torch.tensor([3, 1], dtype=torch.int32, device=device),
@@ -191,9 +187,15 @@ def test_what_accept_returns(device, impl):
         "num_accepted": torch.tensor([-1, 2], dtype=torch.int32, device=device),
     }
     check(compact_with(impl), make_bases(device, 1, (7, 4, 1, 8)), "NHD", inputs)
+    inputs = one_request(device, [0, 2, 3, 4], start=5, table=(1, 2))
+    inputs["block_table"] = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32, device=device)
+    bases = make_bases(device, 1, (5, 4, 1, 8))
+    expected = bases[0].clone()
+    expected[2, 2] = bases[0][2, 3]
+    kv_compact(CacheList([split(bases[0], "NHD")]), **inputs, impl=impl)
+    assert torch.equal(bases[0].view(torch.uint8), expected.view(torch.uint8))
 
 
-@pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
 def test_paths_by_rows_of_their_own(device, impl):
     """Catches: paths or counts read in the requests' order, or by the rows of the block table."""
     inputs = make_inputs(6, 10, device, seed=5)
@@ -209,7 +211,6 @@ def test_paths_by_rows_of_their_own(device, impl):
     check(by_rows, make_bases(device, 2, (num_blocks_of(inputs), 4, 2, 8)), "NHD", inputs)
 
 
-@pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
 def test_nothing_moves(device, impl):
     """Catches: an entry touched where paths are identities; an empty batch or a path of the root alone refused."""
     inputs = make_inputs(3, 6, device)
@@ -223,20 +224,6 @@ def test_nothing_moves(device, impl):
     assert torch.equal(bases[0].view(torch.uint8), before)
 
 
-@pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
-def test_past_the_block_table(device, impl):
-    """Catches: a block id read from the next row of the table (entries 8 and up have no block; 7 -> 6 still moves)."""
-    inputs = one_request(device, [0, 2, 3, 4], start=5, table=(1, 2)) | {
-        "block_table": torch.tensor([[1, 2], [3, 4]], dtype=torch.int32, device=device)
-    }
-    bases = make_bases(device, 1, (5, 4, 1, 8))
-    expected = bases[0].clone()
-    expected[2, 2] = bases[0][2, 3]
-    kv_compact(CacheList([split(bases[0], "NHD")]), **inputs, impl=impl)
-    assert torch.equal(bases[0].view(torch.uint8), expected.view(torch.uint8))
-
-
-@pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
 def test_layers_of_several_shapes(device, branches, impl):
     """Catches: layers of other shapes, strides or dtypes left out or moved with another group's strides; more than one
     launch a group; a cache that two layers share moved twice."""
@@ -269,84 +256,56 @@ def test_caches_live_as_long_as_the_list(device):
     assert [view.data_ptr() for view in group.views] == group.addresses.tolist() and len(group.views) == 4
 
 
-def in_place(order):
+def in_place(order, caches, block_table, rows, starts, path, num_accepted):
     """Entries copied one after the other in the caches themselves, as the order has it."""
+    for view in (view for group in caches.groups for view in group.views):
+        for req_idx, row in enumerate(rows.tolist()):
+            table, start = block_table[row].tolist(), int(starts[req_idx])
+            for j in order(range(1, int(num_accepted[req_idx]) + 1)):
+                source, target = start + int(path[req_idx, j]), start + j
+                view[table[target // 4], target % 4] = view[table[source // 4], source % 4]
 
-    def compact(caches, block_table, rows, starts, path, num_accepted):
-        for view in (view for group in caches.groups for view in group.views):
-            for req_idx, row in enumerate(rows.tolist()):
-                table, start = block_table[row].tolist(), int(starts[req_idx])
-                for j in order(range(1, int(num_accepted[req_idx]) + 1)):
-                    source, target = start + int(path[req_idx, j]), start + j
-                    view[table[target // 4], target % 4] = view[table[source // 4], source % 4]
+
+def half_of(left_out):
+    """Only keys are moved, or only values."""
+
+    def compact(caches, **inputs):
+        views = [group.views for group in caches.groups]  # in turn, or in a group each
+        kept = views[0][1 - left_out :: 2] if len(views) == 1 else views[1 - left_out]
+        kv_compact(CacheList([(view, view) for view in kept]), **inputs)
 
     return compact
 
 
-def test_mutation_descending_order(device):
-    """Mutation: entries moved in place, the deepest first. Seen to fail where a source is a target too; ascending in
-    place passes, which is why the kernel may take turns."""
-    inputs = one_request(device, [0, 2, 3, 5])
-    for order, path in ((list, [0, 2, 3, 5]), (reversed, [0, 2]), (reversed, [0, 4, 5, 6])):
-        check(in_place(order), make_bases(device, 1, (5, 4, 1, 8)), "NHD", one_request(device, path))
-    with pytest.raises(AssertionError):
-        check(in_place(reversed), make_bases(device, 1, (5, 4, 1, 8)), "NHD", inputs)
+def shifted_by(wrong):
+    """The path counted from the entry before or after the root."""
+    return lambda caches, starts, **inputs: kv_compact(caches, starts=starts + wrong, **inputs)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
-@pytest.mark.parametrize("left_out", [0, 1])
-def test_mutation_values_forgotten(device, impl, layout, left_out):
-    """Mutation: only keys are moved (or only values). Seen to fail in every layout."""
-    inputs = one_request(device, [0, 2, 3, 5])
-    bases = make_bases(device, 2, (5, 4, 1, 8), layout)
-    halves = CacheList([(split(base, layout)[1 - left_out],) * 2 for base in bases])
-    with pytest.raises(AssertionError):
-        check(lambda caches, **inputs: kv_compact(halves, **inputs, impl=impl), bases, layout, inputs)
-    check(compact_with(impl), make_bases(device, 2, (5, 4, 1, 8), layout), layout, inputs)
+MUTATIONS = {
+    "the deepest first": functools.partial(in_place, reversed),
+    **{f"half {left_out} forgotten": half_of(left_out) for left_out in (0, 1)},
+    **{f"off by {wrong}": shifted_by(wrong) for wrong in (-1, 1)},
+}
 
 
-@pytest.mark.parametrize("impl", ["triton", "torch", "numba"])
-@pytest.mark.parametrize("wrong", [-1, 1])
-def test_mutation_off_by_one_start(device, impl, wrong):
-    """Mutation: the path counted from the entry before or after the root. Seen to fail both ways."""
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutations(device, name):
+    """Each is seen to fail where a source is a target too; moves in ascending order in place pass, which is why the
+    kernel may take turns."""
     inputs = one_request(device, [0, 2, 3, 5], start=4)
-
-    def shifted(caches, starts, **inputs):
-        kv_compact(caches, starts=starts + wrong, **inputs, impl=impl)
-
-    with pytest.raises(AssertionError):
-        check(shifted, make_bases(device, 1, (5, 4, 1, 8)), "NHD", inputs)
-    check(compact_with(impl), make_bases(device, 1, (5, 4, 1, 8)), "NHD", inputs)
-
-
-@pytest.mark.parametrize("impl", ["auto", "triton", "numba", "torch"])
-def test_dispatch(device, branches, impl):
-    """Catches: a forced branch that silently runs the other, and a wrong automatic choice."""
-    ran = branches("kv_compact")
-    caches = CacheList([split(base, "NHD") for base in make_bases(device, 1, (5, 4, 1, 8))])
-    kv_compact(caches, **one_request(device, [0, 2]), impl=impl)
-    assert ran == [branch(impl, device)]
-    with pytest.raises(ValueError, match="auto, triton, numba or torch"):
-        kv_compact(caches, **one_request(device, [0, 2]), impl="cpu")
+    for layout in LAYOUTS:
+        with pytest.raises(AssertionError):
+            check(MUTATIONS[name], make_bases(device, 1, (5, 4, 1, 8), layout), layout, inputs)
+    for order, path in ((list, [0, 2, 3, 5]), (reversed, [0, 2]), (reversed, [0, 4, 5, 6])):
+        run = functools.partial(in_place, order)
+        check(run, make_bases(device, 1, (5, 4, 1, 8)), "NHD", one_request(device, path))
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("block_table", lambda t: t.long()),
-        ("block_table", lambda t: t.T.contiguous().T),
-        ("block_table", lambda t: t[0]),
-        ("rows", lambda t: t.int()),
-        ("starts", lambda t: t.long()),
-        ("starts", lambda t: t[:2]),
-        ("path", lambda t: t.long()),
-        ("path", lambda t: t.T.contiguous().T),
-        ("path", lambda t: t[:2]),
-        ("num_accepted", lambda t: t.repeat(2)[::2]),
-        ("num_accepted", lambda t: t.repeat(2)),
-    ],
-)
+@pytest.mark.parametrize(("name", "change"), changes(
+    block_table=(long, transposed, lambda t: t[0]), rows=(int32,), starts=(long, first_two),
+    path=(long, transposed, first_two), num_accepted=(lambda t: t.repeat(2)[::2], lambda t: t.repeat(2)),
+))  # fmt: skip
 def test_wrapper_refuses(device, name, change):
     """Catches: a dropped dtype, stride or shape check (the kernel would read through a wrong pointer)."""
     inputs = make_inputs(3, 6, device)
@@ -360,10 +319,8 @@ def test_cache_list_refuses(device):
     """Catches: views that no block table fits."""
     keys, values = split(make_bases(device, 1, (5, 4, 1, 8))[0], "NHD")
     for layers, message in (
-        ([], "layers"),
-        ([(keys, values[0])], "four dimensions"),
-        ([(keys, values), (keys[:, :2], values[:, :2])], "block size"),
-        ([(keys, values.to("meta"))], "device"),
-    ):
+        ([], "layers"), ([(keys, values[0])], "four dimensions"),
+        ([(keys, values), (keys[:, :2], values[:, :2])], "block size"), ([(keys, values.to("meta"))], "device"),
+    ):  # fmt: skip
         with pytest.raises(AssertionError, match=message):
             CacheList(layers)

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.impls import IMPLS_AND_LOOP as IMPLS
-from tests.kernels.impls import by
-from vidspec_kernels.loosen import CHANCE, RELEVANCE, LooseTables, loosen, random_scores
+from tests.kernels.impls import IMPLS_AND_LOOP, by
+from vidspec_kernels import CHANCE, RELEVANCE, LooseTables, loosen, random_scores
+
+IMPLS = IMPLS_AND_LOOP
 
 VOCAB, MAX_REQS, NUM_COLS = 70, 6, 6
 NAN, INF = math.nan, math.inf
@@ -86,7 +87,6 @@ def check(run, inputs, is_predicting):
 @pytest.mark.parametrize("is_predicting", [False, True])
 @pytest.mark.parametrize("is_measured", [False, True])
 @pytest.mark.parametrize("in_trees", [False, True])
-@pytest.mark.parametrize("impl", IMPLS)
 def test_equals_the_loop(device, impl, in_trees, is_measured, is_predicting):
     """Catches: a bit of a neighbouring token or row, the row before taken for a tree's parent, a hash that differs."""
     for seed in range(4):
@@ -95,7 +95,6 @@ def test_equals_the_loop(device, impl, in_trees, is_measured, is_predicting):
     assert [len(part) for part in by(impl, loosen)(**make_inputs(device, in_trees, is_measured, num_reqs=0))] == [0, 0]
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_more_rows_than_a_program_takes(device, impl):
     inputs = make_inputs(device, True, True)
     times = 40

@@ -5,12 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from tests.kernels.impls import branch
+from tests.kernels.refusals import changes, first_two, int32, long, transposed
 from vidspec_kernels import TreePlaces, place_trees
-from vidspec_kernels.place_trees import _BLOCK_TOKENS
+from vidspec_kernels.place_trees.api import _BLOCK_TOKENS
 
 SENTINEL = -(10**6)
-IMPLS = ["triton", "torch", "numba"]
 
 
 def chain_tables(max_rows, num_cols, device):
@@ -41,12 +40,9 @@ def make_inputs(counts, device, num_cols=6, num_axes=3, spare=3, seed=0, out_of_
     return {
         "idx_mapping": torch.randperm(max_rows, generator=generator)[: len(counts)].to(device),
         "query_start_loc": bounds.to(device),
-        "seq_lens": (counts + ints(0, 3000, counts.shape, torch.int32)).to(device),
-        "depths": depths,
-        "ancestors": ancestors,
-        "positions": positions,
-        "out_positions": out if out_of_place else None,
-    }
+        "seq_lens": (counts + ints(0, 3000, counts.shape, torch.int32)).to(device), "depths": depths,
+        "ancestors": ancestors, "positions": positions, "out_positions": out if out_of_place else None,
+    }  # fmt: skip
 
 
 def make_places(max_reqs, num_cols, device):
@@ -97,7 +93,6 @@ def check(inputs, impl, size, max_reqs):
     return got
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_hand_computed(device, impl):
     """Catches: an off-by-one in the prefix or the root, the batch row used for the persistent row, a position that
     counts the node instead of its depth, a chain whose media positions are overwritten, a padding row that keeps the
@@ -113,30 +108,23 @@ def test_hand_computed(device, impl):
         size=3, impl=impl,
     )  # fmt: skip
     assert {name: tensor.tolist() for name, tensor in tensors(places).items()} == {
-        "query_start": [0, 4, 0, SENTINEL],
-        "num_queries": [4, 3, 0, SENTINEL],
-        "prefix_lens": [21, 7, 0, SENTINEL],
+        "query_start": [0, 4, 0, SENTINEL], "num_queries": [4, 3, 0, SENTINEL], "prefix_lens": [21, 7, 0, SENTINEL],
         "roots": [20, 6, 0, SENTINEL],
         "masks": [[0, 0b001, 0b010, 0b101], [0, 0b001, 0b011, 0], [0] * 4, [SENTINEL] * 4],
-    }
+    }  # fmt: skip
     assert positions.tolist() == [[50, 51, 51, 52, 7, 7, 8], [60, 61, 61, 62, 9, 5, 9]]
 
 
 # Full grids, mixed batches, one that is cut, prompts around the kernel's block of tokens.
 BATCHES = {
-    "nothing": [],
-    "grid": [6] * 5,
-    "shorter grid": [4] * 3,
-    "one": [6],
-    "cut": [6, 6, 3, 1],
+    "nothing": [], "grid": [6] * 5, "shorter grid": [4] * 3, "one": [6], "cut": [6, 6, 3, 1],
     "prompts": [6, 7, 40, 1, _BLOCK_TOKENS + 8, _BLOCK_TOKENS + 9],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("num_axes", [1, 3])
 @pytest.mark.parametrize("out_of_place", [False, True])
-@pytest.mark.parametrize("impl", IMPLS)
 def test_equals_the_loop(device, impl, batch, num_axes, out_of_place):
     """Catches: a missing mask, an axis skipped, a tail of a prompt that is not copied, padding written past `size`,
     columns that belong to no request written."""
@@ -148,18 +136,15 @@ def test_equals_the_loop(device, impl, batch, num_axes, out_of_place):
 
 
 @pytest.mark.parametrize("num_cols", [1, 2, 26, 64, 65])
-@pytest.mark.parametrize("impl", IMPLS)
 def test_widths_of_trees(device, impl, num_cols):
     """Catches: a number of nodes taken for a power of two, bit 63 lost."""
     check(make_inputs([num_cols] * 3, device, num_cols=num_cols), impl, size=3, max_reqs=3)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_a_real_grid(device, impl):
     check(make_inputs([26] * 64, device, num_cols=26, seed=5), impl, size=72, max_reqs=256)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_vectors_of_positions(device, impl):
     """Catches: 1-D positions that are written through a copy."""
     inputs = make_inputs([6, 6], device, num_axes=1, spare=0, out_of_place=True)
@@ -170,33 +155,11 @@ def test_vectors_of_positions(device, impl):
     assert torch.equal(got, inputs["out_positions"]) and (got[:, :12] != SENTINEL).all()
 
 
-@pytest.mark.parametrize("impl", ["auto", "triton", "numba", "torch"])
-def test_dispatch(device, branches, impl):
-    """Catches: a forced branch that silently runs the other, and a wrong automatic choice."""
-    ran = branches("place_trees")
-    place_trees(**make_inputs([6], device), places=make_places(1, 6, device), size=1, impl=impl)
-    assert ran == [branch(impl, device)]
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("idx_mapping", lambda t: t.int()),
-        ("query_start_loc", lambda t: t.long()),
-        ("query_start_loc", lambda t: t[:3]),
-        ("seq_lens", lambda t: t[:2]),
-        ("depths", lambda t: t.long()),
-        ("depths", lambda t: t.T.contiguous().T),
-        ("ancestors", lambda t: t[:, :5].contiguous()),
-        ("ancestors", lambda t: t[:4]),
-        ("positions", lambda t: t.int()),
-        ("positions", lambda t: t.T.contiguous().T),
-        ("out_positions", lambda t: t[:2]),
-        ("out_positions", lambda t: t[:, :10]),
-        ("size", lambda size: 2),
-        ("size", lambda size: 5),
-    ],
-)
+@pytest.mark.parametrize(("name", "change"), changes(
+    idx_mapping=(int32,), query_start_loc=(long, lambda t: t[:3]), seq_lens=(first_two,), depths=(long, transposed),
+    ancestors=(lambda t: t[:, :5].contiguous(), lambda t: t[:4]), positions=(int32, transposed),
+    out_positions=(first_two, lambda t: t[:, :10]), size=(lambda size: 2, lambda size: 5),
+))  # fmt: skip
 def test_wrapper_refuses(device, name, change):
     """Catches: a dropped dtype, stride or length check (the kernel would write through a wrong pointer)."""
     arguments = make_inputs([6, 2, 6], device, out_of_place=True) | {"places": make_places(4, 6, device), "size": 3}

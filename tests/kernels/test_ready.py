@@ -5,11 +5,10 @@ import torch
 
 from tests.kernels.sampling_case import SamplingCase, toy
 from tests.kernels.step_case import BLOCK_SIZE, MAX_POSITION
-from tests.kernels.test_next_level import LevelCase
-from tests.kernels.test_tree_grow import buffers_for, start, table
-from vidspec_kernels import candidates, draw, next_level
+from tests.kernels.test_draft_step import LevelCase
+from tests.kernels.test_draft_tree_grow import buffers_for, start, table
+from vidspec_kernels import candidates, draw, next_level, tree_grow
 from vidspec_kernels.dispatch import remember
-from vidspec_kernels.tree_grow import tree_grow
 
 
 def of_candidates(device):

@@ -7,7 +7,6 @@ import torch
 
 from tests.kernels.attention_case import (
     BLOCK,
-    IMPLS,
     INF,
     LIMITS,
     MIXED,
@@ -19,11 +18,14 @@ from tests.kernels.attention_case import (
     external_prefix,
     make_scratch,
     module,
-    reference,
     requests_of,
     run,
 )  # fmt: skip
+from tests.kernels.refusals import changes, double, half, int32, long, shorter, transposed
 from vidspec_kernels import tree_attention
+from vidspec_kernels.tree_attention import reference, tiles
+
+IMPLS = ["triton", "torch"]
 
 
 @pytest.fixture
@@ -35,7 +37,6 @@ def small_shares(monkeypatch):
 # ---- literal facts -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_equal_keys_by_hand(device, impl):
     """Equal keys: a row's output is the plain mean of the values it attends to, its LSE log(count) + logit.
 
@@ -56,7 +57,6 @@ def test_equal_keys_by_hand(device, impl):
     assert (out[start - 1] == SENTINEL).all() and (out[start + 4] == SENTINEL).all()
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("min_units", [1, 10**6])
 def test_nothing_to_attend_to(device, impl, min_units, monkeypatch):
     """Prefix 0 and mask 0: zeros and -inf, beside a request whose prefix has parts, or whose item has one program."""
@@ -72,74 +72,45 @@ def test_nothing_to_attend_to(device, impl, min_units, monkeypatch):
 # ---- sizes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("prefix_len", [0, 1, 15, 16, 17, BLOCK - 1, BLOCK, BLOCK + 1])
-@pytest.mark.parametrize("poison", [7.0, NAN])
-def test_sizes_of_the_prefix(device, impl, prefix_len, poison):
-    """Catches: a missing tail mask, a lost or doubled entry at a block's or a tile's end, an empty prefix's NaN."""
-    assert module.tile_shape(6, 32, True, True, LIMITS).block_keys == BLOCK
-    check(Case(device, requests_of((3, prefix_len), (2, 5)), poison=poison), impl)
+ALL_BITS = [1 << j for j in range(64)] + [2**64 - 1]
+LEVEL = [0b1, 0b10011, 0b1000000100010001, 1 << 63 | 0b101]
+SIZES = {
+    # A missing tail mask, a lost or doubled entry at a block's or a tile's end, an empty prefix's NaN.
+    **{f"prefix {n}, poison {poison}": dict(requests=requests_of((3, n), (2, 5)), poison=poison)
+       for n in (0, 1, 15, 16, 17, BLOCK - 1, BLOCK, BLOCK + 1) for poison in (7.0, NAN)},
+    # A missing row mask, a wrong number of row tiles (16 rows of 2 heads), bit 63 taken for a sign.
+    **{f"{n} rows": dict(requests=requests_of((n, 20), (1, 3))) for n in (0, 1, 2, 7, 8, 9, 65)},
+    # One row for each bit alone, and one for all: bit 63 is the sign, and its shift brings in ones.
+    **{f"every bit behind {n}": dict(requests=[Request(n, ALL_BITS)], num_heads=2, num_kv_heads=1) for n in (0, 30)},
+    # One row a request, which attends to its ancestors of earlier levels.
+    "a draft level": dict(requests=[Request(10 + 16 * i, [word]) for i, word in enumerate(LEVEL)]),
+    # Ragged rows and prefixes in one call, a request without rows among them, a bound larger than needed.
+    "ragged": dict(requests=requests_of(*MIXED, (17, 130))),
+    "ragged, a loose bound": dict(requests=requests_of(*MIXED), spare_queries=2, poison=NAN),
+    # GQA groups of 1, 2, 3 and 7 on both engines' strides.
+    **{f"groups_{heads}_{kv}_{layout}": dict(
+        requests=requests_of((5, 37), (2, 9)), num_heads=heads, num_kv_heads=kv, layout=layout)
+       for heads, kv in ((2, 2), (4, 2), (6, 2), (14, 2), (7, 1)) for layout in ("flash", "cpu")},
+    # A padded head read past its end; a block size taken for a power of two or for a tile's divisor.
+    **{f"d{dim} blocks of {size} {layout}": dict(
+        requests=requests_of((4, 40), (3, 130)), head_size=dim, block_size=size, layout=layout)
+       for dim, size in ((32, 128), (64, 16), (64, 24), (80, 16), (128, 128), (256, 1)) for layout in ("flash", "cpu")},
+    # Softmax, sums or partial results in the inputs' dtype. Seen to fail: partial results rounded to bfloat16.
+    **{f"dtypes_{dtype}": dict(requests=requests_of((5, 300), (17, 33)), head_size=64, dtype=dtype, layout=layout)
+       for dtype, layout in ((torch.float16, "cpu"), (torch.bfloat16, "flash"))},
+    # Entries past the table count as masked: nodes, and even the prefix's end.
+    **{f"table of {n}": dict(requests=requests_of((9, 40), (5, 14), (4, 16)), max_blocks=n, poison=NAN)
+       for n in (1, 2, 3, 4)},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 7, 8, 9, 65])
-def test_numbers_of_rows(device, impl, num_rows):
-    """Catches: a missing row mask, a wrong number of row tiles (16 rows of 2 heads), bit 63 taken for a sign."""
-    assert module._MAX_BLOCK_ROWS_WIDE == 16
-    check(Case(device, requests_of((num_rows, 20), (1, 3))), impl)
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes(device, impl, name, small_shares):
+    """What each of these catches is said beside it."""
+    assert tiles.tile_shape(6, 32, True, True, LIMITS).block_keys == BLOCK and tiles._MAX_BLOCK_ROWS_WIDE == 16
+    check(Case(device, **SIZES[name]), impl)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("prefix_len", [0, 30])
-def test_every_bit(device, impl, prefix_len):
-    """64 nodes, one row for each bit alone, and one for all: bit 63 is the sign, and its shift brings in ones."""
-    words = [1 << j for j in range(64)] + [2**64 - 1]
-    case = Case(device, [Request(prefix_len, words)], num_heads=2, num_kv_heads=1)
-    check(case, impl)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_one_query_that_sees_several_nodes(device, impl):
-    """A draft level: one row a request, which attends to its ancestors of earlier levels; one with bit 63."""
-    words = [0b1, 0b10011, 0b1000000100010001, 1 << 63 | 0b101]
-    check(Case(device, [Request(10 + 16 * i, [word]) for i, word in enumerate(words)]), impl)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_requests_of_different_shapes(device, impl, small_shares):
-    """Ragged rows and prefixes in one call, a request without rows among them, a bound larger than needed."""
-    check(Case(device, requests_of(*MIXED, (17, 130))), impl)
-    check(Case(device, requests_of(*MIXED), spare_queries=2, poison=NAN), impl)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 2), (6, 2), (14, 2), (7, 1)])
-@pytest.mark.parametrize("layout", ["flash", "cpu"])
-def test_groups_and_layouts(device, impl, num_heads, num_kv_heads, layout):
-    """GQA groups of 1, 2, 3 and 7 on both engines' strides."""
-    check(Case(device, requests_of((5, 37), (2, 9)), num_heads, num_kv_heads, layout=layout), impl)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(("head_size", "block_size"), [(32, 128), (64, 16), (64, 24), (80, 16), (128, 128), (256, 1)])
-@pytest.mark.parametrize("layout", ["flash", "cpu"])
-def test_head_and_block_sizes(device, impl, head_size, block_size, layout):
-    """Catches: a padded head read past its end; a block size taken for a power of two or for a tile's divisor."""
-    case = Case(device, requests_of((4, 40), (3, 130)), head_size=head_size, block_size=block_size, layout=layout)
-    check(case, impl)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(("dtype", "layout"), [(torch.float16, "cpu"), (torch.bfloat16, "flash")])
-def test_half_precision(device, impl, dtype, layout, small_shares):
-    """Catches: softmax, sums or partial results in the inputs' dtype.
-
-    Seen to fail: partial results rounded to bfloat16.
-    """
-    check(Case(device, requests_of((5, 300), (17, 33)), head_size=64, dtype=dtype, layout=layout), impl)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
 def test_mixed_dtypes(device, impl):
     """A float16 cache under float32 queries: nothing is rounded to float16 on the way."""
     case = Case(device, requests_of((5, 37), (2, 9)), dtype=torch.float16)
@@ -147,7 +118,6 @@ def test_mixed_dtypes(device, impl):
     check(case, impl)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("num_sms", [1, 2, 5, 12])
 def test_shares(device, impl, num_sms, monkeypatch):
     """Items in one program or up to 20, whose parts one program merges or several do before it.
@@ -160,7 +130,6 @@ def test_shares(device, impl, num_sms, monkeypatch):
     check(case, impl, scratch=make_scratch(32, device, num_sms))
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_strips_of_the_reference(device, impl, monkeypatch):
     """Requests in strips of one and two.
 
@@ -174,7 +143,6 @@ def test_strips_of_the_reference(device, impl, monkeypatch):
 # ---- strides, what may not be used ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_non_contiguous_tensors(device, impl):
     """Queries and outputs as slices of a fused projection, heads in reverse memory order; LSE transposed; masks cut."""
     case = Case(device, requests_of(*MIXED))
@@ -197,7 +165,6 @@ def test_non_contiguous_tensors(device, impl):
         assert (wide[:, -1] == SENTINEL).all() and (wide[:, :, -8:] == SENTINEL).all()
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(
     ("poison", "layout"), [(NAN, "flash"), (NAN, "cpu"), (INF, "flash"), (-INF, "flash"), (3e38, "flash"), (7.0, "cpu")]
 )
@@ -215,7 +182,6 @@ def test_garbage_does_not_leak(device, impl, poison, layout):
         torch.testing.assert_close(run(case, impl), run(clean, impl), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_garbage_in_rows_beyond_a_requests_own(device, impl):
     """Queries of foreign rows are NaN and their masks arbitrary: neither is used, and no foreign row is written."""
     case = Case(device, requests_of(*MIXED), spare_queries=3)
@@ -228,14 +194,6 @@ def test_garbage_in_rows_beyond_a_requests_own(device, impl):
     assert (out[~mine.to(device)] == SENTINEL).all() and (lse[:, ~mine.to(device)] == SENTINEL).all()
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("max_blocks", [1, 2, 3, 4])
-def test_table_too_short(device, impl, max_blocks):
-    """Entries past the table count as masked: nodes, and even the prefix's end."""
-    check(Case(device, requests_of((9, 40), (5, 14), (4, 16)), max_blocks=max_blocks, poison=NAN), impl)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("unused_block", [-1, 10**8])
 def test_garbage_in_the_table(device, impl, unused_block):
     """Columns that hold no entry attended to may hold anything: kernel and reference look nothing up there."""
@@ -245,7 +203,6 @@ def test_garbage_in_the_table(device, impl, unused_block):
     check(case, impl, prefix=external_prefix(case))
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_large_logits(device, impl, small_shares):
     """Catches: exp without the row's maximum, in a tile or in the merge (logits of 1e4)."""
     case = Case(device, requests_of((3, 200), (2, 5)))
@@ -260,14 +217,6 @@ def test_large_logits(device, impl, small_shares):
 # ---- determinism, dispatch, checks ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_equal_bits_twice(device, impl, small_shares):
-    """Catches: atomic adds, or an order of summation that depends on anything but the inputs."""
-    case = Case(device, requests_of((9, 300), (3, 70)))
-    assert all(torch.equal(a, b) for a, b in zip(run(case, impl), run(case, impl), strict=True))
-
-
-@pytest.mark.parametrize("impl", IMPLS)
 def test_nothing_to_do(device, impl):
     """No requests, no rows, no tokens, a bound of 0: nothing changes, nothing fails; `lse` may be left out."""
     case = Case(device, [Request(20, []), Request(3, [])])
@@ -279,46 +228,14 @@ def test_nothing_to_do(device, impl):
     assert torch.equal(run(case, impl, lse=None)[0], run(case, impl)[0])
 
 
-@pytest.mark.parametrize("impl", ["auto", "triton", "torch"])
-def test_dispatch(device, branches, impl):
-    """Catches: a forced branch that silently runs the other, and a wrong automatic choice."""
-    ran = branches("tree_attention")
-    run(Case(device, requests_of((3, 5))), impl)
-    automatic = "triton" if device.type == "cuda" else "torch"
-    assert ran == [automatic if impl == "auto" else impl]
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("query", lambda t: t.double()),
-        ("query", lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)),
-        ("key_cache", lambda t: t.double()),
-        ("key_cache", lambda t: t[..., :8]),
-        ("key_cache", lambda t: t[:, :, [0, 1, 1]]),
-        ("value_cache", lambda t: t.half()),
-        ("value_cache", lambda t: t[:, :8]),
-        ("block_table", lambda t: t.long()),
-        ("block_table", lambda t: t.T.contiguous().T),
-        ("rows", lambda t: t.int()),
-        ("query_start", lambda t: t.long()),
-        ("query_start", lambda t: t[:-1]),
-        ("num_queries", lambda t: t[:-1]),
-        ("prefix_lens", lambda t: t.long()),
-        ("masks", lambda t: t.int()),
-        ("masks", lambda t: t[:-1]),
-        ("masks", lambda t: t[:, :2]),
-        ("masks", lambda t: t.T.contiguous().T),
-        ("max_queries", lambda _: -1),
-        ("scratch", lambda s: make_scratch(s.head_size // 2, s.part_out.device)),
-        ("out", lambda t: t.half()),
-        ("out", lambda t: t[:-1]),
-        ("lse", lambda t: t.double()),
-        ("lse", lambda t: t.T),
-        ("prefix", lambda t: (t[0].half(), t[1])),
-        ("prefix", lambda t: (t[0], t[1].T)),
-    ],
-)
+@pytest.mark.parametrize(("name", "change"), changes(
+    query=(double, lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)),
+    key_cache=(double, lambda t: t[..., :8], lambda t: t[:, :, [0, 1, 1]]), value_cache=(half, lambda t: t[:, :8]),
+    block_table=(long, transposed), rows=(int32,), query_start=(long, shorter), num_queries=(shorter,),
+    prefix_lens=(long,), masks=(int32, shorter, lambda t: t[:, :2], transposed), max_queries=(lambda _: -1,),
+    scratch=(lambda s: make_scratch(s.head_size // 2, s.part_out.device),), out=(half, shorter),
+    lse=(double, lambda t: t.T), prefix=(lambda t: (t[0].half(), t[1]), lambda t: (t[0], t[1].T)),
+))  # fmt: skip
 def test_wrapper_refuses(device, name, change):
     """Catches: a dropped dtype, stride or shape check (the kernel would read through a wrong pointer)."""
     case = Case(device, requests_of((3, 5), (4, 3)))

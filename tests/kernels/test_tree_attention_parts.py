@@ -1,13 +1,17 @@
-"""tree_attention: a prefix that something else has computed, and planted mistakes in its source."""
+"""tree_attention: equal shares of the work, an external prefix, the memory of calls, planted mistakes in its source."""
 
+import importlib
 import importlib.util
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import kernel_model_tree_attention as model
 from tests.kernels.attention_case import (
-    IMPLS,
+    BLOCK,
+    LIMITS,
     MIXED,
     NAN,
     SENTINEL,
@@ -15,16 +19,20 @@ from tests.kernels.attention_case import (
     Case,
     check,
     external_prefix,
+    make_scratch,
     module,
-    reference,
     requests_of,
     run,
 )  # fmt: skip
+from vidspec_kernels.tree_attention import reference, tiles
+from vidspec_kernels.tree_attention import triton as kernel_file
+
+IMPLS = ["triton", "torch"]
+
 
 # ---- a prefix that something else has computed ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
 @pytest.mark.parametrize("block_size", [16, 128])
 def test_external_prefix(device, impl, dtype, block_size):
@@ -40,7 +48,6 @@ def test_external_prefix(device, impl, dtype, block_size):
     check(case, impl, prefix=prefix)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_external_prefix_in_place(device, impl):
     """The prefix's output and LSE may be the outputs themselves: each row is read and written by one program."""
     case = Case(device, requests_of((65, 37), (3, 20)), num_heads=2, num_kv_heads=1)
@@ -52,20 +59,13 @@ def test_external_prefix_in_place(device, impl):
     assert torch.equal(out[written], expected[written]) and torch.equal(lse[:, written], expected_lse[:, written])
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_external_prefix_of_any_strides(device, impl):
-    """A transposed LSE and a sliced output give what dense ones give."""
-    case = Case(device, requests_of(*MIXED))
-    out, lse = external_prefix(case)
-    fused = torch.full((out.shape[0], out.shape[1] + 2, out.shape[2] + 5), NAN, device=device)
-    fused[:, 1:-1, 2:-3] = out
-    check(case, impl, prefix=(fused[:, 1:-1, 2:-3], lse.T.contiguous().T))
-
-
-@pytest.mark.parametrize("impl", IMPLS)
 def test_parts_add_up(device, impl):
     """The prefix alone, given as external prefix to a call for the nodes alone, makes the whole."""
     case = Case(device, requests_of((5, 37), (3, 20)))
+    out, lse = external_prefix(case)  # a sliced output and a transposed LSE
+    fused = torch.full((out.shape[0], out.shape[1] + 2, out.shape[2] + 5), NAN, device=device)
+    fused[:, 1:-1, 2:-3] = out
+    check(case, impl, prefix=(fused[:, 1:-1, 2:-3], lse.T.contiguous().T))
     prefix = run(case, impl, masks=torch.zeros_like(case.words))
     check(case, impl, prefix=prefix)
     torch.testing.assert_close(run(case, impl, prefix=prefix), run(case, impl), rtol=1e-5, atol=1e-5)
@@ -76,7 +76,7 @@ def test_parts_add_up(device, impl):
 
 def mutant(tmp_path, monkeypatch, impl, edits):
     """Return `tree_attention` with some text of the kernel's or the reference's module replaced, every occurrence."""
-    source = Path((module if impl == "triton" else reference).__file__).read_text()
+    source = Path((kernel_file if impl == "triton" else reference).__file__).read_text()
     for old, new in edits:
         assert old in source, f"the mutation no longer applies: {old}"
         source = source.replace(old, new)
@@ -85,11 +85,10 @@ def mutant(tmp_path, monkeypatch, impl, edits):
     spec = importlib.util.spec_from_file_location(path.stem, path)
     changed = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(changed)
-    if impl == "torch":
-        monkeypatch.setattr(module, "tree_attention_reference", changed.tree_attention_reference)
-        return module.tree_attention
-    changed.MIN_UNITS = 1
-    return changed.tree_attention
+    name = "_tree_attention_kernel" if impl == "triton" else "tree_attention_reference"
+    monkeypatch.setattr(module, name, getattr(changed, name))
+    monkeypatch.setattr(module, "MIN_UNITS", 1)
+    return module.tree_attention
 
 
 MUTATIONS = {
@@ -127,7 +126,6 @@ MUTATIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_mutations_are_caught(device, impl, mutation, tmp_path, monkeypatch):
     """`check`, which every test above rests on, fails for each of these changes of kernel and reference, and only then.
@@ -148,3 +146,168 @@ def test_mutations_are_caught(device, impl, mutation, tmp_path, monkeypatch):
     for changes in merges if "LSE" in mutation else [{}]:
         with pytest.raises(AssertionError, match="Tensor-likes are not close"):
             check(case, impl, attention, **changes)
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Count the tiles that each program of an interpreted launch takes."""
+    if torch.cuda.is_available():
+        pytest.skip("counts are the interpreter's")
+    counts: Counter[int] = Counter()
+    attend, builder = (
+        kernel_file._attend_tile,
+        importlib.import_module("triton.runtime.interpreter").interpreter_builder,
+    )
+
+    def counted(*args):
+        counts[builder.grid_idx[0]] += 1
+        return attend(*args)
+
+    monkeypatch.setattr(kernel_file, "_attend_tile", counted)
+    return counts
+
+
+def shares_of(case, num_sms):
+    """Return what each program does of a case that float32 makes: two programs on each of so many multiprocessors."""
+    group = case.query.shape[1] // case.keys.shape[2]
+    tile = tiles.tile_shape(case.max_queries * group, case.query.shape[2], True, True, LIMITS)
+    num_row_tiles = -(-case.max_queries * group // tile.block_rows)
+    lens = [request.prefix_len for request in case.requests]
+    return model.shares(case.counts, lens, group, case.keys.shape[2], tile, num_row_tiles, 2 * num_sms)
+
+
+RAGGED = {
+    "one long among many": [(2, 40 * BLOCK)] + 31 * [(2, 30)],
+    "one tree among chains": [(40, 100)] + 7 * [(1, 300)],
+    "padding between": [(0, 900), (3, 200), (0, 0), (0, 50), (3, 700), (0, 5)],
+    "less work than programs": [(1, 10), (2, 0)],
+}
+
+
+@pytest.mark.parametrize("name", RAGGED)
+@pytest.mark.parametrize("num_sms", [1, 4, 7])
+def test_programs_take_their_shares(device, taken, name, num_sms):
+    """The interpreted kernel takes the tiles that the model says, program by program; the result is right.
+
+    Catches: a model of another kernel; a share that is lost or done twice; work that stays with one program.
+    """
+    case = Case(device, requests_of(*RAGGED[name]), num_heads=2, num_kv_heads=1)
+    check(case, "triton", scratch=make_scratch(32, device, num_sms))
+    expected = Counter()
+    for program, pieces in enumerate(shares_of(case, num_sms)):
+        for piece in pieces:
+            is_last = piece.end == piece.num_units
+            expected[program] += piece.end - piece.begin - is_last
+            if is_last:  # of the words of the row tile's rows, those that hold a node
+                high = any(word >> 32 for word in words_of(case, piece))
+                expected[program] += 2 if high else 1
+    assert taken == expected
+
+
+def words_of(case, piece):
+    """Return the mask words of a row tile: 16 rows, of 2 heads each."""
+    return case.requests[piece.req_idx].words[8 * piece.row_tile : 8 * piece.row_tile + 8]
+
+
+@pytest.mark.parametrize("num_queries", [1, 9, 26, 65])
+def test_a_long_request_is_spread_over_the_whole_gpu(num_queries):
+    """One request of 100k entries among 31 of 1k, 28 heads on 4: no program has more than a unit above the mean."""
+    tile = tiles.tile_shape(7 * num_queries, 128, False, True, LIMITS)
+    num_row_tiles = -(-7 * num_queries // tile.block_rows)
+    grid = tile.programs_per_sm * LIMITS.num_sms
+    found = model.shares(32 * [num_queries], [100_000] + 31 * [1_000], 7, 4, tile, num_row_tiles, grid)
+    units = [sum(piece.end - piece.begin for piece in pieces) for pieces in found]
+    assert grid - num_row_tiles < len(units) <= grid
+    assert sum(units) == 4 * num_row_tiles * (1564 + 31 * 17) and max(units) - min(units) <= 1
+    of_the_long = [pieces for pieces in found if any(piece.req_idx == 0 for piece in pieces)]
+    assert len(of_the_long) > 0.7 * len(found)
+
+
+@pytest.mark.parametrize("num_row_tiles", [1, 2, 3, 4, 5])
+def test_row_tiles_of_a_key_are_read_together(num_row_tiles):
+    """Where all requests have as many rows, the programs of their row tiles are at the same keys at the same time.
+
+    Catches: programs that are no multiple of the row tiles; ends of shares that are rounded up.
+    """
+    tile = tiles.TileShape(128, 64, 32, 5, 8, 1)
+    lens = [25_000, 1_000, 7_777, 3, 0]
+    found = model.shares(5 * [128 * num_row_tiles], lens, 1, 3, tile, num_row_tiles, 132)
+    per_row_tile = len(found) // num_row_tiles
+    assert per_row_tile * num_row_tiles == len(found)
+    for i, pieces in enumerate(found[:per_row_tile]):
+        for row_tile in range(1, num_row_tiles):
+            others = found[i + row_tile * per_row_tile]
+            assert [(p.req_idx, p.kv_head, p.begin, p.end) for p in pieces] == [
+                (p.req_idx, p.kv_head, p.begin, p.end) for p in others
+            ]
+
+
+# ---- parts, and the memory of several calls --------------------------------------------------------------------------
+
+
+def test_padding_changes_no_bit(device, monkeypatch):
+    """Requests without rows, before, between and behind, leave the others' bits alone, whatever their tables hold."""
+    monkeypatch.setattr(module, "MIN_UNITS", 1)
+    case = Case(device, requests_of((5, 300), (3, 70)))
+    out, lse = run(case, "triton")
+    arguments, picked = case.arguments(), torch.tensor([0, 0, 1, 1, 1], device=device)
+    is_padding = torch.tensor([True, False, True, False, True], device=device)
+    padded = {name: arguments[name][picked] for name in ("rows", "query_start", "num_queries", "prefix_lens", "masks")}
+    padded["num_queries"] = padded["num_queries"].masked_fill(is_padding, 0)
+    padded["prefix_lens"] = padded["prefix_lens"].masked_fill(is_padding, 10**6)
+    for impl in ("triton", "torch"):
+        check(case, impl, **padded)
+    again, again_lse = run(case, "triton", **padded)
+    assert torch.equal(again, out) and torch.equal(again_lse, lse)
+
+
+def test_calls_share_their_scratch(device, monkeypatch):
+    """Calls of different sizes, one after the other on the same memory: each is right, and as it is alone.
+
+    Catches: an arrival that is left for the next call; a part of an earlier call taken for one of this.
+    """
+    monkeypatch.setattr(module, "MIN_UNITS", 1)
+    scratch = make_scratch(64, device, num_sms=5)
+    cases = [
+        Case(device, requests_of((3, 200), (2, 65)), num_heads=2, num_kv_heads=1),
+        Case(device, requests_of((9, 20), (1, 300), (1, 0)), num_heads=2, num_kv_heads=1, head_size=64),
+        Case(device, requests_of((1, 600)), num_heads=2, num_kv_heads=1),
+    ]
+    for case in cases:
+        check(case, "triton", scratch=scratch)
+    alone = make_scratch(64, device, num_sms=5)
+    for case in cases[:2]:
+        assert torch.equal(run(case, "triton", scratch=scratch)[0], run(case, "triton", scratch=alone)[0])
+
+
+def test_scratch_is_bounded(device):
+    """Two tiles of 64 rows of two programs, or of 128 of one, for each multiprocessor: 17 MB for an H100's.
+
+    Catches: memory that grows with requests, rows or contexts; a tile that has no room there.
+    """
+    scratch = make_scratch(128, device, num_sms=132)
+    num_bytes = sum(memory.nbytes for memory in (scratch.part_out, scratch.part_lse, scratch.arrivals))
+    assert num_bytes == 132 * 4 * (256 * 128 + 256 + 8)
+    for num_rows in (1, 7, 63, 64, 65, 455, 10_000):
+        for head_size, widen in ((32, False), (80, False), (128, False), (256, False), (128, True)):
+            tile = tiles.tile_shape(num_rows, head_size, widen, True, LIMITS)
+            assert 2 * tile.programs_per_sm * tile.block_rows <= 256, tile
+
+
+def test_the_launch_does_not_hang_on_lengths(device, monkeypatch):
+    """The same grid and the same numbers for any lengths, as a captured launch has; the result follows the lengths."""
+    launches = []
+    kernel = module._tree_attention_kernel
+
+    class Watched:
+        def __getitem__(self, grid):
+            def launch(*args, **kwargs):
+                launches.append((grid, [arg for arg in args if not isinstance(arg, torch.Tensor)], kwargs))
+                kernel[grid](*args, **kwargs)
+
+            return launch
+
+    monkeypatch.setattr(module, "_tree_attention_kernel", Watched())
+    for shapes in ([(3, 5), (2, 700)], [(3, 400), (2, 0)]):
+        check(Case(device, requests_of(*shapes), max_blocks=64, poison=NAN), "triton")
+    assert len(launches) == 2 and launches[0] == launches[1]

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from vidspec_kernels.uv_scores import _CHUNK_ROWS, uv_scores_reference, uv_text_sum, uv_video_scores
+from vidspec_kernels.uv_scores.api import _CHUNK_ROWS, uv_scores_reference, uv_text_sum, uv_video_scores
 
 
 def make_states(num_layers, num_video, num_text, size, seed=0, dtype=torch.float64):

@@ -7,12 +7,11 @@ import time
 import numpy as np
 import pytest
 import torch
-from impls import branch
 
-from vidspec_kernels import NO_STREAM, NUM_HEADERS, NUM_TOLD, STALE, take_windows, text_tails
+from tests.kernels.refusals import changes, first_two, int32, long, transposed
+from vidspec_kernels import NO_STREAM, NUM_HEADERS, STALE, WINDOW_INFO_SIZE, copy_committed_suffix, gather_draft_windows
 
 MAX_REQS, MAX_LEN, NUM_DRAFTS = 16, 300, 5
-IMPLS = ["triton", "numba", "torch"]
 
 
 def make_inputs(num_reqs, ring, device, seed=0):
@@ -47,7 +46,7 @@ def make_inputs(num_reqs, ring, device, seed=0):
 def outputs(num_reqs, device, num_drafts=NUM_DRAFTS):
     """What is written, full of what must not stay."""
     tokens = torch.full((num_reqs, num_drafts), -7, device=device)
-    return tokens, torch.full((num_reqs, NUM_TOLD), -7, dtype=torch.int32, device=device)
+    return tokens, torch.full((num_reqs, WINDOW_INFO_SIZE), -7, dtype=torch.int32, device=device)
 
 
 def window(stream, asked, length, text, ring):
@@ -63,7 +62,6 @@ def window(stream, asked, length, text, ring):
     return [said[position % ring] for position in range(length, min(end, length + asked[1]))], 0
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("ring", [1, 2, 16, 64])
 @pytest.mark.parametrize("num_reqs", [1, 9, MAX_REQS])
 def test_equals_the_loop(device, impl, num_reqs, ring):
@@ -74,7 +72,7 @@ def test_equals_the_loop(device, impl, num_reqs, ring):
     for seed in range(6):
         streams, asked, rows, num_tokens, text = make_inputs(num_reqs, ring, device, seed)
         tokens, told = outputs(num_reqs, device)
-        take_windows(streams, asked, rows, num_tokens, text, tokens, told, impl=impl)
+        gather_draft_windows(streams, asked, rows, num_tokens, text, tokens, told, impl=impl)
         for i, row in enumerate(rows.tolist()):
             of_row = (streams[row].tolist(), asked[i].tolist(), int(num_tokens[row]), text[row].tolist())
             expected, what = window(*of_row, ring)
@@ -85,7 +83,6 @@ def test_equals_the_loop(device, impl, num_reqs, ring):
     assert num_reqs < 9 or found == cases, "a case that never came"
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_by_hand(device, impl):
     """Text 10 11 12 13; a stream checked up to 2 that says 12 13 14 15, one that says 12 99 14 15.
 
@@ -98,7 +95,9 @@ def test_by_hand(device, impl):
     streams = torch.tensor([agrees, [0] * 8, differs], dtype=torch.int32, device=device)
     asked = torch.tensor([[8, 3], [7, 3], [7, 3]], dtype=torch.int32, device=device)
     tokens, told = outputs(3, device, num_drafts=3)
-    take_windows(streams, asked, torch.tensor([2, 0, 1], device=device), num_tokens, text, tokens, told, impl=impl)
+    gather_draft_windows(
+        streams, asked, torch.tensor([2, 0, 1], device=device), num_tokens, text, tokens, told, impl=impl
+    )
     assert tokens.tolist() == [[0, 0, 0], [14, 15, 0], [0, 0, 0]]
     assert told.tolist() == [[0, STALE], [2, 0], [0, NO_STREAM]]
 
@@ -140,7 +139,7 @@ def test_a_stream_that_is_cut_meanwhile_gives_no_window(impl, tmp_path):
             tokens, told = outputs(1, torch.device("cpu"), num_drafts=60_000)
             deadline = time.monotonic() + 20
             while not found >= {(False, STALE), (True, 0)} and time.monotonic() < deadline:
-                take_windows(streams, asked, rows, num_tokens, text, tokens, told, impl=impl)
+                gather_draft_windows(streams, asked, rows, num_tokens, text, tokens, told, impl=impl)
                 count, what = told[0].tolist()
                 assert tokens[0].tolist() == [count] * count + [0] * (60_000 - count), "a window of two writings"
                 found.add((count > 0, what))
@@ -149,66 +148,41 @@ def test_a_stream_that_is_cut_meanwhile_gives_no_window(impl, tmp_path):
             writer.kill()
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("num_reqs", [1, 9])
 def test_tails_equal_the_loop(device, impl, num_reqs):
     """Catches: an end off by one; a text shorter than its tail, read in front of its row."""
     *_, rows, num_tokens, text = make_inputs(num_reqs, 16, device)
     num_tokens[rows[0]] = 3
     out = torch.full((num_reqs, 2 + NUM_DRAFTS), -7, dtype=torch.int32, device=device)
-    text_tails(rows, num_tokens, text, out, impl=impl)
+    copy_committed_suffix(rows, num_tokens, text, out, impl=impl)
     for i, row in enumerate(rows.tolist()):
         length = int(num_tokens[row])
         cols = [max(col, 0) for col in range(length - 1 - NUM_DRAFTS, length)]
         assert out[i].tolist() == [length, *(int(text[row, col]) for col in cols)]
 
 
-@pytest.mark.parametrize("impl", ["auto", "triton", "numba", "torch"])
-@pytest.mark.parametrize("name", ["take_windows", "text_tails"])
-def test_dispatch(device, branches, impl, name):
-    """Catches: a forced branch that silently runs the other, and a wrong automatic choice."""
-    ran = branches("windows", [f"_{name}_kernel"], f"{name}_reference")
-    streams, asked, rows, num_tokens, text = make_inputs(2, 16, device)
-    if name == "take_windows":
-        take_windows(streams, asked, rows, num_tokens, text, *outputs(2, device), impl=impl)
-    else:
-        out = torch.zeros(2, 3, dtype=torch.int32, device=device)
-        text_tails(rows, num_tokens, text, out, impl=impl)
-    assert ran == [branch(impl, device)]
+def narrow(tensor):
+    return tensor[:, :1].contiguous()
 
 
-@pytest.mark.parametrize(
-    ("place", "change"),
-    [
-        (0, lambda t: t.long()),
-        (0, lambda t: t[:, :-1].contiguous()),
-        (0, lambda t: t[:2]),
-        (0, lambda t: t.T.contiguous().T),
-        (1, lambda t: t.long()),
-        (1, lambda t: t[:2]),
-        (1, lambda t: t[:, :1].contiguous()),
-        (2, lambda t: t.int()),
-        (3, lambda t: t.long()),
-        (4, lambda t: t.long()),
-        (4, lambda t: t.T.contiguous().T),
-        (4, lambda t: t[:4]),
-        (5, lambda t: t.int()),
-        (5, lambda t: t[:2]),
-        (6, lambda t: t.long()),
-        (6, lambda t: t[:, :1].contiguous()),
-    ],
-)
-def test_wrapper_refuses(device, place, change):
+ARGUMENTS = ("streams", "asked", "rows", "num_tokens", "text", "tokens", "window_info")
+
+
+@pytest.mark.parametrize(("name", "change"), changes(
+    streams=(long, lambda t: t[:, :-1].contiguous(), first_two, transposed), asked=(long, first_two, narrow),
+    rows=(int32,), num_tokens=(long,), text=(long, transposed, lambda t: t[:4]), tokens=(int32, first_two),
+    window_info=(long, narrow),
+))  # fmt: skip
+def test_wrapper_refuses(device, name, change):
     """Catches: a dropped dtype, stride or length check (the kernel would write through a wrong pointer)."""
-    arguments = [*make_inputs(3, 16, device), *outputs(3, device)]
-    take_windows(*arguments)
-    arguments[place] = change(arguments[place])
-    with pytest.raises(AssertionError):
-        take_windows(*arguments)
+    arguments = dict(zip(ARGUMENTS, (*make_inputs(3, 16, device), *outputs(3, device)), strict=True))
+    gather_draft_windows(**arguments)
+    with pytest.raises(AssertionError, match=name):
+        gather_draft_windows(**arguments | {name: change(arguments[name])})
 
 
-@pytest.mark.parametrize("change", [lambda t: t.long(), lambda t: t[:2], lambda t: t[:, :1].contiguous()])
+@pytest.mark.parametrize("change", [long, first_two, narrow])
 def test_tails_refuse(device, change):
     *_, rows, num_tokens, text = make_inputs(3, 16, device)
     with pytest.raises(AssertionError):
-        text_tails(rows, num_tokens, text, change(torch.zeros(3, 4, dtype=torch.int32, device=device)))
+        copy_committed_suffix(rows, num_tokens, text, change(torch.zeros(3, 4, dtype=torch.int32, device=device)))

@@ -2,8 +2,7 @@
 
 import torch
 
-from vidspec_kernels.tree_grow import TreeGrowBuffers
-from vidspec_kernels.tree_state import PlanRules, TreePlans, TreeTables, TreeTemplate
+from vidspec_kernels import PlanRules, TreeGrowBuffers, TreePlans, TreeTables, TreeTemplate
 
 RULES = PlanRules(depth_min=2, depth_max=7, width_min=2, width_max=6, top_k=5, history=3, history_low=1.5,
                   history_high=2.5)  # fmt: skip

@@ -23,12 +23,17 @@ from compile_cases import BF16, cache_views, grow_buffers, sampling, step_buffer
 from triton.runtime.jit import JITFunction
 
 import vidspec_kernels as kernels
-from vidspec_kernels import dispatch, warm_up
-from vidspec_kernels.tree_begin import tree_begin
-from vidspec_kernels.tree_finish import Leaves, tree_finish
-from vidspec_kernels.tree_grow import tree_grow
-from vidspec_kernels.tree_place import PlacedLevel, tree_place
-from vidspec_kernels.tree_plan import tree_plan
+from vidspec_kernels import (
+    Leaves,
+    PlacedLevel,
+    dispatch,
+    tree_begin,
+    tree_finish,
+    tree_grow,
+    tree_place,
+    tree_plan,
+    warm_up,
+)  # fmt: skip
 from vidspec_kernels.warm_up import floats, i32, i64
 
 HEADS, KV_HEADS, HEAD_SIZE, HIDDEN = 28, 4, 128, 3584
@@ -131,10 +136,10 @@ def step(rng: random.Random) -> None:
     )
     kernels.merge_relevance(floats(NUM_SHARDS, rows, TOP_N))
     # What stays is cut at its beginning alone, and comes from a copy of its own.
-    kernels.text_tails(vectors[0], *TEXTS, i32(MAX_REQS, NUM_DRAFTS + 2)[:num_reqs])
-    told = i32(MAX_REQS, kernels.NUM_TOLD)[:num_reqs]
+    kernels.copy_committed_suffix(vectors[0], *TEXTS, i32(MAX_REQS, NUM_DRAFTS + 2)[:num_reqs])
+    told = i32(MAX_REQS, kernels.WINDOW_INFO_SIZE)[:num_reqs]
     asked = cut(i32(num_reqs * kernels.NUM_ASKED), rng).view(num_reqs, kernels.NUM_ASKED)
-    kernels.take_windows(STREAMS, asked, vectors[0], *TEXTS, i64(MAX_REQS, NUM_DRAFTS)[:num_reqs], told)
+    kernels.gather_draft_windows(STREAMS, asked, vectors[0], *TEXTS, i64(MAX_REQS, NUM_DRAFTS)[:num_reqs], told)
 
 
 def grow_trees(rows: torch.Tensor, num_accepted: torch.Tensor, width: int, rng: random.Random) -> None:
@@ -160,9 +165,9 @@ def grow_trees(rows: torch.Tensor, num_accepted: torch.Tensor, width: int, rng: 
 
 def draft_step(rng: random.Random, num_reqs: int, width: int) -> None:
     """Begin a step, place a level of chains and one of trees, and draw after each; some logits are processed."""
-    picked, is_told = cut(i64(num_reqs), rng), cut(floats(num_reqs, dtype=torch.bool), rng)
+    picked, is_verified = cut(i64(num_reqs), rng), cut(floats(num_reqs, dtype=torch.bool), rng)
     kernels.begin_step(
-        cut(i64(num_reqs), rng), rng.choice((None, picked)), cut(i32(num_reqs), rng), rng.choice((None, is_told)),
+        cut(i64(num_reqs), rng), rng.choice((None, picked)), cut(i32(num_reqs), rng), rng.choice((None, is_verified)),
         floats(TABLES.max_reqs), i64(TABLES.max_reqs), TABLES, STEP, size=rng.randint(num_reqs, MAX_REQS),
         block_size=16, max_position=rng.randint(1, 10**6), max_drafts=rng.randint(0, NUM_DRAFTS),
     )  # fmt: skip

@@ -34,6 +34,7 @@ _FORWARD = {"_run", "compute_logits", "embed"}
 _FORWARD_FILE = "/draft/model.py"
 VANILLA, FORWARD = "vanilla", "draft's layers"
 # Frames that say less than their callers.
+_PARTS_OF_A_KERNEL = ("api.py", "triton.py", "reference.py", "cpu.py")  # are named by their folder
 _NOBODY = ("/vidspec_kernels/dispatch.py", "<")
 
 
@@ -75,7 +76,10 @@ def owner(stack: tuple[CodeType, ...], is_by_entry: bool = False) -> str:
                 return VANILLA
             if name in _FORWARD and path.endswith(_FORWARD_FILE):
                 return FORWARD
-            found = f"{path.rpartition('/')[2]} {name}"
+            folder, _, file = path.rpartition("/")
+            if file in _PARTS_OF_A_KERNEL:
+                file = f"{folder.rpartition('/')[2]}.py"
+            found = f"{file} {name}"
             entry = entry if entry and name in _WRAPPERS else found
             if not label and not (path.endswith(_NOBODY[0]) or name.startswith(_NOBODY[1])):
                 label = found

@@ -371,7 +371,7 @@ def test_collectives_between_two_processes(tmp_path):
 RUNNER, VERIFIER, NETWORK = (
     f"/w/vllm_vidspec/engine/{name}.py" for name in ("runner", "verify/verifier", "draft/model")
 )
-KERNEL, DISPATCH = (f"/w/kernels/vidspec_kernels/{name}.py" for name in ("accept", "dispatch"))
+KERNEL, DISPATCH = (f"/w/kernels/vidspec_kernels/{name}.py" for name in ("accept/api", "dispatch"))
 VLLM, TORCH = "/s/site-packages/vllm/v1/worker/gpu/model_runner.py", "/s/site-packages/torch/_ops.py"
 ENTERED = [(VLLM, "sample"), (RUNNER, "sample"), (VLLM, "sample_tokens")]
 

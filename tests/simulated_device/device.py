@@ -17,8 +17,6 @@ for on a GPU they are one launch each.
 """
 
 import contextlib
-import importlib
-import pkgutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -137,9 +135,8 @@ class SimulatedDevice(contextlib.AbstractContextManager):
             yield module, "synchronize", lambda *_args: self.cross(DEVICE_WAIT)
         # Not by its function: an engine on the CPU, which ran in this process before, leaves one of its own.
         yield torch.Tensor, "pin_memory", lambda x, *_args: self.pin(x.clone())
-        for info in pkgutil.iter_modules(vidspec_kernels.__path__):
-            module = importlib.import_module(f"vidspec_kernels.{info.name}")
-            if hasattr(module, "use_triton"):
+        for name, module in list(sys.modules.items()):
+            if name.startswith("vidspec_kernels.") and hasattr(module, "use_triton"):
                 yield module, "use_triton", lambda impl, device: False
         for name, module in list(sys.modules.items()):
             if name.startswith("vllm_vidspec.") and hasattr(module, "async_tensor_h2d"):

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from tests.simulated_device import device as sim
-from vidspec_kernels import CacheList
-from vidspec_kernels.tree_grow import tree_grow
+from vidspec_kernels import CacheList, tree_grow
 from vllm_vidspec.engine.compat import backends
 from vllm_vidspec.engine.cpu import kernels as cpu_kernels
 from vllm_vidspec.engine.draft.vision_cache import VisionCache

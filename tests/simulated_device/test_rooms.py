@@ -19,7 +19,7 @@ from tests.kernels import (
     test_visual_relevance,
 )
 from tests.kernels.step_case import BLOCK_SIZE, MAX_POSITION, StepCase
-from tests.kernels.test_next_level import LevelCase
+from tests.kernels.test_draft_step import LevelCase
 from tests.simulated_device import device as sim
 from tests.unit.drafting.fake_draft import FakeDraft
 from vidspec_kernels import (
@@ -39,7 +39,7 @@ from vidspec_kernels import (
     uv_video_scores,
     visual_relevance,
 )
-from vidspec_kernels.tree_plan import confidence
+from vidspec_kernels.draft_tree.plan import confidence
 from vllm_vidspec.drafting import StaticTree, candidates, topology_tables
 from vllm_vidspec.drafting.tree import DraftTree
 from vllm_vidspec.pruning import PruneInputs, TokenGrid, get_pruner, pruner_names

@@ -2,22 +2,20 @@
 
 import importlib.util
 import re
-import runpy
 import subprocess
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 from typer.testing import CliRunner
 
+from vidspec_tools.bench import acceptance
 from vllm_vidspec.cli import app
 from vllm_vidspec.metrics import NAMES
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.shapeworld.captions import ATTRIBUTE_WORDS
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.bench import acceptance
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = pairs.FAMILIES[:2]  # of what is recorded
@@ -35,35 +33,6 @@ def refuses(words, *args):
     assert result.stderr.startswith("vidspec: ") and words in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     assert result.stdout == ""
-
-
-def redraw(views, monkeypatch, *args):
-    """Redraw a figure as `python -m` would, in this process; return the exit status."""
-    monkeypatch.setattr(sys, "argv", ["views", *map(str, args)])
-    monkeypatch.delitem(sys.modules, views.__name__, raising=False)  # a program is no imported module
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_module(views.__name__, run_name="__main__")
-    return stopped.value.code
-
-
-def redraw_errors(views, result, command, nothing, tmp_path, capsys, monkeypatch):
-    """Redraw figures from files that are none: every error is one line and status 2."""
-    good, other, empty = (str(tmp_path / name) for name in ("good.csv", "other.csv", "empty.csv"))
-    views.write_csv(good, result)
-    views.write_csv(empty, result | {"rows": []})
-    Path(other).write_text("a,b\n1,2\n")
-    for args, words in (
-        ([str(tmp_path / "absent.csv"), "f.png"], "cannot read"),
-        ([other, "f.png"], f"is not a file of `vidspec {command} --csv`"),
-        ([good, "f.gif"], ".png or .svg"),
-        ([empty, "f.png"], nothing),
-        ([good, str(tmp_path / "no" / "f.png")], "cannot write"),
-        ([], "usage: "),
-    ):
-        assert redraw(views, monkeypatch, *args) == 2
-        said = capsys.readouterr().err
-        assert words in said
-        assert len(said.splitlines()) == 1
 
 
 def cut_off(command, log):

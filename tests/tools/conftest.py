@@ -4,7 +4,7 @@ import pytest
 
 from tools.clocks import Clocks
 from tools.common import FakeEngines, answer_captions
-from vllm_vidspec.tools.bench import acceptance, parallel
+from vidspec_tools.bench import acceptance, trials
 from vllm_vidspec.tools.engine_session import EngineSession
 
 
@@ -49,7 +49,7 @@ def engines(monkeypatch):
 def clocks(fake_engines, monkeypatch, tmp_path):
     """The engines of `bench parallel` and its like, on two cores, with nothing measured before."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(parallel, "cores", lambda: [0, 1])
+    monkeypatch.setattr(trials, "cores", lambda: [0, 1])
     found = Clocks()
     found.sessions = fake_engines(found)
     return found

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from vllm_vidspec import SUPPORTED_CPU, SUPPORTED_VLLM
 
 PACKAGE = ROOT / "vllm_vidspec"
 KERNELS = ROOT / "kernels" / "vidspec_kernels"
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+PROJECT = tomllib.loads(PYPROJECT)["project"]
 LOCK = [
     line
     for line in (ROOT / "requirements" / "lock-cpu.txt").read_text().splitlines()
@@ -145,18 +147,43 @@ def test_light_modules_import_no_engine():
     The Triton backend is imported in the middle of `import triton`: torch, triton or vLLM there would be a circle.
     """
     heavy = {"torch", "triton", "vllm", "transformers"}
-    light = ("engine.triton_cpu", "setup.fixups", "doctor", "cli", "metrics", "config", "planning", "plugin")
-    rooms = ("pruning", "families", "scoring")
+    ours = ("engine.triton_cpu", "setup.fixups", "doctor", "cli", "metrics", "config", "planning", "plugin")
+    light = (*(f"vllm_vidspec.{name}" for name in ours), "vidspec_tools.planning.planner")
+    rooms = ("vllm_vidspec.pruning", "vllm_vidspec.families", "vllm_vidspec.scoring")
     code = "import sys, json, importlib\n" + "".join(
-        f"importlib.import_module('vllm_vidspec.{name}'); print(json.dumps(['{name}', *sys.modules]))\n"
-        for name in (*light, *rooms)
+        f"importlib.import_module('{name}'); print(json.dumps(['{name}', *sys.modules]))\n" for name in (*light, *rooms)
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr
     loaded = {name: set(modules) for name, *modules in map(json.loads, run.stdout.splitlines())}
     assert [(name, loaded[name] & heavy) for name in light if loaded[name] & heavy] == []
-    assert "numpy" not in loaded["engine.triton_cpu"]
+    assert "numpy" not in loaded["vllm_vidspec.engine.triton_cpu"]
     assert all("vllm" not in loaded[room] for room in rooms), "the pure rooms"
+
+
+def test_the_package_does_without_the_tools_of_the_clone(tmp_path):
+    """Catches: what serves imports what only a clone has; a wheel that brings it, or a command that ends in a trace."""
+    only_the_command = PACKAGE / "cli" / "__init__.py"
+    assert [path for path in python_files(PACKAGE) if "vidspec_tools" in roots(path)] == [only_the_command]
+    assert not any(
+        name.startswith("vidspec_tools") for name in tomllib.loads(PYPROJECT)["tool"]["setuptools"]["package-dir"]
+    )
+    include = tomllib.loads(PYPROJECT)["tool"]["setuptools"]["packages"]["find"]["include"]
+    assert not any(fnmatch("vidspec_tools", pattern) for pattern in include)
+    for name, folder in (("vllm_vidspec", PACKAGE), ("vidspec_kernels", KERNELS)):
+        (tmp_path / name).mkdir()
+        for path in [*folder.rglob("*.py")]:
+            copy = tmp_path / name / path.relative_to(folder)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.symlink_to(path) if path.name != "__init__.py" else copy.write_bytes(path.read_bytes())
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    for command in ("bench", "plan"):
+        args = [sys.executable, "-m", "vllm_vidspec.cli", command, "acceptance", "--family", "x"]
+        run = subprocess.run(args, capture_output=True, text=True, cwd=tmp_path, env=env)
+        assert run.returncode == 2
+        assert (
+            run.stderr == "vidspec: bench and plan are not in the wheel: run `python -m vllm_vidspec.cli` in a clone\n"
+        )
 
 
 ENTRY_POINTS = {

@@ -130,7 +130,7 @@ def test_the_plain_pair_is_in_a_clone_alone(monkeypatch, tmp_path):
     assert kwargs["model"].endswith("qwen2.5-vl-plain/target") and assets.PLAIN not in pairs.FAMILIES
     with pytest.raises(VidSpecError, match=r"no bundled checkpoint qwen2\.5-vl-plain / far"):
         pairs.llm_kwargs(assets.PLAIN, "far")
-    monkeypatch.setattr(assets, "_PLAIN_ROOT", tmp_path)
+    monkeypatch.setattr(assets, "_CLONE_ROOT", tmp_path)
     with pytest.raises(VidSpecError, match="in a clone of the repository alone"):
         pairs.llm_kwargs(assets.PLAIN, "draft")
 

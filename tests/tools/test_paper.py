@@ -1,17 +1,16 @@
 """`vidspec bench paper` without an engine: what is run, its rows, what is published beside, and what is drawn."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from tools.clocks import DECODED, DRAFT_S, TARGET_S, Clocks, num_layers
-from tools.common import FAMILIES, ROOT, invoke, load, redraw, redraw_errors, refuses
+from tools.common import invoke, refuses
+from vidspec_tools import inflation
+from vidspec_tools.bench import methods, paper, parallel, published, trials
+from vidspec_tools.bench.paper import AUTOREGRESSIVE, PaperBenchmark
 from vllm_vidspec.config import parse_config
-from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.tools import inflation, pairs, paper_views
-from vllm_vidspec.tools.bench import methods, paper, parallel, published
-from vllm_vidspec.tools.bench.paper import AUTOREGRESSIVE, PaperRace
+from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.engine_session import EngineSession
 
 CONTRACT = ("method", "family", "acceptance_length", "speedup", "identical_frac", "published_speedup")
@@ -165,11 +164,11 @@ def test_every_role_that_is_bundled_can_draft(clocks, monkeypatch):
 
 def test_ratio_is_of_the_parallel_drafter_or_the_pairs_draft(clocks):
     """Catches: a ratio measured on the target's forwards as its own draft, or on none."""
-    everything = PaperRace()
+    everything = PaperBenchmark()
     assert everything.reference(5.0).method == "ParallelVLM"
     assert everything.reference(5.0).spec["num_speculative_tokens"] == 10
-    assert PaperRace(methods=("self-SD", "SAGE")).reference(5.0).method == "SAGE"
-    assert PaperRace(methods=("self-SD", "stock draft_model")).reference(5.0).method == "SD"
+    assert PaperBenchmark(methods=("self-SD", "SAGE")).reference(5.0).method == "SAGE"
+    assert PaperBenchmark(methods=("self-SD", "stock draft_model")).reference(5.0).method == "SD"
     rows = measured(*SMALL, "--methods", "SD-chain,self-SD", "--inflate", "20")["rows"]
     assert {(row["target_layers"], row["draft_layers"]) for row in rows} == {(40, 0)}
     assert all(inflation.WORDS in row["label"] for row in rows)
@@ -178,43 +177,10 @@ def test_ratio_is_of_the_parallel_drafter_or_the_pairs_draft(clocks):
     assert num_layers(own["model"]) == 44 and own["speculative_config"]["model"] == "self"
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--family", "gpt"), "unknown family 'gpt'"),
-        (("--methods", "SpecVML"), "--methods: 'SpecVML' is none of autoregressive, SD-chain"),
-        (("--methods", ","), "--methods: no value given"),
-        (("--draft", "small"), "--draft: 'small' is neither a role of the bundled pair nor a checkpoint"),
-        (("--draft", "target", "--inflate", "5"), "--inflate: with --draft target there is no ratio to reach"),
-        (("--inflate", "0.5"), "a ratio of target time to draft time is at least 1"),
-        (("--knob", "pruner=1"), "--knob pruner: it has an option of its own"),
-        (("--knob", 'scorer="loose"'), "--knob scorer: it has an option of its own"),
-        (("--knob", "lambda_lose=1"), "did you mean 'lambda_loose'?"),
-        (("--json", "/no/where.json"), "cannot write /no/where.json"),
-        (("--plot", "f.gif"), ".png or .svg"),
-    ],
-)
-def test_wrong_values_are_one_line(clocks, options, words):
-    refuses(words, "bench", "paper", *options)
-    assert not clocks.sessions
-
-
 def test_only_parallel_drafting_needs_a_second_core(clocks, monkeypatch):
-    monkeypatch.setattr(parallel, "cores", lambda: [0])
+    monkeypatch.setattr(trials, "cores", lambda: [0])
     refuses("the parallel drafter needs a core of its own", "bench", "paper")
     assert len(measured(*SMALL, "--methods", "SD-chain")["rows"]) == 2
-
-
-def test_a_method_that_fails_is_named_and_the_others_go_on(clocks):
-    def fails(job, command):
-        return VidSpecError("it stopped") if "tree-adaptive" in str(job["llm"]) else None
-
-    clocks.fails = fails
-    result = invoke("bench", "paper", *SMALL, "--methods", "SpecVLM,SAGE,OnSD", "--json", "-")
-    assert result.exit_code == 1
-    printed = json.loads(result.stdout)
-    assert [(one["method"], one["reason"]) for one in printed["failures"]] == [("SAGE", "it stopped")]
-    assert [row["method"] for row in printed["rows"]] == ["autoregressive", "SpecVLM", "OnSD"]
 
 
 def test_methods_are_one_list():
@@ -224,7 +190,7 @@ def test_methods_are_one_list():
         if method.mode == methods.STOCK:
             continue
         for family in pairs.FAMILIES:
-            knobs = parallel.Contender.of(name, method, 3.0).knobs(PaperRace())
+            knobs = trials.Variant.of(name, method, 3.0).knobs(PaperBenchmark())
             parse_config(pairs.speculative_config(family, method.draft or "draft", **knobs))
     assert [methods.parallel_window(ratio) for ratio in (0, 2, 3, 9)] == [5, 5, 6, 18]
     said = " ".join(invoke("bench", "paper", "--help").stdout.split())
@@ -266,62 +232,3 @@ def test_published_stands_beside(clocks):
     rows = measured(*SMALL, "--family", "llava-onevision", "--methods", "SAGE,OnSD")["rows"]
     shown = [(row["published_acceptance_length"], row["published_speedup"], row["published_tau"]) for row in rows]
     assert shown == [(None, None, None), (6.74, 3.36, 5.74), (3.67, 2.14, 3.67)]
-
-
-@pytest.fixture
-def result(clocks):
-    return paper.run(PaperRace(families=FAMILIES, requests=1, rounds=2))
-
-
-def test_csv_and_figure_are_what_was_measured(result, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    source, direct, redrawn = (str(tmp_path / name) for name in ("rows.csv", "a.svg", "b.svg"))
-    paper_views.write_csv(source, result)
-    rows = paper_views.read_csv(source)
-    assert [row["method"] for row in rows] == list(paper.ALL) * len(FAMILIES)
-    assert {tuple(row) for row in rows} == {paper_views.COLUMNS}
-    assert set(result["rows"][0]) == set(paper_views.COLUMNS)
-    paper_views.draw(result["rows"], direct)
-    assert redraw(paper_views, monkeypatch, source, redrawn) == 0
-    assert Path(direct).read_bytes() == Path(redrawn).read_bytes()
-
-
-def test_views_errors_are_one_line(result, tmp_path, capsys, monkeypatch):
-    pytest.importorskip("matplotlib")
-    redraw_errors(
-        paper_views, result, "bench paper", "no row has a speedup over vanilla", tmp_path, capsys, monkeypatch
-    )
-
-
-def test_bars_stand_at_their_figures_and_marks_at_the_published_ones(result):
-    panel = pytest.importorskip("matplotlib.figure").Figure().subplots()
-    rows = result["rows"][1 : len(paper.ALL)]
-    drawn = paper_views._draw_bars(panel, rows, "speedup", "published_speedup")
-    bars, marks = drawn.values()
-    assert [bar.get_width() for bar in bars] == pytest.approx([row["speedup"] or 0 for row in rows])
-    published = [[row["published_speedup"], place] for place, row in enumerate(rows[:-1])]
-    assert marks.get_offsets().tolist() == published and rows[-1]["published_speedup"] is None
-    assert [label.get_text() for label in panel.get_yticklabels()] == list(methods.METHODS)
-
-
-def test_terminal_table_says_what_is_published(result):
-    first, second = paper_views.shown_tables(result["rows"])
-    assert first.title.startswith(FAMILIES[0]) and second.title.startswith(FAMILIES[1])
-    assert "the pair as it is" in first.caption and "own token" in first.caption
-    assert first.row_count == len(paper.ALL)
-
-
-def test_page_shows_what_was_measured(result, monkeypatch):
-    """Catches: a published figure beside another method, a source left out, failures that nobody is told of."""
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    failed = {"method": "SAGE", "family": "qwen2.5-vl", "reason": "it stopped"}
-    text = load("scripts/paper_tables.py").body_of(
-        "paper-none", json.loads(json.dumps(result)) | {"failures": [failed]}
-    )
-    assert text.count("| method | K | accept length | forwards |") == len(FAMILIES)
-    (line, _) = [line for line in text.splitlines() if line.startswith("| SpecVLM |")]
-    assert line.endswith("| 100 % | 4.23 | 2.05x |")
-    stock = next(line for line in text.splitlines() if line.startswith("| stock draft_model |"))
-    assert stock == "| stock draft_model | 5 | 4.00 | 12.0 | - | - | - | 100 % | - | - |"
-    assert "SD-tree, SD-Rand, SpecVLM: SpecVLM, Qwen2.5-VL 7B & 32B" in text
-    assert "Did not run: SAGE (qwen2.5-vl): it stopped." in text

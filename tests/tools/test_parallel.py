@@ -2,18 +2,19 @@
 
 import itertools
 import json
-from pathlib import Path
 
 import pytest
 
 from tools.clocks import DECODED, DRAFT_S, TARGET_S, event, num_layers
-from tools.common import FAMILIES, ROOT, invoke, load, redraw, refuses
+from tools.common import invoke
+from vidspec_tools import inflation
+from vidspec_tools.bench import methods, parallel, ratios, timeline
+from vidspec_tools.bench.parallel import Benchmark, Trial, Variant, Workload
+from vidspec_tools.bench.published import PUBLISHED, published
+from vidspec_tools.views import timeline as timeline_view
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.tools import inflation, pairs, race_views, timeline_views
-from vllm_vidspec.tools.bench import parallel, race_rows, ratios, timeline
-from vllm_vidspec.tools.bench.parallel import Course, Race
-from vllm_vidspec.tools.bench.published import PUBLISHED, published
+from vllm_vidspec.tools import pairs
 
 needs_parallel = pytest.mark.skipif("parallel" not in VidSpecConfig.model_fields, reason="no parallel drafting here")
 SEQUENTIAL = ("--modes", "sequential")
@@ -83,7 +84,7 @@ def test_parallel_drafter_has_a_core_of_its_own(clocks):
     ],
 )
 def test_streams_end_where_something_is_rejected(verified, num_streams):
-    assert race_rows.Turn([1, 2], 0.0, 0.0, 1.0, [1.0], verified, None).num_streams == num_streams
+    assert Trial([1, 2], 0.0, 0.0, 1.0, [1.0], verified, None).num_streams == num_streams
 
 
 def test_ratio_is_reached_by_appended_layers(clocks):
@@ -159,7 +160,7 @@ def test_published_figures_are_of_the_nearest_pair():
     assert published("qwen2.5-vl", 9, "OnSD")["published_m"] == 2.76
     assert published("qwen2.5-vl", 9, "vanilla")["published_m"] is None
     for pair in PUBLISHED:
-        assert set(pair.figures) == {*parallel.BASELINES, parallel.OURS}
+        assert set(pair.figures) == {*methods.BASELINES, methods.OURS}
         assert pair.family in pairs.FAMILIES
 
 
@@ -178,70 +179,7 @@ def test_a_mode_that_fails_is_named_and_the_others_go_on(clocks):
     assert [row["method"] for row in printed["rows"]] == ["vanilla", "sequential", "SD", "SpecVLM", "OnSD"]
     clocks.fails = lambda job, command: VidSpecError("no") if clocks.mode(job) == "vanilla" else None
     with pytest.raises(VidSpecError, match=r"^no$"):  # nothing to compare with
-        parallel.run(Race(modes=("sequential",)))
-
-
-@pytest.mark.parametrize("command", ["parallel", "timeline"])
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--family", "gpt"), "unknown family 'gpt'"),
-        (("--modes", "sideways"), "--modes: 'sideways' is none of"),
-        ((*SEQUENTIAL, "--inflate", "0.5"), "a ratio of target time to draft time is at least 1"),
-        ((*SEQUENTIAL, "--knob", "pruner=1"), "--knob pruner: it has an option of its own"),
-        ((*SEQUENTIAL, "--pruner", "magic"), "unknown pruner 'magic'"),
-        ((*SEQUENTIAL, "--json", "/no/where.json"), "cannot write /no/where.json"),
-    ],
-)
-def test_wrong_values_are_one_line(clocks, command, options, words):
-    refuses(words, "bench", command, *options)
-    assert not clocks.sessions
-
-
-def test_a_parallel_drafter_needs_a_second_core(clocks, monkeypatch):
-    monkeypatch.setattr(parallel, "cores", lambda: [0])
-    refuses("the parallel drafter needs a core of its own", "bench", "parallel")
-
-
-@pytest.fixture
-def result(clocks):
-    what = Race(families=FAMILIES, inflate=(0.0, 5.0), modes=("sequential",), requests=1, rounds=2, table=True)
-    return parallel.run(what)
-
-
-def test_csv_and_figure_are_what_was_measured(result, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    source, direct, redrawn = (str(tmp_path / name) for name in ("rows.csv", "a.svg", "b.svg"))
-    race_views.write_csv(source, result)
-    rows = race_views.read_csv(source)
-    assert len(rows) == len(result["rows"]) == 4 * 6
-    assert [row["speedup"] for row in rows] == [row["speedup"] for row in result["rows"]]
-    assert {tuple(row) for row in rows} == {race_views.COLUMNS}
-    race_views.draw(result["rows"], direct)
-    assert redraw(race_views, monkeypatch, source, redrawn) == 0
-    assert Path(direct).read_bytes() == Path(redrawn).read_bytes()
-    with pytest.raises(VidSpecError, match="no row has a speedup"):
-        race_views.draw([], direct)
-
-
-def test_bars_stand_at_their_speedups(result):
-    matplotlib_figure = pytest.importorskip("matplotlib.figure")
-    panel = matplotlib_figure.Figure().subplots()
-    rows = [row for row in result["rows"] if row["family"] == "qwen2.5-vl" and row["mode"] != "vanilla"]
-    bars = race_views._draw_bars(panel, rows)
-    assert list(bars) == ["sequential", *parallel.BASELINES]
-    for method, drawn in bars.items():
-        expected = [row["speedup"] for row in rows if row["method"] == method]
-        assert [bar.get_height() for bar in drawn] == pytest.approx(expected)
-    as_is, inflated = (label.get_text() for label in panel.get_xticklabels())
-    assert "as it is" in as_is and inflated.startswith("T_t / T_d 5.0") and "8 to the draft" in inflated
-
-
-def test_terminal_table_names_inflation_and_the_published_pair(result):
-    tables = race_views.shown_tables(result["rows"])
-    assert len(tables) == 4
-    assert "the pair as it is" in tables[0].caption and inflation.WORDS in tables[1].caption
-    assert "published: Qwen2.5-VL 7B & 32B" in tables[0].caption
+        parallel.run(Benchmark(modes=("sequential",)))
 
 
 # ---- timeline ------------------------------------------------------------------------------------------------------
@@ -294,7 +232,7 @@ def drawn(requests):
 
 def test_trace_is_what_chrome_reads():
     """Catches: seconds for microseconds, lanes or modes in one row, requests on top of each other."""
-    found = timeline_views.trace(drawn([overlapping(), overlapping()]))
+    found = timeline_view.trace(drawn([overlapping(), overlapping()]))
     spans = [one for one in found["traceEvents"] if one["ph"] == "X"]
     assert {(one["pid"], one["tid"]) for one in spans} == set(itertools.product((1, 2), (1, 2)))
     names = {(one["pid"], one["tid"]): one["args"]["name"] for one in found["traceEvents"] if one["ph"] == "M"}
@@ -309,33 +247,19 @@ def test_trace_is_what_chrome_reads():
 def test_lanes_are_drawn_one_above_the_other(tmp_path):
     matplotlib_figure = pytest.importorskip("matplotlib.figure")
     panel = matplotlib_figure.Figure().subplots()
-    found = timeline_views._draw_lanes(panel, overlapping())
+    found = timeline_view._draw_lanes(panel, overlapping())
     assert set(found) == {"target prefill", "target step", "draft forward", "drafter waits"}
     boxes = {words: shown.get_paths()[0].get_extents() for words, shown in found.items()}
     assert boxes["target step"].ymin >= 1 > boxes["draft forward"].ymax
     assert boxes["target step"].xmax == pytest.approx(900)
-    timeline_views.draw(drawn([overlapping()]), str(tmp_path / "t.svg"))
+    timeline_view.draw(drawn([overlapping()]), str(tmp_path / "t.svg"))
     assert (tmp_path / "t.svg").stat().st_size > 5_000
     with pytest.raises(VidSpecError, match="there is no event"):
-        timeline_views.draw(drawn([]), str(tmp_path / "t.svg"))
-    assert timeline_views.table(drawn([overlapping()])).row_count == 2
-
-
-def test_timeline_has_no_vanilla(clocks):
-    refuses("vanilla has no drafter", "bench", "timeline", "--modes", "vanilla,sequential")
+        timeline_view.draw(drawn([]), str(tmp_path / "t.svg"))
+    assert timeline_view.table(drawn([overlapping()])).row_count == 2
 
 
 def test_course_without_ratio_is_the_pair_itself(clocks):
-    job = Course("llava-onevision").job(Race(), parallel.Contender("vanilla", "vanilla"), [7, 0, 1])
+    job = Workload("llava-onevision").job(Benchmark(), Variant("vanilla", "vanilla"), [7, 0, 1])
     assert job["llm"]["model"] == pairs.checkpoint("llava-onevision", "target")
     assert (job["prompts"]["held_out"], job["prompts"]["warm_up"]) == ([0, 1], 7)
-
-
-def test_results_page_has_a_table_for_each_ratio(result, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    text = load("scripts/result_tables.py").body_of("R14-parallel", json.loads(json.dumps(result)))
-    assert text.count("| method | K | speedup |") == 4
-    assert "`llava-onevision`, T_t / T_d asked for: 5 (draft inflated: 8" in text
-    assert "`qwen2.5-vl`, the pair as it is; 2 rounds of 1 requests, one at a time. Published: Qwen2.5-VL" in text
-    published = [line for line in text.splitlines() if line.startswith("| SpecVLM | 25 | ")]
-    assert len(published) == 4 and sum("| 1.83x | 4.89 |" in line for line in published) == 1

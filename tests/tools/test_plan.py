@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from tools.common import ROOT, invoke, load, refuses
-from vllm_vidspec import planning
+from tools.common import invoke
 
 QUICK = ("plan", "--video-tokens", "1000", "--draft-gpus", "0", "--prune-ratio", "0.9")
 ROW = {
@@ -99,38 +98,3 @@ def test_the_figure(tmp_path):
     first = path.read_bytes()
     assert first.startswith(b"<?xml")
     assert invoke(*QUICK, "--plot", str(path)).exit_code == 0 and path.read_bytes() == first
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ("--target Qwen2.5-VL-1B", "--target: no model 'Qwen2.5-VL-1B' is known"),
-        ("--draft Qwen3-VL-2B", "--draft: Qwen3-VL 2B is of the family qwen3-vl"),
-        ("--gpu v100", "--gpu: 'v100' is none of a100"),
-        ("--draft-quantization fp4", "--draft-quantization 'fp4' is none of fp8_per_tensor, int4"),
-        ("--draft self --draft-quantization int4", "--draft-quantization: a target that drafts for itself"),
-        ("--tp 3", "--tp 3: ranks cannot share"),
-        ("--batch 1,x", "--batch: '1,x' is not a list of int values"),
-        ("--batch 0", "--batch: each must be at least 1"),
-        ("--prune-ratio 2", "--prune-ratio 2: a share lies between 0 and 1"),
-        ("--acceptance 0.5,0.9", "--acceptance: shares by position cannot rise"),
-        ("--acceptance 1.5", "--acceptance: each share"),
-        ("--acceptance 0.9 --prune-ratio 0.5,0.9", "--acceptance: it was measured at one prune ratio"),
-        ("--json /no/such/folder/plan.json", "no such folder"),
-        ("--plot plan.jpeg", ".png or .svg"),
-    ],
-)
-def test_wrong_options_are_one_line_before_any_work(monkeypatch, options, words):
-    """Catches: a plan that is made first, and then cannot be written."""
-    monkeypatch.setattr(planning, "plan", lambda *_: pytest.fail("planned before every value was checked"))
-    refuses(words, "plan", *options.split())
-
-
-def test_cards_are_those_of_the_kernels_model(monkeypatch):
-    """Two tables know an A100, L40S, H100 and B200. Catches: one that says something else."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    cards = load("benchmarks/kernel_model_tree_attention.py")
-    for arch, name in ((80, "a100"), (89, "l40s"), (90, "h100"), (100, "b200")):
-        gpu, card = planning.GPUS[name], cards.CARDS[arch]
-        assert gpu.bandwidth == pytest.approx(card.memory, rel=0.01) and gpu.flops == card.products
-    assert planning.ASSUMED.launch_s == cards.LAUNCH

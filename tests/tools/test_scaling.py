@@ -1,17 +1,17 @@
 """`vidspec bench scaling` without an engine: its points, how a run goes on, its rows, and what is drawn."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tools.clocks import DECODED, TARGET_S
-from tools.common import FAMILIES, ROOT, invoke, load, redraw, redraw_errors, refuses
+from tools.common import invoke
+from vidspec_tools import inflation
+from vidspec_tools.bench import scaling
+from vidspec_tools.bench.scaling import AXES, ScalingBenchmark
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.tools import inflation, scaling_views, session_job
-from vllm_vidspec.tools.bench import scaling
-from vllm_vidspec.tools.bench.scaling import AXES, ScalingRace
+from vllm_vidspec.tools import session_job
 
 
 def measured(*options, status=0):
@@ -20,7 +20,7 @@ def measured(*options, status=0):
     return json.loads(result.stdout)
 
 
-def test_batches_are_asked_in_turns(clocks):
+def test_batches_are_asked_sequential(clocks):
     """Catches: one batch for all sizes, more requests than the engine takes, videos seen before, a fixed order."""
     rows = measured("--values", "1,16", "--rounds", "2")["rows"]
     assert [(row["value"], row["method"]) for row in rows] == [
@@ -72,7 +72,7 @@ def test_knobs_are_varied(clocks, axis, knob):
 
 def test_every_axis_has_values(clocks):
     for axis, values in AXES.items():
-        scaling.check(ScalingRace(axis=axis, values=values))
+        scaling.check(ScalingBenchmark(axis=axis, values=values))
         assert values == tuple(sorted(values)) and len(values) >= 5
 
 
@@ -98,45 +98,21 @@ def test_a_stopped_run_goes_on(clocks, tmp_path):
 
 
 def test_points_of_other_code_are_others(clocks, monkeypatch):
-    point = ScalingRace(values=(1.0,)).at(1.0)
-    course = scaling.Course("qwen2.5-vl")
-    keys = {scaling.point_key(point, course)}
-    keys.add(scaling.point_key(ScalingRace(values=(1.0, 2.0)).at(1.0), course))
+    point = ScalingBenchmark(values=(1.0,)).at(1.0)
+    workload = scaling.Workload("qwen2.5-vl")
+    keys = {scaling.point_key(point, workload)}
+    keys.add(scaling.point_key(ScalingBenchmark(values=(1.0, 2.0)).at(1.0), workload))
     assert len(keys) == 1, "which other values there are is no matter"
     here = scaling.provenance()
     monkeypatch.setattr(scaling, "provenance", lambda: here | {"git_sha": "another"})
-    keys.add(scaling.point_key(point, course))
-    keys.add(scaling.point_key(point, scaling.Course("qwen2.5-vl", 5.0, 9)))
+    keys.add(scaling.point_key(point, workload))
+    keys.add(scaling.point_key(point, scaling.Workload("qwen2.5-vl", 5.0, 9)))
     assert len(keys) == 3
 
 
 def test_inflated_pairs_say_so(clocks):
     rows = measured("--values", "1", "--rounds", "1", "--inflate", "5")["rows"]
     assert all(inflation.WORDS in row["label"] for row in rows)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--family", "gpt"), "unknown family 'gpt'"),
-        (("--axis", "frames"), "--axis: 'frames' is none of video_tokens, batch_size"),
-        (("--values", "0"), "--values: 0 is no batch size"),
-        (("--values", "1.5"), "--values: 1.5 is no batch size"),
-        (("--values", "many"), "--values: 'many' is not a list of float values"),
-        (("--axis", "video_tokens", "--values", "300"), "--values: 300 video tokens: 64, 128 or a multiple of 256"),
-        (("--axis", "video_tokens", "--values", "16384"), "the bundled models have 16384 positions"),
-        (("--axis", "prune_ratio", "--values", "1.5"), "prune_ratio"),
-        (("--axis", "num_speculative_tokens", "--values", "5", "--drafting", "tree-static"), "must be 25"),
-        (("--draft", "small"), "--draft: 'small' is neither"),
-        (("--resume", "/no/where.jsonl"), "cannot write /no/where.jsonl"),
-        (("--resume", "pyproject.toml"), "--resume: pyproject.toml is not a file of `vidspec bench scaling`"),
-        (("--plot", "f.gif"), ".png or .svg"),
-    ],
-)
-def test_wrong_values_are_one_line(clocks, monkeypatch, options, words):
-    monkeypatch.chdir(ROOT)
-    refuses(words, "bench", "scaling", *options)
-    assert not clocks.sessions
 
 
 def test_requests_have_as_many_videos_as_asked_for(monkeypatch):
@@ -151,50 +127,3 @@ def test_requests_have_as_many_videos_as_asked_for(monkeypatch):
     whole = [frames.tobytes() for frames in (*first, *second)]
     assert len(set(whole)) == 4
     assert np.array_equal(asked[4][0][[0, -1]], asked[0][0][[0, -1]])
-
-
-@pytest.fixture
-def result(clocks):
-    return scaling.run(ScalingRace(families=FAMILIES, values=(1.0, 4.0), rounds=2))
-
-
-def test_csv_and_figure_are_what_was_measured(result, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    source, direct, redrawn = (str(tmp_path / name) for name in ("rows.csv", "a.svg", "b.svg"))
-    scaling_views.write_csv(source, result)
-    rows = scaling_views.read_csv(source)
-    assert set(result["rows"][0]) == set(result["rows"][1]) == set(scaling_views.COLUMNS) == set(rows[0])
-    scaling_views.draw(result["rows"], direct)
-    assert redraw(scaling_views, monkeypatch, source, redrawn) == 0
-    assert Path(direct).read_bytes() == Path(redrawn).read_bytes()
-
-
-def test_views_errors_are_one_line(result, tmp_path, capsys, monkeypatch):
-    pytest.importorskip("matplotlib")
-    redraw_errors(scaling_views, result, "bench scaling", "no row has a speedup", tmp_path, capsys, monkeypatch)
-
-
-def test_lines_stand_at_their_values(result):
-    panel = pytest.importorskip("matplotlib.figure").Figure().subplots()
-    rows = [row for row in result["rows"] if row["mode"] != "vanilla"]
-    lines = scaling_views._draw_lines(panel, rows, "speedup")
-    assert list(lines) == list(FAMILIES)
-    for family, line in lines.items():
-        expected = [row["speedup"] for row in rows if row["family"] == family]
-        assert line.get_xydata().tolist() == [[0, expected[0]], [1, expected[1]]]
-    assert [label.get_text() for label in panel.get_xticklabels()] == ["1", "4"]
-
-
-def test_terminal_table_has_the_axis_in_front(result):
-    first, second = scaling_views.shown_tables(result["rows"])
-    assert [one.title for one in (first, second)] == [f"{name}: chain of 5, specvlm 0.9, strict" for name in FAMILIES]
-    assert first.columns[0].header == "batch size" and list(first.columns[0].cells) == ["1", "1", "4", "4"]
-
-
-def test_page_shows_what_was_measured(result, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    failed = {"value": 16.0, "family": "qwen2.5-vl", "reason": "out of memory"}
-    shown = json.loads(json.dumps(result)) | {"failures": [failed]}
-    text = load("scripts/paper_tables.py").body_of("scaling-none", shown)
-    assert text.count("| batch size | engine | tokens per s |") == len(FAMILIES)
-    assert "Did not run: 16 (qwen2.5-vl): out of memory." in text

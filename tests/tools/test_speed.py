@@ -1,17 +1,14 @@
 """`vidspec bench speed` without an engine: what is run, what a request's time is made of, and what is drawn."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from tools.clocks import DRAFT_S, TARGET_S, event
-from tools.common import FAMILIES, ROOT, counters, invoke, load, redraw, redraw_errors, refuses
-from vllm_vidspec.tools import inflation, speed_views
-from vllm_vidspec.tools.bench import speed
-from vllm_vidspec.tools.bench.parallel import Contender
-from vllm_vidspec.tools.bench.race_rows import Turn
-from vllm_vidspec.tools.bench.speed import SpeedRace
+from tools.common import counters, invoke
+from vidspec_tools import inflation
+from vidspec_tools.bench import speed
+from vidspec_tools.bench.trials import Trial, Variant
 
 SMALL = ("--requests", "1", "--rounds", "1")
 
@@ -60,14 +57,14 @@ def watched():
     events += [event("target", "decode", 10.4, 10.5), event("target", "decode", 10.6, 10.7)]
     events += [event("drafter", "draft", 10.5, 10.6), event("drafter", "prefill", 10.25, 10.3)]
     spent = {"guidance_us": 20_000, "draft_prefill_us": 50_000, "draft_decode_us": 90_000, "relevance_us": 10_000}
-    return Turn([1, 2, 3], 10.0, 0.3, 0.5, [0.2, 0.2], [], counters(**spent), events)
+    return Trial([1, 2, 3], 10.0, 0.3, 0.5, [0.2, 0.2], [], counters(**spent), events)
 
 
 def test_phases_add_up():
     """Catches: guidance counted inside the prefill as well, another request's steps, a drafter's events beside
     counters of the same, means of rounds for means of requests.
     """
-    found = speed.phases([[watched()], [watched(), watched()]], Contender("vidspec", "sequential", {}))
+    found = speed.phases([[watched()], [watched(), watched()]], Variant("vidspec", "sequential", {}))
     assert found == pytest.approx(
         {
             "request_ms": 800,
@@ -84,7 +81,7 @@ def test_phases_add_up():
 
 
 def test_a_drafter_beside_the_target_takes_none_of_its_time():
-    found = speed.phases([[watched()]], Contender("vidspec", "parallel", {}))
+    found = speed.phases([[watched()]], Variant("vidspec", "parallel", {}))
     assert (found["draft_decode_ms"], found["rest_ms"]) == pytest.approx((90, 400))
 
 
@@ -93,69 +90,3 @@ def test_parallel_setting(clocks):
     assert rows[-1]["mode"] == "parallel" and rows[-1]["num_speculative_tokens"] == 10
     assert "parallel" in clocks.sessions[-1].job["llm"]["speculative_config"]
     assert inflation.WORDS in rows[-1]["label"]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--family", "gpt"), "unknown family 'gpt'"),
-        (("--draft", "small"), "--draft: 'small' is neither a role of the bundled pair nor a checkpoint"),
-        (("--pruner", "unifrom"), "did you mean 'uniform'?"),
-        (("--drafting", "tree"), "draft"),
-        (("--scorer", "lenient"), "scorer"),
-        (("--parallel", "--drafting", "tree-static"), "use draft_shape chain"),
-        (("--knob", 'scorer="loose"'), "--knob scorer: it has an option of its own"),
-        (("--inflate", "0.5"), "is at least 1"),
-        (("--csv", "/no/where.csv"), "cannot write /no/where.csv"),
-    ],
-)
-def test_wrong_values_are_one_line(clocks, options, words):
-    refuses(words, "bench", "speed", *options)
-    assert not clocks.sessions
-
-
-@pytest.fixture
-def result(clocks):
-    return speed.run(SpeedRace(families=FAMILIES, requests=1, rounds=2))
-
-
-def test_csv_and_figure_are_what_was_measured(result, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    source, direct, redrawn = (str(tmp_path / name) for name in ("rows.csv", "a.svg", "b.svg"))
-    speed_views.write_csv(source, result)
-    rows = speed_views.read_csv(source)
-    assert set(result["rows"][0]) == set(speed_views.COLUMNS) == set(rows[0])
-    assert [row["verify_ms"] for row in rows] == [row["verify_ms"] for row in result["rows"]]
-    speed_views.draw(result["rows"], direct)
-    assert redraw(speed_views, monkeypatch, source, redrawn) == 0
-    assert Path(direct).read_bytes() == Path(redrawn).read_bytes()
-
-
-def test_views_errors_are_one_line(result, tmp_path, capsys, monkeypatch):
-    pytest.importorskip("matplotlib")
-    redraw_errors(speed_views, result, "bench speed", "no row has phases", tmp_path, capsys, monkeypatch)
-
-
-def test_bars_are_stacked(result):
-    panel = pytest.importorskip("matplotlib.figure").Figure().subplots()
-    rows = result["rows"][:2]
-    drawn = speed_views._draw_bars(panel, [rows])
-    ends = [drawn[name.replace("_", " ")].patches[0].get_x() for name in speed.PHASES]
-    values = [rows[1][f"{name}_ms"] for name in speed.PHASES]
-    assert ends == pytest.approx([sum(values[:place]) for place in range(len(values))])
-
-
-def test_terminal_tables_say_what_was_measured(result):
-    tables = speed_views.shown_tables(result["rows"])
-    assert len(tables) == 4
-    assert "chain of 5, specvlm 0.9, strict" in tables[0].title
-    assert [column.header.split("\n")[0] for column in tables[1].columns][2:] == [
-        name.replace("_", " ") for name in speed.PHASES
-    ]
-
-
-def test_page_shows_what_was_measured(result, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    text = load("scripts/paper_tables.py").body_of("speed-none", json.loads(json.dumps(result)))
-    assert text.count("| engine | tokens per s | speedup |") == text.count("| engine | a request ms |") == len(FAMILIES)
-    assert text.startswith("`qwen2.5-vl`, chain of 5, specvlm 0.9, strict; the pair as it is.")

@@ -3,6 +3,8 @@
 import pytest
 
 from tools.common import ROOT, refuses
+from vidspec_tools.bench import trials
+from vidspec_tools.planning import planner
 
 COSTS = "calibrate --costs"
 COMMANDS = ("calibrate", COSTS, "show-pruning", "show-relevance")
@@ -23,6 +25,20 @@ OF_SEVERAL = (
     ("--video /no/such.mp4", "no such video: /no/such.mp4", ("calibrate", COSTS, "demo")),
     ("/no/such.mp4", "no such video: /no/such.mp4", ("show-pruning", "show-relevance")),
     ("--csv /no/such/folder/rows.csv", "cannot write /no/such/folder/rows.csv: no such folder", BENCHES),
+)
+# Of the benchmarks in turns with vanilla.
+OF_TURNS = (
+    ("--family gpt", "unknown family 'gpt'"),
+    ("--inflate 0.5", "a ratio of target time to draft time is at least 1"),
+    ("--knob pruner=1", "--knob pruner: it has an option of its own"),
+    ("--json /no/where.json", "cannot write /no/where.json"),
+    ("--pruner magic", "unknown pruner 'magic'"),
+)
+OF_SETTINGS = (
+    ("--draft small", "--draft: 'small' is neither a role of the bundled pair nor a checkpoint"),
+    ("--pruner unifrom", "did you mean 'uniform'?"),
+    ("--drafting tree", "draft"),
+    ("--scorer lenient", "scorer"),
 )
 OF_ONE = {
     "calibrate": (
@@ -89,6 +105,60 @@ OF_ONE = {
         ("--json /tmp", "it is a folder"),
         ("--plot figure.gif", ".png or .svg"),
     ),
+    "bench parallel": (*OF_TURNS, ("--modes sideways", "--modes: 'sideways' is none of")),
+    "bench timeline": (
+        *OF_TURNS,
+        ("--modes sideways", "--modes: 'sideways' is none of"),
+        ("--modes vanilla,sequential", "vanilla has no drafter"),
+    ),
+    "bench speed": OF_TURNS
+    + OF_SETTINGS
+    + (
+        ("--parallel --drafting tree-static", "use draft_shape chain"),
+        ('--knob scorer="loose"', "--knob scorer: it has an option of its own"),
+        ("--csv /no/where.csv", "cannot write /no/where.csv"),
+    ),
+    "bench paper": (
+        *OF_TURNS[:4],
+        ("--methods SpecVML", "--methods: 'SpecVML' is none of autoregressive, SD-chain"),
+        ("--methods ,", "--methods: no value given"),
+        ("--draft small", "--draft: 'small' is neither a role of the bundled pair nor a checkpoint"),
+        ("--draft target --inflate 5", "--inflate: with --draft target there is no ratio to reach"),
+        ('--knob scorer="loose"', "--knob scorer: it has an option of its own"),
+        ("--knob lambda_lose=1", "did you mean 'lambda_loose'?"),
+        ("--plot f.gif", ".png or .svg"),
+    ),
+    "bench scaling": (
+        *OF_SETTINGS,
+        ("--family gpt", "unknown family 'gpt'"),
+        ("--axis frames", "--axis: 'frames' is none of video_tokens, batch_size"),
+        ("--values 0", "--values: 0 is no batch size"),
+        ("--values 1.5", "--values: 1.5 is no batch size"),
+        ("--values many", "--values: 'many' is not a list of float values"),
+        ("--axis video_tokens --values 300", "--values: 300 video tokens: 64, 128 or a multiple of 256"),
+        ("--axis video_tokens --values 16384", "the bundled models have 16384 positions"),
+        ("--axis prune_ratio --values 1.5", "prune_ratio"),
+        ("--axis num_speculative_tokens --values 5 --drafting tree-static", "must be 25"),
+        ("--resume /no/where.jsonl", "cannot write /no/where.jsonl"),
+        ("--resume pyproject.toml", "--resume: pyproject.toml is not a file of `vidspec bench scaling`"),
+        ("--plot f.gif", ".png or .svg"),
+    ),
+    "plan": (
+        ("--target Qwen2.5-VL-1B", "--target: no model 'Qwen2.5-VL-1B' is known"),
+        ("--draft Qwen3-VL-2B", "--draft: Qwen3-VL 2B is of the family qwen3-vl"),
+        ("--gpu v100", "--gpu: unknown GPU 'v100'; expected one of a100"),
+        ("--draft-quantization fp4", "--draft-quantization 'fp4' is none of fp8_per_tensor, int4"),
+        ("--draft self --draft-quantization int4", "--draft-quantization: a target that drafts for itself"),
+        ("--tp 3", "--tp 3: ranks cannot share"),
+        ("--batch 1,x", "--batch: '1,x' is not a list of int values"),
+        ("--batch 0", "--batch: each must be at least 1"),
+        ("--prune-ratio 2", "--prune-ratio 2: a share lies between 0 and 1"),
+        ("--acceptance 0.5,0.9", "--acceptance: rates by position cannot rise"),
+        ("--acceptance 1.5", "--acceptance: each rate"),
+        ("--acceptance 0.9 --prune-ratio 0.5,0.9", "--acceptance: it was measured at one prune ratio"),
+        ("--json /no/such/folder/plan.json", "no such folder"),
+        ("--plot plan.jpeg", ".png or .svg"),
+    ),
 }
 
 
@@ -100,6 +170,8 @@ CASES += [(command, *case) for command, cases in OF_ONE.items() for case in case
 @pytest.mark.parametrize(("command", "options", "words"), CASES)
 def test_wrong_options_are_one_line_and_exit_2(fake_engines, engines, monkeypatch, command, options, words):
     sessions = fake_engines(lambda *_: None)
+    monkeypatch.setattr(trials, "cores", lambda: [0, 1])
+    monkeypatch.setattr(planner, "plan", lambda *_: pytest.fail("planned before every value was checked"))
     monkeypatch.chdir(ROOT)
     refuses(words, *command.split(), *options.split())
     assert not sessions and not engines.jobs, "no engine starts before every value is checked"

@@ -7,24 +7,26 @@ PAIR = ("target", "draft")
 FAR = "far"  # a second draft, which is wrong about as often as those of large models
 FAMILIES = ("qwen2.5-vl", "llava-onevision", "qwen3-vl")
 ROLES = (*PAIR, FAR)  # of each family
-# A pair whose target was not taught what guided pruning relies on; in a clone alone, as a wheel is to stay small.
-PLAIN = "qwen2.5-vl-plain"
-_PLAIN_ROOT = _ROOT.parents[1] / "training" / "models" / PLAIN
+# Pairs whose targets were not taught what guided pruning relies on: one of short videos, one of up to 16,384 tokens.
+# They are in a clone alone, as a wheel is to stay small.
+PLAIN, LONG = "qwen2.5-vl-plain", "qwen2.5-vl-long"
+CLONE_ONLY = (PLAIN, LONG)
+_CLONE_ROOT = _ROOT.parents[1] / "training" / "models"
 SAMPLE_VIDEO: Path = _ROOT / "sample.mp4"
 
 
 def checkpoint(family: str, role: str) -> Path:
-    """Directory of a bundled checkpoint in Hugging Face layout; that of `PLAIN` may be missing.
+    """Directory of a bundled checkpoint in Hugging Face layout; those of `CLONE_ONLY` may be missing.
 
     Args:
-        family: one of `FAMILIES`, or `PLAIN`, which has no far draft.
+        family: one of `FAMILIES`, or of `CLONE_ONLY`, which have no far draft.
         role: one of `ROLES`.
 
     Raises:
         ValueError: an unknown family or role.
     """
-    if family == PLAIN and role in PAIR:
-        return _PLAIN_ROOT / role
+    if family in CLONE_ONLY and role in PAIR:
+        return _CLONE_ROOT / family / role
     if family not in FAMILIES or role not in ROLES:
         known = ", ".join(f"{name} / {one}" for name in FAMILIES for one in ROLES)
         raise ValueError(f"no bundled checkpoint {family} / {role}; there are {known}")

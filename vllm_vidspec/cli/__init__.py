@@ -1,26 +1,14 @@
 """The `vidspec` command: a module for each command; what they need is imported when they run."""
 
-from collections.abc import Callable
+import importlib.util
+import sys
+from pathlib import Path
 
 import typer
 
-from vllm_vidspec.cli import (
-    acceptance,
-    calibrate,
-    demo,
-    doctor,
-    paper,
-    parallel,
-    plan,
-    quality,
-    scaling,
-    show_pruning,
-    show_relevance,
-    speed,
-    status,
-    timeline,
-)
+from vllm_vidspec.cli import calibrate, demo, doctor, show_pruning, show_relevance, status
 from vllm_vidspec.cli.running import user_errors
+from vllm_vidspec.errors import VidSpecError
 
 app = typer.Typer(
     help="Speculative decoding for video language models in vLLM.",
@@ -28,23 +16,36 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-bench_app = typer.Typer(help="Measure on the bundled models.", no_args_is_help=True)
-app.add_typer(bench_app, name="bench")
-_commands: tuple[Callable[..., None], ...] = (
+for _command in (
     demo.demo,
     doctor.doctor,
     status.status,
     calibrate.calibrate,
-    plan.plan,
     show_pruning.show_pruning,
     show_relevance.show_relevance,
-)
-for _command in _commands:
+):
     app.command()(user_errors(_command))
-bench_app.command()(user_errors(acceptance.acceptance))
-bench_app.command()(user_errors(quality.quality))
-bench_app.command()(user_errors(parallel.parallel))
-bench_app.command()(user_errors(timeline.timeline))
-bench_app.command()(user_errors(paper.paper))
-bench_app.command()(user_errors(speed.speed))
-bench_app.command()(user_errors(scaling.scaling))
+
+
+def _has_tools() -> bool:
+    """Return whether `vidspec_tools` is importable. It lies beside this package in a clone, and is in no wheel."""
+    root = Path(__file__).resolve().parents[2]
+    if importlib.util.find_spec("vidspec_tools") is None and (root / "vidspec_tools" / "cli").is_dir():
+        sys.path.append(str(root))  # an editable install maps the wheel's packages only
+    return importlib.util.find_spec("vidspec_tools") is not None
+
+
+def _in_the_clone() -> None:
+    """Measure and plan: in a clone of the repository only."""
+    raise VidSpecError("bench and plan are not in the wheel: run `python -m vllm_vidspec.cli` in a clone")
+
+
+if _has_tools():
+    from vidspec_tools.cli import add_to
+
+    add_to(app)
+else:
+    for _name in ("bench", "plan"):
+        app.command(_name, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+            user_errors(_in_the_clone)
+        )

@@ -12,11 +12,6 @@ from vllm_vidspec.errors import VidSpecError
 T = TypeVar("T")
 
 
-def sweep(words: str, *names: str) -> Any:
-    """Return an option that takes several values."""
-    return typer.Option(*names, help=f"{words} Comma-separated values sweep.".strip())
-
-
 Family = Annotated[str, typer.Option(help="Bundled pair: qwen2.5-vl or llava-onevision.")]
 OwnTarget = Annotated[str | None, typer.Option(help="A target of your own in place of the bundled pair.")]
 OwnDraft = Annotated[str | None, typer.Option(help="Its draft: a checkpoint, or 'self'.")]
@@ -32,18 +27,7 @@ Dtype = Annotated[
     typer.Option(help="As of `vllm serve`: auto, float32, bfloat16. Default: the bundled pairs' is float32."),
 ]
 EngineArgs = Annotated[str, typer.Option(metavar="JSON", help="More arguments of vllm.LLM, as an object.")]
-Values = Annotated[str, sweep("")]
-Families = Annotated[str, sweep("qwen2.5-vl, llava-onevision.")]
-RoundRequests = Annotated[int, typer.Option(min=1, help="Held-out videos of a round, asked for one by one.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Rounds; each has videos of its own.")]
-Temperature = Annotated[float, typer.Option(help="Of all requests.")]
-BatchSize = Annotated[int, typer.Option(min=1, help="Requests that run at once (max_num_seqs).")]
 Seed = Annotated[int, typer.Option(help="Request i samples with seed + i.")]
-Knobs = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME=JSON", help="Any other knob of the speculative config, for all rows; repeat."),
-]
-Csv = Annotated[str | None, typer.Option("--csv", metavar="PATH", help="Write the rows as CSV; '#' starts a comment.")]
 Json = Annotated[
     str | None,
     typer.Option("--json", metavar="PATH", help="Write the result as JSON to a file, or '-' for standard output."),
@@ -67,14 +51,6 @@ def values(option: str, text: str, kind: type) -> list[Any]:
     return found
 
 
-def switch(option: str, text: str) -> bool:
-    """Parse on or off."""
-    words = {"on": True, "off": False}
-    if text.strip() not in words:
-        raise VidSpecError(f"{option}: {text.strip()!r} is neither on nor off")
-    return words[text.strip()]
-
-
 def engine_args(text: str, dtype: str | None) -> dict[str, Any]:
     """Parse --engine-args, a JSON object, and add what has an option of its own."""
     try:
@@ -88,20 +64,3 @@ def engine_args(text: str, dtype: str | None) -> dict[str, Any]:
     if "dtype" in found:
         raise VidSpecError("--engine-args: dtype is given by --dtype, too")
     return found | {"dtype": dtype}
-
-
-def knobs(texts: list[str] | None) -> dict[str, Any]:
-    """Parse every --knob, of the form NAME=JSON."""
-    found: dict[str, Any] = {}
-    for text in texts or []:
-        name, _, value = text.partition("=")
-        name = name.strip().replace("-", "_")
-        if not name or not value:
-            raise VidSpecError(f"--knob: {text!r} is not of the form NAME=JSON")
-        if name in found:
-            raise VidSpecError(f"--knob {name}: given twice")
-        try:
-            found[name] = json.loads(value)
-        except ValueError:
-            raise VidSpecError(f"--knob {name}: {value!r} is no JSON value (a text needs quotes)") from None
-    return found

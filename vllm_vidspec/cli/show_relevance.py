@@ -14,11 +14,14 @@ def show_relevance(
     draft: options.OwnDraft = None,
     question: options.Question = "describe the video",
     lambda_loose: Annotated[
-        float, typer.Option("--lambda", help="Share of a step's drafts whose mismatches stand; 0 loosens nothing.")
+        float,
+        typer.Option(
+            "--lambda", help="Share of a step's draft tokens whose mismatches are accepted; 0 loosens nothing."
+        ),
     ] = 0.7,
     top_n: Annotated[int, typer.Option(help="Video tokens that make a relevance (N).")] = 10,
     position_shift: Annotated[
-        bool, typer.Option("--position-shift/--no-position-shift", help="Let shifted tokens stand, too.")
+        bool, typer.Option("--position-shift/--no-position-shift", help="Accept shifted tokens, too.")
     ] = True,
     relevance_rows: Annotated[str, typer.Option(help="Whose state is compared: token or prediction.")] = "token",
     num_speculative_tokens: options.NumTokens = 10,

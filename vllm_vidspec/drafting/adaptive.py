@@ -7,11 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vidspec_kernels.tree_begin import tree_begin
-from vidspec_kernels.tree_finish import Leaves, tree_finish
-from vidspec_kernels.tree_grow import TreeGrowBuffers, tree_grow
-from vidspec_kernels.tree_plan import tree_plan
-from vidspec_kernels.tree_state import PlanRules, TreePlans
+from vidspec_kernels import Leaves, PlanRules, TreeGrowBuffers, TreePlans, tree_begin, tree_finish, tree_grow, tree_plan
 from vidspec_kernels.warm_up import warm_adaptive_trees
 from vllm_vidspec.config import TreeKnobs
 from vllm_vidspec.drafting.tree import DraftTree
@@ -113,7 +109,7 @@ class AdaptiveTree:
         plans.confidence.index_fill_(0, rows, alpha)
         plans.max_depths.index_fill_(0, rows, knobs.depth_max)
         plans.history.index_fill_(0, rows, 0)
-        plans.num_told.index_fill_(0, rows, 0)
+        plans.num_observed.index_fill_(0, rows, 0)
         plans.depths.index_fill_(0, rows, depth)
         plans.widths.index_fill_(0, rows, width)
         self._host_depths.read()[rows_np] = depth

@@ -7,9 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vidspec_kernels.tree_begin import tree_begin
-from vidspec_kernels.tree_place import PlacedLevel, tree_place
-from vidspec_kernels.tree_state import TreeTemplate
+from vidspec_kernels import PlacedLevel, TreeTemplate, tree_begin, tree_place
 from vidspec_kernels.warm_up import warm_static_trees
 from vllm_vidspec.config.paths import SPECVLM_PATHS, Path, parse_paths
 from vllm_vidspec.drafting.tree import DraftTree, topology_tables

@@ -15,9 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vidspec_kernels.tree_begin import tree_begin
-from vidspec_kernels.tree_finish import Leaves, tree_finish
-from vidspec_kernels.tree_state import TreeTables, TreeTemplate
+from vidspec_kernels import Leaves, TreeTables, TreeTemplate, tree_begin, tree_finish
 from vllm_vidspec.config.paths import MAX_NODES
 
 

@@ -2,7 +2,7 @@
 
 Every array has one writer. A row's values are written before the number that says how many of them count, and read
 after it; whoever reads a row in the middle of that gets a wrong draft, and no more. What a stream's reader needs lies
-together: `take_windows` reads it when it runs, on a GPU through a mapping of this memory.
+together: `gather_draft_windows` reads it when it runs, on a GPU through a mapping of this memory.
 """
 
 from collections.abc import Iterator
@@ -61,8 +61,8 @@ class Tables:
         epoch: int64 [M], which request has the row: a number that is never used twice. The target writes it, and
         committed: int64 [M], length of the committed text, and
         text: int32 [M, max_model_len], that text.
-        streams: int32 [M, NUM_HEADERS + R], as `take_windows` reads them, from the beginning of a page on. The drafter
-            writes it: the five below are columns of it, and
+        streams: int32 [M, NUM_HEADERS + R], as `gather_draft_windows` reads them, from the beginning of a page on. The
+            drafter writes it: the five below are columns of it, and
         generation: int32 [M], odd while the row is cut or changes hands, and greater by two afterwards, and
         stream_epoch: int32 [M], whose stream the row has, and
         checked: int32 [M], the committed length that the stream agrees with, and

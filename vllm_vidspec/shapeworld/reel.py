@@ -102,6 +102,21 @@ def draw_reel(rng: np.random.Generator, num_pairs: int) -> tuple[Scene, ...]:
     return tuple(scenes)
 
 
+def held_out(i: int, num_tokens: int) -> tuple[np.ndarray, Question, tuple[Scene, ...]]:
+    """The i-th video of `num_tokens` video tokens (a multiple of 64, from 128) that no model was trained on.
+
+    Kinds of questions and numbers of scenes told take turns with `i`.
+
+    Returns:
+        Frames as of `render`, a question, and the scenes.
+    """
+    rng = np.random.default_rng([HELD_OUT_SEED, i, num_tokens])
+    scenes = draw_reel(rng, num_tokens // TOKENS_PER_PAIR)
+    count = 1 + (i // len(KINDS) + 2 * i) % MAX_TOLD
+    question = next(q for k in range(len(KINDS)) if (q := ask(rng, scenes, KINDS[(i + k) % len(KINDS)], count)))
+    return render(rng, scenes)[0], question, scenes
+
+
 def render(rng: np.random.Generator, scenes: tuple[Scene, ...]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Frames uint8 [2 * pairs, FRAME_SIZE, FRAME_SIZE, 3], RGB, and labels int64 [pairs, TOKENS_PER_PAIR]."""
     num_pairs = sum(scene.num_pairs for scene in scenes)
@@ -173,7 +188,7 @@ def ask(rng: np.random.Generator, scenes: tuple[Scene, ...], kind: str, count: i
     if kind == "which":
         return _ask_which(rng, scenes)
     count, skipped = min(count, len(scenes)), int(kind == "after")
-    starts = range(len(scenes) - count - skipped + 1)
+    starts = list(range(len(scenes) - count - skipped + 1))
     if kind in ("look", "after"):
         starts = [i for i in starts if _look(scenes, i)]
     if not starts:

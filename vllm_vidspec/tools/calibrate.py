@@ -87,11 +87,7 @@ class Measurement:
 
 
 def check(calibration: Calibration, out: str | None = None, plot: str | None = None) -> None:
-    """Refuse a wrong value before an engine starts.
-
-    Raises:
-        VidSpecError: One line naming it.
-    """
+    """Refuse a wrong value, in one line, before an engine starts."""
     if calibration.pruner not in PRUNERS:
         raise VidSpecError(f"--pruner: {calibration.pruner!r} has nothing to calibrate; known: {', '.join(PRUNERS)}")
     calibration.check()
@@ -109,16 +105,9 @@ def check(calibration: Calibration, out: str | None = None, plot: str | None = N
 def run(calibration: Calibration, report: Report = silent) -> dict[str, Any]:
     """Measure the candidates and choose.
 
-    Args:
-        calibration: What to measure.
-        report: Called with "loading", "plan", "measuring" and "measured", as `progress.View` takes them.
-
     Returns:
         What the calibration file holds: `config` (the chosen knobs), what was measured on what, `measurements` and
         `provenance`.
-
-    Raises:
-        VidSpecError: A wrong value, an engine that stopped, or prompts that could not be guided or drafted for.
     """
     check(calibration)
     measure = _measure_specvlm if calibration.pruner == "specvlm" else _measure_uv
@@ -191,11 +180,7 @@ def _measure_uv(calibration: Calibration, report: Report) -> tuple[list[Measurem
 
 
 def _ask(session: EngineSession, calibration: Calibration, knobs: dict[str, Any], **setting: Any) -> Measurement:
-    """Measure one setting.
-
-    Raises:
-        VidSpecError: Not every prompt was guided, or nothing was drafted.
-    """
+    """Measure one setting."""
     answer = session.ask(answer_command(knobs, max_tokens=calibration.max_tokens))
     counters, num_prompts = answer["metrics"], len(answer["token_ids"])
     if counters["guided_prompts"] < num_prompts:
@@ -222,9 +207,6 @@ def choose(measurements: Sequence[Measurement]) -> Measurement:
     As good: its acceptance length is at least what the best one's would be with one more verify step for the same
     tokens. Greedy answers do not depend on the draft, so a difference of one step in all is no reason to leave an
     earlier candidate.
-
-    Args:
-        measurements: At least one, the preferred ones first.
     """
     best = max(measurements, key=lambda row: row.acceptance_length)
     good_enough = best.acceptance_length * best.num_drafts / (best.num_drafts + 1)

@@ -106,11 +106,7 @@ class Cost:
 
 
 def check(costs: Costs, out: str | None = None) -> None:
-    """Refuse a wrong value before an engine starts.
-
-    Raises:
-        VidSpecError: One line naming it.
-    """
+    """Refuse a wrong value, in one line, before an engine starts."""
     check_pair(costs.calibration, out)
     if costs.rounds < 1:
         raise VidSpecError("--rounds must be at least 1")
@@ -122,11 +118,7 @@ def check(costs: Costs, out: str | None = None) -> None:
 
 
 def read_file(path: str, calibration: Calibration) -> dict[str, Any]:
-    """Return what a calibration file holds, to add a table to it; nothing where there is none yet.
-
-    Raises:
-        VidSpecError: It is something else, or of another pair.
-    """
+    """Return what a calibration file holds, to add a table to it; nothing where there is none yet."""
     if not Path(path).is_file():
         return {}
     try:
@@ -143,15 +135,8 @@ def read_file(path: str, calibration: Calibration) -> dict[str, Any]:
 def run(costs: Costs, report: Report = silent) -> dict[str, Any]:
     """Measure every draft in turn, round by round, and make the table.
 
-    Args:
-        costs: What to measure.
-        report: Called with "plan", "loading" and "measured", as `progress.View` takes them.
-
     Returns:
         `config` (the table), the pair, `costs` (one row per draft and batch size), and `provenance`.
-
-    Raises:
-        VidSpecError: A wrong value, an engine that stopped, or prompts that were not drafted for.
     """
     check(costs)
     report("plan", {"total": costs.rounds * len(costs.drafts)})
@@ -189,11 +174,7 @@ def label(shape: str, num_tokens: int) -> str:
 
 
 def _checked(name: str, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the runs of an engine.
-
-    Raises:
-        VidSpecError: Something was not drafted for, or no step had the whole batch.
-    """
+    """Return the runs of an engine."""
     for found in runs:
         counters, size = found["metrics"], found["batch_size"]
         if counters and ((skipped := reasons(counters, "skipped_")) or not counters["drafts"]):
@@ -255,9 +236,6 @@ def draft_table(costs: Sequence[Cost]) -> list[TableRow]:
     That is no draft at all where none is faster than vanilla. An engine drafts chains and one kind of tree at most: the
     one that is the fastest of all at more batch sizes, and of two that are so equally often the one with the greater
     gain over the chain, summed over batch sizes. What was not measured belongs to the next larger batch size that was.
-
-    Args:
-        costs: Of vanilla, chains and both trees at every batch size.
     """
     sizes = sorted({cost.batch_size for cost in costs})
     # Of equally fast ones the first: nothing before chains before trees, short chains before long ones.

@@ -66,9 +66,6 @@ def run(demo: Demo, report: Report = silent) -> dict[str, Any]:
     Returns:
         `identical`, `acceptance_length`, `acceptance_rate`, `draft_kv_bytes`, `full_draft_kv_bytes`, per server its
         times and text, the command lines and the provenance.
-
-    Raises:
-        VidSpecError: A wrong knob, no such video, or a server that stopped; one line.
     """
     config = pairs.speculative_config(demo.family, demo.draft, **demo.spec)
     parse_config(config)
@@ -138,9 +135,6 @@ def ask(
         max_tokens: Longest answer in tokens.
         on_text: Called with each piece of text.
         sampling: Further request fields; temperature is 0 by default.
-
-    Raises:
-        VidSpecError: The server refused the request or broke off; one line.
     """
     import openai
 

@@ -36,11 +36,7 @@ class EngineSession:
         self.ready: dict[str, Any] = {}
 
     def __enter__(self) -> "EngineSession":
-        """Start the engine and wait until it has loaded.
-
-        Raises:
-            VidSpecError: It did not load; one line with the reason.
-        """
+        """Start the engine and wait until it has loaded."""
         with contextlib.ExitStack() as stack:
             self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vidspec-engine-")))
             read_end, write_end = os.pipe()
@@ -71,9 +67,6 @@ class EngineSession:
         Args:
             command: As `session_job` reads it.
             report: Called with "progress" (`done` requests) before the answer.
-
-        Raises:
-            VidSpecError: The engine stopped; one line with the reason.
         """
         with contextlib.suppress(BrokenPipeError):  # if it has stopped, what it said last follows
             print(json.dumps(command), file=self._commands, flush=True)

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,17 +70,14 @@ PAIRS: dict[str, Pair] = {
 }
 FAMILIES = tuple(PAIRS)  # those that are always there
 PAIRS[assets.PLAIN] = _QWEN
+PAIRS[assets.LONG] = replace(_QWEN, num_frames=2048)
 
 
 def pair_for(family: str) -> Pair:
-    """Return the pair of a family.
-
-    Raises:
-        VidSpecError: No bundled pair has this name.
-    """
+    """Return the pair of a family."""
     if family not in PAIRS:
         raise VidSpecError(f"unknown family {family!r}; bundled: {', '.join(FAMILIES)}")
-    if family == assets.PLAIN and not assets.checkpoint(family, "target").is_dir():
+    if family in assets.CLONE_ONLY and not assets.checkpoint(family, "target").is_dir():
         raise VidSpecError(f"{family} is in a clone of the repository alone, not in what pip installs")
     return PAIRS[family]
 
@@ -212,13 +209,7 @@ def engine_env() -> dict[str, str]:
 
 
 def chat_prompt(family: str, question: str, media: Sequence[str] = ()) -> str:
-    """Return the text that the checkpoint's chat template makes of one user turn.
-
-    Args:
-        family: Whose placeholders to use.
-        question: The user's words.
-        media: Modalities before the question in order, e.g. `("video", "image")`.
-    """
+    """Return the text that the checkpoint's chat template makes of one user turn."""
     pair = pair_for(family)
     return pair.chat.format(visual="".join(pair.visual[modality] for modality in media), question=question)
 

@@ -39,12 +39,7 @@ def last_error_line(log: str) -> str:
 
 
 def end_group(process: subprocess.Popen, grace_s: float = 15.0) -> None:
-    """End a process started with `start_new_session=True` and everything it has started.
-
-    Args:
-        process: The group's leader; may have ended already.
-        grace_s: How long it may take to stop by itself before it is killed.
-    """
+    """End a process started with `start_new_session=True` and everything it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -115,15 +110,8 @@ class VllmServer(LoggedProcess):
     def wait_ready(self, timeout_s: float = 600.0, tick: Callable[[float], None] = lambda _: None) -> float:
         """Wait until the server answers.
 
-        Args:
-            timeout_s: Seconds before giving up.
-            tick: Called some times a second with the seconds since launch.
-
         Returns:
             Seconds from launch to the first healthy answer.
-
-        Raises:
-            VidSpecError: The server stopped or took too long; one line with the reason and the log's path.
         """
         assert self.process is not None, "enter the context first"
         while (elapsed := time.monotonic() - self._launched) < timeout_s:

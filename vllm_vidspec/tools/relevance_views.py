@@ -43,11 +43,7 @@ p { margin: 0.4rem 0; }
 
 
 def write(row: dict[str, Any], path: str) -> None:
-    """Write the picture of a row of `show_relevance.run`; the suffix names the format.
-
-    Raises:
-        VidSpecError: The file cannot be written.
-    """
+    """Write the picture of a row of `show_relevance.run`; the suffix names the format."""
     with writing(path):
         if Path(path).suffix.lower() == ".png":
             _save_png(row, path)
@@ -63,12 +59,7 @@ def scale(relevance: Sequence[float | None]) -> tuple[float, float]:
 
 
 def color(value: float | None, ends: tuple[float, float]) -> str:
-    """Return the colour of a relevance as #rrggbb.
-
-    Args:
-        value: The relevance; None: not measured.
-        ends: As `scale` returns them.
-    """
+    """Return the colour of a relevance as #rrggbb."""
     if value is None:
         return _UNMEASURED
     low, high = ends
@@ -94,7 +85,7 @@ def setting(row: dict[str, Any]) -> str:
 def figures(row: dict[str, Any]) -> list[str]:
     """Return in sentences what became of the drafts and, where it is known, what relevance tells apart."""
     found = [
-        f"{len(row['words'])} tokens, {number(row['acceptance_length'], 2)} per verify step; of the drafts that stood "
+        f"{len(row['words'])} tokens, {number(row['acceptance_length'], 2)} per verify step; of the accepted drafts "
         f"{percent(row['loosened_frac'])} loosened, {percent(row['shifted_frac'])} shifted."
     ]
     if row["relevance_auc"] is not None:
@@ -152,7 +143,7 @@ def _span(shown: str, kind: str, background: str, hint: str = "") -> str:
 
 
 def lay_out(words: Sequence[str], width: int = WIDTH) -> list[tuple[int, int, str, int]]:
-    """Return where each token stands in lines of a fixed-width face.
+    """Return where each token is placed in lines of a fixed-width face.
 
     Args:
         words: The tokens' texts; a space before one parts it from the one before.

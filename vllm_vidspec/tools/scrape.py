@@ -32,11 +32,7 @@ Engines = dict[str, dict[str, Any]]
 
 
 def ours(text: str) -> Engines:
-    """Return our counters, by the names of `metrics.NAMES`, of each engine; empty where the text has none.
-
-    Raises:
-        VidSpecError: The text is not Prometheus'.
-    """
+    """Return our counters, by the names of `metrics.NAMES`, of each engine; empty where the text has none."""
     found: dict[str, dict[tuple[str, str], float]] = {}
     for name, labels, value in _samples(text, "vidspec:"):
         own = next((labels[label] for label in labels if label in _OWN_LABELS), "")
@@ -50,11 +46,7 @@ def ours(text: str) -> Engines:
 
 
 def vllms(text: str) -> Engines:
-    """Return vLLM's own figures, by the values of `VLLM`, of each engine; what it does not show is left out.
-
-    Raises:
-        VidSpecError: The text is not Prometheus'.
-    """
+    """Return vLLM's own figures, by the values of `VLLM`, of each engine; what it does not show is left out."""
     found: Engines = {}
     for name, labels, value in _samples(text, "vllm:"):
         if name in VLLM:

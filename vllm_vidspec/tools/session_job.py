@@ -53,8 +53,8 @@ def _answers(commands: Iterator[dict[str, Any]], report: Report) -> Iterator[dic
     through its chat template), `videos` (paths) or `held_out` (indices of shape-world videos), `question`, and
     `warm_up` (the index of one more video: what happens once, as lazy imports do, is then part of no figure).
     Requests of a bundled pair may have `num_videos` held-out videos each (a list: of one request after another), or
-    `video_frac` of one's frames. `cpus` are
-    the cores that the process may use; where there is none, any.
+    `video_frac` of one's frames; with `reel_tokens` they are held-out reels of so many video tokens, each with its own
+    question. `cpus` are the cores that the process may use; where there is none, any.
     """
     job = next(commands)
     if "cpus" in job:
@@ -91,6 +91,7 @@ def _answers(commands: Iterator[dict[str, Any]], report: Report) -> Iterator[dic
         "clock": engine.clock,
         "batch": engine.batch,
         "timeline": engine.timeline,
+        "retune": engine.retune,
     }
     for command in commands:
         # Guidance must come from each command's own prefill, not from what an earlier one left.
@@ -114,9 +115,12 @@ def _cores_of_threads() -> set[int]:
 
 def _bundled_requests(prompts: dict[str, Any]) -> list[Any]:
     """Return a prompt for every video, in the words of a bundled pair."""
-    from vllm_vidspec.shapeworld import world
+    from vllm_vidspec.shapeworld import reel, world
     from vllm_vidspec.tools.user_files import read_video
 
+    if "reel_tokens" in prompts:
+        reels = [reel.held_out(i, prompts["reel_tokens"]) for i in prompts["held_out"]]
+        return [pairs.video_prompt(prompts["family"], frames, question.text) for frames, question, _ in reels]
     family, num_frames = prompts["family"], pairs.pair_for(prompts["family"]).num_frames
     places, counts, frac = prompts.get("held_out", []), prompts.get("num_videos", 1), prompts.get("video_frac", 1.0)
     counts = [counts] * len(places) if isinstance(counts, int) else counts
@@ -190,12 +194,17 @@ class Engine:
             return _stock_counters(self.llm)
         return metrics.read_metrics(metrics.path_for(config.instance_id))
 
+    def retune(self, knobs: dict[str, Any]) -> dict[str, Any]:
+        """Change knobs of VidSpecConfig from here on."""
+        self.llm.collective_rpc("vidspec_retune", args=(knobs,))
+        return {}
+
     def answer(
         self, knobs: dict[str, Any] | None, sampling: dict[str, Any], seed: int | None, watch: bool
     ) -> dict[str, Any]:
         """Answer every prompt; arguments and answer are those of `engine_session.answer_command`."""
         if knobs:
-            self.llm.collective_rpc("vidspec_retune", args=(knobs,))
+            self.retune(knobs)
         if watch:
             self.llm.collective_rpc("vidspec_watch_scores", args=(True,))
         before, start = self.counters(), time.perf_counter()
@@ -264,7 +273,7 @@ class Engine:
         Returns:
             `token_ids`; `ttft_s`, from handing the request in (its video still to be preprocessed) to the first token;
             `decode_s`, from the first token to the last; `step_s`, the wall time of each step in between; `verified`,
-            what our counters gained in each of these steps: drafts verified, drafts that stand, stale streams (nothing
+            what our counters gained in each of these steps: drafts verified, drafts accepted, stale streams (nothing
             for vanilla); `metrics`; `start_s`, when it was handed in, by time.monotonic().
         """
         enqueue = self.llm.enqueue_chat if self.is_chat else self.llm.enqueue
@@ -358,11 +367,7 @@ def _progress(report: Report) -> Any:
 
 
 def _watched_captions(tokenizer: Any, outputs: list[Any], watched: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return of each answer `words`, `relevance` and `kinds`, one of each per token.
-
-    Raises:
-        VidSpecError: What was watched is not what was said.
-    """
+    """Return of each answer `words`, `relevance` and `kinds`, one of each per token."""
     records = {record["req_id"].split("-")[0]: record for record in watched}  # vLLM adds a suffix of its own
     captions = []
     for output in outputs:

@@ -57,11 +57,7 @@ class Record:
 
 
 def check(show: Show) -> None:
-    """Refuse a wrong value before an engine starts.
-
-    Raises:
-        VidSpecError: One line naming it.
-    """
+    """Refuse a wrong value, in one line, before an engine starts."""
     show.check_files((".png",))
     if not show.pruners:
         raise VidSpecError("--pruner: no value given")
@@ -74,15 +70,8 @@ def check(show: Show) -> None:
 def run(show: Show, report: Report = silent) -> dict[str, Any]:
     """Prune one video in every way asked for and draw the picture.
 
-    Args:
-        show: What to show.
-        report: Called with "plan", "loading" and "measured", as `progress.View` takes them.
-
     Returns:
         `rows`, one per pruner (`pruner`, `kept`, `total`, `ends_frac`, `even_frac`), and `out`.
-
-    Raises:
-        VidSpecError: A wrong value, an engine that stopped, or a video whose tokens cannot be laid out.
     """
     check(show)
     frames = read_video(show.path, show.num_frames)
@@ -134,15 +123,8 @@ def _look(show: Show, pruners: list[str], report: Report) -> list[Record]:
 def choose(config: VidSpecConfig, records: list[Record]) -> "Tensor":
     """Prune as the engine would, from what the engines measured.
 
-    Args:
-        config: Pruner, ratio and knobs.
-        records: At least one; all of one grid.
-
     Returns:
         int64 `[num_keep]`, ascending.
-
-    Raises:
-        VidSpecError: What the pruner needs was not measured, or an engine that ran this pruner chose otherwise.
     """
     import torch
 

@@ -18,9 +18,9 @@ class Show(Picture):
     """What to show.
 
     Attributes:
-        lambda_loose: Share of a step's drafts whose mismatches stand; 0 measures relevance and loosens nothing.
+        lambda_loose: Share of a step's draft tokens whose mismatches are accepted; 0 measures relevance only.
         top_n: Video tokens that make a relevance.
-        position_shift: Whether a mismatch stands where the target's token is among the drafts.
+        position_shift: Whether a mismatch is accepted where the target's token is among the draft's.
         relevance_rows: Whose state is compared, "token" or "prediction".
         temperature: Of the target and the draft.
         seed: Of the request.
@@ -45,11 +45,7 @@ class Show(Picture):
 
 
 def check(show: Show) -> None:
-    """Refuse a wrong value before an engine starts.
-
-    Raises:
-        VidSpecError: One line naming it.
-    """
+    """Refuse a wrong value, in one line, before an engine starts."""
     show.check_files(relevance_views.SUFFIXES, drawn=(".png",))
     show.config(**show.knobs)
     if show.max_tokens < 2:
@@ -61,16 +57,9 @@ def check(show: Show) -> None:
 def run(show: Show, report: Report = silent) -> dict[str, Any]:
     """Write one caption and the picture of it.
 
-    Args:
-        show: What to show.
-        report: Called with "plan", "loading", "measuring" and "measured", as `progress.View` takes them.
-
     Returns:
         `rows`, one: the pair, the setting, `words`, `relevance` and `kinds` of each token, and what `kind_shares` and
         `relevance_auc` say of them (the latter for bundled pairs, whose words are known); and `provenance`.
-
-    Raises:
-        VidSpecError: A wrong value, an engine that stopped, or a request that was verified strictly.
     """
     check(show)
     report("plan", {"total": 1})
@@ -86,15 +75,7 @@ def run(show: Show, report: Report = silent) -> dict[str, Any]:
 
 
 def make_row(show: Show, answer: dict[str, Any]) -> dict[str, Any]:
-    """Return what a picture shows.
-
-    Args:
-        show: What was asked for.
-        answer: The engine's, as `session_job.Engine.answer` returns it.
-
-    Raises:
-        VidSpecError: The caption was verified strictly, or without drafts, so that there is nothing to show.
-    """
+    """Return what a picture shows."""
     counters, (caption,) = answer["metrics"], answer["captions"]
     for what, prefix in (("request ran without speculation", "skipped_"), ("caption was verified strictly", "strict_")):
         if found := reasons(counters, prefix):

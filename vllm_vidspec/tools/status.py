@@ -77,15 +77,8 @@ def _gained(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str
 def readings(server: str, every_s: float | None) -> Iterator[tuple[Reading, Reading | None]]:
     """Read a server once, or again and again.
 
-    Args:
-        server: Its address.
-        every_s: Seconds between two readings, None for one reading.
-
     Yields:
         A reading, and what was gained since the one before; None at the first, and after a restart of the server.
-
-    Raises:
-        VidSpecError: As `read`.
     """
     before = read(server)
     yield before, None
@@ -98,11 +91,6 @@ def readings(server: str, every_s: float | None) -> Iterator[tuple[Reading, Read
 
 def result(server: str, reading: Reading, gained: Reading | None = None) -> dict[str, Any]:
     """Return what `vidspec status` says, as plain data.
-
-    Args:
-        server: Its address.
-        reading: Since the server's start.
-        gained: In the last interval; then it is what the advice is about.
 
     Returns:
         `server`, `since_start`, `interval` and its `interval_seconds` (None without one), `engines` by index where
@@ -126,19 +114,12 @@ def read(server: str) -> Reading:
 
     Args:
         server: Its address, as `http://127.0.0.1:8000`; what clients append (`/v1`, `/metrics`) may be there.
-
-    Raises:
-        VidSpecError: Nobody answers, or what answers shows no counters of ours; one line.
     """
     return parse(_fetch(address(server)), server)
 
 
 def address(server: str) -> str:
-    """Return where a server's metrics are.
-
-    Raises:
-        VidSpecError: It is no address.
-    """
+    """Return where a server's metrics are."""
     url = (server if "://" in server else f"http://{server}").rstrip("/")
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
@@ -164,9 +145,6 @@ def parse(text: str, server: str = "the server", at: float | None = None) -> Rea
         text: Prometheus' format.
         server: For the messages.
         at: When it was read; default: now.
-
-    Raises:
-        VidSpecError: The text is not Prometheus', or has no counters of ours; one line saying why that may be.
     """
     engines, vllm = scrape.ours(text), scrape.vllms(text)
     if engines:
@@ -181,10 +159,6 @@ def parse(text: str, server: str = "the server", at: float | None = None) -> Rea
 
 def figures(ours: Mapping[str, int], vllm: Mapping[str, float]) -> Figures:
     """Turn counters into what an operator looks at; ratios without a denominator are None.
-
-    Args:
-        ours: By the names of `metrics.NAMES`.
-        vllm: By the values of `scrape.VLLM`; may be empty.
 
     Returns:
         Plain numbers, lists and dictionaries, as `--json` prints them.
@@ -264,10 +238,6 @@ def modelled(ours: Mapping[str, int], vllm: Mapping[str, float]) -> dict[str, fl
     it would have taken that less the time spent on drafting, and given one token. So verifying K drafts is taken to
     cost what a step of one token costs, which flatters; and the time of drafting is the host's, which on a GPU is
     neither the device's nor always waited for.
-
-    Args:
-        ours: By the names of `metrics.NAMES`.
-        vllm: By the values of `scrape.VLLM`.
 
     Returns:
         `tokens_per_step`, `step_seconds`, `draft_seconds` of a step, and `speedup` of decoding; None where

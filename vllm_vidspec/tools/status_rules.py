@@ -11,7 +11,7 @@ MIN_STEPS = 128
 LOW_LENGTH = 1.5  # the alarm's, too: half a draft token per step
 # Requests that run without speculation, of all, that are no accident.
 MANY_REQUESTS = 0.01
-# A position that stands so seldom costs a draft forward in every step and brings next to nothing.
+# A position accepted so seldom costs a draft forward in every step and gains next to nothing.
 SELDOM = 0.02
 FULL_POOL = 0.95
 LATE = 0.2  # of a parallel drafter's steps
@@ -45,7 +45,7 @@ _UNGUIDED = {
     "cached": "nothing, if rare: the prefix cache held the video, so the target did not look at it again, and no "
     "earlier scores of it are remembered; where it is usual, a pruner without guidance (uniform) costs less",
     "memory": "raise guidance_bytes",
-    "unobserved": "use --enforce-eager or the pruner uv: a layer's attention was not heard",
+    "unobserved": "use --enforce-eager or the pruner uv: a layer's attention was not observed",
     "error": "look in the log for `guidance failed`; it has the first exception",
     "no_text": "put the question after the video: guidance is what the question looks at",
 }
@@ -58,11 +58,7 @@ _STRICT = {
 
 
 def advise(figures: dict[str, Any]) -> list[Advice]:
-    """Return what the rules find, warnings first.
-
-    Args:
-        figures: As `status.figures` returns them, since the start or of an interval.
-    """
+    """Return what the rules find, warnings first."""
     found = [advice for rule in RULES for advice in rule(figures)]
     return sorted(found, key=lambda advice: advice.level != "warn")
 
@@ -98,7 +94,7 @@ def few_accepted(figures: dict[str, Any]) -> Iterator[Advice]:
         remedy = "run `vidspec calibrate`; lower prune_ratio, try another pruner, or lower num_speculative_tokens"
         yield Advice("few_accepted", "warn", found, remedy)
     elif figures["low_acceptance_windows"]:
-        found = f"{figures['low_acceptance_windows']} runs of {MIN_STEPS} verify steps in which next to nothing stood"
+        found = f"{figures['low_acceptance_windows']} runs of {MIN_STEPS} verify steps with draft acceptance near zero"
         remedy = "one kind of request may be hard to draft for: send each kind alone and look at its acceptance"
         yield Advice("few_accepted", "info", found, remedy)
 
@@ -110,7 +106,7 @@ def last_positions(figures: dict[str, Any]) -> Iterator[Advice]:
         return
     useful = sum(1 for share in figures["accepted_by_position"] if share >= SELDOM)
     if 1 <= useful < int(drafted):
-        found = f"of {drafted:.1f} draft tokens per step those after the {_nth(useful)} stand in less than {SELDOM:.0%}"
+        found = f"of {drafted:.1f} draft tokens per step those after the {_nth(useful)} are accepted in < {SELDOM:.0%}"
         yield Advice("last_positions", "warn", found, f"lower num_speculative_tokens to {useful}")
 
 
@@ -132,7 +128,7 @@ def unguided_prompts(figures: dict[str, Any]) -> Iterator[Advice]:
     for reason, count in figures["unguided_prompts"].items():
         if not count or (reason not in ("error", "unobserved") and count <= MANY_REQUESTS * figures["prompts"]):
             continue
-        found = f"{count} of {figures['prompts']} prompts were pruned uniformly for want of guidance: {reason}"
+        found = f"{count} of {figures['prompts']} prompts were pruned uniformly, guidance scores unavailable: {reason}"
         remedy = _UNGUIDED.get(reason, "see this reason in docs/metrics.md")
         yield Advice(f"unguided_{reason}", "info" if reason in ("cached", "no_text") else "warn", found, remedy)
 
@@ -146,7 +142,7 @@ def strict_requests(figures: dict[str, Any]) -> Iterator[Advice]:
 
 
 def full_pool(figures: dict[str, Any]) -> Iterator[Advice]:
-    """Warn before requests are skipped for want of blocks."""
+    """Warn before requests are skipped because no block is free."""
     pool = figures["pool"]
     if pool["blocks"] and pool["used_blocks"] >= FULL_POOL * pool["blocks"]:
         found = f"{pool['used_blocks']} of {pool['blocks']} blocks of the draft's pool are in use"

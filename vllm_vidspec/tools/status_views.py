@@ -12,11 +12,11 @@ from vllm_vidspec.tools.tables import number, percent
 
 Figures = dict[str, Any]
 
-# What stands at the left -> a figure's text, None where the row says nothing. One row each, in this order.
+# Label of a row -> a figure's text, None where the row has nothing to show; in this order.
 _ROWS: dict[str, Callable[[Figures], str | None]] = {
     "acceptance length": lambda f: number(f["acceptance_length"], 2),
     "acceptance rate": lambda f: percent(f["acceptance_rate"]),
-    "stands at position 1, 2, …": lambda f: _by_position(f["accepted_by_position"]),
+    "accepted at position 1, 2, …": lambda f: _by_position(f["accepted_by_position"]),
     "verify steps": lambda f: f"{f['verify_steps']}",
     "draft tokens per step": lambda f: number(f["draft_tokens_per_step"], 1),
     "low-acceptance windows": lambda f: f"{f['low_acceptance_windows']}",

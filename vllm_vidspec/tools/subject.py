@@ -67,19 +67,11 @@ class Subject:
         return {"llm": self.llm_kwargs(**spec), "prompts": prompts | self.source}
 
     def config(self, **spec: Any) -> VidSpecConfig:
-        """Return the validated knobs of the engine.
-
-        Raises:
-            VidSpecError: A knob is wrong; one line naming it.
-        """
+        """Return the validated knobs of the engine."""
         return parse_config(self.llm_kwargs(**spec)["speculative_config"])[0]
 
     def check(self) -> None:
-        """Refuse a pair or videos that are not there, or engine arguments that have options of their own.
-
-        Raises:
-            VidSpecError: One line naming what is wrong.
-        """
+        """Refuse a pair or videos that are not there, or engine arguments that have options of their own."""
         if self.target is not None and self.draft is None:
             raise VidSpecError("--target needs --draft, a checkpoint or 'self'")
         if self.target is None:

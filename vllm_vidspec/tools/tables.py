@@ -1,9 +1,7 @@
 """Terminal views of results: tables by columns, numbers in them, and the answers of the demo; no engine."""
 
-import json
 from collections.abc import Callable, Iterable
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -12,30 +10,10 @@ from rich.markup import escape
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from vllm_vidspec.tools.bench.acceptance import AXES, measured_itself
-
 if TYPE_CHECKING:
     from vllm_vidspec.doctor import Check
 
-_SHORT = {"num_speculative_tokens": "K", "temperature": "T", "prune_ratio": "prune"}
-_SHOWN_ALONE = ("family", "draft", "pruner", "prune_ratio", "num_speculative_tokens", "temperature")
-
 Columns = dict[str, Callable[[Any], str]]
-
-# Figures that stand for chains alone, and in a table with trees.
-_CHAIN_FIGURES: Columns = {
-    "accept\nrate": lambda row: percent(row["acceptance_rate"]),
-    "drafts": lambda row: str(row["num_drafts"]),
-}
-_TREE_FIGURES: Columns = {
-    "at\nmost": lambda row: number(row["max_acceptance_length"], 2),
-    "nodes": lambda row: number(row["nodes_per_step"], 1),
-    "draft\nruns": lambda row: number(row["draft_forwards_per_step"], 1),
-}
-_TIMES: Columns = {
-    "s": lambda row: number(row["decode_s"], 1),
-    "vanilla\ns": lambda row: number(row["vanilla_decode_s"], 1),
-}
 
 
 def by_columns(
@@ -48,9 +26,9 @@ def by_columns(
     """Return a table.
 
     Args:
-        columns: What stands above a column -> a row's text in it.
+        columns: Head of a column -> a row's text in it.
         rows: What they are about.
-        num_words: The first columns, which hold words and stand to the left; the others hold numbers.
+        num_words: How many columns at the front hold words and are left-aligned; the others hold numbers.
         style: A row's, None for the usual one.
         options: Further ones of rich's Table.
     """
@@ -62,61 +40,27 @@ def by_columns(
     return table
 
 
-def acceptance_table(rows: list[dict[str, Any]]) -> Table:
-    """Return the table of `vidspec bench acceptance`: columns for what changes, one caption for what does not.
-
-    Times are shown where one engine ran at a time. A length with a star comes from another row's engine. Beside trees
-    stand the length that their depth allows, their nodes and the draft's forwards, per verify step.
-    """
-    varying = [name for name in AXES if len({str(row[name]) for row in rows}) > 1]
-    fixed = [f"{_SHORT.get(name, name)} {_cell(rows[0][name])}" for name in _SHOWN_ALONE if name not in varying]
-    timed = rows[0]["jobs"] == 1
-    if not timed:
-        fixed.append(f"no times: {rows[0]['jobs']} engines ran at once")
-    shows_trees = any(row["drafting"] != "chain" for row in rows)
-    if shows_trees:
-        fixed.append(f"{rows[0]['scheduling']} scheduling")
-    if knobs := rows[0]["knobs"]:
-        fixed.append(", ".join(f"{name} {json.dumps(value)}" for name, value in knobs.items()))
-    if not all(map(measured_itself, rows)):
-        fixed.append("* not run itself, see measured_as")
-    columns: Columns = {
-        **{_SHORT.get(n, n.replace("_", " ")): lambda row, name=n: _cell(row[name]) for n in varying},  # type: ignore[misc]
-        "accept\nlength": lambda row: number(row["acceptance_length"], 2) + "*" * (not measured_itself(row)),
-        **(_TREE_FIGURES if shows_trees else _CHAIN_FIGURES),
-        "same\noutput": lambda row: percent(row["identical_frac"]),
-        "draft KV\nof full": _kv_share,
-        **(_TIMES if timed else {}),
-    }
-    title = f"Acceptance on {rows[0]['requests']} held-out videos"
-    return by_columns(columns, rows, len(varying), title=title, caption=", ".join(fixed))
-
-
-def _kv_share(row: dict[str, Any]) -> str:
-    return percent(row["draft_kv_bytes"] / row["full_draft_kv_bytes"] if row["full_draft_kv_bytes"] else None)
-
-
-def _cell(value: Any) -> str:
-    """Return a value of an axis; of a path its last part."""
-    return Path(value).name if isinstance(value, str) else f"{value:g}"
-
-
-def demo_table(result: dict[str, Any]) -> Table:
-    """Return the table of `vidspec demo`."""
+def demo_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return what `vidspec demo` found: words, vanilla's figure and ours."""
     vanilla, ours = result["vanilla"], result["vidspec"]
     times = (("ttft_s", "time to first token"), ("decode_s", "decode"), ("server_start_s", "server start"))
-    rows = [
+    return [
         ("acceptance length (tokens per verify step)", "1.00", number(result["acceptance_length"], 2)),
         ("acceptance rate", "-", percent(result["acceptance_rate"])),
-        ("identical answers", "", "yes" if result["identical"] else "[red]NO[/red]"),
+        ("identical answers", "", "yes" if result["identical"] else "NO"),
         ("draft KV, full video", "-", kilobytes(result["full_draft_kv_bytes"])),
         ("draft KV, kept", "-", kilobytes(result["draft_kv_bytes"])),
         ("output tokens", str(vanilla["output_tokens"]), str(ours["output_tokens"])),
         *((f"{label} (s)", number(vanilla[name], 2), number(ours[name], 2)) for name, label in times),
     ]
+
+
+def demo_table(result: dict[str, Any]) -> Table:
+    """Return the table of `vidspec demo`."""
     columns: Columns = {"": itemgetter(0), "vanilla vLLM": itemgetter(1), "vLLM + vidspec": itemgetter(2)}
     title = f"{result['family']}: one video, one question, two servers"
-    return by_columns(columns, rows, title=title, box=box.HEAVY_HEAD, padding=(0, 1))
+    style = lambda row: "red" if row[2] == "NO" else None  # noqa: E731
+    return by_columns(columns, demo_rows(result), style=style, title=title, box=box.HEAVY_HEAD, padding=(0, 1))
 
 
 def checks_table(checks: "list[Check]") -> Table:

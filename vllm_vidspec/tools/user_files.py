@@ -12,11 +12,7 @@ from vllm_vidspec.errors import VidSpecError
 
 
 def check_video(path: str | os.PathLike[str], is_decoded: bool = True) -> None:
-    """Refuse a video that is not there, or, where its frames are read here, that nothing can decode.
-
-    Raises:
-        VidSpecError: One line naming it.
-    """
+    """Refuse a video that is not there, or, where its frames are read here, that nothing can decode."""
     if is_decoded and importlib.util.find_spec("cv2") is None:
         raise VidSpecError("reading videos needs opencv: pip install opencv-python-headless")
     if not Path(path).is_file():
@@ -33,9 +29,6 @@ def check_output(
         option: That names it.
         suffixes: That it may have; none: any.
         drawn: Those of them that need matplotlib.
-
-    Raises:
-        VidSpecError: One line naming it.
     """
     path = Path(path)
     if path.is_dir():
@@ -53,11 +46,7 @@ def check_output(
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Say in one line why a file could not be written after all.
-
-    Raises:
-        VidSpecError: The block raised an OSError.
-    """
+    """Say in one line why a file could not be written after all."""
     try:
         yield
     except OSError as error:
@@ -73,9 +62,6 @@ def read_video(path: str | os.PathLike[str], num_frames: int | None = None) -> n
 
     Returns:
         `[<= num_frames, height, width, 3]` uint8, RGB.
-
-    Raises:
-        VidSpecError: The file is missing or holds no frame.
     """
     import cv2
 

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from hypothesis import settings
 
-from vidspec_kernels import dispatch, tree_begin, tree_finish, tree_place, tree_plan, tree_state
+from vidspec_kernels import dispatch
+from vidspec_kernels.draft_tree import begin, finish, place, plan, tables
 
 quick = settings(max_examples=60, deadline=None)
 
@@ -144,7 +145,7 @@ def check_greedy_first(tree, row, draft, depth):
 def work_in_torch(patch):
     """Let CPU tensors be worked on in torch, as another device's are."""
     patch.setattr(dispatch, "load_loops", dict)
-    for module in (tree_state, tree_begin, tree_place, tree_plan, tree_finish):
+    for module in (tables, begin, place, plan, finish):
         for name, stand_in in (("array_module", lambda device: torch), ("as_array", lambda tensor: tensor)):
             if hasattr(module, name):
                 patch.setattr(module, name, stand_in)

@@ -23,8 +23,8 @@ from tests.unit.drafting.fake_draft import (
     work_in_torch,
 )
 from vidspec_kernels import dispatch
-from vidspec_kernels import tree_grow as tree_grow_module
-from vidspec_kernels.tree_plan import confidence
+from vidspec_kernels.draft_tree import grow as tree_grow_module
+from vidspec_kernels.draft_tree.plan import confidence
 from vllm_vidspec.config import TreeKnobs
 from vllm_vidspec.drafting import AdaptiveTree, StaticTree, candidates
 from vllm_vidspec.drafting import adaptive as adaptive_module

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.unit.drafting.fake_draft import drive, plans_of, quick, width_by_hand
 from vidspec_kernels import dispatch
-from vidspec_kernels.tree_plan import confidence
+from vidspec_kernels.draft_tree.plan import confidence
 from vllm_vidspec.config import TreeKnobs
 from vllm_vidspec.drafting import AdaptiveTree
 from vllm_vidspec.drafting import adaptive as adaptive_module

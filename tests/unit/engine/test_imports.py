@@ -15,7 +15,7 @@ def look():
 
 def report():
     print([a is b for a, b in zip(before, look())].count(False))
-    of_cpus = ("vllm.v1.worker.cpu", "vllm_vidspec.engine.cpu", "vidspec_kernels.cpu")
+    of_cpus = ("vllm.v1.worker.cpu", "vllm_vidspec.engine.cpu", "vidspec_kernels.compiled")
     print(sorted(name for name in sys.modules if name.startswith(of_cpus)))
 
 before = look()

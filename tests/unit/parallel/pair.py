@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from vidspec_kernels import NUM_TOLD, take_windows
+from vidspec_kernels import WINDOW_INFO_SIZE, gather_draft_windows
 from vllm_vidspec.engine.parallel import messages as said
 from vllm_vidspec.engine.parallel.lead import DrafterLead
 from vllm_vidspec.engine.parallel.rank import Progress
@@ -250,8 +250,9 @@ class Pair:
             text[row, : len(request.text)] = torch.tensor(request.text)
         num_tokens = torch.zeros(MAX_REQS, dtype=torch.int32)
         num_tokens[rows] = torch.from_numpy(lengths).int()
-        tokens, told = torch.full((len(rows), MOST), -1), torch.full((len(rows), NUM_TOLD), -1, dtype=torch.int32)
-        take_windows(
+        tokens = torch.full((len(rows), MOST), -1)
+        told = torch.full((len(rows), WINDOW_INFO_SIZE), -1, dtype=torch.int32)
+        gather_draft_windows(
             torch.from_numpy(self.tables.streams), asked, torch.from_numpy(rows), num_tokens, text, tokens, told
         )
         for i, row in enumerate(rows.tolist()):

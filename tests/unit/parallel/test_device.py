@@ -127,8 +127,8 @@ class LateTarget:
             self.put(lambda: send(here, packed.clone(), write))
 
         with (
-            mock.patch.object(speculator, "take_windows", later(speculator.take_windows)),
-            mock.patch.object(commits, "text_tails", later(commits.text_tails)),
+            mock.patch.object(speculator, "gather_draft_windows", later(speculator.gather_draft_windows)),
+            mock.patch.object(commits, "copy_committed_suffix", later(commits.copy_committed_suffix)),
             mock.patch.object(commits.Commits, "_send", send_later),
             mock.patch.object(commits.Commits, "wanted", lambda here, rows, window: np.full(len(rows), MOST)),
             mock.patch.object(shared, "async_tensor_h2d", lambda data, device: torch.from_numpy(data.copy())),

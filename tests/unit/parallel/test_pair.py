@@ -227,7 +227,7 @@ def _anybodys(streams, asked, rows, *texts):
     pairs_take(streams, torch.stack((streams[rows, 1], asked[:, 1]), dim=1), rows, *texts)
 
 
-pairs_take = pairs.take_windows
+pairs_take = pairs.gather_draft_windows
 
 
 def _later_rollback(self):
@@ -257,12 +257,12 @@ def _lost_commit(self, rows, lengths, tails):
 @pytest.mark.parametrize(
     ("where", "name", "bug"),
     [
-        (pairs, "take_windows", _never_stale),
+        (pairs, "gather_draft_windows", _never_stale),
         (Streams, "hear", _later_rollback),
         (Streams, "hear", _never_cut),
         (np, "array_equal", lambda *arrays: True),
         (Tables, "commit", _lost_commit),
-        (pairs, "take_windows", _anybodys),
+        (pairs, "gather_draft_windows", _anybodys),
     ],
     ids=[
         "a stale window after a rejection",

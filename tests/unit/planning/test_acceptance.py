@@ -4,17 +4,16 @@ import random
 
 import pytest
 
-from vllm_vidspec.config.paths import SPECVLM_PATHS
-from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.planning import (
+from vidspec_tools.planning import acceptance as published
+from vidspec_tools.planning.acceptance import (
     Agreement,
     agreement_of_positions,
-    answer_length,
     default_agreement,
     rate_of_chain,
     rate_of_tree,
 )
-from vllm_vidspec.planning import acceptance as published
+from vllm_vidspec.config.paths import SPECVLM_PATHS
+from vllm_vidspec.errors import VidSpecError
 
 LIST = Agreement((0.9, 0.7, 0.5), 0.4)
 
@@ -24,7 +23,6 @@ def test_chains_by_hand():
     assert Agreement((0.5,)).chain_length(2) == 1.75
     assert LIST.chain_length(4) == pytest.approx(1 + 0.9 + 0.63 + 0.315 + 0.1575)
     assert LIST.chain_length(0) == 1.0
-    assert LIST.chain_emits(2) == pytest.approx([0.1, 0.27, 0.63])
 
 
 def test_runner_ups_by_hand():
@@ -34,7 +32,6 @@ def test_runner_ups_by_hand():
     assert LIST.at(7) == 0.5
     # Root with two children, the better of which has one.
     assert LIST.tree_length(((0,), (1,), (0, 0))) == pytest.approx(1 + 0.9 + 0.04 + 0.63)
-    assert LIST.tree_emits(((0,), (1,), (0, 0))) == pytest.approx([0.06, 0.31, 0.63])
 
 
 def walk_chain(agreement, num_tokens, rng):
@@ -64,26 +61,11 @@ def test_closed_forms_agree_with_walks():
     """100,000 walks that know no formula, three standard errors. Catches: a wrong product along a path."""
     rng, number = random.Random(1), 100_000
     for agreement in (Agreement((0.8,), 0.4), LIST):
-        for length, emits, walk in (
-            (agreement.chain_length(5), agreement.chain_emits(5), lambda a=agreement: walk_chain(a, 5, rng)),
-            (agreement.tree_length(), agreement.tree_emits(), lambda a=agreement: walk_tree(a, SPECVLM_PATHS, rng)),
+        for length, walk in (
+            (agreement.chain_length(5), lambda a=agreement: walk_chain(a, 5, rng)),
+            (agreement.tree_length(), lambda a=agreement: walk_tree(a, SPECVLM_PATHS, rng)),
         ):
-            seen = [walk() for _ in range(number)]
-            assert sum(seen) / number == pytest.approx(length, abs=0.015)
-            for emitted, chance in enumerate(emits, 1):
-                assert seen.count(emitted) / number == pytest.approx(chance, abs=0.006)
-            assert sum(emits) == pytest.approx(1)
-
-
-def test_answers_end():
-    """One step a token of an answer of one; of two, 1 + (1 - p). Catches: tokens past the end that count."""
-    emits = [0.5, 0.5]
-    assert answer_length(emits, 1) == 1.0
-    assert answer_length(emits, 2) == pytest.approx(2 / 1.5)
-    agreement = Agreement((0.9,))
-    lengths = [answer_length(agreement.chain_emits(5), answer) for answer in (5, 50, 5000)]
-    assert lengths[0] < lengths[1] < lengths[2] < agreement.chain_length(5)
-    assert lengths[2] == pytest.approx(agreement.chain_length(5), rel=1e-3)
+            assert sum(walk() for _ in range(number)) / number == pytest.approx(length, abs=0.015)
 
 
 def test_lengths_rise_with_agreement_and_with_tokens():

@@ -2,12 +2,15 @@
 
 import pytest
 
-from vllm_vidspec import planning
+from vidspec_tools.gpus import GPUS
+from vidspec_tools.planning.models import target_shape
+from vidspec_tools.planning.planner import plan
+from vidspec_tools.planning.question import Question
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.planning.draft_cost import cost_hint, draft_share, stored_shape
 from vllm_vidspec.planning.shapes import FP8, INT4
 
-TARGET, DRAFT = planning.target_shape("Qwen2.5-VL-32B"), planning.target_shape("Qwen2.5-VL-7B")
+TARGET, DRAFT = target_shape("Qwen2.5-VL-32B"), target_shape("Qwen2.5-VL-7B")
 
 
 def test_bytes_of_a_quantised_model_by_hand():
@@ -22,7 +25,7 @@ def test_bytes_of_a_quantised_model_by_hand():
     assert DRAFT.quantised(INT4).read_bytes(1) == pytest.approx(0.52 * layers + 2 * head, rel=1e-3)
     assert DRAFT.weight_bytes == 2 * DRAFT.params
     assert DRAFT.quantised(FP8).weight_bytes == layers + DRAFT.vision_params + 2 * 2 * head
-    tied = planning.target_shape("Qwen2.5-VL-3B")
+    tied = target_shape("Qwen2.5-VL-3B")
     assert tied.quantised(FP8).weight_bytes == tied.params + tied.vocab * tied.hidden
     with pytest.raises(VidSpecError, match=r"--draft-quantization 'fp4' is none of fp8_per_tensor, int4"):
         DRAFT.quantised("fp4")
@@ -62,11 +65,11 @@ def test_a_stored_shape():
 def test_a_plan_compares_a_quantised_draft():
     """Its own figures, from the planner asked with that draft. Catches: a note on a draft that is quantised, that
     drafts for itself, or whose time was measured."""
-    question = planning.Question(TARGET, DRAFT, planning.GPUS["h200"], draft_gpus=0, prune_ratios=(0.9,))
-    result = planning.plan(question, (1, 4))
+    question = Question(TARGET, DRAFT, GPUS["h200"], draft_gpus=0, prune_ratios=(0.9,))
+    result = plan(question, (1, 4))
     (note,) = [line for line in result["notes"] if FP8 in line]
-    fp8 = planning.Question(TARGET, DRAFT.quantised(FP8), planning.GPUS["h200"], draft_gpus=0, prune_ratios=(0.9,))
-    better = planning.plan(fp8, (1, 4))
+    fp8 = Question(TARGET, DRAFT.quantised(FP8), GPUS["h200"], draft_gpus=0, prune_ratios=(0.9,))
+    better = plan(fp8, (1, 4))
     assert result["quantised_draft"] == {
         "quantization": FP8, "answer_speedup": [row["answer_speedup"] for row in better["rows"]],
     }  # fmt: skip
@@ -74,6 +77,6 @@ def test_a_plan_compares_a_quantised_draft():
         assert row["answer_speedup"] > plain["answer_speedup"]
         assert f"{row['answer_speedup']:.2f}x instead of {plain['answer_speedup']:.2f}x" in note
     assert better["quantised_draft"] is None and not any(FP8 in line for line in better["notes"])
-    own = planning.Question(TARGET, TARGET, planning.GPUS["h200"], prune_ratios=(0.9,))
-    timed = planning.Question(TARGET, DRAFT, planning.GPUS["h200"], prune_ratios=(0.9,), draft_ms=4.0)
-    assert planning.plan(own, (1,))["quantised_draft"] is planning.plan(timed, (1,))["quantised_draft"] is None
+    own = Question(TARGET, TARGET, GPUS["h200"], prune_ratios=(0.9,))
+    timed = Question(TARGET, DRAFT, GPUS["h200"], prune_ratios=(0.9,), draft_ms=4.0)
+    assert plan(own, (1,))["quantised_draft"] is plan(timed, (1,))["quantised_draft"] is None

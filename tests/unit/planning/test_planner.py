@@ -1,29 +1,23 @@
 """The planner: what it recommends follows from its candidates, its limits are exact, what cannot be is refused."""
 
 import dataclasses
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from vidspec_tools.gpus import GPUS
+from vidspec_tools.planning.acceptance import Agreement, default_agreement
+from vidspec_tools.planning.candidates import TREE_WIDTHS
+from vidspec_tools.planning.models import draft_shape, target_shape
+from vidspec_tools.planning.planner import WORTH, Planner, plan
+from vidspec_tools.planning.question import Question, notes
+from vidspec_tools.planning.roofline import ASSUMED, Placement, forward_seconds, prefill_seconds
 from vllm_vidspec.config.paths import SPECVLM_PATHS
 from vllm_vidspec.drafting.static import topology_of
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.planning import (
-    GPUS,
-    Agreement,
-    Placement,
-    Planner,
-    Question,
-    draft_shape,
-    forward_seconds,
-    plan,
-    target_shape,
-)
-from vllm_vidspec.planning.candidates import TREE_WIDTHS
-from vllm_vidspec.planning.planner import WORTH
-from vllm_vidspec.planning.question import notes
-from vllm_vidspec.planning.roofline import prefill_seconds
 
 
 def question(target="Qwen2.5-VL-32B", draft="7B", gpu="h200", ranks=2, **given):
@@ -36,7 +30,7 @@ def question(target="Qwen2.5-VL-32B", draft="7B", gpu="h200", ranks=2, **given):
 def test_the_room_is_plain_python():
     """Catches: torch, vLLM, transformers or rich in what a plan needs."""
     code = (
-        "import sys, vllm_vidspec.planning\n"
+        "import sys, vidspec_tools.planning.planner\n"
         "heavy = ('torch', 'vllm', 'transformers', 'rich', 'typer', 'vidspec_kernels')\n"
         "print([name for name in heavy if name in sys.modules])"
     )
@@ -265,3 +259,31 @@ def test_a_card_whose_own_attention_is_slow_is_named():
     assert f"{1e3 * own.target_seconds(1, 6):.1f} ms" in note and f"{1e3 * ours.target_seconds(1, 6):.1f} ms" in note
     assert note in plan(asked, (1,))["notes"]
     assert not [*Planner(question(gpu="h100")).of_attention()]
+
+
+def test_the_page_says_what_the_planner_says():
+    """docs/planning.md is a record. Catches: an assumption or a plan that has changed, and the page has not."""
+    page = (Path(__file__).resolve().parents[3] / "docs" / "planning.md").read_text()
+    for words in (
+        f"| {100 * ASSUMED.memory_frac:.0f} % of the memory's, {100 * ASSUMED.flops_frac:.0f} % of the tensor cores'",
+        f"| {1e6 * ASSUMED.launch_s:g} µs each, {ASSUMED.layer_launches} a layer and {ASSUMED.forward_launches} more",
+        f"| {1e3 * ASSUMED.step_s:g} ms a step, {1e3 * ASSUMED.speculation_s:g} ms more with drafts |",
+        f"| {1e9 * ASSUMED.walk_s:.0f} ns a key",
+        f"| memory for weights and KV | {100 * ASSUMED.usable_frac:.0f} % |",
+        f"| a gain that counts as one | {100 * (WORTH - 1):.0f} % |",
+    ):
+        assert words in page, words
+    for family, *rates in re.findall(r"^\| `([\w.-]+)` \|" + r" (0\.\d+) \|" * 5, page, re.M):
+        agreements = [default_agreement(family, ratio) for ratio in (0, 0.5, 0.9, 0.99, 1)]
+        assert rates == [f"{one.rates[0]:.3f}" for one in agreements], family
+    plans = re.findall(
+        r"^\| (\S+ \S+), (\S+) \| (\d) x (\w+) \| ([\d,]+) \| (.*?) \| (.*?) \| (Drafts.*?) \|$", page, re.M
+    )
+    assert len(plans) == 8
+    for target, draft, ranks, gpu, tokens, *cells, when in plans:
+        given = {"video_tokens": int(tokens.replace(",", "")), "draft_gpus": 1}
+        result = plan(question(target, draft, gpu, int(ranks), **given), (1, 8))
+        assert result["when"] == when, target
+        for cell, row in zip(cells, result["rows"], strict=True):
+            assert cell.startswith(f"{row['shape']} {row['num_speculative_tokens']}, r {row['prune_ratio']:g}"), target
+            assert cell.endswith(f": {row['answer_speedup']:.2f}x"), target

@@ -5,12 +5,22 @@ import itertools
 
 import pytest
 
+from vidspec_tools.gpus import GPUS, Gpu, gpu_named
+from vidspec_tools.planning.models import KNOWN
+from vidspec_tools.planning.roofline import (
+    Assumptions,
+    Placement,
+    forward_seconds,
+    kv_bytes,
+    memory_split,
+    prefill_seconds,
+    weight_bytes,
+)
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.planning import GPUS, KNOWN, Assumptions, Gpu, ModelShape, Placement, forward_seconds, gpu_named
-from vllm_vidspec.planning.roofline import kv_bytes, memory_split, prefill_seconds, weight_bytes
+from vllm_vidspec.planning.shapes import ModelShape
 
 # 1 TB/s, 100 TFLOP/s, 10 GB, links of 100 GB/s and 1 us; nothing is lost and nothing comes on top.
-CARD = Gpu("by hand", 10e9, 1e12, 1e14, 1e11, 1e-6)
+CARD = Gpu("by hand", 90, 10e9, 1e12, 1e14, 1e11, 1e-6)
 EXACT = Assumptions(1.0, 1.0, 1.0, 0.0, 0, 0, 0.0, 0.0, 1.0)
 # Attention 2 x 100 x 10 x (8 + 4), MLP 3 x 100 x 200, head 50 x 100: 84,000 a layer, 5,000.
 TINY = ModelShape("tiny", "qwen2.5-vl", 2, 100, 8, 4, 10, 200, 50)
@@ -108,5 +118,5 @@ def test_a_card_is_what_its_split_adds_up_to():
 
 def test_cards_by_name():
     assert gpu_named(" H100 ") is GPUS["h100"]
-    with pytest.raises(VidSpecError, match="--gpu: 'h1000' is none of a100, h100"):
+    with pytest.raises(VidSpecError, match="--gpu: unknown GPU 'h1000'; expected one of a100, h100"):
         gpu_named("h1000")

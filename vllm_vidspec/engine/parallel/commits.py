@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vidspec_kernels import NO_STREAM, NUM_TOLD, STALE, text_tails
+from vidspec_kernels import NO_STREAM, STALE, WINDOW_INFO_SIZE, copy_committed_suffix
 from vllm_vidspec import metrics
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.target_step import Step
@@ -39,7 +39,7 @@ class Commits:
     def __init__(self, tables: Tables, rule: WindowRule, counters: Counters, device: torch.device, most: int):
         self._tables, self._rule, self._counters = tables, rule, counters
         num_rows = len(tables.epoch)
-        self._tails = torch.zeros(num_rows, 2 + most, dtype=torch.int32, device=device)  # see `text_tails`
+        self._tails = torch.zeros(num_rows, 2 + most, dtype=torch.int32, device=device)  # see `copy_committed_suffix`
         self._in_flight = np.zeros(num_rows, dtype=np.int64)  # [max_num_reqs] drafts that the present step verifies
         self._reach = np.full(num_rows, float(most))  # [max_num_reqs] drafts that stand, on average
         self._of_epoch = np.zeros(num_rows, dtype=np.int64)  # whose average it is
@@ -51,7 +51,7 @@ class Commits:
         if self._on_gpu:
             # Pinned buffers and events that nothing is on its way in; as many are made as are in use at a time.
             self._free: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
-            self._buffer_size = num_rows * max(2 + most, NUM_TOLD)
+            self._buffer_size = num_rows * max(2 + most, WINDOW_INFO_SIZE)
             self._line: queue.SimpleQueue = queue.SimpleQueue()
             threading.Thread(target=self._write_down, name="vidspec-commits", daemon=True).start()
 
@@ -63,7 +63,7 @@ class Commits:
         if not is_done.any():
             return
         rows, tails = batch.idx_mapping_np.copy(), self._tails[: batch.num_reqs]
-        text_tails(batch.idx_mapping, states.total_len.gpu, states.all_token_ids.gpu, tails)
+        copy_committed_suffix(batch.idx_mapping, states.total_len.gpu, states.all_token_ids.gpu, tails)
         epochs = self._tables.epoch[rows].copy()
         self._send(tails, lambda host: self._commit(rows, epochs, is_done, host))
 
@@ -91,7 +91,7 @@ class Commits:
         return np.minimum(window, np.ceil(2 * self._reach[rows]).astype(np.int64) + 1)
 
     def took(self, rows: np.ndarray, is_drafted: np.ndarray, told: torch.Tensor) -> None:
-        """Note what was taken of the streams of `[n]` rows; `told` as `take_windows` writes it."""
+        """Note what was taken of the streams of `[n]` rows; `told` as `gather_draft_windows` writes it."""
         rows = rows.copy()
         self._send(told, lambda host: self._note(rows, is_drafted, host[:, 0], host[:, 1]))
 

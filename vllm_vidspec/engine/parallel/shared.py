@@ -70,7 +70,7 @@ class SharedStreams:
         return view
 
     def for_step(self, rows: torch.Tensor, rows_np: np.ndarray) -> torch.Tensor:
-        """Return `[max_reqs, NUM_HEADERS + R]` int32 on the device, for `take_windows` of `[n]` int64 rows."""
+        """Return `[max_reqs, NUM_HEADERS + R]` int32 on the device, for `gather_draft_windows` of `[n]` int64 rows."""
         if not self.is_direct:
             self._counters.add("window_snapshots")
             self._streams[rows] = async_tensor_h2d(self._tables.streams[rows_np], device=rows.device)

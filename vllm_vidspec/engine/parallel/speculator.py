@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from vidspec_kernels import NUM_TOLD, take_windows, warm_up
+from vidspec_kernels import WINDOW_INFO_SIZE, gather_draft_windows, warm_up
 from vllm_vidspec.adapt import Decision
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.knobs import Knobs
@@ -116,7 +116,7 @@ class ParallelSpeculator(BaseSpeculator):
         self._last_step = (0.0, 0)  # when the last one of pure decoding was committed, and its requests
         self._commits = None if client is None else Commits(client.tables, self._rule, counters, device, self._most)
         self._streams = None if client is None else SharedStreams(client.tables, device, counters)
-        # A step's drafts and what is told of them (see `take_windows`), one behind the other: ranks share them at once.
+        # A step's drafts and their window info (`gather_draft_windows`), adjacent: ranks share both at once.
         self._windows = torch.zeros(num_rows * (self._most + 1), dtype=torch.int64, device=device)
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}  # by number of requests
         self._asked: tuple[bytes, torch.Tensor] = (b"", self._windows)  # of the last step: uploaded when it changes
@@ -388,7 +388,7 @@ class ParallelSpeculator(BaseSpeculator):
         return tokens, told[async_tensor_h2d(cohort.places_np, device=self._device), 0]
 
     def _cut(self, batch: Any, cohort: Cohort, most: int, tokens: torch.Tensor, told: torch.Tensor) -> None:
-        """Let the device cut windows; see `take_windows`."""
+        """Let the device cut windows; see `gather_draft_windows`."""
         client, commits, streams, rows = self._client, self._commits, self._streams, batch.idx_mapping_np
         assert client is not None and commits is not None and streams is not None
         wanted = np.minimum(commits.wanted(rows, self._window(client, rows)), most)
@@ -399,22 +399,16 @@ class ParallelSpeculator(BaseSpeculator):
             on_cpu = self._device.type == "cpu"
             self._asked = (key, torch.from_numpy(asked) if on_cpu else async_tensor_h2d(asked, device=self._device))
         states = self._req_states
-        take_windows(
-            streams.for_step(batch.idx_mapping, rows),
-            self._asked[1],
-            batch.idx_mapping,
-            states.total_len.gpu,
-            states.all_token_ids.gpu,
-            tokens,
-            told,
-        )
+        texts = (states.total_len.gpu, states.all_token_ids.gpu)
+        stream_rows = streams.for_step(batch.idx_mapping, rows)
+        gather_draft_windows(stream_rows, self._asked[1], batch.idx_mapping, *texts, tokens, told)
 
     def _outputs(self, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return where a step's drafts `[num_reqs, K]` int64 and `[num_reqs, NUM_TOLD]` int32 go, and both as one."""
+        """Return where a step's drafts `[num_reqs, K]` int64 and their window info int32 go, and both as one."""
         if num_reqs not in self._views:
             both = self._windows[: num_reqs * (self._most + 1)]
             tokens, told = both[: num_reqs * self._most], both[num_reqs * self._most :]
-            told = told.view(torch.int32).view(num_reqs, NUM_TOLD)
+            told = told.view(torch.int32).view(num_reqs, WINDOW_INFO_SIZE)
             self._views[num_reqs] = (tokens.view(num_reqs, self._most), told, both)
         return self._views[num_reqs]
 

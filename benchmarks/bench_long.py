@@ -1,0 +1,234 @@
+"""Long videos: acceptance and decode speed of the long pair by length, pruner and share dropped, beside vanilla vLLM.
+
+    python benchmarks/bench_long.py acceptance --tokens 256,1024,4096,16384 --shares 0.5,0.9,0.99
+    python benchmarks/bench_long.py speed --tokens 1024,4096,16384 --pads 0,5,9
+    python benchmarks/bench_long.py page
+
+Each request is a held-out reel with one question of its own. `acceptance` asks one engine with every setting in turn;
+`speed` holds all engines at once and lets each answer a request before the next request comes. Finished points stay in
+the file, and a run measures what is missing. `page` writes docs/long-videos.md's tables and its figure.
+"""
+
+import argparse
+import json
+import statistics
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from vidspec_tools import inflation
+from vidspec_tools.bench import ratios
+from vidspec_tools.bench.trials import cores
+from vllm_vidspec import assets
+from vllm_vidspec.shapeworld import reel
+from vllm_vidspec.tools import pairs
+from vllm_vidspec.tools.engine_session import EngineSession
+from vllm_vidspec.tools.provenance import provenance
+
+FAMILY = assets.LONG
+K = 5
+MAX_TOKENS = 160
+WHOLE, BLIND = {"pruner": "none", "prune_ratio": 0.0}, {"pruner": "uniform", "prune_ratio": 1.0}
+PRUNERS = ("specvlm", "uv", "uniform", "random")
+RESULTS = Path("docs/results/long-videos.json")
+PAGE, FIGURE = Path("docs/long-videos.md"), Path("docs/long-videos.png")
+
+
+def job(tokens: int, held_out: range, spec: dict[str, Any] | None, layers: int = 0) -> dict[str, Any]:
+    """Return what an engine reads first; `spec` None is vanilla, `layers` no-op layers are appended to the target.
+
+    vLLM sizes its encoder cache for videos of 14 frames; a longer one needs a prefill step of the whole prompt.
+    """
+    original = pairs.checkpoint(FAMILY, "target")
+    longest = tokens + MAX_TOKENS + 128
+    overrides = {
+        "max_model_len": longest,
+        "max_num_batched_tokens": longest,
+        "max_num_seqs": 4,
+        "limit_mm_per_prompt": {"video": 1, "image": 0},
+        "mm_processor_cache_gb": 0,
+        "kv_cache_memory_bytes": 2**28 + 2 * longest * (4 + layers) * 1024,
+    }
+    knobs = {} if spec is None else {**inflation.guidance_knobs(original, {}), "on_draft_error": "raise", **spec}
+    llm = pairs.llm_kwargs(
+        FAMILY,
+        None if spec is None else "draft",
+        target=str(inflation.inflate(original, layers)),
+        overrides=overrides,
+        **knobs,
+    )
+    prompts = {"family": FAMILY, "reel_tokens": tokens, "held_out": list(held_out), "warm_up": 10_000}
+    return {"llm": llm, "prompts": prompts, "cpus": [cores()[0]]}
+
+
+def clock(session: EngineSession, index: int, temperature: float = 0.0) -> dict[str, Any]:
+    """Let an engine answer one request alone."""
+    sampling = {"temperature": temperature, "max_tokens": MAX_TOKENS}
+    return session.ask({"command": "clock", "index": index, "sampling": sampling, "seed": index})
+
+
+def acceptance_points(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
+    """Return each setting's name and knobs: whole video, no video, and every pruner at every share."""
+    found = [("whole", WHOLE), ("blind", BLIND)]
+    return found + [
+        (f"{pruner} {share:g}", {"pruner": pruner, "prune_ratio": share})
+        for share in args.shares
+        for pruner in args.pruners
+    ]
+
+
+def acceptance(args: argparse.Namespace, data: dict[str, Any]) -> None:
+    """Measure drafts, accepted tokens and identity of every request at every length and setting."""
+    for tokens in args.tokens:
+        points = data["acceptance"].setdefault(str(tokens), {})
+        missing = [(name, spec) for name, spec in acceptance_points(args) if name not in points]
+        if not missing:
+            continue
+        with EngineSession(job(tokens, range(args.requests), None)) as session:
+            vanilla = [clock(session, i)["token_ids"] for i in range(args.requests)]
+        questions = [reel.held_out(i, tokens)[1] for i in range(args.requests)]
+        with EngineSession(job(tokens, range(args.requests), WHOLE)) as session:
+            for name, spec in missing:
+                session.ask({"command": "retune", "knobs": spec})
+                answers = [clock(session, i) for i in range(args.requests)]
+                points[name] = [
+                    {
+                        "kind": question.kind,
+                        "output_tokens": len(answer["token_ids"]),
+                        "drafts": answer["metrics"]["drafts"],
+                        "accepted": answer["metrics"]["accepted_tokens"],
+                        "skipped": sum(n for key, n in answer["metrics"].items() if key.startswith("skipped_")),
+                        "is_identical": answer["token_ids"] == expected,
+                    }
+                    for answer, expected, question in zip(answers, vanilla, questions, strict=True)
+                ]
+                save(data)
+                print(tokens, name, f"{mean_length(points[name]):.2f}", f"{identical(points[name]):.0%}", flush=True)
+
+
+def mean_length(requests: list[dict[str, Any]], kind: str | None = None) -> float:
+    """Return output tokens per verify step, over the requests of one kind of question or all."""
+    chosen = [one for one in requests if kind in (None, one["kind"])]
+    drafts = sum(one["drafts"] for one in chosen)
+    return 1 + sum(one["accepted"] for one in chosen) / drafts if drafts else float("nan")
+
+
+def identical(requests: list[dict[str, Any]]) -> float:
+    """Return the share of answers that are vanilla's."""
+    return statistics.mean(one["is_identical"] for one in requests)
+
+
+def speed_points(args: argparse.Namespace) -> dict[str, dict[str, Any] | None]:
+    """Return the engines that answer in turn; parallel ones have the second core for their drafter."""
+    found: dict[str, dict[str, Any] | None] = {"vanilla": None, "whole": WHOLE, "blind": BLIND}
+    found |= {pruner: {"pruner": pruner, "prune_ratio": 0.9} for pruner in args.pruners}
+    if args.parallel:
+        place = {"device": "cpu", "cpu_cores": str(cores()[1])}
+        found["parallel uv"] = {"pruner": "uv", "prune_ratio": 0.9, "parallel": place}
+    if args.adaptive:
+        found["default"] = {"pruner": "specvlm", "prune_ratio": 0.9, "adaptive_tokens": True}
+    return found
+
+
+def padding(pads: float, tokens: int) -> int:
+    """Return how many no-op layers make one target step cost `pads` forwards of the draft on the whole video."""
+    if not pads:
+        return 0
+    models = [pairs.checkpoint(FAMILY, role) for role in ("target", "draft")]
+    path = inflation.cache_folder() / f"steps-{ratios.key_of(models, ['long', tokens])}.json"
+
+    def points(drafts: bool, target_layers: int, draft_layers: int) -> dict[str, Any]:
+        made = job(tokens, range(3), WHOLE if drafts else None, target_layers)
+        if draft_layers:
+            spec = made["llm"]["speculative_config"]
+            spec["model"] = str(inflation.inflate(spec["model"], draft_layers))
+        return made
+
+    times = ratios.step_times(points, path, {"temperature": 0.0, "max_tokens": 64}, 3)
+    return times.layers_for(pads)[0]
+
+
+def speed(args: argparse.Namespace, data: dict[str, Any]) -> None:
+    """Measure decode time and time to first token of every engine, request by request in turn."""
+    for pads in args.pads:
+        layers = padding(pads, args.padded_at)
+        for tokens in args.tokens:
+            key, engines = f"{tokens} {pads:g}", speed_points(args)
+            found = data["speed"].setdefault(key, {"layers": layers, "engines": {}})["engines"]
+            missing = [name for name in engines if name not in found and name != "vanilla"]
+            for lo in range(0, len(missing), args.at_once):
+                names = ["vanilla", *missing[lo : lo + args.at_once]]
+                with ExitStack() as stack:
+                    sessions = {
+                        name: stack.enter_context(
+                            EngineSession(job(tokens, range(args.requests), engines[name], layers))
+                        )
+                        for name in names
+                    }
+                    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+                    for index in range(args.requests):
+                        for name in names if index % 2 == 0 else reversed(names):
+                            answers[name].append(clock(sessions[name], index))
+                for name in names[1:]:
+                    found[name] = speed_row(answers[name], answers["vanilla"])
+                    print(key, name, json.dumps(found[name]), flush=True)
+                save(data)
+
+
+def speed_row(ours: list[dict[str, Any]], vanilla: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return medians over requests of one engine beside vanilla in the same turns."""
+    chosen = [(a, b) for a, b in zip(ours, vanilla, strict=True) if len(b["token_ids"]) > 8]
+    drafts = sum(a["metrics"]["drafts"] for a in ours)
+    return {
+        "decode_over_vanilla": round(statistics.median(b["decode_s"] / a["decode_s"] for a, b in chosen), 3),
+        "spread": [round(f(b["decode_s"] / a["decode_s"] for a, b in chosen), 3) for f in (min, max)],
+        "tokens_per_step": round(1 + sum(a["metrics"]["accepted_tokens"] for a in ours) / max(1, drafts), 3),
+        "ttft_over_vanilla": round(statistics.median(a["ttft_s"] / b["ttft_s"] for a, b in chosen), 3),
+        "ttft_s": round(statistics.median(a["ttft_s"] for a in ours), 3),
+        "step_ms": round(1e3 * statistics.median(s for a in ours for s in a["step_s"]), 3),
+        "vanilla_step_ms": round(1e3 * statistics.median(s for b in vanilla for s in b["step_s"]), 3),
+        "draft_forward_ms": round(statistics.median(ms for a in ours if (ms := ratios.draft_ms(a["metrics"]))), 3)
+        if drafts and any(ratios.draft_ms(a["metrics"]) for a in ours)
+        else None,
+        "draft_kv_tokens": statistics.mean(
+            a["metrics"]["text_tokens"] + a["metrics"]["visual_tokens_kept"] for a in ours
+        ),
+        "identical": statistics.mean(a["token_ids"] == b["token_ids"] for a, b in zip(ours, vanilla, strict=True)),
+        "requests": len(chosen),
+    }
+
+
+def load() -> dict[str, Any]:
+    """Return what is measured so far."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {"acceptance": {}, "speed": {}}
+
+
+def save(data: dict[str, Any]) -> None:
+    """Write what is measured so far."""
+    RESULTS.write_text(json.dumps(data | {"provenance": provenance()}, indent=1) + "\n")
+
+
+def numbers(kind: type) -> Any:
+    """Return a parser of comma-separated values."""
+    return lambda text: [kind(value) for value in text.split(",") if value]
+
+
+def main() -> None:
+    """Measure, or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("acceptance", "speed"))
+    parser.add_argument("--tokens", type=numbers(int), default=[256, 1024, 4096, 16384])
+    parser.add_argument("--shares", type=numbers(float), default=[0.5, 0.8, 0.9, 0.95, 0.99])
+    parser.add_argument("--pruners", type=numbers(str), default=list(PRUNERS))
+    parser.add_argument("--pads", type=numbers(float), default=[0.0])
+    parser.add_argument("--padded-at", type=int, default=1024, help="video tokens at which the padding is measured")
+    parser.add_argument("--parallel", action="store_true", help="also with the drafter on a core of its own")
+    parser.add_argument("--adaptive", action="store_true", help="also with the controller, as by default")
+    parser.add_argument("--requests", type=int, default=12)
+    parser.add_argument("--at-once", type=int, default=3, help="engines beside vanilla that are in memory together")
+    args, data = parser.parse_args(), load()
+    {"acceptance": acceptance, "speed": speed}[args.what](args, data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Persistent memory of a draft step: what the target has committed, and what the draft's forwards read.
+
+Made and checked once. Kernels take these whole, so that a launch checks nothing but the tensors of its own step.
+"""
+
+import functools
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vidspec_kernels.arrays import array_module, as_array, as_meta, check_matrix, check_vector
+
+
+class _Tensors:
+    """A frozen dataclass of tensors, some of which may be None, all on one device."""
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        """Where all of them live."""
+        return self._fields()[0][1].device  # type: ignore[union-attr]
+
+    @functools.cached_property
+    def plans(self) -> dict[Any, Any]:
+        """Of launches that write these (see `dispatch.launch`)."""
+        return {}
+
+    @functools.cached_property
+    def ready(self) -> dict[Any, Any]:
+        """Calls that write these (see `dispatch.remember`)."""
+        return {}
+
+    @functools.cached_property
+    def arrays(self) -> SimpleNamespace:
+        """The tensors as references work on them: arrays on the same memory."""
+        return SimpleNamespace(**{name: value if value is None else as_array(value) for name, value in self._fields()})
+
+    def as_meta(self) -> Any:
+        """Return the same without memory, for `warm_up`."""
+        return type(self)(**{name: value if value is None else as_meta(value) for name, value in self._fields()})
+
+    def _fields(self) -> list[tuple[str, Tensor | None]]:
+        return [(field.name, getattr(self, field.name)) for field in fields(self)]  # type: ignore[arg-type]
+
+
+def _check_positions(positions: Tensor, device: torch.device, num_columns: int) -> None:
+    assert positions.dtype == torch.int64 and positions.device == device, "positions: expected int64"
+    assert positions.ndim == 2 and positions.shape[0] in (1, 3), "positions: expected 1 or 3 axes"
+    assert positions.shape[1] >= num_columns, f"positions: expected at least {num_columns} columns"
+
+
+@dataclass(frozen=True, eq=False)
+class StepTables(_Tensors):
+    """What is known of requests, by persistent row (`req_state_idx`).
+
+    Attributes:
+        num_tokens: int32 [max_reqs], logical length of the committed text, the root included; >= 2 where it is read.
+        text: int32 [max_reqs, max_len], the committed text, unit stride in its rows.
+        last_sampled: int64 [max_reqs, 1], the target's last token: the root.
+        num_dropped: int32 [max_reqs], visual tokens that the draft does not see.
+        pos_delta: int64 [max_reqs], rope position minus logical position.
+        block_table: int32 [max_reqs, max_blocks], unit stride in its rows.
+        fed: In and out, int64 [max_reqs + 1], last drafts' nodes with a valid KV entry: bit j - 1 is node j. Its last
+            row is the padding's.
+        path: int32 [max_reqs, K + 1], accepted nodes of the last trees from column 1 on; None: only chains are drafted.
+    """
+
+    num_tokens: Tensor
+    text: Tensor
+    last_sampled: Tensor
+    num_dropped: Tensor
+    pos_delta: Tensor
+    block_table: Tensor
+    fed: Tensor
+    path: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        device, max_reqs = self.device, self.max_reqs
+        check_vector("num_tokens", self.num_tokens, torch.int32, device, max_reqs)
+        check_vector("num_dropped", self.num_dropped, torch.int32, device, max_reqs)
+        check_vector("pos_delta", self.pos_delta, torch.int64, device, max_reqs)
+        check_vector("fed", self.fed, torch.int64, device, max_reqs + 1)
+        check_matrix("text", self.text, torch.int32, device, max_reqs)
+        check_matrix("last_sampled", self.last_sampled, torch.int64, device, max_reqs)
+        check_matrix("block_table", self.block_table, torch.int32, device, max_reqs)
+        if self.path is not None:
+            check_matrix("path", self.path, torch.int32, device, max_reqs)
+
+    @functools.cached_property
+    def max_reqs(self) -> int:
+        """Persistent rows; also the index of the padding row."""
+        return self.block_table.shape[0]
+
+
+@dataclass(frozen=True, eq=False)
+class StepBuffers(_Tensors):
+    """A step by batch row, and the inputs of its first forward, which feeds two tokens a request; `begin_step` writes.
+
+    M is the most requests of a batch.
+
+    Attributes:
+        rows: int64 [M], persistent row; max_reqs of padding.
+        num_accepted: int32 [M], accepted drafts of the last step; -1: nothing was verified for this request.
+        temperature: float32 [M].
+        seeds: int64 [M].
+        root_slot: int32 [M], KV entries before the root, the last committed token.
+        root_pos: int64 [M], logical position of the root.
+        pos_delta: int64 [M], rope position minus logical position.
+        last_root: int32 [M], KV entry of the root of the step before.
+        batch_table: int32 [M, max_blocks], block tables.
+        level: int32 [1], 0 after `begin_step`: the roots; column of the proposal that is drawn next.
+        input_ids: int32 [2M], of each request the committed text's last two tokens.
+        positions: int64 [1 or 3, >= 2M] of any strides, rope positions, equal on every axis.
+        slot_mapping: int64 [2M], physical KV slots.
+        seq_lens: int32 [M], KV entries up to the root's own.
+        path: int32 [M, K + 1]; None: only chains are drafted.
+    """
+
+    rows: Tensor
+    num_accepted: Tensor
+    temperature: Tensor
+    seeds: Tensor
+    root_slot: Tensor
+    root_pos: Tensor
+    pos_delta: Tensor
+    last_root: Tensor
+    batch_table: Tensor
+    level: Tensor
+    input_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    seq_lens: Tensor
+    path: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        device, size = self.device, self.max_batch
+        for name in ("rows", "seeds", "root_pos", "pos_delta"):
+            check_vector(name, getattr(self, name), torch.int64, device, size)
+        for name in ("num_accepted", "root_slot", "last_root", "seq_lens"):
+            check_vector(name, getattr(self, name), torch.int32, device, size)
+        check_vector("temperature", self.temperature, torch.float32, device, size)
+        check_vector("level", self.level, torch.int32, device, 1)
+        check_vector("input_ids", self.input_ids, torch.int32, device, 2 * size)
+        check_vector("slot_mapping", self.slot_mapping, torch.int64, device, 2 * size)
+        check_matrix("batch_table", self.batch_table, torch.int32, device, size)
+        _check_positions(self.positions, device, 2 * size)
+        if self.path is not None:
+            check_matrix("path", self.path, torch.int32, device, size)
+
+    @classmethod
+    def allocate(cls, max_batch: int, max_blocks: int, positions: Tensor, path_cols: int = 0) -> "StepBuffers":
+        """Return buffers of zeros on the device of `positions`; `path_cols` is K + 1, 0 if only chains are drafted."""
+
+        def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=positions.device)
+
+        i32, i64 = functools.partial(zeros, torch.int32), functools.partial(zeros, torch.int64)
+        return cls(
+            rows=i64(max_batch), num_accepted=i32(max_batch), temperature=zeros(torch.float32, max_batch),
+            seeds=i64(max_batch), root_slot=i32(max_batch), root_pos=i64(max_batch), pos_delta=i64(max_batch),
+            last_root=i32(max_batch), batch_table=i32(max_batch, max_blocks), level=i32(1),
+            input_ids=i32(2 * max_batch), positions=positions, slot_mapping=i64(2 * max_batch),
+            seq_lens=i32(max_batch), path=i32(max_batch, path_cols) if path_cols else None,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def max_batch(self) -> int:
+        """M."""
+        return self.rows.shape[0]
+
+
+@dataclass(frozen=True, eq=False)
+class LevelBuffers(_Tensors):
+    """The inputs of a level's forward; `next_level` writes. Place f of batch row b, of F, is entry b * F + f.
+
+    W is the most places of a request, 1 of chains; M the most requests.
+
+    Attributes:
+        logical_pos: int64 [M * W], which keys the noise of what is drawn after the place.
+        positions: int64 [1 or 3, >= M * W] of any strides, rope positions, equal on every axis.
+        slot_mapping: int64 [M * W], physical KV slots.
+        seq_lens: int32 [M], KV entries that every place attends to: of a chain up to its own, of a tree up to the root.
+        input_ids: int32 [M * W]; None: of chains, where `draw` writes them.
+        masks: int64 [M, W], of each place the nodes that it attends to; None: of chains.
+    """
+
+    logical_pos: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    seq_lens: Tensor
+    input_ids: Tensor | None = None
+    masks: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        device, num_places = self.device, self.logical_pos.shape[0]
+        assert (self.input_ids is None) == (self.masks is None), "input_ids, masks: both or neither"
+        check_vector("logical_pos", self.logical_pos, torch.int64, device)
+        check_vector("slot_mapping", self.slot_mapping, torch.int64, device, num_places)
+        check_vector("seq_lens", self.seq_lens, torch.int32, device)
+        _check_positions(self.positions, device, num_places)
+        if self.input_ids is not None and self.masks is not None:
+            check_vector("input_ids", self.input_ids, torch.int32, device, num_places)
+            check_matrix("masks", self.masks, torch.int64, device, self.seq_lens.shape[0])
+
+    @classmethod
+    def allocate(cls, max_batch: int, positions: Tensor, width: int = 0) -> "LevelBuffers":
+        """Return buffers of zeros on the device of `positions`, for `width` places a request; 0: for chains."""
+        num_places, device = max_batch * max(width, 1), positions.device
+        return cls(
+            logical_pos=torch.zeros(num_places, dtype=torch.int64, device=device),
+            positions=positions,
+            slot_mapping=torch.zeros(num_places, dtype=torch.int64, device=device),
+            seq_lens=torch.zeros(max_batch, dtype=torch.int32, device=device),
+            input_ids=torch.zeros(num_places, dtype=torch.int32, device=device) if width else None,
+            masks=torch.zeros(max_batch, width, dtype=torch.int64, device=device) if width else None,
+        )
+
+
+def batch_places(num_reqs: int, device: torch.device) -> Any:
+    """Return the array 0 to num_reqs - 1, for references."""
+    return np.arange(num_reqs) if device.type == "cpu" else torch.arange(num_reqs, device=device)
+
+
+def physical_slots(buffers: StepBuffers, entries: Any, block_size: int) -> Any:
+    """Return the physical slots of KV entries of batch rows 0 to R - 1, for references.
+
+    Args:
+        buffers: Has their block tables.
+        entries: int [R] or [R, F].
+        block_size: Tokens per block.
+
+    Returns:
+        int64 of the same shape; -1 where the row's block table has no such entry.
+    """
+    xp, table = array_module(buffers.device), buffers.arrays.batch_table
+    if table.shape[1] == 0:
+        return xp.zeros_like(entries, dtype=xp.int64) - 1
+    req_idx = batch_places(entries.shape[0], buffers.device)
+    block_idx = entries // block_size
+    in_table = (block_idx >= 0) & (block_idx < table.shape[1])
+    block = table[req_idx if entries.ndim == 1 else req_idx[:, None], xp.where(in_table, block_idx, 0)]
+    return xp.where(in_table, xp.asarray(block, dtype=xp.int64) * block_size + entries % block_size, -1)

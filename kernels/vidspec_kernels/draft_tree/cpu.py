@@ -1,0 +1,242 @@
+"""Compiled loops of `tree_begin`, `tree_plan`, `tree_grow`, `tree_place` and `tree_finish`."""
+
+import functools
+import math
+from collections.abc import Callable
+
+import numpy as np
+from torch import Tensor
+
+from vidspec_kernels.compiled import NOTHING, compiled
+from vidspec_kernels.draft_tree.buffers import TreeGrowBuffers
+from vidspec_kernels.draft_tree.finish import Leaves, append_leaves
+from vidspec_kernels.draft_tree.place import PlacedLevel
+from vidspec_kernels.draft_tree.plan import LEAST_LOGIT
+from vidspec_kernels.draft_tree.tables import TreePlans, TreeTables, TreeTemplate
+
+
+@compiled(
+    "int32[:], int32[:], int64[:], float32[:], int64, int64[:, :], int32[:, :], int32[:, :], int64[:, :], "
+    "float32[:, :], int32[:], int64"
+)
+def _begin(
+    own_parents, own_depths, own_ancestors, own_log_probs, own_num_nodes,
+    tokens, parents, depths, ancestors, log_probs, num_nodes, num_reqs,
+):  # fmt: skip
+    for b in range(num_reqs):
+        for col in range(tokens.shape[1]):
+            if col > 0:
+                tokens[b, col] = -1
+            parents[b, col], depths[b, col] = own_parents[col], own_depths[col]
+            ancestors[b, col], log_probs[b, col] = own_ancestors[col], own_log_probs[col]
+        num_nodes[b] = own_num_nodes
+
+
+@compiled(
+    "int64[:, :], float32[:, :], float32[:, :, :], int64[:], int32[:], int64[:, :], int64[:], float32[:], int64, "
+    "float64, float64, float64, float64"
+)
+def _begin_growth(
+    frontier_nodes, frontier_log_probs, leftover_log_probs, rows, num_accepted, history, num_observed, max_depths,
+    window, depth_min, depth_max, history_low, history_high,
+):  # fmt: skip
+    for b in range(len(rows)):
+        frontier_nodes[b, 0], frontier_log_probs[b, 0] = 0, 0.0
+        leftover_log_probs[b, :, :] = -np.inf
+        row, accepted = rows[b], num_accepted[b]
+        if window == 0 or accepted < 0:
+            continue
+        history[row, num_observed[row] % window] = accepted
+        num_observed[row] += 1
+        total, count = np.int64(0), min(num_observed[row], window)
+        for place in range(window):
+            total += history[row, place]
+        change = (1.0 if total > history_high * count else 0.0) - (1.0 if total < history_low * count else 0.0)
+        max_depths[row] = min(max(max_depths[row] + change, depth_min), depth_max)
+
+
+def tree_begin(
+    tree: TreeTables, template: TreeTemplate, num_reqs: int, growth: TreeGrowBuffers | None = None,
+    rows: Tensor | None = None, num_accepted: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Do what `tree_begin` does."""
+    _begin(*template.arrays, template.num_nodes, *tree.arrays, num_reqs)
+    if growth is not None and rows is not None and num_accepted is not None:
+        rules, (nodes, _, log_probs) = growth.plans.rules, growth.frontier_arrays
+        limits = (float(rules.depth_min), float(rules.depth_max), rules.history_low, rules.history_high)
+        _begin_growth(
+            nodes, log_probs, growth.leftover_arrays[0], rows.numpy(), num_accepted.numpy(),
+            *growth.plans.observed_arrays, rules.history, *limits,
+        )  # fmt: skip
+
+
+@compiled(
+    "float32[:, :], int64[:], float32[:], float32[:], int64[:], int64[:], float32[:], int64[:], int64[:], int64, "
+    "float32, float32, float32, float32, float32, boolean"
+)
+def _plan(
+    log_probs, rows, max_depths, next_confidence, next_depths, next_widths, confidence, depths, widths, top_k,
+    log_top_k, depth_min, width_min, width_range, least_logit, adopts,
+):  # fmt: skip
+    one = np.float32(1.0)
+    for b in range(len(rows)):
+        row, total, product = rows[b], np.float32(0.0), np.float32(0.0)
+        for rank in range(top_k):
+            logit = log_probs[b, rank] - log_probs[b, 0]
+            if not logit > least_logit:
+                logit = least_logit
+            weight = np.exp(logit)
+            total += weight
+            product += weight * logit
+        alpha = min(max(one - (np.log(total) - product / total) / log_top_k, np.float32(0.0)), one)
+        next_confidence[b] = alpha
+        next_depths[b] = np.int64(depth_min + alpha * (max_depths[row] - depth_min))
+        next_widths[b] = np.int64(width_min + (one - alpha) * width_range)
+        if adopts:
+            confidence[row], depths[row], widths[row] = alpha, next_depths[b], next_widths[b]
+
+
+def tree_plan(plans: TreePlans, rows: Tensor, log_probs: Tensor, *, adopts: bool) -> None:
+    """Do what `tree_plan` does."""
+    rules = plans.rules
+    numbers = (math.log(rules.top_k), float(rules.depth_min), float(rules.width_min))
+    _plan(
+        log_probs.numpy(), rows.numpy(), plans.observed_arrays[2], *plans.adopted_arrays, rules.top_k, *numbers,
+        float(rules.width_max - rules.width_min), LEAST_LOGIT, adopts,
+    )  # fmt: skip
+
+
+@compiled(
+    "float32[:, :], int64[:, :], int64[:], int64[:], int64[:], float32[:, :], float32[:, :, :], int64[:], "
+    "int64[:, :], int32[:, :], int32[:, :], int64[:, :], float32[:, :], float32[:, :, :], int64[:, :, :], "
+    "int64[:, :], int64[:, :], int64[:, :], float32[:, :], int64, int64, int64, int64, boolean",
+    "int64",
+)
+def _grow(
+    candidate_log_probs, candidate_tokens, rows, planned_depths, planned_widths, log_thresholds, width_bounds,
+    next_free, tree_tokens, tree_parents, tree_depths, tree_ancestors, tree_log_probs,
+    leftover_log_probs, leftover_tokens, leftover_parents, frontier_nodes, frontier_tokens, frontier_log_probs,
+    level, budget, first_parent, num_next, trims,
+):  # fmt: skip
+    num_reqs, num_candidates = len(rows), candidate_tokens.shape[1]
+    num_frontier = len(candidate_tokens) // num_reqs
+    total = num_frontier * num_candidates
+    # Of a request: the indices of what becomes a node, best first, and the paths' log-probabilities of all candidates.
+    best, scores = np.empty(budget + 1, dtype=np.int64), np.empty(total, dtype=np.float32)
+    parents = np.empty(num_frontier, dtype=np.int64)
+    num_alive = np.zeros(num_reqs, dtype=np.int64)
+    for b in range(num_reqs):
+        row, first = rows[b], b * num_frontier
+        depth, width = min(planned_depths[row], budget), planned_widths[row]
+        log_threshold = log_thresholds[depth, level]
+        is_growing = level < depth
+        free = depth + 1 if level == 0 else next_free[b]  # the greedy path's nodes are reserved
+        room = max(budget + 1 - free, 0)
+
+        num_chosen = 0
+        for f in range(num_frontier):
+            parents[f], above = frontier_nodes[b, f], frontier_log_probs[b, f]
+            for c in range(num_candidates):
+                i = f * num_candidates + c
+                score = above + candidate_log_probs[first + f, c]
+                scores[i] = score
+                if i == 0 or not (score > log_threshold and above >= width_bounds[width, level, c]):
+                    continue
+                # Among the best so far; of equal ones the earlier.
+                if num_chosen == room and (room == 0 or not score > scores[best[room - 1]]):
+                    continue
+                place = min(num_chosen, room - 1)
+                while place > 0 and score > scores[best[place - 1]]:
+                    best[place] = best[place - 1]
+                    place -= 1
+                best[place] = i
+                num_chosen = min(num_chosen + 1, room)
+
+        for f in range(num_frontier):
+            leftover_parents[b, first_parent + f] = parents[f]
+            for c in range(num_candidates):
+                leftover_log_probs[b, first_parent + f, c] = scores[f * num_candidates + c]
+                leftover_tokens[b, first_parent + f, c] = candidate_tokens[first + f, c]
+        is_full = free + num_chosen > budget  # no room: no children but the greedy one
+        if level + 1 < depth:
+            num_alive[b] = 1 + (0 if is_full else min(num_chosen, num_next - 1))
+        for place in range(-1 if is_growing else 0, num_chosen):
+            i = best[place] if place >= 0 else 0
+            node = free + place if place >= 0 else level + 1
+            f, c = i // num_candidates, i % num_candidates
+            token, parent = candidate_tokens[first + f, c], parents[f]
+            tree_tokens[b, node], tree_parents[b, node], tree_depths[b, node] = token, parent, level + 1
+            tree_ancestors[b, node] = tree_ancestors[b, parent] | (np.int64(1) << (node - 1))
+            tree_log_probs[b, node] = scores[i]
+            leftover_log_probs[b, first_parent + f, c] = -np.inf
+            if place + 1 < num_alive[b]:
+                frontier_nodes[b, place + 1], frontier_tokens[b, place + 1] = node, token
+                frontier_log_probs[b, place + 1] = scores[i]
+        next_free[b] = free + num_chosen
+
+    if trims:
+        num_next = max(num_alive.max(), 1)
+    for b in range(num_reqs):
+        for f in range(num_alive[b], num_next):
+            frontier_nodes[b, f], frontier_tokens[b, f], frontier_log_probs[b, f] = 0, 0, -np.inf
+    return num_next
+
+
+def bind_tree_grow(
+    buffers: TreeGrowBuffers, rows: Tensor, log_probs: Tensor, token_ids: Tensor, *, level: int, budget: int,
+    first_parent: int, num_next: int, trims: bool = False,
+) -> Callable[[], int]:  # fmt: skip
+    """Return what does `tree_grow`."""
+    return functools.partial(
+        _grow,
+        log_probs.numpy(), token_ids.numpy(), rows.numpy(), *buffers.planned_arrays, *buffers.rule_arrays,
+        buffers.next_free_array, *buffers.tree.arrays[:5], *buffers.leftover_arrays, *buffers.frontier_arrays,
+        level, budget, first_parent, num_next, trims,
+    )  # fmt: skip
+
+
+@compiled("int64[:, :], int64[:, :], int64[:], int64[:], int64[:], int64[:, :], int64")
+def _place(tree_tokens, token_ids, sources, nodes, fed_sources, fed_tokens, num_reqs):
+    num_candidates, num_frontier = token_ids.shape[1], len(token_ids) // num_reqs
+    for b in range(num_reqs):
+        for k in range(len(sources)):
+            source = sources[k]
+            row = b * num_frontier + source // num_candidates
+            tree_tokens[b, nodes[k]] = token_ids[row, source % num_candidates]
+        for k in range(len(fed_sources)):
+            source = fed_sources[k]
+            row = b * num_frontier + source // num_candidates
+            fed_tokens[b, k] = token_ids[row, source % num_candidates]
+
+
+def tree_place(tree: TreeTables, level: PlacedLevel, num_reqs: int, token_ids: Tensor) -> None:
+    """Do what `tree_place` does."""
+    _place(tree.arrays[0], token_ids.numpy(), *level.arrays, num_reqs)
+
+
+@compiled("int32[:], int64[:], int64, int64[:], float32[:], int64[:], int64[:], float32[:], int64[:], int64[:]")
+def _finish(
+    num_nodes, next_free, num_reqs, rows,
+    next_confidence, next_depths, next_widths, confidence, depths, widths,
+):  # fmt: skip
+    for b in range(num_reqs):
+        if len(next_free) > 0:
+            num_nodes[b] = next_free[b] - 1
+        if len(rows) > 0:
+            row = rows[b]
+            confidence[row], depths[row], widths[row] = next_confidence[b], next_depths[b], next_widths[b]
+
+
+def tree_finish(
+    tree: TreeTables, num_reqs: int, *, next_free: Tensor | None = None, leaves: Leaves | None = None,
+    max_nodes: int = 0, plans: TreePlans | None = None, rows: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Do what `tree_finish` does; leaves, which only asynchronous scheduling needs, are the reference's."""
+    ints, floats = NOTHING["int64[:]"], NOTHING["float32[:]"]
+    adopted = (floats, ints, ints, floats, ints, ints) if plans is None else plans.adopted_arrays
+    _finish(
+        tree.arrays[5], ints if next_free is None else next_free.numpy(), num_reqs,
+        ints if plans is None or rows is None else rows.numpy(), *adopted,
+    )  # fmt: skip
+    if leaves is not None:
+        append_leaves(tree, num_reqs, leaves, max_nodes)

@@ -1,0 +1,101 @@
+"""tree_place: one level of static draft trees, in one launch; one program a request."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vidspec_kernels.arrays import as_array
+from vidspec_kernels.dispatch import Impl, has_cpu_twin, launcher, on_host, use_triton
+from vidspec_kernels.draft_tree.tables import TreeTables, check
+
+_BLOCK = 64  # the most nodes of a tree
+
+
+@dataclass(frozen=True)
+class PlacedLevel:
+    """What one level of a topology does.
+
+    Attributes:
+        sources: int64 [m], of the frontier's candidates (flat, F * C) those that become nodes.
+        nodes: int64 [m], the nodes that they become.
+        fed_sources: int64 [F'], those whose nodes the next level feeds; empty on the last level.
+        fed_tokens: Out, int64 [max_num_reqs, F'], their tokens.
+    """
+
+    sources: Tensor
+    nodes: Tensor
+    fed_sources: Tensor
+    fed_tokens: Tensor
+
+    @functools.cached_property
+    def arrays(self) -> tuple[Any, ...]:
+        """The tensors for the reference."""
+        return as_array(self.sources), as_array(self.nodes), as_array(self.fed_sources), as_array(self.fed_tokens)
+
+
+@triton.jit(do_not_specialize=["num_offered", "num_placed", "num_fed"])
+def _tree_place_kernel(
+    token_ids_ptr,  # [R, num_offered]
+    tree_tokens_ptr,  # [R, num_cols]
+    sources_ptr, nodes_ptr,  # [num_placed]
+    fed_sources_ptr,  # [num_fed]
+    fed_tokens_ptr,  # [R, num_fed]
+    num_cols, num_offered, num_placed, num_fed,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    req_idx = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    token_ids_ptr += req_idx * num_offered
+    source = tl.load(sources_ptr + i, mask=i < num_placed, other=0)
+    node = tl.load(nodes_ptr + i, mask=i < num_placed, other=0)
+    token = tl.load(token_ids_ptr + source, mask=i < num_placed, other=0)
+    tl.store(tree_tokens_ptr + req_idx * num_cols + node, token, mask=i < num_placed)
+    source = tl.load(fed_sources_ptr + i, mask=i < num_fed, other=0)
+    token = tl.load(token_ids_ptr + source, mask=i < num_fed, other=0)
+    tl.store(fed_tokens_ptr + req_idx * num_fed + i, token, mask=i < num_fed)
+
+
+def tree_place(tree: TreeTables, level: PlacedLevel, num_reqs: int, token_ids: Tensor, *, impl: Impl = "auto") -> None:
+    """Enter the tokens of one level of a topology into the trees of batch rows 0 to num_reqs - 1.
+
+    Args:
+        tree: Out: `tokens`.
+        level: What becomes a node, and what is fed next; its `fed_tokens` are written.
+        num_reqs: R.
+        token_ids: int64 [R * F, C], candidates of each frontier node.
+    """
+    assert 0 <= num_reqs <= len(tree.num_nodes), f"{num_reqs} requests, {len(tree.num_nodes)} fit"
+    shape = token_ids.shape
+    check("token_ids", token_ids, torch.int64, tree.device, shape)
+    assert shape[0] % max(num_reqs, 1) == 0, f"token_ids: {shape[0]} rows of {num_reqs} requests"
+    if num_reqs == 0:
+        return
+    if not use_triton(impl, tree.device):
+        on_host(impl, tree.device, tree_place_reference)(tree, level, num_reqs, token_ids)
+        return
+    launcher(_tree_place_kernel, (num_reqs,), tree.device)(
+        token_ids, tree.tokens, level.sources, level.nodes, level.fed_sources, level.fed_tokens,
+        tree.num_cols, token_ids.numel() // num_reqs, len(level.sources), len(level.fed_sources),
+        BLOCK=_BLOCK, num_warps=1,
+    )  # fmt: skip
+
+
+@has_cpu_twin
+def tree_place_reference(tree: TreeTables, level: PlacedLevel, num_reqs: int, token_ids: Tensor) -> None:
+    """Do what `tree_place` does, in numpy or torch: the specification."""
+    sources, nodes, fed_sources, fed_tokens = level.arrays
+    offered = as_array(token_ids).reshape(num_reqs, -1)
+    tree.arrays[0][:num_reqs, nodes] = _columns(offered, sources)
+    if len(fed_sources) > 0:
+        fed_tokens[:num_reqs] = _columns(offered, fed_sources)
+
+
+def _columns(array: Any, index: Any) -> Any:
+    """Return `array[:, index]`, for which numpy has a faster name."""
+    return array.take(index, axis=1) if isinstance(array, np.ndarray) else array[:, index]

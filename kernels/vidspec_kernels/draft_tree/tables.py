@@ -1,0 +1,154 @@
+"""What the launches of draft trees read and write in every step: node tables, plans and frontiers, checked once."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vidspec_kernels.arrays import as_array, as_meta
+
+
+class TreeTables:
+    """The trees of a batch, one batch row each, column 0 the root.
+
+    Args:
+        tokens: int64 [max_num_reqs, K + 1], contiguous as all of these.
+        parents: int32 [max_num_reqs, K + 1], smaller than the node's own index; root -1.
+        depths: int32 [max_num_reqs, K + 1], edges up to the root.
+        ancestors: int64 [max_num_reqs, K + 1]; bit j - 1 of node i is set iff node j is i or an ancestor of i.
+        log_probs: float32 [max_num_reqs, K + 1], the draft's log-probability of the path to the node.
+        num_nodes: int32 [max_num_reqs], draft nodes of the tree.
+    """
+
+    def __init__(
+        self, tokens: Tensor, parents: Tensor, depths: Tensor, ancestors: Tensor, log_probs: Tensor, num_nodes: Tensor
+    ):
+        self.tokens, self.parents, self.depths, self.ancestors = tokens, parents, depths, ancestors
+        self.log_probs, self.num_nodes = log_probs, num_nodes
+        self.device, self.num_cols = tokens.device, tokens.shape[-1]
+        for name, dtype in (
+            ("tokens", torch.int64), ("parents", torch.int32), ("depths", torch.int32), ("ancestors", torch.int64),
+            ("log_probs", torch.float32),
+        ):  # fmt: skip
+            check(name, getattr(self, name), dtype, self.device, tuple(tokens.shape))
+        check("num_nodes", num_nodes, torch.int32, self.device, (tokens.shape[0],))
+        # In the kernels' order, and the same as arrays for the references.
+        self.tensors = (tokens, parents, depths, ancestors, log_probs, num_nodes)
+        self.arrays = tuple(map(as_array, self.tensors))
+
+    def tables_as_meta(self) -> "TreeTables":
+        """Return the same tables without memory, for `warm_up`."""
+        return TreeTables(*map(as_meta, self.tensors))
+
+
+@dataclass(frozen=True)
+class TreeTemplate:
+    """What a tree is at the beginning of a step, but its tokens.
+
+    Attributes:
+        parents: int32 [K + 1], contiguous as all of these.
+        depths: int32 [K + 1].
+        ancestors: int64 [K + 1].
+        log_probs: float32 [K + 1].
+        num_nodes: Draft nodes.
+    """
+
+    parents: Tensor
+    depths: Tensor
+    ancestors: Tensor
+    log_probs: Tensor
+    num_nodes: int = 0
+
+    @functools.cached_property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The tables in the kernel's order."""
+        return self.parents, self.depths, self.ancestors, self.log_probs
+
+    def as_meta(self) -> "TreeTemplate":
+        """Return the same tables without memory, for `warm_up`."""
+        return TreeTemplate(
+            as_meta(self.parents), as_meta(self.depths), as_meta(self.ancestors), as_meta(self.log_probs),
+            self.num_nodes,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def arrays(self) -> tuple[Any, ...]:
+        """The same for the reference."""
+        return tuple(map(as_array, self.tensors))
+
+
+class PlanRules(NamedTuple):
+    """The numbers of SAGE's plans.
+
+    Attributes:
+        depth_min: Least depth of a tree; `depth_max` the greatest.
+        width_min: Least number of the root's children; `width_max` the greatest.
+        top_k: Tokens whose probabilities make the entropy, >= 2.
+        history: Steps whose mean acceptance moves the greatest depth; 0 = it stays.
+        history_low: A mean below it makes trees shallower; one above `history_high` deeper.
+    """
+
+    depth_min: int
+    depth_max: int
+    width_min: int
+    width_max: int
+    top_k: int
+    history: int
+    history_low: float
+    history_high: float
+
+
+class TreePlans:
+    """What adaptive trees remember of requests by persistent row, and the plans that a step makes by batch row.
+
+    There is one persistent row more than requests, for the padding rows of a batch; what it holds is in range.
+
+    Args:
+        max_num_reqs: Most requests of a batch, and persistent rows.
+        rules: How plans are made.
+        device: Where the tensors live.
+
+    Attributes:
+        confidence: float32 [max_num_reqs + 1], alpha of the request's last plan.
+        max_depths: float32 [max_num_reqs + 1], D_r, what alpha 1 means.
+        depths: int64 [max_num_reqs + 1], levels of the request's tree.
+        widths: int64 [max_num_reqs + 1], its root's children.
+        history: int64 [max_num_reqs + 1, window], a ring of acceptance lengths; 0 = none yet.
+        num_observed: int64 [max_num_reqs + 1], acceptance lengths so far: the next one's place in the ring, modulo.
+        next_confidence: float32 [max_num_reqs] by batch row, the plan that this step's roots make.
+        next_depths: int64 [max_num_reqs].
+        next_widths: int64 [max_num_reqs].
+    """
+
+    def __init__(self, max_num_reqs: int, rules: PlanRules, device: torch.device | str):
+        self.max_num_reqs, self.rules, num_rows = max_num_reqs, rules, max_num_reqs + 1
+
+        def numbers(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        self.confidence, self.max_depths = torch.zeros(num_rows, device=device), torch.zeros(num_rows, device=device)
+        self.depths, self.widths, self.num_observed = numbers(num_rows), numbers(num_rows), numbers(num_rows)
+        self.history = numbers(num_rows, rules.history)
+        self.next_confidence = torch.zeros(max_num_reqs, device=device)
+        self.next_depths, self.next_widths = numbers(max_num_reqs), numbers(max_num_reqs)
+        self.device = self.depths.device
+        # In the kernels' order: a step's plan and where it goes, and what an acceptance length moves.
+        self.adopted = (
+            self.next_confidence, self.next_depths, self.next_widths, self.confidence, self.depths, self.widths
+        )  # fmt: skip
+        self.observed = (self.history, self.num_observed, self.max_depths)
+        self.adopted_arrays = tuple(map(as_array, self.adopted))
+        self.observed_arrays = tuple(map(as_array, self.observed))
+
+    def as_meta(self) -> "TreePlans":
+        """Return the same tensors without memory, for `warm_up`."""
+        return TreePlans(self.max_num_reqs, self.rules, "meta")
+
+
+def check(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...]) -> None:
+    """Assert that a tensor is contiguous and of this dtype, device and shape."""
+    assert tensor.dtype == dtype and tensor.device == device, f"{name}: expected {dtype} on {device}"
+    assert tensor.shape == shape, f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}"
+    assert tensor.is_contiguous(), f"{name}: expected contiguous rows"

@@ -1,0 +1,165 @@
+"""path_penalties: vLLM's repetition, frequency and presence penalties of tree nodes along their own paths; one launch.
+
+A node's logits are penalised for the committed text, as vLLM counts it, and for the drafts from below the root to the
+node itself. The arithmetic is vLLM's own, operation by operation, so that a node has the bits that a chain of its
+path's tokens would have.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vidspec_kernels.arrays import check_matrix, check_vector
+from vidspec_kernels.dispatch import Impl, has_cpu_twin, launch, on_host, use_triton
+
+# Tokens of a program, and of a turn of its loop. As many as a program of vLLM's: each reads a request's penalties over
+# the bus, where vLLM keeps them.
+_SHARE, _BLOCK = 8192, 2048
+
+
+class PenaltyTables(NamedTuple):
+    """vLLM's tables, by persistent row.
+
+    Attributes:
+        repetition: float32 [max_reqs]; 1: none.
+        frequency: float32 [max_reqs]; 0: none.
+        presence: float32 [max_reqs]; 0: none.
+        prompt_bits: int32 [max_reqs, num_words], bit v: the prompt has token v.
+        output_counts: int32 [max_reqs, vocab_size], how often each token was committed behind the prompt.
+    """
+
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+    prompt_bits: Tensor
+    output_counts: Tensor
+
+
+# Vectors that may be slices of others: no variant for each alignment.
+@triton.jit(do_not_specialize_on_alignment=["req_rows_ptr", "nodes_ptr", "tokens_ptr"])
+def _path_penalties_kernel(
+    logits_ptr, logits_stride,  # [N, vocab_size]
+    req_rows_ptr, nodes_ptr, tokens_ptr,  # [N] each
+    parents_ptr, parents_stride,  # [>= max_reqs, >= K + 1]
+    repetition_ptr, frequency_ptr, presence_ptr,  # [max_reqs] each
+    prompt_bits_ptr, prompt_stride,  # [max_reqs, num_words]
+    counts_ptr, counts_stride,  # [max_reqs, vocab_size]
+    vocab_size,
+    SHARE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A share of the vocabulary, of one logits row."""
+    row = tl.program_id(0).to(tl.int64)
+    req_row = tl.load(req_rows_ptr + row)
+    rep_penalty = tl.load(repetition_ptr + req_row)
+    freq_penalty = tl.load(frequency_ptr + req_row)
+    pres_penalty = tl.load(presence_ptr + req_row)
+    use_rep_penalty = rep_penalty != 1.0
+    use_penalty = use_rep_penalty or freq_penalty != 0.0 or pres_penalty != 0.0
+    if not use_penalty:
+        return
+    own_node = tl.load(nodes_ptr + row)
+    first = row - own_node  # the root's row
+    logits_ptr += row * logits_stride
+    counts_ptr += req_row * counts_stride
+    prompt_bits_ptr += req_row * prompt_stride
+    parents_ptr += req_row * parents_stride
+    begin = tl.program_id(1) * SHARE
+    for start in range(begin, tl.minimum(begin + SHARE, vocab_size), BLOCK):
+        block = start + tl.arange(0, BLOCK)
+        mask = block < vocab_size
+        logits = tl.load(logits_ptr + block, mask=mask)
+        counts = tl.load(counts_ptr + block, mask=mask, other=0)
+        node = own_node
+        while node > 0:
+            token = tl.load(tokens_ptr + first + node)
+            counts += (block == token).to(tl.int32)
+            # A parent comes before its child; the walk ends even if a table violates that.
+            node = tl.minimum(tl.load(parents_ptr + node), node - 1)
+        is_seen = counts > 0
+        # From here on in vLLM's words, branch and order of operations included (`_penalties_kernel`).
+        if use_rep_penalty:
+            word = tl.load(prompt_bits_ptr + block // 32, mask=mask, other=0)
+            in_prompt = ((word >> (block % 32)) & 1).to(tl.int1)
+            scale = tl.where(in_prompt | is_seen, rep_penalty, 1.0)
+            logits *= tl.where(logits > 0, 1.0 / scale, scale)
+        logits -= freq_penalty * counts
+        logits -= pres_penalty * is_seen
+        tl.store(logits_ptr + block, logits, mask=mask)
+
+
+def path_penalties(
+    logits: Tensor, req_rows: Tensor, nodes: Tensor, tokens: Tensor, parents: Tensor, tables: PenaltyTables,
+    plans: dict[Any, Any] | None = None, *, impl: Impl = "auto",
+) -> None:  # fmt: skip
+    """Penalise the logits of tree nodes in place; rows of requests without penalties stay as they are.
+
+    Args:
+        logits: float32 [N, vocab_size], unit stride in its rows; of a request its root's row and its nodes', in order.
+        req_rows: int64 [N], persistent row of each logits row's request.
+        nodes: int32 [N], each logits row's node; 0 is the root, whose token is committed.
+        tokens: int32 [N], each row's input token; -1 is none.
+        parents: int32 [>= max_reqs, >= K + 1], parent of each node by persistent row, before its child; of chains too.
+        tables: vLLM's, by persistent row.
+        plans: Of the caller's launches, whose tables' shapes stay (see `dispatch.launch`).
+    """
+    _check(logits, req_rows, nodes, tokens, parents, tables)
+    num_rows, vocab_size = logits.shape
+    if num_rows == 0:
+        return
+    device = logits.device
+    if not use_triton(impl, device):
+        on_host(impl, device, path_penalties_reference)(logits, req_rows, nodes, tokens, parents, tables)
+        return
+    bits, counts = tables.prompt_bits, tables.output_counts
+    args = (
+        logits, logits.stride(0), req_rows, nodes, tokens, parents, parents.stride(0), *tables[:3],
+        bits, bits.stride(0), counts, counts.stride(0), vocab_size,
+    )  # fmt: skip
+    grid = (num_rows, triton.cdiv(vocab_size, _SHARE))
+    key = (logits.stride(0), logits.data_ptr() % 16)
+    constants = {"SHARE": _SHARE, "BLOCK": _BLOCK}
+    launch(_path_penalties_kernel, grid, device, args, constants, {} if plans is None else plans, key)
+
+
+def _check(
+    logits: Tensor, req_rows: Tensor, nodes: Tensor, tokens: Tensor, parents: Tensor, tables: PenaltyTables
+) -> None:
+    """Check the arguments of `path_penalties`."""
+    device, (num_rows, vocab_size), max_reqs = logits.device, logits.shape, len(tables.repetition)
+    check_matrix("logits", logits, torch.float32, device)
+    check_vector("req_rows", req_rows, torch.int64, device, num_rows)
+    check_vector("nodes", nodes, torch.int32, device, num_rows)
+    check_vector("tokens", tokens, torch.int32, device, num_rows)
+    for name, vector in zip(PenaltyTables._fields[:3], tables[:3], strict=True):
+        check_vector(name, vector, torch.float32, device, max_reqs)
+    check_matrix("parents", parents, torch.int32, device, max_reqs, 1)
+    check_matrix("prompt_bits", tables.prompt_bits, torch.int32, device, max_reqs, -(-vocab_size // 32))
+    check_matrix("output_counts", tables.output_counts, torch.int32, device, max_reqs, vocab_size)
+
+
+@has_cpu_twin
+def path_penalties_reference(
+    logits: Tensor, req_rows: Tensor, nodes: Tensor, tokens: Tensor, parents: Tensor, tables: PenaltyTables
+) -> None:
+    """Do what `path_penalties` does, in torch: the specification. It waits for a GPU."""
+    vocab_size, device = logits.shape[1], logits.device
+    repetition, frequency, presence = (penalty[req_rows, None] for penalty in tables[:3])
+    uses = ((repetition != 1.0) | (frequency != 0.0) | (presence != 0.0))[:, 0]
+    counts = tables.output_counts[req_rows, :vocab_size].clone()
+    rows, node = torch.arange(len(logits), device=device), nodes.long()
+    first = rows - node
+    while (walks := node > 0).any():
+        token = tokens[first + node].long()
+        is_one = walks & (token >= 0) & (token < vocab_size)
+        counts[rows[is_one], token[is_one]] += 1
+        node = torch.where(walks, torch.minimum(parents[req_rows, node].long(), node - 1), 0)
+    seen = counts > 0
+    bits = tables.prompt_bits[req_rows, :, None] >> torch.arange(32, dtype=torch.int32, device=device)
+    in_prompt = (bits & 1).flatten(1)[:, :vocab_size].bool()
+    scale = torch.where(in_prompt | seen, repetition, 1.0)
+    scaled = torch.where(repetition != 1.0, logits * torch.where(logits > 0, 1.0 / scale, scale), logits)
+    penalised = scaled - frequency * counts - presence * seen
+    logits.copy_(torch.where(uses[:, None], penalised, logits))

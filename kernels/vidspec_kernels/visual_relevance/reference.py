@@ -1,0 +1,67 @@
+"""`visual_relevance` and `merge_relevance` in numpy or torch: the specification."""
+
+import torch
+from torch import Tensor
+
+from vidspec_kernels.arrays import array_module, as_array
+from vidspec_kernels.dispatch import has_cpu_twin
+from vidspec_kernels.visual_relevance.store import _bytes_of_fp8, _unit, storage_scale
+
+# float32 elements of stored rows that the reference holds at once: they stay near the core.
+STRIP_ENTRIES = 2**20
+
+
+@has_cpu_twin
+def visual_relevance_reference(
+    queries: Tensor, cu_num_logits: Tensor, rows: Tensor, store: Tensor, block_fill: Tensor, block_table: Tensor,
+    num_blocks: Tensor, top_n: int, max_queries: int, max_blocks: int,
+) -> Tensor:  # fmt: skip
+    """Do what `visual_relevance` does, by batched products of whole requests, padded: the specification.
+
+    Same arguments and result; indices in numpy or torch. Holds cosines and a float32 copy of the stored rows of as many
+    requests as have STRIP_ENTRIES elements, or of one.
+    """
+    xp = array_module(queries.device)
+    (num_rows, hidden_size), num_reqs, block_rows = queries.shape, rows.shape[0], store.shape[1]
+    row, column, slot = (as_array(torch.arange(n, device=queries.device)) for n in (num_rows, max_blocks, block_rows))
+    bounds, state_row = as_array(cu_num_logits), as_array(rows)
+    req_idx = xp.searchsorted(bounds[1:], row, side="right")  # R for rows of no request
+    local = row - bounds[req_idx]
+    inside = (req_idx < num_reqs) & (local >= 0) & (local < max_queries)  # [num_rows]
+    # The last entry takes the rows of no request.
+    at = torch.as_tensor(xp.where(inside, req_idx * max_queries + local, num_reqs * max_queries))
+    units = queries.new_zeros(num_reqs * max_queries + 1, hidden_size, dtype=torch.float32)
+    units.index_copy_(0, at, _unit(queries))
+    units = units[:-1].view(num_reqs, max_queries, hidden_size)
+
+    listed = column < as_array(num_blocks)[state_row][:, None]  # [R, max_blocks]
+    blocks = xp.where(listed, as_array(block_table)[state_row][:, :max_blocks], 0)
+    fill = xp.where(listed, as_array(block_fill)[blocks], 0)
+    invalid = torch.as_tensor(slot >= fill[:, :, None]).view(num_reqs, 1, -1)  # [R, 1, max_blocks * block_rows]
+    blocks = torch.as_tensor(blocks)
+    top = queries.new_full((num_reqs * max_queries + 1, top_n), float("-inf"), dtype=torch.float32)
+    num_keys = max_blocks * block_rows
+    size = min(top_n, num_keys)
+    strips = top[:-1].view(num_reqs, max_queries, top_n)
+    per_strip = max(1, STRIP_ENTRIES // (num_keys * hidden_size))
+    for first in range(0, num_reqs, per_strip):
+        chosen = slice(first, first + per_strip)
+        keys = _bytes_of_fp8(store).index_select(0, blocks[chosen].reshape(-1)).view(store.dtype)
+        keys = keys.to(torch.float32).view(-1, num_keys, hidden_size)
+        cosines = torch.bmm(units[chosen], keys.transpose(1, 2))
+        # By selection: whatever is stored behind a block's valid rows, NaN included, is not used.
+        cosines.masked_fill_(invalid[chosen], float("-inf"))
+        strips[chosen, :, :size] = cosines.topk(size, dim=2).values
+    scale = storage_scale(store.dtype, hidden_size)
+    return top.index_select(0, at) if scale == 1 else top.index_select(0, at) / scale
+
+
+def _merge_relevance_torch(partials: Tensor) -> Tensor:
+    """Do the same with torch."""
+    num_shards, _, top_n = partials.shape
+    if num_shards == 1:
+        top = partials[0].contiguous()
+    else:
+        top = partials.transpose(0, 1).flatten(1).topk(top_n, dim=1).values
+    exists = top != float("-inf")
+    return top.where(exists, 0.0).sum(dim=1) / exists.sum(dim=1).clamp_(min=1)

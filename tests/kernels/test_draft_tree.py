@@ -1,0 +1,311 @@
+"""Launches of draft trees but their growth: kernel, loop and reference against loops, formulas and sorting."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.kernels.tree_buffers import RULES, everything, make_growth, make_tables, make_template
+from vidspec_kernels import Leaves, PlacedLevel, TreePlans, tree_begin, tree_finish, tree_place, tree_plan
+
+
+@pytest.mark.parametrize(("num_reqs", "max_nodes"), [(0, 5), (1, 1), (3, 7), (2, 64)])
+def test_trees_become_their_template(device, impl, num_reqs, max_nodes):
+    """Catches: the root's token or another request's row touched, a column or the last node forgotten."""
+    tree, template = make_tables(num_reqs + 1, max_nodes, device), make_template(max_nodes, device, num_nodes=4)
+    tree_begin(tree, template, num_reqs, impl=impl)
+    for row in range(num_reqs):
+        assert tree.tokens[row].tolist() == [77] + [-1] * max_nodes and tree.num_nodes[row] == 4
+        for table, own in zip(tree.tensors[1:5], template.tensors, strict=True):
+            assert torch.equal(table[row], own)
+    assert all((table[num_reqs] == 77).all() for table in tree.tensors)
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 4, 10])
+def test_frontiers_and_history(device, impl, window):
+    """Against lists of lengths. Catches: a window of another size, a mean over places that are empty, a length that is
+    not told counted, a maximum depth beyond its bounds, the thresholds themselves, candidates of the last step left."""
+    rules = RULES._replace(history=window)
+    tree = make_tables(5, 6, device)
+    growth, lengths, depths = make_growth(tree, rules, max_parents=300), [[] for _ in range(6)], [7] * 6
+    generator = torch.Generator().manual_seed(window)
+    for _ in range(15):
+        rows = torch.randperm(5, generator=generator)[:4]
+        told = torch.randint(-1, 5, (4,), generator=generator, dtype=torch.int32)
+        for row, length in zip(rows.tolist(), told.tolist(), strict=True):
+            if length >= 0 and window:
+                lengths[row] = [*lengths[row], length][-window:]
+                mean = sum(lengths[row]) / len(lengths[row])
+                depths[row] = min(max(depths[row] + (mean > 2.5) - (mean < 1.5), 2), 7)
+        for tensor in (*growth.frontier, *growth.leftover):
+            tensor.fill_(-5)
+        tree_begin(tree, make_template(6, device), 4, growth, rows.to(device), told.to(device), impl=impl)
+        assert growth.plans.max_depths.tolist() == depths
+        assert not growth.frontier_nodes[:4, 0].any() and not growth.frontier_log_probs[:4, 0].any()
+        assert growth.leftover_log_probs[:4].isneginf().all() and (growth.leftover_log_probs[4] == -5).all()
+    assert (growth.frontier_nodes[:, 1:] == -5).all() and (growth.frontier_nodes[4] == -5).all()
+
+
+def test_padding_rows_touch_nothing(device, impl):
+    """Rows `max_num_reqs`, several of them: no request's history moves. Catches: a table without a row for them."""
+    tree = make_tables(6, 5, device)
+    growth = make_growth(tree)
+    before = [table.clone() for table in growth.plans.observed]
+    rows = torch.tensor([6, 2, 6, 6], device=device)
+    tree_begin(tree, make_template(5, device), 4, growth, rows, torch.tensor([-1, 0, -1, 3], device=device).int(),
+               impl=impl)  # fmt: skip
+    for table, old in zip(growth.plans.observed, before, strict=True):
+        others = [0, 1, 3, 4, 5]
+        assert torch.equal(table[others], old[others]) and len(table) == 7
+    assert growth.plans.num_observed[2] == 1 and growth.plans.max_depths[2] == 6
+
+
+def test_begin_refuses(device):
+    """Catches: a dropped check."""
+    tree, template = make_tables(2, 3, device), make_template(3, device)
+    growth, rows, told = make_growth(tree), torch.tensor([1], device=device), torch.zeros(1, device=device).int()
+    tree_begin(tree, template, 1, growth, rows, told)
+    for arguments, message in (
+        ((tree, template, 3), "3 requests, 2 fit"),
+        ((tree, make_template(4, device), 1), "template: 5 columns"),
+        ((tree, template, 1, growth), "rows, num_accepted: None"),
+        ((tree, template, 1, growth, rows.int(), told), "rows"),
+        ((tree, template, 1, growth, rows, told.long()), "num_accepted"),
+        ((tree, template, 2, growth, rows, told), "1 rows, 1 lengths, 2"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            tree_begin(*arguments)
+
+
+def confidence_by_hand(log_probs, top_k):
+    """SAGE eq. 7-9 in float64."""
+    probs = [math.exp(value) for value in log_probs[:top_k]]
+    shares = [prob / sum(probs) for prob in probs]
+    return 1 + sum(share * math.log(share) for share in shares if share > 0) / math.log(top_k)
+
+
+def make_log_probs(num_reqs, num_candidates, seed, device):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(num_reqs, 30, generator=generator) * torch.rand(num_reqs, 1, generator=generator) * 6
+    log_probs = logits.log_softmax(1).sort(dim=1, descending=True).values[:, :num_candidates]
+    return log_probs.contiguous().to(device), torch.randperm(num_reqs, generator=generator).to(device)
+
+
+@pytest.mark.parametrize("adopts", [False, True])
+@pytest.mark.parametrize(("num_reqs", "top_k", "num_candidates"), [(0, 2, 2), (1, 2, 9), (3, 5, 6), (33, 8, 8)])
+def test_plans_are_the_formulas(device, impl, adopts, num_reqs, top_k, num_candidates):
+    """Catches: candidates beyond the top k, eq. 10 and 11 swapped, another row's maximum depth, a plan that shapes
+    trees before its step, one that does not where it must."""
+    plans = TreePlans(num_reqs + 1, RULES._replace(top_k=top_k), device)
+    plans.max_depths.copy_(torch.arange(num_reqs + 2) % 6 + 2)
+    tables = (plans.confidence, plans.depths, plans.widths)
+    for tensor in plans.adopted:
+        tensor.fill_(-3)
+    log_probs, rows = make_log_probs(num_reqs, num_candidates, top_k, device)
+    tree_plan(plans, rows, log_probs, adopts=adopts, impl=impl)
+    for req, row in enumerate(rows.tolist()):
+        alpha = plans.next_confidence[req].item()
+        assert alpha == pytest.approx(confidence_by_hand(log_probs[req].tolist(), top_k), abs=2e-6)
+        exact = 2 + alpha * (plans.max_depths[row].item() - 2), 2 + (1 - alpha) * 4
+        planned = plans.next_depths[req].item(), plans.next_widths[req].item()
+        for got, value in zip(planned, exact, strict=True):
+            assert got in (int(value - 1e-5), int(value + 1e-5)), "not rounded down"
+        adopted = (alpha, *planned) if adopts else (-3.0, -3, -3)
+        assert tuple(table[row].item() for table in tables) == adopted
+    untouched = [tensor[num_reqs:] for tensor in plans.adopted]
+    assert all((tensor == -3).all() for tensor in untouched)
+
+
+def test_what_is_no_number(device, impl):
+    """Catches: a uniform or certain distribution beyond [0, 1] by rounding, NaN from NaN, a depth that is garbage."""
+    inf = float("inf")
+    log_probs = torch.tensor([[-2.3] * 5, [0.0] + [-inf] * 4, [float("nan")] * 5, [-inf] * 5, [0.0] + [-90.0] * 4])
+    plans = TreePlans(5, RULES, device)
+    plans.max_depths.fill_(7)
+    rows = torch.tensor([4, 5, 5, 0, 5], device=device)  # 5: padding
+    tree_plan(plans, rows, log_probs.to(device), adopts=True, impl=impl)
+    assert plans.next_confidence.tolist() == pytest.approx([0.0, 1.0, 0.0, 0.0, 1.0], abs=2e-6)
+    assert plans.next_depths.tolist() == [2, 7, 2, 2, 7]
+    first, *others = plans.next_widths.tolist()
+    assert others[0] == others[3] == 2 and {first, others[1], others[2]} <= {5, 6}  # alpha is 0 but for a rounding
+    assert not plans.depths[1:4].any()
+
+
+def test_plan_refuses(device):
+    """Catches: a dropped check."""
+    plans, (log_probs, rows) = TreePlans(2, RULES, device), make_log_probs(2, 6, 0, device)
+    for wrong_rows, wrong, message in (
+        (rows.int(), log_probs, "rows"), (rows, log_probs.double(), "log_probs"),
+        (rows, log_probs[:, :4].contiguous(), "log_probs: shape"),
+        (rows, log_probs[:, :5], "log_probs: expected contiguous"), (rows[:1], log_probs, "log_probs: expected shape"),
+        (rows.repeat(2), log_probs.repeat(2, 1), "4 rows, 2 fit"),
+    ):  # fmt: skip
+        with pytest.raises(AssertionError, match=message):
+            tree_plan(plans, wrong_rows, wrong, adopts=False)
+
+
+def make_level(num_reqs, frontier, num_candidates, num_placed, num_fed, device):
+    """A level that takes some of the candidates, in any order, and what is offered."""
+    generator = torch.Generator().manual_seed(num_placed)
+    offered = torch.randint(0, 999, (num_reqs * frontier, num_candidates), generator=generator)
+    sources = torch.randperm(frontier * num_candidates, generator=generator)[:num_placed]
+    nodes = torch.randperm(64, generator=generator)[:num_placed] + 1
+    fed_tokens = torch.full((num_reqs + 1, num_fed), 77)
+    tensors = (sources, nodes, sources.flip(0)[:num_fed].clone(), fed_tokens)
+    return PlacedLevel(*(tensor.to(device) for tensor in tensors)), offered.to(device)
+
+
+@pytest.mark.parametrize(
+    ("num_reqs", "frontier", "num_candidates", "num_placed", "num_fed"),
+    [(0, 1, 4, 2, 1), (1, 1, 1, 1, 0), (3, 4, 5, 9, 4), (2, 10, 64, 64, 33)],
+)
+def test_place_equals_the_loop(device, impl, num_reqs, frontier, num_candidates, num_placed, num_fed):
+    """Catches: another request's candidate, a rank for a place, nodes or rows touched that are not the level's."""
+    tree = make_tables(num_reqs + 1, 64, device)
+    level, offered = make_level(num_reqs, frontier, num_candidates, num_placed, num_fed, device)
+    tree_place(tree, level, num_reqs, offered, impl=impl)
+    sources, nodes, fed = level.sources.tolist(), level.nodes.tolist(), level.fed_sources.tolist()
+    for row in range(num_reqs):
+        own = offered[row * frontier : (row + 1) * frontier].flatten().tolist()
+        expected = [77] * 65
+        for source, node in zip(sources, nodes, strict=True):
+            expected[node] = own[source]
+        assert tree.tokens[row].tolist() == expected
+        assert level.fed_tokens[row].tolist() == [own[source] for source in fed]
+    assert (tree.tokens[num_reqs] == 77).all() and (level.fed_tokens[num_reqs] == 77).all()
+    assert all((table == 77).all() for table in tree.tensors[1:])
+
+
+def test_place_refuses(device):
+    """Catches: a dropped check."""
+    tree, (level, offered) = make_tables(2, 64, device), make_level(2, 2, 3, 2, 1, device)
+    tree_place(tree, level, 2, offered)
+    for arguments, message in (
+        ((3, offered), "3 requests, 2 fit"),
+        ((2, offered.int()), "token_ids"),
+        ((2, offered.t().contiguous().t()), "token_ids: expected contiguous"),
+        ((2, offered[:3]), "token_ids: 3 rows of 2 requests"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            tree_place(tree, level, *arguments)
+
+
+def make_chains(num_reqs, max_nodes, num_nodes, device):
+    """Tables whose row r is a chain of `num_nodes[r]` nodes, garbage behind."""
+    tree = make_tables(num_reqs, max_nodes, device)
+    for row, count in enumerate(num_nodes):
+        words = [(1 << node) - 1 for node in range(count + 1)]
+        tree.parents[row, : count + 1] = torch.arange(-1, count)
+        tree.depths[row, : count + 1] = torch.arange(count + 1)
+        tree.ancestors[row, : count + 1] = torch.tensor([word - (word >> 63 << 64) for word in words])
+        tree.tokens[row, : count + 1] = 9_000 + torch.arange(count + 1)
+        tree.log_probs[row, : count + 1] = 0.0
+        tree.num_nodes[row] = count
+    return tree
+
+
+def make_leaves(num_reqs, num_parents, num_candidates, device, seed=0, lowest=9):
+    """Candidates with many ties, some that are none, rows apart from each other."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_reqs, num_parents + 2, num_candidates)
+    log_probs = -torch.randint(0, lowest, shape, generator=generator) / 4
+    log_probs[torch.rand(shape, generator=generator) < 0.2] = -torch.inf
+    log_probs[torch.rand(shape, generator=generator) < 0.1] = torch.nan
+    tokens = torch.randint(0, 99, shape, generator=generator)
+    parents = torch.randint(0, 3, shape[:2], generator=generator)
+    return Leaves(*(part.to(device)[:, :num_parents] for part in (log_probs, tokens, parents)))
+
+
+def row_of(tree, row):
+    """Return (token, parent, depth, mask, log-probability) of a row's nodes."""
+    columns = [table[row, : int(tree.num_nodes[row]) + 1].tolist() for table in tree.tensors[:5]]
+    return [list(node) for node in zip(*columns, strict=True)]
+
+
+def filled_by_sorting(nodes, leaves, row, max_nodes):
+    """Return a row's nodes and the leaves that it must get."""
+    log_probs, tokens, parents = (part[row].tolist() for part in (leaves.log_probs, leaves.token_ids, leaves.parents))
+    ranked = sorted(
+        (-value, place, rank)
+        for place, values in enumerate(log_probs)
+        for rank, value in enumerate(values)
+        if value > -float("inf")
+    )
+    nodes = list(nodes)
+    for negated, place, rank in ranked:
+        if len(nodes) > max_nodes:
+            break
+        _, _, depth, word, _ = nodes[parents[place]]
+        bit = 1 << (len(nodes) - 1)
+        nodes.append([tokens[place][rank], parents[place], depth + 1, word | (bit - (bit >> 63 << 64)), -negated])
+    return nodes
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "num_parents", "num_candidates", "max_nodes", "width"),
+    [
+        ([2, 3], 1, 1, 3, 3),
+        ([2, 5, 7], 3, 5, 7, 9),
+        ([40, 64], 9, 10, 64, 64),
+        ([4], 30, 10, 64, 64),  # several turns of sorting
+        ([2], 3, 3, 64, 64),  # candidates run out
+    ],
+)
+def test_leaves_are_the_best_candidates(device, impl, num_nodes, num_parents, num_candidates, max_nodes, width):
+    """Catches: an order other than by probability then index, a budget exceeded or not met, -inf or NaN taken, node
+    64's bit, another request's candidate, what lies past the leaves touched."""
+    num_reqs = len(num_nodes)
+    tree = make_chains(num_reqs + 1, width, num_nodes, device)
+    leaves = make_leaves(num_reqs, num_parents, num_candidates, device, seed=max_nodes)
+    expected = [filled_by_sorting(row_of(tree, row), leaves, row, max_nodes) for row in range(num_reqs)]
+    before = everything(tree)
+    tree_finish(tree, num_reqs, leaves=leaves, max_nodes=max_nodes, impl=impl)
+    for row, nodes in enumerate(expected):
+        assert row_of(tree, row) == nodes
+        for table, old in zip(tree.tensors[:5], before, strict=False):
+            assert torch.equal(table[row, len(nodes) :].cpu(), old[row, len(nodes) :])
+    assert all((table[num_reqs] == 77).all() for table in tree.tensors)
+
+
+@pytest.mark.parametrize("fills", [False, True])
+def test_counts_and_adopts(device, impl, fills):
+    """Catches: the number of the step before, a plan adopted by the wrong row or by requests that are not there."""
+    tree = make_chains(4, 8, [3, 5, 8], device)
+    growth = make_growth(tree)
+    plans, rows = growth.plans, torch.tensor([3, 0, 4], device=device)  # 4: padding
+    growth.next_free[:] = torch.tensor([4, 6, 9, 1])
+    tree.num_nodes.fill_(1)
+    for place, tensor in enumerate(plans.adopted):
+        tensor[:] = 10 * place + torch.arange(len(tensor), device=device)
+    tree_finish(
+        tree, 3, next_free=growth.next_free, leaves=make_leaves(3, 4, 6, device) if fills else None, max_nodes=8,
+        plans=plans, rows=rows, impl=impl,
+    )  # fmt: skip
+    assert tree.num_nodes.tolist() == ([8, 8, 8, 1] if fills else [3, 5, 8, 1])
+    assert plans.confidence.tolist() == [1.0, 31.0, 32.0, 0.0, 2.0]
+    assert plans.depths.tolist() == [11, 41, 42, 10, 12] and plans.widths.tolist() == [21, 51, 52, 20, 22]
+
+
+def test_finish_refuses(device):
+    """Catches: a dropped check."""
+    tree = make_chains(2, 4, [2, 2], device)
+    good, rows, plans = make_leaves(2, 3, 4, device), torch.tensor([1, 0], device=device), make_growth(tree).plans
+    tree_finish(tree, 2, leaves=good, max_nodes=4, plans=plans, rows=rows)
+    for arguments, message in (
+        (dict(num_reqs=3), "3 requests, 2 fit"), (dict(next_free=rows.int()), "next_free"),
+        (dict(leaves=good, max_nodes=5), "max_nodes 5, 4 fit"),
+        (dict(num_reqs=1, leaves=good), "leaves: of 2 requests, not 1"), (dict(plans=plans), "rows: None"),
+        (dict(plans=plans, rows=rows[:1]), "1 rows, 2 requests"),
+    ):  # fmt: skip
+        with pytest.raises(AssertionError, match=message):
+            tree_finish(tree, **{"num_reqs": 2, **arguments})
+    for wrong, message in (
+        (dict(log_probs=good.log_probs.double()), "log_probs"),
+        (dict(token_ids=good.token_ids[:1]), "token_ids: expected shape"),
+        (dict(token_ids=good.token_ids.contiguous()), "token_ids: another stride"),
+        (dict(parents=good.parents.int()), "parents"),
+        (dict(parents=good.parents.t().contiguous().t()), "parents: expected contiguous"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            replace(good, **wrong)

@@ -1,0 +1,205 @@
+"""visual_relevance's surroundings: how states are stored, and how the partial results of ranks become one."""
+
+import functools
+import math
+
+import pytest
+import torch
+
+from tests.kernels.relevance_inputs import DEVICE, FP8, NAN, expect, make_inputs, stored_rows, unit
+from vidspec_kernels import merge_relevance, storage_scale, store_states, visual_relevance
+from vidspec_kernels.visual_relevance import store as store_module
+
+IMPLS = ["triton", "torch"]
+
+# ---- shards --------------------------------------------------------------------------------------------------------
+
+
+def shards(inputs, num_shards, requests):
+    """The inputs of each rank: row i of a request's video tokens goes to rank i % num_shards."""
+    block_rows = inputs["store"].shape[1]
+    parts = []
+    for rank in range(num_shards):
+        dealt = [(count, range(rank, sum(fills), num_shards)) for count, fills in requests]
+        plan = [
+            (count, tuple(len(mine[at : at + block_rows]) for at in range(0, len(mine), block_rows)))
+            for count, mine in dealt
+        ]
+        part = make_inputs(plan, hidden=inputs["store"].shape[2], block_rows=block_rows, seed=rank)
+        part["queries"] = inputs["queries"]
+        for req_idx, (_, mine) in enumerate(dealt):
+            keys = stored_rows(inputs, req_idx).float().to(DEVICE)[list(mine)]
+            row = part["rows"][req_idx]
+            for column, chunk in enumerate(keys.split(block_rows) if len(keys) else ()):
+                part["store"][part["block_table"][row, column], : len(chunk)] = chunk
+        parts.append(part)
+    return parts
+
+
+def exact(rows, hidden, generator=torch.Generator().manual_seed(5)):
+    """Rows of four entries of 1/2: their norm is 1, their products are quarters, without any rounding."""
+    out = torch.zeros(rows, hidden, dtype=torch.float64)
+    for row in out:
+        row[torch.randperm(hidden, generator=generator)[:4]] = 0.5
+    return out
+
+
+def check_shards(inputs, num_shards, requests, top_n, impl, equal, merge=merge_relevance):
+    whole = merge_relevance(visual_relevance(**inputs, top_n=top_n, impl=impl)[None], impl=impl)
+    partials = [visual_relevance(**part, top_n=top_n, impl=impl) for part in shards(inputs, num_shards, requests)]
+    got = merge(torch.stack(partials), impl=impl)
+    torch.testing.assert_close(got, whole, rtol=0, atol=0 if equal else 1e-6)
+    for index, row in enumerate(expect(inputs, top_n)):
+        finite = [value for value in row.tolist() if value > -math.inf]
+        assert got[index].item() == pytest.approx(sum(finite) / max(1, len(finite)), abs=2e-6)
+
+
+@pytest.mark.parametrize("num_shards", [2, 3])
+@pytest.mark.parametrize("normal", [None, exact])
+def test_shards_merge_to_the_whole(impl, normal, num_shards):
+    """Bit for bit where the cosines are; a shard without any token of a request, and a request without any.
+
+    Catches: the sum in the order of the shards.
+    """
+    requests = ((2, (16, 5, 16)), (1, ()), (1, (1,)))
+    inputs = make_inputs(requests, normal=normal)
+    check_shards(inputs, num_shards, requests, 10, impl, equal=normal is exact)
+
+
+def test_mutation_mean_of_shard_means():
+    """Mutation: each rank averages its own Top-N and the ranks' means are averaged."""
+    requests = ((2, (16, 5, 16)),)
+    inputs = make_inputs(requests)
+
+    def mean_of_means(partials, impl):
+        return torch.stack([merge_relevance(part[None]) for part in partials]).mean(0)
+
+    check_shards(inputs, 2, requests, 5, "torch", equal=False)
+    with pytest.raises(AssertionError):
+        check_shards(inputs, 2, requests, 5, "torch", equal=False, merge=mean_of_means)
+
+
+def test_merge_by_hand(impl):
+    merge = functools.partial(merge_relevance, impl=impl)
+    inf = math.inf
+    partials = torch.tensor(
+        [[[0.9, 0.5], [0.25, -inf], [-inf, -inf]], [[0.7, 0.6], [-inf, -inf], [-inf, -inf]]], device=DEVICE
+    )
+    assert merge(partials).tolist() == pytest.approx([0.8, 0.25, 0.0])
+    assert merge(partials[:1]).tolist() == pytest.approx([0.7, 0.25, 0.0])
+    assert merge(partials[:, :0]).shape == (0,)
+    unmeasured = torch.stack((partials[0], torch.full_like(partials[1], NAN)))  # one shard could not
+    assert merge(unmeasured).isnan().all() and merge(unmeasured[1:]).isnan().all()
+
+
+@pytest.mark.parametrize("top_n", [1, 10, 33])
+def test_merges_are_the_same(top_n, branches):
+    """The kernel against torch: rows of any number of values, one with NaN, strides of a gathered batch."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(3, 6, top_n, generator=generator).sort(dim=2, descending=True).values
+    rows[0, 1], rows[:, 2], rows[1, 3, -1] = -math.inf, -math.inf, NAN
+    wide = torch.full((6, 3, top_n + 5), 9.0)
+    wide[:, :, :top_n] = rows.transpose(0, 1)
+    partials = wide.to(DEVICE).transpose(0, 1)[:, :, :top_n]
+    ran = branches("merge_relevance", kernels=("_merge_relevance_kernel",), other="_merge_relevance_torch")
+    got, expected = (merge_relevance(partials, impl=impl) for impl in ("triton", "torch"))
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-6, equal_nan=True)
+    assert ran == ["triton", "torch"] and got.isnan().tolist() == [index == 3 for index in range(6)]
+
+
+# ---- storage -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, FP8])
+@pytest.mark.parametrize("states_dtype", [torch.float32, torch.bfloat16])
+def test_store_states(dtype, states_dtype, monkeypatch):
+    """Unit rows in the named slots and nothing anywhere else, in several chunks; zeros stay zeros.
+
+    Catches: slots sorted; the norm in half precision; rows of another chunk's slots.
+    """
+    monkeypatch.setattr(store_module, "_CHUNK_ROWS", 3)
+    generator = torch.Generator().manual_seed(0)
+    states = (torch.randn(20, 200, generator=generator) * torch.logspace(-3, 3, 20)[:, None]).to(states_dtype)
+    states[4] = 0
+    source, slots = torch.tensor([3, 19, 0, 4, 7, 3, 12]), torch.tensor([30, 2, 17, 8, 9, 31, 0])
+    store = torch.full((4, 8, 200), 3.0).to(dtype).to(DEVICE)
+    store_states(states.to(DEVICE), source.to(DEVICE), slots.to(DEVICE), store)
+    got = store.cpu().double().view(32, 200) / storage_scale(dtype, 200)
+    for index, slot in zip(source.tolist(), slots.tolist(), strict=True):
+        expected = unit(states[index : index + 1].double())[0]
+        bound = {torch.float32: 1e-6, FP8: 2**-4}.get(dtype, 2**-8)
+        assert ((got[slot] - expected).abs() <= expected.abs() * bound + 1e-4 * (dtype == FP8)).all()
+        assert float(got[slot].norm()) == pytest.approx(0.0 if index == 4 else 1.0, abs=bound / 4)
+    others = [slot for slot in range(32) if slot not in slots.tolist()]
+    assert (store.cpu().double().view(32, 200)[others] == 3).all()
+
+
+def test_float8_cosines():
+    """Rows of a real size keep each cosine within 4 % of a unit; without the scale they are mostly subnormal.
+
+    Catches: no scale (elements below 2**-6 keep two bits or none)."""
+    hidden = 3584
+    assert storage_scale(FP8, hidden) == pytest.approx(math.sqrt(hidden))
+    assert all(storage_scale(dtype, hidden) == 1.0 for dtype in (torch.float32, torch.bfloat16, torch.float16))
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn(1, hidden, generator=generator)
+    states = base + torch.randn(64, hidden, generator=generator) * torch.linspace(0, 4, 64)[:, None]
+    store = torch.zeros(1, 64, hidden).to(FP8).to(DEVICE)
+    order = torch.arange(64, device=DEVICE)
+    store_states(states.to(DEVICE), order, order, store)
+    one = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
+    got = visual_relevance(
+        base.to(DEVICE), starts, order[:1], store, 64 * one, 0 * one[None], one, 64, 1, 1, impl="torch"
+    )[0].cpu().double()  # fmt: skip
+    expected = (unit(states.double()) @ unit(base.double())[0]).sort(descending=True).values
+    assert expected[0] > 0.99 and expected[-1] < 0.3
+    assert ((got - expected).abs() <= 0.04 * expected.abs()).all()
+    # One element that holds all of a row's length is the largest that can be stored.
+    peak = torch.zeros(1, hidden, device=DEVICE)
+    peak[0, 5] = -1e3
+    store_states(peak, order[:1], order[:1], store)
+    assert float(store[0, 0, 5].float()) == pytest.approx(-math.sqrt(hidden), rel=2**-4)
+
+
+def test_stored_states_end_to_end():
+    """Raw states of all lengths in, cosines of the raw states out: what the engine relies on. Also its mutation: rows
+    that are stored as they come."""
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(40, 96, generator=generator, dtype=torch.float64) * torch.logspace(-2, 2, 40)[:, None]
+    inputs = make_inputs(((2, (16, 16, 8)),))
+    blocks = inputs["block_table"][int(inputs["rows"][0]), :3].tolist()
+    slots = torch.tensor([blocks[i // 16] * 16 + i % 16 for i in range(40)], device=DEVICE)
+    source = torch.arange(40, device=DEVICE)
+    expected = unit(inputs["queries"].cpu().double()) @ unit(states).T
+
+    def check_states(write):
+        write(states.float().to(DEVICE), source, slots, inputs["store"])
+        got = visual_relevance(**inputs, top_n=10, impl="torch").cpu().double()
+        torch.testing.assert_close(got, expected.topk(10).values, rtol=0, atol=2e-6)
+
+    def raw(states, source, slots, store):
+        store.view(-1, 96)[slots] = states[source]
+
+    check_states(store_states)
+    with pytest.raises(AssertionError):
+        check_states(raw)
+
+
+def test_storage_refuses():
+    states, index = torch.ones(2, 8, device=DEVICE), torch.arange(2, device=DEVICE)
+    store = torch.zeros(2, 4, 8, device=DEVICE)
+    with pytest.raises(AssertionError, match="store"):
+        store_states(states, index, index, store.transpose(0, 1))
+    with pytest.raises(AssertionError, match="store"):
+        store_states(states, index, index, store[..., :4].contiguous())
+    with pytest.raises(AssertionError, match="slots"):
+        store_states(states, index, index[:1], store)
+    with pytest.raises(AssertionError, match="source"):
+        store_states(states, index.int(), index, store)
+    with pytest.raises(AssertionError, match="float64"):
+        storage_scale(torch.float64, 8)
+    with pytest.raises(AssertionError, match="hidden_size"):
+        storage_scale(FP8, 2**18)
+    with pytest.raises(AssertionError, match="partials"):
+        merge_relevance(torch.zeros(2, 3, device=DEVICE))

@@ -1,0 +1,71 @@
+"""`vidspec bench paper`: the papers' methods interleaved with vanilla on the same requests, published figures beside.
+
+The engines and their interleaving are those of `bench parallel`: as many at once, vanilla among them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from vidspec_tools.bench import parallel
+from vidspec_tools.bench.methods import METHODS, STOCK, VANILLA
+from vidspec_tools.bench.published import figure
+from vidspec_tools.bench.trials import Benchmark, Trial, Variant, Workload
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.tools.progress import Report, silent
+
+AUTOREGRESSIVE = "autoregressive"  # what papers call vanilla
+ALL = (AUTOREGRESSIVE, *METHODS)
+_TIMES = ("speedup", "tokens_per_s", "ttft_s", "t_step_ms")  # what columns of times begin with
+# What --quick has in place of these: minutes for a family.
+QUICK = {"requests": 2, "rounds": 3, "max_tokens": 64}
+USUAL = {"requests": 4, "rounds": 5, "max_tokens": 128}
+
+
+@dataclass(frozen=True)
+class PaperBenchmark(Benchmark):
+    """What to measure; `pruner`, `prune_ratio`, `num_speculative_tokens` and `modes` are each method's own here.
+
+    Attributes:
+        methods: Of ALL; autoregressive always runs.
+    """
+
+    own_options: ClassVar[tuple[str, ...]] = (*Benchmark.own_options, "scorer")
+
+    methods: tuple[str, ...] = ALL
+
+    def variants(self, ratio: float) -> list[Variant]:
+        """Return what runs beside vanilla at a ratio, in the order of the table."""
+        return [Variant.of(name, method, ratio) for name, method in METHODS.items() if name in self.methods]
+
+    def further(self, workload: Workload, variant: Variant, rounds: Sequence[Sequence[Trial]]) -> dict[str, Any]:
+        """Return the columns of a row that only this benchmark has: what is published of its method."""
+        return figure(workload.family, variant.method)
+
+
+def check(benchmark: PaperBenchmark) -> None:
+    """Refuse a wrong value, in one line, before an engine starts."""
+    if unknown := [name for name in benchmark.methods if name not in ALL]:
+        raise VidSpecError(f"--methods: {unknown[0]!r} is none of {', '.join(ALL)}")
+    parallel.check(benchmark)
+
+
+def run(benchmark: PaperBenchmark, report: Report = silent) -> dict[str, Any]:
+    """Measure everything.
+
+    Returns:
+        As `parallel.run` does; vanilla's row is called AUTOREGRESSIVE, and a step of it emits one token. On the CPU
+        engine vLLM's own method has no times: its kernels are interpreted there, where ours are compiled for the CPU.
+    """
+    check(benchmark)
+    result = parallel.run(benchmark, report)
+    is_interpreted = result["provenance"]["device"] == "cpu"
+    for row in result["rows"]:
+        if row["mode"] == STOCK and is_interpreted:
+            row |= dict.fromkeys(name for name in row if name.startswith(_TIMES))
+        row["draft"] = benchmark.draft
+        if row["mode"] == VANILLA:
+            row |= {"method": AUTOREGRESSIVE, "acceptance_length": 1.0, "draft": None}
+        elif method_draft := METHODS[row["method"]].draft:
+            row["draft"] = method_draft
+    return result

@@ -1,0 +1,363 @@
+"""`vidspec bench quality`: what verification by each scorer leaves of the captions' facts; engines are subprocesses."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from vidspec_tools.bench.acceptance import identical_frac
+from vllm_vidspec import assets
+from vllm_vidspec.config import parse_config
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.metrics import SKIP_REASONS, STRICT_REASONS, summarize
+from vllm_vidspec.shapeworld import world
+from vllm_vidspec.shapeworld.captions import (
+    TELLING_WORDS,
+    accuracies,
+    count_right,
+    kind_shares,
+    relevance_auc,
+    retention,
+)
+from vllm_vidspec.tools import pairs
+from vllm_vidspec.tools.engine_session import EngineSession, answer_command
+from vllm_vidspec.tools.progress import Report, silent
+from vllm_vidspec.tools.provenance import provenance
+from vllm_vidspec.tools.session_job import WARM_UP_TOKENS
+
+TARGET, DRAFT, STRICT = "target", "draft", "strict"
+ORACLE = "oracle"  # loosens what tells nothing about the video: what perfect relevance could reach
+LOSSY = ("loose", "fly", "fly-entropy", "random", ORACLE)
+# What a setting has where it does not say otherwise; the paper's lambda and N, and nothing but them.
+DEFAULTS: dict[str, Any] = {
+    "lambda_loose": 0.7,
+    "top_n": 10,
+    "position_shift": False,
+    "relevance_rows": "token",
+    "fly_entropy": 0.3,
+}
+
+
+# Fields of `Quality` that a row repeats.
+_SHARED = ("draft", "num_speculative_tokens", "prune_ratio", "requests", "batch_size", "max_tokens", "seed", "knobs")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How drafts are verified: a scorer and what has a bearing on it, None for the rest (knobs of VidSpecConfig)."""
+
+    scorer: str
+    lambda_loose: float | None = None
+    top_n: int | None = None
+    position_shift: bool | None = None
+    relevance_rows: str | None = None
+    fly_entropy: float | None = None
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """Every knob of a setting, so that nothing is left over from the one before; ORACLE knows what to protect."""
+        ours = {name: value for name, value in asdict(self).items() if value is not None}
+        if self.scorer == ORACLE:
+            ours = {"scorer": "random", "lambda_loose": 1.0, "protected_tokens": sorted(TELLING_WORDS)}
+        return DEFAULTS | {"protected_tokens": None} | ours
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What to measure.
+
+    Attributes:
+        families: Bundled pairs.
+        draft: Which of a pair's drafts: "draft" or "far".
+        temperatures: Of the target and the draft.
+        draft_noises: Values of the knob; at temperature 0 they are all the same, and only the first is measured.
+        scorers: Of LOSSY; strict is always measured.
+        lambdas: Shares of mismatches that `loose` and `random` accept.
+        top_ns: N of `loose`.
+        position_shifts: Whether `loose` tolerates shifts.
+        relevance_rows: Whose states `loose` looks at.
+        fly_entropies: Thresholds of `fly` and `fly-entropy`.
+        requests: Held-out videos, one caption each.
+        batch_size: vLLM's max_num_seqs.
+        num_speculative_tokens: Draft tokens per verify step.
+        prune_ratio: Share of the video tokens that the draft does not see.
+        max_tokens: Longest caption in tokens.
+        seed: Request i samples with seed + i.
+        knobs: Further knobs of VidSpecConfig, of all engines.
+        question: What is asked about each video.
+    """
+
+    families: tuple[str, ...] = ("qwen2.5-vl",)
+    draft: str = DRAFT
+    temperatures: tuple[float, ...] = (0.0,)
+    draft_noises: tuple[str, ...] = ("shared",)
+    scorers: tuple[str, ...] = LOSSY
+    lambdas: tuple[float, ...] = (0.2, 0.5, 0.7, 0.9)
+    top_ns: tuple[int, ...] = (10,)
+    position_shifts: tuple[bool, ...] = (False, True)
+    relevance_rows: tuple[str, ...] = ("token",)
+    fly_entropies: tuple[float, ...] = (0.3,)
+    requests: int = 64
+    batch_size: int = 16
+    num_speculative_tokens: int = 10
+    prune_ratio: float = 0.9
+    max_tokens: int = 256
+    seed: int = 0
+    knobs: dict[str, Any] = field(default_factory=dict)
+    question: str = pairs.DEFAULT_QUESTION
+
+    def settings(self) -> list[Setting]:
+        """Return what every engine is tried with: strict first, then the scorers in the order asked for.
+
+        `loose` has every lambda at the N closest to the default: in the first way to take shifts and states, then with
+        the other way to take shifts, then with the other states. The other N are tried with the lambda closest to the
+        default, in the first way to take shifts.
+        """
+        found = [Setting(STRICT)]
+        for scorer in self.scorers:
+            if scorer == "loose":
+                found += self._loose_settings()
+            elif scorer == "random":
+                found += [Setting(scorer, value, position_shift=False) for value in self.lambdas]
+            elif scorer in ("fly", "fly-entropy"):
+                found += [Setting(scorer, fly_entropy=value) for value in self.fly_entropies]
+            else:
+                found.append(Setting(scorer))
+        return list(dict.fromkeys(found))
+
+    def _loose_settings(self) -> list[Setting]:
+        usual_n = closest(self.top_ns, DEFAULTS["top_n"])
+        usual_lambda = closest(self.lambdas, DEFAULTS["lambda_loose"])
+        first_shift, first_rows = self.position_shifts[0], self.relevance_rows[0]
+        variants = [(shift, first_rows) for shift in self.position_shifts]
+        variants += [(first_shift, rows) for rows in self.relevance_rows[1:]]
+        lambdas = [Setting("loose", value, usual_n, *variant) for variant in variants for value in self.lambdas]
+        others = [value for value in self.top_ns if value != usual_n]
+        by_rows = [(first_shift, rows) for rows in self.relevance_rows]
+        return lambdas + [Setting("loose", usual_lambda, value, *way) for way in by_rows for value in others]
+
+    def temperatures_of(self, draft_noise: str) -> list[float]:
+        """Return the temperatures that an engine with this noise is asked at."""
+        return [value for value in self.temperatures if value > 0 or draft_noise == self.draft_noises[0]]
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches of captions are written, and rows returned."""
+        with_drafts = len(self.settings()) * sum(len(self.temperatures_of(noise)) for noise in self.draft_noises)
+        return len(self.families) * (2 * len(self.temperatures) + with_drafts)
+
+    def spec(self, draft_noise: str, setting: Setting) -> dict[str, Any]:
+        """Return the knobs of an engine."""
+        return {
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "prune_ratio": self.prune_ratio,
+            "draft_noise": draft_noise,
+            "on_draft_error": "raise",  # a measurement without drafts would say nothing
+            **setting.knobs,
+            **self.knobs,
+        }
+
+    def job(self, family: str, role: str, draft_noise: str | None = None) -> dict[str, Any]:
+        """Return what `session_job` reads: vanilla vLLM on the checkpoint of a role, or with a noise the pair."""
+        overrides = {"max_num_seqs": self.batch_size}
+        if draft_noise is None:
+            alone = pairs.checkpoint(family, self.draft if role == DRAFT else role)
+            llm = pairs.llm_kwargs(family, target=alone, overrides=overrides)
+        else:
+            # An engine that starts with `loose` has what every other scorer needs.
+            llm = pairs.llm_kwargs(family, self.draft, overrides=overrides, **self.spec(draft_noise, Setting("loose")))
+        prompts = {"family": family, "held_out": list(range(self.requests)), "question": self.question}
+        return {"llm": llm, "prompts": prompts}
+
+    def command(self, temperature: float, setting: Setting | None = None) -> dict[str, Any]:
+        """Return what an engine is asked; with a setting the pair's, of which what it watches is wanted, too."""
+        knobs = None if setting is None else setting.knobs
+        sampling = {"temperature": temperature, "max_tokens": self.max_tokens}
+        return answer_command(knobs, seed=self.seed, watch=setting is not None, **sampling)
+
+
+def closest(values: Sequence[Any], default: Any) -> Any:
+    """Return the value that is closest to a default; of equally close ones the first."""
+    return min(values, key=lambda value: abs(value - default))
+
+
+def check(quality: Quality) -> None:
+    """Refuse a wrong value, in one line, before an engine starts."""
+    if min(quality.requests, quality.batch_size) < 1 or quality.max_tokens < 2:
+        raise VidSpecError("--requests and --batch-size must be at least 1, --max-tokens at least 2")
+    for temperature in quality.temperatures:
+        if not 0 <= temperature < float("inf"):
+            raise VidSpecError(f"--temperature: {temperature:g} is no temperature")
+    for name in quality.knobs.keys() & {"model", *replace(quality, knobs={}).spec("", Setting(STRICT))}:
+        raise VidSpecError(f"--knob {name}: it has an option of its own, or is fixed")
+    if quality.draft not in (DRAFT, assets.FAR):
+        raise VidSpecError(f"--draft: {quality.draft!r} is neither {DRAFT} nor {assets.FAR}")
+    for family in quality.families:
+        pairs.pair_for(family)
+        for draft_noise in quality.draft_noises:
+            for setting in quality.settings():
+                # The bundled checkpoints are not looked at: a wrong knob is refused without them.
+                parse_config(pairs.speculative_config(family, "target", **quality.spec(draft_noise, setting)))
+
+
+def run(quality: Quality, report: Report = silent) -> dict[str, Any]:
+    """Write captions with the target alone, the draft alone and every setting, one engine after another.
+
+    Returns:
+        `rows` (by family, temperature and noise; first the target's and the draft's own, which have no noise) and
+        `provenance`.
+    """
+    check(quality)
+    report("plan", {"total": quality.num_batches})
+    facts = [world.held_out(i).facts for i in range(quality.requests)]
+    rows: list[dict[str, Any]] = []
+
+    def add(row: dict[str, Any]) -> None:
+        rows.append(row)
+        report("measured", {"note": f"{setting_name(row)}: {100 * (row['retention'] or 0):.1f} % kept"})
+
+    for family in quality.families:
+        panels: dict[float, Panel] = {}
+        for role in (TARGET, DRAFT):
+            with _session(quality, quality.job(family, role), f"{family}: the {role} alone", report) as session:
+                for temperature in quality.temperatures:
+                    answer = session.ask(quality.command(temperature))
+                    # The target's answer, which comes first, is what the others are compared with.
+                    alone = panels.setdefault(temperature, Panel(quality, family, temperature, None, answer, facts))
+                    add(alone.row(Setting(role), answer))
+        for noise in quality.draft_noises:
+            if temperatures := quality.temperatures_of(noise):
+                label = f"{family}: the pair, {noise} noise"
+                with _session(quality, quality.job(family, TARGET, noise), label, report) as session:
+                    for temperature in temperatures:
+                        for row in replace(panels[temperature], draft_noise=noise).measure(session):
+                            add(row)
+    orders = (quality.families, quality.temperatures, (None, *quality.draft_noises))
+    names = ("family", "temperature", "draft_noise")
+    rows.sort(key=lambda row: [order.index(row[name]) for order, name in zip(orders, names, strict=True)])
+    return {"rows": rows, "provenance": provenance()}
+
+
+@contextlib.contextmanager
+def _session(quality: Quality, job: dict[str, Any], label: str, report: Report) -> Iterator[EngineSession]:
+    """Start an engine and show it every video once: reading them is in no measured time, for whichever setting."""
+    report("loading", {"label": label})
+    with EngineSession(job) as session:
+        session.ask(answer_command(seed=quality.seed, max_tokens=WARM_UP_TOKENS))
+        yield session
+
+
+@dataclass(frozen=True)
+class Panel:
+    """What is compared with one another.
+
+    Attributes:
+        quality: What is measured.
+        family: The pair.
+        temperature: Of the target and the draft.
+        draft_noise: The engine's; None for a model alone.
+        reference: Of the target alone, at this temperature and with these seeds, what `session_job` answered.
+        facts: What each video shows.
+    """
+
+    quality: Quality
+    family: str
+    temperature: float
+    draft_noise: str | None
+    reference: dict[str, Any]
+    facts: Sequence[Any]
+
+    def measure(self, session: EngineSession) -> Iterator[dict[str, Any]]:
+        """Yield the row of every setting of one engine; strict's comes first."""
+        strict_length = None
+        for setting in self.quality.settings():
+            answer = session.ask(self.quality.command(self.temperature, setting))
+            _require_whole(f"{self.family}, {setting.scorer}", setting, answer["metrics"])
+            row = self.row(setting, answer, strict_length)
+            strict_length = strict_length or row["acceptance_length"]
+            yield row
+
+    def row(self, setting: Setting, answer: dict[str, Any], strict_length: float | None = None) -> dict[str, Any]:
+        """Turn one batch of captions into a row.
+
+        Args:
+            setting: How drafts were verified, or the role of the model that wrote alone.
+            answer: The engine's, as `reference`.
+            strict_length: Acceptance length of strict in the same engine; None: this is strict, or there are no drafts.
+        """
+        counts, target_counts = (count_right(texts["texts"], self.facts) for texts in (answer, self.reference))
+        found, at_best = accuracies(counts), accuracies(target_counts)
+        captions = answer["captions"] or []
+        output_tokens = sum(map(len, answer["token_ids"]))
+        return {
+            **{name: getattr(self, name) for name in ("family", "temperature", "draft_noise")},
+            "method": setting.scorer,
+            **{name: getattr(setting, name) for name in DEFAULTS},
+            **{name: getattr(self.quality, name) for name in _SHARED},
+            "retention": retention(found["accuracy"], at_best["accuracy"]),
+            **found,
+            **draft_figures(answer["metrics"], output_tokens - self.quality.requests, strict_length),
+            **kind_shares([caption["kinds"] for caption in captions]),
+            "identical_frac": identical_frac(answer["token_ids"], self.reference["token_ids"]),
+            "tokens_per_caption": output_tokens / self.quality.requests,
+            "relevance_auc": relevance_auc(*([one[name] for one in captions] for name in ("words", "relevance"))),
+            "decode_s": answer["seconds"],
+        }
+
+
+def _require_whole(label: str, setting: Setting, counters: dict[str, int]) -> None:
+    """Refuse a batch that is only in part what a row would say."""
+    if skipped := [reason for reason in SKIP_REASONS if counters[f"skipped_{reason}"]]:
+        raise VidSpecError(f"{label}: requests ran without speculation ({', '.join(skipped)})")
+    held = [reason for reason in STRICT_REASONS if counters[f"strict_{reason}"]]
+    if held and setting.scorer != STRICT:
+        raise VidSpecError(f"{label}: requests were verified strictly ({', '.join(held)})")
+    if not counters["drafts"]:
+        raise VidSpecError(f"{label}: nothing was drafted, the captions are too short")
+
+
+def setting_name(row: dict[str, Any]) -> str:
+    """Return a setting in a few characters: "loose 0.7 N1 shift pred".
+
+    The number is lambda, or of the two FLy the threshold; N is not said where it is the default; "pred" reads the
+    states that predict the drafts.
+    """
+    value = knob(row)
+    words = [row["method"]] + ([] if value is None else [f"{value:g}"])
+    if row["top_n"] not in (None, DEFAULTS["top_n"]):
+        words.append(f"N{row['top_n']:g}")
+    return " ".join(words + deviations(row))
+
+
+def knob(row: dict[str, Any]) -> float | None:
+    """Return lambda, or the threshold of the two FLy."""
+    return row["fly_entropy"] if row["lambda_loose"] is None else row["lambda_loose"]
+
+
+def deviations(row: dict[str, Any]) -> list[str]:
+    """Return what `loose` does beside the paper, in a word each."""
+    return ["shift"] * bool(row["position_shift"]) + ["pred"] * (row["relevance_rows"] == "prediction")
+
+
+def draft_figures(counters: dict[str, int] | None, num_verified: int, strict_length: float | None) -> dict[str, Any]:
+    """Return what the drafts gained; None where there were none.
+
+    Args:
+        counters: The gain of one batch.
+        num_verified: Output tokens that came from verify steps: all but a request's first.
+        strict_length: As in `Panel.row`.
+
+    Returns:
+        `acceptance_length` and `ratio_to_strict`, `num_drafts`, and `delivered_length`: output tokens per verify step.
+        The two lengths differ by what was accepted past the end of a caption, of which a lossy scorer accepts more.
+    """
+    if counters is None:
+        return dict.fromkeys(("acceptance_length", "ratio_to_strict", "delivered_length", "num_drafts"))
+    figures = summarize(counters)
+    length, num_drafts = float(figures["acceptance_length"] or 0), int(figures["num_drafts"] or 0)
+    return {
+        "acceptance_length": length,
+        "ratio_to_strict": length / (strict_length or length),
+        "delivered_length": num_verified / num_drafts,
+        "num_drafts": num_drafts,
+    }

@@ -1,0 +1,130 @@
+"""How many layers give a ratio of target time to draft time: two measured points each, a straight line between them."""
+
+import hashlib
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vidspec_tools import inflation
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.tools.engine_session import EngineSession
+from vllm_vidspec.tools.progress import Report, silent
+from vllm_vidspec.tools.provenance import provenance
+
+# The second point of each line.
+TARGET_LAYERS, DRAFT_LAYERS = 16, 8
+MOST_LAYERS = 512
+# Others that use the machine make steps longer, never shorter: a low percentile is nearest to what a step takes alone.
+PERCENTILE = 20
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """What a step takes, in ms, by the number of layers appended.
+
+    Attributes:
+        target: A decode step of vanilla vLLM with one request: without any, and with TARGET_LAYERS.
+        draft: A forward of the drafter with one request: without any, and with DRAFT_LAYERS.
+    """
+
+    target: tuple[float, float]
+    draft: tuple[float, float]
+
+    @property
+    def natural(self) -> float:
+        """The ratio of the pair as it is."""
+        return self.target[0] / self.draft[0]
+
+    def layers_for(self, ratio: float) -> tuple[int, int]:
+        """Return how many layers to append to target and draft for a ratio; only one of them is inflated."""
+        if ratio >= self.natural:
+            found = (_number(self.target, TARGET_LAYERS, ratio * self.draft[0]), 0)
+        else:
+            found = (0, _number(self.draft, DRAFT_LAYERS, self.target[0] / ratio))
+        if max(found) > MOST_LAYERS:
+            raise VidSpecError(f"--inflate {ratio:g}: that takes {max(found)} layers; the most is {MOST_LAYERS}")
+        return found
+
+
+def _number(points: tuple[float, float], num_layers: int, wanted_ms: float) -> int:
+    per_layer = (points[1] - points[0]) / num_layers
+    if per_layer <= 0:
+        raise VidSpecError(
+            f"--inflate: {num_layers} layers more took no longer ({points[0]:.2f} and {points[1]:.2f} ms): "
+            "the machine is too busy to measure"
+        )
+    return max(0, round((wanted_ms - points[0]) / per_layer))
+
+
+def key_of(checkpoints: Sequence[str], what: Any) -> str:
+    """Return what measured times are kept under: the checkpoints, how they are run, and the machine."""
+    here = provenance()
+    machine = [here[name] for name in ("versions", "device", "cpu", "num_cpus", "omp_threads")]
+    text = json.dumps([*map(inflation.digest, checkpoints), what, machine], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def step_times(
+    job: Callable[[bool, int, int], dict[str, Any]],
+    path: Path,
+    sampling: dict[str, Any],
+    num_prompts: int,
+    report: Report = silent,
+) -> StepTimes:
+    """Return the step times of a pair: those that `path` keeps, or newly measured ones, which it then keeps.
+
+    Args:
+        job: Whether speculation is on, and the layers to append to target and draft -> what `session_job` reads.
+        path: A file that only these times are in.
+        sampling: Arguments of SamplingParams.
+        num_prompts: How many the jobs have; each of the four engines answers each in turn.
+        report: As `progress.View` takes it.
+    """
+    try:
+        found = json.loads(path.read_text())
+        return StepTimes(tuple(found["target"]), tuple(found["draft"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    points = ((False, 0, 0), (False, TARGET_LAYERS, 0), (True, 0, 0), (True, 0, DRAFT_LAYERS))
+    report("plan", {"total": num_prompts * len(points)})
+    found_ms: list[list[float]] = [[] for _ in points]
+    with ExitStack() as stack:
+        sessions = []
+        for point in points:
+            report("loading", {"label": f"to measure step times: layers appended {point[1]} and {point[2]}"})
+            sessions.append(stack.enter_context(EngineSession(job(*point))))
+        report("measuring", {})
+        for index in range(num_prompts):
+            for session, (drafts, _, _), one in zip(sessions, points, found_ms, strict=True):
+                command = {"command": "clock", "index": index, "sampling": sampling, "seed": 0}
+                one += _draft_ms(session.ask(command)) if drafts else _step_ms(session.ask(command))
+                report("measured", {})
+    alone, inflated, draft, inflated_draft = (low(one) for one in found_ms)
+    times = StepTimes((alone, inflated), (draft, inflated_draft))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(times)))
+    return times
+
+
+def _step_ms(answer: dict[str, Any]) -> list[float]:
+    return [1e3 * seconds for seconds in answer["step_s"]]
+
+
+def _draft_ms(answer: dict[str, Any]) -> list[float]:
+    return [found] if (found := draft_ms(answer["metrics"])) is not None else []
+
+
+def draft_ms(counters: dict[str, int]) -> float | None:
+    """Return the mean time of a draft forward in ms, what goes with one included; None where there was none."""
+    return 1e-3 * counters["draft_decode_us"] / counters["draft_forwards"] if counters["draft_forwards"] else None
+
+
+def low(times: Sequence[float]) -> float:
+    """Return the PERCENTILE of times."""
+    if not times:
+        raise VidSpecError("--inflate: nothing was drafted while step times were measured")
+    return times[0] if len(times) == 1 else statistics.quantiles(times, n=100, method="inclusive")[PERCENTILE - 1]

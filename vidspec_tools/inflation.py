@@ -1,0 +1,227 @@
+"""Cost inflation: a target with appended decoder layers that change no token and cost what layers cost; no engine.
+
+A small model's step is mostly overhead, so its ratio of target time to draft time says nothing of a large pair.
+Appended layers whose output projections are zero make steps longer: the residual stream passes through them unchanged,
+so the target says exactly what it said (bit for bit in float32; in bfloat16 the last norm sees a residual that was
+rounded once more), while every step reads their weights, writes their KV and does their arithmetic. The draft is
+inflated likewise where a ratio must be less than it is.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.pruning.guided import default_uv_layer
+from vllm_vidspec.tools.user_files import writing
+
+WORDS = "no-op layers appended"  # of every label that names an inflated target
+INDEX = "model.safetensors.index.json"
+APPENDED = "appended-layers.safetensors"
+# What a layer adds to the residual stream; the weights and, where there are any, the biases.
+OUTPUTS = ("self_attn.o_proj", "mlp.down_proj")
+# A decoder layer's tensor: what comes before its number, the number, its name in the layer.
+_TENSOR = re.compile(r"(.*\blayers\.)(\d+)\.(.+)")
+_HASH_CHUNK_BYTES = 2**24
+
+
+def label(num_appended: int) -> str:
+    """Return how results name a target with so many layers appended, "" for none."""
+    return f"inflated: {num_appended} {WORDS}" if num_appended else ""
+
+
+def cache_folder() -> Path:
+    """Return where inflated checkpoints and measured costs are kept; nothing in it is needed for good."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vidspec" / "inflated"
+
+
+def num_layers(checkpoint: str | Path) -> int:
+    """Return how many decoder layers a checkpoint has."""
+    return _text_config(_read_config(Path(checkpoint)))["num_hidden_layers"]
+
+
+def guidance_knobs(checkpoint: str | Path, knobs: dict[str, Any]) -> dict[str, Any]:
+    """Return knobs with which guided pruners see, of an inflated target, what they would see of the original.
+
+    Args:
+        checkpoint: The original.
+        knobs: Of VidSpecConfig, those that would be used with it; `guidance_layers` and `uv_layer` may be missing.
+
+    Returns:
+        `knobs`, with these two as numbers of the original's layers.
+    """
+    count = num_layers(checkpoint)
+    layers = knobs.get("guidance_layers", "all")
+    uv_layer = knobs.get("uv_layer")
+    return knobs | {
+        "guidance_layers": list(range(count)) if layers == "all" else layers,
+        "uv_layer": default_uv_layer(count) if uv_layer is None else uv_layer,
+    }
+
+
+def digest(checkpoint: str | Path) -> str:
+    """Return 16 hexadecimal digits that tell a checkpoint's configuration and weights from any other's."""
+    folder, found = Path(checkpoint), hashlib.sha256()
+    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+        found.update(path.name.encode())
+        with path.open("rb") as file:
+            while chunk := file.read(_HASH_CHUNK_BYTES):
+                found.update(chunk)
+    return found.hexdigest()[:16]
+
+
+def inflate(checkpoint: str | Path, num_appended: int, folder: Path | None = None) -> Path:
+    """Return a copy of a checkpoint with layers appended; it is made once, and only its new weights are written.
+
+    Args:
+        checkpoint: A target in Hugging Face layout: safetensors, in one file or in shards under an index.
+        num_appended: How many layers.
+        folder: Where the copy is kept; default: `cache_folder`.
+
+    Returns:
+        Its directory, or `checkpoint` itself where nothing is appended. The original's weights are links in it.
+    """
+    original = Path(checkpoint).resolve()
+    if num_appended < 0:
+        raise VidSpecError(f"cannot append {num_appended} layers")
+    if num_appended == 0:
+        return original
+    config = _read_config(original)
+    weight_map = _weight_map(original)
+    folder = folder or cache_folder()
+    copy = folder / f"{digest(original)}-{num_appended}"
+    if copy.is_dir():
+        with writing(copy):
+            _mend_links(original, copy)
+        return copy
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        # Under another name first: who comes at the same time, or after an interrupt, sees a whole copy or none.
+        unfinished = Path(tempfile.mkdtemp(prefix="unfinished-", dir=folder))
+        try:
+            _write(original, unfinished, config, weight_map, num_appended)
+            unfinished.rename(copy)
+        except OSError:
+            if not copy.is_dir():
+                raise
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return copy
+
+
+def _mend_links(original: Path, copy: Path) -> None:
+    """Link to these weights where a copy's link leads nowhere: it was made of the same ones, in another place."""
+    for path in original.glob("*.safetensors"):
+        if not (copy / path.name).exists():
+            with tempfile.TemporaryDirectory(prefix="unfinished-", dir=copy) as folder:
+                link = Path(folder) / path.name
+                link.symlink_to(path.resolve())
+                link.replace(copy / path.name)
+
+
+def _write(original: Path, copy: Path, config: dict[str, Any], weight_map: dict[str, str], num_appended: int) -> None:
+    from safetensors.torch import save_file
+
+    for path in original.iterdir():
+        if path.name in ("config.json", INDEX):
+            continue
+        if path.suffix == ".safetensors":
+            (copy / path.name).symlink_to(path.resolve())
+        elif path.is_file():
+            shutil.copyfile(path, copy / path.name)
+    count = _text_config(config)["num_hidden_layers"]
+    layers = dict(_appended_layers(original, weight_map, count, num_appended))
+    save_file(layers, copy / APPENDED, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": weight_map | dict.fromkeys(layers, APPENDED)}
+    (copy / INDEX).write_text(json.dumps(index, indent=1))
+    (copy / "config.json").write_text(json.dumps(with_layers(config, num_appended), indent=2))
+
+
+def with_layers(config: dict[str, Any], num_appended: int) -> dict[str, Any]:
+    """Return a configuration with so many decoder layers more; all other numbers are the same."""
+    config = json.loads(json.dumps(config))
+    text = _text_config(config)
+    count = text["num_hidden_layers"]
+    text["num_hidden_layers"] = count + num_appended
+    if "layer_types" in text:
+        text["layer_types"] = [*text["layer_types"], *text["layer_types"][-1:] * num_appended]
+    # Layers from this one on have a sliding window: where none had, none has.
+    if text.get("max_window_layers", -1) >= count:
+        text["max_window_layers"] = max(text["max_window_layers"], count + num_appended)
+    return config
+
+
+def _appended_layers(
+    original: Path, weight_map: dict[str, str], count: int, num_appended: int
+) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors of the appended layers: real layers again in turn, but for their output projections."""
+    import torch
+    from safetensors import safe_open
+
+    prefix = _decoder_prefix(weight_map)
+    names: dict[int, list[str]] = {}
+    for name in weight_map:
+        if (match := _TENSOR.fullmatch(name)) and match[1] == prefix:
+            names.setdefault(int(match[2]), []).append(match[3])
+    if sorted(names) != list(range(count)):
+        raise VidSpecError(f"{original}: config.json says {count} layers, the weights have {len(names)}")
+    for appended in range(num_appended):
+        source = appended % count
+        for name in names[source]:
+            full = f"{prefix}{source}.{name}"
+            with safe_open(original / weight_map[full], framework="pt") as file:
+                tensor = file.get_tensor(full)
+            if name.rpartition(".")[0] in OUTPUTS:
+                tensor = torch.zeros_like(tensor)
+            elif not bool(tensor.isfinite().all()):  # 0 * inf is no zero
+                raise VidSpecError(f"{original}: {full} holds numbers that are not finite")
+            yield f"{prefix}{count + appended}.{name}", tensor.contiguous()
+
+
+def _decoder_prefix(weight_map: dict[str, str]) -> str:
+    """Return what the decoder layers' names begin with, up to the number: "language_model.model.layers."."""
+    found = {
+        output: {
+            match[1] for name in weight_map if (match := _TENSOR.fullmatch(name)) and match[3] == f"{output}.weight"
+        }
+        for output in OUTPUTS
+    }
+    prefixes = set.intersection(*found.values())
+    if len(prefixes) != 1:
+        raise VidSpecError(f"cannot append layers: the weights have {len(prefixes)} stacks of layers with {OUTPUTS}")
+    return prefixes.pop()
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Return the file of every tensor, as the index says, or of the one file there is."""
+    from safetensors import safe_open
+
+    index = folder / INDEX
+    if index.exists():
+        return json.loads(index.read_text())["weight_map"]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise VidSpecError(f"{folder} has no *.safetensors")
+    found: dict[str, str] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            found |= dict.fromkeys(file.keys(), path.name)
+    return found
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        raise VidSpecError(f"{folder} has no config.json of a checkpoint") from None
+
+
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a configuration that describes the language model; older ones have it at the top."""
+    return config.get("text_config", config)

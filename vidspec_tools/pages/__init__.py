@@ -1,0 +1,1 @@
+"""Pages of docs/ from recorded results and from the configuration: `python -m vidspec_tools.pages` writes them."""

@@ -1,0 +1,127 @@
+"""Questions: a pair, cards and requests to plan for, and what of that has no answer; plain Python."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from vidspec_tools.gpus import Gpu
+from vidspec_tools.planning.acceptance import Agreement, default_agreement
+from vidspec_tools.planning.roofline import ASSUMED, Assumptions, weight_bytes
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.planning.shapes import ModelShape
+
+RATIOS = (0.0, 0.5, 0.8, 0.9, 0.95)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be planned.
+
+    Attributes:
+        target: The target's shape.
+        draft: The draft's; the target's own object: it drafts for itself.
+        gpu: The card.
+        ranks: Tensor-parallel ranks of the target; a sequential draft has as many.
+        draft_gpus: Cards of a parallel drafter's own; 0: none, so no parallel drafting.
+        video_tokens: Of a request's prompt.
+        text_tokens: The prompt's text and what of the answer is written on average.
+        answer_tokens: Of an answer, over which the draft's prefill is spread.
+        prune_ratios: r to choose from.
+        agreement: Of the pair, at the one ratio; None: what the papers tell.
+        target_ms: Measured T_t of one request; None: by the roofline.
+        draft_ms: Measured T_d of one request, at the one ratio; None: by the roofline.
+        assumed: What cards reach of their data sheets.
+        own_attention: Whether chains are left to vLLM's own attention, for reference; see `Placement`.
+    """
+
+    target: ModelShape
+    draft: ModelShape
+    gpu: Gpu
+    ranks: int = 1
+    draft_gpus: int = 1
+    video_tokens: int = 25_000
+    text_tokens: int = 512
+    answer_tokens: int = 256
+    prune_ratios: tuple[float, ...] = RATIOS
+    agreement: Agreement | None = None
+    target_ms: float | None = None
+    draft_ms: float | None = None
+    assumed: Assumptions = ASSUMED
+    own_attention: bool = False
+
+    @property
+    def is_self(self) -> bool:
+        """Whether the target drafts for itself."""
+        return self.draft is self.target
+
+    @property
+    def context(self) -> int:
+        """Tokens in the target's cache of a request."""
+        return self.video_tokens + self.text_tokens
+
+    def draft_context(self, prune_ratio: float) -> float:
+        """Return the tokens in the draft's cache of a request."""
+        return (1 - prune_ratio) * self.video_tokens + self.text_tokens
+
+    def agreement_at(self, prune_ratio: float) -> Agreement:
+        """Return how often the pair agrees."""
+        return self.agreement or default_agreement(self.target.family, prune_ratio, self.is_self)
+
+    @property
+    def may_be_sequential(self) -> bool:
+        """Whether the draft can share the target's ranks."""
+        return self.is_self or self.draft.is_shared_by(self.ranks)
+
+
+def check(question: Question, batches: Sequence[int] = (1,)) -> None:
+    """Refuse a question that has no answer."""
+    if min(batches, default=0) < 1:
+        raise VidSpecError("--batch: each must be at least 1")
+    for option, count, least in (
+        ("--tp", question.ranks, 1),
+        ("--draft-gpus", question.draft_gpus, 0),
+        ("--video-tokens", question.video_tokens, 0),
+        ("--text-tokens", question.text_tokens, 1),
+        ("--answer-tokens", question.answer_tokens, 1),
+    ):
+        if count < least:
+            raise VidSpecError(f"{option} must be at least {least}, not {count}")
+    for ratio in question.prune_ratios:
+        if not 0 <= ratio <= 1:
+            raise VidSpecError(f"--prune-ratio {ratio:g}: a share lies between 0 and 1")
+    for option, value in (("--target-ms", question.target_ms), ("--draft-ms", question.draft_ms)):
+        if value is not None and not 0 < value < float("inf"):
+            raise VidSpecError(f"{option} must be above 0 and finite, not {value:g}")
+    for option, is_given in (("--acceptance", question.agreement), ("--draft-ms", question.draft_ms)):
+        if is_given is not None and len(question.prune_ratios) > 1:
+            raise VidSpecError(f"{option}: it was measured at one prune ratio; give that one as --prune-ratio")
+    if not question.target.is_shared_by(question.ranks):
+        sizes = ", ".join(str(size) for size in range(1, 65) if question.target.is_shared_by(size))
+        raise VidSpecError(f"--tp {question.ranks}: ranks cannot share the target's heads evenly; {sizes} would do")
+    if question.draft_gpus and not question.draft.is_shared_by(question.draft_gpus):
+        raise VidSpecError(f"--draft-gpus {question.draft_gpus}: ranks cannot share the draft's heads evenly")
+    if not question.may_be_sequential and not question.draft_gpus:
+        raise VidSpecError(
+            f"the draft's {question.draft.heads} heads cannot be shared by --tp {question.ranks} ranks: choose another "
+            "--tp, or give it GPUs of its own, --draft-gpus 1"
+        )
+    weights = weight_bytes(question.target, question.ranks)
+    if weights > question.assumed.usable_frac * question.gpu.memory_bytes:
+        raise VidSpecError(
+            f"--tp {question.ranks}: a rank of {question.target.name} has {weights / 1e9:.0f} GB of weights, "
+            f"more than {question.gpu.name} takes"
+        )
+
+
+def notes(question: Question) -> Iterator[str]:
+    """Yield what a reader should know of an answer."""
+    yield "Modelled, not measured: no figure of this plan was taken on a GPU. The vision tower is left out."
+    if not question.may_be_sequential:
+        yield (
+            f"{question.draft.name} has {question.draft.heads} heads, which {question.ranks} ranks cannot share: it "
+            "cannot draft sequentially, but in parallel on GPUs of its own or not at all."
+        )
+    if question.draft_gpus:
+        yield (
+            f"Parallel drafting takes {question.draft_gpus} GPU{'s' * (question.draft_gpus > 1)} more than vanilla; "
+            "what vanilla would gain by as many is not counted."
+        )

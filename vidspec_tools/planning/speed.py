@@ -1,0 +1,145 @@
+"""Speed: what drafts gain, from lengths and times, whoever measured or modelled them; times in any one unit.
+
+Sequential drafting has a closed form; parallel drafting is followed event by event (`run_streams`), as docs/parallel.md
+describes it.
+"""
+
+import random
+from dataclasses import dataclass
+
+from vidspec_tools.planning.acceptance import Agreement
+
+
+def speedup(length: float, target: float, draft: float, verify: float, overhead: float = 0.0) -> float:
+    """Return tokens per second over vanilla's: tau T_t / (gamma T_d + T_t^gamma) (SpecVLM eq. 3, METHODS' speed model).
+
+    Args:
+        length: tau, mean tokens of a step, the target's own included.
+        target: T_t, a decode step of vanilla.
+        draft: gamma T_d: all draft forwards of a step.
+        verify: T_t^gamma, the target's step over the drafts.
+        overhead: What else a step with drafts takes.
+    """
+    return length * target / (draft + verify + overhead)
+
+
+def window_of(target: float, draft: float, rate: float, most: int) -> int:
+    """Return the window of parallel drafting: c* = T_t / T_d (ParallelVLM eq. 6), rounded as by `WindowRule`.
+
+    Args:
+        target: T_t^gamma.
+        draft: T_d.
+        rate: Acceptance rate, added before rounding down.
+        most: K.
+    """
+    return min(max(int(target / draft + rate), 1), most)
+
+
+@dataclass
+class StreamRun:
+    """What became of a run.
+
+    Attributes:
+        tokens: Emitted, an answer's end observed.
+        time: In the unit of the times.
+        steps: Of the target.
+        drafts: Steps that verified something.
+        accepted: Accepted draft tokens.
+        stale: Steps whose stream had diverged from the committed tokens.
+        drawn: Tokens of the drafter.
+    """
+
+    tokens: int = 0
+    time: float = 0.0
+    steps: int = 0
+    drafts: int = 0
+    accepted: int = 0
+    stale: int = 0
+    drawn: int = 0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens of a step that verified something, the target's own included."""
+        return 1 + self.accepted / self.drafts if self.drafts else 1.0
+
+    def speedup(self, target: float) -> float:
+        """Return tokens per time over vanilla's, whose step takes `target`."""
+        return self.tokens * target / self.time
+
+
+class _Drafter:
+    """One stream: tokens 0 to `end` are drafted, `wrong` is the first that the target would reject, None: none is."""
+
+    def __init__(self, agreement: Agreement, turn: float, most_ahead: int, rng: random.Random, run: StreamRun):
+        self.end = self.committed = 0
+        self.wrong: int | None = None
+        self._agreement, self._most_ahead, self._rng, self._run = agreement, most_ahead, rng, run
+        self._turn = turn
+        self._begins = 0  # where the stream was cut last
+        self._done: float | None = turn  # when the forward under way ends; None: it waits
+
+    def commit(self, committed: int, now: float) -> None:
+        """Take what the target has committed; it counts from the next forward on, and a drafter that waits resumes."""
+        self.committed = committed
+        if self._done is None:
+            self._follow()
+            if self.end - self.committed < self._most_ahead:
+                self._done = now + self._turn
+
+    def draft_until(self, now: float) -> None:
+        """Finish the forwards that end by then."""
+        while self._done is not None and self._done <= now:
+            if self.wrong is None and self._rng.random() >= self._agreement.at(self.end - self._begins + 1):
+                self.wrong = self.end
+            self.end += 1
+            self._run.drawn += 1
+            self._follow()
+            self._done = self._done + self._turn if self.end - self.committed < self._most_ahead else None
+
+    def _follow(self) -> None:
+        """Cut the stream where it has diverged from the committed tokens, or where the target has overtaken it."""
+        diverged = self.wrong is not None and self.wrong < self.committed
+        if diverged or self.end < self.committed:
+            self.end = self._begins = self.committed
+            self.wrong = None if diverged else self.wrong
+
+
+def run_streams(
+    agreement: Agreement,
+    window: int,
+    step: float,
+    turn: float,
+    answer: int = 4000,
+    seed: int = 0,
+    most_ahead: int = 24,
+) -> StreamRun:
+    """Follow a drafter that never stops and a target that verifies what is there (ParallelVLM section 4).
+
+    A step of the target verifies the next tokens of the stream, `window` at most, if the stream agrees with what was
+    committed; else none. The drafter learns of a commit when its forward ends, and is cut at the first other token.
+
+    Args:
+        agreement: Of drafter and target; its depths count from the last cut.
+        window: Most drafts of a step.
+        step: Time of a step of the target.
+        turn: Time of one token of the drafter, whatever goes with it.
+        answer: Tokens, behind the first.
+        seed: Of what the drafter gets wrong; the same seed gives the same run.
+        most_ahead: Tokens that a stream may be ahead of what was committed.
+    """
+    run = StreamRun(tokens=answer)
+    drafter, committed = _Drafter(agreement, turn, most_ahead, random.Random(seed), run), 0
+    while committed < answer:
+        end, wrong = drafter.end, drafter.wrong
+        is_stale = wrong is not None and wrong < committed
+        drafts = 0 if is_stale else min(max(end - committed, 0), window)
+        accepted = drafts if wrong is None or is_stale else min(drafts, wrong - committed)
+        drafter.commit(committed, run.time)
+        run.time += step
+        drafter.draft_until(run.time)
+        committed += accepted + 1  # what a last step says past the end is dropped
+        run.steps += 1
+        run.stale += is_stale
+        run.drafts += drafts > 0
+        run.accepted += accepted
+    return run

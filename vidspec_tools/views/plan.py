@@ -1,0 +1,95 @@
+"""How `vidspec plan` shows itself: its tables, the text below them, and the figure; no engine."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from vidspec_tools.views import figures
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.tools.tables import Columns, by_columns, number, times
+
+_STYLES = {"chain": ("#332288", "s"), "tree-static": ("#117733", "D"), "parallel": ("#882255", "o")}
+_NAMES = {
+    "chain": "chain, sequential",
+    "tree-static": "static tree, sequential",
+    "parallel": "in parallel, with more GPUs",
+}
+
+
+def show(result: Mapping[str, Any], console: Console) -> None:
+    """Print a plan: both tables, when drafts pay, and what a reader should know."""
+    for table in (plan_table(result), memory_table(result)):
+        console.print(table)
+    for line in (result["when"], *result["notes"]):
+        console.print(line, highlight=False)
+
+
+def plan_table(result: Mapping[str, Any]) -> Table:
+    """Return what to do, a row for each batch size; times in ms, of a step and of its draft forwards.
+
+    "decode" is the speed-up of decoding alone, "answer" that with the draft's prefill.
+    """
+    columns: Columns = {
+        "batch": lambda row: str(row["batch"]),
+        "drafts": _drafts,
+        "r": lambda row: number(row["prune_ratio"], 2),
+        "decode": lambda row: times(row["speedup"]),
+        "answer": lambda row: times(row["answer_speedup"]),
+        "tau": lambda row: number(row["acceptance_length"], 2),
+        "T_t": lambda row: number(row["t_target_ms"], 1),
+        "T_t^K": lambda row: number(row["t_verify_ms"], 1),
+        "T_d": lambda row: number(row["t_draft_ms"], 1),
+        "p min": lambda row: number(row["break_even_agreement"], 2),
+    }
+    title = f"{result['target']} with {result['draft']} on {result['tp']} {result['gpu']} (modelled)"
+    caption = f"{result['video_tokens']} video tokens; below p min drafts do not pay; ms; +N: GPUs more"
+    return by_columns(columns, result["rows"], 2, title=title, caption=caption)
+
+
+def memory_table(result: Mapping[str, Any]) -> Table:
+    """Return what the memory of one of the target's GPUs holds, and of one of the drafter's own."""
+    columns: Columns = {
+        "batch": lambda row: str(row["batch"]),
+        "weights": lambda row: _two(row["memory"], "weights"),
+        "KV": lambda row: _two(row["memory"], "kv"),
+        "left": lambda row: f"{row['memory']['left'] / 1e9:.1f}",
+        "fits": lambda row: "yes" if row["fits"] else "no",
+        "left on the drafter's": lambda row: (
+            f"{row['drafter_memory']['left'] / 1e9:.1f}" if row["drafter_memory"] else "-"
+        ),
+    }
+    return by_columns(columns, result["rows"], caption="GB of a GPU, target + draft (modelled)")
+
+
+def _drafts(row: Mapping[str, Any]) -> str:
+    if not row["fits"]:
+        return "does not fit"
+    if row["shape"] == "none":
+        return "do not"
+    words = f"{row['shape']} {row['num_speculative_tokens']}"
+    return f"{words} +{row['draft_gpus']}" if row["draft_gpus"] else words
+
+
+def _two(memory: Mapping[str, float], kind: str) -> str:
+    return " + ".join(f"{memory[f'{role}_{kind}'] / 1e9:.1f}" for role in ("target", "draft"))
+
+
+def draw(curves: Mapping[str, Sequence[tuple[int, float]]], result: Mapping[str, Any], path: str) -> None:
+    """Draw speed-up over batch, a line for each shape."""
+    drawn = [shape for shape in _STYLES if shape in curves]
+    if not drawn:
+        raise VidSpecError(f"cannot draw {path}: nothing fits")
+    with figures.panels(path, (6.4, 3.6), 1, 1) as (_, ((panel,),), legend):
+        for shape in drawn:
+            legend[_NAMES[shape]] = figures.draw_line(panel, curves[shape], _STYLES[shape])
+        panel.axhline(1.0, color="#777777", linewidth=0.8, linestyle="--")
+        panel.set_xscale("log", base=2)
+        sizes = sorted({batch for shape in drawn for batch, _ in curves[shape]})
+        panel.set_xticks(sizes, [str(size) for size in sizes])
+        panel.minorticks_off()
+        panel.set_xlabel("requests that decode at once")
+        panel.set_ylabel("speed of an answer, of vanilla's (modelled)")
+        panel.set_title(f"{result['target']} with {result['draft']}, {result['tp']} {result['gpu']}", fontsize=10)
+        figures.tidy(panel)
