@@ -6,6 +6,14 @@ A cell is a video's length, a draft, a batch size, and whether the target is pad
 cost. In each cell vanilla, the controller (`adaptive_tokens`, the default) and fixed chains answer the same requests in
 interleaved rounds; the first rounds, in which the controller learns, are shown apart. A file of finished cells lets a
 stopped run go on.
+
+    python benchmarks/bench_never_slower.py --mixed
+
+Mixed traffic: half of 16 requests are about 256 video tokens, half about 4,096, where the bundled draft is hopeless.
+
+    python benchmarks/bench_never_slower.py --decisions
+
+Host time of a decision for 64 requests, without an engine: CPU time of this thread, so that other work counts little.
 """
 
 import argparse
@@ -13,12 +21,14 @@ import json
 import statistics
 import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
 from safetensors.torch import load_file, save_file
 
 from vidspec_tools.bench import parallel, scaling
@@ -26,6 +36,7 @@ from vidspec_tools.bench.acceptance import identical_frac
 from vidspec_tools.bench.methods import SEQUENTIAL
 from vidspec_tools.bench.trials import VANILLA_VARIANT, Variant, Workload
 from vllm_vidspec import assets
+from vllm_vidspec.adapt import REST, Controller, Option, class_label
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.engine_session import EngineSession
 from vllm_vidspec.tools.progress import silent
@@ -54,7 +65,7 @@ def untrained(folder: Path) -> str:
     return str(folder)
 
 
-def variants(fixed: tuple[int, ...], pads: float) -> list[Variant]:
+def variants(fixed: tuple[int, ...]) -> list[Variant]:
     """Return vanilla, the controller and each fixed chain."""
     most = {"num_speculative_tokens": max(fixed), "pruner": "specvlm", "adaptive_tokens": True}
     return [
@@ -67,17 +78,23 @@ def variants(fixed: tuple[int, ...], pads: float) -> list[Variant]:
     ]
 
 
+def ask(
+    sessions: list[EngineSession], benchmark: scaling.ScalingBenchmark, number: int, indices: list[int]
+) -> list[dict[str, Any]]:
+    """Let every engine answer these requests in turn, the last one first in every other round."""
+    command = {"command": "batch", "indices": indices, "sampling": benchmark.sampling, "seed": benchmark.seed}
+    order = sessions if number % 2 == 0 else sessions[::-1]
+    answers = [session.ask(dict(command)) for session in order]
+    return answers if number % 2 == 0 else answers[::-1]
+
+
 def measure(benchmark: scaling.ScalingBenchmark, workload: Workload, engines: list[Variant]) -> list[dict[str, Any]]:
     """Let every engine answer each round's requests in turn; return a row of each."""
-    answers: list[list[dict[str, Any]]] = [[] for _ in engines]
     with ExitStack() as stack:
         sessions = [stack.enter_context(EngineSession(benchmark.job(workload, engine))) for engine in engines]
-        for number in range(benchmark.rounds):
-            indices = list(range(number * benchmark.batch_size, (number + 1) * benchmark.batch_size))
-            command = {"command": "batch", "indices": indices, "sampling": benchmark.sampling, "seed": benchmark.seed}
-            order = range(len(engines)) if number % 2 == 0 else reversed(range(len(engines)))
-            for place in order:
-                answers[place].append(sessions[place].ask(dict(command)))
+        size = benchmark.batch_size
+        turns = [ask(sessions, benchmark, n, list(range(n * size, (n + 1) * size))) for n in range(benchmark.rounds)]
+    answers = [list(of_engine) for of_engine in zip(*turns, strict=True)]
     vanilla = [scaling.by_round(one) for one in answers[0]]
     rows = []
     for engine, rounds in zip(engines, answers, strict=True):
@@ -93,6 +110,7 @@ def measure(benchmark: scaling.ScalingBenchmark, workload: Workload, engines: li
                 "tokens_per_s": statistics.median(one["tokens_per_s"] for one in found[LEARNING:]),
                 "ttft_ms": 1e3 * statistics.median(one["ttft_s"] for one in found[LEARNING:]),
                 "ttft_more_ms": statistics.median(delays[LEARNING:]),
+                "verify_steps": [0 if one["metrics"] is None else one["metrics"]["drafts"] for one in rounds],
                 "verify_steps_last": 0 if last is None else last["drafts"],
                 "accepted_last": 0 if last is None else last["accepted_tokens"],
                 "identical_frac": identical_frac(scaling.token_ids(rounds), scaling.token_ids(answers[0])),
@@ -101,10 +119,77 @@ def measure(benchmark: scaling.ScalingBenchmark, workload: Workload, engines: li
     return rows
 
 
+def measure_mixed(
+    benchmark: scaling.ScalingBenchmark, workload: Workload, engines: list[Variant]
+) -> list[dict[str, Any]]:
+    """Let every engine answer rounds of eight hopeless and eight good requests, and of sixteen good ones.
+
+    Returns:
+        A row of each engine; `good_beside_hopeless` and `good_beside_good` are how much faster than vanilla's the same
+        eight good answers decode, `tokens_per_s` of all from the request on is over vanilla's too.
+    """
+    size, half = benchmark.batch_size, benchmark.batch_size // 2
+    mixed, good = [], []
+    with ExitStack() as stack:
+        sessions = []
+        for engine in engines:
+            job = benchmark.job(workload, engine)
+            # The hopeless ones come first, as their prompts take long: the good ones then decode beside them.
+            job["prompts"]["num_videos"] = [benchmark.num_videos] * half + [1] * (half + size)
+            job["prompts"]["num_videos"] *= benchmark.rounds
+            job["prompts"]["held_out"] = list(range(2 * size * benchmark.rounds))
+            sessions.append(stack.enter_context(EngineSession(job)))
+        for number in range(benchmark.rounds):
+            begin = 2 * size * number
+            mixed.append(ask(sessions, benchmark, number, list(range(begin, begin + size))))
+            good.append(ask(sessions, benchmark, number, list(range(begin + size, begin + 2 * size))))
+            print(f"round {number}", flush=True)
+
+    def over_vanilla(rounds: list[list[dict[str, Any]]], figure: Any) -> list[float]:
+        ratios = [[figure(one) / figure(of_round[0]) for one in of_round] for of_round in rounds[LEARNING:]]
+        return [statistics.median(of_engine) for of_engine in zip(*ratios, strict=True)]
+
+    def good_tokens_per_s(one: dict[str, Any]) -> float:
+        return scaling.by_round({"answers": one["answers"][half:]})["tokens_per_s"]
+
+    def whole_tokens_per_s(one: dict[str, Any]) -> float:
+        tokens = sum(len(answer["token_ids"]) for answer in one["answers"])
+        return tokens / max(answer["last_s"] for answer in one["answers"])
+
+    figures = {
+        "good_beside_hopeless": over_vanilla(mixed, good_tokens_per_s),
+        "good_beside_good": over_vanilla(good, good_tokens_per_s),
+        "tokens_per_s": over_vanilla(mixed, whole_tokens_per_s),
+    }
+    return [
+        {"engine": engine.method, **{name: of_engine[place] for name, of_engine in figures.items()}}
+        for place, engine in enumerate(engines)
+    ]
+
+
+def run_mixed(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure mixed traffic of 16 with the bundled pair as it is; keep it in the file, and print it."""
+    benchmark = scaling.ScalingBenchmark(
+        families=(FAMILY,), axis="video_tokens", values=(4096.0,), inflate=(0.0,), batch_size=16, rounds=args.rounds,
+        max_tokens=args.max_tokens, draft=DRAFTS["bundled"][1],
+    ).at(4096)  # fmt: skip
+    workload = parallel.workload_for(benchmark, FAMILY, 0.0, silent)
+    rows = measure_mixed(benchmark, workload, variants(tuple(int(k) for k in args.fixed.split(","))))
+    path = Path(args.json)
+    found = json.loads(path.read_text()) if path.exists() else {"cells": [], "provenance": provenance()}
+    path.write_text(json.dumps(found | {"mixed": {"max_tokens": args.max_tokens, "rows": rows}}, indent=1) + "\n")
+    print("| engine | good beside hopeless | good beside good | tokens/s of all |\n| --- | ---: | ---: | ---: |")
+    for row in rows:
+        figures = (row["good_beside_hopeless"], row["good_beside_good"], row["tokens_per_s"])
+        print(f"| {row['engine']} | {' | '.join(f'{figure:.2f}' for figure in figures)} |")
+    return rows
+
+
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure the cells that the file does not have yet; return all of them."""
     path = Path(args.json)
-    cells = json.loads(path.read_text())["cells"] if path.exists() else []
+    found = json.loads(path.read_text()) if path.exists() else {"cells": []}
+    cells = found["cells"]
     known = {(cell["tokens"], cell["draft"], cell["batch"], cell["pads"]) for cell in cells}
     fixed = tuple(int(k) for k in args.fixed.split(","))
     with tempfile.TemporaryDirectory(prefix="vidspec-untrained-") as folder:
@@ -121,7 +206,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                             batch_size=batch, rounds=args.rounds, max_tokens=args.max_tokens, draft=draft,
                         ).at(tokens)  # fmt: skip
                         workload = parallel.workload_for(benchmark, family, pads, silent)
-                        rows = measure(benchmark, workload, variants(fixed, pads))
+                        rows = measure(benchmark, workload, variants(fixed))
                         cell = {
                             "tokens": tokens,
                             "draft": name,
@@ -130,9 +215,38 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                             "max_tokens": args.max_tokens,
                         }
                         cells.append(cell | {"rows": rows})
-                        path.write_text(json.dumps({"cells": cells, "provenance": provenance()}, indent=1) + "\n")
+                        path.write_text(json.dumps(found | {"provenance": provenance()}, indent=1) + "\n")
                         print(line(cells[-1]), flush=True)
     return cells
+
+
+def decision_us(num_reqs: int = 64, steps_per_arrival: int = 3, num_steps: int = 2000) -> dict[str, float]:
+    """Return mean microseconds of `decide` while it learns (200 steps), then, and of `observe`."""
+    chains = tuple(Option("chain", k, k, True) for k in (5, 3, 2, 1))
+    controller, random = Controller((*chains, REST), 2 * num_reqs, False), np.random.default_rng(0)
+    req_ids = [f"request-{i}" for i in range(num_reqs)]
+    for req_id in req_ids:
+        controller.add(req_id, class_label(256, 0), (), 300, 80)
+    last, spent = None, np.zeros((2, num_steps))
+    for step in range(num_steps):
+        if step % steps_per_arrival == 0:  # one ends, and another comes
+            controller.remove(req_ids[0])
+            req_ids = [*req_ids[1:], f"request-{num_reqs + step}"]
+            controller.add(req_ids[-1], class_label(256, 0), (), 300, 80)
+        begin = time.thread_time()
+        decision = controller.decide(req_ids)
+        spent[0, step] = time.thread_time() - begin
+        drafted = np.full(num_reqs, last.option.num_tokens if last is not None else 0)
+        accepted = np.minimum(random.geometric(0.3, num_reqs) - 1, drafted)
+        seconds = 0.01 + 2e-3 * decision.option.num_levels + 1e-4 * num_reqs * decision.option.num_tokens
+        seconds *= float(np.exp(random.normal(0, 0.1)))
+        is_steady = last is not None and last.number == decision.number
+        begin = time.thread_time()
+        controller.observe(decision, req_ids, drafted, 1 + accepted, True, seconds, is_steady)
+        spent[1, step] = time.thread_time() - begin
+        last = decision
+    decided, observed = 1e6 * spent
+    return {"decide, learning": decided[:200].mean(), "decide": decided[200:].mean(), "observe": observed.mean()}
 
 
 HEAD = (
@@ -179,7 +293,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=LEARNING + 5)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--json", default="docs/results/never-slower.json", help="finished cells, which are kept")
-    cells = run(parser.parse_args())
+    parser.add_argument("--mixed", action="store_true", help="measure mixed traffic, and no cells")
+    parser.add_argument("--decisions", action="store_true", help="measure the host time of decisions, and no cells")
+    args = parser.parse_args()
+    if args.decisions:
+        for name, microseconds in decision_us().items():
+            print(f"{name}: {microseconds:.0f} us")
+        return
+    if args.mixed:
+        run_mixed(args)
+        return
+    cells = run(args)
     print("\n".join([HEAD, *map(line, cells)]))
 
 

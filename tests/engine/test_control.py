@@ -58,17 +58,17 @@ def steps(engine: Engine) -> Iterator[list]:
     real ones. On its clock a step takes 10 ms and a millisecond for each level of the draft, whatever runs beside it.
     """
     side, seen, now = engine.scheduler._vidspec_side, [], [0.0]
-    hear = side.hear
+    observe = side.observe
 
     def noting(scheduler_output, output):
         now[0] += 0.010 + 0.001 * decision_of(scheduler_output).option.num_levels
         drafts = scheduler_output.scheduled_spec_decode_tokens
         decision, drafted = decision_of(scheduler_output), report_of(output).drafted
         seen.append((decision, {req_id: len(tokens) for req_id, tokens in drafts.items()}, drafted))
-        hear(scheduler_output, output)
+        observe(scheduler_output, output)
 
     clock = mock.Mock(monotonic=lambda: now[0])
-    with mock.patch.object(side, "hear", noting), mock.patch.object(control, "time", clock):
+    with mock.patch.object(side, "observe", noting), mock.patch.object(control, "time", clock):
         yield seen
 
 

@@ -85,8 +85,8 @@ class Bandit:
         values = [mean / cost for mean, cost in zip(means, costs or [1.0] * len(means), strict=True)]
         return max(range(len(values)), key=values.__getitem__)
 
-    def hear(self, place: int, tokens_per_step: float, num_steps: int) -> None:
-        """Take in what became of a request; one of few steps counts for less.
+    def observe(self, place: int, tokens_per_step: float, num_steps: int) -> None:
+        """Learn from a finished request; one of few steps counts for less.
 
         Args:
             place: Its arm.

@@ -1,44 +1,71 @@
 """StepCosts: how long a step of the engine takes, learned from its own steps; numpy only.
 
-A step is described by a few sums over its batch (`FEATURES`). Steps of one kind (batch size, context, what is drafted)
-are averaged in one record; a record that has been measured predicts itself, and a non-negative linear fit through all
-records predicts what has not been measured yet. So a table is never needed, and what is known of one batch size says
-something of the next.
+A step is described by a few sums over its batch (`FEATURES`), and a non-negative linear fit through all measured kinds
+of steps predicts every other kind: no table is needed, and what is known of one batch size or number of draft tokens
+informs the next. A kind that was measured moves from the fit to its own mean, the further the more often it was seen.
 """
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 # What a step's time is a sum of: a constant, requests, context of the target (thousands of tokens, summed over
-# requests), drafts to verify and the context that they attend to, levels of the draft, draft rows and their context.
-FEATURES = ("step", "requests", "context", "rows", "row_context", "levels", "draft_rows", "draft_context")
-# Before anything is measured: a level of the draft takes a sixth of a step, the rest is free.
-_PRIOR = np.array([1.0, 0.0, 0.0, 0.0, 0.0, 1 / 6, 0.0, 0.0])
-_REFIT_FIRST, _REFIT_LAST = 16, 512  # observations between two fits: ever more, unless there is something new
-_NEW = 0.1  # share of a new observation in the means of a record, once it has a few
-_MOST_WEIGHT = 32  # observations of one record that count in the fit
-KNOWN = 3  # observations after which a record predicts its own kind
+# requests), whether anything is drafted, draft tokens to verify and the context that they attend to, forwards of the
+# draft one after another, rows of these forwards and their context.
+FEATURES = ("step", "requests", "context", "drafts", "rows", "row_context", "levels", "draft_rows", "draft_context")
+# Before anything is measured, in steps: a draft forward takes a sixth of a step, the rest is free; and the standard
+# deviation of each of these guesses.
+_PRIOR = np.array([1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1 / 6, 0.0, 0.0])
+_PRIOR_SPREAD = np.array([1.0, 0.1, 0.1, 1.0, 0.05, 0.05, 0.2, 0.05, 0.05])
+_NOISE = 0.15  # relative standard deviation of one step
+_MISFIT = 0.08  # and of the mean of a kind from the fit
+_REFIT_AT, _REFIT_EVERY = (1, 3, 8, 20), 512  # steps of one kind, and of all, after which the weights are fitted
+_FIRST = 5  # steps of a kind of which the median is taken
+_LEAST = 0.1  # of the fastest kind of step that was measured: no step is predicted to take less
+_NEW = 0.05  # share of a new step in the means of its kind, once it has many
+_HALF_LIFE = 4096  # steps after which what was measured of a kind counts half
 
 
 @dataclass
 class _Record:
-    """Means of the steps of one kind: `x` `[len(FEATURES)]`, `seconds`, and how many there were."""
+    """The steps of one kind.
+
+    Attributes:
+        x: `[len(FEATURES)]` means.
+        seconds: Of a step: the median of the first few, then a mean in which a step that waited counts little.
+        first: Seconds of these first few.
+        count: How many there were.
+        seen: Step of all kinds in which the last was.
+        factor: By how much more such a step takes than the fit says, as far as its number is to be trusted.
+    """
 
     x: np.ndarray
-    seconds: float
-    count: int = 1
+    seconds: float = 0.0
+    first: list[float] = field(default_factory=list)
+    count: int = 0
+    seen: int = 0
+    factor: float = 1.0
+
+    def correct(self, fitted_s: float) -> None:
+        """Compare with what the fit says of it."""
+        trust = self.count / (self.count + (_NOISE / _MISFIT) ** 2)
+        self.factor = (self.seconds / fitted_s) ** trust
 
 
 class StepCosts:
-    """Seconds of a step by its features."""
+    """Seconds of a step by its features.
+
+    Attributes:
+        weights: `[len(FEATURES)]` seconds of one unit of each.
+        is_fitted: Whether anything was measured; until then the weights are guesses, in steps.
+    """
 
     def __init__(self) -> None:
         self._records: dict[Hashable, _Record] = {}
-        self._since_fit, self._refit_every = 0, _REFIT_FIRST
-        self.weights = _PRIOR  # [len(FEATURES)] seconds of one unit of each, those of the prior until there is a fit
-        self.is_fitted = False
+        self._num_steps = self._fitted_at = 0
+        self.weights, self._covariance = _PRIOR, np.diag(_PRIOR_SPREAD**2)
+        self.is_fitted, self._least_s = False, _LEAST
 
     def observe(self, kind: Hashable, x: np.ndarray, seconds: float) -> None:
         """Take in a step.
@@ -48,62 +75,78 @@ class StepCosts:
             x: `[len(FEATURES)]` float64.
             seconds: What it took.
         """
-        record = self._records.get(kind)
-        if record is None:
-            self._records[kind] = _Record(x.copy(), seconds)
+        self._num_steps += 1
+        record = self._records.setdefault(kind, _Record(x.copy()))
+        record.count, record.seen = record.count + 1, self._num_steps
+        share = max(_NEW, 1 / record.count)
+        record.x += share * (x - record.x)
+        if record.count <= _FIRST:
+            record.first = sorted((*record.first, seconds))
+            record.seconds = record.first[(record.count - 1) // 2]
         else:
-            # One step that waited for something else is not what the next will take.
-            seconds = min(seconds, 3 * record.seconds) if record.count >= KNOWN else seconds
-            record.count += 1
-            share = max(_NEW, 1 / record.count)
-            record.x += share * (x - record.x)
-            record.seconds += share * (seconds - record.seconds)
-            if record.count == KNOWN:
-                self._refit_every = _REFIT_FIRST
-        self._since_fit += 1
-        if self._since_fit >= self._refit_every or not self.is_fitted:
-            self._refit_every = min(2 * self._refit_every, _REFIT_LAST)
+            record.seconds += share * (min(seconds, 2 * record.seconds) - record.seconds)
+        if record.count in _REFIT_AT or self._num_steps - self._fitted_at >= _REFIT_EVERY:
             self._fit()
+        record.correct(float(self._fitted(record.x)))
 
     def count(self, kind: Hashable) -> int:
         """Return how many steps of a kind were measured."""
         record = self._records.get(kind)
         return 0 if record is None else record.count
 
-    def seconds(self, kind: Hashable, x: np.ndarray) -> float:
-        """Return what a step of a kind with `[len(FEATURES)]` features takes."""
-        fitted = float(self.weights @ x)
-        record = self._records.get(kind)
-        if record is None or record.count < KNOWN:
-            return fitted
-        own = float(self.weights @ record.x)
-        return record.seconds * fitted / own if own > 0 else record.seconds
+    def seconds(self, kinds: Sequence[Hashable], x: np.ndarray) -> np.ndarray:
+        """Return `[m]` seconds of steps of these kinds, given `[m, len(FEATURES)]`."""
+        found = self._fitted(x)
+        for place, kind in enumerate(kinds):
+            record = self._records.get(kind)
+            if record is not None:
+                found[place] *= record.factor
+        return found
+
+    def doubt(self, kinds: Sequence[Hashable], x: np.ndarray, known: int) -> np.ndarray:
+        """Return `[m]` relative standard errors of the seconds of steps, compared with those of one of them.
+
+        What all of them have in common, as the batch, is in doubt for none. A kind that was measured long ago is in
+        more doubt than one that was measured now.
+        """
+        shares = x / self._fitted(x)[:, None]
+        shares = shares - shares[known]
+        variance = np.einsum("mi,ij,mj->m", shares, self._covariance, shares) + _MISFIT**2
+        for place, kind in enumerate(kinds):
+            record = self._records.get(kind)
+            if record is not None:
+                count = min(record.count, 1 / _NEW) * 0.5 ** ((self._num_steps - record.seen) / _HALF_LIFE)
+                variance[place] = 1 / (1 / variance[place] + count / _NOISE**2)
+        return np.sqrt(variance)
+
+    def _fitted(self, x: np.ndarray) -> np.ndarray:
+        return np.maximum(x @ self.weights, self._least_s)
 
     def _fit(self) -> None:
         """Fit the weights to all records, each by its relative error; none of them is negative."""
-        self._since_fit = 0
+        self._fitted_at, self.is_fitted = self._num_steps, True
         records = list(self._records.values())
-        seconds = np.array([record.seconds for record in records])
-        weight = np.sqrt([min(record.count, _MOST_WEIGHT) for record in records]) / seconds
-        design = np.stack([record.x for record in records]) * weight[:, None]
-        # The prior's proportions, at the scale of what was measured, decide what the records leave open.
-        scale = float(np.median(seconds / np.maximum([_PRIOR @ record.x for record in records], 1e-9)))
-        prior = scale * _PRIOR
-        spread = 0.05 * np.sqrt(np.maximum((design**2).mean(axis=0), 1e-12))
-        self.weights = _non_negative(
-            np.vstack((design, np.diag(spread))), np.concatenate((seconds * weight, spread * prior))
-        )
-        self.is_fitted = True
+        x, seconds = np.stack([record.x for record in records]), np.array([record.seconds for record in records])
+        counts = np.array([record.count for record in records])
+        scale = float(np.median(seconds / np.maximum(x @ _PRIOR, 1e-9)))
+        precision = 1 / (_MISFIT**2 + _NOISE**2 / counts)
+        design = x / seconds[:, None]
+        prior_precision = 1 / (scale * _PRIOR_SPREAD) ** 2
+        gram = (design * precision[:, None]).T @ design + np.diag(prior_precision)
+        wanted = design.T @ precision + prior_precision * scale * _PRIOR
+        self.weights, self._covariance = _non_negative(gram, wanted), np.linalg.inv(gram)
+        self._least_s = _LEAST * float(seconds.min())
+        for record in records:
+            record.correct(float(self._fitted(record.x)))
 
 
-def _non_negative(design: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Return non-negative `[n]` weights that fit `[m, n]` rows of full rank to `[m]` values: the worst goes first."""
-    gram, target = design.T @ design, design.T @ wanted
-    kept = np.arange(len(target))
+def _non_negative(gram: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Solve `[n, n]` equations for non-negative `[n]` weights: the most negative ones are dropped one by one."""
+    kept = np.arange(len(wanted))
     while True:
-        found = np.linalg.solve(gram[np.ix_(kept, kept)], target[kept])
+        found = np.linalg.solve(gram[np.ix_(kept, kept)], wanted[kept])
         if (found >= 0).all():
-            weights = np.zeros(len(target))
+            weights = np.zeros(len(wanted))
             weights[kept] = found
             return weights
         kept = np.delete(kept, found.argmin())

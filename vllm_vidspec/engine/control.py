@@ -1,4 +1,4 @@
-"""SchedulerControl: the controller of drafts (`adapt/control.py`) on vLLM's scheduler, whose steps it plans."""
+"""SchedulerControl: the controller (`adapt/control.py`) on vLLM's scheduler: how many tokens each step drafts."""
 
 import time
 from typing import Any
@@ -14,7 +14,7 @@ from vllm_vidspec.names import CLASS_LABELS
 
 logger = init_logger("vllm.vidspec")
 
-_REST_STEPS = 8  # steps at rest that the controller is told of together
+_PLAIN_STEPS = 8  # steps without drafts that the controller takes in together
 _GREEDY = 1e-5  # a temperature below this is vLLM's argmax
 
 
@@ -40,15 +40,17 @@ class SchedulerControl:
         pads = has_graphs and vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
         # Requests that are preempted keep their slot.
         self._controller = Controller(options, 2 * scheduler.scheduler_config.max_num_seqs, pads)
-        self._is_resting: dict[int, bool] = {}  # by place in `Controller.classes`, as it was logged
+        self._is_resting: dict[int, bool] = {}  # by place in `Controller.classes`, as logged last
         # Of the last step's output: when it came, and by what decision.
         self._last: tuple[float, Decision | None] = (0.0, None)
-        self._drafted: tuple[Any, ...] = ()
-        # Steps at rest that are not yet told of: whose, when they began, how many.
-        self._rested: tuple[list[str], float, int] = ([], 0.0, 0)
+        # By what a step's draft tokens are known again, then these tokens by request, whose are real, and whether the
+        # step only decodes.
+        self._rows: tuple[Any, ...] = ()
+        # Steps without drafts that the controller has yet to take in: their requests, when they began, how many.
+        self._plain: tuple[list[str], float, int] = ([], 0.0, 0)
 
     def _option(self, plan: Plan) -> Option:
-        """Return what the controller knows of a plan; no forward is this process's where the drafter has its own."""
+        """Return a plan as the controller knows it; with a drafter process of its own no draft forward runs here."""
         is_parallel, tree = self._config.is_parallel, self._config.tree
         num_levels = {
             "chain": lambda: plan.num_tokens,
@@ -79,13 +81,13 @@ class SchedulerControl:
         shown = self._controller.add(
             request.request_id, label, (is_sampled, way), num_tokens, num_tokens - total + int(num_kept)
         )
-        self._tell_of_classes()
+        self._log_classes()
         if self._file is not None:
             self._file.add(f"{'shown' if shown else 'unshown'}_{CLASS_LABELS[label]}")
         return shown
 
-    def _tell_of_classes(self) -> None:
-        """Say which classes have come to rest or come back since it was last said."""
+    def _log_classes(self) -> None:
+        """Log and count the classes that have come to rest, or resumed."""
         for index, known in enumerate(self._controller.classes):
             if self._is_resting.get(index, False) == known.rests:
                 continue
@@ -112,11 +114,11 @@ class SchedulerControl:
 
         Args:
             scheduler_output: vLLM's, complete.
-            most: Drafts that no request may exceed; None for as many as was configured.
+            most: Draft tokens that no request may exceed; None for as many as was configured.
         """
         req_ids = list(scheduler_output.num_scheduled_tokens)
         if scheduler_output.finished_req_ids:
-            self._tell_of_rest()
+            self._flush()
         for req_id in scheduler_output.finished_req_ids:
             ended = self._controller.remove(req_id)
             if ended is not None and self._file is not None:
@@ -130,8 +132,8 @@ class SchedulerControl:
             self._file.set("tokens_in_use", decision.option.num_tokens)
         return decision
 
-    def hear(self, scheduler_output: Any, output: Any) -> None:
-        """Learn from what a step has put out."""
+    def observe(self, scheduler_output: Any, output: Any) -> None:
+        """Learn from the output of a step."""
         decision = compat.decision_of(scheduler_output)
         if decision is None or not output.req_ids:
             return
@@ -140,38 +142,39 @@ class SchedulerControl:
         drafts, num_reqs = scheduler_output.scheduled_spec_decode_tokens, len(req_ids)
         before, last = self._last
         self._last = now, decision
-        if decision == last and self._is_at_rest(scheduler_output, report, num_reqs):
-            return self._rest(req_ids, before, now)
-        self._tell_of_rest()
+        if decision == last and self._is_plain(scheduler_output, report, num_reqs):
+            return self._defer(req_ids, before, now)
+        self._flush()
         num_tokens = np.fromiter(map(len, output.sampled_token_ids), dtype=np.int64, count=num_reqs)
-        # Of the usual step this is what it was of the one before.
+        # Usually this is the same in one step after the other.
         key = (req_ids, report.drafted, len(drafts), scheduler_output.total_num_scheduled_tokens)
-        if self._drafted[:4] != key:
-            of = {req_id: len(drafts.get(req_id, ())) if req_id in report.drafted else 0 for req_id in req_ids}
-            # A step of decoding alone schedules a token of each request, and the drafts.
-            num_drafts = sum(map(len, drafts.values()))
-            is_pure = scheduler_output.total_num_scheduled_tokens == num_reqs + num_drafts
-            self._drafted = (*key, np.fromiter(of.values(), dtype=np.int64, count=num_reqs), is_pure)
-        drafted, is_pure = self._drafted[4:]
+        if self._rows[:4] != key:
+            rows = np.array([len(drafts.get(req_id, ())) for req_id in req_ids], dtype=np.int64)
+            is_real = np.array([req_id in report.drafted for req_id in req_ids], dtype=bool)
+            # A step of decoding alone schedules a token of each request, and the draft tokens.
+            is_pure = scheduler_output.total_num_scheduled_tokens == num_reqs + sum(map(len, drafts.values()))
+            self._rows = (*key, rows, is_real, is_pure)
+        rows, is_real, is_pure = self._rows[4:]
         self._controller.observe(
             decision,
             req_ids,
-            drafted,
+            rows,
             num_tokens,
             last is None or last.option.is_prefix,
             now - before if is_pure and last is not None and not scheduler_output.scheduled_new_reqs else None,
             last is not None and last.number == decision.number,
             report.reading,
             report.reading_s,
+            is_real=is_real,
         )
         if report.skipped:
             self._controller.cannot_draft(report.skipped)
 
-    # ---- steps at rest: told of several at a time, as each costs nothing else ----------------------------------------
+    # ---- steps without drafts: the controller takes in several at a time, which saves host time ----------------------
 
     @staticmethod
-    def _is_at_rest(scheduler_output: Any, report: compat.StepReport, num_reqs: int) -> bool:
-        """Return whether a step has decoded one token of each request, without drafts and without news."""
+    def _is_plain(scheduler_output: Any, report: compat.StepReport, num_reqs: int) -> bool:
+        """Return whether a step has decoded one token of each request, without drafts and with nothing to report."""
         return (
             scheduler_output.total_num_scheduled_tokens == num_reqs
             and not scheduler_output.num_spec_tokens_to_schedule
@@ -179,30 +182,23 @@ class SchedulerControl:
             and not any(report)
         )
 
-    def _rest(self, req_ids: list[str], before: float, now: float) -> None:
-        """Take note of a step at rest."""
-        known, since, num_steps = self._rested
+    def _defer(self, req_ids: list[str], before: float, now: float) -> None:
+        """Count a step without drafts."""
+        known, since, num_steps = self._plain
         if num_steps and known != req_ids:
-            self._tell_of_rest()
+            self._flush()
             num_steps = 0
-        self._rested = (req_ids, since if num_steps else before, num_steps + 1)
-        if num_steps + 1 == _REST_STEPS:
-            self._tell_of_rest(now)
+        self._plain = (req_ids, since if num_steps else before, num_steps + 1)
+        if num_steps + 1 == _PLAIN_STEPS:
+            self._flush(now)
 
-    def _tell_of_rest(self, now: float | None = None) -> None:
-        """Tell the controller of steps at rest, and how long they took, if that is known."""
-        req_ids, since, num_steps = self._rested
-        self._rested = ([], 0.0, 0)
+    def _flush(self, now: float | None = None) -> None:
+        """Let the controller observe the steps that were counted; `now`, if they have just ended."""
+        req_ids, since, num_steps = self._plain
+        self._plain = ([], 0.0, 0)
         if not num_steps:
             return
         zeros = np.zeros(len(req_ids), dtype=np.int64)
         seconds = None if now is None else (now - since) / num_steps
-        self._controller.observe(
-            Decision(REST, frozenset(), -1, False),
-            req_ids,
-            zeros,
-            zeros + num_steps,
-            True,
-            seconds,
-            num_steps=num_steps,
-        )
+        decision = Decision(REST, frozenset(), -1, False)
+        self._controller.observe(decision, req_ids, zeros, zeros + num_steps, True, seconds, num_steps=num_steps)

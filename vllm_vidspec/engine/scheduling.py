@@ -1,8 +1,8 @@
-"""What sits beside vLLM's scheduler, the one place that sees every step of every request and decides for all ranks.
+"""SchedulerSide: our part beside vLLM's scheduler, which sees every step of every request and decides for all ranks.
 
-Here is decided how many drafts a step proposes: as many as was asked for while the engine runs, none for a while after
-the draft has failed too often, what pays (`adaptive_tokens`, see `control.py`). And by which pruner a request's prompt
-is pruned (`pruner: auto`). Ranks follow what the scheduler's output says: no collective is needed.
+It decides how many draft tokens a step proposes: the number that an operator has set, none for a while after the draft
+has failed too often, what pays (`adaptive_tokens`, see `control.py`). And with which pruner a request's prompt is
+pruned (`pruner: auto`). Ranks follow the scheduler's output: no collective is needed.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ from vllm_vidspec.metrics.files import open_for
 
 logger = init_logger("vllm.vidspec")
 
-# In `extra_args` of a request on its way to the workers; clients' own is written over, or not looked at.
+# In `extra_args` of a request on its way to the workers; a client's own value is overwritten or ignored.
 _WAY = "_vidspec_way"
-_SAVE_EVERY = 64  # requests between two writings of what was learned
+_SAVE_EVERY = 64  # requests between two saves
 LIMIT = "num_speculative_tokens"  # the knob that is changed here and not in the workers
-_LOOK_S = 0.2  # between two looks at what the worker has counted
+_POLL_S = 0.2  # between two readings of the worker's counters
 
 
 def way_of(sampling: Any) -> int:
@@ -40,7 +40,7 @@ def way_of(sampling: Any) -> int:
 
 
 class SchedulerSide:
-    """Sits on one scheduler.
+    """Our part beside one scheduler.
 
     Args:
         scheduler: vLLM's.
@@ -59,14 +59,14 @@ class SchedulerSide:
         self._is_alone = vllm_config.parallel_config.data_parallel_size == 1
         is_adaptive = config.adaptive_tokens and self._is_alone
         self._control = SchedulerControl(config, scheduler, vllm_config, self._file) if is_adaptive else None
-        self._limit: int | None = None  # what was asked for while the engine runs
+        self._limit: int | None = None  # what an operator has set
         self._breaker = _Breaker(config, self._file) if self._is_alone and self._file is not None else None
-        self._show()
+        self._publish()
 
     def add(self, request: Any) -> None:
-        """See a request before it is queued; it may be given a pruner."""
+        """Take in a request before it is queued; it may be given a pruner."""
         if self._ways is not None:
-            self._ways.harvest(self._scheduler.requests)
+            self._ways.collect(self._scheduler.requests)
             self._ways.add(request)
 
     def is_shown(self, request: Any) -> bool:
@@ -77,22 +77,22 @@ class SchedulerSide:
         """Return what a step drafts; None where vLLM's table says it."""
         return None if self._control is None else self._control.plan(scheduler_output, self._most_now)
 
-    def hear(self, scheduler_output: Any, output: Any) -> None:
-        """Take in what a step has put out."""
+    def observe(self, scheduler_output: Any, output: Any) -> None:
+        """Take in the output of a step."""
         if self._ways is not None:
-            self._ways.hear(scheduler_output, output)
+            self._ways.observe(scheduler_output, output)
         if self._control is not None:
-            self._control.hear(scheduler_output, output)
-        if self._breaker is not None and self._breaker.look():
-            self._show()
+            self._control.observe(scheduler_output, output)
+        if self._breaker is not None and self._breaker.poll():
+            self._publish()
 
     @contextlib.contextmanager
     def retuned(self, knobs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Take the knob that is changed here out of those that change: `num_speculative_tokens`, at most so many drafts
-        a step from the next one on, 0 for none; null for as many as was configured.
+        """Apply the knob that is changed here, `num_speculative_tokens`: the most draft tokens of a step from the next
+        one on, 0 for none, null for as many as was configured.
 
         Yields:
-            What is left for the workers to change; if that fails, nothing changes here.
+            The other knobs, for the workers; if they fail, nothing changes here.
 
         Raises:
             VidSpecError: It is not in 0 to K, or this engine cannot change it.
@@ -104,9 +104,9 @@ class SchedulerSide:
         yield left
         if has_limit:
             self._limit = most
-            self._show()
+            self._publish()
         if self._ways is not None and "pruner" in flatten(left):
-            # What one fixed pruner does is not what was chosen here: nothing is learned of it.
+            # With one fixed pruner nothing is chosen here, and nothing learned.
             self._ways.is_on = flatten(left)["pruner"] == AUTO
 
     def _check(self, most: Any) -> None:
@@ -122,8 +122,8 @@ class SchedulerSide:
         """The most drafts of a step, by the operator or after failures; None for as many as was configured."""
         return 0 if self._breaker is not None and self._breaker.is_open else self._limit
 
-    def _show(self) -> None:
-        """Let vLLM's table say what holds now."""
+    def _publish(self) -> None:
+        """Write the limit that holds now into vLLM's table."""
         most = self._most_now
         table = self._table
         if most is not None:
@@ -134,18 +134,18 @@ class SchedulerSide:
             self._file.set("speculation_on", int(most != 0))
 
     def close(self) -> None:
-        """Keep what was learned."""
+        """Save what was learned."""
         if self._ways is not None:
-            self._ways.harvest({})
+            self._ways.collect({})
             self._ways.save()
 
 
 class _Breaker:
-    """Switches speculation off for a while where the draft has failed `max_draft_failures` times in a window.
+    """Switches speculation off for a while after `max_draft_failures` failures of the draft within a window.
 
     Args:
         config: Ours.
-        file: The engine's counters, in which the worker says what failed.
+        file: The engine's counters, among them the worker's failures.
 
     Attributes:
         is_open: Whether it is off.
@@ -157,14 +157,14 @@ class _Breaker:
         self.is_open = False
         self._failures: deque[float] = deque()
         self._num_known = 0
-        self._until = self._next_look = 0.0
+        self._until = self._next_poll = 0.0
 
-    def look(self) -> bool:
-        """Look at what the worker has counted; return whether `is_open` has changed."""
+    def poll(self) -> bool:
+        """Read the worker's count of failures; return whether `is_open` has changed."""
         now = time.monotonic()
-        if now < self._next_look:
+        if now < self._next_poll:
             return False
-        self._next_look = now + _LOOK_S
+        self._next_poll = now + _POLL_S
         if self.is_open:
             if now < self._until:
                 return False
@@ -191,7 +191,7 @@ class _Breaker:
 
 
 class _Ways:
-    """`pruner: auto`: gives each request a pruner, and learns from what became of it.
+    """`pruner: auto`: gives each request a pruner, and learns from how many tokens its verify steps emit.
 
     Args:
         config: Ours.
@@ -221,8 +221,8 @@ class _Ways:
         request.sampling_params = params
         self._running[request.request_id] = [way, 0, 0]
 
-    def hear(self, scheduler_output: Any, output: Any) -> None:
-        """Count the tokens of requests that had drafts; vLLM goes through the same ones in the same step."""
+    def observe(self, scheduler_output: Any, output: Any) -> None:
+        """Count the tokens of requests that had drafts."""
         for req_id in scheduler_output.scheduled_spec_decode_tokens.keys() & self._running.keys():
             place = output.req_id_to_index.get(req_id)
             if place is None or place >= len(output.sampled_token_ids):
@@ -231,13 +231,13 @@ class _Ways:
             known[1] += len(output.sampled_token_ids[place])
             known[2] += 1
 
-    def harvest(self, requests: Any) -> None:
-        """Learn from those that are no longer among the scheduler's requests."""
+    def collect(self, requests: Any) -> None:
+        """Learn from finished requests: those that are no longer among the scheduler's."""
         for req_id in self._running.keys() - requests.keys():
             way, num_tokens, num_steps = self._running.pop(req_id)
             if not num_steps:
                 continue
-            self._bandit.hear(way, num_tokens / num_steps, num_steps)
+            self._bandit.observe(way, num_tokens / num_steps, num_steps)
             self._num_unsaved += 1
             if self._file is not None:
                 pruner = self._prune.variants[way].pruner
@@ -247,7 +247,7 @@ class _Ways:
             self.save()
 
     def _costs(self) -> list[float] | None:
-        """Return what a step costs by way over one without drafts, by the bytes that it reads; None if not known."""
+        """Return by way the bytes that a step loads, over those of a step without drafts; None if not known."""
         ratios = {way.ratio for way in self._prune.variants}
         if self._file is None or len(ratios) == 1:
             return None
@@ -262,7 +262,7 @@ class _Ways:
             for way in self._prune.variants
         ]
 
-    # ---- what is kept ----------------------------------------------------------------------------------------------
+    # ---- the file ----------------------------------------------------------------------------------------------
 
     def _restore(self, path: str) -> None:
         try:
@@ -272,7 +272,7 @@ class _Ways:
             logger.warning("vidspec: auto_file %s is not read (%s): pruners are tried anew", path, error)
 
     def save(self) -> None:
-        """Write what was learned, whole or not at all."""
+        """Write the file atomically."""
         self._num_unsaved = 0
         if self._path is None:
             return

@@ -52,9 +52,9 @@ def _answers(commands: Iterator[dict[str, Any]], report: Report) -> Iterator[dic
     The first, the job, holds `llm` (arguments of LLM) and `prompts`: `family` (None: a pair of the user's own, asked
     through its chat template), `videos` (paths) or `held_out` (indices of shape-world videos), `question`, and
     `warm_up` (the index of one more video: what happens once, as lazy imports do, is then part of no figure).
-    Requests of a bundled pair may have `num_videos` held-out videos each, or `video_frac` of one's frames; with
-    `reel_tokens` they are held-out reels of so many video tokens, each with its own question. `cpus` are the cores that
-    the process may use; where there is none, any.
+    Requests of a bundled pair may have `num_videos` held-out videos each (a list: of one request after another), or
+    `video_frac` of one's frames; with `reel_tokens` they are held-out reels of so many video tokens, each with its own
+    question. `cpus` are the cores that the process may use; where there is none, any.
     """
     job = next(commands)
     if "cpus" in job:
@@ -122,10 +122,11 @@ def _bundled_requests(prompts: dict[str, Any]) -> list[Any]:
         reels = [reel.held_out(i, prompts["reel_tokens"]) for i in prompts["held_out"]]
         return [pairs.video_prompt(prompts["family"], frames, question.text) for frames, question, _ in reels]
     family, num_frames = prompts["family"], pairs.pair_for(prompts["family"]).num_frames
-    num_videos, frac = prompts.get("num_videos", 1), prompts.get("video_frac", 1.0)
+    places, counts, frac = prompts.get("held_out", []), prompts.get("num_videos", 1), prompts.get("video_frac", 1.0)
+    counts = [counts] * len(places) if isinstance(counts, int) else counts
     requests = [
-        [_part(world.held_out(num_videos * i + j).frames, frac, num_frames) for j in range(num_videos)]
-        for i in prompts.get("held_out", [])
+        [_part(world.held_out(max(counts) * i + j).frames, frac, num_frames) for j in range(count)]
+        for i, count in zip(places, counts, strict=False)
     ]
     requests += [[read_video(path, num_frames)] for path in prompts.get("videos", [])]
     return [pairs.media_prompt(family, prompts["question"], videos=videos) for videos in requests]

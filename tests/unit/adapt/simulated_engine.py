@@ -29,6 +29,23 @@ def memory_bound(num_reqs: int, context: np.ndarray, drafted: np.ndarray, levels
     return 4e-3 + 5e-4 * num_reqs + 3e-4 * float(context.sum()) + float(rows) + 1e-3 * levels
 
 
+def like_a_small_pair(num_reqs: int, context: np.ndarray, drafted: np.ndarray, levels: int) -> float:
+    """Return seconds of a step as the bundled pair takes them on a CPU core: the draft costs a third of the target."""
+    num_drafted, rows = np.count_nonzero(drafted), float(drafted.sum())
+    seconds = 1.85e-3 + 2e-4 * num_reqs + 3e-4 * float(context.sum()) + 3e-5 * rows
+    return seconds + 9e-4 * (rows > 0 or levels > 0) + levels * (6e-4 + 1.4e-4 * max(num_drafted, 1))
+
+
+def noisy(cost: Callable[..., float], seed: int) -> Callable[..., float]:
+    """Return a cost whose steps vary by 12 %; one in a hundred takes four times as long."""
+    random = np.random.default_rng(seed)
+
+    def vary(*batch):
+        return cost(*batch) * float(np.exp(random.normal(0, 0.12))) * (4.0 if random.random() < 0.01 else 1.0)
+
+    return vary
+
+
 class SimulatedEngine:
     """Runs requests under a controller; time is the sum of its steps' costs.
 
@@ -83,12 +100,13 @@ class SimulatedEngine:
                 request.is_read, request.in_flight = True, decision.option.num_tokens
         levels = decision.option.num_levels if any(request.in_flight for request in requests) else 0
         seconds = self._cost(len(ids), np.array([request.context for request in requests]), drafted, levels)
-        seconds += sum(self._start_s * self.running[req_id].context for req_id in starters)
+        reading_s = sum(self._start_s * self.running[req_id].context for req_id in starters)
+        seconds += reading_s
         self.seconds += seconds
         is_steady = self._last is not None and self._last.number == decision.number
-        self.controller.observe(
-            decision, ids, drafted, 1 + accepted, True, seconds if self._last else None, is_steady, frozenset(starters)
-        )
+        measured_s = seconds if self._last else None
+        reading = frozenset(starters)
+        self.controller.observe(decision, ids, drafted, 1 + accepted, True, measured_s, is_steady, reading, reading_s)
         self._last = decision
         self.decisions.append(decision)
         for req_id, request, gained in zip(ids, requests, (1 + accepted).tolist(), strict=True):

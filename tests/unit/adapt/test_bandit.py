@@ -20,7 +20,7 @@ def play(bandit: Bandit, means: tuple[float, ...], num_requests: int, rng: rando
         given.append(running[-1])
         if len(running) == 8:
             place = running.pop(rng.randrange(8))
-            bandit.hear(place, max(1.0, rng.gauss(means[place], spread)), rng.randint(6, 20))
+            bandit.observe(place, max(1.0, rng.gauss(means[place], spread)), rng.randint(6, 20))
     return given
 
 
@@ -66,12 +66,12 @@ def test_costs_count():
 def test_few_steps_count_for_little():
     bandit = Bandit(WAYS[:2])
     for _ in range(20):
-        bandit.hear(0, 3.0, 20)
-        bandit.hear(1, 2.0, 20)
+        bandit.observe(0, 3.0, 20)
+        bandit.observe(1, 2.0, 20)
     for _ in range(4):
-        bandit.hear(1, 7.0, 1)
-    bandit.hear(1, float("nan"), 5)
-    bandit.hear(1, 50.0, 0)
+        bandit.observe(1, 7.0, 1)
+    bandit.observe(1, float("nan"), 5)
+    bandit.observe(1, 50.0, 0)
     assert bandit.best() == 0
 
 

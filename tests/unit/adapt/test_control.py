@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.unit.adapt.simulated_engine import CHAINS, SimulatedEngine, memory_bound
+from tests.unit.adapt.simulated_engine import CHAINS, SimulatedEngine, like_a_small_pair, memory_bound, noisy
 from vllm_vidspec.adapt import REST, Controller, Option, class_label
 from vllm_vidspec.adapt import control as module
 from vllm_vidspec.names import CLASS_LABELS
@@ -13,7 +13,7 @@ FIXED = (0, 1, 2, 3, 5)
 
 def best_fixed(*kinds: tuple[int, float], batch: int) -> tuple[float, float]:
     """Return tokens a second without drafts, and with the best fixed number of them."""
-    found = {k: SimulatedEngine(k, seed=1).serve(*kinds, batch=batch, requests=10 * batch) for k in FIXED}
+    found = {k: SimulatedEngine(k, seed=1).serve(*kinds, batch=batch, requests=5 * batch) for k in FIXED}
     return found[0], max(found.values())
 
 
@@ -28,9 +28,32 @@ def test_never_slower(batch, num_visual, chance):
     kind = (num_visual, chance)
     without, best = best_fixed(kind, batch=batch)
     engine = SimulatedEngine()
-    engine.serve(kind, batch=batch, requests=10 * batch)
-    found = engine.serve(kind, batch=batch, requests=20 * batch)
-    assert found > 0.97 * without and found > 0.93 * best, (found / without, found / best)
+    engine.serve(kind, batch=batch, requests=5 * batch)
+    found = engine.serve(kind, batch=batch, requests=10 * batch)
+    assert found > 0.97 * without and found > 0.95 * best, (found / without, found / best)
+
+
+@pytest.mark.parametrize(
+    ("num_visual", "chance", "batch"), [(256, 0.97, 1), (1024, 0.8, 1), (256, 0.97, 4), (256, 0.7, 4), (256, 0.5, 4)]
+)
+def test_it_learns_in_a_few_noisy_rounds(num_visual, chance, batch):
+    """From the third round of a batch of answers on, whole answers are as fast as with the best fixed number.
+
+    Several numbers of tokens are nearly equal here, drafting hardly pays or costs a sixth, and a step's time is noisy.
+    Catches: trials that cost more than their allowance, a class that is weighed at the batch size of a round's last
+    requests.
+    """
+
+    def rounds(fixed: int | None, seed: int) -> list[float]:
+        cost = noisy(like_a_small_pair, seed)
+        engine = SimulatedEngine(fixed, cost=cost, start_s=0.06, seed=seed)
+        return [engine.serve((num_visual, chance), batch=batch, requests=batch) for _ in range(7)]
+
+    ratios = []
+    for seed in range(4):
+        ours, *others = (np.median(rounds(fixed, seed)[2:]) for fixed in (None, *FIXED))
+        ratios.append(ours / max(others))
+    assert np.median(ratios) > 0.95, ratios
 
 
 def test_good_and_hopeless_requests_in_one_batch():
@@ -96,7 +119,7 @@ def test_classes_do_not_share_what_they_have_shown():
     """Catches: estimates of another class: long videos that never pay, beside short ones that do."""
     engine = SimulatedEngine()
     engine.serve((256, 0.9), (14848, 0.0), requests=60)
-    assert engine.add(256, 0.9, 64).shown and not engine.add(14848, 0.0, 64).shown
+    assert [known.rests for known in engine.controller.classes] == [False, True]
 
 
 def test_costs_are_those_of_the_batch_size():
@@ -111,7 +134,7 @@ def test_costs_are_those_of_the_batch_size():
     engine = SimulatedEngine(cost=dear_together)
     engine.serve((256, 0.8), requests=20)
     engine.serve((256, 0.8), batch=16, requests=160)
-    alone = engine.decisions[-1].option
+    engine.serve((256, 0.8), requests=2)
     engine.add(256, 0.8, 400)
     for _ in range(40):
         engine.step()

@@ -51,7 +51,7 @@ class World:
         self.now += seconds
         ids = list(accepted)
         drafts = {req_id: [0] * num_drafts for req_id in ids} if num_drafts else {}
-        self.side.hear(
+        self.side.observe(
             SimpleNamespace(
                 num_scheduled_tokens=dict.fromkeys(ids, 1 + num_drafts),
                 total_num_scheduled_tokens=(1 + num_drafts) * len(ids),

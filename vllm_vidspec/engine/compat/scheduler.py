@@ -1,4 +1,4 @@
-"""Patches of the scheduler, in engines that use our method: what sits on it, and what it tells the workers."""
+"""Patches of vLLM's scheduler in engines that use our method: a part of ours beside it, and what workers receive."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,20 +19,19 @@ _SALT, _IS_SHOWN, _DECISION, _REPORT = (
 
 
 def hook_scheduler(attach: Callable) -> None:
-    """Let something of ours sit on the scheduler of an engine that uses our method, and tell workers more.
+    """Attach a part of ours to the scheduler of an engine that uses our method, and send workers more.
 
-    Why: the scheduler alone sees every step of every request on the host, exactly, and what it decides reaches all
-    ranks with its output; vLLM's own way in, `--scheduler-cls`, is the user's. Of images and videos that the prefix
-    cache covers it strips the pixels, as the target needs no encoder run for them: the draft has a cache of its own,
-    which knows nothing of the target's, and needs to see them, in the second turn of every chat about a video. And it
-    keeps the salt to itself that keeps tenants apart in the prefix cache; our listeners, in the workers, remember
-    things of prompts too.
+    Why: only the scheduler sees every step of every request on the host, and what it decides reaches all ranks with
+    its output; vLLM's own extension point, `--scheduler-cls`, is left to the user. The scheduler strips the pixels of
+    images and videos that the prefix cache covers, as the target needs no encoder run for them; the draft has a cache
+    of its own and needs them, as in the second turn of a chat about a video. And the scheduler does not send workers
+    the cache salt that separates tenants, by which our listeners separate what they keep of prompts.
 
     Args:
         attach: `(scheduler, VllmConfig)` -> what has `add(request)`, called before a new request is queued,
             `is_shown(request)` when it is first scheduled, `plan(scheduler_output)` before the scheduler goes on from
-            a step's plan, which returns the `Decision` of what is drafted, `hear(scheduler_output, output)` after each
-            step, `close()`, and `retuned(knobs)`, entered around the workers' change of what it yields.
+            a step's plan, which returns the `Decision` of what is drafted, `observe(scheduler_output, output)` after
+            each step, `close()`, and `retuned(knobs)`, entered around the workers' change of what it yields.
     """
     from vllm.v1.core.sched import output
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -40,18 +39,18 @@ def hook_scheduler(attach: Callable) -> None:
     from vllm.v1.engine.core import EngineCore
 
     ours = False  # whether this process's engine, of which there is one at a time, uses our method
-    side: Any = None  # what sits on its scheduler
+    side: Any = None  # what is attached to its scheduler
 
-    def noting(init, self, vllm_config, *args, **kwargs):
+    def initialized(init, self, vllm_config, *args, **kwargs):
         nonlocal ours, side
         ours = METHOD in (vllm_config.additional_config or {})
         init(self, vllm_config, *args, **kwargs)
         side = self._vidspec_side = attach(self, vllm_config) if ours else None
 
-    def unless_ours(strip, mm_features, num_computed_tokens, uses_mrope=False):
+    def keep_pixels(strip, mm_features, num_computed_tokens, uses_mrope=False):
         return mm_features if ours else strip(mm_features, num_computed_tokens, uses_mrope=uses_mrope)
 
-    def told(make, request, *args, **kwargs):
+    def made_request(make, request, *args, **kwargs):
         made = make(request, *args, **kwargs)
         if ours and request.cache_salt:
             setattr(made, _SALT, request.cache_salt)
@@ -78,9 +77,9 @@ def hook_scheduler(attach: Callable) -> None:
             self._vidspec_side.add(request)
         original(self, request)
 
-    def heard(original, self, scheduler_output, model_runner_output):
+    def updated(original, self, scheduler_output, model_runner_output):
         if self._vidspec_side is not None:
-            self._vidspec_side.hear(scheduler_output, model_runner_output)
+            self._vidspec_side.observe(scheduler_output, model_runner_output)
         return original(self, scheduler_output, model_runner_output)
 
     def closed(original, self):
@@ -96,13 +95,13 @@ def hook_scheduler(attach: Callable) -> None:
         with side.retuned(args[0]) as left:
             return original(self, method, timeout, (left, *args[1:]), kwargs)
 
-    wrap(Scheduler, "__init__", noting, "self", "vllm_config")
-    wrap(output, "strip_covered_mm_data", unless_ours, "mm_features", "num_computed_tokens", "uses_mrope")
-    wrap(output.NewRequestData, "from_request", told, "request", "block_ids")
+    wrap(Scheduler, "__init__", initialized, "self", "vllm_config")
+    wrap(output, "strip_covered_mm_data", keep_pixels, "mm_features", "num_computed_tokens", "uses_mrope")
+    wrap(output.NewRequestData, "from_request", made_request, "request", "block_ids")
     wrap(Scheduler, "_update_after_schedule", planned, "self", "scheduler_output")
     wrap(AsyncScheduler, "_update_after_schedule", trimmed, "self", "scheduler_output")
     wrap(Scheduler, "add_request", added, "self", "request")
-    wrap(Scheduler, "update_from_output", heard, "self", "scheduler_output", "model_runner_output")
+    wrap(Scheduler, "update_from_output", updated, "self", "scheduler_output", "model_runner_output")
     wrap(Scheduler, "shutdown", closed, "self")
     wrap(EngineCore, "collective_rpc", called, "self", "method", "timeout", "args", "kwargs")
 
@@ -123,23 +122,23 @@ def decision_of(scheduler_output: Any) -> Decision | None:
 
 
 def attach_report(output: Any, report: "StepReport") -> None:
-    """Let vLLM's `ModelRunnerOutput` bring a report to the scheduler."""
+    """Attach a report to vLLM's `ModelRunnerOutput`."""
     setattr(output, _REPORT, report)
 
 
 def report_of(output: Any) -> "StepReport":
-    """Return the report that vLLM's `ModelRunnerOutput` has brought; an empty one where it has none."""
+    """Return the report of vLLM's `ModelRunnerOutput`; an empty one where it has none."""
     return getattr(output, _REPORT, _NO_REPORT)
 
 
 class StepReport(NamedTuple):
-    """What the worker tells the scheduler of a step.
+    """What the worker reports of a step to the scheduler.
 
     Attributes:
-        drafted: Requests whose drafts were verified in it, real ones: vLLM's placeholders are not.
-        reading: Requests whose prompts the draft has read on in it.
-        reading_s: What that has taken of the host.
-        skipped: Requests that run without speculation for good, those that were not told before.
+        drafted: Requests whose drafts were verified in it; vLLM's placeholders do not count.
+        reading: Requests of whose prompts the draft has prefilled a part in it.
+        reading_s: Host time of that.
+        skipped: Requests that run without speculation for good, reported once.
     """
 
     drafted: frozenset[str]

@@ -1,0 +1,54 @@
+"""RequestClass: what requests of one kind (by video tokens, by sampling) have in common; whether the class rests."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_vidspec.names import CLASS_SIZES
+
+# Visual tokens up to which a request is of each of CLASS_SIZES but the last.
+_LENGTHS = (300, 600, 1200, 2400, 4800, 9600, 19200)
+_NEW_ANSWER = 0.1  # share of a new answer in the means of its class
+
+
+def class_label(num_video: int, num_image: int) -> int:
+    """Return the place in CLASS_LABELS of a request with so many video and image tokens."""
+    if not num_video and not num_image:
+        return 0
+    size = int(np.searchsorted(_LENGTHS, num_video + num_image, side="left"))
+    return 1 + (len(CLASS_SIZES) if num_video else 0) + size
+
+
+class Ended(NamedTuple):
+    """A request that has ended: place of its class in CLASS_LABELS, its verify steps and the tokens that they gave."""
+
+    label: int
+    verify_steps: int
+    verify_tokens: int
+
+
+@dataclass
+class RequestClass:
+    """What is known of a class.
+
+    Attributes:
+        label: Its place in CLASS_LABELS.
+        answer_tokens: Mean length of an answer.
+        start_s: What it takes until the draft has read a prompt; 0: not known.
+        rests: Whether its requests are not drafted for, but for a probe now and then.
+        since_probe: Requests that came since the last probe.
+    """
+
+    label: int
+    answer_tokens: float = 128.0
+    start_s: float = 0.0
+    rests: bool = False
+    since_probe: int = 0
+
+    def learn(self, answer_tokens: int, start_s: float) -> None:
+        """Take in an answer; 0 of either: not known."""
+        if answer_tokens:
+            self.answer_tokens += _NEW_ANSWER * (answer_tokens - self.answer_tokens)
+        if start_s:
+            self.start_s += (start_s - self.start_s) * (_NEW_ANSWER if self.start_s else 1.0)

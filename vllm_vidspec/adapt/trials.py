@@ -1,0 +1,88 @@
+"""Trials: when an option is tried that is not the best as far as is known; numpy only.
+
+An option is tried if it may be `WORTH` times as fast as the best, given how much its estimate is in doubt: a few
+measured steps remove the doubt. What trials and probes are expected to lose is paid from an allowance, a hundredth of
+the time that has passed.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+WORTH = 1.03  # what cannot be so much faster than the best is not tried
+TRIAL_STEPS = 4  # measured steps of a trial,
+_LONGEST_TRIAL = 16  # and steps after which it ends in any case: a draft may first have to read what it missed
+_BETWEEN = 4  # steps between two trials
+_PAUSE = 64  # and where the allowance is used up
+_UNMEASURED = 2  # steps that a change costs: they verify what the option before has drafted
+_ALLOWANCE = 0.01  # share of the time that trials and probes may cost
+_FIRST_ALLOWANCE_STEPS = 20  # and at first as much as so many steps without drafts
+
+
+@dataclass
+class Situation:
+    """What is tried at one batch size and context.
+
+    Attributes:
+        steps: How many there were.
+        rate: Tokens a second of the best option; 0: not known.
+        in_use: The best option, a place in the controller's; None: not known.
+        trial: The option that is tried; None: none is.
+        measured: Steps of the trial that were measured.
+        until: Step at which the trial ends, or the next one may begin.
+    """
+
+    steps: int = 0
+    rate: float = 0.0
+    in_use: int | None = None
+    trial: int | None = None
+    measured: int = 0
+    until: int = _BETWEEN
+
+
+class Trials:
+    """The allowance, and which option is tried.
+
+    Attributes:
+        elapsed_s: Time of all measured steps.
+        step_s: Of a step without drafts, as it was predicted last.
+    """
+
+    def __init__(self) -> None:
+        self.elapsed_s = self.step_s = self._spent_s = 0.0
+
+    def pay(self, seconds: float) -> bool:
+        """Take seconds from the allowance; return False if it has less."""
+        if self._spent_s + seconds > _ALLOWANCE * self.elapsed_s + _FIRST_ALLOWANCE_STEPS * self.step_s:
+            return False
+        self._spent_s += seconds
+        return True
+
+    @staticmethod
+    def is_due(situation: Situation) -> bool:
+        """Return whether a trial may begin; one that has run long enough ends."""
+        if situation.trial is not None and (situation.steps >= situation.until or situation.measured >= TRIAL_STEPS):
+            situation.trial, situation.until = None, situation.steps + _BETWEEN
+        return situation.trial is None and situation.steps >= situation.until
+
+    def begin(self, situation: Situation, rates: np.ndarray, hopes: np.ndarray, seconds: np.ndarray, best: int) -> int:
+        """Return the row of the option that is tried from now on, or of the best.
+
+        Args:
+            situation: Whose trial it is.
+            rates: `[m]` tokens a second of each option, as expected.
+            hopes: `[m]` the same, as it may be.
+            seconds: `[m]` of a step.
+            best: Row of the best option.
+        """
+        hopes = hopes.copy()
+        hopes[best] = 0.0
+        tried = int(hopes.argmax())
+        if hopes[tried] <= WORTH * rates[best]:
+            return best
+        loss = float(max(0.0, 1 - rates[tried] / rates[best]) * seconds[tried])
+        if not self.pay((TRIAL_STEPS + _UNMEASURED) * loss):
+            situation.until = situation.steps + _PAUSE
+            return best
+        situation.until, situation.measured = situation.steps + _LONGEST_TRIAL, 0
+        return tried
