@@ -1,0 +1,545 @@
+"""`make gpu-smoke` and `make bench-gpu` without a GPU: isolated steps, honest verdicts, rows for all that was planned."""
+
+import dataclasses
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tools.common import ROOT, cut_off, is_gone, load
+from vllm_vidspec import SUPPORTED_VLLM
+
+steps, made_up = load("scripts/gpu_steps.py"), load("scripts/made_up.py")
+plan, checks, measure = load("scripts/gpu_plan.py"), load("scripts/gpu_checks.py"), load("scripts/gpu_measure.py")
+page, suite = load("scripts/gpu_page.py"), load("scripts/gpu_suite.py")
+KERNEL_TESTS = ROOT / "tests" / "kernels"
+GIB = 2**30
+ALL = {step.name: step for part in suite.PLAN.values() for step in part}
+
+# A stand-in for gpu_steps.py: each step misbehaves in its own way.
+WORKER = """
+import faulthandler, json, os, signal, subprocess, sys, time
+names, lines, options = sys.argv[1:]
+options, file = json.loads(options), open(lines, "a")
+def end(outcome, reason="", **facts):
+    write(end=outcome, reason=reason, facts=facts, seconds=0.1)
+for name in names.split(","):
+    def write(**row):
+        file.write(json.dumps({"step": name} | row) + chr(10)); file.flush()
+    print("this is", name, flush=True)
+    match name:
+        case "environment" | "machine": end("passed", gpu="G")
+        case "doctor": end("passed", number=3)
+        case "compile": end("failed", "2 of 8 texts differ")
+        case "kernels": end("skipped", "pytest is not installed")
+        case "identity-qwen2.5-vl": end("unchecked" if options["skip_numbers"] else "passed", around=options["around"])
+        case "real-chain": os.kill(os.getpid(), signal.SIGSEGV)
+        case "real-vanilla":
+            end("passed")
+            os.kill(os.getpid(), signal.SIGABRT)
+        case "real-tree-static": end("fine")
+        case "self-draft-bf16":
+            file.write('{"step": "self-draft-bf16", "end": "pas'); file.flush()
+        case "sync-debug":
+            faulthandler.register(signal.SIGUSR1)
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+            print(child.pid, flush=True)
+            time.sleep(60)
+        case _ if name.startswith("kernel-"):
+            write(kernel=name[7:], outcome="measured", reason="", median=2.0)
+            end("passed")
+        case _ if name.startswith("engine-"):
+            engine = name[7:]
+            for batch in (1, 4):
+                write(engine=engine, method=engine.split("-")[0], graphs=True, models="m", batch=batch,
+                      outcome="measured", reason="", tokens_per_s=10.0 * batch)
+            if engine == "chain-graphs":
+                file.write('{"step": "engi'); file.flush()
+                print(os.getpid(), flush=True)
+                time.sleep(60)
+            if engine == "blind-graphs":
+                sys.exit(7)
+            bad = {"parallel-graphs": "skipped", "vanilla-eager": "failed"}
+            end(bad.get(engine, "passed"), "its reason" if engine in bad else "")
+"""
+
+
+@pytest.fixture
+def play(tmp_path, monkeypatch):
+    """`play(parts, only, *arguments)` runs steps of the stand-in; returns the exit status and the JSON."""
+    worker, out = tmp_path / "worker.py", tmp_path / "out.json"
+    worker.write_text(WORKER)
+    monkeypatch.setattr(suite, "WORKER", worker)
+    limits = {"sync-debug": 1.0, "engine-chain-graphs": 2.0}  # only who hangs meets its limit, on a busy machine too
+    slow = {
+        part: tuple(dataclasses.replace(step, timeout_s=limits.get(step.name, 100)) for step in parts)
+        for part, parts in suite.PLAN.items()
+    }
+    monkeypatch.setattr(suite, "PLAN", slow)
+    monkeypatch.setattr(suite, "SECONDS", {name: sum(step.timeout_s for step in parts) for name, parts in slow.items()})
+
+    def run(parts, only, *more):
+        arguments = ["--out", str(out), "--only", only, "--work-dir", str(tmp_path / "work"), *more]
+        return suite.main(arguments, parts), json.loads(out.read_text())
+
+    return run
+
+
+SMOKE, HALVES = ("smoke",), ("kernels", "engines")
+
+
+def test_every_way_to_fail_is_told_and_stops_nobody(play):
+    """Catches: a crash that ends the run or counts as passed, a reason without the cause, a step without a log."""
+    failing = ("compile", "real-chain", "real-vanilla", "real-tree-static", "self-draft-bf16")
+    status, found = play(SMOKE, ",".join(("environment", "doctor", "kernels", *failing)))
+    assert status == 1 and set(found["failed"]) == set(failing) and found["to_come"] == []
+    assert (found["passed"], found["skipped"]) == (["environment", "doctor"], ["kernels"])
+    records = {record["name"]: record for record in found["steps"]}
+    assert records["compile"]["reason"] == "2 of 8 texts differ"
+    assert records["real-chain"]["reason"] == "crashed (signal SIGSEGV); its last line: this is real-chain"
+    assert re.match(r"crashed \(signal SIGABRT\).*, after it had passed", records["real-vanilla"]["reason"])
+    assert records["real-tree-static"]["reason"] == records["self-draft-bf16"]["reason"] == "ended without a verdict"
+    assert records["doctor"]["facts"] == {"number": 3} and records["doctor"]["reason"] == ""
+    for name, record in records.items():
+        assert "\n" not in record["reason"] and 0 < record["seconds"] < 20
+        assert Path(record["log"]).read_text().startswith(f"this is {name}")
+    assert found["environment"] == {"gpu": "G"}
+    assert found.keys() >= {"command", "git_sha", "seconds", "device", "numbers_checked"}
+
+
+def test_a_step_that_hangs_is_killed_with_its_children(play):
+    start = time.monotonic()
+    status, found = play(SMOKE, "doctor,sync-debug")
+    assert status == 1 and time.monotonic() - start < 20 and found["passed"] == ["doctor"]
+    (hung,) = [record for record in found["steps"] if record["name"] == "sync-debug"]
+    _, child, *where = Path(hung["log"]).read_text().splitlines()
+    assert re.fullmatch(rf"timed out after \d s; its last line: {child}", hung["reason"])
+    assert any("worker.py" in line for line in where), "it does not say where it hung"
+    assert is_gone(child)
+
+
+def test_without_cuda_a_step_that_needs_it_is_skipped_and_never_passed(play):
+    """Catches: an emulated device that steps never see, unchecked numbers that are a success."""
+    only = "real-chain,identity-qwen2.5-vl"
+    status, found = play(SMOKE, only, "--device", "cpu", "--skip-numbers", "--around", "a.b:c")
+    assert status == 0 and (found["skipped"], found["unchecked"]) == (["real-chain"], ["identity-qwen2.5-vl"])
+    records = {record["name"]: record for record in found["steps"]}
+    assert records["identity-qwen2.5-vl"]["facts"] == {"around": "a.b:c"}
+    assert (records["real-chain"]["reason"], records["real-chain"]["log"]) == ("no CUDA", None)
+    assert steps.around("contextlib:ExitStack").__class__.__name__ == "ExitStack"
+    with steps.around(""):
+        pass
+
+
+def test_a_step_has_its_own_time_and_no_more_than_as_much_again(monkeypatch):
+    """Catches: a step that hangs and takes another's time; together longer than the pages say."""
+    now = 100.0
+    monkeypatch.setattr(suite.time, "monotonic", lambda: now)
+    given = []
+    # The second takes all it has, the third is killed and takes a moment more.
+    for limit, seconds in zip(suite.budgets([10, 20, 30, 40, 5]), (3, 27, 32, 1, 0), strict=True):
+        given.append(limit)
+        now += seconds
+    assert given == [10, 27, 30, 40, 10]
+
+
+def test_an_old_verdict_is_not_taken_for_a_new_one(play, tmp_path):
+    """Catches: a step that crashes in a work directory where it once passed."""
+    (tmp_path / "work").mkdir()
+    stale = {"step": "real-chain", "end": "passed", "reason": "", "facts": {}, "seconds": 1}
+    (tmp_path / "work" / "real-chain.jsonl").write_text(json.dumps(stale) + "\n")
+    assert play(SMOKE, "real-chain")[1]["failed"] == ["real-chain"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "only", "hangs", "done"),
+    [
+        (SMOKE, "doctor,compile,sync-debug,two-ranks", "sync-debug", ["doctor", "compile"]),
+        (HALVES, "kernel-accept,engine-vanilla-graphs,engine-chain-graphs,engine-chain-eager", "engine-chain-graphs",
+         ["kernel-accept", "engine-vanilla-graphs"]),
+    ],
+    ids=["checks", "measurements"],
+)  # fmt: skip
+def test_an_interrupted_run_leaves_what_was_found(tmp_path, parts, only, hangs, done):
+    """Catches: a file that is written at the end, or not as a whole; a step that outlives the run; steps to come that
+    look as if nobody planned them."""
+    (tmp_path / "worker.py").write_text(WORKER)
+    out, work = tmp_path / "out.json", tmp_path / "work"
+    code = f"""
+import pathlib, sys; sys.path.insert(0, {str(ROOT / "scripts")!r})
+import gpu_suite as suite
+suite.WORKER = pathlib.Path({str(tmp_path / "worker.py")!r})
+suite.command(lambda: suite.main(parts={parts!r}))
+"""
+    arguments = ["--out", str(out), "--work-dir", str(work), "--only", only]
+    cut_off([sys.executable, "-c", code, *arguments], work / f"{hangs}.log")
+    found = json.loads(out.read_text())
+    assert [step["name"] for step in found["steps"]] == done
+    assert hangs in found["to_come"] and len(found["to_come"]) == 2
+    assert len(found["rows"]) == (4 if parts == HALVES else 0)  # one of a kernel, two of an engine, one it did not give
+
+
+def test_every_planned_row_is_there_whatever_became_of_its_engine(play):
+    """Catches: a crash or a time-out that takes measured rows with it, or leaves a planned one out without a word."""
+    names = ("vanilla-graphs", "chain-graphs", "blind-graphs", "parallel-graphs", "vanilla-eager")
+    only = "machine," + ",".join(f"engine-{name}" for name in names)
+    status, found = play(HALVES, only, "--half", "2")
+    assert status == 1
+    by_key = {(row["engine"], row["batch"]): row for row in found["rows"]}
+    assert set(by_key) == {(name, batch) for name in names for batch in (1, 4, 8)}
+    assert all(by_key[name, batch]["outcome"] == "measured" for name in names for batch in (1, 4))
+    why = {name: (by_key[name, 8]["outcome"], by_key[name, 8]["reason"]) for name in names}
+    assert why["vanilla-graphs"][1] == "it left no row"
+    assert why["chain-graphs"][0] == "failed" and why["chain-graphs"][1].startswith("timed out after ")
+    assert why["blind-graphs"] == ("failed", "crashed (exit status 7); its last line: this is engine-blind-graphs")
+    assert why["parallel-graphs"] == ("skipped", "its reason") and why["vanilla-eager"] == ("failed", "its reason")
+    assert by_key["parallel-graphs", 4]["speedup"] == 1.0
+    assert found["environment"]["gpu"] == "G" and "--half 2" in found["command"]
+
+
+def test_a_half_keeps_the_other_halfs_rows(play, monkeypatch):
+    """Catches: a second half that throws the first away, or is put together with one of another commit."""
+    play(HALVES, "machine,kernel-accept", "--half", "1")
+    _, both = play(HALVES, "machine,engine-vanilla-graphs", "--half", "2")
+    assert [row["step"] for row in both["rows"]] == ["kernel-accept"] + ["engine-vanilla-graphs"] * 3
+    assert both["passed"] == ["kernel-accept", "machine", "engine-vanilla-graphs"]
+    assert "--half 1" in both["command"] and "--half 2" in both["command"]
+    _, again = play(HALVES, "machine,engine-vanilla-graphs", "--half", "2")
+    assert again["rows"] == both["rows"]
+    monkeypatch.setattr(suite, "git_sha", lambda: "another")
+    with pytest.raises(ValueError, match="another commit"):
+        play(HALVES, "machine,kernel-accept", "--half", "1")
+
+
+def test_a_dry_run_is_one_process_whose_last_step_alone_can_crash_it(play):
+    """Catches: steps that a later one's crash takes with it."""
+    _, found = play(HALVES, "kernel-accept,engine-blind-graphs", "--dry-run")
+    assert (found["passed"], found["failed"]) == (["kernel-accept"], ["engine-blind-graphs"])
+    assert found["note"] == page.DRY_RUN and {row.get("batch") for row in found["rows"]} == {None, 1, 4}
+
+
+@pytest.mark.parametrize("parts", [SMOKE, HALVES])
+def test_unknown_steps_are_refused(capsys, parts):
+    """Catches: a misspelt step that runs nothing and passes."""
+    with pytest.raises(SystemExit):
+        suite.main(["--only", "kernles"], parts)
+    assert "no step 'kernles'" in capsys.readouterr().err
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_holds_every_step_kernel_and_engine():
+    """Catches: a step without a function, a kernel that nobody measures, engines compared with no vanilla, peers that
+    compile before a figure of ours is there."""
+    import bench_kernels
+
+    assert ALL.keys() == steps.steps().keys() and set(steps.WITHOUT_NUMBERS) < ALL.keys()
+    assert set(plan.KERNELS) == set(plan.TINY_KERNELS) == set(bench_kernels.KERNELS)
+    engines = plan.ENGINES.values()
+    assert {engine.method for engine in engines} == {"vanilla", "chain", "tree-static", "parallel", "blind"}
+    for method in ("vanilla", "chain", "tree-static"):
+        assert {engine.graphs for engine in engines if engine.method == method} == {True, False}
+    assert [row["batch"] for row in suite.expected_rows("engine-chain-graphs")] == [1, 4, 8]
+    assert suite.expected_rows("kernel-accept") == [{"kernel": "accept"}] == suite.expected_rows("peers-accept")
+    assert suite.expected_rows("machine") == []
+    last = [step.name for step in suite.PLAN["kernels"]][-len(plan.WITH_PEERS) :]
+    assert last == [f"peers-{kernel}" for kernel in plan.WITH_PEERS]
+
+
+def test_all_time_outs_fit_into_what_the_pages_say():
+    """Catches: a step whose time-out the pages' time does not hold."""
+    page, makefile = (ROOT / "docs" / "gpu.md").read_text(), (ROOT / "Makefile").read_text()
+    assert suite.SECONDS["smoke"] == 600 and "600 s" in page and "The first ten minutes on a GPU" in makefile
+    assert all(f"| {half} | {suite.SECONDS[part]} s |" in page for half, part in suite.HALVES.items())
+    assert sum(suite.SECONDS[part] for part in HALVES) <= 18 * 60
+    assert "in 18 minutes" in suite.__doc__ and "in 18 minutes at most" in page
+    assert "Eighteen minutes on a GPU" in makefile
+
+
+def test_peers_are_measured_only_where_they_are_asked_for():
+    from peers import attention
+
+    for all_of_them, dry_run, count in ((False, False, 1), (True, False, 5)):
+        with measure.chosen_peers(all_of_them, dry_run):
+            assert len(attention.PEERS) == count
+    assert len(attention.PEERS) == 5
+
+
+def test_every_axis_of_the_plan_is_one_of_the_kernels():
+    """Catches: a size that replaces nothing because its axis has another name, and runs for minutes instead."""
+    for kernel in plan.KERNELS:
+        axes = importlib.import_module(f"kernel_cases.{kernel}").AXES
+        for given in (*plan.KERNELS[kernel], *plan.TINY_KERNELS[kernel]):
+            assert given.partition("=")[0] in axes, (kernel, given)
+
+
+def test_the_forced_lengths_are_those_that_are_published():
+    """Catches: an acceptance of one's own choice, the length of another method or pair."""
+    forced = load("scripts/forced_acceptance.py")
+    lengths = {engine.method: plan.published_of(engine) for engine in plan.ENGINES.values()}
+    assert lengths == {
+        "vanilla": (None, None), "chain": (3.37, 1.26), "tree-static": (4.18, 2.11), "parallel": (4.23, 2.40),
+        "blind": (2.76, 1.38),
+    }  # fmt: skip
+    for engine in plan.ENGINES.values():
+        if engine.num_drafts:
+            forced.rate_for(lengths[engine.method][0], engine.depth)
+
+
+def test_what_fits_on_which_card():
+    """Catches: an engine that dies for want of memory after a minute; a refusal without its numbers."""
+    sizes, vanilla, chain = plan.Sizes(), plan.ENGINES["vanilla-graphs"], plan.ENGINES["chain-graphs"]
+    h100, h200 = 79 * GIB, 139 * GIB
+    assert [plan.chosen_models("auto", sizes, total) for total in (h100, h200)] == ["32b-fp8", "32b-bf16"]
+    assert plan.chosen_models("72b-fp8", sizes, h100) == "72b-fp8"
+    fp8 = plan.MODELS["32b-fp8"]
+    assert not plan.does_not_fit(fp8, chain, 4, sizes, h100)
+    assert re.fullmatch(r"needs \d+ GiB, the device has 79 GiB", plan.does_not_fit(fp8, chain, 8, sizes, h100))
+    assert not plan.does_not_fit(fp8, chain, 8, sizes, h200)
+    assert plan.does_not_fit(plan.MODELS["72b-fp8"], vanilla, 1, sizes, h100)
+    least = plan.memory_of(fp8, vanilla, 4, sizes).total
+    assert all(plan.memory_of(fp8, engine, 4, sizes).total >= least for engine in plan.ENGINES.values())
+
+
+def test_published_sizes_are_what_their_names_say():
+    """Catches: a digit that is wrong in a shape; the number of weights is published, too."""
+    billions = {name: shape.weight_bytes(False) / 2e9 for name, shape in made_up.SHAPES.items()}
+    published = {"3b": 3.75, "7b": 8.29, "32b": 33.45, "72b": 73.41, "qwen3-2b": 2.13, "qwen3-8b": 8.77}
+    assert billions == pytest.approx(published, abs=0.08)
+    assert made_up.SHAPES["32b"].kv_bytes_per_token == 262_144 and made_up.SHAPES["7b"].kv_bytes_per_token == 57_344
+    assert plan.Video().num_tokens == 25_088, "128 frames, as in the papers"
+
+
+# ---- the steps -------------------------------------------------------------------------------------------------------
+
+
+def verdict(name, step, **context):
+    """Return the last line that a step writes."""
+    lines = []
+    steps.run(name, steps.Context(write=lines.append, **context), step)
+    return lines[-1]
+
+
+def test_a_steps_own_verdicts(monkeypatch):
+    """Catches: an exception that counts as passed, numbers that count although nothing computed them, a traceback
+    where one word is enough."""
+
+    def raises(error):
+        def step(context):
+            raise error
+
+        return step
+
+    fine = lambda context: {"a": 1}  # noqa: E731
+    assert verdict("kernels", fine)["reason"] == "torch sees no CUDA device"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = verdict("kernels", raises(steps.SkippedError("no pytest")))
+    assert (found["end"], found["reason"], found["facts"]) == ("skipped", "no pytest", {})
+    assert verdict("kernels", raises(steps.StepFailedError("differs")))["end"] == "failed"
+    broken = verdict("kernels", raises(RuntimeError("CUDA error:\n  launch failed")))
+    assert broken["end"] == "failed"
+    assert broken["reason"].startswith("RuntimeError: CUDA error: launch failed (test_gpu_runner.py:")
+    assert verdict("kernels", fine)["end"] == "passed" and verdict("kernels", fine)["facts"] == {"a": 1}
+    assert verdict("kernels", fine, skip_numbers=True)["end"] == "unchecked"
+    assert verdict("compile", fine, skip_numbers=True)["end"] == "passed"
+    monkeypatch.setattr(measure.importlib.util, "find_spec", lambda name: None)
+    found = verdict("engine-chain-graphs", None)
+    assert (found["end"], found["reason"]) == ("skipped", "vLLM is not installed")
+
+
+def test_every_kernel_is_among_those_that_the_device_is_asked_for():
+    """Catches: a kernel's test that was renamed, and that no GPU runs any more."""
+    parts = checks.KERNEL_TESTS.split(" or ")
+    for source in (ROOT / "kernels" / "vidspec_kernels").glob("*.py"):
+        if re.search(r"^def _\w+_kernel\(", source.read_text(), re.MULTILINE):  # others are parts of kernels
+            tests = re.findall(r"^def (test_\w+)", (KERNEL_TESTS / f"test_{source.name}").read_text(), re.MULTILINE)
+            assert any(part in test for part in parts for test in tests), f"nothing runs {source.name}"
+    everything = "".join(path.read_text() for path in KERNEL_TESTS.glob("test_*.py"))
+    assert all(part in everything for part in parts), "a part of the selection that selects nothing"
+
+
+def test_what_is_watched_for_synchronisation_is_there():
+    """Catches: a method of the engine that has moved, before a GPU is there to say so."""
+    pytest.importorskip("vllm")
+    from vllm_vidspec.engine.speculator import VidSpecSpeculator
+    from vllm_vidspec.engine.verify.verifier import CoupledVerifier
+
+    owners = {"speculator": VidSpecSpeculator, "verifier": CoupledVerifier}
+    watched = re.findall(r"(\w+)\.(\w+) = watched\(", Path(checks.__file__).read_text())
+    assert {owner for owner, _ in watched} == owners.keys()
+    assert all(hasattr(owners[owner], name) for owner, name in watched)
+
+
+def test_doctor_where_the_repository_is_not_installed(monkeypatch):
+    """Catches: the very use that the page tells of, which fails for want of an entry point."""
+    pytest.importorskip("vllm")
+    from vllm_vidspec import doctor
+
+    ok = doctor.Check("python", "ok", "3.11")
+    monkeypatch.setattr(doctor.metadata, "entry_points", lambda **kwargs: [])
+    monkeypatch.setattr(doctor, "_CHECKS", (("python", lambda: [ok]), ("plugin", doctor._plugin)))
+    monkeypatch.setattr(doctor, "_bundled_pairs", list)
+    assert [check.status for check in doctor.run_checks()] == ["ok", "fail"]
+    assert checks.doctor(steps.Context()) == {"python": "ok", "plugin": "ok"}
+    monkeypatch.setattr(doctor, "check_hook", lambda register: doctor.Check("plugin", "fail", "not hooked"))
+    with pytest.raises(steps.StepFailedError, match="not hooked"):
+        checks.doctor(steps.Context())
+
+
+def test_a_kernel_that_does_not_compile_is_named(monkeypatch):
+    """Catches: a part that fails and nobody hears of, a device of which nothing is known that counts as compiled."""
+    # The report itself turns the interpreter off for whoever imports it.
+    monkeypatch.setitem(sys.modules, "compile_report", SimpleNamespace(ARCHS={90: None}))
+    monkeypatch.setattr(checks.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (1, 2))
+    with pytest.raises(steps.SkippedError, match="sm_12"):
+        checks.compile_kernels(steps.Context())
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+
+    def start(command, **kwargs):
+        broken = command[-1] == "1/2"
+        line = "draw 152k\nno such instruction" if broken else "accept K5"
+        return real([sys.executable, "-c", f"print({line!r}); raise SystemExit({int(broken)})"], **kwargs)
+
+    real = subprocess.Popen
+    monkeypatch.setattr(checks.subprocess, "Popen", start)
+    with pytest.raises(steps.StepFailedError, match="ended with 1: draw 152k no such instruction"):
+        checks.compile_kernels(steps.Context())
+
+
+def test_engines_are_told_what_the_plan_says():
+    """Catches: acceptance that is forced on nobody or twice, a memory that is not the same for all, a graph too few."""
+    sizes, models = plan.Sizes(), plan.MODELS["32b-fp8"]
+    where = {"target": "T", "draft": "D"}
+    kwargs = {n: measure.llm_kwargs(e, models, where, sizes, (1, 4)) for n, e in plan.ENGINES.items()}
+    assert "speculative_config" not in kwargs["vanilla-graphs"]
+    blind = kwargs["blind-graphs"]["speculative_config"]
+    assert blind["rejection_sample_method"] == "synthetic"
+    assert 1 + sum(blind["synthetic_acceptance_rates"]) == pytest.approx(2.76)
+    ours = kwargs["tree-static-graphs"]["speculative_config"]
+    assert ours["method"] == "vidspec" and ours["draft"] == "tree-static" and ours["num_speculative_tokens"] == 25
+    assert not [name for name in ours if "synthetic" in name]
+    assert kwargs["parallel-graphs"]["speculative_config"]["parallel"] == {"device": "cuda:0"}
+    assert kwargs["chain-graphs"]["compilation_config"]["cudagraph_capture_sizes"] == [1, 4, 6, 24]
+    assert kwargs["chain-eager"]["enforce_eager"] and "compilation_config" not in kwargs["chain-eager"]
+    for name, one in kwargs.items():
+        cache = plan.memory_of(models, plan.ENGINES[name], 4, sizes).cache
+        assert one["kv_cache_memory_bytes"] >= cache and one["max_num_seqs"] == 4 and one["load_format"] == "dummy"
+        assert not one["enable_prefix_caching"]
+
+
+@pytest.mark.parametrize("name", [*made_up.PAIRS, *plan.MODELS])
+def test_made_up_pairs_are_accepted(tmp_path, name):
+    """Catches: shapes that start-up refuses, weights in a directory that should have none."""
+    pytest.importorskip("transformers")
+    from vllm_vidspec import assets
+    from vllm_vidspec.doctor import check_pair
+
+    if name in plan.MODELS:
+        models, share = plan.MODELS[name], 1
+        where, sizes = measure.checkpoints(models, plan.Sizes(), tmp_path), (models.target, models.draft)
+    else:
+        bundled, share = {role: assets.checkpoint(name, role) for role in assets.PAIR}, 2
+        where, sizes = made_up.whole_pair(name, bundled, tmp_path, share), made_up.PAIRS[name][:2]
+    assert check_pair(where["target"], where["draft"]).status == "ok"
+    assert not list(tmp_path.rglob("*.safetensors"))
+    for role, size in zip(assets.PAIR, sizes, strict=True):
+        config, shape = json.loads(Path(where[role], "config.json").read_text()), made_up.SHAPES[size]
+        text = config["text_config"]
+        assert (text["hidden_size"], text["num_hidden_layers"]) == (shape.hidden_size, shape.num_hidden_layers // share)
+        head_size = text["hidden_size"] // text["num_attention_heads"]
+        assert head_size == 128 == 2 * sum(text["rope_parameters"]["mrope_section"])
+        assert text["max_position_embeddings"] > plan.Sizes().max_model_len(plan.ENGINES["chain-eager"])
+        assert ("quantization_config" in config) == (name in plan.MODELS and plan.MODELS[name].fp8)
+        assert config["vision_config"]["depth"] == shape.vision["depth"]
+        assert config["vision_config"]["out_hidden_size"] == shape.hidden_size
+        processor = json.loads(Path(where[role], "processor_config.json").read_text())
+        assert processor["video_processor"]["patch_size"] == config["vision_config"]["patch_size"]
+
+
+# A product that names no precision, compiled for Hopper.
+PRODUCT = """
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+@triton.jit
+def kernel(a, b, c):
+    where = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(c + where, tl.dot(tl.load(a + where), tl.load(b + where)))
+
+source = ASTSource(kernel, dict.fromkeys("abc", "*fp32"))
+print("tf32" if "tf32" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ttgir"] else "ieee")
+"""
+
+
+@pytest.mark.parametrize("version", SUPPORTED_VLLM)
+def test_fp32_products_are_ieee_where_the_triton_of_each_vllm_is_told(tmp_path, version):
+    """vLLM's own attention names no precision. Catches: a Triton that no longer reads the variable, and texts that
+    differ from vanilla's by TF32 alone; a cached binary that was compiled without it."""
+    sources = load("scripts/setup_cuda_host.py").sources_of(version)
+    if sources is None:
+        pytest.skip("setup-cuda-host has not been run")
+    file, python = tmp_path / "product.py", sources.parents[3] / "bin" / "python"
+    file.write_text(PRODUCT)
+    plain = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
+    plain |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_BACKENDS_IN_TREE": "1"}
+    found = [
+        subprocess.run([python, file], env=env, capture_output=True, text=True, check=True).stdout.strip()
+        for env in (plain, plain | {"TRITON_F32_DEFAULT": suite.ENVIRONMENT["TRITON_F32_DEFAULT"]})
+    ]
+    assert found == ["tf32", "ieee"]
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_what_was_measured_or_says_that_nothing_was():
+    """Catches: a figure that was written by hand, a page that lags behind its data."""
+    text = page.PAGE.read_text()
+    assert text == page.render(page.stored()), "run scripts/gpu_suite.py --page"
+    if page.stored() is None:
+        assert "No GPU has run this suite yet" in text and not re.search(r"\d+\.\d+ (ms|µs|x)", text)
+
+
+RESULT = {
+    "note": "",
+    "command": "python scripts/gpu_suite.py",
+    "git_sha": "0123456789abcdef",
+    "seconds": 9.0,
+    "environment": {"gpu": "G", "date": "today", "versions": {"torch": "2"}},
+    "rows": [
+        {"kernel": "draw", "case": "num_reqs=1", "impl": "triton", "outcome": "measured", "median": 4.0, "floor": 1.0},
+        {"kernel": "tree_attention", "outcome": "failed", "reason": "timed out | x"},
+        {
+            "engine": "chain-graphs", "batch": 4, "outcome": "measured", "models": "32b-fp8", "acceptance": "forced",
+            "step_ms": 20.0, "step_ms_low": 19.0, "step_ms_high": 21.0, "acceptance_length": 3.4, "tau_of": "SD",
+            "acceptance_length_wanted": 3.37, "propose_ms": 5.0, "tokens_per_s": 170.0, "speedup": 1.5,
+            "published_speedup": 1.26,
+        },
+        {"engine": "chain-graphs", "batch": 8, "outcome": "refused", "reason": "needs 98 GiB, the device has 79 GiB"},
+    ],
+}  # fmt: skip
+
+
+def test_the_page_says_of_every_figure_what_it_is():
+    """Catches: forced acceptance that reads as measured, a row that failed and is not told, a dry run's numbers."""
+    text = page.render(RESULT)
+    assert "| `draw` | num_reqs=1 | triton | 4.0 | 1.00 | 25 % |" in text
+    assert (
+        "| chain-graphs | 4 | 32b-fp8 | 20.00 (19.00 to 21.00) | 5.00 | forced 3.40 (3.37, SD) | forced 170.0 |" in text
+    )
+    assert "| forced 1.50 | 1.26 |" in text and "failed: timed out / x" in text and "refused: needs 98 GiB" in text
+    assert all(word in text for word in ("**Measured**", "**Forced**", "**Published**"))
+    assert len({line.count("|") for line in text.splitlines() if "chain-graphs" in line}) == 1
+    with pytest.raises(ValueError, match="mean nothing"):
+        page.render(RESULT | {"note": page.DRY_RUN})
