@@ -16,7 +16,6 @@ step of the running requests from its arrival on, and from its first token on: b
 and the draft has not.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -40,6 +39,7 @@ RUNNING, DRAFTED_TOKENS = 2, 48
 SECONDS = ("first_token_s", "longest_step_s", "longest_later_step_s")
 NOW, BEFORE = "now", "before"
 ARRIVING = "arriving"
+Answers = list[dict[str, Any]]  # of an engine, by round
 
 
 def answer(drafting: str, max_batch: int) -> int:
@@ -177,88 +177,84 @@ def checkout_of(commit: str) -> Iterator[Path]:
             subprocess.run([*git, "remove", "--force", str(path)], check=True)
 
 
-def compare(before: Path, drafting: str, batch_sizes: list[int], rounds: int) -> list[dict[str, Any]]:
-    """Return a row per batch size."""
-    engines = {name: Engine(path, drafting, max(batch_sizes)) for name, path in ((BEFORE, before), (NOW, ROOT))}
-    rows = []
-    for batch_size in batch_sizes:
-        rates: dict[str, list[float]] = {BEFORE: [], NOW: []}
-        same = True
-        for turn in range(rounds + 1):
-            found = {name: engines[name].ask(batch_size) for name in (list(engines) if turn % 2 else [*engines][::-1])}
-            same &= found[BEFORE]["tokens"] == found[NOW]["tokens"]
-            if turn:
-                for name, answered in found.items():
-                    rates[name].append(answered["rate"])
-        ratios = [now / old for now, old in zip(rates[NOW], rates[BEFORE], strict=True)]
-        p20, p80 = np.quantile(ratios, [0.2, 0.8])
-        rows.append(
-            {
-                "drafting": drafting, "batch_size": batch_size, "rounds": rounds,
-                "before_tokens_per_s": round(statistics.median(rates[BEFORE]), 1),
-                "now_tokens_per_s": round(statistics.median(rates[NOW]), 1),
-                "ratio": round(statistics.median(ratios), 3),
-                "ratio_p20": round(float(p20), 3), "ratio_p80": round(float(p80), 3), "same_tokens": same,
-            }
-        )  # fmt: skip
-        print(json.dumps(rows[-1]), flush=True)
-    for engine in engines.values():
-        engine.close()
-    return rows
+def in_turns(before: Path, shape: str, sizes: list[int], rounds: int) -> Iterator[tuple[int, Answers, Answers, bool]]:
+    """Let an engine of each checkout answer in turns, who comes first changing with every round.
 
+    Args:
+        before: The earlier checkout.
+        shape: What drafts, or ARRIVING.
+        sizes: What both are asked, one after the other.
+        rounds: Of each size, after a warm-up.
 
-def compare_arrivals(before: Path, sizes: list[int], rounds: int) -> list[dict[str, Any]]:
-    """Return a row per size of the video that arrives, in tokens."""
-    engines = {name: Engine(path, ARRIVING, max(sizes)) for name, path in ((BEFORE, before), (NOW, ROOT))}
-    rows = []
+    Yields:
+        A size, the answers of the earlier checkout and of this one by round, and whether all tokens are the same.
+    """
+    engines = {name: Engine(path, shape, max(sizes)) for name, path in ((BEFORE, before), (NOW, ROOT))}
     for size in sizes:
-        found: dict[str, list[dict[str, Any]]] = {BEFORE: [], NOW: []}
+        found: dict[str, Answers] = {BEFORE: [], NOW: []}
         for turn in range(rounds + 1):
-            for name in list(engines) if turn % 2 else [*engines][::-1]:
+            for name in engines if turn % 2 else reversed(engines):
                 found[name].append(engines[name].ask(size))
-        row: dict[str, Any] = {"video_tokens": size, "rounds": rounds}
-        for what in SECONDS:
-            old, now = ([one[what] for one in found[name][1:]] for name in (BEFORE, NOW))
-            ratios = [b / a for a, b in zip(old, now, strict=True)]
-            row[f"{what.removesuffix('_s')}_ratio"] = round(statistics.median(ratios), 3)
-            row[f"{what.removesuffix('_s')}_ratios"] = [round(ratio, 3) for ratio in sorted(ratios)]
-            row[f"before_{what}"], row[f"now_{what}"] = (
-                round(statistics.median(old), 3),
-                round(statistics.median(now), 3),
-            )
-        same = [one["tokens"] == other["tokens"] for one, other in zip(found[BEFORE], found[NOW], strict=True)]
-        rows.append(row | {"same_tokens": all(same)})
-        print(json.dumps(rows[-1]), flush=True)
+        same = [old["tokens"] == now["tokens"] for old, now in zip(found[BEFORE], found[NOW], strict=True)]
+        yield size, found[BEFORE][1:], found[NOW][1:], all(same)
     for engine in engines.values():
         engine.close()
-    return rows
+
+
+def ratios_of(before: Answers, now: Answers, figure: str) -> tuple[float, float, list[float]]:
+    """Return the medians of a figure, and the ratios of now to before by round."""
+    old, new = ([answer[figure] for answer in answers] for answers in (before, now))
+    return statistics.median(old), statistics.median(new), [b / a for a, b in zip(old, new, strict=True)]
+
+
+def compare(before: Path, drafting: str, batch_sizes: list[int], rounds: int) -> Iterator[dict[str, Any]]:
+    """Yield a row per batch size."""
+    for batch_size, old, now, same in in_turns(before, drafting, batch_sizes, rounds):
+        old_rate, now_rate, ratios = ratios_of(old, now, "rate")
+        p20, p80 = np.quantile(ratios, [0.2, 0.8])
+        yield {
+            "drafting": drafting, "batch_size": batch_size, "rounds": rounds,
+            "before_tokens_per_s": round(old_rate, 1), "now_tokens_per_s": round(now_rate, 1),
+            "ratio": round(statistics.median(ratios), 3),
+            "ratio_p20": round(float(p20), 3), "ratio_p80": round(float(p80), 3), "same_tokens": same,
+        }  # fmt: skip
+
+
+def compare_arrivals(before: Path, sizes: list[int], rounds: int) -> Iterator[dict[str, Any]]:
+    """Yield a row per size of the video that arrives, in tokens."""
+    for size, old, now, same in in_turns(before, ARRIVING, sizes, rounds):
+        row: dict[str, Any] = {"video_tokens": size, "rounds": rounds}
+        for figure in SECONDS:
+            name = figure.removesuffix("_s")
+            old_s, now_s, ratios = ratios_of(old, now, figure)
+            row |= {
+                f"{name}_ratio": round(statistics.median(ratios), 3),
+                f"{name}_ratios": [round(ratio, 3) for ratio in sorted(ratios)],
+                f"before_{figure}": round(old_s, 3), f"now_{figure}": round(now_s, 3),
+            }  # fmt: skip
+        yield row | {"same_tokens": same}
+
+
+def measure(options: Any) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the command line's comparison."""
+    with checkout_of(options.commit) as before:
+        if options.arriving:
+            yield from compare_arrivals(before, options.arriving, options.rounds)
+            return
+        for drafting in options.drafting:
+            yield from compare(before, drafting, options.batch, options.rounds)
 
 
 def main() -> int:
-    """Run the benchmark."""
+    """Run the benchmark, or one engine of it."""
     if sys.argv[1:3] == ["--answer", ARRIVING]:
         return answer_arrivals(int(sys.argv[3]))
     if sys.argv[1:2] == ["--answer"]:
         return answer(sys.argv[2], int(sys.argv[3]))
-    sys.path.insert(0, str(ROOT))
-    from vllm_vidspec.tools.provenance import provenance
+    import harness  # not in an engine's process, whose code is of the checkout in its path
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("commit", help="the earlier one")
-    parser.add_argument("--drafting", default="chain,tree-static,tree-adaptive")
-    parser.add_argument("--batch", default="1,16")
-    parser.add_argument("--arriving", help="tokens of videos that arrive, instead of decoding alone")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    batch_sizes, rows = [int(size) for size in options.batch.split(",")], []
-    with checkout_of(options.commit) as before:
-        if options.arriving:
-            rows += compare_arrivals(before, [int(size) for size in options.arriving.split(",")], options.rounds)
-        for drafting in [] if options.arriving else options.drafting.split(","):
-            rows += compare(before, drafting, batch_sizes, options.rounds)
-    if options.json:
-        options.json.write_text(json.dumps({"rows": rows, "provenance": provenance()}, indent=1) + "\n")
+    shapes = ["chain", "tree-static", "tree-adaptive"]
+    harness.command(__doc__, measure, "commit", drafting=shapes, batch=[1, 16], arriving=[], rounds=5)
     return 0
 
 

@@ -138,21 +138,26 @@ def in_turns(run: Callable[[bool], tuple[float, float]], rounds: int, name: str,
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def command(doc: str | None, measure: Callable[[argparse.Namespace], Iterable[Row]], /, **defaults: Any) -> list[Row]:
+def command(
+    doc: str | None, measure: Callable[[argparse.Namespace], Iterable[Row]], /, *positional: str, **defaults: Any
+) -> list[Row]:
     """Run a benchmark: print its rows as they come, write them with provenance to `--json`, and return them.
 
     Args:
         doc: The benchmark's docstring.
         measure: Options -> rows.
-        defaults: Its options. A list is given with commas.
+        positional: Names of its required arguments.
+        defaults: Its options. A list is given with commas, an empty one of numbers.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in positional:
+        parser.add_argument(name)
     for name, default in defaults.items():
         flag = "--" + name.replace("_", "-")
         if isinstance(default, bool):
             parser.add_argument(flag, action="store_true")
         elif isinstance(default, list):
-            kind = type(default[0])
+            kind = type(default[0]) if default else int
             parse: Callable[[str], Any] = lambda text, kind=kind: [kind(part) for part in text.split(",")]  # noqa: E731
             parser.add_argument(flag, type=parse, default=default, help="with commas; default: %(default)s")
         else:

@@ -8,8 +8,8 @@ import pytest
 from null_gpu.conftest import ROOT, TIMEOUT_S
 
 sys.path.insert(0, str(ROOT / "scripts"))
-import gpu_plan  # noqa: E402
-import gpu_suite as suite  # noqa: E402
+import gpu_plan
+import gpu_suite as suite
 
 
 @pytest.mark.slow

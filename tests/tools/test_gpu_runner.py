@@ -1,4 +1,4 @@
-"""`make gpu-smoke` and `make bench-gpu` without a GPU: isolated steps, honest verdicts, rows for all that was planned."""
+"""`make gpu-smoke` and `make bench-gpu` without a GPU: isolated steps, honest verdicts, every planned row."""
 
 import dataclasses
 import importlib

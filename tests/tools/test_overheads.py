@@ -9,8 +9,8 @@ import pytest
 from tools.common import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import bench_overheads as overheads  # noqa: E402
-import harness  # noqa: E402
+import bench_overheads as overheads
+import harness
 
 
 @pytest.fixture
