@@ -89,14 +89,9 @@ def _compare(vanilla: Reply, ours: Reply) -> tuple[str, str]:
     for index, expected in vanilla.choices.items():
         got = ours.choices[index]
         if got.token_ids != expected.token_ids:
-            place = next(
-                (
-                    i
-                    for i, pair in enumerate(zip(expected.token_ids, got.token_ids, strict=False))
-                    if pair[0] != pair[1]
-                ),
-                min(len(expected.token_ids), len(got.token_ids)),
-            )
+            pairs = enumerate(zip(expected.token_ids, got.token_ids, strict=False))
+            shorter = min(len(expected.token_ids), len(got.token_ids))
+            place = next((i for i, (a, b) in pairs if a != b), shorter)
             said = [choice.token_ids[place : place + 3] for choice in (expected, got)]
             return "wrong", f"answer {index} differs from token {place} on: {said[0]} and {said[1]}"
         if (got.text, got.finish_reason) != (expected.text, expected.finish_reason):

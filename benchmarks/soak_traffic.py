@@ -43,7 +43,7 @@ _ABOUT = {
     "chat of two turns": 2,
     "too long": 1,
 }
-# What it asks of verification; vanilla never hears it. "strict" in the second place: held to vanilla's tokens, because
+# What it asks of verification; vanilla is not asked. "strict" in the second place: held to vanilla's tokens, because
 # these let no mismatch stand.
 _SCORERS: tuple[tuple[dict[str, Any], str, int], ...] = (
     ({}, SAME, 10),
@@ -67,8 +67,8 @@ class Ask:
         body: Of the first request, without `own`.
         rule: What the answer is held to; see `soak_judge.verdict`.
         own: Fields for our server alone.
-        close_after: The client closes the stream after so many pieces; None: it listens to the end.
-        next_turn: What it says once the first answer is there.
+        close_after: The client closes the stream after so many chunks; None: it reads to the end.
+        next_turn: The user's message after the first answer.
         traits: What else is special, for the counts.
     """
 
@@ -233,7 +233,7 @@ def _encoded(frame: np.ndarray, form: str) -> str:
 
 
 def send(client: httpx.Client, base_url: str, ask: Ask, is_ours: bool) -> list[Reply]:
-    """Do what a client does; return what it was told, a reply for each turn that came about."""
+    """Send a client's requests; return a reply for each turn that took place."""
     body = ask.body | (ask.own if is_ours else {})
     replies = [_send(client, base_url + ask.path, body, ask.close_after)]
     first = replies[0]
@@ -262,7 +262,7 @@ def _send_once(client: httpx.Client, url: str, body: dict[str, Any], close_after
             if answer.status_code != 200:
                 reply.error = answer.read().decode(errors="replace")[:300]
             elif body.get("stream"):
-                _hear(answer, reply, close_after)
+                _read_stream(answer, reply, close_after)
             else:
                 for choice in json.loads(answer.read())["choices"]:
                     _take(reply, choice, choice.get("message", choice))
@@ -271,8 +271,8 @@ def _send_once(client: httpx.Client, url: str, body: dict[str, Any], close_after
     return reply
 
 
-def _hear(answer: httpx.Response, reply: Reply, close_after: int | None) -> None:
-    """Read a stream to its end, or so many of its pieces; who called closes it."""
+def _read_stream(answer: httpx.Response, reply: Reply, close_after: int | None) -> None:
+    """Read a stream to its end, or so many of its chunks; the caller closes it."""
     count = 0
     for event in _events(answer):
         if "error" in event:
@@ -293,16 +293,16 @@ def _events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
             yield json.loads(data)
 
 
-def _take(reply: Reply, choice: dict[str, Any], said: dict[str, Any]) -> None:
-    """Add a choice, whole or a piece of it, to what has been heard."""
-    heard = reply.choices.setdefault(choice["index"], Choice())
-    heard.token_ids += choice.get("token_ids") or []
-    heard.text += said.get("content") or said.get("text") or ""
-    heard.finish_reason = choice.get("finish_reason") or heard.finish_reason
+def _take(reply: Reply, choice: dict[str, Any], message: dict[str, Any]) -> None:
+    """Add a choice, whole or a chunk of it, to the reply."""
+    received = reply.choices.setdefault(choice["index"], Choice())
+    received.token_ids += choice.get("token_ids") or []
+    received.text += message.get("content") or message.get("text") or ""
+    received.finish_reason = choice.get("finish_reason") or received.finish_reason
     logprobs = choice.get("logprobs")
     if logprobs:
         content = logprobs.get("content")
-        heard.logprobs += (
+        received.logprobs += (
             [entry["logprob"] for entry in content] if content is not None else logprobs.get("token_logprobs") or []
         )
 

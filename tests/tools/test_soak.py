@@ -199,7 +199,7 @@ def sent(server, is_ours: bool = False, **fields) -> list[Reply]:
         return soak_traffic.send(client, f"http://127.0.0.1:{server.server_port}", ask, is_ours)
 
 
-def test_the_client_hears_answers_and_refusals(server):
+def test_the_client_reads_answers_and_refusals(server):
     (whole,) = sent(server)
     assert (whole.status, whole.choices[0]) == (200, Choice([5, 6], "turn 1", "stop", [-1.0, -2.0]))
     (streamed,) = sent(server, body={"stream": True})
