@@ -31,16 +31,8 @@ WAYS: dict[str, dict[str, Any]] = {
 def prompts_of(family: str, way: str, clips: list[np.ndarray]) -> list[dict[str, Any]]:
     """Return a prompt for each clip, `[num_frames, height, width, 3]` uint8."""
     if way == "video":
-        return [whole_video(family, clip) for clip in clips]
+        return [harness.clip_prompt(family, clip) for clip in clips]
     return [pairs.media_prompt(family, pairs.DEFAULT_QUESTION, images=list(clip)) for clip in clips]
-
-
-def whole_video(family: str, clip: np.ndarray) -> dict[str, Any]:
-    """Return a prompt of a clip with all of its frames: the tools' own sampling would leave some out."""
-    times = {"fps": pairs.FRAME_RATE, "total_num_frames": len(clip), "duration": len(clip) / pairs.FRAME_RATE}
-    times |= {"frames_indices": list(range(len(clip))), "video_backend": "opencv", "do_sample_frames": False}
-    text = pairs.chat_prompt(family, pairs.DEFAULT_QUESTION, ["video"])
-    return {"prompt": text, "multi_modal_data": {"video": [(clip, times)]}}
 
 
 def measure(options: argparse.Namespace) -> Iterator[harness.Row]:

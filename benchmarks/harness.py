@@ -1,6 +1,7 @@
 """What the engine benchmarks share: an in-process engine of a bundled pair, its counters, turns, and a command."""
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -45,6 +46,8 @@ class Engine:
         from vllm.distributed import cleanup_dist_env_and_memory
 
         self.llm.llm_engine.engine_core.shutdown()
+        del self.llm, self.runner
+        gc.collect()  # an engine's memory is free once nothing refers to it
         cleanup_dist_env_and_memory()
 
     def counters(self) -> dict[str, int]:
@@ -74,6 +77,20 @@ def pair(family: str, **knobs: Any) -> Engine:
 def videos(family: str, numbers: Iterable[int]) -> list[Row]:
     """Return prompts with the usual question about held-out videos."""
     return [pairs.video_prompt(family, world.held_out(i).frames) for i in numbers]
+
+
+def clip_prompt(family: str, frames: np.ndarray) -> Row:
+    """Return a prompt of a clip, `[num_frames, height, width, 3]` uint8, of which no frame is left out."""
+    metadata = {
+        "fps": pairs.FRAME_RATE,
+        "total_num_frames": len(frames),
+        "duration": len(frames) / pairs.FRAME_RATE,
+        "frames_indices": list(range(len(frames))),
+        "video_backend": "opencv",
+        "do_sample_frames": False,
+    }
+    text = pairs.chat_prompt(family, pairs.DEFAULT_QUESTION, ["video"])
+    return {"prompt": text, "multi_modal_data": {"video": [(frames, metadata)]}}
 
 
 def acceptance_length(gained: dict[str, int]) -> float:

@@ -9,8 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpu_steps import ROOT, Context, SkippedError, counters_of, engine, expect, runner_of
+import harness
+from gpu_steps import ROOT, Context, SkippedError, engine, expect
 from made_up import PAIRS, SHAPES, user_kwargs, whole_pair
+
+from vllm_vidspec.tools import pairs
 
 FAMILIES = ("qwen2.5-vl", "llava-onevision")
 # In bf16 draft and verify forwards have other batch shapes, so nearly equal logits may order otherwise. What the draft
@@ -84,7 +87,9 @@ def kernels(context: Context) -> dict[str, Any]:
 # ---- engines of the bundled pairs ------------------------------------------------------------------------------------
 
 
-def _generate(context: Context, llm: Any, prompts: list[Any], max_tokens: int, temperature: float) -> list[list[int]]:
+def _generate(
+    context: Context, running: harness.Engine, prompts: list[Any], max_tokens: int, temperature: float
+) -> list[list[int]]:
     from vllm import SamplingParams
 
     if context.skip_numbers:
@@ -93,27 +98,22 @@ def _generate(context: Context, llm: Any, prompts: list[Any], max_tokens: int, t
         SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=i, ignore_eos=True, detokenize=False)
         for i in range(len(prompts))
     ]
-    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
-
-
-def _videos(family: str, count: int) -> list[dict[str, Any]]:
-    from vllm_vidspec.shapeworld import world
-    from vllm_vidspec.tools import pairs
-
-    return [pairs.video_prompt(family, world.held_out(i).frames) for i in range(count)]
+    return [list(output.outputs[0].token_ids) for output in running.llm.generate(prompts, params, use_tqdm=False)]
 
 
 def identity(context: Context, family: str) -> dict[str, Any]:
     """Compare every draft shape with vanilla vLLM in fp32, token by token, at T = 0 and T = 1."""
-    from vllm_vidspec.tools import pairs
-
-    prompts, facts = _videos(family, 4), {}
+    prompts, facts = harness.videos(family, range(4)), {}
 
     def texts(**knobs: Any) -> list[list[int]]:
-        with engine(context, pairs.llm_kwargs(family, "draft" if knobs else None, **knobs)) as llm:
-            found = [text for temperature in (0.0, 1.0) for text in _generate(context, llm, prompts, 32, temperature)]
+        with engine(context, pairs.llm_kwargs(family, "draft" if knobs else None, **knobs)) as running:
+            found = [
+                text for temperature in (0.0, 1.0) for text in _generate(context, running, prompts, 32, temperature)
+            ]
             if knobs:
-                facts.update({f"{knobs['drafting']}_{name}": n for name, n in counters_of(llm).items() if name in KEPT})
+                facts.update(
+                    {f"{knobs['drafting']}_{name}": n for name, n in running.counters().items() if name in KEPT}
+                )
         return found
 
     vanilla = texts()
@@ -129,17 +129,15 @@ def identity(context: Context, family: str) -> dict[str, Any]:
 
 def _drafted(context: Context, kwargs: dict[str, Any], family: str, count: int, max_tokens: int) -> dict[str, int]:
     """Return how many tokens an engine drafts and accepts for some videos; it must draft some."""
-    with engine(context, kwargs) as llm:
-        _generate(context, llm, _videos(family, count), max_tokens, 0.0)
-        counts = counters_of(llm)
+    with engine(context, kwargs) as running:
+        _generate(context, running, harness.videos(family, range(count)), max_tokens, 0.0)
+        counts = running.counters()
     expect(counts["draft_tokens"] > 0, "nothing was drafted")
     return {name: counts[name] for name in KEPT}
 
 
 def self_draft_bf16(context: Context) -> dict[str, Any]:
     """Let the target draft for itself over the whole video in bf16: nearly every draft must be accepted."""
-    from vllm_vidspec.tools import pairs
-
     kwargs = pairs.llm_kwargs(
         "qwen2.5-vl", "target", pruner="none", num_speculative_tokens=5, on_draft_error="raise",
         overrides={"dtype": "bfloat16"},
@@ -155,8 +153,6 @@ def two_ranks(context: Context) -> dict[str, Any]:
     """Let two tensor-parallel ranks draft with a user's compilation and graphs."""
     import torch
 
-    from vllm_vidspec.tools import pairs
-
     if (count := torch.cuda.device_count()) < 2:
         raise SkippedError(f"{count} device")
     kwargs = pairs.llm_kwargs(  # the Qwen pair's three vision heads cannot be shared by two ranks
@@ -171,8 +167,6 @@ def two_ranks(context: Context) -> dict[str, Any]:
 def sync_debug(context: Context) -> dict[str, Any]:
     """Let torch raise at every host-device synchronisation inside drafting and verifying, once they are warm."""
     import torch
-
-    from vllm_vidspec.tools import pairs
 
     calls = {"draft": 0, "verify": 0}
 
@@ -190,15 +184,15 @@ def sync_debug(context: Context) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for shape, k in _SHAPES:
         knobs = {"drafting": shape, "num_speculative_tokens": k, "on_draft_error": "raise"}
-        with engine(context, pairs.llm_kwargs("qwen2.5-vl", "draft", **knobs)) as llm:
-            prompts, runner = _videos("qwen2.5-vl", 2), runner_of(llm.llm_engine)
+        with engine(context, pairs.llm_kwargs("qwen2.5-vl", "draft", **knobs)) as running:
+            prompts, runner = harness.videos("qwen2.5-vl", range(2)), running.runner
             speculator, verifier = runner.speculator, runner.rejection_sampler
             for is_warm in (False, True):
                 if is_warm:
                     speculator._propose = watched("draft", speculator._propose)
                     verifier._verify = watched("verify", verifier._verify)
                 for temperature in (0.0, 1.0):
-                    _generate(context, llm, prompts, 16, temperature)
+                    _generate(context, running, prompts, 16, temperature)
         facts[shape] = dict(calls)
     expect(min(calls.values()) > 0, "nothing was watched")
     return facts
@@ -212,7 +206,6 @@ def real_shapes(context: Context, drafting: str | None) -> dict[str, Any]:
     import torch
 
     from vllm_vidspec import assets
-    from vllm_vidspec.tools import pairs
 
     free, total = torch.cuda.mem_get_info()
     family, share = "qwen2.5-vl", 1 if total > 70 * 2**30 else 4
@@ -222,23 +215,23 @@ def real_shapes(context: Context, drafting: str | None) -> dict[str, Any]:
     kwargs = user_kwargs(where, pairs.speculative_config(family, where["draft"], **spec) if drafting else None)
     layers = [SHAPES[size].num_hidden_layers // share for size in PAIRS[family][:2]]
     facts: dict[str, Any] = {"layers": layers, "free_before_bytes": free, "gpu_memory_bytes": total}
-    with engine(context, kwargs) as llm:
-        compiled = llm.llm_engine.vllm_config.compilation_config
+    with engine(context, kwargs) as running:
+        compiled = running.llm.llm_engine.vllm_config.compilation_config
         facts |= {"mode": compiled.mode.name, "graphs": compiled.cudagraph_mode.name}
         is_default = (facts["mode"], facts["graphs"]) == ("VLLM_COMPILE", "FULL_AND_PIECEWISE")
         expect(is_default, f"not vLLM's defaults: {facts['mode']}, {facts['graphs']}")
         facts["held_after_start_bytes"] = torch.cuda.memory_allocated()
-        prompts = _videos(family, 8)
-        _generate(context, llm, prompts, 16, 0.0)
+        prompts = harness.videos(family, range(8))
+        _generate(context, running, prompts, 16, 0.0)
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
         for batch in (1, 8):
-            facts[f"batch_{batch}"] = _time_steps(context, llm, prompts[:batch])
+            facts[f"batch_{batch}"] = _time_steps(context, running, prompts[:batch])
         facts["held_after_steps_bytes"] = torch.cuda.memory_allocated()
         facts["peak_of_steps_bytes"] = torch.cuda.max_memory_allocated()
         facts["free_after_bytes"] = torch.cuda.mem_get_info()[0]
         if drafting is not None:
-            counts = counters_of(llm)
+            counts = running.counters()
             facts |= {name: counts[name] for name in ("draft_load_bytes", "draft_pool_bytes")}
             expect(counts["draft_steps"] > 0, "nothing was drafted")
     grown = facts["held_after_steps_bytes"] - held
@@ -246,11 +239,11 @@ def real_shapes(context: Context, drafting: str | None) -> dict[str, Any]:
     return facts
 
 
-def _time_steps(context: Context, llm: Any, prompts: list[Any]) -> dict[str, float]:
+def _time_steps(context: Context, running: harness.Engine, prompts: list[Any]) -> dict[str, float]:
     """Return ms per decode step and tokens per second: what 65 tokens take more than one, which is the prefill."""
     import torch
 
-    runner, steps = runner_of(llm.llm_engine), 0
+    runner, steps = running.runner, 0
 
     def counted(*positional: Any, **named: Any) -> Any:
         nonlocal steps
@@ -261,7 +254,7 @@ def _time_steps(context: Context, llm: Any, prompts: list[Any]) -> dict[str, flo
         before = steps
         torch.cuda.synchronize()
         start = time.perf_counter()
-        num_tokens = sum(map(len, _generate(context, llm, prompts, max_tokens, 0.0)))
+        num_tokens = sum(map(len, _generate(context, running, prompts, max_tokens, 0.0)))
         torch.cuda.synchronize()
         return time.perf_counter() - start, num_tokens, steps - before
 

@@ -15,7 +15,7 @@ from unittest import mock
 
 import gpu_plan
 from gpu_plan import FAMILY, KERNELS, WITH_PEERS, Engine, Models, Sizes, Video
-from gpu_steps import Context, Row, SkippedError, engine, runner_of
+from gpu_steps import Context, Row, SkippedError, engine
 from made_up import SHAPES, write_checkpoint
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -118,22 +118,12 @@ def llm_kwargs(
 
 def prompt_of(video: Video) -> dict[str, Any]:
     """Return a prompt with a video of noise, the same for all requests."""
+    import harness
     import numpy as np
-
-    from vllm_vidspec.tools import pairs
 
     noise = random.Random(0).randbytes(3 * video.num_frames * video.height * video.width)
     frames = np.frombuffer(noise, dtype=np.uint8).reshape(video.num_frames, video.height, video.width, 3)
-    metadata = {
-        "fps": pairs.FRAME_RATE,
-        "total_num_frames": video.num_frames,
-        "duration": video.num_frames / pairs.FRAME_RATE,
-        "frames_indices": list(range(video.num_frames)),
-        "video_backend": "opencv",
-        "do_sample_frames": False,
-    }
-    text = pairs.chat_prompt(FAMILY, pairs.DEFAULT_QUESTION, ["video"])
-    return {"prompt": text, "multi_modal_data": {"video": [(frames, metadata)]}}
+    return harness.clip_prompt(FAMILY, frames)
 
 
 def skip_prefill(runner: Any, most_tokens: int) -> None:
@@ -197,9 +187,9 @@ def engine_rows(plan: Engine, context: Context) -> None:
     if context.dry_run:  # all engines are in one process: what is imported stays frozen
         gc.unfreeze = lambda: None
     begun = time.perf_counter()
-    with engine(context, kwargs) as llm:
+    with engine(context, kwargs) as running:
         common["start_s"] = round(time.perf_counter() - begun, 1)
-        meter = Meter(llm, plan, wanted, sizes, max(batches))
+        meter = Meter(running, plan, wanted, sizes, max(batches))
         for batch in batches:
             context.write(common | {"outcome": "measured", "reason": "", "batch": batch} | meter.measure(batch))
 
@@ -218,20 +208,20 @@ class Meter:
     """Times the decode steps of a running engine, whose acceptance it forces.
 
     Args:
-        llm: The engine.
+        running: The engine, of `harness.Engine`.
         plan: Its place in the plan.
         wanted: The acceptance length to force, None for vanilla.
         sizes: How long to measure.
         max_batch: The most requests at a time.
     """
 
-    def __init__(self, llm: Any, plan: Engine, wanted: float | None, sizes: Sizes, max_batch: int):
+    def __init__(self, running: Any, plan: Engine, wanted: float | None, sizes: Sizes, max_batch: int):
         from decode_steps import Clock, DecodeLoop
         from forced_acceptance import ForcedAcceptance, rate_for
 
-        runner = runner_of(llm.llm_engine)
+        runner = running.runner
         skip_prefill(runner, max_batch * (plan.num_drafts + 1))
-        self._loop, self._clock = DecodeLoop(llm.llm_engine, plan.is_ours), Clock(runner.speculator)
+        self._loop, self._clock = DecodeLoop(running.llm.llm_engine, plan.is_ours), Clock(runner.speculator)
         self._sizes, self._max_tokens = sizes, sizes.max_model_len(plan)
         self._prompt = prompt_of(sizes.video)
         self._forced: ForcedAcceptance | None = None

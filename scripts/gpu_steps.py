@@ -8,7 +8,6 @@ outcome. Top-level imports are the standard library's: a broken torch is a step'
 
 import contextlib
 import faulthandler
-import gc
 import json
 import os
 import platform
@@ -25,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
 # ruff: noqa: E402
-from decode_steps import around, runner_of  # noqa: F401
+from decode_steps import around
 
 Row = dict[str, Any]
 # These prove as much on a device that computes nothing.
@@ -73,28 +72,14 @@ class Context:
 
 @contextlib.contextmanager
 def engine(context: Context, kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Start an engine in this process. The plugin is registered by hand: the repository may not be installed."""
+    """Start a `harness.Engine`. The plugin is registered by hand: the repository may not be installed."""
     from vllm_vidspec.plugin import register
 
     register()
-    from vllm import LLM
-    from vllm.distributed import cleanup_dist_env_and_memory
+    import harness
 
-    llm = LLM(**kwargs)
-    try:
-        with around(context.around):
-            yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
-        cleanup_dist_env_and_memory()
-
-
-def counters_of(llm: Any) -> dict[str, int]:
-    from vllm_vidspec import metrics
-
-    return metrics.read_metrics(metrics.path_for(llm.llm_engine.vllm_config.instance_id))
+    with harness.Engine(kwargs) as running, around(context.around):
+        yield running
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
