@@ -26,7 +26,7 @@ BATCH = 16
 
 @contextlib.contextmanager
 def upside_down() -> Iterator[None]:
-    """Let guidance say the opposite: what is looked at most comes last."""
+    """Invert the guidance scores: the most attended token ranks last."""
     choose = pruning.choose_kept
 
     def opposite(unit: Any, knobs: Any, scores: Any, embeddings: Any) -> Any:

@@ -4,7 +4,7 @@ python benchmarks/bench_before.py COMMIT [--drafting chain,tree-static,tree-adap
 python benchmarks/bench_before.py COMMIT --arriving 4096,15360 [--rounds 5]
 
 Each has an engine in a process of its own, both with the same models, the bundled LLaVA-OneVision pair; both are alive
-at once, one of them answers, and who comes first changes with every round: what the machine does meanwhile meets both
+at once, one of them answers, and the order changes with every round, so that other load on the machine affects both
 alike. All answer the same held-out videos, greedily; tokens per second count from the first token of any request to the
 last of all. `ratio` is this checkout's over the earlier's: the median over rounds, with its 20th and 80th percentile. A
 first round is not counted.
@@ -43,7 +43,7 @@ Answers = list[dict[str, Any]]  # of an engine, by round
 
 
 def answer(drafting: str, max_batch: int) -> int:
-    """Answer as many videos as each line of stdin says; in a process whose `PYTHONPATH` is a checkout."""
+    """Answer as many videos as each line of stdin asks for, in a process whose `PYTHONPATH` is a checkout."""
     lines = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # vLLM logs there
     from vllm import LLM, SamplingParams
@@ -113,10 +113,12 @@ def arrive(engine: Any, num_grids: int, turn: int) -> dict[str, Any]:
         step()
     side, frames = FRAME_SIDE, 2 * num_grids
     noise = np.random.default_rng(turn).integers(0, 255, (frames, 1, 1, 3), dtype=np.uint8)
-    told = {"fps": 4.0, "duration": frames / 4, "total_num_frames": frames, "frames_indices": list(range(frames))}
+    metadata = {"fps": 4.0, "duration": frames / 4, "total_num_frames": frames, "frames_indices": list(range(frames))}
     prompt = pairs.video_prompt(ARRIVING_FAMILY, world.held_out(0).frames)
     prompt["multi_modal_data"] = {
-        "video": [(noise.repeat(side, 1).repeat(side, 2), told | {"video_backend": "noise", "do_sample_frames": False})]
+        "video": [
+            (noise.repeat(side, 1).repeat(side, 2), metadata | {"video_backend": "noise", "do_sample_frames": False})
+        ]
     }
     engine.add_request("video", prompt, sampling)
     before, first = [], []

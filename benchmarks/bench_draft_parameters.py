@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/bench_draft_parameters.py [--videos 24] [--max-tokens 80] [--cases top-p]
 
 A draft under a temperature and noise alone is one CUDA graph; one whose logits vLLM processes (penalties, top-k, top-p,
-min-p) is a graph a level, with launches between. So a parameter should be processed where drafts stand more often for
-it, and no further. Both ways take turns in one engine (chains of 5, uniform pruning to a tenth): the mean number of
-tokens a verify step, processed and ignored. The text is the target's either way.
+min-p) is a graph a level, with launches between. So a parameter should be processed where that raises acceptance,
+and not otherwise. Both variants take turns in one engine (chains of 5, uniform pruning to a tenth): the mean number of
+tokens a verify step, processed and ignored. The text is the target's in both.
 """
 
 import argparse

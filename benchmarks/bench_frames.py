@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/bench_frames.py [--clips 6] [--frames 64] [--json docs/results/R15-frames.json]
 
-Clients that cannot send a video send its frames as images (lmms-eval up to 64). Three ways, chains of 5, greedy, the
-same frames: the video; its images, joined (`frames_as_video` auto); its images, each with a budget of its own (never).
+Clients that cannot send a video send its frames as images (lmms-eval up to 64). Three variants of the
+same frames, 5-token chains, greedy: the video; its images, joined (`frames_as_video` auto); its images, each with a budget of its own (never).
 A clip is held-out videos of 32 frames, one after another. Vanilla runs beside, so that identical answers are counted.
 All are means over the clips.
 """
@@ -36,7 +36,7 @@ def prompts_of(family: str, way: str, clips: list[np.ndarray]) -> list[dict[str,
 
 
 def measure(options: argparse.Namespace) -> Iterator[harness.Row]:
-    """Yield a row for each family and way, each with an engine of its own, beside vanilla's answers."""
+    """Yield a row for each family and variant, each with an engine of its own, beside vanilla's answers."""
     per_clip = -(-options.frames // world.NUM_FRAMES)
     videos = [world.held_out(i).frames for i in range(options.clips * per_clip)]
     clips = [np.concatenate(videos[i : i + per_clip])[: options.frames] for i in range(0, len(videos), per_clip)]

@@ -43,7 +43,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "tree-adaptive": {"drafting": "tree-adaptive"},
     "parallel": {"parallel": {"device": "cpu"}},
 }
-# Every scorer is there for the request that asks. Without LVSpec's tolerance of shifts lambda 0 lets nothing stand.
+# A request may choose any scorer. Without LVSpec's tolerance of shifts, lambda 0 accepts no mismatch.
 SCORERS = {
     "request_scorers": ["strict", "loose", "random", "fly", "fly-entropy"],
     "lambda_max": traffic.LAMBDA_MAX,
@@ -63,8 +63,8 @@ ENGINE = {
 # glibc keeps the room of a video's pixels once they are freed, in pieces that later ones do not fit: for many minutes
 # that grows, with vanilla too. From this size on it is given back at once, so that a slope is of what is kept.
 # One arena for all threads: each would otherwise keep what another of them could use.
-# oneDNN generates code for each number of rows that a weight meets, half a megabyte with its tables, and keeps the last
-# thousand unless it is told: that grows for as many minutes as there are new numbers, with vanilla too.
+# oneDNN generates code for each number of rows of a product, half a megabyte with its tables, and caches a thousand by
+# default: memory grows for as many minutes as there are new numbers, with vanilla too.
 _ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(2**17),
     "MALLOC_TRIM_THRESHOLD_": str(2**17),
@@ -83,7 +83,7 @@ Say = Callable[[str], None]
 
 
 class Memory(threading.Thread):
-    """Reads the resident memory of a server and all it has started, every few seconds until it is told to stop.
+    """Reads the resident memory of a server and all it has started, every few seconds until `stop`.
 
     What several processes share counts once: a ring of messages would otherwise grow by two of its pages with each.
     """
@@ -170,7 +170,7 @@ class Soak:
 
     Args:
         options: The command's.
-        say: Told what happens.
+        say: Called with each line of the log.
     """
 
     def __init__(self, options: argparse.Namespace, say: Say):
@@ -304,8 +304,8 @@ def wait_idle(client: httpx.Client, server: VllmServer) -> dict[str, int]:
     """Return a server's metrics once nothing is held, or what is held after a minute without traffic.
 
     vLLM makes a step of its own for the end of the last request, so the gauges fall without any help, but for a drafter
-    with a process of its own: what that one holds is heard with the target's next step. So now and then a request of
-    one token is sent. It cannot hide a leak: a gauge that says 0 says it of everything that there is at that time.
+    with a process of its own: its gauges arrive with the target's next step. So now and then a request of one token
+    is sent. It cannot hide a leak: a gauge of 0 covers everything that is held at that time.
     """
     deadline, number = time.monotonic() + IDLE_WITHIN_S, 0
     body = {"model": "target", "prompt": "the video", "max_tokens": 1, "temperature": 0.0}

@@ -28,7 +28,7 @@ _LENGTHS = (4, 7, 16, 32)  # frames
 _MOST_TOKENS = 96
 _TIMEOUT_S = 300.0
 # vLLM 0.32 answers 500 where a client has left before its request reached the engine: the next one with the same video
-# finds the API server believing that the engine has it. It says in its log that the client is to send it again.
+# finds the API server believing that the engine has it. Its log asks the client to send it again.
 _MOST_RESENT = 2
 # What a request is about, and how often.
 _ABOUT = {
@@ -44,7 +44,7 @@ _ABOUT = {
     "too long": 1,
 }
 # What it asks of verification; vanilla is not asked. "strict" in the second place: held to vanilla's tokens, because
-# these let no mismatch stand.
+# these accept no mismatch.
 _SCORERS: tuple[tuple[dict[str, Any], str, int], ...] = (
     ({}, SAME, 10),
     ({"vidspec_scorer": "strict"}, SAME, 2),
@@ -121,7 +121,7 @@ class Traffic:
         else:
             ask = Ask(about, CHAT, {**body, "messages": [self._user(self._media(about))]})
             if about == "chat of two turns":
-                # The second turn repeats the first answer's text: both servers must have said the same.
+                # The second turn repeats the first answer's text: both servers must have given the same.
                 own, rule, traits = {}, SAME, ()
                 return self._with_extras(replace(ask, next_turn=self._sentence(2, 8)), may_close=False)
         return self._with_extras(replace(ask, own=own, rule=rule, traits=traits))
@@ -158,7 +158,7 @@ class Traffic:
         if rng.random() < 0.12:
             body |= {"logprobs": 1} if ask.path == COMPLETIONS else {"logprobs": True, "top_logprobs": 1}
             traits.append("logprobs")
-            rule = SAME if rule == COMPLETE else rule  # whoever reads log-probabilities is verified strictly
+            rule = SAME if rule == COMPLETE else rule  # requests for log-probabilities are verified strictly
         if rng.random() < 0.12:
             body["stop"] = rng.choice((["then"], ["background", "the end"], [" a "]))
             traits.append("stop string")
@@ -238,8 +238,8 @@ def send(client: httpx.Client, base_url: str, ask: Ask, is_ours: bool) -> list[R
     replies = [_send(client, base_url + ask.path, body, ask.close_after)]
     first = replies[0]
     if ask.next_turn is not None and first.status == 200 and 0 in first.choices:
-        said = {"role": "assistant", "content": first.choices[0].text}
-        body = body | {"messages": [*body["messages"], said, {"role": "user", "content": ask.next_turn}]}
+        answer = {"role": "assistant", "content": first.choices[0].text}
+        body = body | {"messages": [*body["messages"], answer, {"role": "user", "content": ask.next_turn}]}
         replies.append(_send(client, base_url + ask.path, body, None))
     return replies
 

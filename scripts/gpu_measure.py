@@ -102,7 +102,7 @@ def llm_kwargs(
             "method": "draft_model",
             "model": where["draft"],
             "num_speculative_tokens": engine.num_drafts,
-            # vLLM's own way to force acceptance.
+            # vLLM's own forced acceptance.
             "rejection_sample_method": "synthetic",
             "synthetic_acceptance_rates": unconditional_rates(rate_for(length, engine.depth), engine.depth),
         }

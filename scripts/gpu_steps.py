@@ -51,7 +51,7 @@ class Context:
     Attributes:
         device: "cuda"; "cpu" for a rehearsal.
         work_dir: For made-up checkpoints.
-        skip_numbers: Whether the device computes nothing: checks run, and their results are not looked at.
+        skip_numbers: Whether the device computes nothing: checks run, and their results are ignored.
         dry_run: Whether to measure once, at tiny sizes.
         models: Of measured engines: "auto" or a key of `gpu_measure.MODELS`.
         around: "module:name" of a context manager for engines' steps, "" for none.

