@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/bench_frames.py [--clips 6] [--frames 64] [--json docs/results/R15-frames.json]
 
 Clients that cannot send a video send its frames as images (lmms-eval up to 64). Three variants of the
-same frames, 5-token chains, greedy: the video; its images, joined (`frames_as_video` auto); its images, each with a budget of its own (never).
+same frames, 5-token chains, greedy: the video; its images, joined (`frames_as_video` auto); its images, each with a
+budget of its own (never).
 A clip is held-out videos of 32 frames, one after another. Vanilla runs beside, so that identical answers are counted.
 All are means over the clips.
 """
