@@ -263,13 +263,13 @@ def report(records: list[Record], args: argparse.Namespace, steps: Sequence[Step
         "numbers_checked": not args.skip_numbers,
         "command": shlex.join(["python", f"scripts/{Path(sys.argv[0]).name}", *args.argv]),
         "git_sha": git_sha(),
-        "environment": machine,
+        "environment": machine or (old or {}).get("environment", {}),
     }
     kept_steps: list[Record] = []
     rows = [row for record in records for row in record["rows"]]
     if old is not None:
-        known = machine.get("gpu", old["environment"].get("gpu"))
-        if any(old[key] != found[key] for key in ("git_sha", "note")) or old["environment"].get("gpu") != known:
+        gpus = {file["environment"].get("gpu") for file in (old, found)}
+        if any(old[key] != found[key] for key in ("git_sha", "note")) or len(gpus) > 1:
             raise ValueError("that file is of another commit, GPU or kind of run: give another --json")
         planned = {step.name for step in steps}
         kept_steps = [step for step in old["steps"] if step["name"] not in planned]
