@@ -152,11 +152,11 @@ def test_a_step_has_its_own_time_and_no_more_than_as_much_again(monkeypatch):
 
 
 def test_an_old_verdict_is_not_taken_for_a_new_one(play, tmp_path):
-    """Catches: a step that crashes in a work directory where it once passed."""
+    """Catches: a step that ends without a verdict in a work directory where it once passed."""
     (tmp_path / "work").mkdir()
-    stale = {"step": "real-chain", "end": "passed", "reason": "", "facts": {}, "seconds": 1}
-    (tmp_path / "work" / "real-chain.jsonl").write_text(json.dumps(stale) + "\n")
-    assert play(SMOKE, "real-chain")[1]["failed"] == ["real-chain"]
+    stale = {"step": "real-tree-static", "end": "passed", "reason": "", "facts": {}, "seconds": 1}
+    (tmp_path / "work" / "real-tree-static.jsonl").write_text(json.dumps(stale) + "\n")
+    assert play(SMOKE, "real-tree-static")[1]["failed"] == ["real-tree-static"]
 
 
 @pytest.mark.parametrize(
