@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from gpu_steps import ROOT, Context, SkippedError, engine, expect
+from gpu_steps import ROOT, Context, SkippedError, Step, engine, expect
 from made_up import PAIRS, SHAPES, user_kwargs, whole_pair
 
 from vllm_vidspec.tools import pairs
@@ -271,7 +271,7 @@ def _time_steps(context: Context, running: harness.Engine, prompts: list[Any]) -
     }
 
 
-STEPS: dict[str, Callable[[Context], dict[str, Any]]] = {
+STEPS: dict[str, Step] = {
     "doctor": doctor,
     "compile": compile_kernels,
     "kernels": kernels,

@@ -7,7 +7,6 @@ import importlib.util
 import random
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from unittest import mock
 
 import gpu_plan
 from gpu_plan import FAMILY, KERNELS, WITH_PEERS, Engine, Models, Sizes, Video
-from gpu_steps import Context, Row, SkippedError, engine
+from gpu_steps import Context, Row, SkippedError, Step, engine
 from made_up import SHAPES, write_checkpoint
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -267,7 +266,7 @@ class Meter:
         return self._clock.take() | {"forcing_host_ms": self._forced and self._forced.take_host_ms()}
 
 
-STEPS: dict[str, Callable[[Context], None]] = {
+STEPS: dict[str, Step] = {
     **{f"kernel-{name}": lambda context, name=name: kernel_rows(name, context) for name in KERNELS},
     **{f"peers-{name}": lambda context, name=name: kernel_rows(name, context, with_peers=True) for name in WITH_PEERS},
     **{

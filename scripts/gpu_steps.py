@@ -8,6 +8,7 @@ outcome. Top-level imports are the standard library's: a broken torch is a step'
 
 import contextlib
 import faulthandler
+import importlib
 import json
 import os
 import platform
@@ -53,7 +54,7 @@ class Context:
         work_dir: For made-up checkpoints.
         skip_numbers: Whether the device computes nothing: checks run, and their results are ignored.
         dry_run: Whether to measure once, at tiny sizes.
-        models: Of measured engines: "auto" or a key of `gpu_measure.MODELS`.
+        models: Of measured engines: "auto" or a key of `gpu_plan.MODELS`.
         around: "module:name" of a context manager for engines' steps, "" for none.
         write: Appends a row to the step's record.
     """
@@ -65,6 +66,9 @@ class Context:
     models: str = "auto"
     around: str = ""
     write: Callable[[Row], None] = lambda row: None
+
+
+Step = Callable[[Context], dict[str, Any] | None]  # returns its facts, writes rows, or raises
 
 
 # ---- engines ---------------------------------------------------------------------------------------------------------
@@ -123,15 +127,18 @@ def environment(context: Context) -> dict[str, Any]:
     return facts
 
 
-def steps() -> dict[str, Callable[[Context], dict[str, Any] | None]]:
-    """Return every step by name: it returns its facts, writes rows, or raises."""
-    import gpu_checks
-    import gpu_measure
-
-    return {"machine": machine, "environment": environment, **gpu_checks.STEPS, **gpu_measure.STEPS}
+STEPS: dict[str, Step] = {"machine": machine, "environment": environment}
 
 
-def run(name: str, context: Context, step: Callable[[Context], dict[str, Any] | None] | None = None) -> None:
+def step_of(name: str) -> Step:
+    """Return a step by name. Its module is imported for it alone: kernels need neither vLLM nor our dependencies."""
+    if name in STEPS:
+        return STEPS[name]
+    is_measured = name.startswith(("kernel-", "peers-", "engine-"))
+    return importlib.import_module("gpu_measure" if is_measured else "gpu_checks").STEPS[name]
+
+
+def run(name: str, context: Context, step: Step | None = None) -> None:
     """Run a step, and write its outcome as the last of its lines."""
     begun, outcome, reason, facts = time.monotonic(), "passed", "", None
     try:
@@ -139,7 +146,7 @@ def run(name: str, context: Context, step: Callable[[Context], dict[str, Any] | 
 
         if context.device == "cuda" and name not in ("environment", "machine") and not torch.cuda.is_available():
             raise SkippedError("torch sees no CUDA device")
-        facts = (step or steps()[name])(context)
+        facts = (step or step_of(name))(context)
         if context.skip_numbers and name not in WITHOUT_NUMBERS:
             outcome, reason = "unchecked", "ran; its numbers were not checked"
     except (SkippedError, StepFailedError) as why:

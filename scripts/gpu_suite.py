@@ -40,7 +40,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Step:
-    """One step: its name (a key of `gpu_steps.steps()`), its time-out, and whether it needs a GPU."""
+    """One step: its name in `gpu_steps.step_of`, its time-out, and whether it needs a GPU."""
 
     name: str
     timeout_s: float
