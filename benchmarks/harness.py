@@ -164,7 +164,7 @@ def command(
         doc: The benchmark's docstring.
         measure: Options -> rows.
         positional: Names of its required arguments.
-        defaults: Its options. A list is given with commas, an empty one of numbers.
+        defaults: Its options. A list is given with commas.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in positional:
@@ -174,7 +174,7 @@ def command(
         if isinstance(default, bool):
             parser.add_argument(flag, action="store_true")
         elif isinstance(default, list):
-            kind = type(default[0]) if default else int
+            kind = type(default[0])
             parse: Callable[[str], Any] = lambda text, kind=kind: [kind(part) for part in text.split(",")]  # noqa: E731
             parser.add_argument(flag, type=parse, default=default, help="with commas; default: %(default)s")
         else:

@@ -47,24 +47,6 @@ def test_ratios_are_of_rounds(bench, monkeypatch, last):
     assert Told.asked == ["new", "old", "old", "new", "new", "old", "old", "new", "end", "end"]
 
 
-def test_what_a_video_costs_is_compared_by_round(bench, monkeypatch):
-    """Catches: a warm-up that counts, the earlier commit over this one, seconds of another measure."""
-
-    class Arriving(Told):
-        def ask(self, size):
-            self.times += 1
-            scale = {"old": [9.0, 1.0, 2.0, 4.0], "new": [0.1, 0.5, 0.5, 4.0]}[self.name][self.times - 1]
-            return {name: scale * place for place, name in enumerate(bench.SECONDS, 1)} | {"tokens": [[size]]}
-
-    monkeypatch.setattr(bench, "Engine", Arriving)
-    (row,) = bench.compare_arrivals("old", [4096], rounds=3)
-    for place, name in enumerate(bench.SECONDS, 1):
-        assert (row[f"before_{name}"], row[f"now_{name}"]) == (2.0 * place, 0.5 * place)
-        assert row[f"{name.removesuffix('_s')}_ratios"] == [0.25, 0.5, 1.0]
-        assert row[f"{name.removesuffix('_s')}_ratio"] == 0.5
-    assert row["same_tokens"] and row["video_tokens"] == 4096
-
-
 def cells_of_arrivals(row):
     yield f"{row['video_tokens']:,}"
     for name in ("first_token", "longest_step", "longest_later_step"):
