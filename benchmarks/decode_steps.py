@@ -78,7 +78,7 @@ class DecodeLoop:
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-        self.num_tokens = {str(number): 0 for number in range(len(prompts))}
+        self.num_tokens = {f"{len(prompts)}-{number}": 0 for number in range(len(prompts))}
         for name, prompt in zip(self.num_tokens, prompts, strict=True):
             self._engine.add_request(name, prompt, params)
         for _ in range(max_steps):

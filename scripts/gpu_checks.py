@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+from decode_steps import DecodeLoop
 from gpu_steps import ROOT, Context, SkippedError, Step, engine, expect
 from made_up import PAIRS, SHAPES, user_kwargs, whole_pair
 
@@ -226,7 +227,7 @@ def real_shapes(context: Context, drafting: str | None) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
         for batch in (1, 8):
-            facts[f"batch_{batch}"] = _time_steps(context, running, prompts[:batch])
+            facts[f"batch_{batch}"] = _time_steps(context, running, prompts[:batch], drafting is not None)
         facts["held_after_steps_bytes"] = torch.cuda.memory_allocated()
         facts["peak_of_steps_bytes"] = torch.cuda.max_memory_allocated()
         facts["free_after_bytes"] = torch.cuda.mem_get_info()[0]
@@ -239,34 +240,24 @@ def real_shapes(context: Context, drafting: str | None) -> dict[str, Any]:
     return facts
 
 
-def _time_steps(context: Context, running: harness.Engine, prompts: list[Any]) -> dict[str, float]:
-    """Return ms per decode step and tokens per second: what 65 tokens take more than one, which is the prefill."""
+def _time_steps(context: Context, running: harness.Engine, prompts: list[Any], is_ours: bool) -> dict[str, float]:
+    """Return ms per decode step and tokens per second of requests that all decode."""
     import torch
 
-    runner, steps = running.runner, 0
-
-    def counted(*positional: Any, **named: Any) -> Any:
-        nonlocal steps
-        steps += 1
-        return execute(*positional, **named)
-
-    def timed(max_tokens: int) -> tuple[float, int, int]:
-        before = steps
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        num_tokens = sum(map(len, _generate(context, running, prompts, max_tokens, 0.0)))
-        torch.cuda.synchronize()
-        return time.perf_counter() - start, num_tokens, steps - before
-
-    execute, runner.execute_model = runner.execute_model, counted
-    try:
-        prefill, whole = timed(1), timed(65)
-    finally:
-        runner.execute_model = execute
-    seconds, num_tokens, num_steps = (after - before for before, after in zip(prefill, whole, strict=True))
+    loop, num_steps = DecodeLoop(running.llm.llm_engine, is_ours), 2 if context.skip_numbers else 32
+    loop.start(prompts, max_tokens=2048, max_steps=200)
+    before = sum(loop.num_tokens.values())
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    for _ in range(num_steps):
+        loop.step()
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - begun
+    num_tokens = sum(loop.num_tokens.values()) - before
+    loop.stop()
     return {
-        "ms_per_step": round(1000 * seconds / max(1, num_steps), 3),
-        "tokens_per_s": round(num_tokens / max(seconds, 1e-9), 1),
+        "ms_per_step": round(1000 * seconds / num_steps, 3),
+        "tokens_per_s": round(num_tokens / seconds, 1),
         "steps": num_steps,
     }
 
