@@ -21,15 +21,15 @@ def test_the_rate_gives_the_length_exactly(length, depth):
     mean = 0.0
     for fall in range(2**depth):
         coins = [bool(fall >> i & 1) for i in range(depth)]
-        stands = next((i for i, coin in enumerate(coins) if not coin), depth)
-        mean += (1 + stands) * math.prod(rate if coin else 1 - rate for coin in coins)
+        accepted = next((i for i, coin in enumerate(coins) if not coin), depth)
+        mean += (1 + accepted) * math.prod(rate if coin else 1 - rate for coin in coins)
     assert mean == pytest.approx(length, abs=1e-9)
     assert forced.unconditional_rates(rate, depth) == pytest.approx([rate**k for k in range(1, depth + 1)])
 
 
 @pytest.mark.parametrize("length", [0.99, 6.01])
 def test_lengths_that_no_rate_gives_are_refused(length):
-    """Catches: a table that says 6.8 tokens a step where a window has five drafts."""
+    """Catches: a table of 6.8 tokens a step where a window has five drafts."""
     with pytest.raises(ValueError, match="give 1 to 6 tokens"):
         forced.rate_for(length, 5)
 
@@ -79,7 +79,7 @@ VOCAB = 50_000
 
 
 def play(parents, rate, num_reqs=64, num_steps=1, **more):
-    """Force some steps; return drafts, what the scorer was told to sample, and how many tokens each request gets."""
+    """Force some steps; return drafts, what the scorer returned, and how many tokens each request gets."""
     verifier = Verifier(len(parents))
     forced.ForcedAcceptance(verifier, torch.ones(num_reqs, dtype=torch.bool), rate, **more)
     part, logits = part_of(num_reqs, parents), torch.empty(num_reqs * (len(parents) + 1), VOCAB, device="meta")
@@ -90,7 +90,7 @@ def play(parents, rate, num_reqs=64, num_steps=1, **more):
 
 @pytest.mark.parametrize("parents", [(0, 1, 2, 3, 4), TREE], ids=["chain", "tree"])
 def test_the_length_comes_out_of_the_scorer_as_wanted(parents):
-    """Through the real accept rule. Catches: siblings that stand in for a draft that does not, coins used twice."""
+    """Through the real accept rule. Catches: siblings accepted in place of a rejected draft, coins used twice."""
     wanted = 4.18
     rate = forced.rate_for(wanted, 5)
     _, found = play(parents, rate, num_reqs=256, num_steps=80)
@@ -111,17 +111,17 @@ def test_the_emitted_tokens_are_the_path_and_one_more(parents):
     width = len(parents) + 1
     for req_idx in range(len(num_sampled)):
         path = coins[req_idx * width + 1 : req_idx * width + 6].tolist()
-        stands = next((i for i, coin in enumerate(path) if not coin), 5)
-        assert num_sampled[req_idx] == stands + 1
+        accepted = next((i for i, coin in enumerate(path) if not coin), 5)
+        assert num_sampled[req_idx] == accepted + 1
         drafts = part.drafts[req_idx * width + 1 :][:5].tolist()
-        assert sampled[req_idx, :stands].tolist() == drafts[:stands]
-        if stands < 5:
-            assert int(sampled[req_idx, stands]) == (drafts[stands] + 1) % VOCAB
-        assert not sampled[req_idx, stands + 1 :].any()
+        assert sampled[req_idx, :accepted].tolist() == drafts[:accepted]
+        if accepted < 5:
+            assert int(sampled[req_idx, accepted]) == (drafts[accepted] + 1) % VOCAB
+        assert not sampled[req_idx, accepted + 1 :].any()
 
 
 def test_a_sibling_never_stands_in_for_the_first():
-    """Catches: a draft that happens to be what the target is made to say after it has rejected another."""
+    """Catches: a draft that happens to be the target's forced token after it has rejected another."""
     verifier = Verifier(2)
     forced.ForcedAcceptance(verifier, torch.ones(200, dtype=torch.bool), 0.5)
     drafts = torch.tensor([9, 5, 6], dtype=torch.int32).repeat(200)
@@ -160,7 +160,7 @@ def test_the_package_cannot_fake_acceptance():
 
 
 def test_what_is_hooked_is_there():
-    """Catches: a verifier whose `_judge` has moved, before a GPU is there to say so."""
+    """Catches: a verifier whose `_judge` has moved, before a GPU shows it."""
     pytest.importorskip("vllm")
     import inspect
 

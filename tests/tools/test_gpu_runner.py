@@ -78,7 +78,10 @@ def play(tmp_path, monkeypatch):
     worker, out = tmp_path / "worker.py", tmp_path / "out.json"
     worker.write_text(WORKER)
     monkeypatch.setattr(suite, "WORKER", worker)
-    limits = {"sync-debug": 1.0, "engine-chain-graphs": 2.0}  # only who hangs meets its limit, on a busy machine too
+    limits = {
+        "sync-debug": 1.0,
+        "engine-chain-graphs": 2.0,
+    }  # only a step that hangs reaches its limit, on a busy machine too
     slow = {
         part: tuple(dataclasses.replace(step, timeout_s=limits.get(step.name, 100)) for step in parts)
         for part, parts in suite.PLAN.items()
@@ -96,7 +99,7 @@ def play(tmp_path, monkeypatch):
 SMOKE, HALVES = ("smoke",), ("kernels", "engines")
 
 
-def test_every_way_to_fail_is_told_and_stops_nobody(play):
+def test_every_failure_is_recorded_and_the_other_steps_run(play):
     """Catches: a crash that ends the run or counts as passed, a reason without the cause, a step without a log."""
     failing = ("compile", "real-chain", "real-vanilla", "real-tree-static", "self-draft-bf16")
     status, found = play(SMOKE, ",".join(("environment", "doctor", "kernels", *failing)))
@@ -122,7 +125,7 @@ def test_a_step_that_hangs_is_killed_with_its_children(play):
     (hung,) = [record for record in found["steps"] if record["name"] == "sync-debug"]
     _, child, *where = Path(hung["log"]).read_text().splitlines()
     assert re.fullmatch(rf"timed out after \d s; its last line: {child}", hung["reason"])
-    assert any("worker.py" in line for line in where), "it does not say where it hung"
+    assert any("worker.py" in line for line in where), "the log lacks the stacks"
     assert is_gone(child)
 
 
@@ -140,7 +143,7 @@ def test_without_cuda_a_step_that_needs_it_is_skipped_and_never_passed(play):
 
 
 def test_a_step_has_its_own_time_and_no_more_than_as_much_again(monkeypatch):
-    """Catches: a step that hangs and takes another's time; together longer than the pages say."""
+    """Catches: a step that hangs and takes another's time; together longer than documented."""
     now = 100.0
     monkeypatch.setattr(suite.time, "monotonic", lambda: now)
     given = []
@@ -170,7 +173,7 @@ def test_an_old_verdict_is_not_taken_for_a_new_one(play, tmp_path):
 )  # fmt: skip
 def test_an_interrupted_run_leaves_what_was_found(tmp_path, parts, only, hangs, done):
     """Catches: a file that is written at the end, or not as a whole; a step that outlives the run; steps to come that
-    look as if nobody planned them."""
+    are not listed."""
     (tmp_path / "worker.py").write_text(WORKER)
     out, work = tmp_path / "out.json", tmp_path / "work"
     code = f"""
@@ -238,7 +241,7 @@ def test_unknown_steps_are_refused(capsys, parts):
 
 
 def test_the_plan_holds_every_step_kernel_and_engine():
-    """Catches: a step without a function, a kernel that nobody measures, engines compared with no vanilla, peers that
+    """Catches: a step without a function, a kernel without a measurement, engines without a vanilla one, peers that
     compile before a figure of ours is there."""
     import bench_kernels
 
@@ -370,7 +373,7 @@ def test_every_kernel_is_among_those_that_the_device_is_asked_for():
 
 
 def test_what_is_watched_for_synchronisation_is_there():
-    """Catches: a method of the engine that has moved, before a GPU is there to say so."""
+    """Catches: a method of the engine that has moved, before a GPU shows it."""
     pytest.importorskip("vllm")
     from vllm_vidspec.engine.speculator import VidSpecSpeculator
     from vllm_vidspec.engine.verify.verifier import CoupledVerifier
@@ -382,7 +385,7 @@ def test_what_is_watched_for_synchronisation_is_there():
 
 
 def test_doctor_where_the_repository_is_not_installed(monkeypatch):
-    """Catches: the very use that the page tells of, which fails for want of an entry point."""
+    """Catches: the documented use failing because there is no entry point."""
     pytest.importorskip("vllm")
     from vllm_vidspec import doctor
 
@@ -398,8 +401,8 @@ def test_doctor_where_the_repository_is_not_installed(monkeypatch):
 
 
 def test_a_kernel_that_does_not_compile_is_named(monkeypatch):
-    """Catches: a part that fails and nobody hears of, a device of which nothing is known that counts as compiled."""
-    # The report itself turns the interpreter off for whoever imports it.
+    """Catches: a part whose failure is lost, an unknown device that counts as compiled."""
+    # Importing the real report turns the interpreter off.
     monkeypatch.setitem(sys.modules, "compile_report", SimpleNamespace(ARCHS={90: None}))
     monkeypatch.setattr(checks.os, "cpu_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (1, 2))
@@ -419,7 +422,7 @@ def test_a_kernel_that_does_not_compile_is_named(monkeypatch):
 
 
 def test_engines_are_told_what_the_plan_says():
-    """Catches: acceptance that is forced on nobody or twice, a memory that is not the same for all, a graph too few."""
+    """Catches: acceptance forced on no engine or twice, memory that differs between engines, a graph size too few."""
     sizes, models = plan.Sizes(), plan.MODELS["32b-fp8"]
     where = {"target": "T", "draft": "D"}
     kwargs = {n: measure.llm_kwargs(e, models, where, sizes, (1, 4)) for n, e in plan.ENGINES.items()}
@@ -534,7 +537,7 @@ RESULT = {
 
 
 def test_the_page_says_of_every_figure_what_it_is():
-    """Catches: forced acceptance that reads as measured, a row that failed and is not told, a dry run's numbers."""
+    """Catches: forced acceptance that reads as measured, a failed row that is left out, a dry run's numbers."""
     text = page.render(RESULT)
     assert "| `" not in text and "| draw | num_reqs=1 | triton | 4 | 1 | measured |  |" in text
     assert "| chain-graphs | 4 | 32b-fp8 | 20 | 19 | 21 | 5 | forced | 3.4 | 3.37 | SD | 170 | 1.5 | 1.26 |" in text

@@ -107,8 +107,8 @@ def test_no_compiler_is_one_line_before_anything_is_downloaded(setup, made, monk
     monkeypatch.setenv("VIDSPEC_SETUP_PYTHON", sys.executable)
     monkeypatch.delenv(setup.OPTIONAL, raising=False)
     assert setup.base.command(setup.main, setup.OPTIONAL) == 1
-    said = capsys.readouterr()
-    assert said.err.count("\n") == 1 and "g++" in said.err
+    output = capsys.readouterr()
+    assert output.err.count("\n") == 1 and "g++" in output.err
     assert made.steps == []
     monkeypatch.setenv(setup.OPTIONAL, "1")
     assert setup.base.command(setup.main, setup.OPTIONAL) == 0

@@ -147,7 +147,7 @@ def test_traffic_is_of_every_kind(asks):
 
 @pytest.fixture
 def server():
-    """Answers like the API, from what the request says; keeps the bodies in `server.bodies`."""
+    """Answers like the API, by the request's fields; keeps the bodies in `server.bodies`."""
 
     def answer(request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content)
@@ -220,8 +220,8 @@ def test_a_short_soak_has_fewer_configurations(capsys):
 
 
 def test_a_record_tells_what_was_wrong():
-    said: list[str] = []
-    record = soak.Record(said.append)
+    lines: list[str] = []
+    record = soak.Record(lines.append)
     ask = soak_traffic.Ask("video", soak_traffic.CHAT, {"max_tokens": 9, "messages": ["m"], "seed": 3}, traits=("x",))
     record.add("chain", ask, [reply([1, 2, 3], seconds=2.0)], [reply([1, 2, 3], seconds=1.0)])
     record.add("chain", ask, [reply([1, 2, 3], seconds=4.0)], [reply([1, 2, 9], seconds=3.0)])
@@ -235,4 +235,4 @@ def test_a_record_tells_what_was_wrong():
     assert record.requests == 2 and record.kinds == {"video": 2} and record.traits == {"x": 2}
     record.add("chain", ask, [reply([1])], [])
     assert record.bad["error"][0]["why"] == "1 turns and 0"
-    assert len(said) == 2 and "token 2" in said[0]
+    assert len(lines) == 2 and "token 2" in lines[0]
