@@ -15,10 +15,11 @@ DEMO_ARGS ?=
 SMOKE_ARGS ?=
 SOAK_ARGS ?=
 
-# The null GPU's environment, and what follows run by its Python.
-CUDA_HOST = python=$$(command -v python3.11 || command -v python3 || command -v python) || \
-  { echo "[setup] error: no Python found; install python3.11" >&2; exit 1; }; \
-  $$python scripts/setup_cuda_host.py
+# A Python that is there before any environment.
+SYSTEM_PYTHON = python=$$(command -v python3.11 || command -v python3 || command -v python) || \
+  { echo "[setup] error: no Python found; install python3.11" >&2; exit 1; }; $$python
+# The null GPU's environment; arguments are run by its Python.
+CUDA_HOST = $(SYSTEM_PYTHON) scripts/setup_cuda_host.py
 # Every case runs on the oldest supported vLLM, some on each; what ours rely on is looked up in each one's sources.
 CUDA_HOST_TESTS = tests/null_gpu tests/unit/engine/test_contract.py tests/unit/engine/test_vllm_contracts.py
 
@@ -41,9 +42,7 @@ help: ## Show this list.
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: ## Prepare the environment only (CPU or CUDA vLLM, as the machine has it).
-	@python=$$(command -v python3.11 || command -v python3 || command -v python) || \
-	  { echo "[setup] error: no Python found; install python3.11" >&2; exit 1; }; \
-	$$python scripts/setup_env.py
+	@$(SYSTEM_PYTHON) scripts/setup_env.py
 
 demo: setup ## Serve the bundled pair with and without vidspec, caption the bundled video, print one table.
 	@$(PY) -m vllm_vidspec.cli demo $(DEMO_ARGS)
@@ -97,5 +96,5 @@ clean: ## Remove caches and build products from the clone.
 	@find . -name __pycache__ -type d -not -path './.git/*' -not -path './.venv/*' -prune -exec rm -rf {} +
 
 distclean: clean ## Also remove the prepared environments.
-	@python=$$(command -v python3.11 || command -v python3) && $$python scripts/setup_env.py --remove && \
-	  $$python scripts/setup_cuda_host.py --remove
+	@$(SYSTEM_PYTHON) scripts/setup_env.py --remove
+	@$(CUDA_HOST) --remove

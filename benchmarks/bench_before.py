@@ -1,29 +1,20 @@
-"""Measure decode tokens per second of this checkout and of an earlier commit, in turns; or what a new video costs.
+"""Measure decode tokens per second of this checkout and of an earlier commit, in turns.
 
 python benchmarks/bench_before.py COMMIT [--drafting chain,tree-static,tree-adaptive] [--batch 1,16] [--rounds 5]
-python benchmarks/bench_before.py COMMIT --arriving 4096,15360 [--rounds 5]
 
 Each has an engine in a process of its own, both with the same models, the bundled LLaVA-OneVision pair; both are alive
-at once, one of them answers, and who comes first changes with every round: what the machine does meanwhile meets both
+at once, one of them answers, and the order changes with every round, so that other load on the machine affects both
 alike. All answer the same held-out videos, greedily; tokens per second count from the first token of any request to the
 last of all. `ratio` is this checkout's over the earlier's: the median over rounds, with its 20th and 80th percentile. A
 first round is not counted.
-
-With `--arriving` two clips of the Qwen2.5-VL pair are being described when a request with a video of so many tokens
-comes (frames of 16 tokens; a step has 2,048). The draft is the bundled target once more, with a vision tower of its
-own, as the towers of real pairs are of one size. Reported are the seconds until its first token, and the longest
-step of the running requests from its arrival on, and from its first token on: by then the target has encoded the video,
-and the draft has not.
 """
 
-import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,16 +25,11 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 FAMILY = "llava-onevision"
 ANSWER_TOKENS = 96
-# Of the requests beside which a video arrives, and of the one that brings it.
-ARRIVING_FAMILY, FRAME_SIDE, FRAME_TOKENS, STEP_TOKENS = "qwen2.5-vl", 112, 16, 2048
-RUNNING, DRAFTED_TOKENS = 2, 48
-SECONDS = ("first_token_s", "longest_step_s", "longest_later_step_s")
 NOW, BEFORE = "now", "before"
-ARRIVING = "arriving"
 
 
 def answer(drafting: str, max_batch: int) -> int:
-    """Answer as many videos as each line of stdin says; in a process whose `PYTHONPATH` is a checkout."""
+    """Answer as many videos as each line of stdin asks for, in a process whose `PYTHONPATH` is a checkout."""
     lines = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # vLLM logs there
     from vllm import LLM, SamplingParams
@@ -65,73 +51,6 @@ def answer(drafting: str, max_batch: int) -> int:
     return 0
 
 
-def answer_arrivals(most_tokens: int) -> int:
-    """As `answer`; each line of stdin is how many tokens the video has that arrives."""
-    lines = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # vLLM logs there
-    from vllm import LLM
-    from vllm.multimodal import encoder_budget
-
-    from vllm_vidspec.tools import pairs
-
-    # vLLM takes videos as long as the checkpoint's longest, or a step: the bundled ones' longest are short.
-    length = most_tokens + 1024
-    encoder_budget.compute_mm_encoder_budget = lambda *_: (length, length)
-    overrides = {
-        "max_model_len": length, "max_num_batched_tokens": STEP_TOKENS, "limit_mm_per_prompt": {"video": 1},
-        "kv_cache_memory_bytes": 512 << 20, "async_scheduling": False,
-    }  # fmt: skip
-    draft = pairs.checkpoint(ARRIVING_FAMILY, "target")
-    llm = LLM(**pairs.llm_kwargs(ARRIVING_FAMILY, draft, calibration=None, overrides=overrides))
-    print(json.dumps({"code": pairs.__file__}), file=lines)
-    for turn, line in enumerate(sys.stdin):
-        print(json.dumps(arrive(llm.llm_engine, int(line) // FRAME_TOKENS, turn)), file=lines)
-    return 0
-
-
-def arrive(engine: Any, num_grids: int, turn: int) -> dict[str, Any]:
-    """Return what a video of so many pairs of frames costs, in seconds, and all `tokens`."""
-    from vllm import SamplingParams
-
-    from vllm_vidspec.shapeworld import world
-    from vllm_vidspec.tools import pairs
-
-    sampling = SamplingParams(max_tokens=600, temperature=0, ignore_eos=True)
-    tokens: dict[str, list[int]] = {}
-
-    def step() -> float:
-        start = time.perf_counter()
-        for output in engine.step():
-            tokens[output.request_id] = list(output.outputs[0].token_ids)
-        return time.perf_counter() - start
-
-    names = [f"{turn}-{i}" for i in range(RUNNING)]
-    for i, name in enumerate(names):
-        prompt = pairs.video_prompt(ARRIVING_FAMILY, world.held_out(turn * RUNNING + i).frames)
-        engine.add_request(name, prompt, sampling)
-    while min(len(tokens.get(name, ())) for name in names) < DRAFTED_TOKENS:
-        step()
-    side, frames = FRAME_SIDE, 2 * num_grids
-    noise = np.random.default_rng(turn).integers(0, 255, (frames, 1, 1, 3), dtype=np.uint8)
-    told = {"fps": 4.0, "duration": frames / 4, "total_num_frames": frames, "frames_indices": list(range(frames))}
-    prompt = pairs.video_prompt(ARRIVING_FAMILY, world.held_out(0).frames)
-    prompt["multi_modal_data"] = {
-        "video": [(noise.repeat(side, 1).repeat(side, 2), told | {"video_backend": "noise", "do_sample_frames": False})]
-    }
-    engine.add_request("video", prompt, sampling)
-    before, first = [], []
-    while not tokens.get("video"):
-        before.append(step())
-    while len(tokens["video"]) < DRAFTED_TOKENS:
-        first.append(step())
-    engine.abort_request([*names, "video"])
-    while engine.has_unfinished_requests():
-        engine.step()
-    later = [before[-1], *first]
-    found = dict(zip(SECONDS, (sum(before), max(before + first), max(later)), strict=True))
-    return found | {"tokens": [tokens[name][:DRAFTED_TOKENS] for name in (*names, "video")]}
-
-
 class Engine:
     """An engine of one checkout, in a process of its own."""
 
@@ -144,7 +63,7 @@ class Engine:
         assert code.is_relative_to(checkout), f"{code} is not of {checkout}"
 
     def ask(self, size: int) -> dict[str, Any]:
-        """Return what `answer` or `arrive` measures: the `tokens` of each request among it."""
+        """Return what `answer` measures: `rate`, and the `tokens` of each request."""
         assert self.process.stdin is not None
         print(size, file=self.process.stdin, flush=True)
         return self._read()
@@ -177,88 +96,43 @@ def checkout_of(commit: str) -> Iterator[Path]:
             subprocess.run([*git, "remove", "--force", str(path)], check=True)
 
 
-def compare(before: Path, drafting: str, batch_sizes: list[int], rounds: int) -> list[dict[str, Any]]:
-    """Return a row per batch size."""
+def compare(before: Path, drafting: str, batch_sizes: list[int], rounds: int) -> Iterator[dict[str, Any]]:
+    """Yield a row per batch size."""
     engines = {name: Engine(path, drafting, max(batch_sizes)) for name, path in ((BEFORE, before), (NOW, ROOT))}
-    rows = []
     for batch_size in batch_sizes:
-        rates: dict[str, list[float]] = {BEFORE: [], NOW: []}
-        same = True
-        for turn in range(rounds + 1):
-            found = {name: engines[name].ask(batch_size) for name in (list(engines) if turn % 2 else [*engines][::-1])}
-            same &= found[BEFORE]["tokens"] == found[NOW]["tokens"]
-            if turn:
-                for name, answered in found.items():
-                    rates[name].append(answered["rate"])
-        ratios = [now / old for now, old in zip(rates[NOW], rates[BEFORE], strict=True)]
-        p20, p80 = np.quantile(ratios, [0.2, 0.8])
-        rows.append(
-            {
-                "drafting": drafting, "batch_size": batch_size, "rounds": rounds,
-                "before_tokens_per_s": round(statistics.median(rates[BEFORE]), 1),
-                "now_tokens_per_s": round(statistics.median(rates[NOW]), 1),
-                "ratio": round(statistics.median(ratios), 3),
-                "ratio_p20": round(float(p20), 3), "ratio_p80": round(float(p80), 3), "same_tokens": same,
-            }
-        )  # fmt: skip
-        print(json.dumps(rows[-1]), flush=True)
-    for engine in engines.values():
-        engine.close()
-    return rows
-
-
-def compare_arrivals(before: Path, sizes: list[int], rounds: int) -> list[dict[str, Any]]:
-    """Return a row per size of the video that arrives, in tokens."""
-    engines = {name: Engine(path, ARRIVING, max(sizes)) for name, path in ((BEFORE, before), (NOW, ROOT))}
-    rows = []
-    for size in sizes:
         found: dict[str, list[dict[str, Any]]] = {BEFORE: [], NOW: []}
         for turn in range(rounds + 1):
-            for name in list(engines) if turn % 2 else [*engines][::-1]:
-                found[name].append(engines[name].ask(size))
-        row: dict[str, Any] = {"video_tokens": size, "rounds": rounds}
-        for what in SECONDS:
-            old, now = ([one[what] for one in found[name][1:]] for name in (BEFORE, NOW))
-            ratios = [b / a for a, b in zip(old, now, strict=True)]
-            row[f"{what.removesuffix('_s')}_ratio"] = round(statistics.median(ratios), 3)
-            row[f"{what.removesuffix('_s')}_ratios"] = [round(ratio, 3) for ratio in sorted(ratios)]
-            row[f"before_{what}"], row[f"now_{what}"] = (
-                round(statistics.median(old), 3),
-                round(statistics.median(now), 3),
-            )
-        same = [one["tokens"] == other["tokens"] for one, other in zip(found[BEFORE], found[NOW], strict=True)]
-        rows.append(row | {"same_tokens": all(same)})
-        print(json.dumps(rows[-1]), flush=True)
+            for name in engines if turn % 2 else reversed(engines):
+                found[name].append(engines[name].ask(batch_size))
+        same = all(old["tokens"] == now["tokens"] for old, now in zip(found[BEFORE], found[NOW], strict=True))
+        old, now = ([answer["rate"] for answer in found[name][1:]] for name in (BEFORE, NOW))
+        ratios = [b / a for a, b in zip(old, now, strict=True)]
+        p20, p80 = np.quantile(ratios, [0.2, 0.8])
+        yield {
+            "drafting": drafting, "batch_size": batch_size, "rounds": rounds,
+            "before_tokens_per_s": round(statistics.median(old), 1),
+            "now_tokens_per_s": round(statistics.median(now), 1), "ratio": round(statistics.median(ratios), 3),
+            "ratio_p20": round(float(p20), 3), "ratio_p80": round(float(p80), 3), "same_tokens": same,
+        }  # fmt: skip
     for engine in engines.values():
         engine.close()
-    return rows
+
+
+def measure(options: Any) -> Iterator[dict[str, Any]]:
+    """Yield the rows of every draft shape."""
+    with checkout_of(options.commit) as before:
+        for drafting in options.drafting:
+            yield from compare(before, drafting, options.batch, options.rounds)
 
 
 def main() -> int:
-    """Run the benchmark."""
-    if sys.argv[1:3] == ["--answer", ARRIVING]:
-        return answer_arrivals(int(sys.argv[3]))
+    """Run the benchmark, or one engine of it."""
     if sys.argv[1:2] == ["--answer"]:
         return answer(sys.argv[2], int(sys.argv[3]))
-    sys.path.insert(0, str(ROOT))
-    from vllm_vidspec.tools.provenance import provenance
+    import harness  # not in an engine's process, whose code is of the checkout in its path
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("commit", help="the earlier one")
-    parser.add_argument("--drafting", default="chain,tree-static,tree-adaptive")
-    parser.add_argument("--batch", default="1,16")
-    parser.add_argument("--arriving", help="tokens of videos that arrive, instead of decoding alone")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    batch_sizes, rows = [int(size) for size in options.batch.split(",")], []
-    with checkout_of(options.commit) as before:
-        if options.arriving:
-            rows += compare_arrivals(before, [int(size) for size in options.arriving.split(",")], options.rounds)
-        for drafting in [] if options.arriving else options.drafting.split(","):
-            rows += compare(before, drafting, batch_sizes, options.rounds)
-    if options.json:
-        options.json.write_text(json.dumps({"rows": rows, "provenance": provenance()}, indent=1) + "\n")
+    shapes = ["chain", "tree-static", "tree-adaptive"]
+    harness.command(__doc__, measure, "commit", drafting=shapes, batch=[1, 16], rounds=5)
     return 0
 
 

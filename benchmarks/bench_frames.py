@@ -2,27 +2,22 @@
 
     OMP_NUM_THREADS=1 python benchmarks/bench_frames.py [--clips 6] [--frames 64] [--json docs/results/R15-frames.json]
 
-Clients that cannot send a video send its frames as images (lmms-eval up to 64). Three ways, chains of 5, greedy, the
-same frames: the video; its images, joined (`frames_as_video` auto); its images, each with a budget of its own (never).
+Clients that cannot send a video send its frames as images (lmms-eval up to 64). Three variants of the
+same frames, 5-token chains, greedy: the video; its images, joined (`frames_as_video` auto); its images, each with a
+budget of its own (never).
 A clip is held-out videos of 32 frames, one after another. Vanilla runs beside, so that identical answers are counted.
 All are means over the clips.
 """
 
 import argparse
-import json
-import os
-import sys
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import harness
 import numpy as np
 
-from vllm_vidspec import metrics
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.provenance import provenance
 
 PRUNE_RATIO = 0.9
 # Families whose processor makes of an image as many tokens as of a frame; LLaVA-OneVision tiles images.
@@ -37,82 +32,40 @@ WAYS: dict[str, dict[str, Any]] = {
 def prompts_of(family: str, way: str, clips: list[np.ndarray]) -> list[dict[str, Any]]:
     """Return a prompt for each clip, `[num_frames, height, width, 3]` uint8."""
     if way == "video":
-        return [whole_video(family, clip) for clip in clips]
+        return [harness.clip_prompt(family, clip) for clip in clips]
     return [pairs.media_prompt(family, pairs.DEFAULT_QUESTION, images=list(clip)) for clip in clips]
 
 
-def whole_video(family: str, clip: np.ndarray) -> dict[str, Any]:
-    """Return a prompt of a clip with all of its frames: the tools' own sampling would leave some out."""
-    times = {"fps": pairs.FRAME_RATE, "total_num_frames": len(clip), "duration": len(clip) / pairs.FRAME_RATE}
-    times |= {"frames_indices": list(range(len(clip))), "video_backend": "opencv", "do_sample_frames": False}
-    text = pairs.chat_prompt(family, pairs.DEFAULT_QUESTION, ["video"])
-    return {"prompt": text, "multi_modal_data": {"video": [(clip, times)]}}
-
-
-def measure(family: str, clips: list[np.ndarray], max_tokens: int) -> list[dict[str, Any]]:
-    """Return a row for each way: an engine each, and vanilla's beside it."""
-    from vllm import LLM, SamplingParams
-
-    limits = {"limit_mm_per_prompt": {"video": 1, "image": len(clips[0])}, "max_num_batched_tokens": 2048}
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-
-    def answers(llm: Any, way: str) -> list[list[int]]:
-        outputs = llm.generate(prompts_of(family, way, clips), params, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
-
-    vanilla = LLM(**pairs.llm_kwargs(family, overrides=limits))
-    expected = {way: answers(vanilla, way) for way in ("video", "images, joined")}
-    vanilla.llm_engine.engine_core.shutdown()
-    rows = []
-    for way, knobs in WAYS.items():
-        spec = {"pruner": "specvlm", "prune_ratio": PRUNE_RATIO, **knobs}
-        llm = LLM(**pairs.llm_kwargs(family, "draft", overrides=limits, **spec))
-        path = metrics.path_for(llm.llm_engine.vllm_config.instance_id)
-        before = metrics.read_metrics(path)
-        found = answers(llm, way)
-        now = metrics.read_metrics(path)
-        llm.llm_engine.engine_core.shutdown()
-        rows.append(row_of(family, way, found, expected["video" if way == "video" else "images, joined"], before, now))
-        print(json.dumps(rows[-1]), flush=True)
-    return rows
-
-
-def row_of(
-    family: str, way: str, found: list, expected: list, before: dict[str, float], now: dict[str, float]
-) -> dict[str, Any]:
-    """Return what a way came to, from the counters before and after."""
-    gained = metrics.difference(before, now)
-    tokens = gained["text_tokens"] + gained["visual_tokens_kept"]
-    return {
-        "family": family,
-        "way": way,
-        "target_visual_tokens": gained["visual_tokens_full"] / gained["prompts"],
-        "draft_visual_tokens": gained["visual_tokens_kept"] / gained["prompts"],
-        "draft_kv_bytes": tokens * now["draft_kv_bytes_per_token"] / gained["prompts"],
-        "acceptance_length": round(1 + gained["accepted_tokens"] / gained["drafts"], 3),
-        "identical_frac": sum(a == b for a, b in zip(found, expected, strict=True)) / len(expected),
-        "output_tokens": sum(map(len, found)),
-    }
-
-
-def main() -> int:
-    """Run the ways of every family."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="+", default=FAMILIES)
-    parser.add_argument("--clips", type=int, default=6)
-    parser.add_argument("--frames", type=int, default=64)
-    parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> Iterator[harness.Row]:
+    """Yield a row for each family and variant, each with an engine of its own, beside vanilla's answers."""
     per_clip = -(-options.frames // world.NUM_FRAMES)
     videos = [world.held_out(i).frames for i in range(options.clips * per_clip)]
-    parts = [videos[i : i + per_clip] for i in range(0, len(videos), per_clip)]
-    clips = [np.concatenate(part)[: options.frames] for part in parts]
-    rows = [row for family in options.families for row in measure(family, clips, options.max_tokens)]
-    if options.json:
-        options.json.write_text(json.dumps({"rows": rows, "provenance": provenance()}, indent=1) + "\n")
-    return 0
+    clips = [np.concatenate(videos[i : i + per_clip])[: options.frames] for i in range(0, len(videos), per_clip)]
+    limits = {"limit_mm_per_prompt": {"video": 1, "image": options.frames}, "max_num_batched_tokens": 2048}
+    for family in options.families:
+        prompts = {way: prompts_of(family, way, clips) for way in WAYS}
+        with harness.Engine(pairs.llm_kwargs(family, overrides=limits)) as vanilla:
+            expected = {
+                way: vanilla.answer(prompts[way], max_tokens=options.max_tokens) for way in ("video", "images, joined")
+            }
+        for way, knobs in WAYS.items():
+            spec = {"pruner": "specvlm", "prune_ratio": PRUNE_RATIO, **knobs}
+            with harness.pair(family, overrides=limits, **spec) as engine:
+                found, gained = engine.measure(engine.answer, prompts[way], max_tokens=options.max_tokens)
+                kv_bytes = engine.counters()["draft_kv_bytes_per_token"]
+            tokens = gained["text_tokens"] + gained["visual_tokens_kept"]
+            wanted = expected.get(way, expected["images, joined"])
+            yield {
+                "family": family,
+                "way": way,
+                "target_visual_tokens": gained["visual_tokens_full"] / gained["prompts"],
+                "draft_visual_tokens": gained["visual_tokens_kept"] / gained["prompts"],
+                "draft_kv_bytes": tokens * kv_bytes / gained["prompts"],
+                "acceptance_length": harness.acceptance_length(gained),
+                "identical_frac": sum(a == b for a, b in zip(found, wanted, strict=True)) / len(wanted),
+                "output_tokens": sum(map(len, found)),
+            }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.command(__doc__, measure, families=list(FAMILIES), clips=6, frames=64, max_tokens=96)

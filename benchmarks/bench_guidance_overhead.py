@@ -9,56 +9,51 @@ listeners. Only the target's forward is timed, not the draft's. The same model a
 part of a step, so the share here is an upper bound of the kind, not a prediction for a large model.
 """
 
-import sys
+import argparse
 import time
 from collections.abc import Iterator
 from typing import Any
 
-import overhead
+import harness
 
 
-class Prefill(overhead.Engine):
+class Prefill:
     """Times the runner's forward, with the listeners in place or taken out."""
 
-    def __init__(self, longest: int, pruner: str) -> None:
-        super().__init__(longest, pruner=pruner)
-        self.listeners = self.runner.listeners
-        self.guarded = self.listeners._guarded
-        self.seconds: list[float] = []
-        execute = self.runner.execute_model
+    def __init__(self, engine: harness.Engine) -> None:
+        self._engine, self._listeners = engine, engine.runner.listeners
+        self._guarded = self._listeners._guarded
+        self._seconds = 0.0
+        execute = engine.runner.execute_model
 
         def timed(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             begin = time.perf_counter()
             output = execute(scheduler_output, *args, **kwargs)
             if scheduler_output.total_num_scheduled_tokens > 8:
-                self.seconds.append(time.perf_counter() - begin)
+                self._seconds += time.perf_counter() - begin
             return output
 
-        self.runner.execute_model = timed
+        engine.runner.execute_model = timed
 
-    def run(self, prompt: dict[str, Any], listens: bool) -> tuple[float, float]:
+    def run(self, prompt: harness.Row, is_guided: bool) -> tuple[float, float]:
         """Return the seconds of one prefill, and those inside the listeners."""
-        self.listeners._guarded = self.guarded if listens else []
-        self.llm.reset_prefix_cache()
-        self.seconds.clear()
-        inside = self.seconds_inside("guidance_us", prompt, max_tokens=1)
-        return sum(self.seconds), inside
+        self._listeners._guarded = self._guarded if is_guided else []
+        self._engine.llm.reset_prefix_cache()
+        self._seconds = 0.0
+        _, gained = self._engine.measure(self._engine.answer, [prompt], max_tokens=1)
+        return self._seconds, gained["guidance_us"] / 1e6
 
 
-def measure(options: Any, sizes: list[int]) -> Iterator[dict[str, Any]]:
-    """Load an engine for each pruner and yield a row per size."""
-    for pruner in options.pruner.split(","):
-        prefill = Prefill(max(sizes) + 64, pruner)
-        for size in sizes:
-            prompt = overhead.prompt_of(size)
-            yield {"pruner": pruner, "video_tokens": size} | overhead.in_turns(
-                lambda listens: prefill.run(prompt, listens),  # noqa: B023  # called at once
-                options.rounds,
-                "prefill_ms",
-                "guided_prefill_ms",
-            )
-        prefill.close()
+def measure(options: argparse.Namespace) -> Iterator[harness.Row]:
+    """Start an engine for each pruner, and yield a row for each size."""
+    for pruner in options.pruner:
+        with harness.long_engine(max(options.tokens) + 64, pruner=pruner) as engine:
+            prefill = Prefill(engine)
+            for size in options.tokens:
+                run = lambda is_guided, prompt=harness.long_prompt(size): prefill.run(prompt, is_guided)  # noqa: B023, E731
+                row = harness.in_turns(run, options.rounds, "prefill_ms", "guided_prefill_ms")
+                yield {"pruner": pruner, "video_tokens": size} | row
 
 
 if __name__ == "__main__":
-    sys.exit(overhead.main(__doc__, measure, rounds=3, pruner="specvlm,uv"))
+    harness.command(__doc__, measure, pruner=["specvlm", "uv"], tokens=[128, 1024, 8192, 25088], rounds=3)

@@ -11,39 +11,26 @@ Budget: 1 ms and 20 us per request.
 """
 
 import argparse
-import csv
-import json
-import os
 import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from vllm_vidspec.shapeworld import world
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import harness
+
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.provenance import provenance
 
 FAMILY = "llava-onevision"
 MAX_BATCH = 16
 ANSWER_TOKENS = 96
 FOREIGN = "(not ours)"
 KERNEL = "kernel: "
-COLUMNS = (
-    *("drafting", "scheduling", "batch_size", "steps", "own_ms", "p20_ms", "p80_ms", "budget_ms"),
-    *("parts_ms", "kernels_ms"),
-)
-
-
-def budget_ms(batch_size: int) -> float:
-    """Return what our host time may be."""
-    return 1.0 + 0.02 * batch_size
 
 
 class Stopwatch:
@@ -118,7 +105,7 @@ class HostTime:
         self.watch = Stopwatch()
         self.steps: list[tuple[int, dict[str, float]]] = []
         self._batch_size = 0  # of the step in flight, where that only decodes
-        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        runner = harness.runner_of(llm.llm_engine)
         self._wrap_entries(runner)
         wrap_foreign(self.watch, runner)
         self._wrap_parts(runner)
@@ -218,95 +205,50 @@ class HostTime:
         return [parts for size, parts in self.steps if size == len(prompts)]
 
 
-def measure(drafting: str, batch_sizes: list[int], num_steps: int, sync: bool) -> list[dict[str, Any]]:
-    """Load one engine and return a row per batch size."""
-    from vllm import LLM
+def measure(options: argparse.Namespace) -> Iterator[harness.Row]:
+    """Start an engine for each draft shape, and yield a row for each batch size; times in ms."""
+    for drafting in options.drafting:
+        overrides: dict[str, Any] = {
+            "max_num_seqs": max(MAX_BATCH, *options.batch), "limit_mm_per_prompt": {"video": 1},
+        }  # fmt: skip
+        if options.sync_scheduling:  # adaptive trees keep their own size
+            overrides["async_scheduling"] = False
+        with harness.Engine(pairs.llm_kwargs(FAMILY, "draft", drafting=drafting, overrides=overrides)) as engine:
+            is_async = engine.llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+            common = {"drafting": drafting, "scheduling": "async" if is_async else "sync"}
+            host_time = HostTime(engine.llm)
+            for batch_size in options.batch:
+                prompts = harness.videos(FAMILY, range(batch_size))
+                host_time.run(engine.llm, prompts, is_fine=True)  # a warm-up
+                coarse: list[dict[str, float]] = []
+                fine: list[dict[str, float]] = []
+                while len(fine) < options.steps:
+                    coarse += host_time.run(engine.llm, prompts, is_fine=False)
+                    if not (found := host_time.run(engine.llm, prompts, is_fine=True)):
+                        raise SystemExit(f"{drafting}: no step decoded for {batch_size} requests at once")
+                    fine += found
+                yield common | {"batch_size": batch_size} | figures(batch_size, coarse, fine)
+            host_time.watch.unwrap()
 
-    overrides: dict[str, Any] = {"max_num_seqs": max(MAX_BATCH, *batch_sizes), "limit_mm_per_prompt": {"video": 1}}
-    if sync:
-        overrides["async_scheduling"] = False
-    llm = LLM(**pairs.llm_kwargs(FAMILY, "draft", drafting=drafting, overrides=overrides))
-    is_async = llm.llm_engine.vllm_config.scheduler_config.async_scheduling
-    host_time, rows = HostTime(llm), []
-    for batch_size in batch_sizes:
-        prompts = [pairs.video_prompt(FAMILY, world.held_out(i).frames) for i in range(batch_size)]
-        host_time.run(llm, prompts, is_fine=True)  # what happens once
-        coarse: list[dict[str, float]] = []
-        fine: list[dict[str, float]] = []
-        while len(fine) < num_steps:
-            coarse += host_time.run(llm, prompts, is_fine=False)
-            if not (found := host_time.run(llm, prompts, is_fine=True)):
-                raise SystemExit(f"{drafting}: no step decoded for {batch_size} requests at once")
-            fine += found
-        rows.append(row_of(drafting, "async" if is_async else "sync", batch_size, coarse, fine))
-        show(rows[-1])
-    host_time.watch.unwrap()
-    llm.llm_engine.engine_core.shutdown()
-    return rows
 
-
-def row_of(
-    drafting: str, scheduling: str, batch_size: int, coarse: list[dict[str, float]], fine: list[dict[str, float]]
-) -> dict[str, Any]:
-    """Return what was measured at one batch size; times in ms."""
+def figures(batch_size: int, coarse: list[dict[str, float]], fine: list[dict[str, float]]) -> harness.Row:
+    """Return the figures of one batch size, from steps with few wrappers and with all; the largest parts first."""
     own = [1e3 * sum(parts.values()) for parts in coarse]
     p20, p80 = np.quantile(own, [0.2, 0.8])
     labels = dict.fromkeys(label for parts in fine for label in parts)
-    parts = {label: 1e3 * statistics.median(step.get(label, 0.0) for step in fine) for label in labels}
+    parts = {label: harness.milliseconds(step.get(label, 0.0) for step in fine) for label in labels}
     return {
-        "drafting": drafting,
-        "scheduling": scheduling,
-        "batch_size": batch_size,
         "steps": len(coarse),
         "own_ms": round(statistics.median(own), 4),
         "p20_ms": round(float(p20), 4),
         "p80_ms": round(float(p80), 4),
-        "budget_ms": budget_ms(batch_size),
-        "parts_ms": round(statistics.median(1e3 * sum(step.values()) for step in fine), 4),
+        "budget_ms": 1.0 + 0.02 * batch_size,
+        "parts_ms": harness.milliseconds(sum(step.values()) for step in fine),
         "kernels_ms": round(sum(ms for label, ms in parts.items() if label.startswith(KERNEL)), 4),
-        "parts": {label: round(ms, 4) for label, ms in sorted(parts.items(), key=lambda item: -item[1])},
+        "parts": dict(sorted(parts.items(), key=lambda item: -item[1])),
     }
 
 
-def show(row: dict[str, Any]) -> None:
-    """Print one row and its parts, the largest first."""
-    own, part_sum = row["own_ms"], row["parts_ms"]
-    print(
-        f"{row['drafting']} ({row['scheduling']}), batch {row['batch_size']}: {own:.3f} ms own host time per step "
-        f"({row['p20_ms']:.3f} to {row['p80_ms']:.3f}), budget {row['budget_ms']:.2f} ms, {row['steps']} steps"
-    )
-    for label, ms in row["parts"].items():
-        print(f"  {label:<32} {ms:8.4f} ms {100 * ms / part_sum:5.1f} %")
-    print(f"  {'with all wrappers':<32} {part_sum:8.4f} ms", flush=True)
-
-
-def main() -> int:
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--drafting", default="chain,tree-static,tree-adaptive")
-    parser.add_argument("--batch", default="1,4,8,16")
-    parser.add_argument("--steps", type=int, default=100, help="at least so many of each kind")
-    parser.add_argument("--sync-scheduling", action="store_true", help="adaptive trees keep their own size")
-    parser.add_argument("--csv", type=Path)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    batch_sizes = [int(size) for size in options.batch.split(",")]
-    rows: list[dict[str, Any]] = []
-    for drafting in options.drafting.split(","):
-        rows += measure(drafting, batch_sizes, options.steps, options.sync_scheduling)
-    found = provenance()
-    if options.json:
-        options.json.write_text(json.dumps({"rows": rows, "provenance": found}, indent=1) + "\n")
-    if options.csv:
-        labels = dict.fromkeys(label for row in rows for label in row["parts"])
-        with options.csv.open("w", newline="") as file:
-            file.write(f"# {json.dumps(found)}\n")
-            writer = csv.DictWriter(file, [*COLUMNS, *labels], restval=0.0, lineterminator="\n")
-            writer.writeheader()
-            for row in rows:
-                writer.writerow({name: row[name] for name in COLUMNS} | row["parts"])
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    shapes = ["chain", "tree-static", "tree-adaptive"]
+    harness.command(__doc__, measure, drafting=shapes, batch=[1, 4, 8, 16], steps=100, sync_scheduling=False)

@@ -4,10 +4,10 @@ python benchmarks/bench_kernels.py [accept draw ...] [--sizes num_reqs=1,8 "kind
 
 A kernel's cases are a file of `kernel_cases/`: its axes with the sizes for this device, which `--sizes` replaces, and
 what it is measured against. On a GPU "triton" is the kernel, on a CPU "torch" is its reference. A case's
-implementations are called in turn, so that all meet the same moments of the machine. The floor is the larger of two
-times: `traffic`, the bytes that must move at the copy bandwidth, and `product`, the operations at the rate of a square
-matrix product. Both rates are measured beside each case, because a shared machine's change by the minute. `--graphs`
-replays each call from a CUDA graph, so that the host's time does not count.
+implementations are called in turn, so that other load on the machine affects all of them. The floor is the larger of
+two times: `traffic`, the bytes that must move at the copy bandwidth, and `product`, the operations at the rate of a
+square matrix product. Both rates are measured beside each case, because a shared machine's change by the minute.
+`--graphs` replays each call from a CUDA graph, so that the host's time does not count.
 """
 
 import argparse

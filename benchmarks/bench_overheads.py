@@ -10,23 +10,18 @@ shares are of such steps.
 """
 
 import argparse
-import json
-import os
-import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.bench_host_time import Stopwatch, wrap_foreign
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import harness
+from bench_host_time import Stopwatch, wrap_foreign
+
 from vidspec_tools.bench import parallel, trials
 from vidspec_tools.bench.methods import SEQUENTIAL
-from vllm_vidspec.shapeworld import world
-from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.provenance import provenance
-from vllm_vidspec.tools.tables import percent
 
 FAMILY = "qwen2.5-vl"
 ANSWER_TOKENS = 64
@@ -49,37 +44,29 @@ class Watched:
         verifies: Of each verify step but a request's last, the same.
     """
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, engine: harness.Engine) -> None:
         self.prompts: list[tuple[float, dict[str, float]]] = []
         self.verifies: list[tuple[float, dict[str, float]]] = []
-        self._llm, self._watch = llm, Stopwatch()
+        self._engine, self._watch = engine, Stopwatch()
         self._watch.is_fine = True
         self._begun, self._into = 0.0, self.prompts
-        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        self._wrap(runner)
-        execute = runner.execute_model
+        self._wrap(engine.runner)
+        execute = engine.runner.execute_model
 
         def execute_model(output: Any, *args: Any, **kwargs: Any) -> Any:
             if output.scheduled_spec_decode_tokens:
-                self._close()
-                self._into = self.verifies
+                now = time.perf_counter()
+                self._into.append((now - self._begun, self._watch.take()))
+                self._begun, self._into = now, self.verifies
             return execute(output, *args, **kwargs)
 
-        runner.execute_model = execute_model
-
-    def _close(self) -> None:
-        now = time.perf_counter()
-        self._into.append((now - self._begun, self._watch.take()))
-        self._begun = now
+        engine.runner.execute_model = execute_model
 
     def answer(self, prompt: dict[str, Any]) -> None:
         """Answer one request."""
-        from vllm import SamplingParams
-
         self._watch.take()
         self._begun, self._into = time.perf_counter(), self.prompts
-        sampling = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0, ignore_eos=True)
-        self._llm.generate([prompt], sampling, use_tqdm=False)
+        self._engine.answer([prompt], max_tokens=ANSWER_TOKENS, ignore_eos=True)
 
     def unwrap(self) -> None:
         """Put everything back."""
@@ -113,57 +100,28 @@ class Watched:
                 self._watch.wrap(owner, name, component)
 
 
-def measure(name: str, spec: dict[str, Any], workload: trials.Workload, num_requests: int) -> dict[str, Any]:
-    """Load one engine, answer the requests, and return its row."""
-    from vllm import LLM
-
-    variant = trials.Variant("vidspec", SEQUENTIAL, {"prune_ratio": 0.9} | spec)
-    llm = LLM(**workload.job(BENCHMARK, variant, [0])["llm"])
-    watched = Watched(llm)
-    for i in range(num_requests + 1):
-        watched.answer(pairs.video_prompt(FAMILY, world.held_out(i).frames))
-        if i == 0:  # a warm-up
-            watched.prompts.clear()
-            watched.verifies.clear()
-    watched.unwrap()
-    llm.llm_engine.engine_core.shutdown()
-    row: dict[str, Any] = {
-        "setting": name,
-        "inflate": workload.ratio,
-        "label": workload.label,
-        "requests": num_requests,
-    }
-    for kind, steps in (("prompt", watched.prompts), ("verify", watched.verifies)):
-        row[f"{kind}_ms"] = round(1e3 * statistics.median(seconds for seconds, _ in steps), 3)
-        row[f"{kind}_steps"] = len(steps)
-        row[f"{kind}_parts"] = {
-            part: round(1e3 * statistics.median(parts.get(part, 0.0) for _, parts in steps), 4) for part in COMPONENTS
-        }
-    show(row)
-    return row
-
-
-def show(row: dict[str, Any]) -> None:
-    """Print one row: of each component its ms, and its share of such a step."""
-    for kind in ("prompt", "verify"):
-        whole, parts = row[f"{kind}_ms"], row[f"{kind}_parts"]
-        found = ", ".join(f"{part} {ms:.2f} ms ({percent(ms / whole)})" for part, ms in parts.items() if ms)
-        print(f"{row['setting']}: {kind} step {whole:.1f} ms: {found}", flush=True)
-
-
-def main() -> int:
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--inflate", type=float, default=9.0, help="how many times a draft's step a target's takes")
-    parser.add_argument("--requests", type=int, default=12)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> Iterator[harness.Row]:
+    """Start an engine for each setting, and yield what a prompt's steps and a verify step take, and their parts."""
     workload = parallel.workload_for(BENCHMARK, FAMILY, options.inflate)
-    rows = [measure(name, spec, workload, options.requests) for name, spec in SETTINGS.items()]
-    if options.json:
-        options.json.write_text(json.dumps({"rows": rows, "provenance": provenance()}, indent=1) + "\n")
-    return 0
+    for name, spec in SETTINGS.items():
+        variant = trials.Variant("vidspec", SEQUENTIAL, {"prune_ratio": 0.9} | spec)
+        with harness.Engine(workload.job(BENCHMARK, variant, [0])["llm"]) as engine:
+            watched = Watched(engine)
+            for i, prompt in enumerate(harness.videos(FAMILY, range(options.requests + 1))):
+                watched.answer(prompt)
+                if i == 0:  # a warm-up
+                    watched.prompts.clear()
+                    watched.verifies.clear()
+            watched.unwrap()
+        row = {"setting": name, "inflate": workload.ratio, "label": workload.label, "requests": options.requests}
+        for kind, steps in (("prompt", watched.prompts), ("verify", watched.verifies)):
+            row[f"{kind}_ms"] = harness.milliseconds((seconds for seconds, _ in steps), 3)
+            row[f"{kind}_steps"] = len(steps)
+            row[f"{kind}_parts"] = {
+                part: harness.milliseconds(parts.get(part, 0.0) for _, parts in steps) for part in COMPONENTS
+            }
+        yield row
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.command(__doc__, measure, inflate=9.0, requests=12)

@@ -10,62 +10,59 @@ model is tiny and its hidden states are 4 bytes an element: for what is to be re
 which a large target reads tens of gigabytes of weights.
 """
 
+import argparse
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
-import overhead
+import harness
 
-NUM_DRAFTS = 10
-MAX_TOKENS = 64
+NUM_DRAFTS, MAX_TOKENS = 10, 64
 LOSSLESS = {"scorer": "loose", "lambda_loose": 0.0, "position_shift": False}
 
 
-class Steps(overhead.Engine):
+class Steps:
     """Times the runner's decode steps."""
 
-    def __init__(self, longest: int) -> None:
-        super().__init__(longest, num_speculative_tokens=NUM_DRAFTS, relevance_bytes=2**27, **LOSSLESS)
-        self.seconds: list[float] = []
-        execute, sample = self.runner.execute_model, self.runner.sample_tokens
+    def __init__(self, engine: harness.Engine) -> None:
+        self._engine = engine
+        self._seconds: list[float] = []
+        self._begin: float | None = None  # of the step in flight, if it decodes
+        execute, sample = engine.runner.execute_model, engine.runner.sample_tokens
 
         def timed_execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            self.is_decode = 1 < scheduler_output.total_num_scheduled_tokens <= NUM_DRAFTS + 1
-            self.begin = time.perf_counter()
+            is_decode = 1 < scheduler_output.total_num_scheduled_tokens <= NUM_DRAFTS + 1
+            self._begin = time.perf_counter() if is_decode else None
             return execute(scheduler_output, *args, **kwargs)
 
         def timed_sample(*args: Any, **kwargs: Any) -> Any:
             output = sample(*args, **kwargs)
-            if self.is_decode:
-                self.seconds.append(time.perf_counter() - self.begin)
+            if self._begin is not None:
+                self._seconds.append(time.perf_counter() - self._begin)
             return output
 
-        self.runner.execute_model, self.runner.sample_tokens = timed_execute, timed_sample
+        engine.runner.execute_model, engine.runner.sample_tokens = timed_execute, timed_sample
 
-    def run(self, prompt: dict[str, Any], is_loose: bool) -> tuple[float, float]:
+    def run(self, prompt: harness.Row, is_loose: bool) -> tuple[float, float]:
         """Return the median seconds of a decode step, and the mean inside the relevance calls."""
-        self.seconds.clear()
-        scorer = {"vidspec_scorer": "loose" if is_loose else "strict"}
-        inside = self.seconds_inside("relevance_us", prompt, max_tokens=MAX_TOKENS, ignore_eos=True, extra_args=scorer)
-        return statistics.median(self.seconds), inside / len(self.seconds)
+        self._seconds.clear()
+        sampling: dict[str, Any] = {"max_tokens": MAX_TOKENS, "ignore_eos": True}
+        sampling["extra_args"] = {"vidspec_scorer": "loose" if is_loose else "strict"}
+        _, gained = self._engine.measure(self._engine.answer, [prompt], **sampling)
+        return statistics.median(self._seconds), gained["relevance_us"] / 1e6 / len(self._seconds)
 
 
-def measure(options: Any, sizes: list[int]) -> Iterator[dict[str, Any]]:
-    """Load an engine for each size and yield its row."""
-    for size in sizes:
-        steps, prompt = Steps(size + 64 + MAX_TOKENS), overhead.prompt_of(size)
-        pool = steps.runner.parts.visual.store.pool
-        row = overhead.in_turns(
-            lambda is_loose: steps.run(prompt, is_loose),  # noqa: B023  # called at once
-            options.rounds,
-            "step_ms",
-            "loose_step_ms",
-        )
-        yield {"video_tokens": size} | row | {"store_bytes": size * pool.shape[2] * pool.element_size()}
-        steps.close()
+def measure(options: argparse.Namespace) -> Iterator[harness.Row]:
+    """Start an engine for each size, and yield its row."""
+    for size in options.tokens:
+        knobs = {"num_speculative_tokens": NUM_DRAFTS, "relevance_bytes": 2**27, **LOSSLESS}
+        with harness.long_engine(size + 64 + MAX_TOKENS, **knobs) as engine:
+            steps, pool = Steps(engine), engine.runner.parts.visual.store.pool
+            run = lambda is_loose, steps=steps, prompt=harness.long_prompt(size): steps.run(prompt, is_loose)  # noqa: E731
+            row = harness.in_turns(run, options.rounds, "step_ms", "loose_step_ms")
+            yield {"video_tokens": size} | row | {"store_bytes": size * pool.shape[2] * pool.element_size()}
 
 
 if __name__ == "__main__":
-    sys.exit(overhead.main(__doc__, measure, rounds=5))
+    harness.command(__doc__, measure, tokens=[128, 1024, 8192, 25088], rounds=5)

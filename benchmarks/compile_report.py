@@ -1,6 +1,6 @@
 """Compile the Triton kernels at real shapes for several architectures, without a GPU, and report what they take.
 
-python benchmarks/compile_report.py [--archs 80,90] [--kernels tree_attention] [--cases 28/4] [--markdown | --json]
+python benchmarks/compile_report.py [--archs 80,90] [--kernels tree_attention] [--cases 28/4] [--json]
 
 The project's own wrappers are called with meta tensors, which compile and launch nothing, under a driver that only
 names an architecture: so what is compiled is what a launch of these shapes compiles, tile sizes and specialisation

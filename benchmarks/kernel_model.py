@@ -147,7 +147,7 @@ def modelled(call: Call, device: Device) -> float:
     return sum(seconds(launch, device) for launch in call.launches)
 
 
-# Cases of the compile report that the model stands on.
+# Cases of the compile report that the model needs.
 CASES = (
     r"^(28/4|14/2 d64) Q(9|26|65)$|^3584 Q(11|26|65) 25k top 10$|merge of 4|^(28/4|14/2 d64) nq32 25k|tree K64, axes 3|"
     r"K25, axes 3|ring 64$|152k torch.bfloat16$|adaptive K64|F10 C10|(strict chain|loose tree) K64$|d128 16 bits$"
@@ -293,7 +293,7 @@ def guidance_scores(device: Device, compiled: Compiled, shape: str, has_lse: boo
 
 
 def alternatives(device: Device, compiled: Compiled) -> list[tuple[str, float]]:
-    """Return the ways to the rows' log-sum-exps for one layer of 28/4 over 25k keys, and their seconds."""
+    """Return the alternatives for the rows' log-sum-exps for one layer of 28/4 over 25k keys, and their seconds."""
     heads, kv_heads, head_size = SHAPES["28/4"]
     without, given = (guidance_scores(device, compiled, "28/4", lse, 1, 25_000) for lse in (False, True))
     both = 2 * 25_000 * kv_heads * 2 * head_size  # keys and values
@@ -435,7 +435,7 @@ def small_table(device: Device, compiled: Compiled) -> str:
 
 
 def sections(data: dict[str, Any]) -> dict[str, str]:
-    """Return what stands between each pair of the page's marks."""
+    """Return the text between each pair of the page's marks."""
     import compile_report  # it chooses the compiler for the whole process
 
     compiled = Compiled(data["rows"])

@@ -1,12 +1,9 @@
 """What a launch of tree_attention costs by its own decomposition: bytes, products, programs, and the time they predict.
 
-python benchmarks/kernel_model_tree_attention.py [--arch 90] [--shape 28x4x128] prints a table: every context, batch and
-number of rows, for the attention of Qwen2.5-VL 7B unless told otherwise. Nothing is launched, and no GPU is needed.
-`shares` is the kernel's decomposition in plain Python, which tests hold against the tiles that the interpreted kernel
-takes.
+`kernel_model.py` prints its tables. `shares` is the kernel's decomposition in plain Python, which tests compare with
+the tiles that the interpreted kernel takes.
 """
 
-import argparse
 import itertools
 import math
 import sys
@@ -139,10 +136,8 @@ def predict(
         tile: Another than the launch would take.
 
     Returns:
-        bytes and flops that any implementation needs (keys and values once, queries and outputs; real rows only);
-        floor_us, the longer of both at peak, and what sets it; programs, waves (1: as many programs as the device
-        holds, or fewer), units of the heaviest and of the average program; parts that are merged and their bytes;
-        predicted_us and share of the floor in it.
+        `programs` and `tile` of the launch; `floor_us`, the larger of two times at peak rates, of the bytes (keys and
+        values once, queries and outputs) and of the products (real rows only), and in `floor_by` which; `predicted_us`.
     """
     card, group = CARDS[arch], num_heads // num_kv_heads
     lens = [context] * batch if isinstance(context, int) else list(context)
@@ -182,54 +177,10 @@ def predict(
     ]
     merge = max((merge_seconds(count, part_bytes[item[0]]) for item, count in parts.items()), default=0.0)
     predicted = LAUNCH + waits + heaviest * per_sm * unit + merge
-    floor = max(by_memory, by_products)
     return {
-        "bytes": num_bytes,
-        "flops": flops,
-        "floor_us": 1e6 * floor,
-        "floor_by": "memory" if by_memory >= by_products else "tensor",
-        "tile": f"{tile.block_rows}x{tile.block_keys}",
         "programs": len(found),
-        "waves": 1,
-        "heaviest_units": heaviest,
-        "mean_units": sum(piece.end - piece.begin for piece in itertools.chain.from_iterable(found)) / len(found),
-        "parts": sum(parts.values()),
-        "part_bytes": sum(count * part_bytes[item[0]] for item, count in parts.items()),
-        "merge_us": 1e6 * merge,
+        "tile": f"{tile.block_rows}x{tile.block_keys}",
+        "floor_us": 1e6 * max(by_memory, by_products),
+        "floor_by": "memory" if by_memory >= by_products else "tensor",
         "predicted_us": 1e6 * predicted,
-        "share": floor / predicted,
     }
-
-
-CONTEXTS, BATCHES, ROWS = (1_000, 8_000, 25_000, 100_000), (1, 8, 32), (6, 26, 65)
-
-
-def table(arch: int, shape: tuple[int, int, int]) -> str:
-    """Return Markdown: a line for each context, batch and number of rows."""
-    lines = [
-        "| context | batch | rows | floor us | set by | tile | programs | units, most / mean | parts | predicted us "
-        "| share |",
-        "|---" * 11 + "|",
-    ]
-    for context, batch, rows in itertools.product(CONTEXTS, BATCHES, ROWS):
-        found = predict(context, batch, rows, *shape, arch)
-        lines.append(
-            f"| {context:,} | {batch} | {rows} | {found['floor_us']:.1f} | {found['floor_by']} | {found['tile']} "
-            f"| {found['programs']} | {found['heaviest_units']} / {found['mean_units']:.1f} | {found['parts']} "
-            f"| {found['predicted_us']:.1f} | {100 * found['share']:.0f} % |"
-        )
-    return "\n".join(lines)
-
-
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", type=int, default=90, choices=CARDS, help="sm number")
-    parser.add_argument("--shape", default="28x4x128", help="heads x KV heads x head size")
-    arguments = parser.parse_args()
-    heads, kv_heads, head_size = map(int, arguments.shape.split("x"))
-    print(table(arguments.arch, (heads, kv_heads, head_size)))
-
-
-if __name__ == "__main__":
-    main()

@@ -9,6 +9,8 @@ if a token differs, something leaked, a request was neither answered nor refused
 """
 
 import argparse
+import functools
+import itertools
 import json
 import os
 import random
@@ -17,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "tree-adaptive": {"drafting": "tree-adaptive"},
     "parallel": {"parallel": {"device": "cpu"}},
 }
-# Every scorer is there for the request that asks. Without LVSpec's tolerance of shifts lambda 0 lets nothing stand.
+# A request may choose any scorer. Without LVSpec's tolerance of shifts, lambda 0 accepts no mismatch.
 SCORERS = {
     "request_scorers": ["strict", "loose", "random", "fly", "fly-entropy"],
     "lambda_max": traffic.LAMBDA_MAX,
@@ -61,14 +63,15 @@ ENGINE = {
 # glibc keeps the room of a video's pixels once they are freed, in pieces that later ones do not fit: for many minutes
 # that grows, with vanilla too. From this size on it is given back at once, so that a slope is of what is kept.
 # One arena for all threads: each would otherwise keep what another of them could use.
-# oneDNN generates code for each number of rows that a weight meets, half a megabyte with its tables, and keeps the last
-# thousand unless it is told: that grows for as many minutes as there are new numbers, with vanilla too.
+# oneDNN generates code for each number of rows of a product, half a megabyte with its tables, and caches a thousand by
+# default: memory grows for as many minutes as there are new numbers, with vanilla too.
 _ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(2**17),
     "MALLOC_TRIM_THRESHOLD_": str(2**17),
     "MALLOC_ARENA_MAX": "1",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
 }
+SERVERS = ("ours", "vanilla")
 CONCURRENCY, SLICE = 16, 48
 MEMORY_EVERY_S = 2.0
 IDLE_WITHIN_S = 60.0
@@ -80,7 +83,7 @@ Say = Callable[[str], None]
 
 
 class Memory(threading.Thread):
-    """Reads the resident memory of a server and all it has started, every few seconds until it is told to stop.
+    """Reads the resident memory of a server and all it has started, every few seconds until `stop`.
 
     What several processes share counts once: a ring of messages would otherwise grow by two of its pages with each.
     """
@@ -109,67 +112,57 @@ class Memory(threading.Thread):
 
 
 class Record:
-    """What has been seen: requests, verdicts, times."""
+    """Counts requests and verdicts, and keeps the seconds of both servers by kind."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
-        self.requests = 0
-        self.compared = 0
+        self.requests = self.compared = 0
         self.kinds: Counter[str] = Counter()
         self.traits: Counter[str] = Counter()
         self.bad: dict[str, list[dict[str, Any]]] = {"wrong": [], "error": []}
-        self.seconds: dict[str, dict[str, list[float]]] = {"vanilla": defaultdict(list), "ours": defaultdict(list)}
-        self.slices_s: dict[str, float] = {"vanilla": 0.0, "ours": 0.0}
-        self.tokens: dict[str, int] = {"vanilla": 0, "ours": 0}
-        self.resent: dict[str, int] = {"vanilla": 0, "ours": 0}
+        self.seconds: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in SERVERS}
+        self.busy_s = dict.fromkeys(SERVERS, 0.0)
+        self.tokens, self.resent = dict.fromkeys(SERVERS, 0), dict.fromkeys(SERVERS, 0)
 
     def add(self, config: str, ask: traffic.Ask, vanilla: list[judge.Reply], ours: list[judge.Reply]) -> None:
-        """Judge what both said to one client."""
+        """Judge what both servers answered to one client."""
         self.kinds[ask.about] += 1
-        self.traits.update(ask.traits)
-        if ask.body.get("temperature"):
-            self.traits["sampled"] += 1
+        self.traits.update([*ask.traits, *(["sampled"] if ask.body.get("temperature") else [])])
         if len(vanilla) != len(ours):
             self._note(config, ask, 0, "error", f"{len(vanilla)} turns and {len(ours)}")
-        num_choices, max_tokens = ask.body.get("n", 1), ask.body["max_tokens"]
         for turn, (expected, got) in enumerate(zip(vanilla, ours, strict=False)):
             self.requests += 1
             self.compared += ask.rule == judge.SAME
-            kind, why = judge.verdict(ask.rule, num_choices, max_tokens, expected, got)
+            kind, why = judge.verdict(ask.rule, ask.body.get("n", 1), ask.body["max_tokens"], expected, got)
             if kind:
                 self._note(config, ask, turn, kind, why)
-            for name, reply in (("vanilla", expected), ("ours", got)):
+            for name, reply in zip(SERVERS, (got, expected), strict=True):
                 self.resent[name] += reply.resent
                 self.tokens[name] += sum(len(choice.token_ids) for choice in reply.choices.values())
-                if reply.status == 200 and not reply.is_cut:  # how long a client stays is its own affair
+                if reply.status == 200 and not reply.is_cut:  # a client that leaves decides its own time
                     self.seconds[name][ask.about].append(reply.seconds)
 
     def _note(self, config: str, ask: traffic.Ask, turn: int, kind: str, why: str) -> None:
         fields = {key: value for key, value in ask.body.items() if key not in ("messages", "prompt")}
-        self.bad[kind].append(
-            {"config": config, "about": ask.about, "turn": turn, "traits": ask.traits, "why": why, **fields}
-        )
+        found = {"config": config, "about": ask.about, "turn": turn, "traits": ask.traits, "why": why}
+        self.bad[kind].append(found | fields)
         self._say(f"{config}: {kind}, {ask.about}: {why}")
 
     def latency(self) -> dict[str, Any]:
-        """Return both servers' times, in all and by kind."""
-        both: dict[str, Any] = {}
-        for name, prefix in (("ours", ""), ("vanilla", "vanilla_")):
-            everything = [second for seconds in self.seconds[name].values() for second in seconds]
-            for share in (50, 95):
-                both[f"{prefix}p{share}_s"] = judge.percentile(everything, share / 100)
-        both["by_kind"] = {
-            about: {
-                "answered": len(self.seconds["ours"][about]),
-                **{
-                    f"{prefix}p{share}_s": judge.percentile(self.seconds[name][about], share / 100)
-                    for name, prefix in (("ours", ""), ("vanilla", "vanilla_"))
-                    for share in (50, 95)
-                },
+        """Return the percentiles of both servers' seconds, in all and by kind."""
+
+        def percentiles(kinds: Iterable[str]) -> dict[str, float | None]:
+            return {
+                f"{'vanilla_' * (name == 'vanilla')}p{share}_s": judge.percentile(
+                    itertools.chain.from_iterable(self.seconds[name][about] for about in kinds), share / 100
+                )
+                for name in SERVERS
+                for share in (50, 95)
             }
-            for about in sorted(self.seconds["ours"])
-        }
-        return both
+
+        kinds = sorted(self.seconds["ours"])
+        by_kind = {about: {"answered": len(self.seconds["ours"][about])} | percentiles([about]) for about in kinds}
+        return percentiles(sorted({*kinds, *self.seconds["vanilla"]})) | {"by_kind": by_kind}
 
 
 class Soak:
@@ -177,7 +170,7 @@ class Soak:
 
     Args:
         options: The command's.
-        say: Told what happens.
+        say: Called with each line of the log.
     """
 
     def __init__(self, options: argparse.Namespace, say: Say):
@@ -229,20 +222,20 @@ class Soak:
         resent = record.resent["ours"]
         memory = Memory(ours.process.pid)
         memory.start()
+        urls = {"ours": ours.base_url, "vanilla": vanilla.base_url}
         deadline = time.monotonic() + 60 * self._options.minutes / len(self._options.configs)
-        number = 0
-        while time.monotonic() < deadline:
-            asks = self._traffic.slice(SLICE)
-            replies = {}
-            # In turns, so that neither server always has the caches of the machine warm.
-            for which in ("vanilla", "ours") if number % 2 else ("ours", "vanilla"):
-                server, start = ours if which == "ours" else vanilla, time.monotonic()
-                one = lambda ask, url=server.base_url, own=which == "ours": traffic.send(client, url, ask, own)  # noqa: E731
-                replies[which] = list(pool.map(one, asks))
-                record.slices_s[which] += time.monotonic() - start
+        for number in itertools.count():
+            if time.monotonic() >= deadline:
+                break
+            asks, replies = self._traffic.slice(SLICE), {}
+            # In turns, so that neither server always has the machine's caches warm.
+            for which in reversed(SERVERS) if number % 2 else SERVERS:
+                start = time.monotonic()
+                send = functools.partial(traffic.send, client, urls[which], is_ours=which == "ours")
+                replies[which] = list(pool.map(send, asks))
+                record.busy_s[which] += time.monotonic() - start
             for ask, expected, got in zip(asks, replies["vanilla"], replies["ours"], strict=True):
                 record.add(name, ask, expected, got)
-            number += 1
             bad = {kind: len(found) for kind, found in record.bad.items()}
             self._say(f"{name}: {record.requests - first} requests, wrong and errors so far: {bad}")
             if not ours.healthy():
@@ -289,7 +282,7 @@ class Soak:
             "vanilla_rss_slope_mb_per_min": judge.slope_mb_per_min(vanilla_memory),
             "vanilla_rss_mb_over_time": thinned(vanilla_memory),
             **record.latency(),
-            "busy_s": {name: round(seconds, 1) for name, seconds in record.slices_s.items()},
+            "busy_s": {name: round(seconds, 1) for name, seconds in record.busy_s.items()},
             "answer_tokens": record.tokens,
             "resent": record.resent,
             "kinds": dict(sorted(record.kinds.items())),
@@ -311,8 +304,8 @@ def wait_idle(client: httpx.Client, server: VllmServer) -> dict[str, int]:
     """Return a server's metrics once nothing is held, or what is held after a minute without traffic.
 
     vLLM makes a step of its own for the end of the last request, so the gauges fall without any help, but for a drafter
-    with a process of its own: what that one holds is heard with the target's next step. So now and then a request of
-    one token is sent. It cannot hide a leak: a gauge that says 0 says it of everything that there is at that time.
+    with a process of its own: its gauges arrive with the target's next step. So now and then a request of one token
+    is sent. It cannot hide a leak: a gauge of 0 covers everything that is held at that time.
     """
     deadline, number = time.monotonic() + IDLE_WITHIN_S, 0
     body = {"model": "target", "prompt": "the video", "max_tokens": 1, "temperature": 0.0}

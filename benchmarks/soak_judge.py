@@ -22,11 +22,11 @@ class Choice:
 
 @dataclass
 class Reply:
-    """What one server said to one request.
+    """One server's reply to one request.
 
     Attributes:
         status: Of HTTP; 0 where the connection failed, 500 where a stream carried an error.
-        error: What the server or the client library said of it.
+        error: The server's or the client library's message.
         choices: By index.
         seconds: From sending to the last byte.
         is_cut: The client closed the connection in mid-answer.
@@ -46,10 +46,10 @@ _LOGPROB_TOLERANCE = 1e-3
 
 
 def verdict(rule: str, num_choices: int, max_tokens: int, vanilla: Reply, ours: Reply) -> tuple[str, str]:
-    """Judge what both servers said to one request.
+    """Judge both servers' replies to one request.
 
     Args:
-        rule: SAME: what vanilla said, token by token. COMPLETE: an answer that ended as it should, whatever it says.
+        rule: SAME: vanilla's tokens. COMPLETE: an answer that ended as it should, of any tokens.
             REFUSED: a 4xx, the same from both.
         num_choices: How many answers were asked for.
         max_tokens: Longest answer.
@@ -89,16 +89,11 @@ def _compare(vanilla: Reply, ours: Reply) -> tuple[str, str]:
     for index, expected in vanilla.choices.items():
         got = ours.choices[index]
         if got.token_ids != expected.token_ids:
-            place = next(
-                (
-                    i
-                    for i, pair in enumerate(zip(expected.token_ids, got.token_ids, strict=False))
-                    if pair[0] != pair[1]
-                ),
-                min(len(expected.token_ids), len(got.token_ids)),
-            )
-            said = [choice.token_ids[place : place + 3] for choice in (expected, got)]
-            return "wrong", f"answer {index} differs from token {place} on: {said[0]} and {said[1]}"
+            pairs = enumerate(zip(expected.token_ids, got.token_ids, strict=False))
+            shorter = min(len(expected.token_ids), len(got.token_ids))
+            place = next((i for i, (a, b) in pairs if a != b), shorter)
+            differing = [choice.token_ids[place : place + 3] for choice in (expected, got)]
+            return "wrong", f"answer {index} differs from token {place} on: {differing[0]} and {differing[1]}"
         if (got.text, got.finish_reason) != (expected.text, expected.finish_reason):
             return "wrong", f"answer {index}: same tokens, another text or end: {got.text!r}, {got.finish_reason}"
         if len(got.logprobs) != len(expected.logprobs) or any(
@@ -109,7 +104,7 @@ def _compare(vanilla: Reply, ours: Reply) -> tuple[str, str]:
 
 
 def _compare_cut(vanilla: Reply, ours: Reply) -> tuple[str, str]:
-    """Compare two answers as far as both clients have heard; ours comes in larger pieces."""
+    """Compare two answers as far as both clients have received them; ours comes in larger chunks."""
     for index in vanilla.choices.keys() & ours.choices.keys():
         expected, got = vanilla.choices[index].token_ids, ours.choices[index].token_ids
         both = min(len(expected), len(got))

@@ -28,7 +28,7 @@ _LENGTHS = (4, 7, 16, 32)  # frames
 _MOST_TOKENS = 96
 _TIMEOUT_S = 300.0
 # vLLM 0.32 answers 500 where a client has left before its request reached the engine: the next one with the same video
-# finds the API server believing that the engine has it. It says in its log that the client is to send it again.
+# finds the API server believing that the engine has it. Its log asks the client to send it again.
 _MOST_RESENT = 2
 # What a request is about, and how often.
 _ABOUT = {
@@ -43,8 +43,8 @@ _ABOUT = {
     "chat of two turns": 2,
     "too long": 1,
 }
-# What it asks of verification; vanilla never hears it. "strict" in the second place: held to vanilla's tokens, because
-# these let no mismatch stand.
+# What it asks of verification; vanilla is not asked. "strict" in the second place: held to vanilla's tokens, because
+# these accept no mismatch.
 _SCORERS: tuple[tuple[dict[str, Any], str, int], ...] = (
     ({}, SAME, 10),
     ({"vidspec_scorer": "strict"}, SAME, 2),
@@ -67,8 +67,8 @@ class Ask:
         body: Of the first request, without `own`.
         rule: What the answer is held to; see `soak_judge.verdict`.
         own: Fields for our server alone.
-        close_after: The client closes the stream after so many pieces; None: it listens to the end.
-        next_turn: What it says once the first answer is there.
+        close_after: The client closes the stream after so many chunks; None: it reads to the end.
+        next_turn: The user's message after the first answer.
         traits: What else is special, for the counts.
     """
 
@@ -121,7 +121,7 @@ class Traffic:
         else:
             ask = Ask(about, CHAT, {**body, "messages": [self._user(self._media(about))]})
             if about == "chat of two turns":
-                # The second turn repeats the first answer's text: both servers must have said the same.
+                # The second turn repeats the first answer's text: both servers must have given the same.
                 own, rule, traits = {}, SAME, ()
                 return self._with_extras(replace(ask, next_turn=self._sentence(2, 8)), may_close=False)
         return self._with_extras(replace(ask, own=own, rule=rule, traits=traits))
@@ -158,7 +158,7 @@ class Traffic:
         if rng.random() < 0.12:
             body |= {"logprobs": 1} if ask.path == COMPLETIONS else {"logprobs": True, "top_logprobs": 1}
             traits.append("logprobs")
-            rule = SAME if rule == COMPLETE else rule  # whoever reads log-probabilities is verified strictly
+            rule = SAME if rule == COMPLETE else rule  # requests for log-probabilities are verified strictly
         if rng.random() < 0.12:
             body["stop"] = rng.choice((["then"], ["background", "the end"], [" a "]))
             traits.append("stop string")
@@ -233,13 +233,13 @@ def _encoded(frame: np.ndarray, form: str) -> str:
 
 
 def send(client: httpx.Client, base_url: str, ask: Ask, is_ours: bool) -> list[Reply]:
-    """Do what a client does; return what it was told, a reply for each turn that came about."""
+    """Send a client's requests; return a reply for each turn that took place."""
     body = ask.body | (ask.own if is_ours else {})
     replies = [_send(client, base_url + ask.path, body, ask.close_after)]
     first = replies[0]
     if ask.next_turn is not None and first.status == 200 and 0 in first.choices:
-        said = {"role": "assistant", "content": first.choices[0].text}
-        body = body | {"messages": [*body["messages"], said, {"role": "user", "content": ask.next_turn}]}
+        answer = {"role": "assistant", "content": first.choices[0].text}
+        body = body | {"messages": [*body["messages"], answer, {"role": "user", "content": ask.next_turn}]}
         replies.append(_send(client, base_url + ask.path, body, None))
     return replies
 
@@ -262,7 +262,7 @@ def _send_once(client: httpx.Client, url: str, body: dict[str, Any], close_after
             if answer.status_code != 200:
                 reply.error = answer.read().decode(errors="replace")[:300]
             elif body.get("stream"):
-                _hear(answer, reply, close_after)
+                _read_stream(answer, reply, close_after)
             else:
                 for choice in json.loads(answer.read())["choices"]:
                     _take(reply, choice, choice.get("message", choice))
@@ -271,8 +271,8 @@ def _send_once(client: httpx.Client, url: str, body: dict[str, Any], close_after
     return reply
 
 
-def _hear(answer: httpx.Response, reply: Reply, close_after: int | None) -> None:
-    """Read a stream to its end, or so many of its pieces; who called closes it."""
+def _read_stream(answer: httpx.Response, reply: Reply, close_after: int | None) -> None:
+    """Read a stream to its end, or so many of its chunks; the caller closes it."""
     count = 0
     for event in _events(answer):
         if "error" in event:
@@ -293,16 +293,16 @@ def _events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
             yield json.loads(data)
 
 
-def _take(reply: Reply, choice: dict[str, Any], said: dict[str, Any]) -> None:
-    """Add a choice, whole or a piece of it, to what has been heard."""
-    heard = reply.choices.setdefault(choice["index"], Choice())
-    heard.token_ids += choice.get("token_ids") or []
-    heard.text += said.get("content") or said.get("text") or ""
-    heard.finish_reason = choice.get("finish_reason") or heard.finish_reason
+def _take(reply: Reply, choice: dict[str, Any], message: dict[str, Any]) -> None:
+    """Add a choice, whole or a chunk of it, to the reply."""
+    received = reply.choices.setdefault(choice["index"], Choice())
+    received.token_ids += choice.get("token_ids") or []
+    received.text += message.get("content") or message.get("text") or ""
+    received.finish_reason = choice.get("finish_reason") or received.finish_reason
     logprobs = choice.get("logprobs")
     if logprobs:
         content = logprobs.get("content")
-        heard.logprobs += (
+        received.logprobs += (
             [entry["logprob"] for entry in content] if content is not None else logprobs.get("token_logprobs") or []
         )
 

@@ -1,7 +1,7 @@
-"""Forced acceptance: with made-up weights no draft agrees with its target, so coins say which drafts stand.
+"""Forced acceptance: with made-up weights no draft agrees with its target, so coins decide which drafts are accepted.
 
-For benchmarks only, and outside the package: it stands between a running engine's verifier and its scorer, and nothing
-that is served can be told to use it. What an engine then takes is real, what it answers means nothing.
+For benchmarks only, and outside the package: it hooks a running engine's verifier before its scorer, and no option of a
+server enables it. The engine's times are then real, its answers mean nothing.
 """
 
 import itertools
@@ -15,7 +15,7 @@ _NUM_COINS = 1 << 20
 
 
 def expected_length(rate: float, depth: int) -> float:
-    """Return the mean tokens of a step whose first `depth` drafts stand with `rate` each, the target's own included."""
+    """Return the mean tokens of a step of `depth` drafts accepted at `rate` each, the target's own included."""
     return 1 + sum(rate**k for k in range(1, depth + 1))
 
 
@@ -40,13 +40,13 @@ def force(
     drafts: torch.Tensor,
     nodes: torch.Tensor,
     parents: torch.Tensor,
-    may_stand: torch.Tensor,
+    can_be_accepted: torch.Tensor,
     vocab_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what the scorer is told: `[N]` target's tokens and `[N]` drafts, of which those stand whose coins say so.
+    """Return `[N]` target's tokens and `[N]` drafts for the scorer, which then accepts the drafts whose coin is set.
 
-    Of siblings only the first may stand, which in our trees is the draft's own choice. After a draft that does not
-    stand the target says another token, so that whoever compares texts sees the difference.
+    Of siblings only the first can be accepted, which in our trees is the draft's own choice. After a rejected draft the
+    target's token is another one, so that a comparison of texts shows the difference.
 
     Args:
         coins: `[N]` bool, of each logits row's own draft.
@@ -54,23 +54,23 @@ def force(
         drafts: `[N]` int32, each row's input token.
         nodes: `[N]` each row's node in its request's draft, 0 for the root.
         parents: `[N]` node of each row's parent; of a root any.
-        may_stand: `[N]` bool; others are no drafts.
+        can_be_accepted: `[N]` bool; others are no drafts.
         vocab_size: Of the target.
     """
     num_rows = len(drafts)
     row = torch.arange(num_rows, device=drafts.device)
-    is_draft = (nodes > 0) & may_stand
+    is_draft = (nodes > 0) & can_be_accepted
     parent_row = torch.where(is_draft, row - nodes + parents, row)
     first_child = torch.full_like(row, num_rows)
     first_child.scatter_reduce_(0, parent_row, torch.where(is_draft, row, num_rows), "amin")
-    stands = is_draft & coins & (first_child[parent_row] == row)
+    accepted = is_draft & coins & (first_child[parent_row] == row)
     child = first_child.clamp(max=num_rows - 1)
-    said = (drafts[child] + ~stands[child]) % vocab_size
-    return torch.where(first_child < num_rows, said, target_tokens), torch.where((nodes > 0) & ~stands, -1, drafts)
+    forced = (drafts[child] + ~accepted[child]) % vocab_size
+    return torch.where(first_child < num_rows, forced, target_tokens), torch.where((nodes > 0) & ~accepted, -1, drafts)
 
 
 class ForcedAcceptance:
-    """Stands in the place of a verifier's `_judge`, and lets its scorer decide by coins.
+    """Replaces a verifier's `_judge`, so that its scorer accepts by coins.
 
     Args:
         verifier: Of a running engine.
@@ -95,8 +95,8 @@ class ForcedAcceptance:
         self._next += num_rows
         nodes, rows = part.nodes.long(), part.expanded_idx_mapping
         parents = nodes - 1 if part.shapes is None else part.shapes.parents[rows, nodes].long()
-        may_stand = self._has_draft[rows] & (part.drafts >= self._least_token)
-        targets, drafts = force(coins, target_tokens, part.drafts, nodes, parents, may_stand, logits.shape[1])
+        can_be_accepted = self._has_draft[rows] & (part.drafts >= self._least_token)
+        targets, drafts = force(coins, target_tokens, part.drafts, nodes, parents, can_be_accepted, logits.shape[1])
         self._host_s.append(time.perf_counter() - begun)
         return self._judge(part._replace(drafts=drafts), targets, logits)
 
@@ -107,5 +107,5 @@ class ForcedAcceptance:
 
 
 def unconditional_rates(rate: float, depth: int) -> list[float]:
-    """Return how often the first, second, … draft of a chain stands: how vLLM's own `synthetic` is told the same."""
+    """Return the acceptance rates of a chain's first, second, … draft, as vLLM's own `synthetic` takes them."""
     return list(itertools.accumulate([rate] * depth, lambda left, right: left * right))

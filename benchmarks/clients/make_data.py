@@ -30,8 +30,8 @@ def main() -> int:
     for i in range(options.videos):
         sample, path = world.held_out(i), out / "videos" / f"{i:03d}.mp4"
         world.write_mp4(sample.frames, path)
-        said = [{"from": "human", "value": LONG_QUESTION}, {"from": "gpt", "value": sample.caption}]
-        entries.append({"id": f"{i:03d}", "video": str(path), "conversations": said})
+        turns = [{"from": "human", "value": LONG_QUESTION}, {"from": "gpt", "value": sample.caption}]
+        entries.append({"id": f"{i:03d}", "video": str(path), "conversations": turns})
         docs.append({"index": i, "video": str(path), "question": world.QUESTION, "answer": sample.caption})
     (out / "sharegpt.json").write_text(json.dumps(entries, indent=1) + "\n")
     task = out / "lmms"

@@ -1,7 +1,7 @@
 """guidance_scores: one layer of one request, against attention whose weights are all held at once, in time and memory.
 
-`num_queries` text queries are the last of `num_keys` cached keys. On a GPU a second row is told the rows' log-sum-exps,
-as FlashAttention tells them to the engine, and makes one pass. The floor counts one pass. Memory of MKL's own buffers
+`num_queries` text queries are the last of `num_keys` cached keys. On a GPU a second row gets the rows' log-sum-exps, as
+the engine gets them from FlashAttention, and makes one pass. The floor counts one pass. Memory of MKL's own buffers
 is not counted.
 """
 

@@ -1,7 +1,7 @@
 """tree_attention: one layer, against FlashAttention with our nodes merged in, FlexAttention, xformers' tree attention
 and SDPA (`peers/attention.py`).
 
-A peer that cannot run says why in `note`. The floor counts K and V of context and nodes read once, q read and out
+`note` is why a peer cannot run. The floor counts K and V of context and nodes read once, q read and out
 written, and the two products. Of large trees it is the products: 65 nodes of 7 heads on a KV head are 455 rows for
 every key.
 """

@@ -38,10 +38,10 @@ def case(num_reqs: int) -> Case:
             (scores[: num_reqs * width].contiguous().to(device), tokens[: num_reqs * width].contiguous().to(device))
             for scores, tokens, width in zip(log_probs, ids, (1, FRONTIER), strict=True)
         ]
-        told = torch.full((num_reqs,), -1, dtype=torch.int32, device=device)
+        sampled = torch.full((num_reqs,), -1, dtype=torch.int32, device=device)
 
         def grow() -> None:
-            tree_begin(tree, tree.empty, num_reqs, buffers, rows, told, impl=impl)
+            tree_begin(tree, tree.empty, num_reqs, buffers, rows, sampled, impl=impl)
             for level, table in enumerate(tables):
                 tree_grow(
                     buffers, rows, *table, level=level, budget=MAX_NODES, first_parent=level, num_next=FRONTIER,

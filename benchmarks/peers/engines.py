@@ -3,12 +3,10 @@
 The target, our draft, vLLM's draft model and the EAGLE head have the same shapes, so that what differs is how a step
 drafts. Each engine is a process of its own; they take turns, round by round. Prompts are text, which vLLM's own draft
 models can read too: of a video they would see placeholders. `propose_ms` is a step's drafting, on a GPU between events
-on its stream, `propose_host_ms` what it keeps the host, `step_ms` the whole step. Acceptance is next to nothing, as
-weights are made up: tokens per second would mean nothing and are not told.
+on its stream, `propose_host_ms` what it keeps the host, `step_ms` the whole step. Acceptance is near zero, as
+weights are made up, so tokens per second would mean nothing and are not reported.
 """
 
-import contextlib
-import importlib
 import json
 import random
 import statistics
@@ -16,9 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+_BENCHMARKS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(_BENCHMARKS), str(_BENCHMARKS.parent)]
+# ruff: noqa: E402
+from decode_steps import Clock, DecodeLoop, around, runner_of
 
 VANILLA, OURS = "vanilla", "vidspec"
 # What drafts, and vLLM's name of the method: its draft models run eagerly, its EAGLE heads in fused graphs.
@@ -63,7 +66,7 @@ def make_checkpoints(folder: Path, shape: str) -> dict[str, str]:
 
 
 def job_of(method: str, models: dict[str, str], options: Any) -> dict[str, Any]:
-    """Return what a process is told: `llm`, `method`, `batch_sizes`, `context`, `around`, and steps: `steps` that are
+    """Return a process's job: `llm`, `method`, `batch_sizes`, `context`, `around`, and steps: `steps` that are
     timed, at most `wait` until all requests draft.
     """
     wait = 16 + 4 * options.context * max(options.batch) // _STEP_TOKENS
@@ -111,7 +114,7 @@ def ask(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _last_words(stderr: str) -> str:
-    """Return the line of a traceback that says what was wrong."""
+    """Return the line of a traceback that names the error."""
     errors = [line.strip() for line in stderr.splitlines() if "Error" in line and not line.startswith(" ")]
     return errors[-1][:200] if errors else ""
 
@@ -168,92 +171,22 @@ def summary(found: dict[str, list[list[dict[str, Any]]]], method: str, index: in
 # ---- the process of an engine ----------------------------------------------------------------------------------------
 
 
-def _runner(engine: Any) -> Any:
-    return engine.model_executor.driver_worker.worker.model_runner
-
-
-class Clock:
-    """Times a speculator's `propose`; on a GPU also between events, so that nothing waits while steps run."""
-
-    def __init__(self, speculator: Any):
-        import torch
-
-        self._event = (lambda: torch.cuda.Event(enable_timing=True)) if torch.cuda.is_available() else None
-        self._host_ms: list[float] = []
-        self._events: list[tuple[Any, Any]] = []
-        if speculator is not None:
-            self._propose, speculator.propose = speculator.propose, self._timed
-
-    def _timed(self, *args: Any, **kwargs: Any) -> Any:
-        events = None if self._event is None else (self._event(), self._event())
-        if events is not None:
-            events[0].record()
-        begun = time.perf_counter()
-        result = self._propose(*args, **kwargs)
-        self._host_ms.append(1e3 * (time.perf_counter() - begun))
-        if events is not None:
-            events[1].record()
-            self._events.append(events)
-        return result
-
-    def take(self) -> dict[str, float | None]:
-        """Return the medians since the last call."""
-        device_ms = self._host_ms
-        if self._event is not None and self._events:
-            self._events[-1][1].synchronize()
-            device_ms = [begin.elapsed_time(end) for begin, end in self._events]
-        found = [statistics.median(times) if times else None for times in (device_ms, self._host_ms)]
-        self._host_ms, self._events = [], []
-        return dict(zip(FIGURES[1:], found, strict=True))
-
-
-def time_steps(engine: Any, clock: Clock, batch_size: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Return what a decode step of so many requests takes, all of which draft.
-
-    Raises:
-        RuntimeError: They never do, or one ends before the others have been timed.
-    """
-    from vllm import SamplingParams
-
-    names, words = [f"{batch_size}-{i}" for i in range(batch_size)], random.Random(batch_size)
-    params = SamplingParams(temperature=0.0, max_tokens=job["llm"]["max_model_len"], ignore_eos=True)
-    for name in names:
-        engine.add_request(name, {"prompt_token_ids": words.choices(_WORDS, k=job["context"])}, params)
-    begun: set[str] = set()
-    # Our draft reads a prompt when the target has; others' read it with the target.
-    rows = _runner(engine).requests if job["method"] == OURS else None
-    for _ in range(job["wait"]):
-        begun |= {output.request_id for output in engine.step() if output.outputs[0].token_ids}
-        if len(begun) == batch_size and (rows is None or rows.has_draft_np.sum() == batch_size):
-            break
-    else:
-        raise RuntimeError("the requests do not come to draft")
+def time_steps(loop: DecodeLoop, clock: Clock, batch_size: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Return the time of a decode step of so many requests, all of which draft."""
+    words = random.Random(batch_size)
+    prompts = [{"prompt_token_ids": words.choices(_WORDS, k=job["context"])} for _ in range(batch_size)]
+    loop.start(prompts, job["llm"]["max_model_len"], job["wait"])
     for _ in range(_SKIP):
-        engine.step()
+        loop.step()
     clock.take()
     times = []
     for _ in range(job["steps"]):
         start = time.perf_counter()
-        engine.step()
+        loop.step()
         times.append(1e3 * (time.perf_counter() - start))
     row = {"batch_size": batch_size, "step_ms": statistics.median(times), **clock.take()}
-    if engine.get_num_unfinished_requests() != batch_size:
-        raise RuntimeError("a request has ended before its steps were timed")
-    engine.abort_request(names)
-    while engine.has_unfinished_requests():
-        engine.step()
+    loop.stop()
     return row
-
-
-@contextlib.contextmanager
-def _around(name: str | None) -> Iterator[None]:
-    """Enter the context manager that `MODULE:NAME` makes, if any."""
-    if not name:
-        yield
-        return
-    module, _, attribute = name.partition(":")
-    with getattr(importlib.import_module(module), attribute)():
-        yield
 
 
 def main(argv: Sequence[str]) -> None:
@@ -262,9 +195,9 @@ def main(argv: Sequence[str]) -> None:
 
     job = json.loads(Path(argv[0]).read_text())
     engine = LLM(**job["llm"]).llm_engine
-    clock = Clock(_runner(engine).speculator)
-    with _around(job["around"]):
-        rows = [time_steps(engine, clock, size, job) for size in job["batch_sizes"]]
+    clock, loop = Clock(runner_of(engine).speculator), DecodeLoop(engine, job["method"] == OURS)
+    with around(job["around"]):
+        rows = [time_steps(loop, clock, size, job) for size in job["batch_sizes"]]
     Path(argv[1]).write_text(json.dumps(rows))
     engine.engine_core.shutdown()
 
@@ -273,5 +206,4 @@ if __name__ == "__main__":
     import os
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     main(sys.argv[1:])

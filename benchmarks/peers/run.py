@@ -4,8 +4,8 @@ python benchmarks/peers/run.py --out peers.json [--only attention] [--dry-run]
 
 Writes the rows as JSON and, beside it, the two tables as markdown. On a GPU the sizes are real ones, on a CPU tiny.
 Attention (`attention.py`): the implementations are called in turn, and each is first compared with float64. Drafting
-(`engines.py`): engines of their own take turns. `--dry-run` goes the whole way at tiny sizes on a device that computes
-nothing: it compares no values, and both files say that their numbers mean nothing.
+(`engines.py`): engines of their own take turns. `--dry-run` runs everything at tiny sizes on a device that computes
+nothing: it compares no values, and both files note that their numbers mean nothing.
 """
 
 import argparse
@@ -22,6 +22,7 @@ sys.path[:0] = [str(_BENCHMARKS), str(_BENCHMARKS.parent)]
 # ruff: noqa: E402
 import bench_kernels
 from kernel_cases import tree_attention
+from markdown import table
 
 from peers import attention, engines
 from vllm_vidspec.tools.provenance import provenance
@@ -72,15 +73,8 @@ def markdown(found: dict[str, Any]) -> str:
         ("Drafting, ms a step", "drafting", _DRAFTING),
     ):
         if rows := found[key]:
-            lines += ["", f"## {title}", "", f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
-            lines += [f"| {' | '.join(_cell(row[name]) for name in columns)} |" for row in rows]
+            lines += ["", f"## {title}", "", table(columns, rows).rstrip()]
     return "\n".join(lines) + "\n"
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "/")
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:

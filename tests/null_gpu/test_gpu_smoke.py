@@ -19,14 +19,14 @@ for case in compile_cases.cases():
     if case.kernel == "begin_step" and "axes 3" in case.label:
         case.call()
 """
-# Without two ranks, whose kernels nobody emulates here: no token would come.
+# Without two ranks, whose kernels are not emulated here: no token would come.
 STEPS = ("environment", "doctor", "compile", "real-chain", "sync-debug")
 
 
 @pytest.mark.slow
 def test_what_runs_without_numbers_runs(tmp_path):
     """Catches: a step that no longer starts, or is skipped, or runs something else than users do: each would cost a
-    minute of a real GPU and say nothing."""
+    minute of a real GPU and show nothing."""
     out, log = tmp_path / "smoke.json", tmp_path / "log"
     command = [sys.executable, "scripts/gpu_smoke.py", "--out", str(out), "--skip-numbers", "--only", ",".join(STEPS)]
     command += ["--around", "null_gpu.emulate:emulating"]
@@ -43,7 +43,7 @@ def test_what_runs_without_numbers_runs(tmp_path):
 
 
 def test_what_the_first_step_compiles_a_launch_finds(tmp_path):
-    """Catches: a cache that is warm for nobody, because the compiler is asked for something else than a launch is."""
+    """Catches: a warm cache that no launch finds, because the compiler got other arguments than a launch."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     few = ("--kernels", "begin_step", "--cases", "axes 3")
 

@@ -1,12 +1,15 @@
 """The GPU suite goes its whole way on the null GPU: every row of its plan is made and started there."""
 
-import importlib.util
 import json
 import sys
 
 import pytest
 
 from null_gpu.conftest import ROOT, TIMEOUT_S
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import gpu_plan
+import gpu_suite as suite
 
 
 @pytest.mark.slow
@@ -15,27 +18,18 @@ def test_every_row_of_the_plan_starts(gpu_suite):
     broken: each would cost minutes of a real GPU; numbers of a dry run that look like measurements."""
     process, out, log = gpu_suite
     assert process.wait(TIMEOUT_S) == 0, log.read_text()[-6000:]
-    found, suite = json.loads(out.read_text()), load()
+    found = json.loads(out.read_text())
     assert "mean nothing" in found["note"]
-    assert {step["name"] for step in found["steps"]} == {step.name for half in suite.STEPS.values() for step in half}
-    assert {step["outcome"] for step in found["steps"]} == {"passed"}
+    planned = {step.name for half in suite.HALVES.values() for step in suite.PLAN[half]}
+    assert {step["name"]: step["outcome"] for step in found["steps"]} == dict.fromkeys(planned, "passed")
     engines = {row["engine"]: row for row in found["rows"] if "engine" in row}
-    assert engines.keys() == suite.rows.ENGINES.keys()
+    assert engines.keys() == gpu_plan.ENGINES.keys()
     for name, row in engines.items():
-        drafts = suite.rows.ENGINES[name].num_drafts
+        drafts = gpu_plan.ENGINES[name].num_drafts
         assert row["outcome"] == "measured" and row["step_ms"] > 0, row
         assert row["acceptance"] == ("forced" if drafts else "none")
         assert (row["propose_ms"] is None) == (not drafts)
-        assert (row["forcing_host_ms"] is not None) == suite.rows.ENGINES[name].is_ours, "nothing was forced"
+        assert (row["forcing_host_ms"] is not None) == gpu_plan.ENGINES[name].is_ours, "nothing was forced"
         assert 1 <= row["acceptance_length"] <= drafts + 1
     kernels = {row["kernel"] for row in found["rows"] if row.get("impl") == "triton" and row["outcome"] == "measured"}
-    assert kernels == suite.rows.KERNELS.keys()
-
-
-def load():
-    """Return the suite as a module."""
-    sys.path.insert(0, str(ROOT / "scripts"))
-    spec = importlib.util.spec_from_file_location("gpu_suite", ROOT / "scripts" / "gpu_suite.py")
-    module = sys.modules["gpu_suite"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    assert kernels == gpu_plan.KERNELS.keys()

@@ -9,7 +9,7 @@ from tools.common import ROOT, load
 
 
 class Told:
-    """Stands for an engine: answers as it is told, and notes when."""
+    """Stands for an engine: gives prepared answers, and notes when."""
 
     asked: ClassVar[list[str]] = []
     last: ClassVar[dict[str, int]] = {}
@@ -27,13 +27,18 @@ class Told:
         Told.asked.append("end")
 
 
-@pytest.mark.parametrize("last", [{"old": 2, "new": 2}, {"old": 2, "new": 3}])
-def test_ratios_are_of_rounds(monkeypatch, capsys, last):
-    """Catches: a warm-up that counts, a ratio of medians, an engine that always comes first, other tokens untold."""
+@pytest.fixture
+def bench(monkeypatch):
     bench = load("benchmarks/bench_before.py")
     monkeypatch.setattr(bench, "Engine", Told)
     monkeypatch.setattr(bench, "ROOT", "new")
     monkeypatch.setattr(Told, "asked", [])
+    return bench
+
+
+@pytest.mark.parametrize("last", [{"old": 2, "new": 2}, {"old": 2, "new": 3}])
+def test_ratios_are_of_rounds(bench, monkeypatch, last):
+    """Catches: a warm-up that counts, a ratio of medians, an engine that always comes first, other tokens untold."""
     monkeypatch.setattr(Told, "last", last)
     (row,) = bench.compare("old", "chain", [4], rounds=3)
     assert (row["before_tokens_per_s"], row["now_tokens_per_s"], row["ratio"]) == (10.0, 20.0, 2.0)
@@ -42,45 +47,25 @@ def test_ratios_are_of_rounds(monkeypatch, capsys, last):
     assert Told.asked == ["new", "old", "old", "new", "new", "old", "old", "new", "end", "end"]
 
 
-def test_what_a_video_costs_is_compared_by_round(monkeypatch, capsys):
-    """Catches: a warm-up that counts, the earlier commit over this one, seconds of another measure."""
-    bench = load("benchmarks/bench_before.py")
-
-    class Arriving(Told):
-        def ask(self, size):
-            self.times += 1
-            scale = {"old": [9.0, 1.0, 2.0, 4.0], "new": [0.1, 0.5, 0.5, 4.0]}[self.name][self.times - 1]
-            return {name: scale * place for place, name in enumerate(bench.SECONDS, 1)} | {"tokens": [[size]]}
-
-    monkeypatch.setattr(bench, "Engine", Arriving)
-    monkeypatch.setattr(bench, "ROOT", "new")
-    (row,) = bench.compare_arrivals("old", [4096], rounds=3)
-    for place, name in enumerate(bench.SECONDS, 1):
-        assert (row[f"before_{name}"], row[f"now_{name}"]) == (2.0 * place, 0.5 * place)
-        assert row[f"{name.removesuffix('_s')}_ratios"] == [0.25, 0.5, 1.0]
-        assert row[f"{name.removesuffix('_s')}_ratio"] == 0.5
-    assert row["same_tokens"] and row["video_tokens"] == 4096
+def cells_of_arrivals(row):
+    yield f"{row['video_tokens']:,}"
+    for name in ("first_token", "longest_step", "longest_later_step"):
+        ratios = row[f"{name}_ratios"]
+        yield f"{row[f'{name}_ratio']:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
 
-def test_the_page_says_what_an_arriving_video_costs():
-    results = ROOT / "docs/results"
-    page = (results / "README.md").read_text()
-    for row in json.loads((results / "arriving-video.json").read_text())["rows"]:
-        assert row["same_tokens"]
-        cells = [f"{row['video_tokens']:,}"]
-        for name in ("first_token", "longest_step", "longest_later_step"):
-            ratios = row[f"{name}_ratios"]
-            cells.append(f"{row[f'{name}_ratio']:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
-        assert f"| {' | '.join(cells)} |" in page
+def cells_of_decoding(row):
+    yield from (row["drafting"], str(row["batch_size"]))
+    yield from (f"{row[name]:.1f}" for name in ("before_tokens_per_s", "now_tokens_per_s"))
+    yield from (f"{row['ratio']:.2f}", f"{row['ratio_p20']:.2f} to {row['ratio_p80']:.2f}")
 
 
-def test_the_page_says_what_the_file_says():
+@pytest.mark.parametrize(
+    ("name", "cells_of"), [("arriving-video", cells_of_arrivals), ("decode-before", cells_of_decoding)]
+)
+def test_the_page_says_what_the_file_says(name, cells_of):
     """Catches: a table that was edited, or is of another run."""
     results = ROOT / "docs/results"
     page = (results / "README.md").read_text()
-    for row in json.loads((results / "decode-before.json").read_text())["rows"]:
-        assert row["same_tokens"]
-        cells = [row["drafting"], str(row["batch_size"])]
-        cells += [f"{row[name]:.1f}" for name in ("before_tokens_per_s", "now_tokens_per_s")]
-        cells += [f"{row['ratio']:.2f}", f"{row['ratio_p20']:.2f} to {row['ratio_p80']:.2f}"]
-        assert f"| {' | '.join(cells)} |" in page
+    for row in json.loads((results / f"{name}.json").read_text())["rows"]:
+        assert row["same_tokens"] and f"| {' | '.join(cells_of(row))} |" in page

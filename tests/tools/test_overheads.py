@@ -1,12 +1,16 @@
-"""R10's and R18's benchmarks: what a time is counted to."""
+"""The engine benchmarks: which step a time is counted to, shares of turns, the command's rows."""
 
+import json
 import sys
 from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import bench_overheads as overheads
-from tools.common import load
+from tools.common import ROOT, load
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import bench_overheads as overheads
+import harness
 
 
 @pytest.fixture
@@ -18,13 +22,11 @@ def watched(monkeypatch):
     monkeypatch.setattr(overheads.Watched, "_wrap", lambda self, runner: self._watch.wrap(runner, "prune", "pruning"))
     runner = SimpleNamespace(prune=lambda: None, execute_model=lambda output: runner.prune())
 
-    def generate(prompts, sampling, use_tqdm):
+    def answer(prompts, **sampling):
         for drafts in ({}, {}, {"0": [1]}, {"0": [1]}, {"0": [1]}):
             runner.execute_model(SimpleNamespace(scheduled_spec_decode_tokens=drafts))
 
-    worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
-    engine = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
-    return overheads.Watched(SimpleNamespace(llm_engine=engine, generate=generate))
+    return overheads.Watched(SimpleNamespace(runner=runner, answer=answer))
 
 
 def test_a_prompts_steps_are_one_and_each_verify_step_is_its_own(watched):
@@ -69,3 +71,29 @@ def test_host_time_is_what_is_not_inside_other_calls(monkeypatch, is_fine):
     assert watch.take() == {}
     watch.unwrap()
     assert calls.foreign is spend
+
+
+def test_an_overhead_is_compared_within_a_turn():
+    """Catches: a warm-up that counts, a share of medians where a machine slows down from turn to turn."""
+    seconds = iter([(9.0, 9.0), (1.0, 0.0), (1.5, 0.25), (2.0, 0.0), (2.2, 0.2), (4.0, 0.0), (5.0, 1.0)])
+    asked = []
+    row = harness.in_turns(lambda with_it: asked.append(with_it) or next(seconds), 3, "a_ms", "b_ms")
+    assert asked == [True, *[False, True] * 3]
+    assert (row["a_ms"], row["b_ms"], row["inside_ms"]) == (2000.0, 2200.0, 250.0)
+    assert (row["share"], row["share_min"], row["share_max"], row["inside_share"]) == (0.25, 0.1, 0.5, 0.25)
+
+
+def test_the_command_writes_rows_and_where_they_come_from(monkeypatch, tmp_path, capsys):
+    """Catches: a list that is read as one word, rows that are lost because a later one fails."""
+    out = tmp_path / "out.json"
+    arguments = ["bench", "--tokens", "1,2", "--sync-scheduling", "--json", str(out)]
+    monkeypatch.setattr(sys, "argv", arguments)
+
+    def measure(options):
+        assert options.sync_scheduling and (options.rounds, options.pruner) == (3, ["uv"])
+        yield from ({"size": size} for size in options.tokens)
+
+    harness.command("doc", measure, tokens=[8], pruner=["uv"], rounds=3, sync_scheduling=False)
+    found = json.loads(out.read_text())
+    assert found["rows"] == [{"size": 1}, {"size": 2}] and "git_sha" in found["provenance"]
+    assert capsys.readouterr().out.splitlines() == ['{"size": 1}', '{"size": 2}']

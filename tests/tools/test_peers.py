@@ -84,7 +84,7 @@ def test_engines_of_a_round_are_alike(run, tmp_path):
 
 
 def test_a_clock_tells_what_a_step_drafts_for(run):
-    """Catches: a speculator that is called twice or loses what it returns; figures that are told twice."""
+    """Catches: a speculator that is called twice or loses what it returns; figures that are returned twice."""
     speculator = SimpleNamespace(propose=lambda *args, **kwargs: (args, kwargs))
     clock = run.engines.Clock(speculator)
     assert [speculator.propose(i, n=2) for i in range(3)] == [((i,), {"n": 2}) for i in range(3)]
@@ -94,7 +94,7 @@ def test_a_clock_tells_what_a_step_drafts_for(run):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_a_peer_that_is_off_ends_the_run(run, monkeypatch, tmp_path):
-    """Unless nothing is computed: then both files say that the numbers mean nothing."""
+    """Unless nothing is computed: then both files note that the numbers mean nothing."""
 
     def off(inputs):
         call, tokens = run.attention.ours(inputs)

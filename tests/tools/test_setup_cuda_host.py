@@ -24,7 +24,7 @@ def setup(tmp_path, monkeypatch):
 def made(setup, monkeypatch):
     """Return what a set-up makes; nothing is installed or compiled."""
     monkeypatch.setattr(setup, "build_libraries", lambda home: home)
-    return Installer(monkeypatch, setup, setup.base)
+    return Installer(monkeypatch, setup.base, setup.base)
 
 
 @pytest.mark.parametrize("version", SUPPORTED_VLLM)
@@ -106,10 +106,10 @@ def test_no_compiler_is_one_line_before_anything_is_downloaded(setup, made, monk
     monkeypatch.setattr(sys, "argv", ["setup_cuda_host.py"])
     monkeypatch.setenv("VIDSPEC_SETUP_PYTHON", sys.executable)
     monkeypatch.delenv(setup.OPTIONAL, raising=False)
-    assert setup.main() == 1
-    said = capsys.readouterr()
-    assert said.err.count("\n") == 1 and "g++" in said.err
+    assert setup.base.command(setup.main, setup.OPTIONAL) == 1
+    output = capsys.readouterr()
+    assert output.err.count("\n") == 1 and "g++" in output.err
     assert made.steps == []
     monkeypatch.setenv(setup.OPTIONAL, "1")
-    assert setup.main() == 0
+    assert setup.base.command(setup.main, setup.OPTIONAL) == 0
     assert "skipped" in capsys.readouterr().out

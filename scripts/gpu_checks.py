@@ -1,0 +1,276 @@
+"""The checks of the GPU runner: what runs, what agrees with vanilla vLLM or a reference, what memory it holds."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import harness
+from decode_steps import DecodeLoop
+from gpu_steps import ROOT, Context, SkippedError, Step, engine, expect
+from made_up import PAIRS, SHAPES, user_kwargs, whole_pair
+
+from vllm_vidspec.tools import pairs
+
+FAMILIES = ("qwen2.5-vl", "llava-onevision")
+# In bf16 draft and verify forwards have other batch shapes, so nearly equal logits may order otherwise. What the draft
+# sees is the same, so nearly all drafts must be accepted.
+SELF_DRAFT_BOUND = 0.9
+_MAX_UNCHECKED_TOKENS = 4  # an emulated device is slow, and more tokens show nothing more
+_SHAPES = (("chain", 5), ("tree-static", 25), ("tree-adaptive", 16))
+KEPT = ("draft_tokens", "accepted_tokens")  # counters
+_MAX_TEST_WORKERS = 8  # each takes half a GiB of the device
+KERNEL_TESTS = (
+    "real_size or equals_the_oracle or equals_the_loop or equals_the_order or equals_the_argmax or are_the_best "
+    "or half_precision or ragged or dtypes_ or groups_ or implementations_agree"
+)
+
+
+def doctor(context: Context) -> dict[str, Any]:
+    """Run the checks of `vidspec doctor`."""
+    from vllm_vidspec import doctor
+    from vllm_vidspec.plugin import register
+
+    checks = doctor.run_checks()
+    if not doctor.entry_points():  # the repository is not installed: `engine` registers the plugin by hand, too
+        checks = [doctor.check_hook(register) if check.name == "plugin" else check for check in checks]
+    print(*checks, sep="\n")
+    for check in checks:
+        expect(check.status != "fail", f"{check.name}: {check.detail}")
+    return {check.name: check.status for check in checks}
+
+
+def compile_kernels(context: Context) -> dict[str, Any]:
+    """Compile every kernel's launches at real shapes into Triton's cache, on all cores, for this device."""
+    import torch
+    from compile_report import ARCHS
+
+    arch = int("{}{}".format(*torch.cuda.get_device_capability()))
+    if arch not in ARCHS:
+        raise SkippedError(f"sm_{arch} is not among the compile reports; kernels compile at their first launch")
+    report, count = ROOT / "benchmarks" / "compile_report.py", os.cpu_count() or 1
+    parts = [
+        subprocess.Popen(
+            [sys.executable, str(report), "--archs", str(arch), "--warm", f"{part}/{count}"],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for part in range(count)
+    ]  # fmt: skip
+    outputs = [part.communicate()[0] for part in parts]
+    print(*outputs)
+    for part, text in zip(parts, outputs, strict=True):
+        expect(part.returncode == 0, f"a part ended with {part.returncode}: {' '.join(text.splitlines()[-2:])[-300:]}")
+    return {"arch": arch, "processes": count, "cases": sum(len(text.splitlines()) for text in outputs)}
+
+
+def kernels(context: Context) -> dict[str, Any]:
+    """Run the kernels' own tests against their references, at real sizes, on the device, in several processes."""
+    if importlib.util.find_spec("pytest") is None or importlib.util.find_spec("hypothesis") is None:
+        raise SkippedError("pytest and hypothesis are not installed")
+    # numba: the CPU loops are references here
+    selection = f"({KERNEL_TESTS}) and not mutation and not benchmark and not compile and not numba"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels", "-k", selection]
+    if importlib.util.find_spec("xdist") is not None:
+        command += ["-n", str(min(_MAX_TEST_WORKERS, os.cpu_count() or 1))]
+    run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(run.stdout)
+    lines = [line for line in run.stdout.splitlines() if line.strip()] or ["pytest wrote nothing"]
+    failures = [line for line in lines if line.startswith("FAILED")]
+    # With status 1 every kernel was launched: enough where numbers do not count.
+    expect(run.returncode == 0 or (context.skip_numbers and run.returncode == 1), (failures or lines[-1:])[0])
+    return {"pytest": lines[-1]}
+
+
+# ---- engines of the bundled pairs ------------------------------------------------------------------------------------
+
+
+def _generate(
+    context: Context, running: harness.Engine, prompts: list[Any], max_tokens: int, temperature: float
+) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    if context.skip_numbers:
+        max_tokens = min(max_tokens, _MAX_UNCHECKED_TOKENS)
+    params = [
+        SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=i, ignore_eos=True, detokenize=False)
+        for i in range(len(prompts))
+    ]
+    return [list(output.outputs[0].token_ids) for output in running.llm.generate(prompts, params, use_tqdm=False)]
+
+
+def identity(context: Context, family: str) -> dict[str, Any]:
+    """Compare every draft shape with vanilla vLLM in fp32, token by token, at T = 0 and T = 1."""
+    prompts, facts = harness.videos(family, range(4)), {}
+
+    def texts(**knobs: Any) -> list[list[int]]:
+        with engine(context, pairs.llm_kwargs(family, "draft" if knobs else None, **knobs)) as running:
+            found = [
+                text for temperature in (0.0, 1.0) for text in _generate(context, running, prompts, 32, temperature)
+            ]
+            if knobs:
+                facts.update(
+                    {f"{knobs['drafting']}_{name}": n for name, n in running.counters().items() if name in KEPT}
+                )
+        return found
+
+    vanilla = texts()
+    for shape, k in _SHAPES if context.device == "cuda" else _SHAPES[:1]:
+        ours = texts(drafting=shape, num_speculative_tokens=k, on_draft_error="raise")
+        expect(facts[f"{shape}_draft_tokens"] > 0, f"{shape}: nothing was drafted")
+        if not context.skip_numbers:
+            wrong = [i for i, (a, b) in enumerate(zip(vanilla, ours, strict=True)) if a != b]
+            expect(not wrong, f"{shape}: {len(wrong)} of {len(ours)} texts differ from vanilla's, first {wrong[:1]}")
+            expect(facts[f"{shape}_accepted_tokens"] > 0, f"{shape}: no draft was accepted")
+    return facts
+
+
+def _drafted(context: Context, kwargs: dict[str, Any], family: str, count: int, max_tokens: int) -> dict[str, int]:
+    """Return how many tokens an engine drafts and accepts for some videos; it must draft some."""
+    with engine(context, kwargs) as running:
+        _generate(context, running, harness.videos(family, range(count)), max_tokens, 0.0)
+        counts = running.counters()
+    expect(counts["draft_tokens"] > 0, "nothing was drafted")
+    return {name: counts[name] for name in KEPT}
+
+
+def self_draft_bf16(context: Context) -> dict[str, Any]:
+    """Let the target draft for itself over the whole video in bf16: nearly every draft must be accepted."""
+    kwargs = pairs.llm_kwargs(
+        "qwen2.5-vl", "target", pruner="none", num_speculative_tokens=5, on_draft_error="raise",
+        overrides={"dtype": "bfloat16"},
+    )  # fmt: skip
+    counts = _drafted(context, kwargs, "qwen2.5-vl", 8, 64)
+    rate = counts["accepted_tokens"] / counts["draft_tokens"]
+    low = f"acceptance {rate:.3f}, at least {SELF_DRAFT_BOUND} expected"
+    expect(context.skip_numbers or rate >= SELF_DRAFT_BOUND, low)
+    return {"acceptance_rate": round(rate, 4), "bound": SELF_DRAFT_BOUND}
+
+
+def two_ranks(context: Context) -> dict[str, Any]:
+    """Let two tensor-parallel ranks draft with a user's compilation and graphs."""
+    import torch
+
+    if (count := torch.cuda.device_count()) < 2:
+        raise SkippedError(f"{count} device")
+    kwargs = pairs.llm_kwargs(  # the Qwen pair's three vision heads cannot be shared by two ranks
+        "llava-onevision", "draft", on_draft_error="raise",
+        overrides={"tensor_parallel_size": 2, "dtype": "bfloat16", "enforce_eager": False},
+    )  # fmt: skip
+    counts = _drafted(context, kwargs, "llava-onevision", 4, 32)
+    expect(context.skip_numbers or counts["accepted_tokens"] > 0, "no draft was accepted")
+    return counts
+
+
+def sync_debug(context: Context) -> dict[str, Any]:
+    """Let torch raise at every host-device synchronisation inside drafting and verifying, once they are warm."""
+    import torch
+
+    calls = {"draft": 0, "verify": 0}
+
+    def watched(name: str, function: Callable) -> Callable:
+        def run(*positional: Any, **named: Any) -> Any:
+            calls[name] += 1
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return function(*positional, **named)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return run
+
+    facts: dict[str, Any] = {}
+    for shape, k in _SHAPES:
+        knobs = {"drafting": shape, "num_speculative_tokens": k, "on_draft_error": "raise"}
+        with engine(context, pairs.llm_kwargs("qwen2.5-vl", "draft", **knobs)) as running:
+            prompts, runner = harness.videos("qwen2.5-vl", range(2)), running.runner
+            backend, verifier = runner.speculator.backend, runner.rejection_sampler
+            for is_warm in (False, True):
+                if is_warm:
+                    backend._draft = watched("draft", backend._draft)
+                    verifier._verify = watched("verify", verifier._verify)
+                for temperature in (0.0, 1.0):
+                    _generate(context, running, prompts, 16, temperature)
+        facts[shape] = dict(calls)
+    expect(min(calls.values()) > 0, "nothing was watched")
+    return facts
+
+
+# ---- real shapes, made-up weights ------------------------------------------------------------------------------------
+
+
+def real_shapes(context: Context, drafting: str | None) -> dict[str, Any]:
+    """Run a 7B target, with or without a 3B draft, with vLLM's defaults: memory at each point, time of a step."""
+    import torch
+
+    from vllm_vidspec import assets
+
+    free, total = torch.cuda.mem_get_info()
+    family, share = "qwen2.5-vl", 1 if total > 70 * 2**30 else 4
+    bundled = {role: assets.checkpoint(family, role) for role in assets.PAIR}
+    where = whole_pair(family, bundled, Path(context.work_dir), share)
+    spec = {"drafting": drafting, "on_draft_error": "raise"}
+    kwargs = user_kwargs(where, pairs.speculative_config(family, where["draft"], **spec) if drafting else None)
+    layers = [SHAPES[size].num_hidden_layers // share for size in PAIRS[family][:2]]
+    facts: dict[str, Any] = {"layers": layers, "free_before_bytes": free, "gpu_memory_bytes": total}
+    with engine(context, kwargs) as running:
+        compiled = running.llm.llm_engine.vllm_config.compilation_config
+        facts |= {"mode": compiled.mode.name, "graphs": compiled.cudagraph_mode.name}
+        is_default = (facts["mode"], facts["graphs"]) == ("VLLM_COMPILE", "FULL_AND_PIECEWISE")
+        expect(is_default, f"not vLLM's defaults: {facts['mode']}, {facts['graphs']}")
+        facts["held_after_start_bytes"] = torch.cuda.memory_allocated()
+        prompts = harness.videos(family, range(8))
+        _generate(context, running, prompts, 16, 0.0)
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        for batch in (1, 8):
+            facts[f"batch_{batch}"] = _time_steps(context, running, prompts[:batch], drafting is not None)
+        facts["held_after_steps_bytes"] = torch.cuda.memory_allocated()
+        facts["peak_of_steps_bytes"] = torch.cuda.max_memory_allocated()
+        facts["free_after_bytes"] = torch.cuda.mem_get_info()[0]
+        if drafting is not None:
+            counts = running.counters()
+            facts |= {name: counts[name] for name in ("draft_load_bytes", "draft_pool_bytes")}
+            expect(counts["draft_steps"] > 0, "nothing was drafted")
+    grown = facts["held_after_steps_bytes"] - held
+    expect(context.skip_numbers or grown < 2**24, f"steps hold {grown} bytes more than before")
+    return facts
+
+
+def _time_steps(context: Context, running: harness.Engine, prompts: list[Any], is_ours: bool) -> dict[str, float]:
+    """Return ms per decode step and tokens per second of requests that all decode."""
+    import torch
+
+    loop, num_steps = DecodeLoop(running.llm.llm_engine, is_ours), 2 if context.skip_numbers else 32
+    loop.start(prompts, max_tokens=2048, max_steps=200)
+    before = sum(loop.num_tokens.values())
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    for _ in range(num_steps):
+        loop.step()
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - begun
+    num_tokens = sum(loop.num_tokens.values()) - before
+    loop.stop()
+    return {
+        "ms_per_step": round(1000 * seconds / num_steps, 3),
+        "tokens_per_s": round(num_tokens / seconds, 1),
+        "steps": num_steps,
+    }
+
+
+STEPS: dict[str, Step] = {
+    "doctor": doctor,
+    "compile": compile_kernels,
+    "kernels": kernels,
+    **{f"identity-{family}": lambda context, family=family: identity(context, family) for family in FAMILIES},
+    "sync-debug": sync_debug,
+    "self-draft-bf16": self_draft_bf16,
+    "two-ranks": two_ranks,
+    "real-vanilla": lambda context: real_shapes(context, None),
+    "real-chain": lambda context: real_shapes(context, "chain"),
+    "real-tree-static": lambda context: real_shapes(context, "tree-static"),
+}

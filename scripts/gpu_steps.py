@@ -1,0 +1,182 @@
+"""What a step of the GPU runner is made of: its context, its verdict, an engine in its process.
+
+    python scripts/gpu_steps.py NAMES LINES CONTEXT
+
+runs steps in this process and appends JSON lines to a file: a step's rows as they come, and a last one with its
+outcome. Top-level imports are the standard library's: a broken torch is a step's failure, not the runner's.
+"""
+
+import contextlib
+import faulthandler
+import importlib
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
+# ruff: noqa: E402
+from decode_steps import around
+
+Row = dict[str, Any]
+# These prove as much on a device that computes nothing.
+WITHOUT_NUMBERS = ("environment", "machine", "doctor", "compile", "sync-debug")
+
+
+class StepFailedError(Exception):
+    """One line on why a step failed."""
+
+
+class SkippedError(Exception):
+    """One line on why a step cannot run here."""
+
+
+def expect(holds: bool, reason: str) -> None:
+    if not holds:
+        raise StepFailedError(reason)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a step is given.
+
+    Attributes:
+        device: "cuda"; "cpu" for a rehearsal.
+        work_dir: For made-up checkpoints.
+        skip_numbers: Whether the device computes nothing: checks run, and their results are ignored.
+        dry_run: Whether to measure once, at tiny sizes.
+        models: Of measured engines: "auto" or a key of `gpu_plan.MODELS`.
+        around: "module:name" of a context manager for engines' steps, "" for none.
+        write: Appends a row to the step's record.
+    """
+
+    device: str = "cuda"
+    work_dir: str = ""
+    skip_numbers: bool = False
+    dry_run: bool = False
+    models: str = "auto"
+    around: str = ""
+    write: Callable[[Row], None] = lambda row: None
+
+
+Step = Callable[[Context], dict[str, Any] | None]  # returns its facts, writes rows, or raises
+
+
+# ---- engines ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def engine(context: Context, kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Start a `harness.Engine`. The plugin is registered by hand: the repository may not be installed."""
+    from vllm_vidspec.plugin import register
+
+    register()
+    import harness
+
+    with harness.Engine(kwargs) as running, around(context.around):
+        yield running
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+def machine(context: Context) -> dict[str, Any]:
+    """Describe the machine and the installed versions."""
+    import torch
+
+    from vllm_vidspec.tools.provenance import provenance
+
+    facts: dict[str, Any] = provenance()
+    facts["versions"] |= {"python": platform.python_version(), "torch": torch.__version__}
+    facts["torch_cuda"] = torch.version.cuda
+    if context.device == "cuda":
+        expect(torch.cuda.is_available(), "torch sees no CUDA device")
+        properties = torch.cuda.get_device_properties(0)
+        facts |= {
+            "gpu": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "gpu_memory_bytes": properties.total_memory,
+            "driver": _driver(),
+        }
+    return facts
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def environment(context: Context) -> dict[str, Any]:
+    """Describe the machine; vLLM must be importable."""
+    facts = machine(context)
+    import vllm
+
+    facts["versions"]["vllm"] = vllm.__version__
+    return facts
+
+
+STEPS: dict[str, Step] = {"machine": machine, "environment": environment}
+
+
+def step_of(name: str) -> Step:
+    """Return a step by name. Its module is imported for it alone: kernels need neither vLLM nor our dependencies."""
+    if name in STEPS:
+        return STEPS[name]
+    is_measured = name.startswith(("kernel-", "peers-", "engine-"))
+    return importlib.import_module("gpu_measure" if is_measured else "gpu_checks").STEPS[name]
+
+
+def run(name: str, context: Context, step: Step | None = None) -> None:
+    """Run a step, and write its outcome as the last of its lines."""
+    begun, outcome, reason, facts = time.monotonic(), "passed", "", None
+    try:
+        import torch
+
+        if context.device == "cuda" and name not in ("environment", "machine") and not torch.cuda.is_available():
+            raise SkippedError("torch sees no CUDA device")
+        facts = (step or step_of(name))(context)
+        if context.skip_numbers and name not in WITHOUT_NUMBERS:
+            outcome, reason = "unchecked", "ran; its numbers were not checked"
+    except (SkippedError, StepFailedError) as why:
+        outcome, reason = "skipped" if isinstance(why, SkippedError) else "failed", str(why)
+    except Exception as error:
+        traceback.print_exception(error)
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(where.filename).name}:{where.lineno}"
+        outcome, reason = "failed", " ".join(f"{type(error).__name__}: {error} ({place})".split())[:400]
+    seconds = round(time.monotonic() - begun, 2)
+    context.write({"end": outcome, "reason": reason, "facts": facts or {}, "seconds": seconds})
+
+
+def main() -> None:
+    """Run steps, one after another."""
+    names, lines, options = sys.argv[1:]
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent before a hanging step is killed
+    with open(lines, "a") as file:
+        for name in names.split(","):
+
+            def write(row: Row, name: str = name) -> None:
+                file.write(json.dumps({"step": name} | row) + "\n")
+                file.flush()
+
+            run(name, Context(**json.loads(options), write=write))
+    sys.stdout.flush()
+    os._exit(0)  # an engine's threads must not keep the process: all is written
+
+
+if __name__ == "__main__":
+    sys.modules["gpu_steps"] = sys.modules["__main__"]  # the steps' modules import this one
+    main()

@@ -1,0 +1,291 @@
+"""The plan and the steps of the GPU runner, without a GPU: what is measured, what fits, what each step does."""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tools.common import ROOT, load
+from vllm_vidspec import SUPPORTED_VLLM
+
+steps, made_up = load("scripts/gpu_steps.py"), load("scripts/made_up.py")
+plan, checks, measure = load("scripts/gpu_plan.py"), load("scripts/gpu_checks.py"), load("scripts/gpu_measure.py")
+suite = load("scripts/gpu_suite.py")
+KERNEL_TESTS = ROOT / "tests" / "kernels"
+GIB = 2**30
+ALL = {step.name: step for part in suite.PLAN.values() for step in part}
+HALVES = ("kernels", "engines")
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_holds_every_step_kernel_and_engine():
+    """Catches: a step without a function, a kernel without a measurement, engines without a vanilla one, peers that
+    compile before a figure of ours is there."""
+    import bench_kernels
+
+    assert ALL.keys() == steps.STEPS.keys() | checks.STEPS.keys() | measure.STEPS.keys()
+    assert all(steps.step_of(name) for name in ALL)
+    assert set(steps.WITHOUT_NUMBERS) < ALL.keys()
+    assert set(plan.KERNELS) == set(plan.TINY_KERNELS) == set(bench_kernels.KERNELS)
+    engines = plan.ENGINES.values()
+    assert {engine.method for engine in engines} == {"vanilla", "chain", "tree-static", "parallel", "blind"}
+    for method in ("vanilla", "chain", "tree-static"):
+        assert {engine.graphs for engine in engines if engine.method == method} == {True, False}
+    assert [row["batch"] for row in suite.expected_rows("engine-chain-graphs")] == [1, 4, 8]
+    assert suite.expected_rows("kernel-accept") == [{"kernel": "accept"}] == suite.expected_rows("peers-accept")
+    assert suite.expected_rows("machine") == []
+    last = [step.name for step in suite.PLAN["kernels"]][-len(plan.WITH_PEERS) :]
+    assert last == [f"peers-{kernel}" for kernel in plan.WITH_PEERS]
+
+
+def test_all_time_outs_fit_into_what_the_pages_say():
+    """Catches: a step whose time-out the pages' time does not hold."""
+    page, makefile = (ROOT / "docs" / "gpu.md").read_text(), (ROOT / "Makefile").read_text()
+    assert suite.SECONDS["smoke"] == 600 and "600 s" in page and "The first ten minutes on a GPU" in makefile
+    assert all(f"| {half} | {suite.SECONDS[part]} s |" in page for half, part in suite.HALVES.items())
+    assert sum(suite.SECONDS[part] for part in HALVES) <= 18 * 60
+    assert "in 18 minutes" in suite.__doc__ and "in 18 minutes at most" in page
+    assert "Eighteen minutes on a GPU" in makefile
+
+
+def test_peers_are_measured_only_where_they_are_asked_for():
+    from peers import attention
+
+    for all_of_them, dry_run, count in ((False, False, 1), (True, False, 5)):
+        with measure.chosen_peers(all_of_them, dry_run):
+            assert len(attention.PEERS) == count
+    assert len(attention.PEERS) == 5
+
+
+def test_every_axis_of_the_plan_is_one_of_the_kernels():
+    """Catches: a size that replaces nothing because its axis has another name, and runs for minutes instead."""
+    for kernel in plan.KERNELS:
+        axes = importlib.import_module(f"kernel_cases.{kernel}").AXES
+        for given in (*plan.KERNELS[kernel], *plan.TINY_KERNELS[kernel]):
+            assert given.partition("=")[0] in axes, (kernel, given)
+
+
+def test_the_forced_lengths_are_those_that_are_published():
+    """Catches: an acceptance of one's own choice, the length of another method or pair."""
+    forced = load("scripts/forced_acceptance.py")
+    lengths = {engine.method: plan.published_of(engine) for engine in plan.ENGINES.values()}
+    assert lengths == {
+        "vanilla": (None, None), "chain": (3.37, 1.26), "tree-static": (4.18, 2.11), "parallel": (4.23, 2.40),
+        "blind": (2.76, 1.38),
+    }  # fmt: skip
+    for engine in plan.ENGINES.values():
+        if engine.num_drafts:
+            forced.rate_for(lengths[engine.method][0], engine.depth)
+
+
+def test_what_fits_on_which_card():
+    """Catches: an engine that dies for want of memory after a minute; a refusal without its numbers."""
+    sizes, vanilla, chain = plan.Sizes(), plan.ENGINES["vanilla-graphs"], plan.ENGINES["chain-graphs"]
+    h100, h200 = 79 * GIB, 139 * GIB
+    assert [plan.chosen_models("auto", sizes, total) for total in (h100, h200)] == ["32b-fp8", "32b-bf16"]
+    assert plan.chosen_models("72b-fp8", sizes, h100) == "72b-fp8"
+    fp8 = plan.MODELS["32b-fp8"]
+    assert not plan.does_not_fit(fp8, chain, 4, sizes, h100)
+    assert re.fullmatch(r"needs \d+ GiB, the device has 79 GiB", plan.does_not_fit(fp8, chain, 8, sizes, h100))
+    assert not plan.does_not_fit(fp8, chain, 8, sizes, h200)
+    assert plan.does_not_fit(plan.MODELS["72b-fp8"], vanilla, 1, sizes, h100)
+    least = plan.memory_of(fp8, vanilla, 4, sizes).total
+    assert all(plan.memory_of(fp8, engine, 4, sizes).total >= least for engine in plan.ENGINES.values())
+
+
+def test_published_sizes_are_what_their_names_say():
+    """Catches: a digit that is wrong in a shape; the number of weights is published, too."""
+    billions = {name: shape.weight_bytes(False) / 2e9 for name, shape in made_up.SHAPES.items()}
+    published = {"3b": 3.75, "7b": 8.29, "32b": 33.45, "72b": 73.41, "qwen3-2b": 2.13, "qwen3-8b": 8.77}
+    assert billions == pytest.approx(published, abs=0.08)
+    assert made_up.SHAPES["32b"].kv_bytes_per_token == 262_144 and made_up.SHAPES["7b"].kv_bytes_per_token == 57_344
+    assert plan.Video().num_tokens == 25_088, "128 frames, as in the papers"
+
+
+# ---- the steps -------------------------------------------------------------------------------------------------------
+
+
+def verdict(name, step, **context):
+    """Return the last line that a step writes."""
+    lines = []
+    steps.run(name, steps.Context(write=lines.append, **context), step)
+    return lines[-1]
+
+
+def test_a_steps_own_verdicts(monkeypatch):
+    """Catches: an exception that counts as passed, numbers that count although nothing computed them, a traceback
+    where one word is enough."""
+
+    def raises(error):
+        def step(context):
+            raise error
+
+        return step
+
+    fine = lambda context: {"a": 1}  # noqa: E731
+    assert verdict("kernels", fine)["reason"] == "torch sees no CUDA device"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = verdict("kernels", raises(steps.SkippedError("no pytest")))
+    assert (found["end"], found["reason"], found["facts"]) == ("skipped", "no pytest", {})
+    assert verdict("kernels", raises(steps.StepFailedError("differs")))["end"] == "failed"
+    broken = verdict("kernels", raises(RuntimeError("CUDA error:\n  launch failed")))
+    assert broken["end"] == "failed"
+    assert broken["reason"].startswith("RuntimeError: CUDA error: launch failed (test_gpu_steps.py:")
+    assert verdict("kernels", fine)["end"] == "passed" and verdict("kernels", fine)["facts"] == {"a": 1}
+    assert verdict("kernels", fine, skip_numbers=True)["end"] == "unchecked"
+    assert verdict("compile", fine, skip_numbers=True)["end"] == "passed"
+    monkeypatch.setattr(measure.importlib.util, "find_spec", lambda name: None)
+    found = verdict("engine-chain-graphs", None)
+    assert (found["end"], found["reason"]) == ("skipped", "vLLM is not installed")
+
+
+def test_every_kernel_is_among_those_that_the_device_is_asked_for():
+    """Catches: a kernel's test that was renamed, and that no GPU runs any more."""
+    parts = checks.KERNEL_TESTS.split(" or ")
+    for source in (ROOT / "kernels" / "vidspec_kernels").glob("*/*.py"):
+        if re.search(r"^def _\w+_kernel\(", source.read_text(), re.MULTILINE):  # others are parts of kernels
+            own = "".join(path.read_text() for path in KERNEL_TESTS.glob(f"test_{source.parent.name}*.py"))
+            assert any(part in own for part in parts), f"nothing runs {source}"
+    everything = "".join(path.read_text() for path in KERNEL_TESTS.glob("test_*.py"))
+    assert all(part in everything for part in parts), "a part of the selection that selects nothing"
+
+
+def test_what_is_watched_for_synchronisation_is_there():
+    """Catches: a method of the engine that has moved, before a GPU shows it."""
+    pytest.importorskip("vllm")
+    from vllm_vidspec.engine.draft.backend import LocalBackend
+    from vllm_vidspec.engine.verify.verifier import CoupledVerifier
+
+    owners = {"backend": LocalBackend, "verifier": CoupledVerifier}
+    watched = re.findall(r"(\w+)\.(\w+) = watched\(", Path(checks.__file__).read_text())
+    assert {owner for owner, _ in watched} == owners.keys()
+    assert all(hasattr(owners[owner], name) for owner, name in watched)
+
+
+def test_doctor_where_the_repository_is_not_installed(monkeypatch):
+    """Catches: the documented use failing because there is no entry point."""
+    pytest.importorskip("vllm")
+    from vllm_vidspec import doctor
+
+    ok = doctor.Check("python", "ok", "3.11")
+    monkeypatch.setattr(doctor.metadata, "entry_points", lambda **kwargs: [])
+    monkeypatch.setattr(doctor, "_CHECKS", (("python", lambda: [ok]), ("plugin", doctor._plugin)))
+    monkeypatch.setattr(doctor, "_bundled_pairs", list)
+    assert [check.status for check in doctor.run_checks()] == ["ok", "fail"]
+    assert checks.doctor(steps.Context()) == {"python": "ok", "plugin": "ok"}
+    monkeypatch.setattr(doctor, "check_hook", lambda register: doctor.Check("plugin", "fail", "not hooked"))
+    with pytest.raises(steps.StepFailedError, match="not hooked"):
+        checks.doctor(steps.Context())
+
+
+def test_a_kernel_that_does_not_compile_is_named(monkeypatch):
+    """Catches: a part whose failure is lost, an unknown device that counts as compiled."""
+    # Importing the real report turns the interpreter off.
+    monkeypatch.setitem(sys.modules, "compile_report", SimpleNamespace(ARCHS={90: None}))
+    monkeypatch.setattr(checks.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (1, 2))
+    with pytest.raises(steps.SkippedError, match="sm_12"):
+        checks.compile_kernels(steps.Context())
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+
+    def start(command, **kwargs):
+        broken = command[-1] == "1/2"
+        line = "draw 152k\nno such instruction" if broken else "accept K5"
+        return real([sys.executable, "-c", f"print({line!r}); raise SystemExit({int(broken)})"], **kwargs)
+
+    real = subprocess.Popen
+    monkeypatch.setattr(checks.subprocess, "Popen", start)
+    with pytest.raises(steps.StepFailedError, match="ended with 1: draw 152k no such instruction"):
+        checks.compile_kernels(steps.Context())
+
+
+def test_engines_are_told_what_the_plan_says():
+    """Catches: acceptance forced on no engine or twice, memory that differs between engines, a graph size too few."""
+    sizes, models = plan.Sizes(), plan.MODELS["32b-fp8"]
+    where = {"target": "T", "draft": "D"}
+    kwargs = {n: measure.llm_kwargs(e, models, where, sizes, (1, 4)) for n, e in plan.ENGINES.items()}
+    assert "speculative_config" not in kwargs["vanilla-graphs"]
+    blind = kwargs["blind-graphs"]["speculative_config"]
+    assert blind["rejection_sample_method"] == "synthetic"
+    assert 1 + sum(blind["synthetic_acceptance_rates"]) == pytest.approx(2.76)
+    ours = kwargs["tree-static-graphs"]["speculative_config"]
+    assert ours["method"] == "vidspec" and ours["draft"] == "tree-static" and ours["num_speculative_tokens"] == 25
+    assert not [name for name in ours if "synthetic" in name]
+    assert kwargs["parallel-graphs"]["speculative_config"]["parallel"] == {"device": "cuda:0"}
+    assert kwargs["chain-graphs"]["compilation_config"]["cudagraph_capture_sizes"] == [1, 4, 6, 24]
+    assert kwargs["chain-eager"]["enforce_eager"] and "compilation_config" not in kwargs["chain-eager"]
+    for name, one in kwargs.items():
+        cache = plan.memory_of(models, plan.ENGINES[name], 4, sizes).cache
+        assert one["kv_cache_memory_bytes"] >= cache and one["max_num_seqs"] == 4 and one["load_format"] == "dummy"
+        assert not one["enable_prefix_caching"]
+
+
+@pytest.mark.parametrize("name", [*made_up.PAIRS, *plan.MODELS])
+def test_made_up_pairs_are_accepted(tmp_path, name):
+    """Catches: shapes that start-up refuses, weights in a directory that should have none."""
+    pytest.importorskip("transformers")
+    from vllm_vidspec import assets
+    from vllm_vidspec.doctor import check_pair
+
+    if name in plan.MODELS:
+        models, share = plan.MODELS[name], 1
+        where, sizes = measure.checkpoints(models, plan.Sizes(), tmp_path), (models.target, models.draft)
+    else:
+        bundled, share = {role: assets.checkpoint(name, role) for role in assets.PAIR}, 2
+        where, sizes = made_up.whole_pair(name, bundled, tmp_path, share), made_up.PAIRS[name][:2]
+    assert check_pair(where["target"], where["draft"]).status == "ok"
+    assert not list(tmp_path.rglob("*.safetensors"))
+    for role, size in zip(assets.PAIR, sizes, strict=True):
+        config, shape = json.loads(Path(where[role], "config.json").read_text()), made_up.SHAPES[size]
+        text = config["text_config"]
+        assert (text["hidden_size"], text["num_hidden_layers"]) == (shape.hidden_size, shape.num_hidden_layers // share)
+        head_size = text["hidden_size"] // text["num_attention_heads"]
+        assert head_size == 128 == 2 * sum(text["rope_parameters"]["mrope_section"])
+        assert text["max_position_embeddings"] > plan.Sizes().max_model_len(plan.ENGINES["chain-eager"])
+        assert ("quantization_config" in config) == (name in plan.MODELS and plan.MODELS[name].fp8)
+        assert config["vision_config"]["depth"] == shape.vision["depth"]
+        assert config["vision_config"]["out_hidden_size"] == shape.hidden_size
+        processor = json.loads(Path(where[role], "processor_config.json").read_text())
+        assert processor["video_processor"]["patch_size"] == config["vision_config"]["patch_size"]
+
+
+# A product that names no precision, compiled for Hopper.
+PRODUCT = """
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+@triton.jit
+def kernel(a, b, c):
+    where = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(c + where, tl.dot(tl.load(a + where), tl.load(b + where)))
+
+source = ASTSource(kernel, dict.fromkeys("abc", "*fp32"))
+print("tf32" if "tf32" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ttgir"] else "ieee")
+"""
+
+
+@pytest.mark.parametrize("version", SUPPORTED_VLLM)
+def test_fp32_products_are_ieee_where_the_triton_of_each_vllm_is_told(tmp_path, version):
+    """vLLM's own attention names no precision. Catches: a Triton that no longer reads the variable, and texts that
+    differ from vanilla's by TF32 alone; a cached binary that was compiled without it."""
+    sources = load("scripts/setup_cuda_host.py").sources_of(version)
+    if sources is None:
+        pytest.skip("setup-cuda-host has not been run")
+    file, python = tmp_path / "product.py", sources.parents[3] / "bin" / "python"
+    file.write_text(PRODUCT)
+    plain = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
+    plain |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_BACKENDS_IN_TREE": "1"}
+    found = [
+        subprocess.run([python, file], env=env, capture_output=True, text=True, check=True).stdout.strip()
+        for env in (plain, plain | {"TRITON_F32_DEFAULT": suite.ENVIRONMENT["TRITON_F32_DEFAULT"]})
+    ]
+    assert found == ["tf32", "ieee"]
