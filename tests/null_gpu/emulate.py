@@ -12,7 +12,8 @@ import contextlib
 import ctypes
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import triton.runtime.interpreter as triton_interpreter
@@ -104,6 +105,38 @@ def _check_pointers(pointers, mask) -> None:
 _run, _call, _launch = JITFunction.run, JITFunction.__call__, LaunchPlan.__call__
 _interpreted: dict[int, tuple] = {}
 _depth = 0  # of interpreted kernels that call each other
+
+
+def to_host(tree: Any) -> Any:
+    """Return a structure in which each tensor of the null GPU is a CPU tensor on the same memory."""
+    return tree_map(lambda leaf: alias(leaf) if isinstance(leaf, torch.Tensor) and leaf.is_cuda else leaf, tree)
+
+
+def to_device(tree: Any) -> Any:
+    """Return a structure with a copy on the null GPU of each CPU tensor in it; nothing is counted as a transfer."""
+
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.is_cuda:
+            return leaf
+        out = torch.empty_like(leaf, device="cuda")
+        alias(out).copy_(leaf)
+        return out
+
+    with _disable_current_modes():
+        return tree_map(moved, tree)
+
+
+def launched(function: Callable) -> Callable:
+    """Return a function of host tensors as a kernel of the null GPU, which takes no host tensors; nothing is counted."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for leaf in tree_flatten((args, kwargs))[0]:
+            is_host = isinstance(leaf, torch.Tensor) and not leaf.is_cuda
+            assert not (is_host and leaf.ndim), f"a kernel was given a host tensor of {list(leaf.shape)}"
+        with _disable_current_modes():
+            return to_device(function(*to_host(args), **to_host(kwargs)))
+
+    return run
 
 
 def _install() -> None:

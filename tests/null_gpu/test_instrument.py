@@ -6,14 +6,13 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 
 from null_gpu import device, emulate, host_time
-from tests.simulated_device import device as sim
-from tests.simulated_device.crossings import EACH_CROSSING
 
 MIB = 1 << 20
 
@@ -55,35 +54,72 @@ def test_launches_are_counted_by_interface_and_kernel(before):
     assert gained["launch"] == 4
 
 
-READ_BACK = {"copy.d2h_pinned": 1, "sync": 1}
-FROM_PAGEABLE = {"copy.h2d_pageable": 1, "copy.blocking": 1, "sync": 1}
-# What is counted of the ways that the simulated device knows; PyTorch's own host code is what is asked here.
-COUNTED = {
-    sim.UPLOAD: {"copy.h2d_pinned": 1},
-    sim.STAGED_UPLOAD: {"copy.h2d_pageable": 1, "copy.blocking": 1},
-    sim.BLOCKING_UPLOAD: FROM_PAGEABLE,
-    sim.SCALAR_UPLOAD: FROM_PAGEABLE,
-    sim.HOST_INDEX: FROM_PAGEABLE,
-    sim.DOWNLOAD: {"copy.d2h_pinned": 1},
-    sim.BLOCKING_DOWNLOAD: {"copy.d2h_pageable": 1, "copy.blocking": 1, "sync": 1},
-    sim.ITEM: READ_BACK,
-    sim.MASK: READ_BACK,
-    sim.EVENT_WAIT: {"sync": 1},
-    sim.DEVICE_WAIT: {"sync": 1},
-    "device copy": {"copy.d2d": 1},
-}
-WAYS = [*EACH_CROSSING, ("device copy", lambda x: x.clone())]
+UPLOAD, DOWNLOAD, BOTH_HERE = {"copy.h2d_pinned": 1}, {"copy.d2h_pinned": 1}, {"copy.d2d": 1}
+WAIT, READ_BACK = {"sync": 1}, {"copy.d2h_pinned": 1, "sync": 1}
+STAGED = {"copy.h2d_pageable": 1, "copy.blocking": 1}
+BLOCKING_UPLOAD = STAGED | WAIT
+BLOCKING_DOWNLOAD = {"copy.d2h_pageable": 1, "copy.blocking": 1, "sync": 1}
 
 
-@pytest.mark.parametrize("kind,cross", WAYS)
-def test_copies_and_waits_are_counted(kind, cross):
+def wait_for_event(_x):
+    event = torch.cuda.Event()
+    event.record()
+    event.synchronize()
+
+
+# What PyTorch's own host code makes of a line, given six int64 numbers on the device.
+TRANSFERS = [
+    (UPLOAD, lambda x: torch.zeros(3, pin_memory=True).to(x.device, non_blocking=True)),
+    (UPLOAD, lambda x: x.copy_(torch.zeros(6, dtype=torch.int64).pin_memory(), non_blocking=True)),
+    (STAGED, lambda x: torch.from_numpy(np.arange(3)).to(x.device, non_blocking=True)),
+    (BLOCKING_UPLOAD, lambda x: torch.tensor([1, 2], device=x.device)),
+    (BLOCKING_UPLOAD, lambda x: torch.as_tensor(np.arange(2), device=x.device)),
+    (BLOCKING_UPLOAD, lambda x: torch.zeros(3).to(x.device)),
+    (BLOCKING_UPLOAD, lambda x: x.copy_(torch.zeros(6, dtype=torch.int64))),
+    (BLOCKING_UPLOAD, lambda x: x.__setitem__(slice(2), torch.zeros(2, dtype=torch.int64))),
+    (BLOCKING_UPLOAD, lambda x: x.__setitem__(x[:2] + 0, 3)),
+    (BLOCKING_UPLOAD, lambda x: x.__setitem__(x[:2] + 0, torch.tensor(3))),
+    (BLOCKING_UPLOAD, lambda x: x.view(2, 3).__setitem__((slice(None), x[:2] + 0), 3)),
+    (BLOCKING_UPLOAD, lambda x: x[torch.tensor([0, 1])]),
+    (BLOCKING_UPLOAD, lambda x: x[np.array([0, 1])]),
+    (BLOCKING_UPLOAD, lambda x: x.__setitem__([0, 1], x[:2] + 0)),
+    (DOWNLOAD, lambda x: torch.zeros(6, dtype=torch.int64, pin_memory=True)[:].copy_(x, non_blocking=True)),
+    (BLOCKING_DOWNLOAD, lambda x: x.cpu()),
+    (BLOCKING_DOWNLOAD, lambda x: x.tolist()),
+    (BLOCKING_DOWNLOAD, lambda x: torch.ones(3).__setitem__(0, x[0].float())),
+    (READ_BACK, lambda x: x[0].item()),
+    (READ_BACK, lambda x: bool(x.any())),
+    (READ_BACK, lambda x: x[x[0]]),
+    (READ_BACK, lambda x: range(x[1])),
+    (READ_BACK, lambda x: x[x > 2]),
+    (READ_BACK, lambda x: x.__setitem__(x > 2, x[:1] + 0)),
+    (READ_BACK, lambda x: x.nonzero()),
+    (READ_BACK, lambda x: torch.where(x > 2)),
+    (READ_BACK, lambda x: x.masked_select(x > 2)),
+    (READ_BACK, lambda x: x.unique()),
+    (WAIT, wait_for_event),
+    (WAIT, lambda x: torch.cuda.synchronize()),
+    (BOTH_HERE, lambda x: x.clone()),
+]
+KINDS = (
+    "copy.h2d_pageable",
+    "copy.d2h_pageable",
+    "copy.blocking",
+    "copy.h2d_pinned",
+    "copy.d2h_pinned",
+    "copy.d2d",
+    "sync",
+)
+
+
+@pytest.mark.parametrize("expected,transfer", TRANSFERS)
+def test_transfers_and_waits_are_counted(expected, transfer):
     x = torch.arange(6).cuda()
-    cross(x)  # lazily created buffers come first
+    transfer(x)  # lazily created buffers come first
     before = device.counters()
-    cross(x)
+    transfer(x)
     gained = device.gained(before)
-    kinds = ("copy.h2d_pageable", "copy.d2h_pageable", "copy.blocking", "copy.h2d_pinned", "copy.d2h_pinned")
-    assert {kind: gained[kind] for kind in (*kinds, "copy.d2d", "sync") if gained[kind]} == COUNTED[kind]
+    assert {kind: gained[kind] for kind in KINDS if gained[kind]} == expected
 
 
 def test_bytes_are_moved_and_counted(before):
@@ -279,10 +315,10 @@ def test_the_legacy_stream_is_implicit_in_blocking_streams(runtime, gpu):
     assert (label, runtime.end(blocking)) == ("cudaErrorStreamCaptureImplicit", INVALIDATED)
 
 
-@pytest.mark.parametrize("kind,cross", [way for way in WAYS if way[0] in sim.WAITING])
-def test_torch_fails_under_capture_as_on_a_device(kind, cross):
+@pytest.mark.parametrize("transfer", [transfer for expected, transfer in TRANSFERS if "sync" in expected])
+def test_torch_fails_under_capture_as_on_a_device(transfer):
     with pytest.raises(Exception, match="captur"):
-        capture(lambda x: cross(x.long()[:6]))
+        capture(lambda x: transfer(x.long()[:6]))
     torch.cuda.synchronize()
     capture(lambda x: x + 1)  # the device is usable afterwards
 

@@ -1,6 +1,5 @@
 """Two networks of integers and vLLM's parts around them, as functions of host tensors that a device launches."""
 
-import copy
 import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -9,9 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.simulated_device import device as sim
+from null_gpu.emulate import to_host
 from vidspec_kernels import CacheList
-from vidspec_kernels.tree_grow import tree_grow
 from vllm_vidspec.engine.compat import backends
 from vllm_vidspec.engine.cpu import kernels as cpu_kernels
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
@@ -118,9 +116,9 @@ class FakeDraft:
         return token_ids.long()[:, None]
 
     def forward(self, embeds, positions, layout, **arguments: Any) -> torch.Tensor:
-        assert bool(sim.to_host(positions[0] == positions[2]).all())
+        assert bool(to_host(positions[0] == positions[2]).all())
         starts = layout.query_start_loc_np
-        assert np.array_equal(starts, sim.to_host(layout.query_start_loc).numpy())
+        assert np.array_equal(starts, to_host(layout.query_start_loc).numpy())
         step = None if self.attention is None else as_dict(self.attention.step)
         return self._launch(attend)(
             self.cache, embeds[:, 0], positions[1], query_start_loc=starts, step=step, **arguments
@@ -204,51 +202,3 @@ def add_noise(logits, _stride, rows, seeds, pos, temperature, vocab_size, **_con
     keys = np.arange(vocab_size, dtype=np.uint32)
     values = cpu_kernels.gumbel_noise(seeds[rows].numpy()[is_noisy], pos.numpy()[is_noisy], keys)
     logits.numpy()[is_noisy] += values
-
-
-class StagedWrites:
-    """Stands in for vLLM's `StagedWriteTensor`, whose kernel reads what is staged from host memory that it maps."""
-
-    def __init__(self, size: Any, dtype: torch.dtype, device: torch.device, **_options: Any):
-        self.gpu = torch.zeros(size, dtype=dtype, device=device)
-        self._staged: list[tuple[int, int, list]] = []
-
-    def stage_write(self, row: int, start: int, values: Any) -> None:
-        self._staged.append((row, start, list(values)))
-
-    def stage_write_elem(self, row: int, value: int) -> None:
-        self._staged.append((row, 0, [value]))
-
-    def apply_write(self) -> None:
-        memory = sim.to_host(self.gpu).numpy().reshape(len(self.gpu), -1)
-        for row, start, values in self._staged:
-            memory[row, start : start + len(values)] = values
-        self.clear_staged_writes()
-
-    def clear_staged_writes(self) -> None:
-        self._staged.clear()
-
-
-class GrowLaunch:
-    """`tree_grow` as the kernel that CUDA takes: the reference on the device's memory, at the kernel's width."""
-
-    def __init__(self, world: Any):
-        self._world = world
-        self._on_host: dict[int, Any] = {}  # the same memory by the buffers' id
-
-    def __call__(self, buffers: Any, *tensors: torch.Tensor, num_next: int, trims: bool, **numbers: int) -> int:
-        assert not trims
-        if id(buffers) not in self._on_host:
-            host = self._on_host[id(buffers)] = copy.copy(buffers)
-            host.device = CPU
-            for name in ("tree_arrays", "planned_arrays", "rule_arrays", "frontier_arrays", "leftover_arrays"):
-                setattr(host, name, tuple(tensor.numpy() for tensor in sim.to_host(getattr(buffers, name))))
-            host.next_free, host.next_free_array = (
-                sim.to_host(buffers.next_free),
-                sim.to_host(buffers.next_free).numpy(),
-            )
-        host = self._on_host[id(buffers)]
-        self._world.launch(lambda *tensors: tree_grow(host, *tensors, num_next=num_next, impl="torch", **numbers))(
-            *tensors
-        )
-        return num_next

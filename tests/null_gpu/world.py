@@ -7,6 +7,7 @@ attention) are one launch each.
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,10 +15,9 @@ from unittest import mock
 import numpy as np
 import torch
 
-from tests.simulated_device import device as sim
-from tests.simulated_device.fakes import (
+from null_gpu.emulate import emulating, launched, to_device, to_host
+from null_gpu.networks import (
     BLOCK_SIZE,
-    CPU,
     MAX_LEN,
     MAX_REQS,
     NUM_BLOCKS,
@@ -25,8 +25,6 @@ from tests.simulated_device.fakes import (
     FakeAttention,
     FakeDraft,
     FakeSampler,
-    GrowLaunch,
-    StagedWrites,
     as_dict,
     attend,
     hashed,
@@ -35,7 +33,6 @@ from tests.simulated_device.fakes import (
 from tests.unit.engine import fakes
 from vidspec_kernels import candidates_reference, draw_reference
 from vllm_vidspec.config import VidSpecConfig
-from vllm_vidspec.drafting import adaptive
 from vllm_vidspec.engine import parts, speculator, tree_attention
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft import kv as kv_pool
@@ -124,7 +121,7 @@ class World:
     def put(self, values: np.ndarray) -> torch.Tensor:
         """Return a host array on the device; vLLM's part, so it is not counted."""
         tensor = torch.from_numpy(np.array(values))
-        return tensor if self.device == CPU else sim.to_device(tensor)
+        return tensor if self.device.type == "cpu" else to_device(tensor)
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
@@ -132,10 +129,10 @@ class World:
         """Begin a request: both networks have seen its prompt, the draft without its first `num_dropped` tokens."""
         tokens = np.append(prompt, 3)
         self.lengths[row], self.num_drafts[row] = len(tokens), 0
-        at = sim.to_host(self.text)[row]
+        at = to_host(self.text)[row]
         at[: len(tokens)] = torch.from_numpy(tokens.astype(np.int32))
-        sim.to_host(self.total_len)[row] = len(tokens)
-        sim.to_host(self.last_sampled)[row] = 3
+        to_host(self.total_len)[row] = len(tokens)
+        to_host(self.last_sampled)[row] = 3
         here = self.speculator.drafter
         here.kv.begin(row, num_dropped, 0)
         assert here.kv.reserve(np.array([row]), np.array([len(tokens) - num_dropped + self.K]))[0]
@@ -158,8 +155,8 @@ class World:
     @staticmethod
     def _fill(cache: torch.Tensor, table: torch.Tensor, row: int, tokens: np.ndarray, positions: np.ndarray) -> None:
         entry = np.arange(len(tokens))
-        slots = sim.to_host(table)[row].numpy()[entry // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + entry % BLOCK_SIZE
-        sim.to_host(cache).numpy().reshape(-1, 2)[slots] = np.stack((tokens, positions), axis=1)
+        slots = to_host(table)[row].numpy()[entry // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + entry % BLOCK_SIZE
+        to_host(cache).numpy().reshape(-1, 2)[slots] = np.stack((tokens, positions), axis=1)
 
     def end(self, row: int) -> None:
         """End a request."""
@@ -214,10 +211,10 @@ class World:
         if publish is not None:
             publish()
         self._schedule(batch, drafts, max_drafts)
-        self.log.append([sim.to_host(tensor).tolist() for tensor in (sampled, num_sampled, drafts)])
+        self.log.append([to_host(tensor).tolist() for tensor in (sampled, num_sampled, drafts)])
         if self.trees is not None:
             tables = (self.trees.parents, self.trees.depths, self.trees.ancestors, self.trees.path)
-            self.log.append([sim.to_host(table).tolist() for table in tables])
+            self.log.append([to_host(table).tolist() for table in tables])
 
     def _forward(self, batch: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the target's logits and its input tokens."""
@@ -268,25 +265,20 @@ class World:
     def _commit(self, batch: SimpleNamespace, sampled: torch.Tensor, num_sampled: torch.Tensor) -> None:
         """Do what vLLM's post-update kernel does."""
         rows = batch.idx_mapping_np
-        emitted, counts = sim.to_host(sampled).numpy(), sim.to_host(num_sampled).numpy()
-        text = sim.to_host(self.text).numpy()
+        emitted, counts = to_host(sampled).numpy(), to_host(num_sampled).numpy()
+        text = to_host(self.text).numpy()
         for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
             text[row, self.lengths[row] : self.lengths[row] + count] = emitted[i, :count]
             self.lengths[row] += count
-            sim.to_host(self.last_sampled)[row] = int(emitted[i, count - 1])
-        sim.to_host(self.total_len).numpy()[rows] = self.lengths[rows]
+            to_host(self.last_sampled)[row] = int(emitted[i, count - 1])
+        to_host(self.total_len).numpy()[rows] = self.lengths[rows]
 
     def _schedule(self, batch: SimpleNamespace, drafts: torch.Tensor, max_drafts: int | None) -> None:
         """Do what vLLM's scheduler does where it does not wait: K drafts, or none where nothing is drafted."""
         rows = batch.idx_mapping_np
-        sim.to_host(self.drafts).numpy()[rows] = sim.to_host(drafts).numpy()
+        to_host(self.drafts).numpy()[rows] = to_host(drafts).numpy()
         live = self.requests.phase[rows] == Phase.DRAFTING
         self.num_drafts[rows] = np.where(live, self.K if max_drafts is None else max_drafts, 0)
-
-
-def launched(launch: Callable, reference: Callable) -> Callable:
-    """Return a kernel of the draft's sampler as one launch of its reference, which reads noise back."""
-    return lambda *args, scratch, **more: launch(reference)(*args, **more)
 
 
 class PaddedGraphs:
@@ -307,21 +299,26 @@ class PaddedGraphs:
 
 @contextlib.contextmanager
 def world(
-    device: sim.SimulatedDevice | None, tmp_path: Any, config: VidSpecConfig, splits_keys: bool = True, **more: Any
+    device: torch.device, folder: Path, config: VidSpecConfig, splits_keys: bool = True, **more: Any
 ) -> Iterator[World]:
-    """Build a world on the simulated device, or on the CPU.
+    """Build a world on the null GPU, or on the CPU.
 
     Args:
-        device: None: the CPU.
-        tmp_path: Where counters are.
+        device: Where its tensors are.
+        folder: Where counters are.
         config: The knobs.
         splits_keys: Whether both models' own attention does, so that chains leave it to them.
         more: Of `World`.
     """
-    launch = (lambda kernel: kernel) if device is None else device.launch
+    on_gpu = device.type == "cuda"
+    launch = launched if on_gpu else lambda kernel: kernel
+
+    def sampling_kernel(reference: Callable) -> Callable:
+        return lambda *args, scratch, **more: launch(reference)(*args, **more)
+
     with contextlib.ExitStack() as stack:
         for module, name, stand_in in (
-            (counters.Counters, "_open", staticmethod(lambda _: MetricsFile.create(tmp_path / f"{id(device)}.i64"))),
+            (counters.Counters, "_open", staticmethod(lambda _: MetricsFile.create(folder / f"{device.type}.i64"))),
             (parts, "DraftModel", lambda _config, device, *_: FakeDraft(device, launch)),
             (parts, "held_bytes", lambda _: 0),
             (parts, "make_guidance", lambda *_: None),
@@ -332,13 +329,12 @@ def world(
             (tree_attention, "TreeAttention", FakeAttention),
             (tree_attention.backends, "splits_keys", lambda *_: splits_keys),
             (tree_attention, "_obstacles", lambda *_: iter(())),
-            (kv_pool, "StagedWriteTensor", StagedWrites),
+            *(() if on_gpu else ((kv_pool, "StagedWriteTensor", fakes.StagedWrites),)),
             (looseness, "protected_ids", lambda *_: {0, 9}),
-            (noise, "draw", launched(launch, draw_reference)),
-            (noise, "candidates", launched(launch, candidates_reference)),
+            (noise, "draw", sampling_kernel(draw_reference)),
+            (noise, "candidates", sampling_kernel(candidates_reference)),
         ):
             stack.enter_context(mock.patch.object(module, name, stand_in))
-        here = World(CPU if device is None else sim.DEVICE, launch, config, **more)
-        if device is not None:
-            stack.enter_context(mock.patch.object(adaptive, "tree_grow", GrowLaunch(here)))
-        yield here
+        if on_gpu:
+            stack.enter_context(emulating())
+        yield World(device, launch, config, **more)
