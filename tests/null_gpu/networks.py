@@ -116,7 +116,8 @@ class FakeDraft:
         return token_ids.long()[:, None]
 
     def forward(self, embeds, positions, layout, **arguments: Any) -> torch.Tensor:
-        assert bool(to_host(positions[0] == positions[2]).all())
+        axes = to_host(positions)
+        assert torch.equal(axes[0], axes[2])
         starts = layout.query_start_loc_np
         assert np.array_equal(starts, to_host(layout.query_start_loc).numpy())
         step = None if self.attention is None else as_dict(self.attention.step)
@@ -160,7 +161,7 @@ class FakeSampler:
             temperature=SimpleNamespace(np=heat, gpu=world.put(heat)),
             seeds=SimpleNamespace(gpu=world.put(np.arange(MAX_REQS) * 2**40 + 11)),
             min_p=SimpleNamespace(np=np.zeros(MAX_REQS)),
-            top_k=SimpleNamespace(np=np.full(MAX_REQS, VOCAB)),
+            top_k=SimpleNamespace(np=np.array([4] + [VOCAB] * (MAX_REQS - 1))),  # the first one's logits are processed
             top_p=SimpleNamespace(np=np.ones(MAX_REQS)),
             vocab_size=VOCAB,
         )

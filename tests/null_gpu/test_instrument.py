@@ -199,6 +199,41 @@ def test_a_graph_keeps_launches_and_replays_copies(before):
     assert target.cpu().tolist() == list(range(8))
 
 
+def test_an_emulated_replay_computes_with_the_contents_of_the_moment():
+    """Catches: a copy in place of a view, an operator in place on a copy, another order, contents that are frozen, a
+    Python number that is not, memory of the graph in which a result lasts."""
+
+    def kernel(x, *, by):
+        return x + (by if x.max() > 3 else 0)  # a kernel may branch on what it reads
+
+    def step(kernel, x, out, rows, number):
+        y = (x * 2).view(2, 3)
+        y[0].add_(number)
+        y = y.t().contiguous().reshape(-1)
+        y.index_copy_(0, rows, x.new_zeros(2))
+        values, ids = y.topk(3)
+        out[:3].copy_(values)
+        out[3:6] = ids.float().softmax(0)
+        torch.cumsum(kernel(y, by=7), 0, out=out[6:])
+        return values, ids
+
+    x, rows, expected = torch.rand(6), torch.tensor([1, 4]), torch.zeros(12)
+    with emulate.emulating():
+        on_gpu, out, graph = emulate.to_device([x, rows]), torch.zeros(12, device="cuda"), emulate.Graph()
+        with graph.capture():
+            values, ids = step(emulate.launched(kernel), on_gpu[0], out, on_gpu[1], 1)
+        for seed in range(3):
+            x.copy_(4 * torch.rand(6, generator=torch.Generator().manual_seed(seed)))
+            rows.copy_(torch.tensor([seed, 5]))
+            for there, here in zip(emulate.to_host(on_gpu), (x, rows), strict=True):
+                there.copy_(here)
+            step(kernel, x, expected, rows, 1)
+            graph.replay()
+            assert torch.equal(emulate.to_host(out), expected)
+    assert emulate.to_host(values).isnan().all() and (emulate.to_host(ids) > 10**9).all()
+    assert not emulate.failed
+
+
 _ERRORS = ("Unsupported", "Invalidated", "Merge", "Unmatched", "Unjoined", "Isolation", "Implicit")
 CODES = {f"cudaErrorStreamCapture{error}": 900 + i for i, error in enumerate(_ERRORS)} | {"cudaErrorCapturedEvent": 907}
 CODES["cudaErrorIllegalState"] = 401  # no capture to end

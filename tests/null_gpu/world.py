@@ -14,8 +14,9 @@ from unittest import mock
 
 import numpy as np
 import torch
+from vllm.config.compilation import CUDAGraphMode
 
-from null_gpu.emulate import emulating, launched, to_device, to_host
+from null_gpu.emulate import Graph, emulating, launched, to_device, to_host
 from null_gpu.networks import (
     BLOCK_SIZE,
     MAX_LEN,
@@ -38,6 +39,7 @@ from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft import kv as kv_pool
 from vllm_vidspec.engine.draft import noise
 from vllm_vidspec.engine.draft import prefill as draft_prefill
+from vllm_vidspec.engine.draft.graphs import DraftGraphs
 from vllm_vidspec.engine.draft.memory import DraftMemory
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.listen.protocol import Forward
@@ -109,7 +111,7 @@ class World:
         self.target_trees = made.target_trees
         self.speculator, self.draft = made.speculator, made.speculator.draft_model
         self.listeners.init_kv(self)
-        self.speculator.graphs = PaddedGraphs()
+        self.graphs = self.speculator.graphs = PaddedGraphs() if device.type == "cpu" else StepGraphs()
         self.speculator._memory = DraftMemory(pool_bytes=0, vision_bytes=1)
         self.speculator.init_kv(None, contextlib.nullcontext)
         self.draft.attention = self.speculator.drafter.attention
@@ -282,12 +284,9 @@ class World:
 
 
 class PaddedGraphs:
-    """Stands in for `DraftGraphs`: every step is padded as if it had a graph, and its parts run as functions."""
+    """Stands in for `DraftGraphs` on the CPU: steps are padded as if they had graphs, and run as functions."""
 
     is_on = is_wanted = True
-
-    def __init__(self, *_: Any):
-        """Nothing is captured."""
 
     def size_for(self, num_reqs: int, _width: int, _is_processed: bool) -> int:
         return num_reqs + num_reqs % 2
@@ -295,6 +294,31 @@ class PaddedGraphs:
     def run(self, _key: Any, function: Callable[[], None]) -> bool:
         function()
         return False
+
+
+class StepGraphs(DraftGraphs):
+    """The product's, with graphs of the null GPU; vLLM's manager captures where parallel groups are initialised."""
+
+    sizes, max_tokens, is_wanted = (1, 2, MAX_REQS), 512, True
+    _is_capturing = _mostly_processed = False
+
+    def __init__(self) -> None:
+        self.graphs: dict[Any, Graph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, create_forward_fn: Callable, progress_bar_desc: str = "") -> None:
+        for key in self._capture_descs[CUDAGraphMode.FULL]:
+            create_forward_fn(key, True)(CUDAGraphMode.NONE)
+            run, self.graphs[key] = create_forward_fn(key, False), Graph()
+            with self.graphs[key].capture(self._pool):
+                run(CUDAGraphMode.NONE)
+
+    def run(self, key: Any, function: Callable[[], object]) -> bool:
+        assert self._is_capturing or key in self.graphs or not self.graphs, f"{key} has no graph"
+        return super().run(key, function)
+
+    def run_fullgraph(self, desc: Any) -> None:
+        self.graphs[desc].replay()
 
 
 @contextlib.contextmanager
