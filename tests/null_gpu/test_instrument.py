@@ -159,7 +159,6 @@ def test_a_trace_names_the_line(before):
     events = {event for event, _ in seen.lines}
     assert events == {"copy.d2h_pinned", "cudaStreamSynchronize"}
     assert all("test_instrument.py" in line and "test_a_trace_names_the_line" in line for _, line in seen.lines)
-    assert "cudaStreamSynchronize" in seen.table(("cuda",))
 
 
 def test_tensors_in_a_tuple_are_emulated_in_place(before):
@@ -448,25 +447,22 @@ ENTERED = [(VLLM, "sample"), (RUNNER, "sample"), (VLLM, "sample_tokens")]
 
 
 @pytest.mark.parametrize(
-    ("stack", "innermost", "called"),
+    ("stack", "owner"),
     [
-        (ENTERED, host_time.VANILLA, host_time.VANILLA),
-        ([(VLLM, "step")], host_time.VANILLA, host_time.VANILLA),
-        ([(RUNNER, "sample"), (VLLM, "sample_tokens")], "runner.py sample", "runner.py sample"),
-        ([(TORCH, "add"), (VERIFIER, "_verify"), *ENTERED], "verifier.py _verify", "verifier.py _verify"),
-        ([(VLLM, "upload"), (VERIFIER, "_judge"), (VERIFIER, "_verify"), *ENTERED],
-         "verifier.py _judge", "verifier.py _verify"),
-        ([(DISPATCH, "launcher"), (KERNEL, "accept"), (VERIFIER, "_verify"), *ENTERED],
-         "accept.py accept", "verifier.py _verify"),
-        ([(TORCH, "mm"), (VLLM, "layer"), (NETWORK, "_run"), (NETWORK, "forward"), *ENTERED],
-         host_time.FORWARD, host_time.FORWARD),
+        (ENTERED, host_time.VANILLA),
+        ([(VLLM, "step")], host_time.VANILLA),
+        ([(RUNNER, "sample"), (VLLM, "sample_tokens")], "runner.py sample"),
+        ([(TORCH, "add"), (VERIFIER, "_verify"), *ENTERED], "verifier.py _verify"),
+        ([(VLLM, "upload"), (VERIFIER, "_judge"), (VERIFIER, "_verify"), *ENTERED], "verifier.py _judge"),
+        ([(DISPATCH, "launcher"), (KERNEL, "accept"), (VERIFIER, "_verify"), *ENTERED], "accept.py accept"),
+        ([(TORCH, "mm"), (VLLM, "layer"), (NETWORK, "_run"), (NETWORK, "forward"), *ENTERED], host_time.FORWARD),
     ],
-)  # fmt: skip
-def test_a_sample_belongs_to_one_owner(stack, innermost, called):
+)
+def test_a_sample_has_one_owner(stack, owner):
     """Catches: vLLM's own work inside our wrappers counted as ours, ours counted as vLLM's where it calls vLLM back."""
     empty = compile("", "?", "exec")
     codes = tuple(empty.replace(co_filename=path, co_name=name) for path, name in stack)
-    assert (host_time.owner(codes), host_time.owner(codes, is_by_entry=True)) == (innermost, called)
+    assert host_time.owner(codes) == owner
 
 
 def test_time_is_sampled_where_it_is_spent():
