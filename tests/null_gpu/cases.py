@@ -27,10 +27,10 @@ import made_up
 
 QWEN, LLAVA, QWEN3 = pairs.FAMILIES
 NUM_FRAMES, FRAME_SIZE = 8, 112
-# The host learns how deep the next trees are from the step before; by then this step's target forward is launched.
+# The host reads how deep the next trees are, as planned a step ago; this step's target forward is launched by then.
 PLANNED_DEPTHS = "adaptive.py read"
 # Counters on their way to /metrics; a block more for the draft, every sixteenth token.
-CROSSINGS = ("counters.py flush", "kv.py reserve", "kv.py apply")
+TRANSFERS = ("counters.py flush", "kv.py reserve", "kv.py apply")
 TWO_RANKS = {
     "tensor_parallel_size": 2,
     "disable_custom_all_reduce": True,  # it reads another process's device memory
@@ -60,11 +60,11 @@ class Case:
     """One engine and the requests that it runs.
 
     Attributes:
-        name: How tests and tables call it.
-        vanilla: Whose waits and copies are the measure: vanilla vLLM in the same mode.
+        name: In tests and tables.
+        vanilla: The case of vanilla vLLM in the same mode, whose waits and copies are the bound.
         spec: Knobs of VidSpecConfig, None for vanilla vLLM.
         family: The bundled pair.
-        is_whole: Whether it is not the bundled pair but one as published, with made-up weights and a user's defaults.
+        is_whole: Whether it is a pair of published size, with made-up weights and a user's defaults.
         device_gb: Memory of a device.
         overrides: Arguments of `LLM`.
         batch: Requests at a time.
@@ -73,14 +73,14 @@ class Case:
         skip: Steps after the first token that are not counted.
         steps: Steps that are counted.
         timed_steps: Steps that are timed afterwards.
-        sampled_steps: Steps after these in which it is seen whose code the host runs.
-        allowed: `file.py function` of lines that may wait once per step, for a good reason.
-        crossings: `file.py function` of lines of ours that may copy between host and device once per step.
-        most_launches: Budget of launches per step, counted ones plus a little.
+        sampled_steps: Steps after these whose Python stack is sampled.
+        allowed: `file.py function` of lines that may wait once a step, for a good reason.
+        transfers: `file.py function` of our lines that may copy between host and device once a step.
+        most_launches: Budget of launches per step: those counted, plus a few.
         before: Called before the engine starts.
-        after: Called with the session once its requests are aborted; returns what it measured.
+        after: Called with the session once its requests are aborted; returns further measurements.
         is_planted: Whether it carries defects on purpose.
-        is_slow: Whether `make test-slow` runs it: an engine more for what others almost show.
+        is_slow: Whether only `make test-slow` runs it.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Case:
     timed_steps: int = 20
     sampled_steps: int = 8
     allowed: tuple[str, ...] = ()
-    crossings: tuple[str, ...] = CROSSINGS
+    transfers: tuple[str, ...] = TRANSFERS
     most_launches: int = 0
     before: Callable[[], None] | None = None
     after: Callable[[Any], dict[str, Any]] | None = None
@@ -173,7 +173,7 @@ _GRAPHS, _FA2, _SLOW = {"overrides": GRAPHS}, {"overrides": GRAPHS_FA2}, {"is_sl
 _BESIDE_THREE = "vanilla graphs batch"
 _SIXTEEN = {"overrides": GRAPHS_SIXTEEN, "batch": 16, **_SLOW, **_VARIANT}
 _PIECES = {"overrides": PIECES, **_SLOW, **_VARIANT}
-_PLANNED = {"allowed": (PLANNED_DEPTHS,), "crossings": (*CROSSINGS, "adaptive.py send")}
+_PLANNED = {"allowed": (PLANNED_DEPTHS,), "transfers": (*TRANSFERS, "adaptive.py send")}
 _STATIC, _ADAPTIVE, _SELF = {"drafting": "tree-static"}, {"drafting": "tree-adaptive"}, {"draft": "target"}
 # The drafter on a second device, in a process that nobody measures here.
 _PARALLEL = {"parallel": {"device": "cuda:1"}, "pruner": "uniform"}
@@ -225,7 +225,7 @@ _ALL = (
     Case("loose", {"scorer": "loose"}, **_VARIANT, most_launches=361),
     Case("uv", {"pruner": "uv"}, **_VARIANT, most_launches=357),
     Case("self", _SELF, **_SLOW, **_VARIANT, most_launches=429),
-    Case("parallel", _PARALLEL, allowed=_COMMITS, crossings=(*CROSSINGS, *_STREAMS), most_launches=88),
+    Case("parallel", _PARALLEL, allowed=_COMMITS, transfers=(*TRANSFERS, *_STREAMS), most_launches=88),
     Case("vanilla graphs", **_GRAPHS),
     Case("vanilla graphs batch", **_GRAPHS, **_THREE),
     Case("vanilla graphs sampled", **_GRAPHS, **_WARM, **_VARIANT),

@@ -1,11 +1,12 @@
-"""Makes some kernels real on the host, so that what the host reads from the device is plausible.
+"""Computes on the host what kernels would compute on a GPU, so that what the host reads from the device is plausible.
 
 Three parts: blocks of PyTorch's caching allocator read as zeros; Triton kernels also run in Triton's interpreter;
-PyTorch's operators also run on the CPU. All work on the "device" memory itself, which is host memory, and none calls
-the null runtime: the counters stay those of the engine. Compiled kernels (attention, norms, vLLM's own operators) and
-what a graph replays write nothing, so logits mean nothing and neither does acceptance.
+PyTorch's operators also run on the CPU. All of them work on the null GPU's memory, which is host memory, and none calls
+the null runtime: its counters stay those of the engine. Replays of a `Graph` are computed too. Compiled kernels
+(attention, norms, vLLM's own operators) and replays of any other graph write nothing, so an engine's logits mean
+nothing, and neither does its acceptance.
 
-What cannot be emulated is noted in `failed` once per kernel, and left undone.
+A kernel that cannot be emulated is noted in `failed` once, and does nothing.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from triton.runtime.jit import JITFunction
 from null_gpu import device
 from vidspec_kernels.dispatch import LaunchPlan
 
-# Kernels whose numbers no host code looks at, and that take long in the interpreter; top-p never ends without numbers.
+# Kernels whose results no host code reads, slow in the interpreter; top-p does not end on meaningless logits.
 _LEAVE_KERNELS = re.compile(
     r"mrope|rotary|^triton_|_attn_|attention|merge|relevance|guidance|row_stats|visual|rms|silu|topp|candidates|mm_input"
 )
@@ -36,7 +37,7 @@ _LEAVE_OPERATORS = re.compile(
 _INDEXING = {"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"}
 _MOST_ELEMENTS = 1 << 22
 
-failed: dict[str, str] = {}  # why by kernel or operator
+failed: dict[str, str] = {}  # the error by kernel or operator
 _is_on = False
 _recording: "Graph | None" = None  # the graph that is being captured
 
@@ -80,7 +81,7 @@ def _note(name: str, error: BaseException) -> None:
 
 
 class _Guarded:
-    """The interpreter's memory, refused where a pointer is nowhere: what garbage points to must not end the process."""
+    """The interpreter's memory access, which refuses pointers outside all memory: garbage must not end the process."""
 
     def __init__(self, real):
         self._real = real
@@ -337,7 +338,7 @@ def _nonzero(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _mask_to_indices(index) -> list:
-    """Return what an index stands for: the indices of a boolean mask's true elements, else itself."""
+    """Return an index as a list: the positions of a boolean mask's true elements, else the index itself."""
     if not (isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)):
         return [index]
     return list(index.nonzero(as_tuple=True)) if not index.is_cuda else list(_nonzero(index).unbind(1))

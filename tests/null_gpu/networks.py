@@ -1,4 +1,4 @@
-"""Two networks of integers and vLLM's parts around them, as functions of host tensors that a device launches."""
+"""Two networks of integers, and stand-ins for the parts of vLLM around them; kernels are functions of host tensors."""
 
 import itertools
 from collections.abc import Callable
@@ -71,13 +71,13 @@ def agreed_logits(hidden: torch.Tensor) -> np.ndarray:
 
 
 def target_logits(hidden: torch.Tensor) -> torch.Tensor:
-    """Return what the target says, which depends a little on everything before."""
+    """Return the target's logits, which depend a little on all tokens before."""
     own = hashed(hidden.numpy()[:, :1], np.arange(VOCAB), 1) % 8 / 8
     return torch.from_numpy(agreed_logits(hidden) + own.astype(np.float32))
 
 
 def draft_logits(hidden: torch.Tensor) -> torch.Tensor:
-    """Return what the draft says."""
+    """Return the draft's logits."""
     own = hashed(hidden.numpy()[:, :1], np.arange(VOCAB), 2) % 12 / 8
     return torch.from_numpy(agreed_logits(hidden) + own.astype(np.float32))
 
@@ -191,14 +191,14 @@ class FakeSampler:
 
 
 def gumbel_sample(logits, rows, temperature, seeds, pos, **_options: Any) -> torch.Tensor:
-    """Do what vLLM's kernel does, under shared noise."""
+    """Stand in for vLLM's kernel, with shared noise."""
     noisy = logits.clone()
     add_noise(noisy, None, rows, seeds, pos, temperature, logits.shape[1])
     return noisy.argmax(dim=-1)
 
 
 def add_noise(logits, _stride, rows, seeds, pos, temperature, vocab_size, **_constants: Any) -> None:
-    """Do what the draft's noise kernel does."""
+    """Add Gumbel noise, as the draft's kernel does."""
     is_noisy = temperature[rows].numpy() != 0
     keys = np.arange(vocab_size, dtype=np.uint32)
     values = cpu_kernels.gumbel_noise(seeds[rows].numpy()[is_noisy], pos.numpy()[is_noisy], keys)

@@ -1,8 +1,8 @@
-"""A decode loop of the engine's own tensor code around two networks of integers, on the CPU or on the simulated device.
+"""The engine's own decode loop around two networks of integers, on the CPU or on the null GPU.
 
-The networks keep their keys and values in paged caches as the engine does, and what they answer depends on every entry
-that a token attends to: a wrong slot, position or mask changes the text. vLLM's own kernels (sampling, commits, its
-attention) are one launch each.
+The networks keep keys and values in paged caches as the engine does, and their logits depend on every entry that a
+token attends to: a wrong slot, position or mask changes the text. vLLM's own kernels (attention, sampling, commits) are
+one launch each.
 """
 
 import contextlib
@@ -52,14 +52,14 @@ from vllm_vidspec.metrics import MetricsFile
 
 
 class World:
-    """The runner's part, from which the engine's own parts are made: rows, batches, the target, commits.
+    """The model runner's side, from which the engine builds its parts: rows, batches, the target, commits.
 
     Args:
-        device: Where the tensors live.
-        launch: Makes a launch of a function of host tensors.
+        device: The device of all tensors.
+        launch: Makes a kernel of a function of host tensors.
         config: The knobs.
-        temperature: Of every other request.
-        fills_trees: Whether trees are filled, as where vLLM schedules asynchronously.
+        temperature: Of every other request; the rest are greedy.
+        fills_trees: Whether trees are filled up to K, as under vLLM's asynchronous scheduling.
     """
 
     max_num_reqs, vocab_size, model = MAX_REQS, VOCAB, None
@@ -121,14 +121,14 @@ class World:
         return torch.zeros(*shape, dtype=dtype, device=self.device)
 
     def put(self, values: np.ndarray) -> torch.Tensor:
-        """Return a host array on the device; vLLM's part, so it is not counted."""
+        """Return a host array on the device, as vLLM does; not counted."""
         tensor = torch.from_numpy(np.array(values))
         return tensor if self.device.type == "cpu" else to_device(tensor)
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def admit(self, row: int, prompt: np.ndarray, num_dropped: int) -> None:
-        """Begin a request: both networks have seen its prompt, the draft without its first `num_dropped` tokens."""
+        """Add a request whose prompt is in both KV caches, in the draft's without its first `num_dropped` tokens."""
         tokens = np.append(prompt, 3)
         self.lengths[row], self.num_drafts[row] = len(tokens), 0
         at = to_host(self.text)[row]
@@ -168,7 +168,7 @@ class World:
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def batch(self, rows: list[int]) -> SimpleNamespace:
-        """Return what vLLM makes of a step's requests."""
+        """Return vLLM's input batch of a step."""
         rows_np = np.array(rows, dtype=np.int32)
         drafts, before = self.num_drafts[rows_np], self.lengths[rows_np]
         counts = drafts + 1
@@ -198,7 +198,7 @@ class World:
         )
 
     def step(self, rows: list[int], max_drafts: int | None = None) -> None:
-        """Verify what is scheduled for these rows, commit it, and draft again; vLLM's parts are launches."""
+        """Run the target over the scheduled drafts of these rows, verify and commit them, and draft again."""
         batch = self.batch(rows)
         logits, tokens = self._forward(batch)
         sampled, num_sampled = self._verify(batch, logits, tokens)
@@ -265,7 +265,7 @@ class World:
         return sampled, num_sampled
 
     def _commit(self, batch: SimpleNamespace, sampled: torch.Tensor, num_sampled: torch.Tensor) -> None:
-        """Do what vLLM's post-update kernel does."""
+        """Stand in for vLLM's post-update kernel."""
         rows = batch.idx_mapping_np
         emitted, counts = to_host(sampled).numpy(), to_host(num_sampled).numpy()
         text = to_host(self.text).numpy()
@@ -276,7 +276,7 @@ class World:
         to_host(self.total_len).numpy()[rows] = self.lengths[rows]
 
     def _schedule(self, batch: SimpleNamespace, drafts: torch.Tensor, max_drafts: int | None) -> None:
-        """Do what vLLM's scheduler does where it does not wait: K drafts, or none where nothing is drafted."""
+        """Stand in for vLLM's asynchronous scheduler: K drafts for each row that is drafted for."""
         rows = batch.idx_mapping_np
         to_host(self.drafts).numpy()[rows] = to_host(drafts).numpy()
         live = self.requests.phase[rows] == Phase.DRAFTING
@@ -325,13 +325,13 @@ class StepGraphs(DraftGraphs):
 def world(
     device: torch.device, folder: Path, config: VidSpecConfig, splits_keys: bool = True, **more: Any
 ) -> Iterator[World]:
-    """Build a world on the null GPU, or on the CPU.
+    """Build a decode loop on the null GPU, or on the CPU.
 
     Args:
-        device: Where its tensors are.
-        folder: Where counters are.
+        device: The device of its tensors.
+        folder: Of the counter file.
         config: The knobs.
-        splits_keys: Whether both models' own attention does, so that chains leave it to them.
+        splits_keys: Whether the attention backends of both models split keys, so that chains need no tree attention.
         more: Of `World`.
     """
     on_gpu = device.type == "cuda"
@@ -346,7 +346,7 @@ def world(
             (parts, "DraftModel", lambda _config, device, *_: FakeDraft(device, launch)),
             (parts, "held_bytes", lambda _: 0),
             (parts, "make_guidance", lambda *_: None),
-            (parts, "VisualStates", lambda *_: None),  # `_verify` says what they would
+            (parts, "VisualStates", lambda *_: None),  # `_verify` makes up relevance
             (speculator, "kv_bytes_per_token", lambda _: 0),
             (draft_prefill, "adapter_for", lambda *_: None),
             *((module, "attention_layers", lambda config: {"layer": config.cache}) for module in (speculator, parts)),
