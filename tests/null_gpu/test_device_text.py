@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from null_gpu import device, emulate, judge
-from null_gpu.cases import TRANSFERS, PLANNED_DEPTHS
+from null_gpu.cases import PLANNED_DEPTHS, TRANSFERS
 from null_gpu.emulate import emulating, to_device, to_host
 from null_gpu.networks import MAX_REQS, VOCAB, FakeDraft
 from null_gpu.world import World, world
