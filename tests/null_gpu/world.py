@@ -304,6 +304,7 @@ class StepGraphs(DraftGraphs):
 
     def __init__(self) -> None:
         self.graphs: dict[Any, Graph] = {}
+        self.num_eager = 0  # parts that ran without a graph
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, create_forward_fn: Callable, progress_bar_desc: str = "") -> None:
@@ -314,8 +315,9 @@ class StepGraphs(DraftGraphs):
                 run(CUDAGraphMode.NONE)
 
     def run(self, key: Any, function: Callable[[], object]) -> bool:
-        assert self._is_capturing or key in self.graphs or not self.graphs, f"{key} has no graph"
-        return super().run(key, function)
+        is_graph = super().run(key, function)
+        self.num_eager += not (is_graph or self._is_capturing)
+        return is_graph
 
     def run_fullgraph(self, desc: Any) -> None:
         self.graphs[desc].replay()
