@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from null_gpu import device, emulate, judge
 from null_gpu.cases import PLANNED_DEPTHS, TRANSFERS
 from null_gpu.emulate import emulating, to_device, to_host
-from null_gpu.networks import MAX_REQS, VOCAB, FakeDraft
+from null_gpu.networks import MAX_LEN, MAX_REQS, VOCAB, FakeDraft
 from null_gpu.world import World, world
 from vidspec_kernels import random_scores
 from vllm_vidspec.config import VidSpecConfig
@@ -90,17 +90,21 @@ def run(
             here.graphs._mostly_processed = "static" in name
             here.speculator.capture()
 
-        def admit(row: int) -> None:
-            here.admit(row, rng.integers(0, VOCAB, rng.integers(8, 20)), int(rng.integers(0, 6)))
+        def admit(row: int, length: int) -> None:
+            here.admit(row, rng.integers(0, VOCAB, length), int(rng.integers(0, 6)))
+
+        def step(rows: list[int]) -> None:
+            here.step([row for row in rows if here.lengths[row] < MAX_LEN])
 
         for row in range(MAX_REQS):
-            admit(row)
-        changes = (lambda: (here.end(1), admit(1)), lambda: here.speculator._give_up(2, "too_long"))
+            admit(row, rng.integers(8, 20))
+        # A request whose context ends soon, and one that goes on without drafts.
+        changes = (lambda: (here.end(1), admit(1, MAX_LEN - 12)), lambda: here.speculator._give_up(2, "too_long"))
         for change in (lambda: None, *changes[:num_changes]):
             change()
             # The logits of the first request are processed; three requests are padded.
-            for rows in (0, 1, 2, 3), (3, 1, 2), (1,), (2, 0, 3):
-                wrong += complaints(counted(lambda rows=rows: here.step(list(rows)), 1), name)
+            for rows in [0, 1, 2, 3], [3, 1, 2], [1, 3], [3], [2, 0, 3]:
+                wrong += complaints(counted(lambda rows=rows: step(rows), 1), name)
         return here, wrong
 
 

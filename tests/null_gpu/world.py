@@ -216,7 +216,7 @@ class World:
         self.log.append([to_host(tensor).tolist() for tensor in (sampled, num_sampled, drafts)])
         if self.trees is not None:
             tables = (self.trees.parents, self.trees.depths, self.trees.ancestors, self.trees.path)
-            self.log.append([to_host(table).tolist() for table in tables])
+            self.log.append([to_host(table)[:MAX_REQS].tolist() for table in tables])  # the last row is of padding
 
     def _forward(self, batch: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the target's logits and its input tokens."""
@@ -276,11 +276,12 @@ class World:
         to_host(self.total_len).numpy()[rows] = self.lengths[rows]
 
     def _schedule(self, batch: SimpleNamespace, drafts: torch.Tensor, max_drafts: int | None) -> None:
-        """Stand in for vLLM's asynchronous scheduler: K drafts for each row that is drafted for."""
+        """Stand in for vLLM's asynchronous scheduler: K drafts where there are drafts, up to the context's end."""
         rows = batch.idx_mapping_np
         to_host(self.drafts).numpy()[rows] = to_host(drafts).numpy()
         live = self.requests.phase[rows] == Phase.DRAFTING
-        self.num_drafts[rows] = np.where(live, self.K if max_drafts is None else max_drafts, 0)
+        most = np.minimum(self.K if max_drafts is None else max_drafts, MAX_LEN - 1 - self.lengths[rows])
+        self.num_drafts[rows] = np.where(live, most, 0)
 
 
 class PaddedGraphs:
