@@ -118,7 +118,7 @@ def _wait(is_there: Callable[[], bool], what: str) -> float:
     return time.monotonic() - start
 
 
-# ---- killed processes -------------------------------------------------------------------------------------------------
+# ---- killed processes ------------------------------------------------------------------------------------------------
 
 
 def killed(folder: Path, victim: str, stops: bool = True, **overrides: Any) -> str:
@@ -168,7 +168,7 @@ def killed(folder: Path, victim: str, stops: bool = True, **overrides: Any) -> s
     return "; ".join([*seen, "the same answer again"])
 
 
-# ---- a host that lacks something --------------------------------------------------------------------------------------------
+# ---- a host that lacks something --------------------------------------------------------------------------------------
 
 
 def two_servers(folder: Path) -> str:
