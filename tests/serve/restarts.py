@@ -168,7 +168,7 @@ def killed(folder: Path, victim: str, stops: bool = True, **overrides: Any) -> s
     return "; ".join([*seen, "the same answer again"])
 
 
-# ---- a host that lacks something --------------------------------------------------------------------------------------
+# ---- a host that lacks something ------------------------------------------------------------------------------------
 
 
 def two_servers(folder: Path) -> str:
