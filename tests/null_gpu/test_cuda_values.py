@@ -83,23 +83,20 @@ def run(
     config = VidSpecConfig(model="self", on_draft_error="raise", **SCENARIOS[name])
     rng, wrong = np.random.default_rng(len(name)), []
     with world(on, folder, config, temperature=1.0, fills_trees="loose" in name, **options) as here:
-        drafter = here.speculator.drafter
         if goes_on:
-            drafter._max_run, drafter.chains._goes_on = config.num_speculative_tokens - 1, True
-        if on is GPU:
-            here.graphs._mostly_processed = "static" in name
-            here.speculator.capture()
+            here.drafter._max_run, here.drafter.chains._goes_on = config.num_speculative_tokens - 1, True
+        here.capture(mostly_processed="static" in name)
 
-        def admit(row: int, length: int) -> None:
-            here.admit(row, rng.integers(0, VOCAB, length), int(rng.integers(0, 6)))
+        def add(row: int, length: int) -> None:
+            here.add(row, rng.integers(0, VOCAB, length), int(rng.integers(0, 6)))
 
         def step(rows: list[int]) -> None:
             here.step([row for row in rows if here.lengths[row] < MAX_LEN])
 
         for row in range(MAX_REQS):
-            admit(row, rng.integers(8, 20))
+            add(row, rng.integers(8, 20))
         # A request whose context ends soon, and one that goes on without drafts.
-        changes = (lambda: (here.end(1), admit(1, MAX_LEN - 12)), lambda: here.speculator._give_up(2, "too_long"))
+        changes = (lambda: (here.end(1), add(1, MAX_LEN - 12)), lambda: here.skip(2))
         for change in (lambda: None, *changes[:num_changes]):
             change()
             # The logits of the first request are processed; three requests are padded.
@@ -274,7 +271,7 @@ def test_a_new_budget_waits_once(tmp_path):
     """A static tree's tables for a budget are uploaded when the budget is first asked for, and never again."""
     config = VidSpecConfig(model="self", on_draft_error="raise", **SCENARIOS["tree-static, random"])
     with world(GPU, tmp_path, config) as here:
-        here.admit(0, np.arange(9), 2)
+        here.add(0, np.arange(9), 2)
         here.step([0])
         waits = [
             judge.total(counted(lambda budget=budget: here.step([0], max_drafts=budget), 1), "sync")

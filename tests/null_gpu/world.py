@@ -39,6 +39,7 @@ from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft import kv as kv_pool
 from vllm_vidspec.engine.draft import noise
 from vllm_vidspec.engine.draft import prefill as draft_prefill
+from vllm_vidspec.engine.draft.drafter import Drafter
 from vllm_vidspec.engine.draft.graphs import DraftGraphs
 from vllm_vidspec.engine.draft.memory import DraftMemory
 from vllm_vidspec.engine.knobs import Knobs
@@ -127,7 +128,7 @@ class World:
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
-    def admit(self, row: int, prompt: np.ndarray, num_dropped: int) -> None:
+    def add(self, row: int, prompt: np.ndarray, num_dropped: int) -> None:
         """Add a request whose prompt is in both KV caches, in the draft's without its first `num_dropped` tokens."""
         tokens = np.append(prompt, 3)
         self.lengths[row], self.num_drafts[row] = len(tokens), 0
@@ -164,6 +165,22 @@ class World:
         """End a request."""
         self.requests.forget(row)
         self.counters.end_requests([str(row)])
+
+    def skip(self, row: int) -> None:
+        """Let a request go on without drafts."""
+        self.speculator._give_up(row, "too_long")
+
+    # ---- the drafter -----------------------------------------------------------------------------------------------
+
+    @property
+    def drafter(self) -> Drafter:
+        return self.speculator.drafter
+
+    def capture(self, mostly_processed: bool) -> None:
+        """Capture the parts of draft steps, if the loop runs on the GPU."""
+        if isinstance(self.graphs, StepGraphs):
+            self.graphs._mostly_processed = mostly_processed
+            self.speculator.capture()
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
