@@ -19,6 +19,7 @@ _WRAPPERS = {
 _FORWARD = {"_run", "compute_logits", "embed"}
 _FORWARD_FILE = "/draft/model.py"
 VANILLA, FORWARD = "vanilla", "draft's layers"
+_PARTS_OF_A_KERNEL = ("api.py", "triton.py", "reference.py", "cpu.py")  # are named by their folder
 # Frames that say less than their callers.
 _UNINFORMATIVE = ("/vidspec_kernels/dispatch.py", "<")
 
@@ -56,7 +57,10 @@ def owner(stack: tuple[CodeType, ...]) -> str:
                 return VANILLA
             if name in _FORWARD and path.endswith(_FORWARD_FILE):
                 return FORWARD
-            entry = f"{path.rpartition('/')[2]} {name}"
+            folder, _, file = path.rpartition("/")
+            if file in _PARTS_OF_A_KERNEL:
+                file = f"{folder.rpartition('/')[2]}.py"
+            entry = f"{file} {name}"
             if not (label or path.endswith(_UNINFORMATIVE[0]) or name.startswith(_UNINFORMATIVE[1])):
                 label = entry
         in_vllm = in_vllm or "/vllm/" in path

@@ -9,7 +9,7 @@ from null_gpu import host_time
 RUNNER, VERIFIER, NETWORK = (
     f"/w/vllm_vidspec/engine/{name}.py" for name in ("runner", "verify/verifier", "draft/model")
 )
-KERNEL, DISPATCH = (f"/w/kernels/vidspec_kernels/{name}.py" for name in ("accept", "dispatch"))
+KERNEL, DISPATCH = (f"/w/kernels/vidspec_kernels/{name}.py" for name in ("accept/api", "dispatch"))
 VLLM, TORCH = "/s/site-packages/vllm/v1/worker/gpu/model_runner.py", "/s/site-packages/torch/_ops.py"
 ENTERED = [(VLLM, "sample"), (RUNNER, "sample"), (VLLM, "sample_tokens")]
 
