@@ -158,14 +158,6 @@ def _refill(out: Any, result: Any) -> None:
         real.copy_(value)
 
 
-def _spoil(memory: torch.Tensor) -> None:
-    """Fill a tensor with what cannot be taken for a result: NaN, or a number that is no index and no length."""
-    if memory.is_floating_point():
-        memory.fill_(float("nan"))
-    else:
-        memory.fill_(memory.dtype == torch.bool or 0x5A5A5A5A & torch.iinfo(memory.dtype).max)
-
-
 class Graph(torch.cuda.CUDAGraph):
     """A CUDA graph whose replay is emulated: what was captured is done again on the same memory.
 
@@ -180,7 +172,7 @@ class Graph(torch.cuda.CUDAGraph):
 
     @contextlib.contextmanager
     def capture(self, pool: Any = None) -> Iterator[None]:
-        """Capture what runs within; operators and kernels compute nothing."""
+        """Capture what runs within. It is also computed once, as in the warm-up before a capture, which a GPU omits."""
         global _recording
         self.launches: list[Callable[[], None]] = []
         self.own: list[torch.Tensor] = []
@@ -191,6 +183,7 @@ class Graph(torch.cuda.CUDAGraph):
                 yield
             finally:
                 _recording = None
+        self._spoil()
 
     def replay(self) -> None:
         """Compute what was captured."""
@@ -198,8 +191,16 @@ class Graph(torch.cuda.CUDAGraph):
         with _disable_current_modes():
             for launch in self.launches:
                 launch()
+        self._spoil()
+
+    def _spoil(self) -> None:
+        """Fill the graph's own memory with what cannot be taken for a result: NaN, or a number that is no index."""
+        with _disable_current_modes():
             for memory in self.own:
-                _spoil(memory)
+                if memory.is_floating_point():
+                    memory.fill_(float("nan"))
+                else:
+                    memory.fill_(memory.dtype == torch.bool or 0x5A5A5A5A & torch.iinfo(memory.dtype).max)
 
 
 def _is_lost() -> bool:
@@ -208,8 +209,10 @@ def _is_lost() -> bool:
 
 
 def _do(launch: Callable[[], None]) -> None:
-    """Run a launch on the host, or leave it to the replays of the graph that is being captured."""
-    launch() if _recording is None else _recording.launches.append(launch)
+    """Run a launch on the host, and with each replay of the graph that is being captured."""
+    launch()
+    if _recording is not None:
+        _recording.launches.append(launch)
 
 
 def _install() -> None:

@@ -51,11 +51,12 @@ def attend(
             if request in in_trees:
                 tree = in_trees[request]
                 mask = int(step["masks"][tree, query - low])
-                prefix = int(step["prefix_lens"][tree])
-                seen = [*range(prefix), *(prefix + bit for bit in range(64) if mask >> bit & 1)]
+                prefix, nodes = int(step["prefix_lens"][tree]), [bit for bit in range(64) if mask >> bit & 1]
             else:
-                seen = range(int(seq_lens[request]) - (high - query) + 1)
-            seen = np.fromiter(seen, dtype=np.int64)
+                prefix, nodes = int(seq_lens[request]) - (high - query) + 1, []
+            if prefix > table.shape[1] * BLOCK_SIZE:
+                raise IndexError(f"a prefix of {prefix} entries")
+            seen = np.array([*range(prefix), *(prefix + bit for bit in nodes)], dtype=np.int64)
             if not len(seen):  # padding
                 continue
             entries = flat[table[request, seen // BLOCK_SIZE] * BLOCK_SIZE + seen % BLOCK_SIZE]
